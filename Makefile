@@ -1,0 +1,52 @@
+# Each verb stands alone: on a fresh clone it makes .venv first, later it finds it made.
+# `make train ARGS="--depth 4"` passes options on; `make PYTHON=python3.12 test` picks the Python.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+PY := .venv/bin/python
+export PYTHON
+
+# Two test processes with one thread each: the suite is made of many small tests, and two processes
+# with all threads each are slower than one. Programs that the tests start inherit the limit.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+          $(PY) -m pytest -n 2 --dist worksteal
+
+.PHONY: help
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: ## make .venv with PyTorch, this package and its tools
+	@scripts/setup.sh
+
+.PHONY: train
+train: setup ## train a small language model on text that every Python brings
+	@.venv/bin/headway train $(ARGS)
+
+.PHONY: test
+test: setup ## run the tests
+	@$(PYTEST) $(ARGS)
+
+.PHONY: gpu-test
+gpu-test: setup ## run the table of cases on the GPU
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 8 --dist worksteal tests/triton/test_gpu.py $(ARGS)
+
+.PHONY: check
+check: setup ## formatting, lint, types, and who may import whom
+	@$(PY) -m ruff format --check
+	@$(PY) -m ruff check
+	@.venv/bin/pyrefly check --summary=none
+	@.venv/bin/lint-imports --no-logo
+
+.PHONY: format
+format: setup ## format the code and sort its imports
+	@$(PY) -m ruff check --quiet --fix-only
+	@$(PY) -m ruff format
+
+.PHONY: bench
+bench: setup ## time forward and backward against what else you could use
+	@.venv/bin/headway bench $(ARGS)
+
+.PHONY: golden
+golden: setup ## write the generated kernels that the tests compare with; read the diff
+	@$(PYTEST) --accept-golden $(ARGS)

@@ -1,0 +1,33 @@
+"""Headway: attention that trains, whatever the variant."""
+
+from . import backends as backends
+from . import mods as mods
+from .api import attention as attention
+from .api import attention_with_stats as attention_with_stats
+from .api import block_mask as block_mask
+from .blocks import BlockMask as BlockMask
+from .blocks import clear_block_cache as clear_block_cache
+from .distributed import merge as merge
+from .explain import explain as explain
+from .mods import Mask as Mask
+from .mods import Score as Score
+from .mods import alibi as alibi
+from .mods import bias as bias
+from .mods import causal as causal
+from .mods import dense as dense
+from .mods import dilated as dilated
+from .mods import document as document
+from .mods import global_tokens as global_tokens
+from .mods import neighborhood as neighborhood
+from .mods import padding as padding
+from .mods import prefix as prefix
+from .mods import relative_bias as relative_bias
+from .mods import sliding_window as sliding_window
+from .mods import softcap as softcap
+from .mods import strided as strided
+from .mods import t5_bias as t5_bias
+from .mods import tiled as tiled
+from .ops import save_ops as save_ops
+from .types import AttentionOutput as AttentionOutput
+
+__version__ = "0.1.0"

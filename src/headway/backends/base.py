@@ -1,0 +1,89 @@
+"""What every backend implements: the pair of pure functions that everything else is made of."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..blocks import Tiles
+from ..mods.graph import Graph, parse
+from ..types import Captured, Coords, Forward, Grads, Spec
+
+
+class Call(NamedTuple):
+    """The inputs of one call, besides its `Spec`."""
+
+    q: Tensor  # (b, hq, q_len, d)
+    k: Tensor  # (b, hk, kv_len, d)
+    v: Tensor  # (b, hk, kv_len, dv)
+    sink: Tensor | None  # (hq,)
+    seed: Tensor | None  # 0-d int64, where there is dropout
+    captured: Captured
+    tiles: Tiles | None  # of a given block mask
+    coords: Coords
+
+
+class Backend(Protocol):
+    """A backend: two pure functions, and an honest account of what it cannot do."""
+
+    name: str
+
+    def reasons_against(self, spec: Spec, call: Call) -> list[str]:
+        """Why it cannot run this call, each with the way out; empty if it can. Looks at shapes,
+        dtypes and devices only, so that it may be asked about tensors without data."""
+        ...
+
+    def accumulates(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which scores are computed for inputs of `dtype`."""
+        ...
+
+    def forward(self, spec: Spec, call: Call) -> Forward:
+        """out, lse, max_logit, row_max; what the spec does not ask for is empty."""
+        ...
+
+    def backward(
+        self,
+        spec: Spec,
+        call: Call,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        delta: Tensor,
+        needs: tuple[bool, ...],
+    ) -> Grads:
+        """Gradients, given the merged `out` and `lse` and `delta = rowsum(dout∘out) − dlse`.
+
+        The backwards of disjoint key ranges, each given the same merged out and lse, sum to the
+        exact gradients. `needs` says which tensors captured by the score want one.
+        """
+        ...
+
+    def code(self, spec: Spec, call: Call) -> str:
+        """What runs for the score and the mask, for people to read."""
+        ...
+
+
+def graphs(spec: Spec) -> tuple[Graph | None, Graph | None]:
+    """The graphs of the score and of the mask."""
+    return tuple(None if text is None else parse(text) for text in (spec.score, spec.mask))  # type: ignore[return-value]
+
+
+def split(spec: Spec, captured: Captured) -> tuple[Captured, Captured]:
+    """What the score captures, and what the mask captures."""
+    t, n, x = spec.score_tensors, spec.score_ints, spec.score_floats
+    tensors, ints, floats = captured
+    return Captured(tensors[:t], ints[:n], floats[:x]), Captured(tensors[t:], ints[n:], floats[x:])
+
+
+def scatter(grad: Tensor, indices: tuple[Tensor | int, ...], values: Tensor) -> None:
+    """`grad[indices] += values` with repeated indices summed; `values` is reduced over the
+    dimensions that the indices do not vary along before anything is scattered."""
+    if not indices:
+        grad += values.sum()
+        return
+    flat = torch.zeros((), dtype=torch.int64, device=grad.device)
+    for index, stride in zip(indices, grad.stride(), strict=True):
+        flat = flat + index * stride
+    flat = flat.reshape((1,) * (values.dim() - flat.dim()) + flat.shape)
+    values = values.sum_to_size(torch.broadcast_shapes(flat.shape, (1,) * values.dim()))
+    grad.view(-1).index_add_(0, flat.flatten(), values.flatten())

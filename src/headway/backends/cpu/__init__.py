@@ -1,0 +1,46 @@
+"""The CPU backend: the default where tensors are on the CPU, forward and backward."""
+
+import torch
+from torch import Tensor
+
+from ...types import Forward, Grads, Spec, acc_dtype
+from ..base import Call
+from . import flash, tiled
+
+name = "cpu"
+
+
+def reasons_against(spec: Spec, call: Call) -> list[str]:
+    """It runs every call whose tensors are on the CPU."""
+    if call.q.device.type != "cpu":
+        return [f"the tensors are on {call.q.device}: move them to the CPU"]
+    return []
+
+
+def accumulates(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return acc_dtype(dtype)
+
+
+def forward(spec: Spec, call: Call) -> Forward:
+    """PyTorch's flash kernels where they can do the call, else blocks of torch ops."""
+    # Blocks of torch ops see every logit, so statistics are free there.
+    statistics = spec.max_logit or spec.row_max
+    return (tiled if statistics or not flash.suits(spec, call) else flash).forward(spec, call)
+
+
+def backward(
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+    needs: tuple[bool, ...],
+) -> Grads:  # fmt: skip
+    """As the forward; the two need not be computed the same way."""
+    if flash.suits(spec, call):
+        grads = flash.backward(spec, call, out, lse, dout, delta)
+        if grads is not None:
+            return grads
+    return tiled.backward(spec, call, out, lse, dout, delta, needs)
+
+
+def code(spec: Spec, call: Call) -> str:
+    """The graphs, which it evaluates with torch on blocks of about 256 x 256 pairs."""
+    return "\n\n".join(text for text in (spec.score, spec.mask) if text is not None)

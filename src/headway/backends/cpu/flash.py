@@ -1,0 +1,227 @@
+"""PyTorch's own CPU flash kernels, run over the live stretches of a block mask.
+
+They know no score functions and no dropout, but fuse the softmax into the products, which blocks
+of torch ops cannot. Given the merged out and lse, their backwards over disjoint keys sum to the
+exact gradients. Their weak sides are worked around or refused (`suits`):
+
+- NaN in q would come out as 0;
+- a row that sees nothing has lse 0, not -inf;
+- half precision is slow without matrix units: there it is computed in float32;
+- the backward is parallel over heads only, and computes delta by itself.
+"""
+
+import math
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from ...mods import causal, lower_mod
+from ...mods.pointwise import Positions, mask_at
+from ...types import Forward, Grads, Spec, acc_dtype
+from ..base import Call, graphs, split
+from .plan import Segment, index_tensors, pieces
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def suits(spec: Spec, call: Call) -> bool:
+    """Whether these kernels can do the call, as well as blocks of torch ops or better."""
+    return (
+        spec.score is None
+        and spec.dropout == 0
+        and call.q.shape[3] == call.v.shape[3] > 0
+        and min(call.q.shape) > 0 < call.k.shape[2]
+        and math.isfinite(call.q.sum(dtype=torch.float32))
+    )
+
+
+def forward(spec: Spec, call: Call) -> Forward:
+    """Every stretch of keys by itself, merged by log-sum-exp."""
+    (b, hq, q_len, d), hk = call.q.shape, call.k.shape[1]
+    q, k, v = _inputs(call, call.q, call.k, call.v)
+    acc = acc_dtype(call.q.dtype)
+    causal_square = _is_causal(spec, call)
+    if causal_square or spec.mask is None:
+        out, lse = _forward(q, k, v, 0.0, causal_square, scale=spec.scale)
+    else:
+        out = torch.zeros(q.shape, dtype=acc)
+        lse = torch.full(q.shape[:3], -math.inf, dtype=acc)
+        for piece, keys, bias, seen in _stretches(spec, call, q.dtype):
+            at = piece.n, piece.g, piece.i
+            o, l = _forward(
+                q[at], k[piece.n, piece.g, keys], v[piece.n, piece.g, keys], 0.0, False,
+                attn_mask=bias, scale=spec.scale,
+            )  # fmt: skip
+            if seen is not None:
+                l = l.masked_fill(~seen, -math.inf)
+            _merge_into(out[at], lse[at], o, l)
+    if call.sink is not None:
+        before = lse
+        sink = call.sink.to(acc).view(hk, hq // hk, 1).repeat(b, 1, 1)
+        lse = torch.logaddexp(lse, sink)
+        nothing = before.masked_fill(lse == -math.inf, 0) - lse.masked_fill(lse == -math.inf, 0)
+        out = out * nothing.exp_()[..., None]
+    out = out.to(acc if spec.partial else call.q.dtype)
+    return Forward(
+        out.reshape(b, hq, q_len, d),
+        lse.to(acc).reshape(b, hq, q_len),
+        lse.new_empty(0),
+        lse.new_empty(0),
+    )
+
+
+def backward(
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+) -> Grads | None:  # fmt: skip
+    """The sum of the stretches' backwards; None where the kernels cannot be given this delta, or
+    would leave most threads idle."""
+    (b, hq, q_len, d), hk, kv_len = call.q.shape, *call.k.shape[1:3]
+    acc = acc_dtype(call.q.dtype)
+    if 2 * b * hq < torch.get_num_threads():
+        return None
+    # The kernels want out only to compute delta = rowsum(dout∘out). The delta to use is given, and
+    # dout * delta / |dout|² has that product with dout, whatever the gradient of lse added to it.
+    size = dout.to(acc).square().sum(-1)
+    if not math.isfinite(size.sum()) or bool(((size < 1e-30) & (delta != 0)).any()):
+        return None
+    like_out = dout * (delta / size.clamp(min=1e-30))[..., None]
+    q, k, v = _inputs(call, call.q, call.k, call.v)
+    dout, like_out = (_rows(x.to(q.dtype)).reshape(q.shape) for x in (dout, like_out))
+    lse = lse.reshape(q.shape[:3]).masked_fill(lse.reshape(q.shape[:3]) == -math.inf, math.inf)
+    causal_square = _is_causal(spec, call)
+    if causal_square or spec.mask is None:
+        grads = _backward(dout, q, k, v, like_out, lse, 0.0, causal_square, scale=spec.scale)
+        dq, dk, dv = grads
+    else:
+        dq, dk, dv = (torch.zeros(x.shape, dtype=acc) for x in (q, k, v))
+        for piece, keys, bias, _ in _stretches(spec, call, q.dtype):
+            at, kv = (piece.n, piece.g, piece.i), (piece.n, piece.g, keys)
+            grads = _backward(
+                dout[at], q[at], k[kv], v[kv], like_out[at], lse[at], 0.0, False,
+                attn_mask=bias, scale=spec.scale,
+            )  # fmt: skip
+            for total, where, grad in zip((dq, dk, dv), (at, kv, kv), grads, strict=True):
+                total[where] += grad
+    dsink = None
+    if call.sink is not None:
+        weight = (call.sink.to(acc)[:, None] - lse.view(b, hq, q_len)).exp_()
+        dsink = -(weight * delta).sum((0, 2))
+    dtype = acc if spec.partial else call.q.dtype
+    return Grads(
+        dq.reshape(b, hq, q_len, d).to(dtype),
+        _over_group(dk, acc).view(b, hk, kv_len, d).to(dtype),
+        _over_group(dv, acc).view(b, hk, kv_len, d).to(dtype),
+        dsink,
+        [],
+    )
+
+
+def _over_group(x: Tensor, acc: torch.dtype) -> Tensor:
+    return x[:, 0] if x.shape[1] == 1 else x.to(acc).sum(1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The same with rows whose numbers lie side by side, which the kernels take for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q as (b * hk, g, q_len, d); k and v as views that every query head of the group shares."""
+    dtype = q.dtype
+    if dtype in (torch.bfloat16, torch.float16) and not (
+        dtype == torch.bfloat16 and _has_matrix_units()
+    ):
+        dtype = torch.float32
+    b, hq, q_len, d = q.shape
+    hk, kv_len = k.shape[1:3]
+    q, k, v = (_rows(x.to(dtype)) for x in (q, k, v))
+    q = q.reshape(b * hk, hq // hk, q_len, d)
+    k, v = (x.reshape(b * hk, 1, kv_len, d).expand(b * hk, hq // hk, kv_len, d) for x in (k, v))
+    return q, k, v
+
+
+def _stretches(spec: Spec, call: Call, dtype: torch.dtype):
+    """Pieces with the keys they visit at once, the additive mask over them (None where every pair
+    is kept), and which rows see any of them."""
+    _, mask = graphs(spec)
+    _, captured = split(spec, call.captured)
+    positions = call.coords.positions(call.q.shape[2], call.k.shape[2], call.q.device)
+    memory: dict[tuple, tuple[Tensor, Tensor]] = {}
+    for piece in pieces(spec, call, whole_rows=True):
+        for start, stop, full in _join(piece.segments):
+            keys = slice(start, stop)
+            if full or mask is None:
+                yield piece, keys, None, None
+                continue
+            key = (piece.i.start, start, stop)
+            if (
+                key not in memory
+                or mask.uses("b")
+                or mask.uses("h")
+                or max(map(len, positions)) > 1
+            ):
+                kept = mask_at(
+                    mask, captured, Positions(**index_tensors(call, piece, *positions, keys))
+                )
+                kept = kept.expand(*kept.shape[:-2], piece.i.stop - piece.i.start, stop - start)
+                bias = torch.zeros(kept.shape, dtype=dtype).masked_fill_(~kept, -math.inf)
+                memory = {key: (bias, kept.any(-1))}  # the next heads of the same rows share it
+            yield piece, keys, *memory[key]
+
+
+def _join(segments: tuple[Segment, ...]) -> list[Segment]:
+    """Neighbouring segments as one where that costs less than another call and a merge."""
+    joined: list[Segment] = []
+    for _, group in groupby(enumerate(segments), lambda x: _block(segments, x[0])):
+        run = [s for _, s in group]
+        span = run[-1].stop - run[0].start
+        partial = sum(s.stop - s.start for s in run if not s.full)
+        if 3 * partial >= span > partial:
+            joined.append(Segment(run[0].start, run[-1].stop, full=False))
+            continue
+        for full, same in groupby(run, lambda s: s.full):
+            stretch = list(same)
+            joined.append(Segment(stretch[0].start, stretch[-1].stop, full))
+    return joined
+
+
+def _block(segments: tuple[Segment, ...], n: int) -> int:
+    """The first of the segments that reach segment n without a gap."""
+    while n and segments[n - 1].stop == segments[n].start:
+        n -= 1
+    return n
+
+
+def _merge_into(out: Tensor, lse: Tensor, o: Tensor, l: Tensor) -> None:
+    """out, lse += o, l (see `distributed.merge` for the algebra), in place."""
+    total = torch.logaddexp(lse, l)
+    base = total.masked_fill(total == -math.inf, 0)
+    out.mul_((lse - base).exp_()[..., None]).addcmul_(o.to(out.dtype), (l - base).exp_()[..., None])
+    lse.copy_(total)
+
+
+@lru_cache(maxsize=1)
+def _causal_text() -> str:
+    return lower_mod("mask", causal(), torch.float32)[0].text
+
+
+def _is_causal(spec: Spec, call: Call) -> bool:
+    """The one mask that the kernels know by themselves: causal on a square."""
+    coords = call.coords
+    return (
+        spec.mask == _causal_text()
+        and call.q.shape[2] == call.k.shape[2]
+        and call.captured.ints[spec.score_ints :] == [0]
+        and coords.q == coords.kv
+        and coords.q_pos is None is coords.kv_pos
+    )
+
+
+@lru_cache(maxsize=1)
+def _has_matrix_units() -> bool:
+    """Whether this CPU multiplies bfloat16 in tiles (AMX), faster than float32."""
+    check = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return bool(check())

@@ -1,0 +1,159 @@
+"""The definition, in float64 and in full squares: what every other backend is compared with."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..dropout import keep
+from ..mods.derivative import differentiable_gathers, joint
+from ..mods.pointwise import Positions, mask_at, score_at
+from ..types import Coords, Forward, Grads, Spec, acc_dtype
+from .base import Call, graphs, scatter, split
+
+name = "reference"
+
+
+def reasons_against(spec: Spec, call: Call) -> list[str]:
+    """It runs everything, slowly and with the whole square in memory."""
+    return []
+
+
+def accumulates(dtype: torch.dtype) -> torch.dtype:
+    """Always float64."""
+    return torch.float64
+
+
+def forward(spec: Spec, call: Call) -> Forward:
+    """softmax(score(scale q kᵀ) where kept) v, and its statistics."""
+    v = _to_heads(call.v, call.q.shape[1])
+    s, t, kept, keep_ = _scores(spec, call)
+    row_max = t.amax(-1) if t.shape[-1] else t.new_full(t.shape[:-1], -math.inf)
+    lse = torch.logsumexp(t, -1) if t.shape[-1] else row_max
+    if call.sink is not None:
+        lse = torch.logaddexp(lse, call.sink.double()[:, None])
+    p = _probabilities(t, lse) * keep_
+    dtype = call.q.dtype
+    acc = acc_dtype(dtype)
+    logits = s.masked_fill(~kept, -math.inf)
+    largest = logits.amax((2, 3)) if min(s.shape[2:]) else s.new_full(s.shape[:2], -math.inf)
+    return Forward(
+        (p @ v).to(acc if spec.partial else dtype),
+        lse.to(acc),
+        largest.to(acc) if spec.max_logit else s.new_empty(0, dtype=acc),
+        row_max.to(acc) if spec.row_max else s.new_empty(0, dtype=acc),
+    )
+
+
+def backward(
+    spec: Spec,
+    call: Call,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    delta: Tensor,
+    needs: tuple[bool, ...],
+) -> Grads:
+    """dv = Pᵀ dout, dS = P∘(dP − delta)∘score'(S), dq = scale dS k, dk = scale dSᵀ q."""
+    hq, hk = call.q.shape[1], call.k.shape[1]
+    acc = acc_dtype(call.q.dtype)
+    dtype = acc if spec.partial else call.q.dtype
+    q, dout, delta, lse = (x.double() for x in (call.q, dout, delta, lse))
+    k, v = (_to_heads(x, hq) for x in (call.k, call.v))
+    s, t, kept, keep_ = _scores(spec, call)
+    p = _probabilities(t, lse)
+    dt = p * ((dout @ v.mT) * keep_ - delta[..., None])
+    ds: Tensor = dt
+    captured: list[Tensor | None] = [None] * spec.score_tensors
+    if spec.score is not None:
+        ds, grads = _through_score(spec, call, s, kept, dt, needs)
+        captured = [None if g is None else g.to(acc) for g in grads]
+    group = lambda x: x.unflatten(1, (hk, hq // hk)).sum(2)
+    dsink = None
+    if call.sink is not None:
+        weight = _probabilities(call.sink.double()[:, None].expand_as(lse)[..., None], lse)[..., 0]
+        dsink = -(weight * delta).sum((0, 2)).to(acc)
+    return Grads(
+        (spec.scale * ds @ k).to(dtype),
+        group(spec.scale * ds.mT @ q).to(dtype),
+        group((p * keep_).mT @ dout).to(dtype),
+        dsink,
+        captured,
+    )
+
+
+def code(spec: Spec, call: Call) -> str:
+    """The graphs, which it evaluates with torch."""
+    return "\n\n".join(text for text in (spec.score, spec.mask) if text is not None)
+
+
+def _scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """S, T (-inf where not kept), kept, and the dropout factor, over the whole square."""
+    score, mask = graphs(spec)
+    of_score, of_mask = split(spec, call.captured)
+    at = _positions(call.q, call.k, call.coords)
+    s = spec.scale * call.q.double() @ _to_heads(call.k, call.q.shape[1]).mT
+    kept = torch.ones_like(s, dtype=torch.bool)
+    if mask is not None:
+        kept = kept & mask_at(mask, of_mask, at)
+    t = s
+    if score is not None:
+        (t,), _ = score_at(score, of_score, at, s, kept)
+        t = torch.as_tensor(t, dtype=s.dtype, device=s.device).expand_as(s)
+    t = t.masked_fill(~kept, -math.inf)
+    kept = kept & (t != -math.inf)
+    factor = torch.ones_like(s)
+    if spec.dropout > 0:
+        assert call.seed is not None
+        factor = keep(spec.dropout, call.seed, **at.values).to(s.dtype)
+        factor /= max(1 - spec.dropout, 1e-300)
+    return s, t, kept, factor
+
+
+def _through_score(
+    spec: Spec, call: Call, s: Tensor, kept: Tensor, dt: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """dS and the gradients of captured tensors, from dT."""
+    score, _ = graphs(spec)
+    assert score is not None
+    of_score, _ = split(spec, call.captured)
+    wanted = differentiable_gathers(score, [n for n, need in enumerate(needs) if need])
+    derivative = joint(spec.score, wanted)  # type: ignore[arg-type]
+    at = _positions(call.q, call.k, call.coords)
+    (_, by_s, *by_gather), gathers = score_at(derivative, of_score, at, s, kept)
+    # Where a pair is not kept dT is 0, and a derivative there may be anything, infinity included.
+    times = lambda by: torch.where(kept, dt * by, 0.0)
+    grads: list[Tensor | None] = [
+        torch.zeros(t.shape, dtype=dt.dtype, device=dt.device) if need else None
+        for t, need in zip(of_score.tensors, needs, strict=True)
+    ]
+    in_order = [n for n, _ in derivative.gathers]
+    original = [n for n, _ in score.gathers]
+    for n, by in zip(wanted, by_gather, strict=True):
+        node = score.nodes[n]
+        grad = grads[int(node.args[0][1:])]  # type: ignore[index]
+        indices = gathers.indices.get(in_order[original.index(n)], ())
+        scatter(grad, indices, times(by))  # type: ignore[arg-type]
+    return times(by_s), grads
+
+
+def _positions(q: Tensor, k: Tensor, coords: Coords) -> Positions:
+    b, hq, q_len, _ = q.shape
+    device = q.device
+    q_idx, kv_idx = coords.positions(q_len, k.shape[2], device)
+    return Positions(
+        torch.arange(coords.b, coords.b + b, device=device)[:, None, None, None],
+        torch.arange(coords.h, coords.h + hq, device=device)[:, None, None],
+        q_idx[:, None, :, None],
+        kv_idx[:, None, None, :],
+    )
+
+
+def _to_heads(x: Tensor, hq: int) -> Tensor:
+    """Query head h reads key head h // (hq // hk)."""
+    return x.double().repeat_interleave(hq // x.shape[1], dim=1)
+
+
+def _probabilities(t: Tensor, lse: Tensor) -> Tensor:
+    """exp(T − lse); 0 in a row that sees nothing, whose lse is −inf."""
+    return (t - lse.masked_fill(lse == -math.inf, math.inf)[..., None]).exp()

@@ -1,0 +1,92 @@
+"""The Triton backend: any score, any mask, forward and backward, on any GPU that Triton knows.
+
+Importing it loads no Triton; running it, or asking for its code, does.
+"""
+
+import importlib.util
+import sys
+
+import torch
+from torch import Tensor
+
+from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
+from ..base import Call
+from .config import WIDEST
+
+name = "triton"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reasons_against(spec: Spec, call: Call) -> list[str]:
+    """It runs on GPUs, in float32, bfloat16 and float16, up to a width of 512."""
+    q, v = call.q, call.v
+    reasons = []
+    why = _unavailable(q.device.type, q.device.index)
+    if why:
+        reasons.append(why)
+    if q.dtype not in DTYPES:
+        reasons.append(
+            f"{q.dtype} is not among float32, bfloat16 and float16: convert with .to(), or use "
+            "backend='reference'"
+        )
+    if max(q.shape[3], v.shape[3]) > WIDEST:
+        reasons.append(
+            f"widths d = {q.shape[3]}, dv = {v.shape[3]}: at most {WIDEST} fit in registers"
+        )
+    if spec.deterministic and any(
+        t.requires_grad for t in call.captured.tensors[: spec.score_tensors]
+    ):
+        reasons.append(
+            "deterministic=True and a captured tensor that requires grad: its gradient is added up "
+            "in an order that varies; detach() it, or use backend='reference'"
+        )
+    return reasons
+
+
+def accumulates(dtype: torch.dtype) -> torch.dtype:
+    """float32."""
+    return acc_dtype(dtype)
+
+
+def forward(spec: Spec, call: Call) -> Forward:
+    """One kernel."""
+    from . import launch
+
+    return launch.forward(spec, call)
+
+
+def backward(
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+    needs: tuple[bool, ...],
+) -> Grads:  # fmt: skip
+    """Two kernels: dq and what the score captures, then dk and dv."""
+    from . import launch
+
+    return launch.backward(spec, call, out, lse, dout, delta, needs)
+
+
+def code(spec: Spec, call: Call) -> str:
+    """The functions generated for the score and the mask."""
+    from . import emit
+
+    count = len(call.captured.tensors)
+    return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count))
+
+
+def _unavailable(device: str, index: int | None) -> str:
+    """Why kernels cannot run on a device; empty if they can."""
+    if device == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed: pip install 'headway[triton]'"
+        capability = torch.cuda.get_device_capability(index)
+        if torch.version.hip is None and capability < (8, 0):
+            return f"the GPU has compute capability {capability}, Triton's kernels need (8, 0)"
+        return ""
+    # On the CPU there is Triton's interpreter, for tests: loaded and switched on by whom it is for.
+    triton = sys.modules.get("triton")
+    if device == "cpu" and triton is not None and triton.knobs.runtime.interpret:
+        return ""
+    return f"the tensors are on {device}: move them to a GPU"
+
+
+constant_under_compile(_unavailable)

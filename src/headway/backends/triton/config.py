@@ -1,0 +1,78 @@
+"""Tiles: how many queries and keys a program holds, with how many warps and pipeline stages.
+
+Best first, measured on an H200; a card with less shared memory takes the first row that fits, and
+so does a score that needs some for itself.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """Queries and keys of a tile; warps; stages of the loop's pipeline."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+
+# Rows by (kernel, bytes of a number, width up to).
+_TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
+    ("forward", 2, 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+    ("forward", 2, 128): (Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 2),
+                          Config(64, 32, 4, 1)),
+    ("forward", 2, 192): (Config(128, 128, 8, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2),
+                          Config(64, 32, 4, 1)),
+    ("forward", 2, 256): (Config(128, 64, 8, 2), Config(64, 32, 4, 3), Config(64, 32, 4, 1)),
+    ("forward", 2, 512): (Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("forward", 4, 64): (Config(64, 64, 8, 2), Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("forward", 4, 128): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("forward", 4, 256): (Config(16, 16, 4, 2), Config(16, 16, 4, 1)),
+    ("forward", 4, 512): (Config(16, 16, 4, 1),),
+    ("backward_q", 2, 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+    ("backward_q", 2, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+    ("backward_q", 2, 192): (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1),
+                             Config(32, 32, 4, 1)),
+    ("backward_q", 2, 256): (Config(64, 32, 4, 3), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+    ("backward_q", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
+    ("backward_q", 4, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("backward_q", 4, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("backward_q", 4, 256): (Config(16, 16, 4, 1),),
+    ("backward_q", 4, 512): (Config(16, 16, 4, 1),),
+    ("backward_kv", 2, 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 1)),
+    ("backward_kv", 2, 128): (Config(64, 128, 8, 3), Config(32, 64, 4, 3), Config(32, 64, 4, 1)),
+    ("backward_kv", 2, 192): (Config(32, 128, 8, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
+    ("backward_kv", 2, 256): (Config(32, 64, 8, 3), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
+    ("backward_kv", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
+    ("backward_kv", 4, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("backward_kv", 4, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("backward_kv", 4, 256): (Config(16, 16, 4, 1),),
+    ("backward_kv", 4, 512): (Config(16, 16, 4, 1),),
+}  # fmt: skip
+WIDEST = 512
+
+
+def configs(kernel: str, itemsize: int, d: int, dv: int, score: bool = False) -> tuple[Config, ...]:
+    """The tiles for a kernel ("forward", "backward_q" or "backward_kv"), best first.
+
+    - `itemsize`: bytes of a number of q.
+    - `d`, `dv`: padded widths; for those between two of the table, the larger.
+    - `score`: there is a score function, whose values need registers: the largest tiles of width
+      128 and more would spill hundreds of bytes.
+    """
+    widths = sorted(w for k, size, w in _TABLE if (k, size) == (kernel, itemsize))
+    width = next(w for w in widths if w >= max(d, dv))
+    rows = _TABLE[kernel, itemsize, width]
+    return rows[1:] if score and width >= 128 and len(rows) > 1 else rows
+
+
+def pieces(width: int) -> tuple[int, int]:
+    """The powers of two, 16 or more, that hold a row: one, or two where that is less.
+
+    192 is 128 + 64 and not 256; 80 is 64 + 16; 120 is 128 + 0.
+    """
+    whole = max(16, 1 << (width - 1).bit_length()) if width else 16
+    half = whole // 2
+    rest = max(16, 1 << (width - half - 1).bit_length()) if width > half else 16
+    return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)

@@ -1,0 +1,384 @@
+"""Text for kernels: a score, its derivative and a mask as `@triton.jit` functions.
+
+The kernels of this backend are ordinary files that call `SCORE`, `DERIVATIVE`, `SCATTER`, `MASK`;
+only those few-line functions are generated, one line per op of the graph, with the user's source
+line as a comment. What is captured arrives as two tuples: of every tensor its pointer and, per
+dimension, size and stride; and the numbers, ints then floats.
+
+Indices are int64 in a graph. They are computed in int32 where that provably changes nothing
+(`_Widths`), since a GPU has no 64-bit integer units.
+"""
+
+import hashlib
+import linecache
+import re
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ...errors import ModError
+from ...mods.derivative import joint
+from ...mods.graph import FLOATS, POSITIONS, Arg, Builder, Graph, Node, parse
+from .varies import variation
+
+SMALL = 1 << 24  # below this every position and captured int is, where `Text.narrow`
+
+_TYPES = {
+    "f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16",
+    "i64": "tl.int64", "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8",
+    "bool": "tl.int1",
+}  # fmt: skip
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
+    "gt": ">", "ge": ">=", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
+}  # fmt: skip
+_FLOAT_FORMULAS = {
+    "neg": "-{}", "abs": "tl.abs({})", "sign": "maths.sign({}).to(tl.float32)", "exp": "tl.exp({})",
+    "exp2": "tl.exp2({})", "expm1": "maths.expm1({})", "log": "tl.log({})", "log2": "tl.log2({})",
+    "log1p": "maths.log1p({})", "sqrt": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})",
+    "reciprocal": "1 / {}", "sin": "tl.sin({})", "cos": "tl.cos({})", "tanh": "maths.tanh({})",
+    "sigmoid": "maths.sigmoid({})", "erf": "tl.erf({})", "floor": "tl.floor({})",
+    "ceil": "tl.ceil({})", "round": "maths.round_even({})", "trunc": "maths.trunc({})",
+    "isnan": "{0} != {0}", "isinf": 'tl.abs({}) == float("inf")', "not": "{} == 0",
+    "floordiv": "tl.floor({} / {})", "truncdiv": "maths.trunc({} / {})",
+    "mod": "{0} - tl.floor({0} / {1}) * {1}", "fmod": "{0} - maths.trunc({0} / {1}) * {1}",
+    "pow": "maths.power({}, {})",
+    "max": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    "min": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+}  # fmt: skip
+_INT_FORMULAS = {
+    "neg": "-{}", "abs": "tl.abs({})", "sign": "maths.sign({})", "not": "{} == 0", "invert": "~{}",
+    "floordiv": "maths.floordiv({}, {})", "truncdiv": "maths.truncdiv({}, {})",
+    "mod": "maths.mod({}, {})", "fmod": "{0} - maths.truncdiv({0}, {1}) * {1}",
+    "max": "tl.maximum({}, {})", "min": "tl.minimum({}, {})", "floor": "{}", "ceil": "{}",
+    "round": "{}", "trunc": "{}",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a module of generated functions is made from: hashable, the key of its cache.
+
+    - `score`, `mask`: texts of graphs, or None.
+    - `wanted`: which gathers of the score (by node index) want a gradient.
+    - `narrow`: positions and captured ints are below `SMALL` in magnitude.
+    - `straight`: positions are consecutive, so that diagonals of a tile are.
+    - `far`: for every captured tensor, the score's then the mask's, whether an offset into it
+      may need 64 bits.
+    """
+
+    score: str | None
+    mask: str | None
+    wanted: tuple[int, ...] = ()
+    narrow: bool = True
+    straight: bool = True
+    far: tuple[bool, ...] = ()
+
+
+@lru_cache(maxsize=1024)
+def source(text: Text) -> str:
+    """The module's source: those of `score`, `derivative`, `scatter` and `mask` that there are."""
+    parts = []
+    of_score = 0
+    if text.score is not None:
+        graph = parse(text.score)
+        of_score = len(graph.tensors)
+        far = text.far[:of_score]
+        derivative = joint(text.score, text.wanted)
+        parts.append(_Function("score", graph, text.narrow, far).whole())
+        parts.append(_Function("derivative", derivative, text.narrow, far).whole())
+        if text.wanted:
+            parts += _scatter(graph, text, far)
+    if text.mask is not None:
+        far = text.far[of_score:]
+        parts.append(_Function("mask", parse(text.mask), text.narrow, far).whole())
+    head = "import triton\nimport triton.language as tl\n\n"
+    head += "from headway.backends.triton import maths, tile\n"
+    return head + "".join(f"\n\n{part}" for part in parts)
+
+
+@lru_cache(maxsize=1024)
+def functions(text: Text) -> types.ModuleType:
+    """The module, ready for kernels to call.
+
+    Its source is registered with `linecache`, where Triton, tracebacks and debuggers look for it,
+    under a name made from its content: no file is written, and nothing depends on the process.
+    """
+    code = source(text)
+    name = f"headway_{hashlib.sha256(code.encode()).hexdigest()[:16]}"
+    file = f"<{name}>"
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+    module = types.ModuleType(name)
+    exec(compile(code, file, "exec"), module.__dict__)
+    return module
+
+
+class _Function:
+    """One graph as one function."""
+
+    def __init__(self, name: str, graph: Graph, narrow: bool, far: tuple[bool, ...]) -> None:
+        self.name, self.graph, self.far = name, graph, far
+        self.widths = _Widths(graph, narrow)
+        self.dtypes = {i.name: i.dtype for i in graph.inputs if i.ndim is None}
+        self.names = {i.name for i in graph.inputs}
+        self.lines: list[str] = []
+        self.last = ""
+
+    def whole(self) -> str:
+        """The function that returns the graph's outputs; scores have the shape of S."""
+        self._body(self.graph.nodes)
+        outputs = [self._output(a) for a in self.graph.outputs]
+        returned = outputs[0] if self.graph.kind != "joint" else f"({', '.join(outputs)})"
+        return self.text([*self.lines, f"return {returned}"])
+
+    def offset(self) -> str:
+        """The function that returns where the last node, a gather, reads: an offset into a
+        contiguous tensor."""
+        *nodes, gather = self.graph.nodes
+        self._body(nodes)
+        table, *indices = gather.args
+        offset = "0"
+        for dim, index in enumerate(indices):
+            at = self._inside(str(table), dim, index)
+            if dim == 0 and self.far[int(str(table)[1:])]:
+                at = f"tl.cast({at}, tl.int64)"
+            offset = at if dim == 0 else f"({offset}) * {table}_size{dim} + {at}"
+        return self.text([*self.lines, f"return {offset}"])
+
+    def text(self, lines: list[str]) -> str:
+        """The lines under the function's head, which takes `captured` apart."""
+        args = (["score"] if self.graph.kind != "mask" else []) + list(POSITIONS)
+        head = ["@triton.jit", f"def {self.name}({', '.join(args)}, captured):"]
+        tensors, numbers = [], []
+        for item in self.graph.tensors:
+            tensors.append(item.name)
+            for dim in range(item.ndim or 0):
+                tensors += [f"{item.name}_size{dim}", f"{item.name}_stride{dim}"]
+        numbers += [i.name for i in self.graph.inputs if i.name[0] in "nx"]
+        used = "\n".join(lines)
+        unpack = []
+        for which, names in enumerate((tensors, numbers)):
+            for at, name in enumerate(names):
+                if re.search(rf"\b{name}\b", used):
+                    value = f"captured[{which}][{at}]"
+                    if name[0] == "n":
+                        value = f"tl.cast({value}, {self.widths.type(name)})"
+                    unpack.append(f"{name} = {value}")
+        return "\n".join(head + [f"    {line}" for line in unpack + lines]) + "\n"
+
+    def _body(self, nodes: Sequence[Node]) -> None:
+        for n, node in enumerate(nodes):
+            if node.line and node.line != self.last:
+                self.lines.append(f"# {node.line}")
+                self.last = node.line
+            self.dtypes[f"%{n}"] = node.dtype
+            self.lines.append(f"v{n} = {self._node(n, node)}")
+
+    def _node(self, n: int, node: Node) -> str:
+        if node.op == "gather":
+            return self._gather(node)
+        if node.op == "to":
+            return self._to(n, node)
+        of = self._dtype(node)
+        args = [self._arg(a, of) for a in node.args]
+        if node.op == "where":
+            args[0] = self._arg(node.args[0], "bool")
+            condition, *rest = [
+                self._plain(x, a, node) for x, a in zip(args, node.args, strict=True)
+            ]
+            return f"tl.where({', '.join([condition, *rest])})"
+        low = of in ("bf16", "f16")
+        if low:  # as PyTorch does: computed in float32, rounded to the dtype
+            args = [
+                f"{a}.to(tl.float32)" if isinstance(x, str) else a
+                for a, x in zip(args, node.args, strict=True)
+            ]
+        text = self._formula(node, of, args)
+        if low and node.dtype == of:
+            return f"({text}).to({_TYPES[of]})"
+        if of == "i64" and node.dtype == "i64" and self.widths.widens(n):
+            args[0] = f"tl.cast({args[0]}, tl.int64)"  # the result needs more bits than they do
+            text = self._formula(node, of, args)
+        return text
+
+    def _formula(self, node: Node, of: str, args: list[str]) -> str:
+        op = node.op
+        if of == "bool":
+            if op in ("not", "invert"):
+                return f"~{args[0]}"
+            op = {"max": "or", "min": "and", "mul": "and", "add": "or"}.get(op, op)
+        if op == "pow" and (short := _short_power(args[0], node.args[1], of)):
+            return short
+        if op in _INFIX:
+            return f"{args[0]} {_INFIX[op]} {args[1]}"
+        formulas = _FLOAT_FORMULAS if of in FLOATS else _INT_FORMULAS
+        if op not in formulas:
+            raise ModError(f"a score or mask uses {op} on {of}, which this backend cannot compute")
+        return formulas[op].format(*args)
+
+    def _gather(self, node: Node) -> str:
+        table, *indices = node.args
+        assert isinstance(table, str)
+        far = self.far[int(table[1:])]
+        pointer = table
+        for dim, index in enumerate(indices):
+            at = self._inside(table, dim, index)
+            at = f"tl.cast({at}, tl.int64)" if far else at
+            pointer += f" + {at} * {table}_stride{dim}"
+        loaded = f"tl.load({pointer})"
+        return f"{loaded} != 0" if node.dtype == "bool" else loaded
+
+    def _inside(self, table: str, dim: int, index: Arg) -> str:
+        index = self._arg(index, "i64")
+        return f"maths.inside({index}, {table}_size{dim})"
+
+    def _to(self, n: int, node: Node) -> str:
+        have = self._dtype(node)
+        arg = self._arg(node.args[0], have)
+        if node.dtype == "bool":
+            return f"{arg} != 0"
+        kind = self.widths.type(f"%{n}") if node.dtype == "i64" else _TYPES[node.dtype]
+        return f"tl.cast({arg}, {kind})"
+
+    def _dtype(self, node: Node) -> str:
+        """The dtype that an op's operands share."""
+        for a in reversed(node.args):
+            if isinstance(a, str) and a in self.dtypes:
+                return self.dtypes[a]
+        return node.dtype
+
+    def _arg(self, arg: Arg, dtype: str) -> str:
+        if isinstance(arg, str):
+            return f"v{arg[1:]}" if arg[0] == "%" else arg
+        if dtype in FLOATS and not isinstance(arg, bool):
+            value = float(arg)
+            if value != value or value in (float("inf"), float("-inf")):
+                return f'float("{value}")'
+            return repr(value) if value >= 0 else f"({value!r})"
+        return repr(arg) if arg >= 0 else f"({arg!r})"
+
+    def _plain(self, text: str, arg: Arg, node: Node) -> str:
+        """A branch of a `where`, which gets the node's type even if both are numbers."""
+        if isinstance(arg, str) or node.dtype in ("bool", "f32"):
+            return text
+        return f"tl.cast({text}, {_TYPES[node.dtype]})"
+
+    def _output(self, arg: Arg) -> str:
+        if self.graph.kind == "mask":
+            return (
+                self._arg(arg, "bool")
+                if isinstance(arg, str)
+                else f"tl.full([1, 1], {arg}, tl.int1)"
+            )
+        if isinstance(arg, str):
+            return f"tl.broadcast_to({self._arg(arg, 'f32')}, score.shape)"
+        return f"tl.full(score.shape, {self._arg(arg, 'f32')}, tl.float32)"
+
+
+def _short_power(base: str, exponent: Arg, dtype: str) -> str | None:
+    """A small whole power as products; every whole power of an integer must be small."""
+    if isinstance(exponent, str) or exponent != int(exponent) or not 0 <= exponent <= 8:
+        return f"tl.sqrt({base})" if exponent == 0.5 and dtype in FLOATS else None
+    return " * ".join([base] * int(exponent)) if exponent else f"{base} * 0 + 1"
+
+
+def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
+    """`scatter`, which adds a tile of every wanted partial to the gradient of its tensor, and the
+    functions that say where."""
+    parts, lines = [], []
+    for k, n in enumerate(text.wanted):
+        node = graph.nodes[n]
+        lines.append(f"# {node.line}")
+        at = _Function(f"offset{k}", _only(graph, n), text.narrow, far)
+        parts.append(at.offset())
+        how, where = variation(graph, node.args[1:]), ", ".join(POSITIONS)
+        if how == "diagonals" and not text.straight:
+            how = "pairs"
+        lines.append(
+            f"tile.add_{how}(grads[{k}], values[{k}], offset{k}, {where}, captured, score)"
+        )
+    head = [
+        "@triton.jit",
+        f"def scatter(grads, values, score, {', '.join(POSITIONS)}, captured):",
+    ]
+    parts.append("\n".join(head + [f"    {line}" for line in lines]) + "\n")
+    return parts
+
+
+def _only(graph: Graph, n: int) -> Graph:
+    """The part of a graph that gather n needs; the gather comes last."""
+    builder = Builder()
+    builder.nodes = list(graph.nodes[: n + 1])
+    return builder.finish(graph.kind, graph.inputs, (f"%{n}",))
+
+
+class _Widths:
+    """Which int64 values of a graph may be computed in int32: those whose bounds, given those of
+    positions and captured ints, stay within it."""
+
+    def __init__(self, graph: Graph, narrow: bool) -> None:
+        limit = (-SMALL, SMALL) if narrow else None
+        self.bounds: dict[str, tuple[int, int] | None] = {
+            i.name: limit for i in graph.inputs if i.ndim is None and i.dtype == "i64"
+        }
+        self.wide = {name for name in self.bounds if not narrow}
+        self._widens: set[int] = set()
+        for n, node in enumerate(graph.nodes):
+            name = f"%{n}"
+            if node.dtype != "i64":
+                self.bounds[name] = _SIZES.get(node.dtype)
+                continue
+            given = [self._of(a) for a in node.args] if node.op != "gather" else [None]
+            bounds = None if None in given else _bounds(node.op, given)
+            from_wide = any(isinstance(a, str) and a in self.wide for a in node.args)
+            self.bounds[name] = bounds
+            if bounds is None or max(-bounds[0], bounds[1]) >= 1 << 31 or from_wide:
+                self.wide.add(name)
+                if not from_wide and node.op not in ("gather", "to"):
+                    self._widens.add(n)
+
+    def _of(self, arg: Arg) -> tuple[int, int] | None:
+        return self.bounds.get(arg) if isinstance(arg, str) else (int(arg), int(arg))
+
+    def type(self, name: str) -> str:
+        return "tl.int64" if name in self.wide else "tl.int32"
+
+    def widens(self, n: int) -> bool:
+        """Whether node n needs more bits than its operands."""
+        return n in self._widens
+
+
+_SIZES = {"bool": (0, 1), "u8": (0, 255), "i8": (-128, 127), "i16": (-32768, 32767),
+          "i32": (-(1 << 31), (1 << 31) - 1)}  # fmt: skip
+
+
+def _bounds(op: str, given: list) -> tuple[int, int] | None:
+    """The least and the greatest result for operands within their bounds; None where unknown."""
+    (a, b), (c, d) = given[0], given[-1]
+    if op == "neg":
+        return -b, -a
+    if op == "abs":
+        return 0, max(-a, b, 0)
+    if op in ("to", "sign", "floor", "ceil", "round", "trunc"):
+        return a, b
+    if op == "add":
+        return a + c, b + d
+    if op == "sub":
+        return a - d, b - c
+    if op == "mul":
+        products = (a * c, a * d, b * c, b * d)
+        return min(products), max(products)
+    if op in ("max", "min"):
+        pick = max if op == "max" else min
+        return pick(a, c), pick(b, d)
+    if op in ("floordiv", "truncdiv"):
+        size = max(abs(a), abs(b)) + 1
+        return -size, size
+    if op in ("mod", "fmod"):
+        size = max(abs(c), abs(d))
+        return -size, size
+    if op == "where":
+        (e, f) = given[1]
+        return min(c, e), max(d, f)
+    return None

@@ -1,0 +1,285 @@
+"""The backward kernels: one for dq (and what the score captures), one for dk and dv.
+
+With P = exp(T − lse), T = score(S), S = scale q kᵀ, out = (P∘K) v, where K = keep / (1 − p):
+
+    dv = (P∘K)ᵀ dout
+    dP = (dout vᵀ)∘K
+    dT = P∘(dP − delta),  delta_i = Σ_j P_ij dP_ij − dlse_i = Σ dout_i∘out_i − dlse_i
+    dS = dT∘score'(S),    dq = scale dS k,    dk = scale dSᵀ q
+
+The derivative of a softmax row is P_ij (dP_ij − Σ P dP); a gradient of lse adds P_ij dlse_i, which
+is why delta, given by the caller, carries both. Since lse and out are those of all keys, the sums
+over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022, algorithm 4.)
+
+S and dP are computed in both kernels, seven products in place of five, and in return nothing is
+added up across programs: no atomics, the same bits at every run.
+"""
+
+import triton.language as tl
+
+import triton
+
+from . import tile
+from .kernel_forward import LOG2E, scores
+
+
+@triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
+def backward_q(
+    q, k, v, dout, lse, delta, dq,
+    q_strides, k_strides, v_strides, dout_strides,
+    heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
+    scale, coords, dropout, walk,
+    score_tensors, mask_tensors, score_numbers, mask_numbers, grads,
+    DERIVATIVE: tl.constexpr, SCATTER: tl.constexpr, MASK: tl.constexpr,
+    UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
+    D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
+):  # fmt: skip
+    """dq of BLOCK_M queries of one head."""
+    line, _, first, end, h, b = tile.place(walk, heads, SUB, BLOCK_M)
+    b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
+    i = tl.arange(0, BLOCK_M)
+    live = first + i < tl.minimum(end, q_len)
+    q_at = q + b64 * q_strides[0] + h64 * q_strides[1] + tl.cast(first, tl.int64) * q_strides[2]
+    q_rows = tile.load(q_at, i, q_strides[2], live, d, D, D_REST)
+    o_at = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
+    o_at += tl.cast(first, tl.int64) * dout_strides[2]
+    o_rows = tile.load(o_at, i, dout_strides[2], live, dv, DV, DV_REST)
+    rows = (b64 * heads + h) * q_len + first
+    # A query that sees nothing has lse = -inf, and one past the end none: both get P = 0.
+    lse_rows = tl.load(lse + rows + i, mask=live, other=float("inf"))
+    lse_rows = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows) * LOG2E
+    delta_rows = tl.load(delta + rows + i, mask=live, other=0.0)
+    k_at = k + b64 * k_strides[0] + h64 // group * k_strides[1]
+    v_at = v + b64 * v_strides[0] + h64 // group * v_strides[1]
+    keys = (k_at, v_at, k_strides[2], v_strides[2])
+    q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
+    at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b)
+    of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
+    given = (scale, coords, dropout, of_score, of_mask, grads)
+    queries = (q_rows, o_rows, lse_rows, delta_rows, live)
+
+    acc = tile.zeros(BLOCK_M, D, D_REST)
+    if walk.full is None:
+        for n in tl.range(0, kv_len, BLOCK_N):
+            acc = add_dq(
+                acc, queries, keys, n, kv_len, at, given, DERIVATIVE, SCATTER, MASK, UNBOUNDED,
+                INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+            )  # fmt: skip
+    else:
+        for run in tl.range(tl.load(walk.partial[0] + line), tl.load(walk.partial[0] + line + 1)):
+            start = tl.load(walk.partial[1] + run) * walk.step
+            stop = tl.minimum(start + tl.load(walk.partial[2] + run) * walk.step, kv_len)
+            for n in tl.range(start, stop, BLOCK_N):
+                acc = add_dq(
+                    acc, queries, keys, n, stop, at, given, DERIVATIVE, SCATTER, MASK, UNBOUNDED,
+                    INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+                )  # fmt: skip
+        for run in tl.range(tl.load(walk.full[0] + line), tl.load(walk.full[0] + line + 1)):
+            start = tl.load(walk.full[1] + run) * walk.step
+            stop = tl.minimum(start + tl.load(walk.full[2] + run) * walk.step, kv_len)
+            for n in tl.range(start, stop, BLOCK_N):
+                acc = add_dq(
+                    acc, queries, keys, n, stop, at, given, DERIVATIVE, SCATTER, None, UNBOUNDED,
+                    INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+                )  # fmt: skip
+    tile.store(dq + rows * d, i, d, live, d, tile.times(acc, scale), D)
+
+
+@triton.jit
+def add_dq(
+    acc, queries, keys, n, stop, at, given,
+    DERIVATIVE: tl.constexpr, SCATTER: tl.constexpr, MASK: tl.constexpr, UNBOUNDED: tl.constexpr,
+    INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    d: tl.constexpr, dv: tl.constexpr,
+    D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
+):  # fmt: skip
+    """acc + dS k over one block of keys."""
+    q_rows, o_rows, lse_rows, delta_rows, in_rows = queries
+    k_at, v_at, k_stride, v_stride = keys
+    b, h, q_idx, row = at
+    scale, coords, dropout, score_captured, mask_captured, grads = given
+    j = tl.arange(0, BLOCK_N)
+    live = None if EVEN else n + j < stop
+    n64 = tl.cast(n, tl.int64)
+    kv_idx = tile.positions(coords.kv_pos, coords.kv_stride, coords.kv, row, n + j, live, INDEX)
+    k_rows = tile.load(k_at + n64 * k_stride, j, k_stride, live, d, D, D_REST)
+    s = tile.outer(q_rows, k_rows, PRECISION)
+    s, t, by = slopes(
+        s, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, DERIVATIVE, MASK,
+        POSITIVE,
+    )  # fmt: skip
+    p = tl.exp2(t - lse_rows[:, None])
+    if not EVEN:
+        p = tl.where(live[None, :], p, 0.0)
+    v_rows = tile.load(v_at + n64 * v_stride, j, v_stride, live, dv, DV, DV_REST)
+    dp = tile.outer(o_rows, v_rows, PRECISION)
+    if dropout is not None:
+        survives = tile.kept_by(dropout, b, h, q_idx, kv_idx[None, :])
+        dp = tl.where(survives, dp * dropout.factor, 0.0)
+    dt = p * (dp - delta_rows[:, None])
+    if DERIVATIVE is None:
+        ds = dt
+    else:
+        ds = chain(dt, by[1], p, UNBOUNDED)
+        if SCATTER is not None:
+            values = partials(tl.where(in_rows[:, None], dt, 0.0), by, p, UNBOUNDED)
+            SCATTER(grads, values, s, b, h, q_idx, kv_idx[None, :], score_captured)
+    return tile.add_product(acc, ds, k_rows, PRECISION)
+
+
+@triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
+def backward_kv(
+    q, k, v, dout, lse, delta, dk, dv_,
+    q_strides, k_strides, v_strides, dout_strides,
+    heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
+    scale, coords, dropout, walk,
+    score_tensors, mask_tensors, score_numbers, mask_numbers,
+    DERIVATIVE: tl.constexpr, MASK: tl.constexpr,
+    UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
+    D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BLOCK_N keys from one query head; the caller sums those that share a key head.
+
+    Everything is transposed, keys by queries, so that Pᵀ and dSᵀ are in place as left factors.
+    """
+    line, _, first, end, h, b = tile.place(walk, heads, SUB, BLOCK_N)
+    b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
+    j = tl.arange(0, BLOCK_N)
+    live = first + j < tl.minimum(end, kv_len)
+    first64 = tl.cast(first, tl.int64)
+    k_at = k + b64 * k_strides[0] + h64 // group * k_strides[1] + first64 * k_strides[2]
+    v_at = v + b64 * v_strides[0] + h64 // group * v_strides[1] + first64 * v_strides[2]
+    k_rows = tile.load(k_at, j, k_strides[2], live, d, D, D_REST)
+    v_rows = tile.load(v_at, j, v_strides[2], live, dv, DV, DV_REST)
+    kv_idx = tile.positions(coords.kv_pos, coords.kv_stride, coords.kv, b, first + j, live, INDEX)
+    of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
+    given = (scale, coords, dropout, of_score, of_mask)
+
+    q_at = q + b64 * q_strides[0] + h64 * q_strides[1]
+    o_at = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
+    rows = (b64 * heads + h) * q_len
+    queries = (q_at, o_at, q_strides[2], dout_strides[2], lse + rows, delta + rows)
+    at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, kv_idx[:, None], b)
+
+    acc = (tile.zeros(BLOCK_N, D, D_REST), tile.zeros(BLOCK_N, DV, DV_REST))
+    if walk.full is None:
+        for n in tl.range(0, q_len, BLOCK_M):
+            acc = add_dkdv(
+                acc, k_rows, v_rows, queries, n, q_len, at, given, DERIVATIVE, MASK, UNBOUNDED,
+                INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
+            )  # fmt: skip
+    else:
+        for run in tl.range(tl.load(walk.partial[0] + line), tl.load(walk.partial[0] + line + 1)):
+            start = tl.load(walk.partial[1] + run) * walk.step
+            stop = tl.minimum(start + tl.load(walk.partial[2] + run) * walk.step, q_len)
+            for n in tl.range(start, stop, BLOCK_M):
+                acc = add_dkdv(
+                    acc, k_rows, v_rows, queries, n, stop, at, given, DERIVATIVE, MASK,
+                    UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV,
+                    DV_REST,
+                )  # fmt: skip
+        for run in tl.range(tl.load(walk.full[0] + line), tl.load(walk.full[0] + line + 1)):
+            start = tl.load(walk.full[1] + run) * walk.step
+            stop = tl.minimum(start + tl.load(walk.full[2] + run) * walk.step, q_len)
+            for n in tl.range(start, stop, BLOCK_M):
+                acc = add_dkdv(
+                    acc, k_rows, v_rows, queries, n, stop, at, given, DERIVATIVE, None,
+                    UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV,
+                    DV_REST,
+                )  # fmt: skip
+    rows = (b64 * heads + h) * kv_len + first
+    tile.store(dk + rows * d, j, d, live, d, tile.times(acc[0], scale), D)
+    by_v = acc[1]
+    if dropout is not None:
+        by_v = tile.times(by_v, dropout.factor)
+    tile.store(dv_ + rows * dv, j, dv, live, dv, by_v, DV)
+
+
+@triton.jit
+def add_dkdv(
+    acc, k_rows, v_rows, queries, n, stop, at, given,
+    DERIVATIVE: tl.constexpr, MASK: tl.constexpr, UNBOUNDED: tl.constexpr,
+    INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    d: tl.constexpr, dv: tl.constexpr,
+    D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
+):  # fmt: skip
+    """(dk + dSᵀ q, dv + Pᵀ dout) over one block of queries."""
+    q_at, o_at, q_stride, o_stride, lse, delta = queries
+    b, h, kv_idx, row = at
+    scale, coords, dropout, score_captured, mask_captured = given
+    i = tl.arange(0, BLOCK_M)
+    if EVEN:
+        live = None
+        lse_rows = tl.load(lse + n + i)
+        delta_rows = tl.load(delta + n + i)
+    else:
+        live = n + i < stop
+        lse_rows = tl.load(lse + n + i, mask=live, other=float("inf"))
+        delta_rows = tl.load(delta + n + i, mask=live, other=0.0)
+    lse_rows = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows) * LOG2E
+    n64 = tl.cast(n, tl.int64)
+    q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, row, n + i, live, INDEX)
+    q_rows = tile.load(q_at + n64 * q_stride, i, q_stride, live, d, D, D_REST)
+    s = tile.outer(k_rows, q_rows, PRECISION)
+    s, t, by = slopes(
+        s, scale, b, h, q_idx[None, :], kv_idx, score_captured, mask_captured, DERIVATIVE, MASK,
+        POSITIVE,
+    )  # fmt: skip
+    p = tl.exp2(t - lse_rows[None, :])
+    if not EVEN:
+        p = tl.where(live[None, :], p, 0.0)
+    o_rows = tile.load(o_at + n64 * o_stride, i, o_stride, live, dv, DV, DV_REST)
+    dp = tile.outer(v_rows, o_rows, PRECISION)
+    if dropout is None:
+        by_v = tile.add_product(acc[1], p, o_rows, PRECISION)
+    else:
+        survives = tile.kept_by(dropout, b, h, q_idx[None, :], kv_idx)
+        by_v = tile.add_product(acc[1], tl.where(survives, p, 0.0), o_rows, PRECISION)
+        dp = tl.where(survives, dp * dropout.factor, 0.0)
+    ds = p * (dp - delta_rows[None, :])
+    if DERIVATIVE is not None:
+        ds = chain(ds, by[1], p, UNBOUNDED)
+    return tile.add_product(acc[0], ds, q_rows, PRECISION), by_v
+
+
+@triton.jit
+def slopes(
+    s, scale, b, h, q_idx, kv_idx, score_captured, mask_captured,
+    DERIVATIVE: tl.constexpr, MASK: tl.constexpr, POSITIVE: tl.constexpr,
+):  # fmt: skip
+    """S, T in units of log 2 (-inf where not kept), and (T, dT/dS, dT/d(gathered) ...)."""
+    by = (s,)
+    if DERIVATIVE is None:
+        t, unit, s = scores(
+            s, scale, b, h, q_idx, kv_idx, score_captured, mask_captured, None, MASK, POSITIVE
+        )
+        t = t * unit
+    else:
+        s = s * scale
+        by = DERIVATIVE(s, b, h, q_idx, kv_idx, score_captured)
+        t = by[0] * LOG2E
+        if MASK is not None:
+            t = tl.where(MASK(b, h, q_idx, kv_idx, mask_captured), t, float("-inf"))
+    return s, t, by
+
+
+@triton.jit
+def chain(dt, by, p, UNBOUNDED: tl.constexpr):
+    """dT times a derivative; where P is 0 a derivative may be anything and counts nothing."""
+    if UNBOUNDED:
+        return tl.where(p == 0.0, 0.0, dt * by)
+    else:
+        return dt * by
+
+
+@triton.jit
+def partials(dt, by, p, UNBOUNDED: tl.constexpr):
+    """dT times the derivative by every gathered value that wants a gradient."""
+    values = (chain(dt, by[2], p, UNBOUNDED),)
+    for n in tl.static_range(3, len(by)):
+        values = values + (chain(dt, by[n], p, UNBOUNDED),)  # noqa: RUF005
+    return values

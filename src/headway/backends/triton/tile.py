@@ -1,0 +1,247 @@
+"""What the forward and the backward do with a tile: load, multiply, place, drop, add up.
+
+A row of width d that is no power of two is held as two pieces, so that 192 costs 128 + 64 columns
+and not 256: `WIDTH` columns and `REST` more (0: one piece). Rows, columns and pieces past the end
+are zeros, and no pointer past the end is read.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import triton
+from headway.dropout import ROUNDS
+
+
+class Coords(NamedTuple):
+    """Where the tensors stand in the whole (`headway.types.Coords`), as kernels take it."""
+
+    b: Any
+    h: Any
+    q: Any
+    kv: Any
+    q_pos: Any  # int64 pointer, or None
+    q_stride: Any  # from one batch row to the next: 0 where all have the same positions
+    kv_pos: Any
+    kv_stride: Any
+
+
+class Dropout(NamedTuple):
+    """`headway.dropout`: pointer to the seed; words below `threshold` drop."""
+
+    seed: Any
+    threshold: Any
+    factor: Any  # 1 / (1 - p)
+
+
+class Walk(NamedTuple):
+    """The live tiles of every line (a row of tiles; for dk and dv a column), and their order."""
+
+    full: Any  # offsets, start, count; None: no block mask, all is full
+    partial: Any
+    order: Any
+    b: Any  # what the tiles were built for: 1 for all batch rows alike, and for all heads
+    h: Any
+    lines: Any  # of one batch row and head; without a block mask, programs
+    size: Any  # rows in a line
+    step: Any  # rows in a tile on the other side
+
+
+# -- loads and products ---------------------------------------------------------------------------
+
+
+@triton.jit
+def load(base, rows, stride, live, width: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
+    """Rows of a matrix, in one or two pieces. `live` None: all rows are there."""
+    if REST == 0:
+        return (_load(base, rows, stride, live, width, 0, WIDTH),)
+    else:
+        return (
+            _load(base, rows, stride, live, width, 0, WIDTH),
+            _load(base, rows, stride, live, width, WIDTH, REST),
+        )
+
+
+@triton.jit
+def _load(base, rows, stride, live, width: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr):
+    cols = START + tl.arange(0, SIZE)
+    at = base + rows[:, None] * stride + cols[None, :]
+    if width >= START + SIZE:
+        if live is None:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=live[:, None], other=0.0)
+    else:
+        inside = (cols < width)[None, :]
+        if live is None:
+            return tl.load(at, mask=inside, other=0.0)
+        else:
+            return tl.load(at, mask=live[:, None] & inside, other=0.0)
+
+
+@triton.jit
+def store(base, rows, stride, live, width, x, WIDTH: tl.constexpr):
+    """Write the pieces of x; never past a row or column that is there."""
+    to = base + rows[:, None] * stride
+    for n in tl.static_range(len(x)):
+        cols = n * WIDTH + tl.arange(0, x[n].shape[1])
+        inside = live[:, None] & (cols < width)[None, :]
+        tl.store(to + cols[None, :], x[n].to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
+    """An accumulator in pieces."""
+    if REST == 0:
+        return (tl.zeros([ROWS, WIDTH], tl.float32),)
+    else:
+        return (tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, REST], tl.float32))
+
+
+@triton.jit
+def outer(a, b, PRECISION: tl.constexpr):
+    """a bᵀ over the pieces: logits, and dP."""
+    s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    if len(a) == 2:
+        s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def add_product(acc, p, x, PRECISION: tl.constexpr):
+    """acc + p x, piece by piece; p in x's dtype, which is what tensor cores multiply."""
+    p = p.to(x[0].dtype)
+    first = tl.dot(p, x[0], acc[0], input_precision=PRECISION)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return (first, tl.dot(p, x[1], acc[1], input_precision=PRECISION))
+
+
+@triton.jit
+def times(acc, factor):
+    """Every piece times a factor: a number, or one per row as (rows, 1)."""
+    if len(acc) == 1:
+        return (acc[0] * factor,)
+    else:
+        return (acc[0] * factor, acc[1] * factor)
+
+
+# -- places ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
+    """The work of this program: its line of the block mask, its number among the programs of its
+    head, first row, end of rows, head, batch row.
+
+    Programs of a head follow one another, longest line first, so that they share its keys in cache
+    and the last ones are short. Where the block mask differs between heads or batch rows its order
+    is one for all of these.
+    """
+    pid = tl.program_id(0)
+    if walk.full is None:
+        slot = pid % walk.lines
+        rest = pid // walk.lines
+        first = slot * ROWS
+        return slot, slot, first, first + ROWS, rest % heads, rest // heads
+    else:
+        ranks = walk.lines * walk.b * walk.h * SUB
+        rank = pid % ranks
+        rest = pid // ranks
+        line = tl.load(walk.order + rank // SUB)
+        of_mask = line // walk.lines
+        tiles = line % walk.lines
+        first = tiles * walk.size + (rank % SUB) * ROWS
+        end = tl.minimum(first + ROWS, (tiles + 1) * walk.size)
+        # What the mask does not tell apart, the rest of the program's number does.
+        if walk.h == 1:
+            h = rest % heads
+            rest = rest // heads
+        else:
+            h = of_mask % walk.h
+        b = rest if walk.b == 1 else of_mask // walk.h
+        return line, tiles * SUB + rank % SUB, first, end, h, b
+
+
+@triton.jit
+def positions(pos, stride, offset, b, index, live, INDEX: tl.constexpr):
+    """Global positions of some rows: given ones, or `offset + index`."""
+    if pos is None:
+        return tl.cast(offset, INDEX) + index
+    else:
+        at = pos + tl.cast(b, tl.int64) * stride + index
+        return tl.load(at, mask=live, other=0).to(INDEX)
+
+
+# -- dropout --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def kept_by(dropout, b, h, q_idx, kv_idx):
+    """Which pairs survive: Philox-4x32 on (j / 4, i, h, b), word j mod 4 (`headway.dropout`)."""
+    j = (kv_idx & 3).to(tl.int32)
+    group, i = tl.broadcast((kv_idx >> 2).to(tl.int32), q_idx.to(tl.int32))
+    head = group * 0 + tl.cast(h, tl.int32)
+    row = group * 0 + tl.cast(b, tl.int32)
+    words = tl.philox(tl.load(dropout.seed), group, i, head, row, _ROUNDS)
+    low = tl.where(j == 0, words[0], words[1])
+    high = tl.where(j == 2, words[2], words[3])
+    return tl.where(j < 2, low, high).to(tl.uint32).to(tl.int64) >= dropout.threshold
+
+
+_ROUNDS = tl.constexpr(ROUNDS)
+
+
+# -- gradients of captured tensors ----------------------------------------------------------------
+# One of these adds a tile of values to a float32 gradient, after summing what goes to one number.
+# `OFFSET(score, b, h, q_idx, kv_idx, captured)` says where; `variation` in varies.py chooses.
+
+
+@triton.jit
+def add_one(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
+    """All pairs of the tile read the same number."""
+    tl.atomic_add(
+        grad + OFFSET(0.0, b, h, 0, 0, captured), tl.sum(tl.sum(values, 1), 0), sem="relaxed"
+    )
+
+
+@triton.jit
+def add_rows(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
+    """The pairs of a query read the same number."""
+    at = grad + OFFSET(0.0, b, h, q_idx, 0, captured)
+    sums = tl.sum(values, 1, keep_dims=True)
+    tl.atomic_add(at, sums, mask=sums != 0, sem="relaxed")
+
+
+@triton.jit
+def add_cols(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
+    """The pairs of a key read the same number."""
+    at = grad + OFFSET(0.0, b, h, 0, kv_idx, captured)
+    sums = tl.sum(values, 0, keep_dims=True)
+    tl.atomic_add(at, sums, mask=sums != 0, sem="relaxed")
+
+
+@triton.jit
+def add_diagonals(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
+    """The pairs on a diagonal read the same number.
+
+    Row i is turned left by i, so that a diagonal becomes a column; what came around the end is
+    another diagonal, N to the left for every turn. M + N sums are added in place of M N values.
+    """
+    M: tl.constexpr = values.shape[0]
+    N: tl.constexpr = values.shape[1]
+    at = tl.arange(0, M)[:, None] + tl.arange(0, N)[None, :]
+    turned = tl.gather(values, at % N, 1)
+    first = tl.min(kv_idx, 1, keep_dims=True) + tl.arange(0, N)[None, :]
+    for turn in tl.static_range((M + N - 2) // N + 1):
+        sums = tl.sum(tl.where(at // N == turn, turned, 0.0), 0, keep_dims=True)
+        to = grad + OFFSET(0.0, b, h, tl.min(q_idx, 0, keep_dims=True), first - turn * N, captured)
+        tl.atomic_add(to, sums, mask=sums != 0, sem="relaxed")
+
+
+@triton.jit
+def add_pairs(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
+    """Every pair may read another number."""
+    at = grad + OFFSET(score, b, h, q_idx, kv_idx, captured)
+    tl.atomic_add(at, values, mask=values != 0, sem="relaxed")

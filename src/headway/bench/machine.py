@@ -1,0 +1,95 @@
+"""Where and with what numbers were measured: they mean nothing without it."""
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .timing import compare
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Columns that every line of the CSV carries."""
+
+    date: str  # UTC
+    commit: str  # "" where the package is not in a git checkout; "-dirty" with local changes
+    headway: str
+    torch: str
+    python: str
+    system: str
+    device: str  # name of the CPU or GPU
+    cores: int
+    threads: int
+    capability: str  # the instruction set that PyTorch uses, or the GPU's compute capability
+    isa: str  # a limit on instruction sets (see child.py); "" for none
+
+
+def here(device: str, isa: str = "") -> Machine:
+    """This machine, with PyTorch's number of threads as it is set now."""
+    from .. import __version__
+
+    if torch.device(device).type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    else:
+        name, capability = processor(), torch.backends.cpu.get_cpu_capability()
+        if has_amx():
+            capability += " AMX"
+    return Machine(
+        datetime.now(UTC).isoformat(timespec="seconds"), commit(), __version__, torch.__version__,
+        platform.python_version(), platform.platform(), name, os.cpu_count() or 0,
+        torch.get_num_threads(), capability, isa,
+    )  # fmt: skip
+
+
+def processor() -> str:
+    """The CPU's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def has_amx() -> bool:
+    """Whether this CPU multiplies bfloat16 in tiles."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+
+
+def commit() -> str:
+    """The commit that the package runs from."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True
+            )
+        except OSError:  # no git
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return ""  # not in a checkout, or in somebody else's
+    dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return f"{git('rev-parse', '--short=12', 'HEAD')}{dirty}"
+
+
+def load() -> float:
+    """Programs that ran or wanted to in the last minute, this one included; 0.0 if unknown."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+@cache
+def roof(dtype: str, device: str) -> float:
+    """FLOP/s of a square matrix product in this dtype."""
+    n = 8192 if torch.device(device).type == "cuda" else 1024
+    a = torch.randn(n, n).to(device, getattr(torch, dtype))
+    timing = compare({"mm": lambda: a @ a}, 5, device)["mm"]
+    return 2 * n**3 / timing.low

@@ -1,0 +1,127 @@
+"""What a user would pick instead: each peer prepares what it needs, and gives a call to time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from ..mods import causal
+from .cases import Case, Inputs
+
+MOST_BIAS = 1 << 30  # bytes of an explicit mask that a user might still afford
+
+
+class Unavailable(Exception):
+    """Why a peer is not timed on a case: it goes into the table and the CSV."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`prepare(case, inputs)` gives the forward call, or raises `Unavailable`.
+
+    - `same`: it computes what Headway computes; its results are checked as well.
+    - `backward`: on these device types it has one.
+    - `per_tile`: compared by the time per live tile (of causal for the peer), not per call.
+    """
+
+    prepare: Callable[[Case, Inputs], Callable[[], Tensor]]
+    note: str
+    same: bool = True
+    backward: tuple[str, ...] = ("cpu", "cuda")
+    per_tile: bool = False
+
+
+def _sdpa(case: Case, x: Inputs) -> Callable[[], Tensor]:
+    gqa = case.hk != case.hq
+    if x.score is None and (x.mask is None or x.mask == causal()):
+        is_causal = x.mask is not None
+        return partial(
+            F.scaled_dot_product_attention, x.q, x.k, x.v, is_causal=is_causal, enable_gqa=gqa
+        )
+    return partial(
+        F.scaled_dot_product_attention, x.q, x.k, x.v, attn_mask=_bias(case, x), enable_gqa=gqa
+    )
+
+
+def _bias(case: Case, x: Inputs) -> Tensor:
+    """Mask, and score if it only adds a term, as one tensor (1 or b, 1 or hq, length, length)."""
+    n, device, dtype = case.length, x.q.device, x.q.dtype
+    heads = 1 if x.score is None else case.hq
+    size = heads * n * n * dtype.itemsize
+    if size > MOST_BIAS:
+        raise Unavailable(f"its mask would take {size / 2**30:.0f} GiB")
+    at = torch.arange(n, device=device)
+    index = (torch.zeros(1, 1, 1, 1, device=device, dtype=torch.int64),
+             torch.arange(heads, device=device)[:, None, None], at[:, None], at)  # fmt: skip
+    with torch.no_grad():
+        bias = torch.zeros(1, heads, n, n, device=device, dtype=dtype)
+        if x.score is not None:
+            bias.copy_(x.score(bias, *index))
+        if x.mask is not None:
+            bias.masked_fill_(~x.mask(*index), -torch.inf)
+    return bias
+
+
+def _sdpa_causal(case: Case, x: Inputs) -> Callable[[], Tensor]:
+    return partial(
+        F.scaled_dot_product_attention, x.q, x.k, x.v, is_causal=True,
+        enable_gqa=case.hk != case.hq,
+    )  # fmt: skip
+
+
+def _flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
+    score, mask, n = x.score, x.mask, case.length
+    blocks = score_mod = None
+    if mask is not None:
+        mask_mod = lambda b, h, i, j: mask(b, h, i, j)  # it inspects functions, not values
+        blocks = flex.create_block_mask(mask_mod, None, None, n, n, device=x.q.device)
+    if score is not None:
+        score_mod = lambda s, b, h, i, j: score(s, b, h, i, j)
+    # A fresh start: past eight mods the compiler gives up on a function, and shapes become dynamic.
+    torch.compiler.reset()
+    compiled = torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
+    tensors = (x.q, x.k, x.v)
+    if x.q.device.type == "cpu":
+        tensors = tuple(t.detach() for t in tensors)
+    call = partial(
+        compiled, *tensors, score_mod=score_mod, block_mask=blocks, enable_gqa=case.hk != case.hq
+    )
+    try:
+        with torch.set_grad_enabled(x.q.device.type != "cpu"):
+            call()
+    except Exception as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise Unavailable(f"{type(error).__name__}: {first[:200]}") from error
+    return call
+
+
+def _causal_per_tile(case: Case, x: Inputs) -> Callable[[], Tensor]:
+    return partial(x.headway, mask=causal())
+
+
+PEERS = {
+    "sdpa": Peer(
+        _sdpa,
+        "F.scaled_dot_product_attention: is_causal where that is the mask, else a float mask",
+    ),
+    "sdpa causal": Peer(
+        _sdpa_causal,
+        "F.scaled_dot_product_attention(is_causal=True), without this case's score and window",
+        same=False,
+    ),
+    "flex": Peer(
+        _flex,
+        "flex_attention under torch.compile, block mask prepared; forward only on CPU",
+        backward=("cuda",),
+    ),
+    "causal, per tile": Peer(
+        _causal_per_tile,
+        "Headway with causal() on the same tensors; times per live tile of 128 x 128",
+        same=False,
+        per_tile=True,
+    ),
+}

@@ -1,0 +1,95 @@
+"""What one measurement is, and the CSV that keeps it."""
+
+import csv
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TextIO
+
+from ..errors import ArgumentError
+from .cases import Case
+from .machine import Machine
+from .timing import Timing
+
+PASS, FAIL, WRONG, NOT_RUN = "pass", "fail", "wrong", "not run"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contestant in one direction of one case. What does not apply is None or ""."""
+
+    case: str
+    direction: str
+    contestant: str
+    unit: str = "ms"  # of median, low and high
+    median: float | None = None
+    low: float | None = None  # quartiles
+    high: float | None = None
+    runs: int = 0
+    gflops: float | None = None  # products of kept pairs only
+    roof: float | None = None  # GFLOP/s of a matrix product, in this dtype or float32
+    pairs: int | None = None  # that the mask keeps, over batches and heads
+    tiles: int | None = None  # live, of 128 x 128
+    error: float | None = None  # of the worst output; see check.py
+    limit: float | None = None
+    ratio: float | None = None  # this contestant's time over Headway's: above 1, Headway is faster
+    target: str = ""
+    verdict: str = ""
+    note: str = ""
+
+    def timed(self, timing: Timing, unit: str = "ms") -> "Result":
+        """With the numbers of a timing."""
+        factor = {"ms": 1e3, "µs": 1e6}[unit]
+        median, low, high = (round(factor * t, 5) for t in timing[:3])
+        return replace(self, unit=unit, median=median, low=low, high=high, runs=timing.runs)
+
+    def asked(self, target: str, passed: bool) -> "Result":
+        """With a target and whether it was reached."""
+        return replace(self, target=target, verdict=PASS if passed else FAIL)
+
+
+def describe(case: Case) -> dict[str, object]:
+    """The columns that say what a case is."""
+    shape = {
+        name: getattr(case, name)
+        for name in ("b", "hq", "hk", "length", "d", "dtype", "std", "stats")
+    }
+    mods = {"score": case.score, "mask": case.mask}
+    return shape | {name: "" if make is None else str(make()) for name, make in mods.items()}
+
+
+class Book:
+    """A CSV file that gets every line as soon as it is known: what was measured is never lost."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: TextIO | None = None
+
+    def __enter__(self) -> "Book":
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "x", newline="", encoding="utf-8")
+        except FileExistsError:
+            raise ArgumentError(
+                f"--output {self.path} exists; move it or give another name"
+            ) from None
+        except OSError as error:
+            raise ArgumentError(f"--output {self.path}: {error.strerror}") from error
+        columns = [f.name for f in fields(Machine)] + ["load", "case", "measure"]
+        columns += list(describe(Case("")))
+        columns += [f.name for f in fields(Result) if f.name != "case"]
+        self.writer = csv.DictWriter(self.file, columns, lineterminator="\n")
+        self.writer.writeheader()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.file is not None
+        self.file.close()
+
+    def add(self, machine: Machine, load: float, case: Case, results: Iterable[Result]) -> None:
+        """The lines of one case."""
+        assert self.file is not None
+        common = asdict(machine) | {"load": round(load, 2), "measure": case.measure}
+        for result in results:
+            self.writer.writerow(common | describe(case) | asdict(result))
+        self.file.flush()

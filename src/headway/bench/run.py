@@ -1,0 +1,203 @@
+"""Running the table: select, check, time, judge."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from ..mods import causal
+from . import child
+from .cases import BACKWARD, FORWARD, Case, Inputs, Size, inputs, select, size
+from .check import Truth
+from .machine import Machine, has_amx, here, load, roof
+from .overhead import overhead
+from .peers import PEERS, Peer, Unavailable
+from .results import NOT_RUN, WRONG, Book, Result
+from .timing import Timing, compare
+
+Tick = Callable[[], object]
+Show = Callable[[Case, list[Result]], object]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run, and how."""
+
+    cases: tuple[str, ...] = ()
+    """Names, parts of names, or tags; all cases if none is given."""
+    device: str = "cpu"
+    """cpu, or cuda."""
+    threads: int = 2
+    """Of PyTorch, on the CPU."""
+    repeats: int = 7
+    """Runs of every contestant; two, where one takes seconds."""
+    output: Path | None = None
+    """The CSV to write; bench/results/DEVICE-DATE.csv if not given."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "repeats"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"--{name} {getattr(self, name)} must be 1 or more")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ArgumentError(f"--device {self.device!r}: {error}") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ArgumentError(f"--device {self.device}: PyTorch sees no GPU (`headway doctor`)")
+        if device.type not in ("cpu", "cuda"):
+            raise ArgumentError(f"--device {self.device}: there are cases for cpu and cuda only")
+
+
+def bench(
+    options: Options,
+    show: Show = lambda case, results: None,
+    begin: Callable[[Case], object] = lambda case: None,
+    tick: Tick = lambda: None,
+) -> tuple[Path, list[Result]]:
+    """Run the selected cases; the path of the CSV, and every result.
+
+    `begin` is called before a case, `tick` after every round of timings, `show` after a case, when
+    its lines are in the CSV. PyTorch's number of threads is put back afterwards.
+    """
+    cases = select(options.cases, options.device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        machine = here(options.device)
+        path = options.output or default_output(machine)
+        every: list[Result] = []
+        with Book(path) as book:
+            for case in cases:
+                begin(case)
+                used, results = measure(case, machine, options, tick)
+                book.add(used, load(), case, results)
+                show(case, results)
+                every += results
+        return path, every
+    finally:
+        torch.set_num_threads(threads)
+
+
+def default_output(machine: Machine) -> Path:
+    """bench/results/DEVICE-DATE.csv, under the current folder; never one that exists."""
+    name = "".join(c if c.isalnum() else " " for c in machine.device).split()
+    stamp = machine.date[:19].replace(":", "")
+    return Path("bench", "results", f"{'-'.join(name).lower()}-{stamp}.csv")
+
+
+def measure(
+    case: Case, machine: Machine, options: Options, tick: Tick
+) -> tuple[Machine, list[Result]]:
+    """Measure one case, here or in a process of its own; with the machine as it was there."""
+    device, repeats = options.device, options.repeats
+    if case.isa and not has_amx():
+        return machine, [
+            Result(case.name, "", "headway", verdict=NOT_RUN, note="this CPU has no AMX to hide")
+        ]
+    if case.isa or case.measure == "memory":
+        return child.ask(case, device, repeats, case.isa)
+    return machine, MEASURES[case.measure](case, device, repeats, tick)
+
+
+def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: None) -> list[Result]:
+    """Headway and every peer: checked against float64, then timed in turns, in both directions."""
+    x = inputs(case, device)
+    contestants, notes = _contestants(case, x)
+    truth = Truth(case, x)
+    checked: dict[str, Result] = {}
+    for name, call in list(contestants.items()):
+        peer = PEERS.get(name)
+        checked[name] = Result(case.name, "", name)
+        if peer is not None and not peer.same:
+            continue
+        errors = truth.errors(call, backward=_has_backward(peer, device))
+        worst = max(errors, key=lambda e: e.error / e.limit if e.passed else float("inf"))
+        checked[name] = replace(checked[name], error=worst.error, limit=worst.limit)
+        if not worst.passed:
+            note = f"{worst.what} is off by {worst.error:.1e}, {worst.limit:.1e} are allowed"
+            notes.append(replace(checked[name], verdict=WRONG, note=note))
+            del contestants[name]
+    del truth
+    if "headway" not in contestants:
+        return notes
+    measured = size(case, x.mask)
+    results = []
+    for direction in (FORWARD, BACKWARD):
+        calls = _calls(contestants, direction, x, device)
+        with torch.set_grad_enabled(direction == BACKWARD):
+            times = compare(calls, repeats, device, tick)
+        results += [
+            _judge(case, direction, checked[name], times, measured, device) for name in times
+        ]
+    return results + notes
+
+
+def _contestants(case: Case, x: Inputs) -> tuple[dict[str, Callable[[], Tensor]], list[Result]]:
+    """The calls to time, Headway's first, and a line for every peer that cannot take part."""
+    calls: dict[str, Callable[[], Tensor]] = {"headway": x.headway}
+    notes = []
+    for name in case.peers:
+        try:
+            calls[name] = PEERS[name].prepare(case, x)
+        except Unavailable as why:
+            notes.append(Result(case.name, "", name, verdict=NOT_RUN, note=str(why)))
+    return calls, notes
+
+
+def _has_backward(peer: Peer | None, device: str) -> bool:
+    return peer is None or torch.device(device).type in peer.backward
+
+
+def _calls(
+    contestants: dict[str, Callable[[], Tensor]], direction: str, x: Inputs, device: str
+) -> dict[str, Callable[[], object]]:
+    if direction == FORWARD:
+        return dict(contestants)
+    leaves = (x.q, x.k, x.v, *x.learned)
+    return {
+        name: partial(
+            torch.autograd.grad, forward(), leaves, x.dout, retain_graph=True, allow_unused=True
+        )
+        for name, forward in contestants.items()
+        if _has_backward(PEERS.get(name), device)
+    }
+
+
+def _judge(
+    case: Case, direction: str, checked: Result, times: dict[str, Timing], measured: Size,
+    device: str,
+) -> Result:  # fmt: skip
+    """One line: the numbers, the ratio to Headway, and the target if there is one."""
+    name = checked.contestant
+    peer, timing, ours = PEERS.get(name), times[name], times["headway"]
+    result = replace(checked, direction=direction).timed(timing)
+    if peer is None or peer.same:
+        flops = measured.flops(direction, case.d) / timing.median
+        # A product in half precision may be slower than one in float32, which is open to all.
+        top = max(roof(case.dtype, device), roof("float32", device))
+        result = replace(
+            result, pairs=measured.pairs, tiles=measured.tiles, gflops=round(flops / 1e9, 2),
+            roof=round(top / 1e9, 2),
+        )  # fmt: skip
+    if peer is None:
+        return result
+    ratio, target = timing.median / ours.median, case.target(direction, name)
+    if peer.per_tile:
+        whole = size(case, causal())
+        theirs, each = timing.median / whole.tiles, ours.median / measured.tiles
+        ratio = theirs / each
+        note = f"{theirs * 1e6:.1f} µs per live tile, here {each * 1e6:.1f} µs"
+        result = replace(result, pairs=whole.pairs, tiles=whole.tiles, note=note)
+    result = replace(result, ratio=round(ratio, 4))
+    return result if target is None else result.asked(f">= {target:g}x", ratio >= target)
+
+
+MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
+    "time": measure_time,
+    "overhead": partial(overhead, compiled=False),
+    "overhead, compiled": partial(overhead, compiled=True),
+}

@@ -1,0 +1,73 @@
+"""Contestants in turns: what disturbs one disturbs all, and medians forget what is left."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+SHORTEST = 2e-3  # seconds: shorter calls are timed many at once
+PATIENCE = (
+    8.0  # seconds of measured time after which a contestant sits out the rounds that are left
+)
+
+
+class Timing(NamedTuple):
+    """Seconds per call: median and quartiles over the runs."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @staticmethod
+    def of(samples: list[float]) -> "Timing":
+        if len(samples) == 1:
+            return Timing(samples[0], samples[0], samples[0], 1)
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return Timing(median, low, high, len(samples))
+
+
+def seconds(call: Callable[[], object], device: str, number: int = 1) -> float:
+    """Seconds per call, over `number` calls: by the clock, or by events on a GPU's stream."""
+    if torch.device(device).type != "cuda":
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        return (time.perf_counter() - start) / number
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(number):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / number
+
+
+def compare(
+    contestants: Mapping[str, Callable[[], object]],
+    repeats: int,
+    device: str = "cpu",
+    tick: Callable[[], object] = lambda: None,
+) -> dict[str, Timing]:
+    """Time every contestant `repeats` times, in turns, in an order that is reversed every round.
+
+    The first call of each is not counted, but what compiles then should have been called before:
+    it says how many calls make a sample. One that has used up `PATIENCE` is timed no more. `tick`
+    is called after every round.
+    """
+    number = {}
+    for name, call in contestants.items():
+        first = seconds(call, device)
+        again = first if first > 100 * SHORTEST else seconds(call, device)
+        number[name] = max(1, round(SHORTEST / max(again, 1e-7)))
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    order = list(contestants)
+    for _ in range(repeats):
+        for name in order:
+            if sum(samples[name]) < PATIENCE:
+                samples[name].append(seconds(contestants[name], device, number[name]))
+        order.reverse()
+        tick()
+    return {name: Timing.of(taken) for name, taken in samples.items()}

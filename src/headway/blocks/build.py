@@ -1,0 +1,110 @@
+"""Build the tiles of a mask, once."""
+
+import weakref
+from collections import OrderedDict
+
+import torch
+
+from ..errors import ArgumentError
+from ..mods.graph import Graph
+from ..types import Captured, Coords
+from .bounds import Axis, Groups
+from .mask import Tiles
+from .quadtree import Search
+
+_INT32 = 2**31 - 1
+
+
+def build(
+    graph: Graph,
+    captured: Captured,
+    shape: tuple[int, int, int, int],
+    tile: tuple[int, int],
+    device: torch.device,
+    coords: Coords = Coords(),
+) -> tuple[Tiles, int, int]:
+    """The tiles of a mask's graph over `(b, h, q_len, kv_len)`.
+
+    **Returns:** the tiles, and the b and h that they were built for: 1 where the mask does not
+    depend on it.
+
+    **Raises:** `ArgumentError` for lengths or tiles that cannot be, or a device with no room;
+    `CapturedIndexError` where a kept pair reads past the end of a captured tensor.
+    """
+    _check(shape, tile)
+    per_batch = any(p is not None and p.dim() == 2 for p in (coords.q_pos, coords.kv_pos))
+    b = shape[0] if graph.uses("b") or per_batch else 1
+    h = shape[1] if graph.uses("h") else 1
+    q = Axis("q_idx", shape[2], tile[0], coords.q, coords.q_pos)
+    kv = Axis("kv_idx", shape[3], tile[1], coords.kv, coords.kv_pos)
+    if b * h * max(q.boxes(0), kv.boxes(0)) > _INT32:
+        raise ArgumentError(
+            f"tile={tile} cuts {b} batch rows, {h} heads and lengths {shape[2:]} into more rows of "
+            "tiles than an int32 counts; use larger tiles"
+        )
+    try:
+        # Whatever the caller's mode, the result is made of plain tensors, fit to be kept and saved.
+        with torch.inference_mode(False), torch.no_grad():
+            search = Search(graph, captured, Groups(b, h, coords.b, coords.h), q, kv, device)
+            (rows_full, cols_full), (rows_partial, cols_partial) = search.run()
+            return Tiles.of_runs(rows_full, rows_partial, cols_full, cols_partial), b, h
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate" not in str(error):
+            raise
+        raise ArgumentError(
+            f"device={str(device)!r} has no room for the block mask of {shape} in tiles of {tile}; "
+            f"use larger tiles, or build on the CPU and move it with .to()\n    {error}"
+        ) from error
+
+
+def _check(shape: tuple[int, ...], tile: tuple[int, ...]) -> None:
+    for name, number in zip(("b", "h", "q_len", "kv_len"), shape, strict=True):
+        if number < 0:
+            raise ArgumentError(f"{name}={number} must be 0 or more")
+    if len(tile) != 2 or min(tile) < 1:
+        raise ArgumentError(f"tile={tile} must be two whole numbers of at least 1")
+
+
+# -- cache ----------------------------------------------------------------------------------------
+
+_cache: "OrderedDict[tuple, tuple[list[weakref.ref], tuple[Tiles, int, int]]]" = OrderedDict()
+_CACHE_SIZE = 64
+
+
+def cached_build(
+    graph: Graph,
+    captured: Captured,
+    shape: tuple[int, int, int, int],
+    tile: tuple[int, int],
+    device: torch.device,
+    coords: Coords = Coords(),
+) -> tuple[Tiles, int, int]:
+    """`build`, remembered while the captured tensors live and are not written to.
+
+    Tensors are known by identity and version counter. Tensors made in inference mode have no
+    version counter, so masks that capture one are built anew each time, and nothing is remembered
+    from inside inference mode. Writes through `.data` or a NumPy alias leave the counter as it is
+    and go unnoticed: call `headway.clear_block_cache()` after them.
+    """
+    tensors = [*captured.tensors, *(p for p in (coords.q_pos, coords.kv_pos) if p is not None)]
+    if any(t.is_inference() for t in tensors):
+        return build(graph, captured, shape, tile, device, coords)
+    known = tuple((id(t), t._version) for t in tensors)
+    numbers = (*captured.ints, *map(repr, captured.floats), *coords[:4])
+    key = (graph, shape, tile, device, numbers, known)
+    if key in _cache:
+        refs, result = _cache[key]
+        if all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
+            _cache.move_to_end(key)
+            return result
+    result = build(graph, captured, shape, tile, device, coords)
+    if not torch.is_inference_mode_enabled():
+        _cache[key] = [weakref.ref(t) for t in tensors], result
+        if len(_cache) > _CACHE_SIZE:
+            _cache.popitem(last=False)
+    return result
+
+
+def clear_block_cache() -> None:
+    """Forget every block mask built so far."""
+    _cache.clear()

@@ -1,0 +1,340 @@
+"""Block masks: which tiles of the (query, key) square hold work, as runs.
+
+A tile is empty (no pair kept: skipped), full (every pair kept: the mask is not evaluated) or
+partial (the mask is evaluated inside). Live tiles of a row are mostly contiguous, so a row holds
+runs `(start, count)`: a causal million tokens has 33.6 million live tiles of 128 in 16 thousand
+runs. A kernel walks the runs of its row in one flat loop.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import ArgumentError
+from ..mods.base import Both, Either, MaskFn, Mod, Shifted, describe, restore
+from ..mods.capture import leaves
+from .runs import Runs, coarser, combine
+
+
+class Tiles(NamedTuple):
+    """The tensors of a block mask, as kernels want them.
+
+    Rows are numbered `(b * h_size + h) * tile_rows + row`, over query tiles in `rows_*` (for the
+    forward and dq) and over key tiles in `cols_*` (their transpose, for dk and dv). `row_order`
+    and `col_order` list them by falling number of live tiles: the longest work starts first.
+    """
+
+    rows_full: Runs
+    rows_partial: Runs
+    cols_full: Runs
+    cols_partial: Runs
+    row_order: Tensor  # int32 (rows,)
+    col_order: Tensor  # int32 (columns,)
+
+    def flatten(self) -> list[Tensor]:
+        return [*self.rows_full, *self.rows_partial, *self.cols_full, *self.cols_partial,
+                self.row_order, self.col_order]  # fmt: skip
+
+    @staticmethod
+    def unflatten(tensors: list[Tensor]) -> "Tiles":
+        a, b, c, d = (Runs(*tensors[n : n + 3]) for n in (0, 3, 6, 9))
+        return Tiles(a, b, c, d, *tensors[12:])
+
+    @staticmethod
+    def of_runs(
+        rows_full: Runs, rows_partial: Runs, cols_full: Runs, cols_partial: Runs
+    ) -> "Tiles":
+        """Complete the four kinds of runs with the orders of work."""
+        orders = []
+        for full, partial in ((rows_full, rows_partial), (cols_full, cols_partial)):
+            work = full.per_row() + partial.per_row()
+            orders.append(work.argsort(descending=True, stable=True).to(torch.int32))
+        return Tiles(rows_full, rows_partial, cols_full, cols_partial, *orders)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """A mask together with its tiles. Build one with `headway.block_mask`; pass it as `mask=`.
+
+    - `mask`: the mask itself, evaluated inside partial tiles.
+    - `shape`: `(b, h, q_len, kv_len)`; b and h may be 1 and then hold for every batch or head.
+    - `tile`: `(tile_q, tile_kv)`.
+    - `tiles`: the runs of full and partial tiles, int32.
+    """
+
+    mask: MaskFn
+    shape: tuple[int, int, int, int]
+    tile: tuple[int, int]
+    tiles: Tiles
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Number of tiles along queries and keys."""
+        return -(-self.shape[2] // self.tile[0]), -(-self.shape[3] // self.tile[1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.tiles.row_order.device
+
+    # -- what it holds -----------------------------------------------------------------------------
+
+    def counts(self) -> tuple[int, int, int]:
+        """Numbers of full, partial and empty tiles."""
+        full = int(self.tiles.rows_full.count.sum(dtype=torch.int64))
+        partial = int(self.tiles.rows_partial.count.sum(dtype=torch.int64))
+        rows, cols = self.grid
+        return full, partial, self.shape[0] * self.shape[1] * rows * cols - full - partial
+
+    def sparsity(self) -> float:
+        """The share of tiles that are empty, from 0 to 1."""
+        full, partial, empty = self.counts()
+        return empty / max(full + partial + empty, 1)
+
+    def to_dense(self) -> Tensor:
+        """uint8 `(b, h, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
+        rows, cols = self.grid
+        state = self.tiles.rows_full.dense(cols).to(torch.uint8) * 2
+        state += self.tiles.rows_partial.dense(cols)
+        return state.view(*self.shape[:2], rows, cols)
+
+    def name(self) -> str:
+        """The mask as it prints: `causal() & sliding_window(1024)`, or a function's name."""
+        if isinstance(self.mask, Mod):
+            return repr(self.mask)
+        return getattr(self.mask, "__qualname__", None) or repr(self.mask)
+
+    def summary(self) -> str:
+        """One line: the mask, its shape and tiles, and how many are full, partial and empty."""
+        full, partial, empty = self.counts()
+        return (
+            f"BlockMask({self.name()}, shape={self.shape}, tile={self.tile}, full={full}, "
+            f"partial={partial}, empty={empty}, sparsity={self.sparsity():.1%})"
+        )
+
+    def picture(self, rows: int = 32) -> str:
+        """The tiles of the first batch and head as text of at most so many lines.
+
+        `██` full, `▒▒` partial, `··` empty; where there are more tiles than lines, a cell stands
+        for a square of them. Another head: `block_mask[b, h].picture()`.
+        """
+        from .picture import text
+
+        return text(self, rows)
+
+    def save_picture(self, path: str | PathLike, title: str | None = None) -> None:
+        """Draw the tiles of the first batch and head to a file (PNG, SVG or PDF by its ending).
+
+        Needs matplotlib: `pip install 'headway[plot]'`.
+        """
+        from .picture import draw
+
+        draw(self, path, title)
+
+    def __repr__(self) -> str:
+        return f"{self.summary()}\n{self.picture(16)}"
+
+    # -- parts and combinations --------------------------------------------------------------------
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "BlockMask":
+        """The block mask of a part: `block_mask[b, h, query_tiles, key_tiles]`.
+
+        Each index is a number, whose dimension stays, or a slice without a step; trailing ones may
+        be left out. Queries and keys are cut at whole tiles. The part is right by itself: its mask
+        sees the indices of the whole, and its tensors are numbered from 0.
+        """
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) > 4:
+            raise ArgumentError(
+                f"a block mask is indexed by batch, head, query tiles and key tiles, got "
+                f"{len(index)} indices"
+            )
+        sizes = (*self.shape[:2], *self.grid)
+        (b0, b1), (h0, h1), (r0, r1), (c0, c1) = (
+            _limits(at, size, name)
+            for at, size, name in zip(
+                (*index, *[slice(None)] * (4 - len(index))), sizes,
+                ("batch", "head", "query tile", "key tile"), strict=True,
+            )
+        )  # fmt: skip
+        t = self.tiles
+        rows = self._lines(range(b0, b1), range(h0, h1), range(r0, r1), self.grid[0])
+        cols = self._lines(range(b0, b1), range(h0, h1), range(c0, c1), self.grid[1])
+        tiles = Tiles.of_runs(
+            t.rows_full.take(rows).cut(c0, c1), t.rows_partial.take(rows).cut(c0, c1),
+            t.cols_full.take(cols).cut(r0, r1), t.cols_partial.take(cols).cut(r0, r1),
+        )  # fmt: skip
+        q0, q1, kv0, kv1 = (
+            min(at * tile, length)
+            for at, tile, length in zip(
+                (r0, r1, c0, c1), (*self.tile[:1] * 2, *self.tile[1:] * 2),
+                (*self.shape[2:3] * 2, *self.shape[3:] * 2), strict=True,
+            )
+        )  # fmt: skip
+        first = (b0, h0, q0, kv0)
+        mask = Shifted(self.mask, *first) if any(first) else self.mask
+        return BlockMask(mask, (b1 - b0, h1 - h0, q1 - q0, kv1 - kv0), self.tile, tiles)
+
+    def __and__(self, other: "BlockMask") -> "BlockMask":
+        """Pairs kept by both; lengths and tiles must be equal, b and h equal or 1.
+
+        Tiles partial in both stay partial, even where together they keep nothing.
+        """
+        _check_pair(self, other, "&")
+        return self._combine(
+            other,
+            Both(self.mask, other.mask),
+            full=lambda a, a_part, b, b_part: a & b,
+            live=lambda a, a_part, b, b_part: (a | a_part) & (b | b_part),
+        )
+
+    def __or__(self, other: "BlockMask") -> "BlockMask":
+        """Pairs kept by either; lengths and tiles must be equal, b and h equal or 1.
+
+        Tiles partial in both stay partial, even where together they keep every pair.
+        """
+        _check_pair(self, other, "|")
+        return self._combine(
+            other,
+            Either(self.mask, other.mask),
+            full=lambda a, a_part, b, b_part: a | b,
+            live=lambda a, a_part, b, b_part: a | a_part | b | b_part,
+        )
+
+    def _combine(
+        self,
+        other: "BlockMask",
+        mask: MaskFn,
+        full: Callable[..., Tensor],
+        live: Callable[..., Tensor],
+    ) -> "BlockMask":
+        pairs = zip(self.shape[:2], other.shape[:2], strict=True)
+        b, h = (a if c == 1 else c for a, c in pairs)
+        mine, theirs = self._expanded(b, h), other._expanded(b, h)
+        runs = []
+        for n, width in ((0, self.grid[1]), (2, self.grid[0])):
+            where = combine([*mine[n : n + 2], *theirs[n : n + 2]], width)
+            runs.append(where(lambda covered: full(*covered)))
+            runs.append(where(lambda covered: live(*covered) & ~full(*covered)))
+        return BlockMask(mask, (b, h, *self.shape[2:]), self.tile, Tiles.of_runs(*runs))
+
+    def _lines(self, b: range, h: range, line: range, lines: int) -> Tensor:
+        """The numbers of some rows (or columns) of some batches and heads, int64."""
+        b_, h_, line_ = (torch.arange(r.start, r.stop, device=self.device) for r in (b, h, line))
+        return ((b_[:, None, None] * self.shape[1] + h_[:, None]) * lines + line_).flatten()
+
+    def _expanded(self, b: int, h: int) -> tuple[Runs, ...]:
+        """The four runs for b batches and h heads, where there may be 1."""
+        runs = self.tiles[:4]
+        if (b, h) == self.shape[:2]:
+            return runs
+        at = torch.arange(self.shape[0] * self.shape[1], device=self.device)
+        group = at.view(*self.shape[:2], 1).expand(b, h, 1)
+        lines = [group * n + torch.arange(n, device=self.device) for n in self.grid]
+        return tuple(r.take(lines[n // 2].flatten()) for n, r in enumerate(runs))
+
+    def retile(self, tile: tuple[int, int]) -> "BlockMask":
+        """The same mask in tiles of a multiple of the size, without looking at the mask again."""
+        if len(tile) != 2 or any(n < 1 or n % m for n, m in zip(tile, self.tile, strict=False)):
+            raise ArgumentError(f"tile={tile!r} must be multiples of the present {self.tile}")
+        (rows, cols), t = self.grid, self.tiles
+        by_q, by_kv = tile[0] // self.tile[0], tile[1] // self.tile[1]
+        runs = (*coarser(t.rows_full, t.rows_partial, (rows, cols), (by_q, by_kv)),
+                *coarser(t.cols_full, t.cols_partial, (cols, rows), (by_kv, by_q)))  # fmt: skip
+        return BlockMask(self.mask, self.shape, tuple(tile), Tiles.of_runs(*runs))
+
+    # -- elsewhere ---------------------------------------------------------------------------------
+
+    def to(self, device: torch.device | str) -> "BlockMask":
+        """On another device, together with the tensors that the mask's library values hold."""
+        device = torch.device(device)
+        parts = describe(self.mask)
+        for fn in parts.functions:
+            for _, t in leaves(fn).tensors:
+                if t.dim() and t.device != torch.empty(0, device=device).device:
+                    raise ArgumentError(
+                        f"the mask function {getattr(fn, '__qualname__', fn)} captures a tensor "
+                        f"{tuple(t.shape)} on {t.device}, which to({str(device)!r}) cannot move; "
+                        "build the block mask from a function that captures it there"
+                    )
+        mask = restore(parts._replace(tensors=[t.to(device) for t in parts.tensors]))
+        tiles = Tiles.unflatten([t.to(device) for t in self.tiles.flatten()])
+        return BlockMask(mask, self.shape, self.tile, tiles)
+
+    def save(self, path: str | PathLike) -> None:
+        """Write to a safetensors file: tiles, and the mask where it is made of library values.
+
+        **Raises:** `ArgumentError` for a mask with a Python function in it, which no file holds.
+        """
+        from .file import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | PathLike, device: torch.device | str = "cpu") -> "BlockMask":
+        """Read what `save` wrote.
+
+        **Raises:** `CheckpointError` for a file that is not a whole block mask.
+        """
+        from .file import load
+
+        return load(path, device)
+
+
+def _check_pair(one: BlockMask, other: object, sign: str) -> None:
+    """Two block masks that `sign` may combine."""
+    if not isinstance(other, BlockMask):
+        raise ArgumentError(
+            f"{sign} combines a block mask with another, not with {type(other).__name__}; combine "
+            "the masks first and build one block mask of the result"
+        )
+    if one.shape[2:] != other.shape[2:] or one.tile != other.tile:
+        raise ArgumentError(
+            f"block masks combine only with equal lengths and tiles: {one.shape[2:]} with tile "
+            f"{one.tile}, and {other.shape[2:]} with tile {other.tile}; retile() the finer"
+        )
+    if one.device != other.device:
+        raise ArgumentError(
+            f"block masks on {one.device} and {other.device} do not combine; move one with .to()"
+        )
+    if any(a != b and 1 not in (a, b) for a, b in zip(one.shape[:2], other.shape[:2], strict=True)):
+        raise ArgumentError(
+            f"block masks combine only where batch and heads are equal or 1: {one.shape[:2]} and "
+            f"{other.shape[:2]}"
+        )
+
+
+def _limits(at: int | slice, size: int, name: str) -> tuple[int, int]:
+    """First and end of an index into one dimension."""
+    if isinstance(at, int) and not isinstance(at, bool):
+        if not -size <= at < size:
+            raise ArgumentError(f"{name} index {at} is out of range for {size}")
+        return at % size, at % size + 1
+    if not isinstance(at, slice) or at.step not in (None, 1):
+        raise ArgumentError(f"{name} index {at!r} must be a number or a slice without a step")
+    start, stop, _ = at.indices(size)
+    return start, max(start, stop)
+
+
+def from_dense(
+    state: Tensor, mask: MaskFn, lengths: tuple[int, ...], tile: tuple[int, int]
+) -> BlockMask:
+    """A block mask from uint8 `(b, h, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
+    rows = state.flatten(0, 2)
+    cols = state.transpose(2, 3).flatten(0, 2)
+    tiles = Tiles.of_runs(
+        Runs.of(rows == 2), Runs.of(rows == 1), Runs.of(cols == 2), Runs.of(cols == 1)
+    )
+    return BlockMask(mask, (*state.shape[:2], *lengths), tile, tiles)  # type: ignore[arg-type]
+
+
+pytree.register_pytree_node(
+    BlockMask,
+    lambda m: (m.tiles.flatten(), (m.mask, m.shape, m.tile)),
+    lambda tensors, rest: BlockMask(rest[0], rest[1], rest[2], Tiles.unflatten(list(tensors))),
+    serialized_type_name="headway.BlockMask",
+)

@@ -1,0 +1,197 @@
+"""Runs of consecutive tiles, and the arithmetic on them: merge, select, cut, combine.
+
+Everything here is in proportion to the number of runs, never to rows times columns. A run is also
+written as a key, `row * (width + 1) + start`, and a count: sorted keys are row after row, and a run
+that ends where the next one starts touches it only within the same row.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Runs(NamedTuple):
+    """Runs of consecutive tiles, row after row (compressed rows).
+
+    Row r's runs are `offsets[r]:offsets[r + 1]`; run n covers tiles `start[n]` up to
+    `start[n] + count[n]`, in ascending order within a row. All int32.
+    """
+
+    offsets: Tensor  # (rows + 1,)
+    start: Tensor  # (runs,)
+    count: Tensor  # (runs,)
+
+    @property
+    def rows(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    def row(self) -> Tensor:
+        """The row of every run, int64 `(runs,)`."""
+        return _repeat(torch.diff(self.offsets).long())
+
+    def keys(self, width: int) -> Tensor:
+        """The key of every run, int64 `(runs,)`."""
+        return self.row() * (width + 1) + self.start
+
+    def per_row(self) -> Tensor:
+        """Number of tiles in every row, int64 `(rows,)`."""
+        ends = torch.nn.functional.pad(self.count.cumsum(0), (1, 0))
+        return torch.diff(pick(ends, self.offsets))
+
+    def tiles(self) -> Tensor:
+        """The index of every tile, row after row, int32 `(sum of per_row(),)`."""
+        count = self.count.long()
+        run = _repeat(count)
+        before = count.cumsum(0) - count
+        within = torch.arange(len(run), device=run.device) - pick(before, run)
+        return (pick(self.start, run) + within).to(torch.int32)
+
+    def dense(self, width: int) -> Tensor:
+        """Bool `(rows, width)`: which tiles are covered."""
+        live = torch.zeros(self.rows * width, dtype=torch.bool, device=self.start.device)
+        live[_repeat(self.per_row()) * width + self.tiles()] = True
+        return live.view(self.rows, width)
+
+    def take(self, rows: Tensor) -> "Runs":
+        """The runs of some rows, int64 `(n,)`, in that order."""
+        first = pick(self.offsets, rows).long()
+        lengths = pick(self.offsets, rows + 1) - first
+        ends = lengths.cumsum(0)
+        row = _repeat(lengths)
+        within = torch.arange(len(row), device=rows.device) - pick(ends - lengths, row)
+        run = pick(first, row) + within
+        offsets = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        return Runs(offsets, pick(self.start, run), pick(self.count, run))
+
+    def cut(self, low: int, high: int) -> "Runs":
+        """The part within tiles `low` up to `high`, which are numbered from 0 again."""
+        start = self.start.clamp(low, high)
+        count = (self.start + self.count).clamp(low, high) - start
+        live = count > 0
+        runs = torch.nn.functional.pad(live.cumsum(0), (1, 0))
+        offsets = pick(runs, self.offsets).to(torch.int32)
+        return Runs(offsets, pick(start - low, live), pick(count, live))
+
+    @staticmethod
+    def of(live: Tensor) -> "Runs":
+        """From a bool `(rows, width)`."""
+        edges = torch.diff(torch.nn.functional.pad(live.to(torch.int8), (1, 1)), dim=1)
+        row, start = (edges == 1).nonzero(as_tuple=True)
+        stop = (edges == -1).nonzero(as_tuple=True)[1]
+        offsets = torch.zeros(live.shape[0] + 1, dtype=torch.int32, device=live.device)
+        offsets[1:] = torch.bincount(row, minlength=live.shape[0]).cumsum(0)
+        return Runs(offsets, start.to(torch.int32), (stop - start).to(torch.int32))
+
+    @staticmethod
+    def of_keys(key: Tensor, count: Tensor, rows: int, width: int) -> "Runs":
+        """From keys and counts of runs that do not overlap, int64 `(n,)` in any order."""
+        key, count = merge(key, count)
+        row, start = key // (width + 1), key % (width + 1)
+        offsets = torch.nn.functional.pad(torch.bincount(row, minlength=rows).cumsum(0), (1, 0))
+        return Runs(offsets.to(torch.int32), start.to(torch.int32), count.to(torch.int32))
+
+
+def merge(key: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort runs that do not overlap, and join those that touch."""
+    key, order = key.sort()
+    stop = key + pick(count, order)
+    if not len(key):
+        return key, count
+    apart = key[1:] != stop[:-1]
+    one = apart.new_ones(1)
+    key = pick(key, torch.cat([one, apart]))
+    return key, pick(stop, torch.cat([apart, one])) - key
+
+
+def sweep(key: Tensor, stop: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut overlapping runs into pieces: key, count and the sum of the weights that cover it."""
+    at, order = torch.cat([key, stop]).sort()
+    cover = pick(torch.cat([weight, -weight]), order).cumsum(0)
+    count = torch.diff(at)
+    piece = count > 0
+    return pick(at[:-1], piece), pick(count, piece), pick(cover[:-1], piece)
+
+
+def combine(runs: list[Runs], width: int) -> Callable[[Callable[[list[Tensor]], Tensor]], Runs]:
+    """Set algebra on several runs over the same rows.
+
+    The result makes runs of the tiles for which `keep(covered) -> bool` holds, where `covered[n]`
+    says whether the n-th runs cover a piece: `combine([a, b], width)(lambda c: c[0] & ~c[1])`.
+    """
+    keys = [r.keys(width) for r in runs]
+    weights = [torch.full_like(key, 1 << n) for n, key in enumerate(keys)]
+    stops = [key + r.count for key, r in zip(keys, runs, strict=True)]
+    key, count, cover = sweep(torch.cat(keys), torch.cat(stops), torch.cat(weights))
+    covered = [(cover >> n) & 1 == 1 for n in range(len(runs))]
+
+    def where(keep: Callable[[list[Tensor]], Tensor]) -> Runs:
+        kept = keep(covered)
+        return Runs.of_keys(pick(key, kept), pick(count, kept), runs[0].rows, width)
+
+    return where
+
+
+def rectangles(r0: Tensor, r1: Tensor, c0: Tensor, c1: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Keys and counts of the rows of rectangles: rows r0 up to r1, tiles c0 up to c1; int64."""
+    height = r1 - r0
+    if len(height) and int(height.max()) > 1:
+        which = _repeat(height)
+        before = height.cumsum(0) - height
+        row = pick(r0 - before, which) + torch.arange(len(which), device=r0.device)
+        return row * (width + 1) + pick(c0, which), pick(c1 - c0, which)
+    return r0 * (width + 1) + c0, c1 - c0
+
+
+def pick(x: Tensor, at: Tensor) -> Tensor:
+    """`x[at]` for 1-d tensors, at whole numbers or where a bool is True."""
+    # PyTorch's own indexing wakes every thread for a few thousand numbers, and so do
+    # repeat_interleave and searchsorted: on a busy machine each waits for its turn on a core.
+    return x.masked_select(at) if at.dtype == torch.bool else x.index_select(0, at)
+
+
+def _repeat(times: Tensor) -> Tensor:
+    """0 repeated times[0], 1 repeated times[1], ...; int64."""
+    ends = times.cumsum(0)
+    total = int(ends[-1]) if len(times) else 0
+    return torch.bincount(ends, minlength=total + 1)[:total].cumsum(0)
+
+
+def coarser(
+    full: Runs, partial: Runs, grid: tuple[int, int], by: tuple[int, int]
+) -> tuple[Runs, Runs]:
+    """Full and partial runs on a grid coarser by whole factors.
+
+    `grid` is `(rows, width)` of one batch and head. A coarse tile is full if all its tiles are.
+    """
+    (rows, width), (by_row, by_col) = grid, by
+    lines, cols = -(-rows // by_row), -(-width // by_col)
+
+    def pieces(runs: Runs, inner: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Coarse tiles covered wholly (inner) or partly, and by how many rows."""
+        row = runs.row()
+        line = row // rows * lines + row % rows // by_row
+        start, stop = runs.start.long(), (runs.start + runs.count).long()
+        if inner:
+            start = -(-start // by_col)
+            stop = torch.where(stop == width, cols, stop // by_col)
+        else:
+            start, stop = start // by_col, -(-stop // by_col)
+        key = line * (cols + 1)
+        some = stop > start
+        key, stop = pick(key + start, some), pick(key + stop, some)
+        return sweep(key, stop, torch.ones_like(key))
+
+    groups = full.rows // rows if rows else 0
+    key, count, cover = pieces(full, inner=True)
+    line = key // (cols + 1) % lines if lines else key
+    whole = cover == (rows - line * by_row).clamp_max(by_row)
+    all_full = Runs.of_keys(pick(key, whole), pick(count, whole), groups * lines, cols)
+    live = []
+    for runs in (full, partial):
+        key, count, cover = pieces(runs, inner=False)
+        some = cover > 0
+        live.append(Runs.of_keys(pick(key, some), pick(count, some), groups * lines, cols))
+    where = combine([all_full, *live], cols)
+    return all_full, where(lambda c: ~c[0] & (c[1] | c[2]))

@@ -1,0 +1,63 @@
+"""`headway train`."""
+
+from dataclasses import dataclass, fields, replace
+
+import tyro
+from rich.console import Console
+
+from ..recipe import TrainConfig, train
+from ..recipe.report import say
+from ..recipe.run import Run
+
+
+@dataclass(frozen=True)
+class Arguments(TrainConfig):
+    """Train a byte-level transformer on the source of Python's standard library.
+
+    Whole files are packed into sequences under a document mask, whole other files are held out.
+    Weights, metrics, pictures and a sample of what it writes are put into runs/NAME. Ctrl-C saves
+    and stops; --resume continues, with the same losses as if it had never stopped.
+    """
+
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Continue the run of this name from its last checkpoint, with the settings it began with."""
+
+    def config(self) -> TrainConfig:
+        """The settings alone."""
+        return TrainConfig(
+            **{field.name: getattr(self, field.name) for field in fields(TrainConfig)}
+        )
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 0, or 128 + the number of the signal that stopped it, as shells count."""
+    asked = _parse(arguments, Arguments())
+    if asked.resume:
+        # Parsed again over the settings of the run: what is not given keeps the run's value, and
+        # what is given and differs is refused by `train`.
+        run = Run.find(asked.runs, asked.name)
+        saved = replace(run.settings(), name=run.name, runs=asked.runs)
+        asked = _parse(arguments, Arguments(**vars(saved)))
+    console = Console()
+    trained = train(asked.config(), asked.resume, console)
+    folder, steps = trained.run.folder, trained.run.settings().steps
+    if trained.stopped_by:
+        say(
+            console,
+            f"stopped by {trained.stopped_by.name} and saved after step {trained.step}/{steps}; "
+            f"continue with: headway train --name {folder.name} --resume"
+            + ("" if str(folder.parent) == "runs" else f" --runs {folder.parent}"),
+        )
+        return 128 + trained.stopped_by
+    last = trained.run.read_metrics()[-1]
+    say(
+        console,
+        f"done: {last['held_out_bits_per_byte']:.3f} bits per byte on the "
+        f"{last['held_out_bytes']:,} held-out bytes; see {folder}, or let it write: "
+        f'headway sample {folder.name} --prompt "def "',
+    )
+    return 0
+
+
+def _parse(arguments: list[str], default: Arguments) -> Arguments:
+    return tyro.cli(Arguments, args=arguments, default=default, prog="headway train")

@@ -1,0 +1,27 @@
+"""Errors of the drop-ins: ours, and of the type that the original raises as well."""
+
+from ..errors import ArgumentError, BackendRefused, ModError
+
+
+class CallError(ArgumentError, RuntimeError):
+    """What the original refuses with a `RuntimeError`."""
+
+
+class CallTypeError(ArgumentError, TypeError):
+    """An argument of a type that the original refuses with a `TypeError`."""
+
+
+class CallAssertionError(ArgumentError, AssertionError):
+    """What the original refuses with an `AssertionError`."""
+
+
+class CallAttributeError(ArgumentError, AttributeError):
+    """An argument whose attributes the original looks for in vain."""
+
+
+class CallModError(ModError, RuntimeError, AssertionError):
+    """A score or mask that cannot become part of a kernel: the original raises one or the other."""
+
+
+class NotSupported(BackendRefused):
+    """What the original refuses with a `NotImplementedError`, or what only it can do."""

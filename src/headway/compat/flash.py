@@ -1,0 +1,330 @@
+"""FlashAttention's functions: `(batch, length, heads, width)`, causal aligned bottom-right.
+
+    from headway.compat.flash import flash_attn_func, flash_attn_varlen_func
+
+Signatures of flash-attn 2, with FlashAttention-4's `learnable_sink` as a keyword. Beyond it: any
+dtype, width and device, gradients of `alibi_slopes` and sinks, and a differentiable log-sum-exp
+(flash-attn 2 and 3 drop its gradient in silence).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import ops
+from ..api import prepare
+from ..errors import ArgumentError
+from ..mods import Mask, Score
+from ..mods import causal as lower_right
+from ..mods import softcap as capped
+from ..mods.base import Both, MaskFn, Not, Then, value
+from .errors import CallError, NotSupported
+
+Window = tuple[int | None, int | None]
+
+
+@value
+class span(Mask):
+    """`first[i] <= j <= last[i]`: every query sees one stretch of keys."""
+
+    first: Tensor
+    last: Tensor
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return (kv_idx >= self.first[q_idx]) & (kv_idx <= self.last[q_idx])
+
+
+@value
+class distance_bias(Score):
+    """`score - slope · |i + offset - j|`, the slope by head, or by batch and head.
+
+    `offset` is a number, or an int tensor `(q_len,)`: where each query stands among the keys.
+    """
+
+    slopes: Tensor
+    offset: int | Tensor
+    _per_batch: bool
+    _packed: bool
+
+    def __init__(self, slopes: Tensor, offset: int | Tensor) -> None:
+        fields = (slopes, offset, slopes.dim() == 2, isinstance(offset, Tensor))
+        for name, item in zip(self.fields, fields, strict=True):
+            object.__setattr__(self, name, item)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        slope = self.slopes[b, h] if self._per_batch else self.slopes[h]
+        at = self.offset[q_idx] if self._packed else q_idx + self.offset  # type: ignore[index]
+        return score - slope * (at - kv_idx).abs()
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+) -> Any:
+    """Attention over `q` `(b, q_len, hq, d)`, `k` `(b, kv_len, hk, d)`, `v` `(b, kv_len, hk, dv)`.
+
+    **Arguments:**
+
+    - `causal`: the last query sees the last key (bottom-right).
+    - `window_size`: `(left, right)` keys around each query's diagonal; -1 or None is no limit.
+    - `softcap`: `cap · tanh(score / cap)`; 0.0 is none.
+    - `alibi_slopes`: `(hq,)` or `(b, hq)`; adds `-slope · |i + kv_len - q_len - j|`.
+    - `deterministic`: bit-equal gradients run after run.
+    - `return_attn_probs`: also return the log-sum-exp `(b, hq, q_len)`, differentiable, and None
+      in place of the probabilities, which are never made (refused together with dropout).
+    - `learnable_sink`: `(hq,)`, a logit that joins the softmax and has no value.
+
+    **Returns:** `(b, q_len, hq, dv)`; with `return_attn_probs` `(out, lse, None)`.
+
+    **Raises:** `RuntimeError` (also an `ArgumentError`).
+    """
+    _check((q, k, v), ("b", "length", "heads", "width"), window_size, dropout_p, return_attn_probs)
+    offset = k.shape[1] - q.shape[1]
+    mask = _mask(causal, window_size, offset)
+    score = _score(softcap, alibi_slopes, offset, q.shape[0])
+    out, lse = _attend(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score, mask, softmax_scale,
+        learnable_sink, dropout_p, deterministic,
+    )  # fmt: skip
+    out = out.transpose(1, 2)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of `qkv` `(b, length, 3, h, d)`."""
+    q, k, v = _unpack("qkv", qkv, 3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of `q` `(b, q_len, hq, d)` and `kv` `(b, kv_len, 2, hk, d)`."""
+    k, v = _unpack("kv", kv, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    learnable_sink: Tensor | None = None,
+) -> Any:
+    """Packed sequences: `q` `(total_q, hq, d)`, `k` and `v` `(total_k, hk, ·)`, nothing padded.
+
+    Sequence n is `q[cu_seqlens_q[n]:cu_seqlens_q[n + 1]]` and likewise for keys; each attends to
+    itself alone, as `flash_attn_func` would. Only tiles with pairs in them are visited.
+
+    **Arguments:** as `flash_attn_func`, and
+
+    - `cu_seqlens_q`, `cu_seqlens_k`: int `(sequences + 1,)`, from 0 to the totals.
+    - `max_seqlen_q`, `max_seqlen_k`: no sequence is longer; not needed, but checked on CPU.
+    - `block_table`: paged keys; refused.
+    - `alibi_slopes`: `(hq,)`; one set per sequence is refused.
+
+    **Returns:** `(total_q, hq, dv)`; with `return_attn_probs` `(out, lse, None)`, lse
+    `(hq, total_q)`.
+    """
+    if block_table is not None:
+        raise NotSupported("block_table: paged keys are not supported; pass k and v packed")
+    _check((q, k, v), ("total", "heads", "width"), window_size, dropout_p, return_attn_probs)
+    if alibi_slopes is not None and alibi_slopes.dim() != 1:
+        raise NotSupported("alibi_slopes per sequence are not supported; pass (heads,)")
+    _check_packed("q", cu_seqlens_q, q, max_seqlen_q)
+    _check_packed("k", cu_seqlens_k, k, max_seqlen_k)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise CallError(
+            f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k "
+            f"{tuple(cu_seqlens_k.shape)} count different numbers of sequences"
+        )
+    mask, diagonal = _spans(
+        cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], _limits(causal, window_size)
+    )
+    score = _score(softcap, alibi_slopes, diagonal, 1)
+    out, lse = _attend(
+        q[None].transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2), score, mask,
+        softmax_scale,
+        learnable_sink, dropout_p, deterministic,
+    )  # fmt: skip
+    out = out[0].transpose(0, 1)
+    return (out, lse[0], None) if return_attn_probs else out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, scale: float | None,
+    sink: Tensor | None, dropout: float, deterministic: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    try:
+        spec, call = prepare(
+            q, k, v, score, mask, scale=scale, sink=sink, dropout=dropout,
+            deterministic=deterministic,
+        )  # fmt: skip
+    except ArgumentError as error:
+        raise CallError(str(error)) from error
+    return ops.attention(spec, call)[:2]
+
+
+# -- masks and scores -----------------------------------------------------------------------------
+
+
+def _limits(is_causal: bool, window: Window) -> tuple[int | None, int | None]:
+    """Keys to the left and right of the diagonal; None for no limit."""
+    left, right = (None if n is None or n == -1 else n for n in window)
+    return left, 0 if is_causal else right
+
+
+def _mask(is_causal: bool, window: Window, offset: int) -> MaskFn | None:
+    left, right = _limits(is_causal, window)
+    mask: MaskFn | None = None if right is None else lower_right(offset + right)
+    if left is not None:
+        near = Not(lower_right(offset - left - 1))
+        mask = near if mask is None else Both(mask, near)
+    return mask
+
+
+def _score(cap: float, slopes: Tensor | None, offset: int | Tensor, batch: int) -> Score | None:
+    if cap < 0:
+        raise CallError(f"softcap={cap} must be 0 (none) or above")
+    score: Score | None = capped(float(cap)) if cap else None
+    if slopes is None:
+        return score
+    if slopes.dim() not in (1, 2) or (slopes.dim() == 2 and slopes.shape[0] != batch):
+        raise CallError(
+            f"alibi_slopes must be (heads,) or (batch, heads), got {tuple(slopes.shape)}"
+        )
+    further = distance_bias(slopes, offset)
+    return further if score is None else Then(score, further)
+
+
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _spans(
+    cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, limits: tuple[int | None, int | None]
+) -> tuple[Mask, Tensor]:
+    """The keys that every packed query sees, and the key on its diagonal. Remembered while the
+    offsets live and are not written to: every layer of a model asks for the same."""
+    if torch.compiler.is_compiling():
+        return _new_spans(cu_q, cu_k, total_q, total_k, limits)
+    stamp = (id(cu_k), cu_q._version, cu_k._version, total_q, total_k, limits)
+    spans = _known.setdefault(cu_q, {})
+    if stamp not in spans or spans[stamp][0] is not cu_k:
+        spans[stamp] = cu_k, _new_spans(cu_q, cu_k, total_q, total_k, limits)
+    return spans[stamp][1]
+
+
+def _new_spans(
+    cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, limits: tuple[int | None, int | None]
+) -> tuple[Mask, Tensor]:
+    cu_q, cu_k = cu_q.long(), cu_k.long()
+    at = torch.arange(total_q, device=cu_q.device)
+    n = torch.searchsorted(cu_q[1:].contiguous(), at, right=True).clamp(max=cu_q.shape[0] - 2)
+    first, last = cu_k[n], cu_k[n + 1] - 1
+    diagonal = at - cu_q[n + 1] + cu_k[n + 1]  # the last query of a sequence meets its last key
+    left, right = limits
+    if left is not None:
+        first = torch.maximum(first, diagonal - left)
+    if right is not None:
+        last = torch.minimum(last, diagonal + right)
+    last = torch.where(at < cu_q[-1], last, -1)  # queries after the last sequence see nothing
+    return span(first, last), diagonal
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def _check(
+    qkv: tuple, axes: tuple[str, ...], window: Any, dropout: float, probabilities: bool
+) -> None:
+    for name, x in zip("qkv", qkv, strict=True):
+        if not isinstance(x, Tensor) or x.dim() != len(axes):
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise CallError(f"{name} must be ({', '.join(axes)}), got {got}")
+    if len(window) != 2 or any(n is not None and n < -1 for n in window):
+        raise CallError(f"window_size={window!r} must be (left, right), -1 for no limit")
+    if not 0 <= dropout < 1:
+        raise CallError(f"dropout_p={dropout} must be at least 0 and less than 1")
+    if probabilities and dropout:
+        raise NotSupported(
+            "return_attn_probs with dropout asks for the dropped probabilities, which are never "
+            "made; the log-sum-exp is the same with dropout_p=0.0"
+        )
+
+
+def _check_packed(name: str, offsets: Any, x: Tensor, longest: int) -> None:
+    if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.shape[0] < 2:
+        raise CallError(f"cu_seqlens_{name} must be an int tensor (sequences + 1,)")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise CallError(f"cu_seqlens_{name} must be int32, got {offsets.dtype}")
+    if offsets.device != x.device:
+        raise CallError(f"cu_seqlens_{name} is on {offsets.device}, {name} on {x.device}")
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        lengths = offsets.diff()
+        if int(offsets[0]) or int(offsets[-1]) != x.shape[0] or bool((lengths < 0).any()):
+            raise CallError(
+                f"cu_seqlens_{name} must rise from 0 to {x.shape[0]}, the length of {name}, got "
+                f"{offsets.tolist() if len(offsets) < 12 else (int(offsets[0]), int(offsets[-1]))}"
+            )
+        if int(lengths.max()) > longest:
+            raise CallError(
+                f"max_seqlen_{name}={longest}, but the longest sequence has {int(lengths.max())}"
+            )
+
+
+def _unpack(name: str, x: Any, parts: int) -> tuple[Tensor, ...]:
+    if not isinstance(x, Tensor) or x.dim() != 5 or x.shape[2] != parts:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise CallError(f"{name} must be (b, length, {parts}, heads, width), got {got}")
+    return x.unbind(2)

@@ -1,0 +1,313 @@
+"""`torch.nn.attention.flex_attention`: the same names, no compiler, gradients on CPU.
+
+    from headway.compat.flex import flex_attention, create_block_mask
+
+It also takes what the original refuses: training on CPU, one captured tensor indexed many times,
+learned 0-d scalars, heads of any width, any ratio of query to key heads. PyTorch's own `BlockMask`
+is accepted; ours keeps runs of tiles in place of lists of blocks, and is built without the square.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..api import block_mask as _block_mask
+from ..api import prepare
+from ..errors import ArgumentError, ModError
+from ..mods import lower_mod
+from ..mods.base import Both, Either, MaskFn, Not, ScoreFn
+from ..mods.pointwise import Positions, mask_at, score_at
+from .errors import (
+    CallAssertionError,
+    CallAttributeError,
+    CallError,
+    CallModError,
+    CallTypeError,
+    NotSupported,
+)
+from .flex_mask import BlockMask as BlockMask
+from .flex_mask import as_tiles, is_block_mask
+from .flex_mask import noop_mask as noop_mask
+
+__all__ = [
+    "AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_block_mask", "create_mask",
+    "flex_attention", "noop_mask", "or_masks",
+]  # fmt: skip
+
+
+class AuxRequest(NamedTuple):
+    """What to return besides the output."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """What was asked for, None otherwise: `(b, hq, q_len)`, float32 (float64 for float64)."""
+
+    lse: Tensor | None = None  # natural log, differentiable
+    max_scores: Tensor | None = None  # the largest score of every query, without gradient
+
+
+# PyTorch's keys, each also with `fwd_` or `bwd_`: how its kernels run, not what they compute.
+_OPTIONS = frozenset(
+    "num_warps num_stages BLOCK_M BLOCK_N BLOCK_M1 BLOCK_N1 BLOCK_M2 BLOCK_N2 PRESCALE_QK "
+    "ROWS_GUARANTEED_SAFE BLOCKS_ARE_CONTIGUOUS WRITE_DQ FORCE_USE_FLEX_ATTENTION USE_TMA kpack "
+    "matrix_instr_nonkdim waves_per_eu BACKEND SPLIT_KV SPARSE_Q_BLOCK_SIZE SPARSE_KV_BLOCK_SIZE "
+    "IS_DIVISIBLE FLOAT32_PRECISION GQA_SHARED_HEADS HAS_FULL_BLOCKS SAFE_M_BOUNDARY "
+    "SAFE_N_BOUNDARY num_consumer_groups num_buffers_warp_spec SKIP_MASK_SCORE "
+    "PARTITION_SIZE".split()
+)
+_warned: set[str] = set()
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreFn | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """softmax(score_mod(scale · query keyᵀ) where block_mask) value.
+
+    **Arguments:**
+
+    - `query` `(b, hq, l, e)`, `key` `(b, hk, s, e)`, `value` `(b, hk, s, ev)`; key and value may
+      have batch 1 where `block_mask` has query's.
+    - `score_mod`: `(score, b, h, q_idx, kv_idx) -> score`.
+    - `block_mask`: from `create_block_mask`, ours or PyTorch's.
+    - `scale`: `1/sqrt(e)` if None.
+    - `enable_gqa`: must be True where `hq` differs from `hk`.
+    - `return_lse`: return `(out, lse)`; `return_aux=AuxRequest(lse=True)` is the newer way.
+    - `kernel_options`: PyTorch's keys are accepted; they tune its kernels, and do nothing here
+      (one warning names them).
+    - `return_aux`: an `AuxRequest`, ours or PyTorch's; then the result is `(out, AuxOutput)`.
+
+    **Returns:** `(b, hq, l, ev)`, the dtype of query; a query that sees no key gets 0, lse -inf.
+
+    **Raises:** the original's types: `ValueError` for shapes, dtypes and heads,
+    `NotImplementedError` for ranks other than 4, `RuntimeError` for a sliced mask.
+    """
+    _check(query, key, value, block_mask, enable_gqa)
+    if return_lse and return_aux is not None:
+        raise ArgumentError(
+            "Cannot specify both return_lse and return_aux; return_aux=AuxRequest(lse=True) is the "
+            "newer way"
+        )
+    _check_options(kernel_options)
+    if key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
+    everything = block_mask is None or _holds_everywhere(block_mask)
+    mask = None if everything else as_tiles(block_mask)
+    try:
+        spec, call = prepare(
+            query, key, value, score_mod, mask, scale=scale,
+            row_max=return_aux is not None and return_aux.max_scores,
+        )  # fmt: skip
+    except ArgumentError as error:
+        raise CallError(str(error)) from error
+    except ModError as error:
+        raise CallModError(str(error)) from error
+    out, lse, _, row_max = ops.attention(spec, call)
+    if return_aux is not None:
+        return out, AuxOutput(
+            lse if return_aux.lse else None, row_max if return_aux.max_scores else None
+        )
+    return (out, lse) if return_lse else out
+
+
+def create_block_mask(
+    mask_mod: MaskFn,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """Decide once which blocks of a mask are empty, full or partial, without the square.
+
+    **Arguments:**
+
+    - `mask_mod`: `(b, h, q_idx, kv_idx) -> bool`, True keeps the pair.
+    - `B`, `H`: batch rows and query heads; None is 1, which holds for all.
+    - `device`: the current accelerator, else the CPU, if None.
+    - `BLOCK_SIZE`: queries and keys in a block.
+    - `separate_full_blocks`: False calls full blocks partial.
+    - `_compile`, `dq_kv_order`: change nothing, for there is nothing to compile or to schedule.
+    - `compute_dq_write_order`: refused; it serves FlashAttention's kernels.
+    """
+    if _positional(mask_mod) != 4:
+        raise CallAssertionError(
+            "create_block_mask needs a mask of four arguments (b, h, q_idx, kv_idx), got "
+            f"{mask_mod}"
+        )
+    if compute_dq_write_order:
+        raise ArgumentError(
+            "compute_dq_write_order schedules FlashAttention's kernels, which do not run here; "
+            "deterministic gradients are headway.attention(..., deterministic=True)"
+        )
+    if not isinstance(dq_kv_order, bool):
+        raise ArgumentError("dq_kv_order must be a bool")
+    b, h = 1 if B is None else B, 1 if H is None else H
+    for name, n in (("B", b), ("H", h), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
+        if not isinstance(n, int):
+            raise CallTypeError(f"{name} must be a whole number, got {type(n).__name__} {n!r}")
+    tile = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    try:
+        tiles = _block_mask(mask_mod, b, h, Q_LEN, KV_LEN, device=_device(device), tile=tile)  # type: ignore[arg-type]
+    except ArgumentError as error:
+        raise CallError(str(error)) from error
+    except ModError as error:
+        raise CallModError(str(error)) from error
+    made = BlockMask.of_tiles(tiles, (b, h))
+    return made if separate_full_blocks else made.partial_only()
+
+
+def create_mask(
+    mod_fn: Callable[..., Tensor],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The whole square of a mask, or of where a score is not -inf: bool `(B, H, Q_LEN, KV_LEN)`."""
+    b, h = 1 if B is None else B, 1 if H is None else H
+    kind = {4: "mask", 5: "score"}.get(_positional(mod_fn))
+    if kind is None:
+        raise CallAssertionError(f"Expected 4 or 5 positional arguments, got {mod_fn}")
+    graph, captured = lower_mod(kind, mod_fn, torch.float32)
+    shape = (b, h, Q_LEN, KV_LEN)
+    on = _device(device)
+    at = Positions(*[
+        torch.arange(n, device=on).view([-1 if dim == d else 1 for d in range(4)])
+        for dim, n in enumerate(shape)
+    ])  # fmt: skip
+    if kind == "mask":
+        return mask_at(graph, captured, at).expand(shape).clone()
+    every = torch.ones(shape, dtype=torch.bool, device=on)
+    (score,), _ = score_at(graph, captured, at, torch.zeros(shape, device=on), every)
+    score = torch.as_tensor(score, device=on)
+    return (~torch.isneginf(score)).expand(shape).clone()
+
+
+def and_masks(*mask_mods: MaskFn) -> MaskFn:
+    """Pairs that every mask keeps."""
+    return _combined(Both, mask_mods)
+
+
+def or_masks(*mask_mods: MaskFn) -> MaskFn:
+    """Pairs that any mask keeps."""
+    return _combined(Either, mask_mods)
+
+
+def _combined(kind: type, mask_mods: tuple[MaskFn, ...]) -> MaskFn:
+    if not all(callable(mask) for mask in mask_mods):
+        raise CallError(f"All inputs should be callable mask_mods: {mask_mods}")
+    if not mask_mods:
+        return noop_mask if kind is Both else Not(noop_mask)
+    combined, *rest = mask_mods
+    for mask in rest:
+        combined = kind(combined, mask)
+    return combined
+
+
+def _device(device: torch.device | str | None) -> torch.device | str:
+    return device or torch.accelerator.current_accelerator() or "cpu"
+
+
+def _positional(fn: Callable) -> int:
+    """Arguments without a default, by which FlexAttention tells scores from masks."""
+    parameters = inspect.signature(fn).parameters.values()
+    return sum(p.default is inspect.Parameter.empty for p in parameters)
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise CallAttributeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise NotSupported(
+            "flex_attention does not take NestedTensor inputs; pack the sequences and pass "
+            "block_mask=create_block_mask(headway.document(ids), ...)"
+        )
+    if not query.dim() == key.dim() == value.dim() == 4:
+        raise (NotSupported if min(query.dim(), key.dim(), value.dim()) > 1 else ArgumentError)(
+            "query, key, and value must be 4D tensors (batch, heads, length, width), got "
+            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}; add dimensions with "
+            ".unsqueeze()"
+        )
+    hq, hk = query.shape[1], key.shape[1]
+    if not enable_gqa and hq != hk:
+        raise ArgumentError(
+            "Expect query and key/value to have the same number of heads but got "
+            f"Hq={hq} and Hkv={hk}; for grouped heads pass enable_gqa=True"
+        )
+    if enable_gqa and (hk == 0 or hq % hk):
+        raise ArgumentError(
+            f"Expect number of query heads to be a multiple of kv heads, got Hq={hq} and Hkv={hk}"
+        )
+    if block_mask is not None and not is_block_mask(block_mask):
+        raise CallAttributeError(
+            f"block_mask must be a BlockMask, got {type(block_mask).__name__}; build one with "
+            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+        )
+    b = query.shape[0]
+    masks_b = None if block_mask is None else block_mask.shape[0]
+    if key.shape[0] != b and (key.shape[0] != 1 or masks_b != b):
+        raise ArgumentError(
+            "Expect query and key/value to have the same batch size, or key/value 1 and "
+            f"block_mask query's, got {b}, {key.shape[0]} and {masks_b}"
+        )
+    if block_mask is None:
+        return
+    lengths = (query.shape[2], key.shape[2])
+    if tuple(block_mask.shape[-2:]) != lengths and not _holds_everywhere(block_mask):
+        raise CallError(
+            f"block_mask was created for block_mask.shape={tuple(block_mask.shape)} but got "
+            f"q_len={lengths[0]} and kv_len={lengths[1]}; create one for these lengths, or crop it "
+            "to its upper left corner with block_mask._adjust(q_len, kv_len)"
+        )
+
+
+def _holds_everywhere(block_mask: Any) -> bool:
+    """PyTorch's stand-in for no mask has one block larger than any length."""
+    return getattr(block_mask, "BLOCK_SIZE", None) == (1 << 30, 1 << 30)
+
+
+def _check_options(options: Any) -> None:
+    if not options:
+        return
+    if not isinstance(options, dict):
+        raise CallTypeError(f"kernel_options must be a dict, got {type(options).__name__}")
+    unknown = [k for k in options if k.removeprefix("fwd_").removeprefix("bwd_") not in _OPTIONS]
+    if unknown:
+        raise ArgumentError(
+            f"kernel_options {unknown} are not known; PyTorch's are {', '.join(sorted(_OPTIONS))}"
+        )
+    new = [key for key in options if key not in _warned]
+    if new and not torch.compiler.is_compiling():
+        _warned.update(new)
+        warnings.warn(
+            f"kernel_options {', '.join(new)} tune PyTorch's kernels and change nothing here",
+            stacklevel=3,
+        )

@@ -1,0 +1,211 @@
+"""`torch.nn.functional.scaled_dot_product_attention`: its signature and its corner cases.
+
+    from headway.compat.torch_sdpa import scaled_dot_product_attention
+
+It also takes what the original refuses on one device or another: `attn_mask` together with
+`is_causal` (both hold), 1-D masks, gradients of float masks without a square of scores in memory.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..errors import ArgumentError
+from ..mods import Mask, Score, bias, causal, dense
+from .errors import CallError, CallTypeError
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(scale · query keyᵀ + attn_mask) value, as PyTorch defines it.
+
+    **Arguments:**
+
+    - `query` `(..., hq, l, e)`, `key` `(..., hk, s, e)`, `value` `(..., hv, s, ev)`: at least 2-D,
+      of one dtype and device; leading dimensions broadcast.
+    - `attn_mask`: bool (True keeps) or float (added, and differentiable), broadcastable to
+      `(..., hq, l, s)`; or `torch.nn.attention.bias.causal_upper_left` / `causal_lower_right`.
+    - `dropout_p`: applied always, as the original does: pass 0.0 in evaluation.
+    - `is_causal`: query i sees keys 0 to i: the corner is top-left whatever the lengths. Together
+      with `attn_mask`, both hold.
+    - `scale`: `1/sqrt(e)` if None.
+    - `enable_gqa`: query head h reads key head `h // (hq // hk)` and value head `h // (hq // hv)`.
+
+    **Returns:** `(..., hq, l, ev)`. A query that may see no key gets 0, with finite gradients.
+
+    **Raises:** the original's types: `RuntimeError` for shapes, dtypes and probabilities,
+    `TypeError` for arguments of another type, `ValueError` for a `CausalBias` with `is_causal`.
+    Each is an `ArgumentError` as well.
+    """
+    _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if isinstance(scale, Tensor):
+        scale = scale.item()
+    q, k, v, leading = _four_dimensional(query, key, value, enable_gqa)
+    score: Score | None = None
+    mask: Mask | None = causal() if is_causal else None
+    if attn_mask is not None and type(attn_mask).__name__ == "CausalBias":
+        mask = _corner(attn_mask, is_causal, (q.shape[2], k.shape[2]))
+    elif attn_mask is not None:
+        whole = (*(q.shape[:2] if leading is None else leading), q.shape[2], k.shape[2])
+        attn_mask = _aligned(attn_mask, whole)
+        if attn_mask.dtype != torch.bool:
+            score = bias(attn_mask)
+        else:
+            mask = dense(attn_mask) if mask is None else mask & dense(attn_mask)
+    try:
+        out = attention(q, k, v, score, mask, scale=scale, dropout=dropout_p)
+    except ArgumentError as error:
+        raise CallError(str(error)) from error
+    return out if leading is None else out.reshape(*leading, *out.shape[2:])
+
+
+@contextmanager
+def use_for_sdpa() -> Iterator[None]:
+    """Reroute PyTorch's function to ours inside a `with`, for code that cannot be edited.
+
+    Every module that holds `torch.nn.functional.scaled_dot_product_attention`, under any name, gets
+    ours, in all threads, and its own back afterwards. Not reached: copies held by objects and
+    closures, and C++ paths that do not call it (`nn.TransformerEncoderLayer` in evaluation).
+    """
+    original = torch.nn.functional.scaled_dot_product_attention
+    held = [
+        (names, name)
+        for names in [vars(m) for m in list(sys.modules.values()) if hasattr(m, "__dict__")]
+        for name, item in list(names.items())
+        if item is original
+    ]
+    for names, name in held:
+        names[name] = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        for names, name in held:
+            names[name] = original
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+def _four_dimensional(
+    q: Tensor, k: Tensor, v: Tensor, gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...] | None]:
+    """The tensors as (b, heads, length, width), and the result's dimensions before its length; None
+    where they were like that to begin with."""
+    dims = max(q.dim(), k.dim(), v.dim())
+    hq, hk, hv = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v))
+    h = hq if gqa else max(hq, hk, hv)
+    if gqa and h and any(n == 0 or h % n for n in (hk, hv)):
+        raise CallError(
+            "Number of heads in key and value must divide the number of heads in query: "
+            f"query {hq}, key {hk}, value {hv}"
+        )
+    if not gqa and any(n not in (1, h) for n in (hq, hk, hv)):
+        raise CallError(
+            f"the numbers of heads differ: query {hq}, key {hk}, value {hv}; where several query "
+            "heads share one of key and value, pass enable_gqa=True"
+        )
+    if h == 0:  # nothing to compute, but a head of keys there has to be
+        k, v = (torch.cat([x, x.new_zeros(*x.shape[:-3], 1, *x.shape[-2:])], -3) for x in (k, v))
+        hk = hv = 1
+    whole = q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]
+    if whole and hq == h and hk == hv:
+        return q, k, v, None
+    try:
+        batch = tuple(torch.broadcast_shapes(*[x.shape[:-3] for x in (q, k, v)]))
+    except RuntimeError as error:
+        shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}"
+        raise CallError(f"leading dimensions do not broadcast: {shapes}") from error
+    size = math.prod(batch)
+    q, k, v = (
+        x.expand(*batch, n, *x.shape[-2:]).reshape(size, n, *x.shape[-2:])
+        for x, n in ((q, h), (k, hk), (v, hv))
+    )
+    shared = math.lcm(hk, hv)  # fewest heads that key and value can have in common
+    k, v = (x.repeat_interleave(shared // x.shape[1], 1) for x in (k, v))
+    return q, k, v, ((*batch, h) if dims > 3 else (h,) if dims == 3 else ())
+
+
+def _aligned(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
+    """A mask that broadcasts to (..., h, l, s), as one of at most 4 dimensions."""
+    extra = max(mask.dim() - len(whole), 0)
+    sizes = zip(reversed(mask.shape), reversed(whole), strict=False)
+    if any(n not in (1, size) for n, size in sizes) or any(n != 1 for n in mask.shape[:extra]):
+        raise CallError(
+            f"attn_mask {tuple(mask.shape)} does not broadcast to {whole}, the dimensions before "
+            "the lengths of query and key"
+        )
+    if mask.dim() <= 4 and len(whole) <= 4:
+        return mask
+    inner = mask.shape[max(mask.dim() - 3, 0) :]
+    batch = whole[:-3] if math.prod(mask.shape[:-3]) > 1 else [1] * len(whole[:-3])
+    return mask.reshape(mask.shape[extra:]).expand(*batch, *inner).reshape(-1, *inner)
+
+
+def _corner(mask: Any, is_causal: bool, lengths: tuple[int, int]) -> Mask:
+    """The mask that a `torch.nn.attention.bias.CausalBias` stands for."""
+    if is_causal:
+        raise ArgumentError(
+            "CausalBias should not be used with causal=True: attn_mask says it, drop is_causal"
+        )
+    if mask.variant.name == "UPPER_LEFT":
+        return causal()
+    if (mask.seq_len_q, mask.seq_len_kv) != lengths:
+        raise CallError(
+            f"attn_mask is causal_lower_right({mask.seq_len_q}, {mask.seq_len_kv}), but query and "
+            f"key have lengths {lengths}"
+        )
+    return causal(mask.seq_len_kv - mask.seq_len_q)
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def _constant(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad
+
+
+def _check(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any
+) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if not isinstance(x, Tensor) and not (x is None and name == "attn_mask"):
+            raise CallTypeError(f"argument {name!r} must be Tensor, not {type(x).__name__}")
+    if not isinstance(is_causal, bool):
+        raise CallTypeError(f"argument 'is_causal' must be bool, not {type(is_causal).__name__}")
+    for name, x in (("dropout_p", dropout_p), ("scale", scale)):
+        number = isinstance(x, int | float) or (name == "scale" and (x is None or _constant(x)))
+        if not number:
+            raise CallTypeError(f"argument {name!r} must be a number, not {type(x).__name__}")
+    if not 0 <= dropout_p <= 1:
+        raise CallError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        raise CallError(
+            "Expected query, key, and value to all be at least 2 dimensional, but got query.dim: "
+            f"{query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()}"
+        )
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise CallError(
+            "query, key and value must be dense tensors; for packed sequences see "
+            "headway.compat.flash.flash_attn_varlen_func or headway.document"
+        )
+    if attn_mask is None or torch.is_autocast_enabled(query.device.type):
+        return
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise CallError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+            f"attn_mask.dtype: {attn_mask.dtype} and query.dtype: {query.dtype}"
+        )

@@ -1,0 +1,3 @@
+"""Attention over more than one piece."""
+
+from .merge import merge as merge

@@ -1,0 +1,40 @@
+"""Merge attention over disjoint keys: the algebra of ring, cascade and split attention."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import ArgumentError
+
+
+def merge(
+    *partials: tuple[Float[Tensor, "b h q_len dv"], Float[Tensor, "b h q_len"]],
+) -> tuple[Float[Tensor, "b h q_len dv"], Float[Tensor, "b h q_len"]]:
+    """The attention over all keys from partial results `(out, lse)` over disjoint keys:
+
+        lse = log Σ exp(lse_n),   out = Σ exp(lse_n − lse) out_n
+
+    Differentiable in both, so training goes through the merge. Computed in the dtype of the lse;
+    the result has the dtype of the first `out`. Where no partial saw a key: out = 0, lse = -inf.
+
+    (Rabe and Staats 2021, arXiv 2112.05682; Liu et al. 2023, Ring Attention, arXiv 2310.01889)
+    """
+    if not partials:
+        raise ArgumentError("merge() needs at least one (out, lse)")
+    for n, (out, lse) in enumerate(partials):
+        if out.shape[:-1] != lse.shape or out.shape != partials[0][0].shape:
+            raise ArgumentError(
+                f"partial {n}: out {tuple(out.shape)} and lse {tuple(lse.shape)} do not fit the "
+                f"first, {tuple(partials[0][0].shape)}; out is (b, h, q_len, dv), lse (b, h, q_len)"
+            )
+    lses = torch.stack([lse for _, lse in partials])
+    nowhere = lses.amax(0) == -math.inf
+    # A row that saw nothing anywhere: keep its -inf out of the algebra, and of its gradient.
+    lses = torch.where(nowhere, 0.0, lses)
+    lse = torch.logsumexp(lses, 0)
+    weights = (lses - lse).exp()
+    out = sum(w[..., None] * o.to(w.dtype) for w, (o, _) in zip(weights, partials, strict=True))
+    out = torch.where(nowhere[..., None], 0.0, out)  # type: ignore[arg-type]
+    return out.to(partials[0][0].dtype), torch.where(nowhere, -math.inf, lse)

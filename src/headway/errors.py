@@ -1,0 +1,32 @@
+"""What can go wrong, one class per kind of mistake.
+
+Every message names the argument, the values seen and the way out. Each class also derives from the
+built-in exception that Python users would reach for, so `except ValueError` works.
+"""
+
+
+class HeadwayError(Exception):
+    """Base of every error that Headway raises on purpose."""
+
+
+class ArgumentError(HeadwayError, ValueError):
+    """An argument has the wrong shape, dtype, device or value."""
+
+
+class ModError(HeadwayError, ValueError):
+    """A score or mask function does something that cannot become part of a kernel.
+
+    Not a `TypeError`: torch's operators take one for "this operand is not mine" and hide it.
+    """
+
+
+class CapturedIndexError(HeadwayError, IndexError):
+    """A score or mask function indexed a captured tensor out of range at a pair that is kept."""
+
+
+class BackendRefused(HeadwayError, NotImplementedError):
+    """A backend cannot run this call; the message lists every reason and the way out."""
+
+
+class CheckpointError(HeadwayError, OSError):
+    """A checkpoint is missing, corrupt or could not be written."""

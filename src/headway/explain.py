@@ -1,0 +1,102 @@
+"""What would run, and why: the first thing to look at when a call is slow or refused."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .api import prepare
+from .backends import NAMES, get
+from .backends.base import split
+from .blocks import cached_build
+from .mods.graph import parse
+from .types import Spec
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`; print it.
+
+    - `backend`: the one that would run; None if none can.
+    - `reasons`: for every backend, why it would not run (empty: it could).
+    - `tiles`: numbers of full, partial and empty tiles of 128 x 128 pairs, over the batches and
+      heads that the mask tells apart; None without a mask.
+    - `code`: what runs for the score and the mask.
+    """
+
+    backend: str | None
+    reasons: dict[str, list[str]]
+    call: str
+    tiles: tuple[int, int, int] | None
+    code: str
+
+    def __str__(self) -> str:
+        lines = [self.call, "", f"backend: {self.backend or 'none can run this call'}"]
+        for name, reasons in self.reasons.items():
+            if name == self.backend:
+                continue
+            lines += [
+                f"  not {name}: {reason}" for reason in reasons or ["it comes later in order"]
+            ]
+        if self.tiles is not None:
+            full, partial, empty = self.tiles
+            share = empty / max(full + partial + empty, 1)
+            lines.append(
+                f"tiles: {full:,} full, {partial:,} partial, {empty:,} empty ({share:.1%} skipped)"
+            )
+        if self.code:
+            lines += ["", self.code]
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, score: Any = None, mask: Any = None, **options: Any
+) -> Explanation:
+    """The backend that `attention(q, k, v, score, mask, **options)` would run, every reason
+    against the others, the live tiles of the mask, and the code of the score and the mask.
+
+    Takes `attention`'s arguments, and raises as it does for wrong ones; a call that no backend can
+    run is explained, not raised.
+    """
+    wanted = options.pop("backend", "auto")
+    spec, call = prepare(q, k, v, score, mask, backend="reference", **options)
+    reasons = {name: get(name).reasons_against(spec, call) for name in NAMES}
+    allowed = NAMES if wanted == "auto" else (wanted,)
+    chosen = next((name for name in allowed if not reasons[name]), None)
+    code = ""
+    if chosen is not None:
+        spec, call = prepare(q, k, v, score, mask, backend=chosen, **options)
+        code = get(chosen).code(spec, call)
+    shapes = ", ".join(
+        f"{n} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        for n, x in zip("qkv", (q, k, v), strict=True)
+    )
+    shown = "".join(
+        f", {n} = {_name(m)}" for n, m in (("score", score), ("mask", mask)) if m is not None
+    )
+    return Explanation(chosen, reasons, shapes + shown, _tiles(spec, call), code)
+
+
+def _name(mod: Any) -> str:
+    return getattr(mod, "__qualname__", None) or repr(mod)
+
+
+def _tiles(spec: Spec, call: Any) -> tuple[int, int, int] | None:
+    if spec.mask is None:
+        return None
+    (b, h, q_len, _), kv_len = call.q.shape, call.k.shape[2]
+    tiles, tile = call.tiles, (128, 128)
+    if tiles is not None and spec.tiles is not None:
+        b, h, *tile = spec.tiles  # type: ignore[assignment]
+    else:
+        _, of_mask = split(spec, call.captured)
+        shape = (b, h, q_len, kv_len)
+        tiles, b, h = cached_build(
+            parse(spec.mask), of_mask, shape, tile, call.q.device, call.coords
+        )
+    full, partial = (
+        int(runs.count.sum(dtype=torch.int64)) for runs in (tiles.rows_full, tiles.rows_partial)
+    )
+    total = b * h * -(-q_len // tile[0]) * -(-kv_len // tile[1])
+    return full, partial, total - full - partial

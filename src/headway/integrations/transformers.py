@@ -1,0 +1,339 @@
+"""Hugging Face transformers 5: `attn_implementation="headway"`.
+
+    from headway.integrations import transformers
+
+    transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="headway")
+
+Attention and mask function are registered together: one without the other ignores padding in
+silence. The mask function keeps the mask a function; no square is made (except under
+`torch.compile`, where the functions that transformers creates cannot be read).
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import attention
+from ..errors import ArgumentError, BackendRefused
+from ..mods import Score, bias, causal, dense, document, sliding_window
+from ..mods import softcap as capped
+from ..mods.base import Both, Either, MaskFn, Not, Shifted, Then
+
+# Arguments that reach every attention function and say nothing about attention.
+_SILENT = frozenset(
+    "position_ids cache_position use_cache past_key_values num_items_in_batch max_length_q "
+    "max_length_k output_hidden_states output_router_logits return_dict labels logits_to_keep "
+    "layer_idx".split()
+)
+
+
+def register(name: str = "headway") -> None:
+    """Make `attn_implementation=name` known to transformers; calling it again changes nothing.
+
+    **Raises:** `ImportError` where transformers 5 is not installed.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            "headway.integrations.transformers needs transformers 5: pip install 'headway[hf]'"
+        ) from error
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+class AttentionMask:
+    """What the mask function gives to every layer: a mask of Headway's, and its shape.
+
+    `shape`, `ndim` and `contiguous()` are there because `generate` and the models ask for them.
+    """
+
+    ndim = 4
+
+    def __init__(self, mask: MaskFn | None, shape: tuple[int, ...], packed: bool) -> None:
+        self.mask = mask  # None keeps every pair
+        self.shape = shape  # (batch, 1, queries, keys)
+        self.packed = packed  # documents are apart, or positions have been looked at
+
+    def dim(self) -> int:
+        """4: batch, 1, queries, keys."""
+        return self.ndim
+
+    def contiguous(self) -> "AttentionMask":
+        """Itself."""
+        return self
+
+    def __getitem__(self, index: Any) -> Tensor:
+        raise BackendRefused(
+            "the model looks inside its attention mask, which headway keeps as a function (sparse "
+            'attention by `indices` does); use attn_implementation="eager" or "sdpa" for it'
+        )
+
+    def __repr__(self) -> str:
+        return f"AttentionMask({self.mask!r}, shape={self.shape})"
+
+
+# -- the mask function ----------------------------------------------------------------------------
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Any = None,
+    use_vmap: bool = False,
+    device: torch.device | None = None,
+    **hints: Any,
+) -> Any:
+    """transformers' mask interface: called once per forward and pattern, not per layer.
+
+    `attention_mask` is the padding, `(batch, keys)`. Hints for other implementations (`dtype`,
+    `local_size`, whether a mask may be left out) are not needed: `mask_function` says it all.
+    """
+    if attention_mask is not None and attention_mask.ndim == 4:
+        return attention_mask  # made by the user, or by an earlier call
+    shape = (batch_size, 1, q_length, kv_length)
+    if torch.compiler.is_compiling():
+        mask, packed = _in_graph(mask_function, shape, q_offset, kv_offset, use_vmap, device), True
+    else:
+        if isinstance(q_offset, Tensor):  # a static cache counts on in place
+            q_offset = int(q_offset)
+        mask, packed = _translate(mask_function)
+        mask = _shift(mask, q_offset, kv_offset)
+    padding = _padding(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        kept = dense(padding[:, None, None, :])
+        mask, packed = kept if mask is None else Both(mask, kept), True
+    return AttentionMask(mask, shape, packed)
+
+
+def _padding(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """bool (batch, kv_length), or None where nothing is padded."""
+    if padding is None:
+        return None
+    padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    if padding.shape[1] < kv_length:  # a static cache is longer than what it holds
+        padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
+    if not torch.compiler.is_compiling() and bool(padding.all()):
+        return None
+    return padding
+
+
+def _translate(fn: Callable | None) -> tuple[MaskFn | None, bool]:
+    """transformers' own mask functions as values of the library, whose numbers are run-time
+    arguments and which backends know; a function of anyone else as it is. And whether it keeps
+    packed documents apart."""
+    from transformers import masking_utils as hf
+
+    if fn is None or fn is hf.bidirectional_mask_function:
+        return None, False
+    if fn is hf.causal_mask_function:
+        return causal(), False
+    maker, _, local = getattr(fn, "__qualname__", "").partition(".<locals>")
+    if not local or fn.__module__ != hf.__name__:
+        return fn, False
+    held = {
+        name: cell.cell_contents
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    }
+    if maker == "sliding_window_overlay":
+        return Not(causal(-held["sliding_window"])), False
+    if maker == "sliding_window_bidirectional_overlay":
+        return sliding_window(held["sliding_window"] + 1), False
+    if maker == "packed_sequence_mask_function":
+        return document(held["packed_sequence_mask"]), True
+    if maker == "or_masks":
+        parts = [_translate(f)[0] for f in held["mask_functions"]]
+        return (None if None in parts else reduce(Either, parts)), False  # type: ignore[arg-type]
+    if maker == "and_masks":
+        functions = held["mask_functions"]
+        packed = any(_maker(f) == "packed_sequence_mask_function" for f in functions)
+        if packed:  # inside a document, positions differ as indices do
+            functions = [_without_remapping(f) for f in functions]
+        pairs = [_translate(f) for f in functions]
+        parts = [mask for mask, _ in pairs if mask is not None]
+        return (reduce(Both, parts) if parts else None), packed or any(p for _, p in pairs)
+    return fn, False
+
+
+def _maker(fn: Callable) -> str:
+    return getattr(fn, "__qualname__", "").partition(".<locals>")[0]
+
+
+def _without_remapping(fn: Callable) -> Callable:
+    """The mask over indices for one over positions that restart with every document, if it only
+    looks at how far apart they are."""
+    if _maker(fn) != "remap_positions_for_packed_sequence":
+        return fn
+    at = fn.__code__.co_freevars.index("mask_function")
+    inner = fn.__closure__[at].cell_contents  # type: ignore[index]
+    mask, _ = _translate(inner)
+    return inner if _relative(mask) else fn
+
+
+def _relative(mask: Any) -> bool:
+    """Whether a mask depends on nothing but kv_idx - q_idx."""
+    if isinstance(mask, Both | Either):
+        return _relative(mask.first) and _relative(mask.second)
+    if isinstance(mask, Not):
+        return _relative(mask.mask)
+    return mask is None or isinstance(mask, causal | sliding_window)
+
+
+def _shift(mask: MaskFn | None, q_offset: int, kv_offset: int) -> MaskFn | None:
+    """The mask of local indices 0, 1, ... from one of positions."""
+    if mask is None or not (q_offset or kv_offset):
+        return mask
+    if isinstance(mask, causal):
+        return causal(mask.offset + q_offset - kv_offset)
+    return Shifted(mask, 0, 0, q_offset, kv_offset)
+
+
+def _in_graph(
+    fn: Callable | None, shape: tuple, q_offset: Any, kv_offset: int, use_vmap: bool, device: Any
+) -> MaskFn | None:
+    """Under `torch.compile`: causal as a value, everything else as a bool square in the graph."""
+    from transformers import masking_utils as hf
+
+    if fn is None or fn is hf.bidirectional_mask_function:
+        return None
+    if fn is hf.causal_mask_function and not isinstance(q_offset, Tensor):
+        return causal(q_offset - kv_offset)
+    b, h, q, kv = (torch.arange(n, device=device) for n in shape)
+    q, kv = q + q_offset, kv + kv_offset
+    if use_vmap:
+        square = hf._vmap_expansion_sdpa(fn)(b, h, q, kv)
+    else:
+        square = fn(b[:, None, None, None], h[:, None, None], q[:, None], kv)
+    return dense(square.expand(shape))
+
+
+# -- the attention function -----------------------------------------------------------------------
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    deterministic: bool = False,
+    output_attentions: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query `(b, hq, l, d)`, key and value `(b, hk, s, ·)`.
+
+    **Returns:** `(b, l, hq, dv)`, and None for the weights, which are never made.
+
+    **Raises:** `BackendRefused` (a `NotImplementedError`) for arguments that it does not honour.
+    """
+    _refuse(output_attentions, kwargs)
+    q_len, kv_len = query.shape[2], key.shape[2]
+    mask, score = _given(attention_mask, kv_len)
+    if attention_mask is None:  # a mask that is given says it all
+        causal_too = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        if causal_too and q_len > 1:
+            mask = causal(kv_len - q_len)
+        if sliding_window is not None:
+            mask = _and(mask, _window(sliding_window, kv_len - q_len))
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        mask = _and(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
+    elif isinstance(attention_mask, AttentionMask) and not attention_mask.packed:
+        attention_mask.packed = True  # look once, not in every layer
+        _look_at_positions(kwargs.get("position_ids"), q_len, kv_len)
+    if softcap is not None:
+        score = capped(softcap) if score is None else Then(capped(softcap), score)
+    if position_bias is not None:
+        score = bias(position_bias) if score is None else Then(score, bias(position_bias))
+    out = attention(
+        query, key, value, score, mask, scale=scaling, dropout=dropout,
+        sink=s_aux if sinks is None else sinks, deterministic=bool(deterministic),
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _given(mask: Any, kv_len: int) -> tuple[MaskFn | None, Score | None]:
+    """What an `attention_mask` means, as a mask and a score."""
+    if mask is None:
+        return None, None
+    if isinstance(mask, AttentionMask):
+        return mask.mask, None
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        shown = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ArgumentError(
+            "attention_mask must be 2-D padding given to the model, or 4-D (batch, heads, queries, "
+            f"keys), bool or additive; got {shown}"
+        )
+    mask = mask[..., :kv_len]
+    if mask.dtype == torch.bool:
+        return dense(mask), None
+    if mask.requires_grad:
+        return None, bias(mask)
+    # The lowest number means "not at all"; as a number, it would swallow the rest of the row.
+    kept = mask > torch.finfo(mask.dtype).min / 2
+    return dense(kept), bias(mask.masked_fill(~kept, 0))
+
+
+def _and(first: MaskFn | None, second: MaskFn) -> MaskFn:
+    return second if first is None else Both(first, second)
+
+
+def _window(window: int, offset: int) -> MaskFn:
+    """The last `window` keys up to each query's own, and what comes after it."""
+    return Not(causal(offset - window))
+
+
+def _documents(q: Tensor | None, k: Tensor | None, q_len: int, kv_len: int) -> MaskFn:
+    """Packed documents from the offsets of their starts, `(documents + 1,)`."""
+    q, k = (k if q is None else q), (q if k is None else k)
+    assert q is not None
+    assert k is not None
+    ids = [
+        torch.searchsorted(offsets, torch.arange(n, device=offsets.device), right=True)
+        for offsets, n in ((q, q_len), (k, kv_len))
+    ]
+    return document(ids[0], None if q is k and q_len == kv_len else ids[1])
+
+
+def _look_at_positions(position_ids: Tensor | None, q_len: int, kv_len: int) -> None:
+    """transformers reads packing off `position_ids` only where nothing else is given."""
+    if position_ids is None or position_ids.dim() != 2 or q_len != kv_len:
+        return
+    if not torch.compiler.is_compiling() and bool((position_ids.diff() < 0).any()):
+        warnings.warn(
+            "position_ids restart inside a row, but transformers made a mask in which the packed "
+            "documents see each other: call the model with use_cache=False and no attention_mask",
+            stacklevel=2,
+        )
+
+
+def _refuse(output_attentions: bool | None, others: dict[str, Any]) -> None:
+    if output_attentions:
+        raise BackendRefused(
+            "output_attentions=True: the weights are never made; "
+            'set attn_implementation="eager" for a model whose weights you need'
+        )
+    unknown = [k for k, v in others.items() if k not in _SILENT and v is not None]
+    if unknown:
+        raise BackendRefused(
+            f"the model passes {', '.join(unknown)} to its attention, which headway does not "
+            'honour here; use attn_implementation="eager" or "sdpa" for it'
+        )

@@ -1,0 +1,25 @@
+"""Scores and masks: the library's own, and the tracing of the user's."""
+
+from ..types import Captured as Captured
+from .base import Mask as Mask
+from .base import Score as Score
+from .base import captured_of as captured_of
+from .base import describe as describe
+from .base import lower as lower
+from .base import lower_mod as lower_mod
+from .masks import causal as causal
+from .masks import dense as dense
+from .masks import dilated as dilated
+from .masks import document as document
+from .masks import global_tokens as global_tokens
+from .masks import neighborhood as neighborhood
+from .masks import padding as padding
+from .masks import prefix as prefix
+from .masks import sliding_window as sliding_window
+from .masks import strided as strided
+from .masks import tiled as tiled
+from .scores import alibi as alibi
+from .scores import bias as bias
+from .scores import relative_bias as relative_bias
+from .scores import softcap as softcap
+from .scores import t5_bias as t5_bias

@@ -1,0 +1,61 @@
+"""The derivative of a score, by autograd on the score's own graph."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .graph import DTYPES, FLOATS, Graph, evaluate, parse
+from .trace import Tracer
+
+
+@lru_cache(maxsize=1024)
+def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
+    """The score and its derivatives in one graph, by autograd on the score's own graph.
+
+    With the graph cut at its gathers, a score is a pure function of S and the gathered values, so
+    its outputs are T, dT/dS, and dT/dg for every gather g (by node index) in `wanted`. A
+    derivative that is zero everywhere is the number 0. Gathers keep their order, so the n-th
+    gather of the joint graph is the n-th of the score's.
+    """
+    graph = parse(text)
+    dtype = next(i.dtype for i in graph.inputs if i.name == "score")
+    tracer = Tracer("derivative of the score function")
+    leaves: dict[int, Tensor] = {}
+    with torch.inference_mode(False), torch.enable_grad():
+        values: dict[str, Any] = {}
+        for item in graph.inputs:
+            if item.ndim is None:
+                values[item.name] = tracer.add_input(item.name, item.dtype)
+            else:
+                values[item.name] = item.name
+        score = values["score"].requires_grad_()
+
+        def gather(n: int, table: Any, indices: tuple) -> Tensor:
+            args = (table, *map(tracer.arg, indices))
+            value = tracer.symbol(
+                tracer.builder.emit("gather", args, graph.nodes[n].dtype, graph.nodes[n].line),
+                graph.nodes[n].dtype,
+            )
+            leaves[n] = value.requires_grad_(value.is_floating_point())
+            return value
+
+        with tracer:
+            (t,) = evaluate(graph, values, gather)
+            on = [score] + [leaves[n] for n in wanted]
+            if not isinstance(t, Tensor) or not t.requires_grad:
+                grads: Sequence[Tensor | None] = [None] * len(on)
+            else:
+                grads = torch.autograd.grad(t, on, torch.ones_like(t), allow_unused=True)
+        outputs = [tracer._cast(t, DTYPES[dtype])]
+        outputs += [0 if g is None else tracer._cast(g, DTYPES[dtype]) for g in grads]
+    tensors = tuple(i for i in graph.inputs if i.ndim is not None)
+    return tracer.builder.finish("joint", (*tracer.inputs, *tensors), tuple(outputs))
+
+
+def differentiable_gathers(graph: Graph, tensors: Sequence[int]) -> tuple[int, ...]:
+    """Indices of the gathers that read one of the captured tensors numbered in `tensors`."""
+    names = {f"t{n}" for n in tensors}
+    return tuple(n for n, node in graph.gathers if node.args[0] in names and node.dtype in FLOATS)

@@ -1,0 +1,412 @@
+"""The small language that score and mask functions become: a straight line of pointwise ops.
+
+A `Graph` is what tracing (`trace.py`) produces and what every backend consumes: evaluated with
+torch on broadcast tiles (`evaluate`), printed as kernel source, or walked with intervals. It is
+frozen, hashable, free of tensors and closures, and has one text form that `parse` reads back, so
+the text alone can cross an operator boundary, key a cache, or be kept as a golden file:
+
+    score(score f32, b i64, h i64, q_idx i64, kv_idx i64, t0 f32[1])
+      %0 i64 = sub(kv_idx, q_idx)            # return score + slopes[h] * (kv_idx - q_idx)
+      %1 f32 = gather(t0, h)
+      %2 f32 = to(%0)
+      %3 f32 = mul(%1, %2)
+      %4 f32 = add(score, %3)
+      return %4
+
+Operands of an op share one dtype (tracing inserts `to`), so that no consumer has to know torch's
+promotion rules. `gather(t, i, ...)` reads one number of the captured tensor `t`; with no index it
+reads a 0-d tensor. Everything else is a pure function of numbers.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = frozenset({"f64", "f32", "bf16", "f16"})
+
+Number = int | float | bool
+Arg = str | Number  # a str names an input or a node ("%3"); a number is a constant
+
+# Indices come first in every graph's inputs; a mask has no score.
+POSITIONS = ("b", "h", "q_idx", "kv_idx")
+
+UNARY: dict[str, Callable[..., Tensor]] = {
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "sign": torch.sign,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "expm1": torch.expm1,
+    "log": torch.log,
+    "log2": torch.log2,
+    "log1p": torch.log1p,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "erf": torch.erf,
+    "floor": torch.floor,
+    "ceil": torch.ceil,
+    "round": torch.round,
+    "trunc": torch.trunc,
+    "isnan": torch.isnan,
+    "isinf": torch.isinf,
+    "not": torch.logical_not,
+    "invert": torch.bitwise_not,
+}
+BINARY: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "floordiv": lambda a, b, **kw: torch.div(a, b, rounding_mode="floor", **kw),
+    "truncdiv": lambda a, b, **kw: torch.div(a, b, rounding_mode="trunc", **kw),
+    "mod": torch.remainder,
+    "fmod": torch.fmod,
+    "pow": torch.pow,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "shl": torch.bitwise_left_shift,
+    "shr": torch.bitwise_right_shift,
+}
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_UNBOUNDED = frozenset("exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal pow".split())
+OTHER = frozenset({"to", "where", "gather"})
+
+
+@dataclass(frozen=True)
+class Input:
+    """An argument of a graph: a number (`ndim` None), or a captured tensor to gather from."""
+
+    name: str
+    dtype: str
+    ndim: int | None = None
+
+    def __str__(self) -> str:
+        dims = "" if self.ndim is None else f"[{self.ndim}]"
+        return f"{self.name} {self.dtype}{dims}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op; `line` is the user's source line, kept as a comment."""
+
+    op: str
+    args: tuple[Arg, ...]
+    dtype: str
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A pointwise function of positions and captured values. See the module's docstring."""
+
+    kind: str  # "score", "mask" or "joint"
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Arg, ...]
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # a string remembers its hash
+
+    @cached_property
+    def text(self) -> str:
+        return _text(self)
+
+    @property
+    def tensors(self) -> tuple[Input, ...]:
+        """The captured tensors, in the order in which callers pass them."""
+        return tuple(i for i in self.inputs if i.name[0] == "t")
+
+    @cached_property
+    def gathers(self) -> tuple[tuple[int, Node], ...]:
+        """Index and node of every gather."""
+        return tuple((n, node) for n, node in enumerate(self.nodes) if node.op == "gather")
+
+    @cached_property
+    def unbounded(self) -> bool:
+        """Whether it may be infinite or NaN for finite numbers: it divides, takes a log, ..."""
+        return any(
+            node.op in _UNBOUNDED
+            or (node.op == "div" and isinstance(node.args[1], str) and node.args[1][0] != "x")
+            for node in self.nodes
+        )
+
+    def uses(self, name: str) -> bool:
+        """Whether any op (or the result) reads the input `name`."""
+        return name in self._used
+
+    @cached_property
+    def _used(self) -> frozenset[Arg]:
+        return frozenset([a for node in self.nodes for a in node.args]) | frozenset(self.outputs)
+
+    @cached_property
+    def last_use(self) -> dict[Arg, int]:
+        """The last node that reads a value."""
+        return {a: n for n, node in enumerate(self.nodes) for a in node.args if isinstance(a, str)}
+
+
+def _text(graph: Graph) -> str:
+    head = f"{graph.kind}({', '.join(map(str, graph.inputs))})"
+    lines, last = [head], ""
+    for n, node in enumerate(graph.nodes):
+        line = f"  %{n} {node.dtype} = {node.op}({', '.join(map(_arg_text, node.args))})"
+        if node.line and node.line != last:
+            line = f"{line:<44}# {node.line}"
+            last = node.line
+        lines.append(line)
+    lines.append(f"  return {', '.join(map(_arg_text, graph.outputs))}")
+    return "\n".join(lines)
+
+
+def _arg_text(arg: Arg) -> str:
+    return arg if isinstance(arg, str) else repr(arg)
+
+
+def _parse_arg(text: str) -> Arg:
+    if text in ("True", "False"):
+        return text == "True"
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    try:
+        return float(text)  # repr of a float, inf and nan included
+    except ValueError:
+        return text
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Graph:
+    """Read the text form back; `parse(graph.text).text == graph.text`."""
+    head, *body = text.split("\n")
+    match = re.fullmatch(r"(\w+)\((.*)\)", head)
+    if match is None:
+        raise ValueError(f"not the text of a graph: {head!r}")
+    kind, inputs = match[1], []
+    for item in filter(None, match[2].split(", ")):
+        name, dtype, ndim = re.fullmatch(r"(\w+) (\w+)(?:\[(\d+)\])?", item).groups()  # type: ignore[union-attr]
+        inputs.append(Input(name, dtype, None if ndim is None else int(ndim)))
+    nodes, outputs, last = [], (), ""
+    for raw in body:
+        code, _, comment = raw.partition("# ")
+        last = comment or last
+        if code.startswith("  return "):
+            outputs = tuple(map(_parse_arg, filter(None, code[9:].strip().split(", "))))
+            continue
+        dtype, op, args = re.fullmatch(r"  %\d+ (\w+) = (\w+)\((.*)\)\s*", code).groups()  # type: ignore[union-attr]
+        values = tuple(map(_parse_arg, filter(None, args.split(", "))))
+        nodes.append(Node(op, values, dtype, last))
+    return Graph(kind, tuple(inputs), tuple(nodes), outputs)
+
+
+class Builder:
+    """Collects nodes, sharing equal ones and folding what is constant or does nothing."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._known: dict[tuple, Arg] = {}
+
+    def emit(self, op: str, args: tuple[Arg, ...], dtype: str, line: str = "") -> Arg:
+        simple = _simplify(op, args, dtype, self.product)
+        if simple is not None:
+            return simple
+        if op == "pow" and not isinstance(args[1], str) and args[1] == 2:
+            op, args = "mul", (args[0], args[0])
+        # repr tells 1 from 1.0 and True, and -0.0 from 0.0, which compare equal.
+        key = (op, tuple(map(repr, args)), dtype)
+        if key not in self._known:
+            self._known[key] = f"%{len(self.nodes)}"
+            self.nodes.append(Node(op, args, dtype, line))
+        return self._known[key]
+
+    def dtype(self, arg: Arg) -> str | None:
+        return self.nodes[int(arg[1:])].dtype if isinstance(arg, str) and arg[0] == "%" else None
+
+    def product(self, arg: Arg) -> tuple[Arg, ...]:
+        """The factors of a product; nothing for anything else."""
+        node = self.nodes[int(arg[1:])] if isinstance(arg, str) and arg[0] == "%" else None
+        return node.args if node is not None and node.op == "mul" else ()
+
+    def finish(self, kind: str, inputs: tuple[Input, ...], outputs: tuple[Arg, ...]) -> Graph:
+        """Drop nodes that no output needs and number the rest."""
+        live: set[str] = {a for a in outputs if isinstance(a, str)}
+        for n in reversed(range(len(self.nodes))):
+            if f"%{n}" in live:
+                live.update(a for a in self.nodes[n].args if isinstance(a, str))
+        names: dict[Arg, str] = {}
+        kept = []
+        for n, node in enumerate(self.nodes):
+            if f"%{n}" in live:
+                names[f"%{n}"] = f"%{len(kept)}"
+                args = tuple(names.get(a, a) if isinstance(a, str) else a for a in node.args)
+                kept.append(Node(node.op, args, node.dtype, node.line))
+        renamed = tuple(names.get(a, a) if isinstance(a, str) else a for a in outputs)
+        return Graph(kind, inputs, tuple(kept), renamed)
+
+
+def _simplify(
+    op: str, args: tuple[Arg, ...], dtype: str, product: Callable[[Arg], tuple[Arg, ...]]
+) -> Arg | None:
+    """The value of a constant op, or of one that returns its operand; None where neither holds."""
+    numbers = [not isinstance(a, str) for a in args]
+    if op != "gather" and all(numbers):
+        exact = [
+            torch.tensor(a, dtype=torch.float64 if isinstance(a, float) else None) for a in args
+        ]
+        value = apply(op, tuple(exact), DTYPES[dtype])
+        return value.to(DTYPES[dtype]).item()
+    if op == "where" and numbers[0]:
+        return args[1] if args[0] else args[2]
+    if len(args) == 2:
+        a, b = args
+        if op == "mul" and numbers[1] and b == 1:
+            return a
+        if op == "mul" and numbers[0] and a == 1:
+            return b
+        if op == "div" and numbers[1] and b == 1 and dtype in FLOATS:
+            return a
+        if op in ("add", "sub") and numbers[1] and b == 0:
+            return a
+        if op == "add" and numbers[0] and a == 0:
+            return b
+        if op == "div" and isinstance(b, str) and b[0] == "x" and (of := product(a)) and b in of:
+            return of[1] if of[0] == b else of[0]  # (x0 * y) / x0, as derivatives often have it
+        if op == "and" and dtype == "bool" and True in (a, b):
+            return b if a is True else a
+        if op == "or" and dtype == "bool" and False in (a, b):
+            return b if a is False else a
+    return None
+
+
+def apply(op: str, args: tuple, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """One op (not a gather) with torch; numbers among `args` are constants of the op's dtype."""
+    into = {} if out is None else {"out": out}
+    if op == "to":
+        value = args[0]
+        if dtype == torch.bool:
+            return value != 0
+        return value.to(dtype)
+    if op in UNARY:
+        return UNARY[op](args[0], **into)
+    ref = next(a for a in args[::-1] if isinstance(a, Tensor))
+    if op == "where":
+        cond, a, b = args
+        a, b = (x if isinstance(x, Tensor) else ref.new_full((), x, dtype=dtype) for x in (a, b))
+        return torch.where(cond, a, b, **into)
+    a, b = args
+    if op in ("max", "min", "pow", "shl", "shr") or not isinstance(a, Tensor):
+        a, b = (x if isinstance(x, Tensor) else ref.new_full((), x) for x in (a, b))
+    return BINARY[op](a, b, **into)
+
+
+Gather = Callable[[int, Tensor, tuple[Tensor | int, ...]], Tensor]
+
+
+def evaluate(
+    graph: Graph,
+    values: dict[str, Tensor | Number],
+    gather: Gather,
+    scratch: Callable[[torch.dtype], Tensor] | None = None,
+    overwrite: bool = False,
+) -> list[Tensor | Number]:
+    """Run `graph` on tensors that broadcast against each other; returns its outputs.
+
+    **Arguments:**
+
+    - `values`: tensors (or numbers) of the inputs, by name; captured tensors under "t0", "t1", ...
+    - `gather`: `(node index, captured tensor, indices) -> values`; the one op whose meaning (range
+      checks, clamping, recording of indices) belongs to the caller.
+    - `scratch`: gives a buffer of the size of `values["score"]` to write a full-sized
+      intermediate to. Buffers whose value is dead are used again, in place, so a long score costs
+      few tiles of memory.
+    - `overwrite`: `values["score"]` is such a buffer too.
+    """
+    env: dict[str, Tensor | Number] = dict(values)
+    buffers = None if scratch is None else _Buffers(graph, env, scratch, overwrite)
+
+    def operand(arg: Arg) -> Tensor | Number:
+        return env[arg] if isinstance(arg, str) else arg
+
+    for n, node in enumerate(graph.nodes):
+        args = tuple(map(operand, node.args))
+        if node.op == "gather":
+            env[f"%{n}"] = gather(n, args[0], args[1:])  # type: ignore[arg-type]
+            continue
+        out = None if buffers is None else buffers.take(n, node, args)
+        env[f"%{n}"] = apply(node.op, args, DTYPES[node.dtype], out)
+        if buffers is not None:
+            buffers.release(n, node)
+    return [operand(a) for a in graph.outputs]
+
+
+class _Buffers:
+    """Where full-sized intermediate values go: over an operand that dies, else to a free buffer."""
+
+    def __init__(
+        self, graph: Graph, env: dict, scratch: Callable[[torch.dtype], Tensor], overwrite: bool
+    ) -> None:
+        self.env, self.scratch, self.last_use = env, scratch, graph.last_use
+        self.full = env["score"].shape
+        self.kept = set(graph.outputs)
+        self.owned = {"score"} if overwrite else set()
+        self.free: list[Tensor] = []
+
+    def dying(self, n: int, node: Node) -> list[str]:
+        return [
+            a for a in dict.fromkeys(node.args)
+            if a in self.owned and self.last_use[a] == n and a not in self.kept
+        ]  # fmt: skip
+
+    def take(self, n: int, node: Node, args: tuple) -> Tensor | None:
+        """A buffer for the node's value, if it is full-sized and floating."""
+        dtype = DTYPES[node.dtype]
+        if node.op == "to" or not dtype.is_floating_point:
+            return None
+        if not any(isinstance(a, Tensor) and a.shape == self.full for a in args):
+            return None
+        self.owned.add(f"%{n}")
+        # Every op is pointwise: it may write over what it reads.
+        over = [a for a in self.dying(n, node) if self.env[a].dtype == dtype]
+        if over:
+            self.owned.discard(over[0])
+            return self.env[over[0]]
+        fits = [x for x in self.free if x.dtype == dtype]
+        self.free = [x for x in self.free if not fits or x is not fits[0]]
+        return fits[0] if fits else self.scratch(dtype)
+
+    def release(self, n: int, node: Node) -> None:
+        """After the node: what died in it may be used again."""
+        for a in self.dying(n, node):
+            self.free.append(self.env[a])
+            self.owned.discard(a)

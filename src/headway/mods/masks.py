@@ -1,0 +1,441 @@
+"""The library's masks: which query may attend to which key.
+
+Each is a formula over `q_idx` (i) and `kv_idx` (j); True keeps the pair. Combine them:
+`causal() & sliding_window(1024) | prefix(64)`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from .base import Mask, MaskFn, value
+
+
+@value
+class causal(Mask):
+    """`j <= i + offset`: a query sees itself and what came before.
+
+    `offset` moves the diagonal: `causal(kv_len - q_len)` aligns the last query with the last key,
+    as decoding against a cache of keys needs. (Vaswani et al. 2017, arXiv 1706.03762,
+    section 3.2.3)
+    """
+
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        _whole("causal", "offset", self.offset, least=None)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return kv_idx <= q_idx + self.offset
+
+
+@value
+class sliding_window(Mask):
+    """`|i - j| < window`: the nearest `window` positions on either side, itself included.
+
+    With `causal()`: the last `window` keys. (Beltagy et al. 2020, Longformer, arXiv 2004.05150;
+    Jiang et al. 2023, Mistral 7B, arXiv 2310.06825)
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        _whole("sliding_window", "window", self.window, least=1)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        distance = q_idx - kv_idx
+        return (distance < self.window) & (distance > -self.window)
+
+
+@value
+class dilated(Mask):
+    """`|i - j| < window * step and (i - j) % step == 0`: a window with gaps.
+
+    The nearest `window` of every `step`-th position on either side, itself included; a step of 1 is
+    `sliding_window(window)`. (Beltagy et al. 2020, Longformer, arXiv 2004.05150, section 3.1)
+    """
+
+    window: int
+    step: int
+
+    def __post_init__(self) -> None:
+        _whole("dilated", "window", self.window, least=1)
+        _whole("dilated", "step", self.step, least=1)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        distance = q_idx - kv_idx
+        return (distance.abs() < self.window * self.step) & (distance % self.step == 0)
+
+
+@value
+class strided(Mask):
+    """`|i - j| < stride or (i - j) % stride == 0`: the near ones, and every `stride`-th far one.
+
+    With `causal()` the two heads of the strided Sparse Transformer in one; a stride near the square
+    root of the length balances them. (Child et al. 2019, arXiv 1904.10509, section 4.3)
+    """
+
+    stride: int
+
+    def __post_init__(self) -> None:
+        _whole("strided", "stride", self.stride, least=1)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        distance = q_idx - kv_idx
+        return (distance.abs() < self.stride) | (distance % self.stride == 0)
+
+
+@value
+class prefix(Mask):
+    """`j < length`: every query sees the first `length` keys.
+
+    `length` is a number, or an int tensor `(batch,)`. `causal() | prefix(n)` is the prefix-LM mask
+    (Raffel et al. 2020, T5, arXiv 1910.10683, figure 4).
+    """
+
+    length: int | Tensor
+
+    def __post_init__(self) -> None:
+        if isinstance(self.length, Tensor):
+            _ids("prefix", "length", self.length, "(batch,)", (1,))
+        else:
+            _whole("prefix", "length", self.length, least=0)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        length = self.length  # a number is a symbol, a 0-d tensor, during tracing
+        per_batch = isinstance(length, Tensor) and length.dim() > 0
+        return kv_idx < (length[b] if per_batch else length)
+
+
+@value
+class document(Mask):
+    """`ids[i] == kv_ids[j]`: packed documents do not see each other.
+
+    `ids` is an int tensor `(q_len,)` or `(batch, q_len)`; `kv_ids`, where keys differ from queries,
+    likewise over keys. From lengths or cumulative lengths: `document.from_lengths([5, 3, 8])`,
+    `document.from_cu_seqlens(cu_seqlens)`. (Krell et al. 2021, Efficient sequence packing,
+    arXiv 2107.02027)
+    """
+
+    ids: Tensor
+    kv_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _ids("document", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
+        if self.kv_ids is not None:
+            _ids("document", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2))
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        kv_ids = self.ids if self.kv_ids is None else self.kv_ids
+        mine = self.ids[b, q_idx] if self.ids.dim() == 2 else self.ids[q_idx]
+        theirs = kv_ids[b, kv_idx] if kv_ids.dim() == 2 else kv_ids[kv_idx]
+        return mine == theirs
+
+    @staticmethod
+    def from_lengths(
+        lengths: Any,
+        kv_lengths: Any = None,
+        *,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> "document":
+        """Packed documents of these lengths, one after the other.
+
+        **Arguments:**
+
+        - `lengths`: a list of numbers or an int tensor `(documents,)`; for a batch, one such list
+          per row (ragged: each row its own number) or a tensor `(batch, documents)`.
+        - `kv_lengths`: of the keys, where they differ from the queries: as many documents.
+        - `q_len`, `kv_len`: padded lengths; the longest row if None. Padding sees nothing and is
+          seen by nothing.
+        - `device`: of the ids; that of the lengths if they are tensors, or the CPU, if None.
+        """
+        ends = _ends("lengths", lengths, device, cumulative=False)
+        kv = kv_lengths
+        kv_ends = None if kv is None else _ends("kv_lengths", kv, device, cumulative=False)
+        return _packed(ends, kv_ends, q_len, kv_len)
+
+    @staticmethod
+    def from_cu_seqlens(
+        cu_seqlens: Any,
+        cu_seqlens_k: Any = None,
+        *,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+    ) -> "document":
+        """Packed documents from the cumulative lengths `[0, n0, n0 + n1, ...]` of variable-length
+        attention: an int tensor `(documents + 1,)`, and for a batch one such tensor per row, or
+        `(batch, documents + 1)`. The other arguments are those of `from_lengths`.
+        """
+        ends = _ends("cu_seqlens", cu_seqlens, None, cumulative=True)
+        k = cu_seqlens_k
+        kv_ends = None if k is None else _ends("cu_seqlens_k", k, None, cumulative=True)
+        return _packed(ends, kv_ends, q_len, kv_len)
+
+
+@value
+class padding(Mask):
+    """`j < lengths[b]`: keys past the end of a row's sequence are not seen.
+
+    `lengths` is an int tensor `(batch,)`.
+    """
+
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        _ids("padding", "lengths", self.lengths, "(batch,)", (1,))
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return kv_idx < self.lengths[b]
+
+
+@value
+class global_tokens(Mask):
+    """`i < count or j < count`: the first `count` positions see and are seen by all.
+
+    With a window: `sliding_window(w) | global_tokens(n)`. (Beltagy et al. 2020, Longformer,
+    arXiv 2004.05150, section 3.1; Zaheer et al. 2020, Big Bird, arXiv 2007.14062)
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _whole("global_tokens", "count", self.count, least=0)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return (q_idx < self.count) | (kv_idx < self.count)
+
+
+@value
+class dense(Mask):
+    """`tensor[b, h, i, j]`: a mask that exists as a bool tensor, True where a pair is kept.
+
+    `tensor` broadcasts to `(batch, heads, q_len, kv_len)`: any of its dimensions may be 1, and
+    leading ones may be missing. A formula costs less, in memory and time, where there is one.
+    """
+
+    tensor: Tensor
+    _varies: str
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.bool or tensor.dim() > 4:
+            got = type(tensor).__name__
+            if isinstance(tensor, Tensor):
+                got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise ArgumentError(
+                f"dense: tensor must be a bool tensor of at most 4 dimensions, got {got}; "
+                "an additive mask is a score: bias(tensor)"
+            )
+        tensor, varies = by_axes(tensor)
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "_varies", varies)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        at = {"b": b, "h": h, "q": q_idx, "k": kv_idx, "1": 0}
+        return self.tensor[tuple([at[name] for name in self._varies])]
+
+
+@value
+class neighborhood(Mask):
+    """Key positions in a window around the query's, on a line, an image or a video.
+
+    Positions are points x of a grid of `shape`, row after row. Of every dimension a query sees the
+    `kernel` points from `clip(x - kernel // 2, 0, shape - kernel)` on: the window is shifted, not
+    cut, at the border, so that every query sees equally many. `neighborhood((H, W), (7, 7))`.
+    (Hassani et al. 2023, Neighborhood Attention Transformer, arXiv 2204.07143, equations 1 and 2)
+    """
+
+    shape: tuple[int, ...]
+    kernel: tuple[int, ...]
+
+    def __init__(self, shape: int | Sequence[int], kernel: int | Sequence[int]) -> None:
+        shape, kernel = _grid("neighborhood", shape=shape, kernel=kernel)
+        if any(k > n for k, n in zip(kernel, shape, strict=True)):
+            raise ArgumentError(f"neighborhood: kernel={kernel} is larger than shape={shape}")
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "kernel", kernel)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        kept = None
+        at = zip(_point(q_idx, self.shape), _point(kv_idx, self.shape), strict=True)
+        for (x, y), n, k in zip(at, self.shape, self.kernel, strict=True):
+            first = (x - k // 2).clamp(max=n - k).clamp(min=0)
+            inside = (y >= first) & (y < first + k)
+            kept = inside if kept is None else kept & inside
+        return kept
+
+
+@value
+class tiled(Mask):
+    """`mask` for tokens of an image or a video that are ordered tile by tile.
+
+    Near points of a grid lie far apart in rows; in tiles they lie together, and a window covers few
+    tiles of pairs. The mask still sees row-after-row positions; the tensors are reordered once:
+
+        layout = tiled(neighborhood((128, 128), (13, 13)), (128, 128), (8, 16))
+        order = layout.order()                      # (16384,): q[:, :, order], k[:, :, order], ...
+        out = headway.attention(q, k, v, mask=layout)[:, :, order.argsort()]
+
+    `tile` divides `shape`; tiles follow each other row after row, and so do points within a tile.
+    (Zhang et al. 2025, Sliding Tile Attention, arXiv 2502.04507, section 3.2)
+    """
+
+    mask: MaskFn
+    shape: tuple[int, ...]
+    tile: tuple[int, ...]
+
+    def __init__(self, mask: MaskFn, shape: int | Sequence[int], tile: int | Sequence[int]) -> None:
+        shape, tile = _grid("tiled", shape=shape, tile=tile)
+        if any(n % t for n, t in zip(shape, tile, strict=True)):
+            raise ArgumentError(f"tiled: tile={tile} must divide shape={shape}")
+        if not callable(mask):
+            raise ArgumentError(f"tiled: mask must be a mask, got {type(mask).__name__}")
+        object.__setattr__(self, "mask", mask)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "tile", tile)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return self.mask(b, h, self._row_major(q_idx), self._row_major(kv_idx))
+
+    def _row_major(self, index: Tensor) -> Tensor:
+        """The place in rows of a place in tiles."""
+        size = math.prod(self.tile)
+        grid = [n // t for n, t in zip(self.shape, self.tile, strict=True)]
+        place: Any = 0
+        points = zip(_point(index // size, grid), _point(index % size, self.tile), strict=True)
+        for (of_tile, within), n, t in zip(points, self.shape, self.tile, strict=True):
+            place = place * n + of_tile * t + within
+        return place
+
+    def order(self, device: torch.device | str | None = None) -> Tensor:
+        """The row-after-row place of every point in tile order, int64 `(points,)`."""
+        return self._row_major(torch.arange(math.prod(self.shape), device=device))
+
+
+def _point(index: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    """The coordinates of the index-th point of a grid, row after row."""
+    point = []
+    for n in reversed(shape[1:]):
+        point.append(index % n)
+        index = index // n
+    return [index, *reversed(point)]
+
+
+def by_axes(tensor: Tensor) -> tuple[Tensor, str]:
+    """A tensor that broadcasts to (b, h, q, k), and what its dimensions run over: "1hqk", "qk", ...
+    One of a single number loses its dimensions."""
+    names = "bhqk"[4 - tensor.dim() :]
+    varies = "".join([n if s != 1 else "1" for n, s in zip(names, tensor.shape, strict=True)])
+    return (tensor, varies) if varies.strip("1") else (tensor.reshape(()), "")
+
+
+# -- checks and helpers ----------------------------------------------------------------------------
+
+Ends = Tensor | list[Tensor]  # where each document ends; for a batch, row by row
+
+
+def _packed(ends: Ends, kv_ends: Ends | None, q_len: int | None, kv_len: int | None) -> document:
+    """A document mask from the ends of the documents."""
+    if kv_ends is None and kv_len not in (None, q_len):
+        kv_ends = ends
+    if kv_ends is not None and _documents(ends) != _documents(kv_ends):
+        raise ArgumentError(
+            f"document: queries are {_documents(ends)} documents, keys {_documents(kv_ends)}; each "
+            "document needs a length of both, which may be 0"
+        )
+    ids = _ids_of(ends, "q_len", q_len)
+    kv_ids = ids if kv_ends is None else _ids_of(kv_ends, "kv_len", kv_len)
+    if kv_ends is None and bool((ids >= 0).all()):
+        return document(ids)
+    return document(ids, torch.where(kv_ids < 0, -2, kv_ids))  # no padding is like another
+
+
+def _documents(ends: Ends) -> int | list[int]:
+    return [len(row) for row in ends] if isinstance(ends, list) else len(ends)
+
+
+def _ids_of(ends: Ends, name: str, length: int | None) -> Tensor:
+    """The document of every position, int32; -1 past the last."""
+    rows = ends if isinstance(ends, list) else [ends]
+    longest = max(int(row[-1]) if len(row) else 0 for row in rows)
+    if length is not None and length < longest:
+        raise ArgumentError(f"document: {name}={length}, but the documents have {longest} tokens")
+    position = torch.arange(longest if length is None else length, device=rows[0].device)
+    ids = [torch.searchsorted(row, position, right=True) for row in rows]
+    ids = [torch.where(n == len(row), -1, n) for n, row in zip(ids, rows, strict=True)]
+    return (torch.stack(ids) if isinstance(ends, list) else ids[0]).to(torch.int32)
+
+
+def _ends(name: str, value: Any, device: torch.device | str | None, cumulative: bool) -> Ends:
+    """Check lengths or cumulative lengths, and turn them into ends, int64."""
+    if isinstance(value, Tensor):
+        batch = value.dim() == 2
+    else:
+        value = list(value)
+        batch = any(isinstance(row, list | tuple) or getattr(row, "ndim", 0) for row in value)
+    if batch:
+        if not len(value):
+            raise ArgumentError(f"document: {name} has no rows")
+        return [_row_ends(f"{name}[{n}]", row, device, cumulative) for n, row in enumerate(value)]
+    return _row_ends(name, value, device, cumulative)
+
+
+def _row_ends(name: str, value: Any, device: torch.device | str | None, cumulative: bool) -> Tensor:
+    try:
+        row = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"document: {name} must be whole numbers, got {value!r}") from error
+    row = row.long() if row.numel() == 0 else row
+    if row.dim() != 1 or row.dtype.is_floating_point or row.dtype == torch.bool:
+        raise ArgumentError(
+            f"document: {name} must be a list of whole numbers or a 1-d int tensor, "
+            f"got {row.dtype} of shape {tuple(row.shape)}"
+        )
+    if cumulative and (not len(row) or int(row[0])):
+        raise ArgumentError(f"document: {name} must start with 0, got {row[:4].tolist()}")
+    lengths = torch.diff(row) if cumulative else row
+    if bool((lengths < 0).any()):
+        at = int((lengths < 0).nonzero()[0])
+        what = "falls" if cumulative else "is negative"
+        shown = row[max(at - 3, 0) : at + 3].tolist()
+        raise ArgumentError(f"document: {name} {what} at index {at + cumulative}: ...{shown}...")
+    return lengths.long().cumsum(0)
+
+
+def _grid(mask: str, **sizes: int | Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Check sizes of 1 to 3 dimensions, equally many; a number is one dimension."""
+    (shape_name, shape), (name, size) = sizes.items()
+    shape, size = ((x,) if isinstance(x, int) else tuple(x) for x in (shape, size))
+    if not 1 <= len(shape) <= 3 or len(size) != len(shape):
+        raise ArgumentError(
+            f"{mask}: {shape_name}={shape} and {name}={size} must be 1 to 3 sizes, equally many"
+        )
+    for number in shape:
+        _whole(mask, shape_name, number, least=1)
+    for number in size:
+        _whole(mask, name, number, least=1)
+    return shape, size
+
+
+def _whole(mask: str, name: str, number: object, least: int | None) -> None:
+    whole = isinstance(number, int | torch.SymInt) and not isinstance(number, bool)
+    if not whole or (least is not None and number < least):  # type: ignore[operator]
+        what = "a whole number" if least is None else f"a whole number >= {least}"
+        raise ArgumentError(f"{mask}({name}={number!r}): {name} must be {what}")
+
+
+def _ids(mask: str, name: str, tensor: object, shape: str, dims: tuple[int, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(
+            f"{mask}({name}={type(tensor).__name__}): {name} must be an int tensor {shape}"
+        )
+    if tensor.dim() not in dims or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+        raise ArgumentError(
+            f"{mask}: {name} must be an int tensor {shape}, "
+            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )

@@ -1,0 +1,48 @@
+"""Where in the user's code we are, for messages and for comments in generated kernels."""
+
+import linecache
+import os
+import sys
+from types import CodeType
+
+import torch
+
+Place = tuple[str, int]  # file, line
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def user_place(stop: CodeType) -> Place | None:
+    """The innermost line of the user's that is running, below the frame of `stop`."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not stop:
+        file = frame.f_code.co_filename
+        if not _is_machinery(file):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _is_machinery(file: str) -> bool:
+    """torch, and this package except the library's own masks and scores."""
+    if file.startswith(_PACKAGE):
+        return os.path.basename(file) not in ("masks.py", "scores.py")
+    return file.startswith((_TORCH, "<")) or os.path.basename(file) == "contextlib.py"
+
+
+def place_in_traceback(error: BaseException) -> Place | None:
+    """The innermost line of the user's that an exception went through."""
+    tb, place = error.__traceback__, None
+    while tb is not None:
+        if not _is_machinery(tb.tb_frame.f_code.co_filename):
+            place = tb.tb_frame.f_code.co_filename, tb.tb_lineno
+        tb = tb.tb_next
+    return place
+
+
+def quote(place: Place | None) -> str:
+    """A place as Python's tracebacks show it, to end an error message with."""
+    if not place:
+        return ""
+    return f'\n  File "{place[0]}", line {place[1]}\n    {linecache.getline(*place).strip()}'

@@ -1,0 +1,134 @@
+"""Evaluate scores and masks with torch, on index tensors that broadcast.
+
+The CPU backend, the reference and the builder of block masks call these on tiles; the index
+tensors may have any shapes that broadcast, such as `h` as `(hk, g, 1, 1)` beside `q_idx` `(i, 1)`.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import CapturedIndexError
+from ..types import Captured
+from .graph import DTYPES, Graph, evaluate
+
+_FEW = 1 << 15  # numbers that PyTorch gives to one thread
+
+
+class Positions:
+    """The index tensors b, h, q_idx, kv_idx of a tile (int64, broadcasting)."""
+
+    def __init__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> None:
+        self.values = {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
+
+
+class Gathers:
+    """Reads captured tensors, clamping indices into range and remembering which were outside."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        # Where an index was outside; the index, the line, the dimension, the tensor's shape.
+        self.outside: list[tuple[Tensor, Tensor, str, int, tuple[int, ...]]] = []
+        self.indices: dict[int, tuple[Tensor | int, ...]] = {}
+
+    def __call__(self, n: int, table: Tensor, indices: tuple[Tensor | int, ...]) -> Tensor:
+        if not indices:
+            return table
+        inside = []
+        for dim, index in enumerate(indices):
+            size = table.shape[dim]
+            if not isinstance(index, Tensor):
+                index = torch.tensor(index, device=table.device)
+            low, high = index.aminmax() if index.numel() else (index.new_zeros(()),) * 2
+            if int(low) < 0:  # Python's meaning of a negative index
+                index = torch.where(index < 0, index + size, index)
+                low, high = index.aminmax()
+            if int(low) < 0 or int(high) >= size:
+                outside = (index < 0) | (index >= size)
+                self.outside.append(
+                    (outside, index, self.graph.nodes[n].line, dim, tuple(table.shape))
+                )
+                index = index.clamp(0, max(size - 1, 0))
+            inside.append(index)
+        self.indices[n] = tuple(inside)
+        if table.numel() == 0:  # every index is outside
+            return table.new_zeros(torch.broadcast_shapes(*(index.shape for index in inside)))
+        return _read(table, inside)
+
+    def check(self, kept: Tensor) -> None:
+        """Raise if a pair that is kept read out of range."""
+        for outside, index, line, dim, shape in self.outside:
+            bad = outside & kept
+            if bool(bad.any()):
+                example = int(index.expand_as(bad)[bad][0])
+                raise CapturedIndexError(
+                    f"a score or mask reads index {example} of dimension {dim} of a captured "
+                    f"tensor of shape {shape}, at a pair that is kept; make the tensor cover every "
+                    f"position, or clamp the index\n    {line}"
+                )
+
+
+def _read(table: Tensor, indices: list[Tensor]) -> Tensor:
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))
+    if table.device.type == "cpu" and math.prod(shape) < _FEW and table.is_contiguous():
+        # PyTorch's own indexing wakes every thread for a few thousand numbers.
+        flat = torch.zeros((), dtype=torch.int64)
+        for index, step in zip(indices, table.stride(), strict=True):
+            flat = flat + index * step
+        return table.view(-1).index_select(0, flat.expand(shape).reshape(-1)).view(shape)
+    return table[tuple(indices)]
+
+
+def bind(graph: Graph, captured: Captured | dict) -> dict:
+    """The graph's captured inputs by name."""
+    if isinstance(captured, dict):
+        return captured
+    values: dict = {}
+    for letter, items in zip("tnx", captured, strict=True):
+        values.update({f"{letter}{n}": item for n, item in enumerate(items)})
+    return {
+        i.name: values[i.name]
+        if i.ndim is not None
+        else torch.tensor(values[i.name], dtype=DTYPES[i.dtype])
+        for i in graph.inputs
+        if i.name in values
+    }
+
+
+def mask_at(graph: Graph, captured: Captured | dict, at: Positions) -> Tensor:
+    """The mask at some pairs, bool, of the shape that the positions broadcast to (or less).
+
+    Who asks often binds once: `captured` may be the result of `bind`.
+    """
+    gathers = Gathers(graph)
+    (kept,) = evaluate(graph, {**bind(graph, captured), **at.values}, gathers)
+    kept = kept if isinstance(kept, Tensor) else at.values["q_idx"].new_full((), kept).bool()
+    if gathers.outside:
+        gathers.check(kept)
+    return kept
+
+
+def score_at(
+    graph: Graph,
+    captured: Captured | dict,
+    at: Positions,
+    score: Tensor,
+    kept: Tensor | None,
+    scratch: Callable[[torch.dtype], Tensor] | None = None,
+    overwrite: bool = False,
+) -> tuple[list, Gathers]:
+    """The outputs of a score's graph (or of its joint graph) at some pairs, and its gathers.
+
+    Indices out of range are clamped where `kept` is False (legal: `table[q_idx - kv_idx]` under a
+    causal mask) and refused elsewhere. `kept` None means all.
+    """
+    gathers = Gathers(graph)
+    values = {**bind(graph, captured), **at.values, "score": score}
+    outputs = evaluate(graph, values, gathers, scratch, overwrite)
+    if gathers.outside:
+        gathers.check(
+            torch.ones((), dtype=torch.bool, device=score.device) if kept is None else kept
+        )
+    return outputs, gathers

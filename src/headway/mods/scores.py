@@ -1,0 +1,175 @@
+"""The library's scores: how a logit changes before the softmax.
+
+Each is a formula over the scaled logit `score` and the positions; `first >> second` composes:
+`alibi(8) >> softcap(30.0)`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from .base import Score, value
+from .masks import by_axes
+
+
+@value
+class alibi(Score):
+    """`score - slopes[h] * |i - j|`: a penalty that grows with distance.
+
+    Given a number of heads, the slopes are the paper's geometric sequence; given a tensor
+    `(heads,)`, they are learned if it requires grad. (Press et al. 2022, Train short, test long,
+    arXiv 2108.12409, section 3)
+    """
+
+    slopes: Tensor
+
+    def __init__(self, slopes: int | Tensor) -> None:
+        if isinstance(slopes, int) and not isinstance(slopes, bool) and slopes > 0:
+            slopes = alibi_slopes(slopes)
+        _floats("alibi", "slopes", slopes, "a number of heads or a float tensor (heads,)", (1,))
+        object.__setattr__(self, "slopes", slopes)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score - self.slopes[h] * (q_idx - kv_idx).abs()
+
+
+def alibi_slopes(n_heads: int) -> Tensor:
+    """ALiBi's slopes, `(n_heads,)` float32: 2^(-8/n), 2^(-16/n), ...; where n is not a power of
+    two, those of the next lower power, then every other one of twice that power."""
+    lower = 2 ** math.floor(math.log2(n_heads))
+    powers = [-8 * (k + 1) / lower for k in range(lower)]
+    powers += [-4 * (2 * k + 1) / lower for k in range(n_heads - lower)]
+    return torch.tensor([2.0**p for p in powers])
+
+
+@value
+class softcap(Score):
+    """`cap * tanh(score / cap)`: no logit leaves (-cap, cap).
+
+    (Bello et al. 2017, arXiv 1611.09940; Gemma Team 2024, Gemma 2, arXiv 2408.00118, section 2)
+    """
+
+    cap: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.cap, bool) or not isinstance(self.cap, int | float) or not self.cap > 0:
+            raise ArgumentError(f"softcap(cap={self.cap!r}): cap must be a number above 0")
+        object.__setattr__(self, "cap", float(self.cap))
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return self.cap * torch.tanh(score / self.cap)
+
+
+@value
+class relative_bias(Score):
+    """`score + table[h, clip(j - i, -m, m) + m]`: one learned number per head and distance.
+
+    `table` is `(heads, 2m + 1)`; column m is distance 0. (Shaw et al. 2018, arXiv 1803.02155,
+    equation 5's clipping; Raffel et al. 2020, T5, arXiv 1910.10683, section 2.1)
+    """
+
+    table: Tensor
+    _most: int
+
+    def __init__(self, table: Tensor) -> None:
+        _floats("relative_bias", "table", table, "a float tensor (heads, 2m + 1)", (2,))
+        if table.shape[1] % 2 == 0:
+            raise ArgumentError(
+                f"relative_bias: table must be (heads, 2m + 1), one column per distance from -m "
+                f"to m, got {tuple(table.shape)}"
+            )
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "_most", table.shape[1] // 2)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        distance = (kv_idx - q_idx).clamp(-self._most, self._most)
+        return score + self.table[h, distance + self._most]
+
+
+@value
+class t5_bias(Score):
+    """`score + table[bucket(j - i), h]`: T5's relative position bias.
+
+    Distances fall into `table.shape[0]` buckets: one for each small distance, then ever wider ones
+    (logarithmic) up to `max_distance`, beyond which all share the last. `bidirectional` (encoders)
+    gives half of the buckets to keys after the query; otherwise (decoders) all keys after it share
+    the bucket of distance 0. `table` is `(buckets, heads)`, the layout of T5's weights, learned if
+    it requires grad. T5 does not scale its logits: pass `scale=1.0`.
+    (Raffel et al. 2020, T5, arXiv 1910.10683, section 2.1)
+    """
+
+    table: Tensor
+    _buckets: Tensor  # of distances -max_distance to max_distance
+    _most: int
+
+    def __init__(self, table: Tensor, max_distance: int = 128, bidirectional: bool = True) -> None:
+        _floats("t5_bias", "table", table, "a float tensor (buckets, heads)", (2,))
+        buckets = _t5_buckets(table.shape[0], max_distance, bidirectional)
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "_buckets", buckets.to(table.device))
+        object.__setattr__(self, "_most", max_distance)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        distance = (kv_idx - q_idx).clamp(-self._most, self._most)
+        return score + self.table[self._buckets[distance + self._most], h]
+
+
+def _t5_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """The bucket of every distance j - i from -max_distance to max_distance, int64.
+
+    In float32, in the order of T5's own code: a table, because a kernel's logarithm may fall on the
+    other side of a bucket's edge.
+    """
+    side = n_buckets // 2 if bidirectional else n_buckets
+    exact = side // 2  # so many distances have a bucket each
+    if exact < 1 or n_buckets % (2 if bidirectional else 1):
+        raise ArgumentError(
+            f"t5_bias: table has {n_buckets} rows; it needs an even number, at least "
+            f"{4 if bidirectional else 2}, one per bucket"
+        )
+    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance <= exact:
+        raise ArgumentError(
+            f"t5_bias(max_distance={max_distance!r}): max_distance must be a whole number above "
+            f"{exact}, the distances that have a bucket each"
+        )
+    distance = torch.arange(-max_distance, max_distance + 1)
+    offset = (distance > 0) * side if bidirectional else 0
+    distance = distance.abs() if bidirectional else (-distance).clamp(min=0)
+    ratio = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
+    far = (exact + (ratio * (side - exact)).long()).clamp(max=side - 1)
+    return offset + torch.where(distance < exact, distance, far)
+
+
+@value
+class bias(Score):
+    """`score + tensor[b, h, i, j]`: an additive bias, learned if it requires grad.
+
+    `tensor` broadcasts to `(batch, heads, q_len, kv_len)`: any of its dimensions may be 1, and
+    leading ones may be missing.
+    """
+
+    tensor: Tensor
+    _varies: str
+
+    def __init__(self, tensor: Tensor) -> None:
+        _floats("bias", "tensor", tensor, "a float tensor of at most 4 dimensions", (0, 1, 2, 3, 4))
+        tensor, varies = by_axes(tensor)
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "_varies", varies)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        at = {"b": b, "h": h, "q": q_idx, "k": kv_idx, "1": 0}
+        if not self._varies:
+            return score + self.tensor
+        return score + self.tensor[tuple(at[name] for name in self._varies)]
+
+
+def _floats(score: str, name: str, tensor: object, what: str, dims: tuple[int, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(f"{score}({name}={tensor!r}): {name} must be {what}")
+    if tensor.dim() not in dims or not tensor.dtype.is_floating_point:
+        raise ArgumentError(
+            f"{score}: {name} must be {what}, got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )

@@ -1,0 +1,175 @@
+"""Multi-head latent attention, as in DeepSeek-V2, DeepSeek-V3 and Kimi K2."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..blocks import BlockMask
+from ..errors import ArgumentError
+from ..mods.base import MaskFn, ScoreFn
+from .past import Past
+from .rotary import Angles, Rotary, YaRN
+from .scaling import ScaledAttention, Scaling
+
+_ROPE_KEYS = "rope_type type rope_theta".split()
+_YARN_KEYS = (
+    "factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim".split()
+)
+
+
+class MLA(ScaledAttention):
+    """Keys and values from one small latent per token, and one rotary key shared by all heads.
+
+    (DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.1)
+
+        q_h = [q_nope_h | rotate(q_rope_h)]    from W_qb norm(W_qa x), or W_q x without q_lora_rank
+        k_h = [k_nope_h | rotate(k_rope)]      [c | k_rope] = W_kva x
+                                               [k_nope_h | v_h] = W_kvb norm(c)
+
+    Query and key are `nope_width + rope_width` wide, the value `value_width`; they go to the kernel
+    as they are. Parameters have Hugging Face's names and shapes (`DeepseekV3Attention`).
+
+    **Arguments:**
+
+    - `width`, `heads`: of the input and output; of query, key and value alike.
+    - `q_lora_rank`: width of the query's latent, or None for none (DeepSeek-V2-Lite, Moonlight).
+    - `kv_lora_rank`: width of the latent c.
+    - `rotary`: of `rope_width`; interleaved with base 10 000 if None. Its YaRN enters the scale.
+    - `bias`: of the down projections and the output, as Hugging Face's `attention_bias`.
+    - `norm_eps`: of the two latent norms.
+    - `scale`: `m² / sqrt(nope_width + rope_width)` if None, m of `YaRN.softmax_factor`.
+    - `scaling`, `dropout`, `init`, `backend`: as in `Attention`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int = 512,
+        nope_width: int = 128,
+        rope_width: int = 64,
+        value_width: int = 128,
+        rotary: Rotary | None = None,
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+        scaling: Scaling = "logits",
+        scale: float | None = None,
+        dropout: float = 0.0,
+        init: Callable[[Tensor], Any] | None = None,
+        backend: str = "auto",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        rotary = Rotary(rope_width, interleaved=True) if rotary is None else rotary
+        if rotary.width != rope_width:
+            raise ArgumentError(f"{rotary} must turn all rope_width={rope_width} channels")
+        if scale is None:
+            scale = 1.0 if rotary.yarn is None else rotary.yarn.softmax_factor
+            scale /= math.sqrt(nope_width + rope_width)
+        super().__init__(heads, scale, scaling, False, dropout, backend, init, device, dtype)
+        self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
+        self.nope_width, self.rope_width, self.value_width = nope_width, rope_width, value_width
+        self.rotary = rotary
+        where = {"device": device, "dtype": dtype}
+        q_rows = heads * (nope_width + rope_width)
+        lora = q_lora_rank is not None
+        self.q_proj = None if lora else nn.Linear(width, q_rows, bias=False, **where)
+        self.q_a_proj = nn.Linear(width, q_lora_rank, bias, **where) if lora else None
+        self.q_a_layernorm = nn.RMSNorm(q_lora_rank, norm_eps, **where) if lora else None
+        self.q_b_proj = nn.Linear(q_lora_rank, q_rows, bias=False, **where) if lora else None
+        self.kv_a_proj_with_mqa = nn.Linear(width, kv_lora_rank + rope_width, bias, **where)
+        self.kv_a_layernorm = nn.RMSNorm(kv_lora_rank, norm_eps, **where)
+        kv_rows = heads * (nope_width + value_width)
+        self.kv_b_proj = nn.Linear(kv_lora_rank, kv_rows, bias=False, **where)
+        self.o_proj = nn.Linear(heads * value_width, width, bias, **where)
+        self.reset_parameters()
+
+    @classmethod
+    def from_config(cls, config: Any, **options: Any) -> "MLA":
+        """The module of a Hugging Face configuration (`DeepseekV3Config` and its like): load its
+        attention weights with `load_state_dict`. `options` are those of the constructor.
+
+        **Raises:** `ArgumentError` for a kind of rotary scaling other than YaRN.
+        """
+        rope = (
+            getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        )
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        known = {*_ROPE_KEYS, *(_YARN_KEYS if kind == "yarn" else ())}
+        if unknown := {key for key, value in rope.items() if value is not None} - known:
+            raise ArgumentError(
+                f"MLA does not know {sorted(unknown)} of the configuration's {rope}"
+            )
+        yarn = None
+        if kind == "yarn":
+            original = rope["original_max_position_embeddings"]
+            yarn = YaRN(
+                factor=rope.get("factor") or config.max_position_embeddings / original,
+                original_length=original,
+                beta_fast=rope.get("beta_fast") or 32.0,
+                beta_slow=rope.get("beta_slow") or 1.0,
+                mscale=rope.get("mscale") or 0.0,
+                mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
+            )
+        elif kind != "default":
+            raise ArgumentError(
+                f"rope_type={kind!r} of the configuration: MLA knows default and yarn"
+            )
+        theta = rope.get("rope_theta") or config.rope_theta
+        interleaved = bool(getattr(config, "rope_interleave", True))
+        return cls(
+            config.hidden_size,
+            config.num_attention_heads,
+            q_lora_rank=config.q_lora_rank,
+            kv_lora_rank=config.kv_lora_rank,
+            nope_width=config.qk_nope_head_dim,
+            rope_width=config.qk_rope_head_dim,
+            value_width=config.v_head_dim,
+            rotary=Rotary(config.qk_rope_head_dim, theta, interleaved, yarn),
+            bias=config.attention_bias,
+            **{"dropout": config.attention_dropout, **options},
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "b length width"],
+        mask: MaskFn | BlockMask | None = None,
+        score: ScoreFn | None = None,
+        *,
+        angles: Angles | None = None,
+        past: Past | None = None,
+    ) -> Float[Tensor, "b length width"]:
+        """As `Attention.forward`."""
+        if angles is None:
+            angles = self.rotary.angles(torch.arange(x.shape[1], device=x.device))
+        if self.q_proj is not None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))  # type: ignore[misc]
+        q = q.unflatten(-1, (-1, self.nope_width + self.rope_width)).transpose(1, 2)
+        q_nope, q_rope = q.split([self.nope_width, self.rope_width], dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_width], -1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent))
+        kv = kv.unflatten(-1, (-1, self.nope_width + self.value_width)).transpose(1, 2)
+        k_nope, v = kv.split([self.nope_width, self.value_width], dim=-1)
+        k_rope = self.rotary.rotate(k_rope[:, None], angles).expand(*k_nope.shape[:-1], -1)
+        q = torch.cat((q_nope, self.rotary.rotate(q_rope, angles)), dim=-1)
+        k = torch.cat((k_nope, k_rope), dim=-1)
+        return self.o_proj(self.attend(q, k, v, mask, score, past))
+
+    def query_side(self) -> list[tuple[Tensor, int]]:
+        linear = self.q_proj if self.q_b_proj is None else self.q_b_proj
+        assert linear is not None
+        return [(linear.weight, linear.weight.shape[0])]
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.heads}, nope_width={self.nope_width}, rope_width={self.rope_width}, "
+            f"value_width={self.value_width}, scaling={self.scaling!r}, scale={self.scale:.6g}"
+        )

@@ -1,0 +1,122 @@
+"""Rotary positions (RoPE) and YaRN: frequencies, angles, rotation."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import ArgumentError
+
+
+class Angles(NamedTuple):
+    """cos and sin of every position and pair: float32, `(length, width/2)` or
+    `(b, length, width/2)`. One table serves all layers of a model."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class YaRN:
+    """Longer contexts by slowing down the slow frequencies (Peng et al. 2023, arXiv 2309.00071).
+
+    **Arguments:** the names in brackets are those of Hugging Face and DeepSeek configurations.
+
+    - `factor`: how much longer than `original_length`.
+    - `original_length`: positions seen before the extension (`original_max_position_embeddings`).
+    - `beta_fast`, `beta_slow`: pairs that turn more often than `beta_fast` over the original length
+      keep their frequency, those that turn less often than `beta_slow` are slowed by `factor`.
+    - `mscale`, `mscale_all_dim`: as DeepSeek defines them; 0 means not given.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1:
+            raise ArgumentError(f"YaRN(factor={self.factor!r}): factor must be at least 1")
+
+    @property
+    def rotation_factor(self) -> float:
+        """What cos and sin are multiplied by; 1 in DeepSeek-V2, V3 and Kimi K2."""
+        if self.mscale and self.mscale_all_dim:
+            return self._m(self.mscale) / self._m(self.mscale_all_dim)
+        return self._m(1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What MLA's softmax scale is multiplied by: m², m = 0.1 mscale_all_dim ln(factor) + 1."""
+        return self._m(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _m(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Turn pairs of channels by an angle proportional to the position (Su et al. 2021, RoFormer,
+    arXiv 2104.09864), so that logits depend on the distance of query and key.
+
+    **Arguments:**
+
+    - `width`: channels that turn, even; the first of a head where it is wider (partial rotary).
+    - `base`: theta; pair n turns by `position * base^(-2n/width)`.
+    - `interleaved`: pairs are channels (2n, 2n+1), as in the paper and DeepSeek's weights; else
+      (n, n + width/2), as in Llama's and most of Hugging Face's.
+    - `yarn`: see `YaRN`.
+    """
+
+    width: int
+    base: float = 10_000.0
+    interleaved: bool = False
+    yarn: YaRN | None = None
+
+    def __post_init__(self) -> None:
+        if self.width < 2 or self.width % 2:
+            raise ArgumentError(f"Rotary(width={self.width!r}): width must be even and positive")
+
+    def frequencies(self, device: torch.device | str | None = None) -> Float[Tensor, " pairs"]:
+        """Radians per position of every pair, float32 as in the models it must agree with."""
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float32, device=device) / self.width
+        frequencies = 1.0 / self.base**exponents
+        if self.yarn is None:
+            return frequencies
+        low = max(math.floor(self._pair(self.yarn.beta_fast)), 0)
+        high = min(math.ceil(self._pair(self.yarn.beta_slow)), self.width - 1)
+        pairs = torch.arange(self.width // 2, dtype=torch.float32, device=device)
+        slowed = ((pairs - low) / (high - low if high != low else 1e-3)).clamp(0, 1)
+        return frequencies / self.yarn.factor * slowed + frequencies * (1 - slowed)
+
+    def _pair(self, turns: float) -> float:
+        """The pair that turns so many times over the original length (YaRN, equation 13's dual)."""
+        assert self.yarn is not None
+        length = self.yarn.original_length / (turns * 2 * math.pi)
+        return self.width * math.log(length) / (2 * math.log(self.base))
+
+    def angles(self, positions: Int[Tensor, "*b length"]) -> Angles:
+        """The table for these positions, `(length,)` or `(b, length)`."""
+        angles = positions[..., None].float() * self.frequencies(positions.device)
+        factor = 1.0 if self.yarn is None else self.yarn.rotation_factor
+        return Angles(angles.cos() * factor, angles.sin() * factor)
+
+    def rotate(
+        self, x: Float[Tensor, "b h length d"], angles: Angles
+    ) -> Float[Tensor, "b h length d"]:
+        """x with its first `width` channels turned; computed in float32 or wider."""
+        cos, sin = (t if t.dim() == 2 else t[:, None] for t in angles)
+        turned, rest = x[..., : self.width], x[..., self.width :]
+        if self.interleaved:
+            first, second = turned[..., 0::2], turned[..., 1::2]
+        else:
+            first, second = turned.chunk(2, dim=-1)
+        halves = first * cos - second * sin, second * cos + first * sin
+        turned = torch.stack(halves, -1).flatten(-2) if self.interleaved else torch.cat(halves, -1)
+        turned = turned.to(x.dtype)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

@@ -1,0 +1,176 @@
+"""Where the softmax scale lives: one explicit choice per module, applied exactly once.
+
+    "logits"  the kernel multiplies q kᵀ by it                     (the usual meaning, the default)
+    "query"   q is multiplied by it, the kernel is told 1.0
+    "init"    the query weights start multiplied by it, and nothing multiplies at run time
+
+All three give the same logits at initialisation. "logits" and "query" train alike; "init" does not
+under Adam: its query weights are smaller by the scale but their steps are not, which is a learning
+rate 1/scale times larger for them. Under an optimizer with steps proportional to the weights, such
+as Adafactor with parameter scaling, it trains alike again. (`headway experiment scaling` shows it.)
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..api import attention, attention_with_stats
+from ..errors import ArgumentError
+from ..stability.record import MaxLogit
+from ..stability.rows import local_part, local_rows
+from .past import Past
+
+Scaling = Literal["logits", "query", "init"]
+SCALINGS: tuple[str, ...] = get_args(Scaling)
+_KEY = "_extra_state"  # under which PyTorch keeps what `get_extra_state` returns
+
+
+class ScaledAttention(nn.Module):
+    """What `Attention` and `MLA` share: the call of the kernel with the scale it must apply, the
+    record of max logits, and the choice of scaling in the state dict.
+
+    Attributes: `scaling`; `scale`, what the logits are multiplied by wherever it happens; and
+    `max_logit`, the `MaxLogit` of the heads.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        scale: float,
+        scaling: Scaling,
+        sink: bool,
+        dropout: float,
+        backend: str,
+        init: Callable[[Tensor], Any] | None,
+        device: Any,
+        dtype: torch.dtype | None,
+    ):
+        super().__init__()
+        if scaling not in SCALINGS:
+            raise ArgumentError(
+                f"scaling={scaling!r} must be one of {', '.join(map(repr, SCALINGS))}"
+            )
+        if not (math.isfinite(scale) and scale > 0):
+            raise ArgumentError(f"scale={scale!r} must be a positive number")
+        self.heads = heads
+        self.scale = float(scale)
+        self.scaling: str = scaling
+        self.dropout = dropout
+        self.backend = backend
+        self.init = init
+        self.sink = nn.Parameter(torch.empty(heads, device=device, dtype=dtype)) if sink else None
+        self.max_logit = MaxLogit(heads, device)
+        self.register_load_state_dict_pre_hook(_check_scaling)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, past: Past | None = None
+    ) -> Tensor:
+        """(b, h, L, d), ... -> (b, L, h * dv): the one place where the scale is applied."""
+        if past is not None:
+            k, v = past.extend(k, v)
+        scale = self.scale if self.scaling == "logits" else 1.0
+        if self.scaling == "query":
+            q = q * self.scale
+        options: dict[str, Any] = {
+            "scale": scale,
+            "sink": self.sink,
+            "dropout": self.dropout if self.training else 0.0,
+            "backend": self.backend,
+        }
+        if self.max_logit.recording:
+            out, _, max_logit = attention_with_stats(q, k, v, score, mask, **options)
+            self.max_logit(max_logit)
+        else:
+            out = attention(q, k, v, score, mask, **options)
+        return out.transpose(1, 2).flatten(2)
+
+    def query_side(self) -> list[tuple[Tensor, int]]:
+        """The parameters whose first so many rows make the size of the queries."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise every parameter, the scale of "init" included; forget the recorded logits.
+
+        Projections by the `init` given to the constructor, which fills a weight in place, or as
+        `nn.Linear` does by itself. Initialising the weights from outside instead would undo "init".
+        """
+        for module in self.children():
+            if isinstance(module, nn.Linear | nn.RMSNorm):
+                module.reset_parameters()
+            if isinstance(module, nn.Linear) and self.init is not None:
+                self.init(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
+        if self.scaling == "init":
+            self._scale_queries(self.scale)
+        if not self.max_logit.value.is_meta:
+            self.max_logit.reset()
+
+    @torch.no_grad()
+    def _scale_queries(self, factor: float) -> None:
+        for parameter, count in self.query_side():
+            local = local_part(parameter)
+            wide = torch.promote_types(local.dtype, torch.float32)
+            factors = torch.ones(len(local), dtype=wide)
+            factors[local_rows(parameter) < count] = factor
+            local.mul_(factors.to(local.device).view(-1, *[1] * (local.dim() - 1)))
+
+    def get_extra_state(self) -> Tensor:
+        """The scaling, as a number so that every checkpoint format can hold it."""
+        return torch.tensor(SCALINGS.index(self.scaling), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing to set: `_check_scaling` has refused what differs."""
+
+
+def _check_scaling(module: Any, state_dict: dict, prefix: str, *_: Any) -> None:
+    if not any(key.startswith(prefix) for key in state_dict):
+        return  # not in this checkpoint: PyTorch reports what is missing
+    name = prefix.removesuffix(".") or type(module).__name__
+    saved = state_dict.get(prefix + _KEY)
+    if saved is None:
+        # Written by other software, where weights are free of the scale.
+        if module.scaling == "init":
+            raise ArgumentError(
+                f"{name} has scaling='init', but the checkpoint does not say where its scale is: "
+                "weights of other software are free of it. Call headway.nn.rescale(model, "
+                "'logits'), load, then headway.nn.rescale(model, 'init')"
+            )
+        state_dict[prefix + _KEY] = module.get_extra_state()
+        return
+    code = int(saved)
+    saved_scaling = SCALINGS[code] if code < len(SCALINGS) else f"number {code}"
+    if saved_scaling != module.scaling:
+        raise ArgumentError(
+            f"{name} has scaling={module.scaling!r}, but the checkpoint was saved with "
+            f"{saved_scaling!r}. To convert: headway.nn.rescale(model, {saved_scaling!r}), load "
+            f"the checkpoint, then headway.nn.rescale(model, {module.scaling!r})"
+        )
+
+
+def rescale(model: nn.Module, scaling: Scaling) -> None:
+    """Move the scale of every `Attention` and `MLA` in `model`, in place: same function, same
+    logits to rounding, another parametrisation.
+
+    To convert a checkpoint, rescale the model to what the checkpoint has, load it, and rescale to
+    what you want. Optimizer state is not converted: under Adam the two train differently.
+
+    **Raises:** `ArgumentError` if there is no such module or the name is not a scaling.
+    """
+    if scaling not in SCALINGS:
+        raise ArgumentError(f"scaling={scaling!r} must be one of {', '.join(map(repr, SCALINGS))}")
+    found = [m for m in model.modules() if isinstance(m, ScaledAttention)]
+    if not found:
+        raise ArgumentError(
+            f"{type(model).__name__} holds no headway.nn.Attention or MLA to rescale"
+        )
+    for module in found:
+        if module.scaling != scaling and "init" in (module.scaling, scaling):
+            module._scale_queries(module.scale if scaling == "init" else 1 / module.scale)
+        module.scaling = scaling

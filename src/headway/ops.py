@@ -1,0 +1,258 @@
+"""The pair as PyTorch operators: schemas, fakes, FLOP formulas, and one autograd function.
+
+The operators are opaque to compilers (`torch.library.define` / `impl`): what they do is decided by
+the spec's text and the shapes. Autograd is one `torch.autograd.Function` above them, so that
+`torch.func` and `torch.compile` see its `setup_context`.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from .backends import get
+from .backends.base import Call
+from .blocks import Tiles
+from .errors import BackendRefused
+from .types import Captured, Coords, Forward, Spec, acc_dtype
+
+_INPUTS = (
+    "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor[] tensors, "
+    "SymInt[] ints, float[] floats, Tensor[] tiles, SymInt[] offsets, Tensor? q_pos, Tensor? kv_pos"
+)
+_library = torch.library.Library("headway", "DEF")
+_library.define(f"forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor delta, bool[] needs) "
+    "-> Tensor[]"
+)
+
+
+def _call(
+    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos
+) -> Call:  # fmt: skip
+    return Call(
+        q, k, v, sink, seed,
+        Captured(list(tensors), list(ints), list(floats)),
+        Tiles.unflatten(list(tiles)) if tiles else None,
+        Coords(offsets[0], offsets[1], offsets[2], offsets[3], q_pos, kv_pos),
+    )  # fmt: skip
+
+
+def _forward(spec: str, *inputs: Any) -> Forward:
+    parsed, call = Spec.parse(spec), _call(*inputs)
+    # An exported program calls the operator by itself: then it has to be differentiable itself.
+    if torch.is_grad_enabled() and _learns([*call[:5], *call.captured.tensors]):
+        return attention(parsed, call)
+    return get(parsed.backend).forward(parsed, call)
+
+
+def _backward(spec: str, *inputs: Any) -> list[Tensor]:
+    parsed, call = Spec.parse(spec), _call(*inputs[:12])
+    out, lse, dout, delta, needs = inputs[12:]
+    dq, dk, dv, dsink, captured = get(parsed.backend).backward(
+        parsed, call, out, lse, dout, delta, tuple(needs)
+    )
+    grads = [dq, dk, dv] + ([] if dsink is None else [dsink])
+    return grads + [g for g in captured if g is not None]
+
+
+def _forward_fake(spec: str, q, k, v, *rest: Any) -> Forward:
+    parsed = Spec.parse(spec)
+    b, hq, q_len, _ = q.shape
+    acc = acc_dtype(q.dtype)
+    return Forward(
+        q.new_empty((b, hq, q_len, v.shape[3]), dtype=acc if parsed.partial else q.dtype),
+        q.new_empty((b, hq, q_len), dtype=acc),
+        q.new_empty((b, hq) if parsed.max_logit else (0,), dtype=acc),
+        q.new_empty((b, hq, q_len) if parsed.row_max else (0,), dtype=acc),
+    )
+
+
+def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:
+    parsed, needs = Spec.parse(spec), rest[-1]
+    acc = acc_dtype(q.dtype)
+    dtype = acc if parsed.partial else q.dtype
+    grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
+    grads += [] if sink is None else [q.new_empty(sink.shape, dtype=acc)]
+    return grads + [
+        q.new_empty(t.shape, dtype=acc)
+        for t, need in zip(tensors[: parsed.score_tensors], needs, strict=True)
+        if need
+    ]
+
+
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("backward", _backward, "CompositeExplicitAutograd")
+for _name in ("forward", "backward"):  # autograd is above them, or inside `_forward`
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("headway::forward", _forward_fake, lib=_library)
+torch.library.register_fake("headway::backward", _backward_fake, lib=_library)
+
+
+# Whole squares, as PyTorch counts its own attention; the shapes do not say what a mask skips.
+def _forward_flops(spec, q, k, v, *args, **kwargs) -> int:
+    b, h, q_len, d = q
+    return 2 * b * h * q_len * k[2] * (d + v[3])
+
+
+def _backward_flops(spec, q, k, v, *args, **kwargs) -> int:
+    b, h, q_len, d = q  # S, dq, dk: width d; dP, dv: width dv
+    return 2 * b * h * q_len * k[2] * (3 * d + 2 * v[3])
+
+
+_FLOPS = {"forward": _forward_flops, "backward": _backward_flops}
+
+
+def _register_flops() -> None:
+    """Teach `FlopCounterMode` our formulas, once it is there: importing it loads Triton."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None or torch.ops.headway.forward in counter.flop_registry:
+        return
+    formulas = {getattr(torch.ops.headway, name): f for name, f in _FLOPS.items()}
+    for op, formula in formulas.items():
+        counter.register_flop_formula(op)(formula)
+    for mode in _get_current_dispatch_mode_stack():  # modes copy the registry when they are made
+        if isinstance(active := getattr(mode, "counter", None), counter.FlopCounterMode):
+            active.flop_registry.update({op: counter.flop_registry[op] for op in formulas})
+
+
+class _NotTwice(torch.autograd.Function):
+    """A gradient that refuses to be differentiated."""
+
+    @staticmethod
+    def forward(grad, *on):
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):
+        raise BackendRefused(
+            "attention has no second derivative (the gradients of a call were differentiated, "
+            "which create_graph=True allows); where you need one, as for a gradient penalty, make "
+            "that call with torch.nn.functional.scaled_dot_product_attention under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
+
+
+class _Attention(torch.autograd.Function):
+    """Differentiable in q, k, v, sink, the tensors captured by the score, and through lse."""
+
+    # `*inputs` and no names: torch binds the arguments to forward's signature at every call, which
+    # with names costs more than the call.
+    @staticmethod
+    def forward(*inputs):
+        spec, ints, floats, offsets, counts, q, k, v, sink, seed, q_pos, kv_pos, *tensors = inputs
+        captured, tiles = list(tensors[: counts[1]]), list(tensors[counts[1] :])
+        return torch.ops.headway.forward(
+            spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_pos, kv_pos
+        )
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        spec, ints, floats, offsets, counts, *tensors = inputs
+        out, lse, max_logit, row_max = output
+        ctx.spec, ctx.ints, ctx.floats, ctx.offsets, ctx.counts = (
+            spec,
+            ints,
+            floats,
+            offsets,
+            counts,
+        )
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.mark_non_differentiable(max_logit, row_max)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _Attention.gradients(ctx, *grad_outputs)
+        with torch.no_grad():
+            grads = _Attention.gradients(ctx, *grad_outputs)
+        # create_graph=True: a second derivative must not be dropped in silence.
+        on = [x for x in (*grad_outputs, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        return tuple([None if g is None else _NotTwice.apply(g, *on) for g in grads])
+
+    @staticmethod
+    def gradients(ctx, *grad_outputs):
+        """The gradients of every input of `forward`."""
+        dout, dlse, _max_logit, _row_max = grad_outputs
+        out, lse, q, k, v, sink, seed, q_pos, kv_pos, *tensors = ctx.saved_tensors
+        of_score, count = ctx.counts
+        captured, tiles = tensors[:count], tensors[count:]
+        needs = [
+            ctx.needs_input_grad[12 + n] and t.is_floating_point()
+            for n, t in enumerate(captured[:of_score])
+        ]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse
+        results = iter(
+            torch.ops.headway.backward(
+                ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,
+                ctx.offsets, q_pos, kv_pos, out, lse, dout, delta, needs,
+            )
+        )  # fmt: skip
+        dq, dk, dv = (next(results).to(x.dtype) for x in (q, k, v))
+        dsink = None if sink is None else next(results).to(sink.dtype)
+        dcaptured = [
+            next(results).to(t.dtype) if need else None
+            for need, t in zip(needs, captured, strict=False)
+        ]
+        rest = len(tensors) - len(dcaptured)
+        nothing = (None,) * 5
+        return (*nothing, dq, dk, dv, dsink, None, None, None, *dcaptured, *(None,) * rest)
+
+
+def _distinct(inputs: list[Tensor | None]) -> list[Tensor | None]:
+    """Each tensor once: `torch.compile` refuses an autograd function that gets one twice."""
+    seen: list[Tensor | None] = []
+    for x in inputs:
+        again = x is not None and any(x is y for y in seen)
+        seen.append(x.view_as(x) if again else x)
+    return seen
+
+
+def _learns(inputs: list[Tensor | None]) -> bool:
+    return any(x is not None and x.requires_grad for x in inputs)
+
+
+def save_ops() -> list[Any]:
+    """The operators whose results are worth keeping under selective activation checkpointing:
+
+        policy = lambda: create_selective_checkpoint_contexts(headway.save_ops())
+        checkpoint(block, x, use_reentrant=False, context_fn=policy)
+
+    Attention then runs once, forward and backward, and the rest of the block twice.
+    """
+    return [torch.ops.headway.forward.default]
+
+
+def attention(spec: Spec, call: Call) -> Forward:
+    """The pair under autograd."""
+    if not torch.compiler.is_compiling():
+        _register_flops()
+    tensors, ints, floats = call.captured
+    tiles = [] if call.tiles is None else call.tiles.flatten()
+    *offsets, q_pos, kv_pos = call.coords
+    q, k, v, sink, seed = call[:5]
+    inputs = [q, k, v, sink, seed, q_pos, kv_pos, *tensors, *tiles]
+    learning = torch.is_grad_enabled() and _learns(inputs)
+    if not learning and forward_ad._current_level < 0:  # `_Attention` refuses forward mode by name
+        results = torch.ops.headway.forward(
+            spec.text, q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos
+        )
+    else:
+        counts = spec.score_tensors, len(tensors)
+        if torch.compiler.is_compiling():
+            inputs = _distinct(inputs)
+        results = _Attention.apply(spec.text, ints, floats, offsets, counts, *inputs)
+    return Forward(*results)

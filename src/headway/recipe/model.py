@@ -1,0 +1,143 @@
+"""A byte-level transformer whose every attention is a module of `headway.nn`.
+
+Pre-norm residual blocks, RMSNorm without gains, rotary positions, grouped-query or multi-head
+latent attention, a GELU MLP. Axes: B batch, L length, C width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headway
+
+from ..nn import MLA, Angles, Attention, Past, Rotary
+from .corpus import VOCAB
+
+Mask = headway.Mask | headway.BlockMask
+Kind = Literal["gqa", "mla"]
+Scaling = Literal["logits", "query", "init"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of the network: all that is needed to build it again around saved weights."""
+
+    depth: int
+    width: int
+    heads: int
+    kv_heads: int
+    context: int
+    vocab: int = VOCAB
+    attention: Kind = "gqa"
+    scaling: Scaling = "logits"
+    qk_norm: bool = False
+
+
+def attention(config: ModelConfig, rotary: Rotary) -> Attention | MLA:
+    """The attention of a layer; its output starts at zero. MLA's query and key are as wide as a
+    head, half of it rotary, and its latent is half as wide as the model."""
+    options = {"rotary": rotary, "scaling": config.scaling, "init": _keep_size}
+    head = config.width // config.heads
+    if config.attention == "mla":
+        made = MLA(
+            config.width, config.heads, kv_lora_rank=max(1, config.width // 2),
+            nope_width=head - rotary.width, rope_width=rotary.width, value_width=head, **options,
+        )  # fmt: skip
+    else:
+        made = Attention(
+            config.width, config.heads, config.kv_heads, qk_norm=config.qk_norm, **options
+        )
+    nn.init.zeros_(made.o_proj.weight)
+    return made
+
+
+class MLP(nn.Module):
+    """gelu(x W) W': one pass over the wide activations, where relu² and SwiGLU take several. On a
+    CPU those passes cost as much as the matrices, and GELU learns more in the same time."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.up = linear(config.width, 4 * config.width)
+        self.down = linear(4 * config.width, config.width, zero=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., C)"""
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, rotary: Rotary):
+        super().__init__()
+        self.attention = attention(config, rotary)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, mask: Mask, angles: Angles, past: Past | None) -> Tensor:
+        """x (B, L, C) -> (B, L, C)"""
+        x = x + self.attention(norm(x), mask, angles=angles, past=past)
+        return x + self.mlp(norm(x))
+
+
+class Transformer(nn.Module):
+    """Bytes in, the logits of the next byte out. Embedding and head have weights of their own.
+
+    At the start every block is the identity and every byte equally likely: the matrices that write
+    to the residual stream, and the head, are zero. The first loss is log(vocab).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.width)
+        head = config.width // config.heads
+        self.rotary = Rotary(head // 4 * 2 if config.attention == "mla" else head)
+        self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.depth))
+        self.head = linear(config.width, config.vocab, zero=True)
+
+    def forward(self, tokens: Tensor, ids: Tensor) -> Tensor:
+        """Logits (B, L, vocab) from tokens, ids (B, L) int64, L at most the context. A position
+        sees the positions before it, and itself, that have its id: no byte reaches another file."""
+        length = tokens.shape[1]
+        mask = headway.causal() & headway.document(ids)
+        # Tiles are decided once for all layers and heads.
+        blocks = headway.block_mask(mask, len(ids), 1, length, length, device=ids.device)
+        return self._run(tokens, blocks, 0, [None] * len(self.blocks))
+
+    def decode(self, tokens: Tensor, pasts: list[Past]) -> Tensor:
+        """The same for positions that follow those in `pasts`, one Past per layer, which grow by
+        them. Past and tokens together may be as long as the context, and are one file."""
+        start = pasts[0].length
+        return self._run(tokens, headway.causal(offset=start), start, pasts)
+
+    def _run(self, tokens: Tensor, mask: Mask, start: int, pasts: Sequence[Past | None]) -> Tensor:
+        # Rotary positions run through the sequence, whatever files it holds: only differences of
+        # positions enter a logit, and within a file they are the same wherever the file begins.
+        angles = self.rotary.angles(
+            torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        )
+        x = norm(self.embedding(tokens))
+        for block, past in zip(self.blocks, pasts, strict=True):
+            x = block(x, mask, angles, past)
+        return self.head(norm(x))
+
+
+def _keep_size(weight: Tensor) -> None:
+    """A matrix that keeps the size of what it reads."""
+    nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+
+def linear(inputs: int, outputs: int, zero: bool = False) -> nn.Linear:
+    """A matrix without bias, that keeps the size of what it reads, or starts at zero."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(layer.weight, std=0.0 if zero else inputs**-0.5)
+    return layer
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the width (Zhang & Sennrich 2019), no gain: the next matrix can hold one."""
+    return F.rms_norm(x, (x.shape[-1],))

@@ -1,0 +1,95 @@
+"""What a training run shows while it goes: a progress bar on a terminal, plain lines elsewhere."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from .config import Settings
+from .corpus import Corpus
+from .model import Transformer
+from .run import Run
+
+LINES = 20  # plain lines in a run, about
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: no markup (folders may have brackets), no colour, no wrapping."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _TwoLines(Progress):
+    """The bar, and below it the numbers: beside each other they need more than 80 columns."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield from (Text(task.description, no_wrap=True) for task in self.tasks)
+
+
+class Report:
+    """Call `step` with the record of every step; the bar lives between `with` and its end."""
+
+    def __init__(self, console: Console, total: int, start: int):
+        self.console = console
+        self.total = total
+        self.every = max(1, total // LINES)
+        self.held_out: float | None = None
+        self.bar = _TwoLines(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console,
+            disable=not console.is_terminal,
+            expand=True,
+        )
+        self.task = self.bar.add_task("", total=total, completed=start)
+
+    def __enter__(self) -> "Report":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """`record` is a line of metrics.jsonl."""
+        step = record["step"]
+        self.held_out = record.get("held_out_bits_per_byte", self.held_out)
+        text = (
+            f"loss {record['loss']:.3f}  {record['bits_per_byte']:.3f} bits/byte  "
+            + (f"held out {self.held_out:.3f}  " if self.held_out is not None else "")
+            + f"{record['tokens_per_second']:,.0f} tokens/s  "
+            f"max logit {max(map(max, record['max_logit'])):.1f}"
+            + (f", {record['clipped_heads']} clipped" if record.get("clipped_heads") else "")
+        )
+        self.bar.update(self.task, completed=step, description=text)
+        if not self.console.is_terminal and (step % self.every == 0 or step == self.total):
+            left = (self.total - step) * record["tokens"] / record["tokens_per_second"]
+            say(self.console, f"step {step}/{self.total}  {text}  {left:.0f} s left")
+
+
+def print_start(
+    console: Console, run: Run, s: Settings, corpus: Corpus, model: Transformer, start: int
+) -> None:
+    """What will be trained on what, in four lines."""
+    weights = sum(p.numel() for p in model.parameters())
+    files, held_out = len(corpus.train_names), len(corpus.held_out_names)
+    for line in (
+        f"resuming {run.folder} after step {start}" if start else f"training {run.folder}",
+        f"  text   {files} files, {corpus.train_bytes / 1e6:.2f} MB; held out {held_out} files, "
+        f"{corpus.held_out_bytes / 1e6:.2f} MB; SHA-256 {corpus.sha256[:16]}",
+        f"  model  {weights / 1e6:.2f} M weights: {s.depth} layers of width {s.width}, {s.heads} "
+        + (
+            "heads of latent attention"
+            if s.attention == "mla"
+            else f"query and {s.kv_heads} key heads"
+        )
+        + f", {s.context} bytes of context",
+        f"  steps  {s.steps} of {s.batch} sequences ({s.steps * s.batch * s.context / 1e6:.2f} MB),"
+        f" {s.dtype} on {s.device}, {s.threads} threads",
+    ):
+        say(console, line)

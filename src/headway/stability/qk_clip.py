@@ -1,0 +1,326 @@
+"""QK-Clip: rescale the query and key weights of every head whose logits grew past a bound.
+
+    γ_h = min(1, τ / S_h),   S_h the largest logit of head h in the step
+
+(Kimi K2, arXiv 2507.20534, section 2.1 and algorithm 1.) What is scaled by what:
+
+    MHA      W_q by γ^α, W_k by γ^(1-α)
+    MLA      q^C by γ^α, k^C by γ^(1-α), q^R by γ; the shared k^R, V and the latents stay
+    GQA      K2 gives no rule, since a key head is shared by a group g of query heads:
+      "query"     W_q by γ_h, W_k stays: every head exactly, no factor above one
+      "group"     γ_g = min γ_h of the group: W_q by γ_g^α, W_k by γ_g^(1-α), quiet heads as well
+                  (Megatron-LM's)
+      "balanced"  W_k by γ_g^(1-α), W_q by γ_h / γ_g^(1-α): every head exactly, but quiet heads'
+                  W_q grows, without bound over many steps
+
+Biases are scaled with their weights. A logit is bilinear in the two sides, so each head's logits,
+rotary included, are multiplied by exactly γ_h.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, HeadwayError
+from .adapters import Adapter, Layer, check_clippable, find_layers
+from .logit_stats import Group, check_group, pack
+from .record import reset
+from .rows import is_strided, local_part, local_rows
+
+GQARule = Literal["query", "group", "balanced"]
+Masters = Callable[[nn.Parameter], Tensor | None]
+
+
+class LogitError(HeadwayError, ArithmeticError):
+    """Logits that are NaN or infinite, or that were not recorded."""
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """What a `QKClip.step` saw and did, on the device.
+
+    - `max_logit`, `gamma`: by layer, `(heads,)` float32; the heads of this rank under tensor
+      parallelism.
+    - `count`: 0-d, how many heads were clipped.
+    """
+
+    max_logit: dict[str, Tensor]
+    gamma: dict[str, Tensor]
+    count: Tensor
+
+
+class _Plan(NamedTuple):
+    """Where each factor goes, worked out once."""
+
+    groups: Tensor  # (N,) of the N query heads of all layers: the packed key head that each reads
+    query_power: Tensor  # (N,)
+    key_power: Tensor  # (K,)
+    index: Tensor  # (rows,) into [1 | query factors | γ | key factors], for the rows of all targets
+    sizes: list[int]  # rows of each target
+    targets: list[Callable[[], Tensor]]  # what to scale: this rank's part of a weight, bias, master
+    heads: list[int]  # of each layer, on this rank
+    first: list[int]  # of each layer, the global number of this rank's first head
+
+
+class QKClip:
+    """QK-Clip for every attention of a model: call `.step()` after `optimizer.step()`.
+
+    It takes the statistics that the forwards since the last step recorded, whatever their number
+    (micro-batches), reduces them over ranks by one all-reduce, scales the weights in place, and
+    resets the records. Nothing waits for the device, but for the first step under a new layout.
+
+    **Arguments:**
+
+    - `model`: as it is trained, sharded already. Attention of `headway.nn`, or any that `adapters`
+      or `headway.stability.adapters` knows and that records into its `MaxLogit`.
+    - `tau`: the bound on logits; 100 in Kimi K2. It is held to within a step's growth.
+    - `alpha`: the query's share of the factor, 0.5 in Kimi K2.
+    - `gqa`: the rule for shared key heads, see the module.
+    - `group`: the ranks that see other data or other parts of the sequences, as in `logit_stats`.
+    - `adapters`: by class, functions from a module to its `Layout`; None leaves a class out.
+    - `masters`: from a parameter to its higher-precision copy kept elsewhere, of the same (local)
+      shape, which is then scaled as well; None for a parameter that has none.
+
+    A head whose maximum is at most tau keeps its weights, bit for bit. So does one whose statistic
+    is not finite: -inf means that it kept no pair; NaN or +inf is raised at the next `step` (or by
+    `check`), naming layer and head, so that nothing has to wait for the device.
+
+    **Raises:** `ArgumentError` where clipping cannot work (QK-norm, unknown attention, replaced
+    parameters); `LogitError` at once for a layer without statistics.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tau: float = 100.0,
+        alpha: float = 0.5,
+        *,
+        gqa: GQARule = "query",
+        group: Group = None,
+        adapters: dict[type, Adapter | None] | None = None,
+        masters: Masters | None = None,
+    ):
+        if not (math.isfinite(tau) and tau > 0):
+            raise ArgumentError(f"tau={tau!r} must be a positive number")
+        if not 0 <= alpha <= 1:
+            raise ArgumentError(f"alpha={alpha!r} must be from 0 to 1")
+        if gqa not in get_args(GQARule):
+            raise ArgumentError(f"gqa={gqa!r} must be one of {', '.join(get_args(GQARule))}")
+        self.tau, self.alpha, self.gqa = float(tau), float(alpha), gqa
+        self.group = check_group(group)
+        self.masters = masters
+        self.layers = find_layers(model, adapters)
+        if not self.layers:
+            raise ArgumentError(
+                f"{type(model).__name__} holds no attention that QK-Clip knows; use headway.nn, or "
+                "pass adapters={YourAttention: function from the module to its Layout}"
+            )
+        for layer in self.layers:
+            check_clippable(layer)
+        self._parameters = [_parameters(layer) for layer in self.layers]
+        _check_unshared(self.layers, self._parameters)
+        self._plan: _Plan | None = None
+        self._suspect: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    @torch.no_grad()
+    def step(self) -> Clipped:
+        """Clip by what was recorded since the last step, and start a new record."""
+        self.check()
+        records = [layer.record for layer in self.layers]
+        if missing := [layer.name for layer in self.layers if layer.record.empty]:
+            raise LogitError(
+                f"no logits were recorded for {', '.join(missing)} since the last step: there was "
+                "no forward in training mode with gradients enabled, or what computes this "
+                "attention does not call module.max_logit(...)"
+            )
+        packed, heads = pack(records, self.group)
+        plan = self._plan
+        if plan is None or plan.index.device != packed.device:
+            plan = self._plan = self._make_plan(heads, packed.device)
+        self._check_parameters()
+        # Below tau, not finite: exactly 1, which leaves a weight bit-equal.
+        over = (packed > self.tau) & (packed < math.inf)
+        gamma = torch.where(over, self.tau / packed, 1.0)
+        factors = self._factors(plan, gamma).split(plan.sizes)
+        targets = [target() for target in plan.targets]
+        torch._foreach_mul_(
+            targets,
+            [f if t.dim() == 1 else f[:, None] for t, f in zip(targets, factors, strict=True)],
+        )
+        self._remember(packed)
+        reset(records)
+        names = [layer.name for layer in self.layers]
+        return Clipped(
+            dict(zip(names, packed.split(heads), strict=True)),
+            dict(zip(names, gamma.split(heads), strict=True)),
+            over.sum(),
+        )
+
+    def check(self) -> None:
+        """Raise `LogitError` if the last step met NaN or infinite logits. `step` begins with it;
+        call it after the last one, too."""
+        if self._suspect is None:
+            return
+        (packed, event), self._suspect = self._suspect, None
+        if event is not None:
+            event.synchronize()  # of a copy that was queued one whole step ago
+        bad = (packed == math.inf).nonzero().flatten().tolist()
+        if not bad:
+            return
+        assert self._plan is not None
+        names = [
+            f"{layer.name} head {first + head}"
+            for layer, here, first in zip(
+                self.layers, self._plan.heads, self._plan.first, strict=True
+            )
+            for head in range(here)
+        ]
+        where = [names[n] for n in bad]
+        shown = ", ".join(where[:8]) + (f" and {len(where) - 8} more" if len(where) > 8 else "")
+        raise LogitError(
+            f"NaN or infinite logits in the last step: {shown}. Their weights were left as they "
+            "were; NaN in activations or weights, or an overflow in half precision, came before"
+        )
+
+    def _remember(self, packed: Tensor) -> None:
+        """Start the copy that the next `check` looks at."""
+        if packed.device.type != "cuda":
+            self._suspect = packed.to("cpu", copy=True), None
+            return
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._suspect = host, event
+
+    def _factors(self, plan: _Plan, gamma: Tensor) -> Tensor:
+        """The factor of every row of every target; each computed as 1 where γ is 1."""
+        of_group = torch.ones_like(plan.key_power)
+        of_group.scatter_reduce_(0, plan.groups, gamma, "amin")
+        key = of_group**plan.key_power
+        if self.gqa == "group":
+            query = of_group[plan.groups] ** plan.query_power
+        elif self.gqa == "balanced":
+            query = gamma / key[plan.groups]
+        else:
+            query = gamma**plan.query_power
+        return torch.cat((gamma.new_ones(1), query, gamma, key))[plan.index]
+
+    def _make_plan(self, heads: list[int], device: torch.device) -> _Plan:
+        total = sum(heads)
+        groups, query_power, key_power, first = [], [], [], []
+        index, sizes, targets = [], [], []
+        start = 0
+        for layer, parameters, here in zip(self.layers, self._parameters, heads, strict=True):
+            layout = layer.layout
+            per_key = layout.heads // layout.kv_heads
+            if here % per_key:
+                raise ArgumentError(
+                    f"{layer.name}: this rank has {here} of {layout.heads} query heads, which is "
+                    f"no whole number of groups of {per_key} that share a key head"
+                )
+            at = 0 if here == layout.heads else _first_head(layer, parameters, here)
+            kv_start = len(key_power)
+            groups += [kv_start + h // per_key for h in range(here)]
+            alone = per_key > 1 and self.gqa == "query"
+            query_power += [1.0 if alone else self.alpha] * here
+            key_power += [0.0 if alone else 1 - self.alpha] * (here // per_key)
+            offsets = {
+                "query": (1 + start, at, here),
+                "query_rope": (1 + total + start, at, here),
+                "key": (1 + 2 * total + kv_start, at // per_key, here // per_key),
+            }
+            for parameter, rows in zip(parameters, _rows(layer, offsets), strict=True):
+                for target, local in self._targets(layer, parameter):
+                    targets.append(target)
+                    index.append(rows[local])
+                    sizes.append(len(local))
+            first.append(at)
+            start += here
+        floats = {"dtype": torch.float32, "device": device}
+        return _Plan(
+            torch.tensor(groups, device=device), torch.tensor(query_power, **floats),
+            torch.tensor(key_power, **floats), torch.cat(index).to(device), sizes, targets, heads,
+            first,
+        )  # fmt: skip
+
+    def _targets(
+        self, layer: Layer, parameter: nn.Parameter
+    ) -> list[tuple[Callable[[], Tensor], Tensor]]:
+        rows = local_rows(parameter)
+        found: list[tuple[Callable[[], Tensor], Tensor]] = [(lambda: local_part(parameter), rows)]
+        master = None if self.masters is None else self.masters(parameter)
+        if master is None:
+            return found
+        here = local_part(parameter).shape
+        if local_part(master).shape != here:
+            raise ArgumentError(
+                f"{layer.name}: the master of a {tuple(parameter.shape)} parameter has shape "
+                f"{tuple(master.shape)}, the part of the parameter on this rank {tuple(here)}; "
+                "masters must return the same part, not flattened"
+            )
+        return [*found, (lambda: local_part(master), rows)]
+
+    def _check_parameters(self) -> None:
+        for layer, parameters in zip(self.layers, self._parameters, strict=True):
+            if any(a is not b for a, b in zip(parameters, _parameters(layer), strict=True)):
+                raise ArgumentError(
+                    f"{layer.name}: its parameters were replaced after QKClip was made; make it "
+                    "after sharding and loading, as one makes an optimizer"
+                )
+
+
+def _parameters(layer: Layer) -> list[nn.Parameter]:
+    """Weights and biases that enter the logits."""
+    return [
+        parameter
+        for linear, blocks in layer.layout.projections
+        if any(block.role in ("query", "query_rope", "key") for block in blocks)
+        for parameter in (linear._parameters["weight"], linear._parameters.get("bias"))
+        if parameter is not None
+    ]
+
+
+def _rows(layer: Layer, offsets: dict[str, tuple[int, int, int]]) -> list[Tensor]:
+    """For every parameter of `_parameters`, the place of each row's factor: `offsets` gives a
+    role's start in the table, its first head on this rank and how many there are."""
+    found = []
+    for linear, blocks in layer.layout.projections:
+        rows = []
+        for role, head, count in blocks:
+            start, first, here = offsets.get(role, (0, 0, 0))
+            known = first <= head < first + here
+            rows += [start + head - first if known else 0] * count
+        if any(block.role in offsets for block in blocks):
+            bias = linear._parameters.get("bias")
+            found += [torch.tensor(rows)] * (1 if bias is None else 2)
+    return found
+
+
+def _first_head(layer: Layer, parameters: Sequence[nn.Parameter], here: int) -> int:
+    """The global number of the first head on this rank of a tensor-parallel group: the weights say
+    where the heads are cut, by a `Shard(0)` that is not FSDP's."""
+    for parameter in parameters:
+        placements = getattr(parameter, "placements", ())
+        cuts = [n for n, p in enumerate(placements) if p.is_shard(0) and not is_strided(p)]
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and len(cuts) == 1 and mesh.size(cuts[0]) * here == layer.layout.heads:
+            return mesh.get_local_rank(cuts[0]) * here
+    raise ArgumentError(
+        f"{layer.name}: {here} of {layer.layout.heads} heads were recorded, but its weights are "
+        "not cut by head over a mesh (ColwiseParallel), so that it is unknown which they are"
+    )
+
+
+def _check_unshared(layers: list[Layer], parameters: list[list[nn.Parameter]]) -> None:
+    owners: dict[int, str] = {}
+    for layer, own in zip(layers, parameters, strict=True):
+        for parameter in own:
+            if (other := owners.setdefault(id(parameter), layer.name)) != layer.name:
+                raise ArgumentError(
+                    f"{other} and {layer.name} share a parameter, which would be clipped twice"
+                )

@@ -1,0 +1,97 @@
+"""The running maximum of every head's logits: what an attention module records as it trains."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class MaxLogit(nn.Module):
+    """The largest logit of every head over the training forwards since the last `reset`.
+
+    A child of the attention module whose logits it records: it follows its `.train()`, `.eval()`
+    and device. Called with `max_logit` `(b, heads)` of a forward, it takes the maximum over the
+    batch and over the calls before, on the device, without waiting for it. It records in training
+    mode with gradients enabled only, so evaluation leaves no trace; activations that are computed
+    again give the same maximum again.
+
+    `value` is `(heads,)` float32: NaN for a head of which nothing was recorded (on a rank of a
+    tensor-parallel group the first heads are its own and the rest stay NaN), +inf for one with NaN
+    or +inf among its logits, which no later maximum loses, -inf for one that kept no pair.
+
+    It is a plain tensor and not a buffer: `DistributedDataParallel` overwrites buffers with
+    those of rank 0 before every forward, `model.bfloat16()` would round them, and a state dict has
+    no use for them.
+    """
+
+    def __init__(self, heads: int, device: torch.device | str | None = None):
+        super().__init__()
+        self.value = torch.full((heads,), math.nan, dtype=torch.float32, device=device)
+        self._fresh = self.value._version
+        self._heads_here: int | None = None
+
+    @property
+    def recording(self) -> bool:
+        """Whether a forward now would be recorded."""
+        return self.training and torch.is_grad_enabled()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was recorded since the reset: the host knows, without asking a device."""
+        # Every write counts up the version of a tensor, also one inside a compiled graph. (A flag
+        # set here would be a side effect, which torch.compile refuses inside of a checkpoint.)
+        return self.value._version == self._fresh
+
+    def forward(self, max_logit: Float[Tensor, "b h"]) -> None:
+        if not self.recording:
+            return
+        with torch.no_grad():
+            if self.value.device != max_logit.device:  # fully_shard moves parameters, not this
+                self._move(max_logit.device)
+            here = self.value[: max_logit.shape[1]]
+            if max_logit.shape[0]:
+                largest = max_logit.detach().amax(0).float()
+                largest = largest.nan_to_num(math.inf, math.inf, -math.inf)
+            else:  # an empty batch keeps no pair
+                largest = torch.full_like(here, -math.inf)
+            here.copy_(torch.fmax(here, largest))  # fmax: of NaN and a number, the number
+
+    def reset(self) -> None:
+        """Forget what was recorded."""
+        reset([self])
+
+    def heads_here(self) -> int:
+        """How many heads this rank has, known once something was recorded: all of them, or its
+        own under tensor parallelism. Waits for the device the first time, and only then."""
+        if self._heads_here is None:
+            self._heads_here = int((~self.value.isnan()).sum())
+        return self._heads_here
+
+    def _apply(self, fn, recurse=True):
+        # Follows `.to(device)` and `.to_empty(device=...)`, never a change of dtype.
+        super()._apply(fn, recurse)
+        device = fn(self.value).device
+        if self.value.is_meta:
+            self.value = torch.full(self.value.shape, math.nan, device=device)
+            self._fresh = self.value._version
+        else:
+            self._move(device)
+        return self
+
+    def _move(self, device: torch.device) -> None:
+        was_empty = self.empty
+        self.value = self.value.to(device)
+        self._fresh = self.value._version if was_empty else -1
+
+    def extra_repr(self) -> str:
+        return f"heads={len(self.value)}"
+
+
+@torch.no_grad()
+def reset(records: list[MaxLogit]) -> None:
+    """Forget what was recorded, all records at once."""
+    if records:
+        torch._foreach_mul_([record.value for record in records], math.nan)  # one kernel for all
+    for record in records:
+        record._fresh = record.value._version

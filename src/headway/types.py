@@ -1,0 +1,152 @@
+"""The words that every layer shares: axes, the call's `Spec`, its coordinates and its results.
+
+Axes: `b` batch, `h` query head (`hq` of them), `hk` key/value heads, `i` query position (`q_len`),
+`j` key position (`kv_len`), `d` head width of q and k, `dv` width of v. Query head h reads key head
+`h // (hq // hk)`. Letters are the same in signatures, kernels, docs and tests.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to compute, without the data: frozen, hashable, self-contained, with a text form.
+
+    The text crosses the operator boundary, and (less what is passed at run time) keys the caches
+    of compiled kernels. `score` and `mask` are the texts of their graphs (`mods.graph`).
+    """
+
+    scale: float
+    score: str | None = None
+    mask: str | None = None
+    dropout: float = 0.0
+    sink: bool = False
+    max_logit: bool = False  # compute the largest logit of every head
+    row_max: bool = False  # compute the largest score of every row
+    partial: bool = False  # results in the accumulation dtype: float32, or float64 for float64
+    deterministic: bool = False
+    tiles: tuple[int, int, int, int] | None = None  # of a given block mask: b, h, tile_q, tile_kv
+    backend: str = "reference"
+    score_tensors: int = 0  # of the captured tensors, ints and floats, the first so many are the
+    score_ints: int = 0  # score's; the rest are the mask's
+    score_floats: int = 0
+
+    @property
+    def text(self) -> str:
+        """The spec as text; `Spec.parse(spec.text) == spec`."""
+        return _spec_text(*[getattr(self, name) for name in _FIELDS])
+
+    @staticmethod
+    def parse(text: str) -> "Spec":
+        """Read the text form back."""
+        return _spec_parse(text)
+
+
+_FIELDS = tuple(field.name for field in fields(Spec))
+
+
+def constant_under_compile(fn: Callable) -> None:
+    """Let `torch.compile` call `fn` while it traces, and keep the result as a constant.
+
+    What `torch.compiler.assume_constant_result` does, without importing the compiler.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _spec_text(*values: object) -> str:
+    return _spec_json(values)
+
+
+constant_under_compile(_spec_text)
+
+
+@lru_cache(maxsize=4096)
+def _spec_json(values: tuple) -> str:
+    return json.dumps(dict(zip(_FIELDS, values, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def _spec_parse(text: str) -> Spec:
+    values = json.loads(text)
+    if values["tiles"] is not None:
+        values["tiles"] = tuple(values["tiles"])
+    return Spec(**values)
+
+
+class Captured(NamedTuple):
+    """What scores and masks capture, at run time, in the order of their graphs' inputs."""
+
+    tensors: list[Tensor]
+    ints: list[int]
+    floats: list[float]
+
+
+class Coords(NamedTuple):
+    """Where the local tensors stand in the whole: what score, mask and dropout see as b, h, i, j.
+
+    A shard, a decode step or a packed layout is a set of coordinates, not a kernel of its own.
+    """
+
+    b: int = 0  # global batch index of the first row of the batch
+    h: int = 0  # global index of the first query head
+    q: int = 0  # position of the first query; not used where q_pos is given
+    kv: int = 0  # position of the first key; not used where kv_pos is given
+    q_pos: Tensor | None = None  # int64 (q_len,) or (b, q_len): the position of every query
+    kv_pos: Tensor | None = None  # int64 (kv_len,) or (b, kv_len): the position of every key
+
+    def positions(self, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """int64 positions of queries and keys, `(1 or b, length)` each."""
+        pairs = ((self.q_pos, self.q, q_len), (self.kv_pos, self.kv, kv_len))
+        q, kv = (
+            torch.arange(start, start + length, device=device)[None]
+            if pos is None
+            else pos.to(torch.int64).reshape(-1, length)
+            for pos, start, length in pairs
+        )
+        return q, kv
+
+
+class Forward(NamedTuple):
+    """Results of the pair's forward; what was not asked for is an empty tensor."""
+
+    out: Tensor  # (b, hq, q_len, dv)
+    lse: Tensor  # (b, hq, q_len) natural log, float32 (float64 for float64 inputs)
+    max_logit: Tensor  # (b, hq) or (0,)
+    row_max: Tensor  # (b, hq, q_len) or (0,)
+
+
+class Grads(NamedTuple):
+    """Results of the pair's backward; `captured` has one entry per tensor of the score."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    captured: list[Tensor | None]
+
+
+class AttentionOutput(NamedTuple):
+    """What `attention_with_stats` returns.
+
+    - `out`: `(b, hq, q_len, dv)`, the dtype of q.
+    - `lse`: `(b, hq, q_len)`, natural-log sum of exponentials over the kept keys and the sink;
+      float32 (float64 for float64 inputs); -inf where a query sees nothing. Differentiable.
+    - `max_logit`: `(b, hq)`, the largest scaled logit over kept pairs, signed, before the score
+      function; -inf where a head keeps nothing. Carries no gradient.
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_logit: Tensor
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The accumulation dtype: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

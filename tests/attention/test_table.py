@@ -1,0 +1,50 @@
+"""Every case of the table, on every backend that runs here, against float64."""
+
+import pytest
+import torch
+
+from cases import CASES
+from checks import check
+
+HALF = [case for case in CASES if "half" in case.tags]
+NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def _id(x) -> str:
+    return NAMES.get(x, str(x))
+
+
+def _both(case, dtype) -> None:
+    check(case, "reference", dtype)
+    _cpu(case, dtype)
+
+
+def _cpu(case, dtype) -> None:
+    # Two ways through the backend: without statistics it may leave the work to PyTorch's kernels.
+    check(case, "cpu", dtype, stats=False)
+    check(case, "cpu", dtype, stats=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64(case):
+    _both(case, torch.float64)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float32(case):
+    _cpu(case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=_id)
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_half(case, dtype):
+    _both(case, dtype)
+
+
+def test_the_table_has_the_fourteen_shapes_on_which_a_kernel_failed():
+    shapes = {(c.hk, c.d, c.q_len) for c in CASES if "fourteen" in c.tags}
+    assert len(shapes) == 14
+    assert all(
+        c.hq == 8 and c.q_len == c.kv_len and c in HALF for c in CASES if "fourteen" in c.tags
+    )
+    assert sum("fourteen" in c.tags for c in CASES) == 28

@@ -1,0 +1,393 @@
+"""The bench on tiny shapes: what it measures is right, what is wrong is not measured."""
+
+import csv
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import headway
+from headway.bench import cases as table
+from headway.bench import child, machine, overhead, report, run, timing
+from headway.bench.cases import BACKWARD, FORWARD, Case, Target, inputs, select, size
+from headway.bench.check import Truth
+from headway.bench.peers import PEERS, Unavailable
+from headway.bench.results import Book, Result
+from headway.errors import ArgumentError
+
+TINY = Case("tiny", b=2, hq=4, hk=2, length=150, d=16, mask=headway.causal, peers=("sdpa",))
+SCORED = replace(
+    TINY, name="scored", score=lambda: headway.alibi(4), peers=("sdpa causal", "sdpa"),
+    targets=(Target(FORWARD, "sdpa causal", 1e-6), Target(BACKWARD, "sdpa", 1e6)),
+)  # fmt: skip
+PACKED = replace(
+    TINY, name="packed", peers=("causal, per tile",),
+    mask=lambda: headway.causal() & headway.document(torch.arange(150) // 40),
+)  # fmt: skip
+PEAKED = replace(TINY, name="peaked", std=4.0, stats=True)
+MASKS = {
+    "none": None,
+    "causal": headway.causal,
+    "window": lambda: headway.causal() & headway.sliding_window(70),
+    "prefix": lambda: headway.causal() | headway.prefix(33),
+    "padding": lambda: headway.padding(torch.tensor([150, 61])),
+    "by head": lambda: lambda b, h, i, j: (j < 40 * h + 3) & (i > 20),
+}
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """No matrix products for the roof, no seconds per sample."""
+    monkeypatch.setattr(run, "roof", lambda dtype, device: 1e9)
+    monkeypatch.setattr(timing, "SHORTEST", 1e-6)
+
+
+# ---------------------------------------------------------------------------------- the table
+
+
+def test_table_is_consistent():
+    names = [case.name for case in table.CASES]
+    assert len(set(names)) == len(names)
+    for case in table.CASES:
+        assert case.measure in ("memory", *run.MEASURES), case.name
+        assert set(case.peers) <= set(PEERS), case.name
+        assert {t.peer for t in case.targets} <= set(case.peers), case.name
+        assert {t.direction for t in case.targets} <= {FORWARD, BACKWARD}, case.name
+        assert not case.isa or case.isa in child.LIMITS, case.name
+        assert case.tags, case.name
+
+
+def test_select_by_name_part_and_tag():
+    assert select((), "cpu") == list(table.CASES)
+    assert [c.name for c in select(("softcap-4k-64",), "cpu")] == ["softcap-4k-64"]
+    assert {c.name for c in select(("memory", "overhead"), "cpu")} == {
+        "memory-window-1024-64k-64", "overhead-16-32", "overhead-16-32-compiled",
+    }  # fmt: skip
+    with pytest.raises(ArgumentError, match=r"'sofcap'.*names.*softcap-4k-64"):
+        select(("causal", "sofcap"), "cpu")
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_size_counts_every_pair_once(name: str):
+    case = replace(TINY, mask=MASKS[name])
+    mask = inputs(case).mask
+    b, h = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
+    i, j = torch.arange(150)[:, None], torch.arange(150)
+    kept = torch.ones(2, 4, 150, 150, dtype=torch.bool)
+    if mask is not None:
+        kept = kept & mask(b, h, i, j)
+    tiles = kept.view(2, 4, 150, 150)
+    tiles = torch.nn.functional.pad(tiles, (0, 106, 0, 106)).view(2, 4, 2, 128, 2, 128)
+    expected = int(kept.sum()), int(tiles.any(5).any(3).sum())
+    assert tuple(size(case, mask)) == expected
+
+
+def test_inputs_are_the_same_every_time_and_differ_between_cases():
+    first, again, other = inputs(TINY), inputs(TINY), inputs(SCORED)
+    assert all(torch.equal(a, b) for a, b in zip(first[:4], again[:4], strict=True))
+    assert not torch.equal(first.q, other.q)
+    assert first.k.shape == (2, 2, 150, 16)
+
+
+# ---------------------------------------------------------------------------------- the check
+
+FAULTS = {
+    "no scale": lambda x: headway.attention(x.q, x.k, x.v, x.score, x.mask, scale=1.0),
+    "no mask": lambda x: headway.attention(x.q, x.k, x.v, x.score),
+    "no score": lambda x: headway.attention(x.q, x.k, x.v, mask=x.mask),
+    "wrong head": lambda x: headway.attention(x.q, x.k.flip(1), x.v, x.score, x.mask),
+    "missing tail": lambda x: headway.attention(
+        x.q, x.k, x.v, x.score, x.mask & headway.padding(torch.tensor([149, 149]))
+    ),
+    "NaN": lambda x: headway.attention(x.q * math.nan, x.k, x.v, x.score, x.mask),
+    "no gradient of k": lambda x: headway.attention(
+        x.q, x.k.detach() + 0 * x.k, x.v, x.score, x.mask
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", [TINY, SCORED, PACKED, PEAKED], ids=str)
+def test_right_results_pass(case: Case, dtype: str):
+    x = inputs(replace(case, dtype=dtype))
+    errors = Truth(replace(case, dtype=dtype), x).errors(x.headway, backward=True)
+    assert [e.what for e in errors] == ["out", "dq", "dk", "dv"]
+    assert all(e.passed for e in errors), errors
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_caught(fault: str):
+    x = inputs(SCORED)
+    errors = Truth(SCORED, x).errors(lambda: FAULTS[fault](x), backward=True)
+    assert not all(e.passed for e in errors)
+
+
+def test_learned_tensors_are_checked_too():
+    weight = torch.randn(4, 299).requires_grad_()
+    case = replace(TINY, score=lambda: headway.relative_bias(weight))
+    x = inputs(case)
+    assert x.learned[0] is weight
+    truth = Truth(case, x)
+    errors = truth.errors(x.headway, backward=True)
+    assert errors[-1].what == "d(learned 0)"
+    assert all(e.passed for e in errors)
+
+    def wrong():
+        call = headway.relative_bias(2 * weight - weight.detach())  # the right value
+        return headway.attention(x.q, x.k, x.v, call, x.mask)
+
+    assert [e.what for e in truth.errors(wrong, backward=True) if not e.passed] == ["d(learned 0)"]
+
+
+# ---------------------------------------------------------------------------------- the timing
+
+
+def contestants(monkeypatch, **seconds: float):
+    """Calls that take so long by a clock of their own, and the log of who was called."""
+    clock, log = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def contestant(name: str, seconds: float):
+        def call():
+            log.append(name)
+            clock[0] += seconds
+
+        return call
+
+    return {name: contestant(name, t) for name, t in seconds.items()}, log
+
+
+def test_contestants_take_turns_in_an_order_that_is_reversed_every_round(monkeypatch):
+    calls, log = contestants(monkeypatch, a=0.3, b=0.4)
+    ticks = []
+    found = timing.compare(calls, 3, tick=lambda: ticks.append(len(log)))
+    assert "".join(log) == "ab" + "abbaab"
+    assert ticks == [4, 6, 8]
+    assert found["b"].median == pytest.approx(0.4)
+    assert found["b"].runs == 3
+
+
+def test_slow_contestants_are_timed_once_or_twice_and_fast_ones_many_at_once(monkeypatch):
+    calls, log = contestants(monkeypatch, slow=20.0, less=5.0, fast=1e-4)
+    found = timing.compare(calls, 5)
+    counts = [log.count(name) for name in ("slow", "less", "fast")]
+    assert counts == [1 + 1, 1 + 2, 2 + 5 * 20]
+    assert found["slow"] == timing.Timing(20.0, 20.0, 20.0, 1)
+    assert found["fast"].median == pytest.approx(1e-4)
+    assert found["fast"].runs == 5
+
+
+def test_timing_gives_median_and_quartiles():
+    assert timing.Timing.of([5.0]) == (5.0, 5.0, 5.0, 1)
+    assert timing.Timing.of([4.0, 1.0, 2.0, 3.0, 100.0]) == (3.0, 2.0, 4.0, 5)
+
+
+# ------------------------------------------------------------------------------------- a run
+
+
+def test_a_case_is_checked_timed_and_judged(fast):
+    results = run.measure_time(SCORED, "cpu", 3)
+    assert [(r.direction, r.contestant) for r in results] == [
+        (d, c) for d in (FORWARD, BACKWARD) for c in ("headway", "sdpa causal", "sdpa")
+    ]
+    by = {(r.direction, r.contestant): r for r in results}
+    ours, theirs = by[FORWARD, "headway"], by[FORWARD, "sdpa causal"]
+    assert ours.error is not None
+    assert ours.error <= ours.limit
+    assert theirs.error is None
+    assert theirs.ratio == pytest.approx(theirs.median / ours.median, rel=1e-2)
+    assert ours.pairs == 8 * 150 * 151 / 2
+    assert ours.tiles == 8 * 3
+    assert ours.gflops == pytest.approx(ours.pairs * 4 * 16 / ours.median / 1e6, rel=1e-2, abs=0.01)
+    assert (theirs.target, theirs.verdict) == (">= 1e-06x", "pass")
+    assert by[BACKWARD, "sdpa"].verdict == "fail"
+    assert by[FORWARD, "sdpa"].target == ""
+
+
+def test_time_per_live_tile_is_compared_with_causal(fast):
+    results = run.measure_time(PACKED, "cpu", 3)
+    ours, causal = (r for r in results if r.direction == FORWARD)
+    expected = causal.median / causal.tiles / (ours.median / ours.tiles)
+    assert causal.ratio == pytest.approx(expected, rel=1e-2)
+    assert "per live tile" in causal.note
+
+
+def test_wrong_results_are_never_timed(fast, monkeypatch):
+    calls = []
+    monkeypatch.setattr(run, "compare", lambda *a, **k: calls.append(a))
+    wrong = lambda case, x: lambda: headway.attention(x.q, x.k, x.v, x.score)
+    monkeypatch.setattr(table.Inputs, "headway", lambda x: wrong(None, x)())
+    (result,) = run.measure_time(TINY, "cpu", 3)[:1]
+    assert not calls
+    assert result.verdict == "wrong"
+    assert result.median is None
+    assert result.error > result.limit
+    assert "is off by" in result.note
+
+
+def test_a_wrong_peer_and_one_that_cannot_run_leave_a_line_each(fast, monkeypatch):
+    wrong = replace(PEERS["sdpa causal"], same=True)
+
+    def refuse(case, x):
+        raise Unavailable("no compiler here")
+
+    monkeypatch.setitem(PEERS, "sdpa causal", wrong)
+    monkeypatch.setitem(PEERS, "flex", replace(PEERS["flex"], prepare=refuse))
+    results = run.measure_time(replace(SCORED, peers=("sdpa causal", "flex", "sdpa")), "cpu", 2)
+    by = {r.contestant: r for r in results}
+    assert by["sdpa causal"].verdict == "wrong"
+    assert by["sdpa causal"].median is None
+    assert (by["flex"].verdict, by["flex"].note) == ("not run", "no compiler here")
+    assert by["sdpa"].median is not None
+    assert by["headway"].median is not None
+
+
+def test_explicit_masks_that_do_not_fit_are_refused():
+    case = replace(PACKED, length=100_000)
+    x = inputs(TINY)._replace(mask=headway.causal() & headway.sliding_window(5))
+    with pytest.raises(Unavailable, match="37 GiB"):
+        PEERS["sdpa"].prepare(case, x)
+
+
+# ------------------------------------------------------------------------- files and commands
+
+
+def test_csv_has_machine_versions_and_commit(fast, monkeypatch, tmp_path):
+    monkeypatch.setattr(table, "CASES", (TINY, SCORED))
+    before = torch.get_num_threads()
+    path = tmp_path / "new" / "out.csv"
+    seen = []
+    options = run.Options(threads=1, repeats=2, output=path)
+    written, results = run.bench(options, show=lambda case, r: seen.append(case.name))
+    assert torch.get_num_threads() == before
+    assert written == path
+    assert seen == ["tiny", "scored"]
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(results) == 4 + 6
+    row = rows[-1]
+    assert row["device"] == machine.processor()
+    assert row["torch"] == torch.__version__
+    assert row["threads"] == "1"
+    assert row["headway"] == headway.__version__
+    assert row["date"]
+    assert row["score"] == str(headway.alibi(4))
+    assert row["mask"] == "causal()"
+    assert float(row["median"]) > 0
+    assert row["commit"] == machine.commit()
+    with pytest.raises(ArgumentError, match="exists"), Book(path):
+        pass
+
+
+def test_wrong_results_give_exit_status_one(fast, monkeypatch, tmp_path, capsys):
+    from rich.console import Console
+
+    monkeypatch.setattr(table, "CASES", (TINY, SCORED))
+    options = run.Options(repeats=2, output=tmp_path / "a.csv")
+    assert report.run(options, Console(width=120)) == 0
+    shown = capsys.readouterr().out
+    assert "scored" in shown
+    assert ">= 1e+06x fail" in shown
+    assert str(tmp_path) in shown
+    bad = [Result("tiny", "", "headway", error=1.0, limit=0.1, verdict="wrong", note="dq is off")]
+    monkeypatch.setitem(run.MEASURES, "time", lambda *a: bad)
+    assert report.run(replace(options, output=tmp_path / "b.csv"), Console(width=120)) == 1
+    assert "wrong" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"threads": 0}, "--threads 0"),
+        ({"repeats": -1}, "--repeats -1"),
+        ({"device": "abacus"}, "--device 'abacus'"),
+        ({"device": "meta"}, "cpu and cuda only"),
+    ],
+)
+def test_bad_options_are_refused(change: dict, message: str):
+    with pytest.raises(ArgumentError, match=message):
+        run.Options(**change)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(ArgumentError, match="sees no GPU"):
+        run.Options(device="cuda")
+
+
+def test_commit_is_that_of_the_checkout():
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    found = machine.commit().removesuffix("-dirty")
+    assert found == "" or done.stdout.startswith(found)
+
+
+# ------------------------------------------------------------------- overhead, memory, children
+
+
+@pytest.mark.parametrize("mask", [None, headway.causal], ids=["full", "causal"])
+def test_the_kernel_of_the_overhead_is_the_same_function(mask):
+    x = inputs(replace(TINY, hk=4, mask=mask))
+    out = headway.attention(x.q, x.k, x.v, mask=x.mask)
+    torch.testing.assert_close(overhead.kernel(x, training=False)(), out)
+    grads = torch.autograd.grad(out, (x.q, x.k, x.v), x.dout)
+    torch.testing.assert_close(overhead.kernel(x, training=True)(), grads)
+
+
+def test_overhead_is_what_is_above_the_kernel(monkeypatch):
+    seconds = {"kernel": 10e-6, "headway": 60e-6, "sdpa": 15e-6}
+
+    def compare(calls, *rest):
+        assert set(calls) == set(seconds)
+        return {name: timing.Timing(t, t - 1e-6, t + 1e-6, 9) for name, t in seconds.items()}
+
+    monkeypatch.setattr(overhead, "compare", compare)
+    case = Case("o", hq=2, hk=2, length=8, d=8, mask=headway.causal, most=49.0)
+    results = overhead.overhead(case, "cpu", 1, lambda: None, compiled=False)
+    assert [r.contestant for r in results] == ["headway", "sdpa"] * 2
+    first = results[0]
+    assert (first.median, first.low, first.high, first.unit) == (50.0, 49.0, 51.0, "µs")
+    assert [r.verdict for r in results] == ["fail", "", "", ""]
+
+
+def test_memory_has_a_figure_only_if_the_result_is_right(monkeypatch):
+    case = Case("m", length=256, hq=1, hk=1, mask=headway.causal, measure="memory", most=1e6)
+    result = child.memory(case, "cpu")
+    assert result.verdict == "pass"
+    assert result.median >= 0
+    assert result.error <= result.limit
+    monkeypatch.setattr(table.Inputs, "headway", lambda x: headway.attention(x.q, x.k, x.v))
+    result = child.memory(case, "cpu")
+    assert result.verdict == "wrong"
+    assert result.median is None
+
+
+def test_peak_memory_is_the_most_a_process_had_not_its_parents():
+    ours = torch.ones(1 << 26)  # 256 MB here
+    code = """
+import torch
+from headway.bench.child import peak
+before = peak("cpu")
+torch.ones(before // 4 + (1 << 24))  # 64 MB more than there ever was
+print(before, peak("cpu") - before)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    before, more = map(int, done.stdout.split())
+    assert before < child.peak("cpu") - 64e6
+    assert 60e6 < more < 2 * before
+    assert ours.sum() == 1 << 26
+
+
+def test_a_child_measures_with_less_of_a_cpu():
+    small = next(c for c in table.CASES if c.name == "batch-8x256-64")
+    used, results = child.ask(small, "cpu", 1, "AVX512_CORE_VNNI")
+    assert used.isa == "AVX512_CORE_VNNI"
+    assert "AMX" not in used.capability
+    assert used.threads == torch.get_num_threads()
+    assert {r.contestant for r in results} == {"headway", "sdpa"}
+
+
+def test_a_child_that_dies_is_an_error_with_its_last_words(monkeypatch):
+    with pytest.raises(child.ChildFailed, match=r"tiny: .* ended with 1: StopIteration"):
+        child.ask(TINY, "cpu", 1)

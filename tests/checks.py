@@ -1,0 +1,211 @@
+"""The one check that every backend goes through, right ones and deliberately wrong ones."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import headway as hw
+import oracle
+from cases import Case, Problem, problem
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def gradients(given: Problem, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
+    """Of every leaf ("grad q", ...), from the gradient of out, and that of lse if it is given."""
+    leaves = given.leaves()
+    sent = [(out, given.dout)] + ([] if lse is None else [(lse, given.dlse)])
+    sent = [(x, grad) for x, grad in sent if x.requires_grad]  # none does where nothing is seen
+    grads = [None] * len(leaves)
+    if sent:
+        outputs, sent = zip(*sent, strict=True)
+        grads = torch.autograd.grad(
+            outputs, list(leaves.values()), sent, allow_unused=True, retain_graph=True
+        )
+    return {
+        f"grad {name}": torch.zeros_like(leaf) if grad is None else grad
+        for (name, leaf), grad in zip(leaves.items(), grads, strict=True)
+    }
+
+
+class Yardstick(NamedTuple):
+    """What the results must be, and how far from it honest ones may be."""
+
+    exact: dict[str, Tensor]
+    tolerance: dict[str, float]
+
+
+@lru_cache(maxsize=2)
+@torch.enable_grad()
+def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
+    """With statistics (True; the gradient of lse is sent too) and without: the exact results in
+    float64, of the very numbers that the dtype can hold, and tolerances: twice the error of plain
+    PyTorch in that dtype, and a rounding of the largest terms."""
+    given, keep = problem(case, dtype), None
+    if case.dropout:
+        at = oracle.grid(case.b, case.hq, case.q_len, case.kv_len)
+        keep = oracle.keep(case.dropout, given.seed, *at)
+
+    def dense(of: Problem) -> tuple[dict, dict, dict]:
+        """Values; gradients from both, and from out alone."""
+        made = oracle.attention(
+            of.q, of.k, of.v, of.score(plain=True), of.mask(plain=True),
+            scale=case.scale, sink=of.sink, keep=keep, dropout=case.dropout,
+        )  # fmt: skip
+        values = {name: x.detach() for name, x in made._asdict().items()}
+        return values, gradients(of, made.out, made.lse), gradients(of, made.out, None)
+
+    wide = given.copy(torch.float64)
+    exact = dense(wide)
+    apart = [dict.fromkeys(part, 0.0) for part in exact]
+    if dtype != torch.float64:  # there, roundings of the largest terms are all there is
+        plain = dense(given.copy())
+        apart = [_distances(*parts) for parts in zip(plain, exact, strict=True)]
+    if dtype in _NARROW:
+        # A backward is given `out` in the narrow dtype. In delta = rowsum(dout∘out) − dlse its
+        # error is one of dlse, so plain PyTorch can say what it does to gradients: the error of
+        # plain PyTorch's out, and half a unit in the last place of every term, of either sign.
+        out = exact[0]["out"]
+        off = (wide.dout * (plain[0]["out"] - out)).sum(-1).abs()
+        off += (wide.dout * out).square().sum(-1).sqrt() * torch.finfo(dtype).eps / 2
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            sign = torch.randn(off.shape, generator=draw).sign()
+            _, rounded, _ = dense(replace(wide, dlse=wide.dlse + sign * off))
+            for n, error in _distances(rounded, exact[1]).items():
+                apart[1][n], apart[2][n] = max(apart[1][n], error), max(apart[2][n], error)
+    sizes = oracle.magnitudes(
+        *(t.detach() for t in (wide.q, wide.k, wide.v)),
+        wide.score(plain=True), wide.mask(plain=True), case.scale,
+        None if wide.sink is None else wide.sink.detach(), keep, case.dropout,
+        wide.dout, wide.dlse, wide.learned(),
+    )  # fmt: skip
+
+    def tolerance(name: str, error: float, right: Tensor) -> float:
+        accumulated = torch.finfo(torch.float32 if dtype in _NARROW else dtype).eps
+        roundings = 16 if dtype == torch.float64 else 1
+        floor = torch.finfo(_dtype_of(name, given)).eps * _largest(right)
+        return 2 * error + floor + roundings * accumulated * sizes[name.removeprefix("grad ")]
+
+    answer = {}
+    for stats, part in ((True, 1), (False, 2)):
+        values = exact[0] if stats else {"out": exact[0]["out"]}
+        rights, errors = values | exact[part], apart[0] | apart[part]
+        limits = {n: tolerance(n, errors[n], right) for n, right in rights.items()}
+        answer[stats] = Yardstick(rights, limits)
+    return answer
+
+
+def _dtype_of(name: str, given: Problem) -> torch.dtype:
+    """The dtype that a result must have."""
+    if name in ("lse", "max_logit"):
+        return torch.float64 if given.q.dtype == torch.float64 else torch.float32
+    if name == "out":
+        return given.q.dtype
+    return given.leaves()[name.removeprefix("grad ")].dtype
+
+
+def _distances(got: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
+    return {n: _largest(got[n].double() - right[n]) for n in right}
+
+
+def _largest(x: Tensor) -> float:
+    """The largest size of a finite element."""
+    finite = x[x.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that is not written to is NaN: torch.empty and its kin, in Python and inside torch."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def run(
+    given: Problem, backend: str, stats: bool, tile: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """The library's results by name."""
+    case, mask = given.case, given.mask()
+    if tile is not None:
+        mask = hw.block_mask(mask, case.b, case.hq, case.q_len, case.kv_len, tile=tile)
+    call = hw.attention_with_stats if stats else hw.attention
+    made = call(
+        given.q, given.k, given.v, given.score(), mask, scale=case.scale, sink=given.sink,
+        dropout=case.dropout, seed=given.seed if case.dropout else None, backend=backend,
+    )  # fmt: skip
+    values = made._asdict() if stats else {"out": made}
+    grads = gradients(given, values["out"], values.get("lse"))
+    return {name: x.detach() for name, x in values.items()} | grads
+
+
+def check(
+    case: Case,
+    backend: str,
+    dtype: torch.dtype,
+    *,
+    stats: bool = True,
+    tile: tuple[int, int] | None = None,
+) -> None:
+    """Every result in every batch, head, row and column; AssertionError with all that is wrong.
+
+    With `tile` the mask goes in as a block mask with such tiles.
+    """
+    given = problem(case, dtype)
+    before = {n: t.detach().clone() for n, t in given.leaves().items()}
+    with poisoned():
+        made = run(given, backend, stats, tile)
+    wrong = compare(case, dtype, made, stats)
+    for name, leaf in given.leaves().items():
+        if not torch.equal(leaf.detach(), before[name]):
+            wrong.append(f"{name}: the call changed its input")
+    if wrong:
+        what = f"{case} on {backend}, {dtype}, {'with' if stats else 'without'} statistics"
+        raise AssertionError("\n  ".join([f"{what}:", *wrong]))
+
+
+def compare(case: Case, dtype: torch.dtype, made: dict[str, Tensor], stats: bool) -> list[str]:
+    """What is wrong with these results, a line for each."""
+    given = problem(case, dtype)
+    exact, tolerance = yardstick(case, dtype)[stats]
+    wrong = []
+    for name, right in exact.items():
+        got, final = made[name], _dtype_of(name, given)
+        if got.dtype != final or got.shape != right.shape:
+            wrong.append(
+                f"{name}: {got.dtype} {tuple(got.shape)}, should be {final} {tuple(right.shape)}"
+            )
+            continue
+        # Infinities must be the same; a NaN is never within any tolerance.
+        apart = torch.where(got.double() == right, 0.0, (got.double() - right).abs())
+        bad = ~(apart <= tolerance[name])
+        if bad.any():
+            wrong.append(_worst(name, got, right, apart, bad, tolerance[name]))
+    return wrong
+
+
+def _worst(
+    name: str, got: Tensor, right: Tensor, apart: Tensor, bad: Tensor, tolerance: float
+) -> str:
+    apart = apart.masked_fill(~bad, -1).nan_to_num(math.inf, math.inf)
+    at = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+    where = f"{int(bad.sum())} of {bad.numel()} wrong"
+    if bad.dim() >= 3:
+        per_row = bad.flatten(3).any(-1) if bad.dim() > 3 else bad
+        heads = [tuple(x) for x in per_row.any(-1).nonzero().tolist()]
+        where += f", in (batch, head) {heads[:6]}{'...' if len(heads) > 6 else ''}"
+    return (
+        f"{name}: {where}; worst at {at}: {got[at].item():.7g}, should be {right[at].item():.7g} "
+        f"+- {tolerance:.2g}"
+    )

@@ -1,0 +1,100 @@
+"""What every test gets: a seed of its own, a fixed number of threads, and files to compare with."""
+
+import difflib
+import os
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# ------------------------------------------------------------------------------- random numbers
+
+
+class TorchRandom:
+    """PyTorch's generator, in the form in which hypothesis seeds it for each of its examples."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def getstate(self) -> Any:
+        return torch.get_rng_state()
+
+    def setstate(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+
+torch_random = TorchRandom()  # hypothesis holds it by a weak reference
+hypothesis.register_random(torch_random)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("here", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """This test's seed, made from its name: the same numbers alone, in any order, in parallel."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+# ------------------------------------------------------------------------------- threads, files
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--accept-golden",
+        action="store_true",
+        help="write tests/golden/ from what the code makes now; runs the tests that use it, only",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The processes of pytest-xdist share the cores. A test alone may use two threads, so that what
+    # runs on several threads is tested as such.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, min(2, (os.cpu_count() or 1) // workers)))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--accept-golden"):
+        uses = [item for item in items if "golden" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in uses])
+        items[:] = uses
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    none_ran = exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
+    if none_ran and session.config.getoption("--accept-golden"):
+        session.exitstatus = pytest.ExitCode.OK  # there are no golden files to write
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest):
+    """Compare a text with the file of that name in tests/golden/: `golden("causal.py", source)`.
+
+    `make golden` (pytest --accept-golden) writes the files; the diff is for a person to read.
+    """
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--accept-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return
+        if not path.exists():
+            pytest.fail(f"no {path}: `make golden` writes it")
+        expected = path.read_text()
+        if text != expected:
+            lines = expected.splitlines(), text.splitlines()
+            diff = "\n".join(difflib.unified_diff(*lines, "golden", "now", lineterm=""))
+            pytest.fail(f"{path} has changed; if it should, `make golden` accepts it\n{diff}")
+
+    return compare

@@ -1,0 +1,77 @@
+"""Run by test_torch.py in two processes: `python distributed.py fsdp|dtensor RANK FILE`."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import headway as hw
+from headway.errors import ArgumentError
+from headway.integrations import dtensor
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 48)
+        self.table = torch.nn.Parameter(torch.randn(2, 31))
+        self.out = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        out = hw.attention(q, k, v, hw.relative_bias(self.table), hw.causal())
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+def fsdp(rank: int, mesh) -> None:
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(Block(), Block())
+    x = torch.randn(4, 12, 16)
+    torch.manual_seed(0)
+    sharded = torch.nn.Sequential(Block(), Block())
+    for block in sharded:
+        fully_shard(block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    whole(x).square().mean().backward()
+    sharded(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+    for (name, p), q in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def tensor_parallel(rank: int, mesh) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 11, 8, requires_grad=True) for h in (4, 2, 2))
+    table = torch.randn(4, 31, requires_grad=True)
+    score = lambda s, b, h, i, j: s * (1 + 0.1 * b) + table[h, i - j + 15]
+    mask = lambda b, h, i, j: i + h >= j
+    out = hw.attention(q, k, v, score, mask)
+    weight = torch.randn_like(out)
+    expected = torch.autograd.grad((out * weight).sum(), (q, k, v, table))
+    whole = distribute_tensor(table.detach(), mesh, [Replicate()]).requires_grad_()
+    for place in (Shard(1), Shard(0), Replicate()):
+        leaves = [distribute_tensor(x.detach(), mesh, [place]).requires_grad_() for x in (q, k, v)]
+        score = lambda s, b, h, i, j: s * (1 + 0.1 * b) + whole[h, i - j + 15]
+        result = dtensor.attention(*leaves, score, mask)
+        assert result.placements == (place,)
+        torch.testing.assert_close(result.full_tensor(), out)
+        loss = (result * distribute_tensor(weight, mesh, [place])).sum()
+        grads = torch.autograd.grad(loss, (*leaves, whole))
+        for a, b in zip(grads, expected, strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, rtol=1e-4, atol=1e-5)
+    for bad in ([Shard(2)], [Shard(3)]):
+        x = distribute_tensor(torch.randn(2, 2, 4, 8), mesh, bad)
+        with pytest.raises(ArgumentError, match="Shard"):
+            dtensor.attention(x, x, x)
+
+
+if __name__ == "__main__":
+    kind, rank, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    {"fsdp": fsdp, "dtensor": tensor_parallel}[kind](rank, mesh)
+    dist.destroy_process_group()

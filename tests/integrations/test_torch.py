@@ -1,0 +1,151 @@
+"""Friends of torch.compile: export, selective checkpointing, FSDP2, DTensor, second derivatives."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import headway as hw
+from headway import ops
+
+SCRIPT = Path(__file__).with_name("distributed.py")
+
+
+def qkv(**kwargs):
+    return [torch.randn(2, 4, 33, 8, **kwargs) for _ in range(3)]
+
+
+class Counter(torch.utils._python_dispatch.TorchDispatchMode):
+    """How often the operators of the pair run."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward = self.backward = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.forward += func is torch.ops.headway.forward.default
+        self.backward += func is torch.ops.headway.backward.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_runs_attention_once():
+    q, k, v = qkv(requires_grad=True)
+    block = lambda q: hw.attention(q.sin(), k, v, mask=hw.causal()).cos()
+    block(q).sum().backward()
+    expected, q.grad = q.grad, None
+    context = functools.partial(create_selective_checkpoint_contexts, hw.save_ops())
+    for options, forwards in (({"context_fn": context}, 1), ({}, 2)):
+        with Counter() as counter:
+            checkpoint(block, q, use_reentrant=False, **options).sum().backward()
+        assert (counter.forward, counter.backward) == (forwards, 1)
+        torch.testing.assert_close(q.grad, expected)
+        q.grad = None
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(4, 65))
+
+    def forward(self, q, k, v):
+        return hw.attention(q, k, v, hw.relative_bias(self.table), hw.causal())
+
+
+def test_export_with_a_dynamic_length_runs_and_trains():
+    model = Model()
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(model, tuple(qkv()), dynamic_shapes=({2: length},) * 3)
+    exported = program.module()
+    x = torch.randn(2, 4, 50, 8, requires_grad=True)
+    expected = torch.autograd.grad(model(x, x, x).square().sum(), [x, model.table])
+    out = exported(x, x, x)
+    torch.testing.assert_close(out, model(x, x, x))
+    grads = torch.autograd.grad(out.square().sum(), [x, *exported.parameters()])
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_second_derivative_is_refused_not_dropped():
+    q, k, v = qkv(requires_grad=True)
+    table = torch.randn(4, 65, requires_grad=True)
+    out = hw.attention(q, k, v, hw.relative_bias(table))
+    grads = torch.autograd.grad(out.sum(), (q, k, v, table), create_graph=True)
+    plain = torch.autograd.grad(
+        hw.attention(q, k, v, hw.relative_bias(table)).sum(), (q, k, v, table)
+    )
+    for a, b in zip(grads, plain, strict=True):
+        torch.testing.assert_close(a, b)
+        with pytest.raises(NotImplementedError, match=r"second derivative.*scaled_dot_product"):
+            torch.autograd.grad(a.square().sum(), q, retain_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):  # a gradient penalty
+        (out.sum() + grads[0].square().sum()).backward()
+
+
+def test_forward_mode_is_refused_not_zero():
+    q, k, v = qkv()
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda q: hw.attention(q, k, v), (q,), (torch.ones_like(q),))
+
+
+def test_operators_called_by_themselves_are_differentiable():
+    q, k, v = qkv(requires_grad=True)
+    spec, call = hw.api.prepare(q, k, v, mask=hw.causal())
+    raw = torch.ops.headway.forward(
+        spec.text, q, k, v, None, None, [], call.captured.ints, [], [], [0, 0, 0, 0], None, None
+    )[0]
+    expected = torch.autograd.grad(ops.attention(spec, call).out.sum(), q)[0]
+    torch.testing.assert_close(torch.autograd.grad(raw.sum(), q)[0], expected)
+
+
+def shift(score, b, h, q_idx, kv_idx, table):
+    return score + table[h, q_idx - kv_idx + 32]
+
+
+def test_functions_created_while_compiling():
+    q, k, v = qkv()
+    table = torch.randn(4, 65)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def without_closure(q, k, v):
+        return hw.attention(q, k, v, mask=lambda b, h, i, j: i >= j)
+
+    torch.testing.assert_close(without_closure(q, k, v), hw.attention(q, k, v, mask=hw.causal()))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def with_partial(q, k, v, table):
+        return hw.attention(q, k, v, functools.partial(shift, table=table))
+
+    expected = hw.attention(q, k, v, functools.partial(shift, table=table))
+    torch.testing.assert_close(with_partial(q, k, v, table), expected)
+
+    def closure(q, k, v, table):
+        score = lambda s, b, h, i, j: s + table[h, i - j + 32]
+        return hw.attention(q, k, v, score)
+
+    with pytest.raises(Exception, match=r"created inside the compiled function.*functools.partial"):
+        torch.compile(closure, fullgraph=True, backend="aot_eager")(q, k, v, table)
+    broken = torch.compile(closure, backend="aot_eager")(q, k, v, table)  # a graph break: right
+    torch.testing.assert_close(broken, expected)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed")
+@pytest.mark.parametrize("kind", ["fsdp", "dtensor"])
+def test_two_processes(kind, tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), kind, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = []
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)

@@ -1,0 +1,177 @@
+"""What is recorded, when, and that nothing else leaves a trace."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import headway
+from headway.errors import BackendRefused
+from headway.nn import MLA, Attention, Rotary
+from headway.stability import MaxLogit, QKClip, logit_stats, reset_logit_stats
+
+INF = math.inf
+
+
+class Net(nn.Module):
+    """Two layers; `recompute` says how activations are checkpointed."""
+
+    def __init__(self, recompute: str = "no"):
+        super().__init__()
+        self.recompute = recompute
+        self.layers = nn.ModuleList(
+            [
+                Attention(32, 4, 2, bias=True, rotary=Rotary(8)),
+                MLA(32, 2, kv_lora_rank=8, nope_width=8, rope_width=4, value_width=6),
+            ]
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.recompute == "no":
+                x = x + layer(x, headway.causal())
+            else:
+                reentrant = self.recompute == "reentrant"
+                x = x + checkpoint(layer, x, headway.causal(), use_reentrant=reentrant)
+        return x
+
+
+def logits_of(layer: Attention, x):
+    q, k, _ = layer._project(x)
+    angles = layer.rotary.angles(torch.arange(x.shape[1]))
+    q, k = layer.rotary.rotate(q, angles), layer.rotary.rotate(k, angles)
+    s = q @ k.repeat_interleave(layer.heads // layer.kv_heads, 1).mT * layer.scale
+    return s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -INF).amax((0, 2, 3))
+
+
+@pytest.mark.parametrize("recompute", ["no", "reentrant", "saved"])
+def test_running_max_over_micro_batches_and_recompute(recompute):
+    net = Net(recompute)
+    batches = [3 * torch.randn(2, 11, 32, requires_grad=True) for _ in range(3)]
+    for x in batches:
+        net(x).square().sum().backward()
+    expected = torch.stack([logits_of(net.layers[0], x) for x in batches]).amax(0)
+    stats = logit_stats(net)
+    assert list(stats) == ["layers.0", "layers.1"]
+    torch.testing.assert_close(stats["layers.0"], expected)
+    assert [len(s) for s in stats.values()] == [4, 2]
+    reset_logit_stats(net)
+    assert all(layer.max_logit.empty for layer in net.layers)
+    assert all((s == -INF).all() for s in logit_stats(net).values())
+
+
+def test_evaluation_leaves_no_trace():
+    net = Net()
+    net(torch.randn(2, 5, 32))
+    before = {name: s.clone() for name, s in logit_stats(net).items()}
+    large = 100 * torch.randn(2, 5, 32)
+    with torch.no_grad():
+        net(large)
+    with torch.inference_mode():
+        net(large)
+    net.eval()
+    net(large)
+    assert all(torch.equal(before[name], s) for name, s in logit_stats(net).items())
+
+
+def test_signed_scaled_before_the_score_and_without_sinks():
+    layer = Attention(16, 2, bias=True, sink=True)
+    x = torch.randn(2, 7, 16)
+    layer(x)
+    plain = layer.max_logit.value.clone()
+    layer.max_logit.reset()
+    nn.init.constant_(layer.sink, 1e3)
+    layer(x, None, headway.softcap(0.01) >> headway.alibi(2))
+    torch.testing.assert_close(layer.max_logit.value, plain)
+    q = layer.q_proj
+    with torch.no_grad():  # q = -k: every logit on the diagonal is negative
+        q.weight.copy_(-layer.k_proj.weight)
+        q.bias.copy_(-layer.k_proj.bias)
+    layer.max_logit.reset()
+    layer(x, lambda b, h, i, j: i == j)
+    assert (layer.max_logit.value < 0).all()
+    layer.max_logit.reset()
+    layer(x, lambda b, h, i, j: (h == 0) & (i < 0))
+    assert not layer.max_logit.empty
+    assert (layer.max_logit.value == -INF).all()
+
+
+def test_backends_agree():
+    x = torch.randn(2, 40, 32)
+    found = {}
+    for backend in headway.backends.NAMES:
+        torch.manual_seed(0)
+        layer = Attention(32, 4, 2, backend=backend)
+        try:
+            layer(x, headway.causal() & headway.sliding_window(9))
+        except BackendRefused:
+            continue
+        found[backend] = layer.max_logit.value
+    assert {"cpu", "reference"} <= found.keys()
+    for value in found.values():
+        torch.testing.assert_close(value, found["reference"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([[[1.0, -2.0]], [[0.5, -1.0]]], [1.0, -1.0]),
+        ([[[math.nan, 1.0]], [[5.0, 2.0]]], [INF, 2.0]),
+        ([[[5.0, 2.0]], [[math.nan, 1.0]]], [INF, 2.0]),
+        ([[[-INF, 1.0], [-INF, 0.0]]], [-INF, 1.0]),
+        ([[[INF, 1.0]], [[0.0, 3.0]]], [INF, 3.0]),
+    ],
+)
+def test_nan_becomes_infinite_and_is_never_lost(calls, expected):
+    record = MaxLogit(2)
+    for call in calls:
+        record(torch.tensor(call))
+    assert record.value.tolist() == expected
+
+
+def test_an_empty_batch_keeps_nothing():
+    record = MaxLogit(2)
+    record(torch.empty(0, 2))
+    assert record.value.tolist() == [-INF, -INF]
+    record(torch.tensor([[1.0, 2.0]]))
+    assert record.value.tolist() == [1.0, 2.0]
+
+
+def test_the_record_is_no_buffer_and_keeps_its_precision():
+    layer = Attention(16, 2)
+    layer(torch.randn(2, 7, 16))
+    value = layer.max_logit.value.clone()
+    assert not [name for name, _ in layer.named_buffers()]  # DDP would overwrite it with rank 0's
+    assert not [name for name in layer.state_dict() if "max_logit" in name]
+    for module in (layer.bfloat16(), copy.deepcopy(layer)):
+        assert module.max_logit.value.dtype == torch.float32
+        assert torch.equal(module.max_logit.value, value)
+        assert not module.max_logit.empty
+    assert not layer.max_logit.value.requires_grad
+
+
+@pytest.mark.parametrize("recompute", ["no", "saved"])
+def test_compiles_without_break_or_recompilation(recompute):
+    torch._dynamo.reset()
+    net = Net(recompute)
+    clip = QKClip(net, tau=0.5)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
+    step = torch.compile(lambda x: net(x).square().sum(), fullgraph=True, backend="aot_eager")
+    compiled_frames = []
+    for _ in range(4):
+        x = torch.randn(2, 11, 32)
+        expected = copy.deepcopy(net)
+        expected(x)
+        step(x).backward()
+        for name, s in logit_stats(net).items():
+            torch.testing.assert_close(s, logit_stats(expected)[name])
+        optimizer.step()
+        optimizer.zero_grad()
+        assert clip.step().count > 0
+        compiled_frames.append(frames["ok"])
+    assert compiled_frames[-1] == compiled_frames[1]

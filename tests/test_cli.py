@@ -1,0 +1,273 @@
+"""The command line: every command explains itself; a mistake is one message, not a traceback."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway import cli
+from headway.cli.mask import parse
+from headway.errors import ArgumentError
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    try:
+        status = cli.main(list(arguments))
+    except SystemExit as stop:  # the parser of options exits by itself
+        status = int(stop.code or 0)
+    out, error = capsys.readouterr()
+    return status, out, error
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    for name, line in cli.COMMANDS.items():
+        assert f"  {name} " in out
+        assert line in out
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(importlib.import_module(f"headway.cli.{name}").main)
+    status, out, _ = run(capsys, name, "--help")
+    assert status == 0
+    assert f"headway {name}" in out
+
+
+def test_help_of_train_says_what_defaults_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    out = " ".join(run(capsys, "train", "--help")[1].replace("│", " ").split())
+    for text in ("--depth INT", "(default: 35 * depth²)", "--resume", "(default: run-1, run-2"):
+        assert text in out
+    assert "None" not in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version")[:2] == (
+        0,
+        f"headway {importlib.import_module('headway').__version__}\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["tain"], "no command 'tain'; there are: train"),
+        (["train", "--depht", "2"], "--depht"),
+        (["train", "--depth", "two"], "two"),
+        (["train", "--depth", "0"], "--depth 0"),
+        (["train", "--corpus", "/nowhere"], "/nowhere"),
+        (["train", "--name", "nothing", "--resume", "--runs", "/nowhere"], "no run 'nothing'"),
+        (["sample", "nothing", "--runs", "/nowhere"], "no run 'nothing'"),
+        (["sample"], "RUN"),
+        (["mask", "causal("], "not an expression"),
+        (["mask", "causal()", "--length", "0"], "--length 0"),
+        (["mask", "causal()", "--tile", "-1"], "--tile -1"),
+        (["doctor", "--jsn"], "--jsn"),
+    ],
+)
+def test_a_mistake_is_one_message(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, error = run(capsys, *arguments)
+    assert status == 2
+    assert named in error
+    assert out == ""
+    assert "Traceback" not in error
+
+
+def test_listing_commands_loads_none_of_them() -> None:
+    """Nor the libraries that only commands use."""
+    code = (
+        "import sys; from headway.cli import main; main(['--help']); main(['--version'])\n"
+        "heavy = {'tyro', 'rich', 'matplotlib', 'triton', 'headway.recipe', 'headway.cli.train'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# -- train and sample -----------------------------------------------------------------------------
+
+
+def test_train_then_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for n in range(99):
+        (tmp_path / f"m{n}.py").write_text(f"x = {n}\n" * 9)
+    runs = ["--runs", str(tmp_path / "runs")]
+    small = ["--depth", "1", "--steps", "4", "--batch", "1", "--context", "16", "--threads", "1"]
+    train = ["train", "--name", "small", "--corpus", str(tmp_path), *small, *runs]
+    status, out, _ = run(capsys, *train)
+    assert status == 0
+    assert "step 4/4  loss" in out
+    assert "done:" in out
+    assert "bits per byte on the" in out
+    # Again: refused, with the way out; that way leads on.
+    status, out, error = run(capsys, *train)
+    assert status == 2
+    assert "--name small --resume" in error
+    assert run(capsys, *train, "--resume")[0] == 0
+    assert run(capsys, "train", "--name", "small", "--resume", *runs)[0] == 0
+    # A setting that is given and differs, be it the default, is refused.
+    status, _, error = run(capsys, "train", "--name", "small", "--resume", "--depth", "4", *runs)
+    assert status == 2
+    assert "--depth 4 (the run has 1)" in error
+    first, again, other = (
+        run(capsys, "sample", "small", "--prompt", "né ", "--length", "20", "--seed", seed, *runs)
+        for seed in ("1", "1", "2")
+    )
+    assert first[0] == 0
+    assert first[1].startswith("né ")
+    assert first == again != other
+    weights = tmp_path / "runs" / "small" / "model.safetensors"
+    assert run(capsys, "sample", str(weights), "--length", "3")[0] == 0
+    weights.write_bytes(b"damaged")
+    status, _, error = run(capsys, "sample", "small", *runs)
+    assert status == 2
+    assert str(weights) in error
+
+
+# -- doctor ---------------------------------------------------------------------------------------
+
+
+def test_doctor_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    from headway.backends import table
+
+    status, out, _ = run(capsys, "doctor", "--json")
+    assert status == 0
+    found = json.loads(out)
+    assert set(found) == {"versions", "machine", "devices", "backends"}
+    for row in table():
+        assert row.reason in found["backends"][row.name]
+    status, text, _ = run(capsys, "doctor")
+    assert status == 0
+    for section in found.values():
+        for name, value in section.items():
+            assert name in text
+            assert value in text
+
+
+def test_doctor_survives_what_it_examines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no driver [here]")
+
+    monkeypatch.setattr(torch.cuda, "device_count", broken)
+    monkeypatch.setattr(importlib.import_module("headway.backends"), "table", broken)
+    for option in ([], ["--json"]):
+        status, out, _ = run(capsys, "doctor", *option)
+        assert status == 0
+        assert out.count("RuntimeError: no driver [here]") == 2
+        assert torch.__version__ in out
+
+
+# -- mask -----------------------------------------------------------------------------------------
+
+
+def test_mask_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(
+        capsys,
+        "mask",
+        "causal() & sliding_window(33) | prefix(1)",
+        "--length",
+        "128",
+        "--tile",
+        "32",
+    )
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0] == "causal() & sliding_window(33) | prefix(1)"
+    assert lines[1:5] == ["▒▒······", "▒▒▒▒····", "▒▒▒▒▒▒··", "▒▒··▒▒▒▒"]
+    assert "full 0" in out
+    assert "partial 9" in out
+    assert "empty 7" in out
+
+
+def test_mask_writes_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    status, out, _ = run(capsys, "mask", "causal()", "--png", str(tmp_path / "mask.png"))
+    assert status == 0
+    assert out.splitlines()[-1].startswith("wrote ")
+    assert (tmp_path / "mask.png").read_bytes()[:4] == b"\x89PNG"
+    for name in ("no/folder.png", "mask.xyz"):
+        status, _, error = run(capsys, "mask", "causal()", "--png", str(tmp_path / name))
+        assert status == 2
+        assert "cannot draw to" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("causal()", "causal(0)"),
+        ("causal(offset=-2)", " causal ( - 2 ) "),
+        (
+            "~causal() | causal() & sliding_window(4)",
+            "(~causal()) | (causal() & sliding_window(4))",
+        ),
+        ("document([0]*3 + 2*[1])", "document([0, 0, 0, 1, 1])"),
+        ("padding([7 - 2])", "padding([5])"),
+        ("prefix(2*3)", "prefix(length=6)"),
+        ("dilated(2, step=2) | strided(3)", "strided(stride=3) | dilated(2, 2)"),
+        ("neighborhood((2, 2), (1, 2))", "neighborhood(kernel=(1, 2), shape=(2, 4 - 2))"),
+        ("tiled(causal() & prefix(9), (2, 4), (2, 2))", "tiled(~~causal(), (2, 4), (2, 2))"),
+    ],
+)
+def test_expressions(text: str, same: str) -> None:
+    import torch
+
+    i, j = torch.arange(5)[:, None], torch.arange(5)
+    kept = [parse(t)(torch.tensor(0), torch.tensor(0), i, j) for t in (text, same)]
+    assert torch.equal(*kept)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "causal",
+        "1",
+        "[1]",
+        "causal() and causal()",
+        "causal() + causal()",
+        "causal().offset",
+        "causal(*[1])",
+        "causal(**{})",
+        "causal(offset=True)",
+        "causal(1.5)",
+        "causal((1, 2))",
+        "prefix(causal())",
+        "neighborhood((4, 4), ((1, 2), 3))",
+        "tiled(3, (4,), (2,))",
+        "causal(1, 2)",
+        "causal(of=1)",
+        "causal(lambda: 0)",
+        "sliding_window()",
+        "sliding_window(0)",
+        "sliding_window(10**9)",
+        "document(3)",
+        "document([0.5])",
+        "document([[0], 1])",
+        "document([0]*-1)",
+        "document([0]*10000000000)",
+        "document([99999999999999999999])",
+        "document([0] - [0])",
+        "prefix('a')",
+        "__import__('os').system('true')",
+        "(lambda: causal())()",
+        "[causal() for _ in [1]]",
+        "print(1)",
+        "causal(); print()",
+        "open('x')",
+        "headway.causal()",
+        "causal(\0)",
+    ],
+)
+def test_what_is_no_mask_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentError):
+        parse(text)

@@ -1,0 +1,98 @@
+"""What `import headway` loads and costs, and how long a file may be.
+
+Who may import whom is checked by import-linter (`make check`; the rules are in pyproject.toml).
+"""
+
+import ast
+import io
+import json
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+SOURCES = sorted((Path(__file__).parents[1] / "src").rglob("*.py"))
+LONGEST = 400  # lines of code in one file: what one reads in a sitting
+
+LAZY = ("triton", "matplotlib", "rich", "tyro", "transformers")
+
+# What PyTorch loads by itself (CUDA builds load Triton) is not ours to answer for.
+LOADED = """
+import json, sys
+import torch
+before = set(sys.modules)
+import headway
+imported = set(sys.modules)
+q = torch.randn(1, 2, 8, 4, requires_grad=True)
+out = headway.attention(q, q, q, mask=headway.causal())
+out.sum().backward()
+assert q.grad.isfinite().all()
+print(json.dumps([sorted(imported - before), sorted(set(sys.modules) - before)]))
+"""
+
+IMPORT_TIME = """
+import time
+import torch
+start = time.perf_counter()
+import headway
+print(time.perf_counter() - start)
+"""
+
+
+def run_fresh(code: str) -> str:
+    """What `code` prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_and_cpu_attention_load_nothing_heavy():
+    by_import, by_call = json.loads(run_fresh(LOADED))
+    assert [m for m in by_import if m.split(".")[0] in LAZY] == []
+    assert [m for m in by_call if m.split(".")[0] in LAZY] == []
+
+
+def test_import_costs_little_beyond_torch():
+    seconds = []
+    while len(seconds) < 5 and min(seconds, default=1.0) > 0.15:  # a busy machine gets five tries
+        seconds.append(float(run_fresh(IMPORT_TIME)))
+    assert min(seconds) <= 0.15, f"import headway took {seconds} s after import torch"
+
+
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def code_lines(source: str) -> int:
+    """Lines that hold code: blank lines, comments and docstrings are free."""
+    code = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in LAYOUT:
+            code.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            code.difference_update(range(docstring.lineno, docstring.end_lineno + 1))
+    return len(code)
+
+
+def test_code_lines_counts_code_only():
+    source = '"""Doc.\n\nMore.\n"""\n\n# why\nx = 1  # because\ny = """a\n\nb"""\n\n\n'
+    function = 'def f():\n    """Doc."""\n    return (\n        1\n    )\n'
+    assert code_lines(source) == 4  # x, and the three lines of y
+    assert code_lines(source + function) == 8
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: "/".join(path.parts[-3:]))
+def test_file_is_short(path: Path):
+    lines = code_lines(path.read_text(encoding="utf-8"))
+    assert lines <= LONGEST, f"{path.name} has {lines} lines of code: give a part a file of its own"

@@ -1,0 +1,70 @@
+"""Every ```python block of README.md and docs/ runs, in order, one namespace per file.
+
+A block may use the names of the blocks above it. Each block is a test: run alone, or in another
+process than the blocks above it, it runs those first.
+"""
+
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass
+class Page:
+    """A Markdown file: its blocks as (line of the fence, code), and how far it has been run."""
+
+    path: Path
+    blocks: list[tuple[int, str]] = field(init=False)
+    module: ModuleType = field(init=False)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        text = self.path.read_text(encoding="utf-8")
+        self.blocks = [(text.count("\n", 0, m.start()) + 1, m[1]) for m in FENCE.finditer(text)]
+        self.module = ModuleType("page_" + re.sub(r"\W", "_", self.name))
+
+    @property
+    def name(self) -> str:
+        return self.path.relative_to(ROOT).as_posix()
+
+    def run_to(self, last: int) -> None:
+        """Run the blocks up to and including block `last`, those that have run already excepted."""
+        sys.modules[self.module.__name__] = self.module  # where dataclass and pickle look
+        while self.done <= last:
+            line, code = self.blocks[self.done]
+            # Blank lines above it: tracebacks and source look-ups then give the page's own lines.
+            exec(compile("\n" * line + code, str(self.path), "exec"), self.module.__dict__)
+            self.done += 1
+
+
+PAGES = [Page(path) for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]]
+BLOCKS = [
+    pytest.param(page, i, id=f"{page.name}:{line}")
+    for page in PAGES
+    for i, (line, _) in enumerate(page.blocks)
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An empty folder for each page, shared by its blocks: one may read what another wrote."""
+    return {page.name: tmp_path_factory.mktemp("page") for page in PAGES}
+
+
+@pytest.mark.parametrize(("page", "i"), BLOCKS)
+def test_block(page: Page, i: int, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folders[page.name])
+    page.run_to(i)
+
+
+def test_readme_has_blocks():
+    assert PAGES[0].blocks, "README.md shows no Python"
+    opened = PAGES[0].path.read_text(encoding="utf-8").count("```py")
+    assert opened == len(PAGES[0].blocks), "a Python block that is not opened by ```python alone"

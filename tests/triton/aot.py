@@ -1,0 +1,144 @@
+"""Compile what a call would launch, for a GPU that is not there: registers, spills, shared memory.
+
+`aot.py sm_90 bf16_128` prints the bytes that the three kernels of a causal call spill.
+
+The real launching code runs on tensors on the CPU, with a driver that only names a target; every
+launch is compiled, and none runs.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import headway as hw
+import triton
+from headway.api import prepare
+from headway.backends import triton as backend
+from headway.backends.triton import launch
+from headway.backends.triton.config import configs, pieces
+
+# Name: target, and bytes of shared memory that a program may have.
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 166912),
+    "sm_90": (GPUTarget("cuda", 90, 32), 232448),
+    "sm_100": (GPUTarget("cuda", 100, 32), 232448),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 65536),
+}
+
+
+class Compiled(NamedTuple):
+    name: str
+    registers: int
+    spills: int  # bytes stored
+    shared: int
+
+
+class _Driver:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(name: str, kernels: list):
+    """Inside, launches compile for the target and append (kernel's name, compiled) to `kernels`."""
+    target, shared = TARGETS[name]
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernels.append((self.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
+
+    def first(self, kernel, text, make):
+        d, dv = (sum(pieces(x.shape[3])) for x in (self.q, self.v))
+        for how in configs(kernel, self.q.element_size(), d, dv, self.spec.score is not None):
+            result = make(how)
+            if kernels[-1][1].metadata.shared <= shared:
+                return result
+            kernels.pop()
+        raise AssertionError(f"no tile of {kernel} fits {name}")
+
+    with ExitStack() as stack:
+        driver.set_active(_Driver(target))
+        stack.callback(setattr, driver, "_active", driver._active)
+        for where, what, by in (
+            (JITFunction, "run", compile_only),
+            (launch._Common, "first_that_fits", first),
+            (backend, "_unavailable", lambda *device: ""),
+        ):
+            stack.enter_context(mock.patch.object(where, what, by))
+        yield
+
+
+def resources(name: str, make: Callable[[], None]) -> list[Compiled]:
+    """What the launches that `make` would do need on a target."""
+    kernels: list = []
+    with compiling(name, kernels):
+        make()
+    return [_resources(name, kernel, compiled) for kernel, compiled in kernels]
+
+
+def _resources(target: str, name: str, compiled) -> Compiled:
+    shared = compiled.metadata.shared
+    if target.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        registers = max(map(int, re.findall(r"\.vgpr_count:\s+(\d+)", text)))
+        return Compiled(
+            name, registers, int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0]), shared
+        )
+    ptx = compiled.asm["ptx"]
+    arch = re.search(r"\.target (\w+)", ptx)[1]
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin"
+    tool = tool / ("ptxas-blackwell" if arch.startswith("sm_1") else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        report = subprocess.run(
+            [tool, "-v", f"--gpu-name={arch}", file, "-o", file.with_suffix(".cubin")],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    return Compiled(
+        name,
+        int(re.search(r"Used (\d+) registers", report)[1]),
+        int(re.search(r"(\d+) bytes spill stores", report)[1]),
+        shared,
+    )
+
+
+def causal(width: int, dtype: torch.dtype) -> None:
+    """The launches of a causal call, forward and backward."""
+    q = torch.randn(2, 4, 256, width).to(dtype)
+    spec, call = prepare(q, q, q, None, hw.causal(), backend="triton")
+    rows = torch.zeros(q.shape[:3])
+    backend.forward(spec, call)
+    backend.backward(spec, call, q, rows, q, rows, ())
+
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+if __name__ == "__main__":
+    dtype, width = sys.argv[2].split("_")
+    found = resources(sys.argv[1], lambda: causal(int(width), DTYPES[dtype]))
+    for kernel in found:
+        print(kernel)
+    print(*(kernel.spills for kernel in found))

@@ -1,0 +1,41 @@
+"""Run a part of the small cases in Triton's interpreter: `interpret.py PART PARTS DTYPE`.
+
+The last line printed is {case: what is wrong}.
+"""
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import test_interpreter
+
+import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
+from cases import BY_NAME
+from checks import check
+
+HALF = ("score_relative",)
+
+
+def main(part: int, parts: int, dtype: torch.dtype) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # NumPy's, of infinities that are meant
+    names = test_interpreter.CASES if dtype == torch.float32 else HALF
+    wrong = {}
+    for case in (BY_NAME[name] for name in names[part::parts]):
+        start = time.perf_counter()
+        try:
+            check(case, "triton", dtype)
+        except Exception as error:  # noqa: BLE001  (the parent reports it)
+            wrong[case.name] = f"{type(error).__name__}: {error}"
+        print(case.name, f"{time.perf_counter() - start:.1f} s", flush=True)
+    print(json.dumps(wrong))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]))

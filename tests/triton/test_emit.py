@@ -1,0 +1,98 @@
+"""The functions generated for scores and masks, as text: golden files, widths, what is summed."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import headway as hw
+from headway.mods import lower_mod
+from headway.mods.derivative import differentiable_gathers
+from headway.mods.graph import parse
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from headway.backends.triton import emit
+from headway.backends.triton.varies import variation
+
+SLOPES = torch.rand(4)
+TABLE = torch.randn(4, 9)
+IDS = torch.zeros(2, 32, dtype=torch.int64)
+
+
+def buckets(s, b, h, q_idx, kv_idx):
+    distance = (q_idx - kv_idx).clamp(min=0)
+    return s + TABLE[h, torch.minimum(distance // 4, torch.tensor(8))]
+
+
+def steps(b, h, q_idx, kv_idx):
+    return (q_idx // 64 == kv_idx // 64) | (kv_idx % 7 == 0)
+
+
+def far_product(b, h, q_idx, kv_idx):
+    return (q_idx * kv_idx) % 1000 < 500
+
+
+GOLDEN = {
+    "alibi_softcap": (hw.alibi(SLOPES) >> hw.softcap(30.0), hw.causal()),
+    "relative_bias": (hw.relative_bias(TABLE), hw.causal() & hw.sliding_window(1024)),
+    "buckets": (buckets, hw.causal() & hw.document(IDS)),
+    "far_product": (None, far_product),
+    "steps": (None, steps),
+}
+
+
+def text_of(score, mask, learn: bool = True, narrow: bool = True) -> emit.Text:
+    graphs = [
+        None if mod is None else lower_mod(kind, mod, torch.float32)[0]
+        for kind, mod in (("score", score), ("mask", mask))
+    ]
+    count = sum(len(g.tensors) for g in graphs if g is not None)
+    wanted = ()
+    if learn and graphs[0] is not None:
+        wanted = differentiable_gathers(graphs[0], range(len(graphs[0].tensors)))
+    texts = [None if g is None else g.text for g in graphs]
+    return emit.Text(*texts, wanted, narrow=narrow, far=(False,) * count)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden(name, golden):
+    golden(f"triton/{name}.py", emit.source(text_of(*GOLDEN[name])))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_functions_are_found_by_name(name):
+    text = text_of(*GOLDEN[name])
+    module = emit.functions(text)
+    assert emit.functions(text) is module
+    assert hasattr(module, "score") == (GOLDEN[name][0] is not None)
+    assert hasattr(module, "mask")
+
+
+def test_products_of_positions_are_wide():
+    narrow = emit.source(text_of(*GOLDEN["far_product"]))
+    assert "tl.cast(q_idx, tl.int64) * kv_idx" in narrow
+    assert "int64" not in emit.source(text_of(*GOLDEN["steps"]))
+
+
+KINDS = {
+    "one": lambda s, b, h, i, j: s * SLOPES[h],
+    "rows": lambda s, b, h, i, j: s + TABLE[h, i % 9],
+    "cols": lambda s, b, h, i, j: s + TABLE[h, (j // 3).clamp(0, 8)],
+    "diagonals": lambda s, b, h, i, j: s + TABLE[h, (2 * j - 3 - (i + i)).clamp(-4, 4) + 4],
+    "pairs": lambda s, b, h, i, j: s + TABLE[h, (2 * j - i) % 9],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_summed_first(kind):
+    graph = parse(text_of(KINDS[kind], None).score)
+    ((_, gather),) = graph.gathers
+    assert variation(graph, gather.args[1:]) == kind
+
+
+def test_an_index_made_of_the_score_varies_by_pair():
+    graph = parse(text_of(lambda s, b, h, i, j: s + TABLE[h, s.long().clamp(0, 8)], None).score)
+    ((_, gather),) = graph.gathers
+    assert variation(graph, gather.args[1:]) == "pairs"

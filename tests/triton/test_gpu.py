@@ -1,0 +1,45 @@
+"""The whole table on a GPU: `make gpu-test`. Skipped where there is none."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from cases import BY_NAME, CASES
+
+if find_spec("triton") is None or not torch.cuda.is_available():
+    pytest.skip("needs Triton and a GPU", allow_module_level=True)
+
+from on_gpu import check_on
+
+HALF = [case for case in CASES if "half" in case.tags]
+FOURTEEN = [case for case in CASES if "fourteen" in case.tags]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_table(case):
+    check_on(case, torch.float32, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("stats", [True, False], ids=["stats", "plain"])
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_half(case, stats, dtype):
+    check_on(case, dtype, "cuda", stats=stats)
+
+
+@pytest.mark.parametrize("case", FOURTEEN, ids=str)
+def test_batch_of_two(case):
+    """A row past the end of one head lies in the next, of one batch row in the next."""
+    check_on(replace(case, b=2), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("name", ["heads_8_2", "width_64_64", "long_causal_window"])
+def test_same_bits_every_time(name):
+    from on_gpu import results
+
+    first, again = (results(BY_NAME[name], torch.bfloat16, "cuda") for _ in range(2))
+    for key, value in first.items():
+        if value.dtype.is_floating_point:
+            assert torch.equal(value, again[key]), key

@@ -1,0 +1,45 @@
+"""The kernels themselves, on the CPU: Triton's interpreter runs them on small cases of the table.
+
+The interpreter is chosen when Triton is first imported, so these run in a process of their own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+HERE = Path(__file__).parent
+
+# Small ones that give every part of the kernels work: tails, pieces of a width, groups of heads,
+# runs of full and partial tiles, each way to add up a gradient, strides, dropout.
+CASES = (
+    "length_1", "length_65_causal", "width_40_40_score", "heads_6_3_score", "layout_strided",
+    "scale_-0.5", "dropout_0.1_all", "mask_no_row_sink", "mask_document_cross", "score_twice",
+    "score_bias_rows", "score_bias_number", "score_outside",
+)  # fmt: skip
+PARTS = 2  # the suite runs them side by side
+
+
+def run(part: int, dtype: str) -> dict[str, str]:
+    """The wrong cases of a part, each with what is wrong."""
+    done = subprocess.run(
+        [sys.executable, HERE / "interpret.py", str(part), str(PARTS), dtype],
+        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_table(part):
+    assert run(part, "float32") == {}
+
+
+def test_half_precision():
+    # The interpreter, which is NumPy, has no bfloat16.
+    assert run(0, "float16") == {}
