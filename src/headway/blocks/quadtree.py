@@ -136,7 +136,8 @@ class Search:
             most = _BOXES if samples == (2, 2) else _PAIRS
             for at in todo.split(max(1, most // (samples[0] * samples[1]))):
                 if len(at):
-                    of_some, of_every = self._pairs(pick(g, at), pick(r, at), pick(c, at), samples)
+                    tiles = pick(g, at), pick(r, at), pick(c, at)
+                    of_some, of_every = self._pairs(tiles, samples)
                     some.index_copy_(0, at, of_some | pick(some, at))
                     every.index_copy_(0, at, of_every & pick(every, at))
         return some, some & every
