@@ -1,6 +1,5 @@
 """The public calls: check the arguments once, say what to compute, run the pair."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +8,28 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import ops
+from .arguments import (
+    check_block_mask,
+    check_captured,
+    check_dropout,
+    check_function,
+    check_made_outside,
+    check_sink,
+    check_sizes,
+    check_tensors,
+    check_tile,
+    scale_of,
+    seed_of,
+)
 from .backends import choose
 from .backends.base import Call
 from .blocks import BlockMask, build
-from .errors import ArgumentError, ModError
+from .errors import ArgumentError, CapturedIndexError
 from .mods import Captured, captured_of, describe, lower, lower_mod
 from .mods.base import Lowered, MaskFn, ScoreFn
 from .mods.graph import DTYPE_NAMES
+from .mods.places import place_of_line, quote
 from .types import AttentionOutput, Coords, Forward, Spec, constant_under_compile
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def attention(
@@ -116,15 +127,19 @@ def block_mask(
     for name, number in (("b", b), ("h", h), ("q_len", q_len), ("kv_len", kv_len)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ArgumentError(f"{name}={number!r} must be a whole number, 0 or more")
-    if len(tile) != 2 or any(not isinstance(t, int) or t < 1 for t in tile):
-        raise ArgumentError(f"tile={tile!r} must be two whole numbers of at least 1")
-    _check_function("mask", mask)
+    check_tile(tile)
+    check_function("mask", mask)
+    check_sizes(mask, b, h, q_len, kv_len)
     graph, captured = lower_mod("mask", mask, torch.float32)
     if device is None:
         device = captured.tensors[0].device if captured.tensors else "cpu"
     device = torch.device(device)
-    _check_captured("mask", captured, device)
-    tiles, mask_b, mask_h = build(graph, captured, (b, h, q_len, kv_len), tuple(tile), device)
+    check_captured("mask", captured, device)
+    sizes = b, h, q_len, kv_len
+    try:
+        tiles, mask_b, mask_h = build(graph, captured, sizes, tuple(tile), device)
+    except CapturedIndexError as error:
+        raise _with_place(error, mask) from None
     return BlockMask(mask, (mask_b, mask_h, q_len, kv_len), tuple(tile), tiles)
 
 
@@ -136,7 +151,18 @@ def _run(
         q, k, v, score, mask, scale=scale, sink=sink, dropout=dropout, seed=seed,
         deterministic=deterministic, backend=backend, max_logit=stats,
     )  # fmt: skip
-    return ops.attention(spec, call)
+    try:
+        return ops.attention(spec, call)
+    except CapturedIndexError as error:
+        raise _with_place(error, score, mask) from None
+
+
+def _with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
+    """The error with the file and line of the user's function that it comes from."""
+    mods = [mod.mask if isinstance(mod, BlockMask) else mod for mod in mods if mod is not None]
+    functions = [fn for mod in mods for fn in describe(mod).functions]
+    place = place_of_line(functions, error.line)
+    return CapturedIndexError(f"{error}{quote(place)}", error.line) if place else error
 
 
 def prepare(
@@ -163,47 +189,39 @@ def prepare(
     accumulation dtype, and `coords`, where these tensors stand in the whole (shards, decoding).
     """
     q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v)
-    hq, d = q.shape[1], q.shape[3]
-    if scale is None:
-        scale = 1 / math.sqrt(d) if d else 1.0
-    elif isinstance(scale, Tensor):
-        raise ArgumentError(
-            "scale is a tensor; pass a number, or multiply q by the tensor and pass scale=1.0, "
-            "which lets it learn"
-        )
-    if sink is not None and (not isinstance(sink, Tensor) or sink.shape != (hq,)):
-        raise ArgumentError(f"sink must be a tensor (hq,) = ({hq},), got {_shown(sink)}")
-    if sink is not None and sink.device != q.device:
-        raise ArgumentError(f"sink is on {sink.device}, q on {q.device}; move it with .to()")
-    if not 0.0 <= dropout <= 1.0:
-        raise ArgumentError(f"dropout={dropout!r} must be a probability, from 0 to 1")
+    check_tensors(q, k, v)
+    scale = scale_of(scale, q.shape[3])
+    if sink is not None:
+        check_sink(sink, q)
+    check_dropout(dropout)
     accumulate = (
         torch.float64 if backend == "reference" or q.dtype == torch.float64 else torch.float32
     )
     texts, parts, tiles, shape = [], [], None, None
     if isinstance(mask, BlockMask):
         tiles, shape = mask.tiles, (*mask.shape[:2], *mask.tile)
-        _check_block_mask(mask, q, k)
+        check_block_mask(mask, q, k)
         mask = mask.mask
     for kind, mod in (("score", score), ("mask", mask)):
         if mod is None:
             texts.append(None)
             parts.append(Captured([], [], []))
             continue
-        _check_function(kind, mod)
+        check_function(kind, mod)
+        if coords is None:  # else the tensors are a part of what the score and mask are made for
+            check_sizes(mod, *q.shape[:3], k.shape[2])
         pieces = describe(mod)
         if torch.compiler.is_compiling():
-            _check_made_outside(kind, pieces.functions)
+            check_made_outside(kind, pieces.functions)
         lowered = _lower(kind, pieces.structure, DTYPE_NAMES[accumulate], *pieces.functions)
         texts.append(lowered[0])
         parts.append(captured_of(pieces, lowered))
-        _check_captured(kind, parts[-1], q.device)
+        check_captured(kind, parts[-1], q.device)
     captured = Captured(*(a + b for a, b in zip(*parts, strict=True)))
     coords = Coords() if coords is None else coords
-    call = Call(q, k, v, sink, _seed(seed, dropout, q.device), captured, tiles, coords)
+    call = Call(q, k, v, sink, seed_of(seed, dropout, q.device), captured, tiles, coords)
     fields: dict[str, Any] = {
-        "scale": float(scale),
+        "scale": scale,
         "score": texts[0],
         "mask": texts[1],
         "dropout": float(dropout),
@@ -228,18 +246,6 @@ def _lower(kind: str, structure: str, dtype: str, *functions: Callable) -> Lower
 constant_under_compile(_lower)  # tracing is Python about Python: it runs once, at compile time
 
 
-def _seed(seed: int | Tensor | None, dropout: float, device: torch.device) -> Tensor | None:
-    if dropout == 0:
-        return None
-    if seed is None:
-        return torch.randint(2**62, (), dtype=torch.int64, device=device)
-    if isinstance(seed, Tensor):
-        if seed.dim() or seed.dtype != torch.int64:
-            raise ArgumentError(f"seed must be a number or a 0-d int64 tensor, got {_shown(seed)}")
-        return seed
-    return torch.tensor(seed, dtype=torch.int64, device=device)
-
-
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, attention runs in the autocast dtype, as PyTorch's own does."""
     device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
@@ -250,100 +256,3 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
             for t in tensors
         )
     return tensors
-
-
-# -- checks: which argument, what was seen, the way out -------------------------------------------
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return repr(value)
-
-
-def _check_tensors(q: Any, k: Any, v: Any) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ArgumentError(
-                f"{name} must be (batch, heads, length, width), got {_shown(x)}; "
-                "add missing dimensions with .unsqueeze(), move heads with .transpose(1, 2)"
-            )
-        if x.dtype not in DTYPES:
-            raise ArgumentError(f"{name} is {x.dtype}; use float32, bfloat16, float16 or float64")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dtype == k.dtype == v.dtype:
-        raise ArgumentError(
-            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; "
-            "convert with .to()"
-        )
-    if not q.device == k.device == v.device:
-        raise ArgumentError(
-            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}; "
-            "move with .to()"
-        )
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ArgumentError(f"batch sizes differ: {shapes}; expand the smaller one with .expand()")
-    if k.shape[1] != v.shape[1]:
-        raise ArgumentError(f"k and v must have the same heads: {shapes}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ArgumentError(
-            f"query heads must be a multiple of key heads: hq = {q.shape[1]}, hk = {k.shape[1]}"
-        )
-    if k.shape[2] != v.shape[2]:
-        raise ArgumentError(f"k and v must have the same length: {shapes}")
-    if q.shape[3] != k.shape[3]:
-        raise ArgumentError(f"q and k must have the same width: {shapes}")
-
-
-def _check_function(kind: str, mod: Any) -> None:
-    if isinstance(mod, Tensor):
-        way = "bias(tensor)" if kind == "score" else "lambda b, h, q_idx, kv_idx: m[q_idx, kv_idx]"
-        raise ArgumentError(f"{kind} is a tensor {_shown(mod)}; make it a function: {way}")
-    if not callable(mod):
-        raise ArgumentError(f"{kind} must be a function or a value of the library, got {mod!r}")
-
-
-def _check_made_outside(kind: str, functions: list[Callable]) -> None:
-    """`torch.compile` cannot look inside a closure that is created while it traces."""
-    for fn in functions:
-        try:
-            fn.__closure__  # noqa: B018
-        except AttributeError:
-            if fn.__code__.co_freevars:
-                raise ModError(
-                    f"the {kind} is a closure created inside the compiled function; create it "
-                    "outside and pass it in, or write functools.partial(function, tensor=tensor) "
-                    "with a function of the module, or combine values such as headway.bias(tensor)"
-                ) from None
-
-
-def _check_captured(kind: str, captured: Captured, device: torch.device) -> None:
-    for t in captured.tensors:
-        if t.device != device and t.dim():
-            raise ArgumentError(
-                f"the {kind} captures a tensor {_shown(t)} on {t.device}, but q is on {device}; "
-                "move it with .to()"
-            )
-        if kind == "mask" and t.requires_grad and t.is_floating_point():
-            raise ArgumentError(
-                f"the mask captures a tensor {_shown(t)} that requires grad, but a mask has no "
-                "gradient; put it in the score, or capture tensor.detach()"
-            )
-
-
-def _check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
-    b, h, q_len, kv_len = mask.shape
-    if (q_len, kv_len) != (q.shape[2], k.shape[2]):
-        raise ArgumentError(
-            f"the block mask is for lengths {(q_len, kv_len)}, but q and k have "
-            f"{(q.shape[2], k.shape[2])}; build one with block_mask(mask, b, h, q_len, kv_len)"
-        )
-    if b not in (1, q.shape[0]) or h not in (1, q.shape[1]):
-        raise ArgumentError(
-            f"the block mask is for batch {b} and heads {h}, but q has {tuple(q.shape[:2])}; "
-            "each must be equal or 1"
-        )
-    if mask.device != q.device:
-        raise ArgumentError(f"the block mask is on {mask.device}, q on {q.device}; build it there")

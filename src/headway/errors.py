@@ -21,7 +21,14 @@ class ModError(HeadwayError, ValueError):
 
 
 class CapturedIndexError(HeadwayError, IndexError):
-    """A score or mask function indexed a captured tensor out of range at a pair that is kept."""
+    """A score or mask function indexed a captured tensor out of range at a pair that is kept.
+
+    `line` is the line of source that did it, where it is known.
+    """
+
+    def __init__(self, message: str, line: str = "") -> None:
+        super().__init__(message)
+        self.line = line
 
 
 class BackendRefused(HeadwayError, NotImplementedError):

@@ -344,7 +344,7 @@ VALUES = {
     "bias(3.0)": ("bias(tensor=3.0)",),
     "bias(torch.zeros(2, 2, 2, 2, 2))": ("bias", "at most 4"),
     "bias(torch.zeros(2, dtype=torch.int64))": ("bias", "torch.int64"),
-    "causal() & torch.ones(3, 3)": ("&", "(3, 3)", "lambda b, h"),
+    "causal() & torch.ones(3, 3)": ("&", "f32[3, 3]", "lambda b, h"),
     "causal() & True": ("&", "True"),
     "softcap(3.0) >> 2": (">>", "2"),
     "causal() and sliding_window(3)": ("and", "&"),

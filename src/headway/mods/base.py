@@ -45,6 +45,18 @@ class Mod:
         cls.fields = tuple(inspect.get_annotations(cls))
         Mod.kinds[cls.__name__] = cls
 
+    def check_sizes(self, b: int, h: int, q_len: int, kv_len: int) -> None:
+        """Refuse a call of other sizes than those that the captured tensors were made for."""
+        for name in self.fields:
+            part = getattr(self, name)
+            if isinstance(part, Mod):
+                part.check_sizes(b, h, q_len, kv_len)
+
+    def __bool__(self) -> bool:
+        raise ArgumentError(
+            f"{self!r} is neither true nor false; write & | ~ in place of and, or, not"
+        )
+
     def _key(self) -> tuple:
         """Numbers by value, tensors by identity."""
         values = (getattr(self, name) for name in self.fields)
@@ -165,6 +177,9 @@ class Shifted(Mask):
     q_idx: int = 0
     kv_idx: int = 0
 
+    def check_sizes(self, b, h, q_len, kv_len):
+        """The mask was made for the whole, whose sizes are not known here."""
+
     def __call__(self, b, h, q_idx, kv_idx):
         return self.mask(b + self.b, h + self.h, q_idx + self.q_idx, kv_idx + self.kv_idx)
 
@@ -189,9 +204,10 @@ class Then(Score):
 
 def _operand(other: Any, sign: str) -> Any:
     if not callable(other):
+        got = f"a tensor {_show(other)}" if isinstance(other, Tensor) else repr(other)
         raise ArgumentError(
-            f"{sign} combines functions or values of the library, not {type(other).__name__} "
-            f"{other!r}; a dense mask tensor m becomes lambda b, h, i, j: m[b, h, i, j]"
+            f"{sign} combines functions or values of the library, not {got}; "
+            "a dense mask tensor m becomes dense(m) or lambda b, h, i, j: m[b, h, i, j]"
         )
     return other
 
@@ -199,6 +215,26 @@ def _operand(other: Any, sign: str) -> Any:
 def _is_default(mod: Mod, name: str) -> bool:
     item = getattr(mod, name)
     return not isinstance(item, Tensor) and item == getattr(type(mod), name, mod)
+
+
+def check_shape(mod: str, name: str, tensor: Tensor, **sizes: int) -> None:
+    """Refuse a captured tensor that is not of the call's sizes."""
+    if tuple(tensor.shape) != tuple(sizes.values()):
+        raise ArgumentError(
+            f"{mod}: {name} has shape {tuple(tensor.shape)}, but this call has "
+            f"({', '.join(sizes)}) = {tuple(sizes.values())}"
+        )
+
+
+def check_broadcasts(mod: str, tensor: Tensor, b: int, h: int, q_len: int, kv_len: int) -> None:
+    """Refuse a captured tensor that does not broadcast to (b, h, q_len, kv_len)."""
+    whole = (b, h, q_len, kv_len)
+    for size, own in zip(whole[4 - tensor.dim() :], tensor.shape, strict=True):
+        if own != 1 and own != size:
+            raise ArgumentError(
+                f"{mod}: the tensor has shape {tuple(tensor.shape)}, which does not broadcast to "
+                f"(b, h, q_len, kv_len) = {whole}"
+            )
 
 
 def _show(item: Any, tight: bool = False) -> str:
@@ -319,12 +355,13 @@ def _lower(kind: str, structure: str, dtype: str, functions: tuple, found: list)
     # The library's tensors come first, used or not; then the functions' that the graph reads.
     order = list(library)
     paths = []
-    for t in captured:
+    used = [(i, t) for i, t in enumerate(captured) if graph.uses(f"t{i}")]
+    for _, t in used:
         if not any(t is x for x in library):
             where = next(i for i, (_, _, x) in enumerate(of_function) if x is t)
             paths.append(of_function[where][:2])
             order.append(t)
-    names = {f"t{i}": f"T{_index(order, t)}" for i, t in enumerate(captured)}
+    names = {f"t{i}": f"T{_index(order, t)}" for i, t in used}
     graph = _rename(graph, names, order)
     numbers = tuple((n, path, v) for n, f in enumerate(found) for path, v in f.numbers)
     return Lowered(graph.text, tuple(paths), numbers)

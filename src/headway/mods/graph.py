@@ -183,8 +183,8 @@ def _text(graph: Graph) -> str:
     lines, last = [head], ""
     for n, node in enumerate(graph.nodes):
         line = f"  %{n} {node.dtype} = {node.op}({', '.join(map(_arg_text, node.args))})"
-        if node.line and node.line != last:
-            line = f"{line:<44}# {node.line}"
+        if node.line != last:  # a bare "#" ends what the line above it made
+            line = f"{line:<44}# {node.line}".rstrip()
             last = node.line
         lines.append(line)
     lines.append(f"  return {', '.join(map(_arg_text, graph.outputs))}")
@@ -219,8 +219,8 @@ def parse(text: str) -> Graph:
         inputs.append(Input(name, dtype, None if ndim is None else int(ndim)))
     nodes, outputs, last = [], (), ""
     for raw in body:
-        code, _, comment = raw.partition("# ")
-        last = comment or last
+        code, mark, comment = raw.partition("#")
+        last = comment.strip() if mark else last
         if code.startswith("  return "):
             outputs = tuple(map(_parse_arg, filter(None, code[9:].strip().split(", "))))
             continue

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .base import Mask, MaskFn, value
+from .base import Mask, MaskFn, check_broadcasts, check_shape, value
 
 
 @value
@@ -105,6 +105,10 @@ class prefix(Mask):
         else:
             _whole("prefix", "length", self.length, least=0)
 
+    def check_sizes(self, b, h, q_len, kv_len):
+        if isinstance(self.length, Tensor):
+            check_shape("prefix", "length", self.length, b=b)
+
     def __call__(self, b, h, q_idx, kv_idx):
         length = self.length  # a number is a symbol, a 0-d tensor, during tracing
         per_batch = isinstance(length, Tensor) and length.dim() > 0
@@ -128,6 +132,13 @@ class document(Mask):
         _ids("document", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
         if self.kv_ids is not None:
             _ids("document", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2))
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        batch = {"b": b} if self.ids.dim() == 2 else {}
+        check_shape("document", "ids", self.ids, **batch, q_len=q_len)
+        kv_ids, name = (self.ids, "ids") if self.kv_ids is None else (self.kv_ids, "kv_ids")
+        batch = {"b": b} if kv_ids.dim() == 2 else {}
+        check_shape("document", name, kv_ids, **batch, kv_len=kv_len)
 
     def __call__(self, b, h, q_idx, kv_idx):
         kv_ids = self.ids if self.kv_ids is None else self.kv_ids
@@ -190,6 +201,9 @@ class padding(Mask):
     def __post_init__(self) -> None:
         _ids("padding", "lengths", self.lengths, "(batch,)", (1,))
 
+    def check_sizes(self, b, h, q_len, kv_len):
+        check_shape("padding", "lengths", self.lengths, b=b)
+
     def __call__(self, b, h, q_idx, kv_idx):
         return kv_idx < self.lengths[b]
 
@@ -234,6 +248,9 @@ class dense(Mask):
         tensor, varies = by_axes(tensor)
         object.__setattr__(self, "tensor", tensor)
         object.__setattr__(self, "_varies", varies)
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        check_broadcasts("dense", self.tensor, b, h, q_len, kv_len)
 
     def __call__(self, b, h, q_idx, kv_idx):
         at = {"b": b, "h": h, "q": q_idx, "k": kv_idx, "1": 0}

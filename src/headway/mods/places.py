@@ -3,7 +3,9 @@
 import linecache
 import os
 import sys
+from collections.abc import Iterable
 from types import CodeType
+from typing import Any
 
 import torch
 
@@ -39,6 +41,18 @@ def place_in_traceback(error: BaseException) -> Place | None:
             place = tb.tb_frame.f_code.co_filename, tb.tb_lineno
         tb = tb.tb_next
     return place
+
+
+def place_of_line(functions: Iterable[Any], line: str) -> Place | None:
+    """Where a line of source, stripped, stands in functions or what they define inside."""
+    codes = [code for fn in functions if (code := getattr(fn, "__code__", None)) is not None]
+    while codes:
+        code = codes.pop()
+        for at in sorted({n for _, _, n in code.co_lines() if n}):
+            if linecache.getline(code.co_filename, at).strip() == line:
+                return code.co_filename, at
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return None
 
 
 def quote(place: Place | None) -> str:

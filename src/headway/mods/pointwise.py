@@ -66,7 +66,8 @@ class Gathers:
                 raise CapturedIndexError(
                     f"a score or mask reads index {example} of dimension {dim} of a captured "
                     f"tensor of shape {shape}, at a pair that is kept; make the tensor cover every "
-                    f"position, or clamp the index\n    {line}"
+                    f"position, or clamp the index\n    {line}",
+                    line,
                 )
 
 

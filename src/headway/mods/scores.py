@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .base import Score, value
+from .base import Score, check_broadcasts, check_shape, value
 from .masks import by_axes
 
 
@@ -30,6 +30,9 @@ class alibi(Score):
             slopes = alibi_slopes(slopes)
         _floats("alibi", "slopes", slopes, "a number of heads or a float tensor (heads,)", (1,))
         object.__setattr__(self, "slopes", slopes)
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        check_shape("alibi", "slopes", self.slopes, h=h)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return score - self.slopes[h] * (q_idx - kv_idx).abs()
@@ -83,6 +86,9 @@ class relative_bias(Score):
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "_most", table.shape[1] // 2)
 
+    def check_sizes(self, b, h, q_len, kv_len):
+        check_shape("relative_bias", "table", self.table, h=h, columns=self.table.shape[1])
+
     def __call__(self, score, b, h, q_idx, kv_idx):
         distance = (kv_idx - q_idx).clamp(-self._most, self._most)
         return score + self.table[h, distance + self._most]
@@ -110,6 +116,9 @@ class t5_bias(Score):
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "_buckets", buckets.to(table.device))
         object.__setattr__(self, "_most", max_distance)
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        check_shape("t5_bias", "table", self.table, buckets=self.table.shape[0], h=h)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         distance = (kv_idx - q_idx).clamp(-self._most, self._most)
@@ -158,6 +167,9 @@ class bias(Score):
         tensor, varies = by_axes(tensor)
         object.__setattr__(self, "tensor", tensor)
         object.__setattr__(self, "_varies", varies)
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        check_broadcasts("bias", self.tensor, b, h, q_len, kv_len)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         at = {"b": b, "h": h, "q": q_idx, "k": kv_idx, "1": 0}

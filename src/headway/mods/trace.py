@@ -192,6 +192,11 @@ class Tracer(TorchDispatchMode):
             if not any(map(self.is_known, flat)):
                 if kwargs.get("device") == torch.device("meta") and name != "empty":
                     return self._record(func, name, args, kwargs)  # autograd's own constants
+                if torch.Tag.nondeterministic_seeded in func.tags:
+                    self.refuse(
+                        f"calls {name}, which would be drawn once and kept",
+                        "draw outside the function and capture the tensor",
+                    )
                 return func(*args, **kwargs)  # a constant made inside the function
             if not all(t.dim() == 0 for t in flat):
                 self.refuse(

@@ -1,0 +1,184 @@
+"""Checks of the arguments of a call: which argument, what was seen, the way out.
+
+Everything here runs at every call, before any work; `torch.compile` traces it.
+"""
+
+import math
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blocks import BlockMask
+from .errors import ArgumentError, ModError
+from .mods import Captured
+from .mods.base import Mod
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: a tensor by its shape and dtype."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return repr(value)
+
+
+def check_tensors(q: Any, k: Any, v: Any) -> None:
+    """Ranks, dtypes, devices and sizes that go together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ArgumentError(
+                f"{name} must be (batch, heads, length, width), got {shown(x)}; "
+                "add missing dimensions with .unsqueeze(), move heads with .transpose(1, 2)"
+            )
+        if x.dtype not in DTYPES:
+            raise ArgumentError(f"{name} is {x.dtype}; use float32, bfloat16, float16 or float64")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dtype == k.dtype == v.dtype:
+        raise ArgumentError(
+            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; "
+            "convert with .to()"
+        )
+    if not q.device == k.device == v.device:
+        raise ArgumentError(
+            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}; "
+            "move with .to()"
+        )
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ArgumentError(f"batch sizes differ: {shapes}; expand the smaller one with .expand()")
+    if k.shape[1] != v.shape[1]:
+        raise ArgumentError(f"k and v must have the same heads: {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ArgumentError(
+            f"query heads must be a multiple of key heads: hq = {q.shape[1]}, hk = {k.shape[1]}"
+        )
+    if k.shape[2] != v.shape[2]:
+        raise ArgumentError(f"k and v must have the same length: {shapes}")
+    if q.shape[3] != k.shape[3]:
+        raise ArgumentError(f"q and k must have the same width: {shapes}")
+
+
+def scale_of(scale: Any, d: int) -> float:
+    """The scale as a number; the default for heads of width d if None."""
+    if scale is None:
+        d = operator.index(d)  # the width is a constant of a compiled program, its length is not
+        return 1 / math.sqrt(d) if d else 1.0
+    if isinstance(scale, Tensor):
+        raise ArgumentError(
+            "scale is a tensor; pass a number, or multiply q by the tensor and pass scale=1.0, "
+            "which lets it learn"
+        )
+    number = isinstance(scale, int | float | torch.SymInt | torch.SymFloat)
+    if not number or not math.isfinite(scale):
+        raise ArgumentError(f"scale={scale!r} must be a finite number, or None for 1/sqrt(d)")
+    return float(scale)
+
+
+def check_sink(sink: Any, q: Tensor) -> None:
+    """One float per query head, on q's device."""
+    hq = q.shape[1]
+    if not isinstance(sink, Tensor) or sink.shape != (hq,) or not sink.is_floating_point():
+        raise ArgumentError(f"sink must be a float tensor (hq,) = ({hq},), got {shown(sink)}")
+    if sink.device != q.device:
+        raise ArgumentError(f"sink is on {sink.device}, q on {q.device}; move it with .to()")
+
+
+def check_dropout(dropout: Any) -> None:
+    """A probability."""
+    number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
+    if not number or not 0.0 <= dropout <= 1.0:
+        raise ArgumentError(f"dropout={dropout!r} must be a probability, from 0 to 1")
+
+
+def seed_of(seed: Any, dropout: float, device: torch.device) -> Tensor | None:
+    """The seed as a 0-d int64 tensor, drawn if None; None where nothing is dropped."""
+    if dropout == 0:
+        return None
+    if seed is None:
+        return torch.randint(2**62, (), dtype=torch.int64, device=device)
+    if isinstance(seed, Tensor):
+        if seed.dim() or seed.dtype != torch.int64:
+            raise ArgumentError(f"seed must be a number or a 0-d int64 tensor, got {shown(seed)}")
+        return seed
+    whole = isinstance(seed, int | torch.SymInt) and not isinstance(seed, bool)
+    if not whole or not -(2**63) <= seed < 2**63:
+        raise ArgumentError(
+            f"seed={seed!r} must be a whole number of 64 bits or a 0-d int64 tensor"
+        )
+    return torch.tensor(seed, dtype=torch.int64, device=device)
+
+
+def check_function(kind: str, mod: Any) -> None:
+    """Callable, and not a dense tensor."""
+    if isinstance(mod, Tensor):
+        way = "bias(tensor)" if kind == "score" else "lambda b, h, q_idx, kv_idx: m[q_idx, kv_idx]"
+        raise ArgumentError(f"{kind} is a tensor {shown(mod)}; make it a function: {way}")
+    if not callable(mod):
+        raise ArgumentError(f"{kind} must be a function or a value of the library, got {mod!r}")
+
+
+def check_made_outside(kind: str, functions: list[Callable]) -> None:
+    """`torch.compile` cannot look inside a closure that is created while it traces."""
+    for fn in functions:
+        if not isinstance(fn, types.FunctionType):
+            continue
+        try:
+            fn.__closure__  # noqa: B018
+        except AttributeError:
+            if fn.__code__.co_freevars:
+                raise ModError(
+                    f"the {kind} is a closure created inside the compiled function; create it "
+                    "outside and pass it in, or write functools.partial(function, tensor=tensor) "
+                    "with a function of the module, or combine values such as headway.bias(tensor)"
+                ) from None
+
+
+def check_sizes(mod: Any, b: int, h: int, q_len: int, kv_len: int) -> None:
+    """A value of the library captures tensors of the call's sizes, no smaller and no larger."""
+    if isinstance(mod, Mod):
+        mod.check_sizes(b, h, q_len, kv_len)
+
+
+def check_captured(kind: str, captured: Captured, device: torch.device) -> None:
+    """On q's device, and nothing in a mask that wants a gradient."""
+    for t in captured.tensors:
+        if t.device != device and t.dim():
+            raise ArgumentError(
+                f"the {kind} captures a tensor {shown(t)} on {t.device}, but q is on {device}; "
+                "move it with .to()"
+            )
+        if kind == "mask" and t.requires_grad and t.is_floating_point():
+            raise ArgumentError(
+                f"the mask captures a tensor {shown(t)} that requires grad, but a mask has no "
+                "gradient; put it in the score, or capture tensor.detach()"
+            )
+
+
+def check_tile(tile: Any) -> None:
+    """Queries and keys in a tile."""
+    pair = isinstance(tile, tuple | list) and len(tile) == 2
+    if not pair or any(isinstance(t, bool) or not isinstance(t, int) or t < 1 for t in tile):
+        raise ArgumentError(f"tile={tile!r} must be two whole numbers of at least 1")
+
+
+def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    """Built for the call's sizes and device."""
+    b, h, q_len, kv_len = mask.shape
+    if (q_len, kv_len) != (q.shape[2], k.shape[2]):
+        raise ArgumentError(
+            f"the block mask is for lengths {(q_len, kv_len)}, but q and k have "
+            f"{(q.shape[2], k.shape[2])}; build one with block_mask(mask, b, h, q_len, kv_len)"
+        )
+    if b not in (1, q.shape[0]) or h not in (1, q.shape[1]):
+        raise ArgumentError(
+            f"the block mask is for batch {b} and heads {h}, but q has {tuple(q.shape[:2])}; "
+            "each must be equal or 1"
+        )
+    if mask.device != q.device:
+        raise ArgumentError(f"the block mask is on {mask.device}, q on {q.device}; build it there")
