@@ -13,8 +13,8 @@ from headway.mods.graph import parse
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from headway.backends.triton import emit
-from headway.backends.triton.varies import variation
+from headway.backends.kernels import emit
+from headway.backends.kernels.varies import variation
 
 SLOPES = torch.rand(4)
 TABLE = torch.randn(4, 9)

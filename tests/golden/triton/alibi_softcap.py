@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from headway.backends.triton import maths, tile
+from headway.backends.kernels import gradients, maths
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def offset0(score, b, h, q_idx, kv_idx, captured):
 @triton.jit
 def scatter(grads, values, score, b, h, q_idx, kv_idx, captured):
     # return score - self.slopes[h] * (q_idx - kv_idx).abs()
-    tile.add_one(grads[0], values[0], offset0, b, h, q_idx, kv_idx, captured, score)
+    gradients.add_one(grads[0], values[0], offset0, b, h, q_idx, kv_idx, captured, score)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from headway.backends.triton import maths, tile
+from headway.backends.kernels import gradients, maths
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def derivative(score, b, h, q_idx, kv_idx, captured):
     # return s + TABLE[h, torch.minimum(distance // 4, torch.tensor(8))]
     v4 = tl.load(t0 + maths.inside(h, t0_size0) * t0_stride0 + maths.inside(v3, t0_size1) * t0_stride1)
     v5 = score + v4
-    return (tl.broadcast_to(v5, score.shape), tl.full(score.shape, 1.0, tl.float32), tl.full(score.shape, 1.0, tl.float32))
+    return (tl.broadcast_to(v5, score.shape), tl.where(score == score, 1.0, 1.0), tl.where(score == score, 1.0, 1.0))
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def offset0(score, b, h, q_idx, kv_idx, captured):
 @triton.jit
 def scatter(grads, values, score, b, h, q_idx, kv_idx, captured):
     # return s + TABLE[h, torch.minimum(distance // 4, torch.tensor(8))]
-    tile.add_diagonals(grads[0], values[0], offset0, b, h, q_idx, kv_idx, captured, score)
+    gradients.add_diagonals(grads[0], values[0], offset0, b, h, q_idx, kv_idx, captured, score)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from headway.backends.triton import maths, tile
+from headway.backends.kernels import gradients, maths
 
 
 @triton.jit

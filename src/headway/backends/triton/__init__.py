@@ -67,7 +67,7 @@ def backward(
 
 def code(spec: Spec, call: Call) -> str:
     """The functions generated for the score and the mask."""
-    from . import emit
+    from ..kernels import emit
 
     count = len(call.captured.tensors)
     return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count))

@@ -17,9 +17,9 @@ from ...mods.derivative import differentiable_gathers, joint
 from ...mods.graph import parse
 from ...types import Forward, Grads, Spec
 from ..base import Call, graphs, split
+from ..kernels.emit import SMALL, Text, functions
 from . import tile
 from .config import Config, configs, pieces
-from .emit import SMALL, Text, functions
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
 

@@ -1,9 +1,10 @@
 """Text for kernels: a score, its derivative and a mask as `@triton.jit` functions.
 
-The kernels of this backend are ordinary files that call `SCORE`, `DERIVATIVE`, `SCATTER`, `MASK`;
-only those few-line functions are generated, one line per op of the graph, with the user's source
-line as a comment. What is captured arrives as two tuples: of every tensor its pointer and, per
-dimension, size and stride; and the numbers, ints then floats.
+Kernels are ordinary files that call `SCORE`, `DERIVATIVE`, `SCATTER`, `MASK`; only those few-line
+functions are generated, one line per op of the graph, with the user's source line as a comment.
+The text says nothing about layouts: Triton and Gluon compile it alike. What is captured arrives as
+two tuples: of every tensor its pointer and, per dimension, size and stride; and the numbers, ints
+then floats.
 
 Indices are int64 in a graph. They are computed in int32 where that provably changes nothing
 (`_Widths`), since a GPU has no 64-bit integer units.
@@ -94,7 +95,7 @@ def source(text: Text) -> str:
         far = text.far[of_score:]
         parts.append(_Function("mask", parse(text.mask), text.narrow, far).whole())
     head = "import triton\nimport triton.language as tl\n\n"
-    head += "from headway.backends.triton import maths, tile\n"
+    head += "from headway.backends.kernels import gradients, maths\n"
     return head + "".join(f"\n\n{part}" for part in parts)
 
 
@@ -214,7 +215,7 @@ class _Function:
             return f"{args[0]} {_INFIX[op]} {args[1]}"
         formulas = _FLOAT_FORMULAS if of in FLOATS else _INT_FORMULAS
         if op not in formulas:
-            raise ModError(f"a score or mask uses {op} on {of}, which this backend cannot compute")
+            raise ModError(f"a score or mask uses {op} on {of}, which kernels cannot compute")
         return formulas[op].format(*args)
 
     def _gather(self, node: Node) -> str:
@@ -265,15 +266,15 @@ class _Function:
         return f"tl.cast({text}, {_TYPES[node.dtype]})"
 
     def _output(self, arg: Arg) -> str:
+        # A constant takes shape and layout from a tensor that has them: Gluon makes none without.
         if self.graph.kind == "mask":
-            return (
-                self._arg(arg, "bool")
-                if isinstance(arg, str)
-                else f"tl.full([1, 1], {arg}, tl.int1)"
-            )
+            if isinstance(arg, str):
+                return self._arg(arg, "bool")
+            return f"tl.where(kv_idx == kv_idx, {arg}, {arg})"
         if isinstance(arg, str):
             return f"tl.broadcast_to({self._arg(arg, 'f32')}, score.shape)"
-        return f"tl.full(score.shape, {self._arg(arg, 'f32')}, tl.float32)"
+        value = self._arg(arg, "f32")
+        return f"tl.where(score == score, {value}, {value})"
 
 
 def _short_power(base: str, exponent: Arg, dtype: str) -> str | None:
@@ -296,7 +297,7 @@ def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
         if how == "diagonals" and not text.straight:
             how = "pairs"
         lines.append(
-            f"tile.add_{how}(grads[{k}], values[{k}], offset{k}, {where}, captured, score)"
+            f"gradients.add_{how}(grads[{k}], values[{k}], offset{k}, {where}, captured, score)"
         )
     head = [
         "@triton.jit",

@@ -1,0 +1,58 @@
+"""Gradients of captured tensors: what a generated `scatter` calls.
+
+One of these adds a tile of values to a float32 gradient, after summing what goes to one number.
+`OFFSET(score, b, h, q_idx, kv_idx, captured)` says where; `variation` in varies.py chooses.
+"""
+
+import triton.language as tl
+
+import triton
+
+
+@triton.jit
+def add_one(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
+    """All pairs of the tile read the same number."""
+    tl.atomic_add(
+        grad + OFFSET(0.0, b, h, 0, 0, captured), tl.sum(tl.sum(values, 1), 0), sem="relaxed"
+    )
+
+
+@triton.jit
+def add_rows(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
+    """The pairs of a query read the same number."""
+    at = grad + OFFSET(0.0, b, h, q_idx, 0, captured)
+    sums = tl.sum(values, 1, keep_dims=True)
+    tl.atomic_add(at, sums, mask=sums != 0, sem="relaxed")
+
+
+@triton.jit
+def add_cols(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
+    """The pairs of a key read the same number."""
+    at = grad + OFFSET(0.0, b, h, 0, kv_idx, captured)
+    sums = tl.sum(values, 0, keep_dims=True)
+    tl.atomic_add(at, sums, mask=sums != 0, sem="relaxed")
+
+
+@triton.jit
+def add_diagonals(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
+    """The pairs on a diagonal read the same number.
+
+    Row i is turned left by i, so that a diagonal becomes a column; what came around the end is
+    another diagonal, N to the left for every turn. M + N sums are added in place of M N values.
+    """
+    M: tl.constexpr = values.shape[0]
+    N: tl.constexpr = values.shape[1]
+    at = tl.arange(0, M)[:, None] + tl.arange(0, N)[None, :]
+    turned = tl.gather(values, at % N, 1)
+    first = tl.min(kv_idx, 1, keep_dims=True) + tl.arange(0, N)[None, :]
+    for turn in tl.static_range((M + N - 2) // N + 1):
+        sums = tl.sum(tl.where(at // N == turn, turned, 0.0), 0, keep_dims=True)
+        to = grad + OFFSET(0.0, b, h, tl.min(q_idx, 0, keep_dims=True), first - turn * N, captured)
+        tl.atomic_add(to, sums, mask=sums != 0, sem="relaxed")
+
+
+@triton.jit
+def add_pairs(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
+    """Every pair may read another number."""
+    at = grad + OFFSET(score, b, h, q_idx, kv_idx, captured)
+    tl.atomic_add(at, values, mask=values != 0, sem="relaxed")
