@@ -13,20 +13,21 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 import headway as hw
 import triton
 from headway.api import prepare
 from headway.backends import triton as backend
-from headway.backends.triton import launch
-from headway.backends.triton.config import configs, pieces
+from headway.backends.triton import plan
 
 # Name: target, and bytes of shared memory that a program may have.
 TARGETS = {
@@ -45,10 +46,20 @@ class Compiled(NamedTuple):
 
 
 class _Driver:
-    """As much of a driver as compiling needs."""
+    """As much of a driver as compiling needs; launches are only written down."""
 
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
+    def __init__(self, target: GPUTarget, shared: int = 0, launched: "Launched | None" = None):
+        self.target, self.launched = target, launched
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": shared},
+            load_binary=lambda *kernel: (None, 0, 0, 0, 1024),
+        )
+
+    def launcher_cls(self, src, metadata):
+        def launch(x, y, z, stream, function, packed, launch_metadata, enter, exit, *arguments):
+            self.launched.launches.append((metadata.name, arguments))
+
+        return launch
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -60,6 +71,41 @@ class _Driver:
         return 0
 
 
+class Launched:
+    """What was launched, and how many of the launches Triton prepared."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, tuple]] = []
+        self.through_triton = 0
+
+    def clear(self) -> None:
+        self.launches.clear()
+        self.through_triton = 0
+
+
+@contextmanager
+def launching(name: str):
+    """Inside, calls on CPU tensors compile for the target and launch on a stand-in for it."""
+    target, shared = TARGETS[name]
+    launched, run = Launched(), JITFunction.run
+
+    def count(self, *args, **kwargs):
+        launched.through_triton += 1
+        return run(self, *args, **kwargs)
+
+    before = driver._active
+    driver.set_active(_Driver(target, shared, launched))
+    try:
+        with (
+            mock.patch.object(JITFunction, "run", count),
+            mock.patch.object(backend, "_unavailable", return_value=""),
+        ):
+            yield launched
+    finally:
+        driver._active = before
+        plan.clear()
+
+
 @contextmanager
 def compiling(name: str, kernels: list):
     """Inside, launches compile for the target and append (kernel's name, compiled) to `kernels`."""
@@ -67,23 +113,17 @@ def compiling(name: str, kernels: list):
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
-        kernels.append((self.__name__, run(self, *args, grid=grid, warmup=True, **kwargs)))
-
-    def first(self, kernel, text, make):
-        d, dv = (sum(pieces(x.shape[3])) for x in (self.q, self.v))
-        for how in configs(kernel, self.q.element_size(), d, dv, self.spec.score is not None):
-            result = make(how)
-            if kernels[-1][1].metadata.shared <= shared:
-                return result
-            kernels.pop()
-        raise AssertionError(f"no tile of {kernel} fits {name}")
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if compiled.metadata.shared > shared:
+            raise OutOfResources(compiled.metadata.shared, shared, "shared memory")
+        kernels.append((self.__name__, compiled))
 
     with ExitStack() as stack:
         driver.set_active(_Driver(target))
         stack.callback(setattr, driver, "_active", driver._active)
+        stack.callback(plan.clear)
         for where, what, by in (
             (JITFunction, "run", compile_only),
-            (launch._Common, "first_that_fits", first),
             (backend, "_unavailable", lambda *device: ""),
         ):
             stack.enter_context(mock.patch.object(where, what, by))

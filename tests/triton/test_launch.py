@@ -1,0 +1,99 @@
+"""Launching: through Triton the first time, straight to the compiled kernel after that.
+
+The driver is a stand-in for a GPU's: kernels are compiled for it, and launches are written down.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import headway as hw
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from aot import launching
+
+from headway.api import prepare
+from headway.backends import triton as backend
+from headway.backends.triton import plan
+from headway.types import Coords
+
+
+@pytest.fixture(scope="module")
+def device():
+    """The launches so far, as (kernel, arguments); and how many went through Triton."""
+    with launching("sm_90") as seen:
+        yield seen
+
+
+def forward(device, x, **options):
+    """Launch a forward; its arguments, and whether it went through Triton."""
+    device.clear()
+    backend.forward(*prepare(x, x, x, backend="triton", **options))
+    ((_, arguments),) = device.launches
+    return arguments, device.through_triton == 1
+
+
+def rows(length=32, width=16, spare=0):
+    return torch.randn(1, 2, length, width + spare, dtype=torch.bfloat16)[..., :width]
+
+
+def test_the_second_launch_goes_straight_to_the_kernel_with_the_same_arguments(device):
+    x, mask = rows(), hw.causal()
+    first, slow = forward(device, x, mask=mask)
+    again, through = forward(device, x, mask=mask)
+    assert slow
+    assert not through
+    assert len(first) == len(again)
+    for a, b in zip(first, again, strict=True):  # but for the outputs, which are new
+        assert isinstance(a, torch.Tensor) or a is b or a == b
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": rows(33)},
+        {"x": rows(spare=16)},
+        {"mask": hw.causal(offset=1)},
+        {"coords": Coords(q=16)},
+        {"scale": 2.0},
+        {"row_max": True},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_another_kind_of_call_goes_through_triton_once(device, other):
+    plan.clear()
+    options = {"x": rows(), "mask": hw.causal()}
+    forward(device, **options)
+    assert forward(device, **options | other)[1]
+    assert not forward(device, **options | other)[1]
+    assert not forward(device, **options)[1]
+
+
+def test_pointers_that_are_no_multiple_of_16_always_go_through_triton(device):
+    """For these Triton compiles other loads."""
+    aligned = rows()
+    odd = torch.randn(aligned.numel() + 1, dtype=torch.bfloat16)[1:].view(aligned.shape)
+    assert odd.stride() == aligned.stride()
+    forward(device, aligned)
+    assert forward(device, odd)[1]
+    assert forward(device, odd)[1]
+    assert not forward(device, aligned)[1]
+
+
+def test_a_number_may_change_between_direct_launches(device):
+    x = rows()
+    forward(device, x, score=hw.softcap(30.0))
+    arguments, through = forward(device, x, score=hw.softcap(20.0))
+    assert not through
+    assert any(a == (20.0,) for a in arguments if isinstance(a, tuple))
+
+
+def test_plans_are_few(device, monkeypatch):
+    monkeypatch.setattr(plan, "_MOST", 3)
+    plan.clear()
+    for length in range(16, 24):
+        plan.planned(*prepare(*[rows(length)] * 3, backend="triton"), (), *[rows(length)] * 3)
+    assert len(plan._plans) == 3
