@@ -35,9 +35,9 @@ print(json.dumps([sorted(imported - before), sorted(set(sys.modules) - before)])
 IMPORT_TIME = """
 import time
 import torch
-start = time.perf_counter()
+start = time.process_time()
 import headway
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 
 

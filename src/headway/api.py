@@ -11,13 +11,13 @@ from . import ops
 from .arguments import (
     check_block_mask,
     check_captured,
-    check_dropout,
     check_function,
     check_made_outside,
     check_sink,
     check_sizes,
     check_tensors,
     check_tile,
+    dropout_of,
     scale_of,
     seed_of,
 )
@@ -159,8 +159,8 @@ def _run(
 
 def _with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
     """The error with the file and line of the user's function that it comes from."""
-    mods = [mod.mask if isinstance(mod, BlockMask) else mod for mod in mods if mod is not None]
-    functions = [fn for mod in mods for fn in describe(mod).functions]
+    given = [mod.mask if isinstance(mod, BlockMask) else mod for mod in mods if mod is not None]
+    functions = [fn for mod in given for fn in describe(mod).functions]
     place = place_of_line(functions, error.line)
     return CapturedIndexError(f"{error}{quote(place)}", error.line) if place else error
 
@@ -193,7 +193,7 @@ def prepare(
     scale = scale_of(scale, q.shape[3])
     if sink is not None:
         check_sink(sink, q)
-    check_dropout(dropout)
+    dropout = dropout_of(dropout)
     accumulate = (
         torch.float64 if backend == "reference" or q.dtype == torch.float64 else torch.float32
     )
@@ -209,7 +209,7 @@ def prepare(
             continue
         check_function(kind, mod)
         if coords is None:  # else the tensors are a part of what the score and mask are made for
-            check_sizes(mod, *q.shape[:3], k.shape[2])
+            check_sizes(mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         pieces = describe(mod)
         if torch.compiler.is_compiling():
             check_made_outside(kind, pieces.functions)
@@ -224,7 +224,7 @@ def prepare(
         "scale": scale,
         "score": texts[0],
         "mask": texts[1],
-        "dropout": float(dropout),
+        "dropout": dropout,
         "sink": sink is not None,
         "max_logit": max_logit,
         "row_max": row_max,

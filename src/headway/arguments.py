@@ -16,6 +16,7 @@ from .blocks import BlockMask
 from .errors import ArgumentError, ModError
 from .mods import Captured
 from .mods.base import Mod
+from .types import fixed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -77,7 +78,7 @@ def scale_of(scale: Any, d: int) -> float:
     number = isinstance(scale, int | float | torch.SymInt | torch.SymFloat)
     if not number or not math.isfinite(scale):
         raise ArgumentError(f"scale={scale!r} must be a finite number, or None for 1/sqrt(d)")
-    return float(scale)
+    return fixed(scale)
 
 
 def check_sink(sink: Any, q: Tensor) -> None:
@@ -89,11 +90,12 @@ def check_sink(sink: Any, q: Tensor) -> None:
         raise ArgumentError(f"sink is on {sink.device}, q on {q.device}; move it with .to()")
 
 
-def check_dropout(dropout: Any) -> None:
+def dropout_of(dropout: Any) -> float:
     """A probability."""
     number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
     if not number or not 0.0 <= dropout <= 1.0:
         raise ArgumentError(f"dropout={dropout!r} must be a probability, from 0 to 1")
+    return fixed(dropout) if dropout else 0.0
 
 
 def seed_of(seed: Any, dropout: float, device: torch.device) -> Tensor | None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,14 @@ def constant_under_compile(fn: Callable) -> None:
     What `torch.compiler.assume_constant_result` does, without importing the compiler.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def fixed(number: Any) -> float:
+    """The number as a constant of a compiled program; `dynamic=True` would make it a symbol."""
+    if torch.compiler.is_compiling():
+        above, below = float(number).as_integer_ratio()
+        return above / below
+    return float(number)
 
 
 def _spec_text(*values: object) -> str:

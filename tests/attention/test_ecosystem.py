@@ -210,10 +210,14 @@ def test_compile_numbers_do_not_recompile(qkv, compiler):
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compile_lengths_do_not_recompile(compiler, dynamic):
     compiled = compiler(_built_inside, dynamic=dynamic)
+    made = []
     for length in (33, 40, 57, 64, 300):
         qkv = [_leaf(1, h, length, D) for h in (HQ, HK, HK)]
         _same(_built_inside, compiled, *qkv, leaves=qkv)
-    assert len(compiler.graphs) <= (1 if dynamic else 2)
+        made.append(len(compiler.graphs))
+    # With `dynamic=True` the first length may take two attempts: PyTorch starts over where a number
+    # that it took for a symbol turns out to be a constant.
+    assert made[-1] == made[0 if dynamic else 1] <= 2
 
 
 def test_compile_sees_a_captured_number_change(qkv, compiler):
