@@ -115,6 +115,26 @@ def test_backends_agree():
         torch.testing.assert_close(value, found["reference"], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("mask", ["causal", "window by head", "none"])
+@pytest.mark.parametrize("bad", [0.0, math.nan, INF])
+def test_maxima_beside_the_flash_kernels(mask, bad):
+    """They come from a product of their own there: the same numbers, and as deaf to masked keys."""
+    q, k, v = torch.randn(2, 4, 300, 16), torch.randn(2, 2, 300, 16), torch.randn(2, 2, 300, 16)
+    k[1, :, 280] += bad  # kept by a few rows at most, and in the second sample only
+    masks = {
+        "causal": headway.causal(),
+        "window by head": lambda b, h, i, j: (j <= i) & (i - j < 20 * h + 1) & (j != 280),
+        "none": None,
+    }
+    found = [
+        headway.attention_with_stats(q, k, v, mask=masks[mask], backend=backend).max_logit
+        for backend in ("cpu", "reference")
+    ]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert found[0][0].isfinite().all()
+    assert found[0][1].isfinite().all() == (mask == "window by head" or not bad)
+
+
 @pytest.mark.parametrize(
     ("calls", "expected"),
     [

@@ -24,9 +24,18 @@ def accumulates(dtype: torch.dtype) -> torch.dtype:
 
 def forward(spec: Spec, call: Call) -> Forward:
     """PyTorch's flash kernels where they can do the call, else blocks of torch ops."""
-    # Blocks of torch ops see every logit, so statistics are free there.
-    statistics = spec.max_logit or spec.row_max
-    return (tiled if statistics or not flash.suits(spec, call) else flash).forward(spec, call)
+    if not flash.suits(spec, call):
+        return tiled.forward(spec, call)  # sees every logit: statistics are free
+    result = flash.forward(spec, call)
+    if not (spec.max_logit or spec.row_max):
+        return result
+    # Those kernels keep their logits to themselves. A second product is cheaper than doing without
+    # them: blocks of torch ops take twice as long as both.
+    row_max = tiled.row_maxima(spec, call)
+    return result._replace(
+        max_logit=row_max.amax(-1) if spec.max_logit else result.max_logit,
+        row_max=row_max if spec.row_max else result.row_max,
+    )
 
 
 def backward(
