@@ -1,9 +1,11 @@
 """The definition that block masks are held to: every pair, evaluated."""
 
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
-from headway.blocks import Tiles
+from headway.blocks import Tiles, quadtree
 from headway.blocks.build import build
 from headway.mods.graph import Graph
 from headway.mods.pointwise import Positions, mask_at
@@ -62,9 +64,14 @@ def check_build(
     graph: Graph, captured: Captured, shape: tuple[int, ...], tile: tuple[int, int],
     coords: Coords = Coords(),
 ) -> Tiles:  # fmt: skip
-    """Build, and hold rows, columns and their orders to the definition."""
+    """Build, all tiles at once and from coarse to fine, and hold rows, columns and their orders to
+    the definition."""
     want = dense_state(dense_mask(graph, captured, shape, coords), tile)
+    with patch.object(quadtree, "_WHOLE", 0):
+        coarse_to_fine, *_ = build(graph, captured, shape, tile, CPU, coords)
     tiles, b, h = build(graph, captured, shape, tile, CPU, coords)
+    for one, other in zip(tiles.flatten(), coarse_to_fine.flatten(), strict=True):
+        assert torch.equal(one, other)
     for state in tiles_state(tiles, b, h, tuple(want.shape[2:])):
         assert torch.equal(state.expand(want.shape), want)
     for order, full, partial in (

@@ -15,12 +15,12 @@ from torch import Tensor
 from ..mods import interval
 from ..mods.graph import Graph, evaluate
 from ..mods.interval import Bounds
-from ..mods.pointwise import Gathers, bind
+from ..mods.pointwise import Gathers
 from ..mods.ranges import TableBounds
-from ..types import Captured
 from .runs import pick
 
 SPLIT = 4  # a box is cut into 4 x 4, and a level's row of bounds is 4 times shorter than the last
+_OUTSIDE = "outside"  # ends a name that stands for no value, but for gathers that left a tensor
 _POSITIONS = 1 << 14  # evaluated together: what one thread does without waking the others
 
 
@@ -74,8 +74,7 @@ class Level(NamedTuple):
     @staticmethod
     def over(x: Tensor, n: int) -> "Level":
         """Bounds of `(..., m)` over every n: `(..., m / n)`."""
-        x = _rows(x, n)
-        return Level(x.amin(-1), x.amax(-1))
+        return Level(*_rows(x, n).aminmax(dim=-1))  # of int64, amin alone takes 4 times as long
 
     def up(self) -> "Level":
         return Level(_rows(self.lo, SPLIT).amin(-1), _rows(self.hi, SPLIT).amax(-1))
@@ -101,11 +100,11 @@ class BoxBounds:
     """Bounds of a mask over boxes of tiles: `bounds(level, group, row, column)`."""
 
     def __init__(
-        self, graph: Graph, captured: Captured, groups: Groups, q: Axis, kv: Axis,
-        device: torch.device,
-    ) -> None:  # fmt: skip
+        self, graph: Graph, values: dict, groups: Groups, q: Axis, kv: Axis, device: torch.device
+    ) -> None:
+        """`values`: of what the graph captured, by name (`pointwise.bind`)."""
         self.graph, self.groups, self.device = graph, groups, device
-        values = bind(graph, captured)
+        self.rows, self.cols = q.boxes(0), kv.boxes(0)
         self._values = {k: v.to(device) if v.dim() == 0 else v for k, v in values.items()}
         cut = interval.split(graph)
         self._tables = {
@@ -126,16 +125,32 @@ class BoxBounds:
         Group, row and column of the boxes are int64 `(boxes,)`.
         """
         b, h = self.groups.split(g)
+        no_box = torch.zeros((), dtype=torch.int64, device=self.device)
+        rows, cols = _climb(self._rows, level), _climb(self._cols, level)
+        known = {
+            name: bounds.at(b, h, box)
+            for found, box in ((self._fixed, no_box), (rows, r), (cols, c))
+            for name, bounds in found.items()
+        }
+        return self._kept(known, (len(g),))
+
+    def of_all_tiles(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of every single tile: bool `(b, h, rows, columns)` each."""
+        known = {
+            name: Bounds(x.lo.unsqueeze(dim), x.hi.unsqueeze(dim))
+            for found, dim in ((self._fixed, 3), (self._rows[0], 3), (self._cols[0], 2))
+            for name, x in found.items()
+        }
+        return self._kept(known, (self.groups.b, self.groups.h, self.rows, self.cols))
+
+    def _kept(
+        self, known: dict[str, Bounds], shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `__call__` returns, from bounds that broadcast to a shape."""
         outside = torch.zeros((), dtype=torch.bool, device=self.device)
-        values = {}
-        for found, box in (
-            (self._fixed, torch.zeros((), dtype=torch.int64, device=self.device)),
-            (_climb(self._rows, level), r),
-            (_climb(self._cols, level), c),
-        ):
-            values |= {name: known.at(b, h, box) for name, known in found.items()}
-            if "outside" in found:
-                outside = outside | values["outside"].hi
+        for name, bounds in known.items():
+            if name.endswith(_OUTSIDE):
+                outside = outside | bounds.hi
 
         def gather(n: int, indices: list[Bounds]) -> Bounds:
             nonlocal outside
@@ -143,16 +158,16 @@ class BoxBounds:
             outside = outside | leaves
             return found
 
-        always, maybe = interval.evaluate(self.graph, values, gather)
+        always, maybe = interval.evaluate(self.graph, known, gather)
         always, maybe, outside = (
-            torch.as_tensor(x, device=self.device).expand(len(g)) for x in (always, maybe, outside)
+            torch.as_tensor(x, device=self.device).expand(shape) for x in (always, maybe, outside)
         )
         return always, maybe, outside
 
     def _along(self, axis: Axis | None, names: tuple[str, ...]) -> dict[str, Level]:
         """Bounds of some values over the tiles of one axis, or of none: exact numbers.
 
-        Under the name "outside": whether a gather among them left its tensor, if any did.
+        With them, where one left its tensor, whether a gather did ("q_idx outside").
         """
         levels: dict[str, Level] = {}
         if axis is not None and axis.positions is None and axis.name in names:
@@ -185,7 +200,7 @@ class BoxBounds:
             ends = zip(*(chunk[n] for chunk in chunks), strict=True)
             levels[name] = Level(*(torch.cat(end, -1) for end in ends))
         if outside is not None:
-            levels["outside"] = Level.over(outside, tile)
+            levels[f"{axis and axis.name} {_OUTSIDE}"] = Level.over(outside, tile)
         return levels
 
     def _level(self, x: Tensor | float, tile: int) -> Level:

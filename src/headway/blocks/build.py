@@ -46,8 +46,7 @@ def build(
         # Whatever the caller's mode, the result is made of plain tensors, fit to be kept and saved.
         with torch.inference_mode(False), torch.no_grad():
             search = Search(graph, captured, Groups(b, h, coords.b, coords.h), q, kv, device)
-            (rows_full, cols_full), (rows_partial, cols_partial) = search.run()
-            return Tiles.of_runs(rows_full, rows_partial, cols_full, cols_partial), b, h
+            return Tiles.of_runs(*search.run()), b, h
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate" not in str(error):
             raise

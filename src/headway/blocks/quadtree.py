@@ -3,7 +3,8 @@
 The square of tiles is cut into boxes of 4^n x 4^n tiles. Interval evaluation (`bounds.py`) calls a
 box empty, full or unknown; unknown boxes are cut into 16, down to single tiles, all boxes of a
 level at once. So the work follows the edge of the mask, not its area: of a causal million tokens,
-with 33.6 million live tiles, some 40 thousand boxes are looked at.
+with 33.6 million live tiles, some 40 thousand boxes are looked at. The tiles of a small square are
+looked at all at once: what a step costs is then the calls of it, not the tiles in it.
 
 A tile that is unknown to the end is looked at pair by pair: at its corners first, then along its
 edges, where every distance i - j and every sum i + j is found, because one kept and one dropped
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ..mods.graph import Graph
-from ..mods.pointwise import Positions, mask_at
+from ..mods.pointwise import Positions, bind, mask_at
 from ..types import Captured
 from .bounds import SPLIT, Axis, BoxBounds, Groups
 from .runs import Runs, merge, pick, rectangles
 
 _BOXES = 1 << 14  # boxes looked at together: what one thread does without waking the others
+_WHOLE = 1 << 15  # tiles in a square that is small
 _PAIRS = 1 << 20  # pairs evaluated together, where all of a tile are
 
 
@@ -78,24 +80,52 @@ class Search:
         self, graph: Graph, captured: Captured, groups: Groups, q: Axis, kv: Axis,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.graph, self.captured, self.groups, self.q, self.kv = graph, captured, groups, q, kv
-        self.device = device
-        self.full, self.partial = (Found(q, kv, device) for _ in range(2))
+        self.graph, self.values = graph, bind(graph, captured)
+        self.groups, self.q, self.kv, self.device = groups, q, kv, device
 
-    def run(self) -> tuple[tuple[Runs, Runs], tuple[Runs, Runs]]:
-        """Full and partial tiles, each along rows and along columns."""
+    def run(self) -> tuple[Runs, Runs, Runs, Runs]:
+        """Full and partial tiles along rows, and full and partial tiles along columns."""
+        tiles = self.groups.count * self.q.boxes(0) * self.kv.boxes(0)
+        if tiles:
+            self.bounds = BoxBounds(
+                self.graph, self.values, self.groups, self.q, self.kv, self.device
+            )
+            if tiles <= _WHOLE:
+                return self._whole()
+        self.full, self.partial = (Found(self.q, self.kv, self.device) for _ in range(2))
+        if tiles:
+            self._coarse_to_fine()
+        (rows_full, cols_full), (rows_partial, cols_partial) = (
+            found.runs(self.groups.count) for found in (self.full, self.partial)
+        )
+        return rows_full, rows_partial, cols_full, cols_partial
+
+    def _whole(self) -> tuple[Runs, Runs, Runs, Runs]:
+        """All tiles of a small square at once: fewer steps than from coarse to fine."""
+        always, maybe, outside = self.bounds.of_all_tiles()
+        kinds = torch.zeros(2, *always.shape, dtype=torch.bool, device=self.device)
+        full, partial = torch.logical_and(always, ~outside, out=kinds[0]), kinds[1]
+        at = (maybe & ~full).flatten().nonzero().flatten()
+        if len(at):
+            rows, cols = full.shape[2:]
+            line = at // cols  # of all rows of all groups
+            g = line // rows
+            r, c = line - g * rows, at - line * cols
+            some, every = self._look(g, r, c, pick(outside.flatten(), at))
+            full.view(-1).index_copy_(0, at, every)
+            partial.view(-1).index_copy_(0, at, some & ~every)
+        rows_full, rows_partial = Runs.of(kinds.flatten(0, 3)).split(2)
+        cols_full, cols_partial = Runs.of(kinds.mT.flatten(0, 3)).split(2)
+        return rows_full, rows_partial, cols_full, cols_partial
+
+    def _coarse_to_fine(self) -> None:
         level = 0
         while max(self.q.boxes(level), self.kv.boxes(level)) > SPLIT:
             level += 1
         counts = self.groups.count, self.q.boxes(level), self.kv.boxes(level)
         boxes = torch.cartesian_prod(*(torch.arange(n, device=self.device) for n in counts)).T
-        if boxes.shape[1]:
-            self.bounds = BoxBounds(
-                self.graph, self.captured, self.groups, self.q, self.kv, self.device
-            )
-            for some in boxes.split(_BOXES, 1):
-                self._search(level, some)
-        return self.full.runs(self.groups.count), self.partial.runs(self.groups.count)
+        for some in boxes.split(_BOXES, 1):
+            self._search(level, some)
 
     def _search(self, level: int, boxes: Tensor) -> None:
         """Depth first, so that a mask that is unknown everywhere holds few boxes at a time.
@@ -133,13 +163,14 @@ class Search:
         for samples in (2, 2), (2, kv), (q, 2), (q, kv):
             # Where a gather may leave its tensor every pair is seen, and refused if it is kept.
             todo = (~(some & ~every) | outside).nonzero().flatten()
+            if not len(todo):
+                break
             most = _BOXES if samples == (2, 2) else _PAIRS
             for at in todo.split(max(1, most // (samples[0] * samples[1]))):
-                if len(at):
-                    tiles = pick(g, at), pick(r, at), pick(c, at)
-                    of_some, of_every = self._pairs(tiles, samples)
-                    some.index_copy_(0, at, of_some | pick(some, at))
-                    every.index_copy_(0, at, of_every & pick(every, at))
+                tiles = pick(g, at), pick(r, at), pick(c, at)
+                of_some, of_every = self._pairs(tiles, samples)
+                some.index_copy_(0, at, of_some | pick(some, at))
+                every.index_copy_(0, at, of_every & pick(every, at))
         return some, some & every
 
     def _pairs(
@@ -158,7 +189,7 @@ class Search:
         for i in q.split(max(1, _PAIRS // (wide * len(g))), 1):
             for j in kv.split(wide, 1):
                 at = Positions(b, h, i[:, :, None], j[:, None, :])
-                kept = mask_at(self.graph, self.captured, at)
+                kept = mask_at(self.graph, self.values, at)
                 kept = kept.expand(len(g), i.shape[1], j.shape[1]).flatten(1)
                 some, every = some | kept.any(1), every & kept.all(1)
         return some, every

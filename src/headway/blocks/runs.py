@@ -37,8 +37,7 @@ class Runs(NamedTuple):
 
     def per_row(self) -> Tensor:
         """Number of tiles in every row, int64 `(rows,)`."""
-        ends = torch.nn.functional.pad(self.count.cumsum(0), (1, 0))
-        return torch.diff(pick(ends, self.offsets))
+        return torch.diff(pick(_sums(self.count, torch.int64), self.offsets))
 
     def tiles(self) -> Tensor:
         """The index of every tile, row after row, int32 `(sum of per_row(),)`."""
@@ -62,7 +61,7 @@ class Runs(NamedTuple):
         row = _repeat(lengths)
         within = torch.arange(len(row), device=rows.device) - pick(ends - lengths, row)
         run = pick(first, row) + within
-        offsets = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        offsets = _sums(lengths, torch.int32)
         return Runs(offsets, pick(self.start, run), pick(self.count, run))
 
     def cut(self, low: int, high: int) -> "Runs":
@@ -70,27 +69,42 @@ class Runs(NamedTuple):
         start = self.start.clamp(low, high)
         count = (self.start + self.count).clamp(low, high) - start
         live = count > 0
-        runs = torch.nn.functional.pad(live.cumsum(0), (1, 0))
-        offsets = pick(runs, self.offsets).to(torch.int32)
+        offsets = pick(_sums(live, torch.int32), self.offsets)
         return Runs(offsets, pick(start - low, live), pick(count, live))
+
+    def split(self, parts: int) -> list["Runs"]:
+        """The runs of equally many consecutive rows each."""
+        size = self.rows // parts
+        found = []
+        for n in range(parts):
+            offsets = self.offsets[n * size : (n + 1) * size + 1]
+            first, end = int(offsets[0]), int(offsets[-1])
+            # Copies, because kernels want them aligned.
+            runs = (x[first:end].clone() for x in (self.start, self.count))
+            found.append(Runs(offsets - first, *runs))
+        return found
 
     @staticmethod
     def of(live: Tensor) -> "Runs":
         """From a bool `(rows, width)`."""
-        edges = torch.diff(torch.nn.functional.pad(live.to(torch.int8), (1, 1)), dim=1)
-        row, start = (edges == 1).nonzero(as_tuple=True)
-        stop = (edges == -1).nonzero(as_tuple=True)[1]
-        offsets = torch.zeros(live.shape[0] + 1, dtype=torch.int32, device=live.device)
-        offsets[1:] = torch.bincount(row, minlength=live.shape[0]).cumsum(0)
-        return Runs(offsets, start.to(torch.int32), (stop - start).to(torch.int32))
+        rows, width = live.shape
+        # One line of keys, with a gap after every row: it changes where a run starts or stops.
+        line = live.new_zeros(rows * (width + 1) + 1)
+        line[1:].view(rows, width + 1)[:, :width] = live
+        edges = (line[1:] != line[:-1]).nonzero().flatten()
+        return Runs._of_sorted(edges[::2], edges[1::2] - edges[::2], rows, width)
 
     @staticmethod
     def of_keys(key: Tensor, count: Tensor, rows: int, width: int) -> "Runs":
         """From keys and counts of runs that do not overlap, int64 `(n,)` in any order."""
-        key, count = merge(key, count)
-        row, start = key // (width + 1), key % (width + 1)
-        offsets = torch.nn.functional.pad(torch.bincount(row, minlength=rows).cumsum(0), (1, 0))
-        return Runs(offsets.to(torch.int32), start.to(torch.int32), count.to(torch.int32))
+        return Runs._of_sorted(*merge(key, count), rows, width)
+
+    @staticmethod
+    def _of_sorted(key: Tensor, count: Tensor, rows: int, width: int) -> "Runs":
+        row = key // (width + 1)
+        start = (key - row * (width + 1)).to(torch.int32)
+        offsets = _sums(torch.bincount(row, minlength=rows), torch.int32)
+        return Runs(offsets, start, count.to(torch.int32))
 
 
 def merge(key: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,6 +163,13 @@ def pick(x: Tensor, at: Tensor) -> Tensor:
     # PyTorch's own indexing wakes every thread for a few thousand numbers, and so do
     # repeat_interleave and searchsorted: on a busy machine each waits for its turn on a core.
     return x.masked_select(at) if at.dtype == torch.bool else x.index_select(0, at)
+
+
+def _sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """0, x[0], x[0] + x[1], ...: one more than x has."""
+    sums = torch.zeros(len(x) + 1, dtype=dtype, device=x.device)
+    torch.cumsum(x, 0, dtype=dtype, out=sums[1:])
+    return sums
 
 
 def _repeat(times: Tensor) -> Tensor:

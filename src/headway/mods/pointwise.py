@@ -72,12 +72,16 @@ class Gathers:
 
 
 def _read(table: Tensor, indices: list[Tensor]) -> Tensor:
-    shape = torch.broadcast_shapes(*(index.shape for index in indices))
+    shapes = [index.shape for index in indices]
+    shape = shapes[0] if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
     if table.device.type == "cpu" and math.prod(shape) < _FEW and table.is_contiguous():
         # PyTorch's own indexing wakes every thread for a few thousand numbers.
-        flat = torch.zeros((), dtype=torch.int64)
-        for index, step in zip(indices, table.stride(), strict=True):
-            flat = flat + index * step
+        flat, *rest = (
+            index if step == 1 else index * step
+            for index, step in zip(indices, table.stride(), strict=True)
+        )
+        for part in rest:
+            flat = flat + part
         return table.view(-1).index_select(0, flat.expand(shape).reshape(-1)).view(shape)
     return table[tuple(indices)]
 
