@@ -4,8 +4,15 @@ minutes: `headway experiment scaling`, `headway experiment qk-clip`.)"""
 import pytest
 
 from headway.cli.experiment import main
-from headway.experiments import qk_clip, scaling
+from headway.experiments import qk_clip, scaling, train
 from headway.experiments.train import Run
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """The same models on an eighth of the text."""
+    monkeypatch.setattr(train, "BATCH", 4)
+    monkeypatch.setattr(train, "LENGTH", 32)
 
 
 def test_scaling_is_bit_equal_where_it_should_be(tmp_path):

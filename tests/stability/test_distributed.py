@@ -2,7 +2,8 @@
 process."""
 
 import math
-import socket
+import multiprocessing
+from datetime import timedelta
 
 import pytest
 import torch
@@ -182,10 +183,12 @@ def fused_heads_cannot_be_split(world: int, rank: int) -> None:
         layer(torch.randn(1, 3, 8))
 
 
-def worker(rank: int, world: int, port: int, cases: tuple) -> None:
+def worker(rank: int, world: int, file: str, cases: tuple) -> None:
     torch.set_num_threads(1)
+    # A rank that fails must fail the others, not leave them waiting for it.
+    limit = timedelta(seconds=30)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=world, timeout=limit
     )
     for case in cases:
         case(world, rank)
@@ -197,8 +200,17 @@ def worker(rank: int, world: int, port: int, cases: tuple) -> None:
     [(2, (reduction, fused_heads_cannot_be_split, ddp, fsdp, tensor_parallel)), (4, (both,))],
     ids=["two", "four"],
 )
-def test_same_weights_as_one_process(world, cases):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(worker, (world, port, cases), nprocs=world)
+def test_same_weights_as_one_process(world, cases, tmp_path):
+    # One server imports PyTorch, once; all ranks are forks of it. (Forks of this process would not
+    # do: it has threads.) Daemons, so that none outlives the test if its time is up.
+    multiprocessing.set_forkserver_preload(
+        ["headway.stability", "headway.nn", "torch.distributed.tensor.parallel",
+         "torch.distributed.fsdp", "torch._dynamo"]
+    )  # fmt: skip
+    mp.start_processes(
+        worker,
+        (world, str(tmp_path / "store"), cases),
+        nprocs=world,
+        daemon=True,
+        start_method="forkserver",
+    )
