@@ -73,18 +73,21 @@ def error(x: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_the_scale_is_applied_exactly_once(dtype, backend, scaling, fused, qk_norm):
+    gpu = backend not in ("cpu", "reference") and torch.cuda.is_available()
+    device = "cuda" if gpu else "cpu"
     module = Attention(
         WIDTH, HEADS, 2, fused=fused, bias=True, qk_norm=qk_norm, rotary=Rotary(12),
-        scaling=scaling, init=normal, backend=backend, dtype=dtype,
+        scaling=scaling, init=normal, backend=backend, dtype=dtype, device=device,
     )  # fmt: skip
     for name, p in module.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(p)
-    x = torch.randn(2, LENGTH, WIDTH, dtype=dtype)
+    x = torch.randn(2, LENGTH, WIDTH, dtype=dtype, device=device)
     try:
-        out = module(x, headway.causal())
+        out = module(x, headway.causal()).cpu()
     except BackendRefused as refusal:
         pytest.skip(str(refusal).splitlines()[-1])
+    module, x = module.cpu(), x.cpu()
     truth, logits = expected(module, x, dtype)
     plain, plain_logits = expected(module, x, dtype, compute=dtype)
     peak = logits.amax((0, 2, 3))
@@ -178,6 +181,22 @@ def test_checkpoints_refuse_another_scaling_and_say_how_to_convert(old, new, opt
     torch.testing.assert_close(
         model["a"].max_logit.value, saved.max_logit.value, rtol=1e-5, atol=1e-6
     )
+
+
+def test_another_scale_is_refused_where_the_weights_hold_it():
+    saved = Attention(WIDTH, HEADS, scaling="init", scale=0.5)
+    model = Attention(WIDTH, HEADS, scaling="init")
+    with pytest.raises(ArgumentError, match=r"scale=0\.288675 .* saved with 0\.5 .*rescale"):
+        model.load_state_dict(saved.state_dict())
+    x = torch.randn(1, LENGTH, WIDTH)
+    for module in (saved, model):  # as the message says
+        rescale(module, "logits")
+    model.load_state_dict(saved.state_dict())
+    rescale(model, "init")
+    saved.scale = model.scale
+    torch.testing.assert_close(model(x), saved(x))
+    narrowed = {name: t.bfloat16() for name, t in model.state_dict().items()}
+    Attention(WIDTH, HEADS, scaling="init").load_state_dict(narrowed)
 
 
 def test_checkpoints_of_other_software_are_free_of_the_scale():

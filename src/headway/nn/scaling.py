@@ -122,8 +122,9 @@ class ScaledAttention(nn.Module):
             local.mul_(factors.to(local.device).view(-1, *[1] * (local.dim() - 1)))
 
     def get_extra_state(self) -> Tensor:
-        """The scaling, as a number so that every checkpoint format can hold it."""
-        return torch.tensor(SCALINGS.index(self.scaling), dtype=torch.uint8)
+        """The scaling's number and the scale: a tensor, so that every checkpoint format can hold
+        it."""
+        return torch.tensor([SCALINGS.index(self.scaling), self.scale], dtype=torch.float32)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Nothing to set: `_check_scaling` has refused what differs."""
@@ -144,13 +145,22 @@ def _check_scaling(module: Any, state_dict: dict, prefix: str, *_: Any) -> None:
             )
         state_dict[prefix + _KEY] = module.get_extra_state()
         return
-    code = int(saved)
-    saved_scaling = SCALINGS[code] if code < len(SCALINGS) else f"number {code}"
+    code, scale = saved.tolist()
+    saved_scaling = SCALINGS[int(code)]
     if saved_scaling != module.scaling:
         raise ArgumentError(
             f"{name} has scaling={module.scaling!r}, but the checkpoint was saved with "
             f"{saved_scaling!r}. To convert: headway.nn.rescale(model, {saved_scaling!r}), load "
             f"the checkpoint, then headway.nn.rescale(model, {module.scaling!r})"
+        )
+    # Elsewhere the scale is applied at run time and is the module's business (a longer context
+    # may well change it). 1 %: formats that narrow every number keep 3 digits.
+    if module.scaling == "init" and abs(scale / module.scale - 1) > 0.01:
+        raise ArgumentError(
+            f"{name} has scale={module.scale:.6g} in its query weights, but the checkpoint was "
+            f"saved with {scale:.6g} in them. To convert: load it into a model of that scale, "
+            "headway.nn.rescale(it, 'logits'), load its state dict into this model after "
+            "headway.nn.rescale(model, 'logits'), then headway.nn.rescale(model, 'init')"
         )
 
 
