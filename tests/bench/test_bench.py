@@ -11,7 +11,7 @@ import torch
 
 import headway
 from headway.bench import cases as table
-from headway.bench import child, machine, overhead, report, run, timing
+from headway.bench import child, machine, overhead, report, run, stability, timing
 from headway.bench.cases import BACKWARD, FORWARD, Case, Target, inputs, select, size
 from headway.bench.check import Truth
 from headway.bench.peers import PEERS, Unavailable
@@ -45,6 +45,31 @@ def fast(monkeypatch):
     monkeypatch.setattr(timing, "SHORTEST", 1e-6)
 
 
+# ------------------------------------------------------------------- a training step, recorded
+
+
+def test_recording_and_clipping_are_measured_apart(monkeypatch):
+    case = replace(TINY, hk=4, length=20, measure="recording", most=3.0)
+    steps = stability.kinds_of_step(case, "cpu")
+    seen = []
+    times = dict(zip(steps, (1.0, 1.02, 1.025), strict=True))
+    monkeypatch.setattr(stability, "kinds_of_step", lambda case, device: steps)
+
+    def seconds(step, device):
+        step()
+        kind = next(name for name, s in steps.items() if s is step)
+        seen.append(kind)
+        return times[kind]
+
+    monkeypatch.setattr(stability, "seconds", seconds)
+    step, recorded, clipped = stability.recording(case, "cpu", 3, lambda: None)
+    assert (step.median, step.unit) == (1000.0, "ms")
+    assert (recorded.median, clipped.median, clipped.unit) == (2.0, 2.5, "%")
+    assert (clipped.target, clipped.verdict, clipped.runs) == ("<= 3 %", "pass", 6)
+    assert sorted(seen[:3]) == sorted(seen[3:6]) == sorted(steps)  # in turns
+    assert seen[:3] != seen[3:6]
+
+
 # ---------------------------------------------------------------------------------- the table
 
 
@@ -61,7 +86,7 @@ def test_table_is_consistent():
 
 
 def test_select_by_name_part_and_tag():
-    assert select((), "cpu") == list(table.CASES)
+    assert select((), "cpu") == [case for case in table.CASES if "cpu" in case.devices]
     assert [c.name for c in select(("softcap-4k-64",), "cpu")] == ["softcap-4k-64"]
     assert {c.name for c in select(("memory", "overhead"), "cpu")} == {
         "memory-window-1024-64k-64", "overhead-16-32", "overhead-16-32-compiled",

@@ -42,7 +42,8 @@ class Case:
     - `stats`: measure `attention_with_stats`.
     - `peers`: names in `peers.PEERS`.
     - `isa`: run as on a CPU with no more than this (see `child.py`); "" for the CPU as it is.
-    - `measure`: what is measured, a name in `run.MEASURES`: "time" against the peers, "memory" in
+    - `measure`: what is measured, a name in `run.MEASURES`: "time" against the peers, what
+      "recording" and clipping add to a training step, in percent (`stability.py`), "memory" in
       MB, or "overhead" and "overhead, compiled" in µs of a forward call.
     - `most`: the most allowed, of what is not time.
     """
@@ -223,6 +224,10 @@ CASES: tuple[Case, ...] = (
          peers=("sdpa causal", "flex"), tags=("masks", "long"),
          targets=(Target(FORWARD, "sdpa causal", 10.0), Target(BACKWARD, "sdpa causal", 10.0),
                   *_FLEX)),
+    Case("recording-8-layers-512-64", b=1, hq=12, hk=12, length=512, mask=causal,
+         measure="recording", most=3.0, tags=("recording",)),
+    Case("recording-8-layers-512-128", b=64, length=512, d=128, dtype="bfloat16", mask=causal,
+         measure="recording", most=1.0, tags=("recording",), devices=("cuda",)),
     Case("memory-window-1024-64k-64", hq=1, hk=1, length=65536, measure="memory", most=1000.0,
          mask=lambda: causal() & sliding_window(1024), tags=("memory", "long")),
     Case("overhead-16-32", hq=4, hk=4, length=16, d=32, mask=causal, measure="overhead",

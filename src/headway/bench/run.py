@@ -17,6 +17,7 @@ from .machine import Machine, has_amx, here, load, roof
 from .overhead import overhead
 from .peers import PEERS, Peer, Unavailable
 from .results import NOT_RUN, WRONG, Book, Result
+from .stability import recording
 from .timing import Timing, compare
 
 Tick = Callable[[], object]
@@ -198,6 +199,7 @@ def _judge(
 
 MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "time": measure_time,
+    "recording": recording,
     "overhead": partial(overhead, compiled=False),
     "overhead, compiled": partial(overhead, compiled=True),
 }
