@@ -38,8 +38,8 @@ class Result:
     note: str = ""
 
     def timed(self, timing: Timing, unit: str = "ms") -> "Result":
-        """With the numbers of a timing."""
-        factor = {"ms": 1e3, "µs": 1e6}[unit]
+        """With the numbers of a timing: seconds, or for "%" a share."""
+        factor = {"ms": 1e3, "µs": 1e6, "%": 1e2}[unit]
         median, low, high = (round(factor * t, 5) for t in timing[:3])
         return replace(self, unit=unit, median=median, low=low, high=high, runs=timing.runs)
 

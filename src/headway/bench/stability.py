@@ -6,7 +6,6 @@ of the others is compared with the first of the same turn, so that slow drifts c
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import permutations
 from statistics import median
 
@@ -64,10 +63,8 @@ def recording(case: Case, device: str, repeats: int, tick: Callable[[], object])
     results = [Result(case.name, STEP, "headway").timed(Timing.of(samples[STEP]))]
     for name in (RECORDING, CLIPPING):
         pairs = zip(samples[name], samples[STEP], strict=True)
-        more = Timing.of([100 * (longer - plain) / base for longer, plain in pairs])
-        numbers = {"median": more.median, "low": more.low, "high": more.high, "runs": more.runs}
-        rounded = {key: round(x, 3) for key, x in numbers.items()}
-        results.append(replace(Result(case.name, name, "headway", unit="%"), **rounded))
+        more = Timing.of([(longer - plain) / base for longer, plain in pairs])
+        results.append(Result(case.name, name, "headway").timed(more, "%"))
     most = case.most
     if most is not None:
         results[-1] = results[-1].asked(f"<= {most:g} %", (results[-1].median or 0) <= most)
