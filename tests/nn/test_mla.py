@@ -110,6 +110,31 @@ def test_huggingface_weights_forward_and_gradients(options, interleave):
         torch.testing.assert_close(p.grad, grads[name], rtol=1e-5, atol=5e-5, msg=name)
 
 
+@pytest.mark.parametrize("rank", [24, None])
+def test_deepseek_v2(rank):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek
+
+    config = transformers.DeepseekV2Config(
+        hidden_size=42, num_attention_heads=3, num_key_value_heads=3, q_lora_rank=rank,
+        kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10,
+        attn_implementation="sdpa", max_position_embeddings=160, rope_parameters=YARN | LITE,
+    )  # fmt: skip
+    theirs = deepseek.DeepseekV2Attention(config, layer_idx=0).double()
+    ours = MLA.from_config(config).double()
+    if theirs.scaling != pytest.approx(ours.scale):
+        pytest.skip("this transformers forgets mscale² in DeepSeek-V2 (mended in July 2026)")
+    for p in theirs.parameters():
+        nn.init.normal_(p, std=0.3 if p.dim() == 2 else 1.0)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 23, 42, dtype=torch.float64)
+    turns = deepseek.DeepseekV2RotaryEmbedding(config)(x, torch.arange(23)[None])
+    mask = torch.full((23, 23), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    expected, _ = theirs(x, mask, position_embeddings=turns)
+    # Their rotation computes in float32, also in a float64 model.
+    torch.testing.assert_close(ours(x, headway.causal()), expected, rtol=1e-5, atol=2e-5)
+
+
 def test_huggingface_rotary_is_ours():
     config, _, rotary = huggingface({"q_lora_rank": 24, "rope_parameters": YARN})
     cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(160)[None])

@@ -6,6 +6,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headway
 from headway.errors import ArgumentError
@@ -257,6 +261,15 @@ def test_nan_in_the_input_is_found_by_real_forwards():
 
 
 # -- what other implementations got wrong ----------------------------------------------------------
+#
+# MaxText: one gamma for all scanned layers; a negative maximum gives NaN; nothing is clipped if the
+# tree has another level, or without q_lora_rank; micro-batches are summed; inf zeroes a head for
+# good; sinks and softcaps enter the maximum; unequal numbers of heads. Megatron-LM: NaN next to a
+# negative maximum; biases stay behind; evaluation enters; logged maxima are neither detached nor
+# reset; flat masters; layers without attention crash, those outside the decoder are missed; QK-norm
+# makes it a silent no-op; a sync per layer. Others: one scalar for all heads. What is not below
+# (cases above: inf, NaN, biases, q_lora_rank) is in test_record.py (evaluation, recomputation,
+# sinks, softcaps, detached) and test_distributed.py (NaN whatever the order of ranks).
 
 
 def test_layers_do_not_share_a_gamma():
@@ -267,6 +280,89 @@ def test_layers_do_not_share_a_gamma():
     QKClip(net, tau=10.0).step()
     assert not torch.equal(net[0].kv_b_proj.weight, before["0.kv_b_proj.weight"])
     assert torch.equal(net[1].kv_b_proj.weight, before["1.kv_b_proj.weight"])
+
+
+class Mixer(nn.Module):
+    """A layer without attention, as in hybrid models."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.mix(x)
+
+
+def hybrid():
+    """Attention of different sizes at different depths: in a layer, and in a prediction head."""
+    return nn.ModuleDict(
+        {
+            "layers": nn.ModuleList([Mixer(), nn.ModuleDict({"self_attention": Attention(8, 2)})]),
+            "mtp": nn.ModuleDict({"block": nn.ModuleDict({"attn": mla(3)})}),
+        }
+    )
+
+
+def _recomputed(net):
+    apply_activation_checkpointing(net, check_fn=lambda m: isinstance(m, Attention | MLA | Mixer))
+    return net
+
+
+def _compiled_by_layer(net):
+    net["mtp"]["block"]["attn"] = torch.compile(net["mtp"]["block"]["attn"], backend="eager")
+    return net
+
+
+WRAPPERS = {
+    "none": lambda net: net,
+    "compiled": lambda net: torch.compile(net, backend="eager"),
+    "compiled by layer": _compiled_by_layer,
+    "recomputed": _recomputed,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_every_attention_is_found_at_any_depth(wrap):
+    net = hybrid()
+    before = copy.deepcopy(net.state_dict())
+    clipper = QKClip(WRAPPERS[wrap](net), tau=10.0)
+    names = ["layers.1.self_attention", "mtp.block.attn"]
+    assert [layer.name for layer in clipper.layers] == names
+    for layer, maximum in zip(clipper.layers, (20.0, 40.0), strict=True):
+        layer.record(torch.full((1, layer.layout.heads), maximum))
+    clipped = clipper.step()
+    assert clipped.count == 5
+    attention, latent = (layer.module for layer in clipper.layers)
+    near(attention.q_proj.weight / before[f"{names[0]}.q_proj.weight"], 0.5**0.5)
+    near(latent.kv_b_proj.weight[:4] / before[f"{names[1]}.kv_b_proj.weight"][:4], 0.5)
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what would wait for a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        assert func.overloadpacket not in (aten._local_scalar_dense, aten.nonzero, aten.is_nonzero)
+        return func(*args, **kwargs or {})
+
+
+def test_nothing_waits_for_the_device(monkeypatch):
+    net = hybrid()
+    clipper = QKClip(net, tau=10.0)
+
+    def step():
+        for layer in clipper.layers:
+            layer.record(torch.full((2, layer.layout.heads), 20.0))
+        logit_stats(net)
+        clipper.step()
+
+    step()  # the first one plans
+    with NoSync(), pytest.raises(AssertionError):
+        torch.ones(2).sum().item()
+    # `check` looks at a copy on the host, queued one step before.
+    monkeypatch.setattr(clipper, "check", lambda: None)
+    with NoSync():
+        step()
 
 
 def test_micro_batches_are_not_summed_and_the_record_starts_anew():
@@ -309,6 +405,11 @@ def test_nothing_is_skipped_in_silence():
         QKClip(nn.Linear(2, 2))
     with pytest.raises(ArgumentError, match="MultiheadAttention looks like an attention"):
         QKClip(nn.MultiheadAttention(8, 2))
+    for own in (nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.Parameter(torch.ones(4, 4))):
+        other = type("MySelfAttn", (nn.Module,), {})()
+        other.c_attn = own
+        with pytest.raises(ArgumentError, match="MySelfAttn looks like an attention"):
+            QKClip(nn.ModuleList([other, Attention(8, 2)]))
     both = nn.ModuleList([nn.MultiheadAttention(8, 2), Attention(8, 2)])
     assert len(QKClip(both, adapters={nn.MultiheadAttention: None}).layers) == 1
 
@@ -394,41 +495,47 @@ def test_an_adapter_of_ones_own():
         near(ratio[3:], 1.0)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "deepseek"])
-def test_huggingface_models(kind):
+HF = {
+    "Llama": {}, "Qwen2": {}, "Phi3": {"pad_token_id": 0},
+    "Gemma2": {"head_dim": 6, "query_pre_attn_scalar": 6, "attn_logit_softcapping": 1.0},
+    "DeepseekV2": {"num_key_value_heads": 4}, "DeepseekV3": {"num_key_value_heads": 4},
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "first_k_dense_replace": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HF)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_huggingface_models(name, recompute):
     transformers = pytest.importorskip("transformers")
-    from transformers import AttentionInterface
+    from headway.integrations.transformers import register
 
-    def attend(module, q, k, v, mask, scaling, dropout=0.0, **options):
-        out, _, max_logit = headway.attention_with_stats(
-            q, k, v, None, headway.causal(), scale=scaling
-        )
-        module.max_logit(max_logit)
-        return out.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register("headway_test", attend)
+    register()
     options = {
         "vocab_size": 11, "hidden_size": 24, "intermediate_size": 8, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "headway_test",
-    }  # fmt: skip
-    if kind == "deepseek":
-        options |= {
-            "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
-            "qk_rope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 2,
-        }  # fmt: skip
-    name = {"llama": "Llama", "qwen2": "Qwen2", "deepseek": "DeepseekV3"}[kind]
+        "num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "headway",
+    } | HF[name]  # fmt: skip
+    if name.startswith("Deepseek"):
+        options |= LATENT
     config = getattr(transformers, f"{name}Config")(**options)
     model = getattr(transformers, f"{name}Model")(config).train()
+    if recompute:  # its name before transformers 5.20 or so, and after
+        old = model.gradient_checkpointing_enable
+        getattr(model, "activation_checkpointing_enable", old)()
     for p in model.parameters():
         nn.init.normal_(p)
     clipper = QKClip(model, tau=2.0, gqa="balanced")
     tokens = torch.randint(11, (2, 7))
-    model(tokens, use_cache=False)
+    model(tokens, use_cache=False).last_hidden_state.sum().backward()
+    with torch.no_grad():
+        model(tokens.flip(1), use_cache=False)  # leaves no trace
     first = clipper.step()
     assert list(first.gamma) == ["layers.0.self_attn", "layers.1.self_attn"]
     assert first.count > 0
     model(tokens, use_cache=False)
-    # Layer 0 sees the same input again; what reaches layer 1 has changed.
+    # Layer 0 sees the same input again; what reaches layer 1 has changed. Softcaps come later.
     after = logit_stats(model)["layers.0.self_attn"]
     before = first.max_logit["layers.0.self_attn"]
     torch.testing.assert_close(after, before.clamp(max=2.0), rtol=1e-4, atol=1e-5)

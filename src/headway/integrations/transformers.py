@@ -8,6 +8,8 @@
 Attention and mask function are registered together: one without the other ignores padding in
 silence. The mask function keeps the mask a function; no square is made (except under
 `torch.compile`, where the functions that transformers creates cannot be read).
+
+With this attention, `headway.stability.QKClip(model)` works on Llama-like and DeepSeek models.
 """
 
 import warnings
@@ -18,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention
+from ..api import attention, attention_with_stats
 from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, bias, causal, dense, document, sliding_window
 from ..mods import softcap as capped
 from ..mods.base import Both, Either, MaskFn, Not, Shifted, Then
+from ..stability import MaxLogit
 
 # Arguments that reach every attention function and say nothing about attention.
 _SILENT = frozenset(
@@ -263,10 +266,16 @@ def attention_forward(
         score = capped(softcap) if score is None else Then(capped(softcap), score)
     if position_bias is not None:
         score = bias(position_bias) if score is None else Then(score, bias(position_bias))
-    out = attention(
-        query, key, value, score, mask, scale=scaling, dropout=dropout,
-        sink=s_aux if sinks is None else sinks, deterministic=bool(deterministic),
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "scale": scaling, "dropout": dropout, "sink": s_aux if sinks is None else sinks,
+        "deterministic": bool(deterministic),
+    }  # fmt: skip
+    record = getattr(module, "max_logit", None)  # `QKClip` gives one to every attention it finds
+    if isinstance(record, MaxLogit) and record.recording:
+        out, _, max_logit = attention_with_stats(query, key, value, score, mask, **options)
+        record(max_logit)
+    else:
+        out = attention(query, key, value, score, mask, **options)
     return out.transpose(1, 2).contiguous(), None
 
 

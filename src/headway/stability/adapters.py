@@ -178,7 +178,7 @@ def _adapter(module: nn.Module, adapters: dict[type, Adapter | None]) -> Adapter
             "heads cannot be found in them; use torch.distributed.fsdp.fully_shard (FSDP2)"
         )
     # Told apart by what they have, so that neither headway.nn nor transformers is imported here.
-    has = lambda *names: all(getattr(module, name, None) is not None for name in names)
+    has = lambda *names: all(_own(module, name) is not None for name in names)
     if has("kv_b_proj", "nope_width"):
         return mla_layout
     if has("kv_b_proj", "qk_nope_head_dim", "config"):
@@ -188,14 +188,23 @@ def _adapter(module: nn.Module, adapters: dict[type, Adapter | None]) -> Adapter
         return gqa_layout
     if has("config", "head_dim") and (separate or has("qkv_proj")):
         return huggingface_gqa_layout
-    owns = any(isinstance(child, nn.Linear) for child in module.children())
-    if ("Attention" in kind and owns) or isinstance(module, nn.MultiheadAttention):
+    # Not nn.Linear alone: GPT-2's are called Conv1D, and some hold their matrices themselves. What
+    # only holds an attention has none and is looked into further.
+    parts = (module, *module.children())
+    owns = any(p.dim() >= 2 for part in parts for p in part.parameters(recurse=False))
+    if owns and any(word in kind.lower() for word in ("attention", "attn")):
         raise ArgumentError(
             f"{kind} looks like an attention, but there is no adapter for it. Pass "
             f"adapters={{{kind}: function from the module to its Layout}}, or {{{kind}: None}} to "
             "leave it out on purpose"
         )
     return None
+
+
+def _own(module: nn.Module, name: str) -> Any:
+    """An attribute of the module itself. Wrappers (`torch.compile`'s, those that recompute
+    activations) show the attributes of what they wrap, which is found beneath them."""
+    return module.__dict__.get(name, module._modules.get(name, getattr(type(module), name, None)))
 
 
 _QK_NORMS = "q_norm k_norm query_norm key_norm q_layernorm k_layernorm qk_norm".split()

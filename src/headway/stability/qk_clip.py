@@ -317,10 +317,10 @@ def _first_head(layer: Layer, parameters: Sequence[nn.Parameter], here: int) -> 
 
 
 def _check_unshared(layers: list[Layer], parameters: list[list[nn.Parameter]]) -> None:
-    owners: dict[int, str] = {}
+    owners: dict[int, Layer] = {}
     for layer, own in zip(layers, parameters, strict=True):
         for parameter in own:
-            if (other := owners.setdefault(id(parameter), layer.name)) != layer.name:
+            if (other := owners.setdefault(id(parameter), layer)) is not layer:
                 raise ArgumentError(
-                    f"{other} and {layer.name} share a parameter, which would be clipped twice"
+                    f"{other.name} and {layer.name} share a parameter, which would be clipped twice"
                 )
