@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -18,8 +19,10 @@ import test_interpreter
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
 from cases import BY_NAME
 from checks import check
+from headway.backends.triton import plan
 
 HALF = ("score_relative",)
+ONE_PASS = ("length_65_causal", "heads_6_3_score", "width_40_40_score")  # tails, groups, pieces
 
 
 def main(part: int, parts: int, dtype: torch.dtype) -> None:
@@ -34,7 +37,23 @@ def main(part: int, parts: int, dtype: torch.dtype) -> None:
         except Exception as error:  # noqa: BLE001  (the parent reports it)
             wrong[case.name] = f"{type(error).__name__}: {error}"
         print(case.name, f"{time.perf_counter() - start:.1f} s", flush=True)
+    if dtype == torch.float32:
+        wrong |= one_pass(ONE_PASS[part::parts])
     print(json.dumps(wrong))
+
+
+def one_pass(names: tuple[str, ...]) -> dict[str, str]:
+    """The backward in one kernel, whatever the table of tiles says."""
+    wrong = {}
+    plan.clear()
+    with mock.patch.object(plan, "one_pass", return_value=True):
+        for name in names:
+            try:
+                check(BY_NAME[name], "triton", torch.float32)
+            except Exception as error:  # noqa: BLE001
+                wrong[f"{name}, one pass"] = f"{type(error).__name__}: {error}"
+    plan.clear()
+    return wrong
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The functions generated for scores and masks, as text: golden files, widths, what is summed."""
 
+import dataclasses
 from importlib.util import find_spec
 
 import pytest
@@ -96,3 +97,45 @@ def test_an_index_made_of_the_score_varies_by_pair():
     graph = parse(text_of(lambda s, b, h, i, j: s + TABLE[h, s.long().clamp(0, 8)], None).score)
     ((_, gather),) = graph.gathers
     assert variation(graph, gather.args[1:]) == "pairs"
+
+
+def test_one_number_divides_all_pairs_as_its_reciprocal():
+    text = emit.source(text_of(lambda s, b, h, i, j: s / 30.0 / SLOPES[h] / (i + 1), None, False))
+    assert "score * (1 / 30.0)" in text
+    assert "* (1 / v1)" in text
+    assert "v5 = v2 / v4" in text
+    assert "/ 0.0" in emit.source(text_of(lambda s, b, h, i, j: s / 0.0, None, False))
+
+
+DISTANCES = {
+    "abs(q_idx - kv_idx)": (lambda i, j: (i - j).abs(), True),
+    "below a bound": (lambda i, j: (j - i).clamp(-100, 100), True),
+    "a product that is rounded once": (lambda i, j: i * j, True),
+    "a sum of what is rounded": (lambda i, j: (i - j) + 1, False),
+    "per query": (lambda i, j: i + 1, False),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_are_computed_in_float32_where_that_is_the_same(name):
+    distance, same = DISTANCES[name]
+    score = emit.source(text_of(lambda s, b, h, i, j: s * distance(i, j), None, False))
+    assert ("tl.cast(q_idx, tl.float32)" in score.split("def derivative")[0]) == same
+
+
+def test_the_rough_tanh_costs_less_than_bfloat16():
+    """Wrong by 2^-11 of its value; bfloat16 rounds P, and plain PyTorch the logits too, to 2^-9."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(4, 512, 64, dtype=torch.bfloat16) for _ in range(3))
+
+    def attend(dtype, error=0.0):
+        s = 3 * (q.to(dtype) @ k.to(dtype).mT) / 8
+        t = torch.tanh(s / 20)
+        t = 20 * t * (1 + error * torch.randn(t.shape).sign())
+        return t.softmax(-1).to(dtype) @ v.to(dtype)
+
+    exact = attend(torch.float64)
+    off = lambda x: ((x.double() - exact).norm() / exact.norm()).item()
+    assert off(attend(torch.float64, 2**-11)) < 0.5 * off(attend(torch.bfloat16))
+    rough = dataclasses.replace(text_of(*GOLDEN["alibi_softcap"]), rough=True)
+    assert "maths.rough_tanh" in emit.source(rough)

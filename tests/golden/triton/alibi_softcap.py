@@ -12,13 +12,11 @@ def score(score, b, h, q_idx, kv_idx, captured):
     x0 = captured[1][0]
     # return score - self.slopes[h] * (q_idx - kv_idx).abs()
     v0 = tl.load(t0 + maths.inside(h, t0_size0) * t0_stride0)
-    v1 = q_idx - kv_idx
-    v2 = tl.abs(v1)
-    v3 = tl.cast(v2, tl.float32)
+    v3 = tl.abs((tl.cast(q_idx, tl.float32) - tl.cast(kv_idx, tl.float32)))
     v4 = v0 * v3
     v5 = score - v4
     # return self.cap * torch.tanh(score / self.cap)
-    v6 = v5 / x0
+    v6 = v5 * (1 / x0)
     v7 = maths.tanh(v6)
     v8 = x0 * v7
     return tl.broadcast_to(v8, score.shape)
@@ -32,12 +30,10 @@ def derivative(score, b, h, q_idx, kv_idx, captured):
     x0 = captured[1][0]
     # return score - self.slopes[h] * (q_idx - kv_idx).abs()
     v0 = tl.load(t0 + maths.inside(h, t0_size0) * t0_stride0)
-    v1 = q_idx - kv_idx
-    v2 = tl.abs(v1)
-    v3 = tl.cast(v2, tl.float32)
+    v3 = tl.abs((tl.cast(q_idx, tl.float32) - tl.cast(kv_idx, tl.float32)))
     v4 = v0 * v3
     v5 = score - v4
-    v6 = v5 / x0
+    v6 = v5 * (1 / x0)
     v7 = maths.tanh(v6)
     v8 = x0 * v7
     v9 = v7 * v7

@@ -7,7 +7,7 @@ two tuples: of every tensor its pointer and, per dimension, size and stride; and
 then floats.
 
 Indices are int64 in a graph. They are computed in int32 where that provably changes nothing
-(`_Widths`), since a GPU has no 64-bit integer units.
+(widths.py), since a GPU has no 64-bit integer units.
 """
 
 import hashlib
@@ -21,9 +21,8 @@ from functools import lru_cache
 from ...errors import ModError
 from ...mods.derivative import joint
 from ...mods.graph import FLOATS, POSITIONS, Arg, Builder, Graph, Node, parse
-from .varies import variation
-
-SMALL = 1 << 24  # below this every position and captured int is, where `Text.narrow`
+from .varies import kinds, variation
+from .widths import Widths, as_floats
 
 _TYPES = {
     "f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16",
@@ -67,6 +66,8 @@ class Text:
     - `straight`: positions are consecutive, so that diagonals of a tile are.
     - `far`: for every captured tensor, the score's then the mask's, whether an offset into it
       may need 64 bits.
+    - `rough`: tanh by the hardware's own instruction, wrong by up to 2^-11 of its value: a quarter
+      of what rounding P to bfloat16 does.
     """
 
     score: str | None
@@ -75,6 +76,7 @@ class Text:
     narrow: bool = True
     straight: bool = True
     far: tuple[bool, ...] = ()
+    rough: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -87,13 +89,13 @@ def source(text: Text) -> str:
         of_score = len(graph.tensors)
         far = text.far[:of_score]
         derivative = joint(text.score, text.wanted)
-        parts.append(_Function("score", graph, text.narrow, far).whole())
-        parts.append(_Function("derivative", derivative, text.narrow, far).whole())
+        parts.append(_Function("score", graph, text, far).whole())
+        parts.append(_Function("derivative", derivative, text, far).whole())
         if text.wanted:
             parts += _scatter(graph, text, far)
     if text.mask is not None:
         far = text.far[of_score:]
-        parts.append(_Function("mask", parse(text.mask), text.narrow, far).whole())
+        parts.append(_Function("mask", parse(text.mask), text, far).whole())
     head = "import triton\nimport triton.language as tl\n\n"
     head += "from headway.backends.kernels import gradients, maths\n"
     return head + "".join(f"\n\n{part}" for part in parts)
@@ -118,20 +120,18 @@ def functions(text: Text) -> types.ModuleType:
 class _Function:
     """One graph as one function."""
 
-    def __init__(self, name: str, graph: Graph, narrow: bool, far: tuple[bool, ...]) -> None:
-        self.name, self.graph, self.far = name, graph, far
-        self.widths = _Widths(graph, narrow)
+    def __init__(self, name: str, graph: Graph, text: Text, far: tuple[bool, ...]) -> None:
+        self.name, self.graph, self.far, self.rough = name, graph, far, text.rough
+        self.widths, self.kinds = Widths(graph, text.narrow), kinds(graph)
         self.dtypes = {i.name: i.dtype for i in graph.inputs if i.ndim is None}
         self.names = {i.name for i in graph.inputs}
-        self.lines: list[str] = []
-        self.last = ""
+        self.values: list[tuple[str, str]] = []  # the user's line, and the text of a node
 
     def whole(self) -> str:
         """The function that returns the graph's outputs; scores have the shape of S."""
         self._body(self.graph.nodes)
         outputs = [self._output(a) for a in self.graph.outputs]
-        returned = outputs[0] if self.graph.kind != "joint" else f"({', '.join(outputs)})"
-        return self.text([*self.lines, f"return {returned}"])
+        return self._text(outputs[0] if self.graph.kind != "joint" else f"({', '.join(outputs)})")
 
     def offset(self) -> str:
         """The function that returns where the last node, a gather, reads: an offset into a
@@ -145,10 +145,11 @@ class _Function:
             if dim == 0 and self.far[int(str(table)[1:])]:
                 at = f"tl.cast({at}, tl.int64)"
             offset = at if dim == 0 else f"({offset}) * {table}_size{dim} + {at}"
-        return self.text([*self.lines, f"return {offset}"])
+        return self._text(offset)
 
-    def text(self, lines: list[str]) -> str:
-        """The lines under the function's head, which takes `captured` apart."""
+    def _text(self, result: str) -> str:
+        """What the result needs, under the function's head, which takes `captured` apart."""
+        lines = self._needed(result)
         args = (["score"] if self.graph.kind != "mask" else []) + list(POSITIONS)
         head = ["@triton.jit", f"def {self.name}({', '.join(args)}, captured):"]
         tensors, numbers = [], []
@@ -168,13 +169,25 @@ class _Function:
                     unpack.append(f"{name} = {value}")
         return "\n".join(head + [f"    {line}" for line in unpack + lines]) + "\n"
 
+    def _needed(self, result: str) -> list[str]:
+        """The values that the result is made of, each below the user's line, and the result."""
+        used, kept = result, []
+        for line, value in reversed(self.values):
+            if re.search(rf"\b{value.partition(' ')[0]}\b", used):
+                kept.append((line, value))
+                used += f" {value.partition('= ')[2]}"
+        lines, last = [], ""
+        for line, value in reversed(kept):
+            if line and line != last:
+                lines.append(f"# {line}")
+                last = line
+            lines.append(value)
+        return [*lines, f"return {result}"]
+
     def _body(self, nodes: Sequence[Node]) -> None:
         for n, node in enumerate(nodes):
-            if node.line and node.line != self.last:
-                self.lines.append(f"# {node.line}")
-                self.last = node.line
             self.dtypes[f"%{n}"] = node.dtype
-            self.lines.append(f"v{n} = {self._node(n, node)}")
+            self.values.append((node.line, f"v{n} = {self._node(n, node)}"))
 
     def _node(self, n: int, node: Node) -> str:
         if node.op == "gather":
@@ -209,6 +222,10 @@ class _Function:
             if op in ("not", "invert"):
                 return f"~{args[0]}"
             op = {"max": "or", "min": "and", "mul": "and", "add": "or"}.get(op, op)
+        if op == "div" and of == "f32" and self._divides(node.args[1]):
+            return f"{args[0]} * (1 / {args[1]})"  # one division for all pairs
+        if op == "tanh" and self.rough:
+            return f"maths.rough_tanh({args[0]})"
         if op == "pow" and (short := _short_power(args[0], node.args[1], of)):
             return short
         if op in _INFIX:
@@ -217,6 +234,10 @@ class _Function:
         if op not in formulas:
             raise ModError(f"a score or mask uses {op} on {of}, which kernels cannot compute")
         return formulas[op].format(*args)
+
+    def _divides(self, by: Arg) -> bool:
+        """Whether all pairs are divided by one number, which has a reciprocal."""
+        return self.kinds[by] == "one" if isinstance(by, str) else 1e-30 < abs(by) < 1e30
 
     def _gather(self, node: Node) -> str:
         table, *indices = node.args
@@ -239,8 +260,28 @@ class _Function:
         arg = self._arg(node.args[0], have)
         if node.dtype == "bool":
             return f"{arg} != 0"
+        source = node.args[0]
+        if node.dtype == "f32" and isinstance(source, str) and self._whole(source):
+            return self._float(source)
         kind = self.widths.type(f"%{n}") if node.dtype == "i64" else _TYPES[node.dtype]
         return f"tl.cast({arg}, {kind})"
+
+    def _whole(self, name: str) -> bool:
+        """Whether a whole number per pair is better computed in float32."""
+        varies = self.kinds[name] in ("diagonals", "pairs")
+        return varies and as_floats(self.graph, self.widths, name)
+
+    def _float(self, arg: Arg) -> str:
+        """Such a number, from positions that are floats."""
+        if not isinstance(arg, str):
+            return repr(float(arg))
+        if arg[0] != "%":
+            return f"tl.cast({arg}, tl.float32)"
+        node = self.graph.nodes[int(arg[1:])]
+        args = [self._float(a) for a in node.args]
+        return f"({args[0]} {_INFIX[node.op]} {args[1]})" if node.op in _INFIX else _FLOAT_FORMULAS[
+            node.op
+        ].format(*args)  # fmt: skip
 
     def _dtype(self, node: Node) -> str:
         """The dtype that an op's operands share."""
@@ -291,7 +332,7 @@ def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     for k, n in enumerate(text.wanted):
         node = graph.nodes[n]
         lines.append(f"# {node.line}")
-        at = _Function(f"offset{k}", _only(graph, n), text.narrow, far)
+        at = _Function(f"offset{k}", _only(graph, n), text, far)
         parts.append(at.offset())
         how, where = variation(graph, node.args[1:]), ", ".join(POSITIONS)
         if how == "diagonals" and not text.straight:
@@ -312,74 +353,3 @@ def _only(graph: Graph, n: int) -> Graph:
     builder = Builder()
     builder.nodes = list(graph.nodes[: n + 1])
     return builder.finish(graph.kind, graph.inputs, (f"%{n}",))
-
-
-class _Widths:
-    """Which int64 values of a graph may be computed in int32: those whose bounds, given those of
-    positions and captured ints, stay within it."""
-
-    def __init__(self, graph: Graph, narrow: bool) -> None:
-        limit = (-SMALL, SMALL) if narrow else None
-        self.bounds: dict[str, tuple[int, int] | None] = {
-            i.name: limit for i in graph.inputs if i.ndim is None and i.dtype == "i64"
-        }
-        self.wide = {name for name in self.bounds if not narrow}
-        self._widens: set[int] = set()
-        for n, node in enumerate(graph.nodes):
-            name = f"%{n}"
-            if node.dtype != "i64":
-                self.bounds[name] = _SIZES.get(node.dtype)
-                continue
-            given = [self._of(a) for a in node.args] if node.op != "gather" else [None]
-            bounds = None if None in given else _bounds(node.op, given)
-            from_wide = any(isinstance(a, str) and a in self.wide for a in node.args)
-            self.bounds[name] = bounds
-            if bounds is None or max(-bounds[0], bounds[1]) >= 1 << 31 or from_wide:
-                self.wide.add(name)
-                if not from_wide and node.op not in ("gather", "to"):
-                    self._widens.add(n)
-
-    def _of(self, arg: Arg) -> tuple[int, int] | None:
-        return self.bounds.get(arg) if isinstance(arg, str) else (int(arg), int(arg))
-
-    def type(self, name: str) -> str:
-        return "tl.int64" if name in self.wide else "tl.int32"
-
-    def widens(self, n: int) -> bool:
-        """Whether node n needs more bits than its operands."""
-        return n in self._widens
-
-
-_SIZES = {"bool": (0, 1), "u8": (0, 255), "i8": (-128, 127), "i16": (-32768, 32767),
-          "i32": (-(1 << 31), (1 << 31) - 1)}  # fmt: skip
-
-
-def _bounds(op: str, given: list) -> tuple[int, int] | None:
-    """The least and the greatest result for operands within their bounds; None where unknown."""
-    (a, b), (c, d) = given[0], given[-1]
-    if op == "neg":
-        return -b, -a
-    if op == "abs":
-        return 0, max(-a, b, 0)
-    if op in ("to", "sign", "floor", "ceil", "round", "trunc"):
-        return a, b
-    if op == "add":
-        return a + c, b + d
-    if op == "sub":
-        return a - d, b - c
-    if op == "mul":
-        products = (a * c, a * d, b * c, b * d)
-        return min(products), max(products)
-    if op in ("max", "min"):
-        pick = max if op == "max" else min
-        return pick(a, c), pick(b, d)
-    if op in ("floordiv", "truncdiv"):
-        size = max(abs(a), abs(b)) + 1
-        return -size, size
-    if op in ("mod", "fmod"):
-        size = max(abs(c), abs(d))
-        return -size, size
-    if op == "where":
-        (e, f) = given[1]
-        return min(c, e), max(d, f)
-    return None

@@ -1,6 +1,7 @@
 """The few functions that generated scores and masks call, with torch's meaning of each.
 
-Nothing here is in `libdevice`: the same text runs on NVIDIA, on AMD and in the interpreter.
+Nothing here is in `libdevice`: the same text runs on NVIDIA, on AMD and in the interpreter, but for
+`rough_tanh`, which is NVIDIA's.
 """
 
 import triton.language as tl
@@ -69,6 +70,14 @@ def tanh(x):
     y = x * x
     near = x * (1 + y * (-0.33333333 + y * (0.13333333 - 0.05396825 * y)))
     return tl.where(tl.abs(x) < 0.2, near, 1 - 2 / (1 + tl.exp(2 * x)))
+
+
+@triton.jit
+def rough_tanh(x):
+    """tanh in one instruction, wrong by at most 2^-11 of the result (PTX ISA, tanh.approx.f32)."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

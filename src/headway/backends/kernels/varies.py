@@ -13,9 +13,15 @@ KINDS = ("one", "rows", "cols", "diagonals", "pairs")
 
 
 def variation(graph: Graph, indices: Sequence[Arg]) -> str:
-    """The kind for a gather at these indices.
+    """The kind for a gather at these indices."""
+    known = kinds(graph)
+    return _join([known[a] if isinstance(a, str) else "one" for a in indices])
 
-    "one": they depend on neither position; "rows": on q_idx; "cols": on kv_idx; "diagonals": on
+
+def kinds(graph: Graph) -> dict[str, str]:
+    """The kind of every input and value of a graph.
+
+    "one": it depends on neither position; "rows": on q_idx; "cols": on kv_idx; "diagonals": on
     `kv_idx - q_idx` only; "pairs": on both otherwise, or on the score.
     """
     kinds = {"b": "one", "h": "one", "q_idx": "rows", "kv_idx": "cols", "score": "pairs"}
@@ -43,7 +49,7 @@ def variation(graph: Graph, indices: Sequence[Arg]) -> str:
             kinds[name] = _kind_of(of)
         elif kinds[name] == "one":
             linear[name] = (0, 0)
-    return _join([kind(a) for a in indices])
+    return kinds
 
 
 def _slope(op: str, args: Sequence[Arg], slopes: list) -> tuple[int, int] | None:

@@ -34,7 +34,8 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
     ("backward_q", 2, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
     ("backward_q", 2, 192): (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1),
                              Config(32, 32, 4, 1)),
-    ("backward_q", 2, 256): (Config(64, 32, 4, 3), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+    ("backward_q", 2, 256): (Config(128, 32, 8, 2), Config(64, 32, 4, 3), Config(64, 32, 4, 1),
+                             Config(32, 32, 4, 1)),
     ("backward_q", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
     ("backward_q", 4, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
     ("backward_q", 4, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
@@ -45,6 +46,15 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
     ("backward_kv", 2, 192): (Config(32, 128, 8, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
     ("backward_kv", 2, 256): (Config(32, 64, 8, 3), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
     ("backward_kv", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
+    ("backward", 2, 64): (Config(64, 128, 8, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 1)),
+    ("backward", 2, 128): (Config(32, 128, 8, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)),
+    ("backward", 2, 192): (Config(32, 64, 8, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
+    ("backward", 2, 256): (Config(32, 64, 8, 2), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
+    ("backward", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
+    ("backward", 4, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("backward", 4, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("backward", 4, 256): (Config(16, 16, 4, 1),),
+    ("backward", 4, 512): (Config(16, 16, 4, 1),),
     ("backward_kv", 4, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
     ("backward_kv", 4, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
     ("backward_kv", 4, 256): (Config(16, 16, 4, 1),),
@@ -52,9 +62,17 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
 }  # fmt: skip
 WIDEST = 512
 
+# Widths, by bytes of a number, whose backward takes one pass (kernel "backward") and not two.
+_ONE_PASS: dict[int, tuple[int, ...]] = {}
+
+
+def one_pass(itemsize: int, d: int, dv: int) -> bool:
+    """Whether dq, dk and dv come from one kernel (five products, dq summed in any order)."""
+    return max(d, dv) in _ONE_PASS.get(itemsize, ())
+
 
 def configs(kernel: str, itemsize: int, d: int, dv: int, score: bool = False) -> tuple[Config, ...]:
-    """The tiles for a kernel ("forward", "backward_q" or "backward_kv"), best first.
+    """The tiles for a kernel ("forward", "backward_q", "backward_kv", "backward"), best first.
 
     - `itemsize`: bytes of a number of q.
     - `d`, `dv`: padded widths; for those between two of the table, the larger.

@@ -1,4 +1,4 @@
-"""The backward kernels: one for dq (and what the score captures), one for dk and dv.
+"""The backward kernels: one for dq (and what the score captures), one for dk and dv, or for all.
 
 With P = exp(T − lse), T = score(S), S = scale q kᵀ, out = (P∘K) v, where K = keep / (1 − p):
 
@@ -11,8 +11,9 @@ The derivative of a softmax row is P_ij (dP_ij − Σ P dP); a gradient of lse a
 is why delta, given by the caller, carries both. Since lse and out are those of all keys, the sums
 over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022, algorithm 4.)
 
-S and dP are computed in both kernels, seven products in place of five, and in return nothing is
-added up across programs: no atomics, the same bits at every run.
+With two kernels, S and dP are computed in both, seven products in place of five, and in return
+nothing is added up across programs: no atomics, the same bits at every run. `backward_kv` given a
+dq, of float32 zeros, adds dS k to it as well: five products, and a sum over keys in any order.
 """
 
 import triton.language as tl
@@ -131,7 +132,7 @@ def add_dq(
 
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
 def backward_kv(
-    q, k, v, dout, lse, delta, dk, dv_,
+    q, k, v, dout, lse, delta, dk, dv_, dq,  # the last may be None
     q_strides, k_strides, v_strides, dout_strides,
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, walk,
@@ -141,7 +142,8 @@ def backward_kv(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys from one query head; the caller sums those that share a key head.
+    """dk and dv of BLOCK_N keys from one query head; the caller sums those that share a key head,
+    and multiplies dq by the scale.
 
     Everything is transposed, keys by queries, so that Pᵀ and dSᵀ are in place as left factors.
     """
@@ -161,7 +163,7 @@ def backward_kv(
     q_at = q + b64 * q_strides[0] + h64 * q_strides[1]
     o_at = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
     rows = (b64 * heads + h) * q_len
-    queries = (q_at, o_at, q_strides[2], dout_strides[2], lse + rows, delta + rows)
+    queries = (q_at, o_at, q_strides[2], dout_strides[2], lse + rows, delta + rows, dq, rows, q_len)
     at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, kv_idx[:, None], b)
 
     acc = (tile.zeros(BLOCK_N, D, D_REST), tile.zeros(BLOCK_N, DV, DV_REST))
@@ -207,8 +209,8 @@ def add_dkdv(
     d: tl.constexpr, dv: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
-    """(dk + dSᵀ q, dv + Pᵀ dout) over one block of queries."""
-    q_at, o_at, q_stride, o_stride, lse, delta = queries
+    """(dk + dSᵀ q, dv + Pᵀ dout) over one block of queries, and dq += dS k."""
+    q_at, o_at, q_stride, o_stride, lse, delta, dq, rows, q_len = queries
     b, h, kv_idx, row = at
     scale, coords, dropout, score_captured, mask_captured = given
     i = tl.arange(0, BLOCK_M)
@@ -243,7 +245,11 @@ def add_dkdv(
     ds = p * (dp - delta_rows[None, :])
     if DERIVATIVE is not None:
         ds = chain(ds, by[1], p, UNBOUNDED)
-    return tile.add_product(acc[0], ds, q_rows, PRECISION), by_v
+    by_k = tile.add_product(acc[0], ds, q_rows, PRECISION)
+    if dq is not None:
+        here = n + i < q_len if live is None else live
+        tile.add(dq + (rows + n64) * d, i, d, here, d, tile.inner(ds, k_rows, PRECISION), D)
+    return by_k, by_v
 
 
 @triton.jit

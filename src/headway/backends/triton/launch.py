@@ -47,7 +47,7 @@ def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
-    """dq and what the score captures from one kernel, dk and dv from the other."""
+    """dq and what the score captures from one kernel, dk and dv from the other; or all from one."""
     q, k, v, dout = _rows(call.q), _rows(call.k), _rows(call.v), _rows(dout)
     lse, delta = lse.contiguous(), delta.float().contiguous()
     b, hq, kv_len, dtype = *q.shape[:2], k.shape[2], torch.float32 if spec.partial else q.dtype
@@ -62,15 +62,20 @@ def backward(
 
     plan = planned(spec, call, _wanted(spec.score, needs), q, k, v, dout)
     new = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device=q.device)
-    dq = new(*q.shape)
     # Query heads that share a key head work in parallel, and their results are summed here.
     shared = hq != k.shape[1]
     dk, dv = (
         new(b, hq, kv_len, x.shape[3], dtype=torch.float32 if shared else dtype) for x in (k, v)
     )
     matrices = q, k, v, dout, lse, delta
-    _backward_q(plan)(call, lambda slots: (*matrices, dq), _grads_of(plan, captured))
-    _backward_kv(plan)(call, lambda slots: (*matrices, dk, dv))
+    if plan.one_pass:
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        _backward_one(plan)(call, lambda slots: (*matrices, dk, dv, dq))
+        dq = torch.mul(dq, spec.scale, out=new(*q.shape))
+    else:
+        dq = new(*q.shape)
+        _backward_q(plan)(call, lambda slots: (*matrices, dq), _grads_of(plan, captured))
+        _backward_kv(plan)(call, lambda slots: (*matrices, dk, dv, None))
     if shared:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
     return Grads(dq, dk, dv, dsink, captured)
@@ -85,6 +90,12 @@ def _backward_q(plan: Plan) -> Any:
 def _backward_kv(plan: Plan) -> Any:
     return plan.launchers.get("backward_kv") or plan.launcher(
         "backward_kv", backward_kv, **_derivative(plan)
+    )
+
+
+def _backward_one(plan: Plan) -> Any:
+    return plan.launchers.get("backward") or plan.launcher(
+        "backward", backward_kv, **_derivative(plan)
     )
 
 

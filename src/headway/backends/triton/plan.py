@@ -22,9 +22,10 @@ from ...dropout import threshold
 from ...errors import BackendRefused
 from ...types import Coords, Spec
 from ..base import Call, graphs, split
-from ..kernels.emit import SMALL, Text, functions
+from ..kernels.emit import Text, functions
+from ..kernels.widths import SMALL
 from . import tile
-from .config import Config, configs, pieces
+from .config import Config, configs, one_pass, pieces
 
 _TILE = (128, 128)  # of the block masks built here
 _MOST = 256  # plans that are remembered
@@ -67,6 +68,10 @@ class Plan:
         self.text = _text(spec, call, q, k, wanted)
         self.given = functions(self.text)
         self.launchers: dict[str, Launcher] = {}
+        # A gradient of what the score captures is made beside dq, and in a fixed order only there.
+        self.one_pass = (
+            not wanted and not spec.deterministic and one_pass(q.dtype.itemsize, self.d, self.dv)
+        )
         self.tile: tuple[int, int] | None = None
         if spec.tiles is not None:
             self.tile = spec.tiles[2:]
@@ -237,7 +242,15 @@ def _text(spec: Spec, call: Call, q: Tensor, k: Tensor, wanted: tuple[int, ...])
     )
     straight = call.coords.q_pos is None and call.coords.kv_pos is None
     narrow = straight and _narrow(call.coords, q, k, call.captured.ints)
-    return Text(spec.score, spec.mask, wanted, narrow, straight, far)
+    return Text(spec.score, spec.mask, wanted, narrow, straight, far, rough(q.dtype))
+
+
+def rough(dtype: torch.dtype) -> bool:
+    """Whether the GPU's rough tanh is good enough, and there."""
+    if dtype != torch.bfloat16 or triton.knobs.runtime.interpret:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target is not None and target.backend == "cuda"
 
 
 def _narrow(at: Coords, q: Tensor, k: Tensor, ints: Sequence[int]) -> bool:

@@ -90,6 +90,16 @@ def store(base, rows, stride, live, width, x, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def add(base, rows, stride, live, width, x, WIDTH: tl.constexpr):
+    """Add the pieces of x to float32 numbers that other programs add to as well."""
+    to = base + rows[:, None] * stride
+    for n in tl.static_range(len(x)):
+        cols = n * WIDTH + tl.arange(0, x[n].shape[1])
+        inside = live[:, None] & (cols < width)[None, :]
+        tl.atomic_add(to + cols[None, :], x[n], mask=inside, sem="relaxed")
+
+
+@triton.jit
 def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
     """An accumulator in pieces."""
     if REST == 0:
@@ -116,6 +126,17 @@ def add_product(acc, p, x, PRECISION: tl.constexpr):
         return (first,)
     else:
         return (first, tl.dot(p, x[1], acc[1], input_precision=PRECISION))
+
+
+@triton.jit
+def inner(p, x, PRECISION: tl.constexpr):
+    """pᵀ x over the pieces of x."""
+    p = tl.trans(p.to(x[0].dtype))
+    first = tl.dot(p, x[0], input_precision=PRECISION)
+    if len(x) == 1:
+        return (first,)
+    else:
+        return (first, tl.dot(p, x[1], input_precision=PRECISION))
 
 
 @triton.jit
