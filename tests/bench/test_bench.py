@@ -12,7 +12,7 @@ import torch
 import headway
 from headway.bench import cases as table
 from headway.bench import child, machine, overhead, report, run, stability, timing
-from headway.bench.cases import BACKWARD, FORWARD, Case, Target, inputs, select, size
+from headway.bench.cases import BACKWARD, BUILD, FORWARD, Case, Target, inputs, select, size
 from headway.bench.check import Truth
 from headway.bench.peers import PEERS, Unavailable
 from headway.bench.results import Book, Result
@@ -77,10 +77,10 @@ def test_table_is_consistent():
     names = [case.name for case in table.CASES]
     assert len(set(names)) == len(names)
     for case in table.CASES:
-        assert case.measure in ("memory", *run.MEASURES), case.name
+        assert case.measure in {*child.MEMORY, *run.MEASURES}, case.name
         assert set(case.peers) <= set(PEERS), case.name
         assert {t.peer for t in case.targets} <= set(case.peers), case.name
-        assert {t.direction for t in case.targets} <= {FORWARD, BACKWARD}, case.name
+        assert {t.direction for t in case.targets} <= {FORWARD, BACKWARD, BUILD}, case.name
         assert not case.isa or case.isa in child.LIMITS, case.name
         assert case.tags, case.name
 
@@ -389,17 +389,57 @@ def test_memory_has_a_figure_only_if_the_result_is_right(monkeypatch):
     assert result.median is None
 
 
+BLOCKS = Case(
+    "blocks", hq=1, hk=1, length=384, d=0, mask=headway.causal, measure="block mask", most=1e6,
+    peers=("create_block_mask",), targets=(Target(BUILD, "create_block_mask", 1e-6),),
+)  # fmt: skip
+
+
+def test_block_masks_are_timed_and_compared(fast, monkeypatch):
+    ours, theirs = run.MEASURES["block mask"](BLOCKS, "cpu", 2, lambda: None)
+    assert (ours.tiles, ours.target, ours.verdict) == (6, "<= 1e+06 ms", "pass")
+    assert ours.note.startswith("3 full, 3 partial, 3 empty")
+    assert (theirs.target, theirs.verdict) == (">= 1e-06x", "pass")
+    assert theirs.ratio == pytest.approx(theirs.median / ours.median, rel=0.1, abs=0.1)
+    other = replace(BLOCKS, mask=lambda: headway.causal() & headway.sliding_window(200))
+    prepare = PEERS["create_block_mask"].prepare
+    wrong = lambda case, x: prepare(case, x._replace(mask=headway.causal()))
+    monkeypatch.setitem(PEERS, "create_block_mask", replace(PEERS["flex"], prepare=wrong))
+    _, theirs = run.MEASURES["block mask"](other, "cpu", 1, lambda: None)
+    assert (theirs.verdict, theirs.median) == ("wrong", None)
+
+
+def test_the_memory_of_a_block_mask_is_measured_in_a_fresh_process():
+    case = next(c for c in table.CASES if c.name == "block-mask-window-1024k-peak")
+    used, (result,) = child.ask(case, "cpu", 1)
+    assert used.threads == torch.get_num_threads()
+    assert (result.unit, result.target, result.verdict) == ("MB", "<= 1000 MB", "pass")
+    assert result.tiles == 253456 + 16352
+
+
+@pytest.mark.parametrize("name", table._BLOCK_MASKS)
+def test_block_masks_of_the_table_are_equal_to_the_definition(name: str):
+    n, tile = 4096, 128
+    mask = table._BLOCK_MASKS[name](n)
+    i = torch.arange(n)
+    zero = i.new_zeros(())
+    kept = mask(zero, zero, i[:, None], i).view(n // tile, tile, n // tile, tile)
+    want = kept.any(3).any(1).int() + kept.all(3).all(1)
+    got = headway.block_mask(mask, 1, 1, n, n, tile=(tile, tile)).to_dense()[0, 0]
+    assert torch.equal(got.int(), want)
+
+
 def test_peak_memory_is_the_most_a_process_had_not_its_parents():
     ours = torch.ones(1 << 26)  # 256 MB here
     code = """
 import torch
-from headway.bench.child import peak
+from headway.bench.machine import peak
 before = peak("cpu")
 torch.ones(before // 4 + (1 << 24))  # 64 MB more than there ever was
 print(before, peak("cpu") - before)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     before, more = map(int, done.stdout.split())
-    assert before < child.peak("cpu") - 64e6
+    assert before < machine.peak("cpu") - 64e6
     assert 60e6 < more < 2 * before
     assert ours.sum() == 1 << 26
 

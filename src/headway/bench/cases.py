@@ -3,7 +3,8 @@
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from ..mods import (
     softcap,
 )
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, BUILD = "forward", "backward", "build"  # of a block mask
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class Case:
     - `isa`: run as on a CPU with no more than this (see `child.py`); "" for the CPU as it is.
     - `measure`: what is measured, a name in `run.MEASURES`: "time" against the peers, what
       "recording" and clipping add to a training step, in percent (`stability.py`), "memory" in
-      MB, or "overhead" and "overhead, compiled" in µs of a forward call.
-    - `most`: the most allowed, of what is not time.
+      MB, "overhead" and "overhead, compiled" in µs of a forward call, or "block mask" and "block
+      mask, memory": ms and MB of building one.
+    - `most`: the most allowed, where that is no ratio.
     """
 
     name: str
@@ -168,6 +170,34 @@ def _packed(n: int) -> Mask:
     return causal() & document(ids[:4096])
 
 
+def documents(length: int) -> Mask:
+    """Packed documents of 1 to 4,000 tokens, 2,000 in the mean."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 4000, (length // 1000 + 8,), generator=generator, device="cpu")
+    ids = torch.repeat_interleave(lengths)[:length]
+    return document(ids.to(torch.get_default_device()))
+
+
+_BLOCK_MASKS: dict[str, Callable[[int], Mask]] = {
+    "causal": lambda n: causal(),
+    "window": lambda n: causal() & sliding_window(4096),
+    "prefix": lambda n: causal() | prefix(1000),
+    "documents": documents,
+    "causal-documents": lambda n: causal() & documents(n),
+    "window-documents-prefix": lambda n: (
+        causal() & sliding_window(4096) & documents(n) | prefix(1000)
+    ),
+}
+
+
+def _block_mask(name: str, length: int, measure: str = "block mask", **extra: Any) -> Case:
+    tail = "-peak" if measure.endswith("memory") else ""
+    return Case(
+        f"block-mask-{name}-{length >> 10}k{tail}", hq=1, hk=1, length=length, d=0,
+        mask=partial(_BLOCK_MASKS[name], length), measure=measure, tags=("block masks",), **extra,
+    )  # fmt: skip
+
+
 def _table(heads: int, length: int) -> Tensor:
     n = 2 * length - 1
     return torch.arange(heads * n, dtype=torch.float32).view(heads, n).sin_().requires_grad_()
@@ -234,5 +264,10 @@ CASES: tuple[Case, ...] = (
          most=40.0, tags=("overhead",)),
     Case("overhead-16-32-compiled", hq=4, hk=4, length=16, d=32, mask=causal,
          measure="overhead, compiled", most=15.0, tags=("overhead",)),
+    *(_block_mask(name, 1 << 14, peers=("create_block_mask",),
+                  targets=(Target(BUILD, "create_block_mask", 500.0),)) for name in _BLOCK_MASKS),
+    *(_block_mask(name, 1 << 17, most=50.0) for name in _BLOCK_MASKS),
+    *(_block_mask(name, 1 << 20, most=1000.0) for name in _BLOCK_MASKS),
+    *(_block_mask(name, 1 << 20, "block mask, memory", most=1000.0) for name in _BLOCK_MASKS),
 )
 # fmt: on

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 
 from ..errors import HeadwayError
+from . import block_masks
 from .cases import CASES, Case, inputs
 from .check import Truth
-from .machine import Machine, here
+from .machine import Machine, here, peak
 from .results import WRONG, Result
 
 # How a CPU is kept from using what it has. Both are needed: PyTorch multiplies half precision by
@@ -63,8 +65,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     if question["isa"]:
         _hide_amx()
     case = next(case for case in CASES if case.name == question["case"])
-    if case.measure == "memory":
-        results = [memory(case, question["device"])]
+    if case.measure in MEMORY:
+        results = [MEMORY[case.measure](case, question["device"])]
     else:
         results = measure_time(case, question["device"], question["repeats"])
     machine = here(question["device"], question["isa"])
@@ -98,19 +100,10 @@ def memory(case: Case, device: str) -> Result:
     return result.asked(f"<= {case.most:g} MB", used <= case.most)
 
 
-def peak(device: str) -> int:
-    """Bytes: the most that this process has had resident, or has had allocated on its GPU."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Not `ru_maxrss`: on Linux that begins with the parent's peak in a process it has started.
-        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-
+MEMORY: dict[str, Callable[[Case, str], Result]] = {
+    "memory": memory,
+    "block mask, memory": block_masks.memory,
+}
 
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(answer(json.load(sys.stdin))))

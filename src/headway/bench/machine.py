@@ -86,6 +86,20 @@ def load() -> float:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
+def peak(device: str) -> int:
+    """Bytes: the most that this process has had resident, or has had allocated on its GPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not `ru_maxrss`: on Linux that begins with the parent's peak in a process it has started.
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
 @cache
 def roof(dtype: str, device: str) -> float:
     """FLOP/s of a square matrix product in this dtype."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +22,14 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """`prepare(case, inputs)` gives the forward call, or raises `Unavailable`.
+    """`prepare(case, inputs)` gives the call, forward or build, or raises `Unavailable`.
 
     - `same`: it computes what Headway computes; its results are checked as well.
     - `backward`: on these device types it has one.
     - `per_tile`: compared by the time per live tile (of causal for the peer), not per call.
     """
 
-    prepare: Callable[[Case, Inputs], Callable[[], Tensor]]
+    prepare: Callable[[Case, Inputs], Callable[[], Any]]
     note: str
     same: bool = True
     backward: tuple[str, ...] = ("cpu", "cuda")
@@ -99,6 +100,14 @@ def _flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
     return call
 
 
+def _create_block_mask(case: Case, x: Inputs) -> Callable[[], Any]:
+    assert x.mask is not None
+    return partial(
+        flex.create_block_mask, x.mask, None, None, case.length, case.length, x.q.device,
+        BLOCK_SIZE=128,
+    )  # fmt: skip
+
+
 def _causal_per_tile(case: Case, x: Inputs) -> Callable[[], Tensor]:
     return partial(x.headway, mask=causal())
 
@@ -117,6 +126,9 @@ PEERS = {
         _flex,
         "flex_attention under torch.compile, block mask prepared; forward only on CPU",
         backward=("cuda",),
+    ),
+    "create_block_mask": Peer(
+        _create_block_mask, "FlexAttention's block masks: create_block_mask as it is called there"
     ),
     "causal, per tile": Peer(
         _causal_per_tile,

@@ -53,7 +53,10 @@ def title(case: Case) -> Text:
     extra += f" std {case.std:g}" if case.std != 1 else ""
     heads = f"{case.hq}" if case.hk == case.hq else f"{case.hq}/{case.hk}"
     mods = " ".join(str(about[mod]) for mod in ("score", "mask") if about[mod])
-    shape = f"  ({case.b}, {heads}, {case.length}, {case.d}) {case.dtype} {mods}{extra}"
+    sizes = f"({case.b}, {heads}, {case.length}, {case.d}) {case.dtype}"
+    if case.d == 0:  # a block mask
+        sizes = f"({case.b}, {heads}, {case.length}, {case.length})"
+    shape = f"  {sizes} {mods}{extra}"
     return Text.assemble((case.name, "bold"), (shape, "dim"))
 
 

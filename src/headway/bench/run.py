@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..mods import causal
-from . import child
+from . import block_masks, child
 from .cases import BACKWARD, FORWARD, Case, Inputs, Size, inputs, select, size
 from .check import Truth
 from .machine import Machine, has_amx, here, load, roof
@@ -99,7 +99,7 @@ def measure(
         return machine, [
             Result(case.name, "", "headway", verdict=NOT_RUN, note="this CPU has no AMX to hide")
         ]
-    if case.isa or case.measure == "memory":
+    if case.isa or case.measure in child.MEMORY:
         return child.ask(case, device, repeats, case.isa)
     return machine, MEASURES[case.measure](case, device, repeats, tick)
 
@@ -202,4 +202,5 @@ MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "recording": recording,
     "overhead": partial(overhead, compiled=False),
     "overhead, compiled": partial(overhead, compiled=True),
+    "block mask": block_masks.measure,
 }

@@ -11,7 +11,7 @@ from ..bench.report import listing, run
 
 @dataclass(frozen=True)
 class Arguments(Options):
-    """Time forward and backward against what you could use instead.
+    """Time forward, backward and the building of block masks against what you could use instead.
 
     Every result is first checked against float64, and a wrong one is never timed. All contestants
     of a case run in one process, in turns; medians are compared. Exit status 1 if one was wrong.
