@@ -27,9 +27,8 @@ from .blocks import BlockMask, build
 from .errors import ArgumentError, CapturedIndexError
 from .mods import Captured, captured_of, describe, lower, lower_mod
 from .mods.base import Lowered, MaskFn, ScoreFn
-from .mods.graph import DTYPE_NAMES
 from .mods.places import place_of_line, quote
-from .types import AttentionOutput, Coords, Forward, Spec, constant_under_compile
+from .types import AttentionOutput, Coords, Forward, Spec, constant_under_compile, spec_of
 
 
 def attention(
@@ -194,49 +193,47 @@ def prepare(
     if sink is not None:
         check_sink(sink, q)
     dropout = dropout_of(dropout)
-    accumulate = (
-        torch.float64 if backend == "reference" or q.dtype == torch.float64 else torch.float32
-    )
-    texts, parts, tiles, shape = [], [], None, None
+    tiles, shape = None, None
     if isinstance(mask, BlockMask):
         tiles, shape = mask.tiles, (*mask.shape[:2], *mask.tile)
         check_block_mask(mask, q, k)
         mask = mask.mask
-    for kind, mod in (("score", score), ("mask", mask)):
-        if mod is None:
-            texts.append(None)
-            parts.append(Captured([], [], []))
-            continue
-        check_function(kind, mod)
-        if coords is None:  # else the tensors are a part of what the score and mask are made for
-            check_sizes(mod, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        pieces = describe(mod)
-        if torch.compiler.is_compiling():
-            check_made_outside(kind, pieces.functions)
-        lowered = _lower(kind, pieces.structure, DTYPE_NAMES[accumulate], *pieces.functions)
-        texts.append(lowered[0])
-        parts.append(captured_of(pieces, lowered))
-        check_captured(kind, parts[-1], q.device)
-    captured = Captured(*(a + b for a, b in zip(*parts, strict=True)))
-    coords = Coords() if coords is None else coords
-    call = Call(q, k, v, sink, seed_of(seed, dropout, q.device), captured, tiles, coords)
-    fields: dict[str, Any] = {
-        "scale": scale,
-        "score": texts[0],
-        "mask": texts[1],
-        "dropout": dropout,
-        "sink": sink is not None,
-        "max_logit": max_logit,
-        "row_max": row_max,
-        "partial": partial,
-        "deterministic": deterministic,
-        "tiles": shape,
-        "score_tensors": len(parts[0].tensors),
-        "score_ints": len(parts[0].ints),
-        "score_floats": len(parts[0].floats),
-    }
-    chosen = choose(backend, Spec(backend=backend, **fields), call)
-    return Spec(backend=chosen, **fields), call
+    double = backend == "reference" or q.dtype == torch.float64
+    # Where there are coordinates, the tensors are a part of what the score and mask are made for.
+    sizes = None if coords is not None else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    score_text, of_score = _taken_apart("score", score, double, sizes, q.device)
+    mask_text, of_mask = _taken_apart("mask", mask, double, sizes, q.device)
+    tensors, ints, floats = of_score
+    captured = Captured(tensors + of_mask[0], ints + of_mask[1], floats + of_mask[2])
+    seed = seed_of(seed, dropout, q.device)
+    call = Call(q, k, v, sink, seed, captured, tiles, _WHOLE if coords is None else coords)
+    first = scale, score_text, mask_text, dropout, sink is not None, max_logit, row_max, partial
+    first += deterministic, shape
+    counts = len(tensors), len(ints), len(floats)
+    chosen = choose(backend, spec_of(*first, backend, *counts), call)
+    return spec_of(*first, chosen, *counts), call
+
+
+_WHOLE = Coords()
+
+
+def _taken_apart(
+    kind: str, mod: Any, double: bool, sizes: tuple | None, device: torch.device
+) -> tuple[str | None, Captured]:
+    """A checked score or mask as the text of its graph and what it captures."""
+    if mod is None:
+        return None, Captured([], [], [])
+    check_function(kind, mod)
+    if sizes is not None:
+        check_sizes(mod, *sizes)
+    pieces = describe(mod)
+    if torch.compiler.is_compiling():
+        check_made_outside(kind, pieces.functions)
+    dtype = "f64" if double else "f32"
+    lowered = _lower(kind, pieces.structure, dtype, *pieces.functions)
+    captured = captured_of(pieces, lowered)
+    check_captured(kind, captured, device)
+    return lowered[0], captured
 
 
 def _lower(kind: str, structure: str, dtype: str, *functions: Callable) -> Lowered:

@@ -40,7 +40,6 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
             )
         if x.dtype not in DTYPES:
             raise ArgumentError(f"{name} is {x.dtype}; use float32, bfloat16, float16 or float64")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dtype == k.dtype == v.dtype:
         raise ArgumentError(
             f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; "
@@ -51,18 +50,23 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
             f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}; "
             "move with .to()"
         )
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ArgumentError(f"batch sizes differ: {shapes}; expand the smaller one with .expand()")
-    if k.shape[1] != v.shape[1]:
-        raise ArgumentError(f"k and v must have the same heads: {shapes}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    (b, hq, _, d), (b_k, hk, kv_len, d_k), (b_v, h_v, v_len, _) = q.shape, k.shape, v.shape
+    if not b == b_k == b_v:
         raise ArgumentError(
-            f"query heads must be a multiple of key heads: hq = {q.shape[1]}, hk = {k.shape[1]}"
+            f"batch sizes differ: {_shapes(q, k, v)}; expand the smaller one with .expand()"
         )
-    if k.shape[2] != v.shape[2]:
-        raise ArgumentError(f"k and v must have the same length: {shapes}")
-    if q.shape[3] != k.shape[3]:
-        raise ArgumentError(f"q and k must have the same width: {shapes}")
+    if hk != h_v:
+        raise ArgumentError(f"k and v must have the same heads: {_shapes(q, k, v)}")
+    if hk == 0 or hq % hk:
+        raise ArgumentError(f"query heads must be a multiple of key heads: hq = {hq}, hk = {hk}")
+    if kv_len != v_len:
+        raise ArgumentError(f"k and v must have the same length: {_shapes(q, k, v)}")
+    if d != d_k:
+        raise ArgumentError(f"q and k must have the same width: {_shapes(q, k, v)}")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 def scale_of(scale: Any, d: int) -> float:

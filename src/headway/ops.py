@@ -6,6 +6,7 @@ the spec's text and the shapes. Autograd is one `torch.autograd.Function` above 
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -149,10 +150,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(*inputs):
         spec, ints, floats, offsets, counts, q, k, v, sink, seed, q_pos, kv_pos, *tensors = inputs
-        captured, tiles = list(tensors[: counts[1]]), list(tensors[counts[1] :])
-        return torch.ops.headway.forward(
-            spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_pos, kv_pos
-        )
+        captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
+        run = torch.ops.headway.forward if _watched(tensors, q, k, v) else _forward
+        return run(spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_pos, kv_pos)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -192,24 +192,65 @@ class _Attention(torch.autograd.Function):
         ]
         if dout is None:
             dout = torch.zeros_like(out)
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        acc = lse.dtype
+        delta = (_as(dout, acc) * _as(out, acc)).sum(-1)
         if dlse is not None:
             delta = delta - dlse
+        run = torch.ops.headway.backward if _watched(tensors, q, k, v, dout) else _backward
         results = iter(
-            torch.ops.headway.backward(
+            run(
                 ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,
                 ctx.offsets, q_pos, kv_pos, out, lse, dout, delta, needs,
             )
         )  # fmt: skip
-        dq, dk, dv = (next(results).to(x.dtype) for x in (q, k, v))
-        dsink = None if sink is None else next(results).to(sink.dtype)
+        dq, dk, dv = (_as(next(results), x.dtype) for x in (q, k, v))
+        dsink = None if sink is None else _as(next(results), sink.dtype)
         dcaptured = [
-            next(results).to(t.dtype) if need else None
+            _as(next(results), t.dtype) if need else None
             for need, t in zip(needs, captured, strict=False)
         ]
         rest = len(tensors) - len(dcaptured)
         nothing = (None,) * 5
         return (*nothing, dq, dk, dv, dsink, None, None, None, *dcaptured, *(None,) * rest)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+class _Direct(torch.autograd.Function):
+    """`_Attention` in the older style, which costs half as much per call; `torch.func` and
+    compilers do not take it."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _Attention.forward(*inputs)
+        _Attention.setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
+        return _Attention.backward(ctx, *grad_outputs)
+
+
+_PLAIN = Tensor, torch.nn.Parameter
+
+
+def _watched(tensors: Sequence[Tensor | None], *more: Tensor) -> bool:
+    """Whether something has to see the operators: a compiler, a mode, a transform, a tracer, a
+    profiler, a subclass of Tensor. Where nothing has, they are skipped: a tenth of a millisecond
+    counts where tensors are small."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
+        or torch.jit.is_tracing()
+        or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
+        or more[0].is_meta
+        or any(x is not None and type(x) not in _PLAIN for x in (*more, *tensors))
+    )
 
 
 def _distinct(inputs: list[Tensor | None]) -> list[Tensor | None]:
@@ -238,14 +279,17 @@ def save_ops() -> list[Any]:
 
 def attention(spec: Spec, call: Call) -> Forward:
     """The pair under autograd."""
-    if not torch.compiler.is_compiling():
-        _register_flops()
-    tensors, ints, floats = call.captured
-    tiles = [] if call.tiles is None else call.tiles.flatten()
-    *offsets, q_pos, kv_pos = call.coords
-    q, k, v, sink, seed = call[:5]
+    q, k, v, sink, seed, captured, given, coords = call
+    tensors, ints, floats = captured
+    tiles = [] if given is None else given.flatten()
+    *offsets, q_pos, kv_pos = coords
     inputs = [q, k, v, sink, seed, q_pos, kv_pos, *tensors, *tiles]
     learning = torch.is_grad_enabled() and _learns(inputs)
+    watched = _watched(inputs[3:], q, k, v)
+    if not learning and not watched:
+        return get(spec.backend).forward(spec, call)
+    if not torch.compiler.is_compiling():
+        _register_flops()
     if not learning and forward_ad._current_level < 0:  # `_Attention` refuses forward mode by name
         results = torch.ops.headway.forward(
             spec.text, q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos
@@ -254,5 +298,6 @@ def attention(spec: Spec, call: Call) -> Forward:
         counts = spec.score_tensors, len(tensors)
         if torch.compiler.is_compiling():
             inputs = _distinct(inputs)
-        results = _Attention.apply(spec.text, ints, floats, offsets, counts, *inputs)
+        function = _Attention if watched else _Direct
+        results = function.apply(spec.text, ints, floats, offsets, counts, *inputs)
     return Forward(*results)

@@ -49,6 +49,12 @@ class Spec:
         return _spec_parse(text)
 
 
+def spec_of(*values: Any) -> Spec:
+    """The `Spec` of these fields, in their order: made once, a dictionary look-up afterwards."""
+    return Spec(*values) if torch.compiler.is_compiling() else _known_spec(*values)
+
+
+_known_spec = lru_cache(maxsize=4096, typed=True)(Spec)
 _FIELDS = tuple(field.name for field in fields(Spec))
 
 

@@ -261,7 +261,11 @@ class Parts(NamedTuple):
 def describe(mod: Callable) -> Parts:
     """Take a value or a function apart; plain code that Dynamo can trace."""
     parts = Parts("", [], [], [], [])
-    return parts._replace(structure=_structure(mod, parts))
+    return Parts(_structure(mod, parts), *parts[1:])
+
+
+# Written out once: `int | float` makes a new type wherever it is read, and this runs at every call.
+_WHOLE, _REAL, _WORD = (int, torch.SymInt), (float, torch.SymFloat), (bool, str)
 
 
 def _structure(item: Any, parts: Parts) -> str:
@@ -273,12 +277,12 @@ def _structure(item: Any, parts: Parts) -> str:
     if isinstance(item, Tensor):
         parts.tensors.append(item)
         return "t:" + DTYPE_NAMES[item.dtype] + ":" + str(item.dim())
-    if item is None or isinstance(item, bool | str):
+    if item is None or isinstance(item, _WORD):
         return repr(item)
-    if isinstance(item, int | torch.SymInt):
+    if isinstance(item, _WHOLE):
         parts.ints.append(item)  # type: ignore[arg-type]
         return "n"
-    if isinstance(item, float | torch.SymFloat):
+    if isinstance(item, _REAL):
         parts.floats.append(item)  # type: ignore[arg-type]
         return "x"
     if type(item) is functools.partial and all(

@@ -23,8 +23,8 @@ from ...types import Forward, Grads, Spec, acc_dtype
 from ..base import Call, graphs, split
 from .plan import Segment, index_tensors, pieces
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def suits(spec: Spec, call: Call) -> bool:
@@ -41,7 +41,7 @@ def suits(spec: Spec, call: Call) -> bool:
 def forward(spec: Spec, call: Call) -> Forward:
     """Every stretch of keys by itself, merged by log-sum-exp."""
     (b, hq, q_len, d), hk = call.q.shape, call.k.shape[1]
-    q, k, v = _inputs(call, call.q, call.k, call.v)
+    q, k, v = _inputs(call.q, call.k, call.v)
     acc = acc_dtype(call.q.dtype)
     causal_square = _is_causal(spec, call)
     if causal_square or spec.mask is None:
@@ -64,10 +64,9 @@ def forward(spec: Spec, call: Call) -> Forward:
         lse = torch.logaddexp(lse, sink)
         nothing = before.masked_fill(lse == -math.inf, 0) - lse.masked_fill(lse == -math.inf, 0)
         out = out * nothing.exp_()[..., None]
-    out = out.to(acc if spec.partial else call.q.dtype)
     return Forward(
-        out.reshape(b, hq, q_len, d),
-        lse.to(acc).reshape(b, hq, q_len),
+        _as(out, acc if spec.partial else call.q.dtype).reshape(b, hq, q_len, d),
+        _as(lse, acc).reshape(b, hq, q_len),
         lse.new_empty(0),
         lse.new_empty(0),
     )
@@ -82,15 +81,14 @@ def backward(
     acc = acc_dtype(call.q.dtype)
     if 2 * b * hq < torch.get_num_threads():
         return None
-    # The kernels want out only to compute delta = rowsum(dout∘out). The delta to use is given, and
-    # dout * delta / |dout|² has that product with dout, whatever the gradient of lse added to it.
-    size = dout.to(acc).square().sum(-1)
-    if not math.isfinite(size.sum()) or bool(((size < 1e-30) & (delta != 0)).any()):
+    like_out = _giving(delta, out, dout, acc)
+    if like_out is None:
         return None
-    like_out = dout * (delta / size.clamp(min=1e-30))[..., None]
-    q, k, v = _inputs(call, call.q, call.k, call.v)
-    dout, like_out = (_rows(x.to(q.dtype)).reshape(q.shape) for x in (dout, like_out))
-    lse = lse.reshape(q.shape[:3]).masked_fill(lse.reshape(q.shape[:3]) == -math.inf, math.inf)
+    q, k, v = _inputs(call.q, call.k, call.v)
+    dout, like_out = _rows(dout, q.dtype), _rows(like_out, q.dtype)
+    dout, like_out = dout.reshape(q.shape), like_out.reshape(q.shape)
+    # exp(-inf - inf) is 0, and that is what a row that sees nothing needs.
+    lse = lse.reshape(q.shape[:3]).nan_to_num(math.nan, math.inf, math.inf)
     causal_square = _is_causal(spec, call)
     if causal_square or spec.mask is None:
         grads = _backward(dout, q, k, v, like_out, lse, 0.0, causal_square, scale=spec.scale)
@@ -110,37 +108,57 @@ def backward(
         weight = (call.sink.to(acc)[:, None] - lse.view(b, hq, q_len)).exp_()
         dsink = -(weight * delta).sum((0, 2))
     dtype = acc if spec.partial else call.q.dtype
+    if hq != hk:
+        dk, dv = (_as(x, acc).sum(1) for x in (dk, dv))
     return Grads(
-        dq.reshape(b, hq, q_len, d).to(dtype),
-        _over_group(dk, acc).view(b, hk, kv_len, d).to(dtype),
-        _over_group(dv, acc).view(b, hk, kv_len, d).to(dtype),
+        _as(dq, dtype).reshape(b, hq, q_len, d),
+        _as(dk, dtype).reshape(b, hk, kv_len, d),
+        _as(dv, dtype).reshape(b, hk, kv_len, d),
         dsink,
         [],
     )
 
 
-def _over_group(x: Tensor, acc: torch.dtype) -> Tensor:
-    return x[:, 0] if x.shape[1] == 1 else x.to(acc).sum(1)
+def _giving(delta: Tensor, out: Tensor, dout: Tensor, acc: torch.dtype) -> Tensor | None:
+    """What to call out. The kernels want it only to compute delta = rowsum(dout∘out), but the delta
+    to use is given: a gradient of lse may have been taken off it. Then dout * delta / |dout|² has
+    that product with dout. None where there is no such thing."""
+    if torch.equal((dout.to(acc) * out.to(acc)).sum(-1), delta):
+        return out if math.isfinite(delta.sum()) else None
+    size = dout.to(acc).square().sum(-1)
+    if not math.isfinite(size.sum()) or bool(((size < 1e-30) & (delta != 0)).any()):
+        return None
+    return dout * (delta / size.clamp(min=1e-30))[..., None]
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The same with rows whose numbers lie side by side, which the kernels take for granted."""
+# Below, `to` and `reshape` are left out where they would change nothing: a microsecond each.
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype`, with rows whose numbers lie side by side, which the kernels take for granted."""
+    x = _as(x, dtype)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q as (b * hk, g, q_len, d); k and v as views that every query head of the group shares."""
+    (b, hq, q_len, d), (_, hk, kv_len, _) = q.shape, k.shape
     dtype = q.dtype
     if dtype in (torch.bfloat16, torch.float16) and not (
         dtype == torch.bfloat16 and _has_matrix_units()
     ):
         dtype = torch.float32
-    b, hq, q_len, d = q.shape
-    hk, kv_len = k.shape[1:3]
-    q, k, v = (_rows(x.to(dtype)) for x in (q, k, v))
-    q = q.reshape(b * hk, hq // hk, q_len, d)
-    k, v = (x.reshape(b * hk, 1, kv_len, d).expand(b * hk, hq // hk, kv_len, d) for x in (k, v))
-    return q, k, v
+    q = _rows(q, dtype).reshape(b * hk, hq // hk, q_len, d)
+    k = _rows(k, dtype).reshape(b * hk, 1, kv_len, d)
+    v = _rows(v, dtype).reshape(b * hk, 1, kv_len, d)
+    if hq == hk:
+        return q, k, v
+    shape = b * hk, hq // hk, kv_len, d
+    return q, k.expand(shape), v.expand(shape)
 
 
 def _stretches(spec: Spec, call: Call, dtype: torch.dtype):
