@@ -44,9 +44,9 @@ class Case:
     - `peers`: names in `peers.PEERS`.
     - `isa`: run as on a CPU with no more than this (see `child.py`); "" for the CPU as it is.
     - `measure`: what is measured, a name in `run.MEASURES`: "time" against the peers, what
-      "recording" and clipping add to a training step, in percent (`stability.py`), "memory" in
-      MB, "overhead" and "overhead, compiled" in µs of a forward call, or "block mask" and "block
-      mask, memory": ms and MB of building one.
+      "recording" and clipping add to a training step, in percent (`stability.py`), "training", the
+      steps of a model of `models.MODELS`, "memory" in MB, "overhead" and "overhead, compiled" in µs
+      of a forward call, or "block mask" and "block mask, memory": ms and MB of building one.
     - `most`: the most allowed, where that is no ratio.
     """
 
@@ -269,5 +269,9 @@ CASES: tuple[Case, ...] = (
     *(_block_mask(name, 1 << 17, most=50.0) for name in _BLOCK_MASKS),
     *(_block_mask(name, 1 << 20, most=1000.0) for name in _BLOCK_MASKS),
     *(_block_mask(name, 1 << 20, "block mask, memory", most=1000.0) for name in _BLOCK_MASKS),
+    Case("hf-llama-100m", hq=12, hk=12, length=512, measure="training", tags=("models",),
+         devices=("cpu", "cuda")),
+    Case("hf-gemma2-2k", hq=8, hk=4, length=2048, d=96, measure="training", tags=("models",),
+         devices=("cpu", "cuda")),
 )
 # fmt: on

@@ -14,6 +14,7 @@ from . import block_masks, child
 from .cases import BACKWARD, FORWARD, Case, Inputs, Size, inputs, select, size
 from .check import Truth
 from .machine import Machine, has_amx, here, load, roof
+from .models import training
 from .overhead import overhead
 from .peers import PEERS, Peer, Unavailable
 from .results import NOT_RUN, WRONG, Book, Result
@@ -203,4 +204,5 @@ MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "overhead": partial(overhead, compiled=False),
     "overhead, compiled": partial(overhead, compiled=True),
     "block mask": block_masks.measure,
+    "training": training,
 }
