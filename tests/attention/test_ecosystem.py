@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import operator
 import pickle
 import threading
 
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headway as hw
 from headway.api import prepare
+from headway.mods import base
 
 B, HQ, HK, LENGTH, D = 2, 4, 2, 40, 8
 
@@ -286,7 +288,11 @@ def test_export(qkv):
             return hw.attention(q, k, v, hw.softcap(3.0), hw.causal())
 
     q, k, v = (x.detach() for x in qkv)
+    base._lower_library.cache_clear()  # a score that is traced while the program is must leave no trace in it
     program = torch.export.export(Layer(), (q, k, v))
+    called = [n.target for n in program.graph.nodes if n.op == "call_function"]
+    assert called[0] is torch.ops.headway.forward.default
+    assert set(called[1:]) == {operator.getitem}
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

@@ -8,13 +8,15 @@ the score, the positions and captured tensors is refused with the user's file, l
 
 import linecache
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import ModError
 from .graph import (
@@ -384,6 +386,20 @@ class _Indexing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without the modes of whoever traces the call, `torch.export` for one: what is run here on
+    empty tensors is no part of their program."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    others = torch._C._len_torch_dispatch_stack() + _len_torch_dispatch_stack_pre_dispatch()
+    try:
+        with _disable_current_modes() if others else nullcontext():
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
 def trace(
     kind: str,
     fn: Callable[..., Tensor],
@@ -408,7 +424,7 @@ def trace(
     code = getattr(fn, "__code__", None)
     tracer.place = (code.co_filename, code.co_firstlineno) if code else None
     # Tracing is the same whatever mode the caller is in.
-    with torch.inference_mode(False), torch.no_grad():
+    with _alone(), torch.inference_mode(False), torch.no_grad():
         values = [tracer.add_input("score", DTYPE_NAMES[dtype])] if kind == "score" else []
         values += [tracer.add_input(name, "i64") for name in POSITIONS]
         run = fn if numbers is None else numbers(tracer)
