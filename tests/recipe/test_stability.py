@@ -26,7 +26,7 @@ CHOICES = [
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(map(str, c.values())))
 def test_records_clips_and_resumes_to_the_same_bits(choice, tiny_in, tmp_path: Path, monkeypatch):
     module = importlib.import_module("headway.recipe.train")
-    monkeypatch.setattr(module.plots, "draw", lambda records, folder: None)
+    monkeypatch.setattr(module.plots, "draw", lambda *_: None)
     config = replace(tiny_in(tmp_path), **choice)
     run = train(config, console=Console(quiet=True)).run
     records = run.read_metrics()

@@ -72,7 +72,7 @@ def to_the_end() -> None:
 def _no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "to_the_end" not in request.fixturenames:
         module = importlib.import_module("headway.recipe.train")
-        monkeypatch.setattr(module.plots, "draw", lambda records, folder: None)
+        monkeypatch.setattr(module.plots, "draw", lambda *_: None)
         monkeypatch.setattr(module, "samples", lambda model: "")
 
 

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 INK, PALE, ACCENT = "#1f2937", "#b6c2d2", "#c2410c"
 
 
-def draw(records: list[dict[str, Any]], folder: Path) -> None:
-    """Write loss.png and max_logit.png. Raises ModuleNotFoundError without matplotlib."""
+def draw(records: list[dict[str, Any]], folder: Path, tau: float | None = None) -> None:
+    """Write loss.png and max_logit.png; `tau` is QK-Clip's. Raises ModuleNotFoundError without
+    matplotlib."""
     if not records:
         return
-    for name, figure in (("loss", loss_figure(records)), ("max_logit", max_logit_figure(records))):
+    figures = {"loss": loss_figure(records), "max_logit": max_logit_figure(records, tau)}
+    for name, figure in figures.items():
         write_beside(folder / f"{name}.png", lambda p, f=figure: f.savefig(p, format="png"))
 
 
@@ -42,7 +44,7 @@ def loss_figure(records: list[dict[str, Any]]) -> "Figure":
     return figure
 
 
-def max_logit_figure(records: list[dict[str, Any]]) -> "Figure":
+def max_logit_figure(records: list[dict[str, Any]], tau: float | None = None) -> "Figure":
     """The largest logit of every layer over the steps, and of every head over the last tenth."""
     import matplotlib
 
@@ -55,6 +57,8 @@ def max_logit_figure(records: list[dict[str, Any]]) -> "Figure":
         largest = [max(r["max_logit"][layer]) for r in records]
         lines.plot(steps, largest, color=color, linewidth=0.5, alpha=0.3)
         lines.plot(steps, _smooth(largest), color=color, linewidth=1.6, label=f"layer {layer}")
+    if tau is not None and max(max(map(max, r["max_logit"])) for r in records) > tau / 2:
+        lines.axhline(tau, color=ACCENT, linewidth=1, linestyle="--", label=f"tau {tau:g}")
     lines.legend(frameon=False, loc="best", ncols=1 + depth // 8, fontsize=8)
     lines.set(xlabel="step", ylabel="largest logit")
     lines.set_title("every layer", fontsize=10, loc="left")

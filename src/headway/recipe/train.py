@@ -172,7 +172,7 @@ def _finish(run: Run, model: Transformer, console: Console, sample: bool) -> Non
     """The pictures, and if asked the text, that tell at a glance how the run went."""
     records = run.read_metrics()
     try:
-        plots.draw(records, run.folder)
+        plots.draw(records, run.folder, run.settings().qk_clip_tau)
     except ModuleNotFoundError:
         say(
             console,
