@@ -199,5 +199,5 @@ def test_compiles_without_break_or_recompilation(recompute):
         optimizer.zero_grad()
         assert clip.step().count > 0
         after.append(len(compiled))
-    assert 1 <= after[0]
+    assert after[0] >= 1
     assert after[-1] == after[1]
