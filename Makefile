@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 
 .PHONY: help
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: ## make .venv with PyTorch, this package and its tools
@@ -46,6 +46,10 @@ format: setup ## format the code and sort its imports
 .PHONY: bench
 bench: setup ## time forward and backward against what else you could use
 	@.venv/bin/headway bench $(ARGS)
+
+.PHONY: gpu-bench
+gpu-bench: setup ## the same on the GPU, against FlexAttention and cuDNN
+	@.venv/bin/headway bench --device cuda $(ARGS)
 
 .PHONY: golden
 golden: setup ## write the generated kernels that the tests compare with; read the diff

@@ -39,6 +39,7 @@ class Target:
 class Case:
     """One row of the table. `mask` and `score` make their values when the case is run.
 
+    - `dv`: width of v, if it is not d.
     - `std`: of q and k; at 5 most of a row's terms underflow, which some code pays for.
     - `stats`: measure `attention_with_stats`.
     - `peers`: names in `peers.PEERS`.
@@ -68,6 +69,12 @@ class Case:
     isa: str = ""
     measure: str = "time"
     most: float | None = None
+    dv: int | None = None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        return self.d, self.d if self.dv is None else self.dv
 
     def __str__(self) -> str:
         return self.name
@@ -83,8 +90,8 @@ class Inputs(NamedTuple):
 
     q: Tensor  # (b, hq, length, d), requires grad, as do k and v
     k: Tensor  # (b, hk, length, d)
-    v: Tensor  # (b, hk, length, d)
-    dout: Tensor  # (b, hq, length, d)
+    v: Tensor  # (b, hk, length, dv)
+    dout: Tensor  # (b, hq, length, dv)
     mask: Mask | None
     score: Score | None
     stats: bool = False
@@ -105,10 +112,15 @@ class Inputs(NamedTuple):
 
 def inputs(case: Case, device: str = "cpu") -> Inputs:
     """Normal numbers that follow from the case's name."""
-    generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
-    dtype = getattr(torch, case.dtype)
-    shapes = [(case.b, h, case.length, case.d) for h in (case.hq, case.hk, case.hk, case.hq)]
-    q, k, v, dout = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
+    dtype, (d, dv) = getattr(torch, case.dtype), case.widths
+    shapes = [
+        (case.b, h, case.length, width)
+        for h, width in ((case.hq, d), (case.hk, d), (case.hk, dv), (case.hq, dv))
+    ]
+    q, k, v, dout = (
+        torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes
+    )  # fmt: skip
     q, k = case.std * q, case.std * k
     with torch.device(device):
         mask = None if case.mask is None else case.mask()
@@ -124,9 +136,10 @@ class Size(NamedTuple):
     pairs: int
     tiles: int  # live tiles of 128 x 128
 
-    def flops(self, direction: str, d: int) -> int:
+    def flops(self, direction: str, d: int, dv: int | None = None) -> int:
         """Products only, two per forward pair and five per backward pair; masked pairs are free."""
-        return self.pairs * 2 * d * (2 if direction == FORWARD else 5)
+        dv = d if dv is None else dv
+        return self.pairs * 2 * (d + dv if direction == FORWARD else 3 * d + 2 * dv)
 
 
 def size(case: Case, mask: Mask | None) -> Size:
@@ -148,9 +161,16 @@ def size(case: Case, mask: Mask | None) -> Size:
     return Size(shared * pairs, shared * int((state > 0).sum()))
 
 
+def every() -> tuple["Case", ...]:
+    """The cases for the CPU, then those for a GPU."""
+    from .gpu_cases import GPU_CASES
+
+    return (*CASES, *GPU_CASES)
+
+
 def select(wanted: tuple[str, ...], device: str) -> list[Case]:
     """The cases for a device with one of these words as name, part of the name, or tag."""
-    here = [case for case in CASES if torch.device(device).type in case.devices]
+    here = [case for case in every() if torch.device(device).type in case.devices]
     if not wanted:
         return here
     for word in wanted:

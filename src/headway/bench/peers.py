@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 
+from ..api import attention
 from ..mods import causal
 from .cases import Case, Inputs
 
@@ -108,6 +110,26 @@ def _create_block_mask(case: Case, x: Inputs) -> Callable[[], Any]:
     )  # fmt: skip
 
 
+def _cudnn(case: Case, x: Inputs) -> Callable[[], Tensor]:
+    if x.score is not None or x.mask not in (None, causal()):
+        raise Unavailable("it takes a causal mask or none")
+    call = _sdpa(case, x)
+
+    def cudnn() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return call()
+
+    try:
+        cudnn()
+    except RuntimeError as error:
+        raise Unavailable(str(error).splitlines()[0][:200]) from error
+    return cudnn
+
+
+def _plain(case: Case, x: Inputs) -> Callable[[], Tensor]:
+    return lambda: attention(x.q, x.k, x.v, mask=x.mask)
+
+
 def _causal_per_tile(case: Case, x: Inputs) -> Callable[[], Tensor]:
     return partial(x.headway, mask=causal())
 
@@ -121,6 +143,14 @@ PEERS = {
         _sdpa_causal,
         "F.scaled_dot_product_attention(is_causal=True), without this case's score and window",
         same=False,
+    ),
+    "cudnn": Peer(
+        _cudnn,
+        "F.scaled_dot_product_attention by cuDNN, on a GPU",
+        backward=("cuda",),
+    ),
+    "headway plain": Peer(
+        _plain, "Headway on the same tensors and mask, without the score", same=False
     ),
     "flex": Peer(
         _flex,

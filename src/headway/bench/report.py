@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from .cases import CASES, Case, select
+from .cases import Case, every, select
 from .machine import Machine, here, load
 from .peers import PEERS
 from .results import FAIL, NOT_RUN, PASS, WRONG, Result, describe
@@ -53,9 +53,11 @@ def title(case: Case) -> Text:
     extra += f" std {case.std:g}" if case.std != 1 else ""
     heads = f"{case.hq}" if case.hk == case.hq else f"{case.hq}/{case.hk}"
     mods = " ".join(str(about[mod]) for mod in ("score", "mask") if about[mod])
-    sizes = f"({case.b}, {heads}, {case.length}, {case.d}) {case.dtype}"
+    width = f"{case.d}" if case.dv is None else f"{case.d}/{case.dv}"
+    sizes = f"({case.b}, {heads}, {case.length}, {width}) {case.dtype}"
     if case.d == 0:  # a block mask
-        sizes = f"({case.b}, {heads}, {case.length}, {case.length})"
+        width = f"{case.d}" if case.dv is None else f"{case.d}/{case.dv}"
+    sizes = f"({case.b}, {heads}, {case.length}, {case.length})"
     shape = f"  {sizes} {mods}{extra}"
     return Text.assemble((case.name, "bold"), (shape, "dim"))
 
@@ -123,6 +125,6 @@ def summary(machine: Machine, results: list[Result]) -> str:
 def listing() -> str:
     """The table of cases, for `--list`."""
     listed = ["cases (select by name, part of a name, or tag):"]
-    listed += [f"  {case.name:42} {', '.join(case.tags)}" for case in CASES]
+    listed += [f"  {case.name:42} {', '.join(case.tags)}" for case in every()]
     listed += ["peers:"] + [f"  {name:18} {peer.note}" for name, peer in PEERS.items()]
     return "\n".join(listed)

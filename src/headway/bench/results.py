@@ -53,7 +53,7 @@ def describe(case: Case) -> dict[str, object]:
     shape = {
         name: getattr(case, name)
         for name in ("b", "hq", "hk", "length", "d", "dtype", "std", "stats")
-    }
+    } | {"dv": case.widths[1]}
     mods = {"score": case.score, "mask": case.mask}
     return shape | {name: "" if make is None else str(make()) for name, make in mods.items()}
 
@@ -61,17 +61,23 @@ def describe(case: Case) -> dict[str, object]:
 class Book:
     """A CSV file that gets every line as soon as it is known: what was measured is never lost."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, resume: bool = False) -> None:
+        self.path, self.resume = path, resume
         self.file: TextIO | None = None
+        self.done: frozenset[str] = frozenset()
 
     def __enter__(self) -> "Book":
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "x", newline="", encoding="utf-8")
+            resumed = self.resume and self.path.exists()
+            if resumed:
+                with open(self.path, newline="", encoding="utf-8") as file:
+                    self.done = frozenset(row["case"] for row in csv.DictReader(file))
+            mode = "a" if resumed else "x"
+            self.file = open(self.path, mode, newline="", encoding="utf-8")
         except FileExistsError:
             raise ArgumentError(
-                f"--output {self.path} exists; move it or give another name"
+                f"--output {self.path} exists; move it, give another name, or add --resume"
             ) from None
         except OSError as error:
             raise ArgumentError(f"--output {self.path}: {error.strerror}") from error
@@ -79,7 +85,8 @@ class Book:
         columns += list(describe(Case("")))
         columns += [f.name for f in fields(Result) if f.name != "case"]
         self.writer = csv.DictWriter(self.file, columns, lineterminator="\n")
-        self.writer.writeheader()
+        if not resumed:
+            self.writer.writeheader()
         return self
 
     def __exit__(self, *_: object) -> None:

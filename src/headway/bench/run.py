@@ -1,5 +1,6 @@
 """Running the table: select, check, time, judge."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..mods import causal
-from . import block_masks, child
+from . import block_masks, child, gpu
 from .cases import BACKWARD, FORWARD, Case, Inputs, Size, inputs, select, size
 from .check import Truth
 from .machine import Machine, has_amx, here, load, roof
@@ -39,6 +40,10 @@ class Options:
     """Runs of every contestant; two, where one takes seconds."""
     output: Path | None = None
     """The CSV to write; bench/results/DEVICE-DATE.csv if not given."""
+    seconds: float | None = None
+    """Begin no case after so many seconds; the order is that of `--list`."""
+    resume: bool = False
+    """Leave out the cases that --output has already, and add the others to it."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "repeats"):
@@ -72,8 +77,13 @@ def bench(
         machine = here(options.device)
         path = options.output or default_output(machine)
         every: list[Result] = []
-        with Book(path) as book:
+        start = time.monotonic()
+        with Book(path, options.resume) as book:
             for case in cases:
+                if case.name in book.done:
+                    continue
+                if options.seconds is not None and time.monotonic() - start > options.seconds:
+                    break
                 begin(case)
                 used, results = measure(case, machine, options, tick)
                 book.add(used, load(), case, results)
@@ -178,7 +188,7 @@ def _judge(
     peer, timing, ours = PEERS.get(name), times[name], times["headway"]
     result = replace(checked, direction=direction).timed(timing)
     if peer is None or peer.same:
-        flops = measured.flops(direction, case.d) / timing.median
+        flops = measured.flops(direction, *case.widths) / timing.median
         # A product in half precision may be slower than one in float32, which is open to all.
         top = max(roof(case.dtype, device), roof("float32", device))
         result = replace(
@@ -203,6 +213,11 @@ MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "recording": recording,
     "overhead": partial(overhead, compiled=False),
     "overhead, compiled": partial(overhead, compiled=True),
+    "host": gpu.host,
+    "graph": gpu.graph,
+    "first call": gpu.first_call,
+    "long": gpu.long,
+    "train": gpu.train,
     "block mask": block_masks.measure,
     "training": training,
 }

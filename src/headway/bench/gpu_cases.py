@@ -1,0 +1,123 @@
+"""The cases for a GPU: what FlexAttention, cuDNN and Headway take, in one run; the dear ones last.
+
+Shapes and targets are those of the design: bfloat16, and the speed that FlexAttention has.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mods import (
+    Mask,
+    Score,
+    alibi,
+    causal,
+    document,
+    prefix,
+    relative_bias,
+    sliding_window,
+    softcap,
+)
+from .cases import BACKWARD, FORWARD, Case, Target
+
+_BOTH = ("flex", "cudnn")
+
+
+def _flex(forward: float = 1.0, backward: float = 1.0) -> tuple[Target, ...]:
+    return Target(FORWARD, "flex", forward), Target(BACKWARD, "flex", backward)
+
+
+def _case(name: str, shape: tuple[int, ...], **more: Any) -> Case:
+    """`shape`: b, hq, hk, length, d and, where it differs, dv."""
+    b, hq, hk, length, d, *dv = shape
+    given: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "peers": _BOTH,
+        "targets": _flex(),
+        "devices": ("cuda",),
+    } | more
+    return Case(name, b, hq, hk, length, d, dv=dv[0] if dv else None, **given)
+
+
+def _pair(name: str, shape: tuple[int, ...], *tags: str, **more: Any) -> tuple[Case, ...]:
+    """A shape with a causal mask, and with none."""
+    return (
+        _case(f"{name}-causal", shape, mask=causal, tags=("gpu", *tags), **more),
+        _case(f"{name}-full", shape, tags=("gpu", *tags), **more),
+    )
+
+
+def _scored(
+    name: str, score: Callable[[], Score] | None, mask: Callable[[], Mask] | None,
+    targets: tuple[Target, ...], peers: tuple[str, ...] = ("flex", "headway plain"),
+) -> Case:  # fmt: skip
+    tag = "scores" if score is not None else "masks"
+    return _case(
+        name, (2, 16, 16, 8192, 128), score=score, mask=mask, peers=peers, targets=targets,
+        tags=("gpu", tag),
+    )  # fmt: skip
+
+
+def _documents() -> Mask:
+    """Twelve documents of uneven lengths in 8192 positions."""
+    lengths = [97 + (911 * k) % 1171 for k in range(1, 13)]
+    lengths[-1] = 8192 - sum(lengths[:-1])
+    return causal() & document(torch.repeat_interleave(torch.arange(12), torch.tensor(lengths)))
+
+
+def _table(learn: bool = True) -> Tensor:
+    at = torch.arange(16 * 16383, dtype=torch.float32)
+    return at.view(16, 16383).sin_().requires_grad_(learn)
+
+
+def _slopes() -> Tensor:
+    return torch.exp2(-torch.arange(1, 17) * 0.5)
+
+
+_PLAIN = tuple(Target(x, "headway plain", 0.6) for x in (FORWARD, BACKWARD))
+
+# fmt: off
+GPU_CASES: tuple[Case, ...] = (
+    *_pair("8k-128", (2, 16, 16, 8192, 128), "main"),
+    *_pair("8k-64", (2, 32, 32, 8192, 64), "main"),
+    _scored("softcap-causal", lambda: softcap(20.0), causal, _flex(1.5, 1.5)),
+    _scored("softcap-full", lambda: softcap(20.0), None, _flex(1.5, 1.5)),
+    _scored("alibi-causal", lambda: alibi(_slopes()), causal, _flex()),
+    _scored("window-1024", None, lambda: causal() & sliding_window(1024), _flex(1.15, 1.15),
+            ("flex",)),
+    _scored("documents-causal", None, _documents, _flex(1.15, 1.15), ("flex",)),
+    _scored("prefix-2048", None, lambda: causal() | prefix(2048), _flex(), ("flex",)),
+    _scored("relative-bias-learned-full", lambda: relative_bias(_table()), None, _PLAIN,
+            ("headway plain",)),
+    _scored("relative-bias-learned-causal", lambda: relative_bias(_table()), causal, _PLAIN,
+            ("headway plain",)),
+    _scored("alibi-learned-causal", lambda: alibi(_slopes().requires_grad_()), causal, (),
+            ("headway plain",)),
+    *_pair("16k-256", (1, 8, 8, 16384, 256), "main", targets=_flex(1.0, 2.0)),
+    *_pair("8k-192-128", (2, 16, 16, 8192, 192, 128), "main", targets=_flex(1.0, 1.5)),
+    _case("gqa-8k-128-causal", (2, 32, 8, 8192, 128), mask=causal, tags=("gpu", "main")),
+    *_pair("short-512-128", (64, 16, 16, 512, 128), "short"),
+    _case("short-256-64-causal", (128, 16, 16, 256, 64), mask=causal, tags=("gpu", "short")),
+    *_pair("1k-128", (16, 16, 16, 1024, 128), "short"),
+    *_pair("4k-128", (4, 16, 16, 4096, 128), "long"),
+    *_pair("16k-128", (1, 16, 16, 16384, 128), "long"),
+    _case("float32-2k-64-causal", (2, 16, 16, 2048, 64), dtype="float32", mask=causal,
+          peers=("flex",), targets=_flex(2.0, 2.0), tags=("gpu", "float32")),
+    _case("float32-2k-128-full", (2, 16, 16, 2048, 128), dtype="float32", peers=("flex",),
+          targets=_flex(2.0, 2.0), tags=("gpu", "float32")),
+    _case("stats-8k-128-causal", (2, 16, 16, 8192, 128), mask=causal, stats=True,
+          peers=("cudnn",), targets=(), tags=("gpu", "stats")),
+    _case("host", (1, 2, 2, 128, 64), mask=causal, measure="host", most=72.0, peers=(), targets=(),
+          tags=("gpu", "host")),
+    _case("graph", (1, 2, 2, 128, 64), mask=causal, measure="graph", peers=(), targets=(),
+          tags=("gpu", "host")),
+    _case("first-call", (2, 16, 16, 8192, 128), mask=causal, measure="first call", peers=(),
+          targets=(), tags=("gpu", "first")),
+    _case("million-window-4096", (1, 8, 8, 1 << 20, 128), measure="long", peers=(), targets=(),
+          mask=lambda: causal() & sliding_window(4096), tags=("gpu", "million")),
+    _case("train", (8, 12, 12, 4096, 128), mask=causal, measure="train", peers=(), targets=(),
+          tags=("gpu", "train")),
+)
+# fmt: on
