@@ -48,7 +48,7 @@ def _forward(spec: str, *inputs: Any) -> Forward:
     # An exported program calls the operator by itself: then it has to be differentiable itself.
     if torch.is_grad_enabled() and _learns([*call[:5], *call.captured.tensors]):
         return attention(parsed, call)
-    return get(parsed.backend).forward(parsed, call)
+    return Forward(*[x.contiguous() for x in get(parsed.backend).forward(parsed, call)])
 
 
 def _backward(spec: str, *inputs: Any) -> list[Tensor]:
@@ -58,7 +58,7 @@ def _backward(spec: str, *inputs: Any) -> list[Tensor]:
         parsed, call, out, lse, dout, delta, tuple(needs)
     )
     grads = [dq, dk, dv] + ([] if dsink is None else [dsink])
-    return grads + [g for g in captured if g is not None]
+    return [g.contiguous() for g in (*grads, *captured) if g is not None]  # as the fake says
 
 
 def _forward_fake(spec: str, q, k, v, *rest: Any) -> Forward:
