@@ -11,6 +11,7 @@ from .backends import NAMES, get
 from .backends.base import split
 from .blocks import cached_build
 from .mods.graph import parse
+from .mods.interval import why_elements
 from .types import Spec
 
 
@@ -22,6 +23,8 @@ class Explanation:
     - `reasons`: for every backend, why it would not run (empty: it could).
     - `tiles`: numbers of full, partial and empty tiles of 128 x 128 pairs, over the batches and
       heads that the mask tells apart; None without a mask.
+    - `elements`: the mask's ops, with their lines, that say nothing about a whole tile, so that
+      tiles which hang on them are decided pair by pair: right, and slower; none, usually.
     - `code`: what runs for the score and the mask.
     """
 
@@ -29,6 +32,7 @@ class Explanation:
     reasons: dict[str, list[str]]
     call: str
     tiles: tuple[int, int, int] | None
+    elements: list[str]
     code: str
 
     def __str__(self) -> str:
@@ -45,6 +49,9 @@ class Explanation:
             lines.append(
                 f"tiles: {full:,} full, {partial:,} partial, {empty:,} empty ({share:.1%} skipped)"
             )
+        lines += [
+            f"  decided pair by pair: {op} has no rule for a whole tile" for op in self.elements
+        ]
         if self.code:
             lines += ["", self.code]
         return "\n".join(lines)
@@ -75,7 +82,8 @@ def explain(
     shown = "".join(
         f", {n} = {_name(m)}" for n, m in (("score", score), ("mask", mask)) if m is not None
     )
-    return Explanation(chosen, reasons, shapes + shown, _tiles(spec, call), code)
+    elements = [] if spec.mask is None else why_elements(parse(spec.mask))
+    return Explanation(chosen, reasons, shapes + shown, _tiles(spec, call), elements, code)
 
 
 def _name(mod: Any) -> str:

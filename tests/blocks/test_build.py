@@ -243,6 +243,19 @@ def test_the_op_without_a_rule_is_named():
     assert "((i - j) ^ 3) < 5" in reason
 
 
+def test_explain_names_the_op_that_fell_back():
+    """And the result is right: `check` holds it to the definition."""
+    q = torch.randn(1, 2, 100, 8)
+    odd = lambda b, h, i, j: ((i - j) ^ 3) < 5
+    check(odd, (1, 2, 100, 100))
+    for mask in (odd, headway.block_mask(odd, 1, 1, 100, 100)):
+        found = headway.explain(q, q, q, mask=mask)
+        assert found.elements[0].startswith("xor of i64 in `odd = lambda b, h, i, j:")
+        assert "pair by pair: xor of i64 in `odd" in str(found)
+    assert headway.explain(q, q, q, mask=headway.causal()).elements == []
+    assert "pair by pair" not in str(headway.explain(q, q, q))
+
+
 def test_only_ops_on_both_positions_are_mixed():
     graph, _ = lowered(lambda b, h, i, j: (i * 2 + h > j // 3) & (b > 0) & (i > 7))
     cut = split(graph)
