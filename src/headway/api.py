@@ -23,7 +23,7 @@ from .arguments import (
 )
 from .backends import choose
 from .backends.base import Call
-from .blocks import BlockMask, build
+from .blocks import BlockMask, cached_build
 from .errors import ArgumentError, CapturedIndexError
 from .mods import Captured, captured_of, describe, lower, lower_mod
 from .mods.base import Lowered, MaskFn, ScoreFn
@@ -121,7 +121,9 @@ def block_mask(
     - `device`: of the result; that of the tensors that the mask captures, or the CPU, if None.
     - `tile`: queries and keys in a tile.
 
-    **Returns:** a `BlockMask`; its size follows the runs of live tiles, not `q_len * kv_len`.
+    **Returns:** a `BlockMask`; its size follows the runs of live tiles, not `q_len * kv_len`. The
+    tiles of the same mask, sizes, device and unwritten tensors are found once: see
+    `clear_block_cache`, also for the writes that go unnoticed.
     """
     for name, number in (("b", b), ("h", h), ("q_len", q_len), ("kv_len", kv_len)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
@@ -136,7 +138,7 @@ def block_mask(
     check_captured("mask", captured, device)
     sizes = b, h, q_len, kv_len
     try:
-        tiles, mask_b, mask_h = build(graph, captured, sizes, tuple(tile), device)
+        tiles, mask_b, mask_h = cached_build(graph, captured, sizes, tuple(tile), device)
     except CapturedIndexError as error:
         raise _with_place(error, mask) from None
     return BlockMask(mask, (mask_b, mask_h, q_len, kv_len), tuple(tile), tiles)

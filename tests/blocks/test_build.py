@@ -139,6 +139,40 @@ def test_work_and_memory_follow_the_edge(length, monkeypatch):
     assert int(tiles.rows_full.count.sum()) == band + (rows - 32) + 1
 
 
+@pytest.fixture
+def seen(monkeypatch):
+    """How many pairs each evaluation looked at."""
+    sizes = []
+    real = quadtree.mask_at
+
+    def counted(graph, captured, at):
+        sizes.append(math.prod(torch.broadcast_shapes(*(x.shape for x in at.values.values()))))
+        return real(graph, captured, at)
+
+    monkeypatch.setattr(quadtree, "mask_at", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("whole", [0, quadtree._WHOLE], ids=["coarse to fine", "at once"])
+def test_one_kept_and_one_dropped_pair_prove_a_tile_partial(seen, monkeypatch, whole):
+    """Four corners of each partial tile; no pair of a tile that bounds decide."""
+    monkeypatch.setattr(quadtree, "_WHOLE", whole)
+    graph, captured = lowered(headway.causal() & headway.document(torch.arange(8192) // 2048))
+    tiles, *_ = build(graph, captured, (1, 1, 8192, 8192), (128, 128), CPU)
+    assert int(tiles.rows_partial.count.sum()) == 64
+    assert sum(seen) == 4 * 64
+
+
+def test_pairs_are_looked_at_in_bounded_chunks(seen):
+    """16 million pairs that no bounds decide, in two tiles larger than a chunk."""
+    odd = lambda b, h, i, j: ((i ^ j) & 0) == 0
+    graph, captured = lowered(odd)
+    tiles, *_ = build(graph, captured, (1, 1, 2048, 8192), (2048, 4096), CPU)
+    assert tiles.rows_full.count.tolist() == [2]
+    assert sum(seen) >= 2048 * 8192
+    assert max(seen) <= quadtree._PAIRS
+
+
 def test_equal_to_flex_attention():
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -298,6 +332,24 @@ def test_the_same_mask_is_built_once(calls):
     assert len(calls) == 4
 
 
+def test_calls_and_block_masks_share_what_is_remembered(calls):
+    """However often a mask is given, and wherever: attention, explain, block_mask."""
+    packed, q = ids(300), torch.randn(1, 2, 300, 8)
+    mask = lambda: headway.causal() & headway.document(packed)
+    for _ in range(2):
+        headway.attention(q, q, q, mask=mask())
+        headway.explain(q, q, q, mask=mask())
+    built = len(calls)
+    assert built <= 2  # tiles of the backend, and of explain
+    first = headway.block_mask(mask(), 1, 1, 300, 300)
+    assert headway.block_mask(mask(), 1, 1, 300, 300).tiles is first.tiles
+    assert len(calls) <= built + 1
+    packed[200:] += 1
+    assert headway.block_mask(mask(), 1, 1, 300, 300).tiles is not first.tiles
+    other = headway.block_mask(mask(), 1, 1, 300, 300, tile=(64, 128))
+    assert other.tiles.rows_full.rows == 5
+
+
 def test_a_written_tensor_is_noticed(calls):
     packed = ids(64)
     cached(headway.document(packed))
@@ -310,10 +362,11 @@ def test_a_written_tensor_is_noticed(calls):
     assert len(calls) == 4
 
 
-def test_a_write_behind_the_counter_needs_a_clear(calls):
+@pytest.mark.parametrize("alias", [lambda t: t.data, lambda t: t.numpy()], ids=["data", "numpy"])
+def test_a_write_behind_the_counter_needs_a_clear(calls, alias):
     packed = ids(64)
     first = cached(headway.document(packed))
-    packed.data[:] = 0
+    alias(packed)[:] = 0
     graph, captured = lowered(headway.document(packed))
     assert cached_build(graph, captured, (2, 2, 64, 64), (16, 16), CPU) is not None
     assert cached_build(graph, captured, (2, 2, 64, 64), (16, 16), CPU)[0] is first  # as documented

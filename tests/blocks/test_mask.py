@@ -1,6 +1,7 @@
 """What one does with a block mask: parts, combinations, other tiles, devices, files, pictures."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -64,6 +65,36 @@ def test_keys_pass_the_range_of_int32():
     assert runs.offsets[-2:].tolist() == [0, 1]
     assert (runs.start.tolist(), runs.count.tolist()) == ([69_990], [10])
     assert runs.keys(70_000).tolist() == key.tolist()
+
+
+@pytest.fixture
+def one_thread():
+    """For many short steps: on a busy machine each would wait for two cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_more_tiles_than_an_int32_counts(one_thread):
+    """8 million tokens: 4.3e9 tiles, and 2,147,450,880 of them full."""
+    length, rows = 1 << 23, 1 << 16
+    half = rows // 2
+    mask = headway.block_mask(headway.causal(), 1, 1, length, length)
+    full, partial = rows * (rows - 1) // 2, rows
+    assert mask.counts() == (full, partial, rows**2 - full - partial)
+    assert (mask | mask).counts() == (mask & mask).counts() == mask.counts()
+    everything = headway.block_mask(headway.prefix(length), 1, 1, length, length)
+    assert everything.counts() == (rows**2, 0, 0)
+    assert (mask | everything).counts() == (rows**2, 0, 0)
+    assert everything.tiles.rows_full.per_row().sum() == rows**2
+    lower = mask[:, :, half:]
+    assert lower.counts()[0] == full - half * (half - 1) // 2
+    coarse = mask.retile((1024, 1024))
+    assert coarse.counts()[:2] == (rows // 8 * (rows // 8 - 1) // 2, rows // 8)
+    assert mask.tiles.row_order[:3].tolist() == [rows - 1, rows - 2, rows - 3]
+    assert mask.tiles.col_order[:3].tolist() == [0, 1, 2]
+    assert all(t.dtype == torch.int32 for t in mask.tiles.flatten())
 
 
 # -- parts ----------------------------------------------------------------------------------------
@@ -176,10 +207,11 @@ def test_retile(by):
 
 
 def test_retile_refuses_other_sizes():
-    with pytest.raises(ArgumentError, match=r"tile=\(12, 16\) must be multiples of .*\(8, 16\)"):
+    with pytest.raises(ArgumentError, match=r"tile=\(12, 16\) must .*multiples of .*\(8, 16\)"):
         random_mask(1, 1).retile((12, 16))
-    with pytest.raises(ArgumentError, match=r"tile=\(0, 16\)"):
-        random_mask(1, 1).retile((0, 16))
+    for tile in ((0, 16), 16, (16.0, 16), (16, 16, 16), (8, True)):
+        with pytest.raises(ArgumentError, match=re.escape(f"tile={tile!r} must be two whole")):
+            random_mask(1, 1).retile(tile)
 
 
 def test_to_moves_the_ids_of_library_masks():
@@ -298,8 +330,9 @@ def test_text_picture():
         "sparsity=40.0%)"
     )
     assert mask.picture(16) in repr(mask)
-    with pytest.raises(ArgumentError, match="rows=0"):
-        mask.picture(0)
+    for rows in (0, 2.5, "8"):
+        with pytest.raises(ArgumentError, match=f"rows={rows!r} must be a whole number"):
+            mask.picture(rows)
 
 
 def test_pictures_of_a_million_tokens_cost_little():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..api import block_mask
-from ..blocks import BlockMask
+from ..blocks import BlockMask, clear_block_cache
 from ..mods import causal
 from .cases import BUILD, Case, Inputs, inputs
 from .machine import peak
@@ -23,6 +23,7 @@ TILE = (128, 128)
 def build(case: Case, x: Inputs) -> BlockMask:
     """The call that is measured."""
     assert x.mask is not None
+    clear_block_cache()
     return block_mask(
         x.mask, case.b, case.hq, case.length, case.length, device=x.q.device, tile=TILE
     )

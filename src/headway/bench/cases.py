@@ -21,6 +21,7 @@ from ..mods import (
     relative_bias,
     sliding_window,
     softcap,
+    strided,
 )
 
 FORWARD, BACKWARD, BUILD = "forward", "backward", "build"  # of a block mask
@@ -208,13 +209,15 @@ _BLOCK_MASKS: dict[str, Callable[[int], Mask]] = {
         causal() & sliding_window(4096) & documents(n) | prefix(1000)
     ),
 }
+_UNKNOWN = {"strided": lambda n: strided(7)}  # in every tile: may take time, but no more memory
 
 
 def _block_mask(name: str, length: int, measure: str = "block mask", **extra: Any) -> Case:
     tail = "-peak" if measure.endswith("memory") else ""
     return Case(
         f"block-mask-{name}-{length >> 10}k{tail}", hq=1, hk=1, length=length, d=0,
-        mask=partial(_BLOCK_MASKS[name], length), measure=measure, tags=("block masks",), **extra,
+        mask=partial((_BLOCK_MASKS | _UNKNOWN)[name], length), measure=measure,
+        tags=("block masks",), **extra,
     )  # fmt: skip
 
 
@@ -289,6 +292,7 @@ CASES: tuple[Case, ...] = (
     *(_block_mask(name, 1 << 17, most=50.0) for name in _BLOCK_MASKS),
     *(_block_mask(name, 1 << 20, most=1000.0) for name in _BLOCK_MASKS),
     *(_block_mask(name, 1 << 20, "block mask, memory", most=1000.0) for name in _BLOCK_MASKS),
+    *(_block_mask(name, 1 << 17, "block mask, memory", most=1000.0) for name in _UNKNOWN),
     Case("hf-llama-100m", hq=12, hk=12, length=512, measure="training", tags=("models",),
          devices=("cpu", "cuda")),
     Case("hf-gemma2-2k", hq=8, hk=4, length=2048, d=96, measure="training", tags=("models",),

@@ -82,8 +82,7 @@ def cached_build(
 
     Tensors are known by identity and version counter. Tensors made in inference mode have no
     version counter, so masks that capture one are built anew each time, and nothing is remembered
-    from inside inference mode. Writes through `.data` or a NumPy alias leave the counter as it is
-    and go unnoticed: call `headway.clear_block_cache()` after them.
+    from inside inference mode. What writes go unnoticed: see `clear_block_cache`.
     """
     tensors = [*captured.tensors, *(p for p in (coords.q_pos, coords.kv_pos) if p is not None)]
     if any(t.is_inference() for t in tensors):
@@ -105,5 +104,12 @@ def cached_build(
 
 
 def clear_block_cache() -> None:
-    """Forget every block mask built so far."""
+    """Forget the tiles of every mask seen so far.
+
+    They are remembered (the last 64) by the mask's formula and numbers, the sizes, the device, and
+    the identity and version counter of the tensors that it captures, so that a write in place makes
+    them anew. Call this after a write that the counter misses: through `tensor.data`, or through a
+    NumPy array that shares the tensor's memory. Nothing is remembered in inference mode, whose
+    tensors have no counter.
+    """
     _cache.clear()

@@ -239,8 +239,14 @@ class BlockMask:
 
     def retile(self, tile: tuple[int, int]) -> "BlockMask":
         """The same mask in tiles of a multiple of the size, without looking at the mask again."""
-        if len(tile) != 2 or any(n < 1 or n % m for n, m in zip(tile, self.tile, strict=False)):
-            raise ArgumentError(f"tile={tile!r} must be multiples of the present {self.tile}")
+        pair = isinstance(tile, tuple | list) and len(tile) == 2
+        if not pair or any(
+            isinstance(n, bool) or not isinstance(n, int) or n < 1 or n % m
+            for n, m in zip(tile, self.tile, strict=True)
+        ):
+            raise ArgumentError(
+                f"tile={tile!r} must be two whole numbers, multiples of the present {self.tile}"
+            )
         (rows, cols), t = self.grid, self.tiles
         by_q, by_kv = tile[0] // self.tile[0], tile[1] // self.tile[1]
         runs = (*coarser(t.rows_full, t.rows_partial, (rows, cols), (by_q, by_kv)),

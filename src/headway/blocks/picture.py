@@ -32,8 +32,8 @@ def cells(mask: "BlockMask", most: int) -> tuple[Tensor, int]:
 
 def text(mask: "BlockMask", rows: int) -> str:
     """The picture as lines of text, at most `rows` of them."""
-    if rows < 1:
-        raise ArgumentError(f"rows={rows} must be at least 1")
+    if not isinstance(rows, int) or rows < 1:
+        raise ArgumentError(f"rows={rows!r} must be a whole number of at least 1")
     state, _ = cells(mask, rows)
     return "\n".join("".join(_TEXT[cell] for cell in line) for line in state.tolist())
 

@@ -31,6 +31,11 @@ MASKS: dict[str, Callable[..., Any]] = {
         headway.tiled,
     )
 }
+# Also those that a mask is made by.
+MASKS |= {
+    f"document.{f.__name__}": f
+    for f in (headway.document.from_lengths, headway.document.from_cu_seqlens)
+}
 Operator = Callable[[Any, Any], Any]
 OPERATORS: dict[type[ast.operator], Operator] = {
     ast.Add: operator.add,
@@ -45,12 +50,13 @@ class Arguments:
     """Draw a mask: down the queries, across the keys, a tile full, partly kept, or empty.
 
     Masks: causal(offset=0), sliding_window(w), dilated(w, step), strided(n), prefix(n),
-    document(ids), padding(lengths), global_tokens(n), neighborhood(shape, kernel),
-    tiled(mask, shape, tile), with ids and lengths as lists of numbers, and shapes in parentheses.
+    document(ids), document.from_lengths(lengths), document.from_cu_seqlens(ends), padding(lengths),
+    global_tokens(n), neighborhood(shape, kernel), tiled(mask, shape, tile), with ids and lengths as
+    lists of numbers, and shapes in parentheses.
     For example:
 
       headway mask "causal() & sliding_window(64) | prefix(16)"
-      headway mask "causal() & document([0]*200 + [1]*312)"
+      headway mask "causal() & document.from_lengths([200, 312])"
       headway mask "tiled(neighborhood((64, 64), (9, 9)), (64, 64), (8, 16))" --length 4096
       headway mask "causal() & sliding_window(4096)" --length 16384 --tile 128 --png mask.png
     """
@@ -111,7 +117,8 @@ def _mask(node: ast.expr) -> headway.Mask:
             return _mask(left) | _mask(right)
         case ast.UnaryOp(ast.Invert(), operand):
             return ~_mask(operand)
-        case ast.Call(ast.Name(name), positional, keywords) if name in MASKS:
+        case ast.Call(function, positional, keywords) if ast.unparse(function) in MASKS:
+            name = ast.unparse(function)
             given = [_argument(item) for item in positional]
             named = {item.arg or "**": _argument(item.value) for item in keywords}
             try:
