@@ -58,6 +58,18 @@ def test_nothing(backend, stats, mask, score, b, hq, hk, q_len, kv_len, d, dv):
             assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("std", [1, 8])
+@pytest.mark.parametrize("mask", [None, hw.causal()], ids=["full", "causal"])
+def test_rows_that_cannot_hold_the_maximum(mask, std):
+    """The CPU backend leaves out rows whose lse is below the largest logit so far."""
+    q, k = (std * torch.randn(1, 3, 900, 16) for _ in range(2))
+    made, right = (
+        hw.attention_with_stats(q, k, k, None, mask, backend=backend).max_logit
+        for backend in ("cpu", "reference")
+    )
+    torch.testing.assert_close(made, right.float(), rtol=1e-5, atol=1e-5)
+
+
 # -- block masks ----------------------------------------------------------------------------------
 
 

@@ -241,17 +241,29 @@ def forward(spec: Spec, call: Call) -> Forward:
     )
 
 
-def row_maxima(spec: Spec, call: Call) -> Tensor:
+def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
     """The largest S of every query's kept pairs, (b, hq, q_len), for a call without a score
-    function: one product and one reduction per block, a third of what the forward costs."""
+    function: one product and one reduction per block, a third of what the forward costs.
+
+    Given lse, which bounds them, only as far as their heads' maxima need: rows whose lse is at or
+    below the best so far cannot hold it; blocks of such rows stay at -inf.
+    """
     (b, hq, q_len, _), hk = call.q.shape, call.k.shape[1]
     tile = Tile(spec, call)
     q, k = (_by_kv_head(x, hk, tile.acc) for x in (call.q, call.k))
     k = k[:, 0]
     row_max = torch.full((b * hk, hq // hk, q_len), -math.inf, dtype=tile.acc)
-    for piece in pieces(spec, call):
+    work = list(pieces(spec, call))
+    bound = None if lse is None else _by_kv_head(lse, hk, tile.acc)
+    if bound is not None:  # the most promising first
+        work.sort(key=lambda piece: float(bound[piece.n, piece.g, piece.i].amax()), reverse=True)
+    for piece in work:
         n, i = piece.n, piece.i
         q_block, m = q[n, piece.g, i].flatten(1, 2), row_max[n, piece.g, i]
+        if bound is not None:
+            best = row_max[n, piece.g].amax(-1)
+            if bool((bound[n, piece.g, i].amax(-1) <= best).all()):
+                continue
         for segment in piece.segments:
             tile.enter(piece, segment)
             s = tile.new()
