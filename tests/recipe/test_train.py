@@ -64,16 +64,23 @@ def unbroken(
 
 
 @pytest.fixture
-def to_the_end() -> None:
-    """For tests of the pictures and the sample that end a run; the others go without."""
+def finished(unbroken: Trained, tiny: TrainConfig) -> Run:
+    """That run as if it had been made here: a folder can be moved."""
+    shutil.copytree(unbroken.run.folder, tiny.runs / "tiny")
+    return Run.find(tiny.runs, "tiny")
+
+
+@pytest.fixture
+def pictures() -> None:
+    """For tests of the pictures that end a run; the others go without."""
 
 
 @pytest.fixture(autouse=True)
-def _no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "to_the_end" not in request.fixturenames:
-        module = importlib.import_module("headway.recipe.train")
+def _short_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("headway.recipe.train")
+    monkeypatch.setattr(module, "samples", lambda model: "")
+    if "pictures" not in request.fixturenames:
         monkeypatch.setattr(module.plots, "draw", lambda *_: None)
-        monkeypatch.setattr(module, "samples", lambda model: "")
 
 
 # -- what a run leaves ----------------------------------------------------------------------------
@@ -106,7 +113,7 @@ def test_the_folder_of_a_run(unbroken: Trained) -> None:
 
 def test_it_learns(tiny: TrainConfig, quiet: Console) -> None:
     """This text has 10 letters and long repeats: far below the 8 bits of the first step."""
-    records = train(replace(tiny, steps=60), console=quiet).run.read_metrics()
+    records = train(replace(tiny, steps=60, eval_every=60), console=quiet).run.read_metrics()
     assert records[0]["bits_per_byte"] > 7.9
     assert records[-1]["held_out_bits_per_byte"] < 4
 
@@ -190,10 +197,9 @@ def test_a_run_killed_at_once_can_be_resumed(
 
 
 def test_resuming_a_finished_run_draws_its_pictures_again(
-    tiny: TrainConfig, quiet: Console, to_the_end: None
+    tiny: TrainConfig, quiet: Console, finished: Run, pictures: None
 ) -> None:
-    run = train(tiny, console=quiet).run
-    before = losses(run)
+    run, before = finished, losses(finished)
     (run.folder / "loss.png").unlink()
     assert train(tiny, resume=True, console=quiet).step == 12
     assert losses(run) == before
@@ -202,7 +208,7 @@ def test_resuming_a_finished_run_draws_its_pictures_again(
 
 def test_without_matplotlib_it_says_so(
     tiny: TrainConfig,
-    to_the_end: None,
+    pictures: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -230,8 +236,7 @@ def refused(error: type[HeadwayError], match: str, config: TrainConfig, resume: 
     assert files() == before
 
 
-def test_a_name_is_never_overwritten(tiny: TrainConfig, quiet: Console) -> None:
-    train(replace(tiny, steps=1), console=quiet)
+def test_a_name_is_never_overwritten(tiny: TrainConfig, finished: Run) -> None:
     refused(RunError, "exists and is not overwritten.*--name tiny --resume", tiny, resume=False)
 
 
@@ -253,9 +258,8 @@ def test_nothing_to_resume(tiny: TrainConfig, quiet: Console) -> None:
     refused(RunError, r"\(there: other\)", tiny, resume=True)
 
 
-def test_settings_cannot_change_on_the_way(tiny: TrainConfig, quiet: Console) -> None:
-    train(replace(tiny, steps=2), console=quiet)
-    changed = replace(tiny, steps=2, head_lr=0.5, batch=3)
+def test_settings_cannot_change_on_the_way(tiny: TrainConfig, finished: Run) -> None:
+    changed = replace(tiny, head_lr=0.5, batch=3)
     refused(
         RunError, r"asked for .*--batch 3 \(the run has 2\).*--head-lr 0.5", changed, resume=True
     )
@@ -286,10 +290,10 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["cut short", "one bit", "empty", "not safetensors"])
 def test_a_damaged_checkpoint(
-    how: str, tiny: TrainConfig, quiet: Console, unbroken: Trained
+    how: str, tiny: TrainConfig, quiet: Console, unbroken: Trained, finished: Run
 ) -> None:
     """It is named, with the one that can be used instead; deleting it, the run can be finished."""
-    run = train(tiny, console=quiet).run
+    run = finished
     newest = run.newest_checkpoint()
     damage(newest, how)
     refused(CheckpointError, "step-000012.* is damaged.*continues from step-000008", tiny, True)
@@ -300,40 +304,36 @@ def test_a_damaged_checkpoint(
     refused(CheckpointError, "is damaged.*no other checkpoint.*another --name", tiny, True)
 
 
-def test_a_missing_checkpoint(tiny: TrainConfig, quiet: Console) -> None:
-    run = train(replace(tiny, steps=2), console=quiet).run
-    for path in list_checkpoints(run.checkpoints):
+def test_a_missing_checkpoint(tiny: TrainConfig, finished: Run) -> None:
+    for path in list_checkpoints(finished.checkpoints):
         path.unlink()
-    refused(CheckpointError, "no checkpoint in", replace(tiny, steps=2), resume=True)
+    refused(CheckpointError, "no checkpoint in", tiny, resume=True)
 
 
-def test_a_checkpoint_of_another_model(tiny: TrainConfig, quiet: Console) -> None:
-    run = train(replace(tiny, steps=2), console=quiet).run
+def test_a_checkpoint_of_another_model(tiny: TrainConfig, quiet: Console, finished: Run) -> None:
     other = train(replace(tiny, steps=2, width=32, name="other"), console=quiet).run
-    shutil.copy(other.newest_checkpoint(), run.newest_checkpoint())
-    refused(CheckpointError, "does not fit", replace(tiny, steps=2), resume=True)
+    shutil.copy(other.newest_checkpoint(), finished.newest_checkpoint())
+    refused(CheckpointError, "does not fit", tiny, resume=True)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"config": {}}', "[]"])
-def test_a_damaged_config(text: str, tiny: TrainConfig, quiet: Console) -> None:
-    run = train(replace(tiny, steps=2), console=quiet).run
-    (run.folder / "config.json").write_text(text)
-    refused(RunError, "config.json is damaged", replace(tiny, steps=2), resume=True)
+def test_a_damaged_config(text: str, tiny: TrainConfig, finished: Run) -> None:
+    (finished.folder / "config.json").write_text(text)
+    refused(RunError, "config.json is damaged", tiny, resume=True)
 
 
-def test_damaged_metrics_are_not_cut_off(tiny: TrainConfig, quiet: Console) -> None:
-    run = train(replace(tiny, steps=4), console=quiet).run
+def test_damaged_metrics_are_not_cut_off(tiny: TrainConfig, finished: Run) -> None:
+    run = finished
     lines = run.metrics.read_text().splitlines(keepends=True)
     run.metrics.write_text(lines[0] + "oops\n" + "".join(lines[2:]))
-    refused(RunError, "line 2 of 4", replace(tiny, steps=4), resume=True)
+    refused(RunError, "line 2 of 12", tiny, resume=True)
     run.metrics.unlink()
-    refused(RunError, "metrics.jsonl is damaged", replace(tiny, steps=4), resume=True)
+    refused(RunError, "metrics.jsonl is damaged", tiny, resume=True)
 
 
-def test_one_process_trains_a_run(tiny: TrainConfig, quiet: Console) -> None:
-    run = train(replace(tiny, steps=2), console=quiet).run
-    with run.locked():
-        refused(RunError, "by another process", replace(tiny, steps=2), resume=True)
+def test_one_process_trains_a_run(tiny: TrainConfig, finished: Run) -> None:
+    with finished.locked():
+        refused(RunError, "by another process", tiny, resume=True)
 
 
 def test_a_run_that_diverges_stops_and_keeps_its_checkpoint(
@@ -363,10 +363,10 @@ def options(config: TrainConfig) -> list[str]:
     return [part for k, v in given.items() for part in ("--" + k.replace("_", "-"), str(v))]
 
 
-def test_a_full_disk(tiny: TrainConfig, quiet: Console, unbroken: Trained) -> None:
+def test_a_full_disk(tiny: TrainConfig, quiet: Console, unbroken: Trained, finished: Run) -> None:
     """Half way, no file can be written any more. The checkpoint that was there is whole, the
     message says which and the way out, and with room the run is finished as if nothing was."""
-    run = train(replace(tiny, steps=12), console=quiet).run
+    run = finished
     for path in list_checkpoints(run.checkpoints)[1:]:
         path.unlink()  # back to step 8
     size = run.newest_checkpoint().stat().st_size
