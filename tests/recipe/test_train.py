@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ import safetensors.torch
 import torch
 from rich.console import Console
 
+from headway import cli
 from headway.errors import ArgumentError, CheckpointError, HeadwayError
 from headway.recipe import TrainConfig, Trained, report, train
 from headway.recipe.checkpoint import list_checkpoints, load_checkpoint, load_model, write_text
@@ -346,15 +348,18 @@ def test_a_run_that_diverges_stops_and_keeps_its_checkpoint(
     assert all(t.isfinite().all() for t in state.model.values())
 
 
-def full_disk(limit: int) -> Callable[[], None]:
-    """A process in which no file can grow beyond `limit` bytes: a write then fails like on a full
-    disk (as EFBIG, where a disk says ENOSPC)."""
-
-    def set_limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    return set_limit
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file of this process can grow beyond `limit` bytes: a write then fails like on a full disk
+    (as EFBIG, where a disk says ENOSPC)."""
+    usual, signalled = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        signal.signal(signal.SIGXFSZ, signalled)
 
 
 def options(config: TrainConfig) -> list[str]:
@@ -363,23 +368,22 @@ def options(config: TrainConfig) -> list[str]:
     return [part for k, v in given.items() for part in ("--" + k.replace("_", "-"), str(v))]
 
 
-def test_a_full_disk(tiny: TrainConfig, quiet: Console, unbroken: Trained, finished: Run) -> None:
+def test_a_full_disk(
+    tiny: TrainConfig, quiet: Console, unbroken: Trained, finished: Run,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Half way, no file can be written any more. The checkpoint that was there is whole, the
     message says which and the way out, and with room the run is finished as if nothing was."""
-    run = finished
-    for path in list_checkpoints(run.checkpoints)[1:]:
+    for path in list_checkpoints(finished.checkpoints)[1:]:
         path.unlink()  # back to step 8
-    size = run.newest_checkpoint().stat().st_size
-    command = [sys.executable, "-m", "headway.cli", "train", *options(tiny), "--resume"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, preexec_fn=full_disk(size - 1), check=False
-    )
-    assert result.returncode == 2
-    assert "could not write" in result.stderr
-    assert "step-000012.safetensors" in result.stderr
-    assert "free some space" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert [p.name for p in run.checkpoints.iterdir()] == ["step-000008.safetensors"]
+    size = finished.newest_checkpoint().stat().st_size
+    with full_disk(size - 1):
+        assert cli.main(["train", *options(tiny), "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert "could not write" in error
+    assert "step-000012.safetensors" in error
+    assert "free some space" in error
+    assert [p.name for p in finished.checkpoints.iterdir()] == ["step-000008.safetensors"]
     assert losses(train(tiny, resume=True, console=quiet).run) == losses(unbroken.run)
 
 
