@@ -31,6 +31,10 @@ test: setup ## run the tests
 gpu-test: setup ## run the table of cases on the GPU
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 8 --dist worksteal tests/triton/test_gpu.py $(ARGS)
 
+.PHONY: hopper-test
+hopper-test: setup ## simulate and compile the Hopper kernels for every case: half an hour
+	@$(PYTEST) tests/hopper/full.py $(ARGS)
+
 .PHONY: check
 check: setup ## formatting, lint, types, and who may import whom
 	@$(PY) -m ruff format --check

@@ -1,7 +1,8 @@
 """Gradients of captured tensors: what a generated `scatter` calls.
 
 One of these adds a tile of values to a float32 gradient, after summing what goes to one number.
-`OFFSET(score, b, h, q_idx, kv_idx, captured)` says where; `variation` in varies.py chooses.
+`OFFSET(score, b, h, q_idx, kv_idx, captured)` says where; `variation` in varies.py chooses. Queries
+are along the side of the tile along which `q_idx` is more than 1 long.
 """
 
 import triton.language as tl
@@ -21,7 +22,8 @@ def add_one(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, s
 def add_rows(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
     """The pairs of a query read the same number."""
     at = grad + OFFSET(0.0, b, h, q_idx, 0, captured)
-    sums = tl.sum(values, 1, keep_dims=True)
+    KEYS: tl.constexpr = 1 if kv_idx.shape[0] == 1 else 0
+    sums = tl.sum(values, KEYS, keep_dims=True)
     tl.atomic_add(at, sums, mask=sums != 0, sem="relaxed")
 
 
@@ -29,7 +31,8 @@ def add_rows(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, 
 def add_cols(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
     """The pairs of a key read the same number."""
     at = grad + OFFSET(0.0, b, h, 0, kv_idx, captured)
-    sums = tl.sum(values, 0, keep_dims=True)
+    QUERIES: tl.constexpr = 0 if kv_idx.shape[0] == 1 else 1
+    sums = tl.sum(values, QUERIES, keep_dims=True)
     tl.atomic_add(at, sums, mask=sums != 0, sem="relaxed")
 
 

@@ -1,0 +1,92 @@
+"""The Hopper backend: warp-specialised kernels for compute capability 9.0, with the same holes for
+scores and masks as the Triton backend's.
+
+Not in the table of backends yet: its kernels compile, and their logic is tested in a simulator, but
+they have not run on a card. Importing it loads no Triton.
+"""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
+from ..base import Call
+from .config import BACKWARD, FORWARD, TILE, fitting
+
+name = "hopper"
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def reasons_against(spec: Spec, call: Call) -> list[str]:
+    """It runs on compute capability 9.0, in bfloat16 and float16, up to a width of 256."""
+    q, k, v = call[:3]
+    d, dv = q.shape[3], v.shape[3]
+    reasons = []
+    why = _unavailable(q.device.type, q.device.index)
+    if why:
+        reasons.append(why)
+    if q.dtype not in DTYPES:
+        reasons.append(f"{q.dtype} is not bfloat16 or float16, which its tensor cores multiply")
+    learned = call.captured.tensors[: spec.score_tensors]
+    trained = any(t is not None and t.requires_grad for t in (q, k, v, call.sink, *learned))
+    if fitting(FORWARD, d, dv) is None:
+        reasons.append(f"widths d = {d}, dv = {dv}: at most 256 fit in shared memory")
+    elif trained and fitting(BACKWARD, d, dv) is None:
+        reasons.append(f"widths d = {d}, dv = {dv}: its backward goes to 128; use 'triton'")
+    if spec.dropout:
+        reasons.append("dropout: it has none; use backend='triton'")
+    if trained and spec.deterministic:
+        reasons.append("deterministic=True: dq is added up in an order that varies; use 'triton'")
+    if spec.tiles is not None and any(n % t for n, t in zip(spec.tiles[2:], TILE, strict=True)):
+        reasons.append(
+            f"a block mask with tiles of {spec.tiles[2:]}: give tile={TILE}, or multiples of it"
+        )
+    return reasons
+
+
+def accumulates(dtype: torch.dtype) -> torch.dtype:
+    """float32."""
+    return acc_dtype(dtype)
+
+
+def forward(spec: Spec, call: Call) -> Forward:
+    """One kernel."""
+    from . import launch
+
+    return launch.forward(spec, call)
+
+
+def backward(
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+    needs: tuple[bool, ...],
+) -> Grads:  # fmt: skip
+    """One kernel for all gradients, between two small ones."""
+    from . import launch
+
+    return launch.backward(spec, call, out, lse, dout, delta, needs)
+
+
+def code(spec: Spec, call: Call) -> str:
+    """The functions generated for the score and the mask."""
+    from ..kernels import emit
+
+    count = len(call.captured.tensors)
+    return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count))
+
+
+def _unavailable(device: str, index: int | None) -> str:
+    """Why kernels cannot run on a device; empty if they can."""
+    if device != "cuda":
+        return f"the tensors are on {device}: move them to a GPU of compute capability 9.0"
+    capability = torch.cuda.get_device_capability(index)
+    if torch.version.hip is not None or capability != (9, 0):
+        return f"the GPU has compute capability {capability}; its instructions are those of (9, 0)"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install 'headway[triton]'"
+    from .gluon_api import why_not
+
+    return why_not()
+
+
+constant_under_compile(_unavailable)

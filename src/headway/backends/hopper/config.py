@@ -1,0 +1,66 @@
+"""Widths and blocks: what the kernels are compiled for.
+
+Each is what fits 227 KB of shared memory and the registers of a warpgroup, found by compiling.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+ROWS = 128  # queries of a CTA of the forward: two warpgroups of 64
+TILE = (128, 128)  # of the block masks built here; given ones must be multiples of it
+
+
+@dataclass(frozen=True)
+class Forward:
+    """- `d`, `dv`: widths of the pieces of a row of q and k, and of v.
+    - `block`: keys of a block; `stages`: blocks of keys, and of values, in shared memory.
+    - `own`: out has shared memory of its own, and does not wait for that of the queries.
+    """
+
+    d: tuple[int, ...]
+    dv: tuple[int, ...]
+    block: int = 128
+    stages: int = 2
+    own: bool = True
+
+
+FORWARD = (
+    Forward((64,), (64,), stages=3),
+    Forward((64, 32), (64, 32)),
+    Forward((128,), (128,)),
+    Forward((128, 64), (128,), own=False),
+    Forward((256,), (256,), block=64, own=False),
+)
+
+
+@dataclass(frozen=True)
+class Backward:
+    """`d`, `dv`: widths; `block`: queries of a block; `stages`: of these, in shared memory."""
+
+    d: tuple[int]
+    dv: tuple[int]
+    block: int
+    stages: int
+
+
+BACKWARD = (Backward((64,), (64,), 64, 3), Backward((128,), (128,), 64, 3))
+
+
+@dataclass(frozen=True)
+class How:
+    """What a kernel is compiled for, besides its score and mask."""
+
+    block: int  # rows of a block on the other side
+    stages: int
+    sub: int  # tiles of a CTA in a line of the block mask
+    index: Any  # type of positions: gl.int32 or gl.int64
+    positive: bool = True  # forward: scale > 0
+    own: bool = True  # forward: out has shared memory of its own
+    even: bool = True  # backward: keys come in whole tiles
+    unbounded: bool = False  # backward: a derivative may be infinite where P is 0
+    largest: bool = False  # keep the largest S, where T is another
+
+
+def fitting(table: tuple, d: int, dv: int):
+    """The first row whose pieces hold these widths; None where there is none."""
+    return next((row for row in table if sum(row.d) >= d and sum(row.dv) >= dv), None)

@@ -1,0 +1,59 @@
+"""The one file that knows how Gluon's names differ between Triton 3.6 and 3.9.
+
+Gluon is experimental and its names move. Kernels import from here; what is missing in a version is
+made here, and a version that cannot serve is refused with its reason (`why_not`).
+"""
+
+from triton.experimental import gluon as gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared as fence_async_shared,
+)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier as mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    warpgroup_mma_wait as warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
+
+import triton
+
+# 3.8 gave the copies of tiles the names that PTX has for them.
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+copy_out_wait = tma.store_wait
+
+if hasattr(tma, "async_atomic_add"):
+    copy_out_add = tma.async_atomic_add
+else:
+    # 3.6 has the operation and no name for it.
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def copy_out_add(desc, coord, src, _semantic=None):
+        """Add a tile of shared memory to global memory."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
+
+
+OLDEST, NEWEST = (3, 6), (3, 9)
+
+
+def why_not() -> str:
+    """Why the installed Triton cannot compile these kernels; empty if it can."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if not OLDEST <= version <= NEWEST:
+        return (
+            f"Triton {triton.__version__}: these kernels are written for "
+            f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+        )
+    return ""
+
+
+def shared_layout(rows: int, cols: int, bits: int = 16) -> gl.NVMMASharedLayout:
+    """How a matrix lies in shared memory: in swizzled strips as wide as the swizzle."""
+    swizzle = min(128, cols * bits // 8)
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)

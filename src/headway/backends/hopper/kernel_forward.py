@@ -1,0 +1,331 @@
+"""The forward kernel: online softmax over the live tiles of 128 queries, on tensor cores that never
+wait for it.
+
+(Shah et al. 2024, FlashAttention-3, arXiv 2407.08608, algorithms 1 and 2, without its ping-pong.)
+
+A persistent CTA has three partitions. The **loader** takes the next 128 queries of a head from a
+counter, longest line first, and copies their rows and those of the keys and values that they visit
+into shared memory. Two **consumers**, a warpgroup each, own 64 of the queries. While a consumer
+turns S of one block into P, the tensor cores compute S of this block and P V of the one before:
+
+    S_0 = q k_0ᵀ;  P_0 = softmax(S_0)
+    for every further block n:
+        issue S_n = q k_nᵀ;  issue O += P_{n-1} v_{n-1}
+        wait for S_n;  P_n = exp2(S_n - m)
+        wait for O;  O *= exp2(m_before - m)
+    O += P_last v_last
+
+Both sides walk the blocks of a line by the same function, `tile.visit_back`, and so agree on them.
+"""
+
+from .gluon_api import (
+    copy_out,
+    copy_out_wait,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma_wait,
+)
+from .pipeline import acquire, await_, channel, publish, ready, release, start, step
+from .tile import (
+    LN2,
+    LOG2E,
+    add_product,
+    at_stage,
+    buffers,
+    fetch,
+    left,
+    mma,
+    or_nan,
+    outer,
+    pieces,
+    place,
+    positions,
+    scores,
+    settle,
+    times,
+    visit_back,
+    zeros,
+)
+
+ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at a time
+_STAGES = gl.constexpr(2)  # of the channel of ranks
+
+
+@gluon.jit(do_not_specialize=["score_numbers", "mask_numbers", "total"])
+def forward(
+    q0, q1, k0, k1, v0, v1, out0, out1,  # descriptors of pieces; no out where `wide_out` is given
+    wide_out, lse, row_max, top, sink,  # pointers; all but lse may be None
+    counter, total,  # of the ranks: the next one, and how many there are
+    heads, group, q_len, kv_len, dv, scale, coords, walk,
+    score_tensors, mask_tensors, score_numbers, mask_numbers,  # what the functions capture
+    SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,  # HOW: `config.How`
+):  # fmt: skip
+    """out and lse of every rank, and what else is asked for."""
+    STAGES: gl.constexpr = HOW.stages
+    # Launchers take descriptors one by one, and not in tuples.
+    q, k, v, out = pieces(q0, q1), pieces(k0, k1), pieces(v0, v1), pieces(out0, out1)
+    q_smem = buffers(2, q)
+    k_smem = buffers(STAGES, k)
+    v_smem = buffers(STAGES, v)
+    if HOW.own:  # noqa: SIM108
+        o_smem = buffers(2, out)
+    else:
+        o_smem = q_smem
+    rank_smem = gl.allocate_shared_memory(
+        gl.int32, [_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )
+    rings = (
+        channel(_STAGES, 1, 2),  # ranks
+        channel(1, 1, 2),  # queries
+        channel(STAGES, 1, 2),  # keys
+        channel(STAGES, 1, 2),  # values
+    )
+    ready()
+    smem = (rank_smem, q_smem, k_smem, v_smem, o_smem)
+    sizes = (heads, group, q_len, kv_len, dv)
+    given = (scale, coords, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
+    to = (out, wide_out, lse, row_max, top, sink)
+    gl.warp_specialize(
+        [
+            (
+                consume,
+                (to, smem, rings, total, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW),
+            ),
+            (
+                consume,
+                (to, smem, rings, total, sizes, given, walk, gl.constexpr(1), SCORE, MASK, HOW),
+            ),
+            (load, (q, k, v, smem, rings, counter, total, sizes, walk, HOW)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+# -- the loader -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load(q, k, v, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
+    """Take ranks, and copy what each needs."""
+    rank_smem, q_smem, k_smem, v_smem, _ = smem
+    rank_ring, q_ring, k_ring, v_ring = rings
+    heads, group, _, kv_len, _ = sizes
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    rank_at, q_at, kv_at = start(), start(), start()
+    rank = gl.atomic_add(counter, 1)
+    acquire(rank_ring, rank_at)
+    rank_smem.index(rank_at[0]).store(gl.full([1], rank, gl.int32, layout=one))
+    publish(rank_ring, rank_at)
+    while rank < total:
+        line, _, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
+        acquire(q_ring, q_at)
+        full = q_ring[0].index(0)
+        mbarrier.expect(full, _bytes(q_smem, 2))
+        fetch(q, b, h, first, full, q_smem, 0)
+        fetch(q, b, h, first + ROWS, full, q_smem, 1)
+        q_at = step(q_at, 1)
+        given = (k, v, k_smem, v_smem, k_ring, v_ring, b, h // group)
+        kv_at = visit_back(kv_at, given, walk, line, kv_len, load_block, None, None, HOW)
+        rank_at = step(rank_at, _STAGES)
+        rank = gl.atomic_add(counter, 1)
+        acquire(rank_ring, rank_at)
+        rank_smem.index(rank_at[0]).store(gl.full([1], rank, gl.int32, layout=one))
+        publish(rank_ring, rank_at)
+
+
+@gluon.jit
+def load_block(
+    at, given, n, FIRST: gl.constexpr, PARTIAL: gl.constexpr,
+    SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys and values from n on."""
+    k, v, k_smem, v_smem, k_ring, v_ring, b, h = given
+    acquire(k_ring, at)
+    full = k_ring[0].index(at[0])
+    mbarrier.expect(full, _bytes(k_smem, 1))
+    fetch(k, b, h, n, full, k_smem, at[0])
+    acquire(v_ring, at)
+    full = v_ring[0].index(at[0])
+    mbarrier.expect(full, _bytes(v_smem, 1))
+    fetch(v, b, h, n, full, v_smem, at[0])
+    return step(at, HOW.stages)
+
+
+@gluon.constexpr_function
+def _bytes(smem, count):
+    """Bytes of `count` places of the pieces: copies write all of them, zeros past the end."""
+    return sum(2 * count * x.shape[1] * x.shape[2] for x in smem)
+
+
+# -- a consumer -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def consume(
+    to, smem, rings, total, sizes, given, walk,
+    W: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Attend from rows 64 W to 64 W + 63 of every rank."""
+    out, wide_out, lse, row_max, top, sink = to
+    rank_smem, q_smem, k_smem, v_smem, o_smem = smem
+    rank_ring, q_ring, k_ring, v_ring = rings
+    heads, _, q_len, kv_len, dv = sizes
+    scale, coords, of_score, of_mask = given
+    BLOCK: gl.constexpr = HOW.block
+    INDEX: gl.constexpr = HOW.index
+    dtype: gl.constexpr = k_smem[0].dtype
+    rows: gl.constexpr = gl.SliceLayout(1, mma(BLOCK))
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    rank_at, q_at, k_at, v_at = start(), start(), start(), start()
+    queries = at_stage(q_smem, W)
+    i = W * ROWS + gl.arange(0, ROWS, layout=rows)
+    await_(rank_ring, rank_at)
+    rank = gl.max(rank_smem.index(rank_at[0]).load(one), 0)
+    release(rank_ring, rank_at)
+    while rank < total:
+        line, slot, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
+        live = first + i < q_len
+        q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
+        at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx[:, None], b)
+        await_(q_ring, q_at)
+        m = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
+        l = gl.full([ROWS], 0.0, gl.float32, layout=rows)
+        p = gl.zeros([ROWS, BLOCK], dtype, layout=left(v_smem[0].shape[2]))
+        state = (zeros(ROWS, v_smem), m, l, m, p, k_at, v_at)
+        context = (
+            queries, k_smem, v_smem, k_ring, v_ring, kv_len, scale, coords, of_score, of_mask, at,
+        )  # fmt: skip
+        state = visit_back(state, context, walk, line, kv_len, attend, SCORE, MASK, HOW)
+        acc, m, l, largest, p, k_at, v_at = state
+        if HOW.own:
+            release(q_ring, q_at)
+        await_(v_ring, v_at)
+        tokens = add_product(acc, p, at_stage(v_smem, v_at[0]))
+
+        head = (gl.cast(b, gl.int64) * heads + h) * q_len
+        if row_max is not None:
+            gl.store(row_max + head + first + i, or_nan(m * LN2, l), mask=live)
+        if top is not None:
+            if SCORE is None:
+                largest = m * LN2  # S is T
+            largest = gl.where(live, or_nan(largest, l), float("-inf"))
+            bad = gl.max((largest != largest).to(gl.int32), 0)
+            largest = gl.where(bad > 0, float("nan"), gl.max(largest, 0))
+            slots = walk.lines * HOW.sub
+            at_top = (gl.cast(b, gl.int64) * heads + h) * (2 * slots) + 2 * slot + W
+            gl.store(top + at_top, largest)
+        shrink = gl.full([ROWS], 1.0, gl.float32, layout=rows)
+        if sink is not None:
+            s = gl.load(sink + h).to(gl.float32) * LOG2E
+            before = m
+            m = gl.maximum(m, s)
+            base = gl.where(m == float("-inf"), 0.0, m)
+            shrink = gl.exp2(before - base)
+            l = l * shrink + gl.exp2(s - base)
+        gl.store(lse + head + first + i, (m + gl.log2(l)) * LN2, mask=live)
+        by = shrink / gl.where(l == 0.0, 1.0, l)  # a query that sees nothing gets 0
+        copy_out_wait(0)  # of the rank before, from the same place
+        acc = settle(tokens, p, 0)
+        release(v_ring, v_at)
+        v_at = step(v_at, HOW.stages)
+        acc = times(acc, by)
+        if wide_out is None:
+            store(acc, out, b, h, first + W * ROWS, o_smem, W)
+        else:
+            store_wide(acc, wide_out + (head + first) * dv, i, live, dv)
+        if not HOW.own:
+            copy_out_wait(0)
+            release(q_ring, q_at)
+        q_at = step(q_at, 1)
+        rank_at = step(rank_at, _STAGES)
+        await_(rank_ring, rank_at)
+        rank = gl.max(rank_smem.index(rank_at[0]).load(one), 0)
+        release(rank_ring, rank_at)
+    copy_out_wait(0)
+
+
+@gluon.jit
+def attend(
+    state, context, n, FIRST: gl.constexpr, PARTIAL: gl.constexpr,
+    SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """One block of keys; its P is multiplied with its values in the next call."""
+    acc, m, l, largest, p, k_at, v_at = state
+    (
+        queries, k_smem, v_smem, k_ring, v_ring, kv_len, scale, coords, of_score, of_mask, at,
+    ) = context  # fmt: skip
+    BLOCK: gl.constexpr = HOW.block
+    INDEX: gl.constexpr = HOW.index
+    b, h, q_idx, row = at
+    await_(k_ring, k_at)
+    zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
+    s = outer(queries, at_stage(k_smem, k_at[0]), zero)
+    if FIRST:
+        s = warpgroup_mma_wait(0, deps=[s])
+    else:
+        await_(v_ring, v_at)
+        tokens = add_product(acc, p, at_stage(v_smem, v_at[0]))
+        s = warpgroup_mma_wait(len(v_smem), deps=[s])
+    release(k_ring, k_at)
+    k_at = step(k_at, HOW.stages)
+
+    j = n + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma(BLOCK)))
+    live = j < kv_len
+    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, live, INDEX)
+    # Plus 0, which LLVM does not know: or it would keep the distances of all pairs in registers.
+    q_idx += (n + kv_len) >> 31
+    t, unit, s = scores(
+        s, scale, b, h, q_idx, kv_idx[None, :], of_score, of_mask,
+        SCORE, MASK if PARTIAL else None, HOW.positive,
+    )  # fmt: skip
+    if PARTIAL:
+        t = gl.where(live[None, :], t, float("-inf"))
+    if HOW.largest:  # of S, where T says that the pair is kept
+        seen = gl.where(t == float("-inf"), float("-inf"), s)
+        largest = gl.maximum(largest, gl.max(seen, 1))
+    before = m
+    m = gl.maximum(m, gl.max(t, 1) * unit)
+    # A query that has seen nothing yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
+    base = gl.where(m == float("-inf"), 0.0, m)
+    e = gl.exp2(t * unit - base[:, None])
+    if FIRST:
+        l = gl.sum(e, 1)
+    else:
+        shrink = gl.exp2(before - base)
+        l = l * shrink + gl.sum(e, 1)
+        acc = settle(tokens, p, 0)
+        release(v_ring, v_at)
+        v_at = step(v_at, HOW.stages)
+        acc = times(acc, shrink)
+    p = gl.convert_layout(e.to(k_smem[0].dtype), left(v_smem[0].shape[2]))
+    return acc, m, l, largest, p, k_at, v_at
+
+
+@gluon.jit
+def store(acc, out, b, h, row, o_smem, W: gl.constexpr):
+    """Through shared memory to the rows of one head that there are."""
+    column = 0
+    for n in gl.static_range(len(acc)):
+        o_smem[n].index(W).store(acc[n].to(o_smem[n].dtype))
+    fence_async_shared()
+    for n in gl.static_range(len(acc)):
+        copy_out(out[n], [b, h, row, column], o_smem[n].index(W))
+        column += o_smem[n].shape[2]
+
+
+@gluon.jit
+def store_wide(acc, to, i, live, dv):
+    """In float32, straight from registers: four threads write 32 bytes of a row."""
+    column = 0
+    for n in gl.static_range(len(acc)):
+        rows = gl.convert_layout(i, gl.SliceLayout(1, mma(acc[n].shape[1])))[:, None]
+        there = gl.convert_layout(live, gl.SliceLayout(1, mma(acc[n].shape[1])))[:, None]
+        columns = (
+            column
+            + gl.arange(0, acc[n].shape[1], layout=gl.SliceLayout(0, mma(acc[n].shape[1])))[None, :]
+        )
+        gl.store(to + rows * dv + columns, acc[n], mask=there & (columns < dv))
+        column += acc[n].shape[1]

@@ -1,0 +1,78 @@
+"""The words in which the kernels talk about their pipelines, and nothing else.
+
+A **channel** carries tiles from one side of a kernel to the other through a ring of `STAGES`
+places in shared memory. It is a pair of arrays of mbarriers, `(full, empty)`, one of each per
+stage: `full` completes when a stage holds a new tile, `empty` when every reader has let go of the
+old one.
+
+A **cursor** `(stage, phase)` says where a side stands in the ring. The phase flips at every turn:
+the barriers of a stage complete once per turn, and a wait for a phase passes once the completion
+of that parity is the latest. A writer waits for the opposite one, which on a fresh barrier passes:
+in the first turn all stages are empty.
+
+    writer:  acquire, copy into the stage (which completes `full`), step
+    reader:  await_, read, release, step
+
+`tests/hopper/simulator.py` runs the kernels by these rules.
+"""
+
+from .gluon_api import fence_async_shared, gl, gluon, mbarrier
+
+
+@gluon.jit
+def channel(STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
+    """A channel: `full` counts arrivals of the writers (a TMA copy is one), `empty` of readers."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(full.index(n), count=WRITERS)
+        mbarrier.init(empty.index(n), count=READERS)
+    return full, empty
+
+
+@gluon.jit
+def ready():
+    """After the last channel is made: what follows, in every partition, sees them all."""
+    fence_async_shared()
+
+
+@gluon.jit
+def start():
+    """The cursor of the first tile."""
+    return gl.to_tensor(0), gl.to_tensor(0)
+
+
+@gluon.jit
+def step(at, STAGES: gl.constexpr):
+    """The cursor of the next tile."""
+    stage, phase = at
+    if STAGES == 1:
+        return stage, phase ^ 1
+    else:
+        last = stage == STAGES - 1
+        return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def acquire(ring, at):
+    """Wait until the stage may be written."""
+    mbarrier.wait(ring[1].index(at[0]), at[1] ^ 1)
+
+
+@gluon.jit
+def await_(ring, at):
+    """Wait until the stage holds this turn's tile."""
+    mbarrier.wait(ring[0].index(at[0]), at[1])
+
+
+@gluon.jit
+def release(ring, at):
+    """Let the stage be written again."""
+    mbarrier.arrive(ring[1].index(at[0]), count=1)
+
+
+@gluon.jit
+def publish(ring, at):
+    """Say that the stage, written by ordinary stores, holds this turn's tile."""
+    mbarrier.arrive(ring[0].index(at[0]), count=1)

@@ -1,0 +1,337 @@
+"""What the forward and the backward share: which tile a CTA works on, which blocks of the other
+side it visits, products in pieces, and scores.
+
+A width that is no power of two is held as two pieces: 96 is 64 + 32, 192 is 128 + 64. `Pieces` of a
+tensor are a tuple of one or two; a descriptor, a buffer or an accumulator is never anything else.
+"""
+
+from typing import Any, NamedTuple
+
+from .gluon_api import copy_in, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+class Coords(NamedTuple):
+    """Where the tensors stand in the whole (`headway.types.Coords`), as kernels take it."""
+
+    b: Any
+    h: Any
+    q: Any
+    kv: Any
+    q_pos: Any  # int64 pointer, or None
+    q_stride: Any  # from one batch row to the next: 0 where all have the same positions
+    kv_pos: Any
+    kv_stride: Any
+
+
+class Walk(NamedTuple):
+    """The live tiles of every line (a row of tiles; for the backward a column), and their order."""
+
+    full: Any  # offsets, start, count; None: no block mask, all is full
+    partial: Any
+    order: Any
+    b: Any  # what the tiles were built for: 1 for all batch rows alike, and for all heads
+    h: Any
+    lines: Any  # of one batch row and head
+    size: Any  # rows in a line
+    step: Any  # rows in a tile on the other side
+    near: Any  # heads that take turns within a line: they share keys in cache
+
+
+# -- which tile, and which blocks -----------------------------------------------------------------
+
+
+@gluon.jit
+def place(rank, walk, heads, SUB: gl.constexpr, ROWS: gl.constexpr):
+    """The work of a rank: its line of the block mask, its number among the tiles of its head, first
+    row, head, batch row. Ranks of some heads follow one another, longest line first."""
+    if walk.full is None:  # noqa: SIM108
+        ranks = walk.lines
+    else:
+        ranks = walk.lines * walk.b * walk.h * SUB
+    several = ranks * walk.near
+    turn = rank % several
+    rest = rank // several
+    rank = turn // walk.near
+    if walk.full is None:
+        line = rank
+        slot = rank
+        first = rank * ROWS
+        h = rest % (heads // walk.near) * walk.near + turn % walk.near
+        b = rest // (heads // walk.near)
+    else:
+        line = gl.load(walk.order + rank // SUB)
+        tile = line % walk.lines
+        slot = tile * SUB + rank % SUB
+        first = tile * walk.size + rank % SUB * ROWS
+        # What the mask does not tell apart, the rest of the rank does.
+        free = walk.h == 1
+        of_mask = line // walk.lines
+        turns = heads // walk.near
+        h = gl.where(free, rest % turns * walk.near + turn % walk.near, of_mask % walk.h)
+        rest = gl.where(free, rest // turns, rest)
+        b = gl.where(walk.b == 1, rest, of_mask // walk.h)
+    return line, slot, first, h, b
+
+
+@gluon.jit
+def _stretch(runs, run, there, walk, length, BLOCK: gl.constexpr):
+    """First row and number of blocks of a run; the first tile where it is not `there`."""
+    first = gl.load(runs[1] + run, mask=there, other=0) * walk.step
+    count = gl.load(runs[2] + run, mask=there, other=1)
+    end = gl.minimum(first + count * walk.step, length)
+    return first, (end - first + BLOCK - 1) // BLOCK
+
+
+@gluon.jit
+def visit_back(
+    state, given, walk, line, length,
+    BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """`BODY(state, given, row, FIRST, PARTIAL)` on every live block of a line, from the last to the
+    first: full ones, then partial ones. The first call is apart; it has `PARTIAL`, and so has the
+    only block that may reach past the end. A line with no live tile gets its first block, which the
+    mask empties."""
+    BLOCK: gl.constexpr = HOW.block
+    if walk.full is None:
+        blocks = (length + BLOCK - 1) // BLOCK
+        state = BODY(state, given, (blocks - 1) * BLOCK, True, True, SCORE, MASK, HOW)
+        for i in range(1, blocks):
+            state = BODY(state, given, (blocks - 1 - i) * BLOCK, False, False, SCORE, MASK, HOW)
+    else:
+        f0 = gl.load(walk.full[0] + line)
+        f1 = gl.load(walk.full[0] + line + 1)
+        p0 = gl.load(walk.partial[0] + line)
+        p1 = gl.load(walk.partial[0] + line + 1)
+        any_full = f1 > f0
+        first_f, blocks_f = _stretch(walk.full, f1 - 1, any_full, walk, length, BLOCK)
+        first_p, blocks_p = _stretch(walk.partial, p1 - 1, p1 > p0, walk, length, BLOCK)
+        first = gl.where(any_full, first_f, first_p)
+        blocks = gl.where(any_full, blocks_f, blocks_p)
+        blocks = gl.where(any_full | (p1 > p0), blocks, 1)
+        state = BODY(state, given, first + (blocks - 1) * BLOCK, True, True, SCORE, MASK, HOW)
+        for r in range(0, f1 - f0):
+            first, blocks = _stretch(walk.full, f1 - 1 - r, any_full, walk, length, BLOCK)
+            for i in range(gl.where(r == 0, 1, 0), blocks):
+                state = BODY(
+                    state, given, first + (blocks - 1 - i) * BLOCK, False, False, SCORE, MASK, HOW
+                )
+        for r in range(0, p1 - p0):
+            first, blocks = _stretch(walk.partial, p1 - 1 - r, p1 > p0, walk, length, BLOCK)
+            for i in range(gl.where((r == 0) & (f1 == f0), 1, 0), blocks):
+                state = BODY(
+                    state, given, first + (blocks - 1 - i) * BLOCK, False, True, SCORE, MASK, HOW
+                )
+    return state
+
+
+@gluon.jit
+def visit(
+    state, given, walk, line, length, after,
+    BODY: gl.constexpr, DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr,
+    HOW: gl.constexpr,
+):  # fmt: skip
+    """`BODY(state, given, row, more, PARTIAL)` on every live block of a line: partial ones, then
+    full ones, each from the first to the last. `more`: another call follows, of this line or
+    `after`. A line with no live tile gets its first, which the mask empties."""
+    BLOCK: gl.constexpr = HOW.block
+    if walk.full is None:
+        blocks = (length + BLOCK - 1) // BLOCK
+        for i in range(0, blocks):
+            more = (i + 1 < blocks) | (after > 0)
+            state = BODY(
+                state, given, i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
+            )  # fmt: skip
+    else:
+        f0 = gl.load(walk.full[0] + line)
+        f1 = gl.load(walk.full[0] + line + 1)
+        p0 = gl.load(walk.partial[0] + line)
+        p1 = gl.load(walk.partial[0] + line + 1)
+        runs = gl.where((f1 == f0) & (p1 == p0), 1, p1 - p0)
+        for r in range(0, runs):
+            first, blocks = _stretch(walk.partial, p0 + r, p1 > p0, walk, length, BLOCK)
+            for i in range(0, blocks):
+                more = (i + 1 < blocks) | (r + 1 < runs) | (f1 > f0) | (after > 0)
+                state = BODY(
+                    state, given, first + i * BLOCK, more, True, DERIVATIVE, SCATTER, MASK, HOW
+                )  # fmt: skip
+        for r in range(0, f1 - f0):
+            first, blocks = _stretch(walk.full, f0 + r, f1 > f0, walk, length, BLOCK)
+            for i in range(0, blocks):
+                more = (i + 1 < blocks) | (f0 + r + 1 < f1) | (after > 0)
+                state = BODY(
+                    state, given, first + i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
+                )  # fmt: skip
+    return state
+
+
+# -- tiles in pieces ------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def mma(columns):
+    """The layout of a product of 64 rows by one warpgroup."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.constexpr_function
+def left(columns):
+    """The layout of a left factor in registers, for such a product."""
+    return gl.DotOperandLayout(operand_index=0, parent=mma(columns), k_width=2)
+
+
+@gluon.jit
+def pieces(a, b):
+    """Those of the two that there are."""
+    if a is None:
+        return ()
+    elif b is None:
+        return (a,)
+    else:
+        return (a, b)
+
+
+@gluon.jit
+def buffers(STAGES: gl.constexpr, descs):
+    """Shared memory for what the descriptors copy, STAGES times."""
+    if len(descs) == 1:
+        return (_buffer(STAGES, descs[0]),)
+    else:
+        return (_buffer(STAGES, descs[0]), _buffer(STAGES, descs[1]))
+
+
+@gluon.jit
+def _buffer(STAGES: gl.constexpr, desc):
+    shape: gl.constexpr = [STAGES, desc.block_shape[2], desc.block_shape[3]]
+    return gl.allocate_shared_memory(desc.dtype, shape, matrix(desc.layout))
+
+
+@gluon.constexpr_function
+def matrix(layout):
+    """The layout of a matrix, from that of a descriptor of (batch, head, row, column)."""
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=layout.swizzle_byte_width,
+        element_bitwidth=layout.element_bitwidth,
+        rank=2,
+    )
+
+
+@gluon.jit
+def fetch(descs, b, h, row, bar, to, n):
+    """Copy rows from `row` on of one head into place `n` of the pieces."""
+    column = 0
+    for i in gl.static_range(len(descs)):
+        copy_in(descs[i], [b, h, row, column], bar, to[i].index(n))
+        column += to[i].shape[2]
+
+
+@gluon.jit
+def outer(a, b, zero):
+    """Issue a bᵀ over the pieces; a and b in shared memory."""
+    s = warpgroup_mma(a[0], b[0].permute((1, 0)), zero, use_acc=False, is_async=True)
+    if len(a) == 2:
+        s = warpgroup_mma(a[1], b[1].permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def at_stage(smem, n):
+    """Place n of every piece."""
+    if len(smem) == 1:
+        return (smem[0].index(n),)
+    else:
+        return (smem[0].index(n), smem[1].index(n))
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, smem):
+    """An accumulator in pieces, as wide as those of smem."""
+    if len(smem) == 1:
+        return (_zeros(ROWS, smem[0].shape[2]),)
+    else:
+        return (_zeros(ROWS, smem[0].shape[2]), _zeros(ROWS, smem[1].shape[2]))
+
+
+@gluon.jit
+def _zeros(ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=mma(WIDTH))
+
+
+@gluon.jit
+def add_product(acc, p, x):
+    """Issue acc + p x, by pieces; p in registers, x in shared memory. `settle` completes it."""
+    a = warpgroup_mma(p, x[0], acc[0], is_async=True)
+    if len(x) == 1:
+        return (a,)
+    else:
+        p1 = gl.convert_layout(p, left(x[1].shape[1]))
+        return (a, warpgroup_mma(p1, x[1], acc[1], is_async=True))
+
+
+@gluon.jit
+def settle(acc, p, OUTSTANDING: gl.constexpr):
+    """Wait for `add_product`; p's registers stay as they are until then."""
+    if len(acc) == 1:
+        a, _ = warpgroup_mma_wait(OUTSTANDING, deps=[acc[0], p])
+        return (a,)
+    else:
+        a, b, _ = warpgroup_mma_wait(OUTSTANDING, deps=[acc[0], acc[1], p])
+        return (a, b)
+
+
+@gluon.jit
+def times(acc, factor):
+    """Every piece times a number per row."""
+    a = acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, mma(acc[0].shape[1])))[:, None]
+    if len(acc) == 1:
+        return (a,)
+    else:
+        by = gl.convert_layout(factor, gl.SliceLayout(1, mma(acc[1].shape[1])))
+        return (a, acc[1] * by[:, None])
+
+
+# -- scores ---------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def positions(pos, stride, offset, b, index, live, INDEX: gl.constexpr):
+    """Global positions of some rows: given ones, or `offset + index`."""
+    if pos is None:
+        return gl.cast(offset, INDEX) + index
+    else:
+        at = pos + gl.cast(b, gl.int64) * stride + index
+        return gl.load(at, mask=live, other=0).to(INDEX)
+
+
+@gluon.jit
+def scores(
+    s, scale, b, h, q_idx, kv_idx, of_score, of_mask,
+    SCORE: gl.constexpr, MASK: gl.constexpr, POSITIVE: gl.constexpr,
+):  # fmt: skip
+    """T in some unit (-inf where not kept), that unit over log 2, and S.
+
+    Without a score, T is S, and a scale above 0 does not change which is largest: it stays in the
+    unit, where it costs nothing. (A scale of 0 would make NaN of 0 times -inf.)
+    """
+    if SCORE is None and POSITIVE:
+        t = s
+        unit = scale * LOG2E
+    else:
+        s = s * scale
+        t = s
+        unit = gl.to_tensor(LOG2E)
+        if SCORE is not None:
+            t = SCORE(s, b, h, q_idx, kv_idx, of_score)
+    if MASK is not None:
+        t = gl.where(MASK(b, h, q_idx, kv_idx, of_mask), t, float("-inf"))
+    return t, unit, s
+
+
+@gluon.jit
+def or_nan(x, l):
+    """x, or NaN where the sum of a row is: a maximum skips NaN, and none shall be hidden."""
+    return gl.where((l != l) & (x != float("inf")), float("nan"), x)

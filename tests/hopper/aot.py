@@ -1,0 +1,167 @@
+"""Compile what a call would launch on an H100, with no GPU: registers, spills, matrix instructions.
+
+`python tests/hopper/aot.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
+`registers`, `spills` (bytes stored), `loops` (accesses to local memory inside the loops that
+multiply), `hgmma`, `shared` (bytes), and `serialized`, where the assembler gave up asynchrony.
+
+The real launching code runs on tensors on the CPU, with a driver that only names the target; every
+launch is compiled, and none runs.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import make_launcher
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import headway as hw
+import triton
+from headway import backends
+from headway.api import prepare
+from headway.backends import hopper
+from headway.backends.hopper import launch
+
+LENGTH = 384
+
+
+def _table(*size: int) -> torch.Tensor:
+    return torch.rand(*size).requires_grad_()
+
+
+IDS = torch.arange(2 * LENGTH).reshape(2, LENGTH) // 100
+DENSE = torch.rand(4, LENGTH, LENGTH) < 0.5
+BIAS = _table(4, LENGTH, 1)
+CALLS = {
+    "plain": {},
+    "f16": {"dtype": torch.float16},
+    "causal": {"mask": hw.causal()},
+    "window": {"mask": hw.causal() & hw.sliding_window(100)},
+    "document": {"mask": hw.causal() & hw.document(IDS)},
+    "dense": {"mask": lambda b, h, i, j: DENSE[h, i, j]},
+    "alibi": {"score": hw.alibi(torch.rand(4)), "mask": hw.causal()},
+    "softcap": {"score": hw.softcap(30.0), "mask": hw.causal()},
+    "relative": {"score": hw.relative_bias(_table(4, 2 * LENGTH - 1))},
+    "rows": {"score": lambda s, b, h, i, j: s + BIAS[h, i, 0]},
+    "ragged": {"mask": hw.causal(), "length": LENGTH - 5},
+    "equal_heads": {"mask": hw.causal(), "heads": 4},
+    "sink": {"mask": hw.causal(), "sink": True},
+}
+
+
+class _Driver:
+    """As much of a driver as compiling needs."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
+    """(kernel's name, compiled) of the launches of a call."""
+    found: list[tuple] = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        made = run(self, *args, grid=grid, warmup=True, **kwargs)
+        found.append((self.__name__, made))
+        # What a launch would compile: it takes apart all that the kernel is given.
+        source = made.src if hasattr(made, "src") else None
+        if source is not None:
+            constants = {
+                k if isinstance(k, tuple) else (k,): v for k, v in source.constants.items()
+            }
+            metas = getattr(made.metadata, "tensordesc_meta", None)
+            make_launcher(constants, dict(enumerate(source.signature.values())), metas)
+
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.dict(backends._BACKENDS, {"hopper": hopper}),
+        mock.patch.object(hopper, "_unavailable", return_value=""),
+        mock.patch.object(launch, "processors", return_value=132),
+    ):
+        driver.set_active(_Driver())  # type: ignore[arg-type]
+        _call(direction, d, dv, **CALLS[name])
+    return found
+
+
+def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=LENGTH, heads=2,
+          sink=False):  # fmt: skip
+    q, k, v = (torch.randn(2, h, length, w).to(dtype) for h, w in ((4, d), (heads, d), (heads, dv)))
+    sink = torch.zeros(4) if sink else None
+    spec, call = prepare(
+        q, k, v, score, mask, sink=sink, backend="hopper", max_logit=sink is not None
+    )
+    if direction == "forward":
+        hopper.forward(spec, call)
+        return
+    rows, out = torch.zeros(q.shape[:3]), torch.zeros(2, 4, length, dv).to(dtype)
+    needs = tuple(t.requires_grad for t in call.captured.tensors[: spec.score_tensors])
+    hopper.backward(spec, call, out, rows, out, rows, needs)
+
+
+def resources(name: str, made) -> dict:
+    """What the assembler says of a kernel."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(made.asm["ptx"])
+        report = subprocess.run(
+            [tool / "ptxas", "-v", "--gpu-name=sm_90a", file, "-o", file.with_suffix(".cubin")],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+        sass = subprocess.run(
+            [tool / "cuobjdump", "--dump-sass", file.with_suffix(".cubin")],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    return {
+        "name": name,
+        "registers": int(re.search(r"Used (\d+) registers", report)[1]),
+        "spills": int(re.search(r"(\d+) bytes spill stores", report)[1]),
+        "loops": _local_in_loops(sass),
+        "hgmma": len(re.findall(r"\bHGMMA\b", sass)),
+        "shared": made.metadata.shared,
+        "serialized": len(re.findall(r"C75\d\d", report)),
+    }
+
+
+def _local_in_loops(sass: str) -> int:
+    """Accesses to local memory in the innermost loops that multiply."""
+    lines = [
+        (int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]*);", sass)
+    ]
+    # Behind the last EXIT stand the slow paths of waits, which jump back to where they came from.
+    end = max(a for a, text in lines if "EXIT" in text)
+    backward = []
+    for address, text in lines:
+        if address > end:
+            break
+        target = re.search(r"\bBRA (?:`\()?(?:\.L_x_\d+)?\)?(0x[0-9a-f]+)", text)
+        if target and int(target[1], 16) < address:
+            backward.append((int(target[1], 16), address))
+    multiplies = [a for a, text in lines if "HGMMA" in text]
+    loops = [(a, b) for a, b in backward if any(a <= m <= b for m in multiplies)]
+    inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    local = [a for a, text in lines if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(any(a <= at <= b for a, b in inner) for at in local)
+
+
+if __name__ == "__main__":
+    direction, widths, *names = sys.argv[1:]
+    d, dv = map(int, widths.split("/"))
+    for name in names:
+        for kernel, made in compiled(direction, d, dv, name):
+            if kernel == direction:
+                print(json.dumps({"call": name, **resources(kernel, made)}), flush=True)

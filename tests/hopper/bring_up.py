@@ -1,0 +1,270 @@
+"""The Hopper kernels on a card, simplest first, in processes that are killed when they hang.
+
+    python tests/hopper/bring_up.py check            is each feature right? (float64 on the GPU)
+    python tests/hopper/bring_up.py bench            TFLOP/s against cuDNN and the Triton backend
+    python tests/hopper/bring_up.py check NAME ...   some of them; also `bench NAME ...`
+    python tests/hopper/bring_up.py table NAME ...   cases of the shared table (or `all`)
+
+Every line is printed as soon as it is known: name, seconds, and `ok`, what is wrong, or `HANG`.
+"""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "triton")]
+BF16, F16 = torch.bfloat16, torch.float16
+
+# Name: (b, hq, hk, q_len, kv_len, d, dv), options. In the order in which they build on each other.
+CHECKS = {
+    "tile": ((1, 1, 1, 128, 128, 128, 128), {}),
+    "two_blocks": ((1, 1, 1, 128, 256, 128, 128), {}),
+    "many": ((2, 8, 8, 1024, 1024, 128, 128), {}),
+    "tails": ((2, 3, 3, 333, 517, 128, 128), {}),
+    "causal": ((2, 8, 8, 1024, 1024, 128, 128), {"mask": "causal"}),
+    "groups": ((2, 8, 2, 777, 777, 128, 128), {"mask": "causal"}),
+    "width_64": ((2, 8, 2, 777, 777, 64, 64), {"mask": "causal"}),
+    "f16": ((2, 4, 4, 640, 640, 128, 128), {"mask": "causal", "dtype": F16}),
+    "softcap": ((2, 8, 8, 777, 777, 128, 128), {"mask": "causal", "score": "softcap"}),
+    "softcap_64": ((2, 8, 8, 777, 777, 64, 64), {"mask": "causal", "score": "softcap"}),
+    "alibi": ((2, 8, 8, 777, 777, 128, 128), {"mask": "causal", "score": "alibi"}),
+    "window": ((2, 4, 4, 2000, 2000, 128, 128), {"mask": "window"}),
+    "document": ((2, 4, 4, 2000, 2000, 128, 128), {"mask": "document"}),
+    "sink": ((2, 8, 8, 777, 777, 128, 128), {"mask": "causal", "sink": True}),
+    "relative": ((2, 4, 4, 777, 777, 128, 128), {"score": "relative"}),
+    "width_96": ((2, 4, 4, 777, 777, 96, 96), {"mask": "causal"}),
+    "width_80": ((2, 4, 4, 333, 333, 80, 72), {"mask": "causal"}),
+    "mla": ((2, 4, 4, 777, 777, 192, 128), {"mask": "causal", "backward": False}),
+    "width_256": ((2, 4, 4, 777, 777, 256, 256), {"mask": "causal", "backward": False}),
+    "persistent": ((4, 16, 16, 2048, 2048, 128, 128), {"mask": "causal", "exact": False}),
+}
+# The rows of DESIGN.md's table that these kernels run so far.
+ROWS = {
+    f"{b}x{h}x{n}x{d}{'c' if mask else ''}": ((b, h, hk, n, n, d, d), {"mask": mask})
+    for (b, h, hk, n, d) in (
+        (4, 16, 16, 4096, 128), (2, 16, 16, 8192, 128), (1, 16, 16, 16384, 128),
+        (16, 16, 16, 1024, 128), (2, 32, 32, 8192, 64), (2, 32, 8, 8192, 128),
+        (64, 16, 16, 512, 128), (128, 16, 16, 256, 64),
+    )
+    for mask in (None, "causal")
+}  # fmt: skip
+ROWS |= {
+    "mla_8k": ((2, 16, 16, 8192, 8192, 192, 128), {"backward": False}),
+    "mla_8kc": ((2, 16, 16, 8192, 8192, 192, 128), {"mask": "causal", "backward": False}),
+    "256_16k": ((1, 8, 8, 16384, 16384, 256, 256), {"backward": False}),
+    "256_16kc": ((1, 8, 8, 16384, 16384, 256, 256), {"mask": "causal", "backward": False}),
+    "softcap_8kc": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "causal", "score": "softcap"}),
+    "alibi_8kc": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "causal", "score": "alibi"}),
+    "window_8k": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "window"}),
+    "document_8k": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "document"}),
+    "relative_8k": ((2, 16, 16, 8192, 8192, 128, 128), {"score": "relative"}),
+}
+
+
+def made(shape, mask=None, score=None, dtype=BF16, sink=False, backward=True, exact=True):
+    """q, k, v, dout, and the score, mask and sink of a call, with gradients where wanted."""
+    import headway as hw
+
+    b, hq, hk, n, m, d, dv = shape
+    torch.manual_seed(0)
+    level = torch.arange(b * hq, device="cuda").view(b, hq, 1, 1) % 7 - 3.0
+    q = (torch.randn(b, hq, n, d, device="cuda") + level * d**-0.25).to(dtype)
+    k = (torch.randn(b, hk, m, d, device="cuda") + d**-0.25).to(dtype)
+    v = torch.randn(b, hk, m, dv, device="cuda").to(dtype)
+    dout = torch.randn(b, hq, n, dv, device="cuda").to(dtype)
+    ids = (torch.arange(m, device="cuda") * 7 // m).expand(b, m).contiguous()
+    table = torch.randn(hq, 2 * max(n, m) - 1, device="cuda")
+    masks = {None: None, "causal": hw.causal(), "document": hw.causal() & hw.document(ids),
+             "window": hw.causal() & hw.sliding_window(min(1024, n // 4))}  # fmt: skip
+    scores = {None: None, "softcap": hw.softcap(30.0),
+              "alibi": hw.alibi(2.0 ** -torch.arange(1, hq + 1, device="cuda").float()),
+              "relative": hw.relative_bias(table.requires_grad_())}  # fmt: skip
+    leaves = [x.requires_grad_(backward) for x in (q, k, v)]
+    sinks = torch.randn(hq, device="cuda").requires_grad_(backward) if sink else None
+    return leaves, dout, scores[score], masks[mask], sinks, table if score == "relative" else None
+
+
+def call(name, leaves, dout, score, mask, sink, table):
+    """out, lse and gradients by a backend."""
+    import headway as hw
+
+    got = hw.attention_with_stats(*leaves, score, mask, sink=sink, backend=name)
+    found = {"out": got.out, "lse": got.lse, "max_logit": got.max_logit}
+    if leaves[0].requires_grad:
+        wrt = [x for x in (*leaves, sink, table) if x is not None]
+        grads = torch.autograd.grad((got.out, got.lse), wrt, (dout, torch.cos(got.lse.detach())))
+        found |= dict(zip(("dq", "dk", "dv", "dsink or dtable"), grads, strict=False))
+    return {n: x.detach() for n, x in found.items()}
+
+
+def check(name: str) -> str:
+    """`ok`, or what is wrong. Poisoned memory, and twice, so that a race has a chance to show."""
+    shape, options = CHECKS[name]
+    inputs = made(shape, **options)
+    other = "reference" if options.get("exact", True) else "triton"
+    right = call(other, *inputs)
+    wrong = []
+    for turn in range(2):
+        torch.full((4 * inputs[0][0].numel() + 2**22,), float("nan"), device="cuda")
+        got = call("hopper", *inputs)
+        torch.cuda.synchronize()
+        for key, x in right.items():
+            off = (got[key].double() - x.double()).norm() / x.double().norm()
+            limit = 1e-3 if key in ("lse", "max_logit") else 1e-2
+            if not off <= limit:
+                wrong.append(f"{key} {off.item():.1e}{' again' * turn}")
+    return ", ".join(wrong) or "ok"
+
+
+def bench(name: str) -> str:
+    """Medians of three turns of TFLOP/s over live pairs, forward / backward, of each contestant."""
+    from statistics import median
+
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+    from triton.testing import do_bench
+
+    import headway as hw
+
+    shape, options = ROWS[name]
+    leaves, dout, score, mask, _, _ = made(shape, **options)
+    b, hq, hk, n, m, d, dv = shape
+    live = n * m
+    if mask is not None:
+        i = torch.arange(n, device="cuda")
+        rows = mask(0, 0, i[:512, None], i[None, :]) if n <= 512 else None
+        live = n * (n + 1) / 2 if rows is None else rows.sum().item()
+        if "window" in name:
+            live = n * 1024
+        if "document" in name:
+            live = n * (n / 7 + 1) / 2
+    flops = 2 * b * hq * live * (d + dv)
+    back = 2 * b * hq * live * (3 * d + 2 * dv)
+    calls = {x: (lambda x=x: hw.attention(*leaves, score, mask, backend=x))
+             for x in ("hopper", "triton")}  # fmt: skip
+    if score is None and options.get("mask") in (None, "causal"):
+
+        def cudnn():
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return sdpa(*leaves, is_causal=mask is not None, enable_gqa=hq != hk)
+
+        calls["cudnn"] = cudnn  # fmt: skip
+    speeds: dict[str, list] = {}
+    outs = {x: f() for x, f in calls.items()}
+    for _ in range(3):
+        for x, f in calls.items():
+            with torch.no_grad():
+                t = do_bench(f, warmup=10, rep=40, return_mode="median")
+            speeds.setdefault(f"{x} forward", []).append(flops / t / 1e9)
+            if options.get("backward", True):
+                f = lambda x=x: torch.autograd.grad(outs[x], leaves, dout, retain_graph=True)
+                t = do_bench(f, warmup=10, rep=40, return_mode="median")
+                speeds.setdefault(f"{x} backward", []).append(back / t / 1e9)
+    return ", ".join(f"{x} {median(t):.0f}" for x, t in speeds.items())
+
+
+def table(name: str) -> str:
+    """A case of the shared table, as `tests/checks.py` judges it."""
+    from on_gpu import moved
+
+    from cases import BY_NAME, problem
+    from checks import compare, run
+    from headway.errors import BackendRefused
+
+    try:
+        got = run(moved(problem(BY_NAME[name], BF16), "cuda"), "hopper", True)
+    except BackendRefused:
+        return "refused"
+    got = {key: x.cpu() for key, x in got.items()}
+    return "; ".join(compare(BY_NAME[name], BF16, got, True)) or "ok"
+
+
+RUN = {"check": check, "bench": bench, "table": table}
+
+
+def child(what: str, names: list[str]) -> None:
+    """Run some, in this process."""
+    from headway import backends
+    from headway.backends import hopper
+
+    with mock.patch.dict(backends._BACKENDS, {"hopper": hopper}):
+        for name in names:
+            start = time.perf_counter()
+            print(f"start {name}", flush=True)
+            try:
+                said = RUN[what](name)
+            except Exception as error:  # noqa: BLE001  (every kind of failure is a result here)
+                said = f"{type(error).__name__}: {str(error)[:600]}"
+            print(f"{name:24} {time.perf_counter() - start:6.1f} s  {said}", flush=True)
+            if "CUDA error" in said or "misaligned" in said:
+                sys.exit(f"{name} broke this process's context")
+
+
+def watched(what: str, names: list[str], patience: float) -> list[str]:
+    """The lines of a child that runs these; it is killed `patience` seconds after its last line."""
+    left, lines = list(names), []
+    while left:
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--child", what, *left], stdout=subprocess.PIPE, text=True
+        )
+        timer, current = time.monotonic(), None
+        import selectors
+
+        waiting = selectors.DefaultSelector()
+        waiting.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            if waiting.select(timeout=1):
+                line = process.stdout.readline()
+                if not line:
+                    break
+                timer = time.monotonic()
+                if line.startswith("start "):
+                    current = line.split()[1]
+                elif current and line.startswith(current):
+                    print(line, end="", flush=True)
+                    lines.append(line)
+                    left.remove(current)
+                    current = None
+            elif time.monotonic() - timer > patience:
+                process.kill()
+                break
+        process.wait()
+        if current is not None:  # it hung there, or took the process with it
+            line = f"{current:24} {'HANG' if process.returncode == -9 else 'CRASH'}\n"
+            print(line, end="", flush=True)
+            lines.append(line)
+            left.remove(current)
+        elif left and process.returncode:
+            lines.append(f"{left[0]:24} CRASH before it started\n")
+            print(lines[-1], end="", flush=True)
+            left.pop(0)
+    return lines
+
+
+def main(what: str, names: list[str]) -> None:
+    if what == "table":
+        from cases import CASES
+
+        names = [c.name for c in CASES] if names == ["all"] else names
+    names = names or list({"check": CHECKS, "bench": ROWS}[what])
+    if what == "bench":  # alone on the card
+        watched(what, names, 60)
+        return
+    first, rest = (names[:3], names[3:]) if what == "check" else ([], names)
+    watched(what, first, 40)
+    several = 6
+    with ThreadPoolExecutor(several) as pool:
+        list(pool.map(lambda n: watched(what, rest[n::several], 60), range(several)))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--child":
+        child(sys.argv[2], sys.argv[3:])
+    else:
+        main(sys.argv[1], sys.argv[2:])

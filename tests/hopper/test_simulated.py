@@ -1,0 +1,117 @@
+"""The kernels' logic and the host's, on the CPU: the shared table through the simulator."""
+
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import headway as hw
+from cases import BY_NAME, Case, problem
+from checks import check, compare, run, yardstick
+from headway import backends
+from headway.api import prepare
+from headway.backends import hopper
+from headway.errors import BackendRefused
+
+from . import simulator
+
+# Each for a part of its own: tails and no keys at all, pieces of a width, groups of heads, runs of
+# full and partial tiles, masks of their own per head, each way to add up a gradient, strides that
+# the copy engine cannot take, statistics, sinks. `full.py` runs the whole table.
+CASES = (
+    "length_1", "lengths_1_257_causal", "width_100_100", "heads_6_3_score",
+    "layout_expanded", "scale_-0.5_score", "mask_nothing", "mask_by_batch_sink", "score_bias_rows",
+    "score_bias_keys_masked", "score_undefined",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def simulated():
+    with (
+        mock.patch.dict(backends._BACKENDS, {"hopper": hopper}),
+        mock.patch.object(hopper, "_unavailable", return_value=""),
+        simulator.simulating(),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_table(name):
+    dtype = torch.float16 if name == "length_1" else torch.bfloat16
+    case = BY_NAME[name]
+    assert compare(case, dtype, run(problem(case, dtype), "hopper", True), True) == []
+
+
+@pytest.mark.parametrize(("d", "dv"), [(192, 128), (8, 150)])
+def test_forward_widths(d, dv):
+    """Pieces of a width, and out in the place of the queries."""
+    case = Case("pieces", b=1, hq=2, hk=1, q_len=70, kv_len=270, d=d, dv=dv, mask="causal_end")
+    given = problem(case, torch.bfloat16)
+    q, k, v = (x.detach() for x in (given.q, given.k, given.v))
+    made = hw.attention_with_stats(q, k, v, None, given.mask(), backend="hopper")
+    assert far(case, made._asdict()) == []
+
+
+def far(case: Case, made: dict, stats: bool = True) -> list[str]:
+    """What is farther from the exact results than it may be."""
+    exact, tolerance = yardstick(case, torch.bfloat16)[stats]
+    off = {name: (x.double() - exact[name]).abs().max().item() for name, x in made.items()}
+    return [name for name, x in off.items() if not x <= tolerance[name]]
+
+
+def test_given_block_mask():
+    check(BY_NAME["mask_causal_document"], "hopper", torch.bfloat16, tile=(256, 384))
+
+
+def test_float32_partials():
+    """out, dk and dv unrounded, as a ring needs them."""
+    case = BY_NAME["heads_8_2"]
+    given = problem(case, torch.bfloat16)
+    spec, call = prepare(
+        given.q, given.k, given.v, None, given.mask(), sink=given.sink, backend="hopper",
+        partial=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        out, lse, *_ = hopper.forward(spec, call)
+        delta = (given.dout.float() * out).sum(-1)
+        grads = hopper.backward(spec, call, out, lse, given.dout, delta, ())
+    made = {"out": out, "grad q": grads.q, "grad k": grads.k, "grad v": grads.v}
+    assert all(x.dtype == torch.float32 for x in made.values())
+    assert far(case, made, stats=False) == []
+
+
+def test_a_broken_kernel_is_found():
+    """The simulator is worth something: without the fence, the release or the right phase it fails."""
+    forward = simulator.LOADED.forward
+    broken = {
+        "fence_async_shared": lambda: None,
+        "release": lambda ring, at: None,
+        "step": lambda at, stages: at,
+    }
+    given = problem(BY_NAME["long_700_half"], torch.bfloat16)
+    for name, by in broken.items():
+        with (
+            mock.patch.object(forward, name, by),
+            mock.patch.object(simulator, "PATIENCE", 0.3),
+            pytest.raises(simulator.Wrong),
+        ):
+            run(given, "hopper", True)
+
+
+def test_refusals():
+    q = torch.zeros(1, 2, 130, 64, dtype=torch.bfloat16)
+    wide = torch.zeros(1, 2, 130, 192, dtype=torch.bfloat16, requires_grad=True)
+    mask = hw.block_mask(hw.causal(), 1, 1, 130, 130, tile=(64, 64))
+    for match, tensors, options in (
+        ("bfloat16 or float16", (q.float(),), {}),
+        ("backward goes to 128", (wide,), {}),
+        ("dropout", (q,), {"dropout": 0.1}),
+        ("order that varies", (q.clone().requires_grad_(),), {"deterministic": True}),
+        (r"tile=\(128, 128\)", (q,), {"mask": mask}),
+    ):
+        with pytest.raises(BackendRefused, match=match):
+            hw.attention(*tensors * 3, backend="hopper", **options)
