@@ -41,7 +41,7 @@ def states(mask: BlockMask) -> torch.Tensor:
 
 def test_runs_and_dense_are_one():
     live = torch.rand(40, 33) < 0.6
-    runs = Runs.of(live)
+    (runs,) = Runs.of(live, 1)
     assert torch.equal(runs.dense(33), live)
     assert torch.equal(runs.per_row(), live.sum(1))
     assert torch.equal(runs.tiles().long(), live.nonzero()[:, 1])
@@ -52,10 +52,10 @@ def test_runs_and_dense_are_one():
 def test_runs_take_and_cut():
     live = torch.rand(40, 33) < 0.6
     rows = torch.randint(0, 40, (70,))
-    runs = Runs.of(live).take(rows)
+    runs = Runs.of(live, 1)[0].take(rows)
     assert torch.equal(runs.dense(33), live[rows])
     assert torch.equal(runs.cut(5, 20).dense(15), live[rows][:, 5:20])
-    assert Runs.of(live).take(rows[:0]).rows == 0
+    assert Runs.of(live, 1)[0].take(rows[:0]).rows == 0
 
 
 def test_keys_pass_the_range_of_int32():

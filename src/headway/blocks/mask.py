@@ -330,11 +330,9 @@ def from_dense(
     state: Tensor, mask: MaskFn, lengths: tuple[int, ...], tile: tuple[int, int]
 ) -> BlockMask:
     """A block mask from uint8 `(b, h, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
-    rows = state.flatten(0, 2)
-    cols = state.transpose(2, 3).flatten(0, 2)
-    tiles = Tiles.of_runs(
-        Runs.of(rows == 2), Runs.of(rows == 1), Runs.of(cols == 2), Runs.of(cols == 1)
-    )
+    rows_full, rows_partial = Runs.of(state.flatten(0, 2), 2, 1)
+    cols_full, cols_partial = Runs.of(state.transpose(2, 3).flatten(0, 2), 2, 1)
+    tiles = Tiles.of_runs(rows_full, rows_partial, cols_full, cols_partial)
     return BlockMask(mask, (*state.shape[:2], *lengths), tile, tiles)  # type: ignore[arg-type]
 
 

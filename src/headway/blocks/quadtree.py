@@ -103,8 +103,8 @@ class Search:
     def _whole(self) -> tuple[Runs, Runs, Runs, Runs]:
         """All tiles of a small square at once: fewer steps than from coarse to fine."""
         always, maybe, outside = self.bounds.of_all_tiles()
-        kinds = torch.zeros(2, *always.shape, dtype=torch.bool, device=self.device)
-        full, partial = torch.logical_and(always, ~outside, out=kinds[0]), kinds[1]
+        full = always & ~outside
+        state = full.to(torch.uint8) * 2
         at = (maybe & ~full).flatten().nonzero().flatten()
         if len(at):
             rows, cols = full.shape[2:]
@@ -112,10 +112,9 @@ class Search:
             g = line // rows
             r, c = line - g * rows, at - line * cols
             some, every = self._look(g, r, c, pick(outside.flatten(), at))
-            full.view(-1).index_copy_(0, at, every)
-            partial.view(-1).index_copy_(0, at, some & ~every)
-        rows_full, rows_partial = Runs.of(kinds.flatten(0, 3)).split(2)
-        cols_full, cols_partial = Runs.of(kinds.mT.flatten(0, 3)).split(2)
+            state.view(-1).index_copy_(0, at, some.to(torch.uint8) + every)
+        rows_full, rows_partial = Runs.of(state.flatten(0, 2), 2, 1)
+        cols_full, cols_partial = Runs.of(state.mT.flatten(0, 2), 2, 1)
         return rows_full, rows_partial, cols_full, cols_partial
 
     def _coarse_to_fine(self) -> None:

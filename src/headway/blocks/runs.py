@@ -72,27 +72,20 @@ class Runs(NamedTuple):
         offsets = pick(_sums(live, torch.int32), self.offsets)
         return Runs(offsets, pick(start - low, live), pick(count, live))
 
-    def split(self, parts: int) -> list["Runs"]:
-        """The runs of equally many consecutive rows each."""
-        size = self.rows // parts
-        found = []
-        for n in range(parts):
-            offsets = self.offsets[n * size : (n + 1) * size + 1]
-            first, end = int(offsets[0]), int(offsets[-1])
-            # Copies, because kernels want them aligned.
-            runs = (x[first:end].clone() for x in (self.start, self.count))
-            found.append(Runs(offsets - first, *runs))
-        return found
-
     @staticmethod
-    def of(live: Tensor) -> "Runs":
-        """From a bool `(rows, width)`."""
-        rows, width = live.shape
+    def of(state: Tensor, *kinds: int) -> "list[Runs]":
+        """The runs of each of some kinds in `(rows, width)`, whose 0 is no kind; uint8 or bool."""
+        rows, width = state.shape
         # One line of keys, with a gap after every row: it changes where a run starts or stops.
-        line = live.new_zeros(rows * (width + 1) + 1)
-        line[1:].view(rows, width + 1)[:, :width] = live
-        edges = (line[1:] != line[:-1]).nonzero().flatten()
-        return Runs._of_sorted(edges[::2], edges[1::2] - edges[::2], rows, width)
+        line = state.new_zeros(rows * (width + 1) + 1)
+        line[1:].view(rows, width + 1)[:, :width] = state
+        key = (line[1:] != line[:-1]).nonzero().flatten()
+        kind, count = pick(line, key[:-1] + 1), torch.diff(key)
+        found = []
+        for n in kinds:
+            here = kind == n
+            found.append(Runs._of_sorted(pick(key[:-1], here), pick(count, here), rows, width))
+        return found
 
     @staticmethod
     def of_keys(key: Tensor, count: Tensor, rows: int, width: int) -> "Runs":
