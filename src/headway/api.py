@@ -20,6 +20,7 @@ from .arguments import (
     dropout_of,
     scale_of,
     seed_of,
+    usable_device,
 )
 from .backends import choose
 from .backends.base import Call
@@ -134,7 +135,7 @@ def block_mask(
     graph, captured = lower_mod("mask", mask, torch.float32)
     if device is None:
         device = captured.tensors[0].device if captured.tensors else "cpu"
-    device = torch.device(device)
+    device = usable_device(device)
     check_captured("mask", captured, device)
     sizes = b, h, q_len, kv_len
     try:

@@ -173,6 +173,19 @@ def check_tile(tile: Any) -> None:
         raise ArgumentError(f"tile={tile!r} must be two whole numbers of at least 1")
 
 
+def usable_device(device: Any) -> torch.device:
+    """A device that holds numbers: it exists here, and is not "meta"."""
+    try:
+        found = torch.device(device)
+        if found.type != "meta":
+            torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise ArgumentError(f"device={device!r} cannot be used here: {error}") from error
+    if found.type == "meta":
+        raise ArgumentError("device='meta' holds no numbers, which a block mask is decided by")
+    return found
+
+
 def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
     """Built for the call's sizes and device."""
     b, h, q_len, kv_len = mask.shape

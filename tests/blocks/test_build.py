@@ -260,6 +260,12 @@ def test_a_device_without_room_is_named(monkeypatch):
         build(*lowered(headway.causal()), (1, 1, 64, 64), (16, 16), CPU)
 
 
+def test_a_device_that_cannot_hold_one_is_named():
+    for device in ["abacus", "meta", 1.5] + ["cuda"] * (not torch.cuda.is_available()):
+        with pytest.raises(ArgumentError, match=f"device={device!r}"):
+            headway.block_mask(headway.causal(), 1, 1, 64, 64, device=device)
+
+
 def test_a_mask_that_is_not_boolean_is_refused():
     with pytest.raises(ModError, match="return a boolean"):
         headway.block_mask(lambda b, h, i, j: i - j, 1, 1, 64, 64)
