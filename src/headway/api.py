@@ -29,6 +29,7 @@ from .errors import ArgumentError, CapturedIndexError
 from .mods import Captured, captured_of, describe, lower, lower_mod
 from .mods.base import Lowered, MaskFn, ScoreFn
 from .mods.places import place_of_line, quote
+from .sharded import Sharded, any_sharded
 from .types import AttentionOutput, Coords, Forward, Spec, constant_under_compile, spec_of
 
 
@@ -50,6 +51,7 @@ def attention(
 
     Differentiable in q, k, v, `sink`, and every tensor that `score` captures and that requires
     grad. Query head h reads key head `h // (hq // hk)`. A query that may see no key gets 0.
+    DTensors may be sharded along batch and heads (see `headway.sharded`).
 
     **Arguments:**
 
@@ -149,12 +151,19 @@ def _run(
     q: Any, k: Any, v: Any, score: Any, mask: Any, scale: Any, sink: Any, dropout: Any, seed: Any,
     deterministic: bool, backend: str, stats: bool,
 ) -> Forward:  # fmt: skip
+    sharded = Sharded(q, k, v, mask, dropout, seed) if any_sharded(q, k, v) else None
+    coords = None
+    if sharded is not None:
+        q, k, v, sink = *map(sharded.local, (q, k, v)), sharded.local_sink(sink)
+        coords = sharded.coords
     spec, call = prepare(
         q, k, v, score, mask, scale=scale, sink=sink, dropout=dropout, seed=seed,
-        deterministic=deterministic, backend=backend, max_logit=stats,
+        deterministic=deterministic, backend=backend, max_logit=stats, coords=coords,
     )  # fmt: skip
     try:
-        return ops.attention(spec, call)
+        if sharded is None:
+            return ops.attention(spec, call)
+        return sharded.whole(ops.attention(spec, sharded.local_call(call)))
     except CapturedIndexError as error:
         raise _with_place(error, score, mask) from None
 

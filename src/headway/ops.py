@@ -6,7 +6,7 @@ the spec's text and the shapes. Autograd is one `torch.autograd.Function` above 
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,32 @@ torch.library.register_fake("headway::forward", _forward_fake, lib=_library)
 torch.library.register_fake("headway::backward", _backward_fake, lib=_library)
 
 
+def _one_by_one(op: Any) -> Callable:
+    """The rule of `torch.vmap`: the operator for every entry of the batch, with what belongs to it.
+
+    Batches of q, k and v could be folded into one call; batches of captured tensors, sinks and
+    seeds could not, nor the gradients of what is shared.
+    """
+
+    def rule(info, in_dims, *inputs):
+        results = [op(*_entry(inputs, in_dims, n)) for n in range(info.batch_size)]
+        stacked = [torch.stack(same) for same in zip(*results, strict=True)]
+        return (stacked, [0] * len(stacked)) if op is _backward_op else (tuple(stacked), (0,) * 4)
+
+    return rule
+
+
+def _entry(x: Any, dim: Any, n: int) -> Any:
+    if isinstance(x, list | tuple):
+        return [_entry(item, at, n) for item, at in zip(x, dim, strict=True)]
+    return x if dim is None else x.select(dim, n)
+
+
+_forward_op, _backward_op = torch.ops.headway.forward.default, torch.ops.headway.backward.default
+torch.library.register_vmap("headway::forward", _one_by_one(_forward_op), lib=_library)
+torch.library.register_vmap("headway::backward", _one_by_one(_backward_op), lib=_library)
+
+
 # Whole squares, as PyTorch counts its own attention; the shapes do not say what a mask skips.
 def _forward_flops(spec, q, k, v, *args, **kwargs) -> int:
     b, h, q_len, d = q
@@ -124,6 +150,8 @@ def _register_flops() -> None:
 class _NotTwice(torch.autograd.Function):
     """A gradient that refuses to be differentiated."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(grad, *on):
         return grad.view_as(grad)
@@ -144,6 +172,8 @@ class _NotTwice(torch.autograd.Function):
 
 class _Attention(torch.autograd.Function):
     """Differentiable in q, k, v, sink, the tensors captured by the score, and through lse."""
+
+    generate_vmap_rule = True
 
     # `*inputs` and no names: torch binds the arguments to forward's signature at every call, which
     # with names costs more than the call.

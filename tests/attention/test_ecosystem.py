@@ -448,6 +448,39 @@ def test_func_grad_and_vjp(qkv):
         torch.testing.assert_close(other, exact)
 
 
+@pytest.mark.parametrize("batched", ["qkv", "table", "all"])
+def test_vmap(batched):
+    """Every entry by itself, with its own tensors; gradients per sample, and of what is shared."""
+    n = 3
+    many = lambda *shape, by: (
+        torch.randn(n, *shape) if batched in (by, "all") else torch.randn(shape)
+    )
+    q, k, v = (many(1, h, 9, D, by="qkv") for h in (HQ, HK, HK))
+    table = many(HQ, 17, by="table")
+    in_dims = tuple(0 if x.dim() > d else None for x, d in ((q, 4), (k, 4), (v, 4), (table, 2)))
+
+    def fn(q, k, v, table):
+        score = lambda s, b, h, i, j: s + table[h, i - j + 8]
+        made = hw.attention_with_stats(q, k, v, score, hw.causal())
+        return made.out.square().sum() + made.lse.sum()
+
+    def each(call):
+        entries = [
+            call(
+                *(x if d is None else x[e] for x, d in zip((q, k, v, table), in_dims, strict=True))
+            )
+            for e in range(n)
+        ]
+        return entries if isinstance(entries[0], tuple) else [(e,) for e in entries]
+
+    per_sample = torch.func.grad(fn, argnums=(0, 1, 2, 3))
+    for call in (fn, per_sample):
+        made = torch.func.vmap(call, in_dims=in_dims)(q, k, v, table)
+        made = made if isinstance(made, tuple) else (made,)
+        for one, entries in zip(made, zip(*each(call), strict=True), strict=True):
+            torch.testing.assert_close(one, torch.stack(entries))
+
+
 def test_functional_call(qkv):
     class Layer(nn.Module):
         def __init__(self) -> None:

@@ -1,6 +1,7 @@
 """Against PyTorch's own function: the same results, gradients, shapes and error types."""
 
 import math
+import sys
 import random
 
 import pytest
@@ -334,6 +335,25 @@ def test_use_for_sdpa_reroutes_and_restores():
     assert torch._C._nn.scaled_dot_product_attention is ORIGINAL
     assert ORIGINAL is not ours.scaled_dot_product_attention
     torch.testing.assert_close(rerouted, plain)
+
+
+def test_use_for_sdpa_restores_what_was_imported_meanwhile(tmp_path, monkeypatch):
+    tmp_path.joinpath("late.py").write_text(
+        "from torch.nn.functional import scaled_dot_product_attention as theirs\n"
+        "from headway.compat.torch_sdpa import scaled_dot_product_attention as ours\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = {name: dict(vars(m)) for name, m in sys.modules.items() if name.startswith("torch.nn")}
+    with use_for_sdpa():
+        import late
+
+        assert late.theirs is ours.scaled_dot_product_attention
+    assert late.theirs is ORIGINAL
+    assert ours.scaled_dot_product_attention is not ORIGINAL
+    for name, held in before.items():
+        now = vars(sys.modules[name])
+        assert all(now[key] is item for key, item in held.items()), name
+    del sys.modules["late"]
 
 
 def test_use_for_sdpa_restores_after_an_error():

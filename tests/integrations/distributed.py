@@ -11,7 +11,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import headway as hw
 from headway.errors import ArgumentError
-from headway.integrations import dtensor
 
 
 class Block(torch.nn.Module):
@@ -48,24 +47,36 @@ def tensor_parallel(rank: int, mesh) -> None:
     table = torch.randn(4, 31, requires_grad=True)
     score = lambda s, b, h, i, j: s * (1 + 0.1 * b) + table[h, i - j + 15]
     mask = lambda b, h, i, j: i + h >= j
-    out = hw.attention(q, k, v, score, mask)
+    sink = torch.randn(4, requires_grad=True)
+    out, lse, top = hw.attention_with_stats(q, k, v, score, mask, sink=sink)
     weight = torch.randn_like(out)
-    expected = torch.autograd.grad((out * weight).sum(), (q, k, v, table))
+    expected = torch.autograd.grad((out * weight).sum() + lse.sum(), (q, k, v, table, sink))
     whole = distribute_tensor(table.detach(), mesh, [Replicate()]).requires_grad_()
     for place in (Shard(1), Shard(0), Replicate()):
         leaves = [distribute_tensor(x.detach(), mesh, [place]).requires_grad_() for x in (q, k, v)]
         score = lambda s, b, h, i, j: s * (1 + 0.1 * b) + whole[h, i - j + 15]
-        result = dtensor.attention(*leaves, score, mask)
-        assert result.placements == (place,)
-        torch.testing.assert_close(result.full_tensor(), out)
-        loss = (result * distribute_tensor(weight, mesh, [place])).sum()
-        grads = torch.autograd.grad(loss, (*leaves, whole))
+        sinks = distribute_tensor(sink.detach(), mesh, [Replicate()]).requires_grad_()
+        result = hw.attention_with_stats(*leaves, score, mask, sink=sinks)
+        for x, y in zip(result, (out, lse, top), strict=True):
+            assert x.placements == (place,)
+            torch.testing.assert_close(x.full_tensor(), y)
+        loss = (result.out * distribute_tensor(weight, mesh, [place])).sum() + result.lse.sum()
+        grads = torch.autograd.grad(loss, (*leaves, whole, sinks))
         for a, b in zip(grads, expected, strict=True):
             torch.testing.assert_close(a.full_tensor(), b, rtol=1e-4, atol=1e-5)
     for bad in ([Shard(2)], [Shard(3)]):
         x = distribute_tensor(torch.randn(2, 2, 4, 8), mesh, bad)
         with pytest.raises(ArgumentError, match="Shard"):
-            dtensor.attention(x, x, x)
+            hw.attention(x, x, x)
+    x = distribute_tensor(torch.randn(2, 2, 4, 8), mesh, [Shard(1)])
+    for wrong in (
+        lambda: hw.attention(x, x.to_local(), x),
+        lambda: hw.attention(x, x, x, sink=sink),
+    ):
+        with pytest.raises(ArgumentError, match="is no DTensor"):
+            wrong()
+    with pytest.raises(ArgumentError, match="seed"):
+        hw.attention(x, x, x, dropout=0.5)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_long_sequences_of_many_tiles():
     same(both(make, trained(input_ids=tokens)))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", DECODERS)
 def test_packed_sequences(name, tokens):
     positions = torch.cat([torch.arange(6), torch.arange(8), torch.arange(3)]).expand(2, -1)
     run = trained(input_ids=tokens, position_ids=positions, use_cache=False)
@@ -186,7 +186,7 @@ def test_bert_and_vit(tokens, left_padded):
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", DECODERS)
 def test_generate_with_left_padding_and_caches(name, cache, tokens, left_padded):
     def run(model):
         return model.eval().generate(
@@ -197,12 +197,13 @@ def test_generate_with_left_padding_and_caches(name, cache, tokens, left_padded)
     assert torch.equal(*both(DECODERS[name], run))
 
 
-def test_gradient_checkpointing(tokens, left_padded):
+@pytest.mark.parametrize("name", DECODERS)
+def test_gradient_checkpointing(name, tokens, left_padded):
     def run(model):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return trained(left_padded.bool(), input_ids=tokens, attention_mask=left_padded)(model)
 
-    same(both(DECODERS["gpt_oss"], run))
+    same(both(DECODERS[name], run))
 
 
 def test_autocast(tokens):
@@ -214,7 +215,7 @@ def test_autocast(tokens):
     torch.testing.assert_close(ours, eager, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", DECODERS)
 def test_compiles_whole(name, tokens):
     torch._dynamo.reset()
 

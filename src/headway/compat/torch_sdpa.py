@@ -78,23 +78,30 @@ def use_for_sdpa() -> Iterator[None]:
     """Reroute PyTorch's function to ours inside a `with`, for code that cannot be edited.
 
     Every module that holds `torch.nn.functional.scaled_dot_product_attention`, under any name, gets
-    ours, in all threads, and its own back afterwards. Not reached: copies held by objects and
-    closures, and C++ paths that do not call it (`nn.TransformerEncoderLayer` in evaluation).
+    ours, in all threads, and its own back afterwards; so does a module that is imported meanwhile.
+    Not reached: copies held by objects and closures, and C++ paths that do not call it
+    (`nn.TransformerEncoderLayer` in evaluation).
     """
     original = torch.nn.functional.scaled_dot_product_attention
-    held = [
-        (names, name)
-        for names in [vars(m) for m in list(sys.modules.values()) if hasattr(m, "__dict__")]
-        for name, item in list(names.items())
-        if item is original
-    ]
+    if original is scaled_dot_product_attention:  # inside another one
+        yield
+        return
+    held = _holders(original)
+    own = {(id(names), name) for names, name in _holders(scaled_dot_product_attention)}
     for names, name in held:
         names[name] = scaled_dot_product_attention
     try:
         yield
     finally:
-        for names, name in held:
-            names[name] = original
+        for names, name in held + _holders(scaled_dot_product_attention):
+            if (id(names), name) not in own:
+                names[name] = original
+
+
+def _holders(function: Any) -> list[tuple[dict[str, Any], str]]:
+    """The dictionaries of modules, and the names in them, that hold a function."""
+    every = [vars(m) for m in list(sys.modules.values()) if hasattr(m, "__dict__")]
+    return [(names, name) for names in every for name, x in list(names.items()) if x is function]
 
 
 # -- shapes ---------------------------------------------------------------------------------------

@@ -1,0 +1,126 @@
+"""DTensors whose batch or heads are sharded (data and tensor parallel), without communication.
+
+A score or mask that looks at `b` or `h` sees the indices of the whole, not of the shard, and a
+learned tensor that it captures gets the gradient of all shards.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from .backends.base import Call
+from .blocks import BlockMask
+from .errors import ArgumentError
+from .types import Coords, Forward
+
+
+def any_sharded(*tensors: Any) -> bool:
+    """Whether any of them is a DTensor; asked by name, since importing it takes a second."""
+    return "DTensor" in [type(x).__name__ for x in tensors]
+
+
+class Sharded:
+    """What every rank does with its shards of a call.
+
+    q, k and v have one mesh and the same placements, each `Shard(0)` (batch), `Shard(1)` (heads:
+    those of q and of k must divide evenly) or `Replicate()`. What the score captures and learns is
+    a DTensor replicated on that mesh; a sink is one of any placement. With dropout, all ranks need
+    one seed.
+
+    **Raises:** `ArgumentError` for anything else.
+    """
+
+    def __init__(self, q: Any, k: Any, v: Any, mask: Any, dropout: Any, seed: Any) -> None:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, DTensor):
+                raise ArgumentError(
+                    f"{name} is no DTensor, but another of q, k and v is; convert it with "
+                    "distribute_tensor() or DTensor.from_local()"
+                )
+            if x.device_mesh != q.device_mesh or x.placements != q.placements:
+                raise ArgumentError(
+                    f"q, k and v must have one mesh and the same placements: q {q.placements}, "
+                    f"{name} {x.placements}; move with .redistribute()"
+                )
+        self.mesh, self.placements = q.device_mesh, q.placements
+        for n, place in enumerate(self.placements):
+            if place not in (Shard(0), Shard(1), Replicate()):
+                raise ArgumentError(
+                    f"placements {self.placements}: only batch, Shard(0), and heads, Shard(1), are "
+                    "sharded here; gather lengths and widths with .redistribute()"
+                )
+            ranks = self.mesh.size(n)
+            if place == Shard(1) and (q.shape[1] % ranks or k.shape[1] % ranks):
+                raise ArgumentError(
+                    f"{ranks} ranks do not divide {q.shape[1]} query and {k.shape[1]} key heads"
+                )
+        if dropout and seed is None:
+            raise ArgumentError("dropout of DTensors needs a seed, the same number on every rank")
+        if isinstance(mask, BlockMask) and mask.shape[:2] != (1, 1):
+            raise ArgumentError(
+                f"a block mask of batch and heads {tuple(mask.shape[:2])} is of the whole; pass "
+                "its mask, or build it with b=1 and h=1"
+            )
+        _, offset = compute_local_shape_and_global_offset(q.shape, self.mesh, self.placements)
+        self.coords = Coords(b=offset[0], h=offset[1])
+
+    def local(self, x: Any) -> Tensor:
+        """This rank's part of q, k or v."""
+        return x.to_local()
+
+    def local_sink(self, sink: Any) -> Any:
+        """The sinks of this rank's heads."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        if sink is None:
+            return None
+        if not isinstance(sink, DTensor):
+            raise ArgumentError(
+                "sink is no DTensor, but q, k and v are: distribute_tensor(sink, q.device_mesh, "
+                "[Replicate()] * q.device_mesh.ndim)"
+            )
+        by_head = [Shard(0) if p == Shard(1) else Replicate() for p in self.placements]
+        grads = [
+            Partial() if p == Shard(0) else h
+            for p, h in zip(self.placements, by_head, strict=True)
+        ]  # fmt: skip
+        return sink.redistribute(placements=by_head).to_local(grad_placements=grads)
+
+    def local_call(self, call: Call) -> Call:
+        """The call with the captured tensors as every rank sees them: whole."""
+        tensors = [self._whole(t) for t in call.captured.tensors]
+        return call._replace(captured=call.captured._replace(tensors=tensors))
+
+    def _whole(self, captured: Any) -> Tensor:
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if not isinstance(captured, DTensor):
+            if captured.requires_grad:
+                raise ArgumentError(
+                    f"a captured tensor {tuple(captured.shape)} requires grad and is no DTensor: "
+                    "each rank would get the gradient of its own shard; replicate it with "
+                    "distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim)"
+                )
+            return captured
+        whole = (Replicate(),) * self.mesh.ndim
+        if captured.device_mesh != self.mesh or captured.placements != whole:
+            raise ArgumentError(
+                f"a captured DTensor has placements {captured.placements}; replicate it on q's mesh"
+            )
+        grads = [Replicate() if p == Replicate() else Partial() for p in self.placements]
+        return captured.to_local(grad_placements=grads)
+
+    def whole(self, result: Forward) -> Forward:
+        """The results as DTensors, placed as q."""
+        from torch.distributed.tensor import DTensor
+
+        made = [
+            DTensor.from_local(x, self.mesh, self.placements, run_check=False)
+            if x.dim() > 1
+            else x
+            for x in result
+        ]  # fmt: skip
+        return Forward(*made)
