@@ -29,7 +29,7 @@ test: setup ## run the tests
 
 .PHONY: gpu-test
 gpu-test: setup ## run the table of cases on the GPU
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 8 --dist worksteal tests/triton/test_gpu.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 8 --dist worksteal tests/triton/test_gpu.py tests/integrations/test_gpu.py $(ARGS)
 
 .PHONY: hopper-test
 hopper-test: setup ## simulate and compile the Hopper kernels for every case: half an hour

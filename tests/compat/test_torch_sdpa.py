@@ -1,8 +1,8 @@
 """Against PyTorch's own function: the same results, gradients, shapes and error types."""
 
 import math
-import sys
 import random
+import sys
 
 import pytest
 import torch

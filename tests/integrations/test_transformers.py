@@ -160,29 +160,68 @@ def test_masks_of_four_dimensions(tokens):
     torch.testing.assert_close(by_bool, by_float, **TOLERANCE)
 
 
-def test_t5_with_position_bias_cross_attention_and_padding(tokens, left_padded):
-    config = hf.T5Config(
-        vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    run = trained(
-        input_ids=tokens,
-        attention_mask=left_padded.flip(1),
-        decoder_input_ids=torch.randint(1, 64, (2, 9)),
-    )
-    same(both(lambda: hf.T5ForConditionalGeneration(config), run))
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+OTHERS = {
+    "t5": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, num_decoder_layers=1,
+            dropout_rate=0.0, decoder_start_token_id=0,
+        )
+    ),
+    "bert": lambda: hf.BertModel(
+        hf.BertConfig(vocab_size=64, intermediate_size=96, **SIZES, **NO_DROPOUT),
+        add_pooling_layer=False,
+    ),
+    "vit": lambda: hf.ViTModel(
+        hf.ViTConfig(intermediate_size=96, image_size=16, patch_size=4, **SIZES, **NO_DROPOUT),
+        add_pooling_layer=False,
+    ),
+}  # fmt: skip
 
 
-def test_bert_and_vit(tokens, left_padded):
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    bert = hf.BertConfig(vocab_size=64, intermediate_size=96, **sizes, **no_dropout)
-    kept = left_padded.flip(1)
-    run = trained(kept.bool(), input_ids=tokens, attention_mask=kept)
-    same(both(lambda: hf.BertModel(bert), run))
-    same(both(lambda: hf.BertModel(bert), trained(input_ids=tokens)))
-    vit = hf.ViTConfig(intermediate_size=96, image_size=16, patch_size=4, **sizes, **no_dropout)
-    same(both(lambda: hf.ViTModel(vit), trained(pixel_values=torch.randn(2, 3, 16, 16))))
+def trained_other(name, tokens, kept=None):
+    """As `trained`, with the inputs that the model takes; T5 has a decoder with keys of its own."""
+    if name == "vit":
+        return trained(pixel_values=torch.randn(2, 3, 16, 16))
+    inputs = {"input_ids": tokens, "attention_mask": kept}
+    if name == "t5":
+        return trained(**inputs, decoder_input_ids=torch.randint(1, 64, (2, 9)))
+    return trained(None if kept is None else kept.bool(), **inputs)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_encoders_forward_and_every_gradient(name, padded, tokens, left_padded):
+    """Position bias, cross-attention and padding on the right; no mask at all."""
+    kept = left_padded.flip(1) if padded else None
+    same(both(OTHERS[name], trained_other(name, tokens, kept)))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_encoders_checkpoint_and_compile_whole(name, tokens, left_padded):
+    torch._dynamo.reset()
+    run = trained_other(name, tokens, left_padded.flip(1))
+
+    def checkpointed(model):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return run(model)
+
+    def compiled(model):
+        if model.config._attn_implementation == "headway":
+            model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        return run(model)
+
+    same(both(OTHERS[name], checkpointed))
+    same(both(OTHERS[name], compiled))
+
+
+def test_t5_generates(tokens, left_padded):
+    def run(model):
+        kept = left_padded.flip(1)
+        return model.eval().generate(tokens, attention_mask=kept, max_new_tokens=6, do_sample=False)
+
+    assert torch.equal(*both(OTHERS["t5"], run))
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
