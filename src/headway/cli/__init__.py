@@ -11,6 +11,7 @@ COMMANDS = {
     "sample": "let a trained model write",
     "mask": "draw a mask in the terminal: which queries see which keys",
     "bench": "time forward and backward against what else you could use",
+    "tune": "search for the fastest tiles of the GPU kernels on this card",
     "experiment": "claims about stable training that check themselves: scaling, qk-clip",
     "doctor": "versions, devices, backends, and why each is or is not available",
 }

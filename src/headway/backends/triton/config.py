@@ -4,7 +4,9 @@ Best first, measured on an H200; a card with less shared memory takes the first 
 so does a score that needs some for itself.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -66,23 +68,39 @@ WIDEST = 512
 _ONE_PASS: dict[int, tuple[int, ...]] = {}
 
 
-def one_pass(itemsize: int, d: int, dv: int) -> bool:
+def one_pass(itemsize: int, d: int, dv: int, score: bool, saved: Mapping[str, Any]) -> bool:
     """Whether dq, dk and dv come from one kernel (five products, dq summed in any order)."""
-    return max(d, dv) in _ONE_PASS.get(itemsize, ())
+    known = saved.get(key("one pass", itemsize, d, dv, score))
+    return max(d, dv) in _ONE_PASS.get(itemsize, ()) if known is None else known
 
 
-def configs(kernel: str, itemsize: int, d: int, dv: int, score: bool = False) -> tuple[Config, ...]:
+def key(kernel: str, itemsize: int, d: int, dv: int, score: bool) -> str:
+    """What the tiles of a kernel are saved under."""
+    return f"{kernel}, {8 * itemsize} bits, {_row('forward', itemsize, d, dv)}" + score * ", score"
+
+
+def _row(kernel: str, itemsize: int, d: int, dv: int) -> int:
+    """The width of the table's row."""
+    most = max(sum(pieces(d)), sum(pieces(dv)))
+    return min(w for k, size, w in _TABLE if (k, size) == (kernel, itemsize) and w >= most)
+
+
+def configs(
+    kernel: str, itemsize: int, d: int, dv: int, score: bool, saved: Mapping[str, Any]
+) -> tuple[Config, ...]:
     """The tiles for a kernel ("forward", "backward_q", "backward_kv", "backward"), best first.
 
     - `itemsize`: bytes of a number of q.
-    - `d`, `dv`: padded widths; for those between two of the table, the larger.
+    - `d`, `dv`: widths; for those between two of the table, the larger.
     - `score`: there is a score function, whose values need registers: the largest tiles of width
       128 and more would spill hundreds of bytes.
+    - `saved`: what `headway tune` found on this card, which goes first.
     """
-    widths = sorted(w for k, size, w in _TABLE if (k, size) == (kernel, itemsize))
-    width = next(w for w in widths if w >= max(d, dv))
+    width = _row(kernel, itemsize, d, dv)
     rows = _TABLE[kernel, itemsize, width]
-    return rows[1:] if score and width >= 128 and len(rows) > 1 else rows
+    rows = rows[1:] if score and width >= 128 and len(rows) > 1 else rows
+    known = saved.get(key(kernel, itemsize, d, dv, score))
+    return rows if known is None else (known, *rows)
 
 
 def pieces(width: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from ...types import Forward, Grads, Spec
 from ..base import Call
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
-from .plan import Plan, planned
+from .plan import Launcher, Plan, planned
 
 
 def forward(spec: Spec, call: Call) -> Forward:
@@ -27,9 +27,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     top = None
     if lse.numel():
         plan = planned(spec, call, (), q, k, v)
-        launcher = plan.launchers.get("forward") or plan.launcher(
-            "forward", forward_kernel, SCORE=getattr(plan.given, "score", None)
-        )
+        launcher = _forward(plan)
         sink = _contiguous(call.sink)
 
         def tensors(slots: int) -> tuple:
@@ -81,22 +79,36 @@ def backward(
     return Grads(dq, dk, dv, dsink, captured)
 
 
-def _backward_q(plan: Plan) -> Any:
+def _forward(plan: Plan) -> Launcher:
+    return plan.launchers.get("forward") or plan.launcher(
+        "forward", forward_kernel, SCORE=getattr(plan.given, "score", None)
+    )
+
+
+def _backward_q(plan: Plan) -> Launcher:
     return plan.launchers.get("backward_q") or plan.launcher(
         "backward_q", backward_q, SCATTER=getattr(plan.given, "scatter", None), **_derivative(plan)
     )
 
 
-def _backward_kv(plan: Plan) -> Any:
+def _backward_kv(plan: Plan) -> Launcher:
     return plan.launchers.get("backward_kv") or plan.launcher(
         "backward_kv", backward_kv, **_derivative(plan)
     )
 
 
-def _backward_one(plan: Plan) -> Any:
+def _backward_one(plan: Plan) -> Launcher:
     return plan.launchers.get("backward") or plan.launcher(
         "backward", backward_kv, **_derivative(plan)
     )
+
+
+LAUNCHERS = {
+    "forward": _forward,
+    "backward_q": _backward_q,
+    "backward_kv": _backward_kv,
+    "backward": _backward_one,
+}
 
 
 def _derivative(plan: Plan) -> dict[str, Any]:

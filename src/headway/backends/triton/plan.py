@@ -24,7 +24,7 @@ from ...types import Coords, Spec
 from ..base import Call, graphs, split
 from ..kernels.emit import Text, functions
 from ..kernels.widths import SMALL
-from . import tile
+from . import saved, tile
 from .config import Config, configs, one_pass, pieces
 
 _TILE = (128, 128)  # of the block masks built here
@@ -68,10 +68,10 @@ class Plan:
         self.text = _text(spec, call, q, k, wanted)
         self.given = functions(self.text)
         self.launchers: dict[str, Launcher] = {}
+        known = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
+        self.size = q.dtype.itemsize, self.d, self.dv, spec.score is not None, known
         # A gradient of what the score captures is made beside dq, and in a fixed order only there.
-        self.one_pass = (
-            not wanted and not spec.deterministic and one_pass(q.dtype.itemsize, self.d, self.dv)
-        )
+        self.one_pass = not wanted and not spec.deterministic and one_pass(*self.size)
         self.tile: tuple[int, int] | None = None
         if spec.tiles is not None:
             self.tile = spec.tiles[2:]
@@ -231,8 +231,7 @@ class Launcher:
 def _rows(plan: Plan, name: str) -> Sequence[Config]:
     if triton.knobs.runtime.interpret:
         return (Config(32, 32, 4, 1),)
-    d, dv = sum(pieces(plan.d)), sum(pieces(plan.dv))
-    return configs(name, plan.dtype.itemsize, d, dv, plan.spec.score is not None)
+    return configs(name, *plan.size)
 
 
 def _text(spec: Spec, call: Call, q: Tensor, k: Tensor, wanted: tuple[int, ...]) -> Text:

@@ -1,0 +1,72 @@
+"""Tiles that `headway tune` found on the user's card: a JSON file per kind of card.
+
+It lies in the user's cache folder, is read once per process, and goes before the table in
+config.py. Deleting it is always safe.
+"""
+
+import json
+import os
+from dataclasses import astuple
+from functools import lru_cache
+from pathlib import Path
+
+import filelock
+import platformdirs
+import torch
+
+from ...errors import ArgumentError
+from .config import Config
+
+Tiles = dict[str, Config | bool]  # `config.key`: tiles; "one pass ...": one kernel or two
+
+
+def folder() -> Path:
+    """Where the files are."""
+    return platformdirs.user_cache_path("headway") / "tiles"
+
+
+def card(device: torch.device) -> str:
+    """The name of a GPU, as a file name."""
+    name = torch.cuda.get_device_name(device)
+    return "-".join("".join(c if c.isalnum() else " " for c in name).lower().split())
+
+
+@lru_cache(maxsize=64)
+def load(name: str) -> Tiles:
+    """What was found for a card; empty where nothing was.
+
+    **Raises:** `ArgumentError` where the file is not one of ours.
+    """
+    path = folder() / f"{name}.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            key: value if isinstance(value, bool) else Config(*map(int, value))
+            for key, value in found.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ArgumentError(
+            f"{path} does not read as tiles ({error}); delete it, and run `headway tune` for new "
+            "ones"
+        ) from error
+
+
+def store(name: str, found: Tiles) -> Path:
+    """Add what was found to the card's file. Others may write to it at the same time."""
+    folder().mkdir(parents=True, exist_ok=True)
+    path = folder() / f"{name}.json"
+    with filelock.FileLock(path.with_suffix(".lock")):
+        load.cache_clear()
+        merged = load(name) | found
+        flat = {
+            key: value if isinstance(value, bool) else astuple(value)
+            for key, value in sorted(merged.items())
+        }
+        text = json.dumps(flat, indent=1)
+        part = path.with_suffix(".part")
+        part.write_text(text + "\n", encoding="utf-8")
+        os.replace(part, path)  # a reader sees the old file or the new one
+    load.cache_clear()
+    return path

@@ -1,0 +1,149 @@
+"""The search for tiles on a card: every candidate is timed on real calls, the fastest wins."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.runtime.errors import PTXASError
+
+from ...errors import BackendRefused
+from ...types import Grads, Spec
+from ..base import Call
+from . import launch
+from .config import Config, key, pieces
+from .plan import Plan, planned
+
+KERNELS = ("forward", "backward_q", "backward_kv", "backward")
+NO_ROOM = (BackendRefused, PTXASError)  # of shared memory, or of registers
+Timer = Callable[[Callable[[], object]], float]  # seconds of a call
+
+# (queries, keys, warps), by bytes of a number and kernel; each is tried with several depths of
+# pipeline. What does not fit the card, or spills badly at a width, loses by itself.
+_HALF = {
+    "forward": ((64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (64, 128, 4), (128, 32, 8),
+                (64, 32, 4)),
+    "backward_q": ((64, 64, 4), (128, 64, 8), (64, 128, 8), (128, 128, 8), (128, 32, 8),
+                   (64, 32, 4)),
+    "backward_kv": ((64, 64, 4), (64, 128, 8), (32, 128, 8), (128, 128, 8), (128, 64, 8),
+                    (32, 64, 8), (32, 64, 4)),
+    "backward": ((64, 128, 8), (32, 128, 8), (64, 64, 8), (64, 64, 4), (32, 64, 8), (32, 64, 4)),
+}  # fmt: skip
+_SINGLE = ((32, 32, 4), (64, 32, 4), (32, 64, 4), (64, 64, 8), (64, 64, 4), (128, 32, 8),
+           (16, 16, 4), (32, 16, 4))  # fmt: skip
+
+
+def candidates(kernel: str, itemsize: int, d: int, dv: int) -> list[Config]:
+    """The tiles worth trying: those whose accumulators fit 255 registers a thread."""
+    found = []
+    width, both = sum(pieces(dv)), sum(pieces(d)) + sum(pieces(dv))
+    for m, n, warps in _HALF[kernel] if itemsize == 2 else _SINGLE:
+        held = {"forward": m * width, "backward_q": m * sum(pieces(d))}.get(kernel, n * both)
+        if (held + m * n) / (32 * warps) > 224:
+            continue
+        found += [
+            Config(m, n, warps, stages) for stages in ((1, 2, 3) if itemsize == 4 else (2, 3))
+        ]
+    return found  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call to tune on."""
+
+    spec: Spec
+    call: Call
+    dout: Tensor
+
+    def prepared(self) -> "Prepared":
+        """With the results of a forward, which a backward needs."""
+        out, lse, *_ = launch.forward(self.spec, self.call)
+        delta = (out.float() * self.dout.float()).sum(-1)
+        return Prepared(self, out, lse, delta)
+
+    def key(self, kernel: str) -> str:
+        """What the tiles of a kernel are found by."""
+        q, v = self.call.q, self.call.v
+        return key(kernel, q.element_size(), q.shape[3], v.shape[3], self.spec.score is not None)
+
+
+class Prepared(NamedTuple):
+    """A problem with the results of its forward."""
+
+    problem: Problem
+    out: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    def run(self, kernel: str) -> Callable[[], Any]:
+        """The call that launches a kernel, alone or with as little else as can be."""
+        problem = self.problem
+        if kernel == "forward":
+            return lambda: launch.forward(problem.spec, problem.call)
+        plan = self.plan(kernel)
+
+        def backward() -> Grads:
+            plan.one_pass = kernel == "backward"
+            return launch.backward(
+                problem.spec, problem.call, self.out, self.lse, problem.dout, self.delta,
+                (False,) * problem.spec.score_tensors,
+            )  # fmt: skip
+
+        return backward
+
+    def plan(self, kernel: str) -> Plan:
+        """The plan that those calls use."""
+        problem = self.problem
+        matrices = (*problem.call[:3], problem.dout) if kernel != "forward" else problem.call[:3]
+        return planned(problem.spec, problem.call, (), *matrices)
+
+    def take(self, kernel: str, how: Config) -> None:
+        """Launch a kernel with these tiles from now on."""
+        launcher = launch.LAUNCHERS[kernel](self.plan(kernel))
+        launcher.rows = (how,)
+        launcher.choose(0)
+
+
+class Trial(NamedTuple):
+    """One candidate; `seconds` None where the card has no room for it."""
+
+    kernel: str
+    how: Config
+    seconds: float | None
+
+
+def trials(problem: Problem, timer: Timer, kernels: tuple[str, ...] = KERNELS) -> Iterator[Trial]:
+    """Time every candidate of every kernel; each kernel keeps its best while the next is timed."""
+    ready = problem.prepared()
+    q, v = problem.call.q, problem.call.v
+    for kernel in kernels:
+        best: tuple[float, Config] | None = None
+        for how in candidates(kernel, q.element_size(), q.shape[3], v.shape[3]):
+            taken = None
+            try:
+                ready.take(kernel, how)
+                run = ready.run(kernel)
+                run()
+                taken = timer(run)
+            except NO_ROOM:
+                pass
+            if taken is not None and (best is None or taken < best[0]):
+                best = taken, how
+            yield Trial(kernel, how, taken)
+        if best is not None:
+            ready.take(kernel, best[1])
+
+
+def winners(problem: Problem, tried: list[Trial]) -> dict[str, Config | bool]:
+    """The fastest tiles of every kernel, and whether one backward kernel beats two: in the form
+    that `saved.store` keeps."""
+    found: dict[str, Config | bool] = {}
+    times: dict[str, float] = {}
+    for kernel in KERNELS:
+        timed = [(t.seconds, t.how) for t in tried if t.kernel == kernel and t.seconds is not None]
+        if timed:
+            times[kernel], found[problem.key(kernel)] = min(timed, key=lambda pair: pair[0])
+    # The time of "backward_kv" is that of both kernels, "backward_q" with its best tiles.
+    if "backward" in times and "backward_kv" in times:
+        found[problem.key("one pass")] = times["backward"] < times["backward_kv"]
+    return found

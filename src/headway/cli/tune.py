@@ -1,0 +1,142 @@
+"""`headway tune`."""
+
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import tyro
+from rich.console import Console
+
+from ..api import prepare
+from ..bench.timing import seconds
+from ..errors import ArgumentError
+from ..mods import causal, softcap
+
+if TYPE_CHECKING:
+    from ..backends.triton.tuning import Problem, Trial
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Search for the fastest tiles of the Triton kernels on this GPU, and save them.
+
+    They are saved in the user's cache folder for this kind of card, and used from then on. Every
+    candidate is compiled first, by several processes, and then timed by itself.
+    """
+
+    widths: tuple[str, ...] = ("64", "128", "192/128", "256")
+    """Head widths; 192/128 stands for d = 192 and dv = 128."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of q, k and v. The two of 16 bits share their tiles."""
+    score: Literal["none", "softcap", "both"] = "both"
+    """Tune calls with no score function, with one, or both."""
+    length: int = 8192
+    """Of queries and keys; 32 heads of 128, or as many numbers in other widths."""
+    seconds: float | None = None
+    """Time no further candidate after so many seconds; what was found by then is saved."""
+    jobs: int = 8
+    """Processes that compile."""
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 0."""
+    asked = tyro.cli(Arguments, args=arguments, prog="headway tune")
+    if not torch.cuda.is_available():
+        raise ArgumentError("tune: PyTorch sees no GPU (`headway doctor`)")
+    from ..backends.triton import saved
+    from ..backends.triton.tuning import trials, winners
+
+    console, start = Console(), time.monotonic()
+    name = saved.card(torch.device("cuda"))
+    for what in _problems(asked):
+        _compile(what, asked)
+        call, tried = _problem(*what), []
+        for trial in trials(call, _timer):
+            tried.append(trial)
+            console.print(_line(what, trial), highlight=False, soft_wrap=True)
+            if asked.seconds is not None and time.monotonic() - start > asked.seconds:
+                break
+        found = winners(call, tried)
+        path = saved.store(name, found)
+        for key, value in found.items():
+            console.print(f"best: {key}: {value}", style="bold", highlight=False)
+        if asked.seconds is not None and time.monotonic() - start > asked.seconds:
+            break
+    console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _problems(asked: Arguments) -> list[tuple]:
+    found = []
+    for width in asked.widths:
+        try:
+            d, dv = map(int, width.split("/")) if "/" in width else (int(width), int(width))
+        except ValueError:
+            raise ArgumentError(
+                f"--widths {width!r}: a number, or two as 192/128 for d and dv"
+            ) from None
+        heads = max(1, 32 * 128 // max(d, dv))
+        for scored in {"none": (False,), "softcap": (True,), "both": (False, True)}[asked.score]:
+            found.append(((1, heads, asked.length, d, dv), asked.dtype, scored))
+    return found
+
+
+def _problem(shape: tuple[int, ...], dtype: str, scored: bool) -> "Problem":
+    from ..backends.triton.tuning import Problem
+
+    b, heads, length, d, dv = shape
+    q, k, v, dout = (
+        torch.randn(b, heads, length, width, device="cuda").to(getattr(torch, dtype))
+        for width in (d, d, dv, dv)
+    )
+    score = softcap(30.0) if scored else None
+    return Problem(*prepare(q, k, v, score, causal(), backend="triton"), dout)
+
+
+def _compile(what: tuple, asked: Arguments) -> None:
+    """Fill Triton's cache on disk with every candidate, in several processes."""
+    parts = [(what, part, asked.jobs) for part in range(asked.jobs)]
+    with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile_part, parts))
+
+
+def _compile_part(given: tuple[tuple, int, int]) -> None:
+    from ..backends.triton.tuning import KERNELS, NO_ROOM, candidates
+
+    what, part, parts = given
+    problem = _problem(*what)
+    ready = problem.prepared()
+    q, v = problem.call.q, problem.call.v
+    every = [
+        (kernel, how)
+        for kernel in KERNELS
+        for how in candidates(kernel, q.element_size(), q.shape[3], v.shape[3])
+    ]
+    for kernel, how in every[part::parts]:
+        try:
+            ready.take(kernel, how)
+            ready.run(kernel)()
+        except NO_ROOM:
+            continue
+    torch.cuda.synchronize()
+
+
+def _timer(call) -> float:
+    """The best of a few samples: what disturbs a GPU only makes it slower."""
+    call()
+    once = seconds(call, "cuda")
+    number = max(1, round(5e-3 / once))
+    return min(seconds(call, "cuda", number) for _ in range(5))
+
+
+def _line(what: tuple, trial: "Trial") -> str:
+    (_, _, _, d, dv), dtype, scored = what
+    how = trial.how
+    taken = "no room" if trial.seconds is None else f"{trial.seconds * 1e3:9.3f} ms"
+    return (
+        f"{d}/{dv} {dtype}{' softcap' if scored else ''}  {trial.kernel:12} "
+        f"{how.m:4} x {how.n:<4} {how.warps} warps {how.stages} stages  {taken}"
+    )

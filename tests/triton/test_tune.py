@@ -1,0 +1,111 @@
+"""The search for tiles: what is tried, what wins, how it is kept and used."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import headway as hw
+from headway.errors import ArgumentError
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from aot import launching
+
+from headway.api import prepare
+from headway.backends.triton import saved, tuning
+from headway.backends.triton.config import Config, configs, key, one_pass
+from headway.cli import tune
+
+SMALL, LARGE = Config(16, 16, 4, 1), Config(32, 32, 4, 1)
+NO_ROOM = Config(128, 128, 4, 4)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(saved.platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    saved.load.cache_clear()
+    yield tmp_path / "headway" / "tiles"
+    saved.load.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def problem():
+    x = torch.randn(1, 2, 64, 16, dtype=torch.bfloat16)
+    with launching("sm_90"):
+        yield tuning.Problem(*prepare(x, x, x, None, hw.causal(), backend="triton"), x)
+
+
+def search(problem, monkeypatch, times, tiles=(SMALL, LARGE)):
+    """Trials with a timer that knows what it is to find."""
+    monkeypatch.setattr(tuning, "candidates", lambda *a: list(tiles))
+    clock = iter(times)
+
+    def timer(run):
+        run()
+        return next(clock)
+
+    return list(tuning.trials(problem, timer))
+
+
+def test_the_fastest_wins_is_saved_and_goes_first(cache, problem, monkeypatch):
+    # forward, dq, dk and dv, all in one: two tiles each
+    tried = search(problem, monkeypatch, [2.0, 1.0, 1.0, 2.0, 5.0, 4.0, 3.5, 4.5])
+    assert [t.how for t in tried] == [SMALL, LARGE] * 4
+    found = tuning.winners(problem, tried)
+    of = lambda kernel: key(kernel, 2, 16, 16, False)
+    assert [found[of(k)] for k in tuning.KERNELS] == [LARGE, SMALL, LARGE, SMALL]
+    assert found[of("one pass")] is True
+    assert not one_pass(2, 16, 16, False, {})
+    saved.store("a-card", found)
+    again = saved.load("a-card")
+    assert again == found
+    assert one_pass(2, 16, 16, False, again)
+    first, *rest = configs("forward", 2, 16, 16, False, again)
+    assert first == LARGE
+    assert tuple(rest) == configs("forward", 2, 16, 16, False, {})
+    assert configs("forward", 2, 16, 16, True, again) == configs("forward", 2, 16, 16, True, {})
+
+
+def test_tiles_that_do_not_fit_are_no_error(problem, monkeypatch):
+    wide = torch.randn(1, 1, 128, 256, dtype=torch.bfloat16)
+    call = tuning.Problem(*prepare(wide, wide, wide, backend="triton"), wide)
+    monkeypatch.setattr(tuning, "candidates", lambda *a: [NO_ROOM, LARGE])
+    tried = list(tuning.trials(call, lambda run: 1.0, ("forward",)))
+    assert [t.seconds for t in tried] == [None, 1.0]
+
+
+def test_two_searches_keep_what_the_other_found(cache):
+    saved.store("a-card", {"a": SMALL})
+    saved.store("a-card", {"b": True})
+    assert saved.load("a-card") == {"a": SMALL, "b": True}
+    assert saved.load("another-card") == {}
+
+
+@pytest.mark.parametrize("text", ["{", '{"a": 3}', '{"a": [1, 2]}', "[]"])
+def test_a_file_that_is_not_ours(cache, text):
+    saved.store("a-card", {})
+    (cache / "a-card.json").write_text(text)
+    with pytest.raises(ArgumentError, match=r"a-card\.json does not read as tiles .*delete it"):
+        saved.load("a-card")
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("kernel", tuning.KERNELS)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_there_is_something_to_try_at_every_width(kernel, itemsize, widths):
+    found = tuning.candidates(kernel, itemsize, *widths)
+    assert 2 <= len(found) <= 30
+    assert len(set(found)) == len(found)
+
+
+def test_a_machine_with_no_gpu_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ArgumentError, match="sees no GPU"):
+        tune.main([])
+
+
+def test_a_width_that_is_none():
+    with pytest.raises(ArgumentError, match=r"--widths '64x': a number, or two"):
+        tune._problems(tune.Arguments(widths=("64x",)))
