@@ -28,6 +28,7 @@ from .blocks import BlockMask, cached_build
 from .errors import ArgumentError, CapturedIndexError
 from .mods import Captured, captured_of, describe, lower, lower_mod
 from .mods.base import Lowered, MaskFn, ScoreFn
+from .mods.constants import brought
 from .mods.places import place_of_line, quote
 from .sharded import Sharded, any_sharded
 from .types import AttentionOutput, Coords, Forward, Spec, constant_under_compile, spec_of
@@ -243,7 +244,8 @@ def _taken_apart(
         check_made_outside(kind, pieces.functions)
     dtype = "f64" if double else "f32"
     lowered = _lower(kind, pieces.structure, dtype, *pieces.functions)
-    captured = captured_of(pieces, lowered)
+    tensors, ints, floats = captured_of(pieces, lowered)
+    captured = Captured([brought(t, device) for t in tensors], ints, floats)
     check_captured(kind, captured, device)
     return lowered[0], captured
 

@@ -10,6 +10,7 @@ import headway as hw
 import oracle
 from headway import causal, global_tokens, prefix, sliding_window, softcap
 from headway.mods import lower_mod
+from headway.mods.constants import brought
 from headway.mods.pointwise import Positions, mask_at
 
 
@@ -138,3 +139,12 @@ def test_values_may_be_called():
 def test_alibi_slopes(heads, powers):
     """The paper's sequence, and its rule where the number of heads is no power of two."""
     torch.testing.assert_close(hw.alibi(heads).slopes, 2.0 ** torch.tensor(powers))
+
+
+def test_what_the_library_made_goes_to_the_device_of_q_once():
+    meta, score = torch.device("meta"), hw.alibi(4)
+    assert brought(score.slopes, torch.device("cpu")) is score.slopes
+    assert brought(score.slopes, meta).device == meta
+    assert brought(score.slopes, meta) is brought(score.slopes, meta)
+    given = torch.rand(4)
+    assert brought(hw.alibi(given).slopes, meta) is given  # the user's: refused later

@@ -59,8 +59,12 @@ def _refusal(name: str, call: Call, refusals: list[str]) -> str:
 
 def table() -> list[Available]:
     """Every backend, and whether this machine can run it."""
-    rows = [
+    why_not = triton.why_not_here()
+    return [
         Available("cpu", True, "the default where tensors are on the CPU"),
+        Available(
+            "triton", not why_not, why_not or "the default where tensors are on a GPU; any score, "
+            "any mask"
+        ),
         Available("reference", True, "the definition in float64; slow, any device"),
-    ]
-    return rows
+    ]  # fmt: skip

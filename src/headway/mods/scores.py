@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from .base import Score, check_broadcasts, check_shape, value
+from .constants import constant
 from .masks import by_axes
 
 
@@ -27,7 +28,7 @@ class alibi(Score):
 
     def __init__(self, slopes: int | Tensor) -> None:
         if isinstance(slopes, int) and not isinstance(slopes, bool) and slopes > 0:
-            slopes = alibi_slopes(slopes)
+            slopes = constant(alibi_slopes(slopes))
         _floats("alibi", "slopes", slopes, "a number of heads or a float tensor (heads,)", (1,))
         object.__setattr__(self, "slopes", slopes)
 

@@ -73,6 +73,19 @@ def code(spec: Spec, call: Call) -> str:
     return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count))
 
 
+def why_not_here() -> str:
+    """Why this machine has no GPU that the kernels run on; empty if it has."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        return (
+            "PyTorch sees no GPU"
+            if built
+            else "this PyTorch is built for the CPU only: https://pytorch.org has builds for GPUs"
+        )
+    reasons = [_unavailable("cuda", n) for n in range(torch.cuda.device_count())]
+    return "" if "" in reasons else reasons[0]
+
+
 def _unavailable(device: str, index: int | None) -> str:
     """Why kernels cannot run on a device; empty if they can."""
     if device == "cuda":
