@@ -191,6 +191,25 @@ def test_equal_to_flex_attention():
         assert full.sort().values.tolist() == (state[row, :7] == 2).nonzero().flatten().tolist()
 
 
+def test_counts_and_indices_are_those_of_flex_attention():
+    """Of full and partial tiles, per row and per column."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = headway.causal() & headway.sliding_window(300) & headway.document(ids(896, 200))
+    theirs = create_block_mask(mask, None, None, 896, 896, "cpu", BLOCK_SIZE=128)
+    ours = headway.block_mask(mask, 1, 1, 896, 896).tiles
+    for runs, name in (
+        (ours.rows_partial, "kv"), (ours.rows_full, "full_kv"),
+        (ours.cols_partial, "q"), (ours.cols_full, "full_q"),
+    ):  # fmt: skip
+        counts, indices = (
+            getattr(theirs, f"{name}_{what}")[0, 0] for what in ("num_blocks", "indices")
+        )
+        assert torch.equal(runs.per_row(), counts.long())
+        listed = [row[:n].sort().values for row, n in zip(indices, counts.tolist(), strict=True)]
+        assert torch.equal(runs.tiles(), torch.cat(listed).int())
+
+
 # -- captured tensors out of range -----------------------------------------------------------------
 
 

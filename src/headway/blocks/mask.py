@@ -27,6 +27,7 @@ class Tiles(NamedTuple):
     Rows are numbered `(b * h_size + h) * tile_rows + row`, over query tiles in `rows_*` (for the
     forward and dq) and over key tiles in `cols_*` (their transpose, for dk and dv). `row_order`
     and `col_order` list them by falling number of live tiles: the longest work starts first.
+    As counts and indices: `rows_full.per_row()` and, row after row, `rows_full.tiles()`.
     """
 
     rows_full: Runs
