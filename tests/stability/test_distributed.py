@@ -1,6 +1,7 @@
 """Data-parallel (FSDP2, DDP), tensor-parallel and both at once, over gloo: the same weights as one
 process."""
 
+import importlib
 import math
 import multiprocessing
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 import headway
 from headway.errors import ArgumentError
 from headway.nn import MLA, Attention, Rotary
+from headway.optim import MuonClip
 from headway.stability import LogitError, QKClip, logit_stats
 
 TAU = 1.5
@@ -150,6 +152,43 @@ def ddp(world: int, rank: int) -> None:
     compare(net.module, reference)
 
 
+def newton_schulz(grad, coefficients, count, eps):
+    """As in torch.optim.Muon, whose bfloat16 would hide what is compared here."""
+    (a, b, c), wide = coefficients, grad.shape[0] <= grad.shape[1]
+    x = (grad if wide else grad.T).double()
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(count):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x if wide else x.T).float()
+
+
+def muonclip(world: int, rank: int) -> None:
+    """Matrices that are cut over ranks are orthogonalised whole."""
+    importlib.import_module("torch.optim._muon")._zeropower_via_newtonschulz = newton_schulz
+
+    def step(net, optimizer, ranks: list[int]) -> int:
+        for r in ranks:
+            (net(data(0, r, 0)) / len(ranks)).backward()
+        optimizer.step()
+        return int(optimizer.clipped.count)
+
+    options = {"lr": 0.02, "weight_decay": 0.1, "tau": TAU}
+    reference = Net(fused=False)
+    count = step(reference, MuonClip(reference, group="local", **options), list(range(world)))
+    assert count > 0
+    mesh = init_device_mesh("cpu", (world,))
+    net = Net(fused=False)
+    before = [p.detach().clone() for p in net.parameters()]
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    assert step(net, MuonClip(net, group=mesh, **options), [rank]) == count
+    for (name, p), q, b in zip(net.named_parameters(), reference.parameters(), before, strict=True):
+        if p.dim() == 2:  # AdamW's first step of a bias is the sign of what may only be rounding
+            assert (full(p) - q).norm() < 1e-4 * (q - b).norm(), name
+
+
 def reduction(world: int, rank: int) -> None:
     layer = Attention(8, 2)
     with pytest.raises(ArgumentError, match="several processes"):
@@ -197,14 +236,17 @@ def worker(rank: int, world: int, file: str, cases: tuple) -> None:
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    [(2, (reduction, fused_heads_cannot_be_split, ddp, fsdp, tensor_parallel)), (4, (both,))],
+    [
+        (2, (reduction, fused_heads_cannot_be_split, ddp, fsdp, tensor_parallel, muonclip)),
+        (4, (both,)),
+    ],
     ids=["two", "four"],
 )
 def test_same_weights_as_one_process(world, cases, tmp_path):
     # One server imports PyTorch, once; all ranks are forks of it. (Forks of this process would not
     # do: it has threads.) Daemons, so that none outlives the test if its time is up.
     multiprocessing.set_forkserver_preload(
-        ["headway.stability", "headway.nn", "torch.distributed.tensor.parallel",
+        ["headway.optim", "headway.nn", "torch.distributed.tensor.parallel",
          "torch.distributed.fsdp", "torch._dynamo"]
     )  # fmt: skip
     mp.start_processes(
