@@ -27,8 +27,9 @@ from .backends.base import Call
 from .blocks import BlockMask, cached_build
 from .errors import ArgumentError, CapturedIndexError
 from .mods import Captured, captured_of, describe, lower, lower_mod
-from .mods.base import Lowered, MaskFn, ScoreFn
+from .mods.base import MaskFn, ScoreFn
 from .mods.constants import brought
+from .mods.lowering import Lowered
 from .mods.places import place_of_line, quote
 from .sharded import Sharded, any_sharded
 from .types import AttentionOutput, Coords, Forward, Spec, constant_under_compile, spec_of

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headway as hw
 from headway.api import prepare
-from headway.mods import base
+from headway.mods import lowering
 
 B, HQ, HK, LENGTH, D = 2, 4, 2, 40, 8
 
@@ -288,7 +288,7 @@ def test_export(qkv):
             return hw.attention(q, k, v, hw.softcap(3.0), hw.causal())
 
     q, k, v = (x.detach() for x in qkv)
-    base._lower_library.cache_clear()  # a score that is traced while the program is must leave no trace in it
+    lowering._lower_library.cache_clear()  # a score that is traced while the program is must leave no trace in it
     program = torch.export.export(Layer(), (q, k, v))
     called = [n.target for n in program.graph.nodes if n.op == "call_function"]
     assert called[0] is torch.ops.headway.forward.default

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import headway as hw
-from headway.mods import base
+from headway.mods import lowering
 
 L = 6
 QKV = [torch.zeros(1, 2, L, 4), torch.zeros(1, 2, L, 4), torch.randn(1, 2, L, 4)]
@@ -29,13 +29,13 @@ def _expect(score, numbers: torch.Tensor) -> None:
 @pytest.fixture
 def traces(monkeypatch) -> list:
     """Grows by one for every function traced."""
-    made, real = [], base.trace
+    made, real = [], lowering.trace
 
     def counted(*args, **kwargs):
         made.append(args[1])
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(base, "trace", counted)
+    monkeypatch.setattr(lowering, "trace", counted)
     return made
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CheckpointError
-from ..mods.base import Parts, describe, restore
+from ..mods.lowering import Parts, describe, restore
 from .mask import BlockMask, Tiles
 from .runs import Runs
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
-from ..mods.base import Both, Either, MaskFn, Mod, Shifted, describe, restore
+from ..mods.base import Both, Either, MaskFn, Mod, Shifted
 from ..mods.capture import leaves
+from ..mods.lowering import describe, restore
 from .runs import Runs, coarser, combine
 
 

@@ -3,10 +3,10 @@
 from ..types import Captured as Captured
 from .base import Mask as Mask
 from .base import Score as Score
-from .base import captured_of as captured_of
-from .base import describe as describe
-from .base import lower as lower
-from .base import lower_mod as lower_mod
+from .lowering import captured_of as captured_of
+from .lowering import describe as describe
+from .lowering import lower as lower
+from .lowering import lower_mod as lower_mod
 from .masks import causal as causal
 from .masks import dense as dense
 from .masks import dilated as dilated

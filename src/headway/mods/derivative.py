@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .graph import DTYPES, FLOATS, Graph, evaluate, parse
-from .trace import Tracer
+from .tracer import Tracer
 
 
 @lru_cache(maxsize=1024)

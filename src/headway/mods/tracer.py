@@ -1,0 +1,390 @@
+"""A recorder of what a function of symbols does.
+
+Symbols are 0-d tensors on the "meta" device. The recorder is a dispatch mode: it sees every aten op
+that reaches them, below autograd, so it also writes down a derivative. Whatever is not a pure
+pointwise function of symbols and captured tensors is refused with the user's file, line and op.
+"""
+
+import linecache
+import math
+from collections.abc import Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import ModError
+from .graph import (
+    BINARY,
+    COMPARISONS,
+    DTYPE_NAMES,
+    DTYPES,
+    UNARY,
+    Arg,
+    Builder,
+    Input,
+)
+from .places import Place, quote, user_place
+
+aten = torch.ops.aten
+
+# aten's names where they differ from ours.
+_RENAMED = {
+    "remainder": "mod",
+    "maximum": "max",
+    "minimum": "min",
+    "sgn": "sign",
+    "logical_not": "not",
+    "bitwise_not": "invert",
+    "bitwise_and": "and",
+    "bitwise_or": "or",
+    "bitwise_xor": "xor",
+    "bitwise_left_shift": "shl",
+    "bitwise_right_shift": "shr",
+    "__lshift__": "shl",
+    "__rshift__": "shr",
+    "floor_divide": "floordiv",
+    "clamp_min": "max",
+    "clamp_max": "min",
+    "square": "square",
+}
+# On one number these return it unchanged.
+_IDENTITY = frozenset(
+    "alias clone detach lift_fresh lift_fresh_copy view reshape _unsafe_view expand expand_as "
+    "squeeze unsqueeze contiguous view_as_real positive".split()
+)
+_CREATION = {
+    "zeros_like": 0,
+    "ones_like": 1,
+    "zeros": 0,
+    "ones": 1,
+    "new_zeros": 0,
+    "new_ones": 1,
+    "_efficientzerotensor": 0,
+}
+_FILLED = ("full_like", "new_full", "full")  # the value is the last argument
+
+
+class Tracer(TorchDispatchMode):
+    """Records aten ops on symbols (0-d meta tensors) and on the tensors they meet."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch need not load its compiler to keep it out of this mode."""
+        return False
+
+    def __init__(self, what: str, known: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.what = what
+        self.known = list(known)  # the tensors that the function captured, in their order
+        self.place: Place | None = None  # of the function itself
+        self.outer: CodeType | None = None  # who called the function that is running
+        self.builder = Builder()
+        self.inputs: list[Input] = []
+        self.captured: list[Tensor] = []
+        self._args: dict[int, Arg] = {}  # id of a symbol -> its value in the graph
+        self._partial: dict[int, tuple[int, tuple]] = {}  # table[h], still to be indexed further
+        self._alive: list[Tensor] = []  # ids are only valid while the tensors live
+
+    def symbol(self, arg: Arg, dtype: str | torch.dtype) -> Tensor:
+        """A new 0-d meta tensor that stands for `arg`."""
+        dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+        meta = torch.empty((), dtype=dtype, device="meta")
+        return self.bind(meta, arg)
+
+    def bind(self, tensor: Tensor, arg: Arg) -> Tensor:
+        self._args[id(tensor)] = arg
+        self._alive.append(tensor)
+        return tensor
+
+    def add_input(self, name: str, dtype: str) -> Tensor:
+        self.inputs.append(Input(name, dtype))
+        return self.symbol(name, dtype)
+
+    def knows(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and (id(value) in self._args or id(value) in self._partial)
+
+    # -- captured tensors ---------------------------------------------------------------------
+
+    def is_known(self, tensor: Tensor) -> bool:
+        return any(tensor is known for known in self.known)
+
+    def capture(self, tensor: Tensor) -> int:
+        """The number of a captured tensor; the same tensor has one number."""
+        for n, known in enumerate(self.captured):
+            if known is tensor:
+                return n
+        if not self.is_known(tensor):
+            self.refuse(
+                f"indexes a tensor of shape {tuple(tensor.shape)} that it makes itself",
+                "make the tensor outside the function and capture it",
+            )
+        if tensor.dtype not in DTYPE_NAMES:
+            self.refuse(
+                f"captures a tensor of dtype {tensor.dtype}", "use a float, int or bool tensor"
+            )
+        self.captured.append(tensor)
+        return len(self.captured) - 1
+
+    def gather(self, table: Tensor, index: Any) -> Tensor:
+        """`table[index]` with indices that are numbers or symbols, all dimensions in the end."""
+        items = index if isinstance(index, tuple) else (index,)
+        number, before = self._partial.get(id(table), (None, ()))
+        if number is None:
+            number = self.capture(table)
+        source = self.captured[number]
+        indices = list(before)
+        for item in items:
+            if isinstance(item, bool) or not (isinstance(item, int) or self.knows(item)):
+                self.refuse(
+                    f"indexes a captured tensor with {describe_value(item)}",
+                    "index every dimension with a number or an expression of positions",
+                )
+            if isinstance(item, Tensor):
+                if (
+                    id(item) in self._partial
+                    or item.dtype.is_floating_point
+                    or item.dtype == torch.bool
+                ):
+                    self.refuse(
+                        f"indexes a captured tensor with a {item.dtype} value",
+                        "indices must be whole numbers: convert with .long()",
+                    )
+                arg = self._args[id(item)]
+                if item.dtype != torch.int64:
+                    arg = self.builder.emit("to", (arg,), "i64", self._line())
+                indices.append(arg)
+            else:
+                indices.append(item)
+        if len(indices) > source.dim():
+            self.refuse(
+                f"indexes a {source.dim()}-d tensor of shape {tuple(source.shape)} with "
+                f"{len(indices)} indices",
+                "use one index per dimension",
+            )
+        if len(indices) < source.dim():
+            meta = torch.empty(source.shape[len(indices) :], dtype=source.dtype, device="meta")
+            self._partial[id(meta)] = (number, tuple(indices))
+            self._alive.append(meta)
+            return meta
+        return self._emit("gather", (f"t{number}", *indices), source.dtype)
+
+    # -- ops ----------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "is_nonzero", "item", "equal"):
+            if any(self.knows(a) for a in args):
+                self.refuse(
+                    "makes a Python decision on the value of a symbol (if, while, and, or, not, "
+                    "int(), float(), .item())",
+                    "use torch.where(condition, a, b), and & | ~ in place of and, or, not",
+                )
+            return func(*args, **kwargs)
+        flat = [a for a in _flatten(args, kwargs) if isinstance(a, Tensor)]
+        if not any(self.knows(t) for t in flat):
+            if not any(map(self.is_known, flat)):
+                if kwargs.get("device") == torch.device("meta") and name != "empty":
+                    return self._record(func, name, args, kwargs)  # autograd's own constants
+                if torch.Tag.nondeterministic_seeded in func.tags:
+                    self.refuse(
+                        f"calls {name}, which would be drawn once and kept",
+                        "draw outside the function and capture the tensor",
+                    )
+                return func(*args, **kwargs)  # a constant made inside the function
+            if not all(t.dim() == 0 for t in flat):
+                self.refuse(
+                    f"computes {name} on a whole captured tensor",
+                    "do it once, outside the function, and capture the result",
+                )
+            # `log_scale.exp()`: arithmetic on a 0-d tensor joins the graph, for its gradient.
+        return self._record(func, name, args, kwargs)
+
+    def arg(self, value: Any) -> Arg:
+        """The graph's name for an operand."""
+        if not isinstance(value, Tensor):
+            if isinstance(value, bool | int | float):
+                return value
+            self.refuse(f"uses {describe_value(value)} as a number", "use numbers and tensors")
+        if id(value) in self._args:
+            return self._args[id(value)]
+        if id(value) in self._partial or value.dim():
+            self.refuse(
+                f"uses a tensor of shape {tuple(value.shape)} as one number",
+                "index it down to one number per pair, such as table[h, q_idx - kv_idx]",
+            )
+        if value.device.type == "meta":
+            self.refuse("uses a tensor without data", "capture real tensors")
+        if not self.is_known(value):
+            return value.item()  # a constant made inside the function
+        symbol = self._emit("gather", (f"t{self.capture(value)}",), value.dtype)
+        return self._args[id(symbol)]
+
+    def _record(self, func, name, args, kwargs):
+        inplace = name.endswith("_") and not name.endswith("__")
+        result = self._translate(func, name[:-1] if inplace else name, args, kwargs)
+        if inplace:
+            target = args[0]
+            arg = self._args[id(result)]
+            if result.dtype != target.dtype:
+                arg = self.builder.emit("to", (arg,), DTYPE_NAMES[target.dtype], self._line())
+            if not self.knows(target):
+                self.refuse("changes a captured tensor in place", "a score or mask only computes")
+            return self.bind(target, arg)
+        return result
+
+    def _translate(self, func, name, args, kwargs) -> Tensor:
+        if name in _IDENTITY:
+            value = args[0]
+            if id(value) in self._partial:
+                self.refuse(f"calls {name} on a row of a captured tensor", "index it to one number")
+            return self.symbol(self.arg(value), value.dtype)
+        if name in ("_to_copy", "to", "_to_dtype"):
+            dtype = kwargs.get("dtype") or args[0].dtype
+            return self._emit("to", (self.arg(args[0]),), dtype)
+        if name in _CREATION or name in _FILLED or name == "scalar_tensor":
+            value = _CREATION.get(name, args[0] if name == "scalar_tensor" else args[-1])
+            dtype = self._dtype_of(func, args, kwargs)
+            return self.symbol(_number(value, dtype), dtype)
+        if name == "copy":  # (self, src): src in self's place
+            return self._emit("to", (self.arg(args[1]),), args[0].dtype)
+        if name == "where":
+            return self._emit(
+                "where", tuple(map(self.arg, args)), self._dtype_of(func, args, kwargs)
+            )
+        if name == "relu":
+            return self._emit("max", (self.arg(args[0]), 0), args[0].dtype)
+        if name == "square":
+            return self._emit("mul", (self.arg(args[0]),) * 2, args[0].dtype)
+        if name in ("clamp", "clip"):
+            return self._clamp(func, args, kwargs)
+        if name in ("add", "sub", "rsub") and len(args) == 2:
+            a, b = args
+            if (alpha := kwargs.get("alpha", 1)) != 1:
+                b = (
+                    b * alpha
+                    if not isinstance(b, Tensor)
+                    else self._again(aten.mul.Tensor, b, alpha)
+                )
+            if name == "rsub":
+                a, b, name = b, a, "sub"
+            return self._binary(name, a, b, self._dtype_of(func, args, {}))
+        if name in ("div", "divide", "true_divide"):
+            mode = kwargs.get("rounding_mode")
+            ours = {None: "div", "floor": "floordiv", "trunc": "truncdiv"}[mode]
+            return self._binary(ours, args[0], args[1], self._dtype_of(func, args, kwargs))
+        if name.startswith("logical_") and name != "logical_not":
+            a, b = (self._again(aten.ne.Scalar, x, 0) if x.dtype != torch.bool else x for x in args)
+            return self._binary(name.removeprefix("logical_"), a, b, torch.bool)
+        ours = _RENAMED.get(name, name)
+        if ours == "invert" and args[0].dtype == torch.bool:
+            ours = "not"
+        if ours in UNARY and len(args) == 1:
+            return self._unary(ours, args[0], self._dtype_of(func, args, kwargs))
+        if ours in BINARY and len(args) == 2:
+            return self._binary(ours, args[0], args[1], self._dtype_of(func, args, kwargs))
+        return self._decompose(func, name, args, kwargs)
+
+    def _clamp(self, func, args, kwargs) -> Tensor:
+        names = ("self", "min", "max")
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        value, dtype = args[0], self._dtype_of(func, args, kwargs)
+        for op, limit in (("max", bound.get("min")), ("min", bound.get("max"))):
+            if limit is not None:
+                value = self._binary(op, value, limit, dtype)
+        return value
+
+    def _decompose(self, func, name, args, kwargs):
+        from torch._decomp import decomposition_table
+
+        if func in decomposition_table:
+            with self:
+                return decomposition_table[func](*args, **kwargs)
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        self.refuse(
+            f"calls {name}",
+            "use pointwise arithmetic, comparisons, torch.where and indexing of captured tensors",
+        )
+
+    def _again(self, func, *args) -> Tensor:
+        return self._record(func, func.overloadpacket.__name__, args, {})
+
+    def _dtype_of(self, func, args, kwargs) -> torch.dtype:
+        return func(*map(_sample, args), **kwargs).dtype
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Arg:
+        arg = self.arg(value)
+        if isinstance(value, Tensor) and value.dtype != dtype:
+            return self.builder.emit("to", (arg,), DTYPE_NAMES[dtype], self._line())
+        if not isinstance(arg, str) and dtype.is_floating_point:
+            return float(arg)
+        return arg
+
+    def _unary(self, op: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        operand = value.dtype if dtype == torch.bool else dtype
+        return self._emit(op, (self._cast(value, operand),), dtype)
+
+    def _binary(self, op: str, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        common = dtype
+        if op in COMPARISONS:
+            common = torch.result_type(*map(_sample, (a, b)))
+        return self._emit(op, (self._cast(a, common), self._cast(b, common)), dtype)
+
+    def _emit(self, op: str, args: tuple[Arg, ...], dtype: torch.dtype) -> Tensor:
+        if dtype not in DTYPE_NAMES:
+            self.refuse(f"makes a value of dtype {dtype}", "use float, int and bool values")
+        if op == "to" and isinstance(args[0], str):
+            have = self.builder.dtype(args[0])
+            have = have or next((i.dtype for i in self.inputs if i.name == args[0]), None)
+            if have == DTYPE_NAMES[dtype]:
+                return self.symbol(args[0], dtype)
+        return self.symbol(self.builder.emit(op, args, DTYPE_NAMES[dtype], self._line()), dtype)
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def _line(self) -> str:
+        """The user's source line, as text that does not change when the function moves."""
+        place = user_place(self.outer) if self.outer else None
+        return linecache.getline(*place).strip() if place else ""
+
+    def refuse(self, what: str, way_out: str):
+        place = (self.outer and user_place(self.outer)) or self.place
+        raise ModError(f"the {self.what} {what}; {way_out}{quote(place)}")
+
+
+def _sample(value: Any) -> Any:
+    """A real 0-d tensor in place of a symbol, to ask torch for a result's dtype. (Ops on meta
+    tensors would do, but some of them load torch's compiler.)"""
+    if isinstance(value, Tensor):
+        return torch.ones((), dtype=value.dtype)
+    return type(value)(map(_sample, value)) if isinstance(value, list | tuple) else value
+
+
+def _number(value: Any, dtype: torch.dtype) -> Any:
+    """A constant as Python's kind of number: `1` of a bool tensor is True."""
+    if isinstance(value, Tensor):
+        return value
+    return value != 0 if dtype == torch.bool else float(value) if dtype.is_floating_point else value
+
+
+def describe_value(value: Any) -> str:
+    """A value as messages show it."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, float) and math.isnan(value):
+        return "nan"
+    return f"{type(value).__name__} {value!r}"
+
+
+def _flatten(args, kwargs):
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, list | tuple):
+            yield from a
+        else:
+            yield a
