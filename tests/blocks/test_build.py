@@ -3,6 +3,7 @@ what is remembered."""
 
 import math
 import sys
+import time
 
 import pytest
 import torch
@@ -189,6 +190,26 @@ def test_equal_to_flex_attention():
         n = int(theirs.full_kv_num_blocks[0, 0, row])
         full = theirs.full_kv_indices[0, 0, row, :n]
         assert full.sort().values.tolist() == (state[row, :7] == 2).nonzero().flatten().tolist()
+
+
+@pytest.mark.skipif(not hasattr(time, "thread_time"), reason="no clock for one thread")
+@pytest.mark.parametrize("length", [1 << 14, 1 << 17])
+def test_a_build_wakes_no_other_thread(length):
+    """Its steps are short; on a busy machine each would wait for a second core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        packed = headway.document(torch.arange(length) // 2000)  # this may wake them
+        mask = headway.causal() & packed | headway.prefix(1000)
+        build(*lowered(mask), (1, 1, length, length), (128, 128), CPU)
+        time.sleep(0.05)  # what was awake goes to sleep
+        process, thread = time.process_time(), time.thread_time()
+        for _ in range(3):
+            build(*lowered(mask), (1, 1, length, length), (128, 128), CPU)
+        alone = time.thread_time() - thread
+        assert time.process_time() - process < 1.25 * alone + 1e-3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_counts_and_indices_are_those_of_flex_attention():

@@ -74,7 +74,11 @@ class Level(NamedTuple):
     @staticmethod
     def over(x: Tensor, n: int) -> "Level":
         """Bounds of `(..., m)` over every n: `(..., m / n)`."""
-        return Level(*_rows(x, n).aminmax(dim=-1))  # of int64, amin alone takes 4 times as long
+        x = _rows(x, n)
+        # The amin of int64 takes ten times as long as its amax, and aminmax wakes every thread.
+        if x.dtype == torch.int64:
+            return Level(~(~x).amax(-1), x.amax(-1))
+        return Level(x.amin(-1), x.amax(-1))
 
     def up(self) -> "Level":
         return Level(_rows(self.lo, SPLIT).amin(-1), _rows(self.hi, SPLIT).amax(-1))
