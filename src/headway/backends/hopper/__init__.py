@@ -54,7 +54,8 @@ def forward(spec: Spec, call: Call) -> Forward:
     """One kernel."""
     from . import launch
 
-    return launch.forward(spec, call)
+    with launch.on(call.q.device):
+        return launch.forward(spec, call)
 
 
 def backward(
@@ -64,7 +65,8 @@ def backward(
     """One kernel for all gradients, between two small ones."""
     from . import launch
 
-    return launch.backward(spec, call, out, lse, dout, delta, needs)
+    with launch.on(call.q.device):
+        return launch.backward(spec, call, out, lse, dout, delta, needs)
 
 
 def code(spec: Spec, call: Call) -> str:

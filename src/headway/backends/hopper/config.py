@@ -57,6 +57,7 @@ class How:
     positive: bool = True  # forward: scale > 0
     own: bool = True  # forward: out has shared memory of its own
     even: bool = True  # backward: keys come in whole tiles
+    late: bool = False  # backward: dP after P, which then has more registers
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
     largest: bool = False  # keep the largest S, where T is another
 

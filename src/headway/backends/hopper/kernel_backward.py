@@ -47,7 +47,12 @@ from .tile import LOG2E, left, matrix, mma, place, positions, visit
 _DO_STAGES = gl.constexpr(2)
 
 
-@gluon.jit(do_not_specialize=["score_numbers", "mask_numbers"])
+@gluon.jit(
+    do_not_specialize=[
+        "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width", "dv_width",
+        "score_numbers", "mask_numbers",
+    ]
+)  # fmt: skip
 def backward(
     q, k, v, dout, lse, delta, dq,  # descriptors
     dk, dv,  # descriptors; None where the wide ones are given
@@ -294,10 +299,8 @@ def attend_back(
     hand_over(acc_q, dq_smem.index(W), ring, dq_at)
     lse = lse_smem.index(q_at[0]).load(cols)
     await_(do_ring, do_at)
-    dp = warpgroup_mma(
-        v_smem.index(W + z), do_smem.index(do_at[0]).permute((1, 0)), zero,
-        use_acc=False, is_async=True,
-    )  # fmt: skip
+    if not HOW.late:
+        dp = outer_v(v_smem.index(W + z), do_smem.index(do_at[0]), zero)
     fence_async_shared()
     publish(ring, dq_at)
 
@@ -317,6 +320,8 @@ def attend_back(
         p = gl.where(MASK(b_idx, h_idx, q_idx, kv_idx, of_mask), p, 0.0)
     if not HOW.even:
         p = gl.where(live[:, None], p, 0.0)
+    if HOW.late:
+        dp = outer_v(v_smem.index(W + z), do_smem.index(do_at[0]), zero)
     delta = dlt_smem.index(do_at[0]).load(cols)
     p16 = gl.convert_layout(p.to(dtype), left(DV))
     dv = warpgroup_mma(p16, do_smem.index(do_at[0]), acc_v, is_async=True)
@@ -369,6 +374,12 @@ def attend_back(
 
 
 @gluon.jit
+def outer_v(v, dout, zero):
+    """Issue dPᵀ."""
+    return warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def weighted(p, by, UNBOUNDED: gl.constexpr):
     """P times a derivative; where P is 0 a derivative may be anything and counts nothing."""
     if UNBOUNDED:
@@ -398,7 +409,7 @@ def write(x, to, row, length, width):
 # -- before and after -----------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "q_rows"])
 def prepare(lse, delta, lse2, delta2, q_len, q_rows, ROWS: tl.constexpr):
     """lse in units of log 2 and delta, with rows past the end of a head, whose P is 0.
 
@@ -414,7 +425,7 @@ def prepare(lse, delta, lse2, delta2, q_len, q_rows, ROWS: tl.constexpr):
     tl.store(delta2 + head * q_rows + i, x, mask=i < q_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "q_rows", "d"])
 def finish(parts, dq, scale, q_len, q_rows, d, STRIPS: tl.constexpr):
     """dq from its 64 x 64 chunks, which lie in the order of registers."""
     chunk = tl.cast(tl.program_id(0), tl.int64)

@@ -53,7 +53,12 @@ ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at a tim
 _STAGES = gl.constexpr(2)  # of the channel of ranks
 
 
-@gluon.jit(do_not_specialize=["score_numbers", "mask_numbers", "total"])
+# Numbers that change from call to call do not make a kernel of their own.
+@gluon.jit(
+    do_not_specialize=[
+        "total", "heads", "group", "q_len", "kv_len", "dv", "score_numbers", "mask_numbers",
+    ]
+)  # fmt: skip
 def forward(
     q0, q1, k0, k1, v0, v1, out0, out1,  # descriptors of pieces; no out where `wide_out` is given
     wide_out, lse, row_max, top, sink,  # pointers; all but lse may be None

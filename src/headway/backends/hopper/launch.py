@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from ...mods.graph import parse
 from ...types import Forward, Grads, Spec
 from ..base import Call, graphs, split
 from ..kernels.emit import Text, functions
+from ..kernels.varies import variation
 from ..kernels.widths import SMALL
 from . import tile
 from .config import BACKWARD, FORWARD, ROWS, TILE, How, fitting
@@ -39,6 +41,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     if lse.numel() and kv_len:
         common = Common(spec, call, q, k, v)
         how = fitting(FORWARD, d, dv)
+        block = min(how.block, 64) if common.heavy() else how.block
         walk, ranks, sub = common.walk(queries=True, rows=ROWS)
         top = new(b, hq, 2 * walk.lines * sub) if spec.max_logit else None
         given = functions(common.text())
@@ -46,8 +49,8 @@ def forward(spec: Spec, call: Call) -> Forward:
         padded = out if spec.partial or dv % 8 == 0 else new(b, hq, q_len, -(-dv // 8) * 8,
                                                              dtype=q.dtype)  # fmt: skip
         forward_kernel[(min(ranks, processors(q.device)),)](
-            *described(q, ROWS // 2, how.d), *described(k, how.block, how.d),
-            *described(v, how.block, how.dv),
+            *described(q, ROWS // 2, how.d), *described(k, block, how.d),
+            *described(v, block, how.dv),
             *((None, None) if spec.partial else described(padded[..., :dv], ROWS // 2, how.dv)),
             out if spec.partial else None, lse, row_max, top,
             None if call.sink is None else call.sink.contiguous(),
@@ -55,7 +58,7 @@ def forward(spec: Spec, call: Call) -> Forward:
             hq, hq // hk, q_len, kv_len, dv, spec.scale, common.coords, walk, *common.captured(),
             SCORE=getattr(given, "score", None), MASK=getattr(given, "mask", None),
             HOW=How(
-                how.block, how.stages, sub, common.index(), positive=spec.scale > 0,
+                block, how.stages, sub, common.index(), positive=spec.scale > 0,
                 own=how.own and not spec.partial,
                 largest=spec.max_logit and spec.score is not None,
             ),
@@ -124,6 +127,7 @@ def backward(
         MASK=getattr(given, "mask", None),
         HOW=How(
             how.block, how.stages, sub, common.index(), even=kv_len % 128 == 0,
+            late=common.heavy(),
             unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
         ),
         **_SPECIALISED,
@@ -171,6 +175,15 @@ class Common:
             return False
         ends = at.b + b, at.h + hq, at.q + q_len, at.kv + self.k.shape[2]
         return max(map(abs, (*at[:4], *ends, *self.call.captured.ints))) <= SMALL
+
+    def heavy(self) -> bool:
+        """Whether every pair reads a number of its own: registers for as many addresses."""
+        return any(
+            variation(graph, node.args[1:]) in ("pairs", "diagonals")
+            for graph in graphs(self.spec)
+            if graph is not None
+            for _, node in graph.gathers
+        )
 
     def text(self, wanted: tuple[int, ...] = ()) -> Text:
         """What the functions of score and mask are made from. Diagonals of a tile are not summed
@@ -254,6 +267,11 @@ def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 def processors(device: torch.device) -> int:
     """CTAs that run at once: each takes the shared memory of a multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _tensors(tensors: Sequence[Tensor], device: torch.device) -> tuple:
