@@ -139,3 +139,15 @@ def test_the_rough_tanh_costs_less_than_bfloat16():
     assert off(attend(torch.float64, 2**-11)) < 0.5 * off(attend(torch.bfloat16))
     rough = dataclasses.replace(text_of(*GOLDEN["alibi_softcap"]), rough=True)
     assert "maths.rough_tanh" in emit.source(rough)
+
+
+def test_diagonals_are_read_once_where_the_kernel_has_tiles():
+    text = dataclasses.replace(text_of(*GOLDEN["relative_bias"]), bands=True)
+    source = emit.source(text)
+    assert source.count("tl.load") == 1  # in band0; where gradients go, nothing is read
+    assert source.count("diagonals.spread(band0, ") == 2  # score and derivative
+    nested = lambda s, b, h, i, j: s + TABLE[h, IDS[0, (i - j).clamp(0, 31)]]
+    assert emit.source(text_of(nested, None, False)).count("tl.load") == 4
+    # The bucket is read along the diagonal as well.
+    banded = emit.source(dataclasses.replace(text_of(nested, None, False), bands=True))
+    assert banded.split("def score")[1].count("tl.load") == 0

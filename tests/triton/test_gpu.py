@@ -11,7 +11,10 @@ from cases import BY_NAME, CASES
 if find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
 
+from guard import guarded
 from on_gpu import check_on
+
+from headway.backends.triton import plan
 
 HALF = [case for case in CASES if "half" in case.tags]
 FOURTEEN = [case for case in CASES if "fourteen" in case.tags]
@@ -33,6 +36,19 @@ def test_half(case, stats, dtype):
 def test_batch_of_two(case):
     """A row past the end of one head lies in the next, of one batch row in the next."""
     check_on(replace(case, b=2), torch.bfloat16, "cuda")
+
+
+GUARDED = [c for c in CASES if any(word in c.name for word in ("length_", "width_", "heads_"))]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("case", GUARDED, ids=str)
+def test_nothing_is_written_outside_of_the_outputs(case, passes, monkeypatch):
+    monkeypatch.setattr(plan, "one_pass", lambda *size: passes == 1)
+    plan.clear()
+    with guarded():
+        check_on(case, torch.bfloat16, "cuda")
+    plan.clear()
 
 
 @pytest.mark.parametrize("name", ["heads_8_2", "width_64_64", "long_causal_window"])

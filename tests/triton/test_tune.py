@@ -54,18 +54,20 @@ def test_the_fastest_wins_is_saved_and_goes_first(cache, problem, monkeypatch):
     tried = search(problem, monkeypatch, [2.0, 1.0, 1.0, 2.0, 5.0, 4.0, 3.5, 4.5])
     assert [t.how for t in tried] == [SMALL, LARGE] * 4
     found = tuning.winners(problem, tried)
-    of = lambda kernel: key(kernel, 2, 16, 16, False)
+    of = lambda kernel: key(kernel, 2, 16, 16, "plain")
     assert [found[of(k)] for k in tuning.KERNELS] == [LARGE, SMALL, LARGE, SMALL]
     assert found[of("one pass")] is True
-    assert not one_pass(2, 16, 16, False, {})
+    assert not one_pass(2, 16, 16, "plain", {})
     saved.store("a-card", found)
     again = saved.load("a-card")
     assert again == found
-    assert one_pass(2, 16, 16, False, again)
-    first, *rest = configs("forward", 2, 16, 16, False, again)
+    assert one_pass(2, 16, 16, "plain", again)
+    first, *rest = configs("forward", 2, 16, 16, "plain", again)
     assert first == LARGE
-    assert tuple(rest) == configs("forward", 2, 16, 16, False, {})
-    assert configs("forward", 2, 16, 16, True, again) == configs("forward", 2, 16, 16, True, {})
+    assert tuple(rest) == configs("forward", 2, 16, 16, "plain", {})
+    assert configs("forward", 2, 16, 16, "score", again) == configs(
+        "forward", 2, 16, 16, "score", {}
+    )
 
 
 def test_tiles_that_do_not_fit_are_no_error(problem, monkeypatch):

@@ -68,6 +68,8 @@ class Text:
       may need 64 bits.
     - `rough`: tanh by the hardware's own instruction, wrong by up to 2^-11 of its value: a quarter
       of what rounding P to bfloat16 does.
+    - `bands`: what depends on `kv_idx - q_idx` only is read once per diagonal of a tile; the kernel
+      then gives its first positions as `captured[2]` (diagonals.py).
     """
 
     score: str | None
@@ -77,6 +79,7 @@ class Text:
     straight: bool = True
     far: tuple[bool, ...] = ()
     rough: bool = False
+    bands: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -89,6 +92,7 @@ def source(text: Text) -> str:
         of_score = len(graph.tensors)
         far = text.far[:of_score]
         derivative = joint(text.score, text.wanted)
+        parts += _bands(graph, text, far)
         parts.append(_Function("score", graph, text, far).whole())
         parts.append(_Function("derivative", derivative, text, far).whole())
         if text.wanted:
@@ -97,7 +101,7 @@ def source(text: Text) -> str:
         far = text.far[of_score:]
         parts.append(_Function("mask", parse(text.mask), text, far).whole())
     head = "import triton\nimport triton.language as tl\n\n"
-    head += "from headway.backends.kernels import gradients, maths\n"
+    head += "from headway.backends.kernels import diagonals, gradients, maths\n"
     return head + "".join(f"\n\n{part}" for part in parts)
 
 
@@ -122,6 +126,8 @@ class _Function:
 
     def __init__(self, name: str, graph: Graph, text: Text, far: tuple[bool, ...]) -> None:
         self.name, self.graph, self.far, self.rough = name, graph, far, text.rough
+        # Where these functions are called there is a tile; elsewhere, single positions.
+        self.bands = _diagonal(graph) if text.bands and name in ("score", "derivative") else []
         self.widths, self.kinds = Widths(graph, text.narrow), kinds(graph)
         self.dtypes = {i.name: i.dtype for i in graph.inputs if i.ndim is None}
         self.names = {i.name for i in graph.inputs}
@@ -132,6 +138,11 @@ class _Function:
         self._body(self.graph.nodes)
         outputs = [self._output(a) for a in self.graph.outputs]
         return self._text(outputs[0] if self.graph.kind != "joint" else f"({', '.join(outputs)})")
+
+    def value(self) -> str:
+        """The function that returns the last node as it is."""
+        self._body(self.graph.nodes)
+        return self._text(f"v{len(self.graph.nodes) - 1}")
 
     def offset(self) -> str:
         """The function that returns where the last node, a gather, reads: an offset into a
@@ -191,6 +202,9 @@ class _Function:
 
     def _node(self, n: int, node: Node) -> str:
         if node.op == "gather":
+            if n in self.bands:
+                band = f"band{self.bands.index(n)}"
+                return f"diagonals.spread({band}, {', '.join(POSITIONS)}, captured)"
             return self._gather(node)
         if node.op == "to":
             return self._to(n, node)
@@ -323,6 +337,20 @@ def _short_power(base: str, exponent: Arg, dtype: str) -> str | None:
     if isinstance(exponent, str) or exponent != int(exponent) or not 0 <= exponent <= 8:
         return f"tl.sqrt({base})" if exponent == 0.5 and dtype in FLOATS else None
     return " * ".join([base] * int(exponent)) if exponent else f"{base} * 0 + 1"
+
+
+def _diagonal(graph: Graph) -> list[int]:
+    """The gathers of floats that read one number per diagonal."""
+    return [
+        n for n, node in graph.gathers
+        if node.dtype in FLOATS and variation(graph, node.args[1:]) == "diagonals"
+    ]  # fmt: skip
+
+
+def _bands(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
+    """`band0`, ...: such a gather at given positions."""
+    found = _diagonal(graph) if text.bands else []
+    return [_Function(f"band{k}", _only(graph, n), text, far).value() for k, n in enumerate(found)]
 
 
 def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:

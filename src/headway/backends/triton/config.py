@@ -62,21 +62,27 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
     ("backward_kv", 4, 256): (Config(16, 16, 4, 1),),
     ("backward_kv", 4, 512): (Config(16, 16, 4, 1),),
 }  # fmt: skip
+# With a score function these go first: they compile without spills for all of the library's.
+_SCORED: dict[tuple[str, int, int, str], Config] = {
+    ("backward_q", 2, 128, "score"): Config(128, 64, 8, 3),
+    ("backward_q", 2, 128, "learned"): Config(64, 64, 8, 2),
+    ("backward_kv", 2, 128, "score"): Config(32, 128, 8, 3),
+}
 WIDEST = 512
 
 # Widths, by bytes of a number, whose backward takes one pass (kernel "backward") and not two.
 _ONE_PASS: dict[int, tuple[int, ...]] = {}
 
 
-def one_pass(itemsize: int, d: int, dv: int, score: bool, saved: Mapping[str, Any]) -> bool:
+def one_pass(itemsize: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]) -> bool:
     """Whether dq, dk and dv come from one kernel (five products, dq summed in any order)."""
-    known = saved.get(key("one pass", itemsize, d, dv, score))
+    known = saved.get(key("one pass", itemsize, d, dv, kind))
     return max(d, dv) in _ONE_PASS.get(itemsize, ()) if known is None else known
 
 
-def key(kernel: str, itemsize: int, d: int, dv: int, score: bool) -> str:
+def key(kernel: str, itemsize: int, d: int, dv: int, kind: str) -> str:
     """What the tiles of a kernel are saved under."""
-    return f"{kernel}, {8 * itemsize} bits, {_row('forward', itemsize, d, dv)}" + score * ", score"
+    return f"{kernel}, {8 * itemsize} bits, {_row('forward', itemsize, d, dv)}, {kind}"
 
 
 def _row(kernel: str, itemsize: int, d: int, dv: int) -> int:
@@ -86,21 +92,25 @@ def _row(kernel: str, itemsize: int, d: int, dv: int) -> int:
 
 
 def configs(
-    kernel: str, itemsize: int, d: int, dv: int, score: bool, saved: Mapping[str, Any]
+    kernel: str, itemsize: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]
 ) -> tuple[Config, ...]:
     """The tiles for a kernel ("forward", "backward_q", "backward_kv", "backward"), best first.
 
     - `itemsize`: bytes of a number of q.
     - `d`, `dv`: widths; for those between two of the table, the larger.
-    - `score`: there is a score function, whose values need registers: the largest tiles of width
-      128 and more would spill hundreds of bytes.
+    - `kind`: "plain"; "score" with a score function, whose values need registers; "learned" where
+      dq's kernel makes gradients for it too.
     - `saved`: what `headway tune` found on this card, which goes first.
     """
     width = _row(kernel, itemsize, d, dv)
     rows = _TABLE[kernel, itemsize, width]
-    rows = rows[1:] if score and width >= 128 and len(rows) > 1 else rows
-    known = saved.get(key(kernel, itemsize, d, dv, score))
-    return rows if known is None else (known, *rows)
+    if kind != "plain" and width >= 128 and len(rows) > 1:
+        rows = rows[1:]  # the largest tiles would spill hundreds of bytes
+    kinds = {"plain": ("plain",), "score": ("score",), "learned": ("learned", "score")}[kind]
+    better = (_SCORED.get((kernel, itemsize, width, k)) for k in kinds)
+    known = (saved.get(key(kernel, itemsize, d, dv, k)) for k in kinds)
+    first = next((how for how in (*known, *better) if how is not None), None)
+    return rows if first is None else (first, *rows)
 
 
 def pieces(width: int) -> tuple[int, int]:

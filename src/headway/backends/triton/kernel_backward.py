@@ -55,7 +55,7 @@ def backward_q(
     v_at = v + b64 * v_strides[0] + h64 // group * v_strides[1]
     keys = (k_at, v_at, k_strides[2], v_strides[2])
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
-    at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b)
+    at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b, first)
     of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
     given = (scale, coords, dropout, of_score, of_mask, grads)
     queries = (q_rows, o_rows, lse_rows, delta_rows, live)
@@ -99,8 +99,9 @@ def add_dq(
     """acc + dS k over one block of keys."""
     q_rows, o_rows, lse_rows, delta_rows, in_rows = queries
     k_at, v_at, k_stride, v_stride = keys
-    b, h, q_idx, row = at
+    b, h, q_idx, row, first = at
     scale, coords, dropout, score_captured, mask_captured, grads = given
+    score_captured = tile.with_origin(score_captured, coords, first, n)
     j = tl.arange(0, BLOCK_N)
     live = None if EVEN else n + j < stop
     n64 = tl.cast(n, tl.int64)
@@ -164,7 +165,7 @@ def backward_kv(
     o_at = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
     rows = (b64 * heads + h) * q_len
     queries = (q_at, o_at, q_strides[2], dout_strides[2], lse + rows, delta + rows, dq, rows, q_len)
-    at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, kv_idx[:, None], b)
+    at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, kv_idx[:, None], b, first)
 
     acc = (tile.zeros(BLOCK_N, D, D_REST), tile.zeros(BLOCK_N, DV, DV_REST))
     if walk.full is None:
@@ -211,8 +212,9 @@ def add_dkdv(
 ):  # fmt: skip
     """(dk + dSᵀ q, dv + Pᵀ dout) over one block of queries, and dq += dS k."""
     q_at, o_at, q_stride, o_stride, lse, delta, dq, rows, q_len = queries
-    b, h, kv_idx, row = at
+    b, h, kv_idx, row, first = at
     scale, coords, dropout, score_captured, mask_captured = given
+    score_captured = tile.with_origin(score_captured, coords, n, first)
     i = tl.arange(0, BLOCK_M)
     if EVEN:
         live = None

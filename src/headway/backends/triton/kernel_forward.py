@@ -41,7 +41,7 @@ def forward(
     v_at = v + b64 * v_strides[0] + h64 // group * v_strides[1]
     keys = (k_at, v_at, k_strides[2], v_strides[2])
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
-    at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b)
+    at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b, first)
     of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
     given = (scale, coords, dropout, of_score, of_mask)
 
@@ -110,8 +110,9 @@ def attend(
     """One block of keys, n up to n + BLOCK_N, of which those from `stop` on do not count."""
     acc, m, l, largest = state
     k_at, v_at, k_stride, v_stride = keys
-    b, h, q_idx, row = at
+    b, h, q_idx, row, first = at
     scale, coords, dropout, score_captured, mask_captured = given
+    score_captured = tile.with_origin(score_captured, coords, first, n)
     j = tl.arange(0, BLOCK_N)
     live = None if EVEN else n + j < stop
     n64 = tl.cast(n, tl.int64)

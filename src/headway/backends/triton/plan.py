@@ -69,7 +69,8 @@ class Plan:
         self.given = functions(self.text)
         self.launchers: dict[str, Launcher] = {}
         known = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
-        self.size = q.dtype.itemsize, self.d, self.dv, spec.score is not None, known
+        kind = "learned" if wanted else "plain" if spec.score is None else "score"
+        self.size = q.dtype.itemsize, self.d, self.dv, kind, known
         # A gradient of what the score captures is made beside dq, and in a fixed order only there.
         self.one_pass = not wanted and not spec.deterministic and one_pass(*self.size)
         self.tile: tuple[int, int] | None = None
@@ -241,7 +242,7 @@ def _text(spec: Spec, call: Call, q: Tensor, k: Tensor, wanted: tuple[int, ...])
     )
     straight = call.coords.q_pos is None and call.coords.kv_pos is None
     narrow = straight and _narrow(call.coords, q, k, call.captured.ints)
-    return Text(spec.score, spec.mask, wanted, narrow, straight, far, rough(q.dtype))
+    return Text(spec.score, spec.mask, wanted, narrow, straight, far, rough(q.dtype), narrow)
 
 
 def rough(dtype: torch.dtype) -> bool:

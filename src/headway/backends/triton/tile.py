@@ -195,6 +195,15 @@ def positions(pos, stride, offset, b, index, live, INDEX: tl.constexpr):
         return tl.load(at, mask=live, other=0).to(INDEX)
 
 
+@triton.jit
+def with_origin(captured, coords, q_index, kv_index):
+    """What a score captures, and where its tile begins, if positions are consecutive."""
+    if coords.q_pos is None and coords.kv_pos is None:
+        return captured[0], captured[1], (coords.q + q_index, coords.kv + kv_index)
+    else:
+        return captured
+
+
 # -- dropout --------------------------------------------------------------------------------------
 
 

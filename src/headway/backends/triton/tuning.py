@@ -64,7 +64,8 @@ class Problem:
     def key(self, kernel: str) -> str:
         """What the tiles of a kernel are found by."""
         q, v = self.call.q, self.call.v
-        return key(kernel, q.element_size(), q.shape[3], v.shape[3], self.spec.score is not None)
+        kind = "plain" if self.spec.score is None else "score"
+        return key(kernel, q.element_size(), q.shape[3], v.shape[3], kind)
 
 
 class Prepared(NamedTuple):

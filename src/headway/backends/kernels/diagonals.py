@@ -1,0 +1,22 @@
+"""Reading what depends on `kv_idx - q_idx` only: a relative bias, in any number of forms.
+
+A tile of Q queries and KV keys has Q + KV - 1 diagonals. They are read once, side by side, and
+spread over the Q KV pairs through shared memory: one load in place of Q KV gathers.
+"""
+
+import triton.language as tl
+
+import triton
+
+
+@triton.jit
+def spread(BAND: tl.constexpr, b, h, q_idx, kv_idx, captured):
+    """`BAND(score, b, h, q_idx, kv_idx, captured)` for every pair of the tile, whose positions are
+    consecutive from `captured[2]`: the first query and the first key."""
+    Q: tl.constexpr = q_idx.shape[0] * q_idx.shape[1]
+    KV: tl.constexpr = kv_idx.shape[0] * kv_idx.shape[1]
+    q_first, kv_first = captured[2]
+    across = tl.arange(0, 2 * (Q if Q > KV else KV))
+    values = BAND(0.0, b, h, q_first, kv_first - (Q - 1) + across, captured)
+    at = ((kv_idx - kv_first) - (q_idx - q_first) + (Q - 1)).to(tl.int32)
+    return tl.reshape(tl.gather(values, tl.reshape(at, [Q * KV]), 0), at.shape)

@@ -1,0 +1,66 @@
+"""Every kernel of every kind of call, compiled for a target: registers, spills, shared memory.
+
+`make aot-test` (minutes, no GPU); what is pinned lies in tests/golden/triton/resources_*.txt.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import headway as hw
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import aot
+
+from headway.api import prepare
+from headway.backends import triton as backend
+
+LENGTH, HEADS = 1024, 4
+CALLS = {
+    "full": lambda: (None, None),
+    "causal": lambda: (None, hw.causal()),
+    "softcap": lambda: (hw.softcap(30.0), hw.causal()),
+    "alibi": lambda: (hw.alibi(HEADS), hw.causal()),
+    "learned alibi": lambda: (hw.alibi(torch.rand(HEADS, requires_grad=True)), hw.causal()),
+    "learned relative bias": lambda: (
+        hw.relative_bias(torch.randn(HEADS, 2 * LENGTH - 1, requires_grad=True)), hw.causal()
+    ),
+}  # fmt: skip
+WIDTHS = {"bf16": ((64, 64), (128, 128), (192, 128), (256, 256)), "f32": ((64, 64), (128, 128))}
+# All of it for the card that the table was measured on, and the two ends of it for the others.
+TABLES = {
+    "sm_90": [(t, w, c) for t, widths in WIDTHS.items() for w in widths for c in CALLS],
+    **{
+        target: [("bf16", w, c) for w in ((64, 64), (128, 128)) for c in CALLS if "learned" not in c]
+        for target in ("sm_80", "sm_100", "gfx942")
+    },
+}  # fmt: skip
+
+
+def launch(name: str, dtype: torch.dtype, d: int, dv: int) -> None:
+    """The launches of a call, forward and backward."""
+    score, mask = CALLS[name]()
+    q, k, v, dout = (torch.randn(2, HEADS, LENGTH, width).to(dtype) for width in (d, d, dv, dv))
+    spec, call = prepare(q, k, v, score, mask, backend="triton")
+    rows = torch.zeros(q.shape[:3])
+    learned = tuple(t.requires_grad for t in call.captured.tensors[: spec.score_tensors])
+    backend.forward(spec, call)
+    backend.backward(spec, call, dout, rows, dout, rows, learned)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("target", TABLES)
+def test_resources(target, golden):
+    lines = []
+    for dtype, (d, dv), name in TABLES[target]:
+        found = aot.resources(target, lambda name=name, d=d, dv=dv, dtype=dtype: launch(
+            name, aot.DTYPES[dtype], d, dv))  # fmt: skip
+        for kernel in found:
+            lines.append(
+                f"{dtype} {d}/{dv} {name}: {kernel.name}: {kernel.registers} registers, "
+                f"{kernel.spills} bytes spilled, {kernel.shared} bytes shared\n"
+            )
+    golden(f"triton/resources_{target}.txt", "".join(lines))
