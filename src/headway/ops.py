@@ -226,7 +226,11 @@ class _Attention(torch.autograd.Function):
         delta = (_as(dout, acc) * _as(out, acc)).sum(-1)
         if dlse is not None:
             delta = delta - dlse
-        run = torch.ops.headway.backward if _watched(tensors, q, k, v, dout) else _backward
+        run = _backward
+        if _watched(tensors, q, k, v, dout):
+            run = torch.ops.headway.backward
+            if not torch.compiler.is_compiling():
+                _register_flops()  # a counter may be there for the backward alone
         results = iter(
             run(
                 ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,

@@ -421,6 +421,23 @@ def test_flops():
     assert _flops(hw.attention, *(x.detach() for x in (q, k, v))) == forward
 
 
+def test_flops_of_the_backward_alone():
+    q = _leaf(2, 4, 64, 16)
+    out = hw.attention(q, q, q).sum()
+    with FlopCounterMode(display=False) as counter:
+        out.backward()
+    assert counter.get_total_flops() == 2 * 2 * 4 * 64 * 64 * 5 * 16
+
+
+def test_profiles_show_the_operators():
+    """They are left out where nothing watches; a profiler does."""
+    q = _leaf(2, 4, 64, 16)
+    with torch.profiler.profile() as profile:
+        hw.attention(q, q, q).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert {"headway::forward", "headway::backward"} <= names
+
+
 def test_flops_are_counted_as_pytorch_counts_its_own():
     qkv = [_leaf(2, 4, 64, 16) for _ in range(3)]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
