@@ -40,11 +40,12 @@ def suits(spec: Spec, call: Call) -> bool:
 
 def forward(spec: Spec, call: Call) -> Forward:
     """Every stretch of keys by itself, merged by log-sum-exp."""
-    (b, hq, q_len, d), hk = call.q.shape, call.k.shape[1]
-    q, k, v = _inputs(call.q, call.k, call.v)
+    b, hq, q_len, d = call.q.shape
     acc = acc_dtype(call.q.dtype)
     causal_square = _is_causal(spec, call)
-    if causal_square or spec.mask is None:
+    at_once = causal_square or spec.mask is None
+    q, k, v = _inputs(call.q, call.k, call.v, folded=not at_once)
+    if at_once:
         out, lse = _forward(q, k, v, 0.0, causal_square, scale=spec.scale)
     else:
         out = torch.zeros(q.shape, dtype=acc)
@@ -59,17 +60,15 @@ def forward(spec: Spec, call: Call) -> Forward:
                 l = l.masked_fill(~seen, -math.inf)
             _merge_into(out[at], lse[at], o, l)
     if call.sink is not None:
-        before = lse
-        sink = call.sink.to(acc).view(hk, hq // hk, 1).repeat(b, 1, 1)
-        lse = torch.logaddexp(lse, sink)
+        before = lse = lse.reshape(b, hq, q_len)
+        out = out.reshape(b, hq, q_len, d)
+        lse = torch.logaddexp(lse, call.sink.to(acc)[:, None])
         nothing = before.masked_fill(lse == -math.inf, 0) - lse.masked_fill(lse == -math.inf, 0)
         out = out * nothing.exp_()[..., None]
-    return Forward(
-        _as(out, acc if spec.partial else call.q.dtype).reshape(b, hq, q_len, d),
-        _as(lse, acc).reshape(b, hq, q_len),
-        lse.new_empty(0),
-        lse.new_empty(0),
-    )
+    out, lse = _as(out, acc if spec.partial else call.q.dtype), _as(lse, acc)
+    if out.shape != call.q.shape:
+        out, lse = out.reshape(b, hq, q_len, d), lse.reshape(b, hq, q_len)
+    return Forward(out, lse, lse.new_empty(0), lse.new_empty(0))
 
 
 def backward(
@@ -84,13 +83,16 @@ def backward(
     like_out = _giving(delta, out, dout, acc)
     if like_out is None:
         return None
-    q, k, v = _inputs(call.q, call.k, call.v)
-    dout, like_out = _rows(dout, q.dtype), _rows(like_out, q.dtype)
-    dout, like_out = dout.reshape(q.shape), like_out.reshape(q.shape)
-    # exp(-inf - inf) is 0, and that is what a row that sees nothing needs.
-    lse = lse.reshape(q.shape[:3]).nan_to_num(math.nan, math.inf, math.inf)
     causal_square = _is_causal(spec, call)
-    if causal_square or spec.mask is None:
+    at_once = causal_square or spec.mask is None
+    q, k, v = _inputs(call.q, call.k, call.v, folded=not at_once)
+    dout, like_out = _rows(dout, q.dtype), _rows(like_out, q.dtype)
+    # exp(-inf - inf) is 0, and that is what a row that sees nothing needs.
+    lse = lse.nan_to_num(math.nan, math.inf, math.inf)
+    if q.shape != dout.shape:
+        dout, like_out = dout.reshape(q.shape), like_out.reshape(q.shape)
+        lse = lse.reshape(q.shape[:3])
+    if at_once:
         grads = _backward(dout, q, k, v, like_out, lse, 0.0, causal_square, scale=spec.scale)
         dq, dk, dv = grads
     else:
@@ -105,18 +107,17 @@ def backward(
                 total[where] += grad
     dsink = None
     if call.sink is not None:
-        weight = (call.sink.to(acc)[:, None] - lse.view(b, hq, q_len)).exp_()
+        weight = (call.sink.to(acc)[:, None] - lse.reshape(b, hq, q_len)).exp_()
         dsink = -(weight * delta).sum((0, 2))
     dtype = acc if spec.partial else call.q.dtype
     if hq != hk:
         dk, dv = (_as(x, acc).sum(1) for x in (dk, dv))
-    return Grads(
-        _as(dq, dtype).reshape(b, hq, q_len, d),
-        _as(dk, dtype).reshape(b, hk, kv_len, d),
-        _as(dv, dtype).reshape(b, hk, kv_len, d),
-        dsink,
-        [],
-    )
+    dq, dk, dv = _as(dq, dtype), _as(dk, dtype), _as(dv, dtype)
+    if dq.shape != call.q.shape:
+        dq = dq.reshape(b, hq, q_len, d)
+    if dk.shape != call.k.shape:
+        dk, dv = (x.reshape(b, hk, kv_len, d) for x in (dk, dv))
+    return Grads(dq, dk, dv, dsink, [])
 
 
 def _giving(delta: Tensor, out: Tensor, dout: Tensor, acc: torch.dtype) -> Tensor | None:
@@ -144,21 +145,22 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q as (b * hk, g, q_len, d); k and v as views that every query head of the group shares."""
+def _inputs(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """q as (b * hk, g, q_len, d); k and v as views that every query head of the group shares. As
+    they are, where they need not be folded and no head of keys is shared."""
     (b, hq, q_len, d), (_, hk, kv_len, _) = q.shape, k.shape
     dtype = q.dtype
     if dtype in (torch.bfloat16, torch.float16) and not (
         dtype == torch.bfloat16 and _has_matrix_units()
     ):
         dtype = torch.float32
-    q = _rows(q, dtype).reshape(b * hk, hq // hk, q_len, d)
-    k = _rows(k, dtype).reshape(b * hk, 1, kv_len, d)
-    v = _rows(v, dtype).reshape(b * hk, 1, kv_len, d)
-    if hq == hk:
+    q, k, v = _rows(q, dtype), _rows(k, dtype), _rows(v, dtype)
+    if hq == hk and not folded:
         return q, k, v
     shape = b * hk, hq // hk, kv_len, d
-    return q, k.expand(shape), v.expand(shape)
+    q = q.reshape(b * hk, hq // hk, q_len, d)
+    k, v = (x.reshape(b * hk, 1, kv_len, d).expand(shape) for x in (k, v))
+    return q, k, v
 
 
 def _stretches(spec: Spec, call: Call, dtype: torch.dtype):
