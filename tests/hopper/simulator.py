@@ -155,7 +155,7 @@ class Shared:
     def load(self, layout) -> torch.Tensor:
         return self.x.clone()
 
-    def _reinterpret(self, dtype, shape, layout) -> "Shared":
+    def seen_as(self, dtype, shape, layout) -> "Shared":
         if dtype != self.dtype:  # other numbers in the same bytes: nothing reads the old ones
             if dtype.itemsize * torch.Size(shape).numel() > self.x.numel() * self.dtype.itemsize:
                 raise Wrong("a view larger than its memory")
@@ -470,6 +470,7 @@ def _fakes() -> dict[str, types.ModuleType]:
     api = types.ModuleType("simulated.gluon_api")
     vars(api).update(
         gl=gl, gluon=gluon, mbarrier=mbarrier, fence_async_shared=fence_async_shared,
+        seen_as=Shared.seen_as,
         copy_in=copy_in, copy_out=copy_out, copy_out_add=copy_out_add, copy_out_wait=copy_out_wait,
         warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait,
     )  # fmt: skip

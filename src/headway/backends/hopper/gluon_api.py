@@ -6,6 +6,7 @@ made here, and a version that cannot serve is refused with its reason (`why_not`
 
 from triton.experimental import gluon as gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared as fence_async_shared,
 )
@@ -29,7 +30,6 @@ if hasattr(tma, "async_atomic_add"):
 else:
     # 3.6 has the operation and no name for it.
     from triton._C.libtriton import ir
-    from triton.experimental.gluon.language._core import builtin
 
     @builtin
     def copy_out_add(desc, coord, src, _semantic=None):
@@ -37,6 +37,14 @@ else:
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
+
+
+@builtin
+def seen_as(smem, dtype, shape, layout, _semantic=None):
+    """The same bytes of shared memory as another matrix (a method whose name has changed)."""
+    dtype, shape, layout = (_unwrap_if_constexpr(x) for x in (dtype, shape, layout))
+    shape = [_unwrap_if_constexpr(n) for n in shape]
+    return _semantic.memdesc_reinterpret(smem, dtype, shape, layout)
 
 
 OLDEST, NEWEST = (3, 6), (3, 9)

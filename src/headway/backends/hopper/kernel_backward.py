@@ -37,6 +37,7 @@ from .gluon_api import (
     gl,
     gluon,
     mbarrier,
+    seen_as,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -253,7 +254,7 @@ def consume(
         copy_out(dv, [b, out_h, first + W * ROWS, 0], v_smem.index(W))
         # The other consumer may still multiply with these keys: dk goes where dq was.
         acquire(ring, dq_at)
-        place_k = dq_smem.index(W)._reinterpret(k_smem.dtype, [ROWS, D], k_smem.layout)
+        place_k = seen_as(dq_smem.index(W), k_smem.dtype, [ROWS, D], k_smem.layout)
         place_k.store((acc_k * scale).to(k_smem.dtype))
         fence_async_shared()
         copy_out(dk, [b, out_h, first + W * ROWS, 0], place_k)
@@ -354,7 +355,7 @@ def attend_back(
             use_acc=False, is_async=True,
         )  # fmt: skip
     else:  # from all keys, half of the columns
-        halves = k_smem._reinterpret(dtype, [4, ROWS, 64], matrix(k_smem.layout))
+        halves = seen_as(k_smem, dtype, [4, ROWS, 64], matrix(k_smem.layout))
         dq = warpgroup_mma(
             ds_smem.index(a).permute((1, 0)), halves.index(W + z), nothing,
             use_acc=False, is_async=True,
