@@ -50,7 +50,7 @@ from .tile import (
 )
 
 ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at a time
-_STAGES = gl.constexpr(2)  # of the channel of ranks
+_STAGES = gl.constexpr(2)  # of the channel of work
 
 
 # Numbers that change from call to call do not make a kernel of their own.
@@ -78,17 +78,17 @@ def forward(
         o_smem = buffers(2, out)
     else:
         o_smem = q_smem
-    rank_smem = gl.allocate_shared_memory(
-        gl.int32, [_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    work_smem = gl.allocate_shared_memory(
+        gl.int32, [_STAGES * 5, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
     rings = (
-        channel(_STAGES, 1, 2),  # ranks
+        channel(_STAGES, 1, 2),  # work
         channel(1, 1, 2),  # queries
         channel(STAGES, 1, 2),  # keys
         channel(STAGES, 1, 2),  # values
     )
     ready()
-    smem = (rank_smem, q_smem, k_smem, v_smem, o_smem)
+    smem = (work_smem, q_smem, k_smem, v_smem, o_smem)
     sizes = (heads, group, q_len, kv_len, dv)
     given = (scale, coords, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     to = (out, wide_out, lse, row_max, top, sink)
@@ -96,11 +96,11 @@ def forward(
         [
             (
                 consume,
-                (to, smem, rings, total, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW),
+                (to, smem, rings, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW),
             ),
             (
                 consume,
-                (to, smem, rings, total, sizes, given, walk, gl.constexpr(1), SCORE, MASK, HOW),
+                (to, smem, rings, sizes, given, walk, gl.constexpr(1), SCORE, MASK, HOW),
             ),
             (load, (q, k, v, smem, rings, counter, total, sizes, walk, HOW)),
         ],
@@ -115,17 +115,17 @@ def forward(
 @gluon.jit
 def load(q, k, v, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
     """Take ranks, and copy what each needs."""
-    rank_smem, q_smem, k_smem, v_smem, _ = smem
-    rank_ring, q_ring, k_ring, v_ring = rings
+    work_smem, q_smem, k_smem, v_smem, _ = smem
+    work_ring, q_ring, k_ring, v_ring = rings
     heads, group, _, kv_len, _ = sizes
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    rank_at, q_at, kv_at = start(), start(), start()
+    work_at, q_at, kv_at = start(), start(), start()
     rank = gl.atomic_add(counter, 1)
-    acquire(rank_ring, rank_at)
-    rank_smem.index(rank_at[0]).store(gl.full([1], rank, gl.int32, layout=one))
-    publish(rank_ring, rank_at)
     while rank < total:
-        line, _, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
+        line, slot, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
+        acquire(work_ring, work_at)
+        tell(work_smem, work_at[0], line, slot, first, h, b)
+        publish(work_ring, work_at)
+        work_at = step(work_at, _STAGES)
         acquire(q_ring, q_at)
         full = q_ring[0].index(0)
         mbarrier.expect(full, _bytes(q_smem, 2))
@@ -134,11 +134,38 @@ def load(q, k, v, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
         q_at = step(q_at, 1)
         given = (k, v, k_smem, v_smem, k_ring, v_ring, b, h // group)
         kv_at = visit_back(kv_at, given, walk, line, kv_len, load_block, None, None, HOW)
-        rank_at = step(rank_at, _STAGES)
         rank = gl.atomic_add(counter, 1)
-        acquire(rank_ring, rank_at)
-        rank_smem.index(rank_at[0]).store(gl.full([1], rank, gl.int32, layout=one))
-        publish(rank_ring, rank_at)
+    acquire(work_ring, work_at)
+    tell(work_smem, work_at[0], -1, 0, 0, 0, 0)
+    publish(work_ring, work_at)
+
+
+@gluon.jit
+def tell(work_smem, stage, line, slot, first, h, b):
+    """Write down what a rank is, so that consumers need not work it out. Line -1: there is none."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    given = (line, slot, first, h, b)
+    for n in gl.static_range(5):
+        number = gl.full([1], given[n], gl.int32, layout=one)
+        work_smem.index(stage * 5 + n).store(number)
+
+
+@gluon.jit
+def told(work_smem, ring, at):
+    """(line, slot, first row, head, batch row) of the next rank."""
+    await_(ring, at)
+    n = at[0] * 5
+    work = (
+        _number(work_smem, n), _number(work_smem, n + 1), _number(work_smem, n + 2),
+        _number(work_smem, n + 3), _number(work_smem, n + 4),
+    )  # fmt: skip
+    release(ring, at)
+    return work
+
+
+@gluon.jit
+def _number(work_smem, n):
+    return gl.max(work_smem.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -170,28 +197,24 @@ def _bytes(smem, count):
 
 @gluon.jit
 def consume(
-    to, smem, rings, total, sizes, given, walk,
+    to, smem, rings, sizes, given, walk,
     W: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Attend from rows 64 W to 64 W + 63 of every rank."""
     out, wide_out, lse, row_max, top, sink = to
-    rank_smem, q_smem, k_smem, v_smem, o_smem = smem
-    rank_ring, q_ring, k_ring, v_ring = rings
+    work_smem, q_smem, k_smem, v_smem, o_smem = smem
+    work_ring, q_ring, k_ring, v_ring = rings
     heads, _, q_len, kv_len, dv = sizes
     scale, coords, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
     dtype: gl.constexpr = k_smem[0].dtype
     rows: gl.constexpr = gl.SliceLayout(1, mma(BLOCK))
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    rank_at, q_at, k_at, v_at = start(), start(), start(), start()
+    work_at, q_at, k_at, v_at = start(), start(), start(), start()
     queries = at_stage(q_smem, W)
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
-    await_(rank_ring, rank_at)
-    rank = gl.max(rank_smem.index(rank_at[0]).load(one), 0)
-    release(rank_ring, rank_at)
-    while rank < total:
-        line, slot, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
+    line, slot, first, h, b = told(work_smem, work_ring, work_at)
+    while line >= 0:
         live = first + i < q_len
         q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
         at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx[:, None], b)
@@ -245,10 +268,8 @@ def consume(
             copy_out_wait(0)
             release(q_ring, q_at)
         q_at = step(q_at, 1)
-        rank_at = step(rank_at, _STAGES)
-        await_(rank_ring, rank_at)
-        rank = gl.max(rank_smem.index(rank_at[0]).load(one), 0)
-        release(rank_ring, rank_at)
+        work_at = step(work_at, _STAGES)
+        line, slot, first, h, b = told(work_smem, work_ring, work_at)
     copy_out_wait(0)
 
 
