@@ -6,6 +6,7 @@ from torch import Tensor
 from ...types import Forward, Grads, Spec, acc_dtype
 from ..base import Call
 from . import flash, tiled
+from .maxima import row_maxima
 
 name = "cpu"
 
@@ -31,7 +32,7 @@ def forward(spec: Spec, call: Call) -> Forward:
         return result
     # Those kernels keep their logits to themselves. A second product is cheaper than doing without
     # them: blocks of torch ops take twice as long as both.
-    row_max = tiled.row_maxima(spec, call, None if spec.row_max else result.lse)
+    row_max = row_maxima(spec, call, None if spec.row_max else result.lse)
     return result._replace(
         max_logit=row_max.amax(-1) if spec.max_logit else result.max_logit,
         row_max=row_max if spec.row_max else result.row_max,

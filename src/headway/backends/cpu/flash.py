@@ -42,7 +42,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     """Every stretch of keys by itself, merged by log-sum-exp."""
     b, hq, q_len, d = call.q.shape
     acc = acc_dtype(call.q.dtype)
-    causal_square = _is_causal(spec, call)
+    causal_square = is_causal(spec, call)
     at_once = causal_square or spec.mask is None
     q, k, v = _inputs(call.q, call.k, call.v, folded=not at_once)
     if at_once:
@@ -83,7 +83,7 @@ def backward(
     like_out = _giving(delta, out, dout, acc)
     if like_out is None:
         return None
-    causal_square = _is_causal(spec, call)
+    causal_square = is_causal(spec, call)
     at_once = causal_square or spec.mask is None
     q, k, v = _inputs(call.q, call.k, call.v, folded=not at_once)
     dout, like_out = _rows(dout, q.dtype), _rows(like_out, q.dtype)
@@ -228,7 +228,7 @@ def _causal_text() -> str:
     return lower_mod("mask", causal(), torch.float32)[0].text
 
 
-def _is_causal(spec: Spec, call: Call) -> bool:
+def is_causal(spec: Spec, call: Call) -> bool:
     """The one mask that the kernels know by themselves: causal on a square."""
     coords = call.coords
     return (

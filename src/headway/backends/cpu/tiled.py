@@ -157,7 +157,7 @@ class Learned:
         return times(self.by_s, out=dt)
 
 
-def _flat(block: Tensor) -> Tensor:
+def flat(block: Tensor) -> Tensor:
     """(n, g, i, j) as the batch of matrices (n, g * i, j)."""
     return block.view(block.shape[0], block.shape[1] * block.shape[2], block.shape[3])
 
@@ -171,7 +171,7 @@ def _exp(t: Tensor) -> Tensor:
 _LEAST = {dtype: math.log(torch.finfo(dtype).tiny) + 8 for dtype in (torch.float32, torch.float64)}
 
 
-def _by_kv_head(x: Tensor, hk: int, dtype: torch.dtype) -> Tensor:
+def by_kv_head(x: Tensor, hk: int, dtype: torch.dtype) -> Tensor:
     """(b, hk * g, length, ...) as (b * hk, g, length, ...), contiguous, in `dtype`."""
     b, h = x.shape[:2]
     return x.to(dtype).contiguous().view(b * hk, h // hk, *x.shape[2:])
@@ -182,7 +182,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     (b, hq, q_len, _), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
     tile = Tile(spec, call)
     acc, g = tile.acc, hq // hk
-    q, k, v = (_by_kv_head(x, hk, acc) for x in (call.q, call.k, call.v))
+    q, k, v = (by_kv_head(x, hk, acc) for x in (call.q, call.k, call.v))
     k, v = k[:, 0], v[:, 0]
     sink = None if call.sink is None else call.sink.to(acc).view(1, hk, g, 1, 1)
     sink = None if sink is None else sink.expand(b, hk, g, 1, 1).reshape(b * hk, g, 1, 1)
@@ -201,7 +201,7 @@ def forward(spec: Spec, call: Call) -> Forward:
             tile.enter(piece, segment)
             s = tile.new()
             torch.baddbmm(
-                _flat(s), q_block, k[n, tile.keys].mT, beta=0, alpha=spec.scale, out=_flat(s)
+                flat(s), q_block, k[n, tile.keys].mT, beta=0, alpha=spec.scale, out=flat(s)
             )
             t, kept = s, tile.kept()
             if tile.score is not None:
@@ -221,7 +221,7 @@ def forward(spec: Spec, call: Call) -> Forward:
             o.mul_(shrink)
             if spec.dropout > 0:
                 p = p.mul_(tile.dropped())
-            _flat(o).baddbmm_(_flat(p), v[n, tile.keys])
+            flat(o).baddbmm_(flat(p), v[n, tile.keys])
         row_max[n, gs, i] = m[..., 0]
         if sink is not None:
             before, m = m, torch.maximum(m, sink[n, gs])
@@ -241,45 +241,6 @@ def forward(spec: Spec, call: Call) -> Forward:
     )
 
 
-def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
-    """The largest S of every query's kept pairs, (b, hq, q_len), for a call without a score
-    function: one product and one reduction per block, a third of what the forward costs.
-
-    Given lse, which bounds them, only as far as their heads' maxima need: rows whose lse is at or
-    below the best so far cannot hold it; blocks of such rows stay at -inf.
-    """
-    (b, hq, q_len, _), hk = call.q.shape, call.k.shape[1]
-    tile = Tile(spec, call)
-    q, k = (_by_kv_head(x, hk, tile.acc) for x in (call.q, call.k))
-    k = k[:, 0]
-    row_max = torch.full((b * hk, hq // hk, q_len), -math.inf, dtype=tile.acc)
-    work = list(pieces(spec, call))
-    bound = None if lse is None else _by_kv_head(lse, hk, tile.acc)
-    if bound is not None:  # the most promising first
-        work.sort(key=lambda piece: float(bound[piece.n, piece.g, piece.i].amax()), reverse=True)
-    for piece in work:
-        n, i = piece.n, piece.i
-        q_block, m = q[n, piece.g, i].flatten(1, 2), row_max[n, piece.g, i]
-        if bound is not None:
-            best = row_max[n, piece.g].amax(-1)
-            if bool((bound[n, piece.g, i].amax(-1) <= best).all()):
-                continue
-        for segment in piece.segments:
-            tile.enter(piece, segment)
-            s = tile.new()
-            torch.baddbmm(
-                _flat(s), q_block, k[n, tile.keys].mT, beta=0, alpha=spec.scale, out=_flat(s)
-            )
-            kept = tile.kept()
-            if kept is not None:  # six times faster than a masked fill
-                torch.minimum(s, torch.where(kept, math.inf, -math.inf).to(s.dtype), out=s)
-            largest = s.amax(-1)
-            if kept is not None and bool(largest.isnan().any()):  # minimum lets NaN through
-                largest = s.masked_fill_(~kept, -math.inf).amax(-1)
-            torch.maximum(m, largest, out=m)
-    return row_max.view(b, hq, q_len)
-
-
 def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
     needs: tuple[bool, ...],
@@ -288,11 +249,11 @@ def backward(
     (b, hq, q_len, d), hk, dv_ = call.q.shape, call.k.shape[1], call.v.shape[3]
     tile = Tile(spec, call)
     acc, g, kv_len = tile.acc, hq // hk, call.k.shape[2]
-    q, k, v, do = (_by_kv_head(x, hk, acc) for x in (call.q, call.k, call.v, dout))
+    q, k, v, do = (by_kv_head(x, hk, acc) for x in (call.q, call.k, call.v, dout))
     k, v = k[:, 0], v[:, 0]
     # A row that sees nothing has lse = -inf and must get P = 0.
-    lse = _by_kv_head(lse.masked_fill(lse == -math.inf, math.inf), hk, acc)[..., None]
-    delta = _by_kv_head(delta, hk, acc)[..., None]
+    lse = by_kv_head(lse.masked_fill(lse == -math.inf, math.inf), hk, acc)[..., None]
+    delta = by_kv_head(delta, hk, acc)[..., None]
     dq = torch.zeros(b * hk, g, q_len, d, dtype=acc)
     dk = torch.zeros(b * hk, kv_len, d, dtype=acc)
     dv = torch.zeros(b * hk, kv_len, dv_, dtype=acc)
@@ -305,25 +266,25 @@ def backward(
             tile.enter(piece, segment)
             keys = tile.keys
             s, dp = tile.new(), tile.new()
-            torch.baddbmm(_flat(s), q_block, k[n, keys].mT, beta=0, alpha=spec.scale, out=_flat(s))
+            torch.baddbmm(flat(s), q_block, k[n, keys].mT, beta=0, alpha=spec.scale, out=flat(s))
             t, kept = s, tile.kept()
             if tile.score is not None:
                 t = learned.scores(s, kept)
             if kept is not None:
                 t.masked_fill_(~kept, -math.inf)
             p = _exp(t.sub_(lse[n, gs, i]))
-            torch.bmm(do_block, v[n, keys].mT, out=_flat(dp))
+            torch.bmm(do_block, v[n, keys].mT, out=flat(dp))
             if spec.dropout > 0:
                 dropped = tile.dropped()
                 dp.mul_(dropped)
-                dv[n, keys].baddbmm_(_flat(dropped.mul_(p)).mT, do_block)
+                dv[n, keys].baddbmm_(flat(dropped.mul_(p)).mT, do_block)
             else:
-                dv[n, keys].baddbmm_(_flat(p).mT, do_block)
+                dv[n, keys].baddbmm_(flat(p).mT, do_block)
             ds = dp.sub_(delta[n, gs, i]).mul_(p)
             if tile.score is not None:
                 ds = learned.gradient(ds, p)
-            dq_block.baddbmm_(_flat(ds), k[n, keys], alpha=spec.scale)
-            dk[n, keys].baddbmm_(_flat(ds).mT, q_block, alpha=spec.scale)
+            dq_block.baddbmm_(flat(ds), k[n, keys], alpha=spec.scale)
+            dk[n, keys].baddbmm_(flat(ds).mT, q_block, alpha=spec.scale)
         dq[n, gs, i] = dq_block.view(*dq[n, gs, i].shape)
     dsink = None
     if call.sink is not None:
