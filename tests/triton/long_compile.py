@@ -1,20 +1,15 @@
 """Every kernel of every kind of call, compiled for a target: registers, spills, shared memory.
 
-`make aot-test` (minutes, no GPU); what is pinned lies in tests/golden/triton/resources_*.txt.
+`make aot ARGS=sm_90` prints the table (minutes, no GPU); test_compile.py pins a few of its lines.
 """
 
-from importlib.util import find_spec
+import sys
+from functools import partial
 
-import pytest
+import aot
 import torch
 
 import headway as hw
-
-if find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
-import aot
-
 from headway.api import prepare
 from headway.backends import triton as backend
 
@@ -51,16 +46,16 @@ def launch(name: str, dtype: torch.dtype, d: int, dv: int) -> None:
     backend.backward(spec, call, dout, rows, dout, rows, learned)
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("target", TABLES)
-def test_resources(target, golden):
-    lines = []
+def main(target: str) -> None:
     for dtype, (d, dv), name in TABLES[target]:
-        found = aot.resources(target, lambda name=name, d=d, dv=dv, dtype=dtype: launch(
-            name, aot.DTYPES[dtype], d, dv))  # fmt: skip
-        for kernel in found:
-            lines.append(
+        run = partial(launch, name, aot.DTYPES[dtype], d, dv)
+        for kernel in aot.resources(target, run):
+            print(
                 f"{dtype} {d}/{dv} {name}: {kernel.name}: {kernel.registers} registers, "
-                f"{kernel.spills} bytes spilled, {kernel.shared} bytes shared\n"
+                f"{kernel.spills} bytes spilled, {kernel.shared} bytes shared",
+                flush=True,
             )
-    golden(f"triton/resources_{target}.txt", "".join(lines))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "sm_90")
