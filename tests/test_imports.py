@@ -35,9 +35,9 @@ print(json.dumps([sorted(imported - before), sorted(set(sys.modules) - before)])
 IMPORT_TIME = """
 import time
 import torch
-start = time.process_time()
+before = time.process_time()
 import headway
-print(time.process_time() - start)
+print((time.process_time() - before) / before)
 """
 
 
@@ -55,10 +55,10 @@ def test_import_and_cpu_attention_load_nothing_heavy():
 
 
 def test_import_costs_little_beyond_torch():
-    seconds = []
-    while len(seconds) < 5 and min(seconds, default=1.0) > 0.15:  # a busy machine gets five tries
-        seconds.append(float(run_fresh(IMPORT_TIME)))
-    assert min(seconds) <= 0.15, f"import headway took {seconds} s after import torch"
+    shares = []
+    while len(shares) < 5 and min(shares, default=1.0) > 0.1:  # a busy machine gets five tries
+        shares.append(float(run_fresh(IMPORT_TIME)))
+    assert min(shares) <= 0.1, f"import headway took {shares} of the time of import torch"
 
 
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -23,7 +23,7 @@ from checks import check
 from headway.backends.triton import plan
 
 HALF = ("score_relative",)
-ONE_PASS = ("length_65_causal", "heads_6_3_score", "width_40_40_score")  # tails, groups, pieces
+ONE_PASS = ("length_65_causal", "width_40_40_score")  # tails, groups, pieces
 
 
 def main(part: int, parts: int, dtype: torch.dtype) -> None:
