@@ -1,4 +1,4 @@
-"""Run by test_torch.py in two processes: `python distributed.py fsdp|dtensor RANK FILE`."""
+"""Run by test_torch.py in two processes: `python distributed.py RANK FILE`."""
 
 import sys
 
@@ -80,9 +80,10 @@ def tensor_parallel(rank: int, mesh) -> None:
 
 
 if __name__ == "__main__":
-    kind, rank, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    rank, file = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    {"fsdp": fsdp, "dtensor": tensor_parallel}[kind](rank, mesh)
+    fsdp(rank, mesh)
+    tensor_parallel(rank, mesh)
     dist.destroy_process_group()
