@@ -41,7 +41,7 @@ def test_learned_bias(qkv, backend, shape):
         )
         return made.out, made.lse
 
-    assert gradcheck(call, (*qkv, leaf(*shape)))
+    assert gradcheck(call, (*qkv, leaf(*shape)), fast_mode=shape != (4, 1, 1))
 
 
 @BACKENDS

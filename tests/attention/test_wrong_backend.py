@@ -15,7 +15,7 @@ from . import faults
 
 FAULTS = [f for f in vars(faults).values() if isinstance(f, type) and getattr(f, "cases", "")]
 PAIRS = [(fault, BY_NAME[name]) for fault in FAULTS for name in fault.cases.split()]
-HALF = [pair for pair in PAIRS if "half" in pair[1].tags]
+HALF = list({fault: (fault, case) for fault, case in PAIRS if "half" in case.tags}.values())
 CASES = sorted({case.name for _, case in PAIRS})
 
 
