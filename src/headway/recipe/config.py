@@ -40,7 +40,7 @@ class TrainConfig:
         None
     )
     """The run's folder under --runs. A name that exists is refused unless --resume is given."""
-    steps: Annotated[int | None, _or("35 * depth²")] = None
+    steps: Annotated[int | None, _or("18 * depth²")] = None
     """Training steps."""
     width: Annotated[int | None, _or("32 * depth")] = None
     """Width of the residual stream."""
@@ -97,7 +97,7 @@ class TrainConfig:
     def resolved(self) -> "Settings":
         """This configuration with nothing left open, checked.
 
-        From `depth` d: width 32 d, one head per 32 of width, half as many key heads, 35 d² steps
+        From `depth` d: width 32 d, one head per 32 of width, half as many key heads, 18 d² steps
         (so the text read grows almost as fast as the weights), and a learning rate that falls as
         1 / sqrt(d) because deeper runs are longer. Raises ArgumentError.
         """
@@ -112,7 +112,7 @@ class TrainConfig:
                 "width": width,
                 "heads": heads,
                 "kv_heads": _kv_heads(heads) if self.kv_heads is None else self.kv_heads,
-                "steps": 35 * self.depth**2 if self.steps is None else self.steps,
+                "steps": 18 * self.depth**2 if self.steps is None else self.steps,
                 "lr": RATES[self.optimizer](self.depth) if self.lr is None else self.lr,
                 "qk_clip_tau": 100.0
                 if self.qk_clip_tau is None and self.optimizer == "muonclip"
