@@ -42,7 +42,7 @@ def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[s
 
 def test_help_of_train_says_what_defaults_mean(capsys: pytest.CaptureFixture[str]) -> None:
     out = " ".join(run(capsys, "train", "--help")[1].replace("│", " ").split())
-    for text in ("--depth INT", "(default: 35 * depth²)", "--resume", "(default: run-1, run-2"):
+    for text in ("--depth INT", "(default: 18 * depth²)", "--resume", "(default: run-1, run-2"):
         assert text in out
     assert "None" not in out
 
