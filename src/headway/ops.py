@@ -18,7 +18,7 @@ from .backends import get
 from .backends.base import Call
 from .blocks import Tiles
 from .errors import BackendRefused
-from .types import Captured, Coords, Forward, Spec, acc_dtype
+from .types import Captured, Coords, Forward, Spec, acc_dtype, in_dtype
 
 _INPUTS = (
     "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor[] tensors, "
@@ -223,7 +223,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         acc = lse.dtype
-        delta = (_as(dout, acc) * _as(out, acc)).sum(-1)
+        delta = (in_dtype(dout, acc) * in_dtype(out, acc)).sum(-1)
         if dlse is not None:
             delta = delta - dlse
         run = _backward
@@ -237,19 +237,15 @@ class _Attention(torch.autograd.Function):
                 ctx.offsets, q_pos, kv_pos, out, lse, dout, delta, needs,
             )
         )  # fmt: skip
-        dq, dk, dv = (_as(next(results), x.dtype) for x in (q, k, v))
-        dsink = None if sink is None else _as(next(results), sink.dtype)
+        dq, dk, dv = (in_dtype(next(results), x.dtype) for x in (q, k, v))
+        dsink = None if sink is None else in_dtype(next(results), sink.dtype)
         dcaptured = [
-            _as(next(results), t.dtype) if need else None
+            in_dtype(next(results), t.dtype) if need else None
             for need, t in zip(needs, captured, strict=False)
         ]
         rest = len(tensors) - len(dcaptured)
         nothing = (None,) * 5
         return (*nothing, dq, dk, dv, dsink, None, None, None, *dcaptured, *(None,) * rest)
-
-
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 class _Direct(torch.autograd.Function):

@@ -164,3 +164,8 @@ class AttentionOutput(NamedTuple):
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The accumulation dtype: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which takes a microsecond to do nothing where x has the dtype already."""
+    return x if x.dtype == dtype else x.to(dtype)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...mods import causal, lower_mod
 from ...mods.pointwise import Positions, mask_at
-from ...types import Forward, Grads, Spec, acc_dtype
+from ...types import Forward, Grads, Spec, acc_dtype, in_dtype
 from ..base import Call, graphs, split
 from .plan import Segment, index_tensors, pieces
 
@@ -65,7 +65,7 @@ def forward(spec: Spec, call: Call) -> Forward:
         lse = torch.logaddexp(lse, call.sink.to(acc)[:, None])
         nothing = before.masked_fill(lse == -math.inf, 0) - lse.masked_fill(lse == -math.inf, 0)
         out = out * nothing.exp_()[..., None]
-    out, lse = _as(out, acc if spec.partial else call.q.dtype), _as(lse, acc)
+    out, lse = in_dtype(out, acc if spec.partial else call.q.dtype), in_dtype(lse, acc)
     if out.shape != call.q.shape:
         out, lse = out.reshape(b, hq, q_len, d), lse.reshape(b, hq, q_len)
     return Forward(out, lse, lse.new_empty(0), lse.new_empty(0))
@@ -111,8 +111,8 @@ def backward(
         dsink = -(weight * delta).sum((0, 2))
     dtype = acc if spec.partial else call.q.dtype
     if hq != hk:
-        dk, dv = (_as(x, acc).sum(1) for x in (dk, dv))
-    dq, dk, dv = _as(dq, dtype), _as(dk, dtype), _as(dv, dtype)
+        dk, dv = (in_dtype(x, acc).sum(1) for x in (dk, dv))
+    dq, dk, dv = in_dtype(dq, dtype), in_dtype(dk, dtype), in_dtype(dv, dtype)
     if dq.shape != call.q.shape:
         dq = dq.reshape(b, hq, q_len, d)
     if dk.shape != call.k.shape:
@@ -132,16 +132,9 @@ def _giving(delta: Tensor, out: Tensor, dout: Tensor, acc: torch.dtype) -> Tenso
     return dout * (delta / size.clamp(min=1e-30))[..., None]
 
 
-# Below, `to` and `reshape` are left out where they would change nothing: a microsecond each.
-
-
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.to(dtype)
-
-
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In `dtype`, with rows whose numbers lie side by side, which the kernels take for granted."""
-    x = _as(x, dtype)
+    x = in_dtype(x, dtype)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
