@@ -27,7 +27,7 @@ _INPUTS = (
 _library = torch.library.Library("headway", "DEF")
 _library.define(f"forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
 _library.define(
-    f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor delta, bool[] needs) "
+    f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs) "
     "-> Tensor[]"
 )
 
@@ -53,9 +53,9 @@ def _forward(spec: str, *inputs: Any) -> Forward:
 
 def _backward(spec: str, *inputs: Any) -> list[Tensor]:
     parsed, call = Spec.parse(spec), _call(*inputs[:12])
-    out, lse, dout, delta, needs = inputs[12:]
+    out, lse, dout, dlse, needs = inputs[12:]
     dq, dk, dv, dsink, captured = get(parsed.backend).backward(
-        parsed, call, out, lse, dout, delta, tuple(needs)
+        parsed, call, out, lse, dout, dlse, tuple(needs)
     )
     grads = [dq, dk, dv] + ([] if dsink is None else [dsink])
     return [g.contiguous() for g in (*grads, *captured) if g is not None]  # as the fake says
@@ -222,10 +222,6 @@ class _Attention(torch.autograd.Function):
         ]
         if dout is None:
             dout = torch.zeros_like(out)
-        acc = lse.dtype
-        delta = (in_dtype(dout, acc) * in_dtype(out, acc)).sum(-1)
-        if dlse is not None:
-            delta = delta - dlse
         run = _backward
         if _watched(tensors, q, k, v, dout):
             run = torch.ops.headway.backward
@@ -234,7 +230,7 @@ class _Attention(torch.autograd.Function):
         results = iter(
             run(
                 ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,
-                ctx.offsets, q_pos, kv_pos, out, lse, dout, delta, needs,
+                ctx.offsets, q_pos, kv_pos, out, lse, dout, dlse, needs,
             )
         )  # fmt: skip
         dq, dk, dv = (in_dtype(next(results), x.dtype) for x in (q, k, v))

@@ -36,9 +36,9 @@ class Right:
     def forward(self, spec, call):
         return reference.forward(*self.both(*self.before_forward(spec, call)))
 
-    def backward(self, spec, call, out, lse, dout, delta, needs):
+    def backward(self, spec, call, out, lse, dout, dlse, needs):
         spec, call = self.both(*self.before_backward(spec, call))
-        return reference.backward(spec, call, out, lse, dout, delta, needs)
+        return reference.backward(spec, call, out, lse, dout, dlse, needs)
 
     cases = shows = hides = ""
 
@@ -331,12 +331,12 @@ class OneHeadOfGroup(Right):
     shows = "k v"
     hides = f"{FORWARD} q"
 
-    def backward(self, spec, call, out, lse, dout, delta, needs):
+    def backward(self, spec, call, out, lse, dout, dlse, needs):
         group = call.q.shape[1] // call.k.shape[1]
         last = torch.arange(call.q.shape[1]) % group == group - 1
         last = last[:, None]
-        whole = super().backward(spec, call, out, lse, dout, delta, needs)
-        part = super().backward(spec, call, out, lse, dout * last[..., None], delta * last, needs)
+        whole = super().backward(spec, call, out, lse, dout, dlse, needs)
+        part = super().backward(spec, call, out, lse, dout * last[..., None], dlse * last, needs)
         return whole._replace(k=part.k, v=part.v)
 
 
@@ -361,8 +361,8 @@ class NoGradientOfLse(Right):
     shows = "q k"
     hides = f"{FORWARD} v"
 
-    def backward(self, spec, call, out, lse, dout, delta, needs):
-        return super().backward(spec, call, out, lse, dout, (dout * out).sum(-1).to(delta), needs)
+    def backward(self, spec, call, out, lse, dout, dlse, needs):
+        return super().backward(spec, call, out, lse, dout, None, needs)
 
 
 class LseOfBaseTwo(Right):
@@ -466,7 +466,7 @@ class NoDerivativeOfScore(Right):
     shows = "q k"
     hides = f"{FORWARD} v"
 
-    def backward(self, spec, call, out, lse, dout, delta, needs):
+    def backward(self, spec, call, out, lse, dout, dlse, needs):
         through = reference._through_score
 
         def identity(spec, call, s, kept, dt, needs):
@@ -474,7 +474,7 @@ class NoDerivativeOfScore(Right):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reference, "_through_score", identity)
-            return super().backward(spec, call, out, lse, dout, delta, needs)
+            return super().backward(spec, call, out, lse, dout, dlse, needs)
 
 
 class LastOfRepeats(Right):
@@ -528,8 +528,9 @@ class DropoutUnscaled(Right):
         whole = super().forward(spec, call)
         return whole._replace(out=whole.out * (1 - spec.dropout))
 
-    def backward(self, spec, call, out, lse, dout, delta, needs):
-        return super().backward(spec, call, out, lse, dout * (1 - spec.dropout), delta, needs)
+    def backward(self, spec, call, out, lse, dout, dlse, needs):
+        rate = 1 - spec.dropout
+        return super().backward(spec, call, out / rate, lse, dout * rate, dlse, needs)
 
 
 class DropoutNotInBackward(Right):
@@ -589,8 +590,8 @@ class StridesOfDoutIgnored(Right):
     shows = GRADS
     hides = FORWARD
 
-    def backward(self, spec, call, out, lse, dout, delta, needs):
-        return super().backward(spec, call, out, lse, _as_if_contiguous(dout), delta, needs)
+    def backward(self, spec, call, out, lse, dout, dlse, needs):
+        return super().backward(spec, call, out, lse, _as_if_contiguous(dout), dlse, needs)
 
 
 class OverwritesInput(Right):

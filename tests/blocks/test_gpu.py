@@ -11,10 +11,10 @@ from .test_build import common_masks
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-def moved(value):
+def moved(value, built: BlockMask):
     """The same with its tensors on the GPU: a value of the library, or a function's closure."""
     if isinstance(value, headway.Mask):
-        return headway.block_mask(value, 1, 1, 0, 0).to("cuda").mask
+        return built.to("cuda").mask
     for cell in value.__closure__ or ():
         if isinstance(cell.cell_contents, torch.Tensor):
             cell.cell_contents = cell.cell_contents.cuda()
@@ -31,7 +31,7 @@ def test_tiles_are_those_of_the_cpu(name):
     mask = common_masks()[name]
     shape = (3, 4, 300, 173)
     here = headway.block_mask(mask, *shape, tile=(32, 16))
-    there = headway.block_mask(moved(mask), *shape, tile=(32, 16), device="cuda")
+    there = headway.block_mask(moved(mask, here), *shape, tile=(32, 16), device="cuda")
     assert there.device.type == "cuda"
     same(here, there)
     same(here.retile((64, 64)), there.retile((64, 64)))

@@ -475,7 +475,7 @@ def _fakes() -> dict[str, types.ModuleType]:
         warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait,
     )  # fmt: skip
     triton = types.ModuleType("triton")
-    triton.jit, triton.language = jit, gl
+    triton.jit, triton.language, triton.next_power_of_2 = jit, gl, _next_power_of_2
     return {"simulated.gluon_api": api, "triton": triton, "triton.language": gl}
 
 
@@ -491,8 +491,13 @@ def _load() -> types.SimpleNamespace:
         forward = load("simulated.kernel_forward")
         backward = load("simulated.kernel_backward")
         text = {n: load(f"simulated_text.{n}") for n in ("maths", "gradients")}
+        rows = load("simulated_text.rows")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
-    return types.SimpleNamespace(forward=forward, backward=backward, names=names)
+    return types.SimpleNamespace(forward=forward, backward=backward, rows=rows, names=names)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
 
 
 LOADED = _load()
@@ -554,6 +559,7 @@ def simulating():
     by = {
         "forward_kernel": Kernel(LOADED.forward.forward),
         "backward_kernel": Kernel(LOADED.backward.backward),
+        "deltas": LOADED.rows.deltas,
         "prepare": Kernel(LOADED.backward.prepare),
         "finish": Kernel(LOADED.backward.finish),
         "functions": _functions,
@@ -561,6 +567,10 @@ def simulating():
     }
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # partitions take turns as often as they can
-    with mock.patch.multiple(launch, **by):
+    delta_kernel = Kernel(LOADED.rows.delta_kernel)
+    with (
+        mock.patch.multiple(launch, **by),
+        mock.patch.object(LOADED.rows, "delta_kernel", delta_kernel),
+    ):
         yield
     sys.setswitchinterval(before)

@@ -77,8 +77,7 @@ def test_float32_partials():
     )  # fmt: skip
     with torch.no_grad():
         out, lse, *_ = hopper.forward(spec, call)
-        delta = (given.dout.float() * out).sum(-1)
-        grads = hopper.backward(spec, call, out, lse, given.dout, delta, ())
+        grads = hopper.backward(spec, call, out, lse, given.dout, None, ())
     made = {"out": out, "grad q": grads.q, "grad k": grads.k, "grad v": grads.v}
     assert all(x.dtype == torch.float32 for x in made.values())
     assert far(case, made, stats=False) == []

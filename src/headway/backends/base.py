@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..blocks import Tiles
 from ..mods.graph import Graph, parse
-from ..types import Captured, Coords, Forward, Grads, Spec
+from ..types import Captured, Coords, Forward, Grads, Spec, in_dtype
 
 
 class Call(NamedTuple):
@@ -48,10 +48,10 @@ class Backend(Protocol):
         out: Tensor,
         lse: Tensor,
         dout: Tensor,
-        delta: Tensor,
+        dlse: Tensor | None,
         needs: tuple[bool, ...],
     ) -> Grads:
-        """Gradients, given the merged `out` and `lse` and `delta = rowsum(dout∘out) − dlse`.
+        """Gradients, given the merged `out` and `lse` and the gradients of both.
 
         The backwards of disjoint key ranges, each given the same merged out and lse, sum to the
         exact gradients. `needs` says which tensors captured by the score want one.
@@ -73,6 +73,13 @@ def split(spec: Spec, captured: Captured) -> tuple[Captured, Captured]:
     t, n, x = spec.score_tensors, spec.score_ints, spec.score_floats
     tensors, ints, floats = captured
     return Captured(tensors[:t], ints[:n], floats[:x]), Captured(tensors[t:], ints[n:], floats[x:])
+
+
+def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """delta = rowsum(dout∘out) − dlse, (b, hq, q_len) in `dtype`: what the softmax's derivative
+    takes off dP. `dlse` None: nothing depends on lse."""
+    delta = (in_dtype(dout, dtype) * in_dtype(out, dtype)).sum(-1)
+    return delta if dlse is None else delta - dlse
 
 
 def scatter(grad: Tensor, indices: tuple[Tensor | int, ...], values: Tensor) -> None:

@@ -9,7 +9,7 @@ from ..dropout import keep
 from ..mods.derivative import differentiable_gathers, joint
 from ..mods.pointwise import Positions, mask_at, score_at
 from ..types import Coords, Forward, Grads, Spec, acc_dtype
-from .base import Call, graphs, scatter, split
+from .base import Call, delta_of, graphs, scatter, split
 
 name = "reference"
 
@@ -51,14 +51,15 @@ def backward(
     out: Tensor,
     lse: Tensor,
     dout: Tensor,
-    delta: Tensor,
+    dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:
     """dv = Pᵀ dout, dS = P∘(dP − delta)∘score'(S), dq = scale dS k, dk = scale dSᵀ q."""
     hq, hk = call.q.shape[1], call.k.shape[1]
     acc = acc_dtype(call.q.dtype)
     dtype = acc if spec.partial else call.q.dtype
-    q, dout, delta, lse = (x.double() for x in (call.q, dout, delta, lse))
+    delta = delta_of(out, dout, dlse, torch.float64)
+    q, dout, lse = (x.double() for x in (call.q, dout, lse))
     k, v = (_to_heads(x, hq) for x in (call.k, call.v))
     s, t, kept, keep_ = _scores(spec, call)
     p = _probabilities(t, lse)

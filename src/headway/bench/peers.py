@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as flex
 
 from ..api import attention
 from ..mods import causal
+from ..mods.base import Both, Either, MaskFn
 from .cases import Case, Inputs
 
 MOST_BIAS = 1 << 30  # bytes of an explicit mask that a user might still afford
@@ -80,10 +81,10 @@ def _flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
     score, mask, n = x.score, x.mask, case.length
     blocks = score_mod = None
     if mask is not None:
-        mask_mod = lambda b, h, i, j: mask(b, h, i, j)  # it inspects functions, not values
-        blocks = flex.create_block_mask(mask_mod, None, None, n, n, device=x.q.device)
+        blocks = flex.create_block_mask(_mask_mod(mask), None, None, n, n, device=x.q.device)
     if score is not None:
-        score_mod = lambda s, b, h, i, j: score(s, b, h, i, j)
+        of_score = score.__call__
+        score_mod = lambda s, b, h, i, j: of_score(s, b, h, i, j)
     # A fresh start: past eight mods the compiler gives up on a function, and shapes become dynamic.
     torch.compiler.reset()
     compiled = torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
@@ -100,6 +101,17 @@ def _flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         raise Unavailable(f"{type(error).__name__}: {first[:200]}") from error
     return call
+
+
+def _mask_mod(mask: MaskFn) -> Callable[..., Tensor]:
+    """A mask as FlexAttention's users write it: it inspects functions, and torch 2.11 asks a value
+    that it calls whether it is true."""
+    if isinstance(mask, Both | Either):
+        of_parts = [_mask_mod(part) for part in (mask.first, mask.second)]
+        join = flex.and_masks if isinstance(mask, Both) else flex.or_masks
+        return join(*of_parts)
+    of_mask = mask.__call__
+    return lambda b, h, i, j: of_mask(b, h, i, j)
 
 
 def _create_block_mask(case: Case, x: Inputs) -> Callable[[], Any]:

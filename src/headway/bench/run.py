@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 
 from ..errors import ArgumentError
 from ..mods import causal
@@ -115,6 +116,8 @@ def measure(
     return machine, MEASURES[case.measure](case, device, repeats, tick)
 
 
+# A compiled peer's backward is timed many times on one forward, whose buffers must last.
+@functorch.patch(donated_buffer=False)
 def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: None) -> list[Result]:
     """Headway and every peer: checked against float64, then timed in turns, in both directions."""
     x = inputs(case, device)

@@ -40,15 +40,15 @@ def forward(spec: Spec, call: Call) -> Forward:
 
 
 def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """As the forward; the two need not be computed the same way."""
     if flash.suits(spec, call):
-        grads = flash.backward(spec, call, out, lse, dout, delta)
+        grads = flash.backward(spec, call, out, lse, dout, dlse)
         if grads is not None:
             return grads
-    return tiled.backward(spec, call, out, lse, dout, delta, needs)
+    return tiled.backward(spec, call, out, lse, dout, dlse, needs)
 
 
 def code(spec: Spec, call: Call) -> str:

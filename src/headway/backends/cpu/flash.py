@@ -20,7 +20,7 @@ from torch import Tensor
 from ...mods import causal, lower_mod
 from ...mods.pointwise import Positions, mask_at
 from ...types import Forward, Grads, Spec, acc_dtype, in_dtype
-from ..base import Call, graphs, split
+from ..base import Call, delta_of, graphs, split
 from .plan import Segment, index_tensors, pieces
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -72,15 +72,16 @@ def forward(spec: Spec, call: Call) -> Forward:
 
 
 def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
 ) -> Grads | None:  # fmt: skip
-    """The sum of the stretches' backwards; None where the kernels cannot be given this delta, or
+    """The sum of the stretches' backwards; None where the kernels cannot be given its delta, or
     would leave most threads idle."""
     (b, hq, q_len, d), hk, kv_len = call.q.shape, *call.k.shape[1:3]
     acc = acc_dtype(call.q.dtype)
     if 2 * b * hq < torch.get_num_threads():
         return None
-    like_out = _giving(delta, out, dout, acc)
+    delta = delta_of(out, dout, dlse, acc)
+    like_out = _giving(delta, out, dout, dlse, acc)
     if like_out is None:
         return None
     causal_square = is_causal(spec, call)
@@ -120,11 +121,13 @@ def backward(
     return Grads(dq, dk, dv, dsink, [])
 
 
-def _giving(delta: Tensor, out: Tensor, dout: Tensor, acc: torch.dtype) -> Tensor | None:
+def _giving(
+    delta: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, acc: torch.dtype
+) -> Tensor | None:
     """What to call out. The kernels want it only to compute delta = rowsum(dout∘out), but the delta
-    to use is given: a gradient of lse may have been taken off it. Then dout * delta / |dout|² has
+    to use may have a gradient of lse taken off it. Then dout * delta / |dout|² has
     that product with dout. None where there is no such thing."""
-    if torch.equal((dout.to(acc) * out.to(acc)).sum(-1), delta):
+    if dlse is None or not dlse.any():  # a compiled program gives zeros
         return out if math.isfinite(delta.sum()) else None
     size = dout.to(acc).square().sum(-1)
     if not math.isfinite(size.sum()) or bool(((size < 1e-30) & (delta != 0)).any()):

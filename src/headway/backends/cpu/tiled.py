@@ -15,7 +15,7 @@ from ...mods.derivative import differentiable_gathers, joint
 from ...mods.graph import Graph
 from ...mods.pointwise import Gathers, Positions, bind, mask_at, score_at
 from ...types import Forward, Grads, Spec, acc_dtype
-from ..base import Call, graphs, scatter, split
+from ..base import Call, delta_of, graphs, scatter, split
 from .plan import Piece, Segment, index_tensors, pieces
 
 
@@ -242,7 +242,7 @@ def forward(spec: Spec, call: Call) -> Forward:
 
 
 def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """P = exp(T − lse), dP = dout vᵀ, dS = P∘(dP − delta)∘score'(S); five products per block."""
@@ -253,7 +253,7 @@ def backward(
     k, v = k[:, 0], v[:, 0]
     # A row that sees nothing has lse = -inf and must get P = 0.
     lse = by_kv_head(lse.masked_fill(lse == -math.inf, math.inf), hk, acc)[..., None]
-    delta = by_kv_head(delta, hk, acc)[..., None]
+    delta = by_kv_head(delta_of(out, dout, dlse, acc), hk, acc)[..., None]
     dq = torch.zeros(b * hk, g, q_len, d, dtype=acc)
     dk = torch.zeros(b * hk, kv_len, d, dtype=acc)
     dv = torch.zeros(b * hk, kv_len, dv_, dtype=acc)

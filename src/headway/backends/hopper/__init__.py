@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
 from ..base import Call
+from ..kernels.device import on
 from .config import BACKWARD, FORWARD, TILE, fitting
 
 name = "hopper"
@@ -54,19 +55,19 @@ def forward(spec: Spec, call: Call) -> Forward:
     """One kernel."""
     from . import launch
 
-    with launch.on(call.q.device):
+    with on(call.q.device):
         return launch.forward(spec, call)
 
 
 def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """One kernel for all gradients, between two small ones."""
     from . import launch
 
-    with launch.on(call.q.device):
-        return launch.backward(spec, call, out, lse, dout, delta, needs)
+    with on(call.q.device):
+        return launch.backward(spec, call, out, lse, dout, dlse, needs)
 
 
 def code(spec: Spec, call: Call) -> str:

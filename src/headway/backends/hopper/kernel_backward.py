@@ -411,8 +411,8 @@ def write(x, to, row, length, width):
 
 
 @triton.jit(do_not_specialize=["q_len", "q_rows"])
-def prepare(lse, delta, lse2, delta2, q_len, q_rows, ROWS: tl.constexpr):
-    """lse in units of log 2 and delta, with rows past the end of a head, whose P is 0.
+def prepare(lse, lse2, q_len, q_rows, ROWS: tl.constexpr):
+    """lse in units of log 2, with rows past the end of a head, whose P is 0.
 
     A query that sees nothing has lse = -inf, and P = 0 as well.
     """
@@ -422,8 +422,6 @@ def prepare(lse, delta, lse2, delta2, q_len, q_rows, ROWS: tl.constexpr):
     x = tl.load(lse + head * q_len + i, mask=live, other=float("inf"))
     x = tl.where(x == float("-inf"), float("inf"), x) * LOG2E
     tl.store(lse2 + head * q_rows + i, x, mask=i < q_rows)
-    x = tl.load(delta + head * q_len + i, mask=live, other=0.0)
-    tl.store(delta2 + head * q_rows + i, x, mask=i < q_rows)
 
 
 @triton.jit(do_not_specialize=["q_len", "q_rows", "d"])

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from ...mods.graph import parse
 from ...types import Forward, Grads, Spec
 from ..base import Call, graphs, split
 from ..kernels.emit import Text, functions
+from ..kernels.rows import deltas
 from ..kernels.varies import variation
 from ..kernels.widths import SMALL
 from . import tile
@@ -78,7 +78,7 @@ def forward(spec: Spec, call: Call) -> Forward:
 
 
 def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """One kernel for all gradients, between two small ones that put rows in its order and back."""
@@ -92,18 +92,17 @@ def backward(
         torch.zeros(t.shape, dtype=torch.float32, device=q.device) if need else None
         for t, need in zip(common.of_score.tensors, needs, strict=True)
     ]
-    dsink = None if call.sink is None else _sink_grad(call.sink, lse, delta)
+    how = fitting(BACKWARD, d, dv)
+    q_rows = -(-q_len // how.block) * how.block
+    delta = deltas(out, dout, dlse, q_rows)
+    dsink = None if call.sink is None else _sink_grad(call.sink, lse, delta[..., :q_len])
     if not lse.numel() or not kv_len:
         zero = lambda x: torch.zeros(x.shape, dtype=dtype, device=x.device)
         return Grads(zero(call.q), zero(call.k), zero(call.v), dsink, captured)
 
-    how = fitting(BACKWARD, d, dv)
-    q_rows = -(-q_len // how.block) * how.block
     strips = how.d[0] // 64
-    lse2, delta2 = new(b * hq * q_rows), new(b * hq * q_rows)
-    prepare[(-(-q_rows // 256), b * hq)](
-        lse.contiguous(), delta.float().contiguous(), lse2, delta2, q_len, q_rows, 256
-    )
+    lse2 = new(b * hq * q_rows)
+    prepare[(-(-q_rows // 256), b * hq)](lse.contiguous(), lse2, q_len, q_rows, 256)
     parts = torch.zeros(b * hq * q_rows * strips // 4, 256, device=q.device)
     # The query heads of a key head stay in one CTA, where a mask is alike for them.
     share = hq // hk if common.mask_h == 1 else 1
@@ -117,7 +116,7 @@ def backward(
     backward_kernel[(ranks,)](
         described(q, how.block, how.d)[0], described(k, 64, how.d)[0],
         described(v, 64, how.dv)[0], described(dout, how.block, how.dv)[0],
-        _rows_described(lse2, how.block), _rows_described(delta2, how.block), _parts(parts),
+        _rows_described(lse2, how.block), _rows_described(delta.view(-1), how.block), _parts(parts),
         None if wide else described(dk[..., :d], 64, how.d)[0],
         None if wide else described(dv_[..., :dv], 64, how.dv)[0],
         dk if wide else None, dv_ if wide else None, _grads_of(text, captured),
@@ -267,11 +266,6 @@ def _layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 def processors(device: torch.device) -> int:
     """CTAs that run at once: each takes the shared memory of a multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _tensors(tensors: Sequence[Tensor], device: torch.device) -> tuple:

@@ -56,13 +56,13 @@ def forward(spec: Spec, call: Call) -> Forward:
 
 
 def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """Two kernels: dq and what the score captures, then dk and dv."""
     from . import launch
 
-    return launch.backward(spec, call, out, lse, dout, delta, needs)
+    return launch.backward(spec, call, out, lse, dout, dlse, needs)
 
 
 def code(spec: Spec, call: Call) -> str:

@@ -8,7 +8,7 @@ With P = exp(T − lse), T = score(S), S = scale q kᵀ, out = (P∘K) v, where 
     dS = dT∘score'(S),    dq = scale dS k,    dk = scale dSᵀ q
 
 The derivative of a softmax row is P_ij (dP_ij − Σ P dP); a gradient of lse adds P_ij dlse_i, which
-is why delta, given by the caller, carries both. Since lse and out are those of all keys, the sums
+is why delta (`kernels/rows.py`) carries both. Since lse and out are those of all keys, the sums
 over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022, algorithm 4.)
 
 With two kernels, S and dP are computed in both, seven products in place of five, and in return

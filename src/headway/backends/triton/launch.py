@@ -11,6 +11,7 @@ from ...mods.derivative import differentiable_gathers, joint
 from ...mods.graph import parse
 from ...types import Forward, Grads, Spec
 from ..base import Call
+from ..kernels.rows import deltas
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
 from .plan import Launcher, Plan, planned
@@ -42,12 +43,12 @@ def forward(spec: Spec, call: Call) -> Forward:
 
 
 def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor,
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """dq and what the score captures from one kernel, dk and dv from the other; or all from one."""
     q, k, v, dout = _rows(call.q), _rows(call.k), _rows(call.v), _rows(dout)
-    lse, delta = lse.contiguous(), delta.float().contiguous()
+    lse, delta = lse.contiguous(), deltas(out, dout, dlse, lse.shape[2])
     b, hq, kv_len, dtype = *q.shape[:2], k.shape[2], torch.float32 if spec.partial else q.dtype
     captured = [
         torch.zeros(t.shape, dtype=torch.float32, device=q.device) if need else None

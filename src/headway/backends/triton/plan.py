@@ -22,6 +22,7 @@ from ...dropout import threshold
 from ...errors import BackendRefused
 from ...types import Coords, Spec
 from ..base import Call, graphs, split
+from ..kernels.device import on
 from ..kernels.emit import Text, functions
 from ..kernels.widths import SMALL
 from . import saved, tile
@@ -182,7 +183,7 @@ class Launcher:
             args = (*given, *plan.static, *places, walk, *captured, *more)
             # Triton's choice depends on whether pointers are multiples of 16: here all are.
             plain = all(x is None or x.data_ptr() % 16 == 0 for x in (*given, *seen))
-            with _on(plan.device):
+            with on(plan.device):
                 if plain and self.compiled is not None:
                     self.compiled[(self.programs, 1, 1)](*args, *self.tail)
                     return given
@@ -294,21 +295,3 @@ def _same(tiles: Tiles, known: Tiles) -> bool:
     return tiles is known or all(
         a is b for a, b in zip(tiles.flatten(), known.flatten(), strict=True)
     )
-
-
-class _Nothing:
-    """A context that is none: `contextlib.nullcontext`, at a third of its price."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NOTHING = _Nothing()
-
-
-def _on(device: torch.device) -> Any:
-    """Triton launches on the current device: make it this one where it is not."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(device)

@@ -58,8 +58,7 @@ class Problem:
     def prepared(self) -> "Prepared":
         """With the results of a forward, which a backward needs."""
         out, lse, *_ = launch.forward(self.spec, self.call)
-        delta = (out.float() * self.dout.float()).sum(-1)
-        return Prepared(self, out, lse, delta)
+        return Prepared(self, out, lse)
 
     def key(self, kernel: str) -> str:
         """What the tiles of a kernel are found by."""
@@ -74,7 +73,6 @@ class Prepared(NamedTuple):
     problem: Problem
     out: Tensor
     lse: Tensor
-    delta: Tensor
 
     def run(self, kernel: str) -> Callable[[], Any]:
         """The call that launches a kernel, alone or with as little else as can be."""
@@ -86,7 +84,7 @@ class Prepared(NamedTuple):
         def backward() -> Grads:
             plan.one_pass = kernel == "backward"
             return launch.backward(
-                problem.spec, problem.call, self.out, self.lse, problem.dout, self.delta,
+                problem.spec, problem.call, self.out, self.lse, problem.dout, None,
                 (False,) * problem.spec.score_tensors,
             )  # fmt: skip
 
