@@ -65,3 +65,14 @@ class How:
 def fitting(table: tuple, d: int, dv: int):
     """The first row whose pieces hold these widths; None where there is none."""
     return next((row for row in table if sum(row.d) >= d and sum(row.dv) >= dv), None)
+
+
+def turns(heads: int, group: int, ranks: int, processors: int) -> int:
+    """How many heads take turns in the order of work, each giving its longest rank, then each its
+    next: those that run at the same time anyway, so that short ranks come last and heads add to dq
+    in different places. A divisor of `heads`, and whole groups that share keys.
+
+    - `ranks`: of a head; `processors`: of the GPU.
+    """
+    fit = [n for n in range(group, heads + 1, group) if heads % n == 0 and n * ranks <= processors]
+    return max(fit, default=group)

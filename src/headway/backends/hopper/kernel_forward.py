@@ -35,6 +35,7 @@ from .tile import (
     at_stage,
     buffers,
     fetch,
+    last_runs,
     left,
     mma,
     or_nan,
@@ -51,6 +52,7 @@ from .tile import (
 
 ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at a time
 _STAGES = gl.constexpr(2)  # of the channel of work
+_NUMBERS = gl.constexpr(13)  # of a rank: see `tell`
 
 
 # Numbers that change from call to call do not make a kernel of their own.
@@ -79,7 +81,7 @@ def forward(
     else:
         o_smem = q_smem
     work_smem = gl.allocate_shared_memory(
-        gl.int32, [_STAGES * 5, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        gl.int32, [_STAGES * _NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
     rings = (
         channel(_STAGES, 1, 2),  # work
@@ -122,8 +124,12 @@ def load(q, k, v, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
     rank = gl.atomic_add(counter, 1)
     while rank < total:
         line, slot, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
+        if walk.full is None:  # noqa: SIM108
+            runs = ()
+        else:
+            runs = last_runs(walk, line, kv_len, HOW)
         acquire(work_ring, work_at)
-        tell(work_smem, work_at[0], line, slot, first, h, b)
+        tell(work_smem, work_at[0], (line, slot, first, h, b) + runs)  # noqa: RUF005
         publish(work_ring, work_at)
         work_at = step(work_at, _STAGES)
         acquire(q_ring, q_at)
@@ -133,32 +139,30 @@ def load(q, k, v, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
         fetch(q, b, h, first + ROWS, full, q_smem, 1)
         q_at = step(q_at, 1)
         given = (k, v, k_smem, v_smem, k_ring, v_ring, b, h // group)
-        kv_at = visit_back(kv_at, given, walk, line, kv_len, load_block, None, None, HOW)
+        kv_at = visit_back(kv_at, given, walk, runs, kv_len, load_block, None, None, HOW)
         rank = gl.atomic_add(counter, 1)
     acquire(work_ring, work_at)
-    tell(work_smem, work_at[0], -1, 0, 0, 0, 0)
+    tell(work_smem, work_at[0], (-1,))
     publish(work_ring, work_at)
 
 
 @gluon.jit
-def tell(work_smem, stage, line, slot, first, h, b):
-    """Write down what a rank is, so that consumers need not work it out. Line -1: there is none."""
+def tell(work_smem, stage, given):
+    """Write down what a rank is, so that consumers need not work it out: line (-1: there is no
+    rank), slot, first row, head, batch row, and what `last_runs` gives of the line."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    given = (line, slot, first, h, b)
-    for n in gl.static_range(5):
+    for n in gl.static_range(len(given)):
         number = gl.full([1], given[n], gl.int32, layout=one)
-        work_smem.index(stage * 5 + n).store(number)
+        work_smem.index(stage * _NUMBERS + n).store(number)
 
 
 @gluon.jit
-def told(work_smem, ring, at):
-    """(line, slot, first row, head, batch row) of the next rank."""
+def told(work_smem, ring, at, COUNT: gl.constexpr):
+    """The first COUNT numbers of the next rank, as `tell` wrote them."""
     await_(ring, at)
-    n = at[0] * 5
-    work = (
-        _number(work_smem, n), _number(work_smem, n + 1), _number(work_smem, n + 2),
-        _number(work_smem, n + 3), _number(work_smem, n + 4),
-    )  # fmt: skip
+    work = ()
+    for n in gl.static_range(COUNT):
+        work = work + (_number(work_smem, at[0] * _NUMBERS + n),)  # noqa: RUF005
     release(ring, at)
     return work
 
@@ -213,8 +217,10 @@ def consume(
     work_at, q_at, k_at, v_at = start(), start(), start(), start()
     queries = at_stage(q_smem, W)
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
-    line, slot, first, h, b = told(work_smem, work_ring, work_at)
-    while line >= 0:
+    COUNT: gl.constexpr = 5 if walk.full is None else _NUMBERS
+    rank = told(work_smem, work_ring, work_at, COUNT)
+    while rank[0] >= 0:
+        slot, first, h, b = rank[1], rank[2], rank[3], rank[4]
         live = first + i < q_len
         q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
         at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx[:, None], b)
@@ -226,7 +232,7 @@ def consume(
         context = (
             queries, k_smem, v_smem, k_ring, v_ring, kv_len, scale, coords, of_score, of_mask, at,
         )  # fmt: skip
-        state = visit_back(state, context, walk, line, kv_len, attend, SCORE, MASK, HOW)
+        state = visit_back(state, context, walk, rank[5:], kv_len, attend, SCORE, MASK, HOW)
         acc, m, l, largest, p, k_at, v_at = state
         if HOW.own:
             release(q_ring, q_at)
@@ -269,7 +275,7 @@ def consume(
             release(q_ring, q_at)
         q_at = step(q_at, 1)
         work_at = step(work_at, _STAGES)
-        line, slot, first, h, b = told(work_smem, work_ring, work_at)
+        rank = told(work_smem, work_ring, work_at, COUNT)
     copy_out_wait(0)
 
 

@@ -18,7 +18,7 @@ from ..kernels.rows import deltas
 from ..kernels.varies import variation
 from ..kernels.widths import SMALL
 from . import tile
-from .config import BACKWARD, FORWARD, ROWS, TILE, How, fitting
+from .config import BACKWARD, FORWARD, ROWS, TILE, How, fitting, turns
 from .gluon_api import TensorDescriptor, gl
 from .kernel_backward import backward as backward_kernel
 from .kernel_backward import finish, prepare
@@ -205,7 +205,10 @@ class Common:
         """The lines of tiles, the number of ranks, and ranks per line."""
         (b, heads, q_len, _), kv_len = self.q.shape, self.k.shape[2]
         length, heads = q_len if queries else kv_len, heads // share
-        near = heads // self.k.shape[1] if self.mask_h == 1 else 1
+        near = 1
+        if self.mask_h == 1:
+            group = heads // self.k.shape[1]
+            near = turns(heads, group, -(-length // rows), processors(self.q.device))
         if self.tiles is None:
             lines = -(-length // rows)
             walk = tile.Walk(None, None, None, 1, 1, lines, rows, rows, near)

@@ -86,14 +86,27 @@ def _stretch(runs, run, there, walk, length, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def last_runs(walk, line, length, HOW: gl.constexpr):
+    """What `visit_back` starts from: of the full tiles of a line, then of the partial ones, the end
+    of their runs, how many there are, and first row and number of blocks of the last."""
+    f0 = gl.load(walk.full[0] + line)
+    f1 = gl.load(walk.full[0] + line + 1)
+    p0 = gl.load(walk.partial[0] + line)
+    p1 = gl.load(walk.partial[0] + line + 1)
+    first_f, blocks_f = _stretch(walk.full, f1 - 1, f1 > f0, walk, length, HOW.block)
+    first_p, blocks_p = _stretch(walk.partial, p1 - 1, p1 > p0, walk, length, HOW.block)
+    return f1, f1 - f0, first_f, blocks_f, p1, p1 - p0, first_p, blocks_p
+
+
+@gluon.jit
 def visit_back(
-    state, given, walk, line, length,
+    state, given, walk, runs, length,
     BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """`BODY(state, given, row, FIRST, PARTIAL)` on every live block of a line, from the last to the
     first: full ones, then partial ones. The first call is apart; it has `PARTIAL`, and so has the
     only block that may reach past the end. A line with no live tile gets its first block, which the
-    mask empties."""
+    mask empties. `runs`: of the line, from `last_runs`; nothing where there is no block mask."""
     BLOCK: gl.constexpr = HOW.block
     if walk.full is None:
         blocks = (length + BLOCK - 1) // BLOCK
@@ -101,29 +114,29 @@ def visit_back(
         for i in range(1, blocks):
             state = BODY(state, given, (blocks - 1 - i) * BLOCK, False, False, SCORE, MASK, HOW)
     else:
-        f0 = gl.load(walk.full[0] + line)
-        f1 = gl.load(walk.full[0] + line + 1)
-        p0 = gl.load(walk.partial[0] + line)
-        p1 = gl.load(walk.partial[0] + line + 1)
-        any_full = f1 > f0
-        first_f, blocks_f = _stretch(walk.full, f1 - 1, any_full, walk, length, BLOCK)
-        first_p, blocks_p = _stretch(walk.partial, p1 - 1, p1 > p0, walk, length, BLOCK)
-        first = gl.where(any_full, first_f, first_p)
-        blocks = gl.where(any_full, blocks_f, blocks_p)
-        blocks = gl.where(any_full | (p1 > p0), blocks, 1)
+        f1, runs_f, first_f, blocks_f, p1, runs_p, first_p, blocks_p = runs
+        first = gl.where(runs_f > 0, first_f, first_p)
+        blocks = gl.where(runs_f > 0, blocks_f, blocks_p)
+        blocks = gl.where((runs_f > 0) | (runs_p > 0), blocks, 1)
         state = BODY(state, given, first + (blocks - 1) * BLOCK, True, True, SCORE, MASK, HOW)
-        for r in range(0, f1 - f0):
-            first, blocks = _stretch(walk.full, f1 - 1 - r, any_full, walk, length, BLOCK)
-            for i in range(gl.where(r == 0, 1, 0), blocks):
+        for r in range(0, runs_f):
+            for i in range(gl.where(r == 0, 1, 0), blocks_f):
                 state = BODY(
-                    state, given, first + (blocks - 1 - i) * BLOCK, False, False, SCORE, MASK, HOW
-                )
-        for r in range(0, p1 - p0):
-            first, blocks = _stretch(walk.partial, p1 - 1 - r, p1 > p0, walk, length, BLOCK)
-            for i in range(gl.where((r == 0) & (f1 == f0), 1, 0), blocks):
+                    state, given, first_f + (blocks_f - 1 - i) * BLOCK, False, False, SCORE, MASK,
+                    HOW,
+                )  # fmt: skip
+            first_f, blocks_f = _stretch(
+                walk.full, f1 - 2 - r, r + 1 < runs_f, walk, length, BLOCK
+            )  # fmt: skip
+        for r in range(0, runs_p):
+            for i in range(gl.where((r == 0) & (runs_f == 0), 1, 0), blocks_p):
                 state = BODY(
-                    state, given, first + (blocks - 1 - i) * BLOCK, False, True, SCORE, MASK, HOW
-                )
+                    state, given, first_p + (blocks_p - 1 - i) * BLOCK, False, True, SCORE, MASK,
+                    HOW,
+                )  # fmt: skip
+            first_p, blocks_p = _stretch(
+                walk.partial, p1 - 2 - r, r + 1 < runs_p, walk, length, BLOCK
+            )  # fmt: skip
     return state
 
 
