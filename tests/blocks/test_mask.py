@@ -10,9 +10,10 @@ from safetensors.torch import save_file
 
 import headway
 from headway.blocks import BlockMask, Runs, from_dense
+from headway.blocks.runs import of_dense
 from headway.errors import ArgumentError, CheckpointError
 
-from .dense import tiles_state
+from .dense import CPU, tiles_state
 
 TILE, LENGTHS = (8, 16), (100, 230)
 GRID = (13, 15)
@@ -41,7 +42,7 @@ def states(mask: BlockMask) -> torch.Tensor:
 
 def test_runs_and_dense_are_one():
     live = torch.rand(40, 33) < 0.6
-    (runs,) = Runs.of(live, 1)
+    runs = of_dense(live.numpy(), CPU)[1]
     assert torch.equal(runs.dense(33), live)
     assert torch.equal(runs.per_row(), live.sum(1))
     assert torch.equal(runs.tiles().long(), live.nonzero()[:, 1])
@@ -52,10 +53,10 @@ def test_runs_and_dense_are_one():
 def test_runs_take_and_cut():
     live = torch.rand(40, 33) < 0.6
     rows = torch.randint(0, 40, (70,))
-    runs = Runs.of(live, 1)[0].take(rows)
+    runs = of_dense(live.numpy(), CPU)[1].take(rows)
     assert torch.equal(runs.dense(33), live[rows])
     assert torch.equal(runs.cut(5, 20).dense(15), live[rows][:, 5:20])
-    assert Runs.of(live, 1)[0].take(rows[:0]).rows == 0
+    assert of_dense(live.numpy(), CPU)[1].take(rows[:0]).rows == 0
 
 
 def test_keys_pass_the_range_of_int32():

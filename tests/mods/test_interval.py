@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.mods import interval
+from headway.mods import rules
 from headway.mods.graph import BINARY, COMPARISONS, DTYPES, FLOATS, UNARY, Graph, Input, Node, apply
-from headway.mods.interval import Bounds
+from headway.mods.rules import Bounds
 
 BOXES, POINTS = 400, 40
 ON_BOOL = {"and", "or", "xor", "not", "eq", "ne"}
@@ -86,7 +86,7 @@ def test_no_value_leaves_its_bounds(op, dtype, result):
     names = [f"v{n}" for n in range(len(operands))]
     node = Node(op, tuple(names), result)
     graph = Graph("mask", tuple(map(Input, names, operands)), (node,), ("%0",))
-    lo, hi = interval._node(graph, node, [b for b, _ in drawn])
+    lo, hi = rules.node_bounds(graph, node, [b for b, _ in drawn])
     value = apply(op, tuple(v for _, v in drawn), DTYPES[result])
     lo, hi = (torch.as_tensor(x).expand(BOXES)[:, None] for x in (lo, hi))
     if result in FLOATS:
@@ -104,7 +104,7 @@ def test_a_square_is_not_negative():
     node = Node("mul", ("v0", "v0"), "i64")
     graph = Graph("mask", (Input("v0", "i64"),), (node,), ("%0",))
     box = Bounds(torch.tensor([-3, 2, -5]), torch.tensor([4, 6, -1]))
-    lo, hi = interval._node(graph, node, [box, box])
+    lo, hi = rules.node_bounds(graph, node, [box, box])
     assert lo.tolist() == [0, 4, 1]
     assert hi.tolist() == [16, 36, 25]
 
@@ -114,5 +114,5 @@ def test_mod_is_exact_within_one_period():
     graph = Graph("mask", (Input("v0", "i64"), Input("v1", "i64")), (node,), ("%0",))
     box = Bounds(torch.tensor([10, 14, -7]), torch.tensor([13, 17, -6]))
     period = Bounds(torch.tensor(8), torch.tensor(8))
-    lo, hi = interval._node(graph, node, [box, period])
+    lo, hi = rules.node_bounds(graph, node, [box, period])
     assert (lo.tolist(), hi.tolist()) == ([2, 0, 1], [5, 7, 2])

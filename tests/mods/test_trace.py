@@ -10,7 +10,8 @@ import oracle
 from cases import BY_NAME, Case, problem
 from headway.mods import lower_mod, trace
 from headway.mods.derivative import differentiable_gathers, joint
-from headway.mods.graph import evaluate, parse
+from headway.mods.evaluate import evaluate
+from headway.mods.graph import parse
 from headway.mods.pointwise import Positions, mask_at, score_at
 from variants import MASKS, SCORES
 

@@ -8,9 +8,9 @@ import torch
 from ..errors import ArgumentError
 from ..mods.graph import Graph
 from ..types import Captured, Coords
-from .bounds import Axis, Groups
 from .mask import Tiles
 from .quadtree import Search
+from .sides import Axis, Groups
 
 _INT32 = 2**31 - 1
 
@@ -46,7 +46,7 @@ def build(
         # Whatever the caller's mode, the result is made of plain tensors, fit to be kept and saved.
         with torch.inference_mode(False), torch.no_grad():
             search = Search(graph, captured, Groups(b, h, coords.b, coords.h), q, kv, device)
-            return Tiles.of_runs(*search.run()), b, h
+            return search.run(), b, h
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate" not in str(error):
             raise

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -19,7 +20,7 @@ from ..errors import ArgumentError
 from ..mods.base import Both, Either, MaskFn, Mod, Shifted
 from ..mods.capture import leaves
 from ..mods.lowering import describe, restore
-from .runs import Runs, coarser, combine
+from .runs import Runs, coarser, combine, of_dense
 
 
 class Tiles(NamedTuple):
@@ -57,6 +58,14 @@ class Tiles(NamedTuple):
             work = full.per_row() + partial.per_row()
             orders.append(work.argsort(descending=True, stable=True).to(torch.int32))
         return Tiles(rows_full, rows_partial, cols_full, cols_partial, *orders)
+
+    @staticmethod
+    def of_dense(state: np.ndarray, device: torch.device) -> "Tiles":
+        """From uint8 `(groups, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
+        groups, rows, cols = state.shape
+        by_row = of_dense(state.reshape(groups * rows, cols), device)
+        by_col = of_dense(state.transpose(0, 2, 1).reshape(groups * cols, rows), device)
+        return Tiles(*by_row[:2], *by_col[:2], by_row[2], by_col[2])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -332,9 +341,7 @@ def from_dense(
     state: Tensor, mask: MaskFn, lengths: tuple[int, ...], tile: tuple[int, int]
 ) -> BlockMask:
     """A block mask from uint8 `(b, h, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
-    rows_full, rows_partial = Runs.of(state.flatten(0, 2), 2, 1)
-    cols_full, cols_partial = Runs.of(state.transpose(2, 3).flatten(0, 2), 2, 1)
-    tiles = Tiles.of_runs(rows_full, rows_partial, cols_full, cols_partial)
+    tiles = Tiles.of_dense(state.flatten(0, 1).cpu().numpy(), state.device)
     return BlockMask(mask, (*state.shape[:2], *lengths), tile, tiles)  # type: ignore[arg-type]
 
 

@@ -11,14 +11,17 @@ edges, where every distance i - j and every sum i + j is found, because one kept
 pair prove it partial; then at all pairs, in chunks.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..mods.graph import Graph
 from ..mods.pointwise import Positions, bind, mask_at
 from ..types import Captured
-from .bounds import SPLIT, Axis, BoxBounds, Groups
+from .bounds import BoxBounds
+from .mask import Tiles
 from .runs import Runs, merge, pick, rectangles
+from .sides import SPLIT, Axis, Groups
 
 _BOXES = 1 << 14  # boxes looked at together: what one thread does without waking the others
 _WHOLE = 1 << 15  # tiles in a square that is small
@@ -83,8 +86,8 @@ class Search:
         self.graph, self.values = graph, bind(graph, captured)
         self.groups, self.q, self.kv, self.device = groups, q, kv, device
 
-    def run(self) -> tuple[Runs, Runs, Runs, Runs]:
-        """Full and partial tiles along rows, and full and partial tiles along columns."""
+    def run(self) -> Tiles:
+        """Full and partial tiles, along rows and along columns."""
         tiles = self.groups.count * self.q.boxes(0) * self.kv.boxes(0)
         if tiles:
             self.bounds = BoxBounds(
@@ -98,24 +101,20 @@ class Search:
         (rows_full, cols_full), (rows_partial, cols_partial) = (
             found.runs(self.groups.count) for found in (self.full, self.partial)
         )
-        return rows_full, rows_partial, cols_full, cols_partial
+        return Tiles.of_runs(rows_full, rows_partial, cols_full, cols_partial)
 
-    def _whole(self) -> tuple[Runs, Runs, Runs, Runs]:
+    def _whole(self) -> Tiles:
         """All tiles of a small square at once: fewer steps than from coarse to fine."""
-        always, maybe, outside = self.bounds.of_all_tiles()
-        full = always & ~outside
-        state = full.to(torch.uint8) * 2
-        at = (maybe & ~full).flatten().nonzero().flatten()
-        if len(at):
-            rows, cols = full.shape[2:]
-            line = at // cols  # of all rows of all groups
-            g = line // rows
-            r, c = line - g * rows, at - line * cols
-            some, every = self._look(g, r, c, pick(outside.flatten(), at))
-            state.view(-1).index_copy_(0, at, some.to(torch.uint8) + every)
-        rows_full, rows_partial = Runs.of(state.flatten(0, 2), 2, 1)
-        cols_full, cols_partial = Runs.of(state.mT.flatten(0, 2), 2, 1)
-        return rows_full, rows_partial, cols_full, cols_partial
+        state, outside = self.bounds.of_all_tiles()
+        found = state.flatten(0, 1).cpu().numpy()  # (groups, rows, columns)
+        unknown = np.flatnonzero(found == 1)
+        if len(unknown):
+            line, column = np.divmod(unknown, found.shape[2])
+            places = (unknown, *np.divmod(line, found.shape[1]), column)
+            at, g, r, c = (torch.from_numpy(x).to(self.device) for x in places)
+            seen = self._look(g, r, c, outside if outside is None else outside.take(at))
+            found.reshape(-1)[unknown] = seen.cpu().numpy()
+        return Tiles.of_dense(found, self.device)
 
     def _coarse_to_fine(self) -> None:
         level = 0
@@ -131,8 +130,7 @@ class Search:
 
         `boxes` holds the groups, rows and columns of boxes of a level, int64 `(3, boxes)`.
         """
-        always, maybe, outside = self.bounds(level, *boxes)
-        full = always & ~outside
+        full, maybe, outside = self.bounds(level, *boxes)
         self.full.add(level, _where(boxes, full))
         unknown = maybe & ~full
         boxes = _where(boxes, unknown)
@@ -142,9 +140,9 @@ class Search:
                     self._search(level - 1, self._cut(level, some))
         elif boxes.shape[1]:
             g, r, c = boxes
-            some, every = self._look(g, r, c, pick(outside, unknown))
-            self.full.add(0, _where(boxes, every))
-            self.partial.add(0, _where(boxes, some & ~every))
+            state = self._look(g, r, c, outside if outside is None else pick(outside, unknown))
+            self.full.add(0, _where(boxes, state == 2))
+            self.partial.add(0, _where(boxes, state == 1))
 
     def _cut(self, level: int, boxes: Tensor) -> Tensor:
         """The boxes of the next finer level."""
@@ -155,22 +153,39 @@ class Search:
         inside = (cut[1] < self.q.boxes(level - 1)) & (cut[2] < self.kv.boxes(level - 1))
         return _where(cut, inside)
 
-    def _look(self, g: Tensor, r: Tensor, c: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether some, and whether all pairs of single tiles are kept."""
+    def _look(self, g: Tensor, r: Tensor, c: Tensor, outside: Tensor | None) -> Tensor:
+        """Single tiles as uint8: 0 empty, 1 partial, 2 full."""
+        steps = range(0, len(g), _BOXES // 4)
+        tiles = ((x[n : n + _BOXES // 4] for x in (g, r, c)) for n in steps)
+        kept = torch.cat([self.bounds.corners(*some) for some in tiles], 2).flatten(0, 1)
+        todo = kept.all(0) | ~kept.any(0)
+        if outside is not None:
+            todo = todo | outside
+        state = torch.ones_like(g, dtype=torch.uint8)
+        at = todo.nonzero().flatten()
+        if len(at):
+            outside = outside if outside is None else pick(outside, at)
+            seen = self._pair_by_pair(pick(g, at), pick(r, at), pick(c, at), outside)
+            state.index_copy_(0, at, seen)
+        return state
+
+    def _pair_by_pair(self, g: Tensor, r: Tensor, c: Tensor, outside: Tensor | None) -> Tensor:
+        """What `_look` returns, of tiles whose corners do not tell."""
+        if outside is None:
+            outside = torch.zeros_like(g, dtype=torch.bool)
         some, every = torch.zeros_like(outside), torch.ones_like(outside)
         q, kv = (min(axis.tile, axis.length) for axis in (self.q, self.kv))
-        for samples in (2, 2), (2, kv), (q, 2), (q, kv):
+        for samples in (2, kv), (q, 2), (q, kv):
             # Where a gather may leave its tensor every pair is seen, and refused if it is kept.
             todo = (~(some & ~every) | outside).nonzero().flatten()
             if not len(todo):
                 break
-            most = _BOXES if samples == (2, 2) else _PAIRS
-            for at in todo.split(max(1, most // (samples[0] * samples[1]))):
+            for at in todo.split(max(1, _PAIRS // (samples[0] * samples[1]))):
                 tiles = pick(g, at), pick(r, at), pick(c, at)
                 of_some, of_every = self._pairs(tiles, samples)
                 some.index_copy_(0, at, of_some | pick(some, at))
                 every.index_copy_(0, at, of_every & pick(every, at))
-        return some, some & every
+        return some.to(torch.uint8) + (some & every)
 
     def _pairs(
         self, tiles: tuple[Tensor, Tensor, Tensor], samples: tuple[int, int]

@@ -8,6 +8,7 @@ that ends where the next one starts touches it only within the same row.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,21 +74,6 @@ class Runs(NamedTuple):
         return Runs(offsets, pick(start - low, live), pick(count, live))
 
     @staticmethod
-    def of(state: Tensor, *kinds: int) -> "list[Runs]":
-        """The runs of each of some kinds in `(rows, width)`, whose 0 is no kind; uint8 or bool."""
-        rows, width = state.shape
-        # One line of keys, with a gap after every row: it changes where a run starts or stops.
-        line = state.new_zeros(rows * (width + 1) + 1)
-        line[1:].view(rows, width + 1)[:, :width] = state
-        key = (line[1:] != line[:-1]).nonzero().flatten()
-        kind, count = pick(line, key[:-1] + 1), torch.diff(key)
-        found = []
-        for n in kinds:
-            here = kind == n
-            found.append(Runs._of_sorted(pick(key[:-1], here), pick(count, here), rows, width))
-        return found
-
-    @staticmethod
     def of_keys(key: Tensor, count: Tensor, rows: int, width: int) -> "Runs":
         """From keys and counts of runs that do not overlap, int64 `(n,)` in any order."""
         return Runs._of_sorted(*merge(key, count), rows, width)
@@ -98,6 +84,29 @@ class Runs(NamedTuple):
         start = (key - row * (width + 1)).to(torch.int32)
         offsets = _sums(torch.bincount(row, minlength=rows), torch.int32)
         return Runs(offsets, start, count.to(torch.int32))
+
+
+def of_dense(state: np.ndarray, device: torch.device) -> tuple[Runs, Runs, Tensor]:
+    """The runs of full and of partial tiles, and the rows by falling number of live ones.
+
+    `state` is uint8 `(rows, width)`: 0 empty, 1 partial, 2 full. This runs on the host: of a small
+    square a step costs its call, and NumPy's calls cost less than PyTorch's.
+    """
+    rows, width = state.shape
+    # One line of keys, with a gap after every row: it changes where a run starts or stops.
+    line = np.zeros(rows * (width + 1) + 1, np.uint8)
+    line[1:].reshape(rows, width + 1)[:, :width] = state
+    (edge,) = (line[1:] != line[:-1]).nonzero()
+    kind, count = line[edge[1:]], edge[1:] - edge[:-1]
+    row, start = np.divmod(edge[:-1], width + 1)
+    parts = []
+    for n in (2, 1):
+        (here,) = (kind == n).nonzero()
+        parts += [row[here].searchsorted(np.arange(rows + 1)), start[here], count[here]]
+    work = np.bincount(row, count * (kind > 0), minlength=rows)
+    parts.append((-work).argsort(kind="stable"))
+    found = [torch.from_numpy(x.astype(np.int32)).to(device) for x in parts]
+    return Runs(*found[:3]), Runs(*found[3:6]), found[6]
 
 
 def merge(key: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .graph import DTYPES, FLOATS, Graph, evaluate, parse
+from .evaluate import evaluate
+from .graph import DTYPES, FLOATS, Graph, parse
 from .tracer import Tracer
 
 

@@ -1,7 +1,7 @@
 """The small language that score and mask functions become: a straight line of pointwise ops.
 
 A `Graph` is what tracing (`trace.py`) produces and what every backend consumes: evaluated with
-torch on broadcast tiles (`evaluate`), printed as kernel source, or walked with intervals. It is
+torch on broadcast tiles (`evaluate.py`), printed as kernel source, or walked with intervals. It is
 frozen, hashable, free of tensors and closures, and has one text form that `parse` reads back, so
 the text alone can cross an operator boundary, key a cache, or be kept as a golden file:
 
@@ -328,85 +328,3 @@ def apply(op: str, args: tuple, dtype: torch.dtype, out: Tensor | None = None) -
     if op in ("max", "min", "pow", "shl", "shr") or not isinstance(a, Tensor):
         a, b = (x if isinstance(x, Tensor) else ref.new_full((), x) for x in (a, b))
     return BINARY[op](a, b, **into)
-
-
-Gather = Callable[[int, Tensor, tuple[Tensor | int, ...]], Tensor]
-
-
-def evaluate(
-    graph: Graph,
-    values: dict[str, Tensor | Number],
-    gather: Gather,
-    scratch: Callable[[torch.dtype], Tensor] | None = None,
-    overwrite: bool = False,
-) -> list[Tensor | Number]:
-    """Run `graph` on tensors that broadcast against each other; returns its outputs.
-
-    **Arguments:**
-
-    - `values`: tensors (or numbers) of the inputs, by name; captured tensors under "t0", "t1", ...
-    - `gather`: `(node index, captured tensor, indices) -> values`; the one op whose meaning (range
-      checks, clamping, recording of indices) belongs to the caller.
-    - `scratch`: gives a buffer of the size of `values["score"]` to write a full-sized
-      intermediate to. Buffers whose value is dead are used again, in place, so a long score costs
-      few tiles of memory.
-    - `overwrite`: `values["score"]` is such a buffer too.
-    """
-    env: dict[str, Tensor | Number] = dict(values)
-    buffers = None if scratch is None else _Buffers(graph, env, scratch, overwrite)
-
-    def operand(arg: Arg) -> Tensor | Number:
-        return env[arg] if isinstance(arg, str) else arg
-
-    for n, node in enumerate(graph.nodes):
-        args = tuple(map(operand, node.args))
-        if node.op == "gather":
-            env[f"%{n}"] = gather(n, args[0], args[1:])  # type: ignore[arg-type]
-            continue
-        out = None if buffers is None else buffers.take(n, node, args)
-        env[f"%{n}"] = apply(node.op, args, DTYPES[node.dtype], out)
-        if buffers is not None:
-            buffers.release(n, node)
-    return [operand(a) for a in graph.outputs]
-
-
-class _Buffers:
-    """Where full-sized intermediate values go: over an operand that dies, else to a free buffer."""
-
-    def __init__(
-        self, graph: Graph, env: dict, scratch: Callable[[torch.dtype], Tensor], overwrite: bool
-    ) -> None:
-        self.env, self.scratch, self.last_use = env, scratch, graph.last_use
-        self.full = env["score"].shape
-        self.kept = set(graph.outputs)
-        self.owned = {"score"} if overwrite else set()
-        self.free: list[Tensor] = []
-
-    def dying(self, n: int, node: Node) -> list[str]:
-        return [
-            a for a in dict.fromkeys(node.args)
-            if a in self.owned and self.last_use[a] == n and a not in self.kept
-        ]  # fmt: skip
-
-    def take(self, n: int, node: Node, args: tuple) -> Tensor | None:
-        """A buffer for the node's value, if it is full-sized and floating."""
-        dtype = DTYPES[node.dtype]
-        if node.op == "to" or not dtype.is_floating_point:
-            return None
-        if not any(isinstance(a, Tensor) and a.shape == self.full for a in args):
-            return None
-        self.owned.add(f"%{n}")
-        # Every op is pointwise: it may write over what it reads.
-        over = [a for a in self.dying(n, node) if self.env[a].dtype == dtype]
-        if over:
-            self.owned.discard(over[0])
-            return self.env[over[0]]
-        fits = [x for x in self.free if x.dtype == dtype]
-        self.free = [x for x in self.free if not fits or x is not fits[0]]
-        return fits[0] if fits else self.scratch(dtype)
-
-    def release(self, n: int, node: Node) -> None:
-        """After the node: what died in it may be used again."""
-        for a in self.dying(n, node):
-            self.free.append(self.env[a])
-            self.owned.discard(a)

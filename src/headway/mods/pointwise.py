@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import CapturedIndexError
 from ..types import Captured
-from .graph import DTYPES, Graph, evaluate
+from .evaluate import evaluate
+from .graph import DTYPES, Graph
 
 _FEW = 1 << 15  # numbers that PyTorch gives to one thread
 
@@ -96,7 +97,7 @@ def bind(graph: Graph, captured: Captured | dict) -> dict:
     return {
         i.name: values[i.name]
         if i.ndim is not None
-        else torch.tensor(values[i.name], dtype=DTYPES[i.dtype])
+        else torch.full((), values[i.name], dtype=DTYPES[i.dtype])
         for i in graph.inputs
         if i.name in values
     }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .graph import DTYPE_NAMES
-from .interval import Bounds, anything
+from .rules import Bounds, anything
 
 _MOST = 64 << 20  # bytes of one sparse table
 

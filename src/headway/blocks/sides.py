@@ -1,0 +1,228 @@
+"""What a mask reads along one axis: values of queries, of keys, or of neither.
+
+Values that depend on one position alone (`document_id[q_idx]`, `q_idx // 128`, a table by head) are
+computed once, position by position, and kept as a row of minima and maxima per tile; those of a box
+of tiles are the least and the greatest over its tiles, so every level is made from the one below.
+The values at the ends of every tile are kept too.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..mods.evaluate import evaluate
+from ..mods.graph import Graph
+from ..mods.interval import POSITION
+from ..mods.pointwise import Gathers
+from ..mods.rules import Bounds
+from .runs import pick
+
+SPLIT = 4  # a box is cut into 4 x 4, and a level's row of bounds is 4 times shorter than the last
+_POSITIONS = 1 << 14  # evaluated together: what one thread does without waking the others
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The positions of queries or of keys, and their tiles."""
+
+    name: str  # "q_idx" or "kv_idx"
+    length: int
+    tile: int
+    start: int
+    positions: Tensor | None  # (length,) or (batch, length), in place of start, start + 1, ...
+
+    def boxes(self, level: int) -> int:
+        """Number of boxes of SPLIT^level tiles."""
+        return -(-self.length // (self.tile * SPLIT**level))
+
+    @property
+    def furthest(self) -> int:
+        """No position is further from 0, where they follow each other."""
+        return max(abs(self.start), abs(self.start + self.length))
+
+    def is_at(self, other: "Axis") -> bool:
+        """Whether the two have the same positions in the same tiles."""
+        return self.positions is other.positions and (
+            (self.length, self.tile, self.start) == (other.length, other.tile, other.start)
+        )
+
+    def tiles(self, device: torch.device) -> "Level":
+        """Bounds of positions that follow each other, start, start + 1, ..., tile by tile."""
+        lo = torch.arange(self.start, self.start + self.length, self.tile, device=device)
+        lo = lo.view(1, 1, -1)
+        hi = (lo + (self.tile - 1)).clamp_max(self.start + self.length - 1)
+        return Level(lo, hi, (lo, hi))
+
+    def at(self, index: Tensor, b: Tensor) -> Tensor:
+        """The positions at some indices of some batch rows, int64; the two broadcast."""
+        if self.positions is None:
+            return index + self.start
+        if self.positions.dim() == 1:
+            return self.positions[index].long()
+        return self.positions[b, index].long()
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The batch rows and heads that a block mask is built for; group g is `b * heads + h`."""
+
+    b: int
+    h: int
+    first_b: int = 0  # of the whole's
+    first_h: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.b * self.h
+
+    def split(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The local batch row and head of some groups."""
+        return (g // self.h, g % self.h) if self.count > 1 else (g, g)
+
+
+class Level(NamedTuple):
+    """Bounds of one value over all boxes of a level: `(b or 1, h or 1, boxes)`.
+
+    `ends`: of single tiles, the numbers at the first position and those at the last.
+    """
+
+    lo: Tensor
+    hi: Tensor
+    ends: tuple[Tensor, Tensor] | None = None
+
+    @staticmethod
+    def over(x: Tensor, n: int) -> "Level":
+        """Bounds of `(..., m)` over every n: `(..., m / n)`."""
+        x = _rows(x, n)
+        # The amin of int64 takes ten times as long as its amax, and aminmax wakes every thread.
+        lo = ~(~x).amax(-1) if x.dtype == torch.int64 else x.amin(-1)
+        hi = x.amax(-1)
+        if not x.is_floating_point() and x.dtype != torch.bool:
+            lo, hi = lo.long(), hi.long()
+        return Level(lo, hi, (x[..., 0], x[..., -1]))
+
+    @staticmethod
+    def cat(parts: "list[Level]") -> "Level":
+        """One after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        lo, hi, ends = zip(*parts, strict=True)
+        first, last = zip(*ends, strict=True)
+        return Level(
+            torch.cat(lo, -1), torch.cat(hi, -1), (torch.cat(first, -1), torch.cat(last, -1))
+        )
+
+    def up(self) -> "Level":
+        return Level(_rows(self.lo, SPLIT).amin(-1), _rows(self.hi, SPLIT).amax(-1))
+
+    def at(self, b: Tensor, h: Tensor, box: Tensor) -> Bounds:
+        index = self._index(b, h, box)
+        return Bounds(pick(self.lo.reshape(-1), index), pick(self.hi.reshape(-1), index))
+
+    def ends_at(self, b: Tensor, h: Tensor, box: Tensor) -> Tensor:
+        """The numbers at the ends of single tiles, `(2, tiles)`."""
+        assert self.ends is not None
+        index = self._index(b, h, box)
+        return torch.stack([pick(x.reshape(-1), index) for x in self.ends])
+
+    def _index(self, b: Tensor, h: Tensor, box: Tensor) -> Tensor:
+        many_b, many_h, boxes = self.lo.shape
+        if many_b != 1:
+            box = box + b * (many_h * boxes)
+        return box if many_h == 1 else box + h * boxes
+
+
+def _rows(x: Tensor, n: int) -> Tensor:
+    """`(..., m)` as `(..., m / n, n)`; the last row is filled up with the last value."""
+    if short := -x.shape[-1] % n:
+        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], -1)
+    return x.unflatten(-1, (-1, n))
+
+
+class Side(NamedTuple):
+    """What a mask reads along one axis, in the order of its names, level after level.
+
+    `outside`: whether a gather left its tensor; no level where none did.
+    """
+
+    levels: list[list[Level]]
+    outside: list[Level]
+
+    def at(self, level: int) -> tuple[list[Level], list[Level]]:
+        """The values of a level, and whether gathers left theirs (one or none)."""
+        while len(self.levels) <= level:
+            self.levels.append([x.up() for x in self.levels[-1]])
+            if self.outside:
+                self.outside.append(self.outside[-1].up())
+        return self.levels[level], self.outside[level : level + 1]
+
+
+# From where on a tensor of indices counts, how far, and along which dimension of (b, h, position).
+Run = tuple[int, int, int]
+
+
+class _Reads(Gathers):
+    """Gathers along an axis: at indices that follow each other they are slices."""
+
+    def __init__(self, graph: Graph, runs: dict[int, Run]) -> None:
+        """`runs`: of tensors of indices, by their identity."""
+        super().__init__(graph)
+        self.runs = runs
+
+    def __call__(self, n: int, table: Tensor, indices: tuple[Tensor | int, ...]) -> Tensor:
+        shape, cut = [1, 1, 1], []
+        for index, size in zip(indices, table.shape, strict=False):
+            start, length, dim = self.runs.get(id(index), (-1, 0, 0))
+            if start < 0 or start + length > size or max(shape[dim:]) > 1:
+                return super().__call__(n, table, indices)
+            shape[dim] = length
+            cut.append(slice(start, start + length))
+        return table[tuple(cut)].reshape(shape) if cut else table
+
+
+def along(
+    axis: Axis | None, part: Graph, values: dict, groups: Groups, device: torch.device
+) -> Side:
+    """The values of a part of a mask's graph (`interval.part`) over the tiles of an axis, or of
+    none; `values`: of what the graph captured, by name."""
+    length, tile = (1, 1) if axis is None else (axis.length, axis.tile)
+    # Positions that follow each other are known without a look at each.
+    plain = axis if axis is not None and axis.positions is None else None
+    computed = [name for name in part.outputs if plain is None or name != POSITION]
+    found: list[list[Level]] = []
+    outside: Tensor | None = None
+    step = tile * max(1, _POSITIONS // (groups.count * tile))
+    for start in range(0, length, step) if computed else ():
+        stop = min(start + step, length)
+        runs: dict[str, Run] = {
+            "b": (groups.first_b, groups.b, 0), "h": (groups.first_h, groups.h, 1)
+        }  # fmt: skip
+        if plain is not None:
+            runs[POSITION] = plain.start + start, stop - start, 2
+        at = {
+            name: torch.arange(first, first + n, device=device).view(-1, *[1] * (2 - dim))
+            for name, (first, n, dim) in runs.items()
+            if part.uses(name)
+        }
+        gathers = _Reads(part, {id(index): runs[name] for name, index in at.items()})
+        if axis is not None and axis.positions is not None:
+            some = axis.positions[..., start:stop].long()
+            at[POSITION] = some if some.dim() == 1 else some[:, None]
+        results = zip(part.outputs, evaluate(part, {**values, **at}, gathers), strict=True)
+        found.append([_level(x, tile, device) for name, x in results if name in computed])
+        for left, *_ in gathers.outside:
+            if outside is None:
+                outside = left.new_zeros(groups.b, groups.h, length)
+            outside[:, :, start:stop] |= left
+    levels = {name: Level.cat(list(x)) for name, *x in zip(computed, *found, strict=True)}
+    if plain is not None and POSITION in part.outputs:
+        levels[POSITION] = plain.tiles(device)
+    at_tiles = [levels[name] for name in part.outputs]
+    return Side([at_tiles], [] if outside is None else [Level.over(outside, tile)])
+
+
+def _level(x: Tensor | float, tile: int, device: torch.device) -> Level:
+    x = torch.as_tensor(x, device=device)
+    return Level.over(x.reshape((1,) * (3 - x.dim()) + x.shape), tile)
