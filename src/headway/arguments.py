@@ -174,11 +174,12 @@ def check_tile(tile: Any) -> None:
 
 
 def usable_device(device: Any) -> torch.device:
-    """A device that holds numbers: it exists here, and is not "meta"."""
+    """A device that holds numbers: it exists here, and is not "meta". With the index that tensors
+    have there: "cuda" is the current one."""
     try:
         found = torch.device(device)
         if found.type != "meta":
-            torch.empty(0, device=found)
+            found = torch.empty(0, device=found).device
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise ArgumentError(f"device={device!r} cannot be used here: {error}") from error
     if found.type == "meta":

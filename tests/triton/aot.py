@@ -119,8 +119,8 @@ def compiling(name: str, kernels: list):
         kernels.append((self.__name__, compiled))
 
     with ExitStack() as stack:
-        driver.set_active(_Driver(target))
         stack.callback(setattr, driver, "_active", driver._active)
+        driver.set_active(_Driver(target))
         stack.callback(plan.clear)
         for where, what, by in (
             (JITFunction, "run", compile_only),
