@@ -28,7 +28,7 @@ import triton
 from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
-from headway.backends.hopper import launch
+from headway.backends.hopper import plan
 
 LENGTH = 384
 
@@ -94,7 +94,7 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.dict(backends._BACKENDS, {"hopper": hopper}),
         mock.patch.object(hopper, "_unavailable", return_value=""),
-        mock.patch.object(launch, "processors", return_value=132),
+        mock.patch.object(plan, "processors", return_value=132),
     ):
         driver.set_active(_Driver())  # type: ignore[arg-type]
         _call(direction, d, dv, **CALLS[name])

@@ -9,6 +9,7 @@ layouts or time: that is for the compile test and the card.
 """
 
 import importlib
+import inspect
 import sys
 import threading
 import types
@@ -20,7 +21,8 @@ from unittest import mock
 import torch
 
 from headway.backends import kernels
-from headway.backends.hopper import launch
+from headway.backends.hopper import launch, plan
+from headway.backends.kernels import plan as plans
 
 PATIENCE = 20.0  # seconds without any barrier completing
 
@@ -481,7 +483,7 @@ def _fakes() -> dict[str, types.ModuleType]:
 
 def _load() -> types.SimpleNamespace:
     """The kernels' own files, with the names they import played by those above."""
-    fakes = _fakes()
+    fakes = _fakes() | {"simulated_text.plan": plans}
     for name, path in (("simulated", launch.__file__), ("simulated_text", kernels.__file__)):
         package = types.ModuleType(name)
         package.__path__ = [str(Path(path).parent)]
@@ -520,12 +522,11 @@ class Kernel:
     """A launcher: `kernel[grid](...)`."""
 
     def __init__(self, function) -> None:
-        self.function = function
+        self.function, self.arg_names = function, list(inspect.signature(function).parameters)
 
     def __getitem__(self, grid):
         def run(*args, num_warps=4, maxnreg=None, **named):
-            grid_y = grid[1] if len(grid) > 1 else 1
-            for y in range(grid_y):
+            for y in range(grid[1]):
                 for x in range(grid[0]):
                     here.machine, here.all, here.program = Machine(), [], (x, y)
                     here.name, here.groups, here.stores = "launch", [], []
@@ -549,28 +550,28 @@ def _argument(x, inside=False):
 
 class Descriptor:
     def __init__(self, desc) -> None:
-        self.base, self.shape, self.strides = desc.base, desc.shape, desc.strides
+        self.base, self.shape, self.strides = desc.base.detach(), desc.shape, desc.strides
         self.block_shape, self.dtype, self.layout = desc.block_shape, desc.base.dtype, Layout
 
 
 @contextmanager
 def simulating():
     """Inside, the Hopper backend runs on tensors on the CPU."""
-    by = {
-        "forward_kernel": Kernel(LOADED.forward.forward),
-        "backward_kernel": Kernel(LOADED.backward.backward),
-        "deltas": LOADED.rows.deltas,
-        "prepare": Kernel(LOADED.backward.prepare),
-        "finish": Kernel(LOADED.backward.finish),
-        "functions": _functions,
-        "processors": lambda device: 3,
-    }
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # partitions take turns as often as they can
-    delta_kernel = Kernel(LOADED.rows.delta_kernel)
+    plans.clear()
     with (
-        mock.patch.multiple(launch, **by),
-        mock.patch.object(LOADED.rows, "delta_kernel", delta_kernel),
+        mock.patch.multiple(
+            plan,
+            forward_kernel=Kernel(LOADED.forward.forward),
+            backward_kernel=Kernel(LOADED.backward.backward),
+            finish=Kernel(LOADED.backward.finish),
+            processors=lambda device: 3,
+        ),  # fmt: skip
+        mock.patch.multiple(launch, deltas=LOADED.rows.deltas, row_terms=LOADED.rows.row_terms),
+        mock.patch.object(LOADED.rows, "row_kernel", Kernel(LOADED.rows.row_kernel)),
+        mock.patch.object(plans, "functions", _functions),
     ):
         yield
+    plans.clear()
     sys.setswitchinterval(before)

@@ -27,7 +27,7 @@ import headway as hw
 import triton
 from headway.api import prepare
 from headway.backends import triton as backend
-from headway.backends.triton import plan
+from headway.backends.kernels import plan
 
 # Name: target, and bytes of shared memory that a program may have.
 TARGETS = {
@@ -52,7 +52,7 @@ class _Driver:
         self.target, self.launched = target, launched
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": shared},
-            load_binary=lambda *kernel: (None, 0, 0, 0, 1024),
+            load_binary=lambda *kernel: ("module", 0, 0, 0, 1024),
         )
 
     def launcher_cls(self, src, metadata):

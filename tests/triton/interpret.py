@@ -21,6 +21,7 @@ from guard import guarded
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
 from cases import BY_NAME, Case
 from checks import check
+from headway.backends.kernels.plan import clear
 from headway.backends.triton import plan
 
 HALF = ("score_relative",)
@@ -52,7 +53,7 @@ def few_heads(name: str) -> Case:
 def one_pass(names: tuple[str, ...]) -> dict[str, str]:
     """The backward in one kernel, whatever the table of tiles says; between guard bands."""
     wrong = {}
-    plan.clear()
+    clear()
     with mock.patch.object(plan, "one_pass", return_value=True):
         for name in names:
             try:
@@ -60,7 +61,7 @@ def one_pass(names: tuple[str, ...]) -> dict[str, str]:
                     check(few_heads(name), "triton", torch.float32)
             except Exception as error:  # noqa: BLE001
                 wrong[f"{name}, one pass"] = f"{type(error).__name__}: {error}"
-    plan.clear()
+    clear()
     return wrong
 
 

@@ -14,6 +14,7 @@ if find_spec("triton") is None or not torch.cuda.is_available():
 from guard import guarded
 from on_gpu import check_on
 
+from headway.backends.kernels.plan import clear
 from headway.backends.triton import plan
 
 HALF = [case for case in CASES if "half" in case.tags]
@@ -45,10 +46,10 @@ GUARDED = [c for c in CASES if any(word in c.name for word in ("length_", "width
 @pytest.mark.parametrize("case", GUARDED, ids=str)
 def test_nothing_is_written_outside_of_the_outputs(case, passes, monkeypatch):
     monkeypatch.setattr(plan, "one_pass", lambda *size: passes == 1)
-    plan.clear()
+    clear()
     with guarded():
         check_on(case, torch.bfloat16, "cuda")
-    plan.clear()
+    clear()
 
 
 @pytest.mark.parametrize("name", ["heads_8_2", "width_64_64", "long_causal_window"])

@@ -17,7 +17,8 @@ from aot import launching
 
 from headway.api import prepare
 from headway.backends import triton as backend
-from headway.backends.triton import plan
+from headway.backends.kernels import plan
+from headway.backends.triton.plan import planned
 from headway.types import Coords
 
 
@@ -96,5 +97,5 @@ def test_plans_are_few(device, monkeypatch):
     monkeypatch.setattr(plan, "_MOST", 3)
     plan.clear()
     for length in range(16, 24):
-        plan.planned(*prepare(*[rows(length)] * 3, backend="triton"), (), *[rows(length)] * 3)
-    assert len(plan._plans) == 3
+        planned(*prepare(*[rows(length)] * 3, backend="triton"), (), *[rows(length)] * 3)
+    assert len(plan._known) == 3

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
 from ..base import Call
-from ..kernels.device import on
 from .config import BACKWARD, FORWARD, TILE, fitting
 
 name = "hopper"
@@ -55,8 +54,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     """One kernel."""
     from . import launch
 
-    with on(call.q.device):
-        return launch.forward(spec, call)
+    return launch.forward(spec, call)
 
 
 def backward(
@@ -66,8 +64,7 @@ def backward(
     """One kernel for all gradients, between two small ones."""
     from . import launch
 
-    with on(call.q.device):
-        return launch.backward(spec, call, out, lse, dout, dlse, needs)
+    return launch.backward(spec, call, out, lse, dout, dlse, needs)
 
 
 def code(spec: Spec, call: Call) -> str:

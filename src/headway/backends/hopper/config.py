@@ -62,7 +62,7 @@ class How:
     largest: bool = False  # keep the largest S, where T is another
 
 
-def fitting(table: tuple, d: int, dv: int):
+def fitting(table: tuple, d: int, dv: int) -> Any:
     """The first row whose pieces hold these widths; None where there is none."""
     return next((row for row in table if sum(row.d) >= d and sum(row.dv) >= dv), None)
 

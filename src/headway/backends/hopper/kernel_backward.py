@@ -407,21 +407,7 @@ def write(x, to, row, length, width):
     gl.store(to + rows.to(gl.int64)[:, None] * width + columns[None, :], x, mask=inside)
 
 
-# -- before and after -----------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["q_len", "q_rows"])
-def prepare(lse, lse2, q_len, q_rows, ROWS: tl.constexpr):
-    """lse in units of log 2, with rows past the end of a head, whose P is 0.
-
-    A query that sees nothing has lse = -inf, and P = 0 as well.
-    """
-    head = tl.cast(tl.program_id(1), tl.int64)
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = i < q_len
-    x = tl.load(lse + head * q_len + i, mask=live, other=float("inf"))
-    x = tl.where(x == float("-inf"), float("inf"), x) * LOG2E
-    tl.store(lse2 + head * q_rows + i, x, mask=i < q_rows)
+# -- after ----------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["q_len", "q_rows", "d"])

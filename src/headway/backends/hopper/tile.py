@@ -5,39 +5,10 @@ A width that is no power of two is held as two pieces: 96 is 64 + 32, 192 is 128
 tensor are a tuple of one or two; a descriptor, a buffer or an accumulator is never anything else.
 """
 
-from typing import Any, NamedTuple
-
 from .gluon_api import copy_in, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-
-
-class Coords(NamedTuple):
-    """Where the tensors stand in the whole (`headway.types.Coords`), as kernels take it."""
-
-    b: Any
-    h: Any
-    q: Any
-    kv: Any
-    q_pos: Any  # int64 pointer, or None
-    q_stride: Any  # from one batch row to the next: 0 where all have the same positions
-    kv_pos: Any
-    kv_stride: Any
-
-
-class Walk(NamedTuple):
-    """The live tiles of every line (a row of tiles; for the backward a column), and their order."""
-
-    full: Any  # offsets, start, count; None: no block mask, all is full
-    partial: Any
-    order: Any
-    b: Any  # what the tiles were built for: 1 for all batch rows alike, and for all heads
-    h: Any
-    lines: Any  # of one batch row and head
-    size: Any  # rows in a line
-    step: Any  # rows in a tile on the other side
-    near: Any  # heads that take turns within a line: they share keys in cache
 
 
 # -- which tile, and which blocks -----------------------------------------------------------------

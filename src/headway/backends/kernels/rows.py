@@ -6,9 +6,10 @@ from torch import Tensor
 
 import triton
 
-from .device import on
+from .plan import Direct, remembered
 
 _BLOCK = 32  # rows of a program
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None, rows: int) -> Tensor:
@@ -18,22 +19,64 @@ def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None, rows: int) -> Tensor:
 
     **Returns:** (b, hq, rows).
     """
-    b, heads, q_len, width = out.shape
-    delta = torch.empty(b, heads, rows, dtype=torch.float32, device=out.device)
-    if delta.numel():
-        with on(out.device):
-            delta_kernel[(-(-rows // _BLOCK), b * heads)](
-                out.contiguous(), dout, None if dlse is None else dlse.contiguous(), delta,
-                dout.stride(), heads, q_len, rows, width,
-                BLOCK=_BLOCK, WIDTH=triton.next_power_of_2(max(width, 1)),  # type: ignore[arg-type]
-            )  # fmt: skip
+    delta = torch.empty(*out.shape[:2], rows, dtype=torch.float32, device=out.device)
+    _run(out, dout, dlse, delta, None, None, None)
     return delta
 
 
+def row_terms(
+    out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor, rows: int, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In the same pass: delta, lse in units of log 2, and zeros.
+
+    Rows past the end have lse = inf, so that their P is 0; and so has a query that sees nothing,
+    whose lse is -inf.
+
+    - `columns`: a multiple of 64.
+
+    **Returns:** (b, hq, rows) twice, and (b, hq, rows, columns), all float32.
+    """
+    new = lambda *shape: torch.empty(
+        *out.shape[:2], rows, *shape, dtype=torch.float32, device=out.device
+    )
+    delta, lse2, nothing = new(), new(), new(columns)
+    _run(out, dout, dlse, delta, lse, lse2, nothing)
+    return delta, lse2, nothing
+
+
+def _run(
+    out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, lse: Tensor | None,
+    lse2: Tensor | None, nothing: Tensor | None,
+) -> None:  # fmt: skip
+    if not delta.numel():
+        return
+    columns = 0 if nothing is None else nothing.shape[3]
+    (b, heads, q_len, width), strides, rows = out.shape, dout.stride(), delta.shape[2]
+    key = (_run, out.shape, out.dtype, dout.dtype, strides, out.device, rows, columns,
+           dlse is None, lse is None)  # fmt: skip
+    kernel = remembered(key, lambda: _kernel(width, columns, out.device))
+    if not out.is_contiguous():
+        out = out.contiguous()
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    if lse is not None:
+        lse = lse.contiguous()
+    given = out, dout, dlse, delta, lse, lse2, nothing
+    kernel(
+        (-(-rows // _BLOCK), b * heads, 1), (*given, strides, heads, q_len, rows, width), given
+    )  # fmt: skip
+
+
+def _kernel(width: int, columns: int, device: torch.device) -> Direct:
+    size = triton.next_power_of_2
+    options = {"BLOCK": _BLOCK, "WIDTH": size(max(width, 1)), "COLUMNS": columns}  # type: ignore[arg-type]
+    return Direct(row_kernel, device, options)
+
+
 @triton.jit(do_not_specialize=["heads", "q_len", "rows"])
-def delta_kernel(
-    out, dout, dlse, delta, strides, heads, q_len, rows, width,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+def row_kernel(
+    out, dout, dlse, delta, lse, lse2, nothing, strides, heads, q_len, rows, width,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of one head; the strides are those of dout."""
     head = tl.cast(tl.program_id(1), tl.int64)
@@ -49,4 +92,12 @@ def delta_kernel(
     total = tl.sum(x.to(tl.float32) * dx.to(tl.float32), 1)
     if dlse is not None:
         total -= tl.load(dlse + at, mask=live, other=0.0)
-    tl.store(delta + head * rows + i, total, mask=i < rows)
+    to = head * rows + i
+    tl.store(delta + to, total, mask=i < rows)
+    if lse is not None:
+        l = tl.load(lse + at, mask=live, other=float("inf"))
+        l = tl.where(l == float("-inf"), float("inf"), l) * _LOG2E
+        tl.store(lse2 + to, l, mask=i < rows)
+        strip = nothing + to[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
+        for n in tl.static_range(COLUMNS // 64):
+            tl.store(strip + n * 64, tl.zeros([BLOCK, 64], tl.float32), mask=(i < rows)[:, None])

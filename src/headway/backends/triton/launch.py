@@ -1,16 +1,15 @@
 """From a call to kernel launches: what each kernel is given, and what is allocated for it."""
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...mods.derivative import differentiable_gathers, joint
-from ...mods.graph import parse
+from ...mods.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
+from ..kernels import learned
 from ..kernels.rows import deltas
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
@@ -50,16 +49,13 @@ def backward(
     q, k, v, dout = _rows(call.q), _rows(call.k), _rows(call.v), _rows(dout)
     lse, delta = lse.contiguous(), deltas(out, dout, dlse, lse.shape[2])
     b, hq, kv_len, dtype = *q.shape[:2], k.shape[2], torch.float32 if spec.partial else q.dtype
-    captured = [
-        torch.zeros(t.shape, dtype=torch.float32, device=q.device) if need else None
-        for t, need in zip(call.captured.tensors, needs, strict=False)
-    ]
-    dsink = None if call.sink is None else _sink_grad(call.sink, lse, delta)
+    captured = learned.zeros(call.captured.tensors, needs, q.device)
+    dsink = None if call.sink is None else learned.of_sink(call.sink, lse, delta)
     if not lse.numel() or not kv_len:
         zero = lambda x: torch.zeros(x.shape, dtype=dtype, device=x.device)
         return Grads(zero(call.q), zero(call.k), zero(call.v), dsink, captured)
 
-    plan = planned(spec, call, _wanted(spec.score, needs), q, k, v, dout)
+    plan = planned(spec, call, learned.wanted(spec.score, needs), q, k, v, dout)
     new = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device=q.device)
     # Query heads that share a key head work in parallel, and their results are summed here.
     shared = hq != k.shape[1]
@@ -73,7 +69,8 @@ def backward(
         dq = torch.mul(dq, spec.scale, out=new(*q.shape))
     else:
         dq = new(*q.shape)
-        _backward_q(plan)(call, lambda slots: (*matrices, dq), _grads_of(plan, captured))
+        grads = learned.by_gather(plan.text, captured)
+        _backward_q(plan)(call, lambda slots: (*matrices, dq), grads)
         _backward_kv(plan)(call, lambda slots: (*matrices, dk, dv, None))
     if shared:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
@@ -82,13 +79,13 @@ def backward(
 
 def _forward(plan: Plan) -> Launcher:
     return plan.launchers.get("forward") or plan.launcher(
-        "forward", forward_kernel, SCORE=getattr(plan.given, "score", None)
+        "forward", forward_kernel, SCORE=plan.function("score")
     )
 
 
 def _backward_q(plan: Plan) -> Launcher:
     return plan.launchers.get("backward_q") or plan.launcher(
-        "backward_q", backward_q, SCATTER=getattr(plan.given, "scatter", None), **_derivative(plan)
+        "backward_q", backward_q, SCATTER=plan.function("scatter"), **_derivative(plan)
     )
 
 
@@ -115,7 +112,7 @@ LAUNCHERS = {
 def _derivative(plan: Plan) -> dict[str, Any]:
     score = plan.text.score
     return {
-        "DERIVATIVE": getattr(plan.given, "derivative", None),
+        "DERIVATIVE": plan.function("derivative"),
         "UNBOUNDED": score is not None and joint(score, plan.text.wanted).unbounded,
     }
 
@@ -125,27 +122,5 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-@lru_cache(maxsize=1024)
-def _wanted(score: str | None, needs: tuple[bool, ...]) -> tuple[int, ...]:
-    """The gathers of the score that want a gradient."""
-    if score is None or not any(needs):
-        return ()
-    return differentiable_gathers(parse(score), [n for n, need in enumerate(needs) if need])
-
-
-def _grads_of(plan: Plan, captured: list[Tensor | None]) -> tuple:
-    """For every gather that wants a gradient, the gradient of its tensor."""
-    if not plan.text.wanted:
-        return ()
-    graph = parse(plan.text.score)  # type: ignore[arg-type]
-    return tuple(captured[int(graph.nodes[n].args[0][1:])] for n in plan.text.wanted)  # type: ignore[index]
-
-
 def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
-
-
-def _sink_grad(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """dsink = −Σ_i exp(sink − lse) delta."""
-    seen = lse.masked_fill(lse == -math.inf, math.inf)
-    return -((sink.float()[:, None] - seen).exp() * delta).sum((0, 2))

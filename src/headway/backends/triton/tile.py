@@ -13,38 +13,12 @@ import triton
 from headway.dropout import ROUNDS
 
 
-class Coords(NamedTuple):
-    """Where the tensors stand in the whole (`headway.types.Coords`), as kernels take it."""
-
-    b: Any
-    h: Any
-    q: Any
-    kv: Any
-    q_pos: Any  # int64 pointer, or None
-    q_stride: Any  # from one batch row to the next: 0 where all have the same positions
-    kv_pos: Any
-    kv_stride: Any
-
-
 class Dropout(NamedTuple):
     """`headway.dropout`: pointer to the seed; words below `threshold` drop."""
 
     seed: Any
     threshold: Any
     factor: Any  # 1 / (1 - p)
-
-
-class Walk(NamedTuple):
-    """The live tiles of every line (a row of tiles; for dk and dv a column), and their order."""
-
-    full: Any  # offsets, start, count; None: no block mask, all is full
-    partial: Any
-    order: Any
-    b: Any  # what the tiles were built for: 1 for all batch rows alike, and for all heads
-    h: Any
-    lines: Any  # of one batch row and head; without a block mask, programs
-    size: Any  # rows in a line
-    step: Any  # rows in a tile on the other side
 
 
 # -- loads and products ---------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""What the copy engine is told of a tensor: where it lies, and the tiles that it is copied by."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gluon_api import TensorDescriptor, gl
+
+
+class Operand:
+    """The descriptors of one operand for calls of one kind: made, and checked by Triton, once;
+    after that only the tensor is another.
+
+    - `make`: of a tensor, its descriptors, or None in their place.
+    """
+
+    def __init__(self, make: Callable[[Tensor], Sequence[TensorDescriptor | None]]) -> None:
+        self.make = make
+        self.fields: list[dict[str, Any] | None] = []
+
+    def __call__(self, x: Tensor) -> list[TensorDescriptor | None]:
+        """The descriptors of `x`, which has the shape and strides of the first one."""
+        if not self.fields:
+            self.fields = [d if d is None else vars(d) | {"base": None} for d in self.make(x)]
+        found: list[TensorDescriptor | None] = []
+        for fields in self.fields:
+            if fields is None:
+                found.append(None)
+                continue
+            desc = object.__new__(TensorDescriptor)
+            desc.__dict__.update(fields)
+            desc.base = x
+            found.append(desc)
+        return found
+
+
+def matrix(rows: int, widths: tuple[int, ...]) -> Operand:
+    """Of (batch, head, row, column): copies of `rows` rows of one head, in one piece (the second
+    descriptor is None) or two.
+
+    The engine clips at every size: rows past the end of a head are read as zeros and not written.
+    """
+
+    def make(x: Tensor) -> list[TensorDescriptor | None]:
+        whole = 16 // x.element_size()
+        strides = [s if n > 1 else whole for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+        found: list[TensorDescriptor | None] = []
+        for w in widths:
+            kind = getattr(gl, str(x.dtype).removeprefix("torch."))
+            layout: Any = gl.NVMMASharedLayout.get_default_for([1, 1, rows, w], kind)
+            block = [1, 1, rows, w]
+            found.append(TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout))
+        return found + [None] * (2 - len(found))
+
+    return Operand(make)
+
+
+def numbers(rows: int) -> Operand:
+    """Of a float32 number per row: copies of `rows` of them."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return Operand(lambda x: [TensorDescriptor(x, [x.numel()], [1], [rows], layout)])
+
+
+def chunks() -> Operand:
+    """Of parts of dq: 4096 floats are a chunk."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return Operand(
+        lambda x: [TensorDescriptor(x, [x.numel() // 256, 256], [256, 1], [16, 256], layout)]
+    )
+
+
+def aligned(x: Tensor) -> Tensor:
+    """As the copy engine needs it: rows of adjacent numbers, 16-byte steps, nothing expanded."""
+    if x.data_ptr() % 16 == 0 and _fits(x.shape, x.stride(), x.element_size()):
+        return x
+    (*lead, d), whole = x.shape, 16 // x.element_size()
+    copy = torch.empty((*lead, -(-d // whole) * whole), dtype=x.dtype, device=x.device)[..., :d]
+    return copy.copy_(x)
+
+
+@lru_cache(maxsize=1024)
+def _fits(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
+    pairs = zip(shape[:3], strides[:3], strict=True)
+    return strides[3] == 1 and all(n == 1 or (s > 0 and s * itemsize % 16 == 0) for n, s in pairs)

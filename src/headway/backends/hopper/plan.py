@@ -1,0 +1,192 @@
+"""The plans of a kind of call (`kernels.plan`) for these kernels: how they are compiled, the order
+of work, descriptors, launches."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...mods.derivative import joint
+from ...types import Spec
+from ..base import Call, graphs
+from ..kernels.plan import BasePlan, Direct, Walks, key_of, remembered
+from ..kernels.varies import variation
+from .config import BACKWARD, FORWARD, ROWS, How, fitting, turns
+from .descriptors import chunks, matrix, numbers
+from .gluon_api import gl
+from .kernel_backward import backward as backward_kernel
+from .kernel_backward import finish
+from .kernel_forward import forward as forward_kernel
+
+# Of a warp-specialised kernel: warps of the first partition, and the registers that every thread
+# starts with, from which the loader's share goes to the consumers.
+_SPECIALISED = {"num_warps": 4, "maxnreg": 168}
+
+P = TypeVar("P", bound="Plan")
+
+
+def planned(kind: type[P], spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) -> P:
+    """The plan for a call; `matrices` are q, k, v and, for a backward, dout."""
+    key = (kind, *key_of(spec, call, wanted, matrices))
+    return remembered(key, lambda: kind(spec, call, wanted, matrices))
+
+
+class Plan(BasePlan):
+    """What forward and backward have in common."""
+
+    def __init__(
+        self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
+    ) -> None:
+        half = matrices[0].dtype == torch.bfloat16
+        super().__init__(spec, call, wanted, matrices, diagonals=False, rough=half)
+        self.index = gl.int32 if self.text.narrow else gl.int64
+        self.alike = self.tiles(call)[2] == 1  # the mask is one for all heads
+        # Every pair reads a number of its own: registers for as many addresses.
+        self.heavy = any(
+            variation(graph, node.args[1:]) in ("pairs", "diagonals")
+            for graph in graphs(spec)
+            if graph is not None
+            for _, node in graph.gathers
+        )
+
+    def near(self, heads: int, ranks: int) -> int:
+        """Heads that take turns, of `heads` with so many ranks each."""
+        if not self.alike:
+            return 1
+        return turns(heads, heads // self.hk, ranks, processors(self.device))
+
+
+class ForwardPlan(Plan):
+    """The forward."""
+
+    def __init__(
+        self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
+    ) -> None:
+        super().__init__(spec, call, wanted, matrices)
+        how, group = fitting(FORWARD, self.d, self.dv), self.hq // self.hk
+        block = min(how.block, 64) if self.heavy else how.block
+        near = self.near(self.hq, -(-self.q_len // ROWS))
+        self.walks = Walks(self, queries=True, block=ROWS, near=near)
+        ranks = self.walks.lines * self.walks.sub * self.b * self.hq
+        self.slots = 2 * self.walks.lines * self.walks.sub  # consumers of one head
+        self.grid = (min(ranks, processors(self.device)), 1, 1)
+        self.numbers = (
+            ranks, self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale,
+        )  # fmt: skip
+        self.q, self.out = matrix(ROWS // 2, how.d), matrix(ROWS // 2, how.dv)
+        self.k, self.v = matrix(block, how.d), matrix(block, how.dv)
+        # Copies need rows of whole 16 bytes.
+        self.spare = 0 if spec.partial else -self.dv % 8
+        options = {
+            "SCORE": self.function("score"), "MASK": self.function("mask"),
+            "HOW": How(
+                block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
+                own=how.own and not spec.partial,
+                largest=spec.max_logit and spec.score is not None,
+            ),
+        }  # fmt: skip
+        self.kernel = Direct(forward_kernel, self.device, options | _SPECIALISED)
+
+    def launch(
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        row_max: Tensor | None, top: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Write out and lse, and row_max and the largest logits of all slots where they are."""
+        coords, captured, seen = self.per_call(call)
+        sink = None if call.sink is None else call.sink.contiguous()
+        # The next rank to take.
+        counter = torch.zeros(1, dtype=torch.int32, device=self.device)
+        padded, wide, described = out, None, (None, None)
+        if self.spare:
+            padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
+        if self.spec.partial:
+            wide = out
+        else:
+            described = self.out(padded)
+        pointers = wide, lse, row_max, top, sink
+        args = (
+            *self.q(q), *self.k(k), *self.v(v), *described, *pointers, counter, *self.numbers,
+            coords, self.walks(call), *captured,
+        )  # fmt: skip
+        self.kernel(self.grid, args, (*pointers, *seen))
+        if padded is not out:
+            out.copy_(padded)
+
+
+class BackwardPlan(Plan):
+    """The backward."""
+
+    def __init__(
+        self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
+    ) -> None:
+        super().__init__(spec, call, wanted, matrices)
+        how, group = fitting(BACKWARD, self.d, self.dv), self.hq // self.hk
+        self.q_rows = -(-self.q_len // how.block) * how.block
+        self.columns = how.d[0]
+        # The query heads of a key head stay in one CTA, where a mask is alike for them.
+        share = group if self.alike else 1
+        self.heads = self.hq // share  # of dk and dv
+        self.wide = spec.partial or share < group
+        near = self.near(self.heads, -(-self.kv_len // 128))
+        self.walks = Walks(self, queries=False, block=128, near=near)
+        self.grid = (self.walks.lines * self.walks.sub * self.b * self.heads, 1, 1)
+        self.numbers = (
+            self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
+            spec.scale,
+        )  # fmt: skip
+        self.q, self.dout = matrix(how.block, how.d), matrix(how.block, how.dv)
+        self.k, self.v, self.dk, self.dv_ = (matrix(64, w) for w in (how.d, how.dv) * 2)
+        self.lse, self.delta, self.parts = numbers(how.block), numbers(how.block), chunks()
+        options = {
+            "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
+            "MASK": self.function("mask"),
+            "HOW": How(
+                how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % 128 == 0,
+                late=self.heavy,
+                unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
+            ),
+        }  # fmt: skip
+        self.kernel = Direct(backward_kernel, self.device, options | _SPECIALISED)
+        strips = self.columns // 64
+        self.finish = Direct(finish, self.device, {"STRIPS": strips})
+        self.finish_grid = (self.b * self.hq * self.q_rows * strips // 64, 1, 1)
+
+    def new(self, width: int) -> Tensor:
+        """dk or dv, with spare columns where copies need rows of whole 16 bytes."""
+        dtype = torch.float32 if self.wide else self.dtype
+        columns = width if self.wide else -(-width // 8) * 8
+        shape = self.b, self.heads, self.kv_len, columns
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def launch(
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor,
+        delta: Tensor, parts: Tensor, dk: Tensor, dv: Tensor, grads: tuple,
+    ) -> None:  # fmt: skip
+        """Write dk and dv (from `new`), and add to the parts of dq and to `grads`."""
+        coords, captured, seen = self.per_call(call)
+        if self.wide:
+            to: tuple[Any, ...] = (None, None, dk, dv)
+        else:
+            dk, dv = (
+                x if x.shape[3] == w else x[..., :w] for x, w in ((dk, self.d), (dv, self.dv))
+            )
+            to = (self.dk(dk)[0], self.dv_(dv)[0], None, None)
+        args = (
+            self.q(q)[0], self.k(k)[0], self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
+            *self.delta(delta), *self.parts(parts), *to, grads, *self.numbers, coords,
+            self.walks(call), *captured,
+        )  # fmt: skip
+        self.kernel(self.grid, args, (*to[2:], *grads, *seen))
+
+    def put_in_order(self, parts: Tensor, dq: Tensor) -> None:
+        """dq from its parts."""
+        args = parts, dq, self.spec.scale, self.q_len, self.q_rows, self.d
+        self.finish(self.finish_grid, args, (parts, dq))
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """CTAs that run at once: each takes the shared memory of a multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,260 @@
+"""What calls of one kind share, worked out once, so that a launch takes microseconds.
+
+A kind is everything that a kernel's text or its whole-number arguments depend on: the spec, dtypes,
+shapes, strides, positions. A backend's plan has the arguments of that kind in place, and adds the
+tensors of a call. The first launch of a kernel goes through Triton, which compiles; later ones go
+straight to the compiled kernel (`Direct`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...blocks import Tiles, cached_build
+from ...types import Coords as Places
+from ...types import Spec
+from ..base import Call, graphs, split
+from .device import on
+from .emit import Text, functions
+from .widths import SMALL
+
+TILE = (128, 128)  # of the block masks that backends build
+_MOST = 512  # kinds that are remembered
+
+T = TypeVar("T")
+_known: dict[tuple, Any] = {}
+
+
+def remembered(key: tuple, make: Callable[[], T]) -> T:
+    """What was made for this key, the last few hundred times that something was."""
+    found = _known.get(key)
+    if found is None:
+        if len(_known) >= _MOST:
+            del _known[next(iter(_known))]
+        found = _known[key] = make()
+    return found
+
+
+def clear() -> None:
+    """Forget every plan and every compiled kernel."""
+    _known.clear()
+
+
+def key_of(spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]) -> tuple:
+    """The kind of a call; `matrices` are q, k, v and, for a backward, dout."""
+    at, tensors = call.coords, call.captured.tensors
+    return (
+        spec, wanted, at[:4], *[None if p is None else p.shape for p in at[4:]],
+        *[(x.shape, x.stride()) for x in matrices], matrices[0].dtype, matrices[0].device,
+        tuple(call.captured.ints), *[(t.shape, t.stride(), t.dtype) for t in tensors],
+    )  # fmt: skip
+
+
+# -- what kernels are given -----------------------------------------------------------------------
+
+
+class Coords(NamedTuple):
+    """Where the tensors stand in the whole (`headway.types.Coords`), as kernels take it."""
+
+    b: Any
+    h: Any
+    q: Any
+    kv: Any
+    q_pos: Any  # int64 pointer, or None
+    q_stride: Any  # from one batch row to the next: 0 where all have the same positions
+    kv_pos: Any
+    kv_stride: Any
+
+
+class Walk(NamedTuple):
+    """The live tiles of every line (a row of tiles; for dk and dv a column), and their order."""
+
+    full: Any  # offsets, start, count; None: no block mask, all is full
+    partial: Any
+    order: Any
+    b: Any  # what the tiles were built for: 1 for all batch rows alike, and for all heads
+    h: Any
+    lines: Any  # of one batch row and head; without a block mask, blocks
+    size: Any  # rows in a line
+    step: Any  # rows in a tile on the other side
+    near: Any  # heads that take turns within a line: they share keys in cache
+
+
+class BasePlan:
+    """Calls of one kind.
+
+    - `diagonals`: whether its kernels can read and add up a tile by diagonals.
+    - `rough`: `Text.rough`.
+    """
+
+    def __init__(
+        self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
+        *, diagonals: bool, rough: bool,
+    ) -> None:  # fmt: skip
+        q, k, v = matrices[:3]
+        (self.b, self.hq, self.q_len, self.d), (self.hk, self.kv_len) = q.shape, k.shape[1:3]
+        self.dv, self.spec, self.dtype, self.device = v.shape[3], spec, q.dtype, q.device
+        self.mask = graphs(spec)[1]
+        at = call.coords
+        straight = at.q_pos is None and at.kv_pos is None
+        narrow = straight and _narrow(at, q, k, call.captured.ints)
+        far = tuple(map(_far, call.captured.tensors))
+        self.text = Text(
+            spec.score, spec.mask, wanted, narrow, diagonals and straight, far, rough,
+            diagonals and narrow,
+        )  # fmt: skip
+        self.given = functions(self.text)
+        self.coords = Coords(*at[:4], None, 0, None, 0) if straight else None
+        self.tile: tuple[int, int] | None = None
+        if spec.tiles is not None:
+            self.tile = spec.tiles[2:]
+        elif self.mask is not None and min(self.b, self.hq, self.q_len, self.kv_len):
+            self.tile = TILE
+
+    def function(self, name: str) -> Any:
+        """One of the generated functions; None where the call has none."""
+        return getattr(self.given, name, None)
+
+    def tiles(self, call: Call) -> tuple[Tiles | None, int, int]:
+        """The live tiles of a call, and the batch rows and heads that they were built for."""
+        if self.tile is None:
+            return None, 1, 1
+        if call.tiles is not None and self.spec.tiles is not None:
+            return call.tiles, *self.spec.tiles[:2]
+        assert self.mask is not None
+        shape = (self.b, self.hq, self.q_len, self.kv_len)
+        of_mask = split(self.spec, call.captured)[1]
+        return cached_build(self.mask, of_mask, shape, self.tile, self.device, call.coords)
+
+    def per_call(self, call: Call) -> tuple[Coords, tuple, list[Tensor]]:
+        """Where a call stands, what its score and mask capture (tensors of both, then numbers of
+        both), and the tensors among all of this."""
+        coords, seen = self.coords, call.captured.tensors
+        if coords is None:
+            at = call.coords
+            q_pos, kv_pos = (_positions(p) for p in at[4:])
+            coords = Coords(*at[:4], q_pos, _batch_stride(q_pos), kv_pos, _batch_stride(kv_pos))
+            seen = [*seen, *(p for p in (q_pos, kv_pos) if p is not None)]
+        of_score, of_mask = split(self.spec, call.captured)
+        captured = (
+            _with_sizes(of_score.tensors, self.device), _with_sizes(of_mask.tensors, self.device),
+            (*of_score.ints, *of_score.floats), (*of_mask.ints, *of_mask.floats),
+        )  # fmt: skip
+        return coords, captured, seen
+
+
+class Walks:
+    """The walks over the lines of tiles of a plan.
+
+    - `queries`: lines are rows of tiles; else columns.
+    - `block`: rows of a line that one program takes; a line has `sub` of them.
+    - `near`: `Walk.near`.
+    """
+
+    def __init__(self, plan: BasePlan, *, queries: bool, block: int, near: int = 1) -> None:
+        self.plan, self.queries, self.near = plan, queries, near
+        self.size, self.step = block, block
+        if plan.tile is not None:
+            self.size, self.step = plan.tile if queries else plan.tile[::-1]
+        length = plan.q_len if queries else plan.kv_len
+        self.lines, self.sub = -(-length // self.size), -(-self.size // block)
+        self.made: tuple[Tiles | None, Walk] = (
+            None, Walk(None, None, None, 1, 1, self.lines, self.size, self.step, near)
+        )  # fmt: skip
+
+    def __call__(self, call: Call) -> Walk:
+        """The walk for a call, made once for the tiles of a block mask."""
+        tiles, b, h = self.plan.tiles(call)
+        known, walk = self.made
+        if tiles is None or (known is not None and _same(tiles, known)):
+            return walk
+        full, partial, order = (
+            (tiles.rows_full, tiles.rows_partial, tiles.row_order)
+            if self.queries
+            else (tiles.cols_full, tiles.cols_partial, tiles.col_order)
+        )
+        walk = Walk(
+            tuple(map(_aligned, full)), tuple(map(_aligned, partial)), _aligned(order),
+            b, h, self.lines, self.size, self.step, self.near,
+        )  # fmt: skip
+        self.made = tiles, walk
+        return walk
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+
+class Direct:
+    """A kernel for calls of one kind: launched through Triton, which compiles, and after that
+    directly (`compiled[grid](*arguments)`, the same in Triton 3.6 to 3.9), since for calls of one
+    kind Triton would choose the same.
+
+    - `options`: the kernel's last parameters by name, which are constants, and Triton's own.
+    """
+
+    def __init__(self, fn: Any, device: torch.device, options: dict[str, Any]) -> None:
+        self.fn, self.device, self.options = fn, device, options
+        self.tail = tuple(options[p] for p in fn.arg_names if p in options)
+        self.compiled: Any = None
+
+    def __call__(self, grid: tuple[int, int, int], args: tuple, seen: Sequence[Any]) -> None:
+        """Launch; `seen` are the tensors whose alignment the kernel depends on, or None."""
+        # Triton's choice depends on whether pointers are multiples of 16: here all are.
+        plain = True
+        for x in seen:
+            if x is not None and x.data_ptr() % 16:
+                plain = False
+        with on(self.device):
+            if plain and self.compiled is not None:
+                self.compiled[grid](*args, *self.tail)
+                return
+            compiled = self.fn[grid](*args, **self.options)
+        if plain and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+            self.compiled = compiled
+
+
+# -- details --------------------------------------------------------------------------------------
+
+
+def _narrow(at: Places, q: Tensor, k: Tensor, ints: Sequence[int]) -> bool:
+    """Whether positions, and the ints that are captured, are known to be small."""
+    ends = at.b + q.shape[0], at.h + q.shape[1], at.q + q.shape[2], at.kv + k.shape[2]
+    return max(map(abs, (*at[:4], *ends, *ints))) <= SMALL
+
+
+def _far(t: Tensor) -> bool:
+    """Whether an offset into a tensor may need 64 bits."""
+    pairs = zip(t.shape, t.stride(), strict=True)
+    return sum((size - 1) * abs(step) for size, step in pairs) >= 2**31
+
+
+def _with_sizes(tensors: Sequence[Tensor], device: torch.device) -> tuple:
+    """Pointer, then size and stride of every dimension, of every tensor."""
+    found: list[Any] = []
+    for t in tensors:
+        if not t.numel():  # nothing to read, but a pair that is not kept may ask
+            t = torch.zeros([1] * t.dim(), dtype=t.dtype, device=device)
+        found.append(t if t.device == device else t.to(device))
+        for size, stride in zip(t.shape, t.stride(), strict=True):
+            found += [size, stride]
+    return tuple(found)
+
+
+def _positions(pos: Tensor | None) -> Tensor | None:
+    return None if pos is None else pos.to(torch.int64).contiguous()
+
+
+def _batch_stride(pos: Tensor | None) -> int:
+    return pos.shape[-1] if pos is not None and pos.dim() == 2 and len(pos) > 1 else 0
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _same(tiles: Tiles, known: Tiles) -> bool:
+    return tiles is known or all(
+        a is b for a, b in zip(tiles.flatten(), known.flatten(), strict=True)
+    )

@@ -1,0 +1,86 @@
+"""Launching: through Triton the first time, straight to the compiled kernels after that.
+
+The driver is a stand-in for a GPU's: kernels are compiled for it, and launches are written down.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import headway as hw
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+
+from aot import launching
+
+from headway import backends
+from headway.api import prepare
+from headway.backends import hopper
+from headway.backends.hopper import plan
+from headway.backends.hopper.descriptors import aligned
+from headway.backends.hopper.gluon_api import TensorDescriptor
+from headway.backends.kernels import plan as plans
+
+
+@pytest.fixture(scope="module")
+def device():
+    """The launches so far, as (kernel, arguments); and how many went through Triton."""
+    with (
+        launching("sm_90") as seen,
+        mock.patch.dict(backends._BACKENDS, {"hopper": hopper}),
+        mock.patch.object(hopper, "_unavailable", return_value=""),
+        mock.patch.object(plan, "processors", return_value=132),
+    ):
+        yield seen
+
+
+def launches(device, x, **options):
+    """Launch a forward and a backward; their launches, and how many went through Triton."""
+    device.clear()
+    spec, call = prepare(x, x, x, backend="hopper", **options)
+    out, lse, *_ = hopper.forward(spec, call)
+    hopper.backward(spec, call, out, lse.fill_(0), x, None, ())
+    return device.launches[:], device.through_triton
+
+
+def same(a, b):
+    """Equal but for the tensors that a call allocates, which are new."""
+    if isinstance(a, TensorDescriptor):
+        a, b = vars(a) | {"base": None}, vars(b) | {"base": None}
+    return isinstance(a, torch.Tensor) or a is b or a == b
+
+
+def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(device):
+    x, other = torch.randn(2, 1, 2, 200, 64).bfloat16()
+    first, through = launches(device, x, mask=hw.causal())
+    again, directly = launches(device, other, mask=hw.causal())
+    names = ["forward", "row_kernel", "backward", "finish"]
+    assert [name for name, _ in first] == [name for name, _ in again] == names
+    assert (through, directly) == (4, 0)
+    for (_, before), (_, after) in zip(first, again, strict=True):
+        assert len(before) == len(after)
+        assert all(same(a, b) for a, b in zip(before, after, strict=True))
+    # The descriptors are of this call's tensors, and the plan keeps none of them alive.
+    assert again[0][1][0].base is other
+    for found in plans._known.values():
+        if isinstance(found, plan.ForwardPlan):
+            assert [fields["base"] for fields in found.q.fields if fields] == [None]
+
+
+def test_what_the_copy_engine_cannot_read_is_copied():
+    x = torch.randn(2, 3, 50, 72)
+    for y in (x, x[..., :68], x.transpose(1, 2)):  # whole rows, steps of 16 bytes
+        assert aligned(y) is y
+    odd = torch.randn(x.numel() + 1)[1:].view(x.shape)
+    for y in (odd, x[..., 1:], x[..., ::2], x[:, :1].expand(2, 3, 50, 72), x.mT):
+        copy = aligned(y)
+        assert torch.equal(copy, y)
+        assert copy.data_ptr() % 16 == 0
+        assert all(step * 4 % 16 == 0 for step in copy.stride()[:3])
