@@ -56,7 +56,7 @@ class How:
     index: Any  # type of positions: gl.int32 or gl.int64
     positive: bool = True  # forward: scale > 0
     own: bool = True  # forward: out has shared memory of its own
-    even: bool = True  # backward: keys come in whole tiles
+    even: bool = True  # keys come in whole blocks; backward: in whole tiles
     late: bool = False  # backward: dP after P, which then has more registers
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
     largest: bool = False  # keep the largest S, where T is another

@@ -83,6 +83,7 @@ class ForwardPlan(Plan):
             "SCORE": self.function("score"), "MASK": self.function("mask"),
             "HOW": How(
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
+                even=self.kv_len % block == 0,
                 own=how.own and not spec.partial,
                 largest=spec.max_logit and spec.score is not None,
             ),

@@ -74,10 +74,12 @@ def visit_back(
     state, given, walk, runs, length,
     BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """`BODY(state, given, row, FIRST, PARTIAL)` on every live block of a line, from the last to the
-    first: full ones, then partial ones. The first call is apart; it has `PARTIAL`, and so has the
-    only block that may reach past the end. A line with no live tile gets its first block, which the
-    mask empties. `runs`: of the line, from `last_runs`; nothing where there is no block mask."""
+    """`BODY(state, given, row, FIRST, PARTIAL)` on every live block of a line, those of each kind
+    from the last to the first. The first call is apart; it has `PARTIAL`. Partial blocks come
+    first, so that no other is masked in vain; but where blocks may reach past the end, full ones
+    do, since then only the first call has such a block. A line with no live tile gets its first
+    block, which the mask empties. `runs`: of the line, from `last_runs`; nothing where there is no
+    block mask."""
     BLOCK: gl.constexpr = HOW.block
     if walk.full is None:
         blocks = (length + BLOCK - 1) // BLOCK
@@ -86,28 +88,42 @@ def visit_back(
             state = BODY(state, given, (blocks - 1 - i) * BLOCK, False, False, SCORE, MASK, HOW)
     else:
         f1, runs_f, first_f, blocks_f, p1, runs_p, first_p, blocks_p = runs
-        first = gl.where(runs_f > 0, first_f, first_p)
-        blocks = gl.where(runs_f > 0, blocks_f, blocks_p)
+        if HOW.even:  # noqa: SIM108
+            from_full = runs_p == 0
+        else:
+            from_full = runs_f > 0
+        first = gl.where(from_full, first_f, first_p)
+        blocks = gl.where(from_full, blocks_f, blocks_p)
         blocks = gl.where((runs_f > 0) | (runs_p > 0), blocks, 1)
         state = BODY(state, given, first + (blocks - 1) * BLOCK, True, True, SCORE, MASK, HOW)
-        for r in range(0, runs_f):
-            for i in range(gl.where(r == 0, 1, 0), blocks_f):
-                state = BODY(
-                    state, given, first_f + (blocks_f - 1 - i) * BLOCK, False, False, SCORE, MASK,
-                    HOW,
-                )  # fmt: skip
-            first_f, blocks_f = _stretch(
-                walk.full, f1 - 2 - r, r + 1 < runs_f, walk, length, BLOCK
+        full = (walk.full, f1, runs_f, first_f, blocks_f, from_full)
+        partial = (walk.partial, p1, runs_p, first_p, blocks_p, from_full == 0)
+        if HOW.even:
+            state = _visit_runs(
+                state, given, walk, partial, length, True, BODY, SCORE, MASK, HOW
             )  # fmt: skip
-        for r in range(0, runs_p):
-            for i in range(gl.where((r == 0) & (runs_f == 0), 1, 0), blocks_p):
-                state = BODY(
-                    state, given, first_p + (blocks_p - 1 - i) * BLOCK, False, True, SCORE, MASK,
-                    HOW,
-                )  # fmt: skip
-            first_p, blocks_p = _stretch(
-                walk.partial, p1 - 2 - r, r + 1 < runs_p, walk, length, BLOCK
+            state = _visit_runs(state, given, walk, full, length, False, BODY, SCORE, MASK, HOW)
+        else:
+            state = _visit_runs(state, given, walk, full, length, False, BODY, SCORE, MASK, HOW)
+            state = _visit_runs(
+                state, given, walk, partial, length, True, BODY, SCORE, MASK, HOW
             )  # fmt: skip
+    return state
+
+
+@gluon.jit
+def _visit_runs(
+    state, given, walk, runs, length, PARTIAL: gl.constexpr,
+    BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """The part of `visit_back` for full or for partial blocks; `begun`: without the last."""
+    BLOCK: gl.constexpr = HOW.block
+    of_kind, end, count, first, blocks, begun = runs
+    for r in range(0, count):
+        for i in range(gl.where(begun & (r == 0), 1, 0), blocks):
+            row = first + (blocks - 1 - i) * BLOCK
+            state = BODY(state, given, row, False, PARTIAL, SCORE, MASK, HOW)
+        first, blocks = _stretch(of_kind, end - 2 - r, r + 1 < count, walk, length, BLOCK)
     return state
 
 
