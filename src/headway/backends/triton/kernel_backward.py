@@ -22,6 +22,7 @@ import triton
 
 from . import tile
 from .kernel_forward import LOG2E, scores
+from .walk import advance, begin, needs_mask
 
 
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
@@ -64,32 +65,24 @@ def backward_q(
     if walk.full is None:
         for n in tl.range(0, kv_len, BLOCK_N):
             acc = add_dq(
-                acc, queries, keys, n, kv_len, at, given, DERIVATIVE, SCATTER, MASK, UNBOUNDED,
-                INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+                acc, queries, keys, n, kv_len, True, at, given, DERIVATIVE, SCATTER, MASK,
+                UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
     else:
-        for run in tl.range(tl.load(walk.partial[0] + line), tl.load(walk.partial[0] + line + 1)):
-            start = tl.load(walk.partial[1] + run) * walk.step
-            stop = tl.minimum(start + tl.load(walk.partial[2] + run) * walk.step, kv_len)
-            for n in tl.range(start, stop, BLOCK_N):
-                acc = add_dq(
-                    acc, queries, keys, n, stop, at, given, DERIVATIVE, SCATTER, MASK, UNBOUNDED,
-                    INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
-                )  # fmt: skip
-        for run in tl.range(tl.load(walk.full[0] + line), tl.load(walk.full[0] + line + 1)):
-            start = tl.load(walk.full[1] + run) * walk.step
-            stop = tl.minimum(start + tl.load(walk.full[2] + run) * walk.step, kv_len)
-            for n in tl.range(start, stop, BLOCK_N):
-                acc = add_dq(
-                    acc, queries, keys, n, stop, at, given, DERIVATIVE, SCATTER, None, UNBOUNDED,
-                    INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
-                )  # fmt: skip
+        blocks, here = begin(walk, line, kv_len, BLOCK_N)
+        for _ in tl.range(0, blocks):
+            masked = needs_mask(here)
+            acc = add_dq(
+                acc, queries, keys, here[1], here[2], masked, at, given, DERIVATIVE, SCATTER, MASK,
+                UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+            )  # fmt: skip
+            here = advance(walk, here, kv_len, BLOCK_N)
     tile.store(dq + rows * d, i, d, live, d, tile.times(acc, scale), D)
 
 
 @triton.jit
 def add_dq(
-    acc, queries, keys, n, stop, at, given,
+    acc, queries, keys, n, stop, masked, at, given,
     DERIVATIVE: tl.constexpr, SCATTER: tl.constexpr, MASK: tl.constexpr, UNBOUNDED: tl.constexpr,
     INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -109,8 +102,8 @@ def add_dq(
     k_rows = tile.load(k_at + n64 * k_stride, j, k_stride, live, d, D, D_REST)
     s = tile.outer(q_rows, k_rows, PRECISION)
     s, t, by = slopes(
-        s, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, DERIVATIVE, MASK,
-        POSITIVE,
+        s, masked, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, DERIVATIVE,
+        MASK, POSITIVE,
     )  # fmt: skip
     p = tl.exp2(t - lse_rows[:, None])
     if not EVEN:
@@ -171,28 +164,18 @@ def backward_kv(
     if walk.full is None:
         for n in tl.range(0, q_len, BLOCK_M):
             acc = add_dkdv(
-                acc, k_rows, v_rows, queries, n, q_len, at, given, DERIVATIVE, MASK, UNBOUNDED,
-                INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
+                acc, k_rows, v_rows, queries, n, q_len, True, at, given, DERIVATIVE, MASK,
+                UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
     else:
-        for run in tl.range(tl.load(walk.partial[0] + line), tl.load(walk.partial[0] + line + 1)):
-            start = tl.load(walk.partial[1] + run) * walk.step
-            stop = tl.minimum(start + tl.load(walk.partial[2] + run) * walk.step, q_len)
-            for n in tl.range(start, stop, BLOCK_M):
-                acc = add_dkdv(
-                    acc, k_rows, v_rows, queries, n, stop, at, given, DERIVATIVE, MASK,
-                    UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV,
-                    DV_REST,
-                )  # fmt: skip
-        for run in tl.range(tl.load(walk.full[0] + line), tl.load(walk.full[0] + line + 1)):
-            start = tl.load(walk.full[1] + run) * walk.step
-            stop = tl.minimum(start + tl.load(walk.full[2] + run) * walk.step, q_len)
-            for n in tl.range(start, stop, BLOCK_M):
-                acc = add_dkdv(
-                    acc, k_rows, v_rows, queries, n, stop, at, given, DERIVATIVE, None,
-                    UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV,
-                    DV_REST,
-                )  # fmt: skip
+        blocks, here = begin(walk, line, q_len, BLOCK_M)
+        for _ in tl.range(0, blocks):
+            masked = needs_mask(here)
+            acc = add_dkdv(
+                acc, k_rows, v_rows, queries, here[1], here[2], masked, at, given, DERIVATIVE, MASK,
+                UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
+            )  # fmt: skip
+            here = advance(walk, here, q_len, BLOCK_M)
     rows = (b64 * heads + h) * kv_len + first
     tile.store(dk + rows * d, j, d, live, d, tile.times(acc[0], scale), D)
     by_v = acc[1]
@@ -203,7 +186,7 @@ def backward_kv(
 
 @triton.jit
 def add_dkdv(
-    acc, k_rows, v_rows, queries, n, stop, at, given,
+    acc, k_rows, v_rows, queries, n, stop, masked, at, given,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr, UNBOUNDED: tl.constexpr,
     INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -230,8 +213,8 @@ def add_dkdv(
     q_rows = tile.load(q_at + n64 * q_stride, i, q_stride, live, d, D, D_REST)
     s = tile.outer(k_rows, q_rows, PRECISION)
     s, t, by = slopes(
-        s, scale, b, h, q_idx[None, :], kv_idx, score_captured, mask_captured, DERIVATIVE, MASK,
-        POSITIVE,
+        s, masked, scale, b, h, q_idx[None, :], kv_idx, score_captured, mask_captured, DERIVATIVE,
+        MASK, POSITIVE,
     )  # fmt: skip
     p = tl.exp2(t - lse_rows[None, :])
     if not EVEN:
@@ -256,21 +239,22 @@ def add_dkdv(
 
 @triton.jit
 def slopes(
-    s, scale, b, h, q_idx, kv_idx, score_captured, mask_captured,
+    s, masked, scale, b, h, q_idx, kv_idx, score_captured, mask_captured,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr, POSITIVE: tl.constexpr,
 ):  # fmt: skip
     """S, T in units of log 2 (-inf where not kept), and (T, dT/dS, dT/d(gathered) ...)."""
     by = (s,)
     if DERIVATIVE is None:
         t, unit, s = scores(
-            s, scale, b, h, q_idx, kv_idx, score_captured, mask_captured, None, MASK, POSITIVE
-        )
+            s, masked, scale, b, h, q_idx, kv_idx, score_captured, mask_captured, None, MASK,
+            POSITIVE,
+        )  # fmt: skip
         t = t * unit
     else:
         s = s * scale
         by = DERIVATIVE(s, b, h, q_idx, kv_idx, score_captured)
         t = by[0] * LOG2E
-        if MASK is not None:
+        if MASK is not None and masked:
             t = tl.where(MASK(b, h, q_idx, kv_idx, mask_captured), t, float("-inf"))
     return s, t, by
 

@@ -12,6 +12,7 @@ import triton.language as tl
 import triton
 
 from . import tile
+from .walk import advance, begin, needs_mask
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -52,26 +53,18 @@ def forward(
     if walk.full is None:
         for n in tl.range(0, kv_len, BLOCK_N):
             state = attend(
-                state, q_rows, keys, n, kv_len, at, given, SCORE, MASK, INDEX, PRECISION,
+                state, q_rows, keys, n, kv_len, True, at, given, SCORE, MASK, INDEX, PRECISION,
                 POSITIVE, LARGEST, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
     else:
-        for run in tl.range(tl.load(walk.partial[0] + line), tl.load(walk.partial[0] + line + 1)):
-            start = tl.load(walk.partial[1] + run) * walk.step
-            stop = tl.minimum(start + tl.load(walk.partial[2] + run) * walk.step, kv_len)
-            for n in tl.range(start, stop, BLOCK_N):
-                state = attend(
-                    state, q_rows, keys, n, stop, at, given, SCORE, MASK, INDEX, PRECISION,
-                    POSITIVE, LARGEST, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
-                )  # fmt: skip
-        for run in tl.range(tl.load(walk.full[0] + line), tl.load(walk.full[0] + line + 1)):
-            start = tl.load(walk.full[1] + run) * walk.step
-            stop = tl.minimum(start + tl.load(walk.full[2] + run) * walk.step, kv_len)
-            for n in tl.range(start, stop, BLOCK_N):
-                state = attend(
-                    state, q_rows, keys, n, stop, at, given, SCORE, None, INDEX, PRECISION,
-                    POSITIVE, LARGEST, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
-                )  # fmt: skip
+        blocks, here = begin(walk, line, kv_len, BLOCK_N)
+        for _ in tl.range(0, blocks):
+            masked = needs_mask(here)
+            state = attend(
+                state, q_rows, keys, here[1], here[2], masked, at, given, SCORE, MASK, INDEX,
+                PRECISION, POSITIVE, LARGEST, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+            )  # fmt: skip
+            here = advance(walk, here, kv_len, BLOCK_N)
     acc, m, l, largest = state
 
     rows = (b64 * heads + h) * q_len + first
@@ -101,13 +94,14 @@ def forward(
 
 @triton.jit
 def attend(
-    state, q_rows, keys, n, stop, at, given,
+    state, q_rows, keys, n, stop, masked, at, given,
     SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     POSITIVE: tl.constexpr, LARGEST: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
     d: tl.constexpr, dv: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys, n up to n + BLOCK_N, of which those from `stop` on do not count."""
+    """One block of keys, n up to n + BLOCK_N, of which those from `stop` on do not count; `masked`:
+    and those that the mask drops."""
     acc, m, l, largest = state
     k_at, v_at, k_stride, v_stride = keys
     b, h, q_idx, row, first = at
@@ -120,8 +114,9 @@ def attend(
     s = tile.outer(q_rows, k_rows, PRECISION)
     kv_idx = tile.positions(coords.kv_pos, coords.kv_stride, coords.kv, row, n + j, live, INDEX)
     t, unit, s = scores(
-        s, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, SCORE, MASK, POSITIVE
-    )
+        s, masked, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, SCORE, MASK,
+        POSITIVE,
+    )  # fmt: skip
     if not EVEN:
         t = tl.where(live[None, :], t, float("-inf"))
     if LARGEST:  # of S, where T says that the pair is kept
@@ -143,7 +138,7 @@ def attend(
 
 @triton.jit
 def scores(
-    s, scale, b, h, q_idx, kv_idx, score_captured, mask_captured,
+    s, masked, scale, b, h, q_idx, kv_idx, score_captured, mask_captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, POSITIVE: tl.constexpr,
 ):  # fmt: skip
     """T in some unit (-inf where not kept), that unit over log 2, and S.
@@ -160,7 +155,7 @@ def scores(
         unit = LOG2E
         if SCORE is not None:
             t = SCORE(s, b, h, q_idx, kv_idx, score_captured)
-    if MASK is not None:
+    if MASK is not None and masked:
         t = tl.where(MASK(b, h, q_idx, kv_idx, mask_captured), t, float("-inf"))
     return t, unit, s
 

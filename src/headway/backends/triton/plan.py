@@ -40,8 +40,9 @@ class Plan(BasePlan):
         # A gradient of what the score captures is made beside dq, and in a fixed order only there.
         self.one_pass = not wanted and not spec.deterministic and one_pass(*self.size)
         self.static = (
-            *(x.stride()[:3] for x in matrices), self.hq, self.hq // self.hk, self.q_len,
-            self.kv_len, self.d, self.dv, spec.scale,
+            # From row to row as a constant: addresses within a tile are then one and a number.
+            *((*x.stride()[:2], tl.constexpr(x.stride(2))) for x in matrices), self.hq,
+            self.hq // self.hk, self.q_len, self.kv_len, self.d, self.dv, spec.scale,
         )  # fmt: skip
         limit = threshold(spec.dropout)
         self.dropout = (
