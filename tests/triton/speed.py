@@ -25,6 +25,7 @@ from triton.runtime.errors import PTXASError
 
 import headway as hw
 from headway.api import prepare
+from headway.backends.kernels import learned
 from headway.backends.kernels.rows import deltas
 from headway.backends.triton import launch
 from headway.backends.triton.config import Config
@@ -156,7 +157,7 @@ class Bench:
         given = (self.q, self.k, self.v)
         if kernel == "forward":
             return planned(self.spec, self.call, (), *given)
-        wanted = launch._wanted(self.spec.score, self.needs)
+        wanted = learned.wanted(self.spec.score, self.needs)
         return planned(self.spec, self.call, wanted, *given, self.dout)
 
     def kernels(self) -> list[str]:
@@ -184,7 +185,7 @@ class Bench:
             self.matrices = self._backward_inputs()
         fixed, dk, dv, dq, captured = self.matrices
         given = {
-            "backward_q": (lambda slots: (*fixed, dq), launch._grads_of(plan, captured)),
+            "backward_q": (lambda slots: (*fixed, dq), learned.by_gather(plan.text, captured)),
             "backward_kv": (lambda slots: (*fixed, dk, dv, None),),
             "backward": (lambda slots: (*fixed, dk, dv, self.dq32),),
         }[kernel]
@@ -201,10 +202,8 @@ class Bench:
         dtype = F32 if shared else self.q.dtype
         new = lambda width, dtype: torch.empty(b, hq, n, width, dtype=dtype, device=self.device)
         self.dq32 = torch.zeros(b, hq, n, d, device=self.device)
-        captured = [
-            torch.zeros(t.shape, device=self.device) if need else None
-            for t, need in zip(self.call.captured.tensors, self.needs, strict=False)
-        ]
+        tensors = self.call.captured.tensors
+        captured = learned.zeros(tensors, self.needs, torch.device(self.device))
         fixed = (self.q, self.k, self.v, self.dout, lse, delta)
         return fixed, new(d, dtype), new(dv, dtype), new(d, self.q.dtype), captured
 
