@@ -145,6 +145,9 @@ class Shared:
     def index(self, n) -> "Shared":
         return Shared(self.x[int(n)], self)
 
+    def slice(self, start, length, dim=0) -> "Shared":
+        return Shared(self.x.narrow(dim, int(start), int(length)), self)
+
     def permute(self, order) -> "Shared":
         return Shared(self.x.permute(order), self)
 
@@ -345,6 +348,8 @@ class Language(types.ModuleType):
 
     @staticmethod
     def inline_asm_elementwise(asm, constraints, args, **options):
+        if asm == "":
+            return args[0]
         if not asm.startswith("tanh.approx.f32 "):
             raise Wrong(f"no meaning is known for {asm}")
         return args[0].tanh()

@@ -107,7 +107,7 @@ def test_refusals():
     mask = hw.block_mask(hw.causal(), 1, 1, 130, 130, tile=(64, 64))
     for match, tensors, options in (
         ("bfloat16 or float16", (q.float(),), {}),
-        ("backward goes to 128", (wide,), {}),
+        ("backward goes to 192 and 128", (wide,), {}),
         ("dropout", (q,), {"dropout": 0.1}),
         ("order that varies", (q.clone().requires_grad_(),), {"deterministic": True}),
         (r"tile=\(128, 128\)", (q,), {"mask": mask}),

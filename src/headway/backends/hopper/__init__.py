@@ -33,7 +33,7 @@ def reasons_against(spec: Spec, call: Call) -> list[str]:
     if fitting(FORWARD, d, dv) is None:
         reasons.append(f"widths d = {d}, dv = {dv}: at most 256 fit in shared memory")
     elif trained and fitting(BACKWARD, d, dv) is None:
-        reasons.append(f"widths d = {d}, dv = {dv}: its backward goes to 128; use 'triton'")
+        reasons.append(f"widths d = {d}, dv = {dv}: its backward goes to 192 and 128; use 'triton'")
     if spec.dropout:
         reasons.append("dropout: it has none; use backend='triton'")
     if trained and spec.deterministic:

@@ -3,7 +3,7 @@
 Each is what fits 227 KB of shared memory and the registers of a warpgroup, found by compiling.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ROWS = 128  # queries of a CTA of the forward: two warpgroups of 64
@@ -35,15 +35,27 @@ FORWARD = (
 
 @dataclass(frozen=True)
 class Backward:
-    """`d`, `dv`: widths; `block`: queries of a block; `stages`: of these, in shared memory."""
+    """- `d`, `dv`: widths of the pieces of a row of q and k, and of v.
+    - `block`: queries of a block; `stages`: of these, in shared memory.
+    """
 
-    d: tuple[int]
+    d: tuple[int, ...]
     dv: tuple[int]
-    block: int
-    stages: int
+    block: int = 64
+    stages: int = 3
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of 256 numbers in the pieces of dq that a consumer hands over at a time: 64 x 64
+        numbers, and half of the columns beyond the first 128."""
+        return (16, 8) if len(self.d) == 2 else (16,)
 
 
-BACKWARD = (Backward((64,), (64,), 64, 3), Backward((128,), (128,), 64, 3))
+BACKWARD = (
+    Backward((64,), (64,)),
+    Backward((128,), (128,)),
+    Backward((128, 64), (128,), stages=2),
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,12 @@ class How:
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
     late: bool = False  # backward: dP after P, which then has more registers
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
+    consumer: int = 0  # backward: which one this is compiled for
     largest: bool = False  # keep the largest S, where T is another
+
+    def of(self, consumer: int) -> "How":
+        """For one consumer."""
+        return replace(self, consumer=consumer)
 
 
 def fitting(table: tuple, d: int, dv: int) -> Any:

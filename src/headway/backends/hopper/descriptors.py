@@ -64,12 +64,18 @@ def numbers(rows: int) -> Operand:
     return Operand(lambda x: [TensorDescriptor(x, [x.numel()], [1], [rows], layout)])
 
 
-def chunks() -> Operand:
-    """Of parts of dq: 4096 floats are a chunk."""
+def chunks(rows: int, more: int = 0) -> Operand:
+    """Of parts of dq, in rows of 256 numbers: pieces of so many rows, and of `more` (or None)."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return Operand(
-        lambda x: [TensorDescriptor(x, [x.numel() // 256, 256], [256, 1], [16, 256], layout)]
-    )
+
+    def make(x: Tensor) -> list[TensorDescriptor | None]:
+        shape = [x.numel() // 256, 256]
+        return [
+            TensorDescriptor(x, shape, [256, 1], [n, 256], layout) if n else None
+            for n in (rows, more)
+        ]
+
+    return Operand(make)
 
 
 def aligned(x: Tensor) -> Tensor:

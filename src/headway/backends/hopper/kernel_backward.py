@@ -20,6 +20,10 @@ afterwards. Per block of queries, a consumer
 3. computes dSᵀ meanwhile, stores it, issues dk
 4. when both have stored dSᵀ: issues its part of dq, and Sᵀ of the next block
 
+Widths 129 to 192 (MLA) are two pieces, 128 + 64 columns. dk and dv then fill two thirds of a
+consumer's registers: P is kept as it was rounded, dP comes after P, and dq in two pieces, one after
+the other.
+
 Shared stores stand before the products that they would otherwise queue behind, and no product is in
 flight over the loop's end, which the assembler would serialise.
 """
@@ -43,7 +47,23 @@ from .gluon_api import (
 )
 from .kernel_forward import ROWS
 from .pipeline import acquire, await_, channel, publish, ready, release, start, step
-from .tile import LOG2E, left, matrix, mma, place, positions, visit
+from .tile import (
+    LOG2E,
+    add_product,
+    at_stage,
+    buffers,
+    bytes_of,
+    fetch,
+    left,
+    matrix,
+    mma,
+    outer,
+    pieces,
+    place,
+    positions,
+    visit,
+    zeros,
+)
 
 _DO_STAGES = gl.constexpr(2)
 
@@ -55,8 +75,8 @@ _DO_STAGES = gl.constexpr(2)
     ]
 )  # fmt: skip
 def backward(
-    q, k, v, dout, lse, delta, dq,  # descriptors
-    dk, dv,  # descriptors; None where the wide ones are given
+    q0, q1, k0, k1, v, dout, lse, delta, dq0, dq1,  # descriptors, of pieces
+    dk0, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
@@ -65,24 +85,23 @@ def backward(
     """dk and dv of 128 keys from `share` query heads, and what they add to dq."""
     BLOCK: gl.constexpr = HOW.block
     STAGES: gl.constexpr = HOW.stages
-    D: gl.constexpr = k.block_shape[3]
-    DV: gl.constexpr = v.block_shape[3]
-    dtype: gl.constexpr = k.dtype
-    flat: gl.constexpr = matrix(k.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [2, ROWS, D], flat)
-    v_smem = gl.allocate_shared_memory(dtype, [2, ROWS, DV], flat)
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], flat)
-    do_smem = gl.allocate_shared_memory(dtype, [_DO_STAGES, BLOCK, DV], flat)
-    ds_smem = gl.allocate_shared_memory(dtype, [2 * _DO_STAGES, ROWS, BLOCK], flat)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq.layout)
+    # Launchers take descriptors one by one, and not in tuples.
+    q, k, dq, dk = pieces(q0, q1), pieces(k0, k1), pieces(dq0, dq1), pieces(dk0, dk1)
+    DS_STAGES: gl.constexpr = ds_stages(k)
+    k_smem = buffers(2, k)
+    v_smem = buffers(2, (v,))[0]
+    q_smem = buffers(STAGES, q)
+    do_smem = buffers(_DO_STAGES, (dout,))[0]
+    ds_smem = gl.allocate_shared_memory(v.dtype, [2 * DS_STAGES, ROWS, BLOCK], matrix(v.layout))
+    dq_smem = parts(dq)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     dlt_smem = gl.allocate_shared_memory(gl.float32, [_DO_STAGES, BLOCK], lse.layout)
     rings = (
         channel(2, 1, 1),  # keys, and values: once
         channel(STAGES, 1, 2),  # queries and lse
         channel(_DO_STAGES, 1, 2),  # dout and delta
-        channel(_DO_STAGES, 2, 2),  # dS, from both consumers to both
-        (channel(1, 1, 1), channel(1, 1, 1)),  # dq, from a consumer to its adder
+        channel(DS_STAGES, 2, 2),  # dS, from both consumers to both
+        (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
     )
     ready()
     smem = (k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, dlt_smem)
@@ -107,6 +126,49 @@ def backward(
     )  # fmt: skip
 
 
+@gluon.jit
+def parts(dq):
+    """Shared memory for the pieces of the parts of dq of both consumers."""
+    if len(dq) == 1:
+        return (_part_buffer(dq[0]),)
+    else:
+        return (_part_buffer(dq[0]), _part_buffer(dq[1]))
+
+
+@gluon.jit
+def _part_buffer(desc):
+    shape: gl.constexpr = [2, desc.block_shape[0], desc.block_shape[1]]
+    return gl.allocate_shared_memory(gl.float32, shape, desc.layout)
+
+
+@gluon.jit
+def rings_of(dq):
+    """A channel for each piece."""
+    if len(dq) == 1:
+        return (channel(1, 1, 1),)
+    else:
+        return (channel(1, 1, 1), channel(1, 1, 1))
+
+
+@gluon.jit
+def zeros_of(dq_smem):
+    """What stands for the last piece of dq before the first block."""
+    WIDTH: gl.constexpr = dq_smem[len(dq_smem) - 1].shape[1] * 4
+    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=mma(WIDTH))
+
+
+@gluon.constexpr_function
+def of_consumer(HOW, W):
+    """For consumer W."""
+    return HOW.of(W)
+
+
+@gluon.constexpr_function
+def ds_stages(k):
+    """Stages of dS: a row in two pieces leaves memory for one."""
+    return 3 - len(k)
+
+
 # -- the loader -----------------------------------------------------------------------------------
 
 
@@ -118,11 +180,11 @@ def load(q, k, v, dout, lse, delta, smem, rings, at, sizes, walk, HOW: gl.conste
     line, first, h, b, share, group = at
     heads, q_len, q_rows, _ = sizes
     kv_full = kv_ring[0].index(0)
-    mbarrier.expect(kv_full, 4 * ROWS * k_smem.shape[2])
-    copy_in(k, [b, h // group, first, 0], kv_full, k_smem.index(0))
-    copy_in(k, [b, h // group, first + ROWS, 0], kv_full, k_smem.index(1))
+    mbarrier.expect(kv_full, bytes_of(k_smem, 2))
+    fetch(k, b, h // group, first, kv_full, k_smem, 0)
+    fetch(k, b, h // group, first + ROWS, kv_full, k_smem, 1)
     kv_full = kv_ring[0].index(1)
-    mbarrier.expect(kv_full, 4 * ROWS * v_smem.shape[2])
+    mbarrier.expect(kv_full, bytes_of((v_smem,), 2))
     copy_in(v, [b, h // group, first, 0], kv_full, v_smem.index(0))
     copy_in(v, [b, h // group, first + ROWS, 0], kv_full, v_smem.index(1))
     state = (start(), start())
@@ -142,12 +204,12 @@ def load_block(
     q_at, do_at = state
     acquire(q_ring, q_at)
     full = q_ring[0].index(q_at[0])
-    mbarrier.expect(full, HOW.block * (2 * q_smem.shape[2] + 4))
-    copy_in(q, [b, h, n, 0], full, q_smem.index(q_at[0]))
+    mbarrier.expect(full, bytes_of(q_smem, 1) + 4 * HOW.block)
+    fetch(q, b, h, n, full, q_smem, q_at[0])
     copy_in(lse, [row0 + n], full, lse_smem.index(q_at[0]))
     acquire(do_ring, do_at)
     full = do_ring[0].index(do_at[0])
-    mbarrier.expect(full, HOW.block * (2 * do_smem.shape[2] + 4))
+    mbarrier.expect(full, bytes_of((do_smem,), 1) + 4 * HOW.block)
     copy_in(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))
     copy_in(delta, [row0 + n], full, dlt_smem.index(do_at[0]))
     return step(q_at, HOW.stages), step(do_at, _DO_STAGES)
@@ -158,22 +220,18 @@ def load_block(
 
 @gluon.jit
 def add(dq, smem, rings, at, sizes, walk, W: gl.constexpr, HOW: gl.constexpr):
-    """Add the parts of dq that consumer W hands over. Each comes one block late; the first, from
-    before the first block, is zeros."""
+    """Add the parts of dq that consumer W hands over. The last piece comes one block late; its
+    first, from before the first block, is zeros."""
     k_smem, _, _, _, _, dq_smem, _, _ = smem
-    D: gl.constexpr = k_smem.shape[2]
     line, _, h, b, share, _ = at
     heads, q_len, q_rows, _ = sizes
-    ring = rings[4][W]
+    to = (dq, at_stage(dq_smem, W), rings[4][W], k_smem, W)
     state = (start(), (b * heads + h) * q_rows)
     for n in range(share):
-        given = (dq, dq_smem.index(W), ring, k_smem, (b * heads + h + n) * q_rows, W)
+        given = (to, (b * heads + h + n) * q_rows)
         state = visit(state, given, walk, line, q_len, 0, add_block, None, None, None, HOW)
     dq_at, row = state
-    await_(ring, dq_at)
-    copy_out_add(dq, [_chunk(row, W, D) * 16, 0], dq_smem.index(W))
-    copy_out_wait(0)
-    release(ring, dq_at)
+    add_part(to, row, dq_at, len(dq) - 1)
 
 
 @gluon.jit
@@ -181,25 +239,42 @@ def add_block(
     state, given, n, more, PARTIAL: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Add what belongs to the block before n, and remember n."""
-    dq, dq_smem, ring, k_smem, row0, W = given
-    D: gl.constexpr = k_smem.shape[2]
+    """Add the last piece of the block before n, and the others of the block from n on, which is
+    remembered."""
+    to, row0 = given
     dq_at, row = state
-    await_(ring, dq_at)
-    copy_out_add(dq, [_chunk(row, W, D) * 16, 0], dq_smem)
-    copy_out_wait(0)
-    release(ring, dq_at)
+    LAST: gl.constexpr = len(to[0]) - 1
+    add_part(to, row, dq_at, LAST)
+    for piece in gl.static_range(LAST):
+        add_part(to, row0 + n, dq_at, piece)
     return step(dq_at, 1), row0 + n
 
 
 @gluon.jit
-def _chunk(row, W, D: gl.constexpr):
-    """The 64 x 64 chunk of dq to which consumer W adds for the queries from `row` on: its half of
-    the columns, or for width 64 what its keys give."""
-    if D == 64:
-        return row // 64
+def add_part(to, row, at, PIECE: gl.constexpr):
+    """Add one piece to the rows from `row` on."""
+    dq, dq_smem, rings, k_smem, W = to
+    await_(rings[PIECE], at)
+    copy_out_add(dq[PIECE], [place_of(row, W, PIECE, k_smem), 0], dq_smem[PIECE])
+    copy_out_wait(0)
+    release(rings[PIECE], at)
+
+
+@gluon.jit
+def place_of(row, W, PIECE: gl.constexpr, k_smem):
+    """Where consumer W adds a piece for the queries from `row` on, in rows of 256 numbers. Width 64
+    is one chunk of 64 x 64, to which both consumers add what their keys give; of 128 each has a
+    chunk, and of what is beyond it half of one."""
+    chunk = row // 64
+    if len(k_smem) == 2:
+        if PIECE == 0:
+            return (chunk * 3 + W) * 16
+        else:
+            return (chunk * 3 + 2) * 16 + W * 8
+    elif k_smem[0].shape[2] == 64:
+        return chunk * 16
     else:
-        return row // 64 * 2 + W
+        return (chunk * 2 + W) * 16
 
 
 # -- a consumer -----------------------------------------------------------------------------------
@@ -218,51 +293,63 @@ def consume(
     heads, q_len, _, kv_len = sizes
     scale, coords, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
-    D: gl.constexpr = k_smem.shape[2]
-    DV: gl.constexpr = v_smem.shape[2]
     row = first + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma(BLOCK)))
     live = row < kv_len
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index)
-    acc_k = gl.full([ROWS, D], 0.0, gl.float32, layout=mma(D))
-    acc_v = gl.full([ROWS, DV], 0.0, gl.float32, layout=mma(DV))
-    acc_q = gl.full([ROWS, 64], 0.0, gl.float32, layout=mma(64))
+    acc_k = zeros(ROWS, k_smem)
+    acc_v = zeros(ROWS, (v_smem,))[0]
+    acc_q = zeros_of(dq_smem)
     zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
     q_at, do_at, dq_at = start(), start(), start()
     await_(kv_ring, (0, 0))
     await_(q_ring, q_at)
-    s = warpgroup_mma(k_smem.index(W), q_smem.index(0).permute((1, 0)), zero, use_acc=False)
+    s = outer(at_stage(k_smem, W), at_stage(q_smem, 0), zero)
+    s = warpgroup_mma_wait(0, deps=[s])
     await_(kv_ring, (1, 0))
+    # A constant in a tuple is none afterwards.
+    MINE: gl.constexpr = of_consumer(HOW, W)
     state = (s, acc_q, acc_k, acc_v, q_at, do_at, dq_at)
     for n in range(share):
         of_head = (h + n, b)
         context = (smem, rings, dq_rings[W], of_head, kv_idx, live, scale, coords, of_score,
-                   of_mask, grads, q_len, share, W)  # fmt: skip
+                   of_mask, grads, q_len, share)  # fmt: skip
         state = visit(
             state, context, walk, line, q_len, share - 1 - n, attend_back,
-            DERIVATIVE, SCATTER, MASK, HOW,
+            DERIVATIVE, SCATTER, MASK, MINE,
         )  # fmt: skip
     s, acc_q, acc_k, acc_v, q_at, do_at, dq_at = state
     ring = dq_rings[W]
-    hand_over(acc_q, dq_smem.index(W), ring, dq_at)
+    LAST: gl.constexpr = len(dq_smem) - 1
+    hand_over(acc_q, dq_smem[LAST].index(W), ring[LAST], dq_at)
     fence_async_shared()
-    publish(ring, dq_at)
-    dq_at = step(dq_at, 1)
+    publish(ring[LAST], dq_at)
     out_h = h // share
-    if dk is not None:
+    if dv is not None:
         v_smem.index(W).store(acc_v.to(v_smem.dtype))
         fence_async_shared()
         copy_out(dv, [b, out_h, first + W * ROWS, 0], v_smem.index(W))
         # The other consumer may still multiply with these keys: dk goes where dq was.
-        acquire(ring, dq_at)
-        place_k = seen_as(dq_smem.index(W), k_smem.dtype, [ROWS, D], k_smem.layout)
-        place_k.store((acc_k * scale).to(k_smem.dtype))
-        fence_async_shared()
-        copy_out(dk, [b, out_h, first + W * ROWS, 0], place_k)
+        column = 0
+        for n in gl.static_range(len(dk)):
+            if n < LAST:
+                acquire(ring[n], dq_at)
+            else:
+                acquire(ring[n], step(dq_at, 1))
+            k = k_smem[n].index(W)
+            place_k = seen_as(dq_smem[n].index(W), k.dtype, k.shape, k.layout)
+            place_k.store((acc_k[n] * scale).to(v_smem.dtype))
+            fence_async_shared()
+            copy_out(dk[n], [b, out_h, first + W * ROWS, column], place_k)
+            column += k.shape[1]
         copy_out_wait(0)
     else:
         base = (gl.cast(b, gl.int64) * (heads // share) + out_h) * kv_len
-        write(acc_k * scale, wide_dk + base * d_width, first + W * ROWS, kv_len, d_width)
-        write(acc_v, wide_dv + base * dv_width, first + W * ROWS, kv_len, dv_width)
+        column = 0
+        for n in gl.static_range(len(acc_k)):
+            write(acc_k[n] * scale, wide_dk + base * d_width, first + W * ROWS, kv_len, d_width,
+                  column)  # fmt: skip
+            column += k_smem[n].shape[2]
+        write(acc_v, wide_dv + base * dv_width, first + W * ROWS, kv_len, dv_width, 0)
 
 
 @gluon.jit
@@ -270,8 +357,9 @@ def hand_over(acc_q, dq_smem, ring, at):
     """Store dq for the adder: 4 adjacent floats per thread, threads adjacent, so that 16-byte
     stores meet no conflict."""
     acquire(ring, at)
-    x = acc_q.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
-    dq_smem.store(x)
+    EIGHTS: gl.constexpr = acc_q.shape[1] // 8
+    x = acc_q.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    dq_smem.store(x.reshape([2 * EIGHTS, 256]))
 
 
 @gluon.jit
@@ -283,27 +371,29 @@ def attend_back(
     s, acc_q, acc_k, acc_v, q_at, do_at, dq_at = state
     (
         smem, rings, ring, of_head, kv_idx, live, scale, coords, of_score, of_mask, grads, q_len,
-        opaque, W,
+        opaque,
     ) = context  # fmt: skip
+    W: gl.constexpr = HOW.consumer
     k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, dlt_smem = smem
     _, q_ring, do_ring, ds_ring, _ = rings
     h, b = of_head
     BLOCK: gl.constexpr = HOW.block
-    D: gl.constexpr = k_smem.shape[2]
     DV: gl.constexpr = v_smem.shape[2]
+    WIDE: gl.constexpr = len(k_smem) == 2
+    LAST: gl.constexpr = len(dq_smem) - 1
     cols: gl.constexpr = gl.SliceLayout(0, mma(BLOCK))
-    dtype: gl.constexpr = k_smem.dtype
+    dtype: gl.constexpr = v_smem.dtype
     zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
     # Always 0; it keeps LLVM from hoisting the operands' descriptors out of the loop and spilling.
     z = (n + opaque) >> 30
 
-    hand_over(acc_q, dq_smem.index(W), ring, dq_at)
+    hand_over(acc_q, dq_smem[LAST].index(W), ring[LAST], dq_at)
     lse = lse_smem.index(q_at[0]).load(cols)
     await_(do_ring, do_at)
-    if not HOW.late:
-        dp = outer_v(v_smem.index(W + z), do_smem.index(do_at[0]), zero)
+    if not (HOW.late or WIDE):
+        dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), zero, False)
     fence_async_shared()
-    publish(ring, dq_at)
+    publish(ring[LAST], dq_at)
 
     i = n + gl.arange(0, BLOCK, layout=cols)
     in_rows = i < q_len
@@ -321,63 +411,112 @@ def attend_back(
         p = gl.where(MASK(b_idx, h_idx, q_idx, kv_idx, of_mask), p, 0.0)
     if not HOW.even:
         p = gl.where(live[:, None], p, 0.0)
-    if HOW.late:
-        dp = outer_v(v_smem.index(W + z), do_smem.index(do_at[0]), zero)
-    delta = dlt_smem.index(do_at[0]).load(cols)
-    p16 = gl.convert_layout(p.to(dtype), left(DV))
-    dv = warpgroup_mma(p16, do_smem.index(do_at[0]), acc_v, is_async=True)
+    p16 = p.to(dtype)
     # P times each derivative now, so that only the products stay in registers.
     if DERIVATIVE is None:  # noqa: SIM108
         by_s = p
     else:
         by_s = weighted(p, by[1], HOW.unbounded)
+    delta = dlt_smem.index(do_at[0]).load(cols)
+    if WIDE:  # and rounded; delta in the accumulator
+        p16 = kept(p16)
+        if DERIVATIVE is None:  # noqa: SIM108
+            by_s = p16
+        else:
+            by_s = kept(by_s.to(dtype))
+        dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), zero - delta[None, :], True)
+    elif HOW.late:
+        dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), zero, False)
+    p16 = gl.convert_layout(p16, left(DV))
+    dv = warpgroup_mma(p16, do_smem.index(do_at[0]), acc_v, is_async=True)
 
-    dp = warpgroup_mma_wait(1, deps=[dp])
-    e = dp - delta[None, :]
-    ds = by_s * e
+    e = warpgroup_mma_wait(1, deps=[dp])
+    if not WIDE:
+        e = e - delta[None, :]
+    ds = by_s.to(gl.float32) * e
     if SCATTER is not None:
         SCATTER(grads, others(p, by, e, HOW.unbounded), s, b_idx, h_idx, q_idx, kv_idx, of_score)
     ds16 = ds.to(dtype)
-    ds_smem.index(do_at[0] * 2 + W).store(ds16)
-    ds16 = gl.convert_layout(ds16, left(D))
-    dk = warpgroup_mma(ds16, q_smem.index(q_at[0]), acc_k, is_async=True)
+    if WIDE:
+        ds_at = dq_at
+        acquire(ds_ring, ds_at)
+    else:
+        ds_at = do_at  # in as many stages; what fills one twice has been read in between
+    a = ds_at[0] * 2
+    ds_smem.index(a + W).store(ds16)
+    ds16 = gl.convert_layout(ds16, left(k_smem[0].shape[2]))
+    dk = add_product(acc_k, ds16, at_stage(q_smem, q_at[0]))
     fence_async_shared()
-    publish(ds_ring, do_at)
-    acc_v, _ = warpgroup_mma_wait(1, deps=[dv, p16])
+    publish(ds_ring, ds_at)
+    if WIDE:  # dS, as a factor, needs registers that dq shall have
+        acc_v, acc_k0, acc_k1, _, _ = warpgroup_mma_wait(0, deps=[dv, dk[0], dk[1], p16, ds16])
+    else:
+        acc_v, _ = warpgroup_mma_wait(1, deps=[dv, p16])
     release(do_ring, do_at)
 
-    await_(ds_ring, do_at)
-    a = do_at[0] * 2
-    nothing = gl.full([ROWS, 64], 0.0, gl.float32, layout=mma(64))
-    if D == 64:  # from its own keys
-        dq = warpgroup_mma(
-            ds_smem.index(a + W).permute((1, 0)), k_smem.index(W + z), nothing,
-            use_acc=False, is_async=True,
-        )  # fmt: skip
-    else:  # from all keys, half of the columns
-        halves = seen_as(k_smem, dtype, [4, ROWS, 64], matrix(k_smem.layout))
-        dq = warpgroup_mma(
-            ds_smem.index(a).permute((1, 0)), halves.index(W + z), nothing,
-            use_acc=False, is_async=True,
-        )  # fmt: skip
-        dq = warpgroup_mma(
-            ds_smem.index(a + 1).permute((1, 0)), halves.index(2 + W + z), dq, is_async=True
-        )
+    await_(ds_ring, ds_at)
+    dq = part(ds_smem, a, k_smem, z, W)
     next_q = step(q_at, HOW.stages)
+    if WIDE:
+        rest = rest_of_part(ds_smem, a, k_smem[1], z, W)
+        acc_q = warpgroup_mma_wait(2, deps=[dq])
+        hand_over(acc_q, dq_smem[0].index(W), ring[0], dq_at)
+        fence_async_shared()
+        publish(ring[0], dq_at)
     mbarrier.wait(q_ring[0].index(next_q[0]), next_q[1], pred=more)
-    s = warpgroup_mma(
-        k_smem.index(W + z), q_smem.index(next_q[0]).permute((1, 0)), zero,
-        use_acc=False, is_async=True,
-    )  # fmt: skip
-    s, acc_q, acc_k, _ = warpgroup_mma_wait(0, deps=[s, dq, dk, ds16])
+    s = outer(at_stage(k_smem, z + W), at_stage(q_smem, next_q[0]), zero)
+    if WIDE:
+        s, acc_q = warpgroup_mma_wait(0, deps=[s, rest])
+        acc_k = (acc_k0, acc_k1)
+        release(ds_ring, ds_at)
+    else:
+        s, acc_q, acc_k0, _ = warpgroup_mma_wait(0, deps=[s, dq, dk[0], ds16])
+        acc_k = (acc_k0,)
     release(q_ring, q_at)
     return s, acc_q, acc_k, acc_v, next_q, step(do_at, _DO_STAGES), step(dq_at, 1)
 
 
 @gluon.jit
-def outer_v(v, dout, zero):
+def part(ds_smem, a, k_smem, z, W: gl.constexpr):
+    """Issue this consumer's part of dq: for width 64 from its own keys, else from all keys half of
+    the first 128 columns."""
+    k = k_smem[0]
+    nothing = gl.full([ROWS, 64], 0.0, gl.float32, layout=mma(64))
+    if k.shape[2] == 64:
+        own = ds_smem.index(a + W).permute((1, 0))
+        return warpgroup_mma(own, k.index(z + W), nothing, use_acc=False, is_async=True)
+    else:
+        halves = seen_as(k, k.dtype, [4, ROWS, 64], matrix(k.layout))
+        return _of_all(ds_smem, a, halves.index(z + W), halves.index(z + 2 + W), nothing)
+
+
+@gluon.jit
+def rest_of_part(ds_smem, a, k, z, W: gl.constexpr):
+    """Issue what belongs to the part of the 64 columns beyond: half of them."""
+    start: gl.constexpr = 32 * W
+    nothing = gl.full([ROWS, 32], 0.0, gl.float32, layout=mma(32))
+    k0 = k.index(z).slice(start, 32, dim=1)
+    k1 = k.index(z + 1).slice(start, 32, dim=1)
+    return _of_all(ds_smem, a, k0, k1, nothing)
+
+
+@gluon.jit
+def _of_all(ds_smem, a, k0, k1, zero):
+    dq = warpgroup_mma(ds_smem.index(a).permute((1, 0)), k0, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(ds_smem.index(a + 1).permute((1, 0)), k1, dq, is_async=True)
+
+
+@gluon.jit
+def kept(x):
+    """x, in pairs. The compiler does not see where they come from, and so keeps them and not what
+    they were rounded from."""
+    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def outer_v(v, dout, before, ADD: gl.constexpr):
     """Issue dPᵀ."""
-    return warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma(v, dout.permute((1, 0)), before, use_acc=ADD, is_async=True)
 
 
 @gluon.jit
@@ -399,10 +538,10 @@ def others(p, by, e, UNBOUNDED: gl.constexpr):
 
 
 @gluon.jit
-def write(x, to, row, length, width):
-    """In float32, straight from registers."""
+def write(x, to, row, length, width, column):
+    """In float32, straight from registers, the columns from `column` on."""
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, mma(x.shape[1])))
-    columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, mma(x.shape[1])))
+    columns = column + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, mma(x.shape[1])))
     inside = (rows < length)[:, None] & (columns < width)[None, :]
     gl.store(to + rows.to(gl.int64)[:, None] * width + columns[None, :], x, mask=inside)
 

@@ -34,6 +34,7 @@ from .tile import (
     add_product,
     at_stage,
     buffers,
+    bytes_of,
     fetch,
     last_runs,
     left,
@@ -134,7 +135,7 @@ def load(q, k, v, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
         work_at = step(work_at, _STAGES)
         acquire(q_ring, q_at)
         full = q_ring[0].index(0)
-        mbarrier.expect(full, _bytes(q_smem, 2))
+        mbarrier.expect(full, bytes_of(q_smem, 2))
         fetch(q, b, h, first, full, q_smem, 0)
         fetch(q, b, h, first + ROWS, full, q_smem, 1)
         q_at = step(q_at, 1)
@@ -181,19 +182,13 @@ def load_block(
     k, v, k_smem, v_smem, k_ring, v_ring, b, h = given
     acquire(k_ring, at)
     full = k_ring[0].index(at[0])
-    mbarrier.expect(full, _bytes(k_smem, 1))
+    mbarrier.expect(full, bytes_of(k_smem, 1))
     fetch(k, b, h, n, full, k_smem, at[0])
     acquire(v_ring, at)
     full = v_ring[0].index(at[0])
-    mbarrier.expect(full, _bytes(v_smem, 1))
+    mbarrier.expect(full, bytes_of(v_smem, 1))
     fetch(v, b, h, n, full, v_smem, at[0])
     return step(at, HOW.stages)
-
-
-@gluon.constexpr_function
-def _bytes(smem, count):
-    """Bytes of `count` places of the pieces: copies write all of them, zeros past the end."""
-    return sum(2 * count * x.shape[1] * x.shape[2] for x in smem)
 
 
 # -- a consumer -----------------------------------------------------------------------------------

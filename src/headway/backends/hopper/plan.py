@@ -125,7 +125,7 @@ class BackwardPlan(Plan):
         super().__init__(spec, call, wanted, matrices)
         how, group = fitting(BACKWARD, self.d, self.dv), self.hq // self.hk
         self.q_rows = -(-self.q_len // how.block) * how.block
-        self.columns = how.d[0]
+        self.columns = sum(how.d)
         # The query heads of a key head stay in one CTA, where a mask is alike for them.
         share = group if self.alike else 1
         self.heads = self.hq // share  # of dk and dv
@@ -139,7 +139,8 @@ class BackwardPlan(Plan):
         )  # fmt: skip
         self.q, self.dout = matrix(how.block, how.d), matrix(how.block, how.dv)
         self.k, self.v, self.dk, self.dv_ = (matrix(64, w) for w in (how.d, how.dv) * 2)
-        self.lse, self.delta, self.parts = numbers(how.block), numbers(how.block), chunks()
+        self.lse, self.delta = numbers(how.block), numbers(how.block)
+        self.parts = chunks(*how.parts)
         options = {
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
             "MASK": self.function("mask"),
@@ -168,18 +169,18 @@ class BackwardPlan(Plan):
         """Write dk and dv (from `new`), and add to the parts of dq and to `grads`."""
         coords, captured, seen = self.per_call(call)
         if self.wide:
-            to: tuple[Any, ...] = (None, None, dk, dv)
+            to: tuple[Any, ...] = (None, None, None, dk, dv)
         else:
             dk, dv = (
                 x if x.shape[3] == w else x[..., :w] for x, w in ((dk, self.d), (dv, self.dv))
             )
-            to = (self.dk(dk)[0], self.dv_(dv)[0], None, None)
+            to = (*self.dk(dk), self.dv_(dv)[0], None, None)
         args = (
-            self.q(q)[0], self.k(k)[0], self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
+            *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
             *self.delta(delta), *self.parts(parts), *to, grads, *self.numbers, coords,
             self.walks(call), *captured,
         )  # fmt: skip
-        self.kernel(self.grid, args, (*to[2:], *grads, *seen))
+        self.kernel(self.grid, args, (*to[3:], *grads, *seen))
 
     def put_in_order(self, parts: Tensor, dq: Tensor) -> None:
         """dq from its parts."""

@@ -229,6 +229,12 @@ def fetch(descs, b, h, row, bar, to, n):
         column += to[i].shape[2]
 
 
+@gluon.constexpr_function
+def bytes_of(smem, count):
+    """Bytes of `count` places of the pieces: copies write all of them, zeros past the end."""
+    return sum(2 * count * x.shape[1] * x.shape[2] for x in smem)
+
+
 @gluon.jit
 def outer(a, b, zero):
     """Issue a bᵀ over the pieces; a and b in shared memory."""
