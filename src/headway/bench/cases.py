@@ -29,11 +29,13 @@ FORWARD, BACKWARD, BUILD = "forward", "backward", "build"  # of a block mask
 
 @dataclass(frozen=True)
 class Target:
-    """At least `times` the speed of a peer (a name in `peers.PEERS`), in one direction."""
+    """At least `times` the speed of a peer (a name in `peers.PEERS`), in one direction, asked of
+    Headway or of another contestant."""
 
     direction: str
     peer: str
     times: float
+    of: str = "headway"
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class Case:
         return self.name
 
     def target(self, direction: str, peer: str) -> float | None:
-        """How many times the peer's speed is asked for."""
-        found = (t.times for t in self.targets if (t.direction, t.peer) == (direction, peer))
+        """How many times the peer's speed is asked of Headway."""
+        asked = (direction, peer, "headway")
+        found = (t.times for t in self.targets if (t.direction, t.peer, t.of) == asked)
         return next(found, None)
 
 

@@ -22,11 +22,22 @@ from ..mods import (
 )
 from .cases import BACKWARD, FORWARD, Case, Target
 
-_BOTH = ("flex", "cudnn")
+_TRITON = "headway triton"
+_BOTH = ("flex", "cudnn", _TRITON)
 
 
-def _flex(forward: float = 1.0, backward: float = 1.0) -> tuple[Target, ...]:
-    return Target(FORWARD, "flex", forward), Target(BACKWARD, "flex", backward)
+def _than(peer: str, forward: float, backward: float, of: str = "headway") -> tuple[Target, ...]:
+    return Target(FORWARD, peer, forward, of), Target(BACKWARD, peer, backward, of)
+
+
+def _flex(
+    forward: float = 1.0, backward: float = 1.0, ours: tuple[float, float] = (1.3, 1.4)
+) -> tuple[Target, ...]:
+    """Of the Triton backend, and of what is the default on the card (`ours`)."""
+    return *_than("flex", forward, backward, _TRITON), *_than("flex", *ours)
+
+
+_MAIN = *_flex(), *_than("cudnn", 1.0, 1.0)
 
 
 def _case(name: str, shape: tuple[int, ...], **more: Any) -> Case:
@@ -35,7 +46,7 @@ def _case(name: str, shape: tuple[int, ...], **more: Any) -> Case:
     given: dict[str, Any] = {
         "dtype": "bfloat16",
         "peers": _BOTH,
-        "targets": _flex(),
+        "targets": _MAIN,
         "devices": ("cuda",),
     } | more
     return Case(name, b, hq, hk, length, d, dv=dv[0] if dv else None, **given)
@@ -51,7 +62,7 @@ def _pair(name: str, shape: tuple[int, ...], *tags: str, **more: Any) -> tuple[C
 
 def _scored(
     name: str, score: Callable[[], Score] | None, mask: Callable[[], Mask] | None,
-    targets: tuple[Target, ...], peers: tuple[str, ...] = ("flex", "headway plain"),
+    targets: tuple[Target, ...], peers: tuple[str, ...] = ("flex", "headway plain", _TRITON),
 ) -> Case:  # fmt: skip
     tag = "scores" if score is not None else "masks"
     return _case(
@@ -76,27 +87,32 @@ def _slopes() -> Tensor:
     return torch.exp2(-torch.arange(1, 17) * 0.5)
 
 
-_PLAIN = tuple(Target(x, "headway plain", 0.6) for x in (FORWARD, BACKWARD))
+_MASKS = ("flex", _TRITON)
+_LEARNED = ("headway plain", _TRITON)
+_RELATIVE = _than("headway plain", 0.7, 0.7)
 
 # fmt: off
 GPU_CASES: tuple[Case, ...] = (
     *_pair("8k-128", (2, 16, 16, 8192, 128), "main"),
     *_pair("8k-64", (2, 32, 32, 8192, 64), "main"),
-    _scored("softcap-causal", lambda: softcap(20.0), causal, _flex(1.5, 1.5)),
-    _scored("softcap-full", lambda: softcap(20.0), None, _flex(1.5, 1.5)),
-    _scored("alibi-causal", lambda: alibi(_slopes()), causal, _flex()),
+    _scored("softcap-causal", lambda: softcap(20.0), causal, _flex(1.5, 1.5, (2, 2))),
+    _scored("softcap-full", lambda: softcap(20.0), None, _flex(1.5, 1.5, (2, 2))),
+    _scored("alibi-causal", lambda: alibi(_slopes()), causal,
+            _flex() + _than("headway plain", 0.95, 0.95)),
     _scored("window-1024", None, lambda: causal() & sliding_window(1024), _flex(1.15, 1.15),
-            ("flex",)),
-    _scored("documents-causal", None, _documents, _flex(1.15, 1.15), ("flex",)),
-    _scored("prefix-2048", None, lambda: causal() | prefix(2048), _flex(), ("flex",)),
-    _scored("relative-bias-learned-full", lambda: relative_bias(_table()), None, _PLAIN,
-            ("headway plain",)),
-    _scored("relative-bias-learned-causal", lambda: relative_bias(_table()), causal, _PLAIN,
-            ("headway plain",)),
+            _MASKS),
+    _scored("documents-causal", None, _documents, _flex(1.15, 1.15), _MASKS),
+    _scored("prefix-2048", None, lambda: causal() | prefix(2048), _flex(), _MASKS),
+    _scored("relative-bias-learned-full", lambda: relative_bias(_table()), None, _RELATIVE,
+            _LEARNED),
+    _scored("relative-bias-learned-causal", lambda: relative_bias(_table()), causal, _RELATIVE,
+            _LEARNED),
     _scored("alibi-learned-causal", lambda: alibi(_slopes().requires_grad_()), causal, (),
-            ("headway plain",)),
-    *_pair("16k-256", (1, 8, 8, 16384, 256), "main", targets=_flex(1.0, 2.0)),
-    *_pair("8k-192-128", (2, 16, 16, 8192, 192, 128), "main", targets=_flex(1.0, 1.5)),
+            _LEARNED),
+    *_pair("16k-256", (1, 8, 8, 16384, 256), "main",
+           targets=_flex(1.0, 2.0) + _than("cudnn", 0.95, 1.2)),
+    *_pair("8k-192-128", (2, 16, 16, 8192, 192, 128), "main",
+           targets=_flex(1.0, 1.5) + _than("cudnn", 1.0, 1.0)),
     _case("gqa-8k-128-causal", (2, 32, 8, 8192, 128), mask=causal, tags=("gpu", "main")),
     *_pair("short-512-128", (64, 16, 16, 512, 128), "short"),
     _case("short-256-64-causal", (128, 16, 16, 256, 64), mask=causal, tags=("gpu", "short")),
@@ -104,9 +120,9 @@ GPU_CASES: tuple[Case, ...] = (
     *_pair("4k-128", (4, 16, 16, 4096, 128), "long"),
     *_pair("16k-128", (1, 16, 16, 16384, 128), "long"),
     _case("float32-2k-64-causal", (2, 16, 16, 2048, 64), dtype="float32", mask=causal,
-          peers=("flex",), targets=_flex(2.0, 2.0), tags=("gpu", "float32")),
+          peers=("flex",), targets=_than("flex", 2, 2), tags=("gpu", "float32")),
     _case("float32-2k-128-full", (2, 16, 16, 2048, 128), dtype="float32", peers=("flex",),
-          targets=_flex(2.0, 2.0), tags=("gpu", "float32")),
+          targets=_than("flex", 2, 2), tags=("gpu", "float32")),
     _case("stats-8k-128-causal", (2, 16, 16, 8192, 128), mask=causal, stats=True,
           peers=("cudnn",), targets=(), tags=("gpu", "stats")),
     _case("host", (1, 2, 2, 128, 64), mask=causal, measure="host", most=72.0, peers=(), targets=(),

@@ -142,6 +142,12 @@ def _plain(case: Case, x: Inputs) -> Callable[[], Tensor]:
     return lambda: attention(x.q, x.k, x.v, mask=x.mask)
 
 
+def _triton(case: Case, x: Inputs) -> Callable[[], Tensor]:
+    if case.stats:
+        raise Unavailable("without statistics only")
+    return lambda: attention(x.q, x.k, x.v, x.score, x.mask, backend="triton")
+
+
 def _causal_per_tile(case: Case, x: Inputs) -> Callable[[], Tensor]:
     return partial(x.headway, mask=causal())
 
@@ -163,6 +169,11 @@ PEERS = {
     ),
     "headway plain": Peer(
         _plain, "Headway on the same tensors and mask, without the score", same=False
+    ),
+    "headway triton": Peer(
+        _triton,
+        "Headway's portable GPU backend, where another one is the default",
+        backward=("cuda",),
     ),
     "flex": Peer(
         _flex,

@@ -208,6 +208,11 @@ def _judge(
         note = f"{theirs * 1e6:.1f} µs per live tile, here {each * 1e6:.1f} µs"
         result = replace(result, pairs=whole.pairs, tiles=whole.tiles, note=note)
     result = replace(result, ratio=round(ratio, 4))
+    for other in case.targets:
+        if (other.of, other.direction) == (name, direction) and other.peer in times:
+            faster = times[other.peer].median / timing.median
+            result = replace(result, note=f"{faster:.2f}x {other.peer}")
+            return result.asked(f">= {other.times:g}x {other.peer}", faster >= other.times)
     return result if target is None else result.asked(f">= {target:g}x", ratio >= target)
 
 
