@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .api import prepare
-from .backends import NAMES, get
+from .backends import NAMES, get, reasons_against
 from .backends.base import split
 from .blocks import cached_build
 from .mods.graph import parse
@@ -68,7 +68,7 @@ def explain(
     """
     wanted = options.pop("backend", "auto")
     spec, call = prepare(q, k, v, score, mask, backend="reference", **options)
-    reasons = {name: get(name).reasons_against(spec, call) for name in NAMES}
+    reasons = {name: reasons_against(name, spec, call) for name in NAMES}
     allowed = NAMES if wanted == "auto" else (wanted,)
     chosen = next((name for name in allowed if not reasons[name]), None)
     code = ""

@@ -92,8 +92,8 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
 
     with (
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.dict(backends._BACKENDS, {"hopper": hopper}),
-        mock.patch.object(hopper, "_unavailable", return_value=""),
+        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(hopper, "unavailable", return_value=""),
         mock.patch.object(plan, "processors", return_value=132),
     ):
         driver.set_active(_Driver())  # type: ignore[arg-type]

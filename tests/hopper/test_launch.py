@@ -34,8 +34,8 @@ def device():
     """The launches so far, as (kernel, arguments); and how many went through Triton."""
     with (
         launching("sm_90") as seen,
-        mock.patch.dict(backends._BACKENDS, {"hopper": hopper}),
-        mock.patch.object(hopper, "_unavailable", return_value=""),
+        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(hopper, "unavailable", return_value=""),
         mock.patch.object(plan, "processors", return_value=132),
     ):
         yield seen

@@ -14,7 +14,7 @@ from cases import BY_NAME, Case, problem
 from checks import check, compare, run, yardstick
 from headway import backends
 from headway.api import prepare
-from headway.backends import hopper
+from headway.backends import first_use, hopper, reference
 from headway.errors import BackendRefused
 
 from . import simulator
@@ -32,8 +32,8 @@ CASES = (
 @pytest.fixture(autouse=True)
 def simulated():
     with (
-        mock.patch.dict(backends._BACKENDS, {"hopper": hopper}),
-        mock.patch.object(hopper, "_unavailable", return_value=""),
+        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(hopper, "unavailable", return_value=""),
         simulator.simulating(),
     ):
         yield
@@ -61,6 +61,17 @@ def far(case: Case, made: dict, stats: bool = True) -> list[str]:
     exact, tolerance = yardstick(case, torch.bfloat16)[stats]
     off = {name: (x.double() - exact[name]).abs().max().item() for name, x in made.items()}
     return [name for name, x in off.items() if not x <= tolerance[name]]
+
+
+def test_first_use():
+    """The small case comes out right, well below what is called wrong; and a broken kernel not."""
+    cpu = torch.device("cpu")
+    with mock.patch.object(first_use, "_OFF", first_use._OFF / 2):
+        assert first_use.differences(hopper, reference, cpu) == []
+    forward = simulator.LOADED.forward
+    with mock.patch.object(forward, "times", lambda acc, factor: acc):  # no rescaling
+        (said, *_) = first_use.differences(hopper, reference, cpu)
+    assert said.startswith("out is off by")
 
 
 def test_given_block_mask():

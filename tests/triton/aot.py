@@ -98,7 +98,7 @@ def launching(name: str):
     try:
         with (
             mock.patch.object(JITFunction, "run", count),
-            mock.patch.object(backend, "_unavailable", return_value=""),
+            mock.patch.object(backend, "unavailable", return_value=""),
         ):
             yield launched
     finally:
@@ -124,7 +124,7 @@ def compiling(name: str, kernels: list):
         stack.callback(plan.clear)
         for where, what, by in (
             (JITFunction, "run", compile_only),
-            (backend, "_unavailable", lambda *device: ""),
+            (backend, "unavailable", lambda *device: ""),
         ):
             stack.enter_context(mock.patch.object(where, what, by))
         yield

@@ -17,6 +17,7 @@ def gpu(monkeypatch, *capabilities, hip=None):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda n: capabilities[n])
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(backends.first_use, "why_not", lambda *asked: "")
     monkeypatch.setattr(backends.triton.importlib.util, "find_spec", lambda name: "there")
 
 
@@ -25,8 +26,8 @@ def gpu(monkeypatch, *capabilities, hip=None):
     [
         ((), None, False, "PyTorch"),
         (((7, 5),), None, False, r"compute capability \(7, 5\), Triton's kernels need \(8, 0\)"),
-        (((7, 5), (9, 0)), None, True, "default where tensors are on a GPU"),
-        (((9, 4),), "6.3", True, "default where tensors are on a GPU"),
+        (((7, 5), (9, 0)), None, True, "default elsewhere on a GPU"),
+        (((9, 4),), "6.3", True, "default elsewhere on a GPU"),
     ],
 )
 def test_the_table_says_whether_and_why(monkeypatch, capabilities, hip, available, reason):
@@ -35,7 +36,8 @@ def test_the_table_says_whether_and_why(monkeypatch, capabilities, hip, availabl
     assert re.search(reason, row().reason)
 
 
-def test_no_triton(monkeypatch):
+@pytest.mark.parametrize("name", ["triton", "hopper"])
+def test_no_triton(monkeypatch, name):
     gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(backends.triton.importlib.util, "find_spec", lambda name: None)
-    assert row().reason == "Triton is not installed: pip install 'headway[triton]'"
+    assert row(name).reason == "Triton is not installed: pip install 'headway[triton]'"

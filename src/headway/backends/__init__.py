@@ -1,19 +1,24 @@
 """The table of backends, and the choice among them."""
 
+from types import ModuleType
 from typing import NamedTuple
 
+import torch
+
 from ..errors import ArgumentError, BackendRefused
-from ..types import Spec
-from . import cpu, reference, triton
+from ..types import Spec, constant_under_compile
+from . import cpu, first_use, hopper, reference, triton
 from .base import Backend, Call
 
 # In order of preference; "auto" takes the first that has nothing against the call.
 _BACKENDS: dict[str, Backend] = {
     "cpu": cpu,  # type: ignore[dict-item]
+    "hopper": hopper,  # type: ignore[dict-item]
     "triton": triton,  # type: ignore[dict-item]
     "reference": reference,  # type: ignore[dict-item]
 }
 NAMES = tuple(_BACKENDS)
+_CHECKED = ("hopper",)  # those that run a small case before they are used
 
 
 class Available(NamedTuple):
@@ -41,11 +46,28 @@ def choose(name: str, spec: Spec, call: Call) -> str:
     names = NAMES if name == "auto" else (name,)
     refusals = []
     for candidate in names:
-        reasons = get(candidate).reasons_against(spec, call)
+        reasons = reasons_against(candidate, spec, call)
         if not reasons:
             return candidate
         refusals += [f"{candidate}: {reason}" for reason in reasons]
     raise BackendRefused(_refusal(name, call, refusals))
+
+
+def reasons_against(name: str, spec: Spec, call: Call) -> list[str]:
+    """Why a backend cannot run a call; empty if it can. One whose first use on the card this would
+    be is checked first."""
+    reasons = get(name).reasons_against(spec, call)
+    if not reasons and name in _CHECKED:
+        wrong = _wrong(name, call.q.device.type, call.q.device.index)
+        return [wrong] if wrong else []
+    return reasons
+
+
+def _wrong(name: str, device: str, index: int | None) -> str:
+    return first_use.why_not(get(name), reference, torch.device(device, index))  # type: ignore[arg-type]
+
+
+constant_under_compile(_wrong)
 
 
 def _refusal(name: str, call: Call, refusals: list[str]) -> str:
@@ -59,12 +81,34 @@ def _refusal(name: str, call: Call, refusals: list[str]) -> str:
 
 def table() -> list[Available]:
     """Every backend, and whether this machine can run it."""
-    why_not = triton.why_not_here()
+    no_hopper, no_triton = _none_of_gpus(hopper), _none_of_gpus(triton)
     return [
         Available("cpu", True, "the default where tensors are on the CPU"),
         Available(
-            "triton", not why_not, why_not or "the default where tensors are on a GPU; any score, "
-            "any mask"
+            "hopper", not no_hopper, no_hopper or "the default for bfloat16 and float16 on a GPU "
+            "of compute capability 9.0; any score, any mask"
+        ),
+        Available(
+            "triton", not no_triton, no_triton or "the default elsewhere on a GPU; any score, any "
+            "mask"
         ),
         Available("reference", True, "the definition in float64; slow, any device"),
     ]  # fmt: skip
+
+
+def _none_of_gpus(backend: ModuleType) -> str:
+    """Why a backend runs on no GPU of this machine; empty if it runs on one."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        return (
+            "PyTorch sees no GPU"
+            if built
+            else "this PyTorch is built for the CPU only: https://pytorch.org has builds for GPUs"
+        )
+    reasons = [_why_not_on(backend, n) for n in range(torch.cuda.device_count())]
+    return "" if "" in reasons else reasons[0]
+
+
+def _why_not_on(backend: ModuleType, index: int) -> str:
+    why = backend.unavailable("cuda", index)
+    return _wrong(backend.name, "cuda", index) if not why and backend.name in _CHECKED else why

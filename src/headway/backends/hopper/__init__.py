@@ -1,8 +1,7 @@
 """The Hopper backend: warp-specialised kernels for compute capability 9.0, with the same holes for
 scores and masks as the Triton backend's.
 
-Not in the table of backends yet: its kernels compile, and their logic is tested in a simulator, but
-they have not run on a card. Importing it loads no Triton.
+Importing it loads no Triton; asking whether it can run loads Gluon only where such a GPU is.
 """
 
 import importlib.util
@@ -16,6 +15,7 @@ from .config import BACKWARD, FORWARD, TILE, fitting
 
 name = "hopper"
 DTYPES = (torch.bfloat16, torch.float16)
+OLDEST, NEWEST = (3, 6), (3, 9)  # Triton; Gluon is experimental, and its names move
 
 
 def reasons_against(spec: Spec, call: Call) -> list[str]:
@@ -23,7 +23,7 @@ def reasons_against(spec: Spec, call: Call) -> list[str]:
     q, k, v = call[:3]
     d, dv = q.shape[3], v.shape[3]
     reasons = []
-    why = _unavailable(q.device.type, q.device.index)
+    why = unavailable(q.device.type, q.device.index)
     if why:
         reasons.append(why)
     if q.dtype not in DTYPES:
@@ -75,18 +75,32 @@ def code(spec: Spec, call: Call) -> str:
     return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count))
 
 
-def _unavailable(device: str, index: int | None) -> str:
+def unavailable(device: str, index: int | None) -> str:
     """Why kernels cannot run on a device; empty if they can."""
     if device != "cuda":
         return f"the tensors are on {device}: move them to a GPU of compute capability 9.0"
     capability = torch.cuda.get_device_capability(index)
-    if torch.version.hip is not None or capability != (9, 0):
-        return f"the GPU has compute capability {capability}; its instructions are those of (9, 0)"
+    if torch.version.hip is not None:
+        return "the GPU is AMD's; the instructions are those of NVIDIA's compute capability 9.0"
+    if capability != (9, 0):
+        return f"the GPU has compute capability {capability}; the instructions are those of (9, 0)"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install 'headway[triton]'"
-    from .gluon_api import why_not
-
-    return why_not()
+    return _wrong_triton()
 
 
-constant_under_compile(_unavailable)
+def _wrong_triton() -> str:
+    """Why the installed Triton cannot compile these kernels; empty if it can."""
+    import triton
+
+    if not OLDEST <= tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST:
+        oldest, newest = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
+        return f"Triton {triton.__version__}: the kernels are written for {oldest} to {newest}"
+    try:
+        from . import gluon_api  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"Triton {triton.__version__} has another Gluon than the kernels know: {error}"
+    return ""
+
+
+constant_under_compile(unavailable)

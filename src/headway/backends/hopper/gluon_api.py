@@ -1,7 +1,7 @@
 """The one file that knows how Gluon's names differ between Triton 3.6 and 3.9.
 
 Gluon is experimental and its names move. Kernels import from here; what is missing in a version is
-made here, and a version that cannot serve is refused with its reason (`why_not`).
+made here, and a version that cannot serve is refused with its reason before (`hopper.unavailable`).
 """
 
 from triton.experimental import gluon as gluon
@@ -17,8 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait as warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
-
-import triton
 
 # 3.8 gave the copies of tiles the names that PTX has for them.
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -45,20 +43,6 @@ def seen_as(smem, dtype, shape, layout, _semantic=None):
     dtype, shape, layout = (_unwrap_if_constexpr(x) for x in (dtype, shape, layout))
     shape = [_unwrap_if_constexpr(n) for n in shape]
     return _semantic.memdesc_reinterpret(smem, dtype, shape, layout)
-
-
-OLDEST, NEWEST = (3, 6), (3, 9)
-
-
-def why_not() -> str:
-    """Why the installed Triton cannot compile these kernels; empty if it can."""
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    if not OLDEST <= version <= NEWEST:
-        return (
-            f"Triton {triton.__version__}: these kernels are written for "
-            f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
-        )
-    return ""
 
 
 def shared_layout(rows: int, cols: int, bits: int = 16) -> gl.NVMMASharedLayout:

@@ -21,7 +21,7 @@ def reasons_against(spec: Spec, call: Call) -> list[str]:
     """It runs on GPUs, in float32, bfloat16 and float16, up to a width of 512."""
     q, v = call.q, call.v
     reasons = []
-    why = _unavailable(q.device.type, q.device.index)
+    why = unavailable(q.device.type, q.device.index)
     if why:
         reasons.append(why)
     if q.dtype not in DTYPES:
@@ -73,20 +73,7 @@ def code(spec: Spec, call: Call) -> str:
     return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count))
 
 
-def why_not_here() -> str:
-    """Why this machine has no GPU that the kernels run on; empty if it has."""
-    if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
-        return (
-            "PyTorch sees no GPU"
-            if built
-            else "this PyTorch is built for the CPU only: https://pytorch.org has builds for GPUs"
-        )
-    reasons = [_unavailable("cuda", n) for n in range(torch.cuda.device_count())]
-    return "" if "" in reasons else reasons[0]
-
-
-def _unavailable(device: str, index: int | None) -> str:
+def unavailable(device: str, index: int | None) -> str:
     """Why kernels cannot run on a device; empty if they can."""
     if device == "cuda":
         if importlib.util.find_spec("triton") is None:
@@ -102,4 +89,4 @@ def _unavailable(device: str, index: int | None) -> str:
     return f"the tensors are on {device}: move them to a GPU"
 
 
-constant_under_compile(_unavailable)
+constant_under_compile(unavailable)

@@ -1,0 +1,124 @@
+"""A backend's first use on a card: a small case is compared with the definition before anything
+that matters runs.
+
+Compilers miscompile, experimental ones more often than others, and what is right with one version
+of Triton, its assembler and the driver need not be with the next. So a backend of that kind has to
+show, once per process and card, that it computes a small case (causal, bfloat16, an odd length, two
+query heads over one of keys; forward and backward) as the definition in float64 does. It takes as
+long as its kernels take to compile, or to be read from Triton's cache, and a few launches.
+"""
+
+import math
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..mods import causal, lower_mod
+from ..types import Captured, Coords, Spec
+from .base import Backend, Call
+
+_LENGTH, _WIDTH = 333, 128
+_OFF = 2.0**-6  # of a row: bfloat16 rounds by 2^-9
+
+_verdicts: dict[tuple[str, torch.device], str] = {}
+_turn = threading.Lock()
+
+
+def why_not(tested: Backend, trusted: Backend, device: torch.device) -> str:
+    """What is wrong with a backend on a card; empty if nothing is.
+
+    The case runs in a thread of its own, so that no mode of the caller's (autocast, fake tensors, a
+    compiler that traces, inference mode) reaches it. Nothing can be compared while a CUDA graph is
+    being captured: then it is refused for the time being, and asked again the next time.
+    """
+    key = tested.name, device
+    if key not in _verdicts:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return (
+                "its first use is checked on a small case, which a CUDA graph that is being "
+                "captured does not allow: make the call once before"
+            )
+        with _turn:  # another thread may have been faster
+            if key not in _verdicts:
+                with ThreadPoolExecutor(1) as pool:
+                    _verdicts[key] = pool.submit(_verdict, tested, trusted, device).result()
+    return _verdicts[key]
+
+
+def forget() -> None:
+    """Check every backend again at its next use."""
+    _verdicts.clear()
+
+
+def _verdict(tested: Backend, trusted: Backend, device: torch.device) -> str:
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+        wrong = differences(tested, trusted, device)
+    except torch.OutOfMemoryError:
+        raise  # which says nothing about the kernels
+    except Exception as error:  # noqa: BLE001  (whatever a compiler raises is a reason)
+        first = str(error).strip().partition("\n")[0]
+        wrong = [f"{type(error).__name__}: {first}"]
+    if not wrong:
+        return ""
+    return (
+        f"a small case that is checked at its first use came out wrong ({', '.join(wrong)}) with "
+        f"{_versions(device)}: please report it; backend='triton' runs the same calls"
+    )
+
+
+def differences(tested: Backend, trusted: Backend, device: torch.device) -> list[str]:
+    """The results of the small case that are farther apart than bfloat16 explains."""
+    found, right = (_results(backend, device) for backend in (tested, trusted))
+    wrong = []
+    for name, x in right.items():
+        off, limit = _far(found[name], x), 1e-3 if name == "lse" else _OFF
+        if not off <= limit:  # NaN is wrong as well
+            wrong.append(f"{name} is off by {off:.1e} where {limit:.1e} would be rounding")
+    return wrong
+
+
+def _far(x: Tensor, right: Tensor) -> float:
+    """The largest difference of a row, relative to the size of that row and the usual one."""
+    x, right = x.double(), right.double()
+    if x.shape != right.shape:
+        return math.inf
+    if x.dim() == 3:  # a number per row
+        x, right = x[..., None], right[..., None]
+    size = right.norm(dim=-1)
+    return ((x - right).norm(dim=-1) / (size + size.mean())).max().item()
+
+
+def _results(backend: Backend, device: torch.device) -> dict[str, Tensor]:
+    """Of the pair; unrounded by a backend that computes in float64."""
+    exact = backend.accumulates(torch.bfloat16) == torch.float64
+    mask, (_, ints, _) = _causal()
+    spec = Spec(1 / math.sqrt(_WIDTH), mask=mask, partial=exact, backend=backend.name)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, h, _LENGTH, _WIDTH, generator=generator).bfloat16().to(device)
+        for h in (2, 1, 1, 2)
+    )
+    dlse = torch.randn(1, 2, _LENGTH, generator=generator).to(device)
+    call = Call(q, k, v, None, None, Captured([], ints, []), None, Coords())
+    with torch.no_grad():
+        out, lse, *_ = backend.forward(spec, call)
+        dq, dk, dv, *_ = backend.backward(spec, call, out, lse, dout, dlse, ())
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+@lru_cache(maxsize=1)
+def _causal() -> tuple[str, Captured]:
+    graph, captured = lower_mod("mask", causal(), torch.float32)
+    return graph.text, captured
+
+
+def _versions(device: torch.device) -> str:
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    triton = getattr(sys.modules.get("triton"), "__version__", "that did not load")
+    return f"Triton {triton}, PyTorch {torch.__version__}, {card}"

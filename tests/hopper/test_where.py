@@ -1,0 +1,99 @@
+"""Where the backend runs, what it says where it does not, and what asking costs other machines."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from headway import backends
+from headway.backends import first_use, hopper
+
+ASK = """
+import json, sys
+import torch
+capability, hip = json.loads(sys.argv[1])
+if capability:
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.get_device_capability = lambda index: tuple(capability)
+    torch.version.hip = hip
+import headway as hw
+q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
+hw.attention(q, q, q, mask=hw.causal())
+row = next(r for r in hw.backends.table() if r.name == "hopper")
+print(json.dumps([row.available, row.reason, str(hw.explain(q, q, q)),
+                  [m for m in sys.modules if "gluon" in m]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "reason"),
+    [
+        (None, None, "PyTorch"),
+        ((8, 0), None, r"compute capability \(8, 0\); the instructions are those of \(9, 0\)"),
+        ((10, 0), None, r"compute capability \(10, 0\)"),
+        ((9, 0), "7.0", "the GPU is AMD's"),
+    ],
+)
+def test_other_machines_load_nothing_of_gluon(capability, hip, reason):
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps([capability, hip])], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    available, said, explained, loaded = json.loads(done.stdout)
+    assert not available
+    assert re.search(reason, said), said
+    assert "not hopper: the tensors are on cpu" in explained
+    assert loaded == []
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A Hopper GPU, as far as asking goes."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def row():
+    return next(r for r in backends.table() if r.name == "hopper")
+
+
+@pytest.mark.parametrize("wrong", ["", "a small case came out wrong"])
+def test_on_a_hopper_gpu_the_small_case_decides(card, monkeypatch, wrong):
+    monkeypatch.setattr(first_use, "why_not", lambda *asked: wrong)
+    assert row().available is (not wrong)
+    assert (wrong or "default for bfloat16 and float16") in row().reason
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0"])
+def test_a_triton_that_it_is_not_written_for_is_named(card, monkeypatch, version):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(first_use, "why_not", lambda *asked: pytest.fail("nothing to check"))
+    assert row().reason == f"Triton {version}: the kernels are written for 3.6 to 3.9"
+
+
+def test_a_gluon_that_lacks_a_name_is_no_crash(card, monkeypatch):
+    import triton.experimental.gluon.language.nvidia.hopper as names
+
+    monkeypatch.delattr(names, "warpgroup_mma")
+    monkeypatch.delitem(sys.modules, "headway.backends.hopper.gluon_api", raising=False)
+    monkeypatch.delattr(hopper, "gluon_api", raising=False)
+    assert re.match(
+        r"Triton .* has another Gluon than the kernels know: .*warpgroup_mma", row().reason
+    )
+
+
+def test_it_goes_before_triton():
+    order = backends.NAMES
+    assert order.index("hopper") < order.index("triton")
+    assert hopper.name in backends._CHECKED

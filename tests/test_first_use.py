@@ -1,0 +1,127 @@
+"""The check of a backend's first use on a card, with backends that need none."""
+
+import re
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import headway as hw
+from headway import backends
+from headway.backends import first_use, reference
+from headway.errors import BackendRefused
+
+CPU = torch.device("cpu")
+
+
+def like_reference(**changes):
+    """A backend that rounds the definition to bfloat16, but for `changes`; it counts forwards."""
+    made = SimpleNamespace(**{n: getattr(reference, n) for n in dir(reference)}, forwards=0)
+    made.name, made.accumulates = "tested", lambda dtype: torch.float32
+
+    def forward(spec, call):
+        made.forwards += 1
+        return reference.forward(spec, call)
+
+    vars(made).update({"forward": forward} | changes)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def forgetful():
+    first_use.forget()
+    yield
+    first_use.forget()
+
+
+def test_a_right_backend_is_checked_once():
+    tested = like_reference()
+    for _ in range(3):
+        assert first_use.why_not(tested, reference, CPU) == ""
+    assert tested.forwards == 1
+
+
+def one_row_wrong(spec, call, *rest):
+    grads = reference.backward(spec, call, *rest)
+    grads.k[0, 0, 17] *= 1.05
+    return grads
+
+
+def lost(spec, call):
+    out, lse, *rest = reference.forward(spec, call)
+    lse[0, 1, 332] = float("nan")
+    return type(reference.forward(spec, call))(out, lse, *rest)
+
+
+def broken(spec, call):
+    raise RuntimeError("ptxas died\nof old age")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"backward": one_row_wrong}, r"\(dk is off by 3\.\de-02 where 1\.6e-02 would be rounding\)"),
+        ({"forward": lost}, r"\(lse is off by nan"),
+        ({"forward": broken}, r"\(RuntimeError: ptxas died\) with Triton"),
+    ],
+    ids=["one row", "nan", "exception"],
+)  # fmt: skip
+def test_a_wrong_backend_says_what_differs_and_with_which_versions(changes, says):
+    said = first_use.why_not(like_reference(**changes), reference, CPU)
+    assert re.search(f"{says}.*PyTorch {torch.__version__[:4]}.*, cpu", said), said
+
+
+def test_auto_passes_over_it_and_by_name_it_is_refused(monkeypatch):
+    monkeypatch.setattr(backends, "_CHECKED", ("wrong",))
+    wrong = like_reference(backward=one_row_wrong)
+    others = {"wrong": wrong, **backends._BACKENDS}
+    monkeypatch.setattr(backends, "_BACKENDS", others)
+    monkeypatch.setattr(backends, "NAMES", tuple(others))
+    q = torch.randn(1, 2, 8, 16)
+    assert backends.choose("auto", *hw.api.prepare(q, q, q)) == "cpu"
+    with pytest.raises(BackendRefused, match=r"wrong: a small case .*dk is off .*please report"):
+        hw.attention(q, q, q, backend="wrong")
+    assert wrong.forwards == 1
+
+
+def test_no_mode_of_the_caller_reaches_it_and_it_reaches_nothing_of_the_callers():
+    """Inside autocast, inference mode, fake tensors: and the caller's random numbers stay."""
+    from torch._subclasses import FakeTensorMode
+
+    seen = []
+
+    def look(spec, call):
+        seen.append((type(call.q), torch.is_inference_mode_enabled(), threading.get_ident()))
+        return reference.forward(spec, call)
+
+    before = torch.get_rng_state()
+    with torch.inference_mode(), torch.autocast("cpu"), FakeTensorMode():
+        assert first_use.why_not(like_reference(forward=look), reference, CPU) == ""
+    assert torch.equal(before, torch.get_rng_state())
+    ((kind, inference, thread),) = seen
+    assert (kind, inference) == (torch.Tensor, False)
+    assert thread != threading.get_ident()
+
+
+def test_while_a_graph_is_captured_it_waits():
+    tested, card = like_reference(), torch.device("cuda", 0)
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        assert "make the call once before" in first_use.why_not(tested, reference, card)
+    assert tested.forwards == 0
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(first_use, "_verdict", return_value=""),
+    ):
+        assert first_use.why_not(tested, reference, card) == ""
+
+
+def test_compiled_programs_are_checked_while_they_are_traced(monkeypatch):
+    monkeypatch.setattr(backends, "_CHECKED", ("wrong",))
+    tested = like_reference()
+    monkeypatch.setitem(backends._BACKENDS, "wrong", tested)
+    q = torch.randn(1, 2, 8, 16)
+    run = torch.compile(lambda q: hw.attention(q, q, q, backend="wrong"), backend="eager", fullgraph=True)  # fmt: skip
+    assert run(q).shape == q.shape
+    assert tested.forwards == 2  # the small case, and the call
