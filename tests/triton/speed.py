@@ -26,7 +26,7 @@ from triton.runtime.errors import PTXASError
 import headway as hw
 from headway.api import prepare
 from headway.backends.kernels import learned
-from headway.backends.kernels.rows import deltas
+from headway.backends.kernels.rows import row_terms
 from headway.backends.triton import launch
 from headway.backends.triton.config import Config
 from headway.backends.triton.plan import planned
@@ -195,7 +195,7 @@ class Bench:
         b, hq, _, n, d, dv = self.case.shape
         if self.device == "cuda":
             out, lse, *_ = launch.forward(self.spec, self.call)
-            delta = deltas(out, self.dout, None, n)
+            delta, lse, _ = row_terms(out, self.dout, None, lse, n, 0)
         else:
             lse = delta = torch.empty(b, hq, n)
         shared = hq != self.k.shape[1]

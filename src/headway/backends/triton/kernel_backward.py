@@ -8,7 +8,8 @@ With P = exp(T − lse), T = score(S), S = scale q kᵀ, out = (P∘K) v, where 
     dS = dT∘score'(S),    dq = scale dS k,    dk = scale dSᵀ q
 
 The derivative of a softmax row is P_ij (dP_ij − Σ P dP); a gradient of lse adds P_ij dlse_i, which
-is why delta (`kernels/rows.py`) carries both. Since lse and out are those of all keys, the sums
+is why delta carries both. Kernels are given lse in units of log 2, and inf for a query that sees
+nothing, whose P is 0 (`kernels/rows.py`). Since lse and out are those of all keys, the sums
 over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022, algorithm 4.)
 
 With two kernels, S and dP are computed in both, seven products in place of five, and in return
@@ -34,7 +35,8 @@ def backward_q(
     score_tensors, mask_tensors, score_numbers, mask_numbers, grads,
     DERIVATIVE: tl.constexpr, SCATTER: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
+    EVEN: tl.constexpr, BRANCH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head."""
@@ -48,9 +50,7 @@ def backward_q(
     o_at += tl.cast(first, tl.int64) * dout_strides[2]
     o_rows = tile.load(o_at, i, dout_strides[2], live, dv, DV, DV_REST)
     rows = (b64 * heads + h) * q_len + first
-    # A query that sees nothing has lse = -inf, and one past the end none: both get P = 0.
     lse_rows = tl.load(lse + rows + i, mask=live, other=float("inf"))
-    lse_rows = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows) * LOG2E
     delta_rows = tl.load(delta + rows + i, mask=live, other=0.0)
     k_at = k + b64 * k_strides[0] + h64 // group * k_strides[1]
     v_at = v + b64 * v_strides[0] + h64 // group * v_strides[1]
@@ -71,7 +71,7 @@ def backward_q(
     else:
         blocks, here = begin(walk, line, kv_len, BLOCK_N)
         for _ in tl.range(0, blocks):
-            masked = needs_mask(here)
+            masked = needs_mask(here) if BRANCH else True
             acc = add_dq(
                 acc, queries, keys, here[1], here[2], masked, at, given, DERIVATIVE, SCATTER, MASK,
                 UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
@@ -133,7 +133,8 @@ def backward_kv(
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
+    EVEN: tl.constexpr, BRANCH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys from one query head; the caller sums those that share a key head,
@@ -170,7 +171,7 @@ def backward_kv(
     else:
         blocks, here = begin(walk, line, q_len, BLOCK_M)
         for _ in tl.range(0, blocks):
-            masked = needs_mask(here)
+            masked = needs_mask(here) if BRANCH else True
             acc = add_dkdv(
                 acc, k_rows, v_rows, queries, here[1], here[2], masked, at, given, DERIVATIVE, MASK,
                 UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
@@ -207,7 +208,6 @@ def add_dkdv(
         live = n + i < stop
         lse_rows = tl.load(lse + n + i, mask=live, other=float("inf"))
         delta_rows = tl.load(delta + n + i, mask=live, other=0.0)
-    lse_rows = tl.where(lse_rows == float("-inf"), float("inf"), lse_rows) * LOG2E
     n64 = tl.cast(n, tl.int64)
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, row, n + i, live, INDEX)
     q_rows = tile.load(q_at + n64 * q_stride, i, q_stride, live, d, D, D_REST)

@@ -28,6 +28,7 @@ def forward(
     SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     POSITIVE: tl.constexpr,  # scale > 0
     EVEN: tl.constexpr,  # keys come in whole blocks of BLOCK_N
+    BRANCH: tl.constexpr,  # around the mask; else full tiles go through it too
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +60,7 @@ def forward(
     else:
         blocks, here = begin(walk, line, kv_len, BLOCK_N)
         for _ in tl.range(0, blocks):
-            masked = needs_mask(here)
+            masked = needs_mask(here) if BRANCH else True
             state = attend(
                 state, q_rows, keys, here[1], here[2], masked, at, given, SCORE, MASK, INDEX,
                 PRECISION, POSITIVE, LARGEST, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,

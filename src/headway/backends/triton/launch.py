@@ -10,7 +10,7 @@ from ...mods.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
 from ..kernels import learned
-from ..kernels.rows import deltas
+from ..kernels.rows import row_terms
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
 from .plan import Launcher, Plan, planned
@@ -47,7 +47,8 @@ def backward(
 ) -> Grads:  # fmt: skip
     """dq and what the score captures from one kernel, dk and dv from the other; or all from one."""
     q, k, v, dout = _rows(call.q), _rows(call.k), _rows(call.v), _rows(dout)
-    lse, delta = lse.contiguous(), deltas(out, dout, dlse, lse.shape[2])
+    lse = lse.contiguous()
+    delta, lse2, _ = row_terms(out, dout, dlse, lse, lse.shape[2], 0)
     b, hq, kv_len, dtype = *q.shape[:2], k.shape[2], torch.float32 if spec.partial else q.dtype
     captured = learned.zeros(call.captured.tensors, needs, q.device)
     dsink = None if call.sink is None else learned.of_sink(call.sink, lse, delta)
@@ -62,7 +63,7 @@ def backward(
     dk, dv = (
         new(b, hq, kv_len, x.shape[3], dtype=torch.float32 if shared else dtype) for x in (k, v)
     )
-    matrices = q, k, v, dout, lse, delta
+    matrices = q, k, v, dout, lse2, delta
     if plan.one_pass:
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         _backward_one(plan)(call, lambda slots: (*matrices, dk, dv, dq))
