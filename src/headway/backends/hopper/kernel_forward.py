@@ -308,7 +308,7 @@ def attend(
         s, scale, b, h, q_idx, kv_idx[None, :], of_score, of_mask,
         SCORE, MASK if PARTIAL else None, HOW.positive,
     )  # fmt: skip
-    if PARTIAL and not HOW.even:
+    if PARTIAL:
         t = gl.where(live[None, :], t, float("-inf"))
     if HOW.largest:  # of S, where T says that the pair is kept
         seen = gl.where(t == float("-inf"), float("-inf"), s)

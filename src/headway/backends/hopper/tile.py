@@ -120,10 +120,11 @@ def _visit_runs(
     BLOCK: gl.constexpr = HOW.block
     of_kind, end, count, first, blocks, begun = runs
     for r in range(0, count):
+        next_first, next_blocks = _stretch(of_kind, end - 2 - r, r + 1 < count, walk, length, BLOCK)
         for i in range(gl.where(begun & (r == 0), 1, 0), blocks):
             row = first + (blocks - 1 - i) * BLOCK
             state = BODY(state, given, row, False, PARTIAL, SCORE, MASK, HOW)
-        first, blocks = _stretch(of_kind, end - 2 - r, r + 1 < count, walk, length, BLOCK)
+        first, blocks = next_first, next_blocks
     return state
 
 
