@@ -54,17 +54,17 @@ def test_the_fastest_wins_is_saved_and_goes_first(cache, problem, monkeypatch):
     tried = search(problem, monkeypatch, [2.0, 1.0, 1.0, 2.0, 5.0, 4.0, 3.5, 4.5])
     assert [t.how for t in tried] == [SMALL, LARGE] * 4
     found = tuning.winners(problem, tried)
-    of = lambda kernel: key(kernel, 2, 16, 16, "plain")
+    of = lambda kernel: key(kernel, 2, 16, 16, "masked")
     assert [found[of(k)] for k in tuning.KERNELS] == [LARGE, SMALL, LARGE, SMALL]
     assert found[of("one pass")] is True
-    assert not one_pass(2, 16, 16, "plain", {})
+    assert not one_pass(2, 16, 16, "masked", {})
     saved.store("a-card", found)
     again = saved.load("a-card")
     assert again == found
-    assert one_pass(2, 16, 16, "plain", again)
-    first, *rest = configs("forward", 2, 16, 16, "plain", again)
+    assert one_pass(2, 16, 16, "masked", again)
+    first, *rest = configs("forward", 2, 16, 16, "masked", again)
     assert first == LARGE
-    assert tuple(rest) == configs("forward", 2, 16, 16, "plain", {})
+    assert tuple(rest) == configs("forward", 2, 16, 16, "masked", {})
     assert configs("forward", 2, 16, 16, "score", again) == configs(
         "forward", 2, 16, 16, "score", {}
     )

@@ -32,7 +32,7 @@ class Arguments:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of q, k and v. The two of 16 bits share their tiles."""
     score: Literal["none", "softcap", "both"] = "both"
-    """Tune calls with no score function, with one, or both."""
+    """Tune calls with no score function (causal, and with no mask), with one, or both."""
     length: int = 8192
     """Of queries and keys; 32 heads of 128, or as many numbers in other widths."""
     seconds: float | None = None
@@ -79,12 +79,15 @@ def _problems(asked: Arguments) -> list[tuple]:
                 f"--widths {width!r}: a number, or two as 192/128 for d and dv"
             ) from None
         heads = max(1, 32 * 128 // max(d, dv))
-        for scored in {"none": (False,), "softcap": (True,), "both": (False, True)}[asked.score]:
-            found.append(((1, heads, asked.length, d, dv), asked.dtype, scored))
+        shape = (1, heads, asked.length, d, dv)
+        if asked.score != "softcap":
+            found += [(shape, asked.dtype, mods) for mods in ("plain", "causal")]
+        if asked.score != "none":
+            found.append((shape, asked.dtype, "softcap"))
     return found
 
 
-def _problem(shape: tuple[int, ...], dtype: str, scored: bool) -> "Problem":
+def _problem(shape: tuple[int, ...], dtype: str, mods: str) -> "Problem":
     from ..backends.triton.tuning import Problem
 
     b, heads, length, d, dv = shape
@@ -92,8 +95,9 @@ def _problem(shape: tuple[int, ...], dtype: str, scored: bool) -> "Problem":
         torch.randn(b, heads, length, width, device="cuda").to(getattr(torch, dtype))
         for width in (d, d, dv, dv)
     )
-    score = softcap(30.0) if scored else None
-    return Problem(*prepare(q, k, v, score, causal(), backend="triton"), dout)
+    score = softcap(30.0) if mods == "softcap" else None
+    mask = None if mods == "plain" else causal()
+    return Problem(*prepare(q, k, v, score, mask, backend="triton"), dout)
 
 
 def _compile(what: tuple, asked: Arguments) -> None:
@@ -133,10 +137,10 @@ def _timer(call) -> float:
 
 
 def _line(what: tuple, trial: "Trial") -> str:
-    (_, _, _, d, dv), dtype, scored = what
+    (_, _, _, d, dv), dtype, mods = what
     how = trial.how
     taken = "no room" if trial.seconds is None else f"{trial.seconds * 1e3:9.3f} ms"
     return (
-        f"{d}/{dv} {dtype}{' softcap' if scored else ''}  {trial.kernel:12} "
+        f"{d}/{dv} {dtype} {mods}  {trial.kernel:12} "
         f"{how.m:4} x {how.n:<4} {how.warps} warps {how.stages} stages  {taken}"
     )

@@ -21,32 +21,36 @@ class Config:
 
 # Rows by (kernel, bytes of a number, width up to).
 _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
-    ("forward", 2, 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+    ("forward", 2, 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2),
+                         Config(64, 32, 4, 1)),
     ("forward", 2, 128): (Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 2),
                           Config(64, 32, 4, 1)),
     ("forward", 2, 192): (Config(128, 128, 8, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2),
                           Config(64, 32, 4, 1)),
     ("forward", 2, 256): (Config(128, 64, 8, 2), Config(64, 32, 4, 3), Config(64, 32, 4, 1)),
     ("forward", 2, 512): (Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
-    ("forward", 4, 64): (Config(64, 64, 8, 2), Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
-    ("forward", 4, 128): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("forward", 4, 64): (Config(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 2),
+                         Config(16, 16, 4, 1)),
+    ("forward", 4, 128): (Config(64, 32, 8, 2), Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
     ("forward", 4, 256): (Config(16, 16, 4, 2), Config(16, 16, 4, 1)),
     ("forward", 4, 512): (Config(16, 16, 4, 1),),
     ("backward_q", 2, 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
     ("backward_q", 2, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
     ("backward_q", 2, 192): (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1),
                              Config(32, 32, 4, 1)),
-    ("backward_q", 2, 256): (Config(128, 32, 8, 2), Config(64, 32, 4, 3), Config(64, 32, 4, 1),
-                             Config(32, 32, 4, 1)),
+    ("backward_q", 2, 256): (Config(128, 32, 8, 3), Config(128, 32, 8, 2), Config(64, 32, 4, 3),
+                             Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
     ("backward_q", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
     ("backward_q", 4, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
-    ("backward_q", 4, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("backward_q", 4, 128): (Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
     ("backward_q", 4, 256): (Config(16, 16, 4, 1),),
     ("backward_q", 4, 512): (Config(16, 16, 4, 1),),
     ("backward_kv", 2, 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 1)),
-    ("backward_kv", 2, 128): (Config(64, 128, 8, 3), Config(32, 64, 4, 3), Config(32, 64, 4, 1)),
-    ("backward_kv", 2, 192): (Config(32, 128, 8, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
-    ("backward_kv", 2, 256): (Config(32, 64, 8, 3), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
+    ("backward_kv", 2, 128): (Config(64, 64, 4, 2), Config(32, 64, 4, 3), Config(32, 64, 4, 1)),
+    ("backward_kv", 2, 192): (Config(32, 128, 8, 3), Config(32, 128, 8, 2), Config(32, 64, 4, 2),
+                              Config(32, 32, 4, 1)),
+    ("backward_kv", 2, 256): (Config(64, 64, 8, 2), Config(32, 64, 8, 3), Config(32, 32, 4, 2),
+                              Config(16, 32, 4, 1)),
     ("backward_kv", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
     ("backward", 2, 64): (Config(64, 128, 8, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 1)),
     ("backward", 2, 128): (Config(32, 128, 8, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)),
@@ -62,11 +66,15 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
     ("backward_kv", 4, 256): (Config(16, 16, 4, 1),),
     ("backward_kv", 4, 512): (Config(16, 16, 4, 1),),
 }  # fmt: skip
-# With a score function these go first: they compile without spills for all of the library's.
-_SCORED: dict[tuple[str, int, int, str], Config] = {
-    ("backward_q", 2, 128, "score"): Config(128, 64, 8, 3),
-    ("backward_q", 2, 128, "learned"): Config(64, 64, 8, 2),
-    ("backward_kv", 2, 128, "score"): Config(32, 128, 8, 3),
+# For these kinds of calls others go first. Under a mask small tiles waste less of its edges; with a
+# score function they leave registers for its values.
+_KINDS: dict[tuple[str, int, int, str], Config] = {
+    ("forward", 2, 128, "masked"): Config(64, 64, 4, 3),
+    ("forward", 2, 192, "masked"): Config(64, 64, 4, 2),
+    ("backward_q", 2, 128, "masked"): Config(64, 64, 4, 2),
+    ("forward", 2, 128, "score"): Config(128, 64, 8, 3),
+    ("backward_q", 2, 128, "score"): Config(64, 64, 4, 2),
+    ("backward_kv", 2, 128, "score"): Config(32, 64, 4, 3),
 }
 WIDEST = 512
 
@@ -78,6 +86,14 @@ def one_pass(itemsize: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]
     """Whether dq, dk and dv come from one kernel (five products, dq summed in any order)."""
     known = saved.get(key("one pass", itemsize, d, dv, kind))
     return max(d, dv) in _ONE_PASS.get(itemsize, ()) if known is None else known
+
+
+def kind_of(score: object, mask: object, learned: bool = False) -> str:
+    """The kind of a call, of those that want other tiles: "plain", "masked", "score", or "learned"
+    where dq's kernel makes gradients for the score too."""
+    if score is None:
+        return "plain" if mask is None else "masked"
+    return "learned" if learned else "score"
 
 
 def key(kernel: str, itemsize: int, d: int, dv: int, kind: str) -> str:
@@ -98,16 +114,15 @@ def configs(
 
     - `itemsize`: bytes of a number of q.
     - `d`, `dv`: widths; for those between two of the table, the larger.
-    - `kind`: "plain"; "score" with a score function, whose values need registers; "learned" where
-      dq's kernel makes gradients for it too.
+    - `kind`: from `kind_of`.
     - `saved`: what `headway tune` found on this card, which goes first.
     """
     width = _row(kernel, itemsize, d, dv)
     rows = _TABLE[kernel, itemsize, width]
-    if kind != "plain" and width >= 128 and len(rows) > 1:
+    if kind in ("score", "learned") and width >= 128 and len(rows) > 1:
         rows = rows[1:]  # the largest tiles would spill hundreds of bytes
-    kinds = {"plain": ("plain",), "score": ("score",), "learned": ("learned", "score")}[kind]
-    better = (_SCORED.get((kernel, itemsize, width, k)) for k in kinds)
+    kinds = ("learned", "score") if kind == "learned" else (kind,)
+    better = (_KINDS.get((kernel, itemsize, width, k)) for k in kinds)
     known = (saved.get(key(kernel, itemsize, d, dv, k)) for k in kinds)
     first = next((how for how in (*known, *better) if how is not None), None)
     return rows if first is None else (first, *rows)

@@ -16,7 +16,7 @@ from ...types import Spec
 from ..base import Call
 from ..kernels.plan import BasePlan, Direct, Walks, key_of, remembered
 from . import saved, tile
-from .config import Config, configs, one_pass, pieces
+from .config import Config, configs, kind_of, one_pass, pieces
 
 
 def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) -> "Plan":
@@ -35,7 +35,7 @@ class Plan(BasePlan):
         super().__init__(spec, call, wanted, matrices, diagonals=True, rough=rough(q.dtype))
         self.launchers: dict[str, Launcher] = {}
         known = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
-        kind = "learned" if wanted else "plain" if spec.score is None else "score"
+        kind = kind_of(spec.score, spec.mask, bool(wanted))
         self.size = q.dtype.itemsize, self.d, self.dv, kind, known
         # A gradient of what the score captures is made beside dq, and in a fixed order only there.
         self.one_pass = not wanted and not spec.deterministic and one_pass(*self.size)

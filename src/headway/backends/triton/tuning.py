@@ -11,7 +11,7 @@ from ...errors import BackendRefused
 from ...types import Grads, Spec
 from ..base import Call
 from . import launch
-from .config import Config, key, pieces
+from .config import Config, key, kind_of, pieces
 from .plan import Plan, planned
 
 KERNELS = ("forward", "backward_q", "backward_kv", "backward")
@@ -63,7 +63,7 @@ class Problem:
     def key(self, kernel: str) -> str:
         """What the tiles of a kernel are found by."""
         q, v = self.call.q, self.call.v
-        kind = "plain" if self.spec.score is None else "score"
+        kind = kind_of(self.spec.score, self.spec.mask)
         return key(kernel, q.element_size(), q.shape[3], v.shape[3], kind)
 
 
