@@ -23,7 +23,7 @@ import triton
 
 from . import tile
 from .kernel_forward import LOG2E, scores
-from .walk import advance, begin, needs_mask
+from .walk import advance, begin
 
 
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
@@ -35,8 +35,7 @@ def backward_q(
     score_tensors, mask_tensors, score_numbers, mask_numbers, grads,
     DERIVATIVE: tl.constexpr, SCATTER: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
-    EVEN: tl.constexpr, BRANCH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUB: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head."""
@@ -65,24 +64,28 @@ def backward_q(
     if walk.full is None:
         for n in tl.range(0, kv_len, BLOCK_N):
             acc = add_dq(
-                acc, queries, keys, n, kv_len, True, at, given, DERIVATIVE, SCATTER, MASK,
+                acc, queries, keys, n, kv_len, at, given, DERIVATIVE, SCATTER, MASK,
                 UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
     else:
-        blocks, here = begin(walk, line, kv_len, BLOCK_N)
-        for _ in tl.range(0, blocks):
-            masked = needs_mask(here) if BRANCH else True
-            acc = add_dq(
-                acc, queries, keys, here[1], here[2], masked, at, given, DERIVATIVE, SCATTER, MASK,
-                UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
-            )  # fmt: skip
-            here = advance(walk, here, kv_len, BLOCK_N)
+        masked = begin(walk.partial, line, walk.step, kv_len, BLOCK_N)
+        full = begin(walk.full, line, walk.step, kv_len, BLOCK_N)
+        for FULL in tl.static_range(2):
+            runs = walk.full if FULL else walk.partial
+            blocks, here = full if FULL else masked
+            for _ in tl.range(0, blocks):
+                acc = add_dq(
+                    acc, queries, keys, here[0], here[1], at, given, DERIVATIVE, SCATTER,
+                    None if FULL else MASK, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N,
+                    d, dv, D, D_REST, DV, DV_REST,
+                )  # fmt: skip
+                here = advance(runs, here, walk.step, kv_len, BLOCK_N)
     tile.store(dq + rows * d, i, d, live, d, tile.times(acc, scale), D)
 
 
 @triton.jit
 def add_dq(
-    acc, queries, keys, n, stop, masked, at, given,
+    acc, queries, keys, n, stop, at, given,
     DERIVATIVE: tl.constexpr, SCATTER: tl.constexpr, MASK: tl.constexpr, UNBOUNDED: tl.constexpr,
     INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -102,7 +105,7 @@ def add_dq(
     k_rows = tile.load(k_at + n64 * k_stride, j, k_stride, live, d, D, D_REST)
     s = tile.outer(q_rows, k_rows, PRECISION)
     s, t, by = slopes(
-        s, masked, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, DERIVATIVE,
+        s, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, DERIVATIVE,
         MASK, POSITIVE,
     )  # fmt: skip
     p = tl.exp2(t - lse_rows[:, None])
@@ -133,8 +136,7 @@ def backward_kv(
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
-    EVEN: tl.constexpr, BRANCH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUB: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys from one query head; the caller sums those that share a key head,
@@ -165,18 +167,22 @@ def backward_kv(
     if walk.full is None:
         for n in tl.range(0, q_len, BLOCK_M):
             acc = add_dkdv(
-                acc, k_rows, v_rows, queries, n, q_len, True, at, given, DERIVATIVE, MASK,
+                acc, k_rows, v_rows, queries, n, q_len, at, given, DERIVATIVE, MASK,
                 UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
     else:
-        blocks, here = begin(walk, line, q_len, BLOCK_M)
-        for _ in tl.range(0, blocks):
-            masked = needs_mask(here) if BRANCH else True
-            acc = add_dkdv(
-                acc, k_rows, v_rows, queries, here[1], here[2], masked, at, given, DERIVATIVE, MASK,
-                UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
-            )  # fmt: skip
-            here = advance(walk, here, q_len, BLOCK_M)
+        masked = begin(walk.partial, line, walk.step, q_len, BLOCK_M)
+        full = begin(walk.full, line, walk.step, q_len, BLOCK_M)
+        for FULL in tl.static_range(2):
+            runs = walk.full if FULL else walk.partial
+            blocks, here = full if FULL else masked
+            for _ in tl.range(0, blocks):
+                acc = add_dkdv(
+                    acc, k_rows, v_rows, queries, here[0], here[1], at, given, DERIVATIVE,
+                    None if FULL else MASK, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M,
+                    d, dv, D, D_REST, DV, DV_REST,
+                )  # fmt: skip
+                here = advance(runs, here, walk.step, q_len, BLOCK_M)
     rows = (b64 * heads + h) * kv_len + first
     tile.store(dk + rows * d, j, d, live, d, tile.times(acc[0], scale), D)
     by_v = acc[1]
@@ -187,7 +193,7 @@ def backward_kv(
 
 @triton.jit
 def add_dkdv(
-    acc, k_rows, v_rows, queries, n, stop, masked, at, given,
+    acc, k_rows, v_rows, queries, n, stop, at, given,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr, UNBOUNDED: tl.constexpr,
     INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -213,7 +219,7 @@ def add_dkdv(
     q_rows = tile.load(q_at + n64 * q_stride, i, q_stride, live, d, D, D_REST)
     s = tile.outer(k_rows, q_rows, PRECISION)
     s, t, by = slopes(
-        s, masked, scale, b, h, q_idx[None, :], kv_idx, score_captured, mask_captured, DERIVATIVE,
+        s, scale, b, h, q_idx[None, :], kv_idx, score_captured, mask_captured, DERIVATIVE,
         MASK, POSITIVE,
     )  # fmt: skip
     p = tl.exp2(t - lse_rows[None, :])
@@ -239,14 +245,14 @@ def add_dkdv(
 
 @triton.jit
 def slopes(
-    s, masked, scale, b, h, q_idx, kv_idx, score_captured, mask_captured,
+    s, scale, b, h, q_idx, kv_idx, score_captured, mask_captured,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr, POSITIVE: tl.constexpr,
 ):  # fmt: skip
     """S, T in units of log 2 (-inf where not kept), and (T, dT/dS, dT/d(gathered) ...)."""
     by = (s,)
     if DERIVATIVE is None:
         t, unit, s = scores(
-            s, masked, scale, b, h, q_idx, kv_idx, score_captured, mask_captured, None, MASK,
+            s, scale, b, h, q_idx, kv_idx, score_captured, mask_captured, None, MASK,
             POSITIVE,
         )  # fmt: skip
         t = t * unit
@@ -254,7 +260,7 @@ def slopes(
         s = s * scale
         by = DERIVATIVE(s, b, h, q_idx, kv_idx, score_captured)
         t = by[0] * LOG2E
-        if MASK is not None and masked:
+        if MASK is not None:
             t = tl.where(MASK(b, h, q_idx, kv_idx, mask_captured), t, float("-inf"))
     return s, t, by
 

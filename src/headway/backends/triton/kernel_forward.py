@@ -12,7 +12,7 @@ import triton.language as tl
 import triton
 
 from . import tile
-from .walk import advance, begin, needs_mask
+from .walk import advance, begin
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -28,7 +28,6 @@ def forward(
     SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     POSITIVE: tl.constexpr,  # scale > 0
     EVEN: tl.constexpr,  # keys come in whole blocks of BLOCK_N
-    BRANCH: tl.constexpr,  # around the mask; else full tiles go through it too
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
@@ -54,18 +53,22 @@ def forward(
     if walk.full is None:
         for n in tl.range(0, kv_len, BLOCK_N):
             state = attend(
-                state, q_rows, keys, n, kv_len, True, at, given, SCORE, MASK, INDEX, PRECISION,
+                state, q_rows, keys, n, kv_len, at, given, SCORE, MASK, INDEX, PRECISION,
                 POSITIVE, LARGEST, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
     else:
-        blocks, here = begin(walk, line, kv_len, BLOCK_N)
-        for _ in tl.range(0, blocks):
-            masked = needs_mask(here) if BRANCH else True
-            state = attend(
-                state, q_rows, keys, here[1], here[2], masked, at, given, SCORE, MASK, INDEX,
-                PRECISION, POSITIVE, LARGEST, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
-            )  # fmt: skip
-            here = advance(walk, here, kv_len, BLOCK_N)
+        masked = begin(walk.partial, line, walk.step, kv_len, BLOCK_N)
+        full = begin(walk.full, line, walk.step, kv_len, BLOCK_N)
+        for FULL in tl.static_range(2):
+            runs = walk.full if FULL else walk.partial
+            blocks, here = full if FULL else masked
+            for _ in tl.range(0, blocks):
+                state = attend(
+                    state, q_rows, keys, here[0], here[1], at, given, SCORE,
+                    None if FULL else MASK, INDEX, PRECISION, POSITIVE, LARGEST, EVEN, BLOCK_N,
+                    d, dv, D, D_REST, DV, DV_REST,
+                )  # fmt: skip
+                here = advance(runs, here, walk.step, kv_len, BLOCK_N)
     acc, m, l, largest = state
 
     rows = (b64 * heads + h) * q_len + first
@@ -95,14 +98,13 @@ def forward(
 
 @triton.jit
 def attend(
-    state, q_rows, keys, n, stop, masked, at, given,
+    state, q_rows, keys, n, stop, at, given,
     SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     POSITIVE: tl.constexpr, LARGEST: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
     d: tl.constexpr, dv: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys, n up to n + BLOCK_N, of which those from `stop` on do not count; `masked`:
-    and those that the mask drops."""
+    """One block of keys, n up to n + BLOCK_N, of which those from `stop` on do not count."""
     acc, m, l, largest = state
     k_at, v_at, k_stride, v_stride = keys
     b, h, q_idx, row, first = at
@@ -115,7 +117,7 @@ def attend(
     s = tile.outer(q_rows, k_rows, PRECISION)
     kv_idx = tile.positions(coords.kv_pos, coords.kv_stride, coords.kv, row, n + j, live, INDEX)
     t, unit, s = scores(
-        s, masked, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, SCORE, MASK,
+        s, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, SCORE, MASK,
         POSITIVE,
     )  # fmt: skip
     if not EVEN:
@@ -139,7 +141,7 @@ def attend(
 
 @triton.jit
 def scores(
-    s, masked, scale, b, h, q_idx, kv_idx, score_captured, mask_captured,
+    s, scale, b, h, q_idx, kv_idx, score_captured, mask_captured,
     SCORE: tl.constexpr, MASK: tl.constexpr, POSITIVE: tl.constexpr,
 ):  # fmt: skip
     """T in some unit (-inf where not kept), that unit over log 2, and S.
@@ -156,7 +158,7 @@ def scores(
         unit = LOG2E
         if SCORE is not None:
             t = SCORE(s, b, h, q_idx, kv_idx, score_captured)
-    if MASK is not None and masked:
+    if MASK is not None:
         t = tl.where(MASK(b, h, q_idx, kv_idx, mask_captured), t, float("-inf"))
     return t, unit, s
 

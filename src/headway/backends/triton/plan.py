@@ -85,11 +85,9 @@ class Launcher:
         self.grid = (self.slots * plan.b * plan.hq, 1, 1)
         other = plan.kv_len if self.queries else plan.q_len
         whole = other % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
-        # Behind a branch Triton does not see that logits lead to another product, and lets warps
-        # share their rows if these are few: then P changes its layout through shared memory.
         options = {
             "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
-            "EVEN": whole, "BRANCH": block >= 16 * how.warps, "SUB": self.walks.sub,
+            "EVEN": whole, "SUB": self.walks.sub,
         }  # fmt: skip
         self.kernel = Direct(self.fn, plan.device, self.constants | options)
 

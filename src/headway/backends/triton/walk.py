@@ -1,8 +1,8 @@
-"""Walking the live tiles of a line in one loop: those that need the mask, then the full ones.
+"""Walking the live tiles of a line, a run of tiles after the other, in one loop.
 
-A line's tiles come in runs. Under a window or packed documents a run is a few tiles long, and a
-loop for each would fill and drain the pipeline of loads every time. So there is one loop over all
-blocks of all runs, and where the next run begins is read one block ahead.
+Under a window or packed documents runs are a few tiles long, and a loop for each would fill and
+drain the pipeline of loads every time. So there is one loop over the blocks of all runs, and where
+the next run begins is read one block ahead.
 """
 
 import triton.language as tl
@@ -13,51 +13,36 @@ _MANY = tl.constexpr(32)  # runs that are counted at once
 
 
 @triton.jit
-def begin(walk, line, length, BLOCK: tl.constexpr):
-    """How many blocks of BLOCK rows to visit, and the first: (run, row, end of the run; start and
-    end of the next run; what the runs are)."""
-    partial, full = tl.load(walk.partial[0] + line), tl.load(walk.full[0] + line)
-    masked = tl.load(walk.partial[0] + line + 1) - partial
-    unmasked = tl.load(walk.full[0] + line + 1) - full
-    runs = (partial, full - masked, masked, masked + unmasked)
+def begin(runs, line, step, length, BLOCK: tl.constexpr):
+    """How many blocks of BLOCK rows to visit, and the first: (row, end of its run; start and end of
+    the next run; number of that run and of the last).
+
+    - `runs`: `Walk.full` or `Walk.partial`; `step`: rows of a tile; `length`: rows in all.
+    """
+    first, last = tl.load(runs[0] + line), tl.load(runs[0] + line + 1)
     blocks = 0
-    for n in range(0, masked + unmasked, _MANY):
-        start, stop = _run(walk, runs, n + tl.arange(0, _MANY), length)
+    for n in range(first, last, _MANY):
+        start, stop = _run(runs, n + tl.arange(0, _MANY), last, step, length)
         blocks += tl.sum((stop - start + (BLOCK - 1)) // BLOCK, 0)
-    start, stop = _run(walk, runs, 0, length)
-    then, until = _run(walk, runs, 1, length)
-    return blocks, (0, start, stop, then, until, runs)
+    start, stop = _run(runs, first, last, step, length)
+    then, until = _run(runs, first + 1, last, step, length)
+    return blocks, (start, stop, then, until, first + 1, last)
 
 
 @triton.jit
-def needs_mask(at):
-    """Whether this block is of a run whose tiles are not full."""
-    return at[0] < at[5][2]
-
-
-@triton.jit
-def advance(walk, at, length, BLOCK: tl.constexpr):
+def advance(runs, at, step, length, BLOCK: tl.constexpr):
     """The block after this one."""
-    run, row, stop, then, until, runs = at
+    row, stop, then, until, run, last = at
     over = row + BLOCK >= stop
-    run += over.to(tl.int32)
     row = tl.where(over, then, row + BLOCK)
     stop = tl.where(over, until, stop)
-    then, until = _run(walk, runs, run + 1, length)
-    return run, row, stop, then, until, runs
+    run += over.to(tl.int32)
+    then, until = _run(runs, run, last, step, length)
+    return row, stop, then, until, run, last
 
 
 @triton.jit
-def _run(walk, runs, run, length):
+def _run(runs, run, last, step, length):
     """First row and end of runs (a line's last tile may be cut off); past the last, 0 and 0."""
-    start = _read(walk, runs, run, 1) * walk.step
-    return start, tl.minimum(start + _read(walk, runs, run, 2) * walk.step, length)
-
-
-@triton.jit
-def _read(walk, runs, run, WHAT: tl.constexpr):
-    partial, full, masked, end = runs
-    here = tl.load(walk.partial[WHAT] + (partial + run), mask=run < masked, other=0)
-    return here + tl.load(
-        walk.full[WHAT] + (full + run), mask=(run >= masked) & (run < end), other=0
-    )
+    row = tl.load(runs[1] + run, mask=run < last, other=0) * step
+    return row, tl.minimum(row + tl.load(runs[2] + run, mask=run < last, other=0) * step, length)
