@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .api import prepare
-from .backends import NAMES, get, reasons_against
+from .backends import NAMES, get, order, reasons_against, slower
 from .backends.base import split
 from .blocks import cached_build
 from .mods.graph import parse
@@ -20,7 +20,7 @@ class Explanation:
     """The answer of `explain`; print it.
 
     - `backend`: the one that would run; None if none can.
-    - `reasons`: for every backend, why it would not run (empty: it could).
+    - `reasons`: for every backend, why it would not run (empty: it could, and comes later).
     - `tiles`: numbers of full, partial and empty tiles of 128 x 128 pairs, over the batches and
       heads that the mask tells apart; None without a mask.
     - `elements`: the mask's ops, with their lines, that say nothing about a whole tile, so that
@@ -69,8 +69,11 @@ def explain(
     wanted = options.pop("backend", "auto")
     spec, call = prepare(q, k, v, score, mask, backend="reference", **options)
     reasons = {name: reasons_against(name, spec, call) for name in NAMES}
-    allowed = NAMES if wanted == "auto" else (wanted,)
+    allowed = order(wanted, spec, call)
     chosen = next((name for name in allowed if not reasons[name]), None)
+    for name in allowed:
+        if name != chosen and not reasons[name] and (why := slower(name, spec, call)):
+            reasons[name] = [why]
     code = ""
     if chosen is not None:
         spec, call = prepare(q, k, v, score, mask, backend=chosen, **options)

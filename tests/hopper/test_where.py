@@ -9,7 +9,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+import headway as hw
 from headway import backends
+from headway.api import prepare
 from headway.backends import first_use, hopper
 
 ASK = """
@@ -97,3 +99,16 @@ def test_it_goes_before_triton():
     order = backends.NAMES
     assert order.index("hopper") < order.index("triton")
     assert hopper.name in backends._CHECKED
+
+
+def test_what_triton_is_faster_at_goes_there():
+    """Reading by relative position; unless the backend is asked for by name."""
+    q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
+    bias = hw.relative_bias(torch.randn(2, 15))
+    for score, first in ((bias, "triton"), (hw.softcap(30.0), "hopper"), (None, "hopper")):
+        spec, call = prepare(q, q, q, score, backend="reference")
+        names = backends.order("auto", spec, call)
+        assert next(n for n in names if n in ("hopper", "triton")) == first
+        assert sorted(names) == sorted(backends.NAMES)
+        assert names[-1] == "reference"
+        assert backends.order("hopper", spec, call) == ("hopper",)

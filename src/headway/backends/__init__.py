@@ -39,18 +39,33 @@ def get(name: str) -> Backend:
 
 
 def choose(name: str, spec: Spec, call: Call) -> str:
-    """The backend to run: the one named, if it can; with "auto" the first that can.
+    """The backend to run: the one named, if it can; with "auto" the first that can, unless it is
+    slower at this than the next.
 
     **Raises:** `BackendRefused` with every reason of every backend asked.
     """
-    names = NAMES if name == "auto" else (name,)
     refusals = []
-    for candidate in names:
+    for candidate in order(name, spec, call):
         reasons = reasons_against(candidate, spec, call)
         if not reasons:
             return candidate
         refusals += [f"{candidate}: {reason}" for reason in reasons]
     raise BackendRefused(_refusal(name, call, refusals))
+
+
+def order(name: str, spec: Spec, call: Call) -> tuple[str, ...]:
+    """The backends to ask, the preferred one first."""
+    if name != "auto":
+        return (name,)
+    if spec.score is None:
+        return NAMES
+    *fast, last = NAMES
+    return (*sorted(fast, key=lambda n: slower(n, spec, call) != ""), last)
+
+
+def slower(name: str, spec: Spec, call: Call) -> str:
+    """Why "auto" prefers another backend that can run a call to this one; empty if it does not."""
+    return hopper.slower(spec, call) if name == "hopper" else ""
 
 
 def reasons_against(name: str, spec: Spec, call: Call) -> list[str]:
