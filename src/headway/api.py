@@ -1,6 +1,8 @@
 """The public calls: check the arguments once, say what to compute, run the pair."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,28 +13,30 @@ from . import ops
 from .arguments import (
     check_block_mask,
     check_captured,
+    check_dtype,
     check_function,
     check_made_outside,
     check_sink,
     check_sizes,
     check_tensors,
     check_tile,
+    default_scale,
     dropout_of,
     scale_of,
     seed_of,
     usable_device,
 )
 from .backends import choose
-from .backends.base import Call
+from .backends.base import Call, Kind, kind_of
 from .blocks import BlockMask, cached_build
-from .errors import ArgumentError, CapturedIndexError
-from .mods import Captured, captured_of, describe, lower, lower_mod
-from .mods.base import MaskFn, ScoreFn
+from .errors import ArgumentError, CapturedIndexError, HeadwayError
+from .mods import Captured, captured_of, describe, lower, lower_mod, take_apart
+from .mods.base import MaskFn, Mod, ScoreFn
 from .mods.constants import brought
 from .mods.lowering import Lowered
 from .mods.places import place_of_line, quote
 from .sharded import Sharded, any_sharded
-from .types import AttentionOutput, Coords, Forward, Spec, constant_under_compile, spec_of
+from .types import AttentionOutput, Coords, Spec, constant_under_compile
 
 
 def attention(
@@ -78,7 +82,7 @@ def attention(
 
     (Vaswani et al. 2017, arXiv 1706.03762; computed as in Dao et al. 2022, arXiv 2205.14135)
     """
-    return _run(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, False).out
+    return _run(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, False)
 
 
 def attention_with_stats(
@@ -152,20 +156,21 @@ def block_mask(
 def _run(
     q: Any, k: Any, v: Any, score: Any, mask: Any, scale: Any, sink: Any, dropout: Any, seed: Any,
     deterministic: bool, backend: str, stats: bool,
-) -> Forward:  # fmt: skip
+) -> Any:  # fmt: skip
     sharded = Sharded(q, k, v, mask, dropout, seed) if any_sharded(q, k, v) else None
     coords = None
     if sharded is not None:
         q, k, v, sink = *map(sharded.local, (q, k, v)), sharded.local_sink(sink)
         coords = sharded.coords
     spec, call = prepare(
-        q, k, v, score, mask, scale=scale, sink=sink, dropout=dropout, seed=seed,
-        deterministic=deterministic, backend=backend, max_logit=stats, coords=coords,
+        q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, stats,
+        False, False, coords,
     )  # fmt: skip
+    run = ops.attention if stats else ops.output
     try:
         if sharded is None:
-            return ops.attention(spec, call)
-        return sharded.whole(ops.attention(spec, sharded.local_call(call)))
+            return run(spec, call)
+        return sharded.whole(run(spec, sharded.local_call(call)))
     except CapturedIndexError as error:
         raise _with_place(error, score, mask) from None
 
@@ -184,7 +189,6 @@ def prepare(
     v: Tensor,
     score: ScoreFn | None = None,
     mask: MaskFn | BlockMask | None = None,
-    *,
     scale: float | None = None,
     sink: Tensor | None = None,
     dropout: float = 0.0,
@@ -201,54 +205,101 @@ def prepare(
     Beyond `attention`'s arguments: which statistics to compute, `partial` for results in the
     accumulation dtype, and `coords`, where these tensors stand in the whole (shards, decoding).
     """
-    q, k, v = _autocast(q, k, v)
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v)
-    scale = scale_of(scale, q.shape[3])
+    if scale is not None:
+        scale = scale_of(scale)
     if sink is not None:
         check_sink(sink, q)
-    dropout = dropout_of(dropout)
+    dropout = dropout_of(dropout) if dropout or type(dropout) is not float else 0.0
+    seed = seed_of(seed, q.device) if dropout else None
     tiles, shape = None, None
     if isinstance(mask, BlockMask):
         tiles, shape = mask.tiles, (*mask.shape[:2], *mask.tile)
         check_block_mask(mask, q, k)
         mask = mask.mask
     double = backend == "reference" or q.dtype == torch.float64
-    # Where there are coordinates, the tensors are a part of what the score and mask are made for.
-    sizes = None if coords is not None else (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    score_text, of_score = _taken_apart("score", score, double, sizes, q.device)
-    mask_text, of_mask = _taken_apart("mask", mask, double, sizes, q.device)
-    tensors, ints, floats = of_score
-    captured = Captured(tensors + of_mask[0], ints + of_mask[1], floats + of_mask[2])
-    seed = seed_of(seed, dropout, q.device)
+    whole = coords is None  # else q and k are a part of what the score and mask are made for
+    score_text, mask_text, captured, counts = None, None, None, (0, 0, 0)
+    if score is not None:
+        score_text, captured = _taken_apart("score", score, double, q, k, whole)
+        counts = len(captured.tensors), len(captured.ints), len(captured.floats)
+    if mask is not None:
+        mask_text, of_mask = _taken_apart("mask", mask, double, q, k, whole)
+        captured = of_mask if captured is None else captured.and_then(of_mask)
+    if captured is None:
+        captured = Captured([], [], [])
     call = Call(q, k, v, sink, seed, captured, tiles, _WHOLE if coords is None else coords)
-    first = scale, score_text, mask_text, dropout, sink is not None, max_logit, row_max, partial
-    first += deterministic, shape
-    counts = len(tensors), len(ints), len(floats)
-    chosen = choose(backend, spec_of(*first, backend, *counts), call)
-    return spec_of(*first, chosen, *counts), call
+    kind = kind_of(call, counts[0])
+    asked = (
+        scale, score_text, mask_text, dropout, sink is not None, max_logit, row_max, partial,
+        deterministic, shape, backend, *counts,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        values = _settled_values(*kind, *asked)
+        spec = None if values is None else Spec(*values)
+    else:
+        spec = _settled(*kind, *asked)
+    return (_settle(Kind(*kind), asked, call) if spec is None else spec), call
 
 
 _WHOLE = Coords()
 
 
+def _settled(*known: Any) -> Spec | None:
+    """The spec of calls of a kind: worked out once, then looked up. None for what is refused, and
+    while a CUDA graph is captured, when a backend may be refused for the time being."""
+    if known[1].type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    try:
+        return _remembered(*known)
+    except (HeadwayError, TypeError):
+        return None
+
+
+def _settled_values(*known: Any) -> tuple | None:
+    """`_settled` at compile time, where constants are plain values."""
+    spec = _settled(*known)
+    return None if spec is None else tuple(spec.values)
+
+
+constant_under_compile(_settled_values)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _remembered(*known: Any) -> Spec:
+    count = len(Kind._fields)
+    return _settle(Kind(*known[:count]), known[count:])
+
+
+def _settle(kind: Kind, asked: tuple, call: Call | None = None) -> Spec:
+    """The spec, with the scale and the backend decided. An error shows the call."""
+    check_dtype(kind.dtype)
+    scale, *rest = asked
+    spec = Spec(default_scale(kind.d) if scale is None else scale, *rest)
+    return replace(spec, backend=choose(spec.backend, spec, kind, call))
+
+
 def _taken_apart(
-    kind: str, mod: Any, double: bool, sizes: tuple | None, device: torch.device
+    kind: str, mod: Any, double: bool, q: Tensor, k: Tensor, whole: bool
 ) -> tuple[str | None, Captured]:
     """A checked score or mask as the text of its graph and what it captures."""
-    if mod is None:
-        return None, Captured([], [], [])
-    check_function(kind, mod)
-    if sizes is not None:
-        check_sizes(mod, *sizes)
-    pieces = describe(mod)
-    if torch.compiler.is_compiling():
-        check_made_outside(kind, pieces.functions)
-    dtype = "f64" if double else "f32"
-    lowered = _lower(kind, pieces.structure, dtype, *pieces.functions)
-    tensors, ints, floats = captured_of(pieces, lowered)
-    captured = Captured([brought(t, device) for t in tensors], ints, floats)
-    check_captured(kind, captured, device)
-    return lowered[0], captured
+    of_library = isinstance(mod, Mod)
+    if not of_library:
+        check_function(kind, mod)
+    structure, functions, captured = take_apart(mod)
+    if whole and of_library and captured.tensors:
+        mod.check_sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if functions and torch.compiler.is_compiling():
+        check_made_outside(kind, functions)
+    lowered = _lower(kind, structure, "f64" if double else "f32", *functions)
+    if functions:
+        captured = captured_of(functions, captured, lowered)
+    if captured.tensors:
+        captured = captured._replace(tensors=[brought(t, q.device) for t in captured.tensors])
+        check_captured(kind, captured, q.device)
+    return lowered.text, captured
 
 
 def _lower(kind: str, structure: str, dtype: str, *functions: Callable) -> Lowered:
@@ -260,11 +311,7 @@ constant_under_compile(_lower)  # tracing is Python about Python: it runs once, 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, attention runs in the autocast dtype, as PyTorch's own does."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return tuple(
-            t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-            for t in tensors
-        )
-    return tensors
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )

@@ -4,7 +4,6 @@ Everything here runs at every call, before any work; `torch.compile` traces it.
 """
 
 import math
-import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -30,17 +29,18 @@ def shown(value: Any) -> str:
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
     """Ranks, dtypes, devices and sizes that go together."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ArgumentError(
-                f"{name} must be (batch, heads, length, width), got {shown(x)}; "
-                "add missing dimensions with .unsqueeze(), move heads with .transpose(1, 2)"
-            )
-        if x.dtype not in DTYPES:
-            raise ArgumentError(f"{name} is {x.dtype}; use float32, bfloat16, float16 or float64")
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        name, x = next((n, x) for n, x in zip("qkv", (q, k, v), strict=True) if not _is_tensor(x))
+        raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not q.dim() == k.dim() == v.dim() == 4:
+        name, x = next((n, x) for n, x in zip("qkv", (q, k, v), strict=True) if x.dim() != 4)
+        raise ArgumentError(
+            f"{name} must be (batch, heads, length, width), got {shown(x)}; "
+            "add missing dimensions with .unsqueeze(), move heads with .transpose(1, 2)"
+        )
     if not q.dtype == k.dtype == v.dtype:
+        for name, x in zip("qkv", (q, k, v), strict=True):
+            check_dtype(x.dtype, name)
         raise ArgumentError(
             f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}; "
             "convert with .to()"
@@ -65,24 +65,38 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
         raise ArgumentError(f"q and k must have the same width: {_shapes(q, k, v)}")
 
 
+def check_dtype(dtype: torch.dtype, name: str = "q") -> None:
+    """One of those that attention is computed for."""
+    if dtype not in DTYPES:
+        raise ArgumentError(f"{name} is {dtype}; use float32, bfloat16, float16 or float64")
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)
+
+
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
-def scale_of(scale: Any, d: int) -> float:
-    """The scale as a number; the default for heads of width d if None."""
-    if scale is None:
-        d = operator.index(d)  # the width is a constant of a compiled program, its length is not
-        return 1 / math.sqrt(d) if d else 1.0
+_NUMBER = int, float, torch.SymInt, torch.SymFloat
+
+
+def scale_of(scale: Any) -> float:
+    """The scale as a number."""
     if isinstance(scale, Tensor):
         raise ArgumentError(
             "scale is a tensor; pass a number, or multiply q by the tensor and pass scale=1.0, "
             "which lets it learn"
         )
-    number = isinstance(scale, int | float | torch.SymInt | torch.SymFloat)
-    if not number or not math.isfinite(scale):
+    if not isinstance(scale, _NUMBER) or not math.isfinite(scale):
         raise ArgumentError(f"scale={scale!r} must be a finite number, or None for 1/sqrt(d)")
     return fixed(scale)
+
+
+def default_scale(d: int) -> float:
+    """For heads of width d."""
+    return 1 / math.sqrt(d) if d else 1.0
 
 
 def check_sink(sink: Any, q: Tensor) -> None:
@@ -102,10 +116,8 @@ def dropout_of(dropout: Any) -> float:
     return fixed(dropout) if dropout else 0.0
 
 
-def seed_of(seed: Any, dropout: float, device: torch.device) -> Tensor | None:
-    """The seed as a 0-d int64 tensor, drawn if None; None where nothing is dropped."""
-    if dropout == 0:
-        return None
+def seed_of(seed: Any, device: torch.device) -> Tensor:
+    """The seed as a 0-d int64 tensor, drawn if None."""
     if seed is None:
         return torch.randint(2**62, (), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .api import prepare
 from .backends import NAMES, get, order, reasons_against, slower
-from .backends.base import split
+from .backends.base import Kind, kind_of, split
 from .blocks import cached_build
 from .mods.graph import parse
 from .mods.interval import why_elements
@@ -68,11 +68,12 @@ def explain(
     """
     wanted = options.pop("backend", "auto")
     spec, call = prepare(q, k, v, score, mask, backend="reference", **options)
-    reasons = {name: reasons_against(name, spec, call) for name in NAMES}
-    allowed = order(wanted, spec, call)
+    kind = Kind(*kind_of(call, spec.score_tensors))
+    reasons = {name: reasons_against(name, spec, kind) for name in NAMES}
+    allowed = order(wanted, spec, kind)
     chosen = next((name for name in allowed if not reasons[name]), None)
     for name in allowed:
-        if name != chosen and not reasons[name] and (why := slower(name, spec, call)):
+        if name != chosen and not reasons[name] and (why := slower(name, spec, kind)):
             reasons[name] = [why]
     code = ""
     if chosen is not None:

@@ -5,20 +5,27 @@ the spec's text and the shapes. Autograd is one `torch.autograd.Function` above 
 `torch.func` and `torch.compile` see its `setup_context`.
 """
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .backends import get
 from .backends.base import Call
 from .blocks import Tiles
 from .errors import BackendRefused
-from .types import Captured, Coords, Forward, Spec, acc_dtype, in_dtype
+from .flops import register_flops
+from .types import (
+    Captured,
+    Coords,
+    Forward,
+    Spec,
+    acc_dtype,
+    constant_under_compile,
+    in_dtype,
+)
 
 _INPUTS = (
     "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor[] tensors, "
@@ -120,33 +127,6 @@ torch.library.register_vmap("headway::forward", _one_by_one(_forward_op), lib=_l
 torch.library.register_vmap("headway::backward", _one_by_one(_backward_op), lib=_library)
 
 
-# Whole squares, as PyTorch counts its own attention; the shapes do not say what a mask skips.
-def _forward_flops(spec, q, k, v, *args, **kwargs) -> int:
-    b, h, q_len, d = q
-    return 2 * b * h * q_len * k[2] * (d + v[3])
-
-
-def _backward_flops(spec, q, k, v, *args, **kwargs) -> int:
-    b, h, q_len, d = q  # S, dq, dk: width d; dP, dv: width dv
-    return 2 * b * h * q_len * k[2] * (3 * d + 2 * v[3])
-
-
-_FLOPS = {"forward": _forward_flops, "backward": _backward_flops}
-
-
-def _register_flops() -> None:
-    """Teach `FlopCounterMode` our formulas, once it is there: importing it loads Triton."""
-    counter = sys.modules.get("torch.utils.flop_counter")
-    if counter is None or torch.ops.headway.forward in counter.flop_registry:
-        return
-    formulas = {getattr(torch.ops.headway, name): f for name, f in _FLOPS.items()}
-    for op, formula in formulas.items():
-        counter.register_flop_formula(op)(formula)
-    for mode in _get_current_dispatch_mode_stack():  # modes copy the registry when they are made
-        if isinstance(active := getattr(mode, "counter", None), counter.FlopCounterMode):
-            active.flop_registry.update({op: counter.flop_registry[op] for op in formulas})
-
-
 class _NotTwice(torch.autograd.Function):
     """A gradient that refuses to be differentiated."""
 
@@ -181,7 +161,7 @@ class _Attention(torch.autograd.Function):
     def forward(*inputs):
         spec, ints, floats, offsets, counts, q, k, v, sink, seed, q_pos, kv_pos, *tensors = inputs
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
-        run = torch.ops.headway.forward if _watched(tensors, q, k, v) else _forward
+        run = torch.ops.headway.forward if _watched(q, k, v, *tensors) else _forward
         return run(spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_pos, kv_pos)
 
     @staticmethod
@@ -223,10 +203,10 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         run = _backward
-        if _watched(tensors, q, k, v, dout):
+        if _watched(q, k, v, dout, *tensors):
             run = torch.ops.headway.backward
             if not torch.compiler.is_compiling():
-                _register_flops()  # a counter may be there for the backward alone
+                register_flops()  # a counter may be there for the backward alone
         results = iter(
             run(
                 ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,
@@ -259,23 +239,27 @@ class _Direct(torch.autograd.Function):
         return _Attention.backward(ctx, *grad_outputs)
 
 
-_PLAIN = Tensor, torch.nn.Parameter
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
-def _watched(tensors: Sequence[Tensor | None], *more: Tensor) -> bool:
+def _watched(*tensors: Tensor | None) -> bool:
     """Whether something has to see the operators: a compiler, a mode, a transform, a tracer, a
     profiler, a subclass of Tensor. Where nothing has, they are skipped: a tenth of a millisecond
     counts where tensors are small."""
+    return torch.compiler.is_compiling() or _seen(*tensors)
+
+
+def _seen(*tensors: Tensor | None) -> bool:
+    """`_watched`, less compilers."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
-        or torch.jit.is_tracing()
+        or torch._C._is_tracing()
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
-        or more[0].is_meta
-        or any(x is not None and type(x) not in _PLAIN for x in (*more, *tensors))
+        or tensors[0].is_meta  # type: ignore[union-attr]
+        or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
@@ -293,14 +277,16 @@ def _learns(inputs: list[Tensor | None]) -> bool:
 
 
 def save_ops() -> list[Any]:
-    """The operators whose results are worth keeping under selective activation checkpointing:
+    """The operators (ours, and PyTorch's in their place) whose results are worth keeping under
+    selective activation checkpointing:
 
         policy = lambda: create_selective_checkpoint_contexts(headway.save_ops())
         checkpoint(block, x, use_reentrant=False, context_fn=policy)
 
     Attention then runs once, forward and backward, and the rest of the block twice.
     """
-    return [torch.ops.headway.forward.default]
+    native = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return [torch.ops.headway.forward.default, native]
 
 
 def attention(spec: Spec, call: Call) -> Forward:
@@ -311,19 +297,68 @@ def attention(spec: Spec, call: Call) -> Forward:
     *offsets, q_pos, kv_pos = coords
     inputs = [q, k, v, sink, seed, q_pos, kv_pos, *tensors, *tiles]
     learning = torch.is_grad_enabled() and _learns(inputs)
-    watched = _watched(inputs[3:], q, k, v)
+    watched = _watched(*inputs)
     if not learning and not watched:
         return get(spec.backend).forward(spec, call)
-    if not torch.compiler.is_compiling():
-        _register_flops()
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        register_flops()
+    elif _differentiated():
+        raise BackendRefused(
+            "torch.compile would lose the gradients of this call, which torch.func takes inside of "
+            "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
+        )
     if not learning and forward_ad._current_level < 0:  # `_Attention` refuses forward mode by name
         results = torch.ops.headway.forward(
             spec.text, q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos
         )
     else:
         counts = spec.score_tensors, len(tensors)
-        if torch.compiler.is_compiling():
+        if compiling:
             inputs = _distinct(inputs)
         function = _Attention if watched else _Direct
         results = function.apply(spec.text, ints, floats, offsets, counts, *inputs)
     return Forward(*results)
+
+
+def _differentiated() -> bool:
+    """Whether `torch.func` differentiates what is compiled."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    kinds = {layer.key() for layer in torch._C._functorch.get_interpreter_stack() or ()}
+    return not kinds <= {torch._C._functorch.TransformType.Vmap}
+
+
+constant_under_compile(_differentiated)
+
+
+def output(spec: Spec, call: Call) -> Tensor:
+    """`attention(spec, call).out`, by the backend's `native` where nobody watches for our
+    operators. A compiler does not: PyTorch's it knows better."""
+    q, k, v, _, _, (tensors, _, _), _, _ = call
+    compiling = torch.compiler.is_compiling()
+    if _opaque() if compiling else _seen(q, k, v, *tensors):
+        return attention(spec, call).out
+    out = get(spec.backend).native(spec, call, None if compiling else _refuse_twice)
+    if out is None:
+        return attention(spec, call).out
+    if out.requires_grad and not compiling:
+        register_flops()  # a counter may be there for the backward alone
+    return out
+
+
+def _opaque() -> bool:
+    """Whether a compiler is to see our operators: in programs that are exported, and below vmap."""
+    transformed = torch._C._are_functorch_transforms_active() and not _differentiated()
+    return transformed or torch.compiler.is_exporting()
+
+
+constant_under_compile(_opaque)
+
+
+def _refuse_twice(grads: Any, grad_outputs: Any) -> Any:
+    """A hook of the node of PyTorch's operator: what `_Attention.backward` does for ours."""
+    if torch.is_grad_enabled():
+        on = [x for x in grad_outputs if x is not None and x.requires_grad]
+        return tuple([None if g is None else _NotTwice.apply(g, *on) for g in grads])
+    return None

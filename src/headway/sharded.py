@@ -14,9 +14,9 @@ from .errors import ArgumentError
 from .types import Coords, Forward
 
 
-def any_sharded(*tensors: Any) -> bool:
+def any_sharded(q: Any, k: Any, v: Any) -> bool:
     """Whether any of them is a DTensor; asked by name, since importing it takes a second."""
-    return "DTensor" in [type(x).__name__ for x in tensors]
+    return "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__)
 
 
 class Sharded:
@@ -113,14 +113,12 @@ class Sharded:
         grads = [Replicate() if p == Replicate() else Partial() for p in self.placements]
         return captured.to_local(grad_placements=grads)
 
-    def whole(self, result: Forward) -> Forward:
-        """The results as DTensors, placed as q."""
+    def whole(self, result: Any) -> Any:
+        """A result, or all of them, as DTensors placed as q."""
         from torch.distributed.tensor import DTensor
 
-        made = [
-            DTensor.from_local(x, self.mesh, self.placements, run_check=False)
-            if x.dim() > 1
-            else x
-            for x in result
-        ]  # fmt: skip
-        return Forward(*made)
+        if isinstance(result, Forward):
+            return Forward(*[self.whole(x) for x in result])
+        if result.dim() == 1:
+            return result
+        return DTensor.from_local(result, self.mesh, self.placements, run_check=False)

@@ -41,7 +41,12 @@ class Spec:
     @property
     def text(self) -> str:
         """The spec as text; `Spec.parse(spec.text) == spec`."""
-        return _spec_text(*[getattr(self, name) for name in _FIELDS])
+        return _spec_text(*self.values)
+
+    @property
+    def values(self) -> list[Any]:
+        """Of the fields, in their order; `Spec(*spec.values) == spec`."""
+        return [getattr(self, name) for name in _FIELDS]
 
     @staticmethod
     def parse(text: str) -> "Spec":
@@ -49,12 +54,6 @@ class Spec:
         return _spec_parse(text)
 
 
-def spec_of(*values: Any) -> Spec:
-    """The `Spec` of these fields, in their order: made once, a dictionary look-up afterwards."""
-    return Spec(*values) if torch.compiler.is_compiling() else _known_spec(*values)
-
-
-_known_spec = lru_cache(maxsize=4096, typed=True)(Spec)
 _FIELDS = tuple(field.name for field in fields(Spec))
 
 
@@ -100,6 +99,12 @@ class Captured(NamedTuple):
     tensors: list[Tensor]
     ints: list[int]
     floats: list[float]
+
+    def and_then(self, more: "Captured") -> "Captured":
+        """What the score captures, then what the mask does."""
+        return Captured(
+            self.tensors + more.tensors, self.ints + more.ints, self.floats + more.floats
+        )
 
 
 class Coords(NamedTuple):

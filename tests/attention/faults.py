@@ -31,6 +31,7 @@ class Right:
     name = "wrong"
     reasons_against = staticmethod(reference.reasons_against)
     accumulates = staticmethod(reference.accumulates)
+    native = staticmethod(reference.native)
     code = staticmethod(reference.code)
 
     def forward(self, spec, call):

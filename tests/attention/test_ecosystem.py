@@ -92,6 +92,23 @@ def test_compile(fn, qkv, compiler):
     assert len(compiler.graphs) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("mask", [None, hw.causal()], ids=["full", "causal"])
+@pytest.mark.parametrize("heads", [HQ, HK])
+def test_compile_sees_through_a_plain_call(dtype, mask, heads, compiler):
+    """One kernel of PyTorch's, and the same bits as without a compiler."""
+    qkv = [_leaf(B, h, LENGTH, D, dtype=dtype) for h in (HQ, heads, heads)]
+    fn = lambda q, k, v: hw.attention(q, k, v, None, mask)
+    made = [f(*qkv) for f in (fn, compiler(fn))]
+    called = {node.name for node in compiler.graphs[0].graph.nodes if node.op == "call_function"}
+    assert any("flash_attention" in name for name in called)
+    assert not any(name.startswith("forward") for name in called)
+    assert torch.equal(*made)
+    sent = torch.randn_like(made[0])
+    for one, other in zip(*[torch.autograd.grad(x, qkv, sent) for x in made], strict=True):
+        assert torch.equal(one, other)
+
+
 def _call(q, k, v, score, mask=None):
     made = hw.attention_with_stats(q, k, v, score, mask)
     return made.out, made.lse

@@ -398,7 +398,7 @@ def test_a_named_backend_never_falls_back(monkeypatch):
 
     class Picky:
         name = "picky"
-        reasons_against = staticmethod(lambda spec, call: ["d = 8: use 64", "no sink: drop it"])
+        reasons_against = staticmethod(lambda spec, kind: ["d = 8: use 64", "no sink: drop it"])
 
     with monkeypatch.context() as patch:
         patch.setitem(backends._BACKENDS, "picky", Picky())

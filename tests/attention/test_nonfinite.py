@@ -66,6 +66,26 @@ def test_nan_in_q_stays_in_its_row(backend, length, mask, dtype):
     assert _other_heads(stats.max_logit).isfinite().all()
 
 
+@MASKS
+@pytest.mark.parametrize("length", [40, 1100])
+@pytest.mark.parametrize("bad", [(math.nan,), (math.inf, -math.inf)], ids=["nan", "infinities"])
+def test_nothing_is_hidden_from_compiled_programs(length, mask, bad):
+    """A row of NaN logits leaves PyTorch's kernel as 0; an infinite query times 0 is NaN, too."""
+    q, k, v = (x.requires_grad_() for x in _inputs(length, torch.float32))
+    with torch.no_grad():
+        q[B, H, ROW, : len(bad)] = torch.tensor(bad)
+        k[B, H] = k[B, H].abs()
+    call = lambda q, k, v: hw.attention(q, k, v, None, mask)
+    for fn in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out = fn(q, k, v)
+        assert out.isnan().any(-1).nonzero().tolist() == [[B, H, ROW]]
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+        seen = _seen(mask, length)[ROW]
+        assert dq[B, H, ROW].isnan().all()
+        assert dk[B, H][seen].isnan().all()
+        assert dv[B, H][seen].isnan().all()
+
+
 @BACKENDS
 @LENGTHS
 @MASKS

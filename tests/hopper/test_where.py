@@ -13,6 +13,7 @@ import headway as hw
 from headway import backends
 from headway.api import prepare
 from headway.backends import first_use, hopper
+from headway.backends.base import Kind, kind_of
 
 ASK = """
 import json, sys
@@ -107,8 +108,9 @@ def test_what_triton_is_faster_at_goes_there():
     bias = hw.relative_bias(torch.randn(2, 15))
     for score, first in ((bias, "triton"), (hw.softcap(30.0), "hopper"), (None, "hopper")):
         spec, call = prepare(q, q, q, score, backend="reference")
-        names = backends.order("auto", spec, call)
+        kind = Kind(*kind_of(call, spec.score_tensors))
+        names = backends.order("auto", spec, kind)
         assert next(n for n in names if n in ("hopper", "triton")) == first
         assert sorted(names) == sorted(backends.NAMES)
         assert names[-1] == "reference"
-        assert backends.order("hopper", spec, call) == ("hopper",)
+        assert backends.order("hopper", spec, kind) == ("hopper",)

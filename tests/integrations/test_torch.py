@@ -69,6 +69,17 @@ def test_export_with_a_dynamic_length_runs_and_trains():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("heads", [4, 2], ids=["as many keys", "shared keys"])
+def test_a_second_derivative_of_a_plain_call_is_refused(heads):
+    """There PyTorch's operator does the work, which would refuse with fewer words."""
+    q, k, v = qkv(requires_grad=True)
+    k, v = k[:, :heads], v[:, :heads]
+    grads = torch.autograd.grad(hw.attention(q, k, v).sum(), (q, k, v), create_graph=True)
+    for grad in grads:
+        with pytest.raises(NotImplementedError, match=r"second derivative.*scaled_dot_product"):
+            torch.autograd.grad(grad.square().sum(), q, retain_graph=True)
+
+
 def test_a_second_derivative_is_refused_not_dropped():
     q, k, v = qkv(requires_grad=True)
     table = torch.randn(4, 65, requires_grad=True)
@@ -83,6 +94,31 @@ def test_a_second_derivative_is_refused_not_dropped():
             torch.autograd.grad(a.square().sum(), q, retain_graph=True)
     with pytest.raises(NotImplementedError, match="second derivative"):  # a gradient penalty
         (out.sum() + grads[0].square().sum()).backward()
+
+
+def test_a_mask_may_be_seen_first_below_a_transform():
+    """Tracing it is no part of what is transformed."""
+    q, k, v = qkv()
+    mask = hw.causal() & hw.sliding_window(7) & hw.prefix(5)
+    found = torch.func.grad(lambda q: hw.attention(q, k, v, mask=mask).square().sum())(q)
+    leaf = q.clone().requires_grad_()
+    expected = torch.autograd.grad(hw.attention(leaf, k, v, mask=mask).square().sum(), leaf)[0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_compiled_transforms_are_right_or_refused():
+    """Below `torch.func.grad` Dynamo drops what an autograd function says of gradients."""
+    q, k, v = qkv()
+    plain = torch.func.grad(lambda q: hw.attention(q, k, v, mask=hw.causal()).square().sum())
+    found = torch.compile(plain, fullgraph=True, backend="aot_eager")(q)
+    torch.testing.assert_close(found, plain(q))
+    scored = torch.func.grad(lambda q: hw.attention(q, k, v, hw.softcap(3.0)).square().sum())
+    with pytest.raises(Exception, match="would lose the gradients"):
+        torch.compile(scored, fullgraph=True, backend="aot_eager")(q)
+    batch = torch.func.vmap(lambda q: hw.attention(q, k, v, hw.softcap(3.0)))
+    q = torch.stack([q, 2 * q])
+    found = torch.compile(batch, fullgraph=True, backend="aot_eager")(q)
+    torch.testing.assert_close(found, batch(q))
 
 
 def test_forward_mode_is_refused_not_zero():

@@ -8,7 +8,7 @@ import torch
 from ..errors import ArgumentError, BackendRefused
 from ..types import Spec, constant_under_compile
 from . import cpu, first_use, hopper, reference, triton
-from .base import Backend, Call
+from .base import Backend, Call, Kind
 
 # In order of preference; "auto" takes the first that has nothing against the call.
 _BACKENDS: dict[str, Backend] = {
@@ -38,42 +38,42 @@ def get(name: str) -> Backend:
     return _BACKENDS[name]
 
 
-def choose(name: str, spec: Spec, call: Call) -> str:
+def choose(name: str, spec: Spec, kind: Kind, call: Call | None = None) -> str:
     """The backend to run: the one named, if it can; with "auto" the first that can, unless it is
     slower at this than the next.
 
-    **Raises:** `BackendRefused` with every reason of every backend asked.
+    **Raises:** `BackendRefused` with every reason of every backend asked, and the call.
     """
     refusals = []
-    for candidate in order(name, spec, call):
-        reasons = reasons_against(candidate, spec, call)
+    for candidate in order(name, spec, kind):
+        reasons = reasons_against(candidate, spec, kind)
         if not reasons:
             return candidate
         refusals += [f"{candidate}: {reason}" for reason in reasons]
     raise BackendRefused(_refusal(name, call, refusals))
 
 
-def order(name: str, spec: Spec, call: Call) -> tuple[str, ...]:
+def order(name: str, spec: Spec, kind: Kind) -> tuple[str, ...]:
     """The backends to ask, the preferred one first."""
     if name != "auto":
         return (name,)
     if spec.score is None:
         return NAMES
     *fast, last = NAMES
-    return (*sorted(fast, key=lambda n: slower(n, spec, call) != ""), last)
+    return (*sorted(fast, key=lambda n: slower(n, spec, kind) != ""), last)
 
 
-def slower(name: str, spec: Spec, call: Call) -> str:
-    """Why "auto" prefers another backend that can run a call to this one; empty if it does not."""
-    return hopper.slower(spec, call) if name == "hopper" else ""
+def slower(name: str, spec: Spec, kind: Kind) -> str:
+    """Why "auto" prefers another backend that can run such calls to it; empty if it does not."""
+    return hopper.slower(spec, kind) if name == "hopper" else ""
 
 
-def reasons_against(name: str, spec: Spec, call: Call) -> list[str]:
-    """Why a backend cannot run a call; empty if it can. One whose first use on the card this would
-    be is checked first."""
-    reasons = get(name).reasons_against(spec, call)
+def reasons_against(name: str, spec: Spec, kind: Kind) -> list[str]:
+    """Why a backend cannot run such calls; empty if it can. One whose first use on the card this
+    would be is checked first."""
+    reasons = get(name).reasons_against(spec, kind)
     if not reasons and name in _CHECKED:
-        wrong = _wrong(name, call.q.device.type, call.q.device.index)
+        wrong = _wrong(name, kind.device.type, kind.device.index)
         return [wrong] if wrong else []
     return reasons
 
@@ -85,10 +85,10 @@ def _wrong(name: str, device: str, index: int | None) -> str:
 constant_under_compile(_wrong)
 
 
-def _refusal(name: str, call: Call, refusals: list[str]) -> str:
+def _refusal(name: str, call: Call | None, refusals: list[str]) -> str:
     shown = ", ".join(
         f"{n} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
-        for n, t in zip("qkv", call[:3], strict=True)
+        for n, t in zip("qkv", [] if call is None else call[:3], strict=False)
     )
     listed = "".join(f"\n  - {r}" for r in refusals)
     return f"backend={name!r} cannot run this call ({shown}):{listed}"

@@ -1,6 +1,8 @@
 """What every backend implements: the pair of pure functions that everything else is made of."""
 
-from typing import NamedTuple, Protocol
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,14 +25,43 @@ class Call(NamedTuple):
     coords: Coords
 
 
+class Kind(NamedTuple):
+    """What calls are alike in that a backend may refuse: nothing of data, lengths and heads."""
+
+    dtype: torch.dtype
+    device: torch.device
+    d: int
+    dv: int
+    trained: bool  # anything requires grad
+    learned: bool  # a tensor that the score captures does
+    scattered: bool  # positions are given one by one
+
+
+def kind_of(call: Call, score_tensors: int) -> tuple:
+    """The fields of the call's `Kind`; the score captures the first so many tensors. Plain code
+    that Dynamo can trace."""
+    q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos) = call
+    learned = score_tensors > 0 and any(t.requires_grad for t in tensors[:score_tensors])
+    trained = q.requires_grad or k.requires_grad or v.requires_grad or learned
+    trained = trained or (sink is not None and sink.requires_grad)
+    # Widths are constants of a compiled program, lengths are not.
+    d, dv = operator.index(q.shape[3]), operator.index(v.shape[3])
+    scattered = q_pos is not None or kv_pos is not None
+    return q.dtype, q.device, d, dv, trained, learned, scattered
+
+
+# Gets the gradients of a node's inputs and outputs, returns those of its inputs (or None: as they
+# are); None is no hook.
+Hook = Callable[[Any, Any], Any] | None
+
+
 class Backend(Protocol):
     """A backend: two pure functions, and an honest account of what it cannot do."""
 
     name: str
 
-    def reasons_against(self, spec: Spec, call: Call) -> list[str]:
-        """Why it cannot run this call, each with the way out; empty if it can. Looks at shapes,
-        dtypes and devices only, so that it may be asked about tensors without data."""
+    def reasons_against(self, spec: Spec, kind: Kind) -> list[str]:
+        """Why it cannot run such calls, each with the way out; empty if it can."""
         ...
 
     def accumulates(self, dtype: torch.dtype) -> torch.dtype:
@@ -55,6 +86,14 @@ class Backend(Protocol):
 
         The backwards of disjoint key ranges, each given the same merged out and lse, sum to the
         exact gradients. `needs` says which tensors captured by the score want one.
+        """
+        ...
+
+    def native(self, spec: Spec, call: Call, hook: Hook) -> Tensor | None:
+        """`forward(spec, call).out` by one operator of PyTorch, which differentiates it: with
+        nothing of ours around it a small call costs half, and compilers see all of it. None where
+        there is no such operator, or one of the pair is better. `hook` is registered with the node
+        of its gradients, if there is one.
         """
         ...
 

@@ -9,12 +9,12 @@ from ..dropout import keep
 from ..mods.derivative import differentiable_gathers, joint
 from ..mods.pointwise import Positions, mask_at, score_at
 from ..types import Coords, Forward, Grads, Spec, acc_dtype
-from .base import Call, delta_of, graphs, scatter, split
+from .base import Call, Hook, Kind, delta_of, graphs, scatter, split
 
 name = "reference"
 
 
-def reasons_against(spec: Spec, call: Call) -> list[str]:
+def reasons_against(spec: Spec, kind: Kind) -> list[str]:
     """It runs everything, slowly and with the whole square in memory."""
     return []
 
@@ -81,6 +81,10 @@ def backward(
         dsink,
         captured,
     )
+
+
+def native(spec: Spec, call: Call, hook: Hook) -> None:
+    """PyTorch has no operator for what it does."""
 
 
 def code(spec: Spec, call: Call) -> str:

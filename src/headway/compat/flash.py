@@ -97,10 +97,10 @@ def flash_attn_func(
     score = _score(softcap, alibi_slopes, offset, q.shape[0])
     out, lse = _attend(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score, mask, softmax_scale,
-        learnable_sink, dropout_p, deterministic,
+        learnable_sink, dropout_p, deterministic, return_attn_probs,
     )  # fmt: skip
     out = out.transpose(1, 2)
-    return (out, lse, None) if return_attn_probs else out
+    return out if lse is None else (out, lse, None)
 
 
 def flash_attn_qkvpacked_func(
@@ -196,16 +196,16 @@ def flash_attn_varlen_func(
     out, lse = _attend(
         q[None].transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2), score, mask,
         softmax_scale,
-        learnable_sink, dropout_p, deterministic,
+        learnable_sink, dropout_p, deterministic, return_attn_probs,
     )  # fmt: skip
     out = out[0].transpose(0, 1)
-    return (out, lse[0], None) if return_attn_probs else out
+    return out if lse is None else (out, lse[0], None)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, scale: float | None,
-    sink: Tensor | None, dropout: float, deterministic: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sink: Tensor | None, dropout: float, deterministic: bool, want_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     try:
         spec, call = prepare(
             q, k, v, score, mask, scale=scale, sink=sink, dropout=dropout,
@@ -213,7 +213,7 @@ def _attend(
         )  # fmt: skip
     except ArgumentError as error:
         raise CallError(str(error)) from error
-    return ops.attention(spec, call)[:2]
+    return ops.attention(spec, call)[:2] if want_lse else (ops.output(spec, call), None)
 
 
 # -- masks and scores -----------------------------------------------------------------------------

@@ -119,12 +119,14 @@ def flex_attention(
         raise CallError(str(error)) from error
     except ModError as error:
         raise CallModError(str(error)) from error
+    if return_aux is None and not return_lse:
+        return ops.output(spec, call)
     out, lse, _, row_max = ops.attention(spec, call)
     if return_aux is not None:
         return out, AuxOutput(
             lse if return_aux.lse else None, row_max if return_aux.max_scores else None
         )
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 def create_block_mask(

@@ -7,6 +7,7 @@ from .lowering import captured_of as captured_of
 from .lowering import describe as describe
 from .lowering import lower as lower
 from .lowering import lower_mod as lower_mod
+from .lowering import take_apart as take_apart
 from .masks import causal as causal
 from .masks import dense as dense
 from .masks import dilated as dilated

@@ -36,48 +36,59 @@ class Parts(NamedTuple):
 
 
 def describe(mod: Callable) -> Parts:
-    """Take a value or a function apart; plain code that Dynamo can trace."""
-    parts = Parts("", [], [], [], [])
-    return Parts(_structure(mod, parts), *parts[1:])
+    """Take a value or a function apart."""
+    structure, functions, captured = take_apart(mod)
+    return Parts(structure, functions, *captured)
+
+
+def take_apart(mod: Callable) -> tuple[str, list[Callable], Captured]:
+    """Its structure, the functions in it, and the tensors and numbers of its values. Plain code
+    that Dynamo can trace; what it reads is guarded at every call, so it reads little."""
+    functions: list[Callable] = []
+    captured = Captured([], [], [])
+    return _structure(mod, functions, captured), functions, captured
 
 
 # Written out once: `int | float` makes a new type wherever it is read, and this runs at every call.
 _WHOLE, _REAL, _WORD = (int, torch.SymInt), (float, torch.SymFloat), (bool, str)
 
 
-def _structure(item: Any, parts: Parts) -> str:
+def _structure(item: Any, functions: list[Callable], captured: Captured) -> str:
     if isinstance(item, Mod):
-        inner = [_structure(getattr(item, name), parts) for name in item.fields]
+        inner = [_structure(getattr(item, name), functions, captured) for name in item.fields]
         return type(item).__name__ + "(" + ",".join(inner) + ")"
+    if type(item) is int:
+        captured.ints.append(item)
+        return "n"
     if isinstance(item, tuple):
-        return "(" + ",".join([_structure(part, parts) for part in item]) + ")"
+        return "(" + ",".join([_structure(part, functions, captured) for part in item]) + ")"
     if isinstance(item, Tensor):
-        parts.tensors.append(item)
+        captured.tensors.append(item)
         return "t:" + DTYPE_NAMES[item.dtype] + ":" + str(item.dim())
     if item is None or isinstance(item, _WORD):
         return repr(item)
     if isinstance(item, _WHOLE):
-        parts.ints.append(item)  # type: ignore[arg-type]
+        captured.ints.append(item)  # type: ignore[arg-type]
         return "n"
     if isinstance(item, _REAL):
-        parts.floats.append(item)  # type: ignore[arg-type]
+        captured.floats.append(item)  # type: ignore[arg-type]
         return "x"
     if type(item) is functools.partial and all(
         isinstance(x, Tensor | int | float | None) for x in (*item.args, *item.keywords.values())
     ):
-        given = [_constant(x, parts) for x in item.args]
-        given += [name + "=" + _constant(x, parts) for name, x in item.keywords.items()]
-        return "partial(" + ",".join([_structure(item.func, parts), *given]) + ")"
-    parts.functions.append(item)
+        given = [_constant(x, captured) for x in item.args]
+        given += [name + "=" + _constant(x, captured) for name, x in item.keywords.items()]
+        return "partial(" + ",".join([_structure(item.func, functions, captured), *given]) + ")"
+    functions.append(item)
     return "f"
 
 
-def _constant(item: Any, parts: Parts) -> str:
+def _constant(item: Any, captured: Captured) -> str:
     """An argument of a `functools.partial`: its numbers are the formula's, its tensors captured
     with their shape, which the function may read."""
     if not isinstance(item, Tensor):
         return "c:" + repr(item)
-    parts.tensors.append(item)
+    captured.tensors.append(item)
     return "T:" + DTYPE_NAMES[item.dtype] + ":" + "x".join([str(size) for size in item.shape])
 
 
@@ -241,20 +252,21 @@ def _split(text: str) -> list[str]:
     return [*items, text[start:]] if text else []
 
 
-def captured_of(parts: Parts, lowered: Lowered) -> Captured:
-    """Collect the tensors; plain code that Dynamo can trace (and guards the captured numbers)."""
+def captured_of(functions: list[Callable], captured: Captured, lowered: Lowered) -> Captured:
+    """Add the functions' tensors; plain code that Dynamo can trace (and guards the captured
+    numbers)."""
     for n, path, number in lowered.numbers:
-        now = resolve(parts.functions[n], path)
+        now = resolve(functions[n], path)
         if now is not number and now != number and now == now:
             raise ModError(f"a number captured by a score or mask changed from {number} to {now}")
-    tensors = list(parts.tensors)
+    tensors = list(captured.tensors)
     for n, path in lowered.paths:
-        tensors.append(resolve(parts.functions[n], path))
-    return Captured(tensors, parts.ints, parts.floats)
+        tensors.append(resolve(functions[n], path))
+    return Captured(tensors, captured.ints, captured.floats)
 
 
 def lower_mod(kind: str, mod: Callable, dtype: torch.dtype) -> tuple[Graph, Captured]:
     """The graph of a score or mask and what it captures, outside of `torch.compile`."""
-    parts = describe(mod)
-    lowered = lower(kind, parts.structure, DTYPE_NAMES[dtype], *parts.functions)
-    return parse(lowered.text), captured_of(parts, lowered)
+    structure, functions, captured = take_apart(mod)
+    lowered = lower(kind, structure, DTYPE_NAMES[dtype], *functions)
+    return parse(lowered.text), captured_of(functions, captured, lowered)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -45,12 +46,16 @@ class _Indexing(TorchFunctionMode):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without the modes of whoever traces the call, `torch.export` for one: what is run here on
-    empty tensors is no part of their program."""
+    """Without the modes and transforms of whoever traces the call, `torch.export` or
+    `torch.func.grad`: what is run here on empty tensors is no part of their program."""
+    transformed = torch._C._are_functorch_transforms_active()
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     others = torch._C._len_torch_dispatch_stack() + _len_torch_dispatch_stack_pre_dispatch()
     try:
-        with _disable_current_modes() if others else nullcontext():
+        with (
+            _disable_current_modes() if others else nullcontext(),
+            temporarily_clear_interpreter_stack() if transformed else nullcontext(),
+        ):
             yield
     finally:
         for mode in reversed(modes):

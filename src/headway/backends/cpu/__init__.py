@@ -4,17 +4,17 @@ import torch
 from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype
-from ..base import Call
+from ..base import Call, Kind
 from . import flash, tiled
 from .maxima import row_maxima
 
 name = "cpu"
 
 
-def reasons_against(spec: Spec, call: Call) -> list[str]:
+def reasons_against(spec: Spec, kind: Kind) -> list[str]:
     """It runs every call whose tensors are on the CPU."""
-    if call.q.device.type != "cpu":
-        return [f"the tensors are on {call.q.device}: move them to the CPU"]
+    if kind.device.type != "cpu":
+        return [f"the tensors are on {kind.device}: move them to the CPU"]
     return []
 
 
@@ -49,6 +49,9 @@ def backward(
         if grads is not None:
             return grads
     return tiled.backward(spec, call, out, lse, dout, dlse, needs)
+
+
+native = flash.native
 
 
 def code(spec: Spec, call: Call) -> str:

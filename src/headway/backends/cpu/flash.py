@@ -18,24 +18,65 @@ import torch
 from torch import Tensor
 
 from ...mods import causal, lower_mod
+from ...mods.graph import Graph
 from ...mods.pointwise import Positions, mask_at
-from ...types import Forward, Grads, Spec, acc_dtype, in_dtype
-from ..base import Call, delta_of, graphs, split
+from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile, in_dtype
+from ..base import Call, Hook, delta_of, graphs, split
 from .plan import Segment, index_tensors, pieces
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# Called by its Python binding, which costs a tenth of a small kernel less than `torch.ops`.
+_forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def suits(spec: Spec, call: Call) -> bool:
     """Whether these kernels can do the call, as well as blocks of torch ops or better."""
+    return _knows(spec, call) and math.isfinite(call.q.sum(dtype=torch.float32))
+
+
+def _knows(spec: Spec, call: Call) -> bool:
+    q, k, v = call[:3]
     return (
         spec.score is None
         and spec.dropout == 0
-        and call.q.shape[3] == call.v.shape[3] > 0
-        and min(call.q.shape) > 0 < call.k.shape[2]
-        and math.isfinite(call.q.sum(dtype=torch.float32))
+        and q.shape[3] == v.shape[3]
+        and q.numel() > 0 < k.numel()
     )
+
+
+def native(spec: Spec, call: Call, hook: Hook) -> Tensor | None:
+    """The output where one call of the kernel is all of it. None where there is more to do, or the
+    backward has a better way."""
+    causal_square = spec.mask is not None and is_causal(spec, call)
+    if not (causal_square or spec.mask is None) or call.sink is not None or spec.partial:
+        return None
+    if not _knows(spec, call) or (torch.is_grad_enabled() and _leaves_idle(call.q)):
+        return None
+    q, k, v = _inputs(call.q, call.k, call.v, folded=False)
+    out, lse = _forward(q, k, v, 0.0, causal_square, scale=spec.scale)
+    if hook is not None and out.requires_grad:
+        out.grad_fn.register_hook(hook)  # type: ignore[union-attr]
+    if torch.compiler.is_compiling():
+        # A row of NaN logits comes out of the kernel as one that sees nothing: 0, with lse 0. Every
+        # row sees the first key: where that logit is NaN, the row is.
+        first = (q.detach() * k.detach()[:, :, :1]).sum(-1, dtype=lse.dtype)
+        out = out + torch.where(first.isnan() & (lse == 0), first, 0.0).to(out.dtype)[..., None]
+    elif lse.count_nonzero().item() < lse.numel() and not math.isfinite(q.sum()):
+        return None
+    return out if q is call.q else out.to(call.q.dtype).reshape(call.q.shape)
+
+
+def _leaves_idle(q: Tensor) -> bool:
+    """Whether the backward, which is parallel over heads only, would leave most threads idle."""
+    b, hq, _, _ = q.shape
+    return 2 * b * hq < _threads()
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+constant_under_compile(_threads)
 
 
 def forward(spec: Spec, call: Call) -> Forward:
@@ -78,7 +119,7 @@ def backward(
     would leave most threads idle."""
     (b, hq, q_len, d), hk, kv_len = call.q.shape, *call.k.shape[1:3]
     acc = acc_dtype(call.q.dtype)
-    if 2 * b * hq < torch.get_num_threads():
+    if _leaves_idle(call.q):
         return None
     delta = delta_of(out, dout, dlse, acc)
     like_out = _giving(delta, out, dout, dlse, acc)
@@ -144,13 +185,12 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _inputs(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor, Tensor, Tensor]:
     """q as (b * hk, g, q_len, d); k and v as views that every query head of the group shares. As
     they are, where they need not be folded and no head of keys is shared."""
-    (b, hq, q_len, d), (_, hk, kv_len, _) = q.shape, k.shape
     dtype = q.dtype
-    if dtype in (torch.bfloat16, torch.float16) and not (
-        dtype == torch.bfloat16 and _has_matrix_units()
-    ):
+    if dtype.itemsize == 2 and not (dtype == torch.bfloat16 and _has_matrix_units()):
         dtype = torch.float32
-    q, k, v = _rows(q, dtype), _rows(k, dtype), _rows(v, dtype)
+    if q.dtype != dtype or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        q, k, v = _rows(q, dtype), _rows(k, dtype), _rows(v, dtype)
+    (b, hq, q_len, d), (_, hk, kv_len, _) = q.shape, k.shape
     if hq == hk and not folded:
         return q, k, v
     shape = b * hk, hq // hk, kv_len, d
@@ -219,25 +259,40 @@ def _merge_into(out: Tensor, lse: Tensor, o: Tensor, l: Tensor) -> None:
     lse.copy_(total)
 
 
-@lru_cache(maxsize=1)
 def _causal_text() -> str:
-    return lower_mod("mask", causal(), torch.float32)[0].text
+    return _lowered_causal().text
+
+
+constant_under_compile(_causal_text)
+
+
+@lru_cache(maxsize=1)
+def _lowered_causal() -> Graph:
+    return lower_mod("mask", causal(), torch.float32)[0]
 
 
 def is_causal(spec: Spec, call: Call) -> bool:
     """The one mask that the kernels know by themselves: causal on a square."""
     coords = call.coords
     return (
-        spec.mask == _causal_text()
+        spec.mask is not None
         and call.q.shape[2] == call.k.shape[2]
+        and spec.mask == _causal_text()
         and call.captured.ints[spec.score_ints :] == [0]
         and coords.q == coords.kv
         and coords.q_pos is None is coords.kv_pos
     )
 
 
-@lru_cache(maxsize=1)
 def _has_matrix_units() -> bool:
     """Whether this CPU multiplies bfloat16 in tiles (AMX), faster than float32."""
+    return _asked_for_matrix_units()
+
+
+constant_under_compile(_has_matrix_units)
+
+
+@lru_cache(maxsize=1)
+def _asked_for_matrix_units() -> bool:
     check = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return bool(check())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...mods.graph import parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call
+from ..base import Call, Hook, Kind
 from ..kernels.varies import variation
 from .config import BACKWARD, FORWARD, TILE, fitting
 
@@ -21,25 +21,22 @@ DTYPES = (torch.bfloat16, torch.float16)
 OLDEST, NEWEST = (3, 6), (3, 9)  # Triton; Gluon is experimental, and its names move
 
 
-def reasons_against(spec: Spec, call: Call) -> list[str]:
+def reasons_against(spec: Spec, kind: Kind) -> list[str]:
     """It runs on compute capability 9.0, in bfloat16 and float16, up to a width of 256."""
-    q, k, v = call[:3]
-    d, dv = q.shape[3], v.shape[3]
+    d, dv = kind.d, kind.dv
     reasons = []
-    why = unavailable(q.device.type, q.device.index)
+    why = unavailable(kind.device.type, kind.device.index)
     if why:
         reasons.append(why)
-    if q.dtype not in DTYPES:
-        reasons.append(f"{q.dtype} is not bfloat16 or float16, which its tensor cores multiply")
-    learned = call.captured.tensors[: spec.score_tensors]
-    trained = any(t is not None and t.requires_grad for t in (q, k, v, call.sink, *learned))
+    if kind.dtype not in DTYPES:
+        reasons.append(f"{kind.dtype} is not bfloat16 or float16, which its tensor cores multiply")
     if fitting(FORWARD, d, dv) is None:
         reasons.append(f"widths d = {d}, dv = {dv}: at most 256 fit in shared memory")
-    elif trained and fitting(BACKWARD, d, dv) is None:
+    elif kind.trained and fitting(BACKWARD, d, dv) is None:
         reasons.append(f"widths d = {d}, dv = {dv}: its backward goes to 192 and 128; use 'triton'")
     if spec.dropout:
         reasons.append("dropout: it has none; use backend='triton'")
-    if trained and spec.deterministic:
+    if kind.trained and spec.deterministic:
         reasons.append("deterministic=True: dq is added up in an order that varies; use 'triton'")
     if spec.tiles is not None and any(n % t for n, t in zip(spec.tiles[2:], TILE, strict=True)):
         reasons.append(
@@ -48,11 +45,10 @@ def reasons_against(spec: Spec, call: Call) -> list[str]:
     return reasons
 
 
-def slower(spec: Spec, call: Call) -> str:
+def slower(spec: Spec, kind: Kind) -> str:
     """What the Triton backend is faster at: it reads a tile's diagonals once, where every pair has
     an address here (on an H200, learned relative bias: 1.4 times forward, 1.7 backward)."""
-    straight = call.coords.q_pos is None and call.coords.kv_pos is None
-    if spec.score is None or not straight or not _along_diagonals(spec.score):
+    if spec.score is None or kind.scattered or not _along_diagonals(spec.score):
         return ""
     return "the score reads a tensor by relative position, which 'triton' is faster at"
 
@@ -83,6 +79,10 @@ def backward(
     from . import launch
 
     return launch.backward(spec, call, out, lse, dout, dlse, needs)
+
+
+def native(spec: Spec, call: Call, hook: Hook) -> None:
+    """PyTorch has no operator for what it does."""
 
 
 def code(spec: Spec, call: Call) -> str:

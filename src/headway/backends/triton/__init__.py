@@ -10,32 +10,27 @@ import torch
 from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call
+from ..base import Call, Hook, Kind
 from .config import WIDEST
 
 name = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def reasons_against(spec: Spec, call: Call) -> list[str]:
+def reasons_against(spec: Spec, kind: Kind) -> list[str]:
     """It runs on GPUs, in float32, bfloat16 and float16, up to a width of 512."""
-    q, v = call.q, call.v
     reasons = []
-    why = unavailable(q.device.type, q.device.index)
+    why = unavailable(kind.device.type, kind.device.index)
     if why:
         reasons.append(why)
-    if q.dtype not in DTYPES:
+    if kind.dtype not in DTYPES:
         reasons.append(
-            f"{q.dtype} is not among float32, bfloat16 and float16: convert with .to(), or use "
+            f"{kind.dtype} is not among float32, bfloat16 and float16: convert with .to(), or use "
             "backend='reference'"
         )
-    if max(q.shape[3], v.shape[3]) > WIDEST:
-        reasons.append(
-            f"widths d = {q.shape[3]}, dv = {v.shape[3]}: at most {WIDEST} fit in registers"
-        )
-    if spec.deterministic and any(
-        t.requires_grad for t in call.captured.tensors[: spec.score_tensors]
-    ):
+    if max(kind.d, kind.dv) > WIDEST:
+        reasons.append(f"widths d = {kind.d}, dv = {kind.dv}: at most {WIDEST} fit in registers")
+    if spec.deterministic and kind.learned:
         reasons.append(
             "deterministic=True and a captured tensor that requires grad: its gradient is added up "
             "in an order that varies; detach() it, or use backend='reference'"
@@ -63,6 +58,10 @@ def backward(
     from . import launch
 
     return launch.backward(spec, call, out, lse, dout, dlse, needs)
+
+
+def native(spec: Spec, call: Call, hook: Hook) -> None:
+    """PyTorch has no operator for what it does."""
 
 
 def code(spec: Spec, call: Call) -> str:
