@@ -42,16 +42,20 @@ def add_diagonals(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captu
 
     Row i is turned left by i, so that a diagonal becomes a column; what came around the end is
     another diagonal, N to the left for every turn. M + N sums are added in place of M N values.
+    Positions are consecutive from `captured[2]`: the first query and the first key.
     """
     M: tl.constexpr = values.shape[0]
     N: tl.constexpr = values.shape[1]
-    at = tl.arange(0, M)[:, None] + tl.arange(0, N)[None, :]
-    turned = tl.gather(values, at % N, 1)
-    first = tl.min(kv_idx, 1, keep_dims=True) + tl.arange(0, N)[None, :]
+    q_first, kv_first = captured[2]
+    row, column = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    at = tl.reshape(row * N + (row + column) % N, [M * N])
+    turned = tl.reshape(tl.gather(tl.reshape(values, [M * N]), at, 0), [M, N])
     for turn in tl.static_range((M + N - 2) // N + 1):
-        sums = tl.sum(tl.where(at // N == turn, turned, 0.0), 0, keep_dims=True)
-        to = grad + OFFSET(0.0, b, h, tl.min(q_idx, 0, keep_dims=True), first - turn * N, captured)
-        tl.atomic_add(to, sums, mask=sums != 0, sem="relaxed")
+        sums = tl.sum(tl.where((row + column) // N == turn, turned, 0.0), 0)
+        kv = kv_first + tl.arange(0, N) - turn * N
+        tl.atomic_add(
+            grad + OFFSET(0.0, b, h, q_first, kv, captured), sums, mask=sums != 0, sem="relaxed"
+        )
 
 
 @triton.jit
