@@ -170,5 +170,5 @@ if __name__ == "__main__":
     d, dv = map(int, widths.split("/"))
     for name in names:
         for kernel, made in compiled(direction, d, dv, name):
-            if kernel == direction:
+            if kernel.startswith(direction):
                 print(json.dumps({"call": name, **resources(kernel, made)}), flush=True)

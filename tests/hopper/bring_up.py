@@ -41,7 +41,7 @@ CHECKS = {
     "width_96": ((2, 4, 4, 777, 777, 96, 96), {"mask": "causal"}),
     "width_80": ((2, 4, 4, 333, 333, 80, 72), {"mask": "causal"}),
     "mla": ((2, 4, 4, 777, 777, 192, 128), {"mask": "causal"}),
-    "width_256": ((2, 4, 4, 777, 777, 256, 256), {"mask": "causal", "backward": False}),
+    "width_256": ((2, 4, 4, 777, 777, 256, 256), {"mask": "causal"}),
     "persistent": ((4, 16, 16, 2048, 2048, 128, 128), {"mask": "causal", "exact": False}),
     "first_use": (),  # the small case that every process runs first
 }
@@ -58,8 +58,8 @@ ROWS = {
 ROWS |= {
     "mla_8k": ((2, 16, 16, 8192, 8192, 192, 128), {}),
     "mla_8kc": ((2, 16, 16, 8192, 8192, 192, 128), {"mask": "causal"}),
-    "256_16k": ((1, 8, 8, 16384, 16384, 256, 256), {"backward": False}),
-    "256_16kc": ((1, 8, 8, 16384, 16384, 256, 256), {"mask": "causal", "backward": False}),
+    "256_16k": ((1, 8, 8, 16384, 16384, 256, 256), {}),
+    "256_16kc": ((1, 8, 8, 16384, 16384, 256, 256), {"mask": "causal"}),
     "softcap_8kc": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "causal", "score": "softcap"}),
     "alibi_8kc": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "causal", "score": "alibi"}),
     "window_8k": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "window"}),

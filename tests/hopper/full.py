@@ -33,8 +33,8 @@ def test_table(name, simulated):  # noqa: F811
 @pytest.mark.parametrize("widths", ["64/64", "96/96", "128/128", "192/128", "256/256"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_compiles(direction, widths, name):
-    if direction == "backward" and widths not in ("64/64", "128/128", "192/128"):
-        pytest.skip("the same kernel as at 128, or none")
+    if direction == "backward" and widths == "96/96":
+        pytest.skip("the same kernel as at 128")
     (made,) = report(direction, widths, name)
     print(made)
     assert made["serialized"] == 0

@@ -155,7 +155,10 @@ class Shared:
         if tuple(value.shape) != self.shape or value.dtype != self.dtype:
             raise Wrong(f"{value.dtype} {tuple(value.shape)} stored as {self.dtype} {self.shape}")
         self.x.copy_(value)
-        self.written.setdefault(here.name, []).append(self.span())
+        span = self.span()
+        for name, spans in self.written.items():  # what is no longer there needs no fence
+            self.written[name] = [s for s in spans if s != span]
+        self.written.setdefault(here.name, []).append(span)
 
     def load(self, layout) -> torch.Tensor:
         return self.x.clone()
@@ -166,10 +169,10 @@ class Shared:
                 raise Wrong("a view larger than its memory")
             return Shared(torch.full(shape, torch.nan, dtype=dtype), self)
         # A swizzled matrix lies in strips of 64 columns, one after the other.
-        *many, rows, cols = self.shape
-        if shape[-1] != 64 or shape[-2] != rows or dtype.itemsize != 2:
+        (*many, rows, cols), width = self.shape, shape[-1]
+        if width % 64 or cols % width or shape[-2] != rows or dtype.itemsize != 2:
             raise Wrong(f"{self.shape} seen as {shape}")
-        strips = self.x.view(*many, rows, cols // 64, 64)
+        strips = self.x.view(*many, rows, cols // width, width)
         return Shared.strips(strips.movedim(-2, -3), self)
 
     @staticmethod
@@ -497,10 +500,15 @@ def _load() -> types.SimpleNamespace:
         load = importlib.import_module
         forward = load("simulated.kernel_forward")
         backward = load("simulated.kernel_backward")
+        backward_wide = load("simulated.kernel_backward_wide")
+        parts = load("simulated.kernel_backward_parts")
         text = {n: load(f"simulated_text.{n}") for n in ("maths", "gradients")}
         rows = load("simulated_text.rows")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
-    return types.SimpleNamespace(forward=forward, backward=backward, rows=rows, names=names)
+    return types.SimpleNamespace(
+        forward=forward, backward=backward, backward_wide=backward_wide, parts=parts, rows=rows,
+        names=names,
+    )  # fmt: skip
 
 
 def _next_power_of_2(n: int) -> int:
@@ -570,7 +578,8 @@ def simulating():
             plan,
             forward_kernel=Kernel(LOADED.forward.forward),
             backward_kernel=Kernel(LOADED.backward.backward),
-            finish=Kernel(LOADED.backward.finish),
+            backward_wide=Kernel(LOADED.backward_wide.backward_wide),
+            finish=Kernel(LOADED.parts.finish),
             processors=lambda device: 3,
         ),  # fmt: skip
         mock.patch.multiple(launch, deltas=LOADED.rows.deltas, row_terms=LOADED.rows.row_terms),

@@ -22,6 +22,12 @@ HERE = Path(__file__).parent
 PINS = {
     ("forward", "128/128", "causal"): {"hgmma": 96, "shared": 197232, "spills": 80},
     ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 214896, "spills": 64},
+    ("backward", "256/256", "causal"): {
+        "registers": 128,
+        "hgmma": 136,
+        "shared": 222812,
+        "spills": 60,
+    },
 }
 
 
@@ -40,7 +46,7 @@ def test_compiles(direction, widths, name):
     (made,) = report(direction, widths, name)
     pin = PINS[direction, widths, name]
     assert {k: made[k] for k in ("registers", "serialized", "loops")} == {
-        "registers": 168, "serialized": 0, "loops": 0
+        "registers": pin.get("registers", 168), "serialized": 0, "loops": 0
     }  # fmt: skip
     assert (made["hgmma"], made["shared"]) == (pin["hgmma"], pin["shared"])
     assert made["spills"] <= pin["spills"]

@@ -14,7 +14,7 @@ from ...mods.graph import parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
 from ..base import Call, Hook, Kind
 from ..kernels.varies import variation
-from .config import BACKWARD, FORWARD, TILE, fitting
+from .config import FORWARD, TILE, fitting
 
 name = "hopper"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -32,8 +32,6 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
         reasons.append(f"{kind.dtype} is not bfloat16 or float16, which its tensor cores multiply")
     if fitting(FORWARD, d, dv) is None:
         reasons.append(f"widths d = {d}, dv = {dv}: at most 256 fit in shared memory")
-    elif kind.trained and fitting(BACKWARD, d, dv) is None:
-        reasons.append(f"widths d = {d}, dv = {dv}: its backward goes to 192 and 128; use 'triton'")
     if spec.dropout:
         reasons.append("dropout: it has none; use backend='triton'")
     if kind.trained and spec.deterministic:

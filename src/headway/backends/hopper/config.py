@@ -37,24 +37,22 @@ FORWARD = (
 class Backward:
     """- `d`, `dv`: widths of the pieces of a row of q and k, and of v.
     - `block`: queries of a block; `stages`: of these, in shared memory.
+    - `keys`: of a CTA: 128 for two consumers that make all gradients of their half
+      (kernel_backward.py), 64 for a consumer per gradient (kernel_backward_wide.py).
     """
 
     d: tuple[int, ...]
     dv: tuple[int]
     block: int = 64
     stages: int = 3
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """Rows of 256 numbers in the pieces of dq that a consumer hands over at a time: 64 x 64
-        numbers, and half of the columns beyond the first 128."""
-        return (16, 8) if len(self.d) == 2 else (16,)
+    keys: int = 128
 
 
 BACKWARD = (
     Backward((64,), (64,)),
     Backward((128,), (128,)),
     Backward((128, 64), (128,), stages=2),
+    Backward((256,), (256,), stages=2, keys=64),
 )
 
 

@@ -28,12 +28,7 @@ Shared stores stand before the products that they would otherwise queue behind, 
 flight over the loop's end, which the assembler would serialise.
 """
 
-import triton.language as tl
-
-import triton
-
 from .gluon_api import (
-    copy_in,
     copy_out,
     copy_out_add,
     copy_out_wait,
@@ -45,15 +40,22 @@ from .gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .kernel_backward_parts import (
+    DO_STAGES,
+    in_order,
+    kept,
+    load,
+    others,
+    outer_v,
+    probabilities,
+    write,
+)
 from .kernel_forward import ROWS
 from .pipeline import acquire, await_, channel, publish, ready, release, start, step
 from .tile import (
-    LOG2E,
     add_product,
     at_stage,
     buffers,
-    bytes_of,
-    fetch,
     left,
     matrix,
     mma,
@@ -64,8 +66,6 @@ from .tile import (
     visit,
     zeros,
 )
-
-_DO_STAGES = gl.constexpr(2)
 
 
 @gluon.jit(
@@ -91,20 +91,23 @@ def backward(
     k_smem = buffers(2, k)
     v_smem = buffers(2, (v,))[0]
     q_smem = buffers(STAGES, q)
-    do_smem = buffers(_DO_STAGES, (dout,))[0]
+    do_smem = buffers(DO_STAGES, (dout,))[0]
     ds_smem = gl.allocate_shared_memory(v.dtype, [2 * DS_STAGES, ROWS, BLOCK], matrix(v.layout))
     dq_smem = parts(dq)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
-    dlt_smem = gl.allocate_shared_memory(gl.float32, [_DO_STAGES, BLOCK], lse.layout)
+    dlt_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
     rings = (
-        channel(2, 1, 1),  # keys, and values: once
-        channel(STAGES, 1, 2),  # queries and lse
-        channel(_DO_STAGES, 1, 2),  # dout and delta
+        (
+            channel(2, 1, 1),  # keys, and values: once
+            channel(STAGES, 1, 2),  # queries and lse
+            channel(DO_STAGES, 1, 2),  # dout and delta
+        ),
         channel(DS_STAGES, 2, 2),  # dS, from both consumers to both
         (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
     )
     ready()
-    smem = (k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, dlt_smem)
+    inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
+    smem = (inputs, ds_smem, dq_smem)
     line, _, first, h, b = place(gl.program_id(0), walk, heads // share, HOW.sub, 2 * ROWS)
     h = h * share
     at = (line, first, h, b, share, group)
@@ -117,7 +120,7 @@ def backward(
                        DERIVATIVE, SCATTER, MASK, HOW)),
             (consume, (to, smem, rings, at, sizes, given, walk, gl.constexpr(1),
                        DERIVATIVE, SCATTER, MASK, HOW)),
-            (load, (q, k, v, dout, lse, delta, smem, rings, at, sizes, walk, HOW)),
+            (load, (q, k, v, dout, lse, delta, inputs, rings[0], at, sizes, walk, HOW)),
             (add, (dq, smem, rings, at, sizes, walk, gl.constexpr(0), HOW)),
             (add, (dq, smem, rings, at, sizes, walk, gl.constexpr(1), HOW)),
         ],
@@ -169,52 +172,6 @@ def ds_stages(k):
     return 3 - len(k)
 
 
-# -- the loader -----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def load(q, k, v, dout, lse, delta, smem, rings, at, sizes, walk, HOW: gl.constexpr):
-    """Copy keys and values once, and the blocks of queries of every head."""
-    k_smem, v_smem, q_smem, do_smem, _, _, lse_smem, dlt_smem = smem
-    kv_ring, q_ring, do_ring, _, _ = rings
-    line, first, h, b, share, group = at
-    heads, q_len, q_rows, _ = sizes
-    kv_full = kv_ring[0].index(0)
-    mbarrier.expect(kv_full, bytes_of(k_smem, 2))
-    fetch(k, b, h // group, first, kv_full, k_smem, 0)
-    fetch(k, b, h // group, first + ROWS, kv_full, k_smem, 1)
-    kv_full = kv_ring[0].index(1)
-    mbarrier.expect(kv_full, bytes_of((v_smem,), 2))
-    copy_in(v, [b, h // group, first, 0], kv_full, v_smem.index(0))
-    copy_in(v, [b, h // group, first + ROWS, 0], kv_full, v_smem.index(1))
-    state = (start(), start())
-    for n in range(share):
-        given = (q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring,
-                 b, h + n, (b * heads + h + n) * q_rows)  # fmt: skip
-        state = visit(state, given, walk, line, q_len, 0, load_block, None, None, None, HOW)
-
-
-@gluon.jit
-def load_block(
-    state, given, n, more, PARTIAL: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """Copy the rows of queries from n on, and what belongs to them."""
-    q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring, b, h, row0 = given
-    q_at, do_at = state
-    acquire(q_ring, q_at)
-    full = q_ring[0].index(q_at[0])
-    mbarrier.expect(full, bytes_of(q_smem, 1) + 4 * HOW.block)
-    fetch(q, b, h, n, full, q_smem, q_at[0])
-    copy_in(lse, [row0 + n], full, lse_smem.index(q_at[0]))
-    acquire(do_ring, do_at)
-    full = do_ring[0].index(do_at[0])
-    mbarrier.expect(full, bytes_of((do_smem,), 1) + 4 * HOW.block)
-    copy_in(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))
-    copy_in(delta, [row0 + n], full, dlt_smem.index(do_at[0]))
-    return step(q_at, HOW.stages), step(do_at, _DO_STAGES)
-
-
 # -- an adder -------------------------------------------------------------------------------------
 
 
@@ -222,10 +179,11 @@ def load_block(
 def add(dq, smem, rings, at, sizes, walk, W: gl.constexpr, HOW: gl.constexpr):
     """Add the parts of dq that consumer W hands over. The last piece comes one block late; its
     first, from before the first block, is zeros."""
-    k_smem, _, _, _, _, dq_smem, _, _ = smem
+    inputs, _, dq_smem = smem
+    k_smem = inputs[0]
     line, _, h, b, share, _ = at
     heads, q_len, q_rows, _ = sizes
-    to = (dq, at_stage(dq_smem, W), rings[4][W], k_smem, W)
+    to = (dq, at_stage(dq_smem, W), rings[2][W], k_smem, W)
     state = (start(), (b * heads + h) * q_rows)
     for n in range(share):
         given = (to, (b * heads + h + n) * q_rows)
@@ -287,8 +245,10 @@ def consume(
 ):  # fmt: skip
     """dk and dv of keys 64 W to 64 W + 63 of the tile, and this consumer's parts of dq."""
     dk, dv, wide_dk, wide_dv, grads, d_width, dv_width = to
-    k_smem, v_smem, q_smem, _, _, dq_smem, _, _ = smem
-    kv_ring, q_ring, _, _, dq_rings = rings
+    inputs, _, dq_smem = smem
+    k_smem, v_smem, q_smem, _, _, _ = inputs
+    of_inputs, _, dq_rings = rings
+    kv_ring, q_ring, _ = of_inputs
     line, first, h, b, share, _ = at
     heads, q_len, _, kv_len = sizes
     scale, coords, of_score, of_mask = given
@@ -354,12 +314,9 @@ def consume(
 
 @gluon.jit
 def hand_over(acc_q, dq_smem, ring, at):
-    """Store dq for the adder: 4 adjacent floats per thread, threads adjacent, so that 16-byte
-    stores meet no conflict."""
+    """Store dq for the adder, by 16-byte stores that meet no conflict."""
     acquire(ring, at)
-    EIGHTS: gl.constexpr = acc_q.shape[1] // 8
-    x = acc_q.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    dq_smem.store(x.reshape([2 * EIGHTS, 256]))
+    dq_smem.store(in_order(acc_q))
 
 
 @gluon.jit
@@ -374,9 +331,10 @@ def attend_back(
         opaque,
     ) = context  # fmt: skip
     W: gl.constexpr = HOW.consumer
-    k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, dlt_smem = smem
-    _, q_ring, do_ring, ds_ring, _ = rings
-    h, b = of_head
+    inputs, ds_smem, dq_smem = smem
+    k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = inputs
+    of_inputs, ds_ring, _ = rings
+    _, q_ring, do_ring = of_inputs
     BLOCK: gl.constexpr = HOW.block
     DV: gl.constexpr = v_smem.shape[2]
     WIDE: gl.constexpr = len(k_smem) == 2
@@ -395,28 +353,12 @@ def attend_back(
     fence_async_shared()
     publish(ring[LAST], dq_at)
 
-    i = n + gl.arange(0, BLOCK, layout=cols)
-    in_rows = i < q_len
-    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, i, in_rows, HOW.index)[None, :]
-    kv_idx = kv_idx[:, None] + z  # nor the distances of all pairs of a tile
-    b_idx = gl.cast(coords.b, HOW.index) + b
-    h_idx = gl.cast(coords.h, HOW.index) + h
-    if DERIVATIVE is None:
-        p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-    else:
-        s = s * scale
-        by = DERIVATIVE(s, b_idx, h_idx, q_idx, kv_idx, of_score)
-        p = gl.exp2(by[0] * LOG2E - lse[None, :])
-    if PARTIAL and MASK is not None:
-        p = gl.where(MASK(b_idx, h_idx, q_idx, kv_idx, of_mask), p, 0.0)
-    if not HOW.even:
-        p = gl.where(live[:, None], p, 0.0)
+    # P times the derivative now, so that only the product stays in registers.
+    p, by_s, by, pairs = probabilities(
+        s, lse, n, z, kv_idx, live, of_head, q_len, scale, coords, of_score, of_mask,
+        PARTIAL, DERIVATIVE, MASK, HOW,
+    )  # fmt: skip
     p16 = p.to(dtype)
-    # P times each derivative now, so that only the products stay in registers.
-    if DERIVATIVE is None:  # noqa: SIM108
-        by_s = p
-    else:
-        by_s = weighted(p, by[1], HOW.unbounded)
     delta = dlt_smem.index(do_at[0]).load(cols)
     if WIDE:  # and rounded; delta in the accumulator
         p16 = kept(p16)
@@ -435,7 +377,7 @@ def attend_back(
         e = e - delta[None, :]
     ds = by_s.to(gl.float32) * e
     if SCATTER is not None:
-        SCATTER(grads, others(p, by, e, HOW.unbounded), s, b_idx, h_idx, q_idx, kv_idx, of_score)
+        SCATTER(grads, others(p, by, e, HOW.unbounded), *pairs, of_score)
     ds16 = ds.to(dtype)
     if WIDE:
         ds_at = dq_at
@@ -473,7 +415,7 @@ def attend_back(
         s, acc_q, acc_k0, _ = warpgroup_mma_wait(0, deps=[s, dq, dk[0], ds16])
         acc_k = (acc_k0,)
     release(q_ring, q_at)
-    return s, acc_q, acc_k, acc_v, next_q, step(do_at, _DO_STAGES), step(dq_at, 1)
+    return s, acc_q, acc_k, acc_v, next_q, step(do_at, DO_STAGES), step(dq_at, 1)
 
 
 @gluon.jit
@@ -504,62 +446,3 @@ def rest_of_part(ds_smem, a, k, z, W: gl.constexpr):
 def _of_all(ds_smem, a, k0, k1, zero):
     dq = warpgroup_mma(ds_smem.index(a).permute((1, 0)), k0, zero, use_acc=False, is_async=True)
     return warpgroup_mma(ds_smem.index(a + 1).permute((1, 0)), k1, dq, is_async=True)
-
-
-@gluon.jit
-def kept(x):
-    """x, in pairs. The compiler does not see where they come from, and so keeps them and not what
-    they were rounded from."""
-    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
-
-
-@gluon.jit
-def outer_v(v, dout, before, ADD: gl.constexpr):
-    """Issue dPᵀ."""
-    return warpgroup_mma(v, dout.permute((1, 0)), before, use_acc=ADD, is_async=True)
-
-
-@gluon.jit
-def weighted(p, by, UNBOUNDED: gl.constexpr):
-    """P times a derivative; where P is 0 a derivative may be anything and counts nothing."""
-    if UNBOUNDED:
-        return gl.where(p == 0.0, 0.0, p * by)
-    else:
-        return p * by
-
-
-@gluon.jit
-def others(p, by, e, UNBOUNDED: gl.constexpr):
-    """dT times the derivative by every gathered value that wants a gradient."""
-    values = (weighted(p, by[2], UNBOUNDED) * e,)
-    for n in gl.static_range(3, len(by)):
-        values = values + (weighted(p, by[n], UNBOUNDED) * e,)  # noqa: RUF005
-    return values
-
-
-@gluon.jit
-def write(x, to, row, length, width, column):
-    """In float32, straight from registers, the columns from `column` on."""
-    rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, mma(x.shape[1])))
-    columns = column + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, mma(x.shape[1])))
-    inside = (rows < length)[:, None] & (columns < width)[None, :]
-    gl.store(to + rows.to(gl.int64)[:, None] * width + columns[None, :], x, mask=inside)
-
-
-# -- after ----------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["q_len", "q_rows", "d"])
-def finish(parts, dq, scale, q_len, q_rows, d, STRIPS: tl.constexpr):
-    """dq from its 64 x 64 chunks, which lie in the order of registers."""
-    chunk = tl.cast(tl.program_id(0), tl.int64)
-    x = tl.load(parts + chunk * 4096 + tl.arange(0, 4096))
-    # In a chunk: column / 8, warp, row % 8, lane % 4, half of 16 rows, column % 2.
-    x = tl.reshape(x, [8, 4, 8, 4, 2, 2])
-    x = tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [64, 64]) * scale
-    row = chunk // STRIPS * 64
-    head = row // q_rows
-    i = row % q_rows + tl.arange(0, 64)
-    j = chunk % STRIPS * 64 + tl.arange(0, 64)
-    to = dq + (head * q_len + i[:, None]) * d + j[None, :]
-    tl.store(to, x.to(dq.dtype.element_ty), mask=(i < q_len)[:, None] & (j < d)[None, :])

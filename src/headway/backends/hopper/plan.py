@@ -17,12 +17,14 @@ from .config import BACKWARD, FORWARD, ROWS, How, fitting, turns
 from .descriptors import chunks, matrix, numbers
 from .gluon_api import gl
 from .kernel_backward import backward as backward_kernel
-from .kernel_backward import finish
+from .kernel_backward_parts import finish
+from .kernel_backward_wide import backward_wide
 from .kernel_forward import forward as forward_kernel
 
 # Of a warp-specialised kernel: warps of the first partition, and the registers that every thread
 # starts with, from which the loader's share goes to the consumers.
 _SPECIALISED = {"num_warps": 4, "maxnreg": 168}
+_ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
 
 P = TypeVar("P", bound="Plan")
 
@@ -130,8 +132,8 @@ class BackwardPlan(Plan):
         share = group if self.alike else 1
         self.heads = self.hq // share  # of dk and dv
         self.wide = spec.partial or share < group
-        near = self.near(self.heads, -(-self.kv_len // 128))
-        self.walks = Walks(self, queries=False, block=128, near=near)
+        near = self.near(self.heads, -(-self.kv_len // how.keys))
+        self.walks = Walks(self, queries=False, block=how.keys, near=near)
         self.grid = (self.walks.lines * self.walks.sub * self.b * self.heads, 1, 1)
         self.numbers = (
             self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
@@ -140,17 +142,23 @@ class BackwardPlan(Plan):
         self.q, self.dout = matrix(how.block, how.d), matrix(how.block, how.dv)
         self.k, self.v, self.dk, self.dv_ = (matrix(64, w) for w in (how.d, how.dv) * 2)
         self.lse, self.delta = numbers(how.block), numbers(how.block)
-        self.parts = chunks(*how.parts)
+        # Pieces of dq as a consumer hands them over: 64 x 64 numbers, and half of the 64 columns
+        # beyond the first 128. One for dq alone needs no descriptor.
+        alone = how.keys == 64
+        self.parts = (lambda x: (x, None)) if alone else chunks(16, 8 if len(how.d) == 2 else 0)
         options = {
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
             "MASK": self.function("mask"),
             "HOW": How(
-                how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % 128 == 0,
+                how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
                 late=self.heavy,
                 unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
             ),
         }  # fmt: skip
-        self.kernel = Direct(backward_kernel, self.device, options | _SPECIALISED)
+        if alone:
+            self.kernel = Direct(backward_wide, self.device, options | _ALONE)
+        else:
+            self.kernel = Direct(backward_kernel, self.device, options | _SPECIALISED)
         strips = self.columns // 64
         self.finish = Direct(finish, self.device, {"STRIPS": strips})
         self.finish_grid = (self.b * self.hq * self.q_rows * strips // 64, 1, 1)

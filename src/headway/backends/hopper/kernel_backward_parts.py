@@ -1,0 +1,169 @@
+"""What the two backward kernels share: the loader, P and its derivatives, and what follows them."""
+
+import triton.language as tl
+
+import triton
+
+from .gluon_api import copy_in, gl, gluon, mbarrier, warpgroup_mma
+from .kernel_forward import ROWS
+from .pipeline import acquire, start, step
+from .tile import LOG2E, bytes_of, fetch, mma, positions, visit
+
+DO_STAGES = gl.constexpr(2)
+
+
+# -- the loader -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load(q, k, v, dout, lse, delta, smem, rings, at, sizes, walk, HOW: gl.constexpr):
+    """Copy keys and values once, and the blocks of queries of every head."""
+    k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = smem
+    kv_ring, q_ring, do_ring = rings
+    line, first, h, b, share, group = at
+    heads, q_len, q_rows, _ = sizes
+    load_keys(k, b, h // group, first, kv_ring[0].index(0), k_smem)
+    load_keys((v,), b, h // group, first, kv_ring[0].index(1), (v_smem,))
+    state = (start(), start())
+    for n in range(share):
+        given = (q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring,
+                 b, h + n, (b * heads + h + n) * q_rows)  # fmt: skip
+        state = visit(state, given, walk, line, q_len, 0, load_block, None, None, None, HOW)
+
+
+@gluon.jit
+def load_keys(descs, b, h, first, full, to):
+    """Copy the rows of all keys of the tile."""
+    TILES: gl.constexpr = to[0].shape[0]
+    mbarrier.expect(full, bytes_of(to, TILES))
+    for n in gl.static_range(TILES):
+        fetch(descs, b, h, first + n * ROWS, full, to, n)
+
+
+@gluon.jit
+def load_block(
+    state, given, n, more, PARTIAL: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Copy the rows of queries from n on, and what belongs to them."""
+    q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring, b, h, row0 = given
+    q_at, do_at = state
+    acquire(q_ring, q_at)
+    full = q_ring[0].index(q_at[0])
+    mbarrier.expect(full, bytes_of(q_smem, 1) + 4 * HOW.block)
+    fetch(q, b, h, n, full, q_smem, q_at[0])
+    copy_in(lse, [row0 + n], full, lse_smem.index(q_at[0]))
+    acquire(do_ring, do_at)
+    full = do_ring[0].index(do_at[0])
+    mbarrier.expect(full, bytes_of((do_smem,), 1) + 4 * HOW.block)
+    copy_in(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))
+    copy_in(delta, [row0 + n], full, dlt_smem.index(do_at[0]))
+    return step(q_at, HOW.stages), step(do_at, DO_STAGES)
+
+
+# -- of both kernels ------------------------------------------------------------------------------
+
+
+@gluon.jit
+def probabilities(
+    s, lse, n, z, kv_idx, live, of_head, q_len, scale, coords, of_score, of_mask,
+    PARTIAL: gl.constexpr, DERIVATIVE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Pᵀ of the queries from n on, Pᵀ times the score's derivative, all that DERIVATIVE gives, and
+    which pairs they are, with S.
+
+    - `z`: a 0 that the compiler does not know. It keeps LLVM from holding the distances of all
+      pairs of a tile in registers.
+    """
+    cols: gl.constexpr = gl.SliceLayout(0, mma(HOW.block))
+    h, b = of_head
+    i = n + gl.arange(0, HOW.block, layout=cols)
+    in_rows = i < q_len
+    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, i, in_rows, HOW.index)[None, :]
+    kv_idx = kv_idx[:, None] + z
+    b_idx = gl.cast(coords.b, HOW.index) + b
+    h_idx = gl.cast(coords.h, HOW.index) + h
+    if DERIVATIVE is None:
+        by = ()
+        p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+    else:
+        s = s * scale
+        by = DERIVATIVE(s, b_idx, h_idx, q_idx, kv_idx, of_score)
+        p = gl.exp2(by[0] * LOG2E - lse[None, :])
+    if PARTIAL and MASK is not None:
+        p = gl.where(MASK(b_idx, h_idx, q_idx, kv_idx, of_mask), p, 0.0)
+    if not HOW.even:
+        p = gl.where(live[:, None], p, 0.0)
+    if DERIVATIVE is None:  # noqa: SIM108
+        by_s = p
+    else:
+        by_s = weighted(p, by[1], HOW.unbounded)
+    return p, by_s, by, (s, b_idx, h_idx, q_idx, kv_idx)
+
+
+@gluon.jit
+def outer_v(v, dout, before, ADD: gl.constexpr):
+    """Issue dPᵀ."""
+    return warpgroup_mma(v, dout.permute((1, 0)), before, use_acc=ADD, is_async=True)
+
+
+@gluon.jit
+def kept(x):
+    """x, in pairs. The compiler does not see where they come from, and so keeps them and not what
+    they were rounded from."""
+    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
+def weighted(p, by, UNBOUNDED: gl.constexpr):
+    """P times a derivative; where P is 0 a derivative may be anything and counts nothing."""
+    if UNBOUNDED:
+        return gl.where(p == 0.0, 0.0, p * by)
+    else:
+        return p * by
+
+
+@gluon.jit
+def others(p, by, e, UNBOUNDED: gl.constexpr):
+    """dT times the derivative by every gathered value that wants a gradient."""
+    values = (weighted(p, by[2], UNBOUNDED) * e,)
+    for n in gl.static_range(3, len(by)):
+        values = values + (weighted(p, by[n], UNBOUNDED) * e,)  # noqa: RUF005
+    return values
+
+
+@gluon.jit
+def in_order(x):
+    """64 rows of a product as rows of 256 numbers in the order of registers: 4 adjacent ones per
+    thread, threads adjacent. `finish` knows the order."""
+    EIGHTS: gl.constexpr = x.shape[1] // 8
+    x = x.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return x.reshape([2 * EIGHTS, 256])
+
+
+@gluon.jit
+def write(x, to, row, length, width, column):
+    """In float32, straight from registers, the columns from `column` on."""
+    rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, mma(x.shape[1])))
+    columns = column + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, mma(x.shape[1])))
+    inside = (rows < length)[:, None] & (columns < width)[None, :]
+    gl.store(to + rows.to(gl.int64)[:, None] * width + columns[None, :], x, mask=inside)
+
+
+# -- after ----------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["q_len", "q_rows", "d"])
+def finish(parts, dq, scale, q_len, q_rows, d, STRIPS: tl.constexpr):
+    """dq from its 64 x 64 chunks, which lie in the order of registers."""
+    chunk = tl.cast(tl.program_id(0), tl.int64)
+    x = tl.load(parts + chunk * 4096 + tl.arange(0, 4096))
+    # In a chunk: column / 8, warp, row % 8, lane % 4, half of 16 rows, column % 2.
+    x = tl.reshape(x, [8, 4, 8, 4, 2, 2])
+    x = tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [64, 64]) * scale
+    row = chunk // STRIPS * 64
+    head = row // q_rows
+    i = row % q_rows + tl.arange(0, 64)
+    j = chunk % STRIPS * 64 + tl.arange(0, 64)
+    to = dq + (head * q_len + i[:, None]) * d + j[None, :]
+    tl.store(to, x.to(dq.dtype.element_ty), mask=(i < q_len)[:, None] & (j < d)[None, :])
