@@ -1,6 +1,6 @@
 """The plan of a kind of call (`kernels.plan`) for these kernels: tiles, constants, launchers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Plan(BasePlan):
         self.size = q.dtype.itemsize, self.d, self.dv, kind, known
         # A gradient of what the score captures is made beside dq, and in a fixed order only there.
         self.one_pass = not wanted and not spec.deterministic and one_pass(*self.size)
+        backward = ("backward",) if self.one_pass else ("backward_q", "backward_kv")
+        self.suit([_rows(self, name)[0] for name in ("forward", *backward)])
         self.static = (
             # From row to row as a constant: addresses within a tile are then one and a number.
             *((*x.stride()[:2], tl.constexpr(x.stride(2))) for x in matrices), self.hq,
@@ -64,6 +66,14 @@ class Plan(BasePlan):
             found = self.launchers[name] = Launcher(self, name, fn, constants)
         return found
 
+    def suit(self, blocks: Iterable[Config]) -> None:
+        """Choose the tile of a block mask that is built here: no larger than the blocks that visit
+        it, since small tiles leave out more of what is not kept; at least 64 x 64, since they cost
+        more to find. Forward and backward choose the same, and share the block mask."""
+        if self.tile is not None and self.spec.tiles is None:
+            every = [Config(64, 64, 0, 0), *blocks]
+            self.tile = max(how.m for how in every), max(how.n for how in every)
+
 
 class Launcher:
     """One kernel of a plan: with the best tile that the device has room for."""
@@ -74,6 +84,15 @@ class Launcher:
         self.rows = _rows(plan, name)
         self.constants = plan.constants | constants
         self.choose(0)
+
+    def take(self, how: Config) -> None:
+        """These tiles and no others, to find out what they reach; on a block mask that suits them
+        and the plan's other kernels."""
+        self.rows, self.n = (how,), 0
+        every = self.plan.launchers.values()
+        self.plan.suit(launcher.rows[launcher.n] for launcher in every)
+        for launcher in every:
+            launcher.choose(launcher.n)
 
     def choose(self, n: int) -> None:
         """Take the n-th tile of the table."""

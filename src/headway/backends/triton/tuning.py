@@ -98,9 +98,7 @@ class Prepared(NamedTuple):
 
     def take(self, kernel: str, how: Config) -> None:
         """Launch a kernel with these tiles from now on."""
-        launcher = launch.LAUNCHERS[kernel](self.plan(kernel))
-        launcher.rows = (how,)
-        launcher.choose(0)
+        launch.LAUNCHERS[kernel](self.plan(kernel)).take(how)
 
 
 class Trial(NamedTuple):
