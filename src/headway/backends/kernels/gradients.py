@@ -40,22 +40,23 @@ def add_cols(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, 
 def add_diagonals(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
     """The pairs on a diagonal read the same number.
 
-    Row i is turned left by i, so that a diagonal becomes a column; what came around the end is
-    another diagonal, N to the left for every turn. M + N sums are added in place of M N values.
-    Positions are consecutive from `captured[2]`: the first query and the first key.
+    The tile is read askew through shared memory, so that a diagonal is a column and a thread's own:
+    nothing is exchanged to add it up. (A sum that crosses warps would also make ptxas run one wgmma
+    after the other.) Positions are consecutive from `captured[2]`: the first query and key.
     """
     M: tl.constexpr = values.shape[0]
     N: tl.constexpr = values.shape[1]
     q_first, kv_first = captured[2]
-    row, column = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
-    at = tl.reshape(row * N + (row + column) % N, [M * N])
-    turned = tl.reshape(tl.gather(tl.reshape(values, [M * N]), at, 0), [M, N])
-    for turn in tl.static_range((M + N - 2) // N + 1):
-        sums = tl.sum(tl.where((row + column) // N == turn, turned, 0.0), 0)
-        kv = kv_first + tl.arange(0, N) - turn * N
-        tl.atomic_add(
-            grad + OFFSET(0.0, b, h, q_first, kv, captured), sums, mask=sums != 0, sem="relaxed"
-        )
+    row = tl.arange(0, M)[:, None]
+    diagonal = tl.arange(0, 2 * (M if M > N else N)) - (M - 1)
+    column = row + diagonal[None, :]
+    at = row * N + (column & (N - 1))  # anywhere inside, if the row has no such column
+    read = tl.gather(tl.reshape(values, [M * N]), tl.reshape(at, [at.shape[0] * at.shape[1]]), 0)
+    # As unsigned: 0 or more, and less than N.
+    there = column.to(tl.uint32, bitcast=True) < N
+    sums = tl.sum(tl.where(there, tl.reshape(read, at.shape), 0.0), 0)
+    to = grad + OFFSET(0.0, b, h, q_first, kv_first + diagonal, captured)
+    tl.atomic_add(to, sums, mask=sums != 0, sem="relaxed")
 
 
 @triton.jit
