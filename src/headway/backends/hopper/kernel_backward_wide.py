@@ -8,8 +8,7 @@ of its own, and the third makes dq:
 - **keys**: dPᵀ = v doutᵀ; dSᵀ = Pᵀ∘(dPᵀ − delta), in the place of Pᵀ; dk += dSᵀ q
 - **queries**: dq = dS k, which it adds to float32 in global memory, straight from registers
 
-Each has its first product of the next block computed together with its last of this one. They meet
-only in a ring of places for P, and so one computes exponentials while others multiply.
+They meet only in a ring of places for P, and so one computes exponentials while others multiply.
 """
 
 from .gluon_api import (
@@ -35,7 +34,19 @@ from .kernel_backward_parts import (
 )
 from .kernel_forward import ROWS
 from .pipeline import acquire, await_, channel, publish, ready, release, start, step
-from .tile import add_product, at_stage, buffers, left, matrix, mma, outer, place, positions, visit
+from .tile import (
+    add_product,
+    at_stage,
+    buffers,
+    left,
+    matrix,
+    mma,
+    outer,
+    place,
+    positions,
+    settle,
+    visit,
+)
 
 _P_STAGES = gl.constexpr(3)
 _HALF = gl.constexpr(128)
@@ -172,10 +183,12 @@ def values_block(
     dv = add_product(acc, p16, halves(do_smem, do_at[0]))
     q_at = step(q_at, HOW.stages)
     mbarrier.wait(q_ring[0].index(q_at[0]), q_at[1], pred=more)
+    # Not both at a time: the assembler of Triton 3.9 finds no registers for it. Others multiply.
+    acc = settle(dv, p16, 0)
     s = outer(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
-    s, acc0, acc1, _ = warpgroup_mma_wait(0, deps=[s, dv[0], dv[1], p16])
     release(do_ring, do_at)
-    return s, (acc0, acc1), q_at, step(do_at, DO_STAGES), step(p_at, _P_STAGES)
+    s = warpgroup_mma_wait(0, deps=[s])
+    return s, acc, q_at, step(do_at, DO_STAGES), step(p_at, _P_STAGES)
 
 
 # -- keys -----------------------------------------------------------------------------------------
