@@ -165,9 +165,10 @@ class Bench:
     def launcher(self, kernel: str, how: Config):
         """What launches a kernel with these tiles, into the same tensors each time."""
         plan = self.plan(kernel)
-        plan.launchers.clear()  # the block mask shall suit these tiles and no others
         known = launch.LAUNCHERS[kernel](plan)
         known.take(how)
+        plan.suit([how])  # the block mask suits these tiles alone
+        known.choose(0)
         if kernel == "forward":
             return lambda: launch.forward(self.spec, self.call)
         if not self.matrices:

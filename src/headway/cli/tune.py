@@ -51,8 +51,11 @@ def main(arguments: list[str]) -> int:
 
     console, start = Console(), time.monotonic()
     name = saved.card(torch.device("cuda"))
-    for what in _problems(asked):
-        _compile(what, asked)
+    problems, width = _problems(asked), None
+    for what in problems:
+        if what[0] != width:  # all kinds of calls of a width together
+            width = what[0]
+            _compile([other for other in problems if other[0] == width], asked.jobs)
         call, tried = _problem(*what), []
         for trial in trials(call, _timer):
             tried.append(trial)
@@ -100,31 +103,31 @@ def _problem(shape: tuple[int, ...], dtype: str, mods: str) -> "Problem":
     return Problem(*prepare(q, k, v, score, mask, backend="triton"), dout)
 
 
-def _compile(what: tuple, asked: Arguments) -> None:
+def _compile(problems: list[tuple], jobs: int) -> None:
     """Fill Triton's cache on disk with every candidate, in several processes."""
-    parts = [(what, part, asked.jobs) for part in range(asked.jobs)]
-    with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
-        list(pool.map(_compile_part, parts))
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile_part, [(problems, part, jobs) for part in range(jobs)]))
 
 
-def _compile_part(given: tuple[tuple, int, int]) -> None:
+def _compile_part(given: tuple[list[tuple], int, int]) -> None:
     from ..backends.triton.tuning import KERNELS, NO_ROOM, candidates
 
-    what, part, parts = given
-    problem = _problem(*what)
-    ready = problem.prepared()
-    q, v = problem.call.q, problem.call.v
-    every = [
-        (kernel, how)
-        for kernel in KERNELS
-        for how in candidates(kernel, q.element_size(), q.shape[3], v.shape[3])
-    ]
-    for kernel, how in every[part::parts]:
-        try:
-            ready.take(kernel, how)
-            ready.run(kernel)()
-        except NO_ROOM:
-            continue
+    problems, part, parts = given
+    for what in problems:
+        problem = _problem(*what)
+        ready = problem.prepared()
+        q, v = problem.call.q, problem.call.v
+        every = [
+            (kernel, how)
+            for kernel in KERNELS
+            for how in candidates(kernel, q.element_size(), q.shape[3], v.shape[3])
+        ]
+        for kernel, how in every[part::parts]:
+            try:
+                ready.take(kernel, how)
+                ready.run(kernel)()
+            except NO_ROOM:
+                continue
     torch.cuda.synchronize()
 
 

@@ -14,7 +14,7 @@ from ...dropout import threshold
 from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
-from ..kernels.plan import BasePlan, Direct, Walks, key_of, remembered
+from ..kernels.plan import TILE, BasePlan, Direct, Walks, key_of, remembered
 from . import saved, tile
 from .config import Config, configs, kind_of, one_pass, pieces
 
@@ -86,12 +86,12 @@ class Launcher:
         self.choose(0)
 
     def take(self, how: Config) -> None:
-        """These tiles and no others, to find out what they reach; on a block mask that suits them
-        and the plan's other kernels."""
+        """These tiles and no others, to find out what they reach; on a block mask that suits all,
+        so that kernels do not depend on each other's tiles."""
         self.rows, self.n = (how,), 0
-        every = self.plan.launchers.values()
-        self.plan.suit(launcher.rows[launcher.n] for launcher in every)
-        for launcher in every:
+        if self.plan.spec.tiles is None and self.plan.tile is not None:
+            self.plan.tile = TILE
+        for launcher in self.plan.launchers.values():
             launcher.choose(launcher.n)
 
     def choose(self, n: int) -> None:
