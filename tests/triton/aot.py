@@ -48,8 +48,8 @@ class Compiled(NamedTuple):
 class _Driver:
     """As much of a driver as compiling needs; launches are only written down."""
 
-    def __init__(self, target: GPUTarget, shared: int = 0, launched: "Launched | None" = None):
-        self.target, self.launched = target, launched
+    def __init__(self, target: GPUTarget, shared: int = 0):
+        self.target = target
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": shared},
             load_binary=lambda *kernel: ("module", 0, 0, 0, 1024),
@@ -57,7 +57,7 @@ class _Driver:
 
     def launcher_cls(self, src, metadata):
         def launch(x, y, z, stream, function, packed, launch_metadata, enter, exit, *arguments):
-            self.launched.launches.append((metadata.name, arguments))
+            Launched.now.launches.append((metadata.name, arguments))
 
         return launch
 
@@ -72,7 +72,12 @@ class _Driver:
 
 
 class Launched:
-    """What was launched, and how many of the launches Triton prepared."""
+    """What was launched, and how many of the launches Triton prepared.
+
+    `now` is the one that is looked at: Triton keeps what it compiled, with its launcher.
+    """
+
+    now: "Launched"
 
     def __init__(self) -> None:
         self.launches: list[tuple[str, tuple]] = []
@@ -88,13 +93,14 @@ def launching(name: str):
     """Inside, calls on CPU tensors compile for the target and launch on a stand-in for it."""
     target, shared = TARGETS[name]
     launched, run = Launched(), JITFunction.run
+    Launched.now = launched
 
     def count(self, *args, **kwargs):
         launched.through_triton += 1
         return run(self, *args, **kwargs)
 
     before = driver._active
-    driver.set_active(_Driver(target, shared, launched))
+    driver.set_active(_Driver(target, shared))
     try:
         with (
             mock.patch.object(JITFunction, "run", count),
