@@ -117,14 +117,17 @@ def test_a_broken_kernel_is_found():
         "release": lambda ring, at: None,
         "step": lambda at, stages: at,
     }
-    given = problem(BY_NAME["long_700_half"], torch.bfloat16)
+    case = BY_NAME["long_700_half"]
     for name, by in broken.items():
         with (
             mock.patch.object(forward, name, by),
             mock.patch.object(simulator, "PATIENCE", 0.3),
-            pytest.raises(simulator.Wrong),
         ):
-            run(given, "hopper", True)
+            try:  # by chance, partitions out of step may get through: with wrong numbers
+                made = run(problem(case, torch.bfloat16), "hopper", True)
+            except simulator.Wrong:
+                continue
+            assert compare(case, torch.bfloat16, made, True), f"{name} made no difference"
 
 
 def test_refusals():
