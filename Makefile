@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 
 .PHONY: help
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: ## make .venv with PyTorch, this package and its tools
@@ -34,6 +34,10 @@ gpu-test: setup ## run the table of cases on the GPU
 .PHONY: hopper-test
 hopper-test: setup ## simulate and compile the Hopper kernels for every case: half an hour
 	@$(PYTEST) tests/hopper/full.py $(ARGS)
+
+.PHONY: test-matrix
+test-matrix: setup ## compile and test GPU kernels with the oldest and newest PyTorch and Triton
+	@PYTHON=$(PY) scripts/test_matrix.sh $(ARGS)
 
 .PHONY: aot
 aot: setup ## compile every GPU kernel with no GPU, and print registers and spills

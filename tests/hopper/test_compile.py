@@ -7,12 +7,14 @@ and kinds of calls are in `full.py`.
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
 HERE = Path(__file__).parent
 
 # Matrix instructions are m64nNk16 for two consumers. Forward: Q k^T before the loops, in each of the
@@ -23,11 +25,14 @@ PINS = {
     ("forward", "128/128", "causal"): {"hgmma": 96, "shared": 197232, "spills": 80},
     ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 214896, "spills": 64},
     ("backward", "256/256", "causal"): {
-        "registers": 128,
-        "hgmma": 136,
-        "shared": 222812,
-        "spills": 60,
+        "registers": 128, "hgmma": 136, "shared": 222812, "spills": 60,
     },
+}  # fmt: skip
+# Under Triton 3.9, whose assembler finds registers scarcer. At 256 with a mask it spills 24 bytes (3.6: up to
+# 60), of which five accesses are in a loop that multiplies; nothing is serialised.
+SINCE = {
+    ("backward", "128/128", "plain"): {"spills": 72},
+    ("backward", "256/256", "causal"): {"loops": 5},
 }
 
 
@@ -44,9 +49,9 @@ def report(direction: str, widths: str, *names: str) -> list[dict]:
 @pytest.mark.parametrize(("direction", "widths", "name"), PINS)
 def test_compiles(direction, widths, name):
     (made,) = report(direction, widths, name)
-    pin = PINS[direction, widths, name]
-    assert {k: made[k] for k in ("registers", "serialized", "loops")} == {
-        "registers": pin.get("registers", 168), "serialized": 0, "loops": 0
-    }  # fmt: skip
-    assert (made["hgmma"], made["shared"]) == (pin["hgmma"], pin["shared"])
-    assert made["spills"] <= pin["spills"]
+    pin = {"registers": 168, "serialized": 0, "loops": 0} | PINS[direction, widths, name]
+    if not version("triton").startswith("3.6."):
+        pin |= SINCE.get((direction, widths, name), {})
+    most = {n: pin.pop(n) for n in ("spills", "loops", "serialized")}
+    assert {n: made[n] for n in pin} == pin
+    assert all(made[n] <= limit for n, limit in most.items()), made

@@ -19,12 +19,12 @@ from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 import headway as hw
-import triton
 from headway.api import prepare
 from headway.backends import triton as backend
 from headway.backends.kernels import plan
@@ -154,8 +154,7 @@ def _resources(target: str, name: str, compiled) -> Compiled:
         )
     ptx = compiled.asm["ptx"]
     arch = re.search(r"\.target (\w+)", ptx)[1]
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin"
-    tool = tool / ("ptxas-blackwell" if arch.startswith("sm_1") else "ptxas")
+    tool = get_ptxas(int(re.search(r"\d+", arch)[0])).path
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)

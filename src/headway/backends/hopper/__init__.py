@@ -102,10 +102,10 @@ def unavailable(device: str, index: int | None) -> str:
         return f"the GPU has compute capability {capability}; the instructions are those of (9, 0)"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install 'headway[triton]'"
-    return _wrong_triton()
+    return wrong_triton()
 
 
-def _wrong_triton() -> str:
+def wrong_triton() -> str:
     """Why the installed Triton cannot compile these kernels; empty if it can."""
     import triton
 

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs what depends on the versions of PyTorch and Triton with the oldest and the newest of them: the
+# kernels of both GPU backends are compiled (no GPU is needed), launched on a stand-in, simulated.
+#
+#   scripts/test_matrix.sh                    the oldest supported PyTorch and the newest known
+#   scripts/test_matrix.sh torch==2.12.1      this one
+#
+# Each has a virtual environment of its own in .venv.matrix, with the Triton that it brings; they are
+# large (5 GB: PyTorch's builds for CUDA) and are kept. PYTHON=... names the Python to use.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ $# -gt 0 ] || set -- torch==2.11.0 torch==2.15.0 # with Triton 3.6 and 3.9
+tests=(tests/hopper tests/triton/test_compile.py tests/triton/test_launch.py tests/triton/test_emit.py
+  tests/triton/test_interpreter.py tests/triton/test_where.py tests/test_first_use.py)
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+failed=()
+
+for torch in "$@"; do
+  venv=.venv.matrix/$torch
+  [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+  pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
+  # PyTorch brings its Triton; of the other packages the versions that `make test` has.
+  grep -v '^torch==' constraints.txt >"$venv/constraints.txt"
+  "${pip[@]}" install -c "$venv/constraints.txt" "$torch"
+  "${pip[@]}" install -c "$venv/constraints.txt" -e ".[dev]"
+  "$venv/bin/python" - <<'PYTHON'
+import torch, triton
+from headway.backends import hopper
+print(f"-- PyTorch {torch.__version__}, Triton {triton.__version__}: Hopper's kernels",
+      hopper.wrong_triton() or "can be compiled", flush=True)
+PYTHON
+  "$venv/bin/python" -m pytest -q -n 2 --dist worksteal "${tests[@]}" || failed+=("$torch")
+done
+[ ${#failed[@]} -eq 0 ] || { echo "failed with: ${failed[*]}" >&2; exit 1; }
