@@ -51,11 +51,8 @@ def _call(
 
 
 def _forward(spec: str, *inputs: Any) -> Forward:
-    parsed, call = Spec.parse(spec), _call(*inputs)
-    # An exported program calls the operator by itself: then it has to be differentiable itself.
-    if torch.is_grad_enabled() and _learns([*call[:5], *call.captured.tensors]):
-        return attention(parsed, call)
-    return Forward(*[x.contiguous() for x in get(parsed.backend).forward(parsed, call)])
+    parsed = Spec.parse(spec)
+    return get(parsed.backend).forward(parsed, _call(*inputs))
 
 
 def _backward(spec: str, *inputs: Any) -> list[Tensor]:
@@ -65,7 +62,23 @@ def _backward(spec: str, *inputs: Any) -> list[Tensor]:
         parsed, call, out, lse, dout, dlse, tuple(needs)
     )
     grads = [dq, dk, dv] + ([] if dsink is None else [dsink])
-    return [g.contiguous() for g in (*grads, *captured) if g is not None]  # as the fake says
+    return [g for g in (*grads, *captured) if g is not None]
+
+
+# As operators they return what the fakes promise: tensors without gaps. (By themselves they do not:
+# a model's transposed heads would be copied twice.)
+
+
+def _forward_operator(spec: str, *inputs: Any) -> Forward:
+    call = _call(*inputs)
+    # An exported program calls the operator by itself: then it has to be differentiable itself.
+    if torch.is_grad_enabled() and _learns([*call[:5], *call.captured.tensors]):
+        return attention(Spec.parse(spec), call)
+    return Forward(*[x.contiguous() for x in _forward(spec, *inputs)])
+
+
+def _backward_operator(spec: str, *inputs: Any) -> list[Tensor]:
+    return [g.contiguous() for g in _backward(spec, *inputs)]
 
 
 def _forward_fake(spec: str, q, k, v, *rest: Any) -> Forward:
@@ -93,8 +106,8 @@ def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[
     ]
 
 
-_library.impl("forward", _forward, "CompositeExplicitAutograd")
-_library.impl("backward", _backward, "CompositeExplicitAutograd")
+_library.impl("forward", _forward_operator, "CompositeExplicitAutograd")
+_library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
 for _name in ("forward", "backward"):  # autograd is above them, or inside `_forward`
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("headway::forward", _forward_fake, lib=_library)

@@ -121,10 +121,12 @@ def backward(
     acc = acc_dtype(call.q.dtype)
     if _leaves_idle(call.q):
         return None
-    delta = delta_of(out, dout, dlse, acc)
-    like_out = _giving(delta, out, dout, dlse, acc)
-    if like_out is None:
-        return None
+    delta, like_out = None, out
+    if dlse is not None or call.sink is not None:  # else theirs is the one to use
+        delta = delta_of(out, dout, dlse, acc)
+        like_out = _giving(delta, out, dout, dlse, acc)
+        if like_out is None:
+            return None
     causal_square = is_causal(spec, call)
     at_once = causal_square or spec.mask is None
     q, k, v = _inputs(call.q, call.k, call.v, folded=not at_once)
@@ -148,7 +150,7 @@ def backward(
             for total, where, grad in zip((dq, dk, dv), (at, kv, kv), grads, strict=True):
                 total[where] += grad
     dsink = None
-    if call.sink is not None:
+    if call.sink is not None and delta is not None:
         weight = (call.sink.to(acc)[:, None] - lse.reshape(b, hq, q_len)).exp_()
         dsink = -(weight * delta).sum((0, 2))
     dtype = acc if spec.partial else call.q.dtype

@@ -12,17 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...types import Spec, acc_dtype
+from ...types import Spec, acc_dtype, in_dtype
 from ..base import Call
 from .flash import is_causal
 from .plan import Piece, pieces
-from .tiled import Tile, by_kv_head, flat
+from .tiled import Tile, by_kv_head
 
-_ROWS = 256
+_ROWS, _KEYS = 256, 1024  # of the causal square at once
 _PAIRS = 1 << 18  # of all heads that are computed at once: 1 MB of float32
 
 # Keys, and what their logits are cut off at: inf where a pair is kept, -inf elsewhere; None for all
-# kept. It broadcasts to (heads, g, rows, keys).
+# kept. It broadcasts to (heads, keys, g, rows).
 Blocks = Iterator[tuple[slice, Tensor | None]]
 
 
@@ -42,10 +42,15 @@ def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
     Given lse, which bounds them, only as far as their heads' maxima need: rows whose lse is at or
     below the best so far cannot hold it; blocks of such rows stay at -inf.
     """
-    (b, hq, q_len, _), hk = call.q.shape, call.k.shape[1]
+    (b, hq, q_len, d), hk = call.q.shape, call.k.shape[1]
     acc = acc_dtype(call.q.dtype)
-    q, k = (by_kv_head(x, hk, acc) for x in (call.q, call.k))
-    k = k[:, 0]
+    kv_len = call.k.shape[2]
+    # The rows of the batch as one, where that saves many small products, or where what is long
+    # should lie together; else a copy of transposed heads costs more than it saves.
+    rows = 1 if q_len > _KEYS or hq * q_len * kv_len < _PAIRS else b
+    heads = b * hk // max(1, rows)
+    q = in_dtype(call.q, acc).reshape(rows, heads, hq // hk, q_len, d)
+    k = in_dtype(call.k, acc).reshape(rows, heads, kv_len, d)
     row_max = torch.full((b * hk, hq // hk, q_len), -math.inf, dtype=acc)
     if is_causal(spec, call):
         work = list(_causal_rows(b * hk, hq // hk, q_len, acc))
@@ -61,31 +66,43 @@ def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
             if bool((bound[n, g, i].amax(-1) <= best).all()):
                 continue
         for keys, cap in blocks():
-            size = g.stop - g.start, i.stop - i.start, keys.stop - keys.start
+            # Keys by queries, to be reduced along columns: both are faster than the other way.
+            size = keys.stop - keys.start, g.stop - g.start, i.stop - i.start
             step = max(1, _PAIRS // math.prod(size))
             if buffer.numel() < step * math.prod(size):
                 buffer = torch.empty(step * math.prod(size), dtype=acc)
-            for first in range(n.start, n.stop, step):
-                some = slice(first, min(first + step, n.stop))
-                s = buffer[: (some.stop - first) * math.prod(size)].view(-1, *size)
+            for row, some in _by_row(n, heads, step):
+                s = buffer[: (some.stop - some.start) * math.prod(size)].view(-1, *size)
+                product = s.flatten(2)
                 torch.baddbmm(
-                    flat(s), q[some, g, i].flatten(1, 2), k[some, keys].mT,
-                    beta=0, alpha=spec.scale, out=flat(s),
+                    product, k[row, some, keys], q[row, some, g, i].flatten(1, 2).mT,
+                    beta=0, alpha=spec.scale, out=product,
                 )  # fmt: skip
-                m = row_max[some, g, i]
-                here = slice(first - n.start, some.stop - n.start)
+                at = slice(row * heads + some.start, row * heads + some.stop)
+                m = row_max[at, g, i]
+                here = slice(at.start - n.start, at.stop - n.start)
                 torch.maximum(m, _largest(s, cap, here), out=m)
     return row_max.view(b, hq, q_len)
 
 
+def _by_row(n: slice, heads: int, step: int) -> Iterator[tuple[int, slice]]:
+    """The heads `n`, of which every row holds so many: row by row, at most `step` at once."""
+    at = n.start
+    while at < n.stop:
+        row, first = divmod(at, heads)
+        stop = min(first + step, heads, first + n.stop - at)
+        yield row, slice(first, stop)
+        at = row * heads + stop
+
+
 def _largest(s: Tensor, cap: Tensor | None, heads: slice) -> Tensor:
-    """Of every row; S is overwritten."""
+    """Of every query, (heads, g, rows); S is overwritten."""
     if cap is None:
-        return s.amax(-1)
+        return s.amax(1)
     cap = cap[heads] if len(cap) > 1 else cap
-    largest = torch.minimum(s, cap, out=s).amax(-1)  # six times faster than a masked fill
+    largest = torch.minimum(s, cap, out=s).amax(1)  # six times faster than a masked fill
     if bool(largest.isnan().any()):  # but it lets NaN through, of pairs that are not kept as well
-        largest = s.masked_fill_(cap == -math.inf, -math.inf).amax(-1)
+        largest = s.masked_fill_(cap == -math.inf, -math.inf).amax(1)
     return largest
 
 
@@ -99,25 +116,27 @@ def _blocks(tile: Tile, piece: Piece) -> Blocks:
     for segment in piece.segments:
         tile.enter(piece, segment)
         kept = tile.kept()
-        cap = None if kept is None else torch.where(kept, math.inf, -math.inf).to(tile.acc)
-        yield tile.keys, cap
+        if kept is not None:
+            kept = torch.where(kept, math.inf, -math.inf).to(tile.acc).permute(0, 3, 1, 2)
+        yield tile.keys, kept
 
 
 def _causal_rows(n: int, g: int, length: int, dtype: torch.dtype) -> Iterator[Rows]:
     """Of the causal square, without a look at tiles and masks: in short calls they cost as much as
     the products."""
-    for first in range(0, length, _ROWS):
-        i = slice(first, min(first + _ROWS, length))
+    rows = _ROWS if length > _KEYS else _ROWS // 2  # of short ones, diagonal blocks are the most
+    for first in range(0, length, rows):
+        i = slice(first, min(first + rows, length))
         yield Rows(slice(0, n), slice(0, g), i, partial(_causal_blocks, i, dtype))
 
 
 def _causal_blocks(i: slice, dtype: torch.dtype) -> Blocks:
-    for first in range(0, i.start, 4 * _ROWS):
-        yield slice(first, min(first + 4 * _ROWS, i.start)), None
+    for first in range(0, i.start, _KEYS):
+        yield slice(first, min(first + _KEYS, i.start)), None
     yield i, _triangle(i.stop - i.start, dtype)
 
 
 @lru_cache(maxsize=4)
 def _triangle(size: int, dtype: torch.dtype) -> Tensor:
-    above = torch.ones(size, size, dtype=torch.bool).triu(1)
-    return torch.full((1, 1, size, size), math.inf, dtype=dtype).masked_fill(above, -math.inf)
+    later = torch.ones(size, size, dtype=torch.bool).tril(-1)[:, None]
+    return torch.full((1, size, 1, size), math.inf, dtype=dtype).masked_fill(later, -math.inf)
