@@ -48,26 +48,42 @@ def fast(monkeypatch):
 # ------------------------------------------------------------------- a training step, recorded
 
 
+RECORDED = replace(TINY, hk=4, length=20, measure="recording", most=3.0)
+
+
 def test_recording_and_clipping_are_measured_apart(monkeypatch):
-    case = replace(TINY, hk=4, length=20, measure="recording", most=3.0)
-    steps = stability.kinds_of_step(case, "cpu")
-    seen = []
-    times = dict(zip(steps, (1.0, 1.02, 1.025), strict=True))
-    monkeypatch.setattr(stability, "kinds_of_step", lambda case, device: steps)
+    def step(self, first):  # layers differ, and the machine slows down
+        step.slower += 0.01
+        layers = [0.1 + 0.01 * n + step.slower for n in range(stability.LAYERS)]
+        whole = 10.0 + 8 * step.slower
+        layers[first::2] = [seconds + 0.01 for seconds in layers[first::2]]
+        return stability.Times(whole + 0.04, layers)
 
-    def seconds(step, device):
-        step()
-        kind = next(name for name, s in steps.items() if s is step)
-        seen.append(kind)
-        return times[kind]
+    step.slower = 0.0
+    monkeypatch.setattr(stability.Steps, "step", step)
+    monkeypatch.setattr(stability.QKClip, "step", lambda clip: None)
+    monkeypatch.setattr(stability, "seconds", lambda call, device: 0.05)
+    step_, recorded, clipped = stability.recording(RECORDED, "cpu", 3, lambda: None)
+    base = step_.median / 1e3
+    assert 10 < base < 11.5
+    assert recorded.median == pytest.approx(100 * 0.08 / base, rel=1e-4)
+    assert clipped.median == pytest.approx(100 * 0.13 / base, rel=1e-4)
+    assert (step_.unit, clipped.unit, clipped.runs) == ("ms", "%", 6)
+    assert (clipped.target, clipped.verdict) == ("<= 3 %", "pass")
 
-    monkeypatch.setattr(stability, "seconds", seconds)
-    step, recorded, clipped = stability.recording(case, "cpu", 3, lambda: None)
-    assert (step.median, step.unit) == (1000.0, "ms")
-    assert (recorded.median, clipped.median, clipped.unit) == (2.0, 2.5, "%")
-    assert (clipped.target, clipped.verdict, clipped.runs) == ("<= 3 %", "pass", 6)
-    assert sorted(seen[:3]) == sorted(seen[3:6]) == sorted(steps)  # in turns
-    assert seen[:3] != seen[3:6]
+
+def test_steps_record_in_turns():
+    steps = stability.Steps(RECORDED, "cpu")
+    attentions = steps.model.attentions
+    even = steps.step(0)
+    assert [a.max_logit.empty for a in attentions] == [False, True] * 4
+    odd = steps.step(1)
+    assert not any(a.max_logit.empty for a in attentions)
+    for whole, parts in (even, odd):
+        assert len(parts) == stability.LAYERS
+        assert min(parts) > 0
+        assert sum(parts) < whole
+    assert len(steps.clip.step().gamma) == stability.LAYERS
 
 
 # ---------------------------------------------------------------------------------- the table

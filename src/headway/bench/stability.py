@@ -1,13 +1,15 @@
 """What max logits and QK-Clip cost in a training step.
 
-Eight pre-norm layers of `headway.nn.Attention` and MLPs, causal, AdamW. Three kinds of step take
-turns on one model: nothing recorded, recorded, recorded and clipped. The first is the measure; each
-of the others is compared with the first of the same turn, so that slow drifts cancel.
+Eight pre-norm layers of `headway.nn.Attention` and MLPs, causal, AdamW. They cost a hundredth of a
+step, and a processor's steps differ by more than that. So what they change is timed by itself,
+inside of whole steps: the forward and the backward of every attention, and the clip (which takes
+the same time whatever is above tau). In one step every second attention records, in the next the
+others do: what is compared lies a tenth of a second apart, and each layer is once on either side.
 """
 
 from collections.abc import Callable
-from itertools import permutations
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,7 @@ from ..nn import Attention, Rotary
 from ..stability import QKClip
 from .cases import Case
 from .results import Result
-from .timing import Timing, seconds
+from .timing import Mark, Timing, between, mark, seconds
 
 LAYERS = 8
 STEP, RECORDING, CLIPPING = "training step", "recording", "recording + clipping"
@@ -48,47 +50,78 @@ class Model(nn.Module):
 
 
 def recording(case: Case, device: str, repeats: int, tick: Callable[[], object]) -> list[Result]:
-    """A step's time, and by how many percent recording, and both together, make it longer."""
-    steps = kinds_of_step(case, device)
-    for step in steps.values():
-        for _ in range(2):
-            step()
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    orders = list(permutations(steps))
-    for n in range(2 * repeats):
-        for name in orders[n % len(orders)]:
-            samples[name].append(seconds(steps[name], device))
+    """The time of a step with nothing recorded, and by how many percent recording in all layers,
+    and both together, make it longer."""
+    steps = Steps(case, device)
+    for n in range(2):
+        steps.step(n)
+    steps.clip.step()
+    plain, added, clipping = [], [], []
+    for _ in range(2 * repeats):
+        even, odd = steps.step(0), steps.step(1)
+        with_it = sum(even.attentions[0::2]) + sum(odd.attentions[1::2])
+        without = sum(even.attentions[1::2]) + sum(odd.attentions[0::2])
+        added.append(with_it - without)
+        plain.append((even.whole + odd.whole - added[-1]) / 2)
+        clipping.append(seconds(steps.clip.step, device))
         tick()
-    base = median(samples[STEP])
-    results = [Result(case.name, STEP, "headway").timed(Timing.of(samples[STEP]))]
-    for name in (RECORDING, CLIPPING):
-        pairs = zip(samples[name], samples[STEP], strict=True)
-        more = Timing.of([(longer - plain) / base for longer, plain in pairs])
-        results.append(Result(case.name, name, "headway").timed(more, "%"))
+    base = median(plain)
+    results = [Result(case.name, STEP, "headway").timed(Timing.of(plain))]
+    both = [a + b for a, b in zip(added, clipping, strict=True)]
+    for name, samples in ((RECORDING, added), (CLIPPING, both)):
+        share = Timing.of([more / base for more in samples])
+        results.append(Result(case.name, name, "headway").timed(share, "%"))
     most = case.most
     if most is not None:
         results[-1] = results[-1].asked(f"<= {most:g} %", (results[-1].median or 0) <= most)
     return results
 
 
-def kinds_of_step(case: Case, device: str) -> dict[str, Callable[[], None]]:
-    """The three kinds of step, of one model."""
-    torch.manual_seed(0)
-    dtype = getattr(torch, case.dtype)
-    model = Model(case).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-    clip = QKClip(model, tau=1.0)  # low enough to have something to do
-    x = torch.randn(case.b, case.length, case.hq * case.d, device=device)
+class Times(NamedTuple):
+    """Seconds of one step."""
 
-    def step(kind: str) -> None:
-        for layer in clip.layers:
-            layer.record.train(kind != STEP)
-        with torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32):
-            out = model(x)
+    whole: float
+    attentions: list[float]  # of each layer's: forward and backward
+
+
+class Steps:
+    """Training steps of one model, of which every second attention records."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        torch.manual_seed(0)
+        dtype = getattr(torch, case.dtype)
+        self.device = device
+        self.autocast = torch.device(device).type, dtype, dtype != torch.float32
+        self.model = Model(case).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4, fused=True)
+        self.clip = QKClip(self.model, tau=1.0)
+        # Like an embedding's output it wants a gradient: then all layers do the same work.
+        self.x = torch.randn(
+            case.b, case.length, case.hq * case.d, device=device, requires_grad=True
+        )
+        self.marks: dict[nn.Module, list[Mark]] = {}
+        for attention in self.model.attentions:
+            attention.register_forward_pre_hook(self._mark)
+            attention.register_forward_hook(self._mark)
+            attention.register_full_backward_pre_hook(self._mark)
+            attention.register_full_backward_hook(self._mark)
+
+    def _mark(self, attention: nn.Module, *_: object) -> None:
+        self.marks.setdefault(attention, []).append(mark(self.device))
+
+    def step(self, first: int) -> Times:
+        """One step, in which the attentions `first`, `first + 2`, ... record."""
+        for n, layer in enumerate(self.clip.layers):
+            layer.record.train(n % 2 == first)
+        self.marks.clear()
+        start = mark(self.device)
+        device, dtype, enabled = self.autocast
+        with torch.autocast(device, dtype, enabled=enabled):
+            out = self.model(self.x)
         out.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if kind == CLIPPING:
-            clip.step()
-
-    return {kind: lambda kind=kind: step(kind) for kind in (STEP, RECORDING, CLIPPING)}
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.x.grad = None
+        whole = between(start, mark(self.device))
+        parts = [self.marks[attention] for attention in self.model.attentions]
+        return Times(whole, [between(a, b) + between(c, d) for a, b, c, d in parts])

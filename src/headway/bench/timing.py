@@ -29,22 +29,33 @@ class Timing(NamedTuple):
         return Timing(median, low, high, len(samples))
 
 
-def seconds(call: Callable[[], object], device: str, number: int = 1) -> float:
-    """Seconds per call, over `number` calls: by events on a GPU's stream; on the CPU of processor
-    time where PyTorch has one thread, which other programs disturb less, else by the clock."""
+Mark = float | torch.cuda.Event
+
+
+def mark(device: str) -> Mark:
+    """A moment: on a GPU's stream; on the CPU of processor time where PyTorch has one thread, which
+    other programs disturb less, else by the clock."""
     if torch.device(device).type != "cuda":
-        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        start = clock()
-        for _ in range(number):
-            call()
-        return (clock() - start) / number
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+        return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Mark, end: Mark) -> float:
+    """Seconds from one moment to the other. Waits for a GPU to get there."""
+    if isinstance(start, float) or isinstance(end, float):
+        return end - start  # type: ignore[operator]
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def seconds(call: Callable[[], object], device: str, number: int = 1) -> float:
+    """Seconds per call, over `number` calls."""
+    start = mark(device)
     for _ in range(number):
         call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / number
+    return between(start, mark(device)) / number
 
 
 def compare(
