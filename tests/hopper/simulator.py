@@ -346,6 +346,7 @@ class Language(types.ModuleType):
     abs = staticmethod(lambda x: abs(x))
     reshape = staticmethod(lambda x, shape: x.reshape(shape))
     permute = staticmethod(lambda x, order: x.permute(order))
+    split = staticmethod(lambda x: x.unbind(-1))
     broadcast_to = staticmethod(lambda x, shape: torch.as_tensor(x).broadcast_to(shape))
     program_id = staticmethod(lambda axis: here.program[axis])
 

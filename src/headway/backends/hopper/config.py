@@ -14,22 +14,24 @@ TILE = (128, 128)  # of the block masks built here; given ones must be multiples
 class Forward:
     """- `d`, `dv`: widths of the pieces of a row of q and k, and of v.
     - `block`: keys of a block; `stages`: blocks of keys, and of values, in shared memory.
-    - `own`: out has shared memory of its own, and does not wait for that of the queries.
+    - `queries`: ranks whose queries are in shared memory.
+    - `out`: columns of out that pass through shared memory at a time; 0: all.
     """
 
     d: tuple[int, ...]
     dv: tuple[int, ...]
     block: int = 128
     stages: int = 2
-    own: bool = True
+    queries: int = 2
+    out: int = 0
 
 
 FORWARD = (
     Forward((64,), (64,), stages=3),
     Forward((64, 32), (64, 32)),
     Forward((128,), (128,)),
-    Forward((128, 64), (128,), own=False),
-    Forward((256,), (256,), block=64, own=False),
+    Forward((128, 64), (128,), queries=1, out=64),
+    Forward((256,), (256,), block=64, queries=1, out=128),
 )
 
 
@@ -65,7 +67,7 @@ class How:
     sub: int  # tiles of a CTA in a line of the block mask
     index: Any  # type of positions: gl.int32 or gl.int64
     positive: bool = True  # forward: scale > 0
-    own: bool = True  # forward: out has shared memory of its own
+    queries: int = 1  # forward: ranks whose queries are in shared memory
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
     late: bool = False  # backward: dP after P, which then has more registers
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0

@@ -3,19 +3,22 @@ wait for it.
 
 (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608, algorithms 1 and 2, without its ping-pong.)
 
-A persistent CTA has three partitions. The **loader** takes the next 128 queries of a head from a
-counter, longest line first, and copies their rows and those of the keys and values that they visit
-into shared memory. Two **consumers**, a warpgroup each, own 64 of the queries. While a consumer
-turns S of one block into P, the tensor cores compute S of this block and P V of the one before:
+A persistent CTA has three partitions. The **loader** takes the next 128 queries of a head (a rank)
+from a counter, longest line first, and copies their rows and those of the keys and values that they
+visit into shared memory. Two **consumers**, a warpgroup each, own 64 of the queries. While a
+consumer turns S of one block into P, the tensor cores compute P V of the one before:
 
-    S_0 = q k_0ᵀ;  P_0 = softmax(S_0)
-    for every further block n:
+    for every block n:
         issue S_n = q k_nᵀ;  issue O += P_{n-1} v_{n-1}
         wait for S_n;  P_n = exp2(S_n - m)
         wait for O;  O *= exp2(m_before - m)
-    O += P_last v_last
 
-Both sides walk the blocks of a line by the same function, `tile.visit_back`, and so agree on them.
+and so from rank to rank: S of the first block of a rank is issued with the last product of the rank
+before, whose out is stored then. At both ends of a CTA's work stands a **ghost**, a rank of rows
+past the end, so that no rank is a special case: it sees one block, and nothing of it is stored.
+
+Both sides walk the blocks of a line by the same functions, `tile.first_block` and
+`tile.visit_rest`, and so agree on them.
 """
 
 from .gluon_api import (
@@ -36,6 +39,8 @@ from .tile import (
     buffers,
     bytes_of,
     fetch,
+    first_block,
+    halves,
     last_runs,
     left,
     mma,
@@ -47,13 +52,14 @@ from .tile import (
     scores,
     settle,
     times,
-    visit_back,
+    visit_rest,
     zeros,
 )
 
 ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at a time
-_STAGES = gl.constexpr(2)  # of the channel of work
-_NUMBERS = gl.constexpr(13)  # of a rank: see `tell`
+_STAGES = gl.constexpr(3)  # of the channel of work: a rank, the one before, and one told ahead
+_RUNS = gl.constexpr(6)  # where those from `last_runs` begin among the numbers of a rank
+_NUMBERS = gl.constexpr(14)  # of a rank: see `tell`
 
 
 # Numbers that change from call to call do not make a kernel of their own.
@@ -74,19 +80,19 @@ def forward(
     STAGES: gl.constexpr = HOW.stages
     # Launchers take descriptors one by one, and not in tuples.
     q, k, v, out = pieces(q0, q1), pieces(k0, k1), pieces(v0, v1), pieces(out0, out1)
-    q_smem = buffers(2, q)
+    q_smem = buffers(2 * HOW.queries, q)
     k_smem = buffers(STAGES, k)
     v_smem = buffers(STAGES, v)
-    if HOW.own:  # noqa: SIM108
+    if wide_out is None:  # noqa: SIM108
         o_smem = buffers(2, out)
     else:
-        o_smem = q_smem
+        o_smem = ()
     work_smem = gl.allocate_shared_memory(
         gl.int32, [_STAGES * _NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
     rings = (
         channel(_STAGES, 1, 2),  # work
-        channel(1, 1, 2),  # queries
+        channel(HOW.queries, 1, 2),  # queries
         channel(STAGES, 1, 2),  # keys
         channel(STAGES, 1, 2),  # values
     )
@@ -120,75 +126,105 @@ def load(q, k, v, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
     """Take ranks, and copy what each needs."""
     work_smem, q_smem, k_smem, v_smem, _ = smem
     work_ring, q_ring, k_ring, v_ring = rings
-    heads, group, _, kv_len, _ = sizes
-    work_at, q_at, kv_at = start(), start(), start()
+    heads, group, q_len, kv_len, _ = sizes
+    work_at = tell(start(), work_smem, work_ring, _ghost(walk, q_len))
+    q_at = start()
+    to = (k, v, k_smem, v_smem, k_ring, v_ring)
+    # Of the ghost before, there is only its last product to come; of the one after, only its S.
+    kv_at = (start(), load_values(start(), to, 0, 0, 0, HOW))
     rank = gl.atomic_add(counter, 1)
     while rank < total:
         line, slot, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
-        if walk.full is None:  # noqa: SIM108
-            runs = ()
-        else:
-            runs = last_runs(walk, line, kv_len, HOW)
-        acquire(work_ring, work_at)
-        tell(work_smem, work_at[0], (line, slot, first, h, b) + runs)  # noqa: RUF005
-        publish(work_ring, work_at)
-        work_at = step(work_at, _STAGES)
-        acquire(q_ring, q_at)
-        full = q_ring[0].index(0)
-        mbarrier.expect(full, bytes_of(q_smem, 2))
-        fetch(q, b, h, first, full, q_smem, 0)
-        fetch(q, b, h, first + ROWS, full, q_smem, 1)
-        q_at = step(q_at, 1)
-        given = (k, v, k_smem, v_smem, k_ring, v_ring, b, h // group)
-        kv_at = visit_back(kv_at, given, walk, runs, kv_len, load_block, None, None, HOW)
+        runs = last_runs(walk, line, kv_len, HOW)
+        row = first_block(walk, runs, HOW)
+        work = (line, slot, first, h, b, row) + runs  # noqa: RUF005
+        work_at = tell(work_at, work_smem, work_ring, work)
+        q_at = load_queries(q_at, q, q_smem, q_ring, b, h, first, HOW)
+        given = (to, b, h // group)
+        kv_at = load_block(kv_at, given, row, True, None, None, HOW)
+        kv_at = visit_rest(kv_at, given, walk, runs, kv_len, load_block, None, None, HOW)
         rank = gl.atomic_add(counter, 1)
-    acquire(work_ring, work_at)
-    tell(work_smem, work_at[0], (-1,))
-    publish(work_ring, work_at)
+    tell(work_at, work_smem, work_ring, _ghost(walk, q_len))
+    q_at = load_queries(q_at, q, q_smem, q_ring, 0, 0, q_len, HOW)
+    load_keys(kv_at[0], to, 0, 0, 0, HOW)
 
 
 @gluon.jit
-def tell(work_smem, stage, given):
-    """Write down what a rank is, so that consumers need not work it out: line (-1: there is no
-    rank), slot, first row, head, batch row, and what `last_runs` gives of the line."""
+def load_queries(at, q, q_smem, q_ring, b, h, first, HOW: gl.constexpr):
+    """Copy the rows of a rank, each consumer's apart."""
+    acquire(q_ring, at)
+    full = q_ring[0].index(at[0])
+    mbarrier.expect(full, bytes_of(q_smem, 2))
+    fetch(q, b, h, first, full, q_smem, 2 * at[0])
+    fetch(q, b, h, first + ROWS, full, q_smem, 2 * at[0] + 1)
+    return step(at, HOW.queries)
+
+
+@gluon.jit
+def load_block(
+    at, given, n, PARTIAL: gl.constexpr,
+    SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Copy the keys and values from n on."""
+    to, b, h = given
+    return load_keys(at[0], to, b, h, n, HOW), load_values(at[1], to, b, h, n, HOW)
+
+
+@gluon.jit
+def load_keys(at, to, b, h, n, HOW: gl.constexpr):
+    """Copy keys from n on."""
+    k, _, k_smem, _, k_ring, _ = to
+    acquire(k_ring, at)
+    full = k_ring[0].index(at[0])
+    mbarrier.expect(full, bytes_of(k_smem, 1))
+    fetch(k, b, h, n, full, k_smem, at[0])
+    return step(at, HOW.stages)
+
+
+@gluon.jit
+def load_values(at, to, b, h, n, HOW: gl.constexpr):
+    """Copy values from n on."""
+    _, v, _, v_smem, _, v_ring = to
+    acquire(v_ring, at)
+    full = v_ring[0].index(at[0])
+    mbarrier.expect(full, bytes_of(v_smem, 1))
+    fetch(v, b, h, n, full, v_smem, at[0])
+    return step(at, HOW.stages)
+
+
+@gluon.jit
+def _ghost(walk, q_len):
+    if walk.full is None:
+        return -1, -1, q_len, 0, 0, 0, 0
+    else:
+        return -1, -1, q_len, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
+
+
+@gluon.jit
+def tell(at, work_smem, ring, work):
+    """Write down what a rank is, so that consumers need not work it out: line (-1: a ghost), slot,
+    first row, head, batch row, `first_block`, and what `last_runs` gives."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    for n in gl.static_range(len(given)):
-        number = gl.full([1], given[n], gl.int32, layout=one)
-        work_smem.index(stage * _NUMBERS + n).store(number)
+    acquire(ring, at)
+    for n in gl.static_range(len(work)):
+        number = gl.full([1], work[n], gl.int32, layout=one)
+        work_smem.index(at[0] * _NUMBERS + n).store(number)
+    publish(ring, at)
+    return step(at, _STAGES)
 
 
 @gluon.jit
-def told(work_smem, ring, at, COUNT: gl.constexpr):
-    """The first COUNT numbers of the next rank, as `tell` wrote them."""
-    await_(ring, at)
+def told(work_smem, at, FROM: gl.constexpr, TO: gl.constexpr):
+    """Some numbers of a rank, as `tell` wrote them."""
     work = ()
-    for n in gl.static_range(COUNT):
+    for n in gl.static_range(FROM, TO):
         work = work + (_number(work_smem, at[0] * _NUMBERS + n),)  # noqa: RUF005
-    release(ring, at)
     return work
 
 
 @gluon.jit
 def _number(work_smem, n):
     return gl.max(work_smem.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def load_block(
-    at, given, n, FIRST: gl.constexpr, PARTIAL: gl.constexpr,
-    SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """Copy the keys and values from n on."""
-    k, v, k_smem, v_smem, k_ring, v_ring, b, h = given
-    acquire(k_ring, at)
-    full = k_ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(k_smem, 1))
-    fetch(k, b, h, n, full, k_smem, at[0])
-    acquire(v_ring, at)
-    full = v_ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(v_smem, 1))
-    fetch(v, b, h, n, full, v_smem, at[0])
-    return step(at, HOW.stages)
 
 
 # -- a consumer -----------------------------------------------------------------------------------
@@ -200,102 +236,95 @@ def consume(
     W: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Attend from rows 64 W to 64 W + 63 of every rank."""
-    out, wide_out, lse, row_max, top, sink = to
     work_smem, q_smem, k_smem, v_smem, o_smem = smem
     work_ring, q_ring, k_ring, v_ring = rings
-    heads, _, q_len, kv_len, dv = sizes
+    _, _, q_len, kv_len, _ = sizes
     scale, coords, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
-    dtype: gl.constexpr = k_smem[0].dtype
     rows: gl.constexpr = gl.SliceLayout(1, mma(BLOCK))
-    work_at, q_at, k_at, v_at = start(), start(), start(), start()
-    queries = at_stage(q_smem, W)
+    last_at, q_at, k_at, v_at = start(), start(), start(), start()
+    work_at = step(last_at, _STAGES)
+    await_(work_ring, last_at)
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
-    COUNT: gl.constexpr = 5 if walk.full is None else _NUMBERS
-    rank = told(work_smem, work_ring, work_at, COUNT)
-    while rank[0] >= 0:
-        slot, first, h, b = rank[1], rank[2], rank[3], rank[4]
-        live = first + i < q_len
-        q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
-        at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx[:, None], b)
+    COUNT: gl.constexpr = _RUNS + 1 if walk.full is None else _NUMBERS
+    nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
+    none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
+    m, l, largest = nothing, none, nothing
+    acc = zeros(ROWS, v_smem)
+    p = gl.zeros([ROWS, BLOCK], k_smem[0].dtype, layout=left(v_smem[0].shape[2]))
+    line = gl.to_tensor(0)
+    while line >= 0:
         await_(q_ring, q_at)
-        m = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
-        l = gl.full([ROWS], 0.0, gl.float32, layout=rows)
-        p = gl.zeros([ROWS, BLOCK], dtype, layout=left(v_smem[0].shape[2]))
-        state = (zeros(ROWS, v_smem), m, l, m, p, k_at, v_at)
-        context = (
-            queries, k_smem, v_smem, k_ring, v_ring, kv_len, scale, coords, of_score, of_mask, at,
+        queries = at_stage(q_smem, 2 * q_at[0] + W)
+        context = (queries, k_smem, v_smem, k_ring, v_ring)
+        s, tokens = issue(context, acc, p, k_at, v_at)
+        await_(work_ring, work_at)
+        line, _, first, h, b, row = told(work_smem, work_at, 0, _RUNS)
+        q_idx = positions(
+            coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
+        )
+        at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx[:, None], b)
+        how_scored = (kv_len, scale, coords, of_score, of_mask, at)
+        done = (m, l, largest)
+        acc, m, l, largest, p, k_at, v_at = absorb(
+            (tokens, nothing, none, nothing, p, k_at, v_at), s, context, how_scored,
+            row, True, True, SCORE, MASK, HOW,
         )  # fmt: skip
-        state = visit_back(state, context, walk, rank[5:], kv_len, attend, SCORE, MASK, HOW)
+        last = told(work_smem, last_at, 1, 5)
+        release(work_ring, last_at)
+        finish(acc, done, last, i, to, o_smem, sizes, walk, W, SCORE, HOW)
+        runs = told(work_smem, work_at, _RUNS, COUNT)
+        last_at, work_at = work_at, step(work_at, _STAGES)
+        state = (zeros(ROWS, v_smem), m, l, largest, p, k_at, v_at)
+        state = visit_rest(
+            state, (context, how_scored), walk, runs, kv_len, attend, SCORE, MASK, HOW
+        )  # fmt: skip
         acc, m, l, largest, p, k_at, v_at = state
-        if HOW.own:
-            release(q_ring, q_at)
-        await_(v_ring, v_at)
-        tokens = add_product(acc, p, at_stage(v_smem, v_at[0]))
-
-        head = (gl.cast(b, gl.int64) * heads + h) * q_len
-        if row_max is not None:
-            gl.store(row_max + head + first + i, or_nan(m * LN2, l), mask=live)
-        if top is not None:
-            if SCORE is None:
-                largest = m * LN2  # S is T
-            largest = gl.where(live, or_nan(largest, l), float("-inf"))
-            bad = gl.max((largest != largest).to(gl.int32), 0)
-            largest = gl.where(bad > 0, float("nan"), gl.max(largest, 0))
-            slots = walk.lines * HOW.sub
-            at_top = (gl.cast(b, gl.int64) * heads + h) * (2 * slots) + 2 * slot + W
-            gl.store(top + at_top, largest)
-        shrink = gl.full([ROWS], 1.0, gl.float32, layout=rows)
-        if sink is not None:
-            s = gl.load(sink + h).to(gl.float32) * LOG2E
-            before = m
-            m = gl.maximum(m, s)
-            base = gl.where(m == float("-inf"), 0.0, m)
-            shrink = gl.exp2(before - base)
-            l = l * shrink + gl.exp2(s - base)
-        gl.store(lse + head + first + i, (m + gl.log2(l)) * LN2, mask=live)
-        by = shrink / gl.where(l == 0.0, 1.0, l)  # a query that sees nothing gets 0
-        copy_out_wait(0)  # of the rank before, from the same place
-        acc = settle(tokens, p, 0)
-        release(v_ring, v_at)
-        v_at = step(v_at, HOW.stages)
-        acc = times(acc, by)
-        if wide_out is None:
-            store(acc, out, b, h, first + W * ROWS, o_smem, W)
-        else:
-            store_wide(acc, wide_out + (head + first) * dv, i, live, dv)
-        if not HOW.own:
-            copy_out_wait(0)
-            release(q_ring, q_at)
-        q_at = step(q_at, 1)
-        work_at = step(work_at, _STAGES)
-        rank = told(work_smem, work_ring, work_at, COUNT)
+        release(q_ring, q_at)
+        q_at = step(q_at, HOW.queries)
     copy_out_wait(0)
 
 
 @gluon.jit
 def attend(
-    state, context, n, FIRST: gl.constexpr, PARTIAL: gl.constexpr,
+    state, given, n, PARTIAL: gl.constexpr,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """One block of keys; its P is multiplied with its values in the next call."""
+    """One block of keys but the first of a rank."""
+    context, how_scored = given
     acc, m, l, largest, p, k_at, v_at = state
-    (
-        queries, k_smem, v_smem, k_ring, v_ring, kv_len, scale, coords, of_score, of_mask, at,
-    ) = context  # fmt: skip
+    s, tokens = issue(context, acc, p, k_at, v_at)
+    state = (tokens, m, l, largest, p, k_at, v_at)
+    return absorb(state, s, context, how_scored, n, False, PARTIAL, SCORE, MASK, HOW)
+
+
+@gluon.jit
+def issue(context, acc, p, k_at, v_at):
+    """S of the next block, and the product of the one before."""
+    queries, k_smem, v_smem, k_ring, v_ring = context
+    await_(k_ring, k_at)
+    BLOCK: gl.constexpr = k_smem[0].shape[1]
+    zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
+    s = outer(queries, at_stage(k_smem, k_at[0]), zero)
+    await_(v_ring, v_at)
+    return s, add_product(acc, p, at_stage(v_smem, v_at[0]))
+
+
+@gluon.jit
+def absorb(
+    state, s, context, how_scored, n, FIRST: gl.constexpr, PARTIAL: gl.constexpr,
+    SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """What follows of `issue`, for keys from n on: P of them, and acc, which is that of the rank
+    before if they are the first of a rank."""
+    tokens, m, l, largest, p, k_at, v_at = state
+    _, k_smem, v_smem, k_ring, v_ring = context
+    kv_len, scale, coords, of_score, of_mask, at = how_scored
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
     b, h, q_idx, row = at
-    await_(k_ring, k_at)
-    zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
-    s = outer(queries, at_stage(k_smem, k_at[0]), zero)
-    if FIRST:
-        s = warpgroup_mma_wait(0, deps=[s])
-    else:
-        await_(v_ring, v_at)
-        tokens = add_product(acc, p, at_stage(v_smem, v_at[0]))
-        s = warpgroup_mma_wait(len(v_smem), deps=[s])
+    s = warpgroup_mma_wait(len(v_smem), deps=[s])
     release(k_ring, k_at)
     k_at = step(k_at, HOW.stages)
 
@@ -320,23 +349,75 @@ def attend(
     e = gl.exp2(t * unit - base[:, None])
     if FIRST:
         l = gl.sum(e, 1)
+        acc = settle(tokens, p, 0)
     else:
         shrink = gl.exp2(before - base)
         l = l * shrink + gl.sum(e, 1)
-        acc = settle(tokens, p, 0)
-        release(v_ring, v_at)
-        v_at = step(v_at, HOW.stages)
-        acc = times(acc, shrink)
+        acc = times(settle(tokens, p, 0), shrink)
+    release(v_ring, v_at)
+    v_at = step(v_at, HOW.stages)
     p = gl.convert_layout(e.to(k_smem[0].dtype), left(v_smem[0].shape[2]))
     return acc, m, l, largest, p, k_at, v_at
+
+
+# -- what becomes of a rank -----------------------------------------------------------------------
+
+
+@gluon.jit
+def finish(
+    acc, state, rank, i, to, o_smem, sizes, walk,
+    W: gl.constexpr, SCORE: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Store what is known of a rank; of a ghost, whose rows are all past the end, nothing."""
+    out, wide_out, lse, row_max, top, sink = to
+    heads, _, q_len, _, dv = sizes
+    m, l, largest = state
+    slot, first, h, b = rank
+    live = first + i < q_len
+    head = (gl.cast(b, gl.int64) * heads + h) * q_len
+    if row_max is not None:
+        gl.store(row_max + head + first + i, or_nan(m * LN2, l), mask=live)
+    if top is not None:
+        if SCORE is None:
+            largest = m * LN2  # S is T
+        largest = gl.where(live, or_nan(largest, l), float("-inf"))
+        bad = gl.max((largest != largest).to(gl.int32), 0)
+        largest = gl.where(bad > 0, float("nan"), gl.max(largest, 0))
+        slots = walk.lines * HOW.sub
+        at_top = (gl.cast(b, gl.int64) * heads + h) * (2 * slots) + 2 * slot + W
+        gl.store(top + at_top, largest, mask=slot >= 0)
+    shrink = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, mma(HOW.block)))
+    if sink is not None:
+        s = gl.load(sink + h).to(gl.float32) * LOG2E
+        before = m
+        m = gl.maximum(m, s)
+        base = gl.where(m == float("-inf"), 0.0, m)
+        shrink = gl.exp2(before - base)
+        l = l * shrink + gl.exp2(s - base)
+    gl.store(lse + head + first + i, (m + gl.log2(l)) * LN2, mask=live)
+    acc = times(acc, shrink / gl.where(l == 0.0, 1.0, l))  # a query that sees nothing gets 0
+    if wide_out is None:
+        store(acc, out, b, h, first + W * ROWS, o_smem, W)
+    else:
+        store_wide(acc, wide_out + (head + first) * dv, i, live, dv)
 
 
 @gluon.jit
 def store(acc, out, b, h, row, o_smem, W: gl.constexpr):
     """Through shared memory to the rows of one head that there are."""
     column = 0
+    copy_out_wait(0)  # of the rank before, from the same place
     for n in gl.static_range(len(acc)):
-        o_smem[n].index(W).store(acc[n].to(o_smem[n].dtype))
+        if acc[n].shape[1] == o_smem[n].shape[2]:
+            o_smem[n].index(W).store(acc[n].to(o_smem[n].dtype))
+        else:  # one half after the other
+            half, other = halves(acc[n])
+            o_smem[n].index(W).store(half.to(o_smem[n].dtype))
+            fence_async_shared()
+            copy_out(out[n], [b, h, row, 0], o_smem[n].index(W))
+            column += o_smem[n].shape[2]
+            copy_out_wait(0)
+            o_smem[n].index(W).store(other.to(o_smem[n].dtype))
     fence_async_shared()
     for n in gl.static_range(len(acc)):
         copy_out(out[n], [b, h, row, column], o_smem[n].index(W))

@@ -77,7 +77,8 @@ class ForwardPlan(Plan):
         self.numbers = (
             ranks, self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale,
         )  # fmt: skip
-        self.q, self.out = matrix(ROWS // 2, how.d), matrix(ROWS // 2, how.dv)
+        out = (how.out,) if how.out else how.dv
+        self.q, self.out = matrix(ROWS // 2, how.d), matrix(ROWS // 2, out)
         self.k, self.v = matrix(block, how.d), matrix(block, how.dv)
         # Copies need rows of whole 16 bytes.
         self.spare = 0 if spec.partial else -self.dv % 8
@@ -86,7 +87,7 @@ class ForwardPlan(Plan):
             "HOW": How(
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
-                own=how.own and not spec.partial,
+                queries=how.queries,
                 largest=spec.max_logit and spec.score is not None,
             ),
         }  # fmt: skip

@@ -58,44 +58,64 @@ def _stretch(runs, run, there, walk, length, BLOCK: gl.constexpr):
 
 @gluon.jit
 def last_runs(walk, line, length, HOW: gl.constexpr):
-    """What `visit_back` starts from: of the full tiles of a line, then of the partial ones, the end
-    of their runs, how many there are, and first row and number of blocks of the last."""
-    f0 = gl.load(walk.full[0] + line)
-    f1 = gl.load(walk.full[0] + line + 1)
-    p0 = gl.load(walk.partial[0] + line)
-    p1 = gl.load(walk.partial[0] + line + 1)
-    first_f, blocks_f = _stretch(walk.full, f1 - 1, f1 > f0, walk, length, HOW.block)
-    first_p, blocks_p = _stretch(walk.partial, p1 - 1, p1 > p0, walk, length, HOW.block)
-    return f1, f1 - f0, first_f, blocks_f, p1, p1 - p0, first_p, blocks_p
+    """What `first_block` and `visit_rest` need of a line: without a block mask, the number of its
+    blocks; with one, of the full tiles, then of the partial ones, the end of their runs, how many
+    there are, and first row and number of blocks of the last."""
+    if walk.full is None:
+        return ((length + HOW.block - 1) // HOW.block,)
+    else:
+        f0 = gl.load(walk.full[0] + line)
+        f1 = gl.load(walk.full[0] + line + 1)
+        p0 = gl.load(walk.partial[0] + line)
+        p1 = gl.load(walk.partial[0] + line + 1)
+        first_f, blocks_f = _stretch(walk.full, f1 - 1, f1 > f0, walk, length, HOW.block)
+        first_p, blocks_p = _stretch(walk.partial, p1 - 1, p1 > p0, walk, length, HOW.block)
+        return f1, f1 - f0, first_f, blocks_f, p1, p1 - p0, first_p, blocks_p
 
 
 @gluon.jit
-def visit_back(
+def first_block(walk, runs, HOW: gl.constexpr):
+    """The first row of the block of a line that is visited first, the last of its kind: of the
+    partial ones, so that no full one is masked in vain; but where blocks may reach past the end, of
+    the full ones, since then only this one does. Of a line with no live tile it is the first
+    block, which the mask empties. `runs`: from `last_runs`."""
+    BLOCK: gl.constexpr = HOW.block
+    if walk.full is None:
+        return gl.maximum(runs[0] - 1, 0) * BLOCK
+    else:
+        first, blocks = gl.where(_from_full(runs, HOW), runs[2], runs[6]), _of_first(runs, HOW)
+        return first + (blocks - 1) * BLOCK
+
+
+@gluon.jit
+def _from_full(runs, HOW: gl.constexpr):
+    if HOW.even:
+        return runs[5] == 0
+    else:
+        return runs[1] > 0
+
+
+@gluon.jit
+def _of_first(runs, HOW: gl.constexpr):
+    """Blocks of the run that the first block belongs to."""
+    blocks = gl.where(_from_full(runs, HOW), runs[3], runs[7])
+    return gl.where((runs[1] > 0) | (runs[5] > 0), blocks, 1)
+
+
+@gluon.jit
+def visit_rest(
     state, given, walk, runs, length,
     BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """`BODY(state, given, row, FIRST, PARTIAL)` on every live block of a line, those of each kind
-    from the last to the first. The first call is apart; it has `PARTIAL`. Partial blocks come
-    first, so that no other is masked in vain; but where blocks may reach past the end, full ones
-    do, since then only the first call has such a block. A line with no live tile gets its first
-    block, which the mask empties. `runs`: of the line, from `last_runs`; nothing where there is no
-    block mask."""
+    """`BODY(state, given, row, PARTIAL)` on every live block of a line but `first_block`, those of
+    each kind from the last to the first, those of the first one's kind first."""
     BLOCK: gl.constexpr = HOW.block
     if walk.full is None:
-        blocks = (length + BLOCK - 1) // BLOCK
-        state = BODY(state, given, (blocks - 1) * BLOCK, True, True, SCORE, MASK, HOW)
-        for i in range(1, blocks):
-            state = BODY(state, given, (blocks - 1 - i) * BLOCK, False, False, SCORE, MASK, HOW)
+        for i in range(1, runs[0]):
+            state = BODY(state, given, (runs[0] - 1 - i) * BLOCK, False, SCORE, MASK, HOW)
     else:
         f1, runs_f, first_f, blocks_f, p1, runs_p, first_p, blocks_p = runs
-        if HOW.even:  # noqa: SIM108
-            from_full = runs_p == 0
-        else:
-            from_full = runs_f > 0
-        first = gl.where(from_full, first_f, first_p)
-        blocks = gl.where(from_full, blocks_f, blocks_p)
-        blocks = gl.where((runs_f > 0) | (runs_p > 0), blocks, 1)
-        state = BODY(state, given, first + (blocks - 1) * BLOCK, True, True, SCORE, MASK, HOW)
+        from_full = _from_full(runs, HOW)
         full = (walk.full, f1, runs_f, first_f, blocks_f, from_full)
         partial = (walk.partial, p1, runs_p, first_p, blocks_p, from_full == 0)
         if HOW.even:
@@ -116,14 +136,14 @@ def _visit_runs(
     state, given, walk, runs, length, PARTIAL: gl.constexpr,
     BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """The part of `visit_back` for full or for partial blocks; `begun`: without the last."""
+    """The part of `visit_rest` for full or for partial blocks; `begun`: without the last."""
     BLOCK: gl.constexpr = HOW.block
     of_kind, end, count, first, blocks, begun = runs
     for r in range(0, count):
         next_first, next_blocks = _stretch(of_kind, end - 2 - r, r + 1 < count, walk, length, BLOCK)
         for i in range(gl.where(begun & (r == 0), 1, 0), blocks):
             row = first + (blocks - 1 - i) * BLOCK
-            state = BODY(state, given, row, False, PARTIAL, SCORE, MASK, HOW)
+            state = BODY(state, given, row, PARTIAL, SCORE, MASK, HOW)
         first, blocks = next_first, next_blocks
     return state
 
@@ -288,6 +308,14 @@ def settle(acc, p, OUTSTANDING: gl.constexpr):
     else:
         a, b, _ = warpgroup_mma_wait(OUTSTANDING, deps=[acc[0], acc[1], p])
         return (a, b)
+
+
+@gluon.jit
+def halves(x):
+    """The left and the right half of the columns, as products of that width."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    a, b = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
+    return gl.convert_layout(a, mma(HALF)), gl.convert_layout(b, mma(HALF))
 
 
 @gluon.jit
