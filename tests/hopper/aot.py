@@ -29,6 +29,7 @@ from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.hopper import plan
+from headway.backends.kernels import first
 
 LENGTH = 384
 
@@ -95,6 +96,7 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
         mock.patch.object(backends, "_CHECKED", ()),
         mock.patch.object(hopper, "unavailable", return_value=""),
         mock.patch.object(plan, "processors", return_value=132),
+        mock.patch.object(first, "side_by_side"),  # which loads what it compiles
     ):
         driver.set_active(_Driver())  # type: ignore[arg-type]
         _call(direction, d, dv, **CALLS[name])

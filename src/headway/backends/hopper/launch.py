@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...types import Forward, Grads, Spec, in_dtype
 from ..base import Call
-from ..kernels import learned
+from ..kernels import first, learned
 from ..kernels.rows import deltas, row_terms
 from .descriptors import aligned
 from .plan import BackwardPlan, ForwardPlan, planned
@@ -24,6 +24,8 @@ def forward(spec: Spec, call: Call) -> Forward:
     top = None
     if lse.numel() and k.shape[2]:
         plan = planned(ForwardPlan, spec, call, (), q, k, v)
+        if plan.untried:
+            first.of_training(plan, spec, call, forward, backward)
         top = new(b, hq, plan.slots) if spec.max_logit else None
         plan.launch(call, q, k, v, out, lse, row_max, top)
     else:
@@ -54,6 +56,8 @@ def backward(
         return Grads(zero(call.q), zero(call.k), zero(call.v), dsink, captured)
 
     plan = planned(BackwardPlan, spec, call, learned.wanted(spec.score, needs), q, k, v, dout)
+    if plan.untried:
+        first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
     delta, lse2, parts = row_terms(out, dout, dlse, lse, plan.q_rows, plan.columns)
     dk, dv_ = plan.new(d), plan.new(dv)
     grads = learned.by_gather(plan.text, captured)

@@ -11,8 +11,18 @@ from torch import Tensor
 from ...mods.derivative import joint
 from ...types import Spec
 from ..base import Call, graphs
+from ..kernels import diagonals, gradients, maths, rows
+from ..kernels.first import hashing, settle
 from ..kernels.plan import BasePlan, Direct, Walks, key_of, remembered
 from ..kernels.varies import variation
+from . import (
+    kernel_backward,
+    kernel_backward_parts,
+    kernel_backward_wide,
+    kernel_forward,
+    pipeline,
+    tile,
+)
 from .config import BACKWARD, FORWARD, ROWS, How, fitting, turns
 from .descriptors import chunks, matrix, numbers
 from .gluon_api import gl
@@ -25,6 +35,11 @@ from .kernel_forward import forward as forward_kernel
 # starts with, from which the loader's share goes to the consumers.
 _SPECIALISED = {"num_warps": 4, "maxnreg": 168}
 _ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
+
+_SOURCES = (
+    maths, diagonals, gradients, rows, pipeline, tile, kernel_forward, kernel_backward_parts,
+    kernel_backward, kernel_backward_wide,
+)  # fmt: skip
 
 P = TypeVar("P", bound="Plan")
 
@@ -41,6 +56,8 @@ class Plan(BasePlan):
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
+        hashing()
+        settle(*_SOURCES)
         half = matrices[0].dtype == torch.bfloat16
         super().__init__(spec, call, wanted, matrices, diagonals=False, rough=half)
         self.index = gl.int32 if self.text.narrow else gl.int64

@@ -6,7 +6,9 @@ tensors of a call. The first launch of a kernel goes through Triton, which compi
 straight to the compiled kernel (`Direct`).
 """
 
+import math
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from ...types import Spec
 from ..base import Call, graphs, split
 from .device import on
 from .emit import Text, functions
+from .first import hashing, rehearsals, settle, write_down
 from .widths import SMALL
 
 TILE = (128, 128)  # of the block masks that backends build
@@ -31,9 +34,10 @@ def remembered(key: tuple, make: Callable[[], T]) -> T:
     """What was made for this key, the last few hundred times that something was."""
     found = _known.get(key)
     if found is None:
-        if len(_known) >= _MOST:
+        found = make()
+        while len(_known) >= _MOST:
             del _known[next(iter(_known))]
-        found = _known[key] = make()
+        _known[key] = found
     return found
 
 
@@ -106,7 +110,13 @@ class BasePlan:
             diagonals and narrow,
         )  # fmt: skip
         self.given = functions(self.text)
+        settle(self.given)
         self.coords = Coords(*at[:4], None, 0, None, 0) if straight else None
+        # Whether Triton has compiled for such calls; their lengths matter by what divides them.
+        mark, lengths = object(), (math.gcd(n, 128) for n in (self.q_len, self.kv_len))
+        like = (BasePlan, type(self), spec, self.text, self.dtype, self.device, self.d, self.dv,
+                *[x.stride(2) for x in matrices], *lengths)  # fmt: skip
+        self.untried = remembered(like, lambda: mark) is mark
         self.tile: tuple[int, int] | None = None
         if spec.tiles is not None:
             self.tile = spec.tiles[2:]
@@ -206,10 +216,14 @@ class Direct:
         for x in seen:
             if x is not None and x.data_ptr() % 16:
                 plain = False
+        if rehearsals and get_ident() in rehearsals:
+            write_down(self.fn, args, self.options)
+            return
         with on(self.device):
             if plain and self.compiled is not None:
                 self.compiled[grid](*args, *self.tail)
                 return
+            hashing().join()
             compiled = self.fn[grid](*args, **self.options)
         if plain and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
             self.compiled = compiled

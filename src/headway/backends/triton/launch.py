@@ -9,8 +9,8 @@ from torch import Tensor
 from ...mods.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
-from ..kernels import learned
-from ..kernels.rows import row_terms
+from ..kernels import first, learned
+from ..kernels.rows import deltas, row_terms
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
 from .plan import Launcher, Plan, planned
@@ -27,6 +27,8 @@ def forward(spec: Spec, call: Call) -> Forward:
     top = None
     if lse.numel():
         plan = planned(spec, call, (), q, k, v)
+        if plan.untried:
+            first.of_training(plan, spec, call, forward, backward)
         launcher = _forward(plan)
         sink = _contiguous(call.sink)
 
@@ -48,15 +50,19 @@ def backward(
     """dq and what the score captures from one kernel, dk and dv from the other; or all from one."""
     q, k, v, dout = _rows(call.q), _rows(call.k), _rows(call.v), _rows(dout)
     lse = lse.contiguous()
-    delta, lse2, _ = row_terms(out, dout, dlse, lse, lse.shape[2], 0)
     b, hq, kv_len, dtype = *q.shape[:2], k.shape[2], torch.float32 if spec.partial else q.dtype
     captured = learned.zeros(call.captured.tensors, needs, q.device)
-    dsink = None if call.sink is None else learned.of_sink(call.sink, lse, delta)
     if not lse.numel() or not kv_len:
         zero = lambda x: torch.zeros(x.shape, dtype=dtype, device=x.device)
+        delta = deltas(out, dout, dlse, lse.shape[2])
+        dsink = None if call.sink is None else learned.of_sink(call.sink, lse, delta)
         return Grads(zero(call.q), zero(call.k), zero(call.v), dsink, captured)
 
     plan = planned(spec, call, learned.wanted(spec.score, needs), q, k, v, dout)
+    if plan.untried:
+        first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
+    delta, lse2, _ = row_terms(out, dout, dlse, lse, lse.shape[2], 0)
+    dsink = None if call.sink is None else learned.of_sink(call.sink, lse, delta)
     new = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device=q.device)
     # Query heads that share a key head work in parallel, and their results are summed here.
     shared = hq != k.shape[1]

@@ -14,8 +14,10 @@ from ...dropout import threshold
 from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
+from ..kernels import diagonals, gradients, maths, rows
+from ..kernels.first import hashing, settle
 from ..kernels.plan import TILE, BasePlan, Direct, Walks, key_of, remembered
-from . import saved, tile
+from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import Config, configs, kind_of, one_pass, pieces
 
 
@@ -31,6 +33,8 @@ class Plan(BasePlan):
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
+        hashing()
+        settle(maths, diagonals, gradients, rows, tile, walk, kernel_forward, kernel_backward)
         q = matrices[0]
         super().__init__(spec, call, wanted, matrices, diagonals=True, rough=rough(q.dtype))
         self.launchers: dict[str, Launcher] = {}

@@ -1,0 +1,132 @@
+"""The first call of a kind: its kernels are compiled side by side.
+
+Triton compiles a kernel when it is first launched, a second or more of one core each, and a forward
+and a backward launch four, one after the other. So the first call of a kind is rehearsed: buffers
+are allocated, and launches only written down. Then every kernel has a thread that compiles it (or
+reads it from Triton's cache) and loads it; Triton's passes, LLVM and the assembler leave Python's
+lock to the others. All threads have ended before the call goes on and launches as ever: what could
+not be compiled is tried again there, and fails with its own error.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from threading import Thread, get_ident
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import cache, driver
+from triton.runtime.errors import OutOfResources
+
+import triton
+
+from ...types import Spec
+from ..base import Call
+from .device import on
+
+# By thread that rehearses: what would compile the kernels of its launches.
+rehearsals: dict[int, list[Callable[[], Any]]] = {}
+_settled: set[str] = set()  # modules
+
+
+def of_training(
+    plan: Any, spec: Spec, call: Call, forward: Callable[..., Any], backward: Callable[..., Any]
+) -> None:
+    """Compile the kernels of a forward and of the backward that will follow, if one will.
+
+    How the gradient of out will lie in memory nobody knows yet: as q does, which is so where
+    modules take heads apart and put them together again. Otherwise the backward compiles its own.
+    """
+    plan.untried = False
+    tensors = call.captured.tensors[: spec.score_tensors]
+    if not any(x is not None and x.requires_grad for x in (*call[:4], *tensors)):
+        return
+
+    def steps() -> None:
+        out, lse, *_ = forward(spec, call)
+        needs = tuple([t.requires_grad and t.is_floating_point() for t in tensors])
+        with suppress(Exception):  # which is the backward's to raise
+            backward(spec, call, out, lse, _like(call.q, call.v.shape[3]), None, needs)
+
+    side_by_side(plan.device, steps)
+
+
+def of_backward(plan: Any, backward: Callable[[], object]) -> None:
+    """Compile the kernels of a backward."""
+    plan.untried = False
+    side_by_side(plan.device, backward)
+
+
+def side_by_side(device: torch.device, steps: Callable[[], object]) -> None:
+    """Compile and load what `steps` launches; nothing runs. Within other steps they are theirs."""
+    if get_ident() in rehearsals or _capturing(device):
+        return
+    kernels = rehearsals[get_ident()] = []
+    try:
+        steps()
+    finally:
+        del rehearsals[get_ident()]
+    if len(kernels) > 1:
+        # What is done once is not done by every thread.
+        driver.active.get_current_target()
+        hashing().join()
+        with ThreadPoolExecutor(len(kernels)) as pool:
+            list(pool.map(lambda make: _ready(device, make), kernels))
+
+
+def write_down(fn: Any, args: tuple, options: dict[str, Any]) -> None:
+    """A launch of the rehearsal; interpreters compile nothing."""
+    if isinstance(fn, triton.JITFunction):
+        make = lambda: fn.warmup(*args, grid=(1, 1, 1), **options)
+        rehearsals[get_ident()].append(make)
+
+
+@lru_cache(maxsize=1)
+def hashing() -> Thread:
+    """A thread that works out Triton's hash of itself, which is part of every key of its cache:
+    half a second in which other things can be done, such as starting the driver."""
+    needed = not triton.knobs.runtime.interpret
+    thread = Thread(target=getattr(cache, "triton_key", int) if needed else int)
+    thread.start()
+    return thread
+
+
+def settle(*modules: ModuleType) -> None:
+    """Let Triton work out the keys of all functions of some modules now, in this order.
+
+    The key of a function holds the constants of what it calls where that has a key already, and
+    else does not: were it left to the order of calls, the kernels of a process would be others than
+    those that an earlier one left in Triton's cache.
+    """
+    for module in modules:
+        if module.__name__ in _settled:
+            continue
+        _settled.add(module.__name__)
+        for fn in list(vars(module).values()):
+            if isinstance(fn, triton.JITFunction) and fn.__module__ == module.__name__:
+                fn.cache_key  # noqa: B018
+
+
+def _ready(device: torch.device, make: Callable[[], Any]) -> None:
+    with on(device):
+        try:
+            compiled = make()
+        except Exception:  # noqa: BLE001  (the launch will raise it again)
+            return
+        with suppress(OutOfResources):  # the launch will find that out, and take a smaller tile
+            compiled[1, 1, 1]  # loads it
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _like(q: Tensor, width: int) -> Tensor:
+    """A gradient of out whose heads lie as q's do."""
+    b, h, length = q.shape[:3]
+    if q.stride(1) < q.stride(2):
+        return q.new_empty(b, length, h, width).transpose(1, 2)
+    return q.new_empty(b, h, length, width)

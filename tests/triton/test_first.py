@@ -1,0 +1,167 @@
+"""The first call of a kind: its kernels are compiled side by side, and launched as ever.
+
+The driver is a stand-in for a GPU's: kernels are compiled for it, and launches are written down.
+"""
+
+import threading
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import headway as hw
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from aot import launching
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
+
+import triton
+from headway.backends.kernels import first, maths, plan
+from headway.backends.triton import kernel_backward, kernel_forward, tile, walk
+
+ALL = ["forward", "row_kernel", "backward_q", "backward_kv"]
+
+
+@pytest.fixture(scope="module")
+def device():
+    with launching("sm_90") as seen:
+        yield seen
+
+
+@pytest.fixture
+def compiled(device, monkeypatch):
+    """Names of the kernels that are compiled, or read from Triton's cache, and by which thread."""
+    plan.clear()
+    device.clear()
+    names: list[tuple[str, int]] = []
+    compile_one = JITFunction._do_compile
+
+    def listen(self, *args, **kwargs):
+        names.append((self.__name__, threading.get_ident()))
+        return compile_one(self, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", listen)
+    for fn in (kernel_forward.forward, first_rows(), *kernels()):
+        fn.device_caches.clear()
+    return names
+
+
+def first_rows():
+    from headway.backends.kernels.rows import row_kernel
+
+    return row_kernel
+
+
+def kernels():
+    return kernel_backward.backward_q, kernel_backward.backward_kv
+
+
+def heads(layout: str = "together") -> torch.Tensor:
+    """(1, 2, 32, 16): heads lie beside each other as modules make them, or one after the other."""
+    x = torch.randn(1, 32, 2, 16, dtype=torch.bfloat16).transpose(1, 2)
+    return x if layout == "together" else x.contiguous()
+
+
+def attend(layout: str = "together", **options) -> torch.Tensor:
+    x = heads(layout).requires_grad_()
+    return hw.attention(x, x, x, mask=hw.causal(), backend="triton", **options)
+
+
+def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compiled):
+    threads = threading.active_count()
+    out = attend()
+    assert sorted(name for name, _ in compiled) == sorted(ALL)
+    assert len({thread for _, thread in compiled} - {threading.get_ident()}) >= 2
+    assert threading.active_count() == threads
+    assert [name for name, _ in device.launches] == ALL[:1]
+    out.backward(heads())
+    assert len(compiled) == 4
+    assert [name for name, _ in device.launches] == ALL
+    assert not first.rehearsals
+
+
+def test_a_gradient_that_lies_otherwise_compiles_the_backward_side_by_side(device, compiled):
+    out = attend()
+    compiled.clear()
+    out.backward(heads("apart"))
+    assert sorted(name for name, _ in compiled) == ["backward_kv", "backward_q"]
+    assert threading.get_ident() not in [thread for _, thread in compiled]
+    assert [name for name, _ in device.launches] == ALL
+
+
+def test_what_is_not_trained_compiles_one_kernel_where_it_is_called(device, compiled):
+    x = heads()
+    hw.attention(x, x, x, mask=hw.causal(), backend="triton")
+    assert compiled == [("forward", threading.get_ident())]
+
+
+def test_calls_that_differ_in_length_alone_are_rehearsed_once(device, compiled, monkeypatch):
+    rehearsed = []
+    monkeypatch.setattr(first, "side_by_side", lambda *given: rehearsed.append(given))
+    for length in (48, 80, 112, 81):
+        x = torch.randn(1, 2, length, 16, dtype=torch.bfloat16, requires_grad=True)
+        hw.attention(x, x, x, backend="triton")
+    assert len(rehearsed) == 2  # 48, 80 and 112 are multiples of 16 alike
+
+
+def test_an_error_of_the_compiler_is_raised_where_the_kernel_is_launched(compiled, monkeypatch):
+    run = JITFunction.run
+
+    def fail(self, *args, **kwargs):
+        if self is kernel_backward.backward_kv:
+            raise ValueError("out of registers")
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", fail)
+    out = attend()
+    with pytest.raises(ValueError, match="out of registers"):
+        out.backward(heads())
+    assert not first.rehearsals
+
+
+def test_a_backward_that_finds_no_memory_does_not_fail_the_forward(device, compiled, monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("headway.backends.triton.launch.row_terms", full)
+    out = attend()
+    assert [name for name, _ in device.launches] == ["forward"]
+    with pytest.raises(torch.OutOfMemoryError):
+        out.backward(heads())
+    assert not first.rehearsals
+
+
+def test_a_tile_that_does_not_fit_is_found_out_at_the_launch(device, compiled, monkeypatch):
+    """Where a kernel is loaded Triton says that shared memory does not suffice."""
+    load = triton.runtime.driver.active.utils.load_binary
+    asked = []
+
+    def little(name, *rest):
+        asked.append(name)
+        if name == "forward" and asked.count(name) < 3:  # the thread's and the launch's
+            raise OutOfResources(2, 1, "shared memory")
+        return load(name, *rest)
+
+    monkeypatch.setattr(triton.runtime.driver.active.utils, "load_binary", little)
+    attend()
+    assert asked.count("forward") == 3
+    assert [name for name, _ in device.launches] == ["forward"]
+
+
+def test_keys_of_kernels_do_not_depend_on_what_a_process_calls_first():
+    """Else what one process compiled another would not find in Triton's cache."""
+    modules = maths, tile, walk, kernel_forward, kernel_backward
+    functions = [fn for m in modules for fn in vars(m).values() if isinstance(fn, JITFunction)]
+
+    def keys(kernels):
+        for fn in functions:
+            fn.hash, fn.used_global_vals = None, {}
+        first._settled.clear()
+        first.settle(*modules)
+        return {fn.__name__: fn.cache_key for fn in kernels}
+
+    both = [kernel_forward.forward, kernel_backward.backward_kv]
+    assert keys(both) == keys(both[::-1])
