@@ -38,6 +38,17 @@ class Spec:
     score_ints: int = 0  # score's; the rest are the mask's
     score_floats: int = 0
 
+    def __hash__(self) -> int:
+        """Worked out once: every call looks its plans up by its spec."""
+        found = self.__dict__.get("hash")
+        if found is None:
+            found = self.__dict__["hash"] = hash(tuple(self.values))
+        return found
+
+    def __reduce__(self) -> tuple:
+        """Without the hash, which is another in another process."""
+        return Spec, tuple(self.values)
+
     @property
     def text(self) -> str:
         """The spec as text; `Spec.parse(spec.text) == spec`."""

@@ -348,7 +348,8 @@ class Language(types.ModuleType):
     permute = staticmethod(lambda x, order: x.permute(order))
     split = staticmethod(lambda x: x.unbind(-1))
     broadcast_to = staticmethod(lambda x, shape: torch.as_tensor(x).broadcast_to(shape))
-    program_id = staticmethod(lambda axis: here.program[axis])
+    program_id = staticmethod(lambda axis: here.program[0][axis])
+    num_programs = staticmethod(lambda axis: here.program[1][axis])
 
     @staticmethod
     def inline_asm_elementwise(asm, constraints, args, **options):
@@ -542,7 +543,7 @@ class Kernel:
         def run(*args, num_warps=4, maxnreg=None, **named):
             for y in range(grid[1]):
                 for x in range(grid[0]):
-                    here.machine, here.all, here.program = Machine(), [], (x, y)
+                    here.machine, here.all, here.program = Machine(), [], ((x, y), grid)
                     here.name, here.groups, here.stores = "launch", [], []
                     self.function(*map(_argument, args), **named)
 

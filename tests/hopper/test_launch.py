@@ -4,6 +4,7 @@ The driver is a stand-in for a GPU's: kernels are compiled for it, and launches 
 """
 
 import sys
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -24,9 +25,10 @@ from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.hopper import plan
-from headway.backends.hopper.descriptors import aligned
+from headway.backends.hopper.descriptors import aligned, followed
 from headway.backends.hopper.gluon_api import TensorDescriptor
 from headway.backends.kernels import plan as plans
+from triton import knobs
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def launches(device, x, **options):
 def same(a, b):
     """Equal but for the tensors that a call allocates, which are new."""
     if isinstance(a, TensorDescriptor):
-        a, b = vars(a) | {"base": None}, vars(b) | {"base": None}
+        a, b = ([getattr(d, f.name) for f in fields(d) if f.name != "base"] for d in (a, b))
     return isinstance(a, torch.Tensor) or a is b or a == b
 
 
@@ -71,16 +73,42 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
     assert again[0][1][0].base is other
     for found in plans._known.values():
         if isinstance(found, plan.ForwardPlan):
-            assert [fields["base"] for fields in found.q.fields if fields] == [None]
+            assert not any(hasattr(kind, "base") for kind in found.q.kinds)
 
 
 def test_what_the_copy_engine_cannot_read_is_copied():
     x = torch.randn(2, 3, 50, 72)
     for y in (x, x[..., :68], x.transpose(1, 2)):  # whole rows, steps of 16 bytes
-        assert aligned(y) is y
+        assert followed(aligned(y)) is y
     odd = torch.randn(x.numel() + 1)[1:].view(x.shape)
     for y in (odd, x[..., 1:], x[..., ::2], x[:, :1].expand(2, 3, 50, 72), x.mT):
-        copy = aligned(y)
+        copy = followed(aligned(y))
         assert torch.equal(copy, y)
         assert copy.data_ptr() % 16 == 0
         assert all(step * 4 % 16 == 0 for step in copy.stride()[:3])
+
+
+def test_a_mask_is_worked_out_again_when_what_it_captures_is_written_to(device):
+    x, ids = torch.randn(1, 2, 256, 64).bfloat16(), torch.zeros(256, dtype=torch.int64)
+    full = []
+    for cut in (256, 128, 128):  # one document, two, and the same two
+        if cut == 128 and not ids.any():
+            ids[cut:] = 1
+        launched, _ = launches(device, x, mask=lambda b, h, i, j: ids[i] == ids[j])
+        full += [next(a for a in launched[0][1] if isinstance(a, plans.Walk)).full]
+    assert [runs[2].tolist() for runs in full] == [[2, 2], [1, 1], [1, 1]]
+    assert full[1] is full[2]
+
+
+def test_hooks_of_a_profiler_see_direct_launches(device):
+    x = torch.randn(1, 2, 256, 64).bfloat16()
+    launches(device, x)
+    names = []
+    knobs.runtime.launch_enter_hook.add(hook := lambda metadata: names.append(metadata.get()))
+    try:
+        launched, through = launches(device, x)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert through == 0
+    assert [given["name"] for given in names] == [name for name, _ in launched]
+    assert len(names) == 4

@@ -59,6 +59,8 @@ class _Driver:
     def launcher_cls(self, src, metadata):
         def launch(x, y, z, stream, function, packed, launch_metadata, enter, exit, *arguments):
             Launched.now.launches.append((metadata.name, arguments))
+            if enter is not None:
+                enter(launch_metadata)
 
         return launch
 

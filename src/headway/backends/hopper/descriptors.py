@@ -1,7 +1,6 @@
 """What the copy engine is told of a tensor: where it lies, and the tiles that it is copied by."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,22 +18,24 @@ class Operand:
 
     def __init__(self, make: Callable[[Tensor], Sequence[TensorDescriptor | None]]) -> None:
         self.make = make
-        self.fields: list[dict[str, Any] | None] = []
+        self.kinds: list[type | None] = []
 
     def __call__(self, x: Tensor) -> list[TensorDescriptor | None]:
         """The descriptors of `x`, which has the shape and strides of the first one."""
-        if not self.fields:
-            self.fields = [d if d is None else vars(d) | {"base": None} for d in self.make(x)]
-        found: list[TensorDescriptor | None] = []
-        for fields in self.fields:
-            if fields is None:
-                found.append(None)
-                continue
-            desc = object.__new__(TensorDescriptor)
-            desc.__dict__.update(fields)
-            desc.base = x
-            found.append(desc)
-        return found
+        if not self.kinds:
+            self.kinds = [None if d is None else _alike(d) for d in self.make(x)]
+        return [kind and kind(x) for kind in self.kinds]
+
+
+def _alike(d: TensorDescriptor) -> type:
+    """The descriptors that are `d`, but of a tensor that is told: what they share is the class's,
+    and making one is a single assignment."""
+
+    def of(self: Any, base: Tensor) -> None:
+        self.base = base
+
+    fields = {name: value for name, value in vars(d).items() if name != "base"}
+    return type("TensorDescriptor", (TensorDescriptor,), fields | {"__init__": of})
 
 
 def matrix(rows: int, widths: tuple[int, ...]) -> Operand:
@@ -79,15 +80,24 @@ def chunks(rows: int, more: int = 0) -> Operand:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """As the copy engine needs it: rows of adjacent numbers, 16-byte steps, nothing expanded."""
-    if x.data_ptr() % 16 == 0 and _fits(x.shape, x.stride(), x.element_size()):
-        return x
+    """At an address that the copy engine can begin at."""
+    return x if x.data_ptr() % 16 == 0 else _copied(x)
+
+
+def fits(x: Tensor) -> bool:
+    """Whether the strides are such as the copy engine can follow: rows of adjacent numbers,
+    16-byte steps, nothing expanded."""
+    pairs = zip(x.shape[:3], x.stride()[:3], strict=True)
+    steps = [s * x.element_size() for n, s in pairs if n > 1]
+    return x.stride(3) == 1 and all(s > 0 and s % 16 == 0 for s in steps)
+
+
+def followed(x: Tensor) -> Tensor:
+    """With strides that it can follow."""
+    return x if fits(x) else _copied(x)
+
+
+def _copied(x: Tensor) -> Tensor:
     (*lead, d), whole = x.shape, 16 // x.element_size()
     copy = torch.empty((*lead, -(-d // whole) * whole), dtype=x.dtype, device=x.device)[..., :d]
     return copy.copy_(x)
-
-
-@lru_cache(maxsize=1024)
-def _fits(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> bool:
-    pairs = zip(shape[:3], strides[:3], strict=True)
-    return strides[3] == 1 and all(n == 1 or (s > 0 and s * itemsize % 16 == 0) for n, s in pairs)

@@ -71,7 +71,7 @@ _NUMBERS = gl.constexpr(14)  # of a rank: see `tell`
 def forward(
     q0, q1, k0, k1, v0, v1, out0, out1,  # descriptors of pieces; no out where `wide_out` is given
     wide_out, lse, row_max, top, sink,  # pointers; all but lse may be None
-    counter, total,  # of the ranks: the next one, and how many there are
+    counter, total,  # of the ranks: the next one (0, before and after), and how many there are
     heads, group, q_len, kv_len, dv, scale, coords, walk,
     score_tensors, mask_tensors, score_numbers, mask_numbers,  # what the functions capture
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,  # HOW: `config.How`
@@ -144,6 +144,8 @@ def load(q, k, v, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
         kv_at = load_block(kv_at, given, row, True, None, None, HOW)
         kv_at = visit_rest(kv_at, given, walk, runs, kv_len, load_block, None, None, HOW)
         rank = gl.atomic_add(counter, 1)
+    # Every CTA takes one rank too many. Whose is the last leaves 0 for the next launch.
+    gl.store(counter, 0, mask=rank == total + gl.num_programs(0) - 1)
     tell(work_at, work_smem, work_ring, _ghost(walk, q_len))
     q_at = load_queries(q_at, q, q_smem, q_ring, 0, 0, q_len, HOW)
     load_keys(kv_at[0], to, 0, 0, 0, HOW)

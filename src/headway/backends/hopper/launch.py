@@ -8,6 +8,7 @@ from torch import Tensor
 from ...types import Forward, Grads, Spec, in_dtype
 from ..base import Call
 from ..kernels import first, learned
+from ..kernels.plan import nothing
 from ..kernels.rows import deltas, row_terms
 from .descriptors import aligned
 from .plan import BackwardPlan, ForwardPlan, planned
@@ -15,28 +16,29 @@ from .plan import BackwardPlan, ForwardPlan, planned
 
 def forward(spec: Spec, call: Call) -> Forward:
     """One kernel; and where the largest logit is wanted, the maximum over its tiles."""
-    q, k, v = aligned(call.q), aligned(call.k), aligned(call.v)
+    q, k, v = matrices = [aligned(x) for x in call[:3]]
     b, hq, q_len, _ = q.shape
-    new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=q.device)
+    new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
     out = new(b, hq, q_len, v.shape[3], dtype=torch.float32 if spec.partial else q.dtype)
     lse = new(b, hq, q_len)
     row_max = new(b, hq, q_len) if spec.row_max else None
     top = None
     if lse.numel() and k.shape[2]:
-        plan = planned(ForwardPlan, spec, call, (), q, k, v)
+        plan = planned(ForwardPlan, spec, call, (), *matrices)
         if plan.untried:
             first.of_training(plan, spec, call, forward, backward)
         top = new(b, hq, plan.slots) if spec.max_logit else None
-        plan.launch(call, q, k, v, out, lse, row_max, top)
+        plan.launch(call, *plan.follow(matrices), out, lse, row_max, top)
     else:
         out.zero_()
         lse.copy_(lse.new_full((), -math.inf) if call.sink is None else call.sink.float()[:, None])
         if row_max is not None:
             row_max.fill_(-math.inf)
-    max_logit = new(0)
+    none = nothing(q.device)
+    max_logit = none
     if spec.max_logit:
         max_logit = new(b, hq).fill_(-math.inf) if top is None else top.amax(-1)
-    return Forward(out, lse, max_logit, new(0) if row_max is None else row_max)
+    return Forward(out, lse, max_logit, none if row_max is None else row_max)
 
 
 def backward(
@@ -45,7 +47,7 @@ def backward(
 ) -> Grads:  # fmt: skip
     """One kernel for all gradients; before it one over the rows of out and dout, and after it one
     that puts dq in order."""
-    q, k, v, dout = aligned(call.q), aligned(call.k), aligned(call.v), aligned(dout)
+    q, k, v, dout = matrices = [aligned(x) for x in (*call[:3], dout)]
     (q_len, d), (hk, kv_len), dv = q.shape[2:], k.shape[1:3], v.shape[3]
     dtype = torch.float32 if spec.partial else q.dtype
     captured = learned.zeros(call.captured.tensors, needs, q.device)
@@ -55,14 +57,14 @@ def backward(
         dsink = None if call.sink is None else learned.of_sink(call.sink, lse, delta)
         return Grads(zero(call.q), zero(call.k), zero(call.v), dsink, captured)
 
-    plan = planned(BackwardPlan, spec, call, learned.wanted(spec.score, needs), q, k, v, dout)
+    plan = planned(BackwardPlan, spec, call, learned.wanted(spec.score, needs), *matrices)
     if plan.untried:
         first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
     delta, lse2, parts = row_terms(out, dout, dlse, lse, plan.q_rows, plan.columns)
     dk, dv_ = plan.new(d), plan.new(dv)
     grads = learned.by_gather(plan.text, captured)
-    plan.launch(call, q, k, v, dout, lse2, delta, parts, dk, dv_, grads)
-    dq = torch.empty(q.shape, dtype=dtype, device=q.device)
+    plan.launch(call, *plan.follow(matrices), lse2, delta, parts, dk, dv_, grads)
+    dq = torch.empty(*q.shape, dtype=dtype, device=q.device)
     plan.put_in_order(parts, dq)
     if plan.heads > hk:
         dk, dv_ = (x.unflatten(1, (hk, plan.heads // hk)).sum(2) for x in (dk, dv_))

@@ -12,6 +12,7 @@ from ...mods.derivative import joint
 from ...types import Spec
 from ..base import Call, graphs
 from ..kernels import diagonals, gradients, maths, rows
+from ..kernels.device import elsewhere
 from ..kernels.first import hashing, settle
 from ..kernels.plan import BasePlan, Direct, Walks, key_of, remembered
 from ..kernels.varies import variation
@@ -24,7 +25,7 @@ from . import (
     tile,
 )
 from .config import BACKWARD, FORWARD, ROWS, How, fitting, turns
-from .descriptors import chunks, matrix, numbers
+from .descriptors import chunks, fits, followed, matrix, numbers
 from .gluon_api import gl
 from .kernel_backward import backward as backward_kernel
 from .kernel_backward_parts import finish
@@ -59,6 +60,7 @@ class Plan(BasePlan):
         hashing()
         settle(*_SOURCES)
         half = matrices[0].dtype == torch.bfloat16
+        self.fits = all(map(fits, matrices))
         super().__init__(spec, call, wanted, matrices, diagonals=False, rough=half)
         self.index = gl.int32 if self.text.narrow else gl.int64
         self.alike = self.tiles(call)[2] == 1  # the mask is one for all heads
@@ -69,6 +71,10 @@ class Plan(BasePlan):
             if graph is not None
             for _, node in graph.gathers
         )
+
+    def follow(self, matrices: list[Tensor]) -> list[Tensor]:
+        """The matrices as the copy engine can read them."""
+        return matrices if self.fits else list(map(followed, matrices))
 
     def near(self, heads: int, ranks: int) -> int:
         """Heads that take turns, of `heads` with so many ranks each."""
@@ -117,8 +123,6 @@ class ForwardPlan(Plan):
         """Write out and lse, and row_max and the largest logits of all slots where they are."""
         coords, captured, seen = self.per_call(call)
         sink = None if call.sink is None else call.sink.contiguous()
-        # The next rank to take.
-        counter = torch.zeros(1, dtype=torch.int32, device=self.device)
         padded, wide, described = out, None, (None, None)
         if self.spare:
             padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
@@ -128,10 +132,10 @@ class ForwardPlan(Plan):
             described = self.out(padded)
         pointers = wide, lse, row_max, top, sink
         args = (
-            *self.q(q), *self.k(k), *self.v(v), *described, *pointers, counter, *self.numbers,
-            coords, self.walks(call), *captured,
+            *self.q(q), *self.k(k), *self.v(v), *described, *pointers, zero(self.device),
+            *self.numbers, coords, self.walks(call), *captured,
         )  # fmt: skip
-        self.kernel(self.grid, args, (*pointers, *seen))
+        self.kernel(self.grid, args, (sink, *seen))
         if padded is not out:
             out.copy_(padded)
 
@@ -186,7 +190,7 @@ class BackwardPlan(Plan):
         dtype = torch.float32 if self.wide else self.dtype
         columns = width if self.wide else -(-width // 8) * 8
         shape = self.b, self.heads, self.kv_len, columns
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.empty(*shape, dtype=dtype, device=self.device)
 
     def launch(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor,
@@ -206,15 +210,45 @@ class BackwardPlan(Plan):
             *self.delta(delta), *self.parts(parts), *to, grads, *self.numbers, coords,
             self.walks(call), *captured,
         )  # fmt: skip
-        self.kernel(self.grid, args, (*to[3:], *grads, *seen))
+        self.kernel(self.grid, args, seen)
 
     def put_in_order(self, parts: Tensor, dq: Tensor) -> None:
         """dq from its parts."""
         args = parts, dq, self.spec.scale, self.q_len, self.q_rows, self.d
-        self.finish(self.finish_grid, args, (parts, dq))
+        self.finish(self.finish_grid, args, ())
 
 
 @lru_cache
 def processors(device: torch.device) -> int:
     """CTAs that run at once: each takes the shared memory of a multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_zeros: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_STREAMS = 1024
+
+
+def zero(device: torch.device) -> Tensor:
+    """An int32 that is 0, for a kernel that leaves it at 0: the same for all launches of a stream,
+    which follow one another. A CUDA graph, which may be replayed in any stream, has its own."""
+    if device.type != "cuda" or elsewhere(device) or torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    found = _zeros.get(key)
+    if found is None:
+        free = _free(device)
+        if not free:
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        found = _zeros[key] = free.pop()
+    return found
+
+
+@lru_cache
+def _free(device: torch.device) -> list[Tensor]:
+    """A number for each of many streams, 128 bytes apart. They are allocated at once, and early
+    (when the first use of a card is checked), since a stream may make its first launch where
+    nothing that is allocated may stay."""
+    with torch.inference_mode(False):
+        found = torch.zeros(_STREAMS, 32, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device).synchronize()  # the numbers are for other streams too
+    return [row[:1] for row in found]

@@ -8,17 +8,21 @@ straight to the compiled kernel (`Direct`).
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
+
+from triton import knobs
 
 from ...blocks import Tiles, cached_build
 from ...types import Coords as Places
 from ...types import Spec
 from ..base import Call, graphs, split
-from .device import on
+from .device import elsewhere, on
 from .emit import Text, functions
 from .first import hashing, rehearsals, settle, write_down
 from .widths import SMALL
@@ -48,12 +52,28 @@ def clear() -> None:
 
 def key_of(spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]) -> tuple:
     """The kind of a call; `matrices` are q, k, v and, for a backward, dout."""
-    at, tensors = call.coords, call.captured.tensors
-    return (
-        spec, wanted, at[:4], *[None if p is None else p.shape for p in at[4:]],
-        *[(x.shape, x.stride()) for x in matrices], matrices[0].dtype, matrices[0].device,
-        tuple(call.captured.ints), *[(t.shape, t.stride(), t.dtype) for t in tensors],
-    )  # fmt: skip
+    at, (tensors, ints, _) = call.coords, call.captured
+    if not straight(at):
+        at = (at[:4], *[None if p is None else p.shape for p in at[4:]])
+    key = [spec, wanted, at, matrices[0].dtype, matrices[0].device, *ints]
+    for x in matrices:
+        key += x.shape, x.stride()
+    for t in tensors:
+        key += t.shape, t.stride(), t.dtype
+    return tuple(key)
+
+
+def straight(at: Places) -> bool:
+    """Whether positions follow one another."""
+    return at.q_pos is None and at.kv_pos is None
+
+
+@lru_cache
+def nothing(device: torch.device) -> Tensor:
+    """An empty tensor, for results that were not asked for: one for all calls, since none can be
+    written to."""
+    with torch.inference_mode(False):
+        return torch.empty(0, device=device)
 
 
 # -- what kernels are given -----------------------------------------------------------------------
@@ -101,17 +121,16 @@ class BasePlan:
         (self.b, self.hq, self.q_len, self.d), (self.hk, self.kv_len) = q.shape, k.shape[1:3]
         self.dv, self.spec, self.dtype, self.device = v.shape[3], spec, q.dtype, q.device
         self.mask = graphs(spec)[1]
-        at = call.coords
-        straight = at.q_pos is None and at.kv_pos is None
-        narrow = straight and _narrow(at, q, k, call.captured.ints)
+        at, in_line = call.coords, straight(call.coords)
+        narrow = in_line and _narrow(at, q, k, call.captured.ints)
         far = tuple(map(_far, call.captured.tensors))
         self.text = Text(
-            spec.score, spec.mask, wanted, narrow, diagonals and straight, far, rough,
+            spec.score, spec.mask, wanted, narrow, diagonals and in_line, far, rough,
             diagonals and narrow,
         )  # fmt: skip
         self.given = functions(self.text)
         settle(self.given)
-        self.coords = Coords(*at[:4], None, 0, None, 0) if straight else None
+        self.coords = Coords(*at[:4], None, 0, None, 0) if in_line else None
         # Whether Triton has compiled for such calls; their lengths matter by what divides them.
         mark, lengths = object(), (math.gcd(n, 128) for n in (self.q_len, self.kv_len))
         like = (BasePlan, type(self), spec, self.text, self.dtype, self.device, self.d, self.dv,
@@ -122,6 +141,10 @@ class BasePlan:
             self.tile = spec.tiles[2:]
         elif self.mask is not None and min(self.b, self.hq, self.q_len, self.kv_len):
             self.tile = TILE
+        self.counts = spec.score_tensors, spec.score_ints, spec.score_floats
+        # Nothing that is no part of the kind tells one mask from another.
+        _, (tensors, _, floats) = split(spec, call.captured)
+        self.steady = in_line and spec.tiles is None and not tensors and not floats
 
     def function(self, name: str) -> Any:
         """One of the generated functions; None where the call has none."""
@@ -141,16 +164,21 @@ class BasePlan:
     def per_call(self, call: Call) -> tuple[Coords, tuple, list[Tensor]]:
         """Where a call stands, what its score and mask capture (tensors of both, then numbers of
         both), and the tensors among all of this."""
-        coords, seen = self.coords, call.captured.tensors
+        coords, (tensors, ints, floats) = self.coords, call.captured
+        seen = tensors
         if coords is None:
             at = call.coords
             q_pos, kv_pos = (_positions(p) for p in at[4:])
             coords = Coords(*at[:4], q_pos, _batch_stride(q_pos), kv_pos, _batch_stride(kv_pos))
             seen = [*seen, *(p for p in (q_pos, kv_pos) if p is not None)]
-        of_score, of_mask = split(self.spec, call.captured)
+        t, n, x = self.counts
+        of_score, of_mask = (), ()
+        if tensors:
+            of_score, of_mask = (
+                _with_sizes(some, self.device) for some in (tensors[:t], tensors[t:])
+            )
         captured = (
-            _with_sizes(of_score.tensors, self.device), _with_sizes(of_mask.tensors, self.device),
-            (*of_score.ints, *of_score.floats), (*of_mask.ints, *of_mask.floats),
+            of_score, of_mask, (*ints[:n], *floats[:x]), (*ints[n:], *floats[x:])
         )  # fmt: skip
         return coords, captured, seen
 
@@ -176,8 +204,10 @@ class Walks:
 
     def __call__(self, call: Call) -> Walk:
         """The walk for a call, made once for the tiles of a block mask."""
-        tiles, b, h = self.plan.tiles(call)
         known, walk = self.made
+        if known is not None and self.plan.steady:
+            return walk
+        tiles, b, h = self.plan.tiles(call)
         if tiles is None or (known is not None and _same(tiles, known)):
             return walk
         full, partial, order = (
@@ -198,19 +228,25 @@ class Walks:
 
 class Direct:
     """A kernel for calls of one kind: launched through Triton, which compiles, and after that
-    directly (`compiled[grid](*arguments)`, the same in Triton 3.6 to 3.9), since for calls of one
-    kind Triton would choose the same.
+    directly (`CompiledKernel.run`, the same in Triton 3.6 to 3.9), since for calls of one kind
+    Triton would choose the same.
 
     - `options`: the kernel's last parameters by name, which are constants, and Triton's own.
     """
 
     def __init__(self, fn: Any, device: torch.device, options: dict[str, Any]) -> None:
         self.fn, self.device, self.options = fn, device, options
+        self.index = device.index or 0
         self.tail = tuple(options[p] for p in fn.arg_names if p in options)
         self.compiled: Any = None
+        self.run: Any = None
 
     def __call__(self, grid: tuple[int, int, int], args: tuple, seen: Sequence[Any]) -> None:
-        """Launch; `seen` are the tensors whose alignment the kernel depends on, or None."""
+        """Launch; `seen` are the tensors, or None, that might lie at no multiple of 16, as what
+        was allocated for this call cannot."""
+        if elsewhere(self.device):
+            with on(self.device):
+                return self(grid, args, seen)
         # Triton's choice depends on whether pointers are multiples of 16: here all are.
         plain = True
         for x in seen:
@@ -218,15 +254,24 @@ class Direct:
                 plain = False
         if rehearsals and get_ident() in rehearsals:
             write_down(self.fn, args, self.options)
-            return
-        with on(self.device):
-            if plain and self.compiled is not None:
-                self.compiled[grid](*args, *self.tail)
-                return
+        elif not plain or self.compiled is None:
             hashing().join()
             compiled = self.fn[grid](*args, **self.options)
-        if plain and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-            self.compiled = compiled
+            if plain and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+                self.run = compiled.run
+                self.stream = driver.active.get_current_stream  # type: ignore[attr-defined]
+                self.given = compiled.function, compiled.packed_metadata, None, None, None
+                self.compiled = compiled  # last: other threads may be here
+        elif watched():
+            self.compiled[grid](*args, *self.tail)
+        else:
+            self.run(*grid, self.stream(self.index), *self.given, *args, *self.tail)
+
+
+def watched() -> bool:
+    """Whether a profiler has hooks in Triton's launches."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 # -- details --------------------------------------------------------------------------------------

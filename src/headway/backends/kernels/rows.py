@@ -36,9 +36,8 @@ def row_terms(
 
     **Returns:** (b, hq, rows) twice, and (b, hq, rows, columns), all float32.
     """
-    new = lambda *shape: torch.empty(
-        *out.shape[:2], rows, *shape, dtype=torch.float32, device=out.device
-    )
+    b, heads = out.shape[:2]
+    new = lambda *shape: torch.empty(b, heads, rows, *shape, dtype=torch.float32, device=out.device)
     delta, lse2, nothing = new(), new(), new(columns)
     _run(out, dout, dlse, delta, lse, lse2, nothing)
     return delta, lse2, nothing
@@ -61,10 +60,9 @@ def _run(
         dlse = dlse.contiguous()
     if lse is not None:
         lse = lse.contiguous()
-    given = out, dout, dlse, delta, lse, lse2, nothing
-    kernel(
-        (-(-rows // _BLOCK), b * heads, 1), (*given, strides, heads, q_len, rows, width), given
-    )  # fmt: skip
+    grid = -(-rows // _BLOCK), b * heads, 1
+    sizes = strides, heads, q_len, rows, width
+    kernel(grid, (out, dout, dlse, delta, lse, lse2, nothing, *sizes), (out, dout, dlse, lse))
 
 
 def _kernel(width: int, columns: int, device: torch.device) -> Direct:

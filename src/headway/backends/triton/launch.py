@@ -10,6 +10,7 @@ from ...mods.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
 from ..kernels import first, learned
+from ..kernels.plan import nothing
 from ..kernels.rows import deltas, row_terms
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
@@ -20,7 +21,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     """One kernel; and where the largest logit is wanted, the maximum over its programs."""
     q, k, v = _rows(call.q), _rows(call.k), _rows(call.v)
     b, hq, q_len, _ = q.shape
-    new = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=q.device)
+    new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
     out = new(b, hq, q_len, v.shape[3], dtype=torch.float32 if spec.partial else q.dtype)
     lse = new(b, hq, q_len)
     row_max = new(b, hq, q_len) if spec.row_max else None
@@ -37,10 +38,11 @@ def forward(spec: Spec, call: Call) -> Forward:
             return q, k, v, out, lse, row_max, top, sink
 
         top = launcher(call, tensors)[6]
-    max_logit = new(0)
+    none = nothing(q.device)
+    max_logit = none
     if spec.max_logit:
         max_logit = new(b, hq).fill_(-math.inf) if top is None else top.amax(-1)
-    return Forward(out, lse, max_logit, new(0) if row_max is None else row_max)
+    return Forward(out, lse, max_logit, none if row_max is None else row_max)
 
 
 def backward(
@@ -63,7 +65,7 @@ def backward(
         first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
     delta, lse2, _ = row_terms(out, dout, dlse, lse, lse.shape[2], 0)
     dsink = None if call.sink is None else learned.of_sink(call.sink, lse, delta)
-    new = lambda *shape, dtype=dtype: torch.empty(shape, dtype=dtype, device=q.device)
+    new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device=q.device)
     # Query heads that share a key head work in parallel, and their results are summed here.
     shared = hq != k.shape[1]
     dk, dv = (
