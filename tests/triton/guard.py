@@ -26,7 +26,7 @@ def guarded() -> Iterator[None]:
         made.append(whole)
         return whole[BAND : BAND + size].fill_(fill).view(shape)
 
-    def empty(shape, *, dtype, device):
+    def empty(*shape, dtype, device):
         return allocate(shape, float("nan"), dtype, device)
 
     def zeros(shape, *, dtype, device):
