@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .arguments import (
+    DTYPES,
     check_block_mask,
     check_captured,
     check_dtype,
@@ -30,7 +31,7 @@ from .backends import choose
 from .backends.base import Call, Kind, kind_of
 from .blocks import BlockMask, cached_build
 from .errors import ArgumentError, CapturedIndexError, HeadwayError
-from .mods import Captured, captured_of, describe, lower, lower_mod, take_apart
+from .mods import Captured, captured_of, causal, describe, lower, lower_mod, take_apart
 from .mods.base import MaskFn, Mod, ScoreFn
 from .mods.constants import brought
 from .mods.lowering import Lowered
@@ -82,6 +83,10 @@ def attention(
 
     (Vaswani et al. 2017, arXiv 1706.03762; computed as in Dao et al. 2022, arXiv 2205.14135)
     """
+    if score is None and sink is None:
+        out = _plain(q, k, v, mask, scale, dropout, backend)
+        if out is not None:
+            return out
     return _run(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, False)
 
 
@@ -151,6 +156,27 @@ def block_mask(
     except CapturedIndexError as error:
         raise _with_place(error, mask) from None
     return BlockMask(mask, (mask_b, mask_h, q_len, kv_len), tuple(tile), tiles)
+
+
+def _plain(
+    q: Any, k: Any, v: Any, mask: Any, scale: Any, dropout: Any, backend: Any
+) -> Tensor | None:
+    """The call that is made most, with as little around the kernel as there can be, and as few
+    things for `torch.compile` to guard: `causal()` or no mask, on the CPU. None for any other, and
+    for what `_run` refuses."""
+    if mask is not None and (type(mask) is not causal or mask.offset != 0):
+        return None
+    if dropout != 0 or type(dropout) is not float or (backend != "auto" and backend != "cpu"):
+        return None
+    if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu):
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        q, k, v = _autocast(q, k, v)
+    check_tensors(q, k, v)
+    if q.dtype not in DTYPES:
+        return None
+    scale = None if scale is None else scale_of(scale)
+    return ops.plain(q, k, v, mask is not None, scale)
 
 
 def _run(

@@ -89,7 +89,8 @@ def scale_of(scale: Any) -> float:
             "scale is a tensor; pass a number, or multiply q by the tensor and pass scale=1.0, "
             "which lets it learn"
         )
-    if not isinstance(scale, _NUMBER) or not math.isfinite(scale):
+    # No math.isfinite: under torch.compile the number may be a symbol.
+    if not isinstance(scale, _NUMBER) or not -math.inf < scale < math.inf:
         raise ArgumentError(f"scale={scale!r} must be a finite number, or None for 1/sqrt(d)")
     return fixed(scale)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .backends import get
+from .backends import cpu, get
 from .backends.base import Call
 from .blocks import Tiles
 from .errors import BackendRefused
@@ -265,14 +265,21 @@ def _watched(*tensors: Tensor | None) -> bool:
 def _seen(*tensors: Tensor | None) -> bool:
     """`_watched`, less compilers."""
     return (
+        _seen_by_modes()
+        or tensors[0].is_meta  # type: ignore[union-attr]
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def _seen_by_modes() -> bool:
+    """`_seen`, whatever the tensors."""
+    return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
         or torch._C._is_tracing()
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
-        or tensors[0].is_meta  # type: ignore[union-attr]
-        or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
@@ -357,6 +364,18 @@ def output(spec: Spec, call: Call) -> Tensor:
         return attention(spec, call).out
     if out.requires_grad and not compiling:
         register_flops()  # a counter may be there for the backward alone
+    return out
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor | None:
+    """`output` of a call without score, sink and dropout, causal or without a mask, on the CPU, by
+    that backend's `plain`; None where that does not do it."""
+    compiling = torch.compiler.is_compiling()
+    if _opaque() if compiling else _seen_by_modes():
+        return None
+    out = cpu.plain(q, k, v, causal, scale, None if compiling else _refuse_twice)
+    if not compiling and out is not None and out.requires_grad:
+        register_flops()
     return out
 
 

@@ -101,6 +101,30 @@ def test_one_block_mask_for_every_batch_and_head(backend):
     )
 
 
+# -- scales ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [None, hw.causal()], ids=["full", "causal"])
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-60])
+def test_scales_that_are_not_above_zero(scale, mask):
+    """PyTorch's kernel scales after it has masked, which makes NaN of -inf."""
+    q, k, v = (torch.randn(1, 2, 20, 8, requires_grad=True) for _ in range(3))
+    dout = torch.randn(1, 2, 20, 8)
+
+    def out(q, k, v, backend="cpu"):
+        return hw.attention(q, k, v, None, mask, scale=scale, backend=backend)
+
+    def stats(q, k, v):
+        return hw.attention_with_stats(q, k, v, None, mask, scale=scale).out
+
+    truth = out(q, k, v, "reference")
+    grads = torch.autograd.grad(truth, (q, k, v), dout)
+    for function in (out, stats, torch.compile(out, backend="eager", fullgraph=True)):
+        found = function(q, k, v)
+        torch.testing.assert_close(found, truth)
+        torch.testing.assert_close(torch.autograd.grad(found, (q, k, v), dout), grads)
+
+
 # -- memory around the tensors --------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ def backward(
     return tiled.backward(spec, call, out, lse, dout, dlse, needs)
 
 
-native = flash.native
+native, plain = flash.native, flash.plain
 
 
 def code(spec: Spec, call: Call) -> str:

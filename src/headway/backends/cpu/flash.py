@@ -6,6 +6,7 @@ exact gradients. Their weak sides are worked around or refused (`suits`):
 
 - NaN in q would come out as 0;
 - a row that sees nothing has lse 0, not -inf;
+- causal, -inf is put in before the scale: times 0 that is NaN, times a negative number inf;
 - half precision is slow without matrix units: there it is computed in float32;
 - the backward is parallel over heads only, and computes delta by itself.
 """
@@ -24,6 +25,7 @@ from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile, in
 from ..base import Call, Hook, delta_of, graphs, split
 from .plan import Segment, index_tensors, pieces
 
+_LEAST_SCALE = 1e-30  # of their causal square; float32 knows what is smaller as 0, or nearly
 # Called by its Python binding, which costs a tenth of a small kernel less than `torch.ops`.
 _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -35,13 +37,11 @@ def suits(spec: Spec, call: Call) -> bool:
 
 
 def _knows(spec: Spec, call: Call) -> bool:
-    q, k, v = call[:3]
-    return (
-        spec.score is None
-        and spec.dropout == 0
-        and q.shape[3] == v.shape[3]
-        and q.numel() > 0 < k.numel()
-    )
+    return spec.score is None and spec.dropout == 0 and _fit(call.q, call.k, call.v)
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.shape[3] == v.shape[3] and q.numel() > 0 < k.numel()
 
 
 def native(spec: Spec, call: Call, hook: Hook) -> Tensor | None:
@@ -50,20 +50,36 @@ def native(spec: Spec, call: Call, hook: Hook) -> Tensor | None:
     causal_square = spec.mask is not None and is_causal(spec, call)
     if not (causal_square or spec.mask is None) or call.sink is not None or spec.partial:
         return None
-    if not _knows(spec, call) or (torch.is_grad_enabled() and _leaves_idle(call.q)):
+    if spec.score is not None or spec.dropout != 0:
         return None
-    q, k, v = _inputs(call.q, call.k, call.v, folded=False)
-    out, lse = _forward(q, k, v, 0.0, causal_square, scale=spec.scale)
+    return plain(call.q, call.k, call.v, causal_square, spec.scale, hook)
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, hook: Hook
+) -> Tensor | None:
+    """`native` of softmax(scale q kᵀ) v, over j <= i where `causal`; `scale` None is 1/sqrt(d).
+    Without a hook it is made for compilers. Most calls come here, so it reads little: that takes
+    time in Python, and Dynamo guards it."""
+    if not _fit(q, k, v):
+        return None
+    if causal and (q.shape[2] != k.shape[2] or (scale is not None and scale < _LEAST_SCALE)):
+        return None
+    if torch.is_grad_enabled() and _leaves_idle(q):
+        return None
+    given = q
+    q, k, v = _inputs(q, k, v, folded=False)
+    out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
     if hook is not None and out.requires_grad:
         out.grad_fn.register_hook(hook)  # type: ignore[union-attr]
-    if torch.compiler.is_compiling():
-        # A row of NaN logits comes out of the kernel as one that sees nothing: 0, with lse 0. Every
-        # row sees the first key: where that logit is NaN, the row is.
+    # A row of NaN logits comes out of the kernel as one that sees nothing: 0, with lse 0.
+    if hook is None:
+        # A compiler cannot look. Every row sees the first key: where that logit is NaN, the row is.
         first = (q.detach() * k.detach()[:, :, :1]).sum(-1, dtype=lse.dtype)
-        out = out + torch.where(first.isnan() & (lse == 0), first, 0.0).to(out.dtype)[..., None]
+        out = out + first.masked_fill(~first.isnan() | (lse != 0), 0).to(out.dtype)[..., None]
     elif lse.count_nonzero().item() < lse.numel() and not math.isfinite(q.sum()):
         return None
-    return out if q is call.q else out.to(call.q.dtype).reshape(call.q.shape)
+    return out if q is given else out.to(given.dtype).reshape(given.shape)
 
 
 def _leaves_idle(q: Tensor) -> bool:
@@ -190,7 +206,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor, T
     dtype = q.dtype
     if dtype.itemsize == 2 and not (dtype == torch.bfloat16 and _has_matrix_units()):
         dtype = torch.float32
-    if q.dtype != dtype or not q.stride(3) == k.stride(3) == v.stride(3) == 1:
+    if q.dtype != dtype or not q.stride()[3] == k.stride()[3] == v.stride()[3] == 1:
         q, k, v = _rows(q, dtype), _rows(k, dtype), _rows(v, dtype)
     (b, hq, q_len, d), (_, hk, kv_len, _) = q.shape, k.shape
     if hq == hk and not folded:
@@ -279,6 +295,7 @@ def is_causal(spec: Spec, call: Call) -> bool:
     return (
         spec.mask is not None
         and call.q.shape[2] == call.k.shape[2]
+        and spec.scale >= _LEAST_SCALE
         and spec.mask == _causal_text()
         and call.captured.ints[spec.score_ints :] == [0]
         and coords.q == coords.kv
