@@ -2,7 +2,7 @@
 
 `python tests/hopper/aot.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
 `registers`, `spills` (bytes stored), `loops` (accesses to local memory inside the loops that
-multiply), `hgmma`, `shared` (bytes), and `serialized`, where the assembler gave up asynchrony.
+multiply), `loop` (instructions of the shortest of these: a block without a mask), `hgmma`, `shared` (bytes), and `serialized`, where the assembler gave up asynchrony.
 
 The real launching code runs on tensors on the CPU, with a driver that only names the target; every
 launch is compiled, and none runs.
@@ -49,6 +49,7 @@ CALLS = {
     "document": {"mask": hw.causal() & hw.document(IDS)},
     "dense": {"mask": lambda b, h, i, j: DENSE[h, i, j]},
     "alibi": {"score": hw.alibi(torch.rand(4)), "mask": hw.causal()},
+    "slanted": {"score": lambda s, b, h, i, j: 1.1 * s + 0.01 * (j - i)},
     "softcap": {"score": hw.softcap(30.0), "mask": hw.causal()},
     "relative": {"score": hw.relative_bias(_table(4, 2 * LENGTH - 1))},
     "rows": {"score": lambda s, b, h, i, j: s + BIAS[h, i, 0]},
@@ -128,11 +129,13 @@ def resources(name: str, made) -> dict:
             get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file, "-o", file.with_suffix(".cubin")
         ).stderr
         sass = _run(tool / "cuobjdump", "--dump-sass", file.with_suffix(".cubin")).stdout
+    loops = _loops(sass)
     return {
         "name": name,
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spills": int(re.search(r"(\d+) bytes spill stores", report)[1]),
-        "loops": _local_in_loops(sass),
+        "loops": sum(bool(re.search(r"\b(LDL|STL)\b", x)) for body in loops for x in body),
+        "loop": min(map(len, loops), default=0),
         "hgmma": len(re.findall(r"\bHGMMA\b", sass)),
         "shared": made.metadata.shared,
         "serialized": len(re.findall(r"C75\d\d", report)),
@@ -146,8 +149,8 @@ def _run(*command) -> subprocess.CompletedProcess:
     return done
 
 
-def _local_in_loops(sass: str) -> int:
-    """Accesses to local memory in the innermost loops that multiply."""
+def _loops(sass: str) -> list[list[str]]:
+    """The instructions of the innermost loops that multiply."""
     lines = [
         (int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]*);", sass)
     ]
@@ -163,8 +166,7 @@ def _local_in_loops(sass: str) -> int:
     multiplies = [a for a, text in lines if "HGMMA" in text]
     loops = [(a, b) for a, b in backward if any(a <= m <= b for m in multiplies)]
     inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
-    local = [a for a, text in lines if re.search(r"\b(LDL|STL)\b", text)]
-    return sum(any(a <= at <= b for a, b in inner) for at in local)
+    return [[text for at, text in lines if a <= at <= b] for a, b in inner]
 
 
 if __name__ == "__main__":

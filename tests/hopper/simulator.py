@@ -331,7 +331,7 @@ class Language(types.ModuleType):
     convert_layout = staticmethod(lambda x, layout: x)
     SliceLayout = staticmethod(lambda *a, **k: None)
     BlockedLayout = SwizzledSharedLayout = NVMMASharedLayout = SliceLayout
-    NVMMADistributedLayout = DotOperandLayout = SliceLayout
+    NVMMADistributedLayout = DotOperandLayout = DistributedLinearLayout = SliceLayout
 
     arange = staticmethod(lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32))
     exp = staticmethod(lambda x: torch.as_tensor(x).exp())

@@ -20,9 +20,11 @@ HERE = Path(__file__).parent
 # Matrix instructions are m64nNk16 for two consumers. Forward: Q k^T before the loops, in each of the
 # two loops (full and partial tiles) with P v, and P v after. Backward: S before, five products in
 # each loop. A few numbers of a CTA that are spilled once and read once cost nothing; none may be
-# read in a loop that multiplies.
+# read in a loop that multiplies. A block has 64 pairs per thread in the forward, 32 in the backward;
+# without a score its `loop` takes 459 and 402 instructions.
 PINS = {
     ("forward", "128/128", "causal"): {"hgmma": 96, "shared": 230104, "spills": 120},
+    ("forward", "128/128", "slanted"): {"hgmma": 64, "shared": 197168, "spills": 60, "loop": 560},
     ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 214896, "spills": 64},
     ("backward", "256/256", "causal"): {
         "registers": 128, "hgmma": 136, "shared": 222812, "spills": 60,
@@ -49,9 +51,9 @@ def report(direction: str, widths: str, *names: str) -> list[dict]:
 @pytest.mark.parametrize(("direction", "widths", "name"), PINS)
 def test_compiles(direction, widths, name):
     (made,) = report(direction, widths, name)
-    pin = {"registers": 168, "serialized": 0, "loops": 0} | PINS[direction, widths, name]
+    pin = {"registers": 168, "serialized": 0, "loops": 0, "loop": 1000} | PINS[direction, widths, name]
     if not version("triton").startswith("3.6."):
         pin |= SINCE.get((direction, widths, name), {})
-    most = {n: pin.pop(n) for n in ("spills", "loops", "serialized")}
+    most = {n: pin.pop(n) for n in ("spills", "loops", "loop", "serialized")}
     assert {n: made[n] for n in pin} == pin
     assert all(made[n] <= limit for n, limit in most.items()), made

@@ -88,7 +88,7 @@ def code(spec: Spec, call: Call) -> str:
     from ..kernels import emit
 
     count = len(call.captured.tensors)
-    return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count))
+    return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count, apart=True))
 
 
 def unavailable(device: str, index: int | None) -> str:

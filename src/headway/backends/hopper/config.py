@@ -73,6 +73,10 @@ class How:
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
     consumer: int = 0  # backward: which one this is compiled for
     largest: bool = False  # keep the largest S, where T is another
+    linear: Any = None  # the generated function of a score that is linear in S (kernels/linear.py)
+    bent: bool = False  # it has an absolute value
+    lone: bool = False  # and nothing else beside S
+    rising: bool = False  # it grows with S, by a factor known to be well above 0
 
     def of(self, consumer: int) -> "How":
         """For one consumer."""

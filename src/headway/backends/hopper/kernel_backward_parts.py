@@ -6,6 +6,7 @@ import triton
 
 from .gluon_api import copy_in, gl, gluon, mbarrier, warpgroup_mma
 from .kernel_forward import ROWS
+from .linear import linear_scores
 from .pipeline import acquire, start, step
 from .tile import LOG2E, bytes_of, fetch, mma, positions, visit
 
@@ -79,17 +80,26 @@ def probabilities(
     h, b = of_head
     i = n + gl.arange(0, HOW.block, layout=cols)
     in_rows = i < q_len
-    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, i, in_rows, HOW.index)[None, :]
-    kv_idx = kv_idx[:, None] + z
+    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, i, in_rows, HOW.index)
+    kv_idx += z
     b_idx = gl.cast(coords.b, HOW.index) + b
     h_idx = gl.cast(coords.h, HOW.index) + h
     if DERIVATIVE is None:
         by = ()
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-    else:
+    elif HOW.linear is None:
         s = s * scale
-        by = DERIVATIVE(s, b_idx, h_idx, q_idx, kv_idx, of_score)
+        by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
         p = gl.exp2(by[0] * LOG2E - lse[None, :])
+    else:
+        first = gl.cast(coords.q, HOW.index) + n
+        t, _, by_key = linear_scores(
+            s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_score, False, False, HOW
+        )
+        p = gl.exp2(t if HOW.lone else t + by_key[:, None])
+        s = s * scale
+        by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
+    q_idx, kv_idx = q_idx[None, :], kv_idx[:, None]
     if PARTIAL and MASK is not None:
         p = gl.where(MASK(b_idx, h_idx, q_idx, kv_idx, of_mask), p, 0.0)
     if not HOW.even:

@@ -30,6 +30,7 @@ from .gluon_api import (
     mbarrier,
     warpgroup_mma_wait,
 )
+from .linear import linear_scores
 from .pipeline import acquire, await_, channel, publish, ready, release, start, step
 from .tile import (
     LN2,
@@ -266,7 +267,7 @@ def consume(
         q_idx = positions(
             coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
         )
-        at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx[:, None], b)
+        at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx, b)
         how_scored = (kv_len, scale, coords, of_score, of_mask, at)
         done = (m, l, largest)
         acc, m, l, largest, p, k_at, v_at = absorb(
@@ -325,6 +326,7 @@ def absorb(
     kv_len, scale, coords, of_score, of_mask, at = how_scored
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
+    SHIFTED: gl.constexpr = HOW.linear is not None and not HOW.lone
     b, h, q_idx, row = at
     s = warpgroup_mma_wait(len(v_smem), deps=[s])
     release(k_ring, k_at)
@@ -335,20 +337,37 @@ def absorb(
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, live, INDEX)
     # Plus 0, which LLVM does not know: or it would keep the distances of all pairs in registers.
     q_idx += (n + kv_len) >> 31
-    t, unit, s = scores(
-        s, scale, b, h, q_idx, kv_idx[None, :], of_score, of_mask,
-        SCORE, MASK if PARTIAL else None, HOW.positive,
-    )  # fmt: skip
+    if HOW.linear is None:
+        t, unit, s = scores(
+            s, scale, b, h, q_idx[:, None], kv_idx[None, :], of_score, of_mask,
+            SCORE, MASK if PARTIAL else None, HOW.positive,
+        )  # fmt: skip
+    else:
+        kv_first = gl.cast(coords.kv, INDEX) + n
+        nothing = gl.full([BLOCK], 0.0, gl.float32, layout=gl.SliceLayout(0, mma(BLOCK)))
+        t, unit, by_row = linear_scores(
+            s, scale, nothing, b, h, q_idx, kv_idx, kv_first, of_score, True, True, HOW
+        )
+        if PARTIAL and MASK is not None:
+            keep = MASK(b, h, q_idx[:, None], kv_idx[None, :], of_mask)
+            t = gl.where(keep, t, float("-inf"))
+        s = s * scale
     if PARTIAL:
         t = gl.where(live[None, :], t, float("-inf"))
     if HOW.largest:  # of S, where T says that the pair is kept
-        seen = gl.where(t == float("-inf"), float("-inf"), s)
+        kept = t + by_row[:, None] if SHIFTED else t
+        seen = gl.where(kept == float("-inf"), float("-inf"), s)
         largest = gl.maximum(largest, gl.max(seen, 1))
     before = m
-    m = gl.maximum(m, gl.max(t, 1) * unit)
+    most = gl.max(t, 1) * unit
+    m = gl.maximum(m, most + by_row if SHIFTED else most)
     # A query that has seen nothing yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
     base = gl.where(m == float("-inf"), 0.0, m)
-    e = gl.exp2(t * unit - base[:, None])
+    less = base
+    if SHIFTED:  # Rounded, it may be less than the largest T: no exponential is to be above 1.
+        less = base - by_row
+        less = gl.where(less < most, most, less)
+    e = gl.exp2(t * unit - less[:, None])
     if FIRST:
         l = gl.sum(e, 1)
         acc = settle(tokens, p, 0)

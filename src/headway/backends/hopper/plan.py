@@ -61,9 +61,14 @@ class Plan(BasePlan):
         settle(*_SOURCES)
         half = matrices[0].dtype == torch.bfloat16
         self.fits = all(map(fits, matrices))
-        super().__init__(spec, call, wanted, matrices, diagonals=False, rough=half)
+        super().__init__(spec, call, wanted, matrices, diagonals=False, rough=half, apart=True)
         self.index = gl.int32 if self.text.narrow else gl.int64
         self.alike = self.tiles(call)[2] == 1  # the mask is one for all heads
+        linear = self.function("linear")
+        self.linear = {} if linear is None else {
+            "linear": linear, "bent": self.given.bent, "lone": self.given.lone,
+            "rising": self.given.rising and spec.scale > 1e-6,
+        }  # fmt: skip
         # Every pair reads a number of its own: registers for as many addresses.
         self.heavy = any(
             variation(graph, node.args[1:]) in ("pairs", "diagonals")
@@ -112,6 +117,7 @@ class ForwardPlan(Plan):
                 even=self.kv_len % block == 0,
                 queries=how.queries,
                 largest=spec.max_logit and spec.score is not None,
+                **self.linear,
             ),
         }  # fmt: skip
         self.kernel = Direct(forward_kernel, self.device, options | _SPECIALISED)
@@ -175,6 +181,7 @@ class BackwardPlan(Plan):
                 how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
                 late=self.heavy,
                 unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
+                **self.linear,
             ),
         }  # fmt: skip
         if alone:

@@ -21,6 +21,7 @@ from functools import lru_cache
 from ...errors import ModError
 from ...mods.derivative import joint
 from ...mods.graph import FLOATS, POSITIONS, Arg, Builder, Graph, Node, parse
+from .linear import Line, Linear, Part, linear
 from .varies import kinds, variation
 from .widths import Widths, as_floats
 
@@ -70,6 +71,7 @@ class Text:
       of what rounding P to bfloat16 does.
     - `bands`: what depends on `kv_idx - q_idx` only is read once per diagonal of a tile; the kernel
       then gives its first positions as `captured[2]` (diagonals.py).
+    - `apart`: a score that is linear in S is also given taken apart (linear.py).
     """
 
     score: str | None
@@ -80,6 +82,7 @@ class Text:
     far: tuple[bool, ...] = ()
     rough: bool = False
     bands: bool = False
+    apart: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -95,6 +98,7 @@ def source(text: Text) -> str:
         parts += _bands(graph, text, far)
         parts.append(_Function("score", graph, text, far).whole())
         parts.append(_Function("derivative", derivative, text, far).whole())
+        parts += _apart(graph, text, far)
         if text.wanted:
             parts += _scatter(graph, text, far)
     if text.mask is not None:
@@ -158,10 +162,45 @@ class _Function:
             offset = at if dim == 0 else f"({offset}) * {table}_size{dim} + {at}"
         return self._text(offset)
 
-    def _text(self, result: str) -> str:
+    def whole_numbers(self, of: tuple[tuple[int, str], ...]) -> str:
+        """The function that returns the sum of some values."""
+        self._body(self.graph.nodes)
+        return self._text(" + ".join(f"({sign}) * {self._arg(a, 'i64')}" for sign, a in of))
+
+    def apart(self, found: Linear) -> str:
+        """The function that returns the parts of a linear score (linear.py): the gain of S; of its
+        straight lines, then of the absolute one, what they are at the pair (q_at, kv_at) and how
+        much they grow with the other side's positions, those of queries if `QUERIES`; the factor
+        of the absolute one; and what else depends on q_idx and on kv_idx. What is not there is
+        -0.0, the number of which compilers know that adding it changes nothing."""
+        self._body(self.graph.nodes)
+        straight = [(n, line) for n, line in enumerate(found.lines) if not line.bent]
+        bent = [(n, line) for n, line in enumerate(found.lines) if line.bent]
+        at = "line{}(0.0, b, h, q_at, kv_at, captured).to(tl.float32)".format
+        grows = "({!r} if QUERIES else {!r})".format
+        parts = [
+            [self._product(p) for p in found.gain],
+            [f"{self._product(line)} * {at(n)}" for n, line in straight],
+            [f"{self._product(line)} * {grows(*map(float, line.slope))}" for _, line in straight],
+            [at(n) for n, line in bent],
+            [grows(*map(float, line.slope)) for _, line in bent],
+            [self._product(line) for _, line in bent],
+            [f"{self._product(p)} * {self._arg(p.value, 'f32')}" for p in found.of_q],
+            [f"{self._product(p)} * {self._arg(p.value, 'f32')}" for p in found.of_kv],
+        ]
+        result = ", ".join(" + ".join(part or ["(-0.0)"]) for part in parts)
+        return self._text(f"({result})", (*POSITIONS, "q_at", "kv_at", "QUERIES: tl.constexpr"))
+
+    def _product(self, part: Part | Line) -> str:
+        factors = ["1.0"] if part.sign > 0 else ["-1.0"]
+        for a, divided in part.by:
+            factors.append(f"(1 / {self._arg(a, 'f32')})" if divided else self._arg(a, "f32"))
+        return " * ".join(factors)
+
+    def _text(self, result: str, args: Sequence[str] = ()) -> str:
         """What the result needs, under the function's head, which takes `captured` apart."""
         lines = self._needed(result)
-        args = (["score"] if self.graph.kind != "mask" else []) + list(POSITIONS)
+        args = args or ((["score"] if self.graph.kind != "mask" else []) + list(POSITIONS))
         head = ["@triton.jit", f"def {self.name}({', '.join(args)}, captured):"]
         tensors, numbers = [], []
         for item in self.graph.tensors:
@@ -337,6 +376,19 @@ def _short_power(base: str, exponent: Arg, dtype: str) -> str | None:
     if isinstance(exponent, str) or exponent != int(exponent) or not 0 <= exponent <= 8:
         return f"tl.sqrt({base})" if exponent == 0.5 and dtype in FLOATS else None
     return " * ".join([base] * int(exponent)) if exponent else f"{base} * 0 + 1"
+
+
+def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
+    """`linear` and what it calls."""
+    found = linear(graph, Widths(graph, text.narrow)) if text.apart else None
+    if found is None:
+        return []
+    parts = [
+        _Function(f"line{n}", graph, text, far).whole_numbers(line.of)
+        for n, line in enumerate(found.lines)
+    ]
+    parts.append(_Function("linear", graph, text, far).apart(found))
+    return [*parts, f"bent, lone, rising = {found.bent}, {found.lone}, {found.rising}\n"]
 
 
 def _diagonal(graph: Graph) -> list[int]:

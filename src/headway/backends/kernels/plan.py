@@ -110,12 +110,12 @@ class BasePlan:
     """Calls of one kind.
 
     - `diagonals`: whether its kernels can read and add up a tile by diagonals.
-    - `rough`: `Text.rough`.
+    - `rough`, `apart`: as in `Text`; the latter where positions are small and consecutive.
     """
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
-        *, diagonals: bool, rough: bool,
+        *, diagonals: bool, rough: bool, apart: bool = False,
     ) -> None:  # fmt: skip
         q, k, v = matrices[:3]
         (self.b, self.hq, self.q_len, self.d), (self.hk, self.kv_len) = q.shape, k.shape[1:3]
@@ -126,7 +126,7 @@ class BasePlan:
         far = tuple(map(_far, call.captured.tensors))
         self.text = Text(
             spec.score, spec.mask, wanted, narrow, diagonals and in_line, far, rough,
-            diagonals and narrow,
+            diagonals and narrow, apart and narrow,
         )  # fmt: skip
         self.given = functions(self.text)
         settle(self.given)

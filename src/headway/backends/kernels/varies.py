@@ -24,6 +24,15 @@ def kinds(graph: Graph) -> dict[str, str]:
     "one": it depends on neither position; "rows": on q_idx; "cols": on kv_idx; "diagonals": on
     `kv_idx - q_idx` only; "pairs": on both otherwise, or on the score.
     """
+    return _walk(graph)[0]
+
+
+def slopes(graph: Graph) -> dict[str, tuple[int, int]]:
+    """By how much the whole numbers that are linear in the positions grow with q_idx and kv_idx."""
+    return _walk(graph)[1]
+
+
+def _walk(graph: Graph) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
     kinds = {"b": "one", "h": "one", "q_idx": "rows", "kv_idx": "cols", "score": "pairs"}
     # Coefficients of (q_idx, kv_idx) of what is linear in them, up to terms that do not vary.
     linear = {"b": (0, 0), "h": (0, 0), "q_idx": (1, 0), "kv_idx": (0, 1)}
@@ -49,7 +58,7 @@ def kinds(graph: Graph) -> dict[str, str]:
             kinds[name] = _kind_of(of)
         elif kinds[name] == "one":
             linear[name] = (0, 0)
-    return kinds
+    return kinds, linear
 
 
 def _slope(op: str, args: Sequence[Arg], slopes: list) -> tuple[int, int] | None:

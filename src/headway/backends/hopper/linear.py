@@ -1,0 +1,84 @@
+"""Scores that are linear in S (kernels/linear.py), of a tile that a product left in registers.
+
+What a score costs is instructions per pair. A number per row costs none in a softmax, one per
+column is added by the instruction that multiplies with the scale, and what is proportional to the
+distance is made of both. An absolute value is two instructions.
+"""
+
+from .gluon_api import gl, gluon
+from .tile import LOG2E, mma
+
+
+@gluon.jit
+def linear_scores(
+    s, scale, less, b, h, q_idx, kv_idx, first, of_score,
+    QUERIES: gl.constexpr, ANY: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """T of a score that is linear in S, less `less` (a number per column) and a number per row, in
+    some unit; that unit over log 2; and the number of a row over log 2, 0 where the score is
+    `lone`.
+
+    - `first`: the first position of the columns.
+    - `QUERIES`: rows are queries; else keys.
+    - `ANY`: any unit above 0 will do; else it is log 2.
+    """
+    if QUERIES:
+        gain, row, along, bent, bent_along, factor, of_row, of_col = HOW.linear(
+            b, h, q_idx, kv_idx, q_idx, first, False, of_score
+        )
+    else:
+        gain, row, along, bent, bent_along, factor, of_col, of_row = HOW.linear(
+            b, h, q_idx, kv_idx, first, kv_idx, True, of_score
+        )
+    unit = scale * gain * LOG2E
+    by_row = gl.full([s.shape[0]], -0.0, gl.float32, layout=gl.SliceLayout(1, mma(s.shape[1])))
+    if HOW.bent:
+        bend = gl.abs(_slanted(bent, bent_along, s.shape[1]))
+    if ANY and HOW.lone and HOW.rising:
+        t = s + bend * (factor / (scale * gain))
+    elif HOW.lone:
+        t = s * unit + (bend * (factor * LOG2E) - less[None, :])
+        unit = 1.0
+    else:
+        col = _columns(along * LOG2E, s.shape[1]) - less + of_col * LOG2E
+        t = s * unit + col[None, :]
+        if HOW.bent:
+            t += bend * (factor * LOG2E)
+        unit = 1.0
+        by_row += (row + of_row) * LOG2E
+    return t, unit, by_row
+
+
+@gluon.constexpr_function
+def _in_eights(columns):
+    """The layout of a product of 64 rows, its columns as rows of eight."""
+    over = [[0, 2**n, 0] for n in range((columns // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [8, 0, 0], *over],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[64, columns // 8, 8],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _slanted(row, slope, COLUMNS: gl.constexpr):
+    """A number per row plus `slope` times the column, of a product. What is added for a column is
+    a constant, but for where in eight columns a thread is: it takes no registers."""
+    whole: gl.constexpr = _in_eights(COLUMNS)
+    inner: gl.constexpr = gl.SliceLayout(1, whole)
+    row = gl.convert_layout(row, gl.SliceLayout(1, inner))
+    one = gl.arange(0, 8, layout=gl.SliceLayout(0, inner)).to(gl.float32) * slope
+    over: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, whole))
+    eights = gl.arange(0, COLUMNS // 8, layout=over).to(gl.float32) * (8 * slope)
+    x = (row[:, None] + one[None, :])[:, None, :] + eights[None, :, None]
+    return gl.convert_layout(x.reshape([64, COLUMNS]), mma(COLUMNS))
+
+
+@gluon.jit
+def _columns(slope, COLUMNS: gl.constexpr):
+    """`slope` times the column, of a product: as `_slanted`."""
+    eights: gl.constexpr = gl.SliceLayout(0, _in_eights(COLUMNS))
+    over = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, eights)).to(gl.float32)
+    one = gl.arange(0, 8, layout=gl.SliceLayout(0, eights)).to(gl.float32)
+    x = (over * (8 * slope))[:, None] + (one * slope)[None, :]
+    return gl.convert_layout(x.reshape([COLUMNS]), gl.SliceLayout(0, mma(COLUMNS)))

@@ -1,0 +1,218 @@
+"""Scores that are linear in S: T = gain S + what positions add, taken apart by what it depends on.
+
+ALiBi, a bias per key or per query, `1.1 * score + 0.01 * (kv_idx - q_idx)`. Of a tile of pairs,
+only a product with S and one sum are left to be done per pair:
+
+    T = gain S + f(q_idx) + g(kv_idx)
+
+with f and g worked out per row and per column. A multiple of a distance is taken apart at a pair
+that lies near, where everything is small: with whole numbers L linear in both positions,
+
+    L(q, kv) = L(q, first) + L(0, kv - first) - L(0, 0)
+
+exactly, so that nothing cancels in floats: its error stays within a rounding of the multiple of the
+distance and of that of a tile's length. An absolute
+value |L| is left to be taken per pair.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...mods.graph import Arg, Graph, Node
+from .varies import kinds, slopes
+from .widths import Widths
+
+
+class Part(NamedTuple):
+    """`sign` times the product of `by` times `value`.
+
+    - `by`: numbers that all pairs share; True: divided by it.
+    """
+
+    sign: int
+    by: tuple[tuple[Arg, bool], ...]
+    value: Arg
+
+
+class Line(NamedTuple):
+    """`sign` times the product of `by` times whole numbers that are linear in the positions.
+
+    - `of`: (sign, the name of a value) of what they are the sum of; `slope`: by how much they grow
+      with q_idx and with kv_idx.
+    - `bent`: the absolute value of them.
+    """
+
+    sign: int
+    by: tuple[tuple[Arg, bool], ...]
+    of: tuple[tuple[int, str], ...]
+    slope: tuple[int, int]
+    bent: bool
+
+
+@dataclass(frozen=True)
+class Linear:
+    """- `gain`: parts whose value is S.
+    - `lines`: multiples of distances; at most one absolute value.
+    - `of_q`, `of_kv`: parts that depend on the query at most, and on the key.
+    """
+
+    gain: tuple[Part, ...]
+    lines: tuple[Line, ...]
+    of_q: tuple[Part, ...]
+    of_kv: tuple[Part, ...]
+
+    @property
+    def bent(self) -> bool:
+        """Whether there is an absolute value."""
+        return any(line.bent for line in self.lines)
+
+    @property
+    def lone(self) -> bool:
+        """Whether there is nothing but an absolute value beside S."""
+        return self.bent and len(self.lines) == 1 and not self.of_q and not self.of_kv
+
+    @property
+    def rising(self) -> bool:
+        """Whether the gain is known, and above 0."""
+        total = 0.0
+        for sign, by, _ in self.gain:
+            for number, over in by:
+                if isinstance(number, str):
+                    return False
+                sign *= 1 / number if over else number
+            total += sign
+        return total > 1e-6
+
+
+def linear(graph: Graph, widths: Widths) -> Linear | None:
+    """A score taken apart; None where it is not of this kind, or nothing would be gained."""
+    return _Linear(graph, widths).whole()
+
+
+class _Other(Exception):
+    """The score is of another kind."""
+
+
+class _Linear:
+    def __init__(self, graph: Graph, widths: Widths) -> None:
+        self.graph, self.widths = graph, widths
+        self.kinds, self.slopes = kinds(graph), slopes(graph)
+        self.has_score = {"score"}
+        for n, node in enumerate(graph.nodes):
+            if any(a in self.has_score for a in node.args):
+                self.has_score.add(f"%{n}")
+        self.lines: list[Line] = []
+        self.parts: dict[str, list[Part]] = {"gain": [], "rows": [], "cols": []}
+
+    def whole(self) -> Linear | None:
+        try:
+            for part in self._sum(Part(1, (), self.graph.outputs[0]), with_score=True):
+                if part.value == "score":
+                    self.parts["gain"].append(part)
+                elif part.value in self.has_score:
+                    raise _Other
+                else:
+                    self._position(part)
+        except _Other:
+            return None
+        gain, of_q, of_kv = map(tuple, self.parts.values())
+        if not gain or sum(line.bent for line in self.lines) > 1:
+            return None
+        return Linear(gain, tuple(self.lines), of_q, of_kv)
+
+    def _sum(self, part: Part, with_score: bool) -> list[Part]:
+        """The parts that this one is the sum of; `with_score`: as long as there is S in them."""
+        sign, by, value = part
+        node = self._node(value)
+        if node is None or node.dtype != "f32" or (with_score and value not in self.has_score):
+            return [part]
+        more: Sequence[Part] = ()
+        if node.op in ("add", "sub"):
+            a, b = node.args
+            more = Part(sign, by, a), Part(sign if node.op == "add" else -sign, by, b)
+        elif node.op == "neg":
+            more = (Part(-sign, by, node.args[0]),)
+        elif node.op == "mul":
+            for number, rest in (node.args, node.args[::-1]):
+                if self._kind(number) == "one":
+                    more = (Part(sign, (*by, (number, False)), rest),)
+        elif node.op == "div" and self._divides(node.args[1]):
+            more = (Part(sign, (*by, (node.args[1], True)), node.args[0]),)
+        elif node.op == "to" and self._dtype(node.args[0]) == "f32":
+            more = (Part(sign, by, node.args[0]),)
+        if not more:
+            return [part]
+        return [x for m in more for x in self._sum(m, with_score)]
+
+    def _position(self, part: Part) -> None:
+        """Put a part without S where it belongs."""
+        kind = self._kind(part.value)
+        if self._lines(part):
+            return
+        if kind in ("one", "rows"):
+            self.parts["rows"].append(part)
+        elif kind == "cols":
+            self.parts["cols"].append(part)
+        else:
+            raise _Other
+
+    def _lines(self, part: Part) -> bool:
+        """Put it among the lines if it is multiples of whole numbers that are linear in the
+        positions, and numbers that all pairs share. What has the same factors is added as whole
+        numbers, as it may cancel."""
+        found: dict[tuple, list[tuple[int, str]]] = {}
+        shared = []
+        for piece in self._sum(part, with_score=False):
+            whole, bent = self._whole(piece.value)
+            if whole is not None:
+                key = (*sorted(piece.by, key=repr), bent)
+                found.setdefault(key, []).append((piece.sign, whole))
+            elif self._kind(piece.value) == "one":
+                shared.append(piece)
+            else:
+                return False
+        lines = []
+        for (*by, bent), of in found.items():
+            if bent and len(of) > 1:
+                return False
+            sign = of[0][0] if bent else 1
+            of = [(1, of[0][1])] if bent else of
+            each = [(s, self.slopes[w]) for s, w in of]
+            slope = sum(s * q for s, (q, _) in each), sum(s * kv for s, (_, kv) in each)
+            lines.append(Line(sign, tuple(by), tuple(of), slope, bent))
+        if lines:
+            self.lines += lines
+            self.parts["rows"] += shared
+        return bool(lines)
+
+    def _whole(self, value: Arg) -> tuple[str | None, bool]:
+        """The whole number that a float is, if that is linear in the positions; and whether its
+        absolute value."""
+        bent = False
+        node = self._node(value)
+        while node is not None and (node.op == "abs" or (node.op, node.dtype) == ("to", "f32")):
+            bent |= node.op == "abs"
+            value = node.args[0]
+            node = self._node(value)
+        found = value in self.slopes and self._kind(value) != "one" and self._small(value)
+        return (value if found else None), bent  # type: ignore[return-value]
+
+    def _small(self, name: Arg) -> bool:
+        assert isinstance(name, str)
+        return self._dtype(name) == "i64" and self.widths.type(name) == "tl.int32"
+
+    def _divides(self, by: Arg) -> bool:
+        return self._kind(by) == "one" and (isinstance(by, str) or 1e-30 < abs(by) < 1e30)
+
+    def _kind(self, arg: Arg) -> str:
+        return self.kinds[arg] if isinstance(arg, str) else "one"
+
+    def _node(self, arg: Arg) -> Node | None:
+        return self.graph.nodes[int(arg[1:])] if isinstance(arg, str) and arg[0] == "%" else None
+
+    def _dtype(self, arg: Arg) -> str:
+        node = self._node(arg)
+        if node is not None:
+            return node.dtype
+        return next((i.dtype for i in self.graph.inputs if i.name == arg and i.ndim is None), "")

@@ -1,0 +1,81 @@
+"""Scores that are linear in S, taken apart: which are, and how exact they stay far from 0."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import headway as hw
+from headway.api import prepare
+from headway.backends.hopper.config import How
+from headway.backends.kernels import emit, plan
+
+from . import simulator
+from .test_simulated import simulated  # noqa: F401  (a fixture)
+
+HEADS, KEYS = 4, 1 << 20
+SLOPES = torch.rand(HEADS) - 0.3
+BIAS = torch.randn(HEADS, 64)
+CAP = hw.softcap(30.0)
+
+# name: the score from its tensors; whether it is linear; how large what multiplies positions is.
+SCORES = {
+    "alibi": (lambda t, u: hw.alibi(t), True),
+    "steep": (lambda t, u: lambda s, b, h, i, j: s * 1.1 + 0.01 * (j - i), True),
+    "floats": (lambda t, u: lambda s, b, h, i, j: (j.float() - i.float() + 3) * t[h] + s, True),
+    "halved": (lambda t, u: lambda s, b, h, i, j: (t[h] * (2 * i - 2 * j) - s) / 2, True),
+    "both": (lambda t, u: lambda s, b, h, i, j: t[0] * s - t[h] * (i - j - 5).abs() + 0.1 * (j - i),
+             True),
+    "tables": (lambda t, u: lambda s, b, h, i, j: s + u[h, i % 64] - 2 * u[h, j % 64], True),
+    "heads": (lambda t, u: lambda s, b, h, i, j: s * t[h], True),
+    "softcap": (lambda t, u: CAP, False),
+    "relative": (lambda t, u: lambda s, b, h, i, j: s + u[h, (j - i) % 64], False),
+    "product": (lambda t, u: lambda s, b, h, i, j: s * (j - i), False),
+    "square": (lambda t, u: lambda s, b, h, i, j: s - t[h] * (j - i) ** 2, False),
+    "two": (lambda t, u: lambda s, b, h, i, j: s - (j - i).abs() - (j - 3).abs(), False),
+}  # fmt: skip
+
+
+def functions(score):
+    """The generated module, and what its functions are given."""
+    q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)
+    spec, call = prepare(q, q, q, score, None, backend="hopper")
+    text = emit.Text(spec.score, None, far=(False,) * 9, apart=True)
+    tensors = plan._with_sizes(call.captured.tensors, q.device)
+    numbers = (*call.captured.ints, *call.captured.floats)
+    return simulator._functions(text), (simulator._argument(tensors), numbers)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_as_exact_as_the_definition(name, simulated):  # noqa: F811
+    """T of tiles near and far from the diagonal, near 0 and near a million, for both kernels: off by
+    a few roundings of what is added up, of which distances are at most a tile more."""
+    make, linear = SCORES[name]
+    module, captured = functions(make(SLOPES, BIAS))
+    assert hasattr(module, "linear") == linear
+    if not linear:
+        return
+    how = How(128, 2, 1, torch.int32, linear=module.linear, bent=module.bent, lone=module.lone,
+              rising=module.rising)  # fmt: skip
+    exact = make(SLOPES.double(), BIAS.double())
+    scale, h = 0.125, 2
+    for first_q, first_kv in ((0, 0), (KEYS - 64, KEYS - 100), (KEYS - 64, 0), (320, KEYS - 128)):
+        for queries in (True, False):
+            s = 8 * torch.randn(64, 128)
+            rows, cols = torch.arange(64, dtype=torch.int32), torch.arange(128, dtype=torch.int32)
+            q, kv = (
+                (first_q + rows, first_kv + cols) if queries else (first_q + cols, first_kv + rows)
+            )
+            t, unit, by_row = simulator.LOADED.forward.linear_scores(
+                s, scale, torch.zeros(128), 0, h, q, kv, first_kv if queries else first_q, captured,
+                queries, queries, how,
+            )  # fmt: skip
+            made = (t.double() * unit + by_row.double()[:, None]) / 1.4426950408889634
+            i, j = (q[:, None], kv[None, :]) if queries else (q[None, :], kv[:, None])
+            i, j = i.long(), j.long()
+            want = exact(s.double() * scale, 0, h, i, j)
+            size = s.abs().double() * scale + 1.4 * ((i - j).abs() + 128) + 3 * BIAS.abs().max()
+            assert ((made - want).abs() / size).max() < 4 * 2**-24, (name, first_q, first_kv)
