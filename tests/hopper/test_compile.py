@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 # without a score its `loop` takes 459 and 402 instructions.
 PINS = {
     ("forward", "128/128", "causal"): {"hgmma": 96, "shared": 230104, "spills": 120},
-    ("forward", "128/128", "slanted"): {"hgmma": 64, "shared": 197168, "spills": 60, "loop": 560},
+    ("forward", "128/128", "slanted"): {"hgmma": 64, "shared": 230040, "spills": 60, "loop": 585},
     ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 214896, "spills": 64},
     ("backward", "256/256", "causal"): {
         "registers": 128, "hgmma": 136, "shared": 222812, "spills": 60,
@@ -51,7 +51,9 @@ def report(direction: str, widths: str, *names: str) -> list[dict]:
 @pytest.mark.parametrize(("direction", "widths", "name"), PINS)
 def test_compiles(direction, widths, name):
     (made,) = report(direction, widths, name)
-    pin = {"registers": 168, "serialized": 0, "loops": 0, "loop": 1000} | PINS[direction, widths, name]
+    pin = {"registers": 168, "serialized": 0, "loops": 0, "loop": 1000} | PINS[
+        direction, widths, name
+    ]
     if not version("triton").startswith("3.6."):
         pin |= SINCE.get((direction, widths, name), {})
     most = {n: pin.pop(n) for n in ("spills", "loops", "loop", "serialized")}
