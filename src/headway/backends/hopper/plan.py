@@ -21,6 +21,7 @@ from . import (
     kernel_backward_parts,
     kernel_backward_wide,
     kernel_forward,
+    linear,
     pipeline,
     tile,
 )
@@ -38,8 +39,8 @@ _SPECIALISED = {"num_warps": 4, "maxnreg": 168}
 _ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
 
 _SOURCES = (
-    maths, diagonals, gradients, rows, pipeline, tile, kernel_forward, kernel_backward_parts,
-    kernel_backward, kernel_backward_wide,
+    maths, diagonals, gradients, rows, pipeline, tile, linear, kernel_forward,
+    kernel_backward_parts, kernel_backward, kernel_backward_wide,
 )  # fmt: skip
 
 P = TypeVar("P", bound="Plan")
@@ -64,9 +65,9 @@ class Plan(BasePlan):
         super().__init__(spec, call, wanted, matrices, diagonals=False, rough=half, apart=True)
         self.index = gl.int32 if self.text.narrow else gl.int64
         self.alike = self.tiles(call)[2] == 1  # the mask is one for all heads
-        linear = self.function("linear")
-        self.linear = {} if linear is None else {
-            "linear": linear, "bent": self.given.bent, "lone": self.given.lone,
+        apart = self.function("linear")
+        self.linear = {} if apart is None else {
+            "linear": apart, "bent": self.given.bent, "lone": self.given.lone,
             "rising": self.given.rising and spec.scale > 1e-6,
         }  # fmt: skip
         # Every pair reads a number of its own: registers for as many addresses.
