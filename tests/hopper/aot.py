@@ -58,6 +58,7 @@ CALLS = {
     "by_head": {"mask": lambda b, h, i, j: (i >= j) & (i - j < 90 * (h + 1))},
     "short": {"mask": hw.causal(), "length": 100},
     "sink": {"mask": hw.causal(), "sink": True},
+    "in_turn": {"mask": hw.causal(), "deterministic": True},
 }
 
 
@@ -105,12 +106,13 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
 
 
 def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=LENGTH, heads=2,
-          sink=False):  # fmt: skip
+          sink=False, deterministic=False):  # fmt: skip
     q, k, v = (torch.randn(2, h, length, w).to(dtype) for h, w in ((4, d), (heads, d), (heads, dv)))
     sink = torch.zeros(4) if sink else None
     spec, call = prepare(
-        q, k, v, score, mask, sink=sink, backend="hopper", max_logit=sink is not None
-    )
+        q, k, v, score, mask, sink=sink, backend="hopper", max_logit=sink is not None,
+        deterministic=deterministic,
+    )  # fmt: skip
     if direction == "forward":
         hopper.forward(spec, call)
         return

@@ -3,16 +3,21 @@
 Gluon has no interpreter. Here every partition of a CTA is a thread, shared memory a tensor, and a
 barrier counts arrivals and bytes as the hardware's does. What is asynchronous on the card happens as
 late as it may: a product reads shared memory when it is waited for, and a copy to global memory when
-that is. So a stage let go of too early, a missing fence, a wrong count, phase or number of bytes
+that is; it lands there when others may be told, or at the end. So a stage let go of too early, a missing fence, a wrong count, phase or number of bytes
 shows as a wrong result, an error or a deadlock, which is found at once. It does not know registers,
 layouts or time: that is for the compile test and the card.
+
+CTAs run one after the other, in the order of their numbers, so one that waits for a later one is
+found; or where `Kernel.abreast` all at once, the last one first.
 """
 
 import importlib
 import inspect
 import sys
 import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,7 @@ from headway.backends.hopper import launch, plan
 from headway.backends.kernels import plan as plans
 
 PATIENCE = 20.0  # seconds without any barrier completing
+LOOKS = 100_000  # in a row, at a place in global memory
 
 
 class Wrong(AssertionError):
@@ -49,13 +55,24 @@ class Machine:
                 if not self.changed.wait(PATIENCE) and not ready():
                     raise Wrong("deadlock: no barrier completed")
 
+    def spin(self) -> None:
+        """A look at global memory, which something else is to change."""
+        if self.error is not None:
+            raise Wrong("another partition failed")
+        here.looks = getattr(here, "looks", 0) + 1
+        if here.looks > LOOKS:
+            raise Wrong("a wait for what no CTA before it does")
+        time.sleep(1e-4 if here.looks > 1 else 0)
+
     def fail(self, error: BaseException) -> None:
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
 
 
-here = threading.local()  # .machine, .name, .groups (products in flight), .stores (copies out)
+here = (
+    threading.local()
+)  # .machine, .name, .groups (products in flight), .stores, .landing (copies)
 
 
 class Barrier:
@@ -233,10 +250,16 @@ def copy_out_add(desc, at, source):
 def copy_out_wait(pending):
     while len(here.stores) > pending:
         desc, at, source, add = here.stores.pop(0)
+        here.landing.append((desc, at, source.read().clone(), add))
+
+
+def fence_landed():
+    while here.landing:
+        desc, at, x, add = here.landing.pop(0)
         with Desc.lock:
-            inside, part = _part(desc, at, source.shape)
+            inside, part = _part(desc, at, x.shape)
             if inside is not None:
-                inside.copy_(inside + source.read()[part] if add else source.read()[part])
+                inside.copy_(inside + x[part] if add else x[part])
 
 
 class Desc:
@@ -400,7 +423,9 @@ class Language(types.ModuleType):
         return _plain(x.sum(axis, keepdim=keep_dims))
 
     @staticmethod
-    def load(pointer, mask=None, other=None):
+    def load(pointer, mask=None, other=None, volatile=False):
+        if volatile:
+            here.machine.spin()
         at, flat = pointer.index(), pointer.flat()
         if mask is not None:
             mask = torch.as_tensor(mask)
@@ -463,11 +488,13 @@ class Language(types.ModuleType):
 def _partition(machine, shared, program, n, function, args):
     here.machine, here.all, here.program = machine, shared, program
     here.name, here.groups, here.stores = f"{function.__name__} {n}", [], []
+    here.landing, here.looks = [], 0
     torch.set_grad_enabled(False)
     try:
         function(*args)
         if here.groups or here.stores:
             raise Wrong(f"{here.name} ends with work in flight")
+        fence_landed()
     except BaseException as error:  # noqa: BLE001  (the launching thread raises it)
         machine.fail(error)
 
@@ -482,7 +509,8 @@ def _fakes() -> dict[str, types.ModuleType]:
     api = types.ModuleType("simulated.gluon_api")
     vars(api).update(
         gl=gl, gluon=gluon, mbarrier=mbarrier, fence_async_shared=fence_async_shared,
-        seen_as=Shared.seen_as,
+        seen_as=Shared.seen_as, fence_landed=fence_landed, barrier=lambda: None,
+        fence_global=lambda: setattr(here, "looks", 0),
         copy_in=copy_in, copy_out=copy_out, copy_out_add=copy_out_add, copy_out_wait=copy_out_wait,
         warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait,
     )  # fmt: skip
@@ -503,13 +531,14 @@ def _load() -> types.SimpleNamespace:
         forward = load("simulated.kernel_forward")
         backward = load("simulated.kernel_backward")
         backward_wide = load("simulated.kernel_backward_wide")
+        adder = load("simulated.kernel_backward_adder")
         parts = load("simulated.kernel_backward_parts")
         text = {n: load(f"simulated_text.{n}") for n in ("maths", "gradients")}
         rows = load("simulated_text.rows")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
-        forward=forward, backward=backward, backward_wide=backward_wide, parts=parts, rows=rows,
-        names=names,
+        forward=forward, backward=backward, backward_wide=backward_wide, adder=adder, parts=parts,
+        rows=rows, names=names,
     )  # fmt: skip
 
 
@@ -536,16 +565,25 @@ def _functions(text):
 class Kernel:
     """A launcher: `kernel[grid](...)`."""
 
+    abreast = False  # all CTAs at once, the last one first
+
     def __init__(self, function) -> None:
         self.function, self.arg_names = function, list(inspect.signature(function).parameters)
 
     def __getitem__(self, grid):
         def run(*args, num_warps=4, maxnreg=None, **named):
-            for y in range(grid[1]):
-                for x in range(grid[0]):
-                    here.machine, here.all, here.program = Machine(), [], ((x, y), grid)
-                    here.name, here.groups, here.stores = "launch", [], []
-                    self.function(*map(_argument, args), **named)
+            def cta(x, y):
+                here.machine, here.all, here.program = Machine(), [], ((x, y), grid)
+                here.name, here.groups, here.stores = "launch", [], []
+                self.function(*map(_argument, args), **named)
+
+            every = [(x, y) for y in range(grid[1]) for x in range(grid[0])]
+            if not self.abreast:
+                for at in every:
+                    cta(*at)
+                return
+            with ThreadPoolExecutor(len(every)) as pool:
+                list(pool.map(lambda at: cta(*at), every[::-1]))
 
         return run
 

@@ -26,6 +26,7 @@ PINS = {
     ("forward", "128/128", "causal"): {"hgmma": 96, "shared": 230104, "spills": 120},
     ("forward", "128/128", "slanted"): {"hgmma": 64, "shared": 230040, "spills": 60, "loop": 585},
     ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 214896, "spills": 64},
+    ("backward", "64/64", "in_turn"): {"hgmma": 88, "shared": 141248, "spills": 20},
     ("backward", "256/256", "causal"): {
         "registers": 128, "hgmma": 136, "shared": 222812, "spills": 60,
     },

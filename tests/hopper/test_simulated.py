@@ -122,6 +122,73 @@ def test_the_counter_of_a_stream_is_left_at_zero():
             assert counter.item() == 0
 
 
+# In each a line visits blocks in an order of its own; lines that visit nothing; masks per head; tiles
+# of several CTAs; one place for both consumers, one for each, and two; a consumer per gradient.
+IN_TURN = {
+    "none": ((64, 64, 2, 1), lambda: None),
+    "document": ((128, 64, 2, 2), lambda: hw.document(torch.arange(520) ** 2 // 60000)),
+    "window": ((192, 128, 1, 1), lambda: hw.causal() & hw.sliding_window(200)),
+    "by_head": ((64, 64, 2, 1), lambda: lambda b, h, i, j: (i >= j) & (i - j < 150 * (h + 1))),
+    "holes": (
+        (64, 64, 2, 1),
+        lambda: lambda b, h, i, j: (i // 128 + j // 128 % 3 != 1) & (j < 380),
+    ),
+    "tiles": (
+        (256, 256, 1, 1),
+        lambda: hw.block_mask(hw.causal(), 1, 1, 520, 520, tile=(256, 384)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_TURN)
+def test_in_turn(name):
+    """CTAs one after the other and all at once, the last one first, give the same bits: each adds
+    when as many have as come before it, and waits for none that comes after it."""
+    (d, dv, hq, hk), mask = IN_TURN[name]
+    torch.manual_seed(0)
+    shapes = (hq, d), (hk, d), (hk, dv), (hq, dv)
+    q, k, v, dout = (torch.randn(1, h, 520, w).bfloat16() for h, w in shapes)
+    spec, call = prepare(q, k, v, None, mask(), sink=torch.randn(hq), backend="hopper",
+                         partial=True, deterministic=True)  # fmt: skip
+    turns, wait = [], simulator.LOADED.adder.await_turn
+
+    def exactly(counter, turn):
+        wait(counter, turn)
+        assert turn in (-1, counter.flat()[counter.index()])
+        turns.append(turn)
+
+    def made(spec, abreast):
+        with mock.patch.object(simulator.Kernel, "abreast", abreast):
+            return hopper.backward(spec, call, out, lse, dout, None, ())[:4]
+
+    with (
+        torch.no_grad(),
+        mock.patch.object(simulator.LOADED.adder, "await_turn", exactly),
+        mock.patch.object(simulator.LOADED.backward_wide, "await_turn", exactly),
+    ):
+        out, lse, *_ = hopper.forward(spec, call)
+        one, other = made(spec, False), made(spec, True)
+        assert max(turns) > 0
+        plain = made(replace(spec, deterministic=False), name == "none")
+    assert all(map(torch.equal, one, other))
+    if name == "none":  # it does make a difference
+        assert not torch.equal(one[0], plain[0])
+    assert all((x - y).norm() <= 1e-6 * y.norm() for x, y in zip(one, plain, strict=True))
+
+
+def test_a_turn_that_never_comes_is_found():
+    q = torch.randn(1, 1, 300, 64).bfloat16().requires_grad_()
+    out = hw.attention(q, q, q, backend="hopper", deterministic=True)
+    adder, of_line = simulator.LOADED.adder, simulator.LOADED.adder.turn_of
+    later = lambda turns, line, *others: 2 - of_line(turns, line, *others)
+    with (
+        mock.patch.object(adder, "turn_of", later),
+        mock.patch.object(simulator, "LOOKS", 300),
+        pytest.raises(simulator.Wrong, match=r"no CTA before it|another partition"),
+    ):
+        out.sum().backward()
+
+
 def test_a_broken_kernel_is_found():
     """The simulator is worth something: without the fence, the release or the right phase it fails."""
     forward = simulator.LOADED.forward
@@ -147,11 +214,12 @@ def test_refusals():
     q = torch.zeros(1, 2, 130, 64, dtype=torch.bfloat16)
     wide = torch.zeros(1, 2, 130, 264, dtype=torch.bfloat16)
     mask = hw.block_mask(hw.causal(), 1, 1, 130, 130, tile=(64, 64))
+    learned = hw.relative_bias(torch.zeros(2, 259, requires_grad=True))
     for match, tensors, options in (
         ("bfloat16 or float16", (q.float(),), {}),
         ("at most 256", (wide,), {}),
         ("dropout", (q,), {"dropout": 0.1}),
-        ("order that varies", (q.clone().requires_grad_(),), {"deterministic": True}),
+        ("order that varies", (q,), {"deterministic": True, "score": learned}),
         (r"tile=\(128, 128\)", (q,), {"mask": mask}),
     ):
         with pytest.raises(BackendRefused, match=match):

@@ -71,6 +71,7 @@ class How:
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
     late: bool = False  # backward: dP after P, which then has more registers
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
+    ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
     consumer: int = 0  # backward: which one this is compiled for
     largest: bool = False  # keep the largest S, where T is another
     linear: Any = None  # the generated function of a score that is linear in S (kernels/linear.py)

@@ -37,6 +37,28 @@ else:
         _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
 
 
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a partition's threads
+
+
+@gluon.jit
+def fence_landed():
+    """Wait until this thread's copies to global memory have landed there: others may then be told
+    (`copy_out_wait` waits until they have left shared memory)."""
+    _fence("cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, $1;")
+
+
+@gluon.jit
+def fence_global():
+    """What this thread, or the copy engine for it, does to global memory after this comes after
+    all that it has seen."""
+    _fence("fence.acq_rel.gpu; fence.proxy.async; mov.u32 $0, $1;")
+
+
+@gluon.jit
+def _fence(ASM: gl.constexpr):
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @builtin
 def seen_as(smem, dtype, shape, layout, _semantic=None):
     """The same bytes of shared memory as another matrix (a method whose name has changed)."""

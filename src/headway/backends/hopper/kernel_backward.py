@@ -12,8 +12,9 @@ same mathematics):
 A CTA has two **consumers**, a warpgroup each, that own 64 of the 128 keys: their dk and dv stay in
 registers, and so do Pᵀ and dSᵀ as left factors. A **loader** copies blocks of queries in. dq is a
 sum over CTAs: a consumer computes a 64 x 64 part of it, and one of two **adders** has the copy
-engine add it to float32 in global memory, in the order of the registers; `finish` puts it in order
-afterwards. Per block of queries, a consumer
+engine add it to float32 in global memory (in turn, where the sum shall be the same every time:
+order.py), in the order of the registers; `finish` puts it in order afterwards. Per block of
+queries, a consumer
 
 1. hands over dq of the block before; issues dPᵀ
 2. computes Pᵀ meanwhile (Sᵀ came with the block before); issues dv
@@ -30,7 +31,6 @@ flight over the loop's end, which the assembler would serialise.
 
 from .gluon_api import (
     copy_out,
-    copy_out_add,
     copy_out_wait,
     fence_async_shared,
     gl,
@@ -40,6 +40,7 @@ from .gluon_api import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .kernel_backward_adder import add
 from .kernel_backward_parts import (
     DO_STAGES,
     in_order,
@@ -78,7 +79,7 @@ def backward(
     q0, q1, k0, k1, v, dout, lse, delta, dq0, dq1,  # descriptors, of pieces
     dk0, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
-    heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk,
+    heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -108,9 +109,9 @@ def backward(
     ready()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
     smem = (inputs, ds_smem, dq_smem)
-    line, _, first, h, b = place(gl.program_id(0), walk, heads // share, HOW.sub, 2 * ROWS)
+    line, slot, first, h, b = place(gl.program_id(0), walk, heads // share, HOW.sub, 2 * ROWS)
     h = h * share
-    at = (line, first, h, b, share, group)
+    at = (line, slot, first, h, b, share, group)
     sizes = (heads, q_len, q_rows, kv_len)
     to = (dk, dv, wide_dk, wide_dv, grads, d_width, dv_width)
     given = (scale, coords, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
@@ -121,8 +122,8 @@ def backward(
             (consume, (to, smem, rings, at, sizes, given, walk, gl.constexpr(1),
                        DERIVATIVE, SCATTER, MASK, HOW)),
             (load, (q, k, v, dout, lse, delta, inputs, rings[0], at, sizes, walk, HOW)),
-            (add, (dq, smem, rings, at, sizes, walk, gl.constexpr(0), HOW)),
-            (add, (dq, smem, rings, at, sizes, walk, gl.constexpr(1), HOW)),
+            (add, (dq, smem, rings, at, sizes, walk, turns, gl.constexpr(0), HOW)),
+            (add, (dq, smem, rings, at, sizes, walk, turns, gl.constexpr(1), HOW)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -172,69 +173,6 @@ def ds_stages(k):
     return 3 - len(k)
 
 
-# -- an adder -------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def add(dq, smem, rings, at, sizes, walk, W: gl.constexpr, HOW: gl.constexpr):
-    """Add the parts of dq that consumer W hands over. The last piece comes one block late; its
-    first, from before the first block, is zeros."""
-    inputs, _, dq_smem = smem
-    k_smem = inputs[0]
-    line, _, h, b, share, _ = at
-    heads, q_len, q_rows, _ = sizes
-    to = (dq, at_stage(dq_smem, W), rings[2][W], k_smem, W)
-    state = (start(), (b * heads + h) * q_rows)
-    for n in range(share):
-        given = (to, (b * heads + h + n) * q_rows)
-        state = visit(state, given, walk, line, q_len, 0, add_block, None, None, None, HOW)
-    dq_at, row = state
-    add_part(to, row, dq_at, len(dq) - 1)
-
-
-@gluon.jit
-def add_block(
-    state, given, n, more, PARTIAL: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """Add the last piece of the block before n, and the others of the block from n on, which is
-    remembered."""
-    to, row0 = given
-    dq_at, row = state
-    LAST: gl.constexpr = len(to[0]) - 1
-    add_part(to, row, dq_at, LAST)
-    for piece in gl.static_range(LAST):
-        add_part(to, row0 + n, dq_at, piece)
-    return step(dq_at, 1), row0 + n
-
-
-@gluon.jit
-def add_part(to, row, at, PIECE: gl.constexpr):
-    """Add one piece to the rows from `row` on."""
-    dq, dq_smem, rings, k_smem, W = to
-    await_(rings[PIECE], at)
-    copy_out_add(dq[PIECE], [place_of(row, W, PIECE, k_smem), 0], dq_smem[PIECE])
-    copy_out_wait(0)
-    release(rings[PIECE], at)
-
-
-@gluon.jit
-def place_of(row, W, PIECE: gl.constexpr, k_smem):
-    """Where consumer W adds a piece for the queries from `row` on, in rows of 256 numbers. Width 64
-    is one chunk of 64 x 64, to which both consumers add what their keys give; of 128 each has a
-    chunk, and of what is beyond it half of one."""
-    chunk = row // 64
-    if len(k_smem) == 2:
-        if PIECE == 0:
-            return (chunk * 3 + W) * 16
-        else:
-            return (chunk * 3 + 2) * 16 + W * 8
-    elif k_smem[0].shape[2] == 64:
-        return chunk * 16
-    else:
-        return (chunk * 2 + W) * 16
-
-
 # -- a consumer -----------------------------------------------------------------------------------
 
 
@@ -249,7 +187,7 @@ def consume(
     k_smem, v_smem, q_smem, _, _, _ = inputs
     of_inputs, _, dq_rings = rings
     kv_ring, q_ring, _ = of_inputs
-    line, first, h, b, share, _ = at
+    line, _, first, h, b, share, _ = at
     heads, q_len, _, kv_len = sizes
     scale, coords, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block

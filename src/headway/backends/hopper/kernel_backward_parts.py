@@ -21,7 +21,7 @@ def load(q, k, v, dout, lse, delta, smem, rings, at, sizes, walk, HOW: gl.conste
     """Copy keys and values once, and the blocks of queries of every head."""
     k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = smem
     kv_ring, q_ring, do_ring = rings
-    line, first, h, b, share, group = at
+    line, _, first, h, b, share, group = at
     heads, q_len, q_rows, _ = sizes
     load_keys(k, b, h // group, first, kv_ring[0].index(0), k_smem)
     load_keys((v,), b, h // group, first, kv_ring[0].index(1), (v_smem,))
@@ -60,6 +60,27 @@ def load_block(
     copy_in(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))
     copy_in(delta, [row0 + n], full, dlt_smem.index(do_at[0]))
     return step(q_at, HOW.stages), step(do_at, DO_STAGES)
+
+
+# -- whose turn it is (order.py) ------------------------------------------------------------------
+
+
+@gluon.jit
+def turn_of(turns, line, slot, tile, HOW: gl.constexpr):
+    """The turn of this CTA at a block of the tile that is the tile-th of its line."""
+    if turns is None:
+        return gl.to_tensor(0)
+    elif len(turns) == 1:
+        return line
+    else:
+        of_line = gl.load(turns.turn + gl.load(turns.first + line) + tile)
+        return of_line * HOW.sub + slot % HOW.sub
+
+
+@gluon.jit
+def counter_of(turns, row, n):
+    """Who counts those that have added the n-th part of the queries from `row` on."""
+    return turns.added + row // 64 * 4 + n
 
 
 # -- of both kernels ------------------------------------------------------------------------------

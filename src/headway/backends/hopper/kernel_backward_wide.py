@@ -24,16 +24,29 @@ from .gluon_api import (
 )
 from .kernel_backward_parts import (
     DO_STAGES,
+    counter_of,
     in_order,
     kept,
     load,
     others,
     outer_v,
     probabilities,
+    turn_of,
     write,
 )
 from .kernel_forward import ROWS
-from .pipeline import acquire, await_, channel, publish, ready, release, start, step
+from .pipeline import (
+    acquire,
+    await_,
+    await_turn,
+    channel,
+    pass_on,
+    publish,
+    ready,
+    release,
+    start,
+    step,
+)
 from .tile import (
     add_product,
     at_stage,
@@ -65,7 +78,7 @@ def backward_wide(
     dq, dq1,  # pointer to the parts, and None
     dk, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
-    heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk,
+    heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -92,9 +105,9 @@ def backward_wide(
     ready()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
     smem = (inputs, p_smem)
-    line, _, first, h, b = place(gl.program_id(0), walk, heads // share, HOW.sub, ROWS)
+    line, slot, first, h, b = place(gl.program_id(0), walk, heads // share, HOW.sub, ROWS)
     h = h * share
-    at = (line, first, h, b, share, group)
+    at = (line, slot, first, h, b, share, group)
     sizes = (heads, q_len, q_rows, kv_len)
     given = (scale, coords, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     gl.warp_specialize(
@@ -103,7 +116,7 @@ def backward_wide(
                       DERIVATIVE, SCATTER, MASK, HOW)),
             (keys, ((dk, wide_dk, d_width, grads), smem, rings, at, sizes, given, walk,
                     DERIVATIVE, SCATTER, MASK, HOW)),
-            (queries, (dq, smem, rings, at, sizes, walk, HOW)),
+            (queries, (dq, smem, rings, at, sizes, walk, turns, HOW)),
             (load, ((q,), (k,), v, dout, lse, delta, inputs, of_inputs, at, sizes, walk, HOW)),
         ],
         [4, 4, 1],
@@ -124,7 +137,7 @@ def values(
     inputs, _ = smem
     k_smem, _, q_smem, do_smem, _, _ = inputs
     kv_ring, q_ring, do_ring = rings[0]
-    line, first, h, b, share, _ = at
+    line, _, first, h, b, share, _ = at
     _, q_len, _, kv_len = sizes
     scale, coords, of_score, of_mask = given
     live, kv_idx = tile_keys(coords, first, b, kv_len, HOW)
@@ -204,7 +217,7 @@ def keys(
     inputs, _ = smem
     _, v_smem, q_smem, do_smem, _, _ = inputs
     kv_ring, q_ring, do_ring = rings[0]
-    line, first, h, b, share, _ = at
+    line, _, first, h, b, share, _ = at
     _, q_len, _, kv_len = sizes
     scale, coords, of_score, of_mask = given
     live, kv_idx = tile_keys(coords, first, b, kv_len, HOW)
@@ -284,24 +297,28 @@ def keys_block(
 
 
 @gluon.jit
-def queries(dq, smem, rings, at, sizes, walk, HOW: gl.constexpr):
+def queries(dq, smem, rings, at, sizes, walk, turns, HOW: gl.constexpr):
     """dq."""
-    line, _, h, b, share, _ = at
+    line, slot, _, h, b, share, _ = at
     heads, q_len, q_rows, _ = sizes
     await_(rings[0][0], (0, 0))
-    state = start()
+    at = start()
     for n in range(share):
-        given = (dq, smem, rings, (b * heads + h + n) * q_rows, share)
+        row0 = (b * heads + h + n) * q_rows
+        given = (dq, smem, rings, row0, share, turns, line, slot, walk.step)
+        state = (at, gl.to_tensor(0))
         state = visit(state, given, walk, line, q_len, 0, queries_block, None, None, None, HOW)
+        at = state[0]
 
 
 @gluon.jit
 def queries_block(
-    at, given, n, more, PARTIAL: gl.constexpr,
+    state, given, n, more, PARTIAL: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """What the keys add to dq of the queries from n on, 64 columns at a time."""
-    dq, smem, rings, row0, opaque = given
+    dq, smem, rings, row0, opaque, turns, line, slot, tile = given
+    at, visited = state
     inputs, p_smem = smem
     k = inputs[0][0]
     _, p_ring, ds_ring = rings
@@ -310,7 +327,11 @@ def queries_block(
     chunk = gl.cast((row0 + n) // 64, gl.int64) * STRIPS
     k = seen_as(k, k.dtype, [STRIPS, ROWS, 64], matrix(k.layout))
     zero = gl.full([ROWS, 64], 0.0, gl.float32, layout=mma(64))
+    if turns is not None:
+        turn = turn_of(turns, line, slot, visited // tile, HOW)
     await_(ds_ring, at)
+    if turns is not None:
+        await_turn(counter_of(turns, row0 + n, 0), turn)
     ds = p_smem.index(at[0]).permute((1, 0))
     # A loop that cannot be unrolled: the assembler would compute the next columns into registers
     # that it does not have.
@@ -318,7 +339,9 @@ def queries_block(
         x = warpgroup_mma(ds, k.index(strip), zero, use_acc=False, is_async=True)
         add_part(dq + (chunk + strip) * 4096, warpgroup_mma_wait(0, deps=[x]))
     release(p_ring, at)
-    return step(at, _P_STAGES)
+    if turns is not None:
+        pass_on(counter_of(turns, row0 + n, 0), turn)
+    return step(at, _P_STAGES), visited + HOW.block
 
 
 @gluon.jit
@@ -353,7 +376,7 @@ def halves(smem, stage):
 @gluon.jit
 def put(acc, factor, desc, wide, width, smem, stage, at, sizes):
     """Write dk or dv, through shared memory; or in float32, straight from registers."""
-    _, first, h, b, share, _ = at
+    _, _, first, h, b, share, _ = at
     heads, _, _, kv_len = sizes
     if desc is not None:
         to = halves(smem, stage)

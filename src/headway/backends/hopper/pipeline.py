@@ -13,10 +13,16 @@ in the first turn all stages are empty.
     writer:  acquire, copy into the stage (which completes `full`), step
     reader:  await_, read, release, step
 
+CTAs that add to the same place take **turns** at a counter in global memory, where the order of
+their sums shall not vary (`order.py`): a turn is the number of those that add before. The counter
+is of one partition of each CTA.
+
+    await_turn, add, wait until that has landed, pass_on
+
 `tests/hopper/simulator.py` runs the kernels by these rules.
 """
 
-from .gluon_api import fence_async_shared, gl, gluon, mbarrier
+from .gluon_api import barrier, fence_async_shared, fence_global, gl, gluon, mbarrier
 
 
 @gluon.jit
@@ -76,3 +82,19 @@ def release(ring, at):
 def publish(ring, at):
     """Say that the stage, written by ordinary stores, holds this turn's tile."""
     mbarrier.arrive(ring[0].index(at[0]), count=1)
+
+
+@gluon.jit
+def await_turn(counter, turn):
+    """Wait until so many have added; of all threads, each."""
+    while gl.load(counter, volatile=True) < turn:
+        pass
+    fence_global()
+
+
+@gluon.jit
+def pass_on(counter, turn):
+    """Let the next one add, when all threads of the partition have added; not after turn -1, which
+    is nobody's."""
+    barrier()
+    gl.atomic_add(counter, 1, mask=turn >= 0, sem="release")

@@ -17,7 +17,9 @@ from ..kernels.first import hashing, settle
 from ..kernels.plan import BasePlan, Direct, Walks, key_of, remembered
 from ..kernels.varies import variation
 from . import (
+    gluon_api,
     kernel_backward,
+    kernel_backward_adder,
     kernel_backward_parts,
     kernel_backward_wide,
     kernel_forward,
@@ -32,6 +34,7 @@ from .kernel_backward import backward as backward_kernel
 from .kernel_backward_parts import finish
 from .kernel_backward_wide import backward_wide
 from .kernel_forward import forward as forward_kernel
+from .order import Ordered
 
 # Of a warp-specialised kernel: warps of the first partition, and the registers that every thread
 # starts with, from which the loader's share goes to the consumers.
@@ -39,8 +42,8 @@ _SPECIALISED = {"num_warps": 4, "maxnreg": 168}
 _ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
 
 _SOURCES = (
-    maths, diagonals, gradients, rows, pipeline, tile, linear, kernel_forward,
-    kernel_backward_parts, kernel_backward, kernel_backward_wide,
+    maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, kernel_forward,
+    kernel_backward_parts, kernel_backward_adder, kernel_backward, kernel_backward_wide,
 )  # fmt: skip
 
 P = TypeVar("P", bound="Plan")
@@ -163,6 +166,7 @@ class BackwardPlan(Plan):
         self.wide = spec.partial or share < group
         near = self.near(self.heads, -(-self.kv_len // how.keys))
         self.walks = Walks(self, queries=False, block=how.keys, near=near)
+        self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic else None
         self.grid = (self.walks.lines * self.walks.sub * self.b * self.heads, 1, 1)
         self.numbers = (
             self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
@@ -180,7 +184,7 @@ class BackwardPlan(Plan):
             "MASK": self.function("mask"),
             "HOW": How(
                 how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
-                late=self.heavy,
+                late=self.heavy, ordered=spec.deterministic,
                 unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
                 **self.linear,
             ),
@@ -206,6 +210,11 @@ class BackwardPlan(Plan):
     ) -> None:  # fmt: skip
         """Write dk and dv (from `new`), and add to the parts of dq and to `grads`."""
         coords, captured, seen = self.per_call(call)
+        if self.ordered is None:
+            walk, turns = self.walks(call), None
+        else:
+            added = parts.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
+            walk, turns = self.ordered(call, added)
         if self.wide:
             to: tuple[Any, ...] = (None, None, None, dk, dv)
         else:
@@ -216,7 +225,7 @@ class BackwardPlan(Plan):
         args = (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
             *self.delta(delta), *self.parts(parts), *to, grads, *self.numbers, coords,
-            self.walks(call), *captured,
+            walk, turns, *captured,
         )  # fmt: skip
         self.kernel(self.grid, args, seen)
 

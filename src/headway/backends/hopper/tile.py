@@ -155,8 +155,9 @@ def visit(
     HOW: gl.constexpr,
 ):  # fmt: skip
     """`BODY(state, given, row, more, PARTIAL)` on every live block of a line: partial ones, then
-    full ones, each from the first to the last. `more`: another call follows, of this line or
-    `after`. A line with no live tile gets its first, which the mask empties."""
+    full ones, each from the first to the last; or, of a walk that is `ordered`, all from the first
+    to the last. `more`: another call follows, of this line or `after`. A line with no live tile
+    gets its first, which the mask empties."""
     BLOCK: gl.constexpr = HOW.block
     if walk.full is None:
         blocks = (length + BLOCK - 1) // BLOCK
@@ -165,6 +166,23 @@ def visit(
             state = BODY(
                 state, given, i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
             )  # fmt: skip
+    elif HOW.ordered:
+        begin = gl.load(walk.full[0] + line)
+        end = gl.load(walk.full[0] + line + 1)
+        for r in range(begin, end):
+            after_run = (r + 1 < end) | (after > 0)
+            first, blocks = _stretch(walk.partial, r, True, walk, length, BLOCK)
+            first_f, blocks_f = _stretch(walk.full, r, True, walk, length, BLOCK)
+            for i in range(0, blocks):
+                more = (i + 1 < blocks) | (blocks_f > 0) | after_run
+                state = BODY(
+                    state, given, first + i * BLOCK, more, True, DERIVATIVE, SCATTER, MASK, HOW
+                )  # fmt: skip
+            for i in range(0, blocks_f):
+                more = (i + 1 < blocks_f) | after_run
+                state = BODY(
+                    state, given, first_f + i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
+                )  # fmt: skip
     else:
         f0 = gl.load(walk.full[0] + line)
         f1 = gl.load(walk.full[0] + line + 1)

@@ -1,0 +1,79 @@
+"""The adders of kernel_backward.py: they have the copy engine add to dq what consumers made."""
+
+from .gluon_api import copy_out_add, copy_out_wait, fence_landed, gl, gluon
+from .kernel_backward_parts import counter_of, turn_of
+from .pipeline import await_, await_turn, pass_on, release, start, step
+from .tile import at_stage, visit
+
+
+@gluon.jit
+def add(dq, smem, rings, at, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr):
+    """Add the parts of dq that consumer W hands over. The last piece comes one block late; its
+    first, from before the first block, is zeros."""
+    inputs, _, dq_smem = smem
+    k_smem = inputs[0]
+    line, slot, _, h, b, share, _ = at
+    heads, q_len, q_rows, _ = sizes
+    to = (dq, at_stage(dq_smem, W), rings[2][W], k_smem, W)
+    dq_at, row, turn = start(), (b * heads + h) * q_rows, gl.to_tensor(-1)
+    for n in range(share):
+        given = (to, (b * heads + h + n) * q_rows, turns, line, slot, walk.step)
+        state = (dq_at, row, turn, gl.to_tensor(0))
+        state = visit(state, given, walk, line, q_len, 0, add_block, None, None, None, HOW)
+        dq_at, row, turn, _ = state
+    add_part(to, row, turns, turn, dq_at, len(dq) - 1)
+
+
+@gluon.jit
+def add_block(
+    state, given, n, more, PARTIAL: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Add the last piece of the block before n, and the others of the block from n on, which is
+    remembered."""
+    to, row0, turns, line, slot, tile = given
+    dq_at, row, turn, visited = state
+    LAST: gl.constexpr = len(to[0]) - 1
+    add_part(to, row, turns, turn, dq_at, LAST)
+    turn = turn_of(turns, line, slot, visited // tile, HOW)
+    for piece in gl.static_range(LAST):
+        add_part(to, row0 + n, turns, turn, dq_at, piece)
+    return step(dq_at, 1), row0 + n, turn, visited + HOW.block
+
+
+@gluon.jit
+def add_part(to, row, turns, turn, at, PIECE: gl.constexpr):
+    """Add one piece to the rows from `row` on, in turn where there are turns."""
+    dq, dq_smem, rings, k_smem, W = to
+    if turns is not None:
+        counter = counter_of(turns, row, 2 * PIECE)
+        if k_smem[0].shape[2] == 64:  # one place for both
+            turn = gl.where(turn < 0, turn, 2 * turn + W)
+        else:
+            counter += W
+    await_(rings[PIECE], at)
+    if turns is not None:
+        await_turn(counter, turn)
+    copy_out_add(dq[PIECE], [place_of(row, W, PIECE, k_smem), 0], dq_smem[PIECE])
+    copy_out_wait(0)
+    release(rings[PIECE], at)
+    if turns is not None:
+        fence_landed()
+        pass_on(counter, turn)
+
+
+@gluon.jit
+def place_of(row, W, PIECE: gl.constexpr, k_smem):
+    """Where consumer W adds a piece for the queries from `row` on, in rows of 256 numbers. Width 64
+    is one chunk of 64 x 64, to which both consumers add what their keys give; of 128 each has a
+    chunk, and of what is beyond it half of one."""
+    chunk = row // 64
+    if len(k_smem) == 2:
+        if PIECE == 0:
+            return (chunk * 3 + W) * 16
+        else:
+            return (chunk * 3 + 2) * 16 + W * 8
+    elif k_smem[0].shape[2] == 64:
+        return chunk * 16
+    else:
+        return (chunk * 2 + W) * 16
