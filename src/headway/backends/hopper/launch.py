@@ -61,6 +61,7 @@ def backward(
     if plan.untried:
         first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
     delta, lse2, parts = row_terms(out, dout, dlse, lse, plan.q_rows, plan.columns)
+    assert parts is not None
     dk, dv_ = plan.new(d), plan.new(dv)
     grads = learned.by_gather(plan.text, captured)
     plan.launch(call, *plan.follow(matrices), lse2, delta, parts, dk, dv_, grads)

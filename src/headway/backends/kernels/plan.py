@@ -270,8 +270,8 @@ class Direct:
 
 def watched() -> bool:
     """Whether a profiler has hooks in Triton's launches."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 # -- details --------------------------------------------------------------------------------------

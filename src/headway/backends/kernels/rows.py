@@ -26,7 +26,7 @@ def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None, rows: int) -> Tensor:
 
 def row_terms(
     out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor, rows: int, columns: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """In the same pass: delta, lse in units of log 2, and zeros.
 
     Rows past the end have lse = inf, so that their P is 0; and so has a query that sees nothing,
@@ -34,11 +34,11 @@ def row_terms(
 
     - `columns`: a multiple of 64.
 
-    **Returns:** (b, hq, rows) twice, and (b, hq, rows, columns), all float32.
+    **Returns:** (b, hq, rows) twice, and (b, hq, rows, columns) or None, all float32.
     """
     b, heads = out.shape[:2]
     new = lambda *shape: torch.empty(b, heads, rows, *shape, dtype=torch.float32, device=out.device)
-    delta, lse2, nothing = new(), new(), new(columns)
+    delta, lse2, nothing = new(), new(), new(columns) if columns else None
     _run(out, dout, dlse, delta, lse, lse2, nothing)
     return delta, lse2, nothing
 
@@ -96,6 +96,7 @@ def row_kernel(
         l = tl.load(lse + at, mask=live, other=float("inf"))
         l = tl.where(l == float("-inf"), float("inf"), l) * _LOG2E
         tl.store(lse2 + to, l, mask=i < rows)
+    if nothing is not None:
         strip = nothing + to[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
         for n in tl.static_range(COLUMNS // 64):
             tl.store(strip + n * 64, tl.zeros([BLOCK, 64], tl.float32), mask=(i < rows)[:, None])
