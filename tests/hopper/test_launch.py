@@ -112,3 +112,29 @@ def test_hooks_of_a_profiler_see_direct_launches(device):
     assert through == 0
     assert [given["name"] for given in names] == [name for name, _ in launched]
     assert len(names) == 4
+
+
+def test_every_stream_has_a_zero_of_its_own_and_so_has_every_capture():
+    card, own = torch.device("cuda", 0), torch.zeros(2, 1, dtype=torch.int32)
+    state = {"stream": 7, "capturing": False}
+    fakes = {
+        "_cuda_getDevice": lambda: 0,
+        "_cuda_getCurrentRawStream": lambda index: state["stream"],
+        "_cuda_isCurrentStreamCapturing": lambda: state["capturing"],
+    }
+    with (
+        mock.patch.multiple(torch._C, create=True, **fakes),
+        mock.patch.object(plan, "_free", return_value=list(own)),
+        mock.patch.object(plan, "_zeros", {}),
+        mock.patch.object(torch, "zeros", side_effect=lambda *size, **options: object()),
+    ):
+        first = plan.zero(card)
+        assert plan.zero(card) is first
+        state["stream"] = 8
+        other = plan.zero(card)
+        assert {other.data_ptr(), first.data_ptr()} == {row.data_ptr() for row in own}
+        state["stream"] = 9  # there are no more
+        assert plan.zero(card) is not plan.zero(card)
+        state |= {"stream": 7, "capturing": True}
+        assert plan.zero(card) is not first
+        assert plan.zero(card) is not plan.zero(card)
