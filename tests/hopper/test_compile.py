@@ -23,18 +23,19 @@ HERE = Path(__file__).parent
 # read in a loop that multiplies. A block has 64 pairs per thread in the forward, 32 in the backward;
 # without a score its `loop` takes 459 and 402 instructions.
 PINS = {
-    ("forward", "128/128", "causal"): {"hgmma": 96, "shared": 230104, "spills": 120},
-    ("forward", "128/128", "slanted"): {"hgmma": 64, "shared": 230040, "spills": 60, "loop": 585},
-    ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 214896, "spills": 64},
-    ("backward", "64/64", "in_turn"): {"hgmma": 88, "shared": 141248, "spills": 20},
+    ("forward", "128/128", "causal"): {"hgmma": 96, "shared": 230152, "spills": 60},
+    ("forward", "128/128", "slanted"): {"hgmma": 64, "shared": 230088, "spills": 60, "loop": 555},
+    ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 215440, "spills": 80},
+    ("backward", "64/64", "in_turn"): {"hgmma": 88, "shared": 141712, "spills": 20},
     ("backward", "256/256", "causal"): {
-        "registers": 128, "hgmma": 136, "shared": 222812, "spills": 60,
+        "registers": 128, "hgmma": 136, "shared": 222904, "spills": 60,
     },
 }  # fmt: skip
 # Under Triton 3.9, whose assembler finds registers scarcer. At 256 with a mask it spills 24 bytes (3.6: up to
 # 60), of which five accesses are in a loop that multiplies; nothing is serialised.
 SINCE = {
-    ("backward", "128/128", "plain"): {"spills": 72},
+    ("forward", "128/128", "causal"): {"spills": 100},
+    ("backward", "128/128", "plain"): {"spills": 80},
     ("backward", "256/256", "causal"): {"loops": 5},
 }
 

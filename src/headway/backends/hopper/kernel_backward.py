@@ -9,12 +9,13 @@ same mathematics):
 
 (Dao et al. 2022, arXiv 2205.14135, algorithm 4; Shah et al. 2024, arXiv 2407.08608, section 3.)
 
-A CTA has two **consumers**, a warpgroup each, that own 64 of the 128 keys: their dk and dv stay in
-registers, and so do Pᵀ and dSᵀ as left factors. A **loader** copies blocks of queries in. dq is a
-sum over CTAs: a consumer computes a 64 x 64 part of it, and one of two **adders** has the copy
-engine add it to float32 in global memory (in turn, where the sum shall be the same every time:
-order.py), in the order of the registers; `finish` puts it in order afterwards. Per block of
-queries, a consumer
+A persistent CTA has a **loader**, which takes the next 128 keys of a head (a rank) from a counter,
+longest line first, and copies them and the queries that see them into shared memory. Two
+**consumers**, a warpgroup each, own 64 of the keys: their dk and dv stay in registers, and so do Pᵀ
+and dSᵀ as left factors. dq is a sum over ranks: a consumer computes a 64 x 64 part of it, and one
+of two **adders** has the copy engine add it to float32 in global memory (in turn, where the sum
+shall be the same every time: order.py), in the order of the registers; `finish` puts it in order
+afterwards. Per block of queries, a consumer
 
 1. hands over dq of the block before; issues dPᵀ
 2. computes Pᵀ meanwhile (Sᵀ came with the block before); issues dv
@@ -44,7 +45,6 @@ from .kernel_backward_adder import add
 from .kernel_backward_parts import (
     DO_STAGES,
     in_order,
-    kept,
     load,
     others,
     outer_v,
@@ -52,18 +52,23 @@ from .kernel_backward_parts import (
     write,
 )
 from .kernel_forward import ROWS
-from .pipeline import acquire, await_, channel, publish, ready, release, start, step
+from .pipeline import acquire, await_, channel, nth, publish, ready, release, start, step
 from .tile import (
+    TOLD,
     add_product,
     at_stage,
     buffers,
+    kept,
     left,
     matrix,
     mma,
+    numbers,
     outer,
     pieces,
     place,
     positions,
+    tell,
+    told,
     visit,
     zeros,
 )
@@ -71,7 +76,7 @@ from .tile import (
 
 @gluon.jit(
     do_not_specialize=[
-        "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width", "dv_width",
+        "total", "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width", "dv_width",
         "score_numbers", "mask_numbers",
     ]
 )  # fmt: skip
@@ -79,6 +84,7 @@ def backward(
     q0, q1, k0, k1, v, dout, lse, delta, dq0, dq1,  # descriptors, of pieces
     dk0, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
+    counter, total,  # of the ranks: the next one (0, before and after), and how many there are
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
@@ -97,33 +103,34 @@ def backward(
     dq_smem = parts(dq)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     dlt_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
+    work_smem = numbers()
     rings = (
         (
-            channel(2, 1, 1),  # keys, and values: once
+            channel(1, 1, 2),  # keys
+            channel(1, 1, 2),  # values
             channel(STAGES, 1, 2),  # queries and lse
             channel(DO_STAGES, 1, 2),  # dout and delta
         ),
         channel(DS_STAGES, 2, 2),  # dS, from both consumers to both
         (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
+        channel(TOLD, 1, 4),  # work, to consumers and adders
     )
     ready()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
-    smem = (inputs, ds_smem, dq_smem)
-    line, slot, first, h, b = place(gl.program_id(0), walk, heads // share, HOW.sub, 2 * ROWS)
-    h = h * share
-    at = (line, slot, first, h, b, share, group)
-    sizes = (heads, q_len, q_rows, kv_len)
+    smem = (inputs, ds_smem, dq_smem, work_smem)
+    sizes = (heads, group, share, q_len, q_rows, kv_len)
+    inputs = (q, k, v, dout, lse, delta)
     to = (dk, dv, wide_dk, wide_dv, grads, d_width, dv_width)
     given = (scale, coords, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     gl.warp_specialize(
         [
-            (consume, (to, smem, rings, at, sizes, given, walk, gl.constexpr(0),
+            (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0),
                        DERIVATIVE, SCATTER, MASK, HOW)),
-            (consume, (to, smem, rings, at, sizes, given, walk, gl.constexpr(1),
+            (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1),
                        DERIVATIVE, SCATTER, MASK, HOW)),
-            (load, (q, k, v, dout, lse, delta, inputs, rings[0], at, sizes, walk, HOW)),
-            (add, (dq, smem, rings, at, sizes, walk, turns, gl.constexpr(0), HOW)),
-            (add, (dq, smem, rings, at, sizes, walk, turns, gl.constexpr(1), HOW)),
+            (deal, (inputs, smem, rings, counter, total, sizes, walk, HOW)),
+            (add, (dq, smem, rings, sizes, walk, turns, gl.constexpr(0), HOW)),
+            (add, (dq, smem, rings, sizes, walk, turns, gl.constexpr(1), HOW)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -173,22 +180,76 @@ def ds_stages(k):
     return 3 - len(k)
 
 
+# -- the loader -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def deal(inputs, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
+    """Take ranks, tell what they are, and copy what each needs."""
+    of_inputs, _, _, work_smem = smem
+    input_rings, _, _, work_ring = rings
+    heads, group, share, q_len, q_rows, kv_len = sizes
+    work_at = start()
+    state = (start(), start(), start())
+    rank = gl.atomic_add(counter, 1)
+    while rank < total:
+        line, slot, first, h, b = place(rank, walk, heads // share, HOW.sub, 2 * ROWS)
+        h = h * share
+        work_at = tell(work_at, work_smem, work_ring, (line, slot, first, h, b))
+        at = (line, slot, first, h, b, share, group)
+        lengths = (heads, q_len, q_rows, kv_len)
+        state = load(state, inputs, of_inputs, input_rings, at, lengths, walk, HOW)
+        rank = gl.atomic_add(counter, 1)
+    # Every CTA takes one rank too many. Whose is the last leaves 0 for the next launch.
+    gl.store(counter, 0, mask=rank == total + gl.num_programs(0) - 1)
+    tell(work_at, work_smem, work_ring, (-1, 0, 0, 0, 0))
+
+
 # -- a consumer -----------------------------------------------------------------------------------
 
 
 @gluon.jit
 def consume(
-    to, smem, rings, at, sizes, given, walk, W: gl.constexpr,
+    to, smem, rings, sizes, given, walk, W: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of keys 64 W to 64 W + 63 of the tile, and this consumer's parts of dq."""
+    """dk and dv of keys 64 W to 64 W + 63 of every rank, and this consumer's parts of dq."""
+    _, _, dq_smem, work_smem = smem
+    _, _, dq_rings, work_ring = rings
+    acc_q = zeros_of(dq_smem)
+    ats = (start(), start(), start())
+    done = gl.to_tensor(0)  # ranks
+    await_(work_ring, start())
+    (line,) = told(work_smem, start(), 0, 1, 4)
+    while line >= 0:
+        acc_q, ats = consume_rank(
+            acc_q, ats, done, to, smem, rings, sizes, given, walk, W,
+            DERIVATIVE, SCATTER, MASK, HOW,
+        )  # fmt: skip
+        release(work_ring, nth(done, TOLD))
+        done += 1
+        await_(work_ring, nth(done, TOLD))
+        (line,) = told(work_smem, nth(done, TOLD), 0, 1, 4)
+    LAST: gl.constexpr = len(dq_smem) - 1
+    hand_over(acc_q, dq_smem[LAST].index(W), dq_rings[W][LAST], ats[2])
+    fence_async_shared()
+    publish(dq_rings[W][LAST], ats[2])
+
+
+@gluon.jit
+def consume_rank(
+    acc_q, ats, done, to, smem, rings, sizes, given, walk, W: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """A rank, after so many; `acc_q` is the last piece of dq before it, still to be handed over."""
     dk, dv, wide_dk, wide_dv, grads, d_width, dv_width = to
-    inputs, _, dq_smem = smem
+    inputs, _, dq_smem, work_smem = smem
     k_smem, v_smem, q_smem, _, _, _ = inputs
-    of_inputs, _, dq_rings = rings
-    kv_ring, q_ring, _ = of_inputs
-    line, _, first, h, b, share, _ = at
-    heads, q_len, _, kv_len = sizes
+    of_inputs, _, dq_rings, _ = rings
+    k_ring, v_ring, q_ring, _ = of_inputs
+    q_at, do_at, dq_at = ats
+    line, _, first, h, b = told(work_smem, nth(done, TOLD), 0, 5, 4)
+    heads, _, share, q_len, _, kv_len = sizes
     scale, coords, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
     row = first + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma(BLOCK)))
@@ -196,14 +257,12 @@ def consume(
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index)
     acc_k = zeros(ROWS, k_smem)
     acc_v = zeros(ROWS, (v_smem,))[0]
-    acc_q = zeros_of(dq_smem)
     zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
-    q_at, do_at, dq_at = start(), start(), start()
-    await_(kv_ring, (0, 0))
+    await_(k_ring, nth(done, 1))
     await_(q_ring, q_at)
-    s = outer(at_stage(k_smem, W), at_stage(q_smem, 0), zero)
+    s = outer(at_stage(k_smem, W), at_stage(q_smem, q_at[0]), zero)
     s = warpgroup_mma_wait(0, deps=[s])
-    await_(kv_ring, (1, 0))
+    await_(v_ring, nth(done, 1))
     # A constant in a tuple is none afterwards.
     MINE: gl.constexpr = of_consumer(HOW, W)
     state = (s, acc_q, acc_k, acc_v, q_at, do_at, dq_at)
@@ -216,11 +275,9 @@ def consume(
             DERIVATIVE, SCATTER, MASK, MINE,
         )  # fmt: skip
     s, acc_q, acc_k, acc_v, q_at, do_at, dq_at = state
-    ring = dq_rings[W]
-    LAST: gl.constexpr = len(dq_smem) - 1
-    hand_over(acc_q, dq_smem[LAST].index(W), ring[LAST], dq_at)
-    fence_async_shared()
-    publish(ring[LAST], dq_at)
+    release(k_ring, nth(done, 1))
+    # Told again, to have been in no registers until now.
+    first, h, b = told(work_smem, nth(done, TOLD), 2, 5, 4)
     out_h = h // share
     if dv is not None:
         v_smem.index(W).store(acc_v.to(v_smem.dtype))
@@ -229,10 +286,7 @@ def consume(
         # The other consumer may still multiply with these keys: dk goes where dq was.
         column = 0
         for n in gl.static_range(len(dk)):
-            if n < LAST:
-                acquire(ring[n], dq_at)
-            else:
-                acquire(ring[n], step(dq_at, 1))
+            acquire(dq_rings[W][n], dq_at)
             k = k_smem[n].index(W)
             place_k = seen_as(dq_smem[n].index(W), k.dtype, k.shape, k.layout)
             place_k.store((acc_k[n] * scale).to(v_smem.dtype))
@@ -248,6 +302,8 @@ def consume(
                   column)  # fmt: skip
             column += k_smem[n].shape[2]
         write(acc_v, wide_dv + base * dv_width, first + W * ROWS, kv_len, dv_width, 0)
+    release(v_ring, nth(done, 1))
+    return acc_q, (q_at, do_at, dq_at)
 
 
 @gluon.jit
@@ -269,10 +325,10 @@ def attend_back(
         opaque,
     ) = context  # fmt: skip
     W: gl.constexpr = HOW.consumer
-    inputs, ds_smem, dq_smem = smem
+    inputs, ds_smem, dq_smem, _ = smem
     k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = inputs
-    of_inputs, ds_ring, _ = rings
-    _, q_ring, do_ring = of_inputs
+    of_inputs, ds_ring, _, _ = rings
+    _, _, q_ring, do_ring = of_inputs
     BLOCK: gl.constexpr = HOW.block
     DV: gl.constexpr = v_smem.shape[2]
     WIDE: gl.constexpr = len(k_smem) == 2

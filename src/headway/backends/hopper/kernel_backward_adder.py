@@ -3,24 +3,32 @@
 from .gluon_api import copy_out_add, copy_out_wait, fence_landed, gl, gluon
 from .kernel_backward_parts import counter_of, turn_of
 from .pipeline import await_, await_turn, pass_on, release, start, step
-from .tile import at_stage, visit
+from .tile import TOLD, at_stage, told, visit
 
 
 @gluon.jit
-def add(dq, smem, rings, at, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr):
-    """Add the parts of dq that consumer W hands over. The last piece comes one block late; its
-    first, from before the first block, is zeros."""
-    inputs, _, dq_smem = smem
+def add(dq, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr):
+    """Add the parts of dq that consumer W hands over. The last piece comes one block late, from
+    rank to rank as within one; its first, from before the first block, is zeros."""
+    inputs, _, dq_smem, work_smem = smem
+    _, _, dq_rings, work_ring = rings
     k_smem = inputs[0]
-    line, slot, _, h, b, share, _ = at
-    heads, q_len, q_rows, _ = sizes
-    to = (dq, at_stage(dq_smem, W), rings[2][W], k_smem, W)
+    heads, _, share, q_len, q_rows, _ = sizes
+    to = (dq, at_stage(dq_smem, W), dq_rings[W], k_smem, W)
+    work_at = start()
+    await_(work_ring, work_at)
+    line, slot, _first, h, b = told(work_smem, work_at, 0, 5, 1)
     dq_at, row, turn = start(), (b * heads + h) * q_rows, gl.to_tensor(-1)
-    for n in range(share):
-        given = (to, (b * heads + h + n) * q_rows, turns, line, slot, walk.step)
-        state = (dq_at, row, turn, gl.to_tensor(0))
-        state = visit(state, given, walk, line, q_len, 0, add_block, None, None, None, HOW)
-        dq_at, row, turn, _ = state
+    while line >= 0:
+        release(work_ring, work_at)
+        work_at = step(work_at, TOLD)
+        for n in range(share):
+            given = (to, (b * heads + h + n) * q_rows, turns, line, slot, walk.step)
+            state = (dq_at, row, turn, gl.to_tensor(0))
+            state = visit(state, given, walk, line, q_len, 0, add_block, None, None, None, HOW)
+            dq_at, row, turn, _visited = state
+        await_(work_ring, work_at)
+        line, slot, _first, h, b = told(work_smem, work_at, 0, 5, 1)
     add_part(to, row, turns, turn, dq_at, len(dq) - 1)
 
 

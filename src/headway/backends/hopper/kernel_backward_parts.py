@@ -7,7 +7,7 @@ import triton
 from .gluon_api import copy_in, gl, gluon, mbarrier, warpgroup_mma
 from .kernel_forward import ROWS
 from .linear import linear_scores
-from .pipeline import acquire, start, step
+from .pipeline import acquire, step
 from .tile import LOG2E, bytes_of, fetch, mma, positions, visit
 
 DO_STAGES = gl.constexpr(2)
@@ -17,25 +17,30 @@ DO_STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def load(q, k, v, dout, lse, delta, smem, rings, at, sizes, walk, HOW: gl.constexpr):
-    """Copy keys and values once, and the blocks of queries of every head."""
+def load(state, inputs, smem, rings, at, sizes, walk, HOW: gl.constexpr):
+    """Copy the keys and values of a rank, and the blocks of queries of every head."""
+    q, k, v, dout, lse, delta = inputs
+    kv_at, q_at, do_at = state
     k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = smem
-    kv_ring, q_ring, do_ring = rings
+    k_ring, v_ring, q_ring, do_ring = rings
     line, _, first, h, b, share, group = at
     heads, q_len, q_rows, _ = sizes
-    load_keys(k, b, h // group, first, kv_ring[0].index(0), k_smem)
-    load_keys((v,), b, h // group, first, kv_ring[0].index(1), (v_smem,))
-    state = (start(), start())
+    load_keys(k, b, h // group, first, k_ring, kv_at, k_smem)
+    load_keys((v,), b, h // group, first, v_ring, kv_at, (v_smem,))
+    state = (q_at, do_at)
     for n in range(share):
         given = (q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring,
                  b, h + n, (b * heads + h + n) * q_rows)  # fmt: skip
         state = visit(state, given, walk, line, q_len, 0, load_block, None, None, None, HOW)
+    return step(kv_at, 1), state[0], state[1]
 
 
 @gluon.jit
-def load_keys(descs, b, h, first, full, to):
+def load_keys(descs, b, h, first, ring, at, to):
     """Copy the rows of all keys of the tile."""
     TILES: gl.constexpr = to[0].shape[0]
+    acquire(ring, at)
+    full = ring[0].index(0)
     mbarrier.expect(full, bytes_of(to, TILES))
     for n in gl.static_range(TILES):
         fetch(descs, b, h, first + n * ROWS, full, to, n)
@@ -136,13 +141,6 @@ def probabilities(
 def outer_v(v, dout, before, ADD: gl.constexpr):
     """Issue dPᵀ."""
     return warpgroup_mma(v, dout.permute((1, 0)), before, use_acc=ADD, is_async=True)
-
-
-@gluon.jit
-def kept(x):
-    """x, in pairs. The compiler does not see where they come from, and so keeps them and not what
-    they were rounded from."""
-    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit

@@ -26,7 +26,6 @@ from .kernel_backward_parts import (
     DO_STAGES,
     counter_of,
     in_order,
-    kept,
     load,
     others,
     outer_v,
@@ -51,6 +50,7 @@ from .tile import (
     add_product,
     at_stage,
     buffers,
+    kept,
     left,
     matrix,
     mma,
@@ -69,7 +69,7 @@ _ORDER = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
 
 @gluon.jit(
     do_not_specialize=[
-        "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width", "dv_width",
+        "total", "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width", "dv_width",
         "score_numbers", "mask_numbers",
     ]
 )  # fmt: skip
@@ -78,6 +78,7 @@ def backward_wide(
     dq, dq1,  # pointer to the parts, and None
     dk, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
+    counter, total,  # not used: a CTA has one rank
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
@@ -93,7 +94,8 @@ def backward_wide(
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     dlt_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
     of_inputs = (
-        channel(2, 1, 1),  # keys, and values: once
+        channel(1, 1, 2),  # keys, once
+        channel(1, 1, 1),  # values, once
         channel(STAGES, 1, 2),  # queries and lse, for values and keys
         channel(DO_STAGES, 1, 2),  # dout and delta, for values and keys
     )
@@ -117,11 +119,18 @@ def backward_wide(
             (keys, ((dk, wide_dk, d_width, grads), smem, rings, at, sizes, given, walk,
                     DERIVATIVE, SCATTER, MASK, HOW)),
             (queries, (dq, smem, rings, at, sizes, walk, turns, HOW)),
-            (load, ((q,), (k,), v, dout, lse, delta, inputs, of_inputs, at, sizes, walk, HOW)),
+            (load_once, (((q,), (k,), v, dout, lse, delta), inputs, of_inputs, at, sizes, walk,
+                         HOW)),
         ],
         [4, 4, 1],
         [208, 72, 24],
     )  # fmt: skip
+
+
+@gluon.jit
+def load_once(inputs, smem, rings, at, sizes, walk, HOW: gl.constexpr):
+    """What the one rank needs."""
+    load((start(), start(), start()), inputs, smem, rings, at, sizes, walk, HOW)
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -136,7 +145,7 @@ def values(
     dv, wide_dv, width = to
     inputs, _ = smem
     k_smem, _, q_smem, do_smem, _, _ = inputs
-    kv_ring, q_ring, do_ring = rings[0]
+    k_ring, _, q_ring, do_ring = rings[0]
     line, _, first, h, b, share, _ = at
     _, q_len, _, kv_len = sizes
     scale, coords, of_score, of_mask = given
@@ -144,7 +153,7 @@ def values(
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=mma(_HALF))
     q_at, do_at, p_at = start(), start(), start()
-    await_(kv_ring, (0, 0))
+    await_(k_ring, (0, 0))
     await_(q_ring, q_at)
     s = warpgroup_mma_wait(0, deps=[outer(at_stage(k_smem, 0), at_stage(q_smem, 0), zero)])
     state = (s, (half, half), q_at, do_at, p_at)
@@ -173,7 +182,7 @@ def values_block(
     inputs, p_smem = smem
     k_smem, v_smem, q_smem, do_smem, lse_smem, _ = inputs
     of_inputs, p_ring, _ = rings
-    _, q_ring, do_ring = of_inputs
+    _, _, q_ring, do_ring = of_inputs
     cols: gl.constexpr = gl.SliceLayout(0, mma(HOW.block))
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
     z = (n + opaque) >> 30  # always 0: see kernel_backward.py
@@ -216,7 +225,7 @@ def keys(
     dk, wide_dk, width, grads = to
     inputs, _ = smem
     _, v_smem, q_smem, do_smem, _, _ = inputs
-    kv_ring, q_ring, do_ring = rings[0]
+    k_ring, v_ring, q_ring, do_ring = rings[0]
     line, _, first, h, b, share, _ = at
     _, q_len, _, kv_len = sizes
     scale, coords, of_score, of_mask = given
@@ -225,8 +234,8 @@ def keys(
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=mma(_HALF))
     q_at, do_at, p_at = start(), start(), start()
     if SCATTER is not None:
-        await_(kv_ring, (0, 0))
-    await_(kv_ring, (1, 0))
+        await_(k_ring, (0, 0))
+    await_(v_ring, (0, 0))
     await_(do_ring, do_at)
     dp = warpgroup_mma_wait(0, deps=[outer_v(v_smem.index(0), do_smem.index(0), zero, False)])
     state = (dp, (half, half), q_at, do_at, p_at)
@@ -257,7 +266,7 @@ def keys_block(
     inputs, p_smem = smem
     k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = inputs
     of_inputs, p_ring, ds_ring = rings
-    _, q_ring, do_ring = of_inputs
+    _, _, q_ring, do_ring = of_inputs
     cols: gl.constexpr = gl.SliceLayout(0, mma(HOW.block))
     dtype: gl.constexpr = v_smem.dtype
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))

@@ -31,10 +31,12 @@ from .gluon_api import (
     warpgroup_mma_wait,
 )
 from .linear import linear_scores
-from .pipeline import acquire, await_, channel, publish, ready, release, start, step
+from .pipeline import acquire, await_, channel, ready, release, start, step
 from .tile import (
     LN2,
     LOG2E,
+    NUMBERS,
+    TOLD,
     add_product,
     at_stage,
     buffers,
@@ -42,9 +44,11 @@ from .tile import (
     fetch,
     first_block,
     halves,
+    kept,
     last_runs,
     left,
     mma,
+    numbers,
     or_nan,
     outer,
     pieces,
@@ -52,15 +56,15 @@ from .tile import (
     positions,
     scores,
     settle,
+    tell,
     times,
+    told,
     visit_rest,
     zeros,
 )
 
 ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at a time
-_STAGES = gl.constexpr(3)  # of the channel of work: a rank, the one before, and one told ahead
 _RUNS = gl.constexpr(6)  # where those from `last_runs` begin among the numbers of a rank
-_NUMBERS = gl.constexpr(14)  # of a rank: see `tell`
 
 
 # Numbers that change from call to call do not make a kernel of their own.
@@ -88,11 +92,9 @@ def forward(
         o_smem = buffers(2, out)
     else:
         o_smem = ()
-    work_smem = gl.allocate_shared_memory(
-        gl.int32, [_STAGES * _NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    )
+    work_smem = numbers()
     rings = (
-        channel(_STAGES, 1, 2),  # work
+        channel(TOLD, 1, 2),  # work
         channel(HOW.queries, 1, 2),  # queries
         channel(STAGES, 1, 2),  # keys
         channel(STAGES, 1, 2),  # values
@@ -138,6 +140,7 @@ def load(q, k, v, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
         line, slot, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
         runs = last_runs(walk, line, kv_len, HOW)
         row = first_block(walk, runs, HOW)
+        # line (-1: a ghost), slot, first row, head, batch row, and how its blocks are visited
         work = (line, slot, first, h, b, row) + runs  # noqa: RUF005
         work_at = tell(work_at, work_smem, work_ring, work)
         q_at = load_queries(q_at, q, q_smem, q_ring, b, h, first, HOW)
@@ -203,33 +206,6 @@ def _ghost(walk, q_len):
         return -1, -1, q_len, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
 
 
-@gluon.jit
-def tell(at, work_smem, ring, work):
-    """Write down what a rank is, so that consumers need not work it out: line (-1: a ghost), slot,
-    first row, head, batch row, `first_block`, and what `last_runs` gives."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    acquire(ring, at)
-    for n in gl.static_range(len(work)):
-        number = gl.full([1], work[n], gl.int32, layout=one)
-        work_smem.index(at[0] * _NUMBERS + n).store(number)
-    publish(ring, at)
-    return step(at, _STAGES)
-
-
-@gluon.jit
-def told(work_smem, at, FROM: gl.constexpr, TO: gl.constexpr):
-    """Some numbers of a rank, as `tell` wrote them."""
-    work = ()
-    for n in gl.static_range(FROM, TO):
-        work = work + (_number(work_smem, at[0] * _NUMBERS + n),)  # noqa: RUF005
-    return work
-
-
-@gluon.jit
-def _number(work_smem, n):
-    return gl.max(work_smem.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
 # -- a consumer -----------------------------------------------------------------------------------
 
 
@@ -247,10 +223,10 @@ def consume(
     INDEX: gl.constexpr = HOW.index
     rows: gl.constexpr = gl.SliceLayout(1, mma(BLOCK))
     last_at, q_at, k_at, v_at = start(), start(), start(), start()
-    work_at = step(last_at, _STAGES)
+    work_at = step(last_at, TOLD)
     await_(work_ring, last_at)
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
-    COUNT: gl.constexpr = _RUNS + 1 if walk.full is None else _NUMBERS
+    COUNT: gl.constexpr = _RUNS + 1 if walk.full is None else NUMBERS
     nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
     none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
     m, l, largest = nothing, none, nothing
@@ -263,7 +239,7 @@ def consume(
         context = (queries, k_smem, v_smem, k_ring, v_ring)
         s, tokens = issue(context, acc, p, k_at, v_at)
         await_(work_ring, work_at)
-        line, _, first, h, b, row = told(work_smem, work_at, 0, _RUNS)
+        line, _, first, h, b, row = told(work_smem, work_at, 0, _RUNS, 4)
         q_idx = positions(
             coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
         )
@@ -274,11 +250,11 @@ def consume(
             (tokens, nothing, none, nothing, p, k_at, v_at), s, context, how_scored,
             row, True, True, SCORE, MASK, HOW,
         )  # fmt: skip
-        last = told(work_smem, last_at, 1, 5)
+        last = told(work_smem, last_at, 1, 5, 4)
         release(work_ring, last_at)
         finish(acc, done, last, i, to, o_smem, sizes, walk, W, SCORE, HOW)
-        runs = told(work_smem, work_at, _RUNS, COUNT)
-        last_at, work_at = work_at, step(work_at, _STAGES)
+        runs = told(work_smem, work_at, _RUNS, COUNT, 4)
+        last_at, work_at = work_at, step(work_at, TOLD)
         state = (zeros(ROWS, v_smem), m, l, largest, p, k_at, v_at)
         state = visit_rest(
             state, (context, how_scored), walk, runs, kv_len, attend, SCORE, MASK, HOW
@@ -355,8 +331,8 @@ def absorb(
     if PARTIAL:
         t = gl.where(live[None, :], t, float("-inf"))
     if HOW.largest:  # of S, where T says that the pair is kept
-        kept = t + by_row[:, None] if SHIFTED else t
-        seen = gl.where(kept == float("-inf"), float("-inf"), s)
+        whole = t + by_row[:, None] if SHIFTED else t
+        seen = gl.where(whole == float("-inf"), float("-inf"), s)
         largest = gl.maximum(largest, gl.max(seen, 1))
     before = m
     most = gl.max(t, 1) * unit
@@ -377,7 +353,7 @@ def absorb(
         acc = times(settle(tokens, p, 0), shrink)
     release(v_ring, v_at)
     v_at = step(v_at, HOW.stages)
-    p = gl.convert_layout(e.to(k_smem[0].dtype), left(v_smem[0].shape[2]))
+    p = gl.convert_layout(kept(e.to(k_smem[0].dtype)), left(v_smem[0].shape[2]))
     return acc, m, l, largest, p, k_at, v_at
 
 

@@ -1,13 +1,15 @@
 """The order in which CTAs add to dq, for gradients that are bit-equal run after run.
 
-A sum of float32 depends on the order of its terms. Where `deterministic=True`, a CTA adds to a
+A sum of float32 depends on the order of its terms. Where `deterministic=True`, a rank adds to a
 block of queries in its **turn**: after all those with smaller numbers that visit the block. (As
 FlashAttention-3's deterministic backward does.)
 
-None waits for ever, in whatever order it visits its blocks: CTAs are launched in the order of their
-numbers, so those that one waits for run or have ended; and of those that run, the one with the
-smallest number waits for nobody outside. Inside, where both adders have one place (width 64), the
-second waits for the first at the same block, and the first for nothing that the second does later.
+None waits for ever, in whatever order it visits its blocks: CTAs take ranks (or are launched, one
+for each) in the order of their numbers, so those that one waits for are under way or have ended;
+and of those under way, the one with the smallest number waits for nobody outside. (Its last piece
+is handed over when its CTA has the next rank's first tiles, which are copies of inputs.) Inside,
+where both adders have one place (width 64), the second waits for the first at the same block, and
+the first for nothing that the second does later.
 
 How long they wait does depend on the order. Every line visits its blocks from the first to the
 last, full and partial ones together, and lines are launched shortest first: behind a causal mask or

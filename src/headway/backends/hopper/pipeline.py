@@ -61,6 +61,12 @@ def step(at, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def nth(n, STAGES: gl.constexpr):
+    """The cursor of tile n: one number to remember, where registers are short."""
+    return n % STAGES, n // STAGES % 2
+
+
+@gluon.jit
 def acquire(ring, at):
     """Wait until the stage may be written."""
     mbarrier.wait(ring[1].index(at[0]), at[1] ^ 1)

@@ -167,9 +167,11 @@ class BackwardPlan(Plan):
         near = self.near(self.heads, -(-self.kv_len // how.keys))
         self.walks = Walks(self, queries=False, block=how.keys, near=near)
         self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic else None
-        self.grid = (self.walks.lines * self.walks.sub * self.b * self.heads, 1, 1)
+        ranks = self.walks.lines * self.walks.sub * self.b * self.heads
+        alone = how.keys == 64
+        self.grid = (ranks if alone else min(ranks, processors(self.device)), 1, 1)
         self.numbers = (
-            self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
+            ranks, self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
             spec.scale,
         )  # fmt: skip
         self.q, self.dout = matrix(how.block, how.d), matrix(how.block, how.dv)
@@ -177,7 +179,6 @@ class BackwardPlan(Plan):
         self.lse, self.delta = numbers(how.block), numbers(how.block)
         # Pieces of dq as a consumer hands them over: 64 x 64 numbers, and half of the 64 columns
         # beyond the first 128. One for dq alone needs no descriptor.
-        alone = how.keys == 64
         self.parts = (lambda x: (x, None)) if alone else chunks(16, 8 if len(how.d) == 2 else 0)
         options = {
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
@@ -224,8 +225,8 @@ class BackwardPlan(Plan):
             to = (*self.dk(dk), self.dv_(dv)[0], None, None)
         args = (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
-            *self.delta(delta), *self.parts(parts), *to, grads, *self.numbers, coords,
-            walk, turns, *captured,
+            *self.delta(delta), *self.parts(parts), *to, grads, zero(self.device), *self.numbers,
+            coords, walk, turns, *captured,
         )  # fmt: skip
         self.kernel(self.grid, args, seen)
 

@@ -6,9 +6,12 @@ tensor are a tuple of one or two; a descriptor, a buffer or an accumulator is ne
 """
 
 from .gluon_api import copy_in, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from .pipeline import acquire, publish, step
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
+NUMBERS = gl.constexpr(14)  # of a rank, at most
 
 
 # -- which tile, and which blocks -----------------------------------------------------------------
@@ -45,6 +48,39 @@ def place(rank, walk, heads, SUB: gl.constexpr, ROWS: gl.constexpr):
         rest = gl.where(free, rest // turns, rest)
         b = gl.where(walk.b == 1, rest, of_mask // walk.h)
     return line, slot, first, h, b
+
+
+@gluon.jit
+def tell(at, work_smem, ring, work):
+    """Write down what a rank is, so that the other partitions need not work it out."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    acquire(ring, at)
+    for n in gl.static_range(len(work)):
+        number = gl.full([1], work[n], gl.int32, layout=one)
+        work_smem.index(at[0] * NUMBERS + n).store(number)
+    publish(ring, at)
+    return step(at, TOLD)
+
+
+@gluon.jit
+def told(work_smem, at, FROM: gl.constexpr, TO: gl.constexpr, WARPS: gl.constexpr):
+    """Some numbers of a rank, as `tell` wrote them; WARPS: of the partition that asks."""
+    work = ()
+    for n in gl.static_range(FROM, TO):
+        work = work + (_number(work_smem, at[0] * NUMBERS + n, WARPS),)  # noqa: RUF005
+    return work
+
+
+@gluon.jit
+def _number(work_smem, n, WARPS: gl.constexpr):
+    return gl.max(work_smem.index(n).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def numbers():
+    """Shared memory for what `tell` writes."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    return gl.allocate_shared_memory(gl.int32, [TOLD * NUMBERS, 1], layout)
 
 
 @gluon.jit
@@ -334,6 +370,13 @@ def halves(x):
     HALF: gl.constexpr = x.shape[1] // 2
     a, b = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
     return gl.convert_layout(a, mma(HALF)), gl.convert_layout(b, mma(HALF))
+
+
+@gluon.jit
+def kept(x):
+    """x, in pairs. The compiler does not see where they come from, and so keeps them and not what
+    they were rounded from."""
+    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
