@@ -151,6 +151,8 @@ class Layout:
 class Shared:
     """A view of shared memory. `written`: by partition, the addresses stored to since its fence."""
 
+    books = threading.RLock()  # partitions look at what others have written
+
     def __init__(self, x: torch.Tensor, owner: "Shared | None" = None) -> None:
         self.x, self.shape, self.dtype, self.layout = x, tuple(x.shape), x.dtype, Layout
         self.written: dict[str, list[range]] = {} if owner is None else owner.written
@@ -173,9 +175,10 @@ class Shared:
             raise Wrong(f"{value.dtype} {tuple(value.shape)} stored as {self.dtype} {self.shape}")
         self.x.copy_(value)
         span = self.span()
-        for name, spans in self.written.items():  # what is no longer there needs no fence
-            self.written[name] = [s for s in spans if s != span]
-        self.written.setdefault(here.name, []).append(span)
+        with self.books:
+            for name, spans in self.written.items():  # what is no longer there needs no fence
+                self.written[name] = [s for s in spans if s != span]
+            self.written.setdefault(here.name, []).append(span)
 
     def load(self, layout) -> torch.Tensor:
         return self.x.clone()
@@ -201,14 +204,17 @@ class Shared:
     def read(self) -> torch.Tensor:
         """By the tensor cores or the copy engine."""
         mine = self.span()
-        if any(s.start < mine.stop and mine.start < s.stop for w in list(self.written.values()) for s in w):  # fmt: skip
+        with self.books:
+            written = [s for spans in self.written.values() for s in spans]
+        if any(s.start < mine.stop and mine.start < s.stop for s in written):
             raise Wrong("shared memory stored to and then read with no fence between")
         return self.x
 
 
 def fence_async_shared() -> None:
-    for shared in here.all:
-        shared.written.pop(here.name, None)
+    with Shared.books:
+        for shared in here.all:
+            shared.written.pop(here.name, None)
 
 
 def copy_in(desc, at, bar, to):
