@@ -35,6 +35,7 @@ PINS = {
 # 60), of which five accesses are in a loop that multiplies; nothing is serialised.
 SINCE = {
     ("forward", "128/128", "causal"): {"spills": 100},
+    ("forward", "128/128", "slanted"): {"loop": 575},
     ("backward", "128/128", "plain"): {"spills": 80},
     ("backward", "256/256", "causal"): {"loops": 5},
 }
