@@ -28,6 +28,7 @@ import torch
 from headway.backends import kernels
 from headway.backends.hopper import launch, plan
 from headway.backends.kernels import plan as plans
+from headway.backends.kernels import results
 
 PATIENCE = 20.0  # seconds without any barrier completing
 LOOKS = 100_000  # in a row, at a place in global memory
@@ -628,7 +629,8 @@ def simulating():
             finish=Kernel(LOADED.parts.finish),
             processors=lambda device: 3,
         ),  # fmt: skip
-        mock.patch.multiple(launch, deltas=LOADED.rows.deltas, row_terms=LOADED.rows.row_terms),
+        mock.patch.object(launch, "row_terms", LOADED.rows.row_terms),
+        mock.patch.object(results, "deltas", LOADED.rows.deltas),
         mock.patch.object(LOADED.rows, "row_kernel", Kernel(LOADED.rows.row_kernel)),
         mock.patch.object(plans, "functions", _functions),
     ):

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ...types import Forward, Grads, Spec, in_dtype
 from ..base import Call
-from ..kernels import first, learned
-from ..kernels.plan import nothing
-from ..kernels.rows import deltas, row_terms
+from ..kernels import first, learned, results
+from ..kernels.rows import row_terms
 from .descriptors import aligned
 from .plan import BackwardPlan, ForwardPlan, planned
 
@@ -34,11 +33,7 @@ def forward(spec: Spec, call: Call) -> Forward:
         lse.copy_(lse.new_full((), -math.inf) if call.sink is None else call.sink.float()[:, None])
         if row_max is not None:
             row_max.fill_(-math.inf)
-    none = nothing(q.device)
-    max_logit = none
-    if spec.max_logit:
-        max_logit = new(b, hq).fill_(-math.inf) if top is None else top.amax(-1)
-    return Forward(out, lse, max_logit, none if row_max is None else row_max)
+    return results.of_forward(spec, out, lse, row_max, top)
 
 
 def backward(
@@ -52,10 +47,7 @@ def backward(
     dtype = torch.float32 if spec.partial else q.dtype
     captured = learned.zeros(call.captured.tensors, needs, q.device)
     if not lse.numel() or not kv_len:
-        zero = lambda x: torch.zeros(x.shape, dtype=dtype, device=x.device)
-        delta = deltas(out, dout, dlse, q_len)
-        dsink = None if call.sink is None else learned.of_sink(call.sink, lse, delta)
-        return Grads(zero(call.q), zero(call.k), zero(call.v), dsink, captured)
+        return results.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
     plan = planned(BackwardPlan, spec, call, learned.wanted(spec.score, needs), *matrices)
     if plan.untried:

@@ -1,6 +1,5 @@
 """From a call to kernel launches: what each kernel is given, and what is allocated for it."""
 
-import math
 from typing import Any
 
 import torch
@@ -9,9 +8,8 @@ from torch import Tensor
 from ...mods.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
-from ..kernels import first, learned
-from ..kernels.plan import nothing
-from ..kernels.rows import deltas, row_terms
+from ..kernels import first, learned, results
+from ..kernels.rows import row_terms
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
 from .plan import Launcher, Plan, planned
@@ -38,11 +36,7 @@ def forward(spec: Spec, call: Call) -> Forward:
             return q, k, v, out, lse, row_max, top, sink
 
         top = launcher(call, tensors)[6]
-    none = nothing(q.device)
-    max_logit = none
-    if spec.max_logit:
-        max_logit = new(b, hq).fill_(-math.inf) if top is None else top.amax(-1)
-    return Forward(out, lse, max_logit, none if row_max is None else row_max)
+    return results.of_forward(spec, out, lse, row_max, top)
 
 
 def backward(
@@ -55,10 +49,7 @@ def backward(
     b, hq, kv_len, dtype = *q.shape[:2], k.shape[2], torch.float32 if spec.partial else q.dtype
     captured = learned.zeros(call.captured.tensors, needs, q.device)
     if not lse.numel() or not kv_len:
-        zero = lambda x: torch.zeros(x.shape, dtype=dtype, device=x.device)
-        delta = deltas(out, dout, dlse, lse.shape[2])
-        dsink = None if call.sink is None else learned.of_sink(call.sink, lse, delta)
-        return Grads(zero(call.q), zero(call.k), zero(call.v), dsink, captured)
+        return results.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
     plan = planned(spec, call, learned.wanted(spec.score, needs), q, k, v, dout)
     if plan.untried:
