@@ -13,7 +13,6 @@ from ...types import Spec
 from ..base import Call, graphs
 from ..kernels import diagonals, gradients, maths, rows
 from ..kernels.device import elsewhere
-from ..kernels.first import hashing, settle
 from ..kernels.plan import BasePlan, Direct, Walks, key_of, remembered
 from ..kernels.varies import variation
 from . import (
@@ -41,11 +40,6 @@ from .order import Ordered
 _SPECIALISED = {"num_warps": 4, "maxnreg": 168}
 _ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
 
-_SOURCES = (
-    maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, kernel_forward,
-    kernel_backward_parts, kernel_backward_adder, kernel_backward, kernel_backward_wide,
-)  # fmt: skip
-
 P = TypeVar("P", bound="Plan")
 
 
@@ -58,11 +52,14 @@ def planned(kind: type[P], spec: Spec, call: Call, wanted: tuple[int, ...], *mat
 class Plan(BasePlan):
     """What forward and backward have in common."""
 
+    sources = (
+        maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, kernel_forward,
+        kernel_backward_parts, kernel_backward_adder, kernel_backward, kernel_backward_wide,
+    )  # fmt: skip
+
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
-        hashing()
-        settle(*_SOURCES)
         half = matrices[0].dtype == torch.bfloat16
         self.fits = all(map(fits, matrices))
         super().__init__(spec, call, wanted, matrices, diagonals=False, rough=half, apart=True)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from threading import get_ident
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -109,14 +110,19 @@ class Walk(NamedTuple):
 class BasePlan:
     """Calls of one kind.
 
+    - `sources`: the modules of its kernels, whose keys are worked out in this order (`settle`).
     - `diagonals`: whether its kernels can read and add up a tile by diagonals.
     - `rough`, `apart`: as in `Text`; the latter where positions are small and consecutive.
     """
+
+    sources: tuple[ModuleType, ...] = ()
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
         *, diagonals: bool, rough: bool, apart: bool = False,
     ) -> None:  # fmt: skip
+        hashing()
+        settle(*self.sources)
         q, k, v = matrices[:3]
         (self.b, self.hq, self.q_len, self.d), (self.hk, self.kv_len) = q.shape, k.shape[1:3]
         self.dv, self.spec, self.dtype, self.device = v.shape[3], spec, q.dtype, q.device

@@ -15,7 +15,6 @@ from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
 from ..kernels import diagonals, gradients, maths, rows
-from ..kernels.first import hashing, settle
 from ..kernels.plan import TILE, BasePlan, Direct, Walks, key_of, remembered
 from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import Config, configs, kind_of, one_pass, pieces
@@ -30,11 +29,11 @@ def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) 
 class Plan(BasePlan):
     """Calls of one kind."""
 
+    sources = (maths, diagonals, gradients, rows, tile, walk, kernel_forward, kernel_backward)
+
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
-        hashing()
-        settle(maths, diagonals, gradients, rows, tile, walk, kernel_forward, kernel_backward)
         q = matrices[0]
         super().__init__(spec, call, wanted, matrices, diagonals=True, rough=rough(q.dtype))
         self.launchers: dict[str, Launcher] = {}
