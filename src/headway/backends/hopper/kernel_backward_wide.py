@@ -69,7 +69,7 @@ _ORDER = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
 
 @gluon.jit(
     do_not_specialize=[
-        "total", "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width", "dv_width",
+        "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width", "dv_width",
         "score_numbers", "mask_numbers",
     ]
 )  # fmt: skip
@@ -78,7 +78,6 @@ def backward_wide(
     dq, dq1,  # pointer to the parts, and None
     dk, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
-    counter, total,  # not used: a CTA has one rank
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,

@@ -167,8 +167,9 @@ class BackwardPlan(Plan):
         ranks = self.walks.lines * self.walks.sub * self.b * self.heads
         alone = how.keys == 64
         self.grid = (ranks if alone else min(ranks, processors(self.device)), 1, 1)
+        self.ranks = None if alone else ranks  # of a kernel whose CTAs take them from a counter
         self.numbers = (
-            ranks, self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
+            self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
             spec.scale,
         )  # fmt: skip
         self.q, self.dout = matrix(how.block, how.d), matrix(how.block, how.dv)
@@ -220,10 +221,11 @@ class BackwardPlan(Plan):
                 x if x.shape[3] == w else x[..., :w] for x, w in ((dk, self.d), (dv, self.dv))
             )
             to = (*self.dk(dk), self.dv_(dv)[0], None, None)
+        ranks = () if self.ranks is None else (zero(self.device), self.ranks)
         args = (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
-            *self.delta(delta), *self.parts(parts), *to, grads, zero(self.device), *self.numbers,
-            coords, walk, turns, *captured,
+            *self.delta(delta), *self.parts(parts), *to, grads, *ranks, *self.numbers, coords,
+            walk, turns, *captured,
         )  # fmt: skip
         self.kernel(self.grid, args, seen)
 
