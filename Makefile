@@ -60,7 +60,7 @@ bench: setup ## time forward and backward against what else you could use
 	@.venv/bin/headway bench $(ARGS)
 
 .PHONY: gpu-bench
-gpu-bench: setup ## the same on the GPU, against FlexAttention and cuDNN
+gpu-bench: setup ## the same on the GPU, against FlexAttention, cuDNN and FlashAttention-4
 	@.venv/bin/headway bench --device cuda $(ARGS)
 
 .PHONY: golden

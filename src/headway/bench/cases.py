@@ -27,6 +27,16 @@ from ..mods import (
 FORWARD, BACKWARD, BUILD = "forward", "backward", "build"  # of a block mask
 
 
+class Unavailable(Exception):
+    """Why a peer is not timed on a case: it goes into the table and the CSV."""
+
+    @staticmethod
+    def because(error: Exception) -> "Unavailable":
+        """With the first line of what a peer raised."""
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        return Unavailable(f"could not run: {type(error).__name__}: {first[:200]}")
+
+
 @dataclass(frozen=True)
 class Target:
     """At least `times` the speed of a peer (a name in `peers.PEERS`), in one direction, asked of
@@ -105,6 +115,23 @@ class Inputs(NamedTuple):
         """Tensors of the score that want a gradient."""
         parts = () if self.score is None else vars(self.score).values()
         return tuple(x for x in parts if isinstance(x, Tensor) and x.requires_grad)
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What a backward is taken to."""
+        return self.q, self.k, self.v, *self.learned
+
+    def by_rows(self) -> "Inputs":
+        """The same numbers under the same shapes, but as FlashAttention's users hold them in
+        memory: (b, length, heads, width)."""
+
+        def turned(x: Tensor) -> Tensor:
+            rows = x.detach().transpose(1, 2).contiguous().transpose(1, 2)
+            return rows.requires_grad_(x.requires_grad)
+
+        return self._replace(
+            q=turned(self.q), k=turned(self.k), v=turned(self.v), dout=turned(self.dout)
+        )
 
     def headway(self, **changes: Mask | None) -> Tensor:
         """The call that is measured."""

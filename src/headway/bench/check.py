@@ -58,7 +58,7 @@ class Truth:
         self.rows = torch.cat([inner, ends]).unique().to(x.q.device)
         self.dout = torch.zeros_like(x.dout)
         self.dout[:, :, self.rows] = x.dout[:, :, self.rows]
-        self.inputs, self.leaves = x, (x.q, x.k, x.v, *x.learned)
+        self.inputs = x
         self.exact = self._plain(case, torch.float64)
         near = self._plain(case, x.q.dtype)
         self.limits = [
@@ -72,14 +72,18 @@ class Truth:
         dout = x.dout[:, :, self.rows].to(dtype)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v, *x.learned), dout)]
 
-    def errors(self, forward: Callable[[], Tensor], backward: bool) -> list[Error]:
-        """Of a contestant's output, and of its gradients where it has a backward."""
+    def errors(
+        self, forward: Callable[[], Tensor], backward: bool, given: Inputs | None = None
+    ) -> list[Error]:
+        """Of a contestant's output, and of its gradients where it has a backward. `given`: the
+        tensors that it computes on, if they are others with the same numbers."""
+        leaves = (self.inputs if given is None else given).leaves
         with torch.set_grad_enabled(backward):
             out = forward()
         found = [out.detach()[:, :, self.rows]]
         if backward:
-            found += torch.autograd.grad(out, self.leaves, self.dout)
-        learned = (f"d(learned {n})" for n in range(len(self.leaves) - 3))
+            found += torch.autograd.grad(out, leaves, self.dout)
+        learned = (f"d(learned {n})" for n in range(len(leaves) - 3))
         names = ("out", "dq", "dk", "dv", *learned)
         return [
             Error(name, _distance(a, b), limit)

@@ -1,6 +1,7 @@
-"""The cases for a GPU: what FlexAttention, cuDNN and Headway take, in one run; the dear ones last.
+"""The cases for a GPU: what FlexAttention, cuDNN, FlashAttention-4 (where it is installed) and
+Headway take, in one run; the dear ones last.
 
-Shapes and targets are those of the design: bfloat16, and the speed that FlexAttention has.
+Shapes and targets are those of the design: bfloat16, and the speed that the peers have.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ from ..mods import (
 from .cases import BACKWARD, FORWARD, Case, Target
 
 _TRITON = "headway triton"
-_BOTH = ("flex", "cudnn", _TRITON)
+_FLASH4 = "flash-attention-4"
+_ALL = ("flex", "cudnn", _FLASH4, _TRITON)
 
 
 def _than(peer: str, forward: float, backward: float, of: str = "headway") -> tuple[Target, ...]:
@@ -37,7 +39,13 @@ def _flex(
     return *_than("flex", forward, backward, _TRITON), *_than("flex", *ours)
 
 
-_MAIN = *_flex(), *_than("cudnn", 1.0, 1.0)
+def _fixed(forward: float = 1.0, backward: float = 1.0) -> tuple[Target, ...]:
+    """Of the better of the kernels that are made for one mask."""
+    return *_than("cudnn", forward, backward), *_than(_FLASH4, forward, backward)
+
+
+_MAIN = _flex() + _fixed()
+_SOFTCAP = _flex(1.5, 1.5, (2, 2)) + _than(_FLASH4, 1.5, 1.3)
 
 
 def _case(name: str, shape: tuple[int, ...], **more: Any) -> Case:
@@ -45,7 +53,7 @@ def _case(name: str, shape: tuple[int, ...], **more: Any) -> Case:
     b, hq, hk, length, d, *dv = shape
     given: dict[str, Any] = {
         "dtype": "bfloat16",
-        "peers": _BOTH,
+        "peers": _ALL,
         "targets": _MAIN,
         "devices": ("cuda",),
     } | more
@@ -87,7 +95,8 @@ def _slopes() -> Tensor:
     return torch.exp2(-torch.arange(1, 17) * 0.5)
 
 
-_MASKS = ("flex", _TRITON)
+_MASKS = ("flex", _FLASH4, _TRITON)
+_CAPPED = ("flex", "headway plain", _FLASH4, _TRITON)
 _LEARNED = ("headway plain", _TRITON)
 _RELATIVE = _than("headway plain", 0.7, 0.7)
 
@@ -95,14 +104,14 @@ _RELATIVE = _than("headway plain", 0.7, 0.7)
 GPU_CASES: tuple[Case, ...] = (
     *_pair("8k-128", (2, 16, 16, 8192, 128), "main"),
     *_pair("8k-64", (2, 32, 32, 8192, 64), "main"),
-    _scored("softcap-causal", lambda: softcap(20.0), causal, _flex(1.5, 1.5, (2, 2))),
-    _scored("softcap-full", lambda: softcap(20.0), None, _flex(1.5, 1.5, (2, 2))),
+    _scored("softcap-causal", lambda: softcap(20.0), causal, _SOFTCAP, _CAPPED),
+    _scored("softcap-full", lambda: softcap(20.0), None, _SOFTCAP, _CAPPED),
     _scored("alibi-causal", lambda: alibi(_slopes()), causal,
             _flex() + _than("headway plain", 0.95, 0.95)),
     _scored("window-1024", None, lambda: causal() & sliding_window(1024), _flex(1.15, 1.15),
             _MASKS),
     _scored("documents-causal", None, _documents, _flex(1.15, 1.15), _MASKS),
-    _scored("prefix-2048", None, lambda: causal() | prefix(2048), _flex(), _MASKS),
+    _scored("prefix-2048", None, lambda: causal() | prefix(2048), _flex(), ("flex", _TRITON)),
     _scored("relative-bias-learned-full", lambda: relative_bias(_table()), None, _RELATIVE,
             _LEARNED),
     _scored("relative-bias-learned-causal", lambda: relative_bias(_table()), causal, _RELATIVE,
@@ -110,9 +119,9 @@ GPU_CASES: tuple[Case, ...] = (
     _scored("alibi-learned-causal", lambda: alibi(_slopes().requires_grad_()), causal, (),
             _LEARNED),
     *_pair("16k-256", (1, 8, 8, 16384, 256), "main",
-           targets=_flex(1.0, 2.0) + _than("cudnn", 0.95, 1.2)),
+           targets=_flex(1.0, 2.0) + _fixed(0.95, 1.2)),
     *_pair("8k-192-128", (2, 16, 16, 8192, 192, 128), "main",
-           targets=_flex(1.0, 1.5) + _than("cudnn", 1.0, 1.0)),
+           targets=_flex(1.0, 1.5) + _fixed()),
     _case("gqa-8k-128-causal", (2, 32, 8, 8192, 128), mask=causal, tags=("gpu", "main")),
     *_pair("short-512-128", (64, 16, 16, 512, 128), "short"),
     _case("short-256-64-causal", (128, 16, 16, 256, 64), mask=causal, tags=("gpu", "short")),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -14,13 +15,10 @@ from torch.nn.attention import flex_attention as flex
 from ..api import attention
 from ..mods import causal
 from ..mods.base import Both, Either, MaskFn
-from .cases import Case, Inputs
+from . import flash4
+from .cases import Case, Inputs, Unavailable
 
 MOST_BIAS = 1 << 30  # bytes of an explicit mask that a user might still afford
-
-
-class Unavailable(Exception):
-    """Why a peer is not timed on a case: it goes into the table and the CSV."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,8 @@ class Peer:
     - `same`: it computes what Headway computes; its results are checked as well.
     - `backward`: on these device types it has one.
     - `per_tile`: compared by the time per live tile (of causal for the peer), not per call.
+    - `by_rows`: it computes on copies that lie in memory as `Inputs.by_rows` says.
+    - `package`: where it comes from, if not with PyTorch; a peer that is not installed is left out.
     """
 
     prepare: Callable[[Case, Inputs], Callable[[], Any]]
@@ -37,6 +37,16 @@ class Peer:
     same: bool = True
     backward: tuple[str, ...] = ("cpu", "cuda")
     per_tile: bool = False
+    by_rows: bool = False
+    package: str = ""
+
+    @property
+    def installed(self) -> str | None:
+        """The package and its version; "" if it needs none, None if it is not there."""
+        try:
+            return self.package and f"{self.package} {metadata.version(self.package)}"
+        except metadata.PackageNotFoundError:
+            return None
 
 
 def _sdpa(case: Case, x: Inputs) -> Callable[[], Tensor]:
@@ -98,8 +108,7 @@ def _flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
         with torch.set_grad_enabled(x.q.device.type != "cpu"):
             call()
     except Exception as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
-        raise Unavailable(f"{type(error).__name__}: {first[:200]}") from error
+        raise Unavailable.because(error) from error
     return call
 
 
@@ -166,6 +175,13 @@ PEERS = {
         _cudnn,
         "F.scaled_dot_product_attention by cuDNN, on a GPU",
         backward=("cuda",),
+    ),
+    "flash-attention-4": Peer(
+        flash4.prepare,
+        "flash_attn.cute, on a GPU: causal, window, documents, softcap",
+        backward=("cuda",),
+        by_rows=True,
+        package="flash-attn-4",
     ),
     "headway plain": Peer(
         _plain, "Headway on the same tensors and mask, without the score", same=False

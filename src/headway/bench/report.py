@@ -9,7 +9,7 @@ from rich.text import Text
 
 from .cases import Case, every, select
 from .machine import Machine, here, load
-from .peers import PEERS
+from .peers import PEERS, Peer
 from .results import FAIL, NOT_RUN, PASS, WRONG, Result, describe
 from .run import Options, bench
 
@@ -56,8 +56,7 @@ def title(case: Case) -> Text:
     width = f"{case.d}" if case.dv is None else f"{case.d}/{case.dv}"
     sizes = f"({case.b}, {heads}, {case.length}, {width}) {case.dtype}"
     if case.d == 0:  # a block mask
-        width = f"{case.d}" if case.dv is None else f"{case.d}/{case.dv}"
-    sizes = f"({case.b}, {heads}, {case.length}, {case.length})"
+        sizes = f"({case.b}, {heads}, {case.length}, {case.length})"
     shape = f"  {sizes} {mods}{extra}"
     return Text.assemble((case.name, "bold"), (shape, "dim"))
 
@@ -126,5 +125,12 @@ def listing() -> str:
     """The table of cases, for `--list`."""
     listed = ["cases (select by name, part of a name, or tag):"]
     listed += [f"  {case.name:42} {', '.join(case.tags)}" for case in every()]
-    listed += ["peers:"] + [f"  {name:18} {peer.note}" for name, peer in PEERS.items()]
+    listed += ["peers:"]
+    listed += [f"  {name:18} {peer.note}{_installed(peer)}" for name, peer in PEERS.items()]
     return "\n".join(listed)
+
+
+def _installed(peer: Peer) -> str:
+    if not peer.package:
+        return ""
+    return f" ({peer.installed or f'left out: {peer.package} is not installed'})"

@@ -13,12 +13,12 @@ from torch._functorch import config as functorch
 from ..errors import ArgumentError
 from ..mods import causal
 from . import block_masks, child, gpu
-from .cases import BACKWARD, FORWARD, Case, Inputs, Size, inputs, select, size
+from .cases import BACKWARD, FORWARD, Case, Inputs, Size, Unavailable, inputs, select, size
 from .check import Truth
 from .machine import Machine, has_amx, here, load, roof
 from .models import training
 from .overhead import overhead
-from .peers import PEERS, Peer, Unavailable
+from .peers import PEERS, Peer
 from .results import NOT_RUN, WRONG, Book, Result
 from .stability import recording
 from .timing import Timing, compare
@@ -116,6 +116,28 @@ def measure(
     return machine, MEASURES[case.measure](case, device, repeats, tick)
 
 
+@dataclass(frozen=True)
+class Contestant:
+    """A call to time, the tensors that it computes on, and whether it has a backward."""
+
+    forward: Callable[[], Tensor]
+    given: Inputs
+    backward: bool
+    peer: Peer | None = None  # None for Headway
+
+    @property
+    def package(self) -> str:
+        """What it is a version of, where it has one of its own."""
+        return (self.peer.installed or "") if self.peer else ""
+
+    def grads(self) -> Callable[[], object]:
+        """The backward to time."""
+        return partial(
+            torch.autograd.grad, self.forward(), self.given.leaves, self.given.dout,
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
+
+
 # A compiled peer's backward is timed many times on one forward, whose buffers must last.
 @functorch.patch(donated_buffer=False)
 def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: None) -> list[Result]:
@@ -124,12 +146,19 @@ def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: Non
     contestants, notes = _contestants(case, x)
     truth = Truth(case, x)
     checked: dict[str, Result] = {}
-    for name, call in list(contestants.items()):
-        peer = PEERS.get(name)
-        checked[name] = Result(case.name, "", name)
-        if peer is not None and not peer.same:
+    for name, one in list(contestants.items()):
+        checked[name] = Result(case.name, "", name, note=one.package)
+        if one.peer is not None and not one.peer.same:
             continue
-        errors = truth.errors(call, backward=_has_backward(peer, device))
+        try:
+            errors = truth.errors(one.forward, one.backward, one.given)
+        except Exception as error:
+            if one.peer is None:
+                raise
+            why = str(Unavailable.because(error))
+            notes.append(replace(checked[name], verdict=NOT_RUN, note=why))
+            del contestants[name]
+            continue
         worst = max(errors, key=lambda e: e.error / e.limit if e.passed else float("inf"))
         checked[name] = replace(checked[name], error=worst.error, limit=worst.limit)
         if not worst.passed:
@@ -142,7 +171,7 @@ def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: Non
     measured = size(case, x.mask)
     results = []
     for direction in (FORWARD, BACKWARD):
-        calls = _calls(contestants, direction, x, device)
+        calls = _calls(contestants, direction)
         with torch.set_grad_enabled(direction == BACKWARD):
             times = compare(calls, repeats, device, tick)
         results += [
@@ -151,35 +180,28 @@ def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: Non
     return results + notes
 
 
-def _contestants(case: Case, x: Inputs) -> tuple[dict[str, Callable[[], Tensor]], list[Result]]:
-    """The calls to time, Headway's first, and a line for every peer that cannot take part."""
-    calls: dict[str, Callable[[], Tensor]] = {"headway": x.headway}
+def _contestants(case: Case, x: Inputs) -> tuple[dict[str, Contestant], list[Result]]:
+    """Who is timed, Headway first, and a line for every peer that cannot take part; those that are
+    not installed are passed over."""
+    found = {"headway": Contestant(x.headway, x, backward=True)}
     notes = []
     for name in case.peers:
+        peer = PEERS[name]
+        if peer.installed is None:
+            continue
+        given = x.by_rows() if peer.by_rows else x
+        backward = x.q.device.type in peer.backward
         try:
-            calls[name] = PEERS[name].prepare(case, x)
+            found[name] = Contestant(peer.prepare(case, given), given, backward, peer)
         except Unavailable as why:
             notes.append(Result(case.name, "", name, verdict=NOT_RUN, note=str(why)))
-    return calls, notes
+    return found, notes
 
 
-def _has_backward(peer: Peer | None, device: str) -> bool:
-    return peer is None or torch.device(device).type in peer.backward
-
-
-def _calls(
-    contestants: dict[str, Callable[[], Tensor]], direction: str, x: Inputs, device: str
-) -> dict[str, Callable[[], object]]:
+def _calls(contestants: dict[str, Contestant], direction: str) -> dict[str, Callable[[], object]]:
     if direction == FORWARD:
-        return dict(contestants)
-    leaves = (x.q, x.k, x.v, *x.learned)
-    return {
-        name: partial(
-            torch.autograd.grad, forward(), leaves, x.dout, retain_graph=True, allow_unused=True
-        )
-        for name, forward in contestants.items()
-        if _has_backward(PEERS.get(name), device)
-    }
+        return {name: one.forward for name, one in contestants.items()}
+    return {name: one.grads() for name, one in contestants.items() if one.backward}
 
 
 def _judge(
