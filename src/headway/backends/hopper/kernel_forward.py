@@ -3,10 +3,11 @@ wait for it.
 
 (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608, algorithms 1 and 2, without its ping-pong.)
 
-A persistent CTA has three partitions. The **loader** takes the next 128 queries of a head (a rank)
-from a counter, longest line first, and copies their rows and those of the keys and values that they
-visit into shared memory. Two **consumers**, a warpgroup each, own 64 of the queries. While a
-consumer turns S of one block into P, the tensor cores compute P V of the one before:
+A persistent CTA has four partitions. The **scheduler** takes the next 128 queries of a head (a
+rank) from a counter, longest line first, and works out what there is to do, up to four ranks ahead.
+The **loader** copies their rows and those of the keys and values that they visit into shared
+memory. Two **consumers**, a warpgroup each, own 64 of the queries. While a consumer turns S of one
+block into P, the tensor cores compute P V of the one before:
 
     for every block n:
         issue S_n = q k_nᵀ;  issue O += P_{n-1} v_{n-1}
@@ -17,7 +18,7 @@ and so from rank to rank: S of the first block of a rank is issued with the last
 before, whose out is stored then. At both ends of a CTA's work stands a **ghost**, a rank of rows
 past the end, so that no rank is a special case: it sees one block, and nothing of it is stored.
 
-Both sides walk the blocks of a line by the same functions, `tile.first_block` and
+Loader and consumers walk the blocks of a line by the same functions, `tile.first_block` and
 `tile.visit_rest`, and so agree on them.
 """
 
@@ -64,7 +65,9 @@ from .tile import (
 )
 
 ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at a time
-_RUNS = gl.constexpr(6)  # where those from `last_runs` begin among the numbers of a rank
+# The numbers of a rank: line (-1: a ghost), slot, first row, head, batch row, its first block, head
+# of the keys, and, from here on, those of `last_runs`.
+_RUNS = gl.constexpr(7)
 
 
 # Numbers that change from call to call do not make a kernel of their own.
@@ -94,7 +97,7 @@ def forward(
         o_smem = ()
     work_smem = numbers()
     rings = (
-        channel(TOLD, 1, 2),  # work
+        channel(TOLD, 1, 3),  # work
         channel(HOW.queries, 1, 2),  # queries
         channel(STAGES, 1, 2),  # keys
         channel(STAGES, 1, 2),  # values
@@ -114,43 +117,74 @@ def forward(
                 consume,
                 (to, smem, rings, sizes, given, walk, gl.constexpr(1), SCORE, MASK, HOW),
             ),
-            (load, (q, k, v, smem, rings, counter, total, sizes, walk, HOW)),
+            (load, (q, k, v, smem, rings, sizes, walk, HOW)),
+            (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )
+
+
+# -- the scheduler --------------------------------------------------------------------------------
+
+
+@gluon.jit
+def schedule(smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
+    """Take ranks, and tell what each is."""
+    work_smem, _, _, _, _ = smem
+    work_ring, _, _, _ = rings
+    heads, group, q_len, kv_len, _ = sizes
+    work_at = tell(start(), work_smem, work_ring, _ghost(walk, q_len))
+    rank = gl.atomic_add(counter, 1)
+    while rank < total:
+        line, slot, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
+        runs = last_runs(walk, line, kv_len, HOW)
+        row = first_block(walk, runs, HOW)
+        work = (line, slot, first, h, b, row, h // group) + runs  # noqa: RUF005
+        work_at = tell(work_at, work_smem, work_ring, work)
+        rank = gl.atomic_add(counter, 1)
+    # Every CTA takes one rank too many. Whose is the last leaves 0 for the next launch.
+    gl.store(counter, 0, mask=rank == total + gl.num_programs(0) - 1)
+    tell(work_at, work_smem, work_ring, _ghost(walk, q_len))
+
+
+@gluon.jit
+def _ghost(walk, q_len):
+    if walk.full is None:
+        return -1, -1, q_len, 0, 0, 0, 0, 0
+    else:
+        return -1, -1, q_len, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
 
 
 # -- the loader -----------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load(q, k, v, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
-    """Take ranks, and copy what each needs."""
+def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
+    """Copy what each rank needs."""
     work_smem, q_smem, k_smem, v_smem, _ = smem
     work_ring, q_ring, k_ring, v_ring = rings
-    heads, group, q_len, kv_len, _ = sizes
-    work_at = tell(start(), work_smem, work_ring, _ghost(walk, q_len))
+    _, _, q_len, kv_len, _ = sizes
+    COUNT: gl.constexpr = _RUNS + 1 if walk.full is None else NUMBERS
+    release(work_ring, start())
+    work_at = step(start(), TOLD)
     q_at = start()
     to = (k, v, k_smem, v_smem, k_ring, v_ring)
     # Of the ghost before, there is only its last product to come; of the one after, only its S.
     kv_at = (start(), load_values(start(), to, 0, 0, 0, HOW))
-    rank = gl.atomic_add(counter, 1)
-    while rank < total:
-        line, slot, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
-        runs = last_runs(walk, line, kv_len, HOW)
-        row = first_block(walk, runs, HOW)
-        # line (-1: a ghost), slot, first row, head, batch row, and how its blocks are visited
-        work = (line, slot, first, h, b, row) + runs  # noqa: RUF005
-        work_at = tell(work_at, work_smem, work_ring, work)
+    await_(work_ring, work_at)
+    (line,) = told(work_smem, work_at, 0, 1, 1)
+    while line >= 0:
+        first, h, b, row, of_kv = told(work_smem, work_at, 2, _RUNS, 1)
+        runs = told(work_smem, work_at, _RUNS, COUNT, 1)
+        release(work_ring, work_at)
+        work_at = step(work_at, TOLD)
         q_at = load_queries(q_at, q, q_smem, q_ring, b, h, first, HOW)
-        given = (to, b, h // group)
+        given = (to, b, of_kv)
         kv_at = load_block(kv_at, given, row, True, None, None, HOW)
         kv_at = visit_rest(kv_at, given, walk, runs, kv_len, load_block, None, None, HOW)
-        rank = gl.atomic_add(counter, 1)
-    # Every CTA takes one rank too many. Whose is the last leaves 0 for the next launch.
-    gl.store(counter, 0, mask=rank == total + gl.num_programs(0) - 1)
-    tell(work_at, work_smem, work_ring, _ghost(walk, q_len))
+        await_(work_ring, work_at)
+        (line,) = told(work_smem, work_at, 0, 1, 1)
     q_at = load_queries(q_at, q, q_smem, q_ring, 0, 0, q_len, HOW)
     load_keys(kv_at[0], to, 0, 0, 0, HOW)
 
@@ -198,14 +232,6 @@ def load_values(at, to, b, h, n, HOW: gl.constexpr):
     return step(at, HOW.stages)
 
 
-@gluon.jit
-def _ghost(walk, q_len):
-    if walk.full is None:
-        return -1, -1, q_len, 0, 0, 0, 0
-    else:
-        return -1, -1, q_len, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
-
-
 # -- a consumer -----------------------------------------------------------------------------------
 
 
@@ -239,7 +265,7 @@ def consume(
         context = (queries, k_smem, v_smem, k_ring, v_ring)
         s, tokens = issue(context, acc, p, k_at, v_at)
         await_(work_ring, work_at)
-        line, _, first, h, b, row = told(work_smem, work_at, 0, _RUNS, 4)
+        line, _, first, h, b, row = told(work_smem, work_at, 0, 6, 4)
         q_idx = positions(
             coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
         )
@@ -328,7 +354,7 @@ def absorb(
             keep = MASK(b, h, q_idx[:, None], kv_idx[None, :], of_mask)
             t = gl.where(keep, t, float("-inf"))
         s = s * scale
-    if PARTIAL:
+    if PARTIAL and not HOW.even:
         t = gl.where(live[None, :], t, float("-inf"))
     if HOW.largest:  # of S, where T says that the pair is kept
         whole = t + by_row[:, None] if SHIFTED else t

@@ -11,7 +11,7 @@ from .pipeline import acquire, publish, step
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
-NUMBERS = gl.constexpr(14)  # of a rank, at most
+NUMBERS = gl.constexpr(15)  # of a rank, at most
 
 
 # -- which tile, and which blocks -----------------------------------------------------------------

@@ -69,6 +69,7 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
 # For these kinds of calls others go first. Under a mask small tiles waste less of its edges; with a
 # score function they leave registers for its values.
 _KINDS: dict[tuple[str, int, int, str], Config] = {
+    ("forward", 2, 64, "masked"): Config(64, 64, 4, 3),
     ("forward", 2, 128, "masked"): Config(64, 64, 4, 3),
     ("forward", 2, 192, "masked"): Config(64, 64, 4, 2),
     ("backward_q", 2, 128, "masked"): Config(64, 64, 4, 2),
