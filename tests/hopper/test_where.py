@@ -102,15 +102,28 @@ def test_it_goes_before_triton():
     assert hopper.name in backends._CHECKED
 
 
-def test_what_triton_is_faster_at_goes_there():
-    """Reading by relative position; unless the backend is asked for by name."""
-    q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
-    bias = hw.relative_bias(torch.randn(2, 15))
-    for score, first in ((bias, "triton"), (hw.softcap(30.0), "hopper"), (None, "hopper")):
-        spec, call = prepare(q, q, q, score, backend="reference")
-        kind = Kind(*kind_of(call, spec.score_tensors))
-        names = backends.order("auto", spec, kind)
-        assert next(n for n in names if n in ("hopper", "triton")) == first
-        assert sorted(names) == sorted(backends.NAMES)
-        assert names[-1] == "reference"
-        assert backends.order("hopper", spec, kind) == ("hopper",)
+BIAS = hw.relative_bias(torch.randn(2, 15))
+
+
+@pytest.mark.parametrize(
+    ("first", "score", "options"),
+    [
+        ("triton", BIAS, {}),
+        ("hopper", hw.softcap(30.0), {}),
+        ("hopper", None, {}),
+        ("triton", None, {"deterministic": True, "width": 64}),
+        ("hopper", None, {"deterministic": True, "width": 80}),
+        ("hopper", None, {"deterministic": True, "width": 64, "trained": False}),
+    ],
+)
+def test_what_triton_is_faster_at_goes_there(first, score, options):
+    """Unless the backend is asked for by name."""
+    width, trained = options.pop("width", 16), options.pop("trained", True)
+    q = torch.randn(1, 2, 8, width, dtype=torch.bfloat16).requires_grad_(trained)
+    spec, call = prepare(q, q, q, score, backend="reference", **options)
+    kind = Kind(*kind_of(call, spec.score_tensors))
+    names = backends.order("auto", spec, kind)
+    assert next(n for n in names if n in ("hopper", "triton")) == first
+    assert sorted(names) == sorted(backends.NAMES)
+    assert names[-1] == "reference"
+    assert backends.order("hopper", spec, kind) == ("hopper",)

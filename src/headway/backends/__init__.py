@@ -57,8 +57,6 @@ def order(name: str, spec: Spec, kind: Kind) -> tuple[str, ...]:
     """The backends to ask, the preferred one first."""
     if name != "auto":
         return (name,)
-    if spec.score is None:
-        return NAMES
     *fast, last = NAMES
     return (*sorted(fast, key=lambda n: slower(n, spec, kind) != ""), last)
 
