@@ -109,6 +109,19 @@ def test_neighborhood(shape, kernel):
     assert (got.sum(1) == math.prod(mask.kernel)).all()  # every query sees equally many
 
 
+@pytest.mark.parametrize("lengths", [(65, 64), (64, 65)], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [neighborhood((8, 8), (3, 3)), tiled(causal(), (8, 8), (2, 4)),
+     tiled(neighborhood((8, 8), (3, 3)), (16, 8), (2, 4)) & causal()],
+    ids=str,
+)  # fmt: skip
+def test_positions_past_the_end_of_a_grid_are_refused(mask, lengths):
+    with pytest.raises(ArgumentError, match=r"shape=\(8, 8\) has 64 points, .*=65"):
+        headway.block_mask(mask, 1, 1, *lengths)
+    headway.block_mask(mask, 1, 1, 64, 60)
+
+
 def test_a_neighborhood_of_odd_kernel_is_centred():
     got = kept(neighborhood((9, 9), (3, 5)), 81, 81)[0].view(9, 9, 9, 9)
     assert got[4, 4].nonzero().tolist() == [[y, x] for y in (3, 4, 5) for x in range(2, 7)]

@@ -278,6 +278,9 @@ class neighborhood(Mask):
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "kernel", kernel)
 
+    def check_sizes(self, b, h, q_len, kv_len):
+        _on_grid("neighborhood", self.shape, q_len, kv_len)
+
     def __call__(self, b, h, q_idx, kv_idx):
         kept = None
         at = zip(_point(q_idx, self.shape), _point(kv_idx, self.shape), strict=True)
@@ -316,6 +319,10 @@ class tiled(Mask):
         object.__setattr__(self, "mask", mask)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "tile", tile)
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        super().check_sizes(b, h, q_len, kv_len)
+        _on_grid("tiled", self.shape, q_len, kv_len)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return self.mask(b, h, self._row_major(q_idx), self._row_major(kv_idx))
@@ -368,6 +375,16 @@ def _grid(mask: str, **sizes: int | Sequence[int]) -> tuple[tuple[int, ...], ...
     for number in size:
         _whole(mask, name, number, least=1)
     return shape, size
+
+
+def _on_grid(mask: str, shape: tuple[int, ...], q_len: int, kv_len: int) -> None:
+    """No position lies past the end of a grid, where it would have no neighbours."""
+    points = math.prod(shape)
+    if q_len > points or kv_len > points:
+        raise ArgumentError(
+            f"{mask}: shape={shape} has {points} points, but this call has q_len={q_len} and "
+            f"kv_len={kv_len}; give the shape that the positions are laid out in"
+        )
 
 
 def _whole(mask: str, name: str, number: object, least: int | None) -> None:
