@@ -627,6 +627,7 @@ def simulating():
             backward_kernel=Kernel(LOADED.backward.backward),
             backward_wide=Kernel(LOADED.backward_wide.backward_wide),
             finish=Kernel(LOADED.parts.finish),
+            Terms=LOADED.rows.Terms,
             processors=lambda device: 3,
         ),  # fmt: skip
         mock.patch.object(launch, "row_terms", LOADED.rows.row_terms),

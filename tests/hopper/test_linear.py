@@ -44,7 +44,7 @@ def functions(score):
     q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, score, None, backend="hopper")
     text = emit.Text(spec.score, None, far=(False,) * 9, apart=True)
-    tensors = plan._with_sizes(call.captured.tensors, q.device)
+    tensors = plan._with_sizes(call.captured.tensors)
     numbers = (*call.captured.ints, *call.captured.floats)
     return simulator._functions(text), (simulator._argument(tensors), numbers)
 

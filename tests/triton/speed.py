@@ -172,29 +172,29 @@ class Bench:
         if kernel == "forward":
             return lambda: launch.forward(self.spec, self.call)
         if not self.matrices:
-            self.matrices = self._backward_inputs()
+            self.matrices = self._backward_inputs(plan)
         fixed, dk, dv, dq, captured = self.matrices
         given = {
-            "backward_q": (lambda slots: (*fixed, dq), learned.by_gather(plan.text, captured)),
-            "backward_kv": (lambda slots: (*fixed, dk, dv, None),),
-            "backward": (lambda slots: (*fixed, dk, dv, self.dq32),),
+            "backward_q": (*fixed, dq, *learned.by_gather(plan.text, captured)),
+            "backward_kv": (*fixed, dk, dv, None),
+            "backward": (*fixed, dk, dv, self.dq32),
         }[kernel]
-        return lambda: known(self.call, *given)
+        return lambda: known(self.call, lambda slots: given)
 
-    def _backward_inputs(self) -> tuple:
+    def _backward_inputs(self, plan) -> tuple:
         b, hq, _, n, d, dv = self.case.shape
         if self.device == "cuda":
             out, lse, *_ = launch.forward(self.spec, self.call)
-            delta, lse, _ = row_terms(out, self.dout, None, lse, n, 0)
+            terms = row_terms(plan.terms, out, self.dout, None, lse)
         else:
-            lse = delta = torch.empty(b, hq, n)
+            terms = torch.empty(plan.terms.size)
         shared = hq != self.k.shape[1]
         dtype = F32 if shared else self.q.dtype
         new = lambda width, dtype: torch.empty(b, hq, n, width, dtype=dtype, device=self.device)
         self.dq32 = torch.zeros(b, hq, n, d, device=self.device)
         tensors = self.call.captured.tensors
         captured = learned.zeros(tensors, self.needs, torch.device(self.device))
-        fixed = (self.q, self.k, self.v, self.dout, lse, delta)
+        fixed = (self.q, self.k, self.v, self.dout, terms)
         return fixed, new(d, dtype), new(dv, dtype), new(d, self.q.dtype), captured
 
     def flops(self, kernel: str) -> float:

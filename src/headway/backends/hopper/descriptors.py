@@ -79,9 +79,9 @@ def chunks(rows: int, more: int = 0) -> Operand:
     return Operand(make)
 
 
-def aligned(x: Tensor) -> Tensor:
-    """At an address that the copy engine can begin at."""
-    return x if x.data_ptr() % 16 == 0 else _copied(x)
+def aligned(*matrices: Tensor) -> list[Tensor]:
+    """At addresses that the copy engine can begin at."""
+    return [x if x.data_ptr() % 16 == 0 else _copied(x) for x in matrices]
 
 
 def fits(x: Tensor) -> bool:

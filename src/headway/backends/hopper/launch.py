@@ -15,7 +15,7 @@ from .plan import BackwardPlan, ForwardPlan, planned
 
 def forward(spec: Spec, call: Call) -> Forward:
     """One kernel; and where the largest logit is wanted, the maximum over its tiles."""
-    q, k, v = matrices = [aligned(x) for x in call[:3]]
+    q, k, v = matrices = aligned(*call[:3])
     b, hq, q_len, _ = q.shape
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
     out = new(b, hq, q_len, v.shape[3], dtype=torch.float32 if spec.partial else q.dtype)
@@ -42,29 +42,28 @@ def backward(
 ) -> Grads:  # fmt: skip
     """One kernel for all gradients; before it one over the rows of out and dout, and after it one
     that puts dq in order."""
-    q, k, v, dout = matrices = [aligned(x) for x in (*call[:3], dout)]
+    q, k, v, dout = matrices = aligned(*call[:3], dout)
     (q_len, d), (hk, kv_len), dv = q.shape[2:], k.shape[1:3], v.shape[3]
     dtype = torch.float32 if spec.partial else q.dtype
-    captured = learned.zeros(call.captured.tensors, needs, q.device)
+    captured = learned.zeros(call.captured.tensors, needs, q.device) if needs else []
     if not lse.numel() or not kv_len:
         return results.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
     plan = planned(BackwardPlan, spec, call, learned.wanted(spec.score, needs), *matrices)
     if plan.untried:
         first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
-    delta, lse2, parts = row_terms(out, dout, dlse, lse, plan.q_rows, plan.columns)
-    assert parts is not None
-    dk, dv_ = plan.new(d), plan.new(dv)
+    terms = row_terms(plan.terms, out, dout, dlse, lse)
+    dk, dv_ = plan.new()
     grads = learned.by_gather(plan.text, captured)
-    plan.launch(call, *plan.follow(matrices), lse2, delta, parts, dk, dv_, grads)
+    plan.launch(call, *plan.follow(matrices), terms, dk, dv_, grads)
     dq = torch.empty(*q.shape, dtype=dtype, device=q.device)
-    plan.put_in_order(parts, dq)
+    plan.put_in_order(terms, dq)
     if plan.heads > hk:
         dk, dv_ = (x.unflatten(1, (hk, plan.heads // hk)).sum(2) for x in (dk, dv_))
     dk, dv_ = _first(in_dtype(dk, dtype), d), _first(in_dtype(dv_, dtype), dv)
     dsink = None
     if call.sink is not None:
-        dsink = learned.of_sink(call.sink, lse, delta[..., :q_len])
+        dsink = learned.of_sink(call.sink, lse, plan.terms.split(terms)[0][..., :q_len])
     return Grads(dq, dk, dv_, dsink, captured)
 
 

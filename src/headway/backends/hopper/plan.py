@@ -12,8 +12,8 @@ from ...mods.derivative import joint
 from ...types import Spec
 from ..base import Call, graphs
 from ..kernels import diagonals, gradients, maths, rows
-from ..kernels.device import elsewhere
 from ..kernels.plan import BasePlan, Direct, Walks, key_of, remembered
+from ..kernels.rows import Terms
 from ..kernels.varies import variation
 from . import (
     gluon_api,
@@ -33,7 +33,7 @@ from .kernel_backward import backward as backward_kernel
 from .kernel_backward_parts import finish
 from .kernel_backward_wide import backward_wide
 from .kernel_forward import forward as forward_kernel
-from .order import Ordered
+from .order import Alike, Ordered, Turns
 
 # Of a warp-specialised kernel: warps of the first partition, and the registers that every thread
 # starts with, from which the loader's share goes to the consumers.
@@ -121,30 +121,33 @@ class ForwardPlan(Plan):
                 **self.linear,
             ),
         }  # fmt: skip
-        self.kernel = Direct(forward_kernel, self.device, options | _SPECIALISED)
+        self.kernel = Direct(
+            forward_kernel, self.device, options | _SPECIALISED, self.grid, self.arrange
+        )
 
     def launch(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         row_max: Tensor | None, top: Tensor | None,
     ) -> None:  # fmt: skip
         """Write out and lse, and row_max and the largest logits of all slots where they are."""
-        coords, captured, seen = self.per_call(call)
         sink = None if call.sink is None else call.sink.contiguous()
-        padded, wide, described = out, None, (None, None)
+        padded = out
         if self.spare:
             padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
-        if self.spec.partial:
-            wide = out
-        else:
-            described = self.out(padded)
-        pointers = wide, lse, row_max, top, sink
-        args = (
-            *self.q(q), *self.k(k), *self.v(v), *described, *pointers, zero(self.device),
-            *self.numbers, coords, self.walks(call), *captured,
-        )  # fmt: skip
-        self.kernel(self.grid, args, (sink, *seen))
+        own = q, k, v, padded, lse, row_max, top, sink, zero(self.device)
+        self.kernel(own, self.given_by(call, self.walks))
         if padded is not out:
             out.copy_(padded)
+
+    def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
+        """The arguments of the kernel."""
+        q, k, v, out, *pointers = own
+        coords, walk, captured, _ = self.arranged(self.walks, tensors, floats)
+        to = (None, None, out) if self.spec.partial else (*self.out(out), None)
+        return (
+            *self.q(q), *self.k(k), *self.v(v), *to, *pointers, *self.numbers, coords, walk,
+            *captured,
+        )  # fmt: skip
 
 
 class BackwardPlan(Plan):
@@ -188,51 +191,66 @@ class BackwardPlan(Plan):
                 **self.linear,
             ),
         }  # fmt: skip
-        if alone:
-            self.kernel = Direct(backward_wide, self.device, options | _ALONE)
-        else:
-            self.kernel = Direct(backward_kernel, self.device, options | _SPECIALISED)
+        kernel, more = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)
+        self.kernel = Direct(kernel, self.device, options | more, self.grid, self.arrange)
+        shape = self.b, self.hq, self.q_len, self.dv
+        self.terms = Terms(shape, self.q_rows, self.columns, self.device)
         strips = self.columns // 64
-        self.finish = Direct(finish, self.device, {"STRIPS": strips})
-        self.finish_grid = (self.b * self.hq * self.q_rows * strips // 64, 1, 1)
+        grid = self.b * self.hq * self.q_rows * strips // 64, 1, 1
+        self.finish = Direct(finish, self.device, {"STRIPS": strips}, grid, self.arrange_finish)
 
-    def new(self, width: int) -> Tensor:
-        """dk or dv, with spare columns where copies need rows of whole 16 bytes."""
+    def new(self) -> tuple[Tensor, Tensor]:
+        """dk and dv, with spare columns where copies need rows of whole 16 bytes."""
         dtype = torch.float32 if self.wide else self.dtype
-        columns = width if self.wide else -(-width // 8) * 8
-        shape = self.b, self.heads, self.kv_len, columns
-        return torch.empty(*shape, dtype=dtype, device=self.device)
+        shape, whole = (self.b, self.heads, self.kv_len), 1 if self.wide else 8
+        dk, dv = (
+            torch.empty(*shape, -(-width // whole) * whole, dtype=dtype, device=self.device)
+            for width in (self.d, self.dv)
+        )
+        return dk, dv
 
     def launch(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor,
-        delta: Tensor, parts: Tensor, dk: Tensor, dv: Tensor, grads: tuple,
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, terms: Tensor,
+        dk: Tensor, dv: Tensor, grads: tuple,
     ) -> None:  # fmt: skip
-        """Write dk and dv (from `new`), and add to the parts of dq and to `grads`."""
-        coords, captured, seen = self.per_call(call)
+        """Write dk and dv (from `new`), and add to the parts of dq, which `terms` have, and to
+        `grads`."""
         if self.ordered is None:
-            walk, turns = self.walks(call), None
+            given = self.given_by(call, self.walks)
         else:
-            added = parts.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
+            added = terms.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
             walk, turns = self.ordered(call, added)
+            given = self.given_by(call, self.walks, *turns, walk=walk)
+        counter = () if self.ranks is None else (zero(self.device),)
+        self.kernel((q, k, v, dout, terms, dk, dv, *counter, *grads), given)
+
+    def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
+        """The arguments of the kernel."""
+        q, k, v, dout, terms, dk, dv, *grads = own
+        ranks = () if self.ranks is None else (grads.pop(0), self.ranks)
+        coords, walk, captured, added = self.arranged(self.walks, tensors, floats)
+        turns = None if not added else Alike(*added) if len(added) == 1 else Turns(*added)
+        delta, lse2, parts = self.terms.split(terms)
+        assert parts is not None
         if self.wide:
             to: tuple[Any, ...] = (None, None, None, dk, dv)
         else:
-            dk, dv = (
-                x if x.shape[3] == w else x[..., :w] for x, w in ((dk, self.d), (dv, self.dv))
-            )
-            to = (*self.dk(dk), self.dv_(dv)[0], None, None)
-        ranks = () if self.ranks is None else (zero(self.device), self.ranks)
-        args = (
+            to = (*self.dk(dk[..., : self.d]), self.dv_(dv[..., : self.dv])[0], None, None)
+        return (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
-            *self.delta(delta), *self.parts(parts), *to, grads, *ranks, *self.numbers, coords,
-            walk, turns, *captured,
+            *self.delta(delta), *self.parts(parts), *to, tuple(grads), *ranks, *self.numbers,
+            coords, walk, turns, *captured,
         )  # fmt: skip
-        self.kernel(self.grid, args, seen)
 
-    def put_in_order(self, parts: Tensor, dq: Tensor) -> None:
+    def put_in_order(self, terms: Tensor, dq: Tensor) -> None:
         """dq from its parts."""
-        args = parts, dq, self.spec.scale, self.q_len, self.q_rows, self.d
-        self.finish(self.finish_grid, args, ())
+        self.finish((terms, dq))
+
+    def arrange_finish(self, own: Sequence[Any], *_: object) -> tuple:
+        """The arguments of the kernel that does."""
+        terms, dq = own
+        parts = self.terms.split(terms)[2]
+        return parts, dq, self.spec.scale, self.q_len, self.q_rows, self.d
 
 
 @lru_cache
@@ -248,9 +266,10 @@ _STREAMS = 1024
 def zero(device: torch.device) -> Tensor:
     """An int32 that is 0, for a kernel that leaves it at 0: the same for all launches of a stream,
     which follow one another. A CUDA graph, which may be replayed in any stream, has its own."""
-    if device.type != "cuda" or elsewhere(device) or torch._C._cuda_isCurrentStreamCapturing():
+    index, cuda = device.index, torch._C
+    if index is None or index != cuda._cuda_getDevice() or cuda._cuda_isCurrentStreamCapturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    key = index, cuda._cuda_getCurrentRawStream(index)
     found = _zeros.get(key)
     if found is None:
         free = _free(device)

@@ -23,7 +23,8 @@ from ...blocks import Tiles, cached_build
 from ...types import Coords as Places
 from ...types import Spec
 from ..base import Call, graphs, split
-from .device import elsewhere, on
+from .device import on
+from .driver import Launch, launch_of, stand_ins
 from .emit import Text, functions
 from .first import hashing, rehearsals, settle, write_down
 from .widths import SMALL
@@ -106,6 +107,17 @@ class Walk(NamedTuple):
     step: Any  # rows in a tile on the other side
     near: Any  # heads that take turns within a line: they share keys in cache
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those of it, in a row."""
+        return () if self.full is None else (*self.full, *self.partial, self.order)
+
+    def of(self, tensors: Sequence[Any]) -> tuple["Walk", list[Any]]:
+        """The same with the first of others for its tensors, and the rest of them."""
+        if self.full is None:
+            return self, list(tensors)
+        full, partial, (order, *rest) = tuple(tensors[:3]), tuple(tensors[3:6]), tensors[6:]
+        return self._replace(full=full, partial=partial, order=order), rest
+
 
 class BasePlan:
     """Calls of one kind.
@@ -136,7 +148,8 @@ class BasePlan:
         )  # fmt: skip
         self.given = functions(self.text)
         settle(self.given)
-        self.coords = Coords(*at[:4], None, 0, None, 0) if in_line else None
+        self.at, self.scattered = at[:4], tuple([p is not None for p in at[4:]])
+        self.captured = call.captured.ints, len(call.captured.tensors)
         # Whether Triton has compiled for such calls; their lengths matter by what divides them.
         mark, lengths = object(), (math.gcd(n, 128) for n in (self.q_len, self.kv_len))
         like = (BasePlan, type(self), spec, self.text, self.dtype, self.device, self.d, self.dv,
@@ -167,26 +180,53 @@ class BasePlan:
         of_mask = split(self.spec, call.captured)[1]
         return cached_build(self.mask, of_mask, shape, self.tile, self.device, call.coords)
 
-    def per_call(self, call: Call) -> tuple[Coords, tuple, list[Tensor]]:
-        """Where a call stands, what its score and mask capture (tensors of both, then numbers of
-        both), and the tensors among all of this."""
-        coords, (tensors, ints, floats) = self.coords, call.captured
-        seen = tensors
-        if coords is None:
-            at = call.coords
-            q_pos, kv_pos = (_positions(p) for p in at[4:])
-            coords = Coords(*at[:4], q_pos, _batch_stride(q_pos), kv_pos, _batch_stride(kv_pos))
-            seen = [*seen, *(p for p in (q_pos, kv_pos) if p is not None)]
-        t, n, x = self.counts
-        of_score, of_mask = (), ()
-        if tensors:
-            of_score, of_mask = (
-                _with_sizes(some, self.device) for some in (tensors[:t], tensors[t:])
-            )
+    def given_by(
+        self, call: Call, walks: "Walks", *more: Tensor, walk: Walk | None = None
+    ) -> "Given":
+        """What a call brings besides its matrices, for `arranged`.
+
+        - `more`: what a kernel takes besides, for its `arrange`.
+        - `walk`: another than that of `walks`.
+        """
+        if walks.given is not None:
+            return walks.given
+        walk = walk or walks(call)
+        tensors = [_somewhere(t, self.device) for t in call.captured.tensors]
+        tensors += [_positions(p) for p in call.coords[4:] if p is not None]
+        given = Given.of([*walk.tensors(), *tensors, *more], call.captured.floats)
+        if self.steady and not tensors and not more and not given.floats:
+            walks.given = given
+        return given
+
+    def arranged(
+        self, walks: "Walks", tensors: Sequence[Tensor], floats: Sequence[float]
+    ) -> tuple[Coords, Walk, tuple, list[Tensor]]:
+        """Of what `given_by` put in a row: where a call stands, its walk, what its score and mask
+        capture (tensors of both, then numbers of both), and what its kernel takes besides."""
+        walk, rest = walks.made[1].of(tensors)
+        (t, n, x), (ints, count) = self.counts, self.captured
+        of_score, of_mask = _with_sizes(rest[:t]), _with_sizes(rest[t:count])
         captured = (
             of_score, of_mask, (*ints[:n], *floats[:x]), (*ints[n:], *floats[x:])
         )  # fmt: skip
-        return coords, captured, seen
+        rest = rest[count:]
+        positions: list[Any] = []
+        for scattered in self.scattered:
+            p = rest.pop(0) if scattered else None
+            positions += p, _batch_stride(p)
+        return Coords(*self.at, *positions), walk, captured, rest
+
+
+class Given(NamedTuple):
+    """What a call brings besides its matrices: tensors, floats, and the addresses of the former."""
+
+    tensors: list[Tensor]
+    floats: Sequence[float]
+    addresses: list[int]
+
+    @staticmethod
+    def of(tensors: list[Tensor], floats: Sequence[float] = ()) -> "Given":
+        return Given(tensors, floats, [x.data_ptr() for x in tensors])
 
 
 class Walks:
@@ -204,6 +244,7 @@ class Walks:
             self.size, self.step = plan.tile if queries else plan.tile[::-1]
         length = plan.q_len if queries else plan.kv_len
         self.lines, self.sub = -(-length // self.size), -(-self.size // block)
+        self.given: Given | None = None  # where all calls bring the same
         self.made: tuple[Tiles | None, Walk] = (
             None, Walk(None, None, None, 1, 1, self.lines, self.size, self.step, near)
         )  # fmt: skip
@@ -231,47 +272,76 @@ class Walks:
 
 # -- launches -------------------------------------------------------------------------------------
 
+NONE = Given([], (), [])
+
 
 class Direct:
     """A kernel for calls of one kind: launched through Triton, which compiles, and after that
-    directly (`CompiledKernel.run`, the same in Triton 3.6 to 3.9), since for calls of one kind
-    Triton would choose the same.
+    directly, since for calls of one kind Triton would choose the same: through the driver
+    (`driver.Launch`) or, where that is not known to be right, through `CompiledKernel.run` (the
+    same in Triton 3.6 to 3.9).
 
     - `options`: the kernel's last parameters by name, which are constants, and Triton's own.
+    - `arrange`: the other arguments from what a call gives: `tensors` of its own, then the tensors
+      and floats of a `Given`. It looks at shapes and strides alone.
     """
 
-    def __init__(self, fn: Any, device: torch.device, options: dict[str, Any]) -> None:
+    def __init__(
+        self, fn: Any, device: torch.device, options: dict[str, Any], grid: tuple[int, int, int],
+        arrange: Callable[[Sequence[Any], Sequence[Any], Sequence[float]], tuple],
+    ) -> None:  # fmt: skip
         self.fn, self.device, self.options = fn, device, options
-        self.index = device.index or 0
+        self.grid, self.arrange = grid, arrange
+        self.index, self.cuda = device.index or 0, device.type == "cuda"
         self.tail = tuple(options[p] for p in fn.arg_names if p in options)
         self.compiled: Any = None
         self.run: Any = None
+        self.launch: Launch | None = None
 
-    def __call__(self, grid: tuple[int, int, int], args: tuple, seen: Sequence[Any]) -> None:
-        """Launch; `seen` are the tensors, or None, that might lie at no multiple of 16, as what
-        was allocated for this call cannot."""
-        if elsewhere(self.device):
+    def __call__(self, tensors: Sequence[Tensor | None], given: Given = NONE) -> None:
+        """Launch; `tensors` are the same ones present, and None, in all calls."""
+        if self.cuda and self.index != torch._C._cuda_getDevice():
             with on(self.device):
-                return self(grid, args, seen)
+                return self(tensors, given)
+        addresses = [x.data_ptr() for x in tensors if x is not None]
+        addresses += given.addresses
+        if (
+            self.launch is None
+            or rehearsals
+            or watched()
+            or not self.launch(self.stream(self.index), addresses, given.floats)
+        ):
+            self.through_triton(tensors, given, addresses)
+
+    def through_triton(
+        self, tensors: Sequence[Tensor | None], given: Given, addresses: Sequence[int]
+    ) -> None:
+        """Launch as Triton does."""
+        args = self.arrange(tensors, given.tensors, given.floats)
         # Triton's choice depends on whether pointers are multiples of 16: here all are.
-        plain = True
-        for x in seen:
-            if x is not None and x.data_ptr() % 16:
-                plain = False
+        plain = not any(address % 16 for address in addresses)
         if rehearsals and get_ident() in rehearsals:
             write_down(self.fn, args, self.options)
         elif not plain or self.compiled is None:
             hashing().join()
-            compiled = self.fn[grid](*args, **self.options)
+            compiled = self.fn[self.grid](*args, **self.options)
             if plain and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-                self.run = compiled.run
-                self.stream = driver.active.get_current_stream  # type: ignore[attr-defined]
-                self.given = compiled.function, compiled.packed_metadata, None, None, None
-                self.compiled = compiled  # last: other threads may be here
+                self.known(compiled, tensors, given)
         elif watched():
-            self.compiled[grid](*args, *self.tail)
+            self.compiled[self.grid](*args, *self.tail)
         else:
-            self.run(*grid, self.stream(self.index), *self.given, *args, *self.tail)
+            self.run(*self.grid, self.stream(self.index), *self.metadata, *args, *self.tail)
+
+    def known(self, compiled: Any, tensors: Sequence[Tensor | None], given: Given) -> None:
+        """Launch this directly from now on."""
+        self.run = compiled.run
+        self.stream = driver.active.get_current_stream  # type: ignore[attr-defined]
+        self.metadata = compiled.function, compiled.packed_metadata, None, None, None
+        self.compiled = compiled  # other threads may be here: what they look at comes after
+        own, floats = stand_ins((*tensors, *given.tensors), given.floats)
+        args = self.arrange(own[: len(tensors)], own[len(tensors) :], floats)
+        own = [x for x in own if x is not None]
+        self.launch = launch_of(compiled, self.grid, (*args, *self.tail), own, floats)
 
 
 def watched() -> bool:
@@ -295,20 +365,25 @@ def _far(t: Tensor) -> bool:
     return sum((size - 1) * abs(step) for size, step in pairs) >= 2**31
 
 
-def _with_sizes(tensors: Sequence[Tensor], device: torch.device) -> tuple:
+def _somewhere(t: Tensor, device: torch.device) -> Tensor:
+    """What a score captures, where a kernel can read it."""
+    if not t.numel():  # nothing to read, but a pair that is not kept may ask
+        return torch.zeros([1] * t.dim(), dtype=t.dtype, device=device)
+    return t if t.device == device else t.to(device)
+
+
+def _with_sizes(tensors: Sequence[Tensor]) -> tuple:
     """Pointer, then size and stride of every dimension, of every tensor."""
     found: list[Any] = []
     for t in tensors:
-        if not t.numel():  # nothing to read, but a pair that is not kept may ask
-            t = torch.zeros([1] * t.dim(), dtype=t.dtype, device=device)
-        found.append(t if t.device == device else t.to(device))
+        found.append(t)
         for size, stride in zip(t.shape, t.stride(), strict=True):
             found += [size, stride]
     return tuple(found)
 
 
-def _positions(pos: Tensor | None) -> Tensor | None:
-    return None if pos is None else pos.to(torch.int64).contiguous()
+def _positions(pos: Tensor) -> Tensor:
+    return pos.to(torch.int64).contiguous()
 
 
 def _batch_stride(pos: Tensor | None) -> int:

@@ -39,5 +39,5 @@ def of_no_pairs(
     zero = lambda x: torch.zeros(x.shape, dtype=dtype, device=x.device)
     dsink = None
     if call.sink is not None:
-        dsink = learned.of_sink(call.sink, lse, deltas(out, dout, dlse, lse.shape[2]))
+        dsink = learned.of_sink(call.sink, lse, deltas(out, dout, dlse))
     return Grads(zero(call.q), zero(call.k), zero(call.v), dsink, captured)

@@ -1,74 +1,91 @@
 """What a backward needs of every row of out and its gradient."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 import triton
 
-from .plan import Direct, remembered
+from .plan import Direct
 
 _BLOCK = 32  # rows of a program
+_WHOLE = 32  # numbers: 128 bytes, at a multiple of which every term begins
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None, rows: int) -> Tensor:
-    """delta = rowsum(dout∘out) − dlse in float32, in one pass over both.
+class Terms:
+    """Where a backward of one kind has them: one buffer, of float32, with delta, lse in units of
+    log 2, and zeros, one after the other.
 
-    - `rows`: of a head in the result; those past the end of out are 0.
+    Rows past the end of out have delta = 0 and lse = inf, so that their P is 0; and so has a query
+    that sees nothing, whose lse is -inf.
 
-    **Returns:** (b, hq, rows).
+    - `shape`: of out.
+    - `rows`: of a head, in the buffer.
+    - `columns`: of the zeros, (b, hq, rows, columns); a multiple of 64.
     """
-    delta = torch.empty(*out.shape[:2], rows, dtype=torch.float32, device=out.device)
-    _run(out, dout, dlse, delta, None, None, None)
-    return delta
+
+    def __init__(self, shape: Sequence[int], rows: int, columns: int, device: torch.device) -> None:
+        (self.b, self.heads, self.q_len, self.width), self.rows = shape, rows
+        self.columns, self.device = columns, device
+        self.each = -(-self.b * self.heads * rows // _WHOLE) * _WHOLE
+        self.size = 2 * self.each + self.b * self.heads * rows * columns
+        self.kernels: dict[tuple, Direct] = {}
+
+    def split(self, terms: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(b, hq, rows) twice, and (b, hq, rows, columns) or None."""
+        shape, each = (self.b, self.heads, self.rows), self.each
+        n = self.b * self.heads * self.rows
+        delta, lse2 = (terms[at : at + n].view(shape) for at in (0, each))
+        zeros = terms[2 * each :].view(*shape, self.columns) if self.columns else None
+        return delta, lse2, zeros
+
+    def arrange(self, tensors: Sequence[Any], *_: object) -> tuple:
+        """The arguments of `row_kernel`."""
+        out, dout, dlse, terms, lse = tensors
+        delta, lse2, zeros = self.split(terms)
+        lse2 = None if lse is None else lse2
+        sizes = self.heads, self.q_len, self.rows, self.width
+        return out, dout, dlse, delta, lse, lse2, zeros, dout.stride(), *sizes
+
+    def kernel(self) -> Direct:
+        """For tensors of the same dtypes and strides, and None in the same places."""
+        width = triton.next_power_of_2(max(self.width, 1))
+        options = {"BLOCK": _BLOCK, "WIDTH": width, "COLUMNS": self.columns}
+        grid = -(-self.rows // _BLOCK), self.b * self.heads, 1
+        return Direct(row_kernel, self.device, options, grid, self.arrange)
 
 
 def row_terms(
-    out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor, rows: int, columns: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In the same pass: delta, lse in units of log 2, and zeros.
+    terms: Terms, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor | None
+) -> Tensor:
+    """All terms in one pass over out and dout; no lse and zeros where `lse` is None.
 
-    Rows past the end have lse = inf, so that their P is 0; and so has a query that sees nothing,
-    whose lse is -inf.
-
-    - `columns`: a multiple of 64.
-
-    **Returns:** (b, hq, rows) twice, and (b, hq, rows, columns) or None, all float32.
+    **Returns:** the buffer.
     """
-    b, heads = out.shape[:2]
-    new = lambda *shape: torch.empty(b, heads, rows, *shape, dtype=torch.float32, device=out.device)
-    delta, lse2, nothing = new(), new(), new(columns) if columns else None
-    _run(out, dout, dlse, delta, lse, lse2, nothing)
-    return delta, lse2, nothing
+    found = torch.empty(terms.size, dtype=torch.float32, device=terms.device)
+    if not terms.each:
+        return found
+    key = out.dtype, dout.dtype, dout.stride(), dlse is None, lse is None
+    kernel = terms.kernels.get(key)
+    if kernel is None:
+        kernel = terms.kernels[key] = terms.kernel()
+    out = out.contiguous()
+    dlse, lse = (None if x is None else x.contiguous() for x in (dlse, lse))
+    kernel((out, dout, dlse, found, lse))
+    return found
 
 
-def _run(
-    out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, lse: Tensor | None,
-    lse2: Tensor | None, nothing: Tensor | None,
-) -> None:  # fmt: skip
-    if not delta.numel():
-        return
-    columns = 0 if nothing is None else nothing.shape[3]
-    (b, heads, q_len, width), strides, rows = out.shape, dout.stride(), delta.shape[2]
-    key = (_run, out.shape, out.dtype, dout.dtype, strides, out.device, rows, columns,
-           dlse is None, lse is None)  # fmt: skip
-    kernel = remembered(key, lambda: _kernel(width, columns, out.device))
-    if not out.is_contiguous():
-        out = out.contiguous()
-    if dlse is not None:
-        dlse = dlse.contiguous()
-    if lse is not None:
-        lse = lse.contiguous()
-    grid = -(-rows // _BLOCK), b * heads, 1
-    sizes = strides, heads, q_len, rows, width
-    kernel(grid, (out, dout, dlse, delta, lse, lse2, nothing, *sizes), (out, dout, dlse, lse))
+def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """delta = rowsum(dout∘out) − dlse in float32, in one pass over both.
 
-
-def _kernel(width: int, columns: int, device: torch.device) -> Direct:
-    size = triton.next_power_of_2
-    options = {"BLOCK": _BLOCK, "WIDTH": size(max(width, 1)), "COLUMNS": columns}  # type: ignore[arg-type]
-    return Direct(row_kernel, device, options)
+    **Returns:** (b, hq, q_len).
+    """
+    terms = Terms(out.shape, out.shape[2], 0, out.device)
+    return terms.split(row_terms(terms, out, dout, dlse, None))[0]
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "rows"])

@@ -47,22 +47,24 @@ def backward(
     q, k, v, dout = _rows(call.q), _rows(call.k), _rows(call.v), _rows(dout)
     lse = lse.contiguous()
     b, hq, kv_len, dtype = *q.shape[:2], k.shape[2], torch.float32 if spec.partial else q.dtype
-    captured = learned.zeros(call.captured.tensors, needs, q.device)
+    captured = learned.zeros(call.captured.tensors, needs, q.device) if needs else []
     if not lse.numel() or not kv_len:
         return results.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
     plan = planned(spec, call, learned.wanted(spec.score, needs), q, k, v, dout)
     if plan.untried:
         first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
-    delta, lse2, _ = row_terms(out, dout, dlse, lse, lse.shape[2], 0)
-    dsink = None if call.sink is None else learned.of_sink(call.sink, lse, delta)
+    terms = row_terms(plan.terms, out, dout, dlse, lse)
+    dsink = None
+    if call.sink is not None:
+        dsink = learned.of_sink(call.sink, lse, plan.terms.split(terms)[0])
     new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device=q.device)
     # Query heads that share a key head work in parallel, and their results are summed here.
     shared = hq != k.shape[1]
     dk, dv = (
         new(b, hq, kv_len, x.shape[3], dtype=torch.float32 if shared else dtype) for x in (k, v)
     )
-    matrices = q, k, v, dout, lse2, delta
+    matrices = q, k, v, dout, terms
     if plan.one_pass:
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         _backward_one(plan)(call, lambda slots: (*matrices, dk, dv, dq))
@@ -70,7 +72,7 @@ def backward(
     else:
         dq = new(*q.shape)
         grads = learned.by_gather(plan.text, captured)
-        _backward_q(plan)(call, lambda slots: (*matrices, dq), grads)
+        _backward_q(plan)(call, lambda slots: (*matrices, dq, *grads))
         _backward_kv(plan)(call, lambda slots: (*matrices, dk, dv, None))
     if shared:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))

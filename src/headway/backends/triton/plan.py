@@ -16,6 +16,7 @@ from ...types import Spec
 from ..base import Call
 from ..kernels import diagonals, gradients, maths, rows
 from ..kernels.plan import TILE, BasePlan, Direct, Walks, key_of, remembered
+from ..kernels.rows import Terms
 from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import Config, configs, kind_of, one_pass, pieces
 
@@ -53,6 +54,7 @@ class Plan(BasePlan):
         self.dropout = (
             min(limit, 2**32 - 1), 1 / (1 - spec.dropout) if limit < 2**32 else 0.0
         )  # fmt: skip
+        self.terms = Terms((*q.shape[:3], self.dv), self.q_len, 0, self.device)
         d, dv = pieces(self.d), pieces(self.dv)
         self.constants = {
             "MASK": self.function("mask"),
@@ -82,7 +84,7 @@ class Launcher:
     """One kernel of a plan: with the best tile that the device has room for."""
 
     def __init__(self, plan: Plan, name: str, fn: Any, constants: dict[str, Any]) -> None:
-        self.plan, self.fn = plan, fn
+        self.plan, self.name, self.fn = plan, name, fn
         self.queries = name != "backward_kv" and name != "backward"  # lines are rows of tiles
         self.rows = _rows(plan, name)
         self.constants = plan.constants | constants
@@ -111,26 +113,39 @@ class Launcher:
             "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
             "EVEN": whole, "SUB": self.walks.sub,
         }  # fmt: skip
-        self.kernel = Direct(self.fn, plan.device, self.constants | options)
+        self.kernel = Direct(
+            self.fn, plan.device, self.constants | options, self.grid, self.arrange
+        )
 
-    def __call__(self, call: Call, tensors: Callable[[int], tuple], *more: Any) -> tuple:
-        """Launch on `tensors(slots)`, which are returned; `more` are the kernel's own arguments."""
-        plan, dropout = self.plan, None
-        coords, captured, seen = plan.per_call(call)
+    def __call__(self, call: Call, tensors: Callable[[int], tuple]) -> tuple:
+        """Launch on `tensors(slots)` (`arrange`), which are returned."""
+        plan, more = self.plan, ()
         if plan.spec.dropout > 0:
             assert call.seed is not None
-            seed = call.seed.to(plan.device)
-            seen = [*seen, seed]
-            dropout = tile.Dropout(seed, *plan.dropout)
+            more = (call.seed.to(plan.device),)
         while True:
-            given = tensors(self.slots)
-            args = (*given, *plan.static, coords, dropout, self.walks(call), *captured, *more)
+            own = tensors(self.slots)
             try:
-                self.kernel(self.grid, args, (*given, *seen))
+                self.kernel(own, plan.given_by(call, self.walks, *more))
             except OutOfResources as error:
                 self.smaller(error)
                 continue
-            return given
+            return own
+
+    def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
+        """The arguments of the kernel. Its own are, of the forward, the first ones; of a backward
+        q, k, v, dout, the terms of its rows and the gradients, captured ones last."""
+        plan, grads = self.plan, ()
+        coords, walk, captured, seed = plan.arranged(self.walks, tensors, floats)
+        if self.name != "forward":
+            q, k, v, dout, terms, *to = own
+            delta, lse2, _ = plan.terms.split(terms)
+            if self.name == "backward_q":
+                grads = (tuple(to[1:]),)
+                to = to[:1]
+            own = q, k, v, dout, lse2, delta, *to
+        dropout = tile.Dropout(seed[0], *plan.dropout) if seed else None
+        return (*own, *plan.static, coords, dropout, walk, *captured, *grads)
 
     def smaller(self, error: OutOfResources) -> None:
         """The next tile of the table. Whether one fits the compiler says, before anything runs: a

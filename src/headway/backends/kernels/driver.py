@@ -1,0 +1,267 @@
+"""Launches through NVIDIA's driver itself, of kernels that Triton has compiled.
+
+Triton's launcher takes the arguments apart, asks the driver about every pointer and encodes every
+TMA descriptor anew at every launch. In calls of one kind only addresses and some floats differ: all
+else that the driver is given is laid out once, and a launch writes what differs and calls it.
+
+`launch_of` works out what Triton's launcher would pass, and compares it with what the driver says
+of the kernel. Where anything is unknown (other vendors, clusters, scratch memory, an older driver,
+parameters of other sizes) there is no such launch, and Triton's launcher stays.
+"""
+
+import copy
+import ctypes
+import struct
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Of a CUlaunchConfig: grid, threads, bytes of shared memory. The stream follows, and no attributes.
+_CONFIG, _STREAM = struct.Struct("<7I"), 32
+_VALUES = _STREAM + 24  # from here on addresses, then floats
+_MAP = 128  # bytes of a TMA descriptor, and what its address is a multiple of
+# For pointers that are no multiple of 16 Triton compiles other loads; and where a descriptor has
+# larger ones was not tried.
+_OTHER = 0xFFFF_0000_0000_000F
+_TRIED = 0xAAAA_AAAA_AAA0, 0x5555_5555_5550
+_FORMATS = {
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H",
+    "u32": "I", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d",
+}  # fmt: skip
+
+
+class Parameter(NamedTuple):
+    """What a kernel is given: bytes, of which the first are another address or float each time.
+
+    - `tensor`: which of the tensors the address is of, and how many bytes from its beginning.
+    - `number`: which of the floats it is.
+    """
+
+    data: bytes
+    tensor: tuple[int, int] | None = None
+    number: int | None = None
+
+
+class Launch:
+    """Launches of one compiled kernel on one grid.
+
+    - `config`: blocks (3), threads (3), and bytes of shared memory.
+    - `tensors`, `numbers`: how many addresses and floats a launch is given.
+    """
+
+    def __init__(
+        self, function: int, config: Sequence[int], parameters: Sequence[Parameter],
+        tensors: int, numbers: int,
+    ) -> None:  # fmt: skip
+        self.pack = struct.Struct(f"<QQQ{tensors}Q{numbers}f").pack_into
+        self.tensors = tensors
+        self.other = int.from_bytes(struct.pack("<Q", _OTHER) * tensors, "little")
+        self.moved: list[tuple[int, int, int]] = []  # word, tensor and bytes from its beginning
+        self.at: list[int] = []  # where each parameter lies
+        memory = bytearray(_VALUES + 8 * tensors + 4 * numbers)
+        _CONFIG.pack_into(memory, 0, *config)
+        for data, tensor, number in parameters:
+            if number is not None:
+                self.at.append(_VALUES + 8 * tensors + 4 * number)
+            elif tensor is not None and tensor[1] == 0 and len(data) == 8:
+                self.at.append(_VALUES + 8 * tensor[0])
+            else:
+                memory += bytes(-len(memory) % (_MAP if len(data) == _MAP else 8))
+                self.at.append(len(memory))
+                if tensor is not None:
+                    self.moved.append((len(memory) // 8, *tensor))
+                memory += data
+        memory += bytes(-len(memory) % 8)
+        self.function, self.memory = function, bytes(memory)
+        self.free: list[
+            tuple
+        ] = []  # what `laid` makes: a launch takes one away, and brings it back
+
+    def __call__(self, stream: int, addresses: Sequence[int], numbers: Sequence[float]) -> bool:
+        """Launch; False if nothing was: Triton is to do it, or to say why it cannot."""
+        try:
+            memory, first, last, words, launch = laid = self.free.pop()
+        except IndexError:
+            memory, first, last, words, launch = laid = self.laid()
+        try:
+            self.pack(memory, first - 24, stream, 0, 0, *addresses, *numbers)
+        except OverflowError:  # a float that C would make inf
+            return False
+        if int.from_bytes(memory[first:last], "little") & self.other:
+            return False
+        for word, tensor, offset in self.moved:
+            words[word] = addresses[tensor] + offset
+        failed = launch()
+        self.free.append(laid)
+        return not failed
+
+    def laid(self) -> tuple:
+        """Memory for the driver to read: itself, where addresses begin and end, the memory as words
+        of 64 bits, and the function that launches."""
+        size, count = len(self.memory), len(self.at)
+        memory = bytearray(_MAP + size + 8 * count)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        shift = -first % _MAP
+        first += shift
+        memory[shift : shift + size] = self.memory
+        struct.pack_into(f"<{count}Q", memory, shift + size, *[first + at for at in self.at])
+        library = cuda()
+        assert library is not None
+        given = (ctypes.c_void_p.from_param(x) for x in (first, self.function, first + size))
+        launch = partial(library.cuLaunchKernelEx, *given, None)
+        words = memoryview(memory)[shift : shift + size].cast("Q")
+        begin = shift + _VALUES
+        return memory, begin, begin + 8 * self.tensors, words, launch
+
+
+@lru_cache(maxsize=1)
+def cuda() -> ctypes.CDLL | None:
+    """The driver, if it has what is needed here (of CUDA 12.4). Python's lock is released while it
+    is called: it may wait for the GPU, and that for what another thread is to launch."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        library.cuLaunchKernelEx, library.cuFuncGetParamInfo  # noqa: B018
+    except (OSError, AttributeError):
+        return None
+    size = ctypes.POINTER(ctypes.c_size_t)
+    library.cuFuncGetParamInfo.argtypes = [ctypes.c_void_p, ctypes.c_size_t, size, size]
+    return library
+
+
+# -- what Triton's launcher would pass ------------------------------------------------------------
+
+
+def launch_of(
+    compiled: Any, grid: tuple[int, int, int], args: Sequence[Any], tensors: Sequence[Tensor],
+    numbers: Sequence[float],
+) -> Launch | None:  # fmt: skip
+    """How to launch a kernel that Triton has compiled; None where Triton has to.
+
+    - `args`: all arguments in which nothing but addresses and floats will be others, in terms of
+      `tensors` and `numbers`: tensors that share the storage of one of the former, and the very
+      objects of the latter. (`stand_ins`.)
+    """
+    try:
+        from triton.backends.nvidia.driver import CudaLauncher
+    except ImportError:
+        return None
+    launcher, function = compiled.run, compiled.function
+    if cuda() is None or not isinstance(launcher, CudaLauncher) or not function:
+        return None
+    special = launcher.num_ctas - 1, launcher.launch_cooperative_grid, launcher.launch_pdl
+    if any((*special, launcher.global_scratch_size, launcher.profile_scratch_size)):
+        return None
+    try:
+        found = [*_parameters(compiled, args, tensors, numbers), *[Parameter(bytes(8))] * 2]
+    except (_Unknown, struct.error, OverflowError):
+        return None
+    if [len(p.data) for p in found] != _sizes(function):
+        return None
+    meta = compiled.metadata
+    config = *grid, 32 * meta.num_warps, 1, 1, meta.shared
+    return Launch(function, config, found, len(tensors), len(numbers))
+
+
+def stand_ins(
+    tensors: Sequence[Tensor | None], numbers: Sequence[float]
+) -> tuple[list[Tensor | None], list[float]]:
+    """Tensors with shapes and no data, and floats: each an object that is no other's."""
+    return [
+        None if x is None
+        else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        for x in tensors
+    ], [float(str(x)) for x in numbers]  # fmt: skip
+
+
+class _Unknown(Exception):
+    """Something that is not known of Triton's launcher."""
+
+
+def _parameters(
+    compiled: Any, args: Sequence[Any], tensors: Sequence[Tensor], numbers: Sequence[float]
+) -> Iterator[Parameter]:
+    """The parameters of a kernel, but for the addresses of scratch memory at their end."""
+    storage = {x.untyped_storage()._cdata: n for n, x in enumerate(tensors)}
+    number = {id(x): n for n, x in enumerate(numbers)}
+    descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+
+    def place(x: Any) -> tuple[int, int]:
+        if not isinstance(x, Tensor) or x.untyped_storage()._cdata not in storage:
+            raise _Unknown
+        return storage[x.untyped_storage()._cdata], int(x.storage_offset()) * x.element_size()
+
+    for kind, x in _leaves(tuple(compiled.src.signature.values()), args):
+        if kind == "constexpr":
+            continue
+        if kind.startswith("tensordesc"):
+            meta = next(descriptors, None)
+            if not meta:
+                raise _Unknown
+            data, *sizes = _encoded(x, meta)
+            yield Parameter(data, place(x.base))
+            for n, size in enumerate(sizes):
+                yield Parameter(struct.pack("<i" if n < len(sizes) // 2 else "<q", size))
+        elif kind[0] == "*":
+            yield Parameter(bytes(8)) if x is None else Parameter(bytes(8), place(x))
+        elif id(x) in number and kind == "fp32":
+            yield Parameter(bytes(4), number=number[id(x)])
+        elif kind in _FORMATS:
+            yield Parameter(struct.pack("<" + _FORMATS[kind], x))
+        else:
+            raise _Unknown
+
+
+def _leaves(kinds: Any, args: Any) -> Iterator[tuple[str, Any]]:
+    """Types and arguments, taken out of tuples."""
+    if len(kinds) != len(args):
+        raise _Unknown
+    for kind, x in zip(kinds, args, strict=True):
+        if isinstance(kind, tuple):
+            yield from _leaves(kind, x)
+        else:
+            yield kind, x
+
+
+def _encoded(descriptor: Any, meta: Any) -> tuple:
+    """A TMA descriptor as Triton encodes it, then its shape and strides. The address comes first:
+    that is so if others give the same bytes after other first ones."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    more = [()] * (make_tensordesc_arg.__code__.co_argcount - 2)  # in 3.9; not looked at
+    found = []
+    for address in _TRIED:
+        at = copy.copy(descriptor)
+        at.base = _At(address)
+        encoded, *sizes = make_tensordesc_arg(at, meta, *more)
+        if id(encoded) % _MAP or type(encoded).__basicsize__ != 2 * _MAP:
+            raise _Unknown
+        data = ctypes.string_at(id(encoded) + _MAP, _MAP)
+        if data[:8] != struct.pack("<Q", address):
+            raise _Unknown
+        found.append(data[8:])
+    if found[0] != found[1]:
+        raise _Unknown
+    return data, *sizes
+
+
+class _At(NamedTuple):
+    """As much of a tensor as its descriptor is encoded from."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _sizes(function: int) -> list[int]:
+    """The sizes of a kernel's parameters, as the driver knows them."""
+    library = cuda()
+    assert library is not None
+    offset, size, found = ctypes.c_size_t(), ctypes.c_size_t(), []
+    at = ctypes.byref(offset), ctypes.byref(size)
+    while library.cuFuncGetParamInfo(function, len(found), *at) == 0 and len(found) < 4096:
+        found.append(size.value)
+    return found
