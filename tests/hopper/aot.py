@@ -2,7 +2,8 @@
 
 `python tests/hopper/aot.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
 `registers`, `spills` (bytes stored), `loops` (accesses to local memory inside the loops that
-multiply), `loop` (instructions of the shortest of these: a block without a mask), `hgmma`, `shared` (bytes), and `serialized`, where the assembler gave up asynchrony.
+multiply), `loop` and `masked` (instructions of the shortest and of the longest of these: a block without a
+mask, and one with it), `hgmma`, `shared` (bytes), and `serialized`, where the assembler gave up asynchrony.
 
 The real launching code runs on tensors on the CPU, with a driver that only names the target; every
 launch is compiled, and none runs.
@@ -138,6 +139,7 @@ def resources(name: str, made) -> dict:
         "spills": int(re.search(r"(\d+) bytes spill stores", report)[1]),
         "loops": sum(bool(re.search(r"\b(LDL|STL)\b", x)) for body in loops for x in body),
         "loop": min(map(len, loops), default=0),
+        "masked": max(map(len, loops), default=0),
         "hgmma": len(re.findall(r"\bHGMMA\b", sass)),
         "shared": made.metadata.shared,
         "serialized": len(re.findall(r"C75\d\d", report)),

@@ -540,12 +540,13 @@ def _load() -> types.SimpleNamespace:
         backward_wide = load("simulated.kernel_backward_wide")
         adder = load("simulated.kernel_backward_adder")
         parts = load("simulated.kernel_backward_parts")
+        sides = load("simulated.sides")
         text = {n: load(f"simulated_text.{n}") for n in ("maths", "gradients")}
         rows = load("simulated_text.rows")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
         forward=forward, backward=backward, backward_wide=backward_wide, adder=adder, parts=parts,
-        rows=rows, names=names,
+        sides=sides, rows=rows, names=names,
     )  # fmt: skip
 
 

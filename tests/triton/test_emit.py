@@ -20,6 +20,7 @@ from headway.backends.kernels.varies import variation
 SLOPES = torch.rand(4)
 TABLE = torch.randn(4, 9)
 IDS = torch.zeros(2, 32, dtype=torch.int64)
+LENGTHS = torch.zeros(2, dtype=torch.int64)
 
 
 def buckets(s, b, h, q_idx, kv_idx):
@@ -60,6 +61,12 @@ def text_of(score, mask, learn: bool = True, narrow: bool = True) -> emit.Text:
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden(name, golden):
     golden(f"triton/{name}.py", emit.source(text_of(*GOLDEN[name])))
+
+
+def test_golden_of_a_mask_taken_apart(golden):
+    mask = hw.causal() & hw.sliding_window(1024) & hw.document(IDS) | hw.prefix(LENGTHS)
+    text = dataclasses.replace(text_of(None, mask), apart=True, sides=True)
+    golden("triton/sides.py", emit.source(text))
 
 
 @pytest.mark.parametrize("name", GOLDEN)

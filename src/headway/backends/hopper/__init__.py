@@ -94,7 +94,8 @@ def code(spec: Spec, call: Call) -> str:
     from ..kernels import emit
 
     count = len(call.captured.tensors)
-    return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count, apart=True))
+    far = (False,) * count
+    return emit.source(emit.Text(spec.score, spec.mask, far=far, apart=True, sides=True))
 
 
 def unavailable(device: str, index: int | None) -> str:

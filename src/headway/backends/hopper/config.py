@@ -71,6 +71,7 @@ class How:
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
     late: bool = False  # backward: dP after P, which then has more registers
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
+    short: bool = False  # there are but a few hundred bytes of shared memory left
     ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
     consumer: int = 0  # backward: which one this is compiled for
     largest: bool = False  # keep the largest S, where T is another
@@ -78,6 +79,12 @@ class How:
     bent: bool = False  # it has an absolute value
     lone: bool = False  # and nothing else beside S
     rising: bool = False  # it grows with S, by a factor known to be well above 0
+    # The generated functions of a mask that is taken apart (kernels/sides.py).
+    shared: Any = None
+    of_q: Any = None
+    of_kv: Any = None
+    steps: Any = None
+    pairs: Any = None
 
     def of(self, consumer: int) -> "How":
         """For one consumer."""

@@ -46,6 +46,8 @@ from .kernel_backward_parts import (
     DO_STAGES,
     in_order,
     load,
+    of_keys,
+    of_queries,
     others,
     outer_v,
     probabilities,
@@ -285,7 +287,8 @@ def consume_rank(
     state = (s, acc_q, acc_k, acc_v, q_at, do_at, dq_at)
     for n in range(share):
         of_head = (h + n, b)
-        context = (smem, rings, dq_rings[W], of_head, kv_idx, live, scale, coords, of_score,
+        rows = of_keys(kv_idx, of_head, coords, of_mask, HOW)
+        context = (smem, rings, dq_rings[W], of_head, kv_idx, live, rows, scale, coords, of_score,
                    of_mask, grads, q_len, share)  # fmt: skip
         state = visit(
             state, context, walk, line, q_len, share - 1 - n, attend_back,
@@ -338,8 +341,8 @@ def attend_back(
     """One block of queries, from n on."""
     s, acc_q, acc_k, acc_v, q_at, do_at, dq_at = state
     (
-        smem, rings, ring, of_head, kv_idx, live, scale, coords, of_score, of_mask, grads, q_len,
-        opaque,
+        smem, rings, ring, of_head, kv_idx, live, rows, scale, coords, of_score, of_mask, grads,
+        q_len, opaque,
     ) = context  # fmt: skip
     W: gl.constexpr = HOW.consumer
     inputs, ds_smem, dq_smem, _ = smem
@@ -356,6 +359,7 @@ def attend_back(
     # Always 0; it keeps LLVM from hoisting the operands' descriptors out of the loop and spilling.
     z = (n + opaque) >> 30
 
+    columns = of_queries(n, of_head, rows, q_len, coords, of_mask, PARTIAL, MASK, HOW)
     hand_over(acc_q, dq_smem[LAST].index(W), ring[LAST], dq_at)
     lse = lse_smem.index(q_at[0]).load(cols)
     await_(do_ring, do_at)
@@ -366,7 +370,7 @@ def attend_back(
 
     # P times the derivative now, so that only the product stays in registers.
     p, by_s, by, pairs = probabilities(
-        s, lse, n, z, kv_idx, live, of_head, q_len, scale, coords, of_score, of_mask,
+        s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score, of_mask,
         PARTIAL, DERIVATIVE, MASK, HOW,
     )  # fmt: skip
     p16 = p.to(dtype)

@@ -8,6 +8,7 @@ from .gluon_api import copy_in, gl, gluon, mbarrier, warpgroup_mma
 from .kernel_forward import ROWS
 from .linear import linear_scores
 from .pipeline import acquire, step
+from .sides import by_thread, keep, of_columns, of_rows
 from .tile import LOG2E, bytes_of, fetch, mma, positions, visit
 
 DO_STAGES = gl.constexpr(2)
@@ -92,13 +93,38 @@ def counter_of(turns, row, n):
 
 
 @gluon.jit
+def of_keys(kv_idx, of_head, coords, of_mask, HOW: gl.constexpr):
+    """What the mask reads of the keys of a rank."""
+    h, b = of_head
+    b_idx, h_idx = gl.cast(coords.b, HOW.index) + b, gl.cast(coords.h, HOW.index) + h
+    return of_rows(b_idx, h_idx, kv_idx, of_mask, False, HOW)
+
+
+@gluon.jit
+def of_queries(
+    n, of_head, rows, q_len, coords, of_mask,
+    PARTIAL: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """What the mask reads of the queries from n on."""
+    if PARTIAL and MASK is not None:
+        h, b = of_head
+        i = n + gl.arange(0, HOW.block, layout=by_thread())
+        at = positions(coords.q_pos, coords.q_stride, coords.q, b, i, i < q_len, HOW.index)
+        b_idx, h_idx = gl.cast(coords.b, HOW.index) + b, gl.cast(coords.h, HOW.index) + h
+        return of_columns(b_idx, h_idx, at, rows, of_mask, False, HOW)
+    else:
+        return ()
+
+
+@gluon.jit
 def probabilities(
-    s, lse, n, z, kv_idx, live, of_head, q_len, scale, coords, of_score, of_mask,
+    s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score, of_mask,
     PARTIAL: gl.constexpr, DERIVATIVE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Pᵀ of the queries from n on, Pᵀ times the score's derivative, all that DERIVATIVE gives, and
     which pairs they are, with S.
 
+    - `rows`, `columns`: from `of_keys` and `of_queries`.
     - `z`: a 0 that the compiler does not know. It keeps LLVM from holding the distances of all
       pairs of a tile in registers.
     """
@@ -110,6 +136,7 @@ def probabilities(
     kv_idx += z
     b_idx = gl.cast(coords.b, HOW.index) + b
     h_idx = gl.cast(coords.h, HOW.index) + h
+    first = gl.cast(coords.q, HOW.index) + n
     if DERIVATIVE is None:
         by = ()
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
@@ -118,16 +145,18 @@ def probabilities(
         by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
         p = gl.exp2(by[0] * LOG2E - lse[None, :])
     else:
-        first = gl.cast(coords.q, HOW.index) + n
         t, _, by_key = linear_scores(
             s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_score, False, False, HOW
         )
         p = gl.exp2(t if HOW.lone else t + by_key[:, None])
         s = s * scale
         by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
-    q_idx, kv_idx = q_idx[None, :], kv_idx[:, None]
     if PARTIAL and MASK is not None:
-        p = gl.where(MASK(b_idx, h_idx, q_idx, kv_idx, of_mask), p, 0.0)
+        kept_pairs = keep(
+            p, b_idx, h_idx, q_idx, kv_idx, first, rows, columns, of_mask, False, MASK, HOW
+        )
+        p = gl.where(kept_pairs, p, 0.0)
+    q_idx, kv_idx = q_idx[None, :], kv_idx[:, None]
     if not HOW.even:
         p = gl.where(live[:, None], p, 0.0)
     if DERIVATIVE is None:  # noqa: SIM108

@@ -27,6 +27,8 @@ from .kernel_backward_parts import (
     counter_of,
     in_order,
     load,
+    of_keys,
+    of_queries,
     others,
     outer_v,
     probabilities,
@@ -157,8 +159,9 @@ def values(
     s = warpgroup_mma_wait(0, deps=[outer(at_stage(k_smem, 0), at_stage(q_smem, 0), zero)])
     state = (s, (half, half), q_at, do_at, p_at)
     for n in range(share):
-        context = (smem, rings, (h + n, b), kv_idx, live, scale, coords, of_score, of_mask, q_len,
-                   share)  # fmt: skip
+        rows = of_keys(kv_idx, (h + n, b), coords, of_mask, HOW)
+        context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
+                   q_len, share)  # fmt: skip
         state = visit(
             state, context, walk, line, q_len, share - 1 - n, values_block,
             DERIVATIVE, SCATTER, MASK, HOW,
@@ -177,7 +180,9 @@ def values_block(
 ):  # fmt: skip
     """P of one block of queries, from n on, and its part of dv."""
     s, acc, q_at, do_at, p_at = state
-    smem, rings, of_head, kv_idx, live, scale, coords, of_score, of_mask, q_len, opaque = context
+    (
+        smem, rings, of_head, kv_idx, live, rows, scale, coords, of_score, of_mask, q_len, opaque,
+    ) = context  # fmt: skip
     inputs, p_smem = smem
     k_smem, v_smem, q_smem, do_smem, lse_smem, _ = inputs
     of_inputs, p_ring, _ = rings
@@ -186,8 +191,9 @@ def values_block(
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
     z = (n + opaque) >> 30  # always 0: see kernel_backward.py
     lse = lse_smem.index(q_at[0]).load(cols)
+    columns = of_queries(n, of_head, rows, q_len, coords, of_mask, PARTIAL, MASK, HOW)
     p, by_s, _, _ = probabilities(
-        s, lse, n, z, kv_idx, live, of_head, q_len, scale, coords, of_score, of_mask,
+        s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score, of_mask,
         PARTIAL, DERIVATIVE, MASK, HOW,
     )  # fmt: skip
     p16 = kept(p.to(v_smem.dtype))
@@ -239,8 +245,12 @@ def keys(
     dp = warpgroup_mma_wait(0, deps=[outer_v(v_smem.index(0), do_smem.index(0), zero, False)])
     state = (dp, (half, half), q_at, do_at, p_at)
     for n in range(share):
-        context = (smem, rings, (h + n, b), kv_idx, live, scale, coords, of_score, of_mask, q_len,
-                   share, grads)  # fmt: skip
+        if SCATTER is not None:  # noqa: SIM108
+            rows = of_keys(kv_idx, (h + n, b), coords, of_mask, HOW)
+        else:
+            rows = ()
+        context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
+                   q_len, share, grads)  # fmt: skip
         state = visit(
             state, context, walk, line, q_len, share - 1 - n, keys_block,
             DERIVATIVE, SCATTER, MASK, HOW,
@@ -260,7 +270,8 @@ def keys_block(
     """dS of one block of queries, from n on, and its part of dk."""
     dp, acc, q_at, do_at, p_at = state
     (
-        smem, rings, of_head, kv_idx, live, scale, coords, of_score, of_mask, q_len, opaque, grads,
+        smem, rings, of_head, kv_idx, live, rows, scale, coords, of_score, of_mask, q_len, opaque,
+        grads,
     ) = context  # fmt: skip
     inputs, p_smem = smem
     k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = inputs
@@ -279,11 +290,12 @@ def keys_block(
         by_s = p_smem.index(p_at[0]).load(mma(HOW.block)).to(gl.float32)
     else:  # P once more, for all that it is multiplied with
         s = outer(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
+        columns = of_queries(n, of_head, rows, q_len, coords, of_mask, PARTIAL, MASK, HOW)
         s = warpgroup_mma_wait(0, deps=[s])
         lse = lse_smem.index(q_at[0]).load(cols)
         p, by_s, by, pairs = probabilities(
-            s, lse, n, z, kv_idx, live, of_head, q_len, scale, coords, of_score, of_mask,
-            PARTIAL, DERIVATIVE, MASK, HOW,
+            s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score,
+            of_mask, PARTIAL, DERIVATIVE, MASK, HOW,
         )  # fmt: skip
         SCATTER(grads, others(p, by, e, HOW.unbounded), *pairs, of_score)
         acquire(p_ring, p_at)

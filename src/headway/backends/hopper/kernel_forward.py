@@ -33,6 +33,7 @@ from .gluon_api import (
 )
 from .linear import linear_scores
 from .pipeline import acquire, await_, channel, ready, release, start, step
+from .sides import by_thread, keep, of_columns, of_rows
 from .tile import (
     LN2,
     LOG2E,
@@ -270,6 +271,7 @@ def consume(
             coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
         )
         at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx, b)
+        at = at + (of_rows(at[0], at[1], q_idx, of_mask, True, HOW),)  # noqa: RUF005
         how_scored = (kv_len, scale, coords, of_score, of_mask, at)
         done = (m, l, largest)
         acc, m, l, largest, p, k_at, v_at = absorb(
@@ -329,7 +331,13 @@ def absorb(
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
     SHIFTED: gl.constexpr = HOW.linear is not None and not HOW.lone
-    b, h, q_idx, row = at
+    b, h, q_idx, row, rows = at
+    if PARTIAL and MASK is not None:
+        j = n + gl.arange(0, BLOCK, layout=by_thread())
+        kv_idx = positions(
+            coords.kv_pos, coords.kv_stride, coords.kv, row, j, j < kv_len, INDEX
+        )  # fmt: skip
+        columns = of_columns(b, h, kv_idx, rows, of_mask, True, HOW)
     s = warpgroup_mma_wait(len(v_smem), deps=[s])
     release(k_ring, k_at)
     k_at = step(k_at, HOW.stages)
@@ -339,21 +347,20 @@ def absorb(
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, live, INDEX)
     # Plus 0, which LLVM does not know: or it would keep the distances of all pairs in registers.
     q_idx += (n + kv_len) >> 31
+    kv_first = gl.cast(coords.kv, INDEX) + n
     if HOW.linear is None:
         t, unit, s = scores(
-            s, scale, b, h, q_idx[:, None], kv_idx[None, :], of_score, of_mask,
-            SCORE, MASK if PARTIAL else None, HOW.positive,
-        )  # fmt: skip
+            s, scale, b, h, q_idx[:, None], kv_idx[None, :], of_score, SCORE, HOW.positive
+        )
     else:
-        kv_first = gl.cast(coords.kv, INDEX) + n
         nothing = gl.full([BLOCK], 0.0, gl.float32, layout=gl.SliceLayout(0, mma(BLOCK)))
         t, unit, by_row = linear_scores(
             s, scale, nothing, b, h, q_idx, kv_idx, kv_first, of_score, True, True, HOW
         )
-        if PARTIAL and MASK is not None:
-            keep = MASK(b, h, q_idx[:, None], kv_idx[None, :], of_mask)
-            t = gl.where(keep, t, float("-inf"))
         s = s * scale
+    if PARTIAL and MASK is not None:
+        kept_pairs = keep(t, b, h, q_idx, kv_idx, kv_first, rows, columns, of_mask, True, MASK, HOW)
+        t = gl.where(kept_pairs, t, float("-inf"))
     if PARTIAL and not HOW.even:
         t = gl.where(live[None, :], t, float("-inf"))
     if HOW.largest:  # of S, where T says that the pair is kept

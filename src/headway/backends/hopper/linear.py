@@ -50,7 +50,7 @@ def linear_scores(
 
 
 @gluon.constexpr_function
-def _in_eights(columns):
+def in_eights(columns):
     """The layout of a product of 64 rows, its columns as rows of eight."""
     over = [[0, 2**n, 0] for n in range((columns // 8).bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -64,7 +64,7 @@ def _in_eights(columns):
 def _slanted(row, slope, COLUMNS: gl.constexpr):
     """A number per row plus `slope` times the column, of a product. What is added for a column is
     a constant, but for where in eight columns a thread is: it takes no registers."""
-    whole: gl.constexpr = _in_eights(COLUMNS)
+    whole: gl.constexpr = in_eights(COLUMNS)
     inner: gl.constexpr = gl.SliceLayout(1, whole)
     row = gl.convert_layout(row, gl.SliceLayout(1, inner))
     one = gl.arange(0, 8, layout=gl.SliceLayout(0, inner)).to(gl.float32) * slope
@@ -77,7 +77,7 @@ def _slanted(row, slope, COLUMNS: gl.constexpr):
 @gluon.jit
 def _columns(slope, COLUMNS: gl.constexpr):
     """`slope` times the column, of a product: as `_slanted`."""
-    eights: gl.constexpr = gl.SliceLayout(0, _in_eights(COLUMNS))
+    eights: gl.constexpr = gl.SliceLayout(0, in_eights(COLUMNS))
     over = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, eights)).to(gl.float32)
     one = gl.arange(0, 8, layout=gl.SliceLayout(0, eights)).to(gl.float32)
     x = (over * (8 * slope))[:, None] + (one * slope)[None, :]

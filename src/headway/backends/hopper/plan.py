@@ -14,6 +14,7 @@ from ..base import Call, graphs
 from ..kernels import diagonals, gradients, maths, rows
 from ..kernels.plan import BasePlan, Direct, Walks, key_of, remembered
 from ..kernels.rows import Terms
+from ..kernels.sides import Sides
 from ..kernels.varies import variation
 from . import (
     gluon_api,
@@ -24,6 +25,7 @@ from . import (
     kernel_forward,
     linear,
     pipeline,
+    sides,
     tile,
 )
 from .config import BACKWARD, FORWARD, ROWS, How, fitting, turns
@@ -53,7 +55,7 @@ class Plan(BasePlan):
     """What forward and backward have in common."""
 
     sources = (
-        maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, kernel_forward,
+        maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, sides, kernel_forward,
         kernel_backward_parts, kernel_backward_adder, kernel_backward, kernel_backward_wide,
     )  # fmt: skip
 
@@ -62,7 +64,9 @@ class Plan(BasePlan):
     ) -> None:
         half = matrices[0].dtype == torch.bfloat16
         self.fits = all(map(fits, matrices))
-        super().__init__(spec, call, wanted, matrices, diagonals=False, rough=half, apart=True)
+        super().__init__(
+            spec, call, wanted, matrices, diagonals=False, rough=half, apart=True, sides=True
+        )
         self.index = gl.int32 if self.text.narrow else gl.int64
         self.alike = self.tiles(call)[2] == 1  # the mask is one for all heads
         apart = self.function("linear")
@@ -70,6 +74,7 @@ class Plan(BasePlan):
             "linear": apart, "bent": self.given.bent, "lone": self.given.lone,
             "rising": self.given.rising and spec.scale > 1e-6,
         }  # fmt: skip
+        self.sides = {name: self.function(name) for name in (*Sides._fields, "pairs")}
         # Every pair reads a number of its own: registers for as many addresses.
         self.heavy = any(
             variation(graph, node.args[1:]) in ("pairs", "diagonals")
@@ -118,7 +123,7 @@ class ForwardPlan(Plan):
                 even=self.kv_len % block == 0,
                 queries=how.queries,
                 largest=spec.max_logit and spec.score is not None,
-                **self.linear,
+                **self.linear, **self.sides,
             ),
         }  # fmt: skip
         self.kernel = Direct(
@@ -186,9 +191,9 @@ class BackwardPlan(Plan):
             "MASK": self.function("mask"),
             "HOW": How(
                 how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
-                late=self.heavy, ordered=spec.deterministic,
+                late=self.heavy, short=len(how.d) == 2, ordered=spec.deterministic,
                 unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
-                **self.linear,
+                **self.linear, **self.sides,
             ),
         }  # fmt: skip
         kernel, more = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)

@@ -404,11 +404,8 @@ def positions(pos, stride, offset, b, index, live, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def scores(
-    s, scale, b, h, q_idx, kv_idx, of_score, of_mask,
-    SCORE: gl.constexpr, MASK: gl.constexpr, POSITIVE: gl.constexpr,
-):  # fmt: skip
-    """T in some unit (-inf where not kept), that unit over log 2, and S.
+def scores(s, scale, b, h, q_idx, kv_idx, of_score, SCORE: gl.constexpr, POSITIVE: gl.constexpr):
+    """T in some unit, that unit over log 2, and S.
 
     Without a score, T is S, and a scale above 0 does not change which is largest: it stays in the
     unit, where it costs nothing. (A scale of 0 would make NaN of 0 times -inf.)
@@ -422,8 +419,6 @@ def scores(
         unit = gl.to_tensor(LOG2E)
         if SCORE is not None:
             t = SCORE(s, b, h, q_idx, kv_idx, of_score)
-    if MASK is not None:
-        t = gl.where(MASK(b, h, q_idx, kv_idx, of_mask), t, float("-inf"))
     return t, unit, s
 
 

@@ -16,12 +16,13 @@ import re
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 from ...errors import ModError
 from ...mods.derivative import joint
 from ...mods.graph import FLOATS, POSITIONS, Arg, Builder, Graph, Node, parse
 from .linear import Line, Linear, Part, linear
+from .sides import Sides, Step, sides
 from .varies import kinds, variation
 from .widths import Widths, as_floats
 
@@ -72,6 +73,7 @@ class Text:
     - `bands`: what depends on `kv_idx - q_idx` only is read once per diagonal of a tile; the kernel
       then gives its first positions as `captured[2]` (diagonals.py).
     - `apart`: a score that is linear in S is also given taken apart (linear.py).
+    - `sides`: so is a mask, by what its values vary with (sides.py).
     """
 
     score: str | None
@@ -83,6 +85,7 @@ class Text:
     rough: bool = False
     bands: bool = False
     apart: bool = False
+    sides: bool = False
 
 
 @lru_cache(maxsize=1024)
@@ -103,7 +106,9 @@ def source(text: Text) -> str:
             parts += _scatter(graph, text, far)
     if text.mask is not None:
         far = text.far[of_score:]
-        parts.append(_Function("mask", parse(text.mask), text, far).whole())
+        graph = parse(text.mask)
+        parts.append(_Function("mask", graph, text, far).whole())
+        parts += _sides(graph, text, far)
     head = "import triton\nimport triton.language as tl\n\n"
     head += "from headway.backends.kernels import diagonals, gradients, maths\n"
     return head + "".join(f"\n\n{part}" for part in parts)
@@ -190,6 +195,57 @@ class _Function:
         ]
         result = ", ".join(" + ".join(part or ["(-0.0)"]) for part in parts)
         return self._text(f"({result})", (*POSITIONS, "q_at", "kv_at", "QUERIES: tl.constexpr"))
+
+    def before(self, known: Sides) -> str:
+        """The function that returns some of what is `known` before pairs are: truths as int32, and
+        of every comparison the number that is to be 0 at most, and how much it grows with columns,
+        which are keys if `QUERIES` and else queries."""
+        self._body(self.graph.nodes)
+        self._given("shared", known.shared if self.name != "shared" else ())
+        parts, args = [], ["b", "h"]
+        if self.name == "steps":
+            args += ["q_idx", "kv_idx", "QUERIES: tl.constexpr"]
+            for steps in known.steps:
+                numbers, (q, kv) = [self._step(step) for step in steps], steps[0].slope
+                parts += [reduce("tl.maximum({}, {})".format, numbers)]
+                parts += [f"{kv} if QUERIES else {q}"]
+        else:
+            args += [f"{self.name[3:]}_idx"] if self.name != "shared" else []
+            for name in getattr(known, self.name):
+                value = self._arg(name, "")
+                truth = self.dtypes[name] == "bool"
+                parts.append(f"tl.cast({value}, tl.int32)" if truth else value)
+        args += ["shared"] if self.name != "shared" else []
+        return self._text(f"({', '.join(parts)}{',' * (len(parts) == 1)})", args)
+
+    def pairs(self, known: Sides) -> str:
+        """The function of pairs that takes what is `known` before."""
+        self._body(self.graph.nodes)
+        self._given("shared", known.shared)
+        self._given("of_q", known.of_q)
+        self._given("of_kv", known.of_kv)
+        for k, steps in enumerate(known.steps):
+            for step in steps:
+                self._give(step.name, f"steps[{k}]")
+        return self._text(self._output(self.graph.outputs[0]), (*POSITIONS, *known._fields))
+
+    def _step(self, step: Step) -> str:
+        a, b = map(self._small, self.graph.nodes[int(step.name[1:])].args[:: step.sign])
+        return f"{a} - {b} + 1" if step.more else f"{a} - {b}"
+
+    def _small(self, arg: Arg) -> str:
+        """A whole number, for the comparison with one below 2^29."""
+        text = self._arg(arg, "i64")
+        return text if self.widths.below(arg) else f"maths.clamped({text})"
+
+    def _given(self, where: str, names: tuple[str, ...]) -> None:
+        """Take some values from a tuple."""
+        for k, name in enumerate(names):
+            self._give(name, f"{where}[{k}]{' != 0' if self.dtypes[name] == 'bool' else ''}")
+
+    def _give(self, name: str, value: str) -> None:
+        n = int(name[1:])
+        self.values[n] = (self.values[n][0], f"v{n} = {value}")
 
     def _product(self, part: Part | Line) -> str:
         factors = ["1.0"] if part.sign > 0 else ["-1.0"]
@@ -389,6 +445,17 @@ def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     ]
     parts.append(_Function("linear", graph, text, far).apart(found))
     return [*parts, f"bent, lone, rising = {found.bent}, {found.lone}, {found.rising}\n"]
+
+
+def _sides(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
+    """`shared`, `of_q`, `of_kv`, `steps` and `pairs`."""
+    if not text.sides:
+        return []
+    known = sides(graph, Widths(graph, text.narrow) if text.apart else None)
+    if known is None:
+        return []
+    parts = [_Function(name, graph, text, far).before(known) for name in known._fields]
+    return [*parts, _Function("pairs", graph, text, far).pairs(known)]
 
 
 def _diagonal(graph: Graph) -> list[int]:

@@ -17,6 +17,13 @@ def inside(index, size):
     return tl.minimum(tl.maximum(index, 0), size - 1)
 
 
+@triton.jit
+def clamped(x):
+    """A whole number moved to 2^29 where it is beyond, as an int32: numbers below that compare with
+    it as before."""
+    return tl.cast(tl.minimum(tl.maximum(x, -(1 << 29)), 1 << 29), tl.int32)
+
+
 # Of the hardware's integer division only the case of two numbers >= 0 is used: there rounding down
 # and rounding toward zero agree.
 

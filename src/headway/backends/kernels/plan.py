@@ -124,14 +124,14 @@ class BasePlan:
 
     - `sources`: the modules of its kernels, whose keys are worked out in this order (`settle`).
     - `diagonals`: whether its kernels can read and add up a tile by diagonals.
-    - `rough`, `apart`: as in `Text`; the latter where positions are small and consecutive.
+    - `rough`, `apart`, `sides`: as in `Text`; `apart` where positions are small and consecutive.
     """
 
     sources: tuple[ModuleType, ...] = ()
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
-        *, diagonals: bool, rough: bool, apart: bool = False,
+        *, diagonals: bool, rough: bool, apart: bool = False, sides: bool = False,
     ) -> None:  # fmt: skip
         hashing()
         settle(*self.sources)
@@ -144,7 +144,7 @@ class BasePlan:
         far = tuple(map(_far, call.captured.tensors))
         self.text = Text(
             spec.score, spec.mask, wanted, narrow, diagonals and in_line, far, rough,
-            diagonals and narrow, apart and narrow,
+            diagonals and narrow, apart and narrow, sides,
         )  # fmt: skip
         self.given = functions(self.text)
         settle(self.given)

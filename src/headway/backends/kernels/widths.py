@@ -42,6 +42,11 @@ class Widths:
         bounds = self.bounds.get(name)
         return bounds is not None and max(-bounds[0], bounds[1]) <= _EXACT
 
+    def below(self, arg: Arg) -> bool:
+        """Whether it is so far below 2^31 that differences of such whole numbers may be moved."""
+        bounds = self._of(arg) if not isinstance(arg, float) else None
+        return bounds is not None and max(-bounds[0], bounds[1]) < 1 << 29
+
     def _of(self, arg: Arg) -> tuple[int, int] | None:
         return self.bounds.get(arg) if isinstance(arg, str) else (int(arg), int(arg))
 

@@ -1,0 +1,108 @@
+"""What a mask needs, worked out before the pairs of a tile are (kernels/sides.py).
+
+What it reads of the side that stays in a CTA is read once per rank, by row; of the side that moves
+once per block, a column or two per thread, and before the product is waited for. Comparisons of
+positions are one instruction per pair, with a number that is a constant: its place in the row.
+"""
+
+from .gluon_api import gl, gluon
+from .linear import in_eights
+from .tile import mma
+
+
+@gluon.jit
+def of_rows(b, h, at, of_mask, QUERIES: gl.constexpr, HOW: gl.constexpr):
+    """What is shared by all, and what depends on a row of a product; `at`: positions of its rows,
+    which are queries if `QUERIES`."""
+    if HOW.pairs is None:
+        return (), ()
+    else:
+        shared = HOW.shared(b, h, of_mask)
+        OF_ROW: gl.constexpr = HOW.of_q if QUERIES else HOW.of_kv
+        return shared, OF_ROW(b, h, at[:, None], shared, of_mask)
+
+
+@gluon.constexpr_function
+def by_thread():
+    """The layout of columns in which every thread has two."""
+    return gl.BlockedLayout([2], [32], [4], [0])
+
+
+@gluon.jit
+def of_columns(b, h, at, rows, of_mask, QUERIES: gl.constexpr, HOW: gl.constexpr):
+    """What depends on a column. `at`: positions of columns, laid out `by_thread`; `rows`: from
+    `of_rows`; `QUERIES`: as there."""
+    if HOW.pairs is None:
+        return ()
+    else:
+        OF_COLUMN: gl.constexpr = HOW.of_kv if QUERIES else HOW.of_q
+        return OF_COLUMN(b, h, at, rows[0], of_mask)
+
+
+@gluon.jit
+def keep(
+    s, b, h, q_idx, kv_idx, first, rows, columns, of_mask,
+    QUERIES: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Which pairs of a product `s` are kept; `QUERIES`: its rows are queries.
+
+    - `first`: the first position of the columns.
+    - `rows`, `columns`: from `of_rows` and `of_columns`.
+    """
+    if HOW.pairs is None:
+        if QUERIES:
+            return MASK(b, h, q_idx[:, None], kv_idx[None, :], of_mask)
+        else:
+            return MASK(b, h, q_idx[None, :], kv_idx[:, None], of_mask)
+    else:
+        shared, of_row = rows
+        of_column = ()
+        for n in gl.static_range(len(columns)):
+            x = _spread(columns[n], gl.SliceLayout(0, mma(s.shape[1])), HOW.short)
+            of_column = of_column + (x[None, :],)  # noqa: RUF005
+        if QUERIES:
+            found = HOW.steps(b, h, q_idx, first, True, shared, of_mask)
+        else:
+            found = HOW.steps(b, h, first, kv_idx, False, shared, of_mask)
+        steps = ()
+        for n in gl.static_range(len(found) // 2):
+            below = _below(found[2 * n], found[2 * n + 1], s.shape[0], s.shape[1])
+            steps = steps + (below,)  # noqa: RUF005
+        if QUERIES:
+            return HOW.pairs(
+                b, h, q_idx[:, None], kv_idx[None, :], shared, of_row, of_column, steps, of_mask
+            )
+        else:
+            return HOW.pairs(
+                b, h, q_idx[None, :], kv_idx[:, None], shared, of_column, of_row, steps, of_mask
+            )
+
+
+@gluon.jit
+def _spread(x, LAYOUT: gl.constexpr, SHORT: gl.constexpr):
+    """Columns from a thread each to all that need them, through shared memory: of four bytes each,
+    where it is short."""
+    if SHORT and x.dtype == gl.int64:
+        low = gl.convert_layout(x.to(gl.int32), LAYOUT)
+        high = gl.convert_layout((x >> 32).to(gl.int32), LAYOUT)
+        return (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
+    else:
+        return gl.convert_layout(x, LAYOUT)
+
+
+@gluon.jit
+def _below(row, slope, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Where a number per row plus `slope` times the column is 0 at most, of a product."""
+    whole: gl.constexpr = in_eights(COLUMNS)
+    inner: gl.constexpr = gl.SliceLayout(1, whole)
+    row += gl.full([ROWS], 0, gl.int32, layout=gl.SliceLayout(1, mma(COLUMNS)))
+    row = gl.convert_layout(row, gl.SliceLayout(1, inner))
+    one = gl.arange(0, 8, layout=gl.SliceLayout(0, inner)) * slope
+    most = 0 - (row[:, None] + one[None, :])
+    # Not known before the product is there: the compiler would compare early, and keep what it
+    # found of every pair in bits.
+    most = gl.inline_asm_elementwise("", "=r,0", [most], dtype=gl.int32, is_pure=False, pack=1)
+    over: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, whole))
+    eights = gl.arange(0, COLUMNS // 8, layout=over) * (8 * slope)
+    found = eights[None, :, None] <= most[:, None, :]
+    return gl.convert_layout(found.reshape([ROWS, COLUMNS]), mma(COLUMNS))
