@@ -53,7 +53,7 @@ def taken_apart(mask, apart=True):
     q = torch.zeros(BATCH, 1, LENGTH, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, None, mask, backend="hopper")
     text = emit.Text(None, spec.mask, (), apart, apart, (False,) * 9, apart=apart, sides=True)
-    tensors = plan._with_sizes(call.captured.tensors, q.device)
+    tensors = plan._with_sizes(call.captured.tensors)
     captured = simulator._argument(tensors), (*call.captured.ints, *call.captured.floats)
     graph = parse(spec.mask)
     found = sides(graph, Widths(graph, True) if apart else None)
