@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import ops
+from .alike import captured_by, look, remember
 from .arguments import (
     DTYPES,
     check_block_mask,
@@ -164,11 +165,11 @@ def _plain(
     """The call that is made most, with as little around the kernel as there can be, and as few
     things for `torch.compile` to guard: `causal()` or no mask, on the CPU. None for any other, and
     for what `_run` refuses."""
+    if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu):
+        return None
     if mask is not None and (type(mask) is not causal or mask.offset != 0):
         return None
     if dropout != 0 or type(dropout) is not float or (backend != "auto" and backend != "cpu"):
-        return None
-    if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu):
         return None
     if torch.is_autocast_enabled("cpu"):
         q, k, v = _autocast(q, k, v)
@@ -183,7 +184,10 @@ def _run(
     q: Any, k: Any, v: Any, score: Any, mask: Any, scale: Any, sink: Any, dropout: Any, seed: Any,
     deterministic: bool, backend: str, stats: bool,
 ) -> Any:  # fmt: skip
-    sharded = Sharded(q, k, v, mask, dropout, seed) if any_sharded(q, k, v) else None
+    plain = type(q) is type(k) is type(v) is Tensor
+    sharded = None
+    if not plain and any_sharded(q, k, v):
+        sharded = Sharded(q, k, v, mask, dropout, seed)
     coords = None
     if sharded is not None:
         q, k, v, sink = *map(sharded.local, (q, k, v)), sharded.local_sink(sink)
@@ -231,8 +235,22 @@ def prepare(
     Beyond `attention`'s arguments: which statistics to compute, `partial` for results in the
     accumulation dtype, and `coords`, where these tensors stand in the whole (shards, decoding).
     """
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+    compiling, looked = torch.compiler.is_compiling(), None
+    if (compiling or torch._C._is_any_autocast_enabled()) and (
+        isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    ):
         q, k, v = _autocast(q, k, v)
+    if not compiling and coords is None:
+        looked = look(
+            q, k, v, score, mask, sink, scale, dropout, deterministic, backend,
+            max_logit, row_max, partial,
+        )  # fmt: skip
+        if looked is not None and (alike := looked[1]) is not None:
+            made = looked[2]
+            seed = seed_of(seed, q.device) if dropout else None
+            tiles = mask.tiles if type(mask) is BlockMask else None
+            captured = captured_by(alike, made)
+            return alike.spec, Call(q, k, v, sink, seed, captured, tiles, _WHOLE, alike)
     check_tensors(q, k, v)
     if scale is not None:
         scale = scale_of(scale)
@@ -247,26 +265,29 @@ def prepare(
         mask = mask.mask
     double = backend == "reference" or q.dtype == torch.float64
     whole = coords is None  # else q and k are a part of what the score and mask are made for
-    score_text, mask_text, captured, counts = None, None, None, (0, 0, 0)
+    of_score, of_mask, captured, counts = None, None, None, (0, 0, 0)
     if score is not None:
-        score_text, captured = _taken_apart("score", score, double, q, k, whole)
+        of_score, captured = _taken_apart("score", score, double, q, k, whole)
         counts = len(captured.tensors), len(captured.ints), len(captured.floats)
     if mask is not None:
-        mask_text, of_mask = _taken_apart("mask", mask, double, q, k, whole)
-        captured = of_mask if captured is None else captured.and_then(of_mask)
+        of_mask, more = _taken_apart("mask", mask, double, q, k, whole)
+        captured = more if captured is None else captured.and_then(more)
     if captured is None:
         captured = Captured([], [], [])
     call = Call(q, k, v, sink, seed, captured, tiles, _WHOLE if coords is None else coords)
     kind = kind_of(call, counts[0])
     asked = (
-        scale, score_text, mask_text, dropout, sink is not None, max_logit, row_max, partial,
-        deterministic, shape, backend, *counts,
+        scale, of_score and of_score.text, of_mask and of_mask.text, dropout, sink is not None,
+        max_logit, row_max, partial, deterministic, shape, backend, *counts,
     )  # fmt: skip
-    if torch.compiler.is_compiling():
+    if compiling:
         values = _settled_values(*kind, *asked)
         spec = None if values is None else Spec(*values)
     else:
         spec = _settled(*kind, *asked)
+        if looked is not None and spec is not None:
+            key, _, made = looked
+            call = remember(key, spec, call, made, [of_score, of_mask])
     return (_settle(Kind(*kind), asked, call) if spec is None else spec), call
 
 
@@ -309,8 +330,8 @@ def _settle(kind: Kind, asked: tuple, call: Call | None = None) -> Spec:
 
 def _taken_apart(
     kind: str, mod: Any, double: bool, q: Tensor, k: Tensor, whole: bool
-) -> tuple[str | None, Captured]:
-    """A checked score or mask as the text of its graph and what it captures."""
+) -> tuple[Lowered, Captured]:
+    """A checked score or mask, its graph and what it captures."""
     of_library = isinstance(mod, Mod)
     if not of_library:
         check_function(kind, mod)
@@ -325,7 +346,7 @@ def _taken_apart(
     if captured.tensors:
         captured = captured._replace(tensors=[brought(t, q.device) for t in captured.tensors])
         check_captured(kind, captured, q.device)
-    return lowered.text, captured
+    return lowered, captured
 
 
 def _lower(kind: str, structure: str, dtype: str, *functions: Callable) -> Lowered:

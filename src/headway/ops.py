@@ -1,11 +1,12 @@
-"""The pair as PyTorch operators: schemas, fakes, FLOP formulas, and one autograd function.
+"""The pair under autograd.
 
-The operators are opaque to compilers (`torch.library.define` / `impl`): what they do is decided by
-the spec's text and the shapes. Autograd is one `torch.autograd.Function` above them, so that
-`torch.func` and `torch.compile` see its `setup_context`.
+Where something watches (a compiler, a mode, a transform, a tracer, a profiler, a subclass of
+Tensor), it is a `torch.autograd.Function` above the operators, so that `torch.func` and
+`torch.compile` see its `setup_context`. Where nothing does, it is one that is given the call as it
+is, and calls the backend.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,130 +15,21 @@ from torch.autograd import forward_ad
 
 from .backends import cpu, get
 from .backends.base import Call
-from .blocks import Tiles
 from .errors import BackendRefused
 from .flops import register_flops
-from .types import (
-    Captured,
-    Coords,
-    Forward,
-    Spec,
-    acc_dtype,
-    constant_under_compile,
-    in_dtype,
-)
-
-_INPUTS = (
-    "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor[] tensors, "
-    "SymInt[] ints, float[] floats, Tensor[] tiles, SymInt[] offsets, Tensor? q_pos, Tensor? kv_pos"
-)
-_library = torch.library.Library("headway", "DEF")
-_library.define(f"forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.define(
-    f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs) "
-    "-> Tensor[]"
-)
-
-
-def _call(
-    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos
-) -> Call:  # fmt: skip
-    return Call(
-        q, k, v, sink, seed,
-        Captured(list(tensors), list(ints), list(floats)),
-        Tiles.unflatten(list(tiles)) if tiles else None,
-        Coords(offsets[0], offsets[1], offsets[2], offsets[3], q_pos, kv_pos),
-    )  # fmt: skip
-
-
-def _forward(spec: str, *inputs: Any) -> Forward:
-    parsed = Spec.parse(spec)
-    return get(parsed.backend).forward(parsed, _call(*inputs))
-
-
-def _backward(spec: str, *inputs: Any) -> list[Tensor]:
-    parsed, call = Spec.parse(spec), _call(*inputs[:12])
-    out, lse, dout, dlse, needs = inputs[12:]
-    dq, dk, dv, dsink, captured = get(parsed.backend).backward(
-        parsed, call, out, lse, dout, dlse, tuple(needs)
-    )
-    grads = [dq, dk, dv] + ([] if dsink is None else [dsink])
-    return [g for g in (*grads, *captured) if g is not None]
-
-
-# As operators they return what the fakes promise: tensors without gaps. (By themselves they do not:
-# a model's transposed heads would be copied twice.)
+from .operators import backward, call_of, flat, forward, library, present
+from .types import Captured, Coords, Forward, Spec, constant_under_compile, in_dtype
 
 
 def _forward_operator(spec: str, *inputs: Any) -> Forward:
-    call = _call(*inputs)
+    call = call_of(*inputs)
     # An exported program calls the operator by itself: then it has to be differentiable itself.
     if torch.is_grad_enabled() and _learns([*call[:5], *call.captured.tensors]):
         return attention(Spec.parse(spec), call)
-    return Forward(*[x.contiguous() for x in _forward(spec, *inputs)])
+    return Forward(*[x.contiguous() for x in forward(spec, *inputs)])
 
 
-def _backward_operator(spec: str, *inputs: Any) -> list[Tensor]:
-    return [g.contiguous() for g in _backward(spec, *inputs)]
-
-
-def _forward_fake(spec: str, q, k, v, *rest: Any) -> Forward:
-    parsed = Spec.parse(spec)
-    b, hq, q_len, _ = q.shape
-    acc = acc_dtype(q.dtype)
-    return Forward(
-        q.new_empty((b, hq, q_len, v.shape[3]), dtype=acc if parsed.partial else q.dtype),
-        q.new_empty((b, hq, q_len), dtype=acc),
-        q.new_empty((b, hq) if parsed.max_logit else (0,), dtype=acc),
-        q.new_empty((b, hq, q_len) if parsed.row_max else (0,), dtype=acc),
-    )
-
-
-def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:
-    parsed, needs = Spec.parse(spec), rest[-1]
-    acc = acc_dtype(q.dtype)
-    dtype = acc if parsed.partial else q.dtype
-    grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
-    grads += [] if sink is None else [q.new_empty(sink.shape, dtype=acc)]
-    return grads + [
-        q.new_empty(t.shape, dtype=acc)
-        for t, need in zip(tensors[: parsed.score_tensors], needs, strict=True)
-        if need
-    ]
-
-
-_library.impl("forward", _forward_operator, "CompositeExplicitAutograd")
-_library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
-for _name in ("forward", "backward"):  # autograd is above them, or inside `_forward`
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("headway::forward", _forward_fake, lib=_library)
-torch.library.register_fake("headway::backward", _backward_fake, lib=_library)
-
-
-def _one_by_one(op: Any) -> Callable:
-    """The rule of `torch.vmap`: the operator for every entry of the batch, with what belongs to it.
-
-    Batches of q, k and v could be folded into one call; batches of captured tensors, sinks and
-    seeds could not, nor the gradients of what is shared.
-    """
-
-    def rule(info, in_dims, *inputs):
-        results = [op(*_entry(inputs, in_dims, n)) for n in range(info.batch_size)]
-        stacked = [torch.stack(same) for same in zip(*results, strict=True)]
-        return (stacked, [0] * len(stacked)) if op is _backward_op else (tuple(stacked), (0,) * 4)
-
-    return rule
-
-
-def _entry(x: Any, dim: Any, n: int) -> Any:
-    if isinstance(x, list | tuple):
-        return [_entry(item, at, n) for item, at in zip(x, dim, strict=True)]
-    return x if dim is None else x.select(dim, n)
-
-
-_forward_op, _backward_op = torch.ops.headway.forward.default, torch.ops.headway.backward.default
-torch.library.register_vmap("headway::forward", _one_by_one(_forward_op), lib=_library)
-torch.library.register_vmap("headway::backward", _one_by_one(_backward_op), lib=_library)
+library.impl("forward", _forward_operator, "CompositeExplicitAutograd")
 
 
 class _NotTwice(torch.autograd.Function):
@@ -174,7 +66,7 @@ class _Attention(torch.autograd.Function):
     def forward(*inputs):
         spec, ints, floats, offsets, counts, q, k, v, sink, seed, q_pos, kv_pos, *tensors = inputs
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
-        run = torch.ops.headway.forward if _watched(q, k, v, *tensors) else _forward
+        run = torch.ops.headway.forward if _watched(q, k, v, *tensors) else forward
         return run(spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_pos, kv_pos)
 
     @staticmethod
@@ -194,18 +86,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return _Attention.gradients(ctx, *grad_outputs)
-        with torch.no_grad():
-            grads = _Attention.gradients(ctx, *grad_outputs)
-        # create_graph=True: a second derivative must not be dropped in silence.
-        on = [x for x in (*grad_outputs, *ctx.saved_tensors) if x is not None and x.requires_grad]
-        return tuple([None if g is None else _NotTwice.apply(g, *on) for g in grads])
+        return _once(ctx, _Attention.gradients, *grad_outputs)
 
     @staticmethod
-    def gradients(ctx, *grad_outputs):
+    def gradients(ctx, dout, dlse, *_):
         """The gradients of every input of `forward`."""
-        dout, dlse, _max_logit, _row_max = grad_outputs
         out, lse, q, k, v, sink, seed, q_pos, kv_pos, *tensors = ctx.saved_tensors
         of_score, count = ctx.counts
         captured, tiles = tensors[:count], tensors[count:]
@@ -215,44 +100,101 @@ class _Attention(torch.autograd.Function):
         ]
         if dout is None:
             dout = torch.zeros_like(out)
-        run = _backward
-        if _watched(q, k, v, dout, *tensors):
-            run = torch.ops.headway.backward
-            if not torch.compiler.is_compiling():
-                register_flops()  # a counter may be there for the backward alone
-        results = iter(
-            run(
-                ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,
-                ctx.offsets, q_pos, kv_pos, out, lse, dout, dlse, needs,
-            )
+        run = torch.ops.headway.backward if _watched(q, k, v, dout, *tensors) else backward
+        if run is not backward and not torch.compiler.is_compiling():
+            register_flops()  # a counter may be there for the backward alone
+        results = run(
+            ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,
+            ctx.offsets, q_pos, kv_pos, out, lse, dout, dlse, needs,
         )  # fmt: skip
-        dq, dk, dv = (in_dtype(next(results), x.dtype) for x in (q, k, v))
-        dsink = None if sink is None else in_dtype(next(results), sink.dtype)
-        dcaptured = [
-            in_dtype(next(results), t.dtype) if need else None
-            for need, t in zip(needs, captured, strict=False)
-        ]
-        rest = len(tensors) - len(dcaptured)
-        nothing = (None,) * 5
-        return (*nothing, dq, dk, dv, dsink, None, None, None, *dcaptured, *(None,) * rest)
+        grads = _in_order(results, q, k, v, sink, captured, needs)
+        return (*(None,) * 5, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
+
+
+class _Run:
+    """A call on its way through autograd, which is to see its tensors and nothing else; and what
+    comes of it and carries no gradient."""
+
+    __slots__ = ("call", "max_logit", "row_max", "spec")
+    max_logit: Tensor
+    row_max: Tensor
+
+    def __init__(self, spec: Spec, call: Call) -> None:
+        self.spec, self.call = spec, call
 
 
 class _Direct(torch.autograd.Function):
-    """`_Attention` in the older style, which costs half as much per call; `torch.func` and
-    compilers do not take it."""
+    """`_Attention` where nobody watches: nothing is taken apart. `torch.func` and compilers do not
+    take a function of this older style."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _Attention.forward(*inputs)
-        _Attention.setup_context(ctx, inputs, output)
-        return output
+    def forward(ctx, run, *learned):
+        spec, (q, k, v, sink, seed, captured, tiles, coords, alike) = run.spec, run.call
+        tensors, ints, floats = captured
+        out, lse, run.max_logit, run.row_max = get(spec.backend).forward(spec, run.call)
+        ctx.save_for_backward(out, lse, q, k, v, sink, seed, *coords[4:], *tensors)
+        ctx.rest = spec, ints, floats, tiles, coords[:4], alike
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
-        return _Attention.backward(ctx, *grad_outputs)
+        return _once(ctx, _Direct.gradients, *grad_outputs)
+
+    @staticmethod
+    def gradients(ctx, dout, dlse):
+        """The gradients of every input of `forward`."""
+        out, lse, q, k, v, sink, seed, q_pos, kv_pos, *tensors = ctx.saved_tensors
+        spec, ints, floats, tiles, at, alike = ctx.rest
+        captured = Captured(tensors, ints, floats)
+        coords = Coords(*at, q_pos, kv_pos)  # type: ignore[bad-argument-count]
+        call = Call(q, k, v, sink, seed, captured, tiles, coords, alike)
+        needs = ctx.needs_input_grad[5:]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if _watched(q, k, v, dout, *tensors):
+            register_flops()  # a counter may be there for the backward alone
+            results = torch.ops.headway.backward(
+                spec.text, *flat(call), out, lse, dout, dlse, needs
+            )
+        else:
+            results = present(get(spec.backend).backward(spec, call, out, lse, dout, dlse, needs))
+        return None, *_in_order(results, q, k, v, sink, tensors, needs)
+
+
+# `Function.apply`, less what it does for transforms, which are none of `_Direct`'s.
+_direct = super(torch.autograd.Function, _Direct).apply  # type: ignore[misc]
+
+
+def _once(ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | None) -> tuple:
+    """The gradients of a call, which may not be differentiated."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return gradients(ctx, *grad_outputs)
+    with torch.no_grad():
+        grads = gradients(ctx, *grad_outputs)
+    # create_graph=True: a second derivative must not be dropped in silence.
+    on = [x for x in (*grad_outputs, *ctx.saved_tensors) if x is not None and x.requires_grad]
+    return tuple([None if g is None else _NotTwice.apply(g, *on) for g in grads])
+
+
+def _in_order(results: Sequence[Tensor], q, k, v, sink, captured, needs) -> list[Tensor | None]:
+    """The operator's gradients as those of q, k, v, sink and all captured tensors."""
+    each = iter(results)
+    grads = [None if x is None else in_dtype(next(each), x.dtype) for x in (q, k, v, sink)]
+    for need, t in zip(needs, captured, strict=False):
+        grads.append(in_dtype(next(each), t.dtype) if need else None)
+    return grads + [None] * (len(captured) - len(needs))
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+# Asked at every call, so looked up once.
+_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
+_tracing, _profiled = torch._C._is_tracing, torch.autograd._profiler_enabled
+_included, _PRE_DISPATCH = (
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
+)  # fmt: skip
 
 
 def _watched(*tensors: Tensor | None) -> bool:
@@ -271,14 +213,23 @@ def _seen(*tensors: Tensor | None) -> bool:
     )
 
 
+def _call_seen(call: Call) -> bool:
+    """`_seen`, of a call; those that are known have plain tensors."""
+    if call.alike is not None and (call.seed is None or type(call.seed) is Tensor):
+        return _seen_by_modes()
+    q, k, v, sink, seed, (tensors, _, _), tiles, (_, _, _, _, q_pos, kv_pos), _ = call
+    given = () if tiles is None else tiles.flatten()
+    return _seen(q, k, v, sink, seed, q_pos, kv_pos, *tensors, *given)
+
+
 def _seen_by_modes() -> bool:
     """`_seen`, whatever the tensors."""
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0
-        or torch._C._is_tracing()
-        or torch.autograd._profiler_enabled()
+        _modes() > 0
+        or _transforms()
+        or _included(_PRE_DISPATCH)
+        or _tracing()
+        or _profiled()
         or forward_ad._current_level >= 0
     )
 
@@ -311,15 +262,27 @@ def save_ops() -> list[Any]:
 
 def attention(spec: Spec, call: Call) -> Forward:
     """The pair under autograd."""
-    q, k, v, sink, seed, captured, given, coords = call
-    tensors, ints, floats = captured
-    tiles = [] if given is None else given.flatten()
-    *offsets, q_pos, kv_pos = coords
+    watched = torch.compiler.is_compiling() or _call_seen(call)
+    return (_watched_over if watched else _alone)(spec, call)
+
+
+def _alone(spec: Spec, call: Call) -> Forward:
+    """`attention` where nobody watches."""
+    q, k, v, sink, _, (tensors, _, _), _, _, _ = call
+    learned = tensors[: spec.score_tensors]
+    if not (torch.is_grad_enabled() and _learns([q, k, v, sink, *learned])):
+        return get(spec.backend).forward(spec, call)
+    register_flops()
+    run = _Run(spec, call)
+    out, lse = _direct(run, q, k, v, sink, *learned)
+    return Forward(out, lse, run.max_logit, run.row_max)
+
+
+def _watched_over(spec: Spec, call: Call) -> Forward:
+    """`attention` where something has to see the operators."""
+    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos = flat(call)
     inputs = [q, k, v, sink, seed, q_pos, kv_pos, *tensors, *tiles]
     learning = torch.is_grad_enabled() and _learns(inputs)
-    watched = _watched(*inputs)
-    if not learning and not watched:
-        return get(spec.backend).forward(spec, call)
     compiling = torch.compiler.is_compiling()
     if not compiling:
         register_flops()
@@ -336,8 +299,7 @@ def attention(spec: Spec, call: Call) -> Forward:
         counts = spec.score_tensors, len(tensors)
         if compiling:
             inputs = _distinct(inputs)
-        function = _Attention if watched else _Direct
-        results = function.apply(spec.text, ints, floats, offsets, counts, *inputs)
+        results = _Attention.apply(spec.text, ints, floats, offsets, counts, *inputs)
     return Forward(*results)
 
 
@@ -355,13 +317,12 @@ constant_under_compile(_differentiated)
 def output(spec: Spec, call: Call) -> Tensor:
     """`attention(spec, call).out`, by the backend's `native` where nobody watches for our
     operators. A compiler does not: PyTorch's it knows better."""
-    q, k, v, _, _, (tensors, _, _), _, _ = call
     compiling = torch.compiler.is_compiling()
-    if _opaque() if compiling else _seen(q, k, v, *tensors):
-        return attention(spec, call).out
+    if _opaque() if compiling else _call_seen(call):
+        return _watched_over(spec, call).out
     out = get(spec.backend).native(spec, call, None if compiling else _refuse_twice)
     if out is None:
-        return attention(spec, call).out
+        return (_watched_over if compiling else _alone)(spec, call).out
     if out.requires_grad and not compiling:
         register_flops()  # a counter may be there for the backward alone
     return out

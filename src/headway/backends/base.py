@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,6 +11,21 @@ from torch import Tensor
 from ..blocks import Tiles
 from ..mods.graph import Graph, parse
 from ..types import Captured, Coords, Forward, Grads, Spec, in_dtype
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Alike:
+    """What calls have in common that differ in nothing but what is in their tensors (and in the
+    numbers that kernels are given): by it backends find what they keep for such calls.
+
+    - `picks`: of the score and of the mask: which tensors their functions capture, as which
+      function and which of those that it sees.
+    - `captured`: where that is the same for all of them.
+    """
+
+    spec: Spec
+    picks: list[tuple[tuple[int, int], ...]]
+    captured: Captured | None
 
 
 class Call(NamedTuple):
@@ -23,6 +39,15 @@ class Call(NamedTuple):
     captured: Captured
     tiles: Tiles | None  # of a given block mask
     coords: Coords
+    alike: Alike | None = None  # None: not known; so in whatever `_replace` makes of a call
+
+
+def _changed(call: Call, **fields: Any) -> Call:
+    fields.setdefault("alike", None)
+    return _replace(call, **fields)
+
+
+_replace, Call._replace = Call._replace, _changed  # type: ignore[method-assign]
 
 
 class Kind(NamedTuple):
@@ -40,7 +65,7 @@ class Kind(NamedTuple):
 def kind_of(call: Call, score_tensors: int) -> tuple:
     """The fields of the call's `Kind`; the score captures the first so many tensors. Plain code
     that Dynamo can trace."""
-    q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos) = call
+    q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos), _ = call
     learned = score_tensors > 0 and any(t.requires_grad for t in tensors[:score_tensors])
     trained = q.requires_grad or k.requires_grad or v.requires_grad or learned
     trained = trained or (sink is not None and sink.requires_grad)

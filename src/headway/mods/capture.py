@@ -14,8 +14,9 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ _BY_VALUE = (
     enum.Enum,
     type(Ellipsis),
 )
+_CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
 # Modules whose attributes are taken to be constant.
 _FIXED_MODULES = ("torch", "math", "operator", "functools", "numpy", "headway", "builtins")
 
@@ -59,28 +61,40 @@ def leaves(fn: Callable) -> Leaves:
     return found
 
 
+def shared(found: Sequence[Leaves]) -> tuple[int, ...]:
+    """Which tensors several functions have in common: part of the key of their common trace."""
+    if len(found) == 1:
+        return ()
+    ids = [id(t) for of in found for _, t in of.tensors]
+    return tuple([ids.index(n) for n in ids])
+
+
 def _walk(value: Any, path: Path, found: Leaves) -> None:
-    if isinstance(value, Tensor):
-        same = next((n for n, (_, t) in enumerate(found.tensors) if t is value), None)
-        if same is None:
-            found.tensors.append((path, value))
-        found.key.append((Tensor, same, value.dtype, tuple(value.shape)))
-        return
-    if isinstance(value, _BY_VALUE):
-        found.numbers.append((path, value))
-        found.key.append((type(value), repr(value)))
-        return
-    if isinstance(value, types.ModuleType | type | types.BuiltinFunctionType) or (
-        type(value).__module__.partition(".")[0] == "torch"
-        and not isinstance(value, torch.nn.Module)
-    ):
-        found.key.append(value)
-        return
+    kind = type(value)
+    if kind is not types.FunctionType:
+        if isinstance(value, Tensor):
+            same = None
+            for n, (_, t) in enumerate(found.tensors):
+                if t is value:
+                    same = n
+            if same is None:
+                found.tensors.append((path, value))
+            found.key.append((Tensor, same, value.dtype, tuple(value.shape)))
+            return
+        if isinstance(value, _BY_VALUE):
+            found.numbers.append((path, value))
+            found.key.append((kind, repr(value)))
+            return
+        if isinstance(value, _CONSTANT) or (
+            kind.__module__.partition(".")[0] == "torch" and not isinstance(value, torch.nn.Module)
+        ):
+            found.key.append(value)
+            return
     if id(value) in found._seen:
         found.key.append("seen")
         return
     found._seen.add(id(value))
-    if isinstance(value, types.FunctionType):
+    if kind is types.FunctionType:
         _walk_function(value, path, found)
     elif isinstance(value, types.MethodType):
         found.key.append(value.__func__.__code__)
@@ -147,6 +161,7 @@ def _walk_function(fn: types.FunctionType, path: Path, found: Leaves) -> None:
                     _walk(getattr(value, attr), (*path, ("global", name), ("attr", attr)), found)
 
 
+@lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """The global and attribute names of a code object and of the functions inside it."""
     names = dict.fromkeys(code.co_names)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import ModError
 from ..types import Captured
 from .base import Mod
-from .capture import Path, leaves, resolve
+from .capture import Path, leaves, resolve, shared
 from .graph import DTYPE_NAMES, DTYPES, Graph, Input, parse
 from .trace import trace
 from .tracer import Tracer
@@ -47,6 +47,17 @@ def take_apart(mod: Callable) -> tuple[str, list[Callable], Captured]:
     functions: list[Callable] = []
     captured = Captured([], [], [])
     return _structure(mod, functions, captured), functions, captured
+
+
+def parts_of(mod: Callable) -> Parts:
+    """`describe`, outside of `torch.compile`: a value, whose fields never change, is taken apart
+    once. (The dtype of a tensor of it may: the structure tells what it was at first.)"""
+    if not isinstance(mod, Mod):
+        return Parts("f", [mod], [], [], [])
+    found = mod.__dict__.get("parts")
+    if found is None:
+        found = mod.__dict__["parts"] = describe(mod)
+    return found
 
 
 # Written out once: `int | float` makes a new type wherever it is read, and this runs at every call.
@@ -110,7 +121,7 @@ def lower(kind: str, structure: str, dtype: str, *functions: Callable) -> Lowere
         return _lower_library(kind, structure, dtype)
     found = [leaves(fn) for fn in functions]
     cacheable = all(f.cacheable for f in found)
-    key = (kind, structure, dtype, *(tuple(f.key) for f in found))
+    key = (kind, structure, dtype, shared(found), *(tuple(f.key) for f in found))
     if cacheable:
         try:
             lowered = _lowered.get(key)

@@ -12,7 +12,7 @@ from ...mods.derivative import joint
 from ...types import Spec
 from ..base import Call, graphs
 from ..kernels import diagonals, gradients, maths, rows
-from ..kernels.plan import BasePlan, Direct, Walks, key_of, remembered
+from ..kernels.plan import BasePlan, Direct, Walks, plan_of
 from ..kernels.rows import Terms
 from ..kernels.sides import Sides
 from ..kernels.varies import variation
@@ -47,8 +47,7 @@ P = TypeVar("P", bound="Plan")
 
 def planned(kind: type[P], spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) -> P:
     """The plan for a call; `matrices` are q, k, v and, for a backward, dout."""
-    key = (kind, *key_of(spec, call, wanted, matrices))
-    return remembered(key, lambda: kind(spec, call, wanted, matrices))
+    return plan_of((kind,), spec, call, wanted, matrices, kind)
 
 
 class Plan(BasePlan):

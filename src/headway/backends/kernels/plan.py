@@ -47,6 +47,27 @@ def remembered(key: tuple, make: Callable[[], T]) -> T:
     return found
 
 
+def plan_of(
+    of: tuple, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
+    make: Callable[..., T],
+) -> T:  # fmt: skip
+    """The plan for a call, `make(spec, call, wanted, matrices)` the first time; `of` says of what.
+
+    Calls that are alike are known without a look at all that they have in common.
+    """
+    alike, (q, k, v, *dout) = call.alike, matrices
+    if alike is None or alike.spec is not spec or not (q is call.q and k is call.k and v is call.v):
+        key = (of, *key_of(spec, call, wanted, matrices))
+        return remembered(key, lambda: make(spec, call, wanted, matrices))
+    short = (of, alike, wanted, dout[0].stride()) if dout else (of, alike)
+    plan = _known.get(short)
+    if plan is None:
+        key = (of, *key_of(spec, call, wanted, matrices))
+        plan = remembered(key, lambda: make(spec, call, wanted, matrices))
+        remembered(short, lambda: plan)
+    return plan
+
+
 def clear() -> None:
     """Forget every plan and every compiled kernel."""
     _known.clear()

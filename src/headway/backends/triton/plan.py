@@ -15,7 +15,7 @@ from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
 from ..kernels import diagonals, gradients, maths, rows
-from ..kernels.plan import TILE, BasePlan, Direct, Walks, key_of, remembered
+from ..kernels.plan import TILE, BasePlan, Direct, Walks, plan_of
 from ..kernels.rows import Terms
 from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import Config, configs, kind_of, one_pass, pieces
@@ -23,8 +23,8 @@ from .config import Config, configs, kind_of, one_pass, pieces
 
 def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) -> "Plan":
     """The plan for a call; `matrices` are q, k, v and, for a backward, dout."""
-    key = (Plan, _precision(matrices[0].dtype), *key_of(spec, call, wanted, matrices))
-    return remembered(key, lambda: Plan(spec, call, wanted, matrices))
+    of = Plan, _precision(matrices[0].dtype)
+    return plan_of(of, spec, call, wanted, matrices, Plan)
 
 
 class Plan(BasePlan):

@@ -1,0 +1,141 @@
+"""Calls that are just alike are checked and settled once; from then on they are looked up.
+
+Calls are alike if all is the same that their checks, their `Spec` and the plans of backends depend
+on: the options, everything about the tensors but what is in them, and what score and mask are made
+of. A user's function is looked through at every call (`mods.capture`): what it captures may change.
+"""
+
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .backends.base import Alike, Call
+from .blocks import BlockMask
+from .mods import Captured
+from .mods.base import Mod
+from .mods.capture import Leaves, leaves, shared
+from .mods.constants import brought
+from .mods.lowering import Lowered, Parts, parts_of
+from .types import Spec
+
+_MOST = 4096
+_known: dict[tuple, Alike] = {}
+
+_PLAIN = {Tensor, Parameter}  # a subclass may be anything
+_SCALES = {type(None), float, int}
+_READABLE = (Mod, FunctionType)
+
+
+class Made(NamedTuple):
+    """What a score or mask is made of at one call."""
+
+    parts: Parts
+    tensors: list[Tensor]  # of the values in it, on q's device
+    found: list[Leaves]  # of the functions in it
+
+
+def look(
+    q: Any, k: Any, v: Any, score: Any, mask: Any, sink: Any, scale: Any, dropout: Any,
+    deterministic: Any, *more: Any,
+) -> tuple[tuple, Alike | None, list[Made | None]] | None:  # fmt: skip
+    """The key of a call, what was remembered for it, and what score and mask are made of. None for
+    calls that no key tells from others."""
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
+        return None
+    if not (type(dropout) is float and type(deterministic) is bool and type(scale) in _SCALES):
+        return None
+    try:
+        key = [
+            q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+            scale, dropout, deterministic, more,
+        ]  # fmt: skip
+        of_score = of_mask = None
+        if sink is not None:
+            _about(key, sink)
+        if score is not None:
+            of_score = _made_of(key, score, q.device)
+        key.append(None)
+        if mask is not None:
+            if type(mask) is BlockMask:
+                key += mask.shape, mask.tile, mask.device
+                mask = mask.mask
+            of_mask = _made_of(key, mask, q.device)
+        known = tuple(key)
+        return known, _known.get(known), [of_score, of_mask]
+    except (_Unknown, RuntimeError, TypeError):  # RuntimeError: it has no strides
+        return None
+
+
+def captured_by(alike: Alike, made: list[Made | None]) -> Captured:
+    """What a call captures that is alike to those."""
+    if alike.captured is not None:
+        return alike.captured
+    captured = Captured([], [], [])
+    for of, picks in zip(made, alike.picks, strict=True):
+        if of is not None:
+            more = [of.found[n].tensors[at][1] for n, at in picks]
+            captured = captured.and_then(
+                Captured([*of.tensors, *more], of.parts.ints, of.parts.floats)
+            )
+    return captured
+
+
+def remember(
+    key: tuple, spec: Spec, call: Call, made: list[Made | None], lowered: list[Lowered | None]
+) -> Call:
+    """The call, known from now on: it has passed all checks, and this is its spec."""
+    if call.q.device.type not in ("cuda", "cpu"):  # others may be watched (`ops`)
+        return call
+    picks = [
+        () if of is None or low is None else tuple(_pick(of, *path) for path in low.paths)
+        for of, low in zip(made, lowered, strict=True)
+    ]
+    tensors, _, floats = call.captured
+    while len(_known) >= _MOST:
+        del _known[next(iter(_known))]
+    alike = _known[key] = Alike(spec, picks, None if tensors or floats else call.captured)
+    return Call(*call[:-1], alike)
+
+
+def _pick(made: Made, n: int, path: Any) -> tuple[int, int]:
+    return n, next(at for at, (p, _) in enumerate(made.found[n].tensors) if p == path)
+
+
+class _Unknown(Exception):
+    """A key does not tell this."""
+
+
+def _about(key: list, t: Any) -> None:
+    """Everything about a tensor but what is in it."""
+    if type(t) not in _PLAIN:
+        raise _Unknown
+    key += t.shape, t.stride(), t.dtype, t.device, t.requires_grad
+
+
+def _made_of(key: list, mod: Any, device: torch.device) -> Made:
+    """What a score or mask is made of; all of it that is not in its numbers goes into the key."""
+    if not isinstance(mod, _READABLE):
+        raise _Unknown
+    parts = parts_of(mod)  # type: ignore[bad-argument-type]
+    key.append(parts.structure)
+    key += parts.ints
+    tensors, found = parts.tensors, []
+    if tensors:
+        tensors = [t if t.device == device else brought(t, device) for t in tensors]
+        for t in tensors:
+            _about(key, t)
+    if parts.functions:
+        found = [leaves(fn) for fn in parts.functions]
+        for of in found:
+            key += of.key
+            for _, t in of.tensors:
+                if t.device != device or not of.cacheable:
+                    raise _Unknown
+                _about(key, t)
+        key.append(shared(found))
+    return Made(parts, tensors, found)

@@ -1,0 +1,130 @@
+"""The pair as PyTorch operators: schemas, fakes, rules of vmap.
+
+They are opaque to compilers (`torch.library.define` / `impl`): what they do is decided by the
+spec's text and the shapes. Autograd is above them, in `ops`, where `headway::forward` is completed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends import get
+from .backends.base import Call
+from .blocks import Tiles
+from .types import Captured, Coords, Forward, Grads, Spec, acc_dtype
+
+_INPUTS = (
+    "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor[] tensors, "
+    "SymInt[] ints, float[] floats, Tensor[] tiles, SymInt[] offsets, Tensor? q_pos, Tensor? kv_pos"
+)
+library = torch.library.Library("headway", "DEF")
+library.define(f"forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+library.define(
+    f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs) "
+    "-> Tensor[]"
+)
+
+
+def call_of(
+    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos
+) -> Call:  # fmt: skip
+    """The call from the inputs of the operators after the spec."""
+    return Call(
+        q, k, v, sink, seed,
+        Captured(list(tensors), list(ints), list(floats)),
+        Tiles.unflatten(list(tiles)) if tiles else None,
+        Coords(offsets[0], offsets[1], offsets[2], offsets[3], q_pos, kv_pos),
+    )  # fmt: skip
+
+
+def flat(call: Call) -> tuple:
+    """The inputs of the operators after the spec: what `call_of` takes."""
+    q, k, v, sink, seed, captured, tiles, (*offsets, q_pos, kv_pos), _ = call
+    given = [] if tiles is None else tiles.flatten()
+    return q, k, v, sink, seed, *captured, given, offsets, q_pos, kv_pos
+
+
+def forward(spec: str, *inputs: Any) -> Forward:
+    """`headway::forward` without the dispatcher."""
+    parsed = Spec.parse(spec)
+    return get(parsed.backend).forward(parsed, call_of(*inputs))
+
+
+def backward(spec: str, *inputs: Any) -> list[Tensor]:
+    """`headway::backward` without the dispatcher."""
+    parsed, call = Spec.parse(spec), call_of(*inputs[:12])
+    out, lse, dout, dlse, needs = inputs[12:]
+    return present(get(parsed.backend).backward(parsed, call, out, lse, dout, dlse, tuple(needs)))
+
+
+def present(grads: Grads) -> list[Tensor]:
+    """Those gradients that there are, as the operator returns them."""
+    return [g for g in (*grads[:4], *grads.captured) if g is not None]
+
+
+# As operators they return what the fakes promise: tensors without gaps. (By themselves they do not:
+# a model's transposed heads would be copied twice.)
+
+
+def _backward_operator(spec: str, *inputs: Any) -> list[Tensor]:
+    return [g.contiguous() for g in backward(spec, *inputs)]
+
+
+def _forward_fake(spec: str, q, k, v, *rest: Any) -> Forward:
+    parsed = Spec.parse(spec)
+    b, hq, q_len, _ = q.shape
+    acc = acc_dtype(q.dtype)
+    return Forward(
+        q.new_empty((b, hq, q_len, v.shape[3]), dtype=acc if parsed.partial else q.dtype),
+        q.new_empty((b, hq, q_len), dtype=acc),
+        q.new_empty((b, hq) if parsed.max_logit else (0,), dtype=acc),
+        q.new_empty((b, hq, q_len) if parsed.row_max else (0,), dtype=acc),
+    )
+
+
+def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:
+    parsed, needs = Spec.parse(spec), rest[-1]
+    acc = acc_dtype(q.dtype)
+    dtype = acc if parsed.partial else q.dtype
+    grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
+    grads += [] if sink is None else [q.new_empty(sink.shape, dtype=acc)]
+    return grads + [
+        q.new_empty(t.shape, dtype=acc)
+        for t, need in zip(tensors[: parsed.score_tensors], needs, strict=True)
+        if need
+    ]
+
+
+library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
+for _name in ("forward", "backward"):  # autograd is above them, or inside `_forward`
+    library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("headway::forward", _forward_fake, lib=library)
+torch.library.register_fake("headway::backward", _backward_fake, lib=library)
+
+
+def _one_by_one(op: Any) -> Callable:
+    """The rule of `torch.vmap`: the operator for every entry of the batch, with what belongs to it.
+
+    Batches of q, k and v could be folded into one call; batches of captured tensors, sinks and
+    seeds could not, nor the gradients of what is shared.
+    """
+
+    def rule(info, in_dims, *inputs):
+        results = [op(*_entry(inputs, in_dims, n)) for n in range(info.batch_size)]
+        stacked = [torch.stack(same) for same in zip(*results, strict=True)]
+        return (stacked, [0] * len(stacked)) if op is _backward_op else (tuple(stacked), (0,) * 4)
+
+    return rule
+
+
+def _entry(x: Any, dim: Any, n: int) -> Any:
+    if isinstance(x, list | tuple):
+        return [_entry(item, at, n) for item, at in zip(x, dim, strict=True)]
+    return x if dim is None else x.select(dim, n)
+
+
+_forward_op, _backward_op = torch.ops.headway.forward.default, torch.ops.headway.backward.default
+torch.library.register_vmap("headway::forward", _one_by_one(_forward_op), lib=library)
+torch.library.register_vmap("headway::backward", _one_by_one(_backward_op), lib=library)
