@@ -9,11 +9,11 @@ same mathematics):
 
 (Dao et al. 2022, arXiv 2205.14135, algorithm 4; Shah et al. 2024, arXiv 2407.08608, section 3.)
 
-In a persistent CTA the **scheduler** takes the next 128 keys of a head (a rank) from a counter,
-longest line first, and the **loader** copies them and the queries that see them into shared memory.
-Two **consumers**, a warpgroup each, own 64 of the keys: their dk and dv stay in registers, and so
-do Pᵀ and dSᵀ as left factors. dq is a sum over ranks: a consumer computes a 64 x 64 part, and
-one of two **adders** has the copy engine add it to float32 in global memory (in turn, where the sum
+A persistent CTA has a **loader**, which takes the next 128 keys of a head (a rank) from a counter,
+longest line first, and copies them and the queries that see them into shared memory. Two
+**consumers**, a warpgroup each, own 64 of the keys: their dk and dv stay in registers, and so do Pᵀ
+and dSᵀ as left factors. dq is a sum over ranks: a consumer computes a 64 x 64 part of it, and one
+of two **adders** has the copy engine add it to float32 in global memory (in turn, where the sum
 shall be the same every time: order.py), in the order of the registers; `finish` puts it in order
 afterwards. Per block of queries, a consumer
 
@@ -115,7 +115,7 @@ def backward(
         ),
         channel(DS_STAGES, 2, 2),  # dS, from both consumers to both
         (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
-        channel(TOLD, 1, 5),  # work, to all others
+        channel(TOLD, 1, 4),  # work, to consumers and adders
     )
     ready()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
@@ -130,13 +130,12 @@ def backward(
                        DERIVATIVE, SCATTER, MASK, HOW)),
             (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1),
                        DERIVATIVE, SCATTER, MASK, HOW)),
-            (deal, (inputs, smem, rings, sizes, walk, HOW)),
+            (deal, (inputs, smem, rings, counter, total, sizes, walk, HOW)),
             (add, (dq, smem, rings, sizes, walk, turns, gl.constexpr(0), HOW)),
             (add, (dq, smem, rings, sizes, walk, turns, gl.constexpr(1), HOW)),
-            (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
         ],
-        [4, 1, 1, 1, 1],
-        [240, 24, 24, 24, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )  # fmt: skip
 
 
@@ -183,45 +182,29 @@ def ds_stages(k):
     return 3 - len(k)
 
 
-# -- the scheduler and the loader -----------------------------------------------------------------
+# -- the loader -----------------------------------------------------------------------------------
 
 
 @gluon.jit
-def schedule(smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
-    """Take ranks, and tell what each is."""
-    _, _, _, work_smem = smem
-    _, _, _, work_ring = rings
-    heads, _, share, _, _, _ = sizes
+def deal(inputs, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
+    """Take ranks, tell what they are, and copy what each needs."""
+    of_inputs, _, _, work_smem = smem
+    input_rings, _, _, work_ring = rings
+    heads, group, share, q_len, q_rows, kv_len = sizes
     work_at = start()
+    state = (start(), start(), start())
     rank = gl.atomic_add(counter, 1)
     while rank < total:
         line, slot, first, h, b = place(rank, walk, heads // share, HOW.sub, 2 * ROWS)
-        work_at = tell(work_at, work_smem, work_ring, (line, slot, first, h * share, b))
+        h = h * share
+        work_at = tell(work_at, work_smem, work_ring, (line, slot, first, h, b))
+        at = (line, slot, first, h, b, share, group)
+        lengths = (heads, q_len, q_rows, kv_len)
+        state = load(state, inputs, of_inputs, input_rings, at, lengths, walk, HOW)
         rank = gl.atomic_add(counter, 1)
     # Every CTA takes one rank too many. Whose is the last leaves 0 for the next launch.
     gl.store(counter, 0, mask=rank == total + gl.num_programs(0) - 1)
     tell(work_at, work_smem, work_ring, (-1, 0, 0, 0, 0))
-
-
-@gluon.jit
-def deal(inputs, smem, rings, sizes, walk, HOW: gl.constexpr):
-    """Copy what each rank needs."""
-    of_inputs, _, _, work_smem = smem
-    input_rings, _, _, work_ring = rings
-    heads, group, share, q_len, q_rows, kv_len = sizes
-    lengths = (heads, q_len, q_rows, kv_len)
-    work_at = start()
-    state = (start(), start(), start())
-    await_(work_ring, work_at)
-    (line,) = told(work_smem, work_at, 0, 1, 1)
-    while line >= 0:
-        slot, first, h, b = told(work_smem, work_at, 1, 5, 1)
-        release(work_ring, work_at)
-        work_at = step(work_at, TOLD)
-        at = (line, slot, first, h, b, share, group)
-        state = load(state, inputs, of_inputs, input_rings, at, lengths, walk, HOW)
-        await_(work_ring, work_at)
-        (line,) = told(work_smem, work_at, 0, 1, 1)
 
 
 # -- a consumer -----------------------------------------------------------------------------------

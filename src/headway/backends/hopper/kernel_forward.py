@@ -4,10 +4,11 @@ wait for it.
 (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608, algorithms 1 and 2, without its ping-pong.)
 
 A persistent CTA has four partitions. The **scheduler** takes the next 128 queries of a head (a
-rank) from a counter, longest line first, and works out what there is to do, up to four ranks ahead.
-The **loader** copies their rows and those of the keys and values that they visit into shared
-memory. Two **consumers**, a warpgroup each, own 64 of the queries. While a consumer turns S of one
-block into P, the tensor cores compute P V of the one before:
+rank) from a counter, longest line first, and works out what there is to do, while the **loader**
+copies the rows of the rank before, and those of the keys and values that they visit, into shared
+memory. (Further ahead a CTA would keep ranks that others wait for.) Two **consumers**, a warpgroup
+each, own 64 of the queries. While a consumer turns S of one block into P, the tensor cores compute
+P V of the one before:
 
     for every block n:
         issue S_n = q k_nᵀ;  issue O += P_{n-1} v_{n-1}
@@ -32,7 +33,7 @@ from .gluon_api import (
     warpgroup_mma_wait,
 )
 from .linear import linear_scores
-from .pipeline import acquire, await_, channel, ready, release, start, step
+from .pipeline import acquire, await_, channel, publish, ready, release, start, step
 from .sides import by_thread, keep, of_columns, of_rows
 from .tile import (
     LN2,
@@ -102,6 +103,7 @@ def forward(
         channel(HOW.queries, 1, 2),  # queries
         channel(STAGES, 1, 2),  # keys
         channel(STAGES, 1, 2),  # values
+        channel(1, 1, 1),  # from the loader to the scheduler: one more
     )
     ready()
     smem = (work_smem, q_smem, k_smem, v_smem, o_smem)
@@ -133,9 +135,10 @@ def forward(
 def schedule(smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
     """Take ranks, and tell what each is."""
     work_smem, _, _, _, _ = smem
-    work_ring, _, _, _ = rings
+    work_ring, _, _, _, more_ring = rings
     heads, group, q_len, kv_len, _ = sizes
     work_at = tell(start(), work_smem, work_ring, _ghost(walk, q_len))
+    more_at = start()
     rank = gl.atomic_add(counter, 1)
     while rank < total:
         line, slot, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
@@ -143,6 +146,8 @@ def schedule(smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
         row = first_block(walk, runs, HOW)
         work = (line, slot, first, h, b, row, h // group) + runs  # noqa: RUF005
         work_at = tell(work_at, work_smem, work_ring, work)
+        await_(more_ring, more_at)
+        more_at = step(more_at, 1)
         rank = gl.atomic_add(counter, 1)
     # Every CTA takes one rank too many. Whose is the last leaves 0 for the next launch.
     gl.store(counter, 0, mask=rank == total + gl.num_programs(0) - 1)
@@ -164,7 +169,7 @@ def _ghost(walk, q_len):
 def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
     """Copy what each rank needs."""
     work_smem, q_smem, k_smem, v_smem, _ = smem
-    work_ring, q_ring, k_ring, v_ring = rings
+    work_ring, q_ring, k_ring, v_ring, more_ring = rings
     _, _, q_len, kv_len, _ = sizes
     COUNT: gl.constexpr = _RUNS + 1 if walk.full is None else NUMBERS
     release(work_ring, start())
@@ -179,6 +184,7 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
         first, h, b, row, of_kv = told(work_smem, work_at, 2, _RUNS, 1)
         runs = told(work_smem, work_at, _RUNS, COUNT, 1)
         release(work_ring, work_at)
+        publish(more_ring, start())
         work_at = step(work_at, TOLD)
         q_at = load_queries(q_at, q, q_smem, q_ring, b, h, first, HOW)
         given = (to, b, of_kv)
@@ -243,7 +249,7 @@ def consume(
 ):  # fmt: skip
     """Attend from rows 64 W to 64 W + 63 of every rank."""
     work_smem, q_smem, k_smem, v_smem, o_smem = smem
-    work_ring, q_ring, k_ring, v_ring = rings
+    work_ring, q_ring, k_ring, v_ring, _ = rings
     _, _, q_len, kv_len, _ = sizes
     scale, coords, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
