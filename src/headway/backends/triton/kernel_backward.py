@@ -68,8 +68,7 @@ def backward_q(
                 UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
     else:
-        masked = begin(walk.partial, line, walk.step, kv_len, BLOCK_N)
-        full = begin(walk.full, line, walk.step, kv_len, BLOCK_N)
+        masked, full = begin(walk, line, kv_len, BLOCK_N)
         for FULL in tl.static_range(2):
             runs = walk.full if FULL else walk.partial
             blocks, here = full if FULL else masked
@@ -171,8 +170,7 @@ def backward_kv(
                 UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
     else:
-        masked = begin(walk.partial, line, walk.step, q_len, BLOCK_M)
-        full = begin(walk.full, line, walk.step, q_len, BLOCK_M)
+        masked, full = begin(walk, line, q_len, BLOCK_M)
         for FULL in tl.static_range(2):
             runs = walk.full if FULL else walk.partial
             blocks, here = full if FULL else masked

@@ -57,8 +57,7 @@ def forward(
                 POSITIVE, LARGEST, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
     else:
-        masked = begin(walk.partial, line, walk.step, kv_len, BLOCK_N)
-        full = begin(walk.full, line, walk.step, kv_len, BLOCK_N)
+        masked, full = begin(walk, line, kv_len, BLOCK_N)
         for FULL in tl.static_range(2):
             runs = walk.full if FULL else walk.partial
             blocks, here = full if FULL else masked

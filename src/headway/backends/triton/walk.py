@@ -13,18 +13,34 @@ _MANY = tl.constexpr(32)  # runs that are counted at once
 
 
 @triton.jit
-def begin(runs, line, step, length, BLOCK: tl.constexpr):
-    """How many blocks of BLOCK rows to visit, and the first: (row, end of its run; start and end of
-    the next run; number of that run and of the last).
+def begin(walk, line, length, BLOCK: tl.constexpr):
+    """Of the partial and of the full tiles of a line: how many blocks of BLOCK rows to visit, and
+    the first: (row, end of its run; start and end of the next run; number of that run and of the
+    last).
 
-    - `runs`: `Walk.full` or `Walk.partial`; `step`: rows of a tile; `length`: rows in all.
+    A program waits for what it reads here, and a line has a run of each kind mostly: so both kinds
+    are read together, and runs are counted only where there are several.
+
+    - `length`: rows in all.
     """
-    first, last = tl.load(runs[0] + line), tl.load(runs[0] + line + 1)
-    blocks = 0
-    for n in range(first, last, _MANY):
-        start, stop = _run(runs, n + tl.arange(0, _MANY), last, step, length)
-        blocks += tl.sum((stop - start + (BLOCK - 1)) // BLOCK, 0)
-    start, stop = _run(runs, first, last, step, length)
+    first, last = tl.load(walk.partial[0] + line), tl.load(walk.partial[0] + line + 1)
+    first_full, last_full = tl.load(walk.full[0] + line), tl.load(walk.full[0] + line + 1)
+    one = _run(walk.partial, first, last, walk.step, length)
+    one_full = _run(walk.full, first_full, last_full, walk.step, length)
+    return (
+        _from(walk.partial, one, first, last, walk.step, length, BLOCK),
+        _from(walk.full, one_full, first_full, last_full, walk.step, length, BLOCK),
+    )
+
+
+@triton.jit
+def _from(runs, one, first, last, step, length, BLOCK: tl.constexpr):
+    """`begin` for one kind, whose first run is `one`."""
+    start, stop = one
+    blocks = (stop - start + (BLOCK - 1)) // BLOCK
+    for n in range(first + 1, last, _MANY):
+        more = _run(runs, n + tl.arange(0, _MANY), last, step, length)
+        blocks += tl.sum((more[1] - more[0] + (BLOCK - 1)) // BLOCK, 0)
     then, until = _run(runs, first + 1, last, step, length)
     return blocks, (start, stop, then, until, first + 1, last)
 
