@@ -79,8 +79,13 @@ def chunks(rows: int, more: int = 0) -> Operand:
     return Operand(make)
 
 
-def aligned(*matrices: Tensor) -> list[Tensor]:
+def aligned(*matrices: Tensor) -> Sequence[Tensor]:
     """At addresses that the copy engine can begin at."""
+    addresses = 0
+    for x in matrices:
+        addresses |= x.data_ptr()
+    if addresses % 16 == 0:
+        return matrices
     return [x if x.data_ptr() % 16 == 0 else _copied(x) for x in matrices]
 
 

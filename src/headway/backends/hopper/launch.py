@@ -42,28 +42,29 @@ def backward(
 ) -> Grads:  # fmt: skip
     """One kernel for all gradients; before it one over the rows of out and dout, and after it one
     that puts dq in order."""
-    q, k, v, dout = matrices = aligned(*call[:3], dout)
-    (q_len, d), (hk, kv_len), dv = q.shape[2:], k.shape[1:3], v.shape[3]
+    q, k, _, dout = matrices = aligned(*call[:3], dout)
     dtype = torch.float32 if spec.partial else q.dtype
     captured = learned.zeros(call.captured.tensors, needs, q.device) if needs else []
-    if not lse.numel() or not kv_len:
+    if not lse.numel() or not k.shape[2]:
         return results.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
-    plan = planned(BackwardPlan, spec, call, learned.wanted(spec.score, needs), *matrices)
+    wanted = learned.wanted(spec.score, needs) if needs else ()
+    plan = planned(BackwardPlan, spec, call, wanted, *matrices)
     if plan.untried:
         first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
     terms = row_terms(plan.terms, out, dout, dlse, lse)
     dk, dv_ = plan.new()
-    grads = learned.by_gather(plan.text, captured)
+    grads = learned.by_gather(plan.text, captured) if wanted else ()
     plan.launch(call, *plan.follow(matrices), terms, dk, dv_, grads)
     dq = torch.empty(*q.shape, dtype=dtype, device=q.device)
     plan.put_in_order(terms, dq)
-    if plan.heads > hk:
-        dk, dv_ = (x.unflatten(1, (hk, plan.heads // hk)).sum(2) for x in (dk, dv_))
-    dk, dv_ = _first(in_dtype(dk, dtype), d), _first(in_dtype(dv_, dtype), dv)
+    if plan.heads > plan.hk:
+        dk, dv_ = (x.unflatten(1, (plan.hk, -1)).sum(2) for x in (dk, dv_))
+    if not plan.exact:
+        dk, dv_ = _first(in_dtype(dk, dtype), plan.d), _first(in_dtype(dv_, dtype), plan.dv)
     dsink = None
     if call.sink is not None:
-        dsink = learned.of_sink(call.sink, lse, plan.terms.split(terms)[0][..., :q_len])
+        dsink = learned.of_sink(call.sink, lse, plan.terms.split(terms)[0][..., : plan.q_len])
     return Grads(dq, dk, dv_, dsink, captured)
 
 

@@ -82,7 +82,7 @@ class Plan(BasePlan):
             for _, node in graph.gathers
         )
 
-    def follow(self, matrices: list[Tensor]) -> list[Tensor]:
+    def follow(self, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """The matrices as the copy engine can read them."""
         return matrices if self.fits else list(map(followed, matrices))
 
@@ -139,7 +139,7 @@ class ForwardPlan(Plan):
         if self.spare:
             padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
         own = q, k, v, padded, lse, row_max, top, sink, zero(self.device)
-        self.kernel(own, self.given_by(call, self.walks))
+        self.kernel(own, self.walks.given or self.given_by(call, self.walks))
         if padded is not out:
             out.copy_(padded)
 
@@ -168,6 +168,11 @@ class BackwardPlan(Plan):
         share = group if self.alike else 1
         self.heads = self.hq // share  # of dk and dv
         self.wide = spec.partial or share < group
+        columns = [w if self.wide else -(-w // 8) * 8 for w in (self.d, self.dv)]
+        self.grads = [(self.b, self.heads, self.kv_len, n) for n in columns]
+        self.grads_dtype = torch.float32 if self.wide else self.dtype
+        # Whether they are the results as they are.
+        self.exact = not self.wide and columns == [self.d, self.dv]
         near = self.near(self.heads, -(-self.kv_len // how.keys))
         self.walks = Walks(self, queries=False, block=how.keys, near=near)
         self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic else None
@@ -205,13 +210,11 @@ class BackwardPlan(Plan):
 
     def new(self) -> tuple[Tensor, Tensor]:
         """dk and dv, with spare columns where copies need rows of whole 16 bytes."""
-        dtype = torch.float32 if self.wide else self.dtype
-        shape, whole = (self.b, self.heads, self.kv_len), 1 if self.wide else 8
-        dk, dv = (
-            torch.empty(*shape, -(-width // whole) * whole, dtype=dtype, device=self.device)
-            for width in (self.d, self.dv)
+        (dk, dv), dtype, device = self.grads, self.grads_dtype, self.device
+        return (
+            torch.empty(*dk, dtype=dtype, device=device),
+            torch.empty(*dv, dtype=dtype, device=device),
         )
-        return dk, dv
 
     def launch(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, terms: Tensor,
@@ -220,7 +223,7 @@ class BackwardPlan(Plan):
         """Write dk and dv (from `new`), and add to the parts of dq, which `terms` have, and to
         `grads`."""
         if self.ordered is None:
-            given = self.given_by(call, self.walks)
+            given = self.walks.given or self.given_by(call, self.walks)
         else:
             added = terms.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
             walk, turns = self.ordered(call, added)

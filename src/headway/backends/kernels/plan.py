@@ -204,13 +204,12 @@ class BasePlan:
     def given_by(
         self, call: Call, walks: "Walks", *more: Tensor, walk: Walk | None = None
     ) -> "Given":
-        """What a call brings besides its matrices, for `arranged`.
+        """What a call brings besides its matrices, for `arranged`; kept in `walks.given` where it
+        is the same for all calls.
 
         - `more`: what a kernel takes besides, for its `arrange`.
         - `walk`: another than that of `walks`.
         """
-        if walks.given is not None:
-            return walks.given
         walk = walk or walks(call)
         tensors = [_somewhere(t, self.device) for t in call.captured.tensors]
         tensors += [_positions(p) for p in call.coords[4:] if p is not None]

@@ -73,9 +73,11 @@ def row_terms(
     kernel = terms.kernels.get(key)
     if kernel is None:
         kernel = terms.kernels[key] = terms.kernel()
-    out = out.contiguous()
-    dlse, lse = (None if x is None else x.contiguous() for x in (dlse, lse))
-    kernel((out, dout, dlse, found, lse))
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    if lse is not None:
+        lse = lse.contiguous()
+    kernel((out.contiguous(), dout, dlse, found, lse))
     return found
 
 

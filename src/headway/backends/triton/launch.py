@@ -51,7 +51,8 @@ def backward(
     if not lse.numel() or not kv_len:
         return results.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
-    plan = planned(spec, call, learned.wanted(spec.score, needs), q, k, v, dout)
+    wanted = learned.wanted(spec.score, needs) if needs else ()
+    plan = planned(spec, call, wanted, q, k, v, dout)
     if plan.untried:
         first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
     terms = row_terms(plan.terms, out, dout, dlse, lse)
@@ -71,7 +72,7 @@ def backward(
         dq = torch.mul(dq, spec.scale, out=new(*q.shape))
     else:
         dq = new(*q.shape)
-        grads = learned.by_gather(plan.text, captured)
+        grads = learned.by_gather(plan.text, captured) if wanted else ()
         _backward_q(plan)(call, lambda slots: (*matrices, dq, *grads))
         _backward_kv(plan)(call, lambda slots: (*matrices, dk, dv, None))
     if shared:
@@ -121,7 +122,7 @@ def _derivative(plan: Plan) -> dict[str, Any]:
 
 def _rows(x: Tensor) -> Tensor:
     """With rows of adjacent numbers."""
-    return x if x.stride(3) == 1 else x.contiguous()
+    return x if x.stride()[3] == 1 else x.contiguous()
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

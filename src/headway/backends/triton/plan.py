@@ -126,7 +126,7 @@ class Launcher:
         while True:
             own = tensors(self.slots)
             try:
-                self.kernel(own, plan.given_by(call, self.walks, *more))
+                self.kernel(own, self.walks.given or plan.given_by(call, self.walks, *more))
             except OutOfResources as error:
                 self.smaller(error)
                 continue

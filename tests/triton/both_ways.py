@@ -1,0 +1,168 @@
+"""Launch through the driver itself and through Triton's launcher, and compare what both pass, byte
+for byte: `both_ways.py FOLDER` with a `libcuda.so.1` made of fake_cuda.c in it.
+
+A process of its own: its CUDA driver is the fake one.
+"""
+# ruff: noqa: E402  (the fake driver is there before PyTorch asks for one)
+
+import ctypes
+import os
+import struct
+import sys
+import threading
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest import mock
+
+CUDA = ctypes.CDLL(f"{sys.argv[1]}/libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+os.environ["TRITON_LIBCUDA_PATH"] = sys.argv[1]
+launches, fails = (ctypes.c_int.in_dll(CUDA, name) for name in ("launches", "fails"))
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+
+torch._C._cuda_getCurrentRawStream = lambda device: 0x5000 + device
+
+from triton.runtime import driver
+
+import headway as hw
+from headway import backends
+from headway.api import prepare
+from headway.backends import hopper
+from headway.backends import triton as portable
+from headway.backends.hopper import plan as hopper_plan
+from headway.backends.kernels import plan
+from headway.backends.kernels.driver import Launch
+
+
+class Driver(CudaDriver):
+    """NVIDIA's, on a card that is not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.utils = SimpleNamespace(**vars(self.utils))
+        self.load, self.utils.load_binary = self.utils.load_binary, self.load_binary
+        self.get_current_device = lambda: 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def load_binary(self, name: str, kernel: bytes, *rest: int) -> tuple:
+        sizes = parameters(kernel, name)
+        CUDA.fake_next(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
+        return self.load(name, kernel, *rest)
+
+
+def parameters(cubin: bytes, name: str) -> list[int]:
+    """The sizes of a kernel's parameters: what the section `.nv.info` says of them."""
+    (at,), (size, count, names) = (
+        struct.unpack_from(*where) for where in (("<Q", cubin, 40), ("<HHH", cubin, 58))
+    )
+    sections = [struct.unpack_from("<IIQQQQ", cubin, at + n * size) for n in range(count)]
+    found = {}
+    for label, _, _, _, p, length in sections:
+        title, end = sections[names][4] + label, p + length
+        if not cubin.startswith(b".nv.info." + name.encode() + b"\0", title):
+            continue
+        while p < end:
+            form, kind, more = struct.unpack_from("<BBH", cubin, p)
+            if form == 4 and kind == 0x17:
+                _, ordinal, _, flags = struct.unpack_from("<IHHI", cubin, p + 4)
+                found[ordinal] = flags >> 18
+            p += 4 + (more if form == 4 else 0)
+    return [found[n] for n in range(len(found))]
+
+
+def seen() -> bytes:
+    """The configuration and the parameters of the last launch."""
+    to = ctypes.create_string_buffer(1 << 16)
+    return to.raw[: CUDA.fake_seen(to)]
+
+
+compared: dict[str, int] = {}
+launch = plan.Direct.__call__
+
+
+def both(self, tensors, given=plan.NONE):
+    """Launch both ways."""
+    own = self.launch
+    if own is None or plan.rehearsals:
+        return launch(self, tensors, given)
+    found, before = [], launches.value
+    for self.launch in (own, None):
+        launch(self, tensors, given)
+        found.append(seen())
+    self.launch = own
+    assert launches.value == before + 2
+    assert found[0] == found[1], self.fn
+    compared[self.fn.__name__] = compared.get(self.fn.__name__, 0) + 1
+
+
+def forward(backend, name: str, score=None, width: int = 64):
+    """A forward that is like others but for its tensors and the floats of its score."""
+    q = torch.randn(1, 2, 200 if width == 64 else 32, width).bfloat16()
+    spec, call = prepare(q, q, q, score, hw.causal(), backend=name)
+    out, lse, *_ = backend.forward(spec, call)
+    return spec, call, out, lse.fill_(0)
+
+
+def backward(spec, call, out, lse) -> None:
+    """A backward of the Hopper backend."""
+    hopper.backward(spec, call, out, lse, torch.randn(out.shape).bfloat16(), None, ())
+
+
+def kernels() -> list[plan.Direct]:
+    """Those that are launched directly: the one whose score captures a float is the last."""
+    plans = [p for p in plan._known.values() if isinstance(p, plan.BasePlan)]
+    found = [d for p in plans for d in vars(p).values() if isinstance(d, plan.Direct)]
+    found += [d for p in plans if hasattr(p, "terms") for d in p.terms.kernels.values()]
+    return found + [l.kernel for p in plans for l in getattr(p, "launchers", {}).values()]
+
+
+def refusals(own: Launch) -> None:
+    """What is left to Triton's launcher, which knows what to do or says what is wrong."""
+    n, before = own.tensors, launches.value
+    assert own(0, [64] * n, [1.0])
+    assert not own(0, [64] * (n - 1) + [72], [1.0])  # no multiple of 16
+    assert not own(0, [64] * n, [1e39])  # inf in C
+    assert launches.value == before + 1
+    fails.value = 700
+    assert not own(0, [64] * n, [1.0])
+    with pytest.raises(RuntimeError, match="as told"):
+        forward(portable, "triton", hw.softcap(20.0), 16)
+    fails.value = 0
+
+
+def threads(own: Launch) -> None:
+    """Every launch has memory of its own."""
+    addresses = [64] * own.tensors
+    before = launches.value
+    work = lambda: [own(n, addresses, [1.0]) for n in range(500)]
+    several = [threading.Thread(target=work) for _ in range(4)]
+    for step in (threading.Thread.start, threading.Thread.join):
+        for thread in several:
+            step(thread)
+    assert launches.value == before + 2000
+    assert 1 <= len(own.free) <= 5
+    assert len({id(laid[0]) for laid in own.free}) == len(own.free)
+
+
+with ExitStack() as stack:
+    for where, what, by in (
+        (portable, "unavailable", lambda *_: ""), (hopper, "unavailable", lambda *_: ""),
+        (backends, "_CHECKED", ()), (hopper_plan, "processors", lambda *_: 132),
+    ):  # fmt: skip
+        stack.enter_context(mock.patch.object(where, what, by))
+    driver.set_active(Driver())
+    with mock.patch.object(plan.Direct, "__call__", both):
+        for n in range(3):
+            forward(portable, "triton", hw.softcap(20.0 + n), 16)
+            if not hopper.wrong_triton():
+                backward(*forward(hopper, "hopper"))
+    found = kernels()
+    assert all(isinstance(d.launch, Launch) for d in found)
+    refusals(found[-1].launch)
+    threads(found[-1].launch)
+print(compared)
