@@ -99,3 +99,16 @@ def test_plans_are_few(device, monkeypatch):
     for length in range(16, 24):
         planned(*prepare(*[rows(length)] * 3, backend="triton"), (), *[rows(length)] * 3)
     assert len(plan._known) == 3
+
+
+def test_a_backward_goes_by_the_strides_of_what_hooks_of_saved_tensors_hand_back(device):
+    x = torch.randn(1, 32, 2, 16, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    plain = lambda t: t.detach().clone(memory_format=torch.contiguous_format)
+    for pack in (lambda t: t, lambda t: t, plain, plain):
+        device.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = hw.attention(x, x, x, mask=hw.causal(), backend="triton")
+        out.backward(torch.ones_like(out))
+        (given,) = [given for name, given in device.launches if name == "backward_q"]
+        q, strides = given[0], given[7]
+        assert q.stride()[:2] == strides[:2]

@@ -59,7 +59,10 @@ def plan_of(
     if alike is None or alike.spec is not spec or not (q is call.q and k is call.k and v is call.v):
         key = (of, *key_of(spec, call, wanted, matrices))
         return remembered(key, lambda: make(spec, call, wanted, matrices))
-    short = (of, alike, wanted, dout[0].stride()) if dout else (of, alike)
+    short = (of, alike)
+    if dout:  # what was saved may have come back with other strides (`saved_tensors_hooks`)
+        strides = [x.stride() for x in (*matrices, *call.captured.tensors)]
+        short = (of, alike, wanted, *strides)
     plan = _known.get(short)
     if plan is None:
         key = (of, *key_of(spec, call, wanted, matrices))
