@@ -42,6 +42,7 @@ def _table(*size: int) -> torch.Tensor:
 IDS = torch.arange(2 * LENGTH).reshape(2, LENGTH) // 100
 DENSE = torch.rand(4, LENGTH, LENGTH) < 0.5
 BIAS = _table(4, LENGTH, 1)
+KEYS, QUERIES = torch.rand(4, LENGTH), torch.rand(4, LENGTH)
 CALLS = {
     "plain": {},
     "f16": {"dtype": torch.float16},
@@ -54,6 +55,7 @@ CALLS = {
     "softcap": {"score": hw.softcap(30.0), "mask": hw.causal()},
     "relative": {"score": hw.relative_bias(_table(4, 2 * LENGTH - 1))},
     "rows": {"score": lambda s, b, h, i, j: s + BIAS[h, i, 0]},
+    "keys": {"score": lambda s, b, h, i, j: s + KEYS[h, j] - QUERIES[h, i]},
     "ragged": {"mask": hw.causal(), "length": LENGTH - 5},
     "equal_heads": {"mask": hw.causal(), "heads": 4},
     "by_head": {"mask": lambda b, h, i, j: (i >= j) & (i - j < 90 * (h + 1))},

@@ -37,13 +37,14 @@ SCORES = {
     "square": (lambda t, u: lambda s, b, h, i, j: s - t[h] * (j - i) ** 2, False),
     "two": (lambda t, u: lambda s, b, h, i, j: s - (j - i).abs() - (j - 3).abs(), False),
 }  # fmt: skip
+READ = ("alibi", "floats", "halved", "both", "tables", "heads")  # those that read a tensor
 
 
 def functions(score):
     """The generated module, and what its functions are given."""
     q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, score, None, backend="hopper")
-    text = emit.Text(spec.score, None, far=(False,) * 9, apart=True)
+    text = emit.Text(spec.score, None, far=(False,) * 9, apart=True, sides=True)
     tensors = plan._with_sizes(call.captured.tensors)
     numbers = (*call.captured.ints, *call.captured.floats)
     return simulator._functions(text), (simulator._argument(tensors), numbers)
@@ -58,8 +59,11 @@ def test_as_exact_as_the_definition(name, simulated):  # noqa: F811
     assert hasattr(module, "linear") == linear
     if not linear:
         return
+    known = {x: getattr(module, x, None) for x in ("score_shared", "score_of_q", "score_of_kv")}
+    assert (known["score_shared"] is not None) == any(x in name for x in READ)
     how = How(128, 2, 1, torch.int32, linear=module.linear, bent=module.bent, lone=module.lone,
-              rising=module.rising)  # fmt: skip
+              rising=module.rising, **known)  # fmt: skip
+    sides = simulator.LOADED.sides
     exact = make(SLOPES.double(), BIAS.double())
     scale, h = 0.125, 2
     for first_q, first_kv in ((0, 0), (KEYS - 64, KEYS - 100), (KEYS - 64, 0), (320, KEYS - 128)):
@@ -69,8 +73,12 @@ def test_as_exact_as_the_definition(name, simulated):  # noqa: F811
             q, kv = (
                 (first_q + rows, first_kv + cols) if queries else (first_q + cols, first_kv + rows)
             )
+            row, column = (q, kv) if queries else (kv, q)
+            of_rows = sides.of_rows(0, h, row, captured, (), queries, how)
+            of_columns = sides.of_columns(0, h, column, of_rows, captured, (), queries, False, how)
+            given = sides.given(captured, of_rows, of_columns, queries, 128, how)
             t, unit, by_row = simulator.LOADED.forward.linear_scores(
-                s, scale, torch.zeros(128), 0, h, q, kv, first_kv if queries else first_q, captured,
+                s, scale, torch.zeros(128), 0, h, q, kv, first_kv if queries else first_q, given,
                 queries, queries, how,
             )  # fmt: skip
             made = (t.double() * unit + by_row.double()[:, None]) / 1.4426950408889634

@@ -11,8 +11,9 @@ if find_spec("triton") is None:
 
 import headway as hw
 from headway.api import prepare
+from headway.backends.hopper.plan import SIDES
 from headway.backends.kernels import emit, plan
-from headway.backends.kernels.sides import Sides, sides
+from headway.backends.kernels.sides import sides
 from headway.backends.kernels.widths import Widths
 from headway.mods.graph import parse
 
@@ -69,9 +70,7 @@ def test_the_same_pairs_are_kept(name, apart, simulated):  # noqa: F811
     found, module, captured = taken_apart(mask, apart)
     if apart:
         assert (None if found is None else tuple(map(len, found))) == counts
-    how = SimpleNamespace(short=False, **{
-        x: getattr(module, x, None) for x in (*Sides._fields, "pairs")
-    })  # fmt: skip
+    how = SimpleNamespace(short=False, **{x: getattr(module, x, None) for x in SIDES})
     kernel = simulator.LOADED.sides
     for first_q, first_kv in ((0, 0), (512, 448), (LENGTH - 128, 128), (64, LENGTH - 128)):
         q, kv = (
@@ -83,8 +82,8 @@ def test_the_same_pairs_are_kept(name, apart, simulated):  # noqa: F811
             for queries in (True, False):
                 how.short = not queries
                 row, column = (q[:64], kv) if queries else (kv[:64], q)
-                rows = kernel.of_rows(b, 0, row, captured, queries, how)
-                columns = kernel.of_columns(b, 0, column, rows, captured, queries, how)
+                rows = kernel.of_rows(b, 0, row, (), captured, queries, how)
+                columns = kernel.of_columns(b, 0, column, rows, (), captured, queries, True, how)
                 at = (row, column) if queries else (column, row)
                 made = kernel.keep(
                     torch.zeros(64, 128), b, 0, *at, int(column[0]), rows, columns, captured,

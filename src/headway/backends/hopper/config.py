@@ -85,6 +85,10 @@ class How:
     of_kv: Any = None
     steps: Any = None
     pairs: Any = None
+    # And those of a score that is linear in S.
+    score_shared: Any = None
+    score_of_q: Any = None
+    score_of_kv: Any = None
 
     def of(self, consumer: int) -> "How":
         """For one consumer."""

@@ -270,7 +270,7 @@ def consume_rank(
     state = (s, acc_q, acc_k, acc_v, q_at, do_at, dq_at)
     for n in range(share):
         of_head = (h + n, b)
-        rows = of_keys(kv_idx, of_head, coords, of_mask, HOW)
+        rows = of_keys(kv_idx, of_head, coords, of_score, of_mask, HOW)
         context = (smem, rings, dq_rings[W], of_head, kv_idx, live, rows, scale, coords, of_score,
                    of_mask, grads, q_len, share)  # fmt: skip
         state = visit(
@@ -342,7 +342,7 @@ def attend_back(
     # Always 0; it keeps LLVM from hoisting the operands' descriptors out of the loop and spilling.
     z = (n + opaque) >> 30
 
-    columns = of_queries(n, of_head, rows, q_len, coords, of_mask, PARTIAL, MASK, HOW)
+    columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
     hand_over(acc_q, dq_smem[LAST].index(W), ring[LAST], dq_at)
     lse = lse_smem.index(q_at[0]).load(cols)
     await_(do_ring, do_at)

@@ -8,7 +8,7 @@ from .gluon_api import copy_in, gl, gluon, mbarrier, warpgroup_mma
 from .kernel_forward import ROWS
 from .linear import linear_scores
 from .pipeline import acquire, step
-from .sides import by_thread, keep, of_columns, of_rows
+from .sides import by_thread, given, keep, of_columns, of_rows
 from .tile import LOG2E, bytes_of, fetch, mma, positions, visit
 
 DO_STAGES = gl.constexpr(2)
@@ -93,27 +93,23 @@ def counter_of(turns, row, n):
 
 
 @gluon.jit
-def of_keys(kv_idx, of_head, coords, of_mask, HOW: gl.constexpr):
-    """What the mask reads of the keys of a rank."""
+def of_keys(kv_idx, of_head, coords, of_score, of_mask, HOW: gl.constexpr):
+    """What score and mask read of the keys of a rank."""
     h, b = of_head
     b_idx, h_idx = gl.cast(coords.b, HOW.index) + b, gl.cast(coords.h, HOW.index) + h
-    return of_rows(b_idx, h_idx, kv_idx, of_mask, False, HOW)
+    return of_rows(b_idx, h_idx, kv_idx, of_score, of_mask, False, HOW)
 
 
 @gluon.jit
 def of_queries(
-    n, of_head, rows, q_len, coords, of_mask,
-    PARTIAL: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """What the mask reads of the queries from n on."""
-    if PARTIAL and MASK is not None:
-        h, b = of_head
-        i = n + gl.arange(0, HOW.block, layout=by_thread())
-        at = positions(coords.q_pos, coords.q_stride, coords.q, b, i, i < q_len, HOW.index)
-        b_idx, h_idx = gl.cast(coords.b, HOW.index) + b, gl.cast(coords.h, HOW.index) + h
-        return of_columns(b_idx, h_idx, at, rows, of_mask, False, HOW)
-    else:
-        return ()
+    n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL: gl.constexpr, HOW: gl.constexpr
+):
+    """What score and mask read of the queries from n on."""
+    h, b = of_head
+    i = n + gl.arange(0, HOW.block, layout=by_thread())
+    at = positions(coords.q_pos, coords.q_stride, coords.q, b, i, i < q_len, HOW.index)
+    b_idx, h_idx = gl.cast(coords.b, HOW.index) + b, gl.cast(coords.h, HOW.index) + h
+    return of_columns(b_idx, h_idx, at, rows, of_score, of_mask, False, PARTIAL, HOW)
 
 
 @gluon.jit
@@ -145,8 +141,9 @@ def probabilities(
         by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
         p = gl.exp2(by[0] * LOG2E - lse[None, :])
     else:
+        of_linear = given(of_score, rows, columns, False, HOW.block, HOW)
         t, _, by_key = linear_scores(
-            s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_score, False, False, HOW
+            s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_linear, False, False, HOW
         )
         p = gl.exp2(t if HOW.lone else t + by_key[:, None])
         s = s * scale

@@ -159,7 +159,7 @@ def values(
     s = warpgroup_mma_wait(0, deps=[outer(at_stage(k_smem, 0), at_stage(q_smem, 0), zero)])
     state = (s, (half, half), q_at, do_at, p_at)
     for n in range(share):
-        rows = of_keys(kv_idx, (h + n, b), coords, of_mask, HOW)
+        rows = of_keys(kv_idx, (h + n, b), coords, of_score, of_mask, HOW)
         context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
                    q_len, share)  # fmt: skip
         state = visit(
@@ -191,7 +191,7 @@ def values_block(
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
     z = (n + opaque) >> 30  # always 0: see kernel_backward.py
     lse = lse_smem.index(q_at[0]).load(cols)
-    columns = of_queries(n, of_head, rows, q_len, coords, of_mask, PARTIAL, MASK, HOW)
+    columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
     p, by_s, _, _ = probabilities(
         s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score, of_mask,
         PARTIAL, DERIVATIVE, MASK, HOW,
@@ -245,8 +245,8 @@ def keys(
     dp = warpgroup_mma_wait(0, deps=[outer_v(v_smem.index(0), do_smem.index(0), zero, False)])
     state = (dp, (half, half), q_at, do_at, p_at)
     for n in range(share):
-        if SCATTER is not None:  # noqa: SIM108
-            rows = of_keys(kv_idx, (h + n, b), coords, of_mask, HOW)
+        if SCATTER is not None:
+            rows = of_keys(kv_idx, (h + n, b), coords, of_score, of_mask, HOW)
         else:
             rows = ()
         context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
@@ -290,7 +290,7 @@ def keys_block(
         by_s = p_smem.index(p_at[0]).load(mma(HOW.block)).to(gl.float32)
     else:  # P once more, for all that it is multiplied with
         s = outer(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
-        columns = of_queries(n, of_head, rows, q_len, coords, of_mask, PARTIAL, MASK, HOW)
+        columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
         s = warpgroup_mma_wait(0, deps=[s])
         lse = lse_smem.index(q_at[0]).load(cols)
         p, by_s, by, pairs = probabilities(

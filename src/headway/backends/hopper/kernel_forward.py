@@ -34,7 +34,7 @@ from .gluon_api import (
 )
 from .linear import linear_scores
 from .pipeline import acquire, await_, channel, publish, ready, release, start, step
-from .sides import by_thread, keep, of_columns, of_rows
+from .sides import by_thread, given, keep, of_columns, of_rows
 from .tile import (
     LN2,
     LOG2E,
@@ -277,7 +277,7 @@ def consume(
             coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
         )
         at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx, b)
-        at = at + (of_rows(at[0], at[1], q_idx, of_mask, True, HOW),)  # noqa: RUF005
+        at = at + (of_rows(at[0], at[1], q_idx, of_score, of_mask, True, HOW),)  # noqa: RUF005
         how_scored = (kv_len, scale, coords, of_score, of_mask, at)
         done = (m, l, largest)
         acc, m, l, largest, p, k_at, v_at = absorb(
@@ -338,12 +338,9 @@ def absorb(
     INDEX: gl.constexpr = HOW.index
     SHIFTED: gl.constexpr = HOW.linear is not None and not HOW.lone
     b, h, q_idx, row, rows = at
-    if PARTIAL and MASK is not None:
-        j = n + gl.arange(0, BLOCK, layout=by_thread())
-        kv_idx = positions(
-            coords.kv_pos, coords.kv_stride, coords.kv, row, j, j < kv_len, INDEX
-        )  # fmt: skip
-        columns = of_columns(b, h, kv_idx, rows, of_mask, True, HOW)
+    j = n + gl.arange(0, BLOCK, layout=by_thread())
+    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, j < kv_len, INDEX)
+    columns = of_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
     s = warpgroup_mma_wait(len(v_smem), deps=[s])
     release(k_ring, k_at)
     k_at = step(k_at, HOW.stages)
@@ -359,9 +356,10 @@ def absorb(
             s, scale, b, h, q_idx[:, None], kv_idx[None, :], of_score, SCORE, HOW.positive
         )
     else:
+        of_linear = given(of_score, rows, columns, True, BLOCK, HOW)
         nothing = gl.full([BLOCK], 0.0, gl.float32, layout=gl.SliceLayout(0, mma(BLOCK)))
         t, unit, by_row = linear_scores(
-            s, scale, nothing, b, h, q_idx, kv_idx, kv_first, of_score, True, True, HOW
+            s, scale, nothing, b, h, q_idx, kv_idx, kv_first, of_linear, True, True, HOW
         )
         s = s * scale
     if PARTIAL and MASK is not None:

@@ -14,7 +14,6 @@ from ..base import Call, graphs
 from ..kernels import diagonals, gradients, maths, rows
 from ..kernels.plan import BasePlan, Direct, Walks, plan_of
 from ..kernels.rows import Terms
-from ..kernels.sides import Sides
 from ..kernels.varies import variation
 from . import (
     gluon_api,
@@ -41,6 +40,11 @@ from .order import Alike, Ordered, Turns
 # starts with, from which the loader's share goes to the consumers.
 _SPECIALISED = {"num_warps": 4, "maxnreg": 168}
 _ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
+
+# Generated functions of what is worked out before pairs are; None where a call has none.
+SIDES = (
+    "shared", "of_q", "of_kv", "steps", "pairs", "score_shared", "score_of_q", "score_of_kv",
+)  # fmt: skip
 
 P = TypeVar("P", bound="Plan")
 
@@ -73,7 +77,7 @@ class Plan(BasePlan):
             "linear": apart, "bent": self.given.bent, "lone": self.given.lone,
             "rising": self.given.rising and spec.scale > 1e-6,
         }  # fmt: skip
-        self.sides = {name: self.function(name) for name in (*Sides._fields, "pairs")}
+        self.sides = {name: self.function(name) for name in SIDES}
         # Every pair reads a number of its own: registers for as many addresses.
         self.heavy = any(
             variation(graph, node.args[1:]) in ("pairs", "diagonals")

@@ -1,4 +1,4 @@
-"""What a mask needs, worked out before the pairs of a tile are (kernels/sides.py).
+"""What masks and linear scores need, worked out before the pairs of a tile (kernels/sides.py).
 
 What it reads of the side that stays in a CTA is read once per rank, by row; of the side that moves
 once per block, a column or two per thread, and before the product is waited for. Comparisons of
@@ -10,18 +10,6 @@ from .linear import in_eights
 from .tile import mma
 
 
-@gluon.jit
-def of_rows(b, h, at, of_mask, QUERIES: gl.constexpr, HOW: gl.constexpr):
-    """What is shared by all, and what depends on a row of a product; `at`: positions of its rows,
-    which are queries if `QUERIES`."""
-    if HOW.pairs is None:
-        return (), ()
-    else:
-        shared = HOW.shared(b, h, of_mask)
-        OF_ROW: gl.constexpr = HOW.of_q if QUERIES else HOW.of_kv
-        return shared, OF_ROW(b, h, at[:, None], shared, of_mask)
-
-
 @gluon.constexpr_function
 def by_thread():
     """The layout of columns in which every thread has two."""
@@ -29,14 +17,61 @@ def by_thread():
 
 
 @gluon.jit
-def of_columns(b, h, at, rows, of_mask, QUERIES: gl.constexpr, HOW: gl.constexpr):
-    """What depends on a column. `at`: positions of columns, laid out `by_thread`; `rows`: from
-    `of_rows`; `QUERIES`: as there."""
-    if HOW.pairs is None:
-        return ()
+def of_rows(b, h, at, of_score, of_mask, QUERIES: gl.constexpr, HOW: gl.constexpr):
+    """Of the score and of the mask: what all pairs share, and what depends on a row of a product.
+    `at`: positions of its rows, which are queries if `QUERIES`."""
+    if QUERIES:
+        return (
+            _at(b, h, at, of_score, HOW.score_shared, HOW.score_of_q),
+            _at(b, h, at, of_mask, HOW.shared, HOW.of_q),
+        )
     else:
-        OF_COLUMN: gl.constexpr = HOW.of_kv if QUERIES else HOW.of_q
-        return OF_COLUMN(b, h, at, rows[0], of_mask)
+        return (
+            _at(b, h, at, of_score, HOW.score_shared, HOW.score_of_kv),
+            _at(b, h, at, of_mask, HOW.shared, HOW.of_kv),
+        )
+
+
+@gluon.jit
+def _at(b, h, at, captured, SHARED: gl.constexpr, OF_ROW: gl.constexpr):
+    if SHARED is None:
+        return (), ()
+    else:
+        shared = SHARED(b, h, captured)
+        return shared, OF_ROW(b, h, at, shared, captured)
+
+
+@gluon.jit
+def of_columns(
+    b, h, at, rows, of_score, of_mask,
+    QUERIES: gl.constexpr, PARTIAL: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Of the score and, in a tile that is `PARTIAL`, of the mask: what depends on a column.
+
+    - `at`: positions of columns, laid out `by_thread`; `rows`: from `of_rows`; `QUERIES`: as there.
+    """
+    columns, of_pairs = (), ()
+    if HOW.score_shared is not None:
+        OF_SCORE: gl.constexpr = HOW.score_of_kv if QUERIES else HOW.score_of_q
+        columns = OF_SCORE(b, h, at, rows[0][0], of_score)
+    if HOW.pairs is not None and PARTIAL:
+        OF_MASK: gl.constexpr = HOW.of_kv if QUERIES else HOW.of_q
+        of_pairs = OF_MASK(b, h, at, rows[1][0], of_mask)
+    return columns, of_pairs
+
+
+@gluon.jit
+def given(of_score, rows, columns, QUERIES: gl.constexpr, COLUMNS: gl.constexpr, HOW: gl.constexpr):
+    """What `HOW.linear` is given beside positions, of a product with so many columns."""
+    if HOW.score_shared is None:
+        return of_score
+    else:
+        shared, of_row = rows[0]
+        of_column = _spread(columns[0], COLUMNS, HOW.short)
+        if QUERIES:
+            return of_score + (shared, of_row, of_column)  # noqa: RUF005
+        else:
+            return of_score + (shared, of_column, of_row)  # noqa: RUF005
 
 
 @gluon.jit
@@ -55,11 +90,9 @@ def keep(
         else:
             return MASK(b, h, q_idx[None, :], kv_idx[:, None], of_mask)
     else:
-        shared, of_row = rows
-        of_column = ()
-        for n in gl.static_range(len(columns)):
-            x = _spread(columns[n], gl.SliceLayout(0, mma(s.shape[1])), HOW.short)
-            of_column = of_column + (x[None, :],)  # noqa: RUF005
+        shared, of_row = rows[1]
+        of_row = _expanded(of_row, 1)
+        of_column = _expanded(_spread(columns[1], s.shape[1], HOW.short), 0)
         if QUERIES:
             found = HOW.steps(b, h, q_idx, first, True, shared, of_mask)
         else:
@@ -79,15 +112,29 @@ def keep(
 
 
 @gluon.jit
-def _spread(x, LAYOUT: gl.constexpr, SHORT: gl.constexpr):
+def _expanded(values, AXIS: gl.constexpr):
+    made = ()
+    for n in gl.static_range(len(values)):
+        x = values[n][:, None] if AXIS == 1 else values[n][None, :]
+        made = made + (x,)  # noqa: RUF005
+    return made
+
+
+@gluon.jit
+def _spread(values, COLUMNS: gl.constexpr, SHORT: gl.constexpr):
     """Columns from a thread each to all that need them, through shared memory: of four bytes each,
     where it is short."""
-    if SHORT and x.dtype == gl.int64:
-        low = gl.convert_layout(x.to(gl.int32), LAYOUT)
-        high = gl.convert_layout((x >> 32).to(gl.int32), LAYOUT)
-        return (high.to(gl.int64) << 32) | (low.to(gl.int64) & 0xFFFFFFFF)
-    else:
-        return gl.convert_layout(x, LAYOUT)
+    layout: gl.constexpr = gl.SliceLayout(0, mma(COLUMNS))
+    made = ()
+    for n in gl.static_range(len(values)):
+        x = values[n]
+        if SHORT and x.dtype == gl.int64:
+            low = gl.convert_layout(x.to(gl.int32), layout).to(gl.int64)
+            high = gl.convert_layout((x >> 32).to(gl.int32), layout).to(gl.int64)
+            made = made + ((high << 32) | (low & 0xFFFFFFFF),)  # noqa: RUF005
+        else:
+            made = made + (gl.convert_layout(x, layout),)  # noqa: RUF005
+    return made
 
 
 @gluon.jit

@@ -22,7 +22,7 @@ from ...errors import ModError
 from ...mods.derivative import joint
 from ...mods.graph import FLOATS, POSITIONS, Arg, Builder, Graph, Node, parse
 from .linear import Line, Linear, Part, linear
-from .sides import Sides, Step, sides
+from .sides import Sides, Step, needed, sides
 from .varies import kinds, variation
 from .widths import Widths, as_floats
 
@@ -172,13 +172,16 @@ class _Function:
         self._body(self.graph.nodes)
         return self._text(" + ".join(f"({sign}) * {self._arg(a, 'i64')}" for sign, a in of))
 
-    def apart(self, found: Linear) -> str:
+    def apart(self, found: Linear, known: Sides | None) -> str:
         """The function that returns the parts of a linear score (linear.py): the gain of S; of its
         straight lines, then of the absolute one, what they are at the pair (q_at, kv_at) and how
         much they grow with the other side's positions, those of queries if `QUERIES`; the factor
         of the absolute one; and what else depends on q_idx and on kv_idx. What is not there is
-        -0.0, the number of which compilers know that adding it changes nothing."""
+        -0.0, the number of which compilers know that adding it changes nothing. What is `known`
+        before stands behind what is captured."""
         self._body(self.graph.nodes)
+        for k, names in enumerate(known[:3] if known else ()):
+            self._given(f"captured[{k + 2}]", names)
         straight = [(n, line) for n, line in enumerate(found.lines) if not line.bent]
         bent = [(n, line) for n, line in enumerate(found.lines) if line.bent]
         at = "line{}(0.0, b, h, q_at, kv_at, captured).to(tl.float32)".format
@@ -196,26 +199,26 @@ class _Function:
         result = ", ".join(" + ".join(part or ["(-0.0)"]) for part in parts)
         return self._text(f"({result})", (*POSITIONS, "q_at", "kv_at", "QUERIES: tl.constexpr"))
 
-    def before(self, known: Sides) -> str:
+    def before(self, known: Sides, which: str) -> str:
         """The function that returns some of what is `known` before pairs are: truths as int32, and
         of every comparison the number that is to be 0 at most, and how much it grows with columns,
         which are keys if `QUERIES` and else queries."""
         self._body(self.graph.nodes)
-        self._given("shared", known.shared if self.name != "shared" else ())
+        self._given("shared", known.shared if which != "shared" else ())
         parts, args = [], ["b", "h"]
-        if self.name == "steps":
+        if which == "steps":
             args += ["q_idx", "kv_idx", "QUERIES: tl.constexpr"]
             for steps in known.steps:
                 numbers, (q, kv) = [self._step(step) for step in steps], steps[0].slope
                 parts += [reduce("tl.maximum({}, {})".format, numbers)]
                 parts += [f"{kv} if QUERIES else {q}"]
         else:
-            args += [f"{self.name[3:]}_idx"] if self.name != "shared" else []
-            for name in getattr(known, self.name):
+            args += [f"{which[3:]}_idx"] if which != "shared" else []
+            for name in getattr(known, which):
                 value = self._arg(name, "")
                 truth = self.dtypes[name] == "bool"
                 parts.append(f"tl.cast({value}, tl.int32)" if truth else value)
-        args += ["shared"] if self.name != "shared" else []
+        args += ["shared"] if which != "shared" else []
         return self._text(f"({', '.join(parts)}{',' * (len(parts) == 1)})", args)
 
     def pairs(self, known: Sides) -> str:
@@ -435,7 +438,8 @@ def _short_power(base: str, exponent: Arg, dtype: str) -> str | None:
 
 
 def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
-    """`linear` and what it calls."""
+    """`linear` and what it calls; `score_shared`, `score_of_q` and `score_of_kv` where it is given
+    what they return."""
     found = linear(graph, Widths(graph, text.narrow)) if text.apart else None
     if found is None:
         return []
@@ -443,7 +447,14 @@ def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
         _Function(f"line{n}", graph, text, far).whole_numbers(line.of)
         for n, line in enumerate(found.lines)
     ]
-    parts.append(_Function("linear", graph, text, far).apart(found))
+    names = [p.value for p in (*found.of_q, *found.of_kv)]
+    for part in (*found.gain, *found.lines, *found.of_q, *found.of_kv):
+        names += [a for a, _ in part.by]
+    known = needed(graph, names) if text.sides else None
+    if known is not None:
+        for name in ("shared", "of_q", "of_kv"):
+            parts.append(_Function(f"score_{name}", graph, text, far).before(known, name))
+    parts.append(_Function("linear", graph, text, far).apart(found, known))
     return [*parts, f"bent, lone, rising = {found.bent}, {found.lone}, {found.rising}\n"]
 
 
@@ -454,7 +465,7 @@ def _sides(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     known = sides(graph, Widths(graph, text.narrow) if text.apart else None)
     if known is None:
         return []
-    parts = [_Function(name, graph, text, far).before(known) for name in known._fields]
+    parts = [_Function(name, graph, text, far).before(known, name) for name in known._fields]
     return [*parts, _Function("pairs", graph, text, far).pairs(known)]
 
 

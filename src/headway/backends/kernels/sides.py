@@ -48,7 +48,13 @@ def sides(graph: Graph, widths: Widths | None) -> Sides | None:
     instructions, each as large as it can be. `widths`: of a graph whose positions follow one
     another and are small; else there are no comparisons.
     """
-    return _Sides(graph, widths).whole()
+    return _Sides(graph, widths).of(graph.outputs)
+
+
+def needed(graph: Graph, names: Iterable[object]) -> Sides | None:
+    """What some one-sided values of a score are worked out from before pairs are; None where they
+    cost next to nothing."""
+    return _Sides(graph, None).of(names)
 
 
 class _Sides:
@@ -64,8 +70,8 @@ class _Sides:
         self.steps = {} if widths is None else _steps(graph, widths)
         self.found: list[set[str]] = [set(), set(), set(), set()]
 
-    def whole(self) -> Sides | None:
-        self._visit(self.graph.outputs)
+    def of(self, names: Iterable[object]) -> Sides | None:
+        self._visit(names)
         shared, of_q, of_kv, steps = (
             tuple(sorted(x, key=lambda a: int(a[1:]))) for x in self.found
         )
