@@ -6,7 +6,7 @@ of. A user's function is looked through at every call (`mods.capture`): what it 
 """
 
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +29,9 @@ _SCALES = {type(None), float, int}
 _READABLE = (Mod, FunctionType)
 
 
-class Made(NamedTuple):
-    """What a score or mask is made of at one call."""
-
-    parts: Parts
-    tensors: list[Tensor]  # of the values in it, on q's device
-    found: list[Leaves]  # of the functions in it
+# What a score or mask is made of at one call: its parts, the tensors of the values in it on q's
+# device, and what the functions in it see. (No class: this is made at every call.)
+Made = tuple[Parts, list[Tensor], list[Leaves]]
 
 
 def look(
@@ -78,10 +75,11 @@ def captured_by(alike: Alike, made: list[Made | None]) -> Captured:
     captured = Captured([], [], [])
     for of, picks in zip(made, alike.picks, strict=True):
         if of is not None:
-            more = [of.found[n].tensors[at][1] for n, at in picks]
-            captured = captured.and_then(
-                Captured([*of.tensors, *more], of.parts.ints, of.parts.floats)
-            )
+            parts, tensors, found = of
+            captured.tensors.extend(tensors)
+            captured.tensors.extend([found[n].tensors[at][1] for n, at in picks])
+            captured.ints.extend(parts.ints)
+            captured.floats.extend(parts.floats)
     return captured
 
 
@@ -96,14 +94,17 @@ def remember(
         for of, low in zip(made, lowered, strict=True)
     ]
     tensors, _, floats = call.captured
+    learn = (*call[:4], *tensors[: spec.score_tensors])
+    trained = any(x is not None and x.requires_grad for x in learn)
     while len(_known) >= _MOST:
-        del _known[next(iter(_known))]
-    alike = _known[key] = Alike(spec, picks, None if tensors or floats else call.captured)
+        _known.pop(next(iter(_known)), None)
+    alike = Alike(spec, trained, picks, None if tensors or floats else call.captured)
+    _known[key] = alike
     return Call(*call[:-1], alike)
 
 
 def _pick(made: Made, n: int, path: Any) -> tuple[int, int]:
-    return n, next(at for at, (p, _) in enumerate(made.found[n].tensors) if p == path)
+    return n, [p for p, _ in made[2][n].tensors].index(path)
 
 
 class _Unknown(Exception):
@@ -122,20 +123,25 @@ def _made_of(key: list, mod: Any, device: torch.device) -> Made:
     if not isinstance(mod, _READABLE):
         raise _Unknown
     parts = parts_of(mod)  # type: ignore[bad-argument-type]
-    key.append(parts.structure)
-    key += parts.ints
-    tensors, found = parts.tensors, []
+    structure, functions, tensors, ints, _ = parts
+    key.append(structure)
+    if ints:
+        key += ints
     if tensors:
         tensors = [t if t.device == device else brought(t, device) for t in tensors]
         for t in tensors:
             _about(key, t)
-    if parts.functions:
-        found = [leaves(fn) for fn in parts.functions]
-        for of in found:
-            key += of.key
-            for _, t in of.tensors:
-                if t.device != device or not of.cacheable:
-                    raise _Unknown
-                _about(key, t)
+    if not functions:
+        return parts, tensors, []
+    found = [leaves(fn) for fn in functions]
+    for of in found:
+        key += of.key
+        if not of.cacheable:
+            raise _Unknown
+        for _, t in of.tensors:
+            if t.device != device:
+                raise _Unknown
+            _about(key, t)
+    if len(found) > 1:
         key.append(shared(found))
-    return Made(parts, tensors, found)
+    return parts, tensors, found

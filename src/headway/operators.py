@@ -13,7 +13,7 @@ from torch import Tensor
 from .backends import get
 from .backends.base import Call
 from .blocks import Tiles
-from .types import Captured, Coords, Forward, Grads, Spec, acc_dtype
+from .types import Captured, Coords, Forward, Spec, acc_dtype
 
 _INPUTS = (
     "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor[] tensors, "
@@ -56,11 +56,7 @@ def backward(spec: str, *inputs: Any) -> list[Tensor]:
     """`headway::backward` without the dispatcher."""
     parsed, call = Spec.parse(spec), call_of(*inputs[:12])
     out, lse, dout, dlse, needs = inputs[12:]
-    return present(get(parsed.backend).backward(parsed, call, out, lse, dout, dlse, tuple(needs)))
-
-
-def present(grads: Grads) -> list[Tensor]:
-    """Those gradients that there are, as the operator returns them."""
+    grads = get(parsed.backend).backward(parsed, call, out, lse, dout, dlse, tuple(needs))
     return [g for g in (*grads[:4], *grads.captured) if g is not None]
 
 

@@ -17,7 +17,7 @@ from .backends import cpu, get
 from .backends.base import Call
 from .errors import BackendRefused
 from .flops import register_flops
-from .operators import backward, call_of, flat, forward, library, present
+from .operators import backward, call_of, flat, forward, library
 from .types import Captured, Coords, Forward, Spec, constant_under_compile, in_dtype
 
 
@@ -129,11 +129,13 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, *learned):
-        spec, (q, k, v, sink, seed, captured, tiles, coords, alike) = run.spec, run.call
+        spec, (q, k, v, sink, seed, captured, tiles, at, alike) = run.spec, run.call
         tensors, ints, floats = captured
         out, lse, run.max_logit, run.row_max = get(spec.backend).forward(spec, run.call)
-        ctx.save_for_backward(out, lse, q, k, v, sink, seed, *coords[4:], *tensors)
-        ctx.rest = spec, ints, floats, tiles, coords[:4], alike
+        ctx.save_for_backward(out, lse, q, k, v, sink, seed, at[4], at[5], *tensors)
+        if alike is None:
+            at = Coords(*at[:4])
+        ctx.rest = spec, ints, floats, tiles, at, alike
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -146,20 +148,22 @@ class _Direct(torch.autograd.Function):
         """The gradients of every input of `forward`."""
         out, lse, q, k, v, sink, seed, q_pos, kv_pos, *tensors = ctx.saved_tensors
         spec, ints, floats, tiles, at, alike = ctx.rest
-        captured = Captured(tensors, ints, floats)
-        coords = Coords(*at, q_pos, kv_pos)  # type: ignore[bad-argument-count]
-        call = Call(q, k, v, sink, seed, captured, tiles, coords, alike)
+        if alike is None:
+            at = at._replace(q_pos=q_pos, kv_pos=kv_pos)
+        call = Call(q, k, v, sink, seed, Captured(tensors, ints, floats), tiles, at, alike)
         needs = ctx.needs_input_grad[5:]
         if dout is None:
             dout = torch.zeros_like(out)
         if _watched(q, k, v, dout, *tensors):
             register_flops()  # a counter may be there for the backward alone
-            results = torch.ops.headway.backward(
-                spec.text, *flat(call), out, lse, dout, dlse, needs
-            )
-        else:
-            results = present(get(spec.backend).backward(spec, call, out, lse, dout, dlse, needs))
-        return None, *_in_order(results, q, k, v, sink, tensors, needs)
+            run = torch.ops.headway.backward
+            results = run(spec.text, *flat(call), out, lse, dout, dlse, needs)
+            return None, *_in_order(results, q, k, v, sink, tensors[: len(needs)], needs)
+        dq, dk, dv, dsink, dcaptured = get(spec.backend).backward(
+            spec, call, out, lse, dout, dlse, needs
+        )
+        pairs = zip((dq, dk, dv, dsink, *dcaptured), (q, k, v, sink, *tensors), strict=False)
+        return None, *[g if g is None else in_dtype(g, x.dtype) for g, x in pairs]
 
 
 # `Function.apply`, less what it does for transforms, which are none of `_Direct`'s.
@@ -191,6 +195,7 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 # Asked at every call, so looked up once.
 _modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _tracing, _profiled = torch._C._is_tracing, torch.autograd._profiler_enabled
 _included, _PRE_DISPATCH = (
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
@@ -268,10 +273,13 @@ def attention(spec: Spec, call: Call) -> Forward:
 
 def _alone(spec: Spec, call: Call) -> Forward:
     """`attention` where nobody watches."""
-    q, k, v, sink, _, (tensors, _, _), _, _, _ = call
+    q, k, v, sink, _, (tensors, _, _), _, _, alike = call
     learned = tensors[: spec.score_tensors]
-    if not (torch.is_grad_enabled() and _learns([q, k, v, sink, *learned])):
+    trained = alike.trained if alike is not None else _learns([q, k, v, sink, *learned])
+    if not (trained and torch.is_grad_enabled()):
         return get(spec.backend).forward(spec, call)
+    if _wrapped(q) or _wrapped(k) or _wrapped(v):  # by a transform that has ended
+        return _watched_over(spec, call)
     register_flops()
     run = _Run(spec, call)
     out, lse = _direct(run, q, k, v, sink, *learned)

@@ -1,6 +1,7 @@
 """What is remembered of a call must not outlive what it depends on; and autograd around it."""
 
 import gc
+import pickle
 import weakref
 from dataclasses import replace
 
@@ -243,3 +244,26 @@ def test_nothing_is_kept_alive_by_a_cycle(after):
         assert [ref() for ref in watched] == [None] * len(watched)
     finally:
         gc.enable()
+
+
+def test_a_compiled_call_is_not_compiled_again_after_an_eager_one():
+    q, k, v = tensors(grad=True)
+    score, mask = hw.bias(TABLE[..., None, None]), hw.causal() & hw.sliding_window(5)
+    run = torch.compile(lambda *qkv: hw.attention(*qkv, score, mask), backend="eager")
+    first = run(q, k, v)
+    hw.attention(q, k, v, score, mask)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(run(q, k, v), first)
+    copy = pickle.loads(pickle.dumps(mask))
+    assert copy == mask
+    assert vars(copy).keys() == {"first", "second"}
+
+
+def test_a_tensor_left_over_from_a_transform():
+    kept = []
+    torch.func.grad(lambda x: kept.append(x * 1) or x.sum())(tensors()[0])
+    _, k, v = tensors(grad=True)
+    (over,) = kept
+    out = hw.attention(over, k, v, hw.softcap(5.0))
+    torch.testing.assert_close(out, hw.attention(over.detach(), k, v, hw.softcap(5.0)))
+    assert torch.autograd.grad(out.sum(), v)[0].abs().sum() > 0

@@ -18,12 +18,14 @@ class Alike:
     """What calls have in common that differ in nothing but what is in their tensors (and in the
     numbers that kernels are given): by it backends find what they keep for such calls.
 
+    - `trained`: something requires grad.
     - `picks`: of the score and of the mask: which tensors their functions capture, as which
       function and which of those that it sees.
     - `captured`: where that is the same for all of them.
     """
 
     spec: Spec
+    trained: bool
     picks: list[tuple[tuple[int, int], ...]]
     captured: Captured | None
 

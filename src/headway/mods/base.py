@@ -59,6 +59,10 @@ class Mod:
     def __hash__(self) -> int:
         return hash(self._key())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold what the value is made of, and nothing that was worked out."""
+        return {name: getattr(self, name) for name in self.fields}
+
     def __repr__(self) -> str:
         shown = [
             _show(getattr(self, name))

@@ -15,7 +15,6 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -43,15 +42,17 @@ _CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
 _FIXED_MODULES = ("torch", "math", "operator", "functools", "numpy", "headway", "builtins")
 
 
-@dataclass
 class Leaves:
     """The captured tensors with their paths, the captured numbers, and a key for the rest."""
 
-    tensors: list[tuple[Path, Tensor]] = field(default_factory=list)
-    numbers: list[tuple[Path, Any]] = field(default_factory=list)
-    key: list[Any] = field(default_factory=list)
-    cacheable: bool = True
-    _seen: set[int] = field(default_factory=set)
+    __slots__ = ("_seen", "cacheable", "key", "numbers", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Path, Tensor]] = []
+        self.numbers: list[tuple[Path, Any]] = []
+        self.key: list[Any] = []
+        self.cacheable = True
+        self._seen: set[int] = set()
 
 
 def leaves(fn: Callable) -> Leaves:

@@ -6,6 +6,7 @@ Importing it loads no Triton; asking whether it can run loads Gluon only where s
 
 import importlib.util
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -70,9 +71,7 @@ def accumulates(dtype: torch.dtype) -> torch.dtype:
 
 def forward(spec: Spec, call: Call) -> Forward:
     """One kernel."""
-    from . import launch
-
-    return launch.forward(spec, call)
+    return _launch().forward(spec, call)
 
 
 def backward(
@@ -80,9 +79,14 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """One kernel for all gradients, between two small ones."""
+    return _launch().backward(spec, call, out, lse, dout, dlse, needs)
+
+
+@lru_cache
+def _launch() -> ModuleType:
     from . import launch
 
-    return launch.backward(spec, call, out, lse, dout, dlse, needs)
+    return launch
 
 
 def native(spec: Spec, call: Call, hook: Hook) -> None:

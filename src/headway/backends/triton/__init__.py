@@ -5,6 +5,8 @@ Importing it loads no Triton; running it, or asking for its code, does.
 
 import importlib.util
 import sys
+from functools import lru_cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -45,9 +47,7 @@ def accumulates(dtype: torch.dtype) -> torch.dtype:
 
 def forward(spec: Spec, call: Call) -> Forward:
     """One kernel."""
-    from . import launch
-
-    return launch.forward(spec, call)
+    return _launch().forward(spec, call)
 
 
 def backward(
@@ -55,9 +55,14 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """Two kernels: dq and what the score captures, then dk and dv."""
+    return _launch().backward(spec, call, out, lse, dout, dlse, needs)
+
+
+@lru_cache
+def _launch() -> ModuleType:
     from . import launch
 
-    return launch.backward(spec, call, out, lse, dout, dlse, needs)
+    return launch
 
 
 def native(spec: Spec, call: Call, hook: Hook) -> None:
