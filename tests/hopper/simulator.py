@@ -132,8 +132,9 @@ class mbarrier:
             bar.it.wait(int(phase))
 
     @staticmethod
-    def arrive(bar, count=1):
-        bar.it.arrive(count)
+    def arrive(bar, count=1, pred=True):
+        if pred:
+            bar.it.arrive(count)
 
     @staticmethod
     def expect(bar, bytes):

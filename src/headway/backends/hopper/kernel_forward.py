@@ -4,11 +4,11 @@ wait for it.
 (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608, algorithms 1 and 2, without its ping-pong.)
 
 A persistent CTA has four partitions. The **scheduler** takes the next 128 queries of a head (a
-rank) from a counter, longest line first, and works out what there is to do, while the **loader**
-copies the rows of the rank before, and those of the keys and values that they visit, into shared
-memory. (Further ahead a CTA would keep ranks that others wait for.) Two **consumers**, a warpgroup
-each, own 64 of the queries. While a consumer turns S of one block into P, the tensor cores compute
-P V of the one before:
+rank) from a counter, longest line first, and works out what there is to do. The **loader** copies
+their rows, and those of the keys and values that they visit, into shared memory; a little before it
+is done, it asks for one more rank. (What is taken earlier is kept from others, which may have
+nothing else to do.) Two **consumers**, a warpgroup each, own 64 of the queries. While a consumer
+turns S of one block into P, the tensor cores compute P V of the one before:
 
     for every block n:
         issue S_n = q k_nᵀ;  issue O += P_{n-1} v_{n-1}
@@ -33,7 +33,7 @@ from .gluon_api import (
     warpgroup_mma_wait,
 )
 from .linear import linear_scores
-from .pipeline import acquire, await_, channel, publish, ready, release, start, step
+from .pipeline import acquire, await_, channel, publish_if, ready, release, start, step
 from .sides import by_thread, given, keep, of_columns, of_rows
 from .tile import (
     LN2,
@@ -42,6 +42,7 @@ from .tile import (
     TOLD,
     add_product,
     at_stage,
+    blocks_of,
     buffers,
     bytes_of,
     fetch,
@@ -184,12 +185,14 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
         first, h, b, row, of_kv = told(work_smem, work_at, 2, _RUNS, 1)
         runs = told(work_smem, work_at, _RUNS, COUNT, 1)
         release(work_ring, work_at)
-        publish(more_ring, start())
         work_at = step(work_at, TOLD)
         q_at = load_queries(q_at, q, q_smem, q_ring, b, h, first, HOW)
-        given = (to, b, of_kv)
-        kv_at = load_block(kv_at, given, row, True, None, None, HOW)
-        kv_at = visit_rest(kv_at, given, walk, runs, kv_len, load_block, None, None, HOW)
+        given = (to, b, of_kv, more_ring)
+        # With the last block but one, or the first where that is not known.
+        state = (kv_at[0], kv_at[1], gl.maximum(blocks_of(walk, runs) - 1, 1))
+        state = load_block(state, given, row, True, None, None, HOW)
+        state = visit_rest(state, given, walk, runs, kv_len, load_block, None, None, HOW)
+        kv_at = (state[0], state[1])
         await_(work_ring, work_at)
         (line,) = told(work_smem, work_at, 0, 1, 1)
     q_at = load_queries(q_at, q, q_smem, q_ring, 0, 0, q_len, HOW)
@@ -209,12 +212,14 @@ def load_queries(at, q, q_smem, q_ring, b, h, first, HOW: gl.constexpr):
 
 @gluon.jit
 def load_block(
-    at, given, n, PARTIAL: gl.constexpr,
+    state, given, n, PARTIAL: gl.constexpr,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Copy the keys and values from n on."""
-    to, b, h = given
-    return load_keys(at[0], to, b, h, n, HOW), load_values(at[1], to, b, h, n, HOW)
+    """Copy the keys and values from n on; at the `ask`-th block, ask for one more rank."""
+    to, b, h, more_ring = given
+    k_at, v_at, ask = state
+    publish_if(more_ring, start(), ask == 1)
+    return load_keys(k_at, to, b, h, n, HOW), load_values(v_at, to, b, h, n, HOW), ask - 1
 
 
 @gluon.jit

@@ -91,6 +91,12 @@ def publish(ring, at):
 
 
 @gluon.jit
+def publish_if(ring, at, condition):
+    """`publish`, where there is something to say."""
+    mbarrier.arrive(ring[0].index(at[0]), count=1, pred=condition)
+
+
+@gluon.jit
 def await_turn(counter, turn):
     """Wait until so many have added; of all threads, each."""
     while gl.load(counter, volatile=True) < turn:

@@ -110,6 +110,18 @@ def last_runs(walk, line, length, HOW: gl.constexpr):
 
 
 @gluon.jit
+def blocks_of(walk, runs):
+    """How many blocks of a line are visited; 1 where it has several runs of a kind. `runs`: from
+    `last_runs`."""
+    if walk.full is None:
+        return runs[0]
+    else:
+        _, runs_f, _, blocks_f, _, runs_p, _, blocks_p = runs
+        blocks = gl.where(runs_f > 0, blocks_f, 0) + gl.where(runs_p > 0, blocks_p, 0)
+        return gl.where((runs_f > 1) | (runs_p > 1), 1, blocks)
+
+
+@gluon.jit
 def first_block(walk, runs, HOW: gl.constexpr):
     """The first row of the block of a line that is visited first, the last of its kind: of the
     partial ones, so that no full one is masked in vain; but where blocks may reach past the end, of
