@@ -12,80 +12,16 @@ Indices are int64 in a graph. They are computed in int32 where that provably cha
 
 import hashlib
 import linecache
-import re
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 
-from ...errors import ModError
 from ...mods.derivative import joint
-from ...mods.graph import FLOATS, POSITIONS, Arg, Builder, Graph, Node, parse
-from .linear import Line, Linear, Part, linear
-from .sides import Sides, Step, needed, sides
-from .varies import kinds, variation
-from .widths import Widths, as_floats
-
-_TYPES = {
-    "f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16",
-    "i64": "tl.int64", "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8",
-    "bool": "tl.int1",
-}  # fmt: skip
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
-    "gt": ">", "ge": ">=", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
-}  # fmt: skip
-_FLOAT_FORMULAS = {
-    "neg": "-{}", "abs": "tl.abs({})", "sign": "maths.sign({}).to(tl.float32)", "exp": "tl.exp({})",
-    "exp2": "tl.exp2({})", "expm1": "maths.expm1({})", "log": "tl.log({})", "log2": "tl.log2({})",
-    "log1p": "maths.log1p({})", "sqrt": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})",
-    "reciprocal": "1 / {}", "sin": "tl.sin({})", "cos": "tl.cos({})", "tanh": "maths.tanh({})",
-    "sigmoid": "maths.sigmoid({})", "erf": "tl.erf({})", "floor": "tl.floor({})",
-    "ceil": "tl.ceil({})", "round": "maths.round_even({})", "trunc": "maths.trunc({})",
-    "isnan": "{0} != {0}", "isinf": 'tl.abs({}) == float("inf")', "not": "{} == 0",
-    "floordiv": "tl.floor({} / {})", "truncdiv": "maths.trunc({} / {})",
-    "mod": "{0} - tl.floor({0} / {1}) * {1}", "fmod": "{0} - maths.trunc({0} / {1}) * {1}",
-    "pow": "maths.power({}, {})",
-    "max": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
-    "min": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
-}  # fmt: skip
-_INT_FORMULAS = {
-    "neg": "-{}", "abs": "tl.abs({})", "sign": "maths.sign({})", "not": "{} == 0", "invert": "~{}",
-    "floordiv": "maths.floordiv({}, {})", "truncdiv": "maths.truncdiv({}, {})",
-    "mod": "maths.mod({}, {})", "fmod": "{0} - maths.truncdiv({0}, {1}) * {1}",
-    "max": "tl.maximum({}, {})", "min": "tl.minimum({}, {})", "floor": "{}", "ceil": "{}",
-    "round": "{}", "trunc": "{}",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Text:
-    """What a module of generated functions is made from: hashable, the key of its cache.
-
-    - `score`, `mask`: texts of graphs, or None.
-    - `wanted`: which gathers of the score (by node index) want a gradient.
-    - `narrow`: positions and captured ints are below `SMALL` in magnitude.
-    - `straight`: positions are consecutive, so that diagonals of a tile are.
-    - `far`: for every captured tensor, the score's then the mask's, whether an offset into it
-      may need 64 bits.
-    - `rough`: tanh by the hardware's own instruction, wrong by up to 2^-11 of its value: a quarter
-      of what rounding P to bfloat16 does.
-    - `bands`: what depends on `kv_idx - q_idx` only is read once per diagonal of a tile; the kernel
-      then gives its first positions as `captured[2]` (diagonals.py).
-    - `apart`: a score that is linear in S is also given taken apart (linear.py).
-    - `sides`: so is a mask, by what its values vary with (sides.py).
-    """
-
-    score: str | None
-    mask: str | None
-    wanted: tuple[int, ...] = ()
-    narrow: bool = True
-    straight: bool = True
-    far: tuple[bool, ...] = ()
-    rough: bool = False
-    bands: bool = False
-    apart: bool = False
-    sides: bool = False
+from ...mods.graph import POSITIONS, Builder, Graph, parse
+from .function import Function, Text, diagonal
+from .linear import linear
+from .sides import needed, sides
+from .varies import variation
+from .widths import Widths
 
 
 @lru_cache(maxsize=1024)
@@ -99,15 +35,15 @@ def source(text: Text) -> str:
         far = text.far[:of_score]
         derivative = joint(text.score, text.wanted)
         parts += _bands(graph, text, far)
-        parts.append(_Function("score", graph, text, far).whole())
-        parts.append(_Function("derivative", derivative, text, far).whole())
+        parts.append(Function("score", graph, text, far).whole())
+        parts.append(Function("derivative", derivative, text, far).whole())
         parts += _apart(graph, text, far)
         if text.wanted:
             parts += _scatter(graph, text, far)
     if text.mask is not None:
         far = text.far[of_score:]
         graph = parse(text.mask)
-        parts.append(_Function("mask", graph, text, far).whole())
+        parts.append(Function("mask", graph, text, far).whole())
         parts += _sides(graph, text, far)
     head = "import triton\nimport triton.language as tl\n\n"
     head += "from headway.backends.kernels import diagonals, gradients, maths\n"
@@ -130,313 +66,6 @@ def functions(text: Text) -> types.ModuleType:
     return module
 
 
-class _Function:
-    """One graph as one function."""
-
-    def __init__(self, name: str, graph: Graph, text: Text, far: tuple[bool, ...]) -> None:
-        self.name, self.graph, self.far, self.rough = name, graph, far, text.rough
-        # Where these functions are called there is a tile; elsewhere, single positions.
-        self.bands = _diagonal(graph) if text.bands and name in ("score", "derivative") else []
-        self.widths, self.kinds = Widths(graph, text.narrow), kinds(graph)
-        self.dtypes = {i.name: i.dtype for i in graph.inputs if i.ndim is None}
-        self.names = {i.name for i in graph.inputs}
-        self.values: list[tuple[str, str]] = []  # the user's line, and the text of a node
-
-    def whole(self) -> str:
-        """The function that returns the graph's outputs; scores have the shape of S."""
-        self._body(self.graph.nodes)
-        outputs = [self._output(a) for a in self.graph.outputs]
-        return self._text(outputs[0] if self.graph.kind != "joint" else f"({', '.join(outputs)})")
-
-    def value(self) -> str:
-        """The function that returns the last node as it is."""
-        self._body(self.graph.nodes)
-        return self._text(f"v{len(self.graph.nodes) - 1}")
-
-    def offset(self) -> str:
-        """The function that returns where the last node, a gather, reads: an offset into a
-        contiguous tensor."""
-        *nodes, gather = self.graph.nodes
-        self._body(nodes)
-        table, *indices = gather.args
-        offset = "0"
-        for dim, index in enumerate(indices):
-            at = self._inside(str(table), dim, index)
-            if dim == 0 and self.far[int(str(table)[1:])]:
-                at = f"tl.cast({at}, tl.int64)"
-            offset = at if dim == 0 else f"({offset}) * {table}_size{dim} + {at}"
-        return self._text(offset)
-
-    def whole_numbers(self, of: tuple[tuple[int, str], ...]) -> str:
-        """The function that returns the sum of some values."""
-        self._body(self.graph.nodes)
-        return self._text(" + ".join(f"({sign}) * {self._arg(a, 'i64')}" for sign, a in of))
-
-    def apart(self, found: Linear, known: Sides | None) -> str:
-        """The function that returns the parts of a linear score (linear.py): the gain of S; of its
-        straight lines, then of the absolute one, what they are at the pair (q_at, kv_at) and how
-        much they grow with the other side's positions, those of queries if `QUERIES`; the factor
-        of the absolute one; and what else depends on q_idx and on kv_idx. What is not there is
-        -0.0, the number of which compilers know that adding it changes nothing. What is `known`
-        before stands behind what is captured."""
-        self._body(self.graph.nodes)
-        for k, names in enumerate(known[:3] if known else ()):
-            self._given(f"captured[{k + 2}]", names)
-        straight = [(n, line) for n, line in enumerate(found.lines) if not line.bent]
-        bent = [(n, line) for n, line in enumerate(found.lines) if line.bent]
-        at = "line{}(0.0, b, h, q_at, kv_at, captured).to(tl.float32)".format
-        grows = "({!r} if QUERIES else {!r})".format
-        parts = [
-            [self._product(p) for p in found.gain],
-            [f"{self._product(line)} * {at(n)}" for n, line in straight],
-            [f"{self._product(line)} * {grows(*map(float, line.slope))}" for _, line in straight],
-            [at(n) for n, line in bent],
-            [grows(*map(float, line.slope)) for _, line in bent],
-            [self._product(line) for _, line in bent],
-            [f"{self._product(p)} * {self._arg(p.value, 'f32')}" for p in found.of_q],
-            [f"{self._product(p)} * {self._arg(p.value, 'f32')}" for p in found.of_kv],
-        ]
-        result = ", ".join(" + ".join(part or ["(-0.0)"]) for part in parts)
-        return self._text(f"({result})", (*POSITIONS, "q_at", "kv_at", "QUERIES: tl.constexpr"))
-
-    def before(self, known: Sides, which: str) -> str:
-        """The function that returns some of what is `known` before pairs are: truths as int32, and
-        of every comparison the number that is to be 0 at most, and how much it grows with columns,
-        which are keys if `QUERIES` and else queries."""
-        self._body(self.graph.nodes)
-        self._given("shared", known.shared if which != "shared" else ())
-        parts, args = [], ["b", "h"]
-        if which == "steps":
-            args += ["q_idx", "kv_idx", "QUERIES: tl.constexpr"]
-            for steps in known.steps:
-                numbers, (q, kv) = [self._step(step) for step in steps], steps[0].slope
-                parts += [reduce("tl.maximum({}, {})".format, numbers)]
-                parts += [f"{kv} if QUERIES else {q}"]
-        else:
-            args += [f"{which[3:]}_idx"] if which != "shared" else []
-            for name in getattr(known, which):
-                value = self._arg(name, "")
-                truth = self.dtypes[name] == "bool"
-                parts.append(f"tl.cast({value}, tl.int32)" if truth else value)
-        args += ["shared"] if which != "shared" else []
-        return self._text(f"({', '.join(parts)}{',' * (len(parts) == 1)})", args)
-
-    def pairs(self, known: Sides) -> str:
-        """The function of pairs that takes what is `known` before."""
-        self._body(self.graph.nodes)
-        self._given("shared", known.shared)
-        self._given("of_q", known.of_q)
-        self._given("of_kv", known.of_kv)
-        for k, steps in enumerate(known.steps):
-            for step in steps:
-                self._give(step.name, f"steps[{k}]")
-        return self._text(self._output(self.graph.outputs[0]), (*POSITIONS, *known._fields))
-
-    def _step(self, step: Step) -> str:
-        a, b = map(self._small, self.graph.nodes[int(step.name[1:])].args[:: step.sign])
-        return f"{a} - {b} + 1" if step.more else f"{a} - {b}"
-
-    def _small(self, arg: Arg) -> str:
-        """A whole number, for the comparison with one below 2^29."""
-        text = self._arg(arg, "i64")
-        return text if self.widths.below(arg) else f"maths.clamped({text})"
-
-    def _given(self, where: str, names: tuple[str, ...]) -> None:
-        """Take some values from a tuple."""
-        for k, name in enumerate(names):
-            self._give(name, f"{where}[{k}]{' != 0' if self.dtypes[name] == 'bool' else ''}")
-
-    def _give(self, name: str, value: str) -> None:
-        n = int(name[1:])
-        self.values[n] = (self.values[n][0], f"v{n} = {value}")
-
-    def _product(self, part: Part | Line) -> str:
-        factors = ["1.0"] if part.sign > 0 else ["-1.0"]
-        for a, divided in part.by:
-            factors.append(f"(1 / {self._arg(a, 'f32')})" if divided else self._arg(a, "f32"))
-        return " * ".join(factors)
-
-    def _text(self, result: str, args: Sequence[str] = ()) -> str:
-        """What the result needs, under the function's head, which takes `captured` apart."""
-        lines = self._needed(result)
-        args = args or ((["score"] if self.graph.kind != "mask" else []) + list(POSITIONS))
-        head = ["@triton.jit", f"def {self.name}({', '.join(args)}, captured):"]
-        tensors, numbers = [], []
-        for item in self.graph.tensors:
-            tensors.append(item.name)
-            for dim in range(item.ndim or 0):
-                tensors += [f"{item.name}_size{dim}", f"{item.name}_stride{dim}"]
-        numbers += [i.name for i in self.graph.inputs if i.name[0] in "nx"]
-        used = "\n".join(lines)
-        unpack = []
-        for which, names in enumerate((tensors, numbers)):
-            for at, name in enumerate(names):
-                if re.search(rf"\b{name}\b", used):
-                    value = f"captured[{which}][{at}]"
-                    if name[0] == "n":
-                        value = f"tl.cast({value}, {self.widths.type(name)})"
-                    unpack.append(f"{name} = {value}")
-        return "\n".join(head + [f"    {line}" for line in unpack + lines]) + "\n"
-
-    def _needed(self, result: str) -> list[str]:
-        """The values that the result is made of, each below the user's line, and the result."""
-        used, kept = result, []
-        for line, value in reversed(self.values):
-            if re.search(rf"\b{value.partition(' ')[0]}\b", used):
-                kept.append((line, value))
-                used += f" {value.partition('= ')[2]}"
-        lines, last = [], ""
-        for line, value in reversed(kept):
-            if line and line != last:
-                lines.append(f"# {line}")
-                last = line
-            lines.append(value)
-        return [*lines, f"return {result}"]
-
-    def _body(self, nodes: Sequence[Node]) -> None:
-        for n, node in enumerate(nodes):
-            self.dtypes[f"%{n}"] = node.dtype
-            self.values.append((node.line, f"v{n} = {self._node(n, node)}"))
-
-    def _node(self, n: int, node: Node) -> str:
-        if node.op == "gather":
-            if n in self.bands:
-                band = f"band{self.bands.index(n)}"
-                return f"diagonals.spread({band}, {', '.join(POSITIONS)}, captured)"
-            return self._gather(node)
-        if node.op == "to":
-            return self._to(n, node)
-        of = self._dtype(node)
-        args = [self._arg(a, of) for a in node.args]
-        if node.op == "where":
-            args[0] = self._arg(node.args[0], "bool")
-            condition, *rest = [
-                self._plain(x, a, node) for x, a in zip(args, node.args, strict=True)
-            ]
-            return f"tl.where({', '.join([condition, *rest])})"
-        low = of in ("bf16", "f16")
-        if low:  # as PyTorch does: computed in float32, rounded to the dtype
-            args = [
-                f"{a}.to(tl.float32)" if isinstance(x, str) else a
-                for a, x in zip(args, node.args, strict=True)
-            ]
-        text = self._formula(node, of, args)
-        if low and node.dtype == of:
-            return f"({text}).to({_TYPES[of]})"
-        if of == "i64" and node.dtype == "i64" and self.widths.widens(n):
-            args[0] = f"tl.cast({args[0]}, tl.int64)"  # the result needs more bits than they do
-            text = self._formula(node, of, args)
-        return text
-
-    def _formula(self, node: Node, of: str, args: list[str]) -> str:
-        op = node.op
-        if of == "bool":
-            if op in ("not", "invert"):
-                return f"~{args[0]}"
-            op = {"max": "or", "min": "and", "mul": "and", "add": "or"}.get(op, op)
-        if op == "div" and of == "f32" and self._divides(node.args[1]):
-            return f"{args[0]} * (1 / {args[1]})"  # one division for all pairs
-        if op == "tanh" and self.rough:
-            return f"maths.rough_tanh({args[0]})"
-        if op == "pow" and (short := _short_power(args[0], node.args[1], of)):
-            return short
-        if op in _INFIX:
-            return f"{args[0]} {_INFIX[op]} {args[1]}"
-        formulas = _FLOAT_FORMULAS if of in FLOATS else _INT_FORMULAS
-        if op not in formulas:
-            raise ModError(f"a score or mask uses {op} on {of}, which kernels cannot compute")
-        return formulas[op].format(*args)
-
-    def _divides(self, by: Arg) -> bool:
-        """Whether all pairs are divided by one number, which has a reciprocal."""
-        return self.kinds[by] == "one" if isinstance(by, str) else 1e-30 < abs(by) < 1e30
-
-    def _gather(self, node: Node) -> str:
-        table, *indices = node.args
-        assert isinstance(table, str)
-        far = self.far[int(table[1:])]
-        pointer = table
-        for dim, index in enumerate(indices):
-            at = self._inside(table, dim, index)
-            at = f"tl.cast({at}, tl.int64)" if far else at
-            pointer += f" + {at} * {table}_stride{dim}"
-        loaded = f"tl.load({pointer})"
-        return f"{loaded} != 0" if node.dtype == "bool" else loaded
-
-    def _inside(self, table: str, dim: int, index: Arg) -> str:
-        index = self._arg(index, "i64")
-        return f"maths.inside({index}, {table}_size{dim})"
-
-    def _to(self, n: int, node: Node) -> str:
-        have = self._dtype(node)
-        arg = self._arg(node.args[0], have)
-        if node.dtype == "bool":
-            return f"{arg} != 0"
-        source = node.args[0]
-        if node.dtype == "f32" and isinstance(source, str) and self._whole(source):
-            return self._float(source)
-        kind = self.widths.type(f"%{n}") if node.dtype == "i64" else _TYPES[node.dtype]
-        return f"tl.cast({arg}, {kind})"
-
-    def _whole(self, name: str) -> bool:
-        """Whether a whole number per pair is better computed in float32."""
-        varies = self.kinds[name] in ("diagonals", "pairs")
-        return varies and as_floats(self.graph, self.widths, name)
-
-    def _float(self, arg: Arg) -> str:
-        """Such a number, from positions that are floats."""
-        if not isinstance(arg, str):
-            return repr(float(arg))
-        if arg[0] != "%":
-            return f"tl.cast({arg}, tl.float32)"
-        node = self.graph.nodes[int(arg[1:])]
-        args = [self._float(a) for a in node.args]
-        return f"({args[0]} {_INFIX[node.op]} {args[1]})" if node.op in _INFIX else _FLOAT_FORMULAS[
-            node.op
-        ].format(*args)  # fmt: skip
-
-    def _dtype(self, node: Node) -> str:
-        """The dtype that an op's operands share."""
-        for a in reversed(node.args):
-            if isinstance(a, str) and a in self.dtypes:
-                return self.dtypes[a]
-        return node.dtype
-
-    def _arg(self, arg: Arg, dtype: str) -> str:
-        if isinstance(arg, str):
-            return f"v{arg[1:]}" if arg[0] == "%" else arg
-        if dtype in FLOATS and not isinstance(arg, bool):
-            value = float(arg)
-            if value != value or value in (float("inf"), float("-inf")):
-                return f'float("{value}")'
-            return repr(value) if value >= 0 else f"({value!r})"
-        return repr(arg) if arg >= 0 else f"({arg!r})"
-
-    def _plain(self, text: str, arg: Arg, node: Node) -> str:
-        """A branch of a `where`, which gets the node's type even if both are numbers."""
-        if isinstance(arg, str) or node.dtype in ("bool", "f32"):
-            return text
-        return f"tl.cast({text}, {_TYPES[node.dtype]})"
-
-    def _output(self, arg: Arg) -> str:
-        # A constant takes shape and layout from a tensor that has them: Gluon makes none without.
-        if self.graph.kind == "mask":
-            if isinstance(arg, str):
-                return self._arg(arg, "bool")
-            return f"tl.where(kv_idx == kv_idx, {arg}, {arg})"
-        if isinstance(arg, str):
-            return f"tl.broadcast_to({self._arg(arg, 'f32')}, score.shape)"
-        value = self._arg(arg, "f32")
-        return f"tl.where(score == score, {value}, {value})"
-
-
-def _short_power(base: str, exponent: Arg, dtype: str) -> str | None:
-    """A small whole power as products; every whole power of an integer must be small."""
-    if isinstance(exponent, str) or exponent != int(exponent) or not 0 <= exponent <= 8:
-        return f"tl.sqrt({base})" if exponent == 0.5 and dtype in FLOATS else None
-    return " * ".join([base] * int(exponent)) if exponent else f"{base} * 0 + 1"
-
-
 def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     """`linear` and what it calls; `score_shared`, `score_of_q` and `score_of_kv` where it is given
     what they return."""
@@ -444,7 +73,7 @@ def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     if found is None:
         return []
     parts = [
-        _Function(f"line{n}", graph, text, far).whole_numbers(line.of)
+        Function(f"line{n}", graph, text, far).whole_numbers(line.of)
         for n, line in enumerate(found.lines)
     ]
     names = [p.value for p in (*found.of_q, *found.of_kv)]
@@ -453,8 +82,8 @@ def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     known = needed(graph, names) if text.sides else None
     if known is not None:
         for name in ("shared", "of_q", "of_kv"):
-            parts.append(_Function(f"score_{name}", graph, text, far).before(known, name))
-    parts.append(_Function("linear", graph, text, far).apart(found, known))
+            parts.append(Function(f"score_{name}", graph, text, far).before(known, name))
+    parts.append(Function("linear", graph, text, far).apart(found, known))
     return [*parts, f"bent, lone, rising = {found.bent}, {found.lone}, {found.rising}\n"]
 
 
@@ -465,22 +94,14 @@ def _sides(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     known = sides(graph, Widths(graph, text.narrow) if text.apart else None)
     if known is None:
         return []
-    parts = [_Function(name, graph, text, far).before(known, name) for name in known._fields]
-    return [*parts, _Function("pairs", graph, text, far).pairs(known)]
-
-
-def _diagonal(graph: Graph) -> list[int]:
-    """The gathers of floats that read one number per diagonal."""
-    return [
-        n for n, node in graph.gathers
-        if node.dtype in FLOATS and variation(graph, node.args[1:]) == "diagonals"
-    ]  # fmt: skip
+    parts = [Function(name, graph, text, far).before(known, name) for name in known._fields]
+    return [*parts, Function("pairs", graph, text, far).pairs(known)]
 
 
 def _bands(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     """`band0`, ...: such a gather at given positions."""
-    found = _diagonal(graph) if text.bands else []
-    return [_Function(f"band{k}", _only(graph, n), text, far).value() for k, n in enumerate(found)]
+    found = diagonal(graph) if text.bands else []
+    return [Function(f"band{k}", _only(graph, n), text, far).value() for k, n in enumerate(found)]
 
 
 def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
@@ -490,7 +111,7 @@ def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     for k, n in enumerate(text.wanted):
         node = graph.nodes[n]
         lines.append(f"# {node.line}")
-        at = _Function(f"offset{k}", _only(graph, n), text, far)
+        at = Function(f"offset{k}", _only(graph, n), text, far)
         parts.append(at.offset())
         how, where = variation(graph, node.args[1:]), ", ".join(POSITIONS)
         if how == "diagonals" and not text.straight:
