@@ -33,7 +33,7 @@ from headway.api import prepare
 from headway.backends import hopper
 from headway.backends import triton as portable
 from headway.backends.hopper import plan as hopper_plan
-from headway.backends.kernels import plan
+from headway.backends.kernels import direct, plan
 from headway.backends.kernels.driver import Launch
 
 
@@ -82,13 +82,13 @@ def seen() -> bytes:
 
 
 compared: dict[str, int] = {}
-launch = plan.Direct.__call__
+launch = direct.Direct.__call__
 
 
-def both(self, tensors, given=plan.NONE):
+def both(self, tensors, given=direct.NONE):
     """Launch both ways."""
     own = self.launch
-    if own is None or plan.rehearsals:
+    if own is None or direct.rehearsals:
         return launch(self, tensors, given)
     found, before = [], launches.value
     for self.launch in (own, None):
@@ -113,10 +113,10 @@ def backward(spec, call, out, lse) -> None:
     hopper.backward(spec, call, out, lse, torch.randn(out.shape).bfloat16(), None, ())
 
 
-def kernels() -> list[plan.Direct]:
+def kernels() -> list[direct.Direct]:
     """Those that are launched directly: the one whose score captures a float is the last."""
     plans = [p for p in plan._known.values() if isinstance(p, plan.BasePlan)]
-    found = [d for p in plans for d in vars(p).values() if isinstance(d, plan.Direct)]
+    found = [d for p in plans for d in vars(p).values() if isinstance(d, direct.Direct)]
     found += [d for p in plans if hasattr(p, "terms") for d in p.terms.kernels.values()]
     return found + [l.kernel for p in plans for l in getattr(p, "launchers", {}).values()]
 
@@ -156,7 +156,7 @@ with ExitStack() as stack:
     ):  # fmt: skip
         stack.enter_context(mock.patch.object(where, what, by))
     driver.set_active(Driver())
-    with mock.patch.object(plan.Direct, "__call__", both):
+    with mock.patch.object(direct.Direct, "__call__", both):
         for n in range(3):
             forward(portable, "triton", hw.softcap(20.0 + n), 16)
             if not hopper.wrong_triton():

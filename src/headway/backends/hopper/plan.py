@@ -12,7 +12,8 @@ from ...mods.derivative import joint
 from ...types import Spec
 from ..base import Call, graphs
 from ..kernels import diagonals, gradients, maths, rows
-from ..kernels.plan import BasePlan, Direct, Walks, plan_of
+from ..kernels.direct import Direct
+from ..kernels.plan import BasePlan, Walks, plan_of
 from ..kernels.rows import Terms
 from ..kernels.varies import variation
 from . import (

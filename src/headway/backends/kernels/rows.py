@@ -9,7 +9,7 @@ from torch import Tensor
 
 import triton
 
-from .plan import Direct
+from .direct import Direct
 
 _BLOCK = 32  # rows of a program
 _WHOLE = 32  # numbers: 128 bytes, at a multiple of which every term begins

@@ -15,7 +15,8 @@ from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
 from ..kernels import diagonals, gradients, maths, rows
-from ..kernels.plan import TILE, BasePlan, Direct, Walks, plan_of
+from ..kernels.direct import Direct
+from ..kernels.plan import TILE, BasePlan, Walks, plan_of
 from ..kernels.rows import Terms
 from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import Config, configs, kind_of, one_pass, pieces

@@ -1,0 +1,105 @@
+"""Launches of one kernel for calls of one kind: the first through Triton, later ones directly."""
+
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from triton import knobs
+
+from .device import on
+from .driver import Launch, launch_of, stand_ins
+from .first import hashing, rehearsals, write_down
+
+
+class Given(NamedTuple):
+    """What a call brings besides its matrices: tensors, floats, and the addresses of the former."""
+
+    tensors: list[Tensor]
+    floats: Sequence[float]
+    addresses: list[int]
+
+    @staticmethod
+    def of(tensors: list[Tensor], floats: Sequence[float] = ()) -> "Given":
+        return Given(tensors, floats, [x.data_ptr() for x in tensors])
+
+
+NONE = Given([], (), [])
+
+
+class Direct:
+    """A kernel for calls of one kind: launched through Triton, which compiles, and after that
+    directly, since for calls of one kind Triton would choose the same: through the driver
+    (`driver.Launch`) or, where that is not known to be right, through `CompiledKernel.run` (the
+    same in Triton 3.6 to 3.9).
+
+    - `options`: the kernel's last parameters by name, which are constants, and Triton's own.
+    - `arrange`: the other arguments from what a call gives: `tensors` of its own, then the tensors
+      and floats of a `Given`. It looks at shapes and strides alone.
+    """
+
+    def __init__(
+        self, fn: Any, device: torch.device, options: dict[str, Any], grid: tuple[int, int, int],
+        arrange: Callable[[Sequence[Any], Sequence[Any], Sequence[float]], tuple],
+    ) -> None:  # fmt: skip
+        self.fn, self.device, self.options = fn, device, options
+        self.grid, self.arrange = grid, arrange
+        self.index, self.cuda = device.index or 0, device.type == "cuda"
+        self.tail = tuple(options[p] for p in fn.arg_names if p in options)
+        self.compiled: Any = None
+        self.run: Any = None
+        self.launch: Launch | None = None
+
+    def __call__(self, tensors: Sequence[Tensor | None], given: Given = NONE) -> None:
+        """Launch; `tensors` are the same ones present, and None, in all calls."""
+        if self.cuda and self.index != torch._C._cuda_getDevice():
+            with on(self.device):
+                return self(tensors, given)
+        addresses = [x.data_ptr() for x in tensors if x is not None]
+        addresses += given.addresses
+        if (
+            self.launch is None
+            or rehearsals
+            or watched()
+            or not self.launch(self.stream(self.index), addresses, given.floats)
+        ):
+            self.through_triton(tensors, given, addresses)
+
+    def through_triton(
+        self, tensors: Sequence[Tensor | None], given: Given, addresses: Sequence[int]
+    ) -> None:
+        """Launch as Triton does."""
+        args = self.arrange(tensors, given.tensors, given.floats)
+        # Triton's choice depends on whether pointers are multiples of 16: here all are.
+        plain = not any(address % 16 for address in addresses)
+        if rehearsals and get_ident() in rehearsals:
+            write_down(self.fn, args, self.options)
+        elif not plain or self.compiled is None:
+            hashing().join()
+            compiled = self.fn[self.grid](*args, **self.options)
+            if plain and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+                self.known(compiled, tensors, given)
+        elif watched():
+            self.compiled[self.grid](*args, *self.tail)
+        else:
+            self.run(*self.grid, self.stream(self.index), *self.metadata, *args, *self.tail)
+
+    def known(self, compiled: Any, tensors: Sequence[Tensor | None], given: Given) -> None:
+        """Launch this directly from now on."""
+        self.run = compiled.run
+        self.stream = driver.active.get_current_stream  # type: ignore[attr-defined]
+        self.metadata = compiled.function, compiled.packed_metadata, None, None, None
+        self.compiled = compiled  # other threads may be here: what they look at comes after
+        own, floats = stand_ins((*tensors, *given.tensors), given.floats)
+        args = self.arrange(own[: len(tensors)], own[len(tensors) :], floats)
+        own = [x for x in own if x is not None]
+        self.launch = launch_of(compiled, self.grid, (*args, *self.tail), own, floats)
+
+
+def watched() -> bool:
+    """Whether a profiler has hooks in Triton's launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
