@@ -39,7 +39,9 @@ def test_batch_of_two(case):
     check_on(replace(case, b=2), torch.bfloat16, "cuda")
 
 
-GUARDED = [c for c in CASES if any(word in c.name for word in ("length_", "width_", "heads_"))]
+GUARDED = [
+    c for c in CASES if any(word in c.name for word in ("length_", "width_", "heads_", "pieces"))
+]
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -52,7 +54,7 @@ def test_nothing_is_written_outside_of_the_outputs(case, passes, monkeypatch):
     clear()
 
 
-@pytest.mark.parametrize("name", ["heads_8_2", "width_64_64", "long_causal_window"])
+@pytest.mark.parametrize("name", ["heads_8_2", "width_64_64", "long_causal_window", "long_pieces"])
 def test_same_bits_every_time(name):
     from on_gpu import results
 
