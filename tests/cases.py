@@ -253,8 +253,8 @@ def _table() -> tuple[Case, ...]:
         (600, 333, {"score": "relative"}),
     ):
         add(f"long_{n}_half", "long", "half", **small, q_len=n, kv_len=m, **kind)
-    # Rows in two pieces (64 + 16 and 32 + 16), heads that do not begin every 16 numbers, several tiles of
-    # keys and a last one cut short.
+    # Rows in two pieces (64 + 16 and 32 + 16), heads that do not begin every 16 numbers, several
+    # tiles of keys and a last one cut short.
     odd = {"b": 1, "hq": 4, "hk": 4, "d": 72, "dv": 40}
     add("long_pieces", "half", **odd, q_len=333, kv_len=333, mask="causal")
     cases += _fourteen()
