@@ -27,8 +27,8 @@ import torch
 
 from headway.backends import kernels
 from headway.backends.hopper import launch, plan
+from headway.backends.kernels import direct, results
 from headway.backends.kernels import plan as plans
-from headway.backends.kernels import results
 
 PATIENCE = 20.0  # seconds without any barrier completing
 LOOKS = 100_000  # in a row, at a place in global memory
@@ -529,7 +529,7 @@ def _fakes() -> dict[str, types.ModuleType]:
 
 def _load() -> types.SimpleNamespace:
     """The kernels' own files, with the names they import played by those above."""
-    fakes = _fakes() | {"simulated_text.plan": plans}
+    fakes = _fakes() | {"simulated_text.direct": direct}
     for name, path in (("simulated", launch.__file__), ("simulated_text", kernels.__file__)):
         package = types.ModuleType(name)
         package.__path__ = [str(Path(path).parent)]
