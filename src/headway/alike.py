@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .backends.base import Alike, Call
+from .backends.base import Alike, Call, Kind
 from .blocks import BlockMask
 from .mods import Captured
 from .mods.base import Mod
@@ -84,8 +84,9 @@ def captured_by(alike: Alike, made: list[Made | None]) -> Captured:
 
 
 def remember(
-    key: tuple, spec: Spec, call: Call, made: list[Made | None], lowered: list[Lowered | None]
-) -> Call:
+    key: tuple, spec: Spec, kind: Kind, call: Call, made: list[Made | None],
+    lowered: list[Lowered | None],
+) -> Call:  # fmt: skip
     """The call, known from now on: it has passed all checks, and this is its spec."""
     if call.q.device.type not in ("cuda", "cpu"):  # others may be watched (`ops`)
         return call
@@ -94,11 +95,9 @@ def remember(
         for of, low in zip(made, lowered, strict=True)
     ]
     tensors, _, floats = call.captured
-    learn = (*call[:4], *tensors[: spec.score_tensors])
-    trained = any(x is not None and x.requires_grad for x in learn)
     while len(_known) >= _MOST:
         _known.pop(next(iter(_known)), None)
-    alike = Alike(spec, trained, picks, None if tensors or floats else call.captured)
+    alike = Alike(spec, kind.trained, picks, None if tensors or floats else call.captured)
     _known[key] = alike
     return Call(*call[:-1], alike)
 

@@ -287,7 +287,7 @@ def prepare(
         spec = _settled(*kind, *asked)
         if looked is not None and spec is not None:
             key, _, made = looked
-            call = remember(key, spec, call, made, [of_score, of_mask])
+            call = remember(key, spec, Kind(*kind), call, made, [of_score, of_mask])
     return (_settle(Kind(*kind), asked, call) if spec is None else spec), call
 
 

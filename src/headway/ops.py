@@ -177,7 +177,12 @@ def _once(ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | Non
     with torch.no_grad():
         grads = gradients(ctx, *grad_outputs)
     # create_graph=True: a second derivative must not be dropped in silence.
-    on = [x for x in (*grad_outputs, *ctx.saved_tensors) if x is not None and x.requires_grad]
+    return _not_twice(grads, *grad_outputs, *ctx.saved_tensors)
+
+
+def _not_twice(grads: Sequence[Tensor | None], *of: Tensor | None) -> tuple:
+    """Gradients that refuse to be differentiated, as functions of those of `of` that could be."""
+    on = [x for x in of if x is not None and x.requires_grad]
     return tuple([None if g is None else _NotTwice.apply(g, *on) for g in grads])
 
 
@@ -288,7 +293,8 @@ def _alone(spec: Spec, call: Call) -> Forward:
 
 def _watched_over(spec: Spec, call: Call) -> Forward:
     """`attention` where something has to see the operators."""
-    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos = flat(call)
+    given = flat(call)
+    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos = given
     inputs = [q, k, v, sink, seed, q_pos, kv_pos, *tensors, *tiles]
     learning = torch.is_grad_enabled() and _learns(inputs)
     compiling = torch.compiler.is_compiling()
@@ -300,9 +306,7 @@ def _watched_over(spec: Spec, call: Call) -> Forward:
             "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
         )
     if not learning and forward_ad._current_level < 0:  # `_Attention` refuses forward mode by name
-        results = torch.ops.headway.forward(
-            spec.text, q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos
-        )
+        results = torch.ops.headway.forward(spec.text, *given)
     else:
         counts = spec.score_tensors, len(tensors)
         if compiling:
@@ -359,7 +363,4 @@ constant_under_compile(_opaque)
 
 def _refuse_twice(grads: Any, grad_outputs: Any) -> Any:
     """A hook of the node of PyTorch's operator: what `_Attention.backward` does for ours."""
-    if torch.is_grad_enabled():
-        on = [x for x in grad_outputs if x is not None and x.requires_grad]
-        return tuple([None if g is None else _NotTwice.apply(g, *on) for g in grads])
-    return None
+    return _not_twice(grads, *grad_outputs) if torch.is_grad_enabled() else None

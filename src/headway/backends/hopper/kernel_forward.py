@@ -33,7 +33,7 @@ from .gluon_api import (
     warpgroup_mma_wait,
 )
 from .linear import linear_scores
-from .pipeline import acquire, await_, channel, publish_if, ready, release, start, step
+from .pipeline import acquire, await_, channel, publish, ready, release, start, step
 from .sides import by_thread, given, keep, of_columns, of_rows
 from .tile import (
     LN2,
@@ -218,7 +218,7 @@ def load_block(
     """Copy the keys and values from n on; at the `ask`-th block, ask for one more rank."""
     to, b, h, more_ring = given
     k_at, v_at, ask = state
-    publish_if(more_ring, start(), ask == 1)
+    publish(more_ring, start(), ask == 1)
     return load_keys(k_at, to, b, h, n, HOW), load_values(v_at, to, b, h, n, HOW), ask - 1
 
 

@@ -85,14 +85,8 @@ def release(ring, at):
 
 
 @gluon.jit
-def publish(ring, at):
-    """Say that the stage, written by ordinary stores, holds this turn's tile."""
-    mbarrier.arrive(ring[0].index(at[0]), count=1)
-
-
-@gluon.jit
-def publish_if(ring, at, condition):
-    """`publish`, where there is something to say."""
+def publish(ring, at, condition=True):
+    """Say that the stage, written by ordinary stores, holds this turn's tile, if it does."""
     mbarrier.arrive(ring[0].index(at[0]), count=1, pred=condition)
 
 

@@ -76,9 +76,8 @@ class Launch:
                 memory += data
         memory += bytes(-len(memory) % 8)
         self.function, self.memory = function, bytes(memory)
-        self.free: list[
-            tuple
-        ] = []  # what `laid` makes: a launch takes one away, and brings it back
+        # What `laid` makes: a launch takes one away, and brings it back.
+        self.free: list[tuple] = []
 
     def __call__(self, stream: int, addresses: Sequence[int], numbers: Sequence[float]) -> bool:
         """Launch; False if nothing was: Triton is to do it, or to say why it cannot."""

@@ -50,20 +50,18 @@ def plan_of(
 
     Calls that are alike are known without a look at all that they have in common.
     """
-    alike, (q, k, v, *dout) = call.alike, matrices
-    if alike is None or alike.spec is not spec or not (q is call.q and k is call.k and v is call.v):
-        key = (of, *key_of(spec, call, wanted, matrices))
-        return remembered(key, lambda: make(spec, call, wanted, matrices))
-    short = (of, alike)
-    if dout:  # what was saved may have come back with other strides (`saved_tensors_hooks`)
-        strides = [x.stride() for x in (*matrices, *call.captured.tensors)]
-        short = (of, alike, wanted, *strides)
-    plan = _known.get(short)
-    if plan is None:
-        key = (of, *key_of(spec, call, wanted, matrices))
-        plan = remembered(key, lambda: make(spec, call, wanted, matrices))
-        remembered(short, lambda: plan)
-    return plan
+    alike, (q, k, v, *dout), short = call.alike, matrices, None
+    if alike is not None and alike.spec is spec and q is call.q and k is call.k and v is call.v:
+        short = (of, alike)
+        if dout:  # what was saved may have come back with other strides (`saved_tensors_hooks`)
+            strides = [x.stride() for x in (*matrices, *call.captured.tensors)]
+            short = (of, alike, wanted, *strides)
+        plan = _known.get(short)
+        if plan is not None:
+            return plan
+    key = (of, *key_of(spec, call, wanted, matrices))
+    plan = remembered(key, lambda: make(spec, call, wanted, matrices))
+    return plan if short is None else remembered(short, lambda: plan)
 
 
 def clear() -> None:
