@@ -225,7 +225,7 @@ def _table() -> tuple[Case, ...]:
         add(f"score_{score}", "score", *half, score=score, mask=needs.get(score))
         mask = needs.get(score, "by_head")
         add(f"score_{score}_masked", "score", score=score, mask=mask, sink=True, q_len=41)
-    for score in ("relative", "twice", "bias_rows"):
+    for score in ("relative", "twice", "bias_rows", "bias_keys"):
         fields = {"captured": "input", "sink": True, "score": score, "q_len": 130, "kv_len": 130}
         add(f"captured_{score}", "half", **fields, mask="causal")
     for p in (0.1, 0.5):

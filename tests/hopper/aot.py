@@ -3,7 +3,8 @@
 `python tests/hopper/aot.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
 `registers`, `spills` (bytes stored), `loops` (accesses to local memory inside the loops that
 multiply), `loop` and `masked` (instructions of the shortest and of the longest of these: a block without a
-mask, and one with it), `hgmma`, `shared` (bytes), and `serialized`, where the assembler gave up asynchrony.
+mask, and one with it), `hgmma`, `shared` (bytes), `serialized`, where the assembler gave up asynchrony, and
+`twice`: how many times a number is added to memory once more.
 
 The real launching code runs on tensors on the CPU, with a driver that only names the target; every
 launch is compiled, and none runs.
@@ -36,12 +37,12 @@ LENGTH = 384
 
 
 def _table(*size: int) -> torch.Tensor:
-    return torch.rand(*size).requires_grad_()
+    return torch.rand(size).requires_grad_()
 
 
 IDS = torch.arange(2 * LENGTH).reshape(2, LENGTH) // 100
 DENSE = torch.rand(4, LENGTH, LENGTH) < 0.5
-BIAS = _table(4, LENGTH, 1)
+BIAS, LEARNED, GAIN = _table(4, LENGTH, 1), _table(4, LENGTH), _table()
 KEYS, QUERIES = torch.rand(4, LENGTH), torch.rand(4, LENGTH)
 CALLS = {
     "plain": {},
@@ -55,6 +56,8 @@ CALLS = {
     "softcap": {"score": hw.softcap(30.0), "mask": hw.causal()},
     "relative": {"score": hw.relative_bias(_table(4, 2 * LENGTH - 1))},
     "rows": {"score": lambda s, b, h, i, j: s + BIAS[h, i, 0]},
+    "columns": {"score": lambda s, b, h, i, j: s + LEARNED[h, j]},
+    "numbers": {"score": lambda s, b, h, i, j: s * GAIN.exp() + GAIN * LEARNED[h, i]},
     "keys": {"score": lambda s, b, h, i, j: s + KEYS[h, j] - QUERIES[h, i]},
     "ragged": {"mask": hw.causal(), "length": LENGTH - 5},
     "equal_heads": {"mask": hw.causal(), "heads": 4},
@@ -135,6 +138,9 @@ def resources(name: str, made) -> dict:
         ).stderr
         sass = _run(tool / "cuobjdump", "--dump-sass", file.with_suffix(".cubin")).stdout
     loops = _loops(sass)
+    added = re.findall(
+        r"(@\S+) atom\.global\S*\.add\.f32 \S+ \[ (\S+) \+ 0 \], (\S+);", made.asm["ptx"]
+    )
     return {
         "name": name,
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
@@ -145,6 +151,7 @@ def resources(name: str, made) -> dict:
         "hgmma": len(re.findall(r"\bHGMMA\b", sass)),
         "shared": made.metadata.shared,
         "serialized": len(re.findall(r"C75\d\d", report)),
+        "twice": len(added) - len(set(added)),
     }
 
 

@@ -63,3 +63,9 @@ def test_compiles(direction, widths, name):
     most = {n: pin.pop(n) for n in ("spills", "loops", "loop", "masked", "serialized")}
     assert {n: made[n] for n in pin} == pin
     assert all(made[n] <= limit for n, limit in most.items()), made
+
+
+def test_nothing_is_added_twice():
+    """A tensor that is 1 long along an axis may lie in a thread's registers several times."""
+    made = report("backward", "64/64", "rows", "columns", "numbers")
+    assert [(x["call"], x["twice"]) for x in made] == [("rows", 0), ("columns", 0), ("numbers", 0)]

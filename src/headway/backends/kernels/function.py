@@ -366,14 +366,14 @@ class Function:
         return f"tl.cast({text}, {_TYPES[node.dtype]})"
 
     def _output(self, arg: Arg) -> str:
-        # A constant takes shape and layout from a tensor that has them: Gluon makes none without.
+        # A number takes shape and layout from a tensor that has them: Gluon makes none without.
         if self.graph.kind == "mask":
             if isinstance(arg, str):
                 return self._arg(arg, "bool")
             return f"tl.where(kv_idx == kv_idx, {arg}, {arg})"
-        if isinstance(arg, str):
-            return f"tl.broadcast_to({self._arg(arg, 'f32')}, score.shape)"
         value = self._arg(arg, "f32")
+        if isinstance(arg, str) and self.kinds[arg] != "one":
+            return f"tl.broadcast_to({value}, score.shape)"
         return f"tl.where(score == score, {value}, {value})"
 
 

@@ -21,19 +21,26 @@ def add_one(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, s
 @triton.jit
 def add_rows(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
     """The pairs of a query read the same number."""
-    at = grad + OFFSET(0.0, b, h, q_idx, 0, captured)
     KEYS: tl.constexpr = 1 if kv_idx.shape[0] == 1 else 0
-    sums = tl.sum(values, KEYS, keep_dims=True)
-    tl.atomic_add(at, sums, mask=sums != 0, sem="relaxed")
+    _add_sums(grad, values, OFFSET(0.0, b, h, q_idx, 0, captured), KEYS)
 
 
 @triton.jit
 def add_cols(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
     """The pairs of a key read the same number."""
-    at = grad + OFFSET(0.0, b, h, 0, kv_idx, captured)
     QUERIES: tl.constexpr = 0 if kv_idx.shape[0] == 1 else 1
-    sums = tl.sum(values, QUERIES, keep_dims=True)
-    tl.atomic_add(at, sums, mask=sums != 0, sem="relaxed")
+    _add_sums(grad, values, OFFSET(0.0, b, h, 0, kv_idx, captured), QUERIES)
+
+
+@triton.jit
+def _add_sums(grad, values, offset, AXIS: tl.constexpr):
+    """Sums over an axis, to offsets that are 1 long there: they lose it too, as a largest of one.
+
+    A tensor that is 1 long along an axis may lie several times in the registers of a thread, and
+    Triton 3.6 adds every copy: gradients of Hopper's layouts came out doubled.
+    """
+    sums = tl.sum(values, AXIS)
+    tl.atomic_add(grad + tl.max(offset, AXIS), sums, mask=sums != 0, sem="relaxed")
 
 
 @triton.jit
