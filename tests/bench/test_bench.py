@@ -52,17 +52,15 @@ RECORDED = replace(TINY, hk=4, length=20, measure="recording", most=3.0)
 
 
 def test_recording_and_clipping_are_measured_apart(monkeypatch):
-    def step(self, first):  # layers differ, and the machine slows down
+    def step(self, first, *, clip=False):  # layers differ, and the machine slows down
         step.slower += 0.01
         layers = [0.1 + 0.01 * n + step.slower for n in range(stability.LAYERS)]
         whole = 10.0 + 8 * step.slower
         layers[first::2] = [seconds + 0.01 for seconds in layers[first::2]]
-        return stability.Times(whole + 0.04, layers)
+        return stability.Times(whole + 0.04, layers, 0.05 if clip else 0.0)
 
     step.slower = 0.0
     monkeypatch.setattr(stability.Steps, "step", step)
-    monkeypatch.setattr(stability.QKClip, "step", lambda clip: None)
-    monkeypatch.setattr(stability, "seconds", lambda call, device: 0.05)
     step_, recorded, clipped = stability.recording(RECORDED, "cpu", 3, lambda: None)
     base = step_.median / 1e3
     assert 10 < base < 11.5
@@ -79,11 +77,13 @@ def test_steps_record_in_turns():
     assert [a.max_logit.empty for a in attentions] == [False, True] * 4
     odd = steps.step(1)
     assert not any(a.max_logit.empty for a in attentions)
-    for whole, parts in (even, odd):
+    both = steps.step(0, clip=True)
+    assert all(a.max_logit.empty for a in attentions)  # clipping begins a new record
+    for whole, parts, _ in (even, odd, both):
         assert len(parts) == stability.LAYERS
         assert min(parts) > 0
         assert sum(parts) < whole
-    assert len(steps.clip.step().gamma) == stability.LAYERS
+    assert even.clip < both.clip
 
 
 # ---------------------------------------------------------------------------------- the table

@@ -3,8 +3,9 @@
 Eight pre-norm layers of `headway.nn.Attention` and MLPs, causal, AdamW. They cost a hundredth of a
 step, and a processor's steps differ by more than that. So what they change is timed by itself,
 inside of whole steps: the forward and the backward of every attention, and the clip (which takes
-the same time whatever is above tau). In one step every second attention records, in the next the
-others do: what is compared lies a tenth of a second apart, and each layer is once on either side.
+the same time whatever is above tau; on a GPU it is queued behind the step, as in training). In one
+step every second attention records, in the next the others do: what is compared lies a tenth of a
+second apart, and each layer is once on either side.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from ..nn import Attention, Rotary
 from ..stability import QKClip
 from .cases import Case
 from .results import Result
-from .timing import Mark, Timing, between, mark, seconds
+from .timing import Mark, Timing, between, mark
 
 LAYERS = 8
 STEP, RECORDING, CLIPPING = "training step", "recording", "recording + clipping"
@@ -54,16 +55,15 @@ def recording(case: Case, device: str, repeats: int, tick: Callable[[], object])
     and both together, make it longer."""
     steps = Steps(case, device)
     for n in range(2):
-        steps.step(n)
-    steps.clip.step()
+        steps.step(n, clip=n == 1)
     plain, added, clipping = [], [], []
     for _ in range(2 * repeats):
-        even, odd = steps.step(0), steps.step(1)
+        even, odd = steps.step(0), steps.step(1, clip=True)
         with_it = sum(even.attentions[0::2]) + sum(odd.attentions[1::2])
         without = sum(even.attentions[1::2]) + sum(odd.attentions[0::2])
         added.append(with_it - without)
         plain.append((even.whole + odd.whole - added[-1]) / 2)
-        clipping.append(seconds(steps.clip.step, device))
+        clipping.append(odd.clip)
         tick()
     base = median(plain)
     results = [Result(case.name, STEP, "headway").timed(Timing.of(plain))]
@@ -80,8 +80,9 @@ def recording(case: Case, device: str, repeats: int, tick: Callable[[], object])
 class Times(NamedTuple):
     """Seconds of one step."""
 
-    whole: float
+    whole: float  # without the clip
     attentions: list[float]  # of each layer's: forward and backward
+    clip: float
 
 
 class Steps:
@@ -109,8 +110,8 @@ class Steps:
     def _mark(self, attention: nn.Module, *_: object) -> None:
         self.marks.setdefault(attention, []).append(mark(self.device))
 
-    def step(self, first: int) -> Times:
-        """One step, in which the attentions `first`, `first + 2`, ... record."""
+    def step(self, first: int, *, clip: bool = False) -> Times:
+        """One step, in which the attentions `first`, `first + 2`, ... record; and a clip."""
         for n, layer in enumerate(self.clip.layers):
             layer.record.train(n % 2 == first)
         self.marks.clear()
@@ -122,6 +123,12 @@ class Steps:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.x.grad = None
-        whole = between(start, mark(self.device))
+        end = mark(self.device)
+        if clip:
+            self.clip.step()
+        clipped = mark(self.device)
         parts = [self.marks[attention] for attention in self.model.attentions]
-        return Times(whole, [between(a, b) + between(c, d) for a, b, c, d in parts])
+        return Times(
+            between(start, end), [between(a, b) + between(c, d) for a, b, c, d in parts],
+            between(end, clipped),
+        )  # fmt: skip
