@@ -21,7 +21,7 @@ launches, fails = (ctypes.c_int.in_dll(CUDA, name) for name in ("launches", "fai
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaDriver
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
 torch._C._cuda_getCurrentRawStream = lambda device: 0x5000 + device
 
@@ -121,6 +121,16 @@ def kernels() -> list[direct.Direct]:
     return found + [l.kernel for p in plans for l in getattr(p, "launchers", {}).values()]
 
 
+def without_a_launcher() -> None:
+    """A first call that is trained makes none of Triton's launchers: each takes a C compiler."""
+    q = torch.randn(1, 2, 48, 16).bfloat16().requires_grad_()
+    before = launches.value
+    with mock.patch.object(CudaLauncher, "__init__", side_effect=RuntimeError("a launcher")):
+        out = hw.attention(q, q, q, mask=hw.causal(), backend="triton")
+        torch.autograd.grad(out, q, torch.ones_like(out))
+    assert launches.value == before + 4
+
+
 def refusals(own: Launch) -> None:
     """What is left to Triton's launcher, which knows what to do or says what is wrong."""
     n, before = own.tensors, launches.value
@@ -156,6 +166,7 @@ with ExitStack() as stack:
     ):  # fmt: skip
         stack.enter_context(mock.patch.object(where, what, by))
     driver.set_active(Driver())
+    without_a_launcher()
     with mock.patch.object(direct.Direct, "__call__", both):
         for n in range(3):
             forward(portable, "triton", hw.softcap(20.0 + n), 16)

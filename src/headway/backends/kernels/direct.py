@@ -1,6 +1,7 @@
-"""Launches of one kernel for calls of one kind: the first through Triton, later ones directly."""
+"""Launches of one kernel for calls of one kind: Triton compiles it, and then is not asked again."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ NONE = Given([], (), [])
 
 
 class Direct:
-    """A kernel for calls of one kind: launched through Triton, which compiles, and after that
+    """A kernel for calls of one kind: launched through Triton, where it is not compiled yet, else
     directly, since for calls of one kind Triton would choose the same: through the driver
     (`driver.Launch`) or, where that is not known to be right, through `CompiledKernel.run` (the
     same in Triton 3.6 to 3.9).
@@ -50,7 +51,6 @@ class Direct:
         self.index, self.cuda = device.index or 0, device.type == "cuda"
         self.tail = tuple(options[p] for p in fn.arg_names if p in options)
         self.compiled: Any = None
-        self.run: Any = None
         self.launch: Launch | None = None
 
     def __call__(self, tensors: Sequence[Tensor | None], given: Given = NONE) -> None:
@@ -76,27 +76,35 @@ class Direct:
         # Triton's choice depends on whether pointers are multiples of 16: here all are.
         plain = not any(address % 16 for address in addresses)
         if rehearsals and get_ident() in rehearsals:
-            write_down(self.fn, args, self.options)
+            known = partial(self.known, tensors=tensors, given=given) if plain else None
+            write_down(self.fn, args, self.options, known)
         elif not plain or self.compiled is None:
             hashing().join()
             compiled = self.fn[self.grid](*args, **self.options)
-            if plain and hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-                self.known(compiled, tensors, given)
+            made = plain and hasattr(compiled, "packed_metadata")  # the interpreter makes nothing
+            if made and not self.known(compiled, tensors, given):
+                self.stream, self.compiled = _streams(), compiled
         elif watched():
             self.compiled[self.grid](*args, *self.tail)
         else:
-            self.run(*self.grid, self.stream(self.index), *self.metadata, *args, *self.tail)
+            run, loaded = self.compiled.run, (self.compiled.function, self.compiled.packed_metadata)
+            run(*self.grid, self.stream(self.index), *loaded, None, None, None, *args, *self.tail)
 
-    def known(self, compiled: Any, tensors: Sequence[Tensor | None], given: Given) -> None:
-        """Launch this directly from now on."""
-        self.run = compiled.run
-        self.stream = driver.active.get_current_stream  # type: ignore[attr-defined]
-        self.metadata = compiled.function, compiled.packed_metadata, None, None, None
-        self.compiled = compiled  # other threads may be here: what they look at comes after
+    def known(self, compiled: Any, tensors: Sequence[Tensor | None], given: Given) -> bool:
+        """Launch this through the driver from now on; False where that cannot be."""
         own, floats = stand_ins((*tensors, *given.tensors), given.floats)
         args = self.arrange(own[: len(tensors)], own[len(tensors) :], floats)
         own = [x for x in own if x is not None]
-        self.launch = launch_of(compiled, self.grid, (*args, *self.tail), own, floats)
+        launch = launch_of(compiled, self.grid, (*args, *self.tail), own, floats)
+        if launch is None:
+            return False
+        # Other threads may be here: what they look at comes last.
+        self.stream, self.compiled, self.launch = _streams(), compiled, launch
+        return True
+
+
+def _streams() -> Callable[[int], int]:
+    return driver.active.get_current_stream  # type: ignore[attr-defined]
 
 
 def watched() -> bool:

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
+
+from triton import knobs
 
 # Of a CUlaunchConfig: grid, threads, bytes of shared memory. The stream follows, and no attributes.
 _CONFIG, _STREAM = struct.Struct("<7I"), 32
@@ -155,16 +158,22 @@ def _launch_of(
 ) -> Launch | None:  # fmt: skip
     from triton.backends.nvidia.driver import CudaLauncher
 
-    launcher, function = compiled.run, compiled.function
-    if cuda() is None or not isinstance(launcher, CudaLauncher) or not function:
+    meta, loading = compiled.metadata, knobs.runtime.kernel_load_start_hook
+    active: Any = driver.active
+    if cuda() is None or active.launcher_cls is not CudaLauncher:
         return None
-    special = launcher.num_ctas - 1, launcher.launch_cooperative_grid, launcher.launch_pdl
-    if any((*special, launcher.global_scratch_size, launcher.profile_scratch_size)):
+    special = meta.num_ctas - 1, meta.launch_cooperative_grid, meta.launch_pdl
+    if any((*special, meta.global_scratch_size, meta.profile_scratch_size)):
+        return None
+    if getattr(loading, "calls", loading):  # a profiler wants to know what is loaded
         return None
     found = [*_parameters(compiled, args, tensors, numbers), *[Parameter(bytes(8))] * 2]
-    if [len(p.data) for p in found] != _sizes(function):
+    # Loaded once more than Triton would, if it has: its way builds a launcher with a C compiler.
+    _, function, _, _, threads = active.utils.load_binary(
+        compiled.name, compiled.kernel, meta.shared, active.get_current_device()
+    )
+    if 32 * meta.num_warps > threads or [len(p.data) for p in found] != _sizes(function):
         return None
-    meta = compiled.metadata
     config = *grid, 32 * meta.num_warps, 1, 1, meta.shared
     return Launch(function, config, found, len(tensors), len(numbers))
 

@@ -5,7 +5,8 @@ and a backward launch four, one after the other. So the first call of a kind is 
 are allocated, and launches only written down. Then every kernel has a thread that compiles it (or
 reads it from Triton's cache) and loads it; Triton's passes, LLVM and the assembler leave Python's
 lock to the others. All threads have ended before the call goes on and launches as ever: what could
-not be compiled is tried again there, and fails with its own error.
+not be compiled is tried again there, and fails with its own error. (Where launches do without
+Triton's launcher none is made: a C compiler's half a second, after the dearest kernel's own time.)
 """
 
 from collections.abc import Callable
@@ -27,8 +28,8 @@ from ...types import Spec
 from ..base import Call
 from .device import on
 
-# By thread that rehearses: what would compile the kernels of its launches.
-rehearsals: dict[int, list[Callable[[], Any]]] = {}
+# By thread that rehearses: what would compile and load the kernels of its launches.
+rehearsals: dict[int, list[Callable[[], None]]] = {}
 _settled: set[str] = set()  # modules
 
 
@@ -74,14 +75,30 @@ def side_by_side(device: torch.device, steps: Callable[[], object]) -> None:
         driver.active.get_current_target()
         hashing().join()
         with ThreadPoolExecutor(len(kernels)) as pool:
-            list(pool.map(lambda make: _ready(device, make), kernels))
+            # Backwards: the last ones take longest.
+            list(pool.map(lambda ready: _on(device, ready), kernels[::-1]))
 
 
-def write_down(fn: Any, args: tuple, options: dict[str, Any]) -> None:
-    """A launch of the rehearsal; interpreters compile nothing."""
+def write_down(
+    fn: Any, args: tuple, options: dict[str, Any], known: Callable[[Any], bool] | None
+) -> None:
+    """A launch of the rehearsal; interpreters compile nothing.
+
+    - `known`: prepares to launch what is compiled without Triton's launcher; False where that
+      cannot be.
+    """
+
+    def ready() -> None:
+        try:
+            compiled = fn.warmup(*args, grid=(1, 1, 1), **options)
+        except Exception:  # noqa: BLE001  (the launch will raise it again)
+            return
+        if known is None or not known(compiled):
+            with suppress(OutOfResources):  # the launch will find that out, and take a smaller tile
+                compiled[1, 1, 1]  # loads it
+
     if isinstance(fn, triton.JITFunction):
-        make = lambda: fn.warmup(*args, grid=(1, 1, 1), **options)
-        rehearsals[get_ident()].append(make)
+        rehearsals[get_ident()].append(ready)
 
 
 @lru_cache(maxsize=1)
@@ -110,14 +127,9 @@ def settle(*modules: ModuleType) -> None:
                 fn.cache_key  # noqa: B018
 
 
-def _ready(device: torch.device, make: Callable[[], Any]) -> None:
+def _on(device: torch.device, call: Callable[[], None]) -> None:
     with on(device):
-        try:
-            compiled = make()
-        except Exception:  # noqa: BLE001  (the launch will raise it again)
-            return
-        with suppress(OutOfResources):  # the launch will find that out, and take a smaller tile
-            compiled[1, 1, 1]  # loads it
+        call()
 
 
 def _capturing(device: torch.device) -> bool:
