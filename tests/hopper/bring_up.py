@@ -39,6 +39,12 @@ CHECKS = {
     "document": ((2, 4, 4, 2000, 2000, 128, 128), {"mask": "document"}),
     "sink": ((2, 8, 8, 777, 777, 128, 128), {"mask": "causal", "sink": True}),
     "relative": ((2, 4, 4, 777, 777, 128, 128), {"score": "relative"}),
+    "relative_causal": ((2, 8, 2, 1024, 1024, 128, 128), {"score": "relative", "mask": "causal"}),
+    "relative_window": ((2, 4, 4, 777, 1300, 96, 96), {"score": "relative", "mask": "window"}),
+    "relative_64": ((2, 4, 4, 777, 333, 64, 64), {"score": "relative"}),
+    "relative_mla": ((2, 4, 4, 777, 777, 192, 128), {"score": "relative", "mask": "causal"}),
+    "relative_256": ((2, 4, 4, 777, 777, 256, 256), {"score": "relative", "mask": "causal"}),
+    "buckets": ((2, 4, 4, 777, 777, 128, 128), {"score": "buckets", "mask": "causal"}),
     "width_96": ((2, 4, 4, 777, 777, 96, 96), {"mask": "causal"}),
     "width_80": ((2, 4, 4, 333, 333, 80, 72), {"mask": "causal"}),
     "mla": ((2, 4, 4, 777, 777, 192, 128), {"mask": "causal"}),
@@ -72,6 +78,7 @@ ROWS |= {
     "window_8k": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "window"}),
     "document_8k": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "document"}),
     "relative_8k": ((2, 16, 16, 8192, 8192, 128, 128), {"score": "relative"}),
+    "relative_8kc": ((2, 16, 16, 8192, 8192, 128, 128), {"score": "relative", "mask": "causal"}),
     "in_turn_1kc": ((16, 16, 16, 1024, 1024, 128, 128), {"mask": "causal", **TURNS}),
     "in_turn_8k": ((2, 16, 16, 8192, 8192, 128, 128), TURNS),
     "in_turn_8kc": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "causal", **TURNS}),
@@ -93,15 +100,17 @@ def made(shape, mask=None, score=None, dtype=BF16, sink=False, backward=True, **
     v = torch.randn(b, hk, m, dv, device="cuda").to(dtype)
     dout = torch.randn(b, hq, n, dv, device="cuda").to(dtype)
     ids = (torch.arange(m, device="cuda") * 7 // m).expand(b, m).contiguous()
-    table = torch.randn(hq, 2 * max(n, m) - 1, device="cuda")
+    learned = {"relative": (hq, 2 * max(n, m) - 1), "buckets": (32, hq)}.get(score)
+    table = None if learned is None else torch.randn(learned, device="cuda").requires_grad_()
     masks = {None: None, "causal": hw.causal(), "document": hw.causal() & hw.document(ids),
              "window": hw.causal() & hw.sliding_window(min(1024, n // 4))}  # fmt: skip
     scores = {None: None, "softcap": hw.softcap(30.0),
-              "alibi": hw.alibi(2.0 ** -torch.arange(1, hq + 1, device="cuda").float()),
-              "relative": hw.relative_bias(table.requires_grad_())}  # fmt: skip
+              "alibi": hw.alibi(2.0 ** -torch.arange(1, hq + 1, device="cuda").float())}  # fmt: skip
+    if table is not None:
+        scores[score] = (hw.relative_bias if score == "relative" else hw.t5_bias)(table)
     leaves = [x.requires_grad_(backward) for x in (q, k, v)]
     sinks = torch.randn(hq, device="cuda").requires_grad_(backward) if sink else None
-    return leaves, dout, scores[score], masks[mask], sinks, table if score == "relative" else None
+    return leaves, dout, scores[score], masks[mask], sinks, table
 
 
 def call(name, leaves, dout, score, mask, sink, table, deterministic=False):

@@ -26,9 +26,11 @@ from unittest import mock
 import torch
 
 from headway.backends import kernels
-from headway.backends.hopper import launch, plan
+from headway.backends.hopper import bands, launch, plan
 from headway.backends.kernels import direct, results
 from headway.backends.kernels import plan as plans
+
+from . import assembly
 
 PATIENCE = 20.0  # seconds without any barrier completing
 LOOKS = 100_000  # in a row, at a place in global memory
@@ -324,6 +326,10 @@ class Pointer:
 
     __radd__ = __add__
 
+    def to(self, dtype):
+        """As a number: what assembly takes."""
+        return self
+
     def flat(self) -> torch.Tensor:
         """All of the storage, so that strides lead where they do on the card."""
         size = self.base.untyped_storage().nbytes() // self.base.element_size()
@@ -386,6 +392,8 @@ class Language(types.ModuleType):
     def inline_asm_elementwise(asm, constraints, args, **options):
         if asm == "":
             return args[0]
+        if "global" in asm:
+            return assembly.elementwise(asm, constraints, args, Desc.lock)
         if not asm.startswith("tanh.approx.f32 "):
             raise Wrong(f"no meaning is known for {asm}")
         return args[0].tanh()
@@ -542,12 +550,13 @@ def _load() -> types.SimpleNamespace:
         adder = load("simulated.kernel_backward_adder")
         parts = load("simulated.kernel_backward_parts")
         sides = load("simulated.sides")
+        diagonals = load("simulated.diagonals")
         text = {n: load(f"simulated_text.{n}") for n in ("maths", "gradients")}
         rows = load("simulated_text.rows")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
         forward=forward, backward=backward, backward_wide=backward_wide, adder=adder, parts=parts,
-        sides=sides, rows=rows, names=names,
+        sides=sides, diagonals=diagonals, rows=rows, names=names,
     )  # fmt: skip
 
 
@@ -631,6 +640,11 @@ def simulating():
             finish=Kernel(LOADED.parts.finish),
             Terms=LOADED.rows.Terms,
             processors=lambda device: 3,
+        ),  # fmt: skip
+        mock.patch.multiple(
+            bands,
+            lay_out=Kernel(LOADED.diagonals.lay_out),
+            collect=Kernel(LOADED.diagonals.collect),
         ),  # fmt: skip
         mock.patch.object(launch, "row_terms", LOADED.rows.row_terms),
         mock.patch.object(results, "deltas", LOADED.rows.deltas),

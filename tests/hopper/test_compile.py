@@ -27,7 +27,11 @@ PINS = {
         "hgmma": 96, "shared": 230192, "spills": 24, "masked": 640,
     },
     ("forward", "128/128", "slanted"): {"hgmma": 64, "shared": 230128, "spills": 60, "loop": 555},
+    ("forward", "128/128", "relative"): {"hgmma": 64, "shared": 230144, "spills": 0, "loop": 560},
     ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 215456, "spills": 80},
+    ("backward", "128/128", "relative"): {
+        "hgmma": 80, "shared": 215456, "spills": 210, "loops": 8, "loop": 595,
+    },
     ("backward", "64/64", "in_turn"): {
         "hgmma": 88, "shared": 141728, "spills": 20, "masked": 450,
     },

@@ -103,12 +103,19 @@ def test_it_goes_before_triton():
 
 
 BIAS = hw.relative_bias(torch.randn(2, 15))
+LEARNED = hw.relative_bias(torch.randn(2, 15).requires_grad_())
+DISTANCES = torch.arange(16)
 
 
 @pytest.mark.parametrize(
     ("first", "score", "options"),
     [
-        ("triton", BIAS, {}),
+        ("hopper", BIAS, {}),
+        ("hopper", LEARNED, {"width": 128}),
+        ("triton", LEARNED, {"width": 192}),
+        ("hopper", LEARNED, {"width": 256}),
+        ("hopper", hw.t5_bias(torch.randn(32, 2)), {}),
+        ("triton", lambda s, b, h, i, j: s + DISTANCES[i - j + 8], {}),
         ("hopper", hw.softcap(30.0), {}),
         ("hopper", None, {}),
         ("triton", None, {"deterministic": True, "width": 64}),

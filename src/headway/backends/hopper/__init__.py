@@ -14,6 +14,7 @@ from torch import Tensor
 from ...mods.graph import parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
 from ..base import Call, Hook, Kind
+from ..kernels.function import diagonal, not_spread
 from ..kernels.varies import variation
 from .config import FORWARD, TILE, fitting
 
@@ -48,20 +49,30 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
 
 
 def slower(spec: Spec, kind: Kind) -> str:
-    """What the Triton backend is faster at. It reads a tile's diagonals once, where every pair has
-    an address here (on an H200, learned relative bias: 1.4 times forward, 1.7 backward); and up to
-    width 64 its second pass takes less time than turns do (8k, causal: 1.5 times backward)."""
+    """What the Triton backend is faster at. It reads every tensor by relative position once per
+    diagonal of a tile, where these kernels do so for floats, and for its gradient have no registers
+    left at widths 129 to 192; and up to width 64 its second pass takes less time than turns do (8k,
+    causal: 1.5 times backward)."""
     if spec.deterministic and kind.trained and max(kind.d, kind.dv) <= 64:
         return "dq is added up in turn, and up to width 64 the two passes of 'triton' are faster"
-    if spec.score is None or kind.scattered or not _along_diagonals(spec.score):
+    if spec.score is None or kind.scattered:
         return ""
-    return "the score reads a tensor by relative position, which 'triton' is faster at"
+    if kind.learned and 128 < max(kind.d, kind.dv) <= 192 and _by_distance(spec.score)[0]:
+        return "a gradient by relative position, for which there are no registers at this width"
+    if _by_distance(spec.score)[1]:
+        return "the score reads whole numbers by relative position, pair by pair"
+    return ""
 
 
 @lru_cache(maxsize=1024)
-def _along_diagonals(score: str) -> bool:
+def _by_distance(score: str) -> tuple[bool, bool]:
+    """Whether a score reads floats by relative position, and whether it reads whole numbers that
+    are not for finding the former."""
     graph = parse(score)
-    return any(variation(graph, node.args[1:]) == "diagonals" for _, node in graph.gathers)
+    others = (graph.nodes[n] for n in not_spread(graph))
+    return diagonal(graph) != [], any(
+        variation(graph, node.args[1:]) == "diagonals" for node in others
+    )
 
 
 def accumulates(dtype: torch.dtype) -> torch.dtype:
@@ -99,7 +110,9 @@ def code(spec: Spec, call: Call) -> str:
 
     count = len(call.captured.tensors)
     far = (False,) * count
-    return emit.source(emit.Text(spec.score, spec.mask, far=far, apart=True, sides=True))
+    return emit.source(
+        emit.Text(spec.score, spec.mask, far=far, bands=True, apart=True, sides=True, spread=True)
+    )
 
 
 def unavailable(device: str, index: int | None) -> str:

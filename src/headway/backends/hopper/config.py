@@ -75,6 +75,8 @@ class How:
     ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
     consumer: int = 0  # backward: which one this is compiled for
     largest: bool = False  # keep the largest S, where T is another
+    bands: int = 0  # gathers along diagonals (diagonals.py)
+    summed: tuple[int, ...] = ()  # of those that want a gradient, these are such
     linear: Any = None  # the generated function of a score that is linear in S (kernels/linear.py)
     bent: bool = False  # it has an absolute value
     lone: bool = False  # and nothing else beside S

@@ -30,6 +30,8 @@ Shared stores stand before the products that they would otherwise queue behind, 
 flight over the loop's end, which the assembler would serialise.
 """
 
+from .diagonals import add as add_along
+from .diagonals import begin
 from .gluon_api import (
     copy_out,
     copy_out_wait,
@@ -86,6 +88,7 @@ def backward(
     q0, q1, k0, k1, v, dout, lse, delta, dq0, dq1,  # descriptors, of pieces
     dk0, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
+    bands, sums,  # what is read along diagonals, and added up (diagonals.py)
     counter, total,  # of the ranks: the next one (0, before and after), and how many there are
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
@@ -122,8 +125,8 @@ def backward(
     smem = (inputs, ds_smem, dq_smem, work_smem)
     sizes = (heads, group, share, q_len, q_rows, kv_len)
     inputs = (q, k, v, dout, lse, delta)
-    to = (dk, dv, wide_dk, wide_dv, grads, d_width, dv_width)
-    given = (scale, coords, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
+    to = (dk, dv, wide_dk, wide_dv, grads, sums, d_width, dv_width)
+    given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     gl.warp_specialize(
         [
             (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0),
@@ -244,7 +247,7 @@ def consume_rank(
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """A rank, after so many; `acc_q` is the last piece of dq before it, still to be handed over."""
-    dk, dv, wide_dk, wide_dv, grads, d_width, dv_width = to
+    dk, dv, wide_dk, wide_dv, grads, sums, d_width, dv_width = to
     inputs, _, dq_smem, work_smem = smem
     k_smem, v_smem, q_smem, _, _, _ = inputs
     of_inputs, _, dq_rings, _ = rings
@@ -252,7 +255,7 @@ def consume_rank(
     q_at, do_at, dq_at = ats
     line, _, first, h, b = told(work_smem, nth(done, TOLD), 0, 5, 4)
     heads, _, share, q_len, _, kv_len = sizes
-    scale, coords, of_score, of_mask = given
+    scale, coords, bands, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
     row = first + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma(BLOCK)))
     live = row < kv_len
@@ -270,9 +273,12 @@ def consume_rank(
     state = (s, acc_q, acc_k, acc_v, q_at, do_at, dq_at)
     for n in range(share):
         of_head = (h + n, b)
-        rows = of_keys(kv_idx, of_head, coords, of_score, of_mask, HOW)
+        rows = of_keys(
+            kv_idx, first + W * ROWS, of_head, coords, bands, of_score, of_mask, HOW
+        )  # fmt: skip
+        to_sums = begin(sums, b, h + n, first + W * ROWS)
         context = (smem, rings, dq_rings[W], of_head, kv_idx, live, rows, scale, coords, of_score,
-                   of_mask, grads, q_len, share)  # fmt: skip
+                   of_mask, grads, to_sums, q_len, share)  # fmt: skip
         state = visit(
             state, context, walk, line, q_len, share - 1 - n, attend_back,
             DERIVATIVE, SCATTER, MASK, MINE,
@@ -325,7 +331,7 @@ def attend_back(
     s, acc_q, acc_k, acc_v, q_at, do_at, dq_at = state
     (
         smem, rings, ring, of_head, kv_idx, live, rows, scale, coords, of_score, of_mask, grads,
-        q_len, opaque,
+        sums, q_len, opaque,
     ) = context  # fmt: skip
     W: gl.constexpr = HOW.consumer
     inputs, ds_smem, dq_smem, _ = smem
@@ -375,7 +381,8 @@ def attend_back(
         e = e - delta[None, :]
     ds = by_s.to(gl.float32) * e
     if SCATTER is not None:
-        SCATTER(grads, others(p, by, e, HOW.unbounded), *pairs, of_score)
+        values = others(p, by, e, HOW.unbounded)
+        SCATTER(grads, values, *pairs, of_score)
     ds16 = ds.to(dtype)
     if WIDE:
         ds_at = dq_at
@@ -388,6 +395,8 @@ def attend_back(
     dk = add_product(acc_k, ds16, at_stage(q_smem, q_at[0]))
     fence_async_shared()
     publish(ds_ring, ds_at)
+    if SCATTER is not None:
+        add_along(sums, n, values, HOW)
     if WIDE:  # dS, as a factor, needs registers that dq shall have
         acc_v, acc_k0, acc_k1, _, _ = warpgroup_mma_wait(0, deps=[dv, dk[0], dk[1], p16, ds16])
     else:

@@ -4,6 +4,7 @@ import triton.language as tl
 
 import triton
 
+from .diagonals import begin, read
 from .gluon_api import copy_in, gl, gluon, mbarrier, warpgroup_mma
 from .kernel_forward import ROWS
 from .linear import linear_scores
@@ -93,11 +94,12 @@ def counter_of(turns, row, n):
 
 
 @gluon.jit
-def of_keys(kv_idx, of_head, coords, of_score, of_mask, HOW: gl.constexpr):
-    """What score and mask read of the keys of a rank."""
+def of_keys(kv_idx, first, of_head, coords, bands, of_score, of_mask, HOW: gl.constexpr):
+    """What score and mask read of the keys of a rank, of which the first is told."""
     h, b = of_head
     b_idx, h_idx = gl.cast(coords.b, HOW.index) + b, gl.cast(coords.h, HOW.index) + h
-    return of_rows(b_idx, h_idx, kv_idx, of_score, of_mask, False, HOW)
+    rows = of_rows(b_idx, h_idx, kv_idx, of_score, of_mask, False, HOW)
+    return rows + (begin(bands, b, h, first),)  # noqa: RUF005
 
 
 @gluon.jit
@@ -138,6 +140,8 @@ def probabilities(
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
     elif HOW.linear is None:
         s = s * scale
+        if HOW.bands > 0:
+            of_score = of_score + (read(rows[2], n, HOW.block),)  # noqa: RUF005
         by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
         p = gl.exp2(by[0] * LOG2E - lse[None, :])
     else:

@@ -11,6 +11,8 @@ of its own, and the third makes dq:
 They meet only in a ring of places for P, and so one computes exponentials while others multiply.
 """
 
+from .diagonals import add as add_along
+from .diagonals import begin
 from .gluon_api import (
     copy_out,
     copy_out_wait,
@@ -80,6 +82,7 @@ def backward_wide(
     dq, dq1,  # pointer to the parts, and None
     dk, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
+    bands, sums,  # what is read along diagonals, and added up (diagonals.py)
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
@@ -112,12 +115,12 @@ def backward_wide(
     h = h * share
     at = (line, slot, first, h, b, share, group)
     sizes = (heads, q_len, q_rows, kv_len)
-    given = (scale, coords, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
+    given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     gl.warp_specialize(
         [
             (values, ((dv, wide_dv, dv_width), smem, rings, at, sizes, given, walk,
                       DERIVATIVE, SCATTER, MASK, HOW)),
-            (keys, ((dk, wide_dk, d_width, grads), smem, rings, at, sizes, given, walk,
+            (keys, ((dk, wide_dk, d_width, grads, sums), smem, rings, at, sizes, given, walk,
                     DERIVATIVE, SCATTER, MASK, HOW)),
             (queries, (dq, smem, rings, at, sizes, walk, turns, HOW)),
             (load_once, (((q,), (k,), v, dout, lse, delta), inputs, of_inputs, at, sizes, walk,
@@ -149,7 +152,7 @@ def values(
     k_ring, _, q_ring, do_ring = rings[0]
     line, _, first, h, b, share, _ = at
     _, q_len, _, kv_len = sizes
-    scale, coords, of_score, of_mask = given
+    scale, coords, bands, of_score, of_mask = given
     live, kv_idx = tile_keys(coords, first, b, kv_len, HOW)
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=mma(_HALF))
@@ -159,7 +162,7 @@ def values(
     s = warpgroup_mma_wait(0, deps=[outer(at_stage(k_smem, 0), at_stage(q_smem, 0), zero)])
     state = (s, (half, half), q_at, do_at, p_at)
     for n in range(share):
-        rows = of_keys(kv_idx, (h + n, b), coords, of_score, of_mask, HOW)
+        rows = of_keys(kv_idx, first, (h + n, b), coords, bands, of_score, of_mask, HOW)
         context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
                    q_len, share)  # fmt: skip
         state = visit(
@@ -227,13 +230,13 @@ def keys(
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """dS, and dk."""
-    dk, wide_dk, width, grads = to
+    dk, wide_dk, width, grads, sums = to
     inputs, _ = smem
     _, v_smem, q_smem, do_smem, _, _ = inputs
     k_ring, v_ring, q_ring, do_ring = rings[0]
     line, _, first, h, b, share, _ = at
     _, q_len, _, kv_len = sizes
-    scale, coords, of_score, of_mask = given
+    scale, coords, bands, of_score, of_mask = given
     live, kv_idx = tile_keys(coords, first, b, kv_len, HOW)
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=mma(_HALF))
@@ -246,11 +249,11 @@ def keys(
     state = (dp, (half, half), q_at, do_at, p_at)
     for n in range(share):
         if SCATTER is not None:
-            rows = of_keys(kv_idx, (h + n, b), coords, of_score, of_mask, HOW)
+            rows = of_keys(kv_idx, first, (h + n, b), coords, bands, of_score, of_mask, HOW)
         else:
             rows = ()
         context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
-                   q_len, share, grads)  # fmt: skip
+                   q_len, share, grads, begin(sums, b, h + n, first))  # fmt: skip
         state = visit(
             state, context, walk, line, q_len, share - 1 - n, keys_block,
             DERIVATIVE, SCATTER, MASK, HOW,
@@ -271,7 +274,7 @@ def keys_block(
     dp, acc, q_at, do_at, p_at = state
     (
         smem, rings, of_head, kv_idx, live, rows, scale, coords, of_score, of_mask, q_len, opaque,
-        grads,
+        grads, sums,
     ) = context  # fmt: skip
     inputs, p_smem = smem
     k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = inputs
@@ -297,7 +300,9 @@ def keys_block(
             s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score,
             of_mask, PARTIAL, DERIVATIVE, MASK, HOW,
         )  # fmt: skip
-        SCATTER(grads, others(p, by, e, HOW.unbounded), *pairs, of_score)
+        values = others(p, by, e, HOW.unbounded)
+        SCATTER(grads, values, *pairs, of_score)
+        add_along(sums, n, values, HOW)
         acquire(p_ring, p_at)
     ds16 = (by_s * e).to(dtype)
     p_smem.index(p_at[0]).store(ds16)

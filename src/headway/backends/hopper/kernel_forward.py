@@ -23,6 +23,7 @@ Loader and consumers walk the blocks of a line by the same functions, `tile.firs
 `tile.visit_rest`, and so agree on them.
 """
 
+from .diagonals import begin, read
 from .gluon_api import (
     copy_out,
     copy_out_wait,
@@ -83,7 +84,7 @@ def forward(
     q0, q1, k0, k1, v0, v1, out0, out1,  # descriptors of pieces; no out where `wide_out` is given
     wide_out, lse, row_max, top, sink,  # pointers; all but lse may be None
     counter, total,  # of the ranks: the next one (0, before and after), and how many there are
-    heads, group, q_len, kv_len, dv, scale, coords, walk,
+    heads, group, q_len, kv_len, dv, scale, coords, walk, bands,
     score_tensors, mask_tensors, score_numbers, mask_numbers,  # what the functions capture
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,  # HOW: `config.How`
 ):  # fmt: skip
@@ -109,7 +110,7 @@ def forward(
     ready()
     smem = (work_smem, q_smem, k_smem, v_smem, o_smem)
     sizes = (heads, group, q_len, kv_len, dv)
-    given = (scale, coords, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
+    given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     to = (out, wide_out, lse, row_max, top, sink)
     gl.warp_specialize(
         [
@@ -256,7 +257,7 @@ def consume(
     work_smem, q_smem, k_smem, v_smem, o_smem = smem
     work_ring, q_ring, k_ring, v_ring, _ = rings
     _, _, q_len, kv_len, _ = sizes
-    scale, coords, of_score, of_mask = given
+    scale, coords, bands, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
     rows: gl.constexpr = gl.SliceLayout(1, mma(BLOCK))
@@ -282,7 +283,8 @@ def consume(
             coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
         )
         at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx, b)
-        at = at + (of_rows(at[0], at[1], q_idx, of_score, of_mask, True, HOW),)  # noqa: RUF005
+        of_row = of_rows(at[0], at[1], q_idx, of_score, of_mask, True, HOW)
+        at = at + (of_row + (begin(bands, b, h, first + W * ROWS),),)  # noqa: RUF005
         how_scored = (kv_len, scale, coords, of_score, of_mask, at)
         done = (m, l, largest)
         acc, m, l, largest, p, k_at, v_at = absorb(
@@ -346,6 +348,8 @@ def absorb(
     j = n + gl.arange(0, BLOCK, layout=by_thread())
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, j < kv_len, INDEX)
     columns = of_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
+    if HOW.bands > 0:
+        of_score = of_score + (read(rows[2], n, BLOCK),)  # noqa: RUF005
     s = warpgroup_mma_wait(len(v_smem), deps=[s])
     release(k_ring, k_at)
     k_at = step(k_at, HOW.stages)

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from ...mods.derivative import joint
+from ...mods.graph import Graph
 from ...types import Spec
 from ..base import Call, graphs
 from ..kernels import diagonals, gradients, maths, rows
 from ..kernels.direct import Direct
+from ..kernels.function import not_spread
 from ..kernels.plan import BasePlan, Walks, plan_of
 from ..kernels.rows import Terms
 from ..kernels.varies import variation
+from . import diagonals as of_diagonals
 from . import (
     gluon_api,
     kernel_backward,
@@ -28,6 +31,7 @@ from . import (
     sides,
     tile,
 )
+from .bands import Bands
 from .config import BACKWARD, FORWARD, ROWS, How, fitting, turns
 from .descriptors import chunks, fits, followed, matrix, numbers
 from .gluon_api import gl
@@ -59,7 +63,8 @@ class Plan(BasePlan):
     """What forward and backward have in common."""
 
     sources = (
-        maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, sides, kernel_forward,
+        maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, sides, of_diagonals,
+        kernel_forward,
         kernel_backward_parts, kernel_backward_adder, kernel_backward, kernel_backward_wide,
     )  # fmt: skip
 
@@ -69,23 +74,30 @@ class Plan(BasePlan):
         half = matrices[0].dtype == torch.bfloat16
         self.fits = all(map(fits, matrices))
         super().__init__(
-            spec, call, wanted, matrices, diagonals=False, rough=half, apart=True, sides=True
-        )
+            spec, call, wanted, matrices, diagonals=False, rough=half, apart=True, sides=True,
+            spread=True,
+        )  # fmt: skip
         self.index = gl.int32 if self.text.narrow else gl.int64
         self.alike = self.tiles(call)[2] == 1  # the mask is one for all heads
         apart = self.function("linear")
-        self.linear = {} if apart is None else {
+        self.linear: dict[str, Any] = {} if apart is None else {
             "linear": apart, "bent": self.given.bent, "lone": self.given.lone,
             "rising": self.given.rising and spec.scale > 1e-6,
         }  # fmt: skip
-        self.sides = {name: self.function(name) for name in SIDES}
+        self.sides: dict[str, Any] = {name: self.function(name) for name in SIDES}
         # Every pair reads a number of its own: registers for as many addresses.
         self.heavy = any(
-            variation(graph, node.args[1:]) in ("pairs", "diagonals")
+            variation(graph, graph.nodes[n].args[1:]) in ("pairs", "diagonals")
             for graph in graphs(spec)
             if graph is not None
-            for _, node in graph.gathers
+            for n in self.gathers(graph)
         )
+
+    def gathers(self, graph: Graph) -> list[int]:
+        """Those that a kernel itself makes."""
+        if graph.kind != "mask" and self.text.spread:
+            return not_spread(graph)
+        return [n for n, _ in graph.gathers]
 
     def follow(self, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """The matrices as the copy engine can read them."""
@@ -109,6 +121,7 @@ class ForwardPlan(Plan):
         block = min(how.block, 64) if self.heavy else how.block
         near = self.near(self.hq, -(-self.q_len // ROWS))
         self.walks = Walks(self, queries=True, block=ROWS, near=near)
+        self.bands = Bands(self, self.walks, queries=True)
         ranks = self.walks.lines * self.walks.sub * self.b * self.hq
         self.slots = 2 * self.walks.lines * self.walks.sub  # consumers of one head
         self.grid = (min(ranks, processors(self.device)), 1, 1)
@@ -126,7 +139,7 @@ class ForwardPlan(Plan):
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
                 queries=how.queries,
-                largest=spec.max_logit and spec.score is not None,
+                largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
             ),
         }  # fmt: skip
@@ -143,19 +156,22 @@ class ForwardPlan(Plan):
         padded = out
         if self.spare:
             padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
-        own = q, k, v, padded, lse, row_max, top, sink, zero(self.device)
-        self.kernel(own, self.walks.given or self.given_by(call, self.walks))
+        given = self.walks.given or self.given_by(call, self.walks)
+        bands = self.bands.new(given)
+        own = q, k, v, padded, lse, row_max, top, sink, zero(self.device), *bands
+        self.kernel(own, given)
         if padded is not out:
             out.copy_(padded)
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel."""
         q, k, v, out, *pointers = own
+        bands, *_ = self.bands.arranged(pointers[5:])
         coords, walk, captured, _ = self.arranged(self.walks, tensors, floats)
         to = (None, None, out) if self.spec.partial else (*self.out(out), None)
         return (
-            *self.q(q), *self.k(k), *self.v(v), *to, *pointers, *self.numbers, coords, walk,
-            *captured,
+            *self.q(q), *self.k(k), *self.v(v), *to, *pointers[:5], *self.numbers, coords, walk,
+            bands, *captured,
         )  # fmt: skip
 
 
@@ -180,6 +196,7 @@ class BackwardPlan(Plan):
         self.exact = not self.wide and columns == [self.d, self.dv]
         near = self.near(self.heads, -(-self.kv_len // how.keys))
         self.walks = Walks(self, queries=False, block=how.keys, near=near)
+        self.bands = Bands(self, self.walks, wanted, queries=False)
         self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic else None
         ranks = self.walks.lines * self.walks.sub * self.b * self.heads
         alone = how.keys == 64
@@ -202,6 +219,7 @@ class BackwardPlan(Plan):
                 how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
                 late=self.heavy, short=len(how.d) == 2, ordered=spec.deterministic,
                 unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
+                bands=len(self.bands.own), summed=self.bands.summed,
                 **self.linear, **self.sides,
             ),
         }  # fmt: skip
@@ -234,12 +252,16 @@ class BackwardPlan(Plan):
             walk, turns = self.ordered(call, added)
             given = self.given_by(call, self.walks, *turns, walk=walk)
         counter = () if self.ranks is None else (zero(self.device),)
-        self.kernel((q, k, v, dout, terms, dk, dv, *counter, *grads), given)
+        bands, sums = self.bands.new(given), self.bands.sums()
+        own = q, k, v, dout, terms, dk, dv, *counter, *bands, *sums, *grads
+        self.kernel(own, given)
+        self.bands.collect(sums, grads, given)
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel."""
-        q, k, v, dout, terms, dk, dv, *grads = own
-        ranks = () if self.ranks is None else (grads.pop(0), self.ranks)
+        q, k, v, dout, terms, dk, dv, *rest = own
+        ranks = () if self.ranks is None else (rest.pop(0), self.ranks)
+        bands, sums, grads = self.bands.arranged(rest)
         coords, walk, captured, added = self.arranged(self.walks, tensors, floats)
         turns = None if not added else Alike(*added) if len(added) == 1 else Turns(*added)
         delta, lse2, parts = self.terms.split(terms)
@@ -250,7 +272,7 @@ class BackwardPlan(Plan):
             to = (*self.dk(dk[..., : self.d]), self.dv_(dv[..., : self.dv])[0], None, None)
         return (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
-            *self.delta(delta), *self.parts(parts), *to, tuple(grads), *ranks, *self.numbers,
+            *self.delta(delta), *self.parts(parts), *to, grads, bands, sums, *ranks, *self.numbers,
             coords, walk, turns, *captured,
         )  # fmt: skip
 

@@ -105,8 +105,8 @@ def _bands(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
 
 
 def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
-    """`scatter`, which adds a tile of every wanted partial to the gradient of its tensor, and the
-    functions that say where."""
+    """`scatter`, which adds a tile of every wanted partial to the gradient of its tensor (but those
+    along diagonals that are `spread`), and the functions that say where."""
     parts, lines = [], []
     for k, n in enumerate(text.wanted):
         node = graph.nodes[n]
@@ -114,6 +114,9 @@ def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
         at = Function(f"offset{k}", _only(graph, n), text, far)
         parts.append(at.offset())
         how, where = variation(graph, node.args[1:]), ", ".join(POSITIONS)
+        if how == "diagonals" and text.spread:  # the kernel does
+            lines.append("pass")
+            continue
         if how == "diagonals" and not text.straight:
             how = "pairs"
         lines.append(

@@ -58,6 +58,7 @@ class Text:
       of what rounding P to bfloat16 does.
     - `bands`: what depends on `kv_idx - q_idx` only is read once per diagonal of a tile; the kernel
       then gives its first positions as `captured[2]` (diagonals.py).
+    - `spread`: the kernel reads it by itself, and gives what each pair has as `captured[2]`.
     - `apart`: a score that is linear in S is also given taken apart (linear.py).
     - `sides`: so is a mask, by what its values vary with (sides.py).
     """
@@ -72,6 +73,7 @@ class Text:
     bands: bool = False
     apart: bool = False
     sides: bool = False
+    spread: bool = False
 
 
 class Function:
@@ -84,6 +86,7 @@ class Function:
         self.name, self.graph, self.far, self.rough = name, graph, far, text.rough
         # Where these functions are called there is a tile; elsewhere, single positions.
         self.bands = diagonal(graph) if text.bands and name in ("score", "derivative") else []
+        self.spread = text.spread
         self.widths, self.kinds = Widths(graph, text.narrow), kinds(graph)
         self.dtypes = {i.name: i.dtype for i in graph.inputs if i.ndim is None}
         self.names = {i.name for i in graph.inputs}
@@ -247,6 +250,9 @@ class Function:
 
     def _node(self, n: int, node: Node) -> str:
         if node.op == "gather":
+            if n in self.bands and self.spread:
+                given = f"captured[2][{self.bands.index(n)}]"
+                return given if node.dtype == "f32" else f"{given}.to({_TYPES[node.dtype]})"
             if n in self.bands:
                 band = f"band{self.bands.index(n)}"
                 return f"diagonals.spread({band}, {', '.join(POSITIONS)}, captured)"
@@ -390,3 +396,17 @@ def diagonal(graph: Graph) -> list[int]:
         n for n, node in graph.gathers
         if node.dtype in FLOATS and variation(graph, node.args[1:]) == "diagonals"
     ]  # fmt: skip
+
+
+def not_spread(graph: Graph) -> list[int]:
+    """The gathers that are left where those of `diagonal` are given."""
+    cut = set(diagonal(graph))
+    seen: set[Arg] = set()
+    todo = list(graph.outputs)
+    while todo:
+        name = todo.pop()
+        if not isinstance(name, str) or name[0] != "%" or name in seen or int(name[1:]) in cut:
+            continue
+        seen.add(name)
+        todo += graph.nodes[int(name[1:])].args
+    return [n for n, _ in graph.gathers if f"%{n}" in seen]

@@ -141,7 +141,8 @@ class BasePlan:
 
     - `sources`: the modules of its kernels, whose keys are worked out in this order (`settle`).
     - `diagonals`: whether its kernels can read and add up a tile by diagonals.
-    - `rough`, `apart`, `sides`: as in `Text`; `apart` where positions are small and consecutive.
+    - `rough`, `apart`, `sides`, `spread`: as in `Text`; `apart` and `spread` where positions are
+      small and consecutive.
     """
 
     sources: tuple[ModuleType, ...] = ()
@@ -149,6 +150,7 @@ class BasePlan:
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
         *, diagonals: bool, rough: bool, apart: bool = False, sides: bool = False,
+        spread: bool = False,
     ) -> None:  # fmt: skip
         hashing()
         settle(*self.sources)
@@ -161,7 +163,7 @@ class BasePlan:
         far = tuple(map(_far, call.captured.tensors))
         self.text = Text(
             spec.score, spec.mask, wanted, narrow, diagonals and in_line, far, rough,
-            diagonals and narrow, apart and narrow, sides,
+            (diagonals or spread) and narrow, apart and narrow, sides, spread and narrow,
         )  # fmt: skip
         self.given = functions(self.text)
         settle(self.given)
