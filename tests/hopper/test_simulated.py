@@ -122,6 +122,19 @@ def test_the_counter_of_a_stream_is_left_at_zero():
             assert counter.item() == 0
 
 
+@pytest.mark.parametrize("consumers", [2, 3])
+def test_many_short_ranks(consumers):
+    """Taken ahead but for the last ones; with two consumers and with three."""
+    table = tuple(replace(row, consumers=consumers) for row in plan.FORWARD)
+    by_head = hw.causal() & (lambda b, h, i, j: i - j < 50 * (h + 1))
+    q, k, v = (torch.randn(4, 2, 384, 16).bfloat16() for _ in range(3))
+    with mock.patch.object(plan, "FORWARD", table):
+        for mask in (None, by_head):
+            made = hw.attention(q, k, v, mask=mask, backend="hopper")
+            true = hw.attention(q, k, v, mask=mask, backend="reference")
+            assert (made.float() - true.float()).abs().max() < 0.05
+
+
 # In each a line visits blocks in an order of its own; lines that visit nothing; masks per head; tiles
 # of several CTAs; one place for both consumers, one for each, and two; a consumer per gradient.
 IN_TURN = {

@@ -6,7 +6,6 @@ Each is what fits 227 KB of shared memory and the registers of a warpgroup, foun
 from dataclasses import dataclass, replace
 from typing import Any
 
-ROWS = 128  # queries of a CTA of the forward: two warpgroups of 64
 TILE = (128, 128)  # of the block masks built here; given ones must be multiples of it
 
 
@@ -16,6 +15,7 @@ class Forward:
     - `block`: keys of a block; `stages`: blocks of keys, and of values, in shared memory.
     - `queries`: ranks whose queries are in shared memory.
     - `out`: columns of out that pass through shared memory at a time; 0: all.
+    - `consumers`: 64 queries each; three where few would be past the end (`ForwardPlan.in_threes`).
     """
 
     d: tuple[int, ...]
@@ -24,6 +24,7 @@ class Forward:
     stages: int = 2
     queries: int = 2
     out: int = 0
+    consumers: int = 2
 
 
 FORWARD = (
@@ -68,6 +69,7 @@ class How:
     index: Any  # type of positions: gl.int32 or gl.int64
     positive: bool = True  # forward: scale > 0
     queries: int = 1  # forward: ranks whose queries are in shared memory
+    consumers: int = 2  # forward: warpgroups, of 64 queries each
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
     late: bool = False  # backward: dP after P, which then has more registers
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0

@@ -3,12 +3,12 @@ wait for it.
 
 (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608, algorithms 1 and 2, without its ping-pong.)
 
-A persistent CTA has four partitions. The **scheduler** takes the next 128 queries of a head (a
-rank) from a counter, longest line first, and works out what there is to do. The **loader** copies
-their rows, and those of the keys and values that they visit, into shared memory; a little before it
-is done, it asks for one more rank. (What is taken earlier is kept from others, which may have
-nothing else to do.) Two **consumers**, a warpgroup each, own 64 of the queries. While a consumer
-turns S of one block into P, the tensor cores compute P V of the one before:
+A persistent CTA has a **scheduler** (`kernel_forward_scheduler.py`), which takes the next 128
+queries of a head (a rank) from a counter, longest line first, and tells what there is to do; a
+**loader**, which copies their rows, and those of the keys and values that they visit, into shared
+memory, and asks for one more rank a little before it is done with a long one; and two **consumers**
+(or three), a warpgroup each, which own 64 of the queries. While a consumer turns S of one block
+into P, the tensor cores compute P V of the one before:
 
     for every block n:
         issue S_n = q k_nᵀ;  issue O += P_{n-1} v_{n-1}
@@ -19,8 +19,8 @@ and so from rank to rank: S of the first block of a rank is issued with the last
 before, whose out is stored then. At both ends of a CTA's work stands a **ghost**, a rank of rows
 past the end, so that no rank is a special case: it sees one block, and nothing of it is stored.
 
-Loader and consumers walk the blocks of a line by the same functions, `tile.first_block` and
-`tile.visit_rest`, and so agree on them.
+Loader and consumers walk the blocks of a line by the same function, `tile.visit_rest`, and so agree
+on them.
 """
 
 from .diagonals import begin, read
@@ -33,6 +33,7 @@ from .gluon_api import (
     mbarrier,
     warpgroup_mma_wait,
 )
+from .kernel_forward_scheduler import schedule
 from .linear import linear_scores
 from .pipeline import acquire, await_, channel, publish, ready, release, start, step
 from .sides import by_thread, given, keep, of_columns, of_rows
@@ -40,38 +41,30 @@ from .tile import (
     LN2,
     LOG2E,
     NUMBERS,
+    ROWS,
+    RUNS,
     TOLD,
     add_product,
     at_stage,
-    blocks_of,
     buffers,
     bytes_of,
     fetch,
-    first_block,
     halves,
     kept,
-    last_runs,
     left,
     mma,
     numbers,
     or_nan,
     outer,
     pieces,
-    place,
     positions,
     scores,
     settle,
-    tell,
     times,
     told,
     visit_rest,
     zeros,
 )
-
-ROWS = gl.constexpr(64)  # of a consumer: what one warpgroup multiplies at a time
-# The numbers of a rank: line (-1: a ghost), slot, first row, head, batch row, its first block, head
-# of the keys, and, from here on, those of `last_runs`.
-_RUNS = gl.constexpr(7)
 
 
 # Numbers that change from call to call do not make a kernel of their own.
@@ -92,19 +85,19 @@ def forward(
     STAGES: gl.constexpr = HOW.stages
     # Launchers take descriptors one by one, and not in tuples.
     q, k, v, out = pieces(q0, q1), pieces(k0, k1), pieces(v0, v1), pieces(out0, out1)
-    q_smem = buffers(2 * HOW.queries, q)
+    q_smem = buffers(HOW.consumers * HOW.queries, q)
     k_smem = buffers(STAGES, k)
     v_smem = buffers(STAGES, v)
     if wide_out is None:  # noqa: SIM108
-        o_smem = buffers(2, out)
+        o_smem = buffers(HOW.consumers, out)
     else:
         o_smem = ()
     work_smem = numbers()
     rings = (
-        channel(TOLD, 1, 3),  # work
-        channel(HOW.queries, 1, 2),  # queries
-        channel(STAGES, 1, 2),  # keys
-        channel(STAGES, 1, 2),  # values
+        channel(TOLD, 1, HOW.consumers + 1),  # work
+        channel(HOW.queries, 1, HOW.consumers),  # queries
+        channel(STAGES, 1, HOW.consumers),  # keys
+        channel(STAGES, 1, HOW.consumers),  # values
         channel(1, 1, 1),  # from the loader to the scheduler: one more
     )
     ready()
@@ -112,56 +105,29 @@ def forward(
     sizes = (heads, group, q_len, kv_len, dv)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     to = (out, wide_out, lse, row_max, top, sink)
-    gl.warp_specialize(
-        [
-            (
-                consume,
-                (to, smem, rings, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW),
-            ),
-            (
-                consume,
-                (to, smem, rings, sizes, given, walk, gl.constexpr(1), SCORE, MASK, HOW),
-            ),
-            (load, (q, k, v, smem, rings, sizes, walk, HOW)),
-            (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
-    )
-
-
-# -- the scheduler --------------------------------------------------------------------------------
-
-
-@gluon.jit
-def schedule(smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
-    """Take ranks, and tell what each is."""
-    work_smem, _, _, _, _ = smem
-    work_ring, _, _, _, more_ring = rings
-    heads, group, q_len, kv_len, _ = sizes
-    work_at = tell(start(), work_smem, work_ring, _ghost(walk, q_len))
-    more_at = start()
-    rank = gl.atomic_add(counter, 1)
-    while rank < total:
-        line, slot, first, h, b = place(rank, walk, heads, HOW.sub, 2 * ROWS)
-        runs = last_runs(walk, line, kv_len, HOW)
-        row = first_block(walk, runs, HOW)
-        work = (line, slot, first, h, b, row, h // group) + runs  # noqa: RUF005
-        work_at = tell(work_at, work_smem, work_ring, work)
-        await_(more_ring, more_at)
-        more_at = step(more_at, 1)
-        rank = gl.atomic_add(counter, 1)
-    # Every CTA takes one rank too many. Whose is the last leaves 0 for the next launch.
-    gl.store(counter, 0, mask=rank == total + gl.num_programs(0) - 1)
-    tell(work_at, work_smem, work_ring, _ghost(walk, q_len))
-
-
-@gluon.jit
-def _ghost(walk, q_len):
-    if walk.full is None:
-        return -1, -1, q_len, 0, 0, 0, 0, 0
+    if HOW.consumers == 2:
+        gl.warp_specialize(
+            [
+                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW)),
+                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1), SCORE, MASK, HOW)),
+                (load, (q, k, v, smem, rings, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )  # fmt: skip
     else:
-        return -1, -1, q_len, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
+        gl.warp_specialize(
+            [
+                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW)),
+                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1), SCORE, MASK, HOW)),
+                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(2), SCORE, MASK, HOW)),
+                (load, (q, k, v, smem, rings, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
+            ],
+            [4, 4, 1, 1],
+            [160, 160, 24, 24],
+        )  # fmt: skip
 
 
 # -- the loader -----------------------------------------------------------------------------------
@@ -173,7 +139,7 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
     work_smem, q_smem, k_smem, v_smem, _ = smem
     work_ring, q_ring, k_ring, v_ring, more_ring = rings
     _, _, q_len, kv_len, _ = sizes
-    COUNT: gl.constexpr = _RUNS + 1 if walk.full is None else NUMBERS
+    COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS
     release(work_ring, start())
     work_at = step(start(), TOLD)
     q_at = start()
@@ -181,21 +147,20 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
     # Of the ghost before, there is only its last product to come; of the one after, only its S.
     kv_at = (start(), load_values(start(), to, 0, 0, 0, HOW))
     await_(work_ring, work_at)
-    (line,) = told(work_smem, work_at, 0, 1, 1)
-    while line >= 0:
-        first, h, b, row, of_kv = told(work_smem, work_at, 2, _RUNS, 1)
-        runs = told(work_smem, work_at, _RUNS, COUNT, 1)
+    (slot,) = told(work_smem, work_at, 0, 1, 1)
+    while slot >= 0:
+        first, h, b, row, of_kv, ask = told(work_smem, work_at, 1, RUNS, 1)
+        runs = told(work_smem, work_at, RUNS, COUNT, 1)
         release(work_ring, work_at)
         work_at = step(work_at, TOLD)
         q_at = load_queries(q_at, q, q_smem, q_ring, b, h, first, HOW)
         given = (to, b, of_kv, more_ring)
-        # With the last block but one, or the first where that is not known.
-        state = (kv_at[0], kv_at[1], gl.maximum(blocks_of(walk, runs) - 1, 1))
+        state = (kv_at[0], kv_at[1], ask)
         state = load_block(state, given, row, True, None, None, HOW)
         state = visit_rest(state, given, walk, runs, kv_len, load_block, None, None, HOW)
         kv_at = (state[0], state[1])
         await_(work_ring, work_at)
-        (line,) = told(work_smem, work_at, 0, 1, 1)
+        (slot,) = told(work_smem, work_at, 0, 1, 1)
     q_at = load_queries(q_at, q, q_smem, q_ring, 0, 0, q_len, HOW)
     load_keys(kv_at[0], to, 0, 0, 0, HOW)
 
@@ -203,11 +168,12 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
 @gluon.jit
 def load_queries(at, q, q_smem, q_ring, b, h, first, HOW: gl.constexpr):
     """Copy the rows of a rank, each consumer's apart."""
+    COUNT: gl.constexpr = HOW.consumers
     acquire(q_ring, at)
     full = q_ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(q_smem, 2))
-    fetch(q, b, h, first, full, q_smem, 2 * at[0])
-    fetch(q, b, h, first + ROWS, full, q_smem, 2 * at[0] + 1)
+    mbarrier.expect(full, bytes_of(q_smem, COUNT))
+    for w in gl.static_range(COUNT):
+        fetch(q, b, h, first + w * ROWS, full, q_smem, COUNT * at[0] + w)
     return step(at, HOW.queries)
 
 
@@ -265,20 +231,20 @@ def consume(
     work_at = step(last_at, TOLD)
     await_(work_ring, last_at)
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
-    COUNT: gl.constexpr = _RUNS + 1 if walk.full is None else NUMBERS
+    COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS
     nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
     none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
     m, l, largest = nothing, none, nothing
     acc = zeros(ROWS, v_smem)
     p = gl.zeros([ROWS, BLOCK], k_smem[0].dtype, layout=left(v_smem[0].shape[2]))
-    line = gl.to_tensor(0)
-    while line >= 0:
+    slot = gl.to_tensor(0)
+    while slot >= 0:
         await_(q_ring, q_at)
-        queries = at_stage(q_smem, 2 * q_at[0] + W)
+        queries = at_stage(q_smem, HOW.consumers * q_at[0] + W)
         context = (queries, k_smem, v_smem, k_ring, v_ring)
         s, tokens = issue(context, acc, p, k_at, v_at)
         await_(work_ring, work_at)
-        line, _, first, h, b, row = told(work_smem, work_at, 0, 6, 4)
+        slot, first, h, b, row = told(work_smem, work_at, 0, 5, 4)
         q_idx = positions(
             coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
         )
@@ -291,10 +257,10 @@ def consume(
             (tokens, nothing, none, nothing, p, k_at, v_at), s, context, how_scored,
             row, True, True, SCORE, MASK, HOW,
         )  # fmt: skip
-        last = told(work_smem, last_at, 1, 5, 4)
+        last = told(work_smem, last_at, 0, 4, 4)
         release(work_ring, last_at)
         finish(acc, done, last, i, to, o_smem, sizes, walk, W, SCORE, HOW)
-        runs = told(work_smem, work_at, _RUNS, COUNT, 4)
+        runs = told(work_smem, work_at, RUNS, COUNT, 4)
         last_at, work_at = work_at, step(work_at, TOLD)
         state = (zeros(ROWS, v_smem), m, l, largest, p, k_at, v_at)
         state = visit_rest(
@@ -427,7 +393,9 @@ def finish(
         bad = gl.max((largest != largest).to(gl.int32), 0)
         largest = gl.where(bad > 0, float("nan"), gl.max(largest, 0))
         slots = walk.lines * HOW.sub
-        at_top = (gl.cast(b, gl.int64) * heads + h) * (2 * slots) + 2 * slot + W
+        at_top = (
+            (gl.cast(b, gl.int64) * heads + h) * (HOW.consumers * slots) + HOW.consumers * slot + W
+        )
         gl.store(top + at_top, largest, mask=slot >= 0)
     shrink = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, mma(HOW.block)))
     if sink is not None:

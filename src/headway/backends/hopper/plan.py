@@ -2,6 +2,7 @@
 of work, descriptors, launches."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -26,13 +27,14 @@ from . import (
     kernel_backward_parts,
     kernel_backward_wide,
     kernel_forward,
+    kernel_forward_scheduler,
     linear,
     pipeline,
     sides,
     tile,
 )
 from .bands import Bands
-from .config import BACKWARD, FORWARD, ROWS, How, fitting, turns
+from .config import BACKWARD, FORWARD, How, fitting, turns
 from .descriptors import chunks, fits, followed, matrix, numbers
 from .gluon_api import gl
 from .kernel_backward import backward as backward_kernel
@@ -40,11 +42,14 @@ from .kernel_backward_parts import finish
 from .kernel_backward_wide import backward_wide
 from .kernel_forward import forward as forward_kernel
 from .order import Alike, Ordered, Turns
+from .ranks import Ranked
 
 # Of a warp-specialised kernel: warps of the first partition, and the registers that every thread
 # starts with, from which the loader's share goes to the consumers.
 _SPECIALISED = {"num_warps": 4, "maxnreg": 168}
 _ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
+
+LOSS = 1 / 16  # queries past the end, for each one that there is, which three consumers may have
 
 # Generated functions of what is worked out before pairs are; None where a call has none.
 SIDES = (
@@ -64,8 +69,8 @@ class Plan(BasePlan):
 
     sources = (
         maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, sides, of_diagonals,
-        kernel_forward,
-        kernel_backward_parts, kernel_backward_adder, kernel_backward, kernel_backward_wide,
+        kernel_forward_scheduler, kernel_forward, kernel_backward_parts, kernel_backward_adder,
+        kernel_backward, kernel_backward_wide,
     )  # fmt: skip
 
     def __init__(
@@ -118,18 +123,24 @@ class ForwardPlan(Plan):
     ) -> None:
         super().__init__(spec, call, wanted, matrices)
         how, group = fitting(FORWARD, self.d, self.dv), self.hq // self.hk
+        if how.consumers == 3 and not self.in_threes():
+            how = replace(how, consumers=2)
         block = min(how.block, 64) if self.heavy else how.block
-        near = self.near(self.hq, -(-self.q_len // ROWS))
-        self.walks = Walks(self, queries=True, block=ROWS, near=near)
+        rows = 64 * how.consumers
+        if how.consumers == 3 and self.tile is not None:
+            self.tile = rows, self.tile[1]
+        near = self.near(self.hq, -(-self.q_len // rows))
+        self.walks = Walks(self, queries=True, block=rows, near=near)
+        self.ranked = Ranked(self.walks, self.kv_len, block, rows)
         self.bands = Bands(self, self.walks, queries=True)
         ranks = self.walks.lines * self.walks.sub * self.b * self.hq
-        self.slots = 2 * self.walks.lines * self.walks.sub  # consumers of one head
+        self.slots = how.consumers * self.walks.lines * self.walks.sub  # of one head
         self.grid = (min(ranks, processors(self.device)), 1, 1)
         self.numbers = (
             ranks, self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale,
         )  # fmt: skip
         out = (how.out,) if how.out else how.dv
-        self.q, self.out = matrix(ROWS // 2, how.d), matrix(ROWS // 2, out)
+        self.q, self.out = matrix(64, how.d), matrix(64, out)
         self.k, self.v = matrix(block, how.d), matrix(block, how.dv)
         # Copies need rows of whole 16 bytes.
         self.spare = 0 if spec.partial else -self.dv % 8
@@ -138,14 +149,21 @@ class ForwardPlan(Plan):
             "HOW": How(
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
-                queries=how.queries,
+                queries=how.queries, consumers=how.consumers,
                 largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
             ),
         }  # fmt: skip
         self.kernel = Direct(
-            forward_kernel, self.device, options | _SPECIALISED, self.grid, self.arrange
-        )
+            forward_kernel, self.device, options | (_SPECIALISED if how.consumers == 2 else _ALONE),
+            self.grid, self.arrange,
+        )  # fmt: skip
+
+    def in_threes(self) -> bool:
+        """Whether a rank may be of 192 queries: few would be past the end, no other block mask is
+        built for them at every call, and no score wants registers."""
+        length, steady = self.q_len, self.steady or self.tile is None
+        return steady and self.spec.score is None and -length % 192 <= LOSS * length
 
     def launch(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
@@ -156,7 +174,7 @@ class ForwardPlan(Plan):
         padded = out
         if self.spare:
             padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
-        given = self.walks.given or self.given_by(call, self.walks)
+        given = self.walks.given or self.given_by(call, self.walks, walk=self.ranked(call))
         bands = self.bands.new(given)
         own = q, k, v, padded, lse, row_max, top, sink, zero(self.device), *bands
         self.kernel(own, given)

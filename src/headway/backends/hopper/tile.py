@@ -11,7 +11,12 @@ from .pipeline import acquire, publish, step
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
-NUMBERS = gl.constexpr(15)  # of a rank, at most
+ROWS = gl.constexpr(64)  # of a consumer of the forward: what one warpgroup multiplies at a time
+# The numbers of a rank of the forward, at most: its tile of out (-1: a ghost), first row, head,
+# batch row, first block, head of the keys, with which block to ask for one more rank (0: with
+# none), and, from RUNS on, its runs (`visit_rest`).
+NUMBERS = gl.constexpr(15)
+RUNS = gl.constexpr(7)
 
 
 # -- which tile, and which blocks -----------------------------------------------------------------
@@ -86,57 +91,22 @@ def numbers():
 @gluon.jit
 def _stretch(runs, run, there, walk, length, BLOCK: gl.constexpr):
     """First row and number of blocks of a run; the first tile where it is not `there`."""
-    first = gl.load(runs[1] + run, mask=there, other=0) * walk.step
+    start = gl.load(runs[1] + run, mask=there, other=0)
     count = gl.load(runs[2] + run, mask=there, other=1)
+    return _rows(start, count, walk, length, BLOCK)
+
+
+@gluon.jit
+def _rows(start, count, walk, length, BLOCK: gl.constexpr):
+    """First row and number of blocks of some tiles."""
+    first = start * walk.step
     end = gl.minimum(first + count * walk.step, length)
     return first, (end - first + BLOCK - 1) // BLOCK
 
 
 @gluon.jit
-def last_runs(walk, line, length, HOW: gl.constexpr):
-    """What `first_block` and `visit_rest` need of a line: without a block mask, the number of its
-    blocks; with one, of the full tiles, then of the partial ones, the end of their runs, how many
-    there are, and first row and number of blocks of the last."""
-    if walk.full is None:
-        return ((length + HOW.block - 1) // HOW.block,)
-    else:
-        f0 = gl.load(walk.full[0] + line)
-        f1 = gl.load(walk.full[0] + line + 1)
-        p0 = gl.load(walk.partial[0] + line)
-        p1 = gl.load(walk.partial[0] + line + 1)
-        first_f, blocks_f = _stretch(walk.full, f1 - 1, f1 > f0, walk, length, HOW.block)
-        first_p, blocks_p = _stretch(walk.partial, p1 - 1, p1 > p0, walk, length, HOW.block)
-        return f1, f1 - f0, first_f, blocks_f, p1, p1 - p0, first_p, blocks_p
-
-
-@gluon.jit
-def blocks_of(walk, runs):
-    """How many blocks of a line are visited; 1 where it has several runs of a kind. `runs`: from
-    `last_runs`."""
-    if walk.full is None:
-        return runs[0]
-    else:
-        _, runs_f, _, blocks_f, _, runs_p, _, blocks_p = runs
-        blocks = gl.where(runs_f > 0, blocks_f, 0) + gl.where(runs_p > 0, blocks_p, 0)
-        return gl.where((runs_f > 1) | (runs_p > 1), 1, blocks)
-
-
-@gluon.jit
-def first_block(walk, runs, HOW: gl.constexpr):
-    """The first row of the block of a line that is visited first, the last of its kind: of the
-    partial ones, so that no full one is masked in vain; but where blocks may reach past the end, of
-    the full ones, since then only this one does. Of a line with no live tile it is the first
-    block, which the mask empties. `runs`: from `last_runs`."""
-    BLOCK: gl.constexpr = HOW.block
-    if walk.full is None:
-        return gl.maximum(runs[0] - 1, 0) * BLOCK
-    else:
-        first, blocks = gl.where(_from_full(runs, HOW), runs[2], runs[6]), _of_first(runs, HOW)
-        return first + (blocks - 1) * BLOCK
-
-
-@gluon.jit
 def _from_full(runs, HOW: gl.constexpr):
+    """Whether the block that is visited first is of a full tile (`ranks.table`)."""
     if HOW.even:
         return runs[5] == 0
     else:
@@ -144,28 +114,22 @@ def _from_full(runs, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _of_first(runs, HOW: gl.constexpr):
-    """Blocks of the run that the first block belongs to."""
-    blocks = gl.where(_from_full(runs, HOW), runs[3], runs[7])
-    return gl.where((runs[1] > 0) | (runs[5] > 0), blocks, 1)
-
-
-@gluon.jit
 def visit_rest(
     state, given, walk, runs, length,
     BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """`BODY(state, given, row, PARTIAL)` on every live block of a line but `first_block`, those of
-    each kind from the last to the first, those of the first one's kind first."""
+    """`BODY(state, given, row, PARTIAL)` on every live block of a line but the first one visited,
+    those of each kind from the last to the first, those of the first one's kind first. `runs`:
+    the last numbers of a rank (`ranks.table`); without a block mask, how many blocks there are."""
     BLOCK: gl.constexpr = HOW.block
     if walk.full is None:
         for i in range(1, runs[0]):
             state = BODY(state, given, (runs[0] - 1 - i) * BLOCK, False, SCORE, MASK, HOW)
     else:
-        f1, runs_f, first_f, blocks_f, p1, runs_p, first_p, blocks_p = runs
+        f1, runs_f, start_f, count_f, p1, runs_p, start_p, count_p = runs
         from_full = _from_full(runs, HOW)
-        full = (walk.full, f1, runs_f, first_f, blocks_f, from_full)
-        partial = (walk.partial, p1, runs_p, first_p, blocks_p, from_full == 0)
+        full = (walk.full, f1, runs_f, start_f, count_f, from_full)
+        partial = (walk.partial, p1, runs_p, start_p, count_p, from_full == 0)
         if HOW.even:
             state = _visit_runs(
                 state, given, walk, partial, length, True, BODY, SCORE, MASK, HOW
@@ -185,14 +149,16 @@ def _visit_runs(
     BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """The part of `visit_rest` for full or for partial blocks; `begun`: without the last."""
-    BLOCK: gl.constexpr = HOW.block
-    of_kind, end, count, first, blocks, begun = runs
-    for r in range(0, count):
-        next_first, next_blocks = _stretch(of_kind, end - 2 - r, r + 1 < count, walk, length, BLOCK)
+    of_kind, end, several, start, count, begun = runs
+    for r in range(0, several):
+        first, blocks = _rows(start, count, walk, length, HOW.block)
+        # The next run, which is there by the time that this one ends.
+        there = r + 1 < several
+        start = gl.load(of_kind[1] + (end - 2 - r), mask=there, other=0)
+        count = gl.load(of_kind[2] + (end - 2 - r), mask=there, other=0)
         for i in range(gl.where(begun & (r == 0), 1, 0), blocks):
-            row = first + (blocks - 1 - i) * BLOCK
+            row = first + (blocks - 1 - i) * HOW.block
             state = BODY(state, given, row, PARTIAL, SCORE, MASK, HOW)
-        first, blocks = next_first, next_blocks
     return state
 
 
