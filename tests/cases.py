@@ -257,6 +257,7 @@ def _table() -> tuple[Case, ...]:
     # tiles of keys and a last one cut short.
     odd = {"b": 1, "hq": 4, "hk": 4, "d": 72, "dv": 40}
     add("long_pieces", "half", **odd, q_len=333, kv_len=333, mask="causal")
+    add("long_pieces_no_mask", "half", **odd, q_len=333, kv_len=333)
     cases += _fourteen()
     names = [case.name for case in cases]
     assert len(set(names)) == len(names)

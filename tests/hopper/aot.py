@@ -1,10 +1,11 @@
 """Compile what a call would launch on an H100, with no GPU: registers, spills, matrix instructions.
 
 `python tests/hopper/aot.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
-`registers`, `spills` (bytes stored), `loops` (accesses to local memory inside the loops that
-multiply), `loop` and `masked` (instructions of the shortest and of the longest of these: a block without a
-mask, and one with it), `hgmma`, `shared` (bytes), `serialized`, where the assembler gave up asynchrony, and
-`twice`: how many times a number is added to memory once more.
+`unwritten` (reads of registers that nothing wrote), `registers`, `spills` (bytes stored), `loops`
+(accesses to local memory inside the loops that multiply), `loop` and `masked` (instructions of the
+shortest and of the longest of these: a block without a mask, and one with it), `hgmma`, `shared`
+(bytes), `serialized`, where the assembler gave up asynchrony, and `twice`: how many times a number is
+added to memory once more.
 
 The real launching code runs on tensors on the CPU, with a driver that only names the target; every
 launch is compiled, and none runs.
@@ -25,6 +26,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import headway as hw
 import triton
 from headway import backends
@@ -32,6 +35,7 @@ from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.hopper import plan
 from headway.backends.kernels import first
+from machine_code import unwritten
 
 LENGTH = 384
 
@@ -136,6 +140,7 @@ def resources(name: str, made) -> dict:
         report = _run(
             get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file, "-o", file.with_suffix(".cubin")
         ).stderr
+        never = unwritten(file.with_suffix(".cubin").read_bytes())
         sass = _run(tool / "cuobjdump", "--dump-sass", file.with_suffix(".cubin")).stdout
     loops = _loops(sass)
     added = re.findall(
@@ -143,6 +148,7 @@ def resources(name: str, made) -> dict:
     )
     return {
         "name": name,
+        "unwritten": never,
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spills": int(re.search(r"(\d+) bytes spill stores", report)[1]),
         "loops": sum(bool(re.search(r"\b(LDL|STL)\b", x)) for body in loops for x in body),

@@ -59,9 +59,14 @@ def report(direction: str, widths: str, *names: str) -> list[dict]:
 @pytest.mark.parametrize(("direction", "widths", "name"), PINS)
 def test_compiles(direction, widths, name):
     (made,) = report(direction, widths, name)
-    pin = {"registers": 168, "serialized": 0, "loops": 0, "loop": 1000, "masked": 1000} | PINS[
-        direction, widths, name
-    ]
+    pin = {
+        "unwritten": [],
+        "registers": 168,
+        "serialized": 0,
+        "loops": 0,
+        "loop": 1000,
+        "masked": 1000,
+    } | PINS[direction, widths, name]
     if not version("triton").startswith("3.6."):
         pin |= SINCE.get((direction, widths, name), {})
     most = {n: pin.pop(n) for n in ("spills", "loops", "loop", "masked", "serialized")}

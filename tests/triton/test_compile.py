@@ -22,17 +22,19 @@ SPILLS = {
     ("sm_100", "bf16_64"): (0, 0, 0, 0),
     ("gfx942", "bf16_64"): (0, 0, 0, 66),
 }
+# Widths at which a forward read registers that nothing had written, when its loads were 2 bytes wide.
+ODD = {("sm_90", f"bf16_{widths}"): (0,) for widths in ("72_40", "184_136")}
 SINCE = {("sm_100", "bf16_64"): (28, 0, 0, 0)}  # under Triton 3.9, by its own assembler
 
 
-@pytest.mark.parametrize(("target", "call"), SPILLS)
+@pytest.mark.parametrize(("target", "call"), SPILLS | ODD)
 def test_compiles(target, call):
     done = subprocess.run(
         [sys.executable, HERE / "aot.py", target, call], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     spilled = tuple(map(int, done.stdout.splitlines()[-1].split()))
-    most = SPILLS[target, call]
+    most = (SPILLS | ODD)[target, call]
     if not version("triton").startswith("3.6."):
         most = SINCE.get((target, call), most)
     assert all(a <= b for a, b in zip(spilled, most, strict=True)), spilled

@@ -54,7 +54,10 @@ def test_nothing_is_written_outside_of_the_outputs(case, passes, monkeypatch):
     clear()
 
 
-@pytest.mark.parametrize("name", ["heads_8_2", "width_64_64", "long_causal_window", "long_pieces"])
+@pytest.mark.parametrize(
+    "name",
+    ["heads_8_2", "width_64_64", "long_causal_window", "long_pieces", "long_pieces_no_mask"],
+)
 def test_same_bits_every_time(name):
     from on_gpu import results
 

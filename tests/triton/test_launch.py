@@ -76,13 +76,28 @@ def test_another_kind_of_call_goes_through_triton_once(device, other):
 
 def test_pointers_that_are_no_multiple_of_16_always_go_through_triton(device):
     """For these Triton compiles other loads."""
-    aligned = rows()
-    odd = torch.randn(aligned.numel() + 1, dtype=torch.bfloat16)[1:].view(aligned.shape)
-    assert odd.stride() == aligned.stride()
-    forward(device, aligned)
-    assert forward(device, odd)[1]
-    assert forward(device, odd)[1]
-    assert not forward(device, aligned)[1]
+    x, values = rows(), torch.randn(33)
+    options = {"score": lambda s, b, h, i, j: s + captured[j]}
+    captured = values[:32]
+    forward(device, x, **options)
+    captured = values[1:]
+    assert forward(device, x, **options)[1]
+    assert forward(device, x, **options)[1]
+    captured = values[:32]
+    assert not forward(device, x, **options)[1]
+
+
+@pytest.mark.parametrize(
+    "x", [rows(width=13), rows(spare=3), rows().flatten()[1:481].view(1, 2, 15, 16), rows(spare=8)]
+)
+def test_rows_are_copied_unless_all_loads_may_take_16_bytes(device, x):
+    (q, k, *_), _ = forward(device, x)
+    assert (q is x) == (x.stride(2) == 24)
+    for given in (q, k):
+        assert given.data_ptr() % 16 == 0
+        assert not any(n % 8 for n in (*given.stride()[:3], given.shape[3]))
+        assert torch.equal(given[..., : x.shape[3]], x)
+        assert not given[..., x.shape[3] :].any()
 
 
 def test_a_number_may_change_between_direct_launches(device):
@@ -111,4 +126,4 @@ def test_a_backward_goes_by_the_strides_of_what_hooks_of_saved_tensors_hand_back
         out.backward(torch.ones_like(out))
         (given,) = [given for name, given in device.launches if name == "backward_q"]
         q, strides = given[0], given[7]
-        assert q.stride()[:2] == strides[:2]
+        assert q.stride()[:2] == (8 * strides[0], 8 * strides[1])

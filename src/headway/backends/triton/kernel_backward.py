@@ -43,16 +43,16 @@ def backward_q(
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
     i = tl.arange(0, BLOCK_M)
     live = first + i < tl.minimum(end, q_len)
-    q_at = q + b64 * q_strides[0] + h64 * q_strides[1] + tl.cast(first, tl.int64) * q_strides[2]
+    q_at = tile.head(q, q_strides, b64, h64) + tl.cast(first, tl.int64) * q_strides[2]
     q_rows = tile.load(q_at, i, q_strides[2], live, d, D, D_REST)
-    o_at = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
+    o_at = tile.head(dout, dout_strides, b64, h64)
     o_at += tl.cast(first, tl.int64) * dout_strides[2]
     o_rows = tile.load(o_at, i, dout_strides[2], live, dv, DV, DV_REST)
     rows = (b64 * heads + h) * q_len + first
     lse_rows = tl.load(lse + rows + i, mask=live, other=float("inf"))
     delta_rows = tl.load(delta + rows + i, mask=live, other=0.0)
-    k_at = k + b64 * k_strides[0] + h64 // group * k_strides[1]
-    v_at = v + b64 * v_strides[0] + h64 // group * v_strides[1]
+    k_at = tile.head(k, k_strides, b64, h64 // group)
+    v_at = tile.head(v, v_strides, b64, h64 // group)
     keys = (k_at, v_at, k_strides[2], v_strides[2])
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
     at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b, first)
@@ -148,16 +148,16 @@ def backward_kv(
     j = tl.arange(0, BLOCK_N)
     live = first + j < tl.minimum(end, kv_len)
     first64 = tl.cast(first, tl.int64)
-    k_at = k + b64 * k_strides[0] + h64 // group * k_strides[1] + first64 * k_strides[2]
-    v_at = v + b64 * v_strides[0] + h64 // group * v_strides[1] + first64 * v_strides[2]
+    k_at = tile.head(k, k_strides, b64, h64 // group) + first64 * k_strides[2]
+    v_at = tile.head(v, v_strides, b64, h64 // group) + first64 * v_strides[2]
     k_rows = tile.load(k_at, j, k_strides[2], live, d, D, D_REST)
     v_rows = tile.load(v_at, j, v_strides[2], live, dv, DV, DV_REST)
     kv_idx = tile.positions(coords.kv_pos, coords.kv_stride, coords.kv, b, first + j, live, INDEX)
     of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
     given = (scale, coords, dropout, of_score, of_mask)
 
-    q_at = q + b64 * q_strides[0] + h64 * q_strides[1]
-    o_at = dout + b64 * dout_strides[0] + h64 * dout_strides[1]
+    q_at = tile.head(q, q_strides, b64, h64)
+    o_at = tile.head(dout, dout_strides, b64, h64)
     rows = (b64 * heads + h) * q_len
     queries = (q_at, o_at, q_strides[2], dout_strides[2], lse + rows, delta + rows, dq, rows, q_len)
     at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, kv_idx[:, None], b, first)

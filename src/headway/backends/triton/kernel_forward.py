@@ -21,7 +21,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
 def forward(
     q, k, v, out, lse, row_max, top, sink,  # pointers; the last three may be None
-    q_strides, k_strides, v_strides,  # of batch, head, row
+    q_strides, k_strides, v_strides,  # of batch and head in eights, of row
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, walk,
     score_tensors, mask_tensors, score_numbers, mask_numbers,  # what the functions capture
@@ -36,10 +36,10 @@ def forward(
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
     i = tl.arange(0, BLOCK_M)
     live = first + i < tl.minimum(end, q_len)
-    q_at = q + b64 * q_strides[0] + h64 * q_strides[1] + tl.cast(first, tl.int64) * q_strides[2]
+    q_at = tile.head(q, q_strides, b64, h64) + tl.cast(first, tl.int64) * q_strides[2]
     q_rows = tile.load(q_at, i, q_strides[2], live, d, D, D_REST)
-    k_at = k + b64 * k_strides[0] + h64 // group * k_strides[1]
-    v_at = v + b64 * v_strides[0] + h64 // group * v_strides[1]
+    k_at = tile.head(k, k_strides, b64, h64 // group)
+    v_at = tile.head(v, v_strides, b64, h64 // group)
     keys = (k_at, v_at, k_strides[2], v_strides[2])
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
     at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b, first)

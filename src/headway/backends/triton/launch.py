@@ -17,6 +17,7 @@ from .plan import Launcher, Plan, planned
 
 def forward(spec: Spec, call: Call) -> Forward:
     """One kernel; and where the largest logit is wanted, the maximum over its programs."""
+    width = call.v.shape[3]
     q, k, v = _rows(call.q), _rows(call.k), _rows(call.v)
     b, hq, q_len, _ = q.shape
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
@@ -36,7 +37,7 @@ def forward(spec: Spec, call: Call) -> Forward:
             return q, k, v, out, lse, row_max, top, sink
 
         top = launcher(call, tensors)[6]
-    return results.of_forward(spec, out, lse, row_max, top)
+    return results.of_forward(spec, _cut(out, width), lse, row_max, top)
 
 
 def backward(
@@ -44,7 +45,8 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """dq and what the score captures from one kernel, dk and dv from the other; or all from one."""
-    q, k, v, dout = _rows(call.q), _rows(call.k), _rows(call.v), _rows(dout)
+    widths = call.q.shape[3], call.v.shape[3]
+    q, k, v, out, dout = (_rows(x) for x in (*call[:3], out, dout))
     lse = lse.contiguous()
     b, hq, kv_len, dtype = *q.shape[:2], k.shape[2], torch.float32 if spec.partial else q.dtype
     captured = learned.zeros(call.captured.tensors, needs, q.device) if needs else []
@@ -77,7 +79,7 @@ def backward(
         _backward_kv(plan)(call, lambda slots: (*matrices, dk, dv, None))
     if shared:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
-    return Grads(dq, dk, dv, dsink, captured)
+    return Grads(_cut(dq, widths[0]), _cut(dk, widths[0]), _cut(dv, widths[1]), dsink, captured)
 
 
 def _forward(plan: Plan) -> Launcher:
@@ -121,8 +123,25 @@ def _derivative(plan: Plan) -> dict[str, Any]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With rows of adjacent numbers."""
-    return x if x.stride()[3] == 1 else x.contiguous()
+    """With rows of eights of adjacent numbers, each at a multiple of 16 bytes, zeros past the end:
+    a copy where they are not.
+
+    Narrower loads cannot run ahead of the loop, and of a kernel whose loads do not, the ptxas of
+    CUDA 12.8 (Triton 3.6 and 3.7) makes wrong code for Hopper: its tiles of k and v stand at the
+    same place in every round, and what it works out about them before the loop gets lost.
+    """
+    batch, head, row, one = x.stride()
+    width = x.shape[3]
+    if one == 1 and not (batch | head | row | width) & 7 and not x.data_ptr() & 15:
+        return x
+    if width & 7:
+        return torch.nn.functional.pad(x, (0, -width % 8))
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _cut(x: Tensor, width: int) -> Tensor:
+    """The first columns."""
+    return x if x.shape[3] == width else x[..., :width].contiguous()
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:

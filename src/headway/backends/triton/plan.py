@@ -47,8 +47,7 @@ class Plan(BasePlan):
         backward = ("backward",) if self.one_pass else ("backward_q", "backward_kv")
         self.suit([_rows(self, name)[0] for name in ("forward", *backward)])
         self.static = (
-            # From row to row as a constant: addresses within a tile are then one and a number.
-            *((*x.stride()[:2], tl.constexpr(x.stride(2))) for x in matrices), self.hq,
+            *map(_strides, matrices), self.hq,
             self.hq // self.hk, self.q_len, self.kv_len, self.d, self.dv, spec.scale,
         )  # fmt: skip
         limit = threshold(spec.dropout)
@@ -157,6 +156,13 @@ class Launcher:
                 "use a smaller width, or backend='reference'"
             ) from error
         self.choose(self.n + 1)
+
+
+def _strides(x: Tensor) -> tuple:
+    """As `tile.head` takes them; from row to row as a constant: addresses within a tile are then
+    one and a number."""
+    batch, head, row, _ = x.stride()
+    return batch // 8, head // 8, tl.constexpr(row)
 
 
 def _rows(plan: Plan, name: str) -> Sequence[Config]:

@@ -25,6 +25,13 @@ class Dropout(NamedTuple):
 
 
 @triton.jit
+def head(base, strides, b, h):
+    """Where a head begins. The strides of batch and head are given in eights: so it is known that
+    eight divides them, and loads are 16 bytes wide and run ahead (`launch._rows`)."""
+    return base + (b * strides[0] + h * strides[1]) * 8
+
+
+@triton.jit
 def load(base, rows, stride, live, width: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
     """Rows of a matrix, in one or two pieces. `live` None: all rows are there."""
     if REST == 0:

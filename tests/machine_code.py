@@ -1,0 +1,188 @@
+"""What an assembler made of a kernel: is every register written before it is read?
+
+`python tests/machine_code.py kernel.cubin` prints the reads that no write can reach.
+
+The ptxas of CUDA 12.8, which Triton 3.6 brings along, can lose the instruction that fills a register: the
+descriptor of a matrix in shared memory was then made of whatever stood there, and the kernel ended in an
+illegal access, or in wrong numbers. Seen from PTX such a kernel is right, so this reads what nvdisasm prints.
+
+A write counts on every path on which it may happen, under a predicate too, and where it is not certain how
+many registers an instruction reads, the first one is meant. So what is found is a fault; a register
+that still holds something older is not found.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+_LINE = re.compile(r"\s+/\*(\w{4,})\*/\s+(?:@!?(U?P\w+)\s+)?([A-Z]\S*)\s*(.*?)\s*;")
+_REGISTER = re.compile(r"(?<![\w.])(UR|UP|R|P)(\d+)(\.64)?")
+_BASE = {"R": 0, "UR": 256, "P": 512, "UP": 520}  # where its kind begins among the bits of a set
+_JUMPS = ("BRA", "BRX", "JMP", "JMX", "CALL", "RET", "EXIT", "BAR", "WARPSYNC", "NANOSLEEP", "KILL")
+
+
+class Instruction(NamedTuple):
+    address: str
+    guard: str | None
+    opcode: str
+    operands: list[str]
+
+    @property
+    def kind(self) -> str:
+        return self.opcode.split(".")[0]
+
+
+def unwritten(cubin: bytes) -> list[str]:
+    """Reads of registers that nothing has written, as "forward+0x2490: UIADD3 ... reads UR16"."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [NVDISASM, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = []
+    for section in re.split(r"^\.section\s+\.text\.|^\.text\.", text, flags=re.M)[1:]:
+        found += _unwritten(section.split(":", 1)[0], section)
+    return found
+
+
+def _unwritten(name: str, section: str) -> list[str]:
+    code, labels = _parse(section)
+    known = _may_be_written(code, _successors(code, labels))
+    return [
+        f"{name}+0x{x.address}: {x.opcode} {', '.join(x.operands)} reads {register}"
+        for x, written in zip(code, known, strict=True)
+        if written is not None
+        for register in reads(x)
+        if not written & _bit(register) and not _partly(x, register)
+    ]
+
+
+def _parse(section: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Instructions, and the number of the one behind every label."""
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in section.splitlines():
+        if found := _LINE.match(line):
+            address, guard, opcode, operands = found.groups()
+            code.append(Instruction(address, guard, opcode, re.split(r",\s*", operands)))
+        elif found := re.match(r"([.$\w]+):$", line):
+            labels[found[1]] = len(code)
+    return code, labels
+
+
+def _successors(code: list[Instruction], labels: dict[str, int]) -> list[list[int]]:
+    """Where an instruction may go on. A return goes back behind every call."""
+    behind = [n + 1 for n, x in enumerate(code) if x.kind == "CALL"]
+    successors = []
+    for n, x in enumerate(code):
+        always = x.guard is None and (
+            x.kind != "BRA" or (x.opcode == "BRA" and len(x.operands) == 1)
+        )
+        to = [] if always and x.kind in ("EXIT", "RET", "BRA") else [n + 1]
+        if x.kind == "RET":
+            to += behind
+        elif x.kind in _JUMPS or x.kind.startswith("BR"):
+            to += [labels[s] for s in re.findall(r"[.$\w]+", " ".join(x.operands)) if s in labels]
+        successors.append([m for m in to if m < len(code)])
+    return successors
+
+
+def _may_be_written(code: list[Instruction], successors: list[list[int]]) -> list[int | None]:
+    """The registers that may have been written before an instruction, as a set of bits; None for those
+    that no path reaches."""
+    known: list[int | None] = [None] * len(code)
+    own = [sum({_bit(r) for r in writes(x)}) for x in code]
+    known[0], todo = 0, [0]
+    while todo:
+        n = todo.pop()
+        out = (known[n] or 0) | own[n]
+        for m in successors[n]:
+            before = known[m]
+            after = out if before is None else out | before
+            if after != before:
+                known[m] = after
+                todo.append(m)
+    return known
+
+
+def _bit(register: str) -> int:
+    kind, number = re.fullmatch(r"(\D+)(\d+)", register).groups()  # type: ignore[union-attr]
+    return 1 << _BASE[kind] + int(number)
+
+
+def _named(text: str, count: int = 1) -> list[str]:
+    """The registers of an operand; the first stands for `count`."""
+    return [
+        f"{kind}{int(number) + k}"
+        for kind, number, pair in _REGISTER.findall(text)
+        for k in range(max(count, 2 if pair else 1))
+    ]
+
+
+def _split(x: Instruction) -> tuple[list[str], list[str]]:
+    """Operands that are written, and those that are read."""
+    if x.kind in _JUMPS or not x.operands or "[" in x.operands[0]:
+        return [], x.operands
+    is_predicate = [bool(re.fullmatch(r"U?P(\d|T)", o)) for o in x.operands]
+    n = 0
+    while n < min(2, len(x.operands)) and is_predicate[n]:
+        n += 1
+    if n == 0 or not re.search(r"SETP|PLOP3|FCHK|VOTE", x.kind):
+        n += n < len(x.operands) and "[" not in x.operands[n]
+        last = n + 2
+        while n < min(last, len(x.operands)) and is_predicate[n]:  # what carries
+            n += 1
+    return x.operands[:n], x.operands[n:]
+
+
+def _width(x: Instruction) -> int:
+    """Registers of a result, or more."""
+    if found := re.match(r"[HIQ]GMMA\.64x(\d+)x\d+", x.opcode):
+        return int(found[1]) // 2
+    if found := re.search(r"\.x(\d+)$|\.x(\d+)\.", x.opcode):  # tensor memory
+        return int(found[1] or found[2])
+    if re.search(r"MMA|\.128|LDSM|\.256", x.opcode):
+        return 8 if ".256" in x.opcode else 4
+    wide = r"[._](?:[USBF]?64|WIDE)|^CS2R|^U?[DC]?(?:ADD|MUL|FMA|MNMX)2?\b|F32x2|^UMOV64"
+    return 2 if re.search(wide, x.opcode) else 1
+
+
+def _partly(x: Instruction, register: str) -> bool:
+    """Whether a part of a register is set, and of the rest nothing is said: no fault."""
+    return x.kind in ("PRMT", "LOP3") and x.operands[0] == register
+
+
+def writes(x: Instruction) -> list[str]:
+    if x.kind == "R2P":
+        return [f"P{n}" for n in range(7)]
+    return [r for o in _split(x)[0] for r in _named(o, 1 if "P" in o else _width(x))]
+
+
+def reads(x: Instruction) -> list[str]:
+    """Registers that are read for certain."""
+    found = [] if x.guard in (None, "PT", "UPT") else [x.guard]
+    matrix = "GMMA" in x.kind
+    for place, operand in enumerate(_split(x)[1]):
+        if described := re.search(r"gdesc\[UR(\d+)\]", operand):
+            # Of A, which may stand in registers, and of B.
+            first = int(described[1])
+            found += [f"UR{first + k}" for k in ((2, 3) if place and matrix else range(4))]
+        elif matrix and operand.startswith("R") and operand[1:].isdigit():
+            found += _named(operand, 4 if place == 0 else _width(x))
+        elif described := re.match(r"desc\[(UR\d+)\](.*)", operand):
+            found += _named(described[1], 2) + _named(described[2])
+        else:
+            found += _named(operand)
+    return found
+
+
+if __name__ == "__main__":
+    for path in sys.argv[1:]:
+        print(*unwritten(Path(path).read_bytes()), sep="\n")
