@@ -14,11 +14,11 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 HERE = Path(__file__).parent
 
-# Bytes of registers stored to memory: forward, terms of rows, dq, dk and dv. dk and dv of width 128
-# fill all 255 registers, and a little spilling costs less than half the tile (measured on an H200).
+# Bytes of registers stored to memory by a causal call: forward, terms of rows, dq, dk and dv (which
+# keeps a few numbers of its beginning in memory).
 SPILLS = {
     ("sm_80", "bf16_64"): (0, 0, 0, 0),
-    ("sm_90", "bf16_128"): (0, 0, 0, 212),
+    ("sm_90", "bf16_128"): (0, 0, 0, 32),
     ("sm_100", "bf16_64"): (0, 0, 0, 0),
     ("gfx942", "bf16_64"): (0, 0, 0, 66),
 }
