@@ -395,8 +395,6 @@ def attend_back(
     dk = add_product(acc_k, ds16, at_stage(q_smem, q_at[0]))
     fence_async_shared()
     publish(ds_ring, ds_at)
-    if SCATTER is not None:
-        add_along(sums, n, values, HOW)
     if WIDE:  # dS, as a factor, needs registers that dq shall have
         acc_v, acc_k0, acc_k1, _, _ = warpgroup_mma_wait(0, deps=[dv, dk[0], dk[1], p16, ds16])
     else:
@@ -414,6 +412,8 @@ def attend_back(
         publish(ring[0], dq_at)
     mbarrier.wait(q_ring[0].index(next_q[0]), next_q[1], pred=more)
     s = outer(at_stage(k_smem, z + W), at_stage(q_smem, next_q[0]), zero)
+    if SCATTER is not None:  # while these are multiplied
+        add_along(sums, n, values, HOW)
     if WIDE:
         s, acc_q = warpgroup_mma_wait(0, deps=[s, rest])
         acc_k = (acc_k0, acc_k1)
