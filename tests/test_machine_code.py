@@ -1,0 +1,66 @@
+"""The check of machine code finds what it is for, and nothing in code that is right."""
+
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import machine_code
+
+# As nvdisasm prints it: a loop, guarded writes, pairs and quads.
+RIGHT = """\
+kernel:
+.text.kernel:
+        /*0000*/                   LDC.64 R2, c[0x0][0x210] ;
+        /*0010*/                   ULDC.64 UR4, c[0x0][0x208] ;
+        /*0020*/                   PRMT R8, RZ, 0x7610, R8 ;
+        /*0030*/                   ISETP.GE.AND P0, PT, R3, 0x1, PT ;
+        /*0040*/              @!P0 UMOV UR16, 0x40 ;
+        /*0050*/                   UIADD3 UR18, UP0, UR16, 0x40, URZ ;
+        /*0060*/                   UIADD3.X UR19, URZ, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*0070*/                   CS2R R24, SRZ ;
+.L_x_0:
+        /*0080*/               @P0 LDG.E.128 R4, desc[UR4][R2.64+0x80] ;
+        /*0090*/                   HGMMA.64x16x16.F32.BF16 R40, R4, gdesc[UR16].tnspB, RZ, !UPT, gsb0 ;
+        /*00a0*/                   SHFL.BFLY PT, R9, R47, 0x2, 0x1f ;
+        /*00b0*/               @P0 BRA `(.L_x_0) ;
+        /*00c0*/                   STG.E.64 desc[UR4][R2.64], R24 ;
+        /*00d0*/                   EXIT ;
+"""
+
+
+def found(code: str) -> list[str]:
+    """Where something is read, and what."""
+    lines = machine_code._unwritten("kernel", code)
+    return [line.split(": ")[0][-2:] + line.split("reads")[1] for line in lines]
+
+
+def test_quiet_where_every_register_may_have_been_written():
+    assert found(RIGHT) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "reads"),
+    [
+        ("@!P0 UMOV UR16, 0x40", ["50 UR16"]),
+        ("UIADD3.X UR19, URZ, -0x7fffffe0, URZ, UP0, !UPT", ["90 UR19"]),  # half of a descriptor
+        ("ULDC.64 UR4, c[0x0][0x208]", ["80 UR4", "80 UR5", "c0 UR4", "c0 UR5"]),
+        ("ISETP.GE.AND P0, PT, R3, 0x1, PT", ["40 P0", "80 P0", "b0 P0"]),
+        ("@P0 LDG.E.128 R4, desc[UR4][R2.64+0x80]", [f"90 R{n}" for n in (4, 5, 6, 7)]),
+        ("SHFL.BFLY PT, R9, R47, 0x2, 0x1f", []),  # whose result nothing reads
+    ],
+)
+def test_a_write_that_is_missing(line, reads):
+    assert line in RIGHT
+    assert found(RIGHT.replace(line, "NOP")) == reads
+
+
+def test_a_write_behind_the_read_counts_in_a_loop_alone():
+    read = RIGHT.replace("SHFL.BFLY PT, R9, R47, 0x2, 0x1f", "UIADD3 UR40, UR41, 0x1, URZ")
+    write = "        /*00b8*/                   UMOV UR41, 0x1 ;\n"
+    jump, behind = read.index("        /*00b0*/"), read.index("        /*00c0*/")
+    assert found(read) == ["a0 UR41"]
+    assert found(read[:behind] + write + read[behind:]) == ["a0 UR41"]
+    assert found(read[:jump] + write + read[jump:]) == []
