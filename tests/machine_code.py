@@ -171,9 +171,10 @@ def reads(x: Instruction) -> list[str]:
     matrix = "GMMA" in x.kind
     for place, operand in enumerate(_split(x)[1]):
         if described := re.search(r"gdesc\[UR(\d+)\]", operand):
-            # Of A, which may stand in registers, and of B.
+            # On Hopper of A, which may stand in registers, and of B; later of one of the two.
             first = int(described[1])
-            found += [f"UR{first + k}" for k in ((2, 3) if place and matrix else range(4))]
+            of = range(2) if not matrix else (2, 3) if place else range(4)
+            found += [f"UR{first + k}" for k in of]
         elif matrix and operand.startswith("R") and operand[1:].isdigit():
             found += _named(operand, 4 if place == 0 else _width(x))
         elif described := re.match(r"desc\[(UR\d+)\](.*)", operand):
