@@ -158,7 +158,18 @@ def resources(name: str, made) -> dict:
         "shared": made.metadata.shared,
         "serialized": len(re.findall(r"C75\d\d", report)),
         "twice": len(added) - len(set(added)),
+        "idle": _idle(made.asm["ptx"]),
     }
+
+
+def _idle(ptx: str) -> list[int]:
+    """Where barriers stand in shared memory that are made and never used."""
+    place = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    made = {int(place[r]) for r in re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx) if r in place}
+    others = re.sub(r"mbarrier\.init.*", "", ptx)
+    used = {int(place[r]) for r in re.findall(r"\[(%r\d+)\]", others) if r in place}
+    # Of a ring with several stages the first one may be used alone, plus what is not known.
+    return sorted(x for x in made if x not in used and x - 8 not in made)
 
 
 def _run(*command) -> subprocess.CompletedProcess:

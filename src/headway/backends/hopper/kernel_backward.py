@@ -56,7 +56,7 @@ from .kernel_backward_parts import (
     write,
 )
 from .kernel_forward import ROWS
-from .pipeline import acquire, await_, channel, nth, publish, ready, release, start, step
+from .pipeline import acquire, await_, channel, nth, publish, ready, release, signal, start, step
 from .tile import (
     TOLD,
     add_product,
@@ -116,7 +116,7 @@ def backward(
             channel(STAGES, 1, 2),  # queries and lse
             channel(DO_STAGES, 1, 2),  # dout and delta
         ),
-        channel(DS_STAGES, 2, 2),  # dS, from both consumers to both
+        ring_of_ds(DS_STAGES),  # dS, from both consumers to both
         (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
         channel(TOLD, 1, 4),  # work, to consumers and adders
     )
@@ -155,6 +155,16 @@ def parts(dq):
 def _part_buffer(desc):
     shape: gl.constexpr = [2, desc.block_shape[0], desc.block_shape[1]]
     return gl.allocate_shared_memory(gl.float32, shape, desc.layout)
+
+
+@gluon.jit
+def ring_of_ds(STAGES: gl.constexpr):
+    """The channel of dS. Of two stages the one before is read when the next is written: both
+    consumers have written that."""
+    if STAGES == 1:
+        return channel(1, 2, 2)
+    else:
+        return signal(STAGES, 2)
 
 
 @gluon.jit

@@ -47,6 +47,7 @@ from .pipeline import (
     publish,
     ready,
     release,
+    signal,
     start,
     step,
 )
@@ -106,7 +107,7 @@ def backward_wide(
     rings = (
         of_inputs,
         channel(_P_STAGES, 1, 1),  # P, from values to keys; queries let go of the stage
-        channel(_P_STAGES, 1, 1),  # dS in the same stages, from keys to queries
+        signal(_P_STAGES, 1),  # dS in the same stages, from keys to queries
     )
     ready()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)

@@ -35,7 +35,7 @@ from .gluon_api import (
 )
 from .kernel_forward_scheduler import schedule
 from .linear import linear_scores
-from .pipeline import acquire, await_, channel, publish, ready, release, start, step
+from .pipeline import acquire, await_, channel, publish, ready, release, signal, start, step
 from .sides import by_thread, given, keep, of_columns, of_rows
 from .tile import (
     LN2,
@@ -98,7 +98,7 @@ def forward(
         channel(HOW.queries, 1, HOW.consumers),  # queries
         channel(STAGES, 1, HOW.consumers),  # keys
         channel(STAGES, 1, HOW.consumers),  # values
-        channel(1, 1, 1),  # from the loader to the scheduler: one more
+        signal(1, 1),  # from the loader to the scheduler: one more
     )
     ready()
     smem = (work_smem, q_smem, k_smem, v_smem, o_smem)
