@@ -67,6 +67,8 @@ CALLS = {
     "equal_heads": {"mask": hw.causal(), "heads": 4},
     "by_head": {"mask": lambda b, h, i, j: (i >= j) & (i - j < 90 * (h + 1))},
     "short": {"mask": hw.causal(), "length": 100},
+    "long": {"mask": hw.causal(), "length": 2048},
+    "long_plain": {"length": 2048},
     "sink": {"mask": hw.causal(), "sink": True},
     "in_turn": {"mask": hw.causal(), "deterministic": True},
 }

@@ -3,14 +3,16 @@
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..blocks import Tiles
+from ..mods import causal, lower_mod
 from ..mods.graph import Graph, parse
-from ..types import Captured, Coords, Forward, Grads, Spec, in_dtype
+from ..types import Captured, Coords, Forward, Grads, Spec, constant_under_compile, in_dtype
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -139,6 +141,19 @@ def split(spec: Spec, captured: Captured) -> tuple[Captured, Captured]:
     t, n, x = spec.score_tensors, spec.score_ints, spec.score_floats
     tensors, ints, floats = captured
     return Captured(tensors[:t], ints[:n], floats[:x]), Captured(tensors[t:], ints[n:], floats[x:])
+
+
+def causal_text() -> str:
+    """What `causal()` is in `Spec.mask`, whatever its offset."""
+    return _lowered_causal().text
+
+
+constant_under_compile(causal_text)
+
+
+@lru_cache(maxsize=1)
+def _lowered_causal() -> Graph:
+    return lower_mod("mask", causal(), torch.float32)[0]
 
 
 def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:

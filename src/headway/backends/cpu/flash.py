@@ -18,11 +18,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ...mods import causal, lower_mod
-from ...mods.graph import Graph
 from ...mods.pointwise import Positions, mask_at
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile, in_dtype
-from ..base import Call, Hook, delta_of, graphs, split
+from ..base import Call, Hook, causal_text, delta_of, graphs, split
 from .plan import Segment, index_tensors, pieces
 
 _LEAST_SCALE = 1e-30  # of their causal square; float32 knows what is smaller as 0, or nearly
@@ -277,18 +275,6 @@ def _merge_into(out: Tensor, lse: Tensor, o: Tensor, l: Tensor) -> None:
     lse.copy_(total)
 
 
-def _causal_text() -> str:
-    return _lowered_causal().text
-
-
-constant_under_compile(_causal_text)
-
-
-@lru_cache(maxsize=1)
-def _lowered_causal() -> Graph:
-    return lower_mod("mask", causal(), torch.float32)[0]
-
-
 def is_causal(spec: Spec, call: Call) -> bool:
     """The one mask that the kernels know by themselves: causal on a square."""
     coords = call.coords
@@ -296,7 +282,7 @@ def is_causal(spec: Spec, call: Call) -> bool:
         spec.mask is not None
         and call.q.shape[2] == call.k.shape[2]
         and spec.scale >= _LEAST_SCALE
-        and spec.mask == _causal_text()
+        and spec.mask == causal_text()
         and call.captured.ints[spec.score_ints :] == [0]
         and coords.q == coords.kv
         and coords.q_pos is None is coords.kv_pos

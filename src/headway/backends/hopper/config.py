@@ -28,7 +28,7 @@ class Forward:
 
 
 FORWARD = (
-    Forward((64,), (64,), stages=3),
+    Forward((64,), (64,), stages=3, consumers=3),
     Forward((64, 32), (64, 32)),
     Forward((128,), (128,)),
     Forward((128, 64), (128,), queries=1, out=64),
@@ -42,6 +42,8 @@ class Backward:
     - `block`: queries of a block; `stages`: of these, in shared memory.
     - `keys`: of a CTA: 128 for two consumers that make all gradients of their half
       (kernel_backward.py), 64 for a consumer per gradient (kernel_backward_wide.py).
+    - `lagged`: dk and dq of a block are computed with S of the next (kernel_backward_lagged.py),
+      where that was found to be faster (`BackwardPlan`).
     """
 
     d: tuple[int, ...]
@@ -49,10 +51,13 @@ class Backward:
     block: int = 64
     stages: int = 3
     keys: int = 128
+    lagged: bool = False
 
 
 BACKWARD = (
+    Backward((64,), (64,), block=128, lagged=True),
     Backward((64,), (64,)),
+    Backward((128,), (128,), lagged=True),
     Backward((128,), (128,)),
     Backward((128, 64), (128,), stages=2),
     Backward((256,), (256,), stages=2, keys=64),
@@ -75,6 +80,7 @@ class How:
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
     short: bool = False  # there are but a few hundred bytes of shared memory left
     ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
+    lagged: bool = False  # backward: dk and dq of a block with S of the next
     consumer: int = 0  # backward: which one this is compiled for
     largest: bool = False  # keep the largest S, where T is another
     bands: int = 0  # gathers along diagonals (diagonals.py)

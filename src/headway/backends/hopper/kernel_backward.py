@@ -12,10 +12,15 @@ same mathematics):
 A persistent CTA has a **loader**, which takes the next 128 keys of a head (a rank) from a counter,
 longest line first, and copies them and the queries that see them into shared memory. Two
 **consumers**, a warpgroup each, own 64 of the keys: their dk and dv stay in registers, and so do Pᵀ
-and dSᵀ as left factors. dq is a sum over ranks: a consumer computes a 64 x 64 part of it, and one
-of two **adders** has the copy engine add it to float32 in global memory (in turn, where the sum
+and dSᵀ as left factors. dq is a sum over ranks: a consumer computes a part of it from all keys, and
+one of two **adders** has the copy engine add it to float32 in global memory (in turn, where the sum
 shall be the same every time: order.py), in the order of the registers; `finish` puts it in order
-afterwards. Per block of queries, a consumer
+afterwards. A block has 64 queries, of which a consumer's part is half of the columns; at width 64
+it has 128, where registers allow it, of which it is half of the queries: of what shared memory and
+the L2 cache move per pair, that is a fifth and half less.
+
+In which order a block goes depends on what registers are left: where they allow it, dk and dq come
+with the next block (kernel_backward_lagged.py). Here, at once, a consumer
 
 1. hands over dq of the block before; issues dPᵀ
 2. computes Pᵀ meanwhile (Sᵀ came with the block before); issues dv
@@ -38,15 +43,15 @@ from .gluon_api import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     seen_as,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from .kernel_backward_adder import add
+from .kernel_backward_dq import hand_over, part, parts, rings_of, strip_of_part, zeros_of
+from .kernel_backward_lagged import after_last, attend_lagged, before_first
 from .kernel_backward_parts import (
     DO_STAGES,
-    in_order,
     load,
     of_keys,
     of_queries,
@@ -55,9 +60,9 @@ from .kernel_backward_parts import (
     probabilities,
     write,
 )
-from .kernel_forward import ROWS
 from .pipeline import acquire, await_, channel, nth, publish, ready, release, signal, start, step
 from .tile import (
+    ROWS,
     TOLD,
     add_product,
     at_stage,
@@ -143,21 +148,6 @@ def backward(
 
 
 @gluon.jit
-def parts(dq):
-    """Shared memory for the pieces of the parts of dq of both consumers."""
-    if len(dq) == 1:
-        return (_part_buffer(dq[0]),)
-    else:
-        return (_part_buffer(dq[0]), _part_buffer(dq[1]))
-
-
-@gluon.jit
-def _part_buffer(desc):
-    shape: gl.constexpr = [2, desc.block_shape[0], desc.block_shape[1]]
-    return gl.allocate_shared_memory(gl.float32, shape, desc.layout)
-
-
-@gluon.jit
 def ring_of_ds(STAGES: gl.constexpr):
     """The channel of dS. Of two stages the one before is read when the next is written: both
     consumers have written that."""
@@ -165,22 +155,6 @@ def ring_of_ds(STAGES: gl.constexpr):
         return channel(1, 2, 2)
     else:
         return signal(STAGES, 2)
-
-
-@gluon.jit
-def rings_of(dq):
-    """A channel for each piece."""
-    if len(dq) == 1:
-        return (channel(1, 1, 1),)
-    else:
-        return (channel(1, 1, 1), channel(1, 1, 1))
-
-
-@gluon.jit
-def zeros_of(dq_smem):
-    """What stands for the last piece of dq before the first block."""
-    WIDTH: gl.constexpr = dq_smem[len(dq_smem) - 1].shape[1] * 4
-    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=mma(WIDTH))
 
 
 @gluon.constexpr_function
@@ -245,10 +219,11 @@ def consume(
         done += 1
         await_(work_ring, nth(done, TOLD))
         (line,) = told(work_smem, nth(done, TOLD), 0, 1, 4)
-    LAST: gl.constexpr = len(dq_smem) - 1
-    hand_over(acc_q, dq_smem[LAST].index(W), dq_rings[W][LAST], ats[2])
-    fence_async_shared()
-    publish(dq_rings[W][LAST], ats[2])
+    if not HOW.lagged:
+        LAST: gl.constexpr = len(dq_smem) - 1
+        hand_over(acc_q, dq_smem[LAST].index(W), dq_rings[W][LAST], ats[2])
+        fence_async_shared()
+        publish(dq_rings[W][LAST], ats[2])
 
 
 @gluon.jit
@@ -272,28 +247,34 @@ def consume_rank(
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index)
     acc_k = zeros(ROWS, k_smem)
     acc_v = zeros(ROWS, (v_smem,))[0]
-    zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
     await_(k_ring, nth(done, 1))
-    await_(q_ring, q_at)
-    s = outer(at_stage(k_smem, W), at_stage(q_smem, q_at[0]), zero)
-    s = warpgroup_mma_wait(0, deps=[s])
+    if HOW.lagged:
+        state = before_first(acc_k, acc_v, ats, k_smem, HOW)
+    else:
+        zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
+        await_(q_ring, q_at)
+        s = outer(at_stage(k_smem, W), at_stage(q_smem, q_at[0]), zero)
+        s = warpgroup_mma_wait(0, deps=[s])
+        state = (s, acc_q, acc_k, acc_v, q_at, do_at, dq_at)
     await_(v_ring, nth(done, 1))
     # A constant in a tuple is none afterwards.
     MINE: gl.constexpr = of_consumer(HOW, W)
-    state = (s, acc_q, acc_k, acc_v, q_at, do_at, dq_at)
     for n in range(share):
         of_head = (h + n, b)
-        rows = of_keys(
-            kv_idx, first + W * ROWS, of_head, coords, bands, of_score, of_mask, HOW
-        )  # fmt: skip
+        rows = of_keys(kv_idx, first + W * ROWS, of_head, coords, bands, of_score, of_mask, HOW)
         to_sums = begin(sums, b, h + n, first + W * ROWS)
         context = (smem, rings, dq_rings[W], of_head, kv_idx, live, rows, scale, coords, of_score,
                    of_mask, grads, to_sums, q_len, share)  # fmt: skip
         state = visit(
-            state, context, walk, line, q_len, share - 1 - n, attend_back,
-            DERIVATIVE, SCATTER, MASK, MINE,
+            state, context, walk, line, q_len, share - 1 - n,
+            attend_lagged if HOW.lagged else attend_back, DERIVATIVE, SCATTER, MASK, MINE,
         )  # fmt: skip
-    s, acc_q, acc_k, acc_v, q_at, do_at, dq_at = state
+    if HOW.lagged:
+        acc_k, acc_v, q_at, do_at, dq_at = after_last(
+            state, smem, rings, dq_rings[W], first >> 31, W, HOW
+        )
+    else:
+        s, acc_q, acc_k, acc_v, q_at, do_at, dq_at = state
     release(k_ring, nth(done, 1))
     # Told again, to have been in no registers until now.
     first, h, b = told(work_smem, nth(done, TOLD), 2, 5, 4)
@@ -323,13 +304,6 @@ def consume_rank(
         write(acc_v, wide_dv + base * dv_width, first + W * ROWS, kv_len, dv_width, 0)
     release(v_ring, nth(done, 1))
     return acc_q, (q_at, do_at, dq_at)
-
-
-@gluon.jit
-def hand_over(acc_q, dq_smem, ring, at):
-    """Store dq for the adder, by 16-byte stores that meet no conflict."""
-    acquire(ring, at)
-    dq_smem.store(in_order(acc_q))
 
 
 @gluon.jit
@@ -415,12 +389,12 @@ def attend_back(
     dq = part(ds_smem, a, k_smem, z, W)
     next_q = step(q_at, HOW.stages)
     if WIDE:
-        rest = rest_of_part(ds_smem, a, k_smem[1], z, W)
+        rest = strip_of_part(ds_smem, a, k_smem[1], z, W)
         acc_q = warpgroup_mma_wait(2, deps=[dq])
         hand_over(acc_q, dq_smem[0].index(W), ring[0], dq_at)
         fence_async_shared()
         publish(ring[0], dq_at)
-    mbarrier.wait(q_ring[0].index(next_q[0]), next_q[1], pred=more)
+    await_(q_ring, next_q, more)
     s = outer(at_stage(k_smem, z + W), at_stage(q_smem, next_q[0]), zero)
     if SCATTER is not None:  # while these are multiplied
         add_along(sums, n, values, HOW)
@@ -433,33 +407,3 @@ def attend_back(
         acc_k = (acc_k0,)
     release(q_ring, q_at)
     return s, acc_q, acc_k, acc_v, next_q, step(do_at, DO_STAGES), step(dq_at, 1)
-
-
-@gluon.jit
-def part(ds_smem, a, k_smem, z, W: gl.constexpr):
-    """Issue this consumer's part of dq: for width 64 from its own keys, else from all keys half of
-    the first 128 columns."""
-    k = k_smem[0]
-    nothing = gl.full([ROWS, 64], 0.0, gl.float32, layout=mma(64))
-    if k.shape[2] == 64:
-        own = ds_smem.index(a + W).permute((1, 0))
-        return warpgroup_mma(own, k.index(z + W), nothing, use_acc=False, is_async=True)
-    else:
-        halves = seen_as(k, k.dtype, [4, ROWS, 64], matrix(k.layout))
-        return _of_all(ds_smem, a, halves.index(z + W), halves.index(z + 2 + W), nothing)
-
-
-@gluon.jit
-def rest_of_part(ds_smem, a, k, z, W: gl.constexpr):
-    """Issue what belongs to the part of the 64 columns beyond: half of them."""
-    start: gl.constexpr = 32 * W
-    nothing = gl.full([ROWS, 32], 0.0, gl.float32, layout=mma(32))
-    k0 = k.index(z).slice(start, 32, dim=1)
-    k1 = k.index(z + 1).slice(start, 32, dim=1)
-    return _of_all(ds_smem, a, k0, k1, nothing)
-
-
-@gluon.jit
-def _of_all(ds_smem, a, k0, k1, zero):
-    dq = warpgroup_mma(ds_smem.index(a).permute((1, 0)), k0, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(ds_smem.index(a + 1).permute((1, 0)), k1, dq, is_async=True)

@@ -8,13 +8,13 @@ from .tile import TOLD, at_stage, told, visit
 
 @gluon.jit
 def add(dq, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr):
-    """Add the parts of dq that consumer W hands over. The last piece comes one block late, from
-    rank to rank as within one; its first, from before the first block, is zeros."""
-    inputs, _, dq_smem, work_smem = smem
+    """Add the parts of dq that consumer W hands over. Where it does not lag, the last piece comes
+    one block late, from rank to rank as within one; its first, from before the first block, is
+    zeros."""
+    _, _, dq_smem, work_smem = smem
     _, _, dq_rings, work_ring = rings
-    k_smem = inputs[0]
     heads, _, share, q_len, q_rows, _ = sizes
-    to = (dq, at_stage(dq_smem, W), dq_rings[W], k_smem, W)
+    to = (dq, at_stage(dq_smem, W), dq_rings[W], W)
     work_at = start()
     await_(work_ring, work_at)
     line, slot, _first, h, b = told(work_smem, work_at, 0, 5, 1)
@@ -29,7 +29,8 @@ def add(dq, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr)
             dq_at, row, turn, _visited = state
         await_(work_ring, work_at)
         line, slot, _first, h, b = told(work_smem, work_at, 0, 5, 1)
-    add_part(to, row, turns, turn, dq_at, len(dq) - 1)
+    if not HOW.lagged:
+        add_part(to, row, turns, turn, dq_at, len(dq) - 1, HOW)
 
 
 @gluon.jit
@@ -37,32 +38,29 @@ def add_block(
     state, given, n, more, PARTIAL: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Add the last piece of the block before n, and the others of the block from n on, which is
-    remembered."""
+    """Add the pieces of the block from n on, which is remembered; those that come late are of the
+    block before."""
     to, row0, turns, line, slot, tile = given
     dq_at, row, turn, visited = state
-    LAST: gl.constexpr = len(to[0]) - 1
-    add_part(to, row, turns, turn, dq_at, LAST)
+    COUNT: gl.constexpr = len(to[0]) if HOW.lagged else len(to[0]) - 1
+    if not HOW.lagged:
+        add_part(to, row, turns, turn, dq_at, COUNT, HOW)
     turn = turn_of(turns, line, slot, visited // tile, HOW)
-    for piece in gl.static_range(LAST):
-        add_part(to, row0 + n, turns, turn, dq_at, piece)
+    for piece in gl.static_range(COUNT):
+        add_part(to, row0 + n, turns, turn, dq_at, piece, HOW)
     return step(dq_at, 1), row0 + n, turn, visited + HOW.block
 
 
 @gluon.jit
-def add_part(to, row, turns, turn, at, PIECE: gl.constexpr):
+def add_part(to, row, turns, turn, at, PIECE: gl.constexpr, HOW: gl.constexpr):
     """Add one piece to the rows from `row` on, in turn where there are turns."""
-    dq, dq_smem, rings, k_smem, W = to
+    dq, dq_smem, rings, W = to
     if turns is not None:
-        counter = counter_of(turns, row, 2 * PIECE)
-        if k_smem[0].shape[2] == 64:  # one place for both
-            turn = gl.where(turn < 0, turn, 2 * turn + W)
-        else:
-            counter += W
+        counter = counter_of(turns, row, 2 * PIECE) + W
     await_(rings[PIECE], at)
     if turns is not None:
         await_turn(counter, turn)
-    copy_out_add(dq[PIECE], [place_of(row, W, PIECE, k_smem), 0], dq_smem[PIECE])
+    copy_out_add(dq[PIECE], [place_of(row, W, PIECE, dq_smem, HOW), 0], dq_smem[PIECE])
     copy_out_wait(0)
     release(rings[PIECE], at)
     if turns is not None:
@@ -71,17 +69,17 @@ def add_part(to, row, turns, turn, at, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def place_of(row, W, PIECE: gl.constexpr, k_smem):
-    """Where consumer W adds a piece for the queries from `row` on, in rows of 256 numbers. Width 64
-    is one chunk of 64 x 64, to which both consumers add what their keys give; of 128 each has a
-    chunk, and of what is beyond it half of one."""
+def place_of(row, W, PIECE: gl.constexpr, dq_smem, HOW: gl.constexpr):
+    """Where consumer W adds a piece for the queries from `row` on, in rows of 256 numbers: of 128
+    queries each has the chunk of 64 x 64 that is its queries'; of 64, the chunk or the half of one
+    that is its columns', and beyond 128 columns another half."""
     chunk = row // 64
-    if len(k_smem) == 2:
+    if len(dq_smem) == 2:
         if PIECE == 0:
             return (chunk * 3 + W) * 16
         else:
             return (chunk * 3 + 2) * 16 + W * 8
-    elif k_smem[0].shape[2] == 64:
-        return chunk * 16
+    elif HOW.block == 128:
+        return (chunk + W) * 16
     else:
-        return (chunk * 2 + W) * 16
+        return (chunk * 2 + W) * dq_smem[0].shape[0]

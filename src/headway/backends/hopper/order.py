@@ -6,10 +6,8 @@ FlashAttention-3's deterministic backward does.)
 
 None waits for ever, in whatever order it visits its blocks: CTAs take ranks (or are launched, one
 for each) in the order of their numbers, so those that one waits for are under way or have ended;
-and of those under way, the one with the smallest number waits for nobody outside. (Its last piece
-is handed over when its CTA has the next rank's first tiles, which are copies of inputs.) Inside,
-where both adders have one place (width 64), the second waits for the first at the same block, and
-the first for nothing that the second does later.
+and of those under way, the one with the smallest number waits for nobody outside. (Where its last
+piece is handed over with the next rank, that waits for copies of inputs.)
 
 How long they wait does depend on the order. Every line visits its blocks from the first to the
 last, full and partial ones together, and lines are launched shortest first: behind a causal mask or

@@ -76,6 +76,14 @@ def step(at, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def prior(at, STAGES: gl.constexpr):
+    """The cursor of the tile before."""
+    stage, phase = at
+    first = stage == 0
+    return gl.where(first, STAGES - 1, stage - 1), gl.where(first, phase ^ 1, phase)
+
+
+@gluon.jit
 def nth(n, STAGES: gl.constexpr):
     """The cursor of tile n: one number to remember, where registers are short."""
     return n % STAGES, n // STAGES % 2
@@ -88,15 +96,15 @@ def acquire(ring, at):
 
 
 @gluon.jit
-def await_(ring, at):
-    """Wait until the stage holds this turn's tile."""
-    mbarrier.wait(ring[0].index(at[0]), at[1])
+def await_(ring, at, condition=True):
+    """Wait until the stage holds this turn's tile, if one is to come."""
+    mbarrier.wait(ring[0].index(at[0]), at[1], pred=condition)
 
 
 @gluon.jit
-def release(ring, at):
-    """Let the stage be written again."""
-    mbarrier.arrive(ring[1].index(at[0]), count=1)
+def release(ring, at, condition=True):
+    """Let the stage be written again, if it was read."""
+    mbarrier.arrive(ring[1].index(at[0]), count=1, pred=condition)
 
 
 @gluon.jit
