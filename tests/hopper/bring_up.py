@@ -4,6 +4,7 @@
     python tests/hopper/bring_up.py bench            TFLOP/s against cuDNN and the Triton backend
     python tests/hopper/bring_up.py check NAME ...   some of them; also `bench NAME ...`
     python tests/hopper/bring_up.py table NAME ...   cases of the shared table (or `all`)
+    python tests/hopper/bring_up.py again            hundreds of calls: are their bits the same?
 
 Every line is printed as soon as it is known: name, seconds, and `ok`, what is wrong, or `HANG`.
 """
@@ -57,6 +58,14 @@ CHECKS = {
     "in_turn_mla": ((2, 16, 16, 2048, 2048, 192, 128), {"mask": "window", **TURNS}),
     "in_turn_256": ((2, 16, 16, 2048, 2048, 256, 256), {"mask": "causal", **TURNS}),
     "first_use": (),  # the small case that every process runs first
+}
+# Forwards with thousands of ranks: what happens once in 10,000 is not seen in two calls.
+AGAIN = {
+    "document_64": ((2, 32, 32, 8192, 8192, 64, 64), {"mask": "document"}),
+    "document_128": ((2, 16, 16, 8192, 8192, 128, 128), {"mask": "document"}),
+    "window_64": ((2, 32, 32, 8192, 8192, 64, 64), {"mask": "window"}),
+    "short_64": ((64, 16, 16, 512, 512, 64, 64), {"mask": "causal"}),
+    "short_128": ((64, 16, 16, 512, 512, 128, 128), {"mask": "causal"}),
 }
 # The rows of DESIGN.md's table that these kernels run so far.
 ROWS = {
@@ -153,6 +162,19 @@ def check(name: str) -> str:
     return ", ".join(wrong) or "ok"
 
 
+def again(name: str, times: int = 500) -> str:
+    """`ok`, or how many of so many forwards differ from the first one."""
+    import headway as hw
+
+    shape, options = AGAIN[name]
+    leaves, _, score, mask, _, _ = made(shape, backward=False, **options)
+    forward = lambda: hw.attention(*leaves, score, mask, backend="hopper")
+    with torch.no_grad():
+        first = forward()
+        differ = sum(not forward().equal(first) for _ in range(times))
+    return f"{differ} of {times} differ" if differ else "ok"
+
+
 def bench(name: str) -> str:
     """Medians of three turns of TFLOP/s over live pairs, forward / backward, of each contestant."""
     from statistics import median
@@ -212,7 +234,7 @@ def table(name: str) -> str:
     return "; ".join(compare(BY_NAME[name], BF16, got, True)) or "ok"
 
 
-RUN = {"check": check, "bench": bench, "table": table}
+RUN = {"check": check, "bench": bench, "table": table, "again": again}
 
 
 def child(what: str, names: list[str]) -> None:
@@ -278,7 +300,7 @@ def main(what: str, names: list[str]) -> None:
         from cases import CASES
 
         names = [c.name for c in CASES] if names == ["all"] else names
-    names = names or list({"check": CHECKS, "bench": ROWS}[what])
+    names = names or list({"check": CHECKS, "bench": ROWS, "again": AGAIN}[what])
     if what == "bench":  # alone on the card
         watched(what, names, 60)
         return

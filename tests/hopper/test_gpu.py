@@ -30,3 +30,8 @@ def test_features():
 def test_table(part):
     lines = bring_up.watched("table", HALF[part::PARTS], 60)
     assert [line for line in lines if not line.rstrip().endswith((" ok", " refused"))] == []
+
+
+def test_many_calls_have_the_same_bits():
+    lines = bring_up.watched("again", list(bring_up.AGAIN), 60)
+    assert [line for line in lines if not line.rstrip().endswith(" ok")] == []
