@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...mods.graph import parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call, Hook, Kind
+from ..base import Call, Hook, Kind, causal_text
 from ..kernels.function import diagonal, not_spread
 from ..kernels.varies import variation
 from .config import FORWARD, TILE, fitting
@@ -51,9 +51,10 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
 def slower(spec: Spec, kind: Kind) -> str:
     """What the Triton backend is faster at. It reads every tensor by relative position once per
     diagonal of a tile, where these kernels do so for floats, and for its gradient have no registers
-    left at widths 129 to 192; and up to width 64 its second pass takes less time than turns do (8k,
-    causal: 1.5 times backward)."""
-    if spec.deterministic and kind.trained and max(kind.d, kind.dv) <= 64:
+    left at widths 129 to 192; and up to width 64 its second pass takes less time than turns do, but
+    for causal or no masks (8k, causal: turns 3.1 ms, two passes 4.0; before dq lagged, 5.9)."""
+    plain = spec.score is None and (spec.mask is None or spec.mask == causal_text())
+    if spec.deterministic and kind.trained and max(kind.d, kind.dv) <= 64 and not plain:
         return "dq is added up in turn, and up to width 64 the two passes of 'triton' are faster"
     if spec.score is None or kind.scattered:
         return ""
