@@ -37,6 +37,8 @@ def test_compiles(direction, widths, name):
         pytest.skip("the same kernel as at 128")
     (made,) = report(direction, widths, name)
     print(made)
+    assert made["idle"] == made["unwritten"] == []
+    assert made["twice"] == 0
     # Reads of one number per pair need an address each, and gradients of them a product.
     heavy = name in ("relative", "dense", "rows", "sink")
     tight = (direction, widths) == ("backward", "192/128")  # dk and dv: 160 of 240 registers

@@ -545,6 +545,7 @@ def _load() -> types.SimpleNamespace:
     with mock.patch.dict(sys.modules, fakes):
         load = importlib.import_module
         forward = load("simulated.kernel_forward")
+        out = load("simulated.kernel_forward_out")
         backward = load("simulated.kernel_backward")
         backward_wide = load("simulated.kernel_backward_wide")
         adder = load("simulated.kernel_backward_adder")
@@ -555,7 +556,7 @@ def _load() -> types.SimpleNamespace:
         rows = load("simulated_text.rows")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
-        forward=forward, backward=backward, backward_wide=backward_wide, adder=adder, parts=parts,
+        forward=forward, out=out, backward=backward, backward_wide=backward_wide, adder=adder, parts=parts,
         sides=sides, diagonals=diagonals, rows=rows, names=names,
     )  # fmt: skip
 

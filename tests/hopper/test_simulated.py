@@ -219,16 +219,16 @@ def test_a_turn_that_never_comes_is_found():
 
 def test_a_broken_kernel_is_found():
     """The simulator is worth something: without the fence, the release or the right phase it fails."""
-    forward = simulator.LOADED.forward
+    forward, out = simulator.LOADED.forward, simulator.LOADED.out
     broken = {
-        "fence_async_shared": lambda: None,
-        "release": lambda ring, at: None,
-        "step": lambda at, stages: at,
+        "fence_async_shared": (out, lambda: None),
+        "release": (forward, lambda ring, at: None),
+        "step": (forward, lambda at, stages: at),
     }
     case = BY_NAME["long_700_half"]
-    for name, by in broken.items():
+    for name, (where, by) in broken.items():
         with (
-            mock.patch.object(forward, name, by),
+            mock.patch.object(where, name, by),
             mock.patch.object(simulator, "PATIENCE", 0.3),
         ):
             try:  # by chance, partitions out of step may get through: with wrong numbers

@@ -29,6 +29,7 @@ from . import (
     kernel_backward_parts,
     kernel_backward_wide,
     kernel_forward,
+    kernel_forward_out,
     kernel_forward_scheduler,
     linear,
     pipeline,
@@ -71,8 +72,9 @@ class Plan(BasePlan):
 
     sources = (
         maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, sides, of_diagonals,
-        kernel_forward_scheduler, kernel_forward, kernel_backward_parts, kernel_backward_dq,
-        kernel_backward_lagged, kernel_backward_adder, kernel_backward, kernel_backward_wide,
+        kernel_forward_scheduler, kernel_forward_out, kernel_forward, kernel_backward_parts,
+        kernel_backward_dq, kernel_backward_lagged, kernel_backward_adder, kernel_backward,
+        kernel_backward_wide,
     )  # fmt: skip
 
     def __init__(
