@@ -36,6 +36,8 @@ from headway.backends.hopper import plan as hopper_plan
 from headway.backends.kernels import direct, plan
 from headway.backends.kernels.driver import Launch
 
+loads: list[bytes] = []
+
 
 class Driver(CudaDriver):
     """NVIDIA's, on a card that is not there."""
@@ -50,6 +52,7 @@ class Driver(CudaDriver):
         return GPUTarget("cuda", 90, 32)
 
     def load_binary(self, name: str, kernel: bytes, *rest: int) -> tuple:
+        loads.append(kernel)
         sizes = parameters(kernel, name)
         CUDA.fake_next(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
         return self.load(name, kernel, *rest)
@@ -129,6 +132,10 @@ def without_a_launcher() -> None:
         out = hw.attention(q, q, q, mask=hw.causal(), backend="triton")
         torch.autograd.grad(out, q, torch.ones_like(out))
     assert launches.value == before + 4
+    # Another length is another kind of call, and the same kernels.
+    x = torch.randn(1, 2, 80, 16).bfloat16().requires_grad_()
+    hw.attention(x, x, x, mask=hw.causal(), backend="triton")
+    assert len(loads) == len(set(loads))
 
 
 def refusals(own: Launch) -> None:

@@ -168,14 +168,29 @@ def _launch_of(
     if getattr(loading, "calls", loading):  # a profiler wants to know what is loaded
         return None
     found = [*_parameters(compiled, args, tensors, numbers), *[Parameter(bytes(8))] * 2]
-    # Loaded once more than Triton would, if it has: its way builds a launcher with a C compiler.
-    _, function, _, _, threads = active.utils.load_binary(
-        compiled.name, compiled.kernel, meta.shared, active.get_current_device()
-    )
+    function, threads = _loaded(compiled, active)
     if 32 * meta.num_warps > threads or [len(p.data) for p in found] != _sizes(function):
         return None
     config = *grid, 32 * meta.num_warps, 1, 1, meta.shared
     return Launch(function, config, found, len(tensors), len(numbers))
+
+
+# Functions and the most threads of a block, by hash of the kernel and device.
+_FUNCTIONS: dict[tuple[str, int], tuple[int, int]] = {}
+
+
+def _loaded(compiled: Any, active: Any) -> tuple[int, int]:
+    """The function of a kernel, and the threads that a block may have. Loaded here where Triton has
+    not: its way makes a launcher, with a C compiler. Once, whatever the kinds of calls."""
+    if compiled.module is not None:
+        return compiled.function, compiled.n_max_threads
+    key = compiled.hash, active.get_current_device()
+    if key not in _FUNCTIONS:
+        _, function, _, _, threads = active.utils.load_binary(
+            compiled.name, compiled.kernel, compiled.metadata.shared, key[1]
+        )
+        _FUNCTIONS[key] = function, threads
+    return _FUNCTIONS[key]
 
 
 def stand_ins(
