@@ -1,9 +1,11 @@
 """What every backend implements: the pair of pure functions that everything else is made of."""
 
+import importlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -141,6 +143,17 @@ def split(spec: Spec, captured: Captured) -> tuple[Captured, Captured]:
     t, n, x = spec.score_tensors, spec.score_ints, spec.score_floats
     tensors, ints, floats = captured
     return Captured(tensors[:t], ints[:n], floats[:x]), Captured(tensors[t:], ints[n:], floats[x:])
+
+
+@lru_cache
+def launch_module(package: str) -> ModuleType:
+    """The module `launch` of a backend, which is loaded when the backend is first run."""
+    return importlib.import_module(".launch", package)
+
+
+def plainly_masked(spec: Spec) -> bool:
+    """Whether there is no mask, or `causal()`: most tiles are whole, where lines are long."""
+    return spec.mask is None or spec.mask == causal_text()
 
 
 def causal_text() -> str:

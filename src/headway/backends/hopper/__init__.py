@@ -6,14 +6,13 @@ Importing it loads no Triton; asking whether it can run loads Gluon only where s
 
 import importlib.util
 from functools import lru_cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ...mods.graph import parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call, Hook, Kind, causal_text
+from ..base import Call, Hook, Kind, launch_module, plainly_masked
 from ..kernels.function import diagonal, not_spread
 from ..kernels.varies import variation
 from .config import FORWARD, TILE, fitting
@@ -53,7 +52,7 @@ def slower(spec: Spec, kind: Kind) -> str:
     diagonal of a tile, where these kernels do so for floats, and for its gradient have no registers
     left at widths 129 to 192; and up to width 64 its second pass takes less time than turns do, but
     for causal or no masks (8k, causal: turns 3.1 ms, two passes 4.0; before dq lagged, 5.9)."""
-    plain = spec.score is None and (spec.mask is None or spec.mask == causal_text())
+    plain = spec.score is None and plainly_masked(spec)
     if spec.deterministic and kind.trained and max(kind.d, kind.dv) <= 64 and not plain:
         return "dq is added up in turn, and up to width 64 the two passes of 'triton' are faster"
     if spec.score is None or kind.scattered:
@@ -83,7 +82,7 @@ def accumulates(dtype: torch.dtype) -> torch.dtype:
 
 def forward(spec: Spec, call: Call) -> Forward:
     """One kernel."""
-    return _launch().forward(spec, call)
+    return launch_module(__name__).forward(spec, call)
 
 
 def backward(
@@ -91,14 +90,7 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """One kernel for all gradients, between two small ones."""
-    return _launch().backward(spec, call, out, lse, dout, dlse, needs)
-
-
-@lru_cache
-def _launch() -> ModuleType:
-    from . import launch
-
-    return launch
+    return launch_module(__name__).backward(spec, call, out, lse, dout, dlse, needs)
 
 
 def native(spec: Spec, call: Call, hook: Hook) -> None:

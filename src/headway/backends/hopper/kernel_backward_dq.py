@@ -47,14 +47,13 @@ def part(ds_smem, a, k_smem, z, W: gl.constexpr):
     if ds_smem.shape[2] == 128:
         strips = seen_as(ds_smem, k.dtype, [2 * ds_smem.shape[0], ROWS, 64], matrix(k.layout))
         a = 2 * a + W
-        dq = strips.index(a).permute((1, 0))
-        dq = warpgroup_mma(dq, k.index(z), nothing, use_acc=False, is_async=True)
-        return warpgroup_mma(strips.index(a + 2).permute((1, 0)), k.index(z + 1), dq, is_async=True)
+        return _of_all(strips.index(a), strips.index(a + 2), k.index(z), k.index(z + 1), nothing)
     elif k.shape[2] == 64:
         return strip_of_part(ds_smem, a, k, z, W)
     else:
         halves = seen_as(k, k.dtype, [4, ROWS, 64], matrix(k.layout))
-        return _of_all(ds_smem, a, halves.index(z + W), halves.index(z + 2 + W), nothing)
+        k0, k1 = halves.index(z + W), halves.index(z + 2 + W)
+        return _of_all(ds_smem.index(a), ds_smem.index(a + 1), k0, k1, nothing)
 
 
 @gluon.jit
@@ -64,13 +63,14 @@ def strip_of_part(ds_smem, a, k, z, W: gl.constexpr):
     nothing = gl.full([ROWS, 32], 0.0, gl.float32, layout=mma(32))
     k0 = k.index(z).slice(start, 32, dim=1)
     k1 = k.index(z + 1).slice(start, 32, dim=1)
-    return _of_all(ds_smem, a, k0, k1, nothing)
+    return _of_all(ds_smem.index(a), ds_smem.index(a + 1), k0, k1, nothing)
 
 
 @gluon.jit
-def _of_all(ds_smem, a, k0, k1, zero):
-    dq = warpgroup_mma(ds_smem.index(a).permute((1, 0)), k0, zero, use_acc=False, is_async=True)
-    return warpgroup_mma(ds_smem.index(a + 1).permute((1, 0)), k1, dq, is_async=True)
+def _of_all(ds0, ds1, k0, k1, zero):
+    """Issue dS k over the keys of both consumers; dS as it is stored, keys by queries."""
+    dq = warpgroup_mma(ds0.permute((1, 0)), k0, zero, use_acc=False, is_async=True)
+    return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
 
 
 @gluon.jit

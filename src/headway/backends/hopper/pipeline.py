@@ -29,13 +29,7 @@ from .gluon_api import barrier, fence_async_shared, fence_global, gl, gluon, mba
 def channel(STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
     """A channel: `full` counts arrivals of the writers (a TMA copy is one), `empty` of readers.
     Both are to be used (`signal`)."""
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(full.index(n), count=WRITERS)
-        mbarrier.init(empty.index(n), count=READERS)
-    return full, empty
+    return signal(STAGES, WRITERS) + signal(STAGES, READERS)
 
 
 @gluon.jit

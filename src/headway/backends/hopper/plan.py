@@ -12,7 +12,7 @@ from torch import Tensor
 from ...mods.derivative import joint
 from ...mods.graph import Graph
 from ...types import Spec
-from ..base import Call, causal_text, graphs
+from ..base import Call, graphs, plainly_masked
 from ..kernels import diagonals, gradients, maths, rows
 from ..kernels.direct import Direct
 from ..kernels.function import not_spread
@@ -111,8 +111,8 @@ class Plan(BasePlan):
     def long(self, length: int = 2048) -> bool:
         """Whether lines are of so many rows, and few of their tiles are partial, for all that is
         known before the tiles are."""
-        plain = self.mask is None or self.spec.mask == causal_text()
-        return plain and not self.heavy and min(self.q_len, self.kv_len) >= length
+        long = min(self.q_len, self.kv_len) >= length
+        return long and not self.heavy and plainly_masked(self.spec)
 
     def follow(self, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """The matrices as the copy engine can read them."""

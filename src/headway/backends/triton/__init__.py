@@ -5,14 +5,12 @@ Importing it loads no Triton; running it, or asking for its code, does.
 
 import importlib.util
 import sys
-from functools import lru_cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call, Hook, Kind
+from ..base import Call, Hook, Kind, launch_module
 from .config import WIDEST
 
 name = "triton"
@@ -47,7 +45,7 @@ def accumulates(dtype: torch.dtype) -> torch.dtype:
 
 def forward(spec: Spec, call: Call) -> Forward:
     """One kernel."""
-    return _launch().forward(spec, call)
+    return launch_module(__name__).forward(spec, call)
 
 
 def backward(
@@ -55,14 +53,7 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """Two kernels: dq and what the score captures, then dk and dv."""
-    return _launch().backward(spec, call, out, lse, dout, dlse, needs)
-
-
-@lru_cache
-def _launch() -> ModuleType:
-    from . import launch
-
-    return launch
+    return launch_module(__name__).backward(spec, call, out, lse, dout, dlse, needs)
 
 
 def native(spec: Spec, call: Call, hook: Hook) -> None:
