@@ -11,6 +11,9 @@ export PYTHON
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
           $(PY) -m pytest -n 2 --dist worksteal
 
+GPU_TESTS := tests/hopper/test_gpu.py tests/triton/test_gpu.py tests/blocks/test_gpu.py \
+             tests/integrations/test_gpu.py
+
 .PHONY: help
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +32,15 @@ test: setup ## run the tests
 
 .PHONY: gpu-test
 gpu-test: setup ## run the table of cases on the GPU
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 8 --dist worksteal tests/triton/test_gpu.py tests/integrations/test_gpu.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 14 --dist worksteal $(GPU_TESTS) $(ARGS)
+
+.PHONY: gpu-sanitize
+gpu-sanitize: setup ## the Triton backend's odd shapes under compute-sanitizer: memory, races
+	@for tool in memcheck racecheck; do \
+	  OMP_NUM_THREADS=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool \
+	    --target-processes all --report-api-errors no --error-exitcode 1 \
+	    $(PY) -m pytest -n 8 tests/triton/test_gpu.py -k "nothing_is_written" $(ARGS) || exit 1; \
+	done
 
 .PHONY: hopper-test
 hopper-test: setup ## simulate and compile the Hopper kernels for every case: half an hour
