@@ -55,7 +55,8 @@ def main(arguments: list[str]) -> int:
     for what in problems:
         if what[0] != width:  # all kinds of calls of a width together
             width = what[0]
-            _compile([other for other in problems if other[0] == width], asked.jobs)
+            with console.status(f"compiling for widths {width[3]}/{width[4]}"):
+                _compile([other for other in problems if other[0] == width], asked.jobs)
         call, tried = _problem(*what), []
         for trial in trials(call, _timer):
             tried.append(trial)
