@@ -1,6 +1,7 @@
-"""What an assembler made of a kernel: is every register written before it is read?
+"""What an assembler made of a kernel: is every register written before it is read, and left alone while
+a product reads or writes it?
 
-`python tests/machine_code.py kernel.cubin` prints the reads that no write can reach.
+`python tests/machine_code.py kernel.cubin` prints where not.
 
 The ptxas of CUDA 12.8, which Triton 3.6 brings along, can lose the instruction that fills a register: the
 descriptor of a matrix in shared memory was then made of whatever stood there, and the kernel ended in an
@@ -9,6 +10,10 @@ illegal access, or in wrong numbers. Seen from PTX such a kernel is right, so th
 A write counts on every path on which it may happen, under a predicate too, and where it is not certain how
 many registers an instruction reads, the first one is meant. So what is found is a fault; a register
 that still holds something older is not found.
+
+The ptxas of CUDA 12.9, which Triton 3.8 and 3.9 bring along, can give a wgmma's left factor, where that is in
+registers, to something else before the product has read it (triton-lang/triton#11781). So `in_flight`
+follows products to the wait that ends them.
 """
 
 import re
@@ -40,16 +45,25 @@ class Instruction(NamedTuple):
 
 def unwritten(cubin: bytes) -> list[str]:
     """Reads of registers that nothing has written, as "forward+0x2490: UIADD3 ... reads UR16"."""
+    return [fault for name, section in _sections(cubin) for fault in _unwritten(name, section)]
+
+
+def in_flight(cubin: bytes) -> list[str]:
+    """Registers of a product that are touched before it is waited for, as "forward+0x2490: MOV ...
+    writes R24 of HGMMA at 0x2400"."""
+    return [fault for name, section in _sections(cubin) for fault in _in_flight(name, section)]
+
+
+def _sections(cubin: bytes) -> list[tuple[str, str]]:
+    """Kernels, and what nvdisasm prints of them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = subprocess.run(
             [NVDISASM, "-c", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = []
-    for section in re.split(r"^\.section\s+\.text\.|^\.text\.", text, flags=re.M)[1:]:
-        found += _unwritten(section.split(":", 1)[0], section)
-    return found
+    sections = re.split(r"^\.section\s+\.text\.|^\.text\.", text, flags=re.M)[1:]
+    return [(section.split(":", 1)[0], section) for section in sections]
 
 
 def _unwritten(name: str, section: str) -> list[str]:
@@ -62,6 +76,51 @@ def _unwritten(name: str, section: str) -> list[str]:
         for register in reads(x)
         if not written & _bit(register) and not _partly(x, register)
     ]
+
+
+# A product in flight: its address, the registers that it reads, and those that it adds to.
+_Product = tuple[str, frozenset[str], frozenset[str]]
+
+
+def _in_flight(name: str, section: str) -> list[str]:
+    """Groups of products, the oldest first, and of the last whether more may follow: on every path, until
+    `DEPBAR.LE gsb0, n` leaves n of them. Other products may add to the same sums."""
+    code, labels = _parse(section)
+    successors = _successors(code, labels)
+    begin: tuple[tuple[_Product, ...], ...] = ((),)
+    seen, todo, found = {(0, begin)}, [(0, begin)], {}
+    while todo:
+        n, groups = todo.pop()
+        x = code[n]
+        if "GMMA" in x.kind:
+            product = _product(x)
+            groups = (*groups[:-1], (*groups[-1], product))
+            if "gsb0" in x.operands:
+                groups = (*groups, ())
+        elif x.kind == "WARPGROUP" and ".DEPBAR.LE" in x.opcode:
+            left = int(x.operands[1], 16)
+            groups = groups[max(0, len(groups) - 1 - left) :]
+        elif any(groups):
+            touched = set(writes(x)), set(reads(x))
+            for address, factor, sums in (product for group in groups for product in group):
+                for does, registers, of in zip(
+                    ("writes", "reads"), touched, (factor | sums, sums), strict=True
+                ):
+                    for register in sorted(registers & of):
+                        text = f"{x.opcode} {', '.join(x.operands)} {does} {register}"
+                        found[x.address] = f"{name}+0x{x.address}: {text} of HGMMA at 0x{address}"
+        for m in successors[n]:
+            if (m, groups) not in seen:
+                seen.add((m, groups))
+                todo.append((m, groups))
+    return [found[address] for address in sorted(found, key=lambda a: int(a, 16))]
+
+
+def _product(x: Instruction) -> _Product:
+    sums, *factors = x.operands
+    left = factors[0]
+    registers = _named(left, 4) if re.fullmatch(r"R\d+", left) else []
+    return x.address, frozenset(registers), frozenset(_named(sums, _width(x)))
 
 
 def _parse(section: str) -> tuple[list[Instruction], dict[str, int]]:
@@ -186,4 +245,4 @@ def reads(x: Instruction) -> list[str]:
 
 if __name__ == "__main__":
     for path in sys.argv[1:]:
-        print(*unwritten(Path(path).read_bytes()), sep="\n")
+        print(*unwritten(Path(path).read_bytes()), *in_flight(Path(path).read_bytes()), sep="\n")

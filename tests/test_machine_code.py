@@ -1,5 +1,6 @@
 """The check of machine code finds what it is for, and nothing in code that is right."""
 
+import re
 from importlib.util import find_spec
 
 import pytest
@@ -64,3 +65,45 @@ def test_a_write_behind_the_read_counts_in_a_loop_alone():
     assert found(read) == ["a0 UR41"]
     assert found(read[:behind] + write + read[behind:]) == ["a0 UR41"]
     assert found(read[:jump] + write + read[jump:]) == []
+
+
+# Two groups of products: S, of which R8 to R15 hold the sums, then R24 to R31 += P v with P in R4 to R7.
+PRODUCTS = """\
+kernel:
+.text.kernel:
+.L_x_0:
+        /*0000*/                   WARPGROUP.ARRIVE ;
+        /*0010*/                   HGMMA.64x16x16.F32.BF16 R8, gdesc[UR4], RZ, !UPT ;
+        /*0020*/                   HGMMA.64x16x16.F32.BF16 R8, gdesc[UR8], R8, gsb0 ;
+        /*0030*/                   HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR12].tnspB, R24, gsb0 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0050*/                   FMUL R2, R8, R9 ;
+        /*0060*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0070*/                   FADD R4, R24, R2 ;
+        /*0080*/               @P0 BRA `(.L_x_0) ;
+        /*0090*/                   EXIT ;
+"""
+
+
+def test_quiet_where_products_are_waited_for():
+    assert machine_code._in_flight("kernel", PRODUCTS) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "touched"),
+    [
+        ("FMUL R2, R8, R9", "FMUL R4, R8, R9", ["0050 writes R4 30"]),  # a factor's place
+        ("FMUL R2, R8, R9", "FMUL R2, R8, R4", []),  # which may be read
+        ("FMUL R2, R8, R9", "FMUL R2, R8, R24", ["0050 reads R24 30"]),  # a sum too early
+        ("gsb0, 0x1", "gsb0, 0x2", ["0050 reads R9 20"]),
+        # Around the loop the first group has the sums of the last round in flight.
+        ("gsb0, 0x0", "gsb0, 0x1", ["0070 reads R24 30"]),
+    ],
+)
+def test_what_is_touched_in_flight(line, instead, touched):
+    assert line in PRODUCTS
+    lines = machine_code._in_flight("kernel", PRODUCTS.replace(line, instead))
+    said = [
+        re.search(r"\+0x(\w+): .* (writes|reads) (\w+) of HGMMA at 0x00(\w+)", x) for x in lines
+    ]
+    assert [" ".join(x.groups()) for x in said if x] == touched

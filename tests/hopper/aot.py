@@ -1,7 +1,8 @@
 """Compile what a call would launch on an H100, with no GPU: registers, spills, matrix instructions.
 
 `python tests/hopper/aot.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
-`unwritten` (reads of registers that nothing wrote), `registers`, `spills` (bytes stored), `loops`
+`unwritten` (reads of registers that nothing wrote), `in_flight` (registers touched before the product that
+has them is waited for), `registers`, `spills` (bytes stored), `loops`
 (accesses to local memory inside the loops that multiply), `loop` and `masked` (instructions of the
 shortest and of the longest of these: a block without a mask, and one with it), `hgmma`, `shared`
 (bytes), `serialized`, where the assembler gave up asynchrony, and `twice`: how many times a number is
@@ -35,7 +36,7 @@ from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.hopper import plan
 from headway.backends.kernels import first
-from machine_code import unwritten
+from machine_code import in_flight, unwritten
 
 LENGTH = 384
 
@@ -142,7 +143,7 @@ def resources(name: str, made) -> dict:
         report = _run(
             get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file, "-o", file.with_suffix(".cubin")
         ).stderr
-        never = unwritten(file.with_suffix(".cubin").read_bytes())
+        code = file.with_suffix(".cubin").read_bytes()
         sass = _run(tool / "cuobjdump", "--dump-sass", file.with_suffix(".cubin")).stdout
     loops = _loops(sass)
     added = re.findall(
@@ -150,7 +151,8 @@ def resources(name: str, made) -> dict:
     )
     return {
         "name": name,
-        "unwritten": never,
+        "unwritten": unwritten(code),
+        "in_flight": in_flight(code),
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spills": int(re.search(r"(\d+) bytes spill stores", report)[1]),
         "loops": sum(bool(re.search(r"\b(LDL|STL)\b", x)) for body in loops for x in body),

@@ -72,6 +72,7 @@ def test_compiles(direction, widths, name):
     (made,) = report(direction, widths, name)
     pin = {
         "unwritten": [],
+        "in_flight": [],
         "idle": [],
         "registers": 168,
         "serialized": 0,

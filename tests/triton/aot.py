@@ -32,7 +32,7 @@ import headway as hw
 from headway.api import prepare
 from headway.backends import triton as backend
 from headway.backends.kernels import plan
-from machine_code import unwritten
+from machine_code import in_flight, unwritten
 
 # Name: target, and bytes of shared memory that a program may have.
 TARGETS = {
@@ -166,7 +166,7 @@ def _resources(target: str, name: str, compiled) -> Compiled:
     ptx = compiled.asm["ptx"]
     faults = fixed(compiled.asm["ttgir"])
     if target == "sm_90":
-        faults += unwritten(compiled.asm["cubin"])
+        faults += unwritten(compiled.asm["cubin"]) + in_flight(compiled.asm["cubin"])
     arch = re.search(r"\.target (\w+)", ptx)[1]
     tool = get_ptxas(int(re.search(r"\d+", arch)[0])).path
     with tempfile.TemporaryDirectory() as folder:
