@@ -22,7 +22,7 @@ import triton
 from headway.backends.kernels import first, maths, plan
 from headway.backends.triton import kernel_backward, kernel_forward, tile, walk
 
-ALL = ["forward", "row_kernel", "backward_q", "backward_kv"]
+ALL = ["forward", "backward_q", "backward_kv"]
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +44,9 @@ def compiled(device, monkeypatch):
         return compile_one(self, *args, **kwargs)
 
     monkeypatch.setattr(JITFunction, "_do_compile", listen)
-    for fn in (kernel_forward.forward, first_rows(), *kernels()):
+    for fn in (kernel_forward.forward, kernel_backward.backward_q, kernel_backward.backward_kv):
         fn.device_caches.clear()
     return names
-
-
-def first_rows():
-    from headway.backends.kernels.rows import row_kernel
-
-    return row_kernel
-
-
-def kernels():
-    return kernel_backward.backward_q, kernel_backward.backward_kv
 
 
 def heads(layout: str = "together") -> torch.Tensor:
@@ -78,7 +68,7 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
     assert threading.active_count() == threads
     assert [name for name, _ in device.launches] == ALL[:1]
     out.backward(heads())
-    assert len(compiled) == 4
+    assert len(compiled) == 3
     assert [name for name, _ in device.launches] == ALL
     assert not first.rehearsals
 
@@ -126,7 +116,7 @@ def test_a_backward_that_finds_no_memory_does_not_fail_the_forward(device, compi
     def full(*given):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("headway.backends.triton.launch.row_terms", full)
+    monkeypatch.setattr("headway.backends.triton.launch._backward_q", full)
     out = attend()
     assert [name for name, _ in device.launches] == ["forward"]
     with pytest.raises(torch.OutOfMemoryError):

@@ -106,16 +106,28 @@ def row_kernel(
     dout += head // heads * strides[0] + head % heads * strides[1]
     rows_at = tl.cast(i, tl.int64)[:, None] * strides[2] + column[None, :] * strides[3]
     dx = tl.load(dout + rows_at, mask=inside, other=0.0)
-    total = tl.sum(x.to(tl.float32) * dx.to(tl.float32), 1)
+    total = sums(x, dx)
     if dlse is not None:
         total -= tl.load(dlse + at, mask=live, other=0.0)
     to = head * rows + i
     tl.store(delta + to, total, mask=i < rows)
     if lse is not None:
-        l = tl.load(lse + at, mask=live, other=float("inf"))
-        l = tl.where(l == float("-inf"), float("inf"), l) * _LOG2E
-        tl.store(lse2 + to, l, mask=i < rows)
+        tl.store(
+            lse2 + to, in_log2(tl.load(lse + at, mask=live, other=float("inf"))), mask=i < rows
+        )
     if nothing is not None:
         strip = nothing + to[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
         for n in tl.static_range(COLUMNS // 64):
             tl.store(strip + n * 64, tl.zeros([BLOCK, 64], tl.float32), mask=(i < rows)[:, None])
+
+
+@triton.jit
+def sums(x, dx):
+    """rowsum(x∘dx), of two tiles, in float32."""
+    return tl.sum(x.to(tl.float32) * dx.to(tl.float32), 1)
+
+
+@triton.jit
+def in_log2(lse):
+    """lse in units of log 2; inf, and so P = 0, for a query that sees nothing."""
+    return tl.where(lse == float("-inf"), float("inf"), lse) * _LOG2E

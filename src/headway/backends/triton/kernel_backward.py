@@ -8,19 +8,22 @@ With P = exp(T − lse), T = score(S), S = scale q kᵀ, out = (P∘K) v, where 
     dS = dT∘score'(S),    dq = scale dS k,    dk = scale dSᵀ q
 
 The derivative of a softmax row is P_ij (dP_ij − Σ P dP); a gradient of lse adds P_ij dlse_i, which
-is why delta carries both. Kernels are given lse in units of log 2, and inf for a query that sees
+is why delta carries both. lse is taken in units of log 2, and as inf for a query that sees
 nothing, whose P is 0 (`kernels/rows.py`). Since lse and out are those of all keys, the sums
 over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022, algorithm 4.)
 
 With two kernels, S and dP are computed in both, seven products in place of five, and in return
-nothing is added up across programs: no atomics, the same bits at every run. `backward_kv` given a
-dq, of float32 zeros, adds dS k to it as well: five products, and a sum over keys in any order.
+nothing is added up across programs: no atomics, the same bits at every run. The first, for dq, has
+the rows of dout at hand: it makes delta and lse in units of log 2, and leaves them to the second.
+`backward_kv` given a dq, of float32 zeros, adds dS k to it as well: five products, and a sum over
+keys in any order; what it needs of every row is then made before (`rows.row_terms`).
 """
 
 import triton.language as tl
 
 import triton
 
+from ..kernels.rows import in_log2
 from . import tile
 from .kernel_forward import LOG2E, scores
 from .walk import advance, begin
@@ -28,7 +31,7 @@ from .walk import advance, begin
 
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
 def backward_q(
-    q, k, v, dout, lse, delta, dq,
+    q, k, v, dout, out, lse, dlse, lse2, delta, dq,  # dlse may be None
     q_strides, k_strides, v_strides, dout_strides,
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, walk,
@@ -38,7 +41,8 @@ def backward_q(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
-    """dq of BLOCK_M queries of one head."""
+    """dq of BLOCK_M queries of one head, and for `backward_kv` their lse2 and delta. Every query is
+    one program's, whether it sees a key or not. The rows of out are dv numbers each."""
     line, _, first, end, h, b = tile.place(walk, heads, SUB, BLOCK_M)
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
     i = tl.arange(0, BLOCK_M)
@@ -49,8 +53,12 @@ def backward_q(
     o_at += tl.cast(first, tl.int64) * dout_strides[2]
     o_rows = tile.load(o_at, i, dout_strides[2], live, dv, DV, DV_REST)
     rows = (b64 * heads + h) * q_len + first
-    lse_rows = tl.load(lse + rows + i, mask=live, other=float("inf"))
-    delta_rows = tl.load(delta + rows + i, mask=live, other=0.0)
+    lse_rows = in_log2(tl.load(lse + rows + i, mask=live, other=float("inf")))
+    delta_rows = tile.sums(tile.load(out + rows * dv, i, dv, live, dv, DV, DV_REST), o_rows)
+    if dlse is not None:
+        delta_rows -= tl.load(dlse + rows + i, mask=live, other=0.0)
+    tl.store(lse2 + rows + i, lse_rows, mask=live)
+    tl.store(delta + rows + i, delta_rows, mask=live)
     k_at = tile.head(k, k_strides, b64, h64 // group)
     v_at = tile.head(v, v_strides, b64, h64 // group)
     keys = (k_at, v_at, k_strides[2], v_strides[2])
@@ -128,7 +136,7 @@ def add_dq(
 
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
 def backward_kv(
-    q, k, v, dout, lse, delta, dk, dv_, dq,  # the last may be None
+    q, k, v, dout, lse2, delta, dk, dv_, dq,  # the last may be None
     q_strides, k_strides, v_strides, dout_strides,
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, walk,
@@ -159,7 +167,17 @@ def backward_kv(
     q_at = tile.head(q, q_strides, b64, h64)
     o_at = tile.head(dout, dout_strides, b64, h64)
     rows = (b64 * heads + h) * q_len
-    queries = (q_at, o_at, q_strides[2], dout_strides[2], lse + rows, delta + rows, dq, rows, q_len)
+    queries = (
+        q_at,
+        o_at,
+        q_strides[2],
+        dout_strides[2],
+        lse2 + rows,
+        delta + rows,
+        dq,
+        rows,
+        q_len,
+    )
     at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, kv_idx[:, None], b, first)
 
     acc = (tile.zeros(BLOCK_N, D, D_REST), tile.zeros(BLOCK_N, DV, DV_REST))
@@ -199,18 +217,18 @@ def add_dkdv(
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """(dk + dSᵀ q, dv + Pᵀ dout) over one block of queries, and dq += dS k."""
-    q_at, o_at, q_stride, o_stride, lse, delta, dq, rows, q_len = queries
+    q_at, o_at, q_stride, o_stride, lse2, delta, dq, rows, q_len = queries
     b, h, kv_idx, row, first = at
     scale, coords, dropout, score_captured, mask_captured = given
     score_captured = tile.with_origin(score_captured, coords, n, first)
     i = tl.arange(0, BLOCK_M)
     if EVEN:
         live = None
-        lse_rows = tl.load(lse + n + i)
+        lse_rows = tl.load(lse2 + n + i)
         delta_rows = tl.load(delta + n + i)
     else:
         live = n + i < stop
-        lse_rows = tl.load(lse + n + i, mask=live, other=float("inf"))
+        lse_rows = tl.load(lse2 + n + i, mask=live, other=float("inf"))
         delta_rows = tl.load(delta + n + i, mask=live, other=0.0)
     n64 = tl.cast(n, tl.int64)
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, row, n + i, live, INDEX)

@@ -57,26 +57,30 @@ def backward(
     plan = planned(spec, call, wanted, q, k, v, dout)
     if plan.untried:
         first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
-    terms = row_terms(plan.terms, out, dout, dlse, lse)
-    dsink = None
-    if call.sink is not None:
-        dsink = learned.of_sink(call.sink, lse, plan.terms.split(terms)[0])
     new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device=q.device)
     # Query heads that share a key head work in parallel, and their results are summed here.
     shared = hq != k.shape[1]
     dk, dv = (
         new(b, hq, kv_len, x.shape[3], dtype=torch.float32 if shared else dtype) for x in (k, v)
     )
-    matrices = q, k, v, dout, terms
     if plan.one_pass:
+        terms = row_terms(plan.terms, out, dout, dlse, lse)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        _backward_one(plan)(call, lambda slots: (*matrices, dk, dv, dq))
+        _backward_one(plan)(call, lambda slots: (q, k, v, dout, terms, dk, dv, dq))
         dq = torch.mul(dq, spec.scale, out=new(*q.shape))
     else:
-        dq = new(*q.shape)
+        dq, terms = new(*q.shape), new(plan.terms.size, dtype=torch.float32)
         grads = learned.by_gather(plan.text, captured) if wanted else ()
-        _backward_q(plan)(call, lambda slots: (*matrices, dq, *grads))
-        _backward_kv(plan)(call, lambda slots: (*matrices, dk, dv, None))
+        of_rows = out.contiguous(), lse, _contiguous(dlse)
+        _backward_q(plan)(
+            call,
+            lambda slots: (q, k, v, dout, terms, *of_rows, dq, *grads),
+            (out.dtype, dlse is None),
+        )
+        _backward_kv(plan)(call, lambda slots: (q, k, v, dout, terms, dk, dv, None))
+    dsink = None
+    if call.sink is not None:
+        dsink = learned.of_sink(call.sink, lse, plan.terms.split(terms)[0])
     if shared:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
     return Grads(_cut(dq, widths[0]), _cut(dk, widths[0]), _cut(dv, widths[1]), dsink, captured)

@@ -1,6 +1,6 @@
 """The plan of a kind of call (`kernels.plan`) for these kernels: tiles, constants, launchers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -109,24 +109,31 @@ class Launcher:
         self.grid = (self.slots * plan.b * plan.hq, 1, 1)
         other = plan.kv_len if self.queries else plan.q_len
         whole = other % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
-        options = {
+        self.options = self.constants | {
             "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
             "EVEN": whole, "SUB": self.walks.sub,
         }  # fmt: skip
-        self.kernel = Direct(
-            self.fn, plan.device, self.constants | options, self.grid, self.arrange
-        )
+        self.kernels: dict[Hashable, Direct] = {}
 
-    def __call__(self, call: Call, tensors: Callable[[int], tuple]) -> tuple:
-        """Launch on `tensors(slots)` (`arrange`), which are returned."""
+    def __call__(self, call: Call, tensors: Callable[[int], tuple], like: Hashable = None) -> tuple:
+        """Launch on `tensors(slots)` (`arrange`), which are returned.
+
+        - `like`: what of the tensors may differ among calls of this kind: a dtype, or that there is
+          none.
+        """
         plan, more = self.plan, ()
         if plan.spec.dropout > 0:
             assert call.seed is not None
             more = (call.seed.to(plan.device),)
         while True:
             own = tensors(self.slots)
+            kernel = self.kernels.get(like)
+            if kernel is None:
+                kernel = self.kernels[like] = Direct(
+                    self.fn, plan.device, self.options, self.grid, self.arrange
+                )
             try:
-                self.kernel(own, self.walks.given or plan.given_by(call, self.walks, *more))
+                kernel(own, self.walks.given or plan.given_by(call, self.walks, *more))
             except OutOfResources as error:
                 self.smaller(error)
                 continue
@@ -134,16 +141,18 @@ class Launcher:
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel. Its own are, of the forward, the first ones; of a backward
-        q, k, v, dout, the terms of its rows and the gradients, captured ones last."""
+        q, k, v, dout, the terms of its rows, what the first kernel makes these of (out, lse, dlse),
+        and the gradients, captured ones last."""
         plan, grads = self.plan, ()
         coords, walk, captured, seed = plan.arranged(self.walks, tensors, floats)
         if self.name != "forward":
             q, k, v, dout, terms, *to = own
             delta, lse2, _ = plan.terms.split(terms)
             if self.name == "backward_q":
-                grads = (tuple(to[1:]),)
-                to = to[:1]
-            own = q, k, v, dout, lse2, delta, *to
+                *of_rows, dq = to[:4]
+                own, grads = (q, k, v, dout, *of_rows, lse2, delta, dq), (tuple(to[4:]),)
+            else:
+                own = q, k, v, dout, lse2, delta, *to
         dropout = tile.Dropout(seed[0], *plan.dropout) if seed else None
         return (*own, *plan.static, coords, dropout, walk, *captured, *grads)
 

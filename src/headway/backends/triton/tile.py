@@ -12,6 +12,8 @@ import triton.language as tl
 import triton
 from headway.dropout import ROUNDS
 
+from ..kernels import rows as of_rows
+
 
 class Dropout(NamedTuple):
     """`headway.dropout`: pointer to the seed; words below `threshold` drop."""
@@ -118,6 +120,15 @@ def inner(p, x, PRECISION: tl.constexpr):
         return (first,)
     else:
         return (first, tl.dot(p, x[1], input_precision=PRECISION))
+
+
+@triton.jit
+def sums(x, dx):
+    """rowsum(x∘dx) over the pieces, in float32."""
+    found = of_rows.sums(x[0], dx[0])
+    if len(x) == 2:
+        found += of_rows.sums(x[1], dx[1])
+    return found
 
 
 @triton.jit
