@@ -7,7 +7,7 @@
 Everything is compiled first, by as many processes as there are cores and without touching the GPU;
 what a line says is the time of a kernel alone, many launches in a row. `*` marks the tiles that the
 library takes. FLOPs count kept pairs only, two per multiplication: 2 products for the forward, 3
-for dq, 4 for dk and dv, 5 for both at once. The last line of a case is the backward as others
+for dq, 4 for dk and dv (3 and 2 for one of them), 5 for all at once. The last line of a case is the backward as others
 count it, 5 products in the time of all its kernels.
 """
 
@@ -28,7 +28,7 @@ import headway as hw
 from headway.api import prepare
 from headway.backends.kernels import learned
 from headway.backends.triton import launch
-from headway.backends.triton.config import Config
+from headway.backends.triton.config import Config, passes
 from headway.backends.triton.plan import planned
 from headway.backends.triton.tuning import NO_ROOM
 
@@ -36,7 +36,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import aot
 
 BF16, F32 = torch.bfloat16, torch.float32
-PRODUCTS = {"forward": "dv", "backward_q": "dvd", "backward_kv": "dvdv", "backward": "dvdvd"}
+PRODUCTS = {
+    "forward": "dv", "backward_q": "dvd", "backward_kv": "dvdv", "backward_k": "dvd",
+    "backward_v": "dv", "backward": "dvdvd",
+}  # fmt: skip
 SLACK = 5  # seconds of measuring that a case may take
 
 
@@ -70,7 +73,7 @@ CASES = {
         "forward": "128 64 4 3, 128 128 4 3, 64 64 4 3, 64 128 4 2",
         "backward_q": "64 128 4 2", "backward_kv": "64 64 4 2"}),
     "256 causal": Case((1, 8, 8, 16384, 256, 256), BF16, "causal", {
-        "backward_q": "128 64 8 1", "backward_kv": "32 64 8 3, 64 64 8 2, 64 64 8 1"}),
+        "backward_q": "128 64 8 1", "backward_k": "32 128 8 2", "backward_v": "32 128 8 3"}),
     "mla causal": Case((2, 16, 16, 8192, 192, 128), BF16, "causal", {
         "forward": "128 128 8 2, 64 64 4 2, 64 64 4 3", "backward_q": "64 64 4 2",
         "backward_kv": "32 128 8 3, 32 64 4 2, 32 64 4 3"}),
@@ -150,7 +153,8 @@ class Bench:
 
     def kernels(self) -> list[str]:
         one = not any(self.needs) and self.case.dtype == BF16 and "backward" in self.case.tiles
-        return [k for k in PRODUCTS if one or k != "backward"]
+        several = passes(self.q.element_size(), *self.case.shape[4:])
+        return ["forward", *several, *(["backward"] if one else [])]
 
     def configs(self, kernel: str) -> list[Config]:
         """The table's first, then the case's."""
@@ -176,6 +180,8 @@ class Bench:
         given = {
             "backward_q": (*fixed, *of_rows, dq, *learned.by_gather(plan.text, captured)),
             "backward_kv": (*fixed, dk, dv, None),
+            "backward_k": (*fixed, dk, None, None),
+            "backward_v": (*fixed, None, dv, None),
             "backward": (*fixed, dk, dv, self.dq32),
         }[kernel]
         return lambda: known(self.call, lambda slots: given)
@@ -284,7 +290,8 @@ def measure(name: str, failed: dict[tuple, str]) -> None:
                     said = f"{'*' if n == 0 else ' '} {taken * 1e3:8.3f} ms  {speed:5.0f}"
             print(f"{text}  {said}", flush=True)
     forward, five = (bench.flops(kernel) / 1e12 for kernel in ("forward", "backward"))
-    two = lambda t: five / (t.get("backward_q", inf) + t.get("backward_kv", inf))
+    several = [k for k in bench.kernels() if k.startswith("backward_")]
+    two = lambda t: five / sum(t.get(k, inf) for k in several)
     one = f", in one pass {five / best['backward']:.0f}" if "backward" in best else ""
     print(
         f"{name:11} forward {forward / table.get('forward', inf):.0f}, best "

@@ -15,16 +15,18 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 HERE = Path(__file__).parent
 
 # Bytes of registers stored to memory by a causal call: forward, dq, dk and dv (which keeps a few
-# numbers of its beginning in memory).
+# numbers of its beginning in memory); 256 wide, dk, and dv.
 SPILLS = {
     ("sm_80", "bf16_64"): (0, 0, 0),
     ("sm_90", "bf16_128"): (0, 0, 32),
+    ("sm_90", "bf16_256"): (0, 0, 0, 56),
     ("sm_100", "bf16_64"): (0, 0, 0),
     ("gfx942", "bf16_64"): (0, 0, 66),
 }
 # Widths at which a forward read registers that nothing had written, when its loads were 2 bytes wide.
 ODD = {("sm_90", f"bf16_{widths}"): (0,) for widths in ("72_40", "184_136")}
-SINCE = {("sm_100", "bf16_64"): (28, 0, 0)}  # under Triton 3.9, by its own assembler
+# Under Triton 3.9, by its own assembler.
+SINCE = {("sm_100", "bf16_64"): (28, 0, 0), ("sm_90", "bf16_256"): (16, 0, 0, 28)}
 
 
 @pytest.mark.parametrize(("target", "call"), SPILLS | ODD)

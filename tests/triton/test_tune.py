@@ -55,7 +55,7 @@ def test_the_fastest_wins_is_saved_and_goes_first(cache, problem, monkeypatch):
     assert [t.how for t in tried] == [SMALL, LARGE] * 4
     found = tuning.winners(problem, tried)
     of = lambda kernel: key(kernel, 2, 16, 16, "masked")
-    assert [found[of(k)] for k in tuning.KERNELS] == [LARGE, SMALL, LARGE, SMALL]
+    assert [found[of(k)] for k in problem.kernels] == [LARGE, SMALL, LARGE, SMALL]
     assert found[of("one pass")] is True
     assert not one_pass(2, 16, 16, "masked", {})
     saved.store("a-card", found)
@@ -94,7 +94,7 @@ def test_a_file_that_is_not_ours(cache, text):
 
 
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize("kernel", tuning.KERNELS)
+@pytest.mark.parametrize("kernel", tuning._HALF)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_there_is_something_to_try_at_every_width(kernel, itemsize, widths):
     found = tuning.candidates(kernel, itemsize, *widths)

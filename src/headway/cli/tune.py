@@ -111,7 +111,7 @@ def _compile(problems: list[tuple], jobs: int) -> None:
 
 
 def _compile_part(given: tuple[list[tuple], int, int]) -> None:
-    from ..backends.triton.tuning import KERNELS, NO_ROOM, candidates
+    from ..backends.triton.tuning import NO_ROOM, candidates
 
     problems, part, parts = given
     for what in problems:
@@ -120,7 +120,7 @@ def _compile_part(given: tuple[list[tuple], int, int]) -> None:
         q, v = problem.call.q, problem.call.v
         every = [
             (kernel, how)
-            for kernel in KERNELS
+            for kernel in problem.kernels
             for how in candidates(kernel, q.element_size(), q.shape[3], v.shape[3])
         ]
         for kernel, how in every[part::parts]:

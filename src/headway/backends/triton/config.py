@@ -49,9 +49,12 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
     ("backward_kv", 2, 128): (Config(64, 64, 4, 2), Config(32, 64, 4, 3), Config(32, 64, 4, 1)),
     ("backward_kv", 2, 192): (Config(32, 128, 8, 3), Config(32, 128, 8, 2), Config(32, 64, 4, 2),
                               Config(32, 32, 4, 1)),
-    ("backward_kv", 2, 256): (Config(64, 64, 8, 2), Config(32, 64, 8, 3), Config(32, 32, 4, 2),
-                              Config(16, 32, 4, 1)),
+    ("backward_kv", 2, 256): (Config(32, 64, 8, 3), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
     ("backward_kv", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
+    ("backward_k", 2, 256): (Config(32, 128, 8, 3), Config(32, 128, 8, 2), Config(32, 64, 4, 2),
+                             Config(32, 32, 4, 1)),
+    ("backward_v", 2, 256): (Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 64, 4, 2),
+                             Config(32, 32, 4, 1)),
     ("backward", 2, 64): (Config(64, 128, 8, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 1)),
     ("backward", 2, 128): (Config(32, 128, 8, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)),
     ("backward", 2, 192): (Config(32, 64, 8, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
@@ -80,14 +83,24 @@ _KINDS: dict[tuple[str, int, int, str], Config] = {
 }
 WIDEST = 512
 
-# Widths, by bytes of a number, whose backward takes one pass (kernel "backward") and not two.
+# Widths, by bytes of a number, whose backward takes one pass (kernel "backward") and not several.
 _ONE_PASS: dict[int, tuple[int, ...]] = {}
+# Rows of the table whose dk and dv come from a kernel each. Both of 64 keys, 256 wide, take the
+# registers of 8 warps, and a product of 64 rows occupies 4 of them: the others did it once more.
+_APART: dict[int, tuple[int, ...]] = {2: (256,)}
 
 
 def one_pass(itemsize: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]) -> bool:
     """Whether dq, dk and dv come from one kernel (five products, dq summed in any order)."""
     known = saved.get(key("one pass", itemsize, d, dv, kind))
     return max(d, dv) in _ONE_PASS.get(itemsize, ()) if known is None else known
+
+
+def passes(itemsize: int, d: int, dv: int) -> tuple[str, ...]:
+    """The kernels of a backward that takes several, in their order."""
+    if _row("forward", itemsize, d, dv) in _APART.get(itemsize, ()):
+        return "backward_q", "backward_k", "backward_v"
+    return "backward_q", "backward_kv"
 
 
 def kind_of(score: object, mask: object, learned: bool = False) -> str:
@@ -112,7 +125,7 @@ def _row(kernel: str, itemsize: int, d: int, dv: int) -> int:
 def configs(
     kernel: str, itemsize: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]
 ) -> tuple[Config, ...]:
-    """The tiles for a kernel ("forward", "backward_q", "backward_kv", "backward"), best first.
+    """The tiles for a kernel ("forward", one of `passes`, "backward"), best first.
 
     - `itemsize`: bytes of a number of q.
     - `d`, `dv`: widths; for those between two of the table, the larger.

@@ -1,4 +1,4 @@
-"""The backward kernels: one for dq (and what the score captures), one for dk and dv, or for all.
+"""The backward kernels: one for dq (and what the score captures), one for dk, dv, both, or all.
 
 With P = exp(T − lse), T = score(S), S = scale q kᵀ, out = (P∘K) v, where K = keep / (1 − p):
 
@@ -15,8 +15,10 @@ over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022, algo
 With two kernels, S and dP are computed in both, seven products in place of five, and in return
 nothing is added up across programs: no atomics, the same bits at every run. The first, for dq, has
 the rows of dout at hand: it makes delta and lse in units of log 2, and leaves them to the second.
-`backward_kv` given a dq, of float32 zeros, adds dS k to it as well: five products, and a sum over
-keys in any order; what it needs of every row is then made before (`rows.row_terms`).
+`backward_kv` makes what it is given a place for. dk and dv apart are eight products, where
+registers do not do for both. Given a dq, of float32 zeros, it adds dS k to it as well: five
+products, and a sum over keys in any order; what it needs of every row is then made before
+(`rows.row_terms`).
 """
 
 import triton.language as tl
@@ -136,7 +138,7 @@ def add_dq(
 
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
 def backward_kv(
-    q, k, v, dout, lse2, delta, dk, dv_, dq,  # the last may be None
+    q, k, v, dout, lse2, delta, dk, dv_, dq,  # what is None is not made
     q_strides, k_strides, v_strides, dout_strides,
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, walk,
@@ -146,8 +148,8 @@ def backward_kv(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys from one query head; the caller sums those that share a key head,
-    and multiplies dq by the scale.
+    """dk and dv of BLOCK_N keys from one query head, or one of them; the caller sums those that
+    share a key head, and multiplies dq by the scale.
 
     Everything is transposed, keys by queries, so that Pᵀ and dSᵀ are in place as left factors.
     """
@@ -159,7 +161,9 @@ def backward_kv(
     k_at = tile.head(k, k_strides, b64, h64 // group) + first64 * k_strides[2]
     v_at = tile.head(v, v_strides, b64, h64 // group) + first64 * v_strides[2]
     k_rows = tile.load(k_at, j, k_strides[2], live, d, D, D_REST)
-    v_rows = tile.load(v_at, j, v_strides[2], live, dv, DV, DV_REST)
+    v_rows = ()
+    if dk is not None:
+        v_rows = tile.load(v_at, j, v_strides[2], live, dv, DV, DV_REST)
     kv_idx = tile.positions(coords.kv_pos, coords.kv_stride, coords.kv, b, first + j, live, INDEX)
     of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
     given = (scale, coords, dropout, of_score, of_mask)
@@ -180,7 +184,12 @@ def backward_kv(
     )
     at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, kv_idx[:, None], b, first)
 
-    acc = (tile.zeros(BLOCK_N, D, D_REST), tile.zeros(BLOCK_N, DV, DV_REST))
+    by_k, by_v = (), ()
+    if dk is not None:
+        by_k = tile.zeros(BLOCK_N, D, D_REST)
+    if dv_ is not None:
+        by_v = tile.zeros(BLOCK_N, DV, DV_REST)
+    acc = (by_k, by_v)
     if walk.full is None:
         for n in tl.range(0, q_len, BLOCK_M):
             acc = add_dkdv(
@@ -200,11 +209,13 @@ def backward_kv(
                 )  # fmt: skip
                 here = advance(runs, here, walk.step, q_len, BLOCK_M)
     rows = (b64 * heads + h) * kv_len + first
-    tile.store(dk + rows * d, j, d, live, d, tile.times(acc[0], scale), D)
-    by_v = acc[1]
-    if dropout is not None:
-        by_v = tile.times(by_v, dropout.factor)
-    tile.store(dv_ + rows * dv, j, dv, live, dv, by_v, DV)
+    if dk is not None:
+        tile.store(dk + rows * d, j, d, live, d, tile.times(acc[0], scale), D)
+    if dv_ is not None:
+        by_v = acc[1]
+        if dropout is not None:
+            by_v = tile.times(by_v, dropout.factor)
+        tile.store(dv_ + rows * dv, j, dv, live, dv, by_v, DV)
 
 
 @triton.jit
@@ -216,7 +227,7 @@ def add_dkdv(
     d: tl.constexpr, dv: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
-    """(dk + dSᵀ q, dv + Pᵀ dout) over one block of queries, and dq += dS k."""
+    """(dk + dSᵀ q, dv + Pᵀ dout) over one block of queries, and dq += dS k. () stays ()."""
     q_at, o_at, q_stride, o_stride, lse2, delta, dq, rows, q_len = queries
     b, h, kv_idx, row, first = at
     scale, coords, dropout, score_captured, mask_captured = given
@@ -242,20 +253,25 @@ def add_dkdv(
     if not EVEN:
         p = tl.where(live[None, :], p, 0.0)
     o_rows = tile.load(o_at + n64 * o_stride, i, o_stride, live, dv, DV, DV_REST)
-    dp = tile.outer(v_rows, o_rows, PRECISION)
-    if dropout is None:
-        by_v = tile.add_product(acc[1], p, o_rows, PRECISION)
-    else:
+    by_k, by_v = acc
+    survives = None
+    if dropout is not None:
         survives = tile.kept_by(dropout, b, h, q_idx[None, :], kv_idx)
-        by_v = tile.add_product(acc[1], tl.where(survives, p, 0.0), o_rows, PRECISION)
-        dp = tl.where(survives, dp * dropout.factor, 0.0)
-    ds = p * (dp - delta_rows[None, :])
-    if DERIVATIVE is not None:
-        ds = chain(ds, by[1], p, UNBOUNDED)
-    by_k = tile.add_product(acc[0], ds, q_rows, PRECISION)
-    if dq is not None:
-        here = n + i < q_len if live is None else live
-        tile.add(dq + (rows + n64) * d, i, d, here, d, tile.inner(ds, k_rows, PRECISION), D)
+    if len(by_k) > 0:
+        dp = tile.outer(v_rows, o_rows, PRECISION)
+        if dropout is not None:
+            dp = tl.where(survives, dp * dropout.factor, 0.0)
+    if len(by_v) > 0:
+        kept = p if dropout is None else tl.where(survives, p, 0.0)
+        by_v = tile.add_product(by_v, kept, o_rows, PRECISION)
+    if len(by_k) > 0:
+        ds = p * (dp - delta_rows[None, :])
+        if DERIVATIVE is not None:
+            ds = chain(ds, by[1], p, UNBOUNDED)
+        by_k = tile.add_product(by_k, ds, q_rows, PRECISION)
+        if dq is not None:
+            here = n + i < q_len if live is None else live
+            tile.add(dq + (rows + n64) * d, i, d, here, d, tile.inner(ds, k_rows, PRECISION), D)
     return by_k, by_v
 
 

@@ -1,5 +1,7 @@
 """From a call to kernel launches: what each kernel is given, and what is allocated for it."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +46,8 @@ def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
-    """dq and what the score captures from one kernel, dk and dv from the other; or all from one."""
+    """dq and what the score captures from one kernel, dk and dv from another or two; or all from
+    one."""
     widths = call.q.shape[3], call.v.shape[3]
     q, k, v, out, dout = (_rows(x) for x in (*call[:3], out, dout))
     lse = lse.contiguous()
@@ -66,7 +69,7 @@ def backward(
     if plan.one_pass:
         terms = row_terms(plan.terms, out, dout, dlse, lse)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        _backward_one(plan)(call, lambda slots: (q, k, v, dout, terms, dk, dv, dq))
+        LAUNCHERS["backward"](plan)(call, lambda slots: (q, k, v, dout, terms, dk, dv, dq))
         dq = torch.mul(dq, spec.scale, out=new(*q.shape))
     else:
         dq, terms = new(*q.shape), new(plan.terms.size, dtype=torch.float32)
@@ -77,7 +80,10 @@ def backward(
             lambda slots: (q, k, v, dout, terms, *of_rows, dq, *grads),
             (out.dtype, dlse is None),
         )
-        _backward_kv(plan)(call, lambda slots: (q, k, v, dout, terms, dk, dv, None))
+        made = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
+        for name in plan.passes[1:]:
+            own = q, k, v, dout, terms, *made[name], None
+            LAUNCHERS[name](plan)(call, lambda slots, own=own: own)
     dsink = None
     if call.sink is not None:
         dsink = learned.of_sink(call.sink, lse, plan.terms.split(terms)[0])
@@ -98,23 +104,17 @@ def _backward_q(plan: Plan) -> Launcher:
     )
 
 
-def _backward_kv(plan: Plan) -> Launcher:
-    return plan.launchers.get("backward_kv") or plan.launcher(
-        "backward_kv", backward_kv, **_derivative(plan)
-    )
+def _by_keys(name: str, plan: Plan) -> Launcher:
+    return plan.launchers.get(name) or plan.launcher(name, backward_kv, **_derivative(plan))
 
 
-def _backward_one(plan: Plan) -> Launcher:
-    return plan.launchers.get("backward") or plan.launcher(
-        "backward", backward_kv, **_derivative(plan)
-    )
-
-
-LAUNCHERS = {
+LAUNCHERS: dict[str, Callable[[Plan], Launcher]] = {
     "forward": _forward,
     "backward_q": _backward_q,
-    "backward_kv": _backward_kv,
-    "backward": _backward_one,
+    **{
+        name: partial(_by_keys, name)
+        for name in ("backward_kv", "backward_k", "backward_v", "backward")
+    },
 }
 
 

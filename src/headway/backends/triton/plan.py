@@ -19,7 +19,7 @@ from ..kernels.direct import Direct
 from ..kernels.plan import TILE, BasePlan, Walks, plan_of
 from ..kernels.rows import Terms
 from . import kernel_backward, kernel_forward, saved, tile, walk
-from .config import Config, configs, kind_of, one_pass, pieces
+from .config import Config, configs, kind_of, one_pass, passes, pieces
 
 
 def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) -> "Plan":
@@ -44,7 +44,8 @@ class Plan(BasePlan):
         self.size = q.dtype.itemsize, self.d, self.dv, kind, known
         # A gradient of what the score captures is made beside dq, and in a fixed order only there.
         self.one_pass = not wanted and not spec.deterministic and one_pass(*self.size)
-        backward = ("backward",) if self.one_pass else ("backward_q", "backward_kv")
+        self.passes = passes(*self.size[:3])
+        backward = ("backward",) if self.one_pass else self.passes
         self.suit([_rows(self, name)[0] for name in ("forward", *backward)])
         self.static = (
             *map(_strides, matrices), self.hq,
@@ -85,7 +86,7 @@ class Launcher:
 
     def __init__(self, plan: Plan, name: str, fn: Any, constants: dict[str, Any]) -> None:
         self.plan, self.name, self.fn = plan, name, fn
-        self.queries = name != "backward_kv" and name != "backward"  # lines are rows of tiles
+        self.queries = name in ("forward", "backward_q")  # lines are rows of tiles
         self.rows = _rows(plan, name)
         self.constants = plan.constants | constants
         self.choose(0)

@@ -11,10 +11,9 @@ from ...errors import BackendRefused
 from ...types import Grads, Spec
 from ..base import Call
 from . import launch
-from .config import Config, key, kind_of, pieces
+from .config import Config, key, kind_of, passes, pieces
 from .plan import Plan, planned
 
-KERNELS = ("forward", "backward_q", "backward_kv", "backward")
 NO_ROOM = (BackendRefused, PTXASError)  # of shared memory, or of registers
 Timer = Callable[[Callable[[], object]], float]  # seconds of a call
 
@@ -24,6 +23,8 @@ _HALF = {
     "forward": ((64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 32, 8), (64, 32, 4)),
     "backward_q": ((64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 32, 8), (64, 32, 4)),
     "backward_kv": ((64, 64, 4), (64, 128, 8), (32, 128, 8), (64, 64, 8), (32, 64, 8), (32, 64, 4)),
+    "backward_k": ((32, 128, 8), (64, 128, 8), (64, 64, 4), (32, 64, 4)),
+    "backward_v": ((64, 128, 8), (32, 128, 8), (64, 64, 4), (32, 64, 4)),
     "backward": ((64, 128, 8), (32, 128, 8), (64, 64, 4), (32, 64, 8), (32, 64, 4)),
 }  # fmt: skip
 _SINGLE = ((32, 32, 4), (64, 32, 4), (32, 64, 4), (64, 32, 8), (64, 64, 8), (64, 64, 4),
@@ -36,8 +37,14 @@ def candidates(kernel: str, itemsize: int, d: int, dv: int) -> list[Config]:
     found = []
     width, both = sum(pieces(dv)), sum(pieces(d)) + sum(pieces(dv))
     for m, n, warps in _HALF[kernel] if itemsize == 2 else _SINGLE:
-        held = {"forward": m * width, "backward_q": m * sum(pieces(d))}.get(kernel, n * both)
-        logits = (1.5 if kernel == "forward" else 2.5) * m * n if itemsize == 2 else m * n
+        held = {
+            "forward": m * width,
+            "backward_q": m * (both - width),
+            "backward_k": n * (both - width),
+            "backward_v": n * width,
+        }.get(kernel, n * both)
+        few = kernel in ("forward", "backward_v")
+        logits = (1.5 if few else 2.5) * m * n if itemsize == 2 else m * n
         if (held + logits) / (32 * warps) >= 224:
             continue
         rows = m if kernel in ("forward", "backward_q") else n
@@ -59,6 +66,12 @@ class Problem:
         """With the results of a forward, which a backward needs."""
         out, lse, *_ = launch.forward(self.spec, self.call)
         return Prepared(self, out, lse)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Those to tune, in their order."""
+        q, v = self.call.q, self.call.v
+        return "forward", *passes(q.element_size(), q.shape[3], v.shape[3]), "backward"
 
     def key(self, kernel: str) -> str:
         """What the tiles of a kernel are found by."""
@@ -109,11 +122,13 @@ class Trial(NamedTuple):
     seconds: float | None
 
 
-def trials(problem: Problem, timer: Timer, kernels: tuple[str, ...] = KERNELS) -> Iterator[Trial]:
+def trials(
+    problem: Problem, timer: Timer, kernels: tuple[str, ...] | None = None
+) -> Iterator[Trial]:
     """Time every candidate of every kernel; each kernel keeps its best while the next is timed."""
     ready = problem.prepared()
     q, v = problem.call.q, problem.call.v
-    for kernel in kernels:
+    for kernel in problem.kernels if kernels is None else kernels:
         best: tuple[float, Config] | None = None
         for how in candidates(kernel, q.element_size(), q.shape[3], v.shape[3]):
             taken = None
@@ -132,15 +147,16 @@ def trials(problem: Problem, timer: Timer, kernels: tuple[str, ...] = KERNELS) -
 
 
 def winners(problem: Problem, tried: list[Trial]) -> dict[str, Config | bool]:
-    """The fastest tiles of every kernel, and whether one backward kernel beats two: in the form
+    """The fastest tiles of every kernel, and whether one backward kernel beats several: in the form
     that `saved.store` keeps."""
     found: dict[str, Config | bool] = {}
     times: dict[str, float] = {}
-    for kernel in KERNELS:
+    for kernel in problem.kernels:
         timed = [(t.seconds, t.how) for t in tried if t.kernel == kernel and t.seconds is not None]
         if timed:
             times[kernel], found[problem.key(kernel)] = min(timed, key=lambda pair: pair[0])
-    # The time of "backward_kv" is that of both kernels, "backward_q" with its best tiles.
-    if "backward" in times and "backward_kv" in times:
-        found[problem.key("one pass")] = times["backward"] < times["backward_kv"]
+    # The time of the last of several is that of all, the others with their best tiles.
+    *_, last, one = problem.kernels
+    if one in times and last in times:
+        found[problem.key("one pass")] = times[one] < times[last]
     return found
