@@ -192,7 +192,7 @@ class Bench:
             out, lse, *_ = launch.forward(self.spec, self.call)
         else:
             out, lse = torch.empty_like(self.dout), torch.empty(b, hq, n)
-        # What dk and dv's kernel finds here does not matter: its time goes by no value.
+        # dq's kernel, which comes first, writes them for the others.
         terms = torch.zeros(plan.terms.size, device=self.device)
         shared = hq != self.k.shape[1]
         dtype = F32 if shared else self.q.dtype

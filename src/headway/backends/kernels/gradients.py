@@ -49,21 +49,32 @@ def add_diagonals(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captu
 
     The tile is read askew through shared memory, so that a diagonal is a column and a thread's own:
     nothing is exchanged to add it up. (A sum that crosses warps would also make ptxas run one wgmma
-    after the other.) Positions are consecutive from `captured[2]`: the first query and key.
+    after the other.) A tile is squares side by side. Askew, the columns of a square that come round
+    to its first ones are those of another diagonal, SIDE before: every number is read once, for one
+    of two sums. Even and odd rows are added up apart, so that all threads have work. Positions are
+    consecutive from `captured[2]`: the first query and key.
     """
     M: tl.constexpr = values.shape[0]
     N: tl.constexpr = values.shape[1]
+    SIDE: tl.constexpr = M if M < N else N
+    LONG: tl.constexpr = N if M < N else M
     q_first, kv_first = captured[2]
-    row = tl.arange(0, M)[:, None]
-    diagonal = tl.arange(0, 2 * (M if M > N else N)) - (M - 1)
+    mine = tl.arange(0, 2 * LONG)
+    square = mine // SIDE % (LONG // SIDE) * SIDE
+    diagonal = mine % SIDE
+    row = tl.arange(0, SIDE // 2)[:, None] * 2 + (mine // LONG)[None, :]
     column = row + diagonal[None, :]
-    at = row * N + (column & (N - 1))  # anywhere inside, if the row has no such column
-    read = tl.gather(tl.reshape(values, [M * N]), tl.reshape(at, [at.shape[0] * at.shape[1]]), 0)
-    # As unsigned: 0 or more, and less than N.
-    there = column.to(tl.uint32, bitcast=True) < N
-    sums = tl.sum(tl.where(there, tl.reshape(read, at.shape), 0.0), 0)
-    to = grad + OFFSET(0.0, b, h, q_first, kv_first + diagonal, captured)
-    tl.atomic_add(to, sums, mask=sums != 0, sem="relaxed")
+    first = column < SIDE
+    at = row * N + (column & (SIDE - 1)) + (square if M < N else square * N)[None, :]
+    read = tl.gather(tl.reshape(values, [M * N]), tl.reshape(at, [M * N]), 0)
+    read = tl.reshape(read, at.shape)
+    of_first = tl.sum(tl.where(first, read, 0.0), 0)
+    of_other = tl.sum(tl.where(first, 0.0, read), 0)
+    key = kv_first + diagonal + (square if M < N else -square)
+    to = grad + OFFSET(0.0, b, h, q_first, key, captured)
+    tl.atomic_add(to, of_first, mask=of_first != 0, sem="relaxed")
+    to = grad + OFFSET(0.0, b, h, q_first, key - SIDE, captured)
+    tl.atomic_add(to, of_other, mask=of_other != 0, sem="relaxed")
 
 
 @triton.jit
