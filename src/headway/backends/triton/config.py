@@ -79,6 +79,7 @@ _KINDS: dict[tuple[str, int, int, str], Config] = {
     ("backward_kv", 2, 128, "masked"): Config(32, 64, 4, 3),
     ("forward", 2, 128, "score"): Config(128, 64, 8, 3),
     ("backward_q", 2, 128, "score"): Config(64, 64, 4, 2),
+    ("backward_q", 2, 128, "learned"): Config(128, 64, 8, 3),
     ("backward_kv", 2, 128, "score"): Config(32, 64, 4, 3),
 }
 WIDEST = 512
