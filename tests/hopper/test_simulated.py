@@ -133,14 +133,14 @@ def test_the_counter_of_a_stream_is_left_at_zero():
             assert counter.item() == 0
 
 
-@pytest.mark.parametrize("consumers", [2, 3])
+@pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_many_short_ranks(consumers):
-    """Taken ahead but for the last ones; with two consumers and with three."""
+    """Taken ahead but for the last ones; with one, two and three consumers."""
     table = tuple(replace(row, consumers=consumers) for row in plan.FORWARD)
     by_head = hw.causal() & (lambda b, h, i, j: i - j < 50 * (h + 1))
     q, k, v = (torch.randn(4, 2, 384, 16).bfloat16() for _ in range(3))
-    threes = mock.patch.object(plan.ForwardPlan, "in_threes", return_value=True)
-    with mock.patch.object(plan, "FORWARD", table), threes:
+    all_suit = mock.patch.object(plan.ForwardPlan, "suits", return_value=True)
+    with mock.patch.object(plan, "FORWARD", table), all_suit:
         for mask in (None, by_head):
             made = hw.attention(q, k, v, mask=mask, backend="hopper")
             true = hw.attention(q, k, v, mask=mask, backend="reference")

@@ -3,9 +3,12 @@
 Each is what fits 227 KB of shared memory and the registers of a warpgroup, found by compiling.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+REGISTERS = 65536  # of a multiprocessor
+LEAST = 24  # of a thread
 TILE = (128, 128)  # of the block masks built here; given ones must be multiples of it
 
 
@@ -15,7 +18,9 @@ class Forward:
     - `block`: keys of a block; `stages`: blocks of keys, and of values, in shared memory.
     - `queries`: ranks whose queries are in shared memory.
     - `out`: columns of out that pass through shared memory at a time; 0: all.
-    - `consumers`: 64 queries each; three where few would be past the end (`ForwardPlan.in_threes`).
+    - `consumers`: of 64 queries each; `ctas`: of a multiprocessor. Three consumers are for long
+      lines; three CTAs of one, which hide what ranks begin and end with, for masks
+      (`ForwardPlan.suits`).
     """
 
     d: tuple[int, ...]
@@ -25,10 +30,20 @@ class Forward:
     queries: int = 2
     out: int = 0
     consumers: int = 2
+    ctas: int = 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread: what all start with, and what a consumer's has when loader and scheduler,
+        which together count as one more, have given away all but `LEAST`. They come in eights."""
+        each = REGISTERS // (128 * (self.consumers + 1) * self.ctas) // 8 * 8
+        return each, (each * (self.consumers + 1) - LEAST) // self.consumers // 8 * 8
 
 
 FORWARD = (
     Forward((64,), (64,), stages=3, consumers=3),
+    Forward((64,), (64,), block=64, stages=3, consumers=1, ctas=3),
+    Forward((64,), (64,), stages=3),
     Forward((64, 32), (64, 32)),
     Forward((128,), (128,)),
     Forward((128, 64), (128,), queries=1, out=64),
@@ -75,6 +90,7 @@ class How:
     positive: bool = True  # forward: scale > 0
     queries: int = 1  # forward: ranks whose queries are in shared memory
     consumers: int = 2  # forward: warpgroups, of 64 queries each
+    registers: int = 240  # forward: of a consumer's thread
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
     late: bool = False  # backward: dP after P, which then has more registers
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
@@ -105,7 +121,7 @@ class How:
         return replace(self, consumer=consumer)
 
 
-def fitting(table: tuple, d: int, dv: int) -> Any:
+def fitting(table: Iterable, d: int, dv: int) -> Any:
     """The first row whose pieces hold these widths; None where there is none."""
     return next((row for row in table if sum(row.d) >= d and sum(row.dv) >= dv), None)
 

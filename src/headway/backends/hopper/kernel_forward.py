@@ -100,7 +100,17 @@ def forward(
     sizes = (heads, group, q_len, kv_len, dv)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     to = (out, wide_out, lse, row_max, top, sink)
-    if HOW.consumers == 2:
+    if HOW.consumers == 1:
+        gl.warp_specialize(
+            [
+                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW)),
+                (load, (q, k, v, smem, rings, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
+            ],
+            [1, 1],
+            [24, 24],
+        )  # fmt: skip
+    elif HOW.consumers == 2:
         gl.warp_specialize(
             [
                 (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW)),
@@ -109,7 +119,7 @@ def forward(
                 (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
             ],
             [4, 1, 1],
-            [240, 24, 24],
+            [HOW.registers, 24, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -121,7 +131,7 @@ def forward(
                 (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
             ],
             [4, 4, 1, 1],
-            [160, 160, 24, 24],
+            [HOW.registers, HOW.registers, 24, 24],
         )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 of work, descriptors, launches."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -37,7 +36,7 @@ from . import (
     tile,
 )
 from .bands import Bands
-from .config import BACKWARD, FORWARD, How, fitting, turns
+from .config import BACKWARD, FORWARD, TILE, Forward, How, fitting, turns
 from .descriptors import chunks, fits, followed, matrix, numbers
 from .gluon_api import gl
 from .kernel_backward import backward as backward_kernel
@@ -47,8 +46,8 @@ from .kernel_forward import forward as forward_kernel
 from .order import Alike, Ordered, Turns
 from .ranks import Ranked
 
-# Of a warp-specialised kernel: warps of the first partition, and the registers that every thread
-# starts with, from which the loader's share goes to the consumers.
+# Of a backward kernel: warps of the first partition, and the registers that every thread starts
+# with, from which the loader's share goes to the consumers.
 _SPECIALISED = {"num_warps": 4, "maxnreg": 168}
 _ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
 
@@ -132,20 +131,19 @@ class ForwardPlan(Plan):
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
         super().__init__(spec, call, wanted, matrices)
-        how, group = fitting(FORWARD, self.d, self.dv), self.hq // self.hk
-        if how.consumers == 3 and not self.in_threes():
-            how = replace(how, consumers=2)
+        how, group = fitting(filter(self.suits, FORWARD), self.d, self.dv), self.hq // self.hk
+        each, registers = how.registers
         block = min(how.block, 64) if self.heavy else how.block
         rows = 64 * how.consumers
-        if how.consumers == 3 and self.tile is not None:
-            self.tile = rows, self.tile[1]
+        if rows != TILE[0] and self.tile is not None and spec.tiles is None:
+            self.tile = rows, min(block, self.tile[1])
         near = self.near(self.hq, -(-self.q_len // rows))
         self.walks = Walks(self, queries=True, block=rows, near=near)
         self.ranked = Ranked(self.walks, self.kv_len, block, rows)
         self.bands = Bands(self, self.walks, queries=True)
         ranks = self.walks.lines * self.walks.sub * self.b * self.hq
         self.slots = how.consumers * self.walks.lines * self.walks.sub  # of one head
-        self.grid = (min(ranks, processors(self.device)), 1, 1)
+        self.grid = (min(ranks, how.ctas * processors(self.device)), 1, 1)
         self.numbers = (
             ranks, self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale,
         )  # fmt: skip
@@ -159,15 +157,25 @@ class ForwardPlan(Plan):
             "HOW": How(
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
-                queries=how.queries, consumers=how.consumers,
+                queries=how.queries, consumers=how.consumers, registers=registers,
                 largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
             ),
         }  # fmt: skip
-        self.kernel = Direct(
-            forward_kernel, self.device, options | (_SPECIALISED if how.consumers == 2 else _ALONE),
-            self.grid, self.arrange,
-        )  # fmt: skip
+        options |= {"num_warps": 4, "maxnreg": each}
+        self.kernel = Direct(forward_kernel, self.device, options, self.grid, self.arrange)
+
+    def suits(self, how: Forward) -> bool:
+        """Whether a row of the table is for such a call."""
+        if how.consumers == 3:
+            return self.in_threes()
+        return how.consumers == 2 or self.in_ones()
+
+    def in_ones(self) -> bool:
+        """Whether a rank is of 64 queries, in one of three CTAs of a multiprocessor: under a mask,
+        where blocks of 64 keys leave out more (timed on an H200: causal 256 and 512 take 0.7 of the
+        time of two consumers, 2k and a window in 8k 0.96; without a mask 1.0 to 1.3)."""
+        return self.spec.score is None and self.mask is not None and not self.heavy
 
     def in_threes(self) -> bool:
         """Whether a rank is of 192 queries: few are past the end, no score wants registers, and
