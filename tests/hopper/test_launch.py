@@ -89,7 +89,7 @@ def test_what_the_copy_engine_cannot_read_is_copied():
 
 
 def test_a_mask_is_worked_out_again_when_what_it_captures_is_written_to(device):
-    x, ids = torch.randn(1, 2, 256, 64).bfloat16(), torch.zeros(256, dtype=torch.int64)
+    x, ids = torch.randn(1, 2, 256, 128).bfloat16(), torch.zeros(256, dtype=torch.int64)
     full = []
     for cut in (256, 128, 128):  # one document, two, and the same two
         if cut == 128 and not ids.any():
