@@ -72,6 +72,7 @@ CALLS = {
     "long_plain": {"length": 2048},
     "sink": {"mask": hw.causal(), "sink": True},
     "in_turn": {"mask": hw.causal(), "deterministic": True},
+    "many": {"mask": hw.causal(), "heads": 4, "batch": 33},
 }
 
 
@@ -119,8 +120,9 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
 
 
 def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=LENGTH, heads=2,
-          sink=False, deterministic=False):  # fmt: skip
-    q, k, v = (torch.randn(2, h, length, w).to(dtype) for h, w in ((4, d), (heads, d), (heads, dv)))
+          batch=2, sink=False, deterministic=False):  # fmt: skip
+    shapes = (4, d), (heads, d), (heads, dv)
+    q, k, v = (torch.randn(batch, h, length, w).to(dtype) for h, w in shapes)
     sink = torch.zeros(4) if sink else None
     spec, call = prepare(
         q, k, v, score, mask, sink=sink, backend="hopper", max_logit=sink is not None,
@@ -129,7 +131,7 @@ def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=
     if direction == "forward":
         hopper.forward(spec, call)
         return
-    rows, out = torch.zeros(q.shape[:3]), torch.zeros(2, 4, length, dv).to(dtype)
+    rows, out = torch.zeros(q.shape[:3]), torch.zeros(batch, 4, length, dv).to(dtype)
     needs = tuple(t.requires_grad for t in call.captured.tensors[: spec.score_tensors])
     hopper.backward(spec, call, out, rows, out, rows, needs)
 

@@ -57,6 +57,12 @@ CHECKS = {
     "in_turn_64": ((4, 16, 4, 2048, 2048, 64, 64), {"mask": "document", **TURNS}),
     "in_turn_mla": ((2, 16, 16, 2048, 2048, 192, 128), {"mask": "window", **TURNS}),
     "in_turn_256": ((2, 16, 16, 2048, 2048, 256, 256), {"mask": "causal", **TURNS}),
+    # Short lines of many heads: CTAs take whole ones.
+    "whole": ((64, 16, 16, 512, 512, 128, 128), {"mask": "causal", "exact": False}),
+    "whole_full": ((33, 16, 16, 333, 517, 128, 128), {"exact": False}),
+    "whole_groups": ((33, 16, 4, 333, 333, 128, 128), {"mask": "causal", "exact": False}),
+    "whole_64": ((33, 16, 16, 500, 500, 64, 64), {"mask": "document", **TURNS}),
+    "whole_in_turn": ((64, 16, 16, 512, 512, 128, 128), {"mask": "causal", **TURNS}),
     "first_use": (),  # the small case that every process runs first
 }
 # Forwards with thousands of ranks: what happens once in 10,000 is not seen in two calls.

@@ -139,8 +139,9 @@ class mbarrier:
             bar.it.arrive(count)
 
     @staticmethod
-    def expect(bar, bytes):
-        bar.it.arrive(1, bytes=bytes)
+    def expect(bar, bytes, pred=True):
+        if pred:
+            bar.it.arrive(1, bytes=bytes)
 
 
 # -- shared memory, copies and products -----------------------------------------------------------
@@ -188,10 +189,11 @@ class Shared:
         return self.x.clone()
 
     def seen_as(self, dtype, shape, layout) -> "Shared":
-        if dtype != self.dtype:  # other numbers in the same bytes: nothing reads the old ones
-            if dtype.itemsize * torch.Size(shape).numel() > self.x.numel() * self.dtype.itemsize:
+        if dtype != self.dtype:  # other numbers in the same bytes
+            count = torch.Size(shape).numel()
+            if dtype.itemsize * count > self.x.numel() * self.dtype.itemsize:
                 raise Wrong("a view larger than its memory")
-            return Shared(torch.full(shape, torch.nan, dtype=dtype), self)
+            return Shared(self.x.view(-1).view(dtype)[:count].view(shape), self)
         # A swizzled matrix lies in strips of 64 columns, one after the other.
         (*many, rows, cols), width = self.shape, shape[-1]
         if width % 64 or cols % width or shape[-2] != rows or dtype.itemsize != 2:
@@ -221,7 +223,9 @@ def fence_async_shared() -> None:
             shared.written.pop(here.name, None)
 
 
-def copy_in(desc, at, bar, to):
+def copy_in(desc, at, bar, to, pred=True):
+    if not pred:
+        return
     if [int(n) for n in desc.block_shape if n != 1 or desc.block_shape.index(n)][-len(to.shape):] != list(to.shape):  # fmt: skip
         raise Wrong(f"a block of {desc.block_shape} copied to {to.shape}")
     inside, part = _part(desc, at, to.shape)

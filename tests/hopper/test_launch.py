@@ -76,6 +76,22 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
             assert not any(hasattr(kind, "base") for kind in found.q.kinds)
 
 
+def test_short_lines_of_many_heads_are_done_head_by_head(device):
+    """With no kernel after; where a CTA has few heads, or its parts of dq do not stay in the cache,
+    or results are float32, as ever."""
+    by_rank = ["forward", "row_kernel", "backward", "finish"]
+    for (b, length), options, names in (
+        ((66, 200), {}, by_rank[:3]),
+        ((66, 200), {"deterministic": True}, by_rank[:3]),
+        ((66, 200), {"partial": True}, by_rank),
+        ((70, 200), {}, by_rank),  # eight heads more than run at once
+        ((66, 2000), {}, by_rank),
+    ):
+        x = torch.zeros(b, 2, length, 64).bfloat16()
+        launched, _ = launches(device, x, mask=hw.causal(), **options)
+        assert [name for name, _ in launched] == names
+
+
 def test_what_the_copy_engine_cannot_read_is_copied():
     x = torch.randn(2, 3, 50, 72)
     for y in (x, x[..., :68], x.transpose(1, 2)):  # whole rows, steps of 16 bytes

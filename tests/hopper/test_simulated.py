@@ -17,6 +17,7 @@ from headway import backends
 from headway.api import prepare
 from headway.backends import first_use, hopper, reference
 from headway.backends.hopper import plan
+from headway.backends.kernels import plan as plans
 from headway.errors import BackendRefused
 
 from . import simulator
@@ -42,18 +43,24 @@ def simulated():
 
 
 LAGGED = [name for name in CASES if "causal" in name or "heads" in name or "mask" in name]
+WAYS = ("at once", "lagged", "whole")
 
 
-def lag(monkeypatch, lagged: bool) -> None:
-    """Whether dk and dq come with the next block, as they would where lines are long."""
-    monkeypatch.setattr(plan.Plan, "long", lambda self, length=0: lagged and not self.heavy)
+def choose(monkeypatch, way: str) -> None:
+    """Whether dk and dq come with the next block, as they would where lines are long, or CTAs take
+    whole heads, as where they are short and many."""
+    monkeypatch.setattr(
+        plan.Plan, "long", lambda self, length=0: way == "lagged" and not self.heavy
+    )
+    monkeypatch.setattr(plan, "IDLE", 1e9 if way == "whole" else -1e9)
 
 
 @pytest.mark.parametrize(
-    ("name", "lagged"), [(name, False) for name in CASES] + [(name, True) for name in LAGGED]
+    ("name", "way"),
+    [(name, way) for way in WAYS for name in CASES if way != "lagged" or name in LAGGED],
 )
-def test_table(name, lagged, monkeypatch):
-    lag(monkeypatch, lagged)
+def test_table(name, way, monkeypatch):
+    choose(monkeypatch, way)
     dtype = torch.float16 if name == "length_1" else torch.bfloat16
     case = BY_NAME[name]
     assert compare(case, dtype, run(problem(case, dtype), "hopper", True), True) == []
@@ -166,12 +173,12 @@ IN_TURN = {
 }
 
 
-@pytest.mark.parametrize("lagged", [False, True])
+@pytest.mark.parametrize("way", ["at once", "lagged"])
 @pytest.mark.parametrize("name", IN_TURN)
-def test_in_turn(name, lagged, monkeypatch):
+def test_in_turn(name, way, monkeypatch):
     """CTAs one after the other and all at once, the last one first, give the same bits: each adds
     when as many have as come before it, and waits for none that comes after it."""
-    lag(monkeypatch, lagged)
+    choose(monkeypatch, way)
     (d, dv, hq, hk), mask = IN_TURN[name]
     torch.manual_seed(0)
     shapes = (hq, d), (hk, d), (hk, dv), (hq, dv)
@@ -202,6 +209,51 @@ def test_in_turn(name, lagged, monkeypatch):
     if name == "none":  # it does make a difference
         assert not torch.equal(one[0], plain[0])
     assert all((x - y).norm() <= 1e-6 * y.norm() for x, y in zip(one, plain, strict=True))
+
+
+# Every block is visited once, or by all lines; some by none, and some by lines far apart; a line by
+# several CTAs' ranks; query heads that share keys, and those that share none since masks differ.
+WHOLE = {
+    "one_line": ((64, 64, 4, 2), 100, lambda: None),
+    "none": ((128, 128, 2, 1), 520, lambda: None),
+    "causal": ((72, 100, 2, 2), 333, lambda: hw.causal()),
+    "window": ((64, 64, 2, 1), 520, lambda: hw.causal() & hw.sliding_window(200)),
+    "by_head": ((64, 64, 2, 1), 520, IN_TURN["by_head"][1]),
+    "holes": ((128, 128, 2, 1), 520, IN_TURN["holes"][1]),
+    "unseen": ((64, 64, 2, 1), 520, lambda: lambda b, h, i, j: (i >= 256) & (i < 400) & (i >= j)),
+    "tiles": ((128, 64, 2, 1), 520, IN_TURN["tiles"][1]),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_heads(name, monkeypatch):
+    """CTAs that take whole heads, one after the other and at once, make the same bits of all
+    gradients; those of keys and values are what they are otherwise, and so is dq, but for the order
+    of its sum."""
+    (d, dv, hq, hk), length, mask = WHOLE[name]
+    torch.manual_seed(0)
+    shapes = (hq, d), (hk, d), (hk, dv), (hq, dv)
+    q, k, v, dout = (torch.randn(2, h, length, w).bfloat16() for h, w in shapes)
+    spec, call = prepare(q, k, v, None, mask(), backend="hopper", deterministic=True)
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, **options: empty(*size, **options).fill_(-1e4)
+    )
+
+    def made(way, abreast=False):
+        choose(monkeypatch, way)
+        plans.clear()
+        in_turn = replace(spec, deterministic=way == "whole")
+        with mock.patch.object(simulator.Kernel, "abreast", abreast):
+            return hopper.backward(in_turn, call, out, lse, dout, None, ())[:3]
+
+    with torch.no_grad():
+        out, lse, *_ = hopper.forward(spec, call)
+        plain, one, other = made("at once"), made("whole"), made("whole", abreast=True)
+    assert all(map(torch.equal, one, other))
+    assert all(map(torch.equal, one[1:], plain[1:]))
+    off = (one[0].float() - plain[0].float()).abs()
+    assert (off <= 0.01 * plain[0].float().abs() + 1e-6 * plain[0].float().norm()).all()
 
 
 def test_a_turn_that_never_comes_is_found():

@@ -38,27 +38,25 @@ flight over the loop's end, which the assembler would serialise.
 from .diagonals import add as add_along
 from .diagonals import begin
 from .gluon_api import (
-    copy_out,
-    copy_out_wait,
     fence_async_shared,
     gl,
     gluon,
-    seen_as,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from .kernel_backward_adder import add
+from .kernel_backward_deal import deal
 from .kernel_backward_dq import hand_over, part, parts, rings_of, strip_of_part, zeros_of
+from .kernel_backward_heads import VISIT, add_whole, of_rank, put
+from .kernel_backward_keys import put_keys
 from .kernel_backward_lagged import after_last, attend_lagged, before_first
 from .kernel_backward_parts import (
     DO_STAGES,
-    load,
     of_keys,
     of_queries,
     others,
     outer_v,
     probabilities,
-    write,
 )
 from .pipeline import acquire, await_, channel, nth, publish, ready, release, signal, start, step
 from .tile import (
@@ -74,9 +72,7 @@ from .tile import (
     numbers,
     outer,
     pieces,
-    place,
     positions,
-    tell,
     told,
     visit,
     zeros,
@@ -90,11 +86,12 @@ from .tile import (
     ]
 )  # fmt: skip
 def backward(
-    q0, q1, k0, k1, v, dout, lse, delta, dq0, dq1,  # descriptors, of pieces
+    q0, q1, k0, k1, v, dout, lse, delta, dq0, dq1,  # descriptors, of pieces; dq's of its parts
+    whole_dq, kinds,  # where CTAs take whole heads: dq's descriptor, and `heads.kinds`; else None
     dk0, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
     bands, sums,  # what is read along diagonals, and added up (diagonals.py)
-    counter, total,  # of the ranks: the next one (0, before and after), and how many there are
+    counter, total,  # of the ranks, or heads: the next one (0, before and after), and how many
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
@@ -130,8 +127,10 @@ def backward(
     smem = (inputs, ds_smem, dq_smem, work_smem)
     sizes = (heads, group, share, q_len, q_rows, kv_len)
     inputs = (q, k, v, dout, lse, delta)
-    to = (dk, dv, wide_dk, wide_dv, grads, sums, d_width, dv_width)
+    whole = (whole_dq, kinds)
+    to = ((dk, dv, wide_dk, wide_dv, d_width, dv_width), grads, sums, whole)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
+    added = (dq, dk, whole)
     gl.warp_specialize(
         [
             (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0),
@@ -139,8 +138,10 @@ def backward(
             (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1),
                        DERIVATIVE, SCATTER, MASK, HOW)),
             (deal, (inputs, smem, rings, counter, total, sizes, walk, HOW)),
-            (add, (dq, smem, rings, sizes, walk, turns, gl.constexpr(0), HOW)),
-            (add, (dq, smem, rings, sizes, walk, turns, gl.constexpr(1), HOW)),
+            (add_whole if HOW.whole else add,
+                      (added, smem, rings, sizes, walk, turns, gl.constexpr(0), HOW)),
+            (add_whole if HOW.whole else add,
+                      (added, smem, rings, sizes, walk, turns, gl.constexpr(1), HOW)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],
@@ -169,31 +170,6 @@ def ds_stages(k):
     return 3 - len(k)
 
 
-# -- the loader -----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def deal(inputs, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
-    """Take ranks, tell what they are, and copy what each needs."""
-    of_inputs, _, _, work_smem = smem
-    input_rings, _, _, work_ring = rings
-    heads, group, share, q_len, q_rows, kv_len = sizes
-    work_at = start()
-    state = (start(), start(), start())
-    rank = gl.atomic_add(counter, 1)
-    while rank < total:
-        line, slot, first, h, b = place(rank, walk, heads // share, HOW.sub, 2 * ROWS)
-        h = h * share
-        work_at = tell(work_at, work_smem, work_ring, (line, slot, first, h, b))
-        at = (line, slot, first, h, b, share, group)
-        lengths = (heads, q_len, q_rows, kv_len)
-        state = load(state, inputs, of_inputs, input_rings, at, lengths, walk, HOW)
-        rank = gl.atomic_add(counter, 1)
-    # Every CTA takes one rank too many. Whose is the last leaves 0 for the next launch.
-    gl.store(counter, 0, mask=rank == total + gl.num_programs(0) - 1)
-    tell(work_at, work_smem, work_ring, (-1, 0, 0, 0, 0))
-
-
 # -- a consumer -----------------------------------------------------------------------------------
 
 
@@ -219,7 +195,7 @@ def consume(
         done += 1
         await_(work_ring, nth(done, TOLD))
         (line,) = told(work_smem, nth(done, TOLD), 0, 1, 4)
-    if not HOW.lagged:
+    if not (HOW.lagged or HOW.whole):
         LAST: gl.constexpr = len(dq_smem) - 1
         hand_over(acc_q, dq_smem[LAST].index(W), dq_rings[W][LAST], ats[2])
         fence_async_shared()
@@ -232,14 +208,15 @@ def consume_rank(
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """A rank, after so many; `acc_q` is the last piece of dq before it, still to be handed over."""
-    dk, dv, wide_dk, wide_dv, grads, sums, d_width, dv_width = to
+    keys_to, grads, sums, whole = to
+    whole_dq, kinds = whole
     inputs, _, dq_smem, work_smem = smem
     k_smem, v_smem, q_smem, _, _, _ = inputs
     of_inputs, _, dq_rings, _ = rings
     k_ring, v_ring, q_ring, _ = of_inputs
     q_at, do_at, dq_at = ats
-    line, _, first, h, b = told(work_smem, nth(done, TOLD), 0, 5, 4)
-    heads, _, share, q_len, _, kv_len = sizes
+    line, slot, first, h, b = told(work_smem, nth(done, TOLD), 0, 5, 4)
+    heads, _, share, q_len, q_rows, kv_len = sizes
     scale, coords, bands, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
     row = first + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma(BLOCK)))
@@ -255,7 +232,9 @@ def consume_rank(
         await_(q_ring, q_at)
         s = outer(at_stage(k_smem, W), at_stage(q_smem, q_at[0]), zero)
         s = warpgroup_mma_wait(0, deps=[s])
-        state = (s, acc_q, acc_k, acc_v, q_at, do_at, dq_at)
+        state = (s, (acc_q, gl.to_tensor(0)), acc_k, acc_v, q_at, do_at, dq_at)
+    if HOW.whole:
+        whole = (whole_dq, of_rank(kinds, line, slot, walk, q_rows, HOW.sub))
     await_(v_ring, nth(done, 1))
     # A constant in a tuple is none afterwards.
     MINE: gl.constexpr = of_consumer(HOW, W)
@@ -264,7 +243,7 @@ def consume_rank(
         rows = of_keys(kv_idx, first + W * ROWS, of_head, coords, bands, of_score, of_mask, HOW)
         to_sums = begin(sums, b, h + n, first + W * ROWS)
         context = (smem, rings, dq_rings[W], of_head, kv_idx, live, rows, scale, coords, of_score,
-                   of_mask, grads, to_sums, q_len, share)  # fmt: skip
+                   of_mask, grads, to_sums, q_len, share, whole)  # fmt: skip
         state = visit(
             state, context, walk, line, q_len, share - 1 - n,
             attend_lagged if HOW.lagged else attend_back, DERIVATIVE, SCATTER, MASK, MINE,
@@ -274,34 +253,21 @@ def consume_rank(
             state, smem, rings, dq_rings[W], first >> 31, W, HOW
         )
     else:
-        s, acc_q, acc_k, acc_v, q_at, do_at, dq_at = state
+        s, late, acc_k, acc_v, q_at, do_at, dq_at = state
+        if HOW.whole:
+            put(late, scale, whole_dq, dq_smem[0].index(W), dq_rings[W][0], dq_at)
+            fence_async_shared()
+            publish(dq_rings[W][0], dq_at)
+            dq_at = step(dq_at, 1)
+        else:
+            acc_q = late[0]
     release(k_ring, nth(done, 1))
     # Told again, to have been in no registers until now.
     first, h, b = told(work_smem, nth(done, TOLD), 2, 5, 4)
-    out_h = h // share
-    if dv is not None:
-        v_smem.index(W).store(acc_v.to(v_smem.dtype))
-        fence_async_shared()
-        copy_out(dv, [b, out_h, first + W * ROWS, 0], v_smem.index(W))
-        # The other consumer may still multiply with these keys: dk goes where dq was.
-        column = 0
-        for n in gl.static_range(len(dk)):
-            acquire(dq_rings[W][n], dq_at)
-            k = k_smem[n].index(W)
-            place_k = seen_as(dq_smem[n].index(W), k.dtype, k.shape, k.layout)
-            place_k.store((acc_k[n] * scale).to(v_smem.dtype))
-            fence_async_shared()
-            copy_out(dk[n], [b, out_h, first + W * ROWS, column], place_k)
-            column += k.shape[1]
-        copy_out_wait(0)
-    else:
-        base = (gl.cast(b, gl.int64) * (heads // share) + out_h) * kv_len
-        column = 0
-        for n in gl.static_range(len(acc_k)):
-            write(acc_k[n] * scale, wide_dk + base * d_width, first + W * ROWS, kv_len, d_width,
-                  column)  # fmt: skip
-            column += k_smem[n].shape[2]
-        write(acc_v, wide_dv + base * dv_width, first + W * ROWS, kv_len, dv_width, 0)
+    at = (first + W * ROWS, h // share, b, heads // share, kv_len)
+    dq_at = put_keys(
+        acc_k, acc_v, at, keys_to, (k_smem, v_smem), dq_smem, dq_rings[W], dq_at, scale, W, HOW
+    )
     release(v_ring, nth(done, 1))
     return acc_q, (q_at, do_at, dq_at)
 
@@ -312,10 +278,10 @@ def attend_back(
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """One block of queries, from n on."""
-    s, acc_q, acc_k, acc_v, q_at, do_at, dq_at = state
+    s, late, acc_k, acc_v, q_at, do_at, dq_at = state
     (
         smem, rings, ring, of_head, kv_idx, live, rows, scale, coords, of_score, of_mask, grads,
-        sums, q_len, opaque,
+        sums, q_len, opaque, whole,
     ) = context  # fmt: skip
     W: gl.constexpr = HOW.consumer
     inputs, ds_smem, dq_smem, _ = smem
@@ -333,13 +299,22 @@ def attend_back(
     z = (n + opaque) >> 30
 
     columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
-    hand_over(acc_q, dq_smem[LAST].index(W), ring[LAST], dq_at)
+    if HOW.whole:
+        put(late, scale, whole[0], dq_smem[0].index(W), ring[0], dq_at)
+    else:
+        hand_over(late[0], dq_smem[LAST].index(W), ring[LAST], dq_at)
     lse = lse_smem.index(q_at[0]).load(cols)
     await_(do_ring, do_at)
     if not (HOW.late or WIDE):
         dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), zero, False)
     fence_async_shared()
-    publish(ring[LAST], dq_at)
+    kind = late[1]
+    if HOW.whole:
+        publish(ring[0], dq_at, kind > 0)
+        dq_at = (dq_at[0], dq_at[1] ^ (kind & VISIT))
+        kind = gl.load(whole[1] + n // ROWS)
+    else:
+        publish(ring[LAST], dq_at)
 
     # P times the derivative now, so that only the product stays in registers.
     p, by_s, by, pairs = probabilities(
@@ -406,4 +381,6 @@ def attend_back(
         s, acc_q, acc_k0, _ = warpgroup_mma_wait(0, deps=[s, dq, dk[0], ds16])
         acc_k = (acc_k0,)
     release(q_ring, q_at)
-    return s, acc_q, acc_k, acc_v, next_q, step(do_at, DO_STAGES), step(dq_at, 1)
+    if not HOW.whole:
+        dq_at = step(dq_at, 1)
+    return s, (acc_q, kind), acc_k, acc_v, next_q, step(do_at, DO_STAGES), dq_at

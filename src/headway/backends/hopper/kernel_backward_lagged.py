@@ -36,7 +36,7 @@ def attend_lagged(
     ds16, begun, acc_k, acc_v, q_at, do_at, dq_at = state
     (
         smem, rings, ring, of_head, kv_idx, live, rows, scale, coords, of_score, of_mask, _grads,
-        _sums, q_len, opaque,
+        _sums, q_len, opaque, _whole,
     ) = context  # fmt: skip
     W: gl.constexpr = HOW.consumer
     inputs, ds_smem, dq_smem, _ = smem

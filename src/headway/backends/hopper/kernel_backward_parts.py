@@ -13,6 +13,8 @@ from .sides import by_thread, given, keep, of_columns, of_rows
 from .tile import LOG2E, bytes_of, fetch, mma, positions, visit
 
 DO_STAGES = gl.constexpr(2)
+# How 256 numbers lie in a warpgroup's registers, in the order of `in_order`.
+ORDER = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
 
 
 # -- the loader -----------------------------------------------------------------------------------
@@ -198,6 +200,14 @@ def in_order(x):
     EIGHTS: gl.constexpr = x.shape[1] // 8
     x = x.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     return x.reshape([2 * EIGHTS, 256])
+
+
+@gluon.jit
+def in_rows(x):
+    """Such rows of 256 numbers as the 64 rows of a product again."""
+    EIGHTS: gl.constexpr = x.shape[0] // 2
+    x = x.reshape([EIGHTS, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
+    return x.reshape([64, 8 * EIGHTS])
 
 
 @gluon.jit

@@ -26,6 +26,7 @@ from .gluon_api import (
 )
 from .kernel_backward_parts import (
     DO_STAGES,
+    ORDER,
     counter_of,
     in_order,
     load,
@@ -68,8 +69,6 @@ from .tile import (
 
 _P_STAGES = gl.constexpr(3)
 _HALF = gl.constexpr(128)
-# How 256 numbers lie in a warpgroup's registers, in the order of `in_order`.
-_ORDER = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
 
 
 @gluon.jit(
@@ -373,9 +372,9 @@ def queries_block(
 @gluon.jit
 def add_part(to, x):
     """Add 64 x 64 numbers to global memory: 16 bytes of a thread, threads adjacent."""
-    x = gl.convert_layout(in_order(x), _ORDER)
-    rows = gl.arange(0, 16, layout=gl.SliceLayout(1, _ORDER))[:, None]
-    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, _ORDER))[None, :]
+    x = gl.convert_layout(in_order(x), ORDER)
+    rows = gl.arange(0, 16, layout=gl.SliceLayout(1, ORDER))[:, None]
+    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, ORDER))[None, :]
     gl.atomic_add(to + rows * 256 + columns, x, sem="relaxed")
 
 

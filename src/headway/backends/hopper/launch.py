@@ -40,8 +40,8 @@ def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
-    """One kernel for all gradients; before it one over the rows of out and dout, and after it one
-    that puts dq in order."""
+    """One kernel for all gradients; before it one over the rows of out and dout, and after it, but
+    for short lines, one that puts dq in order."""
     q, k, _, dout = matrices = aligned(*call[:3], dout)
     dtype = torch.float32 if spec.partial else q.dtype
     captured = learned.zeros(call.captured.tensors, needs, q.device) if needs else []
@@ -55,13 +55,12 @@ def backward(
     terms = row_terms(plan.terms, out, dout, dlse, lse)
     dk, dv_ = plan.new()
     grads = learned.by_gather(plan.text, captured) if wanted else ()
-    plan.launch(call, *plan.follow(matrices), terms, dk, dv_, grads)
-    dq = torch.empty(*q.shape, dtype=dtype, device=q.device)
-    plan.put_in_order(terms, dq)
+    dq = plan.launch(call, *plan.follow(matrices), terms, dk, dv_, grads)
     if plan.heads > plan.hk:
         dk, dv_ = (x.unflatten(1, (plan.hk, -1)).sum(2) for x in (dk, dv_))
     if not plan.exact:
         dk, dv_ = _first(in_dtype(dk, dtype), plan.d), _first(in_dtype(dv_, dtype), plan.dv)
+        dq = _first(dq, plan.d)
     dsink = None
     if call.sink is not None:
         dsink = learned.of_sink(call.sink, lse, plan.terms.split(terms)[0][..., : plan.q_len])

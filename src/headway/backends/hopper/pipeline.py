@@ -13,6 +13,12 @@ in the first turn all stages are empty.
     writer:  acquire, copy into the stage (which completes `full`), step
     reader:  await_, read, release, step
 
+Where the reader shall first put something into the stage that the writer reads, it **offers** it:
+it lets go of a stage before, and not after, what is written there.
+
+    reader:  release (or copy into the stage, which completes `empty`), await_, read, step
+    writer:  accept, read, write, publish, step
+
 CTAs that add to the same place take **turns** at a counter in global memory, where the order of
 their sums shall not vary (`order.py`): a turn is the number of those that add before. The counter
 is of one partition of each CTA.
@@ -87,6 +93,12 @@ def nth(n, STAGES: gl.constexpr):
 def acquire(ring, at):
     """Wait until the stage may be written."""
     mbarrier.wait(ring[1].index(at[0]), at[1] ^ 1)
+
+
+@gluon.jit
+def accept(ring, at, condition=True):
+    """Wait until the stage is offered, if it will be."""
+    mbarrier.wait(ring[1].index(at[0]), at[1], pred=condition)
 
 
 @gluon.jit

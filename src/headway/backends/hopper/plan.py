@@ -23,7 +23,10 @@ from . import (
     gluon_api,
     kernel_backward,
     kernel_backward_adder,
+    kernel_backward_deal,
     kernel_backward_dq,
+    kernel_backward_heads,
+    kernel_backward_keys,
     kernel_backward_lagged,
     kernel_backward_parts,
     kernel_backward_wide,
@@ -36,9 +39,10 @@ from . import (
     tile,
 )
 from .bands import Bands
-from .config import BACKWARD, FORWARD, TILE, Forward, How, fitting, turns
+from .config import BACKWARD, FORWARD, TILE, Backward, Forward, How, fitting, turns
 from .descriptors import chunks, fits, followed, matrix, numbers
 from .gluon_api import gl
+from .heads import Heads
 from .kernel_backward import backward as backward_kernel
 from .kernel_backward_parts import finish
 from .kernel_backward_wide import backward_wide
@@ -51,6 +55,8 @@ from .ranks import Ranked
 _SPECIALISED = {"num_warps": 4, "maxnreg": 168}
 _ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
 
+PARTS = 40 << 20  # bytes of the parts of dq of all CTAs that stay in the L2 cache, of 50 MB
+IDLE = 1 / 8  # CTAs that have no head when the last ones are taken, for each one that had
 LOSS = 1 / 16  # queries past the end, for each one that there is, which three consumers may have
 
 # Generated functions of what is worked out before pairs are; None where a call has none.
@@ -72,8 +78,8 @@ class Plan(BasePlan):
     sources = (
         maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, sides, of_diagonals,
         kernel_forward_scheduler, kernel_forward_out, kernel_forward, kernel_backward_parts,
-        kernel_backward_dq, kernel_backward_lagged, kernel_backward_adder, kernel_backward,
-        kernel_backward_wide,
+        kernel_backward_dq, kernel_backward_lagged, kernel_backward_adder, kernel_backward_keys,
+        kernel_backward_heads, kernel_backward_deal, kernel_backward, kernel_backward_wide,
     )  # fmt: skip
 
     def __init__(
@@ -235,10 +241,14 @@ class BackwardPlan(Plan):
         near = self.near(self.heads, -(-self.kv_len // how.keys))
         self.walks = Walks(self, queries=False, block=how.keys, near=near)
         self.bands = Bands(self, self.walks, wanted, queries=False)
-        self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic else None
         self.q_rows = -(-self.q_len // how.block) * how.block
         self.columns = sum(how.d)
-        ranks = self.walks.lines * self.walks.sub * self.b * self.heads
+        ranks = self.b * self.heads
+        whole = self.whole(how, ranks, share * self.q_rows * self.columns)
+        self.by_head = Heads(self.walks, self.q_len) if whole else None
+        self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic and not whole else None
+        if not whole:
+            ranks *= self.walks.lines * self.walks.sub
         alone = how.keys == 64
         self.grid = (ranks if alone else min(ranks, processors(self.device)), 1, 1)
         self.ranks = None if alone else ranks  # of a kernel whose CTAs take them from a counter
@@ -252,14 +262,16 @@ class BackwardPlan(Plan):
         # Pieces of dq as a consumer hands them over, 64 x 64 numbers or half of them; one for dq
         # alone needs no descriptor.
         first = how.block * min(self.columns, 128) // 512
+        self.numbers_of_parts = self.grid[0] * share * self.q_rows * self.columns
+        self.dq = matrix(how.block, (self.columns // 2,))
         self.parts = (lambda x: (x, None)) if alone else chunks(first, 8 if len(how.d) == 2 else 0)
         options = {
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
             "MASK": self.function("mask"),
             "HOW": How(
                 how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
-                late=self.heavy, short=len(how.d) == 2, ordered=spec.deterministic,
-                lagged=how.lagged,
+                late=self.heavy, short=len(how.d) == 2, ordered=self.ordered is not None,
+                lagged=how.lagged, whole=whole,
                 unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
                 bands=len(self.bands.own), summed=self.bands.summed,
                 **self.linear, **self.sides,
@@ -268,10 +280,18 @@ class BackwardPlan(Plan):
         kernel, more = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)
         self.kernel = Direct(kernel, self.device, options | more, self.grid, self.arrange)
         shape = self.b, self.hq, self.q_len, self.dv
-        self.terms = Terms(shape, self.q_rows, self.columns, self.device)
+        self.terms = Terms(shape, self.q_rows, 0 if whole else self.columns, self.device)
         strips = self.columns // 64
         grid = self.b * self.hq * self.q_rows * strips // 64, 1, 1
         self.finish = Direct(finish, self.device, {"STRIPS": strips}, grid, self.arrange_finish)
+
+    def whole(self, how: Backward, heads: int, parts: int) -> bool:
+        """Whether a CTA takes whole heads, of which there are so many with so many numbers of dq
+        each: what it adds up stays in the cache, and few idle at the end."""
+        at_once = processors(self.device)
+        plain = how.keys == 128 and len(how.d) == 1 and not how.lagged and not self.spec.partial
+        fits = 4 * parts * min(heads, at_once) <= PARTS
+        return plain and fits and -heads % at_once <= IDLE * heads
 
     def new(self) -> tuple[Tensor, Tensor]:
         """dk and dv, with spare columns where copies need rows of whole 16 bytes."""
@@ -284,10 +304,18 @@ class BackwardPlan(Plan):
     def launch(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, terms: Tensor,
         dk: Tensor, dv: Tensor, grads: tuple,
-    ) -> None:  # fmt: skip
-        """Write dk and dv (from `new`), and add to the parts of dq, which `terms` have, and to
-        `grads`."""
-        if self.ordered is None:
+    ) -> Tensor:  # fmt: skip
+        """Write dk and dv (from `new`), and add to `grads`. **Returns:** dq."""
+        whole: tuple[Tensor, ...] = ()
+        if self.by_head is not None:
+            walk, kinds, all_visited = self.by_head(call)
+            given = self.given_by(call, self.walks, kinds, walk=walk)
+            shape = *q.shape[:3], -(-self.d // 8) * 8
+            dq = (torch.empty if all_visited else torch.zeros)(
+                shape, dtype=self.dtype, device=self.device
+            )
+            whole = torch.empty(self.numbers_of_parts, device=self.device), dq
+        elif self.ordered is None:
             given = self.walks.given or self.given_by(call, self.walks)
         else:
             added = terms.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
@@ -295,35 +323,42 @@ class BackwardPlan(Plan):
             given = self.given_by(call, self.walks, *turns, walk=walk)
         counter = () if self.ranks is None else (zero(self.device),)
         bands, sums = self.bands.new(given), self.bands.sums()
-        own = q, k, v, dout, terms, dk, dv, *counter, *bands, *sums, *grads
+        own = q, k, v, dout, terms, dk, dv, *counter, *whole, *bands, *sums, *grads
         self.kernel(own, given)
         self.bands.collect(sums, grads, given)
+        if whole:
+            return whole[1]
+        dtype = torch.float32 if self.spec.partial else self.dtype
+        dq = torch.empty(*q.shape, dtype=dtype, device=self.device)
+        self.finish((terms, dq))
+        return dq
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel."""
         q, k, v, dout, terms, dk, dv, *rest = own
         ranks = () if self.ranks is None else (rest.pop(0), self.ranks)
-        bands, sums, grads = self.bands.arranged(rest)
         coords, walk, captured, added = self.arranged(self.walks, tensors, floats)
-        turns = None if not added else Alike(*added) if len(added) == 1 else Turns(*added)
         delta, lse2, parts = self.terms.split(terms)
+        turns, whole = None, () if self.ranks is None else (None, None)
+        if self.by_head is not None:
+            parts, dq, *rest = rest
+            whole = self.dq(dq[..., : self.d])[0], *added
+        elif added:
+            turns = Alike(*added) if len(added) == 1 else Turns(*added)
         assert parts is not None
+        bands, sums, grads = self.bands.arranged(rest)
         if self.wide:
             to: tuple[Any, ...] = (None, None, None, dk, dv)
         else:
             to = (*self.dk(dk[..., : self.d]), self.dv_(dv[..., : self.dv])[0], None, None)
         return (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
-            *self.delta(delta), *self.parts(parts), *to, grads, bands, sums, *ranks, *self.numbers,
-            coords, walk, turns, *captured,
+            *self.delta(delta), *self.parts(parts), *whole, *to, grads, bands, sums, *ranks,
+            *self.numbers, coords, walk, turns, *captured,
         )  # fmt: skip
 
-    def put_in_order(self, terms: Tensor, dq: Tensor) -> None:
-        """dq from its parts."""
-        self.finish((terms, dq))
-
     def arrange_finish(self, own: Sequence[Any], *_: object) -> tuple:
-        """The arguments of the kernel that does."""
+        """The arguments of the kernel that makes dq of its parts."""
         terms, dq = own
         parts = self.terms.split(terms)[2]
         return parts, dq, self.spec.scale, self.q_len, self.q_rows, self.d

@@ -1,0 +1,44 @@
+"""The loader of kernel_backward.py: it takes ranks, or whole heads, and copies what they need."""
+
+from .gluon_api import gl, gluon
+from .kernel_backward_heads import place_in_head
+from .kernel_backward_parts import load
+from .pipeline import start
+from .tile import ROWS, place, tell
+
+
+@gluon.jit
+def deal(inputs, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
+    """Take ranks, or heads rank by rank; tell what they are, and copy what each needs."""
+    of_inputs, _, _, work_smem = smem
+    input_rings, _, _, work_ring = rings
+    heads, group, share, q_len, q_rows, kv_len = sizes
+    to = (inputs, of_inputs, input_rings, work_smem, work_ring, walk)
+    sizes = (share, group, (heads, q_len, q_rows, kv_len))
+    state = (start(), (start(), start(), start()))
+    taken = gl.atomic_add(counter, 1)
+    while taken < total:
+        if HOW.whole:
+            for n in range(0, walk.lines * HOW.sub):
+                at = place_in_head(taken, n, walk, heads // share, HOW.sub)
+                state = _deal_rank(state, at, to, sizes, HOW)
+        else:
+            at = place(taken, walk, heads // share, HOW.sub, 2 * ROWS)
+            state = _deal_rank(state, at, to, sizes, HOW)
+        taken = gl.atomic_add(counter, 1)
+    # Every CTA takes one too many. Whose is the last leaves 0 for the next launch.
+    gl.store(counter, 0, mask=taken == total + gl.num_programs(0) - 1)
+    tell(state[0], work_smem, work_ring, (-1, 0, 0, 0, 0))
+
+
+@gluon.jit
+def _deal_rank(state, at, to, sizes, HOW: gl.constexpr):
+    """Tell and copy one rank; the state is where the channels stand."""
+    work_at, copied = state
+    inputs, smem, rings, work_smem, work_ring, walk = to
+    share, group, lengths = sizes
+    line, slot, first, h, b = at
+    h = h * share
+    work_at = tell(work_at, work_smem, work_ring, (line, slot, first, h, b))
+    at = (line, slot, first, h, b, share, group)
+    return work_at, load(copied, inputs, smem, rings, at, lengths, walk, HOW)

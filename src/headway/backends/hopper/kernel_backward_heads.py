@@ -1,0 +1,143 @@
+"""Short lines in kernel_backward.py: a CTA takes **whole heads**, one line after the other.
+
+dq of a block of queries is a sum over the lines that visit it. Here they are all the CTA's, so the
+sum needs no tensor of its own, no zeros before and no kernel after: what was added up so far lies
+in float32 **parts** of the CTA, which stay in the L2 cache from head to head. Of all visits of a
+block
+
+- the first one writes its part there
+- those between add theirs
+- the last one reads what is there, adds its own in registers, and writes dq, scaled and rounded;
+  if it is the first one as well, nothing is read
+
+So the order of a sum is that of the lines, always the same. All of it passes through the places
+that a consumer hands its parts over in. Before a last visit the adder has the copy engine read into
+the place, and only then offers it. dk takes the same way at the end of a rank.
+"""
+
+from .gluon_api import (
+    copy_in,
+    copy_out,
+    copy_out_add,
+    copy_out_wait,
+    fence_landed,
+    gl,
+    gluon,
+    mbarrier,
+    seen_as,
+)
+from .kernel_backward_adder import place_of
+from .kernel_backward_keys import as_keys
+from .kernel_backward_parts import ORDER, in_order, in_rows
+from .pipeline import accept, await_, release, start, step
+from .tile import ROWS, TOLD, matrix, mma, told, visit
+
+# What a visit of a block is (`heads.kinds`): VISIT, and one of the others or both; 0 is none.
+VISIT = gl.constexpr(1)
+FIRST = gl.constexpr(2)
+LAST = gl.constexpr(4)
+
+
+@gluon.jit
+def place_in_head(head, n, walk, heads, SUB: gl.constexpr):
+    """The work of the n-th rank of a head, as `place` tells it."""
+    h, b = head % heads, head // heads
+    line = (b % walk.b * walk.h + h % walk.h) * walk.lines + n // SUB
+    return line, n, n * (2 * ROWS), h, b
+
+
+@gluon.jit
+def of_rank(kinds, line, slot, walk, q_rows, SUB: gl.constexpr):
+    """The kinds of a rank's visits, a number for each 64 queries."""
+    ranks = walk.lines * SUB
+    return kinds + (line // walk.lines * ranks + slot) * (q_rows // ROWS)
+
+
+@gluon.jit
+def as_dq(place, to):
+    """The place of a part, as what the copy engine writes to dq."""
+    shape: gl.constexpr = [to.block_shape[2], to.block_shape[3]]
+    return seen_as(place, to.dtype, shape, matrix(to.layout))
+
+
+# -- a consumer -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def put(late, scale, to, place, ring, at):
+    """Store the part of a visit, of some kind; or, where it is the last one, dq."""
+    acc_q, kind = late
+    WIDTH: gl.constexpr = acc_q.shape[1]
+    accept(ring, at, kind > 0)
+    if kind >= LAST:
+        x = gl.convert_layout(in_order(acc_q), ORDER)
+        if kind == VISIT + LAST:
+            x += place.load(ORDER)
+        x = gl.convert_layout(in_rows(x), mma(WIDTH)) * scale
+        as_dq(place, to).store(x.to(to.dtype))
+    elif kind > 0:
+        place.store(in_order(acc_q))
+
+
+# -- the adders -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def add_whole(
+    to, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """Write and add the parts that consumer W makes of dq, and then dq and dk themselves."""
+    parts, dk, whole = to
+    dq, kinds = whole
+    inputs, _, dq_smem, work_smem = smem
+    _, _, dq_rings, work_ring = rings
+    _, _, share, q_len, q_rows, _ = sizes
+    place, ring = dq_smem[0].index(W), dq_rings[W][0]
+    mine = gl.program_id(0) * share * q_rows
+    work_at, at = start(), start()
+    await_(work_ring, work_at)
+    line, slot, first, h, b = told(work_smem, work_at, 0, 5, 1)
+    while line >= 0:
+        release(work_ring, work_at)
+        work_at = step(work_at, TOLD)
+        of_line = of_rank(kinds, line, slot, walk, q_rows, HOW.sub)
+        fence_landed()  # what was written in earlier ranks; within one, no place is visited twice
+        for n in range(share):
+            given = (parts[0], dq, place, ring, of_line, mine + n * q_rows, h + n, b, W)
+            at = visit(at, given, walk, line, q_len, 0, add_visit, None, None, None, HOW)
+        if len(dk) > 0:
+            release(ring, at)
+            await_(ring, at)
+            copy_out(
+                dk[0], [b, h // share, first + W * ROWS, 0], as_keys(place, inputs[0][0].index(W))
+            )
+            copy_out_wait(0)
+            at = step(at, 1)
+        await_(work_ring, work_at)
+        line, slot, first, h, b = told(work_smem, work_at, 0, 5, 1)
+
+
+@gluon.jit
+def add_visit(
+    at, given, n, more, PARTIAL: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Offer the place for the block from n on, with what is to be read there; and copy from it."""
+    parts, dq, place, ring, of_line, row0, h, b, W = given
+    COLUMNS: gl.constexpr = dq.block_shape[3]
+    kind = gl.load(of_line + n // ROWS)
+    there = [place_of(row0 + n, W, 0, (place,), HOW), 0]
+    reads = kind == VISIT + LAST
+    empty = ring[1].index(at[0])
+    mbarrier.expect(empty, 4 * place.shape[0] * place.shape[1], pred=reads)
+    copy_in(parts, there, empty, place, pred=reads)
+    release(ring, at, kind != VISIT + LAST)
+    await_(ring, at)
+    if kind >= LAST:
+        copy_out(dq, [b, h, n, W * COLUMNS], as_dq(place, dq))
+    elif kind >= FIRST:
+        copy_out(parts, there, place)
+    else:
+        copy_out_add(parts, there, place)
+    copy_out_wait(0)
+    return step(at, 1)
