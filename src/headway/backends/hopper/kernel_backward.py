@@ -27,6 +27,9 @@ with the next block (kernel_backward_lagged.py). Here, at once, a consumer
 3. computes dSᵀ meanwhile, stores it, issues dk
 4. when both have stored dSᵀ: issues its part of dq, and Sᵀ of the next block
 
+Where lines are short and heads many, a CTA takes whole heads, and there is no `finish`
+(kernel_backward_heads.py).
+
 Widths 129 to 192 (MLA) are two pieces, 128 + 64 columns. dk and dv then fill two thirds of a
 consumer's registers: P is kept as it was rounded, dP comes after P, and dq in two pieces, one after
 the other.
@@ -47,7 +50,7 @@ from .gluon_api import (
 from .kernel_backward_adder import add
 from .kernel_backward_deal import deal
 from .kernel_backward_dq import hand_over, part, parts, rings_of, strip_of_part, zeros_of
-from .kernel_backward_heads import VISIT, add_whole, of_rank, put
+from .kernel_backward_heads import VISIT, add_whole, of_rank, pass_keys, put
 from .kernel_backward_keys import put_keys
 from .kernel_backward_lagged import after_last, attend_lagged, before_first
 from .kernel_backward_parts import (
@@ -130,7 +133,7 @@ def backward(
     whole = (whole_dq, kinds)
     to = ((dk, dv, wide_dk, wide_dv, d_width, dv_width), grads, sums, whole)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
-    added = (dq, dk, whole)
+    added = (dq, dk, dv, whole)
     gl.warp_specialize(
         [
             (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0),
@@ -262,13 +265,19 @@ def consume_rank(
         else:
             acc_q = late[0]
     release(k_ring, nth(done, 1))
+    if HOW.whole:  # dv goes another way than through the place of the values
+        release(v_ring, nth(done, 1))
     # Told again, to have been in no registers until now.
     first, h, b = told(work_smem, nth(done, TOLD), 2, 5, 4)
-    at = (first + W * ROWS, h // share, b, heads // share, kv_len)
-    dq_at = put_keys(
-        acc_k, acc_v, at, keys_to, (k_smem, v_smem), dq_smem, dq_rings[W], dq_at, scale, W, HOW
-    )
-    release(v_ring, nth(done, 1))
+    if HOW.whole and keys_to[1] is not None:
+        dq_at = pass_keys(acc_v, v_smem.index(W), dq_smem[0].index(W), dq_rings[W][0], dq_at)
+        dk = acc_k[0] * scale
+        dq_at = pass_keys(dk, k_smem[0].index(W), dq_smem[0].index(W), dq_rings[W][0], dq_at)
+    else:
+        at = (first + W * ROWS, h // share, b, heads // share, kv_len)
+        put_keys(acc_k, acc_v, at, keys_to, (k_smem, v_smem), dq_smem, dq_rings[W], dq_at, scale, W)
+    if not HOW.whole:
+        release(v_ring, nth(done, 1))
     return acc_q, (q_at, do_at, dq_at)
 
 

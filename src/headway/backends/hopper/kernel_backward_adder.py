@@ -11,7 +11,7 @@ def add(to, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr)
     """Add the parts of dq that consumer W hands over. Where it does not lag, the last piece comes
     one block late, from rank to rank as within one; its first, from before the first block, is
     zeros."""
-    dq, _, _ = to
+    dq, _, _, _ = to
     _, _, dq_smem, work_smem = smem
     _, _, dq_rings, work_ring = rings
     heads, _, share, q_len, q_rows, _ = sizes

@@ -12,7 +12,8 @@ block
 
 So the order of a sum is that of the lines, always the same. All of it passes through the places
 that a consumer hands its parts over in. Before a last visit the adder has the copy engine read into
-the place, and only then offers it. dk takes the same way at the end of a rank.
+the place, and only then offers it. dv and dk take the same way at the end of a rank, and so the
+next one's keys and values are copied meanwhile.
 """
 
 from .gluon_api import (
@@ -20,6 +21,7 @@ from .gluon_api import (
     copy_out,
     copy_out_add,
     copy_out_wait,
+    fence_async_shared,
     fence_landed,
     gl,
     gluon,
@@ -29,7 +31,7 @@ from .gluon_api import (
 from .kernel_backward_adder import place_of
 from .kernel_backward_keys import as_keys
 from .kernel_backward_parts import ORDER, in_order, in_rows
-from .pipeline import accept, await_, release, start, step
+from .pipeline import accept, await_, publish, release, start, step
 from .tile import ROWS, TOLD, matrix, mma, told, visit
 
 # What a visit of a block is (`heads.kinds`): VISIT, and one of the others or both; 0 is none.
@@ -79,6 +81,16 @@ def put(late, scale, to, place, ring, at):
         place.store(in_order(acc_q))
 
 
+@gluon.jit
+def pass_keys(x, k, place, ring, at):
+    """Hand dk or dv over; `k`: the keys or values. **Returns:** the cursor."""
+    accept(ring, at)
+    as_keys(place, k).store(x.to(k.dtype))
+    fence_async_shared()
+    publish(ring, at)
+    return step(at, 1)
+
+
 # -- the adders -----------------------------------------------------------------------------------
 
 
@@ -87,7 +99,7 @@ def add_whole(
     to, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
     """Write and add the parts that consumer W makes of dq, and then dq and dk themselves."""
-    parts, dk, whole = to
+    parts, dk, dv, whole = to
     dq, kinds = whole
     inputs, _, dq_smem, work_smem = smem
     _, _, dq_rings, work_ring = rings
@@ -105,16 +117,22 @@ def add_whole(
         for n in range(share):
             given = (parts[0], dq, place, ring, of_line, mine + n * q_rows, h + n, b, W)
             at = visit(at, given, walk, line, q_len, 0, add_visit, None, None, None, HOW)
-        if len(dk) > 0:
-            release(ring, at)
-            await_(ring, at)
-            copy_out(
-                dk[0], [b, h // share, first + W * ROWS, 0], as_keys(place, inputs[0][0].index(W))
-            )
-            copy_out_wait(0)
-            at = step(at, 1)
+        if dv is not None:
+            rows = [b, h // share, first + W * ROWS, 0]
+            at = copy_keys(dv, rows, inputs[1].index(W), place, ring, at)
+            at = copy_keys(dk[0], rows, inputs[0][0].index(W), place, ring, at)
         await_(work_ring, work_at)
         line, slot, first, h, b = told(work_smem, work_at, 0, 5, 1)
+
+
+@gluon.jit
+def copy_keys(to, rows, k, place, ring, at):
+    """Offer the place for dk or dv, and copy it. **Returns:** the cursor."""
+    release(ring, at)
+    await_(ring, at)
+    copy_out(to, rows, as_keys(place, k))
+    copy_out_wait(0)
+    return step(at, 1)
 
 
 @gluon.jit

@@ -2,19 +2,15 @@
 
 from .gluon_api import copy_out, copy_out_wait, fence_async_shared, gl, gluon, seen_as
 from .kernel_backward_parts import write
-from .pipeline import accept, acquire, publish, step
+from .pipeline import acquire
 
 
 @gluon.jit
-def put_keys(
-    acc_k, acc_v, at, to, inputs, place, rings, dq_at, scale, W: gl.constexpr, HOW: gl.constexpr
-):
+def put_keys(acc_k, acc_v, at, to, inputs, place, rings, dq_at, scale, W: gl.constexpr):
     """Write them, of 64 keys of consumer W: rounded, by the copy engine, or in float32.
 
-    - `at`: of these keys the first, and of dk their head and batch row, heads and length.
+    - `at`: the first of these keys, the head and batch row of dk, its heads and length.
     - `place`, `rings`, `dq_at`: where parts of dq are handed over, piece by piece.
-
-    **Returns:** the cursor of the rings.
     """
     first, h, b, heads, kv_len = at
     dk, dv, wide_dk, wide_dv, d_width, dv_width = to
@@ -26,18 +22,11 @@ def put_keys(
         # The other consumer may still multiply with these keys: dk goes where dq was.
         column = 0
         for n in gl.static_range(len(dk)):
-            if HOW.whole:
-                accept(rings[n], dq_at)
-            else:
-                acquire(rings[n], dq_at)
+            acquire(rings[n], dq_at)
             place_k = as_keys(place[n].index(W), k_smem[n].index(W))
             place_k.store((acc_k[n] * scale).to(v_smem.dtype))
             fence_async_shared()
-            if HOW.whole:  # the adder copies it
-                publish(rings[n], dq_at)
-                dq_at = step(dq_at, 1)
-            else:
-                copy_out(dk[n], [b, h, first, column], place_k)
+            copy_out(dk[n], [b, h, first, column], place_k)
             column += k_smem[n].shape[2]
         copy_out_wait(0)
     else:
@@ -47,13 +36,12 @@ def put_keys(
             write(acc_k[n] * scale, wide_dk + base * d_width, first, kv_len, d_width, column)
             column += k_smem[n].shape[2]
         write(acc_v, wide_dv + base * dv_width, first, kv_len, dv_width, 0)
-    return dq_at
 
 
 @gluon.jit
 def as_keys(place, k):
-    """The place of a part of dq as what the copy engine writes to dk.
+    """The place of a part of dq as what the copy engine writes to dk or dv.
 
-    - `k`: the keys of a consumer.
+    - `k`: the keys, or values, of a consumer.
     """
     return seen_as(place, k.dtype, k.shape, k.layout)
