@@ -553,6 +553,7 @@ def _load() -> types.SimpleNamespace:
         backward = load("simulated.kernel_backward")
         backward_wide = load("simulated.kernel_backward_wide")
         adder = load("simulated.kernel_backward_adder")
+        heads = load("simulated.kernel_backward_heads")
         parts = load("simulated.kernel_backward_parts")
         sides = load("simulated.sides")
         diagonals = load("simulated.diagonals")
@@ -560,7 +561,7 @@ def _load() -> types.SimpleNamespace:
         rows = load("simulated_text.rows")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
-        forward=forward, out=out, backward=backward, backward_wide=backward_wide, adder=adder, parts=parts,
+        forward=forward, out=out, backward=backward, backward_wide=backward_wide, adder=adder, heads=heads, parts=parts,
         sides=sides, diagonals=diagonals, rows=rows, names=names,
     )  # fmt: skip
 

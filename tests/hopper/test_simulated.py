@@ -256,6 +256,27 @@ def test_whole_heads(name, monkeypatch):
     assert (off <= 0.01 * plain[0].float().abs() + 1e-6 * plain[0].float().norm()).all()
 
 
+@pytest.mark.parametrize("name", ["fence_landed", "in_rows", "mbarrier"])
+def test_broken_whole_heads_are_found(name, monkeypatch):
+    """Parts that are read before they have landed, out of order, or not at all."""
+    choose(monkeypatch, "whole")
+    at_once = mock.Mock(wraps=simulator.mbarrier, expect=lambda bar, bytes, pred: bar.it.arrive())
+    by = {"fence_landed": lambda: None, "in_rows": lambda x: x.view(64, -1), "mbarrier": at_once}
+    q = torch.randn(1, 3, 300, 64).bfloat16().requires_grad_()
+    found = {}
+    for backend in ("reference", "hopper"):
+        with (
+            mock.patch.object(simulator.LOADED.heads, name, by[name]),
+            mock.patch.object(simulator, "PATIENCE", 0.3),
+        ):
+            try:
+                out = hw.attention(q, q, q, mask=hw.causal(), backend=backend)
+                (found[backend],) = torch.autograd.grad(out.sum(), q)
+            except simulator.Wrong:
+                return
+    assert (found["hopper"] - found["reference"]).abs().max() > 0.1
+
+
 def test_a_turn_that_never_comes_is_found():
     q = torch.randn(1, 1, 300, 64).bfloat16().requires_grad_()
     out = hw.attention(q, q, q, backend="hopper", deterministic=True)
