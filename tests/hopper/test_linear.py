@@ -12,6 +12,8 @@ import headway as hw
 from headway.api import prepare
 from headway.backends.hopper.config import How
 from headway.backends.kernels import emit, plan
+from headway.backends.kernels.linear import side
+from headway.mods.graph import parse
 
 from . import simulator
 from .test_simulated import simulated  # noqa: F401  (a fixture)
@@ -40,25 +42,41 @@ SCORES = {
 READ = ("alibi", "floats", "halved", "both", "tables", "heads")  # those that read a tensor
 
 
-def functions(score):
+def functions(score, side=0):
     """The generated module, and what its functions are given."""
     q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, score, None, backend="hopper")
-    text = emit.Text(spec.score, None, far=(False,) * 9, apart=True, sides=True)
+    text = emit.Text(spec.score, None, far=(False,) * 9, apart=True, sides=True, side=side)
     tensors = plan._with_sizes(call.captured.tensors)
     numbers = (*call.captured.ints, *call.captured.floats)
     return simulator._functions(text), (simulator._argument(tensors), numbers)
 
 
-@pytest.mark.parametrize("name", SCORES)
-def test_as_exact_as_the_definition(name, simulated):  # noqa: F811
+@pytest.mark.parametrize(("mask", "found"), [
+    (hw.causal(), 1), (hw.causal() & hw.sliding_window(9), 1), (hw.causal() | hw.prefix(3), 0),
+    (lambda b, h, i, j: j < i - 4, 1), (lambda b, h, i, j: j <= i + 1, 0),
+    (lambda b, h, i, j: 2 * j > 2 * i - 0, -1), (lambda b, h, i, j: j <= 2 * i, 0),
+    (lambda b, h, i, j: (j <= i + h) & (i >= 5), 0), (lambda b, h, i, j: ~(j <= i), 0),
+])  # fmt: skip
+def test_side(mask, found):
+    q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)
+    spec, call = prepare(q, q, q, None, mask, backend="hopper")
+    assert side(parse(spec.mask), call.captured.ints) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "on"), [(name, 0) for name in SCORES] + [("alibi", 1), ("alibi", -1), ("both", 1)]
+)
+def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     """T of tiles near and far from the diagonal, near 0 and near a million, for both kernels: off by
-    a few roundings of what is added up, of which distances are at most a tile more."""
+    a few roundings of what is added up, of which distances are at most a tile more. `on`: of which
+    side pairs are, where an absolute distance is straight if it is that of query and key."""
     make, linear = SCORES[name]
-    module, captured = functions(make(SLOPES, BIAS))
+    module, captured = functions(make(SLOPES, BIAS), on)
     assert hasattr(module, "linear") == linear
     if not linear:
         return
+    assert module.bent == (name == "both" or (name == "alibi" and not on)) or name not in READ
     known = {x: getattr(module, x, None) for x in ("score_shared", "score_of_q", "score_of_kv")}
     assert (known["score_shared"] is not None) == any(x in name for x in READ)
     how = How(128, 2, 1, torch.int32, linear=module.linear, bent=module.bent, lone=module.lone,
@@ -86,4 +104,9 @@ def test_as_exact_as_the_definition(name, simulated):  # noqa: F811
             i, j = i.long(), j.long()
             want = exact(s.double() * scale, 0, h, i, j)
             size = s.abs().double() * scale + 1.4 * ((i - j).abs() + 128) + 3 * BIAS.abs().max()
-            assert ((made - want).abs() / size).max() < 4 * 2**-24, (name, first_q, first_kv)
+            counts = (i - j) * on >= 0
+            assert ((made - want).abs() / size * counts).max() < 4 * 2**-24, (
+                name,
+                first_q,
+                first_kv,
+            )

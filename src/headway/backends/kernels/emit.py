@@ -69,7 +69,7 @@ def functions(text: Text) -> types.ModuleType:
 def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     """`linear` and what it calls; `score_shared`, `score_of_q` and `score_of_kv` where it is given
     what they return."""
-    found = linear(graph, Widths(graph, text.narrow)) if text.apart else None
+    found = linear(graph, Widths(graph, text.narrow), text.side) if text.apart else None
     if found is None:
         return []
     parts = [

@@ -60,6 +60,7 @@ class Text:
       then gives its first positions as `captured[2]` (diagonals.py).
     - `spread`: the kernel reads it by itself, and gives what each pair has as `captured[2]`.
     - `apart`: a score that is linear in S is also given taken apart (linear.py).
+    - `side`: pairs that the mask keeps are of one side (`linear.side`).
     - `sides`: so is a mask, by what its values vary with (sides.py).
     """
 
@@ -74,6 +75,7 @@ class Text:
     apart: bool = False
     sides: bool = False
     spread: bool = False
+    side: int = 0
 
 
 class Function:

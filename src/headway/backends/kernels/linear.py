@@ -15,8 +15,9 @@ distance and of that of a tile's length. An absolute
 value |L| is left to be taken per pair.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...mods.graph import Arg, Graph, Node
@@ -85,9 +86,73 @@ class Linear:
         return total > 1e-6
 
 
-def linear(graph: Graph, widths: Widths) -> Linear | None:
-    """A score taken apart; None where it is not of this kind, or nothing would be gained."""
-    return _Linear(graph, widths).whole()
+def linear(graph: Graph, widths: Widths, side: int = 0) -> Linear | None:
+    """A score taken apart; None where it is not of this kind, or nothing would be gained.
+
+    - `side`: of the pairs that matter, from `side`.
+    """
+    found = _Linear(graph, widths).whole()
+    if found is None or not side:
+        return found
+    return replace(found, lines=tuple(_straight(line, graph, side) for line in found.lines))
+
+
+def _straight(line: Line, graph: Graph, side: int) -> Line:
+    """The same at pairs of one side, where the absolute value of a distance is a straight line."""
+    node = graph.nodes[int(line.of[0][1][1:])] if line.of[0][1][0] == "%" else None
+    if not line.bent or node is None or node.op != "sub":
+        return line
+    if set(node.args) != {"q_idx", "kv_idx"}:
+        return line
+    sign = line.sign * side * (1 if node.args[0] == "q_idx" else -1)
+    q, kv = line.slope
+    return Line(1, line.by, ((sign, line.of[0][1]),), (sign * q, sign * kv), False)
+
+
+def side(mask: Graph, ints: Sequence[int]) -> int:
+    """1 where a mask keeps no pair but with `kv_idx <= q_idx`, as causal ones; -1 where none but
+    the other way round; else 0.
+
+    - `ints`: the whole numbers that it captures.
+    """
+    known = slopes(mask)
+    names = [i.name for i in mask.inputs if i.name[0] == "n"]
+    values = {"q_idx": 0, "kv_idx": 0} | dict(zip(names, ints, strict=True))
+
+    def at_zero(arg: Arg) -> int | None:
+        """A whole number that is linear in the positions, where both are 0."""
+        if not isinstance(arg, str) or arg[0] != "%":
+            return values.get(arg) if isinstance(arg, str) else int(arg)
+        node = mask.nodes[int(arg[1:])]
+        args = [at_zero(a) for a in node.args] if node.op in _LINEAR else [None]
+        whole = [a for a in args if a is not None]
+        return _LINEAR[node.op](*whole) if len(whole) == len(args) else None
+
+    def slope(arg: Arg) -> tuple[int, int]:
+        return known.get(arg, (0, 0)) if isinstance(arg, str) else (0, 0)
+
+    def of(name: Arg) -> int:
+        node = mask.nodes[int(name[1:])] if isinstance(name, str) and name[0] == "%" else None
+        if node is not None and node.op == "and" and node.dtype == "bool":
+            return next(filter(None, map(of, node.args)), 0)
+        if node is None or node.op not in ("le", "lt", "ge", "gt"):
+            return 0
+        a, b = node.args if node.op in ("le", "lt") else node.args[::-1]
+        # a - b = q (q_idx - kv_idx) + a number, which is not below 0; and is 0 at most.
+        (q, kv), (q_b, kv_b) = map(slope, (a, b))
+        at, at_b = at_zero(a), at_zero(b)
+        q, kv = q - q_b, kv - kv_b
+        if at is None or at_b is None or at < at_b or q != -kv:
+            return 0
+        return (q < 0) - (q > 0)
+
+    return of(mask.outputs[0])
+
+
+_LINEAR: dict[str, Callable[..., int]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
+    "to": operator.pos,
+}  # fmt: skip
 
 
 class _Other(Exception):

@@ -22,6 +22,7 @@ from ..base import Call, graphs, split
 from .direct import Given
 from .emit import Text, functions
 from .first import hashing, settle
+from .linear import side
 from .widths import SMALL
 
 TILE = (128, 128)  # of the block masks that backends build
@@ -142,7 +143,7 @@ class BasePlan:
     - `sources`: the modules of its kernels, whose keys are worked out in this order (`settle`).
     - `diagonals`: whether its kernels can read and add up a tile by diagonals.
     - `rough`, `apart`, `sides`, `spread`: as in `Text`; `apart` and `spread` where positions are
-      small and consecutive.
+      small and consecutive. `sided`: whether `Text.side` is looked for.
     """
 
     sources: tuple[ModuleType, ...] = ()
@@ -150,7 +151,7 @@ class BasePlan:
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
         *, diagonals: bool, rough: bool, apart: bool = False, sides: bool = False,
-        spread: bool = False,
+        spread: bool = False, sided: bool = False,
     ) -> None:  # fmt: skip
         hashing()
         settle(*self.sources)
@@ -164,6 +165,7 @@ class BasePlan:
         self.text = Text(
             spec.score, spec.mask, wanted, narrow, diagonals and in_line, far, rough,
             (diagonals or spread) and narrow, apart and narrow, sides, spread and narrow,
+            side(self.mask, call.captured.ints[spec.score_ints :]) if sided and self.mask else 0,
         )  # fmt: skip
         self.given = functions(self.text)
         settle(self.given)
