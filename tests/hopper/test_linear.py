@@ -57,6 +57,7 @@ def functions(score, side=0):
     (lambda b, h, i, j: j < i - 4, 1), (lambda b, h, i, j: j <= i + 1, 0),
     (lambda b, h, i, j: 2 * j > 2 * i - 0, -1), (lambda b, h, i, j: j <= 2 * i, 0),
     (lambda b, h, i, j: (j <= i + h) & (i >= 5), 0), (lambda b, h, i, j: ~(j <= i), 0),
+    (lambda b, h, i, j: j - i <= i * j, 0), (lambda b, h, i, j: j - i <= b, 0),
 ])  # fmt: skip
 def test_side(mask, found):
     q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)

@@ -128,8 +128,8 @@ def side(mask: Graph, ints: Sequence[int]) -> int:
         whole = [a for a in args if a is not None]
         return _LINEAR[node.op](*whole) if len(whole) == len(args) else None
 
-    def slope(arg: Arg) -> tuple[int, int]:
-        return known.get(arg, (0, 0)) if isinstance(arg, str) else (0, 0)
+    def slope(arg: Arg) -> tuple[int, int] | None:
+        return known.get(arg) if isinstance(arg, str) else (0, 0)
 
     def of(name: Arg) -> int:
         node = mask.nodes[int(name[1:])] if isinstance(name, str) and name[0] == "%" else None
@@ -138,13 +138,12 @@ def side(mask: Graph, ints: Sequence[int]) -> int:
         if node is None or node.op not in ("le", "lt", "ge", "gt"):
             return 0
         a, b = node.args if node.op in ("le", "lt") else node.args[::-1]
-        # a - b = q (q_idx - kv_idx) + a number, which is not below 0; and is 0 at most.
-        (q, kv), (q_b, kv_b) = map(slope, (a, b))
-        at, at_b = at_zero(a), at_zero(b)
-        q, kv = q - q_b, kv - kv_b
-        if at is None or at_b is None or at < at_b or q != -kv:
+        of_a, of_b, at, at_b = slope(a), slope(b), at_zero(a), at_zero(b)
+        if of_a is None or of_b is None or at is None or at_b is None:
             return 0
-        return (q < 0) - (q > 0)
+        # a - b = q (q_idx - kv_idx) + a number, which is not below 0; and is 0 at most.
+        q, kv = of_a[0] - of_b[0], of_a[1] - of_b[1]
+        return (q < 0) - (q > 0) if q == -kv and at >= at_b else 0
 
     return of(mask.outputs[0])
 
