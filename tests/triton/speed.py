@@ -29,7 +29,7 @@ from headway.api import prepare
 from headway.backends.kernels import learned
 from headway.backends.triton import launch
 from headway.backends.triton.config import Config, passes
-from headway.backends.triton.plan import planned
+from headway.backends.triton.plan import bits_of, planned
 from headway.backends.triton.tuning import NO_ROOM
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -153,7 +153,7 @@ class Bench:
 
     def kernels(self) -> list[str]:
         one = not any(self.needs) and self.case.dtype == BF16 and "backward" in self.case.tiles
-        several = passes(self.q.element_size(), *self.case.shape[4:])
+        several = passes(bits_of(self.q.dtype), *self.case.shape[4:])
         return ["forward", *several, *(["backward"] if one else [])]
 
     def configs(self, kernel: str) -> list[Config]:

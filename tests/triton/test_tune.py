@@ -54,19 +54,19 @@ def test_the_fastest_wins_is_saved_and_goes_first(cache, problem, monkeypatch):
     tried = search(problem, monkeypatch, [2.0, 1.0, 1.0, 2.0, 5.0, 4.0, 3.5, 4.5])
     assert [t.how for t in tried] == [SMALL, LARGE] * 4
     found = tuning.winners(problem, tried)
-    of = lambda kernel: key(kernel, 2, 16, 16, "masked")
+    of = lambda kernel: key(kernel, 16, 16, 16, "masked")
     assert [found[of(k)] for k in problem.kernels] == [LARGE, SMALL, LARGE, SMALL]
     assert found[of("one pass")] is True
-    assert not one_pass(2, 16, 16, "masked", {})
+    assert not one_pass(16, 16, 16, "masked", {})
     saved.store("a-card", found)
     again = saved.load("a-card")
     assert again == found
-    assert one_pass(2, 16, 16, "masked", again)
-    first, *rest = configs("forward", 2, 16, 16, "masked", again)
+    assert one_pass(16, 16, 16, "masked", again)
+    first, *rest = configs("forward", 16, 16, 16, "masked", again)
     assert first == LARGE
-    assert tuple(rest) == configs("forward", 2, 16, 16, "plain", {})
-    assert configs("forward", 2, 16, 16, "score", again) == configs(
-        "forward", 2, 16, 16, "score", {}
+    assert tuple(rest) == configs("forward", 16, 16, 16, "plain", {})
+    assert configs("forward", 16, 16, 16, "score", again) == configs(
+        "forward", 16, 16, 16, "score", {}
     )
 
 
@@ -95,9 +95,9 @@ def test_a_file_that_is_not_ours(cache, text):
 
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("kernel", tuning._HALF)
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_there_is_something_to_try_at_every_width(kernel, itemsize, widths):
-    found = tuning.candidates(kernel, itemsize, *widths)
+@pytest.mark.parametrize("bits", [16, 19, 32])
+def test_there_is_something_to_try_at_every_width(kernel, bits, widths):
+    found = tuning.candidates(kernel, bits, *widths)
     assert 2 <= len(found) <= 30
     assert len(set(found)) == len(found)
 

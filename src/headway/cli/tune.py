@@ -111,6 +111,7 @@ def _compile(problems: list[tuple], jobs: int) -> None:
 
 
 def _compile_part(given: tuple[list[tuple], int, int]) -> None:
+    from ..backends.triton.plan import bits_of
     from ..backends.triton.tuning import NO_ROOM, candidates
 
     problems, part, parts = given
@@ -121,7 +122,7 @@ def _compile_part(given: tuple[list[tuple], int, int]) -> None:
         every = [
             (kernel, how)
             for kernel in problem.kernels
-            for how in candidates(kernel, q.element_size(), q.shape[3], v.shape[3])
+            for how in candidates(kernel, bits_of(q.dtype), q.shape[3], v.shape[3])
         ]
         for kernel, how in every[part::parts]:
             try:

@@ -19,87 +19,105 @@ class Config:
     stages: int
 
 
-# Rows by (kernel, bytes of a number, width up to).
+# Rows by (kernel, bits of the numbers that are multiplied, width up to). 19 bits are tf32; 32 no
+# tensor cores multiply.
 _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
-    ("forward", 2, 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2),
-                         Config(64, 32, 4, 1)),
-    ("forward", 2, 128): (Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 2),
+    ("forward", 16, 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2),
                           Config(64, 32, 4, 1)),
-    ("forward", 2, 192): (Config(128, 128, 8, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2),
-                          Config(64, 32, 4, 1)),
-    ("forward", 2, 256): (Config(128, 64, 8, 2), Config(64, 32, 4, 3), Config(64, 32, 4, 1)),
-    ("forward", 2, 512): (Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
-    ("forward", 4, 64): (Config(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 2),
-                         Config(16, 16, 4, 1)),
-    ("forward", 4, 128): (Config(64, 32, 8, 2), Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
-    ("forward", 4, 256): (Config(16, 16, 4, 2), Config(16, 16, 4, 1)),
-    ("forward", 4, 512): (Config(16, 16, 4, 1),),
-    ("backward_q", 2, 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
-    ("backward_q", 2, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
-    ("backward_q", 2, 192): (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1),
-                             Config(32, 32, 4, 1)),
-    ("backward_q", 2, 256): (Config(128, 32, 8, 3), Config(128, 32, 8, 2), Config(64, 32, 4, 3),
-                             Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
-    ("backward_q", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
-    ("backward_q", 4, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
-    ("backward_q", 4, 128): (Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
-    ("backward_q", 4, 256): (Config(16, 16, 4, 1),),
-    ("backward_q", 4, 512): (Config(16, 16, 4, 1),),
-    ("backward_kv", 2, 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 1)),
-    ("backward_kv", 2, 128): (Config(64, 64, 4, 2), Config(32, 64, 4, 3), Config(32, 64, 4, 1)),
-    ("backward_kv", 2, 192): (Config(32, 128, 8, 3), Config(32, 128, 8, 2), Config(32, 64, 4, 2),
+    ("forward", 16, 128): (Config(128, 128, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 4, 2),
+                           Config(64, 32, 4, 1)),
+    ("forward", 16, 192): (Config(128, 128, 8, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2),
+                           Config(64, 32, 4, 1)),
+    ("forward", 16, 256): (Config(128, 64, 8, 2), Config(64, 32, 4, 3), Config(64, 32, 4, 1)),
+    ("forward", 16, 512): (Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("forward", 19, 64): (Config(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 2),
+                          Config(16, 16, 4, 1)),
+    ("forward", 19, 128): (Config(64, 32, 8, 2), Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("forward", 19, 256): (Config(16, 16, 4, 2), Config(16, 16, 4, 1)),
+    ("forward", 19, 512): (Config(16, 16, 4, 1),),
+    ("forward", 32, 64): (Config(64, 64, 4, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 2),
+                          Config(16, 16, 4, 1)),
+    ("forward", 32, 128): (Config(64, 32, 8, 2), Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("forward", 32, 256): (Config(16, 16, 4, 2), Config(16, 16, 4, 1)),
+    ("forward", 32, 512): (Config(16, 16, 4, 1),),
+    ("backward_q", 16, 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+    ("backward_q", 16, 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(64, 32, 4, 1)),
+    ("backward_q", 16, 192): (Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 1),
                               Config(32, 32, 4, 1)),
-    ("backward_kv", 2, 256): (Config(32, 64, 8, 3), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
-    ("backward_kv", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
-    ("backward_k", 2, 256): (Config(32, 128, 8, 3), Config(32, 128, 8, 2), Config(32, 64, 4, 2),
-                             Config(32, 32, 4, 1)),
-    ("backward_v", 2, 256): (Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 64, 4, 2),
-                             Config(32, 32, 4, 1)),
-    ("backward", 2, 64): (Config(64, 128, 8, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 1)),
-    ("backward", 2, 128): (Config(32, 128, 8, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)),
-    ("backward", 2, 192): (Config(32, 64, 8, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
-    ("backward", 2, 256): (Config(32, 64, 8, 2), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
-    ("backward", 2, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
-    ("backward", 4, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
-    ("backward", 4, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
-    ("backward", 4, 256): (Config(16, 16, 4, 1),),
-    ("backward", 4, 512): (Config(16, 16, 4, 1),),
-    ("backward_kv", 4, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
-    ("backward_kv", 4, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
-    ("backward_kv", 4, 256): (Config(16, 16, 4, 1),),
-    ("backward_kv", 4, 512): (Config(16, 16, 4, 1),),
+    ("backward_q", 16, 256): (Config(128, 32, 8, 3), Config(128, 32, 8, 2), Config(64, 32, 4, 3),
+                              Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+    ("backward_q", 16, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
+    ("backward_q", 19, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("backward_q", 19, 128): (Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("backward_q", 19, 256): (Config(16, 16, 4, 1),),
+    ("backward_q", 19, 512): (Config(16, 16, 4, 1),),
+    ("backward_q", 32, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("backward_q", 32, 128): (Config(64, 32, 8, 2), Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("backward_q", 32, 256): (Config(16, 16, 4, 1),),
+    ("backward_q", 32, 512): (Config(16, 16, 4, 1),),
+    ("backward_kv", 16, 64): (Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(32, 64, 4, 1)),
+    ("backward_kv", 16, 128): (Config(64, 64, 4, 2), Config(32, 64, 4, 3), Config(32, 64, 4, 1)),
+    ("backward_kv", 16, 192): (Config(32, 128, 8, 3), Config(32, 128, 8, 2), Config(32, 64, 4, 2),
+                               Config(32, 32, 4, 1)),
+    ("backward_kv", 16, 256): (Config(32, 64, 8, 3), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
+    ("backward_kv", 16, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
+    ("backward_kv", 19, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("backward_kv", 19, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("backward_kv", 19, 256): (Config(16, 16, 4, 1),),
+    ("backward_kv", 19, 512): (Config(16, 16, 4, 1),),
+    ("backward_kv", 32, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("backward_kv", 32, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("backward_kv", 32, 256): (Config(16, 16, 4, 1),),
+    ("backward_kv", 32, 512): (Config(16, 16, 4, 1),),
+    ("backward_k", 16, 256): (Config(32, 128, 8, 3), Config(32, 128, 8, 2), Config(32, 64, 4, 2),
+                              Config(32, 32, 4, 1)),
+    ("backward_v", 16, 256): (Config(64, 128, 8, 2), Config(32, 128, 8, 2), Config(32, 64, 4, 2),
+                              Config(32, 32, 4, 1)),
+    ("backward", 16, 64): (Config(64, 128, 8, 2), Config(64, 64, 4, 2), Config(32, 64, 4, 1)),
+    ("backward", 16, 128): (Config(32, 128, 8, 2), Config(32, 64, 4, 2), Config(32, 64, 4, 1)),
+    ("backward", 16, 192): (Config(32, 64, 8, 2), Config(32, 64, 4, 2), Config(32, 32, 4, 1)),
+    ("backward", 16, 256): (Config(32, 64, 8, 2), Config(32, 32, 4, 2), Config(16, 32, 4, 1)),
+    ("backward", 16, 512): (Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
+    ("backward", 19, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("backward", 19, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("backward", 19, 256): (Config(16, 16, 4, 1),),
+    ("backward", 19, 512): (Config(16, 16, 4, 1),),
+    ("backward", 32, 64): (Config(32, 32, 4, 2), Config(16, 16, 4, 1)),
+    ("backward", 32, 128): (Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    ("backward", 32, 256): (Config(16, 16, 4, 1),),
+    ("backward", 32, 512): (Config(16, 16, 4, 1),),
 }  # fmt: skip
 # For these kinds of calls others go first. Under a mask small tiles waste less of its edges; with a
 # score function they leave registers for its values.
 _KINDS: dict[tuple[str, int, int, str], Config] = {
-    ("forward", 2, 64, "masked"): Config(64, 64, 4, 3),
-    ("forward", 2, 128, "masked"): Config(64, 64, 4, 3),
-    ("forward", 2, 192, "masked"): Config(64, 64, 4, 2),
-    ("backward_q", 2, 128, "masked"): Config(64, 64, 4, 2),
-    ("backward_kv", 2, 128, "masked"): Config(32, 64, 4, 3),
-    ("forward", 2, 128, "score"): Config(128, 64, 8, 3),
-    ("backward_q", 2, 128, "score"): Config(64, 64, 4, 2),
-    ("backward_q", 2, 128, "learned"): Config(128, 64, 8, 3),
-    ("backward_kv", 2, 128, "score"): Config(32, 64, 4, 3),
+    ("forward", 16, 64, "masked"): Config(64, 64, 4, 3),
+    ("forward", 16, 128, "masked"): Config(64, 64, 4, 3),
+    ("forward", 16, 192, "masked"): Config(64, 64, 4, 2),
+    ("backward_q", 16, 128, "masked"): Config(64, 64, 4, 2),
+    ("backward_kv", 16, 128, "masked"): Config(32, 64, 4, 3),
+    ("forward", 16, 128, "score"): Config(128, 64, 8, 3),
+    ("backward_q", 16, 128, "score"): Config(64, 64, 4, 2),
+    ("backward_q", 16, 128, "learned"): Config(128, 64, 8, 3),
+    ("backward_kv", 16, 128, "score"): Config(32, 64, 4, 3),
 }
 WIDEST = 512
 
-# Widths, by bytes of a number, whose backward takes one pass (kernel "backward") and not several.
+# Widths, by bits of a number, whose backward takes one pass (kernel "backward") and not several.
 _ONE_PASS: dict[int, tuple[int, ...]] = {}
 # Rows of the table whose dk and dv come from a kernel each. Both of 64 keys, 256 wide, take the
 # registers of 8 warps, and a product of 64 rows occupies 4 of them: the others did it once more.
-_APART: dict[int, tuple[int, ...]] = {2: (256,)}
+_APART: dict[int, tuple[int, ...]] = {16: (256,)}
 
 
-def one_pass(itemsize: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]) -> bool:
+def one_pass(bits: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]) -> bool:
     """Whether dq, dk and dv come from one kernel (five products, dq summed in any order)."""
-    known = saved.get(key("one pass", itemsize, d, dv, kind))
-    return max(d, dv) in _ONE_PASS.get(itemsize, ()) if known is None else known
+    known = saved.get(key("one pass", bits, d, dv, kind))
+    return max(d, dv) in _ONE_PASS.get(bits, ()) if known is None else known
 
 
-def passes(itemsize: int, d: int, dv: int) -> tuple[str, ...]:
+def passes(bits: int, d: int, dv: int) -> tuple[str, ...]:
     """The kernels of a backward that takes several, in their order."""
-    if _row("forward", itemsize, d, dv) in _APART.get(itemsize, ()):
+    if _row("forward", bits, d, dv) in _APART.get(bits, ()):
         return "backward_q", "backward_k", "backward_v"
     return "backward_q", "backward_kv"
 
@@ -112,34 +130,34 @@ def kind_of(score: object, mask: object, learned: bool = False) -> str:
     return "learned" if learned else "score"
 
 
-def key(kernel: str, itemsize: int, d: int, dv: int, kind: str) -> str:
+def key(kernel: str, bits: int, d: int, dv: int, kind: str) -> str:
     """What the tiles of a kernel are saved under."""
-    return f"{kernel}, {8 * itemsize} bits, {_row('forward', itemsize, d, dv)}, {kind}"
+    return f"{kernel}, {bits} bits, {_row('forward', bits, d, dv)}, {kind}"
 
 
-def _row(kernel: str, itemsize: int, d: int, dv: int) -> int:
+def _row(kernel: str, bits: int, d: int, dv: int) -> int:
     """The width of the table's row."""
     most = max(sum(pieces(d)), sum(pieces(dv)))
-    return min(w for k, size, w in _TABLE if (k, size) == (kernel, itemsize) and w >= most)
+    return min(w for k, b, w in _TABLE if (k, b) == (kernel, bits) and w >= most)
 
 
 def configs(
-    kernel: str, itemsize: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]
+    kernel: str, bits: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]
 ) -> tuple[Config, ...]:
     """The tiles for a kernel ("forward", one of `passes`, "backward"), best first.
 
-    - `itemsize`: bytes of a number of q.
+    - `bits`: of the numbers that are multiplied: 16, 32, or 19 (tf32).
     - `d`, `dv`: widths; for those between two of the table, the larger.
     - `kind`: from `kind_of`.
     - `saved`: what `headway tune` found on this card, which goes first.
     """
-    width = _row(kernel, itemsize, d, dv)
-    rows = _TABLE[kernel, itemsize, width]
+    width = _row(kernel, bits, d, dv)
+    rows = _TABLE[kernel, bits, width]
     if kind in ("score", "learned") and width >= 128 and len(rows) > 1:
         rows = rows[1:]  # the largest tiles would spill hundreds of bytes
     kinds = ("learned", "score") if kind == "learned" else (kind,)
-    better = (_KINDS.get((kernel, itemsize, width, k)) for k in kinds)
-    known = (saved.get(key(kernel, itemsize, d, dv, k)) for k in kinds)
+    better = (_KINDS.get((kernel, bits, width, k)) for k in kinds)
+    known = (saved.get(key(kernel, bits, d, dv, k)) for k in kinds)
     first = next((how for how in (*known, *better) if how is not None), None)
     return rows if first is None else (first, *rows)
 

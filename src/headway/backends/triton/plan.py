@@ -41,7 +41,7 @@ class Plan(BasePlan):
         self.launchers: dict[str, Launcher] = {}
         known = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
         kind = kind_of(spec.score, spec.mask, bool(wanted))
-        self.size = q.dtype.itemsize, self.d, self.dv, kind, known
+        self.size = bits_of(q.dtype), self.d, self.dv, kind, known
         # A gradient of what the score captures is made beside dq, and in a fixed order only there.
         self.one_pass = not wanted and not spec.deterministic and one_pass(*self.size)
         self.passes = passes(*self.size[:3])
@@ -187,6 +187,11 @@ def rough(dtype: torch.dtype) -> bool:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return target is not None and target.backend == "cuda"
+
+
+def bits_of(dtype: torch.dtype) -> int:
+    """Of the numbers that are multiplied: 16; 19 are tf32; 32 no tensor cores multiply."""
+    return 19 if _precision(dtype) == "tf32" else 8 * dtype.itemsize
 
 
 def _precision(dtype: torch.dtype) -> str:

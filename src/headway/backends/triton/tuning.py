@@ -12,12 +12,12 @@ from ...types import Grads, Spec
 from ..base import Call
 from . import launch
 from .config import Config, key, kind_of, passes, pieces
-from .plan import Plan, planned
+from .plan import Plan, bits_of, planned
 
 NO_ROOM = (BackendRefused, PTXASError)  # of shared memory, or of registers
 Timer = Callable[[Callable[[], object]], float]  # seconds of a call
 
-# (queries, keys, warps), by bytes of a number and kernel; each is tried with several depths of
+# (queries, keys, warps), by bits of a number and kernel; each is tried with several depths of
 # pipeline. Tiles that lost at every width on an H200 are not among them.
 _HALF = {
     "forward": ((64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 32, 8), (64, 32, 4)),
@@ -31,12 +31,12 @@ _SINGLE = ((32, 32, 4), (64, 32, 4), (32, 64, 4), (64, 32, 8), (64, 64, 8), (64,
            (16, 16, 4), (32, 16, 4))  # fmt: skip
 
 
-def candidates(kernel: str, itemsize: int, d: int, dv: int) -> list[Config]:
+def candidates(kernel: str, bits: int, d: int, dv: int) -> list[Config]:
     """The tiles worth trying: those whose accumulators, logits and gradients of logits fit 255
     registers a thread, and whose warps have 16 rows each, unless a width leaves no others."""
     found = []
     width, both = sum(pieces(dv)), sum(pieces(d)) + sum(pieces(dv))
-    for m, n, warps in _HALF[kernel] if itemsize == 2 else _SINGLE:
+    for m, n, warps in _HALF[kernel] if bits == 16 else _SINGLE:
         held = {
             "forward": m * width,
             "backward_q": m * (both - width),
@@ -44,13 +44,13 @@ def candidates(kernel: str, itemsize: int, d: int, dv: int) -> list[Config]:
             "backward_v": n * width,
         }.get(kernel, n * both)
         few = kernel in ("forward", "backward_v")
-        logits = (1.5 if few else 2.5) * m * n if itemsize == 2 else m * n
+        logits = (1.5 if few else 2.5) * m * n if bits == 16 else m * n
         if (held + logits) / (32 * warps) >= 224:
             continue
         rows = m if kernel in ("forward", "backward_q") else n
-        if itemsize == 2 and rows < 16 * warps and both <= 320:
+        if bits == 16 and rows < 16 * warps and both <= 320:
             continue
-        found += [Config(m, n, warps, stages) for stages in ((1, 2) if itemsize == 4 else (2, 3))]
+        found += [Config(m, n, warps, stages) for stages in ((2, 3) if bits == 16 else (1, 2))]
     return found
 
 
@@ -71,13 +71,13 @@ class Problem:
     def kernels(self) -> tuple[str, ...]:
         """Those to tune, in their order."""
         q, v = self.call.q, self.call.v
-        return "forward", *passes(q.element_size(), q.shape[3], v.shape[3]), "backward"
+        return "forward", *passes(bits_of(q.dtype), q.shape[3], v.shape[3]), "backward"
 
     def key(self, kernel: str) -> str:
         """What the tiles of a kernel are found by."""
         q, v = self.call.q, self.call.v
         kind = kind_of(self.spec.score, self.spec.mask)
-        return key(kernel, q.element_size(), q.shape[3], v.shape[3], kind)
+        return key(kernel, bits_of(q.dtype), q.shape[3], v.shape[3], kind)
 
 
 class Prepared(NamedTuple):
@@ -130,7 +130,7 @@ def trials(
     q, v = problem.call.q, problem.call.v
     for kernel in problem.kernels if kernels is None else kernels:
         best: tuple[float, Config] | None = None
-        for how in candidates(kernel, q.element_size(), q.shape[3], v.shape[3]):
+        for how in candidates(kernel, bits_of(q.dtype), q.shape[3], v.shape[3]):
             taken = None
             try:
                 ready.take(kernel, how)
