@@ -164,7 +164,7 @@ def _resources(target: str, name: str, compiled) -> Compiled:
             name, registers, int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0]), shared
         )
     ptx = compiled.asm["ptx"]
-    faults = fixed(compiled.asm["ttgir"])
+    faults = fixed(compiled.asm["ttgir"]) + conflicting(compiled.asm["ttgir"])
     if target == "sm_90":
         faults += unwritten(compiled.asm["cubin"]) + in_flight(compiled.asm["cubin"])
     arch = re.search(r"\.target (\w+)", ptx)[1]
@@ -208,6 +208,16 @@ def fixed(ttgir: str) -> list[str]:
         if " scf.for " in line:
             loops.append(depth)
     return found
+
+
+def conflicting(ttgir: str) -> list[str]:
+    """Right factors that tensor cores do not multiply, and whose columns lie one behind the other in
+    shared memory: threads that are neighbours read neighbouring columns, all from the same banks."""
+    column = re.findall(r"^(#\w+) = #ttg\.swizzled_shared<.*order = \[0, 1\]", ttgir, re.M)
+    read = re.findall(
+        r"(%\w+) = ttg\.local_load .*memdesc<\w+, (#\w+),.*opIdx = 1, parent = #blocked", ttgir
+    )
+    return [f"{factor} column by column" for factor, layout in read if layout in column]
 
 
 def causal(width: int, dtype: torch.dtype) -> None:

@@ -116,6 +116,14 @@ def backward(spec, call, out, lse) -> None:
     hopper.backward(spec, call, out, lse, torch.randn(out.shape).bfloat16(), None, ())
 
 
+def single() -> None:
+    """A forward and a backward of the Triton backend in float32, which takes copies that are turned."""
+    q = torch.randn(1, 2, 72, 16)
+    spec, call = prepare(q, q, q, None, hw.causal(), backend="triton")
+    out, lse, *_ = portable.forward(spec, call)
+    portable.backward(spec, call, out, lse.fill_(0), q, None, ())
+
+
 def kernels() -> list[direct.Direct]:
     """Those that are launched directly: the one whose score captures a float is the last."""
     plans = [p for p in plan._known.values() if isinstance(p, plan.BasePlan)]
@@ -177,6 +185,7 @@ with ExitStack() as stack:
     without_a_launcher()
     with mock.patch.object(direct.Direct, "__call__", both):
         for n in range(3):
+            single()
             forward(portable, "triton", hw.softcap(20.0 + n), 16)
             if not hopper.wrong_triton():
                 backward(*forward(hopper, "hopper"))

@@ -177,6 +177,9 @@ class Bench:
         if not self.matrices:
             self.matrices = self._backward_inputs(plan)
         fixed, of_rows, dk, dv, dq, captured = self.matrices
+        q, k, v, dout, terms = fixed
+        copied = (k, v) if kernel == "backward_q" else (q, dout)
+        fixed = q, k, v, dout, *launch.turned(plan, *copied), terms
         given = {
             "backward_q": (*fixed, *of_rows, dq, *learned.by_gather(plan.text, captured)),
             "backward_kv": (*fixed, dk, dv, None),

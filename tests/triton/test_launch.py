@@ -100,6 +100,21 @@ def test_rows_are_copied_unless_all_loads_may_take_16_bytes(device, x):
         assert not given[..., x.shape[3] :].any()
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_without_tensor_cores_k_is_turned(device, precision):
+    x = rows(33).float()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        (q, k, v, *_), _ = forward(device, x)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert q is x
+    assert v is x
+    assert torch.equal(k, x)
+    assert k.stride()[2:] == ((1, 48) if precision == "highest" else (16, 1))
+
+
 def test_a_number_may_change_between_direct_launches(device):
     x = rows()
     forward(device, x, score=hw.softcap(30.0))

@@ -34,7 +34,7 @@ from .walk import advance, begin
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
 def backward_q(
     q, k, v, dout, out, lse, dlse, lse2, delta, dq,  # dlse may be None
-    q_strides, k_strides, v_strides, dout_strides,
+    q_strides, k_strides, v_strides, dout_strides, turned,  # copies of k and v, or None
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, walk,
     score_tensors, mask_tensors, score_numbers, mask_numbers, grads,
@@ -63,7 +63,9 @@ def backward_q(
     tl.store(delta + rows + i, delta_rows, mask=live)
     k_at = tile.head(k, k_strides, b64, h64 // group)
     v_at = tile.head(v, v_strides, b64, h64 // group)
-    keys = (k_at, v_at, k_strides[2], v_strides[2])
+    if turned is not None:
+        turned = tile.turned_heads(turned, b64, h64 // group)
+    keys = (k_at, v_at, k_strides[2], v_strides[2], turned)
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
     at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b, first)
     of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
@@ -103,7 +105,7 @@ def add_dq(
 ):  # fmt: skip
     """acc + dS k over one block of keys."""
     q_rows, o_rows, lse_rows, delta_rows, in_rows = queries
-    k_at, v_at, k_stride, v_stride = keys
+    k_at, v_at, k_stride, v_stride, turned = keys
     b, h, q_idx, row, first = at
     scale, coords, dropout, score_captured, mask_captured, grads = given
     score_captured = tile.with_origin(score_captured, coords, first, n)
@@ -112,7 +114,8 @@ def add_dq(
     n64 = tl.cast(n, tl.int64)
     kv_idx = tile.positions(coords.kv_pos, coords.kv_stride, coords.kv, row, n + j, live, INDEX)
     k_rows = tile.load(k_at + n64 * k_stride, j, k_stride, live, d, D, D_REST)
-    s = tile.outer(q_rows, k_rows, PRECISION)
+    k_right = tile.right(k_rows, turned, 0, n64, j, live, d, D, D_REST)
+    s = tile.outer(q_rows, k_right, PRECISION)
     s, t, by = slopes(
         s, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, DERIVATIVE,
         MASK, POSITIVE,
@@ -121,7 +124,8 @@ def add_dq(
     if not EVEN:
         p = tl.where(live[None, :], p, 0.0)
     v_rows = tile.load(v_at + n64 * v_stride, j, v_stride, live, dv, DV, DV_REST)
-    dp = tile.outer(o_rows, v_rows, PRECISION)
+    v_right = tile.right(v_rows, turned, 1, n64, j, live, dv, DV, DV_REST)
+    dp = tile.outer(o_rows, v_right, PRECISION)
     if dropout is not None:
         survives = tile.kept_by(dropout, b, h, q_idx, kv_idx[None, :])
         dp = tl.where(survives, dp * dropout.factor, 0.0)
@@ -139,7 +143,7 @@ def add_dq(
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
 def backward_kv(
     q, k, v, dout, lse2, delta, dk, dv_, dq,  # what is None is not made
-    q_strides, k_strides, v_strides, dout_strides,
+    q_strides, k_strides, v_strides, dout_strides, turned,  # copies of q and dout, or None
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, walk,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
@@ -171,17 +175,12 @@ def backward_kv(
     q_at = tile.head(q, q_strides, b64, h64)
     o_at = tile.head(dout, dout_strides, b64, h64)
     rows = (b64 * heads + h) * q_len
+    if turned is not None:
+        turned = tile.turned_heads(turned, b64, h64)
     queries = (
-        q_at,
-        o_at,
-        q_strides[2],
-        dout_strides[2],
-        lse2 + rows,
-        delta + rows,
-        dq,
-        rows,
+        q_at, o_at, q_strides[2], dout_strides[2], turned, lse2 + rows, delta + rows, dq, rows,
         q_len,
-    )
+    )  # fmt: skip
     at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, kv_idx[:, None], b, first)
 
     by_k, by_v = (), ()
@@ -228,7 +227,7 @@ def add_dkdv(
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """(dk + dSᵀ q, dv + Pᵀ dout) over one block of queries, and dq += dS k. () stays ()."""
-    q_at, o_at, q_stride, o_stride, lse2, delta, dq, rows, q_len = queries
+    q_at, o_at, q_stride, o_stride, turned, lse2, delta, dq, rows, q_len = queries
     b, h, kv_idx, row, first = at
     scale, coords, dropout, score_captured, mask_captured = given
     score_captured = tile.with_origin(score_captured, coords, n, first)
@@ -244,7 +243,8 @@ def add_dkdv(
     n64 = tl.cast(n, tl.int64)
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, row, n + i, live, INDEX)
     q_rows = tile.load(q_at + n64 * q_stride, i, q_stride, live, d, D, D_REST)
-    s = tile.outer(k_rows, q_rows, PRECISION)
+    q_right = tile.right(q_rows, turned, 0, n64, i, live, d, D, D_REST)
+    s = tile.outer(k_rows, q_right, PRECISION)
     s, t, by = slopes(
         s, scale, b, h, q_idx[None, :], kv_idx, score_captured, mask_captured, DERIVATIVE,
         MASK, POSITIVE,
@@ -258,7 +258,8 @@ def add_dkdv(
     if dropout is not None:
         survives = tile.kept_by(dropout, b, h, q_idx[None, :], kv_idx)
     if len(by_k) > 0:
-        dp = tile.outer(v_rows, o_rows, PRECISION)
+        o_right = tile.right(o_rows, turned, 1, n64, i, live, dv, DV, DV_REST)
+        dp = tile.outer(v_rows, o_right, PRECISION)
         if dropout is not None:
             dp = tl.where(survives, dp * dropout.factor, 0.0)
     if len(by_v) > 0:

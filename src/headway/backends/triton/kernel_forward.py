@@ -21,7 +21,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
 def forward(
     q, k, v, out, lse, row_max, top, sink,  # pointers; the last three may be None
-    q_strides, k_strides, v_strides,  # of batch and head in eights, of row
+    q_strides, k_strides, v_strides,  # of batch and head in eights, of row; of a turned k's column
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, walk,
     score_tensors, mask_tensors, score_numbers, mask_numbers,  # what the functions capture
@@ -40,7 +40,7 @@ def forward(
     q_rows = tile.load(q_at, i, q_strides[2], live, d, D, D_REST)
     k_at = tile.head(k, k_strides, b64, h64 // group)
     v_at = tile.head(v, v_strides, b64, h64 // group)
-    keys = (k_at, v_at, k_strides[2], v_strides[2])
+    keys = (k_at, v_at, k_strides, v_strides[2])
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
     at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b, first)
     of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
@@ -105,14 +105,15 @@ def attend(
 ):  # fmt: skip
     """One block of keys, n up to n + BLOCK_N, of which those from `stop` on do not count."""
     acc, m, l, largest = state
-    k_at, v_at, k_stride, v_stride = keys
+    k_at, v_at, k_strides, v_stride = keys
     b, h, q_idx, row, first = at
     scale, coords, dropout, score_captured, mask_captured = given
     score_captured = tile.with_origin(score_captured, coords, first, n)
     j = tl.arange(0, BLOCK_N)
     live = None if EVEN else n + j < stop
     n64 = tl.cast(n, tl.int64)
-    k_rows = tile.load(k_at + n64 * k_stride, j, k_stride, live, d, D, D_REST)
+    k_at += n64 * k_strides[2]
+    k_rows = tile.load(k_at, j, k_strides[2], live, d, D, D_REST, k_strides[3])
     s = tile.outer(q_rows, k_rows, PRECISION)
     kv_idx = tile.positions(coords.kv_pos, coords.kv_stride, coords.kv, row, n + j, live, INDEX)
     t, unit, s = scores(

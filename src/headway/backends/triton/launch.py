@@ -33,6 +33,8 @@ def forward(spec: Spec, call: Call) -> Forward:
             first.of_training(plan, spec, call, forward, backward)
         launcher = _forward(plan)
         sink = _contiguous(call.sink)
+        (k_turned,) = turned(plan, k)
+        k = k if k_turned is None else k_turned
 
         def tensors(slots: int) -> tuple:
             top = new(b, hq, slots) if spec.max_logit else None
@@ -69,7 +71,8 @@ def backward(
     if plan.one_pass:
         terms = row_terms(plan.terms, out, dout, dlse, lse)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        LAUNCHERS["backward"](plan)(call, lambda slots: (q, k, v, dout, terms, dk, dv, dq))
+        own = q, k, v, dout, *turned(plan, q, dout), terms, dk, dv, dq
+        LAUNCHERS["backward"](plan)(call, lambda slots: own)
         dq = torch.mul(dq, spec.scale, out=new(*q.shape))
     else:
         dq, terms = new(*q.shape), new(plan.terms.size, dtype=torch.float32)
@@ -77,12 +80,13 @@ def backward(
         of_rows = out.contiguous(), lse, _contiguous(dlse)
         _backward_q(plan)(
             call,
-            lambda slots: (q, k, v, dout, terms, *of_rows, dq, *grads),
+            lambda slots: (q, k, v, dout, *turned(plan, k, v), terms, *of_rows, dq, *grads),
             (out.dtype, dlse is None),
         )
+        matrices = q, k, v, dout, *turned(plan, q, dout), terms
         made = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
         for name in plan.passes[1:]:
-            own = q, k, v, dout, terms, *made[name], None
+            own = *matrices, *made[name], None
             LAUNCHERS[name](plan)(call, lambda slots, own=own: own)
     dsink = None
     if call.sink is not None:
@@ -141,6 +145,23 @@ def _rows(x: Tensor) -> Tensor:
     if width & 7:
         return torch.nn.functional.pad(x, (0, -width % 8))
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def turned(plan: Plan, *matrices: Tensor) -> list[Tensor | None]:
+    """Copies in which the numbers of a column are neighbours, columns being in sixteens; None where
+    products take no such copies.
+
+    Without tensor cores threads that are neighbours multiply by neighbouring columns of a right
+    factor. In `tile.outer` these are rows of a matrix, a multiple of 128 bytes apart: in shared
+    memory all in the same banks, and Triton pads no factor of such a product.
+    """
+    return [_turned(x) if plan.turns else None for x in matrices]
+
+
+def _turned(x: Tensor) -> Tensor:
+    b, h, length, width = x.shape
+    columns = x.new_empty(b, h, width, -(-length // 16) * 16)
+    return columns[..., :length].mT.copy_(x)
 
 
 def _cut(x: Tensor, width: int) -> Tensor:

@@ -47,9 +47,9 @@ class Plan(BasePlan):
         self.passes = passes(*self.size[:3])
         backward = ("backward",) if self.one_pass else self.passes
         self.suit([_rows(self, name)[0] for name in ("forward", *backward)])
+        self.turns = bits_of(q.dtype) == 32  # `launch.turned`
         self.static = (
-            *map(_strides, matrices), self.hq,
-            self.hq // self.hk, self.q_len, self.kv_len, self.d, self.dv, spec.scale,
+            self.hq, self.hq // self.hk, self.q_len, self.kv_len, self.d, self.dv, spec.scale
         )  # fmt: skip
         limit = threshold(spec.dropout)
         self.dropout = (
@@ -142,12 +142,15 @@ class Launcher:
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel. Its own are, of the forward, the first ones; of a backward
-        q, k, v, dout, the terms of its rows, what the first kernel makes these of (out, lse, dlse),
-        and the gradients, captured ones last."""
+        q, k, v, dout, two turned copies or None, the terms of its rows, what the first kernel makes
+        these of (out, lse, dlse), and the gradients, captured ones last."""
         plan, grads = self.plan, ()
+        layout: tuple = tuple(map(_strides, own[:3]))
         coords, walk, captured, seed = plan.arranged(self.walks, tensors, floats)
         if self.name != "forward":
-            q, k, v, dout, terms, *to = own
+            q, k, v, dout, one, two, terms, *to = own
+            turned = None if one is None else ((one, _strides(one)), (two, _strides(two)))
+            layout = *layout, _strides(dout), turned
             delta, lse2, _ = plan.terms.split(terms)
             if self.name == "backward_q":
                 *of_rows, dq = to[:4]
@@ -155,7 +158,7 @@ class Launcher:
             else:
                 own = q, k, v, dout, lse2, delta, *to
         dropout = tile.Dropout(seed[0], *plan.dropout) if seed else None
-        return (*own, *plan.static, coords, dropout, walk, *captured, *grads)
+        return (*own, *layout, *plan.static, coords, dropout, walk, *captured, *grads)
 
     def smaller(self, error: OutOfResources) -> None:
         """The next tile of the table. Whether one fits the compiler says, before anything runs: a
@@ -169,10 +172,10 @@ class Launcher:
 
 
 def _strides(x: Tensor) -> tuple:
-    """As `tile.head` takes them; from row to row as a constant: addresses within a tile are then
-    one and a number."""
-    batch, head, row, _ = x.stride()
-    return batch // 8, head // 8, tl.constexpr(row)
+    """As `tile.head` and `tile.load` take them; from row to row as a constant: addresses within a
+    tile are then one and a number. From column to column it is 1, or depends on the length."""
+    batch, head, row, column = x.stride()
+    return batch // 8, head // 8, tl.constexpr(row), None if column == 1 else column
 
 
 def _rows(plan: Plan, name: str) -> Sequence[Config]:

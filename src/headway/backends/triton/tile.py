@@ -34,21 +34,31 @@ def head(base, strides, b, h):
 
 
 @triton.jit
-def load(base, rows, stride, live, width: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
-    """Rows of a matrix, in one or two pieces. `live` None: all rows are there."""
+def load(
+    base, rows, stride, live, width: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    column=None,
+):  # fmt: skip
+    """Rows of a matrix, in one or two pieces. `live` None: all rows are there; `column`: from one
+    column to the next, None for 1."""
     if REST == 0:
-        return (_load(base, rows, stride, live, width, 0, WIDTH),)
+        return (_load(base, rows, stride, column, live, width, 0, WIDTH),)
     else:
         return (
-            _load(base, rows, stride, live, width, 0, WIDTH),
-            _load(base, rows, stride, live, width, WIDTH, REST),
+            _load(base, rows, stride, column, live, width, 0, WIDTH),
+            _load(base, rows, stride, column, live, width, WIDTH, REST),
         )
 
 
 @triton.jit
-def _load(base, rows, stride, live, width: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr):
+def _load(
+    base, rows, stride, column, live,
+    width: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     cols = START + tl.arange(0, SIZE)
-    at = base + rows[:, None] * stride + cols[None, :]
+    if column is None:
+        at = base + rows[:, None] * stride + cols[None, :]
+    else:
+        at = base + rows[:, None] * stride + cols[None, :] * tl.cast(column, tl.int64)
     if width >= START + SIZE:
         if live is None:
             return tl.load(at)
@@ -60,6 +70,27 @@ def _load(base, rows, stride, live, width: tl.constexpr, START: tl.constexpr, SI
             return tl.load(at, mask=inside, other=0.0)
         else:
             return tl.load(at, mask=live[:, None] & inside, other=0.0)
+
+
+@triton.jit
+def turned_heads(turned, b, h):
+    """Where a head begins in two turned copies (`launch.turned`), each with its strides."""
+    one, two = turned
+    return (head(one[0], one[1], b, h), one[1]), (head(two[0], two[1], b, h), two[1])
+
+
+@triton.jit
+def right(
+    x, turned, WHICH: tl.constexpr, n, rows, live,
+    width: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """The right factor of `outer`: rows n + `rows` of a turned copy; where there is none, x, which
+    are the same rows of the matrix."""
+    if turned is None:
+        return x
+    else:
+        base, strides = turned[WHICH]
+        return load(base + n, rows, strides[2], live, width, WIDTH, REST, strides[3])
 
 
 @triton.jit
