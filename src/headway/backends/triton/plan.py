@@ -114,6 +114,10 @@ class Launcher:
             "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
             "EVEN": whole, "SUB": self.walks.sub,
         }  # fmt: skip
+        if plan.turns and how.m * how.n >= 512 * how.warps and plan.d + plan.dv > 64 and on_cuda():
+            # A thread with 16 logits or more takes all registers there are. Where these are too few
+            # and ptxas is not told, it has used 32 of them and spilled 58 kilobytes.
+            self.options["maxnreg"] = 255
         self.kernels: dict[Hashable, Direct] = {}
 
     def __call__(self, call: Call, tensors: Callable[[int], tuple], like: Hashable = None) -> tuple:
@@ -186,7 +190,12 @@ def _rows(plan: Plan, name: str) -> Sequence[Config]:
 
 def rough(dtype: torch.dtype) -> bool:
     """Whether the GPU's rough tanh is good enough, and there."""
-    if dtype != torch.bfloat16 or triton.knobs.runtime.interpret:
+    return dtype == torch.bfloat16 and on_cuda()
+
+
+def on_cuda() -> bool:
+    """Whether kernels are compiled for an NVIDIA GPU."""
+    if triton.knobs.runtime.interpret:
         return False
     target = triton.runtime.driver.active.get_current_target()
     return target is not None and target.backend == "cuda"
