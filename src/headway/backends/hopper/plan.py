@@ -127,11 +127,11 @@ class Plan(BasePlan):
         """The matrices as the copy engine can read them."""
         return matrices if self.fits else list(map(followed, matrices))
 
-    def near(self, heads: int, ranks: int) -> int:
-        """Heads that take turns, of `heads` with so many ranks each."""
+    def near(self, heads: int, ranks: int, rounds: int = 1) -> int:
+        """Heads that take turns, of `heads` with so many ranks each, in so many rounds of CTAs."""
         if not self.alike:
             return 1
-        return turns(heads, heads // self.hk, ranks, processors(self.device))
+        return turns(heads, heads // self.hk, ranks, rounds * processors(self.device))
 
 
 class ForwardPlan(Plan):
@@ -149,7 +149,8 @@ class ForwardPlan(Plan):
         rows = 64 * how.consumers
         if rows != TILE[0] and self.tile is not None and spec.tiles is None:
             self.tile = rows, min(block, self.tile[1])
-        near = self.near(self.hq, -(-self.q_len // rows))
+        # Several rounds leave shorter ranks for the end (documents are 3 % faster, causal is not).
+        near = self.near(self.hq, -(-self.q_len // rows), rounds=4)
         self.walks = Walks(self, queries=True, block=rows, near=near)
         self.ranked = Ranked(self.walks, self.kv_len, block, rows)
         self.bands = Bands(self, self.walks, queries=True)
