@@ -24,7 +24,7 @@ from aot import launching
 from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
-from headway.backends.hopper import plan
+from headway.backends.hopper import counter, plan
 from headway.backends.hopper.descriptors import aligned, followed
 from headway.backends.hopper.gluon_api import TensorDescriptor
 from headway.backends.kernels import plan as plans
@@ -140,17 +140,17 @@ def test_every_stream_has_a_zero_of_its_own_and_so_has_every_capture():
     }
     with (
         mock.patch.multiple(torch._C, create=True, **fakes),
-        mock.patch.object(plan, "_free", return_value=list(own)),
-        mock.patch.object(plan, "_zeros", {}),
+        mock.patch.object(counter, "_free", return_value=list(own)),
+        mock.patch.object(counter, "_zeros", {}),
         mock.patch.object(torch, "zeros", side_effect=lambda *size, **options: object()),
     ):
-        first = plan.zero(card)
-        assert plan.zero(card) is first
+        first = counter.zero(card)
+        assert counter.zero(card) is first
         state["stream"] = 8
-        other = plan.zero(card)
+        other = counter.zero(card)
         assert {other.data_ptr(), first.data_ptr()} == {row.data_ptr() for row in own}
         state["stream"] = 9  # there are no more
-        assert plan.zero(card) is not plan.zero(card)
+        assert counter.zero(card) is not counter.zero(card)
         state |= {"stream": 7, "capturing": True}
-        assert plan.zero(card) is not first
-        assert plan.zero(card) is not plan.zero(card)
+        assert counter.zero(card) is not first
+        assert counter.zero(card) is not counter.zero(card)
