@@ -59,6 +59,7 @@ SINCE = {
     ("forward", "128/128", "slanted"): {"loop": 575},
     ("forward", "128/128", "relative"): {"loop": 575},
     ("backward", "128/128", "plain"): {"spills": 80},
+    ("backward", "128/128", "many"): {"spills": 168, "loops": 22, "masked": 680},
     ("backward", "128/128", "relative"): {"spills": 360, "loops": 89, "loop": 660},
     ("backward", "64/64", "long"): {"spills": 40, "loop": 825, "masked": 970},
 }
