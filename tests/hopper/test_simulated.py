@@ -274,7 +274,7 @@ def test_broken_whole_heads_are_found(name, monkeypatch):
                 (found[backend],) = torch.autograd.grad(out.sum(), q)
             except simulator.Wrong:
                 return
-    assert (found["hopper"] - found["reference"]).abs().max() > 0.1
+    assert not ((found["hopper"] - found["reference"]).abs() <= 0.1).all()  # NaN is not either
 
 
 def test_a_turn_that_never_comes_is_found():
