@@ -7,9 +7,11 @@ from torch import Tensor
 from ...blocks.runs import Runs
 from ..base import Call
 from ..kernels.plan import Walk, Walks
+from . import kernel_backward_heads as kernel
+from . import tile
 
-ROWS = 64  # queries of a block
-VISIT, FIRST, LAST = 1, 2, 4
+ROWS = tile.ROWS.value  # queries of a block
+VISIT, FIRST, LAST = kernel.VISIT.value, kernel.FIRST.value, kernel.LAST.value
 
 
 class Heads:
