@@ -30,6 +30,8 @@ from headway.backends.hopper.gluon_api import TensorDescriptor
 from headway.backends.kernels import plan as plans
 from triton import knobs
 
+from . import bring_up
+
 
 @pytest.fixture(scope="module")
 def device():
@@ -154,3 +156,16 @@ def test_every_stream_has_a_zero_of_its_own_and_so_has_every_capture():
         state |= {"stream": 7, "capturing": True}
         assert counter.zero(card) is not first
         assert counter.zero(card) is not counter.zero(card)
+
+
+@pytest.mark.parametrize("name", [n for n in bring_up.CHECKS if n.startswith("whole")])
+def test_checks_of_whole_heads_are_of_whole_heads(device, name):
+    """What fits the cache has changed before, and they were of something else."""
+    (b, hq, hk, n, m, d, dv), options = bring_up.CHECKS[name]
+    sizes = (b, hq, n, d), (b, hk, m, d), (b, hk, m, dv), (b, hq, n, dv)
+    q, k, v, dout = (torch.empty(size, dtype=torch.bfloat16) for size in sizes)
+    mask = bring_up.mask_of(options.get("mask"), bring_up.CHECKS[name][0], "cpu")
+    in_turn = options.get("deterministic", False)
+    spec, call = prepare(q, k, v, None, mask, backend="hopper", deterministic=in_turn)
+    made = plan.planned(plan.BackwardPlan, spec, call, (), q, k, v, dout)
+    assert made.by_head is not None
