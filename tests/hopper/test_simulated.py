@@ -28,7 +28,7 @@ from . import simulator
 CASES = (
     "length_1", "lengths_1_257_causal", "width_100_100", "heads_6_3_score",
     "layout_expanded", "scale_-0.5_score", "mask_nothing", "mask_by_batch_sink", "score_bias_rows",
-    "score_bias_keys_masked", "score_undefined",
+    "score_bias_keys_masked", "score_undefined", "std_5_long_sink",
 )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_first_use():
     with mock.patch.object(first_use, "_OFF", first_use._OFF / 2):
         assert first_use.differences(hopper, reference, cpu) == []
     forward = simulator.LOADED.forward
-    with mock.patch.object(forward, "times", lambda acc, factor: acc):  # no rescaling
+    with mock.patch.object(forward, "rescaled", lambda acc, factor: acc):  # no rescaling
         (said, *_) = first_use.differences(hopper, reference, cpu)
     assert said.startswith("out is off by")
 

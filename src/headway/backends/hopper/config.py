@@ -18,9 +18,10 @@ class Forward:
     - `block`: keys of a block; `stages`: blocks of keys, and of values, in shared memory.
     - `queries`: ranks whose queries are in shared memory.
     - `out`: columns of out that pass through shared memory at a time; 0: all.
+    - `held`: queries are multiplied from registers.
     - `consumers`: of 64 queries each; `ctas`: of a multiprocessor. Three consumers are for long
-      lines; three CTAs of one, which hide what ranks begin and end with, for masks
-      (`ForwardPlan.suits`).
+      lines; several CTAs of one, for short ones (`ForwardPlan.suits`): they run the same
+      instructions, which do not fit the instruction cache twice.
     """
 
     d: tuple[int, ...]
@@ -29,6 +30,7 @@ class Forward:
     stages: int = 2
     queries: int = 2
     out: int = 0
+    held: bool = False
     consumers: int = 2
     ctas: int = 1
 
@@ -45,6 +47,8 @@ FORWARD = (
     Forward((64,), (64,), block=64, stages=3, consumers=1, ctas=3),
     Forward((64,), (64,), stages=3),
     Forward((64, 32), (64, 32)),
+    Forward((128,), (128,), block=64, queries=1, held=True, consumers=1, ctas=2),
+    Forward((128,), (128,), held=True),
     Forward((128,), (128,)),
     Forward((128, 64), (128,), queries=1, out=64),
     Forward((256,), (256,), block=64, queries=1, out=128),
@@ -89,6 +93,7 @@ class How:
     index: Any  # type of positions: gl.int32 or gl.int64
     positive: bool = True  # forward: scale > 0
     queries: int = 1  # forward: ranks whose queries are in shared memory
+    held: bool = False  # forward: queries are multiplied from registers
     consumers: int = 2  # forward: warpgroups, of 64 queries each
     registers: int = 240  # forward: of a consumer's thread
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
@@ -98,7 +103,7 @@ class How:
     ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
     lagged: bool = False  # backward: dk and dq of a block with S of the next
     whole: bool = False  # backward: CTAs take whole heads (kernel_backward_heads.py)
-    consumer: int = 0  # backward: which one this is compiled for
+    consumer: int = 0  # which one this is compiled for
     largest: bool = False  # keep the largest S, where T is another
     bands: int = 0  # gathers along diagonals (diagonals.py)
     summed: tuple[int, ...] = ()  # of those that want a gradient, these are such
@@ -120,6 +125,11 @@ class How:
     def of(self, consumer: int) -> "How":
         """For one consumer."""
         return replace(self, consumer=consumer)
+
+    def turn(self, kind: str, consumer: int) -> str:
+        """PTX for the barrier of a consumer's turn, of its threads and those of the one before.
+        Triton counts its own barriers from 0, and PTX has 16: these are the last ones."""
+        return f"{kind} {13 + consumer}, 256; mov.u32 $0, $1;"
 
 
 def fitting(table: Iterable, d: int, dv: int) -> Any:

@@ -11,9 +11,9 @@ memory, and asks for one more rank a little before it is done with a long one; a
 into P, the tensor cores compute P V of the one before:
 
     for every block n:
-        issue S_n = q k_nᵀ;  issue O += P_{n-1} v_{n-1}
+        in turn with the other consumers: issue S_n = q k_nᵀ;  issue O += P_{n-1} v_{n-1}
         wait for S_n;  P_n = exp2(S_n - m)
-        wait for O;  O *= exp2(m_before - m)
+        wait for O;  O *= exp2(m_before - m), where m has changed (`lazy.py`)
 
 and so from rank to rank: S of the first block of a rank is issued with the last product of the rank
 before, whose out is stored then. At both ends of a CTA's work stands a **ghost**, a rank of rows
@@ -33,8 +33,22 @@ from .gluon_api import (
 )
 from .kernel_forward_out import finish
 from .kernel_forward_scheduler import schedule
+from .lazy import SLACK, none, rescaled, shrunk, sum_of
 from .linear import linear_scores
-from .pipeline import acquire, await_, channel, publish, ready, release, signal, start, step
+from .pipeline import (
+    acquire,
+    await_,
+    await_own_turn,
+    begin_turns,
+    channel,
+    end_turn,
+    publish,
+    ready,
+    release,
+    signal,
+    start,
+    step,
+)
 from .sides import by_thread, given, keep, of_columns, of_rows
 from .tile import (
     NUMBERS,
@@ -55,7 +69,6 @@ from .tile import (
     positions,
     scores,
     settle,
-    times,
     told,
     visit_rest,
     zeros,
@@ -103,7 +116,7 @@ def forward(
     if HOW.consumers == 1:
         gl.warp_specialize(
             [
-                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW)),
+                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
                 (load, (q, k, v, smem, rings, sizes, walk, HOW)),
                 (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
             ],
@@ -113,8 +126,8 @@ def forward(
     elif HOW.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW)),
-                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1), SCORE, MASK, HOW)),
+                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
+                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
                 (load, (q, k, v, smem, rings, sizes, walk, HOW)),
                 (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
             ],
@@ -124,9 +137,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0), SCORE, MASK, HOW)),
-                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1), SCORE, MASK, HOW)),
-                (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(2), SCORE, MASK, HOW)),
+                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
+                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
+                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(2))),
                 (load, (q, k, v, smem, rings, sizes, walk, HOW)),
                 (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
             ],
@@ -222,9 +235,10 @@ def load_values(at, to, b, h, n, HOW: gl.constexpr):
 @gluon.jit
 def consume(
     to, smem, rings, sizes, given, walk,
-    W: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Attend from rows 64 W to 64 W + 63 of every rank."""
+    """Attend from rows 64 W to 64 W + 63 of every rank, W the number of the consumer."""
+    W: gl.constexpr = HOW.consumer
     work_smem, q_smem, k_smem, v_smem, o_smem = smem
     work_ring, q_ring, k_ring, v_ring, _ = rings
     _, _, q_len, kv_len, _ = sizes
@@ -235,19 +249,22 @@ def consume(
     last_at, q_at, k_at, v_at = start(), start(), start(), start()
     work_at = step(last_at, TOLD)
     await_(work_ring, last_at)
+    begin_turns(HOW)
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
     COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS
     nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
-    none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
-    m, l, largest = nothing, none, nothing
+    m, l, peak, largest = nothing, none(BLOCK), nothing, nothing
     acc = zeros(ROWS, v_smem)
     p = gl.zeros([ROWS, BLOCK], k_smem[0].dtype, layout=left(v_smem[0].shape[2]))
     slot = gl.to_tensor(0)
     while slot >= 0:
         await_(q_ring, q_at)
         queries = at_stage(q_smem, HOW.consumers * q_at[0] + W)
+        if HOW.held:
+            queries = in_registers(queries, BLOCK)
+            release(q_ring, q_at)
         context = (queries, k_smem, v_smem, k_ring, v_ring)
-        s, tokens = issue(context, acc, p, k_at, v_at)
+        s, tokens = issue(context, acc, p, k_at, v_at, HOW)
         await_(work_ring, work_at)
         slot, first, h, b, row = told(work_smem, work_at, 0, 5, 4)
         q_idx = positions(
@@ -257,22 +274,23 @@ def consume(
         of_row = of_rows(at[0], at[1], q_idx, of_score, of_mask, True, HOW)
         at = at + (of_row + (begin(bands, b, h, first + W * ROWS),),)  # noqa: RUF005
         how_scored = (kv_len, scale, coords, of_score, of_mask, at)
-        done = (m, l, largest)
-        acc, m, l, largest, p, k_at, v_at = absorb(
-            (tokens, nothing, none, nothing, p, k_at, v_at), s, context, how_scored,
-            row, True, True, SCORE, MASK, HOW,
-        )  # fmt: skip
+        done = (m, l, peak, largest)
+        fresh = (tokens, nothing, none(BLOCK), nothing, nothing, p, k_at, v_at)
+        acc, m, l, peak, largest, p, k_at, v_at = absorb(
+            fresh, s, context, how_scored, row, True, True, SCORE, MASK, HOW
+        )
         last = told(work_smem, last_at, 0, 4, 4)
         release(work_ring, last_at)
-        finish(acc, done, last, i, to, o_smem, sizes, walk, W, SCORE, HOW)
+        finish(acc, done, last, i, to, o_smem, sizes, walk, SCORE, HOW)
         runs = told(work_smem, work_at, RUNS, COUNT, 4)
         last_at, work_at = work_at, step(work_at, TOLD)
-        state = (zeros(ROWS, v_smem), m, l, largest, p, k_at, v_at)
+        state = (zeros(ROWS, v_smem), m, l, peak, largest, p, k_at, v_at)
         state = visit_rest(
             state, (context, how_scored), walk, runs, kv_len, attend, SCORE, MASK, HOW
         )  # fmt: skip
-        acc, m, l, largest, p, k_at, v_at = state
-        release(q_ring, q_at)
+        acc, m, l, peak, largest, p, k_at, v_at = state
+        if not HOW.held:
+            release(q_ring, q_at)
         q_at = step(q_at, HOW.queries)
     copy_out_wait(0)
 
@@ -284,22 +302,25 @@ def attend(
 ):  # fmt: skip
     """One block of keys but the first of a rank."""
     context, how_scored = given
-    acc, m, l, largest, p, k_at, v_at = state
-    s, tokens = issue(context, acc, p, k_at, v_at)
-    state = (tokens, m, l, largest, p, k_at, v_at)
+    acc, m, l, peak, largest, p, k_at, v_at = state
+    s, tokens = issue(context, acc, p, k_at, v_at, HOW)
+    state = (tokens, m, l, peak, largest, p, k_at, v_at)
     return absorb(state, s, context, how_scored, n, False, PARTIAL, SCORE, MASK, HOW)
 
 
 @gluon.jit
-def issue(context, acc, p, k_at, v_at):
+def issue(context, acc, p, k_at, v_at, HOW: gl.constexpr):
     """S of the next block, and the product of the one before."""
     queries, k_smem, v_smem, k_ring, v_ring = context
     await_(k_ring, k_at)
+    await_own_turn(HOW)
     BLOCK: gl.constexpr = k_smem[0].shape[1]
     zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
     s = outer(queries, at_stage(k_smem, k_at[0]), zero)
     await_(v_ring, v_at)
-    return s, add_product(acc, p, at_stage(v_smem, v_at[0]))
+    acc = add_product(acc, p, at_stage(v_smem, v_at[0]))
+    end_turn(HOW)
+    return s, acc
 
 
 @gluon.jit
@@ -309,8 +330,8 @@ def absorb(
 ):  # fmt: skip
     """What follows of `issue`, for keys from n on: P of them, and acc, which is that of the rank
     before if they are the first of a rank."""
-    tokens, m, l, largest, p, k_at, v_at = state
-    _, k_smem, v_smem, k_ring, v_ring = context
+    tokens, m, l, peak, largest, p, k_at, v_at = state
+    queries, k_smem, v_smem, k_ring, v_ring = context
     kv_len, scale, coords, of_score, of_mask, at = how_scored
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
@@ -321,7 +342,10 @@ def absorb(
     columns = of_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
     if HOW.bands > 0:
         of_score = of_score + (read(rows[2], n, BLOCK),)  # noqa: RUF005
-    s = warpgroup_mma_wait(len(v_smem), deps=[s])
+    if HOW.held:  # Their registers stay as they are until then.
+        s = settle((s,), queries[0], len(v_smem))[0]
+    else:
+        s = warpgroup_mma_wait(len(v_smem), deps=[s])
     release(k_ring, k_at)
     k_at = step(k_at, HOW.stages)
 
@@ -353,22 +377,29 @@ def absorb(
         largest = gl.maximum(largest, gl.max(seen, 1))
     before = m
     most = gl.max(t, 1) * unit
-    m = gl.maximum(m, most + by_row if SHIFTED else most)
+    by_block = most + by_row if SHIFTED else most
+    peak = gl.maximum(peak, by_block)  # Where nobody asks for it, the compiler drops it.
+    m = by_block if FIRST else gl.where(by_block > m + SLACK, by_block, m)
     # A query that has seen nothing yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
     base = gl.where(m == float("-inf"), 0.0, m)
     less = base
-    if SHIFTED:  # Rounded, it may be less than the largest T: no exponential is to be above 1.
-        less = base - by_row
-        less = gl.where(less < most, most, less)
+    if SHIFTED:  # Rounded, it may be too small: no exponential is to be above 2 ** SLACK.
+        less = gl.maximum(base - by_row, most - SLACK)
     e = gl.exp2(t * unit - less[:, None])
     if FIRST:
-        l = gl.sum(e, 1)
+        l = sum_of(e)
         acc = settle(tokens, p, 0)
     else:
         shrink = gl.exp2(before - base)
-        l = l * shrink + gl.sum(e, 1)
-        acc = times(settle(tokens, p, 0), shrink)
+        l = shrunk(l, shrink, BLOCK) + sum_of(e)
+        acc = rescaled(settle(tokens, p, 0), shrink)
     release(v_ring, v_at)
     v_at = step(v_at, HOW.stages)
     p = gl.convert_layout(kept(e.to(k_smem[0].dtype)), left(v_smem[0].shape[2]))
-    return acc, m, l, largest, p, k_at, v_at
+    return acc, m, l, peak, largest, p, k_at, v_at
+
+
+@gluon.jit
+def in_registers(queries, BLOCK: gl.constexpr):
+    """The queries as left factors of S: shared memory is then read for keys alone."""
+    return (queries[0].load(left(BLOCK)),)

@@ -25,6 +25,11 @@ is of one partition of each CTA.
 
     await_turn, add, wait until that has landed, pass_on
 
+Consumers take **turns of their own** at the tensor cores, the first one first, with the barriers of
+the hardware that have numbers:
+
+    begin_turns (once), await_own_turn, issue, end_turn
+
 `tests/hopper/simulator.py` runs the kernels by these rules.
 """
 
@@ -133,3 +138,29 @@ def pass_on(counter, turn):
     is nobody's."""
     barrier()
     gl.atomic_add(counter, 1, mask=turn >= 0, sem="release")
+
+
+@gluon.jit
+def begin_turns(HOW: gl.constexpr):
+    """The first turn is that of consumer 0; of one consumer there are no turns."""
+    if HOW.consumers > 1 and HOW.consumer == 0:
+        _named(HOW.turn("bar.arrive", 0))
+
+
+@gluon.jit
+def await_own_turn(HOW: gl.constexpr):
+    """Wait until it is this consumer's turn."""
+    if HOW.consumers > 1:
+        _named(HOW.turn("bar.sync", HOW.consumer))
+
+
+@gluon.jit
+def end_turn(HOW: gl.constexpr):
+    """It is the next consumer's turn."""
+    if HOW.consumers > 1:
+        _named(HOW.turn("bar.arrive", (HOW.consumer + 1) % HOW.consumers))
+
+
+@gluon.jit
+def _named(ASM: gl.constexpr):
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)

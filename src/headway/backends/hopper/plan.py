@@ -33,6 +33,7 @@ from . import (
     kernel_forward,
     kernel_forward_out,
     kernel_forward_scheduler,
+    lazy,
     linear,
     pipeline,
     sides,
@@ -78,7 +79,7 @@ class Plan(BasePlan):
 
     sources = (
         maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, sides, of_diagonals,
-        kernel_forward_scheduler, kernel_forward_out, kernel_forward, kernel_backward_parts,
+        lazy, kernel_forward_scheduler, kernel_forward_out, kernel_forward, kernel_backward_parts,
         kernel_backward_dq, kernel_backward_lagged, kernel_backward_adder, kernel_backward_keys,
         kernel_backward_heads, kernel_backward_deal, kernel_backward, kernel_backward_wide,
     )  # fmt: skip
@@ -151,7 +152,9 @@ class ForwardPlan(Plan):
         if rows != TILE[0] and self.tile is not None and spec.tiles is None:
             self.tile = rows, min(block, self.tile[1])
         # Several rounds leave shorter ranks for the end (documents are 3 % faster, causal is not).
-        near = self.near(self.hq, -(-self.q_len // rows), rounds=4)
+        # Without a mask, CTAs of one head side by side read the same keys at the same time, which
+        # multiprocessors that are close to each other then get at once.
+        near = group if self.mask is None else self.near(self.hq, -(-self.q_len // rows), rounds=4)
         self.walks = Walks(self, queries=True, block=rows, near=near)
         self.ranked = Ranked(self.walks, self.kv_len, block, rows)
         self.bands = Bands(self, self.walks, queries=True)
@@ -171,7 +174,7 @@ class ForwardPlan(Plan):
             "HOW": How(
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
-                queries=how.queries, consumers=how.consumers, registers=registers,
+                queries=how.queries, held=how.held, consumers=how.consumers, registers=registers,
                 largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
             ),
@@ -183,13 +186,26 @@ class ForwardPlan(Plan):
         """Whether a row of the table is for such a call."""
         if how.consumers == 3:
             return self.in_threes()
-        return how.consumers == 2 or self.in_ones()
+        if how.consumers == 1:
+            return self.in_ones(sum(how.d))
+        return not how.held or self.spec.score is None and plainly_masked(self.spec)
 
-    def in_ones(self) -> bool:
-        """Whether a rank is of 64 queries, in one of three CTAs of a multiprocessor: under a mask,
-        where blocks of 64 keys leave out more (timed on an H200: causal 256 and 512 take 0.7 of the
-        time of two consumers, 2k and a window in 8k 0.96; without a mask 1.0 to 1.3)."""
-        return self.spec.score is None and self.mask is not None and not self.heavy
+    def in_ones(self, width: int) -> bool:
+        """Whether a rank is of 64 queries, in one of several CTAs of a multiprocessor: under a
+        mask, where blocks of 64 keys leave out more, and where ranks are short, so that most of
+        their instructions are fetched and not repeated. Timed on an H200: 64 wide, causal 256 and
+        512 take 0.7 of the time of two consumers, 2k and a window in 8k 0.96; without a mask 1.0 to
+        1.3. 128 wide, causal 512 0.92, documents of 700 0.76, causal 1k 1.05, a window 1.1."""
+        masked = self.spec.score is None and self.mask is not None and not self.heavy
+        return masked and (width <= 64 or self.kv_len <= 512 or self.compares())
+
+    def compares(self) -> bool:
+        """Whether the mask compares captured numbers of queries with those of keys, as documents
+        do: most lines are short."""
+        mask = graphs(self.spec)[-1]
+        read = () if mask is None else self.gathers(mask)
+        kinds = {variation(mask, mask.nodes[n].args[1:]) for n in read}
+        return {"rows", "cols"} <= kinds
 
     def in_threes(self) -> bool:
         """Whether a rank is of 192 queries: few are past the end, no score wants registers, and
