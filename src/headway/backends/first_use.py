@@ -104,7 +104,7 @@ def _results(backend: Backend, device: torch.device) -> dict[str, Tensor]:
         torch.randn(1, h, _LENGTH, _WIDTH, generator=generator).bfloat16().to(device)
         for h in (2, 1, 1, 2)
     )
-    # The last queries find larger logits among the first keys, by more than what sums are rescaled for.
+    # The last queries find larger logits among the first keys, so much that sums are rescaled.
     q[:, :, 512:] += 2.0
     k[:, :, :128] += 0.32
     dlse = torch.randn(1, 2, _LENGTH, generator=generator).to(device)

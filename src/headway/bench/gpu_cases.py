@@ -86,6 +86,11 @@ def _documents() -> Mask:
     return causal() & document(torch.repeat_interleave(torch.arange(12), torch.tensor(lengths)))
 
 
+def _packed(count: int, length: int) -> Mask:
+    """So many documents of one length, in one row."""
+    return causal() & document(torch.arange(count).repeat_interleave(length))
+
+
 def _table(learn: bool = True) -> Tensor:
     at = torch.arange(16 * 16383, dtype=torch.float32)
     return at.view(16, 16383).sin_().requires_grad_(learn)
@@ -125,6 +130,10 @@ GPU_CASES: tuple[Case, ...] = (
     _case("gqa-8k-128-causal", (2, 32, 8, 8192, 128), mask=causal, tags=("gpu", "main")),
     *_pair("short-512-128", (64, 16, 16, 512, 128), "short"),
     _case("short-256-64-causal", (128, 16, 16, 256, 64), mask=causal, tags=("gpu", "short")),
+    _case("packed-512-128-causal", (1, 16, 16, 64 * 512, 128), mask=lambda: _packed(64, 512),
+          peers=_MASKS, targets=_flex() + _than(_FLASH4, 1, 1), tags=("gpu", "short")),
+    _case("packed-256-64-causal", (1, 16, 16, 128 * 256, 64), mask=lambda: _packed(128, 256),
+          peers=_MASKS, targets=_flex() + _than(_FLASH4, 1, 1), tags=("gpu", "short")),
     *_pair("1k-128", (16, 16, 16, 1024, 128), "short"),
     *_pair("4k-128", (4, 16, 16, 4096, 128), "long"),
     *_pair("16k-128", (1, 16, 16, 16384, 128), "long"),

@@ -261,7 +261,7 @@ def consume(
         await_(q_ring, q_at)
         queries = at_stage(q_smem, HOW.consumers * q_at[0] + W)
         if HOW.held:
-            queries = in_registers(queries, BLOCK)
+            queries = (queries[0].load(left(BLOCK)),)  # Shared memory is then read for keys alone.
             release(q_ring, q_at)
         context = (queries, k_smem, v_smem, k_ring, v_ring)
         s, tokens = issue(context, acc, p, k_at, v_at, HOW)
@@ -397,9 +397,3 @@ def absorb(
     v_at = step(v_at, HOW.stages)
     p = gl.convert_layout(kept(e.to(k_smem[0].dtype)), left(v_smem[0].shape[2]))
     return acc, m, l, peak, largest, p, k_at, v_at
-
-
-@gluon.jit
-def in_registers(queries, BLOCK: gl.constexpr):
-    """The queries as left factors of S: shared memory is then read for keys alone."""
-    return (queries[0].load(left(BLOCK)),)

@@ -1,10 +1,10 @@
-"""The exponentials of the forward, and sums of them that are rescaled only where they must.
+"""The exponentials of the forward, and sums of them that are rescaled only where they must be.
 
-Exponentials are taken from a number `m` of a row that need not be its largest T: what it is falls out
-of out and lse. As long as no T is more than `SLACK` above it, it stays, and nothing that was summed
-has to be multiplied, which would be every seventh instruction of a block. (So does FlashAttention-4
-on Blackwell: Zadouri et al. 2026, "Algorithm and Kernel Pipelining Co-Design for Asymmetric Hardware
-Scaling".)
+Exponentials are taken from a number `m` of a row that need not be its largest T: what it is falls
+out of out and lse. As long as no T is more than `SLACK` above it, it stays, and nothing that was
+summed has to be multiplied, which would be every seventh instruction of a block. (So does
+FlashAttention-4 on Blackwell: Zadouri et al. 2026, "Algorithm and Kernel Pipelining Co-Design for
+Asymmetric Hardware Scaling".)
 """
 
 from .gluon_api import gl, gluon

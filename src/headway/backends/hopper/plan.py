@@ -188,7 +188,7 @@ class ForwardPlan(Plan):
             return self.in_threes()
         if how.consumers == 1:
             return self.in_ones(sum(how.d))
-        return not how.held or self.spec.score is None and plainly_masked(self.spec)
+        return not how.held or (self.spec.score is None and self.mask is None)
 
     def in_ones(self, width: int) -> bool:
         """Whether a rank is of 64 queries, in one of several CTAs of a multiprocessor: under a
@@ -202,9 +202,10 @@ class ForwardPlan(Plan):
     def compares(self) -> bool:
         """Whether the mask compares captured numbers of queries with those of keys, as documents
         do: most lines are short."""
-        mask = graphs(self.spec)[-1]
-        read = () if mask is None else self.gathers(mask)
-        kinds = {variation(mask, mask.nodes[n].args[1:]) for n in read}
+        mask = graphs(self.spec)[1]
+        if mask is None:
+            return False
+        kinds = {variation(mask, mask.nodes[n].args[1:]) for n in self.gathers(mask)}
         return {"rows", "cols"} <= kinds
 
     def in_threes(self) -> bool:
