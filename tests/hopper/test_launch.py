@@ -94,6 +94,29 @@ def test_short_lines_of_many_heads_are_done_head_by_head(device):
         assert [name for name, _ in launched] == names
 
 
+def test_which_consumers_a_call_gets(device):
+    """One of a CTA for short ranks under a mask, three for long lines at width 64, else two; with
+    queries in registers where there is room."""
+    ids = torch.arange(2048) // 700
+    documents, window = hw.causal() & hw.document(ids), hw.causal() & hw.sliding_window(100)
+    for width, length, options, wanted in (
+        (128, 512, {"mask": hw.causal()}, (1, True)),
+        (128, 1024, {"mask": hw.causal()}, (2, False)),
+        (128, 2048, {"mask": documents}, (1, True)),
+        (128, 2048, {"mask": window}, (2, False)),
+        (128, 2048, {}, (2, True)),
+        (128, 512, {"mask": hw.causal(), "score": hw.softcap(30.0)}, (2, False)),
+        (64, 2048, {"mask": window}, (1, False)),
+        (64, 2304, {}, (3, False)),
+        (192, 512, {"mask": hw.causal()}, (2, False)),
+    ):
+        x, v = torch.zeros(1, 2, length, width), torch.zeros(1, 2, length, min(width, 128))
+        given = x.bfloat16(), x.bfloat16(), v.bfloat16()
+        spec, call = prepare(*given, backend="hopper", **options)
+        how = plan.planned(plan.ForwardPlan, spec, call, (), *given).kernel.options["HOW"]
+        assert (how.consumers, how.held) == wanted, (width, length, options)
+
+
 def test_what_the_copy_engine_cannot_read_is_copied():
     x = torch.randn(2, 3, 50, 72)
     for y in (x, x[..., :68], x.transpose(1, 2)):  # whole rows, steps of 16 bytes
