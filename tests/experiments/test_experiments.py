@@ -20,7 +20,6 @@ def test_scaling_is_bit_equal_where_it_should_be(tmp_path):
     checks = {check.statement: check.passed for check in found.checks}
     assert checks["Adafactor: the two are bit-equal"]
     assert checks["AdamW, queries × 8: the two are bit-equal"]
-    assert not found.passed  # three steps are too few for the others to part
     pytest.importorskip("matplotlib")
     found.draw(tmp_path / "new" / "scaling.png")
     assert (tmp_path / "new" / "scaling.png").stat().st_size > 10_000
