@@ -277,6 +277,14 @@ def copy_out_wait(pending):
         here.landing.append((desc, at, source.read().clone(), add))
 
 
+def instruct(asm):
+    """A barrier that has a number."""
+    kind, number, threads = asm.split(";")[0].replace(",", " ").split()
+    here.machine.named(
+        int(number), int(threads) // 128, {"bar.sync": True, "bar.arrive": False}[kind]
+    )
+
+
 def fence_landed():
     while here.landing:
         desc, at, x, add = here.landing.pop(0)
@@ -408,10 +416,6 @@ class Language(types.ModuleType):
             return args[0]
         if "global" in asm:
             return assembly.elementwise(asm, constraints, args, Desc.lock)
-        if asm.startswith("bar."):
-            kind, number, threads = asm.split(";")[0].replace(",", " ").split()
-            here.machine.named(int(number), int(threads) // 128, kind == "bar.sync")
-            return args[0]
         if "vote.sync.any" in asm:  # lazy.py: a product, left out where it changes nothing
             return args[0] * args[1]
         if not asm.startswith("tanh.approx.f32 "):
@@ -545,7 +549,7 @@ def _fakes() -> dict[str, types.ModuleType]:
     api = types.ModuleType("simulated.gluon_api")
     vars(api).update(
         gl=gl, gluon=gluon, mbarrier=mbarrier, fence_async_shared=fence_async_shared,
-        seen_as=Shared.seen_as, fence_landed=fence_landed, barrier=lambda: None,
+        seen_as=Shared.seen_as, fence_landed=fence_landed, instruct=instruct, barrier=lambda: None,
         fence_global=lambda: setattr(here, "looks", 0),
         copy_in=copy_in, copy_out=copy_out, copy_out_add=copy_out_add, copy_out_wait=copy_out_wait,
         warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait,

@@ -44,18 +44,19 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a partition's 
 def fence_landed():
     """Wait until this thread's copies to global memory have landed there: others may then be told
     (`copy_out_wait` waits until they have left shared memory)."""
-    _fence("cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, $1;")
+    instruct("cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, $1;")
 
 
 @gluon.jit
 def fence_global():
     """What this thread, or the copy engine for it, does to global memory after this comes after
     all that it has seen."""
-    _fence("fence.acq_rel.gpu; fence.proxy.async; mov.u32 $0, $1;")
+    instruct("fence.acq_rel.gpu; fence.proxy.async; mov.u32 $0, $1;")
 
 
 @gluon.jit
-def _fence(ASM: gl.constexpr):
+def instruct(ASM: gl.constexpr):
+    """What has no name in Gluon, of every thread; it ends by giving $0 what $1 is, for nobody."""
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -33,7 +33,15 @@ the hardware that have numbers:
 `tests/hopper/simulator.py` runs the kernels by these rules.
 """
 
-from .gluon_api import barrier, fence_async_shared, fence_global, gl, gluon, mbarrier
+from .gluon_api import (
+    barrier,
+    fence_async_shared,
+    fence_global,
+    gl,
+    gluon,
+    instruct,
+    mbarrier,
+)
 
 
 @gluon.jit
@@ -144,23 +152,18 @@ def pass_on(counter, turn):
 def begin_turns(HOW: gl.constexpr):
     """The first turn is that of consumer 0; of one consumer there are no turns."""
     if HOW.consumers > 1 and HOW.consumer == 0:
-        _named(HOW.turn("bar.arrive", 0))
+        instruct(HOW.turn("bar.arrive", 0))
 
 
 @gluon.jit
 def await_own_turn(HOW: gl.constexpr):
     """Wait until it is this consumer's turn."""
     if HOW.consumers > 1:
-        _named(HOW.turn("bar.sync", HOW.consumer))
+        instruct(HOW.turn("bar.sync", HOW.consumer))
 
 
 @gluon.jit
 def end_turn(HOW: gl.constexpr):
     """It is the next consumer's turn."""
     if HOW.consumers > 1:
-        _named(HOW.turn("bar.arrive", (HOW.consumer + 1) % HOW.consumers))
-
-
-@gluon.jit
-def _named(ASM: gl.constexpr):
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+        instruct(HOW.turn("bar.arrive", (HOW.consumer + 1) % HOW.consumers))
