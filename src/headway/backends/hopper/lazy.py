@@ -1,17 +1,17 @@
 """The exponentials of the forward, and sums of them that are rescaled only where they must be.
 
-Exponentials are taken from a number `m` of a row that need not be its largest T: what it is falls
-out of out and lse. As long as no T is more than `SLACK` above it, it stays, and nothing that was
-summed has to be multiplied, which would be every seventh instruction of a block. (So does
-FlashAttention-4 on Blackwell: Zadouri et al. 2026, "Algorithm and Kernel Pipelining Co-Design for
-Asymmetric Hardware Scaling".)
+Exponentials are taken from the largest T of a row so far, `m`. While it stays, in all rows of a
+warp, nothing that was summed is multiplied, which would be every seventh instruction of a block.
 """
 
 from .gluon_api import gl, gluon
 from .linear import in_eights
 from .tile import ROWS, mma
 
-SLACK = gl.constexpr(8.0)  # in units of log 2: P is at most 256, and rounded as finely as ever
+# By how much a T may be above `m` before it moves, in units of log 2. With 8 (FlashAttention-4 on
+# Blackwell) almost nothing is ever multiplied, but the largest P is then no longer 1, which rounds
+# to itself: errors of out double (LOG.md).
+SLACK = gl.constexpr(0.0)
 
 
 @gluon.jit
