@@ -85,6 +85,26 @@ kernel:
 """
 
 
+# What is loaded is a factor, and whoever reads it waits for it.
+LOADED = """\
+kernel:
+.text.kernel:
+        /*0000*/                   LDSM.16.M88.4 R4, [R2+UR4] ;
+        /*0010*/                   BAR.SYNC.DEFER_BLOCKING 0x0, 0x80 ;
+        /*0020*/                   HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR12].tnspB, R24, gsb0 ;
+        /*0030*/               @P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x40], RZ ;
+        /*0040*/                   EXIT ;
+"""
+
+
+def test_an_arrival_before_what_is_loaded_is_there():
+    assert machine_code._early("kernel", LOADED) == []
+    too_early = LOADED.replace("R24, R4, gdesc", "R24, R8, gdesc")
+    (said,) = machine_code._early("kernel", too_early)
+    assert said.startswith("kernel+0x0030: SYNCS.ARRIVE")
+    assert "R4 of LDSM at 0x0000" in said
+
+
 def test_quiet_where_products_are_waited_for():
     assert machine_code._in_flight("kernel", PRODUCTS) == []
 

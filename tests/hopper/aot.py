@@ -2,7 +2,7 @@
 
 `python tests/hopper/aot.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
 `unwritten` (reads of registers that nothing wrote), `in_flight` (registers touched before the product that
-has them is waited for), `registers`, `spills` (bytes stored), `loops`
+has them is waited for), `early` (arrivals before what was loaded is there), `registers`, `spills` (bytes stored), `loops`
 (accesses to local memory inside the loops that multiply), `loop` and `masked` (instructions of the
 shortest and of the longest of these: a block without a mask, and one with it), `hgmma`, `shared`
 (bytes), `serialized`, where the assembler gave up asynchrony, and `twice`: how many times a number is
@@ -36,7 +36,7 @@ from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.hopper import plan
 from headway.backends.kernels import first
-from machine_code import in_flight, unwritten
+from machine_code import early, in_flight, unwritten
 
 LENGTH = 384
 
@@ -70,6 +70,7 @@ CALLS = {
     "short": {"mask": hw.causal(), "length": 100},
     "long": {"mask": hw.causal(), "length": 2048},
     "long_plain": {"length": 2048},
+    "longest": {"mask": hw.causal(), "length": 8192},
     "sink": {"mask": hw.causal(), "sink": True},
     "in_turn": {"mask": hw.causal(), "deterministic": True},
     "many": {"mask": hw.causal(), "heads": 4, "batch": 33},
@@ -155,6 +156,7 @@ def resources(name: str, made) -> dict:
         "name": name,
         "unwritten": unwritten(code),
         "in_flight": in_flight(code),
+        "early": early(code),
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spills": int(re.search(r"(\d+) bytes spill stores", report)[1]),
         "loops": sum(bool(re.search(r"\b(LDL|STL)\b", x)) for body in loops for x in body),

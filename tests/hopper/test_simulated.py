@@ -103,7 +103,7 @@ def test_first_use():
     with mock.patch.object(first_use, "_OFF", first_use._OFF / 2):
         assert first_use.differences(hopper, reference, cpu) == []
     forward = simulator.LOADED.forward
-    with mock.patch.object(forward, "rescaled", lambda acc, factor: acc):  # no rescaling
+    with mock.patch.object(forward, "times", lambda acc, factor: acc):  # no rescaling
         (said, *_) = first_use.differences(hopper, reference, cpu)
     assert said.startswith("out is off by")
 
@@ -171,6 +171,28 @@ IN_TURN = {
         lambda: hw.block_mask(hw.causal(), 1, 1, 520, 520, tile=(256, 384)),
     ),
 }
+
+
+@pytest.mark.parametrize("length", [512, 520])
+@pytest.mark.parametrize("name", IN_TURN)
+def test_a_first_block_among_partial_ones(name, length):
+    """What follows is the same, bit by bit, whether the first block of a rank has code of its own
+    or not: lines of full tiles alone, of partial ones alone, and with nothing to see."""
+    mask = IN_TURN[name][1]()
+    q, k, v = (torch.randn(2, 2, length, 64).bfloat16() for _ in range(3))
+    if name == "tiles":
+        mask = hw.block_mask(hw.causal(), 1, 1, length, length, tile=(384, 256))
+    if name == "document":
+        mask = hw.document(torch.arange(length) ** 2 // 60000)
+    made, suits = [], mock.patch.object(plan.ForwardPlan, "suits", return_value=True)
+    for merged in (False, True):
+        plans.clear()
+        row = replace(plan.FORWARD[0], merged=merged)
+        with mock.patch.object(plan, "FORWARD", (row,)), suits:
+            made += [hw.attention_with_stats(q, k, v, None, mask, backend="hopper")]
+    assert all(map(torch.equal, made[0], made[1]))
+    true = hw.attention(q, k, v, None, mask, backend="reference")
+    assert (made[1].out.float() - true.float()).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("way", ["at once", "lagged"])

@@ -19,6 +19,8 @@ class Forward:
     - `queries`: ranks whose queries are in shared memory.
     - `out`: columns of out that pass through shared memory at a time; 0: all.
     - `held`: queries are multiplied from registers.
+    - `merged`: the first block of a rank is computed in the loop over partial ones, not before it:
+      a third less code, which three copies of it want, and more registers.
     - `consumers`: of 64 queries each; `ctas`: of a multiprocessor. Three consumers are for long
       lines; several CTAs of one, for short ones (`ForwardPlan.suits`): they run the same
       instructions, which do not fit the instruction cache twice.
@@ -31,6 +33,7 @@ class Forward:
     queries: int = 2
     out: int = 0
     held: bool = False
+    merged: bool = False
     consumers: int = 2
     ctas: int = 1
 
@@ -43,7 +46,7 @@ class Forward:
 
 
 FORWARD = (
-    Forward((64,), (64,), stages=3, consumers=3),
+    Forward((64,), (64,), stages=3, merged=True, consumers=3),
     Forward((64,), (64,), block=64, stages=3, consumers=1, ctas=3),
     Forward((64,), (64,), stages=3),
     Forward((64, 32), (64, 32)),
@@ -94,6 +97,7 @@ class How:
     positive: bool = True  # forward: scale > 0
     queries: int = 1  # forward: ranks whose queries are in shared memory
     held: bool = False  # forward: queries are multiplied from registers
+    merged: bool = False  # forward: the first block of a rank is computed among partial ones
     consumers: int = 2  # forward: warpgroups, of 64 queries each
     registers: int = 240  # forward: of a consumer's thread
     even: bool = True  # keys come in whole blocks; backward: in whole tiles

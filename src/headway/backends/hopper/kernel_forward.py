@@ -13,13 +13,13 @@ into P, the tensor cores compute P V of the one before:
     for every block n:
         in turn with the other consumers: issue S_n = q k_nᵀ;  issue O += P_{n-1} v_{n-1}
         wait for S_n;  P_n = exp2(S_n - m)
-        wait for O;  O *= exp2(m_before - m), where m has changed (`lazy.py`)
+        wait for O;  O *= exp2(m_before - m)
 
 and so from rank to rank: S of the first block of a rank is issued with the last product of the rank
 before, whose out is stored then. At both ends of a CTA's work stands a **ghost**, a rank of rows
 past the end, so that no rank is a special case: it sees one block, and nothing of it is stored.
 
-Loader and consumers walk the blocks of a line by the same function, `tile.visit_rest`, and so agree
+Loader and consumers walk the blocks of a line by the same function, `tile.visit_rank`, and so agree
 on them.
 """
 
@@ -28,21 +28,18 @@ from .gluon_api import (
     copy_out_wait,
     gl,
     gluon,
-    mbarrier,
     warpgroup_mma_wait,
 )
+from .kernel_forward_loader import load
 from .kernel_forward_out import finish
 from .kernel_forward_scheduler import schedule
-from .lazy import SLACK, none, rescaled, shrunk, sum_of
 from .linear import linear_scores
 from .pipeline import (
-    acquire,
     await_,
     await_own_turn,
     begin_turns,
     channel,
     end_turn,
-    publish,
     ready,
     release,
     signal,
@@ -58,8 +55,6 @@ from .tile import (
     add_product,
     at_stage,
     buffers,
-    bytes_of,
-    fetch,
     kept,
     left,
     mma,
@@ -69,8 +64,9 @@ from .tile import (
     positions,
     scores,
     settle,
+    times,
     told,
-    visit_rest,
+    visit_rank,
     zeros,
 )
 
@@ -148,87 +144,6 @@ def forward(
         )  # fmt: skip
 
 
-# -- the loader -----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
-    """Copy what each rank needs."""
-    work_smem, q_smem, k_smem, v_smem, _ = smem
-    work_ring, q_ring, k_ring, v_ring, more_ring = rings
-    _, _, q_len, kv_len, _ = sizes
-    COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS
-    release(work_ring, start())
-    work_at = step(start(), TOLD)
-    q_at = start()
-    to = (k, v, k_smem, v_smem, k_ring, v_ring)
-    # Of the ghost before, there is only its last product to come; of the one after, only its S.
-    kv_at = (start(), load_values(start(), to, 0, 0, 0, HOW))
-    await_(work_ring, work_at)
-    (slot,) = told(work_smem, work_at, 0, 1, 1)
-    while slot >= 0:
-        first, h, b, row, of_kv, ask = told(work_smem, work_at, 1, RUNS, 1)
-        runs = told(work_smem, work_at, RUNS, COUNT, 1)
-        release(work_ring, work_at)
-        work_at = step(work_at, TOLD)
-        q_at = load_queries(q_at, q, q_smem, q_ring, b, h, first, HOW)
-        given = (to, b, of_kv, more_ring)
-        state = (kv_at[0], kv_at[1], ask)
-        state = load_block(state, given, row, True, None, None, HOW)
-        state = visit_rest(state, given, walk, runs, kv_len, load_block, None, None, HOW)
-        kv_at = (state[0], state[1])
-        await_(work_ring, work_at)
-        (slot,) = told(work_smem, work_at, 0, 1, 1)
-    q_at = load_queries(q_at, q, q_smem, q_ring, 0, 0, q_len, HOW)
-    load_keys(kv_at[0], to, 0, 0, 0, HOW)
-
-
-@gluon.jit
-def load_queries(at, q, q_smem, q_ring, b, h, first, HOW: gl.constexpr):
-    """Copy the rows of a rank, each consumer's apart."""
-    COUNT: gl.constexpr = HOW.consumers
-    acquire(q_ring, at)
-    full = q_ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(q_smem, COUNT))
-    for w in gl.static_range(COUNT):
-        fetch(q, b, h, first + w * ROWS, full, q_smem, COUNT * at[0] + w)
-    return step(at, HOW.queries)
-
-
-@gluon.jit
-def load_block(
-    state, given, n, PARTIAL: gl.constexpr,
-    SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """Copy the keys and values from n on; at the `ask`-th block, ask for one more rank."""
-    to, b, h, more_ring = given
-    k_at, v_at, ask = state
-    publish(more_ring, start(), ask == 1)
-    return load_keys(k_at, to, b, h, n, HOW), load_values(v_at, to, b, h, n, HOW), ask - 1
-
-
-@gluon.jit
-def load_keys(at, to, b, h, n, HOW: gl.constexpr):
-    """Copy keys from n on."""
-    k, _, k_smem, _, k_ring, _ = to
-    acquire(k_ring, at)
-    full = k_ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(k_smem, 1))
-    fetch(k, b, h, n, full, k_smem, at[0])
-    return step(at, HOW.stages)
-
-
-@gluon.jit
-def load_values(at, to, b, h, n, HOW: gl.constexpr):
-    """Copy values from n on."""
-    _, v, _, v_smem, _, v_ring = to
-    acquire(v_ring, at)
-    full = v_ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(v_smem, 1))
-    fetch(v, b, h, n, full, v_smem, at[0])
-    return step(at, HOW.stages)
-
-
 # -- a consumer -----------------------------------------------------------------------------------
 
 
@@ -253,7 +168,8 @@ def consume(
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
     COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS
     nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
-    m, l, peak, largest = nothing, none(BLOCK), nothing, nothing
+    none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
+    m, l, largest = nothing, none, nothing
     acc = zeros(ROWS, v_smem)
     p = gl.zeros([ROWS, BLOCK], k_smem[0].dtype, layout=left(v_smem[0].shape[2]))
     slot = gl.to_tensor(0)
@@ -262,9 +178,11 @@ def consume(
         queries = at_stage(q_smem, HOW.consumers * q_at[0] + W)
         if HOW.held:
             queries = (queries[0].load(left(BLOCK)),)  # Shared memory is then read for keys alone.
-            release(q_ring, q_at)
         context = (queries, k_smem, v_smem, k_ring, v_ring)
-        s, tokens = issue(context, acc, p, k_at, v_at, HOW)
+        if not HOW.merged:
+            s, tokens = issue(context, acc, p, k_at, v_at, HOW)
+        if HOW.held:  # A product has read them, so they have arrived: not before.
+            release(q_ring, q_at)
         await_(work_ring, work_at)
         slot, first, h, b, row = told(work_smem, work_at, 0, 5, 4)
         q_idx = positions(
@@ -274,21 +192,19 @@ def consume(
         of_row = of_rows(at[0], at[1], q_idx, of_score, of_mask, True, HOW)
         at = at + (of_row + (begin(bands, b, h, first + W * ROWS),),)  # noqa: RUF005
         how_scored = (kv_len, scale, coords, of_score, of_mask, at)
-        done = (m, l, peak, largest)
-        fresh = (tokens, nothing, none(BLOCK), nothing, nothing, p, k_at, v_at)
-        acc, m, l, peak, largest, p, k_at, v_at = absorb(
-            fresh, s, context, how_scored, row, True, True, SCORE, MASK, HOW
-        )
-        last = told(work_smem, last_at, 0, 4, 4)
-        release(work_ring, last_at)
-        finish(acc, done, last, i, to, o_smem, sizes, walk, SCORE, HOW)
+        before = (last_at, i, work_smem, work_ring, to, o_smem, sizes, walk)
+        if HOW.merged:
+            state = (acc, m, l, largest, p, k_at, v_at, gl.to_tensor(1))
+        else:
+            state = (tokens, m, l, largest, p, k_at, v_at, gl.to_tensor(1))
+            state = absorb(state, s, context, how_scored, before, row, True, True, SCORE, MASK, HOW)
         runs = told(work_smem, work_at, RUNS, COUNT, 4)
-        last_at, work_at = work_at, step(work_at, TOLD)
-        state = (zeros(ROWS, v_smem), m, l, peak, largest, p, k_at, v_at)
-        state = visit_rest(
-            state, (context, how_scored), walk, runs, kv_len, attend, SCORE, MASK, HOW
+        state = visit_rank(
+            state, (context, how_scored, before), walk, row, runs, kv_len, HOW.merged, attend,
+            SCORE, MASK, HOW,
         )  # fmt: skip
-        acc, m, l, peak, largest, p, k_at, v_at = state
+        acc, m, l, largest, p, k_at, v_at, _ = state
+        last_at, work_at = work_at, step(work_at, TOLD)
         if not HOW.held:
             release(q_ring, q_at)
         q_at = step(q_at, HOW.queries)
@@ -300,12 +216,12 @@ def attend(
     state, given, n, PARTIAL: gl.constexpr,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """One block of keys but the first of a rank."""
-    context, how_scored = given
-    acc, m, l, peak, largest, p, k_at, v_at = state
+    """One block of keys."""
+    context, how_scored, before = given
+    acc, m, l, largest, p, k_at, v_at, fresh = state
     s, tokens = issue(context, acc, p, k_at, v_at, HOW)
-    state = (tokens, m, l, peak, largest, p, k_at, v_at)
-    return absorb(state, s, context, how_scored, n, False, PARTIAL, SCORE, MASK, HOW)
+    state = (tokens, m, l, largest, p, k_at, v_at, fresh)
+    return absorb(state, s, context, how_scored, before, n, False, PARTIAL, SCORE, MASK, HOW)
 
 
 @gluon.jit
@@ -325,17 +241,19 @@ def issue(context, acc, p, k_at, v_at, HOW: gl.constexpr):
 
 @gluon.jit
 def absorb(
-    state, s, context, how_scored, n, FIRST: gl.constexpr, PARTIAL: gl.constexpr,
+    state, s, context, how_scored, before, n, FIRST: gl.constexpr, PARTIAL: gl.constexpr,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """What follows of `issue`, for keys from n on: P of them, and acc, which is that of the rank
-    before if they are the first of a rank."""
-    tokens, m, l, peak, largest, p, k_at, v_at = state
+    """What follows of `issue`, for keys from n on: P of them, and acc. If they are the first of a
+    rank (FIRST; or `fresh`, where that is computed among others), what was summed so far is of the
+    rank before, and is finished."""
+    tokens, m, l, largest, p, k_at, v_at, fresh = state
     queries, k_smem, v_smem, k_ring, v_ring = context
     kv_len, scale, coords, of_score, of_mask, at = how_scored
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
     SHIFTED: gl.constexpr = HOW.linear is not None and not HOW.lone
+    MERGED: gl.constexpr = HOW.merged and PARTIAL
     b, h, q_idx, row, rows = at
     j = n + gl.arange(0, BLOCK, layout=by_thread())
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, j < kv_len, INDEX)
@@ -371,29 +289,39 @@ def absorb(
         t = gl.where(kept_pairs, t, float("-inf"))
     if PARTIAL and not HOW.even:
         t = gl.where(live[None, :], t, float("-inf"))
+    done = (m, l, largest)
+    if FIRST or MERGED:
+        m = gl.where(fresh > 0, float("-inf"), m)
+        l = gl.where(fresh > 0, 0.0, l)
+        largest = gl.where(fresh > 0, float("-inf"), largest)
     if HOW.largest:  # of S, where T says that the pair is kept
         whole = t + by_row[:, None] if SHIFTED else t
         seen = gl.where(whole == float("-inf"), float("-inf"), s)
         largest = gl.maximum(largest, gl.max(seen, 1))
-    before = m
+    m_before = m
     most = gl.max(t, 1) * unit
-    by_block = most + by_row if SHIFTED else most
-    peak = gl.maximum(peak, by_block)  # Where nobody asks for it, the compiler drops it.
-    m = by_block if FIRST else gl.where(by_block > m + SLACK, by_block, m)
+    m = gl.maximum(m, most + by_row if SHIFTED else most)
     # A query that has seen nothing yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
     base = gl.where(m == float("-inf"), 0.0, m)
     less = base
-    if SHIFTED:  # Rounded, it may be too small: no exponential is to be above 2 ** SLACK.
-        less = gl.maximum(base - by_row, most - SLACK)
+    if SHIFTED:  # Rounded, it may be less than the largest T: no exponential is to be above 1.
+        less = gl.maximum(base - by_row, most)
     e = gl.exp2(t * unit - less[:, None])
-    if FIRST:
-        l = sum_of(e)
-        acc = settle(tokens, p, 0)
-    else:
-        shrink = gl.exp2(before - base)
-        l = shrunk(l, shrink, BLOCK) + sum_of(e)
-        acc = rescaled(settle(tokens, p, 0), shrink)
+    shrink = gl.exp2(m_before - base)
+    l = l * shrink + gl.sum(e, 1)
+    acc = settle(tokens, p, 0)
     release(v_ring, v_at)
     v_at = step(v_at, HOW.stages)
     p = gl.convert_layout(kept(e.to(k_smem[0].dtype)), left(v_smem[0].shape[2]))
-    return acc, m, l, peak, largest, p, k_at, v_at
+    if FIRST:
+        finish(acc, done, before, SCORE, HOW)
+        acc = zeros(ROWS, v_smem)
+    elif MERGED:
+        if fresh > 0:
+            finish(acc, done, before, SCORE, HOW)
+            acc = zeros(ROWS, v_smem)
+        else:
+            acc = times(acc, shrink)
+    else:
+        acc = times(acc, shrink)
+    return acc, m, l, largest, p, k_at, v_at, gl.to_tensor(0)

@@ -1,29 +1,27 @@
 """What becomes of a rank of the forward: out, lse, and what else is asked for."""
 
 from .gluon_api import copy_out, copy_out_wait, fence_async_shared, gl, gluon
-from .lazy import total
-from .tile import LN2, LOG2E, ROWS, halves, mma, or_nan, times
+from .pipeline import release
+from .tile import LN2, LOG2E, ROWS, halves, mma, or_nan, times, told
 
 
 @gluon.jit
-def finish(
-    acc, state, rank, i, to, o_smem, sizes, walk,
-    SCORE: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
+def finish(acc, state, rank, SCORE: gl.constexpr, HOW: gl.constexpr):
     """Store what is known of a rank; of a ghost, whose rows are all past the end, nothing."""
+    at, i, work_smem, work_ring, to, o_smem, sizes, walk = rank
     out, wide_out, lse, row_max, top, sink = to
     heads, _, q_len, _, dv = sizes
     W: gl.constexpr = HOW.consumer
-    m, l, peak, largest = state
-    l = total(l, HOW.block)
-    slot, first, h, b = rank
+    m, l, largest = state
+    slot, first, h, b = told(work_smem, at, 0, 4, 4)
+    release(work_ring, at)
     live = first + i < q_len
     head = (gl.cast(b, gl.int64) * heads + h) * q_len
     if row_max is not None:
-        gl.store(row_max + head + first + i, or_nan(peak * LN2, l), mask=live)
+        gl.store(row_max + head + first + i, or_nan(m * LN2, l), mask=live)
     if top is not None:
         if SCORE is None:
-            largest = peak * LN2  # S is T
+            largest = m * LN2  # S is T
         largest = gl.where(live, or_nan(largest, l), float("-inf"))
         bad = gl.max((largest != largest).to(gl.int32), 0)
         largest = gl.where(bad > 0, float("nan"), gl.max(largest, 0))

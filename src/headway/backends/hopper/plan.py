@@ -31,9 +31,9 @@ from . import (
     kernel_backward_parts,
     kernel_backward_wide,
     kernel_forward,
+    kernel_forward_loader,
     kernel_forward_out,
     kernel_forward_scheduler,
-    lazy,
     linear,
     pipeline,
     sides,
@@ -79,9 +79,10 @@ class Plan(BasePlan):
 
     sources = (
         maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, sides, of_diagonals,
-        lazy, kernel_forward_scheduler, kernel_forward_out, kernel_forward, kernel_backward_parts,
-        kernel_backward_dq, kernel_backward_lagged, kernel_backward_adder, kernel_backward_keys,
-        kernel_backward_heads, kernel_backward_deal, kernel_backward, kernel_backward_wide,
+        kernel_forward_scheduler, kernel_forward_loader, kernel_forward_out, kernel_forward,
+        kernel_backward_parts, kernel_backward_dq, kernel_backward_lagged, kernel_backward_adder,
+        kernel_backward_keys, kernel_backward_heads, kernel_backward_deal, kernel_backward,
+        kernel_backward_wide,
     )  # fmt: skip
 
     # Whether an absolute distance is looked at with the mask (`linear.side`): of causal ALiBi the
@@ -124,6 +125,15 @@ class Plan(BasePlan):
         known before the tiles are."""
         long = min(self.q_len, self.kv_len) >= length
         return long and not self.heavy and plainly_masked(self.spec)
+
+    def compares(self) -> bool:
+        """Whether the mask compares captured numbers of queries with those of keys, as documents
+        do: most lines are short."""
+        mask = graphs(self.spec)[1]
+        if mask is None:
+            return False
+        kinds = {variation(mask, mask.nodes[n].args[1:]) for n in self.gathers(mask)}
+        return {"rows", "cols"} <= kinds
 
     def follow(self, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """The matrices as the copy engine can read them."""
@@ -174,7 +184,8 @@ class ForwardPlan(Plan):
             "HOW": How(
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
-                queries=how.queries, held=how.held, consumers=how.consumers, registers=registers,
+                queries=how.queries, held=how.held, merged=how.merged, consumers=how.consumers,
+                registers=registers,
                 largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
             ),
@@ -198,15 +209,6 @@ class ForwardPlan(Plan):
         1.3. 128 wide, causal 512 0.92, documents of 700 0.76, causal 1k 1.05, a window 1.1."""
         masked = self.spec.score is None and self.mask is not None and not self.heavy
         return masked and (width <= 64 or self.kv_len <= 512 or self.compares())
-
-    def compares(self) -> bool:
-        """Whether the mask compares captured numbers of queries with those of keys, as documents
-        do: most lines are short."""
-        mask = graphs(self.spec)[1]
-        if mask is None:
-            return False
-        kinds = {variation(mask, mask.nodes[n].args[1:]) for n in self.gathers(mask)}
-        return {"rows", "cols"} <= kinds
 
     def in_threes(self) -> bool:
         """Whether a rank is of 192 queries: few are past the end, no score wants registers, and
@@ -264,6 +266,9 @@ class BackwardPlan(Plan):
         # Whether they are the results as they are.
         self.exact = not self.wide and columns == [self.d, self.dv]
         near = self.near(self.heads, -(-self.kv_len // how.keys))
+        if self.tile is not None and spec.tiles is None and self.compares():
+            # Where documents begin anywhere, finer tiles leave out more.
+            self.tile = how.block, self.tile[1]
         self.walks = Walks(self, queries=False, block=how.keys, near=near)
         self.bands = Bands(self, self.walks, wanted, queries=False)
         self.q_rows = -(-self.q_len // how.block) * how.block

@@ -14,7 +14,7 @@ TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before,
 ROWS = gl.constexpr(64)  # of a consumer of the forward: what one warpgroup multiplies at a time
 # The numbers of a rank of the forward, at most: its tile of out (-1: a ghost), first row, head,
 # batch row, first block, head of the keys, with which block to ask for one more rank (0: with
-# none), and, from RUNS on, its runs (`visit_rest`).
+# none), and, from RUNS on, its runs (`visit_rank`).
 NUMBERS = gl.constexpr(15)
 RUNS = gl.constexpr(7)
 
@@ -106,59 +106,61 @@ def _rows(start, count, walk, length, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _from_full(runs, HOW: gl.constexpr):
-    """Whether the block that is visited first is of a full tile (`ranks.table`)."""
+    """1 where the block that is visited first is not of a partial tile (`ranks.table`), else 0."""
     if HOW.even:
-        return runs[5] == 0
+        return gl.where(runs[5] == 0, 1, 0)
     else:
-        return runs[1] > 0
+        return gl.where((runs[1] > 0) | (runs[5] == 0), 1, 0)
 
 
 @gluon.jit
-def visit_rest(
-    state, given, walk, runs, length,
+def visit_rank(
+    state, given, walk, row, runs, length, FIRST: gl.constexpr,
     BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """`BODY(state, given, row, PARTIAL)` on every live block of a line but the first one visited,
-    those of each kind from the last to the first, those of the first one's kind first. `runs`:
-    the last numbers of a rank (`ranks.table`); without a block mask, how many blocks there are."""
+    """`BODY(state, given, row, PARTIAL)` on every live block of a line: the first one, at `row`, as
+    if it were partial (only where FIRST), then partial ones, then full ones, those of a run from
+    the last to the first. `runs`: the last numbers of a rank (`ranks.table`); without a block mask,
+    how many blocks there are."""
     BLOCK: gl.constexpr = HOW.block
     if walk.full is None:
+        if FIRST:
+            state = BODY(state, given, row, True, SCORE, MASK, HOW)
         for i in range(1, runs[0]):
             state = BODY(state, given, (runs[0] - 1 - i) * BLOCK, False, SCORE, MASK, HOW)
     else:
         f1, runs_f, start_f, count_f, p1, runs_p, start_p, count_p = runs
         from_full = _from_full(runs, HOW)
-        full = (walk.full, f1, runs_f, start_f, count_f, from_full)
-        partial = (walk.partial, p1, runs_p, start_p, count_p, from_full == 0)
-        if HOW.even:
-            state = _visit_runs(
-                state, given, walk, partial, length, True, BODY, SCORE, MASK, HOW
-            )  # fmt: skip
-            state = _visit_runs(state, given, walk, full, length, False, BODY, SCORE, MASK, HOW)
+        full = (walk.full, f1, runs_f, start_f, count_f, 0, from_full)
+        if FIRST:
+            partial = (walk.partial, p1, runs_p, start_p, count_p, from_full, 0)
         else:
-            state = _visit_runs(state, given, walk, full, length, False, BODY, SCORE, MASK, HOW)
-            state = _visit_runs(
-                state, given, walk, partial, length, True, BODY, SCORE, MASK, HOW
-            )  # fmt: skip
+            partial = (walk.partial, p1, runs_p, start_p, count_p, 0, 1 - from_full)
+        state = _visit_runs(state, given, walk, row, partial, length, True, BODY, SCORE, MASK, HOW)
+        state = _visit_runs(state, given, walk, row, full, length, False, BODY, SCORE, MASK, HOW)
     return state
 
 
 @gluon.jit
 def _visit_runs(
-    state, given, walk, runs, length, PARTIAL: gl.constexpr,
+    state, given, walk, row, runs, length, PARTIAL: gl.constexpr,
     BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """The part of `visit_rest` for full or for partial blocks; `begun`: without the last."""
-    of_kind, end, several, start, count, begun = runs
-    for r in range(0, several):
+    """The part of `visit_rank` for full or for partial blocks: before them `more` blocks at `row`,
+    and `less` of them, the last ones of the first run, left out."""
+    of_kind, end, several, start, count, more, less = runs
+    for r in range(0 - more, several):
+        own = r >= 0
         first, blocks = _rows(start, count, walk, length, HOW.block)
+        first, blocks = gl.where(own, first, row), gl.where(own, blocks, 1)
         # The next run, which is there by the time that this one ends.
-        there = r + 1 < several
-        start = gl.load(of_kind[1] + (end - 2 - r), mask=there, other=0)
-        count = gl.load(of_kind[2] + (end - 2 - r), mask=there, other=0)
-        for i in range(gl.where(begun & (r == 0), 1, 0), blocks):
-            row = first + (blocks - 1 - i) * HOW.block
-            state = BODY(state, given, row, PARTIAL, SCORE, MASK, HOW)
+        there = own & (r + 1 < several)
+        next_start = gl.load(of_kind[1] + (end - 2 - r), mask=there, other=0)
+        next_count = gl.load(of_kind[2] + (end - 2 - r), mask=there, other=0)
+        start, count = gl.where(own, next_start, start), gl.where(own, next_count, count)
+        for i in range(gl.where(r == 0, less, 0), blocks):
+            at = first + (blocks - 1 - i) * HOW.block
+            state = BODY(state, given, at, PARTIAL, SCORE, MASK, HOW)
     return state
 
 
