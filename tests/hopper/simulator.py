@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 
 from headway.backends import kernels
-from headway.backends.hopper import bands, launch, plan
+from headway.backends.hopper import bands, launch, plan, tile
 from headway.backends.kernels import direct, results
 from headway.backends.kernels import plan as plans
 
@@ -414,6 +414,8 @@ class Language(types.ModuleType):
     def inline_asm_elementwise(asm, constraints, args, **options):
         if asm == "":
             return args[0]
+        if asm == tile._HALVES.value:
+            return args[0].float()
         if "global" in asm:
             return assembly.elementwise(asm, constraints, args, Desc.lock)
         if not asm.startswith("tanh.approx.f32 "):

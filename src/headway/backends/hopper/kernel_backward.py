@@ -78,6 +78,7 @@ from .tile import (
     positions,
     told,
     visit,
+    widened,
     zeros,
 )
 
@@ -347,7 +348,7 @@ def attend_back(
     e = warpgroup_mma_wait(1, deps=[dp])
     if not WIDE:
         e = e - delta[None, :]
-    ds = by_s.to(gl.float32) * e
+    ds = widened(by_s) * e if WIDE else by_s * e
     if SCATTER is not None:
         values = others(p, by, e, HOW.unbounded)
         SCATTER(grads, values, *pairs, of_score)

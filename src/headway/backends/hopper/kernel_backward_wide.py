@@ -65,6 +65,7 @@ from .tile import (
     positions,
     settle,
     visit,
+    widened,
 )
 
 _P_STAGES = gl.constexpr(3)
@@ -290,7 +291,7 @@ def keys_block(
     await_(q_ring, q_at)
     if SCATTER is None:
         await_(p_ring, p_at)
-        by_s = p_smem.index(p_at[0]).load(mma(HOW.block)).to(gl.float32)
+        by_s = widened(p_smem.index(p_at[0]).load(mma(HOW.block)))
     else:  # P once more, for all that it is multiplied with
         s = outer(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
         columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)

@@ -360,6 +360,24 @@ def kept(x):
 
 
 @gluon.jit
+def widened(x):
+    """x in float32. bfloat16 is its upper half, but ptxas takes pairs apart first, and needs twice
+    the instructions."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            _HALVES, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        return x.to(gl.float32)
+
+
+_HALVES = gl.constexpr(
+    "{ .reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000; "
+    "mov.b32 $0, low; mov.b32 $1, high; }"
+)
+
+
+@gluon.jit
 def times(acc, factor):
     """Every piece times a number per row."""
     a = acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, mma(acc[0].shape[1])))[:, None]
