@@ -55,6 +55,7 @@ from .kernel_backward_keys import put_keys
 from .kernel_backward_lagged import after_last, attend_lagged, before_first
 from .kernel_backward_parts import (
     DO_STAGES,
+    factors,
     of_keys,
     of_queries,
     others,
@@ -78,7 +79,6 @@ from .tile import (
     positions,
     told,
     visit,
-    widened,
     zeros,
 )
 
@@ -348,7 +348,7 @@ def attend_back(
     e = warpgroup_mma_wait(1, deps=[dp])
     if not WIDE:
         e = e - delta[None, :]
-    ds = widened(by_s) * e if WIDE else by_s * e
+    ds = factors(by_s, MASK) * e
     if SCATTER is not None:
         values = others(p, by, e, HOW.unbounded)
         SCATTER(grads, values, *pairs, of_score)

@@ -13,9 +13,9 @@ gradients of their own, nor, with blocks of 128, for masks that read one: there 
 
 from .gluon_api import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from .kernel_backward_dq import hand_over, part
-from .kernel_backward_parts import DO_STAGES, of_queries, outer_v, probabilities
+from .kernel_backward_parts import DO_STAGES, factors, of_queries, outer_v, probabilities
 from .pipeline import await_, prior, publish, release, step
-from .tile import ROWS, add_product, at_stage, kept, left, mma, outer, widened
+from .tile import ROWS, add_product, at_stage, kept, left, mma, outer
 
 
 @gluon.jit
@@ -91,7 +91,7 @@ def attend_lagged(
     publish(ring[0], dq_at, lags)
 
     e = warpgroup_mma_wait(1, deps=[dp])
-    ds16 = (widened(by_s) * e).to(dtype)
+    ds16 = (factors(by_s, MASK) * e).to(dtype)
     # In as many stages as dout; what fills one twice has been read in between.
     ds_smem.index(do_at[0] * 2 + W).store(ds16)
     fence_async_shared()

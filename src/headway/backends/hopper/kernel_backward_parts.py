@@ -10,7 +10,7 @@ from .kernel_forward import ROWS
 from .linear import linear_scores
 from .pipeline import acquire, step
 from .sides import by_thread, given, keep, of_columns, of_rows
-from .tile import LOG2E, bytes_of, fetch, mma, positions, visit
+from .tile import LOG2E, bytes_of, fetch, mma, positions, visit, widened
 
 DO_STAGES = gl.constexpr(2)
 # How 256 numbers lie in a warpgroup's registers, in the order of `in_order`.
@@ -182,6 +182,17 @@ def weighted(p, by, UNBOUNDED: gl.constexpr):
         return gl.where(p == 0.0, 0.0, p * by)
     else:
         return p * by
+
+
+@gluon.jit
+def factors(by_s, MASK: gl.constexpr):
+    """P times the derivative, which may have been rounded, in float32. (`widened` saves 7 % of a
+    block's instructions. Timed on an H200: 64 wide then takes 0.953 of the time, 192 wide 0.958;
+    with a causal mask, though, 1.023 and 1.003.)"""
+    if MASK is None:
+        return widened(by_s)
+    else:
+        return by_s.to(gl.float32)
 
 
 @gluon.jit
