@@ -20,7 +20,7 @@ class Forward:
     - `out`: columns of out that pass through shared memory at a time; 0: all.
     - `held`: queries are multiplied from registers.
     - `merged`: the first block of a rank is computed in the loop over partial ones, not before it:
-      a third less code, which three copies of it want, and more registers.
+      a third less code, which three copies of it want, and more registers. Not with `held`.
     - `consumers`: of 64 queries each; `ctas`: of a multiprocessor. Three consumers are for long
       lines; several CTAs of one, for short ones (`ForwardPlan.suits`): they run the same
       instructions, which do not fit the instruction cache twice.

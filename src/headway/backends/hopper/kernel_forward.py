@@ -181,8 +181,8 @@ def consume(
         context = (queries, k_smem, v_smem, k_ring, v_ring)
         if not HOW.merged:
             s, tokens = issue(context, acc, p, k_at, v_at, HOW)
-        if HOW.held:  # A product has read them, so they have arrived: not before.
-            release(q_ring, q_at)
+            if HOW.held:  # A product has read them, so they have arrived: not before.
+                release(q_ring, q_at)
         await_(work_ring, work_at)
         slot, first, h, b, row = told(work_smem, work_at, 0, 5, 4)
         q_idx = positions(
@@ -316,7 +316,7 @@ def absorb(
     if FIRST:
         finish(acc, done, before, SCORE, HOW)
         acc = zeros(ROWS, v_smem)
-    elif MERGED:
+    elif MERGED:  # FIRST or not, as the loop goes
         if fresh > 0:
             finish(acc, done, before, SCORE, HOW)
             acc = zeros(ROWS, v_smem)
