@@ -65,7 +65,6 @@ from .kernel_backward_parts import (
 from .pipeline import acquire, await_, channel, nth, publish, ready, release, signal, start, step
 from .tile import (
     ROWS,
-    TOLD,
     add_product,
     at_stage,
     buffers,
@@ -73,14 +72,12 @@ from .tile import (
     left,
     matrix,
     mma,
-    numbers,
     outer,
     pieces,
     positions,
-    told,
-    visit,
     zeros,
 )
+from .walk import TOLD, numbers, told, visit
 
 
 @gluon.jit(

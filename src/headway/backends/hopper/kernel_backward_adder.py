@@ -3,7 +3,8 @@
 from .gluon_api import copy_out_add, copy_out_wait, fence_landed, gl, gluon
 from .kernel_backward_parts import counter_of, turn_of
 from .pipeline import await_, await_turn, pass_on, release, start, step
-from .tile import TOLD, at_stage, told, visit
+from .tile import at_stage
+from .walk import TOLD, told, visit
 
 
 @gluon.jit

@@ -4,7 +4,8 @@ from .gluon_api import gl, gluon
 from .kernel_backward_heads import place_in_head
 from .kernel_backward_parts import load
 from .pipeline import start
-from .tile import ROWS, place, tell
+from .tile import ROWS
+from .walk import place, tell
 
 
 @gluon.jit

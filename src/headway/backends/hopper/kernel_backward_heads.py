@@ -32,7 +32,8 @@ from .kernel_backward_adder import place_of
 from .kernel_backward_keys import as_keys
 from .kernel_backward_parts import ORDER, in_order, in_rows
 from .pipeline import accept, await_, publish, release, start, step
-from .tile import ROWS, TOLD, matrix, mma, told, visit
+from .tile import ROWS, matrix, mma
+from .walk import TOLD, told, visit
 
 # What a visit of a block is (`heads.kinds`): VISIT, and one of the others or both; 0 is none.
 VISIT = gl.constexpr(1)

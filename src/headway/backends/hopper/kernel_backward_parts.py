@@ -10,7 +10,8 @@ from .kernel_forward import ROWS
 from .linear import linear_scores
 from .pipeline import acquire, step
 from .sides import by_thread, given, keep, of_columns, of_rows
-from .tile import LOG2E, bytes_of, fetch, mma, positions, visit, widened
+from .tile import LOG2E, bytes_of, fetch, mma, positions, widened
+from .walk import visit
 
 DO_STAGES = gl.constexpr(2)
 # How 256 numbers lie in a warpgroup's registers, in the order of `in_order`.

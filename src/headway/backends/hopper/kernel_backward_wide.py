@@ -61,12 +61,11 @@ from .tile import (
     matrix,
     mma,
     outer,
-    place,
     positions,
     settle,
-    visit,
     widened,
 )
+from .walk import place, visit
 
 _P_STAGES = gl.constexpr(3)
 _HALF = gl.constexpr(128)

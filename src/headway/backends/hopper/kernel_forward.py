@@ -19,7 +19,7 @@ and so from rank to rank: S of the first block of a rank is issued with the last
 before, whose out is stored then. At both ends of a CTA's work stands a **ghost**, a rank of rows
 past the end, so that no rank is a special case: it sees one block, and nothing of it is stored.
 
-Loader and consumers walk the blocks of a line by the same function, `tile.visit_rank`, and so agree
+Loader and consumers walk the blocks of a line by the same function, `walk.visit_rank`, and so agree
 on them.
 """
 
@@ -48,27 +48,22 @@ from .pipeline import (
 )
 from .sides import by_thread, given, keep, of_columns, of_rows
 from .tile import (
-    NUMBERS,
     ROWS,
-    RUNS,
-    TOLD,
     add_product,
     at_stage,
     buffers,
     kept,
     left,
     mma,
-    numbers,
     outer,
     pieces,
     positions,
     scores,
     settle,
     times,
-    told,
-    visit_rank,
     zeros,
 )
+from .walk import NUMBERS, RUNS, TOLD, numbers, told, visit_rank
 
 
 # Numbers that change from call to call do not make a kernel of their own.

@@ -3,7 +3,8 @@ for one more rank a little before it is done with a long one."""
 
 from .gluon_api import gl, gluon, mbarrier
 from .pipeline import acquire, await_, publish, release, start, step
-from .tile import NUMBERS, ROWS, RUNS, TOLD, bytes_of, fetch, told, visit_rank
+from .tile import ROWS, bytes_of, fetch
+from .walk import NUMBERS, RUNS, TOLD, told, visit_rank
 
 
 @gluon.jit

@@ -2,7 +2,8 @@
 
 from .gluon_api import copy_out, copy_out_wait, fence_async_shared, gl, gluon
 from .pipeline import release
-from .tile import LN2, LOG2E, ROWS, halves, mma, or_nan, times, told
+from .tile import LN2, LOG2E, ROWS, halves, mma, or_nan, times
+from .walk import told
 
 
 @gluon.jit

@@ -8,7 +8,8 @@ successor is found: behind it, the next one is taken at once.
 
 from .gluon_api import gl, gluon
 from .pipeline import await_, start, step
-from .tile import ROWS, tell
+from .tile import ROWS
+from .walk import tell
 
 SHORT = gl.constexpr(4)  # blocks of a rank that others do not miss
 

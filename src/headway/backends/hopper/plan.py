@@ -38,6 +38,7 @@ from . import (
     pipeline,
     sides,
     tile,
+    walk,
 )
 from .bands import Bands
 from .config import BACKWARD, FORWARD, TILE, Backward, Forward, How, fitting, turns
@@ -78,11 +79,11 @@ class Plan(BasePlan):
     """What forward and backward have in common."""
 
     sources = (
-        maths, diagonals, gradients, rows, gluon_api, pipeline, tile, linear, sides, of_diagonals,
-        kernel_forward_scheduler, kernel_forward_loader, kernel_forward_out, kernel_forward,
-        kernel_backward_parts, kernel_backward_dq, kernel_backward_lagged, kernel_backward_adder,
-        kernel_backward_keys, kernel_backward_heads, kernel_backward_deal, kernel_backward,
-        kernel_backward_wide,
+        maths, diagonals, gradients, rows, gluon_api, pipeline, walk, tile, linear, sides,
+        of_diagonals, kernel_forward_scheduler, kernel_forward_loader, kernel_forward_out,
+        kernel_forward, kernel_backward_parts, kernel_backward_dq, kernel_backward_lagged,
+        kernel_backward_adder, kernel_backward_keys, kernel_backward_heads, kernel_backward_deal,
+        kernel_backward, kernel_backward_wide,
     )  # fmt: skip
 
     # Whether an absolute distance is looked at with the mask (`linear.side`): of causal ALiBi the

@@ -1,0 +1,211 @@
+"""What a rank is, as it is told to those who work on it, and the walk over its live blocks."""
+
+from .gluon_api import gl, gluon
+from .pipeline import acquire, publish, step
+
+TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
+# The numbers of a rank of the forward, at most: its tile of out (-1: a ghost), first row, head,
+# batch row, first block, head of the keys, with which block to ask for one more rank (0: with
+# none), and, from RUNS on, its runs (`visit_rank`).
+NUMBERS = gl.constexpr(15)
+RUNS = gl.constexpr(7)
+
+
+@gluon.jit
+def place(rank, walk, heads, SUB: gl.constexpr, ROWS: gl.constexpr):
+    """The work of a rank: its line of the block mask, its number among the tiles of its head, first
+    row, head, batch row. Ranks of some heads follow one another, longest line first."""
+    if walk.full is None:  # noqa: SIM108
+        ranks = walk.lines
+    else:
+        ranks = walk.lines * walk.b * walk.h * SUB
+    several = ranks * walk.near
+    turn = rank % several
+    rest = rank // several
+    rank = turn // walk.near
+    if walk.full is None:
+        line = rank
+        slot = rank
+        first = rank * ROWS
+        h = rest % (heads // walk.near) * walk.near + turn % walk.near
+        b = rest // (heads // walk.near)
+    else:
+        line = gl.load(walk.order + rank // SUB)
+        tile = line % walk.lines
+        slot = tile * SUB + rank % SUB
+        first = tile * walk.size + rank % SUB * ROWS
+        # What the mask does not tell apart, the rest of the rank does.
+        free = walk.h == 1
+        of_mask = line // walk.lines
+        turns = heads // walk.near
+        h = gl.where(free, rest % turns * walk.near + turn % walk.near, of_mask % walk.h)
+        rest = gl.where(free, rest // turns, rest)
+        b = gl.where(walk.b == 1, rest, of_mask // walk.h)
+    return line, slot, first, h, b
+
+
+@gluon.jit
+def tell(at, work_smem, ring, work):
+    """Write down what a rank is, so that the other partitions need not work it out."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    acquire(ring, at)
+    for n in gl.static_range(len(work)):
+        number = gl.full([1], work[n], gl.int32, layout=one)
+        work_smem.index(at[0] * NUMBERS + n).store(number)
+    publish(ring, at)
+    return step(at, TOLD)
+
+
+@gluon.jit
+def told(work_smem, at, FROM: gl.constexpr, TO: gl.constexpr, WARPS: gl.constexpr):
+    """Some numbers of a rank, as `tell` wrote them; WARPS: of the partition that asks."""
+    work = ()
+    for n in gl.static_range(FROM, TO):
+        work = work + (_number(work_smem, at[0] * NUMBERS + n, WARPS),)  # noqa: RUF005
+    return work
+
+
+@gluon.jit
+def _number(work_smem, n, WARPS: gl.constexpr):
+    return gl.max(work_smem.index(n).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+
+
+@gluon.jit
+def numbers():
+    """Shared memory for what `tell` writes."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    return gl.allocate_shared_memory(gl.int32, [TOLD * NUMBERS, 1], layout)
+
+
+@gluon.jit
+def _stretch(runs, run, there, walk, length, BLOCK: gl.constexpr):
+    """First row and number of blocks of a run; the first tile where it is not `there`."""
+    start = gl.load(runs[1] + run, mask=there, other=0)
+    count = gl.load(runs[2] + run, mask=there, other=1)
+    return _rows(start, count, walk, length, BLOCK)
+
+
+@gluon.jit
+def _rows(start, count, walk, length, BLOCK: gl.constexpr):
+    """First row and number of blocks of some tiles."""
+    first = start * walk.step
+    end = gl.minimum(first + count * walk.step, length)
+    return first, (end - first + BLOCK - 1) // BLOCK
+
+
+@gluon.jit
+def _from_full(runs, HOW: gl.constexpr):
+    """1 where the block that is visited first is not of a partial tile (`ranks.table`), else 0."""
+    if HOW.even:
+        return gl.where(runs[5] == 0, 1, 0)
+    else:
+        return gl.where((runs[1] > 0) | (runs[5] == 0), 1, 0)
+
+
+@gluon.jit
+def visit_rank(
+    state, given, walk, row, runs, length, FIRST: gl.constexpr,
+    BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """`BODY(state, given, row, PARTIAL)` on every live block of a line: the first one, at `row`, as
+    if it were partial (only where FIRST), then partial ones, then full ones, those of a run from
+    the last to the first. `runs`: the last numbers of a rank (`ranks.table`); without a block mask,
+    how many blocks there are."""
+    BLOCK: gl.constexpr = HOW.block
+    if walk.full is None:
+        if FIRST:
+            state = BODY(state, given, row, True, SCORE, MASK, HOW)
+        for i in range(1, runs[0]):
+            state = BODY(state, given, (runs[0] - 1 - i) * BLOCK, False, SCORE, MASK, HOW)
+    else:
+        f1, runs_f, start_f, count_f, p1, runs_p, start_p, count_p = runs
+        from_full = _from_full(runs, HOW)
+        full = (walk.full, f1, runs_f, start_f, count_f, 0, from_full)
+        if FIRST:
+            partial = (walk.partial, p1, runs_p, start_p, count_p, from_full, 0)
+        else:
+            partial = (walk.partial, p1, runs_p, start_p, count_p, 0, 1 - from_full)
+        state = _visit_runs(state, given, walk, row, partial, length, True, BODY, SCORE, MASK, HOW)
+        state = _visit_runs(state, given, walk, row, full, length, False, BODY, SCORE, MASK, HOW)
+    return state
+
+
+@gluon.jit
+def _visit_runs(
+    state, given, walk, row, runs, length, PARTIAL: gl.constexpr,
+    BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """The part of `visit_rank` for full or for partial blocks: before them `more` blocks at `row`,
+    and `less` of them, the last ones of the first run, left out."""
+    of_kind, end, several, start, count, more, less = runs
+    for r in range(0 - more, several):
+        own = r >= 0
+        first, blocks = _rows(start, count, walk, length, HOW.block)
+        first, blocks = gl.where(own, first, row), gl.where(own, blocks, 1)
+        # The next run, which is there by the time that this one ends.
+        there = own & (r + 1 < several)
+        next_start = gl.load(of_kind[1] + (end - 2 - r), mask=there, other=0)
+        next_count = gl.load(of_kind[2] + (end - 2 - r), mask=there, other=0)
+        start, count = gl.where(own, next_start, start), gl.where(own, next_count, count)
+        for i in range(gl.where(r == 0, less, 0), blocks):
+            at = first + (blocks - 1 - i) * HOW.block
+            state = BODY(state, given, at, PARTIAL, SCORE, MASK, HOW)
+    return state
+
+
+@gluon.jit
+def visit(
+    state, given, walk, line, length, after,
+    BODY: gl.constexpr, DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr,
+    HOW: gl.constexpr,
+):  # fmt: skip
+    """`BODY(state, given, row, more, PARTIAL)` on every live block of a line: partial ones, then
+    full ones, each from the first to the last; or, of a walk that is `ordered`, all from the first
+    to the last. `more`: another call follows, of this line or `after`. A line with no live tile
+    gets its first, which the mask empties."""
+    BLOCK: gl.constexpr = HOW.block
+    if walk.full is None:
+        blocks = (length + BLOCK - 1) // BLOCK
+        for i in range(0, blocks):
+            more = (i + 1 < blocks) | (after > 0)
+            state = BODY(
+                state, given, i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
+            )  # fmt: skip
+    elif HOW.ordered:
+        begin = gl.load(walk.full[0] + line)
+        end = gl.load(walk.full[0] + line + 1)
+        for r in range(begin, end):
+            after_run = (r + 1 < end) | (after > 0)
+            first, blocks = _stretch(walk.partial, r, True, walk, length, BLOCK)
+            first_f, blocks_f = _stretch(walk.full, r, True, walk, length, BLOCK)
+            for i in range(0, blocks):
+                more = (i + 1 < blocks) | (blocks_f > 0) | after_run
+                state = BODY(
+                    state, given, first + i * BLOCK, more, True, DERIVATIVE, SCATTER, MASK, HOW
+                )  # fmt: skip
+            for i in range(0, blocks_f):
+                more = (i + 1 < blocks_f) | after_run
+                state = BODY(
+                    state, given, first_f + i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
+                )  # fmt: skip
+    else:
+        f0 = gl.load(walk.full[0] + line)
+        f1 = gl.load(walk.full[0] + line + 1)
+        p0 = gl.load(walk.partial[0] + line)
+        p1 = gl.load(walk.partial[0] + line + 1)
+        runs = gl.where((f1 == f0) & (p1 == p0), 1, p1 - p0)
+        for r in range(0, runs):
+            first, blocks = _stretch(walk.partial, p0 + r, p1 > p0, walk, length, BLOCK)
+            for i in range(0, blocks):
+                more = (i + 1 < blocks) | (r + 1 < runs) | (f1 > f0) | (after > 0)
+                state = BODY(
+                    state, given, first + i * BLOCK, more, True, DERIVATIVE, SCATTER, MASK, HOW
+                )  # fmt: skip
+        for r in range(0, f1 - f0):
+            first, blocks = _stretch(walk.full, f0 + r, f1 > f0, walk, length, BLOCK)
+            for i in range(0, blocks):
+                more = (i + 1 < blocks) | (f0 + r + 1 < f1) | (after > 0)
+                state = BODY(
+                    state, given, first + i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
+                )  # fmt: skip
+    return state
