@@ -72,6 +72,9 @@ AGAIN = {
     "window_64": ((2, 32, 32, 8192, 8192, 64, 64), {"mask": "window"}),
     "short_64": ((64, 16, 16, 512, 512, 64, 64), {"mask": "causal"}),
     "short_128": ((64, 16, 16, 512, 512, 128, 128), {"mask": "causal"}),
+    # Three consumers; and queries in registers, of two ranks.
+    "causal_64": ((2, 32, 32, 8192, 8192, 64, 64), {"mask": "causal"}),
+    "full_128": ((16, 16, 16, 1024, 1024, 128, 128), {}),
 }
 # The rows of DESIGN.md's table that these kernels run so far.
 ROWS = {
