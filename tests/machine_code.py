@@ -127,12 +127,15 @@ def _in_flight(name: str, section: str) -> list[str]:
 
 
 def _early(name: str, section: str) -> list[str]:
-    """From every LDSM on, until something reads what it loads, and so waits for it."""
+    """From every LDSM on, until something reads what it loads, and so waits for it. But one that
+    follows stores, and no wait for a barrier, reads what these have written, to change a layout."""
     code, labels = _parse(section)
     successors = _successors(code, labels)
     found = []
     for start, load in enumerate(code):
-        if load.kind != "LDSM":
+        behind = (x for x in reversed(code[:start]) if x.kind in ("STS", "STSM", "SYNCS"))
+        awaited = next((x.kind == "SYNCS" for x in behind if "ARRIVE" not in x.opcode), True)
+        if load.kind != "LDSM" or not awaited:
             continue
         loaded, seen, todo = set(writes(load)), set(), list(successors[start])
         while todo:

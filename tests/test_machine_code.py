@@ -103,6 +103,8 @@ def test_an_arrival_before_what_is_loaded_is_there():
     (said,) = machine_code._early("kernel", too_early)
     assert said.startswith("kernel+0x0030: SYNCS.ARRIVE")
     assert "R4 of LDSM at 0x0000" in said
+    own = "        /*0000*/                   STSM.16.M88.4 [R2+UR4], R40 ;\n        /*0000*/"
+    assert machine_code._early("kernel", too_early.replace("        /*0000*/", own)) == []
 
 
 def test_quiet_where_products_are_waited_for():
