@@ -103,11 +103,12 @@ def backward_wide(
         channel(STAGES, 1, 2),  # queries and lse, for values and keys
         channel(DO_STAGES, 1, 2),  # dout and delta, for values and keys
     )
-    rings = (
-        of_inputs,
-        channel(_P_STAGES, 1, 1),  # P, from values to keys; queries let go of the stage
-        signal(_P_STAGES, 1),  # dS in the same stages, from keys to queries
-    )
+    if SCATTER is None:  # noqa: SIM108
+        p_ring = channel(_P_STAGES, 1, 1)  # P, from values to keys; queries let go of the stage
+    else:  # which nobody passes on
+        p_ring = (None, signal(_P_STAGES, 1)[0])
+    ds_ring = signal(_P_STAGES, 1)  # dS in the same stages, from keys to queries
+    rings = (of_inputs, p_ring, ds_ring)
     ready()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
     smem = (inputs, p_smem)
