@@ -133,9 +133,10 @@ def _early(name: str, section: str) -> list[str]:
     successors = _successors(code, labels)
     found = []
     for start, load in enumerate(code):
+        if load.kind != "LDSM":
+            continue
         behind = (x for x in reversed(code[:start]) if x.kind in ("STS", "STSM", "SYNCS"))
-        awaited = next((x.kind == "SYNCS" for x in behind if "ARRIVE" not in x.opcode), True)
-        if load.kind != "LDSM" or not awaited:
+        if not next((x.kind == "SYNCS" for x in behind if "ARRIVE" not in x.opcode), True):
             continue
         loaded, seen, todo = set(writes(load)), set(), list(successors[start])
         while todo:

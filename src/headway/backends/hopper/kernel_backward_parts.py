@@ -6,11 +6,10 @@ import triton
 
 from .diagonals import begin, read
 from .gluon_api import copy_in, gl, gluon, mbarrier, warpgroup_mma
-from .kernel_forward import ROWS
 from .linear import linear_scores
 from .pipeline import acquire, step
 from .sides import by_thread, given, keep, of_columns, of_rows
-from .tile import LOG2E, bytes_of, fetch, mma, positions, widened
+from .tile import LOG2E, bytes_of, fetch, load_rows, mma, positions, widened
 from .walk import visit
 
 DO_STAGES = gl.constexpr(2)
@@ -30,25 +29,15 @@ def load(state, inputs, smem, rings, at, sizes, walk, HOW: gl.constexpr):
     k_ring, v_ring, q_ring, do_ring = rings
     line, _, first, h, b, share, group = at
     heads, q_len, q_rows, _ = sizes
-    load_keys(k, b, h // group, first, k_ring, kv_at, k_smem)
-    load_keys((v,), b, h // group, first, v_ring, kv_at, (v_smem,))
+    TILES: gl.constexpr = v_smem.shape[0]
+    load_rows(kv_at, (k, k_smem, k_ring), b, h // group, first, TILES, 1)
+    kv_at = load_rows(kv_at, ((v,), (v_smem,), v_ring), b, h // group, first, TILES, 1)
     state = (q_at, do_at)
     for n in range(share):
         given = (q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring,
                  b, h + n, (b * heads + h + n) * q_rows)  # fmt: skip
         state = visit(state, given, walk, line, q_len, 0, load_block, None, None, None, HOW)
-    return step(kv_at, 1), state[0], state[1]
-
-
-@gluon.jit
-def load_keys(descs, b, h, first, ring, at, to):
-    """Copy the rows of all keys of the tile."""
-    TILES: gl.constexpr = to[0].shape[0]
-    acquire(ring, at)
-    full = ring[0].index(0)
-    mbarrier.expect(full, bytes_of(to, TILES))
-    for n in gl.static_range(TILES):
-        fetch(descs, b, h, first + n * ROWS, full, to, n)
+    return kv_at, state[0], state[1]
 
 
 @gluon.jit

@@ -38,7 +38,6 @@ from .kernel_backward_parts import (
     turn_of,
     write,
 )
-from .kernel_forward import ROWS
 from .pipeline import (
     acquire,
     await_,
@@ -53,6 +52,7 @@ from .pipeline import (
     step,
 )
 from .tile import (
+    ROWS,
     add_product,
     at_stage,
     buffers,

@@ -1,9 +1,9 @@
 """The forward's loader: it copies what each rank needs into shared memory, and asks the scheduler
 for one more rank a little before it is done with a long one."""
 
-from .gluon_api import gl, gluon, mbarrier
-from .pipeline import acquire, await_, publish, release, start, step
-from .tile import ROWS, bytes_of, fetch
+from .gluon_api import gl, gluon
+from .pipeline import await_, publish, release, start, step
+from .tile import load_rows
 from .walk import NUMBERS, RUNS, TOLD, told, visit_rank
 
 
@@ -17,9 +17,9 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
     release(work_ring, start())
     work_at = step(start(), TOLD)
     q_at = start()
-    to = (k, v, k_smem, v_smem, k_ring, v_ring)
+    to_q, to_k, to_v = (q, q_smem, q_ring), (k, k_smem, k_ring), (v, v_smem, v_ring)
     # Of the ghost before, there is only its last product to come; of the one after, only its S.
-    kv_at = (start(), load_values(start(), to, 0, 0, 0, HOW))
+    kv_at = (start(), load_rows(start(), to_v, 0, 0, 0, 1, HOW.stages))
     await_(work_ring, work_at)
     (slot,) = told(work_smem, work_at, 0, 1, 1)
     while slot >= 0:
@@ -27,27 +27,15 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
         runs = told(work_smem, work_at, RUNS, COUNT, 1)
         release(work_ring, work_at)
         work_at = step(work_at, TOLD)
-        q_at = load_queries(q_at, q, q_smem, q_ring, b, h, first, HOW)
-        given = (to, b, of_kv, more_ring)
+        q_at = load_rows(q_at, to_q, b, h, first, HOW.consumers, HOW.queries)
+        given = (to_k, to_v, b, of_kv, more_ring)
         state = (kv_at[0], kv_at[1], ask)
         state = visit_rank(state, given, walk, row, runs, kv_len, True, load_block, None, None, HOW)
         kv_at = (state[0], state[1])
         await_(work_ring, work_at)
         (slot,) = told(work_smem, work_at, 0, 1, 1)
-    q_at = load_queries(q_at, q, q_smem, q_ring, 0, 0, q_len, HOW)
-    load_keys(kv_at[0], to, 0, 0, 0, HOW)
-
-
-@gluon.jit
-def load_queries(at, q, q_smem, q_ring, b, h, first, HOW: gl.constexpr):
-    """Copy the rows of a rank, each consumer's apart."""
-    COUNT: gl.constexpr = HOW.consumers
-    acquire(q_ring, at)
-    full = q_ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(q_smem, COUNT))
-    for w in gl.static_range(COUNT):
-        fetch(q, b, h, first + w * ROWS, full, q_smem, COUNT * at[0] + w)
-    return step(at, HOW.queries)
+    load_rows(q_at, to_q, 0, 0, q_len, HOW.consumers, HOW.queries)
+    load_rows(kv_at[0], to_k, 0, 0, 0, 1, HOW.stages)
 
 
 @gluon.jit
@@ -56,29 +44,9 @@ def load_block(
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Copy the keys and values from n on; at the `ask`-th block, ask for one more rank."""
-    to, b, h, more_ring = given
+    to_k, to_v, b, h, more_ring = given
     k_at, v_at, ask = state
     publish(more_ring, start(), ask == 1)
-    return load_keys(k_at, to, b, h, n, HOW), load_values(v_at, to, b, h, n, HOW), ask - 1
-
-
-@gluon.jit
-def load_keys(at, to, b, h, n, HOW: gl.constexpr):
-    """Copy keys from n on."""
-    k, _, k_smem, _, k_ring, _ = to
-    acquire(k_ring, at)
-    full = k_ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(k_smem, 1))
-    fetch(k, b, h, n, full, k_smem, at[0])
-    return step(at, HOW.stages)
-
-
-@gluon.jit
-def load_values(at, to, b, h, n, HOW: gl.constexpr):
-    """Copy values from n on."""
-    _, v, _, v_smem, _, v_ring = to
-    acquire(v_ring, at)
-    full = v_ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(v_smem, 1))
-    fetch(v, b, h, n, full, v_smem, at[0])
-    return step(at, HOW.stages)
+    k_at = load_rows(k_at, to_k, b, h, n, 1, HOW.stages)
+    v_at = load_rows(v_at, to_v, b, h, n, 1, HOW.stages)
+    return k_at, v_at, ask - 1

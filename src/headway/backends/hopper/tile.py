@@ -4,7 +4,8 @@ A width that is no power of two is held as two pieces: 96 is 64 + 32, 192 is 128
 tensor are a tuple of one or two; a descriptor, a buffer or an accumulator is never anything else.
 """
 
-from .gluon_api import copy_in, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from .gluon_api import copy_in, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from .pipeline import acquire, step
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -71,6 +72,19 @@ def fetch(descs, b, h, row, bar, to, n):
     for i in gl.static_range(len(descs)):
         copy_in(descs[i], [b, h, row, column], bar, to[i].index(n))
         column += to[i].shape[2]
+
+
+@gluon.jit
+def load_rows(at, to, b, h, row, PLACES: gl.constexpr, STAGES: gl.constexpr):
+    """Copy the rows of one head from `row` on into a stage of so many places. `to`: descriptors,
+    shared memory and channel. **Returns:** the cursor of the next stage."""
+    descs, smem, ring = to
+    acquire(ring, at)
+    full = ring[0].index(at[0])
+    mbarrier.expect(full, bytes_of(smem, PLACES))
+    for n in gl.static_range(PLACES):
+        fetch(descs, b, h, row + n * smem[0].shape[1], full, smem, PLACES * at[0] + n)
+    return step(at, STAGES)
 
 
 @gluon.constexpr_function
