@@ -1,9 +1,6 @@
-"""Friends of torch.compile: export, selective checkpointing, FSDP2, DTensor, second derivatives."""
+"""Friends of torch.compile: export, selective checkpointing, second derivatives."""
 
 import functools
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +8,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import headway as hw
 from headway import ops
-
-SCRIPT = Path(__file__).with_name("distributed.py")
 
 
 def qkv(**kwargs):
@@ -166,24 +161,6 @@ def test_functions_created_while_compiling():
         torch.compile(closure, fullgraph=True, backend="aot_eager")(q, k, v, table)
     broken = torch.compile(closure, backend="aot_eager")(q, k, v, table)  # a graph break: right
     torch.testing.assert_close(broken, expected)
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed")
-def test_sharded_over_two_processes(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    outputs = []
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
 
 
 def test_inductor_on_the_heads_of_a_projection():

@@ -3,13 +3,10 @@ process."""
 
 import importlib
 import math
-import multiprocessing
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +22,7 @@ from headway.errors import ArgumentError
 from headway.nn import MLA, Attention, Rotary
 from headway.optim import MuonClip
 from headway.stability import LogitError, QKClip, logit_stats
+from processes import run_ranks
 
 TAU = 1.5
 WIDTH = 24
@@ -222,18 +220,6 @@ def fused_heads_cannot_be_split(world: int, rank: int) -> None:
         layer(torch.randn(1, 3, 8))
 
 
-def worker(rank: int, world: int, file: str, cases: tuple) -> None:
-    torch.set_num_threads(1)
-    # A rank that fails must fail the others, not leave them waiting for it.
-    limit = timedelta(seconds=30)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=world, timeout=limit
-    )
-    for case in cases:
-        case(world, rank)
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
@@ -243,16 +229,4 @@ def worker(rank: int, world: int, file: str, cases: tuple) -> None:
     ids=["two", "four"],
 )
 def test_same_weights_as_one_process(world, cases, tmp_path):
-    # One server imports PyTorch, once; all ranks are forks of it. (Forks of this process would not
-    # do: it has threads.) Daemons, so that none outlives the test if its time is up.
-    multiprocessing.set_forkserver_preload(
-        ["headway.optim", "headway.nn", "torch.distributed.tensor.parallel",
-         "torch.distributed.fsdp", "torch._dynamo"]
-    )  # fmt: skip
-    mp.start_processes(
-        worker,
-        (world, str(tmp_path / "store"), cases),
-        nprocs=world,
-        daemon=True,
-        start_method="forkserver",
-    )
+    run_ranks(world, cases, tmp_path)

@@ -1,16 +1,14 @@
-"""Run by test_torch.py in two processes: `python distributed.py RANK FILE`."""
-
-import sys
+"""FSDP2 and tensor parallelism over two processes: the results and gradients of one."""
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import headway as hw
 from headway.errors import ArgumentError
+from processes import run_ranks
 
 
 class Block(torch.nn.Module):
@@ -26,7 +24,8 @@ class Block(torch.nn.Module):
         return x + self.out(out.transpose(1, 2).flatten(2))
 
 
-def fsdp(rank: int, mesh) -> None:
+def fsdp(world: int, rank: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
     whole = torch.nn.Sequential(Block(), Block())
     x = torch.randn(4, 12, 16)
@@ -41,7 +40,8 @@ def fsdp(rank: int, mesh) -> None:
         torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def tensor_parallel(rank: int, mesh) -> None:
+def tensor_parallel(world: int, rank: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, h, 11, 8, requires_grad=True) for h in (4, 2, 2))
     table = torch.randn(4, 31, requires_grad=True)
@@ -79,11 +79,5 @@ def tensor_parallel(rank: int, mesh) -> None:
         hw.attention(x, x, x, dropout=0.5)
 
 
-if __name__ == "__main__":
-    rank, file = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    fsdp(rank, mesh)
-    tensor_parallel(rank, mesh)
-    dist.destroy_process_group()
+def test_two_processes(tmp_path):
+    run_ranks(2, (fsdp, tensor_parallel), tmp_path)
