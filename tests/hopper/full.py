@@ -29,18 +29,35 @@ def test_table(name, simulated):  # noqa: F811
     assert compare(BY_NAME[name], torch.bfloat16, made, True) == []
 
 
+# Of a CTA, in bytes.
+SHARED = 232448
+# What is refused there (`hopper.reasons_against`).
+REFUSED = [("backward", "192/128", name) for name in ("rows", "numbers")]
+# Where registers run out, and products wait for each other: what reads a number for each pair needs
+# as many addresses, and a gradient of one per query or key its own products with P and S.
+SCARCE = [
+    *[("backward", "192/128", name) for name in ("relative", "dense", "sink", "columns")],
+    *[("backward", "256/256", name) for name in ("rows", "numbers")],
+    ("backward", "128/128", "numbers"),
+]
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("widths", ["64/64", "96/96", "128/128", "192/128", "256/256"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_compiles(direction, widths, name):
     if direction == "backward" and widths == "96/96":
         pytest.skip("the same kernel as at 128")
-    (made,) = report(direction, widths, name)
+    kind = direction, widths, name
+    if kind in REFUSED:
+        pytest.skip("refused")
+    (made,) = report(*kind)
     print(made)
     assert made["idle"] == made["unwritten"] == made["in_flight"] == made["early"] == []
     assert made["twice"] == 0
-    # Reads of one number per pair need an address each, and gradients of them a product.
-    heavy = name in ("relative", "dense", "rows", "sink")
-    tight = (direction, widths) == ("backward", "192/128")  # dk and dv: 160 of 240 registers
-    assert made["serialized"] == 0 or (heavy and tight), made
-    assert made["spills"] <= (4000 if heavy else 400 if tight else 300), made
+    assert made["shared"] <= SHARED
+    assert made["serialized"] == 0 or kind in SCARCE, made
+    # At 192, dk and dv take 160 of 240 registers.
+    tight = kind[:2] == ("backward", "192/128")
+    most = 4000 if kind in SCARCE else 800 if tight else 300
+    assert made["spills"] <= most, made

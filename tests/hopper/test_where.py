@@ -136,3 +136,25 @@ def test_what_triton_is_faster_at_goes_there(first, score, options):
     assert sorted(names) == sorted(backends.NAMES)
     assert names[-1] == "reference"
     assert backends.order("hopper", spec, kind) == ("hopper",)
+
+
+ROWS, KEYS = (torch.randn(2, 8).requires_grad_() for _ in range(2))
+FIXED = ROWS.detach()
+
+
+@pytest.mark.parametrize(
+    ("score", "widths", "refused"),
+    [
+        (lambda s, b, h, i, j: s + ROWS[h, i], (192, 128), True),
+        (lambda s, b, h, i, j: s + ROWS[h, i] * KEYS[h, j], (129, 8), True),
+        (lambda s, b, h, i, j: s + KEYS[h, j], (192, 128), False),
+        (lambda s, b, h, i, j: s + FIXED[h, i], (192, 128), False),
+        (lambda s, b, h, i, j: s + ROWS[h, i], (128, 128), False),
+        (lambda s, b, h, i, j: s + ROWS[h, i], (192, 192), False),
+    ],
+)
+def test_gradients_that_do_not_fit_in_shared_memory_are_refused(score, widths, refused):
+    q, k, v = (torch.randn(1, 2, 8, widths[x == 2], dtype=torch.bfloat16) for x in range(3))
+    spec, call = prepare(q, k, v, score, backend="reference")
+    reasons = hopper.reasons_against(spec, Kind(*kind_of(call, spec.score_tensors)))
+    assert any("a number for each query" in reason for reason in reasons) is refused

@@ -10,12 +10,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...mods.graph import parse
+from ...mods.graph import FLOATS, parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
 from ..base import Call, Hook, Kind, launch_module, plainly_masked
 from ..kernels.function import diagonal, not_spread
 from ..kernels.varies import variation
-from .config import FORWARD, TILE, fitting
+from .config import BACKWARD, FORWARD, TILE, fitting
 
 name = "hopper"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -33,6 +33,12 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
         reasons.append(f"{kind.dtype} is not bfloat16 or float16, which its tensor cores multiply")
     if fitting(FORWARD, d, dv) is None:
         reasons.append(f"widths d = {d}, dv = {dv}: at most 256 fit in shared memory")
+    elif kind.learned and len(fitting(BACKWARD, d, dv).d) == 2 and _by_query(spec.score):
+        reasons.append(
+            f"widths d = {d}, dv = {dv}, and a captured tensor that requires grad, where the score "
+            "reads a number for each query: sums of its gradient do not fit in shared memory; "
+            "detach() it, or use backend='triton'"
+        )
     if spec.dropout:
         reasons.append("dropout: it has none; use backend='triton'")
     if spec.deterministic and kind.learned:
@@ -72,6 +78,18 @@ def _by_distance(score: str) -> tuple[bool, bool]:
     others = (graph.nodes[n] for n in not_spread(graph))
     return diagonal(graph) != [], any(
         variation(graph, node.args[1:]) == "diagonals" for node in others
+    )
+
+
+@lru_cache(maxsize=1024)
+def _by_query(score: str | None) -> bool:
+    """Whether a score reads a float for each query, which may want a gradient."""
+    if score is None:
+        return False
+    graph = parse(score)
+    return any(
+        node.dtype in FLOATS and variation(graph, node.args[1:]) == "rows"
+        for _, node in graph.gathers
     )
 
 

@@ -345,7 +345,7 @@ def attend_back(
     e = warpgroup_mma_wait(1, deps=[dp])
     if not WIDE:
         e = e - delta[None, :]
-    ds = factors(by_s, MASK) * e
+    ds = factors(by_s, DERIVATIVE, MASK) * e
     if SCATTER is not None:
         values = others(p, by, e, HOW.unbounded)
         SCATTER(grads, values, *pairs, of_score)

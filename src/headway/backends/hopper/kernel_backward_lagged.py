@@ -91,7 +91,7 @@ def attend_lagged(
     publish(ring[0], dq_at, lags)
 
     e = warpgroup_mma_wait(1, deps=[dp])
-    ds16 = (factors(by_s, MASK) * e).to(dtype)
+    ds16 = (factors(by_s, DERIVATIVE, MASK) * e).to(dtype)
     # In as many stages as dout; what fills one twice has been read in between.
     ds_smem.index(do_at[0] * 2 + W).store(ds16)
     fence_async_shared()
