@@ -20,14 +20,17 @@ if find_spec("triton") is None:
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 
 from aot import launching
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
 
 from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
-from headway.backends.hopper import counter, plan
+from headway.backends.hopper import counter, launch, plan
 from headway.backends.hopper.descriptors import aligned, followed
 from headway.backends.hopper.gluon_api import TensorDescriptor
 from headway.backends.kernels import plan as plans
+from headway.errors import BackendRefused
 from triton import knobs
 
 from . import bring_up
@@ -192,3 +195,23 @@ def test_checks_of_whole_heads_are_of_whole_heads(device, name):
     spec, call = prepare(q, k, v, None, mask, backend="hopper", deterministic=in_turn)
     made = plan.planned(plan.BackwardPlan, spec, call, (), q, k, v, dout)
     assert made.by_head is not None
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_too_little_shared_memory_is_said_with_the_way_out(device, direction):
+    """A score or a mask may need some of its own: the compiler says how much."""
+    x = torch.randn(1, 2, 256, 64).bfloat16()
+    spec, call = prepare(x, x, x, backend="hopper", mask=lambda b, h, i, j: i - j > -7)
+    out, rows = torch.zeros_like(x), torch.zeros(x.shape[:3])
+    step = {
+        "forward": lambda: hopper.forward(spec, call),
+        "backward": lambda: hopper.backward(spec, call, out, rows, x, None, ()),
+    }[direction]
+    error = OutOfResources(233092, 232448, "shared memory")
+    said = r"d = 64, dv = 64: 233092 bytes of 232448; use backend='triton'"
+    with (
+        mock.patch.object(JITFunction, "run", side_effect=error),
+        mock.patch.object(launch, "row_terms", lambda terms, *rest: torch.empty(terms.size)),
+        pytest.raises(BackendRefused, match=said),
+    ):
+        step()

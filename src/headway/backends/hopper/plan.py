@@ -7,13 +7,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
+from ...errors import BackendRefused
 from ...mods.derivative import joint
 from ...mods.graph import Graph
 from ...types import Spec
 from ..base import Call, graphs, plainly_masked
 from ..kernels import diagonals, gradients, maths, rows
-from ..kernels.direct import Direct
+from ..kernels.direct import Direct, Given
 from ..kernels.function import not_spread
 from ..kernels.plan import BasePlan, Walks, plan_of
 from ..kernels.rows import Terms
@@ -89,6 +91,7 @@ class Plan(BasePlan):
     # Whether an absolute distance is looked at with the mask (`linear.side`): of causal ALiBi the
     # forward takes 47 instructions less per block, and the backward runs out of registers.
     sided = False
+    kernel: Direct
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
@@ -135,6 +138,18 @@ class Plan(BasePlan):
             return False
         kinds = {variation(mask, mask.nodes[n].args[1:]) for n in self.gathers(mask)}
         return {"rows", "cols"} <= kinds
+
+    def run(self, own: Sequence[Tensor | None], given: Given) -> None:
+        """Launch the kernel. Whether there is shared memory for what a score or a mask needs beside
+        the tiles, the compiler says, before anything runs."""
+        try:
+            self.kernel(own, given)
+        except OutOfResources as error:
+            raise BackendRefused(
+                "backend='hopper' has not enough shared memory for this score or mask at widths "
+                f"d = {self.d}, dv = {self.dv}: {error.required} bytes of {error.limit}; "
+                "use backend='triton', whose tiles get smaller"
+            ) from error
 
     def follow(self, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """The matrices as the copy engine can read them."""
@@ -230,7 +245,7 @@ class ForwardPlan(Plan):
         given = self.walks.given or self.given_by(call, self.walks, walk=self.ranked(call))
         bands = self.bands.new(given)
         own = q, k, v, padded, lse, row_max, top, sink, zero(self.device), *bands
-        self.kernel(own, given)
+        self.run(own, given)
         if padded is not out:
             out.copy_(padded)
 
@@ -356,7 +371,7 @@ class BackwardPlan(Plan):
         counter = () if self.ranks is None else (zero(self.device),)
         bands, sums = self.bands.new(given), self.bands.sums()
         own = q, k, v, dout, terms, dk, dv, *counter, *whole, *bands, *sums, *grads
-        self.kernel(own, given)
+        self.run(own, given)
         self.bands.collect(sums, grads, given)
         if whole:
             return whole[1]
