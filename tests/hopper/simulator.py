@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 
 from headway.backends import kernels
-from headway.backends.hopper import bands, launch, plan, tile
+from headway.backends.hopper import bands, launch, plan, plan_backward, plan_forward, tile
 from headway.backends.kernels import direct, results
 from headway.backends.kernels import plan as plans
 
@@ -658,14 +658,14 @@ def simulating():
     sys.setswitchinterval(1e-5)  # partitions take turns as often as they can
     plans.clear()
     with (
+        mock.patch.object(plan, "processors", return_value=3),
+        mock.patch.object(plan_forward, "forward_kernel", Kernel(LOADED.forward.forward)),
         mock.patch.multiple(
-            plan,
-            forward_kernel=Kernel(LOADED.forward.forward),
+            plan_backward,
             backward_kernel=Kernel(LOADED.backward.backward),
             backward_wide=Kernel(LOADED.backward_wide.backward_wide),
             finish=Kernel(LOADED.parts.finish),
             Terms=LOADED.rows.Terms,
-            processors=lambda device: 3,
         ),  # fmt: skip
         mock.patch.multiple(
             bands,

@@ -29,6 +29,8 @@ from headway.backends import hopper
 from headway.backends.hopper import counter, launch, plan
 from headway.backends.hopper.descriptors import aligned, followed
 from headway.backends.hopper.gluon_api import TensorDescriptor
+from headway.backends.hopper.plan_backward import BackwardPlan
+from headway.backends.hopper.plan_forward import ForwardPlan
 from headway.backends.kernels import plan as plans
 from headway.errors import BackendRefused
 from triton import knobs
@@ -77,7 +79,7 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
     # The descriptors are of this call's tensors, and the plan keeps none of them alive.
     assert again[0][1][0].base is other
     for found in plans._known.values():
-        if isinstance(found, plan.ForwardPlan):
+        if isinstance(found, ForwardPlan):
             assert not any(hasattr(kind, "base") for kind in found.q.kinds)
 
 
@@ -116,7 +118,7 @@ def test_which_consumers_a_call_gets(device):
         x, v = torch.zeros(1, 2, length, width), torch.zeros(1, 2, length, min(width, 128))
         given = x.bfloat16(), x.bfloat16(), v.bfloat16()
         spec, call = prepare(*given, backend="hopper", **options)
-        how = plan.planned(plan.ForwardPlan, spec, call, (), *given).kernel.options["HOW"]
+        how = plan.planned(ForwardPlan, spec, call, (), *given).kernel.options["HOW"]
         assert (how.consumers, how.held) == wanted, (width, length, options)
 
 
@@ -193,7 +195,7 @@ def test_checks_of_whole_heads_are_of_whole_heads(device, name):
     mask = bring_up.mask_of(options.get("mask"), bring_up.CHECKS[name][0], "cpu")
     in_turn = options.get("deterministic", False)
     spec, call = prepare(q, k, v, None, mask, backend="hopper", deterministic=in_turn)
-    made = plan.planned(plan.BackwardPlan, spec, call, (), q, k, v, dout)
+    made = plan.planned(BackwardPlan, spec, call, (), q, k, v, dout)
     assert made.by_head is not None
 
 

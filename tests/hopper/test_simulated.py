@@ -16,7 +16,8 @@ from checks import check, compare, run, yardstick
 from headway import backends
 from headway.api import prepare
 from headway.backends import first_use, hopper, reference
-from headway.backends.hopper import plan
+from headway.backends.hopper import plan, plan_backward, plan_forward
+from headway.backends.hopper.plan_forward import ForwardPlan
 from headway.backends.kernels import plan as plans
 from headway.errors import BackendRefused
 
@@ -52,7 +53,7 @@ def choose(monkeypatch, way: str) -> None:
     monkeypatch.setattr(
         plan.Plan, "long", lambda self, length=0: way == "lagged" and not self.heavy
     )
-    monkeypatch.setattr(plan, "IDLE", 1e9 if way == "whole" else -1e9)
+    monkeypatch.setattr(plan_backward, "IDLE", 1e9 if way == "whole" else -1e9)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_float32_partials():
 def test_the_counter_of_a_stream_is_left_at_zero():
     """Of more ranks than CTAs, and of fewer: the next launch starts from where this one ends."""
     counter = torch.zeros(1, dtype=torch.int32)
-    with mock.patch.object(plan, "zero", return_value=counter):
+    with mock.patch.object(plan_forward, "zero", return_value=counter):
         for length in (70, 300, 300):
             q = torch.randn(1, 2, length, 64).bfloat16()
             made = hw.attention(q, q, q, mask=hw.causal(), backend="hopper")
@@ -143,11 +144,11 @@ def test_the_counter_of_a_stream_is_left_at_zero():
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_many_short_ranks(consumers):
     """Taken ahead but for the last ones; with one, two and three consumers."""
-    table = tuple(replace(row, consumers=consumers) for row in plan.FORWARD)
+    table = tuple(replace(row, consumers=consumers) for row in plan_forward.FORWARD)
     by_head = hw.causal() & (lambda b, h, i, j: i - j < 50 * (h + 1))
     q, k, v = (torch.randn(4, 2, 384, 16).bfloat16() for _ in range(3))
-    all_suit = mock.patch.object(plan.ForwardPlan, "suits", return_value=True)
-    with mock.patch.object(plan, "FORWARD", table), all_suit:
+    all_suit = mock.patch.object(ForwardPlan, "suits", return_value=True)
+    with mock.patch.object(plan_forward, "FORWARD", table), all_suit:
         for mask in (None, by_head):
             made = hw.attention(q, k, v, mask=mask, backend="hopper")
             true = hw.attention(q, k, v, mask=mask, backend="reference")
@@ -184,11 +185,11 @@ def test_a_first_block_among_partial_ones(name, length):
         mask = hw.block_mask(hw.causal(), 1, 1, length, length, tile=(384, 256))
     if name == "document":
         mask = hw.document(torch.arange(length) ** 2 // 60000)
-    made, suits = [], mock.patch.object(plan.ForwardPlan, "suits", return_value=True)
+    made, suits = [], mock.patch.object(ForwardPlan, "suits", return_value=True)
     for merged in (False, True):
         plans.clear()
-        row = replace(plan.FORWARD[0], merged=merged)
-        with mock.patch.object(plan, "FORWARD", (row,)), suits:
+        row = replace(plan_forward.FORWARD[0], merged=merged)
+        with mock.patch.object(plan_forward, "FORWARD", (row,)), suits:
             made += [hw.attention_with_stats(q, k, v, None, mask, backend="hopper")]
     assert all(map(torch.equal, made[0], made[1]))
     true = hw.attention(q, k, v, None, mask, backend="reference")

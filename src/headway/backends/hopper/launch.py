@@ -10,7 +10,9 @@ from ..base import Call
 from ..kernels import first, learned, results
 from ..kernels.rows import row_terms
 from .descriptors import aligned
-from .plan import BackwardPlan, ForwardPlan, planned
+from .plan import planned
+from .plan_backward import BackwardPlan
+from .plan_forward import ForwardPlan
 
 
 def forward(spec: Spec, call: Call) -> Forward:

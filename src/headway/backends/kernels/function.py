@@ -7,41 +7,11 @@ from functools import reduce
 
 from ...errors import ModError
 from ...mods.graph import FLOATS, POSITIONS, Arg, Graph, Node
+from .formulas import FLOAT_FORMULAS, INFIX, INT_FORMULAS, TYPES
 from .linear import Line, Linear, Part
 from .sides import Sides, Step
 from .varies import kinds, variation
 from .widths import Widths, as_floats
-
-_TYPES = {
-    "f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16",
-    "i64": "tl.int64", "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8",
-    "bool": "tl.int1",
-}  # fmt: skip
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
-    "gt": ">", "ge": ">=", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>",
-}  # fmt: skip
-_FLOAT_FORMULAS = {
-    "neg": "-{}", "abs": "tl.abs({})", "sign": "maths.sign({}).to(tl.float32)", "exp": "tl.exp({})",
-    "exp2": "tl.exp2({})", "expm1": "maths.expm1({})", "log": "tl.log({})", "log2": "tl.log2({})",
-    "log1p": "maths.log1p({})", "sqrt": "tl.sqrt({})", "rsqrt": "tl.rsqrt({})",
-    "reciprocal": "1 / {}", "sin": "tl.sin({})", "cos": "tl.cos({})", "tanh": "maths.tanh({})",
-    "sigmoid": "maths.sigmoid({})", "erf": "tl.erf({})", "floor": "tl.floor({})",
-    "ceil": "tl.ceil({})", "round": "maths.round_even({})", "trunc": "maths.trunc({})",
-    "isnan": "{0} != {0}", "isinf": 'tl.abs({}) == float("inf")', "not": "{} == 0",
-    "floordiv": "tl.floor({} / {})", "truncdiv": "maths.trunc({} / {})",
-    "mod": "{0} - tl.floor({0} / {1}) * {1}", "fmod": "{0} - maths.trunc({0} / {1}) * {1}",
-    "pow": "maths.power({}, {})",
-    "max": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
-    "min": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
-}  # fmt: skip
-_INT_FORMULAS = {
-    "neg": "-{}", "abs": "tl.abs({})", "sign": "maths.sign({})", "not": "{} == 0", "invert": "~{}",
-    "floordiv": "maths.floordiv({}, {})", "truncdiv": "maths.truncdiv({}, {})",
-    "mod": "maths.mod({}, {})", "fmod": "{0} - maths.truncdiv({0}, {1}) * {1}",
-    "max": "tl.maximum({}, {})", "min": "tl.minimum({}, {})", "floor": "{}", "ceil": "{}",
-    "round": "{}", "trunc": "{}",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -254,7 +224,7 @@ class Function:
         if node.op == "gather":
             if n in self.bands and self.spread:
                 given = f"captured[2][{self.bands.index(n)}]"
-                return given if node.dtype == "f32" else f"{given}.to({_TYPES[node.dtype]})"
+                return given if node.dtype == "f32" else f"{given}.to({TYPES[node.dtype]})"
             if n in self.bands:
                 band = f"band{self.bands.index(n)}"
                 return f"diagonals.spread({band}, {', '.join(POSITIONS)}, captured)"
@@ -277,7 +247,7 @@ class Function:
             ]
         text = self._formula(node, of, args)
         if low and node.dtype == of:
-            return f"({text}).to({_TYPES[of]})"
+            return f"({text}).to({TYPES[of]})"
         if of == "i64" and node.dtype == "i64" and self.widths.widens(n):
             args[0] = f"tl.cast({args[0]}, tl.int64)"  # the result needs more bits than they do
             text = self._formula(node, of, args)
@@ -295,9 +265,9 @@ class Function:
             return f"maths.rough_tanh({args[0]})"
         if op == "pow" and (short := _short_power(args[0], node.args[1], of)):
             return short
-        if op in _INFIX:
-            return f"{args[0]} {_INFIX[op]} {args[1]}"
-        formulas = _FLOAT_FORMULAS if of in FLOATS else _INT_FORMULAS
+        if op in INFIX:
+            return f"{args[0]} {INFIX[op]} {args[1]}"
+        formulas = FLOAT_FORMULAS if of in FLOATS else INT_FORMULAS
         if op not in formulas:
             raise ModError(f"a score or mask uses {op} on {of}, which kernels cannot compute")
         return formulas[op].format(*args)
@@ -330,7 +300,7 @@ class Function:
         source = node.args[0]
         if node.dtype == "f32" and isinstance(source, str) and self._whole(source):
             return self._float(source)
-        kind = self.widths.type(f"%{n}") if node.dtype == "i64" else _TYPES[node.dtype]
+        kind = self.widths.type(f"%{n}") if node.dtype == "i64" else TYPES[node.dtype]
         return f"tl.cast({arg}, {kind})"
 
     def _whole(self, name: str) -> bool:
@@ -346,7 +316,7 @@ class Function:
             return f"tl.cast({arg}, tl.float32)"
         node = self.graph.nodes[int(arg[1:])]
         args = [self._float(a) for a in node.args]
-        return f"({args[0]} {_INFIX[node.op]} {args[1]})" if node.op in _INFIX else _FLOAT_FORMULAS[
+        return f"({args[0]} {INFIX[node.op]} {args[1]})" if node.op in INFIX else FLOAT_FORMULAS[
             node.op
         ].format(*args)  # fmt: skip
 
@@ -371,7 +341,7 @@ class Function:
         """A branch of a `where`, which gets the node's type even if both are numbers."""
         if isinstance(arg, str) or node.dtype in ("bool", "f32"):
             return text
-        return f"tl.cast({text}, {_TYPES[node.dtype]})"
+        return f"tl.cast({text}, {TYPES[node.dtype]})"
 
     def _output(self, arg: Arg) -> str:
         # A number takes shape and layout from a tensor that has them: Gluon makes none without.

@@ -1,0 +1,183 @@
+"""The plan of a backward: which kernel, the order of work, memory for dq, descriptors, launches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...mods.derivative import joint
+from ...types import Spec
+from ..base import Call
+from ..kernels.direct import Direct
+from ..kernels.plan import Walks
+from ..kernels.rows import Terms
+from .bands import Bands
+from .config import BACKWARD, Backward, How, fitting
+from .counter import zero
+from .descriptors import chunks, matrix, numbers
+from .heads import Heads
+from .kernel_backward import backward as backward_kernel
+from .kernel_backward_parts import finish
+from .kernel_backward_wide import backward_wide
+from .order import Alike, Ordered, Turns
+from .plan import Plan
+
+# Of a kernel: warps of the first partition, and the registers that every thread starts with, from
+# which the loader's share goes to the consumers.
+_SPECIALISED = {"num_warps": 4, "maxnreg": 168}
+_ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
+
+PARTS = 20 << 20  # bytes of the parts of dq of all CTAs; with what else is read, the L2 has 50 MB
+IDLE = 1 / 8  # CTAs that have no head when the last ones are taken, for each one that had
+
+
+class BackwardPlan(Plan):
+    """The backward."""
+
+    def __init__(
+        self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
+    ) -> None:
+        super().__init__(spec, call, wanted, matrices)
+        group = self.hq // self.hk
+        lagged = spec.score is None and (self.heavy if max(self.d, self.dv) > 64 else self.long())
+        rows = BACKWARD if lagged else tuple(row for row in BACKWARD if not row.lagged)
+        how = fitting(rows, self.d, self.dv)
+        # The query heads of a key head stay in one CTA, where a mask is alike for them.
+        share = group if self.alike else 1
+        self.heads = self.hq // share  # of dk and dv
+        self.wide = spec.partial or share < group
+        columns = [w if self.wide else -(-w // 8) * 8 for w in (self.d, self.dv)]
+        self.grads = [(self.b, self.heads, self.kv_len, n) for n in columns]
+        self.grads_dtype = torch.float32 if self.wide else self.dtype
+        # Whether they are the results as they are.
+        self.exact = not self.wide and columns == [self.d, self.dv]
+        near = self.near(self.heads, -(-self.kv_len // how.keys))
+        if self.tile is not None and spec.tiles is None and self.compares():
+            # Where documents begin anywhere, finer tiles leave out more.
+            self.tile = how.block, self.tile[1]
+        self.walks = Walks(self, queries=False, block=how.keys, near=near)
+        self.bands = Bands(self, self.walks, wanted, queries=False)
+        self.q_rows = -(-self.q_len // how.block) * how.block
+        self.columns = sum(how.d)
+        ranks = self.b * self.heads
+        whole = self.whole(how, ranks, share * self.q_rows * self.columns)
+        self.by_head = Heads(self.walks, self.q_len) if whole else None
+        self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic and not whole else None
+        if not whole:
+            ranks *= self.walks.lines * self.walks.sub
+        alone = how.keys == 64
+        self.grid = (ranks if alone else min(ranks, self.processors), 1, 1)
+        self.ranks = None if alone else ranks  # of a kernel whose CTAs take them from a counter
+        self.numbers = (
+            self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
+            spec.scale,
+        )  # fmt: skip
+        self.q, self.dout = matrix(how.block, how.d), matrix(how.block, how.dv)
+        self.k, self.v, self.dk, self.dv_ = (matrix(64, w) for w in (how.d, how.dv) * 2)
+        self.lse, self.delta = numbers(how.block), numbers(how.block)
+        # Pieces of dq as a consumer hands them over, 64 x 64 numbers or half of them; one for dq
+        # alone needs no descriptor.
+        first = how.block * min(self.columns, 128) // 512
+        self.numbers_of_parts = self.grid[0] * share * self.q_rows * self.columns
+        self.dq = matrix(how.block, (self.columns // 2,))
+        self.parts = (lambda x: (x, None)) if alone else chunks(first, 8 if len(how.d) == 2 else 0)
+        options = {
+            "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
+            "MASK": self.function("mask"),
+            "HOW": How(
+                how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
+                late=self.heavy, short=len(how.d) == 2, ordered=self.ordered is not None,
+                lagged=how.lagged, whole=whole,
+                unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
+                bands=len(self.bands.own), summed=self.bands.summed,
+                **self.linear, **self.sides,
+            ),
+        }  # fmt: skip
+        kernel, more = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)
+        self.kernel = Direct(kernel, self.device, options | more, self.grid, self.arrange)
+        shape = self.b, self.hq, self.q_len, self.dv
+        self.terms = Terms(shape, self.q_rows, 0 if whole else self.columns, self.device)
+        strips = self.columns // 64
+        grid = self.b * self.hq * self.q_rows * strips // 64, 1, 1
+        self.finish = Direct(finish, self.device, {"STRIPS": strips}, grid, self.arrange_finish)
+
+    def whole(self, how: Backward, heads: int, parts: int) -> bool:
+        """Whether a CTA takes whole heads, of which there are so many with so many numbers of dq
+        each: what it adds up stays in the cache, and few idle at the end. (Timed on an H200: 17 MB
+        0.79 of the time, 34 MB 1.12; causal, which visits half, 34 MB 0.92, 69 MB 1.16.)"""
+        plain = how.keys == 128 and len(how.d) == 1 and not how.lagged and not self.spec.partial
+        fits = 4 * parts * min(heads, self.processors) <= (
+            PARTS if self.mask is None else 2 * PARTS
+        )
+        return plain and fits and -heads % self.processors <= IDLE * heads
+
+    def new(self) -> tuple[Tensor, Tensor]:
+        """dk and dv, with spare columns where copies need rows of whole 16 bytes."""
+        (dk, dv), dtype, device = self.grads, self.grads_dtype, self.device
+        return (
+            torch.empty(*dk, dtype=dtype, device=device),
+            torch.empty(*dv, dtype=dtype, device=device),
+        )
+
+    def launch(
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, terms: Tensor,
+        dk: Tensor, dv: Tensor, grads: tuple,
+    ) -> Tensor:  # fmt: skip
+        """Write dk and dv (from `new`), and add to `grads`. **Returns:** dq."""
+        whole: tuple[Tensor, ...] = ()
+        if self.by_head is not None:
+            walk, kinds, all_visited = self.by_head(call)
+            given = self.given_by(call, self.walks, kinds, walk=walk)
+            shape = *q.shape[:3], -(-self.d // 8) * 8
+            dq = (torch.empty if all_visited else torch.zeros)(
+                shape, dtype=self.dtype, device=self.device
+            )
+            whole = torch.empty(self.numbers_of_parts, device=self.device), dq
+        elif self.ordered is None:
+            given = self.walks.given or self.given_by(call, self.walks)
+        else:
+            added = terms.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
+            walk, turns = self.ordered(call, added)
+            given = self.given_by(call, self.walks, *turns, walk=walk)
+        counter = () if self.ranks is None else (zero(self.device),)
+        bands, sums = self.bands.new(given), self.bands.sums()
+        own = q, k, v, dout, terms, dk, dv, *counter, *whole, *bands, *sums, *grads
+        self.run(own, given)
+        self.bands.collect(sums, grads, given)
+        if whole:
+            return whole[1]
+        dtype = torch.float32 if self.spec.partial else self.dtype
+        dq = torch.empty(*q.shape, dtype=dtype, device=self.device)
+        self.finish((terms, dq))
+        return dq
+
+    def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
+        """The arguments of the kernel."""
+        q, k, v, dout, terms, dk, dv, *rest = own
+        ranks = () if self.ranks is None else (rest.pop(0), self.ranks)
+        coords, walk, captured, added = self.arranged(self.walks, tensors, floats)
+        delta, lse2, parts = self.terms.split(terms)
+        turns, whole = None, () if self.ranks is None else (None, None)
+        if self.by_head is not None:
+            parts, dq, *rest = rest
+            whole = self.dq(dq[..., : self.d])[0], *added
+        elif added:
+            turns = Alike(*added) if len(added) == 1 else Turns(*added)
+        assert parts is not None
+        bands, sums, grads = self.bands.arranged(rest)
+        if self.wide:
+            to: tuple[Any, ...] = (None, None, None, dk, dv)
+        else:
+            to = (*self.dk(dk[..., : self.d]), self.dv_(dv[..., : self.dv])[0], None, None)
+        return (
+            *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
+            *self.delta(delta), *self.parts(parts), *whole, *to, grads, bands, sums, *ranks,
+            *self.numbers, coords, walk, turns, *captured,
+        )  # fmt: skip
+
+    def arrange_finish(self, own: Sequence[Any], *_: object) -> tuple:
+        """The arguments of the kernel that makes dq of its parts."""
+        terms, dq = own
+        parts = self.terms.split(terms)[2]
+        return parts, dq, self.spec.scale, self.q_len, self.q_rows, self.d

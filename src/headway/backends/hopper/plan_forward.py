@@ -1,0 +1,119 @@
+"""The plan of a forward: which row of the table, the order of work, descriptors, the launch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...types import Spec
+from ..base import Call
+from ..kernels.direct import Direct
+from ..kernels.plan import Walks
+from .bands import Bands
+from .config import FORWARD, TILE, Forward, How, fitting
+from .counter import zero
+from .descriptors import matrix
+from .kernel_forward import forward as forward_kernel
+from .plan import Plan
+from .ranks import Ranked
+
+LOSS = 1 / 16  # queries past the end, for each one that there is, which three consumers may have
+
+
+class ForwardPlan(Plan):
+    """The forward."""
+
+    sided = True
+
+    def __init__(
+        self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
+    ) -> None:
+        super().__init__(spec, call, wanted, matrices)
+        how, group = fitting(filter(self.suits, FORWARD), self.d, self.dv), self.hq // self.hk
+        each, registers = how.registers
+        block = min(how.block, 64) if self.heavy else how.block
+        rows = 64 * how.consumers
+        if rows != TILE[0] and self.tile is not None and spec.tiles is None:
+            self.tile = rows, min(block, self.tile[1])
+        # Several rounds leave shorter ranks for the end (documents are 3 % faster, causal is not).
+        # Without a mask, CTAs of one head side by side read the same keys at the same time, which
+        # multiprocessors that are close to each other then get at once.
+        near = group if self.mask is None else self.near(self.hq, -(-self.q_len // rows), rounds=4)
+        self.walks = Walks(self, queries=True, block=rows, near=near)
+        self.ranked = Ranked(self.walks, self.kv_len, block, rows)
+        self.bands = Bands(self, self.walks, queries=True)
+        ranks = self.walks.lines * self.walks.sub * self.b * self.hq
+        self.slots = how.consumers * self.walks.lines * self.walks.sub  # of one head
+        self.grid = (min(ranks, how.ctas * self.processors), 1, 1)
+        self.numbers = (
+            ranks, self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale,
+        )  # fmt: skip
+        out = (how.out,) if how.out else how.dv
+        self.q, self.out = matrix(64, how.d), matrix(64, out)
+        self.k, self.v = matrix(block, how.d), matrix(block, how.dv)
+        # Copies need rows of whole 16 bytes.
+        self.spare = 0 if spec.partial else -self.dv % 8
+        options = {
+            "SCORE": self.function("score"), "MASK": self.function("mask"),
+            "HOW": How(
+                block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
+                even=self.kv_len % block == 0,
+                queries=how.queries, held=how.held, merged=how.merged, consumers=how.consumers,
+                registers=registers,
+                largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
+                **self.linear, **self.sides,
+            ),
+        }  # fmt: skip
+        options |= {"num_warps": 4, "maxnreg": each}
+        self.kernel = Direct(forward_kernel, self.device, options, self.grid, self.arrange)
+
+    def suits(self, how: Forward) -> bool:
+        """Whether a row of the table is for such a call."""
+        if how.consumers == 3:
+            return self.in_threes()
+        if how.consumers == 1:
+            return self.in_ones(sum(how.d))
+        return not how.held or (self.spec.score is None and self.mask is None)
+
+    def in_ones(self, width: int) -> bool:
+        """Whether a rank is of 64 queries, in one of several CTAs of a multiprocessor: under a
+        mask, where blocks of 64 keys leave out more, and where ranks are short, so that most of
+        their instructions are fetched and not repeated. Timed on an H200: 64 wide, causal 256 and
+        512 take 0.7 of the time of two consumers, 2k and a window in 8k 0.96; without a mask 1.0 to
+        1.3. 128 wide, causal 512 0.92, documents of 700 0.76, causal 1k 1.05, a window 1.1."""
+        masked = self.spec.score is None and self.mask is not None and not self.heavy
+        return masked and (width <= 64 or self.kv_len <= 512 or self.compares())
+
+    def in_threes(self) -> bool:
+        """Whether a rank is of 192 queries: few are past the end, no score wants registers, and
+        lines are long (timed on an H200: 8k causal gains 7 %, 1k loses half)."""
+        length = self.q_len
+        long = self.spec.score is None and self.long(2048 if self.mask is None else 8192)
+        return long and -length % 192 <= LOSS * length
+
+    def launch(
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        row_max: Tensor | None, top: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Write out and lse, and row_max and the largest logits of all slots where they are."""
+        sink = None if call.sink is None else call.sink.contiguous()
+        padded = out
+        if self.spare:
+            padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
+        given = self.walks.given or self.given_by(call, self.walks, walk=self.ranked(call))
+        bands = self.bands.new(given)
+        own = q, k, v, padded, lse, row_max, top, sink, zero(self.device), *bands
+        self.run(own, given)
+        if padded is not out:
+            out.copy_(padded)
+
+    def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
+        """The arguments of the kernel."""
+        q, k, v, out, *pointers = own
+        bands, *_ = self.bands.arranged(pointers[5:])
+        coords, walk, captured, _ = self.arranged(self.walks, tensors, floats)
+        to = (None, None, out) if self.spec.partial else (*self.out(out), None)
+        return (
+            *self.q(q), *self.k(k), *self.v(v), *to, *pointers[:5], *self.numbers, coords, walk,
+            bands, *captured,
+        )  # fmt: skip
