@@ -572,6 +572,7 @@ def _load() -> types.SimpleNamespace:
         out = load("simulated.kernel_forward_out")
         backward = load("simulated.kernel_backward")
         backward_wide = load("simulated.kernel_backward_wide")
+        wide_dq = load("simulated.kernel_backward_wide_dq")
         adder = load("simulated.kernel_backward_adder")
         heads = load("simulated.kernel_backward_heads")
         parts = load("simulated.kernel_backward_parts")
@@ -581,8 +582,8 @@ def _load() -> types.SimpleNamespace:
         rows = load("simulated_text.rows")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
-        forward=forward, out=out, backward=backward, backward_wide=backward_wide, adder=adder, heads=heads, parts=parts,
-        sides=sides, diagonals=diagonals, rows=rows, names=names,
+        forward=forward, out=out, backward=backward, backward_wide=backward_wide,
+        wide_dq=wide_dq, adder=adder, heads=heads, parts=parts, sides=sides, diagonals=diagonals, rows=rows, names=names,
     )  # fmt: skip
 
 

@@ -222,7 +222,7 @@ def test_in_turn(name, way, monkeypatch):
     with (
         torch.no_grad(),
         mock.patch.object(simulator.LOADED.adder, "await_turn", exactly),
-        mock.patch.object(simulator.LOADED.backward_wide, "await_turn", exactly),
+        mock.patch.object(simulator.LOADED.wide_dq, "await_turn", exactly),
     ):
         out, lse, *_ = hopper.forward(spec, call)
         one, other = made(spec, False), made(spec, True)

@@ -21,29 +21,23 @@ from .gluon_api import (
     gluon,
     mbarrier,
     seen_as,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from .kernel_backward_parts import (
     DO_STAGES,
-    ORDER,
-    counter_of,
-    in_order,
     load,
     of_keys,
     of_queries,
     others,
     outer_v,
     probabilities,
-    turn_of,
     write,
 )
+from .kernel_backward_wide_dq import P_STAGES, queries
 from .pipeline import (
     acquire,
     await_,
-    await_turn,
     channel,
-    pass_on,
     publish,
     ready,
     release,
@@ -67,7 +61,6 @@ from .tile import (
 )
 from .walk import place, visit
 
-_P_STAGES = gl.constexpr(3)
 _HALF = gl.constexpr(128)
 
 
@@ -94,7 +87,7 @@ def backward_wide(
     v_smem = buffers(1, (v,))[0]
     q_smem = buffers(STAGES, (q,))
     do_smem = buffers(DO_STAGES, (dout,))[0]
-    p_smem = gl.allocate_shared_memory(v.dtype, [_P_STAGES, ROWS, BLOCK], matrix(v.layout))
+    p_smem = gl.allocate_shared_memory(v.dtype, [P_STAGES, ROWS, BLOCK], matrix(v.layout))
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     dlt_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
     of_inputs = (
@@ -104,10 +97,10 @@ def backward_wide(
         channel(DO_STAGES, 1, 2),  # dout and delta, for values and keys
     )
     if SCATTER is None:  # noqa: SIM108
-        p_ring = channel(_P_STAGES, 1, 1)  # P, from values to keys; queries let go of the stage
+        p_ring = channel(P_STAGES, 1, 1)  # P, from values to keys; queries let go of the stage
     else:  # which nobody passes on
-        p_ring = (None, signal(_P_STAGES, 1)[0])
-    ds_ring = signal(_P_STAGES, 1)  # dS in the same stages, from keys to queries
+        p_ring = (None, signal(P_STAGES, 1)[0])
+    ds_ring = signal(P_STAGES, 1)  # dS in the same stages, from keys to queries
     rings = (of_inputs, p_ring, ds_ring)
     ready()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
@@ -219,7 +212,7 @@ def values_block(
     s = outer(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
     release(do_ring, do_at)
     s = warpgroup_mma_wait(0, deps=[s])
-    return s, acc, q_at, step(do_at, DO_STAGES), step(p_at, _P_STAGES)
+    return s, acc, q_at, step(do_at, DO_STAGES), step(p_at, P_STAGES)
 
 
 # -- keys -----------------------------------------------------------------------------------------
@@ -316,67 +309,7 @@ def keys_block(
     dp = outer_v(v_smem.index(z), do_smem.index(do_at[0]), zero, False)
     dp, acc0, acc1, _ = warpgroup_mma_wait(0, deps=[dp, dk[0], dk[1], ds16])
     release(q_ring, q_at)
-    return dp, (acc0, acc1), step(q_at, HOW.stages), do_at, step(p_at, _P_STAGES)
-
-
-# -- queries --------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def queries(dq, smem, rings, at, sizes, walk, turns, HOW: gl.constexpr):
-    """dq."""
-    line, slot, _, h, b, share, _ = at
-    heads, q_len, q_rows, _ = sizes
-    await_(rings[0][0], (0, 0))
-    at = start()
-    for n in range(share):
-        row0 = (b * heads + h + n) * q_rows
-        given = (dq, smem, rings, row0, share, turns, line, slot, walk.step)
-        state = (at, gl.to_tensor(0))
-        state = visit(state, given, walk, line, q_len, 0, queries_block, None, None, None, HOW)
-        at = state[0]
-
-
-@gluon.jit
-def queries_block(
-    state, given, n, more, PARTIAL: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
-):  # fmt: skip
-    """What the keys add to dq of the queries from n on, 64 columns at a time."""
-    dq, smem, rings, row0, opaque, turns, line, slot, tile = given
-    at, visited = state
-    inputs, p_smem = smem
-    k = inputs[0][0]
-    _, p_ring, ds_ring = rings
-    STRIPS: gl.constexpr = k.shape[2] // 64
-    z = (n + opaque) >> 30
-    chunk = gl.cast((row0 + n) // 64, gl.int64) * STRIPS
-    k = seen_as(k, k.dtype, [STRIPS, ROWS, 64], matrix(k.layout))
-    zero = gl.full([ROWS, 64], 0.0, gl.float32, layout=mma(64))
-    if turns is not None:
-        turn = turn_of(turns, line, slot, visited // tile, HOW)
-    await_(ds_ring, at)
-    if turns is not None:
-        await_turn(counter_of(turns, row0 + n, 0), turn)
-    ds = p_smem.index(at[0]).permute((1, 0))
-    # A loop that cannot be unrolled: the assembler would compute the next columns into registers
-    # that it does not have.
-    for strip in range(z, STRIPS):
-        x = warpgroup_mma(ds, k.index(strip), zero, use_acc=False, is_async=True)
-        add_part(dq + (chunk + strip) * 4096, warpgroup_mma_wait(0, deps=[x]))
-    release(p_ring, at)
-    if turns is not None:
-        pass_on(counter_of(turns, row0 + n, 0), turn)
-    return step(at, _P_STAGES), visited + HOW.block
-
-
-@gluon.jit
-def add_part(to, x):
-    """Add 64 x 64 numbers to global memory: 16 bytes of a thread, threads adjacent."""
-    x = gl.convert_layout(in_order(x), ORDER)
-    rows = gl.arange(0, 16, layout=gl.SliceLayout(1, ORDER))[:, None]
-    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, ORDER))[None, :]
-    gl.atomic_add(to + rows * 256 + columns, x, sem="relaxed")
+    return dp, (acc0, acc1), step(q_at, HOW.stages), do_at, step(p_at, P_STAGES)
 
 
 # -- of values and keys ---------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from . import (
     kernel_backward_lagged,
     kernel_backward_parts,
     kernel_backward_wide,
+    kernel_backward_wide_dq,
     kernel_forward,
     kernel_forward_loader,
     kernel_forward_out,
@@ -66,7 +67,7 @@ class Plan(BasePlan):
         of_diagonals, kernel_forward_scheduler, kernel_forward_loader, kernel_forward_out,
         kernel_forward, kernel_backward_parts, kernel_backward_dq, kernel_backward_lagged,
         kernel_backward_adder, kernel_backward_keys, kernel_backward_heads, kernel_backward_deal,
-        kernel_backward, kernel_backward_wide,
+        kernel_backward, kernel_backward_wide_dq, kernel_backward_wide,
     )  # fmt: skip
 
     # Whether an absolute distance is looked at with the mask (`linear.side`): of causal ALiBi the
