@@ -58,5 +58,5 @@ def test_compiles(direction, widths, name):
     assert made["serialized"] == 0 or kind in SCARCE, made
     # At 192, dk and dv take 160 of 240 registers.
     tight = kind[:2] == ("backward", "192/128")
-    most = 4000 if kind in SCARCE or name in HEAVY else 800 if tight else 300
+    most = 4000 if name in HEAVY else 1300 if kind in SCARCE else 700 if tight else 300
     assert made["spills"] <= most, made

@@ -583,7 +583,8 @@ def _load() -> types.SimpleNamespace:
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
         forward=forward, out=out, backward=backward, backward_wide=backward_wide,
-        wide_dq=wide_dq, adder=adder, heads=heads, parts=parts, sides=sides, diagonals=diagonals, rows=rows, names=names,
+        wide_dq=wide_dq, adder=adder, heads=heads, parts=parts, sides=sides, diagonals=diagonals,
+        rows=rows, names=names,
     )  # fmt: skip
 
 

@@ -10,10 +10,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...mods.graph import FLOATS, parse
+from ...mods.graph import parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
 from ..base import Call, Hook, Kind, launch_module, plainly_masked
-from ..kernels.function import diagonal, not_spread
+from ..kernels.function import diagonal, floats, not_spread
 from ..kernels.varies import variation
 from .config import BACKWARD, FORWARD, TILE, fitting
 
@@ -33,7 +33,10 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
         reasons.append(f"{kind.dtype} is not bfloat16 or float16, which its tensor cores multiply")
     if fitting(FORWARD, d, dv) is None:
         reasons.append(f"widths d = {d}, dv = {dv}: at most 256 fit in shared memory")
-    elif kind.learned and len(fitting(BACKWARD, d, dv).d) == 2 and _by_query(spec.score):
+    elif (
+        spec.score is not None and kind.learned
+        and len(fitting(BACKWARD, d, dv).d) == 2 and _by_query(spec.score)
+    ):  # fmt: skip
         reasons.append(
             f"widths d = {d}, dv = {dv}, and a captured tensor that requires grad, where the score "
             "reads a number for each query: sums of its gradient do not fit in shared memory; "
@@ -82,15 +85,9 @@ def _by_distance(score: str) -> tuple[bool, bool]:
 
 
 @lru_cache(maxsize=1024)
-def _by_query(score: str | None) -> bool:
+def _by_query(score: str) -> bool:
     """Whether a score reads a float for each query, which may want a gradient."""
-    if score is None:
-        return False
-    graph = parse(score)
-    return any(
-        node.dtype in FLOATS and variation(graph, node.args[1:]) == "rows"
-        for _, node in graph.gathers
-    )
+    return floats(parse(score), "rows") != []
 
 
 def accumulates(dtype: torch.dtype) -> torch.dtype:

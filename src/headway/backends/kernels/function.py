@@ -362,12 +362,17 @@ def _short_power(base: str, exponent: Arg, dtype: str) -> str | None:
     return " * ".join([base] * int(exponent)) if exponent else f"{base} * 0 + 1"
 
 
-def diagonal(graph: Graph) -> list[int]:
-    """The gathers of floats that read one number per diagonal."""
+def floats(graph: Graph, kind: str) -> list[int]:
+    """The gathers of floats whose indices vary so (varies.py)."""
     return [
         n for n, node in graph.gathers
-        if node.dtype in FLOATS and variation(graph, node.args[1:]) == "diagonals"
+        if node.dtype in FLOATS and variation(graph, node.args[1:]) == kind
     ]  # fmt: skip
+
+
+def diagonal(graph: Graph) -> list[int]:
+    """The gathers of floats that read one number per diagonal."""
+    return floats(graph, "diagonals")
 
 
 def not_spread(graph: Graph) -> list[int]:
