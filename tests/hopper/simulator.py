@@ -286,6 +286,7 @@ def instruct(asm):
 
 
 def fence_landed():
+    copy_out_wait(0)
     while here.landing:
         desc, at, x, add = here.landing.pop(0)
         with Desc.lock:
@@ -574,6 +575,7 @@ def _load() -> types.SimpleNamespace:
         backward_wide = load("simulated.kernel_backward_wide")
         wide_dq = load("simulated.kernel_backward_wide_dq")
         adder = load("simulated.kernel_backward_adder")
+        zeros = load("simulated.kernel_backward_zeros")
         heads = load("simulated.kernel_backward_heads")
         parts = load("simulated.kernel_backward_parts")
         sides = load("simulated.sides")
@@ -583,7 +585,7 @@ def _load() -> types.SimpleNamespace:
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
         forward=forward, out=out, backward=backward, backward_wide=backward_wide,
-        wide_dq=wide_dq, adder=adder, heads=heads, parts=parts, sides=sides, diagonals=diagonals,
+        wide_dq=wide_dq, adder=adder, zeros=zeros, heads=heads, parts=parts, sides=sides, diagonals=diagonals,
         rows=rows, names=names,
     )  # fmt: skip
 

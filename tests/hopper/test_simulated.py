@@ -1,5 +1,6 @@
 """The kernels' logic and the host's, on the CPU: the shared table through the simulator."""
 
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from unittest import mock
@@ -298,6 +299,26 @@ def test_broken_whole_heads_are_found(name, monkeypatch):
             except simulator.Wrong:
                 return
     assert not ((found["hopper"] - found["reference"]).abs() <= 0.1).all()  # NaN is not either
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_adders_wait_for_zeros(waits, monkeypatch):
+    """Of a memory that is anything but zeros until the copy engine, slow here, has made it so."""
+    zeros, adder, empty = simulator.LOADED.zeros, simulator.LOADED.adder, torch.empty
+    landed, wait = zeros.fence_landed, adder.await_zeros
+    monkeypatch.setattr(zeros, "fence_landed", lambda: (time.sleep(0.1), landed()))
+    monkeypatch.setattr(adder, "copy_out_wait", lambda _: landed())  # what is added lands at once
+    monkeypatch.setattr(adder, "await_zeros", wait if waits else lambda *_: None)
+    monkeypatch.setattr(torch, "empty", lambda *size, **o: empty(*size, **o).fill_(-1e4))
+    choose(monkeypatch, "at once")
+    plans.clear()
+    q = torch.randn(2, 2, 130, 64).bfloat16().requires_grad_()
+    mask = hw.causal() & hw.document(torch.arange(260).view(2, 130) // 70)  # for each batch row
+    made = [
+        torch.autograd.grad(hw.attention(q, q, q, mask=mask, backend=backend).sum(), q)[0]
+        for backend in ("reference", "hopper")
+    ]
+    assert bool(((made[1] - made[0]).abs() <= 0.1).all()) == waits
 
 
 def test_a_turn_that_never_comes_is_found():

@@ -14,10 +14,11 @@ longest line first, and copies them and the queries that see them into shared me
 **consumers**, a warpgroup each, own 64 of the keys: their dk and dv stay in registers, and so do Pᵀ
 and dSᵀ as left factors. dq is a sum over ranks: a consumer computes a part of it from all keys, and
 one of two **adders** has the copy engine add it to float32 in global memory (in turn, where the sum
-shall be the same every time: order.py), in the order of the registers; `finish` puts it in order
-afterwards. A block has 64 queries, of which a consumer's part is half of the columns; at width 64
-it has 128, where registers allow it, of which it is half of the queries: of what shared memory and
-the L2 cache move per pair, that is a fifth and half less.
+shall be the same every time: order.py), in the order of the registers, to zeros that one more warp
+writes (kernel_backward_zeros.py); `finish` puts it in order afterwards. dk and dv leave the same
+way (kernel_backward_keys.py). A block has 64 queries, of which a consumer's part is half of the
+columns; at width 64 it has 128, where registers allow it, of which it is half of the queries: of
+what shared memory and the L2 cache move per pair, that is a fifth and half less.
 
 In which order a block goes depends on what registers are left: where they allow it, dk and dq come
 with the next block (kernel_backward_lagged.py). Here, at once, a consumer
@@ -51,7 +52,7 @@ from .kernel_backward_adder import add
 from .kernel_backward_deal import deal
 from .kernel_backward_dq import hand_over, part, parts, rings_of, strip_of_part, zeros_of
 from .kernel_backward_heads import VISIT, add_whole, of_rank, pass_keys, put
-from .kernel_backward_keys import put_keys
+from .kernel_backward_keys import put_keys, write_keys
 from .kernel_backward_lagged import after_last, attend_lagged, before_first
 from .kernel_backward_parts import (
     DO_STAGES,
@@ -62,6 +63,7 @@ from .kernel_backward_parts import (
     outer_v,
     probabilities,
 )
+from .kernel_backward_zeros import nothing, of_work, write_zeros
 from .pipeline import acquire, await_, channel, nth, publish, ready, release, signal, start, step
 from .tile import (
     ROWS,
@@ -89,6 +91,7 @@ from .walk import TOLD, numbers, told, visit
 def backward(
     q0, q1, k0, k1, v, dout, lse, delta, dq0, dq1,  # descriptors, of pieces; dq's of its parts
     whole_dq, kinds,  # where CTAs take whole heads: dq's descriptor, and `heads.kinds`; else None
+    lines, zeroed,  # where zeros are written here: a descriptor of them, and counters; else None
     dk0, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
     bands, sums,  # what is read along diagonals, and added up (diagonals.py)
@@ -99,6 +102,7 @@ def backward(
 ):  # fmt: skip
     """dk and dv of 128 keys from `share` query heads, and what they add to dq."""
     BLOCK: gl.constexpr = HOW.block
+    COLUMNS: gl.constexpr = k0.block_shape[3]
     STAGES: gl.constexpr = HOW.stages
     # Launchers take descriptors one by one, and not in tuples.
     q, k, dq, dk = pieces(q0, q1), pieces(k0, k1), pieces(dq0, dq1), pieces(dk0, dk1)
@@ -112,6 +116,7 @@ def backward(
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     dlt_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
     work_smem = numbers()
+    zeros_smem = nothing(lines)
     rings = (
         (
             channel(1, 1, 2),  # keys
@@ -121,7 +126,7 @@ def backward(
         ),
         ring_of_ds(DS_STAGES),  # dS, from both consumers to both
         (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
-        channel(TOLD, 1, 4),  # work, to consumers and adders
+        of_work(lines),
     )
     ready()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
@@ -131,7 +136,7 @@ def backward(
     whole = (whole_dq, kinds)
     to = ((dk, dv, wide_dk, wide_dv, d_width, dv_width), grads, sums, whole)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
-    added = (dq, dk, dv, whole)
+    added = (dq, dk, dv, whole, (lines, zeroed))
     gl.warp_specialize(
         [
             (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0),
@@ -143,9 +148,11 @@ def backward(
                       (added, smem, rings, sizes, walk, turns, gl.constexpr(0), HOW)),
             (add_whole if HOW.whole else add,
                       (added, smem, rings, sizes, walk, turns, gl.constexpr(1), HOW)),
+            (write_zeros, (lines, zeroed, zeros_smem, work_smem, rings[3], sizes, total, walk,
+                           COLUMNS, HOW)),
         ],
-        [4, 1, 1, 1],
-        [240, 24, 24, 24],
+        [4, 1, 1, 1, 1],
+        [240, 24, 24, 24, 24],
     )  # fmt: skip
 
 
@@ -263,19 +270,19 @@ def consume_rank(
         else:
             acc_q = late[0]
     release(k_ring, nth(done, 1))
-    if HOW.whole:  # dv goes another way than through the place of the values
-        release(v_ring, nth(done, 1))
+    release(v_ring, nth(done, 1))
     # Told again, to have been in no registers until now.
     first, h, b = told(work_smem, nth(done, TOLD), 2, 5, 4)
-    if HOW.whole and keys_to[1] is not None:
+    if keys_to[1] is None:
+        at = (first + W * ROWS, h // share, b, heads // share, kv_len)
+        write_keys(acc_k, acc_v, at, keys_to[2:], scale)
+    elif HOW.whole:
         dq_at = pass_keys(acc_v, v_smem.index(W), dq_smem[0].index(W), dq_rings[W][0], dq_at)
         dk = acc_k[0] * scale
         dq_at = pass_keys(dk, k_smem[0].index(W), dq_smem[0].index(W), dq_rings[W][0], dq_at)
     else:
-        at = (first + W * ROWS, h // share, b, heads // share, kv_len)
-        put_keys(acc_k, acc_v, at, keys_to, (k_smem, v_smem), dq_smem, dq_rings[W], dq_at, scale, W)
-    if not HOW.whole:
-        release(v_ring, nth(done, 1))
+        keys = (k_smem, v_smem)
+        dq_at = put_keys(acc_k, acc_v, keys, dq_smem, dq_rings[W], dq_at, scale, W)
     return acc_q, (q_at, do_at, dq_at)
 
 

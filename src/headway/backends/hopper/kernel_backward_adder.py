@@ -1,9 +1,11 @@
 """The adders of kernel_backward.py: they have the copy engine add to dq what consumers made."""
 
 from .gluon_api import copy_out_add, copy_out_wait, fence_landed, gl, gluon
+from .kernel_backward_keys import copy_keys
 from .kernel_backward_parts import counter_of, turn_of
+from .kernel_backward_zeros import await_zeros
 from .pipeline import await_, await_turn, pass_on, release, start, step
-from .tile import at_stage
+from .tile import ROWS, at_stage
 from .walk import TOLD, told, visit
 
 
@@ -12,25 +14,32 @@ def add(to, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr)
     """Add the parts of dq that consumer W hands over. Where it does not lag, the last piece comes
     one block late, from rank to rank as within one; its first, from before the first block, is
     zeros."""
-    dq, _, _, _ = to
-    _, _, dq_smem, work_smem = smem
+    dq, dk, dv, _, zeroing = to
+    lines, zeroed = zeroing
+    inputs, _, dq_smem, work_smem = smem
     _, _, dq_rings, work_ring = rings
     heads, _, share, q_len, q_rows, _ = sizes
     to = (dq, at_stage(dq_smem, W), dq_rings[W], W)
     work_at = start()
     await_(work_ring, work_at)
-    line, slot, _first, h, b = told(work_smem, work_at, 0, 5, 1)
+    line, slot, _, h, b = told(work_smem, work_at, 0, 5, 1)
     dq_at, row, turn = start(), (b * heads + h) * q_rows, gl.to_tensor(-1)
     while line >= 0:
-        release(work_ring, work_at)
-        work_at = step(work_at, TOLD)
         for n in range(share):
+            await_zeros(lines, zeroed, b * heads + h + n, q_rows)
             given = (to, (b * heads + h + n) * q_rows, turns, line, slot, walk.step)
             state = (dq_at, row, turn, gl.to_tensor(0))
             state = visit(state, given, walk, line, q_len, 0, add_block, None, None, None, HOW)
             dq_at, row, turn, _visited = state
+        if dv is not None:
+            first, h, b = told(work_smem, work_at, 2, 5, 1)
+            keys = (inputs[0], inputs[1])
+            first += W * ROWS
+            dq_at = copy_keys(dk, dv, b, h // share, first, keys, to[1], to[2], dq_at, W)
+        release(work_ring, work_at)
+        work_at = step(work_at, TOLD)
         await_(work_ring, work_at)
-        line, slot, _first, h, b = told(work_smem, work_at, 0, 5, 1)
+        line, slot, _, h, b = told(work_smem, work_at, 0, 5, 1)
     if not HOW.lagged:
         add_part(to, row, turns, turn, dq_at, len(dq) - 1, HOW)
 

@@ -100,7 +100,7 @@ def add_whole(
     to, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
     """Write and add the parts that consumer W makes of dq, and then dq and dk themselves."""
-    parts, dk, dv, whole = to
+    parts, dk, dv, whole, _ = to
     dq, kinds = whole
     inputs, _, dq_smem, work_smem = smem
     _, _, dq_rings, work_ring = rings

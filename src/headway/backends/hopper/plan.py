@@ -32,6 +32,7 @@ from . import (
     kernel_backward_parts,
     kernel_backward_wide,
     kernel_backward_wide_dq,
+    kernel_backward_zeros,
     kernel_forward,
     kernel_forward_loader,
     kernel_forward_out,
@@ -66,6 +67,7 @@ class Plan(BasePlan):
         maths, diagonals, gradients, rows, gluon_api, pipeline, walk, tile, linear, sides,
         of_diagonals, kernel_forward_scheduler, kernel_forward_loader, kernel_forward_out,
         kernel_forward, kernel_backward_parts, kernel_backward_dq, kernel_backward_lagged,
+        kernel_backward_zeros,
         kernel_backward_adder, kernel_backward_keys, kernel_backward_heads, kernel_backward_deal,
         kernel_backward, kernel_backward_wide_dq, kernel_backward_wide,
     )  # fmt: skip

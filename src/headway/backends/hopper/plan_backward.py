@@ -20,6 +20,7 @@ from .heads import Heads
 from .kernel_backward import backward as backward_kernel
 from .kernel_backward_parts import finish
 from .kernel_backward_wide import backward_wide
+from .kernel_backward_zeros import LINES
 from .order import Alike, Ordered, Turns
 from .plan import Plan
 
@@ -81,6 +82,9 @@ class BackwardPlan(Plan):
         first = how.block * min(self.columns, 128) // 512
         self.numbers_of_parts = self.grid[0] * share * self.q_rows * self.columns
         self.dq = matrix(how.block, (self.columns // 2,))
+        # Where there is shared memory for it, the kernel writes the zeros that dq is added to.
+        zeroing = not (whole or alone) and len(how.d) == 1
+        self.lines = chunks(LINES.value) if zeroing else None
         self.parts = (lambda x: (x, None)) if alone else chunks(first, 8 if len(how.d) == 2 else 0)
         options = {
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
@@ -97,7 +101,8 @@ class BackwardPlan(Plan):
         kernel, more = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)
         self.kernel = Direct(kernel, self.device, options | more, self.grid, self.arrange)
         shape = self.b, self.hq, self.q_len, self.dv
-        self.terms = Terms(shape, self.q_rows, 0 if whole else self.columns, self.device)
+        columns, counted = 0 if whole else self.columns, self.lines is not None
+        self.terms = Terms(shape, self.q_rows, columns, self.device, counted)
         strips = self.columns // 64
         grid = self.b * self.hq * self.q_rows * strips // 64, 1, 1
         self.finish = Direct(finish, self.device, {"STRIPS": strips}, grid, self.arrange_finish)
@@ -157,14 +162,17 @@ class BackwardPlan(Plan):
         q, k, v, dout, terms, dk, dv, *rest = own
         ranks = () if self.ranks is None else (rest.pop(0), self.ranks)
         coords, walk, captured, added = self.arranged(self.walks, tensors, floats)
-        delta, lse2, parts = self.terms.split(terms)
+        delta, lse2, parts, zeroed = self.terms.split(terms)
         turns, whole = None, () if self.ranks is None else (None, None)
+        zeros: tuple = () if self.ranks is None else (None, None)
         if self.by_head is not None:
             parts, dq, *rest = rest
             whole = self.dq(dq[..., : self.d])[0], *added
         elif added:
             turns = Alike(*added) if len(added) == 1 else Turns(*added)
         assert parts is not None
+        if self.lines is not None:
+            zeros = self.lines(parts)[0], zeroed
         bands, sums, grads = self.bands.arranged(rest)
         if self.wide:
             to: tuple[Any, ...] = (None, None, None, dk, dv)
@@ -172,7 +180,7 @@ class BackwardPlan(Plan):
             to = (*self.dk(dk[..., : self.d]), self.dv_(dv[..., : self.dv])[0], None, None)
         return (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
-            *self.delta(delta), *self.parts(parts), *whole, *to, grads, bands, sums, *ranks,
+            *self.delta(delta), *self.parts(parts), *whole, *zeros, *to, grads, bands, sums, *ranks,
             *self.numbers, coords, walk, turns, *captured,
         )  # fmt: skip
 

@@ -18,38 +18,48 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 class Terms:
     """Where a backward of one kind has them: one buffer, of float32, with delta, lse in units of
-    log 2, and zeros, one after the other.
+    log 2, and memory for dq, one after the other: zeros; or anything, and counters that are 0, one
+    for each head and one more.
 
     Rows past the end of out have delta = 0 and lse = inf, so that their P is 0; and so has a query
     that sees nothing, whose lse is -inf.
 
     - `shape`: of out.
     - `rows`: of a head, in the buffer.
-    - `columns`: of the zeros, (b, hq, rows, columns); a multiple of 64.
+    - `columns`: of the memory, (b, hq, rows, columns); a multiple of 64.
+    - `counted`: whether there are counters, and not zeros.
     """
 
-    def __init__(self, shape: Sequence[int], rows: int, columns: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: Sequence[int], rows: int, columns: int, device: torch.device,
+        counted: bool = False,
+    ) -> None:  # fmt: skip
         (self.b, self.heads, self.q_len, self.width), self.rows = shape, rows
         self.columns, self.device = columns, device
         self.each = -(-self.b * self.heads * rows // _WHOLE) * _WHOLE
-        self.size = 2 * self.each + self.b * self.heads * rows * columns
+        self.counters = self.b * self.heads + 1 if counted else 0
+        self.size = 2 * self.each + self.b * self.heads * rows * columns + self.counters
         self.kernels: dict[tuple, Direct] = {}
 
-    def split(self, terms: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(b, hq, rows) twice, and (b, hq, rows, columns) or None."""
+    def split(self, terms: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """(b, hq, rows) twice; (b, hq, rows, columns), and (b hq + 1,) of int32, or None."""
         shape, each = (self.b, self.heads, self.rows), self.each
         n = self.b * self.heads * self.rows
         delta, lse2 = (terms[at : at + n].view(shape) for at in (0, each))
-        zeros = terms[2 * each :].view(*shape, self.columns) if self.columns else None
-        return delta, lse2, zeros
+        memory, counters = terms[2 * each :].split((n * self.columns, self.counters))
+        return (
+            delta, lse2, memory.view(*shape, self.columns) if self.columns else None,
+            counters.view(torch.int32) if self.counters else None,
+        )  # fmt: skip
 
     def arrange(self, tensors: Sequence[Any], *_: object) -> tuple:
         """The arguments of `row_kernel`."""
         out, dout, dlse, terms, lse = tensors
-        delta, lse2, zeros = self.split(terms)
+        delta, lse2, zeros, counters = self.split(terms)
+        zeros = None if counters is not None else zeros
         lse2 = None if lse is None else lse2
         sizes = self.heads, self.q_len, self.rows, self.width
-        return out, dout, dlse, delta, lse, lse2, zeros, dout.stride(), *sizes
+        return out, dout, dlse, delta, lse, lse2, zeros, counters, dout.stride(), *sizes
 
     def kernel(self) -> Direct:
         """For tensors of the same dtypes and strides, and None in the same places."""
@@ -92,7 +102,7 @@ def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 @triton.jit(do_not_specialize=["heads", "q_len", "rows"])
 def row_kernel(
-    out, dout, dlse, delta, lse, lse2, nothing, strides, heads, q_len, rows, width,
+    out, dout, dlse, delta, lse, lse2, nothing, counters, strides, heads, q_len, rows, width,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of one head; the strides are those of dout."""
@@ -119,6 +129,10 @@ def row_kernel(
         strip = nothing + to[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
         for n in tl.static_range(COLUMNS // 64):
             tl.store(strip + n * 64, tl.zeros([BLOCK, 64], tl.float32), mask=(i < rows)[:, None])
+    if counters is not None:
+        first = tl.program_id(0) == 0
+        tl.store(counters + head, 0, mask=first)
+        tl.store(counters + tl.num_programs(1), 0, mask=first & (head == 0))
 
 
 @triton.jit

@@ -155,7 +155,7 @@ class Launcher:
             q, k, v, dout, one, two, terms, *to = own
             turned = None if one is None else ((one, _strides(one)), (two, _strides(two)))
             layout = *layout, _strides(dout), turned
-            delta, lse2, _ = plan.terms.split(terms)
+            delta, lse2, *_ = plan.terms.split(terms)
             if self.name == "backward_q":
                 *of_rows, dq = to[:4]
                 own, grads = (q, k, v, dout, *of_rows, lse2, delta, dq), (tuple(to[4:]),)
