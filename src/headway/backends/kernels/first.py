@@ -10,7 +10,7 @@ Triton's launcher none is made: a C compiler's half a second, after the dearest 
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import lru_cache
 from threading import Thread, get_ident
@@ -31,6 +31,9 @@ from .device import on
 # By thread that rehearses: what would compile and load the kernels of its launches.
 rehearsals: dict[int, list[Callable[[], None]]] = {}
 _settled: set[str] = set()  # modules
+# Seconds in which a thread has Python's lock to itself. All at once, they take turns there, and
+# none comes to LLVM before all have nearly done so.
+_HEAD_START = 0.1
 
 
 def of_training(
@@ -76,7 +79,12 @@ def side_by_side(device: torch.device, steps: Callable[[], object]) -> None:
         hashing().join()
         with ThreadPoolExecutor(len(kernels)) as pool:
             # Backwards: the last ones take longest.
-            list(pool.map(lambda ready: _on(device, ready), kernels[::-1]))
+            begun = []
+            for ready in kernels[::-1]:
+                begun.append(pool.submit(_on, device, ready))
+                wait(begun[-1:], _HEAD_START)
+            for compiling in begun:
+                compiling.result()
 
 
 def write_down(
