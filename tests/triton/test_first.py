@@ -4,6 +4,7 @@ The driver is a stand-in for a GPU's: kernels are compiled for it, and launches 
 """
 
 import threading
+from concurrent.futures import wait
 from importlib.util import find_spec
 
 import pytest
@@ -60,7 +61,8 @@ def attend(layout: str = "together", **options) -> torch.Tensor:
     return hw.attention(x, x, x, mask=hw.causal(), backend="triton", **options)
 
 
-def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compiled):
+def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compiled, monkeypatch):
+    monkeypatch.setattr(first, "_HEAD_START", 0)  # which is enough to read a kernel from a cache
     threads = threading.active_count()
     out = attend()
     assert sorted(name for name, _ in compiled) == sorted(ALL)
@@ -71,6 +73,14 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
     assert len(compiled) == 3
     assert [name for name, _ in device.launches] == ALL
     assert not first.rehearsals
+
+
+def test_the_dearest_kernels_have_a_head_start(compiled, monkeypatch):
+    waits = []
+    monkeypatch.setattr(first, "wait", lambda begun, seconds: wait(begun) and waits.append(seconds))
+    attend()
+    assert [name for name, _ in compiled] == ALL[::-1]
+    assert waits == [first._HEAD_START] * len(ALL)
 
 
 def test_a_gradient_that_lies_otherwise_compiles_the_backward_side_by_side(device, compiled):
