@@ -1,5 +1,6 @@
 """The kernels' logic and the host's, on the CPU: the shared table through the simulator."""
 
+import threading
 import time
 from dataclasses import replace
 from importlib.util import find_spec
@@ -303,16 +304,20 @@ def test_broken_whole_heads_are_found(name, monkeypatch):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_adders_wait_for_zeros(waits, monkeypatch):
-    """Of a memory that is anything but zeros until the copy engine, slow here, has made it so."""
-    zeros, adder, empty = simulator.LOADED.zeros, simulator.LOADED.adder, torch.empty
-    landed, wait = zeros.fence_landed, adder.await_zeros
-    monkeypatch.setattr(zeros, "fence_landed", lambda: (time.sleep(0.1), landed()))
+    """Of a memory that is anything but zeros until the copy engine, slow here, has made it so; where
+    they do not wait, after an adder has ended."""
+    backward, zeros, adder = (getattr(simulator.LOADED, n) for n in ("backward", "zeros", "adder"))
+    landed, wait, add, empty = zeros.fence_landed, adder.await_zeros, backward.add, torch.empty
+    ended = threading.Event()
+    slow = (lambda: time.sleep(0.05)) if waits else (lambda: ended.wait(20))
+    monkeypatch.setattr(zeros, "fence_landed", lambda: (slow(), landed()))
     monkeypatch.setattr(adder, "copy_out_wait", lambda _: landed())  # what is added lands at once
     monkeypatch.setattr(adder, "await_zeros", wait if waits else lambda *_: None)
+    monkeypatch.setattr(backward, "add", lambda *given: (add(*given), ended.set()))
     monkeypatch.setattr(torch, "empty", lambda *size, **o: empty(*size, **o).fill_(-1e4))
     choose(monkeypatch, "at once")
     plans.clear()
-    q = torch.randn(2, 2, 130, 64).bfloat16().requires_grad_()
+    q = torch.randn(2, 1, 130, 64).bfloat16().requires_grad_()  # four ranks: more are not told
     mask = hw.causal() & hw.document(torch.arange(260).view(2, 130) // 70)  # for each batch row
     made = [
         torch.autograd.grad(hw.attention(q, q, q, mask=mask, backend=backend).sum(), q)[0]
