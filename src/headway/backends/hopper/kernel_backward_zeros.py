@@ -12,10 +12,10 @@ the heads that it adds to.
 
 from .gluon_api import copy_out, fence_async_shared, fence_landed, gl, gluon
 from .pipeline import await_, await_turn, channel, release, start, step
+from .tile import ROWS
 from .walk import TOLD, told
 
 LINES = gl.constexpr(4)  # of 256 numbers, that are copied at once
-BLOCK = gl.constexpr(64)  # queries, whose zeros are counted
 AHEAD = gl.constexpr(2)  # ranks of each CTA, whose heads are filled before they are needed
 
 
@@ -45,16 +45,16 @@ def write_zeros(
     """Fill all heads, together with the other CTAs.
 
     - `lines`: descriptor of the parts, of `LINES` at once; `zeros`: as many, in shared memory.
-    - `zeroed`: int32, 0 before: for each head, how many blocks are zeros; then how many are taken.
+    - `zeroed`: int32, 0 before: for each head, how many blocks of `ROWS`
+      queries are zeros; then how many are taken.
     """
     if lines is not None:
         heads, _, share, _, q_rows, _ = sizes
-        ranks = walk.lines if walk.full is None else walk.lines * HOW.sub
-        # Ranks of a mask for each batch row go through these first.
-        batch = 1 if walk.full is None else walk.b
+        ranks = walk.lines * HOW.sub
+        batch = walk.b  # of the mask: its ranks go through these first
         all_heads = total // ranks * share
         ahead = (AHEAD * gl.num_programs(0) // ranks + 1) * share
-        blocks = q_rows // BLOCK
+        blocks = q_rows // ROWS
         layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
         zeros.store(gl.full(zeros.shape, 0.0, gl.float32, layout=layout))
         fence_async_shared()
@@ -87,4 +87,4 @@ def write_zeros(
 def await_zeros(lines, zeroed, head, q_rows):
     """Wait until all of a head's memory is zeros."""
     if lines is not None:
-        await_turn(zeroed + head, q_rows // BLOCK)
+        await_turn(zeroed + head, q_rows // ROWS)
