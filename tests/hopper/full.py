@@ -32,13 +32,16 @@ def test_table(name, simulated):  # noqa: F811
 # Of a CTA, in bytes.
 SHARED = 232448
 REFUSED = [("192/128", name) for name in ("rows", "numbers")]  # `hopper.reasons_against`
-HEAVY = ("relative", "dense", "rows", "sink")  # what reads numbers pair by pair needs addresses
-# Where registers run out, and products wait for each other; a gradient needs more of them.
-SCARCE = [
-    *[("backward", "192/128", name) for name in ("relative", "dense", "sink", "columns")],
-    *[("backward", "256/256", name) for name in ("rows", "numbers")],
-    ("backward", "128/128", "numbers"),
-]
+# Bytes spilled where registers run out, and products wait for each other: what reads a number for
+# each pair needs as many addresses, and a gradient more registers.
+SCARCE = {
+    ("backward", "192/128", "relative"): 2100,
+    ("backward", "192/128", "columns"): 1300,
+    ("backward", "256/256", "rows"): 400,
+    ("backward", "256/256", "numbers"): 800,
+    ("backward", "128/128", "numbers"): 800,
+}
+SPILLED = SCARCE | {("forward", "256/256", "dense"): 320}  # and where they do not wait
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -58,5 +61,4 @@ def test_compiles(direction, widths, name):
     assert made["serialized"] == 0 or kind in SCARCE, made
     # At 192, dk and dv take 160 of 240 registers.
     tight = kind[:2] == ("backward", "192/128")
-    most = 4000 if name in HEAVY else 1300 if kind in SCARCE else 700 if tight else 300
-    assert made["spills"] <= most, made
+    assert made["spills"] <= SPILLED.get(kind, 700 if tight else 300), made
