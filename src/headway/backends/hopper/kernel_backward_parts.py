@@ -22,22 +22,22 @@ ORDER = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
 
 @gluon.jit
 def load(state, inputs, smem, rings, at, sizes, walk, HOW: gl.constexpr):
-    """Copy the keys and values of a rank, and the blocks of queries of every head."""
+    """Copy the blocks of queries of every head of a rank, and its keys and values. These come after
+    the first block, which has a place while the rank before still needs its own keys."""
     q, k, v, dout, lse, delta = inputs
     kv_at, q_at, do_at = state
     k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = smem
     k_ring, v_ring, q_ring, do_ring = rings
     line, _, first, h, b, share, group = at
     heads, q_len, q_rows, _ = sizes
-    TILES: gl.constexpr = v_smem.shape[0]
-    load_rows(kv_at, (k, k_smem, k_ring), b, h // group, first, TILES, 1)
-    kv_at = load_rows(kv_at, ((v,), (v_smem,), v_ring), b, h // group, first, TILES, 1)
-    state = (q_at, do_at)
+    keys = ((k, k_smem, k_ring), ((v,), (v_smem,), v_ring), b, h // group, first)
+    state = (q_at, do_at, kv_at, gl.to_tensor(True))
     for n in range(share):
         given = (q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring,
-                 b, h + n, (b * heads + h + n) * q_rows)  # fmt: skip
+                 b, h + n, (b * heads + h + n) * q_rows, keys)  # fmt: skip
         state = visit(state, given, walk, line, q_len, 0, load_block, None, None, None, HOW)
-    return kv_at, state[0], state[1]
+    q_at, do_at, kv_at, _ = state
+    return kv_at, q_at, do_at
 
 
 @gluon.jit
@@ -45,9 +45,12 @@ def load_block(
     state, given, n, more, PARTIAL: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Copy the rows of queries from n on, and what belongs to them."""
-    q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring, b, h, row0 = given
-    q_at, do_at = state
+    """Copy the rows of queries from n on, and what belongs to them; after the first ones the keys
+    and values."""
+    (
+        q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring, b, h, row0, keys,
+    ) = given  # fmt: skip
+    q_at, do_at, kv_at, is_first = state
     acquire(q_ring, q_at)
     full = q_ring[0].index(q_at[0])
     mbarrier.expect(full, bytes_of(q_smem, 1) + 4 * HOW.block)
@@ -58,7 +61,12 @@ def load_block(
     mbarrier.expect(full, bytes_of((do_smem,), 1) + 4 * HOW.block)
     copy_in(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))
     copy_in(delta, [row0 + n], full, dlt_smem.index(do_at[0]))
-    return step(q_at, HOW.stages), step(do_at, DO_STAGES)
+    if is_first:
+        of_k, of_v, kb, kh, first = keys
+        TILES: gl.constexpr = of_v[1][0].shape[0]
+        load_rows(kv_at, of_k, kb, kh, first, TILES, 1)
+        kv_at = load_rows(kv_at, of_v, kb, kh, first, TILES, 1)
+    return step(q_at, HOW.stages), step(do_at, DO_STAGES), kv_at, gl.to_tensor(False)
 
 
 # -- whose turn it is (order.py) ------------------------------------------------------------------
