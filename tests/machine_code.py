@@ -64,6 +64,11 @@ def early(cubin: bytes) -> list[str]:
     return [fault for name, section in _sections(cubin) for fault in _early(name, section)]
 
 
+def spilled(cubin: bytes) -> int:
+    """Accesses to spilled registers in the innermost loops that multiply."""
+    return sum(_spilled(section) for _, section in _sections(cubin))
+
+
 def _sections(cubin: bytes) -> list[tuple[str, str]]:
     """Kernels, and what nvdisasm prints of them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -150,6 +155,18 @@ def _early(name: str, section: str) -> list[str]:
                 found.append(f"{name}+0x{x.address}: {text} at 0x{load.address} was needed")
             todo += successors[n]
     return found
+
+
+def _spilled(section: str) -> int:
+    code, labels = _parse(section)
+    loops = [
+        (m, n + 1)
+        for n, to in enumerate(_successors(code, labels))
+        for m in to
+        if m <= n and any("MMA" in x.kind for x in code[m:n])
+    ]
+    inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    return sum(x.kind in ("LDL", "STL") for a, b in inner for x in code[a:b])
 
 
 def _product(x: Instruction) -> _Product:

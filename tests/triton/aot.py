@@ -32,7 +32,7 @@ import headway as hw
 from headway.api import prepare
 from headway.backends import triton as backend
 from headway.backends.kernels import plan
-from machine_code import in_flight, unwritten
+from machine_code import in_flight, spilled, unwritten
 
 # Name: target, and bytes of shared memory that a program may have.
 TARGETS = {
@@ -165,6 +165,8 @@ def _resources(target: str, name: str, compiled) -> Compiled:
         )
     ptx = compiled.asm["ptx"]
     faults = fixed(compiled.asm["ttgir"]) + conflicting(compiled.asm["ttgir"])
+    if target in ("sm_80", "sm_90") and (count := spilled(compiled.asm["cubin"])):
+        faults += [f"{count} accesses to spilled registers in loops"]
     if target == "sm_90":
         faults += unwritten(compiled.asm["cubin"]) + in_flight(compiled.asm["cubin"])
     arch = re.search(r"\.target (\w+)", ptx)[1]

@@ -44,7 +44,8 @@ SLACK = 5  # seconds of measuring that a case may take
 
 
 class Case(NamedTuple):
-    """A call, and the tiles tried beside those of the table: "m n warps stages", by kernel."""
+    """A call, and the tiles tried beside those of the table: "m n warps stages" and, if
+    tiles kept in part are visited in other steps, these; by kernel."""
 
     shape: tuple[int, ...]  # b, hq, hk, length, d, dv
     dtype: torch.dtype
@@ -161,8 +162,7 @@ class Bench:
         found = [launch.LAUNCHERS[kernel](self.plan(kernel)).rows[0]]
         for text in self.case.tiles.get(kernel, "").split(","):
             if text:
-                m, n, warps, stages = map(int, text.split())
-                found.append(Config(m, n, warps, stages))
+                found.append(Config(*map(int, text.split())))
         return list(dict.fromkeys(found))
 
     def launcher(self, kernel: str, how: Config):
@@ -278,7 +278,7 @@ def measure(name: str, failed: dict[tuple, str]) -> None:
     for kernel in bench.kernels():
         configs, start = bench.configs(kernel), time.perf_counter()
         for n, how in enumerate(configs):
-            text = f"{name:11} {kernel:11} {how.m:3} x {how.n:3} {how.warps} {how.stages}"
+            text = f"{name:11} {kernel:11} {how.m:3} x {how.n:3} {how.warps} {how.stages} {how.edge or '':2}"
             said = failed.get((name, kernel, how), "")
             if not said and time.perf_counter() - start < SLACK:
                 try:

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 import triton
 from headway.backends.kernels import first, maths, plan
 from headway.backends.triton import kernel_backward, kernel_forward, tile, walk
+from headway.backends.triton import plan as backend_plan
 
 ALL = ["forward", "backward_q", "backward_kv"]
 
@@ -73,6 +74,17 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
     assert len(compiled) == 3
     assert [name for name, _ in device.launches] == ALL
     assert not first.rehearsals
+
+
+def test_the_hash_begins_before_the_driver_is_asked_for(compiled, monkeypatch):
+    """Triton compiles a module for its driver when that is first asked for, which takes as long."""
+    seen = []
+    hashing, on_cuda = plan.hashing, backend_plan.on_cuda
+    monkeypatch.setattr(plan, "hashing", lambda: seen.append("hash") or hashing())
+    monkeypatch.setattr(backend_plan, "on_cuda", lambda: seen.append("driver") or on_cuda())
+    attend()
+    assert seen[0] == "hash"
+    assert "driver" in seen
 
 
 def test_the_dearest_kernels_have_a_head_start(compiled, monkeypatch):

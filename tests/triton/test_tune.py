@@ -93,6 +93,25 @@ def test_a_file_that_is_not_ours(cache, text):
         saved.load("a-card")
 
 
+@pytest.mark.parametrize(
+    ("mask", "kind"),
+    [
+        (None, "plain"),
+        (hw.causal(), "masked"),
+        (hw.causal() & hw.document(torch.zeros(1, 64, dtype=torch.int32)), "reading"),
+    ],
+)
+def test_masks_that_read_tensors_are_a_kind_of_their_own(mask, kind):
+    """They may have other tiles, and have those of other masks where there are none."""
+    x = torch.randn(1, 2, 64, 128, dtype=torch.bfloat16)
+    with launching("sm_90"):
+        found = tuning.Problem(*prepare(x, x, x, None, mask, backend="triton"), x)
+    assert found.key("backward_kv").endswith(kind)
+    of = lambda kernel, kind: configs(kernel, 16, 128, 128, kind, {})[0]
+    assert of("backward_kv", "reading") != of("backward_kv", "masked")
+    assert of("backward_q", "reading") == of("backward_q", "masked")
+
+
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("kernel", tuning._HALF)
 @pytest.mark.parametrize("bits", [16, 19, 32])

@@ -144,8 +144,9 @@ def _timer(call) -> float:
 def _line(what: tuple, trial: "Trial") -> str:
     (_, _, _, d, dv), dtype, mods = what
     how = trial.how
+    edge = f", {how.edge} at edges" if how.edge else ""
     taken = "no room" if trial.seconds is None else f"{trial.seconds * 1e3:9.3f} ms"
     return (
         f"{d}/{dv} {dtype} {mods}  {trial.kernel:12} "
-        f"{how.m:4} x {how.n:<4} {how.warps} warps {how.stages} stages  {taken}"
+        f"{how.m:4} x {how.n:<4} {how.warps} warps {how.stages} stages{edge}  {taken}"
     )

@@ -16,7 +16,7 @@ from .tile import ROWS
 from .walk import TOLD, told
 
 LINES = gl.constexpr(4)  # of 256 numbers, that are copied at once
-AHEAD = gl.constexpr(2)  # ranks of each CTA, whose heads are filled before they are needed
+AHEAD = gl.constexpr(1)  # ranks of each CTA, whose heads are filled before they are needed
 
 
 @gluon.jit

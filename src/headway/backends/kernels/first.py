@@ -13,12 +13,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import lru_cache
+from importlib import import_module
 from threading import Thread, get_ident
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.compiler.compiler import make_backend
 from triton.runtime import cache, driver
 from triton.runtime.errors import OutOfResources
 
@@ -34,6 +36,7 @@ _settled: set[str] = set()  # modules
 # Seconds in which a thread has Python's lock to itself. All at once, they take turns there, and
 # none comes to LLVM before all have nearly done so.
 _HEAD_START = 0.1
+_LATE = "triton.experimental.gluon.nvidia.hopper"  # Triton imports it for its first argument
 
 
 def of_training(
@@ -74,8 +77,10 @@ def side_by_side(device: torch.device, steps: Callable[[], object]) -> None:
     finally:
         del rehearsals[get_ident()]
     if len(kernels) > 1:
-        # What is done once is not done by every thread.
-        driver.active.get_current_target()
+        # What is done once is not done by every thread, and meanwhile the hash is worked out.
+        with suppress(Exception):
+            make_backend(driver.active.get_current_target()).hash()  # the assembler says who it is
+            import_module(_LATE)
         hashing().join()
         with ThreadPoolExecutor(len(kernels)) as pool:
             # Backwards: the last ones take longest.

@@ -60,6 +60,7 @@ def plan_of(
         plan = _known.get(short)
         if plan is not None:
             return plan
+    hashing()  # before anything asks for the driver, whose module takes Triton a while to compile
     key = (of, *key_of(spec, call, wanted, matrices))
     plan = remembered(key, lambda: make(spec, call, wanted, matrices))
     return plan if short is None else remembered(short, lambda: plan)
@@ -153,7 +154,6 @@ class BasePlan:
         *, diagonals: bool, rough: bool, apart: bool = False, sides: bool = False,
         spread: bool = False, sided: bool = False,
     ) -> None:  # fmt: skip
-        hashing()
         settle(*self.sources)
         q, k, v = matrices[:3]
         (self.b, self.hq, self.q_len, self.d), (self.hk, self.kv_len) = q.shape, k.shape[1:3]

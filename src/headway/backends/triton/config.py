@@ -8,15 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...types import Spec
+from ..base import Call
+
 
 @dataclass(frozen=True)
 class Config:
-    """Queries and keys of a tile; warps; stages of the loop's pipeline."""
+    """Queries and keys of a tile; warps; stages of the loop's pipeline; and in what steps those
+    tiles of a block mask are visited that are kept in part: a mask takes registers (0: as others).
+    """
 
     m: int
     n: int
     warps: int
     stages: int
+    edge: int = 0
 
 
 # Rows by (kernel, bits of the numbers that are multiplied, width up to). 19 bits are tf32; 32 no
@@ -97,8 +103,9 @@ _KINDS: dict[tuple[str, int, int, str], Config] = {
     ("forward", 16, 128, "masked"): Config(64, 64, 4, 3),
     ("forward", 16, 192, "masked"): Config(64, 64, 4, 2),
     ("backward_q", 16, 128, "masked"): Config(64, 64, 4, 2),
-    ("backward_kv", 16, 128, "masked"): Config(32, 64, 4, 3),
-    ("forward", 16, 128, "score"): Config(128, 64, 8, 3),
+    ("backward_kv", 16, 128, "masked"): Config(64, 64, 4, 2, 32),
+    ("backward_kv", 16, 128, "reading"): Config(32, 64, 4, 3),
+    ("forward", 16, 128, "score"): Config(64, 64, 4, 3),
     ("backward_q", 16, 128, "score"): Config(64, 64, 4, 2),
     ("backward_q", 16, 128, "learned"): Config(128, 64, 8, 3),
     ("backward_kv", 16, 128, "score"): Config(32, 64, 4, 3),
@@ -126,12 +133,15 @@ def passes(bits: int, d: int, dv: int) -> tuple[str, ...]:
     return "backward_q", "backward_kv"
 
 
-def kind_of(score: object, mask: object, learned: bool = False) -> str:
-    """The kind of a call, of those that want other tiles: "plain", "masked", "score", or "learned"
-    where dq's kernel makes gradients for the score too."""
-    if score is None:
-        return "plain" if mask is None else "masked"
-    return "learned" if learned else "score"
+def kind_of(spec: Spec, call: Call, learned: bool = False) -> str:
+    """The kind of a call, of those that want other tiles: "plain"; "masked", "reading" where the
+    mask reads tensors (documents: short lines, and more registers); "score", "learned" where dq's
+    kernel makes gradients for the score too."""
+    if spec.score is not None:
+        return "learned" if learned else "score"
+    if spec.mask is None:
+        return "plain"
+    return "reading" if len(call.captured.tensors) > spec.score_tensors else "masked"
 
 
 def key(kernel: str, bits: int, d: int, dv: int, kind: str) -> str:
@@ -159,7 +169,7 @@ def configs(
     rows = _TABLE[kernel, bits, width]
     if kind in ("score", "learned") and width >= 128 and len(rows) > 1:
         rows = rows[1:]  # the largest tiles would spill hundreds of bytes
-    kinds = ("learned", "score") if kind == "learned" else (kind,)
+    kinds = {"learned": ("learned", "score"), "reading": ("reading", "masked")}.get(kind, (kind,))
     better = (_KINDS.get((kernel, bits, width, k)) for k in kinds)
     known = (saved.get(key(kernel, bits, d, dv, k)) for k in kinds)
     first = next((how for how in (*known, *better) if how is not None), None)

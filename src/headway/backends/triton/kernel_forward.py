@@ -12,7 +12,7 @@ import triton.language as tl
 import triton
 
 from . import tile
-from .walk import advance, begin
+from .walk import advance, ahead, begin, next_run
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -28,11 +28,12 @@ def forward(
     SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     POSITIVE: tl.constexpr,  # scale > 0
     EVEN: tl.constexpr,  # keys come in whole blocks of BLOCK_N
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BLOCK_M queries of one head, and what else is asked for."""
     line, slot, first, end, h, b = tile.place(walk, heads, SUB, BLOCK_M)
+    partial, full = begin(walk, line, kv_len, BLOCK_EDGE)
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
     i = tl.arange(0, BLOCK_M)
     live = first + i < tl.minimum(end, q_len)
@@ -50,24 +51,24 @@ def forward(
     l = tl.zeros([BLOCK_M], tl.float32)
     state = (tile.zeros(BLOCK_M, DV, DV_REST), m, l, m)
     LARGEST: tl.constexpr = top is not None and SCORE is not None
-    if walk.full is None:
-        for n in tl.range(0, kv_len, BLOCK_N):
+    if walk.full is not None:
+        blocks, here = partial
+        for _ in tl.range(0, blocks):
             state = attend(
-                state, q_rows, keys, n, kv_len, at, given, SCORE, MASK, INDEX, PRECISION,
-                POSITIVE, LARGEST, EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+                state, q_rows, keys, here[0], here[1], at, given, SCORE, MASK,
+                INDEX, PRECISION, POSITIVE, LARGEST, EVEN, BLOCK_EDGE,
+                d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
-    else:
-        masked, full = begin(walk, line, kv_len, BLOCK_N)
-        for FULL in tl.static_range(2):
-            runs = walk.full if FULL else walk.partial
-            blocks, here = full if FULL else masked
-            for _ in tl.range(0, blocks):
-                state = attend(
-                    state, q_rows, keys, here[0], here[1], at, given, SCORE,
-                    None if FULL else MASK, INDEX, PRECISION, POSITIVE, LARGEST, EVEN, BLOCK_N,
-                    d, dv, D, D_REST, DV, DV_REST,
-                )  # fmt: skip
-                here = advance(runs, here, walk.step, kv_len, BLOCK_N)
+            here = advance(walk.partial, here, walk.step, kv_len, BLOCK_EDGE)
+    for run in tl.range(full.first, full.last):
+        then = ahead(walk, full, run)
+        for n in tl.range(full.row, full.stop, BLOCK_N):
+            state = attend(
+                state, q_rows, keys, n, full.stop, at, given, SCORE,
+                MASK if walk.full is None else None, INDEX, PRECISION, POSITIVE, LARGEST, EVEN,
+                BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+            )  # fmt: skip
+        full = next_run(walk, full, then, kv_len)
     acc, m, l, largest = state
 
     rows = (b64 * heads + h) * q_len + first

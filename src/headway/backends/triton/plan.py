@@ -40,7 +40,7 @@ class Plan(BasePlan):
         super().__init__(spec, call, wanted, matrices, diagonals=True, rough=rough(q.dtype))
         self.launchers: dict[str, Launcher] = {}
         known = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
-        kind = kind_of(spec.score, spec.mask, bool(wanted))
+        kind = kind_of(spec, call, bool(wanted))
         self.size = bits_of(q.dtype), self.d, self.dv, kind, known
         # A gradient of what the score captures is made beside dq, and in a fixed order only there.
         self.one_pass = not wanted and not spec.deterministic and one_pass(*self.size)
@@ -112,7 +112,7 @@ class Launcher:
         whole = other % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
         self.options = self.constants | {
             "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
-            "EVEN": whole, "SUB": self.walks.sub,
+            "EVEN": whole, "BLOCK_EDGE": how.edge or step, "SUB": self.walks.sub,
         }  # fmt: skip
         if plan.turns and how.m * how.n >= 512 * how.warps and plan.d + plan.dv > 64 and on_cuda():
             # A thread with 16 logits or more takes all registers there are. Where these are too few
@@ -184,7 +184,7 @@ def _strides(x: Tensor) -> tuple:
 
 def _rows(plan: Plan, name: str) -> Sequence[Config]:
     if triton.knobs.runtime.interpret:
-        return (Config(32, 32, 2, 1),)
+        return (Config(32, 32, 2, 1, 16),)
     return configs(name, *plan.size)
 
 

@@ -73,6 +73,15 @@ def _load(
 
 
 @triton.jit
+def load_row(at, live, other):
+    """A number of every row. `live` None: all rows are there."""
+    if live is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=live, other=other)
+
+
+@triton.jit
 def turned_heads(turned, b, h):
     """Where a head begins in two turned copies (`launch.turned`), each with its strides."""
     one, two = turned

@@ -50,7 +50,9 @@ def candidates(kernel: str, bits: int, d: int, dv: int) -> list[Config]:
         rows = m if kernel in ("forward", "backward_q") else n
         if bits == 16 and rows < 16 * warps and both <= 320:
             continue
-        found += [Config(m, n, warps, stages) for stages in ((2, 3) if bits == 16 else (1, 2))]
+        edges = (0, 32) if kernel == "backward_kv" and bits == 16 and m > 32 else (0,)
+        stages = (2, 3) if bits == 16 else (1, 2)
+        found += [Config(m, n, warps, s, edge) for s in stages for edge in edges]
     return found
 
 
@@ -76,7 +78,7 @@ class Problem:
     def key(self, kernel: str) -> str:
         """What the tiles of a kernel are found by."""
         q, v = self.call.q, self.call.v
-        kind = kind_of(self.spec.score, self.spec.mask)
+        kind = kind_of(self.spec, self.call)
         return key(kernel, bits_of(q.dtype), q.shape[3], v.shape[3], kind)
 
 

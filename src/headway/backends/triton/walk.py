@@ -1,9 +1,13 @@
-"""Walking the live tiles of a line, a run of tiles after the other, in one loop.
+"""Walking the live tiles of a line.
 
-Under a window or packed documents runs are a few tiles long, and a loop for each would fill and
-drain the pipeline of loads every time. So there is one loop over the blocks of all runs, and where
-the next run begins is read one block ahead.
+Tiles that are kept in part come in short runs mostly, for which a loop each would fill and drain
+the pipeline of loads every time. So there is one loop over the blocks of all their runs
+(`begin`, `advance`). Full tiles come in long ones, and each has a loop of its own (`Runs`), in
+which only a row counts up: what the other one keeps from block to block costs registers.
+What is read of the next run is not touched before it begins, so that nothing waits for it.
 """
+
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
@@ -12,53 +16,92 @@ import triton
 _MANY = tl.constexpr(32)  # runs that are counted at once
 
 
+class Runs(NamedTuple):
+    """Runs of full tiles: rows `row` up to `stop` of the first, the next as it stands in memory;
+    numbers of the first, and of the last plus 1."""
+
+    row: Any
+    stop: Any
+    then: Any
+    first: Any
+    last: Any
+
+
 @triton.jit
-def begin(walk, line, length, BLOCK: tl.constexpr):
-    """Of the partial and of the full tiles of a line: how many blocks of BLOCK rows to visit, and
-    the first: (row, end of its run; start and end of the next run; number of that run and of the
-    last).
+def begin(walk, line, length, EDGE: tl.constexpr):
+    """Of the partial tiles of a line: how many blocks of EDGE rows to visit, and the first: (row,
+    end of its run, the next run as it stands in memory, number of that run and of the last). And
+    its full tiles, `Runs`. Without a block mask no tile is partial.
 
     A program waits for what it reads here, and a line has a run of each kind mostly: so both kinds
     are read together, and runs are counted only where there are several.
 
     - `length`: rows in all.
     """
-    first, last = tl.load(walk.partial[0] + line), tl.load(walk.partial[0] + line + 1)
-    first_full, last_full = tl.load(walk.full[0] + line), tl.load(walk.full[0] + line + 1)
-    one = _run(walk.partial, first, last, walk.step, length)
-    one_full = _run(walk.full, first_full, last_full, walk.step, length)
-    return (
-        _from(walk.partial, one, first, last, walk.step, length, BLOCK),
-        _from(walk.full, one_full, first_full, last_full, walk.step, length, BLOCK),
-    )
+    if walk.full is None:
+        return (0, ()), Runs(0, length, (), 0, 1)
+    else:
+        first, last = tl.load(walk.partial[0] + line), tl.load(walk.partial[0] + line + 1)
+        first_full, last_full = tl.load(walk.full[0] + line), tl.load(walk.full[0] + line + 1)
+        one = _read(walk.partial, first, last)
+        one_full = _read(walk.full, first_full, last_full)
+        row, stop = _rows(one_full, walk.step, length)
+        then = _read(walk.full, first_full + 1, last_full)
+        full = Runs(row, stop, then, first_full, last_full)
+        return _from(walk.partial, one, first, last, walk.step, length, EDGE), full
 
 
 @triton.jit
 def _from(runs, one, first, last, step, length, BLOCK: tl.constexpr):
     """`begin` for one kind, whose first run is `one`."""
-    start, stop = one
+    start, stop = _rows(one, step, length)
     blocks = (stop - start + (BLOCK - 1)) // BLOCK
     for n in range(first + 1, last, _MANY):
-        more = _run(runs, n + tl.arange(0, _MANY), last, step, length)
+        more = _rows(_read(runs, n + tl.arange(0, _MANY), last), step, length)
         blocks += tl.sum((more[1] - more[0] + (BLOCK - 1)) // BLOCK, 0)
-    then, until = _run(runs, first + 1, last, step, length)
-    return blocks, (start, stop, then, until, first + 1, last)
+    return blocks, (start, stop, _read(runs, first + 1, last), first + 1, last)
 
 
 @triton.jit
 def advance(runs, at, step, length, BLOCK: tl.constexpr):
     """The block after this one."""
-    row, stop, then, until, run, last = at
+    row, stop, then, run, last = at
+    then, until = _rows(then, step, length)
     over = row + BLOCK >= stop
     row = tl.where(over, then, row + BLOCK)
     stop = tl.where(over, until, stop)
     run += over.to(tl.int32)
-    then, until = _run(runs, run, last, step, length)
-    return row, stop, then, until, run, last
+    return row, stop, _read(runs, run, last), run, last
 
 
 @triton.jit
-def _run(runs, run, last, step, length):
-    """First row and end of runs (a line's last tile may be cut off); past the last, 0 and 0."""
-    row = tl.load(runs[1] + run, mask=run < last, other=0) * step
-    return row, tl.minimum(row + tl.load(runs[2] + run, mask=run < last, other=0) * step, length)
+def ahead(walk, full, run):
+    """The run of full tiles after the one with this number, as it stands in memory."""
+    if walk.full is None:
+        return full.then
+    else:
+        return _read(walk.full, run + 1, full.last)
+
+
+@triton.jit
+def next_run(walk, full, then, length):
+    """The run of full tiles after this one; `then`: what `ahead` said before it was visited."""
+    if walk.full is None:
+        return full
+    else:
+        row, stop = _rows(full.then, walk.step, length)
+        return Runs(row, stop, then, full.first, full.last)
+
+
+@triton.jit
+def _read(runs, run, last):
+    """Runs as they stand in memory: first tile and number of tiles; 0 and 0 past the last."""
+    live = run < last
+    return tl.load(runs[1] + run, mask=live, other=0), tl.load(runs[2] + run, mask=live, other=0)
+
+
+@triton.jit
+def _rows(run, step, length):
+    """First row and end of runs (a line's last tile may be cut off)."""
+    row = run[0] * step
+    return row, tl.minimum(row + run[1] * step, length)
