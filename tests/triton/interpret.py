@@ -22,10 +22,10 @@ import triton  # noqa: F401  (on the CPU the backend is there for whom loads Tri
 from cases import BY_NAME, Case
 from checks import check
 from headway.backends.kernels.plan import clear
-from headway.backends.triton import plan
+from headway.backends.triton import plan, walk
 
 HALF = ("score_relative",)
-OTHERWISE = ("length_65_causal", "width_40_40_score")  # tails, groups, pieces
+OTHERWISE = ("length_65_causal", "width_40_40_score", "long_checker")  # tails, groups, pieces, runs
 
 
 def main(part: int, parts: int, dtype: torch.dtype) -> None:
@@ -51,12 +51,17 @@ def few_heads(name: str) -> Case:
 
 
 def otherwise(names: tuple[str, ...]) -> dict[str, str]:
-    """The backward in one kernel and in three, whatever the tables say; between guard bands."""
+    """The backward in one kernel and in three, and runs of full tiles in one loop, whatever the
+    tables and the mask say; between guard bands."""
     wrong = {}
     three = "backward_q", "backward_k", "backward_v"
-    for how in ({"one_pass": lambda *size: True}, {"passes": lambda *size: three}):
+    for module, how in (
+        (plan, {"one_pass": lambda *size: True}),
+        (plan, {"passes": lambda *size: three}),
+        (walk, {"scattered": lambda *of: True}),
+    ):
         clear()
-        with mock.patch.multiple(plan, **how):
+        with mock.patch.multiple(module, **how):
             for name in names:
                 try:
                     with guarded():

@@ -15,7 +15,7 @@ from guard import guarded
 from on_gpu import check_on
 
 from headway.backends.kernels.plan import clear
-from headway.backends.triton import plan
+from headway.backends.triton import plan, walk
 
 HALF = [case for case in CASES if "half" in case.tags]
 FOURTEEN = [case for case in CASES if "fourteen" in case.tags]
@@ -37,6 +37,15 @@ def test_half(case, stats, dtype):
 def test_batch_of_two(case):
     """A row past the end of one head lies in the next, of one batch row in the next."""
     check_on(replace(case, b=2), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if {"long", "mask"} <= {*c.tags}], ids=str)
+def test_runs_of_full_tiles_in_one_loop(case, monkeypatch):
+    """As where there are many short ones."""
+    monkeypatch.setattr(walk, "scattered", lambda *of: True)
+    clear()
+    check_on(case, torch.bfloat16, "cuda")
+    clear()
 
 
 GUARDED = [

@@ -18,6 +18,7 @@ from aot import launching
 from headway.api import prepare
 from headway.backends import triton as backend
 from headway.backends.kernels import plan
+from headway.backends.triton import plan as backend_plan
 from headway.backends.triton.plan import planned
 from headway.types import Coords
 
@@ -72,6 +73,24 @@ def test_another_kind_of_call_goes_through_triton_once(device, other):
     assert forward(device, **options | other)[1]
     assert not forward(device, **options | other)[1]
     assert not forward(device, **options)[1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "many"),
+    [
+        (hw.causal(), False),
+        (hw.sliding_window(200), False),
+        (hw.causal() & hw.sliding_window(200) | hw.global_tokens(64), False),
+        (lambda b, h, i, j: (i // 64 + j // 64) % 2 == 0, True),
+        (lambda b, h, i, j: (i // 512 + j // 512) % 2 == 0, False),
+    ],
+)
+def test_many_short_runs_of_full_tiles_are_one_loop(device, mask, many):
+    x = torch.randn(1, 1, 1024, 16, dtype=torch.bfloat16)
+    hw.attention(x, x, x, mask=mask, backend="triton")
+    (made,) = [p for p in plan._known.values() if isinstance(p, backend_plan.Plan)][-1:]
+    (kernel,) = made.launchers["forward"].kernels.values()
+    assert kernel.options["SCATTERED"] is many
 
 
 def test_pointers_that_are_no_multiple_of_16_always_go_through_triton(device):

@@ -79,7 +79,8 @@ def side_by_side(device: torch.device, steps: Callable[[], object]) -> None:
     if len(kernels) > 1:
         # What is done once is not done by every thread, and meanwhile the hash is worked out.
         with suppress(Exception):
-            make_backend(driver.active.get_current_target()).hash()  # the assembler says who it is
+            target: Any = driver.active.get_current_target()
+            make_backend(target).hash()  # the assembler says who it is
             import_module(_LATE)
         hashing().join()
         with ThreadPoolExecutor(len(kernels)) as pool:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...types import Spec
-from ..base import Call
+from ..base import Call, graphs
+from ..kernels.function import floats
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,11 @@ _KINDS: dict[tuple[str, int, int, str], Config] = {
     ("backward_q", 16, 128, "score"): Config(64, 64, 4, 2),
     ("backward_q", 16, 128, "learned"): Config(128, 64, 8, 3),
     ("backward_kv", 16, 128, "score"): Config(32, 64, 4, 3),
+    ("forward", 16, 128, "biased"): Config(128, 64, 8, 3),
     ("forward", 32, 128, "score"): Config(64, 32, 4, 2),
 }
+# What a kind takes that has no row of its own.
+_LIKE = {"learned": ("biased", "score"), "biased": ("score",), "reading": ("masked",)}
 WIDEST = 512
 
 # Widths, by bits of a number, whose backward takes one pass (kernel "backward") and not several.
@@ -135,10 +139,12 @@ def passes(bits: int, d: int, dv: int) -> tuple[str, ...]:
 
 def kind_of(spec: Spec, call: Call, learned: bool = False) -> str:
     """The kind of a call, of those that want other tiles: "plain"; "masked", "reading" where the
-    mask reads tensors (documents: short lines, and more registers); "score", "learned" where dq's
-    kernel makes gradients for the score too."""
-    if spec.score is not None:
-        return "learned" if learned else "score"
+    mask reads tensors (documents: short lines, and more registers); "score", "biased" where it
+    reads a number for every pair, "learned" where dq's kernel makes gradients for it too."""
+    score, _ = graphs(spec)
+    if score is not None:
+        biased = any(floats(score, how) for how in ("diagonals", "pairs"))
+        return "learned" if learned else "biased" if biased else "score"
     if spec.mask is None:
         return "plain"
     return "reading" if len(call.captured.tensors) > spec.score_tensors else "masked"
@@ -167,9 +173,9 @@ def configs(
     """
     width = _row(kernel, bits, d, dv)
     rows = _TABLE[kernel, bits, width]
-    if kind in ("score", "learned") and width >= 128 and len(rows) > 1:
+    if kind in ("score", "biased", "learned") and width >= 128 and len(rows) > 1:
         rows = rows[1:]  # the largest tiles would spill hundreds of bytes
-    kinds = {"learned": ("learned", "score"), "reading": ("reading", "masked")}.get(kind, (kind,))
+    kinds = (kind, *_LIKE.get(kind, ()))
     better = (_KINDS.get((kernel, bits, width, k)) for k in kinds)
     known = (saved.get(key(kernel, bits, d, dv, k)) for k in kinds)
     first = next((how for how in (*known, *better) if how is not None), None)

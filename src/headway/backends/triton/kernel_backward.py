@@ -41,13 +41,13 @@ def backward_q(
     DERIVATIVE: tl.constexpr, SCATTER: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr,
-    SUB: tl.constexpr,
+    SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head, and for `backward_kv` their lse2 and delta. Every query is
     one program's, whether it sees a key or not. The rows of out are dv numbers each."""
     line, _, first, end, h, b = tile.place(walk, heads, SUB, BLOCK_M)
-    partial, full = begin(walk, line, kv_len, BLOCK_EDGE)
+    partial, full = begin(walk, line, kv_len, BLOCK_EDGE, BLOCK_N, SCATTERED)
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
     i = tl.arange(0, BLOCK_M)
     live = first + i < tl.minimum(end, q_len)
@@ -61,6 +61,9 @@ def backward_q(
     delta_rows = tile.sums(tile.load(out + rows * dv, i, dv, live, dv, DV, DV_REST), o_rows)
     if dlse is not None:
         delta_rows -= tl.load(dlse + rows + i, mask=live, other=0.0)
+    if walk.full is None:  # else later: where these stand decides how ptxas orders the loops
+        tl.store(lse2 + rows + i, lse_rows, mask=live)
+        tl.store(delta + rows + i, delta_rows, mask=live)
     k_at = tile.head(k, k_strides, b64, h64 // group)
     v_at = tile.head(v, v_strides, b64, h64 // group)
     if turned is not None:
@@ -73,26 +76,30 @@ def backward_q(
     queries = (q_rows, o_rows, lse_rows, delta_rows, live)
 
     acc = tile.zeros(BLOCK_M, D, D_REST)
-    if walk.full is not None:
-        blocks, here = partial
+    STEPPED: tl.constexpr = 0 if walk.full is None else (2 if SCATTERED else 1)
+    for FULL in tl.static_range(STEPPED):
+        runs = walk.full if FULL else walk.partial
+        blocks, here = full if FULL else partial
         for _ in tl.range(0, blocks):
             acc = add_dq(
-                acc, queries, keys, here[0], here[1], at, given, DERIVATIVE, SCATTER, MASK,
-                UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_EDGE,
-                d, dv, D, D_REST, DV, DV_REST,
+                acc, queries, keys, here[0], here[1], at, given, DERIVATIVE, SCATTER,
+                None if FULL else MASK, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN,
+                BLOCK_N if FULL else BLOCK_EDGE, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
-            here = advance(walk.partial, here, walk.step, kv_len, BLOCK_EDGE)
-    for run in tl.range(full.first, full.last):
-        then = ahead(walk, full, run)
-        for n in tl.range(full.row, full.stop, BLOCK_N):
-            acc = add_dq(
-                acc, queries, keys, n, full.stop, at, given, DERIVATIVE, SCATTER,
-                MASK if walk.full is None else None, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN,
-                BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
-            )  # fmt: skip
-        full = next_run(walk, full, then, kv_len)
-    tl.store(lse2 + rows + i, lse_rows, mask=live)
-    tl.store(delta + rows + i, delta_rows, mask=live)
+            here = advance(runs, here, walk.step, kv_len, BLOCK_N if FULL else BLOCK_EDGE)
+    if STEPPED < 2:
+        for run in tl.range(full.first, full.last):
+            then = ahead(walk, full, run)
+            for n in tl.range(full.row, full.stop, BLOCK_N):
+                acc = add_dq(
+                    acc, queries, keys, n, full.stop, at, given, DERIVATIVE, SCATTER,
+                    MASK if walk.full is None else None, UNBOUNDED, INDEX, PRECISION, POSITIVE,
+                    EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+                )  # fmt: skip
+            full = next_run(walk, full, then, kv_len)
+    if walk.full is not None:
+        tl.store(lse2 + rows + i, lse_rows, mask=live)
+        tl.store(delta + rows + i, delta_rows, mask=live)
     tile.store(dq + rows * d, i, d, live, d, tile.times(acc, scale), D)
 
 
@@ -152,7 +159,7 @@ def backward_kv(
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr,
-    SUB: tl.constexpr,
+    SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys from one query head, or one of them; the caller sums those that
@@ -161,7 +168,7 @@ def backward_kv(
     Everything is transposed, keys by queries, so that Pᵀ and dSᵀ are in place as left factors.
     """
     line, _, first, end, h, b = tile.place(walk, heads, SUB, BLOCK_N)
-    partial, full = begin(walk, line, q_len, BLOCK_EDGE)
+    partial, full = begin(walk, line, q_len, BLOCK_EDGE, BLOCK_M, SCATTERED)
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
     j = tl.arange(0, BLOCK_N)
     live = first + j < tl.minimum(end, kv_len)
@@ -193,24 +200,28 @@ def backward_kv(
     if dv_ is not None:
         by_v = tile.zeros(BLOCK_N, DV, DV_REST)
     acc = (by_k, by_v)
-    if walk.full is not None:
-        blocks, here = partial
+    LATE: tl.constexpr = walk.full is not None  # masks take registers
+    STEPPED: tl.constexpr = 0 if walk.full is None else (2 if SCATTERED else 1)
+    for FULL in tl.static_range(STEPPED):
+        runs = walk.full if FULL else walk.partial
+        blocks, here = full if FULL else partial
         for _ in tl.range(0, blocks):
             acc = add_dkdv(
-                acc, k_rows, v_rows, queries, here[0], here[1], at, given, DERIVATIVE, MASK,
-                UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, BLOCK_EDGE,
-                d, dv, D, D_REST, DV, DV_REST,
+                acc, k_rows, v_rows, queries, here[0], here[1], at, given, DERIVATIVE,
+                None if FULL else MASK, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, LATE,
+                BLOCK_M if FULL else BLOCK_EDGE, d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
-            here = advance(walk.partial, here, walk.step, q_len, BLOCK_EDGE)
-    for run in tl.range(full.first, full.last):
-        then = ahead(walk, full, run)
-        for n in tl.range(full.row, full.stop, BLOCK_M):
-            acc = add_dkdv(
-                acc, k_rows, v_rows, queries, n, full.stop, at, given, DERIVATIVE,
-                MASK if walk.full is None else None, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN,
-                BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
-            )  # fmt: skip
-        full = next_run(walk, full, then, q_len)
+            here = advance(runs, here, walk.step, q_len, BLOCK_M if FULL else BLOCK_EDGE)
+    if STEPPED < 2:
+        for run in tl.range(full.first, full.last):
+            then = ahead(walk, full, run)
+            for n in tl.range(full.row, full.stop, BLOCK_M):
+                acc = add_dkdv(
+                    acc, k_rows, v_rows, queries, n, full.stop, at, given, DERIVATIVE,
+                    MASK if walk.full is None else None, UNBOUNDED, INDEX, PRECISION, POSITIVE,
+                    EVEN, LATE, BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
+                )  # fmt: skip
+            full = next_run(walk, full, then, q_len)
     rows = (b64 * heads + h) * kv_len + first
     if dk is not None:
         tile.store(dk + rows * d, j, d, live, d, tile.times(acc[0], scale), D)
@@ -226,6 +237,7 @@ def add_dkdv(
     acc, k_rows, v_rows, queries, n, stop, at, given,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr, UNBOUNDED: tl.constexpr,
     INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr,
+    LATE: tl.constexpr,  # lse is read when it is needed, and not before S
     BLOCK_M: tl.constexpr,
     d: tl.constexpr, dv: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
@@ -237,6 +249,8 @@ def add_dkdv(
     score_captured = tile.with_origin(score_captured, coords, n, first)
     i = tl.arange(0, BLOCK_M)
     live = None if EVEN else n + i < stop
+    if not LATE:
+        lse_rows = tile.load_row(lse2 + n + i, live, float("inf"))
     delta_rows = tile.load_row(delta + n + i, live, 0.0)
     n64 = tl.cast(n, tl.int64)
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, row, n + i, live, INDEX)
@@ -247,7 +261,8 @@ def add_dkdv(
         s, scale, b, h, q_idx[None, :], kv_idx, score_captured, mask_captured, DERIVATIVE,
         MASK, POSITIVE,
     )  # fmt: skip
-    lse_rows = tile.load_row(lse2 + n + i, live, float("inf"))
+    if LATE:
+        lse_rows = tile.load_row(lse2 + n + i, live, float("inf"))
     p = tl.exp2(t - lse_rows[None, :])
     if not EVEN:
         p = tl.where(live[None, :], p, 0.0)

@@ -28,12 +28,13 @@ def forward(
     SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     POSITIVE: tl.constexpr,  # scale > 0
     EVEN: tl.constexpr,  # keys come in whole blocks of BLOCK_N
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr, SUB: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr,
+    SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BLOCK_M queries of one head, and what else is asked for."""
     line, slot, first, end, h, b = tile.place(walk, heads, SUB, BLOCK_M)
-    partial, full = begin(walk, line, kv_len, BLOCK_EDGE)
+    partial, full = begin(walk, line, kv_len, BLOCK_EDGE, BLOCK_N, SCATTERED)
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
     i = tl.arange(0, BLOCK_M)
     live = first + i < tl.minimum(end, q_len)
@@ -51,24 +52,27 @@ def forward(
     l = tl.zeros([BLOCK_M], tl.float32)
     state = (tile.zeros(BLOCK_M, DV, DV_REST), m, l, m)
     LARGEST: tl.constexpr = top is not None and SCORE is not None
-    if walk.full is not None:
-        blocks, here = partial
+    STEPPED: tl.constexpr = 0 if walk.full is None else (2 if SCATTERED else 1)
+    for FULL in tl.static_range(STEPPED):
+        runs = walk.full if FULL else walk.partial
+        blocks, here = full if FULL else partial
         for _ in tl.range(0, blocks):
             state = attend(
-                state, q_rows, keys, here[0], here[1], at, given, SCORE, MASK,
-                INDEX, PRECISION, POSITIVE, LARGEST, EVEN, BLOCK_EDGE,
+                state, q_rows, keys, here[0], here[1], at, given, SCORE, None if FULL else MASK,
+                INDEX, PRECISION, POSITIVE, LARGEST, EVEN, BLOCK_N if FULL else BLOCK_EDGE,
                 d, dv, D, D_REST, DV, DV_REST,
             )  # fmt: skip
-            here = advance(walk.partial, here, walk.step, kv_len, BLOCK_EDGE)
-    for run in tl.range(full.first, full.last):
-        then = ahead(walk, full, run)
-        for n in tl.range(full.row, full.stop, BLOCK_N):
-            state = attend(
-                state, q_rows, keys, n, full.stop, at, given, SCORE,
-                MASK if walk.full is None else None, INDEX, PRECISION, POSITIVE, LARGEST, EVEN,
-                BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
-            )  # fmt: skip
-        full = next_run(walk, full, then, kv_len)
+            here = advance(runs, here, walk.step, kv_len, BLOCK_N if FULL else BLOCK_EDGE)
+    if STEPPED < 2:
+        for run in tl.range(full.first, full.last):
+            then = ahead(walk, full, run)
+            for n in tl.range(full.row, full.stop, BLOCK_N):
+                state = attend(
+                    state, q_rows, keys, n, full.stop, at, given, SCORE,
+                    MASK if walk.full is None else None, INDEX, PRECISION, POSITIVE, LARGEST, EVEN,
+                    BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+                )  # fmt: skip
+            full = next_run(walk, full, then, kv_len)
     acc, m, l, largest = state
 
     rows = (b64 * heads + h) * q_len + first

@@ -109,6 +109,7 @@ class Launcher:
         self.slots = self.walks.lines * self.walks.sub  # programs of one head
         self.grid = (self.slots * plan.b * plan.hq, 1, 1)
         other = plan.kv_len if self.queries else plan.q_len
+        self.others = -(-other // self.walks.step)  # tiles of a line
         whole = other % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
         self.options = self.constants | {
             "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
@@ -132,13 +133,16 @@ class Launcher:
             more = (call.seed.to(plan.device),)
         while True:
             own = tensors(self.slots)
-            kernel = self.kernels.get(like)
+            given = self.walks.given or plan.given_by(call, self.walks, *more)
+            kind = like, walk.scattered(self.walks.made[1], self.others)
+            kernel = self.kernels.get(kind)
             if kernel is None:
-                kernel = self.kernels[like] = Direct(
-                    self.fn, plan.device, self.options, self.grid, self.arrange
+                options = self.options | {"SCATTERED": kind[1]}
+                kernel = self.kernels[kind] = Direct(
+                    self.fn, plan.device, options, self.grid, self.arrange
                 )
             try:
-                kernel(own, self.walks.given or plan.given_by(call, self.walks, *more))
+                kernel(own, given)
             except OutOfResources as error:
                 self.smaller(error)
                 continue
