@@ -17,7 +17,7 @@ from aot import launching
 
 from headway.api import prepare
 from headway.backends import triton as backend
-from headway.backends.kernels import plan
+from headway.backends.kernels import learned, plan
 from headway.backends.triton import plan as backend_plan
 from headway.backends.triton.plan import planned
 from headway.types import Coords
@@ -91,6 +91,25 @@ def test_many_short_runs_of_full_tiles_are_one_loop(device, mask, many):
     (made,) = [p for p in plan._known.values() if isinstance(p, backend_plan.Plan)][-1:]
     (kernel,) = made.launchers["forward"].kernels.values()
     assert kernel.options["SCATTERED"] is many
+
+
+@pytest.mark.parametrize("name", ["alibi", "relative"])
+def test_forward_and_backward_share_a_block_mask(device, name):
+    """Whose tiles both choose alike, whatever tiles their kernels take."""
+    x = torch.randn(1, 2, 256, 128, dtype=torch.bfloat16)
+    slopes, biases = torch.rand(2, requires_grad=True), torch.randn(2, 511, requires_grad=True)
+    score = {
+        "alibi": lambda s, b, h, i, j: s - slopes[h] * (i - j),
+        "relative": lambda s, b, h, i, j: s + biases[h, j - i + 255],
+    }[name]
+    spec, call = prepare(x, x, x, score, hw.causal(), backend="triton")
+    wanted = learned.wanted(spec.score, (True,))
+    of_forward, of_backward = (
+        planned(spec, call, (), x, x, x),
+        planned(spec, call, wanted, *[x] * 4),
+    )
+    assert of_forward.kind != of_backward.kind
+    assert of_forward.tile == of_backward.tile
 
 
 def test_pointers_that_are_no_multiple_of_16_always_go_through_triton(device):

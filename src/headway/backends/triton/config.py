@@ -113,8 +113,9 @@ _KINDS: dict[tuple[str, int, int, str], Config] = {
     ("forward", 16, 128, "biased"): Config(128, 64, 8, 3),
     ("forward", 32, 128, "score"): Config(64, 32, 4, 2),
 }
+LEARNED = "learned"  # of a backward whose dq's kernel makes gradients for the score too
 # What a kind takes that has no row of its own.
-_LIKE = {"learned": ("biased", "score"), "biased": ("score",), "reading": ("masked",)}
+_LIKE = {LEARNED: ("biased", "score"), "biased": ("score",), "reading": ("masked",)}
 WIDEST = 512
 
 # Widths, by bits of a number, whose backward takes one pass (kernel "backward") and not several.
@@ -137,14 +138,14 @@ def passes(bits: int, d: int, dv: int) -> tuple[str, ...]:
     return "backward_q", "backward_kv"
 
 
-def kind_of(spec: Spec, call: Call, learned: bool = False) -> str:
+def kind_of(spec: Spec, call: Call) -> str:
     """The kind of a call, of those that want other tiles: "plain"; "masked", "reading" where the
     mask reads tensors (documents: short lines, and more registers); "score", "biased" where it
-    reads a number for every pair, "learned" where dq's kernel makes gradients for it too."""
+    reads a number for every pair."""
     score, _ = graphs(spec)
     if score is not None:
         biased = any(floats(score, how) for how in ("diagonals", "pairs"))
-        return "learned" if learned else "biased" if biased else "score"
+        return "biased" if biased else "score"
     if spec.mask is None:
         return "plain"
     return "reading" if len(call.captured.tensors) > spec.score_tensors else "masked"
@@ -168,12 +169,12 @@ def configs(
 
     - `bits`: of the numbers that are multiplied: 16, 32, or 19 (tf32).
     - `d`, `dv`: widths; for those between two of the table, the larger.
-    - `kind`: from `kind_of`.
+    - `kind`: from `kind_of`, or `LEARNED`.
     - `saved`: what `headway tune` found on this card, which goes first.
     """
     width = _row(kernel, bits, d, dv)
     rows = _TABLE[kernel, bits, width]
-    if kind in ("score", "biased", "learned") and width >= 128 and len(rows) > 1:
+    if kind in ("score", "biased", LEARNED) and width >= 128 and len(rows) > 1:
         rows = rows[1:]  # the largest tiles would spill hundreds of bytes
     kinds = (kind, *_LIKE.get(kind, ()))
     better = (_KINDS.get((kernel, bits, width, k)) for k in kinds)

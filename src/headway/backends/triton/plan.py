@@ -19,7 +19,7 @@ from ..kernels.direct import Direct
 from ..kernels.plan import TILE, BasePlan, Walks, plan_of
 from ..kernels.rows import Terms
 from . import kernel_backward, kernel_forward, saved, tile, walk
-from .config import Config, configs, kind_of, one_pass, passes, pieces
+from .config import LEARNED, Config, configs, kind_of, one_pass, passes, pieces
 
 
 def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) -> "Plan":
@@ -39,14 +39,19 @@ class Plan(BasePlan):
         q = matrices[0]
         super().__init__(spec, call, wanted, matrices, diagonals=True, rough=rough(q.dtype))
         self.launchers: dict[str, Launcher] = {}
-        known = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
-        kind = kind_of(spec, call, bool(wanted))
-        self.size = bits_of(q.dtype), self.d, self.dv, kind, known
+        self.saved = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
+        self.size, self.kind = (bits_of(q.dtype), self.d, self.dv), kind_of(spec, call)
+        kinds = (self.kind, LEARNED) if spec.score_tensors else (self.kind,)
         # A gradient of what the score captures is made beside dq, and in a fixed order only there.
-        self.one_pass = not wanted and not spec.deterministic and one_pass(*self.size)
-        self.passes = passes(*self.size[:3])
+        self.one_pass = not (wanted or spec.deterministic) and one_pass(
+            *self.size, self.kind, self.saved
+        )
+        self.passes = passes(*self.size)
         backward = ("backward",) if self.one_pass else self.passes
-        self.suit([_rows(self, name)[0] for name in ("forward", *backward)])
+        names = "forward", *backward
+        self.suit([self.configs(name, kind)[0] for name in names for kind in kinds])
+        if wanted:
+            self.kind = LEARNED
         self.turns = bits_of(q.dtype) == 32  # `launch.turned`
         self.static = (
             self.hq, self.hq // self.hk, self.q_len, self.kv_len, self.d, self.dv, spec.scale
@@ -64,6 +69,12 @@ class Plan(BasePlan):
             "POSITIVE": spec.scale > 0,
             "D": d[0], "D_REST": d[1], "DV": dv[0], "DV_REST": dv[1],
         }  # fmt: skip
+
+    def configs(self, name: str, kind: str) -> Sequence[Config]:
+        """The tiles for a kernel, best first."""
+        if triton.knobs.runtime.interpret:
+            return (Config(32, 32, 2, 1, 16),)
+        return configs(name, *self.size, kind, self.saved)
 
     def launcher(self, name: str, fn: Any, **constants: Any) -> "Launcher":
         """The launcher of a kernel, made when it is first asked for."""
@@ -87,7 +98,7 @@ class Launcher:
     def __init__(self, plan: Plan, name: str, fn: Any, constants: dict[str, Any]) -> None:
         self.plan, self.name, self.fn = plan, name, fn
         self.queries = name in ("forward", "backward_q")  # lines are rows of tiles
-        self.rows = _rows(plan, name)
+        self.rows = plan.configs(name, plan.kind)
         self.constants = plan.constants | constants
         self.choose(0)
 
@@ -184,12 +195,6 @@ def _strides(x: Tensor) -> tuple:
     tile are then one and a number. From column to column it is 1, or depends on the length."""
     batch, head, row, column = x.stride()
     return batch // 8, head // 8, tl.constexpr(row), None if column == 1 else column
-
-
-def _rows(plan: Plan, name: str) -> Sequence[Config]:
-    if triton.knobs.runtime.interpret:
-        return (Config(32, 32, 2, 1, 16),)
-    return configs(name, *plan.size)
 
 
 def rough(dtype: torch.dtype) -> bool:
