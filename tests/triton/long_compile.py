@@ -52,7 +52,8 @@ def main(target: str) -> None:
         for kernel in aot.resources(target, run):
             print(
                 f"{dtype} {d}/{dv} {name}: {kernel.name}: {kernel.registers} registers, "
-                f"{kernel.spills} bytes spilled, {kernel.shared} bytes shared",
+                f"{kernel.spills} bytes spilled (loops touch them {kernel.inside} times), "
+                f"{kernel.shared} bytes shared",
                 flush=True,
             )
 
