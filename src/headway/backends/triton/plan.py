@@ -119,9 +119,9 @@ class Launcher:
         self.walks = Walks(plan, queries=self.queries, block=block)
         self.slots = self.walks.lines * self.walks.sub  # programs of one head
         self.grid = (self.slots * plan.b * plan.hq, 1, 1)
-        other = plan.kv_len if self.queries else plan.q_len
-        self.others = -(-other // self.walks.step)  # tiles of a line
-        whole = other % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
+        self.length = plan.kv_len if self.queries else plan.q_len  # of a line
+        self.seen: tuple[object, bool] = None, False  # the last walk, and whether it is scattered
+        whole = self.length % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
         self.options = self.constants | {
             "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
             "EVEN": whole, "BLOCK_EDGE": how.edge or step, "SUB": self.walks.sub,
@@ -145,7 +145,9 @@ class Launcher:
         while True:
             own = tensors(self.slots)
             given = self.walks.given or plan.given_by(call, self.walks, *more)
-            kind = like, walk.scattered(self.walks.made[1], self.others)
+            if self.seen[0] is not (made := self.walks.made[1]):
+                self.seen = made, walk.scattered(made, self.length)
+            kind = like, self.seen[1]
             kernel = self.kernels.get(kind)
             if kernel is None:
                 options = self.options | {"SCATTERED": kind[1]}

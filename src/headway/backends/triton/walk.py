@@ -28,14 +28,14 @@ class Runs(NamedTuple):
     last: Any
 
 
-def scattered(walk: Any, tiles: int) -> bool:
-    """Whether full tiles come in many short runs, a line having so many tiles: more than two in a
+def scattered(walk: Any, length: int) -> bool:
+    """Whether full tiles come in many short runs, of lines that are so long: more than two in a
     line, of less than eight tiles if half of them are full. (On an H200, 8k long, every other run
     of a checkerboard, a loop for each in terms of one for all: forward 1.69, 1.25, 1.11 and 1.04
     with runs of 1, 2, 4 and 8 tiles, backward 1.14, 1.00, 0.95 and 0.91.)"""
     if walk.full is None:
         return False
-    lines, runs = len(walk.full[0]) - 1, len(walk.full[1])
+    lines, runs, tiles = len(walk.full[0]) - 1, len(walk.full[1]), -(-length // walk.step)
     return runs > 2 * lines and 8 * runs > tiles * lines
 
 
