@@ -64,9 +64,14 @@ def early(cubin: bytes) -> list[str]:
     return [fault for name, section in _sections(cubin) for fault in _early(name, section)]
 
 
+def loops(cubin: bytes) -> list[list[Instruction]]:
+    """The instructions of the innermost loops that multiply."""
+    return [body for _, section in _sections(cubin) for body in _loops(section)]
+
+
 def spilled(cubin: bytes) -> int:
-    """Accesses to spilled registers in the innermost loops that multiply."""
-    return sum(_spilled(section) for _, section in _sections(cubin))
+    """Accesses to spilled registers in those loops."""
+    return sum(x.kind in ("LDL", "STL") for body in loops(cubin) for x in body)
 
 
 def _sections(cubin: bytes) -> list[tuple[str, str]]:
@@ -157,16 +162,18 @@ def _early(name: str, section: str) -> list[str]:
     return found
 
 
-def _spilled(section: str) -> int:
+def _loops(section: str) -> list[list[Instruction]]:
     code, labels = _parse(section)
-    loops = [
+    # Behind the last EXIT stand the slow paths of waits, which jump back to where they came from.
+    end = max(n for n, x in enumerate(code) if x.kind == "EXIT")
+    found = [
         (m, n + 1)
-        for n, to in enumerate(_successors(code, labels))
+        for n, to in enumerate(_successors(code, labels)[:end])
         for m in to
-        if m <= n and any("MMA" in x.kind for x in code[m:n])
+        if code[n].kind == "BRA" and m <= n and any("MMA" in x.kind for x in code[m:n])
     ]
-    inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
-    return sum(x.kind in ("LDL", "STL") for a, b in inner for x in code[a:b])
+    inner = [x for x in found if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in found)]
+    return [code[a:b] for a, b in inner]
 
 
 def _product(x: Instruction) -> _Product:

@@ -107,6 +107,20 @@ def test_an_arrival_before_what_is_loaded_is_there():
     assert machine_code._early("kernel", too_early.replace("        /*0000*/", own)) == []
 
 
+def test_loops_that_multiply():
+    """The innermost ones; what stands behind the last EXIT jumps back into them, and is of none."""
+    outer = PRODUCTS.replace(".text.kernel:\n", ".text.kernel:\n.L_x_9:\n", 1).replace(
+        "        /*0090*/", "        /*0088*/               @P1 BRA `(.L_x_9) ;\n        /*0090*/"
+    )
+    wait = outer.replace("        /*0050*/", ".L_x_1:\n        /*0050*/") + (
+        "        /*00a0*/                   LDL R2, [R1] ;\n"
+        "        /*00b0*/                   BRA `(.L_x_1) ;\n"
+    )
+    for text in (PRODUCTS, outer, wait):
+        (body,) = machine_code._loops(text)
+        assert [x.address for x in body] == [f"00{n}0" for n in range(9)]
+
+
 def test_quiet_where_products_are_waited_for():
     assert machine_code._in_flight("kernel", PRODUCTS) == []
 

@@ -36,7 +36,7 @@ from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.hopper import plan
 from headway.backends.kernels import first
-from machine_code import early, in_flight, unwritten
+from machine_code import early, in_flight, loops, spilled, unwritten
 
 LENGTH = 384
 
@@ -148,7 +148,7 @@ def resources(name: str, made) -> dict:
         ).stderr
         code = file.with_suffix(".cubin").read_bytes()
         sass = _run(tool / "cuobjdump", "--dump-sass", file.with_suffix(".cubin")).stdout
-    loops = _loops(sass)
+    bodies = loops(code)
     added = re.findall(
         r"(@\S+) atom\.global\S*\.add\.f32 \S+ \[ (\S+) \+ 0 \], (\S+);", made.asm["ptx"]
     )
@@ -159,9 +159,9 @@ def resources(name: str, made) -> dict:
         "early": early(code),
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spills": int(re.search(r"(\d+) bytes spill stores", report)[1]),
-        "loops": sum(bool(re.search(r"\b(LDL|STL)\b", x)) for body in loops for x in body),
-        "loop": min(map(len, loops), default=0),
-        "masked": max(map(len, loops), default=0),
+        "loops": spilled(code),
+        "loop": min(map(len, bodies), default=0),
+        "masked": max(map(len, bodies), default=0),
         "hgmma": len(re.findall(r"\bHGMMA\b", sass)),
         "shared": made.metadata.shared,
         # All but C7519, which adds an arrive.
@@ -186,26 +186,6 @@ def _run(*command) -> subprocess.CompletedProcess:
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     return done
-
-
-def _loops(sass: str) -> list[list[str]]:
-    """The instructions of the innermost loops that multiply."""
-    lines = [
-        (int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]*);", sass)
-    ]
-    # Behind the last EXIT stand the slow paths of waits, which jump back to where they came from.
-    end = max(a for a, text in lines if "EXIT" in text)
-    backward = []
-    for address, text in lines:
-        if address > end:
-            break
-        target = re.search(r"\bBRA (?:`\()?(?:\.L_x_\d+)?\)?(0x[0-9a-f]+)", text)
-        if target and int(target[1], 16) < address:
-            backward.append((int(target[1], 16), address))
-    multiplies = [a for a, text in lines if "HGMMA" in text]
-    loops = [(a, b) for a, b in backward if any(a <= m <= b for m in multiplies)]
-    inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
-    return [[text for at, text in lines if a <= at <= b] for a, b in inner]
 
 
 if __name__ == "__main__":
