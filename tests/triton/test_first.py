@@ -76,15 +76,86 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
     assert not first.rehearsals
 
 
-def test_the_hash_begins_before_the_driver_is_asked_for(compiled, monkeypatch):
-    """Triton compiles a module for its driver when that is first asked for, which takes as long."""
+def test_triton_starts_before_anything_else(compiled, monkeypatch):
+    """Its driver's module takes a compiler as long as the rest of the call's preparation."""
     seen = []
-    hashing, on_cuda = plan.hashing, backend_plan.on_cuda
-    monkeypatch.setattr(plan, "hashing", lambda: seen.append("hash") or hashing())
-    monkeypatch.setattr(backend_plan, "on_cuda", lambda: seen.append("driver") or on_cuda())
+    starting, settle = plan.starting, plan.settle
+    monkeypatch.setattr(plan, "starting", lambda: seen.append("start") or starting())
+    monkeypatch.setattr(plan, "settle", lambda *given: seen.append("settle") or settle(*given))
     attend()
-    assert seen[0] == "hash"
-    assert "driver" in seen
+    assert seen[0] == "start"
+    assert "settle" in seen
+
+
+def test_the_driver_is_asked_for_by_one_thread_until_it_has_started(monkeypatch):
+    """Two that ask at once compile its module twice."""
+    started, asked = threading.Event(), []
+
+    class Slow:
+        def get_current_target(self):
+            asked.append(threading.get_ident())
+            started.wait()
+
+    monkeypatch.setattr(first.driver, "_active", Slow())
+    first.starting.cache_clear()
+    threads = first.starting()
+    assert backend_plan.on_cuda(torch.device("cuda")) == (torch.version.hip is None)
+    assert threading.get_ident() not in asked
+    started.set()
+    first.started()
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(asked) == 1
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A Triton of one file, with a cache of its own, and a list of when it was hashed."""
+    file, calls = tmp_path / "triton" / "__init__.py", []
+    file.parent.mkdir()
+    file.write_text("version = 1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(first.triton, "__file__", str(file))
+
+    def triton_key():
+        calls.append(file.read_text())
+        return f"hash of {calls[-1]}"
+
+    def begin() -> str:
+        """As a new process does."""
+        with monkeypatch.context() as patch:
+            patch.setattr(first.cache, "triton_key", triton_key)
+            first._hash()
+            return first.cache.triton_key()
+
+    return file, calls, begin
+
+
+def test_the_hash_of_triton_is_found_once_and_kept_in_its_cache(installed):
+    _, calls, begin = installed
+    assert [begin(), begin(), begin()] == ["hash of version = 1"] * 3
+    assert len(calls) == 2  # in the first process: once, and `begin` asks again
+
+
+def test_another_triton_is_hashed_anew(installed):
+    file, calls, begin = installed
+    begin()
+    calls.clear()
+    file.write_text("version = 2")
+    assert begin() == "hash of version = 2"
+    calls.clear()
+    assert begin() == "hash of version = 2"
+    assert not calls
+    (file.parent / "new.py").write_text("")
+    begin()
+    assert calls
+
+
+def test_without_a_cache_triton_finds_its_hash_itself(installed, monkeypatch):
+    _, calls, begin = installed
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null")
+    assert begin() == "hash of version = 1"
+    assert begin() == "hash of version = 1"
+    assert len(calls) == 2
 
 
 def test_the_dearest_kernels_have_a_head_start(compiled, monkeypatch):

@@ -90,10 +90,10 @@ class Search:
         """Full and partial tiles, along rows and along columns."""
         tiles = self.groups.count * self.q.boxes(0) * self.kv.boxes(0)
         if tiles:
-            self.bounds = BoxBounds(
-                self.graph, self.values, self.groups, self.q, self.kv, self.device
-            )
-            if tiles <= _WHOLE:
+            small = tiles <= _WHOLE
+            near = torch.device("cpu") if small and self._numbers_alone() else self.device
+            self.bounds = BoxBounds(self.graph, self.values, self.groups, self.q, self.kv, near)
+            if small:
                 return self._whole()
         self.full, self.partial = (Found(self.q, self.kv, self.device) for _ in range(2))
         if tiles:
@@ -103,15 +103,24 @@ class Search:
         )
         return Tiles.of_runs(rows_full, rows_partial, cols_full, cols_partial)
 
+    def _numbers_alone(self) -> bool:
+        """Whether the mask depends on numbers, and on no tensor."""
+        tensors = any(x.dim() for x in self.values.values())
+        return not tensors and self.q.positions is None and self.kv.positions is None
+
     def _whole(self) -> Tiles:
-        """All tiles of a small square at once: fewer steps than from coarse to fine."""
+        """All tiles of a small square at once: fewer steps than from coarse to fine.
+
+        Of a mask that depends on no tensor the host finds what bounds and corners tell: it waits
+        for no GPU then, and a GPU loads none of the kernels for it (0.1 s of a first call).
+        """
         state, outside = self.bounds.of_all_tiles()
         found = state.flatten(0, 1).cpu().numpy()  # (groups, rows, columns)
         unknown = np.flatnonzero(found == 1)
         if len(unknown):
             line, column = np.divmod(unknown, found.shape[2])
             places = (unknown, *np.divmod(line, found.shape[1]), column)
-            at, g, r, c = (torch.from_numpy(x).to(self.device) for x in places)
+            at, g, r, c = (torch.from_numpy(x).to(state.device) for x in places)
             seen = self._look(g, r, c, outside if outside is None else outside.take(at))
             found.reshape(-1)[unknown] = seen.cpu().numpy()
         return Tiles.of_dense(found, self.device)
@@ -164,9 +173,10 @@ class Search:
         state = torch.ones_like(g, dtype=torch.uint8)
         at = todo.nonzero().flatten()
         if len(at):
-            outside = outside if outside is None else pick(outside, at)
-            seen = self._pair_by_pair(pick(g, at), pick(r, at), pick(c, at), outside)
-            state.index_copy_(0, at, seen)
+            g, r, c = (pick(x, at).to(self.device) for x in (g, r, c))
+            outside = outside if outside is None else pick(outside, at).to(self.device)
+            seen = self._pair_by_pair(g, r, c, outside)
+            state.index_copy_(0, at, seen.to(state.device))
         return state
 
     def _pair_by_pair(self, g: Tensor, r: Tensor, c: Tensor, outside: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from triton import knobs
 
 from .device import on
 from .driver import Launch, launch_of, stand_ins
-from .first import hashing, rehearsals, write_down
+from .first import rehearsals, started, write_down
 
 
 class Given(NamedTuple):
@@ -79,7 +79,7 @@ class Direct:
             known = partial(self.known, tensors=tensors, given=given) if plain else None
             write_down(self.fn, args, self.options, known)
         elif not plain or self.compiled is None:
-            hashing().join()
+            started()
             compiled = self.fn[self.grid](*args, **self.options)
             made = plain and hasattr(compiled, "packed_metadata")  # the interpreter makes nothing
             if made and not self.known(compiled, tensors, given):

@@ -21,7 +21,7 @@ from ...types import Spec
 from ..base import Call, graphs, split
 from .direct import Given
 from .emit import Text, functions
-from .first import hashing, settle
+from .first import settle, starting
 from .linear import side
 from .widths import SMALL
 
@@ -60,7 +60,7 @@ def plan_of(
         plan = _known.get(short)
         if plan is not None:
             return plan
-    hashing()  # before anything asks for the driver, whose module takes Triton a while to compile
+    starting()
     key = (of, *key_of(spec, call, wanted, matrices))
     plan = remembered(key, lambda: make(spec, call, wanted, matrices))
     return plan if short is None else remembered(short, lambda: plan)

@@ -37,7 +37,7 @@ class Plan(BasePlan):
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
         q = matrices[0]
-        super().__init__(spec, call, wanted, matrices, diagonals=True, rough=rough(q.dtype))
+        super().__init__(spec, call, wanted, matrices, diagonals=True, rough=rough(q))
         self.launchers: dict[str, Launcher] = {}
         self.saved = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
         self.size, self.kind = (bits_of(q.dtype), self.d, self.dv), kind_of(spec, call)
@@ -126,7 +126,12 @@ class Launcher:
             "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
             "EVEN": whole, "BLOCK_EDGE": how.edge or step, "SUB": self.walks.sub,
         }  # fmt: skip
-        if plan.turns and how.m * how.n >= 512 * how.warps and plan.d + plan.dv > 64 and on_cuda():
+        if (
+            plan.turns
+            and how.m * how.n >= 512 * how.warps
+            and plan.d + plan.dv > 64
+            and on_cuda(plan.device)
+        ):
             # A thread with 16 logits or more takes all registers there are. Where these are too few
             # and ptxas is not told, it has used 32 of them and spilled 58 kilobytes.
             self.options["maxnreg"] = 255
@@ -199,15 +204,17 @@ def _strides(x: Tensor) -> tuple:
     return batch // 8, head // 8, tl.constexpr(row), None if column == 1 else column
 
 
-def rough(dtype: torch.dtype) -> bool:
+def rough(q: Tensor) -> bool:
     """Whether the GPU's rough tanh is good enough, and there."""
-    return dtype == torch.bfloat16 and on_cuda()
+    return q.dtype == torch.bfloat16 and on_cuda(q.device)
 
 
-def on_cuda() -> bool:
+def on_cuda(device: torch.device) -> bool:
     """Whether kernels are compiled for an NVIDIA GPU."""
     if triton.knobs.runtime.interpret:
         return False
+    if device.type == "cuda":
+        return torch.version.hip is None  # the driver may not have started
     target = triton.runtime.driver.active.get_current_target()
     return target is not None and target.backend == "cuda"
 
