@@ -57,11 +57,13 @@ CHECKS = {
     "in_turn_64": ((4, 16, 4, 2048, 2048, 64, 64), {"mask": "document", **TURNS}),
     "in_turn_mla": ((2, 16, 16, 2048, 2048, 192, 128), {"mask": "window", **TURNS}),
     "in_turn_256": ((2, 16, 16, 2048, 2048, 256, 256), {"mask": "causal", **TURNS}),
-    # Short lines of many heads: CTAs take whole ones.
+    # Short lines of many heads, or short documents: CTAs take whole ones.
     "whole": ((64, 16, 16, 512, 512, 128, 128), {"mask": "causal", "exact": False}),
     "whole_full": ((33, 16, 16, 250, 517, 128, 128), {"exact": False}),
     "whole_groups": ((33, 16, 4, 120, 333, 128, 128), {"mask": "causal", "exact": False}),
     "whole_64": ((33, 16, 16, 500, 500, 64, 64), {"mask": "document", **TURNS}),
+    "whole_packed": ((1, 16, 16, 8192, 8192, 128, 128), {"mask": "packed", "exact": False}),
+    "whole_packed_64": ((2, 16, 16, 4000, 4000, 64, 64), {"mask": "packed", **TURNS}),
     "whole_in_turn": ((64, 16, 16, 512, 512, 128, 128), {"mask": "causal", **TURNS}),
     "first_use": (),  # the small case that every process runs first
 }
@@ -138,6 +140,8 @@ def mask_of(name, shape, device):
     if name == "document":
         ids = (torch.arange(m, device=device) * 7 // m).expand(b, m).contiguous()
         return hw.causal() & hw.document(ids)
+    if name == "packed":
+        return hw.causal() & hw.document(torch.arange(m, device=device) // 256)
     return hw.causal() & hw.sliding_window(min(1024, n // 4)) if name == "window" else hw.causal()
 
 

@@ -576,7 +576,7 @@ def _load() -> types.SimpleNamespace:
         wide_dq = load("simulated.kernel_backward_wide_dq")
         adder = load("simulated.kernel_backward_adder")
         zeros = load("simulated.kernel_backward_zeros")
-        heads = load("simulated.kernel_backward_heads")
+        islands = load("simulated.kernel_backward_islands")
         parts = load("simulated.kernel_backward_parts")
         sides = load("simulated.sides")
         diagonals = load("simulated.diagonals")
@@ -585,7 +585,7 @@ def _load() -> types.SimpleNamespace:
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
         forward=forward, out=out, backward=backward, backward_wide=backward_wide,
-        wide_dq=wide_dq, adder=adder, zeros=zeros, heads=heads, parts=parts, sides=sides, diagonals=diagonals,
+        wide_dq=wide_dq, adder=adder, zeros=zeros, islands=islands, parts=parts, sides=sides, diagonals=diagonals,
         rows=rows, names=names,
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
-from headway.backends.hopper import counter, launch, plan
+from headway.backends.hopper import counter, islands, launch, plan
 from headway.backends.hopper.descriptors import aligned, followed
 from headway.backends.hopper.gluon_api import TensorDescriptor
 from headway.backends.hopper.plan_backward import BackwardPlan
@@ -97,6 +97,36 @@ def test_short_lines_of_many_heads_are_done_head_by_head(device):
         x = torch.zeros(b, 2, length, 64).bfloat16()
         launched, _ = launches(device, x, mask=hw.causal(), **options)
         assert [name for name, _ in launched] == names
+
+
+def test_short_documents_are_done_one_by_one(device):
+    """Where they begin with tiles, fit, and are many; whatever the length of all."""
+    by_rank = ["forward", "row_kernel", "backward", "finish"]
+    every = torch.arange(4096)
+    for heads, ids, names in (
+        (4, every // 256, by_rank[:3]),
+        (32, torch.stack([every // 256, every // 128]), by_rank[:3]),
+        (32, every // 250, by_rank),
+        (32, every // 2048, by_rank),  # too long
+        (32, (every - 2048).clamp(0) // 128, by_rank),  # one is
+        (4, torch.arange(512) // 256, by_rank),  # eight at once
+    ):
+        x = torch.zeros(2, heads, ids.shape[-1], 128).bfloat16()
+        launched, _ = launches(device, x, mask=hw.causal() & hw.document(ids))
+        assert [name for name, _ in launched] == names
+
+
+def test_islands_are_looked_for_once_for_a_mask(device, monkeypatch):
+    """Not in every call: the host would wait for the GPU."""
+    made = []
+    found = islands.Islands
+    monkeypatch.setattr(islands, "Islands", lambda *given: made.append(given) or found(*given))
+    x = torch.zeros(2, 4, 4096, 128).bfloat16()
+    for ids in (torch.arange(4096) // 256, torch.arange(4096) // 128):
+        made.clear()
+        for _ in range(3):
+            launches(device, x, mask=hw.causal() & hw.document(ids))
+        assert len(made) == 1
 
 
 def test_which_consumers_a_call_gets(device):
@@ -196,7 +226,7 @@ def test_checks_of_whole_heads_are_of_whole_heads(device, name):
     in_turn = options.get("deterministic", False)
     spec, call = prepare(q, k, v, None, mask, backend="hopper", deterministic=in_turn)
     made = plan.planned(BackwardPlan, spec, call, (), q, k, v, dout)
-    assert made.by_head is not None
+    assert made.suited(spec, call, (), (q, k, v, dout)).by_island is not None
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

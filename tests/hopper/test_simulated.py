@@ -51,7 +51,7 @@ WAYS = ("at once", "lagged", "whole")
 
 def choose(monkeypatch, way: str) -> None:
     """Whether dk and dq come with the next block, as they would where lines are long, or CTAs take
-    whole heads, as where they are short and many."""
+    whole islands, as where they are short and many."""
     monkeypatch.setattr(
         plan.Plan, "long", lambda self, length=0: way == "lagged" and not self.heavy
     )
@@ -247,12 +247,18 @@ WHOLE = {
     "holes": ((128, 128, 2, 1), 520, IN_TURN["holes"][1]),
     "unseen": ((64, 64, 2, 1), 520, lambda: lambda b, h, i, j: (i >= 256) & (i < 400) & (i >= j)),
     "tiles": ((128, 64, 2, 1), 520, IN_TURN["tiles"][1]),
+    # Several islands of a head, for each batch row, of different lengths; and lines of none.
+    "packed": ((128, 128, 4, 2), 520, lambda: hw.causal() & hw.document(PACKED)),
+    "blocks": ((64, 64, 2, 1), 520, lambda: lambda b, h, i, j: (i // 128 == j // 128) & (j != h)),
+    "padded": ((64, 64, 2, 2), 520, lambda: hw.document(PACKED[1]) & hw.padding(PADDED)),
 }
+PACKED = torch.stack([torch.arange(520) // 128, torch.arange(520) // 256 * 2])
+PADDED = torch.tensor([520, 300])
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_whole_heads(name, monkeypatch):
-    """CTAs that take whole heads, one after the other and at once, make the same bits of all
+def test_whole_islands(name, monkeypatch):
+    """CTAs that take whole islands, one after the other and at once, make the same bits of all
     gradients; those of keys and values are what they are otherwise, and so is dq, but for the order
     of its sum."""
     (d, dv, hq, hk), length, mask = WHOLE[name]
@@ -282,7 +288,7 @@ def test_whole_heads(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["fence_landed", "in_rows", "mbarrier"])
-def test_broken_whole_heads_are_found(name, monkeypatch):
+def test_broken_whole_islands_are_found(name, monkeypatch):
     """Parts that are read before they have landed, out of order, or not at all."""
     choose(monkeypatch, "whole")
     at_once = mock.Mock(wraps=simulator.mbarrier, expect=lambda bar, bytes, pred: bar.it.arrive())
@@ -291,7 +297,7 @@ def test_broken_whole_heads_are_found(name, monkeypatch):
     found = {}
     for backend in ("reference", "hopper"):
         with (
-            mock.patch.object(simulator.LOADED.heads, name, by[name]),
+            mock.patch.object(simulator.LOADED.islands, name, by[name]),
             mock.patch.object(simulator, "PATIENCE", 0.3),
         ):
             try:

@@ -106,7 +106,7 @@ class How:
     short: bool = False  # there are but a few hundred bytes of shared memory left
     ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
     lagged: bool = False  # backward: dk and dq of a block with S of the next
-    whole: bool = False  # backward: CTAs take whole heads (kernel_backward_heads.py)
+    whole: bool = False  # backward: CTAs take whole islands (kernel_backward_islands.py)
     consumer: int = 0  # which one this is compiled for
     largest: bool = False  # keep the largest S, where T is another
     bands: int = 0  # gathers along diagonals (diagonals.py)

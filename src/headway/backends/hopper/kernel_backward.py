@@ -28,12 +28,10 @@ with the next block (kernel_backward_lagged.py). Here, at once, a consumer
 3. computes dSᵀ meanwhile, stores it, issues dk
 4. when both have stored dSᵀ: issues its part of dq, and Sᵀ of the next block
 
-Where lines are short and heads many, a CTA takes whole heads, and there is no `finish`
-(kernel_backward_heads.py).
-
-Widths 129 to 192 (MLA) are two pieces, 128 + 64 columns. dk and dv then fill two thirds of a
-consumer's registers: P is kept as it was rounded, dP comes after P, and dq in two pieces, one after
-the other.
+Of many short heads or documents a CTA takes whole ones, with no `finish`
+(kernel_backward_islands.py). Widths 129 to 192 (MLA) are two pieces, 128 + 64 columns. dk and dv
+then fill two thirds of a consumer's registers: P is kept as it was rounded, dP comes after P, and
+dq in two pieces, one after the other.
 
 Shared stores stand before the products that they would otherwise queue behind, and no product is in
 flight over the loop's end, which the assembler would serialise.
@@ -51,7 +49,7 @@ from .gluon_api import (
 from .kernel_backward_adder import add
 from .kernel_backward_deal import deal
 from .kernel_backward_dq import hand_over, part, parts, rings_of, strip_of_part, zeros_of
-from .kernel_backward_heads import VISIT, add_whole, of_rank, pass_keys, put
+from .kernel_backward_islands import add_whole, offer, pass_keys, put
 from .kernel_backward_keys import put_keys, write_keys
 from .kernel_backward_lagged import after_last, attend_lagged, before_first
 from .kernel_backward_parts import (
@@ -79,7 +77,7 @@ from .tile import (
     positions,
     zeros,
 )
-from .walk import TOLD, numbers, told, visit
+from .walk import TOLD, numbers, told, told_runs, visit
 
 
 @gluon.jit(
@@ -90,7 +88,7 @@ from .walk import TOLD, numbers, told, visit
 )  # fmt: skip
 def backward(
     q0, q1, k0, k1, v, dout, lse, delta, dq0, dq1,  # descriptors, of pieces; dq's of its parts
-    whole_dq, kinds,  # where CTAs take whole heads: dq's descriptor, and `heads.kinds`; else None
+    whole_dq, kinds, items,  # where CTAs take islands: dq's descriptor, `islands.Work`; or None
     lines, zeroed,  # where zeros are written here: a descriptor of them, and counters; else None
     dk0, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
@@ -133,7 +131,7 @@ def backward(
     smem = (inputs, ds_smem, dq_smem, work_smem)
     sizes = (heads, group, share, q_len, q_rows, kv_len)
     inputs = (q, k, v, dout, lse, delta)
-    whole = (whole_dq, kinds)
+    whole = (whole_dq, kinds, items)
     to = ((dk, dv, wide_dk, wide_dv, d_width, dv_width), grads, sums, whole)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     added = (dq, dk, dv, whole, (lines, zeroed))
@@ -143,7 +141,7 @@ def backward(
                        DERIVATIVE, SCATTER, MASK, HOW)),
             (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1),
                        DERIVATIVE, SCATTER, MASK, HOW)),
-            (deal, (inputs, smem, rings, counter, total, sizes, walk, HOW)),
+            (deal, (inputs, smem, rings, counter, total, items, sizes, walk, HOW)),
             (add_whole if HOW.whole else add,
                       (added, smem, rings, sizes, walk, turns, gl.constexpr(0), HOW)),
             (add_whole if HOW.whole else add,
@@ -217,14 +215,14 @@ def consume_rank(
 ):  # fmt: skip
     """A rank, after so many; `acc_q` is the last piece of dq before it, still to be handed over."""
     keys_to, grads, sums, whole = to
-    whole_dq, kinds = whole
+    whole_dq, kinds, _ = whole
     inputs, _, dq_smem, work_smem = smem
     k_smem, v_smem, q_smem, _, _, _ = inputs
     of_inputs, _, dq_rings, _ = rings
     k_ring, v_ring, q_ring, _ = of_inputs
     q_at, do_at, dq_at = ats
-    line, slot, first, h, b = told(work_smem, nth(done, TOLD), 0, 5, 4)
-    heads, _, share, q_len, q_rows, kv_len = sizes
+    line, _, first, h, b = told(work_smem, nth(done, TOLD), 0, 5, 4)
+    heads, _, share, q_len, _, kv_len = sizes
     scale, coords, bands, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
     row = first + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma(BLOCK)))
@@ -242,8 +240,10 @@ def consume_rank(
         s = warpgroup_mma_wait(0, deps=[s])
         state = (s, (acc_q, gl.to_tensor(0)), acc_k, acc_v, q_at, do_at, dq_at)
     if HOW.whole:
-        whole = (whole_dq, of_rank(kinds, line, slot, walk, q_rows, HOW.sub))
+        (of_rank,) = told(work_smem, nth(done, TOLD), 5, 6, 4)
+        whole = (whole_dq, kinds, of_rank)
     await_(v_ring, nth(done, 1))
+    runs = told_runs(work_smem, nth(done, TOLD), walk, 4, HOW)
     # A constant in a tuple is none afterwards.
     MINE: gl.constexpr = of_consumer(HOW, W)
     for n in range(share):
@@ -253,7 +253,7 @@ def consume_rank(
         context = (smem, rings, dq_rings[W], of_head, kv_idx, live, rows, scale, coords, of_score,
                    of_mask, grads, to_sums, q_len, share, whole)  # fmt: skip
         state = visit(
-            state, context, walk, line, q_len, share - 1 - n,
+            state, context, walk, line, runs, q_len, share - 1 - n,
             attend_lagged if HOW.lagged else attend_back, DERIVATIVE, SCATTER, MASK, MINE,
         )  # fmt: skip
     if HOW.lagged:
@@ -312,23 +312,24 @@ def attend_back(
     # Always 0; it keeps LLVM from hoisting the operands' descriptors out of the loop and spilling.
     z = (n + opaque) >> 30
 
-    columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
+    # A fence waits for what was read before it: what a mask needs is read after it.
+    READS: gl.constexpr = PARTIAL and HOW.pairs is not None
+    if not READS:
+        columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
+    kind = late[1]
     if HOW.whole:
         put(late, scale, whole[0], dq_smem[0].index(W), ring[0], dq_at)
     else:
         hand_over(late[0], dq_smem[LAST].index(W), ring[LAST], dq_at)
+    if READS:
+        dq_at, kind = offer(ring[LAST], dq_at, kind, n, whole, HOW)
+        columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
     lse = lse_smem.index(q_at[0]).load(cols)
     await_(do_ring, do_at)
     if not (HOW.late or WIDE):
         dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), zero, False)
-    fence_async_shared()
-    kind = late[1]
-    if HOW.whole:
-        publish(ring[0], dq_at, kind > 0)
-        dq_at = (dq_at[0], dq_at[1] ^ (kind & VISIT))
-        kind = gl.load(whole[1] + n // ROWS)
-    else:
-        publish(ring[LAST], dq_at)
+    if not READS:
+        dq_at, kind = offer(ring[LAST], dq_at, kind, n, whole, HOW)
 
     # P times the derivative now, so that only the product stays in registers.
     p, by_s, by, pairs = probabilities(

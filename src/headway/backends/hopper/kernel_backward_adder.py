@@ -6,7 +6,7 @@ from .kernel_backward_parts import counter_of, turn_of
 from .kernel_backward_zeros import await_zeros
 from .pipeline import await_, await_turn, pass_on, release, start, step
 from .tile import ROWS, at_stage
-from .walk import TOLD, told, visit
+from .walk import TOLD, told, told_runs, visit
 
 
 @gluon.jit
@@ -25,11 +25,14 @@ def add(to, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr)
     line, slot, _, h, b = told(work_smem, work_at, 0, 5, 1)
     dq_at, row, turn = start(), (b * heads + h) * q_rows, gl.to_tensor(-1)
     while line >= 0:
+        runs = told_runs(work_smem, work_at, walk, 1, HOW)
         for n in range(share):
             await_zeros(lines, zeroed, b * heads + h + n, q_rows)
             given = (to, (b * heads + h + n) * q_rows, turns, line, slot, walk.step)
             state = (dq_at, row, turn, gl.to_tensor(0))
-            state = visit(state, given, walk, line, q_len, 0, add_block, None, None, None, HOW)
+            state = visit(
+                state, given, walk, line, runs, q_len, 0, add_block, None, None, None, HOW
+            )
             dq_at, row, turn, _visited = state
         if dv is not None:
             first, h, b = told(work_smem, work_at, 2, 5, 1)

@@ -1,27 +1,30 @@
-"""The loader of kernel_backward.py: it takes ranks, or whole heads, and copies what they need."""
+"""The loader of kernel_backward.py: it takes ranks, or whole islands, and copies what they need."""
 
 from .gluon_api import gl, gluon
-from .kernel_backward_heads import place_in_head
+from .kernel_backward_islands import island_of, place_in_island
 from .kernel_backward_parts import load
 from .pipeline import start
 from .tile import ROWS
-from .walk import place, tell
+from .walk import place, runs_of, tell
 
 
 @gluon.jit
-def deal(inputs, smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
-    """Take ranks, or heads rank by rank; tell what they are, and copy what each needs."""
+def deal(inputs, smem, rings, counter, total, items, sizes, walk, HOW: gl.constexpr):
+    """Take ranks, or islands rank by rank; tell what they are, and copy what each needs."""
     of_inputs, _, _, work_smem = smem
     input_rings, _, _, work_ring = rings
     heads, group, share, q_len, q_rows, kv_len = sizes
     to = (inputs, of_inputs, input_rings, work_smem, work_ring, walk)
     sizes = (share, group, (heads, q_len, q_rows, kv_len))
     state = (start(), (start(), start(), start()))
+    if HOW.whole:
+        total = gl.load(items)
     taken = gl.atomic_add(counter, 1)
     while taken < total:
         if HOW.whole:
-            for n in range(0, walk.lines * HOW.sub):
-                at = place_in_head(taken, n, walk, heads // share, HOW.sub)
+            island = island_of(items, taken)
+            for n in range(0, island[1]):
+                at = place_in_island(island, n, walk, heads // share, HOW.sub)
                 state = _deal_rank(state, at, to, sizes, HOW)
         else:
             at = place(taken, walk, heads // share, HOW.sub, 2 * ROWS)
@@ -38,8 +41,12 @@ def _deal_rank(state, at, to, sizes, HOW: gl.constexpr):
     work_at, copied = state
     inputs, smem, rings, work_smem, work_ring, walk = to
     share, group, lengths = sizes
-    line, slot, first, h, b = at
-    h = h * share
-    work_at = tell(work_at, work_smem, work_ring, (line, slot, first, h, b))
+    line, slot, first, h, b = at[0], at[1], at[2], at[3] * share, at[4]
+    runs = ()
+    if walk.full is not None and not HOW.ordered:
+        runs = runs_of(walk, line)
+    of_island = (at[5], at[6]) if HOW.whole else (0, 0)
+    work = (line, slot, first, h, b) + of_island + runs  # noqa: RUF005
+    work_at = tell(work_at, work_smem, work_ring, work)
     at = (line, slot, first, h, b, share, group)
-    return work_at, load(copied, inputs, smem, rings, at, lengths, walk, HOW)
+    return work_at, load(copied, inputs, smem, rings, at, runs, lengths, walk, HOW)

@@ -21,7 +21,7 @@ ORDER = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
 
 
 @gluon.jit
-def load(state, inputs, smem, rings, at, sizes, walk, HOW: gl.constexpr):
+def load(state, inputs, smem, rings, at, runs, sizes, walk, HOW: gl.constexpr):
     """Copy the blocks of queries of every head of a rank, and its keys and values. These come after
     the first block, which has a place while the rank before still needs its own keys."""
     q, k, v, dout, lse, delta = inputs
@@ -35,7 +35,7 @@ def load(state, inputs, smem, rings, at, sizes, walk, HOW: gl.constexpr):
     for n in range(share):
         given = (q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring,
                  b, h + n, (b * heads + h + n) * q_rows, keys)  # fmt: skip
-        state = visit(state, given, walk, line, q_len, 0, load_block, None, None, None, HOW)
+        state = visit(state, given, walk, line, runs, q_len, 0, load_block, None, None, None, HOW)
     q_at, do_at, kv_at, _ = state
     return kv_at, q_at, do_at
 

@@ -128,7 +128,7 @@ def backward_wide(
 @gluon.jit
 def load_once(inputs, smem, rings, at, sizes, walk, HOW: gl.constexpr):
     """What the one rank needs."""
-    load((start(), start(), start()), inputs, smem, rings, at, sizes, walk, HOW)
+    load((start(), start(), start()), inputs, smem, rings, at, (), sizes, walk, HOW)
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def values(
         context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
                    q_len, share)  # fmt: skip
         state = visit(
-            state, context, walk, line, q_len, share - 1 - n, values_block,
+            state, context, walk, line, (), q_len, share - 1 - n, values_block,
             DERIVATIVE, SCATTER, MASK, HOW,
         )  # fmt: skip
     s, acc, q_at, do_at, p_at = state
@@ -249,7 +249,7 @@ def keys(
         context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
                    q_len, share, grads, begin(sums, b, h + n, first))  # fmt: skip
         state = visit(
-            state, context, walk, line, q_len, share - 1 - n, keys_block,
+            state, context, walk, line, (), q_len, share - 1 - n, keys_block,
             DERIVATIVE, SCATTER, MASK, HOW,
         )  # fmt: skip
     dp, acc, q_at, do_at, p_at = state

@@ -20,7 +20,7 @@ def queries(dq, smem, rings, at, sizes, walk, turns, HOW: gl.constexpr):
         row0 = (b * heads + h + n) * q_rows
         given = (dq, smem, rings, row0, share, turns, line, slot, walk.step)
         state = (at, gl.to_tensor(0))
-        state = visit(state, given, walk, line, q_len, 0, queries_block, None, None, None, HOW)
+        state = visit(state, given, walk, line, (), q_len, 0, queries_block, None, None, None, HOW)
         at = state[0]
 
 

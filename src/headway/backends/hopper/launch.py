@@ -43,7 +43,7 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
     """One kernel for all gradients; before it one over the rows of out and dout, and after it, but
-    for short lines, one that puts dq in order."""
+    where CTAs take whole islands, one that puts dq in order."""
     q, k, _, dout = matrices = aligned(*call[:3], dout)
     dtype = torch.float32 if spec.partial else q.dtype
     captured = learned.zeros(call.captured.tensors, needs, q.device) if needs else []
@@ -51,7 +51,7 @@ def backward(
         return results.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
     wanted = learned.wanted(spec.score, needs) if needs else ()
-    plan = planned(BackwardPlan, spec, call, wanted, *matrices)
+    plan = planned(BackwardPlan, spec, call, wanted, *matrices).suited(spec, call, wanted, matrices)
     if plan.untried:
         first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
     terms = row_terms(plan.terms, out, dout, dlse, lse)

@@ -26,7 +26,7 @@ from . import (
     kernel_backward_adder,
     kernel_backward_deal,
     kernel_backward_dq,
-    kernel_backward_heads,
+    kernel_backward_islands,
     kernel_backward_keys,
     kernel_backward_lagged,
     kernel_backward_parts,
@@ -68,7 +68,7 @@ class Plan(BasePlan):
         of_diagonals, kernel_forward_scheduler, kernel_forward_loader, kernel_forward_out,
         kernel_forward, kernel_backward_parts, kernel_backward_dq, kernel_backward_lagged,
         kernel_backward_zeros,
-        kernel_backward_adder, kernel_backward_keys, kernel_backward_heads, kernel_backward_deal,
+        kernel_backward_adder, kernel_backward_keys, kernel_backward_islands, kernel_backward_deal,
         kernel_backward, kernel_backward_wide_dq, kernel_backward_wide,
     )  # fmt: skip
 

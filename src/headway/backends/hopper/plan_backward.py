@@ -13,10 +13,10 @@ from ..kernels.direct import Direct
 from ..kernels.plan import Walks
 from ..kernels.rows import Terms
 from .bands import Bands
-from .config import BACKWARD, Backward, How, fitting
+from .config import BACKWARD, How, fitting
 from .counter import zero
 from .descriptors import chunks, matrix, numbers
-from .heads import Heads
+from .islands import ROWS, Islands, Walked
 from .kernel_backward import backward as backward_kernel
 from .kernel_backward_parts import finish
 from .kernel_backward_wide import backward_wide
@@ -29,12 +29,18 @@ from .plan import Plan
 _SPECIALISED = {"num_warps": 4, "maxnreg": 168}
 _ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
 
-PARTS = 20 << 20  # bytes of the parts of dq of all CTAs; with what else is read, the L2 has 50 MB
-IDLE = 1 / 8  # CTAs that have no head when the last ones are taken, for each one that had
+# Bytes of the parts of dq of all CTAs that take whole islands; with what else is read, the L2 has
+# 50 MB. (Timed on an H200: 17 MB 0.79 of the time without, 34 MB 1.12; causal, which visits half,
+# 34 MB 0.92, 69 MB 1.16.)
+PARTS = 20 << 20
+IDLE = 1 / 8  # how much longer CTAs that take islands may be at work than if all ended at once
 
 
 class BackwardPlan(Plan):
     """The backward."""
+
+    by_island: Walked | None = None  # where CTAs take whole ones
+    other: "IslandPlan"  # where some calls of the kind have islands that suit
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
@@ -57,17 +63,23 @@ class BackwardPlan(Plan):
         if self.tile is not None and spec.tiles is None and self.compares():
             # Where documents begin anywhere, finer tiles leave out more.
             self.tile = how.block, self.tile[1]
-        self.walks = Walks(self, queries=False, block=how.keys, near=near)
+        whole = self.by_island is not None
+        self.walks = (
+            Walks(self, queries=False, block=how.keys, near=near)
+            if self.by_island is None
+            else self.by_island.walks
+        )
         self.bands = Bands(self, self.walks, wanted, queries=False)
         self.q_rows = -(-self.q_len // how.block) * how.block
         self.columns = sum(how.d)
-        ranks = self.b * self.heads
-        whole = self.whole(how, ranks, share * self.q_rows * self.columns)
-        self.by_head = Heads(self.walks, self.q_len) if whole else None
+        heads, alone = self.b * self.heads, how.keys == 64
+        # How many blocks of queries an island may have: their parts stay in the cache.
+        each = 4 * share * ROWS * self.columns * self.processors
+        self.room = (PARTS if self.mask is None else 2 * PARTS) // each
+        able = not (whole or alone or how.lagged or spec.partial) and len(how.d) == 1
+        self.islands = Walked(self.walks, heads, self.q_len, self.suits) if able else None
         self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic and not whole else None
-        if not whole:
-            ranks *= self.walks.lines * self.walks.sub
-        alone = how.keys == 64
+        ranks = heads * self.walks.lines * self.walks.sub
         self.grid = (ranks if alone else min(ranks, self.processors), 1, 1)
         self.ranks = None if alone else ranks  # of a kernel whose CTAs take them from a counter
         self.numbers = (
@@ -80,7 +92,8 @@ class BackwardPlan(Plan):
         # Pieces of dq as a consumer hands them over, 64 x 64 numbers or half of them; one for dq
         # alone needs no descriptor.
         first = how.block * min(self.columns, 128) // 512
-        self.numbers_of_parts = self.grid[0] * share * self.q_rows * self.columns
+        rows = min(self.q_rows, self.room * ROWS)
+        self.numbers_of_parts = self.grid[0] * share * rows * self.columns
         self.dq = matrix(how.block, (self.columns // 2,))
         # Where there is shared memory for it, the kernel writes the zeros that dq is added to.
         zeroing = not (whole or alone) and len(how.d) == 1
@@ -107,15 +120,17 @@ class BackwardPlan(Plan):
         grid = self.b * self.hq * self.q_rows * strips // 64, 1, 1
         self.finish = Direct(finish, self.device, {"STRIPS": strips}, grid, self.arrange_finish)
 
-    def whole(self, how: Backward, heads: int, parts: int) -> bool:
-        """Whether a CTA takes whole heads, of which there are so many with so many numbers of dq
-        each: what it adds up stays in the cache, and few idle at the end. (Timed on an H200: 17 MB
-        0.79 of the time, 34 MB 1.12; causal, which visits half, 34 MB 0.92, 69 MB 1.16.)"""
-        plain = how.keys == 128 and len(how.d) == 1 and not how.lagged and not self.spec.partial
-        fits = 4 * parts * min(heads, self.processors) <= (
-            PARTS if self.mask is None else 2 * PARTS
-        )
-        return plain and fits and -heads % self.processors <= IDLE * heads
+    def suits(self, islands: Islands) -> bool:
+        """Whether CTAs take whole islands: what they add up stays in the cache, and few idle."""
+        return islands.span <= self.room and islands.balanced(self.processors, IDLE)
+
+    def suited(self, spec: Spec, call: Call, *given: Any) -> "BackwardPlan":
+        """This plan, or the one for a call whose islands suit."""
+        if self.islands is None or self.islands(call) is None:
+            return self
+        if not hasattr(self, "other"):
+            self.other = IslandPlan(self.islands, spec, call, *given)
+        return self.other
 
     def new(self) -> tuple[Tensor, Tensor]:
         """dk and dv, with spare columns where copies need rows of whole 16 bytes."""
@@ -131,11 +146,12 @@ class BackwardPlan(Plan):
     ) -> Tensor:  # fmt: skip
         """Write dk and dv (from `new`), and add to `grads`. **Returns:** dq."""
         whole: tuple[Tensor, ...] = ()
-        if self.by_head is not None:
-            walk, kinds, all_visited = self.by_head(call)
-            given = self.given_by(call, self.walks, kinds, walk=walk)
+        if self.by_island is not None:
+            work = self.by_island(call)
+            assert work is not None
+            given = self.given_by(call, self.walks, work.kinds, work.items, walk=work.walk)
             shape = *q.shape[:3], -(-self.d // 8) * 8
-            dq = (torch.empty if all_visited else torch.zeros)(
+            dq = (torch.empty if work.everywhere else torch.zeros)(
                 shape, dtype=self.dtype, device=self.device
             )
             whole = torch.empty(self.numbers_of_parts, device=self.device), dq
@@ -163,9 +179,9 @@ class BackwardPlan(Plan):
         ranks = () if self.ranks is None else (rest.pop(0), self.ranks)
         coords, walk, captured, added = self.arranged(self.walks, tensors, floats)
         delta, lse2, parts, zeroed = self.terms.split(terms)
-        turns, whole = None, () if self.ranks is None else (None, None)
+        turns, whole = None, () if self.ranks is None else (None, None, None)
         zeros: tuple = () if self.ranks is None else (None, None)
-        if self.by_head is not None:
+        if self.by_island is not None:
             parts, dq, *rest = rest
             whole = self.dq(dq[..., : self.d])[0], *added
         elif added:
@@ -189,3 +205,11 @@ class BackwardPlan(Plan):
         terms, dq = own
         parts = self.terms.split(terms)[2]
         return parts, dq, self.spec.scale, self.q_len, self.q_rows, self.d
+
+
+class IslandPlan(BackwardPlan):
+    """The backward by CTAs that take whole islands."""
+
+    def __init__(self, islands: Walked, *given: Any) -> None:
+        self.by_island = islands
+        super().__init__(*given)

@@ -9,6 +9,9 @@ TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before,
 # none), and, from RUNS on, its runs (`visit_rank`).
 NUMBERS = gl.constexpr(15)
 RUNS = gl.constexpr(7)
+# Of the backward: line, its place in the head, first row, head, batch row, what islands need
+# (`place_in_island`), and from OF_RUNS on its runs (`runs_of`).
+OF_RUNS = gl.constexpr(7)
 
 
 @gluon.jit
@@ -75,14 +78,6 @@ def numbers():
     """Shared memory for what `tell` writes."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     return gl.allocate_shared_memory(gl.int32, [TOLD * NUMBERS, 1], layout)
-
-
-@gluon.jit
-def _stretch(runs, run, there, walk, length, BLOCK: gl.constexpr):
-    """First row and number of blocks of a run; the first tile where it is not `there`."""
-    start = gl.load(runs[1] + run, mask=there, other=0)
-    count = gl.load(runs[2] + run, mask=there, other=1)
-    return _rows(start, count, walk, length, BLOCK)
 
 
 @gluon.jit
@@ -155,14 +150,14 @@ def _visit_runs(
 
 @gluon.jit
 def visit(
-    state, given, walk, line, length, after,
+    state, given, walk, line, runs, length, after,
     BODY: gl.constexpr, DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr,
     HOW: gl.constexpr,
 ):  # fmt: skip
     """`BODY(state, given, row, more, PARTIAL)` on every live block of a line: partial ones, then
     full ones, each from the first to the last; or, of a walk that is `ordered`, all from the first
     to the last. `more`: another call follows, of this line or `after`. A line with no live tile
-    gets its first, which the mask empties."""
+    gets its first, which the mask empties. `runs`: from `runs_of`, where somebody knows them."""
     BLOCK: gl.constexpr = HOW.block
     if walk.full is None:
         blocks = (length + BLOCK - 1) // BLOCK
@@ -176,8 +171,8 @@ def visit(
         end = gl.load(walk.full[0] + line + 1)
         for r in range(begin, end):
             after_run = (r + 1 < end) | (after > 0)
-            first, blocks = _stretch(walk.partial, r, True, walk, length, BLOCK)
-            first_f, blocks_f = _stretch(walk.full, r, True, walk, length, BLOCK)
+            first, blocks = _rows(*_run(walk.partial, r, True), walk, length, BLOCK)
+            first_f, blocks_f = _rows(*_run(walk.full, r, True), walk, length, BLOCK)
             for i in range(0, blocks):
                 more = (i + 1 < blocks) | (blocks_f > 0) | after_run
                 state = BODY(
@@ -189,23 +184,64 @@ def visit(
                     state, given, first_f + i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
                 )  # fmt: skip
     else:
-        f0 = gl.load(walk.full[0] + line)
-        f1 = gl.load(walk.full[0] + line + 1)
-        p0 = gl.load(walk.partial[0] + line)
-        p1 = gl.load(walk.partial[0] + line + 1)
-        runs = gl.where((f1 == f0) & (p1 == p0), 1, p1 - p0)
-        for r in range(0, runs):
-            first, blocks = _stretch(walk.partial, p0 + r, p1 > p0, walk, length, BLOCK)
+        if len(runs) == 0:
+            runs = runs_of(walk, line)
+        p0, runs_p, start_p, count_p, f0, runs_f, start_f, count_f = runs
+        runs_p = gl.where(runs_p + runs_f == 0, 1, runs_p)
+        for r in range(0, runs_p):
+            first, blocks = _stretch(walk.partial, p0, r, start_p, count_p, walk, length, BLOCK)
             for i in range(0, blocks):
-                more = (i + 1 < blocks) | (r + 1 < runs) | (f1 > f0) | (after > 0)
+                more = (i + 1 < blocks) | (r + 1 < runs_p) | (runs_f > 0) | (after > 0)
                 state = BODY(
                     state, given, first + i * BLOCK, more, True, DERIVATIVE, SCATTER, MASK, HOW
                 )  # fmt: skip
-        for r in range(0, f1 - f0):
-            first, blocks = _stretch(walk.full, f0 + r, f1 > f0, walk, length, BLOCK)
+        for r in range(0, runs_f):
+            first, blocks = _stretch(walk.full, f0, r, start_f, count_f, walk, length, BLOCK)
             for i in range(0, blocks):
-                more = (i + 1 < blocks) | (f0 + r + 1 < f1) | (after > 0)
+                more = (i + 1 < blocks) | (r + 1 < runs_f) | (after > 0)
                 state = BODY(
                     state, given, first + i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
                 )  # fmt: skip
     return state
+
+
+@gluon.jit
+def _stretch(runs, at, r, start, count, walk, length, BLOCK: gl.constexpr):
+    """First row and number of blocks of the r-th run from `at` on; of the first one these.
+
+    (Another is read when it begins. Read one ahead, the loop over runs would carry its count, as
+    nothing but the end of the loop in it, and that Triton 3.6 takes for dead.)
+    """
+    next_start, next_count = _run(runs, at + r, r > 0)
+    start, count = gl.where(r > 0, next_start, start), gl.where(r > 0, next_count, count)
+    return _rows(start, count, walk, length, BLOCK)
+
+
+@gluon.jit
+def runs_of(walk, line):
+    """Of the runs of partial tiles of a line the first one, how many there are, and its start and
+    tiles; and the same of full ones. Where there are none, the first tile."""
+    p0 = gl.load(walk.partial[0] + line)
+    f0 = gl.load(walk.full[0] + line)
+    runs_p = gl.load(walk.partial[0] + line + 1) - p0
+    runs_f = gl.load(walk.full[0] + line + 1) - f0
+    start_p, count_p = _run(walk.partial, p0, runs_p > 0)
+    start_f, count_f = _run(walk.full, f0, runs_f > 0)
+    return p0, runs_p, start_p, count_p, f0, runs_f, start_f, count_f
+
+
+@gluon.jit
+def _run(runs, n, there):
+    """Start and tiles of a run; the first tile where it is not `there`."""
+    start = gl.load(runs[1] + n, mask=there, other=0)
+    return start, gl.load(runs[2] + n, mask=there, other=1)
+
+
+@gluon.jit
+def told_runs(work_smem, at, walk, WARPS: gl.constexpr, HOW: gl.constexpr):
+    """What `visit` is given of the runs of a rank, which the loader has read before the copies that
+    everybody else's reads would queue behind; nothing, where it finds them itself."""
+    if walk.full is None or HOW.ordered:
+        return ()
+    else:
+        return told(work_smem, at, OF_RUNS, NUMBERS, WARPS)

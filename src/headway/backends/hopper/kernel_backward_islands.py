@@ -1,9 +1,9 @@
-"""Short lines in kernel_backward.py: a CTA takes **whole heads**, one line after the other.
+"""A CTA of kernel_backward.py takes **whole islands** (islands.py), one line after the other.
 
 dq of a block of queries is a sum over the lines that visit it. Here they are all the CTA's, so the
 sum needs no tensor of its own, no zeros before and no kernel after: what was added up so far lies
-in float32 **parts** of the CTA, which stay in the L2 cache from head to head. Of all visits of a
-block
+in float32 **parts** of the CTA, which stay in the L2 cache from island to island. Of all visits of
+a block
 
 - the first one writes its part there
 - those between add theirs
@@ -33,27 +33,38 @@ from .kernel_backward_keys import as_keys
 from .kernel_backward_parts import ORDER, in_order, in_rows
 from .pipeline import accept, await_, publish, release, start, step
 from .tile import ROWS, matrix, mma
-from .walk import TOLD, told, visit
+from .walk import TOLD, told, told_runs, visit
 
-# What a visit of a block is (`heads.kinds`): VISIT, and one of the others or both; 0 is none.
+# What a visit of a block is (`Islands.kinds`): VISIT, and one of the others or both; 0 is none.
 VISIT = gl.constexpr(1)
 FIRST = gl.constexpr(2)
 LAST = gl.constexpr(4)
+# Numbers of `Islands.items`: before the islands, and of each.
+HEADER = gl.constexpr(3)
+ITEM = gl.constexpr(3)
 
 
 @gluon.jit
-def place_in_head(head, n, walk, heads, SUB: gl.constexpr):
-    """The work of the n-th rank of a head, as `place` tells it."""
-    h, b = head % heads, head // heads
-    line = (b % walk.b * walk.h + h % walk.h) * walk.lines + n // SUB
-    return line, n, n * (2 * ROWS), h, b
+def island_of(items, taken):
+    """First rank, ranks, first block of an island; which head of those alike; and the span."""
+    alike = gl.load(items + 1)
+    item = items + HEADER + taken // alike * ITEM
+    return gl.load(item), gl.load(item + 1), gl.load(item + 2), taken % alike, gl.load(items + 2)
 
 
 @gluon.jit
-def of_rank(kinds, line, slot, walk, q_rows, SUB: gl.constexpr):
-    """The kinds of a rank's visits, a number for each 64 queries."""
+def place_in_island(island, n, walk, heads, SUB: gl.constexpr):
+    """The work of the n-th rank of an island, as `place` tells it; where the kinds of block 0 are,
+    and the island's first block."""
+    first, _, block, rest, span = island
     ranks = walk.lines * SUB
-    return kinds + (line // walk.lines * ranks + slot) * (q_rows // ROWS)
+    rank = first + n
+    of_mask, slot = rank // ranks, rank % ranks
+    free = walk.h == 1
+    h = gl.where(free, rest % heads, of_mask % walk.h)
+    rest = gl.where(free, rest // heads, rest)
+    b = gl.where(walk.b == 1, rest, of_mask // walk.h)
+    return rank // SUB, slot, slot * (2 * ROWS), h, b, rank * span - block, block
 
 
 @gluon.jit
@@ -83,6 +94,20 @@ def put(late, scale, to, place, ring, at):
 
 
 @gluon.jit
+def offer(ring, at, kind, n, whole, HOW: gl.constexpr):
+    """Offer the last piece of dq of the block before; of an island, if there was a block.
+    **Returns:** the cursor, and the kind of the visit from n on."""
+    fence_async_shared()
+    if HOW.whole:
+        publish(ring, at, kind > 0)
+        at = (at[0], at[1] ^ (kind & VISIT))
+        kind = gl.load(whole[1] + (whole[2] + n // ROWS))
+    else:
+        publish(ring, at)
+    return at, kind
+
+
+@gluon.jit
 def pass_keys(x, k, place, ring, at):
     """Hand dk or dv over; `k`: the keys or values. **Returns:** the cursor."""
     accept(ring, at)
@@ -101,29 +126,30 @@ def add_whole(
 ):  # fmt: skip
     """Write and add the parts that consumer W makes of dq, and then dq and dk themselves."""
     parts, dk, dv, whole, _ = to
-    dq, kinds = whole
+    dq, kinds, items = whole
     inputs, _, dq_smem, work_smem = smem
     _, _, dq_rings, work_ring = rings
-    _, _, share, q_len, q_rows, _ = sizes
+    _, _, share, q_len, _, _ = sizes
     place, ring = dq_smem[0].index(W), dq_rings[W][0]
-    mine = gl.program_id(0) * share * q_rows
+    span = gl.load(items + 2)
     work_at, at = start(), start()
     await_(work_ring, work_at)
-    line, slot, first, h, b = told(work_smem, work_at, 0, 5, 1)
+    line, _, first, h, b, of_rank, block = told(work_smem, work_at, 0, 7, 1)
     while line >= 0:
-        release(work_ring, work_at)
-        work_at = step(work_at, TOLD)
-        of_line = of_rank(kinds, line, slot, walk, q_rows, HOW.sub)
+        runs = told_runs(work_smem, work_at, walk, 1, HOW)
         fence_landed()  # what was written in earlier ranks; within one, no place is visited twice
         for n in range(share):
-            given = (parts[0], dq, place, ring, of_line, mine + n * q_rows, h + n, b, W)
-            at = visit(at, given, walk, line, q_len, 0, add_visit, None, None, None, HOW)
+            row0 = ((gl.program_id(0) * share + n) * span - block) * ROWS
+            given = (parts[0], dq, place, ring, kinds + of_rank, row0, h + n, b, W)
+            at = visit(at, given, walk, line, runs, q_len, 0, add_visit, None, None, None, HOW)
         if dv is not None:
             rows = [b, h // share, first + W * ROWS, 0]
             at = copy_keys(dv, rows, inputs[1].index(W), place, ring, at)
             at = copy_keys(dk[0], rows, inputs[0][0].index(W), place, ring, at)
+        release(work_ring, work_at)
+        work_at = step(work_at, TOLD)
         await_(work_ring, work_at)
-        line, slot, first, h, b = told(work_smem, work_at, 0, 5, 1)
+        line, _, first, h, b, of_rank, block = told(work_smem, work_at, 0, 7, 1)
 
 
 @gluon.jit
