@@ -78,8 +78,9 @@ SINCE = {
     ("forward", "128/128", "slanted"): {"loop": 575},
     ("forward", "128/128", "relative"): {"loop": 575},
     ("backward", "128/128", "plain"): {"spills": 80},
-    ("backward", "128/128", "many"): {"spills": 168, "loops": 22, "masked": 680},
+    ("backward", "128/128", "many"): {"spills": 176, "loops": 33, "masked": 680},
     ("backward", "128/128", "relative"): {"spills": 330, "loops": 89, "loop": 660, "masked": 680},
+    ("backward", "256/256", "causal"): {"spills": 40},
     ("backward", "256/256", "columns"): {"spills": 170, "loops": 40},
     ("backward", "64/64", "long"): {"spills": 32, "loop": 825, "masked": 970},
 }
