@@ -242,6 +242,9 @@ def _table() -> tuple[Case, ...]:
         shape = {"b": 2 if mask in ("padding", "prefix_lm", "by_batch", "causal_document") else 1,
                  "hq": 2, "hk": 1, "d": 16, "dv": 16, "q_len": 389, "kv_len": 389}  # fmt: skip
         add(f"long_{mask}", "long", "mask", **shape, mask=mask)
+    # Whole blocks, and several runs of full tiles in a line: nothing but their ends says where.
+    shape = {"b": 1, "hq": 2, "hk": 1, "d": 16, "dv": 16, "q_len": 512, "kv_len": 512}
+    add("long_checker_even", "long", "mask", "half", **shape, mask="checker")
     tall = {"b": 1, "hq": 2, "hk": 2, "d": 8, "dv": 24}
     for score in ("alibi_softcap", "twice", "bias_square", "undefined", "outside", "holes"):
         mask = {"outside": "causal_window", "undefined": "causal"}.get(score, "checker")

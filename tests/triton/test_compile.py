@@ -15,22 +15,22 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 HERE = Path(__file__).parent
 
 # Bytes of registers stored to memory by a causal call: forward, dq, dk and dv; 256 wide, dk, and dv.
-# What dk and dv store is what they need between two runs of tiles, once for each run: none is touched
-# in a loop over blocks, on sm_80 and sm_90.
+# What dk and dv store is mostly what they need between two runs of tiles, once for each run.
 SPILLS = {
-    ("sm_80", "bf16_64"): (0, 0, 80),
-    ("sm_90", "bf16_128"): (0, 0, 80),
-    ("sm_90", "bf16_256"): (0, 0, 0, 20),
-    ("sm_90", "f32_16"): (0, 0, 0),
-    ("sm_100", "bf16_64"): (0, 0, 460),
-    ("gfx942", "bf16_64"): (0, 2, 230),
+    ("sm_80", "bf16_64"): (0, 0, 0),
+    ("sm_90", "bf16_128"): (0, 0, 96),
+    ("sm_90", "bf16_256"): (0, 0, 0, 0),
+    ("sm_90", "f32_16"): (0, 8, 0),
+    ("sm_100", "bf16_64"): (0, 0, 92),
+    ("gfx942", "bf16_64"): (0, 2, 210),
 }
+# How often loops over blocks touch that, on sm_80 and sm_90, where they do.
+INSIDE = {("sm_90", "bf16_128"): (0, 0, 11)}
 # Widths at which a forward read registers that nothing had written, when its loads were 2 bytes wide.
 ODD = {("sm_90", f"bf16_{widths}"): (0,) for widths in ("72_40", "184_136")}
 # Under Triton 3.9, by its own assembler, and how often loops touch what is spilled.
 SINCE = {
     ("sm_90", "bf16_128"): ((0, 0, 52), (0, 0, 6)),
-    ("sm_90", "bf16_256"): ((20, 0, 0, 0), (2, 0, 0, 0)),
 }
 
 
@@ -42,7 +42,7 @@ def test_compiles(target, call):
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1].split("|")
     spilled, inside = (tuple(map(int, part.split())) for part in last)
-    most, loops = (SPILLS | ODD)[target, call], ()
+    most, loops = (SPILLS | ODD)[target, call], INSIDE.get((target, call), ())
     if not version("triton").startswith("3.6."):
         most, loops = SINCE.get((target, call), (most, loops))
     assert all(a <= b for a, b in zip(spilled, most, strict=True)), spilled

@@ -210,7 +210,7 @@ def _stretch(runs, at, r, start, count, walk, length, BLOCK: gl.constexpr):
     """First row and number of blocks of the r-th run from `at` on; of the first one these.
 
     (Another is read when it begins. Read one ahead, the loop over runs would carry its count, as
-    nothing but the end of the loop in it, and that Triton 3.6 takes for dead.)
+    nothing but the end of the loop in it: see `rows_of` in the Triton backend's walk.py.)
     """
     next_start, next_count = _run(runs, at + r, r > 0)
     start, count = gl.where(r > 0, next_start, start), gl.where(r > 0, next_count, count)

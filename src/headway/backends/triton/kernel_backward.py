@@ -28,7 +28,7 @@ import triton
 from ..kernels.rows import in_log2
 from . import tile
 from .kernel_forward import LOG2E, scores
-from .walk import advance, ahead, begin, next_run
+from .walk import advance, begin, rows_of
 
 
 @triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
@@ -89,14 +89,13 @@ def backward_q(
             here = advance(runs, here, walk.step, kv_len, BLOCK_N if FULL else BLOCK_EDGE)
     if STEPPED < 2:
         for run in tl.range(full.first, full.last):
-            then = ahead(walk, full, run)
-            for n in tl.range(full.row, full.stop, BLOCK_N):
+            row, stop = rows_of(walk, full, run, kv_len)
+            for n in tl.range(row, stop, BLOCK_N):
                 acc = add_dq(
-                    acc, queries, keys, n, full.stop, at, given, DERIVATIVE, SCATTER,
+                    acc, queries, keys, n, stop, at, given, DERIVATIVE, SCATTER,
                     MASK if walk.full is None else None, UNBOUNDED, INDEX, PRECISION, POSITIVE,
                     EVEN, BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
                 )  # fmt: skip
-            full = next_run(walk, full, then, kv_len)
     if walk.full is not None:
         tl.store(lse2 + rows + i, lse_rows, mask=live)
         tl.store(delta + rows + i, delta_rows, mask=live)
@@ -214,14 +213,13 @@ def backward_kv(
             here = advance(runs, here, walk.step, q_len, BLOCK_M if FULL else BLOCK_EDGE)
     if STEPPED < 2:
         for run in tl.range(full.first, full.last):
-            then = ahead(walk, full, run)
-            for n in tl.range(full.row, full.stop, BLOCK_M):
+            row, stop = rows_of(walk, full, run, q_len)
+            for n in tl.range(row, stop, BLOCK_M):
                 acc = add_dkdv(
-                    acc, k_rows, v_rows, queries, n, full.stop, at, given, DERIVATIVE,
+                    acc, k_rows, v_rows, queries, n, stop, at, given, DERIVATIVE,
                     MASK if walk.full is None else None, UNBOUNDED, INDEX, PRECISION, POSITIVE,
                     EVEN, LATE, BLOCK_M, d, dv, D, D_REST, DV, DV_REST,
                 )  # fmt: skip
-            full = next_run(walk, full, then, q_len)
     rows = (b64 * heads + h) * kv_len + first
     if dk is not None:
         tile.store(dk + rows * d, j, d, live, d, tile.times(acc[0], scale), D)

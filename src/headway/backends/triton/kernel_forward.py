@@ -12,7 +12,7 @@ import triton.language as tl
 import triton
 
 from . import tile
-from .walk import advance, ahead, begin, next_run
+from .walk import advance, begin, rows_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -65,14 +65,13 @@ def forward(
             here = advance(runs, here, walk.step, kv_len, BLOCK_N if FULL else BLOCK_EDGE)
     if STEPPED < 2:
         for run in tl.range(full.first, full.last):
-            then = ahead(walk, full, run)
-            for n in tl.range(full.row, full.stop, BLOCK_N):
+            row, stop = rows_of(walk, full, run, kv_len)
+            for n in tl.range(row, stop, BLOCK_N):
                 state = attend(
-                    state, q_rows, keys, n, full.stop, at, given, SCORE,
+                    state, q_rows, keys, n, stop, at, given, SCORE,
                     MASK if walk.full is None else None, INDEX, PRECISION, POSITIVE, LARGEST, EVEN,
                     BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
                 )  # fmt: skip
-            full = next_run(walk, full, then, kv_len)
     acc, m, l, largest = state
 
     rows = (b64 * heads + h) * q_len + first

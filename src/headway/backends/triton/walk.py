@@ -5,7 +5,6 @@ the pipeline of loads every time. So there is one loop over the blocks of all th
 (`advance`). Full tiles come in long ones, and each has a loop of its own (`Runs`), in which only a
 row counts up: what the other loop keeps from block to block costs registers, and ptxas orders it
 worse. Where a mask has many short runs of full tiles (`scattered`), those go as partial ones do.
-What is read of the next run is not touched before it begins, so that nothing waits for it.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +17,10 @@ _MANY = tl.constexpr(32)  # runs that are counted at once
 
 
 class Runs(NamedTuple):
-    """Runs of full tiles: rows `row` up to `stop` of the first, the next as it stands in memory;
-    numbers of the first, and of the last plus 1."""
+    """Runs of full tiles: start and tiles of the first; its number, and that of the last plus 1."""
 
-    row: Any
-    stop: Any
-    then: Any
+    start: Any
+    count: Any
     first: Any
     last: Any
 
@@ -54,7 +51,7 @@ def begin(
     - `length`: rows in all.
     """
     if walk.full is None:
-        return (0, ()), Runs(0, length, (), 0, 1)
+        return (0, ()), Runs(0, 0, 0, 1)
     else:
         first, last = tl.load(walk.partial[0] + line), tl.load(walk.partial[0] + line + 1)
         first_full, last_full = tl.load(walk.full[0] + line), tl.load(walk.full[0] + line + 1)
@@ -63,9 +60,7 @@ def begin(
         if SCATTERED:
             full = _from(walk.full, one_full, first_full, last_full, walk.step, length, BLOCK)
         else:
-            row, stop = _rows(one_full, walk.step, length)
-            then = _read(walk.full, first_full + 1, last_full)
-            full = Runs(row, stop, then, first_full, last_full)
+            full = Runs(one_full[0], one_full[1], first_full, last_full)
         return _from(walk.partial, one, first, last, walk.step, length, EDGE), full
 
 
@@ -93,22 +88,20 @@ def advance(runs, at, step, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def ahead(walk, full, run):
-    """The run of full tiles after the one with this number, as it stands in memory."""
-    if walk.full is None:
-        return full.then
-    else:
-        return _read(walk.full, run + 1, full.last)
+def rows_of(walk, full, run, length):
+    """First row and end of the run of full tiles with this number.
 
-
-@triton.jit
-def next_run(walk, full, then, length):
-    """The run of full tiles after this one; `then`: what `ahead` said before it was visited."""
+    Those of the first are known; others are read when they begin. What loops within are bounded by
+    must not be carried by the loop over runs: Triton 3.6 takes that for dead, and leaves every run
+    the first one's bounds (triton-lang/triton#9036).
+    """
     if walk.full is None:
-        return full
+        return 0, length
     else:
-        row, stop = _rows(full.then, walk.step, length)
-        return Runs(row, stop, then, full.first, full.last)
+        later = run > full.first
+        start = tl.load(walk.full[1] + run, mask=later, other=full.start)
+        count = tl.load(walk.full[2] + run, mask=later, other=full.count)
+        return _rows((start, count), walk.step, length)
 
 
 @triton.jit
