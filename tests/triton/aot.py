@@ -2,7 +2,7 @@
 
 `aot.py sm_90 bf16_128` prints the bytes that the kernels of a causal call spill, and how often loops
 touch them; with two widths, as in `bf16_72_40`, of a forward without a mask whose heads begin anywhere. It fails where machine code reads
-what nothing wrote, and where a tile of a loop always stands at the same place (`fixed`).
+what nothing wrote, where a tile of a loop always stands at the same place (`fixed`), and where reads are taken for dead (`lost`).
 
 The real launching code runs on tensors on the CPU, with a driver that only names a target; every
 launch is compiled, and none runs.
@@ -158,11 +158,12 @@ def resources(name: str, make: Callable[[], None]) -> list[Compiled]:
 
 def _resources(target: str, name: str, compiled) -> Compiled:
     shared, faults = compiled.metadata.shared, lost(compiled.asm["ttir"], compiled.asm["ttgir"])
+    named = lambda: tuple(f"{name}: {fault}" for fault in faults)
     if target.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         registers = max(map(int, re.findall(r"\.vgpr_count:\s+(\d+)", text)))
         spills = int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0])
-        return Compiled(name, registers, spills, shared, 0, tuple(faults))
+        return Compiled(name, registers, spills, shared, 0, named())
     ptx = compiled.asm["ptx"]
     faults += fixed(compiled.asm["ttgir"]) + conflicting(compiled.asm["ttgir"])
     inside = spilled(compiled.asm["cubin"]) if target in ("sm_80", "sm_90") else 0
@@ -183,7 +184,7 @@ def _resources(target: str, name: str, compiled) -> Compiled:
         int(re.search(r"(\d+) bytes spill stores", report)[1]),
         shared,
         inside,
-        tuple(f"{name}: {fault}" for fault in faults),
+        named(),
     )
 
 

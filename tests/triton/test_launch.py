@@ -13,7 +13,7 @@ import headway as hw
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from aot import launching
+from aot import launching, lost
 
 from headway.api import prepare
 from headway.backends import triton as backend
@@ -180,3 +180,11 @@ def test_a_backward_goes_by_the_strides_of_what_hooks_of_saved_tensors_hand_back
         (given,) = [given for name, given in device.launches if name == "backward_q"]
         q, strides = given[0], given[10]
         assert q.stride()[:2] == (8 * strides[0], 8 * strides[1])
+
+
+def test_reads_that_are_taken_for_dead_are_found():
+    """Of single numbers; copies that run ahead repeat some, and those of tiles become others."""
+    one = "%start = tt.load %at, %there, %zero : !tt.ptr<i32>\n"
+    tile = "%k = tt.load %rows : tensor<64x128x!tt.ptr<bf16>, #blocked>\n"
+    assert lost(one * 2 + tile, one) == ["1 of 2 reads are gone"]
+    assert lost(one * 2 + tile, one * 2) == lost(one * 2, one * 3) == []

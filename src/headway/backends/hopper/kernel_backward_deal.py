@@ -5,7 +5,7 @@ from .kernel_backward_islands import island_of, place_in_island
 from .kernel_backward_parts import load
 from .pipeline import start
 from .tile import ROWS
-from .walk import place, runs_of, tell
+from .walk import place, runs_to_tell, tell
 
 
 @gluon.jit
@@ -42,9 +42,7 @@ def _deal_rank(state, at, to, sizes, HOW: gl.constexpr):
     inputs, smem, rings, work_smem, work_ring, walk = to
     share, group, lengths = sizes
     line, slot, first, h, b = at[0], at[1], at[2], at[3] * share, at[4]
-    runs = ()
-    if walk.full is not None and not HOW.ordered:
-        runs = runs_of(walk, line)
+    runs = runs_to_tell(walk, line, HOW)
     of_island = (at[5], at[6]) if HOW.whole else (0, 0)
     work = (line, slot, first, h, b) + of_island + runs  # noqa: RUF005
     work_at = tell(work_at, work_smem, work_ring, work)

@@ -237,11 +237,26 @@ def _run(runs, n, there):
     return start, gl.load(runs[2] + n, mask=there, other=1)
 
 
+@gluon.constexpr_function
+def tells_runs(full, HOW):
+    """Whether the loader tells the runs of a rank, which it reads before the copies that everybody
+    else's reads would queue behind; else `visit` finds them itself. `full`: of the walk."""
+    return full is not None and not HOW.ordered
+
+
+@gluon.jit
+def runs_to_tell(walk, line, HOW: gl.constexpr):
+    """What the loader tells of the runs of a line."""
+    if tells_runs(walk.full, HOW):
+        return runs_of(walk, line)
+    else:
+        return ()
+
+
 @gluon.jit
 def told_runs(work_smem, at, walk, WARPS: gl.constexpr, HOW: gl.constexpr):
-    """What `visit` is given of the runs of a rank, which the loader has read before the copies that
-    everybody else's reads would queue behind; nothing, where it finds them itself."""
-    if walk.full is None or HOW.ordered:
-        return ()
-    else:
+    """The same, as it was told of a rank."""
+    if tells_runs(walk.full, HOW):
         return told(work_smem, at, OF_RUNS, NUMBERS, WARPS)
+    else:
+        return ()

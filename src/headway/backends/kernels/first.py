@@ -85,9 +85,6 @@ def side_by_side(device: torch.device, steps: Callable[[], object]) -> None:
         with suppress(Exception):
             import_module(_LATE)
         started()
-        with suppress(Exception):
-            target: Any = driver.active.get_current_target()
-            make_backend(target).hash()  # the assembler says who it is
         with ThreadPoolExecutor(len(kernels)) as pool:
             # Backwards: the last ones take longest.
             begun = []
@@ -140,9 +137,11 @@ def started() -> None:
 
 
 def _start_driver() -> None:
-    """Triton compiles a module for its driver when that is first asked for."""
+    """Triton compiles a module for its driver when that is first asked for; and the assembler says
+    who it is."""
     with suppress(Exception):  # which is raised again where the driver is asked for
-        driver.active.get_current_target()
+        target: Any = driver.active.get_current_target()
+        make_backend(target).hash()
 
 
 def _hash() -> None:
