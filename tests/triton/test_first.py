@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction
 import triton
 from headway.backends.kernels import first, maths, plan
 from headway.backends.triton import kernel_backward, kernel_forward, tile, walk
-from headway.backends.triton import plan as backend_plan
 
 ALL = ["forward", "backward_q", "backward_kv"]
 
@@ -85,77 +84,6 @@ def test_triton_starts_before_anything_else(compiled, monkeypatch):
     attend()
     assert seen[0] == "start"
     assert "settle" in seen
-
-
-def test_the_driver_is_asked_for_by_one_thread_until_it_has_started(monkeypatch):
-    """Two that ask at once compile its module twice."""
-    started, asked = threading.Event(), []
-
-    class Slow:
-        def get_current_target(self):
-            asked.append(threading.get_ident())
-            started.wait()
-
-    monkeypatch.setattr(first.driver, "_active", Slow())
-    first.starting.cache_clear()
-    threads = first.starting()
-    assert backend_plan.on_cuda(torch.device("cuda")) == (torch.version.hip is None)
-    assert threading.get_ident() not in asked
-    started.set()
-    first.started()
-    assert not any(thread.is_alive() for thread in threads)
-    assert len(asked) == 1
-
-
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """A Triton of one file, with a cache of its own, and a list of when it was hashed."""
-    file, calls = tmp_path / "triton" / "__init__.py", []
-    file.parent.mkdir()
-    file.write_text("version = 1")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(first.triton, "__file__", str(file))
-
-    def triton_key():
-        calls.append(file.read_text())
-        return f"hash of {calls[-1]}"
-
-    def begin() -> str:
-        """As a new process does."""
-        with monkeypatch.context() as patch:
-            patch.setattr(first.cache, "triton_key", triton_key)
-            first._hash()
-            return first.cache.triton_key()
-
-    return file, calls, begin
-
-
-def test_the_hash_of_triton_is_found_once_and_kept_in_its_cache(installed):
-    _, calls, begin = installed
-    assert [begin(), begin(), begin()] == ["hash of version = 1"] * 3
-    assert len(calls) == 2  # in the first process: once, and `begin` asks again
-
-
-def test_another_triton_is_hashed_anew(installed):
-    file, calls, begin = installed
-    begin()
-    calls.clear()
-    file.write_text("version = 2")
-    assert begin() == "hash of version = 2"
-    calls.clear()
-    assert begin() == "hash of version = 2"
-    assert not calls
-    (file.parent / "new.py").write_text("")
-    begin()
-    assert calls
-
-
-def test_without_a_cache_triton_finds_its_hash_itself(installed, monkeypatch):
-    _, calls, begin = installed
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null")
-    assert begin() == "hash of version = 1"
-    assert begin() == "hash of version = 1"
-    assert len(calls) == 2
 
 
 def test_the_dearest_kernels_have_a_head_start(compiled, monkeypatch):

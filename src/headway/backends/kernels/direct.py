@@ -13,7 +13,8 @@ from triton import knobs
 
 from .device import on
 from .driver import Launch, launch_of, stand_ins
-from .first import rehearsals, started, write_down
+from .first import rehearsals, write_down
+from .start import started
 
 
 class Given(NamedTuple):

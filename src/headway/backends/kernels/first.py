@@ -9,22 +9,16 @@ not be compiled is tried again there, and fails with its own error. (Where launc
 Triton's launcher none is made: a C compiler's half a second, after the dearest kernel's own time.)
 """
 
-import hashlib
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import lru_cache
 from importlib import import_module
-from pathlib import Path
-from threading import Thread, get_ident
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.compiler.compiler import make_backend
-from triton.runtime import cache, driver
 from triton.runtime.errors import OutOfResources
 
 import triton
@@ -32,6 +26,7 @@ import triton
 from ...types import Spec
 from ..base import Call
 from .device import on
+from .start import able_to_compile
 
 # By thread that rehearses: what would compile and load the kernels of its launches.
 rehearsals: dict[int, list[Callable[[], None]]] = {}
@@ -39,7 +34,6 @@ _settled: set[str] = set()  # modules
 # Seconds in which a thread has Python's lock to itself. All at once, they take turns there, and
 # none comes to LLVM before all have nearly done so.
 _HEAD_START = 0.1
-_HASH = "hash_of_triton"  # a file
 _LATE = "triton.experimental.gluon.nvidia.hopper"  # Triton imports it for its first argument
 
 
@@ -84,7 +78,7 @@ def side_by_side(device: torch.device, steps: Callable[[], object]) -> None:
         # What is done once is not done by every thread, and what can be while Triton starts.
         with suppress(Exception):
             import_module(_LATE)
-        started()
+        able_to_compile()
         with ThreadPoolExecutor(len(kernels)) as pool:
             # Backwards: the last ones take longest.
             begun = []
@@ -115,58 +109,6 @@ def write_down(
 
     if isinstance(fn, triton.JITFunction):
         rehearsals[get_ident()].append(ready)
-
-
-@lru_cache(maxsize=1)
-def starting() -> list[Thread]:
-    """Threads that start Triton: what takes it half a second each, and others can do beside.
-
-    Until they have ended nothing else may ask Triton for its driver.
-    """
-    interpreted = triton.knobs.runtime.interpret
-    threads = [] if interpreted else [Thread(target=_hash), Thread(target=_start_driver)]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def started() -> None:
-    """Wait until Triton has started."""
-    for thread in starting():
-        thread.join()
-
-
-def _start_driver() -> None:
-    """Triton compiles a module for its driver when that is first asked for; and the assembler says
-    who it is."""
-    with suppress(Exception):  # which is raised again where the driver is asked for
-        target: Any = driver.active.get_current_target()
-        make_backend(target).hash()
-
-
-def _hash() -> None:
-    """Work out Triton's hash of itself, which is part of every key of its cache; once per cache.
-
-    It reads 400 megabytes, one at a time, and after each waits for Python's lock. So what it found
-    is kept in that cache, by what the file system says of every file of Triton.
-    """
-    with suppress(Exception):  # Triton tries again where it needs it
-        files = []
-        for folder, _, names in os.walk(os.path.dirname(triton.__file__)):
-            for name in names:
-                if not name.endswith(".pyc"):  # which Python writes when it pleases
-                    file = os.stat(path := os.path.join(folder, name))
-                    files.append(
-                        (path, file.st_ino, file.st_size, file.st_mtime_ns, file.st_ctime_ns)
-                    )
-        key = hashlib.sha256(repr(sorted(files)).encode()).hexdigest()
-        kept = cache.get_cache_manager(key)
-        known = kept.get_file(_HASH)
-        if known is None:
-            kept.put(cache.triton_key(), _HASH, binary=False)
-        else:
-            found = Path(known).read_text()
-            cache.triton_key = lru_cache(lambda: found)  # as it is: a function, called once
 
 
 def settle(*modules: ModuleType) -> None:

@@ -21,8 +21,9 @@ from ...types import Spec
 from ..base import Call, graphs, split
 from .direct import Given
 from .emit import Text, functions
-from .first import settle, starting
+from .first import settle
 from .linear import side
+from .start import starting
 from .widths import SMALL
 
 TILE = (128, 128)  # of the block masks that backends build
