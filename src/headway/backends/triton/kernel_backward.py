@@ -235,7 +235,7 @@ def add_dkdv(
     acc, k_rows, v_rows, queries, n, stop, at, given,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr, UNBOUNDED: tl.constexpr,
     INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr, EVEN: tl.constexpr,
-    LATE: tl.constexpr,  # lse is read when it is needed, and not before S
+    LATE: tl.constexpr,  # lse and delta are read when lse is needed, and not before S
     BLOCK_M: tl.constexpr,
     d: tl.constexpr, dv: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
@@ -249,7 +249,7 @@ def add_dkdv(
     live = None if EVEN else n + i < stop
     if not LATE:
         lse_rows = tile.load_row(lse2 + n + i, live, float("inf"))
-    delta_rows = tile.load_row(delta + n + i, live, 0.0)
+        delta_rows = tile.load_row(delta + n + i, live, 0.0)
     n64 = tl.cast(n, tl.int64)
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, row, n + i, live, INDEX)
     q_rows = tile.load(q_at + n64 * q_stride, i, q_stride, live, d, D, D_REST)
@@ -261,6 +261,7 @@ def add_dkdv(
     )  # fmt: skip
     if LATE:
         lse_rows = tile.load_row(lse2 + n + i, live, float("inf"))
+        delta_rows = tile.load_row(delta + n + i, live, 0.0)
     p = tl.exp2(t - lse_rows[None, :])
     if not EVEN:
         p = tl.where(live[None, :], p, 0.0)
