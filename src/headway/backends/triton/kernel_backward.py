@@ -199,7 +199,8 @@ def backward_kv(
     if dv_ is not None:
         by_v = tile.zeros(BLOCK_N, DV, DV_REST)
     acc = (by_k, by_v)
-    LATE: tl.constexpr = walk.full is not None  # masks take registers
+    # Where registers are short: under masks, and with wide rows (with a softcap that loses 2 %).
+    LATE: tl.constexpr = walk.full is not None or (DERIVATIVE is None and D > 64)
     STEPPED: tl.constexpr = 0 if walk.full is None else (2 if SCATTERED else 1)
     for FULL in tl.static_range(STEPPED):
         runs = walk.full if FULL else walk.partial
