@@ -46,7 +46,7 @@ def test_islands(name, sub):
     walk = walk_of(MASKS[name], b, h)
     made = Islands(walk, sub, b * h, LENGTH)
     work = made.work(torch.device("cpu"))
-    kinds, per, blocks = work.kinds, TILE[0] // ROWS, -(-LENGTH // ROWS)
+    kinds, per, blocks = torch.from_numpy(made.kinds()), TILE[0] // ROWS, -(-LENGTH // ROWS)
     # What a rank visits, as kernels do.
     live = walk.full.dense(-(-LENGTH // TILE[0])) | walk.partial.dense(-(-LENGTH // TILE[0]))
     live[:, 0] |= ~live.any(1)
@@ -79,6 +79,8 @@ def test_islands(name, sub):
             last = before.any(0).nonzero().max()
             assert after.any(0).nonzero().min() <= last
     assert sorted(ranks_seen) == list(range(len(visits)))
+    for mark, bits in zip((FIRST, LAST), work.marks.T, strict=True):
+        assert torch.equal(bits[:, None] >> torch.arange(span) & 1, kinds // mark % 2)
     assert sizes == sorted(sizes, reverse=True)
     every = {(g, at) for g in range(walk.b * walk.h) for at in range(blocks)}
     assert work.everywhere == (set(owner) == every)
@@ -86,9 +88,11 @@ def test_islands(name, sub):
 
 def test_without_a_mask_a_head_is_an_island():
     walk = Walk(None, None, None, 1, 1, 4, 128, 64, 1)
-    work = Islands(walk, 1, 6, 500).work(torch.device("cpu"))
+    made = Islands(walk, 1, 6, 500)
+    work = made.work(torch.device("cpu"))
     assert work.items.tolist() == [6, 6, 8, 0, 4, 0]
-    assert work.kinds.tolist() == [[VISIT + FIRST] * 8, *[[VISIT] * 8] * 2, [VISIT + LAST] * 8]
+    assert made.kinds().tolist() == [[VISIT + FIRST] * 8, *[[VISIT] * 8] * 2, [VISIT + LAST] * 8]
+    assert work.marks.tolist() == [[255, 0], [0, 0], [0, 0], [0, 255]]
     assert work.everywhere
 
 

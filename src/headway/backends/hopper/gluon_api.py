@@ -42,16 +42,17 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a partition's 
 
 @gluon.jit
 def fence_landed():
-    """Wait until this thread's copies to global memory have landed there: others may then be told
-    (`copy_out_wait` waits until they have left shared memory)."""
-    instruct("cp.async.bulk.wait_group 0; fence.proxy.async; mov.u32 $0, $1;")
+    """Wait until this thread's copies to global memory have landed there: they may then be read
+    back, and others told (`copy_out_wait` waits until they have left shared memory). A fence for
+    all memory would wait for what every thread has written, too."""
+    instruct("cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, $1;")
 
 
 @gluon.jit
 def fence_global():
     """What this thread, or the copy engine for it, does to global memory after this comes after
     all that it has seen."""
-    instruct("fence.acq_rel.gpu; fence.proxy.async; mov.u32 $0, $1;")
+    instruct("fence.acq_rel.gpu; fence.proxy.async.global; mov.u32 $0, $1;")
 
 
 @gluon.jit

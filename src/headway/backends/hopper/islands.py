@@ -17,6 +17,7 @@ from . import kernel_backward_islands as kernel
 from . import tile
 
 ROWS = tile.ROWS.value  # queries of a block
+MARKED = 32
 VISIT, FIRST, LAST = kernel.VISIT.value, kernel.FIRST.value, kernel.LAST.value
 
 
@@ -25,7 +26,7 @@ class Work(NamedTuple):
 
     walk: Walk
     items: Tensor  # `Islands.items`
-    kinds: Tensor  # `Islands.kinds`
+    marks: Tensor  # `Islands.marks`
     everywhere: bool  # every block of queries is visited
 
 
@@ -100,6 +101,13 @@ class Islands:
         is_first, is_last = so_far[1:] == before + 1, so_far[1:] == all_of_it
         return (seen * (VISIT + FIRST * is_first + LAST * is_last)).astype(np.int32)
 
+    def marks(self) -> np.ndarray:
+        """The same of every rank in two numbers, int32 `(ranks, 2)`: bits of its island's blocks
+        that are FIRST, and LAST; of at most `MARKED` blocks."""
+        bits = 1 << np.arange(self.span)
+        marks = [(self.kinds() & kind > 0) @ bits for kind in (FIRST, LAST)]
+        return np.stack(marks, 1).astype(np.uint32).view(np.int32)
+
     def items(self) -> np.ndarray:
         """int32: how many islands there are of all heads, heads that the mask does not tell apart,
         span; and of every island its first rank, ranks, first block, those with most work first."""
@@ -110,10 +118,9 @@ class Islands:
 
     def work(self, device: torch.device) -> Work:
         """As a kernel is given them."""
-        kinds = self.kinds()
-        everywhere = (kinds >= LAST).sum() == self.walk.b * self.walk.h * self.blocks
-        items, kinds = (torch.from_numpy(x).to(device) for x in (self.items(), kinds))
-        return Work(self.walk, items, kinds, bool(everywhere))
+        everywhere = (self.kinds() >= LAST).sum() == self.walk.b * self.walk.h * self.blocks
+        items, marks = (torch.from_numpy(x).to(device) for x in (self.items(), self.marks()))
+        return Work(self.walk, items, marks, bool(everywhere))
 
 
 def _runs(walk: Walk, tiles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

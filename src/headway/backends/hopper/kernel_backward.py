@@ -88,7 +88,7 @@ from .walk import TOLD, numbers, told, told_runs, visit
 )  # fmt: skip
 def backward(
     q0, q1, k0, k1, v, dout, lse, delta, dq0, dq1,  # descriptors, of pieces; dq's of its parts
-    whole_dq, kinds, items,  # where CTAs take islands: dq's descriptor, `islands.Work`; or None
+    whole_dq, marks, items,  # where CTAs take islands: dq's descriptor, `islands.Work`; or None
     lines, zeroed,  # where zeros are written here: a descriptor of them, and counters; else None
     dk0, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
@@ -131,7 +131,7 @@ def backward(
     smem = (inputs, ds_smem, dq_smem, work_smem)
     sizes = (heads, group, share, q_len, q_rows, kv_len)
     inputs = (q, k, v, dout, lse, delta)
-    whole = (whole_dq, kinds, items)
+    whole = (whole_dq, (), items)
     to = ((dk, dv, wide_dk, wide_dv, d_width, dv_width), grads, sums, whole)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     added = (dq, dk, dv, whole, (lines, zeroed))
@@ -141,7 +141,7 @@ def backward(
                        DERIVATIVE, SCATTER, MASK, HOW)),
             (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1),
                        DERIVATIVE, SCATTER, MASK, HOW)),
-            (deal, (inputs, smem, rings, counter, total, items, sizes, walk, HOW)),
+            (deal, (inputs, smem, rings, counter, total, marks, items, sizes, walk, HOW)),
             (add_whole if HOW.whole else add,
                       (added, smem, rings, sizes, walk, turns, gl.constexpr(0), HOW)),
             (add_whole if HOW.whole else add,
@@ -215,7 +215,7 @@ def consume_rank(
 ):  # fmt: skip
     """A rank, after so many; `acc_q` is the last piece of dq before it, still to be handed over."""
     keys_to, grads, sums, whole = to
-    whole_dq, kinds, _ = whole
+    whole_dq, of_rank, _ = whole
     inputs, _, dq_smem, work_smem = smem
     k_smem, v_smem, q_smem, _, _, _ = inputs
     of_inputs, _, dq_rings, _ = rings
@@ -240,8 +240,8 @@ def consume_rank(
         s = warpgroup_mma_wait(0, deps=[s])
         state = (s, (acc_q, gl.to_tensor(0)), acc_k, acc_v, q_at, do_at, dq_at)
     if HOW.whole:
-        (of_rank,) = told(work_smem, nth(done, TOLD), 5, 6, 4)
-        whole = (whole_dq, kinds, of_rank)
+        of_rank = told(work_smem, nth(done, TOLD), 5, 8, 4)
+    whole = (whole_dq, of_rank)
     await_(v_ring, nth(done, 1))
     runs = told_runs(work_smem, nth(done, TOLD), walk, 4, HOW)
     # A constant in a tuple is none afterwards.

@@ -1,7 +1,7 @@
 """The loader of kernel_backward.py: it takes ranks, or whole islands, and copies what they need."""
 
 from .gluon_api import gl, gluon
-from .kernel_backward_islands import island_of, place_in_island
+from .kernel_backward_islands import island_of, of_island_to_tell, place_in_island
 from .kernel_backward_parts import load
 from .pipeline import start
 from .tile import ROWS
@@ -9,12 +9,12 @@ from .walk import place, runs_to_tell, tell
 
 
 @gluon.jit
-def deal(inputs, smem, rings, counter, total, items, sizes, walk, HOW: gl.constexpr):
+def deal(inputs, smem, rings, counter, total, marks, items, sizes, walk, HOW: gl.constexpr):
     """Take ranks, or islands rank by rank; tell what they are, and copy what each needs."""
     of_inputs, _, _, work_smem = smem
     input_rings, _, _, work_ring = rings
     heads, group, share, q_len, q_rows, kv_len = sizes
-    to = (inputs, of_inputs, input_rings, work_smem, work_ring, walk)
+    to = (inputs, of_inputs, input_rings, work_smem, work_ring, walk, marks)
     sizes = (share, group, (heads, q_len, q_rows, kv_len))
     state = (start(), (start(), start(), start()))
     if HOW.whole:
@@ -39,12 +39,11 @@ def deal(inputs, smem, rings, counter, total, items, sizes, walk, HOW: gl.conste
 def _deal_rank(state, at, to, sizes, HOW: gl.constexpr):
     """Tell and copy one rank; the state is where the channels stand."""
     work_at, copied = state
-    inputs, smem, rings, work_smem, work_ring, walk = to
+    inputs, smem, rings, work_smem, work_ring, walk, marks = to
     share, group, lengths = sizes
     line, slot, first, h, b = at[0], at[1], at[2], at[3] * share, at[4]
     runs = runs_to_tell(walk, line, HOW)
-    of_island = (at[5], at[6]) if HOW.whole else (0, 0)
-    work = (line, slot, first, h, b) + of_island + runs  # noqa: RUF005
+    work = (line, slot, first, h, b) + of_island_to_tell(marks, at, HOW) + runs  # noqa: RUF005
     work_at = tell(work_at, work_smem, work_ring, work)
     at = (line, slot, first, h, b, share, group)
     return work_at, load(copied, inputs, smem, rings, at, runs, lengths, walk, HOW)

@@ -35,7 +35,7 @@ from .pipeline import accept, await_, publish, release, start, step
 from .tile import ROWS, matrix, mma
 from .walk import TOLD, told, told_runs, visit
 
-# What a visit of a block is (`Islands.kinds`): VISIT, and one of the others or both; 0 is none.
+# What a visit of a block is (`kind_of`): VISIT, and one of the others or both; 0 is none.
 VISIT = gl.constexpr(1)
 FIRST = gl.constexpr(2)
 LAST = gl.constexpr(4)
@@ -54,9 +54,9 @@ def island_of(items, taken):
 
 @gluon.jit
 def place_in_island(island, n, walk, heads, SUB: gl.constexpr):
-    """The work of the n-th rank of an island, as `place` tells it; where the kinds of block 0 are,
-    and the island's first block."""
-    first, _, block, rest, span = island
+    """The work of the n-th rank of an island, as `place` tells it; its number, and the island's
+    first block."""
+    first, _, block, rest, _ = island
     ranks = walk.lines * SUB
     rank = first + n
     of_mask, slot = rank // ranks, rank % ranks
@@ -64,7 +64,25 @@ def place_in_island(island, n, walk, heads, SUB: gl.constexpr):
     h = gl.where(free, rest % heads, of_mask % walk.h)
     rest = gl.where(free, rest // heads, rest)
     b = gl.where(walk.b == 1, rest, of_mask // walk.h)
-    return rank // SUB, slot, slot * (2 * ROWS), h, b, rank * span - block, block
+    return rank // SUB, slot, slot * (2 * ROWS), h, b, rank, block
+
+
+@gluon.jit
+def of_island_to_tell(marks, at, HOW: gl.constexpr):
+    """What is told of a rank besides, from `place_in_island`: which blocks it visits first, which
+    last, and its island's first block."""
+    if HOW.whole:
+        return gl.load(marks + 2 * at[5]), gl.load(marks + 2 * at[5] + 1), at[6]
+    else:
+        return 0, 0, 0
+
+
+@gluon.jit
+def kind_of(of_rank, n):
+    """What the visit of the block from n on is."""
+    first, last, block = of_rank
+    at = n // ROWS - block
+    return VISIT + FIRST * (first >> at & 1) + LAST * (last >> at & 1)
 
 
 @gluon.jit
@@ -101,7 +119,7 @@ def offer(ring, at, kind, n, whole, HOW: gl.constexpr):
     if HOW.whole:
         publish(ring, at, kind > 0)
         at = (at[0], at[1] ^ (kind & VISIT))
-        kind = gl.load(whole[1] + (whole[2] + n // ROWS))
+        kind = kind_of(whole[1], n)
     else:
         publish(ring, at)
     return at, kind
@@ -126,7 +144,7 @@ def add_whole(
 ):  # fmt: skip
     """Write and add the parts that consumer W makes of dq, and then dq and dk themselves."""
     parts, dk, dv, whole, _ = to
-    dq, kinds, items = whole
+    dq, _, items = whole
     inputs, _, dq_smem, work_smem = smem
     _, _, dq_rings, work_ring = rings
     _, _, share, q_len, _, _ = sizes
@@ -134,13 +152,14 @@ def add_whole(
     span = gl.load(items + 2)
     work_at, at = start(), start()
     await_(work_ring, work_at)
-    line, _, first, h, b, of_rank, block = told(work_smem, work_at, 0, 7, 1)
+    line, _, first, h, b, first_bits, last_bits, block = told(work_smem, work_at, 0, 8, 1)
     while line >= 0:
         runs = told_runs(work_smem, work_at, walk, 1, HOW)
         fence_landed()  # what was written in earlier ranks; within one, no place is visited twice
         for n in range(share):
             row0 = ((gl.program_id(0) * share + n) * span - block) * ROWS
-            given = (parts[0], dq, place, ring, kinds + of_rank, row0, h + n, b, W)
+            of_rank = (first_bits, last_bits, block)
+            given = (parts[0], dq, place, ring, of_rank, row0, h + n, b, W)
             at = visit(at, given, walk, line, runs, q_len, 0, add_visit, None, None, None, HOW)
         if dv is not None:
             rows = [b, h // share, first + W * ROWS, 0]
@@ -149,7 +168,7 @@ def add_whole(
         release(work_ring, work_at)
         work_at = step(work_at, TOLD)
         await_(work_ring, work_at)
-        line, _, first, h, b, of_rank, block = told(work_smem, work_at, 0, 7, 1)
+        line, _, first, h, b, first_bits, last_bits, block = told(work_smem, work_at, 0, 8, 1)
 
 
 @gluon.jit
@@ -168,9 +187,9 @@ def add_visit(
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Offer the place for the block from n on, with what is to be read there; and copy from it."""
-    parts, dq, place, ring, of_line, row0, h, b, W = given
+    parts, dq, place, ring, of_rank, row0, h, b, W = given
     COLUMNS: gl.constexpr = dq.block_shape[3]
-    kind = gl.load(of_line + n // ROWS)
+    kind = kind_of(of_rank, n)
     there = [place_of(row0 + n, W, 0, (place,), HOW), 0]
     reads = kind == VISIT + LAST
     empty = ring[1].index(at[0])

@@ -16,7 +16,7 @@ from .bands import Bands
 from .config import BACKWARD, How, fitting
 from .counter import zero
 from .descriptors import chunks, matrix, numbers
-from .islands import ROWS, Islands, Walked
+from .islands import MARKED, ROWS, Islands, Walked
 from .kernel_backward import backward as backward_kernel
 from .kernel_backward_parts import finish
 from .kernel_backward_wide import backward_wide
@@ -75,7 +75,7 @@ class BackwardPlan(Plan):
         heads, alone = self.b * self.heads, how.keys == 64
         # How many blocks of queries an island may have: their parts stay in the cache.
         each = 4 * share * ROWS * self.columns * self.processors
-        self.room = (PARTS if self.mask is None else 2 * PARTS) // each
+        self.room = min((PARTS if self.mask is None else 2 * PARTS) // each, MARKED)
         able = not (whole or alone or how.lagged or spec.partial) and len(how.d) == 1
         self.islands = Walked(self.walks, heads, self.q_len, self.suits) if able else None
         self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic and not whole else None
@@ -149,7 +149,7 @@ class BackwardPlan(Plan):
         if self.by_island is not None:
             work = self.by_island(call)
             assert work is not None
-            given = self.given_by(call, self.walks, work.kinds, work.items, walk=work.walk)
+            given = self.given_by(call, self.walks, work.marks, work.items, walk=work.walk)
             shape = *q.shape[:3], -(-self.d // 8) * 8
             dq = (torch.empty if work.everywhere else torch.zeros)(
                 shape, dtype=self.dtype, device=self.device

@@ -4,14 +4,16 @@ from .gluon_api import gl, gluon
 from .pipeline import acquire, publish, step
 
 TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
-# The numbers of a rank of the forward, at most: its tile of out (-1: a ghost), first row, head,
-# batch row, first block, head of the keys, with which block to ask for one more rank (0: with
-# none), and, from RUNS on, its runs (`visit_rank`).
-NUMBERS = gl.constexpr(15)
+# The numbers of a rank: there is room for so many.
+NUMBERS = gl.constexpr(16)
+# Of the forward: its tile of out (-1: a ghost), first row, head, batch row, first block, head of
+# the keys, with which block to ask for one more rank (0: with none), and, from RUNS on, its runs
+# (`visit_rank`).
 RUNS = gl.constexpr(7)
 # Of the backward: line, its place in the head, first row, head, batch row, what islands need
-# (`place_in_island`), and from OF_RUNS on its runs (`runs_of`).
-OF_RUNS = gl.constexpr(7)
+# (`of_island_to_tell`), and from OF_RUNS on its runs (`runs_of`).
+OF_RUNS = gl.constexpr(8)
+EIGHT = gl.constexpr(8)  # numbers of the runs of a block mask
 
 
 @gluon.jit
@@ -257,6 +259,6 @@ def runs_to_tell(walk, line, HOW: gl.constexpr):
 def told_runs(work_smem, at, walk, WARPS: gl.constexpr, HOW: gl.constexpr):
     """The same, as it was told of a rank."""
     if tells_runs(walk.full, HOW):
-        return told(work_smem, at, OF_RUNS, NUMBERS, WARPS)
+        return told(work_smem, at, OF_RUNS, OF_RUNS + EIGHT, WARPS)
     else:
         return ()
