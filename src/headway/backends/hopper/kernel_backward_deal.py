@@ -19,7 +19,7 @@ def deal(inputs, smem, rings, counter, total, marks, items, sizes, walk, HOW: gl
     state = (start(), (start(), start(), start()))
     if HOW.whole:
         total = gl.load(items)
-    taken = gl.atomic_add(counter, 1)
+    taken = gl.atomic_add(counter, 1, sem="relaxed")
     while taken < total:
         if HOW.whole:
             island = island_of(items, taken)
@@ -29,7 +29,7 @@ def deal(inputs, smem, rings, counter, total, marks, items, sizes, walk, HOW: gl
         else:
             at = place(taken, walk, heads // share, HOW.sub, 2 * ROWS)
             state = _deal_rank(state, at, to, sizes, HOW)
-        taken = gl.atomic_add(counter, 1)
+        taken = gl.atomic_add(counter, 1, sem="relaxed")
     # Every CTA takes one too many. Whose is the last leaves 0 for the next launch.
     gl.store(counter, 0, mask=taken == total + gl.num_programs(0) - 1)
     tell(state[0], work_smem, work_ring, (-1, 0, 0, 0, 0))
