@@ -77,7 +77,7 @@ from .tile import (
     positions,
     zeros,
 )
-from .walk import TOLD, numbers, told, told_runs, visit
+from .walk import BACK_NUMBERS, TOLD, numbers, told, told_runs, visit
 
 
 @gluon.jit(
@@ -113,7 +113,7 @@ def backward(
     dq_smem = parts(dq)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     dlt_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
-    work_smem = numbers()
+    work_smem = numbers(BACK_NUMBERS)
     zeros_smem = nothing(lines)
     rings = (
         (

@@ -63,7 +63,7 @@ from .tile import (
     times,
     zeros,
 )
-from .walk import EIGHT, RUNS, TOLD, numbers, told, visit_rank
+from .walk import NUMBERS, RUNS, TOLD, numbers, told, visit_rank
 
 
 # Numbers that change from call to call do not make a kernel of their own.
@@ -91,7 +91,7 @@ def forward(
         o_smem = buffers(HOW.consumers, out)
     else:
         o_smem = ()
-    work_smem = numbers()
+    work_smem = numbers(NUMBERS)
     rings = (
         channel(TOLD, 1, HOW.consumers + 1),  # work
         channel(HOW.queries, 1, HOW.consumers),  # queries
@@ -161,7 +161,7 @@ def consume(
     await_(work_ring, last_at)
     begin_turns(HOW)
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
-    COUNT: gl.constexpr = RUNS + (1 if walk.full is None else EIGHT)
+    COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS
     nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
     none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
     m, l, largest = nothing, none, nothing

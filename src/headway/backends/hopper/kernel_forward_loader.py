@@ -4,7 +4,7 @@ for one more rank a little before it is done with a long one."""
 from .gluon_api import gl, gluon
 from .pipeline import await_, publish, release, start, step
 from .tile import load_rows
-from .walk import EIGHT, RUNS, TOLD, told, visit_rank
+from .walk import NUMBERS, RUNS, TOLD, told, visit_rank
 
 
 @gluon.jit
@@ -13,7 +13,7 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
     work_smem, q_smem, k_smem, v_smem, _ = smem
     work_ring, q_ring, k_ring, v_ring, more_ring = rings
     _, _, q_len, kv_len, _ = sizes
-    COUNT: gl.constexpr = RUNS + (1 if walk.full is None else EIGHT)
+    COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS
     release(work_ring, start())
     work_at = step(start(), TOLD)
     q_at = start()

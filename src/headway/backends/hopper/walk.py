@@ -4,16 +4,15 @@ from .gluon_api import gl, gluon
 from .pipeline import acquire, publish, step
 
 TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
-# The numbers of a rank: there is room for so many.
-NUMBERS = gl.constexpr(16)
-# Of the forward: its tile of out (-1: a ghost), first row, head, batch row, first block, head of
-# the keys, with which block to ask for one more rank (0: with none), and, from RUNS on, its runs
-# (`visit_rank`).
+# The numbers of a rank of the forward: its tile of out (-1: a ghost), first row, head, batch row,
+# first block, head of the keys, with which block to ask for one more rank (0: with none), and, from
+# RUNS on, its runs (`visit_rank`).
+NUMBERS = gl.constexpr(15)
 RUNS = gl.constexpr(7)
 # Of the backward: line, its place in the head, first row, head, batch row, what islands need
-# (`of_island_to_tell`), and from OF_RUNS on its runs (`runs_of`).
-OF_RUNS = gl.constexpr(8)
-EIGHT = gl.constexpr(8)  # numbers of the runs of a block mask
+# (`of_island_to_tell`), and from BACK_RUNS on its runs (`runs_of`).
+BACK_NUMBERS = gl.constexpr(16)
+BACK_RUNS = gl.constexpr(8)
 
 
 @gluon.jit
@@ -53,10 +52,11 @@ def place(rank, walk, heads, SUB: gl.constexpr, ROWS: gl.constexpr):
 def tell(at, work_smem, ring, work):
     """Write down what a rank is, so that the other partitions need not work it out."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    COUNT: gl.constexpr = work_smem.shape[0] // TOLD
     acquire(ring, at)
     for n in gl.static_range(len(work)):
         number = gl.full([1], work[n], gl.int32, layout=one)
-        work_smem.index(at[0] * NUMBERS + n).store(number)
+        work_smem.index(at[0] * COUNT + n).store(number)
     publish(ring, at)
     return step(at, TOLD)
 
@@ -64,9 +64,10 @@ def tell(at, work_smem, ring, work):
 @gluon.jit
 def told(work_smem, at, FROM: gl.constexpr, TO: gl.constexpr, WARPS: gl.constexpr):
     """Some numbers of a rank, as `tell` wrote them; WARPS: of the partition that asks."""
+    COUNT: gl.constexpr = work_smem.shape[0] // TOLD
     work = ()
     for n in gl.static_range(FROM, TO):
-        work = work + (_number(work_smem, at[0] * NUMBERS + n, WARPS),)  # noqa: RUF005
+        work = work + (_number(work_smem, at[0] * COUNT + n, WARPS),)  # noqa: RUF005
     return work
 
 
@@ -76,10 +77,10 @@ def _number(work_smem, n, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def numbers():
-    """Shared memory for what `tell` writes."""
+def numbers(COUNT: gl.constexpr):
+    """Shared memory for what `tell` writes, so many numbers of a rank."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    return gl.allocate_shared_memory(gl.int32, [TOLD * NUMBERS, 1], layout)
+    return gl.allocate_shared_memory(gl.int32, [TOLD * COUNT, 1], layout)
 
 
 @gluon.jit
@@ -259,6 +260,6 @@ def runs_to_tell(walk, line, HOW: gl.constexpr):
 def told_runs(work_smem, at, walk, WARPS: gl.constexpr, HOW: gl.constexpr):
     """The same, as it was told of a rank."""
     if tells_runs(walk.full, HOW):
-        return told(work_smem, at, OF_RUNS, OF_RUNS + EIGHT, WARPS)
+        return told(work_smem, at, BACK_RUNS, BACK_NUMBERS, WARPS)
     else:
         return ()
