@@ -5,8 +5,8 @@
 has them is waited for), `early` (arrivals before what was loaded is there), `registers`, `spills` (bytes stored), `loops`
 (accesses to local memory inside the loops that multiply), `loop` and `masked` (instructions of the
 shortest and of the longest of these: a block without a mask, and one with it), `hgmma`, `shared`
-(bytes), `serialized`, where the assembler gave up asynchrony, and `twice`: how many times a number is
-added to memory once more.
+(bytes), `serialized`, where the assembler gave up asynchrony, `twice`: how many times a number is
+added to memory once more; `fences` that are for all kinds of memory, and so wait for the whole GPU.
 
 The real launching code runs on tensors on the CPU, with a driver that only names the target; every
 launch is compiled, and none runs.
@@ -168,6 +168,7 @@ def resources(name: str, made) -> dict:
         "serialized": len(re.findall(r"C75(?!19)\d\d", report)),
         "twice": len(added) - len(set(added)),
         "idle": _idle(made.asm["ptx"]),
+        "fences": len(re.findall(r"fence\.proxy\.async;", made.asm["ptx"])),
     }
 
 

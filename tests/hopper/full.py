@@ -56,6 +56,7 @@ def test_compiles(direction, widths, name):
     (made,) = report(*kind)
     print(made)
     assert made["idle"] == made["unwritten"] == made["in_flight"] == made["early"] == []
+    assert made["fences"] == 0
     assert made["twice"] == 0
     assert made["shared"] <= SHARED
     assert made["serialized"] == 0 or kind in SCARCE, made

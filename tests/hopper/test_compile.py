@@ -42,22 +42,22 @@ PINS = {
     ("forward", "64/64", "document"): {
         "registers": 80, "hgmma": 24, "shared": 74756, "spills": 56, "loop": 275, "masked": 470,
     },
-    ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 219552, "spills": 40},
+    ("backward", "128/128", "plain"): {"hgmma": 80, "shared": 219568, "spills": 40},
     ("backward", "128/128", "relative"): {
-        "hgmma": 80, "shared": 219552, "spills": 120, "loops": 0, "loop": 590,
+        "hgmma": 80, "shared": 219568, "spills": 120, "loops": 0, "loop": 590,
     },
     ("backward", "128/128", "many"): {
-        "hgmma": 144, "shared": 215456, "spills": 96, "masked": 630,
+        "hgmma": 144, "shared": 215472, "spills": 108, "loops": 2, "masked": 630,
     },
     ("backward", "64/64", "in_turn"): {
-        "hgmma": 104, "shared": 129568, "spills": 0, "masked": 465,
+        "hgmma": 104, "shared": 129584, "spills": 0, "masked": 465,
     },
     # P is computed twice, and not passed on.
     ("backward", "256/256", "columns"): {
         "registers": 128, "hgmma": 100, "shared": 222840, "spills": 60, "loops": 1,
     },
     ("backward", "64/64", "long"): {
-        "hgmma": 160, "shared": 220832, "spills": 16, "loops": 2, "loop": 715, "masked": 950,
+        "hgmma": 160, "shared": 220848, "spills": 16, "loops": 2, "loop": 715, "masked": 950,
     },
     ("backward", "256/256", "causal"): {
         "registers": 128, "hgmma": 136, "shared": 222904, "spills": 24, "masked": 420,
@@ -78,11 +78,11 @@ SINCE = {
     ("forward", "128/128", "slanted"): {"loop": 575},
     ("forward", "128/128", "relative"): {"loop": 575},
     ("backward", "128/128", "plain"): {"spills": 80},
-    ("backward", "128/128", "many"): {"spills": 176, "loops": 33, "masked": 680},
-    ("backward", "128/128", "relative"): {"spills": 330, "loops": 89, "loop": 660, "masked": 680},
+    ("backward", "128/128", "many"): {"spills": 212, "loops": 33, "masked": 690},
+    ("backward", "128/128", "relative"): {"spills": 352, "loops": 89, "loop": 660, "masked": 680},
     ("backward", "256/256", "causal"): {"spills": 40},
     ("backward", "256/256", "columns"): {"spills": 170, "loops": 40},
-    ("backward", "64/64", "long"): {"spills": 32, "loop": 825, "masked": 970},
+    ("backward", "64/64", "long"): {"spills": 40, "loop": 825, "masked": 970},
 }
 
 
@@ -104,6 +104,7 @@ def test_compiles(direction, widths, name):
         "in_flight": [],
         "early": [],
         "idle": [],
+        "fences": 0,
         "registers": 168,
         "serialized": 0,
         "loops": 0,

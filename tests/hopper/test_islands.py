@@ -46,7 +46,7 @@ def test_islands(name, sub):
     walk = walk_of(MASKS[name], b, h)
     made = Islands(walk, sub, b * h, LENGTH)
     work = made.work(torch.device("cpu"))
-    kinds, per, blocks = torch.from_numpy(made.kinds()), TILE[0] // ROWS, -(-LENGTH // ROWS)
+    kinds, per, blocks = torch.from_numpy(made.kinds), TILE[0] // ROWS, -(-LENGTH // ROWS)
     # What a rank visits, as kernels do.
     live = walk.full.dense(-(-LENGTH // TILE[0])) | walk.partial.dense(-(-LENGTH // TILE[0]))
     live[:, 0] |= ~live.any(1)
@@ -91,7 +91,7 @@ def test_without_a_mask_a_head_is_an_island():
     made = Islands(walk, 1, 6, 500)
     work = made.work(torch.device("cpu"))
     assert work.items.tolist() == [6, 6, 8, 0, 4, 0]
-    assert made.kinds().tolist() == [[VISIT + FIRST] * 8, *[[VISIT] * 8] * 2, [VISIT + LAST] * 8]
+    assert made.kinds.tolist() == [[VISIT + FIRST] * 8, *[[VISIT] * 8] * 2, [VISIT + LAST] * 8]
     assert work.marks.tolist() == [[255, 0], [0, 0], [0, 0], [0, 255]]
     assert work.everywhere
 

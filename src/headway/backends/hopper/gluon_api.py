@@ -43,8 +43,8 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a partition's 
 @gluon.jit
 def fence_landed():
     """Wait until this thread's copies to global memory have landed there: they may then be read
-    back, and others told (`copy_out_wait` waits until they have left shared memory). A fence for
-    all memory would wait for what every thread has written, too."""
+    back, and others told (`copy_out_wait` waits until they have left shared memory). Of a fence
+    for shared memory as well the assembler makes one that waits for the whole GPU."""
     instruct("cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, $1;")
 
 

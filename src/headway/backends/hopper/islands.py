@@ -17,7 +17,7 @@ from . import kernel_backward_islands as kernel
 from . import tile
 
 ROWS = tile.ROWS.value  # queries of a block
-MARKED = 32
+MARKED = 32  # blocks of an island: a bit each
 VISIT, FIRST, LAST = kernel.VISIT.value, kernel.FIRST.value, kernel.LAST.value
 
 
@@ -91,6 +91,7 @@ class Islands:
         rounds = sizes[::processors].sum()  # none is longer than its first island
         return bool(rounds * processors <= sizes.sum() * (1 + idle))
 
+    @cached_property
     def kinds(self) -> np.ndarray:
         """Of every rank and block of its island, int32 `(ranks, span)`: 0, or VISIT, and FIRST and
         LAST in the order of ranks."""
@@ -102,10 +103,10 @@ class Islands:
         return (seen * (VISIT + FIRST * is_first + LAST * is_last)).astype(np.int32)
 
     def marks(self) -> np.ndarray:
-        """The same of every rank in two numbers, int32 `(ranks, 2)`: bits of its island's blocks
-        that are FIRST, and LAST; of at most `MARKED` blocks."""
+        """The same in two numbers for every rank, int32 `(ranks, 2)`: which blocks of its island
+        are FIRST, and which LAST, a bit for each; of islands of `MARKED` blocks at most."""
         bits = 1 << np.arange(self.span)
-        marks = [(self.kinds() & kind > 0) @ bits for kind in (FIRST, LAST)]
+        marks = [(self.kinds & kind > 0) @ bits for kind in (FIRST, LAST)]
         return np.stack(marks, 1).astype(np.uint32).view(np.int32)
 
     def items(self) -> np.ndarray:
@@ -118,7 +119,7 @@ class Islands:
 
     def work(self, device: torch.device) -> Work:
         """As a kernel is given them."""
-        everywhere = (self.kinds() >= LAST).sum() == self.walk.b * self.walk.h * self.blocks
+        everywhere = (self.kinds >= LAST).sum() == self.walk.b * self.walk.h * self.blocks
         items, marks = (torch.from_numpy(x).to(device) for x in (self.items(), self.marks()))
         return Work(self.walk, items, marks, bool(everywhere))
 

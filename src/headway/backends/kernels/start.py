@@ -36,11 +36,10 @@ class Start:
     def __init__(self) -> None:
         self.driver, self.hash = Thread(target=self._make_driver), Thread(target=self._find_hash)
         self.meanwhile: Any = None
-        if driver._active is None:
-            with suppress(Exception):  # another Triton than is known: its driver is awaited
-                self.meanwhile = _meanwhile(self.driver)
-        if self.meanwhile is not None:
-            driver.set_active(self.meanwhile)
+        with suppress(Exception):  # another Triton than is known: its driver is awaited
+            if driver._active is None and (found := _meanwhile(self.driver)) is not None:
+                driver.set_active(found)
+                self.meanwhile = found
         self.driver.start()
         self.hash.start()
 
