@@ -6,7 +6,7 @@ import sys
 import threading
 from base64 import urlsafe_b64encode
 from functools import lru_cache
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,11 +122,24 @@ def test_other_gpus_are_asked_what_they_are(making, monkeypatch):
 # -- the hash -------------------------------------------------------------------------------------
 
 
-def test_the_quick_key_is_tritons_own():
+def test_the_quick_key_is_tritons_own(monkeypatch):
     library = Path(triton.__file__).parent / "_C" / "libtriton.so"
     if start.recorded(library) is None:
         pytest.skip("Triton was not installed from a wheel")
-    assert start.quick_key() == cache.triton_key.__wrapped__()
+    # Of the module anew: in this one a call before may have put what it found.
+    spec = find_spec("triton.runtime.cache")
+    fresh = module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    monkeypatch.setattr(start, "cache", fresh)
+    assert start.quick_key() == fresh.triton_key()
+
+
+def test_a_key_that_was_found_is_found_again(monkeypatch):
+    found = "found before"
+    monkeypatch.setattr(start.cache, "triton_key", lru_cache(lambda: found))
+    start.Start._find_hash(SimpleNamespace(meanwhile=None))
+    assert start.quick_key() is None
+    assert cache.triton_key() == found
 
 
 @pytest.fixture

@@ -105,7 +105,7 @@ def _meanwhile(making: Thread) -> Any:
 
 def quick_key() -> str | None:
     """What `triton_key` returns, without reading the largest file; None where only that knows."""
-    library, original = Path(triton.__file__).parent / "_C" / _LIBRARY, cache.triton_key
+    library = Path(triton.__file__).parent / "_C" / _LIBRARY
     known = recorded(library)
     if known is None:
         return None
@@ -113,8 +113,9 @@ def quick_key() -> str | None:
     def open_(path: Any, *mode: Any) -> Any:
         return io.BytesIO(_UNREAD) if os.fspath(path) == str(library) else open(path, *mode)
 
-    code = original.__wrapped__.__code__
-    key = FunctionType(code, {**original.__wrapped__.__globals__, "open": open_})()
+    find: Any = cache.triton_key.__wrapped__
+    names = {**find.__globals__, "open": open_}
+    key = FunctionType(find.__code__, names, closure=find.__closure__)()
     unread = hashlib.sha256(_UNREAD).hexdigest()
     return key.replace(unread, known) if unread in key else None
 
