@@ -134,6 +134,15 @@ def test_the_quick_key_is_tritons_own(monkeypatch):
     assert start.quick_key() == fresh.triton_key()
 
 
+def test_a_triton_whose_key_cannot_be_had_quickly_finds_it_itself(monkeypatch):
+    """Once, before kernels are compiled side by side."""
+    found = []
+    monkeypatch.setattr(start, "recorded", lambda library: "0" * 64)
+    monkeypatch.setattr(start.cache, "triton_key", lambda: found.append("its own"))
+    start.Start._find_hash(SimpleNamespace(meanwhile=None))
+    assert found == ["its own"]
+
+
 def test_a_key_that_was_found_is_found_again(monkeypatch):
     found = "found before"
     monkeypatch.setattr(start.cache, "triton_key", lru_cache(lambda: found))

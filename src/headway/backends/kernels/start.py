@@ -1,9 +1,9 @@
 """Triton's start, which takes a process half a second, and which a first call does not wait for.
 
 Two things are done when Triton is first used. It hashes itself, 400 megabytes: the hash is part of
-every key of its cache, so that no kernel is compiled before. The installer knew that of the largest
-file. And a C compiler makes a module for its driver: that is needed to load a kernel, and, but for
-who asks it, not to compile one.
+every key of its cache, so that no kernel is compiled before. Of the largest file the installer
+wrote it down. And a C compiler makes a module for its driver: kernels are loaded with that, and can
+be compiled before it is there.
 """
 
 import hashlib
@@ -51,9 +51,10 @@ class Start:
             driver.set_active(made)
 
     def _find_hash(self) -> None:
-        with suppress(Exception):  # Triton tries again where it needs it
+        with suppress(Exception):  # another Triton than is known: it reads all of itself
             if (found := quick_key()) is not None:
                 cache.triton_key = lru_cache(lambda: found)  # as it is: a function, called once
+        with suppress(Exception):  # Triton tries again where it needs it
             cache.triton_key()
             if self.meanwhile is not None:  # the assembler's name is part of every key, too
                 make_backend(self.meanwhile.get_current_target()).hash()
@@ -105,7 +106,7 @@ def _meanwhile(making: Thread) -> Any:
 
 def quick_key() -> str | None:
     """What `triton_key` returns, without reading the largest file; None where only that knows."""
-    library = Path(triton.__file__).parent / "_C" / _LIBRARY
+    library = Path(os.path.abspath(triton.__file__)).parent / "_C" / _LIBRARY
     known = recorded(library)
     if known is None:
         return None
