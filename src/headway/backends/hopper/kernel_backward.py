@@ -131,10 +131,9 @@ def backward(
     smem = (inputs, ds_smem, dq_smem, work_smem)
     sizes = (heads, group, share, q_len, q_rows, kv_len)
     inputs = (q, k, v, dout, lse, delta)
-    whole = (whole_dq, (), items)
-    to = ((dk, dv, wide_dk, wide_dv, d_width, dv_width), grads, sums, whole)
+    to = ((dk, dv, wide_dk, wide_dv, d_width, dv_width), grads, sums, whole_dq)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
-    added = (dq, dk, dv, whole, (lines, zeroed))
+    added = (dq, dk, dv, (whole_dq, items), (lines, zeroed))
     gl.warp_specialize(
         [
             (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0),
@@ -214,8 +213,7 @@ def consume_rank(
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """A rank, after so many; `acc_q` is the last piece of dq before it, still to be handed over."""
-    keys_to, grads, sums, whole = to
-    whole_dq, of_rank, _ = whole
+    keys_to, grads, sums, whole_dq = to
     inputs, _, dq_smem, work_smem = smem
     k_smem, v_smem, q_smem, _, _, _ = inputs
     of_inputs, _, dq_rings, _ = rings
@@ -239,9 +237,7 @@ def consume_rank(
         s = outer(at_stage(k_smem, W), at_stage(q_smem, q_at[0]), zero)
         s = warpgroup_mma_wait(0, deps=[s])
         state = (s, (acc_q, gl.to_tensor(0)), acc_k, acc_v, q_at, do_at, dq_at)
-    if HOW.whole:
-        of_rank = told(work_smem, nth(done, TOLD), 5, 8, 4)
-    whole = (whole_dq, of_rank)
+    whole = (whole_dq, told(work_smem, nth(done, TOLD), 5, 8, 4) if HOW.whole else ())
     await_(v_ring, nth(done, 1))
     runs = told_runs(work_smem, nth(done, TOLD), walk, 4, HOW)
     # A constant in a tuple is none afterwards.

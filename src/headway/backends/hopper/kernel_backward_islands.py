@@ -46,17 +46,17 @@ ITEM = gl.constexpr(3)
 
 @gluon.jit
 def island_of(items, taken):
-    """First rank, ranks, first block of an island; which head of those alike; and the span."""
+    """First rank, ranks, first block of an island; and which head of those alike."""
     alike = gl.load(items + 1)
     item = items + HEADER + taken // alike * ITEM
-    return gl.load(item), gl.load(item + 1), gl.load(item + 2), taken % alike, gl.load(items + 2)
+    return gl.load(item), gl.load(item + 1), gl.load(item + 2), taken % alike
 
 
 @gluon.jit
 def place_in_island(island, n, walk, heads, SUB: gl.constexpr):
     """The work of the n-th rank of an island, as `place` tells it; its number, and the island's
     first block."""
-    first, _, block, rest, _ = island
+    first, _, block, rest = island
     ranks = walk.lines * SUB
     rank = first + n
     of_mask, slot = rank // ranks, rank % ranks
@@ -144,7 +144,7 @@ def add_whole(
 ):  # fmt: skip
     """Write and add the parts that consumer W makes of dq, and then dq and dk themselves."""
     parts, dk, dv, whole, _ = to
-    dq, _, items = whole
+    dq, items = whole
     inputs, _, dq_smem, work_smem = smem
     _, _, dq_rings, work_ring = rings
     _, _, share, q_len, _, _ = sizes
