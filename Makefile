@@ -45,6 +45,10 @@ gpu-sanitize: setup ## the Triton backend's odd shapes under compute-sanitizer: 
 hopper-test: setup ## simulate and compile the Hopper kernels for every case: half an hour
 	@$(PYTEST) tests/hopper/full.py $(ARGS)
 
+.PHONY: emulate
+emulate: setup ## run the whole table as compiled for each GPU, with no GPU: an hour
+	@$(PYTEST) tests/emulator/full.py $(ARGS)
+
 .PHONY: test-matrix
 test-matrix: setup ## compile and test GPU kernels with the oldest and newest PyTorch and Triton
 	@PYTHON=$(PY) scripts/test_matrix.sh $(ARGS)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what depends on the versions of PyTorch and Triton with the oldest and the newest of them: the
-# kernels of both GPU backends are compiled (no GPU is needed), launched on a stand-in, simulated.
+# kernels of both GPU backends are compiled (no GPU is needed), launched on a stand-in, simulated, emulated.
 #
 #   scripts/test_matrix.sh                    the oldest supported PyTorch and the newest known
 #   scripts/test_matrix.sh torch==2.12.1      this one
@@ -10,8 +10,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ $# -gt 0 ] || set -- torch==2.11.0 torch==2.15.0 # with Triton 3.6 and 3.9
-tests=(tests/hopper tests/triton/test_compile.py tests/triton/test_launch.py tests/triton/test_emit.py
-  tests/triton/test_interpreter.py tests/triton/test_where.py tests/test_first_use.py)
+tests=(tests/hopper tests/emulator tests/triton/test_compile.py tests/triton/test_emulated.py
+  tests/triton/test_launch.py tests/triton/test_emit.py tests/triton/test_interpreter.py
+  tests/triton/test_where.py tests/test_first_use.py)
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 failed=()
 

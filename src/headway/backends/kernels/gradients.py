@@ -6,6 +6,7 @@ are along the side of the tile along which `q_idx` is more than 1 long.
 """
 
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 import triton
 
@@ -13,9 +14,9 @@ import triton
 @triton.jit
 def add_one(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
     """All pairs of the tile read the same number."""
-    tl.atomic_add(
-        grad + OFFSET(0.0, b, h, 0, 0, captured), tl.sum(tl.sum(values, 1), 0), sem="relaxed"
-    )
+    # On Blackwell, one axis after the other is what Triton 3.6 may not compile.
+    total = tl.sum(values) if cuda_capability_geq(10) else tl.sum(tl.sum(values, 1), 0)
+    tl.atomic_add(grad + OFFSET(0.0, b, h, 0, 0, captured), total, sem="relaxed")
 
 
 @triton.jit

@@ -18,7 +18,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
+# Of a single key, were it known that there is but one, Triton 3.6 compiles no kernel for Blackwell.
+@triton.jit(do_not_specialize=["kv_len", "score_numbers", "mask_numbers"])
 def forward(
     q, k, v, out, lse, row_max, top, sink,  # pointers; the last three may be None
     q_strides, k_strides, v_strides,  # of batch and head in eights, of row; of a turned k's column

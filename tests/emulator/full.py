@@ -1,0 +1,53 @@
+"""The whole table, compiled for each GPU and run on the CPU: `make emulate`, which takes an hour."""
+
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from cases import CASES, problem
+from checks import check, compare, run
+from headway import backends
+from headway.backends import hopper, triton
+from headway.backends.hopper import plan
+from headway.errors import BackendRefused
+
+from .launch import TARGETS, emulating
+
+HALF = [case for case in CASES if "half" in case.tags]
+
+
+@pytest.fixture(autouse=True)
+def few_processors():
+    with (
+        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(plan, "processors", return_value=2),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_triton(case, target):
+    with emulating(target, triton):
+        check(case, "triton", torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_float32(case):
+    with emulating("sm_90", triton):
+        check(case, "triton", torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_hopper(case):
+    with emulating("sm_90", hopper):
+        try:
+            made = run(problem(case, torch.bfloat16), "hopper", True)
+        except BackendRefused:
+            pytest.skip("not what this backend does")
+    assert compare(case, torch.bfloat16, made, True) == []

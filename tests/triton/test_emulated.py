@@ -1,0 +1,119 @@
+"""What Triton has made of the kernels for each GPU, run on the CPU instruction by instruction."""
+
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from guard import guarded
+
+from cases import BY_NAME, Case, problem
+from checks import check, compare, run
+from emulator.launch import emulating
+from emulator.values import Fault
+from headway import backends
+from headway.backends import triton as backend
+from headway.backends.kernels.plan import clear
+from headway.backends.triton import plan, walk
+
+# Each for a part of its own: lengths of one, tails, runs of full and partial tiles, pieces of a width,
+# strides, each way to add up a gradient, what is read byte by byte, dropout. For sm_100 Triton 3.6
+# compiled neither the first nor the last. `emulator/full.py` runs the whole table.
+EVERYWHERE = "length_1", "long_checker_even", "score_twice"
+CASES = {
+    "sm_80": (*EVERYWHERE, "width_100_100", "score_relative"),
+    "sm_90": (*EVERYWHERE, "fourteen_4_64_129_causal", "long_causal_window", "width_192_128",
+              "score_relative", "layout_strided", "mask_dense", "captured_bias_keys", "dropout_0.1"),
+    "sm_100": ("length_1", "long_checker_even", "captured_twice"),
+}  # fmt: skip
+THREE = "backward_q", "backward_k", "backward_v"
+
+
+@pytest.fixture(autouse=True)
+def no_rehearsal():
+    with mock.patch.object(backends, "_CHECKED", ()):
+        yield
+
+
+def few_heads(name: str) -> Case:
+    """The case with two query heads over one of keys: time goes by programs."""
+    return replace(BY_NAME[name], b=1, hq=2, hk=1)
+
+
+@pytest.mark.parametrize(("target", "name"), [(t, name) for t in CASES for name in CASES[t]])
+def test_table(target, name):
+    with emulating(target, backend) as ran:
+        check(few_heads(name), "triton", torch.bfloat16)
+    assert {"forward", "backward_q", "backward_kv"} <= {*ran}
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("sm_80", torch.float32), ("sm_90", torch.float16)], ids=str
+)
+def test_other_numbers(target, dtype):
+    with emulating(target, backend):
+        check(few_heads("heads_6_2_score"), "triton", dtype)
+
+
+@pytest.mark.parametrize(
+    ("module", "how"),
+    [(plan, {"one_pass": lambda *size: True}), (plan, {"passes": lambda *size: THREE}),
+     (walk, {"scattered": lambda *of: True})],
+    ids=["one pass", "three kernels", "one loop"],
+)  # fmt: skip
+def test_otherwise(module, how, monkeypatch):
+    """Between guard bands, and each tensor is all that may be touched."""
+    for name, by in how.items():
+        monkeypatch.setattr(module, name, by)
+    clear()
+    for case in ("width_100_100", "long_checker_even"):
+        with emulating("sm_90", backend), guarded():
+            check(few_heads(case), "triton", torch.bfloat16)
+
+
+BROKEN = {
+    "barriers": (r"^\s*bar\.sync.*\n", "the last barrier"),
+    "waits for copies": (r"^\s*cp\.async\.wait_group.*\n", "the last barrier|forward"),
+    "guards of stores": (r"@%p\d+ (?=st\.global)", "past the end of a tensor"),
+    "fences": (r"^\s*fence\.proxy\.async\.shared::cta;\n", "behind no fence"),
+    "waits for products": (r"^\s*wgmma\.wait_group.*\n", "threads of a warp part|nobody waits"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_a_broken_kernel_is_found(target, what):
+    pattern, said = BROKEN[what]
+    if target == "sm_80" and what in ("fences", "waits for products"):
+        pytest.skip("there are none")
+    case, count = BY_NAME["lengths_127_301_causal"], 0
+
+    def right() -> bool:
+        made = run(problem(case, torch.bfloat16), "triton", True)
+        return not compare(case, torch.bfloat16, made, True)
+
+    def without(ptx: str) -> str:
+        nonlocal count
+        ptx, found = re.subn(pattern, "", ptx, flags=re.M)
+        count += found
+        return ptx
+
+    with emulating(target, backend, without), pytest.raises(AssertionError, match=said):
+        assert right()
+    assert count
+
+
+def test_a_fault_says_where():
+    case = BY_NAME["length_65_causal"]
+    unguarded = lambda ptx: re.sub(r"@%p\d+ (?=st\.global)", "", ptx)
+    with (
+        emulating("sm_80", backend, unguarded),
+        pytest.raises(Fault, match=r"_forward\.py:\d+.*forward$"),
+    ):
+        run(problem(case, torch.bfloat16), "triton", True)
