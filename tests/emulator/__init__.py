@@ -17,5 +17,6 @@ Beyond results it finds, and says of which line of the kernel's source: accesses
 tensor of a launch, or of a CTA's shared memory; addresses that are no multiple of what is read;
 threads that touch the same shared memory with no barrier between; barriers that never complete.
 What is asynchronous happens as late as it may (copies land, and products read, when they are waited
-for), registers and shared memory begin with garbage. It knows neither time nor ptxas.
+for) or, of the copy engine, at once by chance; warps that go different ways take turns by chance;
+registers and shared memory begin with garbage. It knows neither time nor ptxas.
 """

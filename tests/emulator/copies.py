@@ -1,8 +1,9 @@
 """What is copied while the program goes on, and the barriers that tell when it is there.
 
-A copy lands when it is waited for and not before: the latest it may. What goes to global memory is
-taken from shared memory when its place there is to be used again, and lands when it is waited for,
-or at the end.
+What threads copy lands when it is waited for and not before: the latest it may. What the copy engine
+brings lands as late or at once, by chance, so that a place which is given back too early is found as
+well. What it takes to global memory it reads when the place is to be used again, and that lands when
+it is waited for, or at the end.
 """
 
 from collections.abc import Callable
@@ -172,9 +173,12 @@ def _box_to_shared(lanes: Lanes) -> Step:
 
     def begin() -> None:
         for box, corner, place, thread in asks():
-            barrier_at(lanes, int(tells()[thread])).copies.append(
-                (box.size, partial(land, box, corner, box.places(place)))
-            )
+            copy = partial(land, box, corner, box.places(place))
+            barrier = barrier_at(lanes, int(tells()[thread]))
+            if lanes.cta.random.integers(2):
+                copy()
+                copy = _landed
+            barrier.copies.append((box.size, copy))
 
     def land(box: Map, corner: tuple[int, ...], places: np.ndarray) -> None:
         inside, at = box.inside(corner)
@@ -184,6 +188,10 @@ def _box_to_shared(lanes: Lanes) -> Step:
         lanes.cta.shared.write_by_engine(places, values)
 
     return begin
+
+
+def _landed() -> None:
+    """A copy that is there already."""
 
 
 def _from_shared(lanes: Lanes) -> Step:

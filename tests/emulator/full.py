@@ -1,5 +1,6 @@
 """The whole table, compiled for each GPU and run on the CPU: `make emulate`, which takes an hour."""
 
+from contextlib import contextmanager
 from importlib.util import find_spec
 from unittest import mock
 
@@ -17,6 +18,7 @@ from headway.backends.hopper import plan
 from headway.errors import BackendRefused
 
 from .launch import TARGETS, emulating
+from .values import Fault
 
 HALF = [case for case in CASES if "half" in case.tags]
 
@@ -30,22 +32,33 @@ def few_processors():
         yield
 
 
+@contextmanager
+def known():
+    """What the emulator does not know: sines of large numbers, for which threads of a warp part."""
+    try:
+        yield
+    except Fault as fault:
+        if "not known here" not in str(fault):
+            raise
+        pytest.skip(str(fault))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", HALF, ids=str)
 def test_triton(case, target):
-    with emulating(target, triton):
+    with known(), emulating(target, triton):
         check(case, "triton", torch.bfloat16)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_triton_float32(case):
-    with emulating("sm_90", triton):
+    with known(), emulating("sm_90", triton):
         check(case, "triton", torch.float32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_hopper(case):
-    with emulating("sm_90", hopper):
+    with known(), emulating("sm_90", hopper):
         try:
             made = run(problem(case, torch.bfloat16), "hopper", True)
         except BackendRefused:

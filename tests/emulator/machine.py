@@ -11,6 +11,7 @@ from . import conversions, copies, matrix, memory, numbers, tensor_memory, warps
 from .source import ENDS, TURNS, Kernel, Statement
 from .values import Fault, Lanes, Registers, Step
 
+SEED = 0
 PATIENCE = 1000  # turns of each group in a row in which nobody comes to a barrier's end
 
 
@@ -40,12 +41,12 @@ class Machine:
     def __init__(self, kernel: Kernel, shared: int) -> None:
         self.kernel, self.registers = kernel, Registers(kernel)
         together = all(_everybody(x, kernel.threads) for block in kernel.blocks for x in block)
-        self.memories = memory.Memories(memory.Shared(shared, together))
+        self.random = np.random.default_rng(SEED)
+        self.memories = memory.Memories(memory.Shared(shared, together), self.random)
         self.code: dict[tuple[int, int, int], Code] = {}
         self.queues = [copies.Queue() for _ in range(kernel.threads // 32)]
         # Blocks that look at what others may change.
         self.looks = [any(x.opcode.startswith(TURNS) for x in block) for block in kernel.blocks]
-        self.random = np.random.default_rng(0)
 
     def run(self, grid: tuple[int, int, int]) -> None:
         """All CTAs, in the order of their numbers."""

@@ -53,25 +53,12 @@ def _right(registers: list[np.ndarray], kind: str) -> np.ndarray:
     return out.reshape(len(out), -1, 8)
 
 
-def _spread(product: np.ndarray, outs: list[np.ndarray]) -> None:
-    """A product (warps, 16, columns) to registers: two neighbours, then those 8 rows below."""
-    warps, _, columns = product.shape
-    parts = product.reshape(warps, 2, 8, columns // 8, 4, 2)
-    for n, out in enumerate(outs):
-        out[:] = parts[:, n // 2 % 2, :, n // 4, :, n % 2].reshape(-1)
-
-
 def _mma(lanes: Lanes) -> Step:
     """A product of 16 x 8 for every warp."""
-    *_, to, kind, other, _ = words = lanes.words
-    shape = next(w for w in words if re.fullmatch(r"m\d+n\d+k\d+", w))
-    if (
-        not shape.startswith("m16n8k")
-        or to != "f32"
-        or kind != other
-        or "row.col" not in ".".join(words)
-    ):
+    known = re.search(r"\.m16n8k(?:8|16)\.row\.col\.f32\.(\w+)\.\1\.f32$", lanes.opcode)
+    if not known:
         raise lanes.unknown()
+    kind = known[1]
     outs, a, b, c = lanes.operands
     left, right = ([lanes.get(x, "b32") for x in names] for names in (a, b))
     before, outs = [lanes.get(x, "f32") for x in c], [lanes.put(x, "f32") for x in outs]

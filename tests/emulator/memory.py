@@ -194,8 +194,8 @@ def _bytes(offsets: np.ndarray, size: int) -> np.ndarray:
 class Memories:
     """What the instructions of a CTA name; those of one kernel keep it from CTA to CTA."""
 
-    def __init__(self, shared: Shared) -> None:
-        self.globally, self.shared = Global(()), shared
+    def __init__(self, shared: Shared, random: np.random.Generator) -> None:
+        self.globally, self.shared, self.random = Global(()), shared, random
         self.maps: dict[int, Any] = {}  # descriptors of tensors, by their address
         self.barriers: dict[int, Any] = {}  # by their address in shared memory
         self.tensor_memory: Any = None  # Blackwell's

@@ -145,10 +145,11 @@ def _mul(lanes: Lanes) -> Step:
     out = lanes.put(lanes.operands[0], kind)
     if "hi" not in lanes.words:
         return _flushed(lanes, partial(np.multiply, a, b, out), out)
-    wide = dtype_of(_wide(kind)).type
+    bits = 8 * out.dtype.itemsize
+    wide = dtype_of(_wide(kind)) if bits < 64 else object  # Python's numbers have any length
 
     def step() -> None:
-        out[:] = (a.astype(wide) * b.astype(wide)) >> wide(8 * out.dtype.itemsize)
+        out[:] = (a.astype(wide) * b.astype(wide)) >> bits
 
     return lanes.done(step)
 

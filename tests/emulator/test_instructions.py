@@ -88,6 +88,9 @@ WHOLE = {
     "mul.lo.s32 %y, %a, %b;": lambda a, b: a * b,
     "mul.hi.s32 %y, %a, %b;": lambda a, b: a * b >> 32,
     "mul.hi.u32 %y, %a, %b;": lambda a, b: (a % 2**32) * (b % 2**32) >> 32,
+    "cvt.s64.s32 %rd8, %a; shl.b64 %rd9, %rd8, 31; mul.hi.s64 %rd9, %rd9, %rd8; cvt.u32.u64 %y, %rd9;": lambda a, b: (
+        a * a >> 33
+    ),
     "mad.lo.s32 %y, %a, %b, 5;": lambda a, b: a * b + 5,
     "div.s32 %y, %a, %b;": lambda a, b: int(a / b) if b and abs(a) < 2**31 else None,
     "rem.s32 %y, %a, %b;": lambda a, b: int(math.fmod(a, b)) if b else None,

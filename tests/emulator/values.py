@@ -149,7 +149,7 @@ def number(text: str, dtype: np.dtype) -> np.ndarray:
     try:
         value = int(text.rstrip("U"), 0)
     except ValueError:
-        raise Fault(f"what is {text}?") from None
+        raise Fault(f"{text} is not known here") from None
     if dtype.kind == "b":
         return np.array([value != 0])
     bits = (value & (2 ** (8 * dtype.itemsize) - 1)).to_bytes(dtype.itemsize, "little")
