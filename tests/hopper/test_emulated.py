@@ -20,15 +20,12 @@ from headway.backends.hopper import plan
 
 from .test_simulated import choose
 
-# Each for a part of its own: tails, groups of heads, masks per head and of many runs, each way to add
-# up a gradient, pieces of a width and each kernel that widths have.
-CASES = (
-    "lengths_127_301_causal", "heads_6_3_score", "mask_by_batch_sink", "long_checker_even",
-    "score_bias_keys_masked", "width_100_100", "width_192_128", "width_256_256",
-)  # fmt: skip
-WAYS = {
-    "lagged": ("mask_by_batch_sink", "heads_8_2"),
-    "whole": ("mask_by_batch_sink", "width_100_100"),
+# Each for a part of its own: tails, masks per head, a gradient that is added up, and each kernel that
+# widths and lengths have. `emulator/full.py` runs the whole table.
+CASES = {
+    "at once": ("lengths_127_301_causal", "score_bias_keys_masked", "width_256_256"),
+    "lagged": ("mask_by_batch_sink",),
+    "whole": ("width_100_100",),
 }
 
 
@@ -47,18 +44,12 @@ def wrong(name: str) -> list[str]:
     return compare(case, torch.bfloat16, made, True)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_table(name):
+@pytest.mark.parametrize(("way", "name"), [(way, n) for way in CASES for n in CASES[way]])
+def test_table(way, name, monkeypatch):
+    choose(monkeypatch, way)
     with emulating("sm_90", hopper) as ran:
         assert wrong(name) == []
     assert {"forward", "row_kernel"} < {*ran}
-
-
-@pytest.mark.parametrize(("way", "name"), [(way, n) for way in WAYS for n in WAYS[way]])
-def test_other_ways(way, name, monkeypatch):
-    choose(monkeypatch, way)
-    with emulating("sm_90", hopper):
-        assert wrong(name) == []
 
 
 BROKEN = {
