@@ -20,10 +20,15 @@ from headway.backends.hopper import plan
 
 from .test_simulated import choose
 
-# Each for a part of its own: tails, masks per head, a gradient that is added up, and each kernel that
+# Each for a part of its own: tails, several runs of tiles, masks per head, a gradient that is added up, and each kernel that
 # widths and lengths have. `emulator/full.py` runs the whole table.
 CASES = {
-    "at once": ("lengths_127_301_causal", "score_bias_keys_masked", "width_256_256"),
+    "at once": (
+        "lengths_127_301_causal",
+        "long_checker",
+        "score_bias_keys_masked",
+        "width_256_256",
+    ),
     "lagged": ("mask_by_batch_sink",),
     "whole": ("width_100_100",),
 }

@@ -137,14 +137,12 @@ def _visit_runs(
     and `less` of them, the last ones of the first run, left out."""
     of_kind, end, several, start, count, more, less = runs
     for r in range(0 - more, several):
-        own = r >= 0
-        first, blocks = _rows(start, count, walk, length, HOW.block)
-        first, blocks = gl.where(own, first, row), gl.where(own, blocks, 1)
-        # The next run, which is there by the time that this one ends.
-        there = own & (r + 1 < several)
-        next_start = gl.load(of_kind[1] + (end - 2 - r), mask=there, other=0)
-        next_count = gl.load(of_kind[2] + (end - 2 - r), mask=there, other=0)
-        start, count = gl.where(own, next_start, start), gl.where(own, next_count, count)
+        # Another run is read when it begins (`_stretch` says why).
+        next_start, next_count = _run(of_kind, end - 1 - r, r > 0)
+        own_start = gl.where(r > 0, next_start, start)
+        own_count = gl.where(r > 0, next_count, count)
+        first, blocks = _rows(own_start, own_count, walk, length, HOW.block)
+        first, blocks = gl.where(r >= 0, first, row), gl.where(r >= 0, blocks, 1)
         for i in range(gl.where(r == 0, less, 0), blocks):
             at = first + (blocks - 1 - i) * HOW.block
             state = BODY(state, given, at, PARTIAL, SCORE, MASK, HOW)
