@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 from importlib.util import find_spec
-from unittest import mock
 
 import pytest
 import torch
@@ -12,24 +11,13 @@ if find_spec("triton") is None:
 
 from cases import CASES, problem
 from checks import check, compare, run
-from headway import backends
 from headway.backends import hopper, triton
-from headway.backends.hopper import plan
 from headway.errors import BackendRefused
 
 from .launch import TARGETS, emulating
 from .values import Fault
 
 HALF = [case for case in CASES if "half" in case.tags]
-
-
-@pytest.fixture(autouse=True)
-def few_processors():
-    with (
-        mock.patch.object(backends, "_CHECKED", ()),
-        mock.patch.object(plan, "processors", return_value=2),
-    ):
-        yield
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A driver for Triton that launches here: `emulating("sm_80")`."""
 
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,10 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
+from headway import backends
 from headway.backends.kernels import plan
+from headway.backends.kernels.driver import _FORMATS
+from headway.backends.kernels.driver import _leaves as flat
 
 from .copies import Map
 from .machine import Machine
@@ -23,6 +27,7 @@ from .source import parse
 from .tensor_memory import COLUMNS
 from .values import Fault
 
+PROCESSORS = 2
 # Name: target, and bytes of shared memory that a CTA may have.
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 166912),
@@ -54,12 +59,25 @@ def _as_it_is(ptx: str) -> str:
     return ptx
 
 
+class Without:
+    """An edit that takes away what a pattern finds, line by line, and counts it."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern, self.count = pattern, 0
+
+    def __call__(self, ptx: str) -> str:
+        ptx, found = re.subn(self.pattern, "", ptx, flags=re.M)
+        self.count += found
+        return ptx
+
+
 @contextmanager
 def emulating(
     name: str, backend: Any, edit: Callable[[str], str] = _as_it_is
 ) -> Iterator[list[str]]:
     """Inside, calls of a backend on tensors on the CPU are compiled for a target, and run here: the
-    names of the kernels that ran. `edit` changes their PTX, to see what comes of it."""
+    names of the kernels that ran. `edit` changes their PTX, to see what comes of it. There are few
+    processors, and no check of a small case on first use."""
     target, shared = TARGETS[name]
     ran: list[str] = []
     loaded: list[Any] = []
@@ -82,6 +100,10 @@ def emulating(
         stack.callback(plan.clear)
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", load))
         stack.enter_context(mock.patch.object(backend, "unavailable", return_value=""))
+        stack.enter_context(mock.patch.object(backends, "_CHECKED", ()))
+        if backend.name == "hopper":
+            where = "headway.backends.hopper.plan.processors"
+            stack.enter_context(mock.patch(where, return_value=PROCESSORS))
         stack.callback(_forget, loaded)
         yield ran
 
@@ -130,18 +152,10 @@ class _Launcher:
         machine.run((x, y, z))
 
 
-_FORMATS = {
-    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H",
-    "u32": "I", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d",
-}  # fmt: skip
-
-
 def _leaves(kinds: Any, args: Sequence[Any], boxes: Iterator[dict]) -> Iterator[tuple[str, Any]]:
     """Types and arguments that a kernel gets, taken out of tuples and descriptors."""
-    for kind, x in zip(kinds, args, strict=True):
-        if isinstance(kind, tuple):
-            yield from _leaves(kind, x, boxes)
-        elif kind.startswith("tensordesc"):
+    for kind, x in flat(kinds, args):
+        if kind.startswith("tensordesc"):
             yield kind, _map(x, next(boxes))
             yield from (("i32", n) for n in x.shape)
             yield from (("i64", n) for n in x.strides)

@@ -75,19 +75,22 @@ def _mma(lanes: Lanes) -> Step:
 # -- 8 x 8 matrices between shared memory and registers --------------------------------------------
 
 
+def _rows(lanes: Lanes, where: tuple, count: int) -> tuple[Callable[[], np.ndarray], np.ndarray]:
+    """Where the rows of so many matrices are, which threads 8 n to 8 n + 7 say of matrix n; and of
+    which warp each row is."""
+    at = address(lanes, where, 32)
+    rows = lambda: at().reshape(-1, 32)[:, : 8 * count].ravel()
+    return rows, np.repeat(lanes.warps[::32], 8 * count)
+
+
 def _ldmatrix(lanes: Lanes) -> Step:
-    """Threads 8 n to 8 n + 7 say where the rows of matrix n are."""
     to, where = lanes.operands
     outs = [lanes.put(x, "b32") for x in to]
-    at, turned, count = address(lanes, where, 32), "trans" in lanes.words, len(to)
-    warps = lanes.warps[::32]
+    turned, (rows, warps) = "trans" in lanes.words, _rows(lanes, where, len(to))
 
     def step() -> None:
-        rows = at().reshape(-1, 32)[:, : 8 * count]
-        found = lanes.cta.shared.read(
-            rows.ravel(), np.dtype(np.uint16), 8, np.repeat(warps, 8 * count)
-        )
-        found = found.reshape(-1, count, 8, 8)
+        found = lanes.cta.shared.read(rows(), np.dtype(np.uint16), 8, warps)
+        found = found.reshape(-1, len(to), 8, 8)
         if turned:
             found = found.swapaxes(2, 3)
         pairs = np.ascontiguousarray(found).view(np.uint32)  # (warps, count, 8, 4)
@@ -100,17 +103,15 @@ def _ldmatrix(lanes: Lanes) -> Step:
 def _stmatrix(lanes: Lanes) -> Step:
     where, given = lanes.operands
     values = [lanes.get(x, "b32") for x in given]
-    at, turned, count = address(lanes, where, 32), "trans" in lanes.words, len(given)
-    warps = lanes.warps[::32]
+    turned, (rows, warps) = "trans" in lanes.words, _rows(lanes, where, len(given))
 
     def step() -> None:
-        rows = at().reshape(-1, 32)[:, : 8 * count]
         pairs = np.stack([np.ascontiguousarray(x).reshape(-1, 8, 4) for x in values], 1)
         matrices = np.ascontiguousarray(pairs).view(np.uint16)  # (warps, count, 8, 8)
         if turned:
             matrices = matrices.swapaxes(2, 3)
         matrices = np.ascontiguousarray(matrices).reshape(-1, 8)
-        lanes.cta.shared.write(rows.ravel(), matrices, np.repeat(warps, 8 * count))
+        lanes.cta.shared.write(rows(), matrices, warps)
 
     return step
 

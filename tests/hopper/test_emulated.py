@@ -1,9 +1,7 @@
 """The compiled kernels, run on the CPU instruction by instruction: copies, barriers and products as
 the hardware has them, with the layouts and registers that the compiler chose."""
 
-import re
 from importlib.util import find_spec
-from unittest import mock
 
 import pytest
 import torch
@@ -13,34 +11,18 @@ if find_spec("triton") is None:
 
 from cases import BY_NAME, problem
 from checks import compare, run
-from emulator.launch import emulating
-from headway import backends
+from emulator.launch import Without, emulating
 from headway.backends import hopper
-from headway.backends.hopper import plan
 
 from .test_simulated import choose
 
-# Each for a part of its own: tails, several runs of tiles, masks per head, a gradient that is added up, and each kernel that
-# widths and lengths have. `emulator/full.py` runs the whole table.
+# Each for a part of its own: tails, several runs of tiles, masks per head, a gradient that is added
+# up, and each kernel that widths and lengths have. `emulator/full.py` runs the whole table.
 CASES = {
-    "at once": (
-        "lengths_127_301_causal",
-        "long_checker",
-        "score_bias_keys_masked",
-        "width_256_256",
-    ),
+    "at once": ("lengths_127_301_causal", "long_checker", "score_bias_keys_masked", "width_256_256"),
     "lagged": ("mask_by_batch_sink",),
     "whole": ("width_100_100",),
-}
-
-
-@pytest.fixture(autouse=True)
-def few_processors():
-    with (
-        mock.patch.object(backends, "_CHECKED", ()),
-        mock.patch.object(plan, "processors", return_value=2),
-    ):
-        yield
+}  # fmt: skip
 
 
 def wrong(name: str) -> list[str]:
@@ -70,14 +52,7 @@ BROKEN = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_kernel_is_found(what):
     pattern, said = BROKEN[what]
-    count = 0
-
-    def without(ptx: str) -> str:
-        nonlocal count
-        ptx, found = re.subn(pattern, "", ptx, flags=re.M)
-        count += found
-        return ptx
-
+    without = Without(pattern)
     with emulating("sm_90", hopper, without), pytest.raises(AssertionError, match=said):
         assert wrong("lengths_127_301_causal") == []
-    assert count
+    assert without.count

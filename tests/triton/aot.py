@@ -29,18 +29,14 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import headway as hw
+from emulator import launch as emulated
 from headway.api import prepare
 from headway.backends import triton as backend
 from headway.backends.kernels import plan
 from machine_code import in_flight, spilled, unwritten
 
 # Name: target, and bytes of shared memory that a program may have.
-TARGETS = {
-    "sm_80": (GPUTarget("cuda", 80, 32), 166912),
-    "sm_90": (GPUTarget("cuda", 90, 32), 232448),
-    "sm_100": (GPUTarget("cuda", 100, 32), 232448),
-    "gfx942": (GPUTarget("hip", "gfx942", 64), 65536),
-}
+TARGETS = emulated.TARGETS | {"gfx942": (GPUTarget("hip", "gfx942", 64), 65536)}
 
 
 class Compiled(NamedTuple):

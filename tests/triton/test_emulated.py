@@ -1,9 +1,7 @@
 """What Triton has made of the kernels for each GPU, run on the CPU instruction by instruction."""
 
-import re
 from dataclasses import replace
 from importlib.util import find_spec
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +13,8 @@ from guard import guarded
 
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run
-from emulator.launch import emulating
+from emulator.launch import Without, emulating
 from emulator.values import Fault
-from headway import backends
 from headway.backends import triton as backend
 from headway.backends.triton import plan, walk
 
@@ -31,12 +28,6 @@ CASES = {
     "sm_100": ("length_1", "long_checker_even", "captured_twice"),
 }  # fmt: skip
 THREE = "backward_q", "backward_k", "backward_v"
-
-
-@pytest.fixture(autouse=True)
-def no_rehearsal():
-    with mock.patch.object(backends, "_CHECKED", ()):
-        yield
 
 
 def few_heads(name: str) -> Case:
@@ -89,28 +80,22 @@ def test_a_broken_kernel_is_found(target, what):
     pattern, said = BROKEN[what]
     if target == "sm_80" and what in ("fences", "waits for products"):
         pytest.skip("there are none")
-    case, count = BY_NAME["lengths_127_301_causal"], 0
+    case, without = BY_NAME["lengths_127_301_causal"], Without(pattern)
 
     def right() -> bool:
         made = run(problem(case, torch.bfloat16), "triton", True)
         return not compare(case, torch.bfloat16, made, True)
 
-    def without(ptx: str) -> str:
-        nonlocal count
-        ptx, found = re.subn(pattern, "", ptx, flags=re.M)
-        count += found
-        return ptx
-
     with emulating(target, backend, without), pytest.raises(AssertionError, match=said):
         assert right()
-    assert count
+    assert without.count
 
 
 def test_a_fault_says_where():
     case = BY_NAME["length_65_causal"]
-    unguarded = lambda ptx: re.sub(r"@%p\d+ (?=st\.global)", "", ptx)
+    without = Without(BROKEN["guards of stores"][0])
     with (
-        emulating("sm_80", backend, unguarded),
+        emulating("sm_80", backend, without),
         pytest.raises(Fault, match=r"_forward\.py:\d+.*forward$"),
     ):
         run(problem(case, torch.bfloat16), "triton", True)

@@ -137,11 +137,7 @@ def _visit_runs(
     and `less` of them, the last ones of the first run, left out."""
     of_kind, end, several, start, count, more, less = runs
     for r in range(0 - more, several):
-        # Another run is read when it begins (`_stretch` says why).
-        next_start, next_count = _run(of_kind, end - 1 - r, r > 0)
-        own_start = gl.where(r > 0, next_start, start)
-        own_count = gl.where(r > 0, next_count, count)
-        first, blocks = _rows(own_start, own_count, walk, length, HOW.block)
+        first, blocks = _stretch(of_kind, end - 1 - r, r, start, count, walk, length, HOW.block)
         first, blocks = gl.where(r >= 0, first, row), gl.where(r >= 0, blocks, 1)
         for i in range(gl.where(r == 0, less, 0), blocks):
             at = first + (blocks - 1 - i) * HOW.block
@@ -190,14 +186,14 @@ def visit(
         p0, runs_p, start_p, count_p, f0, runs_f, start_f, count_f = runs
         runs_p = gl.where(runs_p + runs_f == 0, 1, runs_p)
         for r in range(0, runs_p):
-            first, blocks = _stretch(walk.partial, p0, r, start_p, count_p, walk, length, BLOCK)
+            first, blocks = _stretch(walk.partial, p0 + r, r, start_p, count_p, walk, length, BLOCK)
             for i in range(0, blocks):
                 more = (i + 1 < blocks) | (r + 1 < runs_p) | (runs_f > 0) | (after > 0)
                 state = BODY(
                     state, given, first + i * BLOCK, more, True, DERIVATIVE, SCATTER, MASK, HOW
                 )  # fmt: skip
         for r in range(0, runs_f):
-            first, blocks = _stretch(walk.full, f0, r, start_f, count_f, walk, length, BLOCK)
+            first, blocks = _stretch(walk.full, f0 + r, r, start_f, count_f, walk, length, BLOCK)
             for i in range(0, blocks):
                 more = (i + 1 < blocks) | (r + 1 < runs_f) | (after > 0)
                 state = BODY(
@@ -208,12 +204,13 @@ def visit(
 
 @gluon.jit
 def _stretch(runs, at, r, start, count, walk, length, BLOCK: gl.constexpr):
-    """First row and number of blocks of the r-th run from `at` on; of the first one these.
+    """First row and number of blocks of the r-th run that is visited, which stands `at`; the first
+    one's start and tiles are known.
 
     (Another is read when it begins. Read one ahead, the loop over runs would carry its count, as
     nothing but the end of the loop in it: see `rows_of` in the Triton backend's walk.py.)
     """
-    next_start, next_count = _run(runs, at + r, r > 0)
+    next_start, next_count = _run(runs, at, r > 0)
     start, count = gl.where(r > 0, next_start, start), gl.where(r > 0, next_count, count)
     return _rows(start, count, walk, length, BLOCK)
 
