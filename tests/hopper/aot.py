@@ -143,9 +143,11 @@ def resources(name: str, made) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(made.asm["ptx"])
+        options = (made.metadata.ptx_options or "").split()
         report = _run(
-            get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file, "-o", file.with_suffix(".cubin")
-        ).stderr
+            get_ptxas(90).path, "-v", "--gpu-name=sm_90a", *options, file,
+            "-o", file.with_suffix(".cubin"),
+        ).stderr  # fmt: skip
         code = file.with_suffix(".cubin").read_bytes()
         sass = _run(tool / "cuobjdump", "--dump-sass", file.with_suffix(".cubin")).stdout
     bodies = loops(code)

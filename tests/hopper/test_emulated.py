@@ -1,6 +1,7 @@
 """The compiled kernels, run on the CPU instruction by instruction: copies, barriers and products as
 the hardware has them, with the layouts and registers that the compiler chose."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -25,8 +26,8 @@ CASES = {
 }  # fmt: skip
 
 
-def wrong(name: str) -> list[str]:
-    case = BY_NAME[name]
+def wrong(name: str, **changes) -> list[str]:
+    case = replace(BY_NAME[name], **changes)
     made = run(problem(case, torch.bfloat16), "hopper", True)
     return compare(case, torch.bfloat16, made, True)
 
@@ -37,6 +38,12 @@ def test_table(way, name, monkeypatch):
     with emulating("sm_90", hopper) as ran:
         assert wrong(name) == []
     assert {"forward", "row_kernel"} < {*ran}
+
+
+def test_early_queries(monkeypatch):
+    choose(monkeypatch, "at once")
+    with emulating("sm_90", hopper):
+        assert wrong("mask_by_batch_sink", d=192, dv=128) == []
 
 
 BROKEN = {

@@ -69,6 +69,14 @@ def test_table(name, way, monkeypatch):
     assert compare(case, dtype, run(problem(case, dtype), "hopper", True), True) == []
 
 
+@pytest.mark.parametrize("name", ["mask_nothing", "mask_by_batch_sink", "long_checker"])
+def test_early_queries(name):
+    """Their one place is given back with a rank's last block, however many it has."""
+    case = replace(BY_NAME[name], d=192, dv=128)
+    made = run(problem(case, torch.bfloat16), "hopper", True)
+    assert compare(case, torch.bfloat16, made, True) == []
+
+
 @pytest.mark.parametrize(("d", "dv"), [(192, 128), (8, 150)])
 def test_forward_widths(d, dv):
     """Pieces of a width, and out in the place of the queries."""

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 REGISTERS = 65536  # of a multiprocessor
+# How much the assembler does that costs registers: of its levels 0 to 3 make the same code, 4 and 5
+# (its own choice), and 6 to 10. Which is faster, and by how much, nothing but a clock has told.
+FEW, USUAL, MANY = 0, 5, 6
 LEAST = 24  # of a thread
 TILE = (128, 128)  # of the block masks built here; given ones must be multiples of it
 
@@ -17,6 +20,9 @@ class Forward:
     """- `d`, `dv`: widths of the pieces of a row of q and k, and of v.
     - `block`: keys of a block; `stages`: blocks of keys, and of values, in shared memory.
     - `queries`: ranks whose queries are in shared memory.
+    - `early`: the one place for queries is given back with the last product of a rank that reads
+      it, and the last product of all does not wait for the next queries. (Timed on an H200: MLA
+      takes 0.975 of the time; 256 wide 1.01.)
     - `out`: columns of out that pass through shared memory at a time; 0: all.
     - `held`: queries are multiplied from registers.
     - `merged`: the first block of a rank is computed in the loop over partial ones, not before it:
@@ -24,6 +30,7 @@ class Forward:
     - `consumers`: of 64 queries each; `ctas`: of a multiprocessor. Three consumers are for long
       lines; several CTAs of one, for short ones (`ForwardPlan.suits`): they run the same
       instructions, which do not fit the instruction cache twice.
+    - `level`: of the assembler.
     """
 
     d: tuple[int, ...]
@@ -31,11 +38,13 @@ class Forward:
     block: int = 128
     stages: int = 2
     queries: int = 2
+    early: bool = False
     out: int = 0
     held: bool = False
     merged: bool = False
     consumers: int = 2
     ctas: int = 1
+    level: int = USUAL
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -46,14 +55,14 @@ class Forward:
 
 
 FORWARD = (
-    Forward((64,), (64,), stages=3, merged=True, consumers=3),
-    Forward((64,), (64,), block=64, stages=3, consumers=1, ctas=3),
+    Forward((64,), (64,), stages=3, merged=True, consumers=3, level=MANY),
+    Forward((64,), (64,), block=64, stages=3, consumers=1, ctas=3, level=FEW),
     Forward((64,), (64,), stages=3),
     Forward((64, 32), (64, 32)),
-    Forward((128,), (128,), block=64, queries=1, held=True, consumers=1, ctas=2),
-    Forward((128,), (128,), held=True),
-    Forward((128,), (128,)),
-    Forward((128, 64), (128,), queries=1, out=64),
+    Forward((128,), (128,), block=64, queries=1, held=True, consumers=1, ctas=2, level=MANY),
+    Forward((128,), (128,), held=True, level=MANY),
+    Forward((128,), (128,), level=FEW),
+    Forward((128, 64), (128,), queries=1, early=True, out=64),
     Forward((256,), (256,), block=64, queries=1, out=128),
 )
 
@@ -66,6 +75,7 @@ class Backward:
       (kernel_backward.py), 64 for a consumer per gradient (kernel_backward_wide.py).
     - `lagged`: dk and dq of a block are computed with S of the next (kernel_backward_lagged.py),
       where that was found to be faster (`BackwardPlan`).
+    - `level`: of the assembler.
     """
 
     d: tuple[int, ...]
@@ -74,13 +84,14 @@ class Backward:
     stages: int = 3
     keys: int = 128
     lagged: bool = False
+    level: int = USUAL
 
 
 BACKWARD = (
     Backward((64,), (64,), block=128, lagged=True),
-    Backward((64,), (64,)),
-    Backward((128,), (128,), lagged=True),
-    Backward((128,), (128,)),
+    Backward((64,), (64,), level=FEW),
+    Backward((128,), (128,), lagged=True, level=FEW),
+    Backward((128,), (128,), level=FEW),
     Backward((128, 64), (128,), stages=2),
     Backward((256,), (256,), stages=2, keys=64),
 )
@@ -96,6 +107,9 @@ class How:
     index: Any  # type of positions: gl.int32 or gl.int64
     positive: bool = True  # forward: scale > 0
     queries: int = 1  # forward: ranks whose queries are in shared memory
+    early: bool = (
+        False  # forward: their one place is given back with the last product that reads it
+    )
     held: bool = False  # forward: queries are multiplied from registers
     merged: bool = False  # forward: the first block of a rank is computed among partial ones
     consumers: int = 2  # forward: warpgroups, of 64 queries each
@@ -134,6 +148,13 @@ class How:
         """PTX for the barrier of a consumer's turn, of its threads and those of the one before.
         Triton counts its own barriers from 0, and PTX has 16: these are the last ones."""
         return f"{kind} {13 + consumer}, 256; mov.u32 $0, $1;"
+
+
+def assembling(registers: int, level: int) -> dict[str, Any]:
+    """Triton's options for a kernel: warps of its first partition, the registers that every thread
+    starts with, and the assembler's level."""
+    options = f"--register-usage-level={level}"
+    return {"num_warps": 4, "maxnreg": registers, "ptx_options": options}
 
 
 def fitting(table: Iterable, d: int, dv: int) -> Any:

@@ -16,8 +16,9 @@ into P, the tensor cores compute P V of the one before:
         wait for O;  O *= exp2(m_before - m)
 
 and so from rank to rank: S of the first block of a rank is issued with the last product of the rank
-before, whose out is stored then. At both ends of a CTA's work stands a **ghost**, a rank of rows
-past the end, so that no rank is a special case: it sees one block, and nothing of it is stored.
+before, whose out is stored then (or after it, where there is one place for queries: it has to be
+free first, `early`). At both ends of a CTA's work stands a **ghost**, a rank of rows past the end,
+so that no rank is a special case: it sees one block, and nothing of it is stored.
 
 Loader and consumers walk the blocks of a line by the same function, `walk.visit_rank`, and so agree
 on them.
@@ -162,6 +163,7 @@ def consume(
     begin_turns(HOW)
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
     COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS
+    TWICE: gl.constexpr = RUNS - 1
     nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
     none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
     m, l, largest = nothing, none, nothing
@@ -169,17 +171,28 @@ def consume(
     p = gl.zeros([ROWS, BLOCK], k_smem[0].dtype, layout=left(v_smem[0].shape[2]))
     slot = gl.to_tensor(0)
     while slot >= 0:
+        if HOW.early:
+            tokens = add_values(acc, p, v_smem, v_ring, v_at)
         await_(q_ring, q_at)
         queries = at_stage(q_smem, HOW.consumers * q_at[0] + W)
         if HOW.held:
             queries = (queries[0].load(left(BLOCK)),)  # Shared memory is then read for keys alone.
-        context = (queries, k_smem, v_smem, k_ring, v_ring)
-        if not HOW.merged:
+        context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at)
+        if HOW.early:
+            await_(k_ring, k_at)
+            await_own_turn(HOW)
+            s = multiply(queries, k_smem, k_at)
+            end_turn(HOW)
+        elif not HOW.merged:
             s, tokens = issue(context, acc, p, k_at, v_at, HOW)
             if HOW.held:  # A product has read them, so they have arrived: not before.
                 release(q_ring, q_at)
         await_(work_ring, work_at)
         slot, first, h, b, row = told(work_smem, work_at, 0, 5, 4)
+        to_go = gl.to_tensor(0)
+        if HOW.early:
+            (twice,) = told(work_smem, work_at, TWICE, RUNS, 4)
+            to_go = twice // 2
         q_idx = positions(
             coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
         )
@@ -189,18 +202,18 @@ def consume(
         how_scored = (kv_len, scale, coords, of_score, of_mask, at)
         before = (last_at, i, work_smem, work_ring, to, o_smem, sizes, walk)
         if HOW.merged:
-            state = (acc, m, l, largest, p, k_at, v_at, gl.to_tensor(1))
+            state = (acc, m, l, largest, p, k_at, v_at, gl.to_tensor(1), to_go)
         else:
-            state = (tokens, m, l, largest, p, k_at, v_at, gl.to_tensor(1))
+            state = (tokens, m, l, largest, p, k_at, v_at, gl.to_tensor(1), to_go)
             state = absorb(state, s, context, how_scored, before, row, True, True, SCORE, MASK, HOW)
         runs = told(work_smem, work_at, RUNS, COUNT, 4)
         state = visit_rank(
             state, (context, how_scored, before), walk, row, runs, kv_len, HOW.merged, attend,
             SCORE, MASK, HOW,
         )  # fmt: skip
-        acc, m, l, largest, p, k_at, v_at, _ = state
+        acc, m, l, largest, p, k_at, v_at, _, _ = state
         last_at, work_at = work_at, step(work_at, TOLD)
-        if not HOW.held:
+        if not (HOW.held or HOW.early):
             release(q_ring, q_at)
         q_at = step(q_at, HOW.queries)
     copy_out_wait(0)
@@ -213,25 +226,37 @@ def attend(
 ):  # fmt: skip
     """One block of keys."""
     context, how_scored, before = given
-    acc, m, l, largest, p, k_at, v_at, fresh = state
+    acc, m, l, largest, p, k_at, v_at, fresh, to_go = state
     s, tokens = issue(context, acc, p, k_at, v_at, HOW)
-    state = (tokens, m, l, largest, p, k_at, v_at, fresh)
+    state = (tokens, m, l, largest, p, k_at, v_at, fresh, to_go)
     return absorb(state, s, context, how_scored, before, n, False, PARTIAL, SCORE, MASK, HOW)
 
 
 @gluon.jit
 def issue(context, acc, p, k_at, v_at, HOW: gl.constexpr):
     """S of the next block, and the product of the one before."""
-    queries, k_smem, v_smem, k_ring, v_ring = context
+    queries, k_smem, v_smem, k_ring, v_ring, _, _ = context
     await_(k_ring, k_at)
     await_own_turn(HOW)
-    BLOCK: gl.constexpr = k_smem[0].shape[1]
-    zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
-    s = outer(queries, at_stage(k_smem, k_at[0]), zero)
-    await_(v_ring, v_at)
-    acc = add_product(acc, p, at_stage(v_smem, v_at[0]))
+    s = multiply(queries, k_smem, k_at)
+    acc = add_values(acc, p, v_smem, v_ring, v_at)
     end_turn(HOW)
     return s, acc
+
+
+@gluon.jit
+def multiply(queries, k_smem, k_at):
+    """Issue S of a block of keys that are there."""
+    BLOCK: gl.constexpr = k_smem[0].shape[1]
+    zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
+    return outer(queries, at_stage(k_smem, k_at[0]), zero)
+
+
+@gluon.jit
+def add_values(acc, p, v_smem, v_ring, v_at):
+    """Issue acc + P v."""
+    await_(v_ring, v_at)
+    return add_product(acc, p, at_stage(v_smem, v_at[0]))
 
 
 @gluon.jit
@@ -242,8 +267,8 @@ def absorb(
     """What follows of `issue`, for keys from n on: P of them, and acc. If they are the first of a
     rank (FIRST; or `fresh`, where that is computed among others), what was summed so far is of the
     rank before, and is finished."""
-    tokens, m, l, largest, p, k_at, v_at, fresh = state
-    queries, k_smem, v_smem, k_ring, v_ring = context
+    tokens, m, l, largest, p, k_at, v_at, fresh, to_go = state
+    queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at = context
     kv_len, scale, coords, of_score, of_mask, at = how_scored
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
@@ -257,9 +282,12 @@ def absorb(
         of_score = of_score + (read(rows[2], n, BLOCK),)  # noqa: RUF005
     if HOW.held:  # Their registers stay as they are until then.
         s = settle((s,), queries[0], len(v_smem))[0]
-    else:
-        s = warpgroup_mma_wait(len(v_smem), deps=[s])
+    else:  # The product of the block before may go on; that of the rank before was issued first.
+        s = warpgroup_mma_wait(0 if HOW.early and FIRST else len(v_smem), deps=[s])
     release(k_ring, k_at)
+    if HOW.early:
+        to_go -= 1
+        release(q_ring, q_at, to_go == 0)
     k_at = step(k_at, HOW.stages)
 
     j = n + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma(BLOCK)))
@@ -319,4 +347,4 @@ def absorb(
             acc = times(acc, shrink)
     else:
         acc = times(acc, shrink)
-    return acc, m, l, largest, p, k_at, v_at, gl.to_tensor(0)
+    return acc, m, l, largest, p, k_at, v_at, gl.to_tensor(0), to_go

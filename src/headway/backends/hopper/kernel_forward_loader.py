@@ -23,15 +23,18 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
     await_(work_ring, work_at)
     (slot,) = told(work_smem, work_at, 0, 1, 1)
     while slot >= 0:
-        first, h, b, row, of_kv, ask = told(work_smem, work_at, 1, RUNS, 1)
+        first, h, b, row, of_kv, twice = told(work_smem, work_at, 1, RUNS, 1)
+        ask = gl.where(twice % 2 == 1, 0, gl.maximum(twice // 2 - 1, 1))
         runs = told(work_smem, work_at, RUNS, COUNT, 1)
         release(work_ring, work_at)
         work_at = step(work_at, TOLD)
-        q_at = load_rows(q_at, to_q, b, h, first, HOW.consumers, HOW.queries)
-        given = (to_k, to_v, b, of_kv, more_ring)
-        state = (kv_at[0], kv_at[1], ask)
+        if not HOW.early:
+            q_at = load_rows(q_at, to_q, b, h, first, HOW.consumers, HOW.queries)
+        given = (to_q, to_k, to_v, b, h, first, of_kv, more_ring)
+        state = (kv_at[0], kv_at[1], ask, q_at, gl.to_tensor(True))
         state = visit_rank(state, given, walk, row, runs, kv_len, True, load_block, None, None, HOW)
         kv_at = (state[0], state[1])
+        q_at = state[3]
         await_(work_ring, work_at)
         (slot,) = told(work_smem, work_at, 0, 1, 1)
     load_rows(q_at, to_q, 0, 0, q_len, HOW.consumers, HOW.queries)
@@ -43,10 +46,14 @@ def load_block(
     state, given, n, PARTIAL: gl.constexpr,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Copy the keys and values from n on; at the `ask`-th block, ask for one more rank."""
-    to_k, to_v, b, h, more_ring = given
-    k_at, v_at, ask = state
+    """Copy the keys and values from n on; at the `ask`-th block, ask for one more rank. Where the
+    queries have one place, keys of the first block can be there before it is free."""
+    to_q, to_k, to_v, b, h, first, of_kv, more_ring = given
+    k_at, v_at, ask, q_at, is_first = state
     publish(more_ring, start(), ask == 1)
-    k_at = load_rows(k_at, to_k, b, h, n, 1, HOW.stages)
-    v_at = load_rows(v_at, to_v, b, h, n, 1, HOW.stages)
-    return k_at, v_at, ask - 1
+    k_at = load_rows(k_at, to_k, b, of_kv, n, 1, HOW.stages)
+    if HOW.early:  # noqa: SIM102  (it is known when this is compiled)
+        if is_first:
+            q_at = load_rows(q_at, to_q, b, h, first, HOW.consumers, HOW.queries)
+    v_at = load_rows(v_at, to_v, b, of_kv, n, 1, HOW.stages)
+    return k_at, v_at, ask - 1, q_at, gl.to_tensor(False)

@@ -28,9 +28,9 @@ def schedule(smem, rings, counter, total, sizes, walk, HOW: gl.constexpr):
         blocks, work, runs = _described(rank, walk, sizes, turns, HOW)
         # Short ones are taken ahead, but for the last ones.
         ahead = (blocks <= SHORT) & (rank + 4 * gl.num_programs(0) < total)
-        ask = gl.where(ahead, 0, gl.maximum(blocks - 1, 1))
-        work_at = tell(work_at, work_smem, work_ring, work + (ask,) + runs)  # noqa: RUF005
-        if ask > 0:
+        twice = 2 * blocks + gl.where(ahead, 1, 0)
+        work_at = tell(work_at, work_smem, work_ring, work + (twice,) + runs)  # noqa: RUF005
+        if not ahead:
             await_(more_ring, more_at)
             more_at = step(more_at, 1)
         rank = gl.atomic_add(counter, 1, sem="relaxed")
@@ -80,6 +80,6 @@ def _read(table, n, FROM: gl.constexpr, TO: gl.constexpr):
 @gluon.jit
 def _ghost(walk, q_len):
     if walk.full is None:
-        return -1, q_len, 0, 0, 0, 0, 0, 0
+        return -1, q_len, 0, 0, 0, 0, 2, 0
     else:
-        return -1, q_len, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
+        return -1, q_len, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0

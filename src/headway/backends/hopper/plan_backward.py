@@ -13,7 +13,7 @@ from ..kernels.direct import Direct
 from ..kernels.plan import Walks
 from ..kernels.rows import Terms
 from .bands import Bands
-from .config import BACKWARD, How, fitting
+from .config import BACKWARD, How, assembling, fitting
 from .counter import zero
 from .descriptors import chunks, matrix, numbers
 from .islands import MARKED, ROWS, Islands, Walked
@@ -24,10 +24,9 @@ from .kernel_backward_zeros import LINES
 from .order import Alike, Ordered, Turns
 from .plan import Plan
 
-# Of a kernel: warps of the first partition, and the registers that every thread starts with, from
-# which the loader's share goes to the consumers.
-_SPECIALISED = {"num_warps": 4, "maxnreg": 168}
-_ALONE = {"num_warps": 4, "maxnreg": 128}  # with a third consumer
+# Registers that every thread of a kernel starts with; the loader's share goes to the consumers.
+_SPECIALISED = 168
+_ALONE = 128  # with a third consumer
 
 # Bytes of the parts of dq of all CTAs that take whole islands; with what else is read, the L2 has
 # 50 MB. (Timed on an H200: 17 MB 0.79 of the time without, 34 MB 1.12; causal, which visits half,
@@ -111,8 +110,9 @@ class BackwardPlan(Plan):
                 **self.linear, **self.sides,
             ),
         }  # fmt: skip
-        kernel, more = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)
-        self.kernel = Direct(kernel, self.device, options | more, self.grid, self.arrange)
+        kernel, each = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)
+        options |= assembling(each, how.level)
+        self.kernel = Direct(kernel, self.device, options, self.grid, self.arrange)
         shape = self.b, self.hq, self.q_len, self.dv
         columns, counted = 0 if whole else self.columns, self.lines is not None
         self.terms = Terms(shape, self.q_rows, columns, self.device, counted)

@@ -10,7 +10,7 @@ from ..base import Call
 from ..kernels.direct import Direct
 from ..kernels.plan import Walks
 from .bands import Bands
-from .config import FORWARD, TILE, Forward, How, fitting
+from .config import FORWARD, TILE, Forward, How, assembling, fitting
 from .counter import zero
 from .descriptors import matrix
 from .kernel_forward import forward as forward_kernel
@@ -58,13 +58,13 @@ class ForwardPlan(Plan):
             "HOW": How(
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
-                queries=how.queries, held=how.held, merged=how.merged, consumers=how.consumers,
-                registers=registers,
+                queries=how.queries, early=how.early, held=how.held, merged=how.merged,
+                consumers=how.consumers, registers=registers,
                 largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
             ),
         }  # fmt: skip
-        options |= {"num_warps": 4, "maxnreg": each}
+        options |= assembling(each, how.level)
         self.kernel = Direct(forward_kernel, self.device, options, self.grid, self.arrange)
 
     def suits(self, how: Forward) -> bool:

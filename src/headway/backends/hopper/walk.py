@@ -5,8 +5,8 @@ from .pipeline import acquire, publish, step
 
 TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
 # The numbers of a rank of the forward: its tile of out (-1: a ghost), first row, head, batch row,
-# first block, head of the keys, with which block to ask for one more rank (0: with none), and, from
-# RUNS on, its runs (`visit_rank`).
+# first block, head of the keys, twice how many blocks it has (plus 1, where one more rank is taken
+# before they are copied), and, from RUNS on, its runs (`visit_rank`).
 NUMBERS = gl.constexpr(15)
 RUNS = gl.constexpr(7)
 # Of the backward: line, its place in the head, first row, head, batch row, what islands need
