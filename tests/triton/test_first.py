@@ -4,6 +4,7 @@ The driver is a stand-in for a GPU's: kernels are compiled for it, and launches 
 """
 
 import threading
+import traceback
 from concurrent.futures import wait
 from importlib.util import find_spec
 
@@ -64,14 +65,20 @@ def attend(layout: str = "together", **options) -> torch.Tensor:
 def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compiled, monkeypatch):
     monkeypatch.setattr(first, "_HEAD_START", 0)  # which is enough to read a kernel from a cache
     together, compile_one = threading.Barrier(len(ALL), timeout=60), JITFunction._do_compile
+    failed = []  # which the launch would try again
 
     def meet(self, *args, **kwargs):
         together.wait()
-        return compile_one(self, *args, **kwargs)
+        try:
+            return compile_one(self, *args, **kwargs)
+        except Exception:
+            failed.append(traceback.format_exc())
+            raise
 
     monkeypatch.setattr(JITFunction, "_do_compile", meet)
     threads = threading.active_count()
     out = attend()
+    assert failed == []
     assert sorted(name for name, _ in compiled) == sorted(ALL)
     assert len({thread for _, thread in compiled} - {threading.get_ident()}) == len(ALL)
     assert threading.active_count() == threads

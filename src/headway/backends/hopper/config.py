@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 REGISTERS = 65536  # of a multiprocessor
-# How much the assembler does that costs registers: of its levels 0 to 3 make the same code, 4 and 5
-# (its own choice), and 6 to 10. Which is faster, and by how much, nothing but a clock has told.
-FEW, USUAL, MANY = 0, 5, 6
 LEAST = 24  # of a thread
+# How many the assembler may spend, by its `--register-usage-level`: 0 to 3 make the same code, 4
+# and 5 (what it takes by itself), and 6 to 10. Which is faster nothing but a clock has told.
+FEW, USUAL, MANY = 0, 5, 6
 TILE = (128, 128)  # of the block masks built here; given ones must be multiples of it
 
 
@@ -107,9 +107,7 @@ class How:
     index: Any  # type of positions: gl.int32 or gl.int64
     positive: bool = True  # forward: scale > 0
     queries: int = 1  # forward: ranks whose queries are in shared memory
-    early: bool = (
-        False  # forward: their one place is given back with the last product that reads it
-    )
+    early: bool = False  # forward: their place is given back with the last product that reads it
     held: bool = False  # forward: queries are multiplied from registers
     merged: bool = False  # forward: the first block of a rank is computed among partial ones
     consumers: int = 2  # forward: warpgroups, of 64 queries each
