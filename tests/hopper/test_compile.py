@@ -23,6 +23,8 @@ HERE = Path(__file__).parent
 # nothing; hardly any may be read in a loop that multiplies. A block has 64 pairs per thread in the
 # forward, 32 in the backward (64 where it lags); without a score its `loop` takes 458 and 400
 # instructions (705), and `masked`, where it is causal, 601 and 481 (938).
+# At the assembler's level 6 (`config.MANY`) three forwards spill 4 to 40 bytes more than at its own,
+# none of them in a loop, and take up to 2 % less time.
 PINS = {
     ("forward", "128/128", "long"): {
         "hgmma": 96, "shared": 230176, "spills": 20, "loop": 465, "masked": 605,

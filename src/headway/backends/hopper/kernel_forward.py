@@ -179,9 +179,7 @@ def consume(
             queries = (queries[0].load(left(BLOCK)),)  # Shared memory is then read for keys alone.
         context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at)
         if HOW.early:
-            await_(k_ring, k_at)
-            await_own_turn(HOW)
-            s = multiply(queries, k_smem, k_at)
+            s = issue_scores(context, k_at, HOW)
             end_turn(HOW)
         elif not HOW.merged:
             s, tokens = issue(context, acc, p, k_at, v_at, HOW)
@@ -235,18 +233,18 @@ def attend(
 @gluon.jit
 def issue(context, acc, p, k_at, v_at, HOW: gl.constexpr):
     """S of the next block, and the product of the one before."""
-    queries, k_smem, v_smem, k_ring, v_ring, _, _ = context
-    await_(k_ring, k_at)
-    await_own_turn(HOW)
-    s = multiply(queries, k_smem, k_at)
-    acc = add_values(acc, p, v_smem, v_ring, v_at)
+    s = issue_scores(context, k_at, HOW)
+    acc = add_values(acc, p, context[2], context[4], v_at)
     end_turn(HOW)
     return s, acc
 
 
 @gluon.jit
-def multiply(queries, k_smem, k_at):
-    """Issue S of a block of keys that are there."""
+def issue_scores(context, k_at, HOW: gl.constexpr):
+    """S of the next block, in this consumer's turn, which begins."""
+    queries, k_smem, _, k_ring, _, _, _ = context
+    await_(k_ring, k_at)
+    await_own_turn(HOW)
     BLOCK: gl.constexpr = k_smem[0].shape[1]
     zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
     return outer(queries, at_stage(k_smem, k_at[0]), zero)
@@ -254,7 +252,7 @@ def multiply(queries, k_smem, k_at):
 
 @gluon.jit
 def add_values(acc, p, v_smem, v_ring, v_at):
-    """Issue acc + P v."""
+    """The product of P and its values."""
     await_(v_ring, v_at)
     return add_product(acc, p, at_stage(v_smem, v_at[0]))
 

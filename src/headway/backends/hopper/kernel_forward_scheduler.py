@@ -79,6 +79,7 @@ def _read(table, n, FROM: gl.constexpr, TO: gl.constexpr):
 
 @gluon.jit
 def _ghost(walk, q_len):
+    """A rank of one block, past the end."""
     if walk.full is None:
         return -1, q_len, 0, 0, 0, 0, 2, 0
     else:
