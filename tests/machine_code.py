@@ -138,10 +138,23 @@ def _in_flight(name: str, section: str) -> list[str]:
 
 def _early(name: str, section: str) -> list[str]:
     """From every LDSM on, until something reads what it loads, and so waits for it. But one that
-    follows stores, and no wait for a barrier, reads what these have written, to change a layout."""
+    follows stores, and no wait for a barrier, reads what these have written, to change a layout.
+    And from every product on, until it is waited for: at a barrier whose number is in a register."""
     code, labels = _parse(section)
     successors = _successors(code, labels)
     found = []
+    for start, product in enumerate(code):
+        seen, todo = set(), list(successors[start]) if product.kind == "HGMMA" else []
+        while todo:
+            n = todo.pop()
+            x = code[n]
+            if n in seen or x.opcode.startswith("WARPGROUP.DEPBAR"):
+                continue
+            seen.add(n)
+            if x.opcode.startswith("BAR.ARV") and x.operands[0].startswith("R"):
+                text = f"{x.opcode} {', '.join(x.operands)} before HGMMA"
+                found.append(f"{name}+0x{x.address}: {text} at 0x{product.address} was waited for")
+            todo += successors[n]
     for start, load in enumerate(code):
         if load.kind != "LDSM":
             continue

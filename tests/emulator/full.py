@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ if find_spec("triton") is None:
 from cases import CASES, problem
 from checks import check, compare, run
 from headway.backends import hopper, triton
+from headway.backends.hopper import stream_k
 from headway.errors import BackendRefused
 
 from .launch import TARGETS, emulating
@@ -42,6 +44,14 @@ def test_triton(case, target):
 def test_triton_float32(case):
     with known(), emulating("sm_90", triton):
         check(case, "triton", torch.float32)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.mask is None], ids=str)
+def test_hopper_shares(case, monkeypatch):
+    """Ranks are shared out wherever they do not fill a round of five CTAs."""
+    monkeypatch.setattr(stream_k, "LEAST", 1)
+    with mock.patch("emulator.launch.PROCESSORS", 5):
+        test_hopper(case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -162,8 +162,23 @@ class Machine:
         if head in ("bar", "barrier"):
             if statement.words[1] == "warp":
                 return partial(_go, number + 1)
-            return partial(self.arrive, statement, number + 1)
+            return partial(self.arrive, statement, self.which(lanes, statement), number + 1)
         return None
+
+    def which(self, lanes: slice, statement: Statement) -> Callable[[], int]:
+        """The number of a barrier: in a register, or not."""
+        number = statement.operands[0]
+        if number.isdigit():
+            return lambda: int(number)
+        register = self.lanes(lanes, statement).get(number, "u32")
+
+        def read() -> int:
+            found = np.unique(register)
+            if len(found) != 1:
+                raise Fault(f"threads that come together to several barriers: {statement}")
+            return int(found[0])
+
+        return read
 
     def part(self, targets: Callable[[], np.ndarray], target: int, group: Group) -> None:
         """Each goes where it is to go; warps that go the same way stay together.
@@ -201,14 +216,14 @@ class Machine:
                 return False
         return end > begin
 
-    def arrive(self, statement: Statement, after: int, group: Group) -> None:
+    def arrive(
+        self, statement: Statement, which: Callable[[], int], after: int, group: Group
+    ) -> None:
         """Wait until so many threads have come, or be one of those who come; who goes on from one
         place goes on together."""
-        number, *count = statement.operands
-        if not number.isdigit():
-            raise Fault(f"which barrier is in a register: not known here: {statement}")
+        _, *count = statement.operands
         threads = int(count[0]) if count else self.kernel.threads
-        there = self.waiting.setdefault(int(number), [])
+        there = self.waiting.setdefault(which(), [])
         stays = statement.words[1] != "arrive"
         there.append(Group(group.lanes, after if stays else -1))
         group.block = -1 if stays else after

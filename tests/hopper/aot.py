@@ -70,6 +70,7 @@ CALLS = {
     "short": {"mask": hw.causal(), "length": 100},
     "long": {"mask": hw.causal(), "length": 2048},
     "long_plain": {"length": 2048},
+    "shared": {"length": 2048, "batch": 1},
     "longest": {"mask": hw.causal(), "length": 8192},
     "sink": {"mask": hw.causal(), "sink": True},
     "in_turn": {"mask": hw.causal(), "deterministic": True},

@@ -51,6 +51,12 @@ CHECKS = {
     "mla": ((2, 4, 4, 777, 777, 192, 128), {"mask": "causal"}),
     "width_256": ((2, 4, 4, 777, 777, 256, 256), {"mask": "causal"}),
     "persistent": ((4, 16, 16, 2048, 2048, 128, 128), {"mask": "causal", "exact": False}),
+    # Few ranks of many blocks: parts of ranks, joined.
+    "shared": ((1, 3, 3, 640, 4000, 128, 128), {"sink": True}),
+    "shared_score": ((1, 4, 2, 1000, 4100, 128, 128), {"score": "softcap"}),
+    "shared_64": ((1, 5, 5, 600, 5000, 64, 64), {"sink": True}),
+    "shared_mla": ((1, 3, 3, 640, 4000, 192, 128), {}),
+    "shared_256": ((1, 3, 3, 640, 4000, 256, 256), {}),
     # Deterministic ones have more CTAs than run at once, and are run several times.
     "in_turn": ((4, 16, 16, 2048, 2048, 128, 128), {"mask": "causal", **TURNS}),
     "in_turn_full": ((2, 16, 4, 2048, 1999, 128, 128), TURNS),
@@ -74,9 +80,12 @@ AGAIN = {
     "window_64": ((2, 32, 32, 8192, 8192, 64, 64), {"mask": "window"}),
     "short_64": ((64, 16, 16, 512, 512, 64, 64), {"mask": "causal"}),
     "short_128": ((64, 16, 16, 512, 512, 128, 128), {"mask": "causal"}),
-    # Three consumers; and queries in registers, of two ranks.
+    # Three consumers; and queries in registers, without and with ranks that are shared out.
     "causal_64": ((2, 32, 32, 8192, 8192, 64, 64), {"mask": "causal"}),
     "full_128": ((16, 16, 16, 1024, 1024, 128, 128), {}),
+    "shared_128": ((4, 16, 16, 4096, 4096, 128, 128), {}),
+    "shared_64": ((4, 16, 16, 4096, 4096, 64, 64), {}),
+    "few_128": ((1, 8, 8, 128, 65536, 128, 128), {}),
 }
 # The rows of DESIGN.md's table that these kernels run so far.
 ROWS = {

@@ -277,11 +277,11 @@ def copy_out_wait(pending):
         here.landing.append((desc, at, source.read().clone(), add))
 
 
-def instruct(asm):
+def instruct(asm, n=0):
     """A barrier that has a number."""
-    kind, number, threads = asm.split(";")[0].replace(",", " ").split()
+    kind, number, threads = asm.split(";")[0].replace("$1", str(int(n))).replace(",", " ").split()
     here.machine.named(
-        int(number), int(threads) // 128, {"bar.sync": True, "bar.arrive": False}[kind]
+        int(number), -(-int(threads) // 128), {"bar.sync": True, "bar.arrive": False}[kind]
     )
 
 

@@ -3,6 +3,7 @@ the hardware has them, with the layouts and registers that the compiler chose.""
 
 from dataclasses import replace
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from cases import BY_NAME, problem
 from checks import compare, run
 from emulator.launch import Without, emulating
 from headway.backends import hopper
+from headway.backends.hopper import plan, stream_k
+from headway.backends.hopper.plan_forward import ForwardPlan
 
 from .test_simulated import choose
 
@@ -46,6 +49,20 @@ def test_early_queries(monkeypatch):
         assert wrong("mask_by_batch_sink", d=192, dv=128) == []
 
 
+@pytest.mark.parametrize("widths", [(128, 128), (192, 128), (64, 64)])
+def test_shared_ranks(widths, monkeypatch):
+    """Three ranks for five CTAs, one share of each: of one rank, or of two."""
+    choose(monkeypatch, "at once")
+    monkeypatch.setattr(stream_k, "LEAST", 1)
+    parts = torch.full((100_000,), torch.nan)
+    monkeypatch.setattr(ForwardPlan, "memory", lambda plan: parts[: plan.part])
+    d, dv = widths
+    changes = {"b": 1, "hq": 3, "hk": 3, "q_len": 120, "kv_len": 761, "d": d, "dv": dv}
+    with emulating("sm_90", hopper), mock.patch.object(plan, "processors", return_value=5):
+        assert wrong("lengths_127_301", **changes) == []
+    assert not parts[0].isnan()
+
+
 BROKEN = {
     "fences": (r"^\s*fence\.proxy\.async\.shared::cta;\n", "behind no fence"),
     "waits": (r"^\s*@!complete bra.uni waitLoop;\n", "more arrive|wrong, in"),
@@ -62,4 +79,14 @@ def test_a_broken_kernel_is_found(what):
     without = Without(pattern)
     with emulating("sm_90", hopper, without), pytest.raises(AssertionError, match=said):
         assert wrong("lengths_127_301_causal") == []
+    assert without.count
+
+
+def test_a_numbered_channel_that_is_never_released_is_found():
+    without = Without(r"^\s*bar\.arrive %r.*\n")
+    with (
+        emulating("sm_90", hopper, without),
+        pytest.raises(AssertionError, match="nobody gets any further"),
+    ):
+        assert wrong("lengths_127_301", d=128, dv=128) == []
     assert without.count

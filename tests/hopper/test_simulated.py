@@ -18,7 +18,7 @@ from checks import check, compare, run, yardstick
 from headway import backends
 from headway.api import prepare
 from headway.backends import first_use, hopper, reference
-from headway.backends.hopper import plan, plan_backward, plan_forward
+from headway.backends.hopper import plan, plan_backward, plan_forward, stream_k
 from headway.backends.hopper.plan_forward import ForwardPlan
 from headway.backends.kernels import plan as plans
 from headway.errors import BackendRefused
@@ -149,6 +149,45 @@ def test_the_counter_of_a_stream_is_left_at_zero():
             true = hw.attention(q, q, q, mask=hw.causal(), backend="reference")
             assert (made.float() - true.float()).abs().max() < 0.05
             assert counter.item() == 0
+
+
+@pytest.mark.parametrize("abreast", [False, True])
+@pytest.mark.parametrize(
+    ("d", "dv", "consumers", "heads", "lengths"),
+    [
+        (16, 16, 2, 1, (100, 700)),  # one rank, of which every CTA has a part
+        (16, 16, 2, 4, (128, 1100)),  # one rank of each CTA, and one for all
+        (64, 64, 3, 5, (200, 900)),
+        (192, 128, 2, 4, (256, 400)),
+    ],
+)
+def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
+    """The last ranks in shares of a few blocks: out, lse and the largest logits, with a score that
+    has a gradient or none, and a sink, whatever stood in the memory for parts before."""
+    monkeypatch.setattr(simulator.Kernel, "abreast", abreast)
+    monkeypatch.setattr(stream_k, "LEAST", 1)
+    suits = mock.patch.object(ForwardPlan, "suits", lambda _, how: how.consumers == consumers)
+    parts = torch.full((100_000,), torch.nan)
+    poisoned = mock.patch.object(ForwardPlan, "memory", lambda plan: parts[: plan.part])
+    counter = torch.zeros(512, dtype=torch.int32)
+    kept = mock.patch.object(plan_forward, "zero", return_value=counter)
+    q, k, v = (
+        torch.randn(1, heads, n, w).bfloat16()
+        for n, w in zip(lengths[:1] + lengths[1:] * 2, (d, d, dv), strict=True)
+    )
+    for score in (None, hw.softcap(3.0)):
+        call = {"score": score, "sink": torch.randn(heads)}
+        with suits, kept, poisoned:
+            made = hw.attention_with_stats(q, k, v, **call, backend="hopper")
+        assert not parts[0].isnan()  # a part was written down
+        parts.fill_(torch.nan)
+        true = hw.attention_with_stats(
+            *(x.double() for x in (q, k, v)), **call, backend="reference"
+        )
+        assert counter.count_nonzero() == 0
+        assert (made.out - true.out).abs().max() < 0.02
+        assert (made.lse - true.lse).abs().max() < 1e-3
+        assert (made.max_logit - true.max_logit).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("consumers", [1, 2, 3])
@@ -358,7 +397,7 @@ def test_a_broken_kernel_is_found():
     forward, out = simulator.LOADED.forward, simulator.LOADED.out
     broken = {
         "fence_async_shared": (out, lambda: None),
-        "release": (forward, lambda ring, at: None),
+        "release": (forward, lambda ring, at, *others: None),
         "step": (forward, lambda at, stages: at),
     }
     case = BY_NAME["long_700_half"]

@@ -12,21 +12,28 @@ LEAST = 24  # of a thread
 # How many the assembler may spend, by its `--register-usage-level`: 0 to 3 make the same code, 4
 # and 5 (what it takes by itself), and 6 to 10. Which is faster nothing but a clock has told.
 FEW, USUAL, MANY = 0, 5, 6
+# PTX has 16 barriers that have numbers. Triton counts its own from 0, and these are the last ones:
+FIRST_TURN = 13  # of the turns of up to three consumers; below, those of numbered channels
 TILE = (128, 128)  # of the block masks built here; given ones must be multiples of it
 
 
 @dataclass(frozen=True)
 class Forward:
     """- `d`, `dv`: widths of the pieces of a row of q and k, and of v.
-    - `block`: keys of a block; `stages`: blocks of keys, and of values, in shared memory.
+    - `block`: keys of a block; `stages`: blocks of keys in shared memory; `values`: of values,
+      whose place is free later.
     - `queries`: ranks whose queries are in shared memory.
     - `early`: the one place for queries is given back with the last product of a rank that reads
       it, and the last product of all does not wait for the next queries. (Timed on an H200: MLA
       takes 0.975 of the time; 256 wide 1.01.)
     - `out`: columns of out that pass through shared memory at a time; 0: all.
     - `held`: queries are multiplied from registers.
+    - `numbered`: keys and values come through numbered channels (pipeline.py). (Timed on an H200:
+      128 wide, 8k full takes 0.984 of the time; 64, 192 and 256 wide 1.02 to 1.04.)
     - `merged`: the first block of a rank is computed in the loop over partial ones, not before it:
       a third less code, which three copies of it want, and more registers. Not with `held`.
+    - `worth`: of the time, which sharing out the last ranks is to save (stream_k.py): where their
+      parts cost every block some registers. (Timed on an H200: MLA full 1.014, 256 wide 1.007.)
     - `consumers`: of 64 queries each; `ctas`: of a multiprocessor. Three consumers are for long
       lines; several CTAs of one, for short ones (`ForwardPlan.suits`): they run the same
       instructions, which do not fit the instruction cache twice.
@@ -37,11 +44,14 @@ class Forward:
     dv: tuple[int, ...]
     block: int = 128
     stages: int = 2
+    values: int = 2
     queries: int = 2
     early: bool = False
     out: int = 0
     held: bool = False
+    numbered: bool = False
     merged: bool = False
+    worth: float = 0.0
     consumers: int = 2
     ctas: int = 1
     level: int = USUAL
@@ -55,15 +65,15 @@ class Forward:
 
 
 FORWARD = (
-    Forward((64,), (64,), stages=3, merged=True, consumers=3, level=MANY),
-    Forward((64,), (64,), block=64, stages=3, consumers=1, ctas=3, level=FEW),
-    Forward((64,), (64,), stages=3),
+    Forward((64,), (64,), stages=3, values=3, merged=True, consumers=3, level=MANY),
+    Forward((64,), (64,), block=64, stages=3, values=3, consumers=1, ctas=3, level=FEW),
+    Forward((64,), (64,), stages=3, values=3),
     Forward((64, 32), (64, 32)),
     Forward((128,), (128,), block=64, queries=1, held=True, consumers=1, ctas=2, level=MANY),
-    Forward((128,), (128,), held=True, level=MANY),
+    Forward((128,), (128,), values=3, queries=1, held=True, numbered=True, level=MANY),
     Forward((128,), (128,), level=FEW),
-    Forward((128, 64), (128,), queries=1, early=True, out=64),
-    Forward((256,), (256,), block=64, queries=1, out=128),
+    Forward((128, 64), (128,), queries=1, early=True, out=64, worth=1 / 16),
+    Forward((256,), (256,), block=64, queries=1, out=128, worth=1 / 16),
 )
 
 
@@ -98,6 +108,19 @@ BACKWARD = (
 
 
 @dataclass(frozen=True)
+class Barriers:
+    """The barriers of a numbered channel (pipeline.py), one for each stage: the first one's number,
+    and how many partitions of four warps read what one warp writes."""
+
+    first: int
+    readers: int
+
+    def ptx(self, kind: str) -> str:
+        """For the barrier of number $1."""
+        return f"{kind} $1, {128 * self.readers + 32}; mov.u32 $0, $1;"
+
+
+@dataclass(frozen=True)
 class How:
     """What a kernel is compiled for, besides its score and mask."""
 
@@ -106,9 +129,12 @@ class How:
     sub: int  # tiles of a CTA in a line of the block mask
     index: Any  # type of positions: gl.int32 or gl.int64
     positive: bool = True  # forward: scale > 0
+    values: int = 2  # forward: stages of values
+    split: bool = False  # forward: the last ranks are shared out (stream_k.py)
     queries: int = 1  # forward: ranks whose queries are in shared memory
     early: bool = False  # forward: their place is given back with the last product that reads it
     held: bool = False  # forward: queries are multiplied from registers
+    numbered: bool = False  # forward: keys and values come through numbered channels
     merged: bool = False  # forward: the first block of a rank is computed among partial ones
     consumers: int = 2  # forward: warpgroups, of 64 queries each
     registers: int = 240  # forward: of a consumer's thread
@@ -142,10 +168,18 @@ class How:
         """For one consumer."""
         return replace(self, consumer=consumer)
 
+    def of_keys(self) -> "Barriers | None":
+        """Of the channel of keys, if it is numbered."""
+        return Barriers(FIRST_TURN - self.stages, self.consumers) if self.numbered else None
+
+    def of_values(self) -> "Barriers | None":
+        """Of the channel of values, if it is numbered."""
+        first = FIRST_TURN - self.stages - self.values
+        return Barriers(first, self.consumers) if self.numbered else None
+
     def turn(self, kind: str, consumer: int) -> str:
-        """PTX for the barrier of a consumer's turn, of its threads and those of the one before.
-        Triton counts its own barriers from 0, and PTX has 16: these are the last ones."""
-        return f"{kind} {13 + consumer}, 256; mov.u32 $0, $1;"
+        """PTX for the barrier of a consumer's turn, of its threads and those of the one before."""
+        return f"{kind} {FIRST_TURN + consumer}, 256; mov.u32 $0, $1;"
 
 
 def assembling(registers: int, level: int) -> dict[str, Any]:

@@ -7,30 +7,32 @@ from torch import Tensor
 
 _zeros: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _STREAMS = 1024
+_NUMBERS = 512  # of each: the counter, and from 32 on flags (stream_k.py)
 
 
 def zero(device: torch.device) -> Tensor:
-    """An int32 that is 0, for a kernel that leaves it at 0: the same for all launches of a stream,
-    which follow one another. A CUDA graph, which may be replayed in any stream, has its own."""
+    """A counter and flags that are 0, int32, for a kernel that leaves them at 0: the same for all
+    launches of a stream, which follow one another. A CUDA graph, which may be replayed in any
+    stream, has its own."""
     index, cuda = device.index, torch._C
     if index is None or index != cuda._cuda_getDevice() or cuda._cuda_isCurrentStreamCapturing():
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
     key = index, cuda._cuda_getCurrentRawStream(index)
     found = _zeros.get(key)
     if found is None:
         free = _free(device)
         if not free:
-            return torch.zeros(1, dtype=torch.int32, device=device)
+            return torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
         found = _zeros[key] = free.pop()
     return found
 
 
 @lru_cache
 def _free(device: torch.device) -> list[Tensor]:
-    """A number for each of many streams, 128 bytes apart. They are allocated at once, and early
+    """Some for each of many streams. They are allocated at once, and early
     (when the first use of a card is checked), since a stream may make its first launch where
     nothing that is allocated may stay."""
     with torch.inference_mode(False):
-        found = torch.zeros(_STREAMS, 32, dtype=torch.int32, device=device)
+        found = torch.zeros(_STREAMS, _NUMBERS, dtype=torch.int32, device=device)
     torch.cuda.current_stream(device).synchronize()  # the numbers are for other streams too
-    return [row[:1] for row in found]
+    return list(found)

@@ -56,9 +56,10 @@ def fence_global():
 
 
 @gluon.jit
-def instruct(ASM: gl.constexpr):
-    """What has no name in Gluon, of every thread; it ends by giving $0 what $1 is, for nobody."""
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+def instruct(ASM: gl.constexpr, n=0):
+    """What has no name in Gluon, of every thread, with n as $1; it ends by giving $0 what $1 is,
+    for nobody."""
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(n)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @builtin

@@ -43,6 +43,7 @@ from .pipeline import (
     end_turn,
     ready,
     release,
+    release_all,
     signal,
     start,
     step,
@@ -70,13 +71,15 @@ from .walk import NUMBERS, RUNS, TOLD, numbers, told, visit_rank
 # Numbers that change from call to call do not make a kernel of their own.
 @gluon.jit(
     do_not_specialize=[
-        "total", "heads", "group", "q_len", "kv_len", "dv", "score_numbers", "mask_numbers",
+        "total", "whole", "share", "several", "heads", "group", "q_len", "kv_len", "dv",
+        "score_numbers", "mask_numbers",
     ]
 )  # fmt: skip
 def forward(
     q0, q1, k0, k1, v0, v1, out0, out1,  # descriptors of pieces; no out where `wide_out` is given
     wide_out, lse, row_max, top, sink,  # pointers; all but lse may be None
-    counter, total,  # of the ranks: the next one (0, before and after), and how many there are
+    counter, total,  # of tickets: the next one (0, before and after), and how many there are
+    whole, share, several, parts,  # `stream_k.Shares`, and memory for parts of ranks
     heads, group, q_len, kv_len, dv, scale, coords, walk, bands,
     score_tensors, mask_tensors, score_numbers, mask_numbers,  # what the functions capture
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,  # HOW: `config.How`
@@ -87,7 +90,7 @@ def forward(
     q, k, v, out = pieces(q0, q1), pieces(k0, k1), pieces(v0, v1), pieces(out0, out1)
     q_smem = buffers(HOW.consumers * HOW.queries, q)
     k_smem = buffers(STAGES, k)
-    v_smem = buffers(STAGES, v)
+    v_smem = buffers(HOW.values, v)
     if wide_out is None:  # noqa: SIM108
         o_smem = buffers(HOW.consumers, out)
     else:
@@ -96,21 +99,22 @@ def forward(
     rings = (
         channel(TOLD, 1, HOW.consumers + 1),  # work
         channel(HOW.queries, 1, HOW.consumers),  # queries
-        channel(STAGES, 1, HOW.consumers),  # keys
-        channel(STAGES, 1, HOW.consumers),  # values
+        blocks(HOW.stages, HOW),  # keys
+        blocks(HOW.values, HOW),  # values
         signal(1, 1),  # from the loader to the scheduler: one more
     )
     ready()
     smem = (work_smem, q_smem, k_smem, v_smem, o_smem)
     sizes = (heads, group, q_len, kv_len, dv)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
-    to = (out, wide_out, lse, row_max, top, sink)
+    to = (out, wide_out, lse, row_max, top, sink, (parts, counter))
+    shares = (whole, share, several)
     if HOW.consumers == 1:
         gl.warp_specialize(
             [
                 (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
                 (load, (q, k, v, smem, rings, sizes, walk, HOW)),
-                (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, total, shares, sizes, walk, HOW)),
             ],
             [1, 1],
             [24, 24],
@@ -121,7 +125,7 @@ def forward(
                 (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
                 (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
                 (load, (q, k, v, smem, rings, sizes, walk, HOW)),
-                (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, total, shares, sizes, walk, HOW)),
             ],
             [4, 1, 1],
             [HOW.registers, 24, 24],
@@ -133,11 +137,20 @@ def forward(
                 (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
                 (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(2))),
                 (load, (q, k, v, smem, rings, sizes, walk, HOW)),
-                (schedule, (smem, rings, counter, total, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, total, shares, sizes, walk, HOW)),
             ],
             [4, 4, 1, 1],
             [HOW.registers, HOW.registers, 24, 24],
         )  # fmt: skip
+
+
+@gluon.jit
+def blocks(STAGES: gl.constexpr, HOW: gl.constexpr):
+    """A channel of blocks of keys or values."""
+    if HOW.numbered:
+        return signal(STAGES, 1)
+    else:
+        return channel(STAGES, 1, HOW.consumers)
 
 
 # -- a consumer -----------------------------------------------------------------------------------
@@ -161,6 +174,8 @@ def consume(
     work_at = step(last_at, TOLD)
     await_(work_ring, last_at)
     begin_turns(HOW)
+    release_all(HOW.stages, HOW.of_keys())
+    release_all(HOW.values, HOW.of_values())
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
     COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS
     TWICE: gl.constexpr = RUNS - 1
@@ -282,7 +297,7 @@ def absorb(
         s = settle((s,), queries[0], len(v_smem))[0]
     else:  # The product of the block before may go on; that of the rank before was issued first.
         s = warpgroup_mma_wait(0 if HOW.early and FIRST else len(v_smem), deps=[s])
-    release(k_ring, k_at)
+    release(k_ring, k_at, True, HOW.of_keys())
     if HOW.early:
         to_go -= 1
         release(q_ring, q_at, to_go == 0)
@@ -331,8 +346,8 @@ def absorb(
     shrink = gl.exp2(m_before - base)
     l = l * shrink + gl.sum(e, 1)
     acc = settle(tokens, p, 0)
-    release(v_ring, v_at)
-    v_at = step(v_at, HOW.stages)
+    release(v_ring, v_at, True, HOW.of_values())
+    v_at = step(v_at, HOW.values)
     p = gl.convert_layout(kept(e.to(k_smem[0].dtype)), left(v_smem[0].shape[2]))
     if FIRST:
         finish(acc, done, before, SCORE, HOW)

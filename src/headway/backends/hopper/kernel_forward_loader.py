@@ -19,7 +19,7 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
     q_at = start()
     to_q, to_k, to_v = (q, q_smem, q_ring), (k, k_smem, k_ring), (v, v_smem, v_ring)
     # Of the ghost before, there is only its last product to come; of the one after, only its S.
-    kv_at = (start(), load_rows(start(), to_v, 0, 0, 0, 1, HOW.stages))
+    kv_at = (start(), load_rows(start(), to_v, 0, 0, 0, 1, HOW.values, HOW.of_values()))
     await_(work_ring, work_at)
     (slot,) = told(work_smem, work_at, 0, 1, 1)
     while slot >= 0:
@@ -38,7 +38,7 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
         await_(work_ring, work_at)
         (slot,) = told(work_smem, work_at, 0, 1, 1)
     load_rows(q_at, to_q, 0, 0, q_len, HOW.consumers, HOW.queries)
-    load_rows(kv_at[0], to_k, 0, 0, 0, 1, HOW.stages)
+    load_rows(kv_at[0], to_k, 0, 0, 0, 1, HOW.stages, HOW.of_keys())
 
 
 @gluon.jit
@@ -51,9 +51,9 @@ def load_block(
     to_q, to_k, to_v, b, h, first, of_kv, more_ring = given
     k_at, v_at, ask, q_at, is_first = state
     publish(more_ring, start(), ask == 1)
-    k_at = load_rows(k_at, to_k, b, of_kv, n, 1, HOW.stages)
+    k_at = load_rows(k_at, to_k, b, of_kv, n, 1, HOW.stages, HOW.of_keys())
     if HOW.early:  # noqa: SIM102  (it is known when this is compiled)
         if is_first:
             q_at = load_rows(q_at, to_q, b, h, first, HOW.consumers, HOW.queries)
-    v_at = load_rows(v_at, to_v, b, of_kv, n, 1, HOW.stages)
+    v_at = load_rows(v_at, to_v, b, of_kv, n, 1, HOW.values, HOW.of_values())
     return k_at, v_at, ask - 1, q_at, gl.to_tensor(False)

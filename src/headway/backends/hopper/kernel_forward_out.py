@@ -1,20 +1,26 @@
 """What becomes of a rank of the forward: out, lse, and what else is asked for."""
 
 from .gluon_api import copy_out, copy_out_wait, fence_async_shared, gl, gluon
+from .kernel_forward_parts import join
 from .pipeline import release
 from .tile import LN2, LOG2E, ROWS, halves, mma, or_nan, times
-from .walk import told
+from .walk import RUNS, told
 
 
 @gluon.jit
 def finish(acc, state, rank, SCORE: gl.constexpr, HOW: gl.constexpr):
     """Store what is known of a rank; of a ghost, whose rows are all past the end, nothing."""
     at, i, work_smem, work_ring, to, o_smem, sizes, walk = rank
-    out, wide_out, lse, row_max, top, sink = to
+    out, wide_out, lse, row_max, top, sink, shared = to
     heads, _, q_len, _, dv = sizes
     W: gl.constexpr = HOW.consumer
     m, l, largest = state
     slot, first, h, b = told(work_smem, at, 0, 4, 4)
+    if HOW.split:
+        number, others = told(work_smem, at, RUNS + 1, RUNS + 3, 4)
+        acc, m, l, largest = join(acc, (m, l, largest), number, others, i, shared, HOW)
+        slot = gl.where(others < 0, -1, slot)  # as of a ghost, here nothing is stored
+        first = gl.where(others < 0, q_len, first)
     release(work_ring, at)
     live = first + i < q_len
     head = (gl.cast(b, gl.int64) * heads + h) * q_len

@@ -13,6 +13,12 @@ in the first turn all stages are empty.
     writer:  acquire, copy into the stage (which completes `full`), step
     reader:  await_, read, release, step
 
+Triton lets all threads of a partition meet before one of them arrives at an mbarrier. A
+**numbered** channel, `(full,)`, has barriers of the hardware in the place of `empty`
+(`config.Barriers`), where the threads of all readers and of the writer meet: each warp of a reader
+arrives by itself, and goes on. They have no phase, and the first turn is like every other: its
+stages are to be released too.
+
 Where the reader shall first put something into the stage that the writer reads, it **offers** it:
 it lets go of a stage before, and not after, what is written there.
 
@@ -103,9 +109,12 @@ def nth(n, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def acquire(ring, at):
+def acquire(ring, at, BARRIERS: gl.constexpr = None):
     """Wait until the stage may be written."""
-    mbarrier.wait(ring[1].index(at[0]), at[1] ^ 1)
+    if BARRIERS is None:
+        mbarrier.wait(ring[1].index(at[0]), at[1] ^ 1)
+    else:
+        instruct(BARRIERS.ptx("bar.sync"), BARRIERS.first + at[0])
 
 
 @gluon.jit
@@ -121,9 +130,20 @@ def await_(ring, at, condition=True):
 
 
 @gluon.jit
-def release(ring, at, condition=True):
-    """Let the stage be written again, if it was read."""
-    mbarrier.arrive(ring[1].index(at[0]), count=1, pred=condition)
+def release(ring, at, condition=True, BARRIERS: gl.constexpr = None):
+    """Let the stage be written again, if it was read (of a numbered channel: always)."""
+    if BARRIERS is None:
+        mbarrier.arrive(ring[1].index(at[0]), count=1, pred=condition)
+    else:
+        instruct(BARRIERS.ptx("bar.arrive"), BARRIERS.first + at[0])
+
+
+@gluon.jit
+def release_all(STAGES: gl.constexpr, BARRIERS: gl.constexpr):
+    """Let every stage of a numbered channel be written: a reader's first word about it."""
+    if BARRIERS is not None:
+        for n in gl.static_range(STAGES):
+            release(None, (n, 0), True, BARRIERS)
 
 
 @gluon.jit

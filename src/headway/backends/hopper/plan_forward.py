@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...types import Spec
@@ -16,6 +17,7 @@ from .descriptors import matrix
 from .kernel_forward import forward as forward_kernel
 from .plan import Plan
 from .ranks import Ranked
+from .stream_k import Shares
 
 LOSS = 1 / 16  # queries past the end, for each one that there is, which three consumers may have
 
@@ -44,10 +46,15 @@ class ForwardPlan(Plan):
         self.bands = Bands(self, self.walks, queries=True)
         ranks = self.walks.lines * self.walks.sub * self.b * self.hq
         self.slots = how.consumers * self.walks.lines * self.walks.sub  # of one head
-        self.grid = (min(ranks, how.ctas * self.processors), 1, 1)
-        self.numbers = (
-            ranks, self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale,
-        )  # fmt: skip
+        ctas = how.ctas * self.processors
+        self.shares = Shares(ranks, ranks, 0, 0)
+        if self.mask is None:
+            blocks = max(-(-self.kv_len // block), 1)
+            self.shares = Shares.of(ranks, blocks, ctas, how)
+        several = self.shares.tickets - self.shares.whole
+        self.part = several * how.consumers * 64 * (sum(how.dv) + 4)  # numbers of their parts
+        self.grid = (min(self.shares.tickets, ctas), 1, 1)
+        self.numbers = (self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale)
         out = (how.out,) if how.out else how.dv
         self.q, self.out = matrix(64, how.d), matrix(64, out)
         self.k, self.v = matrix(block, how.d), matrix(block, how.dv)
@@ -58,7 +65,8 @@ class ForwardPlan(Plan):
             "HOW": How(
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
-                queries=how.queries, early=how.early, held=how.held, merged=how.merged,
+                values=how.values, queries=how.queries, early=how.early, held=how.held,
+                numbered=how.numbered, merged=how.merged, split=self.shares.share > 0,
                 consumers=how.consumers, registers=registers,
                 largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
@@ -102,18 +110,24 @@ class ForwardPlan(Plan):
             padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
         given = self.walks.given or self.given_by(call, self.walks, walk=self.ranked(call))
         bands = self.bands.new(given)
-        own = q, k, v, padded, lse, row_max, top, sink, zero(self.device), *bands
+        own = q, k, v, padded, lse, row_max, top, sink, zero(self.device), self.memory(), *bands
         self.run(own, given)
         if padded is not out:
             out.copy_(padded)
 
+    def memory(self) -> Tensor | None:
+        """For the parts of ranks that are shared out."""
+        if not self.part:
+            return None
+        return torch.empty(self.part, dtype=torch.float32, device=self.device)
+
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel."""
         q, k, v, out, *pointers = own
-        bands, *_ = self.bands.arranged(pointers[5:])
+        bands, *_ = self.bands.arranged(pointers[6:])
         coords, walk, captured, _ = self.arranged(self.walks, tensors, floats)
         to = (None, None, out) if self.spec.partial else (*self.out(out), None)
         return (
-            *self.q(q), *self.k(k), *self.v(v), *to, *pointers[:5], *self.numbers, coords, walk,
-            bands, *captured,
+            *self.q(q), *self.k(k), *self.v(v), *to, *pointers[:5], *self.shares, pointers[5],
+            *self.numbers, coords, walk, bands, *captured,
         )  # fmt: skip

@@ -75,11 +75,15 @@ def fetch(descs, b, h, row, bar, to, n):
 
 
 @gluon.jit
-def load_rows(at, to, b, h, row, PLACES: gl.constexpr, STAGES: gl.constexpr):
+def load_rows(
+    at, to, b, h, row,
+    PLACES: gl.constexpr, STAGES: gl.constexpr, BARRIERS: gl.constexpr = None,
+):  # fmt: skip
     """Copy the rows of one head from `row` on into a stage of so many places. `to`: descriptors,
-    shared memory and channel. **Returns:** the cursor of the next stage."""
+    shared memory and channel (and its barriers). **Returns:** the cursor of the next
+    stage."""
     descs, smem, ring = to
-    acquire(ring, at)
+    acquire(ring, at, BARRIERS)
     full = ring[0].index(at[0])
     mbarrier.expect(full, bytes_of(smem, PLACES))
     for n in gl.static_range(PLACES):
@@ -178,6 +182,15 @@ _HALVES = gl.constexpr(
     "{ .reg .b32 low, high; shl.b32 low, $2, 16; and.b32 high, $2, 0xffff0000; "
     "mov.b32 $0, low; mov.b32 $1, high; }"
 )
+
+
+@gluon.jit
+def plus(acc, more):
+    """The sum, by pieces."""
+    if len(acc) == 1:
+        return (acc[0] + more[0],)
+    else:
+        return (acc[0] + more[0], acc[1] + more[1])
 
 
 @gluon.jit

@@ -6,7 +6,8 @@ from .pipeline import acquire, publish, step
 TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
 # The numbers of a rank of the forward: its tile of out (-1: a ghost), first row, head, batch row,
 # first block, head of the keys, twice how many blocks it has (plus 1, where one more rank is taken
-# before they are copied), and, from RUNS on, its runs (`visit_rank`).
+# before they are copied), and, from RUNS on, its runs (`visit_rank`), or, of a rank that may be
+# shared, how many blocks again, and what `kernel_forward_parts.join` needs.
 NUMBERS = gl.constexpr(15)
 RUNS = gl.constexpr(7)
 # Of the backward: line, its place in the head, first row, head, batch row, what islands need
@@ -114,7 +115,7 @@ def visit_rank(
         if FIRST:
             state = BODY(state, given, row, True, SCORE, MASK, HOW)
         for i in range(1, runs[0]):
-            state = BODY(state, given, (runs[0] - 1 - i) * BLOCK, False, SCORE, MASK, HOW)
+            state = BODY(state, given, row - i * BLOCK, False, SCORE, MASK, HOW)
     else:
         f1, runs_f, start_f, count_f, p1, runs_p, start_p, count_p = runs
         from_full = _from_full(runs, HOW)
