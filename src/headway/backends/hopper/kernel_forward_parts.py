@@ -69,9 +69,8 @@ def _places(parts, at, acc, i, HOW: gl.constexpr):
     columns = ()
     column = 0
     for n in gl.static_range(len(acc)):
-        layout: gl.constexpr = mma(acc[n].shape[1])
-        rows = gl.convert_layout(row, gl.SliceLayout(1, layout))[:, None]
-        j = gl.arange(0, acc[n].shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+        rows = gl.convert_layout(row, gl.SliceLayout(1, mma(acc[n].shape[1])))[:, None]
+        j = gl.arange(0, acc[n].shape[1], layout=gl.SliceLayout(0, mma(acc[n].shape[1])))[None, :]
         columns = columns + (parts + (rows + (column + j)),)  # noqa: RUF005
         column += acc[n].shape[1]
     return columns, parts + (row + WIDTH)
