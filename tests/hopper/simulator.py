@@ -13,6 +13,7 @@ found; or where `Kernel.abreast` all at once, the last one first.
 
 import importlib
 import inspect
+import re
 import sys
 import threading
 import time
@@ -277,12 +278,13 @@ def copy_out_wait(pending):
         here.landing.append((desc, at, source.read().clone(), add))
 
 
-def instruct(asm, n=0):
+def instruct(asm, n=0, condition=1):
     """A barrier that has a number."""
-    kind, number, threads = asm.split(";")[0].replace("$1", str(int(n))).replace(",", " ").split()
-    here.machine.named(
-        int(number), -(-int(threads) // 128), {"bar.sync": True, "bar.arrive": False}[kind]
-    )
+    kind, number, threads = re.search(r"(bar\.\w+) (\S+), (\d+)", asm).groups()
+    if "$2" not in asm or int(condition):
+        here.machine.named(
+            int(number.replace("$1", str(int(n)))), -(-int(threads) // 128), kind == "bar.sync"
+        )
 
 
 def fence_landed():

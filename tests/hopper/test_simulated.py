@@ -18,7 +18,7 @@ from checks import check, compare, run, yardstick
 from headway import backends
 from headway.api import prepare
 from headway.backends import first_use, hopper, reference
-from headway.backends.hopper import plan, plan_backward, plan_forward, stream_k
+from headway.backends.hopper import plan, plan_backward, plan_forward, ranks, stream_k
 from headway.backends.hopper.plan_forward import ForwardPlan
 from headway.backends.kernels import plan as plans
 from headway.errors import BackendRefused
@@ -188,6 +188,24 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
         assert (made.out - true.out).abs().max() < 0.02
         assert (made.lse - true.lse).abs().max() < 1e-3
         assert (made.max_logit - true.max_logit).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(("d", "dv", "length"), [(16, 16, 1300), (192, 128, 800)])
+def test_the_shortest_lines_are_dealt_last(d, dv, length, monkeypatch):
+    """Of all heads and batch rows, after the longer ones of groups of heads."""
+    choose(monkeypatch, "lagged")
+    monkeypatch.setattr(plan_forward.ForwardPlan, "near", lambda self, heads, *_: heads // 2)
+    told = []
+    table = ranks.table
+    monkeypatch.setattr(ranks, "table", lambda *args: told.append(table(*args)) or told[-1])
+    q, k, v = (torch.randn(2, 4, length, w).bfloat16() for w in (d, d, dv))
+    made = hw.attention_with_stats(q, k, v, mask=hw.causal(), backend="hopper")
+    true = hw.attention_with_stats(
+        *(x.double() for x in (q, k, v)), mask=hw.causal(), backend="reference"
+    )
+    assert len(told[0]) > 6
+    assert (made.out - true.out).abs().max() < 0.02
+    assert (made.lse - true.lse).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("consumers", [1, 2, 3])

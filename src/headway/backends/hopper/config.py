@@ -71,6 +71,7 @@ FORWARD = (
     Forward((64, 32), (64, 32)),
     Forward((128,), (128,), block=64, queries=1, held=True, consumers=1, ctas=2, level=MANY),
     Forward((128,), (128,), values=3, queries=1, held=True, numbered=True, level=MANY),
+    Forward((128,), (128,), numbered=True, level=FEW),
     Forward((128,), (128,), level=FEW),
     Forward((128, 64), (128,), queries=1, early=True, out=64, worth=1 / 16),
     Forward((256,), (256,), block=64, queries=1, out=128, worth=1 / 16),
@@ -85,6 +86,8 @@ class Backward:
       (kernel_backward.py), 64 for a consumer per gradient (kernel_backward_wide.py).
     - `lagged`: dk and dq of a block are computed with S of the next (kernel_backward_lagged.py),
       where that was found to be faster (`BackwardPlan`).
+    - `numbered`: queries and dout come through numbered channels (pipeline.py). (Timed on an H200:
+      it takes 0.98 to 1.00 of the time, least where lines are short.)
     - `level`: of the assembler.
     """
 
@@ -94,14 +97,15 @@ class Backward:
     stages: int = 3
     keys: int = 128
     lagged: bool = False
+    numbered: bool = False
     level: int = USUAL
 
 
 BACKWARD = (
-    Backward((64,), (64,), block=128, lagged=True),
-    Backward((64,), (64,), level=FEW),
+    Backward((64,), (64,), block=128, lagged=True, numbered=True),
+    Backward((64,), (64,), numbered=True, level=FEW),
     Backward((128,), (128,), lagged=True, level=FEW),
-    Backward((128,), (128,), level=FEW),
+    Backward((128,), (128,), numbered=True, level=FEW),
     Backward((128, 64), (128,), stages=2),
     Backward((256,), (256,), stages=2, keys=64),
 )
@@ -110,14 +114,15 @@ BACKWARD = (
 @dataclass(frozen=True)
 class Barriers:
     """The barriers of a numbered channel (pipeline.py), one for each stage: the first one's number,
-    and how many partitions of four warps read what one warp writes."""
+    and how many threads, of all readers and the writer, meet at each."""
 
     first: int
-    readers: int
+    threads: int
 
     def ptx(self, kind: str) -> str:
-        """For the barrier of number $1."""
-        return f"{kind} $1, {128 * self.readers + 32}; mov.u32 $0, $1;"
+        """For the barrier of number $1, if $2."""
+        meet = f"@p {kind} $1, {self.threads};"
+        return f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; {meet} mov.u32 $0, $1; }}"
 
 
 @dataclass(frozen=True)
@@ -129,14 +134,14 @@ class How:
     sub: int  # tiles of a CTA in a line of the block mask
     index: Any  # type of positions: gl.int32 or gl.int64
     positive: bool = True  # forward: scale > 0
-    values: int = 2  # forward: stages of values
+    values: int = 2  # stages of values, or of dout
     split: bool = False  # forward: the last ranks are shared out (stream_k.py)
     queries: int = 1  # forward: ranks whose queries are in shared memory
     early: bool = False  # forward: their place is given back with the last product that reads it
     held: bool = False  # forward: queries are multiplied from registers
-    numbered: bool = False  # forward: keys and values come through numbered channels
+    numbered: bool = False  # the loader's channels of blocks are
     merged: bool = False  # forward: the first block of a rank is computed among partial ones
-    consumers: int = 2  # forward: warpgroups, of 64 queries each
+    consumers: int = 2  # warpgroups, of 64 queries or keys each
     registers: int = 240  # forward: of a consumer's thread
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
     late: bool = False  # backward: dP after P, which then has more registers
@@ -169,13 +174,25 @@ class How:
         return replace(self, consumer=consumer)
 
     def of_keys(self) -> "Barriers | None":
-        """Of the channel of keys, if it is numbered."""
-        return Barriers(FIRST_TURN - self.stages, self.consumers) if self.numbered else None
+        """Of the forward's channel of keys."""
+        return self._barriers(0, self.stages)
 
     def of_values(self) -> "Barriers | None":
-        """Of the channel of values, if it is numbered."""
-        first = FIRST_TURN - self.stages - self.values
-        return Barriers(first, self.consumers) if self.numbered else None
+        """Of the forward's channel of values."""
+        return self._barriers(self.stages, self.values)
+
+    def of_queries(self) -> "Barriers | None":
+        """Of the backward's channel of queries."""
+        return self._barriers(0, self.stages)
+
+    def of_dout(self) -> "Barriers | None":
+        """Of the backward's channel of dout."""
+        return self._barriers(self.stages, self.values)
+
+    def _barriers(self, others: int, stages: int) -> "Barriers | None":
+        """Those before the turns' and so many others, if the loader's channels are numbered."""
+        first = FIRST_TURN - others - stages
+        return Barriers(first, 128 * self.consumers + 32) if self.numbered else None
 
     def turn(self, kind: str, consumer: int) -> str:
         """PTX for the barrier of a consumer's turn, of its threads and those of the one before."""

@@ -56,10 +56,11 @@ def fence_global():
 
 
 @gluon.jit
-def instruct(ASM: gl.constexpr, n=0):
-    """What has no name in Gluon, of every thread, with n as $1; it ends by giving $0 what $1 is,
-    for nobody."""
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(n)], dtype=gl.int32, is_pure=False, pack=1)
+def instruct(ASM: gl.constexpr, n=0, condition=1):
+    """What has no name in Gluon, of every thread, with n as $1 and a condition as $2, the same for
+    all; it ends by giving $0 what $1 is, for nobody."""
+    given = [gl.to_tensor(n), gl.to_tensor(condition).to(gl.int32)]
+    gl.inline_asm_elementwise(ASM, "=r,r,r", given, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @builtin

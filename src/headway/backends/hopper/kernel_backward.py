@@ -62,7 +62,19 @@ from .kernel_backward_parts import (
     probabilities,
 )
 from .kernel_backward_zeros import nothing, of_work, write_zeros
-from .pipeline import acquire, await_, channel, nth, publish, ready, release, signal, start, step
+from .pipeline import (
+    acquire,
+    await_,
+    channel,
+    nth,
+    publish,
+    ready,
+    release,
+    release_all,
+    signal,
+    start,
+    step,
+)
 from .tile import (
     ROWS,
     add_product,
@@ -82,8 +94,8 @@ from .walk import BACK_NUMBERS, TOLD, numbers, told, told_runs, visit
 
 @gluon.jit(
     do_not_specialize=[
-        "total", "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width", "dv_width",
-        "score_numbers", "mask_numbers",
+        "total", "last", "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width",
+        "dv_width", "score_numbers", "mask_numbers",
     ]
 )  # fmt: skip
 def backward(
@@ -94,6 +106,7 @@ def backward(
     wide_dk, wide_dv, grads,  # pointers
     bands, sums,  # what is read along diagonals, and added up (diagonals.py)
     counter, total,  # of the ranks, or heads: the next one (0, before and after), and how many
+    last,  # lines whose ranks are dealt last
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
@@ -119,8 +132,8 @@ def backward(
         (
             channel(1, 1, 2),  # keys
             channel(1, 1, 2),  # values
-            channel(STAGES, 1, 2),  # queries and lse
-            channel(DO_STAGES, 1, 2),  # dout and delta
+            from_loader(STAGES, HOW),  # queries and lse
+            from_loader(DO_STAGES, HOW),  # dout and delta
         ),
         ring_of_ds(DS_STAGES),  # dS, from both consumers to both
         (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
@@ -140,7 +153,7 @@ def backward(
                        DERIVATIVE, SCATTER, MASK, HOW)),
             (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1),
                        DERIVATIVE, SCATTER, MASK, HOW)),
-            (deal, (inputs, smem, rings, counter, total, marks, items, sizes, walk, HOW)),
+            (deal, (inputs, smem, rings, counter, total, last, marks, items, sizes, walk, HOW)),
             (add_whole if HOW.whole else add,
                       (added, smem, rings, sizes, walk, turns, gl.constexpr(0), HOW)),
             (add_whole if HOW.whole else add,
@@ -151,6 +164,15 @@ def backward(
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
     )  # fmt: skip
+
+
+@gluon.jit
+def from_loader(STAGES: gl.constexpr, HOW: gl.constexpr):
+    """A channel from the loader to both consumers."""
+    if HOW.numbered:
+        return signal(STAGES, 1)
+    else:
+        return channel(STAGES, 1, 2)
 
 
 @gluon.jit
@@ -190,6 +212,8 @@ def consume(
     ats = (start(), start(), start())
     done = gl.to_tensor(0)  # ranks
     await_(work_ring, start())
+    release_all(HOW.stages, HOW.of_queries())
+    release_all(DO_STAGES, HOW.of_dout())
     (line,) = told(work_smem, start(), 0, 1, 4)
     while line >= 0:
         acc_q, ats = consume_rank(
@@ -369,7 +393,7 @@ def attend_back(
         acc_v, acc_k0, acc_k1, _, _ = warpgroup_mma_wait(0, deps=[dv, dk[0], dk[1], p16, ds16])
     else:
         acc_v, _ = warpgroup_mma_wait(1, deps=[dv, p16])
-    release(do_ring, do_at)
+    release(do_ring, do_at, True, HOW.of_dout())
 
     await_(ds_ring, ds_at)
     dq = part(ds_smem, a, k_smem, z, W)
@@ -391,7 +415,7 @@ def attend_back(
     else:
         s, acc_q, acc_k0, _ = warpgroup_mma_wait(0, deps=[s, dq, dk[0], ds16])
         acc_k = (acc_k0,)
-    release(q_ring, q_at)
+    release(q_ring, q_at, True, HOW.of_queries())
     if not HOW.whole:
         dq_at = step(dq_at, 1)
     return s, (acc_q, kind), acc_k, acc_v, next_q, step(do_at, DO_STAGES), dq_at

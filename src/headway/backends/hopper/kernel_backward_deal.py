@@ -9,7 +9,7 @@ from .walk import place, runs_to_tell, tell
 
 
 @gluon.jit
-def deal(inputs, smem, rings, counter, total, marks, items, sizes, walk, HOW: gl.constexpr):
+def deal(inputs, smem, rings, counter, total, last, marks, items, sizes, walk, HOW: gl.constexpr):
     """Take ranks, or islands rank by rank; tell what they are, and copy what each needs."""
     of_inputs, _, _, work_smem = smem
     input_rings, _, _, work_ring = rings
@@ -27,7 +27,7 @@ def deal(inputs, smem, rings, counter, total, marks, items, sizes, walk, HOW: gl
                 at = place_in_island(island, n, walk, heads // share, HOW.sub)
                 state = _deal_rank(state, at, to, sizes, HOW)
         else:
-            at = place(taken, walk, heads // share, HOW.sub, 2 * ROWS)
+            at = place(taken, total, last, walk, heads // share, HOW.sub, 2 * ROWS)
             state = _deal_rank(state, at, to, sizes, HOW)
         taken = gl.atomic_add(counter, 1, sem="relaxed")
     # Every CTA takes one too many. Whose is the last leaves 0 for the next launch.

@@ -63,7 +63,7 @@ def attend_lagged(
     dq = part(ds_smem, ds_before[0] * 2, k_smem, z, W)
     if not FREE:
         s, acc_k0, dq, _ = warpgroup_mma_wait(0, deps=[s, dk[0], dq, ds16])
-        release(q_ring, q_before, lags)
+        release(q_ring, q_before, lags, HOW.of_queries())
         hand_over(dq, dq_smem[0].index(W), ring[0], dq_at)
         lse = lse_smem.index(q_at[0]).load(cols)
     else:
@@ -79,7 +79,7 @@ def attend_lagged(
         by_s = kept(by_s.to(dtype))
     if FREE:
         acc_k0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, ds16])
-        release(q_ring, q_before, lags)
+        release(q_ring, q_before, lags, HOW.of_queries())
         hand_over(dq, dq_smem[0].index(W), ring[0], dq_at)
 
     await_(do_ring, do_at)
@@ -98,7 +98,7 @@ def attend_lagged(
     publish(ds_ring, do_at)
     ds16 = gl.convert_layout(ds16, left(k_smem[0].shape[2]))
     acc_v, _ = warpgroup_mma_wait(0, deps=[dv, p16])
-    release(do_ring, do_at)
+    release(do_ring, do_at, True, HOW.of_dout())
     return (
         ds16, gl.to_tensor(1), (acc_k0,), acc_v, step(q_at, HOW.stages), step(do_at, DO_STAGES),
         (dq_at[0], dq_at[1] ^ begun),
@@ -118,7 +118,7 @@ def after_last(state, smem, rings, ring, z, W: gl.constexpr, HOW: gl.constexpr):
     await_(ds_ring, ds_before)
     dq = part(ds_smem, ds_before[0] * 2, k_smem, z, W)
     acc_k0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, ds16])
-    release(q_ring, q_before)
+    release(q_ring, q_before, True, HOW.of_queries())
     hand_over(dq, dq_smem[0].index(W), ring[0], dq_at)
     fence_async_shared()
     publish(ring[0], dq_at)

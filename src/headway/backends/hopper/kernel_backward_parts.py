@@ -51,12 +51,12 @@ def load_block(
         q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring, b, h, row0, keys,
     ) = given  # fmt: skip
     q_at, do_at, kv_at, is_first = state
-    acquire(q_ring, q_at)
+    acquire(q_ring, q_at, HOW.of_queries())
     full = q_ring[0].index(q_at[0])
     mbarrier.expect(full, bytes_of(q_smem, 1) + 4 * HOW.block)
     fetch(q, b, h, n, full, q_smem, q_at[0])
     copy_in(lse, [row0 + n], full, lse_smem.index(q_at[0]))
-    acquire(do_ring, do_at)
+    acquire(do_ring, do_at, HOW.of_dout())
     full = do_ring[0].index(do_at[0])
     mbarrier.expect(full, bytes_of((do_smem,), 1) + 4 * HOW.block)
     copy_in(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))

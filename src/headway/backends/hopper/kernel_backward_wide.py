@@ -105,7 +105,9 @@ def backward_wide(
     ready()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
     smem = (inputs, p_smem)
-    line, slot, first, h, b = place(gl.program_id(0), walk, heads // share, HOW.sub, ROWS)
+    line, slot, first, h, b = place(
+        gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, HOW.sub, ROWS
+    )
     h = h * share
     at = (line, slot, first, h, b, share, group)
     sizes = (heads, q_len, q_rows, kv_len)

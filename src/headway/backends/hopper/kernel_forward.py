@@ -71,7 +71,7 @@ from .walk import NUMBERS, RUNS, TOLD, numbers, told, visit_rank
 # Numbers that change from call to call do not make a kernel of their own.
 @gluon.jit(
     do_not_specialize=[
-        "total", "whole", "share", "several", "heads", "group", "q_len", "kv_len", "dv",
+        "total", "last", "whole", "share", "several", "heads", "group", "q_len", "kv_len", "dv",
         "score_numbers", "mask_numbers",
     ]
 )  # fmt: skip
@@ -79,6 +79,7 @@ def forward(
     q0, q1, k0, k1, v0, v1, out0, out1,  # descriptors of pieces; no out where `wide_out` is given
     wide_out, lse, row_max, top, sink,  # pointers; all but lse may be None
     counter, total,  # of tickets: the next one (0, before and after), and how many there are
+    last,  # lines whose ranks are dealt last
     whole, share, several, parts,  # `stream_k.Shares`, and memory for parts of ranks
     heads, group, q_len, kv_len, dv, scale, coords, walk, bands,
     score_tensors, mask_tensors, score_numbers, mask_numbers,  # what the functions capture
@@ -114,7 +115,7 @@ def forward(
             [
                 (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
                 (load, (q, k, v, smem, rings, sizes, walk, HOW)),
-                (schedule, (smem, rings, counter, total, shares, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
             ],
             [1, 1],
             [24, 24],
@@ -125,7 +126,7 @@ def forward(
                 (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
                 (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
                 (load, (q, k, v, smem, rings, sizes, walk, HOW)),
-                (schedule, (smem, rings, counter, total, shares, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
             ],
             [4, 1, 1],
             [HOW.registers, 24, 24],
@@ -137,7 +138,7 @@ def forward(
                 (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
                 (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(2))),
                 (load, (q, k, v, smem, rings, sizes, walk, HOW)),
-                (schedule, (smem, rings, counter, total, shares, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
             ],
             [4, 4, 1, 1],
             [HOW.registers, HOW.registers, 24, 24],

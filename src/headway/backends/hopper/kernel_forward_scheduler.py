@@ -10,34 +10,33 @@ successor is found: behind it, the next one is taken at once.
 from .gluon_api import gl, gluon
 from .pipeline import await_, start, step
 from .tile import ROWS
-from .walk import tell
+from .walk import dealt, tell
 
 SHORT = gl.constexpr(4)  # blocks of a rank that others do not miss
 
 
 @gluon.jit
-def schedule(smem, rings, counter, total, shares, sizes, walk, HOW: gl.constexpr):
+def schedule(smem, rings, counter, total, last, shares, sizes, walk, HOW: gl.constexpr):
     """Take tickets, and tell what each is."""
     work_smem, _, _, _, _ = smem
     work_ring, _, _, _, more_ring = rings
     work_at = tell(start(), work_smem, work_ring, _ghost(walk, sizes[2], HOW))
     more_at = start()
-    turns = sizes[0] // walk.near
     # Relaxed: nothing is told by it, and a fence for the whole GPU takes as long as the addition.
     ticket = gl.atomic_add(counter, 1, sem="relaxed")
     while ticket < total:
         if HOW.split:
             rank, low, high, number = _share(ticket, shares, sizes, HOW)
             if low < 0:  # of two ranks: of the later one first (`stream_k.py`)
-                work, runs = _part(rank, 0, high, number, shares, sizes, walk, turns, HOW)
+                work, runs = _part(rank, 0, high, number, shares, sizes, walk, HOW)
                 work_at = tell(work_at, work_smem, work_ring, work + (2 * high + 1,) + runs)  # noqa: RUF005
                 rank -= 1
                 high = _blocks(sizes, HOW)
                 low += high
             blocks = high - low
-            work, runs = _part(rank, low, high, number, shares, sizes, walk, turns, HOW)
+            work, runs = _part(rank, low, high, number, shares, sizes, walk, HOW)
         else:
-            blocks, work, runs = _described(ticket, walk, sizes, turns, HOW)
+            blocks, work, runs = _described(ticket, total, last, walk, sizes, HOW)
         # Short ones are taken ahead, but for the last ones.
         ahead = (blocks <= SHORT) & (ticket + 4 * gl.num_programs(0) < total)
         twice = 2 * blocks + gl.where(ahead, 1, 0)
@@ -52,20 +51,13 @@ def schedule(smem, rings, counter, total, shares, sizes, walk, HOW: gl.constexpr
 
 
 @gluon.jit
-def _described(rank, walk, sizes, turns, HOW: gl.constexpr):
-    """The blocks of a rank, and its numbers but one. Ranks of some heads follow one another,
-    longest line first; `turns`: in how many parts of a batch row's heads that happens."""
-    _, group, _, _, _ = sizes
-    if walk.full is None:  # noqa: SIM108
-        ranks = walk.lines
-    else:
-        ranks = walk.lines * walk.b * walk.h * HOW.sub
-    several = ranks * walk.near
-    rest = rank // several
-    turn = rank - rest * several
-    n = turn // walk.near
+def _described(rank, total, last, walk, sizes, HOW: gl.constexpr):
+    """The blocks of a rank (`walk.dealt`), and its numbers but one."""
+    heads, group, _, _, _ = sizes
+    rest, n, turn = dealt(rank, total, last, walk, HOW.sub)
+    turns = heads // walk.near  # of a batch row's heads
     b = rest // turns
-    h = (rest - b * turns) * walk.near + turn - n * walk.near
+    h = (rest - b * turns) * walk.near + turn
     if walk.full is None:
         blocks = _blocks(sizes, HOW)
         row = (blocks - 1) * HOW.block
@@ -103,11 +95,11 @@ def _share(ticket, shares, sizes, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _part(rank, low, high, number, shares, sizes, walk, turns, HOW: gl.constexpr):
+def _part(rank, low, high, number, shares, sizes, walk, HOW: gl.constexpr):
     """The numbers of a part of a rank, but one, and what `join` needs of it: which share it is,
     and how many shares before it have parts of this rank that it joins with its own; -1 where
     another one does."""
-    _, work, _ = _described(rank, walk, sizes, turns, HOW)
+    _, work, _ = _described(rank, 0, 0, walk, sizes, HOW)
     n, first, h, b, _, of_kv = work
     whole, share, _ = shares
     blocks = _blocks(sizes, HOW)

@@ -131,11 +131,11 @@ def await_(ring, at, condition=True):
 
 @gluon.jit
 def release(ring, at, condition=True, BARRIERS: gl.constexpr = None):
-    """Let the stage be written again, if it was read (of a numbered channel: always)."""
+    """Let the stage be written again, if it was read."""
     if BARRIERS is None:
         mbarrier.arrive(ring[1].index(at[0]), count=1, pred=condition)
     else:
-        instruct(BARRIERS.ptx("bar.arrive"), BARRIERS.first + at[0])
+        instruct(BARRIERS.ptx("bar.arrive"), BARRIERS.first + at[0], condition)
 
 
 @gluon.jit

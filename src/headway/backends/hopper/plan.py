@@ -141,6 +141,10 @@ class Plan(BasePlan):
         """The matrices as the copy engine can read them."""
         return matrices if self.fits else list(map(followed, matrices))
 
+    def causal(self) -> bool:
+        """Whether the mask is `causal()`: lines are of all lengths."""
+        return self.mask is not None and plainly_masked(self.spec)
+
     def near(self, heads: int, ranks: int, rounds: int = 1) -> int:
         """Heads that take turns, of `heads` with so many ranks each, in so many rounds of CTAs."""
         if not self.alike:

@@ -17,36 +17,61 @@ BACK_RUNS = gl.constexpr(8)
 
 
 @gluon.jit
-def place(rank, walk, heads, SUB: gl.constexpr, ROWS: gl.constexpr):
-    """The work of a rank: its line of the block mask, its number among the tiles of its head, first
-    row, head, batch row. Ranks of some heads follow one another, longest line first."""
-    if walk.full is None:  # noqa: SIM108
-        ranks = walk.lines
-    else:
-        ranks = walk.lines * walk.b * walk.h * SUB
-    several = ranks * walk.near
-    turn = rank % several
-    rest = rank // several
-    rank = turn // walk.near
+def dealt(rank, total, last, walk, SUB: gl.constexpr):
+    """Of a rank of so many: the group of heads, which line in the order of the mask, and which head
+    of the group.
+
+    Ranks of some heads (`walk.near`) follow one another, longest line first, then those of the next
+    heads: while their keys are in the L2 cache. Under a mask the ranks of the `last` lines come
+    after those of all heads: with long ones at the end some CTAs would be busy, and others not."""
+    near = walk.near
     if walk.full is None:
-        line = rank
-        slot = rank
-        first = rank * ROWS
-        h = rest % (heads // walk.near) * walk.near + turn % walk.near
-        b = rest // (heads // walk.near)
+        return _in_turn(rank, walk.lines, near)
     else:
-        line = gl.load(walk.order + rank // SUB)
+        lines = walk.lines * walk.b * walk.h * SUB
+        of_line = total // lines
+        first = lines - last
+        after = rank - first * of_line
+        if after < 0:
+            rest, n, turn = _in_turn(rank, first, near)
+        else:
+            _, n, turn = _in_turn(after, last, of_line)
+            rest, turn = turn // near, turn % near
+            n += first
+        return rest, n, turn
+
+
+@gluon.jit
+def _in_turn(rank, lines, near):
+    """The same for so many lines, of which `near` ranks follow one another."""
+    several = gl.maximum(lines * near, 1)
+    rest = rank // several
+    turn = rank - rest * several
+    n = turn // near
+    return rest, n, turn - n * near
+
+
+@gluon.jit
+def place(rank, total, last, walk, heads, SUB: gl.constexpr, ROWS: gl.constexpr):
+    """The work of a rank (`dealt`): its line of the block mask, its number among the tiles of its
+    head, first row, head, batch row."""
+    rest, n, turn = dealt(rank, total, last, walk, SUB)
+    turns = heads // walk.near  # of a batch row's heads
+    h = rest % turns * walk.near + turn
+    if walk.full is None:
+        return n, n, n * ROWS, h, rest // turns
+    else:
+        line = gl.load(walk.order + n // SUB)
         tile = line % walk.lines
-        slot = tile * SUB + rank % SUB
-        first = tile * walk.size + rank % SUB * ROWS
+        slot = tile * SUB + n % SUB
+        first = tile * walk.size + n % SUB * ROWS
         # What the mask does not tell apart, the rest of the rank does.
         free = walk.h == 1
         of_mask = line // walk.lines
-        turns = heads // walk.near
-        h = gl.where(free, rest % turns * walk.near + turn % walk.near, of_mask % walk.h)
+        h = gl.where(free, h, of_mask % walk.h)
         rest = gl.where(free, rest // turns, rest)
         b = gl.where(walk.b == 1, rest, of_mask // walk.h)
-    return line, slot, first, h, b
+        return line, slot, first, h, b
 
 
 @gluon.jit
