@@ -136,10 +136,15 @@ def _in_flight(name: str, section: str) -> list[str]:
     return [found[address] for address in sorted(found, key=lambda a: int(a, 16))]
 
 
+def _numbered(x: Instruction) -> bool:
+    """Whether this is an arrival at a barrier of a ring, whose number is in a register."""
+    return x.opcode.startswith("BAR.ARV") and x.operands[0].startswith("R")
+
+
 def _early(name: str, section: str) -> list[str]:
     """From every LDSM on, until something reads what it loads, and so waits for it. But one that
     follows stores, and no wait for a barrier, reads what these have written, to change a layout.
-    And from every product on, until it is waited for: at a barrier whose number is in a register."""
+    And from every product on, until it is waited for: arrivals at barriers that have numbers."""
     code, labels = _parse(section)
     successors = _successors(code, labels)
     found = []
@@ -151,7 +156,7 @@ def _early(name: str, section: str) -> list[str]:
             if n in seen or x.opcode.startswith("WARPGROUP.DEPBAR"):
                 continue
             seen.add(n)
-            if x.opcode.startswith("BAR.ARV") and x.operands[0].startswith("R"):
+            if _numbered(x):
                 text = f"{x.opcode} {', '.join(x.operands)} before HGMMA"
                 found.append(f"{name}+0x{x.address}: {text} at 0x{product.address} was waited for")
             todo += successors[n]
@@ -168,7 +173,7 @@ def _early(name: str, section: str) -> list[str]:
             if n in seen or loaded & {r for o in _split(x)[1] for r in _named(o, 4)}:
                 continue
             seen.add(n)
-            if x.opcode.startswith("SYNCS.ARRIVE"):
+            if x.opcode.startswith("SYNCS.ARRIVE") or _numbered(x):
                 text = f"{x.opcode} {', '.join(x.operands)} before {min(loaded)} of LDSM"
                 found.append(f"{name}+0x{x.address}: {text} at 0x{load.address} was needed")
             todo += successors[n]

@@ -107,6 +107,18 @@ def test_an_arrival_before_what_is_loaded_is_there():
     assert machine_code._early("kernel", too_early.replace("        /*0000*/", own)) == []
 
 
+def test_an_arrival_before_products_are_done():
+    """At a barrier with a number, of a ring: behind the last wait all have read what they multiply."""
+    arrive = "        /*0068*/                   BAR.ARV R40, 0x120 ;\n"
+    behind = PRODUCTS.replace("        /*0070*/", arrive + "        /*0070*/")
+    assert machine_code._early("kernel", behind) == []
+    before = PRODUCTS.replace("        /*0040*/", arrive + "        /*0040*/")
+    said = machine_code._early("kernel", before)
+    assert [re.search(r"BAR.ARV.* at 0x(\w+)", x)[1] for x in said] == ["0010", "0020", "0030"]
+    turn = before.replace("R40", "0xe")  # of a consumer: not a ring's
+    assert machine_code._early("kernel", turn) == []
+
+
 def test_loops_that_multiply():
     """The innermost ones; what stands behind the last EXIT jumps back into them, and is of none."""
     outer = PRODUCTS.replace(".text.kernel:\n", ".text.kernel:\n.L_x_9:\n", 1).replace(

@@ -32,8 +32,9 @@ class Forward:
       128 wide, 8k full takes 0.984 of the time; 64, 192 and 256 wide 1.02 to 1.04.)
     - `merged`: the first block of a rank is computed in the loop over partial ones, not before it:
       a third less code, which three copies of it want, and more registers. Not with `held`.
-    - `worth`: of the time, which sharing out the last ranks is to save (stream_k.py): where their
-      parts cost every block some registers. (Timed on an H200: MLA full 1.014, 256 wide 1.007.)
+    - `worth`: of the time, which sharing out the last ranks is to save (stream_k.py): a kernel that
+      can is slower elsewhere. (Timed on an H200: 64 wide 1.05 of the time, MLA 1.014, 256 wide
+      1.007; 128 wide, with queries in registers, is not.)
     - `consumers`: of 64 queries each; `ctas`: of a multiprocessor. Three consumers are for long
       lines; several CTAs of one, for short ones (`ForwardPlan.suits`): they run the same
       instructions, which do not fit the instruction cache twice.
@@ -51,7 +52,7 @@ class Forward:
     held: bool = False
     numbered: bool = False
     merged: bool = False
-    worth: float = 0.0
+    worth: float = 1 / 16
     consumers: int = 2
     ctas: int = 1
     level: int = USUAL
@@ -70,11 +71,11 @@ FORWARD = (
     Forward((64,), (64,), stages=3, values=3),
     Forward((64, 32), (64, 32)),
     Forward((128,), (128,), block=64, queries=1, held=True, consumers=1, ctas=2, level=MANY),
-    Forward((128,), (128,), values=3, queries=1, held=True, numbered=True, level=MANY),
+    Forward((128,), (128,), values=3, queries=1, held=True, numbered=True, worth=0, level=MANY),
     Forward((128,), (128,), numbered=True, level=FEW),
     Forward((128,), (128,), level=FEW),
-    Forward((128, 64), (128,), queries=1, early=True, out=64, worth=1 / 16),
-    Forward((256,), (256,), block=64, queries=1, out=128, worth=1 / 16),
+    Forward((128, 64), (128,), queries=1, early=True, out=64),
+    Forward((256,), (256,), block=64, queries=1, out=128),
 )
 
 

@@ -48,19 +48,18 @@ class ForwardPlan(Plan):
         self.ranked = Ranked(self.walks, self.kv_len, block, rows)
         self.bands = Bands(self, self.walks, queries=True)
         ranks = self.walks.lines * self.walks.sub * self.b * self.hq
-        last = self.causal() and (how.consumers > 1 or self.long())
-        self.last = int(last) * self.walks.lines * self.walks.sub // 4
         self.slots = how.consumers * self.walks.lines * self.walks.sub  # of one head
         ctas = how.ctas * self.processors
-        self.shares = Shares(ranks, ranks, 0, 0)
+        shares = Shares(ranks, ranks, 0, 0)
         if self.mask is None:
             blocks = max(-(-self.kv_len // block), 1)
-            self.shares = Shares.of(ranks, blocks, ctas, how)
-        tickets, *rest = self.shares
-        self.dealt = tickets, self.last, *rest
-        several = self.shares.tickets - self.shares.whole
-        self.part = several * how.consumers * 64 * (sum(how.dv) + 4)  # numbers of their parts
-        self.grid = (min(self.shares.tickets, ctas), 1, 1)
+            shares = Shares.of(ranks, blocks, ctas, how)
+        parts = shares.tickets - shares.whole
+        self.part = parts * how.consumers * 64 * (sum(how.dv) + 4)  # numbers of all parts
+        late = self.causal() and (how.consumers > 1 or self.long())
+        last = int(late) * self.walks.lines * self.walks.sub // 4  # lines
+        self.dealt = shares.tickets, last, *shares[1:]
+        self.grid = (min(shares.tickets, ctas), 1, 1)
         self.numbers = (self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale)
         out = (how.out,) if how.out else how.dv
         self.q, self.out = matrix(64, how.d), matrix(64, out)
@@ -73,7 +72,7 @@ class ForwardPlan(Plan):
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
                 values=how.values, queries=how.queries, early=how.early, held=how.held,
-                numbered=how.numbered, merged=how.merged, split=self.shares.share > 0,
+                numbered=how.numbered, merged=how.merged, split=shares.share > 0,
                 consumers=how.consumers, registers=registers,
                 largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
