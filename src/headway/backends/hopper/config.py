@@ -29,7 +29,8 @@ class Forward:
     - `out`: columns of out that pass through shared memory at a time; 0: all.
     - `held`: queries are multiplied from registers.
     - `numbered`: keys and values come through numbered channels (pipeline.py). (Timed on an H200:
-      128 wide, 8k full takes 0.984 of the time; 64, 192 and 256 wide 1.02 to 1.04.)
+      128 wide, 8k full takes 0.984 of the time, ALiBi 0.992, a window without a score 1.013; 64,
+      192 and 256 wide full 1.02 to 1.04.)
     - `merged`: the first block of a rank is computed in the loop over partial ones, not before it:
       a third less code, which three copies of it want, and more registers. Not with `held`.
     - `worth`: of the time, which sharing out the last ranks is to save (stream_k.py): a kernel that
@@ -107,7 +108,7 @@ BACKWARD = (
     Backward((64,), (64,), numbered=True, level=FEW),
     Backward((128,), (128,), lagged=True, level=FEW),
     Backward((128,), (128,), numbered=True, level=FEW),
-    Backward((128, 64), (128,), stages=2),
+    Backward((128, 64), (128,), stages=2, numbered=True),
     Backward((256,), (256,), stages=2, keys=64),
 )
 

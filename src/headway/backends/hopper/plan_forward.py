@@ -89,7 +89,7 @@ class ForwardPlan(Plan):
             return self.in_ones(sum(how.d))
         if how.held:
             return self.spec.score is None and self.mask is None
-        return not how.numbered or self.spec.score is not None
+        return not how.numbered or self.spec.score is not None  # of a mask alone it costs 1 %
 
     def in_ones(self, width: int) -> bool:
         """Whether a rank is of 64 queries, in one of several CTAs of a multiprocessor: under a
