@@ -167,13 +167,10 @@ class Machine:
 
     def which(self, lanes: slice, statement: Statement) -> Callable[[], int]:
         """The number of a barrier: in a register, or not."""
-        number = statement.operands[0]
-        if number.isdigit():
-            return lambda: int(number)
-        register = self.lanes(lanes, statement).get(number, "u32")
+        numbers = self.lanes(lanes, statement).get(statement.operands[0], "u32")
 
         def read() -> int:
-            found = np.unique(register)
+            found = np.unique(numbers)
             if len(found) != 1:
                 raise Fault(f"threads that come together to several barriers: {statement}")
             return int(found[0])

@@ -176,20 +176,14 @@ class How:
         return replace(self, consumer=consumer)
 
     def of_keys(self) -> "Barriers | None":
-        """Of the forward's channel of keys."""
+        """Of the loader's channel of keys, or of the backward's queries."""
         return self._barriers(0, self.stages)
 
     def of_values(self) -> "Barriers | None":
-        """Of the forward's channel of values."""
+        """Of the loader's channel of values, or of dout."""
         return self._barriers(self.stages, self.values)
 
-    def of_queries(self) -> "Barriers | None":
-        """Of the backward's channel of queries."""
-        return self._barriers(0, self.stages)
-
-    def of_dout(self) -> "Barriers | None":
-        """Of the backward's channel of dout."""
-        return self._barriers(self.stages, self.values)
+    of_queries, of_dout = of_keys, of_values
 
     def _barriers(self, others: int, stages: int) -> "Barriers | None":
         """Those before the turns' and so many others, if the loader's channels are numbered."""

@@ -132,8 +132,8 @@ def backward(
         (
             channel(1, 1, 2),  # keys
             channel(1, 1, 2),  # values
-            from_loader(STAGES, HOW),  # queries and lse
-            from_loader(DO_STAGES, HOW),  # dout and delta
+            channel(STAGES, 1, 2, HOW.of_queries()),  # and lse
+            channel(DO_STAGES, 1, 2, HOW.of_dout()),  # and delta
         ),
         ring_of_ds(DS_STAGES),  # dS, from both consumers to both
         (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
@@ -164,15 +164,6 @@ def backward(
         [4, 1, 1, 1, 1],
         [240, 24, 24, 24, 24],
     )  # fmt: skip
-
-
-@gluon.jit
-def from_loader(STAGES: gl.constexpr, HOW: gl.constexpr):
-    """A channel from the loader to both consumers."""
-    if HOW.numbered:
-        return signal(STAGES, 1)
-    else:
-        return channel(STAGES, 1, 2)
 
 
 @gluon.jit

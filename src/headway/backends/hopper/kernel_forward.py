@@ -100,8 +100,8 @@ def forward(
     rings = (
         channel(TOLD, 1, HOW.consumers + 1),  # work
         channel(HOW.queries, 1, HOW.consumers),  # queries
-        blocks(HOW.stages, HOW),  # keys
-        blocks(HOW.values, HOW),  # values
+        channel(STAGES, 1, HOW.consumers, HOW.of_keys()),
+        channel(HOW.values, 1, HOW.consumers, HOW.of_values()),
         signal(1, 1),  # from the loader to the scheduler: one more
     )
     ready()
@@ -143,15 +143,6 @@ def forward(
             [4, 4, 1, 1],
             [HOW.registers, HOW.registers, 24, 24],
         )  # fmt: skip
-
-
-@gluon.jit
-def blocks(STAGES: gl.constexpr, HOW: gl.constexpr):
-    """A channel of blocks of keys or values."""
-    if HOW.numbered:
-        return signal(STAGES, 1)
-    else:
-        return channel(STAGES, 1, HOW.consumers)
 
 
 # -- a consumer -----------------------------------------------------------------------------------

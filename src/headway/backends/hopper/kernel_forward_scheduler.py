@@ -54,10 +54,7 @@ def schedule(smem, rings, counter, total, last, shares, sizes, walk, HOW: gl.con
 def _described(rank, total, last, walk, sizes, HOW: gl.constexpr):
     """The blocks of a rank (`walk.dealt`), and its numbers but one."""
     heads, group, _, _, _ = sizes
-    rest, n, turn = dealt(rank, total, last, walk, HOW.sub)
-    turns = heads // walk.near  # of a batch row's heads
-    b = rest // turns
-    h = (rest - b * turns) * walk.near + turn
+    n, h, b = dealt(rank, total, last, walk, heads, HOW.sub)
     if walk.full is None:
         blocks = _blocks(sizes, HOW)
         row = (blocks - 1) * HOW.block
@@ -65,10 +62,8 @@ def _described(rank, total, last, walk, sizes, HOW: gl.constexpr):
     else:
         slot, first, of_h, of_b, row, blocks = _read(walk.order, n, 0, 6)
         runs = _read(walk.order, n, 8, 16)
-        # What the mask does not tell apart, the rest of the rank does.
-        free = walk.h == 1
-        h = gl.where(free, h, of_h)
-        b = gl.where(walk.b == 1, gl.where(free, b, rest), of_b)
+        h = gl.where(walk.h == 1, h, of_h)
+        b = gl.where(walk.b == 1, b, of_b)
         return blocks, (slot, first, h, b, row, h // group), runs
 
 

@@ -51,10 +51,16 @@ from .gluon_api import (
 
 
 @gluon.jit
-def channel(STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
+def channel(
+    STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr,
+    BARRIERS: gl.constexpr = None,
+):  # fmt: skip
     """A channel: `full` counts arrivals of the writers (a TMA copy is one), `empty` of readers.
-    Both are to be used (`signal`)."""
-    return signal(STAGES, WRITERS) + signal(STAGES, READERS)
+    Both are to be used (`signal`). `BARRIERS`: of a numbered one."""
+    if BARRIERS is None:
+        return signal(STAGES, WRITERS) + signal(STAGES, READERS)
+    else:
+        return signal(STAGES, WRITERS)
 
 
 @gluon.jit

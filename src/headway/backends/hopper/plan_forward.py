@@ -50,10 +50,8 @@ class ForwardPlan(Plan):
         ranks = self.walks.lines * self.walks.sub * self.b * self.hq
         self.slots = how.consumers * self.walks.lines * self.walks.sub  # of one head
         ctas = how.ctas * self.processors
-        shares = Shares(ranks, ranks, 0, 0)
-        if self.mask is None:
-            blocks = max(-(-self.kv_len // block), 1)
-            shares = Shares.of(ranks, blocks, ctas, how)
+        blocks = max(-(-self.kv_len // block), 1) if self.mask is None else 0
+        shares = Shares.of(ranks, blocks, ctas, how)
         parts = shares.tickets - shares.whole
         self.part = parts * how.consumers * 64 * (sum(how.dv) + 4)  # numbers of all parts
         late = self.causal() and (how.consumers > 1 or self.long())

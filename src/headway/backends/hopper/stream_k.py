@@ -32,7 +32,7 @@ class Shares(NamedTuple):
 
     @staticmethod
     def of(ranks: int, blocks: int, ctas: int, how: Forward) -> "Shares":
-        """For ranks of so many blocks each."""
+        """For ranks of so many blocks each; 0: of any number, which nobody shares."""
         last = ranks % ctas
         several = last * blocks
         # Joining parts takes about as long as computing them, block for part.

@@ -80,8 +80,7 @@ def load_rows(
     PLACES: gl.constexpr, STAGES: gl.constexpr, BARRIERS: gl.constexpr = None,
 ):  # fmt: skip
     """Copy the rows of one head from `row` on into a stage of so many places. `to`: descriptors,
-    shared memory and channel (and its barriers). **Returns:** the cursor of the next
-    stage."""
+    shared memory and channel; `BARRIERS`: its own. **Returns:** the cursor of the next stage."""
     descs, smem, ring = to
     acquire(ring, at, BARRIERS)
     full = ring[0].index(at[0])

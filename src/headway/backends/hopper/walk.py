@@ -17,16 +17,16 @@ BACK_RUNS = gl.constexpr(8)
 
 
 @gluon.jit
-def dealt(rank, total, last, walk, SUB: gl.constexpr):
-    """Of a rank of so many: the group of heads, which line in the order of the mask, and which head
-    of the group.
+def dealt(rank, total, last, walk, heads, SUB: gl.constexpr):
+    """Of a rank of so many: which line it is of in the order of the mask; and its head and batch
+    row, where the mask does not tell them apart.
 
     Ranks of some heads (`walk.near`) follow one another, longest line first, then those of the next
     heads: while their keys are in the L2 cache. Under a mask the ranks of the `last` lines come
     after those of all heads: with long ones at the end some CTAs would be busy, and others not."""
     near = walk.near
     if walk.full is None:
-        return _in_turn(rank, walk.lines, near)
+        rest, n, turn = _in_turn(rank, walk.lines, near)
     else:
         lines = walk.lines * walk.b * walk.h * SUB
         of_line = total // lines
@@ -38,13 +38,17 @@ def dealt(rank, total, last, walk, SUB: gl.constexpr):
             _, n, turn = _in_turn(after, last, of_line)
             rest, turn = turn // near, turn % near
             n += first
-        return rest, n, turn
+    turns = heads // near  # of a batch row's heads
+    b = rest // turns
+    h = (rest - b * turns) * near + turn
+    return n, h, gl.where(walk.h == 1, b, rest)
 
 
 @gluon.jit
 def _in_turn(rank, lines, near):
-    """The same for so many lines, of which `near` ranks follow one another."""
-    several = gl.maximum(lines * near, 1)
+    """Of ranks of so many lines, of which `near` follow one another: the group of heads, the line,
+    and the head of the group."""
+    several = lines * near
     rest = rank // several
     turn = rank - rest * several
     n = turn // near
@@ -55,22 +59,17 @@ def _in_turn(rank, lines, near):
 def place(rank, total, last, walk, heads, SUB: gl.constexpr, ROWS: gl.constexpr):
     """The work of a rank (`dealt`): its line of the block mask, its number among the tiles of its
     head, first row, head, batch row."""
-    rest, n, turn = dealt(rank, total, last, walk, SUB)
-    turns = heads // walk.near  # of a batch row's heads
-    h = rest % turns * walk.near + turn
+    n, h, b = dealt(rank, total, last, walk, heads, SUB)
     if walk.full is None:
-        return n, n, n * ROWS, h, rest // turns
+        return n, n, n * ROWS, h, b
     else:
         line = gl.load(walk.order + n // SUB)
         tile = line % walk.lines
         slot = tile * SUB + n % SUB
         first = tile * walk.size + n % SUB * ROWS
-        # What the mask does not tell apart, the rest of the rank does.
-        free = walk.h == 1
         of_mask = line // walk.lines
-        h = gl.where(free, h, of_mask % walk.h)
-        rest = gl.where(free, rest // turns, rest)
-        b = gl.where(walk.b == 1, rest, of_mask // walk.h)
+        h = gl.where(walk.h == 1, h, of_mask % walk.h)
+        b = gl.where(walk.b == 1, b, of_mask // walk.h)
         return line, slot, first, h, b
 
 
