@@ -104,7 +104,7 @@ class Backward:
 
 
 BACKWARD = (
-    Backward((64,), (64,), block=128, lagged=True, numbered=True),
+    Backward((64,), (64,), block=128, lagged=True, numbered=True, level=FEW),
     Backward((64,), (64,), numbered=True, level=FEW),
     Backward((128,), (128,), lagged=True, level=FEW),
     Backward((128,), (128,), numbered=True, level=FEW),

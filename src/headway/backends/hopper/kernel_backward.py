@@ -80,6 +80,7 @@ from .tile import (
     add_product,
     at_stage,
     buffers,
+    in_every_row,
     kept,
     left,
     matrix,
@@ -99,7 +100,7 @@ from .walk import BACK_NUMBERS, TOLD, numbers, told, told_runs, visit
     ]
 )  # fmt: skip
 def backward(
-    q0, q1, k0, k1, v, dout, lse, delta, dq0, dq1,  # descriptors, of pieces; dq's of its parts
+    q0, q1, k0, k1, v, dout, lse, less_delta, dq0, dq1,  # descriptors, of pieces; dq's of its parts
     whole_dq, marks, items,  # where CTAs take islands: dq's descriptor, `islands.Work`; or None
     lines, zeroed,  # where zeros are written here: a descriptor of them, and counters; else None
     dk0, dk1, dv,  # descriptors; None where the wide ones are given
@@ -133,7 +134,7 @@ def backward(
             channel(1, 1, 2),  # keys
             channel(1, 1, 2),  # values
             channel(STAGES, 1, 2, HOW.of_queries()),  # and lse
-            channel(DO_STAGES, 1, 2, HOW.of_dout()),  # and delta
+            channel(DO_STAGES, 1, 2, HOW.of_dout()),  # and -delta
         ),
         ring_of_ds(DS_STAGES),  # dS, from both consumers to both
         (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
@@ -143,7 +144,7 @@ def backward(
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
     smem = (inputs, ds_smem, dq_smem, work_smem)
     sizes = (heads, group, share, q_len, q_rows, kv_len)
-    inputs = (q, k, v, dout, lse, delta)
+    inputs = (q, k, v, dout, lse, less_delta)
     to = ((dk, dv, wide_dk, wide_dv, d_width, dv_width), grads, sums, whole_dq)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     added = (dq, dk, dv, (whole_dq, items), (lines, zeroed))
@@ -348,14 +349,15 @@ def attend_back(
         PARTIAL, DERIVATIVE, MASK, HOW,
     )  # fmt: skip
     p16 = p.to(dtype)
-    delta = dlt_smem.index(do_at[0]).load(cols)
-    if WIDE:  # and rounded; delta in the accumulator
+    less_delta = dlt_smem.index(do_at[0]).load(cols)
+    if WIDE:  # and rounded; the product begins with -delta
         p16 = kept(p16)
         if DERIVATIVE is None:  # noqa: SIM108
             by_s = p16
         else:
             by_s = kept(by_s.to(dtype))
-        dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), zero - delta[None, :], True)
+        less_delta = in_every_row(less_delta, zero)
+        dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), less_delta, True)
     elif HOW.late:
         dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), zero, False)
     p16 = gl.convert_layout(p16, left(DV))
@@ -363,8 +365,8 @@ def attend_back(
 
     e = warpgroup_mma_wait(1, deps=[dp])
     if not WIDE:
-        e = e - delta[None, :]
-    ds = factors(by_s, DERIVATIVE, MASK) * e
+        e = e + less_delta[None, :]
+    ds = factors(by_s, DERIVATIVE) * e
     if SCATTER is not None:
         values = others(p, by, e, HOW.unbounded)
         SCATTER(grads, values, *pairs, of_score)

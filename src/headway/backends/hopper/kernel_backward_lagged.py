@@ -15,7 +15,7 @@ from .gluon_api import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_m
 from .kernel_backward_dq import hand_over, part
 from .kernel_backward_parts import DO_STAGES, factors, of_queries, outer_v, probabilities
 from .pipeline import await_, prior, publish, release, step
-from .tile import ROWS, add_product, at_stage, kept, left, mma, outer
+from .tile import ROWS, add_product, at_stage, in_every_row, kept, left, mma, outer
 
 
 @gluon.jit
@@ -83,7 +83,7 @@ def attend_lagged(
         hand_over(dq, dq_smem[0].index(W), ring[0], dq_at)
 
     await_(do_ring, do_at)
-    less_delta = zero - dlt_smem.index(do_at[0]).load(cols)[None, :]
+    less_delta = in_every_row(dlt_smem.index(do_at[0]).load(cols), zero)
     dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), less_delta, True)
     p16 = gl.convert_layout(p16, left(v_smem.shape[2]))
     dv = warpgroup_mma(p16, do_smem.index(do_at[0]), acc_v, is_async=True)
@@ -91,7 +91,7 @@ def attend_lagged(
     publish(ring[0], dq_at, lags)
 
     e = warpgroup_mma_wait(1, deps=[dp])
-    ds16 = (factors(by_s, DERIVATIVE, MASK) * e).to(dtype)
+    ds16 = (factors(by_s, DERIVATIVE) * e).to(dtype)
     # In as many stages as dout; what fills one twice has been read in between.
     ds_smem.index(do_at[0] * 2 + W).store(ds16)
     fence_async_shared()

@@ -24,7 +24,7 @@ ORDER = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
 def load(state, inputs, smem, rings, at, runs, sizes, walk, HOW: gl.constexpr):
     """Copy the blocks of queries of every head of a rank, and its keys and values. These come after
     the first block, which has a place while the rank before still needs its own keys."""
-    q, k, v, dout, lse, delta = inputs
+    q, k, v, dout, lse, less_delta = inputs
     kv_at, q_at, do_at = state
     k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = smem
     k_ring, v_ring, q_ring, do_ring = rings
@@ -33,7 +33,7 @@ def load(state, inputs, smem, rings, at, runs, sizes, walk, HOW: gl.constexpr):
     keys = ((k, k_smem, k_ring), ((v,), (v_smem,), v_ring), b, h // group, first)
     state = (q_at, do_at, kv_at, gl.to_tensor(True))
     for n in range(share):
-        given = (q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring,
+        given = (q, dout, lse, less_delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring,
                  b, h + n, (b * heads + h + n) * q_rows, keys)  # fmt: skip
         state = visit(state, given, walk, line, runs, q_len, 0, load_block, None, None, None, HOW)
     q_at, do_at, kv_at, _ = state
@@ -48,7 +48,8 @@ def load_block(
     """Copy the rows of queries from n on, and what belongs to them; after the first ones the keys
     and values."""
     (
-        q, dout, lse, delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring, b, h, row0, keys,
+        q, dout, lse, less_delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring, b, h, row0,
+        keys,
     ) = given  # fmt: skip
     q_at, do_at, kv_at, is_first = state
     acquire(q_ring, q_at, HOW.of_queries())
@@ -60,7 +61,7 @@ def load_block(
     full = do_ring[0].index(do_at[0])
     mbarrier.expect(full, bytes_of((do_smem,), 1) + 4 * HOW.block)
     copy_in(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))
-    copy_in(delta, [row0 + n], full, dlt_smem.index(do_at[0]))
+    copy_in(less_delta, [row0 + n], full, dlt_smem.index(do_at[0]))
     if is_first:
         of_k, of_v, kb, kh, first = keys
         TILES: gl.constexpr = of_v[1][0].shape[0]
@@ -183,12 +184,11 @@ def weighted(p, by, UNBOUNDED: gl.constexpr):
 
 
 @gluon.jit
-def factors(by_s, DERIVATIVE: gl.constexpr, MASK: gl.constexpr):
+def factors(by_s, DERIVATIVE: gl.constexpr):
     """P times the derivative, which may have been rounded, in float32. (`widened` saves 7 % of a
-    block's instructions. Timed on an H200: 64 wide then takes 0.953 of the time, 192 wide 0.958;
-    with a causal mask, though, 1.023 and 1.003. With a score, ptxas runs out of registers at 192.)
-    """
-    if DERIVATIVE is None and MASK is None:
+    block's instructions. Timed on an H200: 64 wide takes 0.94 of the time behind a causal mask, 192
+    wide 0.96 without one. With a score, ptxas runs out of registers at 192.)"""
+    if DERIVATIVE is None:
         return widened(by_s)
     else:
         return by_s.to(gl.float32)

@@ -71,7 +71,7 @@ _HALF = gl.constexpr(128)
     ]
 )  # fmt: skip
 def backward_wide(
-    q, q1, k, k1, v, dout, lse, delta,  # descriptors; there are no second pieces
+    q, q1, k, k1, v, dout, lse, less_delta,  # descriptors; there are no second pieces
     dq, dq1,  # pointer to the parts, and None
     dk, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
@@ -94,7 +94,7 @@ def backward_wide(
         channel(1, 1, 2),  # keys, once
         channel(1, 1, 1),  # values, once
         channel(STAGES, 1, 2),  # queries and lse, for values and keys
-        channel(DO_STAGES, 1, 2),  # dout and delta, for values and keys
+        channel(DO_STAGES, 1, 2),  # dout and -delta, for values and keys
     )
     if SCATTER is None:  # noqa: SIM108
         p_ring = channel(P_STAGES, 1, 1)  # P, from values to keys; queries let go of the stage
@@ -119,7 +119,7 @@ def backward_wide(
             (keys, ((dk, wide_dk, d_width, grads, sums), smem, rings, at, sizes, given, walk,
                     DERIVATIVE, SCATTER, MASK, HOW)),
             (queries, (dq, smem, rings, at, sizes, walk, turns, HOW)),
-            (load_once, (((q,), (k,), v, dout, lse, delta), inputs, of_inputs, at, sizes, walk,
+            (load_once, (((q,), (k,), v, dout, lse, less_delta), inputs, of_inputs, at, sizes, walk,
                          HOW)),
         ],
         [4, 4, 1],
@@ -280,8 +280,8 @@ def keys_block(
     dtype: gl.constexpr = v_smem.dtype
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
     z = (n + opaque) >> 30
-    delta = dlt_smem.index(do_at[0]).load(cols)
-    e = dp - delta[None, :]
+    less_delta = dlt_smem.index(do_at[0]).load(cols)
+    e = dp + less_delta[None, :]
     release(do_ring, do_at)
     await_(q_ring, q_at)
     if SCATTER is None:

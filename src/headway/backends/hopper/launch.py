@@ -65,7 +65,8 @@ def backward(
         dq = _first(dq, plan.d)
     dsink = None
     if call.sink is not None:
-        dsink = learned.of_sink(call.sink, lse, plan.terms.split(terms)[0][..., : plan.q_len])
+        less_delta = plan.terms.split(terms)[0][..., : plan.q_len]
+        dsink = -learned.of_sink(call.sink, lse, less_delta)
     return Grads(dq, dk, dv_, dsink, captured)
 
 

@@ -91,7 +91,7 @@ class BackwardPlan(Plan):
         )  # fmt: skip
         self.q, self.dout = matrix(how.block, how.d), matrix(how.block, how.dv)
         self.k, self.v, self.dk, self.dv_ = (matrix(64, w) for w in (how.d, how.dv) * 2)
-        self.lse, self.delta = numbers(how.block), numbers(how.block)
+        self.lse, self.less_delta = numbers(how.block), numbers(how.block)
         # Pieces of dq as a consumer hands them over, 64 x 64 numbers or half of them; one for dq
         # alone needs no descriptor.
         first = how.block * min(self.columns, 128) // 512
@@ -119,7 +119,7 @@ class BackwardPlan(Plan):
         self.kernel = Direct(kernel, self.device, options, self.grid, self.arrange)
         shape = self.b, self.hq, self.q_len, self.dv
         columns, counted = 0 if whole else self.columns, self.lines is not None
-        self.terms = Terms(shape, self.q_rows, columns, self.device, counted)
+        self.terms = Terms(shape, self.q_rows, columns, self.device, counted, negative=True)
         strips = self.columns // 64
         grid = self.b * self.hq * self.q_rows * strips // 64, 1, 1
         self.finish = Direct(finish, self.device, {"STRIPS": strips}, grid, self.arrange_finish)
@@ -182,7 +182,7 @@ class BackwardPlan(Plan):
         q, k, v, dout, terms, dk, dv, *rest = own
         ranks = () if self.ranks is None else (rest.pop(0), self.ranks, self.last)
         coords, walk, captured, added = self.arranged(self.walks, tensors, floats)
-        delta, lse2, parts, zeroed = self.terms.split(terms)
+        less_delta, lse2, parts, zeroed = self.terms.split(terms)
         turns, whole = None, () if self.ranks is None else (None, None, None)
         zeros: tuple = () if self.ranks is None else (None, None)
         if self.by_island is not None:
@@ -200,8 +200,8 @@ class BackwardPlan(Plan):
             to = (*self.dk(dk[..., : self.d]), self.dv_(dv[..., : self.dv])[0], None, None)
         return (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
-            *self.delta(delta), *self.parts(parts), *whole, *zeros, *to, grads, bands, sums, *ranks,
-            *self.numbers, coords, walk, turns, *captured,
+            *self.less_delta(less_delta), *self.parts(parts), *whole, *zeros, *to, grads, bands,
+            sums, *ranks, *self.numbers, coords, walk, turns, *captured,
         )  # fmt: skip
 
     def arrange_finish(self, own: Sequence[Any], *_: object) -> tuple:

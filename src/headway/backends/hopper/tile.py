@@ -203,6 +203,12 @@ def times(acc, factor):
         return (a, acc[1] * by[:, None])
 
 
+@gluon.jit
+def in_every_row(x, like):
+    """A number per column as what a product like this one may begin with."""
+    return gl.broadcast(x[None, :], like)[0]
+
+
 # -- scores ---------------------------------------------------------------------------------------
 
 

@@ -28,14 +28,15 @@ class Terms:
     - `rows`: of a head, in the buffer.
     - `columns`: of the memory, (b, hq, rows, columns); a multiple of 64.
     - `counted`: whether there are counters, and not zeros.
+    - `negative`: delta with a minus: what the product dP may begin with.
     """
 
     def __init__(
         self, shape: Sequence[int], rows: int, columns: int, device: torch.device,
-        counted: bool = False,
+        counted: bool = False, negative: bool = False,
     ) -> None:  # fmt: skip
         (self.b, self.heads, self.q_len, self.width), self.rows = shape, rows
-        self.columns, self.device = columns, device
+        self.columns, self.device, self.negative = columns, device, negative
         self.each = -(-self.b * self.heads * rows // _WHOLE) * _WHOLE
         self.counters = self.b * self.heads + 1 if counted else 0
         self.size = 2 * self.each + self.b * self.heads * rows * columns + self.counters
@@ -64,7 +65,9 @@ class Terms:
     def kernel(self) -> Direct:
         """For tensors of the same dtypes and strides, and None in the same places."""
         width = triton.next_power_of_2(max(self.width, 1))
-        options = {"BLOCK": _BLOCK, "WIDTH": width, "COLUMNS": self.columns}
+        options = {
+            "BLOCK": _BLOCK, "WIDTH": width, "COLUMNS": self.columns, "NEGATIVE": self.negative,
+        }  # fmt: skip
         grid = -(-self.rows // _BLOCK), self.b * self.heads, 1
         return Direct(row_kernel, self.device, options, grid, self.arrange)
 
@@ -103,7 +106,7 @@ def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 @triton.jit(do_not_specialize=["heads", "q_len", "rows"])
 def row_kernel(
     out, dout, dlse, delta, lse, lse2, nothing, counters, strides, heads, q_len, rows, width,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of one head; the strides are those of dout."""
     head = tl.cast(tl.program_id(1), tl.int64)
@@ -120,7 +123,7 @@ def row_kernel(
     if dlse is not None:
         total -= tl.load(dlse + at, mask=live, other=0.0)
     to = head * rows + i
-    tl.store(delta + to, total, mask=i < rows)
+    tl.store(delta + to, -total if NEGATIVE else total, mask=i < rows)
     if lse is not None:
         tl.store(
             lse2 + to, in_log2(tl.load(lse + at, mask=live, other=float("inf"))), mask=i < rows
