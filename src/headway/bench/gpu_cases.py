@@ -83,12 +83,12 @@ def _documents() -> Mask:
     """Twelve documents of uneven lengths in 8192 positions."""
     lengths = [97 + (911 * k) % 1171 for k in range(1, 13)]
     lengths[-1] = 8192 - sum(lengths[:-1])
-    return causal() & document(torch.repeat_interleave(torch.arange(12), torch.tensor(lengths)))
+    return causal() & document.from_lengths(lengths)
 
 
 def _packed(count: int, length: int) -> Mask:
     """So many documents of one length, in one row."""
-    return causal() & document(torch.arange(count).repeat_interleave(length))
+    return causal() & document.from_lengths([length] * count)
 
 
 def _table(learn: bool = True) -> Tensor:

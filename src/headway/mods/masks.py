@@ -121,9 +121,9 @@ class document(Mask):
     """`ids[i] == kv_ids[j]`: packed documents do not see each other.
 
     `ids` is an int tensor `(q_len,)` or `(batch, q_len)`; `kv_ids`, where keys differ from queries,
-    likewise over keys. From lengths or cumulative lengths: `document.from_lengths([5, 3, 8])`,
-    `document.from_cu_seqlens(cu_seqlens)`. (Krell et al. 2021, Efficient sequence packing,
-    arXiv 2107.02027)
+    likewise over keys. int32, which a GPU compares faster than int64, is enough. From lengths or
+    cumulative lengths: `document.from_lengths([5, 3, 8])`, `document.from_cu_seqlens(cu_seqlens)`.
+    (Krell et al. 2021, Efficient sequence packing, arXiv 2107.02027)
     """
 
     ids: Tensor
