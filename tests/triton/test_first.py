@@ -3,6 +3,8 @@
 The driver is a stand-in for a GPU's: kernels are compiled for it, and launches are written down.
 """
 
+import gc
+import sys
 import threading
 import traceback
 from concurrent.futures import wait
@@ -128,6 +130,30 @@ def test_a_gradient_that_lies_otherwise_compiles_the_backward_side_by_side(devic
     assert sorted(name for name, _ in compiled) == ["backward_kv", "backward_q"]
     assert threading.get_ident() not in [thread for _, thread in compiled]
     assert [name for name, _ in device.launches] == ALL
+
+
+@pytest.fixture
+def finalizers():
+    """Garbage is collected all the time, and that lets other threads go on."""
+    switch, threshold = sys.getswitchinterval(), gc.get_threshold()
+
+    def finalize(*given):
+        for _ in range(100):
+            pass
+
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(1)
+    gc.callbacks.append(finalize)
+    yield
+    gc.callbacks.remove(finalize)
+    gc.set_threshold(*threshold)
+    sys.setswitchinterval(switch)
+
+
+def test_threads_parse_while_garbage_is_finalized(device, compiled, finalizers):
+    attend()
+    assert sorted(name for name, _ in compiled) == sorted(ALL)  # none failed and was compiled again
+    assert gc.isenabled()
 
 
 def test_what_is_not_trained_compiles_one_kernel_where_it_is_called(device, compiled):

@@ -9,9 +9,10 @@ not be compiled is tried again there, and fails with its own error. (Where launc
 Triton's launcher none is made: a C compiler's half a second, after the dearest kernel's own time.)
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from threading import get_ident
 from types import ModuleType
@@ -79,7 +80,7 @@ def side_by_side(device: torch.device, steps: Callable[[], object]) -> None:
         with suppress(Exception):
             import_module(_LATE)
         able_to_compile()
-        with ThreadPoolExecutor(len(kernels)) as pool:
+        with _no_garbage_collected(), ThreadPoolExecutor(len(kernels)) as pool:
             # Backwards: the last ones take longest.
             begun = []
             for ready in kernels[::-1]:
@@ -125,6 +126,20 @@ def settle(*modules: ModuleType) -> None:
         for fn in list(vars(module).values()):
             if isinstance(fn, triton.JITFunction) and fn.__module__ == module.__name__:
                 fn.cache_key  # noqa: B018
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Triton parses what it compiles. Where garbage is collected meanwhile, finalizers let other
+    threads go on, and CPython (seen with 3.11), which counts the depth of what all threads parse
+    as one number, gives up: "AST constructor recursion depth mismatch"."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _on(device: torch.device, call: Callable[[], None]) -> None:
