@@ -36,6 +36,16 @@ CHECKS = {
     "softcap": ((2, 8, 8, 777, 777, 128, 128), {"mask": "causal", "score": "softcap"}),
     "softcap_64": ((2, 8, 8, 777, 777, 64, 64), {"mask": "causal", "score": "softcap"}),
     "alibi": ((2, 8, 8, 777, 777, 128, 128), {"mask": "causal", "score": "alibi"}),
+    # A product adds a straight line, where nobody asks for the largest logits.
+    "slanted": (
+        (2, 8, 4, 777, 1300, 128, 128),
+        {"mask": "causal", "score": "alibi", "stats": False},
+    ),
+    "slanted_64": (
+        (2, 8, 8, 777, 777, 64, 64),
+        {"mask": "causal", "score": "alibi", "stats": False},
+    ),
+    "slanted_full": ((1, 3, 3, 640, 4000, 128, 128), {"score": "steep", "stats": False}),
     "window": ((2, 4, 4, 2000, 2000, 128, 128), {"mask": "window"}),
     "document": ((2, 4, 4, 2000, 2000, 128, 128), {"mask": "document"}),
     "sink": ((2, 8, 8, 777, 777, 128, 128), {"mask": "causal", "sink": True}),
@@ -132,7 +142,8 @@ def made(shape, mask=None, score=None, dtype=BF16, sink=False, backward=True, **
     learned = {"relative": (hq, 2 * max(n, m) - 1), "buckets": (32, hq)}.get(score)
     table = None if learned is None else torch.randn(learned, device="cuda").requires_grad_()
     scores = {None: None, "softcap": hw.softcap(30.0),
-              "alibi": hw.alibi(2.0 ** -torch.arange(1, hq + 1, device="cuda").float())}  # fmt: skip
+              "alibi": hw.alibi(2.0 ** -torch.arange(1, hq + 1, device="cuda").float()),
+              "steep": lambda s, b, h, i, j: 1.1 * s + 0.01 * (j - i)}  # fmt: skip
     if table is not None:
         scores[score] = (hw.relative_bias if score == "relative" else hw.t5_bias)(table)
     leaves = [x.requires_grad_(backward) for x in (q, k, v)]
@@ -155,16 +166,21 @@ def mask_of(name, shape, device):
     return hw.causal() & hw.sliding_window(min(1024, n // 4)) if name == "window" else hw.causal()
 
 
-def call(name, leaves, dout, score, mask, sink, table, deterministic=False):
-    """out, lse and gradients by a backend."""
+def call(name, leaves, dout, score, mask, sink, table, deterministic=False, stats=True):
+    """out, its statistics unless nobody asks for them, and gradients by a backend."""
     import headway as hw
 
-    got = hw.attention_with_stats(*leaves, score, mask, sink=sink, backend=name,
-                                  deterministic=deterministic)  # fmt: skip
-    found = {"out": got.out, "lse": got.lse, "max_logit": got.max_logit}
+    attend = hw.attention_with_stats if stats else hw.attention
+    got = attend(*leaves, score, mask, sink=sink, backend=name, deterministic=deterministic)
+    if stats:
+        found = {"out": got.out, "lse": got.lse, "max_logit": got.max_logit}
+        made, given = (got.out, got.lse), (dout, torch.cos(got.lse.detach()))
+    else:
+        found = {"out": got}
+        made, given = (got,), (dout,)
     if leaves[0].requires_grad:
         wrt = [x for x in (*leaves, sink, table) if x is not None]
-        grads = torch.autograd.grad((got.out, got.lse), wrt, (dout, torch.cos(got.lse.detach())))
+        grads = torch.autograd.grad(made, wrt, given)
         found |= dict(zip(("dq", "dk", "dv", "dsink or dtable"), grads, strict=False))
     return {n: x.detach() for n, x in found.items()}
 
@@ -178,12 +194,13 @@ def check(name: str) -> str:
     shape, options = CHECKS[name]
     inputs = made(shape, **options)
     other = "reference" if options.get("exact", True) else "triton"
-    right = call(other, *inputs)
+    stats = options.get("stats", True)
+    right = call(other, *inputs, stats=stats)
     wrong, first = [], {}
     in_turn = options.get("deterministic", False)
     for turn in range(8 if in_turn else 2):
         torch.full((4 * inputs[0][0].numel() + 2**22,), float("nan"), device="cuda")
-        got = call("hopper", *inputs, deterministic=in_turn)
+        got = call("hopper", *inputs, deterministic=in_turn, stats=stats)
         torch.cuda.synchronize()
         first = first or got
         wrong += [f"{key} differs" for key in got if in_turn and not got[key].equal(first[key])]

@@ -436,6 +436,8 @@ class Language(types.ModuleType):
 
     @staticmethod
     def cast(x, dtype):
+        if isinstance(x, float) and dtype.is_floating_point:
+            return float(torch.tensor(x, dtype=dtype))
         return x.to(dtype) if isinstance(x, torch.Tensor) else x
 
     @staticmethod
@@ -581,14 +583,14 @@ def _load() -> types.SimpleNamespace:
         zeros = load("simulated.kernel_backward_zeros")
         islands = load("simulated.kernel_backward_islands")
         parts = load("simulated.kernel_backward_parts")
-        sides = load("simulated.sides")
+        sides, linear = load("simulated.sides"), load("simulated.linear")
         diagonals = load("simulated.diagonals")
         text = {n: load(f"simulated_text.{n}") for n in ("maths", "gradients")}
         rows = load("simulated_text.rows")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
         forward=forward, out=out, backward=backward, backward_wide=backward_wide,
-        wide_dq=wide_dq, adder=adder, zeros=zeros, islands=islands, parts=parts, sides=sides, diagonals=diagonals,
+        wide_dq=wide_dq, adder=adder, zeros=zeros, islands=islands, parts=parts, sides=sides, linear=linear, diagonals=diagonals,
         rows=rows, names=names,
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Scores that are linear in S, taken apart: which are, and how exact they stay far from 0."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -39,6 +40,7 @@ SCORES = {
     "square": (lambda t, u: lambda s, b, h, i, j: s - t[h] * (j - i) ** 2, False),
     "two": (lambda t, u: lambda s, b, h, i, j: s - (j - i).abs() - (j - 3).abs(), False),
 }  # fmt: skip
+STRAIGHT = ("steep", "floats", "halved")
 READ = ("alibi", "floats", "halved", "both", "tables", "heads")  # those that read a tensor
 
 
@@ -82,6 +84,7 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     assert (known["score_shared"] is not None) == any(x in name for x in READ)
     how = How(128, 2, 1, torch.int32, linear=module.linear, bent=module.bent, lone=module.lone,
               rising=module.rising, **known)  # fmt: skip
+    assert module.straight == (name in STRAIGHT or (name == "alibi" and on != 0))
     sides = simulator.LOADED.sides
     exact = make(SLOPES.double(), BIAS.double())
     scale, h = 0.125, 2
@@ -96,18 +99,33 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
             of_rows = sides.of_rows(0, h, row, captured, (), queries, how)
             of_columns = sides.of_columns(0, h, column, of_rows, captured, (), queries, False, how)
             given = sides.given(captured, of_rows, of_columns, queries, 128, how)
-            t, unit, by_row = simulator.LOADED.forward.linear_scores(
-                s, scale, torch.zeros(128), 0, h, q, kv, first_kv if queries else first_q, given,
-                queries, queries, how,
-            )  # fmt: skip
-            made = (t.double() * unit + by_row.double()[:, None]) / 1.4426950408889634
             i, j = (q[:, None], kv[None, :]) if queries else (q[None, :], kv[:, None])
             i, j = i.long(), j.long()
             want = exact(s.double() * scale, 0, h, i, j)
             size = s.abs().double() * scale + 1.4 * ((i - j).abs() + 128) + 3 * BIAS.abs().max()
             counts = (i - j) * on >= 0
-            assert ((made - want).abs() / size * counts).max() < 4 * 2**-24, (
-                name,
-                first_q,
-                first_kv,
-            )
+            # By instructions alone; and by a product of tensor cores, but for a rank's first block.
+            ways = [(False, False)]
+            if queries and module.straight and module.rising:
+                ways += [(True, False), (True, True)]
+            for product, slanted in ways:
+                how = replace(how, slanted=product)
+                added = slant(scale, h, q, captured, of_rows, how) if slanted else 0.0
+                t, unit, by_row = simulator.LOADED.linear.linear_scores(
+                    s + added, scale, torch.zeros(128), 0, h, q, kv,
+                    first_kv if queries else first_q, given, queries, queries, slanted, how,
+                )  # fmt: skip
+                made = (t.double() * unit + by_row.double()[:, None]) / 1.4426950408889634
+                off = ((made - want).abs() / size * counts).max()
+                assert off < 4 * 2**-24, (name, first_q, first_kv, product, slanted)
+
+
+def slant(scale, h, q, captured, of_rows, how):
+    """What tensor cores add to S."""
+    linear = simulator.LOADED.linear
+    given = simulator.LOADED.sides.given(captured, of_rows, ((),), True, 128, how)
+    a = linear.slopes(scale, 0, h, q, given, 128, how)
+    simulator.here.all, simulator.here.name = [], "0"
+    c = linear.column_numbers(128)
+    assert a.dtype == c.dtype == torch.bfloat16
+    return a.float() @ c.x.float().T

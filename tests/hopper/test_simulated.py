@@ -166,7 +166,9 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
     has a gradient or none, and a sink, whatever stood in the memory for parts before."""
     monkeypatch.setattr(simulator.Kernel, "abreast", abreast)
     monkeypatch.setattr(stream_k, "LEAST", 1)
-    suits = mock.patch.object(ForwardPlan, "suits", lambda _, how: how.consumers == consumers)
+    suits = mock.patch.object(
+        ForwardPlan, "suits", lambda _, how: how.consumers == consumers and not how.slanted
+    )
     parts = torch.full((100_000,), torch.nan)
     poisoned = mock.patch.object(ForwardPlan, "memory", lambda plan: parts[: plan.part])
     counter = torch.zeros(512, dtype=torch.int32)
@@ -188,6 +190,48 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
         assert (made.out - true.out).abs().max() < 0.02
         assert (made.lse - true.lse).abs().max() < 1e-3
         assert (made.max_logit - true.max_logit).abs().max() < 1e-3
+
+
+def straight(d: int, dtype: torch.dtype, name: str):
+    """A problem whose score is a straight line in the keys, and the greatest error of what a
+    backend makes of it without statistics: out and gradients."""
+    slopes = torch.tensor([0.5, -0.3])
+    masks = {"alibi": hw.causal(), "steep": None, "window": hw.causal() & hw.sliding_window(260)}
+    steep = lambda s, b, h, i, j: 1.1 * s + 0.02 * (j - i) + 0.5
+    score = steep if name == "steep" else hw.alibi(slopes)
+    q, k, v = (torch.randn(2, h, n, d).to(dtype) for h, n in ((2, 300), (1, 470), (1, 470)))
+    dout = torch.randn(2, 2, 300, d).to(dtype)
+
+    def made(backend, *given):
+        leaves = [x.detach().requires_grad_() for x in given]
+        out = hw.attention(*leaves, score, masks[name], backend=backend)
+        return out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+    def errors(backend):
+        right = made("reference", q.double(), k.double(), v.double())
+        near = made(backend, q, k, v)
+        return [((a - b).norm() / b.norm()).item() for a, b in zip(near, right, strict=True)]
+
+    return errors
+
+
+@pytest.mark.parametrize("name", ["alibi", "steep", "window"])
+@pytest.mark.parametrize(("d", "dtype"), [(128, torch.bfloat16), (64, torch.float16)])
+def test_a_product_adds_a_straight_line(d, dtype, name, monkeypatch):
+    forward, issued = simulator.LOADED.forward, []
+    slant = forward.slant
+    monkeypatch.setattr(forward, "slant", lambda *args: issued.append(1) or slant(*args))
+    assert max(straight(d, dtype, name)("hopper")) < 8e-3
+    assert issued
+
+
+def test_whose_largest_logits_are_asked_for_no_product_adds_to():
+    """They are of S, which no register would have."""
+    q = torch.randn(1, 1, 200, 64).bfloat16()
+    with mock.patch.object(simulator.LOADED.forward, "slant", side_effect=AssertionError):
+        made = hw.attention_with_stats(q, q, q, hw.alibi(1), hw.causal(), backend="hopper")
+    true = hw.attention_with_stats(*[q.double()] * 3, hw.alibi(1), hw.causal(), backend="reference")
+    assert (made.max_logit - true.max_logit).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize(("d", "dv", "length"), [(16, 16, 1300), (192, 128, 800)])

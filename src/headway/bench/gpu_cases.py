@@ -21,6 +21,7 @@ from ..mods import (
     sliding_window,
     softcap,
 )
+from ..mods.base import value
 from .cases import BACKWARD, FORWARD, Case, Target
 
 _TRITON = "headway triton"
@@ -100,6 +101,14 @@ def _slopes() -> Tensor:
     return torch.exp2(-torch.arange(1, 17) * 0.5)
 
 
+@value
+class tilted(Score):
+    """A score as users write them, of four float operations."""
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return 1.1 * score + 0.01 * (kv_idx - q_idx) + 0.5
+
+
 _MASKS = ("flex", _FLASH4, _TRITON)
 _CAPPED = ("flex", "headway plain", _FLASH4, _TRITON)
 _LEARNED = ("headway plain", _TRITON)
@@ -113,6 +122,8 @@ GPU_CASES: tuple[Case, ...] = (
     _scored("softcap-full", lambda: softcap(20.0), None, _SOFTCAP, _CAPPED),
     _scored("alibi-causal", lambda: alibi(_slopes()), causal,
             _flex() + _than("headway plain", 0.95, 0.95)),
+    _scored("user-causal", tilted, causal, _flex() + _than("headway plain", 0.95, 0.95)),
+    _scored("user-full", tilted, None, _flex() + _than("headway plain", 0.95, 0.95)),
     _scored("window-1024", None, lambda: causal() & sliding_window(1024), _flex(1.15, 1.15),
             _MASKS),
     _scored("documents-causal", None, _documents, _flex(1.15, 1.15), _MASKS),

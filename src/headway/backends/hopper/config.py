@@ -28,6 +28,9 @@ class Forward:
       takes 0.975 of the time; 256 wide 1.01.)
     - `out`: columns of out that pass through shared memory at a time; 0: all.
     - `held`: queries are multiplied from registers.
+    - `slanted`: a score that is a straight line in the keys is added by a product (linear.py), for
+      which there is shared memory if out passes through less. (Timed on an H200: 128 wide, ALiBi
+      takes 0.983 of the time, 1.1 score + 0.01 (kv_idx - q_idx) 0.964; 64 wide 0.97.)
     - `numbered`: keys and values come through numbered channels (pipeline.py). (Timed on an H200:
       128 wide, 8k full takes 0.984 of the time, ALiBi 0.992, a window without a score 1.013; 64,
       192 and 256 wide full 1.02 to 1.04.)
@@ -51,6 +54,7 @@ class Forward:
     early: bool = False
     out: int = 0
     held: bool = False
+    slanted: bool = False
     numbered: bool = False
     merged: bool = False
     worth: float = 1 / 16
@@ -69,10 +73,12 @@ class Forward:
 FORWARD = (
     Forward((64,), (64,), stages=3, values=3, merged=True, consumers=3, level=MANY),
     Forward((64,), (64,), block=64, stages=3, values=3, consumers=1, ctas=3, level=FEW),
+    Forward((64,), (64,), stages=3, values=3, slanted=True),
     Forward((64,), (64,), stages=3, values=3),
     Forward((64, 32), (64, 32)),
     Forward((128,), (128,), block=64, queries=1, held=True, consumers=1, ctas=2, level=MANY),
     Forward((128,), (128,), values=3, queries=1, held=True, numbered=True, worth=0, level=MANY),
+    Forward((128,), (128,), out=64, slanted=True, numbered=True, level=FEW),
     Forward((128,), (128,), numbered=True, level=FEW),
     Forward((128,), (128,), level=FEW),
     Forward((128, 64), (128,), queries=1, early=True, out=64),
@@ -159,6 +165,7 @@ class How:
     linear: Any = None  # the generated function of a score that is linear in S (kernels/linear.py)
     bent: bool = False  # it has an absolute value
     lone: bool = False  # and nothing else beside S
+    slanted: bool = False  # forward: what is added for a column, a product adds
     rising: bool = False  # it grows with S, by a factor known to be well above 0
     # The generated functions of a mask that is taken apart (kernels/sides.py).
     shared: Any = None

@@ -148,7 +148,7 @@ def probabilities(
     else:
         of_linear = given(of_score, rows, columns, False, HOW.block, HOW)
         t, _, by_key = linear_scores(
-            s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_linear, False, False, HOW
+            s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_linear, False, False, False, HOW
         )
         p = gl.exp2(t if HOW.lone else t + by_key[:, None])
         s = s * scale

@@ -34,7 +34,7 @@ from .gluon_api import (
 from .kernel_forward_loader import load
 from .kernel_forward_out import finish
 from .kernel_forward_scheduler import schedule
-from .linear import linear_scores
+from .linear import column_numbers, linear_scores, slant, slopes
 from .pipeline import (
     await_,
     await_own_turn,
@@ -97,6 +97,10 @@ def forward(
     else:
         o_smem = ()
     work_smem = numbers(NUMBERS)
+    if HOW.slanted:  # noqa: SIM108
+        c_smem = (column_numbers(HOW.block),)
+    else:
+        c_smem = ()
     rings = (
         channel(TOLD, 1, HOW.consumers + 1),  # work
         channel(HOW.queries, 1, HOW.consumers),  # queries
@@ -105,7 +109,7 @@ def forward(
         signal(1, 1),  # from the loader to the scheduler: one more
     )
     ready()
-    smem = (work_smem, q_smem, k_smem, v_smem, o_smem)
+    smem = (work_smem, q_smem, k_smem, v_smem, o_smem, c_smem)
     sizes = (heads, group, q_len, kv_len, dv)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
     to = (out, wide_out, lse, row_max, top, sink, (parts, counter))
@@ -155,7 +159,7 @@ def consume(
 ):  # fmt: skip
     """Attend from rows 64 W to 64 W + 63 of every rank, W the number of the consumer."""
     W: gl.constexpr = HOW.consumer
-    work_smem, q_smem, k_smem, v_smem, o_smem = smem
+    work_smem, q_smem, k_smem, v_smem, o_smem, c_smem = smem
     work_ring, q_ring, k_ring, v_ring, _ = rings
     _, _, q_len, kv_len, _ = sizes
     scale, coords, bands, of_score, of_mask = given
@@ -184,7 +188,7 @@ def consume(
         queries = at_stage(q_smem, HOW.consumers * q_at[0] + W)
         if HOW.held:
             queries = (queries[0].load(left(BLOCK)),)  # Shared memory is then read for keys alone.
-        context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at)
+        context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, ())
         if HOW.early:
             s = issue_scores(context, k_at, HOW)
             end_turn(HOW)
@@ -211,6 +215,9 @@ def consume(
         else:
             state = (tokens, m, l, largest, p, k_at, v_at, gl.to_tensor(1), to_go)
             state = absorb(state, s, context, how_scored, before, row, True, True, SCORE, MASK, HOW)
+        if HOW.slanted:  # This rank's, not known before its first block.
+            a = rank_slopes(scale, at, of_score, HOW)
+            context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, (a, c_smem[0]))
         runs = told(work_smem, work_at, RUNS, COUNT, 4)
         state = visit_rank(
             state, (context, how_scored, before), walk, row, runs, kv_len, HOW.merged, attend,
@@ -222,6 +229,14 @@ def consume(
             release(q_ring, q_at)
         q_at = step(q_at, HOW.queries)
     copy_out_wait(0)
+
+
+@gluon.jit
+def rank_slopes(scale, at, of_score, HOW: gl.constexpr):
+    """What `slant` needs of a rank."""
+    b, h, q_idx, _, rows = at
+    of_linear = given(of_score, rows, ((),), True, HOW.block, HOW)
+    return slopes(scale, b, h, q_idx, of_linear, HOW.block, HOW)
 
 
 @gluon.jit
@@ -249,12 +264,15 @@ def issue(context, acc, p, k_at, v_at, HOW: gl.constexpr):
 @gluon.jit
 def issue_scores(context, k_at, HOW: gl.constexpr):
     """S of the next block, in this consumer's turn, which begins."""
-    queries, k_smem, _, k_ring, _, _, _ = context
+    queries, k_smem, _, k_ring, _, _, _, slanted = context
     await_(k_ring, k_at)
     await_own_turn(HOW)
     BLOCK: gl.constexpr = k_smem[0].shape[1]
     zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
-    return outer(queries, at_stage(k_smem, k_at[0]), zero)
+    s = outer(queries, at_stage(k_smem, k_at[0]), zero)
+    if len(slanted) > 0:
+        s = slant(s, slanted[0], slanted[1])
+    return s
 
 
 @gluon.jit
@@ -273,7 +291,7 @@ def absorb(
     rank (FIRST; or `fresh`, where that is computed among others), what was summed so far is of the
     rank before, and is finished."""
     tokens, m, l, largest, p, k_at, v_at, fresh, to_go = state
-    queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at = context
+    queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, slanted = context
     kv_len, scale, coords, of_score, of_mask, at = how_scored
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
@@ -287,6 +305,8 @@ def absorb(
         of_score = of_score + (read(rows[2], n, BLOCK),)  # noqa: RUF005
     if HOW.held:  # Their registers stay as they are until then.
         s = settle((s,), queries[0], len(v_smem))[0]
+    elif len(slanted) > 0:
+        s = settle((s,), slanted[0], len(v_smem))[0]
     else:  # The product of the block before may go on; that of the rank before was issued first.
         s = warpgroup_mma_wait(0 if HOW.early and FIRST else len(v_smem), deps=[s])
     release(k_ring, k_at, True, HOW.of_keys())
@@ -309,8 +329,9 @@ def absorb(
         of_linear = given(of_score, rows, columns, True, BLOCK, HOW)
         nothing = gl.full([BLOCK], 0.0, gl.float32, layout=gl.SliceLayout(0, mma(BLOCK)))
         t, unit, by_row = linear_scores(
-            s, scale, nothing, b, h, q_idx, kv_idx, kv_first, of_linear, True, True, HOW
-        )
+            s, scale, nothing, b, h, q_idx, kv_idx, kv_first, of_linear, True, True,
+            len(slanted) > 0, HOW,
+        )  # fmt: skip
         s = s * scale
     if PARTIAL and MASK is not None:
         kept_pairs = keep(t, b, h, q_idx, kv_idx, kv_first, rows, columns, of_mask, True, MASK, HOW)

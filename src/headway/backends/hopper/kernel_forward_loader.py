@@ -10,7 +10,7 @@ from .walk import NUMBERS, RUNS, TOLD, told, visit_rank
 @gluon.jit
 def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
     """Copy what each rank needs."""
-    work_smem, q_smem, k_smem, v_smem, _ = smem
+    work_smem, q_smem, k_smem, v_smem, _, _ = smem
     work_ring, q_ring, k_ring, v_ring, more_ring = rings
     _, _, q_len, kv_len, _ = sizes
     COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS

@@ -18,7 +18,7 @@ SHORT = gl.constexpr(4)  # blocks of a rank that others do not miss
 @gluon.jit
 def schedule(smem, rings, counter, total, last, shares, sizes, walk, HOW: gl.constexpr):
     """Take tickets, and tell what each is."""
-    work_smem, _, _, _, _ = smem
+    work_smem, _, _, _, _, _ = smem
     work_ring, _, _, _, more_ring = rings
     work_at = tell(start(), work_smem, work_ring, _ghost(walk, sizes[2], HOW))
     more_at = start()

@@ -3,16 +3,27 @@
 What a score costs is instructions per pair. A number per row costs none in a softmax, one per
 column is added by the instruction that multiplies with the scale, and what is proportional to the
 distance is made of both. An absolute value is two instructions.
+
+Where the largest T of a row is looked for, as in the forward, what is added for a column takes an
+instruction all the same. So tensor cores add it, if it is a straight line (HOW.slanted): a product
+S = q kᵀ is followed by one more of depth 16,
+
+    S += a cᵀ,  every row of a: its slope, as the sum of three bfloat16;  every row of c: its number
+                                                                          in the tile, three times
+
+which is exact: three times 8 bits are a float's 24, and numbers below 256 have 8.
 """
 
-from .gluon_api import gl, gluon
-from .tile import LOG2E, mma
+from .gluon_api import fence_async_shared, gl, gluon, warpgroup_mma
+from .tile import LOG2E, ROWS, in_every_row, left, mma
+
+DEPTH = gl.constexpr(16)  # of one product
 
 
 @gluon.jit
 def linear_scores(
     s, scale, less, b, h, q_idx, kv_idx, first, of_score,
-    QUERIES: gl.constexpr, ANY: gl.constexpr, HOW: gl.constexpr,
+    QUERIES: gl.constexpr, ANY: gl.constexpr, SLANTED: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """T of a score that is linear in S, less `less` (a number per column) and a number per row, in
     some unit; that unit over log 2; and the number of a row over log 2, 0 where the score is
@@ -20,7 +31,8 @@ def linear_scores(
 
     - `first`: the first position of the columns.
     - `QUERIES`: rows are queries; else keys.
-    - `ANY`: any unit above 0 will do; else it is log 2.
+    - `ANY`: any unit above 0 will do, and `less` is 0; else the unit is log 2.
+    - `SLANTED`: what a straight line adds for a column is in s (`slant`).
     """
     if QUERIES:
         gain, row, along, bent, bent_along, factor, of_row, of_col = HOW.linear(
@@ -34,7 +46,12 @@ def linear_scores(
     by_row = gl.full([s.shape[0]], -0.0, gl.float32, layout=gl.SliceLayout(1, mma(s.shape[1])))
     if HOW.bent:
         bend = gl.abs(_slanted(bent, bent_along, s.shape[1]))
-    if ANY and HOW.lone and HOW.rising:
+    if ANY and HOW.slanted:
+        t = s
+        if not SLANTED:
+            t = s + _columns(along / (scale * gain), s.shape[1])[None, :]
+        by_row += (row + of_row) * LOG2E
+    elif ANY and HOW.lone and HOW.rising:
         t = s + bend * (factor / (scale * gain))
     elif HOW.lone:
         t = s * unit + (bend * (factor * LOG2E) - less[None, :])
@@ -47,6 +64,39 @@ def linear_scores(
         unit = 1.0
         by_row += (row + of_row) * LOG2E
     return t, unit, by_row
+
+
+@gluon.jit
+def column_numbers(COLUMNS: gl.constexpr):
+    """Shared memory with c."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+    each: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    n = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, each))
+    k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, each))
+    smem = gl.allocate_shared_memory(gl.bfloat16, [COLUMNS, DEPTH], layout)
+    smem.store(gl.where(k[None, :] < 3, n[:, None], 0).to(gl.bfloat16))
+    fence_async_shared()
+    return smem
+
+
+@gluon.jit
+def slopes(scale, b, h, q_idx, of_score, COLUMNS: gl.constexpr, HOW: gl.constexpr):
+    """a, over the unit of `linear_scores`."""
+    gain, _, along, _, _, _, _, _ = HOW.linear(b, h, q_idx, q_idx, q_idx, 0, False, of_score)
+    slope = along / (scale * gain)
+    high = gl.cast(gl.cast(slope, gl.bfloat16), gl.float32)
+    middle = gl.cast(gl.cast(slope - high, gl.bfloat16), gl.float32)
+    low = slope - high - middle
+    k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, mma(DEPTH)))
+    row = gl.where(k == 0, high, gl.where(k == 1, middle, gl.where(k == 2, low, 0.0)))
+    a = in_every_row(row, gl.zeros([ROWS, DEPTH], gl.float32, layout=mma(DEPTH)))
+    return gl.convert_layout(a.to(gl.bfloat16), left(COLUMNS))
+
+
+@gluon.jit
+def slant(s, a, c):
+    """Issue S + a cᵀ."""
+    return warpgroup_mma(a, c.permute((1, 0)), s, is_async=True)
 
 
 @gluon.constexpr_function

@@ -70,8 +70,8 @@ class ForwardPlan(Plan):
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
                 values=how.values, queries=how.queries, early=how.early, held=how.held,
-                numbered=how.numbered, merged=how.merged, split=shares.share > 0,
-                consumers=how.consumers, registers=registers,
+                slanted=how.slanted, numbered=how.numbered, merged=how.merged,
+                split=shares.share > 0, consumers=how.consumers, registers=registers,
                 largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
             ),
@@ -85,9 +85,17 @@ class ForwardPlan(Plan):
             return self.in_threes()
         if how.consumers == 1:
             return self.in_ones(sum(how.d))
+        if how.slanted:
+            return self.slanted()
         if how.held:
             return self.spec.score is None and self.mask is None
         return not how.numbered or self.spec.score is not None  # of a mask alone it costs 1 %
+
+    def slanted(self) -> bool:
+        """Whether a score is S times a number, and a straight line; and S alone is not asked for,
+        which no register has then."""
+        straight = bool(self.linear) and self.linear["rising"] and self.given.straight
+        return straight and not self.spec.max_logit
 
     def in_ones(self, width: int) -> bool:
         """Whether a rank is of 64 queries, in one of several CTAs of a multiprocessor: under a

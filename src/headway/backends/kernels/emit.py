@@ -84,7 +84,8 @@ def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
         for name in ("shared", "of_q", "of_kv"):
             parts.append(Function(f"score_{name}", graph, text, far).before(known, name))
     parts.append(Function("linear", graph, text, far).apart(found, known))
-    return [*parts, f"bent, lone, rising = {found.bent}, {found.lone}, {found.rising}\n"]
+    truths = "bent", "lone", "straight", "rising"
+    return [*parts, *(f"{name} = {getattr(found, name)}\n" for name in truths)]
 
 
 def _sides(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:

@@ -74,6 +74,11 @@ class Linear:
         return self.bent and len(self.lines) == 1 and not self.of_q and not self.of_kv
 
     @property
+    def straight(self) -> bool:
+        """Whether all that depends on the key, beside S, is multiples of distances."""
+        return bool(self.lines) and not self.bent and not self.of_kv
+
+    @property
     def rising(self) -> bool:
         """Whether the gain is known, and above 0."""
         total = 0.0
