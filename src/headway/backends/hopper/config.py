@@ -39,7 +39,8 @@ class Forward:
     - `worth`: of the time, which sharing out the last ranks is to save (stream_k.py): a kernel that
       can is slower elsewhere. (Timed on an H200: 64 wide 1.05 of the time, MLA 1.014, 256 wide
       1.007; 128 wide, with queries in registers, is not.)
-    - `consumers`: of 64 queries each; `ctas`: of a multiprocessor. Three consumers are for long
+    - `consumers`: of 64 queries each; `ctas`: of a multiprocessor, each of which may take 228 KB
+      over `ctas`, less 1 KB. Three consumers are for long
       lines; several CTAs of one, for short ones (`ForwardPlan.suits`): they run the same
       instructions, which do not fit the instruction cache twice.
     - `level`: of the assembler.
@@ -76,7 +77,9 @@ FORWARD = (
     Forward((64,), (64,), stages=3, values=3, slanted=True),
     Forward((64,), (64,), stages=3, values=3),
     Forward((64, 32), (64, 32)),
-    Forward((128,), (128,), block=64, queries=1, held=True, consumers=1, ctas=2, level=MANY),
+    Forward(
+        (128,), (128,), block=64, values=3, queries=1, held=True, consumers=1, ctas=2, level=MANY
+    ),
     Forward((128,), (128,), values=3, queries=1, held=True, numbered=True, worth=0, level=MANY),
     Forward((128,), (128,), out=64, slanted=True, numbered=True, level=FEW),
     Forward((128,), (128,), numbered=True, level=FEW),

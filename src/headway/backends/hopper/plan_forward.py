@@ -72,6 +72,7 @@ class ForwardPlan(Plan):
                 values=how.values, queries=how.queries, early=how.early, held=how.held,
                 slanted=how.slanted, numbered=how.numbered, merged=how.merged,
                 split=shares.share > 0, consumers=how.consumers, registers=registers,
+                short=how.ctas == 2,  # 244 bytes are left of a CTA's half
                 largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
             ),
