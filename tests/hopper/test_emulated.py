@@ -18,7 +18,7 @@ from headway.backends import hopper
 from headway.backends.hopper import plan, stream_k
 from headway.backends.hopper.plan_forward import ForwardPlan
 
-from .test_simulated import choose, straight
+from .test_simulated import choose, straight_line_errors
 
 # Each for a part of its own: tails, several runs of tiles, masks per head, a gradient that is added
 # up, and each kernel that widths and lengths have. `emulator/full.py` runs the whole table.
@@ -73,7 +73,7 @@ def test_shared_ranks(widths, monkeypatch):
 @pytest.mark.parametrize(("d", "name"), [(128, "alibi"), (64, "steep")])
 def test_a_product_adds_a_straight_line(d, name):
     with emulating("sm_90", hopper):
-        assert max(straight(d, torch.bfloat16, name)("hopper")) < 8e-3
+        assert max(straight_line_errors(d, torch.bfloat16, name)) < 8e-3
 
 
 BROKEN = {
