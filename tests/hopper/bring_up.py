@@ -46,6 +46,10 @@ CHECKS = {
         {"mask": "causal", "score": "alibi", "stats": False},
     ),
     "slanted_full": ((1, 3, 3, 640, 4000, 128, 128), {"score": "steep", "stats": False}),
+    # A known gain multiplies dk and dq at the end.
+    "steep": ((2, 8, 2, 777, 777, 64, 64), {"score": "steep", "mask": "causal"}),
+    "steep_mla": ((2, 4, 4, 777, 777, 192, 128), {"score": "steep", "mask": "causal"}),
+    "steep_256": ((2, 4, 4, 777, 777, 256, 256), {"score": "steep"}),
     "window": ((2, 4, 4, 2000, 2000, 128, 128), {"mask": "window"}),
     "document": ((2, 4, 4, 2000, 2000, 128, 128), {"mask": "document"}),
     "sink": ((2, 8, 8, 777, 777, 128, 128), {"mask": "causal", "sink": True}),
@@ -76,6 +80,7 @@ CHECKS = {
     # Short lines of many heads, or short documents: CTAs take whole ones.
     "whole": ((64, 16, 16, 512, 512, 128, 128), {"mask": "causal", "exact": False}),
     "whole_full": ((33, 16, 16, 250, 517, 128, 128), {"exact": False}),
+    "whole_steep": ((33, 16, 16, 250, 517, 128, 128), {"score": "steep", "exact": False}),
     "whole_groups": ((33, 16, 4, 120, 333, 128, 128), {"mask": "causal", "exact": False}),
     "whole_64": ((33, 16, 16, 500, 500, 64, 64), {"mask": "document", **TURNS}),
     "whole_packed": ((1, 16, 16, 8192, 8192, 128, 128), {"mask": "packed", "exact": False}),

@@ -83,13 +83,15 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     assert module.bent == (name == "both" or (name == "alibi" and not on)) or name not in READ
     known = {x: getattr(module, x, None) for x in ("score_shared", "score_of_q", "score_of_kv")}
     assert (known["score_shared"] is not None) == any(x in name for x in READ)
+    rising = (module.known or 0.0) > 1e-6
     how = How(128, 2, 1, torch.int32, linear=module.linear, bent=module.bent, lone=module.lone,
-              rising=module.rising, **known)  # fmt: skip
+              rising=rising, **known)  # fmt: skip
     assert module.straight == (name in STRAIGHT or (name == "alibi" and on != 0))
     sides = simulator.LOADED.sides
     exact = make(SLOPES.double(), BIAS.double())
     scale, h = 0.125, 2
-    for first_q, first_kv in ((0, 0), (KEYS - 64, KEYS - 100), (KEYS - 64, 0), (320, KEYS - 128)):
+    for firsts in ((0, 0), (KEYS - 64, KEYS - 100), (KEYS - 64, 0), (320, KEYS - 128)):
+        first_q, first_kv = torch.tensor(firsts, dtype=torch.int32)
         for queries in (True, False):
             s = 8 * torch.randn(64, 128)
             rows, cols = torch.arange(64, dtype=torch.int32), torch.arange(128, dtype=torch.int32)
@@ -107,26 +109,44 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
             counts = (i - j) * on >= 0
             # By instructions alone; and by a product of tensor cores, but for a rank's first block.
             ways = [(False, False)]
-            if queries and module.straight and module.rising:
+            if queries and module.straight and rising:
                 ways += [(True, False), (True, True)]
             for product, slanted in ways:
                 how = replace(how, slanted=product)
-                added = slant(scale, h, q, captured, of_rows, how) if slanted else 0.0
-                t, unit, by_row = simulator.LOADED.linear.linear_scores(
-                    s + added, scale, torch.zeros(128), 0, h, q, kv,
-                    first_kv if queries else first_q, given, queries, queries, slanted, how,
-                )  # fmt: skip
-                made = (t.double() * unit + by_row.double()[:, None]) / 1.4426950408889634
+                at = 0, h, q, kv
+                if queries:
+                    added = of_rank = torch.zeros(())
+                    if product:
+                        added, of_rank = of_a_rank(scale, h, q, first_q, captured, of_rows, how)
+                    t, unit, by_row = simulator.LOADED.linear.linear_scores(
+                        s + added * slanted, scale, *at, first_q, first_kv, given, slanted, how
+                    )
+                    by_row = torch.as_tensor(by_row).double() + of_rank.double()
+                    t = t.double() * unit + by_row[..., None]
+                else:
+                    less = torch.zeros(128)
+                    t = simulator.LOADED.linear.linear_less(
+                        s, scale, less, *at, first_q, given, how
+                    )
+                made = t.double() / 1.4426950408889634
                 off = ((made - want).abs() / size * counts).max()
                 assert off < 4 * 2**-24, (name, first_q, first_kv, product, slanted)
 
 
-def slant(scale, h, q, captured, of_rows, how):
-    """What tensor cores add to S."""
+@pytest.mark.parametrize(("score", "gain"), [
+    (lambda s, b, h, i, j: 2 * s - s / 4 + h, 1.75), (lambda s, b, h, i, j: j - s, -1.0),
+    (lambda s, b, h, i, j: s * SLOPES[h], None), (lambda s, b, h, i, j: s * 1e200 * 1e200, None),
+])  # fmt: skip
+def test_a_gain_of_known_numbers(score, gain, simulated):  # noqa: F811
+    assert functions(score)[0].known == gain
+
+
+def of_a_rank(scale, h, q, first_q, captured, of_rows, how):
+    """What tensor cores add to S, and what is added for its rows when a rank ends."""
     linear = simulator.LOADED.linear
     given = simulator.LOADED.sides.given(captured, of_rows, ((),), True, 128, how)
-    a = linear.slopes(scale, 0, h, q, given, 128, how)
+    a, by_row = linear.straight_line(scale, 0, h, q, first_q, given, 128, how)
     with mock.patch.multiple(simulator.here, create=True, all=[], name="0"):
         c = linear.column_numbers(128)
     assert a.dtype == c.dtype == torch.bfloat16
-    return a.float() @ c.x.float().T
+    return a.float() @ c.x.float().T, by_row

@@ -22,6 +22,7 @@ from headway.backends.hopper import plan, plan_backward, plan_forward, ranks, st
 from headway.backends.hopper.plan_forward import ForwardPlan
 from headway.backends.kernels import plan as plans
 from headway.errors import BackendRefused
+from headway.types import Coords
 
 from . import simulator
 
@@ -194,17 +195,18 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
 
 def straight_line_errors(d: int, dtype: torch.dtype, name: str) -> list[float]:
     """Of out and of the gradients of q, k and v, where the score is a straight line in the keys and
-    nobody asks for statistics."""
+    nobody asks for statistics; of a steep one with a sink."""
     slopes = torch.tensor([0.5, -0.3])
     masks = {"alibi": hw.causal(), "steep": None, "window": hw.causal() & hw.sliding_window(260)}
     steep = lambda s, b, h, i, j: 1.1 * s + 0.02 * (j - i) + 0.5
     score = steep if name == "steep" else hw.alibi(slopes)
+    sink = torch.tensor([3.0, -1.0]) if name == "steep" else None
     q, k, v = (torch.randn(2, h, n, d).to(dtype) for h, n in ((2, 300), (1, 470), (1, 470)))
     dout = torch.randn(2, 2, 300, d).to(dtype)
 
     def made(backend, dtype):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        out = hw.attention(*leaves, score, masks[name], backend=backend)
+        out = hw.attention(*leaves, score, masks[name], sink=sink, backend=backend)
         return out, *torch.autograd.grad(out, leaves, dout.to(dtype))
 
     right, near = made("reference", torch.float64), made("hopper", dtype)
@@ -219,6 +221,52 @@ def test_a_product_adds_a_straight_line(d, dtype, name, monkeypatch):
     monkeypatch.setattr(forward, "slant", lambda *args: issued.append(1) or slant(*args))
     assert max(straight_line_errors(d, dtype, name)) < 8e-3
     assert issued
+
+
+def test_the_maxima_of_rows_under_a_straight_line(monkeypatch):
+    """With what is told to them when a rank ends, which has a bias for every query too; far from
+    position 0."""
+    forward, issued = simulator.LOADED.forward, []
+    slant = forward.slant
+    monkeypatch.setattr(forward, "slant", lambda *args: issued.append(1) or slant(*args))
+    q, k, v = (torch.randn(1, 2, n, 64).bfloat16() for n in (150, 400, 400))
+    bias = 5 * torch.randn(2, 5000)
+    score = lambda s, b, h, i, j: 0.7 * s + bias[h, i] - 0.1 * (h + 1) * (i - j) + 2
+    place = {"row_max": True, "coords": Coords(q=4000, kv=3800)}
+    made = hopper.forward(*prepare(q, k, v, score, hw.causal(), backend="hopper", **place))
+    true = reference.forward(
+        *prepare(
+            q.double(), k.double(), v.double(), score, hw.causal(), backend="reference", **place
+        )
+    )
+    assert (made.out - true.out).abs().max() < 0.02
+    assert (made.lse - true.lse).abs().max() < 1e-3
+    assert (made.row_max - true.row_max).abs().max() < 1e-3
+    assert issued
+
+
+@pytest.mark.parametrize(("d", "dv", "way"), [
+    (64, 64, "whole"), (128, 128, "whole"), (128, 128, "at once"), (192, 128, "at once"),
+    (256, 256, "at once"),
+])  # fmt: skip
+@pytest.mark.parametrize("gain", [-0.7, 2.5])
+def test_a_known_gain(d, dv, way, gain, monkeypatch):
+    """It multiplies dk and dq when they are written, and no pair; a bias beside it learns."""
+    choose(monkeypatch, way)
+    learned = torch.randn(2, 300)
+    score = lambda s, b, h, i, j, bias: (s - 0.5 * s) * (2 * gain) + bias[h, j]
+    q, k, v, dout = (torch.randn(1, 2, n, w).bfloat16() for n, w in
+                     ((200, d), (300, d), (300, dv), (200, dv)))  # fmt: skip
+
+    def made(backend, dtype):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        bias = learned.to(torch.promote_types(dtype, torch.float32), copy=True).requires_grad_()
+        out = hw.attention(*leaves, lambda *args: score(*args, bias), backend=backend)
+        return torch.autograd.grad(out, (*leaves, bias), dout.to(dtype))
+
+    right, near = made("reference", torch.float64), made("hopper", torch.bfloat16)
+    for a, b in zip(near, right, strict=True):
+        assert (a - b).norm() / b.norm() < 8e-3
 
 
 def test_whose_largest_logits_are_asked_for_no_product_adds_to():

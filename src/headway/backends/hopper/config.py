@@ -30,7 +30,7 @@ class Forward:
     - `held`: queries are multiplied from registers.
     - `slanted`: a score that is a straight line in the keys is added by a product (linear.py), for
       which there is shared memory if out passes through less. (Timed on an H200: 128 wide, ALiBi
-      takes 0.983 of the time, 1.1 score + 0.01 (kv_idx - q_idx) 0.964; 64 wide 0.97.)
+      takes 0.975 of the time, 1.1 score + 0.01 (kv_idx - q_idx) 0.97; 64 wide 0.97.)
     - `numbered`: keys and values come through numbered channels (pipeline.py). (Timed on an H200:
       128 wide, 8k full takes 0.984 of the time, ALiBi 0.992, a window without a score 1.013; 64,
       192 and 256 wide full 1.02 to 1.04.)
@@ -156,6 +156,7 @@ class How:
     registers: int = 240  # forward: of a consumer's thread
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
     late: bool = False  # backward: dP after P, which then has more registers
+    steady: bool = False  # backward: the score grows with S by one known number everywhere
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
     short: bool = False  # there are but a few hundred bytes of shared memory left
     ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn

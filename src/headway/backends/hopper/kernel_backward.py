@@ -108,7 +108,9 @@ def backward(
     bands, sums,  # what is read along diagonals, and added up (diagonals.py)
     counter, total,  # of the ranks, or heads: the next one (0, before and after), and how many
     last,  # lines whose ranks are dealt last
-    heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
+    heads, group, share, q_len, q_rows, kv_len, d_width, dv_width,
+    scale, rate,  # of S; and what dk and dq are multiplied by: the gain of T as well, if HOW.steady
+    coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -146,7 +148,8 @@ def backward(
     sizes = (heads, group, share, q_len, q_rows, kv_len)
     inputs = (q, k, v, dout, lse, less_delta)
     to = ((dk, dv, wide_dk, wide_dv, d_width, dv_width), grads, sums, whole_dq)
-    given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
+    of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
+    given = (scale, rate, coords, bands, of_score, of_mask)
     added = (dq, dk, dv, (whole_dq, items), (lines, zeroed))
     gl.warp_specialize(
         [
@@ -237,7 +240,7 @@ def consume_rank(
     q_at, do_at, dq_at = ats
     line, _, first, h, b = told(work_smem, nth(done, TOLD), 0, 5, 4)
     heads, _, share, q_len, _, kv_len = sizes
-    scale, coords, bands, of_score, of_mask = given
+    scale, rate, coords, bands, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
     row = first + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma(BLOCK)))
     live = row < kv_len
@@ -253,7 +256,7 @@ def consume_rank(
         s = outer(at_stage(k_smem, W), at_stage(q_smem, q_at[0]), zero)
         s = warpgroup_mma_wait(0, deps=[s])
         state = (s, (acc_q, gl.to_tensor(0)), acc_k, acc_v, q_at, do_at, dq_at)
-    whole = (whole_dq, told(work_smem, nth(done, TOLD), 5, 8, 4) if HOW.whole else ())
+    whole = (whole_dq, told(work_smem, nth(done, TOLD), 5, 8, 4) if HOW.whole else (), rate)
     await_(v_ring, nth(done, 1))
     runs = told_runs(work_smem, nth(done, TOLD), walk, 4, HOW)
     # A constant in a tuple is none afterwards.
@@ -275,7 +278,7 @@ def consume_rank(
     else:
         s, late, acc_k, acc_v, q_at, do_at, dq_at = state
         if HOW.whole:
-            put(late, scale, whole_dq, dq_smem[0].index(W), dq_rings[W][0], dq_at)
+            put(late, rate, whole_dq, dq_smem[0].index(W), dq_rings[W][0], dq_at)
             fence_async_shared()
             publish(dq_rings[W][0], dq_at)
             dq_at = step(dq_at, 1)
@@ -287,14 +290,14 @@ def consume_rank(
     first, h, b = told(work_smem, nth(done, TOLD), 2, 5, 4)
     if keys_to[1] is None:
         at = (first + W * ROWS, h // share, b, heads // share, kv_len)
-        write_keys(acc_k, acc_v, at, keys_to[2:], scale)
+        write_keys(acc_k, acc_v, at, keys_to[2:], rate)
     elif HOW.whole:
         dq_at = pass_keys(acc_v, v_smem.index(W), dq_smem[0].index(W), dq_rings[W][0], dq_at)
-        dk = acc_k[0] * scale
+        dk = acc_k[0] * rate
         dq_at = pass_keys(dk, k_smem[0].index(W), dq_smem[0].index(W), dq_rings[W][0], dq_at)
     else:
         keys = (k_smem, v_smem)
-        dq_at = put_keys(acc_k, acc_v, keys, dq_smem, dq_rings[W], dq_at, scale, W)
+        dq_at = put_keys(acc_k, acc_v, keys, dq_smem, dq_rings[W], dq_at, rate, W)
     return acc_q, (q_at, do_at, dq_at)
 
 
@@ -318,6 +321,7 @@ def attend_back(
     DV: gl.constexpr = v_smem.shape[2]
     WIDE: gl.constexpr = len(k_smem) == 2
     LAST: gl.constexpr = len(dq_smem) - 1
+    PLAIN: gl.constexpr = DERIVATIVE is None or HOW.steady
     cols: gl.constexpr = gl.SliceLayout(0, mma(BLOCK))
     dtype: gl.constexpr = v_smem.dtype
     zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
@@ -330,7 +334,7 @@ def attend_back(
         columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
     kind = late[1]
     if HOW.whole:
-        put(late, scale, whole[0], dq_smem[0].index(W), ring[0], dq_at)
+        put(late, whole[2], whole[0], dq_smem[0].index(W), ring[0], dq_at)
     else:
         hand_over(late[0], dq_smem[LAST].index(W), ring[LAST], dq_at)
     if READS:
@@ -352,7 +356,7 @@ def attend_back(
     less_delta = dlt_smem.index(do_at[0]).load(cols)
     if WIDE:  # and rounded; the product begins with -delta
         p16 = kept(p16)
-        if DERIVATIVE is None:  # noqa: SIM108
+        if PLAIN:  # noqa: SIM108
             by_s = p16
         else:
             by_s = kept(by_s.to(dtype))
@@ -366,7 +370,7 @@ def attend_back(
     e = warpgroup_mma_wait(1, deps=[dp])
     if not WIDE:
         e = e + less_delta[None, :]
-    ds = factors(by_s, DERIVATIVE) * e
+    ds = factors(by_s, PLAIN) * e
     if SCATTER is not None:
         values = others(p, by, e, HOW.unbounded)
         SCATTER(grads, values, *pairs, of_score)

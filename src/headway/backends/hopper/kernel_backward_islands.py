@@ -96,7 +96,7 @@ def as_dq(place, to):
 
 
 @gluon.jit
-def put(late, scale, to, place, ring, at):
+def put(late, rate, to, place, ring, at):
     """Store the part of a visit, of some kind; or, where it is the last one, dq."""
     acc_q, kind = late
     WIDTH: gl.constexpr = acc_q.shape[1]
@@ -105,7 +105,7 @@ def put(late, scale, to, place, ring, at):
         x = gl.convert_layout(in_order(acc_q), ORDER)
         if kind == VISIT + LAST:
             x += place.load(ORDER)
-        x = gl.convert_layout(in_rows(x), mma(WIDTH)) * scale
+        x = gl.convert_layout(in_rows(x), mma(WIDTH)) * rate
         as_dq(place, to).store(x.to(to.dtype))
     elif kind > 0:
         place.store(in_order(acc_q))

@@ -23,7 +23,7 @@ def as_keys(place, k):
 
 
 @gluon.jit
-def put_keys(acc_k, acc_v, inputs, places, rings, at, scale, W: gl.constexpr):
+def put_keys(acc_k, acc_v, inputs, places, rings, at, rate, W: gl.constexpr):
     """Hand over dk and dv of 64 keys. **Returns:** the cursor.
 
     - `inputs`: keys and values; `places`, `rings`, `at`: where parts of dq go, piece by piece.
@@ -32,11 +32,11 @@ def put_keys(acc_k, acc_v, inputs, places, rings, at, scale, W: gl.constexpr):
     _acquire(rings, at)
     as_keys(places[0].index(W), v_smem.index(W)).store(acc_v.to(v_smem.dtype))
     if len(places) == 2:
-        second = (acc_k[1] * scale).to(v_smem.dtype)
+        second = (acc_k[1] * rate).to(v_smem.dtype)
         as_keys(places[1].index(W), k_smem[1].index(W)).store(second)
     at = _publish(rings, at)
     _acquire(rings, at)
-    as_keys(places[0].index(W), k_smem[0].index(W)).store((acc_k[0] * scale).to(v_smem.dtype))
+    as_keys(places[0].index(W), k_smem[0].index(W)).store((acc_k[0] * rate).to(v_smem.dtype))
     return _publish(rings, at)
 
 
@@ -56,7 +56,7 @@ def _publish(rings, at):
 
 
 @gluon.jit
-def write_keys(acc_k, acc_v, at, to, scale):
+def write_keys(acc_k, acc_v, at, to, rate):
     """Write dk and dv in float32.
 
     - `at`: the first of these keys, the head and batch row of dk, its heads and length.
@@ -66,7 +66,7 @@ def write_keys(acc_k, acc_v, at, to, scale):
     base = (gl.cast(b, gl.int64) * heads + h) * kv_len
     column = 0
     for n in gl.static_range(len(acc_k)):
-        write(acc_k[n] * scale, wide_dk + base * d_width, first, kv_len, d_width, column)
+        write(acc_k[n] * rate, wide_dk + base * d_width, first, kv_len, d_width, column)
         column += acc_k[n].shape[1]
     write(acc_v, wide_dv + base * dv_width, first, kv_len, dv_width, 0)
 

@@ -6,7 +6,7 @@ import triton
 
 from .diagonals import begin, read
 from .gluon_api import copy_in, gl, gluon, mbarrier, warpgroup_mma
-from .linear import linear_scores
+from .linear import linear_less
 from .pipeline import acquire, step
 from .sides import by_thread, given, keep, of_columns, of_rows
 from .tile import LOG2E, bytes_of, fetch, load_rows, mma, positions, widened
@@ -120,8 +120,8 @@ def probabilities(
     s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score, of_mask,
     PARTIAL: gl.constexpr, DERIVATIVE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Pᵀ of the queries from n on, Pᵀ times the score's derivative, all that DERIVATIVE gives, and
-    which pairs they are, with S.
+    """Pᵀ of the queries from n on, Pᵀ times the score's derivative (but where that is a number for
+    all, HOW.steady: `rate` has it), all that DERIVATIVE gives, and which pairs they are, with S.
 
     - `rows`, `columns`: from `of_keys` and `of_queries`.
     - `z`: a 0 that the compiler does not know. It keeps LLVM from holding the distances of all
@@ -147,10 +147,8 @@ def probabilities(
         p = gl.exp2(by[0] * LOG2E - lse[None, :])
     else:
         of_linear = given(of_score, rows, columns, False, HOW.block, HOW)
-        t, _, by_key = linear_scores(
-            s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_linear, False, False, False, HOW
-        )
-        p = gl.exp2(t if HOW.lone else t + by_key[:, None])
+        t = linear_less(s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_linear, HOW)
+        p = gl.exp2(t)
         s = s * scale
         by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
     if PARTIAL and MASK is not None:
@@ -161,7 +159,7 @@ def probabilities(
     q_idx, kv_idx = q_idx[None, :], kv_idx[:, None]
     if not HOW.even:
         p = gl.where(live[:, None], p, 0.0)
-    if DERIVATIVE is None:  # noqa: SIM108
+    if DERIVATIVE is None or HOW.steady:  # noqa: SIM108
         by_s = p
     else:
         by_s = weighted(p, by[1], HOW.unbounded)
@@ -184,11 +182,12 @@ def weighted(p, by, UNBOUNDED: gl.constexpr):
 
 
 @gluon.jit
-def factors(by_s, DERIVATIVE: gl.constexpr):
-    """P times the derivative, which may have been rounded, in float32. (`widened` saves 7 % of a
-    block's instructions. Timed on an H200: 64 wide takes 0.94 of the time behind a causal mask, 192
-    wide 0.96 without one. With a score, ptxas runs out of registers at 192.)"""
-    if DERIVATIVE is None:
+def factors(by_s, PLAIN: gl.constexpr):
+    """P times the derivative, or P alone (PLAIN), which may have been rounded, in float32.
+    (`widened` saves 7 % of a block's instructions. Timed on an H200: 64 wide takes 0.94 of the time
+    behind a causal mask, 192 wide 0.96 without one. Of what is not P itself, ptxas runs out of
+    registers at 192.)"""
+    if PLAIN:
         return widened(by_s)
     else:
         return by_s.to(gl.float32)
@@ -233,13 +232,13 @@ def write(x, to, row, length, width, column):
 
 
 @triton.jit(do_not_specialize=["q_len", "q_rows", "d"])
-def finish(parts, dq, scale, q_len, q_rows, d, STRIPS: tl.constexpr):
+def finish(parts, dq, rate, q_len, q_rows, d, STRIPS: tl.constexpr):
     """dq from its 64 x 64 chunks, which lie in the order of registers."""
     chunk = tl.cast(tl.program_id(0), tl.int64)
     x = tl.load(parts + chunk * 4096 + tl.arange(0, 4096))
     # In a chunk: column / 8, warp, row % 8, lane % 4, half of 16 rows, column % 2.
     x = tl.reshape(x, [8, 4, 8, 4, 2, 2])
-    x = tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [64, 64]) * scale
+    x = tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [64, 64]) * rate
     row = chunk // STRIPS * 64
     head = row // q_rows
     i = row % q_rows + tl.arange(0, 64)

@@ -76,7 +76,7 @@ def backward_wide(
     dk, dk1, dv,  # descriptors; None where the wide ones are given
     wide_dk, wide_dv, grads,  # pointers
     bands, sums,  # what is read along diagonals, and added up (diagonals.py)
-    heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, coords, walk, turns,
+    heads, group, share, q_len, q_rows, kv_len, d_width, dv_width, scale, rate, coords, walk, turns,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def backward_wide(
         [
             (values, ((dv, wide_dv, dv_width), smem, rings, at, sizes, given, walk,
                       DERIVATIVE, SCATTER, MASK, HOW)),
-            (keys, ((dk, wide_dk, d_width, grads, sums), smem, rings, at, sizes, given, walk,
+            (keys, ((dk, wide_dk, d_width, grads, sums, rate), smem, rings, at, sizes, given, walk,
                     DERIVATIVE, SCATTER, MASK, HOW)),
             (queries, (dq, smem, rings, at, sizes, walk, turns, HOW)),
             (load_once, (((q,), (k,), v, dout, lse, less_delta), inputs, of_inputs, at, sizes, walk,
@@ -198,7 +198,7 @@ def values_block(
     p16 = kept(p.to(v_smem.dtype))
     if SCATTER is None:
         acquire(p_ring, p_at)
-        if DERIVATIVE is None:
+        if DERIVATIVE is None or HOW.steady:
             p_smem.index(p_at[0]).store(p16)
         else:
             p_smem.index(p_at[0]).store(by_s.to(v_smem.dtype))
@@ -226,7 +226,7 @@ def keys(
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """dS, and dk."""
-    dk, wide_dk, width, grads, sums = to
+    dk, wide_dk, width, grads, sums, rate = to
     inputs, _ = smem
     _, v_smem, q_smem, do_smem, _, _ = inputs
     k_ring, v_ring, q_ring, do_ring = rings[0]
@@ -258,7 +258,7 @@ def keys(
     # In the place of the last block of queries, when both have let go of it.
     q_at = step(q_at, HOW.stages)
     acquire(q_ring, q_at)
-    put(acc, scale, dk, wide_dk, width, q_smem[0], q_at[0], at, sizes)
+    put(acc, rate, dk, wide_dk, width, q_smem[0], q_at[0], at, sizes)
 
 
 @gluon.jit

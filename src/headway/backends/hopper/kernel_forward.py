@@ -34,7 +34,7 @@ from .gluon_api import (
 from .kernel_forward_loader import load
 from .kernel_forward_out import finish
 from .kernel_forward_scheduler import schedule
-from .linear import column_numbers, linear_scores, slant, slopes
+from .linear import column_numbers, linear_scores, slant, straight_line
 from .pipeline import (
     await_,
     await_own_turn,
@@ -178,6 +178,7 @@ def consume(
     nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
     none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
     m, l, largest = nothing, none, nothing
+    by_row = none  # what a straight line adds beside the rest of m
     acc = zeros(ROWS, v_smem)
     p = gl.zeros([ROWS, BLOCK], k_smem[0].dtype, layout=left(v_smem[0].shape[2]))
     slot = gl.to_tensor(0)
@@ -208,15 +209,16 @@ def consume(
         at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx, b)
         of_row = of_rows(at[0], at[1], q_idx, of_score, of_mask, True, HOW)
         at = at + (of_row + (begin(bands, b, h, first + W * ROWS),),)  # noqa: RUF005
-        how_scored = (kv_len, scale, coords, of_score, of_mask, at)
-        before = (last_at, i, work_smem, work_ring, to, o_smem, sizes, walk)
+        first_row = gl.cast(coords.q, INDEX) + first
+        how_scored = (kv_len, scale, coords, of_score, of_mask, at, first_row)
+        before = (last_at, i, by_row, work_smem, work_ring, to, o_smem, sizes, walk)
         if HOW.merged:
             state = (acc, m, l, largest, p, k_at, v_at, gl.to_tensor(1), to_go)
         else:
             state = (tokens, m, l, largest, p, k_at, v_at, gl.to_tensor(1), to_go)
             state = absorb(state, s, context, how_scored, before, row, True, True, SCORE, MASK, HOW)
         if HOW.slanted:  # This rank's, not known before its first block.
-            a = rank_slopes(scale, at, of_score, HOW)
+            a, by_row = line_of_rank(scale, at, first_row, of_score, HOW)
             context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, (a, c_smem[0]))
         runs = told(work_smem, work_at, RUNS, COUNT, 4)
         state = visit_rank(
@@ -232,11 +234,11 @@ def consume(
 
 
 @gluon.jit
-def rank_slopes(scale, at, of_score, HOW: gl.constexpr):
-    """What `slant` needs of a rank."""
+def line_of_rank(scale, at, first_row, of_score, HOW: gl.constexpr):
+    """What `slant` needs of a rank, and what its rows add."""
     b, h, q_idx, _, rows = at
     of_linear = given(of_score, rows, ((),), True, HOW.block, HOW)
-    return slopes(scale, b, h, q_idx, of_linear, HOW.block, HOW)
+    return straight_line(scale, b, h, q_idx, first_row, of_linear, HOW.block, HOW)
 
 
 @gluon.jit
@@ -292,7 +294,7 @@ def absorb(
     rank before, and is finished."""
     tokens, m, l, largest, p, k_at, v_at, fresh, to_go = state
     queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, slanted = context
-    kv_len, scale, coords, of_score, of_mask, at = how_scored
+    kv_len, scale, coords, of_score, of_mask, at, first_row = how_scored
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
     SHIFTED: gl.constexpr = HOW.linear is not None and not HOW.lone
@@ -327,11 +329,9 @@ def absorb(
         )
     else:
         of_linear = given(of_score, rows, columns, True, BLOCK, HOW)
-        nothing = gl.full([BLOCK], 0.0, gl.float32, layout=gl.SliceLayout(0, mma(BLOCK)))
         t, unit, by_row = linear_scores(
-            s, scale, nothing, b, h, q_idx, kv_idx, kv_first, of_linear, True, True,
-            len(slanted) > 0, HOW,
-        )  # fmt: skip
+            s, scale, b, h, q_idx, kv_idx, first_row, kv_first, of_linear, len(slanted) > 0, HOW
+        )
         s = s * scale
     if PARTIAL and MASK is not None:
         kept_pairs = keep(t, b, h, q_idx, kv_idx, kv_first, rows, columns, of_mask, True, MASK, HOW)

@@ -10,7 +10,7 @@ from .walk import RUNS, told
 @gluon.jit
 def finish(acc, state, rank, SCORE: gl.constexpr, HOW: gl.constexpr):
     """Store what is known of a rank; of a ghost, whose rows are all past the end, nothing."""
-    at, i, work_smem, work_ring, to, o_smem, sizes, walk = rank
+    at, i, by_row, work_smem, work_ring, to, o_smem, sizes, walk = rank
     out, wide_out, lse, row_max, top, sink, shared = to
     heads, _, q_len, _, dv = sizes
     W: gl.constexpr = HOW.consumer
@@ -22,6 +22,8 @@ def finish(acc, state, rank, SCORE: gl.constexpr, HOW: gl.constexpr):
         slot = gl.where(others < 0, -1, slot)  # as of a ghost, here nothing is stored
         first = gl.where(others < 0, q_len, first)
     release(work_ring, at)
+    if HOW.slanted:
+        m = m + by_row
     live = first + i < q_len
     head = (gl.cast(b, gl.int64) * heads + h) * q_len
     if row_max is not None:

@@ -11,7 +11,9 @@ S = q kᵀ is followed by one more of depth 16,
     S += a cᵀ,  every row of a: its slope, as the sum of three bfloat16;  every row of c: its number
                                                                           in the tile, three times
 
-which is exact: three times 8 bits are a float's 24, and numbers below 256 have 8.
+which is exact: three times 8 bits are a float's 24, and numbers below 256 have 8. What such a line
+adds for a row is one number for the block, and one for the row, which the maxima of a rank are
+without until it ends.
 """
 
 from .gluon_api import fence_async_shared, gl, gluon, warpgroup_mma
@@ -22,48 +24,76 @@ DEPTH = gl.constexpr(16)  # of one product
 
 @gluon.jit
 def linear_scores(
-    s, scale, less, b, h, q_idx, kv_idx, first, of_score,
-    QUERIES: gl.constexpr, ANY: gl.constexpr, SLANTED: gl.constexpr, HOW: gl.constexpr,
+    s, scale, b, h, q_idx, kv_idx, first_row, first, of_score,
+    SLANTED: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """T of a score that is linear in S, less `less` (a number per column) and a number per row, in
-    some unit; that unit over log 2; and the number of a row over log 2, 0 where the score is
-    `lone`.
+    """Of a score that is linear in S, rows being queries: T less a number per row, in some unit
+    above 0; that unit over log 2; and the number of a row over log 2, 0 where the score is `lone`.
+    If HOW.slanted it is one number for all rows, less what `straight_line` has of each.
 
-    - `first`: the first position of the columns.
-    - `QUERIES`: rows are queries; else keys.
-    - `ANY`: any unit above 0 will do, and `less` is 0; else the unit is log 2.
+    - `first_row`, `first`: a position near the rows, and the first one of the columns.
     - `SLANTED`: what a straight line adds for a column is in s (`slant`).
     """
-    if QUERIES:
-        gain, row, along, bent, bent_along, factor, of_row, of_col = HOW.linear(
-            b, h, q_idx, kv_idx, q_idx, first, False, of_score
+    if HOW.slanted:
+        gain, row, along, _, _, _, _, _ = HOW.linear(
+            b, h, q_idx, kv_idx, first_row, first, False, of_score
         )
-    else:
-        gain, row, along, bent, bent_along, factor, of_col, of_row = HOW.linear(
-            b, h, q_idx, kv_idx, first, kv_idx, True, of_score
-        )
-    unit = scale * gain * LOG2E
-    by_row = gl.full([s.shape[0]], -0.0, gl.float32, layout=gl.SliceLayout(1, mma(s.shape[1])))
-    if HOW.bent:
-        bend = gl.abs(_slanted(bent, bent_along, s.shape[1]))
-    if ANY and HOW.slanted:
+        unit = scale * gain * LOG2E
         t = s
         if not SLANTED:
             t = s + _columns(along / (scale * gain), s.shape[1])[None, :]
-        by_row += (row + of_row) * LOG2E
-    elif ANY and HOW.lone and HOW.rising:
-        t = s + bend * (factor / (scale * gain))
-    elif HOW.lone:
+        by_row = row * LOG2E
+    else:
+        gain, row, along, bent, bent_along, factor, of_row, of_col = HOW.linear(
+            b, h, q_idx, kv_idx, q_idx, first, False, of_score
+        )
+        unit = scale * gain * LOG2E
+        by_row = _no_rows(s)
+        if HOW.bent:
+            bend = gl.abs(_slanted(bent, bent_along, s.shape[1]))
+        if HOW.lone and HOW.rising:
+            t = s + bend * (factor / (scale * gain))
+        elif HOW.lone:
+            t = s * unit + bend * (factor * LOG2E)
+            unit = 1.0
+        else:
+            col = _columns(along * LOG2E, s.shape[1]) + of_col * LOG2E
+            t = s * unit + col[None, :]
+            if HOW.bent:
+                t += bend * (factor * LOG2E)
+            unit = 1.0
+            by_row += (row + of_row) * LOG2E
+    return t, unit, by_row
+
+
+@gluon.jit
+def linear_less(s, scale, less, b, h, q_idx, kv_idx, first, of_score, HOW: gl.constexpr):
+    """Of such a score, rows being keys: T over log 2, less a number per column.
+
+    - `first`: the first position of the columns.
+    """
+    gain, row, along, bent, bent_along, factor, of_col, of_row = HOW.linear(
+        b, h, q_idx, kv_idx, first, kv_idx, True, of_score
+    )
+    unit = scale * gain * LOG2E
+    if HOW.bent:
+        bend = gl.abs(_slanted(bent, bent_along, s.shape[1]))
+    if HOW.lone:
         t = s * unit + (bend * (factor * LOG2E) - less[None, :])
-        unit = 1.0
     else:
         col = _columns(along * LOG2E, s.shape[1]) - less + of_col * LOG2E
         t = s * unit + col[None, :]
         if HOW.bent:
             t += bend * (factor * LOG2E)
-        unit = 1.0
-        by_row += (row + of_row) * LOG2E
-    return t, unit, by_row
+        by_row = _no_rows(s) + (row + of_row) * LOG2E
+        t += by_row[:, None]
+    return t
+
+
+@gluon.jit
+def _no_rows(s):
+    """What adds nothing to the rows."""
+    return gl.full([s.shape[0]], -0.0, gl.float32, layout=gl.SliceLayout(1, mma(s.shape[1])))
 
 
 @gluon.jit
@@ -80,9 +110,13 @@ def column_numbers(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def slopes(scale, b, h, q_idx, of_score, COLUMNS: gl.constexpr, HOW: gl.constexpr):
-    """a, over the unit of `linear_scores`."""
-    gain, _, along, _, _, _, _, _ = HOW.linear(b, h, q_idx, q_idx, q_idx, 0, False, of_score)
+def straight_line(
+    scale, b, h, q_idx, first_row, of_score, COLUMNS: gl.constexpr, HOW: gl.constexpr
+):
+    """a, over the unit of `linear_scores`; and what rows add beside `first_row`, over log 2."""
+    gain, _, along, _, _, _, of_row, _ = HOW.linear(b, h, q_idx, q_idx, q_idx, 0, False, of_score)
+    _, _, along_rows, _, _, _, _, _ = HOW.linear(b, h, q_idx, q_idx, q_idx, 0, True, of_score)
+    by_row = ((q_idx - first_row).to(gl.float32) * along_rows + of_row) * LOG2E
     slope = along / (scale * gain)
     high = gl.cast(gl.cast(slope, gl.bfloat16), gl.float32)
     middle = gl.cast(gl.cast(slope - high, gl.bfloat16), gl.float32)
@@ -90,7 +124,7 @@ def slopes(scale, b, h, q_idx, of_score, COLUMNS: gl.constexpr, HOW: gl.constexp
     k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, mma(DEPTH)))
     row = gl.where(k == 0, high, gl.where(k == 1, middle, gl.where(k == 2, low, 0.0)))
     a = in_every_row(row, gl.zeros([ROWS, DEPTH], gl.float32, layout=mma(DEPTH)))
-    return gl.convert_layout(a.to(gl.bfloat16), left(COLUMNS))
+    return gl.convert_layout(a.to(gl.bfloat16), left(COLUMNS)), by_row
 
 
 @gluon.jit

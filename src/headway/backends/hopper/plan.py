@@ -93,7 +93,7 @@ class Plan(BasePlan):
         apart = self.function("linear")
         self.linear: dict[str, Any] = {} if apart is None else {
             "linear": apart, "bent": self.given.bent, "lone": self.given.lone,
-            "rising": self.given.rising and spec.scale > 1e-6,
+            "rising": (self.given.known or 0.0) > 1e-6 and spec.scale > 1e-6,
         }  # fmt: skip
         self.sides: dict[str, Any] = {name: self.function(name) for name in SIDES}
         # Every pair reads a number of its own: registers for as many addresses.

@@ -76,16 +76,16 @@ def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
         Function(f"line{n}", graph, text, far).whole_numbers(line.of)
         for n, line in enumerate(found.lines)
     ]
-    names = [p.value for p in (*found.of_q, *found.of_kv)]
-    for part in (*found.gain, *found.lines, *found.of_q, *found.of_kv):
+    names = [p.value for p in (*found.shared, *found.of_q, *found.of_kv)]
+    for part in (*found.gain, *found.lines, *found.shared, *found.of_q, *found.of_kv):
         names += [a for a, _ in part.by]
     known = needed(graph, names) if text.sides else None
     if known is not None:
         for name in ("shared", "of_q", "of_kv"):
             parts.append(Function(f"score_{name}", graph, text, far).before(known, name))
     parts.append(Function("linear", graph, text, far).apart(found, known))
-    truths = "bent", "lone", "straight", "rising"
-    return [*parts, *(f"{name} = {getattr(found, name)}\n" for name in truths)]
+    properties = "bent", "lone", "straight", "known"
+    return [*parts, *(f"{name} = {getattr(found, name)!r}\n" for name in properties)]
 
 
 def _sides(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:

@@ -96,27 +96,30 @@ class Function:
 
     def apart(self, found: Linear, known: Sides | None) -> str:
         """The function that returns the parts of a linear score (linear.py): the gain of S; of its
-        straight lines, then of the absolute one, what they are at the pair (q_at, kv_at) and how
-        much they grow with the other side's positions, those of queries if `QUERIES`; the factor
-        of the absolute one; and what else depends on q_idx and on kv_idx. What is not there is
-        -0.0, the number of which compilers know that adding it changes nothing. What is `known`
-        before stands behind what is captured."""
+        straight lines, then of the absolute one, what they are at the pair (q_at, kv_at), with what
+        all pairs share, and how much they grow with the other side's positions, those of queries if
+        `QUERIES`; the factor of the absolute one; and what depends on q_idx and on kv_idx. What is
+        not there is -0.0, the number of which compilers know that adding it changes nothing. What
+        is `known` before stands behind what is captured."""
         self._body(self.graph.nodes)
         for k, names in enumerate(known[:3] if known else ()):
             self._given(f"captured[{k + 2}]", names)
         straight = [(n, line) for n, line in enumerate(found.lines) if not line.bent]
         bent = [(n, line) for n, line in enumerate(found.lines) if line.bent]
-        at = "line{}(0.0, b, h, q_at, kv_at, captured).to(tl.float32)".format
+        at = "tl.cast(line{}(0.0, b, h, q_at, kv_at, captured), tl.float32)".format
         grows = "({!r} if QUERIES else {!r})".format
+        sums = [
+            [f"{self._product(p)} * {self._arg(p.value, 'f32')}" for p in of]
+            for of in (found.shared, found.of_q, found.of_kv)
+        ]
         parts = [
             [self._product(p) for p in found.gain],
-            [f"{self._product(line)} * {at(n)}" for n, line in straight],
+            [f"{self._product(line)} * {at(n)}" for n, line in straight] + sums[0],
             [f"{self._product(line)} * {grows(*map(float, line.slope))}" for _, line in straight],
             [at(n) for n, line in bent],
             [grows(*map(float, line.slope)) for _, line in bent],
             [self._product(line) for _, line in bent],
-            [f"{self._product(p)} * {self._arg(p.value, 'f32')}" for p in found.of_q],
-            [f"{self._product(p)} * {self._arg(p.value, 'f32')}" for p in found.of_kv],
+            *sums[1:],
         ]
         result = ", ".join(" + ".join(part or ["(-0.0)"]) for part in parts)
         return self._text(f"({result})", (*POSITIONS, "q_at", "kv_at", "QUERIES: tl.constexpr"))

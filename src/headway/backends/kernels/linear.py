@@ -15,6 +15,7 @@ distance and of that of a tile's length. An absolute
 value |L| is left to be taken per pair.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -55,11 +56,13 @@ class Line(NamedTuple):
 class Linear:
     """- `gain`: parts whose value is S.
     - `lines`: multiples of distances; at most one absolute value.
-    - `of_q`, `of_kv`: parts that depend on the query at most, and on the key.
+    - `shared`, `of_q`, `of_kv`: parts that all pairs share, and those that depend on the query, and
+      on the key.
     """
 
     gain: tuple[Part, ...]
     lines: tuple[Line, ...]
+    shared: tuple[Part, ...]
     of_q: tuple[Part, ...]
     of_kv: tuple[Part, ...]
 
@@ -71,7 +74,8 @@ class Linear:
     @property
     def lone(self) -> bool:
         """Whether there is nothing but an absolute value beside S."""
-        return self.bent and len(self.lines) == 1 and not self.of_q and not self.of_kv
+        others = self.shared, self.of_q, self.of_kv
+        return self.bent and len(self.lines) == 1 and not any(others)
 
     @property
     def straight(self) -> bool:
@@ -79,16 +83,16 @@ class Linear:
         return bool(self.lines) and not self.bent and not self.of_kv
 
     @property
-    def rising(self) -> bool:
-        """Whether the gain is known, and above 0."""
+    def known(self) -> float | None:
+        """The gain, if it is of known numbers alone, and finite."""
         total = 0.0
         for sign, by, _ in self.gain:
             for number, over in by:
                 if isinstance(number, str):
-                    return False
+                    return None
                 sign *= 1 / number if over else number
             total += sign
-        return total > 1e-6
+        return total if math.isfinite(total) else None
 
 
 def linear(graph: Graph, widths: Widths, side: int = 0) -> Linear | None:
@@ -172,7 +176,7 @@ class _Linear:
             if any(a in self.has_score for a in node.args):
                 self.has_score.add(f"%{n}")
         self.lines: list[Line] = []
-        self.parts: dict[str, list[Part]] = {"gain": [], "rows": [], "cols": []}
+        self.parts: dict[str, list[Part]] = {"gain": [], "one": [], "rows": [], "cols": []}
 
     def whole(self) -> Linear | None:
         try:
@@ -185,10 +189,10 @@ class _Linear:
                     self._position(part)
         except _Other:
             return None
-        gain, of_q, of_kv = map(tuple, self.parts.values())
+        gain, shared, of_q, of_kv = map(tuple, self.parts.values())
         if not gain or sum(line.bent for line in self.lines) > 1:
             return None
-        return Linear(gain, tuple(self.lines), of_q, of_kv)
+        return Linear(gain, tuple(self.lines), shared, of_q, of_kv)
 
     def _sum(self, part: Part, with_score: bool) -> list[Part]:
         """The parts that this one is the sum of; `with_score`: as long as there is S in them."""
@@ -219,12 +223,9 @@ class _Linear:
         kind = self._kind(part.value)
         if self._lines(part):
             return
-        if kind in ("one", "rows"):
-            self.parts["rows"].append(part)
-        elif kind == "cols":
-            self.parts["cols"].append(part)
-        else:
+        if kind not in self.parts:
             raise _Other
+        self.parts[kind].append(part)
 
     def _lines(self, part: Part) -> bool:
         """Put it among the lines if it is multiples of whole numbers that are linear in the
@@ -252,7 +253,7 @@ class _Linear:
             lines.append(Line(sign, tuple(by), tuple(of), slope, bent))
         if lines:
             self.lines += lines
-            self.parts["rows"] += shared
+            self.parts["one"] += shared
         return bool(lines)
 
     def _whole(self, value: Arg) -> tuple[str | None, bool]:
