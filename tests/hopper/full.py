@@ -35,7 +35,7 @@ REFUSED = [("192/128", name) for name in ("rows", "numbers")]  # `hopper.reasons
 # Bytes spilled where registers run out, and products wait for each other: what reads a number for
 # each pair needs as many addresses, and a gradient more registers.
 SCARCE = {
-    ("backward", "192/128", "relative"): 2200,
+    ("backward", "192/128", "relative"): 2300,
     ("backward", "192/128", "columns"): 1300,
     ("backward", "256/256", "rows"): 400,
     ("backward", "256/256", "numbers"): 800,
