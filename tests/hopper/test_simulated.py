@@ -213,22 +213,25 @@ def straight_line_errors(d: int, dtype: torch.dtype, name: str) -> list[float]:
     return [((a - b).norm() / b.norm()).item() for a, b in zip(near, right, strict=True)]
 
 
+@pytest.fixture
+def issued(simulated, monkeypatch):
+    """As many numbers as products that add a straight line were issued."""
+    forward, found = simulator.LOADED.forward, []
+    slant = forward.slant
+    monkeypatch.setattr(forward, "slant", lambda *args: found.append(1) or slant(*args))
+    return found
+
+
 @pytest.mark.parametrize("name", ["alibi", "steep", "window"])
 @pytest.mark.parametrize(("d", "dtype"), [(128, torch.bfloat16), (64, torch.float16)])
-def test_a_product_adds_a_straight_line(d, dtype, name, monkeypatch):
-    forward, issued = simulator.LOADED.forward, []
-    slant = forward.slant
-    monkeypatch.setattr(forward, "slant", lambda *args: issued.append(1) or slant(*args))
+def test_a_product_adds_a_straight_line(d, dtype, name, issued):
     assert max(straight_line_errors(d, dtype, name)) < 8e-3
     assert issued
 
 
-def test_the_maxima_of_rows_under_a_straight_line(monkeypatch):
+def test_the_maxima_of_rows_under_a_straight_line(issued):
     """With what is told to them when a rank ends, which has a bias for every query too; far from
     position 0."""
-    forward, issued = simulator.LOADED.forward, []
-    slant = forward.slant
-    monkeypatch.setattr(forward, "slant", lambda *args: issued.append(1) or slant(*args))
     q, k, v = (torch.randn(1, 2, n, 64).bfloat16() for n in (150, 400, 400))
     bias = 5 * torch.randn(2, 5000)
     score = lambda s, b, h, i, j: 0.7 * s + bias[h, i] - 0.1 * (h + 1) * (i - j) + 2

@@ -156,7 +156,7 @@ class How:
     registers: int = 240  # forward: of a consumer's thread
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
     late: bool = False  # backward: dP after P, which then has more registers
-    steady: bool = False  # backward: the score grows with S by one known number everywhere
+    steady: bool = False  # backward: T grows with S by one known number, as it does without a score
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
     short: bool = False  # there are but a few hundred bytes of shared memory left
     ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn

@@ -321,7 +321,6 @@ def attend_back(
     DV: gl.constexpr = v_smem.shape[2]
     WIDE: gl.constexpr = len(k_smem) == 2
     LAST: gl.constexpr = len(dq_smem) - 1
-    PLAIN: gl.constexpr = DERIVATIVE is None or HOW.steady
     cols: gl.constexpr = gl.SliceLayout(0, mma(BLOCK))
     dtype: gl.constexpr = v_smem.dtype
     zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
@@ -356,7 +355,7 @@ def attend_back(
     less_delta = dlt_smem.index(do_at[0]).load(cols)
     if WIDE:  # and rounded; the product begins with -delta
         p16 = kept(p16)
-        if PLAIN:  # noqa: SIM108
+        if HOW.steady:  # noqa: SIM108
             by_s = p16
         else:
             by_s = kept(by_s.to(dtype))
@@ -370,7 +369,7 @@ def attend_back(
     e = warpgroup_mma_wait(1, deps=[dp])
     if not WIDE:
         e = e + less_delta[None, :]
-    ds = factors(by_s, PLAIN) * e
+    ds = factors(by_s, HOW.steady) * e
     if SCATTER is not None:
         values = others(p, by, e, HOW.unbounded)
         SCATTER(grads, values, *pairs, of_score)

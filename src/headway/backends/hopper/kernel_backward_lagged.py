@@ -44,7 +44,6 @@ def attend_lagged(
     of_inputs, ds_ring, _, _ = rings
     _, _, q_ring, do_ring = of_inputs
     BLOCK: gl.constexpr = HOW.block
-    PLAIN: gl.constexpr = DERIVATIVE is None or HOW.steady
     cols: gl.constexpr = gl.SliceLayout(0, mma(BLOCK))
     dtype: gl.constexpr = v_smem.dtype
     zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
@@ -74,7 +73,7 @@ def attend_lagged(
         PARTIAL, DERIVATIVE, MASK, HOW,
     )  # fmt: skip
     p16 = kept(p.to(dtype))
-    if PLAIN:  # noqa: SIM108
+    if HOW.steady:  # noqa: SIM108
         by_s = p16
     else:
         by_s = kept(by_s.to(dtype))
@@ -92,7 +91,7 @@ def attend_lagged(
     publish(ring[0], dq_at, lags)
 
     e = warpgroup_mma_wait(1, deps=[dp])
-    ds16 = (factors(by_s, PLAIN) * e).to(dtype)
+    ds16 = (factors(by_s, HOW.steady) * e).to(dtype)
     # In as many stages as dout; what fills one twice has been read in between.
     ds_smem.index(do_at[0] * 2 + W).store(ds16)
     fence_async_shared()

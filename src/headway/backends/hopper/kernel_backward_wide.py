@@ -198,7 +198,7 @@ def values_block(
     p16 = kept(p.to(v_smem.dtype))
     if SCATTER is None:
         acquire(p_ring, p_at)
-        if DERIVATIVE is None or HOW.steady:
+        if HOW.steady:
             p_smem.index(p_at[0]).store(p16)
         else:
             p_smem.index(p_at[0]).store(by_s.to(v_smem.dtype))

@@ -91,9 +91,11 @@ class Plan(BasePlan):
         self.index = gl.int32 if self.text.narrow else gl.int64
         self.alike = self.tiles(call)[2] == 1  # the mask is one for all heads
         apart = self.function("linear")
+        # By how much T grows with S everywhere, where that is known.
+        self.gain: float | None = 1.0 if spec.score is None else getattr(self.given, "known", None)
         self.linear: dict[str, Any] = {} if apart is None else {
             "linear": apart, "bent": self.given.bent, "lone": self.given.lone,
-            "rising": (self.given.known or 0.0) > 1e-6 and spec.scale > 1e-6,
+            "rising": (self.gain or 0.0) > 1e-6 and spec.scale > 1e-6,
         }  # fmt: skip
         self.sides: dict[str, Any] = {name: self.function(name) for name in SIDES}
         # Every pair reads a number of its own: registers for as many addresses.

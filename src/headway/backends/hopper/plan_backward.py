@@ -85,9 +85,8 @@ class BackwardPlan(Plan):
         # fourth of all for a sixth: 5k 0.95, but 1k 1.03, where many add to the same dq at once.
         last = self.causal() and not spec.deterministic
         self.last = int(last) * self.walks.lines * self.walks.sub // 6
-        # One number, by which T grows with S everywhere, multiplies dk and dq, and not every pair.
-        gain = self.given.known if self.linear else None
-        self.rate = spec.scale if gain is None else gain * spec.scale
+        # A known gain multiplies dk and dq, and not every pair.
+        self.rate = spec.scale if self.gain is None else self.gain * spec.scale
         self.numbers = (
             self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
             spec.scale, self.rate,
@@ -111,7 +110,7 @@ class BackwardPlan(Plan):
             "HOW": How(
                 how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
                 late=self.heavy, short=len(how.d) == 2, ordered=self.ordered is not None,
-                lagged=how.lagged, whole=whole, numbered=how.numbered, steady=gain is not None,
+                lagged=how.lagged, whole=whole, numbered=how.numbered, steady=self.gain is not None,
                 unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
                 bands=len(self.bands.own), summed=self.bands.summed,
                 **self.linear, **self.sides,

@@ -108,18 +108,19 @@ class Function:
         bent = [(n, line) for n, line in enumerate(found.lines) if line.bent]
         at = "tl.cast(line{}(0.0, b, h, q_at, kv_at, captured), tl.float32)".format
         grows = "({!r} if QUERIES else {!r})".format
-        sums = [
+        shared, of_q, of_kv = (
             [f"{self._product(p)} * {self._arg(p.value, 'f32')}" for p in of]
             for of in (found.shared, found.of_q, found.of_kv)
-        ]
+        )
         parts = [
             [self._product(p) for p in found.gain],
-            [f"{self._product(line)} * {at(n)}" for n, line in straight] + sums[0],
+            [f"{self._product(line)} * {at(n)}" for n, line in straight] + shared,
             [f"{self._product(line)} * {grows(*map(float, line.slope))}" for _, line in straight],
             [at(n) for n, line in bent],
             [grows(*map(float, line.slope)) for _, line in bent],
             [self._product(line) for _, line in bent],
-            *sums[1:],
+            of_q,
+            of_kv,
         ]
         result = ", ".join(" + ".join(part or ["(-0.0)"]) for part in parts)
         return self._text(f"({result})", (*POSITIONS, "q_at", "kv_at", "QUERIES: tl.constexpr"))
