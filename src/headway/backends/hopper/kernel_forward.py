@@ -103,7 +103,7 @@ def forward(
         c_smem = ()
     rings = (
         channel(TOLD, 1, HOW.consumers + 1),  # work
-        channel(HOW.queries, 1, HOW.consumers),  # queries
+        of_queries(HOW),
         channel(STAGES, 1, HOW.consumers, HOW.of_keys()),
         channel(HOW.values, 1, HOW.consumers, HOW.of_values()),
         signal(1, 1),  # from the loader to the scheduler: one more
@@ -149,6 +149,15 @@ def forward(
         )  # fmt: skip
 
 
+@gluon.jit
+def of_queries(HOW: gl.constexpr):
+    """The channel of queries; where their one place is given back early, one of each consumer's."""
+    if HOW.early:
+        return channel(1, 1, 1), channel(1, 1, 1)
+    else:
+        return (channel(HOW.queries, 1, HOW.consumers),)
+
+
 # -- a consumer -----------------------------------------------------------------------------------
 
 
@@ -160,7 +169,8 @@ def consume(
     """Attend from rows 64 W to 64 W + 63 of every rank, W the number of the consumer."""
     W: gl.constexpr = HOW.consumer
     work_smem, q_smem, k_smem, v_smem, o_smem, c_smem = smem
-    work_ring, q_ring, k_ring, v_ring, _ = rings
+    work_ring, q_rings, k_ring, v_ring, _ = rings
+    q_ring = q_rings[W % len(q_rings)]
     _, _, q_len, kv_len, _ = sizes
     scale, coords, bands, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
@@ -184,7 +194,7 @@ def consume(
     slot = gl.to_tensor(0)
     while slot >= 0:
         if HOW.early:
-            tokens = add_values(acc, p, v_smem, v_ring, v_at)
+            tokens = add_values(acc, p, v_smem, v_ring, of_before(k_at, v_at, HOW))
         await_(q_ring, q_at)
         queries = at_stage(q_smem, HOW.consumers * q_at[0] + W)
         if HOW.held:
@@ -258,7 +268,7 @@ def attend(
 def issue(context, acc, p, k_at, v_at, HOW: gl.constexpr):
     """S of the next block, and the product of the one before."""
     s = issue_scores(context, k_at, HOW)
-    acc = add_values(acc, p, context[2], context[4], v_at)
+    acc = add_values(acc, p, context[2], context[4], of_before(k_at, v_at, HOW))
     end_turn(HOW)
     return s, acc
 
@@ -282,6 +292,16 @@ def add_values(acc, p, v_smem, v_ring, v_at):
     """The product of P and its values."""
     await_(v_ring, v_at)
     return add_product(acc, p, at_stage(v_smem, v_at[0]))
+
+
+@gluon.jit
+def of_before(k_at, v_at, HOW: gl.constexpr):
+    """The cursor of the values that are multiplied with S of the keys at `k_at`: those of the block
+    before. The first ones are of no block, so with as many stages one cursor is that of both."""
+    if HOW.values == HOW.stages:
+        return k_at
+    else:
+        return v_at
 
 
 @gluon.jit
@@ -312,6 +332,7 @@ def absorb(
     else:  # The product of the block before may go on; that of the rank before was issued first.
         s = warpgroup_mma_wait(0 if HOW.early and FIRST else len(v_smem), deps=[s])
     release(k_ring, k_at, True, HOW.of_keys())
+    at_before = of_before(k_at, v_at, HOW)
     if HOW.early:
         to_go -= 1
         release(q_ring, q_at, to_go == 0)
@@ -359,7 +380,7 @@ def absorb(
     shrink = gl.exp2(m_before - base)
     l = l * shrink + gl.sum(e, 1)
     acc = settle(tokens, p, 0)
-    release(v_ring, v_at, True, HOW.of_values())
+    release(v_ring, at_before, True, HOW.of_values())
     v_at = step(v_at, HOW.values)
     p = gl.convert_layout(kept(e.to(k_smem[0].dtype)), left(v_smem[0].shape[2]))
     if FIRST:

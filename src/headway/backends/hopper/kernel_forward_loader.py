@@ -3,7 +3,7 @@ for one more rank a little before it is done with a long one."""
 
 from .gluon_api import gl, gluon
 from .pipeline import await_, publish, release, start, step
-from .tile import load_rows
+from .tile import ROWS, load_rows
 from .walk import NUMBERS, RUNS, TOLD, told, visit_rank
 
 
@@ -29,7 +29,7 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
         release(work_ring, work_at)
         work_at = step(work_at, TOLD)
         if not HOW.early:
-            q_at = load_rows(q_at, to_q, b, h, first, HOW.consumers, HOW.queries)
+            q_at = load_queries(q_at, to_q, b, h, first, HOW)
         given = (to_q, to_k, to_v, b, h, first, of_kv, more_ring)
         state = (kv_at[0], kv_at[1], ask, q_at, gl.to_tensor(True))
         state = visit_rank(state, given, walk, row, runs, kv_len, True, load_block, None, None, HOW)
@@ -37,7 +37,7 @@ def load(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
         q_at = state[3]
         await_(work_ring, work_at)
         (slot,) = told(work_smem, work_at, 0, 1, 1)
-    load_rows(q_at, to_q, 0, 0, q_len, HOW.consumers, HOW.queries)
+    load_queries(q_at, to_q, 0, 0, q_len, HOW)
     load_rows(kv_at[0], to_k, 0, 0, 0, 1, HOW.stages, HOW.of_keys())
 
 
@@ -54,6 +54,19 @@ def load_block(
     k_at = load_rows(k_at, to_k, b, of_kv, n, 1, HOW.stages, HOW.of_keys())
     if HOW.early:  # noqa: SIM102  (it is known when this is compiled)
         if is_first:
-            q_at = load_rows(q_at, to_q, b, h, first, HOW.consumers, HOW.queries)
+            q_at = load_queries(q_at, to_q, b, h, first, HOW)
     v_at = load_rows(v_at, to_v, b, of_kv, n, 1, HOW.values, HOW.of_values())
     return k_at, v_at, ask - 1, q_at, gl.to_tensor(False)
+
+
+@gluon.jit
+def load_queries(at, to_q, b, h, first, HOW: gl.constexpr):
+    """Copy the queries of a rank: of each consumer, where each has a channel, as it lets go."""
+    q, q_smem, rings = to_q
+    COUNT: gl.constexpr = len(rings)
+    EACH: gl.constexpr = HOW.consumers // COUNT
+    for n in gl.static_range(COUNT):
+        to = (q, q_smem, rings[n])
+        row = first + n * EACH * ROWS
+        load_rows(at, to, b, h, row, EACH, HOW.queries, PLACE=n * EACH)
+    return step(at, HOW.queries)

@@ -95,6 +95,8 @@ def step(at, STAGES: gl.constexpr):
     stage, phase = at
     if STAGES == 1:
         return stage, phase ^ 1
+    elif STAGES == 2:
+        return stage ^ 1, phase ^ stage
     else:
         last = stage == STAGES - 1
         return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)

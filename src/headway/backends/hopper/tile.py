@@ -78,15 +78,18 @@ def fetch(descs, b, h, row, bar, to, n):
 def load_rows(
     at, to, b, h, row,
     PLACES: gl.constexpr, STAGES: gl.constexpr, BARRIERS: gl.constexpr = None,
+    PLACE: gl.constexpr = 0,
 ):  # fmt: skip
     """Copy the rows of one head from `row` on into a stage of so many places. `to`: descriptors,
-    shared memory and channel; `BARRIERS`: its own. **Returns:** the cursor of the next stage."""
+    shared memory and channel; `BARRIERS`: its own; `PLACE`: the first one of stage 0.
+    **Returns:** the cursor of the next stage."""
     descs, smem, ring = to
     acquire(ring, at, BARRIERS)
     full = ring[0].index(at[0])
     mbarrier.expect(full, bytes_of(smem, PLACES))
     for n in gl.static_range(PLACES):
-        fetch(descs, b, h, row + n * smem[0].shape[1], full, smem, PLACES * at[0] + n)
+        place = PLACE + PLACES * at[0] + n
+        fetch(descs, b, h, row + n * smem[0].shape[1], full, smem, place)
     return step(at, STAGES)
 
 
