@@ -103,7 +103,7 @@ def forward(
         c_smem = ()
     rings = (
         channel(TOLD, 1, HOW.consumers + 1),  # work
-        of_queries(HOW),
+        channels_of_queries(HOW),
         channel(STAGES, 1, HOW.consumers, HOW.of_keys()),
         channel(HOW.values, 1, HOW.consumers, HOW.of_values()),
         signal(1, 1),  # from the loader to the scheduler: one more
@@ -150,8 +150,8 @@ def forward(
 
 
 @gluon.jit
-def of_queries(HOW: gl.constexpr):
-    """The channel of queries; where their one place is given back early, one of each consumer's."""
+def channels_of_queries(HOW: gl.constexpr):
+    """One for all consumers; where the one place is given back early, one for each of the two."""
     if HOW.early:
         return channel(1, 1, 1), channel(1, 1, 1)
     else:
