@@ -71,6 +71,7 @@ CALLS = {
     "long": {"mask": hw.causal(), "length": 2048},
     "long_plain": {"length": 2048},
     "shared": {"length": 2048, "batch": 1},
+    "band": {"mask": hw.causal() & hw.sliding_window(256), "length": 2048},
     "longest": {"mask": hw.causal(), "length": 8192},
     "sink": {"mask": hw.causal(), "sink": True},
     "in_turn": {"mask": hw.causal(), "deterministic": True},

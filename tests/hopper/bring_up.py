@@ -51,6 +51,13 @@ CHECKS = {
     "steep_mla": ((2, 4, 4, 777, 777, 192, 128), {"score": "steep", "mask": "causal"}),
     "steep_256": ((2, 4, 4, 777, 777, 256, 256), {"score": "steep"}),
     "window": ((2, 4, 4, 2000, 2000, 128, 128), {"mask": "window"}),
+    # Lengths in whole tiles: what consumers see of partial blocks is known.
+    "band": ((2, 4, 4, 2048, 2048, 128, 128), {"mask": "window"}),
+    "band_alibi": (
+        (2, 8, 4, 1024, 2048, 128, 128),
+        {"mask": "window", "score": "alibi", "stats": False},
+    ),
+    "band_mla": ((2, 4, 4, 2048, 2048, 192, 128), {"mask": "window", "sink": True}),
     "document": ((2, 4, 4, 2000, 2000, 128, 128), {"mask": "document"}),
     "sink": ((2, 8, 8, 777, 777, 128, 128), {"mask": "causal", "sink": True}),
     "relative": ((2, 4, 4, 777, 777, 128, 128), {"score": "relative"}),

@@ -409,6 +409,7 @@ class Language(types.ModuleType):
     reshape = staticmethod(lambda x, shape: x.reshape(shape))
     permute = staticmethod(lambda x, order: x.permute(order))
     split = staticmethod(lambda x: x.unbind(-1))
+    join = staticmethod(lambda a, b: torch.stack([a, b], -1))
     broadcast = staticmethod(torch.broadcast_tensors)
     broadcast_to = staticmethod(lambda x, shape: torch.as_tensor(x).broadcast_to(shape))
     program_id = staticmethod(lambda axis: here.program[0][axis])

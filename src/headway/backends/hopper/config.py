@@ -162,6 +162,9 @@ class How:
     ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
     lagged: bool = False  # backward: dk and dq of a block with S of the next
     whole: bool = False  # backward: CTAs take whole islands (kernel_backward_islands.py)
+    # Forward: what each consumer sees of the left and the right half of the block that a rank
+    # visits first, then of other partial ones: 0 nothing, 1 something, 2 all (quarters.py).
+    quarters: tuple[tuple[int, int], ...] = ()
     consumer: int = 0  # which one this is compiled for
     largest: bool = False  # keep the largest S, where T is another
     bands: int = 0  # gathers along diagonals (diagonals.py)

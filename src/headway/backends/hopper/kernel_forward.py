@@ -32,6 +32,13 @@ from .gluon_api import (
     warpgroup_mma_wait,
 )
 from .kernel_forward_loader import load
+from .kernel_forward_mask import (
+    hidden_columns,
+    hidden_positions,
+    hide,
+    live_columns,
+    of_all_columns,
+)
 from .kernel_forward_out import finish
 from .kernel_forward_scheduler import schedule
 from .linear import column_numbers, linear_scores, slant, straight_line
@@ -48,7 +55,7 @@ from .pipeline import (
     start,
     step,
 )
-from .sides import by_thread, given, keep, of_columns, of_rows
+from .sides import by_thread, given, of_columns, of_rows, rows_of_product
 from .tile import (
     ROWS,
     add_product,
@@ -57,11 +64,13 @@ from .tile import (
     kept,
     left,
     mma,
+    of_product,
     outer,
     pieces,
     positions,
     scores,
     settle,
+    some_rows,
     times,
     zeros,
 )
@@ -201,10 +210,10 @@ def consume(
             queries = (queries[0].load(left(BLOCK)),)  # Shared memory is then read for keys alone.
         context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, ())
         if HOW.early:
-            s = issue_scores(context, k_at, HOW)
+            s = issue_scores(context, k_at, live_columns(HOW, True, True), HOW)
             end_turn(HOW)
         elif not HOW.merged:
-            s, tokens = issue(context, acc, p, k_at, v_at, HOW)
+            s, tokens = issue(context, acc, p, k_at, v_at, live_columns(HOW, True, True), HOW)
             if HOW.held:  # A product has read them, so they have arrived: not before.
                 release(q_ring, q_at)
         await_(work_ring, work_at)
@@ -259,31 +268,34 @@ def attend(
     """One block of keys."""
     context, how_scored, before = given
     acc, m, l, largest, p, k_at, v_at, fresh, to_go = state
-    s, tokens = issue(context, acc, p, k_at, v_at, HOW)
+    s, tokens = issue(context, acc, p, k_at, v_at, live_columns(HOW, False, PARTIAL), HOW)
     state = (tokens, m, l, largest, p, k_at, v_at, fresh, to_go)
     return absorb(state, s, context, how_scored, before, n, False, PARTIAL, SCORE, MASK, HOW)
 
 
 @gluon.jit
-def issue(context, acc, p, k_at, v_at, HOW: gl.constexpr):
+def issue(context, acc, p, k_at, v_at, SPAN: gl.constexpr, HOW: gl.constexpr):
     """S of the next block, and the product of the one before."""
-    s = issue_scores(context, k_at, HOW)
+    s = issue_scores(context, k_at, SPAN, HOW)
     acc = add_values(acc, p, context[2], context[4], of_before(k_at, v_at, HOW))
     end_turn(HOW)
     return s, acc
 
 
 @gluon.jit
-def issue_scores(context, k_at, HOW: gl.constexpr):
-    """S of the next block, in this consumer's turn, which begins."""
+def issue_scores(context, k_at, SPAN: gl.constexpr, HOW: gl.constexpr):
+    """S of the next block, or of the part of it that is seen, in this consumer's turn, which
+    begins."""
     queries, k_smem, _, k_ring, _, _, _, slanted = context
     await_(k_ring, k_at)
     await_own_turn(HOW)
-    BLOCK: gl.constexpr = k_smem[0].shape[1]
+    BLOCK: gl.constexpr = SPAN[1]
     zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
-    s = outer(queries, at_stage(k_smem, k_at[0]), zero)
-    if len(slanted) > 0:
-        s = slant(s, slanted[0], slanted[1])
+    s = outer(queries, some_rows(at_stage(k_smem, k_at[0]), SPAN), zero)
+    if len(slanted) > 0:  # whose columns are counted from the first one
+        s = slant(
+            s, gl.convert_layout(slanted[0], left(BLOCK)), some_rows((slanted[1],), (0, BLOCK))[0]
+        )
     return s
 
 
@@ -315,14 +327,21 @@ def absorb(
     tokens, m, l, largest, p, k_at, v_at, fresh, to_go = state
     queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, slanted = context
     kv_len, scale, coords, of_score, of_mask, at, first_row = how_scored
-    BLOCK: gl.constexpr = HOW.block
+    SPAN: gl.constexpr = live_columns(HOW, FIRST, PARTIAL)
+    HIDES: gl.constexpr = hidden_columns(HOW, FIRST, PARTIAL)
+    BLOCK: gl.constexpr = SPAN[1]
     INDEX: gl.constexpr = HOW.index
     SHIFTED: gl.constexpr = HOW.linear is not None and not HOW.lone
     MERGED: gl.constexpr = HOW.merged and PARTIAL
     b, h, q_idx, row, rows = at
+    n += SPAN[0]
     j = n + gl.arange(0, BLOCK, layout=by_thread())
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, j < kv_len, INDEX)
     columns = of_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
+    if HIDES[1] < BLOCK:
+        kv_idx = hidden_positions(coords.kv, n, HIDES, by_thread(), HOW)
+        of_hidden = of_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
+        columns = (columns[0], of_hidden[1])
     if HOW.bands > 0:
         of_score = of_score + (read(rows[2], n, BLOCK),)  # noqa: RUF005
     if HOW.held:  # Their registers stay as they are until then.
@@ -342,7 +361,8 @@ def absorb(
     live = j < kv_len
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, live, INDEX)
     # Plus 0, which LLVM does not know: or it would keep the distances of all pairs in registers.
-    q_idx += (n + kv_len) >> 31
+    q_idx = of_product(q_idx + ((n + kv_len) >> 31), BLOCK)
+    rows = (rows_of_product(rows[0], BLOCK), rows_of_product(rows[1], BLOCK))
     kv_first = gl.cast(coords.kv, INDEX) + n
     if HOW.linear is None:
         t, unit, s = scores(
@@ -355,8 +375,7 @@ def absorb(
         )
         s = s * scale
     if PARTIAL and MASK is not None:
-        kept_pairs = keep(t, b, h, q_idx, kv_idx, kv_first, rows, columns, of_mask, True, MASK, HOW)
-        t = gl.where(kept_pairs, t, float("-inf"))
+        t = hide(t, b, h, q_idx, kv_idx, kv_first, rows, columns, of_mask, HIDES, MASK, HOW)
     if PARTIAL and not HOW.even:
         t = gl.where(live[None, :], t, float("-inf"))
     done = (m, l, largest)
@@ -367,22 +386,23 @@ def absorb(
     if HOW.largest:  # of S, where T says that the pair is kept
         whole = t + by_row[:, None] if SHIFTED else t
         seen = gl.where(whole == float("-inf"), float("-inf"), s)
-        largest = gl.maximum(largest, gl.max(seen, 1))
+        largest = gl.maximum(largest, of_product(gl.max(seen, 1), HOW.block))
     m_before = m
     most = gl.max(t, 1) * unit
-    m = gl.maximum(m, most + by_row if SHIFTED else most)
+    m = gl.maximum(m, of_product(most + by_row if SHIFTED else most, HOW.block))
     # A query that has seen nothing yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
     base = gl.where(m == float("-inf"), 0.0, m)
-    less = base
+    less = of_product(base, BLOCK)
     if SHIFTED:  # Rounded, it may be less than the largest T: no exponential is to be above 1.
-        less = gl.maximum(base - by_row, most)
+        less = gl.maximum(less - by_row, most)
     e = gl.exp2(t * unit - less[:, None])
     shrink = gl.exp2(m_before - base)
-    l = l * shrink + gl.sum(e, 1)
+    l = l * shrink + of_product(gl.sum(e, 1), HOW.block)
     acc = settle(tokens, p, 0)
     release(v_ring, at_before, True, HOW.of_values())
     v_at = step(v_at, HOW.values)
-    p = gl.convert_layout(kept(e.to(k_smem[0].dtype)), left(v_smem[0].shape[2]))
+    p = of_all_columns(kept(e.to(k_smem[0].dtype)), SPAN, HOW)
+    p = gl.convert_layout(p, left(v_smem[0].shape[2]))
     if FIRST:
         finish(acc, done, before, SCORE, HOW)
         acc = zeros(ROWS, v_smem)

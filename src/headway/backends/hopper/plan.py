@@ -35,6 +35,7 @@ from . import (
     kernel_backward_zeros,
     kernel_forward,
     kernel_forward_loader,
+    kernel_forward_mask,
     kernel_forward_out,
     kernel_forward_parts,
     kernel_forward_scheduler,
@@ -66,9 +67,9 @@ class Plan(BasePlan):
 
     sources = (
         maths, diagonals, gradients, rows, gluon_api, pipeline, walk, tile, linear, sides,
-        of_diagonals, kernel_forward_scheduler, kernel_forward_loader, kernel_forward_out,
-        kernel_forward_parts, kernel_forward, kernel_backward_parts, kernel_backward_dq,
-        kernel_backward_lagged, kernel_backward_zeros,
+        of_diagonals, kernel_forward_scheduler, kernel_forward_loader, kernel_forward_mask,
+        kernel_forward_out, kernel_forward_parts, kernel_forward, kernel_backward_parts,
+        kernel_backward_dq, kernel_backward_lagged, kernel_backward_zeros,
         kernel_backward_adder, kernel_backward_keys, kernel_backward_islands, kernel_backward_deal,
         kernel_backward, kernel_backward_wide_dq, kernel_backward_wide,
     )  # fmt: skip

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from ...types import Spec
-from ..base import Call
+from ..base import Call, split
 from ..kernels.direct import Direct
-from ..kernels.plan import Walks
+from ..kernels.plan import Walks, straight
 from .bands import Bands
 from .config import FORWARD, TILE, Forward, How, assembling, fitting
 from .counter import zero
 from .descriptors import matrix
 from .kernel_forward import forward as forward_kernel
 from .plan import Plan
+from .quarters import Quarters, quarters
 from .ranks import Ranked
 from .stream_k import Shares
 
@@ -72,6 +73,7 @@ class ForwardPlan(Plan):
                 values=how.values, queries=how.queries, early=how.early, held=how.held,
                 slanted=how.slanted, numbered=how.numbered, merged=how.merged,
                 split=shares.share > 0, consumers=how.consumers, registers=registers,
+                quarters=self.quarters(call, how, block),
                 short=how.ctas == 2,  # 244 bytes are left of a CTA's half
                 largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
                 **self.linear, **self.sides,
@@ -97,6 +99,19 @@ class ForwardPlan(Plan):
         which no register has then."""
         straight = bool(self.linear) and self.linear["rising"] and self.given.straight
         return straight and not self.spec.max_logit
+
+    def quarters(self, call: Call, how: Forward, block: int) -> Quarters:
+        """What is known of partial blocks before a rank: of masks that compare positions, and are
+        the same for all calls of the kind, where tiles are blocks of two consumers."""
+        own = self.spec.tiles is None and self.sides["pairs"] is not None
+        captured = split(self.spec, call.captured)[1]
+        fixed = not (captured.tensors or captured.floats) and straight(call.coords)
+        blocks = self.tile == (64 * how.consumers, block) == TILE and self.kv_len % block == 0
+        if not (own and fixed and blocks) or how.merged or self.bands.own:
+            return ()
+        assert self.mask is not None
+        shape = self.b, self.hq, self.q_len, self.kv_len
+        return quarters(self.mask, captured, shape, TILE, call.coords)
 
     def in_ones(self, width: int) -> bool:
         """Whether a rank is of 64 queries, in one of several CTAs of a multiprocessor: under a

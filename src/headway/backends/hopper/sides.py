@@ -7,7 +7,7 @@ positions are one instruction per pair, with a number that is a constant: its pl
 
 from .gluon_api import gl, gluon
 from .linear import in_eights
-from .tile import mma
+from .tile import mma, of_product
 
 
 @gluon.constexpr_function
@@ -39,6 +39,16 @@ def _at(b, h, at, captured, SHARED: gl.constexpr, OF_ROW: gl.constexpr):
     else:
         shared = SHARED(b, h, captured)
         return shared, OF_ROW(b, h, at, shared, captured)
+
+
+@gluon.jit
+def rows_of_product(of_rows, COLUMNS: gl.constexpr):
+    """What all pairs share, and rows, for a product with so many columns."""
+    shared, values = of_rows
+    made = ()
+    for n in gl.static_range(len(values)):
+        made = made + (of_product(values[n], COLUMNS),)  # noqa: RUF005
+    return shared, made
 
 
 @gluon.jit

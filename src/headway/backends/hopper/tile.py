@@ -162,6 +162,32 @@ def halves(x):
 
 
 @gluon.jit
+def of_product(x, COLUMNS: gl.constexpr):
+    """A number per row of a product with other columns as one of a product with so many."""
+    return gl.convert_layout(x, gl.SliceLayout(1, mma(COLUMNS)))
+
+
+@gluon.jit
+def side_by_side(a, b):
+    """The halves of a product, as it was."""
+    WIDTH: gl.constexpr = 2 * a.shape[1]
+    x = gl.reshape(gl.permute(gl.join(a, b), [0, 2, 1]), [a.shape[0], WIDTH])
+    return gl.convert_layout(x, mma(WIDTH))
+
+
+@gluon.jit
+def some_rows(tiles, SPAN: gl.constexpr):
+    """Of every piece so many rows (the second number) from one on (the first)."""
+    if SPAN[1] == tiles[0].shape[0]:
+        return tiles
+    elif len(tiles) == 1:
+        return (tiles[0].slice(SPAN[0], SPAN[1], dim=0),)
+    else:
+        a, b = tiles
+        return a.slice(SPAN[0], SPAN[1], dim=0), b.slice(SPAN[0], SPAN[1], dim=0)
+
+
+@gluon.jit
 def kept(x):
     """x, in pairs. The compiler does not see where they come from, and so keeps them and not what
     they were rounded from."""

@@ -1,0 +1,173 @@
+"""What consumers see of partial blocks: by the pairs themselves, and in the kernels."""
+
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import headway as hw
+from blocks.dense import dense_mask
+from emulator.launch import emulating
+from headway import backends
+from headway.api import prepare
+from headway.backends import hopper
+from headway.backends.base import graphs, split
+from headway.backends.hopper import plan_forward
+from headway.backends.hopper.quarters import ALL, NOTHING, SOME, quarters
+from headway.backends.hopper.ranks import table
+from headway.backends.kernels.plan import Walk
+from headway.blocks import cached_build
+
+from . import simulator
+
+TILE = (128, 128)
+LEFT, RIGHT, WHOLE = (SOME, NOTHING), (ALL, SOME), (ALL, ALL)  # of a block on the diagonal
+MASKS = {
+    "causal": hw.causal(),
+    "window": hw.causal() & hw.sliding_window(256),
+    "unaligned": hw.causal() & hw.sliding_window(200),
+    "both_ways": hw.sliding_window(128),
+    "prefix": hw.causal() | hw.prefix(200),
+    "global": (hw.causal() & hw.sliding_window(128)) | hw.global_tokens(64),
+    "by_head": lambda b, h, i, j: (i >= j) & (i - j < 128 * (h + 1)),
+    "by_row": lambda b, h, i, j: (i >= j) & ((b == 0) | (j >= 64)),
+    "strided": lambda b, h, i, j: (i - j) % 3 == 0,
+    "shifted": lambda b, h, i, j: i >= j + 64,
+    "nothing": lambda b, h, i, j: (i >= j) & (i < 300),
+    "far": lambda b, h, i, j: (i - j) // 64 == 2,
+}
+SHAPES = [(640, 640), (333, 512), (64, 128), (700, 256), (129, 640)]
+
+
+def found(mask, q_len, kv_len):
+    """Quarters; kept pairs `(b, h, q_len, kv_len)`; of each rank its batch row, head, line, and the
+    first key of the block that it visits first."""
+    q, k = (torch.zeros(2, 2, n, 128).bfloat16() for n in (q_len, kv_len))
+    spec, call = prepare(q, k, k, None, mask, backend="cpu")
+    graph, captured = graphs(spec)[1], split(spec, call.captured)[1]
+    shape = 2, 2, q_len, kv_len
+    made = quarters(graph, captured, shape, TILE, call.coords)
+    tiles, b, h = cached_build(graph, captured, shape, TILE, torch.device("cpu"), call.coords)
+    lines = -(-q_len // 128)
+    walk = Walk(tiles.rows_full, tiles.rows_partial, tiles.row_order, b, h, lines, 128, 128, 1)
+    ranks = [(x[3], x[2], x[0], x[4]) for x in table(walk, 1, kv_len, 128, 128).tolist()]
+    kept = dense_mask(graph, captured, (b, h, q_len, kv_len))
+    return made or ((SOME, SOME),) * 4, kept, ranks
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", MASKS)
+def test_what_is_said_holds_for_every_pair(name, shape):
+    said, kept, ranks = found(MASKS[name], *shape)
+    for b, h, line, first in ranks:
+        for block in range(0, shape[1], 128):
+            tile = kept[b, h, 128 * line : 128 * (line + 1), block : block + 128]
+            if block != first and (tile.all() or not tile.any()):
+                continue
+            for consumer in (0, 1):
+                for half in (0, 1):
+                    quarter = tile[64 * consumer :][:64, 64 * half :][:, :64]
+                    is_said = said[(0 if block == first else 2) + consumer][half]
+                    assert is_said != NOTHING or not quarter.any()
+                    assert is_said != ALL or quarter.all()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("causal", (LEFT, RIGHT, WHOLE, WHOLE)),
+        ("window", (LEFT, RIGHT, (SOME, ALL), (NOTHING, SOME))),
+        ("unaligned", (LEFT, RIGHT, (SOME, SOME), (SOME, SOME))),
+        ("by_head", (LEFT, RIGHT, (SOME, ALL), (NOTHING, SOME))),
+    ],
+)
+def test_what_is_said(name, expected):
+    assert found(MASKS[name], 640, 640)[0] == expected
+
+
+def plan_of(mask, length=640, kv_len=None, **options):
+    """The plan of a call, at lengths for which a rank is of two consumers."""
+    q, k = (torch.zeros(1, 2, n, 128).bfloat16() for n in (length, kv_len or length))
+    spec, call = prepare(q, k, k, None, mask, backend="hopper", **options)
+    return plan_forward.ForwardPlan(spec, call, (), (q, k, k)).kernel.options["HOW"].quarters
+
+
+@pytest.fixture
+def simulated():
+    with (
+        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(hopper, "unavailable", return_value=""),
+        simulator.simulating(),
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("simulated")
+def test_who_is_compiled_for_it():
+    """Not for masks that another call of the kind may have otherwise, or whose keys end in a block."""
+    ids = torch.arange(640) // 100
+    kept = ids[:, None] >= ids
+    assert plan_of(hw.causal())[:2] == (LEFT, RIGHT)
+    assert plan_of(hw.causal(), 600, 640)[0] == LEFT
+    assert plan_of(hw.causal(), 640, 600) == ()
+    assert plan_of(lambda b, h, i, j: kept[i, j]) == ()
+    assert plan_of(lambda b, h, i, j: (i - j) % 3 == 0) == ()
+    given = hw.block_mask(hw.causal(), 1, 1, 640, 640)
+    assert plan_of(given) == ()
+
+
+CALLS = {
+    "causal": (128, 128, None, hw.causal()),
+    "window": (128, 128, None, MASKS["window"]),
+    "f16": (96, 80, None, MASKS["both_ways"]),
+    "mla": (192, 128, None, MASKS["window"]),
+    "softcap": (128, 128, hw.softcap(20.0), MASKS["window"]),
+    "alibi": (64, 64, hw.alibi(2), MASKS["window"]),
+}
+
+
+def errors(name, stats):
+    """The largest error of everything that a forward makes, over the largest number."""
+    d, dv, score, mask = CALLS[name]
+    torch.manual_seed(0)
+    dtype = torch.float16 if name == "f16" else torch.bfloat16
+    q, k, v = (torch.randn(1, 2, 640, w).to(dtype) for w in (d, d, dv))
+    with torch.no_grad():
+        run = hw.attention_with_stats if stats else hw.attention
+        made = [run(q, k, v, score, mask, backend=b) for b in ("reference", "hopper")]
+    made = [tuple(x) if stats else (x,) for x in made]
+    return [
+        ((x.double() - true.double()).abs().max() / true.abs().max()).item()
+        for true, x in zip(*made, strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("name", CALLS)
+def test_simulated(name):
+    for stats in (True, False):
+        assert max(errors(name, stats)) < 8e-3
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(
+    "wrong",
+    [(LEFT, LEFT, WHOLE, WHOLE), (WHOLE, RIGHT, WHOLE, WHOLE), (LEFT, (SOME, ALL), WHOLE, WHOLE)],
+)
+def test_what_is_wrong_is_found(wrong):
+    with mock.patch.object(plan_forward, "quarters", return_value=wrong):
+        assert not max(errors("causal", True)) < 8e-3
+
+
+@pytest.mark.parametrize("name", ["window", "mla", "alibi"])
+def test_emulated(name):
+    with (
+        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(hopper, "unavailable", return_value=""),
+        emulating("sm_90", hopper),
+    ):
+        assert max(errors(name, False)) < 8e-3
