@@ -14,13 +14,14 @@ from blocks.dense import dense_mask
 from emulator.launch import emulating
 from headway import backends
 from headway.api import prepare
-from headway.backends import hopper
+from headway.backends import hopper, reference
 from headway.backends.base import graphs, split
 from headway.backends.hopper import plan_forward
 from headway.backends.hopper.quarters import ALL, NOTHING, SOME, quarters
 from headway.backends.hopper.ranks import table
 from headway.backends.kernels.plan import Walk
 from headway.blocks import cached_build
+from headway.types import Coords
 
 from . import simulator
 
@@ -151,6 +152,21 @@ def errors(name, stats):
 def test_simulated(name):
     for stats in (True, False):
         assert max(errors(name, stats)) < 8e-3
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("far", [0, 2**33])
+@pytest.mark.parametrize("shift", [0, 64, 100])
+def test_a_shard(shift, far):
+    """Queries and keys that stand somewhere in the whole: other quarters, or none."""
+    q, k, v = (torch.randn(1, 2, n, 128).bfloat16() for n in (384, 640, 640))
+    place = {"coords": Coords(q=far + 1280 + shift, kv=far + 1024)}
+    made, true = (
+        run(*prepare(q, k, v, None, MASKS["window"], backend=backend, **place))
+        for run, backend in ((hopper.forward, "hopper"), (reference.forward, "reference"))
+    )
+    assert (made.out - true.out).abs().max() < 0.02
+    assert (made.lse - true.lse).abs().max() < 1e-3
 
 
 @pytest.mark.usefixtures("simulated")

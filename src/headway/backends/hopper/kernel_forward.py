@@ -327,6 +327,7 @@ def absorb(
     tokens, m, l, largest, p, k_at, v_at, fresh, to_go = state
     queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, slanted = context
     kv_len, scale, coords, of_score, of_mask, at, first_row = how_scored
+    # What is seen of the block, which may be a half, and of that what the mask is asked for.
     SPAN: gl.constexpr = live_columns(HOW, FIRST, PARTIAL)
     HIDES: gl.constexpr = hidden_columns(HOW, FIRST, PARTIAL)
     BLOCK: gl.constexpr = SPAN[1]
