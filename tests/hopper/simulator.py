@@ -26,7 +26,8 @@ from unittest import mock
 
 import torch
 
-from headway.backends import kernels
+from headway import backends
+from headway.backends import hopper, kernels
 from headway.backends.hopper import bands, launch, plan, plan_backward, plan_forward, tile
 from headway.backends.kernels import direct, results
 from headway.backends.kernels import plan as plans
@@ -668,6 +669,8 @@ def simulating():
     sys.setswitchinterval(1e-5)  # partitions take turns as often as they can
     plans.clear()
     with (
+        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(hopper, "unavailable", return_value=""),
         mock.patch.object(plan, "processors", return_value=3),
         mock.patch.object(plan_forward, "forward_kernel", Kernel(LOADED.forward.forward)),
         mock.patch.multiple(

@@ -12,7 +12,6 @@ if find_spec("triton") is None:
 import headway as hw
 from blocks.dense import dense_mask
 from emulator.launch import emulating
-from headway import backends
 from headway.api import prepare
 from headway.backends import hopper, reference
 from headway.backends.base import graphs, split
@@ -99,11 +98,7 @@ def plan_of(mask, length=640, kv_len=None, **options):
 
 @pytest.fixture
 def simulated():
-    with (
-        mock.patch.object(backends, "_CHECKED", ()),
-        mock.patch.object(hopper, "unavailable", return_value=""),
-        simulator.simulating(),
-    ):
+    with simulator.simulating():
         yield
 
 
@@ -181,9 +176,5 @@ def test_what_is_wrong_is_found(wrong):
 
 @pytest.mark.parametrize("name", ["window", "mla", "alibi"])
 def test_emulated(name):
-    with (
-        mock.patch.object(backends, "_CHECKED", ()),
-        mock.patch.object(hopper, "unavailable", return_value=""),
-        emulating("sm_90", hopper),
-    ):
+    with emulating("sm_90", hopper):
         assert max(errors(name, False)) < 8e-3

@@ -15,7 +15,6 @@ if find_spec("triton") is None:
 import headway as hw
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run, yardstick
-from headway import backends
 from headway.api import prepare
 from headway.backends import first_use, hopper, reference
 from headway.backends.hopper import plan, plan_backward, plan_forward, ranks, stream_k
@@ -38,11 +37,7 @@ CASES = (
 
 @pytest.fixture(autouse=True)
 def simulated():
-    with (
-        mock.patch.object(backends, "_CHECKED", ()),
-        mock.patch.object(hopper, "unavailable", return_value=""),
-        simulator.simulating(),
-    ):
+    with simulator.simulating():
         yield
 
 
