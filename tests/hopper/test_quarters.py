@@ -89,10 +89,10 @@ def test_what_is_said(name, expected):
     assert found(MASKS[name], 640, 640)[0] == expected
 
 
-def plan_of(mask, length=640, kv_len=None, **options):
-    """The plan of a call, at lengths for which a rank is of two consumers."""
+def quarters_of(mask, length=640, kv_len=None):
+    """What a call is compiled for, at lengths for which a rank is of two consumers."""
     q, k = (torch.zeros(1, 2, n, 128).bfloat16() for n in (length, kv_len or length))
-    spec, call = prepare(q, k, k, None, mask, backend="hopper", **options)
+    spec, call = prepare(q, k, k, None, mask, backend="hopper")
     return plan_forward.ForwardPlan(spec, call, (), (q, k, k)).kernel.options["HOW"].quarters
 
 
@@ -107,13 +107,13 @@ def test_who_is_compiled_for_it():
     """Not for masks that another call of the kind may have otherwise, or whose keys end in a block."""
     ids = torch.arange(640) // 100
     kept = ids[:, None] >= ids
-    assert plan_of(hw.causal())[:2] == (LEFT, RIGHT)
-    assert plan_of(hw.causal(), 600, 640)[0] == LEFT
-    assert plan_of(hw.causal(), 640, 600) == ()
-    assert plan_of(lambda b, h, i, j: kept[i, j]) == ()
-    assert plan_of(lambda b, h, i, j: (i - j) % 3 == 0) == ()
+    assert quarters_of(hw.causal())[:2] == (LEFT, RIGHT)
+    assert quarters_of(hw.causal(), 600, 640)[0] == LEFT
+    assert quarters_of(hw.causal(), 640, 600) == ()
+    assert quarters_of(lambda b, h, i, j: kept[i, j]) == ()
+    assert quarters_of(lambda b, h, i, j: (i - j) % 3 == 0) == ()
     given = hw.block_mask(hw.causal(), 1, 1, 640, 640)
-    assert plan_of(given) == ()
+    assert quarters_of(given) == ()
 
 
 CALLS = {

@@ -10,29 +10,35 @@ from .gluon_api import gl, gluon
 from .sides import keep, rows_of_product
 from .tile import ROWS, halves, mma, of_product, side_by_side
 
+# What is seen of a quarter.
+NOTHING, SOME, ALL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+
 
 @gluon.constexpr_function
-def _quarter(HOW, FIRST, PARTIAL):
-    return HOW.quarters[(0 if FIRST else 2) + HOW.consumer] if PARTIAL and HOW.quarters else (1, 1)
+def _quarters(HOW, FIRST, PARTIAL):
+    """The consumer's, left and right."""
+    if PARTIAL and HOW.quarters:
+        return HOW.quarters[(0 if FIRST else 2) + HOW.consumer]
+    return SOME, SOME
 
 
 @gluon.constexpr_function
 def live_columns(HOW, FIRST, PARTIAL):
     """The first column of a block that the consumer sees, and how many there are."""
-    a, b = _quarter(HOW, FIRST, PARTIAL)
+    a, b = _quarters(HOW, FIRST, PARTIAL)
     half = HOW.block // 2
-    if 0 in (a, b):
-        return (half, half) if a == 0 else (0, half)
+    if NOTHING in (a, b):
+        return (half, half) if a == NOTHING else (0, half)
     return 0, HOW.block
 
 
 @gluon.constexpr_function
 def hidden_columns(HOW, FIRST, PARTIAL):
     """Of these, the first one that the mask is asked for, and how many there are."""
-    a, b = _quarter(HOW, FIRST, PARTIAL)
+    a, b = _quarters(HOW, FIRST, PARTIAL)
     half = HOW.block // 2
-    if 0 not in (a, b) and 2 in (a, b):
-        return (half, half) if a == 2 else (0, half)
+    if NOTHING not in (a, b) and ALL in (a, b):
+        return (half, half) if a == ALL else (0, half)
     return 0, live_columns(HOW, FIRST, PARTIAL)[1]
 
 

@@ -3,7 +3,7 @@
 from .gluon_api import copy_out, copy_out_wait, fence_async_shared, gl, gluon
 from .kernel_forward_parts import join
 from .pipeline import release
-from .tile import LN2, LOG2E, ROWS, halves, mma, or_nan, times
+from .tile import LN2, LOG2E, ROWS, halves, mma, of_product, or_nan, times
 from .walk import RUNS, told
 
 
@@ -82,8 +82,8 @@ def store_wide(acc, to, i, live, dv):
     """In float32, straight from registers: four threads write 32 bytes of a row."""
     column = 0
     for n in gl.static_range(len(acc)):
-        rows = gl.convert_layout(i, gl.SliceLayout(1, mma(acc[n].shape[1])))[:, None]
-        there = gl.convert_layout(live, gl.SliceLayout(1, mma(acc[n].shape[1])))[:, None]
+        rows = of_product(i, acc[n].shape[1])[:, None]
+        there = of_product(live, acc[n].shape[1])[:, None]
         columns = (
             column
             + gl.arange(0, acc[n].shape[1], layout=gl.SliceLayout(0, mma(acc[n].shape[1])))[None, :]

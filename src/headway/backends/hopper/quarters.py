@@ -10,8 +10,9 @@ import torch
 from ...blocks import Runs, Tiles, build
 from ...mods.graph import Graph
 from ...types import Captured, Coords
+from . import kernel_forward_mask as kernel
 
-NOTHING, SOME, ALL = 0, 1, 2
+NOTHING, SOME, ALL = kernel.NOTHING.value, kernel.SOME.value, kernel.ALL.value
 MOST = 1 << 15  # partial tiles that are looked at
 
 Quarters = tuple[tuple[int, int], ...]  # `config.How.quarters`
@@ -72,9 +73,9 @@ def _common(tiles: Tiles, row: np.ndarray, column: np.ndarray, width: int) -> in
 
 def _inside(runs: Runs, row: np.ndarray, column: np.ndarray, width: int) -> np.ndarray:
     """Whether tiles are of a run."""
-    keys, ends = runs.keys(width).numpy(), (runs.keys(width) + runs.count).numpy()
+    keys = runs.keys(width).numpy()
     if not len(keys):
         return np.zeros(len(row), bool)
     key = row.astype(np.int64) * (width + 1) + column
     n = keys.searchsorted(key, "right") - 1
-    return (n >= 0) & (key < ends[n])
+    return (n >= 0) & (key < keys[n] + runs.count.numpy()[n])

@@ -224,12 +224,11 @@ def plus(acc, more):
 @gluon.jit
 def times(acc, factor):
     """Every piece times a number per row."""
-    a = acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, mma(acc[0].shape[1])))[:, None]
+    a = acc[0] * of_product(factor, acc[0].shape[1])[:, None]
     if len(acc) == 1:
         return (a,)
     else:
-        by = gl.convert_layout(factor, gl.SliceLayout(1, mma(acc[1].shape[1])))
-        return (a, acc[1] * by[:, None])
+        return (a, acc[1] * of_product(factor, acc[1].shape[1])[:, None])
 
 
 @gluon.jit
