@@ -7,7 +7,7 @@ Of keys J and K, o_J and o_K being sums of exp2(T - m_J) v over J, and so on,
 
 from .gluon_api import barrier, gl, gluon
 from .pipeline import await_turn, pass_on
-from .tile import ROWS, mma, plus, times
+from .tile import ROWS, mma, of_product, plus, times
 
 FLAGS = gl.constexpr(32)  # behind the counter: of the parts that are written
 
@@ -69,7 +69,7 @@ def _places(parts, at, acc, i, HOW: gl.constexpr):
     columns = ()
     column = 0
     for n in gl.static_range(len(acc)):
-        rows = gl.convert_layout(row, gl.SliceLayout(1, mma(acc[n].shape[1])))[:, None]
+        rows = of_product(row, acc[n].shape[1])[:, None]
         j = gl.arange(0, acc[n].shape[1], layout=gl.SliceLayout(0, mma(acc[n].shape[1])))[None, :]
         columns = columns + (parts + (rows + (column + j)),)  # noqa: RUF005
         column += acc[n].shape[1]

@@ -97,8 +97,8 @@ class ForwardPlan(Plan):
     def slanted(self) -> bool:
         """Whether a score is S times a number, and a straight line; and S alone is not asked for,
         which no register has then."""
-        straight = bool(self.linear) and self.linear["rising"] and self.given.straight
-        return straight and not self.spec.max_logit
+        line = bool(self.linear) and self.linear["rising"] and self.given.straight
+        return line and not self.spec.max_logit
 
     def quarters(self, call: Call, how: Forward, block: int) -> Quarters:
         """What is known of partial blocks before a rank: of masks that compare positions, and are
