@@ -16,7 +16,7 @@ from .backends.base import Alike, Call, Kind
 from .blocks import BlockMask
 from .mods import Captured
 from .mods.base import Mod
-from .mods.capture import Leaves, leaves, shared
+from .mods.capture import Reads, reads, shared
 from .mods.constants import brought
 from .mods.lowering import Lowered, Parts, parts_of
 from .types import Spec
@@ -31,7 +31,7 @@ _READABLE = (Mod, FunctionType)
 
 # What a score or mask is made of at one call: its parts, the tensors of the values in it on q's
 # device, and what the functions in it see. (No class: this is made at every call.)
-Made = tuple[Parts, list[Tensor], list[Leaves]]
+Made = tuple[Parts, list[Tensor], list[Reads]]
 
 
 def look(
@@ -90,20 +90,15 @@ def remember(
     """The call, known from now on: it has passed all checks, and this is its spec."""
     if call.q.device.type not in ("cuda", "cpu"):  # others may be watched (`ops`)
         return call
-    picks = [
-        () if of is None or low is None else tuple(_pick(of, *path) for path in low.paths)
-        for of, low in zip(made, lowered, strict=True)
-    ]
+    if any(low is not None and low.again is not None for low in lowered):
+        return call
+    picks = [() if low is None else low.picks for low in lowered]
     tensors, _, floats = call.captured
     while len(_known) >= _MOST:
         _known.pop(next(iter(_known)), None)
     alike = Alike(spec, kind.trained, picks, None if tensors or floats else call.captured)
     _known[key] = alike
     return Call(*call[:-1], alike)
-
-
-def _pick(made: Made, n: int, path: Any) -> tuple[int, int]:
-    return n, [p for p, _ in made[2][n].tensors].index(path)
 
 
 class _Unknown(Exception):
@@ -132,11 +127,12 @@ def _made_of(key: list, mod: Any, device: torch.device) -> Made:
             _about(key, t)
     if not functions:
         return parts, tensors, []
-    found = [leaves(fn) for fn in functions]
+    key.append(torch.get_default_dtype())
+    found = [reads(fn) for fn in functions]
     for of in found:
-        key += of.key
-        if not of.cacheable:
+        if of.unseen is not None:
             raise _Unknown
+        key.append(tuple(of.key))
         for _, t in of.tensors:
             if t.device != device:
                 raise _Unknown

@@ -1,6 +1,5 @@
 """The public calls: check the arguments once, say what to compute, run the pair."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -31,14 +30,23 @@ from .arguments import (
 from .backends import choose
 from .backends.base import Call, Kind, kind_of
 from .blocks import BlockMask, cached_build
-from .errors import ArgumentError, CapturedIndexError, HeadwayError
-from .mods import Captured, captured_of, causal, describe, lower, lower_mod, take_apart
+from .errors import ArgumentError, CapturedIndexError, HeadwayError, ModError
+from .mods import (
+    Captured,
+    captured_under_compile,
+    causal,
+    describe,
+    lower,
+    lower_guarded,
+    lower_mod,
+    take_apart,
+)
 from .mods.base import MaskFn, Mod, ScoreFn
 from .mods.constants import brought
 from .mods.lowering import Lowered
 from .mods.places import place_of_line, quote
 from .sharded import Sharded, any_sharded
-from .types import AttentionOutput, Coords, Spec, constant_under_compile
+from .types import AttentionOutput, Coords, Spec, constant_under_compile, inlined_or_eager
 
 
 def attention(
@@ -180,6 +188,7 @@ def _plain(
     return ops.plain(q, k, v, mask is not None, scale)
 
 
+@inlined_or_eager
 def _run(
     q: Any, k: Any, v: Any, score: Any, mask: Any, scale: Any, sink: Any, dropout: Any, seed: Any,
     deterministic: bool, backend: str, stats: bool,
@@ -213,6 +222,7 @@ def _with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
     return CapturedIndexError(f"{error}{quote(place)}", error.line) if place else error
 
 
+@inlined_or_eager
 def prepare(
     q: Tensor,
     k: Tensor,
@@ -338,22 +348,20 @@ def _taken_apart(
     structure, functions, captured = take_apart(mod)
     if whole and of_library and captured.tensors:
         mod.check_sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    if functions and torch.compiler.is_compiling():
+    dtype = "f64" if double else "f32"
+    if torch.compiler.is_compiling():
         check_made_outside(kind, functions)
-    lowered = _lower(kind, structure, "f64" if double else "f32", *functions)
-    if functions:
-        captured = captured_of(functions, captured, lowered)
+        lowered = lower_guarded(kind, structure, dtype, *functions)
+        if isinstance(lowered, str):
+            raise ModError(lowered)
+        captured = captured_under_compile(functions, captured, lowered)
+    else:
+        lowered, theirs = lower(kind, structure, dtype, *functions)
+        captured = captured._replace(tensors=captured.tensors + theirs)
     if captured.tensors:
         captured = captured._replace(tensors=[brought(t, q.device) for t in captured.tensors])
         check_captured(kind, captured, q.device)
     return lowered, captured
-
-
-def _lower(kind: str, structure: str, dtype: str, *functions: Callable) -> Lowered:
-    return lower(kind, structure, dtype, *functions)
-
-
-constant_under_compile(_lower)  # tracing is Python about Python: it runs once, at compile time
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -9,10 +9,15 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import (  # C: loads no compiler
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,26 @@ class Spec:
 _FIELDS = tuple(field.name for field in fields(Spec))
 
 
+_Fn = TypeVar("_Fn", bound=Callable)
+
+
 def constant_under_compile(fn: Callable) -> None:
     """Let `torch.compile` call `fn` while it traces, and keep the result as a constant.
 
     What `torch.compiler.assume_constant_result` does, without importing the compiler.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def inlined_or_eager(fn: _Fn) -> _Fn:
+    """Decorates a function that `torch.compile` traces as a part of a program, or not at all: where
+    its caller is not compiled (a graph break, say), it runs as it is, with all that it calls."""
+    skip = _FrameAction.SKIP
+    set_code_exec_strategy(
+        fn.__code__,  # type: ignore[attr-defined]
+        _FrameExecStrategy(skip, skip),
+    )
+    return fn
 
 
 def fixed(number: Any) -> float:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
 from ..mods.base import Both, Either, MaskFn, Mod, Shifted
-from ..mods.capture import leaves
+from ..mods.capture import reads
 from ..mods.lowering import describe, restore
 from .runs import Runs, coarser, combine, of_dense
 
@@ -271,7 +271,7 @@ class BlockMask:
         device = torch.device(device)
         parts = describe(self.mask)
         for fn in parts.functions:
-            for _, t in leaves(fn).tensors:
+            for _, t in reads(fn).tensors:
                 if t.dim() and t.device != torch.empty(0, device=device).device:
                     raise ArgumentError(
                         f"the mask function {getattr(fn, '__qualname__', fn)} captures a tensor "

@@ -3,10 +3,12 @@
 from ..types import Captured as Captured
 from .base import Mask as Mask
 from .base import Score as Score
-from .lowering import captured_of as captured_of
+from .lowering import captured_under_compile as captured_under_compile
 from .lowering import describe as describe
 from .lowering import lower as lower
+from .lowering import lower_guarded as lower_guarded
 from .lowering import lower_mod as lower_mod
+from .lowering import retraced as retraced
 from .lowering import take_apart as take_apart
 from .masks import causal as causal
 from .masks import dense as dense

@@ -21,6 +21,8 @@ from torch import Tensor
 from ..errors import ArgumentError
 from .graph import DTYPE_NAMES
 
+_ROOT = __name__.rpartition(".")[0].rpartition(".")[0] + "."
+
 MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -30,11 +32,14 @@ class Mod:
     """Base of `Mask` and `Score`. Subclasses are frozen dataclasses with `__call__`."""
 
     kinds: ClassVar[dict[str, type["Mod"]]] = {}  # the library's own values, by name
+    of_library: ClassVar[bool] = True  # else it is read as any object of the user's
     fields: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         cls.fields = tuple(inspect.get_annotations(cls))
-        Mod.kinds[cls.__name__] = cls
+        cls.of_library = (cls.__module__ + ".").startswith(_ROOT)
+        if cls.of_library:
+            Mod.kinds[cls.__name__] = cls
 
     def check_sizes(self, b: int, h: int, q_len: int, kv_len: int) -> None:
         """Refuse a call of other sizes than those that the captured tensors were made for."""

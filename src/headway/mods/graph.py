@@ -15,7 +15,8 @@ the text alone can cross an operator boundary, key a cache, or be kept as a gold
 
 Operands of an op share one dtype (tracing inserts `to`), so that no consumer has to know torch's
 promotion rules. `gather(t, i, ...)` reads one number of the captured tensor `t`; with no index it
-reads a 0-d tensor. Everything else is a pure function of numbers.
+reads a 0-d tensor. `detach(x)` is x, and has no derivative. Everything else is a pure function of
+numbers.
 """
 
 import re
@@ -73,6 +74,7 @@ UNARY: dict[str, Callable[..., Tensor]] = {
     "isinf": torch.isinf,
     "not": torch.logical_not,
     "invert": torch.bitwise_not,
+    "detach": lambda a, out=None: a.detach() if out is None else out.copy_(a),
 }
 BINARY: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,

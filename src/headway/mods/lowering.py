@@ -1,28 +1,32 @@
 """From values and functions to graphs.
 
 `describe` takes a value (or a bare function) apart into its structure, a string, and its
-ingredients; `lower` turns the structure into a `Graph`, once; `captured_of` collects what a call
-passes to it.
+ingredients; `lower` turns the structure into a `Graph`, and finds what its functions capture. The
+graph is used again only where all that its trace read is known to be unchanged (`capture`,
+`watch`); a function that reads anything else is traced at every call.
 """
 
-import ast
 import dataclasses
 import functools
+import operator
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import ModError
-from ..types import Captured
+from ..errors import HeadwayError, ModError
+from ..types import Captured, constant_under_compile, fixed
 from .base import Mod
-from .capture import Path, leaves, resolve, shared
+from .capture import Guard, Path, Reads, holds, reads, resolve, shared
 from .graph import DTYPE_NAMES, DTYPES, Graph, Input, parse
 from .trace import trace
 from .tracer import Tracer
+from .watch import Watch
 
 
 class Parts(NamedTuple):
@@ -52,7 +56,7 @@ def take_apart(mod: Callable) -> tuple[str, list[Callable], Captured]:
 def parts_of(mod: Callable) -> Parts:
     """`describe`, outside of `torch.compile`: a value, whose fields never change, is taken apart
     once. (The dtype of a tensor of it may: the structure tells what it was at first.)"""
-    if not isinstance(mod, Mod):
+    if not (isinstance(mod, Mod) and mod.of_library):
         return Parts("f", [mod], [], [], [])
     found = mod.__dict__.get("parts")
     if found is None:
@@ -65,7 +69,7 @@ _WHOLE, _REAL, _WORD = (int, torch.SymInt), (float, torch.SymFloat), (bool, str)
 
 
 def _structure(item: Any, functions: list[Callable], captured: Captured) -> str:
-    if isinstance(item, Mod):
+    if isinstance(item, Mod) and item.of_library:
         inner = [_structure(getattr(item, name), functions, captured) for name in item.fields]
         return type(item).__name__ + "(" + ",".join(inner) + ")"
     if type(item) is int:
@@ -84,9 +88,7 @@ def _structure(item: Any, functions: list[Callable], captured: Captured) -> str:
     if isinstance(item, _REAL):
         captured.floats.append(item)  # type: ignore[arg-type]
         return "x"
-    if type(item) is functools.partial and all(
-        isinstance(x, Tensor | int | float | None) for x in (*item.args, *item.keywords.values())
-    ):
+    if type(item) is functools.partial and _is_plain(item):
         given = [_constant(x, captured) for x in item.args]
         given += [name + "=" + _constant(x, captured) for name, x in item.keywords.items()]
         return "partial(" + ",".join([_structure(item.func, functions, captured), *given]) + ")"
@@ -94,80 +96,159 @@ def _structure(item: Any, functions: list[Callable], captured: Captured) -> str:
     return "f"
 
 
+_PLAIN = int, float, bool, type(None), torch.SymInt, torch.SymFloat
+
+
+def _is_plain(item: functools.partial) -> bool:
+    """Whether a partial can be taken apart into a function, tensors and plain numbers, as it has to
+    be where it is made in what `torch.compile` traces; elsewhere it is one more function."""
+    if not torch.compiler.is_compiling():
+        return False
+    for x in (*item.args, *item.keywords.values()):
+        if not isinstance(x, Tensor) and type(x) not in _PLAIN:
+            return False
+    return True
+
+
 def _constant(item: Any, captured: Captured) -> str:
     """An argument of a `functools.partial`: its numbers are the formula's, its tensors captured
     with their shape, which the function may read."""
     if not isinstance(item, Tensor):
+        if isinstance(item, _WHOLE) and not isinstance(item, bool):
+            item = operator.index(item)  # `dynamic=True` makes symbols of numbers
+        elif isinstance(item, _REAL):
+            item = fixed(item)
         return "c:" + repr(item)
     captured.tensors.append(item)
     return "T:" + DTYPE_NAMES[item.dtype] + ":" + "x".join([str(size) for size in item.shape])
 
 
 class Lowered(NamedTuple):
-    """A traced score or mask: its graph's text, and where the functions' tensors are found."""
+    """A traced score or mask.
+
+    - `text`: its graph's. The library's tensors come first among its inputs, then the functions'.
+    - `picks`: where these are: (which function, which of the tensors that it can read).
+    - `sized`: those of which the functions read the shape.
+    - `paths`, `guards`: for `torch.compile`: the picks by path, and what else each function reads.
+    - `again`: why it has to be traced at every call, with the line; None if it need not.
+    """
 
     text: str
-    paths: tuple[tuple[int, Path], ...]  # (which function, path) of each tensor after the library's
-    numbers: tuple[tuple[int, Path, Any], ...]  # captured numbers that are constants of the graph
+    picks: tuple[tuple[int, int], ...] = ()
+    sized: tuple[tuple[int, int], ...] = ()
+    paths: tuple[tuple[int, Path], ...] = ()
+    guards: tuple[tuple[int, Guard], ...] = ()
+    again: str | None = None
 
 
 _lowered: "OrderedDict[tuple, Lowered]" = OrderedDict()
 _LOWERED_SIZE = 1024
+_lock = threading.Lock()
 
 
-def lower(kind: str, structure: str, dtype: str, *functions: Callable) -> Lowered:
-    """The graph of a structure. Traced once for all values of its numbers and tensors."""
+def lower(
+    kind: str, structure: str, dtype: str, *functions: Callable
+) -> tuple[Lowered, list[Tensor]]:
+    """The graph of a structure, and the tensors that its functions capture. Traced once for all
+    values of its numbers and tensors, if all that the trace read can be told to be the same."""
+    default = torch.get_default_dtype()  # that of `0.1 * q_idx`
     if not functions:
-        return _lower_library(kind, structure, dtype)
-    found = [leaves(fn) for fn in functions]
-    cacheable = all(f.cacheable for f in found)
-    key = (kind, structure, dtype, shared(found), *(tuple(f.key) for f in found))
-    if cacheable:
-        try:
+        return _lower_library(kind, structure, dtype, default), []
+    found = [reads(fn) for fn in functions]
+    unseen = next((of.unseen for of in found if of.unseen is not None), None)
+    key = (kind, structure, dtype, default, shared(found), *(tuple(of.key) for of in found))
+    if unseen is None:
+        with _lock:
             lowered = _lowered.get(key)
-        except TypeError:  # something unhashable in a closure
-            cacheable, lowered = False, None
+            if lowered is not None:
+                _lowered.move_to_end(key)
         if lowered is not None:
-            _lowered.move_to_end(key)
-            return lowered
-    lowered = _lower(kind, structure, dtype, functions, found)
-    if cacheable:
-        _lowered[key] = lowered
-        if len(_lowered) > _LOWERED_SIZE:
-            _lowered.popitem(last=False)
-    return lowered
+            return lowered, [found[n].tensors[at][1] for n, at in lowered.picks]
+    lowered, tensors = _lower(kind, structure, dtype, functions, found, unseen)
+    if lowered.again is None:
+        with _lock:
+            _lowered[key] = lowered
+            if len(_lowered) > _LOWERED_SIZE:
+                _lowered.popitem(last=False)
+    return lowered, tensors
 
 
 @lru_cache(maxsize=1024)
-def _lower_library(kind: str, structure: str, dtype: str) -> Lowered:
-    return _lower(kind, structure, dtype, (), [])
+def _lower_library(kind: str, structure: str, dtype: str, default: torch.dtype) -> Lowered:
+    return _lower(kind, structure, dtype, (), [], None)[0]
 
 
-def _lower(kind: str, structure: str, dtype: str, functions: tuple, found: list) -> Lowered:
-    dummies: list[Tensor] = []
-    mod = _rebuild(structure, None, functions, dummies)  # once for the list of dummies
-    library = list(dummies)
-    of_function = [(n, path, t) for n, f in enumerate(found) for path, t in f.tensors]
-    known = library + [t for _, _, t in of_function]
+def _lower(
+    kind: str, structure: str, dtype: str, functions: tuple, found: list[Reads], unseen: str | None
+) -> tuple[Lowered, list[Tensor]]:
+    library: list[Tensor] = []
+    mod = _rebuild(structure, None, functions, library)  # once for the list of stand-ins
 
     def with_numbers(tracer: Tracer) -> Callable:
         return _rebuild(structure, tracer, functions, library)
 
-    bare = not isinstance(mod, Mod)
-    graph, captured = trace(kind, mod, DTYPES[dtype], known, numbers=None if bare else with_numbers)
+    bare, watch = not isinstance(mod, Mod), Watch()
+    made = trace(
+        kind, mod, DTYPES[dtype], numbers=None if bare else with_numbers,
+        watch=watch if functions else None,
+    )  # fmt: skip
     # The library's tensors come first, used or not; then the functions' that the graph reads.
-    order = list(library)
-    paths = []
-    used = [(i, t) for i, t in enumerate(captured) if graph.uses(f"t{i}")]
-    for _, t in used:
-        if not any(t is x for x in library):
-            where = next(i for i, (_, _, x) in enumerate(of_function) if x is t)
-            paths.append(of_function[where][:2])
-            order.append(t)
-    names = {f"t{i}": f"T{_index(order, t)}" for i, t in used}
-    graph = _rename(graph, names, order)
-    numbers = tuple((n, path, v) for n, f in enumerate(found) for path, v in f.numbers)
-    return Lowered(graph.text, tuple(paths), numbers)
+    used = [(n, t) for n, t in enumerate(made.captured) if made.graph.uses(f"t{n}")]
+    theirs = [t for _, t in used if not any(t is x for x in library)]
+    order = library + theirs
+    graph = _rename(made.graph, {f"t{n}": f"T{_index(order, t)}" for n, t in used}, order)
+    if not functions:
+        return Lowered(graph.text), []
+    picks = [_pick(found, t) for t in theirs]
+    again = unseen or made.value_read or watch.unfollowed(set().union(*(f.codes for f in found)))
+    if again is None and None in picks:
+        again = "captures a tensor that no name leads to"
+    if again is None and any(
+        reads(fn).key != f.key for fn, f in zip(functions, found, strict=True)
+    ):
+        again = "changes what it reads"
+    sized = tuple(filter(None, (_pick(found, t) for t in made.sized)))
+    return Lowered(graph.text, tuple(filter(None, picks)), sized, again=again), theirs
+
+
+def _pick(found: list[Reads], tensor: Tensor) -> tuple[int, int] | None:
+    """Which function can read a tensor, and as which of its own."""
+    for n, of in enumerate(found):
+        for at, (_, t) in enumerate(of.tensors):
+            if t is tensor:
+                return n, at
+    return None
+
+
+def lower_guarded(kind: str, structure: str, dtype: str, *functions: Callable) -> Lowered | str:
+    """`lower` while `torch.compile` traces the call, with what it is to guard. The message of an
+    error, if there is one: it is raised in the code that is traced."""
+    try:
+        lowered, _ = lower(kind, structure, dtype, *functions)
+        found = [reads(fn, guarding=True) for fn in functions]
+    except HeadwayError as error:
+        return str(error)
+    again = lowered.again or next((of.unseen for of in found if of.unseen is not None), None)
+    if again is not None:
+        return (
+            f"the {kind} function {again}\n  so it has to be traced at every call, which "
+            "torch.compile cannot do; make it a tensor that the function indexes, or a number, "
+            "attribute or item that it reads by name, or compile without fullgraph=True"
+        )
+    seen = [reads(fn) for fn in functions]
+
+    def placed(n: int, at: int) -> tuple[int, int]:
+        return _pick(found, seen[n].tensors[at][1])  # type: ignore[return-value]
+
+    paths = [(n, found[n].tensors[at][0]) for n, at in starmap(placed, lowered.picks)]
+    guards = [(n, guard) for n, of in enumerate(found) for guard in of.guards]
+    for n, at in starmap(placed, lowered.sized):
+        path, tensor = found[n].tensors[at]
+        guards.append((n, (path, "shape", tuple(tensor.shape))))
+    return lowered._replace(paths=tuple(paths), guards=tuple(guards))
+
+
+constant_under_compile(lower_guarded)  # Python about Python: it runs once, at compile time
 
 
 def _index(items: list[Tensor], item: Tensor) -> int:
@@ -231,16 +312,23 @@ def _assemble(text: str, ingredient: Callable[[str], Any]) -> Any:
     if text in ("f", "n", "x") or text.startswith(("t:", "T:")):
         return ingredient(text)
     if text.startswith("c:"):
-        return ast.literal_eval(text[2:])
+        words = {"None": None, "True": True, "False": False}
+        whole = text[2:].lstrip("-").isdigit()
+        return words[text[2:]] if text[2:] in words else (int if whole else float)(text[2:])
     name, bracket, rest = text.partition("(")
     if not bracket:
         return {"None": None, "True": True, "False": False}.get(text, text.strip("'"))
-    parts = [("", x) if "=" not in x else x.split("=") for x in _split(rest[:-1])]
-    names = [key for key, _ in parts]
-    items = [_assemble(part, ingredient) for _, part in parts]
+    parts = _split(rest[:-1])
     if name == "partial":
-        given = [x for key, x in zip(names, items, strict=True) if not key]
-        return functools.partial(*given, **{k: x for k, x in zip(names, items, strict=True) if k})
+        args, keywords = [], {}
+        for part in parts:
+            word, sign, of_word = part.partition("=")
+            if sign and word.isidentifier():
+                keywords[word] = _assemble(of_word, ingredient)
+            else:
+                args.append(_assemble(part, ingredient))
+        return functools.partial(*args, **keywords)
+    items = [_assemble(part, ingredient) for part in parts]
     if not name:
         return tuple(items)
     if name not in Mod.kinds:
@@ -263,13 +351,13 @@ def _split(text: str) -> list[str]:
     return [*items, text[start:]] if text else []
 
 
-def captured_of(functions: list[Callable], captured: Captured, lowered: Lowered) -> Captured:
-    """Add the functions' tensors; plain code that Dynamo can trace (and guards the captured
-    numbers)."""
-    for n, path, number in lowered.numbers:
-        now = resolve(functions[n], path)
-        if now is not number and now != number and now == now:
-            raise ModError(f"a number captured by a score or mask changed from {number} to {now}")
+def captured_under_compile(
+    functions: list[Callable], captured: Captured, lowered: Lowered
+) -> Captured:
+    """Add the functions' tensors; plain code that Dynamo traces, and guards all that it reads."""
+    for n, guard in lowered.guards:
+        if not holds(functions[n], guard):
+            raise ModError(f"what a score or mask reads changed while it was compiled: {guard[0]}")
     tensors = list(captured.tensors)
     for n, path in lowered.paths:
         tensors.append(resolve(functions[n], path))
@@ -278,6 +366,12 @@ def captured_of(functions: list[Callable], captured: Captured, lowered: Lowered)
 
 def lower_mod(kind: str, mod: Callable, dtype: torch.dtype) -> tuple[Graph, Captured]:
     """The graph of a score or mask and what it captures, outside of `torch.compile`."""
-    structure, functions, captured = take_apart(mod)
-    lowered = lower(kind, structure, DTYPE_NAMES[dtype], *functions)
-    return parse(lowered.text), captured_of(functions, captured, lowered)
+    structure, functions, (tensors, ints, floats) = take_apart(mod)
+    lowered, theirs = lower(kind, structure, DTYPE_NAMES[dtype], *functions)
+    return parse(lowered.text), Captured(tensors + theirs, ints, floats)
+
+
+def retraced(kind: str, mod: Callable, dtype: torch.dtype) -> str | None:
+    """Why a score or mask is traced at every call, with the line; None if it is not."""
+    structure, functions, _ = take_apart(mod)
+    return lower(kind, structure, DTYPE_NAMES[dtype], *functions)[0].again

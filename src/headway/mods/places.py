@@ -11,8 +11,8 @@ import torch
 
 Place = tuple[str, int]  # file, line
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def user_place(stop: CodeType) -> Place | None:
@@ -28,9 +28,9 @@ def user_place(stop: CodeType) -> Place | None:
 
 def _is_machinery(file: str) -> bool:
     """torch, and this package except the library's own masks and scores."""
-    if file.startswith(_PACKAGE):
+    if file.startswith(PACKAGE):
         return os.path.basename(file) not in ("masks.py", "scores.py")
-    return file.startswith((_TORCH, "<")) or os.path.basename(file) == "contextlib.py"
+    return file.startswith((TORCH, "<")) or os.path.basename(file) == "contextlib.py"
 
 
 def place_in_traceback(error: BaseException) -> Place | None:

@@ -4,9 +4,9 @@ A dispatch mode (`tracer.py`) records the ops, and a function mode turns
 `table[h, q_idx - kv_idx]` into a gather.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,26 @@ from .graph import DTYPE_NAMES, POSITIONS, Arg, Graph, Input
 from .places import place_in_traceback, quote
 from .tracer import Tracer, describe_value
 
+# What may be asked of a captured tensor: its sizes, and what is part of its type.
+_SIZES = {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.__len__,
+    torch.numel, Tensor.shape, Tensor.ndim, Tensor.nbytes,
+}  # fmt: skip
+_TYPES = {
+    Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex,
+    Tensor.element_size, Tensor.get_device, Tensor.dtype, Tensor.device, Tensor.is_cuda,
+    Tensor.is_cpu, Tensor.itemsize, Tensor.layout, Tensor.requires_grad,  # pyrefly: ignore[missing-attribute]
+}  # fmt: skip
+# These read memory, past the modes that keep symbols apart from numbers.
+_MEMORY = {
+    Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage,
+    Tensor.__dlpack__, Tensor.__repr__, Tensor.__format__,
+}  # fmt: skip
+
 
 class _Indexing(TorchFunctionMode):
-    """`captured[symbols]` would read numbers out of the symbols; make it a gather instead."""
+    """`captured[symbols]` would read numbers out of the symbols; make it a gather instead. And what
+    Python learns of a captured tensor is noted."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -32,7 +49,7 @@ class _Indexing(TorchFunctionMode):
         if func is Tensor.__getitem__:
             table, index = args[0], args[1]
             items = index if isinstance(index, tuple) else (index,)
-            captured = self.tracer.knows(table) or self.tracer.is_known(table)
+            captured = self.tracer.knows(table) or self.tracer.is_captured(table)
             if captured or any(map(self.tracer.knows, items)):
                 if id(table) in self.tracer._args:
                     self.tracer.refuse(
@@ -41,7 +58,28 @@ class _Indexing(TorchFunctionMode):
                 return self.tracer.gather(table, index)
         if func is torch.nn.functional.embedding:
             self.tracer.refuse("calls embedding", "index the table: table[idx, h]")
-        return func(*args, **(kwargs or {}))
+        if func in _MEMORY:
+            if any(map(self.tracer.knows, args)):
+                self.tracer.refuse_decision()
+            with _disable_current_modes():
+                result = func(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor):
+            self.note(func, args)
+        return result
+
+    def note(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Python got something that is no tensor."""
+        captured = [x for x in args if self.tracer.is_captured(x)]
+        if not captured:
+            return
+        if getattr(func, "__name__", "") == "__get__":
+            func = func.__self__
+        if func in _SIZES:
+            self.tracer.sized += captured
+        elif func not in _TYPES:
+            self.tracer.reads_value()
 
 
 @contextmanager
@@ -62,37 +100,49 @@ def _alone() -> Iterator[None]:
             _push_mode(mode)
 
 
+class Trace(NamedTuple):
+    """What tracing found.
+
+    - `captured`: the tensors that the graph's inputs t0, t1, ... stand for.
+    - `value_read`: where Python read a captured tensor's value, which is now part of the graph.
+    - `sized`: the captured tensors of which it read the shape.
+    """
+
+    graph: Graph
+    captured: list[Tensor]
+    value_read: str | None
+    sized: list[Tensor]
+
+
 def trace(
     kind: str,
     fn: Callable[..., Tensor],
     dtype: torch.dtype,
-    known: Sequence[Tensor] = (),
     numbers: Callable[[Tracer], Callable[..., Tensor]] | None = None,
-) -> tuple[Graph, list[Tensor]]:
+    watch: AbstractContextManager | None = None,
+) -> Trace:
     """Trace `fn` as a score or a mask.
 
     **Arguments:**
 
     - `kind`: "score" (`fn(score, b, h, q_idx, kv_idx)`) or "mask" (`fn(b, h, q_idx, kv_idx)`).
     - `dtype`: of the score, float32 or float64.
-    - `known`: the tensors that `fn` captures; a tensor that is not among them was made inside.
     - `numbers`: given the tracer, adds run-time numbers as inputs and returns the function to run.
-
-    **Returns:** the graph, and the captured tensors that its inputs t0, t1, ... stand for.
+    - `watch`: looks on while the function runs.
 
     **Raises:** `ModError`, naming the user's file, line and op.
     """
-    tracer = Tracer(f"{kind} function {_name(fn)}", known)
+    tracer = Tracer(f"{kind} function {_name(fn)}", cuts=kind == "score")
     code = getattr(fn, "__code__", None)
     tracer.place = (code.co_filename, code.co_firstlineno) if code else None
     # Tracing is the same whatever mode the caller is in.
-    with _alone(), torch.inference_mode(False), torch.no_grad():
+    with _alone(), torch.inference_mode(False), torch.enable_grad():
         values = [tracer.add_input("score", DTYPE_NAMES[dtype])] if kind == "score" else []
         values += [tracer.add_input(name, "i64") for name in POSITIONS]
         run = fn if numbers is None else numbers(tracer)
         tracer.outer = trace.__code__
         try:
-            with tracer, _Indexing(tracer):
+            with tracer, _Indexing(tracer), watch or nullcontext():
                 result = run(*values)
         except ModError:
             raise
@@ -110,7 +160,7 @@ def trace(
         Input(f"t{n}", DTYPE_NAMES[t.dtype], t.dim()) for n, t in enumerate(tracer.captured)
     )
     graph = tracer.builder.finish(kind, (*tracer.inputs, *tensors), (output,))
-    return graph, tracer.captured
+    return Trace(graph, tracer.captured, tracer.value_read, tracer.sized)
 
 
 def _output(tracer: Tracer, kind: str, result: Any, dtype: torch.dtype) -> Arg:

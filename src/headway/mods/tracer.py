@@ -7,7 +7,7 @@ pointwise function of symbols and captured tensors is refused with the user's fi
 
 import linecache
 import math
-from collections.abc import Sequence
+import sys
 from types import CodeType
 from typing import Any
 
@@ -52,7 +52,7 @@ _RENAMED = {
 }
 # On one number these return it unchanged.
 _IDENTITY = frozenset(
-    "alias clone detach lift_fresh lift_fresh_copy view reshape _unsafe_view expand expand_as "
+    "alias clone lift_fresh lift_fresh_copy view reshape _unsafe_view expand expand_as "
     "squeeze unsqueeze contiguous view_as_real positive".split()
 )
 _CREATION = {
@@ -65,27 +65,36 @@ _CREATION = {
     "_efficientzerotensor": 0,
 }
 _FILLED = ("full_like", "new_full", "full")  # the value is the last argument
+_LIFTED = ("lift_fresh", "lift_fresh_copy")  # torch.tensor(...), made where no mode sees it
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # pyrefly: ignore[missing-attribute]
 
 
 class Tracer(TorchDispatchMode):
-    """Records aten ops on symbols (0-d meta tensors) and on the tensors they meet."""
+    """Records aten ops on symbols (0-d meta tensors) and on the tensors they meet: a tensor that
+    is neither a symbol nor made by the function is one that it captures.
+
+    - `cuts`: what `detach` and `torch.no_grad` take out of the derivative is written down.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """False: torch need not load its compiler to keep it out of this mode."""
         return False
 
-    def __init__(self, what: str, known: Sequence[Tensor] = ()) -> None:
+    def __init__(self, what: str, cuts: bool = False) -> None:
         super().__init__()
         self.what = what
-        self.known = list(known)  # the tensors that the function captured, in their order
+        self.cuts = cuts
         self.place: Place | None = None  # of the function itself
         self.outer: CodeType | None = None  # who called the function that is running
         self.builder = Builder()
         self.inputs: list[Input] = []
         self.captured: list[Tensor] = []
+        self.value_read: str | None = None  # the place where a captured tensor's value was read
+        self.sized: list[Tensor] = []  # captured tensors whose shape was
         self._args: dict[int, Arg] = {}  # id of a symbol -> its value in the graph
         self._partial: dict[int, tuple[int, tuple]] = {}  # table[h], still to be indexed further
+        self._made: dict[int, Tensor] = {}  # real tensors that the function made
         self._alive: list[Tensor] = []  # ids are only valid while the tensors live
 
     def symbol(self, arg: Arg, dtype: str | torch.dtype) -> Tensor:
@@ -108,15 +117,28 @@ class Tracer(TorchDispatchMode):
 
     # -- captured tensors ---------------------------------------------------------------------
 
-    def is_known(self, tensor: Tensor) -> bool:
-        return any(tensor is known for known in self.known)
+    def is_captured(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and not self.knows(value) and id(value) not in self._made
+
+    def made(self, result: Any) -> Any:
+        """The result of an op on nothing that is captured."""
+        for t in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(t, Tensor):
+                self._made[id(t)] = t
+        return result
+
+    def reads_value(self) -> None:
+        """Python got a number out of a captured tensor, which may be another one next time."""
+        if self.value_read is None:
+            place = (self.outer and user_place(self.outer)) or self.place
+            self.value_read = f"reads the value of a captured tensor{quote(place)}"
 
     def capture(self, tensor: Tensor) -> int:
         """The number of a captured tensor; the same tensor has one number."""
         for n, known in enumerate(self.captured):
             if known is tensor:
                 return n
-        if not self.is_known(tensor):
+        if not self.is_captured(tensor):
             self.refuse(
                 f"indexes a tensor of shape {tuple(tensor.shape)} that it makes itself",
                 "make the tensor outside the function and capture it",
@@ -173,20 +195,20 @@ class Tracer(TorchDispatchMode):
 
     # -- ops ----------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name in ("_local_scalar_dense", "is_nonzero", "item", "equal"):
             if any(self.knows(a) for a in args):
-                self.refuse(
-                    "makes a Python decision on the value of a symbol (if, while, and, or, not, "
-                    "int(), float(), .item())",
-                    "use torch.where(condition, a, b), and & | ~ in place of and, or, not",
-                )
+                self.refuse_decision()
+            if any(map(self.is_captured, args)):
+                self.reads_value()
             return func(*args, **kwargs)
         flat = [a for a in _flatten(args, kwargs) if isinstance(a, Tensor)]
+        if name in _LIFTED and not self.knows(args[0]):
+            self.made(args[0])
         if not any(self.knows(t) for t in flat):
-            if not any(map(self.is_known, flat)):
+            if not any(map(self.is_captured, flat)):
                 if kwargs.get("device") == torch.device("meta") and name != "empty":
                     return self._record(func, name, args, kwargs)  # autograd's own constants
                 if torch.Tag.nondeterministic_seeded in func.tags:
@@ -194,7 +216,7 @@ class Tracer(TorchDispatchMode):
                         f"calls {name}, which would be drawn once and kept",
                         "draw outside the function and capture the tensor",
                     )
-                return func(*args, **kwargs)  # a constant made inside the function
+                return self.made(func(*args, **kwargs))  # a constant made inside the function
             if not all(t.dim() == 0 for t in flat):
                 self.refuse(
                     f"computes {name} on a whole captured tensor",
@@ -218,7 +240,7 @@ class Tracer(TorchDispatchMode):
             )
         if value.device.type == "meta":
             self.refuse("uses a tensor without data", "capture real tensors")
-        if not self.is_known(value):
+        if not self.is_captured(value):
             return value.item()  # a constant made inside the function
         symbol = self._emit("gather", (f"t{self.capture(value)}",), value.dtype)
         return self._args[id(symbol)]
@@ -233,6 +255,11 @@ class Tracer(TorchDispatchMode):
                 arg = self.builder.emit("to", (arg,), DTYPE_NAMES[target.dtype], self._line())
             if not self.knows(target):
                 self.refuse("changes a captured tensor in place", "a score or mask only computes")
+            if self.cuts and not torch.is_grad_enabled() and target.is_floating_point():
+                self.refuse(
+                    "changes a value in place under torch.no_grad()",
+                    "write x = x + y there, or leave torch.no_grad() out",
+                )
             return self.bind(target, arg)
         return result
 
@@ -241,7 +268,9 @@ class Tracer(TorchDispatchMode):
             value = args[0]
             if id(value) in self._partial:
                 self.refuse(f"calls {name} on a row of a captured tensor", "index it to one number")
-            return self.symbol(self.arg(value), value.dtype)
+            return self.symbol(self._cut(self.arg(value), value.dtype), value.dtype)
+        if name == "detach":
+            return self.symbol(self._cut(self.arg(args[0]), args[0].dtype, True), args[0].dtype)
         if name in ("_to_copy", "to", "_to_dtype"):
             dtype = kwargs.get("dtype") or args[0].dtype
             return self._emit("to", (self.arg(args[0]),), dtype)
@@ -344,7 +373,25 @@ class Tracer(TorchDispatchMode):
             have = have or next((i.dtype for i in self.inputs if i.name == args[0]), None)
             if have == DTYPE_NAMES[dtype]:
                 return self.symbol(args[0], dtype)
-        return self.symbol(self.builder.emit(op, args, DTYPE_NAMES[dtype], self._line()), dtype)
+        arg = self.builder.emit(op, args, DTYPE_NAMES[dtype], self._line())
+        return self.symbol(self._cut(arg, dtype), dtype)
+
+    def _cut(self, arg: Arg, dtype: torch.dtype, detached: bool = False) -> Arg:
+        """A value less its derivative, where it was detached or made under `torch.no_grad`."""
+        if not (detached or not torch.is_grad_enabled()):
+            return arg
+        if not self.cuts or not isinstance(arg, str) or not dtype.is_floating_point:
+            return arg
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not self.outer:
+            if frame.f_code is _APPLY:
+                self.refuse(
+                    "calls a torch.autograd.Function, whose backward would be lost",
+                    "write the derivative with detach: x + (f(x) - x).detach() has the value of f "
+                    "and the derivative of x",
+                )
+            frame = frame.f_back
+        return self.builder.emit("detach", (arg,), DTYPE_NAMES[dtype], self._line())
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -352,6 +399,13 @@ class Tracer(TorchDispatchMode):
         """The user's source line, as text that does not change when the function moves."""
         place = user_place(self.outer) if self.outer else None
         return linecache.getline(*place).strip() if place else ""
+
+    def refuse_decision(self) -> None:
+        self.refuse(
+            "makes a Python decision on the value of a symbol (if, while, and, or, not, int(), "
+            "float(), .item())",
+            "use torch.where(condition, a, b), and & | ~ in place of and, or, not",
+        )
 
     def refuse(self, what: str, way_out: str):
         place = (self.outer and user_place(self.outer)) or self.place

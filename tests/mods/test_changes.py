@@ -1,0 +1,507 @@
+"""Whatever a function reads may change between two calls, and the second call sees it: eager, under
+`torch.compile`, and where nothing can be seen, by tracing anew. (`test_programs` does so with random
+programs; these are the ones that were once wrong.)"""
+
+import functools
+import math
+import random
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headway as hw
+from headway.errors import ModError
+from headway.mods import lowering, retraced
+
+L = 12
+_draw = torch.Generator().manual_seed(0)
+Q, K, V = (torch.randn(1, 2, L, 8, generator=_draw) for _ in range(3))
+AT = (
+    torch.arange(1)[:, None, None, None], torch.arange(2)[:, None, None],
+    torch.arange(L)[:, None], torch.arange(L),
+)  # fmt: skip
+THREE = torch.tensor(3)
+TABLE = torch.randn(2, L, generator=_draw)
+
+
+def right(fn: Callable, kind: str) -> Tensor:
+    """The function itself on index tensors, and dense attention in float64."""
+    s = (Q @ K.mT / math.sqrt(8)).double()
+    s = fn(s, *AT) if kind == "score" else s.masked_fill(~fn(*AT).expand(s.shape), -math.inf)
+    return s.softmax(-1).nan_to_num() @ V.double()
+
+
+def call(fn: Callable, kind: str, attention: Callable = hw.attention) -> Tensor:
+    return attention(Q, K, V, **{kind: fn})
+
+
+def check(fn: Callable, kind: str, attention: Callable = hw.attention) -> None:
+    torch.testing.assert_close(
+        call(fn, kind, attention).double(), right(fn, kind), rtol=1e-5, atol=1e-5
+    )
+
+
+class Change(NamedTuple):
+    """- `make`: the function; `then`: changes what it reads, and may return another function.
+    - `guarded`: `torch.compile` can see it.
+    """
+
+    make: Callable[[], Any]
+    then: Callable[[Any], Any]
+    kind: str = "mask"
+    guarded: bool = True
+
+
+class Box:
+    def __init__(self, **items: Any) -> None:
+        self.__dict__.update(items)
+
+
+def near(window: Any) -> Callable:
+    return lambda b, h, i, j: (i - j).abs() < window()
+
+
+causal = lambda b, h, i, j: i >= j
+window = lambda b, h, i, j: (i - j).abs() < 3
+both = lambda f, g: lambda b, h, i, j: f(b, h, i, j) & g(b, h, i, j)
+either = lambda f, g: lambda b, h, i, j: f(b, h, i, j) | g(b, h, i, j)
+listed = lambda fs: lambda b, h, i, j: fs[0](b, h, i, j) | (fs[1](b, h, i, j) & fs[2](b, h, i, j))
+tables = lambda ts: lambda s, b, h, i, j: s + ts[0][h, j] - ts[1][h, i] * j
+
+
+class Settings:
+    window = 3
+
+
+class Inherits(Settings):
+    pass
+
+
+class Sub(nn.Module):
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+
+class Layer(nn.Module):
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.sub = Sub(window)
+
+    def mask(self, b, h, i, j):
+        return (i - j).abs() < self.sub.window
+
+
+WINDOW = 3
+
+
+class Methods:
+    def limit(self) -> int:
+        return WINDOW
+
+    @property
+    def width(self) -> int:
+        return WINDOW
+
+    @classmethod
+    def of_class(cls) -> int:
+        return WINDOW
+
+    def by_method(self, b, h, i, j):
+        return (i - j).abs() < self.limit()
+
+    def by_property(self, b, h, i, j):
+        return (i - j).abs() < self.width
+
+    def by_classmethod(self, b, h, i, j):
+        return (i - j).abs() < self.of_class()
+
+
+class Slots:
+    __slots__ = ("window",)
+
+
+class SlotsBelow(Slots):
+    pass
+
+
+class Anything:
+    def __getattr__(self, name):
+        return WINDOW
+
+
+class Adds:
+    def __add__(self, other):
+        return WINDOW + other
+
+
+def _set_window(_: Any) -> None:
+    globals()["WINDOW"] = 5
+
+
+def _setting(name: str, value: Any) -> Callable:
+    def then(fn: Any) -> None:
+        setattr(fn.__closure__[0].cell_contents, name, value)
+
+    return then
+
+
+def _of(thing: Any) -> Callable:
+    return lambda b, h, i, j: (i - j).abs() < thing.window
+
+
+def _slots() -> Any:
+    made = SlotsBelow()
+    made.window = 3
+    return made
+
+
+def _module(name: str) -> types.ModuleType:
+    made = types.ModuleType(name)
+    made.window = 3  # type: ignore[attr-defined]
+    return made
+
+
+def _executed() -> Any:
+    space = {"__name__": __name__, "TABLE": TABLE * 2}
+    exec("def score(s, b, h, i, j):\n    return s + TABLE[h, j]", space)
+    return space["score"]
+
+
+def _other_table(fn: Any) -> None:
+    fn.__globals__["TABLE"] = TABLE * -3
+
+
+def _by_value(read: Callable[[Tensor], Any]) -> Change:
+    def make() -> Callable:
+        t = torch.tensor(3)
+        return lambda b, h, i, j: (i - j).abs() < read(t)
+
+    def then(fn: Any) -> None:
+        values = {
+            n: c.cell_contents for n, c in zip(fn.__code__.co_freevars, fn.__closure__, strict=True)
+        }
+        values["t"].fill_(5)
+
+    return Change(make, then, guarded=False)
+
+
+def _named(name: str) -> Callable:
+    box = Box(window=3)
+    return lambda b, h, i, j: (i - j).abs() < getattr(box, name)
+
+
+CHANGES = {
+    "two of the same parts": Change(
+        lambda: either(both(causal, window), causal),
+        lambda _: either(both(causal, window), window),
+    ),
+    "a list of functions": Change(
+        lambda: listed([causal, window, causal]), lambda _: listed([causal, window, window])
+    ),
+    "a list of tensors": Change(
+        lambda: tables([TABLE, TABLE]), lambda _: tables([TABLE, -TABLE]), "score"
+    ),
+    "an attribute of a class": Change(
+        lambda: _of(Settings), lambda _: setattr(Settings, "window", 5)
+    ),
+    "an attribute of the class below": Change(
+        lambda: _of(Inherits()), lambda _: setattr(Settings, "window", 5)
+    ),
+    "an attribute of a submodule": Change(lambda: Layer(3).mask, lambda _: Layer(5).mask),
+    "the same, written": Change(
+        lambda: Layer(3).mask, lambda fn: setattr(fn.__self__.sub, "window", 5)
+    ),
+    "what a method reads": Change(lambda: Methods().by_method, _set_window),
+    "what a property reads": Change(lambda: Methods().by_property, _set_window),
+    "what a class method reads": Change(lambda: Methods().by_classmethod, _set_window),
+    "a module in a cell": Change(lambda: _of(_module("settings")), _setting("window", 5)),
+    "a slot of a base class": Change(lambda: _of(_slots()), _setting("window", 5)),
+    "a namespace of its own": Change(_executed, _other_table, "score"),
+    "an item by a key": Change(
+        lambda: (lambda d: lambda b, h, i, j: (i - j).abs() < d[d["k"]])({"k": "a", "a": 3, "b": 5}),
+        lambda fn: fn.__closure__[0].cell_contents.update(k="b"),
+    ),
+    "the shape of a tensor": Change(
+        lambda: (lambda t: lambda s, b, h, i, j: s + t.shape[0] * j)(torch.zeros(3)),
+        lambda fn: (lambda t: lambda s, b, h, i, j: s + t.shape[0] * j)(torch.zeros(5)),
+        "score",
+    ),
+    "a number of a partial": Change(
+        lambda: functools.partial(lambda b, h, i, j, n: i - j < n, n=3),
+        lambda fn: functools.partial(fn.func, n=5),
+    ),
+    "item()": _by_value(lambda t: t.item()),
+    "int()": _by_value(int),
+    "tolist()": _by_value(lambda t: t.tolist()),
+    "numpy()": _by_value(lambda t: int(t.numpy())),
+    "a branch": _by_value(lambda t: 4 if torch.equal(t, THREE) else 2),
+    "a name that is worked out": Change(
+        lambda: _named("window"), lambda fn: setattr(fn.__closure__[0].cell_contents, "window", 5),
+        guarded=False,
+    ),
+    "__getattr__": Change(lambda: _of(Anything()), _set_window, guarded=False),
+    "an operator of an object": Change(
+        lambda: (lambda a: lambda b, h, i, j: (i - j).abs() < a + 1)(Adds()), _set_window,
+        guarded=False,
+    ),
+    "an object of an unknown kind": Change(
+        lambda: (lambda a: lambda b, h, i, j: (i - j).abs() < a[0])(np.array([3])),
+        lambda fn: fn.__closure__[0].cell_contents.fill(5),
+        guarded=False,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    yield
+    Settings.window = 3
+    globals()["WINDOW"] = 3
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen(name):
+    change = CHANGES[name]
+    fn = change.make()
+    check(fn, change.kind)
+    before = call(fn, change.kind)
+    fn = change.then(fn) or fn
+    check(fn, change.kind)
+    assert not torch.equal(before, call(fn, change.kind))  # or nothing is shown
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_traced_at_every_call_is_said(name):
+    """With the line; nothing else is."""
+    change = CHANGES[name]
+    fn = change.make()
+    told = retraced(change.kind, fn, torch.float32)
+    explained = str(hw.explain(Q, K, V, **{change.kind: fn}))
+    if change.guarded:
+        assert told is None
+        assert "at every call" not in explained
+    else:
+        assert told is not None
+        assert __file__ in told
+        assert told in explained
+
+
+@pytest.mark.parametrize("name", [n for n, c in CHANGES.items() if c.guarded])
+def test_a_change_is_seen_under_compile(name):
+    change = CHANGES[name]
+    torch.compiler.reset()
+    compiled = torch.compile(hw.attention, backend="eager", fullgraph=True)
+    fn = change.make()
+    check(fn, change.kind, compiled)
+    fn = change.then(fn) or fn
+    check(fn, change.kind, compiled)
+
+
+@pytest.mark.parametrize("name", [n for n, c in CHANGES.items() if not c.guarded])
+def test_what_cannot_be_guarded_is_refused_or_not_compiled(name):
+    change = CHANGES[name]
+    torch.compiler.reset()
+    fn = change.make()
+    with pytest.raises(Exception, match="has to be traced at every call"):
+        call(fn, change.kind, torch.compile(hw.attention, backend="eager", fullgraph=True))
+    torch.compiler.reset()
+    broken = torch.compile(hw.attention, backend="eager")
+    check(fn, change.kind, broken)
+    fn = change.then(fn) or fn
+    check(fn, change.kind, broken)
+
+
+def test_a_length_that_a_function_reads_is_guarded_when_lengths_are_dynamic():
+    torch.compiler.reset()
+    compiled = torch.compile(hw.attention, backend="eager", fullgraph=True, dynamic=True)
+    for n in (3, 5, 7):
+        check(
+            (lambda t: lambda s, b, h, i, j: s + t.shape[0] * j)(torch.zeros(n)), "score", compiled
+        )
+
+
+def test_numbers_that_are_drawn():
+    draw = random.Random(0)
+    fn = lambda s, b, h, i, j: s * draw.random()
+    assert not torch.equal(call(fn, "score"), call(fn, "score"))
+
+
+def test_a_function_that_changes_what_it_reads():
+    counts = [0]
+
+    def fn(s, b, h, i, j):
+        counts[0] += 1
+        return s * counts[0]
+
+    first, second = call(fn, "score"), call(fn, "score")
+    assert counts[0] >= 2
+    assert not torch.equal(first, second)
+
+
+def test_the_default_dtype():
+    """`0.1 * (j - i)` has it."""
+    fn = lambda s, b, h, i, j: s + 0.1 * (j - i)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        narrow = call(fn, "score")
+    finally:
+        torch.set_default_dtype(before)
+    check(fn, "score")
+    assert not torch.equal(narrow, call(fn, "score"))
+
+
+@pytest.mark.parametrize(
+    "number", [5, 5.0, -math.inf, math.inf, np.int64(5), np.float64(5.0), True]
+)
+def test_partials_combine(number):
+    fn = functools.partial(lambda b, h, i, j, n: i - j < n, n=number)
+    check(fn, "mask")
+    for made in (hw.causal() & fn, fn | hw.causal(), ~(hw.causal() & fn)):
+        check(made, "mask")
+        bound = hw.block_mask(made, 1, 1, L, L)
+        now = right(made, "mask")
+        torch.testing.assert_close(call(bound, "mask").double(), now, rtol=1e-5, atol=1e-5)
+    score = hw.softcap(5.0) >> functools.partial(lambda s, b, h, i, j, n: s + n * j, n=0.5)
+    check(score, "score")
+    ids = torch.arange(L) // 5
+    check(hw.causal() & functools.partial(lambda b, h, i, j, t: t[i] == t[j], t=ids), "mask")
+
+
+@pytest.mark.parametrize("number", [2, 0.5, -3])
+def test_partials_made_in_what_is_compiled(number):
+    """Whose numbers change, with dynamic shapes and without."""
+
+    def fn(b, h, i, j, n):
+        return i - j < n
+
+    for dynamic in (None, True):
+        torch.compiler.reset()
+        compiled = torch.compile(
+            lambda n: hw.attention(Q, K, V, mask=hw.causal() | functools.partial(fn, n=n)),
+            backend="eager", fullgraph=True, dynamic=dynamic,
+        )  # fmt: skip
+        for n in (number, number + 1, number + 2):
+            now = right(hw.causal() | functools.partial(fn, n=n), "mask")
+            torch.testing.assert_close(compiled(n).double(), now, rtol=1e-5, atol=1e-5)
+
+
+class Twice(hw.Mask):
+    """A user's own kind of mask, which has a name of the library's in another one."""
+
+    def __init__(self, n):
+        self.__dict__["n"] = n
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx).abs() < self.n + WINDOW
+
+
+def test_a_kind_of_mask_of_ones_own():
+    causal_ = type("causal", (Twice,), {"__module__": __name__})
+    for n in (1, 3):
+        for made in (Twice(n), hw.causal() & Twice(n), causal_(n)):
+            check(made, "mask")
+    _set_window(None)
+    check(Twice(3), "mask")
+    check(hw.causal(), "mask")
+
+
+# -- detach, no_grad ------------------------------------------------------------------------------
+
+
+def _gradients(score: Callable, learned: list[Tensor]) -> tuple[list, list]:
+    """Ours, and those of dense attention."""
+    found = []
+    for dense in (False, True):
+        q, k, v = (x.double().requires_grad_() for x in (Q, K, V))
+        if dense:
+            out = score(q @ k.mT / math.sqrt(8), *AT).softmax(-1) @ v
+        else:
+            out = hw.attention(q, k, v, score)
+        made = torch.autograd.grad(out.square().sum(), [q, k, v, *learned], allow_unused=True)
+        found.append([torch.zeros((), dtype=torch.float64) if g is None else g for g in made])
+    return found[0], found[1]
+
+
+X = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+T = torch.randn(2, L, dtype=torch.float64, generator=_draw).requires_grad_()
+
+
+def _without(s, b, h, i, j):
+    with torch.no_grad():
+        c = torch.sigmoid(s) * T[h, j]
+    return s + c
+
+
+def _partly(s, b, h, i, j):
+    s = s + T[h, j]
+    with torch.no_grad():
+        s = s * 2
+        with torch.enable_grad():
+            s = s * X
+    return s + T[h, i]
+
+
+CUT = {
+    "a number": lambda s, b, h, i, j: s * X.detach(),
+    "what is gathered": lambda s, b, h, i, j: s * T[h, j].detach(),
+    "half of the uses": lambda s, b, h, i, j: s * T[h, j].detach() + T[h, j] * X,
+    "straight through": lambda s, b, h, i, j: s + (torch.round(s) - s).detach(),
+    "all of S": lambda s, b, h, i, j: s.detach() + T[h, j],
+    "ALiBi's slope": lambda s, b, h, i, j: s + X.detach() * (j - i),
+    "no_grad": _without,
+    "no_grad, partly": _partly,
+    "clone under no_grad": torch.no_grad()(lambda s, b, h, i, j: s.clone() * X),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_what_is_detached_has_no_gradient(name):
+    ours, theirs = _gradients(CUT[name], [X, T])
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b.expand_as(a), rtol=1e-9, atol=1e-9)
+
+
+def test_a_function_of_autograd_is_refused():
+    class Rounds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.round()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    with pytest.raises(ModError, match=r"autograd\.Function.*detach") as raised:
+        call(lambda s, b, h, i, j: Rounds.apply(s), "score")
+    assert __file__ in str(raised.value)
+
+
+def test_writing_in_place_under_no_grad_is_refused():
+    def fn(s, b, h, i, j):
+        with torch.no_grad():
+            s.mul_(2)
+        return s
+
+    with pytest.raises(ModError, match=r"in place under torch\.no_grad"):
+        call(fn, "score")
+
+
+def test_a_trace_under_a_profiler_is_right():
+    """Where nothing can be seen, nothing is kept."""
+    import cProfile
+
+    lowering._lowered.clear()
+    fn = near(lambda: WINDOW)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    check(fn, "mask")
+    _set_window(None)
+    check(fn, "mask")
+    profiler.disable()
