@@ -49,7 +49,7 @@ def look(
             q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
             k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
             v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
-            scale, dropout, deterministic, more,
+            scale, dropout, deterministic, more, torch.is_grad_enabled(),
         ]  # fmt: skip
         of_score = of_mask = None
         if sink is not None:

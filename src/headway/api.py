@@ -289,6 +289,7 @@ def prepare(
     asked = (
         scale, of_score and of_score.text, of_mask and of_mask.text, dropout, sink is not None,
         max_logit, row_max, partial, deterministic, shape, backend, *counts,
+        kind[5] and q.dtype.itemsize == 2 and torch.is_grad_enabled(),
     )  # fmt: skip
     if compiling:
         values = _settled_values(*kind, *asked)

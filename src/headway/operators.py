@@ -73,7 +73,7 @@ def _forward_fake(spec: str, q, k, v, *rest: Any) -> Forward:
     b, hq, q_len, _ = q.shape
     acc = acc_dtype(q.dtype)
     return Forward(
-        q.new_empty((b, hq, q_len, v.shape[3]), dtype=acc if parsed.partial else q.dtype),
+        q.new_empty((b, hq, q_len, v.shape[3]), dtype=parsed.out_dtype(q.dtype)),
         q.new_empty((b, hq, q_len), dtype=acc),
         q.new_empty((b, hq) if parsed.max_logit else (0,), dtype=acc),
         q.new_empty((b, hq, q_len) if parsed.row_max else (0,), dtype=acc),

@@ -25,7 +25,9 @@ def _forward_operator(spec: str, *inputs: Any) -> Forward:
     call = call_of(*inputs)
     # An exported program calls the operator by itself: then it has to be differentiable itself.
     if torch.is_grad_enabled() and _learns([*call[:5], *call.captured.tensors]):
-        return attention(Spec.parse(spec), call)
+        asked = Spec.parse(spec)
+        out, *stats = attention(asked, call)
+        return Forward(in_dtype(out, asked.out_dtype(call.q.dtype)), *stats)
     return Forward(*[x.contiguous() for x in forward(spec, *inputs)])
 
 
@@ -67,12 +69,18 @@ class _Attention(torch.autograd.Function):
         spec, ints, floats, offsets, counts, q, k, v, sink, seed, q_pos, kv_pos, *tensors = inputs
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
         run = torch.ops.headway.forward if _watched(q, k, v, *tensors) else forward
-        return run(spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_pos, kv_pos)
+        exact, *stats = run(
+            spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_pos, kv_pos
+        )
+        out = _rounded(counts[2], exact, q)
+        return out, *stats, out.new_empty(0) if out is exact else exact
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         spec, ints, floats, offsets, counts, *tensors = inputs
-        out, lse, max_logit, row_max = output
+        out, lse, max_logit, row_max, exact = output
+        if exact.dtype != out.dtype:  # what the backward is given
+            out = exact
         ctx.spec, ctx.ints, ctx.floats, ctx.offsets, ctx.counts = (
             spec,
             ints,
@@ -81,7 +89,7 @@ class _Attention(torch.autograd.Function):
             counts,
         )
         ctx.save_for_backward(out, lse, *tensors)
-        ctx.mark_non_differentiable(max_logit, row_max)
+        ctx.mark_non_differentiable(max_logit, row_max, exact)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -92,14 +100,14 @@ class _Attention(torch.autograd.Function):
     def gradients(ctx, dout, dlse, *_):
         """The gradients of every input of `forward`."""
         out, lse, q, k, v, sink, seed, q_pos, kv_pos, *tensors = ctx.saved_tensors
-        of_score, count = ctx.counts
+        of_score, count, exact = ctx.counts
         captured, tiles = tensors[:count], tensors[count:]
         needs = [
             ctx.needs_input_grad[12 + n] and t.is_floating_point()
             for n, t in enumerate(captured[:of_score])
         ]
         if dout is None:
-            dout = torch.zeros_like(out)
+            dout = torch.zeros_like(_rounded(exact, out, q))
         run = torch.ops.headway.backward if _watched(q, k, v, dout, *tensors) else backward
         if run is not backward and not torch.compiler.is_compiling():
             register_flops()  # a counter may be there for the backward alone
@@ -131,8 +139,9 @@ class _Direct(torch.autograd.Function):
     def forward(ctx, run, *learned):
         spec, (q, k, v, sink, seed, captured, tiles, at, alike) = run.spec, run.call
         tensors, ints, floats = captured
-        out, lse, run.max_logit, run.row_max = get(spec.backend).forward(spec, run.call)
-        ctx.save_for_backward(out, lse, q, k, v, sink, seed, at[4], at[5], *tensors)
+        exact, lse, run.max_logit, run.row_max = get(spec.backend).forward(spec, run.call)
+        out = _rounded(spec.exact_out, exact, q)
+        ctx.save_for_backward(exact, lse, q, k, v, sink, seed, at[4], at[5], *tensors)
         if alike is None:
             at = Coords(*at[:4])
         ctx.rest = spec, ints, floats, tiles, at, alike
@@ -153,7 +162,7 @@ class _Direct(torch.autograd.Function):
         call = Call(q, k, v, sink, seed, Captured(tensors, ints, floats), tiles, at, alike)
         needs = ctx.needs_input_grad[5:]
         if dout is None:
-            dout = torch.zeros_like(out)
+            dout = torch.zeros_like(_rounded(spec.exact_out, out, q))
         if _watched(q, k, v, dout, *tensors):
             register_flops()  # a counter may be there for the backward alone
             run = torch.ops.headway.backward
@@ -164,6 +173,12 @@ class _Direct(torch.autograd.Function):
         )
         pairs = zip((dq, dk, dv, dsink, *dcaptured), (q, k, v, sink, *tensors), strict=False)
         return None, *[g if g is None else in_dtype(g, x.dtype) for g, x in pairs]
+
+
+def _rounded(exact: bool, out: Tensor, q: Tensor) -> Tensor:
+    """out as the caller gets it. Where a captured tensor learns, narrow inputs have an exact out: a
+    learned number adds up the errors of all rows, and that of delta is out's rounding."""
+    return in_dtype(out, q.dtype) if exact else out
 
 
 # `Function.apply`, less what it does for transforms, which are none of `_Direct`'s.
@@ -306,12 +321,13 @@ def _watched_over(spec: Spec, call: Call) -> Forward:
             "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
         )
     if not learning and forward_ad._current_level < 0:  # `_Attention` refuses forward mode by name
-        results = torch.ops.headway.forward(spec.text, *given)
+        out, *stats = torch.ops.headway.forward(spec.text, *given)
+        results = _rounded(spec.exact_out, out, q), *stats
     else:
-        counts = spec.score_tensors, len(tensors)
+        counts = spec.score_tensors, len(tensors), spec.exact_out
         if compiling:
             inputs = _distinct(inputs)
-        results = _Attention.apply(spec.text, ints, floats, offsets, counts, *inputs)
+        *results, _ = _Attention.apply(spec.text, ints, floats, offsets, counts, *inputs)
     return Forward(*results)
 
 

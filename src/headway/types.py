@@ -42,6 +42,7 @@ class Spec:
     score_tensors: int = 0  # of the captured tensors, ints and floats, the first so many are the
     score_ints: int = 0  # score's; the rest are the mask's
     score_floats: int = 0
+    exact_out: bool = False  # the forward's out in the accumulation dtype, for the backward's delta
 
     def __hash__(self) -> int:
         """Worked out once: every call looks its plans up by its spec."""
@@ -53,6 +54,10 @@ class Spec:
     def __reduce__(self) -> tuple:
         """Without the hash, which is another in another process."""
         return Spec, tuple(self.values)
+
+    def out_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """That of the forward's out for inputs of `dtype`."""
+        return acc_dtype(dtype) if self.partial or self.exact_out else dtype
 
     @property
     def text(self) -> str:

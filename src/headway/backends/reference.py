@@ -38,7 +38,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     logits = s.masked_fill(~kept, -math.inf)
     largest = logits.amax((2, 3)) if min(s.shape[2:]) else s.new_full(s.shape[:2], -math.inf)
     return Forward(
-        (p @ v).to(acc if spec.partial else dtype),
+        (p @ v).to(spec.out_dtype(dtype)),
         lse.to(acc),
         largest.to(acc) if spec.max_logit else s.new_empty(0, dtype=acc),
         row_max.to(acc) if spec.row_max else s.new_empty(0, dtype=acc),

@@ -186,7 +186,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     k, v = k[:, 0], v[:, 0]
     sink = None if call.sink is None else call.sink.to(acc).view(1, hk, g, 1, 1)
     sink = None if sink is None else sink.expand(b, hk, g, 1, 1).reshape(b * hk, g, 1, 1)
-    out = torch.empty(b * hk, g, q_len, dv, dtype=acc if spec.partial else call.q.dtype)
+    out = torch.empty(b * hk, g, q_len, dv, dtype=spec.out_dtype(call.q.dtype))
     lse = torch.empty(b * hk, g, q_len, dtype=acc)
     row_max = torch.empty(b * hk, g, q_len, dtype=acc)
     max_logit = torch.full((b * hk, g), -math.inf, dtype=acc)

@@ -20,7 +20,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     q, k, v = matrices = aligned(*call[:3])
     b, hq, q_len, _ = q.shape
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
-    out = new(b, hq, q_len, v.shape[3], dtype=torch.float32 if spec.partial else q.dtype)
+    out = new(b, hq, q_len, v.shape[3], dtype=spec.out_dtype(q.dtype))
     lse = new(b, hq, q_len)
     row_max = new(b, hq, q_len) if spec.row_max else None
     top = None

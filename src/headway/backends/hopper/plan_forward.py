@@ -64,7 +64,8 @@ class ForwardPlan(Plan):
         self.q, self.out = matrix(64, how.d), matrix(64, out)
         self.k, self.v = matrix(block, how.d), matrix(block, how.dv)
         # Copies need rows of whole 16 bytes.
-        self.spare = 0 if spec.partial else -self.dv % 8
+        self.wide = spec.out_dtype(self.dtype) != self.dtype
+        self.spare = 0 if self.wide else -self.dv % 8
         options = {
             "SCORE": self.function("score"), "MASK": self.function("mask"),
             "HOW": How(
@@ -156,7 +157,7 @@ class ForwardPlan(Plan):
         q, k, v, out, *pointers = own
         bands, *_ = self.bands.arranged(pointers[6:])
         coords, walk, captured, _ = self.arranged(self.walks, tensors, floats)
-        to = (None, None, out) if self.spec.partial else (*self.out(out), None)
+        to = (None, None, out) if self.wide else (*self.out(out), None)
         return (
             *self.q(q), *self.k(k), *self.v(v), *to, *pointers[:5], *self.dealt, pointers[5],
             *self.numbers, coords, walk, bands, *captured,

@@ -19,7 +19,7 @@ FLOAT_FORMULAS = {
     "isnan": "{0} != {0}", "isinf": 'tl.abs({}) == float("inf")', "not": "{} == 0",
     "floordiv": "tl.floor({} / {})", "truncdiv": "maths.trunc({} / {})",
     "mod": "{0} - tl.floor({0} / {1}) * {1}", "fmod": "{0} - maths.trunc({0} / {1}) * {1}",
-    "pow": "maths.power({}, {})",
+    "pow": "maths.power({}, {})", "detach": "{}",
     "max": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     "min": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
 }  # fmt: skip
