@@ -30,9 +30,17 @@ train: setup ## train a small language model on text that every Python brings
 test: setup ## run the tests
 	@$(PYTEST) $(ARGS)
 
+.PHONY: fuzz
+fuzz: setup ## random calls against float64; ARGS="--cases 20000", ARGS="--seed 7" for one alone
+	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m fuzz $(ARGS)
+
 .PHONY: gpu-test
 gpu-test: setup ## run the table of cases on the GPU
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 14 --dist worksteal $(GPU_TESTS) $(ARGS)
+
+.PHONY: gpu-fuzz
+gpu-fuzz: setup ## the same on the GPU, 1000 calls of each backend; ARGS="--out file" keeps the summary
+	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m fuzz --backend triton hopper --cases 1000 $(ARGS)
 
 .PHONY: gpu-sanitize
 gpu-sanitize: setup ## the Triton backend's odd shapes under compute-sanitizer: memory, races

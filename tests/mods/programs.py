@@ -322,7 +322,7 @@ MASK_USES = {
     "ids": ("x[i] == x[j]", "x[i] >= x[j]"),
     "keep": ("x[j]", "x[i] | (i == j)"),
     "heads": ("x[h] * (i - j) < 1.3", "x[h] < 0.1 * (i - j).abs()"),
-    "columns": ("x[j] < 0.2", "x[i] < x[j]"),
+    "columns": ("x[j] < 0.2", "x[i] < x[j]", "x[(i + j) % x.shape[0]] < 0.2"),
     "one": ("(i - j) * x < 1.3",),
     "one int": ("(i - j).abs() < x", "i >= j - x"),
     "list": ("x[0][j] <= x[1][j] + x[2][i]",),
@@ -337,7 +337,8 @@ SCORE_USES = {
     "ids": ("s + x[j] * 0.5", "torch.where(x[i] == x[j], s, s - 2)"),
     "keep": ("torch.where(x[j], s, s - 1.5)",),
     "heads": ("s + x[h] * (j - i)", "s * x[h]"),
-    "columns": ("s + x[j]", "s + x[j % x.shape[0]] * x[i % len(x)]", "s + x[j].detach() * s",
+    "columns": ("s + x[j]", "s + x[j % x.shape[0]]", "s + x[j % len(x)] * x[i % x.numel()]", "s + x[j] * x.shape[0] * 0.1",
+                "s + x[j].detach() * s",
                 "s * x[j]"),
     "one": ("s * x", "s + x * (j - i)", "s + x.exp() * (j - i)"),
     "one int": ("torch.where((i - j).abs() < x, s, -1.5)", "s + 0.2 * x * (j - i)"),
@@ -377,7 +378,7 @@ class _Writer:
             return tuple(map(repr, d.sample(["left", "right"], 2)))
         learns = self.learns and kind in ("heads", "columns", "one") and d.random() < 0.3
         make = "learn" if learns else "tensor"
-        longer = 3 * (kind == "columns" and d.random() < 0.2)  # the second has another shape
+        longer = 3 * (kind == "columns" and d.random() < 0.3)  # the second has another shape
         made = [f"{make}({self.numbers(kind, n, n * longer)})" for n in range(2)]
         if make == "tensor" and kind in ("ids", "columns") and d.random() < 0.15:
             made[1] += d.choice([".double()", ".half()", ".float()", ".int()"])
@@ -720,13 +721,14 @@ def _put(use: str, read: str) -> str:
     return re.sub(r"(?<![\w.])x\b", lambda _: read if read.isidentifier() else f"({read})", use)
 
 
-def program(seed: int, entrances: tuple[str, ...]) -> Program:
-    """The program of a seed."""
+def program(seed: int, entrances: tuple[str, ...], only: tuple[str, ...] = ()) -> Program:
+    """The program of a seed, of `only` such kinds of values if given."""
     w = _Writer(seed)
     d = w.draw
     what = d.choice(["mask", "mask", "score", "score", "both"])
     w.learns = what == "score"  # masks have no gradient
     kinds = {"mask": [*MASK_USES], "score": [*SCORE_USES], "both": [*MASK_USES]}[what]
+    kinds = [kind for kind in kinds if not only or kind in only] or kinds
     held = []
     for _ in range(d.choice([1, 1, 2, 2, 3])):
         kind = held[0].kind if held and d.random() < 0.3 else d.choice(kinds)
@@ -750,7 +752,7 @@ def program(seed: int, entrances: tuple[str, ...]) -> Program:
     if what != "mask" and d.random() < 0.15:
         changes = [Change("default dtype", "torch.set_default_dtype(torch.bfloat16)")]
     if not changes:
-        return program(seed + 1_000_003, entrances)
+        return program(seed + 1_000_003, entrances, only)
     steps = [d.choice(changes) for _ in range(d.choice([1, 1, 2]))]
     fits = [e for e in entrances if shown["mask"] or "block_mask" not in e]
     name, registered = d.choice(

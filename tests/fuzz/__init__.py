@@ -1,0 +1,1 @@
+"""Random calls against dense float64: `python -m fuzz --help` in tests/, `make fuzz`, `make gpu-fuzz`."""
