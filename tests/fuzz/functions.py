@@ -205,12 +205,12 @@ def mask(draw: random.Random, dtype: str) -> Function:
     return Function(w.boolean(draw.randint(0, 3)), w.tables)
 
 
-def score(draw: random.Random, dtype: str) -> Function:
+def score(draw: random.Random, dtype: str, lows: list[float]) -> Function:
     w = Writer(draw, dtype)
     steps = [w.step() for _ in range(draw.choice([1, 1, 2, 3]))]
     if draw.random() < 0.25:  # last: what is no number, or hardly one
         other = "float('-inf')"
-        if draw.random() < 0.5:
-            other, w.low = "LOW", draw.choice([-1e4, -1e9, -3.4028234663852886e38, -1e30])
+        if lows and draw.random() < 0.5:
+            other, w.low = "LOW", draw.choice(lows)
         steps.append(f"torch.where({w.boolean(1)}, s, {other})")
     return Function("\n".join(steps), w.tables, low=w.low)

@@ -5,7 +5,7 @@ import pytest
 from .calls import fuzz
 from .workers import case
 
-CASES = 120  # about 20 s
+CASES = 300  # about 15 s
 
 
 @pytest.mark.parametrize("part", range(6))
