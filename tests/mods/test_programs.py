@@ -312,6 +312,15 @@ def _told(report: Report) -> str:
     return "\n\n".join([f"{dict(report.counts)}\n{worst}", *report.shown])
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Calls are small: threads would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 PROGRAMS = 800  # about 15 s
 
 
@@ -325,9 +334,10 @@ def test_changed_programs(part):
     assert shares["right"] > 0.6, report.counts  # most changes are seen, few programs refused
 
 
-@pytest.mark.parametrize("mode", ["eager", "aot_eager", "eager full"])
-def test_changed_programs_under_compile(mode):
-    report = many(range(10_000, 10_006), mode)
+@pytest.mark.parametrize(("mode", "count"), [("eager", 5), ("eager full", 6), ("aot_eager", 2)])
+def test_changed_programs_under_compile(mode, count):
+    """Right, or, with fullgraph=True, refused by name: never what was right before."""
+    report = many(range(10_000, 10_000 + count), mode)
     assert sum(report.faults.values()) == 0, _told(report)
 
 
