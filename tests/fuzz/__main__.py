@@ -72,6 +72,7 @@ def main() -> int:
     add("--structures", type=int, help="different functions, widths and dtypes; 0 is new ones for "
         "every seed (0 on a CPU, 40 on a card, where kernels compile)")  # fmt: skip
     add("--workers", type=int, help="processes (the cores, less two on a large machine)")
+    add("--seconds", type=float, default=float("inf"), help="stop after so long, per backend")
     add("--out", type=Path, help="also write the summary to this file")
     given = parse.parse_args()
     cores = os.cpu_count() or 1
@@ -86,8 +87,8 @@ def main() -> int:
             fine &= alone(given.seed, asked)
             continue
         begun = time.monotonic()
-        tally = many(asked, given.cases)
-        fine &= not tally.failed and tally.ran == given.cases
+        tally = many(asked, given.cases, given.seconds)
+        fine &= not tally.failed and tally.ran > 0
         texts.append(summary(asked, tally, time.monotonic() - begun))
         print(texts[-1], flush=True)
         if given.out is not None:

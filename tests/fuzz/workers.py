@@ -112,8 +112,9 @@ class Tally:
                 self.worst[name] = share, made.seed
 
 
-def many(asked: Asked, cases: int) -> Tally:
-    """That many cases in processes of their own; one that hangs or dies is a failure like another."""
+def many(asked: Asked, cases: int, seconds: float = float("inf")) -> Tally:
+    """That many cases, or as many as there is time for, in processes of their own; one that hangs or
+    dies is a failure like another."""
     context = mp.get_context("spawn")
     said, tally = context.Queue(), Tally()
     quota = {w: cases // asked.workers + (w < cases % asked.workers) for w in range(asked.workers)}
@@ -130,6 +131,10 @@ def many(asked: Asked, cases: int) -> Tally:
     for w in quota:
         start(w, asked.first - 1)
     while processes:
+        if time.monotonic() - begun > seconds:
+            for process in processes.values():
+                process.kill()
+            break
         try:
             w, seed, made = said.get(timeout=1.0)
             if made is None:

@@ -403,7 +403,7 @@ class _Writer:
             return self.function(kind)
         if kind == "list":
             return self.aliased_tensors()
-        if kind in ("int", "float", "bool") and self.draw.random() < 0.16:
+        if kind in ("int", "float", "bool") and self.draw.random() < 0.3:
             return self.read_of_tensor(kind)
         old, new = self.two(kind)
         if kind == "int" and self.draw.random() < 0.08:

@@ -331,7 +331,7 @@ def test_changed_programs(part):
     report = many(range(part * count, (part + 1) * count))
     assert sum(report.faults.values()) == 0, _told(report)
     shares = {kind: n / count for kind, n in report.counts.items()}
-    assert shares["right"] > 0.6, report.counts  # most changes are seen, few programs refused
+    assert shares["right"] > 0.5, report.counts  # most changes are seen, few programs refused
 
 
 @pytest.mark.parametrize(("mode", "count"), [("eager", 5), ("eager full", 6), ("aot_eager", 2)])
