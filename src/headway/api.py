@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Never
 
 import torch
 from jaxtyping import Float, Int
@@ -20,7 +20,7 @@ from .arguments import (
     check_sink,
     check_sizes,
     check_tensors,
-    check_tile,
+    count_of,
     default_scale,
     dropout_of,
     scale_of,
@@ -30,7 +30,9 @@ from .arguments import (
 from .backends import choose
 from .backends.base import Call, Kind, kind_of
 from .blocks import BlockMask, cached_build
-from .errors import ArgumentError, CapturedIndexError, HeadwayError, ModError
+from .blocks.mask import tile_of
+from .errors import CapturedIndexError, HeadwayError, ModError
+from .keywords import unknown_keywords
 from .mods import (
     Captured,
     captured_under_compile,
@@ -62,6 +64,7 @@ def attention(
     seed: int | Int[Tensor, ""] | None = None,
     deterministic: bool = False,
     backend: str = "auto",
+    **unknown: Never,
 ) -> Float[Tensor, "b hq q_len dv"]:
     """softmax(score(scale · q kᵀ) where mask) v: exact attention for any score and mask.
 
@@ -92,6 +95,8 @@ def attention(
 
     (Vaswani et al. 2017, arXiv 1706.03762; computed as in Dao et al. 2022, arXiv 2205.14135)
     """
+    if unknown:
+        raise unknown_keywords(attention, unknown)
     if score is None and sink is None:
         out = _plain(q, k, v, mask, scale, dropout, backend)
         if out is not None:
@@ -112,12 +117,15 @@ def attention_with_stats(
     seed: int | Int[Tensor, ""] | None = None,
     deterministic: bool = False,
     backend: str = "auto",
+    **unknown: Never,
 ) -> AttentionOutput:
     """`attention`, and what training needs besides: the differentiable log-sum-exp of every query
     and the largest logit of every head (see `AttentionOutput`).
 
     The same arguments and errors as `attention`.
     """
+    if unknown:
+        raise unknown_keywords(attention_with_stats, unknown)
     out, lse, max_logit, _ = _run(
         q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True
     )
@@ -126,45 +134,48 @@ def attention_with_stats(
 
 def block_mask(
     mask: MaskFn,
-    b: int,
-    h: int,
+    b: int | None,
+    h: int | None,
     q_len: int,
     kv_len: int,
     *,
     device: torch.device | str | None = None,
-    tile: tuple[int, int] = (128, 128),
+    tile: int | tuple[int, int] = (128, 128),
+    **unknown: Never,
 ) -> BlockMask:
     """Decide once which tiles of a mask are empty, full or partial, to use it in many calls.
 
     **Arguments:**
 
     - `mask`: a function or a value of the library, as for `attention`.
-    - `b`, `h`: batch and query heads; 1 broadcasts, for a mask that ignores them.
+    - `b`, `h`: batch and query heads; 1, or None, broadcasts, for a mask that ignores them.
     - `q_len`, `kv_len`: lengths; no multiple of the tile is needed.
     - `device`: of the result; that of the tensors that the mask captures, or the CPU, if None.
-    - `tile`: queries and keys in a tile.
+    - `tile`: queries and keys in a tile; a number stands for both.
 
     **Returns:** a `BlockMask`; its size follows the runs of live tiles, not `q_len * kv_len`. The
     tiles of the same mask, sizes, device and unwritten tensors are found once: see
     `clear_block_cache`, also for the writes that go unnoticed.
     """
-    for name, number in (("b", b), ("h", h), ("q_len", q_len), ("kv_len", kv_len)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ArgumentError(f"{name}={number!r} must be a whole number, 0 or more")
-    check_tile(tile)
-    check_function("mask", mask)
-    check_sizes(mask, b, h, q_len, kv_len)
+    if unknown:
+        raise unknown_keywords(block_mask, unknown)
+    sizes = (
+        count_of("b", 1 if b is None else b), count_of("h", 1 if h is None else h),
+        count_of("q_len", q_len), count_of("kv_len", kv_len),
+    )  # fmt: skip
+    tile = tile_of(tile)
+    check_function("mask", mask, sizes)
+    check_sizes(mask, *sizes)
     graph, captured = lower_mod("mask", mask, torch.float32)
     if device is None:
         device = captured.tensors[0].device if captured.tensors else "cpu"
     device = usable_device(device)
     check_captured("mask", captured, device)
-    sizes = b, h, q_len, kv_len
     try:
-        tiles, mask_b, mask_h = cached_build(graph, captured, sizes, tuple(tile), device)
+        tiles, mask_b, mask_h = cached_build(graph, captured, sizes, tile, device)
     except CapturedIndexError as error:
         raise _with_place(error, mask) from None
-    return BlockMask(mask, (mask_b, mask_h, q_len, kv_len), tuple(tile), tiles)
+    return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles)
 
 
 def _plain(
@@ -344,8 +355,7 @@ def _taken_apart(
 ) -> tuple[Lowered, Captured]:
     """A checked score or mask, its graph and what it captures."""
     of_library = isinstance(mod, Mod)
-    if not of_library:
-        check_function(kind, mod)
+    check_function(kind, mod, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
     structure, functions, captured = take_apart(mod)
     if whole and of_library and captured.tensors:
         mod.check_sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .blocks import BlockMask
 from .errors import ArgumentError, ModError
-from .mods import Captured
+from .mods import Captured, Mask, Score
 from .mods.base import Mod
-from .types import fixed
+from .mods.meant import meant
+from .types import fixed, real, whole
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,9 +80,6 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
-_NUMBER = int, float, torch.SymInt, torch.SymFloat
-
-
 def scale_of(scale: Any) -> float:
     """The scale as a number."""
     if isinstance(scale, Tensor):
@@ -89,10 +87,11 @@ def scale_of(scale: Any) -> float:
             "scale is a tensor; pass a number, or multiply q by the tensor and pass scale=1.0, "
             "which lets it learn"
         )
+    number = real(scale)
     # No math.isfinite: under torch.compile the number may be a symbol.
-    if not isinstance(scale, _NUMBER) or not -math.inf < scale < math.inf:
+    if number is None or not -math.inf < number < math.inf:
         raise ArgumentError(f"scale={scale!r} must be a finite number, or None for 1/sqrt(d)")
-    return fixed(scale)
+    return fixed(number)
 
 
 def default_scale(d: int) -> float:
@@ -111,10 +110,10 @@ def check_sink(sink: Any, q: Tensor) -> None:
 
 def dropout_of(dropout: Any) -> float:
     """A probability."""
-    number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
-    if not number or not 0.0 <= dropout <= 1.0:
+    number = real(dropout)
+    if number is None or not 0.0 <= number <= 1.0:
         raise ArgumentError(f"dropout={dropout!r} must be a probability, from 0 to 1")
-    return fixed(dropout) if dropout else 0.0
+    return fixed(number) if number else 0.0
 
 
 def seed_of(seed: Any, device: torch.device) -> Tensor:
@@ -125,21 +124,38 @@ def seed_of(seed: Any, device: torch.device) -> Tensor:
         if seed.dim() or seed.dtype != torch.int64:
             raise ArgumentError(f"seed must be a number or a 0-d int64 tensor, got {shown(seed)}")
         return seed
-    whole = isinstance(seed, int | torch.SymInt) and not isinstance(seed, bool)
-    if not whole or not -(2**63) <= seed < 2**63:
+    number = whole(seed)
+    if number is None or not -(2**63) <= number < 2**63:
         raise ArgumentError(
             f"seed={seed!r} must be a whole number of 64 bits or a 0-d int64 tensor"
         )
-    return torch.tensor(seed, dtype=torch.int64, device=device)
+    return torch.tensor(number, dtype=torch.int64, device=device)
 
 
-def check_function(kind: str, mod: Any) -> None:
-    """Callable, and not a dense tensor."""
-    if isinstance(mod, Tensor):
-        way = "bias(tensor)" if kind == "score" else "lambda b, h, q_idx, kv_idx: m[q_idx, kv_idx]"
-        raise ArgumentError(f"{kind} is a tensor {shown(mod)}; make it a function: {way}")
-    if not callable(mod):
-        raise ArgumentError(f"{kind} must be a function or a value of the library, got {mod!r}")
+def check_function(kind: str, mod: Any, sizes: tuple[int, int, int, int]) -> None:
+    """A function or a value of the library that can be a `kind`, "score" or "mask". An error shows
+    the way out for a call of these sizes (b, h, q_len, kv_len)."""
+    if not callable(mod) or isinstance(mod, _NEVER[kind]):
+        raise ArgumentError(meant(kind, mod, sizes))
+
+
+_NEVER: dict[str, tuple[type, ...]] = {"score": (Mask, type), "mask": (Score, type)}
+
+
+def count_of(name: str, number: Any, least: int = 0) -> int:
+    """A whole number of at least so much, as an int."""
+    found = whole(number)
+    if found is None or found < least:
+        raise ArgumentError(f"{name}={number!r} must be a whole number, {least} or more")
+    return found
+
+
+def number_of(name: str, number: Any) -> float:
+    """A real number, as a float."""
+    found = real(number)
+    if found is None:
+        raise ArgumentError(f"{name}={number!r} must be a number")
+    return float(found)
 
 
 def check_made_outside(kind: str, functions: list[Callable]) -> None:
@@ -177,13 +193,6 @@ def check_captured(kind: str, captured: Captured, device: torch.device) -> None:
                 f"the mask captures a tensor {shown(t)} that requires grad, but a mask has no "
                 "gradient; put it in the score, or capture tensor.detach()"
             )
-
-
-def check_tile(tile: Any) -> None:
-    """Queries and keys in a tile."""
-    pair = isinstance(tile, tuple | list) and len(tile) == 2
-    if not pair or any(isinstance(t, bool) or not isinstance(t, int) or t < 1 for t in tile):
-        raise ArgumentError(f"tile={tile!r} must be two whole numbers of at least 1")
 
 
 def usable_device(device: Any) -> torch.device:

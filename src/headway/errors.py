@@ -13,6 +13,10 @@ class ArgumentError(HeadwayError, ValueError):
     """An argument has the wrong shape, dtype, device or value."""
 
 
+class UnknownKeyword(ArgumentError, TypeError):
+    """A keyword that the function does not have: the message says what stands for it here."""
+
+
 class ModError(HeadwayError, ValueError):
     """A score or mask function does something that cannot become part of a kernel.
 

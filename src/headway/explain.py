@@ -1,7 +1,7 @@
 """What would run, and why: the first thing to look at when a call is slow or refused."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from .api import prepare
 from .backends import NAMES, get, order, reasons_against, slower
 from .backends.base import Kind, kind_of, split
 from .blocks import BlockMask, cached_build
+from .keywords import unknown_keywords
 from .mods import retraced
 from .mods.graph import parse
 from .mods.interval import why_elements
@@ -63,26 +64,40 @@ class Explanation:
 
 
 def explain(
-    q: Tensor, k: Tensor, v: Tensor, score: Any = None, mask: Any = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+    **unknown: Never,
 ) -> Explanation:
-    """The backend that `attention(q, k, v, score, mask, **options)` would run, every reason
-    against the others, the live tiles of the mask, and the code of the score and the mask.
+    """The backend that `attention` would run, given the same, every reason against the others, the
+    live tiles of the mask, and the code of the score and the mask.
 
     Takes `attention`'s arguments, and raises as it does for wrong ones; a call that no backend can
     run is explained, not raised.
     """
-    wanted = options.pop("backend", "auto")
-    spec, call = prepare(q, k, v, score, mask, backend="reference", **options)
+    if unknown:
+        raise unknown_keywords(explain, unknown)
+    given = q, k, v, score, mask, scale, sink, dropout, seed, deterministic
+    spec, call = prepare(*given, backend="reference")
     kind = Kind(*kind_of(call, spec.score_tensors))
     reasons = {name: reasons_against(name, spec, kind) for name in NAMES}
-    allowed = order(wanted, spec, kind)
+    allowed = order(backend, spec, kind)
     chosen = next((name for name in allowed if not reasons[name]), None)
     for name in allowed:
         if name != chosen and not reasons[name] and (why := slower(name, spec, kind)):
             reasons[name] = [why]
     code = ""
     if chosen is not None:
-        spec, call = prepare(q, k, v, score, mask, backend=chosen, **options)
+        spec, call = prepare(*given, backend=chosen)
         code = get(chosen).code(spec, call)
     shapes = ", ".join(
         f"{n} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"

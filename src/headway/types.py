@@ -6,9 +6,11 @@ Axes: `b` batch, `h` query head (`hq` of them), `hk` key/value heads, `i` query 
 """
 
 import json
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -199,6 +201,31 @@ class AttentionOutput(NamedTuple):
     out: Tensor
     lse: Tensor
     max_logit: Tensor
+
+
+def whole(number: Any) -> Any:
+    """A whole number as Python's own int, whoever made it (NumPy, for one), or a compiler's symbol
+    as it is. None for anything else: True is no number, and no tensor is read."""
+    if type(number) is int:
+        return number
+    if isinstance(number, bool | Tensor):
+        return None
+    if isinstance(number, torch.SymInt):
+        return number
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None
+
+
+def real(number: Any) -> Any:
+    """Any real number as Python's own int or float, or a compiler's symbol as it is. None for
+    anything else, as `whole`."""
+    if type(number) is float or type(number) is int:
+        return number
+    if isinstance(number, torch.SymInt | torch.SymFloat):
+        return number
+    return None if isinstance(number, bool) or not isinstance(number, Real) else float(number)
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:

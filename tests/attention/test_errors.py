@@ -1,13 +1,16 @@
 """Bad input: the message names the argument, the values seen and the way out, before any work."""
 
+import functools
 import inspect
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
 import headway as hw
+import headway.nn
 from headway import backends
 from headway.errors import (
     ArgumentError,
@@ -65,6 +68,8 @@ OPTIONS = {
     "scale, a tensor": ({"scale": torch.tensor(1.0)}, ("scale", "tensor", "multiply q")),
     "scale, a text": ({"scale": "1"}, ("scale='1'", "number")),
     "scale, not a number": ({"scale": math.nan}, ("scale=nan", "number")),
+    "scale, a yes": ({"scale": True}, ("scale=True", "number")),
+    "scale, NumPy's infinity": ({"scale": np.float32("inf")}, ("scale=", "inf", "number")),
     "sink, shape": ({"sink": torch.zeros(3)}, ("sink", "(hq,) = (4,)", "(3,)")),
     "sink, a number": ({"sink": 1.0}, ("sink", "(hq,) = (4,)", "1.0")),
     "sink, dtype": ({"sink": torch.zeros(4, dtype=torch.int64)}, ("sink", "int64")),
@@ -75,6 +80,7 @@ OPTIONS = {
     "dropout, a text": ({"dropout": "0.1"}, ("dropout='0.1'", "0 to 1")),
     "dropout, a yes": ({"dropout": True}, ("dropout=True", "0 to 1")),
     "seed, a fraction": ({"dropout": 0.5, "seed": 1.5}, ("seed", "1.5", "number")),
+    "seed, a yes": ({"dropout": 0.5, "seed": True}, ("seed=True", "number")),
     "seed, a text": ({"dropout": 0.5, "seed": "x"}, ("seed", "'x'", "number")),
     "seed, too large": ({"dropout": 0.5, "seed": 2**64}, ("seed", str(2**64))),
     "seed, shape": ({"dropout": 0.5, "seed": torch.tensor([1])}, ("seed", "0-d", "(1,) int64")),
@@ -82,10 +88,12 @@ OPTIONS = {
         {"dropout": 0.5, "seed": torch.tensor(1, dtype=torch.int32)}, ("seed", "() int32")
     ),
     "backend": ({"backend": "cuda"}, ("backend='cuda'", "'auto'", "'cpu'", "'reference'")),
-    "mask, a tensor": ({"mask": torch.ones(33, 33) > 0}, ("mask is a tensor", "(33, 33)", "m[q_i")),
-    "score, a tensor": ({"score": torch.ones(33, 33)}, ("score is a tensor", "(33, 33)", "bias(")),
-    "mask, a text": ({"mask": "causal"}, ("mask must be a function", "'causal'")),
-    "score, a number": ({"score": 3.0}, ("score must be a function", "3.0")),
+    "mask, a text": ({"mask": "causal"}, ("mask='causal' is a text", "mask=headway.causal()")),
+    "mask, a score's name": ({"mask": "alibi"}, ("mask='alibi'", "score=headway.alibi(slopes)")),
+    "mask, another text": ({"mask": "causal & x"}, ("mask='causal & x'", "(b, h, q_idx, kv_idx)")),
+    "mask, a yes": ({"mask": True}, ("mask=True", "is_causal=True is mask=headway.causal()")),
+    "score, a number": ({"score": 3.0}, ("score=3.0", "(score, b, h, q_idx, kv_idx)")),
+    "score, a list": ({"score": [0.0] * 999}, ("score=[0.0, 0.0", "...", "softcap(30.0)")),
 }  # fmt: skip
 
 
@@ -224,11 +232,309 @@ def test_in_a_block_mask_as_well():
             hw.block_mask(fn, 1, 1, 10, 10)
 
 
-def test_mask_and_score_swapped():
-    with _raises(ModError, "score function causal()", "score, b, h, q_idx, kv_idx"):
-        hw.attention(*_qkv(), hw.causal())
-    with _raises(ModError, "mask function softcap", "b, h, q_idx, kv_idx"):
-        hw.attention(*_qkv(), None, hw.softcap(3.0))
+# -- something else in place of a score or mask ----------------------------------------------------
+
+
+class OwnMask:
+    def __call__(self, b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+
+_four = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+_five = lambda score, b, h, q_idx, kv_idx: score * 2
+SWAPPED = {
+    "a mask": ({"score": hw.causal()}, "score=causal() is a mask; pass it as mask=causal()"),
+    "masks": (
+        {"score": hw.causal() & hw.prefix(3)},
+        "score=causal() & prefix(3) is a mask; pass it as mask=causal() & prefix(3)",
+    ),
+    "a mask with a function": (
+        {"score": hw.causal() & _four}, "score=causal() & <lambda> is a mask; pass it as mask="
+    ),
+    "a score": (
+        {"mask": hw.softcap(3.0)}, "mask=softcap(3.0) is a score; pass it as score=softcap(3.0)"
+    ),
+    "a bias": ({"mask": hw.bias(torch.zeros(33, 33))}, "mask=bias(f32[33, 33]) is a score; pass"),
+    "scores": ({"mask": hw.softcap(3.0) >> hw.alibi(4)}, "is a score; pass it as score=softcap("),
+    "uncalled": ({"mask": hw.causal}, "mask=causal is a class; pass mask=causal()"),
+    "uncalled, with a number": (
+        {"mask": hw.sliding_window}, "mask=sliding_window is a class; pass mask=sliding_window(window)"
+    ),
+    "uncalled and swapped": (
+        {"score": hw.causal}, "score=causal is the class of a mask; pass mask=causal()"
+    ),
+    "another class": (
+        {"mask": OwnMask}, "mask=OwnMask is a class; pass mask=OwnMask(...), an object of it"
+    ),
+    "a block mask": (
+        {"score": hw.block_mask(hw.causal(), 1, 1, 33, 33)},
+        "score is a block mask; pass it as mask=",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SWAPPED)
+def test_mask_and_score_swapped(what):
+    options, words = SWAPPED[what]
+    module = headway.nn.Attention(16, HQ, HK)
+    for call in (hw.attention, hw.attention_with_stats, hw.explain):
+        with _raises(ArgumentError, words):
+            call(*_qkv(), **options)
+    with _raises(ArgumentError, words):
+        module(torch.randn(B, LENGTH, 16), **options)
+    if "mask" in options:
+        with _raises(ArgumentError, words):
+            hw.block_mask(options["mask"], 1, 1, 33, 33)
+        with _raises(ArgumentError, words.split(" ")[0].removeprefix("mask="), "& combines masks"):
+            hw.causal() & options["mask"]
+    else:
+        with _raises(ArgumentError, ">> combines scores"):
+            hw.softcap(3.0) >> options["score"]
+
+
+@pytest.mark.parametrize("what", ["a mask", "a bias", "uncalled"])
+def test_swapped_in_a_compiled_call(what):
+    options, words = SWAPPED[what]
+    for whole, error in ((False, HeadwayError), (True, Exception)):
+        torch.compiler.reset()
+        with _raises(error, words):
+            torch.compile(hw.attention, backend="eager", fullgraph=whole)(*_qkv(), **options)
+    torch.compiler.reset()
+    with _raises(Exception, "'is_causal'; write mask=headway.causal()"):
+        torch.compile(hw.attention, backend="eager", fullgraph=True)(*_qkv(), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fn", "words"),
+    [
+        (
+            "score",
+            _four,
+            ("takes 4 positional arguments but 5", "if it is a mask, pass it as mask="),
+        ),
+        ("score", OwnMask(), ("takes 5 positional", "if it is a mask, pass it as mask=")),
+        ("score", hw.softcap(3.0) >> _four, ("takes 4", "if it is a mask, pass it as mask=")),
+        ("mask", _five, ("missing 1 required", "if it is a score, pass it as score=")),
+        ("mask", hw.causal() | _five, ("missing 1", "if it is a score, pass it as score=")),
+    ],
+    ids=str,
+)
+def test_functions_of_other_arguments(kind, fn, words):
+    both = "a score takes (score, b, h, q_idx, kv_idx), a mask (b, h, q_idx, kv_idx)"
+    place = fn in (_four, _five)
+    for call in (hw.attention, hw.explain):
+        with _raises(ModError, kind, both, *words, *([__file__] if place else [])):
+            call(*_qkv(), **{kind: fn})
+    if kind == "mask":
+        with _raises(ModError, kind, both, *words):
+            hw.block_mask(fn, 1, 1, 33, 33)
+
+
+def test_a_type_error_inside_a_function_is_no_matter_of_its_arguments():
+    with _raises(ModError, "failed on symbols: TypeError", "# wrong"):
+        hw.attention(*_qkv(), lambda s, b, h, i, j: _four(s, b, h, i, j))  # wrong
+
+
+def test_block_masks_of_block_masks():
+    blocks = hw.block_mask(hw.causal(), 1, 1, 33, 33)
+    with _raises(ArgumentError, "mask is a block mask; its .mask"):
+        hw.block_mask(blocks, 1, 1, 33, 33)
+    with _raises(ArgumentError, "& combines masks, but this is a block mask", "its .mask"):
+        hw.prefix(3) & blocks
+
+
+# -- keywords of other libraries -------------------------------------------------------------------
+
+KEYWORDS = {
+    "is_causal": "write mask=headway.causal()",
+    "attn_mask": "mask=headway.dense(m), a float one score=headway.bias(m)",
+    "attention_mask": "mask=headway.dense(m[:, None, None].bool())",
+    "key_padding_mask": "mask=headway.dense(~m[:, None, None])",
+    "window_size": "mask=headway.causal() & headway.sliding_window(n)",
+    "score_mod": "write score=",
+    "block_mask": "write mask=",
+    "dropout_p": "write dropout=",
+    "enable_gqa": "leave it out",
+    "softmax_scale": "write scale=",
+    "softcap": "score=headway.softcap(cap)",
+    "return_lse": "headway.attention_with_stats",
+    "return_weights": "v=torch.eye(k.shape[2]).to(k).expand(*k.shape[:2], -1, -1)",
+    "deterministc": "did you mean deterministic=?",
+    "xyz": "it takes q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend",
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_keywords_of_other_libraries(name):
+    """Still a TypeError, in Python's words, with the way out."""
+    for call in (hw.attention, hw.attention_with_stats, hw.explain):
+        start = f"{call.__name__}() got an unexpected keyword argument {name!r}; "
+        with _raises(TypeError, start, KEYWORDS[name]) as caught:
+            call(*_qkv(), **{name: None})
+        assert isinstance(caught.value, HeadwayError)
+
+
+def test_keywords_of_block_masks_and_modules():
+    for name, way in {
+        "BLOCK_SIZE": "write tile=",
+        "Q_LEN": "write q_len=",
+        "is_causal": "write mask=headway.causal()",
+        "dropout_p": "it takes mask, b, h, q_len, kv_len, device, tile",
+    }.items():
+        with _raises(TypeError, "block_mask() got an unexpected", repr(name), way):
+            hw.block_mask(hw.causal(), 1, 1, 33, 33, **{name: 1})
+    small = {"kv_lora_rank": 8, "nope_width": 8, "rope_width": 4, "value_width": 6}
+    for module in (headway.nn.Attention(16, HQ, HK), headway.nn.MLA(16, HQ, **small)):
+        for name, way in {
+            "is_causal": "write mask=headway.causal()",
+            "key_padding_mask": "headway.dense(~m[:, None, None])",
+            "position_ids": "angles=module.rotary.angles(position_ids)",
+            "past_key_value": "past=headway.nn.Past()",
+            "dropout_p": "it takes x, mask, score, angles, past",
+        }.items():
+            with _raises(TypeError, "forward() got an unexpected", repr(name), way):
+                module(torch.randn(B, LENGTH, 16), **{name: None})
+
+
+def test_the_ways_out_of_keywords():
+    """What they say to write does what the keyword did."""
+    q, k, v = _qkv()
+    kept = torch.rand(B, LENGTH) < 0.8
+    kept[:, 0] = True
+    sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    expected = sdpa(q, k, v, attn_mask=kept[:, None, None])
+    by_names = {"attention_mask": kept.long(), "key_padding_mask": ~kept}
+    for name, m in by_names.items():
+        expression = re.search(r"mask=(headway.*)", _message(name))[1]
+        mask = eval(expression, {"headway": hw, "m": m})
+        torch.testing.assert_close(hw.attention(q, k, v, mask=mask), expected)
+    identity = re.search(r"v=(torch.*)", _message("need_weights"))[1]
+    eye = eval(identity, {"torch": torch, "k": k})
+    weights = hw.attention(q, k, eye, mask=hw.causal())
+    expected = sdpa(q, k, v, is_causal=True)
+    torch.testing.assert_close(weights @ v.repeat_interleave(HQ // HK, 1), expected)
+
+
+def _message(name: str) -> str:
+    with pytest.raises(TypeError) as caught:
+        hw.attention(*_qkv(), **{name: None})
+    return str(caught.value)
+
+
+# -- tensors in place of a score or mask -----------------------------------------------------------
+
+# By shape, for queries (2, 4, 5, 8) and keys (2, 2, 7, 8): the axes that are told, and how the
+# tensor then broadcasts to (b, h, q_len, kv_len); None where it can't.
+SHAPES = {
+    (2, 7): ("(batch, kv_len)", lambda m: m[:, None, None]),
+    (5, 7): ("(q_len, kv_len)", lambda m: m),
+    (1, 7): ("(1, kv_len)", lambda m: m),
+    (7,): ("(kv_len,)", lambda m: m),
+    (5, 1): ("(q_len, 1)", lambda m: m),
+    (2, 5, 7): ("(batch, q_len, kv_len)", lambda m: m[:, None]),
+    (2, 1, 7): ("(batch, 1, kv_len)", lambda m: m[:, None]),
+    (4, 5, 7): ("(heads, q_len, kv_len)", lambda m: m),
+    (8, 5, 7): ("(batch * heads, q_len, kv_len)", lambda m: m.view(2, 4, 5, 7)),
+    (1, 5, 7): ("(1, q_len, kv_len)", lambda m: m),
+    (2, 1, 1, 7): ("(batch, 1, 1, kv_len)", lambda m: m),
+    (2, 1, 5, 7): ("(batch, 1, q_len, kv_len)", lambda m: m),
+    (1, 4, 5, 7): ("(1, heads, q_len, kv_len)", lambda m: m),
+    (2, 4, 5, 7): ("(batch, heads, q_len, kv_len)", lambda m: m),
+    (2, 5): None,
+    (7, 5): None,
+    (3, 7): None,
+    (2, 7, 5): None,
+    (2, 2, 5, 7): None,
+    (1, 2, 4, 5, 7): None,
+}
+HINT = re.compile(r"(mask|score)=(headway\.\w+\(.*?\))(?= if |,|;|$| or )")
+KEPT = {torch.bool, torch.int64, torch.uint8}
+
+
+def _small() -> list[torch.Tensor]:
+    return [torch.randn(2, *size, 8, dtype=torch.float64) for size in ((4, 5), (2, 7), (2, 7))]
+
+
+@pytest.mark.parametrize("numpy", [False, True], ids=["tensor", "array"])
+@pytest.mark.parametrize("kind", ["mask", "score"])
+@pytest.mark.parametrize("dtype", [*KEPT, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_ways_out_of_tensors(shape, dtype, kind, numpy):
+    """Each expression that the message shows runs, and means what the axes say."""
+    q, k, v = _small()
+    kept = torch.rand(shape) < 0.7
+    m = kept.to(dtype) if dtype in KEPT else torch.randn(shape, dtype=dtype)
+    given = m.numpy() if numpy else m
+    with pytest.raises(ArgumentError) as caught:
+        hw.attention(q, k, v, **{kind: given})
+    message = str(caught.value)
+    name = "NumPy array" if numpy else "tensor"
+    assert message.startswith(f"{kind} is a {name} {shape} {str(dtype)[6:]}")
+    if SHAPES[shape] is None:
+        assert "(b, h, q_len, kv_len) = (2, 4, 5, 7)" in message
+        assert not HINT.search(message)
+        return
+    axes, whole = SHAPES[shape]
+    assert f"; as {axes} pass " in message
+    hints = HINT.findall(message)
+    by_lengths = [text for _, text in hints if "padding" in text]
+    assert len(by_lengths) == (shape == (2, 7) and dtype in KEPT)
+    assert {argument for argument, _ in hints} == (
+        {"mask"} if dtype in KEPT else {"score"} if kind == "score" else {"mask", "score"}
+    )
+    for argument, text in hints:
+        if text in by_lengths:
+            m = torch.arange(7) < torch.tensor([[3], [6]])
+            given, m = (m.numpy() if numpy else m), m.to(dtype)
+        mod = eval(text, {"headway": hw, "torch": torch, "m": given})
+        value = whole(m if argument == "score" else m.bool())
+        out = hw.attention(q, k, v, **{argument: mod})
+        if argument == "score":
+            value = value.to(q.dtype)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=value.expand(2, 4, 5, 7), enable_gqa=True
+        )
+        seen = value.expand(2, 4, 5, 7).any(-1) if argument == "mask" else torch.ones(1) > 0
+        torch.testing.assert_close(out, torch.where(seen[..., None], expected, 0.0))
+
+
+def test_a_tensor_of_two_meanings_is_told_both():
+    q, k, v = (torch.randn(3, h, 3, 8) for h in (4, 2, 2))
+    with _raises(
+        ArgumentError,
+        "as (q_len, kv_len) pass mask=headway.dense(m), "
+        "as (batch, kv_len) pass mask=headway.dense(m[:, None, None]); or, where",
+    ):
+        hw.attention(q, k, v, mask=torch.ones(3, 3) > 0)
+
+
+def test_tensors_in_block_masks_and_operands():
+    m = torch.rand(2, 7) < 0.5
+    with _raises(ArgumentError, "as (batch, kv_len) pass mask=headway.dense(m[:, None, None])"):
+        hw.block_mask(m, 2, None, 5, 7)
+    with _raises(ArgumentError, "& combines masks", "as (batch, kv_len) write headway.dense(m[:, "):
+        hw.causal() & m
+    with _raises(ArgumentError, "& combines masks", "broadcast to (b, h, q_len, kv_len); headway"):
+        hw.causal() & torch.ones(1, 1, 1, 2, 7)
+    with _raises(ArgumentError, "| combines masks", "pass score=headway.bias(m)"):
+        m.float() | hw.causal()
+    with _raises(ArgumentError, ">> combines scores", "write headway.bias(m)"):
+        hw.softcap(3.0) >> m.float()
+    q, k, v = _small()
+    for argument, mod in (("mask", hw.dense(m)), ("score", hw.bias(m.float()))):
+        with _raises(
+            ArgumentError, f"as (batch, kv_len) write {type(mod).__name__}(m[:, None, Non"
+        ):
+            hw.attention(q, k, v, **{argument: mod})
+
+
+def test_complex_and_strange_tensors():
+    with _raises(ArgumentError, "complex64", "bool or float tensor"):
+        hw.attention(*_qkv(), mask=torch.zeros(33, 33, dtype=torch.cfloat))
+    with _raises(ArgumentError, "mask=array(", "no function"):
+        hw.attention(*_qkv(), mask=np.array(["a"]))
+    with _raises(ArgumentError, "as (q_len, kv_len) pass mask=headway.dense(torch.from_numpy(m))"):
+        hw.attention(*_qkv(), mask=np.ones((33, 33), dtype=bool)[::-1])
 
 
 def test_captured_on_another_device():
@@ -344,7 +650,21 @@ VALUES = {
     "bias(3.0)": ("bias(tensor=3.0)",),
     "bias(torch.zeros(2, 2, 2, 2, 2))": ("bias", "at most 4"),
     "bias(torch.zeros(2, dtype=torch.int64))": ("bias", "torch.int64"),
-    "causal() & torch.ones(3, 3)": ("&", "f32[3, 3]", "lambda b, h"),
+    "causal() & torch.ones(3, 3)": ("&", "(3, 3) float32", "headway.dense(m.bool())"),
+    "causal() & sliding_window": ("&", "sliding_window is a class; write sliding_window(window)"),
+    "causal() & alibi": ("&", "alibi is the class of a score; pass score=alibi(slopes)"),
+    "causal() & softcap(3.0)": ("&", "softcap(3.0) is a score; pass it as score=softcap(3.0)"),
+    "softcap(3.0) | causal()": ("|", "softcap(3.0) is a score"),
+    "softcap(3.0) >> causal()": (">>", "causal() is a mask; pass it as mask=causal()"),
+    "causal() >> softcap(3.0)": (">>", "causal() is a mask"),
+    "causal() & 'causal'": ("&", "'causal' is a text; write headway.causal()"),
+    "sliding_window(torch.tensor(3))": ("sliding_window(window=tensor(3))", "whole number"),
+    "causal(1.0)": ("causal(offset=1.0)", "whole number"),
+    "causal(True)": ("causal(offset=True)", "whole number"),
+    "neighborhood(2.5, 1)": ("neighborhood(shape=2.5)", "whole number"),
+    "neighborhood((8, 8), (True, 3))": ("neighborhood(kernel=True)", "whole number"),
+    "document.from_lengths([3], q_len=4.5)": ("q_len=4.5", "whole number"),
+    "softcap(True)": ("softcap(cap=True)", "number above 0"),
     "causal() & True": ("&", "True"),
     "softcap(3.0) >> 2": (">>", "2"),
     "causal() and sliding_window(3)": ("and", "&"),
@@ -384,10 +704,14 @@ def test_block_masks_of_bad_sizes(arguments, words):
         hw.block_mask(hw.causal(), *arguments)
 
 
-@pytest.mark.parametrize("tile", [64, (0, 64), (64,), (64, 64.0), (64, 64, 64)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [0, 64.0, True, None, (0, 64), (64,), (64, 64.0), (64, 64, 64)], ids=str
+)
 def test_block_masks_of_bad_tiles(tile):
-    with _raises(ArgumentError, f"tile={tile!r}", "two whole numbers"):
+    with _raises(ArgumentError, f"tile={tile!r}", "one or two whole numbers"):
         hw.block_mask(hw.causal(), 1, 1, 33, 33, tile=tile)
+    with _raises(ArgumentError, f"tile={tile!r}", "one or two whole numbers"):
+        hw.block_mask(hw.causal(), 1, 1, 33, 33).retile(tile)
 
 
 # -- backends -------------------------------------------------------------------------------------

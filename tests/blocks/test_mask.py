@@ -210,8 +210,10 @@ def test_retile(by):
 def test_retile_refuses_other_sizes():
     with pytest.raises(ArgumentError, match=r"tile=\(12, 16\) must .*multiples of .*\(8, 16\)"):
         random_mask(1, 1).retile((12, 16))
-    for tile in ((0, 16), 16, (16.0, 16), (16, 16, 16), (8, True)):
-        with pytest.raises(ArgumentError, match=re.escape(f"tile={tile!r} must be two whole")):
+    with pytest.raises(ArgumentError, match=r"tile=12 must .*multiples of .*\(8, 16\)"):
+        random_mask(1, 1).retile(12)
+    for tile in ((0, 16), 0, 16.0, (16.0, 16), (16, 16, 16), (8, True)):
+        with pytest.raises(ArgumentError, match=re.escape(f"tile={tile!r} must be one or two")):
             random_mask(1, 1).retile(tile)
 
 

@@ -9,7 +9,7 @@ runs. A kernel walks the runs of its row in one flat loop.
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from ..errors import ArgumentError
 from ..mods.base import Both, Either, MaskFn, Mod, Shifted
 from ..mods.capture import reads
 from ..mods.lowering import describe, restore
+from ..types import whole
 from .runs import Runs, coarser, combine, of_dense
 
 
@@ -248,21 +249,16 @@ class BlockMask:
         lines = [group * n + torch.arange(n, device=self.device) for n in self.grid]
         return tuple(r.take(lines[n // 2].flatten()) for n, r in enumerate(runs))
 
-    def retile(self, tile: tuple[int, int]) -> "BlockMask":
+    def retile(self, tile: int | tuple[int, int]) -> "BlockMask":
         """The same mask in tiles of a multiple of the size, without looking at the mask again."""
-        pair = isinstance(tile, tuple | list) and len(tile) == 2
-        if not pair or any(
-            isinstance(n, bool) or not isinstance(n, int) or n < 1 or n % m
-            for n, m in zip(tile, self.tile, strict=True)
-        ):
-            raise ArgumentError(
-                f"tile={tile!r} must be two whole numbers, multiples of the present {self.tile}"
-            )
+        given, tile = tile, tile_of(tile)
+        if any(n % m for n, m in zip(tile, self.tile, strict=True)):
+            raise ArgumentError(f"tile={given!r} must be multiples of the present {self.tile}")
         (rows, cols), t = self.grid, self.tiles
         by_q, by_kv = tile[0] // self.tile[0], tile[1] // self.tile[1]
         runs = (*coarser(t.rows_full, t.rows_partial, (rows, cols), (by_q, by_kv)),
                 *coarser(t.cols_full, t.cols_partial, (cols, rows), (by_kv, by_q)))  # fmt: skip
-        return BlockMask(self.mask, self.shape, tuple(tile), Tiles.of_runs(*runs))
+        return BlockMask(self.mask, self.shape, tile, Tiles.of_runs(*runs))
 
     # -- elsewhere ---------------------------------------------------------------------------------
 
@@ -302,6 +298,14 @@ class BlockMask:
         return load(path, device)
 
 
+def tile_of(tile: Any) -> tuple[int, int]:
+    """Queries and keys in a tile; a number stands for both."""
+    found = tuple([whole(n) for n in (tile if isinstance(tile, tuple | list) else (tile, tile))])
+    if len(found) != 2 or any(n is None or n < 1 for n in found):
+        raise ArgumentError(f"tile={tile!r} must be one or two whole numbers of at least 1")
+    return found
+
+
 def _check_pair(one: BlockMask, other: object, sign: str) -> None:
     """Two block masks that `sign` may combine."""
     if not isinstance(other, BlockMask):
@@ -327,10 +331,10 @@ def _check_pair(one: BlockMask, other: object, sign: str) -> None:
 
 def _limits(at: int | slice, size: int, name: str) -> tuple[int, int]:
     """First and end of an index into one dimension."""
-    if isinstance(at, int) and not isinstance(at, bool):
-        if not -size <= at < size:
+    if (n := whole(at)) is not None:
+        if not -size <= n < size:
             raise ArgumentError(f"{name} index {at} is out of range for {size}")
-        return at % size, at % size + 1
+        return n % size, n % size + 1
     if not isinstance(at, slice) or at.step not in (None, 1):
         raise ArgumentError(f"{name} index {at!r} must be a number or a slice without a step")
     start, stop, _ = at.indices(size)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..types import whole
 
 if TYPE_CHECKING:
     from .mask import BlockMask
@@ -32,9 +33,10 @@ def cells(mask: "BlockMask", most: int) -> tuple[Tensor, int]:
 
 def text(mask: "BlockMask", rows: int) -> str:
     """The picture as lines of text, at most `rows` of them."""
-    if not isinstance(rows, int) or rows < 1:
+    most = whole(rows)
+    if most is None or most < 1:
         raise ArgumentError(f"rows={rows!r} must be a whole number of at least 1")
-    state, _ = cells(mask, rows)
+    state, _ = cells(mask, most)
     return "\n".join("".join(_TEXT[cell] for cell in line) for line in state.tolist())
 
 

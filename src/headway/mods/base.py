@@ -54,8 +54,8 @@ class Mod:
         )
 
     def _key(self) -> tuple:
-        """Numbers by value, tensors by identity."""
-        values = (getattr(self, name) for name in self.fields)
+        """Numbers by value, tensors by identity. (A compiler may ask while the value is made.)"""
+        values = (getattr(self, name, None) for name in self.fields)
         return type(self), *(id(v) if isinstance(v, Tensor) else v for v in values)
 
     def __eq__(self, other: object) -> bool:
@@ -203,12 +203,10 @@ class Then(Score):
 
 
 def _operand(other: Any, sign: str) -> Any:
-    if not callable(other):
-        got = f"a tensor {_show(other)}" if isinstance(other, Tensor) else repr(other)
-        raise ArgumentError(
-            f"{sign} combines functions or values of the library, not {got}; "
-            "a dense mask tensor m becomes dense(m) or lambda b, h, i, j: m[b, h, i, j]"
-        )
+    if not callable(other) or isinstance(other, (type, Mask if sign == ">>" else Score)):
+        from .meant import no_operand  # it stands above this module
+
+        raise ArgumentError(no_operand(sign, other))
     return other
 
 
@@ -231,9 +229,15 @@ def check_broadcasts(mod: str, tensor: Tensor, b: int, h: int, q_len: int, kv_le
     whole = (b, h, q_len, kv_len)
     for size, own in zip(whole[4 - tensor.dim() :], tensor.shape, strict=True):
         if own != 1 and own != size:
+            from .meant import laid_over  # it stands above this module
+
+            ways = [
+                f"; as {axes} write {mod}(m{index})"
+                for axes, index in laid_over(tuple(tensor.shape), whole)
+            ]
             raise ArgumentError(
                 f"{mod}: the tensor has shape {tuple(tensor.shape)}, which does not broadcast to "
-                f"(b, h, q_len, kv_len) = {whole}"
+                f"(b, h, q_len, kv_len) = {whole}{''.join(ways)}"
             )
 
 

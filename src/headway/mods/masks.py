@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..types import whole
 from .base import Mask, MaskFn, check_broadcasts, check_shape, value
 from .packing import ends_of, packed
 
@@ -28,7 +29,7 @@ class causal(Mask):
     offset: int = 0
 
     def __post_init__(self) -> None:
-        _whole("causal", "offset", self.offset, least=None)
+        _set_whole(self, "offset", least=None)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return kv_idx <= q_idx + self.offset
@@ -45,7 +46,7 @@ class sliding_window(Mask):
     window: int
 
     def __post_init__(self) -> None:
-        _whole("sliding_window", "window", self.window, least=1)
+        _set_whole(self, "window", least=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -64,8 +65,8 @@ class dilated(Mask):
     step: int
 
     def __post_init__(self) -> None:
-        _whole("dilated", "window", self.window, least=1)
-        _whole("dilated", "step", self.step, least=1)
+        _set_whole(self, "window", least=1)
+        _set_whole(self, "step", least=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -83,7 +84,7 @@ class strided(Mask):
     stride: int
 
     def __post_init__(self) -> None:
-        _whole("strided", "stride", self.stride, least=1)
+        _set_whole(self, "stride", least=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -104,7 +105,7 @@ class prefix(Mask):
         if isinstance(self.length, Tensor):
             _ids("prefix", "length", self.length, "(batch,)", (1,))
         else:
-            _whole("prefix", "length", self.length, least=0)
+            _set_whole(self, "length", least=0)
 
     def check_sizes(self, b, h, q_len, kv_len):
         if isinstance(self.length, Tensor):
@@ -220,7 +221,7 @@ class global_tokens(Mask):
     count: int
 
     def __post_init__(self) -> None:
-        _whole("global_tokens", "count", self.count, least=0)
+        _set_whole(self, "count", least=0)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return (q_idx < self.count) | (kv_idx < self.count)
@@ -365,16 +366,16 @@ def by_axes(tensor: Tensor) -> tuple[Tensor, str]:
 def _grid(mask: str, **sizes: int | Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Check sizes of 1 to 3 dimensions, equally many; a number is one dimension."""
     (shape_name, shape), (name, size) = sizes.items()
-    shape, size = ((x,) if isinstance(x, int) else tuple(x) for x in (shape, size))
+    numbers: Any = shape, size
+    shape, size = (tuple(x) if hasattr(x, "__iter__") else (x,) for x in numbers)
     if not 1 <= len(shape) <= 3 or len(size) != len(shape):
         raise ArgumentError(
             f"{mask}: {shape_name}={shape} and {name}={size} must be 1 to 3 sizes, equally many"
         )
-    for number in shape:
-        _whole(mask, shape_name, number, least=1)
-    for number in size:
-        _whole(mask, name, number, least=1)
-    return shape, size
+    return (
+        tuple([_whole(mask, shape_name, number, least=1) for number in shape]),
+        tuple([_whole(mask, name, number, least=1) for number in size]),
+    )
 
 
 def _on_grid(mask: str, shape: tuple[int, ...], q_len: int, kv_len: int) -> None:
@@ -387,11 +388,21 @@ def _on_grid(mask: str, shape: tuple[int, ...], q_len: int, kv_len: int) -> None
         )
 
 
-def _whole(mask: str, name: str, number: object, least: int | None) -> None:
-    whole = isinstance(number, int | torch.SymInt) and not isinstance(number, bool)
-    if not whole or (least is not None and number < least):  # type: ignore[operator]
+def _whole(mask: str, name: str, number: object, least: int | None) -> int:
+    """The number as an int, of at least so much."""
+    given, number = number, whole(number)
+    if number is None or (least is not None and number < least):
         what = "a whole number" if least is None else f"a whole number >= {least}"
-        raise ArgumentError(f"{mask}({name}={number!r}): {name} must be {what}")
+        raise ArgumentError(f"{mask}({name}={given!r}): {name} must be {what}")
+    return number
+
+
+def _set_whole(mask: Mask, name: str, least: int | None) -> None:
+    """Check a field, and make Python's int of another kind of whole number."""
+    given = getattr(mask, name)
+    number = _whole(type(mask).__name__, name, given, least)
+    if number is not given:
+        object.__setattr__(mask, name, number)
 
 
 def _ids(mask: str, name: str, tensor: object, shape: str, dims: tuple[int, ...]) -> None:

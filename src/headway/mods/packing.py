@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..types import whole
 
 Ends = Tensor | list[Tensor]  # where each document ends; for a batch, row by row
 
@@ -36,6 +37,9 @@ def _ids_of(ends: Ends, name: str, length: int | None) -> Tensor:
     """The document of every position, int32; -1 past the last."""
     rows = ends if isinstance(ends, list) else [ends]
     longest = max(int(row[-1]) if len(row) else 0 for row in rows)
+    given, length = length, whole(length)
+    if given is not None and length is None:
+        raise ArgumentError(f"document: {name}={given!r} must be a whole number")
     if length is not None and length < longest:
         raise ArgumentError(f"document: {name}={length}, but the documents have {longest} tokens")
     position = torch.arange(longest if length is None else length, device=rows[0].device)

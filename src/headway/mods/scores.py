@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..types import real, whole
 from .base import Score, check_broadcasts, check_shape, value
 from .constants import constant
 from .masks import by_axes
@@ -27,8 +28,9 @@ class alibi(Score):
     slopes: Tensor
 
     def __init__(self, slopes: int | Tensor) -> None:
-        if isinstance(slopes, int) and not isinstance(slopes, bool) and slopes > 0:
-            slopes = constant(alibi_slopes(slopes))
+        heads = whole(slopes)
+        if heads is not None and heads > 0:
+            slopes = constant(alibi_slopes(heads))
         _floats("alibi", "slopes", slopes, "a number of heads or a float tensor (heads,)", (1,))
         object.__setattr__(self, "slopes", slopes)
 
@@ -58,9 +60,10 @@ class softcap(Score):
     cap: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.cap, bool) or not isinstance(self.cap, int | float) or not self.cap > 0:
+        cap = real(self.cap)
+        if cap is None or not cap > 0:
             raise ArgumentError(f"softcap(cap={self.cap!r}): cap must be a number above 0")
-        object.__setattr__(self, "cap", float(self.cap))
+        object.__setattr__(self, "cap", float(cap))
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.cap * torch.tanh(score / self.cap)
@@ -113,7 +116,7 @@ class t5_bias(Score):
 
     def __init__(self, table: Tensor, max_distance: int = 128, bidirectional: bool = True) -> None:
         _floats("t5_bias", "table", table, "a float tensor (buckets, heads)", (2,))
-        buckets = _t5_buckets(table.shape[0], max_distance, bidirectional)
+        buckets, max_distance = _t5_buckets(table.shape[0], max_distance, bidirectional)
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "_buckets", buckets.to(table.device))
         object.__setattr__(self, "_most", max_distance)
@@ -126,8 +129,8 @@ class t5_bias(Score):
         return score + self.table[self._buckets[distance + self._most], h]
 
 
-def _t5_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """The bucket of every distance j - i from -max_distance to max_distance, int64.
+def _t5_buckets(n_buckets: int, most: int, bidirectional: bool) -> tuple[Tensor, int]:
+    """The bucket of every distance j - i from -most to most, int64; and `most`, as an int.
 
     In float32, in the order of T5's own code: a table, because a kernel's logarithm may fall on the
     other side of a bucket's edge.
@@ -139,9 +142,10 @@ def _t5_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> Tenso
             f"t5_bias: table has {n_buckets} rows; it needs an even number, at least "
             f"{4 if bidirectional else 2}, one per bucket"
         )
-    if isinstance(max_distance, bool) or not isinstance(max_distance, int) or max_distance <= exact:
+    max_distance = whole(most)
+    if max_distance is None or max_distance <= exact:
         raise ArgumentError(
-            f"t5_bias(max_distance={max_distance!r}): max_distance must be a whole number above "
+            f"t5_bias(max_distance={most!r}): max_distance must be a whole number above "
             f"{exact}, the distances that have a bucket each"
         )
     distance = torch.arange(-max_distance, max_distance + 1)
@@ -149,7 +153,7 @@ def _t5_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> Tenso
     distance = distance.abs() if bidirectional else (-distance).clamp(min=0)
     ratio = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
     far = (exact + (ratio * (side - exact)).long()).clamp(max=side - 1)
-    return offset + torch.where(distance < exact, distance, far)
+    return offset + torch.where(distance < exact, distance, far), max_distance
 
 
 @value

@@ -147,12 +147,7 @@ def trace(
         except ModError:
             raise
         except Exception as error:
-            arguments = ("score, " if kind == "score" else "") + ", ".join(POSITIONS)
-            raise ModError(
-                f"the {tracer.what} failed on symbols: {type(error).__name__}: {error}; it must "
-                f"take {arguments} (each one number) and return one number"
-                f"{quote(place_in_traceback(error) or tracer.place)}"
-            ) from error
+            raise ModError(_failed(kind, tracer, error)) from error
         finally:
             tracer.outer = None
         output = _output(tracer, kind, result, dtype)
@@ -161,6 +156,23 @@ def trace(
     )
     graph = tracer.builder.finish(kind, (*tracer.inputs, *tensors), (output,))
     return Trace(graph, tracer.captured, tracer.value_read, tracer.sized)
+
+
+def _failed(kind: str, tracer: Tracer, error: Exception) -> str:
+    """The message for an error inside the function, or already in the call of it."""
+    place, takes = place_in_traceback(error), ", ".join(POSITIONS)
+    if isinstance(error, TypeError) and place is None:
+        other = "mask" if kind == "score" else "score"
+        return (
+            f"the {tracer.what} cannot be called as a {kind}: {error}; a score takes (score, "
+            f"{takes}), a mask ({takes}): if it is a {other}, pass it as {other}="
+            f"{quote(tracer.place)}"
+        )
+    takes = f"score, {takes}" if kind == "score" else takes
+    return (
+        f"the {tracer.what} failed on symbols: {type(error).__name__}: {error}; it must "
+        f"take {takes} (each one number) and return one number{quote(place or tracer.place)}"
+    )
 
 
 def _output(tracer: Tracer, kind: str, result: Any, dtype: torch.dtype) -> Arg:

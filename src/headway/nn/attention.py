@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..arguments import count_of, number_of
 from ..blocks import BlockMask
 from ..errors import ArgumentError
+from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
 from .past import Past
-from .rotary import Angles, Rotary
+from .rotary import Angles, Rotary, check_rotary
 from .scaling import ScaledAttention, Scaling
 
 
@@ -31,7 +33,8 @@ class Attention(ScaledAttention):
     - `bias`: of q, k and v; `out_bias`: of the output projection.
     - `qk_norm`: RMSNorm with gains on every query and key head, before the rotation (Dehghani et
       al. 2023, arXiv 2302.05442; Qwen3's names).
-    - `rotary`: a `Rotary`; positions are 0, 1, ... unless `forward` is given `angles`.
+    - `rotary`: a `Rotary`; positions are 0, 1, ..., or follow those of a past, unless `forward` is
+      given `angles`.
     - `scaling`: where the scale lives, see `headway.nn.scaling`; with `qk_norm`, which erases the
       size of the query weights, "init" is in the gains of the query norm.
     - `scale`: `1/sqrt(head_width)` if None.
@@ -65,8 +68,9 @@ class Attention(ScaledAttention):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        kv_heads = heads if kv_heads is None else kv_heads
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        width, heads = count_of("width", width, 1), count_of("heads", heads, 1)
+        kv_heads = heads if kv_heads is None else count_of("kv_heads", kv_heads, 1)
+        if heads % kv_heads:
             raise ArgumentError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
         if head_width is None:
             if width % heads:
@@ -74,6 +78,11 @@ class Attention(ScaledAttention):
                     f"width={width} is no multiple of heads={heads}: give head_width"
                 )
             head_width = width // heads
+        head_width, norm_eps = (
+            count_of("head_width", head_width, 1),
+            number_of("norm_eps", norm_eps),
+        )
+        check_rotary(rotary)
         if rotary is not None and rotary.width > head_width:
             raise ArgumentError(f"{rotary} turns more channels than a head has, {head_width}")
         scale = 1 / math.sqrt(head_width) if scale is None else scale
@@ -98,16 +107,19 @@ class Attention(ScaledAttention):
         *,
         angles: Angles | None = None,
         past: Past | None = None,
+        **unknown: Never,
     ) -> Float[Tensor, "b length width"]:
         """`mask` and `score` as in `headway.attention`; `angles` from `rotary.angles(positions)`,
         which a model makes once for all its layers; `past` holds the positions before these and
-        grows by them (the mask is then told so: `causal(past.length)`)."""
+        grows by them. The mask is then told so, `causal(past.length)`: see `Past`."""
+        if unknown:
+            raise unknown_keywords(type(self).forward, unknown)
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             if angles is None:
-                angles = self.rotary.angles(torch.arange(x.shape[1], device=x.device))
+                angles = self.angles_of(self.rotary, x, past)
             q, k = self.rotary.rotate(q, angles), self.rotary.rotate(k, angles)
         elif angles is not None:
             raise ArgumentError("angles were given, but this attention has no rotary")

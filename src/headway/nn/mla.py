@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ..arguments import count_of, number_of
 from ..blocks import BlockMask
 from ..errors import ArgumentError
+from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
 from .past import Past
-from .rotary import Angles, Rotary, YaRN
+from .rotary import Angles, Rotary, YaRN, check_rotary
 from .scaling import ScaledAttention, Scaling
 
 _ROPE_KEYS = "rope_type type rope_theta".split()
@@ -66,7 +68,19 @@ class MLA(ScaledAttention):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
+        width, heads = count_of("width", width, 1), count_of("heads", heads, 1)
+        q_lora_rank = None if q_lora_rank is None else count_of("q_lora_rank", q_lora_rank, 1)
+        kv_lora_rank = count_of("kv_lora_rank", kv_lora_rank, 1)
+        nope_width, rope_width = (
+            count_of("nope_width", nope_width),
+            count_of("rope_width", rope_width),
+        )
+        value_width, norm_eps = (
+            count_of("value_width", value_width),
+            number_of("norm_eps", norm_eps),
+        )
         rotary = Rotary(rope_width, interleaved=True) if rotary is None else rotary
+        check_rotary(rotary)
         if rotary.width != rope_width:
             raise ArgumentError(f"{rotary} must turn all rope_width={rope_width} channels")
         if scale is None:
@@ -144,10 +158,13 @@ class MLA(ScaledAttention):
         *,
         angles: Angles | None = None,
         past: Past | None = None,
+        **unknown: Never,
     ) -> Float[Tensor, "b length width"]:
         """As `Attention.forward`."""
+        if unknown:
+            raise unknown_keywords(type(self).forward, unknown)
         if angles is None:
-            angles = self.rotary.angles(torch.arange(x.shape[1], device=x.device))
+            angles = self.angles_of(self.rotary, x, past)
         if self.q_proj is not None:
             q = self.q_proj(x)
         else:

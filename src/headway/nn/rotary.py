@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..arguments import count_of, number_of
 from ..errors import ArgumentError
 
 
@@ -40,6 +41,10 @@ class YaRN:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+            object.__setattr__(self, name, number_of(name, getattr(self, name)))
+        length = count_of("original_length", self.original_length, 1)
+        object.__setattr__(self, "original_length", length)
         if not self.factor >= 1:
             raise ArgumentError(f"YaRN(factor={self.factor!r}): factor must be at least 1")
 
@@ -79,6 +84,8 @@ class Rotary:
     yarn: YaRN | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "width", count_of("width", self.width))
+        object.__setattr__(self, "base", number_of("base", self.base))
         if self.width < 2 or self.width % 2:
             raise ArgumentError(f"Rotary(width={self.width!r}): width must be even and positive")
 
@@ -120,3 +127,9 @@ class Rotary:
         turned = torch.stack(halves, -1).flatten(-2) if self.interleaved else torch.cat(halves, -1)
         turned = turned.to(x.dtype)
         return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def check_rotary(rotary: object) -> None:
+    """A `Rotary`, or what does what one does, or None."""
+    if rotary is not None and not (hasattr(rotary, "angles") and hasattr(rotary, "rotate")):
+        raise ArgumentError(f"rotary={rotary!r} must be a Rotary, such as Rotary(head_width)")

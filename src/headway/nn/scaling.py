@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..api import attention, attention_with_stats
+from ..arguments import dropout_of, number_of
 from ..errors import ArgumentError
 from ..stability.record import MaxLogit
 from ..stability.rows import local_part, local_rows
-from .past import Past
+from .past import Past, check_positions
+from .rotary import Angles, Rotary
 
 Scaling = Literal["logits", "query", "init"]
 SCALINGS: tuple[str, ...] = get_args(Scaling)
@@ -53,12 +55,12 @@ class ScaledAttention(nn.Module):
             raise ArgumentError(
                 f"scaling={scaling!r} must be one of {', '.join(map(repr, SCALINGS))}"
             )
-        if not (math.isfinite(scale) and scale > 0):
+        self.scale = number_of("scale", scale)
+        if not 0 < self.scale < math.inf:
             raise ArgumentError(f"scale={scale!r} must be a positive number")
         self.heads = heads
-        self.scale = float(scale)
         self.scaling: str = scaling
-        self.dropout = dropout
+        self.dropout = dropout_of(dropout)
         self.backend = backend
         self.init = init
         self.sink = nn.Parameter(torch.empty(heads, device=device, dtype=dtype)) if sink else None
@@ -70,7 +72,8 @@ class ScaledAttention(nn.Module):
     ) -> Tensor:
         """(b, h, L, d), ... -> (b, L, h * dv): the one place where the scale is applied."""
         if past is not None:
-            k, v = past.extend(k, v)
+            check_positions(score, mask, past.length)
+            k, v = past.extended(k, v)
         scale = self.scale if self.scaling == "logits" else 1.0
         if self.scaling == "query":
             q = q * self.scale
@@ -85,7 +88,15 @@ class ScaledAttention(nn.Module):
             self.max_logit(max_logit)
         else:
             out = attention(q, k, v, score, mask, **options)
+        if past is not None:  # a call that was refused leaves it as it was
+            past.keys_values = k, v
         return out.transpose(1, 2).flatten(2)
+
+    @staticmethod
+    def angles_of(rotary: Rotary, x: Tensor, past: Past | None) -> Angles:
+        """Of the positions of x `(b, length, width)`, which follow those of the past."""
+        start = 0 if past is None else past.length
+        return rotary.angles(torch.arange(start, start + x.shape[1], device=x.device))
 
     def query_side(self) -> list[tuple[Tensor, int]]:
         """The parameters whose first so many rows make the size of the queries."""

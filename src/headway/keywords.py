@@ -1,0 +1,82 @@
+"""Keywords of other libraries' attention, and what is written for them here.
+
+The public calls end in `**unknown: Never`: a type checker refuses what is not theirs, and so do
+they, before anything else, with a sentence that Python would not have.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .errors import UnknownKeyword
+
+_WEIGHTS = (
+    "no weights are ever made; to look at them, pass the identity as v: "
+    "v=torch.eye(k.shape[2]).to(k).expand(*k.shape[:2], -1, -1)"
+)
+_STATS = "headway.attention_with_stats returns (out, lse, max_logit)"
+_CAUSAL = "write mask=headway.causal()"
+_CHOSEN = "leave it out: tile sizes are chosen here, and searched by the command headway tune"
+
+# By keyword: a parameter that a function has if this concerns it, and the way out.
+_WAYS: dict[str, tuple[str, str]] = {
+    "is_causal": ("mask", _CAUSAL),
+    "causal": ("mask", _CAUSAL),
+    "attn_mask": (
+        "score", "a bool tensor m is mask=headway.dense(m), a float one score=headway.bias(m)"
+    ),
+    "attention_mask": (
+        "mask", "m of (batch, kv_len), 1 at tokens, is mask=headway.dense(m[:, None, None].bool())"
+    ),
+    "key_padding_mask": (
+        "mask", "m of (batch, kv_len), True at padding, is mask=headway.dense(~m[:, None, None])"
+    ),
+    "mask_mod": ("mask", "write mask="),
+    "block_mask": ("mask", "write mask="),
+    "window_size": (
+        "mask", "a window of the last n keys is mask=headway.causal() & headway.sliding_window(n)"
+    ),
+    "score_mod": ("score", "write score="),
+    "attn_bias": ("score", "write score=headway.bias(tensor)"),
+    "bias": ("score", "write score=headway.bias(tensor)"),
+    "softcap": ("score", "write score=headway.softcap(cap)"),
+    "alibi_slopes": ("score", "write score=headway.alibi(slopes)"),
+    "dropout_p": ("dropout", "write dropout="),
+    "generator": ("seed", "write seed=, a number or a 0-d int64 tensor"),
+    "softmax_scale": ("scale", "write scale="),
+    "sm_scale": ("scale", "write scale="),
+    "s_aux": ("sink", "write sink="),
+    "sinks": ("sink", "write sink="),
+    "learnable_sink": ("sink", "write sink="),
+    "enable_gqa": (
+        "mask", "leave it out: query heads share keys wherever k and v have fewer heads"
+    ),
+    "return_lse": ("sink", _STATS),
+    "return_aux": ("sink", _STATS),
+    "return_weights": ("sink", _WEIGHTS),
+    "return_attn_probs": ("sink", _WEIGHTS),
+    "need_weights": ("sink", _WEIGHTS),
+    "output_attentions": ("sink", _WEIGHTS),
+    "kernel_options": ("mask", _CHOSEN),
+    "position_ids": ("angles", "write angles=module.rotary.angles(position_ids)"),
+    "past_key_value": ("past", "write past=headway.nn.Past(), one for each layer"),
+    "past_key_values": ("past", "write past=headway.nn.Past(), one for each layer"),
+    "BLOCK_SIZE": ("tile", "write tile="),
+    "B": ("tile", "write b="),
+    "H": ("tile", "write h="),
+    "Q_LEN": ("tile", "write q_len="),
+    "KV_LEN": ("tile", "write kv_len="),
+}  # fmt: skip
+
+
+def unknown_keywords(fn: Callable[..., Any], unknown: Iterable[str]) -> UnknownKeyword:
+    """The error for the first of the keywords that `fn` was given and does not have."""
+    name = next(iter(unknown))
+    kinds = inspect.signature(fn).parameters.items()
+    known = [n for n, p in kinds if p.kind is not p.VAR_KEYWORD and n != "self"]
+    needs, way = _WAYS.get(name, ("", ""))
+    if needs not in known:
+        alike = difflib.get_close_matches(name, known, n=1)
+        way = f"did you mean {alike[0]}=?" if alike else f"it takes {', '.join(known)}"
+    return UnknownKeyword(f"{fn.__name__}() got an unexpected keyword argument {name!r}; {way}")
