@@ -620,6 +620,12 @@ LIBRARY = {
 }
 
 
+def test_documents_of_fewer_queries_than_keys():
+    q, k, v = _qkv()
+    with _raises(ArgumentError, "ids, which is of the keys too without kv_ids", "(3,)", "(33,)"):
+        hw.attention(q[:, :, :3], k, v, mask=hw.document(ids(3)))
+
+
 @pytest.mark.parametrize("what", LIBRARY)
 def test_sizes_of_library_values(what):
     """Too many are as wrong as too few: ids of 40 tokens do not belong to 33."""
@@ -640,6 +646,15 @@ VALUES = {
     "document([0, 1])": ("document(ids=", "int tensor"),
     "document(torch.zeros(3))": ("ids", "int tensor", "torch.float32"),
     "document(torch.zeros(1, 2, 3, dtype=torch.int64))": ("ids", "(1, 2, 3)"),
+    "padding(torch.ones(2, 5) > 0)": (
+        "lengths",
+        "(2, 5)",
+        "dense(m[:, None, None].bool())",
+        "padding(m.bool().sum(-1))",
+    ),
+    "tiled(causal, 4, 2)": ("tiled: mask=causal is a class; pass mask=causal()",),
+    "tiled(softcap(3.0), 4, 2)": ("tiled: mask=softcap(3.0) is a score",),
+    "tiled('causal', 4, 2)": ("tiled: mask='causal' is a text",),
     "padding(3)": ("padding(lengths=", "int tensor (batch,)"),
     "softcap(0)": ("softcap(cap=0)", "above 0"),
     "softcap('a')": ("softcap(cap='a')", "above 0"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import headway as hw
+from headway.compat.torch_sdpa import scaled_dot_product_attention
 from headway.errors import ArgumentError
 from headway.nn import MLA, Attention, Rotary, YaRN
 from headway.types import real, whole
@@ -76,6 +77,15 @@ def test_scales_probabilities_and_seeds(x):
     assert torch.equal(hw.attention(q, k, v, scale=x(0.25)), hw.attention(q, k, v, scale=0.25))
     grads = torch.autograd.grad(got.sum(), (q, k, v))
     assert all(map(torch.equal, grads, torch.autograd.grad(expected.sum(), (q, k, v))))
+
+
+@pytest.mark.parametrize("x", REAL[:-1], ids=str)
+def test_numbers_of_the_drop_in(x):
+    q, k, v = (torch.randn(2, 2, 20, 8) for _ in range(3))
+    original = torch.nn.functional.scaled_dot_product_attention
+    for scale in (x(0.25), True, np.int64(2)):
+        out = scaled_dot_product_attention(q, k, v, dropout_p=x(0.0), scale=scale)
+        torch.testing.assert_close(out, original(q, k, v, dropout_p=x(0.0), scale=scale))
 
 
 @pytest.mark.parametrize("n", WHOLE, ids=str)

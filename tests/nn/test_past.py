@@ -197,6 +197,13 @@ def test_a_call_that_fails_leaves_the_past_as_it_was():
     assert past.length == LENGTH
 
 
+@pytest.mark.parametrize("kind", [Attention, MLA])
+def test_anything_else_as_a_past_is_refused(kind):
+    for past in ((None, None), True, 5):
+        with pytest.raises(ArgumentError, match=r"past must be a headway.nn.Past, .*got \w+$"):
+            make(kind)(tokens(), hw.causal(), past=past)
+
+
 # Every value of the library, for LENGTH queries and keys.
 VALUES = {
     **{type(value).__name__: value for value, _ in REFUSED.values()},

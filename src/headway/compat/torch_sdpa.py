@@ -18,6 +18,7 @@ from torch import Tensor
 from ..api import attention
 from ..errors import ArgumentError
 from ..mods import Mask, Score, bias, causal, dense
+from ..types import real
 from .errors import CallError, CallTypeError
 
 
@@ -54,6 +55,8 @@ def scaled_dot_product_attention(
     _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if isinstance(scale, Tensor):
         scale = scale.item()
+    elif isinstance(scale, bool):
+        scale = float(scale)
     q, k, v, leading = _four_dimensional(query, key, value, enable_gqa)
     score: Score | None = None
     mask: Mask | None = causal() if is_causal else None
@@ -194,8 +197,8 @@ def _check(
     if not isinstance(is_causal, bool):
         raise CallTypeError(f"argument 'is_causal' must be bool, not {type(is_causal).__name__}")
     for name, x in (("dropout_p", dropout_p), ("scale", scale)):
-        number = isinstance(x, int | float) or (name == "scale" and (x is None or _constant(x)))
-        if not number:
+        number = isinstance(x, bool) or real(x) is not None
+        if not number and not (name == "scale" and (x is None or _constant(x))):
             raise CallTypeError(f"argument {name!r} must be a number, not {type(x).__name__}")
     if not 0 <= dropout_p <= 1:
         raise CallError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")

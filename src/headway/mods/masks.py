@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..types import whole
-from .base import Mask, MaskFn, check_broadcasts, check_shape, value
+from .base import Mask, MaskFn, Score, check_broadcasts, check_shape, value
+from .meant import meant
 from .packing import ends_of, packed
 
 
@@ -138,7 +139,9 @@ class document(Mask):
     def check_sizes(self, b, h, q_len, kv_len):
         batch = {"b": b} if self.ids.dim() == 2 else {}
         check_shape("document", "ids", self.ids, **batch, q_len=q_len)
-        kv_ids, name = (self.ids, "ids") if self.kv_ids is None else (self.kv_ids, "kv_ids")
+        kv_ids, name = self.kv_ids, "kv_ids"
+        if kv_ids is None:
+            kv_ids, name = self.ids, "ids, which is of the keys too without kv_ids,"
         batch = {"b": b} if kv_ids.dim() == 2 else {}
         check_shape("document", name, kv_ids, **batch, kv_len=kv_len)
 
@@ -201,6 +204,12 @@ class padding(Mask):
     lengths: Tensor
 
     def __post_init__(self) -> None:
+        if isinstance(self.lengths, Tensor) and self.lengths.dim() == 2:
+            raise ArgumentError(
+                f"padding: lengths has shape {tuple(self.lengths.shape)}, not (batch,); a mask m "
+                "of (batch, kv_len) is dense(m[:, None, None].bool()) or, where every row keeps "
+                "its first keys, padding(m.bool().sum(-1))"
+            )
         _ids("padding", "lengths", self.lengths, "(batch,)", (1,))
 
     def check_sizes(self, b, h, q_len, kv_len):
@@ -315,8 +324,8 @@ class tiled(Mask):
         shape, tile = _grid("tiled", shape=shape, tile=tile)
         if any(n % t for n, t in zip(shape, tile, strict=True)):
             raise ArgumentError(f"tiled: tile={tile} must divide shape={shape}")
-        if not callable(mask):
-            raise ArgumentError(f"tiled: mask must be a mask, got {type(mask).__name__}")
+        if not callable(mask) or isinstance(mask, Score | type):
+            raise ArgumentError(f"tiled: {meant('mask', mask)}")
         object.__setattr__(self, "mask", mask)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "tile", tile)

@@ -63,6 +63,17 @@ _FROM_ZERO = (
 )  # fmt: skip
 
 
+def length_of(past: Past | None) -> int:
+    """How many positions come before."""
+    if past is None:
+        return 0
+    if not isinstance(past, Past):
+        raise ArgumentError(
+            f"past must be a headway.nn.Past, one for each layer, got {type(past).__name__}"
+        )
+    return past.length
+
+
 def check_positions(score: Any, mask: Any, length: int) -> None:
     """Refuse values of the library whose queries begin at 0 where `length` positions come before.
 

@@ -22,7 +22,7 @@ from ..arguments import dropout_of, number_of
 from ..errors import ArgumentError
 from ..stability.record import MaxLogit
 from ..stability.rows import local_part, local_rows
-from .past import Past, check_positions
+from .past import Past, check_positions, length_of
 from .rotary import Angles, Rotary
 
 Scaling = Literal["logits", "query", "init"]
@@ -72,7 +72,7 @@ class ScaledAttention(nn.Module):
     ) -> Tensor:
         """(b, h, L, d), ... -> (b, L, h * dv): the one place where the scale is applied."""
         if past is not None:
-            check_positions(score, mask, past.length)
+            check_positions(score, mask, length_of(past))
             k, v = past.extended(k, v)
         scale = self.scale if self.scaling == "logits" else 1.0
         if self.scaling == "query":
@@ -95,7 +95,7 @@ class ScaledAttention(nn.Module):
     @staticmethod
     def angles_of(rotary: Rotary, x: Tensor, past: Past | None) -> Angles:
         """Of the positions of x `(b, length, width)`, which follow those of the past."""
-        start = 0 if past is None else past.length
+        start = length_of(past)
         return rotary.angles(torch.arange(start, start + x.shape[1], device=x.device))
 
     def query_side(self) -> list[tuple[Tensor, int]]:
