@@ -1,6 +1,8 @@
 """Tiny randomly initialised Hugging Face models: the same as with their own eager attention."""
 
 import copy
+import random
+import warnings
 
 import pytest
 import torch
@@ -281,6 +283,319 @@ def test_dropout_is_honoured():
     assert torch.equal(model.eval()(tokens).logits, model(tokens).logits)
 
 
+# -- packed by the number of each token's document ------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+def test_packed_sequences_by_seq_idx(name, tokens):
+    """Every document is as it is alone, and as `cu_seq_lens` and `position_ids` make it."""
+    model = DECODERS[name]().eval()
+    model.set_attn_implementation("headway")
+    positions = torch.cat([torch.arange(6), torch.arange(8), torch.arange(3)]).expand(2, -1)
+    ids = torch.tensor([0] * 6 + [1] * 8 + [2] * 3, dtype=torch.int32).expand(2, -1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is seen that should not be
+        packed = model(tokens, position_ids=positions, seq_idx=ids).logits
+        of_one_row = model(tokens, position_ids=positions, seq_idx=ids[:1]).logits
+    torch.testing.assert_close(of_one_row, packed, **TOLERANCE)
+    for start, stop in ((0, 6), (6, 14), (14, 17)):
+        alone = model(tokens[:, start:stop]).logits
+        torch.testing.assert_close(packed[:, start:stop], alone, **TOLERANCE)
+    offsets = torch.tensor([0, 6, 14, 17], dtype=torch.int32)
+    more = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "seq_idx": ids}
+    together = model(tokens, position_ids=positions, use_cache=False, **more).logits
+    torch.testing.assert_close(together, packed, **TOLERANCE)
+
+
+def test_seq_idx_of_each_row_and_of_a_cache():
+    """Rows are packed differently; negative numbers are padding, which no document sees."""
+    ids = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [4, 4, 4, 4, 4, 4, 2]], dtype=torch.int32)
+    q, k = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 7, 8)
+    module = torch.nn.Module()
+    module.is_causal = True
+    out, _ = integration.attention_forward(module, q, k, k, None, seq_idx=ids)
+    kept = (ids[:, 4:, None] == ids[:, None]) & (torch.arange(7) <= torch.arange(4, 7)[:, None])
+    truth = torch.nn.functional.scaled_dot_product_attention(q, k, k, kept[:, None])
+    torch.testing.assert_close(out.transpose(1, 2), truth, **TOLERANCE)
+    for wrong in (ids[:, :3], ids[0], torch.cat([ids, ids])):
+        with pytest.raises(ArgumentError, match="seq_idx must be"):
+            integration.attention_forward(module, q, k, k, None, seq_idx=wrong)
+
+
+# -- models that look at their mask ---------------------------------------------------------------
+
+
+def deepseek_v4(*layers):
+    return lambda: hf.DeepseekV4ForCausalLM(
+        hf.DeepseekV4Config(
+            vocab_size=64, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=4, head_dim=16, q_lora_rank=24, n_routed_experts=4,
+            num_experts_per_tok=2, index_n_heads=2, index_head_dim=16, index_topk=4,
+            layer_types=list(layers), pad_token_id=0, eos_token_id=None,
+        )
+    )  # fmt: skip
+
+
+CURIOUS = {
+    "deepseek_v4": deepseek_v4("heavily_compressed_attention", "compressed_sparse_attention"),
+    "deepseek_v4_sliding": deepseek_v4("sliding_attention", "compressed_sparse_attention"),
+    "doge": lambda: hf.DogeForCausalLM(hf.DogeConfig(**SMALL)),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", CURIOUS)
+def test_models_that_look_at_their_mask(name, padded, tokens, left_padded):
+    """DeepSeek V4 lengthens it, Doge selects by it: in both it is the mask of "eager"."""
+    more = {"attention_mask": left_padded.flip(1)} if padded else {}
+    kept = left_padded.flip(1).bool() if padded else None
+    same(both(CURIOUS[name], trained(kept, input_ids=tokens, **more)))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "doge"])
+def test_models_that_look_at_their_mask_generate(name, tokens):
+    run = lambda m: m.eval().generate(tokens, max_new_tokens=4, do_sample=False)
+    assert torch.equal(*both(CURIOUS[name], run))
+
+
+def test_an_encoder_that_repeats_its_mask():
+    """Siglip 2 gives it to an `nn.MultiheadAttention`."""
+    make = lambda: hf.Siglip2VisionModel(
+        hf.Siglip2VisionConfig(
+            intermediate_size=48, num_patches=16, patch_size=4, attention_dropout=0.0, **SIZES
+        )
+    )
+    inputs = {
+        "pixel_values": torch.randn(2, 16, 48),
+        "pixel_attention_mask": torch.tensor([[1] * 16, [1] * 12 + [0] * 4]),
+        "spatial_shapes": torch.tensor([[4, 4], [3, 4]]),
+    }
+    same(both(make, lambda model: [model(**inputs).pooler_output.detach()]))
+
+
+def test_a_model_that_looks_is_refused_under_a_compiler(tokens):
+    model = CURIOUS["deepseek_v4"]().eval()
+    model.set_attn_implementation("headway")
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="attention_mask is for"):
+        compiled(tokens)
+
+
+# -- the mask is a tensor -------------------------------------------------------------------------
+
+
+def made(padded=False, window=None, dtype=torch.float32, batch=2, q_len=5, kv_len=7):
+    """A mask as a model has it, and that of eager."""
+    from transformers import masking_utils
+
+    function = masking_utils.causal_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+    padding = torch.rand(batch, kv_len) < 0.7 if padded else None
+    sizes = {"batch_size": batch, "q_length": q_len, "kv_length": kv_len}
+    given = {"q_offset": kv_len - q_len, "mask_function": function, "attention_mask": padding}
+    arguments = sizes | given | {"dtype": dtype}
+    return integration.attention_mask(**arguments), masking_utils.eager_mask(**arguments)
+
+
+LOOKS = {
+    "index": lambda m: m[:, :, 1:, :3],
+    "cat": lambda m: torch.cat([m, m.new_ones(m.shape)], dim=-1),
+    "plus": lambda m: torch.ones(3, *m.shape[1:])[:1] + m,
+    "repeat": lambda m: m.repeat(1, 3, 1, 1),
+    "expand": lambda m: m.expand(-1, 3, -1, -1),
+    "bool": lambda m: m.bool(),
+    "where": lambda m: torch.where(m == 0, 1.0, 2.0),
+    "any": lambda m: (m < 0).any(-1),
+    "size": lambda m: torch.tensor([*m.size(), m.size(-1), m.dim(), len(m), m.numel()]),
+    "of": lambda m: torch.tensor([m.dtype == torch.float32, m.is_floating_point(), m.ndim == 4]),
+    "half": lambda m: m.half(),
+    "numpy": lambda m: torch.from_numpy(m.numpy().copy()),
+    "copy": lambda m: copy.deepcopy(m),
+    "sdpa": lambda m: torch.nn.functional.scaled_dot_product_attention(
+        torch.ones(2, 1, 5, 4), torch.ones(2, 1, 7, 4), torch.arange(56.0).view(2, 1, 7, 4), m
+    ),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_a_model_does_to_its_mask_it_does_to_that_of_eager(look):
+    for padded, window in ((False, None), (True, None), (True, 3)):
+        ours, eager = made(padded, window)
+        assert isinstance(ours, torch.Tensor)
+        seen = LOOKS[look](ours)
+        assert type(seen) is torch.Tensor
+        torch.testing.assert_close(seen, LOOKS[look](eager))
+
+
+def attend(mask, query, key):
+    return integration.attention_forward(torch.nn.Module(), query, key, key, mask)[0]
+
+
+WRITES = {
+    "item": lambda m: m.__setitem__((0, 0, 4, slice(None)), 0.0),
+    "view": lambda m: m[0, 0].fill_(0.0),
+    "in place": lambda m: m.masked_fill_(m < 0, 0.0),
+    "data": lambda m: m.data.zero_(),
+    "set data": lambda m: setattr(m, "data", torch.zeros(m.shape)),
+    "numpy": lambda m: m.numpy().fill(0.0),
+    "add": lambda m: m.add_(torch.rand(m.shape)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_to_a_mask_take_effect(write):
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 7, 8)
+    ours, eager = made(padded=True)
+    before = attend(ours, q, k)
+    torch.manual_seed(1)
+    WRITES[write](ours)
+    torch.manual_seed(1)
+    WRITES[write](eager)
+    torch.testing.assert_close(attend(ours, q, k), attend(eager, q, k), **TOLERANCE)
+    assert not torch.equal(attend(ours, q, k), before)
+
+
+def test_masks_move_with_their_tensors():
+    """As accelerate moves them from layer to layer; reduced precision leaves them functions."""
+    ours, eager = made(padded=True, window=3)
+    assert ours.to("cpu") is ours
+    assert ours.to(torch.bfloat16).mask is ours.mask
+    assert ours.to(torch.bfloat16).dtype == torch.bfloat16
+    assert type(ours.to(torch.int64)) is torch.Tensor
+    moved = ours.to("meta")
+    assert moved.device.type == "meta"
+    assert moved is ours.to("meta")
+    assert not moved.taken
+    q, k = torch.randn(2, 2, 5, 8, device="meta"), torch.randn(2, 2, 7, 8, device="meta")
+    assert all(x.device.type == "meta" for x in tensors_of(moved.mask))
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 7, 8)
+    out = attend(ours.to(torch.bfloat16), q, k)
+    torch.testing.assert_close(out, attend(eager, q, k), **TOLERANCE)
+
+
+def tensors_of(part):
+    if isinstance(part, torch.Tensor):
+        return [part]
+    return [x for name in getattr(part, "fields", ()) for x in tensors_of(getattr(part, name))]
+
+
+def test_a_users_mask_function_moves_as_its_square():
+    ids = torch.tensor([0, 0, 1, 1, 1])
+    ours = integration.attention_mask(2, 5, 5, mask_function=lambda b, h, i, j: ids[i] == ids[j])
+    moved = ours.to("meta")
+    assert [x.device.type for x in tensors_of(moved.mask)] == ["meta"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_mask_of_other_sizes_is_never_taken(seed):
+    """Every kind of mask, with one or more sizes that are off: refused, or broadcast as eager's."""
+    draw = random.Random(seed)
+    sizes = [draw.randint(1, 3), 2, draw.randint(1, 6), draw.randint(1, 8)]
+    own = [n if draw.random() < 0.6 else draw.randint(1, 9) for n in sizes]
+    q, k = torch.randn(sizes[0], 2, sizes[2], 8), torch.randn(sizes[0], 2, sizes[3], 8)
+    square = torch.rand(own) < 0.7
+    square[..., :1] = True
+    lowest = torch.finfo(torch.float32).min
+    function, _ = made(batch=own[0], q_len=own[2], kv_len=max(own[2:]), padded=draw.random() < 0.5)
+    masks = [square, torch.where(square, torch.randn(own), lowest), function]
+    for mask in masks:
+        fits = all(n in (1, size) for n, size in zip(mask.shape, sizes, strict=True))
+        if not fits:
+            with pytest.raises(ArgumentError, match="attention_mask is for"):
+                attend(mask, q, k)
+            continue
+        as_tensor = mask.square() if mask is function else mask
+        if as_tensor.dtype == torch.bool:
+            as_tensor = torch.where(as_tensor, 0.0, lowest)
+        truth = torch.nn.functional.scaled_dot_product_attention(q, k, k, as_tensor)
+        seen = (as_tensor > lowest / 2).any(-1, keepdim=True).expand(*sizes[:3], 1)
+        out = attend(mask, q, k).transpose(1, 2)
+        torch.testing.assert_close(out, torch.where(seen, truth, 0.0), **TOLERANCE)
+
+
+def test_a_mask_of_fewer_keys_is_refused_by_its_sizes():
+    mask = integration.attention_mask(1, 4, 4, mask_function=None)
+    with pytest.raises(ArgumentError, match=r"\(1, 1, 4, 4\), .* of \(1, 2, 4, 6\)"):
+        attend(mask, torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8))
+
+
+# -- models that keep their attention to themselves -----------------------------------------------
+
+
+ALONE = {
+    "bloom": lambda: hf.BloomModel._from_config(
+        hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2),
+        attn_implementation="headway",
+    ),
+    "deberta": lambda: hf.DebertaV2Model._from_config(
+        hf.DebertaV2Config(**SIZES, intermediate_size=64, vocab_size=64),
+        attn_implementation="headway",
+    ),
+    "rwkv": lambda: hf.RwkvModel._from_config(
+        hf.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=32),
+        attn_implementation="headway",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_model_with_its_own_attention_says_so_once(name, tokens, left_padded):
+    integration.hf_models._warned.clear()
+    model = ALONE[name]().eval()
+    with pytest.warns(UserWarning, match=f"{type(model).__name__} .* headway is not used") as seen:
+        out = model(tokens, attention_mask=left_padded).last_hidden_state
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(tokens)
+        ALONE[name]().eval()(tokens)
+    model.config._attn_implementation_internal = "eager"
+    assert torch.equal(model(tokens, attention_mask=left_padded).last_hidden_state, out)
+
+
+def test_a_part_with_its_own_attention_is_named():
+    config = hf.SamVisionConfig(
+        hidden_size=32, output_channels=16, num_hidden_layers=1, num_attention_heads=2, mlp_dim=48,
+        image_size=32, patch_size=8, window_size=2, global_attn_indexes=[0],
+    )  # fmt: skip
+    model = hf.SamVisionModel(config).eval()
+    model.set_attn_implementation("headway")
+    integration.hf_models._warned.clear()
+    with pytest.warns(UserWarning, match="SamVisionModel .*SamVisionSdpaAttention"):
+        model(torch.randn(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "bert", "vit", "gpt_oss"])
+def test_a_model_that_asks_for_headway_says_nothing(name, tokens):
+    model = (DECODERS | OTHERS)[name]().eval()
+    model.set_attn_implementation("headway")
+    inputs = {"pixel_values": torch.randn(1, 3, 16, 16)} if name == "vit" else {"input_ids": tokens}
+    inputs |= {"decoder_input_ids": tokens} if name == "t5" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**inputs)
+
+
+def test_no_attention_is_nothing_to_say():
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    model = hf.ResNetModel._from_config(config, attn_implementation="headway")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(2, 3, 32, 32))
+
+
+HEADS = {"hidden_size": 32, "num_attention_heads": 2}
+
+
+def test_models_that_choose_a_class_by_name_are_refused():
+    config = hf.FalconConfig(vocab_size=64, num_hidden_layers=1, **HEADS)
+    with pytest.raises(BackendRefused, match="FalconModel has attentions of its own, eager, sdpa"):
+        hf.FalconModel._from_config(config, attn_implementation="headway")
+    assert hf.FalconModel._from_config(config, attn_implementation="eager") is not None
+
+
 # -- refused --------------------------------------------------------------------------------------
 
 
@@ -290,8 +605,11 @@ def call(**kwargs):
     return integration.attention_forward(torch.nn.Module(), q, q, q, mask, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices", "head_mask", "anything_new"])
-def test_what_is_not_honoured_is_refused_by_name(name):
+@pytest.mark.parametrize(
+    "name",
+    ["indices", "block_indices", "head_mask", "cache", "block_table", "alibi", "softmax_scale"],
+)
+def test_what_would_change_attention_and_is_not_honoured_is_refused_by_name(name):
     with pytest.raises(NotImplementedError, match=name):
         call(**{name: torch.zeros(1)})
     out, weights = call(**{name: None})
@@ -299,11 +617,32 @@ def test_what_is_not_honoured_is_refused_by_name(name):
     assert weights is None
 
 
+OTHER_WORDS = (
+    "shift_labels", "token_type_ids", "mm_token_type_ids", "ignore_index", "reduction",
+    "vocab_size", "skip_logits", "a_key_of_the_users",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("word", OTHER_WORDS)
+def test_words_that_are_not_about_attention_are_passed_over(word, tokens):
+    model = DECODERS["llama"]()
+    model.set_attn_implementation("headway")
+    more = torch.ones_like(tokens)
+    assert torch.equal(model(tokens, **{word: more}).logits, model(tokens).logits)
+
+
+def test_sharded_losses_are_those_of_eager(tokens):
+    run = lambda model: [model(tokens, labels=tokens, shift_labels=tokens.flip(1)).loss.detach()]
+    same(both(DECODERS["llama"], run))
+
+
 def test_weights_and_odd_masks_are_refused():
     with pytest.raises(BackendRefused, match="output_attentions"):
         call(output_attentions=True)
     with pytest.raises(ArgumentError, match="attention_mask must be"):
         call(attention_mask=torch.ones(1, 5))
+    with pytest.raises(ArgumentError, match="int64"):
+        call(attention_mask=torch.ones(1, 1, 5, 5, dtype=torch.long))
 
 
 def test_sparse_models_are_refused_rather_than_made_dense(tokens):

@@ -26,12 +26,22 @@ from ..mods import Score, bias, causal, dense, document, sliding_window
 from ..mods import softcap as capped
 from ..mods.base import Both, Either, MaskFn, Not, Shifted, Then
 from ..stability import MaxLogit
+from . import hf_models
+from .hf_mask import AttentionMask, GraphMask, kept
 
-# Arguments that reach every attention function and say nothing about attention.
-_SILENT = frozenset(
-    "position_ids cache_position use_cache past_key_values num_items_in_batch max_length_q "
-    "max_length_k output_hidden_states output_router_logits return_dict labels logits_to_keep "
-    "layer_idx".split()
+# What a model or a caller may pass down and that would change its attention, but is not honoured.
+# Everything else that comes along (labels, token types, a caller's own words) is not about it.
+_REFUSED = frozenset(
+    # which keys a query sees
+    "indices block_indices topk_indices sparse_indices block_mask mask_mod attn_mask "
+    "key_padding_mask attention_chunk_size window_size "
+    # what is added to a score or multiplies it
+    "head_mask layer_head_mask cross_attn_head_mask score_mod alibi alibi_slopes attn_bias "
+    "attention_bias relative_position_bias rel_pos_bias bias scale softmax_scale logit_cap "
+    "logits_soft_cap dropout_p q_descale k_descale v_descale "
+    # where keys and values are
+    "cache block_table page_table k_cache v_cache cache_seqlens seqused_q seqused_k read_index "
+    "write_index".split()
 )
 
 
@@ -46,39 +56,9 @@ def register(name: str = "headway") -> None:
         raise ImportError(
             "headway.integrations.transformers needs transformers 5: pip install 'headway[hf]'"
         ) from error
+    hf_models.watch(name)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
-
-
-class AttentionMask:
-    """What the mask function gives to every layer: a mask of Headway's, and its shape.
-
-    `shape`, `ndim` and `contiguous()` are there because `generate` and the models ask for them.
-    """
-
-    ndim = 4
-
-    def __init__(self, mask: MaskFn | None, shape: tuple[int, ...], packed: bool) -> None:
-        self.mask = mask  # None keeps every pair
-        self.shape = shape  # (batch, 1, queries, keys)
-        self.packed = packed  # documents are apart, or positions have been looked at
-
-    def dim(self) -> int:
-        """4: batch, 1, queries, keys."""
-        return self.ndim
-
-    def contiguous(self) -> "AttentionMask":
-        """Itself."""
-        return self
-
-    def __getitem__(self, index: Any) -> Tensor:
-        raise BackendRefused(
-            "the model looks inside its attention mask, which headway keeps as a function (sparse "
-            'attention by `indices` does); use attn_implementation="eager" or "sdpa" for it'
-        )
-
-    def __repr__(self) -> str:
-        return f"AttentionMask({self.mask!r}, shape={self.shape})"
 
 
 # -- the mask function ----------------------------------------------------------------------------
@@ -93,29 +73,41 @@ def attention_mask(
     mask_function: Callable | None = None,
     attention_mask: Any = None,
     use_vmap: bool = False,
-    device: torch.device | None = None,
+    device: Any = None,
     **hints: Any,
 ) -> Any:
     """transformers' mask interface: called once per forward and pattern, not per layer.
 
-    `attention_mask` is the padding, `(batch, keys)`. Hints for other implementations (`dtype`,
-    `local_size`, whether a mask may be left out) are not needed: `mask_function` says it all.
+    `attention_mask` is the padding, `(batch, keys)`. Of the hints for other implementations only
+    `dtype` matters: models that look at the mask find the one that "eager" would be given.
     """
     if attention_mask is not None and attention_mask.ndim == 4:
         return attention_mask  # made by the user, or by an earlier call
     shape = (batch_size, 1, q_length, kv_length)
-    if torch.compiler.is_compiling():
-        mask, packed = _in_graph(mask_function, shape, q_offset, kv_offset, use_vmap, device), True
-    else:
-        if isinstance(q_offset, Tensor):  # a static cache counts on in place
-            q_offset = int(q_offset)
-        mask, packed = _translate(mask_function)
-        mask = _shift(mask, q_offset, kv_offset)
     padding = _padding(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        kept = dense(padding[:, None, None, :])
-        mask, packed = kept if mask is None else Both(mask, kept), True
-    return AttentionMask(mask, shape, packed)
+    kept = None if padding is None else dense(padding[:, None, None, :])
+    if torch.compiler.is_compiling():
+        mask = _in_graph(mask_function, shape, q_offset, kv_offset, use_vmap, device)
+        return GraphMask(mask if kept is None else _and(mask, kept), shape)
+    if isinstance(q_offset, Tensor):  # a static cache counts on in place
+        q_offset = int(q_offset)
+    mask, packed = _translate(mask_function)
+    mask = _shift(mask, q_offset, kv_offset)
+    if kept is not None:
+        mask, packed = _and(mask, kept), True
+
+    def square() -> Tensor:
+        from transformers.masking_utils import bidirectional_mask_function, eager_mask
+
+        return eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset,
+            mask_function or bidirectional_mask_function, attention_mask, use_vmap=use_vmap,
+            device=device, **hints | {"allow_is_bidirectional_skip": False},
+        )  # fmt: skip
+
+    return AttentionMask.of(
+        mask, shape, packed, square, hints.get("dtype") or torch.float32, device
+    )
 
 
 def _padding(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
@@ -240,17 +232,23 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     deterministic: bool = False,
     output_attentions: bool | None = None,
+    seq_idx: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query `(b, hq, l, d)`, key and value `(b, hk, s, ·)`.
 
+    Packed documents are told apart by `cu_seq_lens_q` and `cu_seq_lens_k`, by `seq_idx` `(b, s)`
+    (the document of every key; queries are the last of them), or by the `position_ids` that a
+    model is given, where transformers reads them.
+
     **Returns:** `(b, l, hq, dv)`, and None for the weights, which are never made.
 
-    **Raises:** `BackendRefused` (a `NotImplementedError`) for arguments that it does not honour.
+    **Raises:** `BackendRefused` (a `NotImplementedError`) for arguments that would change attention
+    and are not honoured, `ArgumentError` for a mask of other sizes than the call's.
     """
     _refuse(output_attentions, kwargs)
     q_len, kv_len = query.shape[2], key.shape[2]
-    mask, score = _given(attention_mask, kv_len)
+    mask, score = _given(attention_mask, (*query.shape[:3], kv_len))
     if attention_mask is None:  # a mask that is given says it all
         causal_too = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if causal_too and q_len > 1:
@@ -259,9 +257,10 @@ def attention_forward(
             mask = _and(mask, _window(sliding_window, kv_len - q_len))
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         mask = _and(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
-    elif isinstance(attention_mask, AttentionMask) and not attention_mask.packed:
-        attention_mask.packed = True  # look once, not in every layer
-        _look_at_positions(kwargs.get("position_ids"), q_len, kv_len)
+    if seq_idx is not None:
+        mask = _and(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
+    elif cu_seq_lens_q is None and isinstance(attention_mask, AttentionMask):
+        _look_at_positions(attention_mask, kwargs.get("position_ids"), q_len, kv_len)
     if softcap is not None:
         score = capped(softcap) if score is None else Then(capped(softcap), score)
     if position_bias is not None:
@@ -279,26 +278,43 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _given(mask: Any, kv_len: int) -> tuple[MaskFn | None, Score | None]:
-    """What an `attention_mask` means, as a mask and a score."""
+def _given(mask: Any, sizes: tuple[int, ...]) -> tuple[MaskFn | None, Score | None]:
+    """What an `attention_mask` means for a call of these sizes, as a mask and a score."""
     if mask is None:
         return None, None
-    if isinstance(mask, AttentionMask):
-        return mask.mask, None
+    if isinstance(mask, AttentionMask | GraphMask):
+        if not mask.taken and mask.sizes == (sizes[0], 1, *sizes[2:]):
+            return mask.mask, None
+        if isinstance(mask, GraphMask):
+            raise _does_not_fit(mask.sizes, sizes)
+        mask = mask.square()
     if not isinstance(mask, Tensor) or mask.dim() != 4:
         shown = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ArgumentError(
             "attention_mask must be 2-D padding given to the model, or 4-D (batch, heads, queries, "
             f"keys), bool or additive; got {shown}"
         )
-    mask = mask[..., :kv_len]
+    if any(own not in (1, size) for own, size in zip(mask.shape, sizes, strict=True)):
+        raise _does_not_fit(mask.shape, sizes)
     if mask.dtype == torch.bool:
         return dense(mask), None
+    if not mask.is_floating_point():
+        raise ArgumentError(
+            f"attention_mask of 4 dimensions must be bool (True keeps a pair) or floating (added "
+            f"to the scores), got {mask.dtype}; write attention_mask.bool() for ones and zeros"
+        )
     if mask.requires_grad:
         return None, bias(mask)
-    # The lowest number means "not at all"; as a number, it would swallow the rest of the row.
-    kept = mask > torch.finfo(mask.dtype).min / 2
-    return dense(kept), bias(mask.masked_fill(~kept, 0))
+    keeps = kept(mask)  # as a number, the lowest one would swallow the rest of the row
+    return dense(keeps), bias(mask.masked_fill(~keeps, 0))
+
+
+def _does_not_fit(own: Any, sizes: tuple[int, ...]) -> ArgumentError:
+    return ArgumentError(
+        f"attention_mask is for (batch, heads, queries, keys) = {tuple(own)}, but the attention is "
+        f"of {tuple(sizes)}; give a mask of these sizes, or, where the model itself changes its "
+        'keys after the mask was made, use attn_implementation="eager"'
+    )
 
 
 def _and(first: MaskFn | None, second: MaskFn) -> MaskFn:
@@ -322,11 +338,29 @@ def _documents(q: Tensor | None, k: Tensor | None, q_len: int, kv_len: int) -> M
     return document(ids[0], None if q is k and q_len == kv_len else ids[1])
 
 
-def _look_at_positions(position_ids: Tensor | None, q_len: int, kv_len: int) -> None:
+def _sequences(ids: Tensor, batch: int, q_len: int, kv_len: int) -> MaskFn:
+    """Packed documents from the number of each token's own; queries are the last of the keys."""
+    if ids.dim() != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != kv_len or q_len > kv_len:
+        raise ArgumentError(
+            f"seq_idx must be (batch, keys), the document of every key, here {(batch, kv_len)} for "
+            f"{q_len} queries, got {tuple(ids.shape)}; with a cache, it has to name the documents "
+            "of what is in it as well"
+        )
+    if ids.shape[0] < batch:
+        ids = ids[0]
+    return document(ids) if q_len == kv_len else document(ids[..., -q_len:], ids)
+
+
+def _look_at_positions(
+    mask: AttentionMask, position_ids: Tensor | None, q_len: int, kv_len: int
+) -> None:
     """transformers reads packing off `position_ids` only where nothing else is given."""
+    if torch.compiler.is_compiling() or mask.packed:
+        return
+    mask.packed = True  # look once, not in every layer
     if position_ids is None or position_ids.dim() != 2 or q_len != kv_len:
         return
-    if not torch.compiler.is_compiling() and bool((position_ids.diff() < 0).any()):
+    if bool((position_ids.diff() < 0).any()):
         warnings.warn(
             "position_ids restart inside a row, but transformers made a mask in which the packed "
             "documents see each other: call the model with use_cache=False and no attention_mask",
@@ -340,9 +374,9 @@ def _refuse(output_attentions: bool | None, others: dict[str, Any]) -> None:
             "output_attentions=True: the weights are never made; "
             'set attn_implementation="eager" for a model whose weights you need'
         )
-    unknown = [k for k, v in others.items() if k not in _SILENT and v is not None]
-    if unknown:
+    refused = [name for name in others if name in _REFUSED and others[name] is not None]
+    if refused:
         raise BackendRefused(
-            f"the model passes {', '.join(unknown)} to its attention, which headway does not "
+            f"the model passes {', '.join(refused)} to its attention, which headway does not "
             'honour here; use attn_implementation="eager" or "sdpa" for it'
         )

@@ -1,0 +1,199 @@
+"""The mask that transformers' models carry from where it is made to every layer."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import BackendRefused
+from ..mods import dense
+from ..mods.base import MaskFn, Mod
+
+# What describes a tensor and reads none of its numbers.
+_DESCRIBES = frozenset(
+    [getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn",
+        "itemsize", "nbytes", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_sparse",
+        "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_maia", "is_vulkan",
+        "is_ipu", "is_xla", "is_mtia", "names", "_base", "_version", "_backward_hooks",
+        "output_nr", "retains_grad",
+    ) if hasattr(Tensor, name)]
+    + [getattr(Tensor, name) for name in (
+        "dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "get_device",
+        "element_size", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg",
+        "is_inference", "_is_view", "untyped_storage", "__len__", "__hash__",
+    )]
+)  # fmt: skip
+_LEARNS = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+class AttentionMask(Tensor):
+    """A mask of Headway's, and the tensor that a model finds when it looks at it.
+
+    As a tensor it is transformers' mask for "eager": `(batch, 1, queries, keys)`, 0 where a pair is
+    kept and the lowest number elsewhere. That square is made when something asks for its numbers,
+    and what comes of it is a plain tensor. From when a view of it is out or it was written to, the
+    square is the mask. (In its own memory is one NaN: what gets there by another way shows.)
+    """
+
+    mask: MaskFn | None  # None keeps every pair
+    sizes: tuple[int, ...]
+    packed: bool  # documents are apart, or positions have been looked at
+    taken: bool  # the square is in the hands of others, and is all that counts
+    _make: Callable[[], Tensor]
+    _made: Tensor | None
+    _moved: dict[Any, "AttentionMask"]
+
+    @staticmethod
+    def of(
+        mask: MaskFn | None,
+        sizes: tuple[int, ...],
+        packed: bool,
+        make: Callable[[], Tensor],
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> "AttentionMask":
+        """A mask of these sizes; `make` makes the square."""
+        nothing = torch.full((), math.nan, dtype=dtype, device=device).expand(sizes)
+        new = nothing.as_subclass(AttentionMask)
+        new.mask, new.sizes, new.packed = mask, sizes, packed
+        new.taken, new._make, new._made, new._moved = False, make, None, {}
+        return new
+
+    def square(self) -> Tensor:
+        """The mask as a plain tensor."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DESCRIBES or (func == _LEARNS and not args[1]):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in (Tensor.contiguous, Tensor.detach):
+            return args[0]
+        if func is Tensor.to and not args[0].taken:
+            moved = args[0]._to(*args[1:], **kwargs)
+            if moved is not None:
+                return moved
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        masks = [x for x in leaves if isinstance(x, AttentionMask)]
+        plain = [x.square() if isinstance(x, AttentionMask) else x for x in leaves]
+        args, kwargs = pytree.tree_unflatten(plain, tree)
+        if torch.compiler.is_compiling():
+            for mask in masks:  # who shares what is not known before the graph runs
+                mask.taken = True
+            return func(*args, **kwargs)
+        versions = [mask.square()._version for mask in masks]
+        out = func(*args, **kwargs)
+        for mask, version in zip(masks, versions, strict=True):
+            written = mask.square()._version != version or func.__name__ == "__set__"
+            mask.taken = mask.taken or written or _shares(out, mask.square())
+        return out
+
+    def _to(self, *args: Any, **kwargs: Any) -> "AttentionMask | None":
+        """Elsewhere, or of another floating dtype; None for what is a plain tensor."""
+        if kwargs.get("copy") or kwargs.get("memory_format"):
+            return None
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        dtype, device = dtype or self.dtype, torch.device(device or self.device)
+        if not dtype.is_floating_point:
+            return None
+        if (dtype, device) == (self.dtype, self.device):
+            return self
+        if (dtype, device) not in self._moved:  # every layer asks for the same
+            mask = self.mask if device == self.device else _carried(self, device)
+            make = lambda: self.square().to(device, dtype)
+            new = AttentionMask.of(mask, self.sizes, self.packed, make, dtype, device)
+            self._moved[dtype, device] = new
+        return self._moved[dtype, device]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"AttentionMask({self.mask!r}, sizes={self.sizes})"
+
+
+class GraphMask:
+    """What stands for an `AttentionMask` under `torch.compile`: it cannot be looked at."""
+
+    ndim = 4
+
+    def __init__(self, mask: MaskFn | None, shape: tuple[int, ...]) -> None:
+        self.mask, self.shape, self.sizes = mask, shape, shape
+        self.packed, self.taken = True, False
+
+    def dim(self) -> int:
+        """4: batch, 1, queries, keys."""
+        return self.ndim
+
+    def contiguous(self) -> "GraphMask":
+        """Itself."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise BackendRefused(_LOOKS_INSIDE)
+
+    def __getattr__(self, name: str) -> Any:
+        raise BackendRefused(f"attention_mask.{name}: {_LOOKS_INSIDE}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise BackendRefused(_LOOKS_INSIDE)
+
+    def __add__(self, other: Any) -> Any:
+        raise BackendRefused(_LOOKS_INSIDE)
+
+    __radd__ = __add__
+
+
+_LOOKS_INSIDE = (
+    "the model looks inside its attention mask, which headway keeps as a function under "
+    'torch.compile; run it without the compiler, or use attn_implementation="eager" or "sdpa"'
+)
+
+
+def kept(square: Tensor) -> Tensor:
+    """bool: where an additive mask lets a pair through. The lowest number means "not at all"."""
+    return square > torch.finfo(square.dtype).min / 2
+
+
+def _shares(out: Any, square: Tensor) -> bool:
+    """Whether what came of the square leads back to its memory."""
+    if out is None or isinstance(out, bool | int | float | complex | str | torch.dtype):
+        return False
+    leaves = pytree.tree_leaves(out)
+    if not all(isinstance(x, Tensor | bool | int | float) for x in leaves):
+        return True  # an array, an address
+    memory = square.untyped_storage()._cdata
+    return any(isinstance(x, Tensor) and x.untyped_storage()._cdata == memory for x in leaves)
+
+
+class _Function(Exception):
+    """A function of someone else: where its tensors are is not known."""
+
+
+def _carried(mask: AttentionMask, device: torch.device) -> MaskFn | None:
+    """The mask on another device: a value with its tensors there, else its square."""
+    try:
+        return _elsewhere(mask.mask, device)
+    except _Function:
+        return dense(kept(mask.square()).to(device))
+
+
+def _elsewhere(part: Any, device: torch.device) -> Any:
+    if isinstance(part, Tensor):
+        return part.to(device)
+    if isinstance(part, Mod):
+        new = object.__new__(type(part))
+        for name in part.fields:
+            object.__setattr__(new, name, _elsewhere(getattr(part, name), device))
+        return new
+    if callable(part):
+        raise _Function
+    return part
