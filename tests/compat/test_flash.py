@@ -3,6 +3,7 @@
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -188,6 +189,100 @@ def test_signatures_begin_with_flash_attn_2s():
     assert given[7:16] == [*expected, "block_table"]
 
 
+WINDOWS = {
+    "tensor": lambda left, right: torch.tensor([left, right]),
+    "int32 tensor": lambda left, right: torch.tensor([left, right], dtype=torch.int32),
+    "numbers of NumPy": lambda left, right: (np.int64(left), np.int32(right)),
+    "array": lambda left, right: np.array([left, right]),
+    "list": lambda left, right: [left, right],
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("window", [(3, 0), (-1, 2), (2, -1), (0, 0), (-1, -1)], ids=str)
+def test_windows_of_anybodys_numbers(kind, window):
+    q, k, v = inputs(6, 9)
+    (p, r, s), (cu, cu_k), most, most_k = packed([4, 8], [5, 9])
+    given = WINDOWS[kind](*window)
+    for causal in (False, True):
+        ours = flash.flash_attn_func(q, k, v, causal=causal, window_size=given)
+        assert torch.equal(ours, flash.flash_attn_func(q, k, v, causal=causal, window_size=window))
+        ours, plain = (
+            flash.flash_attn_varlen_func(
+                p, r, s, cu, cu_k, most, most_k, causal=causal, window_size=w
+            ) for w in (given, window)
+        )  # fmt: skip
+        assert torch.equal(ours, plain)
+
+
+def test_numbers_of_numpy():
+    q, k, v = inputs(6, 9)
+    ours = flash.flash_attn_func(q, k, v, np.float32(0), np.float32(0.5), softcap=np.float64(2.0))
+    assert torch.equal(ours, flash.flash_attn_func(q, k, v, 0.0, 0.5, softcap=2.0))
+
+
+SLOPES = torch.rand(4, dtype=torch.float64)
+# Calls in the order of flash-attn 3 or 4, of their packed forms, and of flash-attn 1's Triton.
+OTHER_ORDERS = {
+    "3: scale, causal": ("softmax_scale", lambda f: f(0.25, True)),
+    "3: scale, not causal": ("softmax_scale", lambda f: f(0.25, False)),
+    "3: no scale, causal": ("dropout_p", lambda f: f(None, True)),
+    "3: no scale": ("dropout_p", lambda f: f(None)),
+    "3: scale, causal, qv": ("softmax_scale", lambda f: f(0.25, True, None)),
+    "4: scale, causal, window": ("softmax_scale", lambda f: f(0.25, True, (None, None))),
+    "4: qv first": ("dropout_p", lambda f: f(SLOPES, 0.25, True)),
+    "1: bias, causal": ("dropout_p", lambda f: f(SLOPES, True)),
+    "causal first": ("dropout_p", lambda f: f(True)),
+    "window in the place of causal": ("causal", lambda f: f(0.0, None, (3, 0))),
+    "scale in the place of causal": ("causal", lambda f: f(0.0, None, 0.25)),
+    "cap in the place of the window": ("window_size", lambda f: f(0.0, None, True, 30.0)),
+    "slopes in the place of the cap": ("softcap", lambda f: f(0.0, None, True, (3, 0), SLOPES)),
+    "a flag in the place of the cap": ("softcap", lambda f: f(0.0, None, True, (3, 0), True)),
+    "a flag in the place of slopes": (
+        "alibi_slopes", lambda f: f(0.0, None, True, (3, 0), 0.0, True)
+    ),
+    "a tensor in the place of a flag": (
+        "deterministic", lambda f: f(0.0, None, True, (3, 0), 0.0, None, SLOPES)
+    ),
+    "a window of fractions": ("window_size", lambda f: f(0.0, None, True, (3.0, 0.0))),
+    "a window of flags": ("window_size", lambda f: f(0.0, None, True, (True, False))),
+    "a window of three": ("window_size", lambda f: f(0.0, None, True, (3, 0, 0))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER_ORDERS)
+@pytest.mark.parametrize("kind", ["plain", "kvpacked", "qkvpacked", "varlen"])
+def test_the_order_of_another_flash_attn_is_refused_by_name(kind, case):
+    q, k, v = (x.detach() for x in inputs(5, 5, hk=4))
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    call = {
+        "plain": lambda *words: flash.flash_attn_func(q, k, v, *words),
+        "kvpacked": lambda *words: flash.flash_attn_kvpacked_func(
+            q, torch.stack([k, v], 2), *words
+        ),
+        "qkvpacked": lambda *words: flash.flash_attn_qkvpacked_func(
+            torch.stack([q, k, v], 2), *words
+        ),
+        "varlen": lambda *words: flash.flash_attn_varlen_func(
+            q[0], k[0], v[0], cu, cu, 5, 5, *words
+        ),
+    }[kind]
+    name, given = OTHER_ORDERS[case]
+    with pytest.raises(RuntimeError, match=f"^{name}") as error:
+        given(call)
+    assert isinstance(error.value, ArgumentError)
+    if name in ("softmax_scale", "dropout_p", "causal"):
+        assert "softmax_scale=0.25, causal=True" in str(error.value)
+
+
+def test_the_order_of_another_varlen_is_refused_by_name():
+    """flash-attn 3 has seqused_q and seqused_k before the scale."""
+    used = torch.tensor([2, 3], dtype=torch.int32)
+    for words in ((None, None, 0.25, True), (used, used, 0.25, True), (None, None, None, True)):
+        with pytest.raises(RuntimeError, match=r"^dropout_p"):
+            flash.flash_attn_varlen_func(P, P, P, CU, CU, 3, 3, *words)
+
+
 Q = torch.randn(2, 5, 4, 8)
 P = torch.randn(5, 4, 8)
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -199,6 +294,8 @@ BAD = {
     "dtypes": lambda: flash.flash_attn_func(Q, Q.double(), Q),
     "dropout": lambda: flash.flash_attn_func(Q, Q, Q, 1.0),
     "window": lambda: flash.flash_attn_func(Q, Q, Q, window_size=(-3, 0)),
+    "window tensor": lambda: flash.flash_attn_func(Q, Q, Q, window_size=torch.tensor([-3, 0])),
+    "window packed": lambda: flash.flash_attn_varlen_func(P, P, P, CU, CU, 3, 3, window_size=3),
     "softcap": lambda: flash.flash_attn_func(Q, Q, Q, softcap=-1.0),
     "slopes": lambda: flash.flash_attn_func(Q, Q, Q, alibi_slopes=torch.ones(3, 4)),
     "sink": lambda: flash.flash_attn_func(Q, Q, Q, learnable_sink=torch.ones(3)),

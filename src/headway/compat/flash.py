@@ -7,7 +7,9 @@ dtype, width and device, gradients of `alibi_slopes` and sinks, and a differenti
 (flash-attn 2 and 3 drop its gradient in silence).
 """
 
-from typing import Any
+import operator
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,14 +93,14 @@ def flash_attn_func(
 
     **Raises:** `RuntimeError` (also an `ArgumentError`).
     """
-    _check((q, k, v), ("b", "length", "heads", "width"), window_size, dropout_p, return_attn_probs)
+    _check((q, k, v), ("b", "length", "heads", "width"))
+    words = _words(dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
     offset = k.shape[1] - q.shape[1]
-    mask = _mask(causal, window_size, offset)
-    score = _score(softcap, alibi_slopes, offset, q.shape[0])
+    mask = _mask(_limits(words.causal, window_size), offset)
+    score = _score(words.softcap, alibi_slopes, offset, q.shape[0])
     out, lse = _attend(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score, mask, softmax_scale,
-        learnable_sink, dropout_p, deterministic, return_attn_probs,
-    )  # fmt: skip
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score, mask, learnable_sink, words
+    )
     out = out.transpose(1, 2)
     return out if lse is None else (out, lse, None)
 
@@ -179,8 +181,9 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         raise NotSupported("block_table: paged keys are not supported; pass k and v packed")
-    _check((q, k, v), ("total", "heads", "width"), window_size, dropout_p, return_attn_probs)
-    if alibi_slopes is not None and alibi_slopes.dim() != 1:
+    _check((q, k, v), ("total", "heads", "width"))
+    words = _words(dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
+    if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() != 1:
         raise NotSupported("alibi_slopes per sequence are not supported; pass (heads,)")
     _check_packed("q", cu_seqlens_q, q, max_seqlen_q)
     _check_packed("k", cu_seqlens_k, k, max_seqlen_k)
@@ -190,30 +193,28 @@ def flash_attn_varlen_func(
             f"{tuple(cu_seqlens_k.shape)} count different numbers of sequences"
         )
     mask, diagonal = _spans(
-        cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], _limits(causal, window_size)
+        cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], _limits(words.causal, window_size)
     )
-    score = _score(softcap, alibi_slopes, diagonal, 1)
+    score = _score(words.softcap, alibi_slopes, diagonal, 1)
     out, lse = _attend(
         q[None].transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2), score, mask,
-        softmax_scale,
-        learnable_sink, dropout_p, deterministic, return_attn_probs,
+        learnable_sink, words,
     )  # fmt: skip
     out = out[0].transpose(0, 1)
     return out if lse is None else (out, lse[0], None)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, scale: float | None,
-    sink: Tensor | None, dropout: float, deterministic: bool, want_lse: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, sink: Tensor | None, words: "_Words"
+) -> tuple[Tensor, Tensor | None]:
     try:
         spec, call = prepare(
-            q, k, v, score, mask, scale=scale, sink=sink, dropout=dropout,
-            deterministic=deterministic,
+            q, k, v, score, mask, scale=words.scale, sink=sink, dropout=words.dropout,
+            deterministic=words.deterministic,
         )  # fmt: skip
     except ArgumentError as error:
         raise CallError(str(error)) from error
-    return ops.attention(spec, call)[:2] if want_lse else (ops.output(spec, call), None)
+    return ops.attention(spec, call)[:2] if words.want_lse else (ops.output(spec, call), None)
 
 
 # -- masks and scores -----------------------------------------------------------------------------
@@ -221,12 +222,27 @@ def _attend(
 
 def _limits(is_causal: bool, window: Window) -> tuple[int | None, int | None]:
     """Keys to the left and right of the diagonal; None for no limit."""
-    left, right = (None if n is None or n == -1 else n for n in window)
+    try:
+        left, right = (_limit(n) for n in window)
+    except (TypeError, ValueError) as error:
+        raise CallError(
+            f"window_size={window!r} must be (left, right), two whole numbers; -1 or None is no "
+            "limit"
+        ) from error
     return left, 0 if is_causal else right
 
 
-def _mask(is_causal: bool, window: Window, offset: int) -> MaskFn | None:
-    left, right = _limits(is_causal, window)
+def _limit(n: Any) -> int | None:
+    """A number of Python's, from one of anybody's."""
+    if n is None:
+        return None
+    if isinstance(n, bool) or (n := operator.index(n)) < -1:
+        raise ValueError
+    return None if n == -1 else n
+
+
+def _mask(limits: tuple[int | None, int | None], offset: int) -> MaskFn | None:
+    left, right = limits
     mask: MaskFn | None = None if right is None else lower_right(offset + right)
     if left is not None:
         near = Not(lower_right(offset - left - 1))
@@ -235,15 +251,13 @@ def _mask(is_causal: bool, window: Window, offset: int) -> MaskFn | None:
 
 
 def _score(cap: float, slopes: Tensor | None, offset: int | Tensor, batch: int) -> Score | None:
-    if cap < 0:
-        raise CallError(f"softcap={cap} must be 0 (none) or above")
     score: Score | None = capped(float(cap)) if cap else None
     if slopes is None:
         return score
-    if slopes.dim() not in (1, 2) or (slopes.dim() == 2 and slopes.shape[0] != batch):
-        raise CallError(
-            f"alibi_slopes must be (heads,) or (batch, heads), got {tuple(slopes.shape)}"
-        )
+    fits = isinstance(slopes, Tensor) and slopes.dim() in (1, 2)
+    if not fits or (slopes.dim() == 2 and slopes.shape[0] != batch):
+        got = tuple(slopes.shape) if isinstance(slopes, Tensor) else repr(slopes)
+        raise CallError(f"alibi_slopes must be a tensor (heads,) or (batch, heads), got {got}")
     further = distance_bias(slopes, offset)
     return further if score is None else Then(score, further)
 
@@ -285,22 +299,73 @@ def _new_spans(
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def _check(
-    qkv: tuple, axes: tuple[str, ...], window: Any, dropout: float, probabilities: bool
-) -> None:
+def _check(qkv: tuple, axes: tuple[str, ...]) -> None:
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, Tensor) or x.dim() != len(axes):
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise CallError(f"{name} must be ({', '.join(axes)}), got {got}")
-    if len(window) != 2 or any(n is not None and n < -1 for n in window):
-        raise CallError(f"window_size={window!r} must be (left, right), -1 for no limit")
-    if not 0 <= dropout < 1:
+
+
+class _Words(NamedTuple):
+    """What is no tensor, as numbers and booleans of Python's."""
+
+    dropout: float
+    scale: Any  # a number or None; a tensor is refused further on
+    causal: bool
+    softcap: float
+    deterministic: bool
+    want_lse: bool
+
+
+def _words(
+    dropout: Any, scale: Any, is_causal: Any, cap: Any, deterministic: Any, probabilities: Any
+) -> _Words:
+    """Checked by kind: what stands in one place in flash-attn 2 stands in another in 3 and 4."""
+    words = _Words(
+        _number("dropout_p", dropout),
+        scale if scale is None or isinstance(scale, Tensor) else _number("softmax_scale", scale),
+        _flag("causal", is_causal),
+        _number("softcap", cap),
+        _flag("deterministic", deterministic),
+        _flag("return_attn_probs", probabilities),
+    )
+    if words.softcap < 0:
+        raise CallError(f"softcap={cap} must be 0 (none) or above")
+    if not 0 <= words.dropout < 1:
         raise CallError(f"dropout_p={dropout} must be at least 0 and less than 1")
-    if probabilities and dropout:
+    if words.want_lse and words.dropout:
         raise NotSupported(
             "return_attn_probs with dropout asks for the dropped probabilities, which are never "
             "made; the log-sum-exp is the same with dropout_p=0.0"
         )
+    return words
+
+
+def _number(name: str, x: Any) -> Any:
+    if not isinstance(x, bool):
+        if isinstance(x, int | float | torch.SymInt | torch.SymFloat):
+            return x
+        if isinstance(x, Real):  # NumPy's
+            return float(x)
+    raise _misplaced(name, x, "a number")
+
+
+def _flag(name: str, x: Any) -> bool:
+    if isinstance(x, bool):
+        return x
+    if isinstance(x, int) and x in (0, 1):
+        return bool(x)
+    raise _misplaced(name, x, "True or False")
+
+
+def _misplaced(name: str, x: Any, wanted: str) -> CallError:
+    shown = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+    return CallError(
+        f"{name} must be {wanted}, got {shown}. These are flash-attn 2's places: (..., dropout_p, "
+        "softmax_scale, causal, window_size, softcap, alibi_slopes); flash-attn 3 and 4 have no "
+        "dropout_p, and (..., softmax_scale, causal): name what you pass, as in "
+        "flash_attn_func(q, k, v, softmax_scale=0.25, causal=True)"
+    )
 
 
 def _check_packed(name: str, offsets: Any, x: Tensor, longest: int) -> None:
