@@ -1,5 +1,7 @@
 """Against `torch.nn.attention.flex_attention` where it can, a dense oracle where not."""
 
+import copy
+import functools
 import math
 import warnings
 
@@ -221,7 +223,216 @@ def test_lists_of_blocks_rule_whatever_the_mask_says():
         torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
     ours = flex.BlockMask.from_kv_blocks(*lists[:2], BLOCK_SIZE=(16, 32))
     assert ours.seq_lengths == (96, 224)
-    assert ours.full_kv_num_blocks.sum() == 0
+    assert ours.full_kv_num_blocks is None
+
+
+def kept_by(state, mask, block, lengths):
+    """The square that full and partial blocks leave of a mask."""
+    every = state.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
+    every = every[..., : lengths[0], : lengths[1]]
+    i, j = torch.arange(lengths[0])[:, None], torch.arange(lengths[1])
+    return (every == 2) | ((every == 1) & mask(0, 0, i, j))
+
+
+def compact(state, kind, room=0):
+    """Lists with no more columns than the fullest row needs, and some."""
+    num, indices = theirs._dense_to_ordered((state == kind).to(torch.int8))
+    return num, indices[..., : int(num.max()) + room].contiguous()
+
+
+@pytest.mark.parametrize("room", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_compact_lists(seed, room):
+    """Fewer columns than there are blocks, some of them none at all."""
+    torch.manual_seed(seed)
+    state = torch.randint(0, 3, (2, 1, 6, 7)) * (torch.rand(2, 1, 6, 7) < 0.4)
+    lists = [*compact(state, 1, room), *compact(state, 2, room)]
+    kept = kept_by(state, causal, (16, 32), (90, 200))
+    q, kv = torch.randn(2, 2, 90, 8), torch.randn(2, 2, 200, 8)
+    truth = oracle.attention(q, kv, kv, mask=lambda b, h, i, j: kept[b, 0, i, j]).out
+    more = {"BLOCK_SIZE": (16, 32), "mask_mod": causal, "seq_lengths": (90, 200)}
+    ours = flex.BlockMask.from_kv_blocks(*lists, **more)
+    made = flex.BlockMask((90, 200), *lists, BLOCK_SIZE=(16, 32), mask_mod=causal)
+    pytorchs = TheirBlockMask((90, 200), *lists, *[None] * 4, BLOCK_SIZE=(16, 32), mask_mod=causal)
+    assert torch.equal(ours.to_dense(), (state > 0).int())
+    assert ours.q_indices.shape == (2, 1, 7, 6)
+    for mask in (ours, made, pytorchs, copy.deepcopy(ours)):
+        out = flex.flex_attention(q, kv, kv, block_mask=mask)
+        torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+    compiled = torch.compile(flex.flex_attention, fullgraph=True, backend="aot_eager")
+    for mask in (ours, pytorchs):
+        torch.testing.assert_close(
+            compiled(q, kv, kv, block_mask=mask), truth, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_lists_that_name_a_block_too_many_are_refused():
+    num, indices = torch.ones(1, 1, 3, dtype=torch.int32), torch.arange(1, 4).int().view(1, 1, 3, 1)
+    with pytest.raises(RuntimeError, match="names 3, but there are 3"):
+        flex.BlockMask.from_kv_blocks(num, indices, BLOCK_SIZE=32, seq_lengths=(96, 96))
+
+
+def drop_last(mask):
+    mask.kv_num_blocks.sub_(1).clamp_(min=0)
+
+
+def set_none(mask):
+    mask.full_kv_num_blocks = torch.zeros_like(mask.full_kv_num_blocks)
+
+
+def no_full(mask):
+    mask.full_kv_num_blocks, mask.full_kv_indices = None, None
+
+
+def all_partial(mask):
+    num, indices = mask.full_kv_num_blocks.clone(), mask.full_kv_indices.clone()
+    set_none(mask)
+    mask.kv_num_blocks = num
+    mask.kv_indices = indices
+
+
+def swap(mask):
+    mask.kv_indices, mask.full_kv_indices = mask.full_kv_indices, mask.kv_indices
+    mask.kv_num_blocks, mask.full_kv_num_blocks = mask.full_kv_num_blocks, mask.kv_num_blocks
+
+
+def one_index(mask):
+    mask.kv_indices[..., 0] = 1
+    mask.kv_num_blocks[..., 0] = 1
+
+
+LIST_WRITES = {f.__name__: f for f in (drop_last, set_none, no_full, all_partial, swap, one_index)}
+
+
+@pytest.mark.parametrize("write", LIST_WRITES)
+@pytest.mark.parametrize("made", ["create_block_mask", "from_kv_blocks", "sliced", "copied"])
+def test_writes_to_lists_take_effect(made, write):
+    """As in the original: what the lists of keys say is visited, from then on."""
+    masks = []
+    for library in (flex, theirs):
+        mask = library.create_block_mask(causal, 1, 2, 96, 96, "cpu", BLOCK_SIZE=16)
+        if made == "from_kv_blocks":
+            lists = [getattr(mask, name).clone() for name in (
+                "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")]  # fmt: skip
+            mask = library.BlockMask.from_kv_blocks(*lists, 16, causal, (96, 96))
+        if made == "sliced":
+            mask = mask[:, :1]
+            mask.mask_mod = causal
+        masks.append(copy.deepcopy(mask) if made == "copied" else mask)
+    q = torch.randn(1, masks[0].shape[1], 96, 8, requires_grad=True)
+    before = flex.flex_attention(q, q, q, block_mask=masks[0])
+    for mask in masks:
+        LIST_WRITES[write](mask)
+    out, truth = (flex.flex_attention(q, q, q, block_mask=mask) for mask in masks)
+    torch.testing.assert_close(out, truth)
+    assert not torch.equal(out, before)
+    kept = square_of(masks[1], causal)
+    dense = oracle.attention(q, q, q, mask=lambda b, h, i, j: kept[0, h, i, j]).out
+    torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-5)
+    grads = [torch.autograd.grad(x.square().sum(), q)[0] for x in (out, dense)]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
+    assert torch.equal(masks[0].to_dense(), masks[1].to_dense())
+    assert torch.equal(copy.deepcopy(masks[0]).to_dense(), masks[1].to_dense())
+
+
+def square_of(mask, mask_mod):
+    """What the lists of PyTorch's block mask keep."""
+    ordered = [
+        (mask.kv_num_blocks, mask.kv_indices),
+        (mask.full_kv_num_blocks, mask.full_kv_indices),
+    ]
+    n = mask.kv_indices.shape[-1]
+    state = torch.zeros(*mask.kv_indices.shape[:3], n, dtype=torch.int64)
+    for kind, (num, indices) in enumerate(ordered, 1):
+        for at in [] if num is None else torch.cartesian_prod(*map(torch.arange, num.shape)):
+            b, h, row = at.tolist()
+            for column in indices[b, h, row, : int(num[b, h, row])].tolist():
+                state[b, h, row, column] = max(int(state[b, h, row, column]), kind)
+    return kept_by(state, mask_mod, mask.BLOCK_SIZE, mask.seq_lengths)
+
+
+def test_writes_to_the_lists_that_a_mask_was_made_from_take_effect():
+    mask = flex.create_block_mask(causal, 1, 1, 96, 96, "cpu", BLOCK_SIZE=16)
+    num, indices = mask.kv_num_blocks.clone(), mask.kv_indices.clone()
+    ours = flex.BlockMask.from_kv_blocks(num, indices, BLOCK_SIZE=16)
+    assert ours.kv_num_blocks is num
+    q = torch.randn(1, 1, 96, 8)
+    assert flex.flex_attention(q, q, q, block_mask=ours).abs().sum() > 0
+    compiled = torch.compile(flex.flex_attention, fullgraph=True, backend="aot_eager")
+    assert compiled(q, q, q, block_mask=ours).abs().sum() > 0
+    num.zero_()
+    assert flex.flex_attention(q, q, q, block_mask=ours).abs().sum() == 0
+    assert compiled(q, q, q, block_mask=ours).abs().sum() == 0
+    assert ours.sparsity() == 100
+
+
+def test_writes_in_inference_mode_take_effect():
+    with torch.inference_mode():
+        num = torch.ones(1, 1, 2, dtype=torch.int32)
+        indices = torch.arange(2, dtype=torch.int32).view(1, 1, 2, 1)
+        ours = flex.BlockMask.from_kv_blocks(num, indices, BLOCK_SIZE=8, seq_lengths=(16, 16))
+        q = torch.randn(1, 1, 16, 8)
+        assert flex.flex_attention(q, q, q, block_mask=ours).abs().sum() > 0
+        num.zero_()
+        assert flex.flex_attention(q, q, q, block_mask=ours).abs().sum() == 0
+
+
+def test_lists_of_queries_that_say_something_else_are_refused():
+    make = lambda: flex.create_block_mask(causal, 1, 1, 96, 96, "cpu", BLOCK_SIZE=16)
+    mask = make()
+    mask.q_num_blocks.zero_()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="q_num_blocks: the lists of queries"):
+            flex.flex_attention(*[torch.randn(1, 1, 96, 8)] * 3, block_mask=mask)
+    mask = make()
+    lists = mask.as_tuple(flatten=False)[1:9]
+    same = flex.BlockMask((96, 96), *lists, BLOCK_SIZE=(16, 16), mask_mod=causal)
+    assert torch.equal(same.to_dense(), mask.to_dense())
+    lists = [*lists[:4], torch.zeros_like(lists[4]), *lists[5:]]
+    with pytest.raises(RuntimeError, match="q_num_blocks: the lists of queries"):
+        flex.BlockMask((96, 96), *lists, BLOCK_SIZE=(16, 16), mask_mod=causal).to_dense()
+    former = mask.q_num_blocks
+    mask.kv_num_blocks.zero_()
+    assert mask.q_num_blocks.sum() == 0  # worked out anew
+    former.add_(1)
+    with pytest.raises(RuntimeError, match=r"q_num_blocks was written to, .*: read it again"):
+        mask.to_dense()
+    with pytest.raises(TypeError, match="kv_indices must be a tensor"):
+        mask.kv_indices = None
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@pytest.mark.parametrize("combine", ["and_masks", "or_masks"])
+def test_combinations_take_a_name(combine, count):
+    def band(b, h, i, j):
+        """A band."""
+        return (i - j).abs() < 5
+
+    combine = getattr(flex, combine)
+    masks = [causal, band, hw.sliding_window(9)][:count]
+    one, other = combine(*masks), combine(*masks)
+    assert isinstance(one.__name__, str)
+    before = [getattr(flex.noop_mask, "__name__", None), causal.__name__, repr(one)]
+    one.__name__ = "window"
+    assert one.__name__ == "window"
+    assert other.__name__ != "window"
+    assert [flex.noop_mask.__name__, causal.__name__] == before[:2]
+    functools.wraps(band)(other)
+    assert (other.__name__, other.__doc__) == ("band", "A band.")
+    named = functools.wraps(one)(lambda b, h, i, j: one(b, h, i, j))
+    assert named.__name__ == "window"
+    blocks = flex.create_block_mask(one, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
+    assert blocks.mask_mod.__name__ == "window"
+    if count > 1:
+        assert one == other  # a name is no part of what they are
+        assert hash(one) == hash(other)
+        assert repr(one) == before[2]
+        assert copy.deepcopy(one).__name__ == "window"
+        with pytest.raises(AttributeError, match="first"):
+            one.first = causal
+        with pytest.raises(AttributeError, match="nonsense"):
+            one.nonsense  # noqa: B018
 
 
 def test_pytorchs_block_mask_is_read_again_when_it_changes():
@@ -288,6 +499,8 @@ def test_kernel_options_are_named_once_and_unknown_ones_refused():
         flex.flex_attention(q, q, q, kernel_options={})
     with pytest.raises(ValueError, match="BLOCK_X"):
         flex.flex_attention(q, q, q, kernel_options={"BLOCK_X": 1})
+    with pytest.raises(ValueError, match="BACKEND='FASTEST'"):
+        flex.flex_attention(q, q, q, kernel_options={"BACKEND": "FASTEST"})
     with pytest.raises(TypeError, match="dict"):
         flex.flex_attention(q, q, q, kernel_options=[1])
 

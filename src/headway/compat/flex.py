@@ -20,7 +20,7 @@ from ..api import block_mask as _block_mask
 from ..api import prepare
 from ..errors import ArgumentError, ModError
 from ..mods import lower_mod
-from ..mods.base import Both, Either, MaskFn, Not, ScoreFn
+from ..mods.base import Both, Either, MaskFn, Mod, Not, ScoreFn
 from ..mods.pointwise import Positions, mask_at, score_at
 from .errors import (
     CallAssertionError,
@@ -63,6 +63,7 @@ _OPTIONS = frozenset(
     "SAFE_N_BOUNDARY num_consumer_groups num_buffers_warp_spec SKIP_MASK_SCORE "
     "PARTITION_SIZE".split()
 )
+_BACKENDS = "AUTO", "TRITON", "FLASH", "TRITON_DECODE"
 _warned: set[str] = set()
 
 
@@ -222,9 +223,13 @@ def or_masks(*mask_mods: MaskFn) -> MaskFn:
 def _combined(kind: type, mask_mods: tuple[MaskFn, ...]) -> MaskFn:
     if not all(callable(mask) for mask in mask_mods):
         raise CallError(f"All inputs should be callable mask_mods: {mask_mods}")
-    if not mask_mods:
-        return noop_mask if kind is Both else Not(noop_mask)
-    combined, *rest = mask_mods
+    combined, *rest = mask_mods or (noop_mask if kind is Both else Not(noop_mask),)
+    if not rest and not isinstance(combined, Mod):  # a name that it is given is not the function's
+
+        def and_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return combined(b, h, q_idx, kv_idx)
+
+        return and_mask
     for mask in rest:
         combined = kind(combined, mask)
     return combined
@@ -301,6 +306,11 @@ def _check_options(options: Any) -> None:
         return
     if not isinstance(options, dict):
         raise CallTypeError(f"kernel_options must be a dict, got {type(options).__name__}")
+    backend = options.get("BACKEND", "AUTO")
+    if backend not in _BACKENDS:
+        raise ArgumentError(
+            f"kernel_options BACKEND={backend!r}; PyTorch has {', '.join(_BACKENDS)}"
+        )
     unknown = [k for k in options if k.removeprefix("fwd_").removeprefix("bwd_") not in _OPTIONS]
     if unknown:
         raise ArgumentError(

@@ -13,10 +13,10 @@ from ..blocks import from_dense
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods.base import MaskFn, value
-from .errors import CallAssertionError, CallError
+from .errors import CallAssertionError, CallError, CallTypeError
 
-_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
-          "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
+_KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
@@ -63,7 +63,9 @@ class BlockMask:
     """Which blocks of the (query, key) square are empty, full or partial, as FlexAttention has it.
 
     The lists (`kv_num_blocks`, `kv_indices`, ..., int32) are made when something asks for them.
-    `mask_mod` and `seq_lengths` may be set, which sliced masks need.
+    They may be set, or written to in place: those of keys say what is visited. Those of queries
+    are the same blocks the other way round; ones that say something else are refused. `mask_mod`
+    and `seq_lengths` may be set, which sliced masks need.
 
     - `seq_lengths`: `(q_len, kv_len)`.
     - `BLOCK_SIZE`: `(queries, keys)` in a block.
@@ -96,12 +98,25 @@ class BlockMask:
                 "full_kv_num_blocks and full_kv_indices must be both provided or omitted"
             )
         _no_write_order(dq_write_order, dq_write_order_full, dq_kv_order)
-        state = _state(kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        self._set(state, tuple(seq_lengths), _pair(BLOCK_SIZE), mask_mod, None)
+        block = _pair(BLOCK_SIZE)
+        lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        state = _state(lists, _columns(kv_indices, seq_lengths, block))
+        self._set(state, tuple(seq_lengths), block, mask_mod, None)
+        for name, given in zip(_KV_LISTS, lists, strict=True):
+            self._out[name] = given, _version(given)
+        for name, given in zip(
+            _Q_LISTS, (q_num_blocks, q_indices, full_q_num_blocks, full_q_indices), strict=True
+        ):
+            if given is not None:
+                self._out[name] = given, None
 
     def _set(self, state, seq_lengths, block, mask_mod, tiles) -> "BlockMask":
         self._state: Tensor | None = state  # uint8 (..., rows, columns): 0 empty, 1 partial, 2 full
         self._tiles: TileMask | None = tiles
+        # Lists in the hands of others, and their versions (None: not looked at yet). Where there is
+        # one, there are all four of keys, which then say what the state is.
+        self._out: dict[str, tuple[Tensor | None, float | None]] = {}
+        self._former: list[tuple[str, Any, float | None]] = []  # references to what counts no more
         self._batch: tuple[int, ...] = tuple(state.shape[:-2]) if state is not None else ()
         self._seq_lengths, self._block, self._mask_mod = seq_lengths, block, mask_mod
         return self
@@ -150,6 +165,7 @@ class BlockMask:
     @property
     def tiles(self) -> TileMask:
         """Headway's block mask: pass it to `headway.attention` as `mask`."""
+        self._look_at_lists()
         if self._tiles is None:
             state = self._square()
             rows, cols = state.shape[2:]
@@ -165,6 +181,11 @@ class BlockMask:
 
     def _square(self) -> Tensor:
         """The state of every block, uint8 (b, h, rows, columns)."""
+        self._look_at_lists()
+        return self._known()
+
+    def _known(self) -> Tensor:
+        """The state of every block at the last look."""
         if self._state is None:
             assert self._tiles is not None
             self._state = self._tiles.to_dense().expand(*self._batch, -1, -1)
@@ -196,21 +217,61 @@ class BlockMask:
         """`(queries, keys)` in a block."""
         return self._block
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in _LISTS:
-            raise AttributeError(f"BlockMask has no attribute {name!r}")
-        self._square()
-        assert self._state is not None
-        state: Tensor = self._state.eq(2 if name.startswith("full") else 1)
-        if name.removeprefix("full_").startswith("q_"):
+    def _list(self, name: str) -> Tensor | None:
+        """One of the eight lists: that which is out, or one made of the state, which then is."""
+        if name in self._out:
+            return self._out[name][0]
+        state = self._known().eq(2 if name.startswith("full") else 1)
+        state = state.reshape(*self._batch, *state.shape[-2:])
+        if name in _Q_LISTS:
             state = state.transpose(-1, -2)
-        if name.endswith("num_blocks"):
-            return state.sum(-1, dtype=torch.int32)
-        return state.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+        with torch.inference_mode(False):  # whose tensors do not tell that they were written to
+            if name.endswith("num_blocks"):
+                made = state.clone().sum(-1, dtype=torch.int32)
+            else:
+                made = state.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int()
+        if not torch.compiler.is_compiling():
+            self._out[name] = made, made._version
+            for other in _KV_LISTS:
+                self._list(other)
+        return made
+
+    def _look_at_lists(self) -> None:
+        """What was set or written to since the last look becomes the state."""
+        self._former = [entry for entry in self._former if entry[1]() is not None]
+        for name, former, version in self._former:
+            if _version(former()) != version:
+                raise CallError(
+                    f"{name} was written to, but it had been read before a list of keys changed "
+                    "and no longer belongs to this BlockMask: read it again"
+                )
+        out = self._out
+        new = {
+            name for name, (tensor, seen) in out.items() if seen is None or _version(tensor) != seen
+        }
+        if new.intersection(_KV_LISTS):
+            lists: list[Any] = [self._list(name) for name in _KV_LISTS]
+            state = _state(lists, _columns(lists[1], self._seq_lengths, self._block))
+            self._state, self._tiles, self._batch = state, None, tuple(state.shape[:-2])
+            for name in [name for name in _Q_LISTS if name in out and name not in new]:
+                tensor, version = out.pop(name)
+                self._former.append((name, weakref.ref(tensor), version))
+        if named := new.intersection(_Q_LISTS):
+            lists = [self._list(name) for name in _Q_LISTS]
+            state = self._known()
+            theirs = _state(lists, state.shape[-2]).transpose(-1, -2)
+            if theirs.shape[-2:] != state.shape[-2:] or not bool((theirs == state).all()):
+                raise CallError(
+                    f"{', '.join(sorted(named))}: the lists of queries name other blocks than "
+                    "those of keys, which say what is visited; leave them out, or read them off "
+                    "the mask: they are worked out"
+                )
+        for name in new:
+            out[name] = out[name][0], _version(out[name][0])
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """Lengths, the eight lists, block sizes and mask, in the original's order."""
-        lists = [getattr(self, name) for name in _LISTS]
+        lists = [getattr(self, name) for name in _KV_LISTS + _Q_LISTS]
         if flatten:
             return (
                 *self._seq_lengths,
@@ -318,12 +379,39 @@ class BlockMask:
         new = BlockMask.__new__(BlockMask)
         return new._set(state, self._seq_lengths, self._block, self._mask_mod, None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies are apart from the lists that are out."""
+        self._look_at_lists()
+        return vars(self) | {"_out": {}, "_former": []}
+
+
+def _list_of(name: str) -> property:
+    def get(self: BlockMask) -> Tensor | None:
+        self._look_at_lists()
+        return self._list(name)
+
+    def set_(self: BlockMask, tensor: Tensor | None) -> None:
+        optional = name.startswith("full")
+        if not isinstance(tensor, Tensor) and not (tensor is None and optional):
+            raise CallTypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        self._list(name)  # and with it the others
+        self._out[name] = tensor, None
+
+    return property(get, set_, doc="A list of blocks, as the original has it.")
+
+
+for _name in _KV_LISTS + _Q_LISTS:
+    setattr(BlockMask, _name, _list_of(_name))
+
 
 def as_tiles(mask: Any) -> TileMask | Mask:
     """What to give to `headway.attention` for a `BlockMask`, ours or PyTorch's."""
     if isinstance(mask, BlockMask):
         if mask.mask_mod is sliced_mask:
             sliced_mask()
+        if torch.compiler.is_compiling() and mask._out:  # whoever has them may write to them
+            lists = [mask._list(name) for name in _KV_LISTS]
+            return _at_run_time(lists, mask.seq_lengths, mask.BLOCK_SIZE, mask.mask_mod)
         return mask.tiles
     if isinstance(mask, TileMask):
         return mask
@@ -331,7 +419,7 @@ def as_tiles(mask: Any) -> TileMask | Mask:
         sliced_mask()
     lists = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
     if torch.compiler.is_compiling():  # no weak references there: tiles are found at run time
-        return in_blocks(mask.mask_mod, _state(*lists), mask.BLOCK_SIZE)
+        return _at_run_time(lists, mask.seq_lengths, mask.BLOCK_SIZE, mask.mask_mod)
     stamp = (mask.mask_mod, mask.seq_lengths, [(id(x), x._version) for x in lists if x is not None])
     known = _converted.get(mask)
     if known is None or known[0] != stamp:
@@ -352,22 +440,43 @@ def is_block_mask(mask: Any) -> bool:
     )
 
 
-def _state(
-    num_blocks: Tensor, indices: Tensor, full_num: Tensor | None, full_indices: Tensor | None
-) -> Tensor:
+def _at_run_time(lists: list, lengths: Any, block: tuple[int, int], mask_mod: MaskFn) -> Mask:
+    return in_blocks(mask_mod, _state(lists, _columns(lists[1], lengths, block)), block)
+
+
+def _columns(indices: Tensor, lengths: tuple[int, int], block: tuple[int, int]) -> int:
+    """How many blocks of keys there are: a list need not have room for all of them."""
+    return max(indices.shape[-1], -(-lengths[1] // block[1]))
+
+
+def _version(tensor: Tensor | None) -> float:
+    """What changes with every write; like nothing else, itself included, where nobody counts."""
+    if tensor is None:
+        return -1
+    return math.nan if tensor.is_inference() else tensor._version
+
+
+def _state(lists: Any, columns: int) -> Tensor:
     """uint8 (..., rows, columns): 0 empty, 1 partial, 2 full."""
-    state = _dense(num_blocks, indices)
+    num_blocks, indices, full_num, full_indices = lists
+    state = _dense(num_blocks, indices, columns)
     if full_num is None or full_indices is None:
         return state
-    return torch.maximum(state, 2 * _dense(full_num, full_indices))
+    return torch.maximum(state, 2 * _dense(full_num, full_indices, columns))
 
 
-def _dense(num_blocks: Tensor, indices: Tensor) -> Tensor:
+def _dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
     """uint8 (..., rows, columns), 1 for the blocks that the lists name."""
-    columns = indices.shape[-1]
-    named = torch.arange(columns, device=indices.device) < num_blocks[..., None]
+    named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     # What comes after a row's blocks is undefined: send it to one column too many.
     at = torch.where(named, indices.long(), columns)
+    if not torch.compiler.is_compiling() and at.numel() and at.device.type != "meta":
+        least, most = (int(n) for n in torch.where(named, at, 0).aminmax())
+        if least < 0 or most >= columns:
+            raise CallError(
+                f"a list of blocks names {most if most >= columns else least}, but there are "
+                f"{columns}, counted from 0"
+            )
     out = torch.zeros(*at.shape[:-1], columns + 1, dtype=torch.uint8, device=at.device)
     return out.scatter(-1, at, 1)[..., :columns]
 

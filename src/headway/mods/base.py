@@ -12,6 +12,7 @@ A value is a small frozen dataclass. Its fields say what it is made of, by type:
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, dataclass_transform
@@ -125,6 +126,33 @@ def value(cls: type) -> Any:
     return dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
 
 
+def _named(cls: type) -> Any:
+    """Class decorator of combinations of masks: as functions do, they take a `__name__` and what
+    `functools.wraps` writes. It is no part of what they are."""
+    names = (*functools.WRAPPER_ASSIGNMENTS, "__wrapped__")
+    frozen: Any = cls.__setattr__
+    state: Any = cls.__getstate__
+
+    def __setattr__(self: Any, name: str, item: Any) -> None:
+        if name in names:
+            object.__setattr__(self, name, item)
+        else:
+            frozen(self, name, item)
+
+    def __getattr__(self: Any, name: str) -> Any:
+        if name == "__name__":  # a class's own is not its instances'
+            return cls.__name__
+        raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+
+    def __getstate__(self: Any) -> dict[str, Any]:
+        return state(self) | {name: vars(self)[name] for name in names if name in vars(self)}
+
+    for method in (__setattr__, __getattr__, __getstate__):
+        setattr(cls, method.__name__, method)
+    return cls
+
+
+@_named
 @value
 class Both(Mask):
     """`first & second`."""
@@ -139,6 +167,7 @@ class Both(Mask):
         return f"{_show(self.first, tight=True)} & {_show(self.second, tight=True)}"
 
 
+@_named
 @value
 class Either(Mask):
     """`first | second`."""
@@ -153,6 +182,7 @@ class Either(Mask):
         return f"{_show(self.first)} | {_show(self.second)}"
 
 
+@_named
 @value
 class Not(Mask):
     """`~mask`."""
