@@ -3,6 +3,7 @@
 import math
 import random
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -379,3 +380,51 @@ def test_compiles_whole():
     both.sum().backward()
     for a, b in zip(compiled, (q, mask), strict=True):
         torch.testing.assert_close(a, b.grad)
+
+
+class Logged(torch.Tensor):
+    """A subclass that sees what is done to it, and answers one function itself."""
+
+    seen: ClassVar[list] = []
+    answers = False
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            cls.seen.append(sorted(kwargs or {}))
+            if cls.answers:
+                return "its own"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("at", ["query", "key", "value", "attn_mask"])
+def test_subclasses_have_their_say(at):
+    inputs = {name: torch.randn(1, 2, 5, 8) for name in ("query", "key", "value")}
+    inputs["attn_mask"] = torch.randn(5, 5)
+    truth = F.scaled_dot_product_attention(**inputs)
+    inputs[at] = inputs[at].as_subclass(Logged)
+    Logged.seen.clear()
+    with use_for_sdpa():
+        out = F.scaled_dot_product_attention(**inputs)
+        assert type(out) is Logged
+        assert len(Logged.seen) == 1
+        torch.testing.assert_close(out.as_subclass(torch.Tensor), truth)
+        Logged.answers = True
+        try:
+            assert F.scaled_dot_product_attention(**inputs) == "its own"
+        finally:
+            Logged.answers = False
+
+
+def test_function_modes_have_their_say():
+    class Mode(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += func is F.scaled_dot_product_attention
+            return func(*args, **kwargs or {})
+
+    q = torch.randn(1, 2, 5, 8)
+    with use_for_sdpa(), Mode() as mode:
+        F.scaled_dot_product_attention(q, q, q)
+    assert mode.seen == 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..api import attention
 from ..errors import ArgumentError
@@ -52,6 +53,13 @@ def scaled_dot_product_attention(
     `TypeError` for arguments of another type, `ValueError` for a `CausalBias` with `is_causal`.
     Each is an `ArgumentError` as well.
     """
+    corner = type(attn_mask).__name__ == "CausalBias"
+    tensors = (query, key, value, None if corner else attn_mask)
+    if has_torch_function(tensors):  # a subclass of Tensor, or a mode, has its say
+        return handle_torch_function(
+            scaled_dot_product_attention, tensors, query, key, value, attn_mask=attn_mask,
+            dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
     _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if isinstance(scale, Tensor):
         scale = scale.item()
@@ -60,7 +68,7 @@ def scaled_dot_product_attention(
     q, k, v, leading = _four_dimensional(query, key, value, enable_gqa)
     score: Score | None = None
     mask: Mask | None = causal() if is_causal else None
-    if attn_mask is not None and type(attn_mask).__name__ == "CausalBias":
+    if corner:
         mask = _corner(attn_mask, is_causal, (q.shape[2], k.shape[2]))
     elif attn_mask is not None:
         whole = (*(q.shape[:2] if leading is None else leading), q.shape[2], k.shape[2])
