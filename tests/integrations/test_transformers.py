@@ -373,6 +373,22 @@ def test_an_encoder_that_repeats_its_mask():
     same(both(make, lambda model: [model(**inputs).pooler_output.detach()]))
 
 
+def test_a_decoder_that_joins_two_masks(tokens, left_padded):
+    """T5 Gemma 2 attends to itself and to the encoder at once."""
+    text = SMALL | GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"intermediate_size": 48, "image_size": 16, "patch_size": 8} | SIZES
+    make = lambda: hf.T5Gemma2ForConditionalGeneration(
+        hf.T5Gemma2Config(
+            encoder={"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4},
+            decoder=text, vocab_size=64, eoi_token_index=61, image_token_index=62,
+        )
+    )  # fmt: skip
+    inputs = {"input_ids": tokens.clamp(max=60), "decoder_input_ids": tokens[:, :7].clamp(max=60)}
+    for kept in (None, left_padded.flip(1)):
+        run = lambda m, kept=kept: [m.eval()(**inputs, attention_mask=kept).logits.detach()]
+        same(both(make, run))
+
+
 def test_a_model_that_looks_is_refused_under_a_compiler(tokens):
     model = CURIOUS["deepseek_v4"]().eval()
     model.set_attn_implementation("headway")
