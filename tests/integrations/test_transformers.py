@@ -473,6 +473,17 @@ def test_writes_to_a_mask_take_effect(write):
     assert not torch.equal(attend(ours, q, k), before)
 
 
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_in_inference_mode_take_effect(write):
+    with torch.inference_mode():
+        q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 7, 8)
+        ours, eager = made(padded=True)
+        for mask in (ours, eager):
+            torch.manual_seed(1)
+            WRITES[write](mask)
+        torch.testing.assert_close(attend(ours, q, k), attend(eager, q, k), **TOLERANCE)
+
+
 def test_masks_move_with_their_tensors():
     """As accelerate moves them from layer to layer; reduced precision leaves them functions."""
     ours, eager = made(padded=True, window=3)

@@ -87,8 +87,10 @@ class AttentionMask(Tensor):
         masks = [x for x in leaves if isinstance(x, AttentionMask)]
         plain = [x.square() if isinstance(x, AttentionMask) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(plain, tree)
-        if torch.compiler.is_compiling():
-            for mask in masks:  # who shares what is not known before the graph runs
+        if torch.compiler.is_compiling() or any(mask.square().is_inference() for mask in masks):
+            for (
+                mask
+            ) in masks:  # writes are not seen: before the graph runs, or as no one counts them
                 mask.taken = True
             return func(*args, **kwargs)
         versions = [mask.square()._version for mask in masks]
