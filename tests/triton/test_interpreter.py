@@ -27,8 +27,13 @@ PARTS = 2  # the suite runs them side by side
 
 def run(part: int, dtype: str) -> dict[str, str]:
     """The wrong cases of a part, each with what is wrong."""
+    return interpreted("interpret.py", part, PARTS, dtype)
+
+
+def interpreted(script: str, *arguments: object) -> dict[str, str]:
+    """What a script prints last."""
     done = subprocess.run(
-        [sys.executable, HERE / "interpret.py", str(part), str(PARTS), dtype],
+        [sys.executable, HERE / script, *map(str, arguments)],
         capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -43,3 +48,8 @@ def test_table(part):
 def test_half_precision():
     # The interpreter, which is NumPy, has no bfloat16.
     assert run(0, "float16") == {}
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_what_is_written_after_a_capture_counts(part):
+    assert interpreted("interpret_graphs.py", part, 3) == {}

@@ -3,6 +3,7 @@
 from .build import build as build
 from .build import cached_build as cached_build
 from .build import clear_block_cache as clear_block_cache
+from .loose import undecided as undecided
 from .mask import BlockMask as BlockMask
 from .mask import Tiles as Tiles
 from .mask import from_dense as from_dense

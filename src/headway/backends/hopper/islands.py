@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base import Call
+from ..kernels.device import aside, keep
 from ..kernels.plan import Walk, Walks
 from . import kernel_backward_islands as kernel
 from . import tile
@@ -152,8 +153,12 @@ class Walked:
         self.made: tuple[Walk, Work | None] | None = None
 
     def __call__(self, call: Call) -> Work | None:
-        walk = self.walks(call)
+        walk, device = self.walks(call), self.walks.plan.device
         if self.made is None or self.made[0] is not walk:
-            found = Islands(walk, self.walks.sub, self.heads, self.length)
-            self.made = walk, found.work(self.walks.plan.device) if self.suit(found) else None
-        return self.made[1]
+            with aside(device):
+                found = Islands(walk, self.walks.sub, self.heads, self.length)
+                self.made = walk, found.work(device) if self.suit(found) else None
+        work = self.made[1]
+        if work is not None:
+            keep(device, [work.items, work.marks])
+        return work

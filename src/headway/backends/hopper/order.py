@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...blocks.runs import Runs
 from ..base import Call
+from ..kernels.device import aside, keep
 from ..kernels.plan import Walk, Walks
 
 
@@ -54,9 +55,12 @@ class Ordered:
         walk = self.walks(call)
         if walk.full is None:
             return walk, Alike(added)
+        device = self.walks.plan.device
         if self.made is None or self.made[0] is not walk:
-            self.made = walk, ordered(walk, self.width)
+            with aside(device):
+                self.made = walk, ordered(walk, self.width)
         in_order, first, turn = self.made[1]
+        keep(device, [*in_order.tensors(), first, turn])
         return in_order, Turns(added, first, turn)
 
 

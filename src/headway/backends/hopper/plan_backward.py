@@ -162,7 +162,7 @@ class BackwardPlan(Plan):
             )
             whole = torch.empty(self.numbers_of_parts, device=self.device), dq
         elif self.ordered is None:
-            given = self.walks.given or self.given_by(call, self.walks)
+            given = self.known(self.walks) or self.given_by(call, self.walks)
         else:
             added = terms.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
             walk, turns = self.ordered(call, added)

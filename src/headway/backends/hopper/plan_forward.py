@@ -139,7 +139,7 @@ class ForwardPlan(Plan):
         padded = out
         if self.spare:
             padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
-        given = self.walks.given or self.given_by(call, self.walks, walk=self.ranked(call))
+        given = self.known(self.walks) or self.given_by(call, self.walks, walk=self.ranked(call))
         bands = self.bands.new(given)
         own = q, k, v, padded, lse, row_max, top, sink, zero(self.device), self.memory(), *bands
         self.run(own, given)

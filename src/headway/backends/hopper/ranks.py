@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..base import Call
+from ..kernels.device import aside, keep
 from ..kernels.plan import Walk, Walks
 
 COLUMNS = 16
@@ -26,10 +27,14 @@ class Ranked:
         walk = self.walks(call)
         if walk.full is None:
             return walk
+        device = self.walks.plan.device
         if self.made is None or self.made[0] is not walk:
-            ranks = table(walk, self.walks.sub, *self.sizes)
+            with aside(device):
+                ranks = table(walk, self.walks.sub, *self.sizes)
             self.made = walk, walk._replace(order=ranks)
-        return self.made[1]
+        found = self.made[1]
+        keep(device, [found.order])
+        return found
 
 
 def table(walk: Walk, sub: int, length: int, block: int, rows: int) -> Tensor:

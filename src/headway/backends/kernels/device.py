@@ -1,8 +1,15 @@
-"""Triton launches on the current device: make it the tensors' where it is another."""
+"""Where launches go: Triton's are on the current device; and what a CUDA graph must not take in."""
 
-from contextlib import AbstractContextManager, nullcontext
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from ...errors import BackendRefused
 
 
 def elsewhere(device: torch.device) -> bool:
@@ -14,3 +21,84 @@ def elsewhere(device: torch.device) -> bool:
 def on(device: torch.device) -> AbstractContextManager:
     """Inside, launches go to `device`."""
     return torch.cuda.device(device) if elsewhere(device) else nullcontext()
+
+
+# -- CUDA graphs ----------------------------------------------------------------------------------
+#
+# What is launched while a graph is captured runs when it is replayed: on other numbers, maybe long
+# after. So what the host reads of a tensor now says nothing about then; what is made in a capture
+# is not there yet, and not made by who comes later; and what a captured launch reads must live as
+# long as the graph, of which nobody says when it ends.
+
+_kept: dict[int, Tensor] = {}
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured in the device's current stream."""
+    if device.type != "cuda":
+        return False
+    if elsewhere(device):
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_current_stream_capturing()
+
+
+def keep(device: torch.device, tensors: Iterable[Tensor]) -> None:
+    """Keep what is not the graph's own, and what a call reads, for good, if one is captured."""
+    if capturing(device):
+        _kept.update((id(x), x) for x in tensors)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Inside, work is no part of a graph that is being captured: it is done now, in memory that is
+    not the graph's, whatever it waits for; and it has ended when the block does. It may read what
+    was there before the capture began."""
+    if not capturing(device):
+        yield
+        return
+    with _at_ease(), torch.cuda.stream(stream := _uncaptured(device)):
+        yield
+        stream.synchronize()
+
+
+def _uncaptured(device: torch.device) -> torch.cuda.Stream:
+    """PyTorch hands its few streams out in turn: the next may be the one that is captured."""
+    while True:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return stream
+
+
+@contextmanager
+def _at_ease() -> Iterator[None]:
+    """Inside, this thread may wait for other streams than the one that is captured."""
+    exchange = _exchange()
+    if exchange is None:
+        raise BackendRefused(
+            "this call needs the tiles of its mask, which cannot be found while a CUDA graph is "
+            "being captured without NVIDIA's driver; make the same call once before, or give it a "
+            "block mask"
+        )
+    mode = ctypes.c_int(_RELAXED)
+    if failed := exchange(ctypes.byref(mode)):
+        raise BackendRefused(f"the driver refuses to find tiles beside a capture: error {failed}")
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@lru_cache(maxsize=1)
+def _exchange() -> Callable[[Any], int] | None:
+    """Sets how strict this thread's captures are, and tells how strict they were."""
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
+    exchange.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    return exchange

@@ -26,7 +26,7 @@ import triton
 
 from ...types import Spec
 from ..base import Call
-from .device import on
+from .device import capturing, on
 from .start import able_to_compile
 
 # By thread that rehearses: what would compile and load the kernels of its launches.
@@ -68,7 +68,7 @@ def of_backward(plan: Any, backward: Callable[[], object]) -> None:
 
 def side_by_side(device: torch.device, steps: Callable[[], object]) -> None:
     """Compile and load what `steps` launches; nothing runs. Within other steps they are theirs."""
-    if get_ident() in rehearsals or _capturing(device):
+    if get_ident() in rehearsals or capturing(device):
         return
     kernels = rehearsals[get_ident()] = []
     try:
@@ -145,10 +145,6 @@ def _no_garbage_collected() -> Iterator[None]:
 def _on(device: torch.device, call: Callable[[], None]) -> None:
     with on(device):
         call()
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _like(q: Tensor, width: int) -> Tensor:

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ...blocks import Tiles, cached_build
+from ...blocks import Tiles, cached_build, undecided
 from ...types import Coords as Places
 from ...types import Spec
 from ..base import Call, graphs, split
+from .device import aside, capturing, keep
 from .direct import Given
 from .emit import Text, functions
 from .first import settle
@@ -53,6 +54,8 @@ def plan_of(
     Calls that are alike are known without a look at all that they have in common.
     """
     alike, (q, k, v, *dout), short = call.alike, matrices, None
+    if undecidable(spec, call):  # the tiles of the plan for other calls are those of one moment
+        of = *of, undecidable
     if alike is not None and alike.spec is spec and q is call.q and k is call.k and v is call.v:
         short = (of, alike)
         if dout:  # what was saved may have come back with other strides (`saved_tensors_hooks`)
@@ -88,6 +91,15 @@ def key_of(spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[T
 def straight(at: Places) -> bool:
     """Whether positions follow one another."""
     return at.q_pos is None and at.kv_pos is None
+
+
+def undecidable(spec: Spec, call: Call) -> bool:
+    """Whether nobody knows now which tiles a call visits: what its mask depends on may be written
+    to before the CUDA graph that is being captured is replayed. (Given tiles are the caller's.)"""
+    if spec.mask is None or spec.tiles is not None:
+        return False
+    reads = len(call.captured.tensors) > spec.score_tensors or not straight(call.coords)
+    return reads and capturing(call.q.device)
 
 
 @lru_cache
@@ -186,6 +198,7 @@ class BasePlan:
         # Nothing that is no part of the kind tells one mask from another.
         _, (tensors, _, floats) = split(spec, call.captured)
         self.steady = in_line and spec.tiles is None and not tensors and not floats
+        self.undecided: dict | None = {} if undecidable(spec, call) else None  # tiles, by floats
 
     def function(self, name: str) -> Any:
         """One of the generated functions; None where the call has none."""
@@ -200,7 +213,23 @@ class BasePlan:
         assert self.mask is not None
         shape = (self.b, self.hq, self.q_len, self.kv_len)
         of_mask = split(self.spec, call.captured)[1]
-        return cached_build(self.mask, of_mask, shape, self.tile, self.device, call.coords)
+        of = self.mask, of_mask, shape, self.tile, self.device, call.coords
+        if self.undecided is None:
+            with aside(self.device):
+                return cached_build(*of)
+        known = self.tile, *map(repr, of_mask.floats)
+        found = self.undecided.get(known)
+        if found is None:
+            with aside(self.device):
+                found = self.undecided[known] = undecided(*of)
+        return found
+
+    def known(self, walks: "Walks") -> "Given | None":
+        """What all calls bring (`given_by`), where that is known. A call that is captured looks
+        again: what it brings is kept then."""
+        if walks.given is not None and (self.tile is None or not capturing(self.device)):
+            return walks.given
+        return None
 
     def given_by(
         self, call: Call, walks: "Walks", *more: Tensor, walk: Walk | None = None
@@ -261,22 +290,27 @@ class Walks:
     def __call__(self, call: Call) -> Walk:
         """The walk for a call, made once for the tiles of a block mask."""
         known, walk = self.made
-        if known is not None and self.plan.steady:
-            return walk
-        tiles, b, h = self.plan.tiles(call)
-        if tiles is None or (known is not None and _same(tiles, known)):
-            return walk
+        if known is None or not self.plan.steady:
+            tiles, b, h = self.plan.tiles(call)
+            if tiles is None:
+                return walk
+            if known is None or not _same(tiles, known):
+                with aside(self.plan.device):
+                    walk = self._of(tiles, b, h)
+                self.made = tiles, walk
+        keep(self.plan.device, walk.tensors())
+        return walk
+
+    def _of(self, tiles: Tiles, b: int, h: int) -> Walk:
         full, partial, order = (
             (tiles.rows_full, tiles.rows_partial, tiles.row_order)
             if self.queries
             else (tiles.cols_full, tiles.cols_partial, tiles.col_order)
         )
-        walk = Walk(
+        return Walk(
             tuple(map(_aligned, full)), tuple(map(_aligned, partial)), _aligned(order),
             b, h, self.lines, self.size, self.step, self.near,
         )  # fmt: skip
-        self.made = tiles, walk
-        return walk
 
 
 # -- details --------------------------------------------------------------------------------------

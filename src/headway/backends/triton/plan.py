@@ -149,7 +149,7 @@ class Launcher:
             more = (call.seed.to(plan.device),)
         while True:
             own = tensors(self.slots)
-            given = self.walks.given or plan.given_by(call, self.walks, *more)
+            given = plan.known(self.walks) or plan.given_by(call, self.walks, *more)
             if self.seen[0] is not (made := self.walks.made[1]):
                 self.seen = made, walk.scattered(made, self.length)
             kind = like, self.seen[1]

@@ -1,0 +1,95 @@
+"""Work beside a capture: how the driver is asked, and which stream it goes to. CUDA is played."""
+
+import ctypes
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from headway.backends.kernels import device
+from headway.errors import BackendRefused
+
+CARD = torch.device("cuda", 0)
+
+
+class Cuda:
+    """Streams by number, of which 7 is being captured; PyTorch hands out 7 next, then 8."""
+
+    def __init__(self) -> None:
+        self.current, self.next, self.mode, self.log = 7, 7, 0, []
+
+    def Stream(self, card):
+        self.next += 1
+        made = mock.Mock(number=self.next - 1)
+        made.synchronize = lambda: self.log.append((made.number, self.current, self.mode))
+        return made
+
+    def stream(self, stream):
+        return mock.patch.object(self, "current", stream.number)
+
+    def is_current_stream_capturing(self):
+        return self.current == 7
+
+    def exchange(self, pointer):
+        mode = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int)).contents
+        mode.value, self.mode = self.mode, mode.value
+        return 0
+
+
+@pytest.fixture
+def cuda():
+    made = Cuda()
+    with (
+        mock.patch.multiple(
+            torch.cuda, Stream=made.Stream, stream=made.stream,
+            is_current_stream_capturing=made.is_current_stream_capturing,
+        ),
+        mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=0),
+        mock.patch.object(device, "_exchange", return_value=made.exchange),
+        mock.patch.object(device, "_kept", {}),
+    ):  # fmt: skip
+        yield made
+
+
+def test_aside_is_another_stream_at_ease_and_all_is_as_before_afterwards(cuda):
+    with device.aside(CARD):
+        assert (cuda.current, cuda.mode) == (8, 2)
+        assert not device.capturing(CARD)
+        with device.aside(CARD):
+            assert cuda.current == 8
+    assert cuda.log == [(8, 8, 2)]  # waited for, there
+    assert (cuda.current, cuda.mode) == (7, 0)
+    with pytest.raises(ZeroDivisionError), device.aside(CARD):
+        raise ZeroDivisionError
+    assert (cuda.current, cuda.mode) == (7, 0)
+
+
+def test_nothing_is_done_where_nothing_is_captured(cuda):
+    cuda.current, x = 1, torch.zeros(3)
+    with device.aside(CARD):
+        assert cuda.current == 1
+    device.keep(CARD, [x])
+    assert (cuda.next, cuda.mode, device._kept) == (7, 0, {})
+    cuda.current = 7
+    assert not device.capturing(torch.device("cpu"))
+    device.keep(CARD, [x, x])
+    assert [*device._kept.values()] == [x]
+
+
+def test_without_the_driver_it_is_refused_with_the_way_out(cuda):
+    with (
+        mock.patch.object(device, "_exchange", return_value=None),
+        pytest.raises(BackendRefused, match="make the same call once before"),
+        device.aside(CARD),
+    ):
+        pass
+    with (
+        mock.patch.object(device, "_exchange", return_value=lambda pointer: 1),
+        pytest.raises(BackendRefused, match="error 1"),
+        device.aside(CARD),
+    ):
+        pass
