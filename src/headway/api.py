@@ -29,7 +29,7 @@ from .arguments import (
 )
 from .backends import choose
 from .backends.base import Call, Kind, kind_of
-from .blocks import BlockMask, cached_build
+from .blocks import BlockMask, Decided, cached_build
 from .blocks.mask import tile_of
 from .errors import CapturedIndexError, HeadwayError, ModError
 from .keywords import unknown_keywords
@@ -171,11 +171,12 @@ def block_mask(
         device = captured.tensors[0].device if captured.tensors else "cpu"
     device = usable_device(device)
     check_captured("mask", captured, device)
+    decided = Decided(graph.text, captured.tensors)
     try:
         tiles, mask_b, mask_h = cached_build(graph, captured, sizes, tile, device)
     except CapturedIndexError as error:
         raise _with_place(error, mask) from None
-    return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles)
+    return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles, decided)
 
 
 def _plain(
@@ -269,8 +270,11 @@ def prepare(
         if looked is not None and (alike := looked[1]) is not None:
             made = looked[2]
             seed = seed_of(seed, q.device) if dropout else None
-            tiles = mask.tiles if type(mask) is BlockMask else None
-            captured = captured_by(alike, made)
+            tiles, captured = None, captured_by(alike, made)
+            if type(mask) is BlockMask:
+                tiles = mask.tiles
+                tensors = captured.tensors[alike.spec.score_tensors :]
+                mask.check_decided(alike.spec.mask, tensors)
             return alike.spec, Call(q, k, v, sink, seed, captured, tiles, _WHOLE, alike)
     check_tensors(q, k, v)
     if scale is not None:
@@ -279,9 +283,9 @@ def prepare(
         check_sink(sink, q)
     dropout = dropout_of(dropout) if dropout or type(dropout) is not float else 0.0
     seed = seed_of(seed, q.device) if dropout else None
-    tiles, shape = None, None
+    tiles, shape, blocks = None, None, None
     if isinstance(mask, BlockMask):
-        tiles, shape = mask.tiles, (*mask.shape[:2], *mask.tile)
+        tiles, shape, blocks = mask.tiles, (*mask.shape[:2], *mask.tile), mask
         check_block_mask(mask, q, k)
         mask = mask.mask
     double = backend == "reference" or q.dtype == torch.float64
@@ -292,6 +296,8 @@ def prepare(
         counts = len(captured.tensors), len(captured.ints), len(captured.floats)
     if mask is not None:
         of_mask, more = _taken_apart("mask", mask, double, q, k, whole)
+        if blocks is not None and not compiling:  # a compiled program asks when it is run
+            blocks.check_decided(of_mask.text, more.tensors)
         captured = more if captured is None else captured.and_then(more)
     if captured is None:
         captured = Captured([], [], [])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .backends import get
 from .backends.base import Call
-from .blocks import Tiles
+from .blocks import Tiles, check_tiles
 from .types import Captured, Coords, Forward, Spec, acc_dtype
 
 _INPUTS = (
@@ -48,8 +48,10 @@ def flat(call: Call) -> tuple:
 
 def forward(spec: str, *inputs: Any) -> Forward:
     """`headway::forward` without the dispatcher."""
-    parsed = Spec.parse(spec)
-    return get(parsed.backend).forward(parsed, call_of(*inputs))
+    parsed, call = Spec.parse(spec), call_of(*inputs)
+    if call.tiles is not None:
+        check_tiles(call.tiles)
+    return get(parsed.backend).forward(parsed, call)
 
 
 def backward(spec: str, *inputs: Any) -> list[Tensor]:

@@ -1,16 +1,23 @@
 """On a GPU: compiled whole, CUDA graphs, the drop-ins, autocast. Skipped where there is none."""
 
+import gc
+import random
 from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import captured
 import headway as hw
 from headway.compat import flash, flex, torch_sdpa
+from headway.errors import ArgumentError
 
 if find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
+
+from headway.backends.kernels import plan
+from headway.backends.kernels.device import aside
 
 HQ, HK, LENGTH, D = 4, 2, 300, 64
 HALF = {"rtol": 2e-2, "atol": 2e-2}
@@ -89,6 +96,124 @@ def test_a_cuda_graph_of_forward_and_backward(qkv):
     graph.replay()
     for a, b in zip(recorded, step(), strict=True):
         torch.testing.assert_close(a, b, **HALF)
+
+
+def record(step):
+    """A CUDA graph of a call that was made before, and what it returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = step()
+    return graph, made
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def backend(request):
+    q = torch.zeros(1, 1, 16, 64, device="cuda", dtype=torch.bfloat16)
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    hw.attention(q, q, q, backend=request.param)
+    return request.param
+
+
+def test_work_aside_of_a_capture_is_done_at_once():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.arange(5, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        before = x * 2
+        with aside(device):
+            assert x.sum().item() == 10  # the host waits
+            there = torch.arange(7).to(device)
+            assert there.nonzero().cpu().flatten().tolist() == [1, 2, 3, 4, 5, 6]
+        after = before + 1
+    assert there.tolist() == [*range(7)]  # before any replay
+    x.fill_(3)
+    graph.replay()
+    assert after.tolist() == [7] * 5
+
+
+@pytest.mark.parametrize("lengths", [(300, 300), (1100, 1100), (640, 2048)], ids=str)
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+@pytest.mark.parametrize("in_turn", [False, True], ids=["plain", "in turn"])
+@pytest.mark.parametrize("make", captured.MASKS, ids=lambda make: make.__name__)
+def test_what_is_written_after_a_capture_counts(backend, make, in_turn, known, lengths):
+    """And no memory that the graph reads is let go of; plans are made before it or in it."""
+    of = make(*lengths, "cuda")
+    step = captured.Step(
+        backend, of, *lengths, "cuda", torch.bfloat16, width=64, deterministic=in_turn
+    )
+
+    def forgetting():
+        if not known:
+            plan.clear()
+        return step()
+
+    graph, made = record(forgetting)
+    plan.clear()
+    hw.clear_block_cache()
+    gc.collect()
+    torch.cuda.empty_cache()
+    junk = [torch.full((n,), -1, device="cuda") for n in (64, 256, 1024, 4096) for _ in range(100)]
+    for _ in range(3):
+        step.rewrite()
+        graph.replay()
+        assert max(step.wrong(made)) < 1
+        assert max(step.wrong(step())) < 1
+    del junk
+
+
+def test_block_masks_that_take_turns_in_a_graph(backend):
+    """Given ones are used as they are, and kept."""
+    q = torch.randn(1, 2, 640, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    masks = [hw.causal(), hw.causal() & hw.sliding_window(100), hw.sliding_window(70)]
+    given = [hw.block_mask(mask, 1, 1, 640, 640, device="cuda") for mask in masks]
+
+    def step(backend=backend):
+        made = []
+        for mask in given:
+            out = hw.attention(q, q, q, None, mask, backend=backend, deterministic=True)
+            made += out, *torch.autograd.grad(out, q, torch.ones_like(out))
+        return made
+
+    graph, made = record(step)
+    plan.clear()
+    with torch.no_grad():
+        q.copy_(torch.randn_like(q))
+    graph.replay()
+    for x, y in zip(made, step("reference"), strict=True):
+        torch.testing.assert_close(x, y, **HALF)
+
+
+def test_graphs_of_compiled_programs_find_new_lengths(backend):
+    """`reduce-overhead`: what a mask captures is copied to where the graph reads it."""
+    torch.compiler.reset()
+    q = torch.randn(2, 2, 640, 64, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([640, 640], device="cuda")
+    call = lambda q, n: hw.attention(q, q, q, None, hw.padding(n), backend=backend)
+    compiled = torch.compile(call, mode="reduce-overhead", fullgraph=True)
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        lengths.copy_(torch.tensor([random.randint(1, 640), random.randint(1, 640)]))
+        torch.testing.assert_close(compiled(q, lengths), call(q, lengths), **HALF)
+
+
+def test_a_block_mask_whose_ids_were_written_to_is_refused(backend):
+    q = torch.randn(1, 2, 1024, 64, device="cuda", dtype=torch.bfloat16)
+    ids = torch.arange(1024, device="cuda") // 100
+    mask = hw.causal() & hw.document(ids)
+    build = lambda: hw.block_mask(mask, 1, 1, 1024, 1024)
+    given = build()
+    hw.attention(q, q, q, None, given, backend=backend)
+    ids.copy_(torch.arange(1024, device="cuda") // 170)
+    with pytest.raises(ArgumentError, match="written to since"):
+        hw.attention(q, q, q, None, given, backend=backend)
+    right = hw.attention(q, q, q, None, mask, backend="reference")
+    torch.testing.assert_close(hw.attention(q, q, q, None, build(), backend=backend), right, **HALF)
 
 
 def test_autocast(qkv):

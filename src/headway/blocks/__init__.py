@@ -3,6 +3,8 @@
 from .build import build as build
 from .build import cached_build as cached_build
 from .build import clear_block_cache as clear_block_cache
+from .decided import Decided as Decided
+from .decided import check_tiles as check_tiles
 from .loose import undecided as undecided
 from .mask import BlockMask as BlockMask
 from .mask import Tiles as Tiles

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, CheckpointError
 from ..mods.lowering import Parts, describe, restore
+from .decided import Decided
 from .mask import BlockMask, Tiles
 from .runs import Runs
 
@@ -21,6 +22,8 @@ def save(mask: BlockMask, path: str | PathLike) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    if mask.decided is not None:
+        mask.decided.check()
     parts = describe(mask.mask)
     if parts.functions:
         names = ", ".join(getattr(fn, "__qualname__", repr(fn)) for fn in parts.functions)
@@ -71,7 +74,9 @@ def load(path: str | PathLike, device: torch.device | str = "cpu") -> BlockMask:
         of_mask = [tensors[f"mask.{n}"] for n in head["tensors"]]
         floats = [float.fromhex(x) for x in head["floats"]]
         parts = Parts(head["structure"], [], of_mask, head["ints"], floats)
-        mask = BlockMask(restore(parts), tuple(head["shape"]), tuple(head["tile"]), tiles)
+        made = restore(parts)
+        shape, tile = tuple(head["shape"]), tuple(head["tile"])
+        mask = BlockMask(made, shape, tile, tiles, Decided.by(made))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} holds only a part of a block mask: {error!r}") from error
     _check(mask, path)

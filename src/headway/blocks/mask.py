@@ -6,7 +6,7 @@ runs `(start, count)`: a causal million tokens has 33.6 million live tiles of 12
 runs. A kernel walks the runs of its row in one flat loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from ..mods.base import Both, Either, MaskFn, Mod, Shifted
 from ..mods.capture import reads
 from ..mods.lowering import describe, restore
 from ..types import whole
+from .decided import Decided, tell
 from .runs import Runs, coarser, combine, of_dense
 
 
@@ -77,12 +78,48 @@ class BlockMask:
     - `shape`: `(b, h, q_len, kv_len)`; b and h may be 1 and then hold for every batch or head.
     - `tile`: `(tile_q, tile_kv)`.
     - `tiles`: the runs of full and partial tiles, int32.
+    - `decided`: what the tiles were decided by; None where they are the caller's own.
+
+    A call refuses a block mask whose mask captures a tensor that was written to since, or captures
+    others now: old tiles and a new mask are no mask at all. Build it again then. (Not noticed: the
+    writes that `clear_block_cache` names, and those between replays of a CUDA graph, in which the
+    tiles are used as they are given.)
     """
 
     mask: MaskFn
     shape: tuple[int, int, int, int]
     tile: tuple[int, int]
     tiles: Tiles
+    decided: Decided | None = None
+
+    def __post_init__(self) -> None:
+        if self.decided is not None and not torch.compiler.is_compiling():
+            tell(self.tiles, self.decided)
+
+    def check_decided(self, formula: str | None, tensors: Sequence[Tensor]) -> None:
+        """That the tiles are those of its mask, whose formula and tensors are these now."""
+        if self.decided is not None:
+            self.decided.check_call(formula, tensors)
+
+    def _decided_by(self, mask: MaskFn, *others: "BlockMask") -> Decided | None:
+        """What decided the tiles of a block mask made of this one and others."""
+        given = [m.decided for m in (self, *others) if m.decided is not None]
+        if not given or torch.compiler.is_compiling():
+            return self.decided if mask is self.mask else None
+        for decided in given:
+            decided.check()
+        return Decided.by(mask)
+
+    def __getstate__(self) -> dict:
+        """Copies know what decided them; what counters say is said of one process."""
+        if self.decided is not None:
+            self.decided.check()
+        return self.__dict__ | {"decided": self.decided is not None}
+
+    def __setstate__(self, state: dict) -> None:
+        decided = Decided.by(state["mask"]) if state.pop("decided", False) else None
+        self.__dict__.update(state, decided=decided)
+        self.__post_init__()
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -189,7 +226,8 @@ class BlockMask:
         )  # fmt: skip
         first = (b0, h0, q0, kv0)
         mask = Shifted(self.mask, *first) if any(first) else self.mask
-        return BlockMask(mask, (b1 - b0, h1 - h0, q1 - q0, kv1 - kv0), self.tile, tiles)
+        shape = b1 - b0, h1 - h0, q1 - q0, kv1 - kv0
+        return BlockMask(mask, shape, self.tile, tiles, self._decided_by(mask))
 
     def __and__(self, other: "BlockMask") -> "BlockMask":
         """Pairs kept by both; lengths and tiles must be equal, b and h equal or 1.
@@ -232,7 +270,8 @@ class BlockMask:
             where = combine([*mine[n : n + 2], *theirs[n : n + 2]], width)
             runs.append(where(lambda covered: full(*covered)))
             runs.append(where(lambda covered: live(*covered) & ~full(*covered)))
-        return BlockMask(mask, (b, h, *self.shape[2:]), self.tile, Tiles.of_runs(*runs))
+        shape, decided = (b, h, *self.shape[2:]), self._decided_by(mask, other)
+        return BlockMask(mask, shape, self.tile, Tiles.of_runs(*runs), decided)
 
     def _lines(self, b: range, h: range, line: range, lines: int) -> Tensor:
         """The numbers of some rows (or columns) of some batches and heads, int64."""
@@ -258,7 +297,7 @@ class BlockMask:
         by_q, by_kv = tile[0] // self.tile[0], tile[1] // self.tile[1]
         runs = (*coarser(t.rows_full, t.rows_partial, (rows, cols), (by_q, by_kv)),
                 *coarser(t.cols_full, t.cols_partial, (cols, rows), (by_kv, by_q)))  # fmt: skip
-        return BlockMask(self.mask, self.shape, tile, Tiles.of_runs(*runs))
+        return BlockMask(self.mask, self.shape, tile, Tiles.of_runs(*runs), self.decided)
 
     # -- elsewhere ---------------------------------------------------------------------------------
 
@@ -276,7 +315,7 @@ class BlockMask:
                     )
         mask = restore(parts._replace(tensors=[t.to(device) for t in parts.tensors]))
         tiles = Tiles.unflatten([t.to(device) for t in self.tiles.flatten()])
-        return BlockMask(mask, self.shape, self.tile, tiles)
+        return BlockMask(mask, self.shape, self.tile, tiles, self._decided_by(mask))
 
     def save(self, path: str | PathLike) -> None:
         """Write to a safetensors file: tiles, and the mask where it is made of library values.
@@ -351,7 +390,9 @@ def from_dense(
 
 pytree.register_pytree_node(
     BlockMask,
-    lambda m: (m.tiles.flatten(), (m.mask, m.shape, m.tile)),
-    lambda tensors, rest: BlockMask(rest[0], rest[1], rest[2], Tiles.unflatten(list(tensors))),
+    lambda m: (m.tiles.flatten(), (m.mask, m.shape, m.tile, m.decided)),
+    lambda tensors, rest: BlockMask(
+        rest[0], rest[1], rest[2], Tiles.unflatten(list(tensors)), rest[3]
+    ),
     serialized_type_name="headway.BlockMask",
 )

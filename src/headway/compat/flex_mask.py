@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..blocks import BlockMask as TileMask
-from ..blocks import from_dense
+from ..blocks import Decided, from_dense
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods.base import MaskFn, value
@@ -110,6 +111,10 @@ class BlockMask:
             if given is not None:
                 self._out[name] = given, None
 
+    # What its lists were decided by; None where they are the caller's own, as they are where the
+    # caller sets the mask.
+    _decided: Decided | None = None
+
     def _set(self, state, seq_lengths, block, mask_mod, tiles) -> "BlockMask":
         self._state: Tensor | None = state  # uint8 (..., rows, columns): 0 empty, 1 partial, 2 full
         self._tiles: TileMask | None = tiles
@@ -125,8 +130,22 @@ class BlockMask:
     def of_tiles(cls, tiles: TileMask, batch: tuple[int, ...]) -> "BlockMask":
         """Headway's block mask as FlexAttention's, for so many batch rows and heads."""
         new = cls.__new__(cls)._set(None, tiles.shape[2:], tiles.tile, tiles.mask, tiles)
-        new._batch = batch
+        new._batch, new._decided = batch, tiles.decided
         return new
+
+    def _still(self) -> Decided | None:
+        """What its lists were decided by, which is still so."""
+        if self._decided is not None:
+            self._decided.check()
+        return self._decided
+
+    def __getstate__(self) -> dict:
+        """Copies know what decided them; what counters say is said of one process."""
+        return self.__dict__ | {"_decided": self._still() is not None}
+
+    def __setstate__(self, state: dict) -> None:
+        decided = Decided.by(state["_mask_mod"]) if state.pop("_decided", False) else None
+        self.__dict__.update(state, _decided=decided)
 
     @classmethod
     def from_kv_blocks(
@@ -177,6 +196,8 @@ class BlockMask:
             mask = in_blocks(self._mask_mod, state, block)
             used = state[:, :, : -(-lengths[0] // block[0]), : -(-lengths[1] // block[1])]
             self._tiles = from_dense(used, mask, lengths, block)
+            if self._still() is not None and not torch.compiler.is_compiling():
+                self._tiles = replace(self._tiles, decided=Decided.by(mask))
         return self._tiles
 
     def _square(self) -> Tensor:
@@ -200,7 +221,8 @@ class BlockMask:
     @mask_mod.setter
     def mask_mod(self, mask_mod: MaskFn) -> None:
         self._square()
-        self._mask_mod, self._tiles = mask_mod, None
+        self._still()
+        self._mask_mod, self._tiles, self._decided = mask_mod, None, None
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
@@ -341,6 +363,7 @@ class BlockMask:
         if len(index) > 3:
             raise IndexError("too many indices for a BlockMask: batch, head, query block")
         keep = lambda i, n: slice(i % n, i % n + 1) if isinstance(i, int) and -n <= i < n else i
+        self._still()
         self._square()
         state = self._state
         assert state is not None
@@ -364,6 +387,7 @@ class BlockMask:
         if new_kv_len > self._seq_lengths[1]:
             state[..., -1].clamp_(max=1)
         new = BlockMask.__new__(BlockMask)
+        new._decided = self._still()
         return new._set(state, (new_q_len, new_kv_len), self._block, self._mask_mod, None)
 
     def partial_only(self) -> "BlockMask":
@@ -371,12 +395,13 @@ class BlockMask:
         tiles = self.tiles
         state = tiles.to_dense().clamp(max=1)
         only = from_dense(state, tiles.mask, tiles.shape[2:], tiles.tile)
-        return BlockMask.of_tiles(only, self._batch)
+        return BlockMask.of_tiles(replace(only, decided=tiles.decided), self._batch)
 
     def to(self, device: torch.device | str) -> "BlockMask":
         """On another device; what the mask captures stays where it is."""
         state = self._square().to(device)
         new = BlockMask.__new__(BlockMask)
+        new._decided = self._still()
         return new._set(state, self._seq_lengths, self._block, self._mask_mod, None)
 
     def __getstate__(self) -> dict[str, Any]:
