@@ -137,15 +137,14 @@ def test_work_aside_of_a_capture_is_done_at_once():
     assert after.tolist() == [7] * 5
 
 
-@pytest.mark.parametrize("lengths", [(300, 300), (1100, 1100), (640, 2048)], ids=str)
+@pytest.mark.parametrize("lengths", [(300, 300), (640, 2048)], ids=str)
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
-@pytest.mark.parametrize("in_turn", [False, True], ids=["plain", "in turn"])
 @pytest.mark.parametrize("make", captured.MASKS, ids=lambda make: make.__name__)
-def test_what_is_written_after_a_capture_counts(backend, make, in_turn, known, lengths):
-    """And no memory that the graph reads is let go of; plans are made before it or in it."""
+def test_what_is_written_after_a_capture_counts(backend, make, known, lengths):
+    """Plans are made before it or in it; and no memory that the graph reads is let go of."""
     of = make(*lengths, "cuda")
     step = captured.Step(
-        backend, of, *lengths, "cuda", torch.bfloat16, width=64, deterministic=in_turn
+        backend, of, *lengths, "cuda", torch.bfloat16, width=64, deterministic=not known
     )
 
     def forgetting():
