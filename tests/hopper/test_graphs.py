@@ -94,3 +94,23 @@ def test_block_masks_that_take_turns():
     graph.replay()
     for x, y in zip(made, step("reference"), strict=True):
         assert (x.float() - y.float()).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("name", ["relative", "per key"])
+def test_what_a_score_captures_counts_too(name):
+    """And its gradients: what is read by relative position is laid out by a kernel each time."""
+    n = 140
+    table = torch.randn(captured.HQ, 2 * n - 1 if name == "relative" else n)
+    score = {
+        "relative": lambda s, b, h, i, j: s + table[h, i - j + n - 1],
+        "per key": lambda s, b, h, i, j: s * 1.1 + table[h, j],
+    }[name]
+    of = captured.causal_padding(n, n, "cpu")
+    step = captured.Step("hopper", of, n, n, "cpu", torch.bfloat16, score)
+    with graphs.recording() as graph:
+        made = step()
+    assert graph.strangers(*of.reads, table) == []
+    step.rewrite()
+    table.copy_(torch.randn_like(table))
+    graph.replay()
+    assert max(step.wrong(made)) < 1
