@@ -139,9 +139,11 @@ class BlockMask:
             self._decided.check()
         return self._decided
 
-    def __getstate__(self) -> dict:
-        """Copies know what decided them; what counters say is said of one process."""
-        return self.__dict__ | {"_decided": self._still() is not None}
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies are apart from the lists that are out. They know what decided them; what counters
+        say is said of one process."""
+        self._look_at_lists()
+        return vars(self) | {"_out": {}, "_former": [], "_decided": self._still() is not None}
 
     def __setstate__(self, state: dict) -> None:
         decided = Decided.by(state["_mask_mod"]) if state.pop("_decided", False) else None
@@ -275,6 +277,7 @@ class BlockMask:
             lists: list[Any] = [self._list(name) for name in _KV_LISTS]
             state = _state(lists, _columns(lists[1], self._seq_lengths, self._block))
             self._state, self._tiles, self._batch = state, None, tuple(state.shape[:-2])
+            self._decided = None  # but by the caller
             for name in [name for name in _Q_LISTS if name in out and name not in new]:
                 tensor, version = out.pop(name)
                 self._former.append((name, weakref.ref(tensor), version))
@@ -403,11 +406,6 @@ class BlockMask:
         new = BlockMask.__new__(BlockMask)
         new._decided = self._still()
         return new._set(state, self._seq_lengths, self._block, self._mask_mod, None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies are apart from the lists that are out."""
-        self._look_at_lists()
-        return vars(self) | {"_out": {}, "_former": []}
 
 
 def _list_of(name: str) -> property:
