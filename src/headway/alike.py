@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from .backends.base import Alike, Call, Kind
 from .blocks import BlockMask
+from .caches import Cache
 from .mods import Captured
 from .mods.base import Mod
 from .mods.capture import Reads, reads, shared
@@ -21,8 +22,7 @@ from .mods.constants import brought
 from .mods.lowering import Lowered, Parts, parts_of
 from .types import Spec
 
-_MOST = 4096
-_known: dict[tuple, Alike] = {}
+_known: Cache[Alike] = Cache(4096)
 
 _PLAIN = {Tensor, Parameter}  # a subclass may be anything
 _SCALES = {type(None), float, int}
@@ -94,10 +94,8 @@ def remember(
         return call
     picks = [() if low is None else low.picks for low in lowered]
     tensors, _, floats = call.captured
-    while len(_known) >= _MOST:
-        _known.pop(next(iter(_known)), None)
     alike = Alike(spec, kind.trained, picks, None if tensors or floats else call.captured)
-    _known[key] = alike
+    _known.put(key, alike)
     return Call(*call[:-1], alike)
 
 

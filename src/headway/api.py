@@ -14,6 +14,7 @@ from .arguments import (
     DTYPES,
     check_block_mask,
     check_captured,
+    check_coords,
     check_dtype,
     check_function,
     check_made_outside,
@@ -277,6 +278,8 @@ def prepare(
                 mask.check_decided(alike.spec.mask, tensors)
             return alike.spec, Call(q, k, v, sink, seed, captured, tiles, _WHOLE, alike)
     check_tensors(q, k, v)
+    if coords is not None:
+        check_coords(coords, q, k)
     if scale is not None:
         scale = scale_of(scale)
     if sink is not None:

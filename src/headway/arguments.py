@@ -16,7 +16,7 @@ from .errors import ArgumentError, ModError
 from .mods import Captured, Mask, Score
 from .mods.base import Mod
 from .mods.meant import meant
-from .types import fixed, real, whole
+from .types import Coords, fixed, real, whole
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -201,12 +201,40 @@ def usable_device(device: Any) -> torch.device:
     try:
         found = torch.device(device)
         if found.type != "meta":
-            found = torch.empty(0, device=found).device
+            found = torch.empty(0, dtype=torch.uint8, device=found).device
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise ArgumentError(f"device={device!r} cannot be used here: {error}") from error
     if found.type == "meta":
         raise ArgumentError("device='meta' holds no numbers, which a block mask is decided by")
     return found
+
+
+def check_coords(coords: Coords, q: Tensor, k: Tensor) -> None:
+    """Whole numbers, and where positions are given one by one, one for every query or key: a kernel
+    reads as many as there are."""
+    for name, offset in zip(coords._fields[:4], coords[:4], strict=True):
+        if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
+            raise ArgumentError(f"coords: {name}={offset!r} must be a whole number")
+    (b, _, q_len, _), kv_len = q.shape, k.shape[2]
+    for name, pos, length in (("q_pos", coords.q_pos, q_len), ("kv_pos", coords.kv_pos, kv_len)):
+        if pos is None:
+            continue
+        what = f"coords: {name} must be whole numbers ({length},) or ({b}, {length}), one for every"
+        if (
+            not isinstance(pos, Tensor)
+            or pos.is_floating_point()
+            or pos.is_complex()
+            or pos.dtype == torch.bool
+            or pos.dim() not in (1, 2)
+            or pos.shape[-1] != length
+            or (pos.dim() == 2 and pos.shape[0] != b)
+        ):
+            side = "query" if name == "q_pos" else "key"
+            raise ArgumentError(f"{what} {side}, got {shown(pos)}")
+        if pos.device != q.device:
+            raise ArgumentError(
+                f"coords: {name} is on {pos.device}, q on {q.device}; move it with .to()"
+            )
 
 
 def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:

@@ -119,6 +119,27 @@ class _Attention(torch.autograd.Function):
         return (*(None,) * 5, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
 
 
+class _Dual(_Attention):
+    """`_Attention` where forward-mode AD is on: refused, if an input of the call has a tangent. (By
+    itself, since Dynamo takes no function with a `jvp`.)"""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        _refuse_forward_mode("an input of the call")
+
+
+def _refuse_forward_mode(what: str) -> None:
+    raise BackendRefused(
+        f"attention has no derivative in forward mode ({what} has a tangent, as torch.func.jvp, "
+        "jacfwd, hessian and linearize or torch.autograd.forward_ad give one); use reverse mode: "
+        "torch.func.vjp, grad and jacrev, or backward(); where it must be forward mode, make that "
+        "call with torch.nn.functional.scaled_dot_product_attention under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    )
+
+
 class _Run:
     """A call on its way through autograd, which is to see its tensors and nothing else; and what
     comes of it and carries no gradient."""
@@ -187,12 +208,51 @@ _direct = super(torch.autograd.Function, _Direct).apply  # type: ignore[misc]
 
 def _once(ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | None) -> tuple:
     """The gradients of a call, which may not be differentiated."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
+        return gradients(ctx, *grad_outputs)
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, grad_outputs)):
+        _refuse_forward_mode("the gradient of a result")
+    if any(map(_is_batched, grad_outputs)):
+        return _one_by_one(ctx, gradients, *grad_outputs)
+    if not torch.is_grad_enabled():
         return gradients(ctx, *grad_outputs)
     with torch.no_grad():
         grads = gradients(ctx, *grad_outputs)
     # create_graph=True: a second derivative must not be dropped in silence.
     return _not_twice(grads, *grad_outputs, *ctx.saved_tensors)
+
+
+def _has_tangent(x: Tensor | None) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_batched(x: Tensor | None) -> bool:
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def _one_by_one(ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | None) -> tuple:
+    """`_once` for several gradients of the results at once, as `is_grads_batched=True` and
+    `jacobian(vectorize=True)` give them: by a `vmap` older than `torch.func`'s, which has no rule
+    for what is not PyTorch's."""
+    level = next(_level(x) for x in grad_outputs if x is not None and _is_batched(x))
+    size = max(_apart(x, level, 1).shape[0] for x in grad_outputs if x is not None)
+    apart = [[None] * size if x is None else _apart(x, level, size) for x in grad_outputs]
+    found = [_once(ctx, gradients, *of) for of in zip(*apart, strict=True)]
+    return tuple([
+        None if grads[0] is None else torch._add_batch_dim(torch.stack(grads), 0, level)
+        for grads in zip(*found, strict=True)
+    ])  # fmt: skip
+
+
+def _apart(x: Tensor, level: int, size: int) -> Tensor:
+    """With what is batched at this nesting as its first dimension; of `size`, if nothing is."""
+    return torch._remove_batch_dim(x, level, size, 0)
+
+
+def _level(x: Tensor) -> int:
+    """The nesting at which x is batched. It is asked by trying: where it is not, any size does.
+    (The thread of a device does not know how deep its caller is.)"""
+    return next(n for n in range(1, 65) if len(_apart(x, n, 2)) == len(_apart(x, n, 3)))
 
 
 def _not_twice(grads: Sequence[Tensor | None], *of: Tensor | None) -> tuple:
@@ -320,14 +380,15 @@ def _watched_over(spec: Spec, call: Call) -> Forward:
             "torch.compile would lose the gradients of this call, which torch.func takes inside of "
             "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
         )
-    if not learning and forward_ad._current_level < 0:  # `_Attention` refuses forward mode by name
+    if not learning and forward_ad._current_level < 0:
         out, *stats = torch.ops.headway.forward(spec.text, *given)
         results = _rounded(spec.exact_out, out, q), *stats
     else:
         counts = spec.score_tensors, len(tensors), spec.exact_out
         if compiling:
             inputs = _distinct(inputs)
-        *results, _ = _Attention.apply(spec.text, ints, floats, offsets, counts, *inputs)
+        function = _Attention if forward_ad._current_level < 0 else _Dual
+        *results, _ = function.apply(spec.text, ints, floats, offsets, counts, *inputs)
     return Forward(*results)
 
 

@@ -154,8 +154,9 @@ class Coords(NamedTuple):
     h: int = 0  # global index of the first query head
     q: int = 0  # position of the first query; not used where q_pos is given
     kv: int = 0  # position of the first key; not used where kv_pos is given
-    q_pos: Tensor | None = None  # int64 (q_len,) or (b, q_len): the position of every query
-    kv_pos: Tensor | None = None  # int64 (kv_len,) or (b, kv_len): the position of every key
+    # Whole numbers, the position of every query and key, on q's device (`arguments.check_coords`).
+    q_pos: Tensor | None = None  # (q_len,) or (b, q_len)
+    kv_pos: Tensor | None = None  # (kv_len,) or (b, kv_len)
 
     def positions(self, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """int64 positions of queries and keys, `(1 or b, length)` each."""
@@ -163,7 +164,7 @@ class Coords(NamedTuple):
         q, kv = (
             torch.arange(start, start + length, device=device)[None]
             if pos is None
-            else pos.to(torch.int64).reshape(-1, length)
+            else (pos if pos.dim() == 2 else pos[None]).to(torch.int64)
             for pos, start, length in pairs
         )
         return q, kv

@@ -158,7 +158,7 @@ def test_a_call_that_was_changed_is_not_known():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(alike, "_MOST", 3)
+    monkeypatch.setattr(alike._known, "most", 3)
     alike._known.clear()
     q, k, v = tensors()
     for length in range(1, 9):

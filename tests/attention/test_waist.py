@@ -17,10 +17,12 @@ import headway as hw
 import oracle
 from cases import BY_NAME, Problem, problem
 from checks import compare, poisoned
-from headway import backends
+from headway import backends, ops
 from headway.api import prepare
 from headway.backends.base import Call
+from headway.errors import ArgumentError
 from headway.types import Coords, Spec
+from positions import scattered
 
 CASES = """length_65 length_129_causal lengths_127_301_end mask_padding_sink mask_prefix_lm
     mask_causal_late mask_no_row mask_nothing mask_by_batch mask_causal_document mask_dense
@@ -136,37 +138,79 @@ def test_shards_add_up(name, backend, dtype, parts):
 @pytest.mark.parametrize(
     "name", ["mask_causal", "score_relative_masked", "dropout_0.1_all", "long_causal_document"]
 )
-@torch.no_grad()
 def test_positions_may_be_given(name, backend, per_batch):
     """Queries and keys in any order, and another one in every row of the batch."""
-    case = BY_NAME[name]
-    given = problem(case, torch.float64)
-    q_pos, kv_pos = (
-        torch.stack([torch.randperm(n) for _ in range(case.b if per_batch else 1)])
-        for n in (case.q_len, case.kv_len)
-    )
+    made = scattered(BY_NAME[name], torch.float64, backend, per_batch)
+    assert compare(BY_NAME[name], torch.float64, made, stats=True) == []
 
-    def shuffled(x: Tensor, pos: Tensor) -> Tensor:
-        pos = pos.expand(case.b, -1).view(case.b, 1, -1, *[1] * (x.dim() - 3))
-        return x.detach().take_along_dim(pos, 2)
 
-    spec, call = prepare(
-        shuffled(given.q, q_pos), shuffled(given.k, kv_pos), shuffled(given.v, kv_pos),
-        given.score(), given.mask(), scale=case.scale, sink=given.sink, dropout=case.dropout,
-        seed=given.seed if case.dropout else None, backend=backend, max_logit=True,
-        coords=Coords(q_pos=q_pos if per_batch else q_pos[0], kv_pos=kv_pos.squeeze(0)),
-    )  # fmt: skip
-    pair = backends.get(backend)
-    out, lse, max_logit, _ = pair.forward(spec, call)
-    dout, dlse = shuffled(given.dout, q_pos), shuffled(given.dlse, q_pos)
-    grads = pair.backward(spec, call, out, lse, dout, dlse, (True,) * spec.score_tensors)
-    back, kv_back = q_pos.argsort(-1), kv_pos.argsort(-1)
-    made = {"out": shuffled(out, back), "lse": shuffled(lse, back), "max_logit": max_logit}
-    made |= {"grad q": shuffled(grads.q, back), "grad sink": grads.sink}
-    made |= {"grad k": shuffled(grads.k, kv_back), "grad v": shuffled(grads.v, kv_back)}
-    if grads.captured:
-        made["grad table"] = grads.captured[0]
-    assert compare(case, torch.float64, made, stats=True) == []
+def _given(name: str, n: int, b: int = 2) -> Tensor:
+    return torch.arange(n) if name == "one" else torch.arange(n).expand(b, -1)
+
+
+@pytest.mark.parametrize("given", ["none", "one", "per_batch"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_shard_may_be_empty(backend, q_len, kv_len, given):
+    """Wherever it stands: no query, or queries that see no key."""
+    q, k, v = (torch.randn(2, 2, n, 8, requires_grad=True) for n in (q_len, kv_len, kv_len))
+    at = {} if given == "none" else {"q_pos": _given(given, q_len), "kv_pos": _given(given, kv_len)}
+    slopes = torch.rand(2, requires_grad=True)
+    masks = hw.causal(), hw.document(torch.arange(9) // 3), lambda b, h, i, j: (i * j) % 3 == 0
+    for mask in (None, *masks):
+        for score in (None, hw.alibi(slopes)):
+            spec, call = prepare(
+                q, k, v, score, mask, backend=backend, max_logit=True, coords=Coords(**at)
+            )
+            out, lse, max_logit, _ = ops.attention(spec, call)
+            assert out.shape == (2, 2, q_len, 8)
+            assert (out == 0).all()
+            assert lse.shape == (2, 2, q_len)
+            assert (lse == -math.inf).all()
+            assert (max_logit == -math.inf).all()
+            of = [q, k, v] if score is None else [q, k, v, slopes]
+            assert all((g == 0).all() for g in torch.autograd.grad([out.sum()], of))
+
+
+def _cut(n: int) -> Tensor:
+    return torch.arange(n)
+
+
+WRONG = {
+    "too short": ({"q_pos": _cut(4)}, r"q_pos .* \(5,\) or \(2, 5\), one for every query, got \(4,\)"),
+    "too long": ({"kv_pos": _cut(8)}, r"kv_pos .* \(7,\) or \(2, 7\), one for every key, got \(8,\)"),
+    "of the other side": ({"kv_pos": _cut(5)}, "kv_pos"),
+    "another batch": ({"q_pos": _cut(5).expand(3, -1)}, r"got \(3, 5\)"),
+    "one row": ({"q_pos": _cut(5)[None]}, r"got \(1, 5\)"),
+    "a head's": ({"q_pos": _cut(5).expand(2, 2, -1)}, r"got \(2, 2, 5\)"),
+    "a number": ({"q_pos": torch.tensor(5)}, "q_pos"),
+    "floats": ({"kv_pos": _cut(7).float()}, "got .* float32"),
+    "booleans": ({"kv_pos": _cut(7) > 2}, "got .* bool"),
+    "a list": ({"q_pos": list(range(5))}, "q_pos"),
+    "elsewhere": ({"q_pos": _cut(5).to("meta")}, "q_pos is on meta, q on cpu"),
+    "no whole number": ({"q": 1.5}, "q=1.5 must be a whole number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_positions_are_checked(what):
+    """A kernel reads as many as there are queries and keys."""
+    at, said = WRONG[what]
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (5, 7, 7))
+    with pytest.raises(ArgumentError, match=said):
+        prepare(q, k, v, None, hw.causal(), coords=Coords(**at))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_positions_of_any_whole_number(backend, dtype):
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (5, 7, 7))
+    made = []
+    for of in (torch.int64, dtype):
+        at = Coords(q_pos=torch.arange(3, 8).to(of), kv_pos=torch.arange(7).to(of))
+        call = prepare(q, k, v, None, hw.causal(), backend=backend, coords=at)
+        made.append(ops.attention(*call).out)
+    assert torch.equal(*made)
 
 
 # -- merge ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from checks import check, compare, run
 from headway.backends import hopper, triton
 from headway.backends.hopper import stream_k
 from headway.errors import BackendRefused
+from positions import scattered
 
 from .launch import TARGETS, emulating
 from .values import Fault
@@ -52,6 +53,17 @@ def test_hopper_shares(case, monkeypatch):
     monkeypatch.setattr(stream_k, "LEAST", 1)
     with mock.patch("emulator.launch.PROCESSORS", 5):
         test_hopper(case)
+
+
+@pytest.mark.parametrize("backend", [triton, hopper], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_positions_one_by_one(case, backend):
+    with known(), emulating("sm_90", backend):
+        try:
+            made = scattered(case, torch.bfloat16, backend.name, per_batch=True)
+        except BackendRefused:
+            pytest.skip("not what this backend does")
+    assert compare(case, torch.bfloat16, made, True) == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

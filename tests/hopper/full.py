@@ -14,6 +14,7 @@ if find_spec("triton") is None:
 from cases import BY_NAME, CASES, problem
 from checks import compare, run
 from headway.errors import BackendRefused
+from positions import scattered
 
 from .aot import CALLS
 from .test_compile import report
@@ -24,6 +25,16 @@ from .test_simulated import simulated  # noqa: F401  (a fixture)
 def test_table(name, simulated):  # noqa: F811
     try:
         made = run(problem(BY_NAME[name], torch.bfloat16), "hopper", True)
+    except BackendRefused:
+        pytest.skip("not what this backend does")
+    assert compare(BY_NAME[name], torch.bfloat16, made, True) == []
+
+
+@pytest.mark.parametrize("per_batch", [False, True], ids=["one_order", "order_per_batch"])
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_positions_one_by_one(name, per_batch, simulated):  # noqa: F811
+    try:
+        made = scattered(BY_NAME[name], torch.bfloat16, "hopper", per_batch)
     except BackendRefused:
         pytest.skip("not what this backend does")
     assert compare(BY_NAME[name], torch.bfloat16, made, True) == []

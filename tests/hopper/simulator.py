@@ -20,6 +20,7 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ import torch
 from headway import backends
 from headway.backends import hopper, kernels
 from headway.backends.hopper import bands, launch, plan, plan_backward, plan_forward, tile
+from headway.backends.hopper.config import How
 from headway.backends.kernels import direct, results
 from headway.backends.kernels import plan as plans
 
@@ -630,7 +632,8 @@ class Kernel:
             def cta(x, y):
                 here.machine, here.all, here.program = Machine(), [], ((x, y), grid)
                 here.name, here.groups, here.stores = "launch", [], []
-                self.function(*map(_argument, args), **named)
+                constants = {name: _argument(x) for name, x in named.items()}
+                self.function(*map(_argument, args), **constants)
 
             every = [(x, y) for y in range(grid[1]) for x in range(grid[0])]
             if not self.abreast:
@@ -646,6 +649,8 @@ class Kernel:
 def _argument(x, inside=False):
     if isinstance(x, torch.Tensor):
         return Pointer(x.detach())
+    if isinstance(x, How):  # types are Triton's there, and PyTorch's here
+        return replace(x, index=getattr(Language, x.index.name))
     if isinstance(x, tuple):
         made = [_argument(y, True) for y in x]
         return type(x)(*made) if hasattr(x, "_fields") else tuple(made)

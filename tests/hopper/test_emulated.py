@@ -17,6 +17,7 @@ from emulator.launch import Without, emulating
 from headway.backends import hopper
 from headway.backends.hopper import plan, stream_k
 from headway.backends.hopper.plan_forward import ForwardPlan
+from positions import scattered
 
 from .test_simulated import choose, straight_line_errors
 
@@ -47,6 +48,14 @@ def test_early_queries(monkeypatch):
     choose(monkeypatch, "at once")
     with emulating("sm_90", hopper):
         assert wrong("mask_by_batch_sink", d=192, dv=128) == []
+
+
+def test_positions_one_by_one(monkeypatch):
+    choose(monkeypatch, "at once")
+    case = replace(BY_NAME["mask_by_batch_sink"], hq=2, hk=1)
+    with emulating("sm_90", hopper):
+        made = scattered(case, torch.bfloat16, "hopper", per_batch=True)
+    assert compare(case, torch.bfloat16, made, True) == []
 
 
 def test_the_shortest_lines_are_dealt_last(monkeypatch):

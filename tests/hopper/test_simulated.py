@@ -15,6 +15,7 @@ if find_spec("triton") is None:
 import headway as hw
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run, yardstick
+from headway import ops
 from headway.api import prepare
 from headway.backends import first_use, hopper, reference
 from headway.backends.hopper import plan, plan_backward, plan_forward, ranks, stream_k
@@ -22,6 +23,7 @@ from headway.backends.hopper.plan_forward import ForwardPlan
 from headway.backends.kernels import plan as plans
 from headway.errors import BackendRefused
 from headway.types import Coords
+from positions import scattered
 
 from . import simulator
 
@@ -95,6 +97,47 @@ def test_backward_widths(name, d, dv):
         compare(case, torch.bfloat16, run(problem(case, torch.bfloat16), "hopper", True), True)
         == []
     )
+
+
+SCATTERED = {
+    "one order": ("mask_by_batch_sink", "at once", {}),
+    "lagged": ("mask_by_batch_sink", "lagged", {}),
+    "whole": ("mask_by_batch_sink", "whole", {}),
+    "192": ("mask_by_batch_sink", "at once", {"d": 192, "dv": 128}),
+    "256": ("score_relative_masked", "at once", {"d": 256, "dv": 256}),
+    "rows": ("score_bias_rows", "at once", {}),
+    "many blocks": ("long_causal_document", "at once", {"b": 1, "hq": 2, "hk": 1}),
+}
+
+
+@pytest.mark.parametrize("what", SCATTERED)
+def test_positions_one_by_one(what, monkeypatch):
+    """In any order, and but for the first of these another one in every row of the batch."""
+    name, way, changes = SCATTERED[what]
+    choose(monkeypatch, way)
+    case = replace(BY_NAME[name], **changes)
+    made = scattered(case, torch.bfloat16, "hopper", what != "one order")
+    assert compare(case, torch.bfloat16, made, True) == []
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0)])
+def test_positions_of_nothing(q_len, kv_len):
+    q, k, v = (
+        torch.randn(2, 2, n, 64).bfloat16().requires_grad_() for n in (q_len, kv_len, kv_len)
+    )
+    at = Coords(q_pos=torch.arange(q_len).expand(2, -1), kv_pos=torch.arange(kv_len))
+    out, lse, *_ = ops.attention(
+        *prepare(q, k, v, hw.alibi(2), hw.causal(), backend="hopper", coords=at)
+    )
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_positions_one_by_one_in_turn():
+    case = BY_NAME["mask_by_batch_sink"]
+    made = scattered(case, torch.bfloat16, "hopper", True, deterministic=True)
+    assert compare(case, torch.bfloat16, made, True) == []
 
 
 def far(case: Case, made: dict, stats: bool = True) -> list[str]:

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -10,8 +11,11 @@ import torch.nn.functional as F
 
 import captured
 import headway as hw
+from headway import ops
+from headway.api import prepare
 from headway.compat import flash, flex, torch_sdpa
 from headway.errors import ArgumentError
+from headway.types import Coords
 
 if find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
@@ -247,3 +251,93 @@ def test_varlen(qkv):
     for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         alone = flash.flash_attn_func(*(x[None, start:stop] for x in (q, k, v)), causal=True)
         torch.testing.assert_close(out[start:stop], alone[0], **HALF)
+
+
+def test_several_gradients_at_once(qkv):
+    """The engine's thread of a GPU does not know the nesting of the caller's `vmap`."""
+    table, score = learned()
+    leaves = [*qkv, table]
+    results = attend(*qkv, score, hw.causal())
+    sent = [torch.randn(3, *x.shape, device="cuda").to(x.dtype) for x in results]
+    take = lambda by, **how: torch.autograd.grad(results, leaves, by, retain_graph=True, **how)
+    made = take(sent, is_grads_batched=True)
+    for n in range(3):
+        for x, right in zip(made, take([d[n] for d in sent]), strict=True):
+            torch.testing.assert_close(x[n], right, **HALF)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda"])
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+def test_a_default_device_and_dtype_change_nothing(qkv, backend, device):
+    q, k, v = qkv
+    table, score = learned()
+    lengths = torch.tensor([200, LENGTH], device="cuda")
+
+    def everything():
+        plan.clear()
+        hw.clear_block_cache()
+        mask = hw.causal() & hw.padding(lengths) & hw.sliding_window(100)
+        out = hw.attention(q, k, v, score, mask, backend=backend)
+        biased = hw.attention(q, k, v, hw.alibi(HQ) >> hw.softcap(5.0), mask, backend=backend)
+        return out, biased, *grads([out, biased], [*qkv, table])
+
+    right = everything()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device(device), torch.autograd.set_detect_anomaly(True):
+            made = everything()
+    finally:
+        torch.set_default_dtype(before)
+    for x, y in zip(made, right, strict=True):
+        assert x.device == y.device
+        torch.testing.assert_close(x, y, **HALF)
+
+
+def test_threads(qkv):
+    """First calls of many kinds from several threads: each compiles, or takes what others have."""
+    q, k, v = (x.detach() for x in qkv)
+    masks = [hw.causal(), hw.sliding_window(50), hw.causal() & hw.prefix(30)]
+    calls = [(score, mask) for score in (None, hw.softcap(5.0), hw.alibi(HQ)) for mask in masks]
+    right = [hw.attention(q, k, v, *call, backend="reference") for call in calls]
+    plan.clear()
+    hw.clear_block_cache()
+
+    def work(seed: int) -> None:
+        order = random.Random(seed)
+        for _ in range(30):
+            n = order.randrange(len(calls))
+            made = hw.attention(q, k, v, *calls[n])
+            torch.testing.assert_close(made, right[n], **HALF)
+
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(work, n) for n in range(6)]:
+            done.result()
+
+
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("per_batch", [False, True], ids=["one_order", "order_per_batch"])
+def test_positions_one_by_one(backend, per_batch):
+    """Shuffled, and put back in order."""
+    make = lambda h: torch.randn(2, h, LENGTH, D, device="cuda", dtype=torch.bfloat16)
+    qkv = [make(h).requires_grad_() for h in (HQ, HK, HK)]
+    table, score = learned()
+    leaves = [*qkv, table]
+    right = hw.attention(*qkv, score, hw.causal(), backend=backend)
+    expected = grads([right], leaves)
+    rows = 2 if per_batch else 1
+    orders = [
+        torch.stack([torch.randperm(LENGTH, device="cuda") for _ in range(rows)]) for _ in range(2)
+    ]
+    at = [x.expand(2, -1)[:, None, :, None] for x in orders]
+    q, k, v = (x.take_along_dim(at[n > 0], 2) for n, x in enumerate(qkv))
+    q_pos, kv_pos = (x if per_batch else x[0] for x in orders)
+    out, *_ = ops.attention(
+        *prepare(
+            q, k, v, score, hw.causal(), backend=backend, coords=Coords(q_pos=q_pos, kv_pos=kv_pos)
+        )
+    )
+    out = out.take_along_dim(at[0].argsort(2), 2)
+    torch.testing.assert_close(out, right, **HALF)
+    for x, y in zip(grads([out], leaves), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2 * y.abs().max().item())

@@ -17,6 +17,7 @@ from emulator.launch import Without, emulating
 from emulator.values import Fault
 from headway.backends import triton as backend
 from headway.backends.triton import plan, walk
+from positions import scattered
 
 # Each for a part of its own: lengths of one, tails, runs of full and partial tiles, pieces of a width,
 # each way to add up a gradient, what is read byte by byte. For sm_100 Triton 3.6 compiled neither the
@@ -63,6 +64,19 @@ def test_otherwise(name, module, how, monkeypatch):
         monkeypatch.setattr(module, what, by)
     with emulating("sm_90", backend), guarded():
         check(few_heads(name), "triton", torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["as it is", "one pass", "three kernels"])
+def test_positions_one_by_one(how, monkeypatch):
+    """Another order in every row of the batch; and each tensor is all that may be touched."""
+    if how == "one pass":
+        monkeypatch.setattr(plan, "one_pass", lambda *size: True)
+    elif how == "three kernels":
+        monkeypatch.setattr(plan, "passes", lambda *size: THREE)
+    case = replace(BY_NAME["mask_by_batch_sink"], hq=2, hk=1)
+    with emulating("sm_90" if how == "as it is" else "sm_80", backend), guarded():
+        made = scattered(case, torch.bfloat16, "triton", per_batch=True)
+    assert compare(case, torch.bfloat16, made, True) == []
 
 
 BROKEN = {

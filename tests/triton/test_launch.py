@@ -162,7 +162,7 @@ def test_a_number_may_change_between_direct_launches(device):
 
 
 def test_plans_are_few(device, monkeypatch):
-    monkeypatch.setattr(plan, "_MOST", 3)
+    monkeypatch.setattr(plan._known, "most", 3)
     plan.clear()
     for length in range(16, 24):
         planned(*prepare(*[rows(length)] * 3, backend="triton"), (), *[rows(length)] * 3)

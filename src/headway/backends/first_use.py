@@ -13,6 +13,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,17 +37,20 @@ def why_not(tested: Backend, trusted: Backend, device: torch.device) -> str:
     being captured: then it is refused for the time being, and asked again the next time.
     """
     key = tested.name, device
-    if key not in _verdicts:
+    found = _verdicts.get(key)
+    if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return (
                 "its first use is checked on a small case, which a CUDA graph that is being "
                 "captured does not allow: make the call once before"
             )
         with _turn:  # another thread may have been faster
-            if key not in _verdicts:
+            found = _verdicts.get(key)
+            if found is None:
                 with ThreadPoolExecutor(1) as pool:
-                    _verdicts[key] = pool.submit(_verdict, tested, trusted, device).result()
-    return _verdicts[key]
+                    found = pool.submit(_verdict, tested, trusted, device).result()
+                _verdicts[key] = found
+    return found
 
 
 def forget() -> None:
@@ -99,15 +103,16 @@ def _results(backend: Backend, device: torch.device) -> dict[str, Tensor]:
     exact = backend.accumulates(torch.bfloat16) == torch.float64
     mask, (_, ints, _) = _causal()
     spec = Spec(1 / math.sqrt(_WIDTH), mask=mask, partial=exact, backend=backend.name)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    plain: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
     q, k, v, dout = (
-        torch.randn(1, h, _LENGTH, _WIDTH, generator=generator).bfloat16().to(device)
+        torch.randn(1, h, _LENGTH, _WIDTH, generator=generator, **plain).bfloat16().to(device)
         for h in (2, 1, 1, 2)
     )
     # The last queries find larger logits among the first keys, so much that sums are rescaled.
     q[:, :, 512:] += 2.0
     k[:, :, :128] += 0.32
-    dlse = torch.randn(1, 2, _LENGTH, generator=generator).to(device)
+    dlse = torch.randn(1, 2, _LENGTH, generator=generator, **plain).to(device)
     q.requires_grad_()  # so that kernels of both directions are compiled side by side
     call = Call(q, k, v, None, None, Captured([], ints, []), None, Coords())
     with torch.no_grad():

@@ -1,10 +1,10 @@
 """Build the tiles of a mask, once."""
 
 import weakref
-from collections import OrderedDict
 
 import torch
 
+from ..caches import Cache
 from ..errors import ArgumentError
 from ..mods.graph import Graph
 from ..types import Captured, Coords
@@ -66,8 +66,8 @@ def _check(shape: tuple[int, ...], tile: tuple[int, ...]) -> None:
 
 # -- cache ----------------------------------------------------------------------------------------
 
-_cache: "OrderedDict[tuple, tuple[list[weakref.ref], tuple[Tiles, int, int]]]" = OrderedDict()
-_CACHE_SIZE = 64
+# What was captured beside the tiles, and the b and h that they were built for.
+_cache: Cache[tuple[list[weakref.ref], tuple[Tiles, int, int]]] = Cache(64)
 
 
 def cached_build(
@@ -90,23 +90,21 @@ def cached_build(
     known = tuple((id(t), t._version) for t in tensors)
     numbers = (*captured.ints, *map(repr, captured.floats), *coords[:4])
     key = (graph, shape, tile, device, numbers, known)
-    if key in _cache:
-        refs, result = _cache[key]
+    found = _cache.get(key)
+    if found is not None:
+        refs, result = found
         if all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
-            _cache.move_to_end(key)
             return result
     result = build(graph, captured, shape, tile, device, coords)
     if not torch.is_inference_mode_enabled():
-        _cache[key] = [weakref.ref(t) for t in tensors], result
-        if len(_cache) > _CACHE_SIZE:
-            _cache.popitem(last=False)
+        _cache.put(key, ([weakref.ref(t) for t in tensors], result))
     return result
 
 
 def clear_block_cache() -> None:
     """Forget the tiles of every mask seen so far.
 
-    They are remembered (the last 64) by the mask's formula and numbers, the sizes, the device, and
+    They are remembered (up to 64) by the mask's formula and numbers, the sizes, the device, and
     the identity and version counter of the tensors that it captures, so that a write in place makes
     them anew. Call this after a write that the counter misses: through `tensor.data`, or through a
     NumPy array that shares the tensor's memory. Nothing is remembered in inference mode, whose

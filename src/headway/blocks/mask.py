@@ -307,7 +307,7 @@ class BlockMask:
         parts = describe(self.mask)
         for fn in parts.functions:
             for _, t in reads(fn).tensors:
-                if t.dim() and t.device != torch.empty(0, device=device).device:
+                if t.dim() and t.device != torch.empty(0, dtype=torch.uint8, device=device).device:
                     raise ArgumentError(
                         f"the mask function {getattr(fn, '__qualname__', fn)} captures a tensor "
                         f"{tuple(t.shape)} on {t.device}, which to({str(device)!r}) cannot move; "

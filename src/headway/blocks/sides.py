@@ -224,5 +224,6 @@ def along(
 
 
 def _level(x: Tensor | float, tile: int, device: torch.device) -> Level:
-    x = torch.as_tensor(x, device=device)
+    dtype = torch.float32 if isinstance(x, float) else None
+    x = torch.as_tensor(x, dtype=dtype, device=device)
     return Level.over(x.reshape((1,) * (3 - x.dim()) + x.shape), tile)

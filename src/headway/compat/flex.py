@@ -205,7 +205,9 @@ def create_mask(
     if kind == "mask":
         return mask_at(graph, captured, at).expand(shape).clone()
     every = torch.ones(shape, dtype=torch.bool, device=on)
-    (score,), _ = score_at(graph, captured, at, torch.zeros(shape, device=on), every)
+    (score,), _ = score_at(
+        graph, captured, at, torch.zeros(shape, dtype=torch.float32, device=on), every
+    )
     score = torch.as_tensor(score, device=on)
     return (~torch.isneginf(score)).expand(shape).clone()
 

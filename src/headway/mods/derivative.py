@@ -7,9 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..surroundings import alone
 from .evaluate import evaluate
 from .graph import DTYPES, FLOATS, Graph, parse
 from .tracer import Tracer
+
+
+class _Backward(Tracer):
+    """A recorder beside which autograd may look for NaN, as it does in anomaly mode: no numbers, no
+    NaN."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name == "_is_any_true":
+            return torch.zeros((), dtype=torch.bool, device="cpu")
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @lru_cache(maxsize=1024)
@@ -23,9 +35,9 @@ def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
     """
     graph = parse(text)
     dtype = next(i.dtype for i in graph.inputs if i.name == "score")
-    tracer = Tracer("derivative of the score function")
+    tracer = _Backward("derivative of the score function")
     leaves: dict[int, Tensor] = {}
-    with torch.inference_mode(False), torch.enable_grad():
+    with alone(), torch.enable_grad():
         values: dict[str, Any] = {}
         for item in graph.inputs:
             if item.ndim is None:

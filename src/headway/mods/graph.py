@@ -284,7 +284,8 @@ def _simplify(
     numbers = [not isinstance(a, str) for a in args]
     if op != "gather" and all(numbers):
         exact = [
-            torch.tensor(a, dtype=torch.float64 if isinstance(a, float) else None) for a in args
+            torch.tensor(a, dtype=torch.float64 if isinstance(a, float) else None, device="cpu")
+            for a in args
         ]
         value = apply(op, tuple(exact), DTYPES[dtype])
         return value.to(DTYPES[dtype]).item()

@@ -9,8 +9,6 @@ graph is used again only where all that its trace read is known to be unchanged 
 import dataclasses
 import functools
 import operator
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import starmap
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..caches import Cache
 from ..errors import HeadwayError, ModError
 from ..types import Captured, constant_under_compile, fixed
 from .base import Mod
@@ -141,9 +140,7 @@ class Lowered(NamedTuple):
     again: str | None = None
 
 
-_lowered: "OrderedDict[tuple, Lowered]" = OrderedDict()
-_LOWERED_SIZE = 1024
-_lock = threading.Lock()
+_lowered: Cache[Lowered] = Cache(1024)
 
 
 def lower(
@@ -158,18 +155,12 @@ def lower(
     unseen = next((of.unseen for of in found if of.unseen is not None), None)
     key = (kind, structure, dtype, default, shared(found), *(tuple(of.key) for of in found))
     if unseen is None:
-        with _lock:
-            lowered = _lowered.get(key)
-            if lowered is not None:
-                _lowered.move_to_end(key)
+        lowered = _lowered.get(key)
         if lowered is not None:
             return lowered, [found[n].tensors[at][1] for n, at in lowered.picks]
     lowered, tensors = _lower(kind, structure, dtype, functions, found, unseen)
     if lowered.again is None:
-        with _lock:
-            _lowered[key] = lowered
-            if len(_lowered) > _LOWERED_SIZE:
-                _lowered.popitem(last=False)
+        _lowered.put(key, lowered)
     return lowered, tensors
 
 
@@ -292,7 +283,7 @@ def _rebuild(structure: str, tracer: Tracer | None, functions: tuple, dummies: l
             return next(made)
         letter, name, size = text.split(":")
         shape = [1] * int(size) if letter == "t" else [int(n) for n in size.split("x") if n]
-        dummies.append(torch.empty(shape, dtype=DTYPES[name]))
+        dummies.append(torch.empty(shape, dtype=DTYPES[name], device="cpu"))
         return dummies[-1]
 
     return _assemble(structure, ingredient)

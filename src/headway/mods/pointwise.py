@@ -97,7 +97,7 @@ def bind(graph: Graph, captured: Captured | dict) -> dict:
     return {
         i.name: values[i.name]
         if i.ndim is not None
-        else torch.full((), values[i.name], dtype=DTYPES[i.dtype])
+        else torch.full((), values[i.name], dtype=DTYPES[i.dtype], device="cpu")
         for i in graph.inputs
         if i.name in values
     }

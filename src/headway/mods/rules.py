@@ -67,7 +67,7 @@ def _may_leave_int64(node: Node, args: list[Bounds]) -> Tensor | bool:
     if node.op == "mul":
         for x in args[0]:
             for y in args[1]:
-                bad = bad | ((torch.as_tensor(x, dtype=torch.float64) * y).abs() >= HUGE)
+                bad = bad | ((_tensor(x, torch.float64) * y).abs() >= HUGE)
     return bad
 
 
@@ -107,11 +107,20 @@ def operand_dtype(graph: Graph, node: Node) -> str:
     return node.dtype
 
 
+def _tensor(x: Tensor | Number, dtype: torch.dtype | None = None) -> Tensor:
+    """As a tensor; numbers are on the CPU, whatever the caller's default device and dtype are."""
+    if isinstance(x, Tensor):
+        return x if dtype is None else x.to(dtype)
+    if dtype is None and isinstance(x, float):
+        dtype = torch.float32
+    return torch.tensor(x, dtype=dtype, device="cpu")
+
+
 def _where(cond: Any, a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """`torch.where` that keeps the dtype of the operand that is a tensor."""
     like = next((x for x in (a, b) if isinstance(x, Tensor)), None)
     if like is None:
-        return torch.where(cond, torch.tensor(a), torch.tensor(b))
+        return torch.where(cond, _tensor(a), _tensor(b))
     a, b = (x if isinstance(x, Tensor) else like.new_full((), x) for x in (a, b))
     return torch.where(cond, a, b)
 
@@ -120,11 +129,11 @@ def _all(*conditions: Tensor | bool) -> Tensor:
     result = conditions[0]
     for cond in conditions[1:]:
         result = result & cond
-    return torch.as_tensor(result)
+    return _tensor(result)
 
 
 def _is_nan(x: Tensor | Number) -> Tensor:
-    return torch.as_tensor(x != x)
+    return _tensor(x != x)
 
 
 def _span(*values: Tensor) -> Bounds:
@@ -140,7 +149,7 @@ def _unless(bad: Tensor | bool, bounds: Bounds, dtype: str) -> Bounds:
     if bad is False:
         return bounds
     low, high = anything(dtype)
-    bad = torch.as_tensor(bad)
+    bad = _tensor(bad)
     return Bounds(_where(bad, low, bounds.lo), _where(bad, high, bounds.hi))
 
 
@@ -153,7 +162,7 @@ def _sub_int(node: Node, a: Bounds, b: Bounds) -> Bounds:
 
 
 def _mul_int(node: Node, a: Bounds, b: Bounds) -> Bounds:
-    values = _span(*(torch.as_tensor(x) * y for x in a for y in b))
+    values = _span(*(_tensor(x) * y for x in a for y in b))
     if node.args[0] == node.args[1]:  # a square: what it multiplies has one sign at a time
         lo = torch.where((a.lo <= 0) & (a.hi >= 0), 0, values.lo.clamp_min(0))
         values = Bounds(lo, values.hi)
@@ -177,10 +186,10 @@ def _quotients(op: str, a: Bounds, b: Bounds) -> Bounds:
     mode = {"floordiv": "floor", "truncdiv": "trunc"}[op]
     corners = []
     for divisor in b:
-        divisor = torch.as_tensor(divisor)
+        divisor = _tensor(divisor)
         divisor = torch.where(divisor == 0, 1, divisor)
         # The processor faults on the least int64 divided by -1.
-        values = [torch.as_tensor(x).clamp(-HUGE, HUGE) for x in a]
+        values = [_tensor(x).clamp(-HUGE, HUGE) for x in a]
         corners += [torch.div(x, divisor, rounding_mode=mode) for x in values]
     return _span(*corners)
 
@@ -197,9 +206,9 @@ def _mod_int(node: Node, a: Bounds, b: Bounds) -> Bounds:
     # Within [b.lo + 1, 0] or [0, b.hi - 1]; and where a // b is one number q, it is a - q b.
     quotient = _quotients("floordiv", a, b)
     one = _all(b.lo == b.hi, quotient.lo == quotient.hi)
-    positive = torch.as_tensor(b.lo > 0)
-    lo = _where(positive, 0, torch.as_tensor(b.lo) + 1)
-    hi = _where(positive, torch.as_tensor(b.hi) - 1, 0)
+    positive = _tensor(b.lo > 0)
+    lo = _where(positive, 0, _tensor(b.lo) + 1)
+    hi = _where(positive, _tensor(b.hi) - 1, 0)
     lo = torch.where(one, a.lo - quotient.lo * b.lo, lo)
     hi = torch.where(one, a.hi - quotient.lo * b.lo, hi)
     return _unless(_may_be_zero(b), Bounds(lo, hi), "i64")
@@ -209,14 +218,14 @@ def _fmod_int(node: Node, a: Bounds, b: Bounds) -> Bounds:
     # The sign of a, and smaller than b; where a / b truncates to one number q, it is a - q b.
     quotient = _quotients("truncdiv", a, b)
     one = _all(b.lo == b.hi, quotient.lo == quotient.hi)
-    most = torch.maximum(torch.as_tensor(b.lo).abs(), torch.as_tensor(b.hi).abs()) - 1
+    most = torch.maximum(_tensor(b.lo).abs(), _tensor(b.hi).abs()) - 1
     lo = torch.where(one, a.lo - quotient.lo * b.lo, torch.where(a.lo >= 0, 0, -most))
     hi = torch.where(one, a.hi - quotient.lo * b.lo, torch.where(a.hi <= 0, 0, most))
     return _unless(_may_be_zero(b), Bounds(lo, hi), "i64")
 
 
 def _shift_right(node: Node, a: Bounds, b: Bounds) -> Bounds:
-    steps = torch.as_tensor(b.lo)
+    steps = _tensor(b.lo)
     known = _all(b.lo == b.hi, steps >= 0, steps < 8 * DTYPES[node.dtype].itemsize)
     steps = torch.where(known, steps, 0)
     return _unless(~known, Bounds(a.lo >> steps, a.hi >> steps), node.dtype)
@@ -230,7 +239,7 @@ def _float(node: Node, a: Bounds, b: Bounds) -> Bounds:
     """+ - * / of floats: monotone in each operand, so at the corners; inf may make a NaN."""
     known = _finite(a, b)
     if node.op == "div":
-        known = known & ~torch.as_tensor(_may_be_zero(b))
+        known = known & ~_tensor(_may_be_zero(b))
     dtype = DTYPES[node.dtype]
     values = _span(*(apply(node.op, (x, y), dtype) for x in a for y in b))
     if node.op == "mul" and node.args[0] == node.args[1]:
@@ -261,12 +270,12 @@ def _rising_about(node: Node, a: Bounds) -> Bounds:
 def _falling_about(node: Node, a: Bounds) -> Bounds:
     """1/x and 1/sqrt(x), which fall where x > 0."""
     lo, hi = _widened(Bounds(*_rising(node, a)[::-1]))
-    positive = torch.as_tensor(a.lo > 0)
+    positive = _tensor(a.lo > 0)
     return Bounds(_where(positive, lo, torch.nan), _where(positive, hi, torch.nan))
 
 
 def _wave(node: Node, a: Bounds) -> Bounds:
-    one = torch.ones((), dtype=DTYPES[node.dtype])
+    one = torch.ones((), dtype=DTYPES[node.dtype], device="cpu")
     known = _finite(a)
     return Bounds(_where(known, -one, torch.nan), _where(known, one, torch.nan))
 
@@ -283,7 +292,7 @@ def _isnan(node: Node, a: Bounds) -> Bounds:
 
 
 def _isinf(node: Node, a: Bounds) -> Bounds:
-    same = torch.as_tensor((a.lo == a.hi) & ~_finite(a))
+    same = _tensor((a.lo == a.hi) & ~_finite(a))
     return Bounds(same, ~_finite(a))
 
 
@@ -295,11 +304,11 @@ def _less(node: Node, a: Bounds, b: Bounds) -> Bounds:
         always, never = a.hi < b.lo, a.lo >= b.hi
     else:
         always, never = a.hi <= b.lo, a.lo > b.hi
-    return Bounds(torch.as_tensor(always), ~torch.as_tensor(never))
+    return Bounds(_tensor(always), ~_tensor(never))
 
 
 def _equal(node: Node, a: Bounds, b: Bounds) -> Bounds:
-    never = torch.as_tensor((a.hi < b.lo) | (a.lo > b.hi))
+    never = _tensor((a.hi < b.lo) | (a.lo > b.hi))
     maybe = ~never
     # Two single numbers that do not miss each other. So put, most operands here are small.
     always = maybe & (a.lo == a.hi) & (b.lo == b.hi)
@@ -327,10 +336,10 @@ def _select(node: Node, cond: Bounds, a: Bounds, b: Bounds) -> Bounds:
     dtype = DTYPES[node.dtype]
     if node.dtype not in FLOATS and node.dtype != "bool":
         dtype = torch.int64
-    always, maybe = (torch.as_tensor(x) for x in cond)
+    always, maybe = (_tensor(x) for x in cond)
     ends = []
     for end, least in ((0, torch.minimum), (1, torch.maximum)):
-        x, y = (torch.as_tensor(v[end], dtype=dtype) for v in (a, b))
+        x, y = (_tensor(v[end], dtype) for v in (a, b))
         either = torch.logical_and(x, y) if end == 0 else torch.logical_or(x, y)
         both = either if dtype == torch.bool else least(x, y)
         ends.append(torch.where(always, x, torch.where(maybe, both, y)))
@@ -339,7 +348,7 @@ def _select(node: Node, cond: Bounds, a: Bounds, b: Bounds) -> Bounds:
 
 def _convert(node: Node, a: Bounds) -> Bounds:
     dtype = DTYPES[node.dtype]
-    lo, hi = (torch.as_tensor(x) for x in a)
+    lo, hi = (_tensor(x) for x in a)
     if node.dtype == "bool":
         return _nonzero(Bounds(lo, hi))
     if dtype.is_floating_point:
@@ -347,7 +356,7 @@ def _convert(node: Node, a: Bounds) -> Bounds:
     if lo.is_floating_point():  # towards zero; what an int cannot hold is undefined
         fits = (lo > -HUGE) & (hi < HUGE)
         low, high = anything(node.dtype)
-        zero = torch.zeros((), dtype=lo.dtype)
+        zero = torch.zeros((), dtype=lo.dtype, device="cpu")
         lo, hi = (torch.where(fits, x, zero).to(torch.int64) for x in (lo, hi))
         return Bounds(_where(fits, lo, low), _where(fits, hi, high))
     return Bounds(lo.to(torch.int64), hi.to(torch.int64))

@@ -47,7 +47,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
     lower = 2 ** math.floor(math.log2(n_heads))
     powers = [-8 * (k + 1) / lower for k in range(lower)]
     powers += [-4 * (2 * k + 1) / lower for k in range(n_heads - lower)]
-    return torch.tensor([2.0**p for p in powers])
+    return torch.tensor([2.0**p for p in powers], dtype=torch.float32, device="cpu")
 
 
 @value
@@ -148,7 +148,7 @@ def _t5_buckets(n_buckets: int, most: int, bidirectional: bool) -> tuple[Tensor,
             f"t5_bias(max_distance={most!r}): max_distance must be a whole number above "
             f"{exact}, the distances that have a bucket each"
         )
-    distance = torch.arange(-max_distance, max_distance + 1)
+    distance = torch.arange(-max_distance, max_distance + 1, device="cpu")
     offset = (distance > 0) * side if bidirectional else 0
     distance = distance.abs() if bidirectional else (-distance).clamp(min=0)
     ratio = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)

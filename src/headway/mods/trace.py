@@ -4,18 +4,17 @@ A dispatch mode (`tracer.py`) records the ops, and a function mode turns
 `table[h, q_idx - kv_idx]` into a gather.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ModError
+from ..surroundings import alone
 from .graph import DTYPE_NAMES, POSITIONS, Arg, Graph, Input
 from .places import place_in_traceback, quote
 from .tracer import Tracer, describe_value
@@ -82,24 +81,6 @@ class _Indexing(TorchFunctionMode):
             self.tracer.reads_value()
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Without the modes and transforms of whoever traces the call, `torch.export` or
-    `torch.func.grad`: what is run here on empty tensors is no part of their program."""
-    transformed = torch._C._are_functorch_transforms_active()
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-    others = torch._C._len_torch_dispatch_stack() + _len_torch_dispatch_stack_pre_dispatch()
-    try:
-        with (
-            _disable_current_modes() if others else nullcontext(),
-            temporarily_clear_interpreter_stack() if transformed else nullcontext(),
-        ):
-            yield
-    finally:
-        for mode in reversed(modes):
-            _push_mode(mode)
-
-
 class Trace(NamedTuple):
     """What tracing found.
 
@@ -135,8 +116,7 @@ def trace(
     tracer = Tracer(f"{kind} function {_name(fn)}", cuts=kind == "score")
     code = getattr(fn, "__code__", None)
     tracer.place = (code.co_filename, code.co_firstlineno) if code else None
-    # Tracing is the same whatever mode the caller is in.
-    with _alone(), torch.inference_mode(False), torch.enable_grad():
+    with alone(), torch.enable_grad():
         values = [tracer.add_input("score", DTYPE_NAMES[dtype])] if kind == "score" else []
         values += [tracer.add_input(name, "i64") for name in POSITIONS]
         run = fn if numbers is None else numbers(tracer)

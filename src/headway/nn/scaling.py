@@ -128,14 +128,15 @@ class ScaledAttention(nn.Module):
         for parameter, count in self.query_side():
             local = local_part(parameter)
             wide = torch.promote_types(local.dtype, torch.float32)
-            factors = torch.ones(len(local), dtype=wide)
+            factors = torch.ones(len(local), dtype=wide, device="cpu")
             factors[local_rows(parameter) < count] = factor
             local.mul_(factors.to(local.device).view(-1, *[1] * (local.dim() - 1)))
 
     def get_extra_state(self) -> Tensor:
         """The scaling's number and the scale: a tensor, so that every checkpoint format can hold
         it."""
-        return torch.tensor([SCALINGS.index(self.scaling), self.scale], dtype=torch.float32)
+        state = SCALINGS.index(self.scaling), self.scale
+        return torch.tensor(state, dtype=torch.float32, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Nothing to set: `_check_scaling` has refused what differs."""

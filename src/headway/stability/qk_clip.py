@@ -191,7 +191,7 @@ class QKClip:
         if packed.device.type != "cuda":
             self._suspect = packed.to("cpu", copy=True), None
             return
-        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
         host.copy_(packed, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
@@ -297,7 +297,7 @@ def _rows(layer: Layer, offsets: dict[str, tuple[int, int, int]]) -> list[Tensor
             rows += [start + head - first if known else 0] * count
         if any(block.role in offsets for block in blocks):
             bias = linear._parameters.get("bias")
-            found += [torch.tensor(rows)] * (1 if bias is None else 2)
+            found += [torch.tensor(rows, device="cpu")] * (1 if bias is None else 2)
     return found
 
 

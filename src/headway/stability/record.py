@@ -73,7 +73,7 @@ class MaxLogit(nn.Module):
         super()._apply(fn, recurse)
         device = fn(self.value).device
         if self.value.is_meta:
-            self.value = torch.full(self.value.shape, math.nan, device=device)
+            self.value = torch.full(self.value.shape, math.nan, dtype=torch.float32, device=device)
             self._fresh = self.value._version
         else:
             self._move(device)

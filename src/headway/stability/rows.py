@@ -19,7 +19,7 @@ def local_rows(parameter: Tensor) -> Tensor:
 
     Knows plain tensors and DTensors: FSDP2, tensor parallel, both at once.
     """
-    rows = torch.arange(parameter.shape[0])
+    rows = torch.arange(parameter.shape[0], device="cpu")
     if not hasattr(parameter, "device_mesh"):
         return rows
     dtensor: Any = parameter

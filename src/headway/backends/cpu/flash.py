@@ -103,8 +103,8 @@ def forward(spec: Spec, call: Call) -> Forward:
     if at_once:
         out, lse = _forward(q, k, v, 0.0, causal_square, scale=spec.scale)
     else:
-        out = torch.zeros(q.shape, dtype=acc)
-        lse = torch.full(q.shape[:3], -math.inf, dtype=acc)
+        out = torch.zeros(q.shape, dtype=acc, device=q.device)
+        lse = torch.full(q.shape[:3], -math.inf, dtype=acc, device=q.device)
         for piece, keys, bias, seen in _stretches(spec, call, q.dtype):
             at = piece.n, piece.g, piece.i
             o, l = _forward(
@@ -154,7 +154,7 @@ def backward(
         grads = _backward(dout, q, k, v, like_out, lse, 0.0, causal_square, scale=spec.scale)
         dq, dk, dv = grads
     else:
-        dq, dk, dv = (torch.zeros(x.shape, dtype=acc) for x in (q, k, v))
+        dq, dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (q, k, v))
         for piece, keys, bias, _ in _stretches(spec, call, q.dtype):
             at, kv = (piece.n, piece.g, piece.i), (piece.n, piece.g, keys)
             grads = _backward(
@@ -239,7 +239,8 @@ def _stretches(spec: Spec, call: Call, dtype: torch.dtype):
                     mask, captured, Positions(**index_tensors(call, piece, *positions, keys))
                 )
                 kept = kept.expand(*kept.shape[:-2], piece.i.stop - piece.i.start, stop - start)
-                bias = torch.zeros(kept.shape, dtype=dtype).masked_fill_(~kept, -math.inf)
+                bias = torch.zeros(kept.shape, dtype=dtype, device=kept.device)
+                bias.masked_fill_(~kept, -math.inf)
                 memory = {key: (bias, kept.any(-1))}  # the next heads of the same rows share it
             yield piece, keys, *memory[key]
 

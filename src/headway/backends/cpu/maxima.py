@@ -51,7 +51,7 @@ def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
     heads = b * hk // max(1, rows)
     q = in_dtype(call.q, acc).reshape(rows, heads, hq // hk, q_len, d)
     k = in_dtype(call.k, acc).reshape(rows, heads, kv_len, d)
-    row_max = torch.full((b * hk, hq // hk, q_len), -math.inf, dtype=acc)
+    row_max = torch.full((b * hk, hq // hk, q_len), -math.inf, dtype=acc, device=q.device)
     if is_causal(spec, call):
         work = list(_causal_rows(b * hk, hq // hk, q_len, acc))
     else:
@@ -59,7 +59,7 @@ def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
     bound = None if lse is None else by_kv_head(lse, hk, acc)
     if bound is not None:  # the most promising first
         work.sort(key=lambda rows: float(bound[rows.n, rows.g, rows.i].amax()), reverse=True)
-    buffer = torch.empty(0, dtype=acc)
+    buffer = torch.empty(0, dtype=acc, device=q.device)
     for n, g, i, blocks in work:
         if bound is not None:
             best = row_max[n, g].amax(-1)
@@ -70,7 +70,7 @@ def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
             size = keys.stop - keys.start, g.stop - g.start, i.stop - i.start
             step = max(1, _PAIRS // math.prod(size))
             if buffer.numel() < step * math.prod(size):
-                buffer = torch.empty(step * math.prod(size), dtype=acc)
+                buffer = torch.empty(step * math.prod(size), dtype=acc, device=q.device)
             for row, some in _by_row(n, heads, step):
                 s = buffer[: (some.stop - some.start) * math.prod(size)].view(-1, *size)
                 product = s.flatten(2)
@@ -138,5 +138,6 @@ def _causal_blocks(i: slice, dtype: torch.dtype) -> Blocks:
 
 @lru_cache(maxsize=4)
 def _triangle(size: int, dtype: torch.dtype) -> Tensor:
-    later = torch.ones(size, size, dtype=torch.bool).tril(-1)[:, None]
-    return torch.full((1, size, 1, size), math.inf, dtype=dtype).masked_fill(later, -math.inf)
+    later = torch.ones(size, size, dtype=torch.bool, device="cpu").tril(-1)[:, None]
+    upper = torch.full((1, size, 1, size), math.inf, dtype=dtype, device="cpu")
+    return upper.masked_fill(later, -math.inf)

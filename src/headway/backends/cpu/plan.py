@@ -137,8 +137,8 @@ def index_tensors(
 ) -> dict[str, torch.Tensor]:
     """Global b, h, q_idx, kv_idx of a piece's pairs, to broadcast as (n, g, i, j)."""
     hk, g = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
-    n = torch.arange(piece.n.start, piece.n.stop)[:, None, None, None]
-    heads = torch.arange(piece.g.start, piece.g.stop)[:, None, None]
+    n = torch.arange(piece.n.start, piece.n.stop, device=q_idx.device)[:, None, None, None]
+    heads = torch.arange(piece.g.start, piece.g.stop, device=q_idx.device)[:, None, None]
     row = n // hk
     q = q_idx[:, piece.i] if len(q_idx) == 1 else q_idx[row.flatten(), piece.i]
     kv = kv_idx[:, keys] if len(kv_idx) == 1 else kv_idx[row.flatten(), keys]

@@ -6,6 +6,7 @@ computed in float32, which most CPUs multiply faster and which loses nothing.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Buffers:
         """A block with arbitrary content."""
         key, size = (dtype, self.taken), math.prod(self.shape)
         if key not in self.blocks or self.blocks[key].numel() < size:
-            self.blocks[key] = torch.empty(size, dtype=dtype)
+            self.blocks[key] = torch.empty(size, dtype=dtype, device="cpu")
         self.taken += 1
         return self.blocks[key][:size].view(self.shape)
 
@@ -113,7 +114,7 @@ class Tile:
             and all(t is not x for x in apart_from or ())
         ):
             return t
-        return self.new().copy_(torch.as_tensor(t, dtype=self.acc))
+        return self.new().copy_(torch.as_tensor(t, dtype=self.acc, device="cpu"))
 
 
 class Learned:
@@ -122,7 +123,7 @@ class Learned:
     def __init__(self, tile: Tile, needs: tuple[bool, ...]) -> None:
         self.tile = tile
         self.grads: list[Tensor | None] = [
-            torch.zeros(t.shape, dtype=tile.acc) if need else None
+            torch.zeros(t.shape, dtype=tile.acc, device="cpu") if need else None
             for t, need in zip(tile.of_score.tensors, needs, strict=True)
         ]
         if tile.score is None:
@@ -186,17 +187,17 @@ def forward(spec: Spec, call: Call) -> Forward:
     k, v = k[:, 0], v[:, 0]
     sink = None if call.sink is None else call.sink.to(acc).view(1, hk, g, 1, 1)
     sink = None if sink is None else sink.expand(b, hk, g, 1, 1).reshape(b * hk, g, 1, 1)
-    out = torch.empty(b * hk, g, q_len, dv, dtype=spec.out_dtype(call.q.dtype))
-    lse = torch.empty(b * hk, g, q_len, dtype=acc)
-    row_max = torch.empty(b * hk, g, q_len, dtype=acc)
-    max_logit = torch.full((b * hk, g), -math.inf, dtype=acc)
+    new = partial(torch.empty, device="cpu")
+    out = new(b * hk, g, q_len, dv, dtype=spec.out_dtype(call.q.dtype))
+    lse, row_max = (new(b * hk, g, q_len, dtype=acc) for _ in range(2))
+    max_logit = torch.full((b * hk, g), -math.inf, dtype=acc, device="cpu")
     for piece in pieces(spec, call):
         n, gs, i = piece.n, piece.g, piece.i
         size = (n.stop - n.start, gs.stop - gs.start, i.stop - i.start)
         q_block = q[n, gs, i].flatten(1, 2)
-        o = torch.zeros(*size, dv, dtype=acc)
-        m = torch.full((*size, 1), -math.inf, dtype=acc)
-        total = torch.zeros(*size, 1, dtype=acc)
+        o = torch.zeros(*size, dv, dtype=acc, device="cpu")
+        m = torch.full((*size, 1), -math.inf, dtype=acc, device="cpu")
+        total = torch.zeros(*size, 1, dtype=acc, device="cpu")
         for segment in piece.segments:
             tile.enter(piece, segment)
             s = tile.new()
@@ -254,9 +255,9 @@ def backward(
     # A row that sees nothing has lse = -inf and must get P = 0.
     lse = by_kv_head(lse.masked_fill(lse == -math.inf, math.inf), hk, acc)[..., None]
     delta = by_kv_head(delta_of(out, dout, dlse, acc), hk, acc)[..., None]
-    dq = torch.zeros(b * hk, g, q_len, d, dtype=acc)
-    dk = torch.zeros(b * hk, kv_len, d, dtype=acc)
-    dv = torch.zeros(b * hk, kv_len, dv_, dtype=acc)
+    dq = torch.zeros(b * hk, g, q_len, d, dtype=acc, device="cpu")
+    dk = torch.zeros(b * hk, kv_len, d, dtype=acc, device="cpu")
+    dv = torch.zeros(b * hk, kv_len, dv_, dtype=acc, device="cpu")
     learned = Learned(tile, needs)
     for piece in pieces(spec, call):
         n, gs, i = piece.n, piece.g, piece.i

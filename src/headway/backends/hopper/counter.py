@@ -20,10 +20,10 @@ def zero(device: torch.device) -> Tensor:
     key = index, cuda._cuda_getCurrentRawStream(index)
     found = _zeros.get(key)
     if found is None:
-        free = _free(device)
-        if not free:
+        try:  # another thread may take the last one
+            found = _zeros[key] = _free(device).pop()
+        except IndexError:
             return torch.zeros(_NUMBERS, dtype=torch.int32, device=device)
-        found = _zeros[key] = free.pop()
     return found
 
 

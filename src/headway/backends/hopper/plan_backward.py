@@ -160,7 +160,7 @@ class BackwardPlan(Plan):
             dq = (torch.empty if work.everywhere else torch.zeros)(
                 shape, dtype=self.dtype, device=self.device
             )
-            whole = torch.empty(self.numbers_of_parts, device=self.device), dq
+            whole = torch.empty(self.numbers_of_parts, dtype=torch.float32, device=self.device), dq
         elif self.ordered is None:
             given = self.known(self.walks) or self.given_by(call, self.walks)
         else:

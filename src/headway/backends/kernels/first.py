@@ -10,11 +10,11 @@ Triton's launcher none is made: a C compiler's half a second, after the dearest 
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
-from threading import get_ident
+from threading import Lock, get_ident
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +32,7 @@ from .start import able_to_compile
 # By thread that rehearses: what would compile and load the kernels of its launches.
 rehearsals: dict[int, list[Callable[[], None]]] = {}
 _settled: set[str] = set()  # modules
+_turn = Lock()  # to settle them: each once, in one thread's order
 # Seconds in which a thread has Python's lock to itself. All at once, they take turns there, and
 # none comes to LLVM before all have nearly done so.
 _HEAD_START = 0.1
@@ -80,7 +81,7 @@ def side_by_side(device: torch.device, steps: Callable[[], object]) -> None:
         with suppress(Exception):
             import_module(_LATE)
         able_to_compile()
-        with _no_garbage_collected(), ThreadPoolExecutor(len(kernels)) as pool:
+        with _no_garbage_collected, ThreadPoolExecutor(len(kernels)) as pool:
             # Backwards: the last ones take longest.
             begun = []
             for ready in kernels[::-1]:
@@ -119,27 +120,40 @@ def settle(*modules: ModuleType) -> None:
     else does not: were it left to the order of calls, the kernels of a process would be others than
     those that an earlier one left in Triton's cache.
     """
-    for module in modules:
-        if module.__name__ in _settled:
-            continue
-        _settled.add(module.__name__)
-        for fn in list(vars(module).values()):
-            if isinstance(fn, triton.JITFunction) and fn.__module__ == module.__name__:
-                fn.cache_key  # noqa: B018
+    with _turn:
+        for module in modules:
+            if module.__name__ in _settled:
+                continue
+            _settled.add(module.__name__)
+            for fn in list(vars(module).values()):
+                if isinstance(fn, triton.JITFunction) and fn.__module__ == module.__name__:
+                    fn.cache_key  # noqa: B018
 
 
-@contextmanager
-def _no_garbage_collected() -> Iterator[None]:
+class _NoGarbageCollected:
     """Triton parses what it compiles. Where garbage is collected meanwhile, finalizers let other
     threads go on, and CPython (seen with 3.11), which counts the depth of what all threads parse
-    as one number, gives up: "AST constructor recursion depth mismatch"."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+    as one number, gives up: "AST constructor recursion depth mismatch". Until the last of the
+    threads that are here has left: there is one collector for all."""
+
+    def __init__(self) -> None:
+        self.turn, self.inside, self.collects = Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self.turn:
+            if not self.inside:
+                self.collects = gc.isenabled()
+                gc.disable()
+            self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.turn:
+            self.inside -= 1
+            if not self.inside and self.collects:
+                gc.enable()
+
+
+_no_garbage_collected = _NoGarbageCollected()
 
 
 def _on(device: torch.device, call: Callable[[], None]) -> None:

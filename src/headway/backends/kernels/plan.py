@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...blocks import Tiles, cached_build, undecided
+from ...caches import Cache
 from ...types import Coords as Places
 from ...types import Spec
 from ..base import Call, graphs, split
@@ -28,20 +29,16 @@ from .start import starting
 from .widths import SMALL
 
 TILE = (128, 128)  # of the block masks that backends build
-_MOST = 512  # kinds that are remembered
 
 T = TypeVar("T")
-_known: dict[tuple, Any] = {}
+_known: Cache[Any] = Cache(512)  # by kind
 
 
 def remembered(key: tuple, make: Callable[[], T]) -> T:
     """What was made for this key, the last few hundred times that something was."""
     found = _known.get(key)
     if found is None:
-        found = make()
-        while len(_known) >= _MOST:
-            del _known[next(iter(_known))]
-        _known[key] = found
+        found = _known.put(key, make())
     return found
 
 
@@ -107,7 +104,7 @@ def nothing(device: torch.device) -> Tensor:
     """An empty tensor, for results that were not asked for: one for all calls, since none can be
     written to."""
     with torch.inference_mode(False):
-        return torch.empty(0, device=device)
+        return torch.empty(0, dtype=torch.float32, device=device)
 
 
 # -- what kernels are given -----------------------------------------------------------------------

@@ -1,0 +1,50 @@
+"""What surrounds a call, and what of it does not reach what the library runs for itself.
+
+A score or mask is traced on tensors that hold no numbers, and its derivative is taken there. None
+of that is part of the caller's program, whatever the caller has switched on.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
+
+_autograd = torch._C._autograd
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Without what the caller has switched on and what would see, change or keep what runs here:
+
+    - modes that see functions (a default device is one) or operators (fake tensors, counters);
+    - transforms (`torch.func.grad`, `vmap`), and whoever traces (`torch.export`);
+    - hooks of what autograd saves (`saved_tensors_hooks`, `save_on_cpu`);
+    - inference mode and autocast.
+
+    The default dtype stays: it is part of what a user's function means. So does anomaly mode, which
+    is one switch for all threads of a process: to turn it off here would do so for all of them.
+    """
+    functions = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    hooks = []
+    while (pair := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        _autograd._pop_saved_tensors_default_hooks()
+    others = torch._C._len_torch_dispatch_stack() + _len_torch_dispatch_stack_pre_dispatch()
+    transformed = torch._C._are_functorch_transforms_active()
+    try:
+        with (
+            _disable_current_modes() if others else nullcontext(),
+            temporarily_clear_interpreter_stack() if transformed else nullcontext(),
+            torch._C._DisableAutocast(),
+            torch.inference_mode(False),
+        ):
+            yield
+    finally:
+        for pair in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(*pair)
+        for mode in reversed(functions):
+            _push_mode(mode)
