@@ -19,6 +19,7 @@ reads a 0-d tensor. `detach(x)` is x, and has no derivative. Everything else is 
 numbers.
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,7 +102,9 @@ BINARY: dict[str, Callable[..., Tensor]] = {
     "shr": torch.bitwise_right_shift,
 }
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_UNBOUNDED = frozenset("exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal pow".split())
+_SAME_SIZE = frozenset("neg abs floor ceil round trunc to".split())
+_UNIT_SIZE = frozenset("tanh sigmoid erf sign".split())
+_QUOTIENTS = frozenset("div floordiv truncdiv".split())
 OTHER = frozenset({"to", "where", "gather"})
 
 
@@ -159,12 +162,11 @@ class Graph:
 
     @cached_property
     def unbounded(self) -> bool:
-        """Whether it may be infinite or NaN for finite numbers: it divides, takes a log, ..."""
-        return any(
-            node.op in _UNBOUNDED
-            or (node.op == "div" and isinstance(node.args[1], str) and node.args[1][0] != "x")
-            for node in self.nodes
-        )
+        """Whether a derivative, of a joint graph, may be infinite or NaN for a finite S: captured
+        tensors may hold anything, and numbers any but NaN. At a pair that counts nothing it is then
+        left out: times 0 it would be NaN."""
+        sizes = _sizes(self)
+        return not all(math.isfinite(_size(a, sizes)) for a in self.outputs[1:])
 
     def uses(self, name: str) -> bool:
         """Whether any op (or the result) reads the input `name`."""
@@ -178,6 +180,60 @@ class Graph:
     def last_use(self) -> dict[Arg, int]:
         """The last node that reads a value."""
         return {a: n for n, node in enumerate(self.nodes) for a in node.args if isinstance(a, str)}
+
+
+def _sizes(graph: Graph) -> dict[str, float]:
+    """How far from 0 every value may be: inf for what may be infinite, NaN for what may be NaN."""
+    sizes: dict[str, float] = {}
+    for item in graph.inputs:
+        if item.ndim is None:  # numbers at run time may be infinite, and are no NaN
+            sizes[item.name] = math.inf if item.name[0] == "x" else _largest(item.dtype)
+    for n, node in enumerate(graph.nodes):
+        most = _largest(node.dtype)
+        size = most
+        if node.dtype in FLOATS:
+            size = math.nan if node.op == "gather" else _size_of(node, sizes)
+        sizes[f"%{n}"] = math.inf if size > most else size
+    return sizes
+
+
+def _largest(dtype: str) -> float:
+    """The largest finite number of a dtype."""
+    if dtype == "bool":
+        return 1.0
+    info = torch.finfo if dtype in FLOATS else torch.iinfo
+    return float(info(DTYPES[dtype]).max)
+
+
+def _size(arg: Arg, sizes: dict[str, float]) -> float:
+    return sizes[arg] if isinstance(arg, str) else abs(float(arg))
+
+
+def _size_of(node: Node, sizes: dict[str, float]) -> float:
+    """The size of what an op makes of floats; NaN for ops that are not known here."""
+    op, args = node.op, node.args[node.op == "where" :]
+    of = [_size(a, sizes) for a in args]
+    if any(map(math.isnan, of)):
+        return math.nan
+    if op in _UNIT_SIZE:
+        return 1.0
+    if op in _SAME_SIZE or op in ("where", "max", "min"):
+        return max(of)
+    if op in ("sin", "cos"):
+        return 1.0 if math.isfinite(of[0]) else math.nan
+    if op in ("add", "sub"):
+        return sum(of) if of.count(math.inf) < 2 else math.nan
+    if op == "mul":
+        steady = any(not isinstance(a, str) and 0 < abs(a) < math.inf for a in args)
+        return math.nan if math.inf in of and not steady else math.prod(of)
+    if op in _QUOTIENTS:  # a number that is given at run time is not 0
+        if isinstance(args[1], str):
+            return math.inf if args[1][0] == "x" and of[0] < math.inf else math.nan
+        return of[0] / of[1] if 0 < of[1] < math.inf else math.nan
+    if op in ("mod", "fmod"):
+        known = not isinstance(args[1], str) and of[1] > 0 and of[0] < math.inf
+        return of[1] if known else math.nan
+    return math.nan
 
 
 def _text(graph: Graph) -> str:
