@@ -19,6 +19,11 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
     return []
 
 
+def limits(spec: Spec) -> list[str]:
+    """None."""
+    return []
+
+
 def accumulates(dtype: torch.dtype) -> torch.dtype:
     """Always float64."""
     return torch.float64
@@ -32,7 +37,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     lse = torch.logsumexp(t, -1) if t.shape[-1] else row_max
     if call.sink is not None:
         lse = torch.logaddexp(lse, call.sink.double()[:, None])
-    p = _probabilities(t, lse) * keep_
+    p = _softmax(t, call.sink)[0] * keep_
     dtype = call.q.dtype
     acc = acc_dtype(dtype)
     logits = s.masked_fill(~kept, -math.inf)
@@ -62,7 +67,8 @@ def backward(
     q, dout, lse = (x.double() for x in (call.q, dout, lse))
     k, v = (_to_heads(x, hq) for x in (call.k, call.v))
     s, t, kept, keep_ = _scores(spec, call)
-    p = _probabilities(t, lse)
+    # A merged lse knows of keys that are not here; else it is better made anew, in two parts.
+    p, of_sink = (_of_merged if spec.partial else _softmax)(t, call.sink, lse)
     dt = p * ((dout @ v.mT) * keep_ - delta[..., None])
     ds: Tensor = dt
     captured: list[Tensor | None] = [None] * spec.score_tensors
@@ -72,8 +78,7 @@ def backward(
     group = lambda x: x.unflatten(1, (hk, hq // hk)).sum(2)
     dsink = None
     if call.sink is not None:
-        weight = _probabilities(call.sink.double()[:, None].expand_as(lse)[..., None], lse)[..., 0]
-        dsink = -(weight * delta).sum((0, 2)).to(acc)
+        dsink = -(of_sink * delta).sum((0, 2)).to(acc)
     return Grads(
         (spec.scale * ds @ k).to(dtype),
         group(spec.scale * ds.mT @ q).to(dtype),
@@ -159,6 +164,25 @@ def _to_heads(x: Tensor, hq: int) -> Tensor:
     return x.double().repeat_interleave(hq // x.shape[1], dim=1)
 
 
-def _probabilities(t: Tensor, lse: Tensor) -> Tensor:
-    """exp(T − lse); 0 in a row that sees nothing, whose lse is −inf."""
-    return (t - lse.masked_fill(lse == -math.inf, math.inf)[..., None]).exp()
+def _softmax(t: Tensor, sink: Tensor | None, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """P, and the sink's share of every row. Nothing that is large is taken from what is large: near
+    a lse of -1e30 the logarithm of a sum is lost."""
+    s = _of_rows(t, sink)
+    m = torch.maximum(s, t.amax(-1)) if t.shape[-1] else s
+    m = m.masked_fill(m == -math.inf, 0)
+    p, of_sink = (t - m[..., None]).exp(), (s - m).exp()
+    total = p.sum(-1) + of_sink
+    total = total.masked_fill(total == 0, 1)  # a row that sees nothing
+    return p / total[..., None], of_sink / total
+
+
+def _of_merged(t: Tensor, sink: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by the lse of all keys; 0 in a row that sees nothing, whose lse is −inf."""
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    return (t - lse[..., None]).exp(), (_of_rows(t, sink) - lse).exp()
+
+
+def _of_rows(t: Tensor, sink: Tensor | None) -> Tensor:
+    if sink is None:
+        return t.new_full(t.shape[:-1], -math.inf)
+    return sink.double()[:, None].expand(t.shape[:-1])

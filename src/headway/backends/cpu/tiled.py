@@ -169,6 +169,7 @@ def _exp(t: Tensor) -> Tensor:
     return torch.threshold_(t, _LEAST[t.dtype], -math.inf).exp_()
 
 
+_FAR = 256  # beyond it, rounding lse changes P by more than 128 roundings of its own
 _LEAST = {dtype: math.log(torch.finfo(dtype).tiny) + 8 for dtype in (torch.float32, torch.float64)}
 
 
@@ -178,6 +179,70 @@ def by_kv_head(x: Tensor, hk: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).contiguous().view(b * hk, h // hk, *x.shape[2:])
 
 
+def _scored(
+    tile: Tile, q_block: Tensor, k: Tensor, *, apart: bool = False
+) -> tuple[Tensor, Tensor]:
+    """T of a block of pairs, -inf where not kept, in a block that may be overwritten; and S, which
+    is that block too unless it is kept `apart`."""
+    s, score = tile.new(), tile.score
+    torch.baddbmm(flat(s), q_block, k.mT, beta=0, alpha=tile.spec.scale, out=flat(s))
+    t, kept = s, tile.kept()
+    if score is not None:
+        (t,), _ = tile.scores(score, s, kept, overwrite=not apart)
+        t = tile.full_sized(t)
+    if kept is not None:
+        t.masked_fill_(~kept, -math.inf)
+    return t, s
+
+
+def _online(t: Tensor, m: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of an online softmax: exp(T − m) in place of T, m being the largest T so far; that
+    m; and what sums of earlier terms shrink by. `total` is such a sum, and gets the new ones."""
+    before, m = m, torch.maximum(m, t.amax(-1, keepdim=True))
+    # A row that has seen nothing yet has m = -inf, and exp(-inf - 0) = 0 is what it needs.
+    base = m.masked_fill(m == -math.inf, 0)
+    p = _exp(t.sub_(base))
+    shrink = (before - base).exp_()
+    total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+    return p, m, shrink
+
+
+def _apart(
+    spec: Spec, call: Call, tile: Tile, q: Tensor, k: Tensor, lse: Tensor, sink: Tensor | None
+) -> Tensor | None:
+    """lse in two parts, for rows where one number cannot hold it: beside a largest T of -1e9, the
+    logarithm of the sum is lost. The largest T takes the place of lse, and P = exp(T − that) share.
+
+    **Returns:** the shares; None where there are no such rows, and where lse may be a merged one,
+    of which the keys that are here do not know the parts.
+    """
+    rows = (lse.abs() > _FAR) & lse.isfinite()
+    if spec.partial or not bool(rows.any()):
+        return None
+    share = torch.ones_like(lse)
+    for piece in pieces(spec, call):
+        n, gs = piece.n, piece.g
+        at = n, gs, piece.i
+        if not bool(rows[at].any()):
+            continue
+        m = torch.full_like(lse[at], -math.inf) if sink is None else sink[n, gs].expand_as(lse[at])
+        total = torch.zeros_like(lse[at]) if sink is None else torch.ones_like(lse[at])
+        q_block = q[at].flatten(1, 2)
+        for segment in piece.segments:
+            tile.enter(piece, segment)
+            _, m, _ = _online(_scored(tile, q_block, k[n, tile.keys])[0], m, total)
+        lse[at] = torch.where(rows[at], m, lse[at])
+        share[at] = torch.where(rows[at], 1 / total, 1)
+    return share
+
+
+def _by_rows(sink: Tensor | None, b: int, hk: int, g: int, acc: torch.dtype) -> Tensor | None:
+    """The sinks as (b * hk, g, 1, 1)."""
+    if sink is None:
+        return None
+    return sink.to(acc).view(1, hk, g, 1, 1).expand(b, hk, g, 1, 1).reshape(b * hk, g, 1, 1)
+
+
 def forward(spec: Spec, call: Call) -> Forward:
     """Online softmax over the segments of every piece."""
     (b, hq, q_len, _), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
@@ -185,8 +250,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     acc, g = tile.acc, hq // hk
     q, k, v = (by_kv_head(x, hk, acc) for x in (call.q, call.k, call.v))
     k, v = k[:, 0], v[:, 0]
-    sink = None if call.sink is None else call.sink.to(acc).view(1, hk, g, 1, 1)
-    sink = None if sink is None else sink.expand(b, hk, g, 1, 1).reshape(b * hk, g, 1, 1)
+    sink = _by_rows(call.sink, b, hk, g, acc)
     new = partial(torch.empty, device="cpu")
     out = new(b * hk, g, q_len, dv, dtype=spec.out_dtype(call.q.dtype))
     lse, row_max = (new(b * hk, g, q_len, dtype=acc) for _ in range(2))
@@ -200,25 +264,11 @@ def forward(spec: Spec, call: Call) -> Forward:
         total = torch.zeros(*size, 1, dtype=acc, device="cpu")
         for segment in piece.segments:
             tile.enter(piece, segment)
-            s = tile.new()
-            torch.baddbmm(
-                flat(s), q_block, k[n, tile.keys].mT, beta=0, alpha=spec.scale, out=flat(s)
-            )
-            t, kept = s, tile.kept()
-            if tile.score is not None:
-                (t,), _ = tile.scores(tile.score, s, kept, overwrite=not spec.max_logit)
-                t = tile.full_sized(t)
-            if kept is not None:
-                t.masked_fill_(~kept, -math.inf)
+            t, s = _scored(tile, q_block, k[n, tile.keys], apart=spec.max_logit)
             if tile.score is not None and spec.max_logit:
                 logits = s.masked_fill(t == -math.inf, -math.inf)
                 torch.maximum(max_logit[n, gs], logits.amax((2, 3)), out=max_logit[n, gs])
-            before, m = m, torch.maximum(m, t.amax(-1, keepdim=True))
-            # A row that has seen nothing yet has m = -inf, and exp(-inf - 0) = 0 is what it needs.
-            base = m.masked_fill(m == -math.inf, 0)
-            p = _exp(t.sub_(base))
-            shrink = (before - base).exp_()
-            total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+            p, m, shrink = _online(t, m, total)
             o.mul_(shrink)
             if spec.dropout > 0:
                 p = p.mul_(tile.dropped())
@@ -255,6 +305,8 @@ def backward(
     # A row that sees nothing has lse = -inf and must get P = 0.
     lse = by_kv_head(lse.masked_fill(lse == -math.inf, math.inf), hk, acc)[..., None]
     delta = by_kv_head(delta_of(out, dout, dlse, acc), hk, acc)[..., None]
+    sink = _by_rows(call.sink, b, hk, g, acc)
+    share = _apart(spec, call, tile, q, k, lse, sink)
     dq = torch.zeros(b * hk, g, q_len, d, dtype=acc, device="cpu")
     dk = torch.zeros(b * hk, kv_len, d, dtype=acc, device="cpu")
     dv = torch.zeros(b * hk, kv_len, dv_, dtype=acc, device="cpu")
@@ -274,6 +326,8 @@ def backward(
             if kept is not None:
                 t.masked_fill_(~kept, -math.inf)
             p = _exp(t.sub_(lse[n, gs, i]))
+            if share is not None:
+                p.mul_(share[n, gs, i])
             torch.bmm(do_block, v[n, keys].mT, out=flat(dp))
             if spec.dropout > 0:
                 dropped = tile.dropped()
@@ -288,9 +342,8 @@ def backward(
             dk[n, keys].baddbmm_(flat(ds).mT, q_block, alpha=spec.scale)
         dq[n, gs, i] = dq_block.view(*dq[n, gs, i].shape)
     dsink = None
-    if call.sink is not None:
-        sink = call.sink.to(acc).view(hk, g, 1, 1).expand(b, hk, g, 1, 1).reshape(b * hk, g, 1, 1)
-        weight = (sink - lse).exp_().mul_(delta)
+    if sink is not None:
+        weight = (sink - lse).exp_().mul_(delta if share is None else share * delta)
         dsink = -weight.view(b, hq, q_len).sum((0, 2))
     dtype = acc if spec.partial else call.q.dtype
     return Grads(
