@@ -183,3 +183,120 @@ def test_rows_that_see_nothing(backend, length, sink):
         grads = torch.autograd.grad(made[:2], leaves, [torch.randn_like(made.out), dlse])
         assert (grads[0][:, :, 3] == 0).all()
         assert all(g.isfinite().all() for g in grads)
+
+
+# -- pairs that are not kept ----------------------------------------------------------------------
+
+EVERY = {
+    "flash": (None, 8),  # of the CPU: PyTorch's kernels where the widths are equal
+    "blocks": (None, 5),
+    "a score": (lambda s, b, h, i, j: s * 1.5, 8),
+}
+RUNS = pytest.mark.parametrize("run", EVERY)
+
+
+def _results(run: str, backend: str, q, k, v, mask):
+    """out alone, then out and all statistics."""
+    score, width = EVERY[run]
+    alone = lambda q, k, v: hw.attention(q, k, v, score, mask, backend=backend)
+    stats = lambda q, k, v: hw.attention_with_stats(q, k, v, score, mask, backend=backend)
+    v = v[..., :width]
+    return alone(q, k, v), stats(q, k, v)
+
+
+@BACKENDS
+@RUNS
+@pytest.mark.parametrize("length", [6, 300])
+@pytest.mark.parametrize("mask", [None, hw.causal(), hw.padding(torch.tensor([0, 4]))], ids=str)
+def test_a_query_of_logits_of_minus_infinity_sees_nothing(backend, run, length, mask):
+    """T = -inf is not kept, for whatever reason."""
+    q, k, v = _inputs(length, torch.float32)
+    k[B, H, :, 0] = math.inf
+    q[B, H, :, 0] = 1.0
+    q[B, H, 2, 0] = -1.0
+    for values in (v, torch.full_like(v, 2.0)):
+        out, stats = _results(run, backend, q, k, values, mask)
+        for found in (out, stats.out):
+            assert (found[B, H, 2] == 0).all()
+        assert stats.lse[B, H, 2] == -math.inf
+    if mask is None:
+        k[B, H, :, 0] = -math.inf  # and all the others
+        q[B, H, 2, 0] = 1.0
+        _, stats = _results(run, backend, q, k, v, mask)
+        assert (stats.lse[B, H] == -math.inf).all()
+        assert stats.max_logit[B, H] == -math.inf
+
+
+@BACKENDS
+@RUNS
+@pytest.mark.parametrize("row", [0, 3])
+@pytest.mark.parametrize("mask", [None, hw.causal(), hw.causal() & hw.sliding_window(2)], ids=str)
+def test_a_row_of_nan_alone_is_not_hidden(backend, run, row, mask):
+    """Where the only logits of a row are NaN, of a key's making."""
+    q, k, v = _inputs(1 if mask is None else 6, torch.float32)
+    k[B, H, min(row, k.shape[2] - 1), 3] = math.nan
+    out, stats = _results(run, backend, q, k, v, mask)
+    sees = _seen(mask, k.shape[2])[:, min(row, k.shape[2] - 1)]
+    for found in (out, stats.out):
+        assert found[B, H][sees].isnan().all()
+    assert stats.lse[B, H][sees].isnan().all()
+    assert stats.max_logit[B, H].isnan()
+
+
+@pytest.mark.parametrize("mask", [None, hw.causal()], ids=str)
+def test_the_same_of_compiled_programs(mask):
+    """They cannot look, so PyTorch's kernel gets what it hides added."""
+    q, k, v = _inputs(6, torch.float32)
+    k[0, 0, 0, 3] = math.nan
+    k[B, H, :, 0] = math.inf
+    q[B, H, :, 0] = -1.0
+    out = torch.compile(lambda *x: hw.attention(*x, None, mask), backend="aot_eager")(q, k, v)
+    assert out[0, 0].isnan().all()
+    assert (out[B, H] == 0).all()
+
+
+MANY = {
+    "window": hw.causal() & hw.sliding_window(30),
+    "causal": hw.causal(),
+    "dropped": lambda b, h, i, j: (j != ROW) & (i + j > 3),
+    "document": hw.document(torch.arange(300) // 23),
+}
+
+
+@BACKENDS
+@RUNS
+@KINDS
+@pytest.mark.parametrize("length", [300])
+@pytest.mark.parametrize("name", MANY)
+def test_a_key_reaches_no_row_that_does_not_keep_it(backend, run, value, length, name):
+    """Not out, nor lse, nor the largest logit, which is that of kept pairs."""
+    mask = MANY[name]
+    if name == "document":
+        mask = hw.document(torch.arange(length) // 23)
+    q, k, v = _inputs(length, torch.float32)
+    right, _ = _results(run, backend, q, k, v, mask)
+    _, stats = _results(run, backend, q, k, v, mask)
+    k[B, H, ROW, 3] = value
+    free = ~_seen(mask, length)[:, ROW]
+    made, with_stats = _results(run, backend, q, k, v, mask)
+    for found in (made, with_stats.out):
+        assert torch.allclose(found[B, H][free], right[B, H][free], atol=1e-6)
+        assert torch.allclose(_other_heads(found), _other_heads(right), atol=1e-6)
+    assert torch.allclose(with_stats.lse[B, H][free], stats.lse[B, H][free], atol=1e-6)
+    if free.all():
+        assert torch.allclose(with_stats.max_logit, stats.max_logit)
+
+
+@BACKENDS
+@RUNS
+def test_a_key_that_no_query_keeps_spoils_no_other_head(backend, run):
+    """Of its own head it may show in gradients: there 0 times NaN is added up."""
+    score, width = EVERY[run]
+    q, k, v = (x.requires_grad_() for x in _inputs(300, torch.float32))
+    with torch.no_grad():
+        k[B, H, ROW] = math.nan
+    mask = lambda b, h, i, j: j != ROW
+    out = hw.attention(q, k, v[..., :width], score, mask, backend=backend)
+    assert out.isfinite().all()
+    for grad in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
+        assert _other_heads(grad).isfinite().all()

@@ -18,6 +18,11 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
     return []
 
 
+def limits(spec: Spec) -> list[str]:
+    """None."""
+    return []
+
+
 def accumulates(dtype: torch.dtype) -> torch.dtype:
     """float32, or float64 for float64."""
     return acc_dtype(dtype)
@@ -25,9 +30,9 @@ def accumulates(dtype: torch.dtype) -> torch.dtype:
 
 def forward(spec: Spec, call: Call) -> Forward:
     """PyTorch's flash kernels where they can do the call, else blocks of torch ops."""
-    if not flash.suits(spec, call):
+    result = flash.forward(spec, call) if flash.suits(spec, call) else None
+    if result is None:
         return tiled.forward(spec, call)  # sees every logit: statistics are free
-    result = flash.forward(spec, call)
     if not (spec.max_logit or spec.row_max):
         return result
     # Those kernels keep their logits to themselves. A second product is cheaper than doing without

@@ -4,8 +4,9 @@ They know no score functions and no dropout, but fuse the softmax into the produ
 of torch ops cannot. Given the merged out and lse, their backwards over disjoint keys sum to the
 exact gradients. Their weak sides are worked around or refused (`suits`):
 
-- NaN in q would come out as 0;
-- a row that sees nothing has lse 0, not -inf;
+- a row whose logits are all NaN comes out as 0;
+- a row that sees nothing, or -inf alone, has lse 0, not -inf;
+- a mask is added: a NaN or inf of a key reaches rows that do not keep it;
 - causal, -inf is put in before the scale: times 0 that is NaN, times a negative number inf;
 - half precision is slow without matrix units: there it is computed in float32;
 - the backward is parallel over heads only, and computes delta by itself.
@@ -31,7 +32,17 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 def suits(spec: Spec, call: Call) -> bool:
     """Whether these kernels can do the call, as well as blocks of torch ops or better."""
-    return _knows(spec, call) and math.isfinite(call.q.sum(dtype=torch.float32))
+    return _knows(spec, call) and _finite(call.q)
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether all numbers are finite, and not so large that it is hard to say."""
+    return math.isfinite(x.sum(dtype=torch.float32))
+
+
+def _some_zero(lse: Tensor) -> bool:
+    """Whether some lse is 0: what the kernels also give to a row of nothing but NaN or -inf."""
+    return lse.count_nonzero().item() < lse.numel()
 
 
 def _knows(spec: Spec, call: Call) -> bool:
@@ -70,12 +81,13 @@ def plain(
     out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
     if hook is not None and out.requires_grad:
         out.grad_fn.register_hook(hook)  # type: ignore[union-attr]
-    # A row of NaN logits comes out of the kernel as one that sees nothing: 0, with lse 0.
+    # A row of NaN logits comes out of the kernel as one that sees nothing: 0, with lse 0. (One of
+    # -inf alone does, too, and that is right.)
     if hook is None:
         # A compiler cannot look. Every row sees the first key: where that logit is NaN, the row is.
         first = (q.detach() * k.detach()[:, :, :1]).sum(-1, dtype=lse.dtype)
         out = out + first.masked_fill(~first.isnan() | (lse != 0), 0).to(out.dtype)[..., None]
-    elif lse.count_nonzero().item() < lse.numel() and not math.isfinite(q.sum()):
+    elif _some_zero(lse) and not (_finite(q) and _finite(k)):
         return None
     return out if q is given else out.to(given.dtype).reshape(given.shape)
 
@@ -93,8 +105,9 @@ def _threads() -> int:
 constant_under_compile(_threads)
 
 
-def forward(spec: Spec, call: Call) -> Forward:
-    """Every stretch of keys by itself, merged by log-sum-exp."""
+def forward(spec: Spec, call: Call) -> Forward | None:
+    """Every stretch of keys by itself, merged by log-sum-exp; None where a key is NaN or infinite
+    and may show where it must not, or not show where it must."""
     b, hq, q_len, d = call.q.shape
     acc = acc_dtype(call.q.dtype)
     causal_square = is_causal(spec, call)
@@ -102,7 +115,9 @@ def forward(spec: Spec, call: Call) -> Forward:
     q, k, v = _inputs(call.q, call.k, call.v, folded=not at_once)
     if at_once:
         out, lse = _forward(q, k, v, 0.0, causal_square, scale=spec.scale)
+        doubtful = _some_zero(lse)
     else:
+        doubtful = False
         out = torch.zeros(q.shape, dtype=acc, device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=acc, device=q.device)
         for piece, keys, bias, seen in _stretches(spec, call, q.dtype):
@@ -113,7 +128,11 @@ def forward(spec: Spec, call: Call) -> Forward:
             )  # fmt: skip
             if seen is not None:
                 l = l.masked_fill(~seen, -math.inf)
+            doubtful = doubtful or _some_zero(l)
             _merge_into(out[at], lse[at], o, l)
+        doubtful = doubtful or bool(lse.isnan().any())
+    if doubtful and not _finite(call.k):
+        return None
     if call.sink is not None:
         before = lse = lse.reshape(b, hq, q_len)
         out = out.reshape(b, hq, q_len, d)
