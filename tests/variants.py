@@ -227,6 +227,20 @@ def _holes(c, t):
     return lambda s, b, h, i, j: torch.where((i + 2 * j) % 4 == 0, float("-inf"), s * t.gain[h])
 
 
+def _walls(c, t):
+    """-inf, of a number and of a table, times what is learned: where it falls, nothing is."""
+    return lambda s, b, h, i, j: (
+        (torch.where((i + 2 * j) % 4 == 0, float("-inf"), s) + t.wall[j % 5]) * t.heat[h]
+    )
+
+
+def _within_walls(c, t):
+    low = t.wall.masked_fill(t.wall == -torch.inf, 0)
+    return lambda s, b, h, i, j: torch.where(
+        ((i + 2 * j) % 4 == 0) | (j % 5 == 3), float("-inf"), (s + low[j % 5]) * t.heat[h]
+    )
+
+
 def _all_sorts(c, t):
     def score(s, b, h, i, j):
         far = (i - j).abs().float()
@@ -323,6 +337,15 @@ SCORES: dict[str, Variant] = {
     ),
     "in_place": user(_in_place, gain=table("hq"), table=table("hq", 5)),
     "holes": user(_holes, gain=table("hq")),
+    "walls": Variant(
+        _walls,
+        _within_walls,
+        {
+            "heat": lambda c: torch.rand(c.hq).double() + 0.5,
+            "wall": lambda c: torch.tensor([0.25, -0.5, 0.0, -torch.inf, 1.0]).double(),
+        },
+        frozen=("wall",),
+    ),
     "all_sorts": user(_all_sorts, gain=table("hq")),
     "buckets": user(
         _buckets,

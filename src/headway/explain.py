@@ -29,6 +29,7 @@ class Explanation:
       line that reads what cannot be seen to stay the same; none, usually.
     - `elements`: the mask's ops, with their lines, that say nothing about a whole tile, so that
       tiles which hang on them are decided pair by pair: right, and slower; none, usually.
+    - `limits`: where that backend's results are not those of every other.
     - `code`: what runs for the score and the mask.
     """
 
@@ -38,6 +39,7 @@ class Explanation:
     tiles: tuple[int, int, int] | None
     retraced: list[str]
     elements: list[str]
+    limits: list[str]
     code: str
 
     def __str__(self) -> str:
@@ -58,6 +60,7 @@ class Explanation:
         lines += [
             f"  decided pair by pair: {op} has no rule for a whole tile" for op in self.elements
         ]
+        lines += [f"  a limit: {limit}" for limit in self.limits]
         if self.code:
             lines += ["", self.code]
         return "\n".join(lines)
@@ -95,8 +98,9 @@ def explain(
     for name in allowed:
         if name != chosen and not reasons[name] and (why := slower(name, spec, kind)):
             reasons[name] = [why]
-    code = ""
+    code, limits = "", []
     if chosen is not None:
+        limits = get(chosen).limits(spec)
         spec, call = prepare(*given, backend=chosen)
         code = get(chosen).code(spec, call)
     shapes = ", ".join(
@@ -107,8 +111,8 @@ def explain(
         f", {n} = {_name(m)}" for n, m in (("score", score), ("mask", mask)) if m is not None
     )
     elements = [] if spec.mask is None else why_elements(parse(spec.mask))
-    again = _retraced(score, mask, acc_dtype(q.dtype))
-    return Explanation(chosen, reasons, shapes + shown, _tiles(spec, call), again, elements, code)
+    again, tiles = _retraced(score, mask, acc_dtype(q.dtype)), _tiles(spec, call)
+    return Explanation(chosen, reasons, shapes + shown, tiles, again, elements, limits, code)
 
 
 def _retraced(score: Any, mask: Any, dtype: torch.dtype) -> list[str]:

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 CASES = (
     "length_1", "length_65_causal", "width_40_40_score", "layout_strided", "dropout_0.1_all",
     "mask_no_row_sink", "mask_document_cross", "score_twice", "score_bias_rows",
-    "score_bias_number", "score_outside", "width_3_5", "long_checker",
+    "score_bias_number", "score_outside", "score_walls", "width_3_5", "long_checker",
 )  # fmt: skip
 PARTS = 2  # the suite runs them side by side
 

@@ -95,6 +95,10 @@ class Backend(Protocol):
         """Why it cannot run such calls, each with the way out; empty if it can."""
         ...
 
+    def limits(self, spec: Spec) -> list[str]:
+        """Where its results of such calls are not those of the contract, each with the way out."""
+        ...
+
     def accumulates(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which scores are computed for inputs of `dtype`."""
         ...

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...mods.graph import parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
 from ..base import Call, Hook, Kind, launch_module, plainly_masked
+from ..kernels import limits as limits
 from ..kernels.function import diagonal, floats, not_spread
 from ..kernels.varies import variation
 from .config import BACKWARD, FORWARD, TILE, fitting

@@ -2,3 +2,19 @@
 
 Importing it loads no Triton.
 """
+
+from ...types import Spec
+
+FAR = float(1 << 22)  # of lse, where its rounding in units of log 2 is half of P
+
+
+def limits(spec: Spec) -> list[str]:
+    """What kernels that hold T - lse in float32, in units of log 2, cannot do."""
+    if spec.score is None:
+        return []
+    return [
+        f"a query whose largest score is beyond +-{FAR:,.0f} (-1e9 for every key, say) gets no "
+        "gradients, and beyond +-1e8 its out may be wrong or NaN: drop such keys by the mask or by "
+        "-inf, or use a smaller minimum, such as -1e4; at +-x, its gradients are off by up to "
+        f"x / {FAR:,.0f} of themselves"
+    ]

@@ -8,12 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 import triton
+from headway.backends.kernels import FAR
 
 from .direct import Direct
 
 _BLOCK = 32  # rows of a program
 _WHOLE = 32  # numbers: 128 bytes, at a multiple of which every term begins
 _LOG2E = tl.constexpr(1.4426950408889634)
+_FAR = tl.constexpr(FAR)
 
 
 class Terms:
@@ -22,7 +24,7 @@ class Terms:
     for each head and one more.
 
     Rows past the end of out have delta = 0 and lse = inf, so that their P is 0; and so has a query
-    that sees nothing, whose lse is -inf.
+    that sees nothing, whose lse is -inf, and one whose lse is too far from 0 (`in_log2`).
 
     - `shape`: of out.
     - `rows`: of a head, in the buffer.
@@ -146,5 +148,6 @@ def sums(x, dx):
 
 @triton.jit
 def in_log2(lse):
-    """lse in units of log 2; inf, and so P = 0, for a query that sees nothing."""
-    return tl.where(lse == float("-inf"), float("inf"), lse) * _LOG2E
+    """lse in units of log 2; inf, and so P = 0, for a query that sees nothing, and for one of which
+    P cannot be told: T log2(e) less a rounded lse of -1e9 would be off by 2^64."""
+    return tl.where(tl.abs(lse) > _FAR, float("inf"), lse) * _LOG2E

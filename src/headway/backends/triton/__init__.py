@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
 from ..base import Call, Hook, Kind, launch_module
+from ..kernels import limits as limits
 from .config import WIDEST
 
 name = "triton"
