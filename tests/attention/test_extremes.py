@@ -169,17 +169,15 @@ def test_a_bias_with_rows_of_the_least_number(dtype, backend):
 
 @BACKENDS
 def test_dropout_of_such_rows(backend):
+    """Of constants the size does not matter."""
     q, k, v = inputs(1, 2, 2, 64, torch.float64)
-    score = lambda s, b, h, i, j: torch.where(i % 2 == 0, s, -1e30)
     dout = torch.randn(1, 2, 64, 4).double()
-    call = lambda score, big: torch.autograd.grad(
-        hw.attention(q, k, v, score, dropout=0.4, seed=3, scale=0.25, backend=backend),
-        (q, k, v),
-        dout,
-    )
-    # Of constants the size does not matter.
-    same = lambda s, b, h, i, j: torch.where(i % 2 == 0, s, 0.0)
-    for got, right in zip(call(score, -1e30), call(same, 0.0), strict=True):
+    grads = []
+    for big in (-1e30, 0.0):
+        score = lambda s, b, h, i, j, big=big: torch.where(i % 2 == 0, s, big)
+        out = hw.attention(q, k, v, score, dropout=0.4, seed=3, scale=0.25, backend=backend)
+        grads.append(torch.autograd.grad(out, (q, k, v), dout))
+    for got, right in zip(*grads, strict=True):
         assert torch.allclose(got, right, rtol=1e-12, atol=1e-14)
 
 
@@ -249,13 +247,13 @@ def _names(score: Callable) -> set[str]:
     return read
 
 
-@pytest.mark.parametrize("threads", range(6))
-def test_random_scores(threads):
+@pytest.mark.parametrize("draws", range(5))
+def test_random_scores(draws):
     """Expressions with -inf and large minima, in numbers and tables: those that PyTorch can
     differentiate at the pairs that are kept."""
-    draw = random.Random(threads)
+    draw = random.Random(draws)
     found = 0
-    while found < 12:
+    while found < 5:
         tables = {n: draw_table() for n, draw_table in TABLES.items()}
         score = _expression(draw, draw.randint(2, 4))
         if not _regular(score, tables):
