@@ -8,12 +8,12 @@ exact gradients. Their weak sides are worked around or refused (`suits`):
 - a row that sees nothing, or -inf alone, has lse 0, not -inf;
 - a mask is added: a NaN or inf of a key reaches rows that do not keep it;
 - causal, -inf is put in before the scale: times 0 that is NaN, times a negative number inf;
-- half precision is slow without matrix units: there it is computed in float32;
+- half precision is accumulated as such in the backward, and P is rounded to it in both directions,
+  so it is computed in float32, which loses nothing;
 - the backward is parallel over heads only, and computes delta by itself.
 """
 
 import math
-from functools import lru_cache
 from itertools import groupby
 
 import torch
@@ -139,7 +139,7 @@ def forward(spec: Spec, call: Call) -> Forward | None:
         lse = torch.logaddexp(lse, call.sink.to(acc)[:, None])
         nothing = before.masked_fill(lse == -math.inf, 0) - lse.masked_fill(lse == -math.inf, 0)
         out = out * nothing.exp_()[..., None]
-    out, lse = in_dtype(out, acc if spec.partial else call.q.dtype), in_dtype(lse, acc)
+    out = in_dtype(out, acc if spec.partial else call.q.dtype)
     if out.shape != call.q.shape:
         out, lse = out.reshape(b, hq, q_len, d), lse.reshape(b, hq, q_len)
     return Forward(out, lse, lse.new_empty(0), lse.new_empty(0))
@@ -188,7 +188,7 @@ def backward(
         dsink = -(weight * delta).sum((0, 2))
     dtype = acc if spec.partial else call.q.dtype
     if hq != hk:
-        dk, dv = (in_dtype(x, acc).sum(1) for x in (dk, dv))
+        dk, dv = dk.sum(1), dv.sum(1)
     dq, dk, dv = in_dtype(dq, dtype), in_dtype(dk, dtype), in_dtype(dv, dtype)
     if dq.shape != call.q.shape:
         dq = dq.reshape(b, hq, q_len, d)
@@ -220,9 +220,7 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _inputs(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor, Tensor, Tensor]:
     """q as (b * hk, g, q_len, d); k and v as views that every query head of the group shares. As
     they are, where they need not be folded and no head of keys is shared."""
-    dtype = q.dtype
-    if dtype.itemsize == 2 and not (dtype == torch.bfloat16 and _has_matrix_units()):
-        dtype = torch.float32
+    dtype = acc_dtype(q.dtype)
     if q.dtype != dtype or not q.stride()[3] == k.stride()[3] == v.stride()[3] == 1:
         q, k, v = _rows(q, dtype), _rows(k, dtype), _rows(v, dtype)
     (b, hq, q_len, d), (_, hk, kv_len, _) = q.shape, k.shape
@@ -291,7 +289,7 @@ def _merge_into(out: Tensor, lse: Tensor, o: Tensor, l: Tensor) -> None:
     """out, lse += o, l (see `distributed.merge` for the algebra), in place."""
     total = torch.logaddexp(lse, l)
     base = total.masked_fill(total == -math.inf, 0)
-    out.mul_((lse - base).exp_()[..., None]).addcmul_(o.to(out.dtype), (l - base).exp_()[..., None])
+    out.mul_((lse - base).exp_()[..., None]).addcmul_(o, (l - base).exp_()[..., None])
     lse.copy_(total)
 
 
@@ -307,17 +305,3 @@ def is_causal(spec: Spec, call: Call) -> bool:
         and coords.q == coords.kv
         and coords.q_pos is None is coords.kv_pos
     )
-
-
-def _has_matrix_units() -> bool:
-    """Whether this CPU multiplies bfloat16 in tiles (AMX), faster than float32."""
-    return _asked_for_matrix_units()
-
-
-constant_under_compile(_has_matrix_units)
-
-
-@lru_cache(maxsize=1)
-def _asked_for_matrix_units() -> bool:
-    check = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return bool(check())
