@@ -15,6 +15,7 @@ import oracle
 from cases import Case, Problem, problem
 
 _NARROW = (torch.bfloat16, torch.float16)
+_TENSOR_CORES = ("triton", "hopper")
 
 
 def gradients(given: Problem, out: Tensor, lse: Tensor | None) -> dict[str, Tensor]:
@@ -38,7 +39,9 @@ class Yardstick(NamedTuple):
     """What the results must be, and how far from it honest ones may be."""
 
     exact: dict[str, Tensor]
-    tolerance: dict[str, float]
+    tolerance: dict[str, float]  # of any element
+    rms: dict[str, float]  # of out, dq, dk, dv in half precision, over all elements
+    rms_of_narrow_factors: dict[str, float]  # the same where P and dS are rounded for products
 
 
 @lru_cache(maxsize=2)
@@ -46,26 +49,34 @@ class Yardstick(NamedTuple):
 def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
     """With statistics (True; the gradient of lse is sent too) and without: the exact results in
     float64, of the very numbers that the dtype can hold, and tolerances: twice the error of plain
-    PyTorch in that dtype, and a rounding of the largest terms."""
+    PyTorch in that dtype, and a rounding of the largest terms; in half precision, for all elements
+    together, 1.3 times what rounding does to what was accumulated exactly."""
     given, keep = problem(case, dtype), None
     if case.dropout:
         at = oracle.grid(case.b, case.hq, case.q_len, case.kv_len)
         keep = oracle.keep(case.dropout, given.seed, *at)
 
-    def dense(of: Problem) -> tuple[dict, dict, dict]:
-        """Values; gradients from both, and from out alone."""
-        made = oracle.attention(
-            of.q, of.k, of.v, of.score(plain=True), of.mask(plain=True),
-            scale=case.scale, sink=of.sink, keep=keep, dropout=case.dropout,
+    def plainly(of: Problem, factors: torch.dtype | None = None) -> oracle.Dense:
+        return oracle.attention(
+            of.q, of.k, of.v, of.score(plain=True), of.mask(plain=True), scale=case.scale,
+            sink=of.sink, keep=keep, dropout=case.dropout, factors=factors,
         )  # fmt: skip
+
+    def dense(of: Problem, made: oracle.Dense) -> tuple[dict, dict, dict]:
+        """Values; gradients from both, and from out alone."""
         values = {name: x.detach() for name, x in made._asdict().items()}
         return values, gradients(of, made.out, made.lse), gradients(of, made.out, None)
 
+    def plain_in(dtype: torch.dtype | None = None) -> tuple[dict, dict, dict]:
+        of = given.copy(dtype)
+        return dense(of, plainly(of))
+
     wide = given.copy(torch.float64)
-    exact = dense(wide)
+    exactly = plainly(wide)
+    exact = dense(wide, exactly)
     apart = [dict.fromkeys(part, 0.0) for part in exact]
     if dtype != torch.float64:  # there, roundings of the largest terms are all there is
-        plain = dense(given.copy())
+        plain = plain_in()
         apart = [_distances(*parts) for parts in zip(plain, exact, strict=True)]
     if dtype in _NARROW:
         # A backward is given `out` in the narrow dtype. In delta = rowsum(dout∘out) − dlse its
@@ -77,7 +88,8 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
         draw = torch.Generator().manual_seed(0)
         for _ in range(4):
             sign = torch.randn(off.shape, generator=draw).sign()
-            _, rounded, _ = dense(replace(wide, dlse=wide.dlse + sign * off))
+            of_sign = replace(wide, dlse=wide.dlse + sign * off)
+            rounded = gradients(of_sign, exactly.out, exactly.lse)
             for n, error in _distances(rounded, exact[1]).items():
                 apart[1][n], apart[2][n] = max(apart[1][n], error), max(apart[2][n], error)
     sizes = oracle.magnitudes(
@@ -93,13 +105,50 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
         floor = torch.finfo(_dtype_of(name, given)).eps * _largest(right)
         return 2 * error + floor + roundings * accumulated * sizes[name.removeprefix("grad ")]
 
+    # Shorter sums do not lose much, and so few numbers have no spread.
+    summed = dtype in _NARROW and min(case.q_len, case.kv_len) >= 64
+    single = plain_in(torch.float32) if summed else None
+
+    def rms(factors: torch.dtype | None) -> list[dict[str, float]]:
+        if single is None:
+            return [{}, {}, {}]
+        mixed = replace(wide, captured=given.copy().captured)  # which scores compute with as it is
+        near, of_delta = _rounded(mixed, plainly(mixed, factors), exact, dtype)
+        # Where factors are rounded the signs of out's errors are a kernel's own.
+        luck = 0.0 if factors is None else 1.0
+        return [
+            {
+                n: 1.3 * _rms(x - right[n]) + luck * of_delta[n] + 4 * _rms(f32[n] - right[n])
+                for n, x in part.items()
+            }
+            for part, right, f32 in zip(near, exact, single, strict=True)
+        ]
+
+    rms_of = [rms(factors) for factors in (None, dtype)]
     answer = {}
     for stats, part in ((True, 1), (False, 2)):
         values = exact[0] if stats else {"out": exact[0]["out"]}
         rights, errors = values | exact[part], apart[0] | apart[part]
         limits = {n: tolerance(n, errors[n], right) for n, right in rights.items()}
-        answer[stats] = Yardstick(rights, limits)
+        answer[stats] = Yardstick(rights, limits, *(x[0] | x[part] for x in rms_of))
     return answer
+
+
+def _rounded(
+    given: Problem, made: oracle.Dense, exact: tuple[dict, ...], dtype: torch.dtype
+) -> tuple[list[dict[str, Tensor]], dict[str, float]]:
+    """out, dq, dk and dv where `made` is rounded at the end and the backward has delta from out as
+    it was rounded, in parts like the exact ones; and what that delta does (rms)."""
+    out = made.out.detach().to(dtype)
+    off = (given.dout * (out - exact[0]["out"])).sum(-1)
+    through_lse = replace(given, dout=torch.zeros_like(given.dout), dlse=-off)
+    of_delta = gradients(through_lse, made.out, made.lse)
+    parts = [{"out": out}]
+    for lse in (made.lse, None):
+        grads = gradients(given, made.out, lse)
+        parts.append({f"grad {n}": grads[f"grad {n}"] + of_delta[f"grad {n}"] for n in "qkv"})
+    near = [{n: x.to(dtype) for n, x in part.items()} for part in parts]
+    return near, {"out": 0.0} | {n: _rms(x) for n, x in of_delta.items()}
 
 
 def _dtype_of(name: str, given: Problem) -> torch.dtype:
@@ -113,6 +162,11 @@ def _dtype_of(name: str, given: Problem) -> torch.dtype:
 
 def _distances(got: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
     return {n: _largest(got[n].double() - right[n]) for n in right}
+
+
+def _rms(x: Tensor) -> float:
+    finite = x[x.isfinite()]
+    return finite.square().mean().sqrt().item() if finite.numel() else 0.0
 
 
 def _largest(x: Tensor) -> float:
@@ -166,7 +220,7 @@ def check(
     before = {n: t.detach().clone() for n, t in given.leaves().items()}
     with poisoned():
         made = run(given, backend, stats, tile)
-    wrong = compare(case, dtype, made, stats)
+    wrong = compare(case, dtype, made, stats, narrow_factors=backend in _TENSOR_CORES)
     for name, leaf in given.leaves().items():
         if not torch.equal(leaf.detach(), before[name]):
             wrong.append(f"{name}: the call changed its input")
@@ -175,10 +229,19 @@ def check(
         raise AssertionError("\n  ".join([f"{what}:", *wrong]))
 
 
-def compare(case: Case, dtype: torch.dtype, made: dict[str, Tensor], stats: bool) -> list[str]:
-    """What is wrong with these results, a line for each."""
+def compare(
+    case: Case,
+    dtype: torch.dtype,
+    made: dict[str, Tensor],
+    stats: bool,
+    *,
+    narrow_factors: bool = True,
+) -> list[str]:
+    """What is wrong with these results, a line for each. `narrow_factors`: P and dS may be rounded
+    to the dtype before they are multiplied, as tensor cores want it."""
     given = problem(case, dtype)
-    exact, tolerance = yardstick(case, dtype)[stats]
+    exact, tolerance, *rms = yardstick(case, dtype)[stats]
+    rms = rms[narrow_factors]
     wrong = []
     for name, right in exact.items():
         got, final = made[name], _dtype_of(name, given)
@@ -192,6 +255,10 @@ def compare(case: Case, dtype: torch.dtype, made: dict[str, Tensor], stats: bool
         bad = ~(apart <= tolerance[name])
         if bad.any():
             wrong.append(_worst(name, got, right, apart, bad, tolerance[name]))
+        elif _rms(apart) > rms.get(name, math.inf):
+            wrong.append(
+                f"{name}: the error is {_rms(apart):.2g} (rms), {rms[name]:.2g} if accumulated well"
+            )
     return wrong
 
 

@@ -35,13 +35,20 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor,
     score: Callable | None = None, mask: Callable | None = None, *,
     scale: float | None = None, sink: Tensor | None = None,
-    keep: Tensor | None = None, dropout: float = 0.0,
+    keep: Tensor | None = None, dropout: float = 0.0, factors: torch.dtype | None = None,
 ) -> Dense:  # fmt: skip
-    """out, lse and max_logit, as DESIGN.md section 1 has them, differentiable by autograd."""
+    """out, lse and max_logit, as DESIGN.md section 1 has them, differentiable by autograd.
+
+    With `factors`, P and dS go into their products rounded to it, as they do on tensor cores.
+    """
     pairs = scores(q, k, score, mask, scale)
+    if factors is not None and pairs.s.requires_grad:
+        pairs.s.register_hook(lambda ds: ds.to(factors).to(ds.dtype))
     p, lse = softmax(pairs.t, sink)
     if keep is not None:
         p = p * factor(keep, dropout, p.dtype)
+    if factors is not None:
+        p = p + (p.to(factors) - p).detach()
     logits = pairs.s.detach().masked_fill(~pairs.kept, -math.inf).flatten(2)
     largest = logits.amax(2) if logits.shape[2] else logits.new_full(logits.shape[:2], -math.inf)
     return Dense(p.to(v.dtype) @ to_heads(v, q.shape[1]), lse, largest)

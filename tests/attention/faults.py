@@ -42,6 +42,7 @@ class Right:
         return reference.backward(spec, call, out, lse, dout, dlse, needs)
 
     cases = shows = hides = ""
+    half = ""  # cases that must catch what is wrong in half precision only
 
     # What a fault changes of the arguments: in both directions, or in one.
 
@@ -615,3 +616,57 @@ class AddsUpInBuffers(Right):
     def backward(self, *args):
         grads = super().backward(*args)
         return grads._replace(v=torch.empty_like(grads.v).add_(grads.v))
+
+
+# -- accumulation ---------------------------------------------------------------------------------
+# Right but for the numbers that lie between blocks of 64, which are of the inputs' dtype.
+
+
+def _blocks(length: int) -> list[slice]:
+    return [slice(at, min(at + 64, length)) for at in range(0, length, 64)]
+
+
+class NarrowSums(Right):
+    """dq, dk and dv grow in half precision, as in PyTorch's kernel for CPUs."""
+
+    half = "long_600_half long_pieces_no_mask"
+    shows = GRADS
+    hides = FORWARD
+
+    def backward(self, spec, call, out, lse, dout, dlse, needs):
+        def part(i: slice, j: slice) -> Grads:
+            coords = call.coords._replace(q=i.start, kv=j.start)
+            k, v = call.k[:, :, j], call.v[:, :, j]
+            some = call._replace(q=call.q[:, :, i], k=k, v=v, coords=coords)
+            of = [x if x is None else x[:, :, i] for x in (out, lse, dout, dlse)]
+            return reference.backward(spec, some, *of, needs)
+
+        whole = super().backward(spec, call, out, lse, dout, dlse, needs)
+        every_i, every_j = slice(0, call.q.shape[2]), slice(0, call.k.shape[2])
+        dq = sum(part(every_i, j).q for j in _blocks(every_j.stop))
+        by_queries = [part(i, every_j) for i in _blocks(every_i.stop)]
+        return whole._replace(
+            q=dq, k=sum(part.k for part in by_queries), v=sum(part.v for part in by_queries)
+        )
+
+
+class NarrowOut(Right):
+    """out grows in half precision from block to block of keys."""
+
+    half = "long_600_half long_pieces_no_mask"
+    shows = "out"
+    hides = "lse max_logit"
+
+    def forward(self, spec, call):
+        whole, out, lse = super().forward(spec, call), None, None
+        for j in _blocks(call.k.shape[2]):
+            coords = call.coords._replace(kv=j.start)
+            some = call._replace(k=call.k[:, :, j], v=call.v[:, :, j], coords=coords)
+            part = super().forward(spec, some)
+            if out is None:
+                out, lse = part[:2]
+                continue
+            total = torch.logaddexp(lse, part.lse)
+            before, now = ((x - total).exp()[..., None] for x in (lse, part.lse))
+            out, lse = (out * before + part.out * now).to(out.dtype), total
+        return whole._replace(out=out)

@@ -7,6 +7,7 @@ forward right, or all but a few rows of one head.
 import pytest
 import torch
 
+import checks
 from cases import BY_NAME
 from checks import check
 from headway import backends
@@ -17,6 +18,12 @@ FAULTS = [f for f in vars(faults).values() if isinstance(f, type) and getattr(f,
 PAIRS = [(fault, BY_NAME[name]) for fault in FAULTS for name in fault.cases.split()]
 HALF = list({fault: (fault, case) for fault, case in PAIRS if "half" in case.tags}.values())
 CASES = sorted({case.name for _, case in PAIRS})
+NARROW = [
+    (fault, BY_NAME[name])
+    for fault in vars(faults).values()
+    if isinstance(fault, type)
+    for name in getattr(fault, "half", "").split()
+]
 
 
 def _ids(pairs):
@@ -59,3 +66,23 @@ def test_fault_is_caught_in_bfloat16(fault, case, use):
 def test_without_a_fault_the_same_cases_pass(case, use):
     use(faults.Right)
     check(BY_NAME[case], "wrong", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize(("fault", "case"), NARROW, ids=_ids(NARROW))
+def test_narrow_accumulators_are_caught(fault, case, dtype, use, monkeypatch):
+    use(fault)
+    found = _found_wrong(case, dtype)
+    assert found >= set(fault.shows.split())
+    assert not found & set(fault.hides.split())
+    # With more allowed for the factors of products, still.
+    monkeypatch.setattr(checks, "_TENSOR_CORES", ("wrong",))
+    assert _found_wrong(case, dtype)
+
+
+@pytest.mark.parametrize(("fault", "case"), NARROW, ids=_ids(NARROW))
+def test_nothing_else_is_wrong_with_them(fault, case, use):
+    use(fault)
+    check(case, "wrong", torch.float32)
+    use(faults.Right)
+    check(case, "wrong", torch.bfloat16)
