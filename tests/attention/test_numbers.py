@@ -13,7 +13,7 @@ from headway.errors import ArgumentError
 from headway.nn import MLA, Attention, Rotary, YaRN
 from headway.types import real, whole
 
-WHOLE = [np.int8, np.int32, np.int64, np.uint16, np.uint64, lambda n: np.array(n)]
+WHOLE = [np.int8, np.int32, np.int64, np.uint16, np.uint64, np.array]
 REAL = [np.float16, np.float32, np.float64, fractions.Fraction]
 
 
@@ -34,7 +34,7 @@ def test_whole_and_real():
         assert real(no) is None
 
 
-@pytest.mark.parametrize("n", WHOLE, ids=str)
+@pytest.mark.parametrize("n", WHOLE, ids=lambda kind: kind.__name__)
 def test_library_values(n):
     """Equal to those of Python's numbers, in every way."""
     table = torch.randn(8, 4)
@@ -88,7 +88,7 @@ def test_numbers_of_the_drop_in(x):
         torch.testing.assert_close(out, original(q, k, v, dropout_p=x(0.0), scale=scale))
 
 
-@pytest.mark.parametrize("n", WHOLE, ids=str)
+@pytest.mark.parametrize("n", WHOLE, ids=lambda kind: kind.__name__)
 def test_block_masks(n):
     mask = hw.causal() & hw.sliding_window(50)
     plain = hw.block_mask(mask, 1, 1, 100, 110, tile=(16, 16))
@@ -117,7 +117,7 @@ def test_none_for_batch_and_heads_is_one():
         hw.block_mask(mask, None, None, None, 100)
 
 
-@pytest.mark.parametrize("n", WHOLE[1:4], ids=str)
+@pytest.mark.parametrize("n", WHOLE[1:4], ids=lambda kind: kind.__name__)
 def test_modules(n):
     x = torch.randn(2, 9, 48)
     torch.manual_seed(1)
