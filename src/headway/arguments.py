@@ -15,6 +15,7 @@ from .blocks import BlockMask
 from .errors import ArgumentError, ModError
 from .mods import Captured, Mask, Score
 from .mods.base import Mod
+from .mods.lowering import GUARDS_CLASSES
 from .mods.meant import meant
 from .types import Coords, fixed, real, whole
 
@@ -161,6 +162,11 @@ def number_of(name: str, number: Any) -> float:
 def check_made_outside(kind: str, functions: list[Callable]) -> None:
     """`torch.compile` cannot look inside a closure that is created while it traces."""
     for fn in functions:
+        if not GUARDS_CLASSES and isinstance(fn, types.MethodType):
+            raise ModError(
+                f"the {kind} is a method, which torch.compile before PyTorch 2.13 takes for no "
+                "constant; pass a function, or compile without fullgraph=True"
+            )
         if not isinstance(fn, types.FunctionType):
             continue
         try:

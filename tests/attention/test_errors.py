@@ -317,7 +317,7 @@ def test_swapped_in_a_compiled_call(what):
         ("mask", _five, ("missing 1 required", "if it is a score, pass it as score=")),
         ("mask", hw.causal() | _five, ("missing 1", "if it is a score, pass it as score=")),
     ],
-    ids=str,
+    ids=["score of 4", "score object of 4", "score >> of 4", "mask of 5", "mask | of 5"],
 )
 def test_functions_of_other_arguments(kind, fn, words):
     both = "a score takes (score, b, h, q_idx, kv_idx), a mask (b, h, q_idx, kv_idx)"
@@ -448,7 +448,7 @@ SHAPES = {
     (1, 2, 4, 5, 7): None,
 }
 HINT = re.compile(r"(mask|score)=(headway\.\w+\(.*?\))(?= if |,|;|$| or )")
-KEPT = {torch.bool, torch.int64, torch.uint8}
+KEPT = (torch.bool, torch.int64, torch.uint8)
 
 
 def _small() -> list[torch.Tensor]:

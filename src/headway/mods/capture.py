@@ -256,7 +256,7 @@ class _Walk:
             return
         if isinstance(value, enum.Enum):
             self.visit(value._value_, (*path, ("attr", "value")), above)
-        elif base is None or is_fixed_class(kind):
+        elif base is None or (is_fixed_class(kind) and kind is not types.SimpleNamespace):
             self.miss(f"reads {self.label}, an object of the type {kind.__name__}")
             return
         elif base is not object:

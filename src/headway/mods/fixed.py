@@ -56,7 +56,7 @@ _HEAP_TYPE = 1 << 9
 def is_fixed_class(cls: type) -> bool:
     """One that is written in C, or of a module that does not change."""
     if not cls.__flags__ & _HEAP_TYPE:
-        return cls is not types.SimpleNamespace
+        return True
     name = getattr(cls, "__module__", None)
     known = isinstance(name, str) and is_fixed_module(name)
     return known and getattr(sys.modules.get(name), cls.__name__, None) is cls

@@ -27,6 +27,9 @@ from .trace import trace
 from .tracer import Tracer
 from .watch import Watch
 
+# Whether Dynamo guards the attributes of classes, and takes methods for constants.
+GUARDS_CLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
 
 class Parts(NamedTuple):
     """What a score or mask is made of. `structure` is text, the rest its ingredients in order."""
@@ -233,10 +236,25 @@ def lower_guarded(kind: str, structure: str, dtype: str, *functions: Callable) -
 
     paths = [(n, found[n].tensors[at][0]) for n, at in starmap(placed, lowered.picks)]
     guards = [(n, guard) for n, of in enumerate(found) for guard in of.guards]
+    if not GUARDS_CLASSES and (name := _of_class(guards)) is not None:
+        return (
+            f"the {kind} function reads {name} of a class, which torch.compile before PyTorch 2.13 "
+            "takes for a constant; make it an attribute of the object, or compile without "
+            "fullgraph=True"
+        )
     for n, at in starmap(placed, lowered.sized):
         path, tensor = found[n].tensors[at]
         guards.append((n, (path, "shape", tuple(tensor.shape))))
     return lowered._replace(paths=tuple(paths), guards=tuple(guards))
+
+
+def _of_class(guards: list[tuple[int, Guard]]) -> str | None:
+    """What a function reads of a class, if anything."""
+    for _, (path, _, _) in guards:
+        for step, at in path:
+            if step in ("class", "type"):
+                return at[1]
+    return None
 
 
 constant_under_compile(lower_guarded)  # Python about Python: it runs once, at compile time
