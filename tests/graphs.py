@@ -7,7 +7,7 @@ is not written down.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -60,13 +60,9 @@ class Graph(TorchDispatchMode):
         finally:
             self.capturing = True
 
-    @contextmanager
-    def aside(self, device: torch.device) -> Iterator[None]:
-        if not self.capturing:
-            yield
-            return
-        with self.paused():
-            yield
+    def aside(self, device: torch.device, make: Callable[[], Any]) -> Any:
+        with self.paused() if self.capturing else nullcontext():
+            return make()
 
     def keep(self, device: torch.device, tensors: Any) -> None:
         self.kept += [x for x in tensors if self.capturing]

@@ -128,12 +128,16 @@ def test_work_aside_of_a_capture_is_done_at_once():
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.arange(5, device=device)
     graph = torch.cuda.CUDAGraph()
+
+    def made():
+        assert x.sum().item() == 10  # the host waits
+        there = torch.arange(7).to(device)
+        assert there.nonzero().cpu().flatten().tolist() == [1, 2, 3, 4, 5, 6]
+        return there
+
     with torch.cuda.graph(graph):
         before = x * 2
-        with aside(device):
-            assert x.sum().item() == 10  # the host waits
-            there = torch.arange(7).to(device)
-            assert there.nonzero().cpu().flatten().tolist() == [1, 2, 3, 4, 5, 6]
+        there = aside(device, made)
         after = before + 1
     assert there.tolist() == [*range(7)]  # before any replay
     x.fill_(3)

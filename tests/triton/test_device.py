@@ -56,22 +56,22 @@ def cuda():
 
 
 def test_aside_is_another_stream_at_ease_and_all_is_as_before_afterwards(cuda):
-    with device.aside(CARD):
+    def made():
         assert (cuda.current, cuda.mode) == (8, 2)
         assert not device.capturing(CARD)
-        with device.aside(CARD):
-            assert cuda.current == 8
+        return device.aside(CARD, lambda: cuda.current)
+
+    assert device.aside(CARD, made) == 8
     assert cuda.log == [(8, 8, 2)]  # waited for, there
     assert (cuda.current, cuda.mode) == (7, 0)
-    with pytest.raises(ZeroDivisionError), device.aside(CARD):
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        device.aside(CARD, lambda: 1 / 0)
     assert (cuda.current, cuda.mode) == (7, 0)
 
 
 def test_nothing_is_done_where_nothing_is_captured(cuda):
     cuda.current, x = 1, torch.zeros(3)
-    with device.aside(CARD):
-        assert cuda.current == 1
+    assert device.aside(CARD, lambda: cuda.current) == 1
     device.keep(CARD, [x])
     assert (cuda.next, cuda.mode, device._kept) == (7, 0, {})
     cuda.current = 7
@@ -84,12 +84,10 @@ def test_without_the_driver_it_is_refused_with_the_way_out(cuda):
     with (
         mock.patch.object(device, "_exchange", return_value=None),
         pytest.raises(BackendRefused, match="make the same call once before"),
-        device.aside(CARD),
     ):
-        pass
+        device.aside(CARD, list)
     with (
         mock.patch.object(device, "_exchange", return_value=lambda pointer: 1),
         pytest.raises(BackendRefused, match="error 1"),
-        device.aside(CARD),
     ):
-        pass
+        device.aside(CARD, list)

@@ -1,6 +1,8 @@
 """Build the tiles of a mask, once."""
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -13,6 +15,8 @@ from .quadtree import Search
 from .sides import Axis, Groups
 
 _INT32 = 2**31 - 1
+
+Built = tuple[Tiles, int, int]
 
 
 def build(
@@ -77,16 +81,20 @@ def cached_build(
     tile: tuple[int, int],
     device: torch.device,
     coords: Coords = Coords(),
-) -> tuple[Tiles, int, int]:
+    run: Callable[[Callable[[], Built]], Built] = lambda make: make(),
+) -> Built:
     """`build`, remembered while the captured tensors live and are not written to.
 
     Tensors are known by identity and version counter. Tensors made in inference mode have no
     version counter, so masks that capture one are built anew each time, and nothing is remembered
     from inside inference mode. What writes go unnoticed: see `clear_block_cache`.
+
+    - `run`: runs `build`, where it has to be kept apart from what goes on.
     """
+    make = partial(build, graph, captured, shape, tile, device, coords)
     tensors = [*captured.tensors, *(p for p in (coords.q_pos, coords.kv_pos) if p is not None)]
     if any(t.is_inference() for t in tensors):
-        return build(graph, captured, shape, tile, device, coords)
+        return run(make)
     known = tuple((id(t), t._version) for t in tensors)
     numbers = (*captured.ints, *map(repr, captured.floats), *coords[:4])
     key = (graph, shape, tile, device, numbers, known)
@@ -95,7 +103,7 @@ def cached_build(
         refs, result = found
         if all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
             return result
-    result = build(graph, captured, shape, tile, device, coords)
+    result = run(make)
     if not torch.is_inference_mode_enabled():
         _cache.put(key, ([weakref.ref(t) for t in tensors], result))
     return result

@@ -155,10 +155,12 @@ class Walked:
     def __call__(self, call: Call) -> Work | None:
         walk, device = self.walks(call), self.walks.plan.device
         if self.made is None or self.made[0] is not walk:
-            with aside(device):
-                found = Islands(walk, self.walks.sub, self.heads, self.length)
-                self.made = walk, found.work(device) if self.suit(found) else None
+            self.made = walk, aside(device, lambda: self._work(walk, device))
         work = self.made[1]
         if work is not None:
             keep(device, [work.items, work.marks])
         return work
+
+    def _work(self, walk: Walk, device: torch.device) -> Work | None:
+        found = Islands(walk, self.walks.sub, self.heads, self.length)
+        return found.work(device) if self.suit(found) else None

@@ -57,8 +57,7 @@ class Ordered:
             return walk, Alike(added)
         device = self.walks.plan.device
         if self.made is None or self.made[0] is not walk:
-            with aside(device):
-                self.made = walk, ordered(walk, self.width)
+            self.made = walk, aside(device, lambda: ordered(walk, self.width))
         in_order, first, turn = self.made[1]
         keep(device, [*in_order.tensors(), first, turn])
         return in_order, Turns(added, first, turn)

@@ -29,8 +29,7 @@ class Ranked:
             return walk
         device = self.walks.plan.device
         if self.made is None or self.made[0] is not walk:
-            with aside(device):
-                ranks = table(walk, self.walks.sub, *self.sizes)
+            ranks = aside(device, lambda: table(walk, self.walks.sub, *self.sizes))
             self.made = walk, walk._replace(order=ranks)
         found = self.made[1]
         keep(device, [found.order])

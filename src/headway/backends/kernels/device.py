@@ -1,15 +1,19 @@
 """Where launches go: Triton's are on the current device; and what a CUDA graph must not take in."""
 
 import ctypes
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...errors import BackendRefused
+
+T = TypeVar("T")
 
 
 def elsewhere(device: torch.device) -> bool:
@@ -49,17 +53,34 @@ def keep(device: torch.device, tensors: Iterable[Tensor]) -> None:
         _kept.update((id(x), x) for x in tensors)
 
 
-@contextmanager
-def aside(device: torch.device) -> Iterator[None]:
-    """Inside, work is no part of a graph that is being captured: it is done now, in memory that is
-    not the graph's, whatever it waits for; and it has ended when the block does. It may read what
-    was there before the capture began."""
-    if not capturing(device):
-        yield
-        return
-    with _at_ease(), torch.cuda.stream(stream := _uncaptured(device)):
-        yield
-        stream.synchronize()
+def aside(device: torch.device, make: Callable[[], T]) -> T:
+    """What `make` gives, which is kept beyond a call: no part of a graph that is being captured,
+    or is about to be. It is done now, in memory that is not the graph's, whatever it waits for, and
+    may read what was there before a capture began."""
+    if capturing(device):
+        with _at_ease(), torch.cuda.stream(stream := _uncaptured(device)):
+            made = make()
+            stream.synchronize()
+        return made
+    if device.type == "cuda" and _WARMS_UP in sys.modules:
+        return _in_a_thread(device, make)
+    return make()
+
+
+# `torch.compile(mode="reduce-overhead")` runs a program once before it captures it, and all that
+# its thread allocates meanwhile is the graph's.
+_WARMS_UP = "torch._inductor.cudagraph_trees"
+
+
+def _in_a_thread(device: torch.device, make: Callable[[], T]) -> T:
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> T:
+        with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
+            return make()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def _uncaptured(device: torch.device) -> torch.cuda.Stream:

@@ -8,7 +8,7 @@ straight to the compiled kernel (`direct.py`).
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -212,13 +212,11 @@ class BasePlan:
         of_mask = split(self.spec, call.captured)[1]
         of = self.mask, of_mask, shape, self.tile, self.device, call.coords
         if self.undecided is None:
-            with aside(self.device):
-                return cached_build(*of)
+            return cached_build(*of, partial(aside, self.device))
         known = self.tile, *map(repr, of_mask.floats)
         found = self.undecided.get(known)
         if found is None:
-            with aside(self.device):
-                found = self.undecided[known] = undecided(*of)
+            found = self.undecided[known] = aside(self.device, lambda: undecided(*of))
         return found
 
     def known(self, walks: "Walks") -> "Given | None":
@@ -292,8 +290,7 @@ class Walks:
             if tiles is None:
                 return walk
             if known is None or not _same(tiles, known):
-                with aside(self.plan.device):
-                    walk = self._of(tiles, b, h)
+                walk = aside(self.plan.device, partial(self._of, tiles, b, h))
                 self.made = tiles, walk
         keep(self.plan.device, walk.tensors())
         return walk
