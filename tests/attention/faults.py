@@ -668,5 +668,5 @@ class NarrowOut(Right):
                 continue
             total = torch.logaddexp(lse, part.lse)
             before, now = ((x - total).exp()[..., None] for x in (lse, part.lse))
-            out, lse = (out * before + part.out * now).to(out.dtype), total
-        return whole._replace(out=out)
+            out, lse = (out * before + part.out * now).to(call.q.dtype), total
+        return whole._replace(out=out.to(whole.out.dtype))

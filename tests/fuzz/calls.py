@@ -308,7 +308,7 @@ def yardstick(f: Fuzz) -> checks.Yardstick:
 def ratios(f: Fuzz, made: dict[str, Tensor]) -> dict[str, float]:
     """The largest error of each result, in tolerances; infinite where it has no number, or other
     infinities, or another shape or dtype."""
-    exact, tolerance = yardstick(f)
+    exact, tolerance, *_ = yardstick(f)
     given, found = problem_of(f), {}
     for name, right in exact.items():
         got = made[name]

@@ -149,6 +149,12 @@ def split(spec: Spec, captured: Captured) -> tuple[Captured, Captured]:
     return Captured(tensors[:t], ints[:n], floats[:x]), Captured(tensors[t:], ints[n:], floats[x:])
 
 
+# Where |lse| is larger, rounding it changes P by more than 128 roundings of its own: of rows whose
+# every score is a large finite minimum, log n is lost beside it. A backward that has all keys of
+# such a row (no `partial`) takes its largest score and the sum of exponentials anew.
+FAR = 256
+
+
 @lru_cache
 def launch_module(package: str) -> ModuleType:
     """The module `launch` of a backend, which is loaded when the backend is first run."""

@@ -9,7 +9,7 @@ from ..dropout import keep
 from ..mods.derivative import differentiable_gathers, joint
 from ..mods.pointwise import Positions, mask_at, score_at
 from ..types import Coords, Forward, Grads, Spec, acc_dtype
-from .base import Call, Hook, Kind, delta_of, graphs, scatter, split
+from .base import FAR, Call, Hook, Kind, delta_of, graphs, scatter, split
 
 name = "reference"
 
@@ -67,8 +67,11 @@ def backward(
     q, dout, lse = (x.double() for x in (call.q, dout, lse))
     k, v = (_to_heads(x, hq) for x in (call.k, call.v))
     s, t, kept, keep_ = _scores(spec, call)
-    # A merged lse knows of keys that are not here; else it is better made anew, in two parts.
-    p, of_sink = (_of_merged if spec.partial else _softmax)(t, call.sink, lse)
+    p, of_sink = _by_lse(t, call.sink, lse)
+    if not spec.partial:  # a merged lse knows of keys that are not here
+        far = (lse.abs() > FAR) & (lse.abs() != math.inf)
+        anew = _softmax(t, call.sink)
+        p, of_sink = torch.where(far[..., None], anew[0], p), torch.where(far, anew[1], of_sink)
     dt = p * ((dout @ v.mT) * keep_ - delta[..., None])
     ds: Tensor = dt
     captured: list[Tensor | None] = [None] * spec.score_tensors
@@ -164,7 +167,7 @@ def _to_heads(x: Tensor, hq: int) -> Tensor:
     return x.double().repeat_interleave(hq // x.shape[1], dim=1)
 
 
-def _softmax(t: Tensor, sink: Tensor | None, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _softmax(t: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """P, and the sink's share of every row. Nothing that is large is taken from what is large: near
     a lse of -1e30 the logarithm of a sum is lost."""
     s = _of_rows(t, sink)
@@ -176,7 +179,7 @@ def _softmax(t: Tensor, sink: Tensor | None, lse: Tensor | None = None) -> tuple
     return p / total[..., None], of_sink / total
 
 
-def _of_merged(t: Tensor, sink: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
+def _by_lse(t: Tensor, sink: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
     """The same by the lse of all keys; 0 in a row that sees nothing, whose lse is −inf."""
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     return (t - lse[..., None]).exp(), (_of_rows(t, sink) - lse).exp()

@@ -5,7 +5,7 @@ A dispatch mode (`tracer.py`) records the ops, and a function mode turns
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from ..surroundings import alone
 from .graph import DTYPE_NAMES, POSITIONS, Arg, Graph, Input
 from .places import place_in_traceback, quote
 from .tracer import Tracer, describe_value
+from .watch import Watch
 
 # What may be asked of a captured tensor: its sizes, and what is part of its type.
 _SIZES = {
@@ -100,7 +101,7 @@ def trace(
     fn: Callable[..., Tensor],
     dtype: torch.dtype,
     numbers: Callable[[Tracer], Callable[..., Tensor]] | None = None,
-    watch: AbstractContextManager | None = None,
+    watch: Watch | None = None,
 ) -> Trace:
     """Trace `fn` as a score or a mask.
 
@@ -130,6 +131,13 @@ def trace(
             raise ModError(_failed(kind, tracer, error)) from error
         finally:
             tracer.outer = None
+        if watch is not None and (watch.applied or (watch.blind and tracer.cut_by_mode)):
+            raise ModError(
+                f"the {tracer.what} calls a torch.autograd.Function, whose backward would be lost "
+                "(or uses torch.no_grad while a profiler runs, when it cannot be told from one); "
+                "write the derivative with detach: x + (f(x) - x).detach() has the value of f and "
+                f"the derivative of x{watch.applied or quote(tracer.place)}"
+            )
         output = _output(tracer, kind, result, dtype)
     tensors = tuple(
         Input(f"t{n}", DTYPE_NAMES[t.dtype], t.dim()) for n, t in enumerate(tracer.captured)

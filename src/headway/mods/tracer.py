@@ -7,7 +7,6 @@ pointwise function of symbols and captured tensors is refused with the user's fi
 
 import linecache
 import math
-import sys
 from types import CodeType
 from typing import Any
 
@@ -66,7 +65,6 @@ _CREATION = {
 }
 _FILLED = ("full_like", "new_full", "full")  # the value is the last argument
 _LIFTED = ("lift_fresh", "lift_fresh_copy")  # torch.tensor(...), made where no mode sees it
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # pyrefly: ignore[missing-attribute]
 
 
 class Tracer(TorchDispatchMode):
@@ -92,6 +90,7 @@ class Tracer(TorchDispatchMode):
         self.captured: list[Tensor] = []
         self.value_read: str | None = None  # the place where a captured tensor's value was read
         self.sized: list[Tensor] = []  # captured tensors whose shape was
+        self.cut_by_mode = False  # something was made under `torch.no_grad`
         self._args: dict[int, Arg] = {}  # id of a symbol -> its value in the graph
         self._partial: dict[int, tuple[int, tuple]] = {}  # table[h], still to be indexed further
         self._made: dict[int, Tensor] = {}  # real tensors that the function made
@@ -382,15 +381,7 @@ class Tracer(TorchDispatchMode):
             return arg
         if not self.cuts or not isinstance(arg, str) or not dtype.is_floating_point:
             return arg
-        frame = sys._getframe()
-        while frame is not None and frame.f_code is not self.outer:
-            if frame.f_code is _APPLY:
-                self.refuse(
-                    "calls a torch.autograd.Function, whose backward would be lost",
-                    "write the derivative with detach: x + (f(x) - x).detach() has the value of f "
-                    "and the derivative of x",
-                )
-            frame = frame.f_back
+        self.cut_by_mode |= not detached
         return self.builder.emit("detach", (arg,), DTYPE_NAMES[dtype], self._line())
 
     # -- messages -----------------------------------------------------------------------------

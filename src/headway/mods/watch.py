@@ -11,10 +11,14 @@ import types
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from .fixed import is_fixed_builtin, shown
 from .places import PACKAGE, TORCH, Place, quote
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
+# Written in Python up to PyTorch 2.13.
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 class Watch:
@@ -22,12 +26,14 @@ class Watch:
 
     - `codes`: the functions that ran, with a place where they were called.
     - `impure`: a function written in C that may read anything; None if there was none.
+    - `applied`: where a `torch.autograd.Function` was called, whose backward no trace sees.
     - `blind`: nothing can be seen, since a profiler has the place.
     """
 
     def __init__(self) -> None:
         self.codes: dict[types.CodeType, Place] = {}
         self.impure: str | None = None
+        self.applied: str | None = None
         self.blind = False
 
     def __enter__(self) -> "Watch":
@@ -49,14 +55,22 @@ class Watch:
     def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
         if event == "call":
             code = frame.f_code
+            if code is _APPLY:
+                self._applied(frame.f_back)
             if code not in self.codes and not self._is_internal(frame):
                 caller = frame.f_back or frame
                 self.codes[code] = caller.f_code.co_filename, caller.f_lineno
-        elif event != "c_call" or self.impure is not None or is_fixed_builtin(arg):
+        elif event != "c_call":
             return
-        elif not self._is_internal(frame):
+        elif getattr(arg, "__name__", "") == "apply" and _is_of_autograd(arg.__self__):
+            self._applied(frame)
+        elif self.impure is None and not is_fixed_builtin(arg) and not self._is_internal(frame):
             place = frame.f_code.co_filename, frame.f_lineno
             self.impure = f"calls {shown(arg)}{quote(place)}"
+
+    def _applied(self, frame: types.FrameType | None) -> None:
+        if frame is not None and self.applied is None and not self._is_internal(frame):
+            self.applied = quote((frame.f_code.co_filename, frame.f_lineno))
 
     def _is_internal(self, frame: types.FrameType | None) -> bool:
         """Whether it reads nothing of the user's but what it is given: it is of torch or Headway,
@@ -83,6 +97,10 @@ class Watch:
         return self.impure
 
 
+def _is_of_autograd(owner: Any) -> bool:
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+
+
 def _file_of(frame: types.FrameType) -> str:
     """The file of its code; of code that was written by `exec`, as a dataclass's, the module's."""
     file = frame.f_code.co_filename
@@ -95,11 +113,12 @@ def _file_of(frame: types.FrameType) -> str:
 
 @lru_cache(maxsize=1024)
 def _whose_file(file: str) -> str:
-    if file.startswith("<frozen "):
+    if file.startswith("<frozen importlib"):
         return "import"
     if file.startswith((PACKAGE, TORCH)):
         return "internal"
-    if os.path.basename(file) in ("contextlib.py", "enum.py"):
+    if file in (_PYTHON + "contextlib.py", _PYTHON + "enum.py"):
         return "internal"
     packages = os.sep + "site-packages" + os.sep
-    return "python" if file.startswith(_PYTHON) and packages not in file else "user"
+    of_python = file.startswith((_PYTHON, "<frozen ")) and packages not in file
+    return "python" if of_python else "user"

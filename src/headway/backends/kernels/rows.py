@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 import triton
-from headway.backends.kernels import FAR
 
+from . import FAR
 from .direct import Direct
 
 _BLOCK = 32  # rows of a program
