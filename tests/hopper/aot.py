@@ -134,9 +134,10 @@ def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=
     if direction == "forward":
         hopper.forward(spec, call)
         return
-    rows, out = torch.zeros(q.shape[:3]), torch.zeros(batch, 4, length, dv).to(dtype)
+    rows, dout = torch.zeros(q.shape[:3]), torch.zeros(batch, 4, length, dv).to(dtype)
+    out = dout.to(spec.out_dtype(dtype))
     needs = tuple(t.requires_grad for t in call.captured.tensors[: spec.score_tensors])
-    hopper.backward(spec, call, out, rows, out, rows, needs)
+    hopper.backward(spec, call, out, rows, dout, rows, needs)
 
 
 def resources(name: str, made) -> dict:

@@ -23,6 +23,7 @@ from headway.backends.hopper.plan_forward import ForwardPlan
 from headway.backends.kernels import plan as plans
 from headway.errors import BackendRefused
 from headway.types import Coords
+from learned import SMALL, errors
 from positions import scattered
 
 from . import simulator
@@ -176,6 +177,13 @@ def test_float32_partials():
     made = {"out": out, "grad q": grads.q, "grad k": grads.k, "grad v": grads.v}
     assert all(x.dtype == torch.float32 for x in made.values())
     assert far(case, made, stats=False) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("how", SMALL, ids=str)
+def test_learned_numbers_are_no_worse_than_with_float32_out(how, dtype):
+    half, wide = errors(how, dtype, "hopper")
+    assert half <= 2 * wide
 
 
 def test_the_counter_of_a_stream_is_left_at_zero():

@@ -109,6 +109,20 @@ class tilted(Score):
         return 1.1 * score + 0.01 * (kv_idx - q_idx) + 0.5
 
 
+@value
+class heated(Score):
+    """A temperature that learns: `t` of shape (1,)."""
+
+    t: Tensor
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self.t[0].exp()
+
+
+def _heated() -> Score:
+    return heated(torch.tensor([0.5], requires_grad=True))
+
+
 _MASKS = ("flex", _FLASH4, _TRITON)
 _CAPPED = ("flex", "headway plain", _FLASH4, _TRITON)
 _LEARNED = ("headway plain", _TRITON)
@@ -134,6 +148,8 @@ GPU_CASES: tuple[Case, ...] = (
             _LEARNED),
     _scored("alibi-learned-causal", lambda: alibi(_slopes().requires_grad_()), causal, (),
             _LEARNED),
+    _scored("temperature-learned-full", _heated, None, (), _LEARNED),
+    _scored("temperature-learned-causal", _heated, causal, (), _LEARNED),
     *_pair("16k-256", (1, 8, 8, 16384, 256), "main",
            targets=_flex(1.0, 2.0) + _fixed(0.95, 1.2)),
     *_pair("8k-192-128", (2, 16, 16, 8192, 192, 128), "main",

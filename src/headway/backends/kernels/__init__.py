@@ -4,8 +4,7 @@ Importing it loads no Triton.
 """
 
 from ...types import Spec
-
-FAR = float(1 << 22)  # of lse, where its rounding in units of log 2 is half of P
+from .precision import FAR
 
 
 def limits(spec: Spec) -> list[str]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import triton
 
-from . import FAR
 from .direct import Direct
+from .precision import FAR
 
 _BLOCK = 32  # rows of a program
 _WHOLE = 32  # numbers: 128 bytes, at a multiple of which every term begins

@@ -224,7 +224,10 @@ def positions(pos, stride, offset, b, index, live, INDEX: tl.constexpr):
         return tl.cast(offset, INDEX) + index
     else:
         at = pos + tl.cast(b, tl.int64) * stride + index
-        return tl.load(at, mask=live, other=0).to(INDEX)
+        if live is None:  # every row is there
+            return tl.load(at).to(INDEX)
+        else:
+            return tl.load(at, mask=live, other=0).to(INDEX)
 
 
 @triton.jit
