@@ -5,6 +5,7 @@ it has missed nothing if only functions ran whose names it followed, and no code
 itself. Both show in Python's profiling events.
 """
 
+import gc
 import os
 import sys
 import types
@@ -44,12 +45,16 @@ class Watch:
             self.before, types.NoneType | types.FunctionType | types.MethodType
         )
         if not self.blind:
+            self.collects = gc.isenabled()
+            gc.disable()  # what a collection runs is no part of the function
             sys.setprofile(self._event)
         return self
 
     def __exit__(self, *error: object) -> None:
         if not self.blind:
             sys.setprofile(self.before)
+            if self.collects:
+                gc.enable()
         del self.root
 
     def _event(self, frame: types.FrameType, event: str, arg: Any) -> None:
