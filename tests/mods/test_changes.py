@@ -338,6 +338,17 @@ def test_a_length_that_a_function_reads_is_guarded_when_lengths_are_dynamic():
         )
 
 
+def test_a_class_that_gets_a_getattribute_later():
+    class Thing:
+        def __init__(self):
+            self.window = 3
+
+    fn = _of(Thing())
+    check(fn, "mask")
+    Thing.__getattribute__ = lambda self, name: 5
+    check(fn, "mask")
+
+
 def test_numbers_that_are_drawn():
     draw = random.Random(0)
     fn = lambda s, b, h, i, j: s * draw.random()

@@ -152,7 +152,7 @@ def split(spec: Spec, captured: Captured) -> tuple[Captured, Captured]:
 # Where |lse| is larger, rounding it changes P by more than 128 roundings of its own: of rows whose
 # every score is a large finite minimum, log n is lost beside it. A backward that has all keys of
 # such a row (no `partial`) takes its largest score and the sum of exponentials anew.
-FAR = 256
+LARGE_LSE = 256
 
 
 @lru_cache

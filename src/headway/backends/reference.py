@@ -9,7 +9,7 @@ from ..dropout import keep
 from ..mods.derivative import differentiable_gathers, joint
 from ..mods.pointwise import Positions, mask_at, score_at
 from ..types import Coords, Forward, Grads, Spec, acc_dtype
-from .base import FAR, Call, Hook, Kind, delta_of, graphs, scatter, split
+from .base import LARGE_LSE, Call, Hook, Kind, delta_of, graphs, scatter, split
 
 name = "reference"
 
@@ -69,7 +69,7 @@ def backward(
     s, t, kept, keep_ = _scores(spec, call)
     p, of_sink = _by_lse(t, call.sink, lse)
     if not spec.partial:  # a merged lse knows of keys that are not here
-        far = (lse.abs() > FAR) & (lse.abs() != math.inf)
+        far = (lse.abs() > LARGE_LSE) & (lse.abs() != math.inf)
         anew = _softmax(t, call.sink)
         p, of_sink = torch.where(far[..., None], anew[0], p), torch.where(far, anew[1], of_sink)
     dt = p * ((dout @ v.mT) * keep_ - delta[..., None])

@@ -34,12 +34,12 @@ from .fixed import (
     CONTAINERS,
     STATES,
     base_of,
+    is_dynamic,
     is_fixed_builtin,
     is_fixed_class,
     is_fixed_function,
     is_fixed_module,
     is_numpy_scalar,
-    members,
     shown,
     word,
 )
@@ -245,7 +245,7 @@ class _Walk:
         """An object of a class that is written in Python."""
         self.found.key.append(kind)
         self.guard(path, "is")
-        if _is_dynamic(kind):
+        if is_dynamic(kind):
             self.miss(f"reads {self.label}, whose class has a __getattr__ of its own")
             return
         base, of_torch = base_of(kind), issubclass(kind, torch.nn.Module)
@@ -284,7 +284,7 @@ class _Walk:
         mask among its methods, nothing else is looked at."""
         kind = type(value)
         known = issubclass(kind, type | Tensor | types.ModuleType | Mod) or id(value) in self.seen
-        if known or kind in BY_VALUE or base_of(kind) is not object or _is_dynamic(kind):
+        if known or kind in BY_VALUE or base_of(kind) is not object or is_dynamic(kind):
             self.visit(value, path, above)
         else:
             self.seen[id(value)] = len(self.seen), value
@@ -390,10 +390,6 @@ _KINDS_OF_C = {
 }  # fmt: skip
 _MODULES_BY_ITEM = torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential
 _OF_ANY_MODULE = torch.nn.Module().__dict__
-
-
-def _is_dynamic(kind: type) -> bool:
-    return not members(kind).isdisjoint(("__getattr__", "__getattribute__"))
 
 
 # -- the same again, in code that Dynamo can trace -------------------------------------------------

@@ -75,10 +75,11 @@ def base_of(kind: type) -> type | None:
     return None
 
 
-@functools.lru_cache(maxsize=1024)
-def members(kind: type) -> frozenset[str]:
-    """The members of an object's classes, less those of classes that do not change."""
-    return frozenset(n for c in kind.__mro__ if not is_fixed_class(c) for n in c.__dict__)
+def is_dynamic(kind: type) -> bool:
+    """Whether attributes of its objects may come from code. (Not remembered: a class may get such
+    a method later.)"""
+    own = (cls.__dict__ for cls in kind.__mro__ if not is_fixed_class(cls))
+    return any("__getattr__" in names or "__getattribute__" in names for names in own)
 
 
 # Built-in functions whose result is not of their arguments, or which read by other names.

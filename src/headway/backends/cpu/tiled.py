@@ -16,7 +16,7 @@ from ...mods.derivative import differentiable_gathers, joint
 from ...mods.graph import Graph
 from ...mods.pointwise import Gathers, Positions, bind, mask_at, score_at
 from ...types import Forward, Grads, Spec, acc_dtype
-from ..base import FAR, Call, delta_of, graphs, scatter, split
+from ..base import LARGE_LSE, Call, delta_of, graphs, scatter, split
 from .plan import Piece, Segment, index_tensors, pieces
 
 
@@ -215,7 +215,7 @@ def _apart(
     **Returns:** the shares; None where there are no such rows, and where lse may be a merged one,
     of which the keys that are here do not know the parts.
     """
-    rows = (lse.abs() > FAR) & lse.isfinite()
+    rows = (lse.abs() > LARGE_LSE) & lse.isfinite()
     if spec.partial or not bool(rows.any()):
         return None
     share = torch.ones_like(lse)
