@@ -71,6 +71,10 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
         of = given.copy(dtype)
         return dense(of, plainly(of))
 
+    def farther(part: dict[str, float], made: dict, right: dict) -> None:
+        for n, error in _distances(made, right).items():
+            part[n] = max(part[n], error)
+
     wide = given.copy(torch.float64)
     exactly = plainly(wide)
     exact = dense(wide, exactly)
@@ -78,6 +82,12 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
     if dtype != torch.float64:  # there, roundings of the largest terms are all there is
         plain = plain_in()
         apart = [_distances(*parts) for parts in zip(plain, exact, strict=True)]
+        if any(t.dtype in _NARROW for t in given.captured.values()):
+            # What a function rounds by itself, of exact logits; in plain PyTorch's roundings of
+            # logits that may be lost by chance.
+            own = replace(wide, captured=given.copy().captured)
+            for part, rounded, right in zip(apart, dense(own, plainly(own)), exact, strict=True):
+                farther(part, rounded, right)
     if dtype in _NARROW:
         # A backward is given `out` in the narrow dtype. In delta = rowsum(dout∘out) − dlse its
         # error is one of dlse, so plain PyTorch can say what it does to gradients: the error of
@@ -90,8 +100,8 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
             sign = torch.randn(off.shape, generator=draw).sign()
             of_sign = replace(wide, dlse=wide.dlse + sign * off)
             rounded = gradients(of_sign, exactly.out, exactly.lse)
-            for n, error in _distances(rounded, exact[1]).items():
-                apart[1][n], apart[2][n] = max(apart[1][n], error), max(apart[2][n], error)
+            for part in apart[1:]:
+                farther(part, rounded, exact[1])
     sizes = oracle.magnitudes(
         *(t.detach() for t in (wide.q, wide.k, wide.v)),
         wide.score(plain=True), wide.mask(plain=True), case.scale,

@@ -75,8 +75,11 @@ def through(score: Callable | None, s: Tensor, kept: Tensor) -> tuple[Tensor, Te
         t = torch.full_like(s, -math.inf)
         where = kept.nonzero(as_tuple=True)
         if len(where[0]):
-            with IndexNumbers():
-                new = torch.vmap(lambda *pair: torch.as_tensor(score(*pair)))(s[where], *where)
+            if getattr(score, "on_tensors", False):  # PyTorch itself: vmap rounds constants
+                new = torch.as_tensor(score(s[where], *where))
+            else:
+                with IndexNumbers():
+                    new = torch.vmap(lambda *pair: torch.as_tensor(score(*pair)))(s[where], *where)
             t = t.index_put(where, new.to(s.dtype))
     return t, kept & (t > -math.inf)
 

@@ -76,11 +76,11 @@ def seeds_of(asked: Asked, worker: int) -> Iterator[int]:
 def work(asked: Asked, worker: int, after: int, count: int, said: Any) -> None:
     """`count` cases that are not refused, of the seeds behind `after`."""
     torch.set_num_threads(1)
-    tried = 0
+    tried, most = 0, 20 + 10 * count
     for seed in seeds_of(asked, worker):
         if seed <= after:
             continue
-        if count <= 0 or tried > 20 + 10 * count:
+        if count <= 0 or tried > most:
             break
         tried += 1
         said.put((worker, seed, None))

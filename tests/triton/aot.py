@@ -1,8 +1,10 @@
 """Compile what a call would launch, for a GPU that is not there: registers, spills, shared memory.
 
 `aot.py sm_90 bf16_128` prints the bytes that the kernels of a causal call spill, and how often loops
-touch them; with two widths, as in `bf16_72_40`, of a forward without a mask whose heads begin anywhere. It fails where machine code reads
-what nothing wrote, where a tile of a loop always stands at the same place (`fixed`), and where reads are taken for dead (`lost`).
+touch them; with two widths, as in `bf16_72_40`, of a forward without a mask whose heads begin anywhere;
+with `one` before them, of forward and backward of one query, and of one key. It fails where machine
+code reads what nothing wrote, where a tile always stands at the same place (`fixed`), and where reads
+are taken for dead (`lost`).
 
 The real launching code runs on tensors on the CPU, with a driver that only names a target; every
 launch is compiled, and none runs.
@@ -195,27 +197,23 @@ def lost(ttir: str, ttgir: str) -> list[str]:
 
 
 def fixed(ttgir: str) -> list[str]:
-    """Products of a loop on Hopper whose right factor is not in a ring of tiles that loads fill ahead.
+    """Products on Hopper whose right factor is not in a ring of tiles that loads fill ahead.
 
     It stands at the same place in every round then, ptxas works out what it needs of that before the
-    loop, and that of CUDA 12.8 gets it wrong (`machine_code.py`).
+    loop, and that of CUDA 12.8 gets it wrong (`machine_code.py`). So it does where a length of 1 is a
+    constant, and the loop is gone.
     """
     made: dict[str, tuple[str, str]] = {}
-    found, loops = [], []
+    found = []
     for line in ttgir.splitlines():
-        depth = len(line) - len(line.lstrip())
-        while loops and line.strip() and depth <= loops[-1]:
-            loops.pop()
         if new := re.match(r"\s*(%\w+)\S* = (?:\S+ = )?([\w.]+) (%\w+)?", line):
             made[new[1]] = new[2], new[3]
-        if loops and (product := re.search(r"warp_group_dot %\S+, (%\w+)", line)):
+        if product := re.search(r"warp_group_dot %\S+, (%\w+)", line):
             by, of = made[product[1]]
             while by in ("ttg.memdesc_trans", "ttg.memdesc_reinterpret"):
                 by, of = made[of]
             if by != "ttg.memdesc_index":
                 found.append(f"{product[0]} from {by}")
-        if " scf.for " in line:
-            loops.append(depth)
     return found
 
 
@@ -244,11 +242,23 @@ def odd(d: int, dv: int, dtype: torch.dtype) -> None:
     backend.forward(*prepare(q, k, v, backend="triton"))
 
 
+def one(d: int, dv: int, dtype: torch.dtype) -> None:
+    """The launches of one query over 113 keys, then of 113 queries over one key."""
+    for q_len, kv_len in ((1, 113), (113, 1)):
+        sizes = (q_len, d), (kv_len, d), (kv_len, dv), (q_len, dv)
+        q, k, v, out = (torch.randn(1, 3, *size).to(dtype) for size in sizes)
+        spec, call = prepare(q, k, v, backend="triton")
+        rows = torch.zeros(q.shape[:3])
+        backend.forward(spec, call)
+        backend.backward(spec, call, out, rows, out, rows, ())
+
+
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 if __name__ == "__main__":
-    dtype, *widths = sys.argv[2].split("_")
-    call = causal if len(widths) == 1 else odd
+    *name, widths = re.split(r"(?<=one)_", sys.argv[2])
+    dtype, *widths = widths.split("_")
+    call = one if name else causal if len(widths) == 1 else odd
     found = resources(sys.argv[1], lambda: call(*map(int, widths), DTYPES[dtype]))
     for kernel in found:
         print(kernel)

@@ -25,9 +25,15 @@ SPILLS = {
 }
 # Widths at which a forward read registers that nothing had written, when its loads were 2 bytes wide.
 ODD = {("sm_90", f"bf16_{widths}"): (0,) for widths in ("72_40", "184_136")}
+# A length of 1 is a constant to Triton, and a loop of one round no loop: dk was wrong on an H100.
+ONE = {
+    ("sm_90", "one_bf16_72_32"): (0, 0, 0, 0, 0, 0),
+    ("sm_90", "one_bf16_128_128"): (0, 0, 388, 0, 0, 8),
+}
+CALLS = SPILLS | ODD | ONE
 
 
-@pytest.mark.parametrize(("target", "call"), SPILLS | ODD)
+@pytest.mark.parametrize(("target", "call"), CALLS)
 def test_compiles(target, call):
     done = subprocess.run(
         [sys.executable, HERE / "aot.py", target, call], capture_output=True, text=True
@@ -35,6 +41,7 @@ def test_compiles(target, call):
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1].split("|")
     spilled, inside = (tuple(map(int, part.split())) for part in last)
-    most = (SPILLS | ODD)[target, call]
+    most = CALLS[target, call]
     assert all(a <= b for a, b in zip(spilled, most, strict=True)), spilled
-    assert not any(inside), inside  # loops over blocks touch nothing of it (sm_80 and sm_90)
+    if (target, call) not in ONE:  # loops over blocks touch nothing of it (sm_80 and sm_90)
+        assert not any(inside), inside

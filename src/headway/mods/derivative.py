@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..surroundings import alone
-from .evaluate import evaluate
-from .graph import DTYPES, FLOATS, Graph, parse
+from .graph import DTYPES, FLOATS, Graph, apply, parse
 from .tracer import Tracer
+
+_HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
 class _Backward(Tracer):
@@ -24,6 +25,24 @@ class _Backward(Tracer):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class _Rounded(torch.autograd.Function):
+    """A number as one of half precision for what follows; the derivative passes as it is.
+
+    PyTorch would round the derivative to half precision as well: for a captured 0-d tensor once, of
+    the sum over all pairs. Here sums come last, and every pair's part would be rounded: of a sum
+    that cancels, little would be left.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.to(dtype).to(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].to(ctx.dtype), None
+
+
 @lru_cache(maxsize=1024)
 def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
     """The score and its derivatives in one graph, by autograd on the score's own graph.
@@ -31,7 +50,8 @@ def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
     With the graph cut at its gathers, a score is a pure function of S and the gathered values, so
     its outputs are T, dT/dS, and dT/dg for every gather g (by node index) in `wanted`. A
     derivative that is zero everywhere is the number 0. Gathers keep their order, so the n-th
-    gather of the joint graph is the n-th of the score's.
+    gather of the joint graph is the n-th of the score's. Numbers of half precision are rounded
+    as the score rounds them; their derivatives are not (`_Rounded`).
     """
     graph = parse(text)
     dtype = next(i.dtype for i in graph.inputs if i.name == "score")
@@ -44,6 +64,10 @@ def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
                 values[item.name] = tracer.add_input(item.name, item.dtype)
             else:
                 values[item.name] = item.name
+
+        def operand(arg: Any) -> Any:
+            return values[arg] if isinstance(arg, str) else arg
+
         score = values["score"].requires_grad_()
 
         def gather(n: int, table: Any, indices: tuple) -> Tensor:
@@ -52,11 +76,22 @@ def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
                 tracer.builder.emit("gather", args, graph.nodes[n].dtype, graph.nodes[n].line),
                 graph.nodes[n].dtype,
             )
+            if graph.nodes[n].dtype in _HALVES:
+                value = value.float()
             leaves[n] = value.requires_grad_(value.is_floating_point())
             return value
 
         with tracer:
-            (t,) = evaluate(graph, values, gather)
+            for n, node in enumerate(graph.nodes):
+                args, half = tuple(map(operand, node.args)), _HALVES.get(node.dtype)
+                if node.op == "gather":
+                    values[f"%{n}"] = gather(n, args[0], args[1:])
+                elif half is None:
+                    values[f"%{n}"] = apply(node.op, args, DTYPES[node.dtype])
+                else:
+                    whole = args[0] if node.op == "to" else apply(node.op, args, torch.float32)
+                    values[f"%{n}"] = _Rounded.apply(whole, half)
+            t = operand(graph.outputs[0])
             on = [score] + [leaves[n] for n in wanted]
             if not isinstance(t, Tensor) or not t.requires_grad:
                 grads: Sequence[Tensor | None] = [None] * len(on)

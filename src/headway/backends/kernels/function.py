@@ -263,7 +263,7 @@ class Function:
             if op in ("not", "invert"):
                 return f"~{args[0]}"
             op = {"max": "or", "min": "and", "mul": "and", "add": "or"}.get(op, op)
-        if op == "div" and of == "f32" and self._divides(node.args[1]):
+        if op == "div" and of in ("f32", "bf16", "f16") and self._divides(node.args[1]):
             return f"{args[0]} * (1 / {args[1]})"  # one division for all pairs
         if op == "tanh" and self.rough:
             return f"maths.rough_tanh({args[0]})"

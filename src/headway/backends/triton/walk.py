@@ -96,7 +96,13 @@ def rows_of(walk, full, run, length):
     the first one's bounds (triton-lang/triton#9036).
     """
     if walk.full is None:
-        return 0, length
+        if isinstance(length, int):
+            # 1, which Triton takes for a constant: of one round there would be no loop, no load
+            # would run ahead, and ptxas makes wrong code of such a kernel (`launch._rows`). The
+            # grid has one program here, which the compiler does not know.
+            return 0, length + tl.program_id(1)
+        else:
+            return 0, length
     else:
         later = run > full.first
         start = tl.load(walk.full[1] + run, mask=later, other=full.start)
