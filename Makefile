@@ -65,6 +65,11 @@ test-matrix: setup ## compile and test GPU kernels with the oldest and newest Py
 aot: setup ## compile every GPU kernel with no GPU, and print registers and spills
 	@OMP_NUM_THREADS=1 $(PY) tests/triton/long_compile.py $(ARGS)
 
+.PHONY: ptx
+BASE ?= HEAD
+ptx: setup ## prove that GPU kernels compile to the PTX that they do at BASE=commit; no GPU, minutes
+	@$(PY) tests/tools/ptx_gate.py $(BASE) $(ARGS)
+
 .PHONY: check
 check: setup ## formatting, lint, types, and who may import whom
 	@$(PY) -m ruff format --check

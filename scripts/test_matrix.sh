@@ -4,11 +4,17 @@
 #
 #   scripts/test_matrix.sh                    the oldest supported PyTorch and the newest known
 #   scripts/test_matrix.sh torch==2.12.1      this one
+#   scripts/test_matrix.sh --ptx main         runs no tests, but compares PTX with that commit (`make ptx`)
 #
 # Each has a virtual environment of its own in .venv.matrix, with the Triton that it brings; they are
 # large (5 GB: PyTorch's builds for CUDA) and are kept. PYTHON=... names the Python to use.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+base=""
+if [ "${1:-}" = --ptx ]; then
+  base=${2:?--ptx needs a commit}
+  shift 2
+fi
 [ $# -gt 0 ] || set -- torch==2.11.0 torch==2.15.0 # with Triton 3.6 and 3.9
 tests=(tests/hopper tests/emulator tests/triton/test_compile.py tests/triton/test_emulated.py
   tests/triton/test_launch.py tests/triton/test_emit.py tests/triton/test_interpreter.py
@@ -30,6 +36,10 @@ from headway.backends import hopper
 print(f"-- PyTorch {torch.__version__}, Triton {triton.__version__}: Hopper's kernels",
       hopper.wrong_triton() or "can be compiled", flush=True)
 PYTHON
-  "$venv/bin/python" -m pytest -q -n 2 --dist worksteal "${tests[@]}" || failed+=("$torch")
+  if [ -n "$base" ]; then
+    "$venv/bin/python" tests/tools/ptx_gate.py "$base" || failed+=("$torch")
+  else
+    "$venv/bin/python" -m pytest -q -n 2 --dist worksteal "${tests[@]}" || failed+=("$torch")
+  fi
 done
 [ ${#failed[@]} -eq 0 ] || { echo "failed with: ${failed[*]}" >&2; exit 1; }
