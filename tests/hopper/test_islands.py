@@ -10,8 +10,8 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import headway as hw
-from headway.backends.hopper.islands import FIRST, LAST, ROWS, VISIT, Islands
-from headway.backends.kernels.plan import Walk
+from headway.backends.gpu.runtime.call_plan import Walk
+from headway.backends.hopper.bwd.segment_table import FIRST, LAST, ROWS, VISIT, Islands
 
 LENGTH = 1000
 TILE = (128, 256)  # of queries and of keys

@@ -12,9 +12,10 @@ if find_spec("triton") is None:
 
 import headway as hw
 from headway.api import prepare
+from headway.backends.gpu.codegen import emit
+from headway.backends.gpu.codegen.affine import side
+from headway.backends.gpu.runtime import call_plan
 from headway.backends.hopper.config import How
-from headway.backends.kernels import emit, plan
-from headway.backends.kernels.linear import side
 from headway.mods.graph import parse
 
 from . import simulator
@@ -50,7 +51,7 @@ def functions(score, side=0):
     q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, score, None, backend="hopper")
     text = emit.Text(spec.score, None, far=(False,) * 9, apart=True, sides=True, side=side)
-    tensors = plan._with_sizes(call.captured.tensors)
+    tensors = call_plan._with_sizes(call.captured.tensors)
     numbers = (*call.captured.ints, *call.captured.floats)
     return simulator._functions(text), (simulator._argument(tensors), numbers)
 

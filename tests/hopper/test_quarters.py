@@ -15,10 +15,10 @@ from emulator.launch import emulating
 from headway.api import prepare
 from headway.backends import hopper, reference
 from headway.backends.base import graphs, split
-from headway.backends.hopper import plan_forward
-from headway.backends.hopper.quarters import ALL, NOTHING, SOME, quarters
-from headway.backends.hopper.ranks import table
-from headway.backends.kernels.plan import Walk
+from headway.backends.gpu.runtime.call_plan import Walk
+from headway.backends.hopper.fwd import plan
+from headway.backends.hopper.fwd.half_block_table import ALL, NOTHING, SOME, quarters
+from headway.backends.hopper.fwd.tile_table import table
 from headway.blocks import cached_build
 from headway.types import Coords
 
@@ -93,7 +93,7 @@ def quarters_of(mask, length=640, kv_len=None):
     """What a call is compiled for, at lengths for which a rank is of two consumers."""
     q, k = (torch.zeros(1, 2, n, 128).bfloat16() for n in (length, kv_len or length))
     spec, call = prepare(q, k, k, None, mask, backend="hopper")
-    return plan_forward.ForwardPlan(spec, call, (), (q, k, k)).kernel.options["HOW"].quarters
+    return plan.ForwardPlan(spec, call, (), (q, k, k)).kernel.options["HOW"].quarters
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_shard(shift, far):
     [(LEFT, LEFT, WHOLE, WHOLE), (WHOLE, RIGHT, WHOLE, WHOLE), (LEFT, (SOME, ALL), WHOLE, WHOLE)],
 )
 def test_what_is_wrong_is_found(wrong):
-    with mock.patch.object(plan_forward, "quarters", return_value=wrong):
+    with mock.patch.object(plan, "quarters", return_value=wrong):
         assert not max(errors("causal", True)) < 8e-3
 
 

@@ -18,9 +18,12 @@ from checks import check, compare, run, yardstick
 from headway import ops
 from headway.api import prepare
 from headway.backends import first_use, hopper, reference
-from headway.backends.hopper import plan, plan_backward, plan_forward, ranks, stream_k
-from headway.backends.hopper.plan_forward import ForwardPlan
-from headway.backends.kernels import plan as plans
+from headway.backends.gpu.runtime import call_plan as plans
+from headway.backends.hopper import launch_plan
+from headway.backends.hopper.bwd import plan as plan_backward
+from headway.backends.hopper.fwd import plan as plan_forward
+from headway.backends.hopper.fwd import stream_k, tile_table
+from headway.backends.hopper.fwd.plan import ForwardPlan
 from headway.errors import BackendRefused
 from headway.types import Coords
 from learned import SMALL, errors
@@ -52,7 +55,7 @@ def choose(monkeypatch, way: str) -> None:
     """Whether dk and dq come with the next block, as they would where lines are long, or CTAs take
     whole islands, as where they are short and many."""
     monkeypatch.setattr(
-        plan.Plan, "long", lambda self, length=0: way == "lagged" and not self.heavy
+        launch_plan.Plan, "long", lambda self, length=0: way == "lagged" and not self.heavy
     )
     monkeypatch.setattr(plan_backward, "IDLE", 1e9 if way == "whole" else -1e9)
 
@@ -333,8 +336,8 @@ def test_the_shortest_lines_are_dealt_last(d, dv, length, monkeypatch):
     choose(monkeypatch, "lagged")
     monkeypatch.setattr(plan_forward.ForwardPlan, "near", lambda self, heads, *_: heads // 2)
     told = []
-    table = ranks.table
-    monkeypatch.setattr(ranks, "table", lambda *args: told.append(table(*args)) or told[-1])
+    table = tile_table.table
+    monkeypatch.setattr(tile_table, "table", lambda *args: told.append(table(*args)) or told[-1])
     q, k, v = (torch.randn(2, 4, length, w).bfloat16() for w in (d, d, dv))
     made = hw.attention_with_stats(q, k, v, mask=hw.causal(), backend="hopper")
     true = hw.attention_with_stats(

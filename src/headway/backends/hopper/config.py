@@ -28,10 +28,11 @@ class Forward:
       an H200: MLA takes 0.97 of the time; 256 wide 1.01.)
     - `out`: columns of out that pass through shared memory at a time; 0: all.
     - `held`: queries are multiplied from registers.
-    - `slanted`: a score that is a straight line in the keys is added by a product (linear.py), for
+    - `slanted`: a score that is a straight line in the keys is added by a product
+      (device/affine_score.py), for
       which there is shared memory if out passes through less. (Timed on an H200: 128 wide, ALiBi
       takes 0.975 of the time, 1.1 score + 0.01 (kv_idx - q_idx) 0.97; 64 wide 0.97.)
-    - `numbered`: keys and values come through numbered channels (pipeline.py). (Timed on an H200:
+    - `numbered`: keys and values come through numbered channels (device/pipeline.py; on an H200:
       128 wide, 8k full takes 0.984 of the time, ALiBi 0.992, a window without a score 1.013; 64,
       192 and 256 wide full 1.02 to 1.04.)
     - `merged`: the first block of a rank is computed in the loop over partial ones, not before it:
@@ -94,11 +95,11 @@ class Backward:
     """- `d`, `dv`: widths of the pieces of a row of q and k, and of v.
     - `block`: queries of a block; `stages`: of these, in shared memory.
     - `keys`: of a CTA: 128 for two consumers that make all gradients of their half
-      (kernel_backward.py), 64 for a consumer per gradient (kernel_backward_wide.py).
-    - `lagged`: dk and dq of a block are computed with S of the next (kernel_backward_lagged.py),
+      (bwd/kernel.py), 64 for a consumer per gradient (bwd/wide.py).
+    - `lagged`: dk and dq of a block are computed with S of the next (bwd/mainloop.py),
       where that was found to be faster (`BackwardPlan`).
-    - `numbered`: queries and dout come through numbered channels (pipeline.py). (Timed on an H200:
-      it takes 0.98 to 1.00 of the time, least where lines are short.)
+    - `numbered`: queries and dout come through numbered channels (device/pipeline.py). (Timed on
+      an H200: it takes 0.98 to 1.00 of the time, least where lines are short.)
     - `level`: of the assembler.
     """
 
@@ -124,8 +125,8 @@ BACKWARD = (
 
 @dataclass(frozen=True)
 class Barriers:
-    """The barriers of a numbered channel (pipeline.py), one for each stage: the first one's number,
-    and how many threads, of all readers and the writer, meet at each."""
+    """The barriers of a numbered channel (device/pipeline.py), one for each stage: the first one's
+    number, and how many threads, of all readers and the writer, meet at each."""
 
     first: int
     threads: int
@@ -161,20 +162,21 @@ class How:
     short: bool = False  # there are but a few hundred bytes of shared memory left
     ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
     lagged: bool = False  # backward: dk and dq of a block with S of the next
-    whole: bool = False  # backward: CTAs take whole islands (kernel_backward_islands.py)
+    whole: bool = False  # backward: CTAs take whole islands (bwd/segments.py)
     # Forward: what each consumer sees of the left and the right half of the block that a rank
-    # visits first, then of other partial ones: 0 nothing, 1 something, 2 all (quarters.py).
+    # visits first, then of other partial ones: 0 nothing, 1 something, 2 all
+    # (fwd/half_block_table.py).
     quarters: tuple[tuple[int, int], ...] = ()
     consumer: int = 0  # which one this is compiled for
     largest: bool = False  # keep the largest S, where T is another
-    bands: int = 0  # gathers along diagonals (diagonals.py)
+    bands: int = 0  # gathers along diagonals (device/relative_bias.py)
     summed: tuple[int, ...] = ()  # of those that want a gradient, these are such
-    linear: Any = None  # the generated function of a score that is linear in S (kernels/linear.py)
+    linear: Any = None  # the generated function of an affine score (gpu/codegen/affine.py)
     bent: bool = False  # it has an absolute value
     lone: bool = False  # and nothing else beside S
     slanted: bool = False  # forward: what is added for a column, a product adds
     rising: bool = False  # it grows with S, by a factor known to be well above 0
-    # The generated functions of a mask that is taken apart (kernels/sides.py).
+    # The generated functions of a mask that is taken apart (gpu/codegen/hoist.py).
     shared: Any = None
     of_q: Any = None
     of_kv: Any = None
