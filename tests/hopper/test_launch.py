@@ -120,9 +120,9 @@ def test_short_documents_are_done_one_by_one(device):
 def test_islands_are_looked_for_once_for_a_mask(device, monkeypatch):
     """Not in every call: the host would wait for the GPU."""
     made = []
-    found = segment_table.Islands
+    found = segment_table.Segments
     monkeypatch.setattr(
-        segment_table, "Islands", lambda *given: made.append(given) or found(*given)
+        segment_table, "Segments", lambda *given: made.append(given) or found(*given)
     )
     x = torch.zeros(2, 4, 4096, 128).bfloat16()
     for ids in (torch.arange(4096) // 256, torch.arange(4096) // 128):
@@ -152,7 +152,7 @@ def test_which_consumers_a_call_gets(device):
         given = x.bfloat16(), x.bfloat16(), v.bfloat16()
         spec, call = prepare(*given, backend="hopper", **options)
         how = launch_plan.planned(ForwardPlan, spec, call, (), *given).kernel.options["HOW"]
-        assert (how.consumers, how.held) == wanted, (width, length, options)
+        assert (how.consumers, how.q_in_registers) == wanted, (width, length, options)
 
 
 def test_what_the_copy_engine_cannot_read_is_copied():

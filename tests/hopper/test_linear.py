@@ -85,8 +85,8 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     known = {x: getattr(module, x, None) for x in ("score_shared", "score_of_q", "score_of_kv")}
     assert (known["score_shared"] is not None) == any(x in name for x in READ)
     rising = (module.known or 0.0) > 1e-6
-    how = How(128, 2, 1, torch.int32, linear=module.linear, bent=module.bent, lone=module.lone,
-              rising=rising, **known)  # fmt: skip
+    how = How(128, 2, 1, torch.int32, affine=module.linear, has_abs=module.bent, abs_only=module.lone,
+              monotone=rising, **known)  # fmt: skip
     assert module.straight == (name in STRAIGHT or (name == "alibi" and on != 0))
     sides = simulator.LOADED.sides
     exact = make(SLOPES.double(), BIAS.double())
@@ -113,7 +113,7 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
             if queries and module.straight and rising:
                 ways += [(True, False), (True, True)]
             for product, slanted in ways:
-                how = replace(how, slanted=product)
+                how = replace(how, slope_mma=product)
                 at = 0, h, q, kv
                 if queries:
                     added = of_rank = torch.zeros(())

@@ -217,7 +217,7 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
     monkeypatch.setattr(simulator.Kernel, "abreast", abreast)
     monkeypatch.setattr(stream_k, "LEAST", 1)
     suits = mock.patch.object(
-        ForwardPlan, "suits", lambda _, how: how.consumers == consumers and not how.slanted
+        ForwardPlan, "suits", lambda _, how: how.consumers == consumers and not how.slope_mma
     )
     parts = torch.full((100_000,), torch.nan)
     poisoned = mock.patch.object(ForwardPlan, "memory", lambda plan: parts[: plan.part])
@@ -395,7 +395,7 @@ def test_a_first_block_among_partial_ones(name, length):
     made, suits = [], mock.patch.object(ForwardPlan, "suits", return_value=True)
     for merged in (False, True):
         plans.clear()
-        row = replace(plan_forward.FORWARD[0], merged=merged)
+        row = replace(plan_forward.FORWARD[0], first_block_in_loop=merged)
         with mock.patch.object(plan_forward, "FORWARD", (row,)), suits:
             made += [hw.attention_with_stats(q, k, v, None, mask, backend="hopper")]
     assert all(map(torch.equal, made[0], made[1]))
@@ -415,7 +415,7 @@ def test_in_turn(name, way, monkeypatch):
     q, k, v, dout = (torch.randn(1, h, 520, w).bfloat16() for h, w in shapes)
     spec, call = prepare(q, k, v, None, mask(), sink=torch.randn(hq), backend="hopper",
                          partial=True, deterministic=True)  # fmt: skip
-    turns, wait = [], simulator.LOADED.adder.await_turn
+    turns, wait = [], simulator.LOADED.adder.semaphore_wait
 
     def exactly(counter, turn):
         wait(counter, turn)
@@ -428,8 +428,8 @@ def test_in_turn(name, way, monkeypatch):
 
     with (
         torch.no_grad(),
-        mock.patch.object(simulator.LOADED.adder, "await_turn", exactly),
-        mock.patch.object(simulator.LOADED.wide_dq, "await_turn", exactly),
+        mock.patch.object(simulator.LOADED.adder, "semaphore_wait", exactly),
+        mock.patch.object(simulator.LOADED.wide_dq, "semaphore_wait", exactly),
     ):
         out, lse, *_ = hopper.forward(spec, call)
         one, other = made(spec, False), made(spec, True)
@@ -518,13 +518,18 @@ def test_adders_wait_for_zeros(waits, monkeypatch):
     """Of a memory that is anything but zeros until the copy engine, slow here, has made it so; where
     they do not wait, after an adder has ended."""
     backward, zeros, adder = (getattr(simulator.LOADED, n) for n in ("backward", "zeros", "adder"))
-    landed, wait, add, empty = zeros.fence_landed, adder.await_zeros, backward.add, torch.empty
+    landed, wait, add, empty = (
+        zeros.fence_landed,
+        adder.await_zeros,
+        backward.reduce_dq,
+        torch.empty,
+    )
     ended = threading.Event()
     slow = (lambda: time.sleep(0.05)) if waits else (lambda: ended.wait(20))
     monkeypatch.setattr(zeros, "fence_landed", lambda: (slow(), landed()))
     monkeypatch.setattr(adder, "copy_out_wait", lambda _: landed())  # what is added lands at once
     monkeypatch.setattr(adder, "await_zeros", wait if waits else lambda *_: None)
-    monkeypatch.setattr(backward, "add", lambda *given: (add(*given), ended.set()))
+    monkeypatch.setattr(backward, "reduce_dq", lambda *given: (add(*given), ended.set()))
     monkeypatch.setattr(torch, "empty", lambda *size, **o: empty(*size, **o).fill_(-1e4))
     choose(monkeypatch, "at once")
     plans.clear()
@@ -555,8 +560,8 @@ def test_a_broken_kernel_is_found():
     forward, out = simulator.LOADED.forward, simulator.LOADED.out
     broken = {
         "fence_async_shared": (out, lambda: None),
-        "release": (forward, lambda ring, at, *others: None),
-        "step": (forward, lambda at, stages: at),
+        "consumer_release": (forward, lambda ring, at, *others: None),
+        "advance": (forward, lambda at, stages: at),
     }
     case = BY_NAME["long_700_half"]
     for name, (where, by) in broken.items():

@@ -17,7 +17,7 @@ _WHOLE = 128  # rows and columns of tiles
 _BLOCK = 16  # sixteens of distances of a program
 
 
-class Bands:
+class BiasTables:
     """Those of the calls of one kind, for products whose rows are queries, or keys.
 
     - `wanted`: the gathers of the score that want a gradient.

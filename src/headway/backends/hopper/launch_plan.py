@@ -19,7 +19,7 @@ from ..gpu.codegen.function import not_spread
 from ..gpu.device import diagonals, gradients, maths
 from ..gpu.runtime.call_plan import BasePlan, plan_of
 from ..gpu.runtime.launcher import Direct, Given
-from .config import turns
+from .config import head_swizzle
 from .device import (
     affine_score,
     gluon_compat,
@@ -74,9 +74,9 @@ class Plan(BasePlan):
         apart = self.function("linear")
         # By how much T grows with S everywhere, where that is known.
         self.gain: float | None = 1.0 if spec.score is None else getattr(self.given, "known", None)
-        self.linear: dict[str, Any] = {} if apart is None else {
-            "linear": apart, "bent": self.given.bent, "lone": self.given.lone,
-            "rising": (self.gain or 0.0) > 1e-6 and spec.scale > 1e-6,
+        self.affine: dict[str, Any] = {} if apart is None else {
+            "affine": apart, "has_abs": self.given.bent, "abs_only": self.given.lone,
+            "monotone": (self.gain or 0.0) > 1e-6 and spec.scale > 1e-6,
         }  # fmt: skip
         self.sides: dict[str, Any] = {name: self.function(name) for name in SIDES}
         # Every pair reads a number of its own: registers for as many addresses.
@@ -132,7 +132,7 @@ class Plan(BasePlan):
         """Heads that take turns, of `heads` with so many ranks each, in so many rounds of CTAs."""
         if not self.alike:
             return 1
-        return turns(heads, heads // self.hk, ranks, rounds * self.processors)
+        return head_swizzle(heads, heads // self.hk, ranks, rounds * self.processors)
 
 
 @lru_cache

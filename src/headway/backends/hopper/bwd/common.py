@@ -8,9 +8,9 @@ from ..device.affine_score import linear_less
 from ..device.gluon_compat import copy_in, gl, gluon, mbarrier, warpgroup_mma
 from ..device.hoisted import by_thread, given, keep, of_columns, of_rows
 from ..device.mma import LOG2E, bytes_of, fetch, load_rows, mma, positions, widened
-from ..device.pipeline import acquire, step
+from ..device.pipeline import advance, producer_acquire
 from ..device.relative_bias import begin, read
-from ..device.work_tile import visit
+from ..device.work_tile import visit_q_blocks
 
 DO_STAGES = gl.constexpr(2)
 # How 256 numbers lie in a warpgroup's registers, in the order of `in_order`.
@@ -35,7 +35,9 @@ def load(state, inputs, smem, rings, at, runs, sizes, walk, HOW: gl.constexpr):
     for n in range(share):
         given = (q, dout, lse, less_delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring,
                  b, h + n, (b * heads + h + n) * q_rows, keys)  # fmt: skip
-        state = visit(state, given, walk, line, runs, q_len, 0, load_block, None, None, None, HOW)
+        state = visit_q_blocks(
+            state, given, walk, line, runs, q_len, 0, load_block, None, None, None, HOW
+        )
     q_at, do_at, kv_at, _ = state
     return kv_at, q_at, do_at
 
@@ -52,12 +54,12 @@ def load_block(
         keys,
     ) = given  # fmt: skip
     q_at, do_at, kv_at, is_first = state
-    acquire(q_ring, q_at, HOW.of_queries())
+    producer_acquire(q_ring, q_at, HOW.of_queries())
     full = q_ring[0].index(q_at[0])
     mbarrier.expect(full, bytes_of(q_smem, 1) + 4 * HOW.block)
     fetch(q, b, h, n, full, q_smem, q_at[0])
     copy_in(lse, [row0 + n], full, lse_smem.index(q_at[0]))
-    acquire(do_ring, do_at, HOW.of_dout())
+    producer_acquire(do_ring, do_at, HOW.of_dout())
     full = do_ring[0].index(do_at[0])
     mbarrier.expect(full, bytes_of((do_smem,), 1) + 4 * HOW.block)
     copy_in(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))
@@ -67,7 +69,7 @@ def load_block(
         TILES: gl.constexpr = of_v[1][0].shape[0]
         load_rows(kv_at, of_k, kb, kh, first, TILES, 1)
         kv_at = load_rows(kv_at, of_v, kb, kh, first, TILES, 1)
-    return step(q_at, HOW.stages), step(do_at, DO_STAGES), kv_at, gl.to_tensor(False)
+    return advance(q_at, HOW.stages), advance(do_at, DO_STAGES), kv_at, gl.to_tensor(False)
 
 
 # -- whose turn it is (bwd/dq_semaphore.py) --------------------------------------------------------
@@ -139,9 +141,9 @@ def probabilities(
     if DERIVATIVE is None:
         by = ()
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-    elif HOW.linear is None:
+    elif HOW.affine is None:
         s = s * scale
-        if HOW.bands > 0:
+        if HOW.relative_biases > 0:
             of_score = of_score + (read(rows[2], n, HOW.block),)  # noqa: RUF005
         by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
         p = gl.exp2(by[0] * LOG2E - lse[None, :])
@@ -159,7 +161,7 @@ def probabilities(
     q_idx, kv_idx = q_idx[None, :], kv_idx[:, None]
     if not HOW.even:
         p = gl.where(live[:, None], p, 0.0)
-    if HOW.steady:  # noqa: SIM108
+    if HOW.constant_dscore:  # noqa: SIM108
         by_s = p
     else:
         by_s = weighted(p, by[1], HOW.unbounded)

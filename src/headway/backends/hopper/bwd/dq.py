@@ -3,7 +3,7 @@ which they hand over to the adders (bwd/dq_reduce.py)."""
 
 from ..device.gluon_compat import gl, gluon, seen_as, warpgroup_mma
 from ..device.mma import ROWS, matrix, mma
-from ..device.pipeline import acquire, channel
+from ..device.pipeline import mbarrier_ring, producer_acquire
 from .common import in_order
 
 
@@ -26,9 +26,9 @@ def _part_buffer(desc):
 def rings_of(dq):
     """A channel for each piece."""
     if len(dq) == 1:
-        return (channel(1, 1, 1),)
+        return (mbarrier_ring(1, 1, 1),)
     else:
-        return (channel(1, 1, 1), channel(1, 1, 1))
+        return (mbarrier_ring(1, 1, 1), mbarrier_ring(1, 1, 1))
 
 
 @gluon.jit
@@ -74,7 +74,7 @@ def _of_all(ds0, ds1, k0, k1, zero):
 
 
 @gluon.jit
-def hand_over(acc_q, dq_smem, ring, at):
+def store_dq(acc_q, dq_smem, ring, at):
     """Store dq for the adder, by 16-byte stores that meet no conflict."""
-    acquire(ring, at)
+    producer_acquire(ring, at)
     dq_smem.store(in_order(acc_q))

@@ -2,15 +2,22 @@
 
 from ..device.gluon_compat import copy_out_add, copy_out_wait, fence_landed, gl, gluon
 from ..device.mma import ROWS, at_stage
-from ..device.pipeline import await_, await_turn, pass_on, release, start, step
-from ..device.work_tile import TOLD, told, told_runs, visit
+from ..device.pipeline import (
+    advance,
+    consumer_release,
+    consumer_wait,
+    first_stage,
+    semaphore_release,
+    semaphore_wait,
+)
+from ..device.work_tile import WORK_STAGES, read_runs, read_work, visit_q_blocks
 from .common import counter_of, turn_of
 from .dq_zero import await_zeros
 from .epilogue import copy_keys
 
 
 @gluon.jit
-def add(to, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr):
+def reduce_dq(to, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr):
     """Add the parts of dq that consumer W hands over. Where it does not lag, the last piece comes
     one block late, from rank to rank as within one; its first, from before the first block, is
     zeros."""
@@ -20,30 +27,30 @@ def add(to, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr)
     _, _, dq_rings, work_ring = rings
     heads, _, share, q_len, q_rows, _ = sizes
     to = (dq, at_stage(dq_smem, W), dq_rings[W], W)
-    work_at = start()
-    await_(work_ring, work_at)
-    line, slot, _, h, b = told(work_smem, work_at, 0, 5, 1)
-    dq_at, row, turn = start(), (b * heads + h) * q_rows, gl.to_tensor(-1)
+    work_at = first_stage()
+    consumer_wait(work_ring, work_at)
+    line, slot, _, h, b = read_work(work_smem, work_at, 0, 5, 1)
+    dq_at, row, turn = first_stage(), (b * heads + h) * q_rows, gl.to_tensor(-1)
     while line >= 0:
-        runs = told_runs(work_smem, work_at, walk, 1, HOW)
+        runs = read_runs(work_smem, work_at, walk, 1, HOW)
         for n in range(share):
             await_zeros(lines, zeroed, b * heads + h + n, q_rows)
             given = (to, (b * heads + h + n) * q_rows, turns, line, slot, walk.step)
             state = (dq_at, row, turn, gl.to_tensor(0))
-            state = visit(
+            state = visit_q_blocks(
                 state, given, walk, line, runs, q_len, 0, add_block, None, None, None, HOW
             )
             dq_at, row, turn, _visited = state
         if dv is not None:
-            first, h, b = told(work_smem, work_at, 2, 5, 1)
+            first, h, b = read_work(work_smem, work_at, 2, 5, 1)
             keys = (inputs[0], inputs[1])
             first += W * ROWS
             dq_at = copy_keys(dk, dv, b, h // share, first, keys, to[1], to[2], dq_at, W)
-        release(work_ring, work_at)
-        work_at = step(work_at, TOLD)
-        await_(work_ring, work_at)
-        line, slot, _, h, b = told(work_smem, work_at, 0, 5, 1)
-    if not HOW.lagged:
+        consumer_release(work_ring, work_at)
+        work_at = advance(work_at, WORK_STAGES)
+        consumer_wait(work_ring, work_at)
+        line, slot, _, h, b = read_work(work_smem, work_at, 0, 5, 1)
+    if not HOW.pipelined:
         add_part(to, row, turns, turn, dq_at, len(dq) - 1, HOW)
 
 
@@ -56,13 +63,13 @@ def add_block(
     block before."""
     to, row0, turns, line, slot, tile = given
     dq_at, row, turn, visited = state
-    COUNT: gl.constexpr = len(to[0]) if HOW.lagged else len(to[0]) - 1
-    if not HOW.lagged:
+    COUNT: gl.constexpr = len(to[0]) if HOW.pipelined else len(to[0]) - 1
+    if not HOW.pipelined:
         add_part(to, row, turns, turn, dq_at, COUNT, HOW)
     turn = turn_of(turns, line, slot, visited // tile, HOW)
     for piece in gl.static_range(COUNT):
         add_part(to, row0 + n, turns, turn, dq_at, piece, HOW)
-    return step(dq_at, 1), row0 + n, turn, visited + HOW.block
+    return advance(dq_at, 1), row0 + n, turn, visited + HOW.block
 
 
 @gluon.jit
@@ -71,15 +78,15 @@ def add_part(to, row, turns, turn, at, PIECE: gl.constexpr, HOW: gl.constexpr):
     dq, dq_smem, rings, W = to
     if turns is not None:
         counter = counter_of(turns, row, 2 * PIECE) + W
-    await_(rings[PIECE], at)
+    consumer_wait(rings[PIECE], at)
     if turns is not None:
-        await_turn(counter, turn)
+        semaphore_wait(counter, turn)
     copy_out_add(dq[PIECE], [place_of(row, W, PIECE, dq_smem, HOW), 0], dq_smem[PIECE])
     copy_out_wait(0)
-    release(rings[PIECE], at)
+    consumer_release(rings[PIECE], at)
     if turns is not None:
         fence_landed()
-        pass_on(counter, turn)
+        semaphore_release(counter, turn)
 
 
 @gluon.jit

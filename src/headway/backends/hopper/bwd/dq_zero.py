@@ -12,8 +12,15 @@ the heads that it adds to.
 
 from ..device.gluon_compat import copy_out, fence_async_shared, fence_landed, gl, gluon
 from ..device.mma import ROWS
-from ..device.pipeline import await_, await_turn, channel, release, start, step
-from ..device.work_tile import TOLD, told
+from ..device.pipeline import (
+    advance,
+    consumer_release,
+    consumer_wait,
+    first_stage,
+    mbarrier_ring,
+    semaphore_wait,
+)
+from ..device.work_tile import WORK_STAGES, read_work
 
 LINES = gl.constexpr(4)  # of 256 numbers, that are copied at once
 AHEAD = gl.constexpr(1)  # ranks of each CTA, whose heads are filled before they are needed
@@ -32,9 +39,9 @@ def nothing(lines):
 def of_work(lines):
     """The channel of work, to consumers and adders, and to this warp, where it writes zeros."""
     if lines is None:
-        return channel(TOLD, 1, 4)
+        return mbarrier_ring(WORK_STAGES, 1, 4)
     else:
-        return channel(TOLD, 1, 5)
+        return mbarrier_ring(WORK_STAGES, 1, 5)
 
 
 @gluon.jit
@@ -58,12 +65,12 @@ def write_zeros(
         layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
         zeros.store(gl.full(zeros.shape, 0.0, gl.float32, layout=layout))
         fence_async_shared()
-        at = start()
-        await_(ring, at)
-        line, _, _, h, b = told(work_smem, at, 0, 5, 1)
+        at = first_stage()
+        consumer_wait(ring, at)
+        line, _, _, h, b = read_work(work_smem, at, 0, 5, 1)
         while line >= 0:
-            release(ring, at, line + h + b >= 0)  # always; when these numbers are there
-            at = step(at, TOLD)
+            consumer_release(ring, at, line + h + b >= 0)  # always; when these numbers are there
+            at = advance(at, WORK_STAGES)
             # Its last head, in that order.
             own = (b // batch * heads + h + share - 1) * batch + b % batch
             needed = gl.minimum(own + 1 + ahead, all_heads) * blocks
@@ -79,12 +86,12 @@ def write_zeros(
                     fence_landed()
                     gl.atomic_add(zeroed + head, 1, sem="release")
                 taken = block + 1
-            await_(ring, at)
-            line, _, _, h, b = told(work_smem, at, 0, 5, 1)
+            consumer_wait(ring, at)
+            line, _, _, h, b = read_work(work_smem, at, 0, 5, 1)
 
 
 @gluon.jit
 def await_zeros(lines, zeroed, head, q_rows):
     """Wait until all of a head's memory is zeros."""
     if lines is not None:
-        await_turn(zeroed + head, q_rows // ROWS)
+        semaphore_wait(zeroed + head, q_rows // ROWS)

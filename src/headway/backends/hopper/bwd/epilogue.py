@@ -6,7 +6,13 @@ piece dk has, then dk. In float32 a consumer writes them itself, straight from r
 """
 
 from ..device.gluon_compat import copy_out, copy_out_wait, fence_async_shared, gl, gluon, seen_as
-from ..device.pipeline import acquire, await_, publish, release, step
+from ..device.pipeline import (
+    advance,
+    consumer_release,
+    consumer_wait,
+    producer_acquire,
+    producer_commit,
+)
 from .common import write
 
 
@@ -43,7 +49,7 @@ def put_keys(acc_k, acc_v, inputs, places, rings, at, rate, W: gl.constexpr):
 @gluon.jit
 def _acquire(rings, at):
     for n in gl.static_range(len(rings)):
-        acquire(rings[n], at)
+        producer_acquire(rings[n], at)
 
 
 @gluon.jit
@@ -51,8 +57,8 @@ def _publish(rings, at):
     """All of them, whether there is something or not: they have one cursor."""
     fence_async_shared()
     for n in gl.static_range(len(rings)):
-        publish(rings[n], at)
-    return step(at, 1)
+        producer_commit(rings[n], at)
+    return advance(at, 1)
 
 
 @gluon.jit
@@ -92,12 +98,12 @@ def copy_keys(dk, dv, b, h, first, inputs, places, rings, at, W):
 @gluon.jit
 def _await(rings, at):
     for n in gl.static_range(len(rings)):
-        await_(rings[n], at)
+        consumer_wait(rings[n], at)
 
 
 @gluon.jit
 def _release(rings, at):
     copy_out_wait(0)
     for n in gl.static_range(len(rings)):
-        release(rings[n], at)
-    return step(at, 1)
+        consumer_release(rings[n], at)
+    return advance(at, 1)

@@ -55,28 +55,35 @@ from ..device.mma import (
     zeros,
 )
 from ..device.pipeline import (
-    acquire,
-    await_,
-    channel,
-    nth,
-    publish,
-    ready,
-    release,
-    release_all,
-    signal,
-    start,
-    step,
+    advance,
+    consumer_release,
+    consumer_release_all,
+    consumer_wait,
+    fence_barrier_init,
+    first_stage,
+    full_barriers,
+    mbarrier_ring,
+    producer_acquire,
+    producer_commit,
+    stage_of,
 )
 from ..device.relative_bias import add as add_along
 from ..device.relative_bias import begin
-from ..device.work_tile import BACK_NUMBERS, TOLD, numbers, told, told_runs, visit
+from ..device.work_tile import (
+    BWD_FIELDS,
+    WORK_STAGES,
+    read_runs,
+    read_work,
+    visit_q_blocks,
+    work_buffer,
+)
 from .common import DO_STAGES, factors, of_keys, of_queries, others, outer_v, probabilities
-from .dq import hand_over, part, parts, rings_of, strip_of_part, zeros_of
-from .dq_reduce import add
+from .dq import part, parts, rings_of, store_dq, strip_of_part, zeros_of
+from .dq_reduce import reduce_dq
 from .dq_zero import nothing, of_work, write_zeros
 from .epilogue import put_keys, write_keys
-from .mainloop import after_last, attend_lagged, before_first
-from .producer import deal
+from .mainloop import after_last, attend_pipelined, before_first
+from .producer import produce
 from .segments import add_whole, offer, pass_keys, put
 
 
@@ -116,20 +123,20 @@ def backward(
     dq_smem = parts(dq)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     dlt_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
-    work_smem = numbers(BACK_NUMBERS)
+    work_smem = work_buffer(BWD_FIELDS)
     zeros_smem = nothing(lines)
     rings = (
         (
-            channel(1, 1, 2),  # keys
-            channel(1, 1, 2),  # values
-            channel(STAGES, 1, 2, HOW.of_queries()),  # and lse
-            channel(DO_STAGES, 1, 2, HOW.of_dout()),  # and -delta
+            mbarrier_ring(1, 1, 2),  # keys
+            mbarrier_ring(1, 1, 2),  # values
+            mbarrier_ring(STAGES, 1, 2, HOW.of_queries()),  # and lse
+            mbarrier_ring(DO_STAGES, 1, 2, HOW.of_dout()),  # and -delta
         ),
         ring_of_ds(DS_STAGES),  # dS, from both consumers to both
         (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
         of_work(lines),
     )
-    ready()
+    fence_barrier_init()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
     smem = (inputs, ds_smem, dq_smem, work_smem)
     sizes = (heads, group, share, q_len, q_rows, kv_len)
@@ -140,14 +147,14 @@ def backward(
     added = (dq, dk, dv, (whole_dq, items), (lines, zeroed))
     gl.warp_specialize(
         [
-            (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(0),
+            (consumer, (to, smem, rings, sizes, given, walk, gl.constexpr(0),
                        DERIVATIVE, SCATTER, MASK, HOW)),
-            (consume, (to, smem, rings, sizes, given, walk, gl.constexpr(1),
+            (consumer, (to, smem, rings, sizes, given, walk, gl.constexpr(1),
                        DERIVATIVE, SCATTER, MASK, HOW)),
-            (deal, (inputs, smem, rings, counter, total, last, marks, items, sizes, walk, HOW)),
-            (add_whole if HOW.whole else add,
+            (produce, (inputs, smem, rings, counter, total, last, marks, items, sizes, walk, HOW)),
+            (add_whole if HOW.owns_segment else reduce_dq,
                       (added, smem, rings, sizes, walk, turns, gl.constexpr(0), HOW)),
-            (add_whole if HOW.whole else add,
+            (add_whole if HOW.owns_segment else reduce_dq,
                       (added, smem, rings, sizes, walk, turns, gl.constexpr(1), HOW)),
             (write_zeros, (lines, zeroed, zeros_smem, work_smem, rings[3], sizes, total, walk,
                            COLUMNS, HOW)),
@@ -162,9 +169,9 @@ def ring_of_ds(STAGES: gl.constexpr):
     """The channel of dS. Of two stages the one before is read when the next is written: both
     consumers have written that."""
     if STAGES == 1:
-        return channel(1, 2, 2)
+        return mbarrier_ring(1, 2, 2)
     else:
-        return signal(STAGES, 2)
+        return full_barriers(STAGES, 2)
 
 
 @gluon.constexpr_function
@@ -183,7 +190,7 @@ def ds_stages(k):
 
 
 @gluon.jit
-def consume(
+def consumer(
     to, smem, rings, sizes, given, walk, W: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -191,30 +198,30 @@ def consume(
     _, _, dq_smem, work_smem = smem
     _, _, dq_rings, work_ring = rings
     acc_q = zeros_of(dq_smem)
-    ats = (start(), start(), start())
+    ats = (first_stage(), first_stage(), first_stage())
     done = gl.to_tensor(0)  # ranks
-    await_(work_ring, start())
-    release_all(HOW.stages, HOW.of_queries())
-    release_all(DO_STAGES, HOW.of_dout())
-    (line,) = told(work_smem, start(), 0, 1, 4)
+    consumer_wait(work_ring, first_stage())
+    consumer_release_all(HOW.stages, HOW.of_queries())
+    consumer_release_all(DO_STAGES, HOW.of_dout())
+    (line,) = read_work(work_smem, first_stage(), 0, 1, 4)
     while line >= 0:
-        acc_q, ats = consume_rank(
+        acc_q, ats = consume_tile(
             acc_q, ats, done, to, smem, rings, sizes, given, walk, W,
             DERIVATIVE, SCATTER, MASK, HOW,
         )  # fmt: skip
-        release(work_ring, nth(done, TOLD))
+        consumer_release(work_ring, stage_of(done, WORK_STAGES))
         done += 1
-        await_(work_ring, nth(done, TOLD))
-        (line,) = told(work_smem, nth(done, TOLD), 0, 1, 4)
-    if not (HOW.lagged or HOW.whole):
+        consumer_wait(work_ring, stage_of(done, WORK_STAGES))
+        (line,) = read_work(work_smem, stage_of(done, WORK_STAGES), 0, 1, 4)
+    if not (HOW.pipelined or HOW.owns_segment):
         LAST: gl.constexpr = len(dq_smem) - 1
-        hand_over(acc_q, dq_smem[LAST].index(W), dq_rings[W][LAST], ats[2])
+        store_dq(acc_q, dq_smem[LAST].index(W), dq_rings[W][LAST], ats[2])
         fence_async_shared()
-        publish(dq_rings[W][LAST], ats[2])
+        producer_commit(dq_rings[W][LAST], ats[2])
 
 
 @gluon.jit
-def consume_rank(
+def consume_tile(
     acc_q, ats, done, to, smem, rings, sizes, given, walk, W: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -225,7 +232,7 @@ def consume_rank(
     of_inputs, _, dq_rings, _ = rings
     k_ring, v_ring, q_ring, _ = of_inputs
     q_at, do_at, dq_at = ats
-    line, _, first, h, b = told(work_smem, nth(done, TOLD), 0, 5, 4)
+    line, _, first, h, b = read_work(work_smem, stage_of(done, WORK_STAGES), 0, 5, 4)
     heads, _, share, q_len, _, kv_len = sizes
     scale, rate, coords, bands, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
@@ -234,18 +241,22 @@ def consume_rank(
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index)
     acc_k = zeros(ROWS, k_smem)
     acc_v = zeros(ROWS, (v_smem,))[0]
-    await_(k_ring, nth(done, 1))
-    if HOW.lagged:
+    consumer_wait(k_ring, stage_of(done, 1))
+    if HOW.pipelined:
         state = before_first(acc_k, acc_v, ats, k_smem, HOW)
     else:
         zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
-        await_(q_ring, q_at)
+        consumer_wait(q_ring, q_at)
         s = outer(at_stage(k_smem, W), at_stage(q_smem, q_at[0]), zero)
         s = warpgroup_mma_wait(0, deps=[s])
         state = (s, (acc_q, gl.to_tensor(0)), acc_k, acc_v, q_at, do_at, dq_at)
-    whole = (whole_dq, told(work_smem, nth(done, TOLD), 5, 8, 4) if HOW.whole else (), rate)
-    await_(v_ring, nth(done, 1))
-    runs = told_runs(work_smem, nth(done, TOLD), walk, 4, HOW)
+    whole = (
+        whole_dq,
+        read_work(work_smem, stage_of(done, WORK_STAGES), 5, 8, 4) if HOW.owns_segment else (),
+        rate,
+    )
+    consumer_wait(v_ring, stage_of(done, 1))
+    runs = read_runs(work_smem, stage_of(done, WORK_STAGES), walk, 4, HOW)
     # A constant in a tuple is none afterwards.
     MINE: gl.constexpr = of_consumer(HOW, W)
     for n in range(share):
@@ -254,31 +265,31 @@ def consume_rank(
         to_sums = begin(sums, b, h + n, first + W * ROWS)
         context = (smem, rings, dq_rings[W], of_head, kv_idx, live, rows, scale, coords, of_score,
                    of_mask, grads, to_sums, q_len, share, whole)  # fmt: skip
-        state = visit(
+        state = visit_q_blocks(
             state, context, walk, line, runs, q_len, share - 1 - n,
-            attend_lagged if HOW.lagged else attend_back, DERIVATIVE, SCATTER, MASK, MINE,
+            attend_pipelined if HOW.pipelined else attend_back, DERIVATIVE, SCATTER, MASK, MINE,
         )  # fmt: skip
-    if HOW.lagged:
+    if HOW.pipelined:
         acc_k, acc_v, q_at, do_at, dq_at = after_last(
             state, smem, rings, dq_rings[W], first >> 31, W, HOW
         )
     else:
         s, late, acc_k, acc_v, q_at, do_at, dq_at = state
-        if HOW.whole:
+        if HOW.owns_segment:
             put(late, rate, whole_dq, dq_smem[0].index(W), dq_rings[W][0], dq_at)
             fence_async_shared()
-            publish(dq_rings[W][0], dq_at)
-            dq_at = step(dq_at, 1)
+            producer_commit(dq_rings[W][0], dq_at)
+            dq_at = advance(dq_at, 1)
         else:
             acc_q = late[0]
-    release(k_ring, nth(done, 1))
-    release(v_ring, nth(done, 1))
+    consumer_release(k_ring, stage_of(done, 1))
+    consumer_release(v_ring, stage_of(done, 1))
     # Told again, to have been in no registers until now.
-    first, h, b = told(work_smem, nth(done, TOLD), 2, 5, 4)
+    first, h, b = read_work(work_smem, stage_of(done, WORK_STAGES), 2, 5, 4)
     if keys_to[1] is None:
         at = (first + W * ROWS, h // share, b, heads // share, kv_len)
         write_keys(acc_k, acc_v, at, keys_to[2:], rate)
-    elif HOW.whole:
+    elif HOW.owns_segment:
         dq_at = pass_keys(acc_v, v_smem.index(W), dq_smem[0].index(W), dq_rings[W][0], dq_at)
         dk = acc_k[0] * rate
         dq_at = pass_keys(dk, k_smem[0].index(W), dq_smem[0].index(W), dq_rings[W][0], dq_at)
@@ -319,16 +330,16 @@ def attend_back(
     if not READS:
         columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
     kind = late[1]
-    if HOW.whole:
+    if HOW.owns_segment:
         put(late, whole[2], whole[0], dq_smem[0].index(W), ring[0], dq_at)
     else:
-        hand_over(late[0], dq_smem[LAST].index(W), ring[LAST], dq_at)
+        store_dq(late[0], dq_smem[LAST].index(W), ring[LAST], dq_at)
     if READS:
         dq_at, kind = offer(ring[LAST], dq_at, kind, n, whole, HOW)
         columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
     lse = lse_smem.index(q_at[0]).load(cols)
-    await_(do_ring, do_at)
-    if not (HOW.late or WIDE):
+    consumer_wait(do_ring, do_at)
+    if not (HOW.dp_after_p or WIDE):
         dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), zero, False)
     if not READS:
         dq_at, kind = offer(ring[LAST], dq_at, kind, n, whole, HOW)
@@ -342,13 +353,13 @@ def attend_back(
     less_delta = dlt_smem.index(do_at[0]).load(cols)
     if WIDE:  # and rounded; the product begins with -delta
         p16 = kept(p16)
-        if HOW.steady:  # noqa: SIM108
+        if HOW.constant_dscore:  # noqa: SIM108
             by_s = p16
         else:
             by_s = kept(by_s.to(dtype))
         less_delta = in_every_row(less_delta, zero)
         dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), less_delta, True)
-    elif HOW.late:
+    elif HOW.dp_after_p:
         dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), zero, False)
     p16 = gl.convert_layout(p16, left(DV))
     dv = warpgroup_mma(p16, do_smem.index(do_at[0]), acc_v, is_async=True)
@@ -356,14 +367,14 @@ def attend_back(
     e = warpgroup_mma_wait(1, deps=[dp])
     if not WIDE:
         e = e + less_delta[None, :]
-    ds = factors(by_s, HOW.steady) * e
+    ds = factors(by_s, HOW.constant_dscore) * e
     if SCATTER is not None:
         values = others(p, by, e, HOW.unbounded)
         SCATTER(grads, values, *pairs, of_score)
     ds16 = ds.to(dtype)
     if WIDE:
         ds_at = dq_at
-        acquire(ds_ring, ds_at)
+        producer_acquire(ds_ring, ds_at)
     else:
         ds_at = do_at  # in as many stages; what fills one twice has been read in between
     a = ds_at[0] * 2
@@ -371,34 +382,34 @@ def attend_back(
     ds16 = gl.convert_layout(ds16, left(k_smem[0].shape[2]))
     dk = add_product(acc_k, ds16, at_stage(q_smem, q_at[0]))
     fence_async_shared()
-    publish(ds_ring, ds_at)
+    producer_commit(ds_ring, ds_at)
     if WIDE:  # dS, as a factor, needs registers that dq shall have
         acc_v, acc_k0, acc_k1, _, _ = warpgroup_mma_wait(0, deps=[dv, dk[0], dk[1], p16, ds16])
     else:
         acc_v, _ = warpgroup_mma_wait(1, deps=[dv, p16])
-    release(do_ring, do_at, True, HOW.of_dout())
+    consumer_release(do_ring, do_at, True, HOW.of_dout())
 
-    await_(ds_ring, ds_at)
+    consumer_wait(ds_ring, ds_at)
     dq = part(ds_smem, a, k_smem, z, W)
-    next_q = step(q_at, HOW.stages)
+    next_q = advance(q_at, HOW.stages)
     if WIDE:
         rest = strip_of_part(ds_smem, a, k_smem[1], z, W)
         acc_q = warpgroup_mma_wait(2, deps=[dq])
-        hand_over(acc_q, dq_smem[0].index(W), ring[0], dq_at)
+        store_dq(acc_q, dq_smem[0].index(W), ring[0], dq_at)
         fence_async_shared()
-        publish(ring[0], dq_at)
-    await_(q_ring, next_q, more)
+        producer_commit(ring[0], dq_at)
+    consumer_wait(q_ring, next_q, more)
     s = outer(at_stage(k_smem, z + W), at_stage(q_smem, next_q[0]), zero)
     if SCATTER is not None:  # while these are multiplied
         add_along(sums, n, values, HOW)
     if WIDE:
         s, acc_q = warpgroup_mma_wait(0, deps=[s, rest])
         acc_k = (acc_k0, acc_k1)
-        release(ds_ring, ds_at)
+        consumer_release(ds_ring, ds_at)
     else:
         s, acc_q, acc_k0, _ = warpgroup_mma_wait(0, deps=[s, dq, dk[0], ds16])
         acc_k = (acc_k0,)
-    release(q_ring, q_at, True, HOW.of_queries())
-    if not HOW.whole:
-        dq_at = step(dq_at, 1)
-    return s, (acc_q, kind), acc_k, acc_v, next_q, step(do_at, DO_STAGES), dq_at
+    consumer_release(q_ring, q_at, True, HOW.of_queries())
+    if not HOW.owns_segment:
+        dq_at = advance(dq_at, 1)
+    return s, (acc_q, kind), acc_k, acc_v, next_q, advance(do_at, DO_STAGES), dq_at

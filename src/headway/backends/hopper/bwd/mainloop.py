@@ -13,9 +13,9 @@ gradients of their own, nor, with blocks of 128, for masks that read one: there 
 
 from ..device.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..device.mma import ROWS, add_product, at_stage, in_every_row, kept, left, mma, outer
-from ..device.pipeline import await_, prior, publish, release, step
+from ..device.pipeline import advance, consumer_release, consumer_wait, previous, producer_commit
 from .common import DO_STAGES, factors, of_queries, outer_v, probabilities
-from .dq import hand_over, part
+from .dq import part, store_dq
 
 
 @gluon.jit
@@ -28,7 +28,7 @@ def before_first(acc_k, acc_v, ats, k_smem, HOW: gl.constexpr):
 
 
 @gluon.jit
-def attend_lagged(
+def attend_pipelined(
     state, context, n, more, PARTIAL: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -48,23 +48,23 @@ def attend_lagged(
     dtype: gl.constexpr = v_smem.dtype
     zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
     z = (n + opaque) >> 30  # always 0: see bwd/kernel.py
-    FREE: gl.constexpr = (not PARTIAL) and (DERIVATIVE is None or HOW.linear is not None)
+    FREE: gl.constexpr = (not PARTIAL) and (DERIVATIVE is None or HOW.affine is not None)
     # Of no block before, dk is 0 times these queries, and dq, of what lies there, is not published.
     lags = begun > 0
-    q_before, ds_before = prior(q_at, HOW.stages), prior(do_at, DO_STAGES)
+    q_before, ds_before = previous(q_at, HOW.stages), previous(do_at, DO_STAGES)
 
     columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
-    await_(q_ring, q_at)
+    consumer_wait(q_ring, q_at)
     if FREE:
         lse = lse_smem.index(q_at[0]).load(cols)
     s = outer(at_stage(k_smem, z + W), at_stage(q_smem, q_at[0]), zero)
     dk = add_product(acc_k, ds16, at_stage(q_smem, gl.where(lags, q_before[0], q_at[0])))
-    await_(ds_ring, ds_before, lags)
+    consumer_wait(ds_ring, ds_before, lags)
     dq = part(ds_smem, ds_before[0] * 2, k_smem, z, W)
     if not FREE:
         s, acc_k0, dq, _ = warpgroup_mma_wait(0, deps=[s, dk[0], dq, ds16])
-        release(q_ring, q_before, lags, HOW.of_queries())
-        hand_over(dq, dq_smem[0].index(W), ring[0], dq_at)
+        consumer_release(q_ring, q_before, lags, HOW.of_queries())
+        store_dq(dq, dq_smem[0].index(W), ring[0], dq_at)
         lse = lse_smem.index(q_at[0]).load(cols)
     else:
         s = warpgroup_mma_wait(2, deps=[s])
@@ -73,34 +73,35 @@ def attend_lagged(
         PARTIAL, DERIVATIVE, MASK, HOW,
     )  # fmt: skip
     p16 = kept(p.to(dtype))
-    if HOW.steady:  # noqa: SIM108
+    if HOW.constant_dscore:  # noqa: SIM108
         by_s = p16
     else:
         by_s = kept(by_s.to(dtype))
     if FREE:
         acc_k0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, ds16])
-        release(q_ring, q_before, lags, HOW.of_queries())
-        hand_over(dq, dq_smem[0].index(W), ring[0], dq_at)
+        consumer_release(q_ring, q_before, lags, HOW.of_queries())
+        store_dq(dq, dq_smem[0].index(W), ring[0], dq_at)
 
-    await_(do_ring, do_at)
+    consumer_wait(do_ring, do_at)
     less_delta = in_every_row(dlt_smem.index(do_at[0]).load(cols), zero)
     dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), less_delta, True)
     p16 = gl.convert_layout(p16, left(v_smem.shape[2]))
     dv = warpgroup_mma(p16, do_smem.index(do_at[0]), acc_v, is_async=True)
     fence_async_shared()
-    publish(ring[0], dq_at, lags)
+    producer_commit(ring[0], dq_at, lags)
 
     e = warpgroup_mma_wait(1, deps=[dp])
-    ds16 = (factors(by_s, HOW.steady) * e).to(dtype)
+    ds16 = (factors(by_s, HOW.constant_dscore) * e).to(dtype)
     # In as many stages as dout; what fills one twice has been read in between.
     ds_smem.index(do_at[0] * 2 + W).store(ds16)
     fence_async_shared()
-    publish(ds_ring, do_at)
+    producer_commit(ds_ring, do_at)
     ds16 = gl.convert_layout(ds16, left(k_smem[0].shape[2]))
     acc_v, _ = warpgroup_mma_wait(0, deps=[dv, p16])
-    release(do_ring, do_at, True, HOW.of_dout())
+    consumer_release(do_ring, do_at, True, HOW.of_dout())
     return (
-        ds16, gl.to_tensor(1), (acc_k0,), acc_v, step(q_at, HOW.stages), step(do_at, DO_STAGES),
+        ds16, gl.to_tensor(1), (acc_k0,), acc_v,
+        advance(q_at, HOW.stages), advance(do_at, DO_STAGES),
         (dq_at[0], dq_at[1] ^ begun),
     )  # fmt: skip
 
@@ -113,13 +114,13 @@ def after_last(state, smem, rings, ring, z, W: gl.constexpr, HOW: gl.constexpr):
     k_smem, _, q_smem, _, _, _ = inputs
     of_inputs, ds_ring, _, _ = rings
     _, _, q_ring, _ = of_inputs
-    q_before, ds_before = prior(q_at, HOW.stages), prior(do_at, DO_STAGES)
+    q_before, ds_before = previous(q_at, HOW.stages), previous(do_at, DO_STAGES)
     dk = add_product(acc_k, ds16, at_stage(q_smem, q_before[0]))
-    await_(ds_ring, ds_before)
+    consumer_wait(ds_ring, ds_before)
     dq = part(ds_smem, ds_before[0] * 2, k_smem, z, W)
     acc_k0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, ds16])
-    release(q_ring, q_before, True, HOW.of_queries())
-    hand_over(dq, dq_smem[0].index(W), ring[0], dq_at)
+    consumer_release(q_ring, q_before, True, HOW.of_queries())
+    store_dq(dq, dq_smem[0].index(W), ring[0], dq_at)
     fence_async_shared()
-    publish(ring[0], dq_at)
-    return (acc_k0,), acc_v, q_at, do_at, step(dq_at, 1)
+    producer_commit(ring[0], dq_at)
+    return (acc_k0,), acc_v, q_at, do_at, advance(dq_at, 1)

@@ -12,7 +12,7 @@ from ...base import Call
 from ...gpu.preprocess import Terms
 from ...gpu.runtime.call_plan import Walks
 from ...gpu.runtime.launcher import Direct
-from ..bias_tables import Bands
+from ..bias_tables import BiasTables
 from ..config import BACKWARD, How, assembling, fitting
 from ..launch_plan import DEVICE, Plan
 from ..tile_counter import zero
@@ -34,7 +34,7 @@ from .common import finish
 from .dq_semaphore import Alike, Ordered, Turns
 from .dq_zero import LINES
 from .kernel import backward as backward_kernel
-from .segment_table import MARKED, ROWS, Islands, Walked
+from .segment_table import MARKED, ROWS, Segments, SegmentWalk
 from .wide import backward_wide
 
 # Registers that every thread of a kernel starts with; the loader's share goes to the consumers.
@@ -55,7 +55,7 @@ class BackwardPlan(Plan):
         *DEVICE, common, dq, mainloop, dq_zero, dq_reduce, epilogue, segments, producer, kernel,
         wide_dq, wide,
     )  # fmt: skip
-    by_island: Walked | None = None  # where CTAs take whole ones
+    by_island: SegmentWalk | None = None  # where CTAs take whole ones
     other: "IslandPlan"  # where some calls of the kind have islands that suit
 
     def __init__(
@@ -64,7 +64,7 @@ class BackwardPlan(Plan):
         super().__init__(spec, call, wanted, matrices)
         group = self.hq // self.hk
         lagged = spec.score is None and (self.heavy if max(self.d, self.dv) > 64 else self.long())
-        rows = BACKWARD if lagged else tuple(row for row in BACKWARD if not row.lagged)
+        rows = BACKWARD if lagged else tuple(row for row in BACKWARD if not row.pipelined)
         how = fitting(rows, self.d, self.dv)
         # The query heads of a key head stay in one CTA, where a mask is alike for them.
         share = group if self.alike else 1
@@ -85,15 +85,15 @@ class BackwardPlan(Plan):
             if self.by_island is None
             else self.by_island.walks
         )
-        self.bands = Bands(self, self.walks, wanted, queries=False)
+        self.bands = BiasTables(self, self.walks, wanted, queries=False)
         self.q_rows = -(-self.q_len // how.block) * how.block
         self.columns = sum(how.d)
         heads, alone = self.b * self.heads, how.keys == 64
         # How many blocks of queries an island may have: their parts stay in the cache.
         each = 4 * share * ROWS * self.columns * self.processors
         self.room = min((PARTS if self.mask is None else 2 * PARTS) // each, MARKED)
-        able = not (whole or alone or how.lagged or spec.partial) and len(how.d) == 1
-        self.islands = Walked(self.walks, heads, self.q_len, self.suits) if able else None
+        able = not (whole or alone or how.pipelined or spec.partial) and len(how.d) == 1
+        self.islands = SegmentWalk(self.walks, heads, self.q_len, self.suits) if able else None
         self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic and not whole else None
         ranks = heads * self.walks.lines * self.walks.sub
         self.grid = (ranks if alone else min(ranks, self.processors), 1, 1)
@@ -126,15 +126,17 @@ class BackwardPlan(Plan):
             "MASK": self.function("mask"),
             "HOW": How(
                 how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
-                late=self.heavy, short=len(how.d) == 2, ordered=self.ordered is not None,
-                lagged=how.lagged, whole=whole, numbered=how.numbered, steady=self.gain is not None,
+                dp_after_p=self.heavy, short=len(how.d) == 2,
+                deterministic=self.ordered is not None, pipelined=how.pipelined,
+                owns_segment=whole, named_barriers=how.named_barriers,
+                constant_dscore=self.gain is not None,
                 unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
-                bands=len(self.bands.own), summed=self.bands.summed,
-                **self.linear, **self.sides,
+                relative_biases=len(self.bands.own), summed=self.bands.summed,
+                **self.affine, **self.sides,
             ),
         }  # fmt: skip
         kernel, each = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)
-        options |= assembling(each, how.level)
+        options |= assembling(each, how.register_usage_level)
         self.kernel = Direct(kernel, self.device, options, self.grid, self.arrange)
         shape = self.b, self.hq, self.q_len, self.dv
         columns, counted = 0 if whole else self.columns, self.lines is not None
@@ -143,7 +145,7 @@ class BackwardPlan(Plan):
         grid = self.b * self.hq * self.q_rows * strips // 64, 1, 1
         self.finish = Direct(finish, self.device, {"STRIPS": strips}, grid, self.arrange_finish)
 
-    def suits(self, islands: Islands) -> bool:
+    def suits(self, islands: Segments) -> bool:
         """Whether CTAs take whole islands: what they add up stays in the cache, and few idle."""
         return islands.span <= self.room and islands.balanced(self.processors, IDLE)
 
@@ -233,6 +235,6 @@ class BackwardPlan(Plan):
 class IslandPlan(BackwardPlan):
     """The backward by CTAs that take whole islands."""
 
-    def __init__(self, islands: Walked, *given: Any) -> None:
+    def __init__(self, islands: SegmentWalk, *given: Any) -> None:
         self.by_island = islands
         super().__init__(*given)

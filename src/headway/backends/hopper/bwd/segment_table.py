@@ -31,7 +31,7 @@ class Work(NamedTuple):
     everywhere: bool  # every block of queries is visited
 
 
-class Islands:
+class Segments:
     """The islands of a walk over so many heads and `length` queries.
 
     - `sub`: ranks of a line.
@@ -138,7 +138,7 @@ def _runs(walk: Walk, tiles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     )  # fmt: skip
 
 
-class Walked:
+class SegmentWalk:
     """What kernels are given of the islands of a plan's walks, found once for the tiles of a block
     mask; None where a plan does better without.
 
@@ -147,7 +147,7 @@ class Walked:
     """
 
     def __init__(
-        self, walks: Walks, heads: int, length: int, suit: Callable[[Islands], bool]
+        self, walks: Walks, heads: int, length: int, suit: Callable[[Segments], bool]
     ) -> None:
         self.walks, self.heads, self.length, self.suit = walks, heads, length, suit
         self.made: tuple[Walk, Work | None] | None = None
@@ -162,5 +162,5 @@ class Walked:
         return work
 
     def _work(self, walk: Walk, device: torch.device) -> Work | None:
-        found = Islands(walk, self.walks.sub, self.heads, self.length)
+        found = Segments(walk, self.walks.sub, self.heads, self.length)
         return found.work(device) if self.suit(found) else None

@@ -29,8 +29,15 @@ from ..device.gluon_compat import (
     seen_as,
 )
 from ..device.mma import ROWS, matrix, mma
-from ..device.pipeline import accept, await_, publish, release, start, step
-from ..device.work_tile import TOLD, told, told_runs, visit
+from ..device.pipeline import (
+    advance,
+    consumer_release,
+    consumer_wait,
+    first_stage,
+    producer_accept,
+    producer_commit,
+)
+from ..device.work_tile import WORK_STAGES, read_runs, read_work, visit_q_blocks
 from .common import ORDER, in_order, in_rows
 from .dq_reduce import place_of
 from .epilogue import as_keys
@@ -71,7 +78,7 @@ def place_in_island(island, n, walk, heads, SUB: gl.constexpr):
 def of_island_to_tell(marks, at, HOW: gl.constexpr):
     """What is told of a rank besides, from `place_in_island`: which blocks it visits first, which
     last, and its island's first block."""
-    if HOW.whole:
+    if HOW.owns_segment:
         return gl.load(marks + 2 * at[5]), gl.load(marks + 2 * at[5] + 1), at[6]
     else:
         return 0, 0, 0
@@ -100,7 +107,7 @@ def put(late, rate, to, place, ring, at):
     """Store the part of a visit, of some kind; or, where it is the last one, dq."""
     acc_q, kind = late
     WIDTH: gl.constexpr = acc_q.shape[1]
-    accept(ring, at, kind > 0)
+    producer_accept(ring, at, kind > 0)
     if kind >= LAST:
         x = gl.convert_layout(in_order(acc_q), ORDER)
         if kind == VISIT + LAST:
@@ -116,23 +123,23 @@ def offer(ring, at, kind, n, whole, HOW: gl.constexpr):
     """Offer the last piece of dq of the block before; of an island, if there was a block.
     **Returns:** the cursor, and the kind of the visit from n on."""
     fence_async_shared()
-    if HOW.whole:
-        publish(ring, at, kind > 0)
+    if HOW.owns_segment:
+        producer_commit(ring, at, kind > 0)
         at = (at[0], at[1] ^ (kind & VISIT))
         kind = kind_of(whole[1], n)
     else:
-        publish(ring, at)
+        producer_commit(ring, at)
     return at, kind
 
 
 @gluon.jit
 def pass_keys(x, k, place, ring, at):
     """Hand dk or dv over; `k`: the keys or values. **Returns:** the cursor."""
-    accept(ring, at)
+    producer_accept(ring, at)
     as_keys(place, k).store(x.to(k.dtype))
     fence_async_shared()
-    publish(ring, at)
-    return step(at, 1)
+    producer_commit(ring, at)
+    return advance(at, 1)
 
 
 # -- the adders -----------------------------------------------------------------------------------
@@ -150,35 +157,37 @@ def add_whole(
     _, _, share, q_len, _, _ = sizes
     place, ring = dq_smem[0].index(W), dq_rings[W][0]
     span = gl.load(items + 2)
-    work_at, at = start(), start()
-    await_(work_ring, work_at)
-    line, _, first, h, b, first_bits, last_bits, block = told(work_smem, work_at, 0, 8, 1)
+    work_at, at = first_stage(), first_stage()
+    consumer_wait(work_ring, work_at)
+    line, _, first, h, b, first_bits, last_bits, block = read_work(work_smem, work_at, 0, 8, 1)
     while line >= 0:
-        runs = told_runs(work_smem, work_at, walk, 1, HOW)
+        runs = read_runs(work_smem, work_at, walk, 1, HOW)
         fence_landed()  # what was written in earlier ranks; within one, no place is visited twice
         for n in range(share):
             row0 = ((gl.program_id(0) * share + n) * span - block) * ROWS
             of_rank = (first_bits, last_bits, block)
             given = (parts[0], dq, place, ring, of_rank, row0, h + n, b, W)
-            at = visit(at, given, walk, line, runs, q_len, 0, add_visit, None, None, None, HOW)
+            at = visit_q_blocks(
+                at, given, walk, line, runs, q_len, 0, add_visit, None, None, None, HOW
+            )
         if dv is not None:
             rows = [b, h // share, first + W * ROWS, 0]
             at = copy_keys(dv, rows, inputs[1].index(W), place, ring, at)
             at = copy_keys(dk[0], rows, inputs[0][0].index(W), place, ring, at)
-        release(work_ring, work_at)
-        work_at = step(work_at, TOLD)
-        await_(work_ring, work_at)
-        line, _, first, h, b, first_bits, last_bits, block = told(work_smem, work_at, 0, 8, 1)
+        consumer_release(work_ring, work_at)
+        work_at = advance(work_at, WORK_STAGES)
+        consumer_wait(work_ring, work_at)
+        line, _, first, h, b, first_bits, last_bits, block = read_work(work_smem, work_at, 0, 8, 1)
 
 
 @gluon.jit
 def copy_keys(to, rows, k, place, ring, at):
     """Offer the place for dk or dv, and copy it. **Returns:** the cursor."""
-    release(ring, at)
-    await_(ring, at)
+    consumer_release(ring, at)
+    consumer_wait(ring, at)
     copy_out(to, rows, as_keys(place, k))
     copy_out_wait(0)
-    return step(at, 1)
+    return advance(at, 1)
 
 
 @gluon.jit
@@ -195,8 +204,8 @@ def add_visit(
     empty = ring[1].index(at[0])
     mbarrier.expect(empty, 4 * place.shape[0] * place.shape[1], pred=reads)
     copy_in(parts, there, empty, place, pred=reads)
-    release(ring, at, kind != VISIT + LAST)
-    await_(ring, at)
+    consumer_release(ring, at, kind != VISIT + LAST)
+    consumer_wait(ring, at)
     if kind >= LAST:
         copy_out(dq, [b, h, n, W * COLUMNS], as_dq(place, dq))
     elif kind >= FIRST:
@@ -204,4 +213,4 @@ def add_visit(
     else:
         copy_out_add(parts, there, place)
     copy_out_wait(0)
-    return step(at, 1)
+    return advance(at, 1)

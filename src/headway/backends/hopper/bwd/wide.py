@@ -35,10 +35,20 @@ from ..device.mma import (
     settle,
     widened,
 )
-from ..device.pipeline import acquire, await_, channel, publish, ready, release, signal, start, step
+from ..device.pipeline import (
+    advance,
+    consumer_release,
+    consumer_wait,
+    fence_barrier_init,
+    first_stage,
+    full_barriers,
+    mbarrier_ring,
+    producer_acquire,
+    producer_commit,
+)
 from ..device.relative_bias import add as add_along
 from ..device.relative_bias import begin
-from ..device.work_tile import place, visit
+from ..device.work_tile import locate_tile, visit_q_blocks
 from .common import DO_STAGES, load, of_keys, of_queries, others, outer_v, probabilities, write
 from .wide_dq import P_STAGES, queries
 
@@ -72,21 +82,23 @@ def backward_wide(
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     dlt_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
     of_inputs = (
-        channel(1, 1, 2),  # keys, once
-        channel(1, 1, 1),  # values, once
-        channel(STAGES, 1, 2),  # queries and lse, for values and keys
-        channel(DO_STAGES, 1, 2),  # dout and -delta, for values and keys
+        mbarrier_ring(1, 1, 2),  # keys, once
+        mbarrier_ring(1, 1, 1),  # values, once
+        mbarrier_ring(STAGES, 1, 2),  # queries and lse, for values and keys
+        mbarrier_ring(DO_STAGES, 1, 2),  # dout and -delta, for values and keys
     )
-    if SCATTER is None:  # noqa: SIM108
-        p_ring = channel(P_STAGES, 1, 1)  # P, from values to keys; queries let go of the stage
+    if SCATTER is None:
+        p_ring = mbarrier_ring(
+            P_STAGES, 1, 1
+        )  # P, from values to keys; queries let go of the stage
     else:  # which nobody passes on
-        p_ring = (None, signal(P_STAGES, 1)[0])
-    ds_ring = signal(P_STAGES, 1)  # dS in the same stages, from keys to queries
+        p_ring = (None, full_barriers(P_STAGES, 1)[0])
+    ds_ring = full_barriers(P_STAGES, 1)  # dS in the same stages, from keys to queries
     rings = (of_inputs, p_ring, ds_ring)
-    ready()
+    fence_barrier_init()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
     smem = (inputs, p_smem)
-    line, slot, first, h, b = place(
+    line, slot, first, h, b = locate_tile(
         gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, HOW.sub, ROWS
     )
     h = h * share
@@ -111,7 +123,9 @@ def backward_wide(
 @gluon.jit
 def load_once(inputs, smem, rings, at, sizes, walk, HOW: gl.constexpr):
     """What the one rank needs."""
-    load((start(), start(), start()), inputs, smem, rings, at, (), sizes, walk, HOW)
+    load(
+        (first_stage(), first_stage(), first_stage()), inputs, smem, rings, at, (), sizes, walk, HOW
+    )
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -133,23 +147,23 @@ def values(
     live, kv_idx = tile_keys(coords, first, b, kv_len, HOW)
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=mma(_HALF))
-    q_at, do_at, p_at = start(), start(), start()
-    await_(k_ring, (0, 0))
-    await_(q_ring, q_at)
+    q_at, do_at, p_at = first_stage(), first_stage(), first_stage()
+    consumer_wait(k_ring, (0, 0))
+    consumer_wait(q_ring, q_at)
     s = warpgroup_mma_wait(0, deps=[outer(at_stage(k_smem, 0), at_stage(q_smem, 0), zero)])
     state = (s, (half, half), q_at, do_at, p_at)
     for n in range(share):
         rows = of_keys(kv_idx, first, (h + n, b), coords, bands, of_score, of_mask, HOW)
         context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
                    q_len, share)  # fmt: skip
-        state = visit(
+        state = visit_q_blocks(
             state, context, walk, line, (), q_len, share - 1 - n, values_block,
             DERIVATIVE, SCATTER, MASK, HOW,
         )  # fmt: skip
     s, acc, q_at, do_at, p_at = state
     # In the place of the last block of dout, when both have let go of it.
-    do_at = step(do_at, DO_STAGES)
-    acquire(do_ring, do_at)
+    do_at = advance(do_at, DO_STAGES)
+    producer_acquire(do_ring, do_at)
     put(acc, 1.0, dv, wide_dv, width, do_smem, do_at[0], at, sizes)
 
 
@@ -178,24 +192,24 @@ def values_block(
     )  # fmt: skip
     p16 = kept(p.to(v_smem.dtype))
     if SCATTER is None:
-        acquire(p_ring, p_at)
-        if HOW.steady:
+        producer_acquire(p_ring, p_at)
+        if HOW.constant_dscore:
             p_smem.index(p_at[0]).store(p16)
         else:
             p_smem.index(p_at[0]).store(by_s.to(v_smem.dtype))
-        publish(p_ring, p_at)
-    release(q_ring, q_at)
+        producer_commit(p_ring, p_at)
+    consumer_release(q_ring, q_at)
     p16 = gl.convert_layout(p16, left(_HALF))
-    await_(do_ring, do_at)
+    consumer_wait(do_ring, do_at)
     dv = add_product(acc, p16, halves(do_smem, do_at[0]))
-    q_at = step(q_at, HOW.stages)
+    q_at = advance(q_at, HOW.stages)
     mbarrier.wait(q_ring[0].index(q_at[0]), q_at[1], pred=more)
     # Not both at a time: the assembler of Triton 3.9 finds no registers for it. Others multiply.
     acc = settle(dv, p16, 0)
     s = outer(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
-    release(do_ring, do_at)
+    consumer_release(do_ring, do_at)
     s = warpgroup_mma_wait(0, deps=[s])
-    return s, acc, q_at, step(do_at, DO_STAGES), step(p_at, P_STAGES)
+    return s, acc, q_at, advance(do_at, DO_STAGES), advance(p_at, P_STAGES)
 
 
 # -- keys -----------------------------------------------------------------------------------------
@@ -217,11 +231,11 @@ def keys(
     live, kv_idx = tile_keys(coords, first, b, kv_len, HOW)
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=mma(_HALF))
-    q_at, do_at, p_at = start(), start(), start()
+    q_at, do_at, p_at = first_stage(), first_stage(), first_stage()
     if SCATTER is not None:
-        await_(k_ring, (0, 0))
-    await_(v_ring, (0, 0))
-    await_(do_ring, do_at)
+        consumer_wait(k_ring, (0, 0))
+    consumer_wait(v_ring, (0, 0))
+    consumer_wait(do_ring, do_at)
     dp = warpgroup_mma_wait(0, deps=[outer_v(v_smem.index(0), do_smem.index(0), zero, False)])
     state = (dp, (half, half), q_at, do_at, p_at)
     for n in range(share):
@@ -231,14 +245,14 @@ def keys(
             rows = ()
         context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
                    q_len, share, grads, begin(sums, b, h + n, first))  # fmt: skip
-        state = visit(
+        state = visit_q_blocks(
             state, context, walk, line, (), q_len, share - 1 - n, keys_block,
             DERIVATIVE, SCATTER, MASK, HOW,
         )  # fmt: skip
     dp, acc, q_at, do_at, p_at = state
     # In the place of the last block of queries, when both have let go of it.
-    q_at = step(q_at, HOW.stages)
-    acquire(q_ring, q_at)
+    q_at = advance(q_at, HOW.stages)
+    producer_acquire(q_ring, q_at)
     put(acc, rate, dk, wide_dk, width, q_smem[0], q_at[0], at, sizes)
 
 
@@ -263,10 +277,10 @@ def keys_block(
     z = (n + opaque) >> 30
     less_delta = dlt_smem.index(do_at[0]).load(cols)
     e = dp + less_delta[None, :]
-    release(do_ring, do_at)
-    await_(q_ring, q_at)
+    consumer_release(do_ring, do_at)
+    consumer_wait(q_ring, q_at)
     if SCATTER is None:
-        await_(p_ring, p_at)
+        consumer_wait(p_ring, p_at)
         by_s = widened(p_smem.index(p_at[0]).load(mma(HOW.block)))
     else:  # P once more, for all that it is multiplied with
         s = outer(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
@@ -280,19 +294,19 @@ def keys_block(
         values = others(p, by, e, HOW.unbounded)
         SCATTER(grads, values, *pairs, of_score)
         add_along(sums, n, values, HOW)
-        acquire(p_ring, p_at)
+        producer_acquire(p_ring, p_at)
     ds16 = (by_s * e).to(dtype)
     p_smem.index(p_at[0]).store(ds16)
     ds16 = gl.convert_layout(ds16, left(_HALF))
     fence_async_shared()
-    publish(ds_ring, p_at)
+    producer_commit(ds_ring, p_at)
     dk = add_product(acc, ds16, halves(q_smem[0], q_at[0]))
-    do_at = step(do_at, DO_STAGES)
+    do_at = advance(do_at, DO_STAGES)
     mbarrier.wait(do_ring[0].index(do_at[0]), do_at[1], pred=more)
     dp = outer_v(v_smem.index(z), do_smem.index(do_at[0]), zero, False)
     dp, acc0, acc1, _ = warpgroup_mma_wait(0, deps=[dp, dk[0], dk[1], ds16])
-    release(q_ring, q_at)
-    return dp, (acc0, acc1), step(q_at, HOW.stages), do_at, step(p_at, P_STAGES)
+    consumer_release(q_ring, q_at)
+    return dp, (acc0, acc1), advance(q_at, HOW.stages), do_at, advance(p_at, P_STAGES)
 
 
 # -- of values and keys ---------------------------------------------------------------------------

@@ -2,8 +2,15 @@
 
 from ..device.gluon_compat import gl, gluon, seen_as, warpgroup_mma, warpgroup_mma_wait
 from ..device.mma import ROWS, matrix, mma
-from ..device.pipeline import await_, await_turn, pass_on, release, start, step
-from ..device.work_tile import visit
+from ..device.pipeline import (
+    advance,
+    consumer_release,
+    consumer_wait,
+    first_stage,
+    semaphore_release,
+    semaphore_wait,
+)
+from ..device.work_tile import visit_q_blocks
 from .common import ORDER, counter_of, in_order, turn_of
 
 P_STAGES = gl.constexpr(3)  # of P, which becomes dS
@@ -14,13 +21,15 @@ def queries(dq, smem, rings, at, sizes, walk, turns, HOW: gl.constexpr):
     """dq."""
     line, slot, _, h, b, share, _ = at
     heads, q_len, q_rows, _ = sizes
-    await_(rings[0][0], (0, 0))
-    at = start()
+    consumer_wait(rings[0][0], (0, 0))
+    at = first_stage()
     for n in range(share):
         row0 = (b * heads + h + n) * q_rows
         given = (dq, smem, rings, row0, share, turns, line, slot, walk.step)
         state = (at, gl.to_tensor(0))
-        state = visit(state, given, walk, line, (), q_len, 0, queries_block, None, None, None, HOW)
+        state = visit_q_blocks(
+            state, given, walk, line, (), q_len, 0, queries_block, None, None, None, HOW
+        )
         at = state[0]
 
 
@@ -42,19 +51,19 @@ def queries_block(
     zero = gl.full([ROWS, 64], 0.0, gl.float32, layout=mma(64))
     if turns is not None:
         turn = turn_of(turns, line, slot, visited // tile, HOW)
-    await_(ds_ring, at)
+    consumer_wait(ds_ring, at)
     if turns is not None:
-        await_turn(counter_of(turns, row0 + n, 0), turn)
+        semaphore_wait(counter_of(turns, row0 + n, 0), turn)
     ds = p_smem.index(at[0]).permute((1, 0))
     # A loop that cannot be unrolled: the assembler would compute the next columns into registers
     # that it does not have.
     for strip in range(z, STRIPS):
         x = warpgroup_mma(ds, k.index(strip), zero, use_acc=False, is_async=True)
         add_part(dq + (chunk + strip) * 4096, warpgroup_mma_wait(0, deps=[x]))
-    release(p_ring, at)
+    consumer_release(p_ring, at)
     if turns is not None:
-        pass_on(counter_of(turns, row0 + n, 0), turn)
-    return step(at, P_STAGES), visited + HOW.block
+        semaphore_release(counter_of(turns, row0 + n, 0), turn)
+    return advance(at, P_STAGES), visited + HOW.block
 
 
 @gluon.jit

@@ -34,8 +34,8 @@ def linear_scores(
     - `first_row`, `first`: a position near the rows, and the first one of the columns.
     - `SLANTED`: what a straight line adds for a column is in s (`slant`).
     """
-    if HOW.slanted:
-        gain, row, along, _, _, _, _, _ = HOW.linear(
+    if HOW.slope_mma:
+        gain, row, along, _, _, _, _, _ = HOW.affine(
             b, h, q_idx, kv_idx, first_row, first, False, of_score
         )
         unit = scale * gain * LOG2E
@@ -44,22 +44,22 @@ def linear_scores(
             t = s + _columns(along / (scale * gain), s.shape[1])[None, :]
         by_row = row * LOG2E
     else:
-        gain, row, along, bent, bent_along, factor, of_row, of_col = HOW.linear(
+        gain, row, along, bent, bent_along, factor, of_row, of_col = HOW.affine(
             b, h, q_idx, kv_idx, q_idx, first, False, of_score
         )
         unit = scale * gain * LOG2E
         by_row = _no_rows(s)
-        if HOW.bent:
+        if HOW.has_abs:
             bend = gl.abs(_slanted(bent, bent_along, s.shape[1]))
-        if HOW.lone and HOW.rising:
+        if HOW.abs_only and HOW.monotone:
             t = s + bend * (factor / (scale * gain))
-        elif HOW.lone:
+        elif HOW.abs_only:
             t = s * unit + bend * (factor * LOG2E)
             unit = 1.0
         else:
             col = _columns(along * LOG2E, s.shape[1]) + of_col * LOG2E
             t = s * unit + col[None, :]
-            if HOW.bent:
+            if HOW.has_abs:
                 t += bend * (factor * LOG2E)
             unit = 1.0
             by_row += (row + of_row) * LOG2E
@@ -72,18 +72,18 @@ def linear_less(s, scale, less, b, h, q_idx, kv_idx, first, of_score, HOW: gl.co
 
     - `first`: the first position of the columns.
     """
-    gain, row, along, bent, bent_along, factor, of_col, of_row = HOW.linear(
+    gain, row, along, bent, bent_along, factor, of_col, of_row = HOW.affine(
         b, h, q_idx, kv_idx, first, kv_idx, True, of_score
     )
     unit = scale * gain * LOG2E
-    if HOW.bent:
+    if HOW.has_abs:
         bend = gl.abs(_slanted(bent, bent_along, s.shape[1]))
-    if HOW.lone:
+    if HOW.abs_only:
         t = s * unit + (bend * (factor * LOG2E) - less[None, :])
     else:
         col = _columns(along * LOG2E, s.shape[1]) - less + of_col * LOG2E
         t = s * unit + col[None, :]
-        if HOW.bent:
+        if HOW.has_abs:
             t += bend * (factor * LOG2E)
         by_row = _no_rows(s) + (row + of_row) * LOG2E
         t += by_row[:, None]
@@ -114,8 +114,8 @@ def straight_line(
     scale, b, h, q_idx, first_row, of_score, COLUMNS: gl.constexpr, HOW: gl.constexpr
 ):
     """a, over the unit of `linear_scores`; and what rows add beside `first_row`, over log 2."""
-    gain, _, along, _, _, _, of_row, _ = HOW.linear(b, h, q_idx, q_idx, q_idx, 0, False, of_score)
-    _, _, along_rows, _, _, _, _, _ = HOW.linear(b, h, q_idx, q_idx, q_idx, 0, True, of_score)
+    gain, _, along, _, _, _, of_row, _ = HOW.affine(b, h, q_idx, q_idx, q_idx, 0, False, of_score)
+    _, _, along_rows, _, _, _, _, _ = HOW.affine(b, h, q_idx, q_idx, q_idx, 0, True, of_score)
     by_row = ((q_idx - first_row).to(gl.float32) * along_rows + of_row) * LOG2E
     slope = along / (scale * gain)
     high = gl.cast(gl.cast(slope, gl.bfloat16), gl.float32)

@@ -5,7 +5,7 @@ tensor are a tuple of one or two; a descriptor, a buffer or an accumulator is ne
 """
 
 from .gluon_compat import copy_in, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from .pipeline import acquire, step
+from .pipeline import advance, producer_acquire
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -84,13 +84,13 @@ def load_rows(
     shared memory and channel; `BARRIERS`: its own; `PLACE`: the first one of stage 0.
     **Returns:** the cursor of the next stage."""
     descs, smem, ring = to
-    acquire(ring, at, BARRIERS)
+    producer_acquire(ring, at, BARRIERS)
     full = ring[0].index(at[0])
     mbarrier.expect(full, bytes_of(smem, PLACES))
     for n in gl.static_range(PLACES):
         place = PLACE + PLACES * at[0] + n
         fetch(descs, b, h, row + n * smem[0].shape[1], full, smem, place)
-    return step(at, STAGES)
+    return advance(at, STAGES)
 
 
 @gluon.constexpr_function

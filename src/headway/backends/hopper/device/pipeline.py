@@ -43,20 +43,20 @@ from .gluon_compat import barrier, fence_async_shared, fence_global, gl, gluon, 
 
 
 @gluon.jit
-def channel(
+def mbarrier_ring(
     STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr,
     BARRIERS: gl.constexpr = None,
 ):  # fmt: skip
     """A channel: `full` counts arrivals of the writers (a TMA copy is one), `empty` of readers.
     Both are to be used (`signal`). `BARRIERS`: of a numbered one."""
     if BARRIERS is None:
-        return signal(STAGES, WRITERS) + signal(STAGES, READERS)
+        return full_barriers(STAGES, WRITERS) + full_barriers(STAGES, READERS)
     else:
-        return signal(STAGES, WRITERS)
+        return full_barriers(STAGES, WRITERS)
 
 
 @gluon.jit
-def signal(STAGES: gl.constexpr, WRITERS: gl.constexpr):
+def full_barriers(STAGES: gl.constexpr, WRITERS: gl.constexpr):
     """Half a channel, where what else is awaited says that a stage is empty.
 
     A barrier that no partition uses must not be made: Triton gives its place in shared memory to
@@ -70,19 +70,19 @@ def signal(STAGES: gl.constexpr, WRITERS: gl.constexpr):
 
 
 @gluon.jit
-def ready():
+def fence_barrier_init():
     """After the last channel is made: what follows, in every partition, sees them all."""
     fence_async_shared()
 
 
 @gluon.jit
-def start():
+def first_stage():
     """The cursor of the first tile."""
     return gl.to_tensor(0), gl.to_tensor(0)
 
 
 @gluon.jit
-def step(at, STAGES: gl.constexpr):
+def advance(at, STAGES: gl.constexpr):
     """The cursor of the next tile."""
     stage, phase = at
     if STAGES == 1:
@@ -95,7 +95,7 @@ def step(at, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def prior(at, STAGES: gl.constexpr):
+def previous(at, STAGES: gl.constexpr):
     """The cursor of the tile before."""
     stage, phase = at
     first = stage == 0
@@ -103,13 +103,13 @@ def prior(at, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def nth(n, STAGES: gl.constexpr):
+def stage_of(n, STAGES: gl.constexpr):
     """The cursor of tile n: one number to remember, where registers are short."""
     return n % STAGES, n // STAGES % 2
 
 
 @gluon.jit
-def acquire(ring, at, BARRIERS: gl.constexpr = None):
+def producer_acquire(ring, at, BARRIERS: gl.constexpr = None):
     """Wait until the stage may be written."""
     if BARRIERS is None:
         mbarrier.wait(ring[1].index(at[0]), at[1] ^ 1)
@@ -118,19 +118,19 @@ def acquire(ring, at, BARRIERS: gl.constexpr = None):
 
 
 @gluon.jit
-def accept(ring, at, condition=True):
+def producer_accept(ring, at, condition=True):
     """Wait until the stage is offered, if it will be."""
     mbarrier.wait(ring[1].index(at[0]), at[1], pred=condition)
 
 
 @gluon.jit
-def await_(ring, at, condition=True):
+def consumer_wait(ring, at, condition=True):
     """Wait until the stage holds this turn's tile, if one is to come."""
     mbarrier.wait(ring[0].index(at[0]), at[1], pred=condition)
 
 
 @gluon.jit
-def release(ring, at, condition=True, BARRIERS: gl.constexpr = None):
+def consumer_release(ring, at, condition=True, BARRIERS: gl.constexpr = None):
     """Let the stage be written again, if it was read."""
     if BARRIERS is None:
         mbarrier.arrive(ring[1].index(at[0]), count=1, pred=condition)
@@ -139,21 +139,21 @@ def release(ring, at, condition=True, BARRIERS: gl.constexpr = None):
 
 
 @gluon.jit
-def release_all(STAGES: gl.constexpr, BARRIERS: gl.constexpr):
+def consumer_release_all(STAGES: gl.constexpr, BARRIERS: gl.constexpr):
     """Let every stage of a numbered channel be written: a reader's first word about it."""
     if BARRIERS is not None:
         for n in gl.static_range(STAGES):
-            release(None, (n, 0), True, BARRIERS)
+            consumer_release(None, (n, 0), True, BARRIERS)
 
 
 @gluon.jit
-def publish(ring, at, condition=True):
+def producer_commit(ring, at, condition=True):
     """Say that the stage, written by ordinary stores, holds this turn's tile, if it does."""
     mbarrier.arrive(ring[0].index(at[0]), count=1, pred=condition)
 
 
 @gluon.jit
-def await_turn(counter, turn):
+def semaphore_wait(counter, turn):
     """Wait until so many have added; of all threads, each."""
     while gl.load(counter, volatile=True) < turn:
         pass
@@ -161,7 +161,7 @@ def await_turn(counter, turn):
 
 
 @gluon.jit
-def pass_on(counter, turn):
+def semaphore_release(counter, turn):
     """Let the next one add, when all threads of the partition have added; not after turn -1, which
     is nobody's."""
     barrier()
@@ -169,21 +169,21 @@ def pass_on(counter, turn):
 
 
 @gluon.jit
-def begin_turns(HOW: gl.constexpr):
+def ping_pong_init(HOW: gl.constexpr):
     """The first turn is that of consumer 0; of one consumer there are no turns."""
     if HOW.consumers > 1 and HOW.consumer == 0:
         instruct(HOW.turn("bar.arrive", 0))
 
 
 @gluon.jit
-def await_own_turn(HOW: gl.constexpr):
+def ping_pong_wait(HOW: gl.constexpr):
     """Wait until it is this consumer's turn."""
     if HOW.consumers > 1:
         instruct(HOW.turn("bar.sync", HOW.consumer))
 
 
 @gluon.jit
-def end_turn(HOW: gl.constexpr):
+def ping_pong_pass(HOW: gl.constexpr):
     """It is the next consumer's turn."""
     if HOW.consumers > 1:
         instruct(HOW.turn("bar.arrive", (HOW.consumer + 1) % HOW.consumers))

@@ -1,23 +1,23 @@
 """What a rank is, as it is told to those who work on it, and the walk over its live blocks."""
 
 from .gluon_compat import gl, gluon
-from .pipeline import acquire, publish, step
+from .pipeline import advance, producer_acquire, producer_commit
 
-TOLD = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
+WORK_STAGES = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
 # The numbers of a rank of the forward: its tile of out (-1: a ghost), first row, head, batch row,
 # first block, head of the keys, twice how many blocks it has (plus 1, where one more rank is taken
 # before they are copied), and, from RUNS on, its runs (`visit_rank`), or, of a rank that may be
 # shared, how many blocks again, and what `kernel_forward_parts.join` needs.
-NUMBERS = gl.constexpr(15)
-RUNS = gl.constexpr(7)
+FWD_FIELDS = gl.constexpr(15)
+FWD_RUNS = gl.constexpr(7)
 # Of the backward: line, its place in the head, first row, head, batch row, what islands need
 # (`of_island_to_tell`), and from BACK_RUNS on its runs (`runs_of`).
-BACK_NUMBERS = gl.constexpr(16)
-BACK_RUNS = gl.constexpr(8)
+BWD_FIELDS = gl.constexpr(16)
+BWD_RUNS = gl.constexpr(8)
 
 
 @gluon.jit
-def dealt(rank, total, last, walk, heads, SUB: gl.constexpr):
+def map_work_tile(rank, total, last, walk, heads, SUB: gl.constexpr):
     """Of a rank of so many: which line it is of in the order of the mask; and its head and batch
     row, where the mask does not tell them apart.
 
@@ -26,16 +26,16 @@ def dealt(rank, total, last, walk, heads, SUB: gl.constexpr):
     after those of all heads: with long ones at the end some CTAs would be busy, and others not."""
     near = walk.near
     if walk.full is None:
-        rest, n, turn = _in_turn(rank, walk.lines, near)
+        rest, n, turn = _swizzled(rank, walk.lines, near)
     else:
         lines = walk.lines * walk.b * walk.h * SUB
         of_line = total // lines
         first = lines - last
         after = rank - first * of_line
         if after < 0:
-            rest, n, turn = _in_turn(rank, first, near)
+            rest, n, turn = _swizzled(rank, first, near)
         else:
-            _, n, turn = _in_turn(after, last, of_line)
+            _, n, turn = _swizzled(after, last, of_line)
             rest, turn = turn // near, turn % near
             n += first
     turns = heads // near  # of a batch row's heads
@@ -45,7 +45,7 @@ def dealt(rank, total, last, walk, heads, SUB: gl.constexpr):
 
 
 @gluon.jit
-def _in_turn(rank, lines, near):
+def _swizzled(rank, lines, near):
     """Of ranks of so many lines, of which `near` follow one another: the group of heads, the line,
     and the head of the group."""
     several = lines * near
@@ -56,10 +56,10 @@ def _in_turn(rank, lines, near):
 
 
 @gluon.jit
-def place(rank, total, last, walk, heads, SUB: gl.constexpr, ROWS: gl.constexpr):
+def locate_tile(rank, total, last, walk, heads, SUB: gl.constexpr, ROWS: gl.constexpr):
     """The work of a rank (`dealt`): its line of the block mask, its number among the tiles of its
     head, first row, head, batch row."""
-    n, h, b = dealt(rank, total, last, walk, heads, SUB)
+    n, h, b = map_work_tile(rank, total, last, walk, heads, SUB)
     if walk.full is None:
         return n, n, n * ROWS, h, b
     else:
@@ -74,38 +74,38 @@ def place(rank, total, last, walk, heads, SUB: gl.constexpr, ROWS: gl.constexpr)
 
 
 @gluon.jit
-def tell(at, work_smem, ring, work):
+def write_work(at, work_smem, ring, work):
     """Write down what a rank is, so that the other partitions need not work it out."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    COUNT: gl.constexpr = work_smem.shape[0] // TOLD
-    acquire(ring, at)
+    COUNT: gl.constexpr = work_smem.shape[0] // WORK_STAGES
+    producer_acquire(ring, at)
     for n in gl.static_range(len(work)):
         number = gl.full([1], work[n], gl.int32, layout=one)
         work_smem.index(at[0] * COUNT + n).store(number)
-    publish(ring, at)
-    return step(at, TOLD)
+    producer_commit(ring, at)
+    return advance(at, WORK_STAGES)
 
 
 @gluon.jit
-def told(work_smem, at, FROM: gl.constexpr, TO: gl.constexpr, WARPS: gl.constexpr):
+def read_work(work_smem, at, FROM: gl.constexpr, TO: gl.constexpr, WARPS: gl.constexpr):
     """Some numbers of a rank, as `tell` wrote them; WARPS: of the partition that asks."""
-    COUNT: gl.constexpr = work_smem.shape[0] // TOLD
+    COUNT: gl.constexpr = work_smem.shape[0] // WORK_STAGES
     work = ()
     for n in gl.static_range(FROM, TO):
-        work = work + (_number(work_smem, at[0] * COUNT + n, WARPS),)  # noqa: RUF005
+        work = work + (_read_field(work_smem, at[0] * COUNT + n, WARPS),)  # noqa: RUF005
     return work
 
 
 @gluon.jit
-def _number(work_smem, n, WARPS: gl.constexpr):
+def _read_field(work_smem, n, WARPS: gl.constexpr):
     return gl.max(work_smem.index(n).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
-def numbers(COUNT: gl.constexpr):
+def work_buffer(COUNT: gl.constexpr):
     """Shared memory for what `tell` writes, so many numbers of a rank."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    return gl.allocate_shared_memory(gl.int32, [TOLD * COUNT, 1], layout)
+    return gl.allocate_shared_memory(gl.int32, [WORK_STAGES * COUNT, 1], layout)
 
 
 @gluon.jit
@@ -126,7 +126,7 @@ def _from_full(runs, HOW: gl.constexpr):
 
 
 @gluon.jit
-def visit_rank(
+def visit_kv_blocks(
     state, given, walk, row, runs, length, FIRST: gl.constexpr,
     BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -162,7 +162,7 @@ def _visit_runs(
     and `less` of them, the last ones of the first run, left out."""
     of_kind, end, several, start, count, more, less = runs
     for r in range(0 - more, several):
-        first, blocks = _stretch(of_kind, end - 1 - r, r, start, count, walk, length, HOW.block)
+        first, blocks = _rows_of_run(of_kind, end - 1 - r, r, start, count, walk, length, HOW.block)
         first, blocks = gl.where(r >= 0, first, row), gl.where(r >= 0, blocks, 1)
         for i in range(gl.where(r == 0, less, 0), blocks):
             at = first + (blocks - 1 - i) * HOW.block
@@ -171,7 +171,7 @@ def _visit_runs(
 
 
 @gluon.jit
-def visit(
+def visit_q_blocks(
     state, given, walk, line, runs, length, after,
     BODY: gl.constexpr, DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr,
     HOW: gl.constexpr,
@@ -188,7 +188,7 @@ def visit(
             state = BODY(
                 state, given, i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
             )  # fmt: skip
-    elif HOW.ordered:
+    elif HOW.deterministic:
         begin = gl.load(walk.full[0] + line)
         end = gl.load(walk.full[0] + line + 1)
         for r in range(begin, end):
@@ -211,14 +211,18 @@ def visit(
         p0, runs_p, start_p, count_p, f0, runs_f, start_f, count_f = runs
         runs_p = gl.where(runs_p + runs_f == 0, 1, runs_p)
         for r in range(0, runs_p):
-            first, blocks = _stretch(walk.partial, p0 + r, r, start_p, count_p, walk, length, BLOCK)
+            first, blocks = _rows_of_run(
+                walk.partial, p0 + r, r, start_p, count_p, walk, length, BLOCK
+            )
             for i in range(0, blocks):
                 more = (i + 1 < blocks) | (r + 1 < runs_p) | (runs_f > 0) | (after > 0)
                 state = BODY(
                     state, given, first + i * BLOCK, more, True, DERIVATIVE, SCATTER, MASK, HOW
                 )  # fmt: skip
         for r in range(0, runs_f):
-            first, blocks = _stretch(walk.full, f0 + r, r, start_f, count_f, walk, length, BLOCK)
+            first, blocks = _rows_of_run(
+                walk.full, f0 + r, r, start_f, count_f, walk, length, BLOCK
+            )
             for i in range(0, blocks):
                 more = (i + 1 < blocks) | (r + 1 < runs_f) | (after > 0)
                 state = BODY(
@@ -228,7 +232,7 @@ def visit(
 
 
 @gluon.jit
-def _stretch(runs, at, r, start, count, walk, length, BLOCK: gl.constexpr):
+def _rows_of_run(runs, at, r, start, count, walk, length, BLOCK: gl.constexpr):
     """First row and number of blocks of the r-th run that is visited, which stands `at`; the first
     one's start and tiles are known.
 
@@ -262,25 +266,25 @@ def _run(runs, n, there):
 
 
 @gluon.constexpr_function
-def tells_runs(full, HOW):
+def broadcasts_runs(full, HOW):
     """Whether the loader tells the runs of a rank, which it reads before the copies that everybody
     else's reads would queue behind; else `visit` finds them itself. `full`: of the walk."""
-    return full is not None and not HOW.ordered
+    return full is not None and not HOW.deterministic
 
 
 @gluon.jit
-def runs_to_tell(walk, line, HOW: gl.constexpr):
+def runs_to_write(walk, line, HOW: gl.constexpr):
     """What the loader tells of the runs of a line."""
-    if tells_runs(walk.full, HOW):
+    if broadcasts_runs(walk.full, HOW):
         return runs_of(walk, line)
     else:
         return ()
 
 
 @gluon.jit
-def told_runs(work_smem, at, walk, WARPS: gl.constexpr, HOW: gl.constexpr):
+def read_runs(work_smem, at, walk, WARPS: gl.constexpr, HOW: gl.constexpr):
     """The same, as it was told of a rank."""
-    if tells_runs(walk.full, HOW):
-        return told(work_smem, at, BACK_RUNS, BACK_NUMBERS, WARPS)
+    if broadcasts_runs(walk.full, HOW):
+        return read_work(work_smem, at, BWD_RUNS, BWD_FIELDS, WARPS)
     else:
         return ()

@@ -7,13 +7,13 @@ Of keys J and K, o_J and o_K being sums of exp2(T - m_J) v over J, and so on,
 
 from ..device.gluon_compat import barrier, gl, gluon
 from ..device.mma import ROWS, mma, of_product, plus, times
-from ..device.pipeline import await_turn, pass_on
+from ..device.pipeline import semaphore_release, semaphore_wait
 
 FLAGS = gl.constexpr(32)  # behind the counter: of the parts that are written
 
 
 @gluon.jit
-def join(acc, state, number, others, i, shared, HOW: gl.constexpr):
+def combine_parts(acc, state, number, others, i, shared, HOW: gl.constexpr):
     """What is known of a part of a rank is written down for another CTA (`others` < 0), or joined
     with that of as many CTAs, whose numbers come before this one's."""
     W: gl.constexpr = HOW.consumer
@@ -22,10 +22,10 @@ def join(acc, state, number, others, i, shared, HOW: gl.constexpr):
     own = number * HOW.consumers + W
     if others < 0:
         _write(parts, own, acc, m, l, largest, i, HOW)
-        pass_on(counter + FLAGS + own, number)
+        semaphore_release(counter + FLAGS + own, number)
     for n in range(0, others):
         at = (number - others + n) * HOW.consumers + W
-        await_turn(counter + FLAGS + at, 1)
+        semaphore_wait(counter + FLAGS + at, 1)
         acc, m, l, largest = _add(parts, at, acc, m, l, largest, i, HOW)
         barrier()
         gl.store(counter + FLAGS + at, 0)
@@ -39,7 +39,7 @@ def _write(parts, at, acc, m, l, largest, i, HOW: gl.constexpr):
         gl.store(columns[n], acc[n])
     gl.store(of_row, m)
     gl.store(of_row + 1, l)
-    if HOW.largest:
+    if HOW.track_max:
         gl.store(of_row + 2, largest)
 
 
@@ -51,7 +51,7 @@ def _add(parts, at, acc, m, l, largest, i, HOW: gl.constexpr):
     base = gl.where(most == float("-inf"), 0.0, most)
     mine, theirs = gl.exp2(m - base), gl.exp2(of_m - base)
     l = l * mine + gl.load(of_row + 1) * theirs
-    if HOW.largest:
+    if HOW.track_max:
         largest = gl.maximum(largest, gl.load(of_row + 2))
     acc = times(acc, mine)
     other = ()

@@ -2,27 +2,27 @@
 
 from ..device.gluon_compat import copy_out, copy_out_wait, fence_async_shared, gl, gluon
 from ..device.mma import LN2, LOG2E, ROWS, halves, mma, of_product, or_nan, times
-from ..device.pipeline import release
-from ..device.work_tile import RUNS, told
-from .combine import join
+from ..device.pipeline import consumer_release
+from ..device.work_tile import FWD_RUNS, read_work
+from .combine import combine_parts
 
 
 @gluon.jit
-def finish(acc, state, rank, SCORE: gl.constexpr, HOW: gl.constexpr):
+def epilogue(acc, state, rank, SCORE: gl.constexpr, HOW: gl.constexpr):
     """Store what is known of a rank; of a ghost, whose rows are all past the end, nothing."""
     at, i, by_row, work_smem, work_ring, to, o_smem, sizes, walk = rank
     out, wide_out, lse, row_max, top, sink, shared = to
     heads, _, q_len, _, dv = sizes
     W: gl.constexpr = HOW.consumer
     m, l, largest = state
-    slot, first, h, b = told(work_smem, at, 0, 4, 4)
-    if HOW.split:
-        number, others = told(work_smem, at, RUNS + 1, RUNS + 3, 4)
-        acc, m, l, largest = join(acc, (m, l, largest), number, others, i, shared, HOW)
+    slot, first, h, b = read_work(work_smem, at, 0, 4, 4)
+    if HOW.stream_k:
+        number, others = read_work(work_smem, at, FWD_RUNS + 1, FWD_RUNS + 3, 4)
+        acc, m, l, largest = combine_parts(acc, (m, l, largest), number, others, i, shared, HOW)
         slot = gl.where(others < 0, -1, slot)  # as of a ghost, here nothing is stored
         first = gl.where(others < 0, q_len, first)
-    release(work_ring, at)
-    if HOW.slanted:
+    consumer_release(work_ring, at)
+    if HOW.slope_mma:
         m = m + by_row
     live = first + i < q_len
     head = (gl.cast(b, gl.int64) * heads + h) * q_len

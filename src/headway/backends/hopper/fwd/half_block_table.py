@@ -15,13 +15,13 @@ from . import half_blocks as kernel
 NOTHING, SOME, ALL = kernel.NOTHING.value, kernel.SOME.value, kernel.ALL.value
 MOST = 1 << 15  # partial tiles that are looked at
 
-Quarters = tuple[tuple[int, int], ...]  # `config.How.quarters`
+HalfBlocks = tuple[tuple[int, int], ...]  # `config.How.quarters`
 
 
-def quarters(
+def half_block_table(
     mask: Graph, captured: Captured, shape: tuple[int, int, int, int], tile: tuple[int, int],
     coords: Coords,
-) -> Quarters:  # fmt: skip
+) -> HalfBlocks:  # fmt: skip
     """What is seen of the left and the right half: by the first and the second consumer of the
     block that a rank visits first (`ranks.table`), then by them of all other partial ones. Empty,
     where nothing is the same in all lines.

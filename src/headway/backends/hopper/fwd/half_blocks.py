@@ -18,8 +18,8 @@ NOTHING, SOME, ALL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 @gluon.constexpr_function
 def _quarters(HOW, FIRST, PARTIAL):
     """The consumer's, left and right."""
-    if PARTIAL and HOW.quarters:
-        return HOW.quarters[(0 if FIRST else 2) + HOW.consumer]
+    if PARTIAL and HOW.half_blocks:
+        return HOW.half_blocks[(0 if FIRST else 2) + HOW.consumer]
     return SOME, SOME
 
 

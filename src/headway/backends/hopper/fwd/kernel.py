@@ -46,23 +46,30 @@ from ..device.mma import (
     zeros,
 )
 from ..device.pipeline import (
-    await_,
-    await_own_turn,
-    begin_turns,
-    channel,
-    end_turn,
-    ready,
-    release,
-    release_all,
-    signal,
-    start,
-    step,
+    advance,
+    consumer_release,
+    consumer_release_all,
+    consumer_wait,
+    fence_barrier_init,
+    first_stage,
+    full_barriers,
+    mbarrier_ring,
+    ping_pong_init,
+    ping_pong_pass,
+    ping_pong_wait,
 )
 from ..device.relative_bias import begin, read
-from ..device.work_tile import NUMBERS, RUNS, TOLD, numbers, told, visit_rank
-from .epilogue import finish
+from ..device.work_tile import (
+    FWD_FIELDS,
+    FWD_RUNS,
+    WORK_STAGES,
+    read_work,
+    visit_kv_blocks,
+    work_buffer,
+)
+from .epilogue import epilogue
 from .half_blocks import hidden_columns, hidden_positions, hide, live_columns, of_all_columns
-from .producer import load
+from .producer import produce
 from .scheduler import schedule
 
 
@@ -87,26 +94,26 @@ def forward(
     STAGES: gl.constexpr = HOW.stages
     # Launchers take descriptors one by one, and not in tuples.
     q, k, v, out = pieces(q0, q1), pieces(k0, k1), pieces(v0, v1), pieces(out0, out1)
-    q_smem = buffers(HOW.consumers * HOW.queries, q)
+    q_smem = buffers(HOW.consumers * HOW.q_stages, q)
     k_smem = buffers(STAGES, k)
-    v_smem = buffers(HOW.values, v)
+    v_smem = buffers(HOW.v_stages, v)
     if wide_out is None:  # noqa: SIM108
         o_smem = buffers(HOW.consumers, out)
     else:
         o_smem = ()
-    work_smem = numbers(NUMBERS)
-    if HOW.slanted:  # noqa: SIM108
+    work_smem = work_buffer(FWD_FIELDS)
+    if HOW.slope_mma:  # noqa: SIM108
         c_smem = (column_numbers(HOW.block),)
     else:
         c_smem = ()
     rings = (
-        channel(TOLD, 1, HOW.consumers + 1),  # work
+        mbarrier_ring(WORK_STAGES, 1, HOW.consumers + 1),  # work
         channels_of_queries(HOW),
-        channel(STAGES, 1, HOW.consumers, HOW.of_keys()),
-        channel(HOW.values, 1, HOW.consumers, HOW.of_values()),
-        signal(1, 1),  # from the loader to the scheduler: one more
+        mbarrier_ring(STAGES, 1, HOW.consumers, HOW.of_keys()),
+        mbarrier_ring(HOW.v_stages, 1, HOW.consumers, HOW.of_values()),
+        full_barriers(1, 1),  # from the loader to the scheduler: one more
     )
-    ready()
+    fence_barrier_init()
     smem = (work_smem, q_smem, k_smem, v_smem, o_smem, c_smem)
     sizes = (heads, group, q_len, kv_len, dv)
     given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
@@ -115,8 +122,8 @@ def forward(
     if HOW.consumers == 1:
         gl.warp_specialize(
             [
-                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
-                (load, (q, k, v, smem, rings, sizes, walk, HOW)),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
+                (produce, (q, k, v, smem, rings, sizes, walk, HOW)),
                 (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
             ],
             [1, 1],
@@ -125,9 +132,9 @@ def forward(
     elif HOW.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
-                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
-                (load, (q, k, v, smem, rings, sizes, walk, HOW)),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
+                (produce, (q, k, v, smem, rings, sizes, walk, HOW)),
                 (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
             ],
             [4, 1, 1],
@@ -136,10 +143,10 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
-                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
-                (consume, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(2))),
-                (load, (q, k, v, smem, rings, sizes, walk, HOW)),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(2))),
+                (produce, (q, k, v, smem, rings, sizes, walk, HOW)),
                 (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
             ],
             [4, 4, 1, 1],
@@ -150,17 +157,17 @@ def forward(
 @gluon.jit
 def channels_of_queries(HOW: gl.constexpr):
     """One for all consumers; where the one place is given back early, one for each of the two."""
-    if HOW.early:
-        return channel(1, 1, 1), channel(1, 1, 1)
+    if HOW.early_q_release:
+        return mbarrier_ring(1, 1, 1), mbarrier_ring(1, 1, 1)
     else:
-        return (channel(HOW.queries, 1, HOW.consumers),)
+        return (mbarrier_ring(HOW.q_stages, 1, HOW.consumers),)
 
 
 # -- a consumer -----------------------------------------------------------------------------------
 
 
 @gluon.jit
-def consume(
+def consumer(
     to, smem, rings, sizes, given, walk,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -174,15 +181,15 @@ def consume(
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index
     rows: gl.constexpr = gl.SliceLayout(1, mma(BLOCK))
-    last_at, q_at, k_at, v_at = start(), start(), start(), start()
-    work_at = step(last_at, TOLD)
-    await_(work_ring, last_at)
-    begin_turns(HOW)
-    release_all(HOW.stages, HOW.of_keys())
-    release_all(HOW.values, HOW.of_values())
+    last_at, q_at, k_at, v_at = first_stage(), first_stage(), first_stage(), first_stage()
+    work_at = advance(last_at, WORK_STAGES)
+    consumer_wait(work_ring, last_at)
+    ping_pong_init(HOW)
+    consumer_release_all(HOW.stages, HOW.of_keys())
+    consumer_release_all(HOW.v_stages, HOW.of_values())
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
-    COUNT: gl.constexpr = RUNS + 1 if walk.full is None else NUMBERS
-    TWICE: gl.constexpr = RUNS - 1
+    COUNT: gl.constexpr = FWD_RUNS + 1 if walk.full is None else FWD_FIELDS
+    TWICE: gl.constexpr = FWD_RUNS - 1
     nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
     none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
     m, l, largest = nothing, none, nothing
@@ -191,25 +198,25 @@ def consume(
     p = gl.zeros([ROWS, BLOCK], k_smem[0].dtype, layout=left(v_smem[0].shape[2]))
     slot = gl.to_tensor(0)
     while slot >= 0:
-        if HOW.early:
+        if HOW.early_q_release:
             tokens = add_values(acc, p, v_smem, v_ring, of_before(k_at, v_at, HOW))
-        await_(q_ring, q_at)
+        consumer_wait(q_ring, q_at)
         queries = at_stage(q_smem, HOW.consumers * q_at[0] + W)
-        if HOW.held:
+        if HOW.q_in_registers:
             queries = (queries[0].load(left(BLOCK)),)  # Shared memory is then read for keys alone.
         context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, ())
-        if HOW.early:
+        if HOW.early_q_release:
             s = issue_scores(context, k_at, live_columns(HOW, True, True), HOW)
-            end_turn(HOW)
-        elif not HOW.merged:
+            ping_pong_pass(HOW)
+        elif not HOW.first_block_in_loop:
             s, tokens = issue(context, acc, p, k_at, v_at, live_columns(HOW, True, True), HOW)
-            if HOW.held:  # A product has read them, so they have arrived: not before.
-                release(q_ring, q_at)
-        await_(work_ring, work_at)
-        slot, first, h, b, row = told(work_smem, work_at, 0, 5, 4)
+            if HOW.q_in_registers:  # A product has read them, so they have arrived: not before.
+                consumer_release(q_ring, q_at)
+        consumer_wait(work_ring, work_at)
+        slot, first, h, b, row = read_work(work_smem, work_at, 0, 5, 4)
         to_go = gl.to_tensor(0)
-        if HOW.early:
-            (twice,) = told(work_smem, work_at, TWICE, RUNS, 4)
+        if HOW.early_q_release:
+            (twice,) = read_work(work_smem, work_at, TWICE, FWD_RUNS, 4)
             to_go = twice // 2
         q_idx = positions(
             coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
@@ -220,29 +227,31 @@ def consume(
         first_row = gl.cast(coords.q, INDEX) + first
         how_scored = (kv_len, scale, coords, of_score, of_mask, at, first_row)
         before = (last_at, i, by_row, work_smem, work_ring, to, o_smem, sizes, walk)
-        if HOW.merged:
+        if HOW.first_block_in_loop:
             state = (acc, m, l, largest, p, k_at, v_at, gl.to_tensor(1), to_go)
         else:
             state = (tokens, m, l, largest, p, k_at, v_at, gl.to_tensor(1), to_go)
-            state = absorb(state, s, context, how_scored, before, row, True, True, SCORE, MASK, HOW)
-        if HOW.slanted:  # This rank's, not known before its first block.
-            a, by_row = line_of_rank(scale, at, first_row, of_score, HOW)
+            state = softmax_step(
+                state, s, context, how_scored, before, row, True, True, SCORE, MASK, HOW
+            )
+        if HOW.slope_mma:  # This rank's, not known before its first block.
+            a, by_row = slope_of_tile(scale, at, first_row, of_score, HOW)
             context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, (a, c_smem[0]))
-        runs = told(work_smem, work_at, RUNS, COUNT, 4)
-        state = visit_rank(
-            state, (context, how_scored, before), walk, row, runs, kv_len, HOW.merged, attend,
-            SCORE, MASK, HOW,
+        runs = read_work(work_smem, work_at, FWD_RUNS, COUNT, 4)
+        state = visit_kv_blocks(
+            state, (context, how_scored, before), walk, row, runs, kv_len,
+            HOW.first_block_in_loop, attend, SCORE, MASK, HOW,
         )  # fmt: skip
         acc, m, l, largest, p, k_at, v_at, _, _ = state
-        last_at, work_at = work_at, step(work_at, TOLD)
-        if not (HOW.held or HOW.early):
-            release(q_ring, q_at)
-        q_at = step(q_at, HOW.queries)
+        last_at, work_at = work_at, advance(work_at, WORK_STAGES)
+        if not (HOW.q_in_registers or HOW.early_q_release):
+            consumer_release(q_ring, q_at)
+        q_at = advance(q_at, HOW.q_stages)
     copy_out_wait(0)
 
 
 @gluon.jit
-def line_of_rank(scale, at, first_row, of_score, HOW: gl.constexpr):
+def slope_of_tile(scale, at, first_row, of_score, HOW: gl.constexpr):
     """What `slant` needs of a rank, and what its rows add."""
     b, h, q_idx, _, rows = at
     of_linear = given(of_score, rows, ((),), True, HOW.block, HOW)
@@ -259,7 +268,7 @@ def attend(
     acc, m, l, largest, p, k_at, v_at, fresh, to_go = state
     s, tokens = issue(context, acc, p, k_at, v_at, live_columns(HOW, False, PARTIAL), HOW)
     state = (tokens, m, l, largest, p, k_at, v_at, fresh, to_go)
-    return absorb(state, s, context, how_scored, before, n, False, PARTIAL, SCORE, MASK, HOW)
+    return softmax_step(state, s, context, how_scored, before, n, False, PARTIAL, SCORE, MASK, HOW)
 
 
 @gluon.jit
@@ -267,7 +276,7 @@ def issue(context, acc, p, k_at, v_at, SPAN: gl.constexpr, HOW: gl.constexpr):
     """S of the next block, and the product of the one before."""
     s = issue_scores(context, k_at, SPAN, HOW)
     acc = add_values(acc, p, context[2], context[4], of_before(k_at, v_at, HOW))
-    end_turn(HOW)
+    ping_pong_pass(HOW)
     return s, acc
 
 
@@ -276,8 +285,8 @@ def issue_scores(context, k_at, SPAN: gl.constexpr, HOW: gl.constexpr):
     """S of the next block, or of the part of it that is seen, in this consumer's turn, which
     begins."""
     queries, k_smem, _, k_ring, _, _, _, slanted = context
-    await_(k_ring, k_at)
-    await_own_turn(HOW)
+    consumer_wait(k_ring, k_at)
+    ping_pong_wait(HOW)
     BLOCK: gl.constexpr = SPAN[1]
     zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
     s = outer(queries, some_rows(at_stage(k_smem, k_at[0]), SPAN), zero)
@@ -291,7 +300,7 @@ def issue_scores(context, k_at, SPAN: gl.constexpr, HOW: gl.constexpr):
 @gluon.jit
 def add_values(acc, p, v_smem, v_ring, v_at):
     """The product of P and its values."""
-    await_(v_ring, v_at)
+    consumer_wait(v_ring, v_at)
     return add_product(acc, p, at_stage(v_smem, v_at[0]))
 
 
@@ -299,14 +308,14 @@ def add_values(acc, p, v_smem, v_ring, v_at):
 def of_before(k_at, v_at, HOW: gl.constexpr):
     """The cursor of the values that are multiplied with S of the keys at `k_at`: those of the block
     before. The first ones are of no block, so with as many stages one cursor is that of both."""
-    if HOW.values == HOW.stages:
+    if HOW.v_stages == HOW.stages:
         return k_at
     else:
         return v_at
 
 
 @gluon.jit
-def absorb(
+def softmax_step(
     state, s, context, how_scored, before, n, FIRST: gl.constexpr, PARTIAL: gl.constexpr,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
@@ -321,8 +330,8 @@ def absorb(
     HIDES: gl.constexpr = hidden_columns(HOW, FIRST, PARTIAL)
     BLOCK: gl.constexpr = SPAN[1]
     INDEX: gl.constexpr = HOW.index
-    SHIFTED: gl.constexpr = HOW.linear is not None and not HOW.lone
-    MERGED: gl.constexpr = HOW.merged and PARTIAL
+    SHIFTED: gl.constexpr = HOW.affine is not None and not HOW.abs_only
+    MERGED: gl.constexpr = HOW.first_block_in_loop and PARTIAL
     b, h, q_idx, row, rows = at
     n += SPAN[0]
     j = n + gl.arange(0, BLOCK, layout=by_thread())
@@ -332,20 +341,20 @@ def absorb(
         kv_idx = hidden_positions(coords.kv, n, HIDES, by_thread(), HOW)
         of_hidden = of_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
         columns = (columns[0], of_hidden[1])
-    if HOW.bands > 0:
+    if HOW.relative_biases > 0:
         of_score = of_score + (read(rows[2], n, BLOCK),)  # noqa: RUF005
-    if HOW.held:  # Their registers stay as they are until then.
+    if HOW.q_in_registers:  # Their registers stay as they are until then.
         s = settle((s,), queries[0], len(v_smem))[0]
     elif len(slanted) > 0:
         s = settle((s,), slanted[0], len(v_smem))[0]
     else:  # The product of the block before may go on; that of the rank before was issued first.
-        s = warpgroup_mma_wait(0 if HOW.early and FIRST else len(v_smem), deps=[s])
-    release(k_ring, k_at, True, HOW.of_keys())
+        s = warpgroup_mma_wait(0 if HOW.early_q_release and FIRST else len(v_smem), deps=[s])
+    consumer_release(k_ring, k_at, True, HOW.of_keys())
     at_before = of_before(k_at, v_at, HOW)
-    if HOW.early:
+    if HOW.early_q_release:
         to_go -= 1
-        release(q_ring, q_at, to_go == 0)
-    k_at = step(k_at, HOW.stages)
+        consumer_release(q_ring, q_at, to_go == 0)
+    k_at = advance(k_at, HOW.stages)
 
     j = n + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma(BLOCK)))
     live = j < kv_len
@@ -354,7 +363,7 @@ def absorb(
     q_idx = of_product(q_idx + ((n + kv_len) >> 31), BLOCK)
     rows = (rows_of_product(rows[0], BLOCK), rows_of_product(rows[1], BLOCK))
     kv_first = gl.cast(coords.kv, INDEX) + n
-    if HOW.linear is None:
+    if HOW.affine is None:
         t, unit, s = scores(
             s, scale, b, h, q_idx[:, None], kv_idx[None, :], of_score, SCORE, HOW.positive
         )
@@ -373,7 +382,7 @@ def absorb(
         m = gl.where(fresh > 0, float("-inf"), m)
         l = gl.where(fresh > 0, 0.0, l)
         largest = gl.where(fresh > 0, float("-inf"), largest)
-    if HOW.largest:  # of S, where T says that the pair is kept
+    if HOW.track_max:  # of S, where T says that the pair is kept
         whole = t + by_row[:, None] if SHIFTED else t
         seen = gl.where(whole == float("-inf"), float("-inf"), s)
         largest = gl.maximum(largest, of_product(gl.max(seen, 1), HOW.block))
@@ -389,16 +398,16 @@ def absorb(
     shrink = gl.exp2(m_before - base)
     l = l * shrink + of_product(gl.sum(e, 1), HOW.block)
     acc = settle(tokens, p, 0)
-    release(v_ring, at_before, True, HOW.of_values())
-    v_at = step(v_at, HOW.values)
+    consumer_release(v_ring, at_before, True, HOW.of_values())
+    v_at = advance(v_at, HOW.v_stages)
     p = of_all_columns(kept(e.to(k_smem[0].dtype)), SPAN, HOW)
     p = gl.convert_layout(p, left(v_smem[0].shape[2]))
     if FIRST:
-        finish(acc, done, before, SCORE, HOW)
+        epilogue(acc, done, before, SCORE, HOW)
         acc = zeros(ROWS, v_smem)
     elif MERGED:  # FIRST or not, as the loop goes
         if fresh > 0:
-            finish(acc, done, before, SCORE, HOW)
+            epilogue(acc, done, before, SCORE, HOW)
             acc = zeros(ROWS, v_smem)
         else:
             acc = times(acc, shrink)

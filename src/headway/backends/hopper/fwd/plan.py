@@ -10,16 +10,16 @@ from ....types import Spec
 from ...base import Call, split
 from ...gpu.runtime.call_plan import Walks, straight
 from ...gpu.runtime.launcher import Direct
-from ..bias_tables import Bands
+from ..bias_tables import BiasTables
 from ..config import FORWARD, TILE, Forward, How, assembling, fitting
 from ..launch_plan import DEVICE, Plan
 from ..tile_counter import zero
 from ..tma import matrix
 from . import combine, epilogue, half_blocks, kernel, producer, scheduler
-from .half_block_table import Quarters, quarters
+from .half_block_table import HalfBlocks, half_block_table
 from .kernel import forward as forward_kernel
 from .stream_k import Shares
-from .tile_table import Ranked
+from .tile_table import TileTable
 
 LOSS = 1 / 16  # queries past the end, for each one that there is, which three consumers may have
 
@@ -48,8 +48,8 @@ class ForwardPlan(Plan):
         rounds = 1 if self.causal() and how.consumers > 1 else 4
         near = group if self.mask is None else self.near(self.hq, -(-self.q_len // rows), rounds)
         self.walks = Walks(self, queries=True, block=rows, near=near)
-        self.ranked = Ranked(self.walks, self.kv_len, block, rows)
-        self.bands = Bands(self, self.walks, queries=True)
+        self.ranked = TileTable(self.walks, self.kv_len, block, rows)
+        self.bands = BiasTables(self, self.walks, queries=True)
         ranks = self.walks.lines * self.walks.sub * self.b * self.hq
         self.slots = how.consumers * self.walks.lines * self.walks.sub  # of one head
         ctas = how.ctas * self.processors
@@ -62,7 +62,7 @@ class ForwardPlan(Plan):
         self.dealt = shares.tickets, last, *shares[1:]
         self.grid = (min(shares.tickets, ctas), 1, 1)
         self.numbers = (self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale)
-        out = (how.out,) if how.out else how.dv
+        out = (how.out_columns,) if how.out_columns else how.dv
         self.q, self.out = matrix(64, how.d), matrix(64, out)
         self.k, self.v = matrix(block, how.d), matrix(block, how.dv)
         # Copies need rows of whole 16 bytes.
@@ -73,16 +73,19 @@ class ForwardPlan(Plan):
             "HOW": How(
                 block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
                 even=self.kv_len % block == 0,
-                values=how.values, queries=how.queries, early=how.early, held=how.held,
-                slanted=how.slanted, numbered=how.numbered, merged=how.merged,
-                split=shares.share > 0, consumers=how.consumers, registers=registers,
-                quarters=self.quarters(call, how, block),
+                v_stages=how.v_stages, q_stages=how.q_stages,
+                early_q_release=how.early_q_release, q_in_registers=how.q_in_registers,
+                slope_mma=how.slope_mma, named_barriers=how.named_barriers,
+                first_block_in_loop=how.first_block_in_loop, stream_k=shares.share > 0,
+                consumers=how.consumers, registers=registers,
+                half_blocks=self.quarters(call, how, block),
                 short=how.ctas == 2,  # 244 bytes are left of a CTA's half
-                largest=spec.max_logit and spec.score is not None, bands=len(self.bands.own),
-                **self.linear, **self.sides,
+                track_max=spec.max_logit and spec.score is not None,
+                relative_biases=len(self.bands.own),
+                **self.affine, **self.sides,
             ),
         }  # fmt: skip
-        options |= assembling(each, how.level)
+        options |= assembling(each, how.register_usage_level)
         self.kernel = Direct(forward_kernel, self.device, options, self.grid, self.arrange)
 
     def suits(self, how: Forward) -> bool:
@@ -91,30 +94,30 @@ class ForwardPlan(Plan):
             return self.in_threes()
         if how.consumers == 1:
             return self.in_ones(sum(how.d))
-        if how.slanted:
+        if how.slope_mma:
             return self.slanted()
-        if how.held:
+        if how.q_in_registers:
             return self.spec.score is None and self.mask is None
-        return not how.numbered or self.spec.score is not None  # of a mask alone it costs 1 %
+        return not how.named_barriers or self.spec.score is not None  # of a mask alone it costs 1 %
 
     def slanted(self) -> bool:
         """Whether a score is S times a number, and a straight line; and S alone is not asked for,
         which no register has then."""
-        line = bool(self.linear) and self.linear["rising"] and self.given.straight
+        line = bool(self.affine) and self.affine["monotone"] and self.given.straight
         return line and not self.spec.max_logit
 
-    def quarters(self, call: Call, how: Forward, block: int) -> Quarters:
+    def quarters(self, call: Call, how: Forward, block: int) -> HalfBlocks:
         """What is known of partial blocks before a rank: of masks that compare positions, and are
         the same for all calls of the kind, where tiles are blocks of two consumers."""
         own = self.spec.tiles is None and self.sides["pairs"] is not None
         captured = split(self.spec, call.captured)[1]
         fixed = not (captured.tensors or captured.floats) and straight(call.coords)
         blocks = self.tile == (64 * how.consumers, block) == TILE and self.kv_len % block == 0
-        if not (own and fixed and blocks) or how.merged or self.bands.own:
+        if not (own and fixed and blocks) or how.first_block_in_loop or self.bands.own:
             return ()
         assert self.mask is not None
         shape = self.b, self.hq, self.q_len, self.kv_len
-        return quarters(self.mask, captured, shape, TILE, call.coords)
+        return half_block_table(self.mask, captured, shape, TILE, call.coords)
 
     def in_ones(self, width: int) -> bool:
         """Whether a rank is of 64 queries, in one of several CTAs of a multiprocessor: under a

@@ -9,10 +9,10 @@ successor is found: behind it, the next one is taken at once.
 
 from ..device.gluon_compat import gl, gluon
 from ..device.mma import ROWS
-from ..device.pipeline import await_, start, step
-from ..device.work_tile import dealt, tell
+from ..device.pipeline import advance, consumer_wait, first_stage
+from ..device.work_tile import map_work_tile, write_work
 
-SHORT = gl.constexpr(4)  # blocks of a rank that others do not miss
+SHORT_TILE = gl.constexpr(4)  # blocks of a rank that others do not miss
 
 
 @gluon.jit
@@ -20,41 +20,41 @@ def schedule(smem, rings, counter, total, last, shares, sizes, walk, HOW: gl.con
     """Take tickets, and tell what each is."""
     work_smem, _, _, _, _, _ = smem
     work_ring, _, _, _, more_ring = rings
-    work_at = tell(start(), work_smem, work_ring, _ghost(walk, sizes[2], HOW))
-    more_at = start()
+    work_at = write_work(first_stage(), work_smem, work_ring, _sentinel_tile(walk, sizes[2], HOW))
+    more_at = first_stage()
     # Relaxed: nothing is told by it, and a fence for the whole GPU takes as long as the addition.
     ticket = gl.atomic_add(counter, 1, sem="relaxed")
     while ticket < total:
-        if HOW.split:
+        if HOW.stream_k:
             rank, low, high, number = _share(ticket, shares, sizes, HOW)
             if low < 0:  # of two ranks: of the later one first (`stream_k.py`)
                 work, runs = _part(rank, 0, high, number, shares, sizes, walk, HOW)
-                work_at = tell(work_at, work_smem, work_ring, work + (2 * high + 1,) + runs)  # noqa: RUF005
+                work_at = write_work(work_at, work_smem, work_ring, work + (2 * high + 1,) + runs)  # noqa: RUF005
                 rank -= 1
                 high = _blocks(sizes, HOW)
                 low += high
             blocks = high - low
             work, runs = _part(rank, low, high, number, shares, sizes, walk, HOW)
         else:
-            blocks, work, runs = _described(ticket, total, last, walk, sizes, HOW)
+            blocks, work, runs = _describe_tile(ticket, total, last, walk, sizes, HOW)
         # Short ones are taken ahead, but for the last ones.
-        ahead = (blocks <= SHORT) & (ticket + 4 * gl.num_programs(0) < total)
+        ahead = (blocks <= SHORT_TILE) & (ticket + 4 * gl.num_programs(0) < total)
         twice = 2 * blocks + gl.where(ahead, 1, 0)
-        work_at = tell(work_at, work_smem, work_ring, work + (twice,) + runs)  # noqa: RUF005
+        work_at = write_work(work_at, work_smem, work_ring, work + (twice,) + runs)  # noqa: RUF005
         if not ahead:
-            await_(more_ring, more_at)
-            more_at = step(more_at, 1)
+            consumer_wait(more_ring, more_at)
+            more_at = advance(more_at, 1)
         ticket = gl.atomic_add(counter, 1, sem="relaxed")
     # Every CTA takes one too many. Whose is the last leaves 0 for the next launch.
     gl.store(counter, 0, mask=ticket == total + gl.num_programs(0) - 1)
-    tell(work_at, work_smem, work_ring, _ghost(walk, sizes[2], HOW))
+    write_work(work_at, work_smem, work_ring, _sentinel_tile(walk, sizes[2], HOW))
 
 
 @gluon.jit
-def _described(rank, total, last, walk, sizes, HOW: gl.constexpr):
+def _describe_tile(rank, total, last, walk, sizes, HOW: gl.constexpr):
     """The blocks of a rank (`walk.dealt`), and its numbers but one."""
     heads, group, _, _, _ = sizes
-    n, h, b = dealt(rank, total, last, walk, heads, HOW.sub)
+    n, h, b = map_work_tile(rank, total, last, walk, heads, HOW.sub)
     if walk.full is None:
         blocks = _blocks(sizes, HOW)
         row = (blocks - 1) * HOW.block
@@ -94,7 +94,7 @@ def _part(rank, low, high, number, shares, sizes, walk, HOW: gl.constexpr):
     """The numbers of a part of a rank, but one, and what `join` needs of it: which share it is,
     and how many shares before it have parts of this rank that it joins with its own; -1 where
     another one does."""
-    _, work, _ = _described(rank, 0, 0, walk, sizes, HOW)
+    _, work, _ = _describe_tile(rank, 0, 0, walk, sizes, HOW)
     n, first, h, b, _, of_kv = work
     whole, share, _ = shares
     blocks = _blocks(sizes, HOW)
@@ -113,9 +113,9 @@ def _read(table, n, FROM: gl.constexpr, TO: gl.constexpr):
 
 
 @gluon.jit
-def _ghost(walk, q_len, HOW: gl.constexpr):
+def _sentinel_tile(walk, q_len, HOW: gl.constexpr):
     """A rank of one block, past the end."""
-    if HOW.split:
+    if HOW.stream_k:
         return -1, q_len, 0, 0, 0, 0, 2, 0, 0, 0
     elif walk.full is None:
         return -1, q_len, 0, 0, 0, 0, 2, 0

@@ -38,7 +38,7 @@ class Shares(NamedTuple):
         # Joining parts takes about as long as computing them, block for part.
         share = max(-(-several // ctas), isqrt(blocks), 1)
         tickets = -(-several // share)
-        least = max(LEAST, how.worth * -(-ranks // ctas) * blocks)
+        least = max(LEAST, how.stream_k_gain * -(-ranks // ctas) * blocks)
         if not last or blocks - share < least or tickets * how.consumers > MOST:
             return Shares(ranks, ranks, 0, 0)
         return Shares(ranks - last + tickets, ranks - last, share, several)

@@ -12,7 +12,7 @@ from ...gpu.runtime.device_guard import aside, keep
 COLUMNS = 16
 
 
-class Ranked:
+class TileTable:
     """The walks of a plan, with a table of ranks (`table`) for their `order`.
 
     - `length`, `block`, `rows`: as for `table`.
