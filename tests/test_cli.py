@@ -139,13 +139,17 @@ def test_doctor_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "doctor", "--json")
     assert status == 0
     found = json.loads(out)
-    assert set(found) == {"versions", "machine", "devices", "backends"}
+    assert set(found) == {
+        "versions", "machine", "devices", "backends", "tuned tiles", "environment",
+    }  # fmt: skip
+    assert {"commit", "numpy", "tyro", "flash-attn-4"} <= set(found["versions"])
     for row in table():
         assert row.reason in found["backends"][row.name]
     status, text, _ = run(capsys, "doctor")
     assert status == 0
-    for section in found.values():
-        for name, value in section.items():
+    for section, entries in found.items():
+        assert section in text
+        for name, value in (entries if isinstance(entries, dict) else {"": entries}).items():
             assert name in text
             assert value in text
 
