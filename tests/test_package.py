@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 import headway
@@ -55,6 +56,17 @@ def test_the_wheel_is_small_and_holds_the_package_alone(built: dict[str, Path]) 
     assert {"all", "cli", "dev", "docs", "hf", "plot", "triton"} == extras
     assert asked["Project-URL"]
     assert asked["Author"] == "the Headway developers"
+    shown = str(asked.get_payload())  # the README, on a page outside of the repository
+    links = re.findall(r"\]\(([^)]+)\)", shown)
+    assert len(links) > 5
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    for page in pages():
+        for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if page.suffix == ".md" and not link.startswith("https://"):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 def test_the_sdist_is_complete(built: dict[str, Path]) -> None:
@@ -206,8 +218,47 @@ def test_versions_agree() -> None:
 def test_constraints_name_every_dependency() -> None:
     """And nothing else: `scripts/setup.sh` installs by them."""
     extras = PROJECT["optional-dependencies"]
-    asked = [*PROJECT["dependencies"], *(r for e in ("cli", "hf", "plot", "dev") for r in extras[e])]
+    asked = [
+        *PROJECT["dependencies"],
+        *(r for e in ("cli", "hf", "plot", "dev") for r in extras[e]),
+    ]
     wanted = {Requirement(text).name for text in asked}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {re.split("[=<>]", line)[0] for line in lines if line[:1].isalpha()}
     assert pinned == wanted
+
+
+# -- what a code host reads ----------------------------------------------------------------------
+
+
+def test_the_bug_report_asks_for_doctor() -> None:
+    form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    assert {"name", "description", "body"} <= set(form)
+    fields = {field["id"]: field for field in form["body"]}
+    assert len(fields) == len(form["body"])
+    for field in fields.values():
+        assert field["type"] == "textarea"
+        assert field["attributes"]["label"]
+    assert "headway doctor" in fields["doctor"]["attributes"]["label"]
+    assert fields["doctor"]["validations"]["required"]
+
+
+def test_the_workflow_runs_what_there_is() -> None:
+    """Its make targets, extras and test files; on three systems."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    systems = {job["runs-on"] for job in jobs.values()} | set(
+        jobs["install"]["strategy"]["matrix"]["os"]
+    )
+    assert {"ubuntu", "macos", "windows"} <= {name.partition("-")[0] for name in systems}
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for job in jobs.values():
+        for step in job["steps"]:
+            assert set(step) & {"uses", "run"}
+            program, *words = step.get("run", "true").split()
+            if program == "make":
+                assert words[0] in targets
+            for word in words:
+                if word.startswith("tests/"):
+                    assert (ROOT / word).exists(), word
+                if extras := re.search(r"\.\[(.+)\]", word):
+                    assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
