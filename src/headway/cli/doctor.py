@@ -171,8 +171,11 @@ def _driver() -> str:
         return "no nvidia-smi here"
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     told = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
-    newest = torch._C._cuda_getDriverVersion() if torch.version.cuda else 0
-    return f"{told[0] if told else 'silent'}, for CUDA up to {newest // 1000}.{newest % 1000 // 10}"
+    driver = told[0] if told else "nvidia-smi says nothing"
+    if not torch.version.cuda:
+        return driver
+    newest = torch._C._cuda_getDriverVersion()  # pyrefly: ignore[missing-attribute]
+    return f"{driver}, for CUDA up to {newest // 1000}.{newest % 1000 // 10}"
 
 
 def _gpu(n: int) -> str:
