@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["mask", "causal()", "--length", "0"], "--length 0"),
         (["mask", "causal()", "--tile", "-1"], "--tile -1"),
         (["doctor", "--jsn"], "--jsn"),
+        (["bench", "--repeats", "0"], "headway bench: --repeats 0 must be 1 or more\n"),
+        (["bench", "--seconds", "-1"], "headway bench: --seconds -1 must be 0 or more\n"),
+        (["train", "--context", "1"], "--context 1 must be a whole number, 8 or more"),
+        (["train", "--attention", "mla", "--kv-heads", "2"], "keys of its own; leave it out"),
     ],
 )
 def test_a_mistake_is_one_message(
@@ -128,6 +133,30 @@ def test_train_then_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     status, _, error = run(capsys, "sample", "small", *runs)
     assert status == 2
     assert str(weights) in error
+
+
+def test_hints_name_the_folder_of_the_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `train` says to type next is typed: also where runs lie elsewhere, under an odd name."""
+    for n in range(40):
+        (tmp_path / f"m{n}.py").write_text(f"x = {n}\n" * 9)
+    small = ["--depth", "1", "--steps", "2", "--batch", "1", "--context", "16", "--threads", "1"]
+    runs = tmp_path / "my runs"
+    given = ["--corpus", str(tmp_path), "--runs", str(runs), "--name", "z"]
+    status, out, _ = run(capsys, "train", *small, *given)
+    assert status == 0
+    program, *hint = shlex.split(out.rpartition("let it write: ")[2])
+    assert program == "headway"
+    assert run(capsys, *hint, "--length", "3")[0] == 0
+    status, _, error = run(capsys, "sample", "z", "--runs", str(runs), "--seed", "-1")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "--seed -1" in error
+    status, _, error = run(capsys, "sample", "y", "--runs", str(runs))
+    assert (status, "--resume" in error) == (2, False)
+    (runs / "z" / "config.json").unlink()
+    status, _, error = run(capsys, "sample", "z", "--runs", str(runs))
+    assert "z is no run: config.json" in error
 
 
 # -- doctor ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -345,6 +346,8 @@ def test_wrong_results_give_exit_status_one(fast, monkeypatch, tmp_path, capsys)
     [
         ({"threads": 0}, "--threads 0"),
         ({"repeats": -1}, "--repeats -1"),
+        ({"seconds": -1.0}, "--seconds -1 must be 0 or more"),
+        ({"seconds": float("nan")}, "--seconds nan"),
         ({"device": "abacus"}, "--device 'abacus'"),
         ({"device": "meta"}, "cpu and cuda only"),
     ],
@@ -352,6 +355,14 @@ def test_wrong_results_give_exit_status_one(fast, monkeypatch, tmp_path, capsys)
 def test_bad_options_are_refused(change: dict, message: str):
     with pytest.raises(ArgumentError, match=message):
         run.Options(**change)
+
+
+def test_results_lie_beside_others_or_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    device = machine.here("cpu")
+    assert run.default_output(device).parent == Path()
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    assert run.default_output(device).parent == Path("bench", "results")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -40,7 +40,7 @@ class Options:
     repeats: int = 7
     """Runs of every contestant; two, where one takes seconds."""
     output: Path | None = None
-    """The CSV to write; bench/results/DEVICE-DATE.csv if not given."""
+    """The CSV to write; DEVICE-DATE.csv if not given, in bench/results where that folder is."""
     seconds: float | None = None
     """Begin no case after so many seconds; the order is that of `--list`."""
     resume: bool = False
@@ -50,6 +50,8 @@ class Options:
         for name in ("threads", "repeats"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"--{name} {getattr(self, name)} must be 1 or more")
+        if self.seconds is not None and not self.seconds >= 0:
+            raise ArgumentError(f"--seconds {self.seconds:g} must be 0 or more")
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
@@ -96,10 +98,12 @@ def bench(
 
 
 def default_output(machine: Machine) -> Path:
-    """bench/results/DEVICE-DATE.csv, under the current folder; never one that exists."""
+    """DEVICE-DATE.csv, never one that exists: in bench/results, as in a checkout, or here."""
     name = "".join(c if c.isalnum() else " " for c in machine.device).split()
     stamp = machine.date[:19].replace(":", "")
-    return Path("bench", "results", f"{'-'.join(name).lower()}-{stamp}.csv")
+    kept = Path("bench", "results")
+    folder = kept if kept.is_dir() else Path()
+    return folder / f"{'-'.join(name).lower()}-{stamp}.csv"
 
 
 def measure(
