@@ -1,11 +1,13 @@
 """The command line: every command explains itself; a mistake is one message, not a traceback."""
 
 import importlib
+import importlib.metadata
 import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -198,6 +200,21 @@ def test_doctor_survives_what_it_examines(
         assert status == 0
         assert out.count("RuntimeError: no driver [here]") == 2
         assert torch.__version__ in out
+
+
+def test_doctor_names_the_commit_that_pip_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor = importlib.import_module("headway.cli.doctor")
+    home = doctor._home()
+    said = json.dumps({"url": "git", "vcs_info": {"vcs": "git", "commit_id": "0123abc"}})
+
+    def installed(place: Path, text: str | None) -> str:
+        package = SimpleNamespace(locate_file=lambda name: place, read_text=lambda name: text)
+        monkeypatch.setattr(importlib.metadata, "distribution", lambda name: package)
+        return doctor._installed_commit()
+
+    assert installed(home, said) == "0123abc"
+    assert installed(home, None) == ""
+    assert installed(home.parent, said) == ""  # another installation
 
 
 # -- mask -----------------------------------------------------------------------------------------
