@@ -74,7 +74,7 @@ def test_the_sdist_is_complete(built: dict[str, Path]) -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not in a git checkout")
-    kept = {n for n in listed.stdout.splitlines() if not n.startswith((".ci/", ".github/"))}
+    kept = {name for name in listed.stdout.splitlines() if not name.startswith(".ci/")}
     with tarfile.open(built["sdist"]) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     there = {name for name in kept if (ROOT / name).exists()}  # a file may just have been deleted
