@@ -6,6 +6,7 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import ops
 from .arguments import (
@@ -27,14 +28,13 @@ from .arguments import (
     usable_device,
 )
 from .backends import choose
-from .backends.base import Call, Kind, kind_of
+from .backends.base import Call, CapabilityKey, capability_key
 from .blocks import BlockMask, Decided, cached_build
 from .blocks.mask import tile_of
-from .call_cache import captured_by, look, remember
+from .call_cache import lookup, recall, remember
 from .errors import CapturedIndexError, HeadwayError, ModError
 from .keywords import unknown_keywords
 from .mods import (
-    Captured,
     captured_under_compile,
     causal,
     describe,
@@ -48,7 +48,15 @@ from .mods.constants import brought
 from .mods.lowering import Lowered
 from .mods.places import place_of_line, quote
 from .sharded import Sharded, any_sharded
-from .types import AttentionOutput, Coords, Spec, constant_under_compile, inlined_or_eager
+from .types import (
+    WHOLE,
+    AttentionOutput,
+    Captured,
+    Request,
+    Spec,
+    constant_under_compile,
+    inlined_or_eager,
+)
 
 
 def attention(
@@ -97,11 +105,11 @@ def attention(
     """
     if unknown:
         raise unknown_keywords(attention, unknown)
-    if score is None and sink is None:
+    if score is None and sink is None and (mask is None or type(mask) is causal):
         out = _plain(q, k, v, mask, scale, dropout, backend)
         if out is not None:
             return out
-    return _run(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, False)
+    return _run(Request(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend))
 
 
 def attention_with_stats(
@@ -127,7 +135,7 @@ def attention_with_stats(
     if unknown:
         raise unknown_keywords(attention_with_stats, unknown)
     out, lse, max_logit, _ = _run(
-        q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True
+        Request(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True)
     )
     return AttentionOutput(out, lse, max_logit)
 
@@ -175,19 +183,19 @@ def block_mask(
     try:
         tiles, mask_b, mask_h = cached_build(graph, captured, sizes, tile, device)
     except CapturedIndexError as error:
-        raise _with_place(error, mask) from None
+        raise with_place(error, mask) from None
     return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles, decided)
 
 
 def _plain(
-    q: Any, k: Any, v: Any, mask: Any, scale: Any, dropout: Any, backend: Any
+    q: Any, k: Any, v: Any, mask: causal | None, scale: Any, dropout: Any, backend: Any
 ) -> Tensor | None:
     """The call that is made most, with as little around the kernel as there can be, and as few
     things for `torch.compile` to guard: `causal()` or no mask, on the CPU. None for any other, and
     for what `_run` refuses."""
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu):
         return None
-    if mask is not None and (type(mask) is not causal or mask.offset != 0):
+    if mask is not None and mask.offset != 0:
         return None
     if dropout != 0 or type(dropout) is not float or (backend != "auto" and backend != "cpu"):
         return None
@@ -201,32 +209,25 @@ def _plain(
 
 
 @inlined_or_eager
-def _run(
-    q: Any, k: Any, v: Any, score: Any, mask: Any, scale: Any, sink: Any, dropout: Any, seed: Any,
-    deterministic: bool, backend: str, stats: bool,
-) -> Any:  # fmt: skip
-    plain = type(q) is type(k) is type(v) is Tensor
+def _run(request: Request) -> Any:
+    """The call: its out alone, or all results where the largest logits are asked for."""
     sharded = None
-    if not plain and any_sharded(q, k, v):
-        sharded = Sharded(q, k, v, mask, dropout, seed)
-    coords = None
-    if sharded is not None:
-        q, k, v, sink = *map(sharded.local, (q, k, v)), sharded.local_sink(sink)
-        coords = sharded.coords
-    spec, call = prepare(
-        q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, stats,
-        False, False, coords,
-    )  # fmt: skip
-    run = ops.attention if stats else ops.output
+    if not type(request.q) is type(request.k) is type(request.v) is Tensor and any_sharded(
+        request.q, request.k, request.v
+    ):
+        sharded = Sharded(request)
+        request = sharded.local_request(request)
+    spec, call = resolve(request)
+    run = ops.attention if request.max_logit else ops.output
     try:
         if sharded is None:
             return run(spec, call)
         return sharded.whole(run(spec, sharded.local_call(call)))
     except CapturedIndexError as error:
-        raise _with_place(error, score, mask) from None
+        raise with_place(error, request.score, request.mask) from None
 
 
-def _with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
+def with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
     """The error with the file and line of the user's function that it comes from."""
     given = [mod.mask if isinstance(mod, BlockMask) else mod for mod in mods if mod is not None]
     functions = [fn for mod in given for fn in describe(mod).functions]
@@ -235,140 +236,129 @@ def _with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
 
 
 @inlined_or_eager
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: ScoreFn | None = None,
-    mask: MaskFn | BlockMask | None = None,
-    scale: float | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
-    max_logit: bool = False,
-    row_max: bool = False,
-    partial: bool = False,
-    coords: Coords | None = None,
-) -> tuple[Spec, Call]:
-    """Check a call and say what to compute: the arguments of the pair of pure functions.
+def prepare(*given: Any, **options: Any) -> tuple[Spec, Call]:
+    """`resolve(Request(...))`: the spec and the data of a call, to run it in parts or elsewhere."""
+    return resolve(Request(*given, **options))
 
-    Beyond `attention`'s arguments: which statistics to compute, `partial` for results in the
-    accumulation dtype, and `coords`, where these tensors stand in the whole (shards, decoding).
+
+@inlined_or_eager
+def resolve(request: Request) -> tuple[Spec, Call]:
+    """Check a request and say what to compute: the arguments of the pair of pure functions.
+
+    A call whose signature is in the call cache is neither checked nor resolved again.
     """
-    compiling, looked = torch.compiler.is_compiling(), None
-    if (compiling or torch._C._is_any_autocast_enabled()) and (
-        isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    compiling = is_compiling()
+    if (compiling or _autocast_somewhere()) and (
+        isinstance(request.q, Tensor) and torch.is_autocast_enabled(request.q.device.type)
     ):
-        q, k, v = _autocast(q, k, v)
-    if not compiling and coords is None:
-        looked = look(
-            q, k, v, score, mask, sink, scale, dropout, deterministic, backend,
-            max_logit, row_max, partial,
-        )  # fmt: skip
-        if looked is not None and (alike := looked[1]) is not None:
-            made = looked[2]
-            seed = seed_of(seed, q.device) if dropout else None
-            tiles, captured = None, captured_by(alike, made)
-            if type(mask) is BlockMask:
-                tiles = mask.tiles
-                tensors = captured.tensors[alike.spec.score_tensors :]
-                mask.check_decided(alike.spec.mask, tensors)
-            return alike.spec, Call(q, k, v, sink, seed, captured, tiles, _WHOLE, alike)
+        q, k, v = _autocast(request.q, request.k, request.v)
+        request = Request(q, k, v, *request[3:])
+    key, contents = None, []
+    if not compiling and request.coords is None:
+        key, signature, contents = lookup(request)
+        if signature is not None:
+            seed = seed_of(request.seed, request.q.device) if request.dropout else None
+            return signature.spec, recall(request, seed, signature, contents)
+    q, k, v, score, mask, scale, sink = request[:7]
     check_tensors(q, k, v)
-    if coords is not None:
-        check_coords(coords, q, k)
+    if request.coords is not None:
+        check_coords(request.coords, q, k)
     if scale is not None:
         scale = scale_of(scale)
     if sink is not None:
         check_sink(sink, q)
+    dropout = request.dropout
     dropout = dropout_of(dropout) if dropout or type(dropout) is not float else 0.0
-    seed = seed_of(seed, q.device) if dropout else None
+    seed = seed_of(request.seed, q.device) if dropout else None
     tiles, shape, blocks = None, None, None
     if isinstance(mask, BlockMask):
         tiles, shape, blocks = mask.tiles, (*mask.shape[:2], *mask.tile), mask
         check_block_mask(mask, q, k)
         mask = mask.mask
-    double = backend == "reference" or q.dtype == torch.float64
-    whole = coords is None  # else q and k are a part of what the score and mask are made for
+    double = request.backend == "reference" or q.dtype == torch.float64
+    whole = request.coords is None  # else q and k are a part of what the mods are made for
     of_score, of_mask, captured, counts = None, None, None, (0, 0, 0)
     if score is not None:
-        of_score, captured = _taken_apart("score", score, double, q, k, whole)
+        of_score, captured = _checked_and_lowered("score", score, double, q, k, whole)
         counts = len(captured.tensors), len(captured.ints), len(captured.floats)
     if mask is not None:
-        of_mask, more = _taken_apart("mask", mask, double, q, k, whole)
+        of_mask, more = _checked_and_lowered("mask", mask, double, q, k, whole)
         if blocks is not None and not compiling:  # a compiled program asks when it is run
             blocks.check_decided(of_mask.text, more.tensors)
         captured = more if captured is None else captured.and_then(more)
     if captured is None:
         captured = Captured([], [], [])
-    call = Call(q, k, v, sink, seed, captured, tiles, _WHOLE if coords is None else coords)
-    kind = kind_of(call, counts[0])
+    coords = WHOLE if request.coords is None else request.coords
+    call = Call(q, k, v, sink, seed, captured, tiles, coords)
+    capability = CapabilityKey(*capability_key(call, counts[0]))
     asked = (
         scale, of_score and of_score.text, of_mask and of_mask.text, dropout, sink is not None,
-        max_logit, row_max, partial, deterministic, shape, backend, *counts,
-        kind[5] and q.dtype.itemsize == 2 and torch.is_grad_enabled(),
+        request.max_logit, request.row_max, request.partial, request.deterministic, shape,
+        request.backend, *counts,
+        capability.learned and q.dtype.itemsize == 2 and torch.is_grad_enabled(),
     )  # fmt: skip
     if compiling:
-        values = _settled_values(*kind, *asked)
+        values = _cached_spec_values(*capability, *asked)
         spec = None if values is None else Spec(*values)
     else:
-        spec = _settled(*kind, *asked)
-        if looked is not None and spec is not None:
-            key, _, made = looked
-            call = remember(key, spec, Kind(*kind), call, made, [of_score, of_mask])
-    return (_settle(Kind(*kind), asked, call) if spec is None else spec), call
+        spec = _cached_spec(*capability, *asked)
+        if key is not None and spec is not None:
+            call = remember(key, spec, capability, call, [of_score, of_mask])
+    if spec is None:
+        spec = _resolve_spec(capability, asked, call)
+    return spec, call
 
 
-_WHOLE = Coords()
+_autocast_somewhere = torch._C._is_any_autocast_enabled
 
 
-def _settled(*known: Any) -> Spec | None:
-    """The spec of calls of a kind: worked out once, then looked up. None for what is refused, and
-    while a CUDA graph is captured, when a backend may be refused for the time being."""
+def _cached_spec(*known: Any) -> Spec | None:
+    """The spec of calls of one capability key that ask for the same: worked out once, then looked
+    up. None for what is refused, and while a CUDA graph is captured, when a backend may be refused
+    for the time being."""
     if known[1].type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     try:
-        return _remembered(*known)
+        return _resolve_once(*known)
     except (HeadwayError, TypeError):
         return None
 
 
-def _settled_values(*known: Any) -> tuple | None:
-    """`_settled` at compile time, where constants are plain values."""
-    spec = _settled(*known)
+def _cached_spec_values(*known: Any) -> tuple | None:
+    """`_cached_spec` at compile time, where constants are plain values."""
+    spec = _cached_spec(*known)
     return None if spec is None else tuple(spec.values)
 
 
-constant_under_compile(_settled_values)
+constant_under_compile(_cached_spec_values)
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _remembered(*known: Any) -> Spec:
-    count = len(Kind._fields)
-    return _settle(Kind(*known[:count]), known[count:])
+def _resolve_once(*known: Any) -> Spec:
+    count = len(CapabilityKey._fields)
+    return _resolve_spec(CapabilityKey(*known[:count]), known[count:])
 
 
-def _settle(kind: Kind, asked: tuple, call: Call | None = None) -> Spec:
-    """The spec, with the scale and the backend decided. An error shows the call."""
-    check_dtype(kind.dtype)
+def _resolve_spec(key: CapabilityKey, asked: tuple, call: Call | None = None) -> Spec:
+    """The spec of what is asked, its values in their order, with the scale and the backend decided.
+    An error shows the call."""
+    check_dtype(key.dtype)
     scale, *rest = asked
-    spec = Spec(default_scale(kind.d) if scale is None else scale, *rest)
-    return replace(spec, backend=choose(spec.backend, spec, kind, call))
+    spec = Spec(default_scale(key.d) if scale is None else scale, *rest)
+    return replace(spec, backend=choose(spec.backend, spec, key, call))
 
 
-def _taken_apart(
+def _checked_and_lowered(
     kind: str, mod: Any, double: bool, q: Tensor, k: Tensor, whole: bool
 ) -> tuple[Lowered, Captured]:
-    """A checked score or mask, its graph and what it captures."""
+    """A score or mask, checked: its graph and what it captures."""
     of_library = isinstance(mod, Mod)
     check_function(kind, mod, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
     structure, functions, captured = take_apart(mod)
     if whole and of_library and captured.tensors:
         mod.check_sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     dtype = "f64" if double else "f32"
-    if torch.compiler.is_compiling():
+    if is_compiling():
         check_made_outside(kind, functions)
         lowered = lower_guarded(kind, structure, dtype, *functions)
         if isinstance(lowered, str):

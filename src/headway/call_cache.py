@@ -1,118 +1,133 @@
-"""Calls that are just alike are checked and settled once; from then on they are looked up.
+"""The call cache: calls of one signature are checked and resolved once, then looked up.
 
-Calls are alike if all is the same that their checks, their `Spec` and the plans of backends depend
-on: the options, everything about the tensors but what is in them, and what score and mask are made
-of. A user's function is looked through at every call (`mods.capture`): what it captures may change.
+The key of a call holds all that its checks, its `Spec` and the plans of backends depend on: the
+options, everything about the tensors but what is in them, and what score and mask consist of. A
+user's function is read at every call (`mods.capture`): what it captures may change.
 """
 
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .backends.base import Alike, Call, Kind
+from .backends.base import Call, CallSignature, CapabilityKey
 from .blocks import BlockMask
 from .caches import Cache
-from .mods import Captured
 from .mods.base import Mod
 from .mods.capture import Reads, reads, shared
 from .mods.constants import brought
 from .mods.lowering import Lowered, Parts, parts_of
-from .types import Spec
+from .types import WHOLE, Captured, Request, Spec
 
-_known: Cache[Alike] = Cache(4096)
+_known: Cache[CallSignature] = Cache(4096)
 
 _PLAIN = {Tensor, Parameter}  # a subclass may be anything
 _SCALES = {type(None), float, int}
-_READABLE = (Mod, FunctionType)
+_FUNCTIONS = {FunctionType, MethodType}
 
 
-# What a score or mask is made of at one call: its parts, the tensors of the values in it on q's
-# device, and what the functions in it see. (No class: this is made at every call.)
-Made = tuple[Parts, list[Tensor], list[Reads]]
+# What a score or mask consists of at one call: its parts, the tensors of the values in it on q's
+# device, and what the functions in it read. (No class: this is made at every call.)
+Contents = tuple[Parts, list[Tensor], list[Reads]]
 
 
-def look(
-    q: Any, k: Any, v: Any, score: Any, mask: Any, sink: Any, scale: Any, dropout: Any,
-    deterministic: Any, *more: Any,
-) -> tuple[tuple, Alike | None, list[Made | None]] | None:  # fmt: skip
-    """The key of a call, what was remembered for it, and what score and mask are made of. None for
-    calls that no key tells from others."""
+def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[Contents | None]]:
+    """The key of a call, its signature if the key is known, and the contents of score and mask. No
+    key where none tells such calls apart."""
+    (
+        q, k, v, score, mask, scale, sink, dropout, _, deterministic, backend, max_logit, row_max,
+        partial, _,
+    ) = request  # fmt: skip
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
-        return None
+        return None, None, []
     if not (type(dropout) is float and type(deterministic) is bool and type(scale) in _SCALES):
-        return None
+        return None, None, []
     try:
         key = [
             q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
             k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
             v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
-            scale, dropout, deterministic, more, torch.is_grad_enabled(),
+            scale, dropout, deterministic, backend, max_logit, row_max, partial,
+            torch.is_grad_enabled(),
         ]  # fmt: skip
         of_score = of_mask = None
         if sink is not None:
-            _about(key, sink)
+            _add_tensor(key, sink)
         if score is not None:
-            of_score = _made_of(key, score, q.device)
+            of_score = _add_contents(key, score, q.device)
         key.append(None)
         if mask is not None:
             if type(mask) is BlockMask:
                 key += mask.shape, mask.tile, mask.device
                 mask = mask.mask
-            of_mask = _made_of(key, mask, q.device)
+            of_mask = _add_contents(key, mask, q.device)
         known = tuple(key)
         return known, _known.get(known), [of_score, of_mask]
     except (_Unknown, RuntimeError, TypeError):  # RuntimeError: it has no strides
-        return None
+        return None, None, []
 
 
-def captured_by(alike: Alike, made: list[Made | None]) -> Captured:
-    """What a call captures that is alike to those."""
-    if alike.captured is not None:
-        return alike.captured
-    captured = Captured([], [], [])
-    for of, picks in zip(made, alike.picks, strict=True):
-        if of is not None:
-            parts, tensors, found = of
-            captured.tensors.extend(tensors)
-            captured.tensors.extend([found[n].tensors[at][1] for n, at in picks])
-            captured.ints.extend(parts.ints)
-            captured.floats.extend(parts.floats)
-    return captured
+def recall(
+    request: Request, seed: Tensor | None, signature: CallSignature, contents: list[Contents | None]
+) -> Call:
+    """A call of a known signature.
+
+    **Raises:** `ArgumentError` where a block mask's tiles are no longer those of its mask.
+    """
+    captured = signature.captured
+    if captured is None:
+        captured = Captured([], [], [])
+        for of, picks in zip(contents, signature.picks, strict=True):
+            if of is not None:
+                parts, tensors, found = of
+                captured.tensors.extend(tensors)
+                for n, at in picks:
+                    captured.tensors.append(found[n].tensors[at][1])
+                captured.ints.extend(parts.ints)
+                captured.floats.extend(parts.floats)
+    mask, tiles = request.mask, None
+    if type(mask) is BlockMask:
+        tiles, spec = mask.tiles, signature.spec
+        mask.check_decided(spec.mask, captured.tensors[spec.score_tensors :])
+    return Call(
+        request.q, request.k, request.v, request.sink, seed, captured, tiles, WHOLE, signature
+    )
 
 
 def remember(
-    key: tuple, spec: Spec, kind: Kind, call: Call, made: list[Made | None],
-    lowered: list[Lowered | None],
-) -> Call:  # fmt: skip
-    """The call, known from now on: it has passed all checks, and this is its spec."""
+    key: tuple, spec: Spec, capability: CapabilityKey, call: Call, lowered: list[Lowered | None]
+) -> Call:
+    """The call with its signature, which is known from now on: it has passed all checks, and this
+    is its spec. The call as it is where nothing can be remembered."""
     if call.q.device.type not in ("cuda", "cpu"):  # others may be watched (`ops`)
         return call
     if any(low is not None and low.again is not None for low in lowered):
         return call
     picks = [() if low is None else low.picks for low in lowered]
     tensors, _, floats = call.captured
-    alike = Alike(spec, kind.trained, picks, None if tensors or floats else call.captured)
-    _known.put(key, alike)
-    return Call(*call[:-1], alike)
+    signature = CallSignature(
+        spec, capability.trained, picks, None if tensors or floats else call.captured
+    )
+    _known.put(key, signature)
+    return Call(*call[:-1], signature)
 
 
 class _Unknown(Exception):
     """A key does not tell this."""
 
 
-def _about(key: list, t: Any) -> None:
-    """Everything about a tensor but what is in it."""
+def _add_tensor(key: list, t: Any) -> None:
+    """Everything about a tensor but what is in it goes into the key."""
     if type(t) not in _PLAIN:
         raise _Unknown
     key += t.shape, t.stride(), t.dtype, t.device, t.requires_grad
 
 
-def _made_of(key: list, mod: Any, device: torch.device) -> Made:
-    """What a score or mask is made of; all of it that is not in its numbers goes into the key."""
-    if not isinstance(mod, _READABLE):
+def _add_contents(key: list, mod: Any, device: torch.device) -> Contents:
+    """The contents of a score or mask; all of them but values of numbers go into the key."""
+    if type(mod) not in _FUNCTIONS and not isinstance(mod, Mod):
         raise _Unknown
     parts = parts_of(mod)  # type: ignore[bad-argument-type]
     structure, functions, tensors, ints, _ = parts
@@ -122,7 +137,7 @@ def _made_of(key: list, mod: Any, device: torch.device) -> Made:
     if tensors:
         tensors = [t if t.device == device else brought(t, device) for t in tensors]
         for t in tensors:
-            _about(key, t)
+            _add_tensor(key, t)
     if not functions:
         return parts, tensors, []
     key.append(torch.get_default_dtype())
@@ -134,7 +149,7 @@ def _made_of(key: list, mod: Any, device: torch.device) -> Made:
         for _, t in of.tensors:
             if t.device != device:
                 raise _Unknown
-            _about(key, t)
+            _add_tensor(key, t)
     if len(found) > 1:
         key.append(shared(found))
     return parts, tensors, found

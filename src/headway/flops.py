@@ -25,8 +25,10 @@ def register_flops() -> None:
     """Teach `FlopCounterMode` the formulas of our operators, and of PyTorch's that may run in their
     place, once it is there: importing it loads Triton."""
     counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return
     ours = getattr(torch.ops, NAMESPACE)
-    if counter is None or ours.forward in counter.flop_registry:
+    if ours.forward in counter.flop_registry:
         return
     kernel = "_scaled_dot_product_flash_attention_for_cpu"
     formulas = {

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from .backends import cpu, get
 from .backends.base import Call
@@ -109,7 +110,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(_rounded(exact, out, q))
         run = backward_op if _watched(q, k, v, dout, *tensors) else backward
-        if run is not backward and not torch.compiler.is_compiling():
+        if run is not backward and not is_compiling():
             register_flops()  # a counter may be there for the backward alone
         results = run(
             ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,
@@ -158,14 +159,14 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, *learned):
-        spec, (q, k, v, sink, seed, captured, tiles, at, alike) = run.spec, run.call
+        spec, (q, k, v, sink, seed, captured, tiles, at, signature) = run.spec, run.call
         tensors, ints, floats = captured
         exact, lse, run.max_logit, run.row_max = get(spec.backend).forward(spec, run.call)
         out = _rounded(spec.exact_out, exact, q)
         ctx.save_for_backward(exact, lse, q, k, v, sink, seed, at[4], at[5], *tensors)
-        if alike is None:
+        if signature is None:
             at = Coords(*at[:4])
-        ctx.rest = spec, ints, floats, tiles, at, alike
+        ctx.rest = spec, ints, floats, tiles, at, signature
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -177,10 +178,10 @@ class _Direct(torch.autograd.Function):
     def gradients(ctx, dout, dlse):
         """The gradients of every input of `forward`."""
         out, lse, q, k, v, sink, seed, q_pos, kv_pos, *tensors = ctx.saved_tensors
-        spec, ints, floats, tiles, at, alike = ctx.rest
-        if alike is None:
+        spec, ints, floats, tiles, at, signature = ctx.rest
+        if signature is None:
             at = at._replace(q_pos=q_pos, kv_pos=kv_pos)
-        call = Call(q, k, v, sink, seed, Captured(tensors, ints, floats), tiles, at, alike)
+        call = Call(q, k, v, sink, seed, Captured(tensors, ints, floats), tiles, at, signature)
         needs = ctx.needs_input_grad[5:]
         if dout is None:
             dout = torch.zeros_like(_rounded(spec.exact_out, out, q))
@@ -208,7 +209,7 @@ _direct = super(torch.autograd.Function, _Direct).apply  # type: ignore[misc]
 
 def _once(ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | None) -> tuple:
     """The gradients of a call, which may not be differentiated."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return gradients(ctx, *grad_outputs)
     if forward_ad._current_level >= 0 and any(map(_has_tangent, grad_outputs)):
         _refuse_forward_mode("the gradient of a result")
@@ -286,7 +287,7 @@ def _watched(*tensors: Tensor | None) -> bool:
     """Whether something has to see the operators: a compiler, a mode, a transform, a tracer, a
     profiler, a subclass of Tensor. Where nothing has, they are skipped: a tenth of a millisecond
     counts where tensors are small."""
-    return torch.compiler.is_compiling() or _seen(*tensors)
+    return is_compiling() or _seen(*tensors)
 
 
 def _seen(*tensors: Tensor | None) -> bool:
@@ -300,7 +301,7 @@ def _seen(*tensors: Tensor | None) -> bool:
 
 def _call_seen(call: Call) -> bool:
     """`_seen`, of a call; those that are known have plain tensors."""
-    if call.alike is not None and (call.seed is None or type(call.seed) is Tensor):
+    if call.signature is not None and (call.seed is None or type(call.seed) is Tensor):
         return _seen_by_modes()
     q, k, v, sink, seed, (tensors, _, _), tiles, (_, _, _, _, q_pos, kv_pos), _ = call
     given = () if tiles is None else tiles.flatten()
@@ -347,15 +348,15 @@ def save_ops() -> list[Any]:
 
 def attention(spec: Spec, call: Call) -> Forward:
     """The pair under autograd."""
-    watched = torch.compiler.is_compiling() or _call_seen(call)
+    watched = is_compiling() or _call_seen(call)
     return (_watched_over if watched else _alone)(spec, call)
 
 
 def _alone(spec: Spec, call: Call) -> Forward:
     """`attention` where nobody watches."""
-    q, k, v, sink, _, (tensors, _, _), _, _, alike = call
+    q, k, v, sink, _, (tensors, _, _), _, _, signature = call
     learned = tensors[: spec.score_tensors]
-    trained = alike.trained if alike is not None else _learns([q, k, v, sink, *learned])
+    trained = signature.trained if signature is not None else _learns([q, k, v, sink, *learned])
     if not (trained and torch.is_grad_enabled()):
         return get(spec.backend).forward(spec, call)
     if _wrapped(q) or _wrapped(k) or _wrapped(v):  # by a transform that has ended
@@ -372,7 +373,7 @@ def _watched_over(spec: Spec, call: Call) -> Forward:
     q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos = given
     inputs = [q, k, v, sink, seed, q_pos, kv_pos, *tensors, *tiles]
     learning = torch.is_grad_enabled() and _learns(inputs)
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     if not compiling:
         register_flops()
     elif _differentiated():
@@ -406,7 +407,7 @@ constant_under_compile(_differentiated)
 def output(spec: Spec, call: Call) -> Tensor:
     """`attention(spec, call).out`, by the backend's `native` where nobody watches for our
     operators. A compiler does not: PyTorch's it knows better."""
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     if _opaque() if compiling else _call_seen(call):
         return _watched_over(spec, call).out
     out = get(spec.backend).native(spec, call, None if compiling else _refuse_twice)
@@ -420,7 +421,7 @@ def output(spec: Spec, call: Call) -> Tensor:
 def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor | None:
     """`output` of a call without score, sink and dropout, causal or without a mask, on the CPU, by
     that backend's `plain`; None where that does not do it."""
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     if _opaque() if compiling else _seen_by_modes():
         return None
     out = cpu.plain(q, k, v, causal, scale, None if compiling else _refuse_twice)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .backends.base import Call
 from .blocks import BlockMask
 from .errors import ArgumentError
-from .types import Coords, Forward
+from .types import Coords, Forward, Request
 
 
 def any_sharded(q: Any, k: Any, v: Any) -> bool:
@@ -30,10 +30,11 @@ class Sharded:
     **Raises:** `ArgumentError` for anything else.
     """
 
-    def __init__(self, q: Any, k: Any, v: Any, mask: Any, dropout: Any, seed: Any) -> None:
+    def __init__(self, request: Request) -> None:
         from torch.distributed.tensor import DTensor, Replicate, Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+        q, k, v, mask = request.q, request.k, request.v, request.mask
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, DTensor):
                 raise ArgumentError(
@@ -57,7 +58,7 @@ class Sharded:
                 raise ArgumentError(
                     f"{ranks} ranks do not divide {q.shape[1]} query and {k.shape[1]} key heads"
                 )
-        if dropout and seed is None:
+        if request.dropout and request.seed is None:
             raise ArgumentError("dropout of DTensors needs a seed, the same number on every rank")
         if isinstance(mask, BlockMask) and mask.shape[:2] != (1, 1):
             raise ArgumentError(
@@ -67,11 +68,15 @@ class Sharded:
         _, offset = compute_local_shape_and_global_offset(q.shape, self.mesh, self.placements)
         self.coords = Coords(b=offset[0], h=offset[1])
 
-    def local(self, x: Any) -> Tensor:
-        """This rank's part of q, k or v."""
-        return x.to_local()
+    def local_request(self, request: Request) -> Request:
+        """The request for this rank's shards. What the score captures: see `local_call`."""
+        q, k, v, score, mask, scale, sink = request[:7]
+        return Request(
+            q.to_local(), k.to_local(), v.to_local(), score, mask, scale, self._local_sink(sink),
+            *request[7:-1], self.coords,
+        )  # fmt: skip
 
-    def local_sink(self, sink: Any) -> Any:
+    def _local_sink(self, sink: Any) -> Any:
         """The sinks of this rank's heads."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 

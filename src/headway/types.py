@@ -136,6 +136,32 @@ def _spec_parse(text: str) -> Spec:
     return Spec(**values)
 
 
+class Request(NamedTuple):
+    """One call as the caller wrote it: the arguments of `headway.attention`, none of them checked.
+
+    - `max_logit`, `row_max`: whether to compute the largest logit of every head, and the largest
+      score of every row.
+    - `partial`: results in the accumulation dtype.
+    - `coords`: where these tensors stand in the whole (shards, decoding); None: they are the whole.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    score: Any = None
+    mask: Any = None  # a function, a value of the library or a block mask
+    scale: Any = None
+    sink: Any = None
+    dropout: Any = 0.0
+    seed: Any = None
+    deterministic: bool = False
+    backend: str = "auto"
+    max_logit: bool = False
+    row_max: bool = False
+    partial: bool = False
+    coords: "Coords | None" = None
+
+
 class Captured(NamedTuple):
     """What scores and masks capture, at run time, in the order of their graphs' inputs."""
 
@@ -174,6 +200,9 @@ class Coords(NamedTuple):
             for pos, start, length in pairs
         )
         return q, kv
+
+
+WHOLE = Coords()
 
 
 class Forward(NamedTuple):

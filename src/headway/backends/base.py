@@ -18,7 +18,7 @@ from ..types import Captured, Coords, Forward, Grads, Spec, constant_under_compi
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Alike:
+class CallSignature:
     """What calls have in common that differ in nothing but what is in their tensors (and in the
     numbers that kernels are given): by it backends find what they keep for such calls.
 
@@ -45,18 +45,18 @@ class Call(NamedTuple):
     captured: Captured
     tiles: Tiles | None  # of a given block mask
     coords: Coords
-    alike: Alike | None = None  # None: not known; so in whatever `_replace` makes of a call
+    signature: CallSignature | None = None  # None: unknown, as in whatever `_replace` makes
 
 
 def _changed(call: Call, **fields: Any) -> Call:
-    fields.setdefault("alike", None)
+    fields.setdefault("signature", None)
     return _replace(call, **fields)
 
 
 _replace, Call._replace = Call._replace, _changed  # type: ignore[method-assign]
 
 
-class Kind(NamedTuple):
+class CapabilityKey(NamedTuple):
     """What calls are alike in that a backend may refuse: nothing of data, lengths and heads."""
 
     dtype: torch.dtype
@@ -68,9 +68,9 @@ class Kind(NamedTuple):
     scattered: bool  # positions are given one by one
 
 
-def kind_of(call: Call, score_tensors: int) -> tuple:
-    """The fields of the call's `Kind`; the score captures the first so many tensors. Plain code
-    that Dynamo can trace."""
+def capability_key(call: Call, score_tensors: int) -> tuple:
+    """The fields of a call's `CapabilityKey`; the score captures the first `score_tensors` tensors.
+    Plain code that Dynamo can trace."""
     q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos), _ = call
     learned = score_tensors > 0 and any(t.requires_grad for t in tensors[:score_tensors])
     trained = q.requires_grad or k.requires_grad or v.requires_grad or learned
@@ -91,7 +91,7 @@ class Backend(Protocol):
 
     name: str
 
-    def reasons_against(self, spec: Spec, kind: Kind) -> list[str]:
+    def reasons_against(self, spec: Spec, kind: CapabilityKey) -> list[str]:
         """Why it cannot run such calls, each with the way out; empty if it can."""
         ...
 

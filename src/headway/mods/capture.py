@@ -105,6 +105,9 @@ class _Holder:
 class _Walk:
     """From a function to all that it can read, depth first, in an order that the key tells."""
 
+    label = "the function"  # what is being visited, in messages
+    place: Place | None = None
+
     def __init__(self, guarding: bool) -> None:
         self.found = Reads()
         self.guarding = guarding
@@ -112,8 +115,6 @@ class _Walk:
         self.names: dict[str, None] = {}  # of attributes, in the order of their discovery
         self.holders: list[_Holder] = []
         self.fixed: list[types.ModuleType] = []
-        self.label = "the function"  # what is being visited, in messages
-        self.place: Place | None = None
 
     def finish(self) -> None:
         """Look up every name in every holder, until there is nothing new of either."""
@@ -136,6 +137,7 @@ class _Walk:
             self.found.unseen = what + quote(place or self.place)
 
     def guard(self, path: Path, test: str, expected: Any = None) -> None:
+        """A check for `torch.compile`; who is asked at every call looks at `guarding` first."""
         if self.guarding:
             self.found.guards.append((path, test, expected))
 
@@ -146,7 +148,8 @@ class _Walk:
         kind, key = type(value), self.found.key
         if kind in BY_VALUE or kind in BY_TEXT:
             key.append((kind, value if kind in BY_VALUE else repr(value)))
-            self.guard(path, "value", value)
+            if self.guarding:
+                self.guard(path, "value", value)
             return
         again = self.seen.get(id(value))
         if again is None:
@@ -172,7 +175,8 @@ class _Walk:
             self.found.tensors.append((path, t))
         kind = type(t)
         self.found.key.append((kind, t.dtype, tuple(t.shape), t.device, t.requires_grad))
-        self.guard(path, "is")
+        if self.guarding:
+            self.guard(path, "is")
         if kind not in _TENSORS:
             self.miss(f"reads {self.label}, a {kind.__name__}, which may be anything")
         elif t.__dict__:
@@ -302,7 +306,8 @@ class _Walk:
             self.guard(path, "is")
             return
         key.append(code)
-        self.guard(path, "code")
+        if self.guarding:
+            self.guard(path, "code")
         self.found.codes.update(code.all)
         self.place = code.place
         if code.unseen is not None:

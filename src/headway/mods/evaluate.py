@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from .graph import DTYPES, Arg, Graph, Node, Number, apply
+from .graph import DTYPES, Graph, Node, Number, apply
 
 Gather = Callable[[int, Tensor, tuple[Tensor | int, ...]], Tensor]
 
@@ -34,13 +34,10 @@ def evaluate(
     """
     env: dict[str, Tensor | Number] = dict(values)
     buffers = None if scratch is None else _Buffers(graph, env, scratch, overwrite)
-
-    def operand(arg: Arg) -> Tensor | Number:
-        return env[arg] if isinstance(arg, str) else arg
-
+    read = env.get  # a number among the arguments is no key, and stands for itself
     for n in range(len(graph.nodes)) if only is None else only:
         node = graph.nodes[n]
-        args = tuple(map(operand, node.args))
+        args = tuple(map(read, node.args, node.args))  # type: ignore[no-matching-overload]
         if node.op == "gather":
             env[f"%{n}"] = gather(n, args[0], args[1:])  # type: ignore[arg-type]
             continue
@@ -48,7 +45,7 @@ def evaluate(
         env[f"%{n}"] = apply(node.op, args, DTYPES[node.dtype], out)
         if buffers is not None:
             buffers.release(n, node)
-    return [operand(a) for a in graph.outputs]
+    return list(map(read, graph.outputs, graph.outputs))  # type: ignore[arg-type]
 
 
 class _Buffers:

@@ -36,6 +36,7 @@ STATES = frozenset(
 )
 
 
+@functools.lru_cache(maxsize=1024)
 def is_fixed_module(name: str) -> bool:
     """Whether what a module has under a name stays the same, but for `STATES`."""
     return name in _FIXED or name.startswith(_FIXED_ROOTS)
@@ -78,8 +79,12 @@ def base_of(kind: type) -> type | None:
 def is_dynamic(kind: type) -> bool:
     """Whether attributes of its objects may come from code. (Not remembered: a class may get such
     a method later.)"""
-    own = (cls.__dict__ for cls in kind.__mro__ if not is_fixed_class(cls))
-    return any("__getattr__" in names or "__getattribute__" in names for names in own)
+    for cls in kind.__mro__:
+        if not is_fixed_class(cls):
+            own = cls.__dict__
+            if "__getattr__" in own or "__getattribute__" in own:
+                return True
+    return False
 
 
 # Built-in functions whose result is not of their arguments, or which read by other names.

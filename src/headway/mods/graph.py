@@ -378,12 +378,18 @@ def apply(op: str, args: tuple, dtype: torch.dtype, out: Tensor | None = None) -
         return value.to(dtype)
     if op in UNARY:
         return UNARY[op](args[0], **into)
-    ref = next(a for a in args[::-1] if isinstance(a, Tensor))
     if op == "where":
         cond, a, b = args
-        a, b = (x if isinstance(x, Tensor) else ref.new_full((), x, dtype=dtype) for x in (a, b))
-        return torch.where(cond, a, b, **into)
+        return torch.where(cond, _as_tensor(a, args, dtype), _as_tensor(b, args, dtype), **into)
     a, b = args
     if op in ("max", "min", "pow", "shl", "shr") or not isinstance(a, Tensor):
-        a, b = (x if isinstance(x, Tensor) else ref.new_full((), x) for x in (a, b))
+        a, b = _as_tensor(a, args), _as_tensor(b, args)
     return BINARY[op](a, b, **into)
+
+
+def _as_tensor(x: "Tensor | Number", args: tuple, dtype: torch.dtype | None = None) -> Tensor:
+    """A number as a 0-d tensor like the last tensor among `args`; a tensor as it is."""
+    if isinstance(x, Tensor):
+        return x
+    like = next(a for a in args[::-1] if isinstance(a, Tensor))
+    return like.new_full((), x, dtype=dtype)

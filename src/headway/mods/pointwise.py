@@ -91,16 +91,18 @@ def bind(graph: Graph, captured: Captured | dict) -> dict:
     """The graph's captured inputs by name."""
     if isinstance(captured, dict):
         return captured
-    values: dict = {}
+    given: dict = {}
     for letter, items in zip("tnx", captured, strict=True):
-        values.update({f"{letter}{n}": item for n, item in enumerate(items)})
-    return {
-        i.name: values[i.name]
-        if i.ndim is not None
-        else torch.full((), values[i.name], dtype=DTYPES[i.dtype], device="cpu")
-        for i in graph.inputs
-        if i.name in values
-    }
+        for n, item in enumerate(items):
+            given[f"{letter}{n}"] = item
+    values: dict = {}
+    for i in graph.inputs:
+        if i.name in given:
+            value = given[i.name]
+            if i.ndim is None:
+                value = torch.full((), value, dtype=DTYPES[i.dtype], device="cpu")
+            values[i.name] = value
+    return values
 
 
 def mask_at(graph: Graph, captured: Captured | dict, at: Positions) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...mods.graph import parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call, Hook, Kind, launch_module, plainly_masked
+from ..base import Call, CapabilityKey, Hook, launch_module, plainly_masked
 from ..gpu import limits as limits
 from ..gpu.codegen.dependence import variation
 from ..gpu.codegen.function import diagonal, floats, not_spread
@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 OLDEST, NEWEST = (3, 6), (3, 9)  # Triton; Gluon is experimental, and its names move
 
 
-def reasons_against(spec: Spec, kind: Kind) -> list[str]:
+def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """It runs on compute capability 9.0, in bfloat16 and float16, up to a width of 256."""
     d, dv = kind.d, kind.dv
     reasons = []
@@ -57,7 +57,7 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
     return reasons
 
 
-def slower(spec: Spec, kind: Kind) -> str:
+def slower(spec: Spec, kind: CapabilityKey) -> str:
     """What the Triton backend is faster at. It reads every tensor by relative position once per
     diagonal of a tile, where these kernels do so for floats, and for its gradient have no registers
     left at widths 129 to 192; and up to width 64 its second pass takes less time than turns do, but

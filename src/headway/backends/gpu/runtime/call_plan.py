@@ -50,7 +50,7 @@ def plan_of(
 
     Calls that are alike are known without a look at all that they have in common.
     """
-    alike, (q, k, v, *dout), short = call.alike, matrices, None
+    alike, (q, k, v, *dout), short = call.signature, matrices, None
     if undecidable(spec, call):  # the tiles of the plan for other calls are those of one moment
         of = *of, undecidable
     if alike is not None and alike.spec is spec and q is call.q and k is call.k and v is call.v:

@@ -36,6 +36,24 @@ def kept(window):
     return lambda b, h, i, j: (i - j).abs() < window
 
 
+class Near:
+    """A mask and a score among the methods of an object."""
+
+    def __init__(self, window, table=TABLE):
+        self.window, self.table = window, table
+
+    def mask(self, b, h, i, j):
+        return (i - j).abs() < self.window
+
+    def score(self, s, b, h, i, j):
+        return s * 1.5 + self.table[b, h]
+
+
+class Behind(Near):
+    def mask(self, b, h, i, j):
+        return i - j < self.window
+
+
 def call(qkv=(), **options):
     q, k, v = qkv or tensors()
     options = {"score": steep(1.5, TABLE), "mask": kept(9), "backend": "cpu"} | options
@@ -72,6 +90,11 @@ CHANGES = {
     "the same tensor twice": lambda: call(score=both(steep(1, TABLE), steep(1, TABLE))),
     "a tensor of a value": lambda: call(score=hw.bias(TABLE[..., None, None])),
     "another tensor of a value": lambda: call(score=hw.bias(OTHER[..., None, None])),
+    "a method": lambda: call(mask=Near(9).mask),
+    "its object's number": lambda: call(mask=Near(5).mask),
+    "its class": lambda: call(mask=Behind(5).mask),
+    "a method for a score": lambda: call(score=Near(9).score),
+    "its object's tensor": lambda: call(score=Near(9, OTHER).score),
     "a block mask": lambda: call(mask=hw.block_mask(kept(9), 1, 1, 24, 20, tile=(8, 8))),
     "its tile": lambda: call(mask=hw.block_mask(kept(9), 1, 1, 24, 20, tile=(16, 8))),
     "its mask": lambda: call(mask=hw.block_mask(kept(2), 1, 1, 24, 20, tile=(16, 8))),
@@ -149,12 +172,25 @@ def test_a_call_that_was_changed_is_not_known():
     q, k, v = tensors()
     prepare(q, k, v, hw.softcap(5.0))
     spec, call = prepare(q, k, v, hw.softcap(5.0))
-    assert call.alike is not None
-    assert call.alike.spec is spec
-    assert call._replace(q=q[:, :, :3]).alike is None
-    assert prepare(q, k, v, hw.softcap(5.0), deterministic=True)[1].alike is not call.alike
-    assert prepare(q, k, v, hw.softcap(5.0), coords=hw.types.Coords(q=1))[1].alike is None
+    assert call.signature is not None
+    assert call.signature.spec is spec
+    assert call._replace(q=q[:, :, :3]).signature is None
+    assert prepare(q, k, v, hw.softcap(5.0), deterministic=True)[1].signature is not call.signature
+    assert prepare(q, k, v, hw.softcap(5.0), coords=hw.types.Coords(q=1))[1].signature is None
     assert replace(spec) is not spec
+
+
+def test_a_method_is_known_and_its_object_is_read_at_every_call():
+    q, k, v = tensors()
+    near = Near(9)
+    for near.window, near.table in ((9, TABLE), (9, OTHER), (5, OTHER)):
+        expected = hw.attention(q, k, v, steep(1.5, near.table.clone()), kept(near.window))
+        for _ in range(2):
+            assert torch.equal(hw.attention(q, k, v, near.score, near.mask), expected)
+        assert prepare(q, k, v, near.score, near.mask)[1].signature is not None
+    near.mask = kept(3)  # a function in the place of the method
+    expected = hw.attention(q, k, v, mask=kept(3))
+    assert torch.equal(hw.attention(q, k, v, mask=near.mask), expected)
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
