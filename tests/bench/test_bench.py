@@ -12,11 +12,12 @@ import torch
 
 import headway
 from headway.bench import cases as table
-from headway.bench import child, machine, overhead, report, run, stability, timing
-from headway.bench.cases import BACKWARD, BUILD, FORWARD, Case, Target, inputs, select, size
+from headway.bench import child, machine, measure, overhead, report, run, stability, timing
+from headway.bench.case import BACKWARD, BUILD, FORWARD, Case, Inputs, Target, inputs, size
+from headway.bench.cases import select
 from headway.bench.check import Truth
 from headway.bench.peers import PEERS, Unavailable
-from headway.bench.results import Book, Result
+from headway.bench.results import Book, Result, describe
 from headway.errors import ArgumentError
 
 TINY = Case("tiny", b=2, hq=4, hk=2, length=150, d=16, mask=headway.causal, peers=("sdpa",))
@@ -42,7 +43,7 @@ MASKS = {
 @pytest.fixture
 def fast(monkeypatch):
     """No matrix products for the roof, no seconds per sample."""
-    monkeypatch.setattr(run, "roof", lambda dtype, device: 1e9)
+    monkeypatch.setattr(measure, "roof", lambda dtype, device: 1e9)
     monkeypatch.setattr(timing, "SHORTEST", 1e-6)
 
 
@@ -105,9 +106,10 @@ def test_table_is_consistent():
 def test_select_by_name_part_and_tag():
     assert select((), "cpu") == [case for case in table.CASES if "cpu" in case.devices]
     assert [c.name for c in select(("softcap-4k-64",), "cpu")] == ["softcap-4k-64"]
-    assert {c.name for c in select(("memory", "overhead"), "cpu")} == {
-        "memory-window-1024-64k-64", "overhead-16-32", "overhead-16-32-compiled",
+    assert {c.name for c in select(("memory", "compiled"), "cpu")} == {
+        "memory-window-1024-64k-64", "overhead-16-32-compiled",
     }  # fmt: skip
+    assert len(select(("overhead",), "cpu")) == 6
     with pytest.raises(ArgumentError, match=r"'sofcap'.*names.*softcap-4k-64"):
         select(("causal", "sofcap"), "cpu")
 
@@ -232,7 +234,7 @@ def test_timing_gives_median_and_quartiles():
 
 
 def test_a_case_is_checked_timed_and_judged(fast):
-    results = run.measure_time(SCORED, "cpu", 3)
+    results = measure.measure_time(SCORED, "cpu", 3)
     assert [(r.direction, r.contestant) for r in results] == [
         (d, c) for d in (FORWARD, BACKWARD) for c in ("headway", "sdpa causal", "sdpa")
     ]
@@ -251,7 +253,7 @@ def test_a_case_is_checked_timed_and_judged(fast):
 
 
 def test_time_per_live_tile_is_compared_with_causal(fast):
-    results = run.measure_time(PACKED, "cpu", 3)
+    results = measure.measure_time(PACKED, "cpu", 3)
     ours, causal = (r for r in results if r.direction == FORWARD)
     expected = causal.median / causal.tiles / (ours.median / ours.tiles)
     assert causal.ratio == pytest.approx(expected, rel=1e-2)
@@ -260,10 +262,10 @@ def test_time_per_live_tile_is_compared_with_causal(fast):
 
 def test_wrong_results_are_never_timed(fast, monkeypatch):
     calls = []
-    monkeypatch.setattr(run, "compare", lambda *a, **k: calls.append(a))
+    monkeypatch.setattr(measure, "compare", lambda *a, **k: calls.append(a))
     wrong = lambda case, x: lambda: headway.attention(x.q, x.k, x.v, x.score)
-    monkeypatch.setattr(table.Inputs, "headway", lambda x: wrong(None, x)())
-    (result,) = run.measure_time(TINY, "cpu", 3)[:1]
+    monkeypatch.setattr(Inputs, "headway", lambda x: wrong(None, x)())
+    (result,) = measure.measure_time(TINY, "cpu", 3)[:1]
     assert not calls
     assert result.verdict == "wrong"
     assert result.median is None
@@ -279,7 +281,7 @@ def test_a_wrong_peer_and_one_that_cannot_run_leave_a_line_each(fast, monkeypatc
 
     monkeypatch.setitem(PEERS, "sdpa causal", wrong)
     monkeypatch.setitem(PEERS, "flex", replace(PEERS["flex"], prepare=refuse))
-    results = run.measure_time(replace(SCORED, peers=("sdpa causal", "flex", "sdpa")), "cpu", 2)
+    results = measure.measure_time(replace(SCORED, peers=("sdpa causal", "flex", "sdpa")), "cpu", 2)
     by = {r.contestant: r for r in results}
     assert by["sdpa causal"].verdict == "wrong"
     assert by["sdpa causal"].median is None
@@ -415,6 +417,27 @@ def test_the_kernel_of_the_overhead_is_the_same_function(mask):
     torch.testing.assert_close(overhead.kernel(x, training=True)(), grads)
 
 
+@pytest.mark.parametrize("name", ["window", "document", "closure-score", "method-mask"])
+def test_without_a_kernel_of_pytorch_overhead_is_what_is_above_our_own_pair(name, monkeypatch):
+    (case,) = (c for c in table.CASES if c.name == f"overhead-16-32-{name}")
+    x = inputs(case)
+    out = headway.attention(x.q, x.k, x.v, x.score, x.mask)
+    torch.testing.assert_close(overhead.kernel(x, training=False)(), out)
+    grads = torch.autograd.grad(out, (x.q, x.k, x.v), x.dout)
+    torch.testing.assert_close(overhead.kernel(x, training=True)()[:3], grads)
+    monkeypatch.setattr(timing, "SHORTEST", 1e-6)
+    results = overhead.overhead(case, "cpu", 1, lambda: None, compiled=False)
+    whole, resolved, _ = results
+    assert [(r.contestant, r.direction) for r in results] == [
+        ("headway", FORWARD), (overhead.RESOLVE, FORWARD), ("headway", overhead.BOTH),
+    ]  # fmt: skip
+    assert whole.note.startswith("the pair ")
+    assert (whole.target, resolved.target) == ("", "<= 20 µs")
+    assert 0 < resolved.median < 1000
+    shown = describe(case)
+    assert "0x" not in f"{shown['score']}{shown['mask']}"  # the same in every run
+
+
 def test_overhead_is_what_is_above_the_kernel(monkeypatch):
     seconds = {"kernel": 10e-6, "headway": 60e-6, "sdpa": 15e-6}
 
@@ -437,7 +460,7 @@ def test_memory_has_a_figure_only_if_the_result_is_right(monkeypatch):
     assert result.verdict == "pass"
     assert result.median >= 0
     assert result.error <= result.limit
-    monkeypatch.setattr(table.Inputs, "headway", lambda x: headway.attention(x.q, x.k, x.v))
+    monkeypatch.setattr(Inputs, "headway", lambda x: headway.attention(x.q, x.k, x.v))
     result = child.memory(case, "cpu")
     assert result.verdict == "wrong"
     assert result.median is None

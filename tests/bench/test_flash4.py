@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import headway
-from headway.bench import flash4, peers, report, run, timing
-from headway.bench.cases import BACKWARD, FORWARD, Case, Target, Unavailable, inputs, select
+from headway.bench import flash4, measure, peers, report, timing
+from headway.bench.case import BACKWARD, FORWARD, Case, Target, Unavailable, inputs
+from headway.bench.cases import select
 from headway.bench.gpu_cases import GPU_CASES
 from headway.bench.peers import PEERS
 
@@ -66,7 +67,7 @@ def package(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", played)
     monkeypatch.setattr(peers.metadata, "version", lambda name: "4.0")
     monkeypatch.setitem(PEERS, NAME, replace(PEERS[NAME], backward=("cpu",)))
-    monkeypatch.setattr(run, "roof", lambda dtype, device: 1e9)
+    monkeypatch.setattr(measure, "roof", lambda dtype, device: 1e9)
     monkeypatch.setattr(timing, "SHORTEST", 1e-6)
     return played
 
@@ -74,7 +75,7 @@ def package(monkeypatch):
 @pytest.mark.parametrize("score", [None, lambda: headway.softcap(5.0)], ids=["plain", "softcap"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_it_computes_the_same_on_its_own_layout(package, mask, score):
-    results = run.measure_time(replace(CASE, mask=mask, score=score), "cpu", 1)
+    results = measure.measure_time(replace(CASE, mask=mask, score=score), "cpu", 1)
     ours, theirs = (r for r in results if r.direction == FORWARD)
     assert theirs.contestant == NAME
     assert theirs.error <= theirs.limit
@@ -104,7 +105,7 @@ def test_what_it_raises_becomes_a_line(package):
         raise ValueError("no kernel\nfor this width")
 
     package.flash_attn_func = fails
-    *_, line = run.measure_time(CASE, "cpu", 1)
+    *_, line = measure.measure_time(CASE, "cpu", 1)
     assert (line.verdict, line.note) == ("not run", "could not run: ValueError: no kernel")
 
     class OnlyForward(torch.autograd.Function):
@@ -117,7 +118,7 @@ def test_what_it_raises_becomes_a_line(package):
             raise RuntimeError("no backward")
 
     package.flash_attn_func = lambda *x, **options: (OnlyForward.apply(x[0][..., :8]), None)
-    *timed, line = run.measure_time(CASE, "cpu", 1)
+    *timed, line = measure.measure_time(CASE, "cpu", 1)
     assert (line.verdict, line.note) == ("not run", "could not run: RuntimeError: no backward")
     assert {r.contestant for r in timed} == {"headway"}
 
@@ -126,9 +127,9 @@ def test_where_it_is_not_installed_it_is_left_out(monkeypatch):
     def missing(name):
         raise peers.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(run, "roof", lambda dtype, device: 1e9)
+    monkeypatch.setattr(measure, "roof", lambda dtype, device: 1e9)
     monkeypatch.setattr(peers.metadata, "version", missing)
-    results = run.measure_time(CASE, "cpu", 1)
+    results = measure.measure_time(CASE, "cpu", 1)
     assert {r.contestant for r in results} == {"headway"}
     assert "left out: flash-attn-4 is not installed" in report.listing()
     monkeypatch.setattr(peers.metadata, "version", lambda name: "4.0")

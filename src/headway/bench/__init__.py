@@ -4,8 +4,8 @@
 timed. All contestants of a case run in one process, in turns, and are compared by medians.
 """
 
+from .case import Case as Case
+from .case import Target as Target
 from .cases import CASES as CASES
-from .cases import Case as Case
-from .cases import Target as Target
 from .run import Options as Options
 from .run import bench as bench

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..api import block_mask
 from ..blocks import BlockMask, clear_block_cache
 from ..mods import causal
-from .cases import BUILD, Case, Inputs, inputs
+from .case import BUILD, Case, Inputs, inputs
 from .machine import peak
 from .peers import PEERS
 from .results import WRONG, Result

@@ -1,19 +1,15 @@
-"""The shared table of named bench cases: shapes, mask, score, peers, and what must be reached."""
+"""The shared table of named bench cases: those for the CPU, the choice among all of them."""
 
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_with_stats, block_mask
 from ..errors import ArgumentError
 from ..mods import (
     Mask,
-    Score,
     alibi,
     causal,
     document,
@@ -23,179 +19,13 @@ from ..mods import (
     softcap,
     strided,
 )
-
-FORWARD, BACKWARD, BUILD = "forward", "backward", "build"  # of a block mask
-
-
-class Unavailable(Exception):
-    """Why a peer is not timed on a case: it goes into the table and the CSV."""
-
-    @staticmethod
-    def because(error: Exception) -> "Unavailable":
-        """With the first line of what a peer raised."""
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
-        return Unavailable(f"could not run: {type(error).__name__}: {first[:200]}")
+from ..mods.base import ScoreFn
+from .case import BACKWARD, BUILD, FORWARD, Case, Target
+from .gpu_cases import GPU_CASES
 
 
-@dataclass(frozen=True)
-class Target:
-    """At least `times` the speed of a peer (a name in `peers.PEERS`), in one direction, asked of
-    Headway or of another contestant."""
-
-    direction: str
-    peer: str
-    times: float
-    of: str = "headway"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of the table. `mask` and `score` make their values when the case is run.
-
-    - `dv`: width of v, if it is not d.
-    - `std`: of q and k; at 5 most of a row's terms underflow, which some code pays for.
-    - `stats`: measure `attention_with_stats`.
-    - `peers`: names in `peers.PEERS`.
-    - `isa`: run as on a CPU with no more than this (see `child.py`); "" for the CPU as it is.
-    - `measure`: what is measured, a name in `run.MEASURES`: "time" against the peers, what
-      "recording" and clipping add to a training step, in percent (`stability.py`), "training", the
-      steps of a model of `models.MODELS`, "memory" in MB, "overhead" and "overhead, compiled" in µs
-      of a forward call, or "block mask" and "block mask, memory": ms and MB of building one.
-    - `most`: the most allowed, where that is no ratio.
-    """
-
-    name: str
-    b: int = 1
-    hq: int = 8
-    hk: int = 8
-    length: int = 4096
-    d: int = 64
-    dtype: str = "float32"
-    std: float = 1.0
-    stats: bool = False
-    mask: Callable[[], Mask] | None = None
-    score: Callable[[], Score] | None = None
-    peers: tuple[str, ...] = ()
-    targets: tuple[Target, ...] = ()
-    tags: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ("cpu",)
-    isa: str = ""
-    measure: str = "time"
-    most: float | None = None
-    dv: int | None = None
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Of q and k, and of v."""
-        return self.d, self.d if self.dv is None else self.dv
-
-    def __str__(self) -> str:
-        return self.name
-
-    def target(self, direction: str, peer: str) -> float | None:
-        """How many times the peer's speed is asked of Headway."""
-        asked = (direction, peer, "headway")
-        found = (t.times for t in self.targets if (t.direction, t.peer, t.of) == asked)
-        return next(found, None)
-
-
-class Inputs(NamedTuple):
-    """What every contestant of a case is given."""
-
-    q: Tensor  # (b, hq, length, d), requires grad, as do k and v
-    k: Tensor  # (b, hk, length, d)
-    v: Tensor  # (b, hk, length, dv)
-    dout: Tensor  # (b, hq, length, dv)
-    mask: Mask | None
-    score: Score | None
-    stats: bool = False
-
-    @property
-    def learned(self) -> tuple[Tensor, ...]:
-        """Tensors of the score that want a gradient."""
-        parts = () if self.score is None else vars(self.score).values()
-        return tuple(x for x in parts if isinstance(x, Tensor) and x.requires_grad)
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """What a backward is taken to."""
-        return self.q, self.k, self.v, *self.learned
-
-    def by_rows(self) -> "Inputs":
-        """The same numbers under the same shapes, but as FlashAttention's users hold them in
-        memory: (b, length, heads, width)."""
-
-        def turned(x: Tensor) -> Tensor:
-            rows = x.detach().transpose(1, 2).contiguous().transpose(1, 2)
-            return rows.requires_grad_(x.requires_grad)
-
-        return self._replace(
-            q=turned(self.q), k=turned(self.k), v=turned(self.v), dout=turned(self.dout)
-        )
-
-    def headway(self, **changes: Mask | None) -> Tensor:
-        """The call that is measured."""
-        call = {"score": self.score, "mask": self.mask, **changes}
-        if self.stats:
-            return attention_with_stats(self.q, self.k, self.v, **call).out  # type: ignore[arg-type]
-        return attention(self.q, self.k, self.v, **call)  # type: ignore[arg-type]
-
-
-def inputs(case: Case, device: str = "cpu") -> Inputs:
-    """Normal numbers that follow from the case's name."""
-    generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
-    dtype, (d, dv) = getattr(torch, case.dtype), case.widths
-    shapes = [
-        (case.b, h, case.length, width)
-        for h, width in ((case.hq, d), (case.hk, d), (case.hk, dv), (case.hq, dv))
-    ]
-    q, k, v, dout = (
-        torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes
-    )  # fmt: skip
-    q, k = case.std * q, case.std * k
-    with torch.device(device):
-        mask = None if case.mask is None else case.mask()
-        score = None if case.score is None else case.score()
-    return Inputs(
-        q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, mask, score, case.stats
-    )  # fmt: skip
-
-
-class Size(NamedTuple):
-    """How much of the square a mask keeps, over all batches and heads."""
-
-    pairs: int
-    tiles: int  # live tiles of 128 x 128
-
-    def flops(self, direction: str, d: int, dv: int | None = None) -> int:
-        """Products only, two per forward pair and five per backward pair; masked pairs are free."""
-        dv = d if dv is None else dv
-        return self.pairs * 2 * (d + dv if direction == FORWARD else 3 * d + 2 * dv)
-
-
-def size(case: Case, mask: Mask | None) -> Size:
-    """Counted exactly: full tiles by area, pairs of partial tiles one by one."""
-    n, tile, heads = case.length, 128, case.b * case.hq
-    if mask is None:
-        return Size(heads * n * n, heads * (-(-n // tile)) ** 2)
-    blocks = block_mask(mask, case.b, case.hq, n, n, tile=(tile, tile))
-    state = blocks.to_dense().cpu()
-    inside = torch.arange(state.shape[2]).mul(-tile).add(n).clamp(max=tile)
-    pairs = int(((state == 2) * inside[:, None] * inside).sum())
-    at = torch.arange(tile)
-    for chunk in (state == 1).nonzero().split(256):
-        b, h, row, col = (x[:, None, None].to(blocks.device) for x in chunk.T)
-        i, j = row * tile + at[:, None].to(row.device), col * tile + at.to(row.device)
-        kept = mask(b, h, i.clamp(max=n - 1), j.clamp(max=n - 1))  # ids end where the lengths end
-        pairs += int((kept & (i < n) & (j < n)).sum())
-    shared = heads // (state.shape[0] * state.shape[1])
-    return Size(shared * pairs, shared * int((state > 0).sum()))
-
-
-def every() -> tuple["Case", ...]:
+def every() -> tuple[Case, ...]:
     """The cases for the CPU, then those for a GPU."""
-    from .gpu_cases import GPU_CASES
-
     return (*CASES, *GPU_CASES)
 
 
@@ -256,6 +86,30 @@ def _table(heads: int, length: int) -> Tensor:
     return torch.arange(heads * n, dtype=torch.float32).view(heads, n).sin_().requires_grad_()
 
 
+def _halved() -> ScoreFn:
+    by = 0.5
+    return lambda score, b, h, q_idx, kv_idx: by * score
+
+
+class _Near(torch.nn.Module):
+    """A mask among the methods of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = 8
+
+    def keeps(self, b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < self.window)
+
+
+def _overhead(what: str = "", measure: str = "overhead", most: float = 40.0, **mods: Any) -> Case:
+    """A call so small that all of it is what Python does around the kernel."""
+    name = "overhead-16-32" + (f"-{what}" if what else "")
+    return Case(
+        name, hq=4, hk=4, length=16, d=32, measure=measure, most=most, tags=("overhead",), **mods
+    )
+
+
 def _half(dtype: str, isa: str = "") -> Case:
     name = f"causal-4k-64-{dtype}" + (f"-{isa.lower().replace('_', '-')}" if isa else "")
     return Case(
@@ -313,10 +167,12 @@ CASES: tuple[Case, ...] = (
          measure="recording", most=1.0, tags=("recording",), devices=("cuda",)),
     Case("memory-window-1024-64k-64", hq=1, hk=1, length=65536, measure="memory", most=1000.0,
          mask=lambda: causal() & sliding_window(1024), tags=("memory", "long")),
-    Case("overhead-16-32", hq=4, hk=4, length=16, d=32, mask=causal, measure="overhead",
-         most=40.0, tags=("overhead",)),
-    Case("overhead-16-32-compiled", hq=4, hk=4, length=16, d=32, mask=causal,
-         measure="overhead, compiled", most=15.0, tags=("overhead",)),
+    _overhead(mask=causal),
+    _overhead("compiled", "overhead, compiled", 15.0, mask=causal),
+    _overhead("window", most=20.0, mask=lambda: causal() & sliding_window(8)),
+    _overhead("document", most=20.0, mask=lambda: causal() & document(torch.arange(16) // 5)),
+    _overhead("closure-score", most=20.0, score=_halved),
+    _overhead("method-mask", most=20.0, mask=lambda: _Near().keeps),
     *(_block_mask(name, 1 << 14, peers=("create_block_mask",),
                   targets=(Target(BUILD, "create_block_mask", 500.0),)) for name in _BLOCK_MASKS),
     *(_block_mask(name, 1 << 17, most=50.0) for name in _BLOCK_MASKS),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cases import Case, Inputs
+from .case import Case, Inputs
 
 PAIRS = 1 << 23  # pairs looked at in one case, over all heads: 64 MB of float64 a matrix
 FACTOR = 3.0  # errors up to so many times that of plain PyTorch in the same dtype ...

@@ -17,9 +17,11 @@ import torch
 
 from ..errors import HeadwayError
 from . import block_masks
-from .cases import CASES, Case, inputs
+from .case import Case, inputs
+from .cases import CASES
 from .check import Truth
 from .machine import Machine, here, peak
+from .measure import measure_time
 from .results import WRONG, Result
 
 # How a CPU is kept from using what it has. Both are needed: PyTorch multiplies half precision by
@@ -59,8 +61,6 @@ def ask(case: Case, device: str, repeats: int, isa: str = "") -> tuple[Machine, 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """What `ask` gets, in the fresh process."""
-    from .run import measure_time
-
     torch.set_num_threads(question["threads"])
     if question["isa"]:
         _hide_amx()

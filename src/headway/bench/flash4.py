@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..mods import causal, document, sliding_window, softcap
 from ..mods.base import Both
-from .cases import Case, Inputs, Unavailable
+from .case import Case, Inputs, Unavailable
 
 
 def prepare(case: Case, x: Inputs) -> Callable[[], Tensor]:

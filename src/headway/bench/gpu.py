@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
 from ..api import attention
-from .cases import FORWARD, Case, Inputs, inputs
+from .case import FORWARD, Case, Inputs, inputs
 from .check import Truth
 from .results import FAIL, PASS, WRONG, Result
 from .timing import Timing, seconds

@@ -22,7 +22,7 @@ from ..mods import (
     softcap,
 )
 from ..mods.base import value
-from .cases import BACKWARD, FORWARD, Case, Target
+from .case import BACKWARD, FORWARD, Case, Target
 
 _TRITON = "headway triton"
 _FLASH4 = "flash-attention-4"

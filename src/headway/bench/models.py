@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cases import Case
+from .case import Case
 from .results import NOT_RUN, WRONG, Result
 from .timing import Timing, seconds
 

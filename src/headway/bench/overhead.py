@@ -1,6 +1,9 @@
 """Microseconds per call, beyond the kernel's own, where tensors are too small to cost anything.
 
-The kernel is what PyTorch itself would run, called without anything around it.
+The kernel is what PyTorch itself would run, called without anything around it. Where PyTorch has no
+kernel for the call (a score, a mask that is not causal), it is Headway's own pair of forward and
+backward, called with a spec and data that are known; and what comes before it is timed by itself:
+checks, reading the functions, the call cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,19 +12,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import attention
-from .cases import FORWARD, Case, Inputs, inputs
+from ..api import attention, resolve
+from ..backends import get
+from ..mods import causal
+from ..types import Request
+from .case import FORWARD, Case, Inputs, inputs
 from .results import Result
 from .timing import compare
 
 BOTH = "forward + backward"
 NOTHING = "an operator that does nothing"
+RESOLVE = "headway, resolve alone"
 Call = Callable[[], object]
 
 
 def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) -> list[Result]:
-    """Headway's and F.scaled_dot_product_attention's, forward, and forward with backward; compiled,
-    also what an operator costs that does nothing: all of its time, since it has no kernel."""
+    """Headway's, and F.scaled_dot_product_attention's where it computes the same: forward, and
+    forward with backward. Beside the first, what has no kernel and of which all time counts: an
+    operator that does nothing, compiled; and `resolve`, of calls that PyTorch has no kernel for.
+    """
     x = inputs(case, device)
 
     def headway(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -30,16 +39,23 @@ def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=x.mask is not None)
 
-    functions = {"headway": headway, "sdpa": sdpa}
+    def resolved(q: Tensor, k: Tensor, v: Tensor) -> object:
+        return resolve(Request(q, k, v, x.score, x.mask))
+
+    native = _is_native(x)
+    functions: dict[str, Callable] = {"headway": headway}
+    functions |= {"sdpa": sdpa} if native else {RESOLVE: resolved}
     if compiled:
         torch.compiler.reset()
         functions[NOTHING] = _nothing  # below this nobody gets
         functions = {name: torch.compile(f, fullgraph=True) for name, f in functions.items()}
     results: list[Result] = []
+    what, judged = ("kernel", "headway") if native else ("the pair", RESOLVE)
     for direction in (FORWARD, BOTH):
         training = direction == BOTH
         if training:
-            functions.pop(NOTHING, None)  # and has no gradient
+            for name in (NOTHING, RESOLVE):  # which have no gradient
+                functions.pop(name, None)
         calls: dict[str, Call] = {"kernel": kernel(x, training)}
         for name, function in functions.items():
             calls[name] = _call(function, x, training)
@@ -50,12 +66,13 @@ def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) 
             times = compare(calls, 20 * repeats, device, tick)
         base = times.pop("kernel").median
         for name, timing in times.items():
-            less, note = (0.0, "") if name == NOTHING else (base, f"kernel {base * 1e6:.1f} µs")
+            alone = name in (NOTHING, RESOLVE)
+            less, note = (0.0, "") if alone else (base, f"{what} {base * 1e6:.1f} µs")
             above = timing._replace(
                 median=timing.median - less, low=timing.low - less, high=timing.high - less
             )
             result = Result(case.name, direction, name, note=note).timed(above, "µs")
-            if name == "headway" and not training and case.most is not None:
+            if name == judged and not training and case.most is not None:
                 result = result.asked(f"<= {case.most:g} µs", above.median * 1e6 <= case.most)
             results.append(result)
     return results
@@ -77,21 +94,42 @@ def _call(function: Callable[..., Tensor], x: Inputs, training: bool) -> Call:
     return lambda: torch.autograd.grad(function(*tensors), tensors, x.dout)
 
 
+def _is_native(x: Inputs) -> bool:
+    """Whether PyTorch has a kernel for the call."""
+    return x.score is None and (x.mask is None or x.mask == causal())
+
+
 def kernel(x: Inputs, training: bool) -> Call:
-    """PyTorch's flash kernels on these inputs, called directly."""
+    """What computes these inputs, called directly: PyTorch's flash kernels, or Headway's pair."""
+    return _of_pytorch(x, training) if _is_native(x) else _pair(x, training)
+
+
+def _pair(x: Inputs, training: bool) -> Call:
+    spec, call = resolve(Request(x.q, x.k, x.v, x.score, x.mask))
+    backend = get(spec.backend)
+
+    @torch.no_grad()
+    def run() -> object:
+        out, lse, *_ = backend.forward(spec, call)
+        return backend.backward(spec, call, out, lse, x.dout, None, ()) if training else out
+
+    return run
+
+
+def _of_pytorch(x: Inputs, training: bool) -> Call:
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
-    causal = x.mask is not None
+    is_causal = x.mask is not None
     if q.device.type == "cuda":
         forward = torch.ops.aten._scaled_dot_product_flash_attention
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
         def on_gpu() -> object:
-            out, lse, *rest = forward(q, k, v, 0.0, causal)
+            out, lse, *rest = forward(q, k, v, 0.0, is_causal)
             if not training:
                 return out
             cu_q, cu_k, max_q, max_k, seed, unused, _ = rest
             return backward(
-                x.dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, causal, seed, unused
+                x.dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, is_causal, seed, unused
             )
 
         return on_gpu
@@ -99,7 +137,7 @@ def kernel(x: Inputs, training: bool) -> Call:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
     def on_cpu() -> object:
-        out, lse = forward(q, k, v, 0.0, causal)
-        return backward(x.dout, q, k, v, out, lse, 0.0, causal) if training else out
+        out, lse = forward(q, k, v, 0.0, is_causal)
+        return backward(x.dout, q, k, v, out, lse, 0.0, is_causal) if training else out
 
     return on_cpu

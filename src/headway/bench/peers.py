@@ -16,7 +16,7 @@ from ..api import attention
 from ..mods import causal
 from ..mods.base import Both, Either, MaskFn
 from . import flash4
-from .cases import Case, Inputs, Unavailable
+from .case import Case, Inputs, Unavailable
 
 MOST_BIAS = 1 << 30  # bytes of an explicit mask that a user might still afford
 

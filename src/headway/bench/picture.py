@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ..errors import ArgumentError
-from .cases import BACKWARD, FORWARD
+from .case import BACKWARD, FORWARD
 
 # What is shown: of calls at full size, those that differ in what they compute.
 CASES = {

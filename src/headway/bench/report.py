@@ -7,7 +7,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from .cases import Case, every, select
+from .case import Case
+from .cases import every, select
 from .machine import Machine, here, load
 from .peers import PEERS, Peer
 from .results import FAIL, NOT_RUN, PASS, WRONG, Result, describe

@@ -1,13 +1,13 @@
 """What one measurement is, and the CSV that keeps it."""
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TextIO
 
 from ..errors import ArgumentError
-from .cases import Case
+from .case import Case
 from .machine import Machine
 from .timing import Timing
 
@@ -55,7 +55,12 @@ def describe(case: Case) -> dict[str, object]:
         for name in ("b", "hq", "hk", "length", "d", "dtype", "std", "stats")
     } | {"dv": case.widths[1]}
     mods = {"score": case.score, "mask": case.mask}
-    return shape | {name: "" if make is None else str(make()) for name, make in mods.items()}
+    return shape | {name: "" if make is None else _name(make()) for name, make in mods.items()}
+
+
+def _name(mod: Callable) -> str:
+    """A value of the library as it prints; a function by its name."""
+    return getattr(mod, "__qualname__", None) or str(mod)
 
 
 class Book:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..mods import causal
 from ..nn import Attention, Rotary
 from ..stability import QKClip
-from .cases import Case
+from .case import Case
 from .results import Result
 from .timing import Mark, Timing, between, mark
 

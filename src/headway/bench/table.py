@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import ArgumentError, HeadwayError
-from .cases import BACKWARD, FORWARD
+from .case import BACKWARD, FORWARD
 
 # The cases that a page shows, in its order and words.
 CASES = {

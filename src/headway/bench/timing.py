@@ -13,6 +13,8 @@ PATIENCE = (
 )
 HEAD_START = 10_000_000  # cycles that a GPU waits before a sample, some 6 ms
 
+Tick = Callable[[], object]  # called after every round of timings
+
 
 class Timing(NamedTuple):
     """Seconds per call: median and quartiles over the runs."""
@@ -69,7 +71,7 @@ def compare(
     contestants: Mapping[str, Callable[[], object]],
     repeats: int,
     device: str = "cpu",
-    tick: Callable[[], object] = lambda: None,
+    tick: Tick = lambda: None,
 ) -> dict[str, Timing]:
     """Time every contestant `repeats` times, in turns, in an order that is reversed every round.
 
