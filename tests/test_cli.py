@@ -74,7 +74,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["doctor", "--jsn"], "--jsn"),
         (["bench", "--repeats", "0"], "headway bench: --repeats 0 must be 1 or more\n"),
         (["bench", "--seconds", "-1"], "headway bench: --seconds -1 must be 0 or more\n"),
-        (["train", "--context", "1"], "--context 1 must be a whole number, 8 or more"),
+        (["train", "--context", "1"], "--context 1 must be an integer, 8 or more"),
         (["train", "--attention", "mla", "--kv-heads", "2"], "keys of its own; leave it out"),
     ],
 )

@@ -127,9 +127,7 @@ def seed_of(seed: Any, device: torch.device) -> Tensor:
         return seed
     number = whole(seed)
     if number is None or not -(2**63) <= number < 2**63:
-        raise ArgumentError(
-            f"seed={seed!r} must be a whole number of 64 bits or a 0-d int64 tensor"
-        )
+        raise ArgumentError(f"seed={seed!r} must be a 64-bit integer or a 0-d int64 tensor")
     return torch.tensor(number, dtype=torch.int64, device=device)
 
 
@@ -144,10 +142,10 @@ _NEVER: dict[str, tuple[type, ...]] = {"score": (Mask, type), "mask": (Score, ty
 
 
 def count_of(name: str, number: Any, least: int = 0) -> int:
-    """A whole number of at least so much, as an int."""
+    """An integer that is `least` or more, as Python's int."""
     found = whole(number)
     if found is None or found < least:
-        raise ArgumentError(f"{name}={number!r} must be a whole number, {least} or more")
+        raise ArgumentError(f"{name}={number!r} must be an integer, {least} or more")
     return found
 
 
@@ -164,8 +162,8 @@ def check_made_outside(kind: str, functions: list[Callable]) -> None:
     for fn in functions:
         if not GUARDS_CLASSES and isinstance(fn, types.MethodType):
             raise ModError(
-                f"the {kind} is a method, which torch.compile before PyTorch 2.13 takes for no "
-                "constant; pass a function, or compile without fullgraph=True"
+                f"the {kind} is a method, which torch.compile before PyTorch 2.13 does not "
+                "take for a constant; pass a function, or compile without fullgraph=True"
             )
         if not isinstance(fn, types.FunctionType):
             continue
@@ -211,21 +209,21 @@ def usable_device(device: Any) -> torch.device:
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise ArgumentError(f"device={device!r} cannot be used here: {error}") from error
     if found.type == "meta":
-        raise ArgumentError("device='meta' holds no numbers, which a block mask is decided by")
+        raise ArgumentError("device='meta' holds no numbers, and a block mask needs them")
     return found
 
 
 def check_coords(coords: Coords, q: Tensor, k: Tensor) -> None:
-    """Whole numbers, and where positions are given one by one, one for every query or key: a kernel
+    """Integers, and where positions are given one by one, one for every query or key: a kernel
     reads as many as there are."""
     for name, offset in zip(coords._fields[:4], coords[:4], strict=True):
         if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
-            raise ArgumentError(f"coords: {name}={offset!r} must be a whole number")
+            raise ArgumentError(f"coords: {name}={offset!r} must be an integer")
     (b, _, q_len, _), kv_len = q.shape, k.shape[2]
     for name, pos, length in (("q_pos", coords.q_pos, q_len), ("kv_pos", coords.kv_pos, kv_len)):
         if pos is None:
             continue
-        what = f"coords: {name} must be whole numbers ({length},) or ({b}, {length}), one for every"
+        what = f"coords: {name} must be integers ({length},) or ({b}, {length}), one for every"
         if (
             not isinstance(pos, Tensor)
             or pos.is_floating_point()
@@ -257,4 +255,6 @@ def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
             "each must be equal or 1"
         )
     if mask.device != q.device:
-        raise ArgumentError(f"the block mask is on {mask.device}, q on {q.device}; build it there")
+        raise ArgumentError(
+            f"the block mask is on {mask.device}, q on {q.device}; move it with .to()"
+        )

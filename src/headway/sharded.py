@@ -38,7 +38,7 @@ class Sharded:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, DTensor):
                 raise ArgumentError(
-                    f"{name} is no DTensor, but another of q, k and v is; convert it with "
+                    f"{name} is not a DTensor, but another of q, k and v is; convert it with "
                     "distribute_tensor() or DTensor.from_local()"
                 )
             if x.device_mesh != q.device_mesh or x.placements != q.placements:
@@ -56,14 +56,15 @@ class Sharded:
             ranks = self.mesh.size(n)
             if place == Shard(1) and (q.shape[1] % ranks or k.shape[1] % ranks):
                 raise ArgumentError(
-                    f"{ranks} ranks do not divide {q.shape[1]} query and {k.shape[1]} key heads"
+                    f"{q.shape[1]} query heads and {k.shape[1]} key heads must be multiples of the "
+                    f"{ranks} ranks that they are sharded over"
                 )
         if request.dropout and request.seed is None:
             raise ArgumentError("dropout of DTensors needs a seed, the same number on every rank")
         if isinstance(mask, BlockMask) and mask.shape[:2] != (1, 1):
             raise ArgumentError(
-                f"a block mask of batch and heads {tuple(mask.shape[:2])} is of the whole; pass "
-                "its mask, or build it with b=1 and h=1"
+                f"the block mask has batch and heads {tuple(mask.shape[:2])}, those of all ranks; "
+                "pass its mask instead, or build it with b=1 and h=1"
             )
         _, offset = compute_local_shape_and_global_offset(q.shape, self.mesh, self.placements)
         self.coords = Coords(b=offset[0], h=offset[1])
@@ -84,7 +85,7 @@ class Sharded:
             return None
         if not isinstance(sink, DTensor):
             raise ArgumentError(
-                "sink is no DTensor, but q, k and v are: distribute_tensor(sink, q.device_mesh, "
+                "sink is not a DTensor, but q, k and v are: distribute_tensor(sink, q.device_mesh, "
                 "[Replicate()] * q.device_mesh.ndim)"
             )
         by_head = [Shard(0) if p == Shard(1) else Replicate() for p in self.placements]
@@ -105,7 +106,7 @@ class Sharded:
         if not isinstance(captured, DTensor):
             if captured.requires_grad:
                 raise ArgumentError(
-                    f"a captured tensor {tuple(captured.shape)} requires grad and is no DTensor: "
+                    f"a captured tensor {tuple(captured.shape)} requires grad and is not a DTensor: "
                     "each rank would get the gradient of its own shard; replicate it with "
                     "distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim)"
                 )

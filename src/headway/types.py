@@ -1,4 +1,4 @@
-"""The words that every layer shares: axes, the call's `Spec`, its coordinates and its results.
+"""What every layer shares: axes, the `Request`, its `Spec`, coordinates and results.
 
 Axes: `b` batch, `h` query head (`hq` of them), `hk` key/value heads, `i` query position (`q_len`),
 `j` key position (`kv_len`), `d` head width of q and k, `dv` width of v. Query head h reads key head
@@ -47,8 +47,10 @@ class Spec:
     deterministic: bool = False
     tiles: tuple[int, int, int, int] | None = None  # of a given block mask: b, h, tile_q, tile_kv
     backend: str = "reference"
-    score_tensors: int = 0  # of the captured tensors, ints and floats, the first so many are the
-    score_ints: int = 0  # score's; the rest are the mask's
+    # Of the captured tensors, ints and floats, how many are the score's: they come first, then the
+    # mask's.
+    score_tensors: int = 0
+    score_ints: int = 0
     score_floats: int = 0
     exact_out: bool = False  # the forward's out in the accumulation dtype, for the backward's delta
 
@@ -92,7 +94,8 @@ _Fn = TypeVar("_Fn", bound=Callable)
 def constant_under_compile(fn: Callable) -> None:
     """Let `torch.compile` call `fn` while it traces, and keep the result as a constant.
 
-    What `torch.compiler.assume_constant_result` does, without importing the compiler.
+    It sets the mark that `torch.compiler.assume_constant_result` sets, without importing the
+    compiler.
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -186,7 +189,7 @@ class Coords(NamedTuple):
     h: int = 0  # global index of the first query head
     q: int = 0  # position of the first query; not used where q_pos is given
     kv: int = 0  # position of the first key; not used where kv_pos is given
-    # Whole numbers, the position of every query and key, on q's device (`arguments.check_coords`).
+    # Integers: the position of every query and key, on q's device (`arguments.check_coords`).
     q_pos: Tensor | None = None  # (q_len,) or (b, q_len)
     kv_pos: Tensor | None = None  # (kv_len,) or (b, kv_len)
 
@@ -240,8 +243,8 @@ class AttentionOutput(NamedTuple):
 
 
 def whole(number: Any) -> Any:
-    """A whole number as Python's own int, whoever made it (NumPy, for one), or a compiler's symbol
-    as it is. None for anything else: True is no number, and no tensor is read."""
+    """An integer as Python's own int, whoever made it (NumPy, for one), or a compiler's symbol as it
+    is. None for anything else: booleans and tensors do not count as integers."""
     if type(number) is int:
         return number
     if isinstance(number, bool | Tensor):

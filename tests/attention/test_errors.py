@@ -42,7 +42,7 @@ TENSORS = {
     "lengths": (lambda q, k, v: (q, k, v[:, :, :5]), ("k and v", "length", "(2, 2, 5, 8)")),
     "batch": (lambda q, k, v: (q, k[:1], v[:1]), ("batch", "(1, 2, 33, 8)", ".expand()")),
     "dtypes": (lambda q, k, v: (q, k.double(), v), ("one dtype", "torch.float64", ".to()")),
-    "whole numbers": (lambda *x: [t.long() for t in x], ("q is torch.int64", "float32")),
+    "integers": (lambda *x: [t.long() for t in x], ("q is torch.int64", "float32")),
     "complex": (lambda q, k, v: (q.cfloat(), k, v), ("q is torch.complex64", "bfloat16")),
     "devices": (lambda q, k, v: (q, k.to("meta"), v), ("one device", "cpu, meta, cpu", ".to()")),
 }
@@ -634,9 +634,9 @@ def test_sizes_of_library_values(what):
 
 VALUES = {
     "sliding_window(0)": ("sliding_window(window=0)", ">= 1"),
-    "sliding_window(2.5)": ("sliding_window(window=2.5)", "whole number"),
+    "sliding_window(2.5)": ("sliding_window(window=2.5)", "an integer"),
     "prefix(-1)": ("prefix(length=-1)", ">= 0"),
-    "global_tokens(True)": ("global_tokens(count=True)", "whole number"),
+    "global_tokens(True)": ("global_tokens(count=True)", "an integer"),
     "document([0, 1])": ("document(ids=", "int tensor"),
     "document(torch.zeros(3))": ("ids", "int tensor", "torch.float32"),
     "document(torch.zeros(1, 2, 3, dtype=torch.int64))": ("ids", "(1, 2, 3)"),
@@ -667,12 +667,12 @@ VALUES = {
     "softcap(3.0) >> causal()": (">>", "causal() is a mask; pass it as mask=causal()"),
     "causal() >> softcap(3.0)": (">>", "causal() is a mask"),
     "causal() & 'causal'": ("&", "'causal' is a text; write headway.causal()"),
-    "sliding_window(torch.tensor(3))": ("sliding_window(window=tensor(3))", "whole number"),
-    "causal(1.0)": ("causal(offset=1.0)", "whole number"),
-    "causal(True)": ("causal(offset=True)", "whole number"),
-    "neighborhood(2.5, 1)": ("neighborhood(shape=2.5)", "whole number"),
-    "neighborhood((8, 8), (True, 3))": ("neighborhood(kernel=True)", "whole number"),
-    "document.from_lengths([3], q_len=4.5)": ("q_len=4.5", "whole number"),
+    "sliding_window(torch.tensor(3))": ("sliding_window(window=tensor(3))", "an integer"),
+    "causal(1.0)": ("causal(offset=1.0)", "an integer"),
+    "causal(True)": ("causal(offset=True)", "an integer"),
+    "neighborhood(2.5, 1)": ("neighborhood(shape=2.5)", "an integer"),
+    "neighborhood((8, 8), (True, 3))": ("neighborhood(kernel=True)", "an integer"),
+    "document.from_lengths([3], q_len=4.5)": ("q_len=4.5", "an integer"),
     "softcap(True)": ("softcap(cap=True)", "number above 0"),
     "causal() & True": ("&", "True"),
     "softcap(3.0) >> 2": (">>", "2"),
@@ -702,9 +702,9 @@ def test_block_masks_for_other_sizes():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((1, 1, -1, 33), ("q_len=-1", "whole number")),
-        ((1, 1.5, 3, 33), ("h=1.5", "whole number")),
-        ((True, 1, 3, 33), ("b=True", "whole number")),
+        ((1, 1, -1, 33), ("q_len=-1", "an integer")),
+        ((1, 1.5, 3, 33), ("h=1.5", "an integer")),
+        ((True, 1, 3, 33), ("b=True", "an integer")),
     ],
     ids=str,
 )
@@ -717,9 +717,9 @@ def test_block_masks_of_bad_sizes(arguments, words):
     "tile", [0, 64.0, True, None, (0, 64), (64,), (64, 64.0), (64, 64, 64)], ids=str
 )
 def test_block_masks_of_bad_tiles(tile):
-    with _raises(ArgumentError, f"tile={tile!r}", "one or two whole numbers"):
+    with _raises(ArgumentError, f"tile={tile!r}", "one or two positive integers"):
         hw.block_mask(hw.causal(), 1, 1, 33, 33, tile=tile)
-    with _raises(ArgumentError, f"tile={tile!r}", "one or two whole numbers"):
+    with _raises(ArgumentError, f"tile={tile!r}", "one or two positive integers"):
         hw.block_mask(hw.causal(), 1, 1, 33, 33).retile(tile)
 
 

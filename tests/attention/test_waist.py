@@ -188,7 +188,7 @@ WRONG = {
     "booleans": ({"kv_pos": _cut(7) > 2}, "got .* bool"),
     "a list": ({"q_pos": list(range(5))}, "q_pos"),
     "elsewhere": ({"q_pos": _cut(5).to("meta")}, "q_pos is on meta, q on cpu"),
-    "no whole number": ({"q": 1.5}, "q=1.5 must be a whole number"),
+    "no integer": ({"q": 1.5}, "q=1.5 must be an integer"),
 }  # fmt: skip
 
 

@@ -334,7 +334,7 @@ def test_text_picture():
     )
     assert mask.picture(16) in repr(mask)
     for rows in (0, 2.5, "8"):
-        with pytest.raises(ArgumentError, match=f"rows={rows!r} must be a whole number"):
+        with pytest.raises(ArgumentError, match=f"rows={rows!r} must be a positive integer"):
             mask.picture(rows)
 
 

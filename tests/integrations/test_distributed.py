@@ -73,7 +73,7 @@ def tensor_parallel(world: int, rank: int) -> None:
         lambda: hw.attention(x, x.to_local(), x),
         lambda: hw.attention(x, x, x, sink=sink),
     ):
-        with pytest.raises(ArgumentError, match="is no DTensor"):
+        with pytest.raises(ArgumentError, match="is not a DTensor"):
             wrong()
     with pytest.raises(ArgumentError, match="seed"):
         hw.attention(x, x, x, dropout=0.5)

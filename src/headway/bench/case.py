@@ -49,7 +49,7 @@ class Case:
       steps of a model of `models.MODELS`, "memory" in MB, "overhead" and "overhead, compiled" in µs
       beside the kernel of a call (`overhead.py`), or "block mask" and "block mask, memory": ms and
       MB of building one.
-    - `most`: the most allowed, where that is no ratio.
+    - `most`: the largest value allowed, for what is not a ratio.
     """
 
     name: str

@@ -14,7 +14,7 @@ from torch import Tensor
 from .case import Case, Inputs
 
 PAIRS = 1 << 23  # pairs looked at in one case, over all heads: 64 MB of float64 a matrix
-FACTOR = 3.0  # errors up to so many times that of plain PyTorch in the same dtype ...
+FACTOR = 3.0  # times the error of plain PyTorch in the same dtype that are allowed ...
 FLOOR = 5e-6  # ... or up to this: PyTorch's flash kernels take a faster, rougher exp
 
 

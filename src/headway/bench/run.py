@@ -38,7 +38,7 @@ class Options:
     output: Path | None = None
     """The CSV to write, or an existing folder, for FOLDER/CARD/bench-DATE.csv; else none."""
     seconds: float | None = None
-    """Begin no case after so many seconds; the order is that of `--list`."""
+    """Begin no case after this time; the order is that of `--list`."""
     resume: bool = False
     """Leave out the cases that the CSV of --output has already, and add the others to it."""
 

@@ -40,7 +40,7 @@ COLUMNS = {
     "cudnn": "cuDNN",
     "flash-attention-4": "FlashAttention-4",
 }
-FASTER = 1.02  # bold where another has so many times the speed: less may be noise
+FASTER = 1.02  # bold where another has this many times the speed: less may be noise
 
 Speeds = dict[str, dict[tuple[str, str], float]]  # by case, contestant and direction
 

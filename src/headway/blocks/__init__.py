@@ -7,6 +7,6 @@ from .decided import Decided as Decided
 from .decided import check_tiles as check_tiles
 from .loose import undecided as undecided
 from .mask import BlockMask as BlockMask
-from .mask import Tiles as Tiles
 from .mask import from_dense as from_dense
 from .runs import Runs as Runs
+from .tiles import Tiles as Tiles

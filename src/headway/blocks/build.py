@@ -11,8 +11,8 @@ from ..errors import ArgumentError
 from ..mods.graph import Graph
 from ..types import Captured, Coords
 from .axis_bounds import Axis, Groups
-from .mask import Tiles
 from .quadtree import Search
+from .tiles import Tiles
 
 _INT32 = 2**31 - 1
 
@@ -65,7 +65,7 @@ def _check(shape: tuple[int, ...], tile: tuple[int, ...]) -> None:
         if number < 0:
             raise ArgumentError(f"{name}={number} must be 0 or more")
     if len(tile) != 2 or min(tile) < 1:
-        raise ArgumentError(f"tile={tile} must be two whole numbers of at least 1")
+        raise ArgumentError(f"tile={tile} must be two positive integers")
 
 
 # -- cache ----------------------------------------------------------------------------------------

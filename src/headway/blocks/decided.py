@@ -44,8 +44,8 @@ class Decided:
         """`check`, and that the mask is still the same, which captures these tensors now."""
         if formula != self.formula:
             raise ArgumentError(
-                "the mask function of this block mask is another than when its tiles were found: "
-                f"a number or a function that it captures has changed; {_AGAIN}\n"
+                "the mask function of this block mask has changed since its tiles were found: it "
+                f"captures another number or function; {_AGAIN}\n"
                 f"{self.formula}\n{formula}"
             )
         known = self.tensors

@@ -10,20 +10,31 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CheckpointError
+from ..mods.base import MaskFn
 from ..mods.lowering import Parts, describe, restore
 from .decided import Decided
-from .mask import BlockMask, Tiles
 from .runs import Runs
+from .tiles import Tiles
 
 _FORMAT = "headway block mask 1"
 
+Shape = tuple[int, int, int, int]
 
-def save(mask: BlockMask, path: str | PathLike) -> None:
-    """Write beside the file and rename, so that no half of a file is ever found."""
+
+def save(
+    path: str | PathLike,
+    mask: MaskFn,
+    shape: Shape,
+    tile: tuple[int, int],
+    tiles: Tiles,
+) -> None:
+    """Write beside the file and rename, so that no half of a file is ever found.
+
+    **Raises:** `ArgumentError` for a mask with a Python function in it, `CheckpointError` where the
+    file cannot be written.
+    """
     SafetensorError, _, save_file = _safetensors()
-    if mask.decided is not None:
-        mask.decided.check()
-    parts = describe(mask.mask)
+    parts = describe(mask)
     if parts.functions:
         names = ", ".join(getattr(fn, "__qualname__", repr(fn)) for fn in parts.functions)
         raise ArgumentError(
@@ -35,14 +46,14 @@ def save(mask: BlockMask, path: str | PathLike) -> None:
     known = {id(t): n for n, t in enumerate(distinct)}
     head = {
         "format": _FORMAT,
-        "shape": mask.shape,
-        "tile": mask.tile,
+        "shape": shape,
+        "tile": tile,
         "structure": parts.structure,
         "tensors": [known[id(t)] for t in parts.tensors],
         "ints": list(map(int, parts.ints)),
         "floats": [x.hex() for x in map(float, parts.floats)],
     }
-    tensors = {f"tiles.{n}": t for n, t in enumerate(mask.tiles.flatten())}
+    tensors = {f"tiles.{n}": t for n, t in enumerate(tiles.flatten())}
     tensors |= {f"mask.{n}": t.detach() for n, t in enumerate(distinct)}
     # A view or a shared storage would be refused; copies are small.
     tensors = {name: t.cpu().contiguous().clone() for name, t in tensors.items()}
@@ -56,8 +67,13 @@ def save(mask: BlockMask, path: str | PathLike) -> None:
         beside.unlink(missing_ok=True)
 
 
-def load(path: str | PathLike, device: torch.device | str = "cpu") -> BlockMask:
-    """Read what `save` wrote, and check that it is whole."""
+def load(
+    path: str | PathLike, device: torch.device | str
+) -> tuple[MaskFn, Shape, tuple[int, int], Tiles, Decided]:
+    """Read what `save` was given, and what decides such tiles.
+
+    **Raises:** `CheckpointError` for a file that is not a whole block mask.
+    """
     SafetensorError, safe_open, _ = _safetensors()
     try:
         with safe_open(os.fspath(path), "pt", device=str(device)) as file:
@@ -72,13 +88,15 @@ def load(path: str | PathLike, device: torch.device | str = "cpu") -> BlockMask:
         of_mask = [tensors[f"mask.{n}"] for n in head["tensors"]]
         floats = [float.fromhex(x) for x in head["floats"]]
         parts = Parts(head["structure"], [], of_mask, head["ints"], floats)
-        made = restore(parts)
-        shape, tile = tuple(head["shape"]), tuple(head["tile"])
-        mask = BlockMask(made, shape, tile, tiles, Decided.by(made))
+        mask = restore(parts)
+        decided = Decided.by(mask)
+        (b, h, q_len, kv_len), (tile_q, tile_kv) = head["shape"], head["tile"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} holds only a part of a block mask: {error!r}") from error
-    _check(mask, path)
-    return mask
+    grid = -(-q_len // tile_q), -(-kv_len // tile_kv)
+    if not _fit(tiles, b * h, *grid):
+        raise CheckpointError(f"{path} holds a block mask whose tiles do not fit its shape")
+    return mask, (b, h, q_len, kv_len), (tile_q, tile_kv), tiles, decided
 
 
 def _safetensors() -> tuple[Any, Any, Any]:
@@ -93,11 +111,10 @@ def _safetensors() -> tuple[Any, Any, Any]:
     return safetensors.SafetensorError, safetensors.safe_open, safetensors.torch.save_file
 
 
-def _check(mask: BlockMask, path: str | PathLike) -> None:
-    """Kernels trust the runs of a block mask; a file is not to be trusted."""
-    groups, (rows, cols) = mask.shape[0] * mask.shape[1], mask.grid
-    t = mask.tiles
-    good = (
+def _fit(t: Tiles, groups: int, rows: int, cols: int) -> bool:
+    """Whether tiles fit a grid. Kernels trust the runs of a block mask; a file is not to be
+    trusted."""
+    return (
         _whole(t.rows_full, groups * rows, cols)
         and _whole(t.rows_partial, groups * rows, cols)
         and _whole(t.cols_full, groups * cols, rows)
@@ -105,8 +122,6 @@ def _check(mask: BlockMask, path: str | PathLike) -> None:
         and _is_order(t.row_order, groups * rows)
         and _is_order(t.col_order, groups * cols)
     )
-    if not good:
-        raise CheckpointError(f"{path} holds a block mask whose tiles do not fit its shape")
 
 
 def _whole(runs: Runs, rows: int, width: int) -> bool:

@@ -9,8 +9,8 @@ import torch
 from ..mods.graph import Arg, Builder, Graph
 from ..types import Captured, Coords
 from .build import cached_build
-from .mask import Tiles
 from .runs import combine
+from .tiles import Tiles
 
 Both = tuple[Arg, Arg]  # of a bool, what is True wherever it is, and what is True nowhere else
 

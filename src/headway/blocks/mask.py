@@ -1,15 +1,9 @@
-"""Block masks: which tiles of the (query, key) square hold work, as runs.
-
-A tile is empty (no pair kept: skipped), full (every pair kept: the mask is not evaluated) or
-partial (the mask is evaluated inside). Live tiles of a row are mostly contiguous, so a row holds
-runs `(start, count)`: a causal million tokens has 33.6 million live tiles of 128 in 16 thousand
-runs. A kernel walks the runs of its row in one flat loop.
-"""
+"""Block masks: a mask together with its tiles, full, partial or empty (`tiles.py`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,56 +14,11 @@ from ..mods.base import Both, Either, MaskFn, Mod, Shifted
 from ..mods.capture import reads
 from ..mods.lowering import describe, restore
 from ..types import PACKAGE, whole
+from . import file
 from .decided import Decided, tell
-from .runs import Runs, coarser, combine, of_dense
-
-if TYPE_CHECKING:
-    import numpy as np
-
-
-class Tiles(NamedTuple):
-    """The tensors of a block mask, as kernels want them.
-
-    Rows are numbered `(b * h_size + h) * tile_rows + row`, over query tiles in `rows_*` (for the
-    forward and dq) and over key tiles in `cols_*` (their transpose, for dk and dv). `row_order`
-    and `col_order` list them by falling number of live tiles: the longest work starts first.
-    As counts and indices: `rows_full.per_row()` and, row after row, `rows_full.tiles()`.
-    """
-
-    rows_full: Runs
-    rows_partial: Runs
-    cols_full: Runs
-    cols_partial: Runs
-    row_order: Tensor  # int32 (rows,)
-    col_order: Tensor  # int32 (columns,)
-
-    def flatten(self) -> list[Tensor]:
-        return [*self.rows_full, *self.rows_partial, *self.cols_full, *self.cols_partial,
-                self.row_order, self.col_order]  # fmt: skip
-
-    @staticmethod
-    def unflatten(tensors: list[Tensor]) -> "Tiles":
-        a, b, c, d = (Runs(*tensors[n : n + 3]) for n in (0, 3, 6, 9))
-        return Tiles(a, b, c, d, *tensors[12:])
-
-    @staticmethod
-    def of_runs(
-        rows_full: Runs, rows_partial: Runs, cols_full: Runs, cols_partial: Runs
-    ) -> "Tiles":
-        """Complete the four kinds of runs with the orders of work."""
-        orders = []
-        for full, partial in ((rows_full, rows_partial), (cols_full, cols_partial)):
-            work = full.per_row() + partial.per_row()
-            orders.append(work.argsort(descending=True, stable=True).to(torch.int32))
-        return Tiles(rows_full, rows_partial, cols_full, cols_partial, *orders)
-
-    @staticmethod
-    def of_dense(state: "np.ndarray", device: torch.device) -> "Tiles":
-        """From uint8 `(groups, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
-        groups, rows, cols = state.shape
-        by_row = of_dense(state.reshape(groups * rows, cols), device)
-        by_col = of_dense(state.transpose(0, 2, 1).reshape(groups * cols, rows), device)
-        return Tiles(*by_row[:2], *by_col[:2], by_row[2], by_col[2])
+from .picture import CELLS, Picture
+from .runs import Runs, coarser, combine
+from .tiles import Tiles
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -168,23 +117,32 @@ class BlockMask:
         )
 
     def picture(self, rows: int = 32) -> str:
-        """The tiles of the first batch and head as text of at most so many lines.
+        """The tiles of the first batch and head as text of at most `rows` lines.
 
         `██` full, `▒▒` partial, `··` empty; where there are more tiles than lines, a cell stands
         for a square of them. Another head: `block_mask[b, h].picture()`.
         """
-        from .picture import text
-
-        return text(self, rows)
+        most = whole(rows)
+        if most is None or most < 1:
+            raise ArgumentError(f"rows={rows!r} must be a positive integer")
+        return self._picture(most).text()
 
     def save_picture(self, path: str | PathLike, title: str | None = None) -> None:
         """Draw the tiles of the first batch and head to a file (PNG, SVG or PDF by its ending).
 
         Needs matplotlib: `pip install 'headway[plot]'`.
         """
-        from .picture import draw
+        self._picture(CELLS).draw(path, self.name(), title)
 
-        draw(self, path, title)
+    def _picture(self, most: int) -> Picture:
+        """Of the first batch and head, with at most `most` cells along each side."""
+        if 0 in self.shape[:2]:
+            raise ArgumentError(
+                f"a block mask of shape {self.shape} has no batch or no head to draw"
+            )
+        step, first = max(1, -(-max(self.grid) // most)), self[0, 0]
+        cells = first.retile((self.tile[0] * step, self.tile[1] * step)).to_dense()[0, 0].cpu()
+        return Picture(cells, step, self.tile, self.shape[2:], first.counts())
 
     def __repr__(self) -> str:
         return f"{self.summary()}\n{self.picture(16)}"
@@ -294,7 +252,7 @@ class BlockMask:
         """The same mask in tiles of a multiple of the size, without looking at the mask again."""
         given, tile = tile, tile_of(tile)
         if any(n % m for n, m in zip(tile, self.tile, strict=True)):
-            raise ArgumentError(f"tile={given!r} must be multiples of the present {self.tile}")
+            raise ArgumentError(f"tile={given!r} must be multiples of the current tile {self.tile}")
         (rows, cols), t = self.grid, self.tiles
         by_q, by_kv = tile[0] // self.tile[0], tile[1] // self.tile[1]
         runs = (*coarser(t.rows_full, t.rows_partial, (rows, cols), (by_q, by_kv)),
@@ -324,9 +282,9 @@ class BlockMask:
 
         **Raises:** `ArgumentError` for a mask with a Python function in it, which no file holds.
         """
-        from .file import save
-
-        save(self, path)
+        if self.decided is not None:
+            self.decided.check()
+        file.save(path, self.mask, self.shape, self.tile, self.tiles)
 
     @staticmethod
     def load(path: str | PathLike, device: torch.device | str = "cpu") -> "BlockMask":
@@ -334,16 +292,14 @@ class BlockMask:
 
         **Raises:** `CheckpointError` for a file that is not a whole block mask.
         """
-        from .file import load
-
-        return load(path, device)
+        return BlockMask(*file.load(path, device))
 
 
 def tile_of(tile: Any) -> tuple[int, int]:
     """Queries and keys in a tile; a number stands for both."""
     found = tuple([whole(n) for n in (tile if isinstance(tile, tuple | list) else (tile, tile))])
     if len(found) != 2 or any(n is None or n < 1 for n in found):
-        raise ArgumentError(f"tile={tile!r} must be one or two whole numbers of at least 1")
+        raise ArgumentError(f"tile={tile!r} must be one or two positive integers")
     return found
 
 

@@ -165,7 +165,7 @@ def rectangles(r0: Tensor, r1: Tensor, c0: Tensor, c1: Tensor, width: int) -> tu
 
 
 def pick(x: Tensor, at: Tensor) -> Tensor:
-    """`x[at]` for 1-d tensors, at whole numbers or where a bool is True."""
+    """`x[at]` for 1-d tensors, at integers or where a bool is True."""
     # PyTorch's own indexing wakes every thread for a few thousand numbers, and so do
     # repeat_interleave and searchsorted: on a busy machine each waits for its turn on a core.
     return x.masked_select(at) if at.dtype == torch.bool else x.index_select(0, at)

@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
     asked = tyro.cli(Arguments, args=arguments, prog="headway mask")
     for name, number in (("--length", asked.length), ("--tile", asked.tile)):
         if number < 1:
-            raise ArgumentError(f"{name} {number} must be a whole number, 1 or more")
+            raise ArgumentError(f"{name} {number} must be an integer, 1 or more")
     mask = parse(asked.expression)
     blocks = headway.block_mask(
         mask, 1, 1, asked.length, asked.length, tile=(asked.tile, asked.tile)
@@ -143,11 +143,11 @@ def _argument(node: ast.expr) -> Any:
     try:
         return torch.tensor(value, dtype=torch.int64) if isinstance(value, list) else value
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{ast.unparse(node)} is not a list of whole numbers") from error
+        raise ArgumentError(f"{ast.unparse(node)} is not a list of integers") from error
 
 
 def _number_or_list(node: ast.expr) -> Any:
-    """A whole number, or a list of them, with + - and *: [0]*200 + [1]*312."""
+    """An integer, or a list of them, with + - and *: [0]*200 + [1]*312."""
     match node:
         case ast.Constant(int(value)) if not isinstance(value, bool):
             return value
@@ -159,7 +159,7 @@ def _number_or_list(node: ast.expr) -> Any:
             a, b = _number_or_list(left), _number_or_list(right)
             return _apply(OPERATORS[type(operation)], a, b, node)
     raise ArgumentError(
-        f"{ast.unparse(node)!r} is neither a whole number nor a list such as [0]*200 + [1]*312"
+        f"{ast.unparse(node)!r} is neither an integer nor a list such as [0]*200 + [1]*312"
     )
 
 

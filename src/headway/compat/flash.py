@@ -81,7 +81,7 @@ def flash_attn_func(
     **Arguments:**
 
     - `causal`: the last query sees the last key (bottom-right).
-    - `window_size`: `(left, right)` keys around each query's diagonal; -1 or None is no limit.
+    - `window_size`: `(left, right)` keys around each query's diagonal; -1 or None means no limit.
     - `softcap`: `cap · tanh(score / cap)`; 0.0 is none.
     - `alibi_slopes`: `(hq,)` or `(b, hq)`; adds `-slope · |i + kv_len - q_len - j|`.
     - `deterministic`: bit-equal gradients run after run.
@@ -226,8 +226,7 @@ def _limits(is_causal: bool, window: Window) -> tuple[int | None, int | None]:
         left, right = (_limit(n) for n in window)
     except (TypeError, ValueError) as error:
         raise CallError(
-            f"window_size={window!r} must be (left, right), two whole numbers; -1 or None is no "
-            "limit"
+            f"window_size={window!r} must be (left, right), two integers; -1 or None means no limit"
         ) from error
     return left, 0 if is_causal else right
 
@@ -307,7 +306,7 @@ def _check(qkv: tuple, axes: tuple[str, ...]) -> None:
 
 
 class _Words(NamedTuple):
-    """What is no tensor, as numbers and booleans of Python's."""
+    """The arguments that are not tensors, as Python's numbers and booleans."""
 
     dropout: float
     scale: Any  # a number or None; a tensor is refused further on

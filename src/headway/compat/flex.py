@@ -170,7 +170,7 @@ def create_block_mask(
     b, h = 1 if B is None else B, 1 if H is None else H
     for name, n in (("B", b), ("H", h), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if not isinstance(n, int):
-            raise CallTypeError(f"{name} must be a whole number, got {type(n).__name__} {n!r}")
+            raise CallTypeError(f"{name} must be an integer, got {type(n).__name__} {n!r}")
     tile = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
     try:
         tiles = _block_mask(mask_mod, b, h, Q_LEN, KV_LEN, device=_device(device), tile=tile)  # type: ignore[arg-type]

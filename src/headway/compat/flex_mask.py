@@ -129,7 +129,7 @@ class BlockMask:
 
     @classmethod
     def of_tiles(cls, tiles: TileMask, batch: tuple[int, ...]) -> "BlockMask":
-        """Headway's block mask as FlexAttention's, for so many batch rows and heads."""
+        """Headway's block mask as FlexAttention's, for this number of batch rows and heads."""
         new = cls.__new__(cls)._set(None, tiles.shape[2:], tiles.tile, tiles.mask, tiles)
         new._batch, new._decided = batch, tiles.decided
         return new
@@ -336,7 +336,7 @@ class BlockMask:
         return (self._state > 0).to(torch.int32)  # type: ignore[operator]
 
     def to_string(self, grid_size: tuple[int, int] | int = (20, 20), limit: int = 4) -> str:
-        """The blocks of at most `limit` batches and heads as text of at most so many lines."""
+        """The blocks of at most `limit` batches and heads as text of a limited number of lines."""
         rows = grid_size if isinstance(grid_size, int) else grid_size[0]
         state = self._square()
         shown = []

@@ -134,7 +134,7 @@ _MODEST = frozenset("add sub mul neg abs sign invert max min where to".split())
 
 @lru_cache(maxsize=1024)
 def fitting(graph: Graph, known: tuple[tuple[str, int], ...]) -> frozenset[int]:
-    """The nodes whose whole numbers cannot leave their dtype's range, and nor can their bounds.
+    """The nodes whose integers cannot leave their dtype's range, and nor can their bounds.
 
     `known`: inputs, and how far from 0 they are at most, where that is known. One look at the graph
     then saves one at every box.

@@ -401,13 +401,13 @@ def _whole(mask: str, name: str, number: object, least: int | None) -> int:
     """The number as an int, of at least so much."""
     given, number = number, whole(number)
     if number is None or (least is not None and number < least):
-        what = "a whole number" if least is None else f"a whole number >= {least}"
+        what = "an integer" if least is None else f"an integer >= {least}"
         raise ArgumentError(f"{mask}({name}={given!r}): {name} must be {what}")
     return number
 
 
 def _set_whole(mask: Mask, name: str, least: int | None) -> None:
-    """Check a field, and make Python's int of another kind of whole number."""
+    """Check a field, and make Python's int of another kind of integer."""
     given = getattr(mask, name)
     number = _whole(type(mask).__name__, name, given, least)
     if number is not given:

@@ -39,7 +39,7 @@ def _ids_of(ends: Ends, name: str, length: int | None) -> Tensor:
     longest = max(int(row[-1]) if len(row) else 0 for row in rows)
     given, length = length, whole(length)
     if given is not None and length is None:
-        raise ArgumentError(f"document: {name}={given!r} must be a whole number")
+        raise ArgumentError(f"document: {name}={given!r} must be an integer")
     if length is not None and length < longest:
         raise ArgumentError(f"document: {name}={length}, but the documents have {longest} tokens")
     position = torch.arange(longest if length is None else length, device=rows[0].device)
@@ -66,11 +66,11 @@ def _row_ends(name: str, value: Any, device: torch.device | str | None, cumulati
     try:
         row = torch.as_tensor(value, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(f"document: {name} must be whole numbers, got {value!r}") from error
+        raise ArgumentError(f"document: {name} must be integers, got {value!r}") from error
     row = row.long() if row.numel() == 0 else row
     if row.dim() != 1 or row.dtype.is_floating_point or row.dtype == torch.bool:
         raise ArgumentError(
-            f"document: {name} must be a list of whole numbers or a 1-d int tensor, "
+            f"document: {name} must be a list of integers or a 1-d int tensor, "
             f"got {row.dtype} of shape {tuple(row.shape)}"
         )
     if cumulative and (not len(row) or int(row[0])):

@@ -124,5 +124,5 @@ def _doubled(least: Callable, table: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Whole numbers as int64, as all bounds are."""
+    """Integers as int64, as all bounds are."""
     return x if x.is_floating_point() or x.dtype == torch.bool else x.long()

@@ -23,7 +23,7 @@ from .graph import DTYPES, FLOATS, Graph, Node, Number, apply
 class Bounds(NamedTuple):
     """The least and the greatest that a value can be: tensors, or numbers for a constant.
 
-    Whole numbers of any width are held as int64.
+    Integers of any width are held as int64.
     """
 
     lo: Any
@@ -42,7 +42,7 @@ def anything(dtype: str) -> Bounds:
 def node_bounds(graph: Graph, node: Node, args: list[Bounds], fits: bool = False) -> Bounds:
     """Bounds of what an op makes of its operands.
 
-    `fits`: a whole number that is known to stay in its dtype's range, bounds included.
+    `fits`: an integer that is known to stay in its dtype's range, bounds included.
     """
     rule = rule_of(graph, node)
     bounds = _by_points(node, args) if rule is None else rule(node, *args)
@@ -85,7 +85,7 @@ def _by_points(node: Node, args: list[Bounds]) -> Bounds:
 
 Rule = Callable[..., Bounds]
 
-HUGE = 1 << 62  # whole numbers beyond it might leave int64 in the next op
+HUGE = 1 << 62  # integers beyond it might leave int64 in the next op
 _GROWING = frozenset("add sub mul neg abs floordiv truncdiv mod fmod".split())  # these, of ints
 
 

@@ -136,7 +136,7 @@ def _t5_buckets(n_buckets: int, most: int, bidirectional: bool) -> tuple[Tensor,
     other side of a bucket's edge.
     """
     side = n_buckets // 2 if bidirectional else n_buckets
-    exact = side // 2  # so many distances have a bucket each
+    exact = side // 2  # distances below it have a bucket each
     if exact < 1 or n_buckets % (2 if bidirectional else 1):
         raise ArgumentError(
             f"t5_bias: table has {n_buckets} rows; it needs an even number, at least "
@@ -145,7 +145,7 @@ def _t5_buckets(n_buckets: int, most: int, bidirectional: bool) -> tuple[Tensor,
     max_distance = whole(most)
     if max_distance is None or max_distance <= exact:
         raise ArgumentError(
-            f"t5_bias(max_distance={most!r}): max_distance must be a whole number above "
+            f"t5_bias(max_distance={most!r}): max_distance must be an integer above "
             f"{exact}, the distances that have a bucket each"
         )
     distance = torch.arange(-max_distance, max_distance + 1, device="cpu")

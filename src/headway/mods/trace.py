@@ -70,7 +70,7 @@ class _Indexing(TorchFunctionMode):
         return result
 
     def note(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Python got something that is no tensor."""
+        """Python got something that is not a tensor."""
         captured = [x for x in args if self.tracer.is_captured(x)]
         if not captured:
             return

@@ -162,7 +162,7 @@ class Tracer(TorchDispatchMode):
                 ):
                     self.refuse(
                         f"indexes a captured tensor with a {item.dtype} value",
-                        "indices must be whole numbers: convert with .long()",
+                        "indices must be integers: convert with .long()",
                     )
                 arg = self._args[id(item)]
                 if item.dtype != torch.int64:

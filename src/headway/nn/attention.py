@@ -74,7 +74,7 @@ class Attention(ScaledAttention):
         if head_width is None:
             if width % heads:
                 raise ArgumentError(
-                    f"width={width} is no multiple of heads={heads}: give head_width"
+                    f"width={width} must be a multiple of heads={heads}; or give head_width"
                 )
             head_width = width // heads
         head_width, norm_eps = (

@@ -102,7 +102,8 @@ class Rotary:
         return frequencies / self.yarn.factor * slowed + frequencies * (1 - slowed)
 
     def _pair(self, turns: float) -> float:
-        """The pair that turns so many times over the original length (YaRN, equation 13's dual)."""
+        """The pair of channels that turns `turns` times over the original length (the inverse of
+        YaRN's equation 13)."""
         assert self.yarn is not None
         length = self.yarn.original_length / (turns * 2 * math.pi)
         return self.width * math.log(length) / (2 * math.log(self.base))

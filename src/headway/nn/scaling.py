@@ -99,7 +99,7 @@ class ScaledAttention(nn.Module):
         return rotary.angles(torch.arange(start, start + x.shape[1], device=x.device))
 
     def query_side(self) -> list[tuple[Tensor, int]]:
-        """The parameters whose first so many rows make the size of the queries."""
+        """The parameters that make the queries, each with the number of its first rows that do."""
         raise NotImplementedError
 
     @torch.no_grad()

@@ -239,4 +239,4 @@ def _flag(name: str) -> str:
 
 def _at_least(name: str, number: int, least: int) -> None:
     if number < least:
-        raise ArgumentError(f"{_flag(name)} {number} must be a whole number, {least} or more")
+        raise ArgumentError(f"{_flag(name)} {number} must be an integer, {least} or more")

@@ -220,8 +220,8 @@ class QKClip:
             per_key = layout.heads // layout.kv_heads
             if here % per_key:
                 raise ArgumentError(
-                    f"{layer.name}: this rank has {here} of {layout.heads} query heads, which is "
-                    f"no whole number of groups of {per_key} that share a key head"
+                    f"{layer.name}: this rank has {here} of {layout.heads} query heads, not "
+                    f"a multiple of the {per_key} that share a key head"
                 )
             at = 0 if here == layout.heads else _first_head(layer, parameters, here)
             kv_start = len(key_power)
