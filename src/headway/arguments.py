@@ -123,7 +123,7 @@ def seed_of(seed: Any, device: torch.device) -> Tensor:
         return torch.randint(2**62, (), dtype=torch.int64, device=device)
     if isinstance(seed, Tensor):
         if seed.dim() or seed.dtype != torch.int64:
-            raise ArgumentError(f"seed must be a number or a 0-d int64 tensor, got {shown(seed)}")
+            raise ArgumentError(f"seed must be an integer or a 0-d int64 tensor, got {shown(seed)}")
         return seed
     number = whole(seed)
     if number is None or not -(2**63) <= number < 2**63:

@@ -106,8 +106,8 @@ class Sharded:
         if not isinstance(captured, DTensor):
             if captured.requires_grad:
                 raise ArgumentError(
-                    f"a captured tensor {tuple(captured.shape)} requires grad and is not a DTensor: "
-                    "each rank would get the gradient of its own shard; replicate it with "
+                    f"a captured tensor {tuple(captured.shape)} requires grad and is not a "
+                    "DTensor: each rank would get the gradient of its own shard; replicate it with "
                     "distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim)"
                 )
             return captured

@@ -243,8 +243,8 @@ class AttentionOutput(NamedTuple):
 
 
 def whole(number: Any) -> Any:
-    """An integer as Python's own int, whoever made it (NumPy, for one), or a compiler's symbol as it
-    is. None for anything else: booleans and tensors do not count as integers."""
+    """An integer, of NumPy's say, as Python's int, or a compiler's symbol as it is. None for
+    anything else: booleans and tensors do not count as integers."""
     if type(number) is int:
         return number
     if isinstance(number, bool | Tensor):

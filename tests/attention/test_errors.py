@@ -73,9 +73,9 @@ OPTIONS = {
     "dropout, not a number": ({"dropout": math.nan}, ("dropout=nan", "0 to 1")),
     "dropout, a text": ({"dropout": "0.1"}, ("dropout='0.1'", "0 to 1")),
     "dropout, a yes": ({"dropout": True}, ("dropout=True", "0 to 1")),
-    "seed, a fraction": ({"dropout": 0.5, "seed": 1.5}, ("seed", "1.5", "number")),
-    "seed, a yes": ({"dropout": 0.5, "seed": True}, ("seed=True", "number")),
-    "seed, a text": ({"dropout": 0.5, "seed": "x"}, ("seed", "'x'", "number")),
+    "seed, a fraction": ({"dropout": 0.5, "seed": 1.5}, ("seed", "1.5", "integer")),
+    "seed, a yes": ({"dropout": 0.5, "seed": True}, ("seed=True", "integer")),
+    "seed, a text": ({"dropout": 0.5, "seed": "x"}, ("seed", "'x'", "integer")),
     "seed, too large": ({"dropout": 0.5, "seed": 2**64}, ("seed", str(2**64))),
     "seed, shape": ({"dropout": 0.5, "seed": torch.tensor([1])}, ("seed", "0-d", "(1,) int64")),
     "seed, dtype": (
