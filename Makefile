@@ -84,15 +84,15 @@ format: setup ## format the code and sort its imports
 
 .PHONY: bench
 bench: setup ## time forward and backward against what else you could use
-	@.venv/bin/headway bench $(ARGS)
+	@.venv/bin/headway bench --output bench/results $(ARGS)
 
 .PHONY: gpu-bench
 gpu-bench: setup ## the same on the GPU, against FlexAttention, cuDNN and FlashAttention-4
-	@.venv/bin/headway bench --device cuda $(ARGS)
+	@.venv/bin/headway bench --device cuda --output bench/results $(ARGS)
 
 .PHONY: picture
 picture: setup ## draw the README's picture of speed anew, from bench/results
-	@$(PY) -m headway.bench.picture bench/results/h100-2026-11-25.csv docs/pictures/speed.svg
+	@$(PY) -m headway.bench.picture bench/results/h100/bench-2026-11-25.csv docs/pictures/speed.svg
 
 .PHONY: package
 package: setup ## build the wheel and the sdist in dist

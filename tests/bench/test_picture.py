@@ -9,7 +9,7 @@ from headway.bench.picture import CASES, draw, read
 from headway.errors import ArgumentError
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench" / "results" / "h100-2026-11-25.csv"
+RESULTS = ROOT / "bench" / "results" / "h100" / "bench-2026-11-25.csv"
 
 
 def shown(picture: Path) -> list[str]:
