@@ -30,4 +30,4 @@ from .mods import tiled as tiled
 from .ops import save_ops as save_ops
 from .types import AttentionOutput as AttentionOutput
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
