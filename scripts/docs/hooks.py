@@ -9,7 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages of a folder where the navigation names it: `Recipes: recipes/`."""
+    """Put the pages of a folder where the navigation names it: `Recipes: recipes/`, or without a
+    title among others. A folder that is not there is left out."""
     config.nav = _with_folders(config.nav, Path(config.docs_dir))
     return config
 
@@ -17,7 +18,7 @@ def on_config(config: Any) -> Any:
 def _with_folders(nav: list[Any], docs: Path) -> list[Any]:
     found = []
     for entry in nav:
-        title, at = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
+        title, at = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
         if isinstance(at, list):
             found.append({title: _with_folders(at, docs)})
         elif not at.endswith("/"):
@@ -25,7 +26,8 @@ def _with_folders(nav: list[Any], docs: Path) -> list[Any]:
         elif pages := sorted(
             (docs / at).glob("*.md"), key=lambda p: (p.name != "index.md", p.name)
         ):
-            found.append({title: [page.relative_to(docs).as_posix() for page in pages]})
+            names = [page.relative_to(docs).as_posix() for page in pages]
+            found += [{title: names}] if title else names
     return found
 
 
