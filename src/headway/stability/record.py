@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from .rows import local_part
+
 
 class MaxLogit(nn.Module):
     """The largest logit of every head over the training forwards since the last `reset`.
@@ -47,11 +49,12 @@ class MaxLogit(nn.Module):
         if not self.recording:
             return
         with torch.no_grad():
+            max_logit = local_part(max_logit)
             if self.value.device != max_logit.device:  # fully_shard moves parameters, not this
                 self._move(max_logit.device)
             here = self.value[: max_logit.shape[1]]
             if max_logit.shape[0]:
-                largest = max_logit.detach().amax(0).float()
+                largest = max_logit.amax(0).float()
                 largest = largest.nan_to_num(math.inf, math.inf, -math.inf)
             else:  # an empty batch keeps no pair
                 largest = torch.full_like(here, -math.inf)
