@@ -15,6 +15,15 @@ NEEDS = {"finetune_lora": ("transformers", "peft")}
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small are slower on two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def load(name: str) -> ModuleType:
     for package in NEEDS.get(name, ()):
         pytest.importorskip(package, reason=f"examples/{name}.py needs {package}")
@@ -64,8 +73,7 @@ def test_a_vision_transformer_learns():
 def test_pictures_are_of_their_shapes():
     images, labels = load("train_vit").pictures(200, 24, noise=0.0)
     area = images.sum((1, 2, 3))
-    mean = [area[labels == n].mean().item() for n in range(4)]
-    disk, square, diamond, cross = mean
+    disk, square, diamond, cross = [area[labels == n].mean().item() for n in range(4)]
     assert square > disk > diamond
     assert square > cross
 
