@@ -84,11 +84,11 @@ format: setup ## format the code and sort its imports
 
 .PHONY: bench
 bench: setup ## time forward and backward against what else you could use
-	@.venv/bin/headway bench $(ARGS)
+	@.venv/bin/headway bench --output bench/results $(ARGS)
 
 .PHONY: gpu-bench
 gpu-bench: setup ## the same on the GPU, against FlexAttention, cuDNN and FlashAttention-4
-	@.venv/bin/headway bench --device cuda $(ARGS)
+	@.venv/bin/headway bench --device cuda --output bench/results $(ARGS)
 
 .PHONY: golden
 golden: setup ## write the generated kernels that the tests compare with; read the diff

@@ -15,8 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headway.backends.hopper import islands, order, ranks
-from headway.backends.kernels import direct, plan
+from headway.backends.gpu.runtime import call_plan, launcher
+from headway.backends.hopper.bwd import dq_semaphore, segment_table
+from headway.backends.hopper.fwd import tile_table
 
 # What an operator makes would depend on what is in a tensor, or the host waits for it.
 _READS = {"_local_scalar_dense", "nonzero", "masked_select", "repeat_interleave", "unique"}
@@ -80,7 +81,7 @@ class Graph(TorchDispatchMode):
             step()
 
 
-_launch = direct.Direct.__call__
+_launch = launcher.Direct.__call__
 
 
 def _again(func: Any, args: Any, kwargs: Any, made: Any) -> None:
@@ -95,14 +96,14 @@ def recording() -> Iterator[Graph]:
     graph = Graph()
     graph.capturing = True
     with ExitStack() as stack:
-        for module in (plan, ranks, order, islands):
+        for module in (call_plan, tile_table, dq_semaphore, segment_table):
             stack.enter_context(mock.patch.object(module, "aside", graph.aside))
             stack.enter_context(mock.patch.object(module, "keep", graph.keep))
-        stack.enter_context(mock.patch.object(plan, "capturing", graph.is_capturing))
+        stack.enter_context(mock.patch.object(call_plan, "capturing", graph.is_capturing))
         stack.enter_context(
             mock.patch.object(
-                direct.Direct, "__call__",
-                lambda self, tensors, given=direct.NONE: graph.launched(self, tensors, given),
+                launcher.Direct, "__call__",
+                lambda self, tensors, given=launcher.NONE: graph.launched(self, tensors, given),
             )
         )  # fmt: skip
         stack.enter_context(graph)

@@ -17,7 +17,7 @@ follows products to the wait that ends them.
 
 Whoever arrives at a barrier says that he has read: the copy engine may then write. That the assembler does
 not wait for what LDSM reads before it arrives, `early` finds: on an H200 once in 70,000 times the numbers of
-the next copy were read (LOG.md).
+the next copy were read (docs/lab/forward.md).
 """
 
 import re

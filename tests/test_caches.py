@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import headway as hw
-from headway import alike
+from headway import call_cache
 from headway.blocks import cached_build, clear_block_cache
 from headway.blocks.build import _cache
 from headway.caches import Cache
@@ -138,7 +138,7 @@ def test_threads_build_block_masks_and_attend(restless, monkeypatch):
     clear_block_cache()
     # What is forgotten has to be looked for at that moment: there is room for nearly all.
     monkeypatch.setattr(_cache, "most", 55)
-    monkeypatch.setattr(alike._known, "most", 55)
+    monkeypatch.setattr(call_cache._known, "most", 55)
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 24, 8)
     ids = [torch.randint(0, 3, (24,)).sort().values for _ in range(20)]

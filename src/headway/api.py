@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import ops
-from .alike import captured_by, look, remember
 from .arguments import (
     DTYPES,
     check_block_mask,
@@ -32,6 +31,7 @@ from .backends import choose
 from .backends.base import Call, Kind, kind_of
 from .blocks import BlockMask, Decided, cached_build
 from .blocks.mask import tile_of
+from .call_cache import captured_by, look, remember
 from .errors import CapturedIndexError, HeadwayError, ModError
 from .keywords import unknown_keywords
 from .mods import (

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import headway as hw
-from headway import alike
+from headway import call_cache
 from headway.api import prepare
 from headway.errors import ArgumentError, BackendRefused
 
@@ -83,9 +83,9 @@ def test_whatever_changes_is_noticed():
     runs = [change() for change in CHANGES.values()]
     alone = []
     for run in runs:
-        alike._known.clear()
+        call_cache._known.clear()
         alone.append(run())
-    alike._known.clear()
+    call_cache._known.clear()
     for step in (1, -1):
         for name, run, want in [*zip(CHANGES, runs, alone, strict=True)][::step]:
             got = run()
@@ -158,12 +158,12 @@ def test_a_call_that_was_changed_is_not_known():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(alike._known, "most", 3)
-    alike._known.clear()
+    monkeypatch.setattr(call_cache._known, "most", 3)
+    call_cache._known.clear()
     q, k, v = tensors()
     for length in range(1, 9):
         prepare(q[:, :, :length], k, v)
-    assert len(alike._known) == 3
+    assert len(call_cache._known) == 3
 
 
 # -- autograd -------------------------------------------------------------------------------------

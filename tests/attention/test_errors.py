@@ -12,13 +12,7 @@ import torch
 import headway as hw
 import headway.nn
 from headway import backends
-from headway.errors import (
-    ArgumentError,
-    BackendRefused,
-    CapturedIndexError,
-    HeadwayError,
-    ModError,
-)
+from headway.errors import ArgumentError, BackendRefused, CapturedIndexError, HeadwayError, ModError
 
 B, HQ, HK, LENGTH, D = 2, 4, 2, 33, 8
 

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -340,10 +341,44 @@ def test_wrong_results_give_exit_status_one(fast, monkeypatch, tmp_path, capsys)
     assert "wrong" in capsys.readouterr().out
 
 
+def test_nothing_is_written_unless_asked(fast, monkeypatch, tmp_path, capsys):
+    from rich.console import Console
+
+    monkeypatch.setattr(table, "CASES", (TINY,))
+    monkeypatch.chdir(tmp_path)
+    assert report.run(run.Options(threads=1, repeats=2), Console(width=120)) == 0
+    shown = capsys.readouterr().out
+    assert "nothing is written: --output FILE" in shown
+    assert "sdpa" in shown
+    assert list(tmp_path.iterdir()) == []
+    path, _ = run.bench(run.Options(threads=1, repeats=2, output=tmp_path))
+    assert path is not None
+    assert path.parent == tmp_path / machine.here("cpu").card
+    assert path.match("bench-20*.csv")
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "card"),
+    [
+        ("NVIDIA H200", "sm_90", "h200"),
+        ("NVIDIA H100 80GB HBM3", "sm_90", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "sm_80", "a100-sxm4"),
+        ("NVIDIA GeForce RTX 4090", "sm_89", "geforce-rtx-4090"),
+        ("Intel(R) Xeon(R) Processor", "AVX512 AMX", "cpu-intel-xeon-amx"),
+        ("Intel(R) Core(TM) i7-8700K CPU @ 3.70GHz", "AVX2", "cpu-intel-core-i7-8700k-avx2"),
+    ],
+)
+def test_a_card_has_a_folder(device: str, capability: str, card: str):
+    assert replace(machine.here("cpu"), device=device, capability=capability).card == card
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"threads": 0}, "--threads 0"),
+        ({"resume": True}, "--resume with no --output"),
+        ({"resume": True, "output": Path()}, "--resume with --output ., a folder"),
         ({"repeats": -1}, "--repeats -1"),
         ({"device": "abacus"}, "--device 'abacus'"),
         ({"device": "meta"}, "cpu and cuda only"),

@@ -123,7 +123,7 @@ def test_small_chunks_change_nothing(monkeypatch):
     """Depth first in chunks of 33 boxes, tiles cut into bands of 7 pairs, ids read 20 at a time."""
     monkeypatch.setattr(quadtree, "_BOXES", 33)
     monkeypatch.setattr(quadtree, "_PAIRS", 7)
-    monkeypatch.setattr("headway.blocks.sides._POSITIONS", 20)
+    monkeypatch.setattr("headway.blocks.axis_bounds._POSITIONS", 20)
     for name in ("causal documents by batch", "bits", "layout of blocks", "table of distances"):
         check(common_masks()[name], (2, 2, 130, 90), (16, 8))
 

@@ -13,7 +13,7 @@ if find_spec("triton") is None:
 from cases import CASES, problem
 from checks import check, compare, run
 from headway.backends import hopper, triton
-from headway.backends.hopper import stream_k
+from headway.backends.hopper.fwd import stream_k
 from headway.errors import BackendRefused
 from positions import scattered
 

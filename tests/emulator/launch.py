@@ -16,9 +16,9 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from headway import backends
-from headway.backends.kernels import plan
-from headway.backends.kernels.driver import _FORMATS
-from headway.backends.kernels.driver import _leaves as flat
+from headway.backends.gpu.runtime import call_plan
+from headway.backends.gpu.runtime.cuda_launch import _FORMATS
+from headway.backends.gpu.runtime.cuda_launch import _leaves as flat
 
 from .copies import Map
 from .machine import Machine
@@ -96,13 +96,13 @@ def emulating(
     with ExitStack() as stack:
         stack.callback(setattr, driver, "_active", driver._active)
         driver.set_active(_Driver(target, shared))  # type: ignore[arg-type]
-        plan.clear()
-        stack.callback(plan.clear)
+        call_plan.clear()
+        stack.callback(call_plan.clear)
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", load))
         stack.enter_context(mock.patch.object(backend, "unavailable", return_value=""))
         stack.enter_context(mock.patch.object(backends, "_CHECKED", ()))
         if backend.name == "hopper":
-            where = "headway.backends.hopper.plan.processors"
+            where = "headway.backends.hopper.launch_plan.processors"
             stack.enter_context(mock.patch(where, return_value=PROCESSORS))
         stack.callback(_forget, loaded)
         yield ran

@@ -34,8 +34,8 @@ import triton
 from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
-from headway.backends.hopper import plan
-from headway.backends.kernels import first
+from headway.backends.gpu.runtime import parallel_compile
+from headway.backends.hopper import launch_plan
 from machine_code import early, in_flight, loops, spilled, unwritten
 
 LENGTH = 384
@@ -114,8 +114,8 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(backends, "_CHECKED", ()),
         mock.patch.object(hopper, "unavailable", return_value=""),
-        mock.patch.object(plan, "processors", return_value=132),
-        mock.patch.object(first, "side_by_side"),  # which loads what it compiles
+        mock.patch.object(launch_plan, "processors", return_value=132),
+        mock.patch.object(parallel_compile, "side_by_side"),  # which loads what it compiles
     ):
         driver.set_active(_Driver())  # type: ignore[arg-type]
         _call(direction, d, dv, **CALLS[name])

@@ -28,11 +28,15 @@ from unittest import mock
 import torch
 
 from headway import backends
-from headway.backends import hopper, kernels
-from headway.backends.hopper import bands, launch, plan, plan_backward, plan_forward, tile
+from headway.backends import gpu, hopper
+from headway.backends.gpu import outputs
+from headway.backends.gpu.runtime import call_plan as plans
+from headway.backends.gpu.runtime import launcher
+from headway.backends.hopper import bias_tables, launch, launch_plan
+from headway.backends.hopper.bwd import plan as bwd_plan
 from headway.backends.hopper.config import How
-from headway.backends.kernels import direct, results
-from headway.backends.kernels import plan as plans
+from headway.backends.hopper.device import mma
+from headway.backends.hopper.fwd import plan as fwd_plan
 
 from . import assembly
 
@@ -422,7 +426,7 @@ class Language(types.ModuleType):
     def inline_asm_elementwise(asm, constraints, args, **options):
         if asm == "":
             return args[0]
-        if asm == tile._HALVES.value:
+        if asm == mma._HALVES.value:
             return args[0].float()
         if "global" in asm:
             return assembly.elementwise(asm, constraints, args, Desc.lock)
@@ -556,7 +560,7 @@ def _fakes() -> dict[str, types.ModuleType]:
     jit = lambda fn=None, **options: (lambda f: f) if fn is None else fn
     gl = Language("language")
     gluon = types.SimpleNamespace(jit=jit, constexpr_function=lambda f: f)
-    api = types.ModuleType("simulated.gluon_api")
+    api = types.ModuleType("simulated.device.gluon_compat")
     vars(api).update(
         gl=gl, gluon=gluon, mbarrier=mbarrier, fence_async_shared=fence_async_shared,
         seen_as=Shared.seen_as, fence_landed=fence_landed, instruct=instruct, barrier=lambda: None,
@@ -566,31 +570,31 @@ def _fakes() -> dict[str, types.ModuleType]:
     )  # fmt: skip
     triton = types.ModuleType("triton")
     triton.jit, triton.language, triton.next_power_of_2 = jit, gl, _next_power_of_2
-    return {"simulated.gluon_api": api, "triton": triton, "triton.language": gl}
+    return {"simulated.device.gluon_compat": api, "triton": triton, "triton.language": gl}
 
 
 def _load() -> types.SimpleNamespace:
     """The kernels' own files, with the names they import played by those above."""
-    fakes = _fakes() | {"simulated_text.direct": direct}
-    for name, path in (("simulated", launch.__file__), ("simulated_text", kernels.__file__)):
+    fakes = _fakes() | {"simulated_text.runtime.launcher": launcher}
+    for name, path in (("simulated", launch.__file__), ("simulated_text", gpu.__file__)):
         package = types.ModuleType(name)
         package.__path__ = [str(Path(path).parent)]
         fakes[name] = package
     with mock.patch.dict(sys.modules, fakes):
         load = importlib.import_module
-        forward = load("simulated.kernel_forward")
-        out = load("simulated.kernel_forward_out")
-        backward = load("simulated.kernel_backward")
-        backward_wide = load("simulated.kernel_backward_wide")
-        wide_dq = load("simulated.kernel_backward_wide_dq")
-        adder = load("simulated.kernel_backward_adder")
-        zeros = load("simulated.kernel_backward_zeros")
-        islands = load("simulated.kernel_backward_islands")
-        parts = load("simulated.kernel_backward_parts")
-        sides, linear = load("simulated.sides"), load("simulated.linear")
-        diagonals = load("simulated.diagonals")
-        text = {n: load(f"simulated_text.{n}") for n in ("maths", "gradients")}
-        rows = load("simulated_text.rows")
+        forward = load("simulated.fwd.kernel")
+        out = load("simulated.fwd.epilogue")
+        backward = load("simulated.bwd.kernel")
+        backward_wide = load("simulated.bwd.wide")
+        wide_dq = load("simulated.bwd.wide_dq")
+        adder = load("simulated.bwd.dq_reduce")
+        zeros = load("simulated.bwd.dq_zero")
+        islands = load("simulated.bwd.segments")
+        parts = load("simulated.bwd.common")
+        sides, linear = load("simulated.device.hoisted"), load("simulated.device.affine_score")
+        diagonals = load("simulated.device.relative_bias")
+        text = {n: load(f"simulated_text.device.{n}") for n in ("maths", "gradients")}
+        rows = load("simulated_text.preprocess")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
         forward=forward, out=out, backward=backward, backward_wide=backward_wide,
@@ -608,7 +612,7 @@ LOADED = _load()
 
 def _functions(text):
     """What `emit.functions` gives, of the same source."""
-    from headway.backends.kernels import emit
+    from headway.backends.gpu.codegen import emit
 
     code = "\n".join(
         x for x in emit.source(text).split("\n") if not x.startswith(("import", "from"))
@@ -676,22 +680,22 @@ def simulating():
     with (
         mock.patch.object(backends, "_CHECKED", ()),
         mock.patch.object(hopper, "unavailable", return_value=""),
-        mock.patch.object(plan, "processors", return_value=3),
-        mock.patch.object(plan_forward, "forward_kernel", Kernel(LOADED.forward.forward)),
+        mock.patch.object(launch_plan, "processors", return_value=3),
+        mock.patch.object(fwd_plan, "forward_kernel", Kernel(LOADED.forward.forward)),
         mock.patch.multiple(
-            plan_backward,
+            bwd_plan,
             backward_kernel=Kernel(LOADED.backward.backward),
             backward_wide=Kernel(LOADED.backward_wide.backward_wide),
             finish=Kernel(LOADED.parts.finish),
             Terms=LOADED.rows.Terms,
         ),  # fmt: skip
         mock.patch.multiple(
-            bands,
+            bias_tables,
             lay_out=Kernel(LOADED.diagonals.lay_out),
             collect=Kernel(LOADED.diagonals.collect),
         ),  # fmt: skip
         mock.patch.object(launch, "row_terms", LOADED.rows.row_terms),
-        mock.patch.object(results, "deltas", LOADED.rows.deltas),
+        mock.patch.object(outputs, "deltas", LOADED.rows.deltas),
         mock.patch.object(LOADED.rows, "row_kernel", Kernel(LOADED.rows.row_kernel)),
         mock.patch.object(plans, "functions", _functions),
     ):

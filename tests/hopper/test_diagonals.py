@@ -11,9 +11,9 @@ if find_spec("triton") is None:
 import headway as hw
 from headway.api import prepare
 from headway.backends import hopper, reference
-from headway.backends.hopper.plan import planned
-from headway.backends.hopper.plan_backward import BackwardPlan
-from headway.backends.hopper.plan_forward import ForwardPlan
+from headway.backends.hopper.bwd.plan import BackwardPlan
+from headway.backends.hopper.fwd.plan import ForwardPlan
+from headway.backends.hopper.launch_plan import planned
 from headway.types import Coords
 
 from .test_simulated import simulated  # noqa: F401  (a fixture)

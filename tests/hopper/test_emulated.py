@@ -15,8 +15,9 @@ from cases import BY_NAME, problem
 from checks import compare, run
 from emulator.launch import Without, emulating
 from headway.backends import hopper
-from headway.backends.hopper import plan, stream_k
-from headway.backends.hopper.plan_forward import ForwardPlan
+from headway.backends.hopper import launch_plan
+from headway.backends.hopper.fwd import stream_k
+from headway.backends.hopper.fwd.plan import ForwardPlan
 from positions import scattered
 
 from .test_simulated import choose, straight_line_errors
@@ -74,7 +75,7 @@ def test_shared_ranks(widths, monkeypatch):
     monkeypatch.setattr(ForwardPlan, "memory", lambda plan: parts[: plan.part])
     d, dv = widths
     changes = {"b": 1, "hq": 3, "hk": 3, "q_len": 120, "kv_len": 761, "d": d, "dv": dv}
-    with emulating("sm_90", hopper), mock.patch.object(plan, "processors", return_value=5):
+    with emulating("sm_90", hopper), mock.patch.object(launch_plan, "processors", return_value=5):
         assert wrong("lengths_127_301", **changes) == []
     assert not parts[0].isnan()
 

@@ -14,8 +14,8 @@ import graphs
 import headway as hw
 from headway import backends
 from headway.api import prepare
-from headway.backends.hopper.plan import planned
-from headway.backends.hopper.plan_forward import ForwardPlan
+from headway.backends.hopper.fwd.plan import ForwardPlan
+from headway.backends.hopper.launch_plan import planned
 
 from . import simulator
 

@@ -10,8 +10,8 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import headway as hw
-from headway.backends.hopper.islands import FIRST, LAST, ROWS, VISIT, Islands
-from headway.backends.kernels.plan import Walk
+from headway.backends.gpu.runtime.call_plan import Walk
+from headway.backends.hopper.bwd.segment_table import FIRST, LAST, ROWS, VISIT, Segments
 
 LENGTH = 1000
 TILE = (128, 256)  # of queries and of keys
@@ -44,7 +44,7 @@ def test_islands(name, sub):
     its kinds say; and no island could be cut."""
     b, h = 2, 3
     walk = walk_of(MASKS[name], b, h)
-    made = Islands(walk, sub, b * h, LENGTH)
+    made = Segments(walk, sub, b * h, LENGTH)
     work = made.work(torch.device("cpu"))
     kinds, per, blocks = torch.from_numpy(made.kinds), TILE[0] // ROWS, -(-LENGTH // ROWS)
     # What a rank visits, as kernels do.
@@ -88,7 +88,7 @@ def test_islands(name, sub):
 
 def test_without_a_mask_a_head_is_an_island():
     walk = Walk(None, None, None, 1, 1, 4, 128, 64, 1)
-    made = Islands(walk, 1, 6, 500)
+    made = Segments(walk, 1, 6, 500)
     work = made.work(torch.device("cpu"))
     assert work.items.tolist() == [6, 6, 8, 0, 4, 0]
     assert made.kinds.tolist() == [[VISIT + FIRST] * 8, *[[VISIT] * 8] * 2, [VISIT + LAST] * 8]
@@ -110,4 +110,4 @@ def test_balance(sizes, heads, balanced):
         partial=(torch.zeros(lines + 1, dtype=torch.long), ends[:0], ends[:0]),
         b=1, h=1, lines=lines, step=64,
     )  # fmt: skip
-    assert Islands(runs, 1, heads, 64 * int(ends[-1])).balanced(8, 1 / 8) == balanced
+    assert Segments(runs, 1, heads, 64 * int(ends[-1])).balanced(8, 1 / 8) == balanced

@@ -26,12 +26,13 @@ from triton.runtime.jit import JITFunction
 from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
-from headway.backends.hopper import counter, islands, launch, plan
-from headway.backends.hopper.descriptors import aligned, followed
-from headway.backends.hopper.gluon_api import TensorDescriptor
-from headway.backends.hopper.plan_backward import BackwardPlan
-from headway.backends.hopper.plan_forward import ForwardPlan
-from headway.backends.kernels import plan as plans
+from headway.backends.gpu.runtime import call_plan as plans
+from headway.backends.hopper import launch, launch_plan, tile_counter
+from headway.backends.hopper.bwd import segment_table
+from headway.backends.hopper.bwd.plan import BackwardPlan
+from headway.backends.hopper.device.gluon_compat import TensorDescriptor
+from headway.backends.hopper.fwd.plan import ForwardPlan
+from headway.backends.hopper.tma import aligned, followed
 from headway.errors import BackendRefused
 from triton import knobs
 
@@ -45,7 +46,7 @@ def device():
         launching("sm_90") as seen,
         mock.patch.object(backends, "_CHECKED", ()),
         mock.patch.object(hopper, "unavailable", return_value=""),
-        mock.patch.object(plan, "processors", return_value=132),
+        mock.patch.object(launch_plan, "processors", return_value=132),
     ):
         yield seen
 
@@ -119,8 +120,10 @@ def test_short_documents_are_done_one_by_one(device):
 def test_islands_are_looked_for_once_for_a_mask(device, monkeypatch):
     """Not in every call: the host would wait for the GPU."""
     made = []
-    found = islands.Islands
-    monkeypatch.setattr(islands, "Islands", lambda *given: made.append(given) or found(*given))
+    found = segment_table.Segments
+    monkeypatch.setattr(
+        segment_table, "Segments", lambda *given: made.append(given) or found(*given)
+    )
     x = torch.zeros(2, 4, 4096, 128).bfloat16()
     for ids in (torch.arange(4096) // 256, torch.arange(4096) // 128):
         made.clear()
@@ -148,8 +151,8 @@ def test_which_consumers_a_call_gets(device):
         x, v = torch.zeros(1, 2, length, width), torch.zeros(1, 2, length, min(width, 128))
         given = x.bfloat16(), x.bfloat16(), v.bfloat16()
         spec, call = prepare(*given, backend="hopper", **options)
-        how = plan.planned(ForwardPlan, spec, call, (), *given).kernel.options["HOW"]
-        assert (how.consumers, how.held) == wanted, (width, length, options)
+        how = launch_plan.planned(ForwardPlan, spec, call, (), *given).kernel.options["HOW"]
+        assert (how.consumers, how.q_in_registers) == wanted, (width, length, options)
 
 
 def test_what_the_copy_engine_cannot_read_is_copied():
@@ -200,20 +203,20 @@ def test_every_stream_has_a_zero_of_its_own_and_so_has_every_capture():
     }
     with (
         mock.patch.multiple(torch._C, create=True, **fakes),
-        mock.patch.object(counter, "_free", return_value=list(own)),
-        mock.patch.object(counter, "_zeros", {}),
+        mock.patch.object(tile_counter, "_free", return_value=list(own)),
+        mock.patch.object(tile_counter, "_zeros", {}),
         mock.patch.object(torch, "zeros", side_effect=lambda *size, **options: object()),
     ):
-        first = counter.zero(card)
-        assert counter.zero(card) is first
+        first = tile_counter.zero(card)
+        assert tile_counter.zero(card) is first
         state["stream"] = 8
-        other = counter.zero(card)
+        other = tile_counter.zero(card)
         assert {other.data_ptr(), first.data_ptr()} == {row.data_ptr() for row in own}
         state["stream"] = 9  # there are no more
-        assert counter.zero(card) is not counter.zero(card)
+        assert tile_counter.zero(card) is not tile_counter.zero(card)
         state |= {"stream": 7, "capturing": True}
-        assert counter.zero(card) is not first
-        assert counter.zero(card) is not counter.zero(card)
+        assert tile_counter.zero(card) is not first
+        assert tile_counter.zero(card) is not tile_counter.zero(card)
 
 
 @pytest.mark.parametrize("name", [n for n in bring_up.CHECKS if n.startswith("whole")])
@@ -225,7 +228,7 @@ def test_checks_of_whole_heads_are_of_whole_heads(device, name):
     mask = bring_up.mask_of(options.get("mask"), bring_up.CHECKS[name][0], "cpu")
     in_turn = options.get("deterministic", False)
     spec, call = prepare(q, k, v, None, mask, backend="hopper", deterministic=in_turn)
-    made = plan.planned(BackwardPlan, spec, call, (), q, k, v, dout)
+    made = launch_plan.planned(BackwardPlan, spec, call, (), q, k, v, dout)
     assert made.suited(spec, call, (), (q, k, v, dout)).by_island is not None
 
 

@@ -12,9 +12,10 @@ if find_spec("triton") is None:
 
 import headway as hw
 from headway.api import prepare
+from headway.backends.gpu.codegen import emit
+from headway.backends.gpu.codegen.affine import side
+from headway.backends.gpu.runtime import call_plan
 from headway.backends.hopper.config import How
-from headway.backends.kernels import emit, plan
-from headway.backends.kernels.linear import side
 from headway.mods.graph import parse
 
 from . import simulator
@@ -50,7 +51,7 @@ def functions(score, side=0):
     q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, score, None, backend="hopper")
     text = emit.Text(spec.score, None, far=(False,) * 9, apart=True, sides=True, side=side)
-    tensors = plan._with_sizes(call.captured.tensors)
+    tensors = call_plan._with_sizes(call.captured.tensors)
     numbers = (*call.captured.ints, *call.captured.floats)
     return simulator._functions(text), (simulator._argument(tensors), numbers)
 
@@ -84,8 +85,8 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     known = {x: getattr(module, x, None) for x in ("score_shared", "score_of_q", "score_of_kv")}
     assert (known["score_shared"] is not None) == any(x in name for x in READ)
     rising = (module.known or 0.0) > 1e-6
-    how = How(128, 2, 1, torch.int32, linear=module.linear, bent=module.bent, lone=module.lone,
-              rising=rising, **known)  # fmt: skip
+    how = How(128, 2, 1, torch.int32, affine=module.linear, has_abs=module.bent, abs_only=module.lone,
+              monotone=rising, **known)  # fmt: skip
     assert module.straight == (name in STRAIGHT or (name == "alibi" and on != 0))
     sides = simulator.LOADED.sides
     exact = make(SLOPES.double(), BIAS.double())
@@ -112,7 +113,7 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
             if queries and module.straight and rising:
                 ways += [(True, False), (True, True)]
             for product, slanted in ways:
-                how = replace(how, slanted=product)
+                how = replace(how, slope_mma=product)
                 at = 0, h, q, kv
                 if queries:
                     added = of_rank = torch.zeros(())

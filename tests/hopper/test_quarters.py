@@ -15,10 +15,10 @@ from emulator.launch import emulating
 from headway.api import prepare
 from headway.backends import hopper, reference
 from headway.backends.base import graphs, split
-from headway.backends.hopper import plan_forward
-from headway.backends.hopper.quarters import ALL, NOTHING, SOME, quarters
-from headway.backends.hopper.ranks import table
-from headway.backends.kernels.plan import Walk
+from headway.backends.gpu.runtime.call_plan import Walk
+from headway.backends.hopper.fwd import plan
+from headway.backends.hopper.fwd.half_block_table import ALL, NOTHING, SOME, half_block_table
+from headway.backends.hopper.fwd.tile_table import table
 from headway.blocks import cached_build
 from headway.types import Coords
 
@@ -50,7 +50,7 @@ def found(mask, q_len, kv_len):
     spec, call = prepare(q, k, k, None, mask, backend="cpu")
     graph, captured = graphs(spec)[1], split(spec, call.captured)[1]
     shape = 2, 2, q_len, kv_len
-    made = quarters(graph, captured, shape, TILE, call.coords)
+    made = half_block_table(graph, captured, shape, TILE, call.coords)
     tiles, b, h = cached_build(graph, captured, shape, TILE, torch.device("cpu"), call.coords)
     lines = -(-q_len // 128)
     walk = Walk(tiles.rows_full, tiles.rows_partial, tiles.row_order, b, h, lines, 128, 128, 1)
@@ -93,7 +93,7 @@ def quarters_of(mask, length=640, kv_len=None):
     """What a call is compiled for, at lengths for which a rank is of two consumers."""
     q, k = (torch.zeros(1, 2, n, 128).bfloat16() for n in (length, kv_len or length))
     spec, call = prepare(q, k, k, None, mask, backend="hopper")
-    return plan_forward.ForwardPlan(spec, call, (), (q, k, k)).kernel.options["HOW"].quarters
+    return plan.ForwardPlan(spec, call, (), (q, k, k)).kernel.options["HOW"].half_blocks
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_shard(shift, far):
     [(LEFT, LEFT, WHOLE, WHOLE), (WHOLE, RIGHT, WHOLE, WHOLE), (LEFT, (SOME, ALL), WHOLE, WHOLE)],
 )
 def test_what_is_wrong_is_found(wrong):
-    with mock.patch.object(plan_forward, "quarters", return_value=wrong):
+    with mock.patch.object(plan, "half_block_table", return_value=wrong):
         assert not max(errors("causal", True)) < 8e-3
 
 

@@ -11,10 +11,11 @@ if find_spec("triton") is None:
 
 import headway as hw
 from headway.api import prepare
-from headway.backends.hopper.plan import SIDES
-from headway.backends.kernels import emit, plan
-from headway.backends.kernels.sides import sides
-from headway.backends.kernels.widths import Widths
+from headway.backends.gpu.codegen import emit
+from headway.backends.gpu.codegen.hoist import sides
+from headway.backends.gpu.codegen.int_ranges import Widths
+from headway.backends.gpu.runtime import call_plan
+from headway.backends.hopper.launch_plan import SIDES
 from headway.mods.graph import parse
 
 from . import simulator
@@ -54,7 +55,7 @@ def taken_apart(mask, apart=True):
     q = torch.zeros(BATCH, 1, LENGTH, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, None, mask, backend="hopper")
     text = emit.Text(None, spec.mask, (), apart, apart, (False,) * 9, apart=apart, sides=True)
-    tensors = plan._with_sizes(call.captured.tensors)
+    tensors = call_plan._with_sizes(call.captured.tensors)
     captured = simulator._argument(tensors), (*call.captured.ints, *call.captured.floats)
     graph = parse(spec.mask)
     found = sides(graph, Widths(graph, True) if apart else None)

@@ -18,9 +18,12 @@ from checks import check, compare, run, yardstick
 from headway import ops
 from headway.api import prepare
 from headway.backends import first_use, hopper, reference
-from headway.backends.hopper import plan, plan_backward, plan_forward, ranks, stream_k
-from headway.backends.hopper.plan_forward import ForwardPlan
-from headway.backends.kernels import plan as plans
+from headway.backends.gpu.runtime import call_plan as plans
+from headway.backends.hopper import launch_plan
+from headway.backends.hopper.bwd import plan as plan_backward
+from headway.backends.hopper.fwd import plan as plan_forward
+from headway.backends.hopper.fwd import stream_k, tile_table
+from headway.backends.hopper.fwd.plan import ForwardPlan
 from headway.errors import BackendRefused
 from headway.types import Coords
 from learned import SMALL, errors
@@ -52,7 +55,7 @@ def choose(monkeypatch, way: str) -> None:
     """Whether dk and dq come with the next block, as they would where lines are long, or CTAs take
     whole islands, as where they are short and many."""
     monkeypatch.setattr(
-        plan.Plan, "long", lambda self, length=0: way == "lagged" and not self.heavy
+        launch_plan.Plan, "long", lambda self, length=0: way == "lagged" and not self.heavy
     )
     monkeypatch.setattr(plan_backward, "IDLE", 1e9 if way == "whole" else -1e9)
 
@@ -214,7 +217,7 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
     monkeypatch.setattr(simulator.Kernel, "abreast", abreast)
     monkeypatch.setattr(stream_k, "LEAST", 1)
     suits = mock.patch.object(
-        ForwardPlan, "suits", lambda _, how: how.consumers == consumers and not how.slanted
+        ForwardPlan, "suits", lambda _, how: how.consumers == consumers and not how.slope_mma
     )
     parts = torch.full((100_000,), torch.nan)
     poisoned = mock.patch.object(ForwardPlan, "memory", lambda plan: parts[: plan.part])
@@ -333,8 +336,8 @@ def test_the_shortest_lines_are_dealt_last(d, dv, length, monkeypatch):
     choose(monkeypatch, "lagged")
     monkeypatch.setattr(plan_forward.ForwardPlan, "near", lambda self, heads, *_: heads // 2)
     told = []
-    table = ranks.table
-    monkeypatch.setattr(ranks, "table", lambda *args: told.append(table(*args)) or told[-1])
+    table = tile_table.table
+    monkeypatch.setattr(tile_table, "table", lambda *args: told.append(table(*args)) or told[-1])
     q, k, v = (torch.randn(2, 4, length, w).bfloat16() for w in (d, d, dv))
     made = hw.attention_with_stats(q, k, v, mask=hw.causal(), backend="hopper")
     true = hw.attention_with_stats(
@@ -392,7 +395,7 @@ def test_a_first_block_among_partial_ones(name, length):
     made, suits = [], mock.patch.object(ForwardPlan, "suits", return_value=True)
     for merged in (False, True):
         plans.clear()
-        row = replace(plan_forward.FORWARD[0], merged=merged)
+        row = replace(plan_forward.FORWARD[0], first_block_in_loop=merged)
         with mock.patch.object(plan_forward, "FORWARD", (row,)), suits:
             made += [hw.attention_with_stats(q, k, v, None, mask, backend="hopper")]
     assert all(map(torch.equal, made[0], made[1]))
@@ -412,7 +415,7 @@ def test_in_turn(name, way, monkeypatch):
     q, k, v, dout = (torch.randn(1, h, 520, w).bfloat16() for h, w in shapes)
     spec, call = prepare(q, k, v, None, mask(), sink=torch.randn(hq), backend="hopper",
                          partial=True, deterministic=True)  # fmt: skip
-    turns, wait = [], simulator.LOADED.adder.await_turn
+    turns, wait = [], simulator.LOADED.adder.semaphore_wait
 
     def exactly(counter, turn):
         wait(counter, turn)
@@ -425,8 +428,8 @@ def test_in_turn(name, way, monkeypatch):
 
     with (
         torch.no_grad(),
-        mock.patch.object(simulator.LOADED.adder, "await_turn", exactly),
-        mock.patch.object(simulator.LOADED.wide_dq, "await_turn", exactly),
+        mock.patch.object(simulator.LOADED.adder, "semaphore_wait", exactly),
+        mock.patch.object(simulator.LOADED.wide_dq, "semaphore_wait", exactly),
     ):
         out, lse, *_ = hopper.forward(spec, call)
         one, other = made(spec, False), made(spec, True)
@@ -515,13 +518,18 @@ def test_adders_wait_for_zeros(waits, monkeypatch):
     """Of a memory that is anything but zeros until the copy engine, slow here, has made it so; where
     they do not wait, after an adder has ended."""
     backward, zeros, adder = (getattr(simulator.LOADED, n) for n in ("backward", "zeros", "adder"))
-    landed, wait, add, empty = zeros.fence_landed, adder.await_zeros, backward.add, torch.empty
+    landed, wait, add, empty = (
+        zeros.fence_landed,
+        adder.await_zeros,
+        backward.reduce_dq,
+        torch.empty,
+    )
     ended = threading.Event()
     slow = (lambda: time.sleep(0.05)) if waits else (lambda: ended.wait(20))
     monkeypatch.setattr(zeros, "fence_landed", lambda: (slow(), landed()))
     monkeypatch.setattr(adder, "copy_out_wait", lambda _: landed())  # what is added lands at once
     monkeypatch.setattr(adder, "await_zeros", wait if waits else lambda *_: None)
-    monkeypatch.setattr(backward, "add", lambda *given: (add(*given), ended.set()))
+    monkeypatch.setattr(backward, "reduce_dq", lambda *given: (add(*given), ended.set()))
     monkeypatch.setattr(torch, "empty", lambda *size, **o: empty(*size, **o).fill_(-1e4))
     choose(monkeypatch, "at once")
     plans.clear()
@@ -552,8 +560,8 @@ def test_a_broken_kernel_is_found():
     forward, out = simulator.LOADED.forward, simulator.LOADED.out
     broken = {
         "fence_async_shared": (out, lambda: None),
-        "release": (forward, lambda ring, at, *others: None),
-        "step": (forward, lambda at, stages: at),
+        "consumer_release": (forward, lambda ring, at, *others: None),
+        "advance": (forward, lambda at, stages: at),
     }
     case = BY_NAME["long_700_half"]
     for name, (where, by) in broken.items():

@@ -10,7 +10,7 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from headway.backends.hopper.config import FORWARD, fitting
-from headway.backends.hopper.stream_k import LEAST, MOST, Shares
+from headway.backends.hopper.fwd.stream_k import LEAST, MOST, Shares
 
 HELD = next(row for row in FORWARD if row.held and row.consumers == 2)
 MLA = fitting(FORWARD, 192, 128)

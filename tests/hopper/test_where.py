@@ -89,8 +89,8 @@ def test_a_gluon_that_lacks_a_name_is_no_crash(card, monkeypatch):
     import triton.experimental.gluon.language.nvidia.hopper as names
 
     monkeypatch.delattr(names, "warpgroup_mma")
-    monkeypatch.delitem(sys.modules, "headway.backends.hopper.gluon_api", raising=False)
-    monkeypatch.delattr(hopper, "gluon_api", raising=False)
+    monkeypatch.delitem(sys.modules, "headway.backends.hopper.device.gluon_compat", raising=False)
+    monkeypatch.delattr("headway.backends.hopper.device.gluon_compat", raising=False)
     assert re.match(
         r"Triton .* has another Gluon than the kernels know: .*warpgroup_mma", row().reason
     )

@@ -20,8 +20,8 @@ from headway.types import Coords
 if find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
 
-from headway.backends.kernels import plan
-from headway.backends.kernels.device import aside
+from headway.backends.gpu.runtime import call_plan
+from headway.backends.gpu.runtime.device_guard import aside
 
 HQ, HK, LENGTH, D = 4, 2, 300, 64
 HALF = {"rtol": 2e-2, "atol": 2e-2}
@@ -157,11 +157,11 @@ def test_what_is_written_after_a_capture_counts(backend, make, known, lengths):
 
     def forgetting():
         if not known:
-            plan.clear()
+            call_plan.clear()
         return step()
 
     graph, made = record(forgetting)
-    plan.clear()
+    call_plan.clear()
     hw.clear_block_cache()
     gc.collect()
     torch.cuda.empty_cache()
@@ -188,7 +188,7 @@ def test_block_masks_that_take_turns_in_a_graph(backend):
         return made
 
     graph, made = record(step)
-    plan.clear()
+    call_plan.clear()
     with torch.no_grad():
         q.copy_(torch.randn_like(q))
     graph.replay()
@@ -278,7 +278,7 @@ def test_a_default_device_and_dtype_change_nothing(qkv, backend, device):
     lengths = torch.tensor([200, LENGTH], device="cuda")
 
     def everything():
-        plan.clear()
+        call_plan.clear()
         hw.clear_block_cache()
         mask = hw.causal() & hw.padding(lengths) & hw.sliding_window(100)
         out = hw.attention(q, k, v, score, mask, backend=backend)
@@ -304,7 +304,7 @@ def test_threads(qkv):
     masks = [hw.causal(), hw.sliding_window(50), hw.causal() & hw.prefix(30)]
     calls = [(score, mask) for score in (None, hw.softcap(5.0), hw.alibi(HQ)) for mask in masks]
     right = [hw.attention(q, k, v, *call, backend="reference") for call in calls]
-    plan.clear()
+    call_plan.clear()
     hw.clear_block_cache()
 
     def work(seed: int) -> None:

@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway import alike
+from headway import call_cache
 from headway.compat import flex
 from headway.errors import ModError
 from headway.mods import capture, lowering
@@ -435,7 +435,7 @@ def _without_default_dtype(patch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return (lambda: torch.float32) if name == "get_default_dtype" else getattr(torch, name)
 
-    for module in (lowering, alike):
+    for module in (lowering, call_cache):
         patch.setattr(module, "torch", Torch())
 
 
@@ -469,7 +469,7 @@ MOST = 600  # programs that a mutant may live through
 def forget() -> None:
     """Nothing was ever traced."""
     lowering._lowered.clear()
-    alike._known.clear()
+    call_cache._known.clear()
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -34,7 +34,7 @@ import headway as hw
 from emulator import launch as emulated
 from headway.api import prepare
 from headway.backends import triton as backend
-from headway.backends.kernels import plan
+from headway.backends.gpu.runtime import call_plan
 from machine_code import in_flight, spilled, unwritten
 
 # Name: target, and bytes of shared memory that a program may have.
@@ -117,7 +117,7 @@ def launching(name: str):
             yield launched
     finally:
         driver._active = before
-        plan.clear()
+        call_plan.clear()
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def compiling(name: str, kernels: list):
     with ExitStack() as stack:
         stack.callback(setattr, driver, "_active", driver._active)
         driver.set_active(_Driver(target))
-        stack.callback(plan.clear)
+        stack.callback(call_plan.clear)
         for where, what, by in (
             (JITFunction, "run", compile_only),
             (backend, "unavailable", lambda *device: ""),

@@ -32,9 +32,9 @@ from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
 from headway.backends import triton as portable
-from headway.backends.hopper import plan as hopper_plan
-from headway.backends.kernels import direct, plan
-from headway.backends.kernels.driver import Launch
+from headway.backends.gpu.runtime import call_plan, launcher
+from headway.backends.gpu.runtime.cuda_launch import Launch
+from headway.backends.hopper import launch_plan as hopper_plan
 
 loads: list[bytes] = []
 
@@ -85,13 +85,13 @@ def seen() -> bytes:
 
 
 compared: dict[str, int] = {}
-launch = direct.Direct.__call__
+launch = launcher.Direct.__call__
 
 
-def both(self, tensors, given=direct.NONE):
+def both(self, tensors, given=launcher.NONE):
     """Launch both ways."""
     own = self.launch
-    if own is None or direct.rehearsals:
+    if own is None or launcher.rehearsals:
         return launch(self, tensors, given)
     found, before = [], launches.value
     for self.launch in (own, None):
@@ -124,10 +124,10 @@ def single() -> None:
     portable.backward(spec, call, out, lse.fill_(0), q, None, ())
 
 
-def kernels() -> list[direct.Direct]:
+def kernels() -> list[launcher.Direct]:
     """Those that are launched directly: the one whose score captures a float is the last."""
-    plans = [p for p in plan._known.values() if isinstance(p, plan.BasePlan)]
-    found = [d for p in plans for d in vars(p).values() if isinstance(d, direct.Direct)]
+    plans = [p for p in call_plan._known.values() if isinstance(p, call_plan.BasePlan)]
+    found = [d for p in plans for d in vars(p).values() if isinstance(d, launcher.Direct)]
     found += [d for p in plans if hasattr(p, "terms") for d in p.terms.kernels.values()]
     launchers = [l for p in plans for l in getattr(p, "launchers", {}).values()]
     return found + [d for l in launchers for d in l.kernels.values()]
@@ -183,7 +183,7 @@ with ExitStack() as stack:
         stack.enter_context(mock.patch.object(where, what, by))
     driver.set_active(Driver())
     without_a_launcher()
-    with mock.patch.object(direct.Direct, "__call__", both):
+    with mock.patch.object(launcher.Direct, "__call__", both):
         for n in range(3):
             single()
             forward(portable, "triton", hw.softcap(20.0 + n), 16)

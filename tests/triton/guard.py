@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from headway.backends.kernels import learned
+from headway.backends.gpu import captured_grads
 from headway.backends.triton import launch
 
 BAND = 256  # numbers before and after: a kernel that is one row or one tile off hits them
@@ -34,7 +34,7 @@ def guarded() -> Iterator[None]:
 
     names = {name: getattr(torch, name) for name in dir(torch)}
     fake = SimpleNamespace(**names | {"empty": empty, "zeros": zeros})
-    with mock.patch.object(launch, "torch", fake), mock.patch.object(learned, "torch", fake):
+    with mock.patch.object(launch, "torch", fake), mock.patch.object(captured_grads, "torch", fake):
         yield
     for whole in made:
         for band in (whole[:BAND], whole[-BAND:]):

@@ -21,7 +21,7 @@ from guard import guarded
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
 from cases import BY_NAME, Case
 from checks import check
-from headway.backends.kernels.plan import clear
+from headway.backends.gpu.runtime.call_plan import clear
 from headway.backends.triton import plan, walk
 from learned import SMALL, errors
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import headway as hw
 from headway import backends
-from headway.backends.kernels.plan import clear
+from headway.backends.gpu.runtime.call_plan import clear
 from headway.backends.triton import plan
 
 # b, hq, hk, q_len, kv_len, d, dv; dtype

@@ -26,7 +26,7 @@ from triton.runtime.errors import PTXASError
 
 import headway as hw
 from headway.api import prepare
-from headway.backends.kernels import learned
+from headway.backends.gpu import captured_grads
 from headway.backends.triton import launch
 from headway.backends.triton.config import Config, passes
 from headway.backends.triton.plan import bits_of, planned
@@ -149,7 +149,7 @@ class Bench:
         given = (self.q, self.k, self.v)
         if kernel == "forward":
             return planned(self.spec, self.call, (), *given)
-        wanted = learned.wanted(self.spec.score, self.needs)
+        wanted = captured_grads.wanted(self.spec.score, self.needs)
         return planned(self.spec, self.call, wanted, *given, self.dout)
 
     def kernels(self) -> list[str]:
@@ -181,7 +181,7 @@ class Bench:
         copied = (k, v) if kernel == "backward_q" else (q, dout)
         fixed = q, k, v, dout, *launch.turned(plan, *copied), terms
         given = {
-            "backward_q": (*fixed, *of_rows, dq, *learned.by_gather(plan.text, captured)),
+            "backward_q": (*fixed, *of_rows, dq, *captured_grads.by_gather(plan.text, captured)),
             "backward_kv": (*fixed, dk, dv, None),
             "backward_k": (*fixed, dk, None, None),
             "backward_v": (*fixed, None, dv, None),
@@ -202,7 +202,7 @@ class Bench:
         new = lambda width, dtype: torch.empty(b, hq, n, width, dtype=dtype, device=self.device)
         self.dq32 = torch.zeros(b, hq, n, d, device=self.device)
         tensors = self.call.captured.tensors
-        captured = learned.zeros(tensors, self.needs, torch.device(self.device))
+        captured = captured_grads.zeros(tensors, self.needs, torch.device(self.device))
         fixed = (self.q, self.k, self.v, self.dout, terms)
         return (
             fixed,

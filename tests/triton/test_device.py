@@ -10,7 +10,7 @@ import torch
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from headway.backends.kernels import device
+from headway.backends.gpu.runtime import device_guard
 from headway.errors import BackendRefused
 
 CARD = torch.device("cuda", 0)
@@ -49,8 +49,8 @@ def cuda():
             is_current_stream_capturing=made.is_current_stream_capturing,
         ),
         mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=0),
-        mock.patch.object(device, "_exchange", return_value=made.exchange),
-        mock.patch.object(device, "_kept", {}),
+        mock.patch.object(device_guard, "_exchange", return_value=made.exchange),
+        mock.patch.object(device_guard, "_kept", {}),
     ):  # fmt: skip
         yield made
 
@@ -58,36 +58,36 @@ def cuda():
 def test_aside_is_another_stream_at_ease_and_all_is_as_before_afterwards(cuda):
     def made():
         assert (cuda.current, cuda.mode) == (8, 2)
-        assert not device.capturing(CARD)
-        return device.aside(CARD, lambda: cuda.current)
+        assert not device_guard.capturing(CARD)
+        return device_guard.aside(CARD, lambda: cuda.current)
 
-    assert device.aside(CARD, made) == 8
+    assert device_guard.aside(CARD, made) == 8
     assert cuda.log == [(8, 8, 2)]  # waited for, there
     assert (cuda.current, cuda.mode) == (7, 0)
     with pytest.raises(ZeroDivisionError):
-        device.aside(CARD, lambda: 1 / 0)
+        device_guard.aside(CARD, lambda: 1 / 0)
     assert (cuda.current, cuda.mode) == (7, 0)
 
 
 def test_nothing_is_done_where_nothing_is_captured(cuda):
     cuda.current, x = 1, torch.zeros(3)
-    assert device.aside(CARD, lambda: cuda.current) == 1
-    device.keep(CARD, [x])
-    assert (cuda.next, cuda.mode, device._kept) == (7, 0, {})
+    assert device_guard.aside(CARD, lambda: cuda.current) == 1
+    device_guard.keep(CARD, [x])
+    assert (cuda.next, cuda.mode, device_guard._kept) == (7, 0, {})
     cuda.current = 7
-    assert not device.capturing(torch.device("cpu"))
-    device.keep(CARD, [x, x])
-    assert [*device._kept.values()] == [x]
+    assert not device_guard.capturing(torch.device("cpu"))
+    device_guard.keep(CARD, [x, x])
+    assert [*device_guard._kept.values()] == [x]
 
 
 def test_without_the_driver_it_is_refused_with_the_way_out(cuda):
     with (
-        mock.patch.object(device, "_exchange", return_value=None),
+        mock.patch.object(device_guard, "_exchange", return_value=None),
         pytest.raises(BackendRefused, match="make the same call once before"),
     ):
-        device.aside(CARD, list)
+        device_guard.aside(CARD, list)
     with (
-        mock.patch.object(device, "_exchange", return_value=lambda pointer: 1),
+        mock.patch.object(device_guard, "_exchange", return_value=lambda pointer: 1),
         pytest.raises(BackendRefused, match="error 1"),
     ):
-        device.aside(CARD, list)
+        device_guard.aside(CARD, list)

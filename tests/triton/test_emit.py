@@ -14,8 +14,8 @@ from headway.mods.graph import parse
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from headway.backends.kernels import emit
-from headway.backends.kernels.varies import variation
+from headway.backends.gpu.codegen import emit
+from headway.backends.gpu.codegen.dependence import variation
 
 SLOPES = torch.rand(4)
 TABLE = torch.randn(4, 9)

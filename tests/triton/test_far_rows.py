@@ -17,7 +17,7 @@ import torch
 import headway as hw
 from headway.api import prepare
 from headway.backends import get
-from headway.backends.kernels import FAR, limits
+from headway.backends.gpu import FAR, limits
 
 HERE = Path(__file__).parent
 

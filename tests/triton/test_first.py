@@ -24,7 +24,8 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 import triton
-from headway.backends.kernels import first, maths, plan
+from headway.backends.gpu.device import maths
+from headway.backends.gpu.runtime import call_plan, parallel_compile
 from headway.backends.triton import kernel_backward, kernel_forward, tile, walk
 
 ALL = ["forward", "backward_q", "backward_kv"]
@@ -39,7 +40,7 @@ def device():
 @pytest.fixture
 def compiled(device, monkeypatch):
     """Names of the kernels that are compiled, or read from Triton's cache, and by which thread."""
-    plan.clear()
+    call_plan.clear()
     device.clear()
     names: list[tuple[str, int]] = []
     compile_one = JITFunction._do_compile
@@ -66,7 +67,9 @@ def attend(layout: str = "together", **options) -> torch.Tensor:
 
 
 def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compiled, monkeypatch):
-    monkeypatch.setattr(first, "_HEAD_START", 0)  # which is enough to read a kernel from a cache
+    monkeypatch.setattr(
+        parallel_compile, "_HEAD_START", 0
+    )  # which is enough to read a kernel from a cache
     together, compile_one = threading.Barrier(len(ALL), timeout=60), JITFunction._do_compile
     failed = []  # which the launch would try again
 
@@ -89,7 +92,7 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
             raise
 
     here = threading.get_ident()
-    monkeypatch.setattr(first, "suppress", told)
+    monkeypatch.setattr(parallel_compile, "suppress", told)
     monkeypatch.setattr(JITFunction, "_do_compile", meet)
     threads = threading.active_count()
     out = attend()
@@ -101,15 +104,15 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
     out.backward(heads())
     assert len(compiled) == 3
     assert [name for name, _ in device.launches] == ALL
-    assert not first.rehearsals
+    assert not parallel_compile.rehearsals
 
 
 def test_triton_starts_before_anything_else(compiled, monkeypatch):
     """Its driver's module takes a compiler as long as the rest of the call's preparation."""
     seen = []
-    starting, settle = plan.starting, plan.settle
-    monkeypatch.setattr(plan, "starting", lambda: seen.append("start") or starting())
-    monkeypatch.setattr(plan, "settle", lambda *given: seen.append("settle") or settle(*given))
+    starting, settle = call_plan.starting, call_plan.settle
+    monkeypatch.setattr(call_plan, "starting", lambda: seen.append("start") or starting())
+    monkeypatch.setattr(call_plan, "settle", lambda *given: seen.append("settle") or settle(*given))
     attend()
     assert seen[0] == "start"
     assert "settle" in seen
@@ -117,10 +120,12 @@ def test_triton_starts_before_anything_else(compiled, monkeypatch):
 
 def test_the_dearest_kernels_have_a_head_start(compiled, monkeypatch):
     waits = []
-    monkeypatch.setattr(first, "wait", lambda begun, seconds: wait(begun) and waits.append(seconds))
+    monkeypatch.setattr(
+        parallel_compile, "wait", lambda begun, seconds: wait(begun) and waits.append(seconds)
+    )
     attend()
     assert [name for name, _ in compiled] == ALL[::-1]
-    assert waits == [first._HEAD_START] * len(ALL)
+    assert waits == [parallel_compile._HEAD_START] * len(ALL)
 
 
 def test_a_gradient_that_lies_otherwise_compiles_the_backward_side_by_side(device, compiled):
@@ -164,7 +169,7 @@ def test_what_is_not_trained_compiles_one_kernel_where_it_is_called(device, comp
 
 def test_calls_that_differ_in_length_alone_are_rehearsed_once(device, compiled, monkeypatch):
     rehearsed = []
-    monkeypatch.setattr(first, "side_by_side", lambda *given: rehearsed.append(given))
+    monkeypatch.setattr(parallel_compile, "side_by_side", lambda *given: rehearsed.append(given))
     for length in (48, 80, 112, 81):
         x = torch.randn(1, 2, length, 16, dtype=torch.bfloat16, requires_grad=True)
         hw.attention(x, x, x, backend="triton")
@@ -183,7 +188,7 @@ def test_an_error_of_the_compiler_is_raised_where_the_kernel_is_launched(compile
     out = attend()
     with pytest.raises(ValueError, match="out of registers"):
         out.backward(heads())
-    assert not first.rehearsals
+    assert not parallel_compile.rehearsals
 
 
 def test_a_backward_that_finds_no_memory_does_not_fail_the_forward(device, compiled, monkeypatch):
@@ -195,7 +200,7 @@ def test_a_backward_that_finds_no_memory_does_not_fail_the_forward(device, compi
     assert [name for name, _ in device.launches] == ["forward"]
     with pytest.raises(torch.OutOfMemoryError):
         out.backward(heads())
-    assert not first.rehearsals
+    assert not parallel_compile.rehearsals
 
 
 def test_a_tile_that_does_not_fit_is_found_out_at_the_launch(device, compiled, monkeypatch):
@@ -223,8 +228,8 @@ def test_keys_of_kernels_do_not_depend_on_what_a_process_calls_first():
     def keys(kernels):
         for fn in functions:
             fn.hash, fn.used_global_vals = None, {}
-        first._settled.clear()
-        first.settle(*modules)
+        parallel_compile._settled.clear()
+        parallel_compile.settle(*modules)
         return {fn.__name__: fn.cache_key for fn in kernels}
 
     both = [kernel_forward.forward, kernel_backward.backward_kv]

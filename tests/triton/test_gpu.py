@@ -14,7 +14,7 @@ if find_spec("triton") is None or not torch.cuda.is_available():
 from guard import guarded
 from on_gpu import check_on
 
-from headway.backends.kernels.plan import clear
+from headway.backends.gpu.runtime.call_plan import clear
 from headway.backends.triton import plan, walk
 
 HALF = [case for case in CASES if "half" in case.tags]

@@ -17,7 +17,8 @@ from aot import launching, lost
 
 from headway.api import prepare
 from headway.backends import triton as backend
-from headway.backends.kernels import learned, plan
+from headway.backends.gpu import captured_grads
+from headway.backends.gpu.runtime import call_plan
 from headway.backends.triton import plan as backend_plan
 from headway.backends.triton.plan import planned
 from headway.types import Coords
@@ -43,7 +44,7 @@ def rows(length=32, width=16, spare=0):
 
 
 def test_the_second_launch_goes_straight_to_the_kernel_with_the_same_arguments(device):
-    plan.clear()
+    call_plan.clear()
     x, mask = rows(), hw.causal()
     first, slow = forward(device, x, mask=mask)
     again, through = forward(device, x, mask=mask)
@@ -67,7 +68,7 @@ def test_the_second_launch_goes_straight_to_the_kernel_with_the_same_arguments(d
     ids=lambda other: next(iter(other)),
 )
 def test_another_kind_of_call_goes_through_triton_once(device, other):
-    plan.clear()
+    call_plan.clear()
     options = {"x": rows(), "mask": hw.causal()}
     forward(device, **options)
     assert forward(device, **options | other)[1]
@@ -88,7 +89,7 @@ def test_another_kind_of_call_goes_through_triton_once(device, other):
 def test_many_short_runs_of_full_tiles_are_one_loop(device, mask, many):
     x = torch.randn(1, 1, 1024, 16, dtype=torch.bfloat16)
     hw.attention(x, x, x, mask=mask, backend="triton")
-    (made,) = [p for p in plan._known.values() if isinstance(p, backend_plan.Plan)][-1:]
+    (made,) = [p for p in call_plan._known.values() if isinstance(p, backend_plan.Plan)][-1:]
     (kernel,) = made.launchers["forward"].kernels.values()
     assert kernel.options["SCATTERED"] is many
 
@@ -103,7 +104,7 @@ def test_forward_and_backward_share_a_block_mask(device, name):
         "relative": lambda s, b, h, i, j: s + biases[h, j - i + 255],
     }[name]
     spec, call = prepare(x, x, x, score, hw.causal(), backend="triton")
-    wanted = learned.wanted(spec.score, (True,))
+    wanted = captured_grads.wanted(spec.score, (True,))
     of_forward, of_backward = (
         planned(spec, call, (), x, x, x),
         planned(spec, call, wanted, *[x] * 4),
@@ -162,11 +163,11 @@ def test_a_number_may_change_between_direct_launches(device):
 
 
 def test_plans_are_few(device, monkeypatch):
-    monkeypatch.setattr(plan._known, "most", 3)
-    plan.clear()
+    monkeypatch.setattr(call_plan._known, "most", 3)
+    call_plan.clear()
     for length in range(16, 24):
         planned(*prepare(*[rows(length)] * 3, backend="triton"), (), *[rows(length)] * 3)
-    assert len(plan._known) == 3
+    assert len(call_plan._known) == 3
 
 
 def test_a_backward_goes_by_the_strides_of_what_hooks_of_saved_tensors_hand_back(device):

@@ -21,7 +21,7 @@ from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import cache, driver
 
 import triton
-from headway.backends.kernels import start
+from headway.backends.gpu.runtime import triton_startup
 from headway.backends.triton.plan import on_cuda
 
 # -- the driver -----------------------------------------------------------------------------------
@@ -40,8 +40,12 @@ class Making:
         monkeypatch.setattr(CudaDriver, "is_active", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        monkeypatch.setattr(start, "starting", lru_cache(maxsize=1)(start.starting.__wrapped__))
-        monkeypatch.setattr(start.cache, "triton_key", cache.triton_key)  # put back at the end
+        monkeypatch.setattr(
+            triton_startup, "starting", lru_cache(maxsize=1)(triton_startup.starting.__wrapped__)
+        )
+        monkeypatch.setattr(
+            triton_startup.cache, "triton_key", cache.triton_key
+        )  # put back at the end
 
     def create(self) -> SimpleNamespace:
         self.begun.set()
@@ -57,26 +61,26 @@ def making(monkeypatch):
     seen = Making(monkeypatch)
     yield seen
     seen.go_on.set()
-    start.started()
+    triton_startup.started()
 
 
 def test_kernels_are_compiled_before_the_driver_is_there(making):
-    begun = start.starting()
+    begun = triton_startup.starting()
     assert making.begun.wait(60)
-    start.able_to_compile()
+    triton_startup.able_to_compile()
     assert begun.driver.is_alive()
     active = driver.active
     assert active.get_current_target() == GPUTarget("cuda", 90, 32)
     assert on_cuda(torch.device("cuda")) == (torch.version.hip is None)
     assert begun.driver.is_alive()
     making.go_on.set()
-    start.started()
+    triton_startup.started()
     assert driver.active is making.made[0]
     assert active.utils == "of the module"  # who asked early keeps working
 
 
 def test_what_loads_a_kernel_waits_for_the_driver(making):
-    start.starting()
+    triton_startup.starting()
     active, found = driver.active, []
     asking = threading.Thread(target=lambda: found.append(active.utils))
     asking.start()
@@ -90,10 +94,10 @@ def test_what_loads_a_kernel_waits_for_the_driver(making):
 
 def test_a_driver_that_cannot_be_made_says_why(making):
     making.error = RuntimeError("no C compiler")
-    start.starting()
+    triton_startup.starting()
     active = driver.active
     making.go_on.set()
-    start.started()
+    triton_startup.started()
     for ask in (lambda: driver.active, lambda: active.utils):
         with pytest.raises(RuntimeError, match="no C compiler"):
             ask()
@@ -103,18 +107,18 @@ def test_somebody_elses_driver_stays(making, monkeypatch):
     theirs = SimpleNamespace(get_current_target=lambda: GPUTarget("hip", "gfx942", 64))
     making.go_on.set()
     monkeypatch.setattr(driver, "_active", theirs)
-    assert start.starting().meanwhile is None
-    start.started()
+    assert triton_startup.starting().meanwhile is None
+    triton_startup.started()
     assert driver.active is theirs
 
 
 def test_other_gpus_are_asked_what_they_are(making, monkeypatch):
     """There, the driver's module knows: kernels wait for it."""
     monkeypatch.setattr(CudaDriver, "is_active", lambda: False)
-    begun = start.starting()
+    begun = triton_startup.starting()
     assert begun.meanwhile is None
     making.go_on.set()
-    start.able_to_compile()
+    triton_startup.able_to_compile()
     assert not begun.driver.is_alive()
     assert driver.active is making.made[0]
 
@@ -124,30 +128,30 @@ def test_other_gpus_are_asked_what_they_are(making, monkeypatch):
 
 def test_the_quick_key_is_tritons_own(monkeypatch):
     library = Path(triton.__file__).parent / "_C" / "libtriton.so"
-    if start.recorded(library) is None:
+    if triton_startup.recorded(library) is None:
         pytest.skip("Triton was not installed from a wheel")
     # Of the module anew: in this one a call before may have put what it found.
     spec = find_spec("triton.runtime.cache")
     fresh = module_from_spec(spec)
     spec.loader.exec_module(fresh)
-    monkeypatch.setattr(start, "cache", fresh)
-    assert start.quick_key() == fresh.triton_key()
+    monkeypatch.setattr(triton_startup, "cache", fresh)
+    assert triton_startup.quick_key() == fresh.triton_key()
 
 
 def test_a_triton_whose_key_cannot_be_had_quickly_finds_it_itself(monkeypatch):
     """Once, before kernels are compiled side by side."""
     found = []
-    monkeypatch.setattr(start, "recorded", lambda library: "0" * 64)
-    monkeypatch.setattr(start.cache, "triton_key", lambda: found.append("its own"))
-    start.Start._find_hash(SimpleNamespace(meanwhile=None))
+    monkeypatch.setattr(triton_startup, "recorded", lambda library: "0" * 64)
+    monkeypatch.setattr(triton_startup.cache, "triton_key", lambda: found.append("its own"))
+    triton_startup.Start._find_hash(SimpleNamespace(meanwhile=None))
     assert found == ["its own"]
 
 
 def test_a_key_that_was_found_is_found_again(monkeypatch):
     found = "found before"
-    monkeypatch.setattr(start.cache, "triton_key", lru_cache(lambda: found))
-    start.Start._find_hash(SimpleNamespace(meanwhile=None))
-    assert start.quick_key() is None
+    monkeypatch.setattr(triton_startup.cache, "triton_key", lru_cache(lambda: found))
+    triton_startup.Start._find_hash(SimpleNamespace(meanwhile=None))
+    assert triton_startup.quick_key() is None
     assert cache.triton_key() == found
 
 
@@ -167,7 +171,7 @@ def installed(tmp_path):
 
 def test_the_installers_hash_is_believed(installed):
     library, _ = installed
-    assert start.recorded(library) == hashlib.sha256(b"machine code").hexdigest()
+    assert triton_startup.recorded(library) == hashlib.sha256(b"machine code").hexdigest()
 
 
 @pytest.mark.parametrize("what", ["written to", "longer", "not recorded", "no wheel"])
@@ -183,13 +187,13 @@ def test_a_library_that_may_be_another_is_read(installed, monkeypatch, what):
         record.write_text(record.read_text().replace("libtriton", "libother"))
     else:
         record.unlink()
-    assert start.recorded(library) is None
-    monkeypatch.setattr(start.triton, "__file__", str(library.parents[1] / "__init__.py"))
-    assert start.quick_key() is None
+    assert triton_startup.recorded(library) is None
+    monkeypatch.setattr(triton_startup.triton, "__file__", str(library.parents[1] / "__init__.py"))
+    assert triton_startup.quick_key() is None
 
 
 def test_a_key_that_is_made_otherwise_is_left_to_triton(monkeypatch):
     """As another Triton might, that does not read its library or reads it elsewhere."""
-    monkeypatch.setattr(start, "recorded", lambda library: "0" * 64)
-    monkeypatch.setattr(start.cache, "triton_key", lru_cache(lambda: "by version"))
-    assert start.quick_key() is None
+    monkeypatch.setattr(triton_startup, "recorded", lambda library: "0" * 64)
+    monkeypatch.setattr(triton_startup.cache, "triton_key", lru_cache(lambda: "by version"))
+    assert triton_startup.quick_key() is None

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 
 from .timing import compare
+
+UNTOLD = re.compile(r"nvidia|cpu|processor|\d+gb|hbm\d*e?")  # words that tell no card from another
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,15 @@ class Machine:
     threads: int
     capability: str  # the instruction set that PyTorch uses, or the GPU's compute capability
     isa: str  # a limit on instruction sets (see child.py); "" for none
+
+    @property
+    def card(self) -> str:
+        """A name for a folder: h200, a100-sxm4, cpu-intel-xeon-amx."""
+        name = re.sub(r"\(\w+\)|@.*", " ", self.device.lower())  # (R), (TM); the clock
+        words = [w for w in re.findall("[a-z0-9]+", name) if not UNTOLD.fullmatch(w)]
+        if not self.capability.startswith("sm_"):
+            words = ["cpu", *words, *self.capability.lower().split()[-1:]]
+        return "-".join(words)
 
 
 def here(device: str, isa: str = "") -> Machine:

@@ -19,6 +19,8 @@ STYLES = {PASS: "green", FAIL: "red", WRONG: "bold red", NOT_RUN: "yellow"}
 def run(options: Options, console: Console) -> int:
     """Run the bench in a terminal; 0, or 1 if a result was wrong. A missed target is no error."""
     cases = select(options.cases, options.device)
+    if options.output is None:
+        console.print("nothing is written: --output FILE keeps the figures", soft_wrap=True)
     progress = Progress(
         BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
         console=console, transient=True,
@@ -42,7 +44,8 @@ def run(options: Options, console: Console) -> int:
     if load() > options.threads + 1:
         busy = f"other programs run here (load {load():.1f}): these figures are not to be trusted"
         console.print(busy, style="yellow", soft_wrap=True, highlight=False)
-    console.print(f"written: {path}", soft_wrap=True, highlight=False)
+    if path is not None:
+        console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return int(any(result.verdict == WRONG for result in results))
 
 

@@ -40,16 +40,19 @@ class Options:
     repeats: int = 7
     """Runs of every contestant; two, where one takes seconds."""
     output: Path | None = None
-    """The CSV to write; bench/results/DEVICE-DATE.csv if not given."""
+    """The CSV to write, or an existing folder, for FOLDER/CARD/bench-DATE.csv; else none."""
     seconds: float | None = None
     """Begin no case after so many seconds; the order is that of `--list`."""
     resume: bool = False
-    """Leave out the cases that --output has already, and add the others to it."""
+    """Leave out the cases that the CSV of --output has already, and add the others to it."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "repeats"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"--{name} {getattr(self, name)} must be 1 or more")
+        if self.resume and (self.output is None or self.output.is_dir()):
+            given = "no --output" if self.output is None else f"--output {self.output}, a folder"
+            raise ArgumentError(f"--resume with {given}: name the CSV that is to go on")
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
@@ -65,8 +68,8 @@ def bench(
     show: Show = lambda case, results: None,
     begin: Callable[[Case], object] = lambda case: None,
     tick: Tick = lambda: None,
-) -> tuple[Path, list[Result]]:
-    """Run the selected cases; the path of the CSV, and every result.
+) -> tuple[Path | None, list[Result]]:
+    """Run the selected cases; the path of the CSV, None where none was asked for, and every result.
 
     `begin` is called before a case, `tick` after every round of timings, `show` after a case, when
     its lines are in the CSV. PyTorch's number of threads is put back afterwards.
@@ -76,7 +79,7 @@ def bench(
     torch.set_num_threads(options.threads)
     try:
         machine = here(options.device)
-        path = options.output or default_output(machine)
+        path = place(options.output, machine)
         every: list[Result] = []
         start = time.monotonic()
         with Book(path, options.resume) as book:
@@ -95,11 +98,12 @@ def bench(
         torch.set_num_threads(threads)
 
 
-def default_output(machine: Machine) -> Path:
-    """bench/results/DEVICE-DATE.csv, under the current folder; never one that exists."""
-    name = "".join(c if c.isalnum() else " " for c in machine.device).split()
+def place(output: Path | None, machine: Machine) -> Path | None:
+    """The CSV that `--output` means: in a folder a new one, among those of its card."""
+    if output is None or not output.is_dir():
+        return output
     stamp = machine.date[:19].replace(":", "")
-    return Path("bench", "results", f"{'-'.join(name).lower()}-{stamp}.csv")
+    return output / machine.card / f"bench-{stamp}.csv"
 
 
 def measure(

@@ -17,7 +17,7 @@ from ..mods.graph import Graph
 from ..mods.pointwise import Gathers
 from ..mods.ranges import TableBounds
 from ..mods.rules import Bounds
-from .sides import Axis, Groups, Level, along
+from .axis_bounds import Axis, Groups, Level, along
 
 
 class BoxBounds:

@@ -10,9 +10,9 @@ from ..caches import Cache
 from ..errors import ArgumentError
 from ..mods.graph import Graph
 from ..types import Captured, Coords
+from .axis_bounds import Axis, Groups
 from .mask import Tiles
 from .quadtree import Search
-from .sides import Axis, Groups
 
 _INT32 = 2**31 - 1
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from ..mods.graph import Graph
 from ..mods.pointwise import Positions, bind, mask_at
 from ..types import Captured
+from .axis_bounds import SPLIT, Axis, Groups
 from .bounds import BoxBounds
 from .mask import Tiles
 from .runs import Runs, merge, pick, rectangles
-from .sides import SPLIT, Axis, Groups
 
 _BOXES = 1 << 14  # boxes looked at together: what one thread does without waking the others
 _WHOLE = 1 << 15  # tiles in a square that is small

@@ -15,16 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ModError
-from .graph import (
-    BINARY,
-    COMPARISONS,
-    DTYPE_NAMES,
-    DTYPES,
-    UNARY,
-    Arg,
-    Builder,
-    Input,
-)
+from .graph import BINARY, COMPARISONS, DTYPE_NAMES, DTYPES, UNARY, Arg, Builder, Input
 from .places import Place, quote, user_place
 
 aten = torch.ops.aten

@@ -1,7 +1,7 @@
 import triton
 import triton.language as tl
 
-from headway.backends.kernels import diagonals, gradients, maths
+from headway.backends.gpu.device import diagonals, gradients, maths
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...mods.pointwise import Positions, mask_at
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile, in_dtype
 from ..base import Call, Hook, causal_text, delta_of, graphs, split
-from .plan import Segment, index_tensors, pieces
+from .tile_plan import Segment, index_tensors, pieces
 
 _LEAST_SCALE = 1e-30  # of their causal square; float32 knows what is smaller as 0, or nearly
 # Called by its Python binding, which costs a tenth of a small kernel less than `torch.ops`.

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...types import Spec, acc_dtype, in_dtype
 from ..base import Call
 from .flash import is_causal
-from .plan import Piece, pieces
+from .tile_plan import Piece, pieces
 from .tiled import Tile, by_kv_head
 
 _ROWS, _KEYS = 256, 1024  # of the causal square at once

@@ -17,7 +17,7 @@ from ...mods.graph import Graph
 from ...mods.pointwise import Gathers, Positions, bind, mask_at, score_at
 from ...types import Forward, Grads, Spec, acc_dtype
 from ..base import LARGE_LSE, Call, delta_of, graphs, scatter, split
-from .plan import Piece, Segment, index_tensors, pieces
+from .tile_plan import Piece, Segment, index_tensors, pieces
 
 
 class Buffers:

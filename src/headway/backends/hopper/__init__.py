@@ -13,9 +13,9 @@ from torch import Tensor
 from ...mods.graph import parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
 from ..base import Call, Hook, Kind, launch_module, plainly_masked
-from ..kernels import limits as limits
-from ..kernels.function import diagonal, floats, not_spread
-from ..kernels.varies import variation
+from ..gpu import limits as limits
+from ..gpu.codegen.dependence import variation
+from ..gpu.codegen.function import diagonal, floats, not_spread
 from .config import BACKWARD, FORWARD, TILE, fitting
 
 name = "hopper"
@@ -115,7 +115,7 @@ def native(spec: Spec, call: Call, hook: Hook) -> None:
 
 def code(spec: Spec, call: Call) -> str:
     """The functions generated for the score and the mask."""
-    from ..kernels import emit
+    from ..gpu.codegen import emit
 
     count = len(call.captured.tensors)
     far = (False,) * count
@@ -146,7 +146,7 @@ def wrong_triton() -> str:
         oldest, newest = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
         return f"Triton {triton.__version__}: the kernels are written for {oldest} to {newest}"
     try:
-        from . import gluon_api  # noqa: F401
+        from .device import gluon_compat  # noqa: F401
     except (ImportError, AttributeError) as error:
         return f"Triton {triton.__version__} has another Gluon than the kernels know: {error}"
     return ""

@@ -11,9 +11,9 @@ REGISTERS = 65536  # of a multiprocessor
 LEAST = 24  # of a thread
 # How many the assembler may spend, by its `--register-usage-level`: 0 to 3 make the same code, 4
 # and 5 (what it takes by itself), and 6 to 10. Which is faster nothing but a clock has told.
-FEW, USUAL, MANY = 0, 5, 6
+LOW_USAGE, DEFAULT_USAGE, HIGH_USAGE = 0, 5, 6
 # PTX has 16 barriers that have numbers. Triton counts its own from 0, and these are the last ones:
-FIRST_TURN = 13  # of the turns of up to three consumers; below, those of numbered channels
+FIRST_PING_PONG = 13  # of the turns of up to three consumers; below, those of numbered channels
 TILE = (128, 128)  # of the block masks built here; given ones must be multiples of it
 
 
@@ -28,10 +28,11 @@ class Forward:
       an H200: MLA takes 0.97 of the time; 256 wide 1.01.)
     - `out`: columns of out that pass through shared memory at a time; 0: all.
     - `held`: queries are multiplied from registers.
-    - `slanted`: a score that is a straight line in the keys is added by a product (linear.py), for
+    - `slanted`: a score that is a straight line in the keys is added by a product
+      (device/affine_score.py), for
       which there is shared memory if out passes through less. (Timed on an H200: 128 wide, ALiBi
       takes 0.975 of the time, 1.1 score + 0.01 (kv_idx - q_idx) 0.97; 64 wide 0.97.)
-    - `numbered`: keys and values come through numbered channels (pipeline.py). (Timed on an H200:
+    - `numbered`: keys and values come through numbered channels (device/pipeline.py; on an H200:
       128 wide, 8k full takes 0.984 of the time, ALiBi 0.992, a window without a score 1.013; 64,
       192 and 256 wide full 1.02 to 1.04.)
     - `merged`: the first block of a rank is computed in the loop over partial ones, not before it:
@@ -50,18 +51,18 @@ class Forward:
     dv: tuple[int, ...]
     block: int = 128
     stages: int = 2
-    values: int = 2
-    queries: int = 2
-    early: bool = False
-    out: int = 0
-    held: bool = False
-    slanted: bool = False
-    numbered: bool = False
-    merged: bool = False
-    worth: float = 1 / 16
+    v_stages: int = 2
+    q_stages: int = 2
+    early_q_release: bool = False
+    out_columns: int = 0
+    q_in_registers: bool = False
+    slope_mma: bool = False
+    named_barriers: bool = False
+    first_block_in_loop: bool = False
+    stream_k_gain: float = 1 / 16
     consumers: int = 2
     ctas: int = 1
-    level: int = USUAL
+    register_usage_level: int = DEFAULT_USAGE
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -72,20 +73,61 @@ class Forward:
 
 
 FORWARD = (
-    Forward((64,), (64,), stages=3, values=3, merged=True, consumers=3, level=FEW),
-    Forward((64,), (64,), block=64, stages=3, values=3, consumers=1, ctas=3, level=FEW),
-    Forward((64,), (64,), stages=3, values=3, slanted=True),
-    Forward((64,), (64,), stages=3, values=3),
+    Forward(
+        (64,),
+        (64,),
+        stages=3,
+        v_stages=3,
+        first_block_in_loop=True,
+        consumers=3,
+        register_usage_level=LOW_USAGE,
+    ),
+    Forward(
+        (64,),
+        (64,),
+        block=64,
+        stages=3,
+        v_stages=3,
+        consumers=1,
+        ctas=3,
+        register_usage_level=LOW_USAGE,
+    ),
+    Forward((64,), (64,), stages=3, v_stages=3, slope_mma=True),
+    Forward((64,), (64,), stages=3, v_stages=3),
     Forward((64, 32), (64, 32)),
     Forward(
-        (128,), (128,), block=64, values=3, queries=1, held=True, consumers=1, ctas=2, level=MANY
+        (128,),
+        (128,),
+        block=64,
+        v_stages=3,
+        q_stages=1,
+        q_in_registers=True,
+        consumers=1,
+        ctas=2,
+        register_usage_level=HIGH_USAGE,
     ),
-    Forward((128,), (128,), values=3, queries=1, held=True, numbered=True, worth=0, level=MANY),
-    Forward((128,), (128,), out=64, slanted=True, numbered=True, level=FEW),
-    Forward((128,), (128,), numbered=True, level=FEW),
-    Forward((128,), (128,), level=FEW),
-    Forward((128, 64), (128,), queries=1, early=True, out=64),
-    Forward((256,), (256,), block=64, queries=1, out=128),
+    Forward(
+        (128,),
+        (128,),
+        v_stages=3,
+        q_stages=1,
+        q_in_registers=True,
+        named_barriers=True,
+        stream_k_gain=0,
+        register_usage_level=HIGH_USAGE,
+    ),
+    Forward(
+        (128,),
+        (128,),
+        out_columns=64,
+        slope_mma=True,
+        named_barriers=True,
+        register_usage_level=LOW_USAGE,
+    ),
+    Forward((128,), (128,), named_barriers=True, register_usage_level=LOW_USAGE),
+    Forward((128,), (128,), register_usage_level=LOW_USAGE),
+    Forward((128, 64), (128,), q_stages=1, early_q_release=True, out_columns=64),
+    Forward((256,), (256,), block=64, q_stages=1, out_columns=128),
 )
 
 
@@ -94,11 +136,11 @@ class Backward:
     """- `d`, `dv`: widths of the pieces of a row of q and k, and of v.
     - `block`: queries of a block; `stages`: of these, in shared memory.
     - `keys`: of a CTA: 128 for two consumers that make all gradients of their half
-      (kernel_backward.py), 64 for a consumer per gradient (kernel_backward_wide.py).
-    - `lagged`: dk and dq of a block are computed with S of the next (kernel_backward_lagged.py),
+      (bwd/kernel.py), 64 for a consumer per gradient (bwd/wide.py).
+    - `lagged`: dk and dq of a block are computed with S of the next (bwd/mainloop.py),
       where that was found to be faster (`BackwardPlan`).
-    - `numbered`: queries and dout come through numbered channels (pipeline.py). (Timed on an H200:
-      it takes 0.98 to 1.00 of the time, least where lines are short.)
+    - `numbered`: queries and dout come through numbered channels (device/pipeline.py). (Timed on
+      an H200: it takes 0.98 to 1.00 of the time, least where lines are short.)
     - `level`: of the assembler.
     """
 
@@ -107,25 +149,27 @@ class Backward:
     block: int = 64
     stages: int = 3
     keys: int = 128
-    lagged: bool = False
-    numbered: bool = False
-    level: int = USUAL
+    pipelined: bool = False
+    named_barriers: bool = False
+    register_usage_level: int = DEFAULT_USAGE
 
 
 BACKWARD = (
-    Backward((64,), (64,), block=128, lagged=True, numbered=True, level=FEW),
-    Backward((64,), (64,), numbered=True, level=FEW),
-    Backward((128,), (128,), lagged=True, level=FEW),
-    Backward((128,), (128,), numbered=True, level=FEW),
-    Backward((128, 64), (128,), stages=2, numbered=True),
+    Backward(
+        (64,), (64,), block=128, pipelined=True, named_barriers=True, register_usage_level=LOW_USAGE
+    ),
+    Backward((64,), (64,), named_barriers=True, register_usage_level=LOW_USAGE),
+    Backward((128,), (128,), pipelined=True, register_usage_level=LOW_USAGE),
+    Backward((128,), (128,), named_barriers=True, register_usage_level=LOW_USAGE),
+    Backward((128, 64), (128,), stages=2, named_barriers=True),
     Backward((256,), (256,), stages=2, keys=64),
 )
 
 
 @dataclass(frozen=True)
 class Barriers:
-    """The barriers of a numbered channel (pipeline.py), one for each stage: the first one's number,
-    and how many threads, of all readers and the writer, meet at each."""
+    """The barriers of a numbered channel (device/pipeline.py), one for each stage: the first one's
+    number, and how many threads, of all readers and the writer, meet at each."""
 
     first: int
     threads: int
@@ -145,36 +189,43 @@ class How:
     sub: int  # tiles of a CTA in a line of the block mask
     index: Any  # type of positions: gl.int32 or gl.int64
     positive: bool = True  # forward: scale > 0
-    values: int = 2  # stages of values, or of dout
-    split: bool = False  # forward: the last ranks are shared out (stream_k.py)
-    queries: int = 1  # forward: ranks whose queries are in shared memory
-    early: bool = False  # forward: their place is given back with the last product that reads it
-    held: bool = False  # forward: queries are multiplied from registers
-    numbered: bool = False  # the loader's channels of blocks are
-    merged: bool = False  # forward: the first block of a rank is computed among partial ones
+    v_stages: int = 2  # stages of values, or of dout
+    stream_k: bool = False  # forward: the last ranks are shared out (stream_k.py)
+    q_stages: int = 1  # forward: ranks whose queries are in shared memory
+    early_q_release: bool = (
+        False  # forward: their place is given back with the last product that reads it
+    )
+    q_in_registers: bool = False  # forward: queries are multiplied from registers
+    named_barriers: bool = False  # the loader's channels of blocks are
+    first_block_in_loop: bool = (
+        False  # forward: the first block of a rank is computed among partial ones
+    )
     consumers: int = 2  # warpgroups, of 64 queries or keys each
     registers: int = 240  # forward: of a consumer's thread
     even: bool = True  # keys come in whole blocks; backward: in whole tiles
-    late: bool = False  # backward: dP after P, which then has more registers
-    steady: bool = False  # backward: T grows with S by one known number, as it does without a score
+    dp_after_p: bool = False  # backward: dP after P, which then has more registers
+    constant_dscore: bool = (
+        False  # backward: T grows with S by one known number, as it does without a score
+    )
     unbounded: bool = False  # backward: a derivative may be infinite where P is 0
     short: bool = False  # there are but a few hundred bytes of shared memory left
-    ordered: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
-    lagged: bool = False  # backward: dk and dq of a block with S of the next
-    whole: bool = False  # backward: CTAs take whole islands (kernel_backward_islands.py)
+    deterministic: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
+    pipelined: bool = False  # backward: dk and dq of a block with S of the next
+    owns_segment: bool = False  # backward: CTAs take whole islands (bwd/segments.py)
     # Forward: what each consumer sees of the left and the right half of the block that a rank
-    # visits first, then of other partial ones: 0 nothing, 1 something, 2 all (quarters.py).
-    quarters: tuple[tuple[int, int], ...] = ()
+    # visits first, then of other partial ones: 0 nothing, 1 something, 2 all
+    # (fwd/half_block_table.py).
+    half_blocks: tuple[tuple[int, int], ...] = ()
     consumer: int = 0  # which one this is compiled for
-    largest: bool = False  # keep the largest S, where T is another
-    bands: int = 0  # gathers along diagonals (diagonals.py)
+    track_max: bool = False  # keep the largest S, where T is another
+    relative_biases: int = 0  # gathers along diagonals (device/relative_bias.py)
     summed: tuple[int, ...] = ()  # of those that want a gradient, these are such
-    linear: Any = None  # the generated function of a score that is linear in S (kernels/linear.py)
-    bent: bool = False  # it has an absolute value
-    lone: bool = False  # and nothing else beside S
-    slanted: bool = False  # forward: what is added for a column, a product adds
-    rising: bool = False  # it grows with S, by a factor known to be well above 0
-    # The generated functions of a mask that is taken apart (kernels/sides.py).
+    affine: Any = None  # the generated function of an affine score (gpu/codegen/affine.py)
+    has_abs: bool = False  # it has an absolute value
+    abs_only: bool = False  # and nothing else beside S
+    slope_mma: bool = False  # forward: what is added for a column, a product adds
+    monotone: bool = False  # it grows with S, by a factor known to be well above 0
+    # The generated functions of a mask that is taken apart (gpu/codegen/hoist.py).
     shared: Any = None
     of_q: Any = None
     of_kv: Any = None
@@ -195,18 +246,18 @@ class How:
 
     def of_values(self) -> "Barriers | None":
         """Of the loader's channel of values, or of dout."""
-        return self._barriers(self.stages, self.values)
+        return self._barriers(self.stages, self.v_stages)
 
     of_queries, of_dout = of_keys, of_values
 
     def _barriers(self, others: int, stages: int) -> "Barriers | None":
         """Those before the turns' and so many others, if the loader's channels are numbered."""
-        first = FIRST_TURN - others - stages
-        return Barriers(first, 128 * self.consumers + 32) if self.numbered else None
+        first = FIRST_PING_PONG - others - stages
+        return Barriers(first, 128 * self.consumers + 32) if self.named_barriers else None
 
     def turn(self, kind: str, consumer: int) -> str:
         """PTX for the barrier of a consumer's turn, of its threads and those of the one before."""
-        return f"{kind} {FIRST_TURN + consumer}, 256; mov.u32 $0, $1;"
+        return f"{kind} {FIRST_PING_PONG + consumer}, 256; mov.u32 $0, $1;"
 
 
 def assembling(registers: int, level: int) -> dict[str, Any]:
@@ -221,7 +272,7 @@ def fitting(table: Iterable, d: int, dv: int) -> Any:
     return next((row for row in table if sum(row.d) >= d and sum(row.dv) >= dv), None)
 
 
-def turns(heads: int, group: int, ranks: int, processors: int) -> int:
+def head_swizzle(heads: int, group: int, ranks: int, processors: int) -> int:
     """How many heads take turns in the order of work, each giving its longest rank, then each its
     next: those that run at the same time anyway, so that short ranks come last and heads add to dq
     in different places. A divisor of `heads`, and whole groups that share keys.

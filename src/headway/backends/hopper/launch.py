@@ -7,12 +7,13 @@ from torch import Tensor
 
 from ...types import Forward, Grads, Spec, in_dtype
 from ..base import Call
-from ..kernels import first, learned, results
-from ..kernels.rows import row_terms
-from .descriptors import aligned
-from .plan import planned
-from .plan_backward import BackwardPlan
-from .plan_forward import ForwardPlan
+from ..gpu import captured_grads, outputs
+from ..gpu.preprocess import row_terms
+from ..gpu.runtime import parallel_compile
+from .bwd.plan import BackwardPlan
+from .fwd.plan import ForwardPlan
+from .launch_plan import planned
+from .tma import aligned
 
 
 def forward(spec: Spec, call: Call) -> Forward:
@@ -27,7 +28,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     if lse.numel() and k.shape[2]:
         plan = planned(ForwardPlan, spec, call, (), *matrices)
         if plan.untried:
-            first.of_training(plan, spec, call, forward, backward)
+            parallel_compile.of_training(plan, spec, call, forward, backward)
         top = new(b, hq, plan.slots) if spec.max_logit else None
         plan.launch(call, *plan.follow(matrices), out, lse, row_max, top)
     else:
@@ -35,7 +36,7 @@ def forward(spec: Spec, call: Call) -> Forward:
         lse.copy_(lse.new_full((), -math.inf) if call.sink is None else call.sink.float()[:, None])
         if row_max is not None:
             row_max.fill_(-math.inf)
-    return results.of_forward(spec, out, lse, row_max, top)
+    return outputs.of_forward(spec, out, lse, row_max, top)
 
 
 def backward(
@@ -46,17 +47,19 @@ def backward(
     where CTAs take whole islands, one that puts dq in order."""
     q, k, _, dout = matrices = aligned(*call[:3], dout)
     dtype = torch.float32 if spec.partial else q.dtype
-    captured = learned.zeros(call.captured.tensors, needs, q.device) if needs else []
+    captured = captured_grads.zeros(call.captured.tensors, needs, q.device) if needs else []
     if not lse.numel() or not k.shape[2]:
-        return results.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
+        return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
-    wanted = learned.wanted(spec.score, needs) if needs else ()
+    wanted = captured_grads.wanted(spec.score, needs) if needs else ()
     plan = planned(BackwardPlan, spec, call, wanted, *matrices).suited(spec, call, wanted, matrices)
     if plan.untried:
-        first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
+        parallel_compile.of_backward(
+            plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
+        )
     terms = row_terms(plan.terms, out, dout, dlse, lse)
     dk, dv_ = plan.new()
-    grads = learned.by_gather(plan.text, captured) if wanted else ()
+    grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
     dq = plan.launch(call, *plan.follow(matrices), terms, dk, dv_, grads)
     if plan.heads > plan.hk:
         dk, dv_ = (x.unflatten(1, (plan.hk, -1)).sum(2) for x in (dk, dv_))
@@ -66,7 +69,7 @@ def backward(
     dsink = None
     if call.sink is not None:
         less_delta = plan.terms.split(terms)[0][..., : plan.q_len]
-        dsink = -learned.of_sink(call.sink, lse, less_delta)
+        dsink = -captured_grads.of_sink(call.sink, lse, less_delta)
     return Grads(dq, dk, dv_, dsink, captured)
 
 

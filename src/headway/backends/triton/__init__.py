@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
 from ..base import Call, Hook, Kind, launch_module
-from ..kernels import limits as limits
+from ..gpu import limits as limits
 from .config import WIDEST
 
 name = "triton"
@@ -63,7 +63,7 @@ def native(spec: Spec, call: Call, hook: Hook) -> None:
 
 def code(spec: Spec, call: Call) -> str:
     """The functions generated for the score and the mask."""
-    from ..kernels import emit
+    from ..gpu.codegen import emit
 
     count = len(call.captured.tensors)
     return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count))

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...types import Spec
 from ..base import Call, graphs
-from ..kernels.function import floats
+from ..gpu.codegen.function import floats
 
 
 @dataclass(frozen=True)

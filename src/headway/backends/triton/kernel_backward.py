@@ -9,7 +9,7 @@ With P = exp(T − lse), T = score(S), S = scale q kᵀ, out = (P∘K) v, where 
 
 The derivative of a softmax row is P_ij (dP_ij − Σ P dP); a gradient of lse adds P_ij dlse_i, which
 is why delta carries both. lse is taken in units of log 2, and as inf for a query that sees
-nothing, whose P is 0 (`kernels/rows.py`). Since lse and out are those of all keys, the sums
+nothing, whose P is 0 (`gpu/preprocess.py`). Since lse and out are those of all keys, the sums
 over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022, algorithm 4.)
 
 With two kernels, S and dP are computed in both, seven products in place of five, and in return
@@ -25,7 +25,7 @@ import triton.language as tl
 
 import triton
 
-from ..kernels.rows import in_log2
+from ..gpu.preprocess import in_log2
 from . import tile
 from .kernel_forward import LOG2E, scores
 from .walk import advance, begin, rows_of

@@ -10,8 +10,9 @@ from torch import Tensor
 from ...mods.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
-from ..kernels import first, learned, results
-from ..kernels.rows import row_terms
+from ..gpu import captured_grads, outputs
+from ..gpu.preprocess import row_terms
+from ..gpu.runtime import parallel_compile
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
 from .plan import Launcher, Plan, planned
@@ -30,7 +31,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     if lse.numel():
         plan = planned(spec, call, (), q, k, v)
         if plan.untried:
-            first.of_training(plan, spec, call, forward, backward)
+            parallel_compile.of_training(plan, spec, call, forward, backward)
         launcher = _forward(plan)
         sink = _contiguous(call.sink)
         (k_turned,) = turned(plan, k)
@@ -41,7 +42,7 @@ def forward(spec: Spec, call: Call) -> Forward:
             return q, k, v, out, lse, row_max, top, sink
 
         top = launcher(call, tensors)[6]
-    return results.of_forward(spec, _cut(out, width), lse, row_max, top)
+    return outputs.of_forward(spec, _cut(out, width), lse, row_max, top)
 
 
 def backward(
@@ -54,14 +55,16 @@ def backward(
     q, k, v, out, dout = (_rows(x) for x in (*call[:3], out, dout))
     lse = lse.contiguous()
     b, hq, kv_len, dtype = *q.shape[:2], k.shape[2], torch.float32 if spec.partial else q.dtype
-    captured = learned.zeros(call.captured.tensors, needs, q.device) if needs else []
+    captured = captured_grads.zeros(call.captured.tensors, needs, q.device) if needs else []
     if not lse.numel() or not kv_len:
-        return results.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
+        return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
-    wanted = learned.wanted(spec.score, needs) if needs else ()
+    wanted = captured_grads.wanted(spec.score, needs) if needs else ()
     plan = planned(spec, call, wanted, q, k, v, dout)
     if plan.untried:
-        first.of_backward(plan, lambda: backward(spec, call, out, lse, dout, dlse, needs))
+        parallel_compile.of_backward(
+            plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
+        )
     new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device=q.device)
     # Query heads that share a key head work in parallel, and their results are summed here.
     shared = hq != k.shape[1]
@@ -76,7 +79,7 @@ def backward(
         dq = torch.mul(dq, spec.scale, out=new(*q.shape))
     else:
         dq, terms = new(*q.shape), new(plan.terms.size, dtype=torch.float32)
-        grads = learned.by_gather(plan.text, captured) if wanted else ()
+        grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
         of_rows = out.contiguous(), lse, _contiguous(dlse)
         _backward_q(plan)(
             call,
@@ -90,7 +93,7 @@ def backward(
             LAUNCHERS[name](plan)(call, lambda slots, own=own: own)
     dsink = None
     if call.sink is not None:
-        dsink = learned.of_sink(call.sink, lse, plan.terms.split(terms)[0])
+        dsink = captured_grads.of_sink(call.sink, lse, plan.terms.split(terms)[0])
     if shared:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
     return Grads(_cut(dq, widths[0]), _cut(dk, widths[0]), _cut(dv, widths[1]), dsink, captured)

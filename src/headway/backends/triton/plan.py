@@ -1,4 +1,5 @@
-"""The plan of a kind of call (`kernels.plan`) for these kernels: tiles, constants, launchers."""
+"""The plan of a kind of call (`gpu.runtime.call_plan`) for these kernels: tiles, constants,
+launchers."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -14,10 +15,11 @@ from ...dropout import threshold
 from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
-from ..kernels import diagonals, gradients, maths, rows
-from ..kernels.direct import Direct
-from ..kernels.plan import TILE, BasePlan, Walks, plan_of
-from ..kernels.rows import Terms
+from ..gpu import preprocess
+from ..gpu.device import diagonals, gradients, maths
+from ..gpu.preprocess import Terms
+from ..gpu.runtime.call_plan import TILE, BasePlan, Walks, plan_of
+from ..gpu.runtime.launcher import Direct
 from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import LEARNED, Config, configs, kind_of, one_pass, passes, pieces
 
@@ -31,7 +33,7 @@ def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) 
 class Plan(BasePlan):
     """Calls of one kind."""
 
-    sources = (maths, diagonals, gradients, rows, tile, walk, kernel_forward, kernel_backward)
+    sources = (maths, diagonals, gradients, preprocess, tile, walk, kernel_forward, kernel_backward)
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]

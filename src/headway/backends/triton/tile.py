@@ -12,7 +12,7 @@ import triton.language as tl
 import triton
 from headway.dropout import ROUNDS
 
-from ..kernels import rows as of_rows
+from ..gpu import preprocess as of_rows
 
 
 class Dropout(NamedTuple):

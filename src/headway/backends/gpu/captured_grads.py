@@ -1,0 +1,42 @@
+"""Gradients of what a score captures and of sinks: the host's side."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...mods.derivative import differentiable_gathers
+from ...mods.graph import parse
+from .codegen.emit import Text
+
+
+@lru_cache(maxsize=1024)
+def wanted(score: str | None, needs: tuple[bool, ...]) -> tuple[int, ...]:
+    """The gathers of the score that want a gradient; `needs`: which of its tensors do."""
+    if score is None or not any(needs):
+        return ()
+    return differentiable_gathers(parse(score), [n for n, need in enumerate(needs) if need])
+
+
+def zeros(tensors: Sequence[Tensor], needs: tuple[bool, ...], device: torch.device) -> list:
+    """For every tensor of the score a gradient of zeros to add to, or None."""
+    return [
+        torch.zeros(t.shape, dtype=torch.float32, device=device) if need else None
+        for t, need in zip(tensors, needs, strict=False)
+    ]
+
+
+def by_gather(text: Text, grads: Sequence[Tensor | None]) -> tuple:
+    """For every gather that wants a gradient, the gradient of its tensor."""
+    if not text.wanted:
+        return ()
+    graph = parse(text.score)  # type: ignore[arg-type]
+    return tuple(grads[int(graph.nodes[n].args[0][1:])] for n in text.wanted)  # type: ignore[index]
+
+
+def of_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """dsink = −Σ_i exp(sink − lse) delta."""
+    seen = lse.masked_fill(lse == -math.inf, math.inf)
+    return -((sink.float()[:, None] - seen).exp() * delta).sum((0, 2))

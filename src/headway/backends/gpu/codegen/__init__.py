@@ -1,0 +1,1 @@
+"""A score or mask graph becomes the text of device functions."""

@@ -1,0 +1,92 @@
+"""Along which sides of a tile the index of a gather varies: what may be summed before it is added.
+
+A gradient of a captured tensor is a sum over all pairs that read the same number. A tile of pairs
+is reduced to one number where the index depends on neither position, to a row or column where on
+one, and along its diagonals where only on their difference.
+"""
+
+from collections.abc import Sequence
+
+from ....mods.graph import Arg, Graph
+
+KINDS = ("one", "rows", "cols", "diagonals", "pairs")
+
+
+def variation(graph: Graph, indices: Sequence[Arg]) -> str:
+    """The kind for a gather at these indices."""
+    known = kinds(graph)
+    return _join([known[a] if isinstance(a, str) else "one" for a in indices])
+
+
+def kinds(graph: Graph) -> dict[str, str]:
+    """The kind of every input and value of a graph.
+
+    "one": it depends on neither position; "rows": on q_idx; "cols": on kv_idx; "diagonals": on
+    `kv_idx - q_idx` only; "pairs": on both otherwise, or on the score.
+    """
+    return _walk(graph)[0]
+
+
+def slopes(graph: Graph) -> dict[str, tuple[int, int]]:
+    """By how much the whole numbers that are linear in the positions grow with q_idx and kv_idx."""
+    return _walk(graph)[1]
+
+
+def _walk(graph: Graph) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
+    kinds = {"b": "one", "h": "one", "q_idx": "rows", "kv_idx": "cols", "score": "pairs"}
+    # Coefficients of (q_idx, kv_idx) of what is linear in them, up to terms that do not vary.
+    linear = {"b": (0, 0), "h": (0, 0), "q_idx": (1, 0), "kv_idx": (0, 1)}
+    for item in graph.inputs:
+        if item.name[0] in "nx" and item.ndim is None:
+            kinds[item.name], linear[item.name] = "one", (0, 0)
+
+    def kind(arg: Arg) -> str:
+        return kinds[arg] if isinstance(arg, str) else "one"
+
+    def slope(arg: Arg) -> tuple[int, int] | None:
+        return linear.get(arg) if isinstance(arg, str) else (0, 0)
+
+    for n, node in enumerate(graph.nodes):
+        name = f"%{n}"
+        args = node.args[1:] if node.op == "gather" else node.args
+        kinds[name] = _join([kind(a) for a in args])
+        of = None if node.op == "gather" or node.dtype not in ("i64", "i32") else _slope(
+            node.op, args, [slope(a) for a in args]
+        )  # fmt: skip
+        if of is not None:
+            linear[name] = of
+            kinds[name] = _kind_of(of)
+        elif kinds[name] == "one":
+            linear[name] = (0, 0)
+    return kinds, linear
+
+
+def _slope(op: str, args: Sequence[Arg], slopes: list) -> tuple[int, int] | None:
+    if None in slopes:
+        return None
+    (a, b), (c, d) = slopes[0], slopes[-1]
+    if op == "to":
+        return a, b
+    if op == "neg":
+        return -a, -b
+    if op == "add":
+        return a + c, b + d
+    if op == "sub":
+        return a - c, b - d
+    if op == "mul":
+        for number, (e, f) in ((args[1], (a, b)), (args[0], (c, d))):
+            if isinstance(number, int):
+                return e * number, f * number
+    return None
+
+
+def _kind_of(slope: tuple[int, int]) -> str:
+    q, kv = slope
+    if q == 0 or kv == 0:
+        return "one" if q == kv else "rows" if q else "cols"
+    return "diagonals" if q == -kv else "pairs"
+
+
+def _join(kinds: list[str]) -> str:
+    varying = {k for k in kinds if k != "one"}
+    return "one" if not varying else varying.pop() if len(varying) == 1 else "pairs"

@@ -1,0 +1,393 @@
+"""One graph as one function of Triton's: a line per op, the user's source lines as comments."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from ....errors import ModError
+from ....mods.graph import FLOATS, POSITIONS, Arg, Graph, Node
+from .affine import Line, Linear, Part
+from .dependence import kinds, variation
+from .formulas import FLOAT_FORMULAS, INFIX, INT_FORMULAS, TYPES
+from .hoist import Sides, Step
+from .int_ranges import Widths, as_floats
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a module of generated functions is made from: hashable, the key of its cache.
+
+    - `score`, `mask`: texts of graphs, or None.
+    - `wanted`: which gathers of the score (by node index) want a gradient.
+    - `narrow`: positions and captured ints are below `SMALL` in magnitude.
+    - `straight`: positions are consecutive, so that diagonals of a tile are.
+    - `far`: for every captured tensor, the score's then the mask's, whether an offset into it
+      may need 64 bits.
+    - `rough`: tanh by the hardware's own instruction, wrong by up to 2^-11 of its value: a quarter
+      of what rounding P to bfloat16 does.
+    - `bands`: what depends on `kv_idx - q_idx` only is read once per diagonal of a tile; the kernel
+      then gives its first positions as `captured[2]` (diagonals.py).
+    - `spread`: the kernel reads it by itself, and gives what each pair has as `captured[2]`.
+    - `apart`: a score that is linear in S is also given taken apart (affine.py).
+    - `side`: pairs that the mask keeps are of one side (`linear.side`).
+    - `sides`: so is a mask, by what its values vary with (hoist.py).
+    """
+
+    score: str | None
+    mask: str | None
+    wanted: tuple[int, ...] = ()
+    narrow: bool = True
+    straight: bool = True
+    far: tuple[bool, ...] = ()
+    rough: bool = False
+    bands: bool = False
+    apart: bool = False
+    sides: bool = False
+    spread: bool = False
+    side: int = 0
+
+
+class Function:
+    """The function of a graph.
+
+    - `far`: for every captured tensor, whether an offset into it may need 64 bits.
+    """
+
+    def __init__(self, name: str, graph: Graph, text: Text, far: tuple[bool, ...]) -> None:
+        self.name, self.graph, self.far, self.rough = name, graph, far, text.rough
+        # Where these functions are called there is a tile; elsewhere, single positions.
+        self.bands = diagonal(graph) if text.bands and name in ("score", "derivative") else []
+        self.spread = text.spread
+        self.widths, self.kinds = Widths(graph, text.narrow), kinds(graph)
+        self.dtypes = {i.name: i.dtype for i in graph.inputs if i.ndim is None}
+        self.names = {i.name for i in graph.inputs}
+        self.values: list[tuple[str, str]] = []  # the user's line, and the text of a node
+
+    def whole(self) -> str:
+        """The function that returns the graph's outputs; scores have the shape of S."""
+        self._body(self.graph.nodes)
+        outputs = [self._output(a) for a in self.graph.outputs]
+        return self._text(outputs[0] if self.graph.kind != "joint" else f"({', '.join(outputs)})")
+
+    def value(self) -> str:
+        """The function that returns the last node as it is."""
+        self._body(self.graph.nodes)
+        return self._text(f"v{len(self.graph.nodes) - 1}")
+
+    def offset(self) -> str:
+        """The function that returns where the last node, a gather, reads: an offset into a
+        contiguous tensor."""
+        *nodes, gather = self.graph.nodes
+        self._body(nodes)
+        table, *indices = gather.args
+        offset = "0"
+        for dim, index in enumerate(indices):
+            at = self._inside(str(table), dim, index)
+            if dim == 0 and self.far[int(str(table)[1:])]:
+                at = f"tl.cast({at}, tl.int64)"
+            offset = at if dim == 0 else f"({offset}) * {table}_size{dim} + {at}"
+        return self._text(offset)
+
+    def whole_numbers(self, of: tuple[tuple[int, str], ...]) -> str:
+        """The function that returns the sum of some values."""
+        self._body(self.graph.nodes)
+        return self._text(" + ".join(f"({sign}) * {self._arg(a, 'i64')}" for sign, a in of))
+
+    def apart(self, found: Linear, known: Sides | None) -> str:
+        """The function that returns the parts of a linear score (affine.py): the gain of S; of its
+        straight lines, then of the absolute one, what they are at the pair (q_at, kv_at), with what
+        all pairs share, and how much they grow with the other side's positions, those of queries if
+        `QUERIES`; the factor of the absolute one; and what depends on q_idx and on kv_idx. What is
+        not there is -0.0, the number of which compilers know that adding it changes nothing. What
+        is `known` before stands behind what is captured."""
+        self._body(self.graph.nodes)
+        for k, names in enumerate(known[:3] if known else ()):
+            self._given(f"captured[{k + 2}]", names)
+        straight = [(n, line) for n, line in enumerate(found.lines) if not line.bent]
+        bent = [(n, line) for n, line in enumerate(found.lines) if line.bent]
+        at = "tl.cast(line{}(0.0, b, h, q_at, kv_at, captured), tl.float32)".format
+        grows = "({!r} if QUERIES else {!r})".format
+        shared, of_q, of_kv = (
+            [f"{self._product(p)} * {self._arg(p.value, 'f32')}" for p in of]
+            for of in (found.shared, found.of_q, found.of_kv)
+        )
+        parts = [
+            [self._product(p) for p in found.gain],
+            [f"{self._product(line)} * {at(n)}" for n, line in straight] + shared,
+            [f"{self._product(line)} * {grows(*map(float, line.slope))}" for _, line in straight],
+            [at(n) for n, line in bent],
+            [grows(*map(float, line.slope)) for _, line in bent],
+            [self._product(line) for _, line in bent],
+            of_q,
+            of_kv,
+        ]
+        result = ", ".join(" + ".join(part or ["(-0.0)"]) for part in parts)
+        return self._text(f"({result})", (*POSITIONS, "q_at", "kv_at", "QUERIES: tl.constexpr"))
+
+    def before(self, known: Sides, which: str) -> str:
+        """The function that returns some of what is `known` before pairs are: truths as int32, and
+        of every comparison the number that is to be 0 at most, and how much it grows with columns,
+        which are keys if `QUERIES` and else queries."""
+        self._body(self.graph.nodes)
+        self._given("shared", known.shared if which != "shared" else ())
+        parts, args = [], ["b", "h"]
+        if which == "steps":
+            args += ["q_idx", "kv_idx", "QUERIES: tl.constexpr"]
+            for steps in known.steps:
+                numbers, (q, kv) = [self._step(step) for step in steps], steps[0].slope
+                parts += [reduce("tl.maximum({}, {})".format, numbers)]
+                parts += [f"{kv} if QUERIES else {q}"]
+        else:
+            args += [f"{which[3:]}_idx"] if which != "shared" else []
+            for name in getattr(known, which):
+                value = self._arg(name, "")
+                truth = self.dtypes[name] == "bool"
+                parts.append(f"tl.cast({value}, tl.int32)" if truth else value)
+        args += ["shared"] if which != "shared" else []
+        return self._text(f"({', '.join(parts)}{',' * (len(parts) == 1)})", args)
+
+    def pairs(self, known: Sides) -> str:
+        """The function of pairs that takes what is `known` before."""
+        self._body(self.graph.nodes)
+        self._given("shared", known.shared)
+        self._given("of_q", known.of_q)
+        self._given("of_kv", known.of_kv)
+        for k, steps in enumerate(known.steps):
+            for step in steps:
+                self._give(step.name, f"steps[{k}]")
+        return self._text(self._output(self.graph.outputs[0]), (*POSITIONS, *known._fields))
+
+    def _step(self, step: Step) -> str:
+        a, b = map(self._small, self.graph.nodes[int(step.name[1:])].args[:: step.sign])
+        return f"{a} - {b} + 1" if step.more else f"{a} - {b}"
+
+    def _small(self, arg: Arg) -> str:
+        """A whole number, for the comparison with one below 2^29."""
+        text = self._arg(arg, "i64")
+        return text if self.widths.below(arg) else f"maths.clamped({text})"
+
+    def _given(self, where: str, names: tuple[str, ...]) -> None:
+        """Take some values from a tuple."""
+        for k, name in enumerate(names):
+            self._give(name, f"{where}[{k}]{' != 0' if self.dtypes[name] == 'bool' else ''}")
+
+    def _give(self, name: str, value: str) -> None:
+        n = int(name[1:])
+        self.values[n] = (self.values[n][0], f"v{n} = {value}")
+
+    def _product(self, part: Part | Line) -> str:
+        factors = ["1.0"] if part.sign > 0 else ["-1.0"]
+        for a, divided in part.by:
+            factors.append(f"(1 / {self._arg(a, 'f32')})" if divided else self._arg(a, "f32"))
+        return " * ".join(factors)
+
+    def _text(self, result: str, args: Sequence[str] = ()) -> str:
+        """What the result needs, under the function's head, which takes `captured` apart."""
+        lines = self._needed(result)
+        args = args or ((["score"] if self.graph.kind != "mask" else []) + list(POSITIONS))
+        head = ["@triton.jit", f"def {self.name}({', '.join(args)}, captured):"]
+        tensors, numbers = [], []
+        for item in self.graph.tensors:
+            tensors.append(item.name)
+            for dim in range(item.ndim or 0):
+                tensors += [f"{item.name}_size{dim}", f"{item.name}_stride{dim}"]
+        numbers += [i.name for i in self.graph.inputs if i.name[0] in "nx"]
+        used = "\n".join(lines)
+        unpack = []
+        for which, names in enumerate((tensors, numbers)):
+            for at, name in enumerate(names):
+                if re.search(rf"\b{name}\b", used):
+                    value = f"captured[{which}][{at}]"
+                    if name[0] == "n":
+                        value = f"tl.cast({value}, {self.widths.type(name)})"
+                    unpack.append(f"{name} = {value}")
+        return "\n".join(head + [f"    {line}" for line in unpack + lines]) + "\n"
+
+    def _needed(self, result: str) -> list[str]:
+        """The values that the result is made of, each below the user's line, and the result."""
+        used, kept = result, []
+        for line, value in reversed(self.values):
+            if re.search(rf"\b{value.partition(' ')[0]}\b", used):
+                kept.append((line, value))
+                used += f" {value.partition('= ')[2]}"
+        lines, last = [], ""
+        for line, value in reversed(kept):
+            if line and line != last:
+                lines.append(f"# {line}")
+                last = line
+            lines.append(value)
+        return [*lines, f"return {result}"]
+
+    def _body(self, nodes: Sequence[Node]) -> None:
+        for n, node in enumerate(nodes):
+            self.dtypes[f"%{n}"] = node.dtype
+            self.values.append((node.line, f"v{n} = {self._node(n, node)}"))
+
+    def _node(self, n: int, node: Node) -> str:
+        if node.op == "gather":
+            if n in self.bands and self.spread:
+                given = f"captured[2][{self.bands.index(n)}]"
+                return given if node.dtype == "f32" else f"{given}.to({TYPES[node.dtype]})"
+            if n in self.bands:
+                band = f"band{self.bands.index(n)}"
+                return f"diagonals.spread({band}, {', '.join(POSITIONS)}, captured)"
+            return self._gather(node)
+        if node.op == "to":
+            return self._to(n, node)
+        of = self._dtype(node)
+        args = [self._arg(a, of) for a in node.args]
+        if node.op == "where":
+            args[0] = self._arg(node.args[0], "bool")
+            condition, *rest = [
+                self._plain(x, a, node) for x, a in zip(args, node.args, strict=True)
+            ]
+            return f"tl.where({', '.join([condition, *rest])})"
+        low = of in ("bf16", "f16")
+        if low:  # as PyTorch does: computed in float32, rounded to the dtype
+            args = [
+                f"{a}.to(tl.float32)" if isinstance(x, str) else a
+                for a, x in zip(args, node.args, strict=True)
+            ]
+        text = self._formula(node, of, args)
+        if low and node.dtype == of:
+            return f"({text}).to({TYPES[of]})"
+        if of == "i64" and node.dtype == "i64" and self.widths.widens(n):
+            args[0] = f"tl.cast({args[0]}, tl.int64)"  # the result needs more bits than they do
+            text = self._formula(node, of, args)
+        return text
+
+    def _formula(self, node: Node, of: str, args: list[str]) -> str:
+        op = node.op
+        if of == "bool":
+            if op in ("not", "invert"):
+                return f"~{args[0]}"
+            op = {"max": "or", "min": "and", "mul": "and", "add": "or"}.get(op, op)
+        if op == "div" and of in ("f32", "bf16", "f16") and self._divides(node.args[1]):
+            return f"{args[0]} * (1 / {args[1]})"  # one division for all pairs
+        if op == "tanh" and self.rough:
+            return f"maths.rough_tanh({args[0]})"
+        if op == "pow" and (short := _short_power(args[0], node.args[1], of)):
+            return short
+        if op in INFIX:
+            return f"{args[0]} {INFIX[op]} {args[1]}"
+        formulas = FLOAT_FORMULAS if of in FLOATS else INT_FORMULAS
+        if op not in formulas:
+            raise ModError(f"a score or mask uses {op} on {of}, which kernels cannot compute")
+        return formulas[op].format(*args)
+
+    def _divides(self, by: Arg) -> bool:
+        """Whether all pairs are divided by one number, which has a reciprocal."""
+        return self.kinds[by] == "one" if isinstance(by, str) else 1e-30 < abs(by) < 1e30
+
+    def _gather(self, node: Node) -> str:
+        table, *indices = node.args
+        assert isinstance(table, str)
+        far = self.far[int(table[1:])]
+        pointer = table
+        for dim, index in enumerate(indices):
+            at = self._inside(table, dim, index)
+            at = f"tl.cast({at}, tl.int64)" if far else at
+            pointer += f" + {at} * {table}_stride{dim}"
+        loaded = f"tl.load({pointer})"
+        return f"{loaded} != 0" if node.dtype == "bool" else loaded
+
+    def _inside(self, table: str, dim: int, index: Arg) -> str:
+        index = self._arg(index, "i64")
+        return f"maths.inside({index}, {table}_size{dim})"
+
+    def _to(self, n: int, node: Node) -> str:
+        have = self._dtype(node)
+        arg = self._arg(node.args[0], have)
+        if node.dtype == "bool":
+            return f"{arg} != 0"
+        source = node.args[0]
+        if node.dtype == "f32" and isinstance(source, str) and self._whole(source):
+            return self._float(source)
+        kind = self.widths.type(f"%{n}") if node.dtype == "i64" else TYPES[node.dtype]
+        return f"tl.cast({arg}, {kind})"
+
+    def _whole(self, name: str) -> bool:
+        """Whether a whole number per pair is better computed in float32."""
+        varies = self.kinds[name] in ("diagonals", "pairs")
+        return varies and as_floats(self.graph, self.widths, name)
+
+    def _float(self, arg: Arg) -> str:
+        """Such a number, from positions that are floats."""
+        if not isinstance(arg, str):
+            return repr(float(arg))
+        if arg[0] != "%":
+            return f"tl.cast({arg}, tl.float32)"
+        node = self.graph.nodes[int(arg[1:])]
+        args = [self._float(a) for a in node.args]
+        return f"({args[0]} {INFIX[node.op]} {args[1]})" if node.op in INFIX else FLOAT_FORMULAS[
+            node.op
+        ].format(*args)  # fmt: skip
+
+    def _dtype(self, node: Node) -> str:
+        """The dtype that an op's operands share."""
+        for a in reversed(node.args):
+            if isinstance(a, str) and a in self.dtypes:
+                return self.dtypes[a]
+        return node.dtype
+
+    def _arg(self, arg: Arg, dtype: str) -> str:
+        if isinstance(arg, str):
+            return f"v{arg[1:]}" if arg[0] == "%" else arg
+        if dtype in FLOATS and not isinstance(arg, bool):
+            value = float(arg)
+            if value != value or value in (float("inf"), float("-inf")):
+                return f'float("{value}")'
+            return repr(value) if value >= 0 else f"({value!r})"
+        return repr(arg) if arg >= 0 else f"({arg!r})"
+
+    def _plain(self, text: str, arg: Arg, node: Node) -> str:
+        """A branch of a `where`, which gets the node's type even if both are numbers."""
+        if isinstance(arg, str) or node.dtype in ("bool", "f32"):
+            return text
+        return f"tl.cast({text}, {TYPES[node.dtype]})"
+
+    def _output(self, arg: Arg) -> str:
+        # A number takes shape and layout from a tensor that has them: Gluon makes none without.
+        if self.graph.kind == "mask":
+            if isinstance(arg, str):
+                return self._arg(arg, "bool")
+            return f"tl.where(kv_idx == kv_idx, {arg}, {arg})"
+        value = self._arg(arg, "f32")
+        if isinstance(arg, str) and self.kinds[arg] != "one":
+            return f"tl.broadcast_to({value}, score.shape)"
+        return f"tl.where(score == score, {value}, {value})"
+
+
+def _short_power(base: str, exponent: Arg, dtype: str) -> str | None:
+    """A small whole power as products; every whole power of an integer must be small."""
+    if isinstance(exponent, str) or exponent != int(exponent) or not 0 <= exponent <= 8:
+        return f"tl.sqrt({base})" if exponent == 0.5 and dtype in FLOATS else None
+    return " * ".join([base] * int(exponent)) if exponent else f"{base} * 0 + 1"
+
+
+def floats(graph: Graph, kind: str) -> list[int]:
+    """The gathers of floats whose indices vary so (dependence.py)."""
+    return [
+        n for n, node in graph.gathers
+        if node.dtype in FLOATS and variation(graph, node.args[1:]) == kind
+    ]  # fmt: skip
+
+
+def diagonal(graph: Graph) -> list[int]:
+    """The gathers of floats that read one number per diagonal."""
+    return floats(graph, "diagonals")
+
+
+def not_spread(graph: Graph) -> list[int]:
+    """The gathers that are left where those of `diagonal` are given."""
+    cut = set(diagonal(graph))
+    seen: set[Arg] = set()
+    todo = list(graph.outputs)
+    while todo:
+        name = todo.pop()
+        if not isinstance(name, str) or name[0] != "%" or name in seen or int(name[1:]) in cut:
+            continue
+        seen.add(name)
+        todo += graph.nodes[int(name[1:])].args
+    return [n for n, _ in graph.gathers if f"%{n}" in seen]

@@ -1,0 +1,116 @@
+"""What a score reads by relative position, read for all distances before its kernel runs, and the
+sums of their gradients: the host's side of device/relative_bias.py."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...mods.graph import Graph, parse
+from ..gpu.codegen.function import diagonal
+from ..gpu.runtime.call_plan import BasePlan, Walks
+from ..gpu.runtime.launcher import Direct, Given
+from .device.relative_bias import collect, lay_out
+
+_WHOLE = 128  # rows and columns of tiles
+_BLOCK = 16  # sixteens of distances of a program
+
+
+class BiasTables:
+    """Those of the calls of one kind, for products whose rows are queries, or keys.
+
+    - `wanted`: the gathers of the score that want a gradient.
+    """
+
+    def __init__(
+        self, plan: BasePlan, walks: Walks, wanted: tuple[int, ...] = (), *, queries: bool
+    ) -> None:
+        self.plan, self.walks, self.queries = plan, walks, queries
+        text = plan.text
+        graph = parse(text.score) if text.score is not None and text.spread else None
+        self.found = [] if graph is None else diagonal(graph)
+        self.own = [_depends(graph, n) for n in self.found] if graph is not None else []
+        # Which of those that want a gradient are bands.
+        self.summed = tuple(k for k, n in enumerate(wanted) if n in self.found)
+        self.summed_own = [self.own[self.found.index(wanted[k])] for k in self.summed]
+        rows, columns = (-(-n // _WHOLE) * _WHOLE for n in (plan.q_len, plan.kv_len))
+        if not queries:
+            rows, columns = columns, rows
+        self.zero, self.count = rows, rows + columns  # numbers of distances
+        self.fills = [self._kernel(k, own, fill=True) for k, own in enumerate(self.own)]
+        self.collects = [
+            self._kernel(k, own, fill=False)
+            for k, own in zip(self.summed, self.summed_own, strict=True)
+        ]  # fmt: skip
+
+    def new(self, given: Given) -> list[Tensor]:
+        """The bands, as a call has them."""
+        made = []
+        for (b, h), fill in zip(self.own, self.fills, strict=True):
+            x = torch.empty(
+                self._heads(b, h), 4 * self.count, dtype=torch.float32, device=self.plan.device
+            )
+            fill((x,), given)
+            made.append(x)
+        return made
+
+    def sums(self) -> list[Tensor]:
+        """Zeros to which the kernel adds."""
+        return [
+            torch.zeros(self._heads(*own), self.count, dtype=torch.float32, device=self.plan.device)
+            for own in self.summed_own
+        ]
+
+    def collect(self, sums: Sequence[Tensor], grads: Sequence[Tensor], given: Given) -> None:
+        """Bring sums to the gradients of what the gathers read; `grads`: of all gathers."""
+        for x, k, kernel in zip(sums, self.summed, self.collects, strict=True):
+            kernel((x, grads[k]), given)
+
+    def arranged(self, tensors: Sequence[Any]) -> tuple[tuple, tuple, tuple]:
+        """Bands and sums as the kernels take them (`diagonals.begin`), of such and others in a row,
+        and the others."""
+        n, m = len(self.own), len(self.own) + len(self.summed)
+        bands = self._of(tensors[:n], self.own, 4 * self.count)
+        return bands, self._of(tensors[n:m], self.summed_own, self.count), tuple(tensors[m:])
+
+    def _of(self, tensors: Sequence[Any], own: Sequence[tuple[bool, bool]], row: int) -> tuple:
+        found: list[Any] = [self.zero] if own else []
+        for x, (b, h) in zip(tensors, own, strict=True):
+            found += x, row * b * (self.plan.hq if h else 1), row * h
+        return tuple(found)
+
+    def _heads(self, b: bool, h: bool) -> int:
+        return (self.plan.b if b else 1) * (self.plan.hq if h else 1)
+
+    def _kernel(self, k: int, own: tuple[bool, bool], *, fill: bool) -> Direct:
+        plan, (b, h) = self.plan, own
+        of_b, of_h, of_q, of_kv = plan.at
+        heads = plan.hq if h else 1
+        places = (self.zero, self.count, heads, of_b, of_h, of_kv - of_q)
+
+        def arrange(given: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
+            of_score, _, numbers, _ = plan.arranged(self.walks, tensors, floats)[2]
+            return (*given, of_score, numbers, *places)
+
+        if fill:
+            kernel, per = lay_out, 16 * _BLOCK
+            options = {"BAND": plan.function(f"band{k}"), "SIGN": 1 if self.queries else -1}
+        else:
+            kernel, per = collect, 64 * _BLOCK
+            options = {"OFFSET": plan.function(f"offset{k}")}
+        options["BLOCK"] = _BLOCK if fill else per
+        grid = -(-self.count // per), self._heads(b, h), 1
+        return Direct(kernel, plan.device, options, grid, arrange)
+
+
+def _depends(graph: Graph, n: int) -> tuple[bool, bool]:
+    """Whether what a gather reads depends on the batch row, and on the head."""
+    seen, todo = set(), [f"%{n}"]
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        if name[0] == "%":
+            args = [a for a in graph.nodes[int(name[1:])].args if isinstance(a, str)]
+            todo += [a for a in args if a not in seen]
+    return "b" in seen, "h" in seen

@@ -1,0 +1,1 @@
+"""What the forward and backward kernels share, all of it device code."""

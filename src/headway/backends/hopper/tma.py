@@ -1,0 +1,108 @@
+"""What the copy engine is told of a tensor: where it lies, and the tiles that it is copied by."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .device.gluon_compat import TensorDescriptor, gl
+
+
+class Operand:
+    """The descriptors of one operand for calls of one kind: made, and checked by Triton, once;
+    after that only the tensor is another.
+
+    - `make`: of a tensor, its descriptors, or None in their place.
+    """
+
+    def __init__(self, make: Callable[[Tensor], Sequence[TensorDescriptor | None]]) -> None:
+        self.make = make
+        self.kinds: list[type | None] = []
+
+    def __call__(self, x: Tensor) -> list[TensorDescriptor | None]:
+        """The descriptors of `x`, which has the shape and strides of the first one."""
+        if not self.kinds:
+            self.kinds = [None if d is None else _alike(d) for d in self.make(x)]
+        return [kind and kind(x) for kind in self.kinds]
+
+
+def _alike(d: TensorDescriptor) -> type:
+    """The descriptors that are `d`, but of a tensor that is told: what they share is the class's,
+    and making one is a single assignment."""
+
+    def of(self: Any, base: Tensor) -> None:
+        self.base = base
+
+    fields = {name: value for name, value in vars(d).items() if name != "base"}
+    return type("TensorDescriptor", (TensorDescriptor,), fields | {"__init__": of})
+
+
+def matrix(rows: int, widths: tuple[int, ...]) -> Operand:
+    """Of (batch, head, row, column): copies of `rows` rows of one head, in one piece (the second
+    descriptor is None) or two.
+
+    The engine clips at every size: rows past the end of a head are read as zeros and not written.
+    """
+
+    def make(x: Tensor) -> list[TensorDescriptor | None]:
+        whole = 16 // x.element_size()
+        strides = [s if n > 1 else whole for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+        found: list[TensorDescriptor | None] = []
+        for w in widths:
+            kind = getattr(gl, str(x.dtype).removeprefix("torch."))
+            layout: Any = gl.NVMMASharedLayout.get_default_for([1, 1, rows, w], kind)
+            block = [1, 1, rows, w]
+            found.append(TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout))
+        return found + [None] * (2 - len(found))
+
+    return Operand(make)
+
+
+def numbers(rows: int) -> Operand:
+    """Of a float32 number per row: copies of `rows` of them."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return Operand(lambda x: [TensorDescriptor(x, [x.numel()], [1], [rows], layout)])
+
+
+def chunks(rows: int, more: int = 0) -> Operand:
+    """Of parts of dq, in rows of 256 numbers: pieces of so many rows, and of `more` (or None)."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+    def make(x: Tensor) -> list[TensorDescriptor | None]:
+        shape = [x.numel() // 256, 256]
+        return [
+            TensorDescriptor(x, shape, [256, 1], [n, 256], layout) if n else None
+            for n in (rows, more)
+        ]
+
+    return Operand(make)
+
+
+def aligned(*matrices: Tensor) -> Sequence[Tensor]:
+    """At addresses that the copy engine can begin at."""
+    addresses = 0
+    for x in matrices:
+        addresses |= x.data_ptr()
+    if addresses % 16 == 0:
+        return matrices
+    return [x if x.data_ptr() % 16 == 0 else _copied(x) for x in matrices]
+
+
+def fits(x: Tensor) -> bool:
+    """Whether the strides are such as the copy engine can follow: rows of adjacent numbers,
+    16-byte steps, nothing expanded."""
+    pairs = zip(x.shape[:3], x.stride()[:3], strict=True)
+    steps = [s * x.element_size() for n, s in pairs if n > 1]
+    return x.stride(3) == 1 and all(s > 0 and s % 16 == 0 for s in steps)
+
+
+def followed(x: Tensor) -> Tensor:
+    """With strides that it can follow."""
+    return x if fits(x) else _copied(x)
+
+
+def _copied(x: Tensor) -> Tensor:
+    (*lead, d), whole = x.shape, 16 // x.element_size()
+    copy = torch.empty((*lead, -(-d // whole) * whole), dtype=x.dtype, device=x.device)[..., :d]
+    return copy.copy_(x)
