@@ -34,8 +34,8 @@ class ScaledAttention(nn.Module):
     """What `Attention` and `MLA` share: the call of the kernel with the scale it must apply, the
     record of max logits, and the choice of scaling in the state dict.
 
-    Attributes: `width` of the input and output; `scaling`; `scale`, what the logits are multiplied by wherever it happens; and
-    `max_logit`, the `MaxLogit` of the heads.
+    Attributes: `width`, of the input and output; `scaling`; `scale`, what the logits are multiplied
+    by wherever it happens; and `max_logit`, the `MaxLogit` of the heads.
     """
 
     def __init__(
