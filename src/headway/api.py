@@ -176,7 +176,7 @@ def block_mask(
     try:
         tiles, mask_b, mask_h = cached_build(graph, captured, sizes, tile, device)
     except CapturedIndexError as error:
-        raise _with_place(error, mask) from None
+        raise with_place(error, mask) from None
     return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles, decided)
 
 
@@ -224,10 +224,10 @@ def _run(
             return run(spec, call)
         return sharded.whole(run(spec, sharded.local_call(call)))
     except CapturedIndexError as error:
-        raise _with_place(error, score, mask) from None
+        raise with_place(error, score, mask) from None
 
 
-def _with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
+def with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
     """The error with the file and line of the user's function that it comes from."""
     given = [mod.mask if isinstance(mod, BlockMask) else mod for mod in mods if mod is not None]
     functions = [fn for mod in given for fn in describe(mod).functions]

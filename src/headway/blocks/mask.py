@@ -337,11 +337,11 @@ class BlockMask:
         return load(path, device)
 
 
-def tile_of(tile: Any) -> tuple[int, int]:
+def tile_of(tile: Any, name: str = "tile") -> tuple[int, int]:
     """Queries and keys in a tile; a number stands for both."""
     found = tuple([whole(n) for n in (tile if isinstance(tile, tuple | list) else (tile, tile))])
     if len(found) != 2 or any(n is None or n < 1 for n in found):
-        raise ArgumentError(f"tile={tile!r} must be one or two whole numbers of at least 1")
+        raise ArgumentError(f"{name}={tile!r} must be one or two whole numbers of at least 1")
     return found
 
 

@@ -10,7 +10,9 @@ from ..errors import ArgumentError
 from ..mods import (
     Mask,
     alibi,
+    block_causal,
     causal,
+    chunked,
     dilated,
     global_tokens,
     neighborhood,
@@ -19,6 +21,7 @@ from ..mods import (
     strided,
     t5_bias,
     tiled,
+    window_bias,
 )
 from ..mods.base import Both, Either, Mod, Not, Then
 
@@ -55,11 +58,11 @@ class Past:
 
 
 # Of the library's values, those that see how far a key is from its query, or where the query is.
-# (`causal` has an offset. `dense` and `bias` have tensors of the call's sizes, `document` ids of
-# queries and of keys; the others see keys alone.)
+# (`causal` has an offset. `dense`, `block_table` and `bias` have tensors of the call's sizes,
+# `document` and `spans` ids of queries and of keys; the others see keys alone, or no position.)
 _FROM_ZERO = (
-    sliding_window, dilated, strided, global_tokens, neighborhood, tiled,
-    alibi, relative_bias, t5_bias,
+    sliding_window, dilated, strided, chunked, block_causal, global_tokens, neighborhood, tiled,
+    alibi, relative_bias, t5_bias, window_bias,
 )  # fmt: skip
 
 
