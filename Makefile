@@ -90,6 +90,18 @@ bench: setup ## time forward and backward against what else you could use
 gpu-bench: setup ## the same on the GPU, against FlexAttention, cuDNN and FlashAttention-4
 	@.venv/bin/headway bench --device cuda --output bench/results $(ARGS)
 
+.PHONY: picture
+picture: setup ## draw the README's picture of speed anew, from bench/results
+	@$(PY) -m headway.bench.picture bench/results/h100/bench-2026-11-25.csv docs/pictures/speed.svg
+
+.PHONY: package
+package: setup ## build the wheel and the sdist in dist
+	@$(PY) -m hatchling build
+
+.PHONY: hub
+hub: setup ## lay the package out as a kernel of the Hugging Face Hub, in dist/hub
+	@$(PY) scripts/hub_kernel.py dist/hub
+
 .PHONY: golden
 golden: setup ## write the generated kernels that the tests compare with; read the diff
 	@$(PYTEST) --accept-golden $(ARGS)

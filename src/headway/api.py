@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import Any, Never
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import ops
@@ -53,20 +52,20 @@ from .types import AttentionOutput, Coords, Spec, constant_under_compile, inline
 
 
 def attention(
-    q: Float[Tensor, "b hq q_len d"],
-    k: Float[Tensor, "b hk kv_len d"],
-    v: Float[Tensor, "b hk kv_len dv"],
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
+    v: Tensor,  # (b, hk, kv_len, dv)
     score: ScoreFn | None = None,
     mask: MaskFn | BlockMask | None = None,
     *,
     scale: float | None = None,
-    sink: Float[Tensor, " hq"] | None = None,
+    sink: Tensor | None = None,  # (hq,)
     dropout: float = 0.0,
-    seed: int | Int[Tensor, ""] | None = None,
+    seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
     **unknown: Never,
-) -> Float[Tensor, "b hq q_len dv"]:
+) -> Tensor:
     """softmax(score(scale · q kᵀ) where mask) v: exact attention for any score and mask.
 
     Differentiable in q, k, v, `sink`, and every tensor that `score` captures and that requires
@@ -106,16 +105,16 @@ def attention(
 
 
 def attention_with_stats(
-    q: Float[Tensor, "b hq q_len d"],
-    k: Float[Tensor, "b hk kv_len d"],
-    v: Float[Tensor, "b hk kv_len dv"],
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
+    v: Tensor,  # (b, hk, kv_len, dv)
     score: ScoreFn | None = None,
     mask: MaskFn | BlockMask | None = None,
     *,
     scale: float | None = None,
-    sink: Float[Tensor, " hq"] | None = None,
+    sink: Tensor | None = None,  # (hq,)
     dropout: float = 0.0,
-    seed: int | Int[Tensor, ""] | None = None,
+    seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
     **unknown: Never,

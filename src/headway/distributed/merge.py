@@ -3,16 +3,14 @@
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import ArgumentError
 
 
-def merge(
-    *partials: tuple[Float[Tensor, "b h q_len dv"], Float[Tensor, "b h q_len"]],
-) -> tuple[Float[Tensor, "b h q_len dv"], Float[Tensor, "b h q_len"]]:
-    """The attention over all keys from partial results `(out, lse)` over disjoint keys:
+def merge(*partials: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The attention over all keys from partial results `(out, lse)` over disjoint keys, of shapes
+    `(b, h, q_len, dv)` and `(b, h, q_len)`:
 
         lse = log Σ exp(lse_n),   out = Σ exp(lse_n − lse) out_n
 

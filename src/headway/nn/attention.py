@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Never
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..arguments import count_of, number_of
@@ -101,14 +100,14 @@ class Attention(ScaledAttention):
 
     def forward(
         self,
-        x: Float[Tensor, "b length width"],
+        x: Tensor,  # (b, length, width)
         mask: MaskFn | BlockMask | None = None,
         score: ScoreFn | None = None,
         *,
         angles: Angles | None = None,
         past: Past | None = None,
         **unknown: Never,
-    ) -> Float[Tensor, "b length width"]:
+    ) -> Tensor:
         """`mask` and `score` as in `headway.attention`; `angles` from `rotary.angles(positions)`,
         which a model makes once for all its layers; `past` holds the positions before these and
         grows by them. The mask is then told so, `causal(past.length)`: see `Past`."""

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Never
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..arguments import count_of, number_of
@@ -152,14 +151,14 @@ class MLA(ScaledAttention):
 
     def forward(
         self,
-        x: Float[Tensor, "b length width"],
+        x: Tensor,  # (b, length, width)
         mask: MaskFn | BlockMask | None = None,
         score: ScoreFn | None = None,
         *,
         angles: Angles | None = None,
         past: Past | None = None,
         **unknown: Never,
-    ) -> Float[Tensor, "b length width"]:
+    ) -> Tensor:
         """As `Attention.forward`."""
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..arguments import count_of, number_of
@@ -89,8 +88,9 @@ class Rotary:
         if self.width < 2 or self.width % 2:
             raise ArgumentError(f"Rotary(width={self.width!r}): width must be even and positive")
 
-    def frequencies(self, device: torch.device | str | None = None) -> Float[Tensor, " pairs"]:
-        """Radians per position of every pair, float32 as in the models it must agree with."""
+    def frequencies(self, device: torch.device | str | None = None) -> Tensor:
+        """Radians per position of every pair, `(pairs,)`; float32 as in the models it must agree
+        with."""
         exponents = torch.arange(0, self.width, 2, dtype=torch.float32, device=device) / self.width
         frequencies = 1.0 / self.base**exponents
         if self.yarn is None:
@@ -107,16 +107,15 @@ class Rotary:
         length = self.yarn.original_length / (turns * 2 * math.pi)
         return self.width * math.log(length) / (2 * math.log(self.base))
 
-    def angles(self, positions: Int[Tensor, "*b length"]) -> Angles:
+    def angles(self, positions: Tensor) -> Angles:
         """The table for these positions, `(length,)` or `(b, length)`."""
         angles = positions[..., None].float() * self.frequencies(positions.device)
         factor = 1.0 if self.yarn is None else self.yarn.rotation_factor
         return Angles(angles.cos() * factor, angles.sin() * factor)
 
-    def rotate(
-        self, x: Float[Tensor, "b h length d"], angles: Angles
-    ) -> Float[Tensor, "b h length d"]:
-        """x with its first `width` channels turned; computed in float32 or wider."""
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
+        """x, `(b, h, length, d)`, with its first `width` channels turned; computed in float32 or
+        wider."""
         cos, sin = (t if t.dim() == 2 else t[:, None] for t in angles)
         turned, rest = x[..., : self.width], x[..., self.width :]
         if self.interleaved:

@@ -3,7 +3,6 @@
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from .rows import local_part
@@ -45,7 +44,7 @@ class MaxLogit(nn.Module):
         # set here would be a side effect, which torch.compile refuses inside of a checkpoint.)
         return self.value._version == self._fresh
 
-    def forward(self, max_logit: Float[Tensor, "b h"]) -> None:
+    def forward(self, max_logit: Tensor) -> None:  # (b, h)
         if not self.recording:
             return
         with torch.no_grad():
