@@ -13,9 +13,9 @@ class MaxLogit(nn.Module):
 
     A child of the attention module whose logits it records: it follows its `.train()`, `.eval()`
     and device. Called with `max_logit` `(b, heads)` of a forward, it takes the maximum over the
-    batch and over the calls before, on the device, without waiting for it. It records in training
-    mode with gradients enabled only, so evaluation leaves no trace; activations that are computed
-    again give the same maximum again.
+    batch and over the calls before, on the device, without waiting for it; of a DTensor, over the
+    part of this rank. It records in training mode with gradients enabled only, so evaluation leaves
+    no trace; activations that are computed again give the same maximum again.
 
     `value` is `(heads,)` float32: NaN for a head of which nothing was recorded (on a rank of a
     tensor-parallel group the first heads are its own and the rest stay NaN), +inf for one with NaN
