@@ -4,7 +4,7 @@ The task is to sort letters: "qkzab" -> "abkqz". Sources have many lengths and a
 keeps what is not there out of the encoder and out of cross-attention. Encoder and decoder have a
 table of biases each. At the end a few new words are sorted.
 
-    python examples/train_t5.py             # about a minute on a laptop's CPU
+    python examples/train_t5.py             # half a minute on a laptop's CPU
     python examples/train_t5.py --help
 """
 
