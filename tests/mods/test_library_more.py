@@ -477,8 +477,8 @@ def test_shifted_windows_as_documented():
 @pytest.mark.parametrize(
     ("table", "window", "q_len", "message"),
     [
-        ((49, 2), (4, 4), 20, "has 16 points, but this call has q_len=20"),
-        ((52, 2), (4, 4), 16, "q_len=16, which must be 17, with the class token"),
+        ((49, 2), (4, 4), 20, "at most 16 positions, or a multiple of it, .* has q_len=20"),
+        ((52, 2), (4, 4), 34, "at most 17 positions, with the class token, .* has q_len=34"),
         ((49, 3), (4, 4), 16, "table has shape"),
         ((48, 2), (4, 4), 16, r"needs \(49, heads\), one row per offset, or \(52, heads\)"),
         ((49, 2), 4, 16, "window=4"),

@@ -204,13 +204,13 @@ class window_bias(Score):
 
     def check_sizes(self, b, h, q_len, kv_len):
         check_shape("window_bias", "table", self.table, offsets=self.table.shape[0], h=h)
-        points = self.window[0] * self.window[1]
+        points = self.window[0] * self.window[1] + self._token
         for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-            if (length != points + 1) if self._token else length % points:
-                what = f"{points + 1}, with the class token" if self._token else "a multiple of it"
+            if length > points and (self._token or length % points):
+                what = "with the class token" if self._token else "or a multiple of it"
                 raise ArgumentError(
-                    f"window_bias: window={self.window} has {points} points, but this call has "
-                    f"{name}={length}, which must be {what}"
+                    f"window_bias: window={self.window} is for at most {points} positions, {what}, "
+                    f"but this call has {name}={length}"
                 )
 
     def __call__(self, score, b, h, q_idx, kv_idx):

@@ -108,9 +108,12 @@ class Attention(ScaledAttention):
         past: Past | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """`mask` and `score` as in `headway.attention`; `angles` from `rotary.angles(positions)`,
+        """`x` and the result: `(b, length, width)`.
+
+        `mask` and `score` as in `headway.attention`; `angles` from `rotary.angles(positions)`,
         which a model makes once for all its layers; `past` holds the positions before these and
-        grows by them. The mask is then told so, `causal(past.length)`: see `Past`."""
+        grows by them. The mask is then told so, `causal(past.length)`: see `Past`.
+        """
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
         self.check_input(x)

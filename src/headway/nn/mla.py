@@ -159,7 +159,7 @@ class MLA(ScaledAttention):
         past: Past | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """As `Attention.forward`."""
+        """As `Attention.forward`, of `(b, length, width)`."""
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
         self.check_input(x)
