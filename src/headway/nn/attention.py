@@ -85,7 +85,7 @@ class Attention(ScaledAttention):
         if rotary is not None and rotary.width > head_width:
             raise ArgumentError(f"{rotary} turns more channels than a head has, {head_width}")
         scale = 1 / math.sqrt(head_width) if scale is None else scale
-        super().__init__(heads, scale, scaling, sink, dropout, backend, init, device, dtype)
+        super().__init__(width, heads, scale, scaling, sink, dropout, backend, init, device, dtype)
         self.kv_heads, self.head_width, self.rotary = kv_heads, head_width, rotary
         where = {"device": device, "dtype": dtype}
         q_rows, kv_rows = heads * head_width, kv_heads * head_width
@@ -116,6 +116,7 @@ class Attention(ScaledAttention):
         """
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
+        self.check_input(x)
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
