@@ -82,6 +82,14 @@ format: setup ## format the code and sort its imports
 	@$(PY) -m ruff check --quiet --fix-only
 	@$(PY) -m ruff format
 
+.PHONY: docs
+docs: setup ## build the documentation into site/, to be read with no network: site/index.html
+	@$(PY) -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null || \
+	  $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@OMP_NUM_THREADS=1 $(PY) scripts/docs/draw.py
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+	@echo "site/index.html"
+
 .PHONY: bench
 bench: setup ## time forward and backward against what else you could use
 	@.venv/bin/headway bench --output bench/results $(ARGS)
@@ -89,6 +97,18 @@ bench: setup ## time forward and backward against what else you could use
 .PHONY: gpu-bench
 gpu-bench: setup ## the same on the GPU, against FlexAttention, cuDNN and FlashAttention-4
 	@.venv/bin/headway bench --device cuda --output bench/results $(ARGS)
+
+.PHONY: picture
+picture: setup ## draw the README's picture of speed anew, from bench/results
+	@$(PY) -m headway.bench.picture bench/results/h100/bench-2026-11-25.csv docs/pictures/speed.svg
+
+.PHONY: package
+package: setup ## build the wheel and the sdist in dist
+	@$(PY) -m hatchling build
+
+.PHONY: hub
+hub: setup ## lay the package out as a kernel of the Hugging Face Hub, in dist/hub
+	@$(PY) scripts/hub_kernel.py dist/hub
 
 .PHONY: golden
 golden: setup ## write the generated kernels that the tests compare with; read the diff

@@ -29,7 +29,7 @@ for torch in "$@"; do
   # PyTorch brings its Triton; of the other packages the versions that `make test` has.
   grep -v '^torch==' constraints.txt >"$venv/constraints.txt"
   "${pip[@]}" install -c "$venv/constraints.txt" "$torch"
-  "${pip[@]}" install -c "$venv/constraints.txt" -e ".[dev]"
+  "${pip[@]}" install -c "$venv/constraints.txt" -e ".[cli,dev]"
   "$venv/bin/python" - <<'PYTHON'
 import torch, triton
 from headway.backends import hopper

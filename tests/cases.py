@@ -226,7 +226,9 @@ def _table() -> tuple[Case, ...]:
     needs = {"outside": "causal_window", "negative": "causal_window", "undefined": "causal"}
     lengths = {"window": 45, "window_token": 41}
     for score in SCORES:
-        half = ("half",) * (score in ("softcap", "twice", "relative", "bias_all", "log_sigmoid_learned"))
+        half = ("half",) * (
+            score in ("softcap", "twice", "relative", "bias_all", "log_sigmoid_learned")
+        )
         n = lengths.get(score, 37), lengths.get(score, 41)
         size = {"score": score, "q_len": n[0], "kv_len": n[1]}
         add(f"score_{score}", "score", *half, **size, mask=needs.get(score))

@@ -1,10 +1,13 @@
 """The command line: every command explains itself; a mistake is one message, not a traceback."""
 
 import importlib
+import importlib.metadata
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -81,6 +84,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--length", "0"], "--length 0"),
         (["explain", "--device", "nowhere"], "--device nowhere"),
         (["doctor", "--jsn"], "--jsn"),
+        (["bench", "--repeats", "0"], "headway bench: --repeats 0 must be 1 or more\n"),
+        (["bench", "--seconds", "-1"], "headway bench: --seconds -1 must be 0 or more\n"),
+        (["train", "--context", "1"], "--context 1 must be a whole number, 8 or more"),
+        (["train", "--attention", "mla", "--kv-heads", "2"], "keys of its own; leave it out"),
     ],
 )
 def test_a_mistake_is_one_message(
@@ -142,6 +149,30 @@ def test_train_then_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert str(weights) in error
 
 
+def test_hints_name_the_folder_of_the_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `train` says to type next is typed: also where runs lie elsewhere, under an odd name."""
+    for n in range(40):
+        (tmp_path / f"m{n}.py").write_text(f"x = {n}\n" * 9)
+    small = ["--depth", "1", "--steps", "2", "--batch", "1", "--context", "16", "--threads", "1"]
+    runs = tmp_path / "my runs"
+    given = ["--corpus", str(tmp_path), "--runs", str(runs), "--name", "z"]
+    status, out, _ = run(capsys, "train", *small, *given)
+    assert status == 0
+    program, *hint = shlex.split(out.rpartition("let it write: ")[2])
+    assert program == "headway"
+    assert run(capsys, *hint, "--length", "3")[0] == 0
+    status, _, error = run(capsys, "sample", "z", "--runs", str(runs), "--seed", "-1")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "--seed -1" in error
+    status, _, error = run(capsys, "sample", "y", "--runs", str(runs))
+    assert (status, "--resume" in error) == (2, False)
+    (runs / "z" / "config.json").unlink()
+    status, _, error = run(capsys, "sample", "z", "--runs", str(runs))
+    assert "z is no run: config.json" in error
+
+
 # -- doctor ---------------------------------------------------------------------------------------
 
 
@@ -151,13 +182,17 @@ def test_doctor_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "doctor", "--json")
     assert status == 0
     found = json.loads(out)
-    assert set(found) == {"versions", "machine", "devices", "backends"}
+    assert set(found) == {
+        "versions", "machine", "devices", "backends", "tuned tiles", "environment",
+    }  # fmt: skip
+    assert {"commit", "numpy", "tyro", "flash-attn-4"} <= set(found["versions"])
     for row in table():
         assert row.reason in found["backends"][row.name]
     status, text, _ = run(capsys, "doctor")
     assert status == 0
-    for section in found.values():
-        for name, value in section.items():
+    for section, entries in found.items():
+        assert section in text
+        for name, value in (entries if isinstance(entries, dict) else {"": entries}).items():
             assert name in text
             assert value in text
 
@@ -177,6 +212,21 @@ def test_doctor_survives_what_it_examines(
         assert status == 0
         assert out.count("RuntimeError: no driver [here]") == 2
         assert torch.__version__ in out
+
+
+def test_doctor_names_the_commit_that_pip_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor = importlib.import_module("headway.cli.doctor")
+    home = doctor._home()
+    said = json.dumps({"url": "git", "vcs_info": {"vcs": "git", "commit_id": "0123abc"}})
+
+    def installed(place: Path, text: str | None) -> str:
+        package = SimpleNamespace(locate_file=lambda name: place, read_text=lambda name: text)
+        monkeypatch.setattr(importlib.metadata, "distribution", lambda name: package)
+        return doctor._installed_commit()
+
+    assert installed(home, said) == "0123abc"
+    assert installed(home, None) == ""
+    assert installed(home.parent, said) == ""  # another installation
 
 
 # -- mask -----------------------------------------------------------------------------------------

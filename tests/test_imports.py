@@ -17,7 +17,26 @@ import pytest
 SOURCES = sorted((Path(__file__).parents[1] / "src").rglob("*.py"))
 LONGEST = 400  # lines of code in one file: what one reads in a sitting
 
-LAZY = ("triton", "matplotlib", "rich", "tyro", "transformers")
+LAZY = ("triton", "matplotlib", "rich", "tyro", "transformers", "safetensors")
+
+# Modules that only Unix has: with none of them everything is imported, as on Windows.
+UNIX = ("fcntl", "grp", "pwd", "resource", "termios", "tty", "pty", "syslog")
+ANYWHERE = """
+import importlib, os, pkgutil, sys
+import torch
+sys.modules.update(dict.fromkeys(sys.argv[1].split(), None))  # an import of these now fails
+for name in ("fork", "sysconf", "getuid", "getloadavg", "sched_getaffinity", "O_DIRECTORY"):
+    vars(os).pop(name, None)
+import headway
+for module in pkgutil.walk_packages(headway.__path__, "headway."):
+    parts = module.name.split(".")
+    if parts[1] != "backends" and parts[-1] != "__main__":
+        importlib.import_module(module.name)
+q = torch.randn(1, 2, 8, 4, requires_grad=True)
+headway.attention(q, q, q, mask=headway.causal()).sum().backward()
+from headway.cli.doctor import examine
+assert "Error" not in str(examine()["versions"])
+"""
 
 # What PyTorch loads by itself (CUDA builds load Triton) is not ours to answer for.
 LOADED = """
@@ -42,15 +61,16 @@ import torch
 gc.disable()
 before = time.process_time()
 import headway
-print((time.process_time() - before) / before)
+taken = time.process_time() - before
+print(taken / before, taken)
 """
 
 
-def run_fresh(code: str) -> str:
+def run_fresh(code: str, *arguments: str) -> str:
     """What `code` prints in a process of its own, which keeps bytecode as an installed package's
     is kept: compiling our sources and not PyTorch's would not be a comparison."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -62,11 +82,18 @@ def test_import_and_cpu_attention_load_nothing_heavy():
     assert [m for m in by_call if m.split(".")[0] in LAZY] == []
 
 
+def test_everything_imports_without_what_only_unix_has():
+    """Every module but those of the GPU backends, which are Triton's to place."""
+    run_fresh(ANYWHERE, " ".join(UNIX))
+
+
 def test_import_costs_little_beyond_torch():
-    shares = []
-    while len(shares) < 5 and min(shares, default=1.0) > 0.1:  # a busy machine gets five tries
-        shares.append(float(run_fresh(IMPORT_TIME)))
-    assert min(shares) <= 0.1, f"import headway took {shares} of the time of import torch"
+    """A tenth of what `import torch` does, and a tenth of a second."""
+    tries = []
+    while len(tries) < 5 and min(tries, default=(1.0,))[0] > 0.1:  # a busy machine gets five tries
+        share, seconds = map(float, run_fresh(IMPORT_TIME).split())
+        tries.append((max(share, seconds), share, seconds))
+    assert min(tries)[0] <= 0.1, f"(worst, share of import torch, seconds) in each try: {tries}"
 
 
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -39,4 +39,4 @@ from .top_k import top_k_blocks as top_k_blocks
 from .types import AttentionOutput as AttentionOutput
 from .weights import attention_weights as attention_weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -5,7 +5,6 @@ from functools import lru_cache
 from typing import Any, Never
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import ops
@@ -53,20 +52,20 @@ from .types import AttentionOutput, Coords, Spec, constant_under_compile, inline
 
 
 def attention(
-    q: Float[Tensor, "b hq q_len d"],
-    k: Float[Tensor, "b hk kv_len d"],
-    v: Float[Tensor, "b hk kv_len dv"],
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
+    v: Tensor,  # (b, hk, kv_len, dv)
     score: ScoreFn | None = None,
     mask: MaskFn | BlockMask | None = None,
     *,
     scale: float | None = None,
-    sink: Float[Tensor, " hq"] | None = None,
+    sink: Tensor | None = None,  # (hq,)
     dropout: float = 0.0,
-    seed: int | Int[Tensor, ""] | None = None,
+    seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
     **unknown: Never,
-) -> Float[Tensor, "b hq q_len dv"]:
+) -> Tensor:
     """softmax(score(scale · q kᵀ) where mask) v: exact attention for any score and mask.
 
     Differentiable in q, k, v, `sink`, and every tensor that `score` captures and that requires
@@ -75,15 +74,15 @@ def attention(
 
     **Arguments:**
 
-    - `q`, `k`, `v`: float64, float32, bfloat16 or float16, of one dtype and device; any lengths
-      and widths, `dv` may differ from `d`, and `hq` must be a multiple of `hk`. Computed in
-      float32 (float64 for float64).
+    - `q`, `k`, `v`: `(b, hq, q_len, d)`, `(b, hk, kv_len, d)` and `(b, hk, kv_len, dv)`, float64,
+      float32, bfloat16 or float16, of one dtype and device; any lengths and widths, `dv` may differ
+      from `d`, and `hq` must be a multiple of `hk`. Computed in float32 (float64 for float64).
     - `score`: `(score, b, h, q_idx, kv_idx) -> score`, plain PyTorch on numbers that broadcast, or
       a value of the library such as `alibi(8) >> softcap(30.0)`. It sees the scaled logit.
     - `mask`: `(b, h, q_idx, kv_idx) -> bool`, True keeps the pair; a value of the library such as
       `causal() & sliding_window(1024)`; or a `BlockMask` built by `block_mask`.
     - `scale`: multiplies `q kᵀ`, once; `1/sqrt(d)` if None. 0.0 is honoured.
-    - `sink`: a logit per query head that joins the softmax but has no value (GPT-OSS).
+    - `sink`: `(hq,)`, a logit per query head that joins the softmax but has no value (GPT-OSS).
     - `dropout`: the probability to drop a pair after the softmax; the rest is scaled by 1/(1-p).
     - `seed`: of the dropout, a number or a 0-d int64 tensor; PyTorch's generator draws it if None.
     - `deterministic`: bit-equal gradients run after run.
@@ -106,16 +105,16 @@ def attention(
 
 
 def attention_with_stats(
-    q: Float[Tensor, "b hq q_len d"],
-    k: Float[Tensor, "b hk kv_len d"],
-    v: Float[Tensor, "b hk kv_len dv"],
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
+    v: Tensor,  # (b, hk, kv_len, dv)
     score: ScoreFn | None = None,
     mask: MaskFn | BlockMask | None = None,
     *,
     scale: float | None = None,
-    sink: Float[Tensor, " hq"] | None = None,
+    sink: Tensor | None = None,  # (hq,)
     dropout: float = 0.0,
-    seed: int | Int[Tensor, ""] | None = None,
+    seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
     **unknown: Never,

@@ -8,6 +8,8 @@ import sys
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from .types import NAMESPACE
+
 
 def _forward(q, k, v, *args, **kwargs) -> int:
     b, h, q_len, d = q
@@ -23,12 +25,13 @@ def register_flops() -> None:
     """Teach `FlopCounterMode` the formulas of our operators, and of PyTorch's that may run in their
     place, once it is there: importing it loads Triton."""
     counter = sys.modules.get("torch.utils.flop_counter")
-    if counter is None or torch.ops.headway.forward in counter.flop_registry:
+    ours = getattr(torch.ops, NAMESPACE)
+    if counter is None or ours.forward in counter.flop_registry:
         return
     kernel = "_scaled_dot_product_flash_attention_for_cpu"
     formulas = {
-        torch.ops.headway.forward: lambda spec, *args, **kwargs: _forward(*args),
-        torch.ops.headway.backward: lambda spec, *args, **kwargs: _backward(*args),
+        ours.forward: lambda spec, *args, **kwargs: _forward(*args),
+        ours.backward: lambda spec, *args, **kwargs: _backward(*args),
         getattr(torch.ops.aten, kernel): _forward,
         getattr(torch.ops.aten, f"{kernel}_backward"): lambda dout, *args, **kwargs: _backward(
             *args

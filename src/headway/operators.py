@@ -13,13 +13,13 @@ from torch import Tensor
 from .backends import get
 from .backends.base import Call
 from .blocks import Tiles, check_tiles
-from .types import Captured, Coords, Forward, Spec, acc_dtype
+from .types import NAMESPACE, Captured, Coords, Forward, Spec, acc_dtype
 
 _INPUTS = (
     "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor[] tensors, "
     "SymInt[] ints, float[] floats, Tensor[] tiles, SymInt[] offsets, Tensor? q_pos, Tensor? kv_pos"
 )
-library = torch.library.Library("headway", "DEF")
+library = torch.library.Library(NAMESPACE, "DEF")
 library.define(f"forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
 library.define(
     f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs) "
@@ -98,8 +98,8 @@ def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[
 library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
 for _name in ("forward", "backward"):  # autograd is above them, or inside `_forward`
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("headway::forward", _forward_fake, lib=library)
-torch.library.register_fake("headway::backward", _backward_fake, lib=library)
+torch.library.register_fake(f"{NAMESPACE}::forward", _forward_fake, lib=library)
+torch.library.register_fake(f"{NAMESPACE}::backward", _backward_fake, lib=library)
 
 
 def _one_by_one(op: Any) -> Callable:
@@ -123,6 +123,8 @@ def _entry(x: Any, dim: Any, n: int) -> Any:
     return x if dim is None else x.select(dim, n)
 
 
-_forward_op, _backward_op = torch.ops.headway.forward.default, torch.ops.headway.backward.default
-torch.library.register_vmap("headway::forward", _one_by_one(_forward_op), lib=library)
-torch.library.register_vmap("headway::backward", _one_by_one(_backward_op), lib=library)
+_ours = getattr(torch.ops, NAMESPACE)
+forward_op, backward_op = _ours.forward, _ours.backward
+_forward_op, _backward_op = forward_op.default, backward_op.default
+torch.library.register_vmap(f"{NAMESPACE}::forward", _one_by_one(_forward_op), lib=library)
+torch.library.register_vmap(f"{NAMESPACE}::backward", _one_by_one(_backward_op), lib=library)

@@ -17,7 +17,7 @@ from .backends import cpu, get
 from .backends.base import Call
 from .errors import BackendRefused
 from .flops import register_flops
-from .operators import backward, call_of, flat, forward, library
+from .operators import backward, backward_op, call_of, flat, forward, forward_op, library
 from .types import Captured, Coords, Forward, Spec, constant_under_compile, in_dtype
 
 
@@ -68,7 +68,7 @@ class _Attention(torch.autograd.Function):
     def forward(*inputs):
         spec, ints, floats, offsets, counts, q, k, v, sink, seed, q_pos, kv_pos, *tensors = inputs
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
-        run = torch.ops.headway.forward if _watched(q, k, v, *tensors) else forward
+        run = forward_op if _watched(q, k, v, *tensors) else forward
         exact, *stats = run(
             spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_pos, kv_pos
         )
@@ -108,7 +108,7 @@ class _Attention(torch.autograd.Function):
         ]
         if dout is None:
             dout = torch.zeros_like(_rounded(exact, out, q))
-        run = torch.ops.headway.backward if _watched(q, k, v, dout, *tensors) else backward
+        run = backward_op if _watched(q, k, v, dout, *tensors) else backward
         if run is not backward and not torch.compiler.is_compiling():
             register_flops()  # a counter may be there for the backward alone
         results = run(
@@ -186,7 +186,7 @@ class _Direct(torch.autograd.Function):
             dout = torch.zeros_like(_rounded(spec.exact_out, out, q))
         if _watched(q, k, v, dout, *tensors):
             register_flops()  # a counter may be there for the backward alone
-            run = torch.ops.headway.backward
+            run = backward_op
             results = run(spec.text, *flat(call), out, lse, dout, dlse, needs)
             return None, *_in_order(results, q, k, v, sink, tensors[: len(needs)], needs)
         dq, dk, dv, dsink, dcaptured = get(spec.backend).backward(
@@ -342,7 +342,7 @@ def save_ops() -> list[Any]:
     Attention then runs once, forward and backward, and the rest of the block twice.
     """
     native = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    return [torch.ops.headway.forward.default, native]
+    return [forward_op.default, native]
 
 
 def attention(spec: Spec, call: Call) -> Forward:
@@ -381,7 +381,7 @@ def _watched_over(spec: Spec, call: Call) -> Forward:
             "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
         )
     if not learning and forward_ad._current_level < 0:
-        out, *stats = torch.ops.headway.forward(spec.text, *given)
+        out, *stats = forward_op(spec.text, *given)
         results = _rounded(spec.exact_out, out, q), *stats
     else:
         counts = spec.score_tensors, len(tensors), spec.exact_out

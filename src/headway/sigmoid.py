@@ -2,7 +2,6 @@
 
 from typing import Never
 
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from .api import attention_with_stats
@@ -14,20 +13,20 @@ from .mods.base import MaskFn, ScoreFn
 
 
 def sigmoid_attention(
-    q: Float[Tensor, "b hq q_len d"],
-    k: Float[Tensor, "b hk kv_len d"],
-    v: Float[Tensor, "b hk kv_len dv"],
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
+    v: Tensor,  # (b, hk, kv_len, dv)
     score: ScoreFn | None = None,
     mask: MaskFn | BlockMask | None = None,
     *,
     bias: float | Tensor,
     scale: float | None = None,
     dropout: float = 0.0,
-    seed: int | Int[Tensor, ""] | None = None,
+    seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
     **unknown: Never,
-) -> Float[Tensor, "b hq q_len dv"]:
+) -> Tensor:
     """sum over kept j of sigmoid(score(scale · q kᵀ) + bias) v: attention without a softmax.
 
     By the softmax of T = log(sigmoid(score + bias)), whose log-sum-exp is known and has a gradient:

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Never
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from .api import block_mask
@@ -18,7 +17,7 @@ from .mods.base import MaskFn
 
 
 def top_k_blocks(
-    indices: Int[Tensor, "b h rows k"],
+    indices: Tensor,  # (b, h, rows, k)
     block: int | tuple[int, int],
     q_len: int | None = None,
     kv_len: int | None = None,

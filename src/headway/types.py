@@ -7,6 +7,7 @@ Axes: `b` batch, `h` query head (`hq` of them), `hk` key/value heads, `i` query 
 
 import json
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -20,6 +21,11 @@ from torch._C._dynamo.eval_frame import (  # C: loads no compiler
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+
+# The name that this package goes by, and that of its operators (`headway::forward`). A copy under
+# another name (a kernel of the Hugging Face Hub, say) registers its own: two may be loaded at once.
+PACKAGE = __name__.rpartition(".")[0]
+NAMESPACE = re.sub(r"\W", "_", PACKAGE)
 
 
 @dataclass(frozen=True)

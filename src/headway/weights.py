@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, Never
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from .api import prepare, with_place
@@ -19,18 +18,18 @@ from .types import Coords, acc_dtype, whole
 
 
 def attention_weights(
-    q: Float[Tensor, "b hq q_len d"],
-    k: Float[Tensor, "b hk kv_len d"],
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
     score: ScoreFn | None = None,
     mask: MaskFn | BlockMask | None = None,
     *,
     scale: float | None = None,
-    sink: Float[Tensor, " hq"] | None = None,
+    sink: Tensor | None = None,  # (hq,)
     heads: Sequence[int] | None = None,
     queries: Sequence[int] | None = None,
     limit: int = 1 << 26,
     **unknown: Never,
-) -> Float[Tensor, "b heads queries kv_len"]:
+) -> Tensor:
     """softmax(score(scale · q kᵀ) where mask): the weights that `attention` gives to the values.
 
     For looking, not for computing: nothing else in the library makes the square of pairs. Computed

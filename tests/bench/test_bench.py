@@ -380,6 +380,8 @@ def test_a_card_has_a_folder(device: str, capability: str, card: str):
         ({"resume": True}, "--resume with no --output"),
         ({"resume": True, "output": Path()}, "--resume with --output ., a folder"),
         ({"repeats": -1}, "--repeats -1"),
+        ({"seconds": -1.0}, "--seconds -1 must be 0 or more"),
+        ({"seconds": float("nan")}, "--seconds nan"),
         ({"device": "abacus"}, "--device 'abacus'"),
         ({"device": "meta"}, "cpu and cuda only"),
     ],

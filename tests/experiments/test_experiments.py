@@ -1,10 +1,14 @@
 """The experiments run, and what holds from the first step on holds. (The claims themselves take
 minutes: `headway experiment scaling`, `headway experiment qk-clip`.)"""
 
+import re
+
 import pytest
 
 from headway.cli.experiment import main
+from headway.errors import ArgumentError
 from headway.experiments import qk_clip, scaling, train
+from headway.experiments.report import Check, Experiment
 from headway.experiments.train import Run
 
 
@@ -30,7 +34,42 @@ def test_qk_clip_runs_and_an_idle_clip_changes_no_bit():
     assert found.checks[-1].passed
     assert not found.checks[0].passed  # nothing has exploded yet
     assert len(found.rows) == 9
-    assert "QK-norm is a strong alternative: in MHA it ends at " in found.reading
+    failed = sum(not check.passed for check in found.checks)
+    assert (
+        f"does not hold in these runs: {failed} of {len(found.checks)} checks fail" in found.reading
+    )
+    assert "QK-norm, the alternative, at " in found.reading
+
+
+def test_what_an_experiment_concludes_follows_from_its_checks():
+    def said(peak, passed):
+        quiet, wild = Run([1.0], [5.0]), Run([2.0], [peak])
+        muon = {"no clip": wild, "clip": quiet, "QK-norm": quiet}
+        adamw = {"no clip": wild, "clip": quiet}
+        return qk_clip._reading(muon, adamw, quiet, [Check("one", True), Check("two", passed)])
+
+    assert said(9e3, True).startswith("The clip holds the logits")
+    assert "AdamW explodes as well" in said(9e3, True)
+    assert "AdamW explodes as well" not in said(40.0, True)
+    assert said(9e3, False).startswith("The claim does not hold in these runs: 1 of 2 checks fail")
+
+
+def test_the_picture_has_a_line_at_tau_and_plain_ticks(tmp_path):
+    pytest.importorskip("matplotlib")
+    runs = {"no clip": Run([3.0, 2.0, 1.5], [2.0, 6.0, 9.0])}
+    Experiment("t", (), [], {"MHA": runs}, [], "", ("tau 30", 30.0)).draw(tmp_path / "t.svg")
+    drawn = (tmp_path / "t.svg").read_text()
+    assert "<!-- tau 30 -->" in drawn
+    assert "times" not in drawn  # 6 x 10^0
+    labels = re.findall(r"<!-- ([\d.]+) -->", drawn)
+    assert "2.5" not in labels[:3]  # steps are whole
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(qk_clip, "run", lambda **_: pytest.fail("trained"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentError, match=r"--out .*file.*; name another folder"):
+        main(["qk-clip", "--out", str(tmp_path / "file")])
 
 
 def test_the_command_says_whether_the_claim_holds(tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 import os
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,7 @@ _FORMAT = "headway block mask 1"
 
 def save(mask: BlockMask, path: str | PathLike) -> None:
     """Write beside the file and rename, so that no half of a file is ever found."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    SafetensorError, _, save_file = _safetensors()
     if mask.decided is not None:
         mask.decided.check()
     parts = describe(mask.mask)
@@ -59,8 +58,7 @@ def save(mask: BlockMask, path: str | PathLike) -> None:
 
 def load(path: str | PathLike, device: torch.device | str = "cpu") -> BlockMask:
     """Read what `save` wrote, and check that it is whole."""
-    from safetensors import SafetensorError, safe_open
-
+    SafetensorError, safe_open, _ = _safetensors()
     try:
         with safe_open(os.fspath(path), "pt", device=str(device)) as file:
             head = json.loads((file.metadata() or {}).get("headway", "{}"))
@@ -81,6 +79,18 @@ def load(path: str | PathLike, device: torch.device | str = "cpu") -> BlockMask:
         raise CheckpointError(f"{path} holds only a part of a block mask: {error!r}") from error
     _check(mask, path)
     return mask
+
+
+def _safetensors() -> tuple[Any, Any, Any]:
+    """The package's exception, its reader and its writer."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "files of block masks need safetensors: pip install 'headway[cli]'"
+        ) from error
+    return safetensors.SafetensorError, safetensors.safe_open, safetensors.torch.save_file
 
 
 def _check(mask: BlockMask, path: str | PathLike) -> None:

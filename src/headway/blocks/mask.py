@@ -9,9 +9,8 @@ runs. A kernel walks the runs of its row in one flat loop.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,9 +19,12 @@ from ..errors import ArgumentError
 from ..mods.base import Both, Either, MaskFn, Mod, Shifted
 from ..mods.capture import reads
 from ..mods.lowering import describe, restore
-from ..types import whole
+from ..types import PACKAGE, whole
 from .decided import Decided, tell
 from .runs import Runs, coarser, combine, of_dense
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Tiles(NamedTuple):
@@ -62,7 +64,7 @@ class Tiles(NamedTuple):
         return Tiles(rows_full, rows_partial, cols_full, cols_partial, *orders)
 
     @staticmethod
-    def of_dense(state: np.ndarray, device: torch.device) -> "Tiles":
+    def of_dense(state: "np.ndarray", device: torch.device) -> "Tiles":
         """From uint8 `(groups, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
         groups, rows, cols = state.shape
         by_row = of_dense(state.reshape(groups * rows, cols), device)
@@ -404,5 +406,5 @@ pytree.register_pytree_node(
     lambda tensors, rest: BlockMask(
         rest[0], rest[1], rest[2], Tiles.unflatten(list(tensors)), rest[3]
     ),
-    serialized_type_name="headway.BlockMask",
+    serialized_type_name=f"{PACKAGE}.BlockMask",
 )

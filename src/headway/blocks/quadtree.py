@@ -11,7 +11,6 @@ edges, where every distance i - j and every sum i + j is found, because one kept
 pair prove it partial; then at all pairs, in chunks.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,6 +113,8 @@ class Search:
         Of a mask that depends on no tensor the host finds what bounds and corners tell: it waits
         for no GPU then, and a GPU loads none of the kernels for it (0.1 s of a first call).
         """
+        import numpy as np  # as in `runs.of_dense`
+
         state, outside = self.bounds.of_all_tiles()
         found = state.flatten(0, 1).cpu().numpy()  # (groups, rows, columns)
         unknown = np.flatnonzero(found == 1)

@@ -6,11 +6,13 @@ that ends where the next one starts touches it only within the same row.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Runs(NamedTuple):
@@ -86,12 +88,14 @@ class Runs(NamedTuple):
         return Runs(offsets, start, count.to(torch.int32))
 
 
-def of_dense(state: np.ndarray, device: torch.device) -> tuple[Runs, Runs, Tensor]:
+def of_dense(state: "np.ndarray", device: torch.device) -> tuple[Runs, Runs, Tensor]:
     """The runs of full and of partial tiles, and the rows by falling number of live ones.
 
     `state` is uint8 `(rows, width)`: 0 empty, 1 partial, 2 full. This runs on the host: of a small
     square a step costs its call, and NumPy's calls cost less than PyTorch's.
     """
+    import numpy as np  # where it is needed: a copy on the Hugging Face Hub imports only PyTorch
+
     rows, width = state.shape
     # One line of keys, with a gap after every row: it changes where a run starts or stops.
     line = np.zeros(rows * (width + 1) + 1, np.uint8)

@@ -33,7 +33,18 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"headway: no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return _guarded(name, importlib.import_module(f"{__name__}.{name}").main, rest)
+    try:
+        command = importlib.import_module(f"{__name__}.{name}").main
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == __name__.partition(".")[0]:
+            raise
+        print(
+            f"headway {name}: {error.name} is not installed, which the command line needs: "
+            "pip install 'headway[cli]'",
+            file=sys.stderr,
+        )
+        return 2
+    return _guarded(name, command, rest)
 
 
 def usage() -> str:

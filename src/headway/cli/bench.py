@@ -20,6 +20,9 @@ class Arguments(Options):
     list: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the cases, their tags and the peers, and run nothing."""
 
+    def __post_init__(self) -> None:
+        """The options are checked where they are made: the parser would frame what is said."""
+
 
 def main(arguments: list[str]) -> int:
     """Exit status 0, or 1 if a result was wrong."""

@@ -1,43 +1,47 @@
 """`headway doctor`."""
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import tyro
-from rich.console import Console
-from rich.markup import escape
+# What changes how kernels are compiled, what runs, and how fast.
+_VARIABLES = ("CUDA_", "KMP_", "MKL_", "OMP_", "PYTORCH_", "TORCH", "TRITON_", "XDG_CACHE_HOME")
+_PACKAGES = (
+    "torch", "triton", "numpy", "flash-attn-4", "transformers", "safetensors", "tyro", "rich",
+    "matplotlib",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Print what Headway finds on this machine: paste it into a bug report."""
-
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
-    """As one JSON object."""
-
-
+# This command alone is written without tyro and rich: it has to run on the barest installation.
 def main(arguments: list[str]) -> int:
     """Exit status 0, whatever is found: it reports, it does not judge."""
-    asked = tyro.cli(Arguments, args=arguments, prog="headway doctor")
+    parser = argparse.ArgumentParser(
+        "headway doctor",
+        description="Print what Headway finds on this machine: paste it into a bug report.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    asked = parser.parse_args(arguments)
     findings = examine()
     if asked.json:
         print(json.dumps(findings, indent=2))
         return 0
-    console = Console(highlight=False)
     for section, entries in findings.items():
-        console.print(f"[bold]{section}[/bold]")
+        print(section)
         if not isinstance(entries, dict):
             entries = {"": entries}
         width = max(map(len, entries), default=0)
         for name, value in entries.items():
-            console.print(f"  {name:{width}}  {escape(str(value))}", soft_wrap=True)
+            print(f"  {name:{width}}  {value}")
     return 0
 
 
@@ -50,6 +54,8 @@ def examine() -> dict[str, Any]:
             ("machine", _machine),
             ("devices", _devices),
             ("backends", _backends),
+            ("tuned tiles", _tuned),
+            ("environment", _environment),
         )
     }
 
@@ -62,27 +68,49 @@ def _guard(probe: Callable[[], Any]) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    names = ("torch", "triton", "safetensors", "matplotlib", "transformers")
-    versions = {"python": f"{platform.python_version()} ({sys.executable})"}
-    versions["headway"] = _guard(lambda: _imported("headway"))
-    for name in names:
+    import headway
+
+    versions = {
+        "headway": f"{headway.__version__} ({_home()})",
+        "commit": _guard(_commit),
+        "python": f"{platform.python_version()} ({sys.executable})",
+    }
+    for name in _PACKAGES:
         versions[name] = _guard(lambda n=name: _installed(n))
     return versions
 
 
-def _imported(name: str) -> str:
-    module = importlib.import_module(name)
-    return f"{module.__version__} ({os.path.dirname(module.__file__ or '?')})"
+def _home() -> Path:
+    """The folder of the package that runs."""
+    return Path(__file__).resolve().parents[1]
+
+
+def _commit() -> str:
+    """Of the checkout that it runs from, or that pip installed from."""
+    from ..bench.machine import commit
+
+    return commit() or _installed_commit() or "unknown: not from git"
+
+
+def _installed_commit() -> str:
+    """What pip wrote down: it keeps the commit of `pip install git+...`."""
+    try:
+        found = importlib.metadata.distribution("headway")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    if Path(str(found.locate_file("headway"))).resolve() != _home():
+        return ""  # another installation than the one that runs
+    said = json.loads(found.read_text("direct_url.json") or "{}")
+    return said.get("vcs_info", {}).get("commit_id", "")
 
 
 def _installed(name: str) -> str:
     """The version from the package's metadata: the package itself is not imported."""
-    if importlib.util.find_spec(name) is None:
-        return "not installed"
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "found, but with no version"
+        found = importlib.util.find_spec(name)
+        return "not installed" if found is None else "found, but with no version"
 
 
 def _machine() -> dict[str, str]:
@@ -128,9 +156,26 @@ def _devices() -> dict[str, str]:
             else "none: this PyTorch is built for the CPU only"
         )
     else:
+        devices["cuda"] = f"{torch.version.cuda or torch.version.hip}, which PyTorch is built for"
         for n in range(count):
             devices[f"cuda:{n}"] = _guard(lambda n=n: _gpu(n))
+    devices["driver"] = _guard(_driver)
     return devices
+
+
+def _driver() -> str:
+    """NVIDIA's, and the newest CUDA that it runs."""
+    import torch
+
+    if shutil.which("nvidia-smi") is None:
+        return "no nvidia-smi here"
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    told = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
+    driver = told[0] if told else "nvidia-smi says nothing"
+    if not torch.version.cuda:
+        return driver
+    newest = torch._C._cuda_getDriverVersion()  # pyrefly: ignore[missing-attribute]
+    return f"{driver}, for CUDA up to {newest // 1000}.{newest % 1000 // 10}"
 
 
 def _gpu(n: int) -> str:
@@ -146,4 +191,19 @@ def _backends() -> dict[str, str]:
     return {
         row.name: f"{'available' if row.available else 'not available'}: {row.reason}"
         for row in table()
+    }
+
+
+def _tuned() -> str:
+    """Where `headway tune` keeps what it found, and for which cards it found something."""
+    from headway.backends.triton import saved
+
+    files = sorted(path.stem for path in saved.folder().glob("*.json"))
+    return f"{saved.folder()}: {', '.join(files) or 'nothing yet'}"
+
+
+def _environment() -> dict[str, str]:
+    """Variables that matter, as they are set."""
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)} or {
+        "": "no variable of CUDA, OpenMP, PyTorch or Triton is set"
     }

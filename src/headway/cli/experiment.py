@@ -44,6 +44,11 @@ def main(arguments: list[str]) -> int:
     for option, number in (("--steps", asked.steps), ("--threads", asked.threads)):
         if number is not None and number < 1:
             raise ArgumentError(f"{option} {number} must be at least 1")
+    path = asked.out / f"{asked.name}.png"
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)  # before the minutes that it takes
+    except OSError as error:
+        raise ArgumentError(f"--out {asked.out}: {error.strerror}; name another folder") from error
     if asked.threads is not None:
         torch.set_num_threads(asked.threads)
     console = Console()
@@ -54,12 +59,13 @@ def main(arguments: list[str]) -> int:
         steps = {} if asked.steps is None else {"steps": asked.steps}
         found: Experiment = module.run(log=log, **steps)
     _print(console, found, time.perf_counter() - began)
-    path = asked.out / f"{asked.name}.png"
     try:
         found.draw(path)
         console.print(f"curves: {path}", highlight=False)
     except ModuleNotFoundError as error:
         console.print(f"no curves: {error.name} is not installed; pip install 'headway[plot]'")
+    except OSError as error:
+        console.print(f"no curves: {path} could not be written ({error.strerror})", highlight=False)
     return 0 if found.passed else 1
 
 

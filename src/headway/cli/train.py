@@ -1,6 +1,8 @@
 """`headway train`."""
 
+import shlex
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import tyro
 from rich.console import Console
@@ -45,8 +47,7 @@ def main(arguments: list[str]) -> int:
         say(
             console,
             f"stopped by {trained.stopped_by.name} and saved after step {trained.step}/{steps}; "
-            f"continue with: headway train --name {folder.name} --resume"
-            + ("" if str(folder.parent) == "runs" else f" --runs {folder.parent}"),
+            f"continue with: headway train --name {folder.name} --resume{_runs(folder)}",
         )
         return 128 + trained.stopped_by
     last = trained.run.read_metrics()[-1]
@@ -54,9 +55,14 @@ def main(arguments: list[str]) -> int:
         console,
         f"done: {last['held_out_bits_per_byte']:.3f} bits per byte on the "
         f"{last['held_out_bytes']:,} held-out bytes; see {folder}, or let it write: "
-        f'headway sample {folder.name} --prompt "def "',
+        f'headway sample {folder.name} --prompt "def "{_runs(folder)}',
     )
     return 0
+
+
+def _runs(folder: Path) -> str:
+    """The option without which the next command would not find the run."""
+    return "" if folder.parent == Path("runs") else f" --runs {shlex.quote(str(folder.parent))}"
 
 
 def _parse(arguments: list[str], default: Arguments) -> Arguments:

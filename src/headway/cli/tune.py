@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     """Exit status 0."""
     asked = tyro.cli(Arguments, args=arguments, prog="headway tune")
     if not torch.cuda.is_available():
-        raise ArgumentError("tune: PyTorch sees no GPU (`headway doctor`)")
+        raise ArgumentError("PyTorch sees no GPU (`headway doctor`)")
     from ..backends.triton import saved
     from ..backends.triton.tuning import trials, winners
 

@@ -14,6 +14,7 @@ from ..blocks import Decided, from_dense
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods.base import MaskFn, value
+from ..types import PACKAGE
 from .errors import CallAssertionError, CallError, CallTypeError
 
 _KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
@@ -21,7 +22,7 @@ _Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
-    """Keeps every pair."""
+    """Keeps every pair: the mask function `(batch, head, token_q, token_kv) -> True`."""
     return batch.new_ones((), dtype=torch.bool)
 
 
@@ -521,5 +522,5 @@ pytree.register_pytree_node(
     BlockMask,
     lambda m: ([m.tiles], m._batch),
     lambda tiles, batch: BlockMask.of_tiles(next(iter(tiles)), batch),
-    serialized_type_name="headway.compat.flex.BlockMask",
+    serialized_type_name=f"{PACKAGE}.compat.flex.BlockMask",
 )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .train import Run
 
@@ -18,7 +18,7 @@ class Check(NamedTuple):
 @dataclass(frozen=True)
 class Experiment:
     """`columns` and `rows` of the table; `curves` by panel title, then by label; `reading`: what
-    it shows, and what it does not."""
+    it shows, and what it does not; `level`: a logit to draw a line at, with its name."""
 
     title: str
     columns: tuple[str, ...]
@@ -26,6 +26,7 @@ class Experiment:
     curves: dict[str, dict[str, Run]]
     checks: list[Check]
     reading: str
+    level: tuple[str, float] | None = None
 
     @property
     def passed(self) -> bool:
@@ -34,6 +35,7 @@ class Experiment:
     def draw(self, path: Path) -> None:
         """Loss above, max logit below, a column per panel. Needs matplotlib."""
         from matplotlib.figure import Figure  # slow to import, and an extra
+        from matplotlib.ticker import LogFormatter, MaxNLocator
 
         panels = list(self.curves)
         figure = Figure(figsize=(4.6 * len(panels), 6.4), dpi=144, layout="constrained")
@@ -47,6 +49,13 @@ class Experiment:
             column[0].set_title(panel, fontsize=10)
             column[0].legend(frameon=False, fontsize=8)
             column[1].set(xlabel="step", yscale="log")
+            if self.level is not None:
+                name, height = self.level
+                column[1].axhline(height, color="#6b7280", linewidth=1, linestyle=":", label=name)
+                column[1].legend(*_last(column[1]), frameon=False, fontsize=8)
+            for ticks in (column[1].yaxis.set_major_formatter, column[1].yaxis.set_minor_formatter):
+                ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
+            column[1].xaxis.set_major_locator(MaxNLocator(integer=True))
             for axis in column:
                 axis.spines[["top", "right"]].set_visible(False)
                 axis.grid(color="#e5e7eb", linewidth=0.6)
@@ -54,6 +63,12 @@ class Experiment:
         axes[1, 0].set_ylabel("largest max logit")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
+
+
+def _last(axis: Any) -> tuple[list, list]:
+    """The legend of what was drawn last; of the curves there is one above."""
+    handles, labels = axis.get_legend_handles_labels()
+    return handles[-1:], labels[-1:]
 
 
 def _smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:

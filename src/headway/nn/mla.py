@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Never
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..arguments import count_of, number_of
@@ -86,7 +85,7 @@ class MLA(ScaledAttention):
         if scale is None:
             scale = 1.0 if rotary.yarn is None else rotary.yarn.softmax_factor
             scale /= math.sqrt(nope_width + rope_width)
-        super().__init__(heads, scale, scaling, False, dropout, backend, init, device, dtype)
+        super().__init__(width, heads, scale, scaling, False, dropout, backend, init, device, dtype)
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.nope_width, self.rope_width, self.value_width = nope_width, rope_width, value_width
         self.rotary = rotary
@@ -152,17 +151,18 @@ class MLA(ScaledAttention):
 
     def forward(
         self,
-        x: Float[Tensor, "b length width"],
+        x: Tensor,  # (b, length, width)
         mask: MaskFn | BlockMask | None = None,
         score: ScoreFn | None = None,
         *,
         angles: Angles | None = None,
         past: Past | None = None,
         **unknown: Never,
-    ) -> Float[Tensor, "b length width"]:
-        """As `Attention.forward`."""
+    ) -> Tensor:
+        """As `Attention.forward`, of `(b, length, width)`."""
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
+        self.check_input(x)
         if angles is None:
             angles = self.angles_of(self.rotary, x, past)
         if self.q_proj is not None:

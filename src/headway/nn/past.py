@@ -45,12 +45,12 @@ class Past:
         return 0 if self.keys_values is None else self.keys_values[0].shape[2]
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new positions; returns the keys and values of all."""
+        """Add new positions, `(b, heads, new, width)`; returns the keys and values of all."""
         self.keys_values = self.extended(k, v)
         return self.keys_values
 
     def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of all, without keeping them."""
+        """The keys and values of all, these `(b, heads, new, width)` too, without keeping them."""
         if self.keys_values is None:
             return k, v
         past_k, past_v = self.keys_values

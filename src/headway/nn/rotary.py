@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..arguments import count_of, number_of
@@ -137,8 +136,9 @@ class Rotary:
         """How many numbers a position is made of."""
         return self.axes if self.sections is None else len(self.sections)
 
-    def frequencies(self, device: torch.device | str | None = None) -> Float[Tensor, " pairs"]:
-        """Radians per position of every pair, float32 as in the models it must agree with."""
+    def frequencies(self, device: torch.device | str | None = None) -> Tensor:
+        """Radians per position of every pair, `(pairs,)`; float32 as in the models it must agree
+        with."""
         width = self.width // self.axes
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
         frequencies = (1.0 / self.base**exponents).repeat(self.axes)
@@ -156,7 +156,7 @@ class Rotary:
         length = self.yarn.original_length / (turns * 2 * math.pi)
         return self.width * math.log(length) / (2 * math.log(self.base))
 
-    def angles(self, positions: Int[Tensor, "..."]) -> Angles:
+    def angles(self, positions: Tensor) -> Angles:
         """The table for these positions, `(length,)` or `(b, length)`; where a position is made of
         several coordinates, `(coordinates, length)` or `(coordinates, b, length)`. `(length,)` are
         then, with `sections`, positions of text, whose coordinates are all equal."""
@@ -184,10 +184,9 @@ class Rotary:
         of_pair = [n for n, pairs in enumerate(parts) for _ in range(pairs)]
         return positions[of_pair].movedim(0, -1)
 
-    def rotate(
-        self, x: Float[Tensor, "b h length d"], angles: Angles
-    ) -> Float[Tensor, "b h length d"]:
-        """x with its first `width` channels turned; computed in float32 or wider."""
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
+        """x, `(b, h, length, d)`, with its first `width` channels turned; computed in float32 or
+        wider."""
         cos, sin = (t if t.dim() == 2 else t[:, None] for t in angles)
         turned, rest = x[..., : self.width], x[..., self.width :]
         if self.interleaved:

@@ -132,8 +132,17 @@ def load_model(path: Path) -> Transformer:
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     # Through memory: safetensors' own `save_file` makes files that only their owner may read.
-    data = safetensors.torch.save(tensors, metadata)
+    data = _in_order(safetensors.torch.save(tensors, metadata))
     write_beside(path, lambda beside: beside.write_bytes(data))
+
+
+def _in_order(data: bytes) -> bytes:
+    """The same file with its header's entries sorted: safetensors writes metadata in an order that
+    differs from process to process, and equal runs should have equal files."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:start]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[start:]
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

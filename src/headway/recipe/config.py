@@ -19,6 +19,7 @@ RATES = {
     "muonclip": lambda depth: 0.03 / depth,
     "adamw": lambda depth: 0.01 / math.sqrt(depth),
 }
+SHORTEST = 8  # bytes of context: below, there is next to nothing to attend to, at any cost
 HIGHEST_RATE = 1e6  # nothing learns there; float32 overflows far above
 
 
@@ -47,7 +48,7 @@ class TrainConfig:
     heads: Annotated[int | None, _or("width / 32")] = None
     """Query heads."""
     kv_heads: Annotated[int | None, _or("half of heads, or the next divisor below")] = None
-    """Key and value heads; each serves heads / kv-heads query heads (gqa)."""
+    """Key and value heads; each serves heads / kv-heads query heads (gqa alone)."""
     attention: Kind = "gqa"
     """Grouped-query attention, or multi-head latent attention (DeepSeek)."""
     qk_norm: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -106,12 +107,13 @@ class TrainConfig:
         _at_least("width", width, 1)
         heads = max(1, width // HEAD_WIDTH) if self.heads is None else self.heads
         _at_least("heads", heads, 1)
+        own = heads if self.attention == "mla" else _kv_heads(heads)
         settings = Settings(
             **vars(self)
             | {
                 "width": width,
                 "heads": heads,
-                "kv_heads": _kv_heads(heads) if self.kv_heads is None else self.kv_heads,
+                "kv_heads": own if self.kv_heads is None else self.kv_heads,
                 "steps": 18 * self.depth**2 if self.steps is None else self.steps,
                 "lr": RATES[self.optimizer](self.depth) if self.lr is None else self.lr,
                 "qk_clip_tau": 100.0
@@ -147,13 +149,13 @@ class Settings(TrainConfig):
         for name in (
             "kv_heads",
             "steps",
-            "context",
             "batch",
             "eval_every",
             "save_every",
             "threads",
         ):
             _at_least(name, getattr(self, name), 1)
+        _at_least("context", self.context, SHORTEST)
         if not 0 <= self.seed < 2**32:
             raise ArgumentError(f"--seed {self.seed} must be from 0 to 2³² - 1")
         if self.width % self.heads or self.width // self.heads % 2:
@@ -165,6 +167,11 @@ class Settings(TrainConfig):
         if self.heads % self.kv_heads:
             raise ArgumentError(
                 f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}"
+            )
+        if self.attention == "mla" and self.kv_heads != self.heads:
+            raise ArgumentError(
+                f"--kv-heads {self.kv_heads} is for --attention gqa: in MLA every one of the "
+                f"{self.heads} heads has keys of its own; leave it out"
             )
         if self.attention == "mla" and self.qk_norm:
             raise ArgumentError("--qk-norm is for --attention gqa: MLA normalises its latents")

@@ -20,6 +20,7 @@ def draw(records: list[dict[str, Any]], folder: Path, tau: float | None = None) 
         return
     figures = {"loss": loss_figure(records), "max_logit": max_logit_figure(records, tau)}
     for name, figure in figures.items():
+        figure.suptitle(folder.name, fontsize=10, color=INK)
         write_beside(folder / f"{name}.png", lambda p, f=figure: f.savefig(p, format="png"))
 
 
@@ -40,6 +41,7 @@ def loss_figure(records: list[dict[str, Any]]) -> "Figure":
         )  # fmt: skip
     axis.set(xlabel="step", ylabel="bits per byte", ylim=(0, min(8.6, max(bits) * 1.07)))
     axis.margins(x=0.02)
+    _whole_steps(axis)
     axis.legend(frameon=False, loc="upper right")
     return figure
 
@@ -63,6 +65,7 @@ def max_logit_figure(records: list[dict[str, Any]], tau: float | None = None) ->
     lines.set(xlabel="step", ylabel="largest logit")
     lines.set_title("every layer", fontsize=10, loc="left")
     lines.margins(x=0.02)
+    _whole_steps(lines)
     tail = records[-max(1, len(records) // 10) :]
     grid = [[max(r["max_logit"][l][h] for r in tail) for h in range(heads)] for l in range(depth)]
     image = heat.imshow(grid, cmap="viridis", aspect="auto")
@@ -91,6 +94,12 @@ def _figure(panels: int) -> tuple["Figure", list["Axes"]]:
         axis.grid(color="#e5e7eb", linewidth=0.6)
         axis.set_axisbelow(True)
     return figure, axes
+
+
+def _whole_steps(axis: "Axes") -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _smooth(values: list[float]) -> list[float]:

@@ -35,7 +35,7 @@ class Report:
         self.console = console
         self.total = total
         self.every = max(1, total // LINES)
-        self.held_out: float | None = None
+        self.held_out = ""  # the last look at the held-out files, and when it was
         self.bar = _TwoLines(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
@@ -58,11 +58,12 @@ class Report:
     def step(self, record: dict[str, Any]) -> None:
         """`record` is a line of metrics.jsonl."""
         step = record["step"]
-        self.held_out = record.get("held_out_bits_per_byte", self.held_out)
+        if "held_out_bits_per_byte" in record:
+            self.held_out = f"held out {record['held_out_bits_per_byte']:.3f} at step {step}  "
         text = (
             f"loss {record['loss']:.3f}  {record['bits_per_byte']:.3f} bits/byte  "
-            + (f"held out {self.held_out:.3f}  " if self.held_out is not None else "")
-            + f"{record['tokens_per_second']:,.0f} tokens/s  "
+            f"{self.held_out}"
+            f"{record['tokens_per_second']:,.0f} tokens/s  "
             f"max logit {max(map(max, record['max_logit'])):.1f}"
             + (f", {record['clipped_heads']} clipped" if record.get("clipped_heads") else "")
         )

@@ -88,16 +88,20 @@ class Run:
             return Run(known[-1])
         if name is not None and runs / name in known:
             return Run(runs / name)
+        if name is not None and (runs / name).is_dir():
+            raise RunError(
+                f"{runs / name} is no run: config.json, which says what was trained, is missing"
+            )
         there = ", ".join(sorted(folder.name for folder in known)) or "none"
         asked = f"no run {name!r} in {runs}" if name else f"no run in {runs}"
-        raise RunError(f"{asked} (there: {there}); start one without --resume")
+        raise RunError(f"{asked} (there: {there}); --runs names another folder")
 
     def settings(self) -> Settings:
         """What it was started with. Raises RunError if config.json is damaged."""
         try:
             return from_json(self._description()["config"])
         except (TypeError, KeyError) as error:
-            raise RunError(f"{self.folder / 'config.json'} is damaged: {error}") from error
+            raise _damaged(self.folder / "config.json", error) from error
 
     def check_corpus(self, corpus: Corpus) -> None:
         """Raises CorpusError if this is not the text that the run was trained on."""
@@ -187,7 +191,7 @@ class Run:
         try:
             return json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise RunError(f"{path} is damaged: {error}") from error
+            raise _damaged(path, error) from error
 
 
 class MetricsLog:
@@ -217,6 +221,10 @@ class MetricsLog:
                 f"could not write {self.path} ({error.strerror}); free some space and continue "
                 "from the last checkpoint with --resume"
             ) from error
+
+
+def _damaged(path: Path, error: Exception) -> RunError:
+    return RunError(f"{path} is damaged ({error}): repair it, or name another run")
 
 
 def _free_name(runs: Path) -> str:

@@ -26,6 +26,8 @@ def generate(
         raise ArgumentError(f"--length {length} must be 0 or more")
     if not 0 <= temperature < float("inf"):
         raise ArgumentError(f"--temperature {temperature} must be 0 or more")
+    if not 0 <= seed < 2**32:
+        raise ArgumentError(f"--seed {seed} must be from 0 to 2³² - 1")
     device = model.head.weight.device
     generator = torch.Generator().manual_seed(seed)
     context = model.config.context

@@ -202,7 +202,7 @@ class How:
     )
     consumers: int = 2  # warpgroups, of 64 queries or keys each
     registers: int = 240  # forward: of a consumer's thread
-    even: bool = True  # keys come in whole blocks; backward: in whole tiles
+    even: bool = True  # keys come in whole blocks; backward: in whole tiles of the block mask
     dp_after_p: bool = False  # backward: dP after P, which then has more registers
     constant_dscore: bool = (
         False  # backward: T grows with S by one known number, as it does without a score

@@ -125,7 +125,8 @@ class BackwardPlan(Plan):
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
             "MASK": self.function("mask"),
             "HOW": How(
-                how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
+                how.block, how.stages, self.walks.sub, self.index,
+                even=self.kv_len % (how.keys * self.walks.sub) == 0,
                 dp_after_p=self.heavy, short=len(how.d) == 2,
                 deterministic=self.ordered is not None, pipelined=how.pipelined,
                 owns_segment=whole, named_barriers=how.named_barriers,
