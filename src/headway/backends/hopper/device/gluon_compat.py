@@ -19,18 +19,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
 # 3.8 gave the copies of tiles the names that PTX has for them.
-copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-copy_out_wait = tma.store_wait
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
 
 if hasattr(tma, "async_atomic_add"):
-    copy_out_add = tma.async_atomic_add
+    tma_reduce_add = tma.async_atomic_add
 else:
     # 3.6 has the operation and no name for it.
     from triton._C.libtriton import ir
 
     @builtin
-    def copy_out_add(desc, coord, src, _semantic=None):
+    def tma_reduce_add(desc, coord, src, _semantic=None):
         """Add a tile of shared memory to global memory."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
@@ -41,22 +41,22 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of a partition's 
 
 
 @gluon.jit
-def fence_landed():
+def tma_store_wait_visible():
     """Wait until this thread's copies to global memory have landed there: they may then be read
-    back, and others told (`copy_out_wait` waits until they have left shared memory). Of a fence
+    back, and others told (`tma_store_wait` waits until they have left shared memory). Of a fence
     for shared memory as well the assembler makes one that waits for the whole GPU."""
-    instruct("cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, $1;")
+    inline_ptx("cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.u32 $0, $1;")
 
 
 @gluon.jit
 def fence_global():
     """What this thread, or the copy engine for it, does to global memory after this comes after
     all that it has seen."""
-    instruct("fence.acq_rel.gpu; fence.proxy.async.global; mov.u32 $0, $1;")
+    inline_ptx("fence.acq_rel.gpu; fence.proxy.async.global; mov.u32 $0, $1;")
 
 
 @gluon.jit
-def instruct(ASM: gl.constexpr, n=0, condition=1):
+def inline_ptx(ASM: gl.constexpr, n=0, condition=1):
     """What has no name in Gluon, of every thread, with n as $1 and a condition as $2, the same for
     all; it ends by giving $0 what $1 is, for nobody."""
     given = [gl.to_tensor(n), gl.to_tensor(condition).to(gl.int32)]
@@ -64,14 +64,8 @@ def instruct(ASM: gl.constexpr, n=0, condition=1):
 
 
 @builtin
-def seen_as(smem, dtype, shape, layout, _semantic=None):
+def reinterpret(smem, dtype, shape, layout, _semantic=None):
     """The same bytes of shared memory as another matrix (a method whose name has changed)."""
     dtype, shape, layout = (_unwrap_if_constexpr(x) for x in (dtype, shape, layout))
     shape = [_unwrap_if_constexpr(n) for n in shape]
     return _semantic.memdesc_reinterpret(smem, dtype, shape, layout)
-
-
-def shared_layout(rows: int, cols: int, bits: int = 16) -> gl.NVMMASharedLayout:
-    """How a matrix lies in shared memory: in swizzled strips as wide as the swizzle."""
-    swizzle = min(128, cols * bits // 8)
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)

@@ -39,7 +39,7 @@ the hardware that have numbers:
 `tests/hopper/simulator.py` runs the kernels by these rules.
 """
 
-from .gluon_compat import barrier, fence_async_shared, fence_global, gl, gluon, instruct, mbarrier
+from .gluon_compat import barrier, fence_async_shared, fence_global, gl, gluon, inline_ptx, mbarrier
 
 
 @gluon.jit
@@ -114,7 +114,7 @@ def producer_acquire(ring, at, BARRIERS: gl.constexpr = None):
     if BARRIERS is None:
         mbarrier.wait(ring[1].index(at[0]), at[1] ^ 1)
     else:
-        instruct(BARRIERS.ptx("bar.sync"), BARRIERS.first + at[0])
+        inline_ptx(BARRIERS.ptx("bar.sync"), BARRIERS.first + at[0])
 
 
 @gluon.jit
@@ -135,7 +135,7 @@ def consumer_release(ring, at, condition=True, BARRIERS: gl.constexpr = None):
     if BARRIERS is None:
         mbarrier.arrive(ring[1].index(at[0]), count=1, pred=condition)
     else:
-        instruct(BARRIERS.ptx("bar.arrive"), BARRIERS.first + at[0], condition)
+        inline_ptx(BARRIERS.ptx("bar.arrive"), BARRIERS.first + at[0], condition)
 
 
 @gluon.jit
@@ -172,18 +172,18 @@ def semaphore_release(counter, turn):
 def ping_pong_init(HOW: gl.constexpr):
     """The first turn is that of consumer 0; of one consumer there are no turns."""
     if HOW.consumers > 1 and HOW.consumer == 0:
-        instruct(HOW.turn("bar.arrive", 0))
+        inline_ptx(HOW.ping_pong_ptx("bar.arrive", 0))
 
 
 @gluon.jit
 def ping_pong_wait(HOW: gl.constexpr):
     """Wait until it is this consumer's turn."""
     if HOW.consumers > 1:
-        instruct(HOW.turn("bar.sync", HOW.consumer))
+        inline_ptx(HOW.ping_pong_ptx("bar.sync", HOW.consumer))
 
 
 @gluon.jit
 def ping_pong_pass(HOW: gl.constexpr):
     """It is the next consumer's turn."""
     if HOW.consumers > 1:
-        instruct(HOW.turn("bar.arrive", (HOW.consumer + 1) % HOW.consumers))
+        inline_ptx(HOW.ping_pong_ptx("bar.arrive", (HOW.consumer + 1) % HOW.consumers))
