@@ -36,6 +36,8 @@ from ..device.mma import (
     wgmma_wait,
 )
 from ..device.pipeline import (
+    Cursor,
+    Ring,
     advance,
     consumer_release,
     consumer_wait,
@@ -91,7 +93,7 @@ def backward_wide(
             P_STAGES, 1, 1
         )  # P, from values to keys; queries let go of the stage
     else:  # which nobody passes on
-        p_ring = (None, full_barriers(P_STAGES, 1)[0])
+        p_ring = Ring((), full_barriers(P_STAGES, 1).full)
     ds_ring = full_barriers(P_STAGES, 1)  # dS in the same stages, from keys to queries
     rings = (of_inputs, p_ring, ds_ring)
     fence_barrier_init()
@@ -147,7 +149,7 @@ def values(
     zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, do_at, p_at = first_stage(), first_stage(), first_stage()
-    consumer_wait(k_ring, (0, 0))
+    consumer_wait(k_ring, Cursor(0, 0))
     consumer_wait(q_ring, q_at)
     s = warpgroup_mma_wait(0, deps=[wgmma_abt(at_stage(k_smem, 0), at_stage(q_smem, 0), zero)])
     state = (s, (half, half), q_at, do_at, p_at)
@@ -232,8 +234,8 @@ def keys(
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, do_at, p_at = first_stage(), first_stage(), first_stage()
     if SCATTER is not None:
-        consumer_wait(k_ring, (0, 0))
-    consumer_wait(v_ring, (0, 0))
+        consumer_wait(k_ring, Cursor(0, 0))
+    consumer_wait(v_ring, Cursor(0, 0))
     consumer_wait(do_ring, do_at)
     dp = warpgroup_mma_wait(0, deps=[outer_v(v_smem.index(0), do_smem.index(0), zero, False)])
     state = (dp, (half, half), q_at, do_at, p_at)

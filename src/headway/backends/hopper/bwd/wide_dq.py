@@ -3,6 +3,7 @@
 from ..device.gluon_compat import gl, gluon, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from ..device.mma import ROWS, acc_layout, matrix_layout
 from ..device.pipeline import (
+    Cursor,
     advance,
     consumer_release,
     consumer_wait,
@@ -21,7 +22,7 @@ def queries(dq, smem, rings, at, sizes, walk, turns, HOW: gl.constexpr):
     """dq."""
     line, slot, _, h, b, share, _ = at
     heads, q_len, q_rows, _ = sizes
-    consumer_wait(rings[0][0], (0, 0))
+    consumer_wait(rings[0][0], Cursor(0, 0))
     at = first_stage()
     for n in range(share):
         row0 = (b * heads + h + n) * q_rows
