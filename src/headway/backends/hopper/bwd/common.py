@@ -6,7 +6,14 @@ import triton
 
 from ..device.affine_score import affine_exponent
 from ..device.gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma
-from ..device.hoisted import affine_operands, evaluate_mask, hoist_columns, hoist_layout, hoist_rows
+from ..device.hoisted import (
+    Rows,
+    affine_operands,
+    evaluate_mask,
+    hoist_columns,
+    hoist_layout,
+    hoist_rows,
+)
 from ..device.mma import (
     LOG2E,
     acc_layout,
@@ -110,7 +117,7 @@ def of_keys(kv_idx, first, of_head, coords, bands, of_score, of_mask, HOW: gl.co
     h, b = of_head
     b_idx, h_idx = gl.cast(coords.b, HOW.index_type) + b, gl.cast(coords.h, HOW.index_type) + h
     rows = hoist_rows(b_idx, h_idx, kv_idx, of_score, of_mask, False, HOW)
-    return rows + (locate_bias(bands, b, h, first),)  # noqa: RUF005
+    return Rows(rows.score, rows.mask, locate_bias(bands, b, h, first))
 
 
 @gluon.jit
@@ -152,7 +159,7 @@ def probabilities(
     elif HOW.affine is None:
         s = s * scale
         if HOW.relative_biases > 0:
-            of_score = of_score + (load_bias(rows[2], n, HOW.block),)  # noqa: RUF005
+            of_score = of_score + (load_bias(rows.bias, n, HOW.block),)  # noqa: RUF005
         by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
         p = gl.exp2(by[0] * LOG2E - lse[None, :])
     else:
