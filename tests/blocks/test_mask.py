@@ -445,6 +445,9 @@ def test_pictures_of_scores():
         lambda s, b, h, i, j: torch.where(i == j, -torch.inf, s), None, (1, 1, 4, 4), 9
     )
     assert torch.equal(holes.panels[0].cells == 0, torch.eye(4).bool())
+    assert holes.legend[0][1] == "not kept"
+    root = of_score(lambda s, b, h, i, j: (i - j).sqrt(), None, (1, 1, 4, 4), 9)
+    assert root.legend[0][1] == "not finite"
     with pytest.raises(ArgumentError, match="has no pair to draw"):
         of_score(score, None, (1, 2, 0, 6), 8)
 

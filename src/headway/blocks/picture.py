@@ -285,7 +285,7 @@ def of_score(
     panels: int = PANELS,
 ) -> Picture:  # fmt: skip
     """What a score makes of logits of 0 where a mask keeps the pair, at most so many positions
-    along each side: those in the middle of each cell."""
+    along each side: those in the middle of each cell. Pairs that it makes -inf are not kept."""
     b, h, q_len, kv_len = sizes
     if not all(sizes):
         raise ArgumentError(f"(b, h, q_len, kv_len) = {sizes} has no pair to draw")
@@ -324,8 +324,9 @@ def of_score(
     legend = [(_between(n / 4), name) for n, name in zip(steps, named, strict=True)]
     key = [(_SHADES[n], name) for n, name in zip(steps, named, strict=True)]
     if bool((drawn == 0).any()):
-        legend.insert(0, (_COLOURS[0], "not kept"))
-        key.insert(0, ("··", "not kept"))
+        bare = "not finite" if bool(((drawn == 0) & (t != -torch.inf)).any()) else "not kept"
+        legend.insert(0, (_COLOURS[0], bare))
+        key.insert(0, (texts[0], bare))
     title = f"{_name(score)}{'' if mask is None else f', where {_name(mask)}'}\nof logits of 0"
     if len(groups) > len(found):
         title += f"; {len(found)} of {len(groups)} batches and heads"

@@ -134,9 +134,9 @@ def main(arguments: list[str]) -> int:
         draw = _draw_mask(console, mask, sizes, asked.tile)
     else:
         draw = _draw_score(console, score, mask, sizes)
-    for path, most in ((asked.png, MOST_CELLS), (asked.svg, MOST_SHAPES)):
+    for path in (asked.png, asked.svg):
         if path is not None:
-            draw(most, PANELS).save(path)
+            draw(MOST_SHAPES if path.suffix.lower() == ".svg" else MOST_CELLS, PANELS).save(path)
             console.print(f"wrote {path}", soft_wrap=True)
     return 0
 
