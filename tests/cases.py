@@ -219,14 +219,16 @@ def _table() -> tuple[Case, ...]:
         square = "document causal_document checker causal_window mixed neighborhood tiled spans"
         n = 48 if mask == "tiled" else 37
         lengths = {"q_len": n, "kv_len": n if mask in square.split() else 41}
-        half = ("half",) * (mask in ("padding", "causal_late", "dense", "no_row"))
+        half = ("half",) * (mask in ("padding", "causal_late", "dense", "no_row", "spans"))
         add(f"mask_{mask}", "mask", *half, mask=mask, **lengths)
         with_sink = {**lengths, "sink": True, "score": "softcap", "b": 3}
         add(f"mask_{mask}_sink", "mask", mask=mask, **with_sink)
     needs = {"outside": "causal_window", "negative": "causal_window", "undefined": "causal"}
     lengths = {"window": 45, "window_token": 41}
     for score in SCORES:
-        half = ("half",) * (score in ("softcap", "twice", "relative", "bias_all"))
+        half = ("half",) * (
+            score in ("softcap", "twice", "relative", "bias_all", "log_sigmoid_learned")
+        )
         n = lengths.get(score, 37), lengths.get(score, 41)
         size = {"score": score, "q_len": n[0], "kv_len": n[1]}
         add(f"score_{score}", "score", *half, **size, mask=needs.get(score))

@@ -178,16 +178,26 @@ class BlockMask:
         return text(self, rows)
 
     def save_picture(self, path: str | PathLike, title: str | None = None) -> None:
-        """Draw the tiles of the first batch and head to a file (PNG, SVG or PDF by its ending).
+        """Draw the tiles to a file: PNG, SVG or PDF by its ending. Batches and heads that the mask
+        tells apart are side by side, up to 16 of them; one alone: `block_mask[b, h]`.
 
-        Needs matplotlib: `pip install 'headway[plot]'`.
+        All but SVG need matplotlib: `pip install 'headway[plot]'`.
         """
         from .picture import draw
 
         draw(self, path, title)
 
     def __repr__(self) -> str:
-        return f"{self.summary()}\n{self.picture(16)}"
+        lines = [self.summary()]
+        if self.shape[0] * self.shape[1] > 1:
+            lines.append("batch 0, head 0:")
+        return "\n".join([*lines, self.picture(16)])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the picture, as an image that asks nothing of any network."""
+        from .picture import inline
+
+        return inline(self)
 
     # -- parts and combinations --------------------------------------------------------------------
 
