@@ -82,6 +82,14 @@ format: setup ## format the code and sort its imports
 	@$(PY) -m ruff check --quiet --fix-only
 	@$(PY) -m ruff format
 
+.PHONY: docs
+docs: setup ## build the documentation into site/, to be read with no network: site/index.html
+	@$(PY) -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null || \
+	  $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@OMP_NUM_THREADS=1 $(PY) scripts/docs/draw.py
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+	@echo "site/index.html"
+
 .PHONY: bench
 bench: setup ## time forward and backward against what else you could use
 	@.venv/bin/headway bench --output bench/results $(ARGS)

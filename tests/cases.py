@@ -216,19 +216,24 @@ def _table() -> tuple[Case, ...]:
         add(f"scale_{scale}", scale=scale, mask="causal_end")
         add(f"scale_{scale}_score", scale=scale, score="alibi_softcap", sink=True)
     for mask in MASKS:
-        square = "document causal_document checker causal_window mixed neighborhood tiled".split()
+        square = "document causal_document checker causal_window mixed neighborhood tiled spans"
         n = 48 if mask == "tiled" else 37
-        lengths = {"q_len": n, "kv_len": n if mask in square else 41}
-        half = ("half",) * (mask in ("padding", "causal_late", "dense", "no_row"))
+        lengths = {"q_len": n, "kv_len": n if mask in square.split() else 41}
+        half = ("half",) * (mask in ("padding", "causal_late", "dense", "no_row", "spans"))
         add(f"mask_{mask}", "mask", *half, mask=mask, **lengths)
         with_sink = {**lengths, "sink": True, "score": "softcap", "b": 3}
         add(f"mask_{mask}_sink", "mask", mask=mask, **with_sink)
     needs = {"outside": "causal_window", "negative": "causal_window", "undefined": "causal"}
+    lengths = {"window": 45, "window_token": 41}
     for score in SCORES:
-        half = ("half",) * (score in ("softcap", "twice", "relative", "bias_all"))
-        add(f"score_{score}", "score", *half, score=score, mask=needs.get(score))
-        mask = needs.get(score, "by_head")
-        add(f"score_{score}_masked", "score", score=score, mask=mask, sink=True, q_len=41)
+        half = ("half",) * (
+            score in ("softcap", "twice", "relative", "bias_all", "log_sigmoid_learned")
+        )
+        n = lengths.get(score, 37), lengths.get(score, 41)
+        size = {"score": score, "q_len": n[0], "kv_len": n[1]}
+        add(f"score_{score}", "score", *half, **size, mask=needs.get(score))
+        size["q_len"], mask = size["kv_len"], needs.get(score, "by_head")
+        add(f"score_{score}_masked", "score", **size, mask=mask, sink=True)
     for score in ("relative", "twice", "bias_rows", "bias_keys"):
         fields = {"captured": "input", "sink": True, "score": score, "q_len": 130, "kv_len": 130}
         add(f"captured_{score}", "half", **fields, mask="causal")
@@ -238,7 +243,7 @@ def _table() -> tuple[Case, ...]:
     add("dropout_1", "dropout", dropout=1.0)
     add("dropout_long", "dropout", **small, q_len=330, kv_len=301, dropout=0.3, mask="window")
     # Above one block of 256 x 256 pairs: tiles are skipped, rows have several stretches of keys.
-    for mask in (name for name in MASKS if name != "tiled"):
+    for mask in (name for name in MASKS if name not in ("tiled", "chunked", "block_causal")):
         shape = {"b": 2 if mask in ("padding", "prefix_lm", "by_batch", "causal_document") else 1,
                  "hq": 2, "hk": 1, "d": 16, "dv": 16, "q_len": 389, "kv_len": 389}  # fmt: skip
         add(f"long_{mask}", "long", "mask", **shape, mask=mask)

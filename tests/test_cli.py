@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -71,6 +72,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["mask", "causal("], "not an expression"),
         (["mask", "causal()", "--length", "0"], "--length 0"),
         (["mask", "causal()", "--tile", "-1"], "--tile -1"),
+        (["mask", "causal()", "--svg", "mask.png"], "must end in .svg"),
+        (["mask", "causal()", "--score", "causal()"], "--score takes a score"),
+        (["mask", "alibi(2)", "--score", "alibi(2)"], "goes with a mask"),
+        (["mask", "window_bias([[1]], (1, 1))", "--score", "alibi(2)"], "goes with a mask"),
+        (["mask", "t5_bias([[1, 2]])"], "1 rows"),
+        (["mask", "document([0, 0])"], "ids has shape (2,)"),
+        (["explain", "/nowhere.py:f"], "no file '/nowhere.py'"),
+        (["explain", "mods.py"], "write mods.py:NAME"),
+        (["explain", "causal()", "prefix(3)"], "a second mask"),
+        (["explain", "--length", "0"], "--length 0"),
+        (["explain", "--device", "nowhere"], "--device nowhere"),
         (["doctor", "--jsn"], "--jsn"),
         (["bench", "--repeats", "0"], "headway bench: --repeats 0 must be 1 or more\n"),
         (["bench", "--seconds", "-1"], "headway bench: --seconds -1 must be 0 or more\n"),
@@ -251,6 +263,57 @@ def test_mask_writes_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert "cannot draw to" in error
 
 
+def test_mask_draws_batches_and_heads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mask.svg"
+    status, out, _ = run(
+        capsys, "mask", "causal() & padding([32, 128, 0, 1, 1])", "--length", "128",
+        "--svg", str(path),
+    )  # fmt: skip
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[1:6] == ["batch 0", "▒▒······", "██······", "██······", "██······"]
+    assert lines[6:11] == ["batch 1", "▒▒······", "██▒▒····", "████▒▒··", "██████▒▒"]
+    assert "and 1 more; --png or --svg" in out
+    drawn = ElementTree.parse(path).getroot()
+    texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text.startswith("batch")] == [f"batch {n}" for n in range(5)]
+
+
+def test_mask_draws_scores(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "score.svg"
+    command = ["mask", "causal()", "--score", "alibi([1.0, 0.5])", "--length", "5"]
+    status, out, _ = run(capsys, *command, "--svg", str(path))
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[:3] == ["alibi(f32[2]), where causal()", "of logits of 0", "head 0"]
+    assert lines[3:8] == [
+        "██········", "▓▓██······", "▒▒▓▓██····", "░░▒▒▓▓██··", "  ░░▒▒▓▓██"
+    ]  # fmt: skip
+    assert lines[8:11] == ["head 1", "██········", "████······"]  # -0.5 is nearer to 0
+    assert lines[-2] == "·· not kept     -4  ░░ -3  ▒▒ -2  ▓▓ -1  ██ 0"
+    assert "-4" in path.read_text()
+    status, out, _ = run(capsys, "mask", "softcap(3.5) >> log_sigmoid(0)", "--length", "4")
+    assert status == 0
+    assert out.splitlines()[-1].split()[-1] == "-0.693"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("alibi(4) >> softcap(30)", "alibi(f32[4]) >> softcap(30.0)"),
+        ("relative_bias([[1, 2.5, -3]])", "relative_bias(f32[1, 3])"),
+        ("t5_bias([[0]] * 4, max_distance=9)", "t5_bias(f32[4, 1])"),
+        ("window_bias([[0]]*9, (2, 2))", "window_bias(f32[9, 1], (2, 2))"),
+        ("bias([1, 2])", "bias(f32[2])"),
+        ("spans([0, -1])", "spans(i64[2])"),
+        ("chunked(4) & block_causal(2)", "chunked(4) & block_causal(2)"),
+        ("block_table([[1, 0]], (4, 8))", "block_table(bool[1, 2], (4, 8))"),
+    ],
+)
+def test_expressions_of_scores_and_tables(text: str, shown: str) -> None:
+    assert repr(parse(text)) == shown
+
+
 @pytest.mark.parametrize(
     ("text", "same"),
     [
@@ -286,6 +349,14 @@ def test_expressions(text: str, same: str) -> None:
         "1",
         "[1]",
         "causal() and causal()",
+        "causal() >> causal()",
+        "~softcap(3)",
+        "softcap(3) & causal()",
+        "softcap(3) | softcap(3)",
+        "softcap('3')",
+        "block_table([[2]], 4)",
+        "document([0]*1.5)",
+        "relative_bias([[0], [0, 0]])",
         "causal() + causal()",
         "causal().offset",
         "causal(*[1])",
@@ -326,3 +397,64 @@ def test_expressions(text: str, same: str) -> None:
 def test_what_is_no_mask_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError):
         parse(text)
+
+
+# -- explain --------------------------------------------------------------------------------------
+
+MODS = """
+import neighbour
+import torch
+import headway as hw
+
+table = torch.zeros(8, 33, requires_grad=True)
+window = hw.causal() & hw.sliding_window(9)
+
+
+def score(score, b, h, q_idx, kv_idx):
+    return score + table[h, (q_idx - kv_idx).clamp(-16, 16) + 16]
+
+
+def mask(b, h, q_idx, kv_idx, w=100):
+    return (q_idx - kv_idx).abs() < w * neighbour.factor
+
+
+def other(a, b):
+    return a
+
+
+number = 3
+if __name__ == "__main__":
+    raise SystemExit("not this")
+"""
+
+
+def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mods.py"
+    file.write_text(MODS)
+    (tmp_path / "neighbour.py").write_text("factor = 1")
+    before = list(sys.path)
+    options = ["--length", "256", "--dtype", "bfloat16", "--device", "cpu", "--train"]
+    status, out, _ = run(capsys, "explain", f"{file}:score", f"{file}:mask", *options)
+    assert status == 0
+    assert sys.path == before
+    lines = out.splitlines()
+    assert lines[0].startswith("q (1, 8, 256, 64) bfloat16, k (1, 8, 256, 64) bfloat16, ")
+    assert lines[0].endswith("score = score, mask = mask")
+    assert "backend: cpu" in lines
+    assert "return score + table[h" in out
+    options = ["--heads", "4", "--kv-heads", "2", "--kv-length", "90", "--value-width", "8"]
+    status, out, _ = run(capsys, "explain", "alibi(4)", f"{file}:window", *options)
+    assert status == 0
+    assert "k (1, 2, 90, 64) float32, v (1, 2, 90, 8)" in out
+    assert "mask = causal() & sliding_window(9)" in out
+    assert run(capsys, "explain", "--backend", "triton", "--device", "cpu")[0] == 1
+    for name, words in {
+        "other": "takes 2 arguments",
+        "number": "is no function, but int",
+        "none": "there are window, score, mask, other",
+    }.items():
+        status, out, error = run(capsys, "explain", f"{file}:{name}")
+        assert status == 2
+        assert words in error
+    file.write_text("1 / 0")
+    assert "could not be run: ZeroDivisionError" in run(capsys, "explain", f"{file}:score")[2]

@@ -220,7 +220,7 @@ def test_constraints_name_every_dependency() -> None:
     extras = PROJECT["optional-dependencies"]
     asked = [
         *PROJECT["dependencies"],
-        *(r for e in ("cli", "hf", "plot", "dev") for r in extras[e]),
+        *(r for e in ("cli", "hf", "plot", "dev", "docs") for r in extras[e]),
     ]
     wanted = {Requirement(text).name for text in asked}
     lines = (ROOT / "constraints.txt").read_text().splitlines()

@@ -66,5 +66,9 @@ def test_block(page: Page, i: int, folders: dict[str, Path], monkeypatch: pytest
 
 def test_readme_has_blocks():
     assert PAGES[0].blocks, "README.md shows no Python"
-    opened = PAGES[0].path.read_text(encoding="utf-8").count("```py")
-    assert opened == len(PAGES[0].blocks), "a Python block that is not opened by ```python alone"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_is_missed(page: Page):
+    opened = page.path.read_text(encoding="utf-8").count("```py")
+    assert opened == len(page.blocks), "a Python block that is not opened by ```python alone"

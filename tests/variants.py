@@ -47,6 +47,12 @@ def _documents(c: Any, length: int) -> torch.Tensor:
     return (torch.arange(length) + 3 * torch.arange(c.b)[:, None]) // step
 
 
+def _images(c: Any) -> torch.Tensor:
+    """(b, q_len): in every fourth stretch of seven an image; the first and the third are one."""
+    stretch = (torch.arange(c.q_len) + 5 * torch.arange(c.b)[:, None]) // 7
+    return torch.where(stretch % 4 == 1, torch.where(stretch == 9, 0, stretch // 4), -1)
+
+
 def _outside(b, h, i, j):  # a nested function: an operand of the library's `&`
     return (i + j) % 3 != 0
 
@@ -98,6 +104,13 @@ MASKS: dict[str, Variant] = {
         lambda c, t: hw.causal() & hw.sliding_window(c.kv_len // 7 + 1),
         lambda c, t: lambda b, h, i, j: (j <= i) & (i - j <= c.kv_len // 7),
     ),
+    "chunked": library(
+        lambda c, t: hw.causal() & hw.chunked(9),
+        lambda c, t: lambda b, h, i, j: (j <= i) & (j >= i - i % 9),
+    ),
+    "block_causal": library(
+        lambda c, t: hw.block_causal(10), lambda c, t: lambda b, h, i, j: j < (i // 10 + 1) * 10
+    ),
     "prefix": library(
         lambda c, t: hw.prefix(c.kv_len // 3), lambda c, t: lambda b, h, i, j: j < c.kv_len // 3
     ),
@@ -122,6 +135,13 @@ MASKS: dict[str, Variant] = {
         ids=lambda c: _documents(c, c.q_len),
         kv_ids=lambda c: torch.arange(c.kv_len) // (c.kv_len // 4 + 1) + 1,
     ),
+    "spans": library(  # of other positions in every row of the batch; one span in two pieces
+        lambda c, t: hw.causal() | hw.spans(t.ids),
+        lambda c, t: (
+            lambda b, h, i, j: (j <= i) | (t.ids[b, i] >= 0) & (t.ids[b, i] == t.ids[b, j])
+        ),
+        ids=_images,
+    ),
     "padding": library(  # no key at all in the first row of the batch
         lambda c, t: hw.padding(t.lengths),
         lambda c, t: lambda b, h, i, j: j < t.lengths[b],
@@ -143,6 +163,11 @@ MASKS: dict[str, Variant] = {
         lambda c, t: hw.dense(t.m),
         lambda c, t: lambda b, h, i, j: t.m[0 * b, h, i, j],
         m=lambda c: torch.rand(1, c.hq, c.q_len, c.kv_len) < 0.4,
+    ),
+    "block_table": library(
+        lambda c, t: hw.causal() | hw.block_table(t.m, (8, 5)),
+        lambda c, t: lambda b, h, i, j: (j <= i) | t.m[b, h, i // 8, j // 5],
+        m=lambda c: torch.rand(c.b, c.hq, -(-c.q_len // 8), -(-c.kv_len // 5)) < 0.3,
     ),
     "neighborhood": library(
         lambda c, t: hw.neighborhood(c.q_len, 7),
@@ -206,6 +231,16 @@ def _t5_bucket(distance):
     """10 buckets, to distance 20: 0, 1, 2-4, 5-9, 10 and above on either side. The edges are 2
     times 10 to the powers 0, 1/3, 2/3 of the paper's logarithmic spacing."""
     return (distance > 0) * 5 + _t5_edges(distance.abs(), 2, [2, 5, 10])
+
+
+def _with_token(i, j, height: int, width: int):
+    """The row of a table of 2-D offsets; position 0 is the class token."""
+    x, y = (i - 1) % (height * width), (j - 1) % (height * width)
+    down, right = x // width - y // width, x % width - y % width
+    at = (down + height - 1) * (2 * width - 1) + right + width - 1
+    rows = (2 * height - 1) * (2 * width - 1)
+    at = torch.where(j == 0, rows + 1, at)
+    return torch.where(i == 0, torch.where(j == 0, rows + 2, rows), at)
 
 
 def _in_place(c, t):
@@ -295,6 +330,30 @@ SCORES: dict[str, Variant] = {
         lambda c, t: hw.t5_bias(t.table, max_distance=30, bidirectional=False),
         lambda c, t: lambda s, b, h, i, j: s + t.table[_t5_edges(i - j, 3, [3, 7, 14]), h],
         table=table(6, "hq"),
+    ),
+    "window": library(  # windows of 3 x 5 points, one after the other
+        lambda c, t: hw.window_bias(t.table, (3, 5)),
+        lambda c, t: lambda s, b, h, i, j: (
+            s + t.table[(i % 15 // 5 - j % 15 // 5 + 2) * 9 + i % 5 - j % 5 + 4, h]
+        ),
+        table=table(45, "hq"),
+    ),
+    "window_token": library(  # a window of 4 x 10 points behind a class token
+        lambda c, t: hw.window_bias(t.table, (4, 10)),
+        lambda c, t: lambda s, b, h, i, j: s + t.table[_with_token(i, j, 4, 10), h],
+        table=table(7 * 19 + 3, "hq"),
+    ),
+    "log_sigmoid": library(
+        lambda c, t: hw.log_sigmoid(-2.5),
+        lambda c, t: lambda s, b, h, i, j: -torch.log(1 + torch.exp(2.5 - s)),
+    ),
+    "log_sigmoid_learned": library(
+        lambda c, t: hw.alibi(t.slopes) >> hw.log_sigmoid(t.shift),
+        lambda c, t: lambda s, b, h, i, j: -torch.log(
+            1 + torch.exp(t.slopes[h] * (i - j).abs() - s - t.shift[h])
+        ),
+        slopes=lambda c: torch.rand(c.hq).double() * 0.1,
+        shift=table("hq"),
     ),
     "alibi_softcap": library(
         lambda c, t: hw.alibi(t.slopes) >> hw.softcap(5.0),

@@ -13,21 +13,30 @@ from .mods import Mask as Mask
 from .mods import Score as Score
 from .mods import alibi as alibi
 from .mods import bias as bias
+from .mods import block_causal as block_causal
+from .mods import block_table as block_table
 from .mods import causal as causal
+from .mods import chunked as chunked
 from .mods import dense as dense
 from .mods import dilated as dilated
 from .mods import document as document
 from .mods import global_tokens as global_tokens
+from .mods import log_sigmoid as log_sigmoid
 from .mods import neighborhood as neighborhood
 from .mods import padding as padding
 from .mods import prefix as prefix
 from .mods import relative_bias as relative_bias
 from .mods import sliding_window as sliding_window
 from .mods import softcap as softcap
+from .mods import spans as spans
 from .mods import strided as strided
 from .mods import t5_bias as t5_bias
 from .mods import tiled as tiled
+from .mods import window_bias as window_bias
 from .ops import save_ops as save_ops
+from .sigmoid import sigmoid_attention as sigmoid_attention
+from .top_k import top_k_blocks as top_k_blocks
 from .types import AttentionOutput as AttentionOutput
+from .weights import attention_weights as attention_weights
 
 __version__ = "0.2.0"

@@ -82,15 +82,15 @@ def attention(
 
     **Arguments:**
 
-    - `q`, `k`, `v`: float64, float32, bfloat16 or float16, of one dtype and device; any lengths
-      and widths, `dv` may differ from `d`, and `hq` must be a multiple of `hk`. Computed in
-      float32 (float64 for float64).
+    - `q`, `k`, `v`: `(b, hq, q_len, d)`, `(b, hk, kv_len, d)` and `(b, hk, kv_len, dv)`, float64,
+      float32, bfloat16 or float16, of one dtype and device; any lengths and widths, `dv` may differ
+      from `d`, and `hq` must be a multiple of `hk`. Computed in float32 (float64 for float64).
     - `score`: `(score, b, h, q_idx, kv_idx) -> score`, plain PyTorch on numbers that broadcast, or
       a value of the library such as `alibi(8) >> softcap(30.0)`. It sees the scaled logit.
     - `mask`: `(b, h, q_idx, kv_idx) -> bool`, True keeps the pair; a value of the library such as
       `causal() & sliding_window(1024)`; or a `BlockMask` built by `block_mask`.
     - `scale`: multiplies `q kᵀ`, once; `1/sqrt(d)` if None. 0.0 is honoured.
-    - `sink`: a logit per query head that joins the softmax but has no value (GPT-OSS).
+    - `sink`: `(hq,)`, a logit per query head that joins the softmax but has no value (GPT-OSS).
     - `dropout`: the probability to drop a pair after the softmax; the rest is scaled by 1/(1-p).
     - `seed`: of the dropout, a number or a 0-d int64 tensor; PyTorch's generator draws it if None.
     - `deterministic`: bit-equal gradients run after run.

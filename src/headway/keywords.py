@@ -11,10 +11,7 @@ from typing import Any
 
 from .errors import UnknownKeyword
 
-_WEIGHTS = (
-    "no weights are ever made; to look at them, pass the identity as v: "
-    "v=torch.eye(k.shape[2]).to(k).expand(*k.shape[:2], -1, -1)"
-)
+_WEIGHTS = "no weights are ever made; to look at them, call headway.attention_weights(q, k, ...)"
 _STATS = "headway.attention_with_stats returns (out, lse, max_logit)"
 _CAUSAL = "write mask=headway.causal()"
 _CHOSEN = "leave it out: tile sizes are chosen here, and searched by the command headway tune"

@@ -352,7 +352,7 @@ KEYWORDS = {
     "softmax_scale": "write scale=",
     "softcap": "score=headway.softcap(cap)",
     "return_lse": "headway.attention_with_stats",
-    "return_weights": "v=torch.eye(k.shape[2]).to(k).expand(*k.shape[:2], -1, -1)",
+    "return_weights": "call headway.attention_weights(q, k, ...)",
     "deterministc": "did you mean deterministic=?",
     "xyz": "it takes q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend",
 }
@@ -402,9 +402,8 @@ def test_the_ways_out_of_keywords():
         expression = re.search(r"mask=(headway.*)", _message(name))[1]
         mask = eval(expression, {"headway": hw, "m": m})
         torch.testing.assert_close(hw.attention(q, k, v, mask=mask), expected)
-    identity = re.search(r"v=(torch.*)", _message("need_weights"))[1]
-    eye = eval(identity, {"torch": torch, "k": k})
-    weights = hw.attention(q, k, eye, mask=hw.causal())
+    assert "call headway.attention_weights(q, k, ...)" in _message("need_weights")
+    weights = hw.attention_weights(q, k, mask=hw.causal())
     expected = sdpa(q, k, v, is_causal=True)
     torch.testing.assert_close(weights @ v.repeat_interleave(HQ // HK, 1), expected)
 

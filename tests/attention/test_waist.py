@@ -299,3 +299,7 @@ def test_merge_says_what_does_not_fit():
         hw.merge((out, lse), (other[0][:, :, 1:], other[1][:, :, 1:]))
     with pytest.raises(ValueError, match=r"at least one \(out, lse\)"):
         hw.merge()
+    result = hw.attention_with_stats(out, out, out)
+    for wrong in (result, out):
+        with pytest.raises(ValueError, match=r"partial 0 is of type \w+; each must be a pair"):
+            hw.merge(wrong)

@@ -1,4 +1,4 @@
-"""The table of speeds: the page's is what the command in its comment writes."""
+"""The table of speeds: that of docs/guide-speed.md is what the command in its comment writes."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from headway.bench.table import __name__ as module
 from headway.errors import ArgumentError
 
 ROOT = Path(__file__).parents[2]
-PAGE = "docs/guide-speed.md"
+PAGE = ROOT / "docs" / "guide-speed.md"
 SPEEDS = re.compile(r"<!-- speeds: (.*?) -->\n(.*?)\n<!-- end of speeds -->", re.DOTALL)
 
 
@@ -23,13 +23,15 @@ def write(path: Path, *rows: tuple[str, str, str, str]) -> Path:
 
 @pytest.mark.skipif(not (ROOT / "bench").is_dir(), reason="a source archive has no results")
 def test_the_page_shows_what_the_command_writes(monkeypatch, capsys):
-    found = SPEEDS.search((ROOT / PAGE).read_text(encoding="utf-8"))
-    assert found, f"{PAGE} has no table of speeds between its comments"
+    found = SPEEDS.search(PAGE.read_text(encoding="utf-8"))
+    assert found, f"{PAGE.name} has no table of speeds between its comments"
     command = shlex.split(found[1])
     assert command[:3] == ["python", "-m", module]
     monkeypatch.chdir(ROOT)
     assert main(command[3:]) == 0
-    assert capsys.readouterr().out.rstrip("\n") == found[2], f"{PAGE} is stale; run: {found[1]}"
+    assert capsys.readouterr().out.rstrip("\n") == found[2], (
+        f"{PAGE.name} is stale; run: {found[1]}"
+    )
 
 
 def test_first_file_counts_and_what_is_faster_is_bold(tmp_path):

@@ -452,20 +452,27 @@ def test_a_dead_tensor_is_not_mistaken_for_a_new_one(calls):
     assert len(calls) == 20
 
 
-def test_inference_mode_remembers_nothing(calls):
+def test_inference_mode_remembers_what_has_a_counter(calls):
+    outside = ids(64)
     with torch.inference_mode():
         packed = ids(64)
         cached(headway.document(packed))
         packed[10:] += 1  # no counter tells of it
         cached(headway.document(packed))
+        assert len(calls) == 2
         tiles = cached(headway.causal())
-        assert len(calls) == 3
+        cached(headway.document(outside))
+        assert len(calls) == 4
+        cached(headway.causal())
+        cached(headway.document(outside))
+        assert len(calls) == 4
+        outside[:7] -= 1  # as good as outside: a tensor keeps its counter here
+        cached(headway.document(outside))
+        assert len(calls) == 5
     assert not any(t.is_inference() for t in tiles.flatten())
     cached(headway.causal())
-    assert len(calls) == 4
-    with torch.inference_mode():  # what was remembered outside is found
-        cached(headway.causal())
-    assert len(calls) == 4
+    cached(headway.document(outside))
+    assert len(calls) == 5
 
 
 def test_numbers_that_compare_equal_are_told_apart(calls):

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -372,6 +373,83 @@ def test_image_tells_full_partial_and_empty_apart(tmp_path, mask, lengths, tile)
     for colour in _COLOURS[: 3 if tile > 1 else 1]:
         near = (area - torch.tensor(colours.to_rgb(colour))).abs().amax(1) < 0.01
         assert near.sum() > 50
+
+
+def cells_of(svg: str, colour: str, at: int = 0) -> set[tuple[float, ...]]:
+    """The stretches of a colour in the at-th panel: left, top, width, height."""
+    panels = ElementTree.fromstring(svg).findall(f"{SVG}g")
+    paths = [p for p in panels[at].findall(f"{SVG}path") if p.get("fill") == colour]
+    numbers = r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-"
+    return {tuple(map(float, m)) for p in paths for m in re.findall(numbers, p.get("d"))}
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_svg_draws_each_tile(tmp_path):
+    from headway.blocks.picture import _COLOURS
+
+    mask = headway.block_mask(headway.causal() & headway.prefix(20), 1, 1, 36, 40, tile=8)
+    mask.save_picture(tmp_path / "mask.svg", title="a < b & c")
+    text = (tmp_path / "mask.svg").read_text()
+    assert cells_of(text, _COLOURS[1]) == {
+        (0, 0, 8, 8), (8, 8, 8, 8), (16, 16, 8, 8), (16, 24, 8, 8), (16, 32, 8, 4)
+    }  # fmt: skip
+    assert cells_of(text, _COLOURS[2]) == {
+        (0, 8, 8, 8),
+        (0, 16, 16, 8),
+        (0, 24, 16, 8),
+        (0, 32, 16, 4),
+    }
+    assert "a &lt; b &amp; c" in text
+    assert "full: 7 (28.0%)" in text
+
+
+def test_pictures_show_batches_and_heads():
+    from headway.blocks.picture import _COLOURS
+
+    mask = headway.block_mask(lambda b, h, i, j: j < 8 * (b + h), 2, 3, 32, 32, tile=8)
+    svg = mask._repr_html_()
+    for n in range(6):
+        b, h = divmod(n, 3)
+        want = {(0, 8 * row, 8 * (b + h), 8) for row in range(4) if b + h}
+        assert cells_of(svg, _COLOURS[2], n) == want
+        assert f">batch {b}, head {h}<" in svg
+    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+    assert repr(mask).splitlines()[1] == "batch 0, head 0:"
+    many = headway.block_mask(lambda b, h, i, j: j < i + h, 1, 40, 32, 32, tile=8)
+    assert many._repr_html_().count(">head ") == 16
+    assert "16 of 40 batches and heads" in many._repr_html_()
+
+
+def test_small_multiples_in_an_image(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    ids = torch.stack([torch.arange(64) // n for n in (8, 16, 32)])
+    headway.block_mask(headway.document(ids), 3, 1, 64, 64, tile=8).save_picture(tmp_path / "m.png")
+    assert min(image.imread(tmp_path / "m.png").shape[:2]) > 500
+
+
+def test_pictures_of_scores():
+    from headway.blocks.picture import of_score
+
+    table = torch.arange(12.0).view(2, 6)
+    score = lambda s, b, h, i, j: s + table[h, j]
+    picture = of_score(score, headway.causal(), (1, 2, 6, 6), 32)
+    assert [p.label for p in picture.panels] == ["head 0", "head 1"]
+    for h, panel in enumerate(picture.panels):
+        levels = (table[h] * 32 / 11).round() + 1
+        assert torch.equal(panel.cells.float(), levels.expand(6, 6).tril())
+    far = of_score(score, None, (1, 2, 1000, 6), 10)  # ten positions of queries, the one of keys
+    assert far.panels[0].cells.shape == (10, 1)
+    holes = of_score(
+        lambda s, b, h, i, j: torch.where(i == j, -torch.inf, s), None, (1, 1, 4, 4), 9
+    )
+    assert torch.equal(holes.panels[0].cells == 0, torch.eye(4).bool())
+    assert holes.legend[0][1] == "not kept"
+    root = of_score(lambda s, b, h, i, j: (i - j).sqrt(), None, (1, 1, 4, 4), 9)
+    assert root.legend[0][1] == "not finite"
+    with pytest.raises(ArgumentError, match="has no pair to draw"):
+        of_score(score, None, (1, 2, 0, 6), 8)
 
 
 def test_an_unknown_image_format_is_named(tmp_path):

@@ -55,7 +55,9 @@ def choose(monkeypatch, way: str) -> None:
     """Whether dk and dq come with the next block, as they would where lines are long, or CTAs take
     whole islands, as where they are short and many."""
     monkeypatch.setattr(
-        launch_plan.Plan, "long", lambda self, length=0: way == "lagged" and not self.heavy
+        launch_plan.Plan,
+        "is_long",
+        lambda self, length=0: way == "lagged" and not self.gathers_per_pair,
     )
     monkeypatch.setattr(plan_backward, "IDLE", 1e9 if way == "whole" else -1e9)
 
@@ -157,7 +159,7 @@ def test_first_use():
     with mock.patch.object(first_use, "_OFF", first_use._OFF / 2):
         assert first_use.differences(hopper, reference, cpu) == []
     forward = simulator.LOADED.forward
-    with mock.patch.object(forward, "times", lambda acc, factor: acc):  # no rescaling
+    with mock.patch.object(forward, "scale_rows", lambda acc, factor: acc):  # no rescaling
         (said, *_) = first_use.differences(hopper, reference, cpu)
     assert said.startswith("out is off by")
 
@@ -192,7 +194,7 @@ def test_learned_numbers_are_no_worse_than_with_float32_out(how, dtype):
 def test_the_counter_of_a_stream_is_left_at_zero():
     """Of more ranks than CTAs, and of fewer: the next launch starts from where this one ends."""
     counter = torch.zeros(1, dtype=torch.int32)
-    with mock.patch.object(plan_forward, "zero", return_value=counter):
+    with mock.patch.object(plan_forward, "zeroed_counter", return_value=counter):
         for length in (70, 300, 300):
             q = torch.randn(1, 2, length, 64).bfloat16()
             made = hw.attention(q, q, q, mask=hw.causal(), backend="hopper")
@@ -222,7 +224,7 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
     parts = torch.full((100_000,), torch.nan)
     poisoned = mock.patch.object(ForwardPlan, "memory", lambda plan: parts[: plan.part])
     counter = torch.zeros(512, dtype=torch.int32)
-    kept = mock.patch.object(plan_forward, "zero", return_value=counter)
+    kept = mock.patch.object(plan_forward, "zeroed_counter", return_value=counter)
     q, k, v = (
         torch.randn(1, heads, n, w).bfloat16()
         for n, w in zip(lengths[:1] + lengths[1:] * 2, (d, d, dv), strict=True)
@@ -266,8 +268,8 @@ def straight_line_errors(d: int, dtype: torch.dtype, name: str) -> list[float]:
 def issued(simulated, monkeypatch):
     """As many numbers as products that add a straight line were issued."""
     forward, found = simulator.LOADED.forward, []
-    slant = forward.slant
-    monkeypatch.setattr(forward, "slant", lambda *args: found.append(1) or slant(*args))
+    wgmma_slope = forward.wgmma_slope
+    monkeypatch.setattr(forward, "wgmma_slope", lambda *args: found.append(1) or wgmma_slope(*args))
     return found
 
 
@@ -324,7 +326,7 @@ def test_a_known_gain(d, dv, way, gain, monkeypatch):
 def test_whose_largest_logits_are_asked_for_no_product_adds_to():
     """They are of S, which no register would have."""
     q = torch.randn(1, 1, 200, 64).bfloat16()
-    with mock.patch.object(simulator.LOADED.forward, "slant", side_effect=AssertionError):
+    with mock.patch.object(simulator.LOADED.forward, "wgmma_slope", side_effect=AssertionError):
         made = hw.attention_with_stats(q, q, q, hw.alibi(1), hw.causal(), backend="hopper")
     true = hw.attention_with_stats(*[q.double()] * 3, hw.alibi(1), hw.causal(), backend="reference")
     assert (made.max_logit - true.max_logit).abs().max() < 1e-3
@@ -334,7 +336,9 @@ def test_whose_largest_logits_are_asked_for_no_product_adds_to():
 def test_the_shortest_lines_are_dealt_last(d, dv, length, monkeypatch):
     """Of all heads and batch rows, after the longer ones of groups of heads."""
     choose(monkeypatch, "lagged")
-    monkeypatch.setattr(plan_forward.ForwardPlan, "near", lambda self, heads, *_: heads // 2)
+    monkeypatch.setattr(
+        plan_forward.ForwardPlan, "head_swizzle", lambda self, heads, *_: heads // 2
+    )
     told = []
     table = tile_table.table
     monkeypatch.setattr(tile_table, "table", lambda *args: told.append(table(*args)) or told[-1])
@@ -415,7 +419,7 @@ def test_in_turn(name, way, monkeypatch):
     q, k, v, dout = (torch.randn(1, h, 520, w).bfloat16() for h, w in shapes)
     spec, call = prepare(q, k, v, None, mask(), sink=torch.randn(hq), backend="hopper",
                          partial=True, deterministic=True)  # fmt: skip
-    turns, wait = [], simulator.LOADED.adder.semaphore_wait
+    turns, wait = [], simulator.LOADED.dq_reduce.semaphore_wait
 
     def exactly(counter, turn):
         wait(counter, turn)
@@ -428,7 +432,7 @@ def test_in_turn(name, way, monkeypatch):
 
     with (
         torch.no_grad(),
-        mock.patch.object(simulator.LOADED.adder, "semaphore_wait", exactly),
+        mock.patch.object(simulator.LOADED.dq_reduce, "semaphore_wait", exactly),
         mock.patch.object(simulator.LOADED.wide_dq, "semaphore_wait", exactly),
     ):
         out, lse, *_ = hopper.forward(spec, call)
@@ -492,17 +496,21 @@ def test_whole_islands(name, monkeypatch):
     assert (off <= 0.01 * plain[0].float().abs() + 1e-6 * plain[0].float().norm()).all()
 
 
-@pytest.mark.parametrize("name", ["fence_landed", "in_rows", "mbarrier"])
+@pytest.mark.parametrize("name", ["tma_store_wait_visible", "in_rows", "mbarrier"])
 def test_broken_whole_islands_are_found(name, monkeypatch):
     """Parts that are read before they have landed, out of order, or not at all."""
     choose(monkeypatch, "whole")
     at_once = mock.Mock(wraps=simulator.mbarrier, expect=lambda bar, bytes, pred: bar.it.arrive())
-    by = {"fence_landed": lambda: None, "in_rows": lambda x: x.view(64, -1), "mbarrier": at_once}
+    by = {
+        "tma_store_wait_visible": lambda: None,
+        "in_rows": lambda x: x.view(64, -1),
+        "mbarrier": at_once,
+    }
     q = torch.randn(1, 3, 300, 64).bfloat16().requires_grad_()
     found = {}
     for backend in ("reference", "hopper"):
         with (
-            mock.patch.object(simulator.LOADED.islands, name, by[name]),
+            mock.patch.object(simulator.LOADED.segments, name, by[name]),
             mock.patch.object(simulator, "PATIENCE", 0.3),
         ):
             try:
@@ -517,17 +525,19 @@ def test_broken_whole_islands_are_found(name, monkeypatch):
 def test_adders_wait_for_zeros(waits, monkeypatch):
     """Of a memory that is anything but zeros until the copy engine, slow here, has made it so; where
     they do not wait, after an adder has ended."""
-    backward, zeros, adder = (getattr(simulator.LOADED, n) for n in ("backward", "zeros", "adder"))
+    backward, zeros, adder = (
+        getattr(simulator.LOADED, n) for n in ("backward", "dq_zero", "dq_reduce")
+    )
     landed, wait, add, empty = (
-        zeros.fence_landed,
+        zeros.tma_store_wait_visible,
         adder.await_zeros,
         backward.reduce_dq,
         torch.empty,
     )
     ended = threading.Event()
     slow = (lambda: time.sleep(0.05)) if waits else (lambda: ended.wait(20))
-    monkeypatch.setattr(zeros, "fence_landed", lambda: (slow(), landed()))
-    monkeypatch.setattr(adder, "copy_out_wait", lambda _: landed())  # what is added lands at once
+    monkeypatch.setattr(zeros, "tma_store_wait_visible", lambda: (slow(), landed()))
+    monkeypatch.setattr(adder, "tma_store_wait", lambda _: landed())  # what is added lands at once
     monkeypatch.setattr(adder, "await_zeros", wait if waits else lambda *_: None)
     monkeypatch.setattr(backward, "reduce_dq", lambda *given: (add(*given), ended.set()))
     monkeypatch.setattr(torch, "empty", lambda *size, **o: empty(*size, **o).fill_(-1e4))
@@ -545,7 +555,7 @@ def test_adders_wait_for_zeros(waits, monkeypatch):
 def test_a_turn_that_never_comes_is_found():
     q = torch.randn(1, 1, 300, 64).bfloat16().requires_grad_()
     out = hw.attention(q, q, q, backend="hopper", deterministic=True)
-    adder, of_line = simulator.LOADED.adder, simulator.LOADED.adder.turn_of
+    adder, of_line = simulator.LOADED.dq_reduce, simulator.LOADED.dq_reduce.turn_of
     later = lambda turns, line, *others: 2 - of_line(turns, line, *others)
     with (
         mock.patch.object(adder, "turn_of", later),
@@ -557,7 +567,7 @@ def test_a_turn_that_never_comes_is_found():
 
 def test_a_broken_kernel_is_found():
     """The simulator is worth something: without the fence, the release or the right phase it fails."""
-    forward, out = simulator.LOADED.forward, simulator.LOADED.out
+    forward, out = simulator.LOADED.forward, simulator.LOADED.epilogue
     broken = {
         "fence_async_shared": (out, lambda: None),
         "consumer_release": (forward, lambda ring, at, *others: None),

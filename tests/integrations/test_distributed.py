@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import headway as hw
 from headway.errors import ArgumentError
+from headway.stability import MaxLogit
 from processes import run_ranks
 
 
@@ -60,6 +61,11 @@ def tensor_parallel(world: int, rank: int) -> None:
         for x, y in zip(result, (out, lse, top), strict=True):
             assert x.placements == (place,)
             torch.testing.assert_close(x.full_tensor(), y)
+        record = MaxLogit(4)  # of the heads and rows that this rank has
+        record(result.max_logit)
+        mine = result.max_logit.to_local().amax(0)
+        assert torch.equal(record.value[: len(mine)], mine)
+        assert record.heads_here() == len(mine)
         loss = (result.out * distribute_tensor(weight, mesh, [place])).sum() + result.lse.sum()
         grads = torch.autograd.grad(loss, (*leaves, whole, sinks))
         for a, b in zip(grads, expected, strict=True):

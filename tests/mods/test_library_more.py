@@ -10,15 +10,20 @@ import headway
 from blocks.dense import check_build, dense_mask
 from headway.errors import ArgumentError
 from headway.mods import (
+    block_causal,
+    block_table,
     causal,
+    chunked,
     dilated,
     document,
     lower_mod,
     neighborhood,
     sliding_window,
+    spans,
     strided,
     t5_bias,
     tiled,
+    window_bias,
 )
 from headway.mods.interval import why_elements
 
@@ -58,9 +63,114 @@ def test_strided_is_both_heads_of_the_sparse_transformer(stride):
     assert torch.equal(kept(causal() & strided(stride), 100, 100)[0], want)
 
 
+# -- chunks and blocks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 40, 1000])
+def test_chunked(size):
+    chunks = [range(n, n + size) for n in range(0, 90, size)]
+    want = pairs(90, 70, lambda i, j: any(i in one and j in one for one in chunks))
+    assert torch.equal(kept(chunked(size), 90, 70)[0], want)
+    want &= pairs(90, 70, lambda i, j: j <= i)
+    assert torch.equal(kept(causal() & chunked(size), 90, 70)[0], want)
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 1000])
+def test_block_causal(size):
+    end = [(n + 1) * size for n in range(90) for _ in range(size)]  # of the block of query i
+    want = pairs(90, 110, lambda i, j: j < end[i])
+    assert torch.equal(kept(block_causal(size), 90, 110)[0], want)
+    if size == 1:
+        assert torch.equal(kept(causal(), 90, 110)[0], want)
+
+
+def test_block_diffusion_as_documented():
+    """BD3-LM's mask over noised and clean copies: a block diagonal, an offset block triangle, and a
+    block triangle."""
+    n, size = 24, 4
+
+    def block_diffusion(b, h, i, j):
+        mine, theirs = i % n // size, j % n // size
+        noised = torch.where(j < n, mine == theirs, theirs < mine)
+        return torch.where(i < n, noised, (j >= n) & (theirs <= mine))
+
+    blocks = torch.arange(n) // size
+    mine, theirs = blocks[:, None], blocks
+    noised = torch.cat([mine == theirs, theirs < mine], 1)
+    clean = torch.cat([torch.zeros(n, n, dtype=torch.bool), theirs <= mine], 1)
+    graph, captured = lower_mod("mask", block_diffusion, torch.float32)
+    got = dense_mask(graph, captured, (1, 1, 2 * n, 2 * n))[0, 0]
+    assert torch.equal(got, torch.cat([noised, clean]))
+    assert torch.equal(kept(block_causal(size), n, n)[0], clean[:, n:])
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 12, 9), (1, 2, 12, 9), (2, 12, 1), (1, 9), (1, 1)], ids=str
+)
+def test_block_table(shape):
+    table = torch.rand(shape) < 0.5
+    mask = block_table(table, (8, 5))
+    full = table.expand(3, 2, 12, 9).repeat_interleave(8, 2).repeat_interleave(5, 3)[:, :, :90, :43]
+    graph, captured = lower_mod("mask", mask, torch.float32)
+    assert torch.equal(dense_mask(graph, captured, (3, 2, 90, 43)), full)
+    for tile in (8, 5), (16, 16):
+        check_build(graph, captured, (3, 2, 90, 43), tile)
+    assert repr(mask) == f"block_table(bool{list(shape) if shape != (1, 1) else []}, (8, 5))"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((3, 2, 97, 45), "have 13 rows"), ((3, 2, 96, 46), "have 10 columns"),
+     ((2, 2, 96, 45), "have 2 batch"), ((3, 4, 96, 45), "have 4 heads")],
+    ids=str,
+)  # fmt: skip
+def test_block_tables_of_other_sizes(sizes, message):
+    with pytest.raises(ArgumentError, match=message):
+        headway.block_mask(block_table(torch.ones(3, 2, 12, 9).bool(), (8, 5)), *sizes)
+
+
+# -- spans ----------------------------------------------------------------------------------------
+
+
+def test_spans():
+    ids = [-1] * 10 + [0] * 25 + [-1] * 3 + [1] * 20 + [2] * 12 + [-7] * 9 + [1] * 6
+    same = lambda i, j: ids[i] == ids[j] and ids[i] >= 0
+    n = len(ids)
+    want = pairs(n, n, same)
+    assert torch.equal(kept(spans(torch.tensor(ids)), n, n)[0], want)
+    narrow = torch.tensor(ids, dtype=torch.int32)
+    want = pairs(n, n, lambda i, j: j <= i or same(i, j))
+    assert torch.equal(kept(causal() | spans(narrow), n, n)[0], want)
+
+
+def test_spans_of_batches_and_of_other_keys():
+    ids = torch.randint(-1, 3, (2, 40)).sort().values
+    keys = torch.randint(-2, 3, (33,))
+    got = kept(spans(ids, keys), 40, 33, b=2)
+    want = (ids[:, :, None] == keys) & (ids[:, :, None] >= 0)
+    assert torch.equal(got, want)
+    with pytest.raises(
+        ArgumentError, match=r"spans: ids, which is of the keys too without kv_ids,"
+    ):
+        headway.block_mask(spans(ids), 2, 1, 40, 33)
+    with pytest.raises(ArgumentError, match=r"spans: ids has shape \(2, 40\)"):
+        headway.block_mask(spans(ids, keys), 3, 1, 40, 33)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: chunked(0), r"chunked\(size=0\)"),
+        (lambda: block_causal(2.5), r"block_causal\(size=2.5\)"),
+        (lambda: spans([0, 1]), r"spans\(ids=list\)"),
+        (lambda: spans(torch.zeros(3)), "spans: ids must be an int tensor"),
+        (
+            lambda: spans(torch.zeros(3).long(), torch.zeros(1, 2, 3).long()),
+            "spans: kv_ids must be",
+        ),
+        (lambda: block_table(torch.zeros(2, 2), 4), "block_table: table must be a bool tensor"),
+        (lambda: block_table(torch.zeros(2).bool(), 4), r"of shape \(2,\)"),
+        (lambda: block_table(torch.zeros(2, 2).bool(), (4, 0)), r"block=\(4, 0\)"),
         (lambda: dilated(0, 2), r"dilated\(window=0\)"),
         (lambda: dilated(2, 0), r"dilated\(step=0\)"),
         (lambda: dilated(2, 1.5), r"dilated\(step=1.5\)"),
@@ -304,3 +414,79 @@ def test_t5_bias(buckets, most, bidirectional):
 def test_wrong_tables_are_named(make, message):
     with pytest.raises(ArgumentError, match=message):
         make()
+
+
+# -- windows of images ----------------------------------------------------------------------------
+
+
+def swin_index(h: int, w: int) -> torch.Tensor:
+    """(h * w, h * w): the row of the table for two points, by their offset."""
+    points = list(itertools.product(range(h), range(w)))
+    offsets = list(itertools.product(range(1 - h, h), range(1 - w, w)))
+    return torch.tensor([[offsets.index((y - v, x - u)) for v, u in points] for y, x in points])
+
+
+def beit_index(h: int, w: int) -> torch.Tensor:
+    """The same with a class token first."""
+    rows = (2 * h - 1) * (2 * w - 1)
+    index = torch.zeros(h * w + 1, h * w + 1).long()
+    index[1:, 1:] = swin_index(h, w)
+    index[0], index[:, 0], index[0, 0] = rows, rows + 1, rows + 2
+    return index
+
+
+@pytest.mark.parametrize("window", [(4, 4), (3, 5), (1, 6)], ids=str)
+@pytest.mark.parametrize("token", [False, True])
+def test_window_bias(window, token):
+    index = (beit_index if token else swin_index)(*window)
+    table = torch.randn(int(index.max()) + 1, 2, dtype=torch.float64, requires_grad=True)
+    q, k, v = torch.randn(3, 3, 2, len(index), 8, dtype=torch.float64)
+    out = headway.attention(q, k, v, window_bias(table, window))
+    want = (q @ k.mT / 8**0.5 + table[index].permute(2, 0, 1)).softmax(-1) @ v
+    torch.testing.assert_close(out, want)
+    weight = torch.randn_like(out)
+    grads = [torch.autograd.grad((o * weight).sum(), table)[0] for o in (out, want)]
+    torch.testing.assert_close(*grads)
+
+
+def test_shifted_windows_as_documented():
+    """Swin's block: roll, cut into windows, mask what did not lie together."""
+    (H, W), (h, w), s = (8, 12), (4, 6), 2
+    table = torch.randn((2 * h - 1) * (2 * w - 1), 2, dtype=torch.float64)
+    q, k, v = torch.randn(3, 1, 2, H * W, 8, dtype=torch.float64)
+    wrapped = lambda n: (torch.arange(n) >= n - s).long()
+    part = wrapped(H)[:, None] * 2 + wrapped(W)
+    window = torch.arange(H)[:, None] // h * (W // w) + torch.arange(W) // w
+    order = tiled(causal(), (H, W), (h, w)).order()
+    mask = document((window * 4 + part).flatten()[order])
+    image = lambda x: x.unflatten(2, (H, W))
+    rolled = [image(x).roll((-s, -s), (2, 3)).flatten(2, 3)[:, :, order] for x in (q, k, v)]
+    ours = headway.attention(*rolled, window_bias(table, (h, w)), mask)
+    ours = image(ours[:, :, order.argsort()]).roll((s, s), (2, 3)).flatten(2, 3)
+    # Point by point: where each lies after the roll, in which window, and whether it came around.
+    bias = torch.full((2, H * W, H * W), -math.inf, dtype=torch.float64)
+    index, points = swin_index(h, w), list(itertools.product(range(H), range(W)))
+    for (i, (y, x)), (j, (t, u)) in itertools.product(enumerate(points), repeat=2):
+        (a, b), (c, d) = (((y - s) % H, (x - s) % W), ((t - s) % H, (u - s) % W))
+        if (a // h, b // w) == (c // h, d // w) and (y < s, x < s) == (t < s, u < s):
+            bias[:, i, j] = table[index[a % h * w + b % w, c % h * w + d % w]]
+    want = (q @ k.mT / 8**0.5 + bias).softmax(-1) @ v
+    torch.testing.assert_close(ours, want)
+
+
+@pytest.mark.parametrize(
+    ("table", "window", "q_len", "message"),
+    [
+        ((49, 2), (4, 4), 20, "at most 16 positions, or a multiple of it, .* has q_len=20"),
+        ((52, 2), (4, 4), 34, "at most 17 positions, with the class token, .* has q_len=34"),
+        ((49, 3), (4, 4), 16, "table has shape"),
+        ((48, 2), (4, 4), 16, r"needs \(49, heads\), one row per offset, or \(52, heads\)"),
+        ((49, 2), 4, 16, "window=4"),
+        ((49, 2), (4, 0), 16, "two integers"),
+        ((49,), (4, 4), 16, r"float tensor \(offsets, heads\)"),
+    ],
+)
+def test_wrong_windows_are_named(table, window, q_len, message):
+    q = torch.randn(1, 2, q_len, 8)
+    with pytest.raises(ArgumentError, match=message):
+        headway.attention(q, q, q, window_bias(torch.zeros(table), window))

@@ -32,6 +32,10 @@ PRINTED = {
     "(causal() | prefix(3)) & sliding_window(64)": (causal() | prefix(3)) & sliding_window(64),
     "causal() & (sliding_window(4) | global_tokens(2))": causal()
     & (sliding_window(4) | global_tokens(2)),
+    "causal() & chunked(64)": causal() & hw.chunked(64),
+    "block_causal(4) | ~chunked(2)": hw.block_causal(4) | ~hw.chunked(2),
+    "log_sigmoid()": hw.log_sigmoid(),
+    "softcap(5.0) >> log_sigmoid(-7.5)": softcap(5) >> hw.log_sigmoid(-7.5),
     "~causal()": ~causal(),
     "~(causal() & prefix(3))": ~(causal() & prefix(3)),
     "~causal() | prefix(3)": ~causal() | prefix(3),
@@ -53,6 +57,8 @@ def test_printed_as_written(text):
 
 def test_tensors_print_their_dtype_and_shape():
     assert repr(hw.document(torch.zeros(2, 7, dtype=torch.int32))) == "document(i32[2, 7])"
+    assert repr(causal() | hw.spans(torch.zeros(7).long())) == "causal() | spans(i64[7])"
+    assert repr(hw.window_bias(torch.zeros(169, 4), (7, 7))) == "window_bias(f32[169, 4], (7, 7))"
     assert repr(hw.relative_bias(torch.zeros(4, 9))) == "relative_bias(f32[4, 9])"
     assert repr(hw.bias(torch.zeros(4, 1, 1)) >> softcap(2)) == "bias(f32[4, 1, 1]) >> softcap(2.0)"
 

@@ -272,6 +272,13 @@ def test_errors_name_the_argument(arguments, message):
         Attention(*positional, **options)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, WIDTH + 1), (4, WIDTH), (2, 3, 4, WIDTH)])
+@pytest.mark.parametrize("kind", [Attention, MLA])
+def test_inputs_of_another_shape_are_refused(kind, shape):
+    with pytest.raises(ArgumentError, match=rf"width={WIDTH}, got \({shape[0]}, "):
+        kind(WIDTH, HEADS)(torch.randn(shape))
+
+
 def test_angles_without_rotary_are_refused():
     x = torch.randn(1, 4, WIDTH)
     with pytest.raises(ArgumentError, match="has no rotary"):

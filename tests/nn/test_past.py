@@ -82,12 +82,15 @@ REFUSED = {
     "a window as wide as the past": (hw.sliding_window(BEFORE), "causal(n + 8) & ~causal(n - 9)"),
     "dilated": (hw.dilated(2, 3), "function"),
     "strided": (hw.strided(4), "function"),
+    "chunked": (hw.chunked(4), "function"),
+    "block_causal": (hw.block_causal(4), "function"),
     "global_tokens": (hw.global_tokens(2), "function"),
     "neighborhood": (hw.neighborhood(LENGTH, 5), "function"),
     "tiled": (hw.tiled(hw.causal(), (3, 7), (1, 7)), "function"),
     "alibi": (hw.alibi(HEADS), "function"),
     "relative_bias": (hw.relative_bias(table), "function"),
     "t5_bias": (hw.t5_bias(torch.randn(8, HEADS), 12), "function"),
+    "window_bias": (hw.window_bias(torch.randn(5 * 13, HEADS), (3, 7)), "function"),
 }
 
 
@@ -166,6 +169,7 @@ def test_what_knows_the_past_or_no_query_is_taken():
         (hw.causal(n) & hw.padding(lengths), hw.causal() & hw.padding(lengths)),
         (hw.causal(n) | hw.prefix(12), hw.causal() | hw.prefix(12)),
         (hw.document(ids[:, n:], ids), hw.document(ids)),
+        (hw.spans(ids[:, n:] - 1, ids - 1), hw.spans(ids - 1)),
         (hw.dense(dense[:, :, n:]), hw.dense(dense)),
         (hw.block_mask(hw.causal(n), None, None, new, LENGTH), hw.causal()),
         (blocks[:, :, n // 3 :], hw.causal()),
@@ -210,8 +214,11 @@ VALUES = {
     "prefix": hw.prefix(4),
     "padding": hw.padding(torch.tensor([5, 17])),
     "document": hw.document(torch.arange(LENGTH) // 4),
+    "spans": hw.spans(torch.arange(LENGTH) // 4 - 1),
+    "block_table": hw.block_table(torch.rand(LENGTH, LENGTH) < 0.5, 1),
     "dense": hw.dense(torch.rand(LENGTH, LENGTH) < 0.5),
     "softcap": hw.softcap(2.0),
+    "log_sigmoid": hw.log_sigmoid(-2.0),
     "bias": hw.bias(torch.randn(LENGTH, LENGTH)),
 }
 
@@ -228,5 +235,5 @@ def test_no_value_of_the_library_is_forgotten():
             for i in (at[:, None], at[:, None] + BEFORE)
         )
         depends = not torch.equal(*torch.broadcast_tensors(here, moved))
-        knows = name in ("causal", "document", "dense", "bias")
+        knows = name in ("causal", "document", "spans", "dense", "block_table", "bias")
         assert depends == (isinstance(value, _FROM_ZERO) or knows), name

@@ -46,11 +46,11 @@ class Options:
         for name in ("threads", "repeats"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"--{name} {getattr(self, name)} must be 1 or more")
+        if self.seconds is not None and not self.seconds >= 0:
+            raise ArgumentError(f"--seconds {self.seconds:g} must be 0 or more")
         if self.resume and (self.output is None or self.output.is_dir()):
             given = "no --output" if self.output is None else f"--output {self.output}, a folder"
             raise ArgumentError(f"--resume with {given}: name the CSV that is to go on")
-        if self.seconds is not None and not self.seconds >= 0:
-            raise ArgumentError(f"--seconds {self.seconds:g} must be 0 or more")
         try:
             device = torch.device(self.device)
         except RuntimeError as error:

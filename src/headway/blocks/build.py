@@ -86,8 +86,8 @@ def cached_build(
     """`build`, remembered while the captured tensors live and are not written to.
 
     Tensors are known by identity and version counter. Tensors made in inference mode have no
-    version counter, so masks that capture one are built anew each time, and nothing is remembered
-    from inside inference mode. What writes go unnoticed: see `clear_block_cache`.
+    version counter, so masks that capture one are built anew each time. What writes go unnoticed:
+    see `clear_block_cache`.
 
     - `run`: runs `build`, where it has to be kept apart from what goes on.
     """
@@ -104,8 +104,7 @@ def cached_build(
         if all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
             return result
     result = run(make)
-    if not torch.is_inference_mode_enabled():
-        _cache.put(key, ([weakref.ref(t) for t in tensors], result))
+    _cache.put(key, ([weakref.ref(t) for t in tensors], result))
     return result
 
 
@@ -115,7 +114,7 @@ def clear_block_cache() -> None:
     They are remembered (up to 64) by the mask's formula and numbers, the sizes, the device, and
     the identity and version counter of the tensors that it captures, so that a write in place makes
     them anew. Call this after a write that the counter misses: through `tensor.data`, or through a
-    NumPy array that shares the tensor's memory. Nothing is remembered in inference mode, whose
-    tensors have no counter.
+    NumPy array that shares the tensor's memory. Tiles of masks that capture a tensor made in
+    inference mode, which has no counter, are not remembered.
     """
     _cache.clear()

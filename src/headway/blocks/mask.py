@@ -16,7 +16,7 @@ from ..mods.lowering import describe, restore
 from ..types import PACKAGE, whole
 from . import file
 from .decided import Decided, tell
-from .picture import CELLS, Picture
+from .picture import draw, inline, text
 from .runs import Runs, coarser, combine
 from .tiles import Tiles
 
@@ -122,30 +122,25 @@ class BlockMask:
         `██` full, `▒▒` partial, `··` empty; where there are more tiles than lines, a cell stands
         for a square of them. Another head: `block_mask[b, h].picture()`.
         """
-        most = whole(rows)
-        if most is None or most < 1:
-            raise ArgumentError(f"rows={rows!r} must be a positive integer")
-        return self._picture(most).text()
+        return text(self, rows)
 
     def save_picture(self, path: str | PathLike, title: str | None = None) -> None:
-        """Draw the tiles of the first batch and head to a file (PNG, SVG or PDF by its ending).
+        """Draw the tiles to a file: PNG, SVG or PDF by its ending. Batches and heads that the mask
+        tells apart are side by side, up to 16 of them; one alone: `block_mask[b, h]`.
 
-        Needs matplotlib: `pip install 'headway[plot]'`.
+        All but SVG need matplotlib: `pip install 'headway[plot]'`.
         """
-        self._picture(CELLS).draw(path, self.name(), title)
-
-    def _picture(self, most: int) -> Picture:
-        """Of the first batch and head, with at most `most` cells along each side."""
-        if 0 in self.shape[:2]:
-            raise ArgumentError(
-                f"a block mask of shape {self.shape} has no batch or no head to draw"
-            )
-        step, first = max(1, -(-max(self.grid) // most)), self[0, 0]
-        cells = first.retile((self.tile[0] * step, self.tile[1] * step)).to_dense()[0, 0].cpu()
-        return Picture(cells, step, self.tile, self.shape[2:], first.counts())
+        draw(self, path, title)
 
     def __repr__(self) -> str:
-        return f"{self.summary()}\n{self.picture(16)}"
+        lines = [self.summary()]
+        if self.shape[0] * self.shape[1] > 1:
+            lines.append("batch 0, head 0:")
+        return "\n".join([*lines, self.picture(16)])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the picture, as an image that asks nothing of any network."""
+        return inline(self)
 
     # -- parts and combinations --------------------------------------------------------------------
 
@@ -295,11 +290,11 @@ class BlockMask:
         return BlockMask(*file.load(path, device))
 
 
-def tile_of(tile: Any) -> tuple[int, int]:
+def tile_of(tile: Any, name: str = "tile") -> tuple[int, int]:
     """Queries and keys in a tile; a number stands for both."""
     found = tuple([whole(n) for n in (tile if isinstance(tile, tuple | list) else (tile, tile))])
     if len(found) != 2 or any(n is None or n < 1 for n in found):
-        raise ArgumentError(f"tile={tile!r} must be one or two positive integers")
+        raise ArgumentError(f"{name}={tile!r} must be one or two positive integers")
     return found
 
 

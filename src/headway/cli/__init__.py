@@ -9,7 +9,8 @@ from collections.abc import Callable
 COMMANDS = {
     "train": "train a small language model on text that every Python brings",
     "sample": "let a trained model write",
-    "mask": "draw a mask in the terminal: which queries see which keys",
+    "mask": "draw a mask or a score in the terminal: which queries see which keys",
+    "explain": "what would run for your score or mask function, and why",
     "bench": "time forward and backward against what else you could use",
     "tune": "search for the fastest tiles of the GPU kernels on this card",
     "experiment": "claims about stable training that check themselves: scaling, qk-clip",

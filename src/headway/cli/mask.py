@@ -14,7 +14,17 @@ from rich.text import Text
 
 import headway
 
+from ..blocks.picture import PANELS, of_block_mask, of_score
 from ..errors import ArgumentError
+from ..mods.base import Mod
+
+
+def _block_table(table: torch.Tensor, block: Any) -> headway.Mask:
+    """Of 0 and 1, since an expression has no True."""
+    if isinstance(table, torch.Tensor) and bool(((table == 0) | (table == 1)).all()):
+        table = table.bool()
+    return headway.block_table(table, block)
+
 
 MASKS: dict[str, Callable[..., Any]] = {
     f.__name__: f
@@ -23,12 +33,27 @@ MASKS: dict[str, Callable[..., Any]] = {
         headway.sliding_window,
         headway.dilated,
         headway.strided,
+        headway.chunked,
+        headway.block_causal,
         headway.prefix,
         headway.document,
+        headway.spans,
         headway.padding,
         headway.global_tokens,
         headway.neighborhood,
         headway.tiled,
+    )
+} | {"block_table": _block_table}
+SCORES: dict[str, Callable[..., Any]] = {
+    f.__name__: f
+    for f in (
+        headway.alibi,
+        headway.softcap,
+        headway.relative_bias,
+        headway.t5_bias,
+        headway.window_bias,
+        headway.bias,
+        headway.log_sigmoid,
     )
 }
 # Also those that a mask is made by.
@@ -37,38 +62,55 @@ MASKS |= {
     for f in (headway.document.from_lengths, headway.document.from_cu_seqlens)
 }
 Operator = Callable[[Any, Any], Any]
+JOINTS: dict[type[ast.operator], Operator] = {
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.RShift: operator.rshift,
+}
 OPERATORS: dict[type[ast.operator], Operator] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
 }
 LONGEST_LIST = 1 << 24
+FEW = 4  # batches and heads drawn in the terminal
+MOST_CELLS, MOST_SHAPES = 1024, 128  # along a side of an image, and of one made of shapes
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Draw a mask: down the queries, across the keys, a tile full, partly kept, or empty.
+    """Draw a mask: down the queries, across the keys, a tile full, partly kept, or empty. Or a
+    score, as a map of what it makes of logits of 0.
 
-    Masks: causal(offset=0), sliding_window(w), dilated(w, step), strided(n), prefix(n),
-    document(ids), document.from_lengths(lengths), document.from_cu_seqlens(ends), padding(lengths),
-    global_tokens(n), neighborhood(shape, kernel), tiled(mask, shape, tile), with ids and lengths as
-    lists of numbers, and shapes in parentheses.
-    For example:
+    Masks: causal(offset=0), sliding_window(w), dilated(w, step), strided(n), chunked(n),
+    block_causal(n), prefix(n), document(ids), document.from_lengths(lengths),
+    document.from_cu_seqlens(ends), spans(ids), padding(lengths), global_tokens(n),
+    neighborhood(shape, kernel), tiled(mask, shape, tile), block_table(table, block), with ids,
+    lengths and tables as lists of numbers, and shapes in parentheses.
+    Scores: alibi(heads), softcap(c), relative_bias(table), t5_bias(table), bias(table),
+    window_bias(table, shape), log_sigmoid(bias).
+    Batches and heads that these tell apart are drawn one by one. For example:
 
       headway mask "causal() & sliding_window(64) | prefix(16)"
       headway mask "causal() & document.from_lengths([200, 312])"
       headway mask "tiled(neighborhood((64, 64), (9, 9)), (64, 64), (8, 16))" --length 4096
       headway mask "causal() & sliding_window(4096)" --length 16384 --tile 128 --png mask.png
+      headway mask "causal() & padding([300, 512])" --svg mask.svg
+      headway mask "causal()" --score "alibi(8) >> softcap(30)" --png scores.png
     """
 
     expression: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPRESSION")]
-    """The library's masks, joined by & | ~ and parentheses."""
+    """The library's masks, joined by & | ~ and parentheses; or its scores, joined by >>."""
+    score: str | None = None
+    """Draw this score where the mask keeps the pair."""
     length: int = 512
     """Queries, and keys."""
     tile: int = 32
     """Queries, and keys, in a tile: one cell of the drawing."""
     png: Path | None = None
-    """Also write the drawing to this file, for a page (.png, .svg or .pdf)."""
+    """Also write the drawing to this file, for a page (.png, .svg or .pdf); needs matplotlib."""
+    svg: Path | None = None
+    """Also write the drawing to this SVG file; needs nothing."""
 
 
 def main(arguments: list[str]) -> int:
@@ -77,28 +119,100 @@ def main(arguments: list[str]) -> int:
     for name, number in (("--length", asked.length), ("--tile", asked.tile)):
         if number < 1:
             raise ArgumentError(f"{name} {number} must be an integer, 1 or more")
-    mask = parse(asked.expression)
-    blocks = headway.block_mask(
-        mask, 1, 1, asked.length, asked.length, tile=(asked.tile, asked.tile)
-    )
-    full, partial, empty = blocks.counts()
+    if asked.svg is not None and asked.svg.suffix.lower() != ".svg":
+        raise ArgumentError(f"--svg {asked.svg} must end in .svg; other formats are --png's")
+    shown = parse(asked.expression)
+    mask = shown if isinstance(shown, headway.Mask) else None
+    score = None if mask is not None else shown
+    if asked.score is not None:
+        score = parse(asked.score)
+        if mask is None or not isinstance(score, headway.Score):
+            raise ArgumentError("--score takes a score, and goes with a mask: causal() --score ...")
+    sizes = *_groups(mask, score), asked.length, asked.length
     console = Console(highlight=False)
-    console.print(Text(str(mask)))
-    console.print(Text(blocks.picture()), no_wrap=True, crop=False)
-    console.print(
-        f"██ full {full}  ▒▒ partial {partial}  ·· empty {empty}   of {asked.tile} x {asked.tile} "
-        f"pairs; {blocks.sparsity():.1%} of the tiles are skipped",
-        soft_wrap=True,
-    )
-    if asked.png is not None:
-        blocks.save_picture(asked.png)
-        console.print(f"wrote {asked.png}", soft_wrap=True)
+    if score is None:
+        draw = _draw_mask(console, mask, sizes, asked.tile)
+    else:
+        draw = _draw_score(console, score, mask, sizes)
+    for path in (asked.png, asked.svg):
+        if path is not None:
+            draw(MOST_SHAPES if path.suffix.lower() == ".svg" else MOST_CELLS, PANELS).save(path)
+            console.print(f"wrote {path}", soft_wrap=True)
     return 0
 
 
-def parse(expression: str) -> headway.Mask:
-    """The mask that an expression names. It is read, never run: only the library's masks, & | ~,
-    numbers and lists of numbers have a meaning here. Raises ArgumentError."""
+def _draw_mask(console: Console, mask: Any, sizes: tuple, tile: int) -> Callable[..., Any]:
+    blocks = headway.block_mask(mask, *sizes, tile=tile)
+    full, partial, empty = blocks.counts()
+    console.print(Text(str(mask)))
+    console.print(Text(of_block_mask(blocks, 32, FEW).text()), no_wrap=True, crop=False)
+    _more(console, blocks.shape[0] * blocks.shape[1])
+    console.print(
+        f"██ full {full}  ▒▒ partial {partial}  ·· empty {empty}   of {tile} x {tile} "
+        f"pairs; {blocks.sparsity():.1%} of the tiles are skipped",
+        soft_wrap=True,
+    )
+    return lambda most, panels: of_block_mask(blocks, most, panels)
+
+
+def _draw_score(console: Console, score: Any, mask: Any, sizes: tuple) -> Callable[..., Any]:
+    for mod in (score, mask):
+        if mod is not None:
+            mod.check_sizes(*sizes)
+    picture = of_score(score, mask, sizes, 32, FEW)
+    console.print(Text(picture.title))
+    console.print(Text(picture.text()), no_wrap=True, crop=False)
+    _more(console, picture.groups)
+    console.print(Text("  ".join(f"{text} {meaning}" for text, meaning in picture.key)))
+    return lambda most, panels: of_score(score, mask, sizes, most, panels)
+
+
+def _more(console: Console, groups: int) -> None:
+    if groups > FEW:
+        console.print(f"and {groups - FEW} more; --png or --svg draws up to {PANELS}")
+
+
+def _groups(*mods: Any) -> tuple[int, int]:
+    """The batches and heads of the tensors in a mask and a score."""
+    b, h = 1, 1
+    for mod in mods:
+        if isinstance(mod, Mod):
+            of_b, of_h = _of_tensors(mod)
+            parts = [getattr(mod, name) for name in mod.fields]
+            inner = _groups(*parts)
+            b, h = max(b, of_b, inner[0]), max(h, of_h, inner[1])
+    return b, h
+
+
+def _of_tensors(mod: Mod) -> tuple[int, int]:
+    match mod:
+        case headway.document() | headway.spans():
+            ids = [x for x in (mod.ids, mod.kv_ids) if x is not None and x.dim() == 2]
+            return max([len(x) for x in ids], default=1), 1
+        case headway.padding():
+            return len(mod.lengths), 1
+        case headway.prefix() if isinstance(mod.length, torch.Tensor):
+            return len(mod.length), 1
+        case headway.block_table():
+            b, h, *_ = (1,) * (4 - mod.table.dim()) + tuple(mod.table.shape)
+            return b, h
+        case headway.bias():
+            b, h, *_ = (1,) * (4 - mod.tensor.dim()) + tuple(mod.tensor.shape)
+            return b, h
+        case headway.alibi():
+            return 1, len(mod.slopes)
+        case headway.relative_bias():
+            return 1, len(mod.table)
+        case headway.t5_bias() | headway.window_bias():
+            return 1, mod.table.shape[1]
+        case headway.log_sigmoid() if isinstance(mod.bias, torch.Tensor) and mod.bias.dim():
+            return 1, len(mod.bias)
+    return 1, 1
+
+
+def parse(expression: str) -> Any:
+    """The mask or score that an expression names. It is read, never run: only the library's masks
+    and scores, & | ~ >>, numbers and lists of numbers have a meaning here. Raises ArgumentError."""
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError) as error:
@@ -106,50 +220,58 @@ def parse(expression: str) -> headway.Mask:
         raise ArgumentError(
             f"{expression!r} is not an expression: {reason}; {_example()}"
         ) from error
-    return _mask(tree.body)
+    return _mod(tree.body)
 
 
-def _mask(node: ast.expr) -> headway.Mask:
+def _mod(node: ast.expr) -> Any:
     match node:
-        case ast.BinOp(left, ast.BitAnd(), right):
-            return _mask(left) & _mask(right)
-        case ast.BinOp(left, ast.BitOr(), right):
-            return _mask(left) | _mask(right)
+        case ast.BinOp(left, ast.BitAnd() | ast.BitOr() | ast.RShift() as joint, right):
+            first, second = _mod(left), _mod(right)
+            kind = headway.Score if isinstance(joint, ast.RShift) else headway.Mask
+            if not isinstance(first, kind) and not isinstance(second, kind):
+                raise ArgumentError(f"{ast.unparse(node)}: & and | join masks, >> joins scores")
+            return JOINTS[type(joint)](first, second)
         case ast.UnaryOp(ast.Invert(), operand):
-            return ~_mask(operand)
-        case ast.Call(function, positional, keywords) if ast.unparse(function) in MASKS:
+            inner = _mod(operand)
+            if isinstance(inner, headway.Score):
+                raise ArgumentError(f"~ is of masks, but {inner!r} is a score")
+            return ~inner
+        case ast.Call(function, positional, keywords) if ast.unparse(function) in MASKS | SCORES:
             name = ast.unparse(function)
-            given = [_argument(item) for item in positional]
-            named = {item.arg or "**": _argument(item.value) for item in keywords}
+            given = [_argument(item, name) for item in positional]
+            named = {item.arg or "**": _argument(item.value, name) for item in keywords}
             try:
-                return MASKS[name](*given, **named)
+                return (MASKS | SCORES)[name](*given, **named)
             except TypeError as error:
                 raise ArgumentError(f"{ast.unparse(node)}: {error}") from error
-        case ast.Name(name) if name in MASKS:
+        case ast.Name(name) if name in MASKS | SCORES:
             raise ArgumentError(f"{name} is a function: write {name}()")
     raise ArgumentError(
-        f"{ast.unparse(node)!r} is not a mask; there are {', '.join(MASKS)}, joined by & | ~; "
-        + _example()
+        f"{ast.unparse(node)!r} is neither a mask nor a score; there are "
+        f"{', '.join(MASKS)}, joined by & | ~; and {', '.join(SCORES)}, joined by >>; {_example()}"
     )
 
 
-def _argument(node: ast.expr) -> Any:
+def _argument(node: ast.expr, of: str) -> Any:
     match node:
         case ast.Call() | ast.BinOp(op=ast.BitAnd() | ast.BitOr()) | ast.UnaryOp(op=ast.Invert()):
-            return _mask(node)  # of a mask that takes one
+            return _mod(node)  # of a mask that takes one
         case ast.Tuple(items):
             return tuple(_number_or_list(item) for item in items)
     value = _number_or_list(node)
     try:
-        return torch.tensor(value, dtype=torch.int64) if isinstance(value, list) else value
+        if not isinstance(value, list):
+            return value
+        table = torch.tensor(value, device="cpu")
+        return table.float() if of in SCORES else table
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{ast.unparse(node)} is not a list of integers") from error
+        raise ArgumentError(f"{ast.unparse(node)} is not a list of numbers") from error
 
 
 def _number_or_list(node: ast.expr) -> Any:
-    """An integer, or a list of them, with + - and *: [0]*200 + [1]*312."""
+    """A number, or a list of them, with + - and *: [0]*200 + [1]*312."""
     match node:
-        case ast.Constant(int(value)) if not isinstance(value, bool):
+        case ast.Constant(int(value) | float(value)) if not isinstance(value, bool):
             return value
         case ast.UnaryOp(ast.USub(), operand):
             return _apply(operator.mul, -1, _number_or_list(operand), node)
@@ -159,14 +281,17 @@ def _number_or_list(node: ast.expr) -> Any:
             a, b = _number_or_list(left), _number_or_list(right)
             return _apply(OPERATORS[type(operation)], a, b, node)
     raise ArgumentError(
-        f"{ast.unparse(node)!r} is neither an integer nor a list such as [0]*200 + [1]*312"
+        f"{ast.unparse(node)!r} is neither a number nor a list such as [0]*200 + [1]*312"
     )
 
 
 def _apply(operation: Operator, a: Any, b: Any, node: ast.expr) -> Any:
     lists = [x for x in (a, b) if isinstance(x, list)]
     if operation is operator.mul and len(lists) == 1:
-        size = len(lists[0]) * (b if lists[0] is a else a)
+        times = b if lists[0] is a else a
+        if not isinstance(times, int):
+            raise ArgumentError(f"{ast.unparse(node)} repeats a list {times!r} times")
+        size = len(lists[0]) * times
         if size > LONGEST_LIST:
             raise ArgumentError(f"{ast.unparse(node)} is a list of {size} numbers: too long")
         if size < 0:

@@ -36,7 +36,7 @@ class Arguments:
     length: int = 8192
     """Of queries and keys; 32 heads of 128, or as many numbers in other widths."""
     seconds: float | None = None
-    """Time no further candidate after so many seconds; what was found by then is saved."""
+    """Time no further candidate after this time, in seconds; what was found by then is saved."""
     jobs: int = 8
     """Processes that compile."""
 

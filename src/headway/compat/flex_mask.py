@@ -22,7 +22,7 @@ _Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
-    """Keeps every pair."""
+    """Keeps every pair: the mask function `(batch, head, token_q, token_kv) -> True`."""
     return batch.new_ones((), dtype=torch.bool)
 
 

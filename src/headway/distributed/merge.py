@@ -21,7 +21,13 @@ def merge(*partials: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """
     if not partials:
         raise ArgumentError("merge() needs at least one (out, lse)")
-    for n, (out, lse) in enumerate(partials):
+    for n, partial in enumerate(partials):
+        if not isinstance(partial, tuple | list) or len(partial) != 2:
+            raise ArgumentError(
+                f"partial {n} is of type {type(partial).__name__}; each must be a pair (out, lse), "
+                "from attention_with_stats: merge((first.out, first.lse), (rest.out, rest.lse))"
+            )
+        out, lse = partial
         if out.shape[:-1] != lse.shape or out.shape != partials[0][0].shape:
             raise ArgumentError(
                 f"partial {n}: out {tuple(out.shape)} and lse {tuple(lse.shape)} do not fit the "

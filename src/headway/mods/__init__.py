@@ -10,7 +10,10 @@ from .lowering import lower_guarded as lower_guarded
 from .lowering import lower_mod as lower_mod
 from .lowering import retraced as retraced
 from .lowering import take_apart as take_apart
+from .masks import block_causal as block_causal
+from .masks import block_table as block_table
 from .masks import causal as causal
+from .masks import chunked as chunked
 from .masks import dense as dense
 from .masks import dilated as dilated
 from .masks import document as document
@@ -19,10 +22,13 @@ from .masks import neighborhood as neighborhood
 from .masks import padding as padding
 from .masks import prefix as prefix
 from .masks import sliding_window as sliding_window
+from .masks import spans as spans
 from .masks import strided as strided
 from .masks import tiled as tiled
 from .scores import alibi as alibi
 from .scores import bias as bias
+from .scores import log_sigmoid as log_sigmoid
 from .scores import relative_bias as relative_bias
 from .scores import softcap as softcap
 from .scores import t5_bias as t5_bias
+from .scores import window_bias as window_bias

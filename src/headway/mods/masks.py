@@ -93,6 +93,50 @@ class strided(Mask):
 
 
 @value
+class chunked(Mask):
+    """`i // size == j // size`: attention stays inside chunks of `size` positions.
+
+    With `causal()`: a query sees its own chunk up to itself. (Qiu et al. 2020, Blockwise
+    Self-Attention, arXiv 1911.02972; the local layers of Llama 4, Meta 2025, in chunks of 8192)
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _set_whole(self, "size", least=1)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return q_idx // self.size == kv_idx // self.size
+
+
+@value
+class block_causal(Mask):
+    """`j // size <= i // size`: a query sees its own block of `size` positions whole, and all
+    blocks before it.
+
+    Blocks that are generated one after the other, each at once. A size of 1 is `causal()`. The
+    training of block diffusion puts noised copies of n tokens before the clean ones. Of positions i
+    and j of these 2n, with x = i % n and y = j % n, a noised query sees its noised block and the
+    clean blocks before it, and a clean query the clean part as here:
+
+        def block_diffusion(b, h, i, j):
+            mine, theirs = i % n // size, j % n // size
+            noised = torch.where(j < n, mine == theirs, theirs < mine)
+            return torch.where(i < n, noised, (j >= n) & (theirs <= mine))
+
+    (Arriola et al. 2025, Block Diffusion, arXiv 2503.09573, section 3.2)
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _set_whole(self, "size", least=1)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return kv_idx // self.size <= q_idx // self.size
+
+
+@value
 class prefix(Mask):
     """`j < length`: every query sees the first `length` keys.
 
@@ -137,18 +181,10 @@ class document(Mask):
             _ids("document", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2))
 
     def check_sizes(self, b, h, q_len, kv_len):
-        batch = {"b": b} if self.ids.dim() == 2 else {}
-        check_shape("document", "ids", self.ids, **batch, q_len=q_len)
-        kv_ids, name = self.kv_ids, "kv_ids"
-        if kv_ids is None:
-            kv_ids, name = self.ids, "ids, which is of the keys too without kv_ids,"
-        batch = {"b": b} if kv_ids.dim() == 2 else {}
-        check_shape("document", name, kv_ids, **batch, kv_len=kv_len)
+        _check_ids("document", self.ids, self.kv_ids, b, q_len, kv_len)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        kv_ids = self.ids if self.kv_ids is None else self.kv_ids
-        mine = self.ids[b, q_idx] if self.ids.dim() == 2 else self.ids[q_idx]
-        theirs = kv_ids[b, kv_idx] if kv_ids.dim() == 2 else kv_ids[kv_idx]
+        mine, theirs = _pair_of_ids(self.ids, self.kv_ids, b, q_idx, kv_idx)
         return mine == theirs
 
     @staticmethod
@@ -192,6 +228,34 @@ class document(Mask):
         k = cu_seqlens_k
         kv_ends = None if k is None else ends_of("cu_seqlens_k", k, None, cumulative=True)
         return document(*packed(ends, kv_ends, q_len, kv_len))
+
+
+@value
+class spans(Mask):
+    """`ids[i] >= 0 and ids[i] == kv_ids[j]`: the positions of a span see each other, both ways.
+
+    `ids` is an int tensor `(q_len,)` or `(batch, q_len)`: the number of the span that a position
+    is in, and -1, or any negative number, where it is in none. `kv_ids`, where keys differ from
+    queries, likewise over keys. Images among text that are seen whole: `causal() | spans(ids)`;
+    packed with other documents: `(causal() | spans(ids)) & document(documents)`.
+    (Gemma Team 2025, Gemma 3, arXiv 2503.19786; Beyer et al. 2024, PaliGemma, arXiv 2407.07726,
+    figure 2)
+    """
+
+    ids: Tensor
+    kv_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _ids("spans", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
+        if self.kv_ids is not None:
+            _ids("spans", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2))
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        _check_ids("spans", self.ids, self.kv_ids, b, q_len, kv_len)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        mine, theirs = _pair_of_ids(self.ids, self.kv_ids, b, q_idx, kv_idx)
+        return (mine >= 0) & (mine == theirs)
 
 
 @value
@@ -266,6 +330,64 @@ class dense(Mask):
     def __call__(self, b, h, q_idx, kv_idx):
         at = {"b": b, "h": h, "q": q_idx, "k": kv_idx, "1": 0}
         return self.tensor[tuple([at[name] for name in self._varies])]
+
+
+@value
+class block_table(Mask):
+    """`table[b, h, i // block_q, j // block_kv]`: which blocks of pairs are kept, as a bool tensor.
+
+    `table` broadcasts to `(batch, heads, rows, columns)` of blocks; any of its dimensions may be
+    1, and the first two may be missing. `block` is a number, or `(block_q, block_kv)`. Where the
+    blocks of every row are a list, and for tiles that are these blocks: `headway.top_k_blocks`.
+    """
+
+    table: Tensor
+    block: tuple[int, int]
+    _varies: str
+
+    def __init__(self, table: Tensor, block: int | tuple[int, int]) -> None:
+        if (
+            not isinstance(table, Tensor)
+            or table.dtype != torch.bool
+            or table.dim() not in (2, 3, 4)
+        ):
+            got = type(table).__name__
+            if isinstance(table, Tensor):
+                got = f"{table.dtype} of shape {tuple(table.shape)}"
+            raise ArgumentError(
+                "block_table: table must be a bool tensor (batch, heads, rows, columns), of which "
+                f"the first two dimensions may be missing, got {got}"
+            )
+        sizes = tuple(
+            [whole(n) for n in (block if isinstance(block, tuple | list) else (block,) * 2)]
+        )
+        if len(sizes) != 2 or any(n is None or n < 1 for n in sizes):
+            raise ArgumentError(
+                f"block_table(block={block!r}): block must be one or two integers >= 1"
+            )
+        table, varies = by_axes(table)
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "block", sizes)
+        object.__setattr__(self, "_varies", varies)
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        if not self._varies:
+            return
+        rows, columns = (-(-n // size) for n, size in zip((q_len, kv_len), self.block, strict=True))
+        for own, name, n in zip(
+            reversed(self.table.shape), ("columns", "rows", "heads", "batch"),
+            (columns, rows, h, b), strict=False,
+        ):  # fmt: skip
+            if own not in (1, n):
+                raise ArgumentError(
+                    f"block_table: the table has shape {tuple(self.table.shape)}, but b, h, q_len, "
+                    f"kv_len = {(b, h, q_len, kv_len)} in blocks of {self.block} have {n} {name}"
+                )
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        block_q, block_kv = self.block
+        at = {"b": b, "h": h, "q": q_idx // block_q, "k": kv_idx // block_kv, "1": 0}
+        return self.table[tuple([at[name] for name in self._varies])]
 
 
 @value
@@ -350,6 +472,29 @@ class tiled(Mask):
     def order(self, device: torch.device | str | None = None) -> Tensor:
         """The row-after-row place of every point in tile order, int64 `(points,)`."""
         return self._row_major(torch.arange(math.prod(self.shape), device=device))
+
+
+def _check_ids(
+    mask: str, ids: Tensor, kv_ids: Tensor | None, b: int, q_len: int, kv_len: int
+) -> None:
+    """Ids of every query and key of a call."""
+    batch = {"b": b} if ids.dim() == 2 else {}
+    check_shape(mask, "ids", ids, **batch, q_len=q_len)
+    name = "kv_ids"
+    if kv_ids is None:
+        kv_ids, name = ids, "ids, which is of the keys too without kv_ids,"
+    batch = {"b": b} if kv_ids.dim() == 2 else {}
+    check_shape(mask, name, kv_ids, **batch, kv_len=kv_len)
+
+
+def _pair_of_ids(
+    ids: Tensor, kv_ids: Tensor | None, b: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The ids of a query and of a key."""
+    kv_ids = ids if kv_ids is None else kv_ids
+    mine = ids[b, q_idx] if ids.dim() == 2 else ids[q_idx]
+    theirs = kv_ids[b, kv_idx] if kv_ids.dim() == 2 else kv_ids[kv_idx]
+    return mine, theirs
 
 
 def _point(index: Tensor, shape: Sequence[int]) -> list[Tensor]:

@@ -157,6 +157,110 @@ def _t5_buckets(n_buckets: int, most: int, bidirectional: bool) -> tuple[Tensor,
 
 
 @value
+class window_bias(Score):
+    """`score + table[(y_i - y_j + h - 1) * (2w - 1) + x_i - x_j + w - 1, head]`: one learned number
+    per head and 2-D offset, for windows of `(h, w)` points of an image, row after row.
+
+    `table` is `((2h - 1) * (2w - 1), heads)`, the layout of Swin's weights, learned if it requires
+    grad. Windows are rows of the batch, or follow each other in a sequence, kept apart by
+    `chunked(h * w)`. Shifted windows are a mask. Where the image of `(H, W)` points was rolled by
+    -s along both, only what lay together before may meet in a window; of all windows in a sequence:
+
+        wrapped = lambda n: (torch.arange(n) >= n - s).long()      # came from the other side
+        part = wrapped(H)[:, None] * 2 + wrapped(W)                # (H, W): 0 to 3
+        window = torch.arange(H)[:, None] // h * (W // w) + torch.arange(W) // w
+        order = tiled(causal(), (H, W), (h, w)).order()            # windows one after the other
+        mask = document((window * 4 + part).flatten()[order])
+
+    With three rows more, BEiT's layout: position 0 is a class token before the points of one
+    window, and the last three rows are of it to a point, of a point to it, and of it to itself.
+    (Liu et al. 2021, Swin Transformer, arXiv 2103.14030, equation 4; Bao et al. 2022, BEiT,
+    arXiv 2106.08254)
+    """
+
+    table: Tensor
+    window: tuple[int, int]
+    _token: bool
+
+    def __init__(self, table: Tensor, window: tuple[int, int]) -> None:
+        _floats("window_bias", "table", table, "a float tensor (offsets, heads)", (2,))
+        sizes = tuple([whole(n) for n in window]) if isinstance(window, tuple | list) else ()
+        if len(sizes) != 2 or any(n is None or n < 1 for n in sizes):
+            raise ArgumentError(
+                f"window_bias(window={window!r}): window must be two integers of at least 1, "
+                "(height, width)"
+            )
+        height, width = sizes
+        offsets = (2 * height - 1) * (2 * width - 1)
+        if table.shape[0] not in (offsets, offsets + 3):
+            raise ArgumentError(
+                f"window_bias: the table has shape {tuple(table.shape)}, but a window of {sizes} "
+                f"needs ({offsets}, heads), one row per offset, or ({offsets + 3}, heads) with a "
+                "class token"
+            )
+        object.__setattr__(self, "table", table)
+        object.__setattr__(self, "window", sizes)
+        object.__setattr__(self, "_token", table.shape[0] != offsets)
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        check_shape("window_bias", "table", self.table, offsets=self.table.shape[0], h=h)
+        points = self.window[0] * self.window[1] + self._token
+        for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+            if length > points and (self._token or length % points):
+                what = "with the class token" if self._token else "or a multiple of it"
+                raise ArgumentError(
+                    f"window_bias: window={self.window} is for at most {points} positions, {what}, "
+                    f"but this call has {name}={length}"
+                )
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        height, width = self.window
+        first = 1 if self._token else 0
+        i, j = ((at - first) % (height * width) for at in (q_idx, kv_idx))
+        down, right = i // width - j // width, i % width - j % width
+        at = (down + (height - 1)) * (2 * width - 1) + right + (width - 1)
+        if self._token:
+            offsets = (2 * height - 1) * (2 * width - 1)
+            of_query = torch.where(kv_idx == 0, offsets + 2, offsets)
+            at = torch.where(q_idx == 0, of_query, torch.where(kv_idx == 0, offsets + 1, at))
+        return score + self.table[at, h]
+
+
+@value
+class log_sigmoid(Score):
+    """`log(sigmoid(score + bias))`, bias a number, or a tensor `()` or `(heads,)` that may learn.
+
+    Under a softmax that is divided out, by the log-sum-exp, this is sigmoid attention: see
+    `headway.sigmoid_attention`. (Ramapuram et al. 2024, arXiv 2409.04431)
+    """
+
+    bias: float | Tensor = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bias, Tensor):
+            what = "a number or a float tensor () or (heads,)"
+            _floats("log_sigmoid", "bias", self.bias, what, (0, 1))
+            return
+        number = real(self.bias)
+        if number is None or not -math.inf < number < math.inf:
+            raise ArgumentError(
+                f"log_sigmoid(bias={self.bias!r}): bias must be a finite number or a float tensor "
+                "() or (heads,)"
+            )
+        object.__setattr__(self, "bias", float(number))
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        if isinstance(self.bias, Tensor) and self.bias.dim():
+            check_shape("log_sigmoid", "bias", self.bias, h=h)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        bias = self.bias  # a number is a symbol, a 0-d tensor, during tracing
+        x = score + (bias[h] if isinstance(bias, Tensor) and bias.dim() else bias)
+        # Below -104 a float32 sigmoid is 0, and its logarithm would be -inf.
+        return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-x.abs()))
+
+
+@value
 class bias(Score):
     """`score + tensor[b, h, i, j]`: an additive bias, learned if it requires grad.
 

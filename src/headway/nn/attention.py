@@ -85,7 +85,7 @@ class Attention(ScaledAttention):
         if rotary is not None and rotary.width > head_width:
             raise ArgumentError(f"{rotary} turns more channels than a head has, {head_width}")
         scale = 1 / math.sqrt(head_width) if scale is None else scale
-        super().__init__(heads, scale, scaling, sink, dropout, backend, init, device, dtype)
+        super().__init__(width, heads, scale, scaling, sink, dropout, backend, init, device, dtype)
         self.kv_heads, self.head_width, self.rotary = kv_heads, head_width, rotary
         where = {"device": device, "dtype": dtype}
         q_rows, kv_rows = heads * head_width, kv_heads * head_width
@@ -108,11 +108,15 @@ class Attention(ScaledAttention):
         past: Past | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """`mask` and `score` as in `headway.attention`; `angles` from `rotary.angles(positions)`,
+        """`x` and the result: `(b, length, width)`.
+
+        `mask` and `score` as in `headway.attention`; `angles` from `rotary.angles(positions)`,
         which a model makes once for all its layers; `past` holds the positions before these and
-        grows by them. The mask is then told so, `causal(past.length)`: see `Past`."""
+        grows by them. The mask is then told so, `causal(past.length)`: see `Past`.
+        """
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
+        self.check_input(x)
         q, k, v = self._project(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

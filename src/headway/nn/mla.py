@@ -85,7 +85,7 @@ class MLA(ScaledAttention):
         if scale is None:
             scale = 1.0 if rotary.yarn is None else rotary.yarn.softmax_factor
             scale /= math.sqrt(nope_width + rope_width)
-        super().__init__(heads, scale, scaling, False, dropout, backend, init, device, dtype)
+        super().__init__(width, heads, scale, scaling, False, dropout, backend, init, device, dtype)
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.nope_width, self.rope_width, self.value_width = nope_width, rope_width, value_width
         self.rotary = rotary
@@ -159,9 +159,10 @@ class MLA(ScaledAttention):
         past: Past | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """As `Attention.forward`."""
+        """As `Attention.forward`, of `(b, length, width)`."""
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
+        self.check_input(x)
         if angles is None:
             angles = self.angles_of(self.rotary, x, past)
         if self.q_proj is not None:

@@ -10,7 +10,9 @@ from ..errors import ArgumentError
 from ..mods import (
     Mask,
     alibi,
+    block_causal,
     causal,
+    chunked,
     dilated,
     global_tokens,
     neighborhood,
@@ -19,6 +21,7 @@ from ..mods import (
     strided,
     t5_bias,
     tiled,
+    window_bias,
 )
 from ..mods.base import Both, Either, Mod, Not, Then
 
@@ -42,12 +45,12 @@ class Past:
         return 0 if self.keys_values is None else self.keys_values[0].shape[2]
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new positions; returns the keys and values of all."""
+        """Add new positions, `(b, heads, new, width)`; returns the keys and values of all."""
         self.keys_values = self.extended(k, v)
         return self.keys_values
 
     def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of all, without keeping them."""
+        """The keys and values of all, these `(b, heads, new, width)` too, without keeping them."""
         if self.keys_values is None:
             return k, v
         past_k, past_v = self.keys_values
@@ -55,11 +58,11 @@ class Past:
 
 
 # Of the library's values, those that see how far a key is from its query, or where the query is.
-# (`causal` has an offset. `dense` and `bias` have tensors of the call's sizes, `document` ids of
-# queries and of keys; the others see keys alone.)
+# (`causal` has an offset. `dense`, `block_table` and `bias` have tensors of the call's sizes,
+# `document` and `spans` ids of queries and of keys; the others see keys alone, or no position.)
 _FROM_ZERO = (
-    sliding_window, dilated, strided, global_tokens, neighborhood, tiled,
-    alibi, relative_bias, t5_bias,
+    sliding_window, dilated, strided, chunked, block_causal, global_tokens, neighborhood, tiled,
+    alibi, relative_bias, t5_bias, window_bias,
 )  # fmt: skip
 
 

@@ -75,24 +75,73 @@ class Rotary:
     - `interleaved`: pairs are channels (2n, 2n+1), as in the paper and DeepSeek's weights; else
       (n, n + width/2), as in Llama's and most of Hugging Face's.
     - `yarn`: see `YaRN`.
+    - `axes`: of images (2) and videos (3), whose positions are points: the pairs are cut into that
+      many equal parts, one after the other, and each part turns by its own coordinate as a `Rotary`
+      of `width / axes` channels would: pair m of a part by `coordinate * base^(-2m axes/width)`.
+      (Heo et al. 2024, Rotary Position Embedding for Vision Transformer, arXiv 2403.13298, axial)
+    - `sections`: M-RoPE, for text with images and videos in it: positions are (time, row, column),
+      or any coordinates, and the first `sections[0]` pairs turn by the first, the next
+      `sections[1]` by the second and so on, at the frequencies that pairs of text have. Where all
+      coordinates are equal, as in text, this is no other than without sections. `(16, 24, 24)` for
+      heads of 128. (Wang et al. 2024, Qwen2-VL, arXiv 2409.12191, section 2.1)
+
+    Points of an image of (H, W), row after row: `torch.cartesian_prod(torch.arange(H),
+    torch.arange(W)).T`, `(2, H * W)`.
     """
 
     width: int
     base: float = 10_000.0
     interleaved: bool = False
     yarn: YaRN | None = None
+    axes: int = 1
+    sections: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "width", count_of("width", self.width))
         object.__setattr__(self, "base", number_of("base", self.base))
+        object.__setattr__(self, "axes", count_of("axes", self.axes, 1))
         if self.width < 2 or self.width % 2:
             raise ArgumentError(f"Rotary(width={self.width!r}): width must be even and positive")
+        if self.width % (2 * self.axes):
+            raise ArgumentError(
+                f"Rotary(width={self.width}, axes={self.axes}): width must be a multiple of "
+                f"{2 * self.axes}, a pair for each axis"
+            )
+        if self.axes > 1 and self.yarn is not None:
+            raise ArgumentError(
+                f"Rotary(axes={self.axes}, yarn=...): YaRN extends the positions of text, not of "
+                "several axes; leave one out"
+            )
+        if self.sections is not None:
+            self._check_sections()
+
+    def _check_sections(self) -> None:
+        given = self.sections
+        sections = given if isinstance(given, tuple | list) else ()
+        sections = tuple([count_of("sections", n) for n in sections])
+        if not sections or sum(sections) != self.width // 2:
+            raise ArgumentError(
+                f"Rotary(width={self.width}, sections={given!r}): sections must be numbers of "
+                f"pairs, in all {self.width // 2}, one for each coordinate"
+            )
+        if self.axes > 1:
+            raise ArgumentError(
+                f"Rotary(axes={self.axes}, sections={given!r}): both say which coordinate turns "
+                "which pairs; give one"
+            )
+        object.__setattr__(self, "sections", sections)
+
+    @property
+    def coordinates(self) -> int:
+        """How many numbers a position is made of."""
+        return self.axes if self.sections is None else len(self.sections)
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
         """Radians per position of every pair, `(pairs,)`; float32 as in the models it must agree
         with."""
-        exponents = torch.arange(0, self.width, 2, dtype=torch.float32, device=device) / self.width
-        frequencies = 1.0 / self.base**exponents
+        width = self.width // self.axes
+        exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+        frequencies = (1.0 / self.base**exponents).repeat(self.axes)
         if self.yarn is None:
             return frequencies
         low = max(math.floor(self._pair(self.yarn.beta_fast)), 0)
@@ -109,10 +158,32 @@ class Rotary:
         return self.width * math.log(length) / (2 * math.log(self.base))
 
     def angles(self, positions: Tensor) -> Angles:
-        """The table for these positions, `(length,)` or `(b, length)`."""
-        angles = positions[..., None].float() * self.frequencies(positions.device)
+        """The table for these positions, `(length,)` or `(b, length)`; where a position is made of
+        several coordinates, `(coordinates, length)` or `(coordinates, b, length)`. `(length,)` are
+        then, with `sections`, positions of text, whose coordinates are all equal."""
+        frequencies = self.frequencies(positions.device)
+        if self.sections is None and self.axes == 1:
+            angles = positions[..., None].float() * frequencies
+        else:
+            angles = self._of_pairs(positions).float() * frequencies
         factor = 1.0 if self.yarn is None else self.yarn.rotation_factor
         return Angles(angles.cos() * factor, angles.sin() * factor)
+
+    def _of_pairs(self, positions: Tensor) -> Tensor:
+        """The coordinate that every pair turns by, `(*b, length, pairs)`."""
+        if self.sections is not None and positions.dim() == 1:
+            return positions[:, None]
+        if positions.dim() not in (2, 3) or positions.shape[0] != self.coordinates:
+            way = ""
+            if self.sections is None:
+                way = "; of an image, torch.cartesian_prod(torch.arange(H), torch.arange(W)).T"
+            raise ArgumentError(
+                f"positions have shape {tuple(positions.shape)}, but {self} takes "
+                f"({self.coordinates}, length) or ({self.coordinates}, b, length){way}"
+            )
+        parts = self.sections or [self.width // 2 // self.axes] * self.axes
+        of_pair = [n for n, pairs in enumerate(parts) for _ in range(pairs)]
+        return positions[of_pair].movedim(0, -1)
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """x, `(b, h, length, d)`, with its first `width` channels turned; computed in float32 or

@@ -34,12 +34,13 @@ class ScaledAttention(nn.Module):
     """What `Attention` and `MLA` share: the call of the kernel with the scale it must apply, the
     record of max logits, and the choice of scaling in the state dict.
 
-    Attributes: `scaling`; `scale`, what the logits are multiplied by wherever it happens; and
-    `max_logit`, the `MaxLogit` of the heads.
+    Attributes: `width`, of the input and output; `scaling`; `scale`, what the logits are multiplied
+    by wherever it happens; and `max_logit`, the `MaxLogit` of the heads.
     """
 
     def __init__(
         self,
+        width: int,
         heads: int,
         scale: float,
         scaling: Scaling,
@@ -58,7 +59,7 @@ class ScaledAttention(nn.Module):
         self.scale = number_of("scale", scale)
         if not 0 < self.scale < math.inf:
             raise ArgumentError(f"scale={scale!r} must be a positive number")
-        self.heads = heads
+        self.width, self.heads = width, heads
         self.scaling: str = scaling
         self.dropout = dropout_of(dropout)
         self.backend = backend
@@ -91,6 +92,13 @@ class ScaledAttention(nn.Module):
         if past is not None:  # a call that was refused leaves it as it was
             past.keys_values = k, v
         return out.transpose(1, 2).flatten(2)
+
+    def check_input(self, x: Tensor) -> None:
+        """x is `(b, length, width)`."""
+        if x.dim() != 3 or x.shape[-1] != self.width:
+            raise ArgumentError(
+                f"x must be (batch, length, width) with width={self.width}, got {tuple(x.shape)}"
+            )
 
     @staticmethod
     def angles_of(rotary: Rotary, x: Tensor, past: Past | None) -> Angles:

@@ -5,15 +5,17 @@ import math
 import torch
 from torch import Tensor, nn
 
+from .rows import local_part
+
 
 class MaxLogit(nn.Module):
     """The largest logit of every head over the training forwards since the last `reset`.
 
     A child of the attention module whose logits it records: it follows its `.train()`, `.eval()`
     and device. Called with `max_logit` `(b, heads)` of a forward, it takes the maximum over the
-    batch and over the calls before, on the device, without waiting for it. It records in training
-    mode with gradients enabled only, so evaluation leaves no trace; activations that are computed
-    again give the same maximum again.
+    batch and over the calls before, on the device, without waiting for it; of a DTensor, over the
+    part of this rank. It records in training mode with gradients enabled only, so evaluation leaves
+    no trace; activations that are computed again give the same maximum again.
 
     `value` is `(heads,)` float32: NaN for a head of which nothing was recorded (on a rank of a
     tensor-parallel group the first heads are its own and the rest stay NaN), +inf for one with NaN
@@ -46,11 +48,12 @@ class MaxLogit(nn.Module):
         if not self.recording:
             return
         with torch.no_grad():
+            max_logit = local_part(max_logit)
             if self.value.device != max_logit.device:  # fully_shard moves parameters, not this
                 self._move(max_logit.device)
             here = self.value[: max_logit.shape[1]]
             if max_logit.shape[0]:
-                largest = max_logit.detach().amax(0).float()
+                largest = max_logit.amax(0).float()
                 largest = largest.nan_to_num(math.inf, math.inf, -math.inf)
             else:  # an empty batch keeps no pair
                 largest = torch.full_like(here, -math.inf)

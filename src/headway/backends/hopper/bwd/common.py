@@ -4,12 +4,27 @@ import triton.language as tl
 
 import triton
 
-from ..device.affine_score import linear_less
-from ..device.gluon_compat import copy_in, gl, gluon, mbarrier, warpgroup_mma
-from ..device.hoisted import by_thread, given, keep, of_columns, of_rows
-from ..device.mma import LOG2E, bytes_of, fetch, load_rows, mma, positions, widened
+from ..device.affine_score import affine_exponent
+from ..device.gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma
+from ..device.hoisted import (
+    Rows,
+    affine_operands,
+    evaluate_mask,
+    hoist_columns,
+    hoist_layout,
+    hoist_rows,
+)
+from ..device.mma import (
+    LOG2E,
+    acc_layout,
+    positions,
+    produce_rows,
+    tma_load_pieces,
+    tx_bytes,
+    upcast,
+)
 from ..device.pipeline import advance, producer_acquire
-from ..device.relative_bias import begin, read
+from ..device.relative_bias import load_bias, locate_bias
 from ..device.work_tile import visit_q_blocks
 
 DO_STAGES = gl.constexpr(2)
@@ -54,21 +69,21 @@ def load_block(
         keys,
     ) = given  # fmt: skip
     q_at, do_at, kv_at, is_first = state
-    producer_acquire(q_ring, q_at, HOW.of_queries())
+    producer_acquire(q_ring, q_at, HOW.q_barriers())
     full = q_ring[0].index(q_at[0])
-    mbarrier.expect(full, bytes_of(q_smem, 1) + 4 * HOW.block)
-    fetch(q, b, h, n, full, q_smem, q_at[0])
-    copy_in(lse, [row0 + n], full, lse_smem.index(q_at[0]))
-    producer_acquire(do_ring, do_at, HOW.of_dout())
+    mbarrier.expect(full, tx_bytes(q_smem, 1) + 4 * HOW.block)
+    tma_load_pieces(q, b, h, n, full, q_smem, q_at[0])
+    tma_load(lse, [row0 + n], full, lse_smem.index(q_at[0]))
+    producer_acquire(do_ring, do_at, HOW.do_barriers())
     full = do_ring[0].index(do_at[0])
-    mbarrier.expect(full, bytes_of((do_smem,), 1) + 4 * HOW.block)
-    copy_in(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))
-    copy_in(less_delta, [row0 + n], full, dlt_smem.index(do_at[0]))
+    mbarrier.expect(full, tx_bytes((do_smem,), 1) + 4 * HOW.block)
+    tma_load(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))
+    tma_load(less_delta, [row0 + n], full, dlt_smem.index(do_at[0]))
     if is_first:
         of_k, of_v, kb, kh, first = keys
         TILES: gl.constexpr = of_v[1][0].shape[0]
-        load_rows(kv_at, of_k, kb, kh, first, TILES, 1)
-        kv_at = load_rows(kv_at, of_v, kb, kh, first, TILES, 1)
+        produce_rows(kv_at, of_k, kb, kh, first, TILES, 1)
+        kv_at = produce_rows(kv_at, of_v, kb, kh, first, TILES, 1)
     return advance(q_at, HOW.stages), advance(do_at, DO_STAGES), kv_at, gl.to_tensor(False)
 
 
@@ -84,7 +99,7 @@ def turn_of(turns, line, slot, tile, HOW: gl.constexpr):
         return line
     else:
         of_line = gl.load(turns.turn + gl.load(turns.first + line) + tile)
-        return of_line * HOW.sub + slot % HOW.sub
+        return of_line * HOW.subtiles + slot % HOW.subtiles
 
 
 @gluon.jit
@@ -100,9 +115,9 @@ def counter_of(turns, row, n):
 def of_keys(kv_idx, first, of_head, coords, bands, of_score, of_mask, HOW: gl.constexpr):
     """What score and mask read of the keys of a rank, of which the first is told."""
     h, b = of_head
-    b_idx, h_idx = gl.cast(coords.b, HOW.index) + b, gl.cast(coords.h, HOW.index) + h
-    rows = of_rows(b_idx, h_idx, kv_idx, of_score, of_mask, False, HOW)
-    return rows + (begin(bands, b, h, first),)  # noqa: RUF005
+    b_idx, h_idx = gl.cast(coords.b, HOW.index_type) + b, gl.cast(coords.h, HOW.index_type) + h
+    rows = hoist_rows(b_idx, h_idx, kv_idx, of_score, of_mask, False, HOW)
+    return Rows(rows.score, rows.mask, locate_bias(bands, b, h, first))
 
 
 @gluon.jit
@@ -111,10 +126,10 @@ def of_queries(
 ):
     """What score and mask read of the queries from n on."""
     h, b = of_head
-    i = n + gl.arange(0, HOW.block, layout=by_thread())
-    at = positions(coords.q_pos, coords.q_stride, coords.q, b, i, i < q_len, HOW.index)
-    b_idx, h_idx = gl.cast(coords.b, HOW.index) + b, gl.cast(coords.h, HOW.index) + h
-    return of_columns(b_idx, h_idx, at, rows, of_score, of_mask, False, PARTIAL, HOW)
+    i = n + gl.arange(0, HOW.block, layout=hoist_layout())
+    at = positions(coords.q_pos, coords.q_stride, coords.q, b, i, i < q_len, HOW.index_type)
+    b_idx, h_idx = gl.cast(coords.b, HOW.index_type) + b, gl.cast(coords.h, HOW.index_type) + h
+    return hoist_columns(b_idx, h_idx, at, rows, of_score, of_mask, False, PARTIAL, HOW)
 
 
 @gluon.jit
@@ -129,42 +144,42 @@ def probabilities(
     - `z`: a 0 that the compiler does not know. It keeps LLVM from holding the distances of all
       pairs of a tile in registers.
     """
-    cols: gl.constexpr = gl.SliceLayout(0, mma(HOW.block))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
     h, b = of_head
     i = n + gl.arange(0, HOW.block, layout=cols)
     in_rows = i < q_len
-    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, i, in_rows, HOW.index)
+    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, i, in_rows, HOW.index_type)
     kv_idx += z
-    b_idx = gl.cast(coords.b, HOW.index) + b
-    h_idx = gl.cast(coords.h, HOW.index) + h
-    first = gl.cast(coords.q, HOW.index) + n
+    b_idx = gl.cast(coords.b, HOW.index_type) + b
+    h_idx = gl.cast(coords.h, HOW.index_type) + h
+    first = gl.cast(coords.q, HOW.index_type) + n
     if DERIVATIVE is None:
         by = ()
         p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
     elif HOW.affine is None:
         s = s * scale
         if HOW.relative_biases > 0:
-            of_score = of_score + (read(rows[2], n, HOW.block),)  # noqa: RUF005
+            of_score = of_score + (load_bias(rows.bias, n, HOW.block),)  # noqa: RUF005
         by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
         p = gl.exp2(by[0] * LOG2E - lse[None, :])
     else:
-        of_linear = given(of_score, rows, columns, False, HOW.block, HOW)
-        t = linear_less(s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_linear, HOW)
+        of_linear = affine_operands(of_score, rows, columns, False, HOW.block, HOW)
+        t = affine_exponent(s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_linear, HOW)
         p = gl.exp2(t)
         s = s * scale
         by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
     if PARTIAL and MASK is not None:
-        kept_pairs = keep(
+        kept_pairs = evaluate_mask(
             p, b_idx, h_idx, q_idx, kv_idx, first, rows, columns, of_mask, False, MASK, HOW
         )
         p = gl.where(kept_pairs, p, 0.0)
     q_idx, kv_idx = q_idx[None, :], kv_idx[:, None]
-    if not HOW.even:
+    if not HOW.even_kv:
         p = gl.where(live[:, None], p, 0.0)
     if HOW.constant_dscore:  # noqa: SIM108
         by_s = p
     else:
-        by_s = weighted(p, by[1], HOW.unbounded)
+        by_s = weighted(p, by[1], HOW.unbounded_dscore)
     return p, by_s, by, (s, b_idx, h_idx, q_idx, kv_idx)
 
 
@@ -186,11 +201,11 @@ def weighted(p, by, UNBOUNDED: gl.constexpr):
 @gluon.jit
 def factors(by_s, STEADY: gl.constexpr):
     """P times the derivative, or P alone (STEADY), which may have been rounded, in float32.
-    (`widened` saves 7 % of a block's instructions. Timed on an H200: 64 wide takes 0.94 of the time
+    (`upcast` saves 7 % of a block's instructions. Timed on an H200: 64 wide takes 0.94 of the time
     behind a causal mask, 192 wide 0.96 without one. Of what is not P itself, ptxas runs out of
     registers at 192.)"""
     if STEADY:
-        return widened(by_s)
+        return upcast(by_s)
     else:
         return by_s.to(gl.float32)
 
@@ -224,8 +239,8 @@ def in_rows(x):
 @gluon.jit
 def write(x, to, row, length, width, column):
     """In float32, straight from registers, the columns from `column` on."""
-    rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, mma(x.shape[1])))
-    columns = column + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, mma(x.shape[1])))
+    rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, acc_layout(x.shape[1])))
+    columns = column + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, acc_layout(x.shape[1])))
     inside = (rows < length)[:, None] & (columns < width)[None, :]
     gl.store(to + rows.to(gl.int64)[:, None] * width + columns[None, :], x, mask=inside)
 

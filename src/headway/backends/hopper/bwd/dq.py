@@ -1,8 +1,8 @@
 """dq in bwd/kernel.py, as far as consumers make it: parts of 64 queries and 64 columns, or 32,
 which they hand over to the adders (bwd/dq_reduce.py)."""
 
-from ..device.gluon_compat import gl, gluon, seen_as, warpgroup_mma
-from ..device.mma import ROWS, matrix, mma
+from ..device.gluon_compat import gl, gluon, reinterpret, warpgroup_mma
+from ..device.mma import ROWS, acc_layout, matrix_layout
 from ..device.pipeline import mbarrier_ring, producer_acquire
 from .common import in_order
 
@@ -35,7 +35,7 @@ def rings_of(dq):
 def zeros_of(dq_smem):
     """What stands for the last piece of dq before the first block."""
     WIDTH: gl.constexpr = dq_smem[len(dq_smem) - 1].shape[1] * 4
-    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=mma(WIDTH))
+    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=acc_layout(WIDTH))
 
 
 @gluon.jit
@@ -43,15 +43,17 @@ def part(ds_smem, a, k_smem, z, W: gl.constexpr):
     """Issue this consumer's part of dq, from all keys: of 128 queries, half of these; else half of
     the first 128 columns, or of the 64 that there are."""
     k = k_smem[0]
-    nothing = gl.full([ROWS, 64], 0.0, gl.float32, layout=mma(64))
+    nothing = gl.full([ROWS, 64], 0.0, gl.float32, layout=acc_layout(64))
     if ds_smem.shape[2] == 128:
-        strips = seen_as(ds_smem, k.dtype, [2 * ds_smem.shape[0], ROWS, 64], matrix(k.layout))
+        strips = reinterpret(
+            ds_smem, k.dtype, [2 * ds_smem.shape[0], ROWS, 64], matrix_layout(k.layout)
+        )
         a = 2 * a + W
         return _of_all(strips.index(a), strips.index(a + 2), k.index(z), k.index(z + 1), nothing)
     elif k.shape[2] == 64:
         return strip_of_part(ds_smem, a, k, z, W)
     else:
-        halves = seen_as(k, k.dtype, [4, ROWS, 64], matrix(k.layout))
+        halves = reinterpret(k, k.dtype, [4, ROWS, 64], matrix_layout(k.layout))
         k0, k1 = halves.index(z + W), halves.index(z + 2 + W)
         return _of_all(ds_smem.index(a), ds_smem.index(a + 1), k0, k1, nothing)
 
@@ -60,7 +62,7 @@ def part(ds_smem, a, k_smem, z, W: gl.constexpr):
 def strip_of_part(ds_smem, a, k, z, W: gl.constexpr):
     """Issue what belongs to the part of 64 columns: half of them."""
     start: gl.constexpr = 32 * W
-    nothing = gl.full([ROWS, 32], 0.0, gl.float32, layout=mma(32))
+    nothing = gl.full([ROWS, 32], 0.0, gl.float32, layout=acc_layout(32))
     k0 = k.index(z).slice(start, 32, dim=1)
     k1 = k.index(z + 1).slice(start, 32, dim=1)
     return _of_all(ds_smem.index(a), ds_smem.index(a + 1), k0, k1, nothing)

@@ -1,6 +1,6 @@
 """The adders of bwd/kernel.py: they have the copy engine add to dq what consumers made."""
 
-from ..device.gluon_compat import copy_out_add, copy_out_wait, fence_landed, gl, gluon
+from ..device.gluon_compat import gl, gluon, tma_reduce_add, tma_store_wait, tma_store_wait_visible
 from ..device.mma import ROWS, at_stage
 from ..device.pipeline import (
     advance,
@@ -81,11 +81,11 @@ def add_part(to, row, turns, turn, at, PIECE: gl.constexpr, HOW: gl.constexpr):
     consumer_wait(rings[PIECE], at)
     if turns is not None:
         semaphore_wait(counter, turn)
-    copy_out_add(dq[PIECE], [place_of(row, W, PIECE, dq_smem, HOW), 0], dq_smem[PIECE])
-    copy_out_wait(0)
+    tma_reduce_add(dq[PIECE], [place_of(row, W, PIECE, dq_smem, HOW), 0], dq_smem[PIECE])
+    tma_store_wait(0)
     consumer_release(rings[PIECE], at)
     if turns is not None:
-        fence_landed()
+        tma_store_wait_visible()
         semaphore_release(counter, turn)
 
 

@@ -10,7 +10,7 @@ each by a CTA that fills it at once. So nobody waits for a CTA that does not run
 the heads that it adds to.
 """
 
-from ..device.gluon_compat import copy_out, fence_async_shared, fence_landed, gl, gluon
+from ..device.gluon_compat import fence_async_shared, gl, gluon, tma_store, tma_store_wait_visible
 from ..device.mma import ROWS
 from ..device.pipeline import (
     advance,
@@ -57,7 +57,7 @@ def write_zeros(
     """
     if lines is not None:
         heads, _, share, _, q_rows, _ = sizes
-        ranks = walk.lines * HOW.sub
+        ranks = walk.lines * HOW.subtiles
         batch = walk.b  # of the mask: its ranks go through these first
         all_heads = total // ranks * share
         ahead = (AHEAD * gl.num_programs(0) // ranks + 1) * share
@@ -82,8 +82,8 @@ def write_zeros(
                     head = n % batch * heads + n // batch
                     first = (head * blocks + block % blocks) * (COLUMNS // 4)
                     for piece in range(0, COLUMNS // 4, LINES):
-                        copy_out(lines, [first + piece, 0], zeros)
-                    fence_landed()
+                        tma_store(lines, [first + piece, 0], zeros)
+                    tma_store_wait_visible()
                     gl.atomic_add(zeroed + head, 1, sem="release")
                 taken = block + 1
             consumer_wait(ring, at)

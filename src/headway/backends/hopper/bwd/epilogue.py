@@ -5,7 +5,14 @@ them: the next rank's keys and values are copied meanwhile. First dv goes, and w
 piece dk has, then dk. In float32 a consumer writes them itself, straight from registers.
 """
 
-from ..device.gluon_compat import copy_out, copy_out_wait, fence_async_shared, gl, gluon, seen_as
+from ..device.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    reinterpret,
+    tma_store,
+    tma_store_wait,
+)
 from ..device.pipeline import (
     advance,
     consumer_release,
@@ -22,7 +29,7 @@ def as_keys(place, k):
 
     - `k`: the keys, or values, of a consumer.
     """
-    return seen_as(place, k.dtype, k.shape, k.layout)
+    return reinterpret(place, k.dtype, k.shape, k.layout)
 
 
 # -- a consumer -----------------------------------------------------------------------------------
@@ -85,13 +92,13 @@ def copy_keys(dk, dv, b, h, first, inputs, places, rings, at, W):
     """Have the copy engine write what `put_keys` hands over. **Returns:** the cursor."""
     k_smem, v_smem = inputs
     _await(rings, at)
-    copy_out(dv, [b, h, first, 0], as_keys(places[0], v_smem.index(W)))
+    tma_store(dv, [b, h, first, 0], as_keys(places[0], v_smem.index(W)))
     if len(places) == 2:
         column: gl.constexpr = k_smem[0].shape[2]
-        copy_out(dk[1], [b, h, first, column], as_keys(places[1], k_smem[1].index(W)))
+        tma_store(dk[1], [b, h, first, column], as_keys(places[1], k_smem[1].index(W)))
     at = _release(rings, at)
     _await(rings, at)
-    copy_out(dk[0], [b, h, first, 0], as_keys(places[0], k_smem[0].index(W)))
+    tma_store(dk[0], [b, h, first, 0], as_keys(places[0], k_smem[0].index(W)))
     return _release(rings, at)
 
 
@@ -103,7 +110,7 @@ def _await(rings, at):
 
 @gluon.jit
 def _release(rings, at):
-    copy_out_wait(0)
+    tma_store_wait(0)
     for n in gl.static_range(len(rings)):
         consumer_release(rings[n], at)
     return advance(at, 1)

@@ -41,18 +41,18 @@ flight over the loop's end, which the assembler would serialise.
 from ..device.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..device.mma import (
     ROWS,
-    add_product,
+    acc_layout,
+    alloc_stages,
     at_stage,
-    buffers,
-    in_every_row,
-    kept,
-    left,
-    matrix,
-    mma,
-    outer,
+    broadcast_row,
+    lhs_layout,
+    materialize,
+    matrix_layout,
     pieces,
     positions,
-    zeros,
+    wgmma_ab,
+    wgmma_abt,
+    zero_acc,
 )
 from ..device.pipeline import (
     advance,
@@ -67,8 +67,7 @@ from ..device.pipeline import (
     producer_commit,
     stage_of,
 )
-from ..device.relative_bias import add as add_along
-from ..device.relative_bias import begin
+from ..device.relative_bias import add_bias_grad, locate_bias
 from ..device.work_tile import (
     BWD_FIELDS,
     WORK_STAGES,
@@ -115,11 +114,13 @@ def backward(
     # Launchers take descriptors one by one, and not in tuples.
     q, k, dq, dk = pieces(q0, q1), pieces(k0, k1), pieces(dq0, dq1), pieces(dk0, dk1)
     DS_STAGES: gl.constexpr = ds_stages(k)
-    k_smem = buffers(2, k)
-    v_smem = buffers(2, (v,))[0]
-    q_smem = buffers(STAGES, q)
-    do_smem = buffers(DO_STAGES, (dout,))[0]
-    ds_smem = gl.allocate_shared_memory(v.dtype, [2 * DS_STAGES, ROWS, BLOCK], matrix(v.layout))
+    k_smem = alloc_stages(2, k)
+    v_smem = alloc_stages(2, (v,))[0]
+    q_smem = alloc_stages(STAGES, q)
+    do_smem = alloc_stages(DO_STAGES, (dout,))[0]
+    ds_smem = gl.allocate_shared_memory(
+        v.dtype, [2 * DS_STAGES, ROWS, BLOCK], matrix_layout(v.layout)
+    )
     dq_smem = parts(dq)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     dlt_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
@@ -129,8 +130,8 @@ def backward(
         (
             mbarrier_ring(1, 1, 2),  # keys
             mbarrier_ring(1, 1, 2),  # values
-            mbarrier_ring(STAGES, 1, 2, HOW.of_queries()),  # and lse
-            mbarrier_ring(DO_STAGES, 1, 2, HOW.of_dout()),  # and -delta
+            mbarrier_ring(STAGES, 1, 2, HOW.q_barriers()),  # and lse
+            mbarrier_ring(DO_STAGES, 1, 2, HOW.do_barriers()),  # and -delta
         ),
         ring_of_ds(DS_STAGES),  # dS, from both consumers to both
         (rings_of(dq), rings_of(dq)),  # dq, from a consumer to its adder
@@ -177,7 +178,7 @@ def ring_of_ds(STAGES: gl.constexpr):
 @gluon.constexpr_function
 def of_consumer(HOW, W):
     """For consumer W."""
-    return HOW.of(W)
+    return HOW.for_consumer(W)
 
 
 @gluon.constexpr_function
@@ -201,8 +202,8 @@ def consumer(
     ats = (first_stage(), first_stage(), first_stage())
     done = gl.to_tensor(0)  # ranks
     consumer_wait(work_ring, first_stage())
-    consumer_release_all(HOW.stages, HOW.of_queries())
-    consumer_release_all(DO_STAGES, HOW.of_dout())
+    consumer_release_all(HOW.stages, HOW.q_barriers())
+    consumer_release_all(DO_STAGES, HOW.do_barriers())
     (line,) = read_work(work_smem, first_stage(), 0, 1, 4)
     while line >= 0:
         acc_q, ats = consume_tile(
@@ -236,18 +237,18 @@ def consume_tile(
     heads, _, share, q_len, _, kv_len = sizes
     scale, rate, coords, bands, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
-    row = first + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma(BLOCK)))
+    row = first + W * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(BLOCK)))
     live = row < kv_len
-    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index)
-    acc_k = zeros(ROWS, k_smem)
-    acc_v = zeros(ROWS, (v_smem,))[0]
+    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index_type)
+    acc_k = zero_acc(ROWS, k_smem)
+    acc_v = zero_acc(ROWS, (v_smem,))[0]
     consumer_wait(k_ring, stage_of(done, 1))
     if HOW.pipelined:
         state = before_first(acc_k, acc_v, ats, k_smem, HOW)
     else:
-        zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
+        zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=acc_layout(BLOCK))
         consumer_wait(q_ring, q_at)
-        s = outer(at_stage(k_smem, W), at_stage(q_smem, q_at[0]), zero)
+        s = wgmma_abt(at_stage(k_smem, W), at_stage(q_smem, q_at[0]), zero)
         s = warpgroup_mma_wait(0, deps=[s])
         state = (s, (acc_q, gl.to_tensor(0)), acc_k, acc_v, q_at, do_at, dq_at)
     whole = (
@@ -262,7 +263,7 @@ def consume_tile(
     for n in range(share):
         of_head = (h + n, b)
         rows = of_keys(kv_idx, first + W * ROWS, of_head, coords, bands, of_score, of_mask, HOW)
-        to_sums = begin(sums, b, h + n, first + W * ROWS)
+        to_sums = locate_bias(sums, b, h + n, first + W * ROWS)
         context = (smem, rings, dq_rings[W], of_head, kv_idx, live, rows, scale, coords, of_score,
                    of_mask, grads, to_sums, q_len, share, whole)  # fmt: skip
         state = visit_q_blocks(
@@ -319,14 +320,14 @@ def attend_back(
     DV: gl.constexpr = v_smem.shape[2]
     WIDE: gl.constexpr = len(k_smem) == 2
     LAST: gl.constexpr = len(dq_smem) - 1
-    cols: gl.constexpr = gl.SliceLayout(0, mma(BLOCK))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(BLOCK))
     dtype: gl.constexpr = v_smem.dtype
-    zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
+    zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=acc_layout(BLOCK))
     # Always 0; it keeps LLVM from hoisting the operands' descriptors out of the loop and spilling.
     z = (n + opaque) >> 30
 
     # A fence waits for what was read before it: what a mask needs is read after it.
-    READS: gl.constexpr = PARTIAL and HOW.pairs is not None
+    READS: gl.constexpr = PARTIAL and HOW.mask_pairs is not None
     if not READS:
         columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
     kind = late[1]
@@ -352,16 +353,16 @@ def attend_back(
     p16 = p.to(dtype)
     less_delta = dlt_smem.index(do_at[0]).load(cols)
     if WIDE:  # and rounded; the product begins with -delta
-        p16 = kept(p16)
+        p16 = materialize(p16)
         if HOW.constant_dscore:  # noqa: SIM108
             by_s = p16
         else:
-            by_s = kept(by_s.to(dtype))
-        less_delta = in_every_row(less_delta, zero)
+            by_s = materialize(by_s.to(dtype))
+        less_delta = broadcast_row(less_delta, zero)
         dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), less_delta, True)
     elif HOW.dp_after_p:
         dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), zero, False)
-    p16 = gl.convert_layout(p16, left(DV))
+    p16 = gl.convert_layout(p16, lhs_layout(DV))
     dv = warpgroup_mma(p16, do_smem.index(do_at[0]), acc_v, is_async=True)
 
     e = warpgroup_mma_wait(1, deps=[dp])
@@ -369,7 +370,7 @@ def attend_back(
         e = e + less_delta[None, :]
     ds = factors(by_s, HOW.constant_dscore) * e
     if SCATTER is not None:
-        values = others(p, by, e, HOW.unbounded)
+        values = others(p, by, e, HOW.unbounded_dscore)
         SCATTER(grads, values, *pairs, of_score)
     ds16 = ds.to(dtype)
     if WIDE:
@@ -379,15 +380,15 @@ def attend_back(
         ds_at = do_at  # in as many stages; what fills one twice has been read in between
     a = ds_at[0] * 2
     ds_smem.index(a + W).store(ds16)
-    ds16 = gl.convert_layout(ds16, left(k_smem[0].shape[2]))
-    dk = add_product(acc_k, ds16, at_stage(q_smem, q_at[0]))
+    ds16 = gl.convert_layout(ds16, lhs_layout(k_smem[0].shape[2]))
+    dk = wgmma_ab(acc_k, ds16, at_stage(q_smem, q_at[0]))
     fence_async_shared()
     producer_commit(ds_ring, ds_at)
     if WIDE:  # dS, as a factor, needs registers that dq shall have
         acc_v, acc_k0, acc_k1, _, _ = warpgroup_mma_wait(0, deps=[dv, dk[0], dk[1], p16, ds16])
     else:
         acc_v, _ = warpgroup_mma_wait(1, deps=[dv, p16])
-    consumer_release(do_ring, do_at, True, HOW.of_dout())
+    consumer_release(do_ring, do_at, True, HOW.do_barriers())
 
     consumer_wait(ds_ring, ds_at)
     dq = part(ds_smem, a, k_smem, z, W)
@@ -399,9 +400,9 @@ def attend_back(
         fence_async_shared()
         producer_commit(ring[0], dq_at)
     consumer_wait(q_ring, next_q, more)
-    s = outer(at_stage(k_smem, z + W), at_stage(q_smem, next_q[0]), zero)
+    s = wgmma_abt(at_stage(k_smem, z + W), at_stage(q_smem, next_q[0]), zero)
     if SCATTER is not None:  # while these are multiplied
-        add_along(sums, n, values, HOW)
+        add_bias_grad(sums, n, values, HOW)
     if WIDE:
         s, acc_q = warpgroup_mma_wait(0, deps=[s, rest])
         acc_k = (acc_k0, acc_k1)
@@ -409,7 +410,7 @@ def attend_back(
     else:
         s, acc_q, acc_k0, _ = warpgroup_mma_wait(0, deps=[s, dq, dk[0], ds16])
         acc_k = (acc_k0,)
-    consumer_release(q_ring, q_at, True, HOW.of_queries())
+    consumer_release(q_ring, q_at, True, HOW.q_barriers())
     if not HOW.owns_segment:
         dq_at = advance(dq_at, 1)
     return s, (acc_q, kind), acc_k, acc_v, next_q, advance(do_at, DO_STAGES), dq_at

@@ -12,7 +12,16 @@ gradients of their own, nor, with blocks of 128, for masks that read one: there 
 """
 
 from ..device.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from ..device.mma import ROWS, add_product, at_stage, in_every_row, kept, left, mma, outer
+from ..device.mma import (
+    ROWS,
+    acc_layout,
+    at_stage,
+    broadcast_row,
+    lhs_layout,
+    materialize,
+    wgmma_ab,
+    wgmma_abt,
+)
 from ..device.pipeline import advance, consumer_release, consumer_wait, previous, producer_commit
 from .common import DO_STAGES, factors, of_queries, outer_v, probabilities
 from .dq import part, store_dq
@@ -22,8 +31,8 @@ from .dq import part, store_dq
 def before_first(acc_k, acc_v, ats, k_smem, HOW: gl.constexpr):
     """Before the first block of a rank: dS of none, which is 0, and how many there were."""
     q_at, do_at, dq_at = ats
-    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
-    ds16 = gl.convert_layout(zero.to(k_smem[0].dtype), left(k_smem[0].shape[2]))
+    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+    ds16 = gl.convert_layout(zero.to(k_smem[0].dtype), lhs_layout(k_smem[0].shape[2]))
     return ds16, gl.to_tensor(0), acc_k, acc_v, q_at, do_at, dq_at
 
 
@@ -44,9 +53,9 @@ def attend_pipelined(
     of_inputs, ds_ring, _, _ = rings
     _, _, q_ring, do_ring = of_inputs
     BLOCK: gl.constexpr = HOW.block
-    cols: gl.constexpr = gl.SliceLayout(0, mma(BLOCK))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(BLOCK))
     dtype: gl.constexpr = v_smem.dtype
-    zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
+    zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=acc_layout(BLOCK))
     z = (n + opaque) >> 30  # always 0: see bwd/kernel.py
     FREE: gl.constexpr = (not PARTIAL) and (DERIVATIVE is None or HOW.affine is not None)
     # Of no block before, dk is 0 times these queries, and dq, of what lies there, is not published.
@@ -57,13 +66,13 @@ def attend_pipelined(
     consumer_wait(q_ring, q_at)
     if FREE:
         lse = lse_smem.index(q_at[0]).load(cols)
-    s = outer(at_stage(k_smem, z + W), at_stage(q_smem, q_at[0]), zero)
-    dk = add_product(acc_k, ds16, at_stage(q_smem, gl.where(lags, q_before[0], q_at[0])))
+    s = wgmma_abt(at_stage(k_smem, z + W), at_stage(q_smem, q_at[0]), zero)
+    dk = wgmma_ab(acc_k, ds16, at_stage(q_smem, gl.where(lags, q_before[0], q_at[0])))
     consumer_wait(ds_ring, ds_before, lags)
     dq = part(ds_smem, ds_before[0] * 2, k_smem, z, W)
     if not FREE:
         s, acc_k0, dq, _ = warpgroup_mma_wait(0, deps=[s, dk[0], dq, ds16])
-        consumer_release(q_ring, q_before, lags, HOW.of_queries())
+        consumer_release(q_ring, q_before, lags, HOW.q_barriers())
         store_dq(dq, dq_smem[0].index(W), ring[0], dq_at)
         lse = lse_smem.index(q_at[0]).load(cols)
     else:
@@ -72,20 +81,20 @@ def attend_pipelined(
         s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score, of_mask,
         PARTIAL, DERIVATIVE, MASK, HOW,
     )  # fmt: skip
-    p16 = kept(p.to(dtype))
+    p16 = materialize(p.to(dtype))
     if HOW.constant_dscore:  # noqa: SIM108
         by_s = p16
     else:
-        by_s = kept(by_s.to(dtype))
+        by_s = materialize(by_s.to(dtype))
     if FREE:
         acc_k0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, ds16])
-        consumer_release(q_ring, q_before, lags, HOW.of_queries())
+        consumer_release(q_ring, q_before, lags, HOW.q_barriers())
         store_dq(dq, dq_smem[0].index(W), ring[0], dq_at)
 
     consumer_wait(do_ring, do_at)
-    less_delta = in_every_row(dlt_smem.index(do_at[0]).load(cols), zero)
+    less_delta = broadcast_row(dlt_smem.index(do_at[0]).load(cols), zero)
     dp = outer_v(v_smem.index(z + W), do_smem.index(do_at[0]), less_delta, True)
-    p16 = gl.convert_layout(p16, left(v_smem.shape[2]))
+    p16 = gl.convert_layout(p16, lhs_layout(v_smem.shape[2]))
     dv = warpgroup_mma(p16, do_smem.index(do_at[0]), acc_v, is_async=True)
     fence_async_shared()
     producer_commit(ring[0], dq_at, lags)
@@ -96,9 +105,9 @@ def attend_pipelined(
     ds_smem.index(do_at[0] * 2 + W).store(ds16)
     fence_async_shared()
     producer_commit(ds_ring, do_at)
-    ds16 = gl.convert_layout(ds16, left(k_smem[0].shape[2]))
+    ds16 = gl.convert_layout(ds16, lhs_layout(k_smem[0].shape[2]))
     acc_v, _ = warpgroup_mma_wait(0, deps=[dv, p16])
-    consumer_release(do_ring, do_at, True, HOW.of_dout())
+    consumer_release(do_ring, do_at, True, HOW.do_barriers())
     return (
         ds16, gl.to_tensor(1), (acc_k0,), acc_v,
         advance(q_at, HOW.stages), advance(do_at, DO_STAGES),
@@ -115,11 +124,11 @@ def after_last(state, smem, rings, ring, z, W: gl.constexpr, HOW: gl.constexpr):
     of_inputs, ds_ring, _, _ = rings
     _, _, q_ring, _ = of_inputs
     q_before, ds_before = previous(q_at, HOW.stages), previous(do_at, DO_STAGES)
-    dk = add_product(acc_k, ds16, at_stage(q_smem, q_before[0]))
+    dk = wgmma_ab(acc_k, ds16, at_stage(q_smem, q_before[0]))
     consumer_wait(ds_ring, ds_before)
     dq = part(ds_smem, ds_before[0] * 2, k_smem, z, W)
     acc_k0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, ds16])
-    consumer_release(q_ring, q_before, True, HOW.of_queries())
+    consumer_release(q_ring, q_before, True, HOW.q_barriers())
     store_dq(dq, dq_smem[0].index(W), ring[0], dq_at)
     fence_async_shared()
     producer_commit(ring[0], dq_at)

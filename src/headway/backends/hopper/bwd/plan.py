@@ -13,10 +13,10 @@ from ...gpu.preprocess import Terms
 from ...gpu.runtime.call_plan import Walks
 from ...gpu.runtime.launcher import Direct
 from ..bias_tables import BiasTables
-from ..config import BACKWARD, How, assembling, fitting
+from ..config import BACKWARD, How, first_fit, ptxas_options
 from ..launch_plan import DEVICE, Plan
-from ..tile_counter import zero
-from ..tma import chunks, matrix, numbers
+from ..tile_counter import zeroed_counter
+from ..tma import dq_tiles, matrix_tiles, row_vectors
 from . import (
     common,
     dq,
@@ -63,11 +63,13 @@ class BackwardPlan(Plan):
     ) -> None:
         super().__init__(spec, call, wanted, matrices)
         group = self.hq // self.hk
-        lagged = spec.score is None and (self.heavy if max(self.d, self.dv) > 64 else self.long())
+        lagged = spec.score is None and (
+            self.gathers_per_pair if max(self.d, self.dv) > 64 else self.is_long()
+        )
         rows = BACKWARD if lagged else tuple(row for row in BACKWARD if not row.pipelined)
-        how = fitting(rows, self.d, self.dv)
+        how = first_fit(rows, self.d, self.dv)
         # The query heads of a key head stay in one CTA, where a mask is alike for them.
-        share = group if self.alike else 1
+        share = group if self.heads_share_mask else 1
         self.heads = self.hq // share  # of dk and dv
         self.wide = spec.partial or share < group
         columns = [w if self.wide else -(-w // 8) * 8 for w in (self.d, self.dv)]
@@ -75,8 +77,8 @@ class BackwardPlan(Plan):
         self.grads_dtype = torch.float32 if self.wide else self.dtype
         # Whether they are the results as they are.
         self.exact = not self.wide and columns == [self.d, self.dv]
-        near = self.near(self.heads, -(-self.kv_len // how.keys))
-        if self.tile is not None and spec.tiles is None and self.compares():
+        near = self.head_swizzle(self.heads, -(-self.kv_len // how.keys))
+        if self.tile is not None and spec.tiles is None and self.compares_captures():
             # Where documents begin anywhere, finer tiles leave out more.
             self.tile = how.block, self.tile[1]
         whole = self.by_island is not None
@@ -85,7 +87,7 @@ class BackwardPlan(Plan):
             if self.by_island is None
             else self.by_island.walks
         )
-        self.bands = BiasTables(self, self.walks, wanted, queries=False)
+        self.bias_tables = BiasTables(self, self.walks, wanted, queries=False)
         self.q_rows = -(-self.q_len // how.block) * how.block
         self.columns = sum(how.d)
         heads, alone = self.b * self.heads, how.keys == 64
@@ -100,43 +102,47 @@ class BackwardPlan(Plan):
         self.ranks = None if alone else ranks  # of a kernel whose CTAs take them from a counter
         # The shortest lines: 8k takes 0.986 of the time at 64 columns, 0.992 at 128, 5k 0.975. A
         # fourth of all for a sixth: 5k 0.95, but 1k 1.03, where many add to the same dq at once.
-        last = self.causal() and not spec.deterministic
+        last = self.is_causal() and not spec.deterministic
         self.last = int(last) * self.walks.lines * self.walks.sub // 6
         # A known gain multiplies dk and dq, and not every pair.
-        self.rate = spec.scale if self.gain is None else self.gain * spec.scale
+        self.rate = spec.scale if self.score_gain is None else self.score_gain * spec.scale
         self.numbers = (
             self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
             spec.scale, self.rate,
         )  # fmt: skip
-        self.q, self.dout = matrix(how.block, how.d), matrix(how.block, how.dv)
-        self.k, self.v, self.dk, self.dv_ = (matrix(64, w) for w in (how.d, how.dv) * 2)
-        self.lse, self.less_delta = numbers(how.block), numbers(how.block)
+        self.q, self.dout = matrix_tiles(how.block, how.d), matrix_tiles(how.block, how.dv)
+        self.k, self.v, self.dk, self.dv_ = (matrix_tiles(64, w) for w in (how.d, how.dv) * 2)
+        self.lse, self.less_delta = row_vectors(how.block), row_vectors(how.block)
         # Pieces of dq as a consumer hands them over, 64 x 64 numbers or half of them; one for dq
         # alone needs no descriptor.
         first = how.block * min(self.columns, 128) // 512
         rows = min(self.q_rows, self.room * ROWS)
         self.numbers_of_parts = self.grid[0] * share * rows * self.columns
-        self.dq = matrix(how.block, (self.columns // 2,))
+        self.dq = matrix_tiles(how.block, (self.columns // 2,))
         # Where there is shared memory for it, the kernel writes the zeros that dq is added to.
         zeroing = not (whole or alone) and len(how.d) == 1
-        self.lines = chunks(LINES.value) if zeroing else None
-        self.parts = (lambda x: (x, None)) if alone else chunks(first, 8 if len(how.d) == 2 else 0)
+        self.lines = dq_tiles(LINES.value) if zeroing else None
+        self.parts = (
+            (lambda x: (x, None)) if alone else dq_tiles(first, 8 if len(how.d) == 2 else 0)
+        )
         options = {
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
             "MASK": self.function("mask"),
             "HOW": How(
-                how.block, how.stages, self.walks.sub, self.index, even=self.kv_len % how.keys == 0,
-                dp_after_p=self.heavy, short=len(how.d) == 2,
+                how.block, how.stages, self.walks.sub, self.index_type,
+                even_kv=self.kv_len % (how.keys * self.walks.sub) == 0,
+                dp_after_p=self.gathers_per_pair, scarce_smem=len(how.d) == 2,
                 deterministic=self.ordered is not None, pipelined=how.pipelined,
                 owns_segment=whole, named_barriers=how.named_barriers,
-                constant_dscore=self.gain is not None,
-                unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
-                relative_biases=len(self.bands.own), summed=self.bands.summed,
-                **self.affine, **self.sides,
+                constant_dscore=self.score_gain is not None,
+                unbounded_dscore=spec.score is not None and joint(spec.score, wanted).unbounded,
+                relative_biases=len(self.bias_tables.depends),
+                bias_grads=self.bias_tables.grad_tables,
+                **self.affine, **self.hoisted,
             ),
         }  # fmt: skip
         kernel, each = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)
-        options |= assembling(each, how.register_usage_level)
+        options |= ptxas_options(each, how.register_usage_level)
         self.kernel = Direct(kernel, self.device, options, self.grid, self.arrange)
         shape = self.b, self.hq, self.q_len, self.dv
         columns, counted = 0 if whole else self.columns, self.lines is not None
@@ -186,11 +192,11 @@ class BackwardPlan(Plan):
             added = terms.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
             walk, turns = self.ordered(call, added)
             given = self.given_by(call, self.walks, *turns, walk=walk)
-        counter = () if self.ranks is None else (zero(self.device),)
-        bands, sums = self.bands.new(given), self.bands.sums()
+        counter = () if self.ranks is None else (zeroed_counter(self.device),)
+        bands, sums = self.bias_tables.fill(given), self.bias_tables.new_sums()
         own = q, k, v, dout, terms, dk, dv, *counter, *whole, *bands, *sums, *grads
-        self.run(own, given)
-        self.bands.collect(sums, grads, given)
+        self.launch_kernel(own, given)
+        self.bias_tables.collect(sums, grads, given)
         if whole:
             return whole[1]
         dtype = torch.float32 if self.spec.partial else self.dtype
@@ -214,7 +220,7 @@ class BackwardPlan(Plan):
         assert parts is not None
         if self.lines is not None:
             zeros = self.lines(parts)[0], zeroed
-        bands, sums, grads = self.bands.arranged(rest)
+        bands, sums, grads = self.bias_tables.kernel_args(rest)
         if self.wide:
             to: tuple[Any, ...] = (None, None, None, dk, dv)
         else:

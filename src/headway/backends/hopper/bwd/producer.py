@@ -26,10 +26,10 @@ def produce(
         if HOW.owns_segment:
             island = island_of(items, taken)
             for n in range(0, island[1]):
-                at = place_in_island(island, n, walk, heads // share, HOW.sub)
+                at = place_in_island(island, n, walk, heads // share, HOW.subtiles)
                 state = _deal_rank(state, at, to, sizes, HOW)
         else:
-            at = locate_tile(taken, total, last, walk, heads // share, HOW.sub, 2 * ROWS)
+            at = locate_tile(taken, total, last, walk, heads // share, HOW.subtiles, 2 * ROWS)
             state = _deal_rank(state, at, to, sizes, HOW)
         taken = gl.atomic_add(counter, 1, sem="relaxed")
     # Every CTA takes one too many. Whose is the last leaves 0 for the next launch.

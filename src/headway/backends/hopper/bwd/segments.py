@@ -17,18 +17,18 @@ next one's keys and values are copied meanwhile.
 """
 
 from ..device.gluon_compat import (
-    copy_in,
-    copy_out,
-    copy_out_add,
-    copy_out_wait,
     fence_async_shared,
-    fence_landed,
     gl,
     gluon,
     mbarrier,
-    seen_as,
+    reinterpret,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+    tma_store_wait_visible,
 )
-from ..device.mma import ROWS, matrix, mma
+from ..device.mma import ROWS, acc_layout, matrix_layout
 from ..device.pipeline import (
     advance,
     consumer_release,
@@ -96,7 +96,7 @@ def kind_of(of_rank, n):
 def as_dq(place, to):
     """The place of a part, as what the copy engine writes to dq."""
     shape: gl.constexpr = [to.block_shape[2], to.block_shape[3]]
-    return seen_as(place, to.dtype, shape, matrix(to.layout))
+    return reinterpret(place, to.dtype, shape, matrix_layout(to.layout))
 
 
 # -- a consumer -----------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def put(late, rate, to, place, ring, at):
         x = gl.convert_layout(in_order(acc_q), ORDER)
         if kind == VISIT + LAST:
             x += place.load(ORDER)
-        x = gl.convert_layout(in_rows(x), mma(WIDTH)) * rate
+        x = gl.convert_layout(in_rows(x), acc_layout(WIDTH)) * rate
         as_dq(place, to).store(x.to(to.dtype))
     elif kind > 0:
         place.store(in_order(acc_q))
@@ -162,7 +162,8 @@ def add_whole(
     line, _, first, h, b, first_bits, last_bits, block = read_work(work_smem, work_at, 0, 8, 1)
     while line >= 0:
         runs = read_runs(work_smem, work_at, walk, 1, HOW)
-        fence_landed()  # what was written in earlier ranks; within one, no place is visited twice
+        # What was written in earlier ranks; within one, no place is visited twice.
+        tma_store_wait_visible()
         for n in range(share):
             row0 = ((gl.program_id(0) * share + n) * span - block) * ROWS
             of_rank = (first_bits, last_bits, block)
@@ -185,8 +186,8 @@ def copy_keys(to, rows, k, place, ring, at):
     """Offer the place for dk or dv, and copy it. **Returns:** the cursor."""
     consumer_release(ring, at)
     consumer_wait(ring, at)
-    copy_out(to, rows, as_keys(place, k))
-    copy_out_wait(0)
+    tma_store(to, rows, as_keys(place, k))
+    tma_store_wait(0)
     return advance(at, 1)
 
 
@@ -203,14 +204,14 @@ def add_visit(
     reads = kind == VISIT + LAST
     empty = ring[1].index(at[0])
     mbarrier.expect(empty, 4 * place.shape[0] * place.shape[1], pred=reads)
-    copy_in(parts, there, empty, place, pred=reads)
+    tma_load(parts, there, empty, place, pred=reads)
     consumer_release(ring, at, kind != VISIT + LAST)
     consumer_wait(ring, at)
     if kind >= LAST:
-        copy_out(dq, [b, h, n, W * COLUMNS], as_dq(place, dq))
+        tma_store(dq, [b, h, n, W * COLUMNS], as_dq(place, dq))
     elif kind >= FIRST:
-        copy_out(parts, there, place)
+        tma_store(parts, there, place)
     else:
-        copy_out_add(parts, there, place)
-    copy_out_wait(0)
+        tma_reduce_add(parts, there, place)
+    tma_store_wait(0)
     return advance(at, 1)

@@ -12,30 +12,32 @@ They meet only in a ring of places for P, and so one computes exponentials while
 """
 
 from ..device.gluon_compat import (
-    copy_out,
-    copy_out_wait,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    seen_as,
+    reinterpret,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma_wait,
 )
 from ..device.mma import (
     ROWS,
-    add_product,
+    acc_layout,
+    alloc_stages,
     at_stage,
-    buffers,
-    kept,
-    left,
-    matrix,
-    mma,
-    outer,
+    lhs_layout,
+    materialize,
+    matrix_layout,
     positions,
-    settle,
-    widened,
+    upcast,
+    wgmma_ab,
+    wgmma_abt,
+    wgmma_wait,
 )
 from ..device.pipeline import (
+    Cursor,
+    Ring,
     advance,
     consumer_release,
     consumer_wait,
@@ -46,8 +48,7 @@ from ..device.pipeline import (
     producer_acquire,
     producer_commit,
 )
-from ..device.relative_bias import add as add_along
-from ..device.relative_bias import begin
+from ..device.relative_bias import add_bias_grad, locate_bias
 from ..device.work_tile import locate_tile, visit_q_blocks
 from .common import DO_STAGES, load, of_keys, of_queries, others, outer_v, probabilities, write
 from .wide_dq import P_STAGES, queries
@@ -74,11 +75,11 @@ def backward_wide(
     """dk and dv of 64 keys from `share` query heads, and what they add to dq."""
     BLOCK: gl.constexpr = HOW.block
     STAGES: gl.constexpr = HOW.stages
-    k_smem = buffers(1, (k,))
-    v_smem = buffers(1, (v,))[0]
-    q_smem = buffers(STAGES, (q,))
-    do_smem = buffers(DO_STAGES, (dout,))[0]
-    p_smem = gl.allocate_shared_memory(v.dtype, [P_STAGES, ROWS, BLOCK], matrix(v.layout))
+    k_smem = alloc_stages(1, (k,))
+    v_smem = alloc_stages(1, (v,))[0]
+    q_smem = alloc_stages(STAGES, (q,))
+    do_smem = alloc_stages(DO_STAGES, (dout,))[0]
+    p_smem = gl.allocate_shared_memory(v.dtype, [P_STAGES, ROWS, BLOCK], matrix_layout(v.layout))
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     dlt_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
     of_inputs = (
@@ -92,14 +93,14 @@ def backward_wide(
             P_STAGES, 1, 1
         )  # P, from values to keys; queries let go of the stage
     else:  # which nobody passes on
-        p_ring = (None, full_barriers(P_STAGES, 1)[0])
+        p_ring = Ring((), full_barriers(P_STAGES, 1).full)
     ds_ring = full_barriers(P_STAGES, 1)  # dS in the same stages, from keys to queries
     rings = (of_inputs, p_ring, ds_ring)
     fence_barrier_init()
     inputs = (k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem)
     smem = (inputs, p_smem)
     line, slot, first, h, b = locate_tile(
-        gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, HOW.sub, ROWS
+        gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, HOW.subtiles, ROWS
     )
     h = h * share
     at = (line, slot, first, h, b, share, group)
@@ -145,12 +146,12 @@ def values(
     _, q_len, _, kv_len = sizes
     scale, coords, bands, of_score, of_mask = given
     live, kv_idx = tile_keys(coords, first, b, kv_len, HOW)
-    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
-    half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=mma(_HALF))
+    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+    half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, do_at, p_at = first_stage(), first_stage(), first_stage()
-    consumer_wait(k_ring, (0, 0))
+    consumer_wait(k_ring, Cursor(0, 0))
     consumer_wait(q_ring, q_at)
-    s = warpgroup_mma_wait(0, deps=[outer(at_stage(k_smem, 0), at_stage(q_smem, 0), zero)])
+    s = warpgroup_mma_wait(0, deps=[wgmma_abt(at_stage(k_smem, 0), at_stage(q_smem, 0), zero)])
     state = (s, (half, half), q_at, do_at, p_at)
     for n in range(share):
         rows = of_keys(kv_idx, first, (h + n, b), coords, bands, of_score, of_mask, HOW)
@@ -181,8 +182,8 @@ def values_block(
     k_smem, v_smem, q_smem, do_smem, lse_smem, _ = inputs
     of_inputs, p_ring, _ = rings
     _, _, q_ring, do_ring = of_inputs
-    cols: gl.constexpr = gl.SliceLayout(0, mma(HOW.block))
-    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
+    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
     z = (n + opaque) >> 30  # always 0: see bwd/kernel.py
     lse = lse_smem.index(q_at[0]).load(cols)
     columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
@@ -190,7 +191,7 @@ def values_block(
         s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score, of_mask,
         PARTIAL, DERIVATIVE, MASK, HOW,
     )  # fmt: skip
-    p16 = kept(p.to(v_smem.dtype))
+    p16 = materialize(p.to(v_smem.dtype))
     if SCATTER is None:
         producer_acquire(p_ring, p_at)
         if HOW.constant_dscore:
@@ -199,14 +200,14 @@ def values_block(
             p_smem.index(p_at[0]).store(by_s.to(v_smem.dtype))
         producer_commit(p_ring, p_at)
     consumer_release(q_ring, q_at)
-    p16 = gl.convert_layout(p16, left(_HALF))
+    p16 = gl.convert_layout(p16, lhs_layout(_HALF))
     consumer_wait(do_ring, do_at)
-    dv = add_product(acc, p16, halves(do_smem, do_at[0]))
+    dv = wgmma_ab(acc, p16, halves(do_smem, do_at[0]))
     q_at = advance(q_at, HOW.stages)
     mbarrier.wait(q_ring[0].index(q_at[0]), q_at[1], pred=more)
     # Not both at a time: the assembler of Triton 3.9 finds no registers for it. Others multiply.
-    acc = settle(dv, p16, 0)
-    s = outer(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
+    acc = wgmma_wait(dv, p16, 0)
+    s = wgmma_abt(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
     consumer_release(do_ring, do_at)
     s = warpgroup_mma_wait(0, deps=[s])
     return s, acc, q_at, advance(do_at, DO_STAGES), advance(p_at, P_STAGES)
@@ -229,12 +230,12 @@ def keys(
     _, q_len, _, kv_len = sizes
     scale, coords, bands, of_score, of_mask = given
     live, kv_idx = tile_keys(coords, first, b, kv_len, HOW)
-    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
-    half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=mma(_HALF))
+    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+    half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, do_at, p_at = first_stage(), first_stage(), first_stage()
     if SCATTER is not None:
-        consumer_wait(k_ring, (0, 0))
-    consumer_wait(v_ring, (0, 0))
+        consumer_wait(k_ring, Cursor(0, 0))
+    consumer_wait(v_ring, Cursor(0, 0))
     consumer_wait(do_ring, do_at)
     dp = warpgroup_mma_wait(0, deps=[outer_v(v_smem.index(0), do_smem.index(0), zero, False)])
     state = (dp, (half, half), q_at, do_at, p_at)
@@ -244,7 +245,7 @@ def keys(
         else:
             rows = ()
         context = (smem, rings, (h + n, b), kv_idx, live, rows, scale, coords, of_score, of_mask,
-                   q_len, share, grads, begin(sums, b, h + n, first))  # fmt: skip
+                   q_len, share, grads, locate_bias(sums, b, h + n, first))  # fmt: skip
         state = visit_q_blocks(
             state, context, walk, line, (), q_len, share - 1 - n, keys_block,
             DERIVATIVE, SCATTER, MASK, HOW,
@@ -271,9 +272,9 @@ def keys_block(
     k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = inputs
     of_inputs, p_ring, ds_ring = rings
     _, _, q_ring, do_ring = of_inputs
-    cols: gl.constexpr = gl.SliceLayout(0, mma(HOW.block))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
     dtype: gl.constexpr = v_smem.dtype
-    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
+    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
     z = (n + opaque) >> 30
     less_delta = dlt_smem.index(do_at[0]).load(cols)
     e = dp + less_delta[None, :]
@@ -281,9 +282,9 @@ def keys_block(
     consumer_wait(q_ring, q_at)
     if SCATTER is None:
         consumer_wait(p_ring, p_at)
-        by_s = widened(p_smem.index(p_at[0]).load(mma(HOW.block)))
+        by_s = upcast(p_smem.index(p_at[0]).load(acc_layout(HOW.block)))
     else:  # P once more, for all that it is multiplied with
-        s = outer(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
+        s = wgmma_abt(at_stage(k_smem, z), at_stage(q_smem, q_at[0]), zero)
         columns = of_queries(n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL, HOW)
         s = warpgroup_mma_wait(0, deps=[s])
         lse = lse_smem.index(q_at[0]).load(cols)
@@ -291,16 +292,16 @@ def keys_block(
             s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score,
             of_mask, PARTIAL, DERIVATIVE, MASK, HOW,
         )  # fmt: skip
-        values = others(p, by, e, HOW.unbounded)
+        values = others(p, by, e, HOW.unbounded_dscore)
         SCATTER(grads, values, *pairs, of_score)
-        add_along(sums, n, values, HOW)
+        add_bias_grad(sums, n, values, HOW)
         producer_acquire(p_ring, p_at)
     ds16 = (by_s * e).to(dtype)
     p_smem.index(p_at[0]).store(ds16)
-    ds16 = gl.convert_layout(ds16, left(_HALF))
+    ds16 = gl.convert_layout(ds16, lhs_layout(_HALF))
     fence_async_shared()
     producer_commit(ds_ring, p_at)
-    dk = add_product(acc, ds16, halves(q_smem[0], q_at[0]))
+    dk = wgmma_ab(acc, ds16, halves(q_smem[0], q_at[0]))
     do_at = advance(do_at, DO_STAGES)
     mbarrier.wait(do_ring[0].index(do_at[0]), do_at[1], pred=more)
     dp = outer_v(v_smem.index(z), do_smem.index(do_at[0]), zero, False)
@@ -315,9 +316,9 @@ def keys_block(
 @gluon.jit
 def tile_keys(coords, first, b, kv_len, HOW: gl.constexpr):
     """Which rows of the tile there are, and their positions."""
-    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma(HOW.block)))
+    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(HOW.block)))
     live = row < kv_len
-    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index)
+    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index_type)
     return live, kv_idx
 
 
@@ -325,7 +326,7 @@ def tile_keys(coords, first, b, kv_len, HOW: gl.constexpr):
 def halves(smem, stage):
     """The halves of the columns of one stage. (A product of 256 columns has more registers than the
     kernel starts with, which the assembler refuses.)"""
-    x = seen_as(smem, smem.dtype, [2 * smem.shape[0], ROWS, _HALF], matrix(smem.layout))
+    x = reinterpret(smem, smem.dtype, [2 * smem.shape[0], ROWS, _HALF], matrix_layout(smem.layout))
     return x.index(2 * stage), x.index(2 * stage + 1)
 
 
@@ -339,8 +340,8 @@ def put(acc, factor, desc, wide, width, smem, stage, at, sizes):
         for n in gl.static_range(2):
             to[n].store((acc[n] * factor).to(smem.dtype))
         fence_async_shared()
-        copy_out(desc, [b, h // share, first, 0], smem.index(stage))
-        copy_out_wait(0)
+        tma_store(desc, [b, h // share, first, 0], smem.index(stage))
+        tma_store_wait(0)
     else:
         base = (gl.cast(b, gl.int64) * (heads // share) + h // share) * kv_len
         for n in gl.static_range(2):

@@ -1,8 +1,9 @@
 """dq in bwd/wide.py: the consumer of queries adds it to global memory by itself."""
 
-from ..device.gluon_compat import gl, gluon, seen_as, warpgroup_mma, warpgroup_mma_wait
-from ..device.mma import ROWS, matrix, mma
+from ..device.gluon_compat import gl, gluon, reinterpret, warpgroup_mma, warpgroup_mma_wait
+from ..device.mma import ROWS, acc_layout, matrix_layout
 from ..device.pipeline import (
+    Cursor,
     advance,
     consumer_release,
     consumer_wait,
@@ -21,7 +22,7 @@ def queries(dq, smem, rings, at, sizes, walk, turns, HOW: gl.constexpr):
     """dq."""
     line, slot, _, h, b, share, _ = at
     heads, q_len, q_rows, _ = sizes
-    consumer_wait(rings[0][0], (0, 0))
+    consumer_wait(rings[0][0], Cursor(0, 0))
     at = first_stage()
     for n in range(share):
         row0 = (b * heads + h + n) * q_rows
@@ -47,8 +48,8 @@ def queries_block(
     STRIPS: gl.constexpr = k.shape[2] // 64
     z = (n + opaque) >> 30
     chunk = gl.cast((row0 + n) // 64, gl.int64) * STRIPS
-    k = seen_as(k, k.dtype, [STRIPS, ROWS, 64], matrix(k.layout))
-    zero = gl.full([ROWS, 64], 0.0, gl.float32, layout=mma(64))
+    k = reinterpret(k, k.dtype, [STRIPS, ROWS, 64], matrix_layout(k.layout))
+    zero = gl.full([ROWS, 64], 0.0, gl.float32, layout=acc_layout(64))
     if turns is not None:
         turn = turn_of(turns, line, slot, visited // tile, HOW)
     consumer_wait(ds_ring, at)

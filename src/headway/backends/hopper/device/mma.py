@@ -1,37 +1,51 @@
-"""What the forward and the backward do with a tile: products in pieces, and scores.
+"""Tiles: their layouts, TMA loads, warpgroup MMAs (WGMMA) and scores.
 
-A width that is no power of two is held as two pieces: 96 is 64 + 32, 192 is 128 + 64. `Pieces` of a
-tensor are a tuple of one or two; a descriptor, a buffer or an accumulator is never anything else.
+A head dimension that is no power of two is held as two **pieces**: 96 is 64 + 32, 192 is 128 + 64.
+The descriptors, the buffers and the accumulator of a matrix are always tuples of one or two pieces.
 """
 
-from .gluon_compat import copy_in, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from .gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 from .pipeline import advance, producer_acquire
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)  # of a consumer of the forward: what one warpgroup multiplies at a time
+ROWS = gl.constexpr(64)  # of one WGMMA: what a consumer multiplies at a time
 
 
-# -- tiles in pieces ------------------------------------------------------------------------------
+# -- layouts --------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
-def mma(columns):
-    """The layout of a product of 64 rows by one warpgroup."""
+def acc_layout(columns):
+    """The layout of a 64 x columns accumulator of one warpgroup."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
 
 
 @gluon.constexpr_function
-def left(columns):
-    """The layout of a left factor in registers, for such a product."""
-    return gl.DotOperandLayout(operand_index=0, parent=mma(columns), k_width=2)
+def lhs_layout(columns):
+    """The layout of the left operand in registers, for such an accumulator."""
+    return gl.DotOperandLayout(operand_index=0, parent=acc_layout(columns), k_width=2)
+
+
+@gluon.constexpr_function
+def matrix_layout(layout):
+    """The shared-memory layout of a matrix, from that of a descriptor of (batch, head, row,
+    column)."""
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=layout.swizzle_byte_width,
+        element_bitwidth=layout.element_bitwidth,
+        rank=2,
+    )
+
+
+# -- tiles in pieces ------------------------------------------------------------------------------
 
 
 @gluon.jit
 def pieces(a, b):
-    """Those of the two that there are."""
+    """The pieces that exist, of two descriptors or None."""
     if a is None:
         return ()
     elif b is None:
@@ -41,8 +55,8 @@ def pieces(a, b):
 
 
 @gluon.jit
-def buffers(STAGES: gl.constexpr, descs):
-    """Shared memory for what the descriptors copy, STAGES times."""
+def alloc_stages(STAGES: gl.constexpr, descs):
+    """Shared memory for `STAGES` blocks of each descriptor."""
     if len(descs) == 1:
         return (_buffer(STAGES, descs[0]),)
     else:
@@ -52,56 +66,50 @@ def buffers(STAGES: gl.constexpr, descs):
 @gluon.jit
 def _buffer(STAGES: gl.constexpr, desc):
     shape: gl.constexpr = [STAGES, desc.block_shape[2], desc.block_shape[3]]
-    return gl.allocate_shared_memory(desc.dtype, shape, matrix(desc.layout))
-
-
-@gluon.constexpr_function
-def matrix(layout):
-    """The layout of a matrix, from that of a descriptor of (batch, head, row, column)."""
-    return gl.NVMMASharedLayout(
-        swizzle_byte_width=layout.swizzle_byte_width,
-        element_bitwidth=layout.element_bitwidth,
-        rank=2,
-    )
+    return gl.allocate_shared_memory(desc.dtype, shape, matrix_layout(desc.layout))
 
 
 @gluon.jit
-def fetch(descs, b, h, row, bar, to, n):
-    """Copy rows from `row` on of one head into place `n` of the pieces."""
+def tma_load_pieces(descs, b, h, row, bar, to, n):
+    """Issue TMA loads of the rows of one head, from `row` on, into buffer n of every piece."""
     column = 0
     for i in gl.static_range(len(descs)):
-        copy_in(descs[i], [b, h, row, column], bar, to[i].index(n))
+        tma_load(descs[i], [b, h, row, column], bar, to[i].index(n))
         column += to[i].shape[2]
 
 
 @gluon.jit
-def load_rows(
+def produce_rows(
     at, to, b, h, row,
-    PLACES: gl.constexpr, STAGES: gl.constexpr, BARRIERS: gl.constexpr = None,
-    PLACE: gl.constexpr = 0,
+    BUFFERS: gl.constexpr, STAGES: gl.constexpr, BARRIERS: gl.constexpr = None,
+    FIRST: gl.constexpr = 0,
 ):  # fmt: skip
-    """Copy the rows of one head from `row` on into a stage of so many places. `to`: descriptors,
-    shared memory and channel; `BARRIERS`: its own; `PLACE`: the first one of stage 0.
-    **Returns:** the cursor of the next stage."""
+    """Acquire a stage and load the rows of one head into it, from `row` on.
+
+    - `to`: descriptors, shared memory and ring.
+    - `BUFFERS`: of a stage; `FIRST`: the first one of stage 0; `BARRIERS`: of the ring.
+
+    **Returns:** the cursor of the next stage.
+    """
     descs, smem, ring = to
     producer_acquire(ring, at, BARRIERS)
-    full = ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(smem, PLACES))
-    for n in gl.static_range(PLACES):
-        place = PLACE + PLACES * at[0] + n
-        fetch(descs, b, h, row + n * smem[0].shape[1], full, smem, place)
+    full = ring.full.index(at.stage)
+    mbarrier.expect(full, tx_bytes(smem, BUFFERS))
+    for n in gl.static_range(BUFFERS):
+        buffer = FIRST + BUFFERS * at.stage + n
+        tma_load_pieces(descs, b, h, row + n * smem[0].shape[1], full, smem, buffer)
     return advance(at, STAGES)
 
 
 @gluon.constexpr_function
-def bytes_of(smem, count):
-    """Bytes of `count` places of the pieces: copies write all of them, zeros past the end."""
+def tx_bytes(smem, count):
+    """Bytes that TMA writes to `count` buffers of 16-bit pieces: zeros past the end included."""
     return sum(2 * count * x.shape[1] * x.shape[2] for x in smem)
 
 
 @gluon.jit
-def outer(a, b, zero):
-    """Issue a bᵀ over the pieces; a and b in shared memory."""
+def wgmma_abt(a, b, zero):
+    """Issue a bᵀ, summed over the pieces; b in shared memory, a there or in registers."""
     s = warpgroup_mma(a[0], b[0].permute((1, 0)), zero, use_acc=False, is_async=True)
     if len(a) == 2:
         s = warpgroup_mma(a[1], b[1].permute((1, 0)), s, is_async=True)
@@ -110,7 +118,7 @@ def outer(a, b, zero):
 
 @gluon.jit
 def at_stage(smem, n):
-    """Place n of every piece."""
+    """Buffer n of every piece."""
     if len(smem) == 1:
         return (smem[0].index(n),)
     else:
@@ -118,8 +126,8 @@ def at_stage(smem, n):
 
 
 @gluon.jit
-def zeros(ROWS: gl.constexpr, smem):
-    """An accumulator in pieces, as wide as those of smem."""
+def zero_acc(ROWS: gl.constexpr, smem):
+    """A zero accumulator, with pieces as wide as those of smem."""
     if len(smem) == 1:
         return (_zeros(ROWS, smem[0].shape[2]),)
     else:
@@ -128,23 +136,24 @@ def zeros(ROWS: gl.constexpr, smem):
 
 @gluon.jit
 def _zeros(ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=mma(WIDTH))
+    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=acc_layout(WIDTH))
 
 
 @gluon.jit
-def add_product(acc, p, x):
-    """Issue acc + p x, by pieces; p in registers, x in shared memory. `settle` completes it."""
+def wgmma_ab(acc, p, x):
+    """Issue acc + p x, by pieces; p in registers, x in shared memory."""
     a = warpgroup_mma(p, x[0], acc[0], is_async=True)
     if len(x) == 1:
         return (a,)
     else:
-        p1 = gl.convert_layout(p, left(x[1].shape[1]))
+        p1 = gl.convert_layout(p, lhs_layout(x[1].shape[1]))
         return (a, warpgroup_mma(p1, x[1], acc[1], is_async=True))
 
 
 @gluon.jit
-def settle(acc, p, OUTSTANDING: gl.constexpr):
-    """Wait for `add_product`; p's registers stay as they are until then."""
+def wgmma_wait(acc, p, OUTSTANDING: gl.constexpr):
+    """Wait until at most `OUTSTANDING` WGMMAs are in flight. **Returns:** acc, complete if it was
+    issued before those; the registers of its operand p stay as they are until then."""
     if len(acc) == 1:
         a, _ = warpgroup_mma_wait(OUTSTANDING, deps=[acc[0], p])
         return (a,)
@@ -154,30 +163,30 @@ def settle(acc, p, OUTSTANDING: gl.constexpr):
 
 
 @gluon.jit
-def halves(x):
-    """The left and the right half of the columns, as products of that width."""
+def split_halves(x):
+    """The left and the right half of the columns, each in the layout of its width."""
     HALF: gl.constexpr = x.shape[1] // 2
     a, b = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
-    return gl.convert_layout(a, mma(HALF)), gl.convert_layout(b, mma(HALF))
+    return gl.convert_layout(a, acc_layout(HALF)), gl.convert_layout(b, acc_layout(HALF))
 
 
 @gluon.jit
-def of_product(x, COLUMNS: gl.constexpr):
-    """A number per row of a product with other columns as one of a product with so many."""
-    return gl.convert_layout(x, gl.SliceLayout(1, mma(COLUMNS)))
+def row_vector(x, COLUMNS: gl.constexpr):
+    """Convert a row vector to the row layout of a 64 x COLUMNS accumulator."""
+    return gl.convert_layout(x, gl.SliceLayout(1, acc_layout(COLUMNS)))
 
 
 @gluon.jit
-def side_by_side(a, b):
-    """The halves of a product, as it was."""
+def join_halves(a, b):
+    """The inverse of `split_halves`."""
     WIDTH: gl.constexpr = 2 * a.shape[1]
     x = gl.reshape(gl.permute(gl.join(a, b), [0, 2, 1]), [a.shape[0], WIDTH])
-    return gl.convert_layout(x, mma(WIDTH))
+    return gl.convert_layout(x, acc_layout(WIDTH))
 
 
 @gluon.jit
-def some_rows(tiles, SPAN: gl.constexpr):
-    """Of every piece so many rows (the second number) from one on (the first)."""
+def slice_rows(tiles, SPAN: gl.constexpr):
+    """Rows of every piece; `SPAN`: the first row, and how many."""
     if SPAN[1] == tiles[0].shape[0]:
         return tiles
     elif len(tiles) == 1:
@@ -188,16 +197,16 @@ def some_rows(tiles, SPAN: gl.constexpr):
 
 
 @gluon.jit
-def kept(x):
-    """x, in pairs. The compiler does not see where they come from, and so keeps them and not what
-    they were rounded from."""
+def materialize(x):
+    """x, in registers as pairs of 16 bits. The compiler cannot see where they come from, so it
+    keeps them alive, and not the float32 that they were rounded from."""
     return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
-def widened(x):
-    """x in float32. bfloat16 is its upper half, but ptxas takes pairs apart first, and needs twice
-    the instructions."""
+def upcast(x):
+    """x in float32. bfloat16 is the upper half of float32; left alone, ptxas splits pairs first and
+    needs twice the instructions."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             _HALVES, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
@@ -213,8 +222,8 @@ _HALVES = gl.constexpr(
 
 
 @gluon.jit
-def plus(acc, more):
-    """The sum, by pieces."""
+def add_acc(acc, more):
+    """acc + more, by pieces."""
     if len(acc) == 1:
         return (acc[0] + more[0],)
     else:
@@ -222,18 +231,18 @@ def plus(acc, more):
 
 
 @gluon.jit
-def times(acc, factor):
-    """Every piece times a number per row."""
-    a = acc[0] * of_product(factor, acc[0].shape[1])[:, None]
+def scale_rows(acc, factor):
+    """Every piece times a row vector."""
+    a = acc[0] * row_vector(factor, acc[0].shape[1])[:, None]
     if len(acc) == 1:
         return (a,)
     else:
-        return (a, acc[1] * of_product(factor, acc[1].shape[1])[:, None])
+        return (a, acc[1] * row_vector(factor, acc[1].shape[1])[:, None])
 
 
 @gluon.jit
-def in_every_row(x, like):
-    """A number per column as what a product like this one may begin with."""
+def broadcast_row(x, like):
+    """A column vector repeated in every row: an accumulator to start from, shaped as `like`."""
     return gl.broadcast(x[None, :], like)[0]
 
 
@@ -242,7 +251,7 @@ def in_every_row(x, like):
 
 @gluon.jit
 def positions(pos, stride, offset, b, index, live, INDEX: gl.constexpr):
-    """Global positions of some rows: given ones, or `offset + index`."""
+    """Global positions of rows: read from `pos` where `live`, or `offset + index` if it is None."""
     if pos is None:
         return gl.cast(offset, INDEX) + index
     else:
@@ -251,11 +260,13 @@ def positions(pos, stride, offset, b, index, live, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def scores(s, scale, b, h, q_idx, kv_idx, of_score, SCORE: gl.constexpr, POSITIVE: gl.constexpr):
-    """T in some unit, that unit over log 2, and S.
+def apply_score(
+    s, scale, b, h, q_idx, kv_idx, of_score, SCORE: gl.constexpr, POSITIVE: gl.constexpr
+):
+    """Apply the score. **Returns:** T in some unit, that unit over log 2, and S.
 
-    Without a score, T is S, and a scale above 0 does not change which is largest: it stays in the
-    unit, where it costs nothing. (A scale of 0 would make NaN of 0 times -inf.)
+    Without a score T is S, and a positive scale does not change which T is largest. The scale then
+    stays in the unit, where it costs nothing. (A scale of 0 would make NaN of 0 times -inf.)
     """
     if SCORE is None and POSITIVE:
         t = s
@@ -270,6 +281,6 @@ def scores(s, scale, b, h, q_idx, kv_idx, of_score, SCORE: gl.constexpr, POSITIV
 
 
 @gluon.jit
-def or_nan(x, l):
-    """x, or NaN where the sum of a row is: a maximum skips NaN, and none shall be hidden."""
+def propagate_nan(x, l):
+    """A row maximum x, or NaN where the row sum l is: a maximum skips NaN, which would hide it."""
     return gl.where((l != l) & (x != float("inf")), float("nan"), x)

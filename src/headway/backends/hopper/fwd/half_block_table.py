@@ -12,7 +12,7 @@ from ....mods.graph import Graph
 from ....types import Captured, Coords
 from . import half_blocks as kernel
 
-NOTHING, SOME, ALL = kernel.NOTHING.value, kernel.SOME.value, kernel.ALL.value
+EMPTY, MIXED, FULL = kernel.EMPTY.value, kernel.MIXED.value, kernel.FULL.value
 MOST = 1 << 15  # partial tiles that are looked at
 
 HalfBlocks = tuple[tuple[int, int], ...]  # `config.How.quarters`
@@ -50,7 +50,7 @@ def half_block_table(
             row = (of_line // lines * rows + row)[there]
             left, right = (2 * of_tile[there] + n for n in (0, 1))
             found.append((_common(fine, row, left, columns), _common(fine, row, right, columns)))
-    return tuple(found) if any(x != SOME for pair in found for x in pair) else ()
+    return tuple(found) if any(x != MIXED for pair in found for x in pair) else ()
 
 
 def _last(runs: Runs) -> np.ndarray:
@@ -62,13 +62,13 @@ def _last(runs: Runs) -> np.ndarray:
 
 
 def _common(tiles: Tiles, row: np.ndarray, column: np.ndarray, width: int) -> int:
-    """What all of some tiles are (and none would be ALL), or SOME."""
+    """What all of some tiles are (and none would be FULL), or MIXED."""
     full = _inside(tiles.rows_full, row, column, width)
     if full.all():
-        return ALL
+        return FULL
     if (full | _inside(tiles.rows_partial, row, column, width)).any():
-        return SOME
-    return NOTHING
+        return MIXED
+    return EMPTY
 
 
 def _inside(runs: Runs, row: np.ndarray, column: np.ndarray, width: int) -> np.ndarray:

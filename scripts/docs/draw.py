@@ -1,0 +1,48 @@
+"""Write the pictures of docs/ and the page of the gallery: `python scripts/docs/draw.py`.
+
+All of it is committed; tests/docs/test_drawn.py fails where something was not drawn again.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import concepts
+import gallery
+import speed
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@cache
+def drawn() -> dict[str, str]:
+    """Every file that is written here, by its path in docs/."""
+    entries = {
+        f"pictures/{entry.key}.svg": gallery.picture(entry)
+        for entry in gallery.MASKS + gallery.SCORES
+        if not entry.plain
+    }
+    pages = {"gallery.md": gallery.page(), "performance.md": performance()}
+    return entries | concepts.pictures() | speed.pictures() | pages
+
+
+def performance() -> str:
+    """docs/performance.md with the numbers between its marks as the results have them."""
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    for name, words in speed.said().items():
+        marks = re.compile(rf"(<!-- drawn: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        assert marks.search(text), f"docs/performance.md has no place for {name}"
+        text = marks.sub(lambda m, words=words: f"{m[1]}{words}\n{m[2]}", text)
+    return text
+
+
+def main() -> None:
+    for name, text in drawn().items():
+        path = DOCS / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote docs/{name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""`headway explain`."""
+
+import inspect
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+import headway
+
+from ..errors import ArgumentError
+from ..mods.meant import TAKES
+from .mask import parse
+
+_OF_COUNT = {len(takes.split(",")): kind for kind, takes in TAKES.items()}  # of parameters
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Print what `attention` would run for a score and a mask: the backend, every reason against
+    the others, the mask's tiles, and the code.
+
+    Each is a function or a value in a file, FILE:NAME, which is a score if it takes (score, b, h,
+    q_idx, kv_idx) and a mask if it takes (b, h, q_idx, kv_idx); or an expression, as of headway
+    mask. The file is run, as by python FILE, but for what it does under __main__. For example:
+
+      headway explain mods.py:my_score "causal()"
+      headway explain "causal() & sliding_window(1024)" --length 8192 --dtype bfloat16
+    """
+
+    mods: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="[FILE:NAME ...]", help_behavior_hint="(default: none)"),
+    ] = ()
+    """At most one score and one mask."""
+    batch: int = 1
+    """Rows of the batch."""
+    heads: int = 8
+    """Query heads."""
+    kv_heads: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: heads)")] = None
+    """Heads of keys and values."""
+    length: int = 1024
+    """Queries."""
+    kv_length: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: length)")] = None
+    """Keys."""
+    width: int = 64
+    """Of a head of queries and keys."""
+    value_width: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: width)")] = None
+    """Of a head of values."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Of the inputs."""
+    device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU, or cpu)")] = (
+        None
+    )
+    """Where the inputs are."""
+    train: bool = False
+    """The inputs require grad."""
+    backend: str = "auto"
+    """One backend alone."""
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 0, or 1 where no backend can run the call."""
+    asked = tyro.cli(Arguments, args=arguments, prog="headway explain")
+    for name in ("batch", "heads", "kv_heads", "length", "kv_length", "width", "value_width"):
+        number = getattr(asked, name)
+        if number is not None and number < 1:
+            option = name.replace("_", "-")
+            raise ArgumentError(f"--{option} {number} must be an integer, 1 or more")
+    found: dict[str, Any] = {}
+    for text in asked.mods:
+        mod = _find(text)
+        kind = _kind(text, mod)
+        if kind in found:
+            raise ArgumentError(f"{text!r} is a second {kind}; there is one at most")
+        found[kind] = mod
+    explanation = headway.explain(*_inputs(asked), **found, backend=asked.backend)
+    print(explanation)
+    return 0 if explanation.backend is not None else 1
+
+
+def _inputs(asked: Arguments) -> list[torch.Tensor]:
+    """q, k and v, which are never computed with."""
+    kv_heads, kv_length = asked.kv_heads or asked.heads, asked.kv_length or asked.length
+    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shapes = (
+        (asked.batch, asked.heads, asked.length, asked.width),
+        (asked.batch, kv_heads, kv_length, asked.width),
+        (asked.batch, kv_heads, kv_length, asked.value_width or asked.width),
+    )
+    try:
+        return [
+            torch.empty(
+                s, dtype=getattr(torch, asked.dtype), device=device, requires_grad=asked.train
+            )
+            for s in shapes
+        ]
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(f"no inputs of this size on --device {device}: {error}") from error
+
+
+def _find(text: str) -> Any:
+    """What FILE:NAME or an expression names."""
+    file, colon, name = text.rpartition(":")
+    if not colon:
+        if text.endswith(".py"):
+            raise ArgumentError(f"{text!r} is a file; write {text}:NAME")
+        return parse(text)
+    if not Path(file).is_file():
+        raise ArgumentError(f"there is no file {file!r}")
+    beside = str(Path(file).resolve().parent)
+    sys.path.insert(0, beside)  # as Python has it: the file may import its neighbours
+    try:
+        names = runpy.run_path(file)
+    # Whatever goes wrong in the user's file is told in one line.
+    except (Exception, SystemExit) as error:
+        raise ArgumentError(f"{file} could not be run: {type(error).__name__}: {error}") from error
+    finally:
+        if beside in sys.path:
+            sys.path.remove(beside)
+    found = names
+    for part in name.split("."):
+        try:
+            found = found[part] if isinstance(found, dict) else getattr(found, part)
+        except (KeyError, AttributeError):
+            there = [n for n, x in names.items() if callable(x) and n[0] != "_"]
+            raise ArgumentError(
+                f"{file} has no {name!r}; there are {', '.join(there) or 'no functions'}"
+            ) from None
+    return found
+
+
+def _kind(text: str, mod: Callable[..., Any]) -> str:
+    """What it is, "score" or "mask", by its type or how many arguments it takes."""
+    if isinstance(mod, headway.Score):
+        return "score"
+    if isinstance(mod, headway.Mask | headway.BlockMask):
+        return "mask"
+    try:
+        parameters = inspect.signature(mod).parameters.values()
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{text!r} is no function, but {type(mod).__name__}") from None
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(needed) not in _OF_COUNT:
+        takes = " and ".join(f"a {kind} {takes}" for kind, takes in TAKES.items())
+        raise ArgumentError(f"{text!r} takes {len(needed)} arguments; {takes}")
+    return _OF_COUNT[len(needed)]

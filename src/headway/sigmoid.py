@@ -1,0 +1,65 @@
+"""Sigmoid attention, by the softmax and its log-sum-exp."""
+
+from typing import Never
+
+from torch import Tensor
+
+from .api import attention_with_stats
+from .arguments import check_function, check_tensors
+from .blocks import BlockMask
+from .keywords import unknown_keywords
+from .mods import log_sigmoid
+from .mods.base import MaskFn, ScoreFn
+
+
+def sigmoid_attention(
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
+    v: Tensor,  # (b, hk, kv_len, dv)
+    score: ScoreFn | None = None,
+    mask: MaskFn | BlockMask | None = None,
+    *,
+    bias: float | Tensor,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,  # ()
+    deterministic: bool = False,
+    backend: str = "auto",
+    **unknown: Never,
+) -> Tensor:
+    """sum over kept j of sigmoid(score(scale · q kᵀ) + bias) v: attention without a softmax.
+
+    By the softmax of T = log(sigmoid(score + bias)), whose log-sum-exp is known and has a gradient:
+    sum_j exp(T_j) v_j = exp(lse) · (sum_j exp(T_j) v_j / exp(lse)). Exact forward and backward, on
+    every backend, with the work of `attention`. A query that may see no key gets 0.
+
+    **Arguments:** those of `attention`, but no `sink`, which only a softmax has, and
+
+    - `bias`: a number, or a float tensor `()` or `(hq,)` that may learn. It has no default, since
+      nothing keeps the sum small: at a bias of 0, out grows with the number of keys n. The paper's
+      is `-math.log(n)`, with which out starts about as large as that of a softmax.
+
+    **Returns:** `(b, hq, q_len, dv)`, the dtype of q. In bfloat16 and float16 it is rounded twice,
+    before and after it is multiplied by exp(lse), in float32, which is between 0 and the number of
+    keys. (float16 has no number above 65504.)
+
+    **Raises:** as `attention`.
+
+        bias = -math.log(k.shape[2])
+        out = headway.sigmoid_attention(q, k, v, mask=headway.causal(), bias=bias)
+
+    (Ramapuram et al. 2024, Theory, Analysis, and Best Practices for Sigmoid Self-Attention,
+    arXiv 2409.04431, equation 3)
+    """
+    if unknown:
+        raise unknown_keywords(sigmoid_attention, unknown)
+    last = log_sigmoid(bias)
+    if score is not None:
+        check_tensors(q, k, v)
+        check_function("score", score, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+        last = score >> last
+    out, lse, _ = attention_with_stats(
+        q, k, v, last, mask, scale=scale, dropout=dropout, seed=seed, deterministic=deterministic,
+        backend=backend,
+    )  # fmt: skip
+    return (out * lse.exp()[..., None]).to(out.dtype)

@@ -1,0 +1,104 @@
+"""Block masks from lists of blocks: attention whose sparsity is chosen, not a formula."""
+
+from dataclasses import replace
+from typing import Never
+
+import torch
+from torch import Tensor
+
+from .api import block_mask
+from .arguments import check_function, count_of, shown
+from .blocks import BlockMask, Decided, from_dense
+from .blocks.mask import tile_of
+from .errors import ArgumentError
+from .keywords import unknown_keywords
+from .mods import block_table
+from .mods.base import MaskFn
+
+
+def top_k_blocks(
+    indices: Tensor,  # (b, h, rows, k)
+    block: int | tuple[int, int],
+    q_len: int | None = None,
+    kv_len: int | None = None,
+    *,
+    mask: MaskFn | None = None,
+    **unknown: Never,
+) -> BlockMask:
+    """The block mask of lists: `indices[b, h, i // block_q]` are the blocks of keys that query i
+    sees.
+
+    As a router chooses them, in every batch and head and for every row of blocks anew (NSA's
+    selected blocks, MoBA). Blocks are not differentiable; what chose them learns by other ways.
+
+    **Arguments:**
+
+    - `indices`: int `(b, h, rows, k)`: numbers of blocks of keys, in any order. -1 names none, so
+      that rows may have fewer than k; a block that is named twice counts once. b and h may be 1,
+      which broadcasts; where query heads share a choice, as a group of them does in NSA, repeat it:
+      `indices.repeat_interleave(hq // hk, 1)`.
+    - `block`: queries and keys in a block; a number stands for both.
+    - `q_len`, `kv_len`: lengths; `rows * block_q`, and q_len, if None. The last block may be short.
+    - `mask`: within the blocks, keep what this keeps: a function or a value of the library, such as
+      `causal()`, which cuts the diagonal ones.
+
+    **Returns:** a `BlockMask` with tiles of `block`, for `attention(..., mask=)`. Besides its tiles
+    it holds a byte for every block of the square. The Hopper kernels take tiles of (128, 128) and
+    multiples: choose such blocks, or pass `.retile(128)`, which looks into tiles again.
+
+    **Raises:** `ArgumentError` for indices that are no such numbers.
+
+        mean = lambda x: x.unflatten(2, (-1, 64)).mean(3)          # (b, h, blocks, d), as MoBA does
+        gate = mean(q) @ mean(k).mT
+        gate = gate.masked_fill(torch.ones_like(gate).triu(1).bool(), -math.inf)
+        score, chosen = gate.topk(4)
+        chosen = torch.where(score > -math.inf, chosen, -1)
+        mask = headway.top_k_blocks(chosen, 64, mask=headway.causal())
+
+    (Yuan et al. 2025, Native Sparse Attention, arXiv 2502.11089, section 3.3; Lu et al. 2025, MoBA,
+    arXiv 2502.13189)
+    """
+    if unknown:
+        raise unknown_keywords(top_k_blocks, unknown)
+    block = tile_of(block, "block")
+    if (
+        not isinstance(indices, Tensor)
+        or indices.dim() != 4
+        or indices.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8)
+    ):
+        got = shown(indices) if isinstance(indices, Tensor) else type(indices).__name__
+        raise ArgumentError(f"indices must be an int tensor (b, h, rows, k), got {got}")
+    b, h, rows, _ = indices.shape
+    q_len = count_of("q_len", rows * block[0] if q_len is None else q_len)
+    kv_len = count_of("kv_len", q_len if kv_len is None else kv_len)
+    if -(-q_len // block[0]) != rows:
+        raise ArgumentError(
+            f"indices have {rows} rows, but q_len={q_len} in blocks of {block[0]} has "
+            f"{-(-q_len // block[0])}"
+        )
+    if mask is not None:
+        check_function("mask", mask, (b, h, q_len, kv_len))
+    columns = -(-kv_len // block[1])
+    table = _table(indices, columns, kv_len, block[1])
+    kept, state = block_table(table, block), table.to(torch.uint8) * 2
+    if mask is not None:
+        inside = block_mask(mask, b, h, q_len, kv_len, device=indices.device, tile=block)
+        kept, state = kept & mask, torch.where(table, inside.to_dense(), 0)
+    return replace(from_dense(state, kept, (q_len, kv_len), block), decided=Decided.by(kept))
+
+
+def _table(indices: Tensor, columns: int, kv_len: int, block: int) -> Tensor:
+    """Which blocks are named, bool `(b, h, rows, columns)`."""
+    with torch.inference_mode(False), torch.no_grad():
+        at = indices.to(torch.int64)
+        if at.numel():
+            least, most = (int(n) for n in at.aminmax())
+            if least < -1 or most >= columns:
+                raise ArgumentError(
+                    f"indices: {least if least < -1 else most} is no block: kv_len={kv_len} in "
+                    f"blocks of {block} has {columns}, numbered from 0; -1 names none"
+                )
+        # One column more, where -1 goes; a copy without it.
+        table = torch.zeros(*at.shape[:3], columns + 1, dtype=torch.bool, device=at.device)
+        table.scatter_(3, torch.where(at < 0, columns, at), True)
+        return table[..., :columns].contiguous()

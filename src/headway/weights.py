@@ -1,0 +1,113 @@
+"""The probabilities of attention, to look at: the one place that makes the square of pairs."""
+
+from collections.abc import Sequence
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+from .api import prepare, with_place
+from .arguments import check_tensors, count_of
+from .backends import reference
+from .blocks import BlockMask
+from .errors import ArgumentError, CapturedIndexError
+from .keywords import unknown_keywords
+from .mods.base import MaskFn, ScoreFn
+from .sharded import any_sharded
+from .types import Coords, acc_dtype, whole
+
+
+def attention_weights(
+    q: Tensor,  # (b, hq, q_len, d)
+    k: Tensor,  # (b, hk, kv_len, d)
+    score: ScoreFn | None = None,
+    mask: MaskFn | BlockMask | None = None,
+    *,
+    scale: float | None = None,
+    sink: Tensor | None = None,  # (hq,)
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+    limit: int = 1 << 26,
+    **unknown: Never,
+) -> Tensor:
+    """softmax(score(scale · q kᵀ) where mask): the weights that `attention` gives to the values.
+
+    For looking, not for computing: nothing else in the library makes the square of pairs. Computed
+    as the definition says, in float64, a head at a time. A row sums to 1, less what the sink takes;
+    that of a query that may see no key is 0.
+
+    **Arguments:** those of `attention`, before dropout, and
+
+    - `heads`, `queries`: the numbers of those to look at, all if None. Scores and masks still see
+      them as they are: `heads=[3], queries=range(900, 1000)`. Negative numbers count from the end.
+    - `limit`: refuse to make more numbers than this; by default 67 million, 256 MiB of them.
+
+    **Returns:** `(b, heads, queries, kv_len)`, float32 (float64 for float64 inputs). It carries no
+    gradient; a loss on weights differentiates `attention(q, k, eye, ...)`, where eye is
+    `torch.eye(kv_len).expand(b, hk, -1, -1)`.
+
+    **Raises:** `ArgumentError` beyond the limit, and whatever `attention` does.
+
+        weights = headway.attention_weights(q, k, mask=headway.causal(), heads=[0])
+        matplotlib.pyplot.imshow(weights[0, 0])
+    """
+    if unknown:
+        raise unknown_keywords(attention_weights, unknown)
+    if torch.compiler.is_compiling():
+        raise ArgumentError(
+            "attention_weights is for looking and is not compiled; call it outside of what "
+            "torch.compile(fullgraph=True) traces"
+        )
+    if any_sharded(q, k, k):
+        raise ArgumentError(
+            "attention_weights takes no sharded DTensor; give it q.full_tensor() and "
+            "k.full_tensor(), or a rank's own part"
+        )
+    check_tensors(q, k, k)
+    (b, hq, q_len, _), (hk, kv_len) = q.shape, k.shape[1:3]
+    of_heads = _numbers("heads", heads, hq)
+    at = _numbers("queries", queries, q_len)
+    numbers = b * len(of_heads) * len(at) * kv_len
+    if numbers > count_of("limit", limit):
+        raise ArgumentError(
+            f"the weights of {b} batch rows, {len(of_heads)} heads, {len(at)} queries and {kv_len} "
+            f"keys are {numbers} numbers, more than limit={limit}; look at a part, such as "
+            "heads=[0], queries=range(256), and q[:1], k[:1] of the batch; or give a larger limit"
+        )
+    with torch.no_grad():
+        spec, call = prepare(q, k, k, score, mask, scale, sink, backend="reference")
+        weights = q.new_empty(b, len(of_heads), len(at), kv_len, dtype=acc_dtype(call.q.dtype))
+        q_pos = torch.tensor(at, dtype=torch.int64, device=q.device)
+        for row in range(b):
+            for n, h in enumerate(of_heads):
+                of_k = call.k[row : row + 1, h // (hq // hk)][:, None]
+                one = call._replace(
+                    q=call.q[row : row + 1, h : h + 1].index_select(2, q_pos), k=of_k, v=of_k,
+                    sink=None if sink is None else sink[h : h + 1],
+                    coords=Coords(b=row, h=h, q_pos=q_pos),
+                )  # fmt: skip
+                try:
+                    _, t, *_ = reference._scores(spec, one)
+                except CapturedIndexError as error:
+                    raise with_place(error, score, mask) from None
+                weights[row, n] = reference._softmax(t, one.sink)[0][0, 0]
+    return weights
+
+
+def _numbers(name: str, given: Any, size: int) -> list[int]:
+    """The numbers that are asked for, each below `size`; all of them if None."""
+    if given is None:
+        return list(range(size))
+    if isinstance(given, Tensor) and given.dim() == 1:
+        given = given.tolist()
+    if not hasattr(given, "__iter__") or isinstance(given, str | Tensor):
+        raise ArgumentError(
+            f"{name}={given!r} must be integers, such as range(4) or [0, 3]; None is all"
+        )
+    found = []
+    for item in given:
+        n = whole(item)
+        if n is None or not -size <= n < size:
+            raise ArgumentError(f"{name}: {item!r} must be an integer from {-size} to {size - 1}")
+        found.append(n % size)
+    return found

@@ -1,0 +1,55 @@
+"""The site builds, its links lead somewhere, and a page asks no network for anything."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    if find_spec("mkdocs") is None or find_spec("material") is None:
+        pytest.skip("mkdocs is not installed: `make docs` installs it")
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_page_is_built(site: Path):
+    pages = [p.relative_to(ROOT / "docs") for p in (ROOT / "docs").rglob("*.md")]
+    assert [p for p in pages if not (site / p.with_suffix(".html")).exists()] == []
+
+
+def test_nothing_is_fetched_from_elsewhere(site: Path):
+    """Links may lead away; what a browser fetches by itself may not."""
+    fetched = re.compile(
+        r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(?:https?:)?//|"
+        r"<link\b(?![^>]*canonical)[^>]*\bhref=\"?(?:https?:)?//"
+    )
+    style = re.compile(r"(?:url\(|@import )[\"']?(?:https?:)?//")
+    for path in site.rglob("*.html"):
+        assert not fetched.search(path.read_text(encoding="utf-8")), path
+    for path in site.rglob("*.css"):
+        assert not style.search(path.read_text(encoding="utf-8")), path
+
+
+def test_search_has_its_index_for_files(site: Path):
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert index.startswith("var __index = ")
+    assert "Sliding window" in index
