@@ -11,7 +11,7 @@ import torch
 import headway as hw
 from headway import backends
 from headway.backends import first_use, reference
-from headway.backends.base import Kind, kind_of
+from headway.backends.base import CapabilityKey, capability_key
 from headway.errors import BackendRefused
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_auto_passes_over_it_and_by_name_it_is_refused(monkeypatch):
     monkeypatch.setattr(backends, "NAMES", tuple(others))
     q = torch.randn(1, 2, 8, 16)
     spec, call = hw.api.prepare(q, q, q)
-    assert backends.choose("auto", spec, Kind(*kind_of(call, 0))) == "cpu"
+    assert backends.choose("auto", spec, CapabilityKey(*capability_key(call, 0))) == "cpu"
     with pytest.raises(BackendRefused, match=r"wrong: a small case .*dk is off .*please report"):
         hw.attention(q, q, q, backend="wrong")
     assert wrong.forwards == 1

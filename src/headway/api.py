@@ -28,7 +28,7 @@ from .arguments import (
     usable_device,
 )
 from .backends import choose
-from .backends.base import Call, Kind, kind_of
+from .backends.base import Call, CapabilityKey, capability_key
 from .blocks import BlockMask, Decided, cached_build
 from .blocks.mask import tile_of
 from .call_cache import captured_by, look, remember
@@ -305,7 +305,7 @@ def prepare(
     if captured is None:
         captured = Captured([], [], [])
     call = Call(q, k, v, sink, seed, captured, tiles, _WHOLE if coords is None else coords)
-    kind = kind_of(call, counts[0])
+    kind = capability_key(call, counts[0])
     asked = (
         scale, of_score and of_score.text, of_mask and of_mask.text, dropout, sink is not None,
         max_logit, row_max, partial, deterministic, shape, backend, *counts,
@@ -318,8 +318,8 @@ def prepare(
         spec = _settled(*kind, *asked)
         if looked is not None and spec is not None:
             key, _, made = looked
-            call = remember(key, spec, Kind(*kind), call, made, [of_score, of_mask])
-    return (_settle(Kind(*kind), asked, call) if spec is None else spec), call
+            call = remember(key, spec, CapabilityKey(*kind), call, made, [of_score, of_mask])
+    return (_settle(CapabilityKey(*kind), asked, call) if spec is None else spec), call
 
 
 _WHOLE = Coords()
@@ -347,11 +347,11 @@ constant_under_compile(_settled_values)
 
 @lru_cache(maxsize=4096, typed=True)
 def _remembered(*known: Any) -> Spec:
-    count = len(Kind._fields)
-    return _settle(Kind(*known[:count]), known[count:])
+    count = len(CapabilityKey._fields)
+    return _settle(CapabilityKey(*known[:count]), known[count:])
 
 
-def _settle(kind: Kind, asked: tuple, call: Call | None = None) -> Spec:
+def _settle(kind: CapabilityKey, asked: tuple, call: Call | None = None) -> Spec:
     """The spec, with the scale and the backend decided. An error shows the call."""
     check_dtype(kind.dtype)
     scale, *rest = asked

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .backends.base import Alike, Call, Kind
+from .backends.base import Call, CallSignature, CapabilityKey
 from .blocks import BlockMask
 from .caches import Cache
 from .mods import Captured
@@ -22,7 +22,7 @@ from .mods.constants import brought
 from .mods.lowering import Lowered, Parts, parts_of
 from .types import Spec
 
-_known: Cache[Alike] = Cache(4096)
+_known: Cache[CallSignature] = Cache(4096)
 
 _PLAIN = {Tensor, Parameter}  # a subclass may be anything
 _SCALES = {type(None), float, int}
@@ -37,7 +37,7 @@ Made = tuple[Parts, list[Tensor], list[Reads]]
 def look(
     q: Any, k: Any, v: Any, score: Any, mask: Any, sink: Any, scale: Any, dropout: Any,
     deterministic: Any, *more: Any,
-) -> tuple[tuple, Alike | None, list[Made | None]] | None:  # fmt: skip
+) -> tuple[tuple, CallSignature | None, list[Made | None]] | None:  # fmt: skip
     """The key of a call, what was remembered for it, and what score and mask are made of. None for
     calls that no key tells from others."""
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
@@ -68,7 +68,7 @@ def look(
         return None
 
 
-def captured_by(alike: Alike, made: list[Made | None]) -> Captured:
+def captured_by(alike: CallSignature, made: list[Made | None]) -> Captured:
     """What a call captures that is alike to those."""
     if alike.captured is not None:
         return alike.captured
@@ -84,7 +84,7 @@ def captured_by(alike: Alike, made: list[Made | None]) -> Captured:
 
 
 def remember(
-    key: tuple, spec: Spec, kind: Kind, call: Call, made: list[Made | None],
+    key: tuple, spec: Spec, kind: CapabilityKey, call: Call, made: list[Made | None],
     lowered: list[Lowered | None],
 ) -> Call:  # fmt: skip
     """The call, known from now on: it has passed all checks, and this is its spec."""
@@ -94,7 +94,7 @@ def remember(
         return call
     picks = [() if low is None else low.picks for low in lowered]
     tensors, _, floats = call.captured
-    alike = Alike(spec, kind.trained, picks, None if tensors or floats else call.captured)
+    alike = CallSignature(spec, kind.trained, picks, None if tensors or floats else call.captured)
     _known.put(key, alike)
     return Call(*call[:-1], alike)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .api import prepare
 from .backends import NAMES, get, order, reasons_against, slower
-from .backends.base import Kind, kind_of, split
+from .backends.base import CapabilityKey, capability_key, split
 from .blocks import BlockMask, cached_build
 from .keywords import unknown_keywords
 from .mods import retraced
@@ -91,7 +91,7 @@ def explain(
         raise unknown_keywords(explain, unknown)
     given = q, k, v, score, mask, scale, sink, dropout, seed, deterministic
     spec, call = prepare(*given, backend="reference")
-    kind = Kind(*kind_of(call, spec.score_tensors))
+    kind = CapabilityKey(*capability_key(call, spec.score_tensors))
     reasons = {name: reasons_against(name, spec, kind) for name in NAMES}
     allowed = order(backend, spec, kind)
     chosen = next((name for name in allowed if not reasons[name]), None)

@@ -149,11 +149,11 @@ def test_a_call_that_was_changed_is_not_known():
     q, k, v = tensors()
     prepare(q, k, v, hw.softcap(5.0))
     spec, call = prepare(q, k, v, hw.softcap(5.0))
-    assert call.alike is not None
-    assert call.alike.spec is spec
-    assert call._replace(q=q[:, :, :3]).alike is None
-    assert prepare(q, k, v, hw.softcap(5.0), deterministic=True)[1].alike is not call.alike
-    assert prepare(q, k, v, hw.softcap(5.0), coords=hw.types.Coords(q=1))[1].alike is None
+    assert call.signature is not None
+    assert call.signature.spec is spec
+    assert call._replace(q=q[:, :, :3]).signature is None
+    assert prepare(q, k, v, hw.softcap(5.0), deterministic=True)[1].signature is not call.signature
+    assert prepare(q, k, v, hw.softcap(5.0), coords=hw.types.Coords(q=1))[1].signature is None
     assert replace(spec) is not spec
 
 

@@ -687,14 +687,14 @@ def simulating():
             backward_kernel=Kernel(LOADED.backward.backward),
             backward_wide=Kernel(LOADED.backward_wide.backward_wide),
             finish=Kernel(LOADED.parts.finish),
-            Terms=LOADED.rows.Terms,
+            BackwardWorkspace=LOADED.rows.BackwardWorkspace,
         ),  # fmt: skip
         mock.patch.multiple(
             bias_tables,
             lay_out=Kernel(LOADED.diagonals.lay_out),
             collect=Kernel(LOADED.diagonals.collect),
         ),  # fmt: skip
-        mock.patch.object(launch, "row_terms", LOADED.rows.row_terms),
+        mock.patch.object(launch, "run_preprocess", LOADED.rows.run_preprocess),
         mock.patch.object(outputs, "deltas", LOADED.rows.deltas),
         mock.patch.object(LOADED.rows, "row_kernel", Kernel(LOADED.rows.row_kernel)),
         mock.patch.object(plans, "functions", _functions),

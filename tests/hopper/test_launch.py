@@ -246,7 +246,9 @@ def test_too_little_shared_memory_is_said_with_the_way_out(device, direction):
     said = r"d = 64, dv = 64: 233092 bytes of 232448; use backend='triton'"
     with (
         mock.patch.object(JITFunction, "run", side_effect=error),
-        mock.patch.object(launch, "row_terms", lambda terms, *rest: torch.empty(terms.size)),
+        mock.patch.object(
+            launch, "run_preprocess", lambda workspace, *rest: torch.empty(workspace.size)
+        ),
         pytest.raises(BackendRefused, match=said),
     ):
         step()

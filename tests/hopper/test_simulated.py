@@ -334,7 +334,7 @@ def test_whose_largest_logits_are_asked_for_no_product_adds_to():
 def test_the_shortest_lines_are_dealt_last(d, dv, length, monkeypatch):
     """Of all heads and batch rows, after the longer ones of groups of heads."""
     choose(monkeypatch, "lagged")
-    monkeypatch.setattr(plan_forward.ForwardPlan, "near", lambda self, heads, *_: heads // 2)
+    monkeypatch.setattr(plan_forward.ForwardPlan, "swizzle", lambda self, heads, *_: heads // 2)
     told = []
     table = tile_table.table
     monkeypatch.setattr(tile_table, "table", lambda *args: told.append(table(*args)) or told[-1])

@@ -196,7 +196,7 @@ class Bench:
         else:
             out, lse = torch.empty_like(self.dout), torch.empty(b, hq, n)
         # dq's kernel, which comes first, writes them for the others.
-        terms = torch.zeros(plan.terms.size, device=self.device)
+        terms = torch.zeros(plan.workspace.size, device=self.device)
         shared = hq != self.k.shape[1]
         dtype = F32 if shared else self.q.dtype
         new = lambda width, dtype: torch.empty(b, hq, n, width, dtype=dtype, device=self.device)

@@ -59,24 +59,24 @@ def test_aside_is_another_stream_at_ease_and_all_is_as_before_afterwards(cuda):
     def made():
         assert (cuda.current, cuda.mode) == (8, 2)
         assert not device_guard.capturing(CARD)
-        return device_guard.aside(CARD, lambda: cuda.current)
+        return device_guard.outside_capture(CARD, lambda: cuda.current)
 
-    assert device_guard.aside(CARD, made) == 8
+    assert device_guard.outside_capture(CARD, made) == 8
     assert cuda.log == [(8, 8, 2)]  # waited for, there
     assert (cuda.current, cuda.mode) == (7, 0)
     with pytest.raises(ZeroDivisionError):
-        device_guard.aside(CARD, lambda: 1 / 0)
+        device_guard.outside_capture(CARD, lambda: 1 / 0)
     assert (cuda.current, cuda.mode) == (7, 0)
 
 
 def test_nothing_is_done_where_nothing_is_captured(cuda):
     cuda.current, x = 1, torch.zeros(3)
-    assert device_guard.aside(CARD, lambda: cuda.current) == 1
-    device_guard.keep(CARD, [x])
+    assert device_guard.outside_capture(CARD, lambda: cuda.current) == 1
+    device_guard.keep_alive(CARD, [x])
     assert (cuda.next, cuda.mode, device_guard._kept) == (7, 0, {})
     cuda.current = 7
     assert not device_guard.capturing(torch.device("cpu"))
-    device_guard.keep(CARD, [x, x])
+    device_guard.keep_alive(CARD, [x, x])
     assert [*device_guard._kept.values()] == [x]
 
 
@@ -85,9 +85,9 @@ def test_without_the_driver_it_is_refused_with_the_way_out(cuda):
         mock.patch.object(device_guard, "_exchange", return_value=None),
         pytest.raises(BackendRefused, match="make the same call once before"),
     ):
-        device_guard.aside(CARD, list)
+        device_guard.outside_capture(CARD, list)
     with (
         mock.patch.object(device_guard, "_exchange", return_value=lambda pointer: 1),
         pytest.raises(BackendRefused, match="error 1"),
     ):
-        device_guard.aside(CARD, list)
+        device_guard.outside_capture(CARD, list)

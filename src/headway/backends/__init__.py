@@ -8,7 +8,7 @@ import torch
 from ..errors import ArgumentError, BackendRefused
 from ..types import Spec, constant_under_compile
 from . import cpu, first_use, hopper, reference, triton
-from .base import Backend, Call, Kind
+from .base import Backend, Call, CapabilityKey
 
 # In order of preference; "auto" takes the first that has nothing against the call.
 _BACKENDS: dict[str, Backend] = {
@@ -38,7 +38,7 @@ def get(name: str) -> Backend:
     return _BACKENDS[name]
 
 
-def choose(name: str, spec: Spec, kind: Kind, call: Call | None = None) -> str:
+def choose(name: str, spec: Spec, kind: CapabilityKey, call: Call | None = None) -> str:
     """The backend to run: the one named, if it can; with "auto" the first that can, unless it is
     slower at this than the next.
 
@@ -53,7 +53,7 @@ def choose(name: str, spec: Spec, kind: Kind, call: Call | None = None) -> str:
     raise BackendRefused(_refusal(name, call, refusals))
 
 
-def order(name: str, spec: Spec, kind: Kind) -> tuple[str, ...]:
+def order(name: str, spec: Spec, kind: CapabilityKey) -> tuple[str, ...]:
     """The backends to ask, the preferred one first."""
     if name != "auto":
         return (name,)
@@ -61,12 +61,12 @@ def order(name: str, spec: Spec, kind: Kind) -> tuple[str, ...]:
     return (*sorted(fast, key=lambda n: slower(n, spec, kind) != ""), last)
 
 
-def slower(name: str, spec: Spec, kind: Kind) -> str:
+def slower(name: str, spec: Spec, kind: CapabilityKey) -> str:
     """Why "auto" prefers another backend that can run such calls to it; empty if it does not."""
     return hopper.slower(spec, kind) if name == "hopper" else ""
 
 
-def reasons_against(name: str, spec: Spec, kind: Kind) -> list[str]:
+def reasons_against(name: str, spec: Spec, kind: CapabilityKey) -> list[str]:
     """Why a backend cannot run such calls; empty if it can. One whose first use on the card this
     would be is checked first."""
     reasons = get(name).reasons_against(spec, kind)

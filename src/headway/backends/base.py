@@ -18,7 +18,7 @@ from ..types import Captured, Coords, Forward, Grads, Spec, constant_under_compi
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Alike:
+class CallSignature:
     """What calls have in common that differ in nothing but what is in their tensors (and in the
     numbers that kernels are given): by it backends find what they keep for such calls.
 
@@ -45,18 +45,20 @@ class Call(NamedTuple):
     captured: Captured
     tiles: Tiles | None  # of a given block mask
     coords: Coords
-    alike: Alike | None = None  # None: not known; so in whatever `_replace` makes of a call
+    signature: CallSignature | None = (
+        None  # None: not known; so in whatever `_replace` makes of a call
+    )
 
 
 def _changed(call: Call, **fields: Any) -> Call:
-    fields.setdefault("alike", None)
+    fields.setdefault("signature", None)
     return _replace(call, **fields)
 
 
 _replace, Call._replace = Call._replace, _changed  # type: ignore[method-assign]
 
 
-class Kind(NamedTuple):
+class CapabilityKey(NamedTuple):
     """What calls are alike in that a backend may refuse: nothing of data, lengths and heads."""
 
     dtype: torch.dtype
@@ -68,7 +70,7 @@ class Kind(NamedTuple):
     scattered: bool  # positions are given one by one
 
 
-def kind_of(call: Call, score_tensors: int) -> tuple:
+def capability_key(call: Call, score_tensors: int) -> tuple:
     """The fields of the call's `Kind`; the score captures the first so many tensors. Plain code
     that Dynamo can trace."""
     q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos), _ = call
@@ -91,7 +93,7 @@ class Backend(Protocol):
 
     name: str
 
-    def reasons_against(self, spec: Spec, kind: Kind) -> list[str]:
+    def reasons_against(self, spec: Spec, kind: CapabilityKey) -> list[str]:
         """Why it cannot run such calls, each with the way out; empty if it can."""
         ...
 

@@ -9,12 +9,12 @@ from ..dropout import keep
 from ..mods.derivative import differentiable_gathers, joint
 from ..mods.pointwise import Positions, mask_at, score_at
 from ..types import Coords, Forward, Grads, Spec, acc_dtype
-from .base import LARGE_LSE, Call, Hook, Kind, delta_of, graphs, scatter, split
+from .base import LARGE_LSE, Call, CapabilityKey, Hook, delta_of, graphs, scatter, split
 
 name = "reference"
 
 
-def reasons_against(spec: Spec, kind: Kind) -> list[str]:
+def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """It runs everything, slowly and with the whole square in memory."""
     return []
 

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype
-from ..base import Call, Kind
+from ..base import Call, CapabilityKey
 from . import flash, tiled
 from .maxima import row_maxima
 
 name = "cpu"
 
 
-def reasons_against(spec: Spec, kind: Kind) -> list[str]:
+def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """It runs every call whose tensors are on the CPU."""
     if kind.device.type != "cpu":
         return [f"the tensors are on {kind.device}: move them to the CPU"]

@@ -10,7 +10,7 @@ from torch import Tensor
 import triton
 
 from .precision import FAR
-from .runtime.launcher import Direct
+from .runtime.launcher import KernelLauncher
 
 _BLOCK = 32  # rows of a program
 _WHOLE = 32  # numbers: 128 bytes, at a multiple of which every term begins
@@ -18,7 +18,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _FAR = tl.constexpr(FAR)
 
 
-class Terms:
+class BackwardWorkspace:
     """Where a backward of one kind has them: one buffer, of float32, with delta, lse in units of
     log 2, and memory for dq, one after the other: zeros; or anything, and counters that are 0, one
     for each head and one more.
@@ -42,14 +42,14 @@ class Terms:
         self.each = -(-self.b * self.heads * rows // _WHOLE) * _WHOLE
         self.counters = self.b * self.heads + 1 if counted else 0
         self.size = 2 * self.each + self.b * self.heads * rows * columns + self.counters
-        self.kernels: dict[tuple, Direct] = {}
+        self.kernels: dict[tuple, KernelLauncher] = {}
 
-    def split(self, terms: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def split(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """(b, hq, rows) twice; (b, hq, rows, columns), and (b hq + 1,) of int32, or None."""
         shape, each = (self.b, self.heads, self.rows), self.each
         n = self.b * self.heads * self.rows
-        delta, lse2 = (terms[at : at + n].view(shape) for at in (0, each))
-        memory, counters = terms[2 * each :].split((n * self.columns, self.counters))
+        delta, lse2 = (workspace[at : at + n].view(shape) for at in (0, each))
+        memory, counters = workspace[2 * each :].split((n * self.columns, self.counters))
         return (
             delta, lse2, memory.view(*shape, self.columns) if self.columns else None,
             counters.view(torch.int32) if self.counters else None,
@@ -57,37 +57,37 @@ class Terms:
 
     def arrange(self, tensors: Sequence[Any], *_: object) -> tuple:
         """The arguments of `row_kernel`."""
-        out, dout, dlse, terms, lse = tensors
-        delta, lse2, zeros, counters = self.split(terms)
+        out, dout, dlse, workspace, lse = tensors
+        delta, lse2, zeros, counters = self.split(workspace)
         zeros = None if counters is not None else zeros
         lse2 = None if lse is None else lse2
         sizes = self.heads, self.q_len, self.rows, self.width
         return out, dout, dlse, delta, lse, lse2, zeros, counters, dout.stride(), *sizes
 
-    def kernel(self) -> Direct:
+    def kernel(self) -> KernelLauncher:
         """For tensors of the same dtypes and strides, and None in the same places."""
         width = triton.next_power_of_2(max(self.width, 1))
         options = {
             "BLOCK": _BLOCK, "WIDTH": width, "COLUMNS": self.columns, "NEGATIVE": self.negative,
         }  # fmt: skip
         grid = -(-self.rows // _BLOCK), self.b * self.heads, 1
-        return Direct(row_kernel, self.device, options, grid, self.arrange)
+        return KernelLauncher(row_kernel, self.device, options, grid, self.arrange)
 
 
-def row_terms(
-    terms: Terms, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor | None
+def run_preprocess(
+    workspace: BackwardWorkspace, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor | None
 ) -> Tensor:
     """All terms in one pass over out and dout; no lse and zeros where `lse` is None.
 
     **Returns:** the buffer.
     """
-    found = torch.empty(terms.size, dtype=torch.float32, device=terms.device)
-    if not terms.each:
+    found = torch.empty(workspace.size, dtype=torch.float32, device=workspace.device)
+    if not workspace.each:
         return found
     key = out.dtype, dout.dtype, dout.stride(), dlse is None, lse is None
-    kernel = terms.kernels.get(key)
+    kernel = workspace.kernels.get(key)
     if kernel is None:
-        kernel = terms.kernels[key] = terms.kernel()
+        kernel = workspace.kernels[key] = workspace.kernel()
     if dlse is not None:
         dlse = dlse.contiguous()
     if lse is not None:
@@ -101,8 +101,8 @@ def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
     **Returns:** (b, hq, q_len).
     """
-    terms = Terms(out.shape, out.shape[2], 0, out.device)
-    return terms.split(row_terms(terms, out, dout, dlse, None))[0]
+    workspace = BackwardWorkspace(out.shape, out.shape[2], 0, out.device)
+    return workspace.split(run_preprocess(workspace, out, dout, dlse, None))[0]
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "rows"])

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...mods.graph import parse
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call, Hook, Kind, launch_module, plainly_masked
+from ..base import Call, CapabilityKey, Hook, launch_module, plainly_masked
 from ..gpu import limits as limits
-from ..gpu.codegen.dependence import variation
-from ..gpu.codegen.function import diagonal, floats, not_spread
+from ..gpu.codegen.dependence import dependence_of
+from ..gpu.codegen.function import diagonal_gathers, float_gathers, gathers_in_kernel
 from .config import BACKWARD, FORWARD, TILE, fitting
 
 name = "hopper"
@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 OLDEST, NEWEST = (3, 6), (3, 9)  # Triton; Gluon is experimental, and its names move
 
 
-def reasons_against(spec: Spec, kind: Kind) -> list[str]:
+def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """It runs on compute capability 9.0, in bfloat16 and float16, up to a width of 256."""
     d, dv = kind.d, kind.dv
     reasons = []
@@ -57,7 +57,7 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
     return reasons
 
 
-def slower(spec: Spec, kind: Kind) -> str:
+def slower(spec: Spec, kind: CapabilityKey) -> str:
     """What the Triton backend is faster at. It reads every tensor by relative position once per
     diagonal of a tile, where these kernels do so for floats, and for its gradient have no registers
     left at widths 129 to 192; and up to width 64 its second pass takes less time than turns do, but
@@ -79,16 +79,16 @@ def _by_distance(score: str) -> tuple[bool, bool]:
     """Whether a score reads floats by relative position, and whether it reads whole numbers that
     are not for finding the former."""
     graph = parse(score)
-    others = (graph.nodes[n] for n in not_spread(graph))
-    return diagonal(graph) != [], any(
-        variation(graph, node.args[1:]) == "diagonals" for node in others
+    others = (graph.nodes[n] for n in gathers_in_kernel(graph))
+    return diagonal_gathers(graph) != [], any(
+        dependence_of(graph, node.args[1:]) == "diagonals" for node in others
     )
 
 
 @lru_cache(maxsize=1024)
 def _by_query(score: str) -> bool:
     """Whether a score reads a float for each query, which may want a gradient."""
-    return floats(parse(score), "rows") != []
+    return float_gathers(parse(score), "rows") != []
 
 
 def accumulates(dtype: torch.dtype) -> torch.dtype:
@@ -118,9 +118,17 @@ def code(spec: Spec, call: Call) -> str:
     from ..gpu.codegen import emit
 
     count = len(call.captured.tensors)
-    far = (False,) * count
+    wide_offsets = (False,) * count
     return emit.source(
-        emit.Text(spec.score, spec.mask, far=far, bands=True, apart=True, sides=True, spread=True)
+        emit.Text(
+            spec.score,
+            spec.mask,
+            wide_offsets=wide_offsets,
+            per_diagonal=True,
+            affine=True,
+            hoist=True,
+            bias_tables=True,
+        )
     )
 
 

@@ -14,11 +14,11 @@ from ...mods.graph import Graph
 from ...types import Spec
 from ..base import Call, graphs, plainly_masked
 from ..gpu import preprocess
-from ..gpu.codegen.dependence import variation
-from ..gpu.codegen.function import not_spread
+from ..gpu.codegen.dependence import dependence_of
+from ..gpu.codegen.function import gathers_in_kernel
 from ..gpu.device import diagonals, gradients, maths
 from ..gpu.runtime.call_plan import BasePlan, plan_of
-from ..gpu.runtime.launcher import Direct, Given
+from ..gpu.runtime.launcher import CallArguments, KernelLauncher
 from .config import head_swizzle
 from .device import (
     affine_score,
@@ -54,10 +54,11 @@ def planned(kind: type[P], spec: Spec, call: Call, wanted: tuple[int, ...], *mat
 class Plan(BasePlan):
     """What forward and backward have in common."""
 
-    # Whether an absolute distance is looked at with the mask (`linear.side`): of causal ALiBi the
-    # forward takes 47 instructions less per block, and the backward runs out of registers.
-    sided = False
-    kernel: Direct
+    # Whether an absolute distance is looked at with the mask (`affine.distance_sign`): of causal
+    # ALiBi the forward takes 47 instructions less per block, and the backward runs out of
+    # registers.
+    uses_distance_sign = False
+    kernel: KernelLauncher
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
@@ -66,22 +67,25 @@ class Plan(BasePlan):
         self.fits = all(map(fits, matrices))
         self.processors = processors(matrices[0].device)
         super().__init__(
-            spec, call, wanted, matrices, diagonals=False, rough=half, apart=True, sides=True,
-            spread=True, sided=self.sided,
+            spec, call, wanted, matrices, diagonals=False, approx_tanh=half, affine=True,
+            hoist=True, bias_tables=True, uses_distance_sign=self.uses_distance_sign,
         )  # fmt: skip
         self.index = gl.int32 if self.text.narrow else gl.int64
         self.alike = self.tiles(call)[2] == 1  # the mask is one for all heads
-        apart = self.function("linear")
+        affine = self.function("affine")
         # By how much T grows with S everywhere, where that is known.
-        self.gain: float | None = 1.0 if spec.score is None else getattr(self.given, "known", None)
-        self.affine: dict[str, Any] = {} if apart is None else {
-            "affine": apart, "has_abs": self.given.bent, "abs_only": self.given.lone,
+        self.gain: float | None = (
+            1.0 if spec.score is None else getattr(self.generated, "constant_gain", None)
+        )
+        self.affine: dict[str, Any] = {} if affine is None else {
+            "affine": affine,
+            "has_abs": self.generated.has_abs, "abs_only": self.generated.abs_only,
             "monotone": (self.gain or 0.0) > 1e-6 and spec.scale > 1e-6,
         }  # fmt: skip
         self.sides: dict[str, Any] = {name: self.function(name) for name in SIDES}
         # Every pair reads a number of its own: registers for as many addresses.
         self.heavy = any(
-            variation(graph, graph.nodes[n].args[1:]) in ("pairs", "diagonals")
+            dependence_of(graph, graph.nodes[n].args[1:]) in ("pairs", "diagonals")
             for graph in graphs(spec)
             if graph is not None
             for n in self.gathers(graph)
@@ -89,8 +93,8 @@ class Plan(BasePlan):
 
     def gathers(self, graph: Graph) -> list[int]:
         """Those that a kernel itself makes."""
-        if graph.kind != "mask" and self.text.spread:
-            return not_spread(graph)
+        if graph.kind != "mask" and self.text.bias_tables:
+            return gathers_in_kernel(graph)
         return [n for n, _ in graph.gathers]
 
     def long(self, length: int = 2048) -> bool:
@@ -105,10 +109,10 @@ class Plan(BasePlan):
         mask = graphs(self.spec)[1]
         if mask is None:
             return False
-        kinds = {variation(mask, mask.nodes[n].args[1:]) for n in self.gathers(mask)}
+        kinds = {dependence_of(mask, mask.nodes[n].args[1:]) for n in self.gathers(mask)}
         return {"rows", "cols"} <= kinds
 
-    def run(self, own: Sequence[Tensor | None], given: Given) -> None:
+    def run(self, own: Sequence[Tensor | None], given: CallArguments) -> None:
         """Launch the kernel. Whether there is shared memory for what a score or a mask needs beside
         the tiles, the compiler says, before anything runs."""
         try:
@@ -128,7 +132,7 @@ class Plan(BasePlan):
         """Whether the mask is `causal()`: lines are of all lengths."""
         return self.mask is not None and plainly_masked(self.spec)
 
-    def near(self, heads: int, ranks: int, rounds: int = 1) -> int:
+    def swizzle(self, heads: int, ranks: int, rounds: int = 1) -> int:
         """Heads that take turns, of `heads` with so many ranks each, in so many rounds of CTAs."""
         if not self.alike:
             return 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call, Hook, Kind, launch_module
+from ..base import Call, CapabilityKey, Hook, launch_module
 from ..gpu import limits as limits
 from .config import WIDEST
 
@@ -18,7 +18,7 @@ name = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def reasons_against(spec: Spec, kind: Kind) -> list[str]:
+def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """It runs on GPUs, in float32, bfloat16 and float16, up to a width of 512."""
     reasons = []
     why = unavailable(kind.device.type, kind.device.index)
@@ -66,7 +66,7 @@ def code(spec: Spec, call: Call) -> str:
     from ..gpu.codegen import emit
 
     count = len(call.captured.tensors)
-    return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count))
+    return emit.source(emit.Text(spec.score, spec.mask, wide_offsets=(False,) * count))
 
 
 def unavailable(device: str, index: int | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...types import Spec
 from ..base import Call, graphs
-from ..gpu.codegen.function import floats
+from ..gpu.codegen.function import float_gathers
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def kind_of(spec: Spec, call: Call) -> str:
     reads a number for every pair."""
     score, _ = graphs(spec)
     if score is not None:
-        biased = any(floats(score, how) for how in ("diagonals", "pairs"))
+        biased = any(float_gathers(score, how) for how in ("diagonals", "pairs"))
         return "biased" if biased else "score"
     if spec.mask is None:
         return "plain"

@@ -84,7 +84,7 @@ def forward(
         largest = tl.where(live, or_nan(largest, l), float("-inf"))
         bad = tl.max((largest != largest).to(tl.int32), 0)
         largest = tl.where(bad > 0, float("nan"), tl.max(largest, 0))
-        tl.store(top + (b64 * heads + h) * (walk.lines * SUB) + slot, largest)
+        tl.store(top + (b64 * heads + h) * (walk.tile_rows * SUB) + slot, largest)
     if sink is not None:
         s = tl.load(sink + h).to(tl.float32) * LOG2E
         before = m

@@ -11,7 +11,7 @@ from ...mods.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
 from ..gpu import captured_grads, outputs
-from ..gpu.preprocess import row_terms
+from ..gpu.preprocess import run_preprocess
 from ..gpu.runtime import parallel_compile
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
@@ -30,8 +30,8 @@ def forward(spec: Spec, call: Call) -> Forward:
     top = None
     if lse.numel():
         plan = planned(spec, call, (), q, k, v)
-        if plan.untried:
-            parallel_compile.of_training(plan, spec, call, forward, backward)
+        if plan.uncompiled:
+            parallel_compile.compile_training(plan, spec, call, forward, backward)
         launcher = _forward(plan)
         sink = _contiguous(call.sink)
         (k_turned,) = turned(plan, k)
@@ -61,8 +61,8 @@ def backward(
 
     wanted = captured_grads.wanted(spec.score, needs) if needs else ()
     plan = planned(spec, call, wanted, q, k, v, dout)
-    if plan.untried:
-        parallel_compile.of_backward(
+    if plan.uncompiled:
+        parallel_compile.compile_backward(
             plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
         )
     new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device=q.device)
@@ -72,28 +72,28 @@ def backward(
         new(b, hq, kv_len, x.shape[3], dtype=torch.float32 if shared else dtype) for x in (k, v)
     )
     if plan.one_pass:
-        terms = row_terms(plan.terms, out, dout, dlse, lse)
+        workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        own = q, k, v, dout, *turned(plan, q, dout), terms, dk, dv, dq
+        own = q, k, v, dout, *turned(plan, q, dout), workspace, dk, dv, dq
         LAUNCHERS["backward"](plan)(call, lambda slots: own)
         dq = torch.mul(dq, spec.scale, out=new(*q.shape))
     else:
-        dq, terms = new(*q.shape), new(plan.terms.size, dtype=torch.float32)
+        dq, workspace = new(*q.shape), new(plan.workspace.size, dtype=torch.float32)
         grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
         of_rows = out.contiguous(), lse, _contiguous(dlse)
         _backward_q(plan)(
             call,
-            lambda slots: (q, k, v, dout, *turned(plan, k, v), terms, *of_rows, dq, *grads),
+            lambda slots: (q, k, v, dout, *turned(plan, k, v), workspace, *of_rows, dq, *grads),
             (out.dtype, dlse is None),
         )
-        matrices = q, k, v, dout, *turned(plan, q, dout), terms
+        matrices = q, k, v, dout, *turned(plan, q, dout), workspace
         made = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
         for name in plan.passes[1:]:
             own = *matrices, *made[name], None
             LAUNCHERS[name](plan)(call, lambda slots, own=own: own)
     dsink = None
     if call.sink is not None:
-        dsink = captured_grads.of_sink(call.sink, lse, plan.terms.split(terms)[0])
+        dsink = captured_grads.of_sink(call.sink, lse, plan.workspace.split(workspace)[0])
     if shared:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
     return Grads(_cut(dq, widths[0]), _cut(dk, widths[0]), _cut(dv, widths[1]), dsink, captured)

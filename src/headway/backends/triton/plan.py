@@ -17,9 +17,9 @@ from ...types import Spec
 from ..base import Call
 from ..gpu import preprocess
 from ..gpu.device import diagonals, gradients, maths
-from ..gpu.preprocess import Terms
+from ..gpu.preprocess import BackwardWorkspace
 from ..gpu.runtime.call_plan import TILE, BasePlan, Walks, plan_of
-from ..gpu.runtime.launcher import Direct
+from ..gpu.runtime.launcher import KernelLauncher
 from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import LEARNED, Config, configs, kind_of, one_pass, passes, pieces
 
@@ -39,7 +39,7 @@ class Plan(BasePlan):
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
         q = matrices[0]
-        super().__init__(spec, call, wanted, matrices, diagonals=True, rough=rough(q))
+        super().__init__(spec, call, wanted, matrices, diagonals=True, approx_tanh=rough(q))
         self.launchers: dict[str, Launcher] = {}
         self.saved = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
         self.size, self.kind = (bits_of(q.dtype), self.d, self.dv), kind_of(spec, call)
@@ -62,7 +62,7 @@ class Plan(BasePlan):
         self.dropout = (
             min(limit, 2**32 - 1), 1 / (1 - spec.dropout) if limit < 2**32 else 0.0
         )  # fmt: skip
-        self.terms = Terms((*q.shape[:3], self.dv), self.q_len, 0, self.device)
+        self.workspace = BackwardWorkspace((*q.shape[:3], self.dv), self.q_len, 0, self.device)
         d, dv = pieces(self.d), pieces(self.dv)
         self.constants = {
             "MASK": self.function("mask"),
@@ -119,7 +119,7 @@ class Launcher:
         self.n = n
         block, step = (how.m, how.n) if self.queries else (how.n, how.m)
         self.walks = Walks(plan, queries=self.queries, block=block)
-        self.slots = self.walks.lines * self.walks.sub  # programs of one head
+        self.slots = self.walks.tile_rows * self.walks.sub  # programs of one head
         self.grid = (self.slots * plan.b * plan.hq, 1, 1)
         self.length = plan.kv_len if self.queries else plan.q_len  # of a line
         self.seen: tuple[object, bool] = None, False  # the last walk, and whether it is scattered
@@ -137,7 +137,7 @@ class Launcher:
             # A thread with 16 logits or more takes all registers there are. Where these are too few
             # and ptxas is not told, it has used 32 of them and spilled 58 kilobytes.
             self.options["maxnreg"] = 255
-        self.kernels: dict[Hashable, Direct] = {}
+        self.kernels: dict[Hashable, KernelLauncher] = {}
 
     def __call__(self, call: Call, tensors: Callable[[int], tuple], like: Hashable = None) -> tuple:
         """Launch on `tensors(slots)` (`arrange`), which are returned.
@@ -151,14 +151,14 @@ class Launcher:
             more = (call.seed.to(plan.device),)
         while True:
             own = tensors(self.slots)
-            given = plan.known(self.walks) or plan.given_by(call, self.walks, *more)
+            given = plan.known_arguments(self.walks) or plan.call_arguments(call, self.walks, *more)
             if self.seen[0] is not (made := self.walks.made[1]):
                 self.seen = made, walk.scattered(made, self.length)
             kind = like, self.seen[1]
             kernel = self.kernels.get(kind)
             if kernel is None:
                 options = self.options | {"SCATTERED": kind[1]}
-                kernel = self.kernels[kind] = Direct(
+                kernel = self.kernels[kind] = KernelLauncher(
                     self.fn, plan.device, options, self.grid, self.arrange
                 )
             try:
@@ -176,10 +176,10 @@ class Launcher:
         layout: tuple = tuple(map(_strides, own[:3]))
         coords, walk, captured, seed = plan.arranged(self.walks, tensors, floats)
         if self.name != "forward":
-            q, k, v, dout, one, two, terms, *to = own
+            q, k, v, dout, one, two, workspace, *to = own
             turned = None if one is None else ((one, _strides(one)), (two, _strides(two)))
             layout = *layout, _strides(dout), turned
-            delta, lse2, *_ = plan.terms.split(terms)
+            delta, lse2, *_ = plan.workspace.split(workspace)
             if self.name == "backward_q":
                 *of_rows, dq = to[:4]
                 own, grads = (q, k, v, dout, *of_rows, lse2, delta, dq), (tuple(to[4:]),)

@@ -194,17 +194,17 @@ def place(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
     """
     pid = tl.program_id(0)
     if walk.full is None:
-        slot = pid % walk.lines
-        rest = pid // walk.lines
+        slot = pid % walk.tile_rows
+        rest = pid // walk.tile_rows
         first = slot * ROWS
         return slot, slot, first, first + ROWS, rest % heads, rest // heads
     else:
-        ranks = walk.lines * walk.b * walk.h * SUB
+        ranks = walk.tile_rows * walk.b * walk.h * SUB
         rank = pid % ranks
         rest = pid // ranks
         line = tl.load(walk.order + rank // SUB)
-        of_mask = line // walk.lines
-        tiles = line % walk.lines
+        of_mask = line // walk.tile_rows
+        tiles = line % walk.tile_rows
         first = tiles * walk.size + (rank % SUB) * ROWS
         end = tl.minimum(first + ROWS, (tiles + 1) * walk.size)
         # What the mask does not tell apart, the rest of the program's number does.

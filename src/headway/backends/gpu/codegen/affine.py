@@ -49,7 +49,7 @@ class Line(NamedTuple):
     by: tuple[tuple[Arg, bool], ...]
     of: tuple[tuple[int, str], ...]
     slope: tuple[int, int]
-    bent: bool
+    has_abs: bool
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,23 @@ class Linear:
     of_kv: tuple[Part, ...]
 
     @property
-    def bent(self) -> bool:
+    def has_abs(self) -> bool:
         """Whether there is an absolute value."""
-        return any(line.bent for line in self.lines)
+        return any(line.has_abs for line in self.lines)
 
     @property
-    def lone(self) -> bool:
+    def abs_only(self) -> bool:
         """Whether there is nothing but an absolute value beside S."""
         others = self.shared, self.of_q, self.of_kv
-        return self.bent and len(self.lines) == 1 and not any(others)
+        return self.has_abs and len(self.lines) == 1 and not any(others)
 
     @property
-    def straight(self) -> bool:
+    def slope_only(self) -> bool:
         """Whether all that depends on the key, beside S, is multiples of distances."""
-        return bool(self.lines) and not self.bent and not self.of_kv
+        return bool(self.lines) and not self.has_abs and not self.of_kv
 
     @property
-    def known(self) -> float | None:
+    def constant_gain(self) -> float | None:
         """The gain, if it is of known numbers alone, and finite."""
         total = 0.0
         for sign, by, _ in self.gain:
@@ -109,7 +109,7 @@ def linear(graph: Graph, widths: Widths, side: int = 0) -> Linear | None:
 def _straight(line: Line, graph: Graph, side: int) -> Line:
     """The same at pairs of one side, where the absolute value of a distance is a straight line."""
     node = graph.nodes[int(line.of[0][1][1:])] if line.of[0][1][0] == "%" else None
-    if not line.bent or node is None or node.op != "sub":
+    if not line.has_abs or node is None or node.op != "sub":
         return line
     if set(node.args) != {"q_idx", "kv_idx"}:
         return line
@@ -118,7 +118,7 @@ def _straight(line: Line, graph: Graph, side: int) -> Line:
     return Line(1, line.by, ((sign, line.of[0][1]),), (sign * q, sign * kv), False)
 
 
-def side(mask: Graph, ints: Sequence[int]) -> int:
+def distance_sign(mask: Graph, ints: Sequence[int]) -> int:
     """1 where a mask keeps no pair but with `kv_idx <= q_idx`, as causal ones; -1 where none but
     the other way round; else 0.
 
@@ -190,7 +190,7 @@ class _Linear:
         except _Other:
             return None
         gain, shared, of_q, of_kv = map(tuple, self.parts.values())
-        if not gain or sum(line.bent for line in self.lines) > 1:
+        if not gain or sum(line.has_abs for line in self.lines) > 1:
             return None
         return Linear(gain, tuple(self.lines), shared, of_q, of_kv)
 
@@ -234,23 +234,23 @@ class _Linear:
         found: dict[tuple, list[tuple[int, str]]] = {}
         shared = []
         for piece in self._sum(part, with_score=False):
-            whole, bent = self._whole(piece.value)
+            whole, has_abs = self._whole(piece.value)
             if whole is not None:
-                key = (*sorted(piece.by, key=repr), bent)
+                key = (*sorted(piece.by, key=repr), has_abs)
                 found.setdefault(key, []).append((piece.sign, whole))
             elif self._kind(piece.value) == "one":
                 shared.append(piece)
             else:
                 return False
         lines = []
-        for (*by, bent), of in found.items():
-            if bent and len(of) > 1:
+        for (*by, has_abs), of in found.items():
+            if has_abs and len(of) > 1:
                 return False
-            sign = of[0][0] if bent else 1
-            of = [(1, of[0][1])] if bent else of
+            sign = of[0][0] if has_abs else 1
+            of = [(1, of[0][1])] if has_abs else of
             each = [(s, self.slopes[w]) for s, w in of]
             slope = sum(s * q for s, (q, _) in each), sum(s * kv for s, (_, kv) in each)
-            lines.append(Line(sign, tuple(by), tuple(of), slope, bent))
+            lines.append(Line(sign, tuple(by), tuple(of), slope, has_abs))
         if lines:
             self.lines += lines
             self.parts["one"] += shared
@@ -259,14 +259,14 @@ class _Linear:
     def _whole(self, value: Arg) -> tuple[str | None, bool]:
         """The whole number that a float is, if that is linear in the positions; and whether its
         absolute value."""
-        bent = False
+        has_abs = False
         node = self._node(value)
         while node is not None and (node.op == "abs" or (node.op, node.dtype) == ("to", "f32")):
-            bent |= node.op == "abs"
+            has_abs |= node.op == "abs"
             value = node.args[0]
             node = self._node(value)
         found = value in self.slopes and self._kind(value) != "one" and self._small(value)
-        return (value if found else None), bent  # type: ignore[return-value]
+        return (value if found else None), has_abs  # type: ignore[return-value]
 
     def _small(self, name: Arg) -> bool:
         assert isinstance(name, str)

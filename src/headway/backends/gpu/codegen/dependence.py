@@ -12,7 +12,7 @@ from ....mods.graph import Arg, Graph
 KINDS = ("one", "rows", "cols", "diagonals", "pairs")
 
 
-def variation(graph: Graph, indices: Sequence[Arg]) -> str:
+def dependence_of(graph: Graph, indices: Sequence[Arg]) -> str:
     """The kind for a gather at these indices."""
     known = kinds(graph)
     return _join([known[a] if isinstance(a, str) else "one" for a in indices])

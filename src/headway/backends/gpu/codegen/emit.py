@@ -18,8 +18,8 @@ from functools import lru_cache
 from ....mods.derivative import joint
 from ....mods.graph import POSITIONS, Builder, Graph, parse
 from .affine import linear
-from .dependence import variation
-from .function import Function, Text, diagonal
+from .dependence import dependence_of
+from .function import Function, Text, diagonal_gathers
 from .hoist import needed, sides
 from .int_ranges import Widths
 
@@ -32,19 +32,19 @@ def source(text: Text) -> str:
     if text.score is not None:
         graph = parse(text.score)
         of_score = len(graph.tensors)
-        far = text.far[:of_score]
+        wide_offsets = text.wide_offsets[:of_score]
         derivative = joint(text.score, text.wanted)
-        parts += _bands(graph, text, far)
-        parts.append(Function("score", graph, text, far).whole())
-        parts.append(Function("derivative", derivative, text, far).whole())
-        parts += _apart(graph, text, far)
+        parts += _bands(graph, text, wide_offsets)
+        parts.append(Function("score", graph, text, wide_offsets).whole())
+        parts.append(Function("derivative", derivative, text, wide_offsets).whole())
+        parts += _apart(graph, text, wide_offsets)
         if text.wanted:
-            parts += _scatter(graph, text, far)
+            parts += _scatter(graph, text, wide_offsets)
     if text.mask is not None:
-        far = text.far[of_score:]
+        wide_offsets = text.wide_offsets[of_score:]
         graph = parse(text.mask)
-        parts.append(Function("mask", graph, text, far).whole())
-        parts += _sides(graph, text, far)
+        parts.append(Function("mask", graph, text, wide_offsets).whole())
+        parts += _sides(graph, text, wide_offsets)
     head = "import triton\nimport triton.language as tl\n\n"
     head += "from headway.backends.gpu.device import diagonals, gradients, maths\n"
     return head + "".join(f"\n\n{part}" for part in parts)
@@ -66,59 +66,64 @@ def functions(text: Text) -> types.ModuleType:
     return module
 
 
-def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
+def _apart(graph: Graph, text: Text, wide_offsets: tuple[bool, ...]) -> list[str]:
     """`linear` and what it calls; `score_shared`, `score_of_q` and `score_of_kv` where it is given
     what they return."""
-    found = linear(graph, Widths(graph, text.narrow), text.side) if text.apart else None
+    found = linear(graph, Widths(graph, text.narrow), text.distance_sign) if text.affine else None
     if found is None:
         return []
     parts = [
-        Function(f"line{n}", graph, text, far).whole_numbers(line.of)
+        Function(f"line{n}", graph, text, wide_offsets).whole_numbers(line.of)
         for n, line in enumerate(found.lines)
     ]
     names = [p.value for p in (*found.shared, *found.of_q, *found.of_kv)]
     for part in (*found.gain, *found.lines, *found.shared, *found.of_q, *found.of_kv):
         names += [a for a, _ in part.by]
-    known = needed(graph, names) if text.sides else None
+    known = needed(graph, names) if text.hoist else None
     if known is not None:
         for name in ("shared", "of_q", "of_kv"):
-            parts.append(Function(f"score_{name}", graph, text, far).before(known, name))
-    parts.append(Function("linear", graph, text, far).apart(found, known))
-    properties = "bent", "lone", "straight", "known"
+            parts.append(Function(f"score_{name}", graph, text, wide_offsets).before(known, name))
+    parts.append(Function("affine", graph, text, wide_offsets).apart(found, known))
+    properties = "has_abs", "abs_only", "slope_only", "constant_gain"
     return [*parts, *(f"{name} = {getattr(found, name)!r}\n" for name in properties)]
 
 
-def _sides(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
+def _sides(graph: Graph, text: Text, wide_offsets: tuple[bool, ...]) -> list[str]:
     """`shared`, `of_q`, `of_kv`, `steps` and `pairs`."""
-    if not text.sides:
+    if not text.hoist:
         return []
-    known = sides(graph, Widths(graph, text.narrow) if text.apart else None)
+    known = sides(graph, Widths(graph, text.narrow) if text.affine else None)
     if known is None:
         return []
-    parts = [Function(name, graph, text, far).before(known, name) for name in known._fields]
-    return [*parts, Function("pairs", graph, text, far).pairs(known)]
+    parts = [
+        Function(name, graph, text, wide_offsets).before(known, name) for name in known._fields
+    ]
+    return [*parts, Function("pairs", graph, text, wide_offsets).pairs(known)]
 
 
-def _bands(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
+def _bands(graph: Graph, text: Text, wide_offsets: tuple[bool, ...]) -> list[str]:
     """`band0`, ...: such a gather at given positions."""
-    found = diagonal(graph) if text.bands else []
-    return [Function(f"band{k}", _only(graph, n), text, far).value() for k, n in enumerate(found)]
+    found = diagonal_gathers(graph) if text.per_diagonal else []
+    return [
+        Function(f"band{k}", _only(graph, n), text, wide_offsets).value()
+        for k, n in enumerate(found)
+    ]
 
 
-def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
+def _scatter(graph: Graph, text: Text, wide_offsets: tuple[bool, ...]) -> list[str]:
     """`scatter`, which adds a tile of every wanted partial to the gradient of its tensor (but those
     along diagonals that are `spread`), and the functions that say where."""
     parts, lines = [], []
     for k, n in enumerate(text.wanted):
         node = graph.nodes[n]
         lines.append(f"# {node.line}")
-        at = Function(f"offset{k}", _only(graph, n), text, far)
+        at = Function(f"offset{k}", _only(graph, n), text, wide_offsets)
         parts.append(at.offset())
-        how, where = variation(graph, node.args[1:]), ", ".join(POSITIONS)
-        if how == "diagonals" and text.spread:  # the kernel does
+        how, where = dependence_of(graph, node.args[1:]), ", ".join(POSITIONS)
+        if how == "diagonals" and text.bias_tables:  # the kernel does
             lines.append("pass")
             continue
-        if how == "diagonals" and not text.straight:
+        if how == "diagonals" and not text.consecutive:
             how = "pairs"
         lines.append(
             f"gradients.add_{how}(grads[{k}], values[{k}], offset{k}, {where}, captured, score)"

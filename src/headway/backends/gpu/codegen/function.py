@@ -8,7 +8,7 @@ from functools import reduce
 from ....errors import ModError
 from ....mods.graph import FLOATS, POSITIONS, Arg, Graph, Node
 from .affine import Line, Linear, Part
-from .dependence import kinds, variation
+from .dependence import dependence_of, kinds
 from .formulas import FLOAT_FORMULAS, INFIX, INT_FORMULAS, TYPES
 from .hoist import Sides, Step
 from .int_ranges import Widths, as_floats
@@ -21,44 +21,53 @@ class Text:
     - `score`, `mask`: texts of graphs, or None.
     - `wanted`: which gathers of the score (by node index) want a gradient.
     - `narrow`: positions and captured ints are below `SMALL` in magnitude.
-    - `straight`: positions are consecutive, so that diagonals of a tile are.
-    - `far`: for every captured tensor, the score's then the mask's, whether an offset into it
-      may need 64 bits.
-    - `rough`: tanh by the hardware's own instruction, wrong by up to 2^-11 of its value: a quarter
-      of what rounding P to bfloat16 does.
-    - `bands`: what depends on `kv_idx - q_idx` only is read once per diagonal of a tile; the kernel
-      then gives its first positions as `captured[2]` (diagonals.py).
-    - `spread`: the kernel reads it by itself, and gives what each pair has as `captured[2]`.
-    - `apart`: a score that is linear in S is also given taken apart (affine.py).
-    - `side`: pairs that the mask keeps are of one side (`linear.side`).
-    - `sides`: so is a mask, by what its values vary with (hoist.py).
+    - `consecutive`: positions are consecutive, and so are the diagonals of a tile.
+    - `wide_offsets`: for every captured tensor, the score's then the mask's, whether an offset into
+      it may need 64 bits.
+    - `approx_tanh`: tanh is the hardware's approximate instruction, wrong by up to 2^-11 of its
+      value: a quarter of what rounding P to bfloat16 does.
+    - `per_diagonal`: what depends on `kv_idx - q_idx` only is read once per diagonal of a tile; the
+      kernel passes its first positions as `captured[2]` (diagonals.py).
+    - `affine`: a score that is affine in S is also generated term by term (affine.py).
+    - `hoist`: a mask is also generated with its loop-invariant parts hoisted (hoist.py).
+    - `bias_tables`: the kernel reads relative biases from tables, and passes the value of every
+      pair as `captured[2]`.
+    - `distance_sign`: the sign of q_idx - kv_idx in all pairs that the mask keeps, 0 if unknown
+      (`affine.distance_sign`).
     """
 
     score: str | None
     mask: str | None
     wanted: tuple[int, ...] = ()
     narrow: bool = True
-    straight: bool = True
-    far: tuple[bool, ...] = ()
-    rough: bool = False
-    bands: bool = False
-    apart: bool = False
-    sides: bool = False
-    spread: bool = False
-    side: int = 0
+    consecutive: bool = True
+    wide_offsets: tuple[bool, ...] = ()
+    approx_tanh: bool = False
+    per_diagonal: bool = False
+    affine: bool = False
+    hoist: bool = False
+    bias_tables: bool = False
+    distance_sign: int = 0
 
 
 class Function:
     """The function of a graph.
 
-    - `far`: for every captured tensor, whether an offset into it may need 64 bits.
+    - `wide_offsets`: for every captured tensor, whether an offset into it may need 64 bits.
     """
 
-    def __init__(self, name: str, graph: Graph, text: Text, far: tuple[bool, ...]) -> None:
-        self.name, self.graph, self.far, self.rough = name, graph, far, text.rough
+    def __init__(self, name: str, graph: Graph, text: Text, wide_offsets: tuple[bool, ...]) -> None:
+        self.name, self.graph, self.wide_offsets, self.approx_tanh = (
+            name,
+            graph,
+            wide_offsets,
+            text.approx_tanh,
+        )
         # Where these functions are called there is a tile; elsewhere, single positions.
-        self.bands = diagonal(graph) if text.bands and name in ("score", "derivative") else []
-        self.spread = text.spread
+        self.per_diagonal = (
+            diagonal_gathers(graph) if text.per_diagonal and name in ("score", "derivative") else []
+        )
+        self.bias_tables = text.bias_tables
         self.widths, self.kinds = Widths(graph, text.narrow), kinds(graph)
         self.dtypes = {i.name: i.dtype for i in graph.inputs if i.ndim is None}
         self.names = {i.name for i in graph.inputs}
@@ -84,7 +93,7 @@ class Function:
         offset = "0"
         for dim, index in enumerate(indices):
             at = self._inside(str(table), dim, index)
-            if dim == 0 and self.far[int(str(table)[1:])]:
+            if dim == 0 and self.wide_offsets[int(str(table)[1:])]:
                 at = f"tl.cast({at}, tl.int64)"
             offset = at if dim == 0 else f"({offset}) * {table}_size{dim} + {at}"
         return self._text(offset)
@@ -104,8 +113,8 @@ class Function:
         self._body(self.graph.nodes)
         for k, names in enumerate(known[:3] if known else ()):
             self._given(f"captured[{k + 2}]", names)
-        straight = [(n, line) for n, line in enumerate(found.lines) if not line.bent]
-        bent = [(n, line) for n, line in enumerate(found.lines) if line.bent]
+        straight = [(n, line) for n, line in enumerate(found.lines) if not line.has_abs]
+        bent = [(n, line) for n, line in enumerate(found.lines) if line.has_abs]
         at = "tl.cast(line{}(0.0, b, h, q_at, kv_at, captured), tl.float32)".format
         grows = "({!r} if QUERIES else {!r})".format
         shared, of_q, of_kv = (
@@ -226,11 +235,11 @@ class Function:
 
     def _node(self, n: int, node: Node) -> str:
         if node.op == "gather":
-            if n in self.bands and self.spread:
-                given = f"captured[2][{self.bands.index(n)}]"
+            if n in self.per_diagonal and self.bias_tables:
+                given = f"captured[2][{self.per_diagonal.index(n)}]"
                 return given if node.dtype == "f32" else f"{given}.to({TYPES[node.dtype]})"
-            if n in self.bands:
-                band = f"band{self.bands.index(n)}"
+            if n in self.per_diagonal:
+                band = f"band{self.per_diagonal.index(n)}"
                 return f"diagonals.spread({band}, {', '.join(POSITIONS)}, captured)"
             return self._gather(node)
         if node.op == "to":
@@ -265,7 +274,7 @@ class Function:
             op = {"max": "or", "min": "and", "mul": "and", "add": "or"}.get(op, op)
         if op == "div" and of in ("f32", "bf16", "f16") and self._divides(node.args[1]):
             return f"{args[0]} * (1 / {args[1]})"  # one division for all pairs
-        if op == "tanh" and self.rough:
+        if op == "tanh" and self.approx_tanh:
             return f"maths.rough_tanh({args[0]})"
         if op == "pow" and (short := _short_power(args[0], node.args[1], of)):
             return short
@@ -283,11 +292,11 @@ class Function:
     def _gather(self, node: Node) -> str:
         table, *indices = node.args
         assert isinstance(table, str)
-        far = self.far[int(table[1:])]
+        wide_offsets = self.wide_offsets[int(table[1:])]
         pointer = table
         for dim, index in enumerate(indices):
             at = self._inside(table, dim, index)
-            at = f"tl.cast({at}, tl.int64)" if far else at
+            at = f"tl.cast({at}, tl.int64)" if wide_offsets else at
             pointer += f" + {at} * {table}_stride{dim}"
         loaded = f"tl.load({pointer})"
         return f"{loaded} != 0" if node.dtype == "bool" else loaded
@@ -366,22 +375,22 @@ def _short_power(base: str, exponent: Arg, dtype: str) -> str | None:
     return " * ".join([base] * int(exponent)) if exponent else f"{base} * 0 + 1"
 
 
-def floats(graph: Graph, kind: str) -> list[int]:
+def float_gathers(graph: Graph, kind: str) -> list[int]:
     """The gathers of floats whose indices vary so (dependence.py)."""
     return [
         n for n, node in graph.gathers
-        if node.dtype in FLOATS and variation(graph, node.args[1:]) == kind
+        if node.dtype in FLOATS and dependence_of(graph, node.args[1:]) == kind
     ]  # fmt: skip
 
 
-def diagonal(graph: Graph) -> list[int]:
+def diagonal_gathers(graph: Graph) -> list[int]:
     """The gathers of floats that read one number per diagonal."""
-    return floats(graph, "diagonals")
+    return float_gathers(graph, "diagonals")
 
 
-def not_spread(graph: Graph) -> list[int]:
-    """The gathers that are left where those of `diagonal` are given."""
-    cut = set(diagonal(graph))
+def gathers_in_kernel(graph: Graph) -> list[int]:
+    """The gathers left to the kernel where those of `diagonal_gathers` come from tables."""
+    cut = set(diagonal_gathers(graph))
     seen: set[Arg] = set()
     todo = list(graph.outputs)
     while todo:

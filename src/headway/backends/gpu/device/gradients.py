@@ -1,7 +1,7 @@
 """Gradients of captured tensors: what a generated `scatter` calls.
 
 One of these adds a tile of values to a float32 gradient, after summing what goes to one number.
-`OFFSET(score, b, h, q_idx, kv_idx, captured)` says where; `variation` in dependence.py chooses.
+`OFFSET(score, b, h, q_idx, kv_idx, captured)` says where; `dependence_of` in dependence.py chooses.
 Queries are along the side of the tile along which `q_idx` is more than 1 long.
 """
 

@@ -20,11 +20,11 @@ from ....caches import Cache
 from ....types import Coords as Places
 from ....types import Spec
 from ...base import Call, graphs, split
-from ..codegen.affine import side
+from ..codegen.affine import distance_sign
 from ..codegen.emit import Text, functions
 from ..codegen.int_ranges import SMALL
-from .device_guard import aside, capturing, keep
-from .launcher import Given
+from .device_guard import capturing, keep_alive, outside_capture
+from .launcher import CallArguments
 from .parallel_compile import settle
 from .triton_startup import starting
 
@@ -50,7 +50,7 @@ def plan_of(
 
     Calls that are alike are known without a look at all that they have in common.
     """
-    alike, (q, k, v, *dout), short = call.alike, matrices, None
+    alike, (q, k, v, *dout), short = call.signature, matrices, None
     if undecidable(spec, call):  # the tiles of the plan for other calls are those of one moment
         of = *of, undecidable
     if alike is not None and alike.spec is spec and q is call.q and k is call.k and v is call.v:
@@ -75,7 +75,7 @@ def clear() -> None:
 def key_of(spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]) -> tuple:
     """The kind of a call; `matrices` are q, k, v and, for a backward, dout."""
     at, (tensors, ints, _) = call.coords, call.captured
-    if not straight(at):
+    if not consecutive(at):
         at = (at[:4], *[None if p is None else p.shape for p in at[4:]])
     key = [spec, wanted, at, matrices[0].dtype, matrices[0].device, *ints]
     for x in matrices:
@@ -85,7 +85,7 @@ def key_of(spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[T
     return tuple(key)
 
 
-def straight(at: Places) -> bool:
+def consecutive(at: Places) -> bool:
     """Whether positions follow one another."""
     return at.q_pos is None and at.kv_pos is None
 
@@ -95,7 +95,7 @@ def undecidable(spec: Spec, call: Call) -> bool:
     to before the CUDA graph that is being captured is replayed. (Given tiles are the caller's.)"""
     if spec.mask is None or spec.tiles is not None:
         return False
-    reads = len(call.captured.tensors) > spec.score_tensors or not straight(call.coords)
+    reads = len(call.captured.tensors) > spec.score_tensors or not consecutive(call.coords)
     return reads and capturing(call.q.device)
 
 
@@ -131,10 +131,10 @@ class Walk(NamedTuple):
     order: Any
     b: Any  # what the tiles were built for: 1 for all batch rows alike, and for all heads
     h: Any
-    lines: Any  # of one batch row and head; without a block mask, blocks
+    tile_rows: Any  # of one batch row and head; without a block mask, blocks
     size: Any  # rows in a line
     step: Any  # rows in a tile on the other side
-    near: Any  # heads that take turns within a line: they share keys in cache
+    swizzle: Any  # heads that take turns within a line: they share keys in cache
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Those of it, in a row."""
@@ -153,39 +153,43 @@ class BasePlan:
 
     - `sources`: the modules of its kernels, whose keys are worked out in this order (`settle`).
     - `diagonals`: whether its kernels can read and add up a tile by diagonals.
-    - `rough`, `apart`, `sides`, `spread`: as in `Text`; `apart` and `spread` where positions are
-      small and consecutive. `sided`: whether `Text.side` is looked for.
+    - `approx_tanh`, `affine`, `hoist`, `bias_tables`: as in `Text`; `affine` and `bias_tables`
+      only where positions are small and consecutive.
+    - `uses_distance_sign`: whether `Text.distance_sign` is looked for.
     """
 
     sources: tuple[ModuleType, ...] = ()
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
-        *, diagonals: bool, rough: bool, apart: bool = False, sides: bool = False,
-        spread: bool = False, sided: bool = False,
+        *, diagonals: bool, approx_tanh: bool, affine: bool = False, hoist: bool = False,
+        bias_tables: bool = False, uses_distance_sign: bool = False,
     ) -> None:  # fmt: skip
         settle(*self.sources)
         q, k, v = matrices[:3]
         (self.b, self.hq, self.q_len, self.d), (self.hk, self.kv_len) = q.shape, k.shape[1:3]
         self.dv, self.spec, self.dtype, self.device = v.shape[3], spec, q.dtype, q.device
         self.mask = graphs(spec)[1]
-        at, in_line = call.coords, straight(call.coords)
+        at, in_line = call.coords, consecutive(call.coords)
         narrow = in_line and _narrow(at, q, k, call.captured.ints)
-        far = tuple(map(_far, call.captured.tensors))
+        wide_offsets = tuple(map(_far, call.captured.tensors))
+        sign = 0
+        if uses_distance_sign and self.mask:
+            sign = distance_sign(self.mask, call.captured.ints[spec.score_ints :])
         self.text = Text(
-            spec.score, spec.mask, wanted, narrow, diagonals and in_line, far, rough,
-            (diagonals or spread) and narrow, apart and narrow, sides, spread and narrow,
-            side(self.mask, call.captured.ints[spec.score_ints :]) if sided and self.mask else 0,
+            spec.score, spec.mask, wanted, narrow, diagonals and in_line, wide_offsets, approx_tanh,
+            (diagonals or bias_tables) and narrow, affine and narrow, hoist, bias_tables and narrow,
+            sign,
         )  # fmt: skip
-        self.given = functions(self.text)
-        settle(self.given)
+        self.generated = functions(self.text)
+        settle(self.generated)
         self.at, self.scattered = at[:4], tuple([p is not None for p in at[4:]])
         self.captured = call.captured.ints, len(call.captured.tensors)
         # Whether Triton has compiled for such calls; their lengths matter by what divides them.
         mark, lengths = object(), (math.gcd(n, 128) for n in (self.q_len, self.kv_len))
         like = (BasePlan, type(self), spec, self.text, self.dtype, self.device, self.d, self.dv,
                 *[x.stride(2) for x in matrices], *lengths)  # fmt: skip
-        self.untried = remembered(like, lambda: mark) is mark
+        self.uncompiled = remembered(like, lambda: mark) is mark
         self.tile: tuple[int, int] | None = None
         if spec.tiles is not None:
             self.tile = spec.tiles[2:]
@@ -199,7 +203,7 @@ class BasePlan:
 
     def function(self, name: str) -> Any:
         """One of the generated functions; None where the call has none."""
-        return getattr(self.given, name, None)
+        return getattr(self.generated, name, None)
 
     def tiles(self, call: Call) -> tuple[Tiles | None, int, int]:
         """The live tiles of a call, and the batch rows and heads that they were built for."""
@@ -212,23 +216,23 @@ class BasePlan:
         of_mask = split(self.spec, call.captured)[1]
         of = self.mask, of_mask, shape, self.tile, self.device, call.coords
         if self.undecided is None:
-            return cached_build(*of, partial(aside, self.device))
+            return cached_build(*of, partial(outside_capture, self.device))
         known = self.tile, *map(repr, of_mask.floats)
         found = self.undecided.get(known)
         if found is None:
-            found = self.undecided[known] = aside(self.device, lambda: undecided(*of))
+            found = self.undecided[known] = outside_capture(self.device, lambda: undecided(*of))
         return found
 
-    def known(self, walks: "Walks") -> "Given | None":
-        """What all calls bring (`given_by`), where that is known. A call that is captured looks
-        again: what it brings is kept then."""
+    def known_arguments(self, walks: "Walks") -> "CallArguments | None":
+        """What all calls bring (`call_arguments`), where that is known. A call that is captured
+        looks again: what it brings is kept then."""
         if walks.given is not None and (self.tile is None or not capturing(self.device)):
             return walks.given
         return None
 
-    def given_by(
+    def call_arguments(
         self, call: Call, walks: "Walks", *more: Tensor, walk: Walk | None = None
-    ) -> "Given":
+    ) -> "CallArguments":
         """What a call brings besides its matrices, for `arranged`; kept in `walks.given` where it
         is the same for all calls.
 
@@ -238,7 +242,7 @@ class BasePlan:
         walk = walk or walks(call)
         tensors = [_somewhere(t, self.device) for t in call.captured.tensors]
         tensors += [_positions(p) for p in call.coords[4:] if p is not None]
-        given = Given.of([*walk.tensors(), *tensors, *more], call.captured.floats)
+        given = CallArguments.of([*walk.tensors(), *tensors, *more], call.captured.floats)
         if self.steady and not tensors and not more and not given.floats:
             walks.given = given
         return given
@@ -246,8 +250,8 @@ class BasePlan:
     def arranged(
         self, walks: "Walks", tensors: Sequence[Tensor], floats: Sequence[float]
     ) -> tuple[Coords, Walk, tuple, list[Tensor]]:
-        """Of what `given_by` put in a row: where a call stands, its walk, what its score and mask
-        capture (tensors of both, then numbers of both), and what its kernel takes besides."""
+        """Of what `call_arguments` put in a row: where a call stands, its walk, what its score and
+        mask capture (tensors of both, then numbers of both), and what its kernel takes besides."""
         walk, rest = walks.made[1].of(tensors)
         (t, n, x), (ints, count) = self.counts, self.captured
         of_score, of_mask = _with_sizes(rest[:t]), _with_sizes(rest[t:count])
@@ -270,16 +274,16 @@ class Walks:
     - `near`: `Walk.near`.
     """
 
-    def __init__(self, plan: BasePlan, *, queries: bool, block: int, near: int = 1) -> None:
-        self.plan, self.queries, self.near = plan, queries, near
+    def __init__(self, plan: BasePlan, *, queries: bool, block: int, swizzle: int = 1) -> None:
+        self.plan, self.queries, self.swizzle = plan, queries, swizzle
         self.size, self.step = block, block
         if plan.tile is not None:
             self.size, self.step = plan.tile if queries else plan.tile[::-1]
         length = plan.q_len if queries else plan.kv_len
-        self.lines, self.sub = -(-length // self.size), -(-self.size // block)
-        self.given: Given | None = None  # where all calls bring the same
+        self.tile_rows, self.sub = -(-length // self.size), -(-self.size // block)
+        self.given: CallArguments | None = None  # where all calls bring the same
         self.made: tuple[Tiles | None, Walk] = (
-            None, Walk(None, None, None, 1, 1, self.lines, self.size, self.step, near)
+            None, Walk(None, None, None, 1, 1, self.tile_rows, self.size, self.step, swizzle)
         )  # fmt: skip
 
     def __call__(self, call: Call) -> Walk:
@@ -290,9 +294,9 @@ class Walks:
             if tiles is None:
                 return walk
             if known is None or not _same(tiles, known):
-                walk = aside(self.plan.device, partial(self._of, tiles, b, h))
+                walk = outside_capture(self.plan.device, partial(self._of, tiles, b, h))
                 self.made = tiles, walk
-        keep(self.plan.device, walk.tensors())
+        keep_alive(self.plan.device, walk.tensors())
         return walk
 
     def _of(self, tiles: Tiles, b: int, h: int) -> Walk:
@@ -303,7 +307,7 @@ class Walks:
         )
         return Walk(
             tuple(map(_aligned, full)), tuple(map(_aligned, partial)), _aligned(order),
-            b, h, self.lines, self.size, self.step, self.near,
+            b, h, self.tile_rows, self.size, self.step, self.swizzle,
         )  # fmt: skip
 
 

@@ -47,13 +47,13 @@ def capturing(device: torch.device) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def keep(device: torch.device, tensors: Iterable[Tensor]) -> None:
+def keep_alive(device: torch.device, tensors: Iterable[Tensor]) -> None:
     """Keep what is not the graph's own, and what a call reads, for good, if one is captured."""
     if capturing(device):
         _kept.update((id(x), x) for x in tensors)
 
 
-def aside(device: torch.device, make: Callable[[], T]) -> T:
+def outside_capture(device: torch.device, make: Callable[[], T]) -> T:
     """What `make` gives, which is kept beyond a call: no part of a graph that is being captured,
     or is about to be. It is done now, in memory that is not the graph's, whatever it waits for, and
     may read what was there before a capture began."""

@@ -17,7 +17,7 @@ from .parallel_compile import rehearsals, write_down
 from .triton_startup import started
 
 
-class Given(NamedTuple):
+class CallArguments(NamedTuple):
     """What a call brings besides its matrices: tensors, floats, and the addresses of the former."""
 
     tensors: list[Tensor]
@@ -25,14 +25,14 @@ class Given(NamedTuple):
     addresses: list[int]
 
     @staticmethod
-    def of(tensors: list[Tensor], floats: Sequence[float] = ()) -> "Given":
-        return Given(tensors, floats, [x.data_ptr() for x in tensors])
+    def of(tensors: list[Tensor], floats: Sequence[float] = ()) -> "CallArguments":
+        return CallArguments(tensors, floats, [x.data_ptr() for x in tensors])
 
 
-NONE = Given([], (), [])
+NO_ARGUMENTS = CallArguments([], (), [])
 
 
-class Direct:
+class KernelLauncher:
     """A kernel for calls of one kind: launched through Triton, where it is not compiled yet, else
     directly, since for calls of one kind Triton would choose the same: through the driver
     (`driver.Launch`) or, where that is not known to be right, through `CompiledKernel.run` (the
@@ -40,7 +40,7 @@ class Direct:
 
     - `options`: the kernel's last parameters by name, which are constants, and Triton's own.
     - `arrange`: the other arguments from what a call gives: `tensors` of its own, then the tensors
-      and floats of a `Given`. It looks at shapes and strides alone.
+      and floats of `CallArguments`. It looks at shapes and strides alone.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class Direct:
         self.compiled: Any = None
         self.launch: Launch | None = None
 
-    def __call__(self, tensors: Sequence[Tensor | None], given: Given = NONE) -> None:
+    def __call__(
+        self, tensors: Sequence[Tensor | None], given: CallArguments = NO_ARGUMENTS
+    ) -> None:
         """Launch; `tensors` are the same ones present, and None, in all calls."""
         if self.cuda and self.index != torch._C._cuda_getDevice():
             with on(self.device):
@@ -70,7 +72,7 @@ class Direct:
             self.through_triton(tensors, given, addresses)
 
     def through_triton(
-        self, tensors: Sequence[Tensor | None], given: Given, addresses: Sequence[int]
+        self, tensors: Sequence[Tensor | None], given: CallArguments, addresses: Sequence[int]
     ) -> None:
         """Launch as Triton does."""
         args = self.arrange(tensors, given.tensors, given.floats)
@@ -91,7 +93,7 @@ class Direct:
             run, loaded = self.compiled.run, (self.compiled.function, self.compiled.packed_metadata)
             run(*self.grid, self.stream(self.index), *loaded, None, None, None, *args, *self.tail)
 
-    def known(self, compiled: Any, tensors: Sequence[Tensor | None], given: Given) -> bool:
+    def known(self, compiled: Any, tensors: Sequence[Tensor | None], given: CallArguments) -> bool:
         """Launch this through the driver from now on; False where that cannot be."""
         own, floats = stand_ins((*tensors, *given.tensors), given.floats)
         args = self.arrange(own[: len(tensors)], own[len(tensors) :], floats)

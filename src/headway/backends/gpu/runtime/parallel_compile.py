@@ -39,7 +39,7 @@ _HEAD_START = 0.1
 _LATE = "triton.experimental.gluon.nvidia.hopper"  # Triton imports it for its first argument
 
 
-def of_training(
+def compile_training(
     plan: Any, spec: Spec, call: Call, forward: Callable[..., Any], backward: Callable[..., Any]
 ) -> None:
     """Compile the kernels of a forward and of the backward that will follow, if one will.
@@ -47,7 +47,7 @@ def of_training(
     How the gradient of out will lie in memory nobody knows yet: as q does, which is so where
     modules take heads apart and put them together again. Otherwise the backward compiles its own.
     """
-    plan.untried = False
+    plan.uncompiled = False
     tensors = call.captured.tensors[: spec.score_tensors]
     if not any(x is not None and x.requires_grad for x in (*call[:4], *tensors)):
         return
@@ -61,9 +61,9 @@ def of_training(
     side_by_side(plan.device, steps)
 
 
-def of_backward(plan: Any, backward: Callable[[], object]) -> None:
+def compile_backward(plan: Any, backward: Callable[[], object]) -> None:
     """Compile the kernels of a backward."""
-    plan.untried = False
+    plan.uncompiled = False
     side_by_side(plan.device, backward)
 
 

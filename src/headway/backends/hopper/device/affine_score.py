@@ -28,7 +28,7 @@ def linear_scores(
     SLANTED: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Of a score that is linear in S, rows being queries: T less a number per row, in some unit
-    above 0; that unit over log 2; and the number of a row over log 2, 0 where the score is `lone`.
+    above 0; that unit over log 2; and the number of a row over log 2, 0 if `abs_only`.
     If HOW.slanted it is one number for all rows, less what `straight_line` has of each.
 
     - `first_row`, `first`: a position near the rows, and the first one of the columns.

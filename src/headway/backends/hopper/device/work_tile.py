@@ -21,38 +21,39 @@ def map_work_tile(rank, total, last, walk, heads, SUB: gl.constexpr):
     """Of a rank of so many: which line it is of in the order of the mask; and its head and batch
     row, where the mask does not tell them apart.
 
-    Ranks of some heads (`walk.near`) follow one another, longest line first, then those of the next
-    heads: while their keys are in the L2 cache. Under a mask the ranks of the `last` lines come
-    after those of all heads: with long ones at the end some CTAs would be busy, and others not."""
-    near = walk.near
+    Ranks of some heads (`walk.swizzle`) follow one another, longest line first, then those of the
+    next heads: while their keys are in the L2 cache. Under a mask the ranks of the `last` lines
+    come after those of all heads: with long ones at the end some CTAs would be busy, and others
+    not."""
+    swizzle = walk.swizzle
     if walk.full is None:
-        rest, n, turn = _swizzled(rank, walk.lines, near)
+        rest, n, turn = _swizzled(rank, walk.tile_rows, swizzle)
     else:
-        lines = walk.lines * walk.b * walk.h * SUB
+        lines = walk.tile_rows * walk.b * walk.h * SUB
         of_line = total // lines
         first = lines - last
         after = rank - first * of_line
         if after < 0:
-            rest, n, turn = _swizzled(rank, first, near)
+            rest, n, turn = _swizzled(rank, first, swizzle)
         else:
             _, n, turn = _swizzled(after, last, of_line)
-            rest, turn = turn // near, turn % near
+            rest, turn = turn // swizzle, turn % swizzle
             n += first
-    turns = heads // near  # of a batch row's heads
+    turns = heads // swizzle  # of a batch row's heads
     b = rest // turns
-    h = (rest - b * turns) * near + turn
+    h = (rest - b * turns) * swizzle + turn
     return n, h, gl.where(walk.h == 1, b, rest)
 
 
 @gluon.jit
-def _swizzled(rank, lines, near):
-    """Of ranks of so many lines, of which `near` follow one another: the group of heads, the line,
-    and the head of the group."""
-    several = lines * near
+def _swizzled(rank, lines, swizzle):
+    """Of ranks of so many lines, of which `swizzle` follow one another: the group of heads, the
+    line, and the head of the group."""
+    several = lines * swizzle
     rest = rank // several
     turn = rank - rest * several
-    n = turn // near
-    return rest, n, turn - n * near
+    n = turn // swizzle
+    return rest, n, turn - n * swizzle
 
 
 @gluon.jit
@@ -64,10 +65,10 @@ def locate_tile(rank, total, last, walk, heads, SUB: gl.constexpr, ROWS: gl.cons
         return n, n, n * ROWS, h, b
     else:
         line = gl.load(walk.order + n // SUB)
-        tile = line % walk.lines
+        tile = line % walk.tile_rows
         slot = tile * SUB + n % SUB
         first = tile * walk.size + n % SUB * ROWS
-        of_mask = line // walk.lines
+        of_mask = line // walk.tile_rows
         h = gl.where(walk.h == 1, h, of_mask % walk.h)
         b = gl.where(walk.b == 1, b, of_mask // walk.h)
         return line, slot, first, h, b

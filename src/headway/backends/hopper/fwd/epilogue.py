@@ -34,7 +34,7 @@ def epilogue(acc, state, rank, SCORE: gl.constexpr, HOW: gl.constexpr):
         largest = gl.where(live, or_nan(largest, l), float("-inf"))
         bad = gl.max((largest != largest).to(gl.int32), 0)
         largest = gl.where(bad > 0, float("nan"), gl.max(largest, 0))
-        slots = walk.lines * HOW.sub
+        slots = walk.tile_rows * HOW.sub
         at_top = (
             (gl.cast(b, gl.int64) * heads + h) * (HOW.consumers * slots) + HOW.consumers * slot + W
         )
