@@ -13,7 +13,7 @@ import headway as hw
 from headway import backends
 from headway.api import prepare
 from headway.backends import first_use, hopper
-from headway.backends.base import Kind, kind_of
+from headway.backends.base import CapabilityKey, capability_key
 
 ASK = """
 import json, sys
@@ -130,7 +130,7 @@ def test_what_triton_is_faster_at_goes_there(first, score, options):
     width, trained = options.pop("width", 16), options.pop("trained", True)
     q = torch.randn(1, 2, 8, width, dtype=torch.bfloat16).requires_grad_(trained)
     spec, call = prepare(q, q, q, score, backend="reference", **options)
-    kind = Kind(*kind_of(call, spec.score_tensors))
+    kind = CapabilityKey(*capability_key(call, spec.score_tensors))
     names = backends.order("auto", spec, kind)
     assert next(n for n in names if n in ("hopper", "triton")) == first
     assert sorted(names) == sorted(backends.NAMES)
@@ -156,5 +156,5 @@ FIXED = ROWS.detach()
 def test_gradients_that_do_not_fit_in_shared_memory_are_refused(score, widths, refused):
     q, k, v = (torch.randn(1, 2, 8, widths[x == 2], dtype=torch.bfloat16) for x in range(3))
     spec, call = prepare(q, k, v, score, backend="reference")
-    reasons = hopper.reasons_against(spec, Kind(*kind_of(call, spec.score_tensors)))
+    reasons = hopper.reasons_against(spec, CapabilityKey(*capability_key(call, spec.score_tensors)))
     assert any("a number for each query" in reason for reason in reasons) is refused

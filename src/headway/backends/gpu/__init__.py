@@ -4,7 +4,7 @@ Importing it loads no Triton.
 """
 
 from ...types import Spec
-from .precision import FAR
+from .precision import MAX_LSE
 
 
 def limits(spec: Spec) -> list[str]:
@@ -12,8 +12,8 @@ def limits(spec: Spec) -> list[str]:
     if spec.score is None:
         return []
     return [
-        f"a query whose largest score is beyond +-{FAR:,.0f} (-1e9 for every key, say) gets no "
+        f"a query whose largest score is beyond +-{MAX_LSE:,.0f} (-1e9 for every key, say) gets no "
         "gradients, and beyond +-1e8 its out may be wrong or NaN: drop such keys by the mask or by "
         "-inf, or use a smaller minimum, such as -1e4; at +-x, its gradients are off by up to "
-        f"x / {FAR:,.0f} of themselves"
+        f"x / {MAX_LSE:,.0f} of themselves"
     ]

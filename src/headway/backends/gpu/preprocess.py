@@ -9,13 +9,12 @@ from torch import Tensor
 
 import triton
 
-from .precision import FAR
+from . import precision
 from .runtime.launcher import KernelLauncher
 
 _BLOCK = 32  # rows of a program
 _WHOLE = 32  # numbers: 128 bytes, at a multiple of which every term begins
-_LOG2E = tl.constexpr(1.4426950408889634)
-_FAR = tl.constexpr(FAR)
+_LOG2E, _MAX_LSE = tl.constexpr(precision.LOG2E), tl.constexpr(precision.MAX_LSE)
 
 
 class BackwardWorkspace:
@@ -150,4 +149,4 @@ def sums(x, dx):
 def in_log2(lse):
     """lse in units of log 2; inf, and so P = 0, for a query that sees nothing, and for one of which
     P cannot be told: T log2(e) less a rounded lse of -1e9 would be off by 2^64."""
-    return tl.where(tl.abs(lse) > _FAR, float("inf"), lse) * _LOG2E
+    return tl.where(tl.abs(lse) > _MAX_LSE, float("inf"), lse) * _LOG2E

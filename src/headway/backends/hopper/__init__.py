@@ -8,11 +8,10 @@ import importlib.util
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from ...mods.graph import parse
-from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, Hook, launch_module, plainly_masked
+from ...types import Spec, acc_dtype, constant_under_compile
+from ..base import Call, CapabilityKey, launched, no_operator, plainly_masked
 from ..gpu import limits as limits
 from ..gpu.codegen.dependence import dependence_of
 from ..gpu.codegen.function import diagonal_gathers, float_gathers, gathers_in_kernel
@@ -91,26 +90,8 @@ def _by_query(score: str) -> bool:
     return float_gathers(parse(score), "rows") != []
 
 
-def accumulates(dtype: torch.dtype) -> torch.dtype:
-    """float32."""
-    return acc_dtype(dtype)
-
-
-def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel."""
-    return launch_module(__name__).forward(spec, call)
-
-
-def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    needs: tuple[bool, ...],
-) -> Grads:  # fmt: skip
-    """One kernel for all gradients, between two small ones."""
-    return launch_module(__name__).backward(spec, call, out, lse, dout, dlse, needs)
-
-
-def native(spec: Spec, call: Call, hook: Hook) -> None:
-    """PyTorch has no operator for what it does."""
+forward, backward = launched(__name__)
+accumulates, native = acc_dtype, no_operator
 
 
 def code(spec: Spec, call: Call) -> str:

@@ -7,10 +7,9 @@ import importlib.util
 import sys
 
 import torch
-from torch import Tensor
 
-from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, Hook, launch_module
+from ...types import Spec, acc_dtype, constant_under_compile
+from ..base import Call, CapabilityKey, launched, no_operator
 from ..gpu import limits as limits
 from .config import WIDEST
 
@@ -39,26 +38,8 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     return reasons
 
 
-def accumulates(dtype: torch.dtype) -> torch.dtype:
-    """float32."""
-    return acc_dtype(dtype)
-
-
-def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel."""
-    return launch_module(__name__).forward(spec, call)
-
-
-def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    needs: tuple[bool, ...],
-) -> Grads:  # fmt: skip
-    """Two kernels: dq and what the score captures, then dk and dv."""
-    return launch_module(__name__).backward(spec, call, out, lse, dout, dlse, needs)
-
-
-def native(spec: Spec, call: Call, hook: Hook) -> None:
-    """PyTorch has no operator for what it does."""
+forward, backward = launched(__name__)
+accumulates, native = acc_dtype, no_operator
 
 
 def code(spec: Spec, call: Call) -> str:

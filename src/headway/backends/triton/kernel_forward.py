@@ -11,11 +11,11 @@ import triton.language as tl
 
 import triton
 
+from ..gpu import precision
 from . import tile
 from .walk import advance, begin, rows_of
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+LOG2E, LN2 = tl.constexpr(precision.LOG2E), tl.constexpr(precision.LN2)
 
 
 # Of a single key, were it known that there is but one, Triton 3.6 compiles no kernel for Blackwell.

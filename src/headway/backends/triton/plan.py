@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 import triton
 
+from ...blocks import TILE
 from ...dropout import threshold
 from ...errors import BackendRefused
 from ...types import Spec
@@ -18,7 +19,7 @@ from ..base import Call
 from ..gpu import preprocess
 from ..gpu.device import diagonals, gradients, maths
 from ..gpu.preprocess import BackwardWorkspace
-from ..gpu.runtime.call_plan import TILE, BasePlan, Walks, plan_of
+from ..gpu.runtime.call_plan import BasePlan, Walks, plan_of
 from ..gpu.runtime.launcher import KernelLauncher
 from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import LEARNED, Config, configs, kind_of, one_pass, passes, pieces

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ....blocks import Tiles, cached_build, undecided
+from ....blocks import TILE, Tiles, cached_build, undecided
 from ....caches import Cache
 from ....types import Coords as Places
 from ....types import Spec
@@ -27,8 +27,6 @@ from .device_guard import capturing, keep_alive, outside_capture
 from .launcher import CallArguments
 from .parallel_compile import settle
 from .triton_startup import starting
-
-TILE = (128, 128)  # of the block masks that backends build
 
 T = TypeVar("T")
 _known: Cache[Any] = Cache(512)  # by kind

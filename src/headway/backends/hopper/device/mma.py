@@ -4,11 +4,12 @@ A width that is no power of two is held as two pieces: 96 is 64 + 32, 192 is 128
 tensor are a tuple of one or two; a descriptor, a buffer or an accumulator is never anything else.
 """
 
+from headway.backends.gpu import precision
+
 from .gluon_compat import copy_in, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from .pipeline import advance, producer_acquire
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+LOG2E, LN2 = gl.constexpr(precision.LOG2E), gl.constexpr(precision.LN2)
 ROWS = gl.constexpr(64)  # of a consumer of the forward: what one warpgroup multiplies at a time
 
 
