@@ -117,7 +117,7 @@ def backward(spec, call, out, lse) -> None:
 
 
 def single() -> None:
-    """A forward and a backward of the Triton backend in float32, which takes copies that are turned."""
+    """A forward and a backward of the Triton backend in float32, which takes transposed copies."""
     q = torch.randn(1, 2, 72, 16)
     spec, call = prepare(q, q, q, None, hw.causal(), backend="triton")
     out, lse, *_ = portable.forward(spec, call)

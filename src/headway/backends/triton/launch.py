@@ -34,8 +34,8 @@ def forward(spec: Spec, call: Call) -> Forward:
             parallel_compile.compile_training(plan, spec, call, forward, backward)
         launcher = _forward(plan)
         sink = _contiguous(call.sink)
-        (k_turned,) = turned(plan, k)
-        k = k if k_turned is None else k_turned
+        (k_transposed,) = transposed(plan, k)
+        k = k if k_transposed is None else k_transposed
 
         def tensors(slots: int) -> tuple:
             top = new(b, hq, slots) if spec.max_logit else None
@@ -74,7 +74,7 @@ def backward(
     if plan.one_pass:
         workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        own = q, k, v, dout, *turned(plan, q, dout), workspace, dk, dv, dq
+        own = q, k, v, dout, *transposed(plan, q, dout), workspace, dk, dv, dq
         LAUNCHERS["backward"](plan)(call, lambda slots: own)
         dq = torch.mul(dq, spec.scale, out=new(*q.shape))
     else:
@@ -83,10 +83,10 @@ def backward(
         of_rows = out.contiguous(), lse, _contiguous(dlse)
         _backward_q(plan)(
             call,
-            lambda slots: (q, k, v, dout, *turned(plan, k, v), workspace, *of_rows, dq, *grads),
+            lambda slots: (q, k, v, dout, *transposed(plan, k, v), workspace, *of_rows, dq, *grads),
             (out.dtype, dlse is None),
         )
-        matrices = q, k, v, dout, *turned(plan, q, dout), workspace
+        matrices = q, k, v, dout, *transposed(plan, q, dout), workspace
         made = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
         for name in plan.passes[1:]:
             own = *matrices, *made[name], None
@@ -150,7 +150,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def turned(plan: Plan, *matrices: Tensor) -> list[Tensor | None]:
+def transposed(plan: Plan, *matrices: Tensor) -> list[Tensor | None]:
     """Copies in which the numbers of a column are neighbours, columns being in sixteens; None where
     products take no such copies.
 
@@ -158,10 +158,10 @@ def turned(plan: Plan, *matrices: Tensor) -> list[Tensor | None]:
     factor. In `tile.outer` these are rows of a matrix, a multiple of 128 bytes apart: in shared
     memory all in the same banks, and Triton pads no factor of such a product.
     """
-    return [_turned(x) if plan.turns else None for x in matrices]
+    return [_transposed(x) if plan.transposes else None for x in matrices]
 
 
-def _turned(x: Tensor) -> Tensor:
+def _transposed(x: Tensor) -> Tensor:
     b, h, length, width = x.shape
     columns = x.new_empty(b, h, width, -(-length // 16) * 16)
     return columns[..., :length].mT.copy_(x)

@@ -55,7 +55,7 @@ class Plan(BasePlan):
         self.suit([self.configs(name, kind)[0] for name in names for kind in kinds])
         if wanted:
             self.kind = LEARNED
-        self.turns = bits_of(q.dtype) == 32  # `launch.turned`
+        self.transposes = bits_of(q.dtype) == 32  # `launch.transposed`
         self.static = (
             self.hq, self.hq // self.hk, self.q_len, self.kv_len, self.d, self.dv, spec.scale
         )  # fmt: skip
@@ -130,7 +130,7 @@ class Launcher:
             "EVEN": whole, "BLOCK_EDGE": how.edge or step, "SUB": self.walks.sub,
         }  # fmt: skip
         if (
-            plan.turns
+            plan.transposes
             and how.m * how.n >= 512 * how.warps
             and plan.d + plan.dv > 64
             and on_cuda(plan.device)
@@ -171,15 +171,15 @@ class Launcher:
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel. Its own are, of the forward, the first ones; of a backward
-        q, k, v, dout, two turned copies or None, the terms of its rows, what the first kernel makes
+        q, k, v, dout, two transposed copies or None, the terms of its rows, what the first kernel makes
         these of (out, lse, dlse), and the gradients, captured ones last."""
         plan, grads = self.plan, ()
         layout: tuple = tuple(map(_strides, own[:3]))
         coords, walk, captured, seed = plan.arranged(self.walks, tensors, floats)
         if self.name != "forward":
             q, k, v, dout, one, two, workspace, *to = own
-            turned = None if one is None else ((one, _strides(one)), (two, _strides(two)))
-            layout = *layout, _strides(dout), turned
+            transposed = None if one is None else ((one, _strides(one)), (two, _strides(two)))
+            layout = *layout, _strides(dout), transposed
             delta, lse2, *_ = plan.workspace.split(workspace)
             if self.name == "backward_q":
                 *of_rows, dq = to[:4]
