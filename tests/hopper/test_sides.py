@@ -12,8 +12,8 @@ if find_spec("triton") is None:
 import headway as hw
 from headway.api import prepare
 from headway.backends.gpu.codegen import emit
-from headway.backends.gpu.codegen.hoist import sides
-from headway.backends.gpu.codegen.int_ranges import Widths
+from headway.backends.gpu.codegen.hoist import hoist_mask
+from headway.backends.gpu.codegen.int_ranges import IntRanges
 from headway.backends.gpu.runtime import call_plan
 from headway.backends.hopper.launch_plan import SIDES
 from headway.mods.graph import parse
@@ -58,7 +58,7 @@ def taken_apart(mask, apart=True):
     tensors = call_plan._with_sizes(call.captured.tensors)
     captured = simulator._argument(tensors), (*call.captured.ints, *call.captured.floats)
     graph = parse(spec.mask)
-    found = sides(graph, Widths(graph, True) if apart else None)
+    found = hoist_mask(graph, IntRanges(graph, True) if apart else None)
     return found, simulator._functions(text), captured
 
 

@@ -97,7 +97,7 @@ class BiasTables:
 
         if fill:
             kernel, per = lay_out, 16 * _BLOCK
-            options = {"BAND": plan.function(f"band{k}"), "SIGN": 1 if self.queries else -1}
+            options = {"BAND": plan.function(f"bias{k}"), "SIGN": 1 if self.queries else -1}
         else:
             kernel, per = collect, 64 * _BLOCK
             options = {"OFFSET": plan.function(f"offset{k}")}

@@ -59,7 +59,7 @@ def unavailable(device: str, index: int | None) -> str:
         if torch.version.hip is None and capability < (8, 0):
             return f"the GPU has compute capability {capability}, Triton's kernels need (8, 0)"
         return ""
-    # On the CPU there is Triton's interpreter, for tests: loaded and switched on by whom it is for.
+    # On the CPU there is Triton's interpreter, for tests, which load it and switch it on.
     triton = sys.modules.get("triton")
     if device == "cpu" and triton is not None and triton.knobs.runtime.interpret:
         return ""

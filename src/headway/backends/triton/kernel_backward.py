@@ -15,10 +15,10 @@ over disjoint sets of keys add up to the exact gradients. (Dao et al. 2022, algo
 Two kernels compute S and dP twice: seven products instead of five. In return no sum crosses
 programs: no atomics, and the same bits at every run. The first kernel, for dq, has the rows of dout
 in registers: it computes delta and lse in units of log 2, and stores them for the second.
-`backward_kv` computes those of dk and dv for which it gets memory: one at a time, in eight products,
-where registers do not suffice for both. With a dq of float32 zeros it adds dS k to it as well: five
-products, and a sum over keys in any order. delta and lse then come from a kernel before it
-(`gpu.preprocess`).
+`backward_kv` computes those of dk and dv for which it gets memory: one at a time, in eight
+products, where registers do not suffice for both. With a dq of float32 zeros it adds dS k to it as
+well: five products, and a sum over keys in any order. delta and lse then come from a kernel before
+it (`gpu.preprocess`).
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""From a call to kernel launches: what each kernel is given, and what is allocated for it."""
+"""From a call to kernel launches: the kernels' arguments, and their memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ from .plan import Launcher, Plan, planned
 
 
 def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel; and where the largest logit is wanted, the maximum over its programs."""
+    """One kernel; for `max_logit` also the maximum over its programs."""
     width = call.v.shape[3]
     q, k, v = _rows(call.q), _rows(call.k), _rows(call.v)
     b, hq, q_len, _ = q.shape
@@ -37,11 +37,11 @@ def forward(spec: Spec, call: Call) -> Forward:
         (k_transposed,) = transposed(plan, k)
         k = k if k_transposed is None else k_transposed
 
-        def tensors(slots: int) -> tuple:
+        def arguments(slots: int) -> tuple:
             top = new(b, hq, slots) if spec.max_logit else None
             return q, k, v, out, lse, row_max, top, sink
 
-        top = launcher(call, tensors)[6]
+        top = launcher(call, arguments)[6]
     return outputs.of_forward(spec, _cut(out, width), lse, row_max, top)
 
 
@@ -49,8 +49,8 @@ def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
-    """dq and what the score captures from one kernel, dk and dv from another or two; or all from
-    one."""
+    """One kernel for dq and the gradients of captured tensors, and one or two for dk and dv; or one
+    kernel for all."""
     widths = call.q.shape[3], call.v.shape[3]
     q, k, v, out, dout = (_rows(x) for x in (*call[:3], out, dout))
     lse = lse.contiguous()
@@ -66,7 +66,7 @@ def backward(
             plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
         )
     new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device=q.device)
-    # Query heads that share a key head work in parallel, and their results are summed here.
+    # Query heads that share a key head run in parallel, and their results are summed here.
     shared = hq != k.shape[1]
     dk, dv = (
         new(b, hq, kv_len, x.shape[3], dtype=torch.float32 if shared else dtype) for x in (k, v)
@@ -111,7 +111,7 @@ def _backward_q(plan: Plan) -> Launcher:
     )
 
 
-def _by_keys(name: str, plan: Plan) -> Launcher:
+def _backward_kv(name: str, plan: Plan) -> Launcher:
     return plan.launchers.get(name) or plan.launcher(name, backward_kv, **_derivative(plan))
 
 
@@ -119,7 +119,7 @@ LAUNCHERS: dict[str, Callable[[Plan], Launcher]] = {
     "forward": _forward,
     "backward_q": _backward_q,
     **{
-        name: partial(_by_keys, name)
+        name: partial(_backward_kv, name)
         for name in ("backward_kv", "backward_k", "backward_v", "backward")
     },
 }
@@ -134,12 +134,12 @@ def _derivative(plan: Plan) -> dict[str, Any]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With rows of eights of adjacent numbers, each at a multiple of 16 bytes, zeros past the end:
-    a copy where they are not.
+    """x with contiguous rows of a multiple of 8 numbers, zeros past the end, each row at a multiple
+    of 16 bytes: x itself or a copy.
 
-    Narrower loads cannot run ahead of the loop, and of a kernel whose loads do not, the ptxas of
-    CUDA 12.8 (Triton 3.6 and 3.7) makes wrong code for Hopper: its tiles of k and v stand at the
-    same place in every round, and what it works out about them before the loop gets lost.
+    Narrower loads cannot be pipelined. Of a kernel without pipelined loads the ptxas of CUDA 12.8
+    (Triton 3.6 and 3.7) makes wrong code for Hopper: its tiles of k and v have the same address in
+    every iteration, and values that it hoists out of the loop get lost.
     """
     batch, head, row, one = x.stride()
     width = x.shape[3]
@@ -151,12 +151,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def transposed(plan: Plan, *matrices: Tensor) -> list[Tensor | None]:
-    """Copies in which the numbers of a column are neighbours, columns being in sixteens; None where
-    products take no such copies.
+    """Copies with contiguous columns, padded to a multiple of 16 rows; None where products use
+    tensor cores and take no such copies.
 
-    Without tensor cores threads that are neighbours multiply by neighbouring columns of a right
-    factor. In `tile.outer` these are rows of a matrix, a multiple of 128 bytes apart: in shared
-    memory all in the same banks, and Triton pads no factor of such a product.
+    Without tensor cores neighbouring threads multiply by neighbouring columns of a right factor. In
+    `tile.outer` those are rows of a matrix, a multiple of 128 bytes apart: all in the same banks of
+    shared memory, and Triton does not pad a factor of such a product.
     """
     return [_transposed(x) if plan.transposes else None for x in matrices]
 
@@ -168,7 +168,7 @@ def _transposed(x: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, width: int) -> Tensor:
-    """The first columns."""
+    """The first `width` columns."""
     return x if x.shape[3] == width else x[..., :width].contiguous()
 
 

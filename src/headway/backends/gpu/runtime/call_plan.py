@@ -22,7 +22,7 @@ from ....types import Spec
 from ...base import Call, graphs, split
 from ..codegen.affine import distance_sign
 from ..codegen.emit import Text, functions
-from ..codegen.int_ranges import SMALL
+from ..codegen.int_ranges import POSITION_LIMIT
 from .device_guard import capturing, keep_alive, outside_capture
 from .launcher import CallArguments
 from .parallel_compile import settle
@@ -315,7 +315,7 @@ class Walks:
 def _narrow(at: Places, q: Tensor, k: Tensor, ints: Sequence[int]) -> bool:
     """Whether positions, and the ints that are captured, are known to be small."""
     ends = at.b + q.shape[0], at.h + q.shape[1], at.q + q.shape[2], at.kv + k.shape[2]
-    return max(map(abs, (*at[:4], *ends, *ints))) <= SMALL
+    return max(map(abs, (*at[:4], *ends, *ints))) <= POSITION_LIMIT
 
 
 def _far(t: Tensor) -> bool:
