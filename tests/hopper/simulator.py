@@ -696,7 +696,7 @@ def simulating():
         ),  # fmt: skip
         mock.patch.object(launch, "run_preprocess", LOADED.rows.run_preprocess),
         mock.patch.object(outputs, "deltas", LOADED.rows.deltas),
-        mock.patch.object(LOADED.rows, "row_kernel", Kernel(LOADED.rows.row_kernel)),
+        mock.patch.object(LOADED.rows, "preprocess_kernel", Kernel(LOADED.rows.preprocess_kernel)),
         mock.patch.object(plans, "functions", _functions),
     ):
         yield

@@ -50,12 +50,12 @@ def cuda():
         ),
         mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=0),
         mock.patch.object(device_guard, "_exchange", return_value=made.exchange),
-        mock.patch.object(device_guard, "_kept", {}),
+        mock.patch.object(device_guard, "_kept_alive", {}),
     ):  # fmt: skip
         yield made
 
 
-def test_aside_is_another_stream_at_ease_and_all_is_as_before_afterwards(cuda):
+def test_outside_capture_is_another_stream_in_relaxed_mode_and_all_is_as_before_afterwards(cuda):
     def made():
         assert (cuda.current, cuda.mode) == (8, 2)
         assert not device_guard.capturing(CARD)
@@ -73,11 +73,11 @@ def test_nothing_is_done_where_nothing_is_captured(cuda):
     cuda.current, x = 1, torch.zeros(3)
     assert device_guard.outside_capture(CARD, lambda: cuda.current) == 1
     device_guard.keep_alive(CARD, [x])
-    assert (cuda.next, cuda.mode, device_guard._kept) == (7, 0, {})
+    assert (cuda.next, cuda.mode, device_guard._kept_alive) == (7, 0, {})
     cuda.current = 7
     assert not device_guard.capturing(torch.device("cpu"))
     device_guard.keep_alive(CARD, [x, x])
-    assert [*device_guard._kept.values()] == [x]
+    assert [*device_guard._kept_alive.values()] == [x]
 
 
 def test_without_the_driver_it_is_refused_with_the_way_out(cuda):

@@ -1,4 +1,4 @@
-"""What the backends that compile kernels share: text for scores and masks, and what it calls.
+"""The common part of the backends that compile kernels: code generation, launches, preprocess.
 
 Importing it loads no Triton.
 """
@@ -8,7 +8,7 @@ from .precision import MAX_LSE
 
 
 def limits(spec: Spec) -> list[str]:
-    """What kernels that hold T - lse in float32, in units of log 2, cannot do."""
+    """The limits of kernels that compute T - lse in float32, in units of log 2."""
     if spec.score is None:
         return []
     return [

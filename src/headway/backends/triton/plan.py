@@ -158,7 +158,7 @@ class Launcher:
         while True:
             own = tensors(self.slots)
             given = plan.known_arguments(self.walks) or plan.call_arguments(call, self.walks, *more)
-            if self.last_walk[0] is not (made := self.walks.made[1]):
+            if self.last_walk[0] is not (made := self.walks.last[1]):
                 self.last_walk = made, walk.scattered(made, self.length)
             key = variant, self.last_walk[1]
             kernel = self.kernels.get(key)
