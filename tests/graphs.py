@@ -2,7 +2,7 @@
 
 Inside `recording()`, operators of PyTorch that make or change tensors and launches of kernels are
 written down, with the tensors that they were given, and `replay` does them again, into the same
-memory. As in a capture, the host may not read what a tensor holds; and what is done `aside` of it
+memory. As in a capture, the host may not read what a tensor holds; and what is done `outside_capture`
 is not written down.
 """
 
@@ -61,11 +61,11 @@ class Graph(TorchDispatchMode):
         finally:
             self.capturing = True
 
-    def aside(self, device: torch.device, make: Callable[[], Any]) -> Any:
+    def outside_capture(self, device: torch.device, make: Callable[[], Any]) -> Any:
         with self.paused() if self.capturing else nullcontext():
             return make()
 
-    def keep(self, device: torch.device, tensors: Any) -> None:
+    def keep_alive(self, device: torch.device, tensors: Any) -> None:
         self.kept += [x for x in tensors if self.capturing]
 
     def strangers(self, *of_the_user: torch.Tensor) -> list[torch.Tensor]:
@@ -81,7 +81,7 @@ class Graph(TorchDispatchMode):
             step()
 
 
-_launch = launcher.Direct.__call__
+_launch = launcher.KernelLauncher.__call__
 
 
 def _again(func: Any, args: Any, kwargs: Any, made: Any) -> None:
@@ -97,13 +97,13 @@ def recording() -> Iterator[Graph]:
     graph.capturing = True
     with ExitStack() as stack:
         for module in (call_plan, tile_table, dq_semaphore, segment_table):
-            stack.enter_context(mock.patch.object(module, "aside", graph.aside))
-            stack.enter_context(mock.patch.object(module, "keep", graph.keep))
+            stack.enter_context(mock.patch.object(module, "outside_capture", graph.outside_capture))
+            stack.enter_context(mock.patch.object(module, "keep_alive", graph.keep_alive))
         stack.enter_context(mock.patch.object(call_plan, "capturing", graph.is_capturing))
         stack.enter_context(
             mock.patch.object(
-                launcher.Direct, "__call__",
-                lambda self, tensors, given=launcher.NONE: graph.launched(self, tensors, given),
+                launcher.KernelLauncher, "__call__",
+                lambda self, tensors, given=launcher.NO_ARGUMENTS: graph.launched(self, tensors, given),
             )
         )  # fmt: skip
         stack.enter_context(graph)

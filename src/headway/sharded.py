@@ -98,7 +98,7 @@ class Sharded:
     def local_call(self, call: Call) -> Call:
         """The call with the captured tensors as every rank sees them: whole."""
         tensors = [self._whole(t) for t in call.captured.tensors]
-        return call._replace(captured=call.captured._replace(tensors=tensors))
+        return call.replace(captured=call.captured._replace(tensors=tensors))
 
     def _whole(self, captured: Any) -> Tensor:
         from torch.distributed.tensor import DTensor, Partial, Replicate

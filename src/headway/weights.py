@@ -81,7 +81,7 @@ def attention_weights(
         for row in range(b):
             for n, h in enumerate(of_heads):
                 of_k = call.k[row : row + 1, h // (hq // hk)][:, None]
-                one = call._replace(
+                one = call.replace(
                     q=call.q[row : row + 1, h : h + 1].index_select(2, q_pos), k=of_k, v=of_k,
                     sink=None if sink is None else sink[h : h + 1],
                     coords=Coords(b=row, h=h, q_pos=q_pos),

@@ -99,7 +99,7 @@ class OtherCorner(Right):
     shows = "out lse"
 
     def both(self, spec, call):
-        return spec, call._replace(coords=Coords(q=call.k.shape[2] - call.q.shape[2]))
+        return spec, call.replace(coords=Coords(q=call.k.shape[2] - call.q.shape[2]))
 
 
 class MaskUpsideDown(Right):
@@ -123,7 +123,7 @@ class BackwardWithoutMask(Right):
     def before_backward(self, spec, call):
         n = spec.score_tensors, spec.score_ints, spec.score_floats
         captured = Captured(*(x[:m] for x, m in zip(call.captured, n, strict=True)))
-        return replace(spec, mask=None), call._replace(captured=captured)
+        return replace(spec, mask=None), call.replace(captured=captured)
 
 
 class BackwardAlwaysCausal(BackwardWithoutMask):
@@ -135,7 +135,7 @@ class BackwardAlwaysCausal(BackwardWithoutMask):
         spec, call = super().before_backward(spec, call)
         graph, captured = lower_mod("mask", causal(), torch.float64)
         of_score = call.captured._replace(ints=[*call.captured.ints, *captured.ints])
-        return replace(spec, mask=graph.text), call._replace(captured=of_score)
+        return replace(spec, mask=graph.text), call.replace(captured=of_score)
 
 
 class BatchZero(Right):
@@ -165,7 +165,7 @@ class BatchZero(Right):
 
 
 def _of_batch(call: Call, n: int) -> Call:
-    return call._replace(q=call.q[n : n + 1], k=call.k[n : n + 1], v=call.v[n : n + 1])
+    return call.replace(q=call.q[n : n + 1], k=call.k[n : n + 1], v=call.v[n : n + 1])
 
 
 # -- edges ----------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class NoTailOfKeys(Right):
 
     def both(self, spec, call):
         whole = max(call.k.shape[2] // 64 * 64, 1)
-        return spec, call._replace(k=call.k[:, :, :whole], v=call.v[:, :, :whole])
+        return spec, call.replace(k=call.k[:, :, :whole], v=call.v[:, :, :whole])
 
     def backward(self, spec, call, *rest):
         grads = super().backward(spec, call, *rest)
@@ -264,7 +264,7 @@ class MissingTile(Right):
         parts = []
         for at in (slice(0, 128), slice(256, None)):
             coords = Coords(q=256, kv=at.start)
-            part = call._replace(
+            part = call.replace(
                 q=call.q[:, :, rows], k=call.k[:, :, at], v=call.v[:, :, at], coords=coords
             )
             parts.append(super().forward(spec, part))
@@ -318,7 +318,7 @@ class HeadsModulo(Right):
 
     def both(self, spec, call):
         group = call.q.shape[1] // call.k.shape[1]
-        return spec, call._replace(k=call.k.repeat(1, group, 1, 1), v=call.v.repeat(1, group, 1, 1))
+        return spec, call.replace(k=call.k.repeat(1, group, 1, 1), v=call.v.repeat(1, group, 1, 1))
 
     def backward(self, spec, call, *rest):
         grads = super().backward(spec, call, *rest)
@@ -352,7 +352,7 @@ class NextHeadsScore(Right):
         hq = call.q.shape[1]
         given = call.captured.tensors
         tensors = [t.roll(1, 0) if t.dim() and len(t) == hq else t for t in given]
-        return spec, call._replace(captured=call.captured._replace(tensors=tensors))
+        return spec, call.replace(captured=call.captured._replace(tensors=tensors))
 
 
 # -- lse, statistics, sink ------------------------------------------------------------------------
@@ -397,7 +397,7 @@ class LogitOfAllPairs(Right):
 
     def forward(self, spec, call):
         plain = Spec(scale=spec.scale, max_logit=True)
-        whole = super().forward(plain, call._replace(captured=Captured([], [], [])))
+        whole = super().forward(plain, call.replace(captured=Captured([], [], [])))
         return super().forward(spec, call)._replace(max_logit=whole.max_logit)
 
 
@@ -407,7 +407,7 @@ class LogitUnsigned(Right):
     hides = f"out lse {GRADS}"
 
     def forward(self, spec, call):
-        whole, other = super().forward(spec, call), super().forward(spec, call._replace(q=-call.q))
+        whole, other = super().forward(spec, call), super().forward(spec, call.replace(q=-call.q))
         return whole._replace(max_logit=torch.maximum(whole.max_logit, other.max_logit))
 
 
@@ -427,7 +427,7 @@ class SinkNotInLse(Right):
     shows = "lse"
 
     def forward(self, spec, call):
-        without = super().forward(replace(spec, sink=False), call._replace(sink=None))
+        without = super().forward(replace(spec, sink=False), call.replace(sink=None))
         return super().forward(spec, call)._replace(lse=without.lse)
 
 
@@ -446,7 +446,7 @@ class SinkOfNextHead(Right):
     shows = "out lse"
 
     def both(self, spec, call):
-        return spec, call._replace(sink=call.sink.roll(1))
+        return spec, call.replace(sink=call.sink.roll(1))
 
 
 # -- scores ---------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ class BiasOfBaseTwo(Right):
 
     def both(self, spec, call):
         tensors = [t * math.log(2) if t.is_floating_point() else t for t in call.captured.tensors]
-        return spec, call._replace(captured=call.captured._replace(tensors=tensors))
+        return spec, call.replace(captured=call.captured._replace(tensors=tensors))
 
 
 class NoDerivativeOfScore(Right):
@@ -550,7 +550,7 @@ class DropoutOfOtherPairs(Right):
     hides = FORWARD
 
     def before_backward(self, spec, call):
-        return spec, call._replace(seed=call.seed + 1)
+        return spec, call.replace(seed=call.seed + 1)
 
 
 class DropoutAlikeInHeads(Right):
@@ -565,7 +565,7 @@ class DropoutAlikeInHeads(Right):
         heads = []
         for h in range(hq):
             at, kv = slice(h, h + 1), slice(h // group, h // group + 1)
-            one = call._replace(q=call.q[:, at], k=call.k[:, kv], v=call.v[:, kv])
+            one = call.replace(q=call.q[:, at], k=call.k[:, kv], v=call.v[:, kv])
             heads.append(super().forward(spec, one))
         out, lse = (torch.cat([part[n] for part in heads], 1) for n in (0, 1))
         return super().forward(spec, call)._replace(out=out, lse=lse)
@@ -584,7 +584,7 @@ class StridesOfInputsIgnored(Right):
     shows = "out"
 
     def both(self, spec, call):
-        return spec, call._replace(**{n: _as_if_contiguous(getattr(call, n)) for n in "qkv"})
+        return spec, call.replace(**{n: _as_if_contiguous(getattr(call, n)) for n in "qkv"})
 
 
 class StridesOfDoutIgnored(Right):
@@ -637,7 +637,7 @@ class NarrowSums(Right):
         def part(i: slice, j: slice) -> Grads:
             coords = call.coords._replace(q=i.start, kv=j.start)
             k, v = call.k[:, :, j], call.v[:, :, j]
-            some = call._replace(q=call.q[:, :, i], k=k, v=v, coords=coords)
+            some = call.replace(q=call.q[:, :, i], k=k, v=v, coords=coords)
             of = [x if x is None else x[:, :, i] for x in (out, lse, dout, dlse)]
             return reference.backward(spec, some, *of, needs)
 
@@ -661,7 +661,7 @@ class NarrowOut(Right):
         whole, out, lse = super().forward(spec, call), None, None
         for j in _blocks(call.k.shape[2]):
             coords = call.coords._replace(kv=j.start)
-            some = call._replace(k=call.k[:, :, j], v=call.v[:, :, j], coords=coords)
+            some = call.replace(k=call.k[:, :, j], v=call.v[:, :, j], coords=coords)
             part = super().forward(spec, some)
             if out is None:
                 out, lse = part[:2]

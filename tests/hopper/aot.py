@@ -115,7 +115,7 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
         mock.patch.object(backends, "_CHECKED", ()),
         mock.patch.object(hopper, "unavailable", return_value=""),
         mock.patch.object(launch_plan, "processors", return_value=132),
-        mock.patch.object(parallel_compile, "side_by_side"),  # which loads what it compiles
+        mock.patch.object(parallel_compile, "compile_in_parallel"),  # which loads what it compiles
     ):
         driver.set_active(_Driver())  # type: ignore[arg-type]
         _call(direction, d, dv, **CALLS[name])

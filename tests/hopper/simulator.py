@@ -683,16 +683,18 @@ def simulating():
             backward_kernel=Kernel(LOADED.backward.backward),
             backward_wide=Kernel(LOADED.backward_wide.backward_wide),
             finish=Kernel(LOADED.common.finish),
-            Terms=LOADED.preprocess.Terms,
+            BackwardWorkspace=LOADED.preprocess.BackwardWorkspace,
         ),  # fmt: skip
         mock.patch.multiple(
             bias_tables,
             fill_bias_table=Kernel(LOADED.relative_bias.fill_bias_table),
             collect_bias_grad=Kernel(LOADED.relative_bias.collect_bias_grad),
         ),  # fmt: skip
-        mock.patch.object(launch, "row_terms", LOADED.preprocess.row_terms),
+        mock.patch.object(launch, "run_preprocess", LOADED.preprocess.run_preprocess),
         mock.patch.object(outputs, "deltas", LOADED.preprocess.deltas),
-        mock.patch.object(LOADED.preprocess, "row_kernel", Kernel(LOADED.preprocess.row_kernel)),
+        mock.patch.object(
+            LOADED.preprocess, "preprocess_kernel", Kernel(LOADED.preprocess.preprocess_kernel)
+        ),
         mock.patch.object(plans, "functions", _functions),
     ):
         yield

@@ -13,7 +13,7 @@ if find_spec("triton") is None:
 import headway as hw
 from headway.api import prepare
 from headway.backends.gpu.codegen import emit
-from headway.backends.gpu.codegen.affine import side
+from headway.backends.gpu.codegen.affine import distance_sign
 from headway.backends.gpu.runtime import call_plan
 from headway.backends.hopper.config import How
 from headway.mods.graph import parse
@@ -50,7 +50,9 @@ def functions(score, side=0):
     """The generated module, and what its functions are given."""
     q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, score, None, backend="hopper")
-    text = emit.Text(spec.score, None, far=(False,) * 9, apart=True, sides=True, side=side)
+    text = emit.Text(
+        spec.score, None, wide_offsets=(False,) * 9, affine=True, hoist=True, distance_sign=side
+    )
     tensors = call_plan._with_sizes(call.captured.tensors)
     numbers = (*call.captured.ints, *call.captured.floats)
     return simulator._functions(text), (simulator._argument(tensors), numbers)
@@ -66,7 +68,7 @@ def functions(score, side=0):
 def test_side(mask, found):
     q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, None, mask, backend="hopper")
-    assert side(parse(spec.mask), call.captured.ints) == found
+    assert distance_sign(parse(spec.mask), call.captured.ints) == found
 
 
 @pytest.mark.parametrize(
@@ -78,16 +80,16 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     side pairs are, where an absolute distance is straight if it is that of query and key."""
     make, linear = SCORES[name]
     module, captured = functions(make(SLOPES, BIAS), on)
-    assert hasattr(module, "linear") == linear
+    assert hasattr(module, "affine") == linear
     if not linear:
         return
-    assert module.bent == (name == "both" or (name == "alibi" and not on)) or name not in READ
+    assert module.has_abs == (name == "both" or (name == "alibi" and not on)) or name not in READ
     known = {x: getattr(module, x, None) for x in ("score_shared", "score_of_q", "score_of_kv")}
     assert (known["score_shared"] is not None) == any(x in name for x in READ)
-    rising = (module.known or 0.0) > 1e-6
-    how = How(128, 2, 1, torch.int32, affine=module.linear, has_abs=module.bent, abs_only=module.lone,
+    rising = (module.constant_gain or 0.0) > 1e-6
+    how = How(128, 2, 1, torch.int32, affine=module.affine, has_abs=module.has_abs, abs_only=module.abs_only,
               monotone=rising, **known)  # fmt: skip
-    assert module.straight == (name in STRAIGHT or (name == "alibi" and on != 0))
+    assert module.slope_only == (name in STRAIGHT or (name == "alibi" and on != 0))
     sides = simulator.LOADED.hoisted
     exact = make(SLOPES.double(), BIAS.double())
     scale, h = 0.125, 2
@@ -112,7 +114,7 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
             counts = (i - j) * on >= 0
             # By instructions alone; and by a product of tensor cores, but for a rank's first block.
             ways = [(False, False)]
-            if queries and module.straight and rising:
+            if queries and module.slope_only and rising:
                 ways += [(True, False), (True, True)]
             for product, slanted in ways:
                 how = replace(how, slope_mma=product)
@@ -141,7 +143,7 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     (lambda s, b, h, i, j: s * SLOPES[h], None), (lambda s, b, h, i, j: s * 1e200 * 1e200, None),
 ])  # fmt: skip
 def test_a_gain_of_known_numbers(score, gain, simulated):  # noqa: F811
-    assert functions(score)[0].known == gain
+    assert functions(score)[0].constant_gain == gain
 
 
 def of_a_rank(scale, h, q, first_q, captured, of_rows, how):

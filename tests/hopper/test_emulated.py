@@ -42,7 +42,7 @@ def test_table(way, name, monkeypatch):
     choose(monkeypatch, way)
     with emulating("sm_90", hopper) as ran:
         assert wrong(name) == []
-    assert {"forward", "row_kernel"} < {*ran}
+    assert {"forward", "preprocess_kernel"} < {*ran}
 
 
 def test_early_queries(monkeypatch):

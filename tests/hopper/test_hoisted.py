@@ -12,8 +12,8 @@ if find_spec("triton") is None:
 import headway as hw
 from headway.api import prepare
 from headway.backends.gpu.codegen import emit
-from headway.backends.gpu.codegen.hoist import sides
-from headway.backends.gpu.codegen.int_ranges import Widths
+from headway.backends.gpu.codegen.hoist import hoist_mask
+from headway.backends.gpu.codegen.int_ranges import IntRanges
 from headway.backends.gpu.runtime import call_plan
 from headway.backends.hopper.launch_plan import HOISTED
 from headway.mods.graph import parse
@@ -54,11 +54,11 @@ def taken_apart(mask, apart=True):
     """What a mask is taken apart into, the generated functions, and what they are given."""
     q = torch.zeros(BATCH, 1, LENGTH, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, None, mask, backend="hopper")
-    text = emit.Text(None, spec.mask, (), apart, apart, (False,) * 9, apart=apart, sides=True)
+    text = emit.Text(None, spec.mask, (), apart, apart, (False,) * 9, affine=apart, hoist=True)
     tensors = call_plan._with_sizes(call.captured.tensors)
     captured = simulator._argument(tensors), (*call.captured.ints, *call.captured.floats)
     graph = parse(spec.mask)
-    found = sides(graph, Widths(graph, True) if apart else None)
+    found = hoist_mask(graph, IntRanges(graph, True) if apart else None)
     return found, simulator._functions(text), captured
 
 

@@ -56,7 +56,7 @@ def test_islands(name, sub):
     assert total == alike * len(items) == made.ranks
     assert alike * walk.b * walk.h == b * h
     assert span == made.span == kinds.shape[1]
-    of_head = walk.lines * sub
+    of_head = walk.tile_rows * sub
     owner: dict[tuple[int, int], int] = {}
     ranks_seen, sizes = [], []
     for n, (first, ranks, block) in enumerate(items):
@@ -108,6 +108,6 @@ def test_balance(sizes, heads, balanced):
     runs = SimpleNamespace(
         full=(torch.arange(lines + 1), ends[:-1], torch.tensor(sizes)),
         partial=(torch.zeros(lines + 1, dtype=torch.long), ends[:0], ends[:0]),
-        b=1, h=1, lines=lines, step=64,
+        b=1, h=1, tile_rows=lines, step=64,
     )  # fmt: skip
     assert Segments(runs, 1, heads, 64 * int(ends[-1])).balanced(8, 1 / 8) == balanced

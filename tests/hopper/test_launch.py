@@ -71,7 +71,7 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
     x, other = torch.randn(2, 1, 2, 200, 64).bfloat16()
     first, through = launches(device, x, mask=hw.causal())
     again, directly = launches(device, other, mask=hw.causal())
-    names = ["forward", "row_kernel", "backward", "finish"]
+    names = ["forward", "preprocess_kernel", "backward", "finish"]
     assert [name for name, _ in first] == [name for name, _ in again] == names
     assert (through, directly) == (4, 0)
     for (_, before), (_, after) in zip(first, again, strict=True):
@@ -87,7 +87,7 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
 def test_short_lines_of_many_heads_are_done_head_by_head(device):
     """With no kernel after; where a CTA has few heads, or its parts of dq do not stay in the cache,
     or results are float32, as ever."""
-    by_rank = ["forward", "row_kernel", "backward", "finish"]
+    by_rank = ["forward", "preprocess_kernel", "backward", "finish"]
     for (b, length), options, names in (
         ((66, 200), {}, by_rank[:3]),
         ((66, 200), {"deterministic": True}, by_rank[:3]),
@@ -102,7 +102,7 @@ def test_short_lines_of_many_heads_are_done_head_by_head(device):
 
 def test_short_documents_are_done_one_by_one(device):
     """Where they begin with tiles, fit, and are many; whatever the length of all."""
-    by_rank = ["forward", "row_kernel", "backward", "finish"]
+    by_rank = ["forward", "preprocess_kernel", "backward", "finish"]
     every = torch.arange(4096)
     for heads, ids, names in (
         (4, every // 256, by_rank[:3]),
@@ -246,7 +246,9 @@ def test_too_little_shared_memory_is_said_with_the_way_out(device, direction):
     said = r"d = 64, dv = 64: 233092 bytes of 232448; use backend='triton'"
     with (
         mock.patch.object(JITFunction, "run", side_effect=error),
-        mock.patch.object(launch, "row_terms", lambda terms, *rest: torch.empty(terms.size)),
+        mock.patch.object(
+            launch, "run_preprocess", lambda workspace, *rest: torch.empty(workspace.size)
+        ),
         pytest.raises(BackendRefused, match=said),
     ):
         step()

@@ -21,7 +21,7 @@ if find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
 
 from headway.backends.gpu.runtime import call_plan
-from headway.backends.gpu.runtime.device_guard import aside
+from headway.backends.gpu.runtime.device_guard import outside_capture
 
 HQ, HK, LENGTH, D = 4, 2, 300, 64
 HALF = {"rtol": 2e-2, "atol": 2e-2}
@@ -137,7 +137,7 @@ def test_work_aside_of_a_capture_is_done_at_once():
 
     with torch.cuda.graph(graph):
         before = x * 2
-        there = aside(device, made)
+        there = outside_capture(device, made)
         after = before + 1
     assert there.tolist() == [*range(7)]  # before any replay
     x.fill_(3)

@@ -85,10 +85,10 @@ def seen() -> bytes:
 
 
 compared: dict[str, int] = {}
-launch = launcher.Direct.__call__
+launch = launcher.KernelLauncher.__call__
 
 
-def both(self, tensors, given=launcher.NONE):
+def both(self, tensors, given=launcher.NO_ARGUMENTS):
     """Launch both ways."""
     own = self.launch
     if own is None or launcher.rehearsals:
@@ -117,18 +117,18 @@ def backward(spec, call, out, lse) -> None:
 
 
 def single() -> None:
-    """A forward and a backward of the Triton backend in float32, which takes copies that are turned."""
+    """A forward and a backward of the Triton backend in float32, which takes transposed copies."""
     q = torch.randn(1, 2, 72, 16)
     spec, call = prepare(q, q, q, None, hw.causal(), backend="triton")
     out, lse, *_ = portable.forward(spec, call)
     portable.backward(spec, call, out, lse.fill_(0), q, None, ())
 
 
-def kernels() -> list[launcher.Direct]:
+def kernels() -> list[launcher.KernelLauncher]:
     """Those that are launched directly: the one whose score captures a float is the last."""
     plans = [p for p in call_plan._known.values() if isinstance(p, call_plan.BasePlan)]
-    found = [d for p in plans for d in vars(p).values() if isinstance(d, launcher.Direct)]
-    found += [d for p in plans if hasattr(p, "terms") for d in p.terms.kernels.values()]
+    found = [d for p in plans for d in vars(p).values() if isinstance(d, launcher.KernelLauncher)]
+    found += [d for p in plans if hasattr(p, "workspace") for d in p.workspace.kernels.values()]
     launchers = [l for p in plans for l in getattr(p, "launchers", {}).values()]
     return found + [d for l in launchers for d in l.kernels.values()]
 
@@ -183,7 +183,7 @@ with ExitStack() as stack:
         stack.enter_context(mock.patch.object(where, what, by))
     driver.set_active(Driver())
     without_a_launcher()
-    with mock.patch.object(launcher.Direct, "__call__", both):
+    with mock.patch.object(launcher.KernelLauncher, "__call__", both):
         for n in range(3):
             single()
             forward(portable, "triton", hw.softcap(20.0 + n), 16)

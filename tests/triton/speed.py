@@ -177,9 +177,9 @@ class Bench:
         if not self.matrices:
             self.matrices = self._backward_inputs(plan)
         fixed, of_rows, dk, dv, dq, captured = self.matrices
-        q, k, v, dout, terms = fixed
+        q, k, v, dout, workspace = fixed
         copied = (k, v) if kernel == "backward_q" else (q, dout)
-        fixed = q, k, v, dout, *launch.turned(plan, *copied), terms
+        fixed = q, k, v, dout, *launch.transposed(plan, *copied), workspace
         given = {
             "backward_q": (*fixed, *of_rows, dq, *captured_grads.by_gather(plan.text, captured)),
             "backward_kv": (*fixed, dk, dv, None),
@@ -196,14 +196,14 @@ class Bench:
         else:
             out, lse = torch.empty_like(self.dout), torch.empty(b, hq, n)
         # dq's kernel, which comes first, writes them for the others.
-        terms = torch.zeros(plan.terms.size, device=self.device)
+        workspace = torch.zeros(plan.workspace.size, device=self.device)
         shared = hq != self.k.shape[1]
         dtype = F32 if shared else self.q.dtype
         new = lambda width, dtype: torch.empty(b, hq, n, width, dtype=dtype, device=self.device)
         self.dq32 = torch.zeros(b, hq, n, d, device=self.device)
         tensors = self.call.captured.tensors
         captured = captured_grads.zeros(tensors, self.needs, torch.device(self.device))
-        fixed = (self.q, self.k, self.v, self.dout, terms)
+        fixed = (self.q, self.k, self.v, self.dout, workspace)
         return (
             fixed,
             (out, lse, None),

@@ -50,34 +50,34 @@ def cuda():
         ),
         mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=0),
         mock.patch.object(device_guard, "_exchange", return_value=made.exchange),
-        mock.patch.object(device_guard, "_kept", {}),
+        mock.patch.object(device_guard, "_kept_alive", {}),
     ):  # fmt: skip
         yield made
 
 
-def test_aside_is_another_stream_at_ease_and_all_is_as_before_afterwards(cuda):
+def test_outside_capture_is_another_stream_in_relaxed_mode_and_all_is_as_before_afterwards(cuda):
     def made():
         assert (cuda.current, cuda.mode) == (8, 2)
         assert not device_guard.capturing(CARD)
-        return device_guard.aside(CARD, lambda: cuda.current)
+        return device_guard.outside_capture(CARD, lambda: cuda.current)
 
-    assert device_guard.aside(CARD, made) == 8
+    assert device_guard.outside_capture(CARD, made) == 8
     assert cuda.log == [(8, 8, 2)]  # waited for, there
     assert (cuda.current, cuda.mode) == (7, 0)
     with pytest.raises(ZeroDivisionError):
-        device_guard.aside(CARD, lambda: 1 / 0)
+        device_guard.outside_capture(CARD, lambda: 1 / 0)
     assert (cuda.current, cuda.mode) == (7, 0)
 
 
 def test_nothing_is_done_where_nothing_is_captured(cuda):
     cuda.current, x = 1, torch.zeros(3)
-    assert device_guard.aside(CARD, lambda: cuda.current) == 1
-    device_guard.keep(CARD, [x])
-    assert (cuda.next, cuda.mode, device_guard._kept) == (7, 0, {})
+    assert device_guard.outside_capture(CARD, lambda: cuda.current) == 1
+    device_guard.keep_alive(CARD, [x])
+    assert (cuda.next, cuda.mode, device_guard._kept_alive) == (7, 0, {})
     cuda.current = 7
     assert not device_guard.capturing(torch.device("cpu"))
-    device_guard.keep(CARD, [x, x])
-    assert [*device_guard._kept.values()] == [x]
+    device_guard.keep_alive(CARD, [x, x])
+    assert [*device_guard._kept_alive.values()] == [x]
 
 
 def test_without_the_driver_it_is_refused_with_the_way_out(cuda):
@@ -85,9 +85,9 @@ def test_without_the_driver_it_is_refused_with_the_way_out(cuda):
         mock.patch.object(device_guard, "_exchange", return_value=None),
         pytest.raises(BackendRefused, match="make the same call once before"),
     ):
-        device_guard.aside(CARD, list)
+        device_guard.outside_capture(CARD, list)
     with (
         mock.patch.object(device_guard, "_exchange", return_value=lambda pointer: 1),
         pytest.raises(BackendRefused, match="error 1"),
     ):
-        device_guard.aside(CARD, list)
+        device_guard.outside_capture(CARD, list)

@@ -15,7 +15,7 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from headway.backends.gpu.codegen import emit
-from headway.backends.gpu.codegen.dependence import variation
+from headway.backends.gpu.codegen.dependence import dependence_of
 
 SLOPES = torch.rand(4)
 TABLE = torch.randn(4, 9)
@@ -55,7 +55,7 @@ def text_of(score, mask, learn: bool = True, narrow: bool = True) -> emit.Text:
     if learn and graphs[0] is not None:
         wanted = differentiable_gathers(graphs[0], range(len(graphs[0].tensors)))
     texts = [None if g is None else g.text for g in graphs]
-    return emit.Text(*texts, wanted, narrow=narrow, far=(False,) * count)
+    return emit.Text(*texts, wanted, narrow=narrow, wide_offsets=(False,) * count)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -63,10 +63,10 @@ def test_golden(name, golden):
     golden(f"triton/{name}.py", emit.source(text_of(*GOLDEN[name])))
 
 
-def test_golden_of_a_mask_taken_apart(golden):
+def test_golden_of_a_hoisted_mask(golden):
     mask = hw.causal() & hw.sliding_window(1024) & hw.document(IDS) | hw.prefix(LENGTHS)
-    text = dataclasses.replace(text_of(None, mask), apart=True, sides=True)
-    golden("triton/sides.py", emit.source(text))
+    text = dataclasses.replace(text_of(None, mask), affine=True, hoist=True)
+    golden("triton/hoisted_mask.py", emit.source(text))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -97,13 +97,13 @@ KINDS = {
 def test_what_is_summed_first(kind):
     graph = parse(text_of(KINDS[kind], None).score)
     ((_, gather),) = graph.gathers
-    assert variation(graph, gather.args[1:]) == kind
+    assert dependence_of(graph, gather.args[1:]) == kind
 
 
 def test_an_index_made_of_the_score_varies_by_pair():
     graph = parse(text_of(lambda s, b, h, i, j: s + TABLE[h, s.long().clamp(0, 8)], None).score)
     ((_, gather),) = graph.gathers
-    assert variation(graph, gather.args[1:]) == "pairs"
+    assert dependence_of(graph, gather.args[1:]) == "pairs"
 
 
 def test_one_number_divides_all_pairs_as_its_reciprocal():
@@ -144,17 +144,17 @@ def test_the_rough_tanh_costs_less_than_bfloat16():
     exact = attend(torch.float64)
     off = lambda x: ((x.double() - exact).norm() / exact.norm()).item()
     assert off(attend(torch.float64, 2**-11)) < 0.5 * off(attend(torch.bfloat16))
-    rough = dataclasses.replace(text_of(*GOLDEN["alibi_softcap"]), rough=True)
-    assert "maths.rough_tanh" in emit.source(rough)
+    rough = dataclasses.replace(text_of(*GOLDEN["alibi_softcap"]), approx_tanh=True)
+    assert "maths.approx_tanh" in emit.source(rough)
 
 
 def test_diagonals_are_read_once_where_the_kernel_has_tiles():
-    text = dataclasses.replace(text_of(*GOLDEN["relative_bias"]), bands=True)
+    text = dataclasses.replace(text_of(*GOLDEN["relative_bias"]), per_diagonal=True)
     source = emit.source(text)
-    assert source.count("tl.load") == 1  # in band0; where gradients go, nothing is read
-    assert source.count("diagonals.spread(band0, ") == 2  # score and derivative
+    assert source.count("tl.load") == 1  # in bias0; where gradients go, nothing is read
+    assert source.count("diagonals.expand(bias0, ") == 2  # score and derivative
     nested = lambda s, b, h, i, j: s + TABLE[h, IDS[0, (i - j).clamp(0, 31)]]
     assert emit.source(text_of(nested, None, False)).count("tl.load") == 4
     # The bucket is read along the diagonal as well.
-    banded = emit.source(dataclasses.replace(text_of(nested, None, False), bands=True))
+    banded = emit.source(dataclasses.replace(text_of(nested, None, False), per_diagonal=True))
     assert banded.split("def score")[1].count("tl.load") == 0

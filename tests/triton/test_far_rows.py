@@ -17,7 +17,7 @@ import torch
 import headway as hw
 from headway.api import prepare
 from headway.backends import get
-from headway.backends.gpu import FAR, limits
+from headway.backends.gpu import MAX_LSE, limits
 
 HERE = Path(__file__).parent
 
@@ -42,8 +42,8 @@ def test_other_rows_are_right(found):
 
 def test_up_to_the_limit_errors_grow_with_the_scores(found):
     for least in (-1e4, -1e6):
-        assert found[least]["gradients of far"] <= -least / FAR
-        assert found[least]["out of far"] <= -least / FAR
+        assert found[least]["gradients of far"] <= -least / MAX_LSE
+        assert found[least]["out of far"] <= -least / MAX_LSE
 
 
 def test_beyond_it_there_are_no_gradients(found):

@@ -110,12 +110,14 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
 def test_triton_starts_before_anything_else(compiled, monkeypatch):
     """Its driver's module takes a compiler as long as the rest of the call's preparation."""
     seen = []
-    starting, settle = call_plan.starting, call_plan.settle
-    monkeypatch.setattr(call_plan, "starting", lambda: seen.append("start") or starting())
-    monkeypatch.setattr(call_plan, "settle", lambda *given: seen.append("settle") or settle(*given))
+    start_triton, fix_cache_keys = call_plan.start_triton, call_plan.fix_cache_keys
+    monkeypatch.setattr(call_plan, "start_triton", lambda: seen.append("start") or start_triton())
+    monkeypatch.setattr(
+        call_plan, "fix_cache_keys", lambda *given: seen.append("keys") or fix_cache_keys(*given)
+    )
     attend()
     assert seen[0] == "start"
-    assert "settle" in seen
+    assert "keys" in seen
 
 
 def test_the_dearest_kernels_have_a_head_start(compiled, monkeypatch):
@@ -169,7 +171,9 @@ def test_what_is_not_trained_compiles_one_kernel_where_it_is_called(device, comp
 
 def test_calls_that_differ_in_length_alone_are_rehearsed_once(device, compiled, monkeypatch):
     rehearsed = []
-    monkeypatch.setattr(parallel_compile, "side_by_side", lambda *given: rehearsed.append(given))
+    monkeypatch.setattr(
+        parallel_compile, "compile_in_parallel", lambda *given: rehearsed.append(given)
+    )
     for length in (48, 80, 112, 81):
         x = torch.randn(1, 2, length, 16, dtype=torch.bfloat16, requires_grad=True)
         hw.attention(x, x, x, backend="triton")
@@ -228,8 +232,8 @@ def test_keys_of_kernels_do_not_depend_on_what_a_process_calls_first():
     def keys(kernels):
         for fn in functions:
             fn.hash, fn.used_global_vals = None, {}
-        parallel_compile._settled.clear()
-        parallel_compile.settle(*modules)
+        parallel_compile._fixed.clear()
+        parallel_compile.fix_cache_keys(*modules)
         return {fn.__name__: fn.cache_key for fn in kernels}
 
     both = [kernel_forward.forward, kernel_backward.backward_kv]

@@ -140,7 +140,7 @@ def test_rows_are_copied_unless_all_loads_may_take_16_bytes(device, x):
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_without_tensor_cores_k_is_turned(device, precision):
+def test_without_tensor_cores_k_is_transposed(device, precision):
     x = rows(33).float()
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

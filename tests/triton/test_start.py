@@ -41,7 +41,9 @@ class Making:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         monkeypatch.setattr(
-            triton_startup, "starting", lru_cache(maxsize=1)(triton_startup.starting.__wrapped__)
+            triton_startup,
+            "start_triton",
+            lru_cache(maxsize=1)(triton_startup.start_triton.__wrapped__),
         )
         monkeypatch.setattr(
             triton_startup.cache, "triton_key", cache.triton_key
@@ -61,26 +63,26 @@ def making(monkeypatch):
     seen = Making(monkeypatch)
     yield seen
     seen.go_on.set()
-    triton_startup.started()
+    triton_startup.wait_to_launch()
 
 
 def test_kernels_are_compiled_before_the_driver_is_there(making):
-    begun = triton_startup.starting()
+    begun = triton_startup.start_triton()
     assert making.begun.wait(60)
-    triton_startup.able_to_compile()
+    triton_startup.wait_to_compile()
     assert begun.driver.is_alive()
     active = driver.active
     assert active.get_current_target() == GPUTarget("cuda", 90, 32)
     assert on_cuda(torch.device("cuda")) == (torch.version.hip is None)
     assert begun.driver.is_alive()
     making.go_on.set()
-    triton_startup.started()
+    triton_startup.wait_to_launch()
     assert driver.active is making.made[0]
     assert active.utils == "of the module"  # who asked early keeps working
 
 
 def test_what_loads_a_kernel_waits_for_the_driver(making):
-    triton_startup.starting()
+    triton_startup.start_triton()
     active, found = driver.active, []
     asking = threading.Thread(target=lambda: found.append(active.utils))
     asking.start()
@@ -94,10 +96,10 @@ def test_what_loads_a_kernel_waits_for_the_driver(making):
 
 def test_a_driver_that_cannot_be_made_says_why(making):
     making.error = RuntimeError("no C compiler")
-    triton_startup.starting()
+    triton_startup.start_triton()
     active = driver.active
     making.go_on.set()
-    triton_startup.started()
+    triton_startup.wait_to_launch()
     for ask in (lambda: driver.active, lambda: active.utils):
         with pytest.raises(RuntimeError, match="no C compiler"):
             ask()
@@ -107,18 +109,18 @@ def test_somebody_elses_driver_stays(making, monkeypatch):
     theirs = SimpleNamespace(get_current_target=lambda: GPUTarget("hip", "gfx942", 64))
     making.go_on.set()
     monkeypatch.setattr(driver, "_active", theirs)
-    assert triton_startup.starting().meanwhile is None
-    triton_startup.started()
+    assert triton_startup.start_triton().meanwhile is None
+    triton_startup.wait_to_launch()
     assert driver.active is theirs
 
 
 def test_other_gpus_are_asked_what_they_are(making, monkeypatch):
     """There, the driver's module knows: kernels wait for it."""
     monkeypatch.setattr(CudaDriver, "is_active", lambda: False)
-    begun = triton_startup.starting()
+    begun = triton_startup.start_triton()
     assert begun.meanwhile is None
     making.go_on.set()
-    triton_startup.able_to_compile()
+    triton_startup.wait_to_compile()
     assert not begun.driver.is_alive()
     assert driver.active is making.made[0]
 

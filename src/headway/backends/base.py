@@ -1,4 +1,4 @@
-"""What every backend implements: the pair of pure functions that everything else is made of."""
+"""The interface of a backend: two pure functions, `forward` and `backward`."""
 
 import importlib
 import operator
@@ -19,13 +19,13 @@ from ..types import Captured, Coords, Forward, Grads, Spec, constant_under_compi
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CallSignature:
-    """What calls have in common that differ in nothing but what is in their tensors (and in the
-    numbers that kernels are given): by it backends find what they keep for such calls.
+    """What a call shares with every call that differs in the contents of its tensors alone (and in
+    the numbers that kernels get as arguments). Backends find the plans they keep by it.
 
     - `trained`: something requires grad.
-    - `picks`: of the score and of the mask: which tensors their functions capture, as which
-      function and which of those that it sees.
-    - `captured`: where that is the same for all of them.
+    - `picks`: of the score and of the mask: which tensors their functions capture, as (number of
+      the function, number among the tensors that it sees).
+    - `captured`: what is captured, where that is the same for all such calls.
     """
 
     spec: Spec
@@ -45,19 +45,17 @@ class Call(NamedTuple):
     captured: Captured
     tiles: Tiles | None  # of a given block mask
     coords: Coords
-    signature: CallSignature | None = None  # None: unknown, as in whatever `_replace` makes
+    signature: CallSignature | None = None  # None: unknown
 
-
-def _changed(call: Call, **fields: Any) -> Call:
-    fields.setdefault("signature", None)
-    return _replace(call, **fields)
-
-
-_replace, Call._replace = Call._replace, _changed  # type: ignore[method-assign]
+    def replace(self, **fields: Any) -> "Call":
+        """The call with other fields. Its signature is dropped, since it describes the old ones."""
+        return self._replace(signature=None, **fields)
 
 
 class CapabilityKey(NamedTuple):
-    """What calls are alike in that a backend may refuse: nothing of data, lengths and heads."""
+    """The properties on which a backend may reject a call. Data, lengths and numbers of heads are
+    not among them.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -81,8 +79,8 @@ def capability_key(call: Call, score_tensors: int) -> tuple:
     return q.dtype, q.device, d, dv, trained, learned, scattered
 
 
-# Gets the gradients of a node's inputs and outputs, returns those of its inputs (or None: as they
-# are); None is no hook.
+# Takes the gradients of a node's inputs and outputs, returns those of its inputs (None: unchanged).
+# None is no hook.
 Hook = Callable[[Any, Any], Any] | None
 
 
@@ -92,11 +90,11 @@ class Backend(Protocol):
     name: str
 
     def reasons_against(self, spec: Spec, kind: CapabilityKey) -> list[str]:
-        """Why it cannot run such calls, each with the way out; empty if it can."""
+        """The reasons why it cannot run such calls, each with the way out; empty if it can."""
         ...
 
     def limits(self, spec: Spec) -> list[str]:
-        """Where its results of such calls are not those of the contract, each with the way out."""
+        """Where its results deviate from the contract, each with the way out."""
         ...
 
     def accumulates(self, dtype: torch.dtype) -> torch.dtype:
@@ -125,16 +123,55 @@ class Backend(Protocol):
         ...
 
     def native(self, spec: Spec, call: Call, hook: Hook) -> Tensor | None:
-        """`forward(spec, call).out` by one operator of PyTorch, which differentiates it: with
-        nothing of ours around it a small call costs half, and compilers see all of it. None where
-        there is no such operator, or one of the pair is better. `hook` is registered with the node
-        of its gradients, if there is one.
+        """`forward(spec, call).out` by one operator of PyTorch, which also differentiates it. A
+        small call then costs half, and compilers see all of it. None where there is no such
+        operator, or where `forward` or `backward` is faster. `hook` is registered with the
+        operator's autograd node, if there is one.
         """
         ...
 
     def code(self, spec: Spec, call: Call) -> str:
-        """What runs for the score and the mask, for people to read."""
+        """The code that runs for the score and the mask, for people to read."""
         ...
+
+
+# -- what backends share --------------------------------------------------------------------------
+
+
+def no_limits(spec: Spec) -> list[str]:
+    """`limits` of a backend that keeps the contract."""
+    return []
+
+
+def no_operator(spec: Spec, call: Call, hook: Hook) -> None:
+    """`native` of a backend for whose calls PyTorch has no operator."""
+
+
+def graph_text(spec: Spec, call: Call) -> str:
+    """`code` of a backend that evaluates graphs with torch."""
+    return "\n\n".join(text for text in (spec.score, spec.mask) if text is not None)
+
+
+def launched(package: str) -> tuple[Callable[..., Forward], Callable[..., Grads]]:
+    """`forward` and `backward` of a backend whose kernels are launched by its module `launch`.
+
+    That module loads Triton. It is imported when one of the two is first called.
+    """
+
+    @lru_cache(maxsize=1)
+    def launch() -> ModuleType:
+        return importlib.import_module(".launch", package)
+
+    def forward(spec: Spec, call: Call) -> Forward:
+        return launch().forward(spec, call)
+
+    def backward(
+        spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+        needs: tuple[bool, ...],
+    ) -> Grads:  # fmt: skip
+        return launch().backward(spec, call, out, lse, dout, dlse, needs)
+
+    return forward, backward
 
 
 def graphs(spec: Spec) -> tuple[Graph | None, Graph | None]:
@@ -143,31 +180,25 @@ def graphs(spec: Spec) -> tuple[Graph | None, Graph | None]:
 
 
 def split(spec: Spec, captured: Captured) -> tuple[Captured, Captured]:
-    """What the score captures, and what the mask captures."""
+    """The captured values of the score, and those of the mask."""
     t, n, x = spec.score_tensors, spec.score_ints, spec.score_floats
     tensors, ints, floats = captured
     return Captured(tensors[:t], ints[:n], floats[:x]), Captured(tensors[t:], ints[n:], floats[x:])
 
 
-# Where |lse| is larger, rounding it changes P by more than 128 roundings of its own: of rows whose
-# every score is a large finite minimum, log n is lost beside it. A backward that has all keys of
-# such a row (no `partial`) takes its largest score and the sum of exponentials anew.
+# Rounding a larger |lse| changes P by more than 128 of P's own roundings. In a row where every
+# score is a large finite minimum, log n is lost beside it. A backward that has all keys of such a
+# row (no `partial`) computes its largest score and its sum of exponentials again.
 LARGE_LSE = 256
 
 
-@lru_cache
-def launch_module(package: str) -> ModuleType:
-    """The module `launch` of a backend, which is loaded when the backend is first run."""
-    return importlib.import_module(".launch", package)
-
-
 def plainly_masked(spec: Spec) -> bool:
-    """Whether there is no mask, or `causal()`: most tiles are whole, where lines are long."""
+    """Whether there is no mask, or `causal()`: in long sequences most tiles are full."""
     return spec.mask is None or spec.mask == causal_text()
 
 
 def causal_text() -> str:
-    """What `causal()` is in `Spec.mask`, whatever its offset."""
+    """The text of `causal()` in `Spec.mask`, which does not depend on its offset."""
     return _lowered_causal().text
 
 
@@ -180,8 +211,8 @@ def _lowered_causal() -> Graph:
 
 
 def delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """delta = rowsum(dout∘out) − dlse, (b, hq, q_len) in `dtype`: what the softmax's derivative
-    takes off dP. `dlse` None: nothing depends on lse."""
+    """delta = rowsum(dout∘out) − dlse, (b, hq, q_len) in `dtype`: the softmax's derivative
+    subtracts it from dP. `dlse` None: nothing depends on lse."""
     delta = (in_dtype(dout, dtype) * in_dtype(out, dtype)).sum(-1)
     return delta if dlse is None else delta - dlse
 

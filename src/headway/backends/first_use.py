@@ -26,7 +26,7 @@ _LENGTH, _WIDTH = 645, 128  # beyond what kernels for short lines take
 _OFF = 2.0**-6  # of a row: bfloat16 rounds by 2^-9
 
 _verdicts: dict[tuple[str, torch.device], str] = {}
-_turn = threading.Lock()
+_lock = threading.Lock()
 
 
 def why_not(tested: Backend, trusted: Backend, device: torch.device) -> str:
@@ -44,7 +44,7 @@ def why_not(tested: Backend, trusted: Backend, device: torch.device) -> str:
                 "its first use is checked on a small case, which a CUDA graph that is being "
                 "captured does not allow: make the call once before"
             )
-        with _turn:  # another thread may have been faster
+        with _lock:  # another thread may have been faster
             found = _verdicts.get(key)
             if found is None:
                 with ThreadPoolExecutor(1) as pool:

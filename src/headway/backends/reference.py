@@ -9,18 +9,25 @@ from ..dropout import keep
 from ..mods.derivative import differentiable_gathers, joint
 from ..mods.pointwise import Positions, mask_at, score_at
 from ..types import Coords, Forward, Grads, Spec, acc_dtype
-from .base import LARGE_LSE, Call, CapabilityKey, Hook, delta_of, graphs, scatter, split
+from .base import (
+    LARGE_LSE,
+    Call,
+    CapabilityKey,
+    delta_of,
+    graph_text,
+    graphs,
+    no_limits,
+    no_operator,
+    scatter,
+    split,
+)  # fmt: skip
 
 name = "reference"
+limits, native, code = no_limits, no_operator, graph_text
 
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """It runs everything, slowly and with the whole square in memory."""
-    return []
-
-
-def limits(spec: Spec) -> list[str]:
-    """None."""
     return []
 
 
@@ -89,15 +96,6 @@ def backward(
         dsink,
         captured,
     )
-
-
-def native(spec: Spec, call: Call, hook: Hook) -> None:
-    """PyTorch has no operator for what it does."""
-
-
-def code(spec: Spec, call: Call) -> str:
-    """The graphs, which it evaluates with torch."""
-    return "\n\n".join(text for text in (spec.score, spec.mask) if text is not None)
 
 
 def _scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Block masks: which tiles are empty, full, partial."""
 
+from .build import TILE as TILE
 from .build import build as build
 from .build import cached_build as cached_build
 from .build import clear_block_cache as clear_block_cache

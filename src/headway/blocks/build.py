@@ -14,6 +14,7 @@ from .axis_bounds import Axis, Groups
 from .quadtree import Search
 from .tiles import Tiles
 
+TILE = (128, 128)  # queries and keys of a tile, where nobody asks for another size
 _INT32 = 2**31 - 1
 
 Built = tuple[Tiles, int, int]

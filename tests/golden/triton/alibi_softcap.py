@@ -11,7 +11,7 @@ def score(score, b, h, q_idx, kv_idx, captured):
     t0_stride0 = captured[0][2]
     x0 = captured[1][0]
     # return score - self.slopes[h] * (q_idx - kv_idx).abs()
-    v0 = tl.load(t0 + maths.inside(h, t0_size0) * t0_stride0)
+    v0 = tl.load(t0 + maths.clamp_index(h, t0_size0) * t0_stride0)
     v3 = tl.abs((tl.cast(q_idx, tl.float32) - tl.cast(kv_idx, tl.float32)))
     v4 = v0 * v3
     v5 = score - v4
@@ -29,7 +29,7 @@ def derivative(score, b, h, q_idx, kv_idx, captured):
     t0_stride0 = captured[0][2]
     x0 = captured[1][0]
     # return score - self.slopes[h] * (q_idx - kv_idx).abs()
-    v0 = tl.load(t0 + maths.inside(h, t0_size0) * t0_stride0)
+    v0 = tl.load(t0 + maths.clamp_index(h, t0_size0) * t0_stride0)
     v3 = tl.abs((tl.cast(q_idx, tl.float32) - tl.cast(kv_idx, tl.float32)))
     v4 = v0 * v3
     v5 = score - v4
@@ -46,7 +46,7 @@ def derivative(score, b, h, q_idx, kv_idx, captured):
 @triton.jit
 def offset0(score, b, h, q_idx, kv_idx, captured):
     t0_size0 = captured[0][1]
-    return maths.inside(h, t0_size0)
+    return maths.clamp_index(h, t0_size0)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ def score(score, b, h, q_idx, kv_idx, captured):
     # return s + TABLE[h, torch.minimum(distance // 4, torch.tensor(8))]
     v2 = maths.floordiv(v1, 4)
     v3 = tl.minimum(v2, 8)
-    v4 = tl.load(t0 + maths.inside(h, t0_size0) * t0_stride0 + maths.inside(v3, t0_size1) * t0_stride1)
+    v4 = tl.load(t0 + maths.clamp_index(h, t0_size0) * t0_stride0 + maths.clamp_index(v3, t0_size1) * t0_stride1)
     v5 = score + v4
     return tl.broadcast_to(v5, score.shape)
 
@@ -34,7 +34,7 @@ def derivative(score, b, h, q_idx, kv_idx, captured):
     v2 = maths.floordiv(v1, 4)
     v3 = tl.minimum(v2, 8)
     # return s + TABLE[h, torch.minimum(distance // 4, torch.tensor(8))]
-    v4 = tl.load(t0 + maths.inside(h, t0_size0) * t0_stride0 + maths.inside(v3, t0_size1) * t0_stride1)
+    v4 = tl.load(t0 + maths.clamp_index(h, t0_size0) * t0_stride0 + maths.clamp_index(v3, t0_size1) * t0_stride1)
     v5 = score + v4
     return (tl.broadcast_to(v5, score.shape), tl.where(score == score, 1.0, 1.0), tl.where(score == score, 1.0, 1.0))
 
@@ -49,7 +49,7 @@ def offset0(score, b, h, q_idx, kv_idx, captured):
     # return s + TABLE[h, torch.minimum(distance // 4, torch.tensor(8))]
     v2 = maths.floordiv(v1, 4)
     v3 = tl.minimum(v2, 8)
-    return (maths.inside(h, t0_size0)) * t0_size1 + maths.inside(v3, t0_size1)
+    return (maths.clamp_index(h, t0_size0)) * t0_size1 + maths.clamp_index(v3, t0_size1)
 
 
 @triton.jit
@@ -70,9 +70,9 @@ def mask(b, h, q_idx, kv_idx, captured):
     v0 = q_idx + n0
     v1 = kv_idx <= v0
     # mine = self.ids[b, q_idx] if self.ids.dim() == 2 else self.ids[q_idx]
-    v2 = tl.load(t0 + maths.inside(b, t0_size0) * t0_stride0 + maths.inside(q_idx, t0_size1) * t0_stride1)
+    v2 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(q_idx, t0_size1) * t0_stride1)
     # theirs = kv_ids[b, kv_idx] if kv_ids.dim() == 2 else kv_ids[kv_idx]
-    v3 = tl.load(t0 + maths.inside(b, t0_size0) * t0_stride0 + maths.inside(kv_idx, t0_size1) * t0_stride1)
+    v3 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(kv_idx, t0_size1) * t0_stride1)
     # return mine == theirs
     v4 = v2 == v3
     v5 = v1 & v4

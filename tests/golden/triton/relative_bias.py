@@ -19,7 +19,7 @@ def score(score, b, h, q_idx, kv_idx, captured):
     v3 = tl.minimum(v2, n0)
     # return score + self.table[h, distance + self._most]
     v4 = v3 + n0
-    v5 = tl.load(t0 + maths.inside(h, t0_size0) * t0_stride0 + maths.inside(v4, t0_size1) * t0_stride1)
+    v5 = tl.load(t0 + maths.clamp_index(h, t0_size0) * t0_stride0 + maths.clamp_index(v4, t0_size1) * t0_stride1)
     v6 = score + v5
     return tl.broadcast_to(v6, score.shape)
 
@@ -38,7 +38,7 @@ def derivative(score, b, h, q_idx, kv_idx, captured):
     v3 = tl.minimum(v2, n0)
     v4 = v3 + n0
     # return score + self.table[h, distance + self._most]
-    v5 = tl.load(t0 + maths.inside(h, t0_size0) * t0_stride0 + maths.inside(v4, t0_size1) * t0_stride1)
+    v5 = tl.load(t0 + maths.clamp_index(h, t0_size0) * t0_stride0 + maths.clamp_index(v4, t0_size1) * t0_stride1)
     v6 = score + v5
     return (tl.broadcast_to(v6, score.shape), tl.where(score == score, 1.0, 1.0), tl.where(score == score, 1.0, 1.0))
 
@@ -55,7 +55,7 @@ def offset0(score, b, h, q_idx, kv_idx, captured):
     v3 = tl.minimum(v2, n0)
     # return score + self.table[h, distance + self._most]
     v4 = v3 + n0
-    return (maths.inside(h, t0_size0)) * t0_size1 + maths.inside(v4, t0_size1)
+    return (maths.clamp_index(h, t0_size0)) * t0_size1 + maths.clamp_index(v4, t0_size1)
 
 
 @triton.jit

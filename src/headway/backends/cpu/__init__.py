@@ -1,10 +1,9 @@
 """The CPU backend: the default where tensors are on the CPU, forward and backward."""
 
-import torch
 from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype
-from ..base import Call, CapabilityKey
+from ..base import Call, CapabilityKey, graph_text, no_limits
 from . import flash, tiled
 from .maxima import row_maxima
 
@@ -16,16 +15,6 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     if kind.device.type != "cpu":
         return [f"the tensors are on {kind.device}: move them to the CPU"]
     return []
-
-
-def limits(spec: Spec) -> list[str]:
-    """None."""
-    return []
-
-
-def accumulates(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return acc_dtype(dtype)
 
 
 def forward(spec: Spec, call: Call) -> Forward:
@@ -57,8 +46,4 @@ def backward(
 
 
 native, plain = flash.native, flash.plain
-
-
-def code(spec: Spec, call: Call) -> str:
-    """The graphs, which it evaluates with torch on blocks of about 256 x 256 pairs."""
-    return "\n\n".join(text for text in (spec.score, spec.mask) if text is not None)
+limits, accumulates, code = no_limits, acc_dtype, graph_text

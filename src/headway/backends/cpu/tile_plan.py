@@ -13,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...blocks import Runs, Tiles, cached_build
+from ...blocks import TILE, Runs, Tiles, cached_build
 from ...types import Spec
 from ..base import Call, graphs, split
 
 _ROWS = 256  # queries in a block, at least, where there are so many
 _PAIRS = 1 << 20  # pairs in a block: 4 MB of float32, the caches of two cores
-_TILE = (128, 128)
 
 
 class Segment(NamedTuple):
@@ -90,7 +89,7 @@ def _tiles(spec: Spec, call: Call) -> tuple[Tiles | None, int, int, tuple[int, i
         return None, 1, 1, None
     _, captured = split(spec, call.captured)
     shape = (b, hq, q_len, kv_len)
-    return *cached_build(mask, captured, shape, _TILE, call.q.device, call.coords), _TILE
+    return *cached_build(mask, captured, shape, TILE, call.q.device, call.coords), TILE
 
 
 def _segments(

@@ -1,4 +1,4 @@
-"""Gradients of what a score captures and of sinks: the host's side."""
+"""Gradients of captured tensors and of sinks: the host's side."""
 
 import math
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from .codegen.emit import Text
 
 @lru_cache(maxsize=1024)
 def wanted(score: str | None, needs: tuple[bool, ...]) -> tuple[int, ...]:
-    """The gathers of the score that want a gradient; `needs`: which of its tensors do."""
+    """The gathers of the score that need a gradient. `needs`: which of its tensors need one."""
     if score is None or not any(needs):
         return ()
     return differentiable_gathers(parse(score), [n for n, need in enumerate(needs) if need])
 
 
 def zeros(tensors: Sequence[Tensor], needs: tuple[bool, ...], device: torch.device) -> list:
-    """For every tensor of the score a gradient of zeros to add to, or None."""
+    """A gradient of zeros for every tensor of the score that needs one, else None."""
     return [
         torch.zeros(t.shape, dtype=torch.float32, device=device) if need else None
         for t, need in zip(tensors, needs, strict=False)
@@ -29,7 +29,7 @@ def zeros(tensors: Sequence[Tensor], needs: tuple[bool, ...], device: torch.devi
 
 
 def by_gather(text: Text, grads: Sequence[Tensor | None]) -> tuple:
-    """For every gather that wants a gradient, the gradient of its tensor."""
+    """The gradient of its tensor for every gather that needs one."""
     if not text.wanted:
         return ()
     graph = parse(text.score)  # type: ignore[arg-type]

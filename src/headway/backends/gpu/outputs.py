@@ -1,4 +1,4 @@
-"""What calls give back where it does not depend on the kernels."""
+"""The parts of a call's results that do not depend on the kernels."""
 
 import math
 
@@ -9,18 +9,18 @@ from ...types import Forward, Grads, Spec
 from ..base import Call
 from . import captured_grads
 from .preprocess import deltas
-from .runtime.call_plan import nothing
+from .runtime.call_plan import empty_result
 
 
 def of_forward(
     spec: Spec, out: Tensor, lse: Tensor, row_max: Tensor | None, top: Tensor | None
 ) -> Forward:
-    """The results, and nothing for those that were not asked for.
+    """The results of a forward; those that were not asked for are empty.
 
-    - `top`: the largest logits of a head by what computed them, (b, hq, slots); None where no
-      kernel ran, since there was no pair.
+    - `top`: (b, hq, slots), the largest logits that each program of a head found; None if no kernel
+      ran, since there was no pair.
     """
-    none = nothing(out.device)
+    none = empty_result(out.device)
     max_logit = none
     if spec.max_logit:
         max_logit = lse.new_full(lse.shape[:2], -math.inf) if top is None else top.amax(-1)
@@ -31,9 +31,9 @@ def of_no_pairs(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     captured: list,
 ) -> Grads:  # fmt: skip
-    """The gradients where there are no queries or no keys: zeros, but for a sink's.
+    """The gradients of a call without queries or without keys: zeros, except the sink's.
 
-    - `captured`: from `learned.zeros`.
+    - `captured`: from `captured_grads.zeros`.
     """
     dtype = torch.float32 if spec.partial else call.q.dtype
     zero = lambda x: torch.zeros(x.shape, dtype=dtype, device=x.device)

@@ -1,3 +1,6 @@
-"""What float32 holds of a large score."""
+"""Numbers of the kernels' float32 arithmetic."""
 
-FAR = float(1 << 22)  # of lse, where its rounding in units of log 2 is half of P
+# Kernels keep scores in units of log 2: the hardware has exp2, and the factor log2(e) costs nothing
+# where it joins the scale.
+LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+MAX_LSE = float(1 << 22)  # beyond it, lse in units of log 2 is rounded to so much as half of P

@@ -1,4 +1,4 @@
-"""What a backward needs of every row of out and its gradient."""
+"""The backward's preprocess: delta and lse over log 2 of every row, and memory for dq."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,28 +9,29 @@ from torch import Tensor
 
 import triton
 
-from .precision import FAR
-from .runtime.launcher import Direct
+from . import precision
+from .runtime.launcher import KernelLauncher
 
 _BLOCK = 32  # rows of a program
-_WHOLE = 32  # numbers: 128 bytes, at a multiple of which every term begins
-_LOG2E = tl.constexpr(1.4426950408889634)
-_FAR = tl.constexpr(FAR)
+_ALIGNMENT = 32  # numbers; each part of the workspace begins at a multiple of 128 bytes
+_LOG2E, _MAX_LSE = tl.constexpr(precision.LOG2E), tl.constexpr(precision.MAX_LSE)
 
 
-class Terms:
-    """Where a backward of one kind has them: one buffer, of float32, with delta, lse in units of
-    log 2, and memory for dq, one after the other: zeros; or anything, and counters that are 0, one
-    for each head and one more.
+class BackwardWorkspace:
+    """The layout of a float32 buffer: delta, then lse over log 2, then an accumulator of dq; for
+    the backwards of one kind of call.
 
-    Rows past the end of out have delta = 0 and lse = inf, so that their P is 0; and so has a query
-    that sees nothing, whose lse is -inf, and one whose lse is too far from 0 (`in_log2`).
+    The accumulator is zero; or, with counters, uninitialised, and followed by one int32 counter per
+    head and one more, which are 0.
+
+    Rows past the end of out have delta = 0 and lse = inf, so that their P is 0. So have queries
+    that see nothing, whose lse is -inf, and those whose |lse| is too large (`in_log2`).
 
     - `shape`: of out.
-    - `rows`: of a head, in the buffer.
-    - `columns`: of the memory, (b, hq, rows, columns); a multiple of 64.
-    - `counted`: whether there are counters, and not zeros.
-    - `negative`: delta with a minus: what the product dP may begin with.
+    - `rows`: of a head in the buffer.
+    - `columns`: of the accumulator, (b, hq, rows, columns): a multiple of 64; 0: there is none.
+    - `counted`: whether there are counters, and no zeros.
+    - `negative`: whether -delta is stored, with which the product dP can be initialised.
     """
 
     def __init__(
@@ -39,61 +40,62 @@ class Terms:
     ) -> None:  # fmt: skip
         (self.b, self.heads, self.q_len, self.width), self.rows = shape, rows
         self.columns, self.device, self.negative = columns, device, negative
-        self.each = -(-self.b * self.heads * rows // _WHOLE) * _WHOLE
+        self.term_size = -(-self.b * self.heads * rows // _ALIGNMENT) * _ALIGNMENT
         self.counters = self.b * self.heads + 1 if counted else 0
-        self.size = 2 * self.each + self.b * self.heads * rows * columns + self.counters
-        self.kernels: dict[tuple, Direct] = {}
+        self.size = 2 * self.term_size + self.b * self.heads * rows * columns + self.counters
+        self.kernels: dict[tuple, KernelLauncher] = {}
 
-    def split(self, terms: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """(b, hq, rows) twice; (b, hq, rows, columns), and (b hq + 1,) of int32, or None."""
-        shape, each = (self.b, self.heads, self.rows), self.each
+    def split(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """delta and lse2, (b, hq, rows); the accumulator (b, hq, rows, columns), or None; the
+        counters (b hq + 1,), int32, or None."""
+        shape, term_size = (self.b, self.heads, self.rows), self.term_size
         n = self.b * self.heads * self.rows
-        delta, lse2 = (terms[at : at + n].view(shape) for at in (0, each))
-        memory, counters = terms[2 * each :].split((n * self.columns, self.counters))
+        delta, lse2 = (workspace[at : at + n].view(shape) for at in (0, term_size))
+        memory, counters = workspace[2 * term_size :].split((n * self.columns, self.counters))
         return (
             delta, lse2, memory.view(*shape, self.columns) if self.columns else None,
             counters.view(torch.int32) if self.counters else None,
         )  # fmt: skip
 
     def arrange(self, tensors: Sequence[Any], *_: object) -> tuple:
-        """The arguments of `row_kernel`."""
-        out, dout, dlse, terms, lse = tensors
-        delta, lse2, zeros, counters = self.split(terms)
+        """The arguments of `preprocess_kernel`."""
+        out, dout, dlse, workspace, lse = tensors
+        delta, lse2, zeros, counters = self.split(workspace)
         zeros = None if counters is not None else zeros
         lse2 = None if lse is None else lse2
         sizes = self.heads, self.q_len, self.rows, self.width
         return out, dout, dlse, delta, lse, lse2, zeros, counters, dout.stride(), *sizes
 
-    def kernel(self) -> Direct:
-        """For tensors of the same dtypes and strides, and None in the same places."""
+    def kernel(self) -> KernelLauncher:
+        """The launcher for tensors of the same dtypes and strides, None in the same places."""
         width = triton.next_power_of_2(max(self.width, 1))
         options = {
             "BLOCK": _BLOCK, "WIDTH": width, "COLUMNS": self.columns, "NEGATIVE": self.negative,
         }  # fmt: skip
         grid = -(-self.rows // _BLOCK), self.b * self.heads, 1
-        return Direct(row_kernel, self.device, options, grid, self.arrange)
+        return KernelLauncher(preprocess_kernel, self.device, options, grid, self.arrange)
 
 
-def row_terms(
-    terms: Terms, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor | None
+def run_preprocess(
+    workspace: BackwardWorkspace, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor | None
 ) -> Tensor:
-    """All terms in one pass over out and dout; no lse and zeros where `lse` is None.
+    """Fill a workspace in one pass over out and dout. `lse` None: lse2 stays uninitialised.
 
     **Returns:** the buffer.
     """
-    found = torch.empty(terms.size, dtype=torch.float32, device=terms.device)
-    if not terms.each:
-        return found
+    buffer = torch.empty(workspace.size, dtype=torch.float32, device=workspace.device)
+    if not workspace.term_size:
+        return buffer
     key = out.dtype, dout.dtype, dout.stride(), dlse is None, lse is None
-    kernel = terms.kernels.get(key)
+    kernel = workspace.kernels.get(key)
     if kernel is None:
-        kernel = terms.kernels[key] = terms.kernel()
+        kernel = workspace.kernels[key] = workspace.kernel()
     if dlse is not None:
         dlse = dlse.contiguous()
     if lse is not None:
         lse = lse.contiguous()
-    kernel((out.contiguous(), dout, dlse, found, lse))
-    return found
+    kernel((out.contiguous(), dout, dlse, buffer, lse))
+    return buffer
 
 
 def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
@@ -101,16 +103,16 @@ def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
     **Returns:** (b, hq, q_len).
     """
-    terms = Terms(out.shape, out.shape[2], 0, out.device)
-    return terms.split(row_terms(terms, out, dout, dlse, None))[0]
+    workspace = BackwardWorkspace(out.shape, out.shape[2], 0, out.device)
+    return workspace.split(run_preprocess(workspace, out, dout, dlse, None))[0]
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "rows"])
-def row_kernel(
-    out, dout, dlse, delta, lse, lse2, nothing, counters, strides, heads, q_len, rows, width,
+def preprocess_kernel(
+    out, dout, dlse, delta, lse, lse2, zeros, counters, strides, heads, q_len, rows, width,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows of one head; the strides are those of dout."""
+    """BLOCK rows of one head. `strides` are those of dout."""
     head = tl.cast(tl.program_id(1), tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
@@ -130,8 +132,8 @@ def row_kernel(
         tl.store(
             lse2 + to, in_log2(tl.load(lse + at, mask=live, other=float("inf"))), mask=i < rows
         )
-    if nothing is not None:
-        strip = nothing + to[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
+    if zeros is not None:
+        strip = zeros + to[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
         for n in tl.static_range(COLUMNS // 64):
             tl.store(strip + n * 64, tl.zeros([BLOCK, 64], tl.float32), mask=(i < rows)[:, None])
     if counters is not None:
@@ -142,12 +144,12 @@ def row_kernel(
 
 @triton.jit
 def sums(x, dx):
-    """rowsum(x∘dx), of two tiles, in float32."""
+    """rowsum(x∘dx) of two tiles, in float32."""
     return tl.sum(x.to(tl.float32) * dx.to(tl.float32), 1)
 
 
 @triton.jit
 def in_log2(lse):
-    """lse in units of log 2; inf, and so P = 0, for a query that sees nothing, and for one of which
-    P cannot be told: T log2(e) less a rounded lse of -1e9 would be off by 2^64."""
-    return tl.where(tl.abs(lse) > _FAR, float("inf"), lse) * _LOG2E
+    """lse over log 2. It is inf, and so P = 0, for a query that sees nothing, and for one whose P
+    is lost to rounding: T log2(e) minus a rounded lse of -1e9 would be off by 2^64."""
+    return tl.where(tl.abs(lse) > _MAX_LSE, float("inf"), lse) * _LOG2E

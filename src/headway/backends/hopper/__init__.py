@@ -8,14 +8,13 @@ import importlib.util
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from ...mods.graph import parse
-from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, Hook, launch_module, plainly_masked
+from ...types import Spec, acc_dtype, constant_under_compile
+from ..base import Call, CapabilityKey, launched, no_operator, plainly_masked
 from ..gpu import limits as limits
-from ..gpu.codegen.dependence import variation
-from ..gpu.codegen.function import diagonal, floats, not_spread
+from ..gpu.codegen.dependence import dependence_of
+from ..gpu.codegen.function import diagonal_gathers, float_gathers, gathers_in_kernel
 from .config import BACKWARD, FORWARD, TILE, first_fit
 
 name = "hopper"
@@ -79,38 +78,20 @@ def _by_distance(score: str) -> tuple[bool, bool]:
     """Whether a score reads floats by relative position, and whether it reads whole numbers that
     are not for finding the former."""
     graph = parse(score)
-    others = (graph.nodes[n] for n in not_spread(graph))
-    return diagonal(graph) != [], any(
-        variation(graph, node.args[1:]) == "diagonals" for node in others
+    others = (graph.nodes[n] for n in gathers_in_kernel(graph))
+    return diagonal_gathers(graph) != [], any(
+        dependence_of(graph, node.args[1:]) == "diagonals" for node in others
     )
 
 
 @lru_cache(maxsize=1024)
 def _by_query(score: str) -> bool:
     """Whether a score reads a float for each query, which may want a gradient."""
-    return floats(parse(score), "rows") != []
+    return float_gathers(parse(score), "rows") != []
 
 
-def accumulates(dtype: torch.dtype) -> torch.dtype:
-    """float32."""
-    return acc_dtype(dtype)
-
-
-def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel."""
-    return launch_module(__name__).forward(spec, call)
-
-
-def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    needs: tuple[bool, ...],
-) -> Grads:  # fmt: skip
-    """One kernel for all gradients, between two small ones."""
-    return launch_module(__name__).backward(spec, call, out, lse, dout, dlse, needs)
-
-
-def native(spec: Spec, call: Call, hook: Hook) -> None:
-    """PyTorch has no operator for what it does."""
+forward, backward = launched(__name__)
+accumulates, native = acc_dtype, no_operator
 
 
 def code(spec: Spec, call: Call) -> str:
@@ -118,9 +99,17 @@ def code(spec: Spec, call: Call) -> str:
     from ..gpu.codegen import emit
 
     count = len(call.captured.tensors)
-    far = (False,) * count
+    wide_offsets = (False,) * count
     return emit.source(
-        emit.Text(spec.score, spec.mask, far=far, bands=True, apart=True, sides=True, spread=True)
+        emit.Text(
+            spec.score,
+            spec.mask,
+            wide_offsets=wide_offsets,
+            per_diagonal=True,
+            affine=True,
+            hoist=True,
+            bias_tables=True,
+        )
     )
 
 

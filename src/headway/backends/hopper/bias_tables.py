@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...mods.graph import Graph, parse
-from ..gpu.codegen.function import diagonal
+from ..gpu.codegen.function import diagonal_gathers
 from ..gpu.runtime.call_plan import BasePlan, Walks
-from ..gpu.runtime.launcher import Direct, Given
+from ..gpu.runtime.launcher import CallArguments, KernelLauncher
 from .device.relative_bias import collect_bias_grad, fill_bias_table
 
 _WHOLE = 128  # rows and columns of tiles
@@ -28,8 +28,8 @@ class BiasTables:
     ) -> None:
         self.plan, self.walks, self.queries = plan, walks, queries
         text = plan.text
-        graph = parse(text.score) if text.score is not None and text.spread else None
-        self.found = [] if graph is None else diagonal(graph)
+        graph = parse(text.score) if text.score is not None and text.bias_tables else None
+        self.found = [] if graph is None else diagonal_gathers(graph)
         self.depends = [_depends(graph, n) for n in self.found] if graph is not None else []
         # Which of those that want a gradient are bands.
         self.grad_tables = tuple(k for k, n in enumerate(wanted) if n in self.found)
@@ -44,7 +44,7 @@ class BiasTables:
             for k, own in zip(self.grad_tables, self.grad_depends, strict=True)
         ]  # fmt: skip
 
-    def fill(self, given: Given) -> list[Tensor]:
+    def fill(self, given: CallArguments) -> list[Tensor]:
         """The bands, as a call has them."""
         made = []
         for (b, h), fill in zip(self.depends, self.fills, strict=True):
@@ -62,7 +62,9 @@ class BiasTables:
             for own in self.grad_depends
         ]
 
-    def collect(self, sums: Sequence[Tensor], grads: Sequence[Tensor], given: Given) -> None:
+    def collect(
+        self, sums: Sequence[Tensor], grads: Sequence[Tensor], given: CallArguments
+    ) -> None:
         """Bring sums to the gradients of what the gathers read; `grads`: of all gathers."""
         for x, k, kernel in zip(sums, self.grad_tables, self.collects, strict=True):
             kernel((x, grads[k]), given)
@@ -83,7 +85,7 @@ class BiasTables:
     def _heads(self, b: bool, h: bool) -> int:
         return (self.plan.b if b else 1) * (self.plan.hq if h else 1)
 
-    def _kernel(self, k: int, own: tuple[bool, bool], *, fill: bool) -> Direct:
+    def _kernel(self, k: int, own: tuple[bool, bool], *, fill: bool) -> KernelLauncher:
         plan, (b, h) = self.plan, own
         of_b, of_h, of_q, of_kv = plan.at
         heads = plan.hq if h else 1
@@ -95,13 +97,13 @@ class BiasTables:
 
         if fill:
             kernel, per = fill_bias_table, 16 * _BLOCK
-            options = {"BAND": plan.function(f"band{k}"), "SIGN": 1 if self.queries else -1}
+            options = {"BAND": plan.function(f"bias{k}"), "SIGN": 1 if self.queries else -1}
         else:
             kernel, per = collect_bias_grad, 64 * _BLOCK
             options = {"OFFSET": plan.function(f"offset{k}")}
         options["BLOCK"] = _BLOCK if fill else per
         grid = -(-self.count // per), self._heads(b, h), 1
-        return Direct(kernel, plan.device, options, grid, arrange)
+        return KernelLauncher(kernel, plan.device, options, grid, arrange)
 
 
 def _depends(graph: Graph, n: int) -> tuple[bool, bool]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...blocks import TILE as TILE  # given block masks must be multiples of it
+
 REGISTERS_PER_SM = 65536  # of a multiprocessor
 MIN_REGISTERS = 24  # of a thread
 # How many the assembler may spend, by its `--register-usage-level`: 0 to 3 make the same code, 4
@@ -14,7 +16,6 @@ MIN_REGISTERS = 24  # of a thread
 LOW_USAGE, DEFAULT_USAGE, HIGH_USAGE = 0, 5, 6
 # PTX has 16 barriers that have numbers. Triton counts its own from 0, and these are the last ones:
 FIRST_PING_PONG = 13  # of the turns of up to three consumers; below, those of numbered channels
-TILE = (128, 128)  # of the block masks built here; given ones must be multiples of it
 
 
 @dataclass(frozen=True)

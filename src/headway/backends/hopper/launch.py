@@ -8,7 +8,7 @@ from torch import Tensor
 from ...types import Forward, Grads, Spec, in_dtype
 from ..base import Call
 from ..gpu import captured_grads, outputs
-from ..gpu.preprocess import row_terms
+from ..gpu.preprocess import run_preprocess
 from ..gpu.runtime import parallel_compile
 from .bwd.plan import BackwardPlan
 from .fwd.plan import ForwardPlan
@@ -27,8 +27,8 @@ def forward(spec: Spec, call: Call) -> Forward:
     top = None
     if lse.numel() and k.shape[2]:
         plan = plan_for(ForwardPlan, spec, call, (), *matrices)
-        if plan.untried:
-            parallel_compile.of_training(plan, spec, call, forward, backward)
+        if plan.uncompiled:
+            parallel_compile.compile_training(plan, spec, call, forward, backward)
         top = new(b, hq, plan.slots) if spec.max_logit else None
         plan.launch(call, *plan.tma_readable(matrices), out, lse, row_max, top)
     else:
@@ -55,14 +55,14 @@ def backward(
     plan = plan_for(BackwardPlan, spec, call, wanted, *matrices).suited(
         spec, call, wanted, matrices
     )
-    if plan.untried:
-        parallel_compile.of_backward(
+    if plan.uncompiled:
+        parallel_compile.compile_backward(
             plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
         )
-    terms = row_terms(plan.terms, out, dout, dlse, lse)
+    workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
     dk, dv_ = plan.new()
     grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
-    dq = plan.launch(call, *plan.tma_readable(matrices), terms, dk, dv_, grads)
+    dq = plan.launch(call, *plan.tma_readable(matrices), workspace, dk, dv_, grads)
     if plan.heads > plan.hk:
         dk, dv_ = (x.unflatten(1, (plan.hk, -1)).sum(2) for x in (dk, dv_))
     if not plan.exact:
@@ -70,7 +70,7 @@ def backward(
         dq = _first(dq, plan.d)
     dsink = None
     if call.sink is not None:
-        less_delta = plan.terms.split(terms)[0][..., : plan.q_len]
+        less_delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
         dsink = -captured_grads.of_sink(call.sink, lse, less_delta)
     return Grads(dq, dk, dv_, dsink, captured)
 

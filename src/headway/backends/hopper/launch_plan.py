@@ -14,11 +14,11 @@ from ...mods.graph import Graph
 from ...types import Spec
 from ..base import Call, graphs, plainly_masked
 from ..gpu import preprocess
-from ..gpu.codegen.dependence import variation
-from ..gpu.codegen.function import not_spread
+from ..gpu.codegen.dependence import dependence_of
+from ..gpu.codegen.function import gathers_in_kernel
 from ..gpu.device import diagonals, gradients, maths
 from ..gpu.runtime.call_plan import BasePlan, plan_of
-from ..gpu.runtime.launcher import Direct, Given
+from ..gpu.runtime.launcher import CallArguments, KernelLauncher
 from .config import head_swizzle
 from .device import (
     affine_score,
@@ -58,10 +58,11 @@ def plan_for(
 class Plan(BasePlan):
     """What forward and backward have in common."""
 
-    # Whether an absolute distance is looked at with the mask (`linear.side`): of causal ALiBi the
-    # forward takes 47 instructions less per block, and the backward runs out of registers.
-    abs_by_mask = False
-    kernel: Direct
+    # Whether an absolute distance is looked at with the mask (`affine.distance_sign`): of causal
+    # ALiBi the forward takes 47 instructions less per block, and the backward runs out of
+    # registers.
+    uses_distance_sign = False
+    kernel: KernelLauncher
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
@@ -70,18 +71,19 @@ class Plan(BasePlan):
         self.strides_fit = all(map(strides_fit, matrices))
         self.processors = processors(matrices[0].device)
         super().__init__(
-            spec, call, wanted, matrices, diagonals=False, rough=half, apart=True, sides=True,
-            spread=True, sided=self.abs_by_mask,
+            spec, call, wanted, matrices, diagonals=False, approx_tanh=half, affine=True,
+            hoist=True, bias_tables=True, uses_distance_sign=self.uses_distance_sign,
         )  # fmt: skip
         self.index_type = gl.int32 if self.text.narrow else gl.int64
         self.heads_share_mask = self.tiles(call)[2] == 1  # the mask is one for all heads
-        apart = self.function("linear")
+        affine = self.function("affine")
         # By how much T grows with S everywhere, where that is known.
         self.score_gain: float | None = (
-            1.0 if spec.score is None else getattr(self.given, "known", None)
+            1.0 if spec.score is None else getattr(self.generated, "constant_gain", None)
         )
-        self.affine: dict[str, Any] = {} if apart is None else {
-            "affine": apart, "has_abs": self.given.bent, "abs_only": self.given.lone,
+        self.affine: dict[str, Any] = {} if affine is None else {
+            "affine": affine,
+            "has_abs": self.generated.has_abs, "abs_only": self.generated.abs_only,
             "monotone": (self.score_gain or 0.0) > 1e-6 and spec.scale > 1e-6,
         }  # fmt: skip
         self.hoisted: dict[str, Any] = {
@@ -89,7 +91,7 @@ class Plan(BasePlan):
         }
         # Every pair reads a number of its own: registers for as many addresses.
         self.gathers_per_pair = any(
-            variation(graph, graph.nodes[n].args[1:]) in ("pairs", "diagonals")
+            dependence_of(graph, graph.nodes[n].args[1:]) in ("pairs", "diagonals")
             for graph in graphs(spec)
             if graph is not None
             for n in self.own_gathers(graph)
@@ -97,8 +99,8 @@ class Plan(BasePlan):
 
     def own_gathers(self, graph: Graph) -> list[int]:
         """Those that a kernel itself makes."""
-        if graph.kind != "mask" and self.text.spread:
-            return not_spread(graph)
+        if graph.kind != "mask" and self.text.bias_tables:
+            return gathers_in_kernel(graph)
         return [n for n, _ in graph.gathers]
 
     def is_long(self, length: int = 2048) -> bool:
@@ -113,10 +115,10 @@ class Plan(BasePlan):
         mask = graphs(self.spec)[1]
         if mask is None:
             return False
-        kinds = {variation(mask, mask.nodes[n].args[1:]) for n in self.own_gathers(mask)}
+        kinds = {dependence_of(mask, mask.nodes[n].args[1:]) for n in self.own_gathers(mask)}
         return {"rows", "cols"} <= kinds
 
-    def launch_kernel(self, own: Sequence[Tensor | None], given: Given) -> None:
+    def launch_kernel(self, own: Sequence[Tensor | None], given: CallArguments) -> None:
         """Launch the kernel. Whether there is shared memory for what a score or a mask needs beside
         the tiles, the compiler says, before anything runs."""
         try:

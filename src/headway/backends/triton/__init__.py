@@ -7,10 +7,9 @@ import importlib.util
 import sys
 
 import torch
-from torch import Tensor
 
-from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, Hook, launch_module
+from ...types import Spec, acc_dtype, constant_under_compile
+from ..base import Call, CapabilityKey, launched, no_operator
 from ..gpu import limits as limits
 from .config import WIDEST
 
@@ -39,26 +38,8 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     return reasons
 
 
-def accumulates(dtype: torch.dtype) -> torch.dtype:
-    """float32."""
-    return acc_dtype(dtype)
-
-
-def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel."""
-    return launch_module(__name__).forward(spec, call)
-
-
-def backward(
-    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    needs: tuple[bool, ...],
-) -> Grads:  # fmt: skip
-    """Two kernels: dq and what the score captures, then dk and dv."""
-    return launch_module(__name__).backward(spec, call, out, lse, dout, dlse, needs)
-
-
-def native(spec: Spec, call: Call, hook: Hook) -> None:
-    """PyTorch has no operator for what it does."""
+forward, backward = launched(__name__)
+accumulates, native = acc_dtype, no_operator
 
 
 def code(spec: Spec, call: Call) -> str:
@@ -66,7 +47,7 @@ def code(spec: Spec, call: Call) -> str:
     from ..gpu.codegen import emit
 
     count = len(call.captured.tensors)
-    return emit.source(emit.Text(spec.score, spec.mask, far=(False,) * count))
+    return emit.source(emit.Text(spec.score, spec.mask, wide_offsets=(False,) * count))
 
 
 def unavailable(device: str, index: int | None) -> str:
@@ -78,7 +59,7 @@ def unavailable(device: str, index: int | None) -> str:
         if torch.version.hip is None and capability < (8, 0):
             return f"the GPU has compute capability {capability}, Triton's kernels need (8, 0)"
         return ""
-    # On the CPU there is Triton's interpreter, for tests: loaded and switched on by whom it is for.
+    # On the CPU there is Triton's interpreter, for tests, which load it and switch it on.
     triton = sys.modules.get("triton")
     if device == "cpu" and triton is not None and triton.knobs.runtime.interpret:
         return ""

@@ -1,7 +1,7 @@
-"""Tiles: how many queries and keys a program holds, with how many warps and pipeline stages.
+"""Tile sizes: the queries and keys of a program's block, its warps and its pipeline stages.
 
-Best first, measured on an H200; a card with less shared memory takes the first row that fits, and
-so does a score that needs some for itself.
+Rows are in the order of speed on an H200. A card with less shared memory takes the first row that
+fits, and so does a score that needs shared memory itself.
 """
 
 from collections.abc import Mapping
@@ -10,24 +10,24 @@ from typing import Any
 
 from ...types import Spec
 from ..base import Call, graphs
-from ..gpu.codegen.function import floats
+from ..gpu.codegen.function import float_gathers
 
 
 @dataclass(frozen=True)
 class Config:
-    """Queries and keys of a tile; warps; stages of the loop's pipeline; and in what steps those
-    tiles of a block mask are visited that are kept in part: a mask takes registers (0: as others).
-    """
+    """The sizes of a kernel."""
 
-    m: int
-    n: int
+    m: int  # queries of a block
+    n: int  # keys of a block
     warps: int
-    stages: int
-    edge: int = 0
+    stages: int  # of the pipeline of loads
+    edge: int = (
+        0  # block in which partial tiles are visited, since a mask takes registers; 0: as m, n
+    )
 
 
-# Rows by (kernel, bits of the numbers that are multiplied, width up to). 19 bits are tf32; 32 no
-# tensor cores multiply.
+# Rows by (kernel, bits of the factors, largest width). 19 bits are tf32, 32 are without tensor
+# cores.
 _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
     ("forward", 16, 64): (Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2),
                           Config(64, 32, 4, 1)),
@@ -97,8 +97,8 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
     ("backward", 32, 256): (Config(16, 16, 4, 1),),
     ("backward", 32, 512): (Config(16, 16, 4, 1),),
 }  # fmt: skip
-# For these kinds of calls others go first. Under a mask small tiles waste less of its edges; with a
-# score function they leave registers for its values.
+# For these kinds of calls other sizes go first. Under a mask small blocks waste less at its edges;
+# with a score function they leave registers for its values.
 _KINDS: dict[tuple[str, int, int, str], Config] = {
     ("forward", 16, 64, "masked"): Config(64, 64, 4, 3),
     ("forward", 16, 128, "masked"): Config(64, 64, 4, 3),
@@ -113,38 +113,38 @@ _KINDS: dict[tuple[str, int, int, str], Config] = {
     ("forward", 16, 128, "biased"): Config(128, 64, 8, 3),
     ("forward", 32, 128, "score"): Config(64, 32, 4, 2),
 }
-LEARNED = "learned"  # of a backward whose dq's kernel makes gradients for the score too
-# What a kind takes that has no row of its own.
+LEARNED = "learned"  # a backward whose kernel of dq makes gradients of captured tensors too
+# The kinds whose rows a kind takes that has none.
 _LIKE = {LEARNED: ("biased", "score"), "biased": ("score",), "reading": ("masked",)}
 WIDEST = 512
 
-# Widths, by bits of a number, whose backward takes one pass (kernel "backward") and not several.
+# Widths, by bits of a factor, whose backward is one kernel ("backward") and not several.
 _ONE_PASS: dict[int, tuple[int, ...]] = {}
-# Rows of the table whose dk and dv come from a kernel each. Both of 64 keys, 256 wide, take the
-# registers of 8 warps, and a product of 64 rows occupies 4 of them: the others did it once more.
+# Widths whose dk and dv come from a kernel each. Both accumulators of 64 keys, 256 wide, take the
+# registers of 8 warps; a product of 64 rows occupies 4 of them, and the others repeated it.
 _APART: dict[int, tuple[int, ...]] = {16: (256,)}
 
 
 def one_pass(bits: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]) -> bool:
-    """Whether dq, dk and dv come from one kernel (five products, dq summed in any order)."""
+    """Whether dq, dk and dv come from one kernel (five products; dq is summed in any order)."""
     known = saved.get(key("one pass", bits, d, dv, kind))
     return max(d, dv) in _ONE_PASS.get(bits, ()) if known is None else known
 
 
 def passes(bits: int, d: int, dv: int) -> tuple[str, ...]:
-    """The kernels of a backward that takes several, in their order."""
+    """The kernels of a backward of several, in order."""
     if _row("forward", bits, d, dv) in _APART.get(bits, ()):
         return "backward_q", "backward_k", "backward_v"
     return "backward_q", "backward_kv"
 
 
 def kind_of(spec: Spec, call: Call) -> str:
-    """The kind of a call, of those that want other tiles: "plain"; "masked", "reading" where the
-    mask reads tensors (documents: short lines, and more registers); "score", "biased" where it
-    reads a number for every pair."""
+    """The kind of a call, by which tile sizes differ: "plain"; "masked"; "reading" if the mask
+    reads tensors (documents: short rows, and more registers); "score"; "biased" if the score reads
+    a number for every pair."""
     score, _ = graphs(spec)
     if score is not None:
-        biased = any(floats(score, how) for how in ("diagonals", "pairs"))
+        biased = any(float_gathers(score, how) for how in ("diagonals", "pairs"))
         return "biased" if biased else "score"
     if spec.mask is None:
         return "plain"
@@ -152,12 +152,12 @@ def kind_of(spec: Spec, call: Call) -> str:
 
 
 def key(kernel: str, bits: int, d: int, dv: int, kind: str) -> str:
-    """What the tiles of a kernel are saved under."""
+    """The key under which tile sizes are saved."""
     return f"{kernel}, {bits} bits, {_row('forward', bits, d, dv)}, {kind}"
 
 
 def _row(kernel: str, bits: int, d: int, dv: int) -> int:
-    """The width of the table's row."""
+    """The width of the row of the table."""
     most = max(sum(pieces(d)), sum(pieces(dv)))
     return min(w for k, b, w in _TABLE if (k, b) == (kernel, bits) and w >= most)
 
@@ -165,17 +165,17 @@ def _row(kernel: str, bits: int, d: int, dv: int) -> int:
 def configs(
     kernel: str, bits: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]
 ) -> tuple[Config, ...]:
-    """The tiles for a kernel ("forward", one of `passes`, "backward"), best first.
+    """The tile sizes for a kernel ("forward", one of `passes`, "backward"), best first.
 
-    - `bits`: of the numbers that are multiplied: 16, 32, or 19 (tf32).
-    - `d`, `dv`: widths; for those between two of the table, the larger.
+    - `bits`: of the factors: 16, 32, or 19 (tf32).
+    - `d`, `dv`: widths; between two of the table, the larger row holds.
     - `kind`: from `kind_of`, or `LEARNED`.
-    - `saved`: what `headway tune` found on this card, which goes first.
+    - `saved`: what `headway tune` found on this card; it goes first.
     """
     width = _row(kernel, bits, d, dv)
     rows = _TABLE[kernel, bits, width]
     if kind in ("score", "biased", LEARNED) and width >= 128 and len(rows) > 1:
-        rows = rows[1:]  # the largest tiles would spill hundreds of bytes
+        rows = rows[1:]  # the largest blocks would spill hundreds of bytes
     kinds = (kind, *_LIKE.get(kind, ()))
     better = (_KINDS.get((kernel, bits, width, k)) for k in kinds)
     known = (saved.get(key(kernel, bits, d, dv, k)) for k in kinds)
@@ -184,7 +184,7 @@ def configs(
 
 
 def pieces(width: int) -> tuple[int, int]:
-    """The powers of two, 16 or more, that hold a row: one, or two where that is less.
+    """The pieces of a row, powers of two of at least 16: one, or two if their sum is less.
 
     192 is 128 + 64 and not 256; 80 is 64 + 16; 120 is 128 + 0.
     """

@@ -7,25 +7,58 @@ the sum l = Σ exp(T − m), and acc = Σ exp(T − m) v, all in float32. m is i
 hardware has exp2, and the factor log2(e) costs nothing where it joins the scale.
 """
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
 import triton
 
+from ..gpu import precision
 from . import tile
 from .walk import advance, begin, rows_of
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+LOG2E, LN2 = tl.constexpr(precision.LOG2E), tl.constexpr(precision.LN2)
 
 
-# Of a single key, were it known that there is but one, Triton 3.6 compiles no kernel for Blackwell.
+class How(NamedTuple):
+    """What the kernel is compiled for, besides its mask and its blocks."""
+
+    score: Any  # the generated function; None: T is S
+    index: Any  # the type of positions
+    precision: Any  # of products of float32
+    positive: Any  # scale > 0
+    track_max: Any  # whether the largest S is kept beside the largest T
+    even: Any  # whether keys come in whole blocks of BLOCK_N
+    d: Any  # `tile.Width`
+    dv: Any
+
+
+class Keys(NamedTuple):
+    """Pointers to the first row of k and v of one head, and strides."""
+
+    k: Any
+    v: Any
+    k_strides: Any
+    v_stride: Any
+
+
+class Softmax(NamedTuple):
+    """The state of an online softmax, per query."""
+
+    acc: Any  # Σ exp(T − m) v, in pieces
+    m: Any  # the largest T so far
+    l: Any  # Σ exp(T − m)
+    largest: Any  # the largest S so far, if HOW.track_max
+
+
+# Triton 3.6 compiles no kernel for Blackwell if it knows that there is a single key.
 @triton.jit(do_not_specialize=["kv_len", "score_numbers", "mask_numbers"])
 def forward(
     q, k, v, out, lse, row_max, top, sink,  # pointers; the last three may be None
-    q_strides, k_strides, v_strides,  # of batch and head in eights, of row; of a turned k's column
+    q_strides, k_strides, v_strides,  # batch / 8, head / 8, row; and of a transposed k, column
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, walk,
-    score_tensors, mask_tensors, score_numbers, mask_numbers,  # what the functions capture
+    score_tensors, mask_tensors, score_numbers, mask_numbers,  # captured values
     SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     POSITIVE: tl.constexpr,  # scale > 0
     EVEN: tl.constexpr,  # keys come in whole blocks of BLOCK_N
@@ -33,101 +66,102 @@ def forward(
     SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of BLOCK_M queries of one head, and what else is asked for."""
-    line, slot, first, end, h, b = tile.place(walk, heads, SUB, BLOCK_M)
-    partial, full = begin(walk, line, kv_len, BLOCK_EDGE, BLOCK_N, SCATTERED)
+    """out and lse of BLOCK_M queries of one head; `row_max` and `top` if they are there."""
+    TRACK_MAX: tl.constexpr = top is not None and SCORE is not None
+    HOW: tl.constexpr = How(
+        SCORE, INDEX, PRECISION, POSITIVE, TRACK_MAX, EVEN, tile.Width(d, D, D_REST),
+        tile.Width(dv, DV, DV_REST),
+    )  # fmt: skip
+    tile_row, slot, first, end, h, b = tile.map_work_tile(walk, heads, SUB, BLOCK_M)
+    partial, full = begin(walk, tile_row, kv_len, BLOCK_EDGE, BLOCK_N, SCATTERED)
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
     i = tl.arange(0, BLOCK_M)
     live = first + i < tl.minimum(end, q_len)
     q_at = tile.head(q, q_strides, b64, h64) + tl.cast(first, tl.int64) * q_strides[2]
-    q_rows = tile.load(q_at, i, q_strides[2], live, d, D, D_REST)
+    q_tile = tile.load(q_at, i, q_strides[2], live, HOW.d)
     k_at = tile.head(k, k_strides, b64, h64 // group)
     v_at = tile.head(v, v_strides, b64, h64 // group)
-    keys = (k_at, v_at, k_strides, v_strides[2])
+    keys = Keys(k_at, v_at, k_strides, v_strides[2])
     q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
-    at = (tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b, first)
+    rows = tile.Rows(
+        tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b, first
+    )
     of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
-    given = (scale, coords, dropout, of_score, of_mask)
+    mods = tile.Mods(scale, coords, dropout, of_score, of_mask, None)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    state = (tile.zeros(BLOCK_M, DV, DV_REST), m, l, m)
-    LARGEST: tl.constexpr = top is not None and SCORE is not None
-    STEPPED: tl.constexpr = 0 if walk.full is None else (2 if SCATTERED else 1)
-    for FULL in tl.static_range(STEPPED):
+    state = Softmax(tile.zeros(BLOCK_M, HOW.dv), m, l, m)
+    # How many kinds of tiles, of partial and full ones, have one loop over all blocks (`walk`).
+    BLOCK_LOOPS: tl.constexpr = 0 if walk.full is None else (2 if SCATTERED else 1)
+    for FULL in tl.static_range(BLOCK_LOOPS):
         runs = walk.full if FULL else walk.partial
         blocks, here = full if FULL else partial
         for _ in tl.range(0, blocks):
             state = attend(
-                state, q_rows, keys, here[0], here[1], at, given, SCORE, None if FULL else MASK,
-                INDEX, PRECISION, POSITIVE, LARGEST, EVEN, BLOCK_N if FULL else BLOCK_EDGE,
-                d, dv, D, D_REST, DV, DV_REST,
+                state, q_tile, keys, here.row, here.stop, rows, mods, None if FULL else MASK,
+                BLOCK_N if FULL else BLOCK_EDGE, HOW,
             )  # fmt: skip
             here = advance(runs, here, walk.step, kv_len, BLOCK_N if FULL else BLOCK_EDGE)
-    if STEPPED < 2:
+    if BLOCK_LOOPS < 2:
         for run in tl.range(full.first, full.last):
-            row, stop = rows_of(walk, full, run, kv_len)
-            for n in tl.range(row, stop, BLOCK_N):
+            start, stop = rows_of(walk, full, run, kv_len)
+            for n in tl.range(start, stop, BLOCK_N):
                 state = attend(
-                    state, q_rows, keys, n, stop, at, given, SCORE,
-                    MASK if walk.full is None else None, INDEX, PRECISION, POSITIVE, LARGEST, EVEN,
-                    BLOCK_N, d, dv, D, D_REST, DV, DV_REST,
+                    state, q_tile, keys, n, stop, rows, mods, MASK if walk.full is None else None,
+                    BLOCK_N, HOW,
                 )  # fmt: skip
     acc, m, l, largest = state
 
-    rows = (b64 * heads + h) * q_len + first
+    row = (b64 * heads + h) * q_len + first
     if row_max is not None:
-        tl.store(row_max + rows + i, or_nan(m * LN2, l), mask=live)
+        tl.store(row_max + row + i, or_nan(m * LN2, l), mask=live)
     if top is not None:
         if SCORE is None:
             largest = m * LN2  # S is T
         largest = tl.where(live, or_nan(largest, l), float("-inf"))
         bad = tl.max((largest != largest).to(tl.int32), 0)
         largest = tl.where(bad > 0, float("nan"), tl.max(largest, 0))
-        tl.store(top + (b64 * heads + h) * (walk.lines * SUB) + slot, largest)
+        tl.store(top + (b64 * heads + h) * (walk.tile_rows * SUB) + slot, largest)
     if sink is not None:
         s = tl.load(sink + h).to(tl.float32) * LOG2E
         before = m
         m = tl.maximum(m, s)
         base = tl.where(m == float("-inf"), 0.0, m)
-        shrink = tl.exp2(before - base)
-        l = l * shrink + tl.exp2(s - base)
-        acc = tile.times(acc, shrink[:, None])
-    tl.store(lse + rows + i, (m + tl.log2(l)) * LN2, mask=live)
+        rescale = tl.exp2(before - base)
+        l = l * rescale + tl.exp2(s - base)
+        acc = tile.times(acc, rescale[:, None])
+    tl.store(lse + row + i, (m + tl.log2(l)) * LN2, mask=live)
     by = 1.0 / tl.where(l == 0.0, 1.0, l)  # a query that sees nothing gets 0
     if dropout is not None:
         by = by * dropout.factor
-    tile.store(out + rows * dv, i, dv, live, dv, tile.times(acc, by[:, None]), DV)
+    tile.store(out + row * dv, i, live, tile.times(acc, by[:, None]), HOW.dv)
 
 
 @triton.jit
 def attend(
-    state, q_rows, keys, n, stop, at, given,
-    SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
-    POSITIVE: tl.constexpr, LARGEST: tl.constexpr, EVEN: tl.constexpr, BLOCK_N: tl.constexpr,
-    d: tl.constexpr, dv: tl.constexpr,
-    D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
+    state, q_tile, keys, n, stop, rows, mods,
+    MASK: tl.constexpr, BLOCK_N: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys, n up to n + BLOCK_N, of which those from `stop` on do not count."""
+    """The softmax after one more block of keys, from n to n + BLOCK_N; those from `stop` on do not
+    count. MASK None: every pair is kept."""
     acc, m, l, largest = state
-    k_at, v_at, k_strides, v_stride = keys
-    b, h, q_idx, row, first = at
-    scale, coords, dropout, score_captured, mask_captured = given
-    score_captured = tile.with_origin(score_captured, coords, first, n)
+    captured = tile.with_tile_origin(mods.score, mods.coords, rows.first, n)
     j = tl.arange(0, BLOCK_N)
-    live = None if EVEN else n + j < stop
+    live = None if HOW.even else n + j < stop
     n64 = tl.cast(n, tl.int64)
-    k_at += n64 * k_strides[2]
-    k_rows = tile.load(k_at, j, k_strides[2], live, d, D, D_REST, k_strides[3])
-    s = tile.outer(q_rows, k_rows, PRECISION)
-    kv_idx = tile.positions(coords.kv_pos, coords.kv_stride, coords.kv, row, n + j, live, INDEX)
-    t, unit, s = scores(
-        s, scale, b, h, q_idx, kv_idx[None, :], score_captured, mask_captured, SCORE, MASK,
-        POSITIVE,
-    )  # fmt: skip
-    if not EVEN:
+    k_at = keys.k + n64 * keys.k_strides[2]
+    k_tile = tile.load(k_at, j, keys.k_strides[2], live, HOW.d, keys.k_strides[3])
+    s = tile.outer(q_tile, k_tile, HOW.precision)
+    coords = mods.coords
+    kv_idx = tile.positions(
+        coords.kv_pos, coords.kv_stride, coords.kv, rows.batch, n + j, live, HOW.index
+    )
+    pairs = tile.Pairs(rows.b, rows.h, rows.idx, kv_idx[None, :])
+    t, unit, s = scores(s, mods, pairs, captured, HOW.score, MASK, HOW.positive)
+    if not HOW.even:
         t = tl.where(live[None, :], t, float("-inf"))
-    if LARGEST:  # of S, where T says that the pair is kept
+    if HOW.track_max:  # of S, where T says that the pair is kept
         seen = tl.where(t == float("-inf"), float("-inf"), s)
         largest = tl.maximum(largest, tl.max(seen, 1))
     before = m
@@ -135,36 +169,36 @@ def attend(
     # A query that has seen nothing yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
     base = tl.where(m == float("-inf"), 0.0, m)
     p = tl.exp2(t * unit - base[:, None])
-    shrink = tl.exp2(before - base)
-    l = l * shrink + tl.sum(p, 1)
-    if dropout is not None:
-        p = tl.where(tile.kept_by(dropout, b, h, q_idx, kv_idx[None, :]), p, 0.0)
-    v_rows = tile.load(v_at + n64 * v_stride, j, v_stride, live, dv, DV, DV_REST)
-    acc = tile.add_product(tile.times(acc, shrink[:, None]), p, v_rows, PRECISION)
-    return acc, m, l, largest
+    rescale = tl.exp2(before - base)
+    l = l * rescale + tl.sum(p, 1)
+    if mods.dropout is not None:
+        p = tl.where(tile.dropout_keep(mods.dropout, pairs), p, 0.0)
+    v_tile = tile.load(keys.v + n64 * keys.v_stride, j, keys.v_stride, live, HOW.dv)
+    acc = tile.add_product(tile.times(acc, rescale[:, None]), p, v_tile, HOW.precision)
+    return Softmax(acc, m, l, largest)
 
 
 @triton.jit
 def scores(
-    s, scale, b, h, q_idx, kv_idx, score_captured, mask_captured,
-    SCORE: tl.constexpr, MASK: tl.constexpr, POSITIVE: tl.constexpr,
-):  # fmt: skip
-    """T in some unit (-inf where not kept), that unit over log 2, and S.
+    s, mods, pairs, captured, SCORE: tl.constexpr, MASK: tl.constexpr, POSITIVE: tl.constexpr
+):
+    """T in some unit (-inf where not kept), that unit over log 2, and S, of the product `s` = q kᵀ.
 
     Without a score, T is S, and a scale above 0 does not change which is largest: it stays in the
     unit, where it costs nothing. (A scale of 0 would make NaN of 0 times -inf.)
     """
     if SCORE is None and POSITIVE:
         t = s
-        unit = scale * LOG2E
+        unit = mods.scale * LOG2E
     else:
-        s = s * scale
+        s = s * mods.scale
         t = s
         unit = LOG2E
         if SCORE is not None:
-            t = SCORE(s, b, h, q_idx, kv_idx, score_captured)
+            t = SCORE(s, pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, captured)
     if MASK is not None:
-        t = tl.where(MASK(b, h, q_idx, kv_idx, mask_captured), t, float("-inf"))
+        kept = MASK(pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, mods.mask)
+        t = tl.where(kept, t, float("-inf"))
     return t, unit, s
 
 

@@ -1,4 +1,4 @@
-"""From a call to kernel launches: what each kernel is given, and what is allocated for it."""
+"""From a call to kernel launches: the kernels' arguments, and their memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from ...mods.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
 from ..gpu import captured_grads, outputs
-from ..gpu.preprocess import row_terms
+from ..gpu.preprocess import run_preprocess
 from ..gpu.runtime import parallel_compile
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
@@ -19,7 +19,7 @@ from .plan import Launcher, Plan, planned
 
 
 def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel; and where the largest logit is wanted, the maximum over its programs."""
+    """One kernel; for `max_logit` also the maximum over its programs."""
     width = call.v.shape[3]
     q, k, v = _rows(call.q), _rows(call.k), _rows(call.v)
     b, hq, q_len, _ = q.shape
@@ -30,18 +30,18 @@ def forward(spec: Spec, call: Call) -> Forward:
     top = None
     if lse.numel():
         plan = planned(spec, call, (), q, k, v)
-        if plan.untried:
-            parallel_compile.of_training(plan, spec, call, forward, backward)
+        if plan.uncompiled:
+            parallel_compile.compile_training(plan, spec, call, forward, backward)
         launcher = _forward(plan)
         sink = _contiguous(call.sink)
-        (k_turned,) = turned(plan, k)
-        k = k if k_turned is None else k_turned
+        (k_transposed,) = transposed(plan, k)
+        k = k if k_transposed is None else k_transposed
 
-        def tensors(slots: int) -> tuple:
+        def arguments(slots: int) -> tuple:
             top = new(b, hq, slots) if spec.max_logit else None
             return q, k, v, out, lse, row_max, top, sink
 
-        top = launcher(call, tensors)[6]
+        top = launcher(call, arguments)[6]
     return outputs.of_forward(spec, _cut(out, width), lse, row_max, top)
 
 
@@ -49,8 +49,8 @@ def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
-    """dq and what the score captures from one kernel, dk and dv from another or two; or all from
-    one."""
+    """One kernel for dq and the gradients of captured tensors, and one or two for dk and dv; or one
+    kernel for all."""
     widths = call.q.shape[3], call.v.shape[3]
     q, k, v, out, dout = (_rows(x) for x in (*call[:3], out, dout))
     lse = lse.contiguous()
@@ -61,39 +61,39 @@ def backward(
 
     wanted = captured_grads.wanted(spec.score, needs) if needs else ()
     plan = planned(spec, call, wanted, q, k, v, dout)
-    if plan.untried:
-        parallel_compile.of_backward(
+    if plan.uncompiled:
+        parallel_compile.compile_backward(
             plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
         )
     new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device=q.device)
-    # Query heads that share a key head work in parallel, and their results are summed here.
+    # Query heads that share a key head run in parallel, and their results are summed here.
     shared = hq != k.shape[1]
     dk, dv = (
         new(b, hq, kv_len, x.shape[3], dtype=torch.float32 if shared else dtype) for x in (k, v)
     )
     if plan.one_pass:
-        terms = row_terms(plan.terms, out, dout, dlse, lse)
+        workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        own = q, k, v, dout, *turned(plan, q, dout), terms, dk, dv, dq
+        own = q, k, v, dout, *transposed(plan, q, dout), workspace, dk, dv, dq
         LAUNCHERS["backward"](plan)(call, lambda slots: own)
         dq = torch.mul(dq, spec.scale, out=new(*q.shape))
     else:
-        dq, terms = new(*q.shape), new(plan.terms.size, dtype=torch.float32)
+        dq, workspace = new(*q.shape), new(plan.workspace.size, dtype=torch.float32)
         grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
         of_rows = out.contiguous(), lse, _contiguous(dlse)
         _backward_q(plan)(
             call,
-            lambda slots: (q, k, v, dout, *turned(plan, k, v), terms, *of_rows, dq, *grads),
+            lambda slots: (q, k, v, dout, *transposed(plan, k, v), workspace, *of_rows, dq, *grads),
             (out.dtype, dlse is None),
         )
-        matrices = q, k, v, dout, *turned(plan, q, dout), terms
+        matrices = q, k, v, dout, *transposed(plan, q, dout), workspace
         made = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
         for name in plan.passes[1:]:
             own = *matrices, *made[name], None
             LAUNCHERS[name](plan)(call, lambda slots, own=own: own)
     dsink = None
     if call.sink is not None:
-        dsink = captured_grads.of_sink(call.sink, lse, plan.terms.split(terms)[0])
+        dsink = captured_grads.of_sink(call.sink, lse, plan.workspace.split(workspace)[0])
     if shared:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
     return Grads(_cut(dq, widths[0]), _cut(dk, widths[0]), _cut(dv, widths[1]), dsink, captured)
@@ -111,7 +111,7 @@ def _backward_q(plan: Plan) -> Launcher:
     )
 
 
-def _by_keys(name: str, plan: Plan) -> Launcher:
+def _backward_kv(name: str, plan: Plan) -> Launcher:
     return plan.launchers.get(name) or plan.launcher(name, backward_kv, **_derivative(plan))
 
 
@@ -119,7 +119,7 @@ LAUNCHERS: dict[str, Callable[[Plan], Launcher]] = {
     "forward": _forward,
     "backward_q": _backward_q,
     **{
-        name: partial(_by_keys, name)
+        name: partial(_backward_kv, name)
         for name in ("backward_kv", "backward_k", "backward_v", "backward")
     },
 }
@@ -134,12 +134,12 @@ def _derivative(plan: Plan) -> dict[str, Any]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With rows of eights of adjacent numbers, each at a multiple of 16 bytes, zeros past the end:
-    a copy where they are not.
+    """x with contiguous rows of a multiple of 8 numbers, zeros past the end, each row at a multiple
+    of 16 bytes: x itself or a copy.
 
-    Narrower loads cannot run ahead of the loop, and of a kernel whose loads do not, the ptxas of
-    CUDA 12.8 (Triton 3.6 and 3.7) makes wrong code for Hopper: its tiles of k and v stand at the
-    same place in every round, and what it works out about them before the loop gets lost.
+    Narrower loads cannot be pipelined. Of a kernel without pipelined loads the ptxas of CUDA 12.8
+    (Triton 3.6 and 3.7) makes wrong code for Hopper: its tiles of k and v have the same address in
+    every iteration, and values that it hoists out of the loop get lost.
     """
     batch, head, row, one = x.stride()
     width = x.shape[3]
@@ -150,25 +150,25 @@ def _rows(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def turned(plan: Plan, *matrices: Tensor) -> list[Tensor | None]:
-    """Copies in which the numbers of a column are neighbours, columns being in sixteens; None where
-    products take no such copies.
+def transposed(plan: Plan, *matrices: Tensor) -> list[Tensor | None]:
+    """Copies with contiguous columns, padded to a multiple of 16 rows; None where products use
+    tensor cores and take no such copies.
 
-    Without tensor cores threads that are neighbours multiply by neighbouring columns of a right
-    factor. In `tile.outer` these are rows of a matrix, a multiple of 128 bytes apart: in shared
-    memory all in the same banks, and Triton pads no factor of such a product.
+    Without tensor cores neighbouring threads multiply by neighbouring columns of a right factor. In
+    `tile.outer` those are rows of a matrix, a multiple of 128 bytes apart: all in the same banks of
+    shared memory, and Triton does not pad a factor of such a product.
     """
-    return [_turned(x) if plan.turns else None for x in matrices]
+    return [_transposed(x) if plan.transposes else None for x in matrices]
 
 
-def _turned(x: Tensor) -> Tensor:
+def _transposed(x: Tensor) -> Tensor:
     b, h, length, width = x.shape
     columns = x.new_empty(b, h, width, -(-length // 16) * 16)
     return columns[..., :length].mT.copy_(x)
 
 
 def _cut(x: Tensor, width: int) -> Tensor:
-    """The first columns."""
+    """The first `width` columns."""
     return x if x.shape[3] == width else x[..., :width].contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The plan of a kind of call (`gpu.runtime.call_plan`) for these kernels: tiles, constants,
+"""The plan of a kind of call (`gpu.runtime.call_plan`) for these kernels: tile sizes, constants,
 launchers."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -11,15 +11,16 @@ from triton.runtime.errors import OutOfResources
 
 import triton
 
+from ...blocks import TILE
 from ...dropout import threshold
 from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
 from ..gpu import preprocess
 from ..gpu.device import diagonals, gradients, maths
-from ..gpu.preprocess import Terms
-from ..gpu.runtime.call_plan import TILE, BasePlan, Walks, plan_of
-from ..gpu.runtime.launcher import Direct
+from ..gpu.preprocess import BackwardWorkspace
+from ..gpu.runtime.call_plan import BasePlan, Walks, plan_of
+from ..gpu.runtime.launcher import KernelLauncher
 from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import LEARNED, Config, configs, kind_of, one_pass, passes, pieces
 
@@ -39,12 +40,15 @@ class Plan(BasePlan):
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
         q = matrices[0]
-        super().__init__(spec, call, wanted, matrices, diagonals=True, rough=rough(q))
+        super().__init__(
+            spec, call, wanted, matrices, diagonals=True, approx_tanh=approximates_tanh(q)
+        )
         self.launchers: dict[str, Launcher] = {}
         self.saved = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
         self.size, self.kind = (bits_of(q.dtype), self.d, self.dv), kind_of(spec, call)
         kinds = (self.kind, LEARNED) if spec.score_tensors else (self.kind,)
-        # A gradient of what the score captures is made beside dq, and in a fixed order only there.
+        # The kernel of dq also makes the gradients of what the score captures; and it alone sums in
+        # a fixed order.
         self.one_pass = not (wanted or spec.deterministic) and one_pass(
             *self.size, self.kind, self.saved
         )
@@ -54,7 +58,7 @@ class Plan(BasePlan):
         self.suit([self.configs(name, kind)[0] for name in names for kind in kinds])
         if wanted:
             self.kind = LEARNED
-        self.turns = bits_of(q.dtype) == 32  # `launch.turned`
+        self.transposes = bits_of(q.dtype) == 32  # `launch.transposed`
         self.static = (
             self.hq, self.hq // self.hk, self.q_len, self.kv_len, self.d, self.dv, spec.scale
         )  # fmt: skip
@@ -62,7 +66,7 @@ class Plan(BasePlan):
         self.dropout = (
             min(limit, 2**32 - 1), 1 / (1 - spec.dropout) if limit < 2**32 else 0.0
         )  # fmt: skip
-        self.terms = Terms((*q.shape[:3], self.dv), self.q_len, 0, self.device)
+        self.workspace = BackwardWorkspace((*q.shape[:3], self.dv), self.q_len, 0, self.device)
         d, dv = pieces(self.d), pieces(self.dv)
         self.constants = {
             "MASK": self.function("mask"),
@@ -73,40 +77,40 @@ class Plan(BasePlan):
         }  # fmt: skip
 
     def configs(self, name: str, kind: str) -> Sequence[Config]:
-        """The tiles for a kernel, best first."""
+        """The tile sizes for a kernel, best first."""
         if triton.knobs.runtime.interpret:
             return (Config(32, 32, 2, 1, 16),)
         return configs(name, *self.size, kind, self.saved)
 
     def launcher(self, name: str, fn: Any, **constants: Any) -> "Launcher":
-        """The launcher of a kernel, made when it is first asked for."""
+        """The launcher of a kernel, made at its first use."""
         found = self.launchers.get(name)
         if found is None:
             found = self.launchers[name] = Launcher(self, name, fn, constants)
         return found
 
     def suit(self, blocks: Iterable[Config]) -> None:
-        """Choose the tile of a block mask that is built here: no larger than the blocks that visit
-        it, since small tiles leave out more of what is not kept; at least 64 x 64, since they cost
-        more to find. Forward and backward choose the same, and share the block mask."""
+        """Choose the tile of the block mask: no larger than the largest of the kernels' blocks,
+        since smaller tiles skip more; at least 64 x 64, since smaller tiles cost more to find.
+        Forward and backward choose the same tile, and share the block mask."""
         if self.tile is not None and self.spec.tiles is None:
             every = [Config(64, 64, 0, 0), *blocks]
             self.tile = max(how.m for how in every), max(how.n for how in every)
 
 
 class Launcher:
-    """One kernel of a plan: with the best tile that the device has room for."""
+    """A kernel of a plan, with the best tile sizes for which the device has shared memory."""
 
     def __init__(self, plan: Plan, name: str, fn: Any, constants: dict[str, Any]) -> None:
         self.plan, self.name, self.fn = plan, name, fn
-        self.queries = name in ("forward", "backward_q")  # lines are rows of tiles
+        self.queries = name in ("forward", "backward_q")  # a program keeps queries; else keys
         self.rows = plan.configs(name, plan.kind)
         self.constants = plan.constants | constants
         self.choose(0)
 
     def take(self, how: Config) -> None:
-        """These tiles and no others, to find out what they reach; on a block mask that suits all,
-        so that kernels do not depend on each other's tiles."""
+        """Take these tile sizes and no others, to time them. The block mask gets tiles that suit
+        every kernel, so that kernels do not depend on each other's sizes."""
         self.rows, self.n = (how,), 0
         if self.plan.spec.tiles is None and self.plan.tile is not None:
             self.plan.tile = TILE
@@ -114,36 +118,38 @@ class Launcher:
             launcher.choose(launcher.n)
 
     def choose(self, n: int) -> None:
-        """Take the n-th tile of the table."""
+        """Take the n-th row of the table."""
         plan, how = self.plan, self.rows[n]
         self.n = n
         block, step = (how.m, how.n) if self.queries else (how.n, how.m)
         self.walks = Walks(plan, queries=self.queries, block=block)
-        self.slots = self.walks.lines * self.walks.sub  # programs of one head
+        self.slots = self.walks.tile_rows * self.walks.sub  # programs of one head
         self.grid = (self.slots * plan.b * plan.hq, 1, 1)
-        self.length = plan.kv_len if self.queries else plan.q_len  # of a line
-        self.seen: tuple[object, bool] = None, False  # the last walk, and whether it is scattered
+        self.length = plan.kv_len if self.queries else plan.q_len  # of a tile row
+        self.last_walk: tuple[object, bool] = None, False  # and whether it is scattered
         whole = self.length % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
         self.options = self.constants | {
             "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
             "EVEN": whole, "BLOCK_EDGE": how.edge or step, "SUB": self.walks.sub,
         }  # fmt: skip
         if (
-            plan.turns
+            plan.transposes
             and how.m * how.n >= 512 * how.warps
             and plan.d + plan.dv > 64
             and on_cuda(plan.device)
         ):
-            # A thread with 16 logits or more takes all registers there are. Where these are too few
-            # and ptxas is not told, it has used 32 of them and spilled 58 kilobytes.
+            # A thread with 16 logits or more needs all 255 registers. Without this option ptxas has
+            # used 32 of them and spilled 58 kilobytes.
             self.options["maxnreg"] = 255
-        self.kernels: dict[Hashable, Direct] = {}
+        self.kernels: dict[Hashable, KernelLauncher] = {}
 
-    def __call__(self, call: Call, tensors: Callable[[int], tuple], like: Hashable = None) -> tuple:
+    def __call__(
+        self, call: Call, tensors: Callable[[int], tuple], variant: Hashable = None
+    ) -> tuple:
         """Launch on `tensors(slots)` (`arrange`), which are returned.
 
-        - `like`: what of the tensors may differ among calls of this kind: a dtype, or that there is
-          none.
+        - `variant`: what may differ in these tensors between calls of this kind: a dtype, or
+          whether there is one.
         """
         plan, more = self.plan, ()
         if plan.spec.dropout > 0:
@@ -151,14 +157,14 @@ class Launcher:
             more = (call.seed.to(plan.device),)
         while True:
             own = tensors(self.slots)
-            given = plan.known(self.walks) or plan.given_by(call, self.walks, *more)
-            if self.seen[0] is not (made := self.walks.made[1]):
-                self.seen = made, walk.scattered(made, self.length)
-            kind = like, self.seen[1]
-            kernel = self.kernels.get(kind)
+            given = plan.known_arguments(self.walks) or plan.call_arguments(call, self.walks, *more)
+            if self.last_walk[0] is not (made := self.walks.last[1]):
+                self.last_walk = made, walk.scattered(made, self.length)
+            key = variant, self.last_walk[1]
+            kernel = self.kernels.get(key)
             if kernel is None:
-                options = self.options | {"SCATTERED": kind[1]}
-                kernel = self.kernels[kind] = Direct(
+                options = self.options | {"SCATTERED": key[1]}
+                kernel = self.kernels[key] = KernelLauncher(
                     self.fn, plan.device, options, self.grid, self.arrange
                 )
             try:
@@ -169,17 +175,20 @@ class Launcher:
             return own
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
-        """The arguments of the kernel. Its own are, of the forward, the first ones; of a backward
-        q, k, v, dout, two turned copies or None, the terms of its rows, what the first kernel makes
-        these of (out, lse, dlse), and the gradients, captured ones last."""
+        """The arguments of the kernel.
+
+        - `own`: for the forward, its first arguments. For a backward q, k, v, dout, two transposed
+          copies or None, the workspace; for `backward_q` also out, lse and dlse, of which it makes
+          the workspace; and the gradients, those of captured tensors last.
+        """
         plan, grads = self.plan, ()
         layout: tuple = tuple(map(_strides, own[:3]))
         coords, walk, captured, seed = plan.arranged(self.walks, tensors, floats)
         if self.name != "forward":
-            q, k, v, dout, one, two, terms, *to = own
-            turned = None if one is None else ((one, _strides(one)), (two, _strides(two)))
-            layout = *layout, _strides(dout), turned
-            delta, lse2, *_ = plan.terms.split(terms)
+            q, k, v, dout, one, two, workspace, *to = own
+            transposed = None if one is None else ((one, _strides(one)), (two, _strides(two)))
+            layout = *layout, _strides(dout), transposed
+            delta, lse2, *_ = plan.workspace.split(workspace)
             if self.name == "backward_q":
                 *of_rows, dq = to[:4]
                 own, grads = (q, k, v, dout, *of_rows, lse2, delta, dq), (tuple(to[4:]),)
@@ -189,8 +198,8 @@ class Launcher:
         return (*own, *layout, *plan.static, coords, dropout, walk, *captured, *grads)
 
     def smaller(self, error: OutOfResources) -> None:
-        """The next tile of the table. Whether one fits the compiler says, before anything runs: a
-        score may need shared memory of its own."""
+        """Take the next row of the table. The compiler says whether a tile fits, before anything
+        runs: a score may need shared memory of its own."""
         if self.n + 1 == len(self.rows):
             raise BackendRefused(
                 f"backend='triton' has no tile small enough for this GPU: {error}; "
@@ -200,14 +209,15 @@ class Launcher:
 
 
 def _strides(x: Tensor) -> tuple:
-    """As `tile.head` and `tile.load` take them; from row to row as a constant: addresses within a
-    tile are then one and a number. From column to column it is 1, or depends on the length."""
+    """The strides of batch and head divided by 8, of rows, and of columns (None: 1), as `tile.head`
+    and `tile.load` take them. That of rows is a constant: the addresses within a tile are then one
+    address plus constants. That of columns, if not 1, depends on the length."""
     batch, head, row, column = x.stride()
     return batch // 8, head // 8, tl.constexpr(row), None if column == 1 else column
 
 
-def rough(q: Tensor) -> bool:
-    """Whether the GPU's rough tanh is good enough, and there."""
+def approximates_tanh(q: Tensor) -> bool:
+    """Whether the GPU has the approximate tanh, and its error is below that of q's dtype."""
     return q.dtype == torch.bfloat16 and on_cuda(q.device)
 
 
@@ -216,13 +226,13 @@ def on_cuda(device: torch.device) -> bool:
     if triton.knobs.runtime.interpret:
         return False
     if device.type == "cuda":
-        return torch.version.hip is None  # the driver may not have started
+        return torch.version.hip is None  # Triton's driver may not have started
     target = triton.runtime.driver.active.get_current_target()
     return target is not None and target.backend == "cuda"
 
 
 def bits_of(dtype: torch.dtype) -> int:
-    """Of the numbers that are multiplied: 16; 19 are tf32; 32 no tensor cores multiply."""
+    """The bits of the factors of a product: 16; 19 for tf32; 32 for IEEE, without tensor cores."""
     return 19 if _precision(dtype) == "tf32" else 8 * dtype.itemsize
 
 

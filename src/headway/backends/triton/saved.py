@@ -1,6 +1,6 @@
-"""Tiles that `headway tune` found on the user's card: a JSON file per kind of card.
+"""Tile sizes that `headway tune` found on the user's card: a JSON file per kind of card.
 
-It lies in the user's cache folder, is read once per process, and goes before the table in
+It lies in the user's cache folder, is read once per process, and takes precedence over the table in
 config.py. Deleting it is always safe.
 """
 
@@ -17,11 +17,11 @@ import torch
 from ...errors import ArgumentError
 from .config import Config
 
-Tiles = dict[str, Config | bool]  # `config.key`: tiles; "one pass ...": one kernel or two
+Tiles = dict[str, Config | bool]  # by `config.key`; "one pass ...": whether one kernel is faster
 
 
 def folder() -> Path:
-    """Where the files are."""
+    """The folder of the files."""
     return platformdirs.user_cache_path("headway") / "tiles"
 
 
@@ -33,9 +33,9 @@ def card(device: torch.device) -> str:
 
 @lru_cache(maxsize=64)
 def load(name: str) -> Tiles:
-    """What was found for a card; empty where nothing was.
+    """The sizes found for a card; empty if there are none.
 
-    **Raises:** `ArgumentError` where the file is not one of ours.
+    **Raises:** `ArgumentError` if the file does not read as tile sizes.
     """
     path = folder() / f"{name}.json"
     try:
@@ -54,7 +54,7 @@ def load(name: str) -> Tiles:
 
 
 def store(name: str, found: Tiles) -> Path:
-    """Add what was found to the card's file. Others may write to it at the same time."""
+    """Add sizes to the card's file. Other processes may write to it at the same time."""
     folder().mkdir(parents=True, exist_ok=True)
     path = folder() / f"{name}.json"
     with filelock.FileLock(path.with_suffix(".lock")):

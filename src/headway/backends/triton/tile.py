@@ -1,8 +1,8 @@
-"""What the forward and the backward do with a tile: load, multiply, place, drop, add up.
+"""Tile primitives of the forward and the backward: loads, products, work tiles, dropout.
 
-A row of width d that is no power of two is held as two pieces, so that 192 costs 128 + 64 columns
-and not 256: `WIDTH` columns and `REST` more (0: one piece). Rows, columns and pieces past the end
-are zeros, and no pointer past the end is read.
+A row whose width is no power of two is held as two pieces, so that 192 costs 128 + 64 columns and
+not 256 (`Width`). A tile is a tuple of its pieces. Rows and columns past the end are zeros, and no
+pointer past the end is read.
 """
 
 from typing import Any, NamedTuple
@@ -12,13 +12,62 @@ import triton.language as tl
 import triton
 from headway.dropout import ROUNDS
 
-from ..gpu import preprocess as of_rows
+from ..gpu import preprocess
+
+
+class Width(NamedTuple):
+    """The columns of a matrix, a constant of a kernel."""
+
+    columns: Any  # in memory
+    piece: Any  # columns of the first piece, a power of two
+    rest: Any  # columns of the second piece; 0: there is none
+
+
+class WorkTile(NamedTuple):
+    """The work of one program."""
+
+    tile_row: Any  # of the block mask
+    slot: Any  # number among the programs of its head
+    first: Any  # row
+    end: Any  # of the rows
+    h: Any  # head
+    b: Any  # batch row
+
+
+class Rows(NamedTuple):
+    """The rows that a program keeps: queries, or keys."""
+
+    b: Any  # global batch row
+    h: Any  # global query head
+    idx: Any  # global positions, along the rows of a tile of pairs
+    batch: Any  # batch row in the tensors
+    first: Any  # row
+
+
+class Pairs(NamedTuple):
+    """The global coordinates of a tile of pairs; `q_idx` and `kv_idx` broadcast to its shape."""
+
+    b: Any
+    h: Any
+    q_idx: Any
+    kv_idx: Any
+
+
+class Mods(NamedTuple):
+    """The arguments of the score, the mask and dropout."""
+
+    scale: Any
+    coords: Any
+    dropout: Any  # `Dropout`, or None
+    score: Any  # captured: (tensors, numbers), and `with_tile_origin`
+    mask: Any  # captured: (tensors, numbers)
+    grads: Any  # gradients of the tensors that the score captures, or None
 
 
 class Dropout(NamedTuple):
-    """`headway.dropout`: pointer to the seed; words below `threshold` drop."""
+    """`headway.dropout`: words of Philox below `threshold` drop."""
 
-    seed: Any
+    seed: Any  # pointer
     threshold: Any
     factor: Any  # 1 / (1 - p)
 
@@ -28,44 +77,45 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def head(base, strides, b, h):
-    """Where a head begins. The strides of batch and head are given in eights: so it is known that
-    eight divides them, and loads are 16 bytes wide and run ahead (`launch._rows`)."""
+    """A pointer to the first row of a head. The strides of batch and head are passed divided by 8:
+    so the compiler knows that 8 divides them, and loads are 16 bytes wide and pipelined
+    (`launch._rows`)."""
     return base + (b * strides[0] + h * strides[1]) * 8
 
 
 @triton.jit
-def load(
-    base, rows, stride, live, width: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
-    column=None,
-):  # fmt: skip
-    """Rows of a matrix, in one or two pieces. `live` None: all rows are there; `column`: from one
-    column to the next, None for 1."""
-    if REST == 0:
-        return (_load(base, rows, stride, column, live, width, 0, WIDTH),)
+def load(base, rows, stride, live, WIDTH: tl.constexpr, column_stride=None):
+    """Rows of a matrix, in one or two pieces.
+
+    - `live`: which rows exist; None: all.
+    - `column_stride`: None: 1.
+    """
+    if WIDTH.rest == 0:
+        return (_load(base, rows, stride, column_stride, live, WIDTH.columns, 0, WIDTH.piece),)
     else:
         return (
-            _load(base, rows, stride, column, live, width, 0, WIDTH),
-            _load(base, rows, stride, column, live, width, WIDTH, REST),
+            _load(base, rows, stride, column_stride, live, WIDTH.columns, 0, WIDTH.piece),
+            _load(base, rows, stride, column_stride, live, WIDTH.columns, WIDTH.piece, WIDTH.rest),
         )
 
 
 @triton.jit
 def _load(
-    base, rows, stride, column, live,
-    width: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr,
+    base, rows, stride, column_stride, live,
+    COLUMNS: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     cols = START + tl.arange(0, SIZE)
-    if column is None:
+    if column_stride is None:
         at = base + rows[:, None] * stride + cols[None, :]
     else:
-        at = base + rows[:, None] * stride + cols[None, :] * tl.cast(column, tl.int64)
-    if width >= START + SIZE:
+        at = base + rows[:, None] * stride + cols[None, :] * tl.cast(column_stride, tl.int64)
+    if COLUMNS >= START + SIZE:
         if live is None:
             return tl.load(at)
         else:
             return tl.load(at, mask=live[:, None], other=0.0)
     else:
-        inside = (cols < width)[None, :]
+        inside = (cols < COLUMNS)[None, :]
         if live is None:
             return tl.load(at, mask=inside, other=0.0)
         else:
@@ -73,8 +123,8 @@ def _load(
 
 
 @triton.jit
-def load_row(at, live, other):
-    """A number of every row. `live` None: all rows are there."""
+def load_vector(at, live, other):
+    """One number per row. `live` None: all rows exist."""
     if live is None:
         return tl.load(at)
     else:
@@ -82,58 +132,55 @@ def load_row(at, live, other):
 
 
 @triton.jit
-def turned_heads(turned, b, h):
-    """Where a head begins in two turned copies (`launch.turned`), each with its strides."""
-    one, two = turned
+def transposed_heads(transposed, b, h):
+    """A pointer to a head in each of two transposed copies (`launch.transposed`), and strides."""
+    one, two = transposed
     return (head(one[0], one[1], b, h), one[1]), (head(two[0], two[1], b, h), two[1])
 
 
 @triton.jit
-def right(
-    x, turned, WHICH: tl.constexpr, n, rows, live,
-    width: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    """The right factor of `outer`: rows n + `rows` of a turned copy; where there is none, x, which
-    are the same rows of the matrix."""
-    if turned is None:
+def right_factor(x, transposed, WHICH: tl.constexpr, n, rows, live, WIDTH: tl.constexpr):
+    """The right factor of `outer`: rows n + `rows` of a transposed copy. Without one, x, which has
+    the same rows of the matrix."""
+    if transposed is None:
         return x
     else:
-        base, strides = turned[WHICH]
-        return load(base + n, rows, strides[2], live, width, WIDTH, REST, strides[3])
+        base, strides = transposed[WHICH]
+        return load(base + n, rows, strides[2], live, WIDTH, strides[3])
 
 
 @triton.jit
-def store(base, rows, stride, live, width, x, WIDTH: tl.constexpr):
-    """Write the pieces of x; never past a row or column that is there."""
-    to = base + rows[:, None] * stride
+def store(base, rows, live, x, WIDTH: tl.constexpr):
+    """Write the pieces of x to a matrix whose rows are contiguous; never past a row or column."""
+    to = base + rows[:, None] * WIDTH.columns
     for n in tl.static_range(len(x)):
-        cols = n * WIDTH + tl.arange(0, x[n].shape[1])
-        inside = live[:, None] & (cols < width)[None, :]
+        cols = n * WIDTH.piece + tl.arange(0, x[n].shape[1])
+        inside = live[:, None] & (cols < WIDTH.columns)[None, :]
         tl.store(to + cols[None, :], x[n].to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def add(base, rows, stride, live, width, x, WIDTH: tl.constexpr):
-    """Add the pieces of x to float32 numbers that other programs add to as well."""
-    to = base + rows[:, None] * stride
+def atomic_add(base, rows, live, x, WIDTH: tl.constexpr):
+    """Add the pieces of x to a float32 matrix to which other programs add as well."""
+    to = base + rows[:, None] * WIDTH.columns
     for n in tl.static_range(len(x)):
-        cols = n * WIDTH + tl.arange(0, x[n].shape[1])
-        inside = live[:, None] & (cols < width)[None, :]
+        cols = n * WIDTH.piece + tl.arange(0, x[n].shape[1])
+        inside = live[:, None] & (cols < WIDTH.columns)[None, :]
         tl.atomic_add(to + cols[None, :], x[n], mask=inside, sem="relaxed")
 
 
 @triton.jit
-def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
+def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """An accumulator in pieces."""
-    if REST == 0:
-        return (tl.zeros([ROWS, WIDTH], tl.float32),)
+    if WIDTH.rest == 0:
+        return (tl.zeros([ROWS, WIDTH.piece], tl.float32),)
     else:
-        return (tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, REST], tl.float32))
+        return (tl.zeros([ROWS, WIDTH.piece], tl.float32), tl.zeros([ROWS, WIDTH.rest], tl.float32))
 
 
 @triton.jit
 def outer(a, b, PRECISION: tl.constexpr):
-    """a bᵀ over the pieces: logits, and dP."""
+    """a bᵀ, summed over the pieces: S, and dP."""
     s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     if len(a) == 2:
         s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=PRECISION)
@@ -142,7 +189,7 @@ def outer(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_product(acc, p, x, PRECISION: tl.constexpr):
-    """acc + p x, piece by piece; p in x's dtype, which is what tensor cores multiply."""
+    """acc + p x, piece by piece. p is rounded to x's dtype, which tensor cores multiply."""
     p = p.to(x[0].dtype)
     first = tl.dot(p, x[0], acc[0], input_precision=PRECISION)
     if len(acc) == 1:
@@ -153,7 +200,7 @@ def add_product(acc, p, x, PRECISION: tl.constexpr):
 
 @triton.jit
 def inner(p, x, PRECISION: tl.constexpr):
-    """pᵀ x over the pieces of x."""
+    """pᵀ x, piece by piece."""
     p = tl.trans(p.to(x[0].dtype))
     first = tl.dot(p, x[0], input_precision=PRECISION)
     if len(x) == 1:
@@ -165,74 +212,74 @@ def inner(p, x, PRECISION: tl.constexpr):
 @triton.jit
 def sums(x, dx):
     """rowsum(x∘dx) over the pieces, in float32."""
-    found = of_rows.sums(x[0], dx[0])
+    total = preprocess.sums(x[0], dx[0])
     if len(x) == 2:
-        found += of_rows.sums(x[1], dx[1])
-    return found
+        total += preprocess.sums(x[1], dx[1])
+    return total
 
 
 @triton.jit
 def times(acc, factor):
-    """Every piece times a factor: a number, or one per row as (rows, 1)."""
+    """Every piece times a factor: a number, or a column of one per row."""
     if len(acc) == 1:
         return (acc[0] * factor,)
     else:
         return (acc[0] * factor, acc[1] * factor)
 
 
-# -- places ---------------------------------------------------------------------------------------
+# -- work tiles -----------------------------------------------------------------------------------
 
 
 @triton.jit
-def place(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
-    """The work of this program: its line of the block mask, its number among the programs of its
-    head, first row, end of rows, head, batch row.
+def map_work_tile(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
+    """The `WorkTile` of this program: ROWS rows, SUB programs to a tile row.
 
-    Programs of a head follow one another, longest line first, so that they share its keys in cache
-    and the last ones are short. Where the block mask differs between heads or batch rows its order
-    is one for all of these.
+    Programs of a head are neighbours, so that they share its keys in the L2 cache. They start with
+    the longest tile row (LPT), so that the last programs are short. Where the block mask differs
+    between heads or batch rows, one order holds for all of them.
     """
     pid = tl.program_id(0)
     if walk.full is None:
-        slot = pid % walk.lines
-        rest = pid // walk.lines
+        slot = pid % walk.tile_rows
+        rest = pid // walk.tile_rows
         first = slot * ROWS
-        return slot, slot, first, first + ROWS, rest % heads, rest // heads
+        return WorkTile(slot, slot, first, first + ROWS, rest % heads, rest // heads)
     else:
-        ranks = walk.lines * walk.b * walk.h * SUB
-        rank = pid % ranks
-        rest = pid // ranks
-        line = tl.load(walk.order + rank // SUB)
-        of_mask = line // walk.lines
-        tiles = line % walk.lines
-        first = tiles * walk.size + (rank % SUB) * ROWS
-        end = tl.minimum(first + ROWS, (tiles + 1) * walk.size)
-        # What the mask does not tell apart, the rest of the program's number does.
+        work_tiles = walk.tile_rows * walk.b * walk.h * SUB  # of all that the mask tells apart
+        tile_idx = pid % work_tiles
+        rest = pid // work_tiles
+        tile_row = tl.load(walk.order + tile_idx // SUB)
+        mask_idx = tile_row // walk.tile_rows
+        tile = tile_row % walk.tile_rows
+        first = tile * walk.size + (tile_idx % SUB) * ROWS
+        end = tl.minimum(first + ROWS, (tile + 1) * walk.size)
+        # Heads or batch rows that share the mask are numbered by the rest of the program's id.
         if walk.h == 1:
             h = rest % heads
             rest = rest // heads
         else:
-            h = of_mask % walk.h
-        b = rest if walk.b == 1 else of_mask // walk.h
-        return line, tiles * SUB + rank % SUB, first, end, h, b
+            h = mask_idx % walk.h
+        b = rest if walk.b == 1 else mask_idx // walk.h
+        return WorkTile(tile_row, tile * SUB + tile_idx % SUB, first, end, h, b)
 
 
 @triton.jit
 def positions(pos, stride, offset, b, index, live, INDEX: tl.constexpr):
-    """Global positions of some rows: given ones, or `offset + index`."""
+    """Global positions of some rows: read from `pos`, or `offset + index`. `live` None: all rows
+    exist."""
     if pos is None:
         return tl.cast(offset, INDEX) + index
     else:
         at = pos + tl.cast(b, tl.int64) * stride + index
-        if live is None:  # every row is there
+        if live is None:
             return tl.load(at).to(INDEX)
         else:
             return tl.load(at, mask=live, other=0).to(INDEX)
 
 
 @triton.jit
-def with_origin(captured, coords, q_index, kv_index):
-    """What a score captures, and where its tile begins, if positions are consecutive."""
+def with_tile_origin(captured, coords, q_index, kv_index):
+    """What a score captures; and, if positions are consecutive, the first ones of its tile."""
     if coords.q_pos is None and coords.kv_pos is None:
         return captured[0], captured[1], (coords.q + q_index, coords.kv + kv_index)
     else:
@@ -243,12 +290,12 @@ def with_origin(captured, coords, q_index, kv_index):
 
 
 @triton.jit
-def kept_by(dropout, b, h, q_idx, kv_idx):
+def dropout_keep(dropout, pairs):
     """Which pairs survive: Philox-4x32 on (j / 4, i, h, b), word j mod 4 (`headway.dropout`)."""
-    j = (kv_idx & 3).to(tl.int32)
-    group, i = tl.broadcast((kv_idx >> 2).to(tl.int32), q_idx.to(tl.int32))
-    head = group * 0 + tl.cast(h, tl.int32)
-    row = group * 0 + tl.cast(b, tl.int32)
+    j = (pairs.kv_idx & 3).to(tl.int32)
+    group, i = tl.broadcast((pairs.kv_idx >> 2).to(tl.int32), pairs.q_idx.to(tl.int32))
+    head = group * 0 + tl.cast(pairs.h, tl.int32)
+    row = group * 0 + tl.cast(pairs.b, tl.int32)
     words = tl.philox(tl.load(dropout.seed), group, i, head, row, _ROUNDS)
     low = tl.where(j == 0, words[0], words[1])
     high = tl.where(j == 2, words[2], words[3])

@@ -1,4 +1,4 @@
-"""The search for tiles on a card: every candidate is timed on real calls, the fastest wins."""
+"""The search for tile sizes on a card: every candidate is timed on real calls, the fastest wins."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from .plan import Plan, bits_of, planned
 NO_ROOM = (BackendRefused, PTXASError)  # of shared memory, or of registers
 Timer = Callable[[Callable[[], object]], float]  # seconds of a call
 
-# (queries, keys, warps), by bits of a number and kernel; each is tried with several depths of
-# pipeline. Tiles that lost at every width on an H200 are not among them.
+# (queries, keys, warps) by kernel; each is tried with several numbers of pipeline stages. Sizes
+# that lost at every width on an H200 are left out.
 _HALF = {
     "forward": ((64, 64, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 32, 8), (64, 32, 4)),
     "backward_q": ((64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 32, 8), (64, 32, 4)),
@@ -32,8 +32,8 @@ _SINGLE = ((32, 32, 4), (64, 32, 4), (32, 64, 4), (64, 32, 8), (64, 64, 8), (64,
 
 
 def candidates(kernel: str, bits: int, d: int, dv: int) -> list[Config]:
-    """The tiles worth trying: those whose accumulators, logits and gradients of logits fit 255
-    registers a thread, and whose warps have 16 rows each, unless a width leaves no others."""
+    """The sizes worth trying: those whose accumulators, logits and gradients of logits fit 255
+    registers per thread, and whose warps have 16 rows each, unless a width leaves no others."""
     found = []
     width, both = sum(pieces(dv)), sum(pieces(d)) + sum(pieces(dv))
     for m, n, warps in _HALF[kernel] if bits == 16 else _SINGLE:
@@ -65,18 +65,18 @@ class Problem:
     dout: Tensor
 
     def prepared(self) -> "Prepared":
-        """With the results of a forward, which a backward needs."""
+        """The problem with the results of its forward, which a backward needs."""
         out, lse, *_ = launch.forward(self.spec, self.call)
         return Prepared(self, out, lse)
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Those to tune, in their order."""
+        """The kernels to tune, in order."""
         q, v = self.call.q, self.call.v
         return "forward", *passes(bits_of(q.dtype), q.shape[3], v.shape[3]), "backward"
 
     def key(self, kernel: str) -> str:
-        """What the tiles of a kernel are found by."""
+        """The key of a kernel's tile sizes."""
         q, v = self.call.q, self.call.v
         kind = kind_of(self.spec, self.call)
         return key(kernel, bits_of(q.dtype), q.shape[3], v.shape[3], kind)
@@ -90,7 +90,7 @@ class Prepared(NamedTuple):
     lse: Tensor
 
     def run(self, kernel: str) -> Callable[[], Any]:
-        """The call that launches a kernel, alone or with as little else as can be."""
+        """A call that launches a kernel, and as little else as possible."""
         problem = self.problem
         if kernel == "forward":
             return lambda: launch.forward(problem.spec, problem.call)
@@ -112,12 +112,12 @@ class Prepared(NamedTuple):
         return planned(problem.spec, problem.call, (), *matrices)
 
     def take(self, kernel: str, how: Config) -> None:
-        """Launch a kernel with these tiles from now on."""
+        """Launch a kernel with these sizes from now on."""
         launch.LAUNCHERS[kernel](self.plan(kernel)).take(how)
 
 
 class Trial(NamedTuple):
-    """One candidate; `seconds` None where the card has no room for it."""
+    """One candidate; `seconds` None if it does not fit the card."""
 
     kernel: str
     how: Config
@@ -149,7 +149,7 @@ def trials(
 
 
 def winners(problem: Problem, tried: list[Trial]) -> dict[str, Config | bool]:
-    """The fastest tiles of every kernel, and whether one backward kernel beats several: in the form
+    """The fastest sizes of every kernel, and whether one backward kernel beats several, in the form
     that `saved.store` keeps."""
     found: dict[str, Config | bool] = {}
     times: dict[str, float] = {}
@@ -157,7 +157,7 @@ def winners(problem: Problem, tried: list[Trial]) -> dict[str, Config | bool]:
         timed = [(t.seconds, t.how) for t in tried if t.kernel == kernel and t.seconds is not None]
         if timed:
             times[kernel], found[problem.key(kernel)] = min(timed, key=lambda pair: pair[0])
-    # The time of the last of several is that of all, the others with their best tiles.
+    # The last of several kernels was timed together with the others at their best sizes.
     *_, last, one = problem.kernels
     if one in times and last in times:
         found[problem.key("one pass")] = times[one] < times[last]

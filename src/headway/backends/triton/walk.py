@@ -1,10 +1,12 @@
-"""Walking the live tiles of a line.
+"""The walk over the live tiles of a tile row.
 
-Tiles that are kept in part come in short runs mostly, for which a loop each would fill and drain
-the pipeline of loads every time. So there is one loop over the blocks of all their runs
-(`advance`). Full tiles come in long ones, and each has a loop of its own (`Runs`), in which only a
-row counts up: what the other loop keeps from block to block costs registers, and ptxas orders it
-worse. Where a mask has many short runs of full tiles (`scattered`), those go as partial ones do.
+Partial tiles come mostly in short runs. A loop per run would fill and drain the pipeline of loads
+every time, so one loop visits the blocks of all runs (`advance`). Full tiles come in long runs, and
+each run has a loop of its own (`Runs`) that counts up a row and nothing else: the state that the
+other loop carries from block to block costs registers, and ptxas schedules it worse. Where a mask
+has many short runs of full tiles (`scattered`), one loop visits those as well.
+
+For dk and dv a tile row is a column of the mask's tiles, and its blocks are queries.
 """
 
 from typing import Any, NamedTuple
@@ -13,48 +15,58 @@ import triton.language as tl
 
 import triton
 
-_MANY = tl.constexpr(32)  # runs that are counted at once
+_RUNS_AT_ONCE = tl.constexpr(32)  # that are counted
 
 
 class Runs(NamedTuple):
-    """Runs of full tiles: start and tiles of the first; its number, and that of the last plus 1."""
+    """The runs of full tiles of a tile row."""
 
-    start: Any
-    count: Any
-    first: Any
-    last: Any
+    start: Any  # the first tile of the first run
+    count: Any  # its tiles
+    first: Any  # number of the first run
+    last: Any  # number of the last run plus 1
+
+
+class Cursor(NamedTuple):
+    """A block of the runs of a tile row, and the run after it."""
+
+    row: Any  # the block's first
+    stop: Any  # end of rows of its run
+    then: Any  # the next run as it stands in memory: first tile, number of tiles
+    run: Any  # number of the next run
+    last: Any  # number of the last run plus 1
 
 
 def scattered(walk: Any, length: int) -> bool:
-    """Whether full tiles come in many short runs, of lines that are so long: more than two in a
-    line, of less than eight tiles if half of them are full. (On an H200, 8k long, every other run
-    of a checkerboard, a loop for each in terms of one for all: forward 1.69, 1.25, 1.11 and 1.04
-    with runs of 1, 2, 4 and 8 tiles, backward 1.14, 1.00, 0.95 and 0.91.)"""
+    """Whether full tiles come in many short runs: on average more than two per tile row, and more
+    than one per eight tiles of `length`. (On an H200, 8k long, every other run of a checkerboard,
+    the time with a loop per run over that with one loop: forward 1.69, 1.25, 1.11 and 1.04 with
+    runs of 1, 2, 4 and 8 tiles, backward 1.14, 1.00, 0.95 and 0.91.)"""
     if walk.full is None:
         return False
-    lines, runs, tiles = len(walk.full[0]) - 1, len(walk.full[1]), -(-length // walk.step)
-    return runs > 2 * lines and 8 * runs > tiles * lines
+    tile_rows, runs, tiles = len(walk.full[0]) - 1, len(walk.full[1]), -(-length // walk.step)
+    return runs > 2 * tile_rows and 8 * runs > tiles * tile_rows
 
 
 @triton.jit
 def begin(
-    walk, line, length, EDGE: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr
+    walk, tile_row, length, EDGE: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr
 ):  # fmt: skip
-    """Of the partial tiles of a line: how many blocks of EDGE rows to visit, and the first: (row,
-    end of its run, the next run as it stands in memory, number of that run and of the last). And
-    its full tiles: the same, of BLOCK rows, if SCATTERED, else `Runs`. Without a block mask no tile
-    is partial.
+    """The live tiles of a tile row: its partial tiles, as the number of blocks of EDGE rows and the
+    `Cursor` of the first; and its full tiles, the same with blocks of BLOCK rows if SCATTERED, else
+    as `Runs`. Without a block mask no tile is partial.
 
-    A program waits for what it reads here, and a line has a run of each kind mostly: so both kinds
-    are read together, and runs are counted only where there are several.
+    A program waits for these loads, and most tile rows have one run of each kind. So both kinds are
+    loaded together, and runs are counted only where there are several.
 
     - `length`: rows in all.
     """
     if walk.full is None:
         return (0, ()), Runs(0, 0, 0, 1)
     else:
-        first, last = tl.load(walk.partial[0] + line), tl.load(walk.partial[0] + line + 1)
-        first_full, last_full = tl.load(walk.full[0] + line), tl.load(walk.full[0] + line + 1)
+        first, last = tl.load(walk.partial[0] + tile_row), tl.load(walk.partial[0] + tile_row + 1)
+        first_full = tl.load(walk.full[0] + tile_row)
+        last_full = tl.load(walk.full[0] + tile_row + 1)
         one = _read(walk.partial, first, last)
         one_full = _read(walk.full, first_full, last_full)
         if SCATTERED:
@@ -66,40 +78,41 @@ def begin(
 
 @triton.jit
 def _from(runs, one, first, last, step, length, BLOCK: tl.constexpr):
-    """`begin` for one kind, whose first run is `one`."""
+    """`begin` for one kind of tiles, whose first run is `one`: blocks, and the first `Cursor`."""
     start, stop = _rows(one, step, length)
     blocks = (stop - start + (BLOCK - 1)) // BLOCK
-    for n in range(first + 1, last, _MANY):
-        more = _rows(_read(runs, n + tl.arange(0, _MANY), last), step, length)
+    for n in range(first + 1, last, _RUNS_AT_ONCE):
+        more = _rows(_read(runs, n + tl.arange(0, _RUNS_AT_ONCE), last), step, length)
         blocks += tl.sum((more[1] - more[0] + (BLOCK - 1)) // BLOCK, 0)
-    return blocks, (start, stop, _read(runs, first + 1, last), first + 1, last)
+    return blocks, Cursor(start, stop, _read(runs, first + 1, last), first + 1, last)
 
 
 @triton.jit
 def advance(runs, at, step, length, BLOCK: tl.constexpr):
-    """The block after this one."""
+    """The `Cursor` after this one."""
     row, stop, then, run, last = at
     then, until = _rows(then, step, length)
     over = row + BLOCK >= stop
     row = tl.where(over, then, row + BLOCK)
     stop = tl.where(over, until, stop)
     run += over.to(tl.int32)
-    return row, stop, _read(runs, run, last), run, last
+    return Cursor(row, stop, _read(runs, run, last), run, last)
 
 
 @triton.jit
 def rows_of(walk, full, run, length):
-    """First row and end of the run of full tiles with this number.
+    """First row and end of rows of a run of full tiles, by its number.
 
-    Those of the first are known; others are read when they begin. What loops within are bounded by
-    must not be carried by the loop over runs: Triton 3.6 takes that for dead, and leaves every run
-    the first one's bounds (triton-lang/triton#9036).
+    Those of the first run are loaded already; the others when their loop begins. The bounds of an
+    inner loop must not be carried by the loop over runs: Triton 3.6 takes them for dead, and every
+    run gets the bounds of the first (triton-lang/triton#9036).
     """
     if walk.full is None:
         if isinstance(length, int):
-            # 1, which Triton takes for a constant: of one round there would be no loop, no load
-            # would run ahead, and ptxas makes wrong code of such a kernel (`launch._rows`). The
-            # grid has one program here, which the compiler does not know.
+            # `length` is 1, which Triton specialises to a constant. A loop of one iteration would
+            # be unrolled, no load would be pipelined, and ptxas makes wrong code of such a kernel
+            # (`launch._rows`). The second dimension of the grid is 1, which the compiler does not
+            # know: program_id(1) is 0.
             return 0, length + tl.program_id(1)
         else:
             return 0, length
@@ -112,13 +125,13 @@ def rows_of(walk, full, run, length):
 
 @triton.jit
 def _read(runs, run, last):
-    """Runs as they stand in memory: first tile and number of tiles; 0 and 0 past the last."""
+    """Runs as they stand in memory: first tile and number of tiles; 0 and 0 from `last` on."""
     live = run < last
     return tl.load(runs[1] + run, mask=live, other=0), tl.load(runs[2] + run, mask=live, other=0)
 
 
 @triton.jit
 def _rows(run, step, length):
-    """First row and end of runs (a line's last tile may be cut off)."""
+    """First row and end of rows of runs. The last tile of a tile row may be cut off."""
     row = run[0] * step
     return row, tl.minimum(row + run[1] * step, length)

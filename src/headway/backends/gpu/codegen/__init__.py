@@ -1,1 +1,1 @@
-"""A score or mask graph becomes the text of device functions."""
+"""Code generation: the graph of a score or mask becomes the text of device functions."""

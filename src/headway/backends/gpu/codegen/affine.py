@@ -1,18 +1,17 @@
-"""Scores that are linear in S: T = gain S + what positions add, taken apart by what it depends on.
+"""Scores that are affine in S: T = gain S + a term of the positions, split by dependence.
 
-ALiBi, a bias per key or per query, `1.1 * score + 0.01 * (kv_idx - q_idx)`. Of a tile of pairs,
-only a product with S and one sum are left to be done per pair:
+Examples: ALiBi, a bias per key or per query, `1.1 * score + 0.01 * (kv_idx - q_idx)`. A tile of
+pairs is left with one multiplication of S and one addition per pair:
 
     T = gain S + f(q_idx) + g(kv_idx)
 
-with f and g worked out per row and per column. A multiple of a distance is taken apart at a pair
-that lies near, where everything is small: with whole numbers L linear in both positions,
+f and g are computed per row and per column. A multiple of a distance is evaluated at a nearby pair,
+where all numbers are small. For an integer L that is affine in both positions
 
     L(q, kv) = L(q, first) + L(0, kv - first) - L(0, 0)
 
-exactly, so that nothing cancels in floats: its error stays within a rounding of the multiple of the
-distance and of that of a tile's length. An absolute
-value |L| is left to be taken per pair.
+is exact, so nothing cancels in floats: the error stays within one rounding of the multiple of the
+distance and one of that of a tile's length. An absolute value |L| is computed per pair.
 """
 
 import math
@@ -23,256 +22,259 @@ from typing import NamedTuple
 
 from ....mods.graph import Arg, Graph, Node
 from .dependence import kinds, slopes
-from .int_ranges import Widths
+from .int_ranges import IntRanges
 
 
-class Part(NamedTuple):
-    """`sign` times the product of `by` times `value`.
+class Term(NamedTuple):
+    """`sign` times the product of `factors` times `value`.
 
-    - `by`: numbers that all pairs share; True: divided by it.
+    - `factors`: (number that all pairs share, whether it is divided by).
     """
 
     sign: int
-    by: tuple[tuple[Arg, bool], ...]
+    factors: tuple[tuple[Arg, bool], ...]
     value: Arg
 
 
-class Line(NamedTuple):
-    """`sign` times the product of `by` times whole numbers that are linear in the positions.
+class Distance(NamedTuple):
+    """`sign` times the product of `factors` times an integer that is affine in the positions.
 
-    - `of`: (sign, the name of a value) of what they are the sum of; `slope`: by how much they grow
-      with q_idx and with kv_idx.
-    - `bent`: the absolute value of them.
+    - `of`: the integer as a sum: (sign, name of a value).
+    - `slope`: the integer's coefficients of q_idx and kv_idx.
+    - `has_abs`: the integer's absolute value is taken.
     """
 
     sign: int
-    by: tuple[tuple[Arg, bool], ...]
+    factors: tuple[tuple[Arg, bool], ...]
     of: tuple[tuple[int, str], ...]
     slope: tuple[int, int]
-    bent: bool
+    has_abs: bool
 
 
 @dataclass(frozen=True)
-class Linear:
-    """- `gain`: parts whose value is S.
-    - `lines`: multiples of distances; at most one absolute value.
-    - `shared`, `of_q`, `of_kv`: parts that all pairs share, and those that depend on the query, and
-      on the key.
+class AffineScore:
+    """A score as a sum of terms.
+
+    - `gain`: the terms whose value is S.
+    - `distances`: multiples of distances; at most one has an absolute value.
+    - `shared`, `of_q`, `of_kv`: the terms that all pairs share, that depend on the query, and that
+      depend on the key.
     """
 
-    gain: tuple[Part, ...]
-    lines: tuple[Line, ...]
-    shared: tuple[Part, ...]
-    of_q: tuple[Part, ...]
-    of_kv: tuple[Part, ...]
+    gain: tuple[Term, ...]
+    distances: tuple[Distance, ...]
+    shared: tuple[Term, ...]
+    of_q: tuple[Term, ...]
+    of_kv: tuple[Term, ...]
 
     @property
-    def bent(self) -> bool:
+    def has_abs(self) -> bool:
         """Whether there is an absolute value."""
-        return any(line.bent for line in self.lines)
+        return any(distance.has_abs for distance in self.distances)
 
     @property
-    def lone(self) -> bool:
-        """Whether there is nothing but an absolute value beside S."""
+    def abs_only(self) -> bool:
+        """Whether an absolute value is the only term beside S."""
         others = self.shared, self.of_q, self.of_kv
-        return self.bent and len(self.lines) == 1 and not any(others)
+        return self.has_abs and len(self.distances) == 1 and not any(others)
 
     @property
-    def straight(self) -> bool:
-        """Whether all that depends on the key, beside S, is multiples of distances."""
-        return bool(self.lines) and not self.bent and not self.of_kv
+    def slope_only(self) -> bool:
+        """Whether the terms that depend on the key, beside S, are multiples of distances."""
+        return bool(self.distances) and not self.has_abs and not self.of_kv
 
     @property
-    def known(self) -> float | None:
-        """The gain, if it is of known numbers alone, and finite."""
+    def constant_gain(self) -> float | None:
+        """The gain, if it is a finite constant."""
         total = 0.0
-        for sign, by, _ in self.gain:
-            for number, over in by:
+        for sign, factors, _ in self.gain:
+            for number, divides in factors:
                 if isinstance(number, str):
                     return None
-                sign *= 1 / number if over else number
+                sign *= 1 / number if divides else number
             total += sign
         return total if math.isfinite(total) else None
 
 
-def linear(graph: Graph, widths: Widths, side: int = 0) -> Linear | None:
-    """A score taken apart; None where it is not of this kind, or nothing would be gained.
+def affine_score(graph: Graph, ranges: IntRanges, sign: int = 0) -> AffineScore | None:
+    """The terms of a score; None where it is not affine in S, or nothing would be gained.
 
-    - `side`: of the pairs that matter, from `side`.
+    - `sign`: that of q_idx - kv_idx in all pairs that matter, from `distance_sign`.
     """
-    found = _Linear(graph, widths).whole()
-    if found is None or not side:
+    found = _AffineBuilder(graph, ranges).build()
+    if found is None or not sign:
         return found
-    return replace(found, lines=tuple(_straight(line, graph, side) for line in found.lines))
+    return replace(
+        found, distances=tuple(_without_abs(distance, graph, sign) for distance in found.distances)
+    )
 
 
-def _straight(line: Line, graph: Graph, side: int) -> Line:
-    """The same at pairs of one side, where the absolute value of a distance is a straight line."""
-    node = graph.nodes[int(line.of[0][1][1:])] if line.of[0][1][0] == "%" else None
-    if not line.bent or node is None or node.op != "sub":
-        return line
+def _without_abs(distance: Distance, graph: Graph, distance_sign: int) -> Distance:
+    """The same for pairs of one sign, where the absolute value of a distance is affine."""
+    node = graph.nodes[int(distance.of[0][1][1:])] if distance.of[0][1][0] == "%" else None
+    if not distance.has_abs or node is None or node.op != "sub":
+        return distance
     if set(node.args) != {"q_idx", "kv_idx"}:
-        return line
-    sign = line.sign * side * (1 if node.args[0] == "q_idx" else -1)
-    q, kv = line.slope
-    return Line(1, line.by, ((sign, line.of[0][1]),), (sign * q, sign * kv), False)
+        return distance
+    sign = distance.sign * distance_sign * (1 if node.args[0] == "q_idx" else -1)
+    q, kv = distance.slope
+    return Distance(1, distance.factors, ((sign, distance.of[0][1]),), (sign * q, sign * kv), False)
 
 
-def side(mask: Graph, ints: Sequence[int]) -> int:
-    """1 where a mask keeps no pair but with `kv_idx <= q_idx`, as causal ones; -1 where none but
-    the other way round; else 0.
+def distance_sign(mask: Graph, ints: Sequence[int]) -> int:
+    """1 if a mask keeps only pairs with `kv_idx <= q_idx`, as causal ones; -1 if only pairs with
+    `kv_idx >= q_idx`; else 0.
 
-    - `ints`: the whole numbers that it captures.
+    - `ints`: the integers that it captures.
     """
     known = slopes(mask)
     names = [i.name for i in mask.inputs if i.name[0] == "n"]
     values = {"q_idx": 0, "kv_idx": 0} | dict(zip(names, ints, strict=True))
 
     def at_zero(arg: Arg) -> int | None:
-        """A whole number that is linear in the positions, where both are 0."""
+        """The value of an affine integer where both positions are 0."""
         if not isinstance(arg, str) or arg[0] != "%":
             return values.get(arg) if isinstance(arg, str) else int(arg)
         node = mask.nodes[int(arg[1:])]
-        args = [at_zero(a) for a in node.args] if node.op in _LINEAR else [None]
-        whole = [a for a in args if a is not None]
-        return _LINEAR[node.op](*whole) if len(whole) == len(args) else None
+        args = [at_zero(a) for a in node.args] if node.op in _AFFINE_OPS else [None]
+        found = [a for a in args if a is not None]
+        return _AFFINE_OPS[node.op](*found) if len(found) == len(args) else None
 
     def slope(arg: Arg) -> tuple[int, int] | None:
         return known.get(arg) if isinstance(arg, str) else (0, 0)
 
-    def of(name: Arg) -> int:
+    def sign_of(name: Arg) -> int:
         node = mask.nodes[int(name[1:])] if isinstance(name, str) and name[0] == "%" else None
         if node is not None and node.op == "and" and node.dtype == "bool":
-            return next(filter(None, map(of, node.args)), 0)
+            return next(filter(None, map(sign_of, node.args)), 0)
         if node is None or node.op not in ("le", "lt", "ge", "gt"):
             return 0
         a, b = node.args if node.op in ("le", "lt") else node.args[::-1]
-        of_a, of_b, at, at_b = slope(a), slope(b), at_zero(a), at_zero(b)
-        if of_a is None or of_b is None or at is None or at_b is None:
+        slope_a, slope_b, at_a, at_b = slope(a), slope(b), at_zero(a), at_zero(b)
+        if slope_a is None or slope_b is None or at_a is None or at_b is None:
             return 0
-        # a - b = q (q_idx - kv_idx) + a number, which is not below 0; and is 0 at most.
-        q, kv = of_a[0] - of_b[0], of_a[1] - of_b[1]
-        return (q < 0) - (q > 0) if q == -kv and at >= at_b else 0
+        # a - b = q (q_idx - kv_idx) + c with c >= 0, and the mask keeps a - b <= 0.
+        q, kv = slope_a[0] - slope_b[0], slope_a[1] - slope_b[1]
+        return (q < 0) - (q > 0) if q == -kv and at_a >= at_b else 0
 
-    return of(mask.outputs[0])
+    return sign_of(mask.outputs[0])
 
 
-_LINEAR: dict[str, Callable[..., int]] = {
+_AFFINE_OPS: dict[str, Callable[..., int]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
     "to": operator.pos,
 }  # fmt: skip
 
 
-class _Other(Exception):
-    """The score is of another kind."""
+class _NotAffine(Exception):
+    """The score is not affine in S, or a term varies by pair."""
 
 
-class _Linear:
-    def __init__(self, graph: Graph, widths: Widths) -> None:
-        self.graph, self.widths = graph, widths
+class _AffineBuilder:
+    def __init__(self, graph: Graph, ranges: IntRanges) -> None:
+        self.graph, self.ranges = graph, ranges
         self.kinds, self.slopes = kinds(graph), slopes(graph)
         self.has_score = {"score"}
         for n, node in enumerate(graph.nodes):
             if any(a in self.has_score for a in node.args):
                 self.has_score.add(f"%{n}")
-        self.lines: list[Line] = []
-        self.parts: dict[str, list[Part]] = {"gain": [], "one": [], "rows": [], "cols": []}
+        self.distances: list[Distance] = []
+        self.terms: dict[str, list[Term]] = {"gain": [], "one": [], "rows": [], "cols": []}
 
-    def whole(self) -> Linear | None:
+    def build(self) -> AffineScore | None:
         try:
-            for part in self._sum(Part(1, (), self.graph.outputs[0]), with_score=True):
-                if part.value == "score":
-                    self.parts["gain"].append(part)
-                elif part.value in self.has_score:
-                    raise _Other
+            for term in self._terms(Term(1, (), self.graph.outputs[0]), with_score=True):
+                if term.value == "score":
+                    self.terms["gain"].append(term)
+                elif term.value in self.has_score:
+                    raise _NotAffine
                 else:
-                    self._position(part)
-        except _Other:
+                    self._add(term)
+        except _NotAffine:
             return None
-        gain, shared, of_q, of_kv = map(tuple, self.parts.values())
-        if not gain or sum(line.bent for line in self.lines) > 1:
+        gain, shared, of_q, of_kv = map(tuple, self.terms.values())
+        if not gain or sum(distance.has_abs for distance in self.distances) > 1:
             return None
-        return Linear(gain, tuple(self.lines), shared, of_q, of_kv)
+        return AffineScore(gain, tuple(self.distances), shared, of_q, of_kv)
 
-    def _sum(self, part: Part, with_score: bool) -> list[Part]:
-        """The parts that this one is the sum of; `with_score`: as long as there is S in them."""
-        sign, by, value = part
+    def _terms(self, term: Term, with_score: bool) -> list[Term]:
+        """The terms that sum to this one. `with_score`: only terms with S are split."""
+        sign, factors, value = term
         node = self._node(value)
         if node is None or node.dtype != "f32" or (with_score and value not in self.has_score):
-            return [part]
-        more: Sequence[Part] = ()
+            return [term]
+        more: Sequence[Term] = ()
         if node.op in ("add", "sub"):
             a, b = node.args
-            more = Part(sign, by, a), Part(sign if node.op == "add" else -sign, by, b)
+            more = Term(sign, factors, a), Term(sign if node.op == "add" else -sign, factors, b)
         elif node.op == "neg":
-            more = (Part(-sign, by, node.args[0]),)
+            more = (Term(-sign, factors, node.args[0]),)
         elif node.op == "mul":
             for number, rest in (node.args, node.args[::-1]):
                 if self._kind(number) == "one":
-                    more = (Part(sign, (*by, (number, False)), rest),)
-        elif node.op == "div" and self._divides(node.args[1]):
-            more = (Part(sign, (*by, (node.args[1], True)), node.args[0]),)
+                    more = (Term(sign, (*factors, (number, False)), rest),)
+        elif node.op == "div" and self._has_reciprocal(node.args[1]):
+            more = (Term(sign, (*factors, (node.args[1], True)), node.args[0]),)
         elif node.op == "to" and self._dtype(node.args[0]) == "f32":
-            more = (Part(sign, by, node.args[0]),)
+            more = (Term(sign, factors, node.args[0]),)
         if not more:
-            return [part]
-        return [x for m in more for x in self._sum(m, with_score)]
+            return [term]
+        return [x for m in more for x in self._terms(m, with_score)]
 
-    def _position(self, part: Part) -> None:
-        """Put a part without S where it belongs."""
-        kind = self._kind(part.value)
-        if self._lines(part):
+    def _add(self, term: Term) -> None:
+        """Add a term without S: as distances, or by its dependence."""
+        if self._add_distances(term):
             return
-        if kind not in self.parts:
-            raise _Other
-        self.parts[kind].append(part)
+        kind = self._kind(term.value)
+        if kind not in self.terms:
+            raise _NotAffine
+        self.terms[kind].append(term)
 
-    def _lines(self, part: Part) -> bool:
-        """Put it among the lines if it is multiples of whole numbers that are linear in the
-        positions, and numbers that all pairs share. What has the same factors is added as whole
-        numbers, as it may cancel."""
+    def _add_distances(self, term: Term) -> bool:
+        """Add a term to the distances, if it is a sum of multiples of affine integers and of
+        numbers that all pairs share. Integers with the same factors are summed as integers, since
+        they may cancel."""
         found: dict[tuple, list[tuple[int, str]]] = {}
         shared = []
-        for piece in self._sum(part, with_score=False):
-            whole, bent = self._whole(piece.value)
-            if whole is not None:
-                key = (*sorted(piece.by, key=repr), bent)
-                found.setdefault(key, []).append((piece.sign, whole))
+        for piece in self._terms(term, with_score=False):
+            integer, has_abs = self._affine_integer(piece.value)
+            if integer is not None:
+                key = (*sorted(piece.factors, key=repr), has_abs)
+                found.setdefault(key, []).append((piece.sign, integer))
             elif self._kind(piece.value) == "one":
                 shared.append(piece)
             else:
                 return False
-        lines = []
-        for (*by, bent), of in found.items():
-            if bent and len(of) > 1:
+        distances = []
+        for (*factors, has_abs), of in found.items():
+            if has_abs and len(of) > 1:
                 return False
-            sign = of[0][0] if bent else 1
-            of = [(1, of[0][1])] if bent else of
-            each = [(s, self.slopes[w]) for s, w in of]
+            sign = of[0][0] if has_abs else 1
+            of = [(1, of[0][1])] if has_abs else of
+            each = [(s, self.slopes[name]) for s, name in of]
             slope = sum(s * q for s, (q, _) in each), sum(s * kv for s, (_, kv) in each)
-            lines.append(Line(sign, tuple(by), tuple(of), slope, bent))
-        if lines:
-            self.lines += lines
-            self.parts["one"] += shared
-        return bool(lines)
+            distances.append(Distance(sign, tuple(factors), tuple(of), slope, has_abs))
+        if distances:
+            self.distances += distances
+            self.terms["one"] += shared
+        return bool(distances)
 
-    def _whole(self, value: Arg) -> tuple[str | None, bool]:
-        """The whole number that a float is, if that is linear in the positions; and whether its
-        absolute value."""
-        bent = False
+    def _affine_integer(self, value: Arg) -> tuple[str | None, bool]:
+        """The affine integer that a float is, or None; and whether its absolute value."""
+        has_abs = False
         node = self._node(value)
         while node is not None and (node.op == "abs" or (node.op, node.dtype) == ("to", "f32")):
-            bent |= node.op == "abs"
+            has_abs |= node.op == "abs"
             value = node.args[0]
             node = self._node(value)
-        found = value in self.slopes and self._kind(value) != "one" and self._small(value)
-        return (value if found else None), bent  # type: ignore[return-value]
+        found = value in self.slopes and self._kind(value) != "one" and self._is_int32(value)
+        return (value if found else None), has_abs  # type: ignore[return-value]
 
-    def _small(self, name: Arg) -> bool:
+    def _is_int32(self, name: Arg) -> bool:
         assert isinstance(name, str)
-        return self._dtype(name) == "i64" and self.widths.type(name) == "tl.int32"
+        return self._dtype(name) == "i64" and self.ranges.type(name) == "tl.int32"
 
-    def _divides(self, by: Arg) -> bool:
+    def _has_reciprocal(self, by: Arg) -> bool:
         return self._kind(by) == "one" and (isinstance(by, str) or 1e-30 < abs(by) < 1e30)
 
     def _kind(self, arg: Arg) -> str:

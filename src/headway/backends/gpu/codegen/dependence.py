@@ -1,8 +1,8 @@
-"""Along which sides of a tile the index of a gather varies: what may be summed before it is added.
+"""Dependence analysis: which positions a value or the index of a gather depends on.
 
 A gradient of a captured tensor is a sum over all pairs that read the same number. A tile of pairs
-is reduced to one number where the index depends on neither position, to a row or column where on
-one, and along its diagonals where only on their difference.
+is reduced before the atomic add: to one number where the index depends on neither position, to a
+row or column where it depends on one, and along diagonals where it depends on the difference alone.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from ....mods.graph import Arg, Graph
 KINDS = ("one", "rows", "cols", "diagonals", "pairs")
 
 
-def variation(graph: Graph, indices: Sequence[Arg]) -> str:
-    """The kind for a gather at these indices."""
+def dependence_of(graph: Graph, indices: Sequence[Arg]) -> str:
+    """The kind of a gather at these indices, one of `KINDS`."""
     known = kinds(graph)
     return _join([known[a] if isinstance(a, str) else "one" for a in indices])
 
@@ -28,23 +28,22 @@ def kinds(graph: Graph) -> dict[str, str]:
 
 
 def slopes(graph: Graph) -> dict[str, tuple[int, int]]:
-    """By how much the whole numbers that are linear in the positions grow with q_idx and kv_idx."""
+    """The coefficients of (q_idx, kv_idx) of the integers that are affine in the positions."""
     return _walk(graph)[1]
 
 
 def _walk(graph: Graph) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
     kinds = {"b": "one", "h": "one", "q_idx": "rows", "kv_idx": "cols", "score": "pairs"}
-    # Coefficients of (q_idx, kv_idx) of what is linear in them, up to terms that do not vary.
-    linear = {"b": (0, 0), "h": (0, 0), "q_idx": (1, 0), "kv_idx": (0, 1)}
+    affine = {"b": (0, 0), "h": (0, 0), "q_idx": (1, 0), "kv_idx": (0, 1)}
     for item in graph.inputs:
         if item.name[0] in "nx" and item.ndim is None:
-            kinds[item.name], linear[item.name] = "one", (0, 0)
+            kinds[item.name], affine[item.name] = "one", (0, 0)
 
     def kind(arg: Arg) -> str:
         return kinds[arg] if isinstance(arg, str) else "one"
 
     def slope(arg: Arg) -> tuple[int, int] | None:
-        return linear.get(arg) if isinstance(arg, str) else (0, 0)
+        return affine.get(arg) if isinstance(arg, str) else (0, 0)
 
     for n, node in enumerate(graph.nodes):
         name = f"%{n}"
@@ -54,11 +53,11 @@ def _walk(graph: Graph) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
             node.op, args, [slope(a) for a in args]
         )  # fmt: skip
         if of is not None:
-            linear[name] = of
+            affine[name] = of
             kinds[name] = _kind_of(of)
         elif kinds[name] == "one":
-            linear[name] = (0, 0)
-    return kinds, linear
+            affine[name] = (0, 0)
+    return kinds, affine
 
 
 def _slope(op: str, args: Sequence[Arg], slopes: list) -> tuple[int, int] | None:

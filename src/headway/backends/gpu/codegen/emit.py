@@ -1,10 +1,10 @@
-"""Text for kernels: a score, its derivative and a mask as `@triton.jit` functions.
+"""Source text for kernels: a score, its derivative and a mask as `@triton.jit` functions.
 
-Kernels are ordinary files that call `SCORE`, `DERIVATIVE`, `SCATTER`, `MASK`; only those few-line
-functions are generated, one line per op of the graph, with the user's source line as a comment.
-The text says nothing about layouts: Triton and Gluon compile it alike. What is captured arrives as
-two tuples: of every tensor its pointer and, per dimension, size and stride; and the numbers, ints
-then floats.
+Kernels are ordinary files that call `SCORE`, `DERIVATIVE`, `SCATTER`, `MASK`. Only these short
+functions are generated, one line per operation of the graph, with the user's source line as a
+comment. The text names no layouts: Triton and Gluon both compile it. Captured values arrive as two
+tuples: for every tensor its pointer and, per dimension, size and stride; and the numbers, ints
+before floats.
 
 Indices are int64 in a graph. They are computed in int32 where that provably changes nothing
 (int_ranges.py), since a GPU has no 64-bit integer units.
@@ -17,34 +17,34 @@ from functools import lru_cache
 
 from ....mods.derivative import joint
 from ....mods.graph import POSITIONS, Builder, Graph, parse
-from .affine import linear
-from .dependence import variation
-from .function import Function, Text, diagonal
-from .hoist import needed, sides
-from .int_ranges import Widths
+from .affine import affine_score
+from .dependence import dependence_of
+from .function import Function, Text, diagonal_gathers
+from .hoist import hoist_mask, hoist_score
+from .int_ranges import IntRanges
 
 
 @lru_cache(maxsize=1024)
 def source(text: Text) -> str:
-    """The module's source: those of `score`, `derivative`, `scatter` and `mask` that there are."""
+    """The module's source: `score`, `derivative`, `scatter` and `mask`, where the call has them."""
     parts = []
     of_score = 0
     if text.score is not None:
         graph = parse(text.score)
         of_score = len(graph.tensors)
-        far = text.far[:of_score]
+        wide_offsets = text.wide_offsets[:of_score]
         derivative = joint(text.score, text.wanted)
-        parts += _bands(graph, text, far)
-        parts.append(Function("score", graph, text, far).whole())
-        parts.append(Function("derivative", derivative, text, far).whole())
-        parts += _apart(graph, text, far)
+        parts += _biases(graph, text, wide_offsets)
+        parts.append(Function("score", graph, text, wide_offsets).outputs())
+        parts.append(Function("derivative", derivative, text, wide_offsets).outputs())
+        parts += _affine(graph, text, wide_offsets)
         if text.wanted:
-            parts += _scatter(graph, text, far)
+            parts += _scatter(graph, text, wide_offsets)
     if text.mask is not None:
-        far = text.far[of_score:]
+        wide_offsets = text.wide_offsets[of_score:]
         graph = parse(text.mask)
-        parts.append(Function("mask", graph, text, far).whole())
-        parts += _sides(graph, text, far)
+        parts.append(Function("mask", graph, text, wide_offsets).outputs())
+        parts += _hoisted(graph, text, wide_offsets)
     head = "import triton\nimport triton.language as tl\n\n"
     head += "from headway.backends.gpu.device import diagonals, gradients, maths\n"
     return head + "".join(f"\n\n{part}" for part in parts)
@@ -52,10 +52,10 @@ def source(text: Text) -> str:
 
 @lru_cache(maxsize=1024)
 def functions(text: Text) -> types.ModuleType:
-    """The module, ready for kernels to call.
+    """The module, whose functions kernels call.
 
     Its source is registered with `linecache`, where Triton, tracebacks and debuggers look for it,
-    under a name made from its content: no file is written, and nothing depends on the process.
+    under a name made from its content. No file is written, and nothing depends on the process.
     """
     code = source(text)
     name = f"headway_{hashlib.sha256(code.encode()).hexdigest()[:16]}"
@@ -66,59 +66,68 @@ def functions(text: Text) -> types.ModuleType:
     return module
 
 
-def _apart(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
-    """`linear` and what it calls; `score_shared`, `score_of_q` and `score_of_kv` where it is given
-    what they return."""
-    found = linear(graph, Widths(graph, text.narrow), text.side) if text.apart else None
+def _affine(graph: Graph, text: Text, wide_offsets: tuple[bool, ...]) -> list[str]:
+    """`affine` and the functions it calls; and `score_shared`, `score_of_q`, `score_of_kv`, if it
+    takes their results."""
+    found = (
+        affine_score(graph, IntRanges(graph, text.narrow), text.distance_sign)
+        if text.affine
+        else None
+    )
     if found is None:
         return []
     parts = [
-        Function(f"line{n}", graph, text, far).whole_numbers(line.of)
-        for n, line in enumerate(found.lines)
+        Function(f"distance{n}", graph, text, wide_offsets).integer_sum(line.of)
+        for n, line in enumerate(found.distances)
     ]
     names = [p.value for p in (*found.shared, *found.of_q, *found.of_kv)]
-    for part in (*found.gain, *found.lines, *found.shared, *found.of_q, *found.of_kv):
-        names += [a for a, _ in part.by]
-    known = needed(graph, names) if text.sides else None
-    if known is not None:
+    for part in (*found.gain, *found.distances, *found.shared, *found.of_q, *found.of_kv):
+        names += [a for a, _ in part.factors]
+    values = hoist_score(graph, names) if text.hoist else None
+    if values is not None:
         for name in ("shared", "of_q", "of_kv"):
-            parts.append(Function(f"score_{name}", graph, text, far).before(known, name))
-    parts.append(Function("linear", graph, text, far).apart(found, known))
-    properties = "bent", "lone", "straight", "known"
+            parts.append(Function(f"score_{name}", graph, text, wide_offsets).hoisted(values, name))
+    parts.append(Function("affine", graph, text, wide_offsets).affine(found, values))
+    properties = "has_abs", "abs_only", "slope_only", "constant_gain"
     return [*parts, *(f"{name} = {getattr(found, name)!r}\n" for name in properties)]
 
 
-def _sides(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
+def _hoisted(graph: Graph, text: Text, wide_offsets: tuple[bool, ...]) -> list[str]:
     """`shared`, `of_q`, `of_kv`, `steps` and `pairs`."""
-    if not text.sides:
+    if not text.hoist:
         return []
-    known = sides(graph, Widths(graph, text.narrow) if text.apart else None)
-    if known is None:
+    values = hoist_mask(graph, IntRanges(graph, text.narrow) if text.affine else None)
+    if values is None:
         return []
-    parts = [Function(name, graph, text, far).before(known, name) for name in known._fields]
-    return [*parts, Function("pairs", graph, text, far).pairs(known)]
+    parts = [
+        Function(name, graph, text, wide_offsets).hoisted(values, name) for name in values._fields
+    ]
+    return [*parts, Function("pairs", graph, text, wide_offsets).pairs(values)]
 
 
-def _bands(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
-    """`band0`, ...: such a gather at given positions."""
-    found = diagonal(graph) if text.bands else []
-    return [Function(f"band{k}", _only(graph, n), text, far).value() for k, n in enumerate(found)]
+def _biases(graph: Graph, text: Text, wide_offsets: tuple[bool, ...]) -> list[str]:
+    """`bias0`, ...: each a gather that depends on kv_idx - q_idx alone."""
+    found = diagonal_gathers(graph) if text.per_diagonal else []
+    return [
+        Function(f"bias{k}", _subgraph(graph, n), text, wide_offsets).value()
+        for k, n in enumerate(found)
+    ]
 
 
-def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
-    """`scatter`, which adds a tile of every wanted partial to the gradient of its tensor (but those
-    along diagonals that are `spread`), and the functions that say where."""
+def _scatter(graph: Graph, text: Text, wide_offsets: tuple[bool, ...]) -> list[str]:
+    """`scatter`, which adds a tile of partial derivatives to the gradient of every wanted tensor
+    (without those along diagonals, if the kernel has bias tables); and the functions of offsets."""
     parts, lines = [], []
     for k, n in enumerate(text.wanted):
         node = graph.nodes[n]
         lines.append(f"# {node.line}")
-        at = Function(f"offset{k}", _only(graph, n), text, far)
+        at = Function(f"offset{k}", _subgraph(graph, n), text, wide_offsets)
         parts.append(at.offset())
-        how, where = variation(graph, node.args[1:]), ", ".join(POSITIONS)
-        if how == "diagonals" and text.spread:  # the kernel does
+        how, where = dependence_of(graph, node.args[1:]), ", ".join(POSITIONS)
+        if how == "diagonals" and text.bias_tables:  # the kernel adds these itself
             lines.append("pass")
             continue
-        if how == "diagonals" and not text.straight:
+        if how == "diagonals" and not text.consecutive:
             how = "pairs"
         lines.append(
             f"gradients.add_{how}(grads[{k}], values[{k}], offset{k}, {where}, captured, score)"
@@ -131,8 +140,8 @@ def _scatter(graph: Graph, text: Text, far: tuple[bool, ...]) -> list[str]:
     return parts
 
 
-def _only(graph: Graph, n: int) -> Graph:
-    """The part of a graph that gather n needs; the gather comes last."""
+def _subgraph(graph: Graph, n: int) -> Graph:
+    """The part of a graph that gather n needs; the gather is its last node."""
     builder = Builder()
     builder.nodes = list(graph.nodes[: n + 1])
     return builder.finish(graph.kind, graph.inputs, (f"%{n}",))

@@ -1,4 +1,4 @@
-"""What the types and ops of graphs are in Triton's language; `maths` is gpu/device/maths.py."""
+"""The types and operations of graphs in Triton's language; `maths` is gpu/device/maths.py."""
 
 TYPES = {
     "f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16",

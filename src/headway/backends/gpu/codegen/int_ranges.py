@@ -1,32 +1,33 @@
-"""In which type whole numbers are computed: int64 as the graph says, int32, or float32.
+"""Integer range analysis: integers are int64 in a graph, and computed in int32 or float32 where
+that provably gives the same result.
 
-A GPU has no 64-bit integer units, and turns integers into floats at a fraction of the speed of its
-other arithmetic. Positions are below `SMALL`, which leaves room for both: what provably stays
-within int32 is computed there, and what is only needed as a float32 is computed from positions that
-are one already, where that gives the same bits.
+A GPU has no 64-bit integer units, and converts integers to floats at a fraction of the speed of its
+other arithmetic. Positions are below `POSITION_LIMIT`, which leaves room for both: values that stay
+within int32 are computed in int32, and values that are only needed as float32 are computed from
+positions converted once, where that gives the same bits.
 """
 
 from ....mods.graph import POSITIONS, Arg, Graph
 
-SMALL = 1 << 24  # below this every position and captured int is, where `Text.narrow`
-_EXACT = 1 << 24  # up to this float32 has every whole number
+POSITION_LIMIT = 1 << 24  # every position and captured int is below it, if `Text.narrow`
+_FLOAT32_INTEGERS = 1 << 24  # float32 represents every integer up to it
 
 
-class Widths:
-    """Which int64 values of a graph may be computed in int32: those whose bounds, given those of
-    positions and captured ints, stay within it."""
+class IntRanges:
+    """The bounds of a graph's integers, given those of positions and captured ints. int64 values
+    whose bounds stay within int32 may be computed in int32."""
 
     def __init__(self, graph: Graph, narrow: bool) -> None:
-        limit = (-SMALL, SMALL) if narrow else None
+        limit = (-POSITION_LIMIT, POSITION_LIMIT) if narrow else None
         self.bounds: dict[str, tuple[int, int] | None] = {
             i.name: limit for i in graph.inputs if i.ndim is None and i.dtype == "i64"
         }
         self.wide = {name for name in self.bounds if not narrow}
-        self._widens: set[int] = set()
+        self._widening: set[int] = set()
         for n, node in enumerate(graph.nodes):
             name = f"%{n}"
             if node.dtype != "i64":
-                self.bounds[name] = _SIZES.get(node.dtype)
+                self.bounds[name] = _DTYPE_RANGES.get(node.dtype)
                 continue
             given = [self._of(a) for a in node.args] if node.op != "gather" else [None]
             bounds = None if None in given else _bounds(node.op, given)
@@ -35,15 +36,15 @@ class Widths:
             if bounds is None or max(-bounds[0], bounds[1]) >= 1 << 31 or from_wide:
                 self.wide.add(name)
                 if not from_wide and node.op not in ("gather", "to"):
-                    self._widens.add(n)
+                    self._widening.add(n)
 
     def exact(self, name: str) -> bool:
-        """Whether float32 holds every value of it."""
+        """Whether float32 represents each of its values."""
         bounds = self.bounds.get(name)
-        return bounds is not None and max(-bounds[0], bounds[1]) <= _EXACT
+        return bounds is not None and max(-bounds[0], bounds[1]) <= _FLOAT32_INTEGERS
 
-    def below(self, arg: Arg) -> bool:
-        """Whether it is so far below 2^31 that differences of such whole numbers may be moved."""
+    def is_small(self, arg: Arg) -> bool:
+        """Whether it is below 2^29: sums of a few such integers stay within int32."""
         bounds = self._of(arg) if not isinstance(arg, float) else None
         return bounds is not None and max(-bounds[0], bounds[1]) < 1 << 29
 
@@ -54,35 +55,35 @@ class Widths:
         return "tl.int64" if name in self.wide else "tl.int32"
 
     def widens(self, n: int) -> bool:
-        """Whether node n needs more bits than its operands."""
-        return n in self._widens
+        """Whether node n needs more bits than its operands have."""
+        return n in self._widening
 
 
-def as_floats(graph: Graph, widths: Widths, name: str) -> bool:
-    """Whether a value, converted to float32, is the same computed in float32 from the positions.
+def as_floats(graph: Graph, ranges: IntRanges, name: str) -> bool:
+    """Whether a value converted to float32 equals the value computed in float32 from positions.
 
-    Sums and products of numbers that float32 holds are rounded once, as the conversion does; a
-    sign, a larger or a smaller of such results changes nothing about that.
+    A sum or product of numbers that float32 represents is rounded once, as by the conversion; a
+    negation, absolute value, maximum or minimum of such results is not rounded.
     """
     if name[0] != "%":
-        return (name in POSITIONS or name[0] == "n") and widths.exact(name)
+        return (name in POSITIONS or name[0] == "n") and ranges.exact(name)
     node = graph.nodes[int(name[1:])]
     operands = [a for a in node.args if isinstance(a, str)]
     if node.op in ("add", "sub", "mul"):
-        within = all(map(widths.exact, operands)) and all(
-            abs(a) <= _EXACT for a in node.args if not isinstance(a, str)
+        within = all(map(ranges.exact, operands)) and all(
+            abs(a) <= _FLOAT32_INTEGERS for a in node.args if not isinstance(a, str)
         )
     else:
         within = node.op in ("neg", "abs", "max", "min")
-    return within and all(as_floats(graph, widths, a) for a in operands)
+    return within and all(as_floats(graph, ranges, a) for a in operands)
 
 
-_SIZES = {"bool": (0, 1), "u8": (0, 255), "i8": (-128, 127), "i16": (-32768, 32767),
+_DTYPE_RANGES = {"bool": (0, 1), "u8": (0, 255), "i8": (-128, 127), "i16": (-32768, 32767),
           "i32": (-(1 << 31), (1 << 31) - 1)}  # fmt: skip
 
 
 def _bounds(op: str, given: list) -> tuple[int, int] | None:
-    """The least and the greatest result for operands within their bounds; None where unknown."""
+    """The bounds of a result for operands within theirs; None where unknown."""
     (a, b), (c, d) = given[0], given[-1]
     if op == "neg":
         return -b, -a

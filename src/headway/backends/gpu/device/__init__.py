@@ -1,1 +1,1 @@
-"""Device functions that generated text and kernels call, alike in Triton and Gluon."""
+"""Device functions that generated text and kernels call, in Triton and in Gluon."""

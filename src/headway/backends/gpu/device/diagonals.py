@@ -1,7 +1,7 @@
-"""Reading what depends on `kv_idx - q_idx` only: a relative bias, in any number of forms.
+"""Gathers that depend on `kv_idx - q_idx` alone: relative biases of any form.
 
-A tile of Q queries and KV keys has Q + KV - 1 diagonals. They are read once, side by side, and
-spread over the Q KV pairs through shared memory: one load in place of Q KV gathers.
+A tile of Q queries and KV keys has Q + KV - 1 diagonals. One contiguous load reads their values,
+and a gather in shared memory expands them to the Q KV pairs: it replaces Q KV gathers.
 """
 
 import triton.language as tl
@@ -10,13 +10,13 @@ import triton
 
 
 @triton.jit
-def spread(BAND: tl.constexpr, b, h, q_idx, kv_idx, captured):
-    """`BAND(score, b, h, q_idx, kv_idx, captured)` for every pair of the tile, whose positions are
+def expand(BIAS: tl.constexpr, b, h, q_idx, kv_idx, captured):
+    """`BIAS(score, b, h, q_idx, kv_idx, captured)` for every pair of the tile, whose positions are
     consecutive from `captured[2]`: the first query and the first key."""
     Q: tl.constexpr = q_idx.shape[0] * q_idx.shape[1]
     KV: tl.constexpr = kv_idx.shape[0] * kv_idx.shape[1]
     q_first, kv_first = captured[2]
     across = tl.arange(0, 2 * (Q if Q > KV else KV))
-    values = BAND(0.0, b, h, q_first, kv_first - (Q - 1) + across, captured)
+    values = BIAS(0.0, b, h, q_first, kv_first - (Q - 1) + across, captured)
     at = ((kv_idx - kv_first) - (q_idx - q_first) + (Q - 1)).to(tl.int32)
     return tl.reshape(tl.gather(values, tl.reshape(at, [Q * KV]), 0), at.shape)

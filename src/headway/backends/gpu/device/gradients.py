@@ -1,8 +1,9 @@
-"""Gradients of captured tensors: what a generated `scatter` calls.
+"""Gradients of captured tensors: the functions that a generated `scatter` calls.
 
-One of these adds a tile of values to a float32 gradient, after summing what goes to one number.
-`OFFSET(score, b, h, q_idx, kv_idx, captured)` says where; `variation` in dependence.py chooses.
-Queries are along the side of the tile along which `q_idx` is more than 1 long.
+Each adds a tile of values to a float32 gradient, after a reduction of the values that go to the
+same number. `OFFSET(score, b, h, q_idx, kv_idx, captured)` is the offset in the gradient;
+`dependence_of` in dependence.py chooses the function. Queries are along the axis of the tile along
+which `q_idx` is longer than 1.
 """
 
 import triton.language as tl
@@ -14,7 +15,7 @@ import triton
 @triton.jit
 def add_one(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
     """All pairs of the tile read the same number."""
-    # On Blackwell, one axis after the other is what Triton 3.6 may not compile.
+    # On Blackwell Triton 3.6 fails to compile some sums over one axis after the other.
     total = tl.sum(values) if cuda_capability_geq(10) else tl.sum(tl.sum(values, 1), 0)
     tl.atomic_add(grad + OFFSET(0.0, b, h, 0, 0, captured), total, sem="relaxed")
 
@@ -35,10 +36,10 @@ def add_cols(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, 
 
 @triton.jit
 def _add_sums(grad, values, offset, AXIS: tl.constexpr):
-    """Sums over an axis, to offsets that are 1 long there: they lose it too, as a largest of one.
+    """Add sums over an axis, along which the offsets have length 1: a maximum removes it there.
 
-    A tensor that is 1 long along an axis may lie several times in the registers of a thread, and
-    Triton 3.6 adds every copy: gradients of Hopper's layouts came out doubled.
+    A tensor of length 1 along an axis may have several copies in the registers of a thread, and
+    Triton 3.6 adds every copy: gradients of Hopper's layouts were doubled.
     """
     sums = tl.sum(values, AXIS)
     tl.atomic_add(grad + tl.max(offset, AXIS), sums, mask=sums != 0, sem="relaxed")
@@ -48,11 +49,11 @@ def _add_sums(grad, values, offset, AXIS: tl.constexpr):
 def add_diagonals(grad, values, OFFSET: tl.constexpr, b, h, q_idx, kv_idx, captured, score):
     """The pairs on a diagonal read the same number.
 
-    The tile is read askew through shared memory, so that a diagonal is a column and a thread's own:
-    nothing is exchanged to add it up. (A sum that crosses warps would also make ptxas run one wgmma
-    after the other.) A tile is squares side by side. Askew, the columns of a square that come round
-    to its first ones are those of another diagonal, SIDE before: every number is read once, for one
-    of two sums. Even and odd rows are added up apart, so that all threads have work. Positions are
+    The tile is read skewed through shared memory, so that a diagonal becomes a column, which one
+    thread sums: no exchange between threads. (A sum across warps would also make ptxas serialise
+    the wgmmas.) The tile is cut into squares of SIDE rows. In a skewed square, columns that wrap
+    around belong to another diagonal, SIDE before: every value is read once, and goes to one of two
+    sums. Even and odd rows are summed separately, so that all threads have work. Positions are
     consecutive from `captured[2]`: the first query and key.
     """
     M: tl.constexpr = values.shape[0]

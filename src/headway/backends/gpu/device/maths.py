@@ -1,7 +1,7 @@
-"""The few functions that generated scores and masks call, with torch's meaning of each.
+"""The functions that generated scores and masks call, with torch's semantics.
 
-Nothing here is in `libdevice`: the same text runs on NVIDIA, on AMD and in the interpreter, but for
-`rough_tanh`, which is NVIDIA's.
+They do without `libdevice`: the same text runs on NVIDIA, on AMD and in the interpreter, except for
+`approx_tanh`, which is an instruction of NVIDIA's.
 """
 
 import triton.language as tl
@@ -10,22 +10,21 @@ import triton
 
 
 @triton.jit
-def inside(index, size):
-    """An index into a dimension of `size`: negative ones count from the end, as in Python, and
-    what is still outside is moved to the edge. It belongs to a pair that is not kept."""
+def clamp_index(index, size):
+    """An index into a dimension of `size`. Negative ones count from the end, as in Python. One that
+    is still outside belongs to a pair that is not kept, and is clamped."""
     index = tl.where(index < 0, index + size, index)
     return tl.minimum(tl.maximum(index, 0), size - 1)
 
 
 @triton.jit
-def clamped(x):
-    """A whole number moved to 2^29 where it is beyond, as an int32: numbers below that compare with
-    it as before."""
+def clamp_small(x):
+    """An integer clamped to +-2^29, as an int32: smaller integers compare with it as before."""
     return tl.cast(tl.minimum(tl.maximum(x, -(1 << 29)), 1 << 29), tl.int32)
 
 
-# Of the hardware's integer division only the case of two numbers >= 0 is used: there rounding down
-# and rounding toward zero agree.
+# The hardware's integer division is used for two numbers >= 0 only: there rounding down and
+# rounding toward zero agree.
 
 
 @triton.jit
@@ -72,16 +71,16 @@ def sign(x):
 
 @triton.jit
 def tanh(x):
-    """1 - 2 / (1 + exp(2x)): two fast instructions, wrong by at most 1.2e-7. Near 0, where that
-    would be many digits of the result, three terms of its series."""
+    """1 - 2 / (1 + exp(2x)): two fast instructions, with an error of at most 1.2e-7. Near 0, where
+    that would be a large part of the result, the first terms of the series."""
     y = x * x
     near = x * (1 + y * (-0.33333333 + y * (0.13333333 - 0.05396825 * y)))
     return tl.where(tl.abs(x) < 0.2, near, 1 - 2 / (1 + tl.exp(2 * x)))
 
 
 @triton.jit
-def rough_tanh(x):
-    """tanh in one instruction, wrong by at most 2^-11 of the result (PTX ISA, tanh.approx.f32)."""
+def approx_tanh(x):
+    """tanh in one instruction, its relative error at most 2^-11 (PTX ISA, tanh.approx.f32)."""
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -111,7 +110,7 @@ def log1p(x):
 
 @triton.jit
 def power(a, b):
-    """a ** b for floats; of a negative a only whole powers are numbers."""
+    """a ** b for floats; NaN for a negative a and a b that is no integer."""
     size = tl.exp2(b * tl.log2(tl.abs(a)))
     size = tl.where(b == 0, 1.0, size)
     whole = tl.floor(b) == b

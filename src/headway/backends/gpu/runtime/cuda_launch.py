@@ -1,12 +1,12 @@
-"""Launches through NVIDIA's driver itself, of kernels that Triton has compiled.
+"""Launches of compiled kernels through NVIDIA's driver, without Triton's launcher.
 
-Triton's launcher takes the arguments apart, asks the driver about every pointer and encodes every
-TMA descriptor anew at every launch. In calls of one kind only addresses and some floats differ: all
-else that the driver is given is laid out once, and a launch writes what differs and calls it.
+Triton's launcher unpacks the arguments, asks the driver about every pointer and encodes every TMA
+descriptor at every launch. In calls of one kind only addresses and some floats differ. So all other
+parameters are laid out once; a launch writes those that differ and calls the driver.
 
-`launch_of` works out what Triton's launcher would pass, and compares it with what the driver says
-of the kernel. Where anything is unknown (other vendors, clusters, scratch memory, an older driver,
-parameters of other sizes) there is no such launch, and Triton's launcher stays.
+`launch_of` derives the parameters that Triton's launcher would pass, and compares their sizes with
+those that the driver reports for the kernel. Where anything is unknown (other vendors, clusters,
+scratch memory, an older driver, parameters of other sizes), Triton's launcher stays.
 """
 
 import copy
@@ -22,12 +22,12 @@ from triton.runtime import driver
 
 from triton import knobs
 
-# Of a CUlaunchConfig: grid, threads, bytes of shared memory. The stream follows, and no attributes.
+# CUlaunchConfig: grid, threads, bytes of shared memory. The stream follows, and no attributes.
 _CONFIG, _STREAM = struct.Struct("<7I"), 32
 _VALUES = _STREAM + 24  # from here on addresses, then floats
-_MAP = 128  # bytes of a TMA descriptor, and what its address is a multiple of
-# For pointers that are no multiple of 16 Triton compiles other loads; and where a descriptor has
-# larger ones was not tried.
+_MAP = 128  # bytes of a TMA descriptor, and its alignment
+# Bits that no address may have: for pointers that are no multiple of 16 Triton compiles other
+# loads, and larger addresses than these were not tried in descriptors.
 _OTHER = 0xFFFF_0000_0000_000F
 _TRIED = 0xAAAA_AAAA_AAA0, 0x5555_5555_5550
 _FORMATS = {
@@ -37,10 +37,11 @@ _FORMATS = {
 
 
 class Parameter(NamedTuple):
-    """What a kernel is given: bytes, of which the first are another address or float each time.
+    """A parameter of a kernel, as bytes. They may begin with an address or a float that every
+    launch overwrites.
 
-    - `tensor`: which of the tensors the address is of, and how many bytes from its beginning.
-    - `number`: which of the floats it is.
+    - `tensor`: the address: number of the tensor, and offset in bytes.
+    - `number`: number of the float.
     """
 
     data: bytes
@@ -52,7 +53,7 @@ class Launch:
     """Launches of one compiled kernel on one grid.
 
     - `config`: blocks (3), threads (3), and bytes of shared memory.
-    - `tensors`, `numbers`: how many addresses and floats a launch is given.
+    - `tensors`, `numbers`: numbers of addresses and floats of a launch.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class Launch:
                 memory += data
         memory += bytes(-len(memory) % 8)
         self.function, self.memory = function, bytes(memory)
-        # What `laid` makes: a launch takes one away, and brings it back.
+        # Results of `laid`: a launch takes one, and puts it back.
         self.free: list[tuple] = []
 
     def __call__(self, stream: int, addresses: Sequence[int], numbers: Sequence[float]) -> bool:
-        """Launch; False if nothing was: Triton is to do it, or to say why it cannot."""
+        """Launch. False if nothing was launched: Triton has to, or to say why it cannot."""
         try:
             memory, first, last, words, launch = laid = self.free.pop()
         except IndexError:
@@ -101,8 +102,8 @@ class Launch:
         return not failed
 
     def laid(self) -> tuple:
-        """Memory for the driver to read: itself, where addresses begin and end, the memory as words
-        of 64 bits, and the function that launches."""
+        """Memory that the driver reads: the memory, where its addresses begin and end, the memory
+        as 64-bit words, and the function that launches."""
         size, count = len(self.memory), len(self.at)
         memory = bytearray(_MAP + size + 8 * count)
         first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -121,8 +122,8 @@ class Launch:
 
 @lru_cache(maxsize=1)
 def cuda() -> ctypes.CDLL | None:
-    """The driver, if it has what is needed here (of CUDA 12.4). Python's lock is released while it
-    is called: it may wait for the GPU, and that for what another thread is to launch."""
+    """The driver, if it has the functions needed here (CUDA 12.4). A call releases Python's lock:
+    it may wait for the GPU, which may wait for a launch of another thread."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         library.cuLaunchKernelEx, library.cuFuncGetParamInfo  # noqa: B018
@@ -133,22 +134,22 @@ def cuda() -> ctypes.CDLL | None:
     return library
 
 
-# -- what Triton's launcher would pass ------------------------------------------------------------
+# -- the parameters of Triton's launcher ----------------------------------------------------------
 
 
 def launch_of(
     compiled: Any, grid: tuple[int, int, int], args: Sequence[Any], tensors: Sequence[Tensor],
     numbers: Sequence[float],
 ) -> Launch | None:  # fmt: skip
-    """How to launch a kernel that Triton has compiled; None where Triton has to.
+    """The launch of a kernel that Triton has compiled; None where Triton has to launch it.
 
-    - `args`: all arguments in which nothing but addresses and floats will be others, in terms of
-      `tensors` and `numbers`: tensors that share the storage of one of the former, and the very
-      objects of the latter. (`stand_ins`.)
+    - `args`: all arguments. Of those, later launches change addresses and floats alone: tensors
+      here share the storage of one of `tensors`, and floats are objects of `numbers`
+      (`placeholders`).
     """
     try:
         return _launch_of(compiled, grid, args, tensors, numbers)
-    except Exception:  # noqa: BLE001  (another Triton or driver than is known: theirs is right)
+    except Exception:  # noqa: BLE001  (an unknown Triton or driver: Triton's launcher is right)
         return None
 
 
@@ -165,7 +166,7 @@ def _launch_of(
     special = meta.num_ctas - 1, meta.launch_cooperative_grid, meta.launch_pdl
     if any((*special, meta.global_scratch_size, meta.profile_scratch_size)):
         return None
-    if getattr(loading, "calls", loading):  # a profiler wants to know what is loaded
+    if getattr(loading, "calls", loading):  # a profiler watches what is loaded
         return None
     found = [*_parameters(compiled, args, tensors, numbers), *[Parameter(bytes(8))] * 2]
     function, threads = _loaded(compiled, active)
@@ -175,13 +176,14 @@ def _launch_of(
     return Launch(function, config, found, len(tensors), len(numbers))
 
 
-# Functions and the most threads of a block, by hash of the kernel and device.
+# (function, largest number of threads of a block), by hash of the kernel and device.
 _FUNCTIONS: dict[tuple[str, int], tuple[int, int]] = {}
 
 
 def _loaded(compiled: Any, active: Any) -> tuple[int, int]:
-    """The function of a kernel, and the threads that a block may have. Loaded here where Triton has
-    not: its way makes a launcher, with a C compiler. Once, whatever the kinds of calls."""
+    """The function of a kernel, and the largest number of threads of a block. A kernel that Triton
+    has not loaded is loaded here, once for all kinds of calls: Triton would compile a launcher for
+    it with a C compiler."""
     if compiled.module is not None:
         return compiled.function, compiled.n_max_threads
     key = compiled.hash, active.get_current_device()
@@ -193,10 +195,10 @@ def _loaded(compiled: Any, active: Any) -> tuple[int, int]:
     return _FUNCTIONS[key]
 
 
-def stand_ins(
+def placeholders(
     tensors: Sequence[Tensor | None], numbers: Sequence[float]
 ) -> tuple[list[Tensor | None], list[float]]:
-    """Tensors with shapes and no data, and floats: each an object that is no other's."""
+    """Tensors without data and floats, in the place of a call's: every one a distinct object."""
     return [
         None if x is None
         else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -205,13 +207,13 @@ def stand_ins(
 
 
 class _Unknown(Exception):
-    """Something that is not known of Triton's launcher."""
+    """Triton's launcher does something that is not known here."""
 
 
 def _parameters(
     compiled: Any, args: Sequence[Any], tensors: Sequence[Tensor], numbers: Sequence[float]
 ) -> Iterator[Parameter]:
-    """The parameters of a kernel, but for the addresses of scratch memory at their end."""
+    """The parameters of a kernel, without the addresses of scratch memory at their end."""
     storage = {x.untyped_storage()._cdata: n for n, x in enumerate(tensors)}
     number = {id(x): n for n, x in enumerate(numbers)}
     descriptors = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
@@ -245,7 +247,7 @@ def _parameters(
 
 
 def _leaves(kinds: Any, args: Any) -> Iterator[tuple[str, Any]]:
-    """Types and arguments, taken out of tuples."""
+    """Types and arguments; tuples are flattened."""
     if len(kinds) != len(args):
         raise _Unknown
     for kind, x in zip(kinds, args, strict=True):
@@ -256,15 +258,15 @@ def _leaves(kinds: Any, args: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _encoded(descriptor: Any, meta: Any) -> tuple:
-    """A TMA descriptor as Triton encodes it, then its shape and strides. The address comes first:
-    that is so if others give the same bytes after other first ones."""
+    """A TMA descriptor as Triton encodes it, then its shape and strides. Its first 8 bytes are the
+    address: this is checked by encoding two addresses, whose other bytes must be the same."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     more = [()] * (make_tensordesc_arg.__code__.co_argcount - 2)  # in 3.9; not looked at
     found = []
     for address in _TRIED:
         at = copy.copy(descriptor)
-        at.base = _At(address)
+        at.base = _Address(address)
         encoded, *sizes = make_tensordesc_arg(at, meta, *more)
         if id(encoded) % _MAP or type(encoded).__basicsize__ != 2 * _MAP:
             raise _Unknown
@@ -277,8 +279,8 @@ def _encoded(descriptor: Any, meta: Any) -> tuple:
     return data, *sizes
 
 
-class _At(NamedTuple):
-    """As much of a tensor as its descriptor is encoded from."""
+class _Address(NamedTuple):
+    """The part of a tensor from which its descriptor is encoded."""
 
     address: int
 
@@ -287,7 +289,7 @@ class _At(NamedTuple):
 
 
 def _sizes(function: int) -> list[int]:
-    """The sizes of a kernel's parameters, as the driver knows them."""
+    """The sizes of a kernel's parameters, as the driver reports them."""
     library = cuda()
     assert library is not None
     offset, size, found = ctypes.c_size_t(), ctypes.c_size_t(), []

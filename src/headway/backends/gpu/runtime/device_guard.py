@@ -1,4 +1,4 @@
-"""Where launches go: Triton's are on the current device; and what a CUDA graph must not take in."""
+"""The device of launches, which for Triton is the current one; and work outside of CUDA graphs."""
 
 import ctypes
 import sys
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def elsewhere(device: torch.device) -> bool:
-    """Whether the current device is another. (`torch.cuda.current_device` also looks whether CUDA
-    has been started, as it has where tensors are, at five times the price.)"""
+    """Whether the current device is another. (`torch.cuda.current_device` also checks whether CUDA
+    is initialised, and takes five times as long; where there are tensors it is.)"""
     return device.type == "cuda" and device.index != torch._C._cuda_getDevice()
 
 
@@ -29,12 +29,12 @@ def on(device: torch.device) -> AbstractContextManager:
 
 # -- CUDA graphs ----------------------------------------------------------------------------------
 #
-# What is launched while a graph is captured runs when it is replayed: on other numbers, maybe long
-# after. So what the host reads of a tensor now says nothing about then; what is made in a capture
-# is not there yet, and not made by who comes later; and what a captured launch reads must live as
-# long as the graph, of which nobody says when it ends.
+# Launches in a captured graph run at its replay: on other numbers, maybe long after. So values that
+# the host reads during a capture do not hold at the replay; results of captured launches do not
+# exist before the replay, and later calls cannot use them; and whatever a captured launch reads
+# must live as long as the graph, whose end is not announced.
 
-_kept: dict[int, Tensor] = {}
+_kept_alive: dict[int, Tensor] = {}
 
 
 def capturing(device: torch.device) -> bool:
@@ -47,18 +47,18 @@ def capturing(device: torch.device) -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def keep(device: torch.device, tensors: Iterable[Tensor]) -> None:
-    """Keep what is not the graph's own, and what a call reads, for good, if one is captured."""
+def keep_alive(device: torch.device, tensors: Iterable[Tensor]) -> None:
+    """During a capture, keep tensors that a launch reads and the graph does not own, for good."""
     if capturing(device):
-        _kept.update((id(x), x) for x in tensors)
+        _kept_alive.update((id(x), x) for x in tensors)
 
 
-def aside(device: torch.device, make: Callable[[], T]) -> T:
-    """What `make` gives, which is kept beyond a call: no part of a graph that is being captured,
-    or is about to be. It is done now, in memory that is not the graph's, whatever it waits for, and
-    may read what was there before a capture began."""
+def outside_capture(device: torch.device, make: Callable[[], T]) -> T:
+    """`make()`, whose result outlives the call, outside of a graph that is being captured or is
+    about to be. It runs at once, in memory that is not the graph's. It may wait for the GPU, and
+    read tensors as they were when the capture began."""
     if capturing(device):
-        with _at_ease(), torch.cuda.stream(stream := _uncaptured(device)):
+        with _relaxed_capture(), torch.cuda.stream(stream := _uncaptured(device)):
             made = make()
             stream.synchronize()
         return made
@@ -67,8 +67,8 @@ def aside(device: torch.device, make: Callable[[], T]) -> T:
     return make()
 
 
-# `torch.compile(mode="reduce-overhead")` runs a program once before it captures it, and all that
-# its thread allocates meanwhile is the graph's.
+# `torch.compile(mode="reduce-overhead")` runs a program once before it captures it; whatever its
+# thread allocates meanwhile belongs to the graph.
 _WARMS_UP = "torch._inductor.cudagraph_trees"
 
 
@@ -84,7 +84,8 @@ def _in_a_thread(device: torch.device, make: Callable[[], T]) -> T:
 
 
 def _uncaptured(device: torch.device) -> torch.cuda.Stream:
-    """PyTorch hands its few streams out in turn: the next may be the one that is captured."""
+    """A stream that is not being captured. PyTorch hands out its few streams in turn, so a new one
+    may be the captured one."""
     while True:
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
@@ -93,8 +94,8 @@ def _uncaptured(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def _at_ease() -> Iterator[None]:
-    """Inside, this thread may wait for other streams than the one that is captured."""
+def _relaxed_capture() -> Iterator[None]:
+    """Inside, this thread may wait for other streams than the captured one."""
     exchange = _exchange()
     if exchange is None:
         raise BackendRefused(
@@ -116,7 +117,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @lru_cache(maxsize=1)
 def _exchange() -> Callable[[Any], int] | None:
-    """Sets how strict this thread's captures are, and tells how strict they were."""
+    """The driver's function that exchanges the capture mode of this thread."""
     try:
         exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Launches of one kernel for calls of one kind: Triton compiles it, and then is not asked again."""
+"""Launches of a kernel for calls of one kind: Triton compiles it, and is not asked again."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,36 +11,38 @@ from triton.runtime import driver
 
 from triton import knobs
 
-from .cuda_launch import Launch, launch_of, stand_ins
+from .cuda_launch import Launch, launch_of, placeholders
 from .device_guard import on
-from .parallel_compile import rehearsals, write_down
-from .triton_startup import started
+from .parallel_compile import record_launch, rehearsals
+from .triton_startup import wait_to_launch
 
 
-class Given(NamedTuple):
-    """What a call brings besides its matrices: tensors, floats, and the addresses of the former."""
+class CallArguments(NamedTuple):
+    """The arguments of a call besides its matrices: tensors, floats, and the tensors' addresses."""
 
     tensors: list[Tensor]
     floats: Sequence[float]
     addresses: list[int]
 
     @staticmethod
-    def of(tensors: list[Tensor], floats: Sequence[float] = ()) -> "Given":
-        return Given(tensors, floats, [x.data_ptr() for x in tensors])
+    def of(tensors: list[Tensor], floats: Sequence[float] = ()) -> "CallArguments":
+        return CallArguments(tensors, floats, [x.data_ptr() for x in tensors])
 
 
-NONE = Given([], (), [])
+NO_ARGUMENTS = CallArguments([], (), [])
 
 
-class Direct:
-    """A kernel for calls of one kind: launched through Triton, where it is not compiled yet, else
-    directly, since for calls of one kind Triton would choose the same: through the driver
-    (`driver.Launch`) or, where that is not known to be right, through `CompiledKernel.run` (the
-    same in Triton 3.6 to 3.9).
+class KernelLauncher:
+    """A kernel for calls of one kind.
 
-    - `options`: the kernel's last parameters by name, which are constants, and Triton's own.
-    - `arrange`: the other arguments from what a call gives: `tensors` of its own, then the tensors
-      and floats of a `Given`. It looks at shapes and strides alone.
+    Triton launches it until it is compiled. Later launches skip Triton, which would choose the same
+    compiled kernel for every call of the kind: they go through the driver (`cuda_launch.Launch`)
+    or, where that is not known to be right, through `CompiledKernel.run` (the same in Triton 3.6 to
+    3.9).
+
+    - `options`: the kernel's last parameters by name, which are constants; and Triton's options.
+    - `arrange`: makes the other arguments of the kernel's own `tensors`, and of the tensors and
+      floats of `CallArguments`. It depends on shapes and strides alone.
     """
 
     def __init__(
@@ -50,56 +52,64 @@ class Direct:
         self.fn, self.device, self.options = fn, device, options
         self.grid, self.arrange = grid, arrange
         self.index, self.cuda = device.index or 0, device.type == "cuda"
-        self.tail = tuple(options[p] for p in fn.arg_names if p in options)
+        self.constants = tuple(options[p] for p in fn.arg_names if p in options)
         self.compiled: Any = None
         self.launch: Launch | None = None
 
-    def __call__(self, tensors: Sequence[Tensor | None], given: Given = NONE) -> None:
-        """Launch; `tensors` are the same ones present, and None, in all calls."""
+    def __call__(
+        self, tensors: Sequence[Tensor | None], arguments: CallArguments = NO_ARGUMENTS
+    ) -> None:
+        """Launch. The same `tensors` are None in all calls."""
         if self.cuda and self.index != torch._C._cuda_getDevice():
             with on(self.device):
-                return self(tensors, given)
+                return self(tensors, arguments)
         addresses = [x.data_ptr() for x in tensors if x is not None]
-        addresses += given.addresses
+        addresses += arguments.addresses
         if (
             self.launch is None
             or rehearsals
-            or watched()
-            or not self.launch(self.stream(self.index), addresses, given.floats)
+            or profiled()
+            or not self.launch(self.stream(self.index), addresses, arguments.floats)
         ):
-            self.through_triton(tensors, given, addresses)
+            self.through_triton(tensors, arguments, addresses)
 
     def through_triton(
-        self, tensors: Sequence[Tensor | None], given: Given, addresses: Sequence[int]
+        self, tensors: Sequence[Tensor | None], arguments: CallArguments, addresses: Sequence[int]
     ) -> None:
-        """Launch as Triton does."""
-        args = self.arrange(tensors, given.tensors, given.floats)
-        # Triton's choice depends on whether pointers are multiples of 16: here all are.
+        """Launch through Triton."""
+        args = self.arrange(tensors, arguments.tensors, arguments.floats)
+        # Triton specialises a kernel on whether pointers are multiples of 16: here all are.
         plain = not any(address % 16 for address in addresses)
         if rehearsals and get_ident() in rehearsals:
-            known = partial(self.known, tensors=tensors, given=given) if plain else None
-            write_down(self.fn, args, self.options, known)
+            use_driver = (
+                partial(self.use_driver, tensors=tensors, arguments=arguments) if plain else None
+            )
+            record_launch(self.fn, args, self.options, use_driver)
         elif not plain or self.compiled is None:
-            started()
+            wait_to_launch()
             compiled = self.fn[self.grid](*args, **self.options)
-            made = plain and hasattr(compiled, "packed_metadata")  # the interpreter makes nothing
-            if made and not self.known(compiled, tensors, given):
+            # The interpreter returns nothing to launch again.
+            reusable = plain and hasattr(compiled, "packed_metadata")
+            if reusable and not self.use_driver(compiled, tensors, arguments):
                 self.stream, self.compiled = _streams(), compiled
-        elif watched():
-            self.compiled[self.grid](*args, *self.tail)
+        elif profiled():
+            self.compiled[self.grid](*args, *self.constants)
         else:
             run, loaded = self.compiled.run, (self.compiled.function, self.compiled.packed_metadata)
-            run(*self.grid, self.stream(self.index), *loaded, None, None, None, *args, *self.tail)
+            stream = self.stream(self.index)
+            run(*self.grid, stream, *loaded, None, None, None, *args, *self.constants)
 
-    def known(self, compiled: Any, tensors: Sequence[Tensor | None], given: Given) -> bool:
-        """Launch this through the driver from now on; False where that cannot be."""
-        own, floats = stand_ins((*tensors, *given.tensors), given.floats)
+    def use_driver(
+        self, compiled: Any, tensors: Sequence[Tensor | None], arguments: CallArguments
+    ) -> bool:
+        """Launch this through the driver from now on; False where that is impossible."""
+        own, floats = placeholders((*tensors, *arguments.tensors), arguments.floats)
         args = self.arrange(own[: len(tensors)], own[len(tensors) :], floats)
         own = [x for x in own if x is not None]
-        launch = launch_of(compiled, self.grid, (*args, *self.tail), own, floats)
+        launch = launch_of(compiled, self.grid, (*args, *self.constants), own, floats)
         if launch is None:
             return False
-        # Other threads may be here: what they look at comes last.
+        # Other threads may launch at this moment: they look at `launch` first, so it is set last.
         self.stream, self.compiled, self.launch = _streams(), compiled, launch
         return True
 
@@ -108,7 +118,7 @@ def _streams() -> Callable[[int], int]:
     return driver.active.get_current_stream  # type: ignore[attr-defined]
 
 
-def watched() -> bool:
+def profiled() -> bool:
     """Whether a profiler has hooks in Triton's launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

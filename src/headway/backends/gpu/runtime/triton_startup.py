@@ -1,9 +1,9 @@
-"""Triton's start, which takes a process half a second, and which a first call does not wait for.
+"""Triton's start-up, half a second of a process, off the path of the first call.
 
-Two things are done when Triton is first used. It hashes itself, 400 megabytes: the hash is part of
-every key of its cache, so that no kernel is compiled before. Of the largest file the installer
-wrote it down. And a C compiler makes a module for its driver: kernels are loaded with that, and can
-be compiled before it is there.
+Triton does two things at its first use. It hashes itself, 400 megabytes: the hash is part of every
+key of its cache, so no kernel is compiled before. The installer recorded the hash of the largest
+file. And a C compiler builds the module of its driver: kernels are loaded with that, but can be
+compiled before.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ _UNREAD = b"headway: not read, since the installer knew its hash"
 
 
 class Start:
-    """Triton, as it starts in two threads.
+    """Triton's start-up in two threads.
 
-    - `meanwhile`: who stands in for NVIDIA's driver until its module is there, if anybody does.
+    - `meanwhile`: a stand-in for NVIDIA's driver until its module is built, or None.
     """
 
     def __init__(self) -> None:
         self.driver, self.hash = Thread(target=self._make_driver), Thread(target=self._find_hash)
         self.meanwhile: Any = None
-        with suppress(Exception):  # another Triton than is known: its driver is awaited
+        with suppress(Exception):  # an unknown Triton: its driver is awaited
             if driver._active is None and (found := _meanwhile(self.driver)) is not None:
                 driver.set_active(found)
                 self.meanwhile = found
@@ -45,45 +45,45 @@ class Start:
 
     def _make_driver(self) -> None:
         made: Any = None
-        with suppress(Exception):  # which is raised again where the driver is asked for
+        with suppress(Exception):  # raised again where the driver is needed
             made = driver.default
         if self.meanwhile is not None and driver._active is self.meanwhile:
             driver.set_active(made)
 
     def _find_hash(self) -> None:
-        with suppress(Exception):  # another Triton than is known: it reads all of itself
+        with suppress(Exception):  # an unknown Triton: it reads all of itself
             if (found := quick_key()) is not None:
-                cache.triton_key = lru_cache(lambda: found)  # as it is: a function, called once
+                cache.triton_key = lru_cache(lambda: found)  # cached, as Triton's own function is
         with suppress(Exception):  # Triton tries again where it needs it
             cache.triton_key()
-            if self.meanwhile is not None:  # the assembler's name is part of every key, too
+            if self.meanwhile is not None:  # the assembler's version is part of every key, too
                 make_backend(self.meanwhile.get_current_target()).hash()
 
 
 @lru_cache(maxsize=1)
-def starting() -> Start | None:
-    """Begin. The interpreter needs nothing of this."""
+def start_triton() -> Start | None:
+    """Start Triton, once. None for the interpreter, which needs no start-up."""
     return None if triton.knobs.runtime.interpret else Start()
 
 
-def able_to_compile() -> None:
+def wait_to_compile() -> None:
     """Wait until kernels can be compiled."""
-    if start := starting():
+    if start := start_triton():
         start.hash.join()
         if start.meanwhile is None:
             start.driver.join()
 
 
-def started() -> None:
+def wait_to_launch() -> None:
     """Wait until kernels can be loaded and launched."""
-    if start := starting():
+    if start := start_triton():
         start.hash.join()
         start.driver.join()
 
 
 def _meanwhile(making: Thread) -> Any:
-    """NVIDIA's driver before its module is there: it knows the GPU, and whoever asks for more waits
-    until `making` has ended. None for other GPUs, whose driver has to be asked what they are."""
+    """NVIDIA's driver before its module is built. It knows the GPU; its `utils` wait for the thread
+    `making`. None for other GPUs, of which only the driver knows the properties."""
     from triton.backends.driver import GPUDriver
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher
 
@@ -105,7 +105,8 @@ def _meanwhile(making: Thread) -> Any:
 
 
 def quick_key() -> str | None:
-    """What `triton_key` returns, without reading the largest file; None where only that knows."""
+    """The result of Triton's `triton_key`, without reading the largest file; None if the hash of
+    that is not recorded."""
     library = Path(os.path.abspath(triton.__file__)).parent / "_C" / _LIBRARY
     known = recorded(library)
     if known is None:
@@ -122,8 +123,8 @@ def quick_key() -> str | None:
 
 
 def recorded(library: Path) -> str | None:
-    """The SHA-256 of Triton's library as its installer wrote it down (the wheel format's RECORD),
-    in hexadecimal; None if nothing is written, or the file is another since."""
+    """The SHA-256 of Triton's library, in hexadecimal, as its installer recorded it (RECORD of the
+    wheel format); None if there is no record, or the file has changed since."""
     folder = library.parents[2]
     name = re.escape(library.relative_to(folder).as_posix())
     for record in folder.glob("*triton*.dist-info/RECORD"):

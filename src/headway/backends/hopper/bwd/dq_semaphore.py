@@ -23,7 +23,7 @@ from torch import Tensor
 from ....blocks.runs import Runs
 from ...base import Call
 from ...gpu.runtime.call_plan import Walk, Walks
-from ...gpu.runtime.device_guard import aside, keep
+from ...gpu.runtime.device_guard import keep_alive, outside_capture
 
 
 class Alike(NamedTuple):
@@ -57,9 +57,9 @@ class Ordered:
             return walk, Alike(added)
         device = self.walks.plan.device
         if self.made is None or self.made[0] is not walk:
-            self.made = walk, aside(device, lambda: ordered(walk, self.width))
+            self.made = walk, outside_capture(device, lambda: ordered(walk, self.width))
         in_order, first, turn = self.made[1]
-        keep(device, [*in_order.tensors(), first, turn])
+        keep_alive(device, [*in_order.tensors(), first, turn])
         return in_order, Turns(added, first, turn)
 
 
@@ -97,7 +97,7 @@ def ordered(walk: Walk, width: int) -> tuple[Walk, Tensor, Tensor]:
     line = torch.repeat_interleave(torch.arange(lines, device=device), many)
     when = torch.empty_like(order, dtype=torch.int64)
     when[order.long()] = torch.arange(lines, device=device)
-    other = line // walk.lines * width + tiles.tiles()
+    other = line // walk.tile_rows * width + tiles.tiles()
     other, at = (other * lines + when[line]).sort()
     other //= lines
     rank = torch.arange(len(at), device=device)

@@ -57,7 +57,7 @@ def write_zeros(
     """
     if lines is not None:
         heads, _, share, _, q_rows, _ = sizes
-        ranks = walk.lines * HOW.subtiles
+        ranks = walk.tile_rows * HOW.subtiles
         batch = walk.b  # of the mask: its ranks go through these first
         all_heads = total // ranks * share
         ahead = (AHEAD * gl.num_programs(0) // ranks + 1) * share

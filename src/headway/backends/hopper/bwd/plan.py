@@ -9,9 +9,9 @@ from torch import Tensor
 from ....mods.derivative import joint
 from ....types import Spec
 from ...base import Call
-from ...gpu.preprocess import Terms
+from ...gpu.preprocess import BackwardWorkspace
 from ...gpu.runtime.call_plan import Walks
-from ...gpu.runtime.launcher import Direct
+from ...gpu.runtime.launcher import KernelLauncher
 from ..bias_tables import BiasTables
 from ..config import BACKWARD, How, first_fit, ptxas_options
 from ..launch_plan import DEVICE, Plan
@@ -83,7 +83,7 @@ class BackwardPlan(Plan):
             self.tile = how.block, self.tile[1]
         whole = self.by_island is not None
         self.walks = (
-            Walks(self, queries=False, block=how.keys, near=near)
+            Walks(self, queries=False, block=how.keys, swizzle=near)
             if self.by_island is None
             else self.by_island.walks
         )
@@ -97,13 +97,13 @@ class BackwardPlan(Plan):
         able = not (whole or alone or how.pipelined or spec.partial) and len(how.d) == 1
         self.islands = SegmentWalk(self.walks, heads, self.q_len, self.suits) if able else None
         self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic and not whole else None
-        ranks = heads * self.walks.lines * self.walks.sub
+        ranks = heads * self.walks.tile_rows * self.walks.sub
         self.grid = (ranks if alone else min(ranks, self.processors), 1, 1)
         self.ranks = None if alone else ranks  # of a kernel whose CTAs take them from a counter
         # The shortest lines: 8k takes 0.986 of the time at 64 columns, 0.992 at 128, 5k 0.975. A
         # fourth of all for a sixth: 5k 0.95, but 1k 1.03, where many add to the same dq at once.
         last = self.is_causal() and not spec.deterministic
-        self.last = int(last) * self.walks.lines * self.walks.sub // 6
+        self.last = int(last) * self.walks.tile_rows * self.walks.sub // 6
         # A known gain multiplies dk and dq, and not every pair.
         self.rate = spec.scale if self.score_gain is None else self.score_gain * spec.scale
         self.numbers = (
@@ -143,13 +143,17 @@ class BackwardPlan(Plan):
         }  # fmt: skip
         kernel, each = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)
         options |= ptxas_options(each, how.register_usage_level)
-        self.kernel = Direct(kernel, self.device, options, self.grid, self.arrange)
+        self.kernel = KernelLauncher(kernel, self.device, options, self.grid, self.arrange)
         shape = self.b, self.hq, self.q_len, self.dv
         columns, counted = 0 if whole else self.columns, self.lines is not None
-        self.terms = Terms(shape, self.q_rows, columns, self.device, counted, negative=True)
+        self.workspace = BackwardWorkspace(
+            shape, self.q_rows, columns, self.device, counted, negative=True
+        )
         strips = self.columns // 64
         grid = self.b * self.hq * self.q_rows * strips // 64, 1, 1
-        self.finish = Direct(finish, self.device, {"STRIPS": strips}, grid, self.arrange_finish)
+        self.finish = KernelLauncher(
+            finish, self.device, {"STRIPS": strips}, grid, self.arrange_finish
+        )
 
     def suits(self, islands: Segments) -> bool:
         """Whether CTAs take whole islands: what they add up stays in the cache, and few idle."""
@@ -172,7 +176,7 @@ class BackwardPlan(Plan):
         )
 
     def launch(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, terms: Tensor,
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, workspace: Tensor,
         dk: Tensor, dv: Tensor, grads: tuple,
     ) -> Tensor:  # fmt: skip
         """Write dk and dv (from `new`), and add to `grads`. **Returns:** dq."""
@@ -180,36 +184,36 @@ class BackwardPlan(Plan):
         if self.by_island is not None:
             work = self.by_island(call)
             assert work is not None
-            given = self.given_by(call, self.walks, work.marks, work.items, walk=work.walk)
+            given = self.call_arguments(call, self.walks, work.marks, work.items, walk=work.walk)
             shape = *q.shape[:3], -(-self.d // 8) * 8
             dq = (torch.empty if work.everywhere else torch.zeros)(
                 shape, dtype=self.dtype, device=self.device
             )
             whole = torch.empty(self.numbers_of_parts, dtype=torch.float32, device=self.device), dq
         elif self.ordered is None:
-            given = self.known(self.walks) or self.given_by(call, self.walks)
+            given = self.known_arguments(self.walks) or self.call_arguments(call, self.walks)
         else:
-            added = terms.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
+            added = workspace.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
             walk, turns = self.ordered(call, added)
-            given = self.given_by(call, self.walks, *turns, walk=walk)
+            given = self.call_arguments(call, self.walks, *turns, walk=walk)
         counter = () if self.ranks is None else (zeroed_counter(self.device),)
         bands, sums = self.bias_tables.fill(given), self.bias_tables.new_sums()
-        own = q, k, v, dout, terms, dk, dv, *counter, *whole, *bands, *sums, *grads
+        own = q, k, v, dout, workspace, dk, dv, *counter, *whole, *bands, *sums, *grads
         self.launch_kernel(own, given)
         self.bias_tables.collect(sums, grads, given)
         if whole:
             return whole[1]
         dtype = torch.float32 if self.spec.partial else self.dtype
         dq = torch.empty(*q.shape, dtype=dtype, device=self.device)
-        self.finish((terms, dq))
+        self.finish((workspace, dq))
         return dq
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel."""
-        q, k, v, dout, terms, dk, dv, *rest = own
+        q, k, v, dout, workspace, dk, dv, *rest = own
         ranks = () if self.ranks is None else (rest.pop(0), self.ranks, self.last)
         coords, walk, captured, added = self.arranged(self.walks, tensors, floats)
-        less_delta, lse2, parts, zeroed = self.terms.split(terms)
+        less_delta, lse2, parts, zeroed = self.workspace.split(workspace)
         turns, whole = None, () if self.ranks is None else (None, None, None)
         zeros: tuple = () if self.ranks is None else (None, None)
         if self.by_island is not None:
@@ -233,8 +237,8 @@ class BackwardPlan(Plan):
 
     def arrange_finish(self, own: Sequence[Any], *_: object) -> tuple:
         """The arguments of the kernel that makes dq of its parts."""
-        terms, dq = own
-        parts = self.terms.split(terms)[2]
+        workspace, dq = own
+        parts = self.workspace.split(workspace)[2]
         return parts, dq, self.rate, self.q_len, self.q_rows, self.d
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...base import Call
 from ...gpu.runtime.call_plan import Walk, Walks
-from ...gpu.runtime.device_guard import aside, keep
+from ...gpu.runtime.device_guard import keep_alive, outside_capture
 from ..device import mma
 from . import segments as kernel
 
@@ -39,7 +39,7 @@ class Segments:
 
     def __init__(self, walk: Walk, sub: int, heads: int, length: int) -> None:
         self.walk, self.sub, self.blocks = walk, sub, -(-length // ROWS)
-        self.lines = walk.lines * walk.b * walk.h
+        self.lines = walk.tile_rows * walk.b * walk.h
         self.heads = heads // (walk.b * walk.h)  # that the mask does not tell apart
         tiles, per = -(-length // walk.step), walk.step // ROWS
         line, start, count = _runs(walk, tiles)
@@ -53,7 +53,7 @@ class Segments:
         start = np.concatenate([start, np.zeros_like(nothing)])
         count = np.concatenate([count, np.ones_like(nothing)])
         # An island begins where all lines before have ended, and none after comes back.
-        of_head = -1, walk.lines
+        of_head = -1, walk.tile_rows
         ended = np.maximum.accumulate(high.reshape(of_head), 1)
         begun = np.minimum.accumulate(low.reshape(of_head)[:, ::-1], 1)[:, ::-1]
         opens = np.ones(ended.shape, bool)
@@ -128,7 +128,11 @@ class Segments:
 def _runs(walk: Walk, tiles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All runs of live tiles: line, start, count."""
     if walk.full is None:
-        return np.arange(walk.lines), np.zeros(walk.lines, int), np.full(walk.lines, tiles)
+        return (
+            np.arange(walk.tile_rows),
+            np.zeros(walk.tile_rows, int),
+            np.full(walk.tile_rows, tiles),
+        )
     parts = [*walk.full, *walk.partial]
     ends = np.cumsum([len(x) for x in parts])[:-1]
     found = np.split(torch.cat(parts).cpu().numpy().astype(int), ends)  # the host waits once
@@ -155,10 +159,10 @@ class SegmentWalk:
     def __call__(self, call: Call) -> Work | None:
         walk, device = self.walks(call), self.walks.plan.device
         if self.made is None or self.made[0] is not walk:
-            self.made = walk, aside(device, lambda: self._work(walk, device))
+            self.made = walk, outside_capture(device, lambda: self._work(walk, device))
         work = self.made[1]
         if work is not None:
-            keep(device, [work.items, work.marks])
+            keep_alive(device, [work.items, work.marks])
         return work
 
     def _work(self, walk: Walk, device: torch.device) -> Work | None:

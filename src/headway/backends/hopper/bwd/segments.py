@@ -64,7 +64,7 @@ def place_in_island(island, n, walk, heads, SUB: gl.constexpr):
     """The work of the n-th rank of an island, as `place` tells it; its number, and the island's
     first block."""
     first, _, block, rest = island
-    ranks = walk.lines * SUB
+    ranks = walk.tile_rows * SUB
     rank = first + n
     of_mask, slot = rank // ranks, rank % ranks
     free = walk.h == 1

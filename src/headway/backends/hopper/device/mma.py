@@ -4,11 +4,12 @@ A head dimension that is no power of two is held as two **pieces**: 96 is 64 + 3
 The descriptors, the buffers and the accumulator of a matrix are always tuples of one or two pieces.
 """
 
+from headway.backends.gpu import precision
+
 from .gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 from .pipeline import advance, producer_acquire
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+LOG2E, LN2 = gl.constexpr(precision.LOG2E), gl.constexpr(precision.LN2)
 ROWS = gl.constexpr(64)  # of one WGMMA: what a consumer multiplies at a time
 
 

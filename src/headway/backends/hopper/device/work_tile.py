@@ -100,16 +100,16 @@ def map_work_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr)
     """The tile row of a ticket, in the order of the mask, and its head and batch row, as far as the
     mask is one for all of them.
 
-    Head swizzle for L2: the tiles of `walk.near` heads follow one another, longest tile row first
-    (LPT), then those of the next section of heads: what runs at a time shares keys in the L2 cache.
-    Under a mask the tiles of the `last_rows` shortest rows come after those of all heads: with long
+    Head swizzle for L2: the tiles of `walk.swizzle` heads follow one another, longest tile row
+    first (LPT), then those of the next section of heads: what runs at a time shares keys in the L2
+    cache. Under a mask the tiles of the `last_rows` shortest rows come after those of all heads: with long
     tiles at the end some CTAs would be busy while others have nothing to do.
     """
-    near = walk.near
+    near = walk.swizzle
     if walk.full is None:
-        n, section, within = _swizzle(ticket, walk.lines, near)
+        n, section, within = _swizzle(ticket, walk.tile_rows, near)
     else:
-        rows = walk.lines * walk.b * walk.h * SUBTILES
+        rows = walk.tile_rows * walk.b * walk.h * SUBTILES
         tiles_of_row = total // rows
         first_rows = rows - last_rows
         behind = ticket - first_rows * tiles_of_row
@@ -145,10 +145,10 @@ def locate_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr, R
         return n, n, n * ROWS, h, b
     else:
         line = gl.load(walk.order + n // SUBTILES)
-        tile = line % walk.lines
+        tile = line % walk.tile_rows
         slot = tile * SUBTILES + n % SUBTILES
         first = tile * walk.size + n % SUBTILES * ROWS
-        of_mask = line // walk.lines
+        of_mask = line // walk.tile_rows
         h = gl.where(walk.h == 1, h, of_mask % walk.h)
         b = gl.where(walk.b == 1, b, of_mask // walk.h)
         return line, slot, first, h, b

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ....types import Spec
 from ...base import Call, split
-from ...gpu.runtime.call_plan import Walks, straight
-from ...gpu.runtime.launcher import Direct
+from ...gpu.runtime.call_plan import Walks, consecutive
+from ...gpu.runtime.launcher import KernelLauncher
 from ..bias_tables import BiasTables
 from ..config import FORWARD, TILE, Forward, How, first_fit, ptxas_options
 from ..launch_plan import DEVICE, Plan
@@ -28,7 +28,7 @@ class ForwardPlan(Plan):
     """The forward."""
 
     sources = *DEVICE, scheduler, producer, half_blocks, epilogue, combine, kernel
-    abs_by_mask = True
+    uses_distance_sign = True
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
@@ -51,18 +51,18 @@ class ForwardPlan(Plan):
             if self.mask is None
             else self.head_swizzle(self.hq, -(-self.q_len // rows), rounds)
         )
-        self.walks = Walks(self, queries=True, block=rows, near=near)
+        self.walks = Walks(self, queries=True, block=rows, swizzle=near)
         self.ranked = TileTable(self.walks, self.kv_len, block, rows)
         self.bias_tables = BiasTables(self, self.walks, queries=True)
-        ranks = self.walks.lines * self.walks.sub * self.b * self.hq
-        self.slots = how.consumers * self.walks.lines * self.walks.sub  # of one head
+        ranks = self.walks.tile_rows * self.walks.sub * self.b * self.hq
+        self.slots = how.consumers * self.walks.tile_rows * self.walks.sub  # of one head
         ctas = how.ctas * self.processors
         blocks = max(-(-self.kv_len // block), 1) if self.mask is None else 0
         shares = Shares.of(ranks, blocks, ctas, how)
         parts = shares.tickets - shares.whole
         self.part = parts * how.consumers * 64 * (sum(how.dv) + 4)  # numbers of all parts
         late = self.is_causal() and (how.consumers > 1 or self.is_long())
-        last = int(late) * self.walks.lines * self.walks.sub // 4  # lines
+        last = int(late) * self.walks.tile_rows * self.walks.sub // 4  # lines
         self.dealt = shares.tickets, last, *shares[1:]
         self.grid = (min(shares.tickets, ctas), 1, 1)
         self.numbers = (self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale)
@@ -90,7 +90,7 @@ class ForwardPlan(Plan):
             ),
         }  # fmt: skip
         options |= ptxas_options(each, how.register_usage_level)
-        self.kernel = Direct(forward_kernel, self.device, options, self.grid, self.arrange)
+        self.kernel = KernelLauncher(forward_kernel, self.device, options, self.grid, self.arrange)
 
     def suits(self, how: Forward) -> bool:
         """Whether a row of the table is for such a call."""
@@ -107,7 +107,7 @@ class ForwardPlan(Plan):
     def slanted(self) -> bool:
         """Whether a score is S times a number, and a straight line; and S alone is not asked for,
         which no register has then."""
-        line = bool(self.affine) and self.affine["monotone"] and self.given.straight
+        line = bool(self.affine) and self.affine["monotone"] and self.generated.slope_only
         return line and not self.spec.max_logit
 
     def quarters(self, call: Call, how: Forward, block: int) -> HalfBlocks:
@@ -115,7 +115,7 @@ class ForwardPlan(Plan):
         the same for all calls of the kind, where tiles are blocks of two consumers."""
         own = self.spec.tiles is None and self.hoisted["mask_pairs"] is not None
         captured = split(self.spec, call.captured)[1]
-        fixed = not (captured.tensors or captured.floats) and straight(call.coords)
+        fixed = not (captured.tensors or captured.floats) and consecutive(call.coords)
         blocks = self.tile == (64 * how.consumers, block) == TILE and self.kv_len % block == 0
         if not (own and fixed and blocks) or how.first_block_in_loop or self.bias_tables.depends:
             return ()
@@ -148,7 +148,9 @@ class ForwardPlan(Plan):
         padded = out
         if self.spare:
             padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
-        given = self.known(self.walks) or self.given_by(call, self.walks, walk=self.ranked(call))
+        given = self.known_arguments(self.walks) or self.call_arguments(
+            call, self.walks, walk=self.ranked(call)
+        )
         bands = self.bias_tables.fill(given)
         own = (
             q,

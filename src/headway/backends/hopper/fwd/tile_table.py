@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...base import Call
 from ...gpu.runtime.call_plan import Walk, Walks
-from ...gpu.runtime.device_guard import aside, keep
+from ...gpu.runtime.device_guard import keep_alive, outside_capture
 
 COLUMNS = 16
 
@@ -29,10 +29,10 @@ class TileTable:
             return walk
         device = self.walks.plan.device
         if self.made is None or self.made[0] is not walk:
-            ranks = aside(device, lambda: table(walk, self.walks.sub, *self.sizes))
+            ranks = outside_capture(device, lambda: table(walk, self.walks.sub, *self.sizes))
             self.made = walk, walk._replace(order=ranks)
         found = self.made[1]
-        keep(device, [found.order])
+        keep_alive(device, [found.order])
         return found
 
 
@@ -66,7 +66,7 @@ def table(walk: Walk, sub: int, length: int, block: int, rows: int) -> Tensor:
     of_full, of_partial = (first + (blocks - 1) * block)[last]
     row = torch.where(from_full, of_full, of_partial)
     end[1] -= len(full[0])
-    tile, group, zero = line % walk.lines, line // walk.lines, torch.zeros_like(line)
+    tile, group, zero = line % walk.tile_rows, line // walk.tile_rows, torch.zeros_like(line)
     of_head = group % walk.h, group // walk.h
     found = [tile * sub, tile * walk.size, *of_head, row, visited, zero, zero]
     found += [x[kind] for kind in (0, 1) for x in (end, runs, start[last], count[last])]

@@ -28,14 +28,14 @@ def mask(b, h, q_idx, kv_idx, captured):
     v6 = v3 & v5
     v7 = v1 & v6
     # mine = self.ids[b, q_idx] if self.ids.dim() == 2 else self.ids[q_idx]
-    v8 = tl.load(t0 + maths.inside(b, t0_size0) * t0_stride0 + maths.inside(q_idx, t0_size1) * t0_stride1)
+    v8 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(q_idx, t0_size1) * t0_stride1)
     # theirs = kv_ids[b, kv_idx] if kv_ids.dim() == 2 else kv_ids[kv_idx]
-    v9 = tl.load(t0 + maths.inside(b, t0_size0) * t0_stride0 + maths.inside(kv_idx, t0_size1) * t0_stride1)
+    v9 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(kv_idx, t0_size1) * t0_stride1)
     # return mine == theirs
     v10 = v8 == v9
     v11 = v7 & v10
     # return kv_idx < (length[b] if per_batch else length)
-    v12 = tl.load(t1 + maths.inside(b, t1_size0) * t1_stride0)
+    v12 = tl.load(t1 + maths.clamp_index(b, t1_size0) * t1_stride0)
     v13 = kv_idx < v12
     v14 = v11 | v13
     return v14
@@ -47,7 +47,7 @@ def shared(b, h, captured):
     t1_size0 = captured[0][6]
     t1_stride0 = captured[0][7]
     # return kv_idx < (length[b] if per_batch else length)
-    v12 = tl.load(t1 + maths.inside(b, t1_size0) * t1_stride0)
+    v12 = tl.load(t1 + maths.clamp_index(b, t1_size0) * t1_stride0)
     return (v12,)
 
 
@@ -59,7 +59,7 @@ def of_q(b, h, q_idx, shared, captured):
     t0_size1 = captured[0][3]
     t0_stride1 = captured[0][4]
     # mine = self.ids[b, q_idx] if self.ids.dim() == 2 else self.ids[q_idx]
-    v8 = tl.load(t0 + maths.inside(b, t0_size0) * t0_stride0 + maths.inside(q_idx, t0_size1) * t0_stride1)
+    v8 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(q_idx, t0_size1) * t0_stride1)
     return (v8,)
 
 
@@ -71,7 +71,7 @@ def of_kv(b, h, kv_idx, shared, captured):
     t0_size1 = captured[0][3]
     t0_stride1 = captured[0][4]
     # theirs = kv_ids[b, kv_idx] if kv_ids.dim() == 2 else kv_ids[kv_idx]
-    v9 = tl.load(t0 + maths.inside(b, t0_size0) * t0_stride0 + maths.inside(kv_idx, t0_size1) * t0_stride1)
+    v9 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(kv_idx, t0_size1) * t0_stride1)
     return (v9,)
 
 
@@ -87,7 +87,7 @@ def steps(b, h, q_idx, kv_idx, QUERIES: tl.constexpr, shared, captured):
     v4 = -n1
     # return kv_idx < (length[b] if per_batch else length)
     v12 = shared[0]
-    return (tl.maximum(kv_idx - v0, v4 - v2 + 1), 1 if QUERIES else -1, v2 - n1 + 1, -1 if QUERIES else 1, kv_idx - maths.clamped(v12) + 1, 1 if QUERIES else 0)
+    return (tl.maximum(kv_idx - v0, v4 - v2 + 1), 1 if QUERIES else -1, v2 - n1 + 1, -1 if QUERIES else 1, kv_idx - maths.clamp_small(v12) + 1, 1 if QUERIES else 0)
 
 
 @triton.jit
