@@ -587,10 +587,10 @@ def _load() -> types.SimpleNamespace:
         backward = load("simulated.bwd.kernel")
         backward_wide = load("simulated.bwd.wide")
         wide_dq = load("simulated.bwd.wide_dq")
-        adder = load("simulated.bwd.dq_reduce")
-        zeros = load("simulated.bwd.dq_zero")
-        islands = load("simulated.bwd.segments")
-        parts = load("simulated.bwd.common")
+        dq_reduce = load("simulated.bwd.dq_reduce")
+        dq_zero = load("simulated.bwd.dq_zero")
+        segments = load("simulated.bwd.segments")
+        common = load("simulated.bwd.common")
         sides, linear = load("simulated.device.hoisted"), load("simulated.device.affine_score")
         diagonals = load("simulated.device.relative_bias")
         text = {n: load(f"simulated_text.device.{n}") for n in ("maths", "gradients")}
@@ -598,7 +598,7 @@ def _load() -> types.SimpleNamespace:
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(
         forward=forward, out=out, backward=backward, backward_wide=backward_wide,
-        wide_dq=wide_dq, adder=adder, zeros=zeros, islands=islands, parts=parts, sides=sides, linear=linear, diagonals=diagonals,
+        wide_dq=wide_dq, dq_reduce=dq_reduce, dq_zero=dq_zero, segments=segments, common=common, sides=sides, linear=linear, diagonals=diagonals,
         rows=rows, names=names,
     )  # fmt: skip
 
@@ -686,7 +686,7 @@ def simulating():
             bwd_plan,
             backward_kernel=Kernel(LOADED.backward.backward),
             backward_wide=Kernel(LOADED.backward_wide.backward_wide),
-            finish=Kernel(LOADED.parts.finish),
+            postprocess_dq=Kernel(LOADED.common.postprocess_dq),
             Terms=LOADED.rows.Terms,
         ),  # fmt: skip
         mock.patch.multiple(
