@@ -5,12 +5,12 @@ import triton.language as tl
 
 import triton
 
-from ..device.affine_score import linear_less
-from ..device.gluon_compat import copy_in, gl, gluon, mbarrier, warpgroup_mma
-from ..device.hoisted import by_thread, given, keep, of_columns, of_rows
-from ..device.mma import LOG2E, bytes_of, fetch, load_rows, mma, positions, widened
+from ..device.affine_score import affine_exponent
+from ..device.gluon_compat import tma_load, gl, gluon, mbarrier, warpgroup_mma
+from ..device.hoisted import hoist_layout, affine_operands, evaluate_mask, hoist_columns, hoist_rows
+from ..device.mma import LOG2E, tx_bytes, tma_load_pieces, produce_rows, acc_layout, positions, upcast
 from ..device.pipeline import advance, producer_acquire
-from ..device.relative_bias import begin, read
+from ..device.relative_bias import locate_bias, load_bias
 from ..device.work_tile import read_work, visit_q_blocks
 from .context import HoistedKeys, LoadCursors, SegmentVisits, TileKeys, WorkTile
 
@@ -93,21 +93,21 @@ def _load_q_block(
     and values."""
     inputs, smem, rings, b, h, first_row, keys = context
     q_at, dout_at, kv_at, is_first = state
-    producer_acquire(rings.q, q_at, HOW.of_queries())
+    producer_acquire(rings.q, q_at, HOW.q_barriers())
     full = rings.q[0].index(q_at[0])
-    mbarrier.expect(full, bytes_of(smem.q, 1) + 4 * HOW.block)
-    fetch(inputs.q, b, h, n, full, smem.q, q_at[0])
-    copy_in(inputs.lse, [first_row + n], full, smem.lse.index(q_at[0]))
-    producer_acquire(rings.dout, dout_at, HOW.of_dout())
+    mbarrier.expect(full, tx_bytes(smem.q, 1) + 4 * HOW.block)
+    tma_load_pieces(inputs.q, b, h, n, full, smem.q, q_at[0])
+    tma_load(inputs.lse, [first_row + n], full, smem.lse.index(q_at[0]))
+    producer_acquire(rings.dout, dout_at, HOW.do_barriers())
     full = rings.dout[0].index(dout_at[0])
-    mbarrier.expect(full, bytes_of((smem.dout,), 1) + 4 * HOW.block)
-    copy_in(inputs.dout, [b, h, n, 0], full, smem.dout.index(dout_at[0]))
-    copy_in(inputs.neg_delta, [first_row + n], full, smem.neg_delta.index(dout_at[0]))
+    mbarrier.expect(full, tx_bytes((smem.dout,), 1) + 4 * HOW.block)
+    tma_load(inputs.dout, [b, h, n, 0], full, smem.dout.index(dout_at[0]))
+    tma_load(inputs.neg_delta, [first_row + n], full, smem.neg_delta.index(dout_at[0]))
     if is_first:
         of_k, of_v, kv_b, kv_h, first_key = keys
         TILES: gl.constexpr = of_v[1][0].shape[0]
-        load_rows(kv_at, of_k, kv_b, kv_h, first_key, TILES, 1)
-        kv_at = load_rows(kv_at, of_v, kv_b, kv_h, first_key, TILES, 1)
+        produce_rows(kv_at, of_k, kv_b, kv_h, first_key, TILES, 1)
+        kv_at = produce_rows(kv_at, of_v, kv_b, kv_h, first_key, TILES, 1)
     return advance(q_at, HOW.stages), advance(dout_at, DO_STAGES), kv_at, gl.to_tensor(False)
 
 
@@ -124,7 +124,7 @@ def ticket_of(semaphore, tile, nth_tile, HOW: gl.constexpr):
         return tile.tile_col
     else:
         first = gl.load(semaphore.first + tile.tile_col)
-        return gl.load(semaphore.tickets + first + nth_tile) * HOW.sub + tile.n_block % HOW.sub
+        return gl.load(semaphore.tickets + first + nth_tile) * HOW.subtiles + tile.n_block % HOW.subtiles
 
 
 @gluon.jit
@@ -146,23 +146,23 @@ def opaque_zero(n, share):
 @gluon.jit
 def hoist_keys(head, kv_idx, first_key, mods, HOW: gl.constexpr):
     """What score and mask need of a work tile's 64 keys from `first_key` on."""
-    b = gl.cast(mods.coords.b, HOW.index) + head.b
-    h = gl.cast(mods.coords.h, HOW.index) + head.h
-    of_score, of_mask = of_rows(b, h, kv_idx, mods.score, mods.mask, False, HOW)
-    return HoistedKeys(of_score, of_mask, begin(mods.bias_tables, head.b, head.h, first_key))
+    b = gl.cast(mods.coords.b, HOW.index_type) + head.b
+    h = gl.cast(mods.coords.h, HOW.index_type) + head.h
+    of_score, of_mask = hoist_rows(b, h, kv_idx, mods.score, mods.mask, False, HOW)
+    return HoistedKeys(of_score, of_mask, locate_bias(mods.bias_tables, head.b, head.h, first_key))
 
 
 @gluon.jit
 def hoist_queries(n, pairs, PARTIAL: gl.constexpr, HOW: gl.constexpr):
     """What score and mask need of the queries from n on."""
     mods, coords = pairs.mods, pairs.mods.coords
-    i = n + gl.arange(0, HOW.block, layout=by_thread())
+    i = n + gl.arange(0, HOW.block, layout=hoist_layout())
     at = positions(
-        coords.q_pos, coords.q_stride, coords.q, pairs.head.b, i, i < pairs.q_len, HOW.index
+        coords.q_pos, coords.q_stride, coords.q, pairs.head.b, i, i < pairs.q_len, HOW.index_type
     )
-    b = gl.cast(coords.b, HOW.index) + pairs.head.b
-    h = gl.cast(coords.h, HOW.index) + pairs.head.h
-    return of_columns(b, h, at, pairs.hoisted, mods.score, mods.mask, False, PARTIAL, HOW)
+    b = gl.cast(coords.b, HOW.index_type) + pairs.head.b
+    h = gl.cast(coords.h, HOW.index_type) + pairs.head.h
+    return hoist_columns(b, h, at, pairs.hoisted, mods.score, mods.mask, False, PARTIAL, HOW)
 
 
 @gluon.jit
@@ -178,15 +178,15 @@ def probabilities(
     (HOW.constant_dscore: `ModArgs.rate` has it); all that DERIVATIVE gives; and what SCATTER takes
     of the pairs: S, batch row, head, positions of queries and keys.
     """
-    cols: gl.constexpr = gl.SliceLayout(0, mma(HOW.block))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
     mods, coords, hoisted = pairs.mods, pairs.mods.coords, pairs.hoisted
     i = n + gl.arange(0, HOW.block, layout=cols)
     in_rows = i < pairs.q_len
-    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, pairs.head.b, i, in_rows, HOW.index)
+    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, pairs.head.b, i, in_rows, HOW.index_type)
     kv_idx = pairs.kv_idx + zero
-    b = gl.cast(coords.b, HOW.index) + pairs.head.b
-    h = gl.cast(coords.h, HOW.index) + pairs.head.h
-    first = gl.cast(coords.q, HOW.index) + n
+    b = gl.cast(coords.b, HOW.index_type) + pairs.head.b
+    h = gl.cast(coords.h, HOW.index_type) + pairs.head.h
+    first = gl.cast(coords.q, HOW.index_type) + n
     if DERIVATIVE is None:
         dscore = ()
         p = gl.exp2(s * (mods.scale * LOG2E) - lse[None, :])
@@ -194,27 +194,27 @@ def probabilities(
         s = s * mods.scale
         of_score = mods.score
         if HOW.relative_biases > 0:
-            of_score = of_score + (read(hoisted.bias, n, HOW.block),)  # noqa: RUF005
+            of_score = of_score + (load_bias(hoisted.bias, n, HOW.block),)  # noqa: RUF005
         dscore = DERIVATIVE(s, b, h, q_idx[None, :], kv_idx[:, None], of_score)
         p = gl.exp2(dscore[0] * LOG2E - lse[None, :])
     else:
-        of_affine = given(mods.score, hoisted, columns, False, HOW.block, HOW)
-        t = linear_less(s, mods.scale, lse, b, h, q_idx, kv_idx, first, of_affine, HOW)
+        of_affine = affine_operands(mods.score, hoisted, columns, False, HOW.block, HOW)
+        t = affine_exponent(s, mods.scale, lse, b, h, q_idx, kv_idx, first, of_affine, HOW)
         p = gl.exp2(t)
         s = s * mods.scale
         dscore = DERIVATIVE(s, b, h, q_idx[None, :], kv_idx[:, None], mods.score)
     if PARTIAL and MASK is not None:
-        kept_pairs = keep(
+        kept_pairs = evaluate_mask(
             p, b, h, q_idx, kv_idx, first, hoisted, columns, mods.mask, False, MASK, HOW
         )
         p = gl.where(kept_pairs, p, 0.0)
     q_idx, kv_idx = q_idx[None, :], kv_idx[:, None]
-    if not HOW.even:
+    if not HOW.even_kv:
         p = gl.where(pairs.live[:, None], p, 0.0)
     if HOW.constant_dscore:  # noqa: SIM108
         p_dscore = p
     else:
-        p_dscore = _times_derivative(p, dscore[1], HOW.unbounded)
+        p_dscore = _times_derivative(p, dscore[1], HOW.unbounded_dscore)
     return p, p_dscore, dscore, (s, b, h, q_idx, kv_idx)
 
 
@@ -235,12 +235,12 @@ def issue_dp(v, dout, init, ADD: gl.constexpr):
 
 @gluon.jit
 def widen(p_dscore, CONSTANT: gl.constexpr):
-    """P times dT/dS in float32, or P alone (CONSTANT), which may have been rounded. (`widened`
+    """P times dT/dS in float32, or P alone (CONSTANT), which may have been rounded. (`upcast`
     saves 7 % of a block's instructions. Timed on an H200: 64 wide takes 0.94 of the time behind a
     causal mask, 192 wide 0.96 without one. Of what is not P itself, ptxas runs out of registers at
     192.)"""
     if CONSTANT:
-        return widened(p_dscore)
+        return upcast(p_dscore)
     else:
         return p_dscore.to(gl.float32)
 
@@ -281,8 +281,8 @@ def from_accum_order(x):
 def store_float32(x, to, row, length, width, column):
     """Store a product to rows from `row` on and columns from `column` on, straight from
     registers."""
-    rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, mma(x.shape[1])))
-    columns = column + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, mma(x.shape[1])))
+    rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, acc_layout(x.shape[1])))
+    columns = column + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, acc_layout(x.shape[1])))
     inside = (rows < length)[:, None] & (columns < width)[None, :]
     gl.store(to + rows.to(gl.int64)[:, None] * width + columns[None, :], x, mask=inside)
 

@@ -1,8 +1,8 @@
 """dQ in bwd/kernel.py, up to shared memory: tiles of 64 queries and 64 columns, or 32, which the
 consumers compute and store for the dQ reduce warps (bwd/dq_reduce.py)."""
 
-from ..device.gluon_compat import gl, gluon, seen_as, warpgroup_mma
-from ..device.mma import ROWS, matrix, mma
+from ..device.gluon_compat import gl, gluon, reinterpret, warpgroup_mma
+from ..device.mma import ROWS, matrix_layout, acc_layout
 from ..device.pipeline import mbarrier_ring, producer_acquire
 from .common import to_accum_order
 
@@ -35,7 +35,7 @@ def dq_rings(dq_accum):
 def zero_dq(dq_smem):
     """The last piece of dQ before the first block: zeros."""
     WIDTH: gl.constexpr = dq_smem[len(dq_smem) - 1].shape[1] * 4
-    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=mma(WIDTH))
+    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=acc_layout(WIDTH))
 
 
 @gluon.jit
@@ -46,10 +46,10 @@ def issue_dq(ds_smem, stage, k_smem, zero, W: gl.constexpr):
     - `stage`: of dS, of both consumers, one after the other; `zero`: from `opaque_zero`.
     """
     k = k_smem[0]
-    acc = gl.full([ROWS, 64], 0.0, gl.float32, layout=mma(64))
+    acc = gl.full([ROWS, 64], 0.0, gl.float32, layout=acc_layout(64))
     ds = stage * 2
     if ds_smem.shape[2] == 128:
-        strips = seen_as(ds_smem, k.dtype, [2 * ds_smem.shape[0], ROWS, 64], matrix(k.layout))
+        strips = reinterpret(ds_smem, k.dtype, [2 * ds_smem.shape[0], ROWS, 64], matrix_layout(k.layout))
         ds = 2 * ds + W
         return _issue_ds_k(
             strips.index(ds), strips.index(ds + 2), k.index(zero), k.index(zero + 1), acc
@@ -57,7 +57,7 @@ def issue_dq(ds_smem, stage, k_smem, zero, W: gl.constexpr):
     elif k.shape[2] == 64:
         return issue_dq_strip(ds_smem, stage, k, zero, W)
     else:
-        halves = seen_as(k, k.dtype, [4, ROWS, 64], matrix(k.layout))
+        halves = reinterpret(k, k.dtype, [4, ROWS, 64], matrix_layout(k.layout))
         k0, k1 = halves.index(zero + W), halves.index(zero + 2 + W)
         return _issue_ds_k(ds_smem.index(ds), ds_smem.index(ds + 1), k0, k1, acc)
 
@@ -66,7 +66,7 @@ def issue_dq(ds_smem, stage, k_smem, zero, W: gl.constexpr):
 def issue_dq_strip(ds_smem, stage, k, zero, W: gl.constexpr):
     """Issue consumer W's half of 64 columns of dQ."""
     start: gl.constexpr = 32 * W
-    acc = gl.full([ROWS, 32], 0.0, gl.float32, layout=mma(32))
+    acc = gl.full([ROWS, 32], 0.0, gl.float32, layout=acc_layout(32))
     ds = stage * 2
     k0 = k.index(zero).slice(start, 32, dim=1)
     k1 = k.index(zero + 1).slice(start, 32, dim=1)

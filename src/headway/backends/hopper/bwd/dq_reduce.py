@@ -1,6 +1,6 @@
 """The dQ reduce warps of bwd/kernel.py: TMA adds to dQ-accum what the consumers have stored."""
 
-from ..device.gluon_compat import copy_out_add, copy_out_wait, fence_landed, gl, gluon
+from ..device.gluon_compat import tma_reduce_add, tma_store_wait, tma_store_wait_visible, gl, gluon
 from ..device.mma import at_stage
 from ..device.pipeline import (
     advance,
@@ -78,11 +78,11 @@ def reduce_piece(pieces, row, semaphore, ticket, at, PIECE: gl.constexpr, HOW: g
     consumer_wait(rings[PIECE], at)
     if semaphore is not None:
         semaphore_wait(counter, ticket)
-    copy_out_add(dq_accum[PIECE], [accum_row(row, W, PIECE, dq_smem, HOW), 0], dq_smem[PIECE])
-    copy_out_wait(0)
+    tma_reduce_add(dq_accum[PIECE], [accum_row(row, W, PIECE, dq_smem, HOW), 0], dq_smem[PIECE])
+    tma_store_wait(0)
     consumer_release(rings[PIECE], at)
     if semaphore is not None:
-        fence_landed()
+        tma_store_wait_visible()
         semaphore_release(counter, ticket)
 
 

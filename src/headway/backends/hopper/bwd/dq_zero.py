@@ -10,7 +10,7 @@ it, are taken. It takes blocks from a global counter, each for itself, and zeroe
 nobody waits for a CTA that does not run. A reduce warp waits for the heads that it adds to.
 """
 
-from ..device.gluon_compat import copy_out, fence_async_shared, fence_landed, gl, gluon
+from ..device.gluon_compat import tma_store, fence_async_shared, tma_store_wait_visible, gl, gluon
 from ..device.mma import ROWS
 from ..device.pipeline import (
     advance,
@@ -58,7 +58,7 @@ def write_zeros(
       how many blocks are taken.
     """
     if zero_rows is not None:
-        tiles_per_head = walk.lines * HOW.sub
+        tiles_per_head = walk.lines * HOW.subtiles
         mask_batch = walk.b  # batch rows of the mask: their work tiles go through these first
         all_heads = total // tiles_per_head * sizes.share
         ahead = (AHEAD * gl.num_programs(0) // tiles_per_head + 1) * sizes.share
@@ -86,8 +86,8 @@ def write_zeros(
                     head = n % mask_batch * sizes.heads + n // mask_batch
                     first = (head * blocks + block % blocks) * (COLUMNS // 4)
                     for row in range(0, COLUMNS // 4, ZERO_ROWS):
-                        copy_out(zero_rows, [first + row, 0], zeros)
-                    fence_landed()
+                        tma_store(zero_rows, [first + row, 0], zeros)
+                    tma_store_wait_visible()
                     gl.atomic_add(zeroed + head, 1, sem="release")
                 taken = block + 1
             consumer_wait(ring, at)

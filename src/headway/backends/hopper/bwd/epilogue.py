@@ -6,7 +6,7 @@ the second piece of dK, if there is one; then dK. In float32 a consumer stores t
 from registers.
 """
 
-from ..device.gluon_compat import copy_out, copy_out_wait, fence_async_shared, gl, gluon, seen_as
+from ..device.gluon_compat import tma_store, tma_store_wait, fence_async_shared, gl, gluon, reinterpret
 from ..device.mma import ROWS, at_stage
 from ..device.pipeline import (
     advance,
@@ -24,7 +24,7 @@ def seen_as_keys(dq_smem, k):
 
     - `k`: the keys, or values, of a consumer.
     """
-    return seen_as(dq_smem, k.dtype, k.shape, k.layout)
+    return reinterpret(dq_smem, k.dtype, k.shape, k.layout)
 
 
 # -- a consumer -----------------------------------------------------------------------------------
@@ -95,14 +95,14 @@ def copy_dkdv_out(to, smem, rings, work_at, sizes, at, W: gl.constexpr):
     first, h, b = keys.first_key + W * ROWS, keys.h // sizes.share, keys.b
     inputs, dq_smem, rings = smem.inputs, at_stage(smem.dq, W), rings.dq[W]
     _wait_all(rings, at)
-    copy_out(to.dv, [b, h, first, 0], seen_as_keys(dq_smem[0], inputs.v.index(W)))
+    tma_store(to.dv, [b, h, first, 0], seen_as_keys(dq_smem[0], inputs.v.index(W)))
     if len(dq_smem) == 2:
         column: gl.constexpr = inputs.k[0].shape[2]
         second = seen_as_keys(dq_smem[1], inputs.k[1].index(W))
-        copy_out(to.dk[1], [b, h, first, column], second)
+        tma_store(to.dk[1], [b, h, first, column], second)
     at = _release_all(rings, at)
     _wait_all(rings, at)
-    copy_out(to.dk[0], [b, h, first, 0], seen_as_keys(dq_smem[0], inputs.k[0].index(W)))
+    tma_store(to.dk[0], [b, h, first, 0], seen_as_keys(dq_smem[0], inputs.k[0].index(W)))
     return _release_all(rings, at)
 
 
@@ -114,7 +114,7 @@ def _wait_all(rings, at):
 
 @gluon.jit
 def _release_all(rings, at):
-    copy_out_wait(0)
+    tma_store_wait(0)
     for n in gl.static_range(len(rings)):
         consumer_release(rings[n], at)
     return advance(at, 1)

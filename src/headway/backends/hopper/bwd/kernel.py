@@ -48,18 +48,18 @@ flight over the loop's end, which the assembler would serialise.
 from ..device.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..device.mma import (
     ROWS,
-    add_product,
+    wgmma_ab,
     at_stage,
-    buffers,
-    in_every_row,
-    kept,
-    left,
-    matrix,
-    mma,
-    outer,
+    alloc_stages,
+    broadcast_row,
+    materialize,
+    lhs_layout,
+    matrix_layout,
+    acc_layout,
+    wgmma_abt,
     pieces,
     positions,
-    zeros,
+    zero_acc,
 )
 from ..device.pipeline import (
     advance,
@@ -74,8 +74,8 @@ from ..device.pipeline import (
     producer_commit,
     stage_of,
 )
-from ..device.relative_bias import add as add_along
-from ..device.relative_bias import begin
+from ..device.relative_bias import add_bias_grad as add_along
+from ..device.relative_bias import locate_bias
 from ..device.work_tile import (
     BWD_FIELDS,
     WORK_STAGES,
@@ -154,11 +154,11 @@ def backward(
     q, k = pieces(q0, q1), pieces(k0, k1)
     dq_accum, dk = pieces(dq_accum0, dq_accum1), pieces(dk0, dk1)
     DS_STAGES: gl.constexpr = ds_stages(k)
-    k_smem = buffers(2, k)
-    v_smem = buffers(2, (v,))[0]
-    q_smem = buffers(STAGES, q)
-    do_smem = buffers(DO_STAGES, (dout,))[0]
-    ds_smem = gl.allocate_shared_memory(v.dtype, [2 * DS_STAGES, ROWS, BLOCK], matrix(v.layout))
+    k_smem = alloc_stages(2, k)
+    v_smem = alloc_stages(2, (v,))[0]
+    q_smem = alloc_stages(STAGES, q)
+    do_smem = alloc_stages(DO_STAGES, (dout,))[0]
+    ds_smem = gl.allocate_shared_memory(v.dtype, [2 * DS_STAGES, ROWS, BLOCK], matrix_layout(v.layout))
     dq_smem = dq_buffers(dq_accum)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
@@ -166,8 +166,8 @@ def backward(
     zeros_smem = zero_buffer(zero_rows)
     k_ring = mbarrier_ring(1, 1, 2)
     v_ring = mbarrier_ring(1, 1, 2)
-    q_ring = mbarrier_ring(STAGES, 1, 2, HOW.of_queries())
-    do_ring = mbarrier_ring(DO_STAGES, 1, 2, HOW.of_dout())
+    q_ring = mbarrier_ring(STAGES, 1, 2, HOW.q_barriers())
+    do_ring = mbarrier_ring(DO_STAGES, 1, 2, HOW.do_barriers())
     rings = Rings(
         inputs=InputRings(k=k_ring, v=v_ring, q=q_ring, dout=do_ring),
         ds=ds_ring(DS_STAGES),
@@ -219,7 +219,7 @@ def ds_ring(STAGES: gl.constexpr):
 @gluon.constexpr_function
 def config_of(HOW, W):
     """The configuration for consumer W."""
-    return HOW.of(W)
+    return HOW.for_consumer(W)
 
 
 @gluon.constexpr_function
@@ -241,8 +241,8 @@ def consumer(
     at = Cursors(first_stage(), first_stage(), first_stage())
     done = gl.to_tensor(0)  # work tiles
     consumer_wait(rings.work, first_stage())
-    consumer_release_all(HOW.stages, HOW.of_queries())
-    consumer_release_all(DO_STAGES, HOW.of_dout())
+    consumer_release_all(HOW.stages, HOW.q_barriers())
+    consumer_release_all(DO_STAGES, HOW.do_barriers())
     tile_col = read_tile_col(smem.work, first_stage(), 4)
     while tile_col >= 0:
         dq, at = consume_tile(
@@ -270,19 +270,19 @@ def consume_tile(
     tile = read_work_tile(smem.work, stage_of(done, WORK_STAGES), 4)
     BLOCK: gl.constexpr = HOW.block
     first_key = tile.first_key + W * ROWS
-    row = first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma(BLOCK)))
+    row = first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(BLOCK)))
     live = row < sizes.kv_len
     coords = mods.coords
-    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, tile.b, row, live, HOW.index)
-    dk = zeros(ROWS, inputs.k)
-    dv = zeros(ROWS, (inputs.v,))[0]
+    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, tile.b, row, live, HOW.index_type)
+    dk = zero_acc(ROWS, inputs.k)
+    dv = zero_acc(ROWS, (inputs.v,))[0]
     consumer_wait(of_inputs.k, stage_of(done, 1))
     if HOW.pipelined:
         state = prologue(dk, dv, at, inputs.k, HOW)
     else:
-        zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
+        zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=acc_layout(BLOCK))
         consumer_wait(of_inputs.q, at.q)
-        s = outer(at_stage(inputs.k, W), at_stage(inputs.q, at.q[0]), zero)
+        s = wgmma_abt(at_stage(inputs.k, W), at_stage(inputs.q, at.q[0]), zero)
         s = warpgroup_mma_wait(0, deps=[s])
         state = MainloopState(s, dq, gl.to_tensor(0), dk, dv, at.q, at.dout, at.dq)
     if HOW.owns_segment:
@@ -298,7 +298,7 @@ def consume_tile(
         head = Head(tile.h + n, tile.b)
         hoisted = hoist_keys(head, kv_idx, first_key, mods, HOW)
         pairs = PairContext(head, kv_idx, live, hoisted, mods, sizes.q_len)
-        bias_sums = begin(to.bias_sums, head.b, head.h, first_key)
+        bias_sums = locate_bias(to.bias_sums, head.b, head.h, first_key)
         context = QBlockContext(
             smem, rings, rings.dq[W], pairs, to.captured_grads, bias_sums, sizes.share, segment
         )
@@ -352,13 +352,13 @@ def mma_q_block(
     DV: gl.constexpr = inputs.v.shape[2]
     WIDE: gl.constexpr = len(inputs.k) == 2
     LAST: gl.constexpr = len(smem.dq) - 1
-    cols: gl.constexpr = gl.SliceLayout(0, mma(BLOCK))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(BLOCK))
     dtype: gl.constexpr = inputs.v.dtype
-    zero_tile = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
+    zero_tile = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=acc_layout(BLOCK))
     zero = opaque_zero(n, context.share)
 
     # A fence waits for what was read before it: what a mask needs is read after it.
-    READS: gl.constexpr = PARTIAL and HOW.pairs is not None
+    READS: gl.constexpr = PARTIAL and HOW.mask_pairs is not None
     if not READS:
         columns = hoist_queries(n, pairs, PARTIAL, HOW)
     visit = state.visit
@@ -383,16 +383,16 @@ def mma_q_block(
     p16 = p.to(dtype)
     neg_delta = inputs.neg_delta.index(dout_at[0]).load(cols)
     if WIDE:  # and rounded; the product begins with -delta
-        p16 = kept(p16)
+        p16 = materialize(p16)
         if HOW.constant_dscore:  # noqa: SIM108
             p_dscore = p16
         else:
-            p_dscore = kept(p_dscore.to(dtype))
-        neg_delta = in_every_row(neg_delta, zero_tile)
+            p_dscore = materialize(p_dscore.to(dtype))
+        neg_delta = broadcast_row(neg_delta, zero_tile)
         dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at[0]), neg_delta, True)
     elif HOW.dp_after_p:
         dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at[0]), zero_tile, False)
-    p16 = gl.convert_layout(p16, left(DV))
+    p16 = gl.convert_layout(p16, lhs_layout(DV))
     dv = warpgroup_mma(p16, inputs.dout.index(dout_at[0]), state.dv, is_async=True)
 
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -400,7 +400,7 @@ def mma_q_block(
         dp = dp + neg_delta[None, :]
     ds = widen(p_dscore, HOW.constant_dscore) * dp
     if SCATTER is not None:
-        grads = captured_values_grads(p, dscore, dp, HOW.unbounded)
+        grads = captured_values_grads(p, dscore, dp, HOW.unbounded_dscore)
         SCATTER(context.captured_grads, grads, *at, pairs.mods.score)
     ds16 = ds.to(dtype)
     if WIDE:
@@ -409,15 +409,15 @@ def mma_q_block(
     else:
         ds_at = dout_at  # in as many stages; what fills one twice has been read in between
     smem.ds.index(ds_at[0] * 2 + W).store(ds16)
-    ds16 = gl.convert_layout(ds16, left(inputs.k[0].shape[2]))
-    dk = add_product(state.dk, ds16, at_stage(inputs.q, q_at[0]))
+    ds16 = gl.convert_layout(ds16, lhs_layout(inputs.k[0].shape[2]))
+    dk = wgmma_ab(state.dk, ds16, at_stage(inputs.q, q_at[0]))
     fence_async_shared()
     producer_commit(rings.ds, ds_at)
     if WIDE:  # dS, as an operand, needs registers that dQ shall have
         dv, dk0, dk1, _, _ = warpgroup_mma_wait(0, deps=[dv, dk[0], dk[1], p16, ds16])
     else:
         dv, _ = warpgroup_mma_wait(1, deps=[dv, p16])
-    consumer_release(of_inputs.dout, dout_at, True, HOW.of_dout())
+    consumer_release(of_inputs.dout, dout_at, True, HOW.do_barriers())
 
     consumer_wait(rings.ds, ds_at)
     dq = issue_dq(smem.ds, ds_at[0], inputs.k, zero, W)
@@ -429,7 +429,7 @@ def mma_q_block(
         fence_async_shared()
         producer_commit(ring[0], dq_at)
     consumer_wait(of_inputs.q, next_q, more)
-    s = outer(at_stage(inputs.k, zero + W), at_stage(inputs.q, next_q[0]), zero_tile)
+    s = wgmma_abt(at_stage(inputs.k, zero + W), at_stage(inputs.q, next_q[0]), zero_tile)
     if SCATTER is not None:  # while these are multiplied
         add_along(context.bias_sums, n, grads, HOW)
     if WIDE:
@@ -439,7 +439,7 @@ def mma_q_block(
     else:
         s, dq, dk0, _ = warpgroup_mma_wait(0, deps=[s, dq, dk[0], ds16])
         dk = (dk0,)
-    consumer_release(of_inputs.q, q_at, True, HOW.of_queries())
+    consumer_release(of_inputs.q, q_at, True, HOW.q_barriers())
     if not HOW.owns_segment:
         dq_at = advance(dq_at, 1)
     return MainloopState(s, dq, visit, dk, dv, next_q, advance(dout_at, DO_STAGES), dq_at)

@@ -15,7 +15,7 @@ registers.
 """
 
 from ..device.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from ..device.mma import ROWS, add_product, at_stage, in_every_row, kept, left, mma, outer
+from ..device.mma import ROWS, wgmma_ab, at_stage, broadcast_row, materialize, lhs_layout, acc_layout, wgmma_abt
 from ..device.pipeline import advance, consumer_release, consumer_wait, previous, producer_commit
 from .common import DO_STAGES, hoist_queries, issue_dp, opaque_zero, probabilities, widen
 from .context import Cursors, PipelinedState
@@ -25,8 +25,8 @@ from .dq import issue_dq, store_dq
 @gluon.jit
 def prologue(dk, dv, at, k_smem, HOW: gl.constexpr):
     """The state before the first block of a work tile: dS is 0, as that of no block."""
-    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
-    ds16 = gl.convert_layout(zero.to(k_smem[0].dtype), left(k_smem[0].shape[2]))
+    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+    ds16 = gl.convert_layout(zero.to(k_smem[0].dtype), lhs_layout(k_smem[0].shape[2]))
     return PipelinedState(ds16, gl.to_tensor(0), dk, dv, at.q, at.dout, at.dq)
 
 
@@ -42,9 +42,9 @@ def mma_q_block_pipelined(
     q_at, dout_at, dq_at = state.q_at, state.dout_at, state.dq_at
     W: gl.constexpr = HOW.consumer
     BLOCK: gl.constexpr = HOW.block
-    cols: gl.constexpr = gl.SliceLayout(0, mma(BLOCK))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(BLOCK))
     dtype: gl.constexpr = inputs.v.dtype
-    zero_tile = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=mma(BLOCK))
+    zero_tile = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=acc_layout(BLOCK))
     zero = opaque_zero(n, context.share)
     FREE: gl.constexpr = (not PARTIAL) and (DERIVATIVE is None or HOW.affine is not None)
     # Without a block before, dK is 0 times these queries, and dQ, of whatever is in dS's memory, is
@@ -56,14 +56,14 @@ def mma_q_block_pipelined(
     consumer_wait(of_inputs.q, q_at)
     if FREE:
         lse = inputs.lse.index(q_at[0]).load(cols)
-    s = outer(at_stage(inputs.k, zero + W), at_stage(inputs.q, q_at[0]), zero_tile)
+    s = wgmma_abt(at_stage(inputs.k, zero + W), at_stage(inputs.q, q_at[0]), zero_tile)
     q_stage = gl.where(has_before, q_before[0], q_at[0])
-    dk = add_product(state.dk, ds16, at_stage(inputs.q, q_stage))
+    dk = wgmma_ab(state.dk, ds16, at_stage(inputs.q, q_stage))
     consumer_wait(rings.ds, ds_before, has_before)
     dq = issue_dq(smem.ds, ds_before[0], inputs.k, zero, W)
     if not FREE:
         s, dk0, dq, _ = warpgroup_mma_wait(0, deps=[s, dk[0], dq, ds16])
-        consumer_release(of_inputs.q, q_before, has_before, HOW.of_queries())
+        consumer_release(of_inputs.q, q_before, has_before, HOW.q_barriers())
         store_dq(dq, smem.dq[0].index(W), ring[0], dq_at)
         lse = inputs.lse.index(q_at[0]).load(cols)
     else:
@@ -71,20 +71,20 @@ def mma_q_block_pipelined(
     p, p_dscore, _, _ = probabilities(
         s, lse, n, zero, columns, pairs, PARTIAL, DERIVATIVE, MASK, HOW
     )
-    p16 = kept(p.to(dtype))
+    p16 = materialize(p.to(dtype))
     if HOW.constant_dscore:  # noqa: SIM108
         p_dscore = p16
     else:
-        p_dscore = kept(p_dscore.to(dtype))
+        p_dscore = materialize(p_dscore.to(dtype))
     if FREE:
         dk0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, ds16])
-        consumer_release(of_inputs.q, q_before, has_before, HOW.of_queries())
+        consumer_release(of_inputs.q, q_before, has_before, HOW.q_barriers())
         store_dq(dq, smem.dq[0].index(W), ring[0], dq_at)
 
     consumer_wait(of_inputs.dout, dout_at)
-    neg_delta = in_every_row(inputs.neg_delta.index(dout_at[0]).load(cols), zero_tile)
+    neg_delta = broadcast_row(inputs.neg_delta.index(dout_at[0]).load(cols), zero_tile)
     dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at[0]), neg_delta, True)
-    p16 = gl.convert_layout(p16, left(inputs.v.shape[2]))
+    p16 = gl.convert_layout(p16, lhs_layout(inputs.v.shape[2]))
     dv = warpgroup_mma(p16, inputs.dout.index(dout_at[0]), state.dv, is_async=True)
     fence_async_shared()
     producer_commit(ring[0], dq_at, has_before)
@@ -95,9 +95,9 @@ def mma_q_block_pipelined(
     smem.ds.index(dout_at[0] * 2 + W).store(ds16)
     fence_async_shared()
     producer_commit(rings.ds, dout_at)
-    ds16 = gl.convert_layout(ds16, left(inputs.k[0].shape[2]))
+    ds16 = gl.convert_layout(ds16, lhs_layout(inputs.k[0].shape[2]))
     dv, _ = warpgroup_mma_wait(0, deps=[dv, p16])
-    consumer_release(of_inputs.dout, dout_at, True, HOW.of_dout())
+    consumer_release(of_inputs.dout, dout_at, True, HOW.do_barriers())
     return PipelinedState(
         ds16, gl.to_tensor(1), (dk0,), dv,
         advance(q_at, HOW.stages), advance(dout_at, DO_STAGES), (dq_at[0], dq_at[1] ^ begun),
@@ -109,11 +109,11 @@ def drain(state, smem, rings, ring, zero, W: gl.constexpr, HOW: gl.constexpr):
     """dK and dQ of the last block of a work tile. **Returns:** dK, dV and the cursors."""
     inputs, of_inputs = smem.inputs, rings.inputs
     q_before, ds_before = previous(state.q_at, HOW.stages), previous(state.dout_at, DO_STAGES)
-    dk = add_product(state.dk, state.ds, at_stage(inputs.q, q_before[0]))
+    dk = wgmma_ab(state.dk, state.ds, at_stage(inputs.q, q_before[0]))
     consumer_wait(rings.ds, ds_before)
     dq = issue_dq(smem.ds, ds_before[0], inputs.k, zero, W)
     dk0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, state.ds])
-    consumer_release(of_inputs.q, q_before, True, HOW.of_queries())
+    consumer_release(of_inputs.q, q_before, True, HOW.q_barriers())
     store_dq(dq, smem.dq[0].index(W), ring[0], state.dq_at)
     fence_async_shared()
     producer_commit(ring[0], state.dq_at)

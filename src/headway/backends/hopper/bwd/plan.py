@@ -13,10 +13,10 @@ from ...gpu.preprocess import Terms
 from ...gpu.runtime.call_plan import Walks
 from ...gpu.runtime.launcher import Direct
 from ..bias_tables import BiasTables
-from ..config import BACKWARD, Backward, How, assembling, fitting
+from ..config import BACKWARD, Backward, How, ptxas_options, first_fit
 from ..launch_plan import DEVICE, Plan
-from ..tile_counter import zero
-from ..tma import chunks, matrix, numbers
+from ..tile_counter import zeroed_counter
+from ..tma import dq_tiles, matrix_tiles, row_vectors
 from . import (
     common,
     dq,
@@ -75,16 +75,16 @@ class BackwardPlan(Plan):
 
     def _config(self, spec: Spec) -> Backward:
         """The kernel's configuration."""
-        faster = self.heavy if max(self.d, self.dv) > 64 else self.long()
+        faster = self.gathers_per_pair if max(self.d, self.dv) > 64 else self.is_long()
         pipelined = spec.score is None and faster
         rows = BACKWARD if pipelined else tuple(row for row in BACKWARD if not row.pipelined)
-        return fitting(rows, self.d, self.dv)
+        return first_fit(rows, self.d, self.dv)
 
     def _plan_heads(self, spec: Spec) -> None:
         """Which query heads share dK and dV, and the shapes of these."""
         group = self.hq // self.hk
         # The query heads of a key head stay in one CTA, if all have the same mask.
-        self.share = group if self.alike else 1
+        self.share = group if self.heads_share_mask else 1
         self.heads = self.hq // self.share  # of dK and dV
         self.float32_out = spec.partial or self.share < group
         widths = [w if self.float32_out else -(-w // 8) * 8 for w in (self.d, self.dv)]
@@ -95,8 +95,8 @@ class BackwardPlan(Plan):
 
     def _plan_walks(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> None:
         """The tile columns, and what they visit."""
-        near = self.near(self.heads, -(-self.kv_len // row.keys))
-        if self.tile is not None and spec.tiles is None and self.compares():
+        near = self.head_swizzle(self.heads, -(-self.kv_len // row.keys))
+        if self.tile is not None and spec.tiles is None and self.compares_captures():
             # Where documents begin anywhere, finer tiles leave out more.
             self.tile = row.block, self.tile[1]
         self.walks = (
@@ -104,7 +104,7 @@ class BackwardPlan(Plan):
             if self.owned_segments is None
             else self.owned_segments.walks
         )
-        self.bands = BiasTables(self, self.walks, wanted, queries=False)
+        self.bias_tables = BiasTables(self, self.walks, wanted, queries=False)
         self.q_rows = -(-self.q_len // row.block) * row.block
         self.columns = sum(row.d)
 
@@ -131,33 +131,33 @@ class BackwardPlan(Plan):
         # The shortest columns come last: 8k takes 0.986 of the time at 64 columns, 0.992 at 128, 5k
         # 0.975. A fourth of all for a sixth: 5k 0.95, but 1k 1.03, where many add to the same dQ at
         # once.
-        last = self.causal() and not spec.deterministic
+        last = self.is_causal() and not spec.deterministic
         self.last = int(last) * tiles_per_head // 6
 
     def _plan_arguments(self, spec: Spec, row: Backward) -> None:
         """Descriptors, and the numbers that the kernel takes."""
         # A known gain multiplies dK and dQ, and not every pair.
-        self.rate = spec.scale if self.gain is None else self.gain * spec.scale
+        self.rate = spec.scale if self.score_gain is None else self.score_gain * spec.scale
         self.scalars = (
             self.hq, self.hq // self.hk, self.share, self.q_len, self.q_rows, self.kv_len, self.d,
             self.dv, spec.scale, self.rate,
         )  # fmt: skip
-        self.q, self.dout = matrix(row.block, row.d), matrix(row.block, row.dv)
-        self.k, self.v, self.dk, self.dv_ = (matrix(64, w) for w in (row.d, row.dv) * 2)
-        self.lse, self.neg_delta = numbers(row.block), numbers(row.block)
+        self.q, self.dout = matrix_tiles(row.block, row.d), matrix_tiles(row.block, row.dv)
+        self.k, self.v, self.dk, self.dv_ = (matrix_tiles(64, w) for w in (row.d, row.dv) * 2)
+        self.lse, self.neg_delta = row_vectors(row.block), row_vectors(row.block)
         # Pieces of dQ-accum as a consumer stores them, 64 x 64 numbers or half of them. The wide
         # kernel needs no descriptor.
         first = row.block * min(self.columns, 128) // 512
         self.dq_accum = (
-            (lambda x: (x, None)) if self.is_wide else chunks(first, 8 if len(row.d) == 2 else 0)
+            (lambda x: (x, None)) if self.is_wide else dq_tiles(first, 8 if len(row.d) == 2 else 0)
         )
         # Where there is shared memory for it, the kernel itself zeroes dQ-accum.
         owns = self.owned_segments is not None
         zeroing = not (owns or self.is_wide) and len(row.d) == 1
-        self.zero_rows = chunks(ZERO_ROWS.value) if zeroing else None
+        self.zero_rows = dq_tiles(ZERO_ROWS.value) if zeroing else None
         rows = min(self.q_rows, self.max_blocks * ROWS)
         self.segment_accum = self.grid[0] * self.share * rows * self.columns  # numbers
-        self.segment_dq = matrix(row.block, (self.columns // 2,))
+        self.segment_dq = matrix_tiles(row.block, (self.columns // 2,))
 
     def _plan_launches(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> None:
         """The three kernels: before, the backward itself, and after."""
@@ -174,7 +174,7 @@ class BackwardPlan(Plan):
             if self.is_wide
             else (backward_kernel, _START_REGISTERS)
         )
-        options |= assembling(registers, row.register_usage_level)
+        options |= ptxas_options(registers, row.register_usage_level)
         self.kernel = Direct(kernel, self.device, options, self.grid, self.arrange)
         strips = self.columns // 64
         grid = self.b * self.hq * self.q_rows * self.columns // CHUNK_NUMBERS.value, 1, 1
@@ -185,13 +185,13 @@ class BackwardPlan(Plan):
     def _how(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> How:
         """What the kernel is compiled for."""
         return How(
-            row.block, row.stages, self.walks.sub, self.index, even=self.kv_len % row.keys == 0,
-            dp_after_p=self.heavy, short=len(row.d) == 2, deterministic=self.ordered is not None,
+            row.block, row.stages, self.walks.sub, self.index_type, even=self.kv_len % row.keys == 0,
+            dp_after_p=self.gathers_per_pair, short=len(row.d) == 2, deterministic=self.ordered is not None,
             pipelined=row.pipelined, owns_segment=self.owned_segments is not None,
-            named_barriers=row.named_barriers, constant_dscore=self.gain is not None,
+            named_barriers=row.named_barriers, constant_dscore=self.score_gain is not None,
             unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
-            relative_biases=len(self.bands.own), summed=self.bands.summed,
-            **self.affine, **self.sides,
+            relative_biases=len(self.bias_tables.depends), summed=self.bias_tables.grad_tables,
+            **self.affine, **self.hoisted,
         )  # fmt: skip
 
     def suits(self, segments: Segments) -> bool:
@@ -236,11 +236,11 @@ class BackwardPlan(Plan):
             counters = terms.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
             walk, semaphore = self.ordered(call, counters)
             given = self.given_by(call, self.walks, *semaphore, walk=walk)
-        counter = () if self.work_tiles is None else (zero(self.device),)
-        bands, sums = self.bands.new(given), self.bands.sums()
+        counter = () if self.work_tiles is None else (zeroed_counter(self.device),)
+        bands, sums = self.bias_tables.fill(given), self.bias_tables.new_sums()
         own = q, k, v, dout, terms, dk, dv, *counter, *segment, *bands, *sums, *grads
-        self.run(own, given)
-        self.bands.collect(sums, grads, given)
+        self.launch_kernel(own, given)
+        self.bias_tables.collect(sums, grads, given)
         if segment:
             return segment[1]
         dtype = torch.float32 if self.spec.partial else self.dtype
@@ -269,7 +269,7 @@ class BackwardPlan(Plan):
         assert dq_accum is not None
         if self.zero_rows is not None:
             zeros = self.zero_rows(dq_accum)[0], zeroed
-        bands, sums, grads = self.bands.arranged(rest)
+        bands, sums, grads = self.bias_tables.kernel_args(rest)
         if self.float32_out:
             to: tuple[Any, ...] = (None, None, None, dk, dv)
         else:

@@ -24,11 +24,11 @@ def produce(
         if HOW.owns_segment:
             segment = load_segment(segments, taken)
             for n in range(0, segment.tiles):
-                tile = locate_in_segment(segment, n, walk, sizes, HOW.sub)
+                tile = locate_in_segment(segment, n, walk, sizes, HOW.subtiles)
                 at = _produce_tile(at, tile.tile, tile, context, walk, HOW)
         else:
             tile = locate_tile(
-                taken, total, last, walk, sizes.heads // sizes.share, HOW.sub, 2 * ROWS
+                taken, total, last, walk, sizes.heads // sizes.share, HOW.subtiles, 2 * ROWS
             )
             tile = WorkTile(*tile)
             at = _produce_tile(at, tile, None, context, walk, HOW)

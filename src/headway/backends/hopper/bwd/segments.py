@@ -18,18 +18,18 @@ tile, so the keys and values of the next one are loaded meanwhile.
 """
 
 from ..device.gluon_compat import (
-    copy_in,
-    copy_out,
-    copy_out_add,
-    copy_out_wait,
+    tma_load,
+    tma_store,
+    tma_reduce_add,
+    tma_store_wait,
     fence_async_shared,
-    fence_landed,
+    tma_store_wait_visible,
     gl,
     gluon,
     mbarrier,
-    seen_as,
+    reinterpret,
 )
-from ..device.mma import ROWS, matrix, mma
+from ..device.mma import ROWS, matrix_layout, acc_layout
 from ..device.pipeline import (
     advance,
     consumer_release,
@@ -110,7 +110,7 @@ def visit_kind(visits, n):
 def seen_as_dq(dq_smem, desc):
     """The shared memory of a dQ tile, as what TMA stores to dQ."""
     shape: gl.constexpr = [desc.block_shape[2], desc.block_shape[3]]
-    return seen_as(dq_smem, desc.dtype, shape, matrix(desc.layout))
+    return reinterpret(dq_smem, desc.dtype, shape, matrix_layout(desc.layout))
 
 
 # -- a consumer -----------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def store_visit(dq, kind, segment, dq_smem, ring, at):
         x = gl.convert_layout(to_accum_order(dq), ACCUM_LAYOUT)
         if kind == VISIT + LAST:
             x += dq_smem.load(ACCUM_LAYOUT)
-        x = gl.convert_layout(from_accum_order(x), mma(WIDTH)) * segment.rate
+        x = gl.convert_layout(from_accum_order(x), acc_layout(WIDTH)) * segment.rate
         seen_as_dq(dq_smem, segment.dq).store(x.to(segment.dq.dtype))
     elif kind > 0:
         dq_smem.store(to_accum_order(dq))
@@ -173,7 +173,7 @@ def reduce_segments(
     while tile.tile_col >= 0:
         runs = read_runs(smem.work, work_at, walk, 1, HOW)
         # What earlier work tiles wrote has landed; within one, no place is visited twice.
-        fence_landed()
+        tma_store_wait_visible()
         for n in range(sizes.share):
             own = gl.program_id(0) * sizes.share + n
             first_row = (own * span - visits.first_block) * ROWS
@@ -201,8 +201,8 @@ def copy_gradient_out(to, place, k, dq_smem, ring, at):
     """Release the dQ tile's memory for dK or dV, and store that. **Returns:** the cursor."""
     consumer_release(ring, at)
     consumer_wait(ring, at)
-    copy_out(to, place, seen_as_keys(dq_smem, k))
-    copy_out_wait(0)
+    tma_store(to, place, seen_as_keys(dq_smem, k))
+    tma_store_wait(0)
     return advance(at, 1)
 
 
@@ -220,14 +220,14 @@ def _reduce_visit(
     reads = kind == VISIT + LAST
     empty = ring[1].index(at[0])
     mbarrier.expect(empty, 4 * dq_smem.shape[0] * dq_smem.shape[1], pred=reads)
-    copy_in(dq_accum, place, empty, dq_smem, pred=reads)
+    tma_load(dq_accum, place, empty, dq_smem, pred=reads)
     consumer_release(ring, at, kind != VISIT + LAST)
     consumer_wait(ring, at)
     if kind >= LAST:
-        copy_out(dq, [b, h, n, W * COLUMNS], seen_as_dq(dq_smem, dq))
+        tma_store(dq, [b, h, n, W * COLUMNS], seen_as_dq(dq_smem, dq))
     elif kind >= FIRST:
-        copy_out(dq_accum, place, dq_smem)
+        tma_store(dq_accum, place, dq_smem)
     else:
-        copy_out_add(dq_accum, place, dq_smem)
-    copy_out_wait(0)
+        tma_reduce_add(dq_accum, place, dq_smem)
+    tma_store_wait(0)
     return advance(at, 1)

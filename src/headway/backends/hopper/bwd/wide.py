@@ -13,27 +13,27 @@ They meet only in a ring of stages for P, and so one computes exponentials while
 """
 
 from ..device.gluon_compat import (
-    copy_out,
-    copy_out_wait,
+    tma_store,
+    tma_store_wait,
     fence_async_shared,
     gl,
     gluon,
-    seen_as,
+    reinterpret,
     warpgroup_mma_wait,
 )
 from ..device.mma import (
     ROWS,
-    add_product,
+    wgmma_ab,
     at_stage,
-    buffers,
-    kept,
-    left,
-    matrix,
-    mma,
-    outer,
+    alloc_stages,
+    materialize,
+    lhs_layout,
+    matrix_layout,
+    acc_layout,
+    wgmma_abt,
     positions,
-    settle,
-    widened,
+    wgmma_wait,
+    upcast,
 )
 from ..device.pipeline import (
     advance,
@@ -46,8 +46,8 @@ from ..device.pipeline import (
     producer_acquire,
     producer_commit,
 )
-from ..device.relative_bias import add as add_along
-from ..device.relative_bias import begin
+from ..device.relative_bias import add_bias_grad as add_along
+from ..device.relative_bias import locate_bias
 from ..device.work_tile import locate_tile, visit_q_blocks
 from .common import (
     DO_STAGES,
@@ -101,11 +101,11 @@ def backward_wide(
     """dK and dV of 64 keys from `share` query heads, and what these keys add to dQ."""
     BLOCK: gl.constexpr = HOW.block
     STAGES: gl.constexpr = HOW.stages
-    k_smem = buffers(1, (k,))
-    v_smem = buffers(1, (v,))[0]
-    q_smem = buffers(STAGES, (q,))
-    do_smem = buffers(DO_STAGES, (dout,))[0]
-    p_smem = gl.allocate_shared_memory(v.dtype, [P_STAGES, ROWS, BLOCK], matrix(v.layout))
+    k_smem = alloc_stages(1, (k,))
+    v_smem = alloc_stages(1, (v,))[0]
+    q_smem = alloc_stages(STAGES, (q,))
+    do_smem = alloc_stages(DO_STAGES, (dout,))[0]
+    p_smem = gl.allocate_shared_memory(v.dtype, [P_STAGES, ROWS, BLOCK], matrix_layout(v.layout))
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
     input_rings = InputRings(
@@ -127,7 +127,7 @@ def backward_wide(
     )
     smem = WideSmem(inputs=input_smem, p=p_smem)
     tile = WorkTile(
-        *locate_tile(gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, HOW.sub, ROWS)
+        *locate_tile(gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, HOW.subtiles, ROWS)
     )
     tile = WorkTile(tile.tile_col, tile.n_block, tile.first_key, tile.h * share, tile.b)
     sizes = Sizes(heads, group, share, q_len, q_rows, kv_len)
@@ -166,12 +166,12 @@ def consume_dv(
     """P, and dV."""
     inputs, of_inputs = smem.inputs, rings.inputs
     live, kv_idx = locate_keys(tile, mods.coords, sizes.kv_len, HOW)
-    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
-    half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=mma(_HALF))
+    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+    half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, dout_at, p_at = first_stage(), first_stage(), first_stage()
     consumer_wait(of_inputs.k, (0, 0))
     consumer_wait(of_inputs.q, q_at)
-    s = outer(at_stage(inputs.k, 0), at_stage(inputs.q, 0), zero_tile)
+    s = wgmma_abt(at_stage(inputs.k, 0), at_stage(inputs.q, 0), zero_tile)
     s = warpgroup_mma_wait(0, deps=[s])
     state = WideState(s, (half, half), q_at, dout_at, p_at)
     for n in range(sizes.share):
@@ -198,15 +198,15 @@ def dv_q_block(
     smem, rings, pairs = context.smem, context.rings, context.pairs
     inputs, of_inputs = smem.inputs, rings.inputs
     s, q_at, dout_at, p_at = state.product, state.q_at, state.dout_at, state.p_at
-    cols: gl.constexpr = gl.SliceLayout(0, mma(HOW.block))
-    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
+    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
     zero = opaque_zero(n, context.share)
     lse = inputs.lse.index(q_at[0]).load(cols)
     columns = hoist_queries(n, pairs, PARTIAL, HOW)
     p, p_dscore, _, _ = probabilities(
         s, lse, n, zero, columns, pairs, PARTIAL, DERIVATIVE, MASK, HOW
     )
-    p16 = kept(p.to(inputs.v.dtype))
+    p16 = materialize(p.to(inputs.v.dtype))
     if SCATTER is None:
         producer_acquire(rings.p, p_at)
         if HOW.constant_dscore:
@@ -215,14 +215,14 @@ def dv_q_block(
             smem.p.index(p_at[0]).store(p_dscore.to(inputs.v.dtype))
         producer_commit(rings.p, p_at)
     consumer_release(of_inputs.q, q_at)
-    p16 = gl.convert_layout(p16, left(_HALF))
+    p16 = gl.convert_layout(p16, lhs_layout(_HALF))
     consumer_wait(of_inputs.dout, dout_at)
-    dv = add_product(state.acc, p16, column_halves(inputs.dout, dout_at[0]))
+    dv = wgmma_ab(state.acc, p16, column_halves(inputs.dout, dout_at[0]))
     q_at = advance(q_at, HOW.stages)
     consumer_wait(of_inputs.q, q_at, more)
     # Not both at a time: the assembler of Triton 3.9 finds no registers for it. Others multiply.
-    dv = settle(dv, p16, 0)
-    s = outer(at_stage(inputs.k, zero), at_stage(inputs.q, q_at[0]), zero_tile)
+    dv = wgmma_wait(dv, p16, 0)
+    s = wgmma_abt(at_stage(inputs.k, zero), at_stage(inputs.q, q_at[0]), zero_tile)
     consumer_release(of_inputs.dout, dout_at)
     s = warpgroup_mma_wait(0, deps=[s])
     return WideState(s, dv, q_at, advance(dout_at, DO_STAGES), advance(p_at, P_STAGES))
@@ -239,8 +239,8 @@ def consume_dk(
     """dS, and dK."""
     inputs, of_inputs = smem.inputs, rings.inputs
     live, kv_idx = locate_keys(tile, mods.coords, sizes.kv_len, HOW)
-    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
-    half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=mma(_HALF))
+    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+    half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, dout_at, p_at = first_stage(), first_stage(), first_stage()
     if SCATTER is not None:
         consumer_wait(of_inputs.k, (0, 0))
@@ -256,7 +256,7 @@ def consume_dk(
             pairs = PairContext(head, kv_idx, live, hoisted, mods, sizes.q_len)
         else:
             pairs = None
-        sums = begin(bias_sums, head.b, head.h, tile.first_key)
+        sums = locate_bias(bias_sums, head.b, head.h, tile.first_key)
         context = WideContext(smem, rings, pairs, sizes.share, captured_grads, sums)
         state = visit_q_blocks(
             state, context, walk, tile.tile_col, (), sizes.q_len, sizes.share - 1 - n, dk_q_block,
@@ -277,8 +277,8 @@ def dk_q_block(
     smem, rings, pairs = context.smem, context.rings, context.pairs
     inputs, of_inputs = smem.inputs, rings.inputs
     q_at, dout_at, p_at = state.q_at, state.dout_at, state.p_at
-    cols: gl.constexpr = gl.SliceLayout(0, mma(HOW.block))
-    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=mma(HOW.block))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
+    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
     zero = opaque_zero(n, context.share)
     neg_delta = inputs.neg_delta.index(dout_at[0]).load(cols)
     dp = state.product + neg_delta[None, :]
@@ -286,25 +286,25 @@ def dk_q_block(
     consumer_wait(of_inputs.q, q_at)
     if SCATTER is None:
         consumer_wait(rings.p, p_at)
-        p_dscore = widened(smem.p.index(p_at[0]).load(mma(HOW.block)))
+        p_dscore = upcast(smem.p.index(p_at[0]).load(acc_layout(HOW.block)))
     else:  # P once more, for all that it is multiplied with
-        s = outer(at_stage(inputs.k, zero), at_stage(inputs.q, q_at[0]), zero_tile)
+        s = wgmma_abt(at_stage(inputs.k, zero), at_stage(inputs.q, q_at[0]), zero_tile)
         columns = hoist_queries(n, pairs, PARTIAL, HOW)
         s = warpgroup_mma_wait(0, deps=[s])
         lse = inputs.lse.index(q_at[0]).load(cols)
         p, p_dscore, dscore, at = probabilities(
             s, lse, n, zero, columns, pairs, PARTIAL, DERIVATIVE, MASK, HOW
         )
-        grads = captured_values_grads(p, dscore, dp, HOW.unbounded)
+        grads = captured_values_grads(p, dscore, dp, HOW.unbounded_dscore)
         SCATTER(context.captured_grads, grads, *at, pairs.mods.score)
         add_along(context.bias_sums, n, grads, HOW)
         producer_acquire(rings.p, p_at)
     ds16 = (p_dscore * dp).to(inputs.v.dtype)
     smem.p.index(p_at[0]).store(ds16)
-    ds16 = gl.convert_layout(ds16, left(_HALF))
+    ds16 = gl.convert_layout(ds16, lhs_layout(_HALF))
     fence_async_shared()
     producer_commit(rings.ds, p_at)
-    dk = add_product(state.acc, ds16, column_halves(inputs.q[0], q_at[0]))
+    dk = wgmma_ab(state.acc, ds16, column_halves(inputs.q[0], q_at[0]))
     dout_at = advance(dout_at, DO_STAGES)
     consumer_wait(of_inputs.dout, dout_at, more)
     dp = issue_dp(inputs.v.index(zero), inputs.dout.index(dout_at[0]), zero_tile, False)
@@ -319,9 +319,9 @@ def dk_q_block(
 @gluon.jit
 def locate_keys(tile, coords, kv_len, HOW: gl.constexpr):
     """Which keys of the work tile there are, and their positions."""
-    row = tile.first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, mma(HOW.block)))
+    row = tile.first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(HOW.block)))
     live = row < kv_len
-    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, tile.b, row, live, HOW.index)
+    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, tile.b, row, live, HOW.index_type)
     return live, kv_idx
 
 
@@ -329,7 +329,7 @@ def locate_keys(tile, coords, kv_len, HOW: gl.constexpr):
 def column_halves(smem, stage):
     """The halves of the columns of one stage. (A product of 256 columns has more registers than the
     kernel starts with, which the assembler refuses.)"""
-    x = seen_as(smem, smem.dtype, [2 * smem.shape[0], ROWS, _HALF], matrix(smem.layout))
+    x = reinterpret(smem, smem.dtype, [2 * smem.shape[0], ROWS, _HALF], matrix_layout(smem.layout))
     return x.index(2 * stage), x.index(2 * stage + 1)
 
 
@@ -345,8 +345,8 @@ def store_gradient(acc, factor, to, smem, stage, tile, sizes):
         for n in gl.static_range(2):
             halves[n].store((acc[n] * factor).to(smem.dtype))
         fence_async_shared()
-        copy_out(desc, [tile.b, tile.h // sizes.share, tile.first_key, 0], smem.index(stage))
-        copy_out_wait(0)
+        tma_store(desc, [tile.b, tile.h // sizes.share, tile.first_key, 0], smem.index(stage))
+        tma_store_wait(0)
     else:
         heads = sizes.heads // sizes.share
         base = (gl.cast(tile.b, gl.int64) * heads + tile.h // sizes.share) * sizes.kv_len

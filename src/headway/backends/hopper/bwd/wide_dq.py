@@ -1,7 +1,7 @@
 """dQ in bwd/wide.py: its consumer adds it to dQ-accum in global memory by itself."""
 
-from ..device.gluon_compat import gl, gluon, seen_as, warpgroup_mma, warpgroup_mma_wait
-from ..device.mma import ROWS, matrix, mma
+from ..device.gluon_compat import gl, gluon, reinterpret, warpgroup_mma, warpgroup_mma_wait
+from ..device.mma import ROWS, matrix_layout, acc_layout
 from ..device.pipeline import (
     advance,
     consumer_release,
@@ -53,8 +53,8 @@ def dq_q_block(
     STRIPS: gl.constexpr = k.shape[2] // CHUNK
     zero = opaque_zero(n, share)
     chunk = gl.cast((first_row + n) // CHUNK, gl.int64) * STRIPS
-    k = seen_as(k, k.dtype, [STRIPS, ROWS, CHUNK], matrix(k.layout))
-    zero_tile = gl.full([ROWS, CHUNK], 0.0, gl.float32, layout=mma(CHUNK))
+    k = reinterpret(k, k.dtype, [STRIPS, ROWS, CHUNK], matrix_layout(k.layout))
+    zero_tile = gl.full([ROWS, CHUNK], 0.0, gl.float32, layout=acc_layout(CHUNK))
     if semaphore is not None:
         ticket = ticket_of(semaphore, tile, visited // step, HOW)
     consumer_wait(rings.ds, at)
