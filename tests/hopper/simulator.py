@@ -206,7 +206,7 @@ class Shared:
     def load(self, layout) -> torch.Tensor:
         return self.x.clone()
 
-    def seen_as(self, dtype, shape, layout) -> "Shared":
+    def reinterpret(self, dtype, shape, layout) -> "Shared":
         if dtype != self.dtype:  # other numbers in the same bytes
             count = torch.Size(shape).numel()
             if dtype.itemsize * count > self.x.numel() * self.dtype.itemsize:
@@ -241,7 +241,7 @@ def fence_async_shared() -> None:
             shared.written.pop(here.name, None)
 
 
-def copy_in(desc, at, bar, to, pred=True):
+def tma_load(desc, at, bar, to, pred=True):
     if not pred:
         return
     if [int(n) for n in desc.block_shape if n != 1 or desc.block_shape.index(n)][-len(to.shape):] != list(to.shape):  # fmt: skip
@@ -271,21 +271,21 @@ def _part(desc, at, shape):
     return whole[tuple(there)], tuple(slice(0, s.stop - s.start) for s in there)
 
 
-def copy_out(desc, at, source):
+def tma_store(desc, at, source):
     here.stores.append((desc, at, source, False))
 
 
-def copy_out_add(desc, at, source):
+def tma_reduce_add(desc, at, source):
     here.stores.append((desc, at, source, True))
 
 
-def copy_out_wait(pending):
+def tma_store_wait(pending):
     while len(here.stores) > pending:
         desc, at, source, add = here.stores.pop(0)
         here.landing.append((desc, at, source.read().clone(), add))
 
 
-def instruct(asm, n=0, condition=1):
+def inline_ptx(asm, n=0, condition=1):
     """A barrier that has a number."""
     kind, number, threads = re.search(r"(bar\.\w+) (\S+), (\d+)", asm).groups()
     if "$2" not in asm or int(condition):
@@ -294,8 +294,8 @@ def instruct(asm, n=0, condition=1):
         )
 
 
-def fence_landed():
-    copy_out_wait(0)
+def tma_store_wait_visible():
+    tma_store_wait(0)
     while here.landing:
         desc, at, x, add = here.landing.pop(0)
         with Desc.lock:
@@ -548,7 +548,7 @@ def _partition(machine, shared, program, n, function, args):
         function(*args)
         if here.groups or here.stores:
             raise Wrong(f"{here.name} ends with work in flight")
-        fence_landed()
+        tma_store_wait_visible()
     except BaseException as error:  # noqa: BLE001  (the launching thread raises it)
         machine.fail(error)
 
@@ -563,9 +563,10 @@ def _fakes() -> dict[str, types.ModuleType]:
     api = types.ModuleType("simulated.device.gluon_compat")
     vars(api).update(
         gl=gl, gluon=gluon, mbarrier=mbarrier, fence_async_shared=fence_async_shared,
-        seen_as=Shared.seen_as, fence_landed=fence_landed, instruct=instruct, barrier=lambda: None,
+        reinterpret=Shared.reinterpret, tma_store_wait_visible=tma_store_wait_visible, inline_ptx=inline_ptx, barrier=lambda: None,
         fence_global=lambda: setattr(here, "looks", 0),
-        copy_in=copy_in, copy_out=copy_out, copy_out_add=copy_out_add, copy_out_wait=copy_out_wait,
+        tma_load=tma_load, tma_store=tma_store, tma_reduce_add=tma_reduce_add,
+        tma_store_wait=tma_store_wait,
         warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait,
     )  # fmt: skip
     triton = types.ModuleType("triton")
@@ -582,25 +583,20 @@ def _load() -> types.SimpleNamespace:
         fakes[name] = package
     with mock.patch.dict(sys.modules, fakes):
         load = importlib.import_module
-        forward = load("simulated.fwd.kernel")
-        out = load("simulated.fwd.epilogue")
-        backward = load("simulated.bwd.kernel")
-        backward_wide = load("simulated.bwd.wide")
-        wide_dq = load("simulated.bwd.wide_dq")
-        dq_reduce = load("simulated.bwd.dq_reduce")
-        dq_zero = load("simulated.bwd.dq_zero")
-        segments = load("simulated.bwd.segments")
-        common = load("simulated.bwd.common")
-        sides, linear = load("simulated.device.hoisted"), load("simulated.device.affine_score")
-        diagonals = load("simulated.device.relative_bias")
+        kernels = {
+            "forward": load("simulated.fwd.kernel"),
+            "backward": load("simulated.bwd.kernel"),
+            "backward_wide": load("simulated.bwd.wide"),
+            "epilogue": load("simulated.fwd.epilogue"),
+            "preprocess": load("simulated_text.preprocess"),
+        }
+        for name in ("common", "dq_reduce", "dq_zero", "segments", "wide_dq"):
+            kernels[name] = load(f"simulated.bwd.{name}")
+        for name in ("affine_score", "hoisted", "relative_bias"):
+            kernels[name] = load(f"simulated.device.{name}")
         text = {n: load(f"simulated_text.device.{n}") for n in ("maths", "gradients")}
-        rows = load("simulated_text.preprocess")
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
-    return types.SimpleNamespace(
-        forward=forward, out=out, backward=backward, backward_wide=backward_wide,
-        wide_dq=wide_dq, dq_reduce=dq_reduce, dq_zero=dq_zero, segments=segments, common=common, sides=sides, linear=linear, diagonals=diagonals,
-        rows=rows, names=names,
-    )  # fmt: skip
+    return types.SimpleNamespace(names=names, **kernels)
 
 
 def _next_power_of_2(n: int) -> int:
@@ -654,7 +650,7 @@ def _argument(x, inside=False):
     if isinstance(x, torch.Tensor):
         return Pointer(x.detach())
     if isinstance(x, How):  # types are Triton's there, and PyTorch's here
-        return replace(x, index=getattr(Language, x.index.name))
+        return replace(x, index_type=getattr(Language, x.index_type.name))
     if isinstance(x, tuple):
         made = [_argument(y, True) for y in x]
         return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
@@ -687,16 +683,16 @@ def simulating():
             backward_kernel=Kernel(LOADED.backward.backward),
             backward_wide=Kernel(LOADED.backward_wide.backward_wide),
             postprocess_dq=Kernel(LOADED.common.postprocess_dq),
-            Terms=LOADED.rows.Terms,
+            Terms=LOADED.preprocess.Terms,
         ),  # fmt: skip
         mock.patch.multiple(
             bias_tables,
-            lay_out=Kernel(LOADED.diagonals.lay_out),
-            collect=Kernel(LOADED.diagonals.collect),
+            fill_bias_table=Kernel(LOADED.relative_bias.fill_bias_table),
+            collect_bias_grad=Kernel(LOADED.relative_bias.collect_bias_grad),
         ),  # fmt: skip
-        mock.patch.object(launch, "row_terms", LOADED.rows.row_terms),
-        mock.patch.object(outputs, "deltas", LOADED.rows.deltas),
-        mock.patch.object(LOADED.rows, "row_kernel", Kernel(LOADED.rows.row_kernel)),
+        mock.patch.object(launch, "row_terms", LOADED.preprocess.row_terms),
+        mock.patch.object(outputs, "deltas", LOADED.preprocess.deltas),
+        mock.patch.object(LOADED.preprocess, "row_kernel", Kernel(LOADED.preprocess.row_kernel)),
         mock.patch.object(plans, "functions", _functions),
     ):
         yield

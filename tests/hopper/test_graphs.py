@@ -15,7 +15,7 @@ import headway as hw
 from headway import backends
 from headway.api import prepare
 from headway.backends.hopper.fwd.plan import ForwardPlan
-from headway.backends.hopper.launch_plan import planned
+from headway.backends.hopper.launch_plan import plan_for
 
 from . import simulator
 
@@ -57,7 +57,7 @@ def test_every_tile_of_a_captured_call_is_partial():
         spec, call = prepare(q, q, q, None, mask, backend="hopper")
 
         def live(spec=spec, call=call):
-            walks = planned(ForwardPlan, spec, call, (), q, q, q).walks
+            walks = plan_for(ForwardPlan, spec, call, (), q, q, q).walks
             assert walks.plan.tile == (64, 64)
             walk = walks(call)
             return [runs[2] for runs in (walk.full, walk.partial)]

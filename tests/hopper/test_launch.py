@@ -32,7 +32,7 @@ from headway.backends.hopper.bwd import segment_table
 from headway.backends.hopper.bwd.plan import BackwardPlan
 from headway.backends.hopper.device.gluon_compat import TensorDescriptor
 from headway.backends.hopper.fwd.plan import ForwardPlan
-from headway.backends.hopper.tma import aligned, followed
+from headway.backends.hopper.tma import aligned, with_tma_strides
 from headway.errors import BackendRefused
 from triton import knobs
 
@@ -151,17 +151,17 @@ def test_which_consumers_a_call_gets(device):
         x, v = torch.zeros(1, 2, length, width), torch.zeros(1, 2, length, min(width, 128))
         given = x.bfloat16(), x.bfloat16(), v.bfloat16()
         spec, call = prepare(*given, backend="hopper", **options)
-        how = launch_plan.planned(ForwardPlan, spec, call, (), *given).kernel.options["HOW"]
+        how = launch_plan.plan_for(ForwardPlan, spec, call, (), *given).kernel.options["HOW"]
         assert (how.consumers, how.q_in_registers) == wanted, (width, length, options)
 
 
 def test_what_the_copy_engine_cannot_read_is_copied():
     x = torch.randn(2, 3, 50, 72)
     for y in (x, x[..., :68], x.transpose(1, 2)):  # whole rows, steps of 16 bytes
-        assert followed(*aligned(y)) is y
+        assert with_tma_strides(*aligned(y)) is y
     odd = torch.randn(x.numel() + 1)[1:].view(x.shape)
     for y in (odd, x[..., 1:], x[..., ::2], x[:, :1].expand(2, 3, 50, 72), x.mT):
-        copy = followed(*aligned(y))
+        copy = with_tma_strides(*aligned(y))
         assert torch.equal(copy, y)
         assert copy.data_ptr() % 16 == 0
         assert all(step * 4 % 16 == 0 for step in copy.stride()[:3])
@@ -228,7 +228,7 @@ def test_checks_of_whole_heads_are_of_whole_heads(device, name):
     mask = bring_up.mask_of(options.get("mask"), bring_up.CHECKS[name][0], "cpu")
     in_turn = options.get("deterministic", False)
     spec, call = prepare(q, k, v, None, mask, backend="hopper", deterministic=in_turn)
-    made = launch_plan.planned(BackwardPlan, spec, call, (), q, k, v, dout)
+    made = launch_plan.plan_for(BackwardPlan, spec, call, (), q, k, v, dout)
     assert made.suited(spec, call, (), (q, k, v, dout)).owned_segments is not None
 
 

@@ -55,7 +55,9 @@ def choose(monkeypatch, way: str) -> None:
     """Whether the main loop is software-pipelined, as where tile columns are long, or CTAs own
     segments, as where these are short and many."""
     monkeypatch.setattr(
-        launch_plan.Plan, "long", lambda self, length=0: way == "pipelined" and not self.heavy
+        launch_plan.Plan,
+        "is_long",
+        lambda self, length=0: way == "pipelined" and not self.gathers_per_pair,
     )
     monkeypatch.setattr(plan_backward, "SEGMENT_IDLE", 1e9 if way == "segments" else -1e9)
 
@@ -157,7 +159,7 @@ def test_first_use():
     with mock.patch.object(first_use, "_OFF", first_use._OFF / 2):
         assert first_use.differences(hopper, reference, cpu) == []
     forward = simulator.LOADED.forward
-    with mock.patch.object(forward, "times", lambda acc, factor: acc):  # no rescaling
+    with mock.patch.object(forward, "scale_rows", lambda acc, factor: acc):  # no rescaling
         (said, *_) = first_use.differences(hopper, reference, cpu)
     assert said.startswith("out is off by")
 
@@ -192,7 +194,7 @@ def test_learned_numbers_are_no_worse_than_with_float32_out(how, dtype):
 def test_the_counter_of_a_stream_is_left_at_zero():
     """Of more ranks than CTAs, and of fewer: the next launch starts from where this one ends."""
     counter = torch.zeros(1, dtype=torch.int32)
-    with mock.patch.object(plan_forward, "zero", return_value=counter):
+    with mock.patch.object(plan_forward, "zeroed_counter", return_value=counter):
         for length in (70, 300, 300):
             q = torch.randn(1, 2, length, 64).bfloat16()
             made = hw.attention(q, q, q, mask=hw.causal(), backend="hopper")
@@ -222,7 +224,7 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
     parts = torch.full((100_000,), torch.nan)
     poisoned = mock.patch.object(ForwardPlan, "memory", lambda plan: parts[: plan.part])
     counter = torch.zeros(512, dtype=torch.int32)
-    kept = mock.patch.object(plan_forward, "zero", return_value=counter)
+    kept = mock.patch.object(plan_forward, "zeroed_counter", return_value=counter)
     q, k, v = (
         torch.randn(1, heads, n, w).bfloat16()
         for n, w in zip(lengths[:1] + lengths[1:] * 2, (d, d, dv), strict=True)
@@ -266,8 +268,8 @@ def straight_line_errors(d: int, dtype: torch.dtype, name: str) -> list[float]:
 def issued(simulated, monkeypatch):
     """As many numbers as products that add a straight line were issued."""
     forward, found = simulator.LOADED.forward, []
-    slant = forward.slant
-    monkeypatch.setattr(forward, "slant", lambda *args: found.append(1) or slant(*args))
+    wgmma_slope = forward.wgmma_slope
+    monkeypatch.setattr(forward, "wgmma_slope", lambda *args: found.append(1) or wgmma_slope(*args))
     return found
 
 
@@ -324,7 +326,7 @@ def test_a_known_gain(d, dv, way, gain, monkeypatch):
 def test_whose_largest_logits_are_asked_for_no_product_adds_to():
     """They are of S, which no register would have."""
     q = torch.randn(1, 1, 200, 64).bfloat16()
-    with mock.patch.object(simulator.LOADED.forward, "slant", side_effect=AssertionError):
+    with mock.patch.object(simulator.LOADED.forward, "wgmma_slope", side_effect=AssertionError):
         made = hw.attention_with_stats(q, q, q, hw.alibi(1), hw.causal(), backend="hopper")
     true = hw.attention_with_stats(*[q.double()] * 3, hw.alibi(1), hw.causal(), backend="reference")
     assert (made.max_logit - true.max_logit).abs().max() < 1e-3
@@ -334,7 +336,9 @@ def test_whose_largest_logits_are_asked_for_no_product_adds_to():
 def test_the_shortest_lines_are_dealt_last(d, dv, length, monkeypatch):
     """Of all heads and batch rows, after the longer ones of groups of heads."""
     choose(monkeypatch, "pipelined")
-    monkeypatch.setattr(plan_forward.ForwardPlan, "near", lambda self, heads, *_: heads // 2)
+    monkeypatch.setattr(
+        plan_forward.ForwardPlan, "head_swizzle", lambda self, heads, *_: heads // 2
+    )
     told = []
     table = tile_table.table
     monkeypatch.setattr(tile_table, "table", lambda *args: told.append(table(*args)) or told[-1])
@@ -493,13 +497,13 @@ def test_owned_segments(name, monkeypatch):
     assert (off <= 0.01 * plain[0].float().abs() + 1e-6 * plain[0].float().norm()).all()
 
 
-@pytest.mark.parametrize("name", ["fence_landed", "from_accum_order", "mbarrier"])
+@pytest.mark.parametrize("name", ["tma_store_wait_visible", "from_accum_order", "mbarrier"])
 def test_broken_segments_are_found(name, monkeypatch):
     """Parts that are read before they have landed, out of order, or not at all."""
     choose(monkeypatch, "segments")
     at_once = mock.Mock(wraps=simulator.mbarrier, expect=lambda bar, bytes, pred: bar.it.arrive())
     by = {
-        "fence_landed": lambda: None,
+        "tma_store_wait_visible": lambda: None,
         "from_accum_order": lambda x: x.view(64, -1),
         "mbarrier": at_once,
     }
@@ -525,16 +529,16 @@ def test_reduce_warps_wait_for_zeros(waits, monkeypatch):
     modules = ("backward", "dq_zero", "dq_reduce")
     backward, dq_zero, dq_reduce = (getattr(simulator.LOADED, n) for n in modules)
     landed, wait, add, empty = (
-        dq_zero.fence_landed,
+        dq_zero.tma_store_wait_visible,
         dq_reduce.wait_for_zeros,
         backward.reduce_dq,
         torch.empty,
     )
     ended = threading.Event()
     slow = (lambda: time.sleep(0.05)) if waits else (lambda: ended.wait(20))
-    monkeypatch.setattr(dq_zero, "fence_landed", lambda: (slow(), landed()))
+    monkeypatch.setattr(dq_zero, "tma_store_wait_visible", lambda: (slow(), landed()))
     monkeypatch.setattr(
-        dq_reduce, "copy_out_wait", lambda _: landed()
+        dq_reduce, "tma_store_wait", lambda _: landed()
     )  # what is added lands at once
     monkeypatch.setattr(dq_reduce, "wait_for_zeros", wait if waits else lambda *_: None)
     monkeypatch.setattr(backward, "reduce_dq", lambda *given: (add(*given), ended.set()))
@@ -567,7 +571,7 @@ def test_a_ticket_that_never_comes_is_found():
 
 def test_a_broken_kernel_is_found():
     """The simulator is worth something: without the fence, the release or the right phase it fails."""
-    forward, out = simulator.LOADED.forward, simulator.LOADED.out
+    forward, out = simulator.LOADED.forward, simulator.LOADED.epilogue
     broken = {
         "fence_async_shared": (out, lambda: None),
         "consumer_release": (forward, lambda ring, at, *others: None),

@@ -9,11 +9,11 @@ from hypothesis import strategies as some
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from headway.backends.hopper.config import FORWARD, fitting
+from headway.backends.hopper.config import FORWARD, first_fit
 from headway.backends.hopper.fwd.stream_k import LEAST, MOST, Shares
 
-HELD = next(row for row in FORWARD if row.held and row.consumers == 2)
-MLA = fitting(FORWARD, 192, 128)
+HELD = next(row for row in FORWARD if row.q_in_registers and row.consumers == 2)
+MLA = first_fit(FORWARD, 192, 128)
 
 
 @given(

@@ -16,7 +16,7 @@ from ..base import Call, Hook, Kind, launch_module, plainly_masked
 from ..gpu import limits as limits
 from ..gpu.codegen.dependence import variation
 from ..gpu.codegen.function import diagonal, floats, not_spread
-from .config import BACKWARD, FORWARD, TILE, fitting
+from .config import BACKWARD, FORWARD, TILE, first_fit
 
 name = "hopper"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -32,11 +32,11 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
         reasons.append(why)
     if kind.dtype not in DTYPES:
         reasons.append(f"{kind.dtype} is not bfloat16 or float16, which its tensor cores multiply")
-    if fitting(FORWARD, d, dv) is None:
+    if first_fit(FORWARD, d, dv) is None:
         reasons.append(f"widths d = {d}, dv = {dv}: at most 256 fit in shared memory")
     elif (
         spec.score is not None and kind.learned
-        and len(fitting(BACKWARD, d, dv).d) == 2 and _by_query(spec.score)
+        and len(first_fit(BACKWARD, d, dv).d) == 2 and _by_query(spec.score)
     ):  # fmt: skip
         reasons.append(
             f"widths d = {d}, dv = {dv}, and a captured tensor that requires grad, where the score "

@@ -11,7 +11,7 @@ from ...mods.graph import Graph, parse
 from ..gpu.codegen.function import diagonal
 from ..gpu.runtime.call_plan import BasePlan, Walks
 from ..gpu.runtime.launcher import Direct, Given
-from .device.relative_bias import collect, lay_out
+from .device.relative_bias import collect_bias_grad, fill_bias_table
 
 _WHOLE = 128  # rows and columns of tiles
 _BLOCK = 16  # sixteens of distances of a program
@@ -30,24 +30,24 @@ class BiasTables:
         text = plan.text
         graph = parse(text.score) if text.score is not None and text.spread else None
         self.found = [] if graph is None else diagonal(graph)
-        self.own = [_depends(graph, n) for n in self.found] if graph is not None else []
+        self.depends = [_depends(graph, n) for n in self.found] if graph is not None else []
         # Which of those that want a gradient are bands.
-        self.summed = tuple(k for k, n in enumerate(wanted) if n in self.found)
-        self.summed_own = [self.own[self.found.index(wanted[k])] for k in self.summed]
+        self.grad_tables = tuple(k for k, n in enumerate(wanted) if n in self.found)
+        self.grad_depends = [self.depends[self.found.index(wanted[k])] for k in self.grad_tables]
         rows, columns = (-(-n // _WHOLE) * _WHOLE for n in (plan.q_len, plan.kv_len))
         if not queries:
             rows, columns = columns, rows
         self.zero, self.count = rows, rows + columns  # numbers of distances
-        self.fills = [self._kernel(k, own, fill=True) for k, own in enumerate(self.own)]
+        self.fills = [self._kernel(k, own, fill=True) for k, own in enumerate(self.depends)]
         self.collects = [
             self._kernel(k, own, fill=False)
-            for k, own in zip(self.summed, self.summed_own, strict=True)
+            for k, own in zip(self.grad_tables, self.grad_depends, strict=True)
         ]  # fmt: skip
 
-    def new(self, given: Given) -> list[Tensor]:
+    def fill(self, given: Given) -> list[Tensor]:
         """The bands, as a call has them."""
         made = []
-        for (b, h), fill in zip(self.own, self.fills, strict=True):
+        for (b, h), fill in zip(self.depends, self.fills, strict=True):
             x = torch.empty(
                 self._heads(b, h), 4 * self.count, dtype=torch.float32, device=self.plan.device
             )
@@ -55,24 +55,24 @@ class BiasTables:
             made.append(x)
         return made
 
-    def sums(self) -> list[Tensor]:
+    def new_sums(self) -> list[Tensor]:
         """Zeros to which the kernel adds."""
         return [
             torch.zeros(self._heads(*own), self.count, dtype=torch.float32, device=self.plan.device)
-            for own in self.summed_own
+            for own in self.grad_depends
         ]
 
     def collect(self, sums: Sequence[Tensor], grads: Sequence[Tensor], given: Given) -> None:
         """Bring sums to the gradients of what the gathers read; `grads`: of all gathers."""
-        for x, k, kernel in zip(sums, self.summed, self.collects, strict=True):
+        for x, k, kernel in zip(sums, self.grad_tables, self.collects, strict=True):
             kernel((x, grads[k]), given)
 
-    def arranged(self, tensors: Sequence[Any]) -> tuple[tuple, tuple, tuple]:
+    def kernel_args(self, tensors: Sequence[Any]) -> tuple[tuple, tuple, tuple]:
         """Bands and sums as the kernels take them (`diagonals.begin`), of such and others in a row,
         and the others."""
-        n, m = len(self.own), len(self.own) + len(self.summed)
-        bands = self._of(tensors[:n], self.own, 4 * self.count)
-        return bands, self._of(tensors[n:m], self.summed_own, self.count), tuple(tensors[m:])
+        n, m = len(self.depends), len(self.depends) + len(self.grad_tables)
+        bands = self._of(tensors[:n], self.depends, 4 * self.count)
+        return bands, self._of(tensors[n:m], self.grad_depends, self.count), tuple(tensors[m:])
 
     def _of(self, tensors: Sequence[Any], own: Sequence[tuple[bool, bool]], row: int) -> tuple:
         found: list[Any] = [self.zero] if own else []
@@ -94,10 +94,10 @@ class BiasTables:
             return (*given, of_score, numbers, *places)
 
         if fill:
-            kernel, per = lay_out, 16 * _BLOCK
+            kernel, per = fill_bias_table, 16 * _BLOCK
             options = {"BAND": plan.function(f"band{k}"), "SIGN": 1 if self.queries else -1}
         else:
-            kernel, per = collect, 64 * _BLOCK
+            kernel, per = collect_bias_grad, 64 * _BLOCK
             options = {"OFFSET": plan.function(f"offset{k}")}
         options["BLOCK"] = _BLOCK if fill else per
         grid = -(-self.count // per), self._heads(b, h), 1

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-REGISTERS = 65536  # of a multiprocessor
-LEAST = 24  # of a thread
+REGISTERS_PER_SM = 65536  # of a multiprocessor
+MIN_REGISTERS = 24  # of a thread
 # How many the assembler may spend, by its `--register-usage-level`: 0 to 3 make the same code, 4
 # and 5 (what it takes by itself), and 6 to 10. Which is faster nothing but a clock has told.
 LOW_USAGE, DEFAULT_USAGE, HIGH_USAGE = 0, 5, 6
@@ -67,9 +67,10 @@ class Forward:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread: what all start with, and what a consumer's has when loader and scheduler,
-        which together count as one more, have given away all but `LEAST`. They come in eights."""
-        each = REGISTERS // (128 * (self.consumers + 1) * self.ctas) // 8 * 8
-        return each, (each * (self.consumers + 1) - LEAST) // self.consumers // 8 * 8
+        which together count as one more, have given away all but `MIN_REGISTERS`. They come in
+        eights."""
+        each = REGISTERS_PER_SM // (128 * (self.consumers + 1) * self.ctas) // 8 * 8
+        return each, (each * (self.consumers + 1) - MIN_REGISTERS) // self.consumers // 8 * 8
 
 
 FORWARD = (
@@ -167,7 +168,7 @@ BACKWARD = (
 
 
 @dataclass(frozen=True)
-class Barriers:
+class NamedBarriers:
     """The barriers of a numbered channel (device/pipeline.py), one for each stage: the first one's
     number, and how many threads, of all readers and the writer, meet at each."""
 
@@ -186,9 +187,9 @@ class How:
 
     block: int  # rows of a block on the other side
     stages: int
-    sub: int  # tiles of a CTA in a line of the block mask
-    index: Any  # type of positions: gl.int32 or gl.int64
-    positive: bool = True  # forward: scale > 0
+    subtiles: int  # tiles of a CTA in a line of the block mask
+    index_type: Any  # type of positions: gl.int32 or gl.int64
+    positive_scale: bool = True  # forward: scale > 0
     v_stages: int = 2  # stages of values, or of dout
     stream_k: bool = False  # forward: the last ranks are shared out (stream_k.py)
     q_stages: int = 1  # forward: ranks whose queries are in shared memory
@@ -202,13 +203,13 @@ class How:
     )
     consumers: int = 2  # warpgroups, of 64 queries or keys each
     registers: int = 240  # forward: of a consumer's thread
-    even: bool = True  # keys come in whole blocks; backward: in whole tiles
+    even_kv: bool = True  # keys come in whole blocks; backward: in whole tiles
     dp_after_p: bool = False  # backward: dP after P, which then has more registers
     constant_dscore: bool = (
         False  # backward: T grows with S by one known number, as it does without a score
     )
-    unbounded: bool = False  # backward: a derivative may be infinite where P is 0
-    short: bool = False  # there are but a few hundred bytes of shared memory left
+    unbounded_dscore: bool = False  # backward: a derivative may be infinite where P is 0
+    scarce_smem: bool = False  # there are but a few hundred bytes of shared memory left
     deterministic: bool = False  # backward: blocks in ascending order, and CTAs add to dq in turn
     pipelined: bool = False  # backward: dk and dq of a block with S of the next
     owns_segment: bool = False  # backward: CTAs take whole islands (bwd/segments.py)
@@ -219,55 +220,55 @@ class How:
     consumer: int = 0  # which one this is compiled for
     track_max: bool = False  # keep the largest S, where T is another
     relative_biases: int = 0  # gathers along diagonals (device/relative_bias.py)
-    summed: tuple[int, ...] = ()  # of those that want a gradient, these are such
+    bias_grads: tuple[int, ...] = ()  # of those that want a gradient, these are such
     affine: Any = None  # the generated function of an affine score (gpu/codegen/affine.py)
     has_abs: bool = False  # it has an absolute value
     abs_only: bool = False  # and nothing else beside S
     slope_mma: bool = False  # forward: what is added for a column, a product adds
     monotone: bool = False  # it grows with S, by a factor known to be well above 0
     # The generated functions of a mask that is taken apart (gpu/codegen/hoist.py).
-    shared: Any = None
-    of_q: Any = None
-    of_kv: Any = None
-    steps: Any = None
-    pairs: Any = None
+    mask_shared: Any = None
+    mask_of_q: Any = None
+    mask_of_kv: Any = None
+    mask_steps: Any = None
+    mask_pairs: Any = None
     # And those of a score that is linear in S.
     score_shared: Any = None
     score_of_q: Any = None
     score_of_kv: Any = None
 
-    def of(self, consumer: int) -> "How":
+    def for_consumer(self, consumer: int) -> "How":
         """For one consumer."""
         return replace(self, consumer=consumer)
 
-    def of_keys(self) -> "Barriers | None":
+    def k_barriers(self) -> "NamedBarriers | None":
         """Of the loader's channel of keys, or of the backward's queries."""
         return self._barriers(0, self.stages)
 
-    def of_values(self) -> "Barriers | None":
+    def v_barriers(self) -> "NamedBarriers | None":
         """Of the loader's channel of values, or of dout."""
         return self._barriers(self.stages, self.v_stages)
 
-    of_queries, of_dout = of_keys, of_values
+    q_barriers, do_barriers = k_barriers, v_barriers
 
-    def _barriers(self, others: int, stages: int) -> "Barriers | None":
+    def _barriers(self, others: int, stages: int) -> "NamedBarriers | None":
         """Those before the turns' and so many others, if the loader's channels are numbered."""
         first = FIRST_PING_PONG - others - stages
-        return Barriers(first, 128 * self.consumers + 32) if self.named_barriers else None
+        return NamedBarriers(first, 128 * self.consumers + 32) if self.named_barriers else None
 
-    def turn(self, kind: str, consumer: int) -> str:
+    def ping_pong_ptx(self, kind: str, consumer: int) -> str:
         """PTX for the barrier of a consumer's turn, of its threads and those of the one before."""
         return f"{kind} {FIRST_PING_PONG + consumer}, 256; mov.u32 $0, $1;"
 
 
-def assembling(registers: int, level: int) -> dict[str, Any]:
+def ptxas_options(registers: int, level: int) -> dict[str, Any]:
     """Triton's options for a kernel: warps of its first partition, the registers that every thread
     starts with, and the assembler's level."""
     options = f"--register-usage-level={level}"
     return {"num_warps": 4, "maxnreg": registers, "ptx_options": options}
 
 
-def fitting(table: Iterable, d: int, dv: int) -> Any:
+def first_fit(table: Iterable, d: int, dv: int) -> Any:
     """The first row whose pieces hold these widths; None where there is none."""
     return next((row for row in table if sum(row.d) >= d and sum(row.dv) >= dv), None)
 

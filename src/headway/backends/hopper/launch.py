@@ -12,7 +12,7 @@ from ..gpu.preprocess import row_terms
 from ..gpu.runtime import parallel_compile
 from .bwd.plan import BackwardPlan
 from .fwd.plan import ForwardPlan
-from .launch_plan import planned
+from .launch_plan import plan_for
 from .tma import aligned
 
 
@@ -26,11 +26,11 @@ def forward(spec: Spec, call: Call) -> Forward:
     row_max = new(b, hq, q_len) if spec.row_max else None
     top = None
     if lse.numel() and k.shape[2]:
-        plan = planned(ForwardPlan, spec, call, (), *matrices)
+        plan = plan_for(ForwardPlan, spec, call, (), *matrices)
         if plan.untried:
             parallel_compile.of_training(plan, spec, call, forward, backward)
         top = new(b, hq, plan.slots) if spec.max_logit else None
-        plan.launch(call, *plan.follow(matrices), out, lse, row_max, top)
+        plan.launch(call, *plan.tma_readable(matrices), out, lse, row_max, top)
     else:
         out.zero_()
         lse.copy_(lse.new_full((), -math.inf) if call.sink is None else call.sink.float()[:, None])
@@ -52,7 +52,9 @@ def backward(
         return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
     wanted = captured_grads.wanted(spec.score, needs) if needs else ()
-    plan = planned(BackwardPlan, spec, call, wanted, *matrices).suited(spec, call, wanted, matrices)
+    plan = plan_for(BackwardPlan, spec, call, wanted, *matrices).suited(
+        spec, call, wanted, matrices
+    )
     if plan.untried:
         parallel_compile.of_backward(
             plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
@@ -60,7 +62,7 @@ def backward(
     terms = row_terms(plan.terms, out, dout, dlse, lse)
     dk, dv_ = plan.new()
     grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
-    dq = plan.launch(call, *plan.follow(matrices), terms, dk, dv_, grads)
+    dq = plan.launch(call, *plan.tma_readable(matrices), terms, dk, dv_, grads)
     if plan.heads > plan.hk:
         dk, dv_ = (x.unflatten(1, (plan.hk, -1)).sum(2) for x in (dk, dv_))
     if not plan.exact:

@@ -10,7 +10,7 @@ _STREAMS = 1024
 _NUMBERS = 512  # of each: the counter, and from 32 on flags (stream_k.py)
 
 
-def zero(device: torch.device) -> Tensor:
+def zeroed_counter(device: torch.device) -> Tensor:
     """A counter and flags that are 0, int32, for a kernel that leaves them at 0: the same for all
     launches of a stream, which follow one another. A CUDA graph, which may be replayed in any
     stream, has its own."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from .device.gluon_compat import TensorDescriptor, gl
 
 
-class Operand:
+class TmaOperand:
     """The descriptors of one operand for calls of one kind: made, and checked by Triton, once;
     after that only the tensor is another.
 
@@ -38,7 +38,7 @@ def _alike(d: TensorDescriptor) -> type:
     return type("TensorDescriptor", (TensorDescriptor,), fields | {"__init__": of})
 
 
-def matrix(rows: int, widths: tuple[int, ...]) -> Operand:
+def matrix_tiles(rows: int, widths: tuple[int, ...]) -> TmaOperand:
     """Of (batch, head, row, column): copies of `rows` rows of one head, in one piece (the second
     descriptor is None) or two.
 
@@ -56,16 +56,16 @@ def matrix(rows: int, widths: tuple[int, ...]) -> Operand:
             found.append(TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout))
         return found + [None] * (2 - len(found))
 
-    return Operand(make)
+    return TmaOperand(make)
 
 
-def numbers(rows: int) -> Operand:
+def row_vectors(rows: int) -> TmaOperand:
     """Of a float32 number per row: copies of `rows` of them."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return Operand(lambda x: [TensorDescriptor(x, [x.numel()], [1], [rows], layout)])
+    return TmaOperand(lambda x: [TensorDescriptor(x, [x.numel()], [1], [rows], layout)])
 
 
-def chunks(rows: int, more: int = 0) -> Operand:
+def dq_tiles(rows: int, more: int = 0) -> TmaOperand:
     """Of parts of dq, in rows of 256 numbers: pieces of so many rows, and of `more` (or None)."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
@@ -76,7 +76,7 @@ def chunks(rows: int, more: int = 0) -> Operand:
             for n in (rows, more)
         ]
 
-    return Operand(make)
+    return TmaOperand(make)
 
 
 def aligned(*matrices: Tensor) -> Sequence[Tensor]:
@@ -89,7 +89,7 @@ def aligned(*matrices: Tensor) -> Sequence[Tensor]:
     return [x if x.data_ptr() % 16 == 0 else _copied(x) for x in matrices]
 
 
-def fits(x: Tensor) -> bool:
+def strides_fit(x: Tensor) -> bool:
     """Whether the strides are such as the copy engine can follow: rows of adjacent numbers,
     16-byte steps, nothing expanded."""
     pairs = zip(x.shape[:3], x.stride()[:3], strict=True)
@@ -97,9 +97,9 @@ def fits(x: Tensor) -> bool:
     return x.stride(3) == 1 and all(s > 0 and s % 16 == 0 for s in steps)
 
 
-def followed(x: Tensor) -> Tensor:
+def with_tma_strides(x: Tensor) -> Tensor:
     """With strides that it can follow."""
-    return x if fits(x) else _copied(x)
+    return x if strides_fit(x) else _copied(x)
 
 
 def _copied(x: Tensor) -> Tensor:

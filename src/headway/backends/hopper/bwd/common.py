@@ -6,12 +6,21 @@ import triton.language as tl
 import triton
 
 from ..device.affine_score import affine_exponent
-from ..device.gluon_compat import tma_load, gl, gluon, mbarrier, warpgroup_mma
-from ..device.hoisted import hoist_layout, affine_operands, evaluate_mask, hoist_columns, hoist_rows
-from ..device.mma import LOG2E, tx_bytes, tma_load_pieces, produce_rows, acc_layout, positions, upcast
+from ..device.gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma
+from ..device.hoisted import affine_operands, evaluate_mask, hoist_columns, hoist_layout, hoist_rows
+from ..device.mma import (
+    LOG2E,
+    ROWS,
+    acc_layout,
+    positions,
+    produce_rows,
+    tma_load_pieces,
+    tx_bytes,
+    upcast,
+)
 from ..device.pipeline import advance, producer_acquire
-from ..device.relative_bias import locate_bias, load_bias
-from ..device.work_tile import read_work, visit_q_blocks
+from ..device.relative_bias import load_bias, locate_bias
+from ..device.work_tile import BWD_RUNS, BwdTile, read_work, visit_q_blocks
 from .context import HoistedKeys, LoadCursors, SegmentVisits, TileKeys, WorkTile
 
 DO_STAGES = gl.constexpr(2)  # blocks of dout in shared memory
@@ -25,11 +34,10 @@ CHUNK_NUMBERS = gl.constexpr(4096)
 ACCUM_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
 
 
-# The fields of a work tile in shared memory: those of `WorkTile`, then of `SegmentVisits`.
-_TILE_COL = gl.constexpr(WorkTile._fields.index("tile_col"))
-_FIRST_KEY = gl.constexpr(WorkTile._fields.index("first_key"))
-_TILE_END = gl.constexpr(len(WorkTile._fields))
-_VISITS_END = gl.constexpr(len(WorkTile._fields) + len(SegmentVisits._fields))
+# A `BwdTile` in shared memory: the fields of `WorkTile`, then those of `SegmentVisits`.
+_COLUMN = gl.constexpr(BwdTile._fields.index("column"))
+_FIRST_KEY = gl.constexpr(BwdTile._fields.index("first_row"))
+_VISITS = gl.constexpr(BwdTile._fields.index("first_visits"))
 
 
 # -- work tiles, as the producer has written them -------------------------------------------------
@@ -38,25 +46,25 @@ _VISITS_END = gl.constexpr(len(WorkTile._fields) + len(SegmentVisits._fields))
 @gluon.jit
 def read_work_tile(work_smem, at, WARPS: gl.constexpr):
     """The `WorkTile` of a stage. `WARPS`: of the partition that reads."""
-    return WorkTile(*read_work(work_smem, at, 0, _TILE_END, WARPS))
+    return WorkTile(*read_work(work_smem, at, 0, _VISITS, WARPS))
 
 
 @gluon.jit
 def read_tile_col(work_smem, at, WARPS: gl.constexpr):
     """Its tile column alone."""
-    return read_work(work_smem, at, _TILE_COL, _TILE_COL + 1, WARPS)[0]
+    return read_work(work_smem, at, _COLUMN, _COLUMN + 1, WARPS)[0]
 
 
 @gluon.jit
 def read_tile_keys(work_smem, at, WARPS: gl.constexpr):
     """Its `TileKeys` alone."""
-    return TileKeys(*read_work(work_smem, at, _FIRST_KEY, _TILE_END, WARPS))
+    return TileKeys(*read_work(work_smem, at, _FIRST_KEY, _VISITS, WARPS))
 
 
 @gluon.jit
 def read_segment_visits(work_smem, at, WARPS: gl.constexpr):
     """The `SegmentVisits` of a stage, where CTAs own segments."""
-    return SegmentVisits(*read_work(work_smem, at, _TILE_END, _VISITS_END, WARPS))
+    return SegmentVisits(*read_work(work_smem, at, _VISITS, BWD_RUNS, WARPS))
 
 
 # -- the producer ---------------------------------------------------------------------------------
@@ -94,15 +102,15 @@ def _load_q_block(
     inputs, smem, rings, b, h, first_row, keys = context
     q_at, dout_at, kv_at, is_first = state
     producer_acquire(rings.q, q_at, HOW.q_barriers())
-    full = rings.q[0].index(q_at[0])
+    full = rings.q.full.index(q_at.stage)
     mbarrier.expect(full, tx_bytes(smem.q, 1) + 4 * HOW.block)
-    tma_load_pieces(inputs.q, b, h, n, full, smem.q, q_at[0])
-    tma_load(inputs.lse, [first_row + n], full, smem.lse.index(q_at[0]))
+    tma_load_pieces(inputs.q, b, h, n, full, smem.q, q_at.stage)
+    tma_load(inputs.lse, [first_row + n], full, smem.lse.index(q_at.stage))
     producer_acquire(rings.dout, dout_at, HOW.do_barriers())
-    full = rings.dout[0].index(dout_at[0])
+    full = rings.dout.full.index(dout_at.stage)
     mbarrier.expect(full, tx_bytes((smem.dout,), 1) + 4 * HOW.block)
-    tma_load(inputs.dout, [b, h, n, 0], full, smem.dout.index(dout_at[0]))
-    tma_load(inputs.neg_delta, [first_row + n], full, smem.neg_delta.index(dout_at[0]))
+    tma_load(inputs.dout, [b, h, n, 0], full, smem.dout.index(dout_at.stage))
+    tma_load(inputs.neg_delta, [first_row + n], full, smem.neg_delta.index(dout_at.stage))
     if is_first:
         of_k, of_v, kv_b, kv_h, first_key = keys
         TILES: gl.constexpr = of_v[1][0].shape[0]
@@ -124,7 +132,10 @@ def ticket_of(semaphore, tile, nth_tile, HOW: gl.constexpr):
         return tile.tile_col
     else:
         first = gl.load(semaphore.first + tile.tile_col)
-        return gl.load(semaphore.tickets + first + nth_tile) * HOW.subtiles + tile.n_block % HOW.subtiles
+        return (
+            gl.load(semaphore.tickets + first + nth_tile) * HOW.subtiles
+            + tile.n_block % HOW.subtiles
+        )
 
 
 @gluon.jit
@@ -141,6 +152,15 @@ def opaque_zero(n, share):
     """0, which the compiler does not know. It keeps LLVM from hoisting out of the loop what then
     would spill: descriptors of operands, distances of all pairs of a tile."""
     return (n + share) >> 30
+
+
+@gluon.jit
+def locate_keys(first_key, b, coords, kv_len, HOW: gl.constexpr):
+    """Which of the 64 keys from `first_key` on there are, and their positions."""
+    row = first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(HOW.block)))
+    live = row < kv_len
+    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index_type)
+    return live, kv_idx
 
 
 @gluon.jit
@@ -182,7 +202,9 @@ def probabilities(
     mods, coords, hoisted = pairs.mods, pairs.mods.coords, pairs.hoisted
     i = n + gl.arange(0, HOW.block, layout=cols)
     in_rows = i < pairs.q_len
-    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, pairs.head.b, i, in_rows, HOW.index_type)
+    q_idx = positions(
+        coords.q_pos, coords.q_stride, coords.q, pairs.head.b, i, in_rows, HOW.index_type
+    )
     kv_idx = pairs.kv_idx + zero
     b = gl.cast(coords.b, HOW.index_type) + pairs.head.b
     h = gl.cast(coords.h, HOW.index_type) + pairs.head.h

@@ -2,7 +2,7 @@
 consumers compute and store for the dQ reduce warps (bwd/dq_reduce.py)."""
 
 from ..device.gluon_compat import gl, gluon, reinterpret, warpgroup_mma
-from ..device.mma import ROWS, matrix_layout, acc_layout
+from ..device.mma import ROWS, acc_layout, matrix_layout
 from ..device.pipeline import mbarrier_ring, producer_acquire
 from .common import to_accum_order
 
@@ -49,7 +49,9 @@ def issue_dq(ds_smem, stage, k_smem, zero, W: gl.constexpr):
     acc = gl.full([ROWS, 64], 0.0, gl.float32, layout=acc_layout(64))
     ds = stage * 2
     if ds_smem.shape[2] == 128:
-        strips = reinterpret(ds_smem, k.dtype, [2 * ds_smem.shape[0], ROWS, 64], matrix_layout(k.layout))
+        strips = reinterpret(
+            ds_smem, k.dtype, [2 * ds_smem.shape[0], ROWS, 64], matrix_layout(k.layout)
+        )
         ds = 2 * ds + W
         return _issue_ds_k(
             strips.index(ds), strips.index(ds + 2), k.index(zero), k.index(zero + 1), acc

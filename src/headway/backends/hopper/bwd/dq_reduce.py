@@ -1,6 +1,6 @@
 """The dQ reduce warps of bwd/kernel.py: TMA adds to dQ-accum what the consumers have stored."""
 
-from ..device.gluon_compat import tma_reduce_add, tma_store_wait, tma_store_wait_visible, gl, gluon
+from ..device.gluon_compat import gl, gluon, tma_reduce_add, tma_store_wait, tma_store_wait_visible
 from ..device.mma import at_stage
 from ..device.pipeline import (
     advance,

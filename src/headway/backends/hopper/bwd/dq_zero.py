@@ -10,7 +10,7 @@ it, are taken. It takes blocks from a global counter, each for itself, and zeroe
 nobody waits for a CTA that does not run. A reduce warp waits for the heads that it adds to.
 """
 
-from ..device.gluon_compat import tma_store, fence_async_shared, tma_store_wait_visible, gl, gluon
+from ..device.gluon_compat import fence_async_shared, gl, gluon, tma_store, tma_store_wait_visible
 from ..device.mma import ROWS
 from ..device.pipeline import (
     advance,

@@ -6,7 +6,14 @@ the second piece of dK, if there is one; then dK. In float32 a consumer stores t
 from registers.
 """
 
-from ..device.gluon_compat import tma_store, tma_store_wait, fence_async_shared, gl, gluon, reinterpret
+from ..device.gluon_compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    reinterpret,
+    tma_store,
+    tma_store_wait,
+)
 from ..device.mma import ROWS, at_stage
 from ..device.pipeline import (
     advance,

@@ -48,17 +48,16 @@ flight over the loop's end, which the assembler would serialise.
 from ..device.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..device.mma import (
     ROWS,
-    wgmma_ab,
-    at_stage,
-    alloc_stages,
-    broadcast_row,
-    materialize,
-    lhs_layout,
-    matrix_layout,
     acc_layout,
-    wgmma_abt,
+    alloc_stages,
+    at_stage,
+    broadcast_row,
+    lhs_layout,
+    materialize,
+    matrix_layout,
     pieces,
-    positions,
+    wgmma_ab,
+    wgmma_abt,
     zero_acc,
 )
 from ..device.pipeline import (
@@ -89,6 +88,7 @@ from .common import (
     hoist_keys,
     hoist_queries,
     issue_dp,
+    locate_keys,
     opaque_zero,
     probabilities,
     read_segment_visits,
@@ -158,7 +158,9 @@ def backward(
     v_smem = alloc_stages(2, (v,))[0]
     q_smem = alloc_stages(STAGES, q)
     do_smem = alloc_stages(DO_STAGES, (dout,))[0]
-    ds_smem = gl.allocate_shared_memory(v.dtype, [2 * DS_STAGES, ROWS, BLOCK], matrix_layout(v.layout))
+    ds_smem = gl.allocate_shared_memory(
+        v.dtype, [2 * DS_STAGES, ROWS, BLOCK], matrix_layout(v.layout)
+    )
     dq_smem = dq_buffers(dq_accum)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK], lse.layout)
@@ -268,21 +270,17 @@ def consume_tile(
     **Returns:** that of this work tile, and the cursors."""
     inputs, of_inputs = smem.inputs, rings.inputs
     tile = read_work_tile(smem.work, stage_of(done, WORK_STAGES), 4)
-    BLOCK: gl.constexpr = HOW.block
     first_key = tile.first_key + W * ROWS
-    row = first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(BLOCK)))
-    live = row < sizes.kv_len
-    coords = mods.coords
-    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, tile.b, row, live, HOW.index_type)
+    live, kv_idx = locate_keys(first_key, tile.b, mods.coords, sizes.kv_len, HOW)
     dk = zero_acc(ROWS, inputs.k)
     dv = zero_acc(ROWS, (inputs.v,))[0]
     consumer_wait(of_inputs.k, stage_of(done, 1))
     if HOW.pipelined:
         state = prologue(dk, dv, at, inputs.k, HOW)
     else:
-        zero = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=acc_layout(BLOCK))
+        zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
         consumer_wait(of_inputs.q, at.q)
-        s = wgmma_abt(at_stage(inputs.k, W), at_stage(inputs.q, at.q[0]), zero)
+        s = wgmma_abt(at_stage(inputs.k, W), at_stage(inputs.q, at.q.stage), zero_tile)
         s = warpgroup_mma_wait(0, deps=[s])
         state = MainloopState(s, dq, gl.to_tensor(0), dk, dv, at.q, at.dout, at.dq)
     if HOW.owns_segment:
@@ -369,10 +367,10 @@ def mma_q_block(
     if READS:
         dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, HOW)
         columns = hoist_queries(n, pairs, PARTIAL, HOW)
-    lse = inputs.lse.index(q_at[0]).load(cols)
+    lse = inputs.lse.index(q_at.stage).load(cols)
     consumer_wait(of_inputs.dout, dout_at)
     if not (HOW.dp_after_p or WIDE):
-        dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at[0]), zero_tile, False)
+        dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), zero_tile, False)
     if not READS:
         dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, HOW)
 
@@ -381,7 +379,7 @@ def mma_q_block(
         s, lse, n, zero, columns, pairs, PARTIAL, DERIVATIVE, MASK, HOW
     )
     p16 = p.to(dtype)
-    neg_delta = inputs.neg_delta.index(dout_at[0]).load(cols)
+    neg_delta = inputs.neg_delta.index(dout_at.stage).load(cols)
     if WIDE:  # and rounded; the product begins with -delta
         p16 = materialize(p16)
         if HOW.constant_dscore:  # noqa: SIM108
@@ -389,11 +387,11 @@ def mma_q_block(
         else:
             p_dscore = materialize(p_dscore.to(dtype))
         neg_delta = broadcast_row(neg_delta, zero_tile)
-        dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at[0]), neg_delta, True)
+        dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), neg_delta, True)
     elif HOW.dp_after_p:
-        dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at[0]), zero_tile, False)
+        dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), zero_tile, False)
     p16 = gl.convert_layout(p16, lhs_layout(DV))
-    dv = warpgroup_mma(p16, inputs.dout.index(dout_at[0]), state.dv, is_async=True)
+    dv = warpgroup_mma(p16, inputs.dout.index(dout_at.stage), state.dv, is_async=True)
 
     dp = warpgroup_mma_wait(1, deps=[dp])
     if not WIDE:
@@ -408,9 +406,9 @@ def mma_q_block(
         producer_acquire(rings.ds, ds_at)
     else:
         ds_at = dout_at  # in as many stages; what fills one twice has been read in between
-    smem.ds.index(ds_at[0] * 2 + W).store(ds16)
+    smem.ds.index(ds_at.stage * 2 + W).store(ds16)
     ds16 = gl.convert_layout(ds16, lhs_layout(inputs.k[0].shape[2]))
-    dk = wgmma_ab(state.dk, ds16, at_stage(inputs.q, q_at[0]))
+    dk = wgmma_ab(state.dk, ds16, at_stage(inputs.q, q_at.stage))
     fence_async_shared()
     producer_commit(rings.ds, ds_at)
     if WIDE:  # dS, as an operand, needs registers that dQ shall have
@@ -420,16 +418,16 @@ def mma_q_block(
     consumer_release(of_inputs.dout, dout_at, True, HOW.do_barriers())
 
     consumer_wait(rings.ds, ds_at)
-    dq = issue_dq(smem.ds, ds_at[0], inputs.k, zero, W)
+    dq = issue_dq(smem.ds, ds_at.stage, inputs.k, zero, W)
     next_q = advance(q_at, HOW.stages)
     if WIDE:
-        second = issue_dq_strip(smem.ds, ds_at[0], inputs.k[1], zero, W)
+        second = issue_dq_strip(smem.ds, ds_at.stage, inputs.k[1], zero, W)
         dq = warpgroup_mma_wait(2, deps=[dq])
         store_dq(dq, smem.dq[0].index(W), ring[0], dq_at)
         fence_async_shared()
         producer_commit(ring[0], dq_at)
     consumer_wait(of_inputs.q, next_q, more)
-    s = wgmma_abt(at_stage(inputs.k, zero + W), at_stage(inputs.q, next_q[0]), zero_tile)
+    s = wgmma_abt(at_stage(inputs.k, zero + W), at_stage(inputs.q, next_q.stage), zero_tile)
     if SCATTER is not None:  # while these are multiplied
         add_along(context.bias_sums, n, grads, HOW)
     if WIDE:

@@ -15,8 +15,24 @@ registers.
 """
 
 from ..device.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from ..device.mma import ROWS, wgmma_ab, at_stage, broadcast_row, materialize, lhs_layout, acc_layout, wgmma_abt
-from ..device.pipeline import advance, consumer_release, consumer_wait, previous, producer_commit
+from ..device.mma import (
+    ROWS,
+    acc_layout,
+    at_stage,
+    broadcast_row,
+    lhs_layout,
+    materialize,
+    wgmma_ab,
+    wgmma_abt,
+)
+from ..device.pipeline import (
+    Cursor,
+    advance,
+    consumer_release,
+    consumer_wait,
+    previous,
+    producer_commit,
+)
 from .common import DO_STAGES, hoist_queries, issue_dp, opaque_zero, probabilities, widen
 from .context import Cursors, PipelinedState
 from .dq import issue_dq, store_dq
@@ -55,17 +71,17 @@ def mma_q_block_pipelined(
     columns = hoist_queries(n, pairs, PARTIAL, HOW)
     consumer_wait(of_inputs.q, q_at)
     if FREE:
-        lse = inputs.lse.index(q_at[0]).load(cols)
-    s = wgmma_abt(at_stage(inputs.k, zero + W), at_stage(inputs.q, q_at[0]), zero_tile)
-    q_stage = gl.where(has_before, q_before[0], q_at[0])
+        lse = inputs.lse.index(q_at.stage).load(cols)
+    s = wgmma_abt(at_stage(inputs.k, zero + W), at_stage(inputs.q, q_at.stage), zero_tile)
+    q_stage = gl.where(has_before, q_before.stage, q_at.stage)
     dk = wgmma_ab(state.dk, ds16, at_stage(inputs.q, q_stage))
     consumer_wait(rings.ds, ds_before, has_before)
-    dq = issue_dq(smem.ds, ds_before[0], inputs.k, zero, W)
+    dq = issue_dq(smem.ds, ds_before.stage, inputs.k, zero, W)
     if not FREE:
         s, dk0, dq, _ = warpgroup_mma_wait(0, deps=[s, dk[0], dq, ds16])
         consumer_release(of_inputs.q, q_before, has_before, HOW.q_barriers())
         store_dq(dq, smem.dq[0].index(W), ring[0], dq_at)
-        lse = inputs.lse.index(q_at[0]).load(cols)
+        lse = inputs.lse.index(q_at.stage).load(cols)
     else:
         s = warpgroup_mma_wait(2, deps=[s])
     p, p_dscore, _, _ = probabilities(
@@ -82,25 +98,25 @@ def mma_q_block_pipelined(
         store_dq(dq, smem.dq[0].index(W), ring[0], dq_at)
 
     consumer_wait(of_inputs.dout, dout_at)
-    neg_delta = broadcast_row(inputs.neg_delta.index(dout_at[0]).load(cols), zero_tile)
-    dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at[0]), neg_delta, True)
+    neg_delta = broadcast_row(inputs.neg_delta.index(dout_at.stage).load(cols), zero_tile)
+    dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), neg_delta, True)
     p16 = gl.convert_layout(p16, lhs_layout(inputs.v.shape[2]))
-    dv = warpgroup_mma(p16, inputs.dout.index(dout_at[0]), state.dv, is_async=True)
+    dv = warpgroup_mma(p16, inputs.dout.index(dout_at.stage), state.dv, is_async=True)
     fence_async_shared()
     producer_commit(ring[0], dq_at, has_before)
 
     dp = warpgroup_mma_wait(1, deps=[dp])
     ds16 = (widen(p_dscore, HOW.constant_dscore) * dp).to(dtype)
     # In as many stages as dout; what fills one twice has been read in between.
-    smem.ds.index(dout_at[0] * 2 + W).store(ds16)
+    smem.ds.index(dout_at.stage * 2 + W).store(ds16)
     fence_async_shared()
     producer_commit(rings.ds, dout_at)
     ds16 = gl.convert_layout(ds16, lhs_layout(inputs.k[0].shape[2]))
     dv, _ = warpgroup_mma_wait(0, deps=[dv, p16])
     consumer_release(of_inputs.dout, dout_at, True, HOW.do_barriers())
     return PipelinedState(
-        ds16, gl.to_tensor(1), (dk0,), dv,
-        advance(q_at, HOW.stages), advance(dout_at, DO_STAGES), (dq_at[0], dq_at[1] ^ begun),
+        ds16, gl.to_tensor(1), (dk0,), dv, advance(q_at, HOW.stages), advance(dout_at, DO_STAGES),
+        Cursor(dq_at.stage, dq_at.phase ^ begun),
     )  # fmt: skip
 
 
@@ -109,9 +125,9 @@ def drain(state, smem, rings, ring, zero, W: gl.constexpr, HOW: gl.constexpr):
     """dK and dQ of the last block of a work tile. **Returns:** dK, dV and the cursors."""
     inputs, of_inputs = smem.inputs, rings.inputs
     q_before, ds_before = previous(state.q_at, HOW.stages), previous(state.dout_at, DO_STAGES)
-    dk = wgmma_ab(state.dk, state.ds, at_stage(inputs.q, q_before[0]))
+    dk = wgmma_ab(state.dk, state.ds, at_stage(inputs.q, q_before.stage))
     consumer_wait(rings.ds, ds_before)
-    dq = issue_dq(smem.ds, ds_before[0], inputs.k, zero, W)
+    dq = issue_dq(smem.ds, ds_before.stage, inputs.k, zero, W)
     dk0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, state.ds])
     consumer_release(of_inputs.q, q_before, True, HOW.q_barriers())
     store_dq(dq, smem.dq[0].index(W), ring[0], state.dq_at)

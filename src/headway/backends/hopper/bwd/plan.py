@@ -13,7 +13,7 @@ from ...gpu.preprocess import Terms
 from ...gpu.runtime.call_plan import Walks
 from ...gpu.runtime.launcher import Direct
 from ..bias_tables import BiasTables
-from ..config import BACKWARD, Backward, How, ptxas_options, first_fit
+from ..config import BACKWARD, Backward, How, first_fit, ptxas_options
 from ..launch_plan import DEVICE, Plan
 from ..tile_counter import zeroed_counter
 from ..tma import dq_tiles, matrix_tiles, row_vectors
@@ -185,13 +185,14 @@ class BackwardPlan(Plan):
     def _how(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> How:
         """What the kernel is compiled for."""
         return How(
-            row.block, row.stages, self.walks.sub, self.index_type, even=self.kv_len % row.keys == 0,
-            dp_after_p=self.gathers_per_pair, short=len(row.d) == 2, deterministic=self.ordered is not None,
+            row.block, row.stages, self.walks.sub, self.index_type,
+            even_kv=self.kv_len % row.keys == 0, dp_after_p=self.gathers_per_pair,
+            scarce_smem=len(row.d) == 2, deterministic=self.ordered is not None,
             pipelined=row.pipelined, owns_segment=self.owned_segments is not None,
             named_barriers=row.named_barriers, constant_dscore=self.score_gain is not None,
-            unbounded=spec.score is not None and joint(spec.score, wanted).unbounded,
-            relative_biases=len(self.bias_tables.depends), summed=self.bias_tables.grad_tables,
-            **self.affine, **self.hoisted,
+            unbounded_dscore=spec.score is not None and joint(spec.score, wanted).unbounded,
+            relative_biases=len(self.bias_tables.depends),
+            bias_grads=self.bias_tables.grad_tables, **self.affine, **self.hoisted,
         )  # fmt: skip
 
     def suits(self, segments: Segments) -> bool:

@@ -3,7 +3,7 @@
 from ..device.gluon_compat import gl, gluon
 from ..device.mma import ROWS
 from ..device.pipeline import first_stage
-from ..device.work_tile import locate_tile, runs_to_write, write_work
+from ..device.work_tile import BwdTile, locate_tile, runs_to_write, write_work
 from .common import load_work_tile
 from .context import LoadCursors, WorkTile
 from .segments import TOTAL, load_segment, locate_in_segment, visits_to_write
@@ -49,7 +49,8 @@ def _produce_tile(at, tile, segment_tile, context, walk, HOW: gl.constexpr):
     tile = WorkTile(tile.tile_col, tile.n_block, tile.first_key, tile.h * sizes.share, tile.b)
     runs = runs_to_write(walk, tile.tile_col, HOW)
     visits = visits_to_write(visit_bits, segment_tile, HOW)
-    work_at = write_work(work_at, smem.work, rings.work, tile + visits + runs)
+    work = BwdTile(*tile, *visits) + runs
+    work_at = write_work(work_at, smem.work, rings.work, work)
     load_at = load_work_tile(
         load_at, inputs, smem.inputs, rings.inputs, tile, runs, sizes, walk, HOW
     )

@@ -18,19 +18,20 @@ tile, so the keys and values of the next one are loaded meanwhile.
 """
 
 from ..device.gluon_compat import (
-    tma_load,
-    tma_store,
-    tma_reduce_add,
-    tma_store_wait,
     fence_async_shared,
-    tma_store_wait_visible,
     gl,
     gluon,
     mbarrier,
     reinterpret,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+    tma_store_wait_visible,
 )
-from ..device.mma import ROWS, matrix_layout, acc_layout
+from ..device.mma import ROWS, acc_layout, matrix_layout
 from ..device.pipeline import (
+    Cursor,
     advance,
     consumer_release,
     consumer_wait,
@@ -139,7 +140,7 @@ def commit_dq(ring, at, kind, n, segment, HOW: gl.constexpr):
     fence_async_shared()
     if HOW.owns_segment:
         producer_commit(ring, at, kind > 0)
-        at = (at[0], at[1] ^ (kind & VISIT))
+        at = Cursor(at.stage, at.phase ^ (kind & VISIT))
         kind = visit_kind(segment.visits, n)
     else:
         producer_commit(ring, at)
@@ -218,7 +219,7 @@ def _reduce_visit(
     kind = visit_kind(visits, n)
     place = [accum_row(first_row + n, W, 0, (dq_smem,), HOW), 0]
     reads = kind == VISIT + LAST
-    empty = ring[1].index(at[0])
+    empty = ring.empty.index(at.stage)
     mbarrier.expect(empty, 4 * dq_smem.shape[0] * dq_smem.shape[1], pred=reads)
     tma_load(dq_accum, place, empty, dq_smem, pred=reads)
     consumer_release(ring, at, kind != VISIT + LAST)

@@ -13,29 +13,30 @@ They meet only in a ring of stages for P, and so one computes exponentials while
 """
 
 from ..device.gluon_compat import (
-    tma_store,
-    tma_store_wait,
     fence_async_shared,
     gl,
     gluon,
     reinterpret,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma_wait,
 )
 from ..device.mma import (
     ROWS,
-    wgmma_ab,
-    at_stage,
-    alloc_stages,
-    materialize,
-    lhs_layout,
-    matrix_layout,
     acc_layout,
-    wgmma_abt,
-    positions,
-    wgmma_wait,
+    alloc_stages,
+    at_stage,
+    lhs_layout,
+    materialize,
+    matrix_layout,
     upcast,
+    wgmma_ab,
+    wgmma_abt,
+    wgmma_wait,
 )
 from ..device.pipeline import (
+    Cursor,
+    Ring,
     advance,
     consumer_release,
     consumer_wait,
@@ -56,6 +57,7 @@ from .common import (
     hoist_queries,
     issue_dp,
     load_work_tile,
+    locate_keys,
     opaque_zero,
     probabilities,
     store_float32,
@@ -118,7 +120,7 @@ def backward_wide(
         # From the consumer of dV to that of dK; the consumer of dQ releases the stage.
         p_ring = mbarrier_ring(P_STAGES, 1, 1)
     else:  # P goes nowhere
-        p_ring = (None, full_barriers(P_STAGES, 1)[0])
+        p_ring = Ring((), full_barriers(P_STAGES, 1).full)
     ds_ring = full_barriers(P_STAGES, 1)  # dS in the same stages
     rings = WideRings(inputs=input_rings, p=p_ring, ds=ds_ring)
     fence_barrier_init()
@@ -127,7 +129,9 @@ def backward_wide(
     )
     smem = WideSmem(inputs=input_smem, p=p_smem)
     tile = WorkTile(
-        *locate_tile(gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, HOW.subtiles, ROWS)
+        *locate_tile(
+            gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, HOW.subtiles, ROWS
+        )
     )
     tile = WorkTile(tile.tile_col, tile.n_block, tile.first_key, tile.h * share, tile.b)
     sizes = Sizes(heads, group, share, q_len, q_rows, kv_len)
@@ -165,28 +169,23 @@ def consume_dv(
 ):  # fmt: skip
     """P, and dV."""
     inputs, of_inputs = smem.inputs, rings.inputs
-    live, kv_idx = locate_keys(tile, mods.coords, sizes.kv_len, HOW)
+    keys = locate_keys(tile.first_key, tile.b, mods.coords, sizes.kv_len, HOW)
     zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, dout_at, p_at = first_stage(), first_stage(), first_stage()
-    consumer_wait(of_inputs.k, (0, 0))
+    consumer_wait(of_inputs.k, Cursor(0, 0))
     consumer_wait(of_inputs.q, q_at)
     s = wgmma_abt(at_stage(inputs.k, 0), at_stage(inputs.q, 0), zero_tile)
     s = warpgroup_mma_wait(0, deps=[s])
     state = WideState(s, (half, half), q_at, dout_at, p_at)
-    for n in range(sizes.share):
-        head = Head(tile.h + n, tile.b)
-        hoisted = hoist_keys(head, kv_idx, tile.first_key, mods, HOW)
-        pairs = PairContext(head, kv_idx, live, hoisted, mods, sizes.q_len)
-        context = WideContext(smem, rings, pairs, sizes.share, None, None)
-        state = visit_q_blocks(
-            state, context, walk, tile.tile_col, (), sizes.q_len, sizes.share - 1 - n, dv_q_block,
-            DERIVATIVE, SCATTER, MASK, HOW,
-        )  # fmt: skip
+    state = visit_heads(
+        state, keys, None, (), smem, rings, tile, sizes, mods, walk, dv_q_block, True,
+        DERIVATIVE, SCATTER, MASK, HOW,
+    )  # fmt: skip
     # In the place of the last block of dout, when both consumers have released it.
     dout_at = advance(state.dout_at, DO_STAGES)
     producer_acquire(of_inputs.dout, dout_at)
-    store_gradient(state.acc, 1.0, to, inputs.dout, dout_at[0], tile, sizes)
+    store_gradient(state.acc, 1.0, to, inputs.dout, dout_at.stage, tile, sizes)
 
 
 @gluon.jit
@@ -201,7 +200,7 @@ def dv_q_block(
     cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
     zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
     zero = opaque_zero(n, context.share)
-    lse = inputs.lse.index(q_at[0]).load(cols)
+    lse = inputs.lse.index(q_at.stage).load(cols)
     columns = hoist_queries(n, pairs, PARTIAL, HOW)
     p, p_dscore, _, _ = probabilities(
         s, lse, n, zero, columns, pairs, PARTIAL, DERIVATIVE, MASK, HOW
@@ -210,19 +209,19 @@ def dv_q_block(
     if SCATTER is None:
         producer_acquire(rings.p, p_at)
         if HOW.constant_dscore:
-            smem.p.index(p_at[0]).store(p16)
+            smem.p.index(p_at.stage).store(p16)
         else:
-            smem.p.index(p_at[0]).store(p_dscore.to(inputs.v.dtype))
+            smem.p.index(p_at.stage).store(p_dscore.to(inputs.v.dtype))
         producer_commit(rings.p, p_at)
     consumer_release(of_inputs.q, q_at)
     p16 = gl.convert_layout(p16, lhs_layout(_HALF))
     consumer_wait(of_inputs.dout, dout_at)
-    dv = wgmma_ab(state.acc, p16, column_halves(inputs.dout, dout_at[0]))
+    dv = wgmma_ab(state.acc, p16, column_halves(inputs.dout, dout_at.stage))
     q_at = advance(q_at, HOW.stages)
     consumer_wait(of_inputs.q, q_at, more)
     # Not both at a time: the assembler of Triton 3.9 finds no registers for it. Others multiply.
     dv = wgmma_wait(dv, p16, 0)
-    s = wgmma_abt(at_stage(inputs.k, zero), at_stage(inputs.q, q_at[0]), zero_tile)
+    s = wgmma_abt(at_stage(inputs.k, zero), at_stage(inputs.q, q_at.stage), zero_tile)
     consumer_release(of_inputs.dout, dout_at)
     s = warpgroup_mma_wait(0, deps=[s])
     return WideState(s, dv, q_at, advance(dout_at, DO_STAGES), advance(p_at, P_STAGES))
@@ -238,34 +237,25 @@ def consume_dk(
 ):  # fmt: skip
     """dS, and dK."""
     inputs, of_inputs = smem.inputs, rings.inputs
-    live, kv_idx = locate_keys(tile, mods.coords, sizes.kv_len, HOW)
+    keys = locate_keys(tile.first_key, tile.b, mods.coords, sizes.kv_len, HOW)
     zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, dout_at, p_at = first_stage(), first_stage(), first_stage()
     if SCATTER is not None:
-        consumer_wait(of_inputs.k, (0, 0))
-    consumer_wait(of_inputs.v, (0, 0))
+        consumer_wait(of_inputs.k, Cursor(0, 0))
+    consumer_wait(of_inputs.v, Cursor(0, 0))
     consumer_wait(of_inputs.dout, dout_at)
     dp = issue_dp(inputs.v.index(0), inputs.dout.index(0), zero_tile, False)
     dp = warpgroup_mma_wait(0, deps=[dp])
     state = WideState(dp, (half, half), q_at, dout_at, p_at)
-    for n in range(sizes.share):
-        head = Head(tile.h + n, tile.b)
-        if SCATTER is not None:
-            hoisted = hoist_keys(head, kv_idx, tile.first_key, mods, HOW)
-            pairs = PairContext(head, kv_idx, live, hoisted, mods, sizes.q_len)
-        else:
-            pairs = None
-        sums = locate_bias(bias_sums, head.b, head.h, tile.first_key)
-        context = WideContext(smem, rings, pairs, sizes.share, captured_grads, sums)
-        state = visit_q_blocks(
-            state, context, walk, tile.tile_col, (), sizes.q_len, sizes.share - 1 - n, dk_q_block,
-            DERIVATIVE, SCATTER, MASK, HOW,
-        )  # fmt: skip
+    state = visit_heads(
+        state, keys, captured_grads, bias_sums, smem, rings, tile, sizes, mods, walk, dk_q_block,
+        SCATTER is not None, DERIVATIVE, SCATTER, MASK, HOW,
+    )  # fmt: skip
     # In the place of the last block of queries, when both consumers have released it.
     q_at = advance(state.q_at, HOW.stages)
     producer_acquire(of_inputs.q, q_at)
-    store_gradient(state.acc, mods.rate, to, inputs.q[0], q_at[0], tile, sizes)
+    store_gradient(state.acc, mods.rate, to, inputs.q[0], q_at.stage, tile, sizes)
 
 
 @gluon.jit
@@ -280,18 +270,18 @@ def dk_q_block(
     cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
     zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
     zero = opaque_zero(n, context.share)
-    neg_delta = inputs.neg_delta.index(dout_at[0]).load(cols)
+    neg_delta = inputs.neg_delta.index(dout_at.stage).load(cols)
     dp = state.product + neg_delta[None, :]
     consumer_release(of_inputs.dout, dout_at)
     consumer_wait(of_inputs.q, q_at)
     if SCATTER is None:
         consumer_wait(rings.p, p_at)
-        p_dscore = upcast(smem.p.index(p_at[0]).load(acc_layout(HOW.block)))
+        p_dscore = upcast(smem.p.index(p_at.stage).load(acc_layout(HOW.block)))
     else:  # P once more, for all that it is multiplied with
-        s = wgmma_abt(at_stage(inputs.k, zero), at_stage(inputs.q, q_at[0]), zero_tile)
+        s = wgmma_abt(at_stage(inputs.k, zero), at_stage(inputs.q, q_at.stage), zero_tile)
         columns = hoist_queries(n, pairs, PARTIAL, HOW)
         s = warpgroup_mma_wait(0, deps=[s])
-        lse = inputs.lse.index(q_at[0]).load(cols)
+        lse = inputs.lse.index(q_at.stage).load(cols)
         p, p_dscore, dscore, at = probabilities(
             s, lse, n, zero, columns, pairs, PARTIAL, DERIVATIVE, MASK, HOW
         )
@@ -300,14 +290,14 @@ def dk_q_block(
         add_along(context.bias_sums, n, grads, HOW)
         producer_acquire(rings.p, p_at)
     ds16 = (p_dscore * dp).to(inputs.v.dtype)
-    smem.p.index(p_at[0]).store(ds16)
+    smem.p.index(p_at.stage).store(ds16)
     ds16 = gl.convert_layout(ds16, lhs_layout(_HALF))
     fence_async_shared()
     producer_commit(rings.ds, p_at)
-    dk = wgmma_ab(state.acc, ds16, column_halves(inputs.q[0], q_at[0]))
+    dk = wgmma_ab(state.acc, ds16, column_halves(inputs.q[0], q_at.stage))
     dout_at = advance(dout_at, DO_STAGES)
     consumer_wait(of_inputs.dout, dout_at, more)
-    dp = issue_dp(inputs.v.index(zero), inputs.dout.index(dout_at[0]), zero_tile, False)
+    dp = issue_dp(inputs.v.index(zero), inputs.dout.index(dout_at.stage), zero_tile, False)
     dp, dk0, dk1, _ = warpgroup_mma_wait(0, deps=[dp, dk[0], dk[1], ds16])
     consumer_release(of_inputs.q, q_at)
     return WideState(dp, (dk0, dk1), advance(q_at, HOW.stages), dout_at, advance(p_at, P_STAGES))
@@ -317,12 +307,28 @@ def dk_q_block(
 
 
 @gluon.jit
-def locate_keys(tile, coords, kv_len, HOW: gl.constexpr):
-    """Which keys of the work tile there are, and their positions."""
-    row = tile.first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(HOW.block)))
-    live = row < kv_len
-    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, tile.b, row, live, HOW.index_type)
-    return live, kv_idx
+def visit_heads(
+    state, keys, captured_grads, bias_sums, smem, rings, tile, sizes, mods, walk,
+    BODY: gl.constexpr, NEEDS_P: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """`BODY` on every live block of queries of every head. `keys`: from `locate_keys`; `NEEDS_P`:
+    whether it computes P."""
+    live, kv_idx = keys
+    for n in range(sizes.share):
+        head = Head(tile.h + n, tile.b)
+        if NEEDS_P:
+            hoisted = hoist_keys(head, kv_idx, tile.first_key, mods, HOW)
+            pairs = PairContext(head, kv_idx, live, hoisted, mods, sizes.q_len)
+        else:
+            pairs = None
+        sums = locate_bias(bias_sums, head.b, head.h, tile.first_key)
+        context = WideContext(smem, rings, pairs, sizes.share, captured_grads, sums)
+        state = visit_q_blocks(
+            state, context, walk, tile.tile_col, (), sizes.q_len, sizes.share - 1 - n, BODY,
+            DERIVATIVE, SCATTER, MASK, HOW,
+        )  # fmt: skip
+    return state
 
 
 @gluon.jit

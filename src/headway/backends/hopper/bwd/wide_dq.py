@@ -1,8 +1,9 @@
 """dQ in bwd/wide.py: its consumer adds it to dQ-accum in global memory by itself."""
 
 from ..device.gluon_compat import gl, gluon, reinterpret, warpgroup_mma, warpgroup_mma_wait
-from ..device.mma import ROWS, matrix_layout, acc_layout
+from ..device.mma import ROWS, acc_layout, matrix_layout
 from ..device.pipeline import (
+    Cursor,
     advance,
     consumer_release,
     consumer_wait,
@@ -28,7 +29,7 @@ P_STAGES = gl.constexpr(3)  # of P, which becomes dS
 @gluon.jit
 def consume_dq(dq_accum, smem, rings, tile, sizes, walk, semaphore, HOW: gl.constexpr):
     """dQ."""
-    consumer_wait(rings.inputs.k, (0, 0))
+    consumer_wait(rings.inputs.k, Cursor(0, 0))
     at = first_stage()
     for n in range(sizes.share):
         first_row = (tile.b * sizes.heads + tile.h + n) * sizes.q_rows
@@ -60,7 +61,7 @@ def dq_q_block(
     consumer_wait(rings.ds, at)
     if semaphore is not None:
         semaphore_wait(counter_of(semaphore, first_row + n, 0), ticket)
-    ds = smem.p.index(at[0]).permute((1, 0))
+    ds = smem.p.index(at.stage).permute((1, 0))
     # A loop that cannot be unrolled: the assembler would compute the next columns into registers
     # that it does not have.
     for strip in range(zero, STRIPS):

@@ -1,1 +1,1 @@
-"""What the forward and backward kernels share, all of it device code."""
+"""Device code that the forward and the backward kernels share."""

@@ -17,22 +17,22 @@ without until it ends.
 """
 
 from .gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma
-from .mma import LOG2E, ROWS, in_every_row, left, mma
+from .mma import LOG2E, ROWS, acc_layout, broadcast_row, lhs_layout
 
 DEPTH = gl.constexpr(16)  # of one product
 
 
 @gluon.jit
-def linear_scores(
+def affine_scores(
     s, scale, b, h, q_idx, kv_idx, first_row, first, of_score,
     SLANTED: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Of a score that is linear in S, rows being queries: T less a number per row, in some unit
     above 0; that unit over log 2; and the number of a row over log 2, 0 where the score is `lone`.
-    If HOW.slanted it is one number for all rows, less what `straight_line` has of each.
+    If HOW.slanted it is one number for all rows, less what `slope_lhs` has of each.
 
     - `first_row`, `first`: a position near the rows, and the first one of the columns.
-    - `SLANTED`: what a straight line adds for a column is in s (`slant`).
+    - `SLANTED`: what a straight line adds for a column is in s (`wgmma_slope`).
     """
     if HOW.slope_mma:
         gain, row, along, _, _, _, _, _ = HOW.affine(
@@ -67,7 +67,7 @@ def linear_scores(
 
 
 @gluon.jit
-def linear_less(s, scale, less, b, h, q_idx, kv_idx, first, of_score, HOW: gl.constexpr):
+def affine_exponent(s, scale, less, b, h, q_idx, kv_idx, first, of_score, HOW: gl.constexpr):
     """Of such a score, rows being keys: T over log 2, less a number per column.
 
     - `first`: the first position of the columns.
@@ -93,11 +93,11 @@ def linear_less(s, scale, less, b, h, q_idx, kv_idx, first, of_score, HOW: gl.co
 @gluon.jit
 def _no_rows(s):
     """What adds nothing to the rows."""
-    return gl.full([s.shape[0]], -0.0, gl.float32, layout=gl.SliceLayout(1, mma(s.shape[1])))
+    return gl.full([s.shape[0]], -0.0, gl.float32, layout=gl.SliceLayout(1, acc_layout(s.shape[1])))
 
 
 @gluon.jit
-def column_numbers(COLUMNS: gl.constexpr):
+def slope_rhs(COLUMNS: gl.constexpr):
     """Shared memory with c."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     each: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
@@ -110,10 +110,8 @@ def column_numbers(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def straight_line(
-    scale, b, h, q_idx, first_row, of_score, COLUMNS: gl.constexpr, HOW: gl.constexpr
-):
-    """a, over the unit of `linear_scores`; and what rows add beside `first_row`, over log 2."""
+def slope_lhs(scale, b, h, q_idx, first_row, of_score, COLUMNS: gl.constexpr, HOW: gl.constexpr):
+    """a, over the unit of `affine_scores`; and what rows add beside `first_row`, over log 2."""
     gain, _, along, _, _, _, of_row, _ = HOW.affine(b, h, q_idx, q_idx, q_idx, 0, False, of_score)
     _, _, along_rows, _, _, _, _, _ = HOW.affine(b, h, q_idx, q_idx, q_idx, 0, True, of_score)
     by_row = ((q_idx - first_row).to(gl.float32) * along_rows + of_row) * LOG2E
@@ -121,20 +119,20 @@ def straight_line(
     high = gl.cast(gl.cast(slope, gl.bfloat16), gl.float32)
     middle = gl.cast(gl.cast(slope - high, gl.bfloat16), gl.float32)
     low = slope - high - middle
-    k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, mma(DEPTH)))
+    k = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, acc_layout(DEPTH)))
     row = gl.where(k == 0, high, gl.where(k == 1, middle, gl.where(k == 2, low, 0.0)))
-    a = in_every_row(row, gl.zeros([ROWS, DEPTH], gl.float32, layout=mma(DEPTH)))
-    return gl.convert_layout(a.to(gl.bfloat16), left(COLUMNS)), by_row
+    a = broadcast_row(row, gl.zeros([ROWS, DEPTH], gl.float32, layout=acc_layout(DEPTH)))
+    return gl.convert_layout(a.to(gl.bfloat16), lhs_layout(COLUMNS)), by_row
 
 
 @gluon.jit
-def slant(s, a, c):
+def wgmma_slope(s, a, c):
     """Issue S + a cᵀ."""
     return warpgroup_mma(a, c.permute((1, 0)), s, is_async=True)
 
 
 @gluon.constexpr_function
-def in_eights(columns):
+def octet_layout(columns):
     """The layout of a product of 64 rows, its columns as rows of eight."""
     over = [[0, 2**n, 0] for n in range((columns // 8).bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -148,21 +146,21 @@ def in_eights(columns):
 def _slanted(row, slope, COLUMNS: gl.constexpr):
     """A number per row plus `slope` times the column, of a product. What is added for a column is
     a constant, but for where in eight columns a thread is: it takes no registers."""
-    whole: gl.constexpr = in_eights(COLUMNS)
+    whole: gl.constexpr = octet_layout(COLUMNS)
     inner: gl.constexpr = gl.SliceLayout(1, whole)
     row = gl.convert_layout(row, gl.SliceLayout(1, inner))
     one = gl.arange(0, 8, layout=gl.SliceLayout(0, inner)).to(gl.float32) * slope
     over: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, whole))
     eights = gl.arange(0, COLUMNS // 8, layout=over).to(gl.float32) * (8 * slope)
     x = (row[:, None] + one[None, :])[:, None, :] + eights[None, :, None]
-    return gl.convert_layout(x.reshape([64, COLUMNS]), mma(COLUMNS))
+    return gl.convert_layout(x.reshape([64, COLUMNS]), acc_layout(COLUMNS))
 
 
 @gluon.jit
 def _columns(slope, COLUMNS: gl.constexpr):
     """`slope` times the column, of a product: as `_slanted`."""
-    eights: gl.constexpr = gl.SliceLayout(0, in_eights(COLUMNS))
+    eights: gl.constexpr = gl.SliceLayout(0, octet_layout(COLUMNS))
     over = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, eights)).to(gl.float32)
     one = gl.arange(0, 8, layout=gl.SliceLayout(0, eights)).to(gl.float32)
     x = (over * (8 * slope))[:, None] + (one * slope)[None, :]
-    return gl.convert_layout(x.reshape([COLUMNS]), gl.SliceLayout(0, mma(COLUMNS)))
+    return gl.convert_layout(x.reshape([COLUMNS]), gl.SliceLayout(0, acc_layout(COLUMNS)))

@@ -4,7 +4,7 @@ A width that is no power of two is held as two pieces: 96 is 64 + 32, 192 is 128
 tensor are a tuple of one or two; a descriptor, a buffer or an accumulator is never anything else.
 """
 
-from .gluon_compat import copy_in, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from .gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 from .pipeline import advance, producer_acquire
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -16,7 +16,7 @@ ROWS = gl.constexpr(64)  # of a consumer of the forward: what one warpgroup mult
 
 
 @gluon.constexpr_function
-def mma(columns):
+def acc_layout(columns):
     """The layout of a product of 64 rows by one warpgroup."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
@@ -24,9 +24,9 @@ def mma(columns):
 
 
 @gluon.constexpr_function
-def left(columns):
+def lhs_layout(columns):
     """The layout of a left factor in registers, for such a product."""
-    return gl.DotOperandLayout(operand_index=0, parent=mma(columns), k_width=2)
+    return gl.DotOperandLayout(operand_index=0, parent=acc_layout(columns), k_width=2)
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def pieces(a, b):
 
 
 @gluon.jit
-def buffers(STAGES: gl.constexpr, descs):
+def alloc_stages(STAGES: gl.constexpr, descs):
     """Shared memory for what the descriptors copy, STAGES times."""
     if len(descs) == 1:
         return (_buffer(STAGES, descs[0]),)
@@ -52,11 +52,11 @@ def buffers(STAGES: gl.constexpr, descs):
 @gluon.jit
 def _buffer(STAGES: gl.constexpr, desc):
     shape: gl.constexpr = [STAGES, desc.block_shape[2], desc.block_shape[3]]
-    return gl.allocate_shared_memory(desc.dtype, shape, matrix(desc.layout))
+    return gl.allocate_shared_memory(desc.dtype, shape, matrix_layout(desc.layout))
 
 
 @gluon.constexpr_function
-def matrix(layout):
+def matrix_layout(layout):
     """The layout of a matrix, from that of a descriptor of (batch, head, row, column)."""
     return gl.NVMMASharedLayout(
         swizzle_byte_width=layout.swizzle_byte_width,
@@ -66,16 +66,16 @@ def matrix(layout):
 
 
 @gluon.jit
-def fetch(descs, b, h, row, bar, to, n):
+def tma_load_pieces(descs, b, h, row, bar, to, n):
     """Copy rows from `row` on of one head into place `n` of the pieces."""
     column = 0
     for i in gl.static_range(len(descs)):
-        copy_in(descs[i], [b, h, row, column], bar, to[i].index(n))
+        tma_load(descs[i], [b, h, row, column], bar, to[i].index(n))
         column += to[i].shape[2]
 
 
 @gluon.jit
-def load_rows(
+def produce_rows(
     at, to, b, h, row,
     PLACES: gl.constexpr, STAGES: gl.constexpr, BARRIERS: gl.constexpr = None,
     PLACE: gl.constexpr = 0,
@@ -86,21 +86,21 @@ def load_rows(
     descs, smem, ring = to
     producer_acquire(ring, at, BARRIERS)
     full = ring[0].index(at[0])
-    mbarrier.expect(full, bytes_of(smem, PLACES))
+    mbarrier.expect(full, tx_bytes(smem, PLACES))
     for n in gl.static_range(PLACES):
         place = PLACE + PLACES * at[0] + n
-        fetch(descs, b, h, row + n * smem[0].shape[1], full, smem, place)
+        tma_load_pieces(descs, b, h, row + n * smem[0].shape[1], full, smem, place)
     return advance(at, STAGES)
 
 
 @gluon.constexpr_function
-def bytes_of(smem, count):
+def tx_bytes(smem, count):
     """Bytes of `count` places of the pieces: copies write all of them, zeros past the end."""
     return sum(2 * count * x.shape[1] * x.shape[2] for x in smem)
 
 
 @gluon.jit
-def outer(a, b, zero):
+def wgmma_abt(a, b, zero):
     """Issue a bᵀ over the pieces; a and b in shared memory."""
     s = warpgroup_mma(a[0], b[0].permute((1, 0)), zero, use_acc=False, is_async=True)
     if len(a) == 2:
@@ -118,7 +118,7 @@ def at_stage(smem, n):
 
 
 @gluon.jit
-def zeros(ROWS: gl.constexpr, smem):
+def zero_acc(ROWS: gl.constexpr, smem):
     """An accumulator in pieces, as wide as those of smem."""
     if len(smem) == 1:
         return (_zeros(ROWS, smem[0].shape[2]),)
@@ -128,23 +128,23 @@ def zeros(ROWS: gl.constexpr, smem):
 
 @gluon.jit
 def _zeros(ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=mma(WIDTH))
+    return gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=acc_layout(WIDTH))
 
 
 @gluon.jit
-def add_product(acc, p, x):
-    """Issue acc + p x, by pieces; p in registers, x in shared memory. `settle` completes it."""
+def wgmma_ab(acc, p, x):
+    """Issue acc + p x, by pieces; p in registers, x in shared memory. `wgmma_wait` completes it."""
     a = warpgroup_mma(p, x[0], acc[0], is_async=True)
     if len(x) == 1:
         return (a,)
     else:
-        p1 = gl.convert_layout(p, left(x[1].shape[1]))
+        p1 = gl.convert_layout(p, lhs_layout(x[1].shape[1]))
         return (a, warpgroup_mma(p1, x[1], acc[1], is_async=True))
 
 
 @gluon.jit
-def settle(acc, p, OUTSTANDING: gl.constexpr):
-    """Wait for `add_product`; p's registers stay as they are until then."""
+def wgmma_wait(acc, p, OUTSTANDING: gl.constexpr):
+    """Wait for `wgmma_ab`; p's registers stay as they are until then."""
     if len(acc) == 1:
         a, _ = warpgroup_mma_wait(OUTSTANDING, deps=[acc[0], p])
         return (a,)
@@ -154,29 +154,29 @@ def settle(acc, p, OUTSTANDING: gl.constexpr):
 
 
 @gluon.jit
-def halves(x):
+def split_halves(x):
     """The left and the right half of the columns, as products of that width."""
     HALF: gl.constexpr = x.shape[1] // 2
     a, b = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
-    return gl.convert_layout(a, mma(HALF)), gl.convert_layout(b, mma(HALF))
+    return gl.convert_layout(a, acc_layout(HALF)), gl.convert_layout(b, acc_layout(HALF))
 
 
 @gluon.jit
-def of_product(x, COLUMNS: gl.constexpr):
+def row_vector(x, COLUMNS: gl.constexpr):
     """A number per row of a product with other columns as one of a product with so many."""
-    return gl.convert_layout(x, gl.SliceLayout(1, mma(COLUMNS)))
+    return gl.convert_layout(x, gl.SliceLayout(1, acc_layout(COLUMNS)))
 
 
 @gluon.jit
-def side_by_side(a, b):
+def join_halves(a, b):
     """The halves of a product, as it was."""
     WIDTH: gl.constexpr = 2 * a.shape[1]
     x = gl.reshape(gl.permute(gl.join(a, b), [0, 2, 1]), [a.shape[0], WIDTH])
-    return gl.convert_layout(x, mma(WIDTH))
+    return gl.convert_layout(x, acc_layout(WIDTH))
 
 
 @gluon.jit
-def some_rows(tiles, SPAN: gl.constexpr):
+def slice_rows(tiles, SPAN: gl.constexpr):
     """Of every piece so many rows (the second number) from one on (the first)."""
     if SPAN[1] == tiles[0].shape[0]:
         return tiles
@@ -188,14 +188,14 @@ def some_rows(tiles, SPAN: gl.constexpr):
 
 
 @gluon.jit
-def kept(x):
+def materialize(x):
     """x, in pairs. The compiler does not see where they come from, and so keeps them and not what
     they were rounded from."""
     return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
-def widened(x):
+def upcast(x):
     """x in float32. bfloat16 is its upper half, but ptxas takes pairs apart first, and needs twice
     the instructions."""
     if x.dtype == gl.bfloat16:
@@ -213,7 +213,7 @@ _HALVES = gl.constexpr(
 
 
 @gluon.jit
-def plus(acc, more):
+def add_acc(acc, more):
     """The sum, by pieces."""
     if len(acc) == 1:
         return (acc[0] + more[0],)
@@ -222,17 +222,17 @@ def plus(acc, more):
 
 
 @gluon.jit
-def times(acc, factor):
+def scale_rows(acc, factor):
     """Every piece times a number per row."""
-    a = acc[0] * of_product(factor, acc[0].shape[1])[:, None]
+    a = acc[0] * row_vector(factor, acc[0].shape[1])[:, None]
     if len(acc) == 1:
         return (a,)
     else:
-        return (a, acc[1] * of_product(factor, acc[1].shape[1])[:, None])
+        return (a, acc[1] * row_vector(factor, acc[1].shape[1])[:, None])
 
 
 @gluon.jit
-def in_every_row(x, like):
+def broadcast_row(x, like):
     """A number per column as what a product like this one may begin with."""
     return gl.broadcast(x[None, :], like)[0]
 
@@ -251,7 +251,9 @@ def positions(pos, stride, offset, b, index, live, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def scores(s, scale, b, h, q_idx, kv_idx, of_score, SCORE: gl.constexpr, POSITIVE: gl.constexpr):
+def apply_score(
+    s, scale, b, h, q_idx, kv_idx, of_score, SCORE: gl.constexpr, POSITIVE: gl.constexpr
+):
     """T in some unit, that unit over log 2, and S.
 
     Without a score, T is S, and a scale above 0 does not change which is largest: it stays in the
@@ -270,6 +272,6 @@ def scores(s, scale, b, h, q_idx, kv_idx, of_score, SCORE: gl.constexpr, POSITIV
 
 
 @gluon.jit
-def or_nan(x, l):
+def propagate_nan(x, l):
     """x, or NaN where the sum of a row is: a maximum skips NaN, and none shall be hidden."""
     return gl.where((l != l) & (x != float("inf")), float("nan"), x)

@@ -1,84 +1,111 @@
-"""The words in which the kernels talk about their pipelines, and nothing else.
+"""Pipeline primitives: mbarrier rings, named barriers, semaphores in global memory, ping-pong.
 
-A **channel** carries tiles from one side of a kernel to the other through a ring of `STAGES`
-places in shared memory. It is a pair of arrays of mbarriers, `(full, empty)`, one of each per
-stage: `full` completes when a stage holds a new tile, `empty` when every reader has let go of the
-old one.
+A **ring** carries tiles from a producer to its consumers through `STAGES` buffers in shared memory.
+It is a pair of mbarrier arrays, one mbarrier of each per stage: `full` completes when the stage
+holds a new tile, `empty` when every consumer has released the old one.
 
-A **cursor** `(stage, phase)` says where a side stands in the ring. The phase flips at every turn:
-the barriers of a stage complete once per turn, and a wait for a phase passes once the completion
-of that parity is the latest. A writer waits for the opposite one, which on a fresh barrier passes:
-in the first turn all stages are empty.
+A **cursor** is a side's position in the ring: stage and phase. The phase flips each time around,
+because the mbarriers of a stage complete once per round; a wait for a phase passes once the latest
+completion has that parity. The producer waits for the opposite parity, which a fresh mbarrier
+passes: in the first round all stages are empty.
 
-    writer:  acquire, copy into the stage (which completes `full`), step
-    reader:  await_, read, release, step
+    producer:  producer_acquire, copy into the stage (which completes `full`), advance
+    consumer:  consumer_wait, read, consumer_release, advance
 
-Triton lets all threads of a partition meet before one of them arrives at an mbarrier. A
-**numbered** channel, `(full,)`, has barriers of the hardware in the place of `empty`
-(`config.Barriers`), where the threads of all readers and of the writer meet: each warp of a reader
-arrives by itself, and goes on. They have no phase, and the first turn is like every other: its
-stages are to be released too.
+Triton synchronises all threads of a partition before one of them arrives at an mbarrier. A ring may
+have **named barriers** (`config.NamedBarriers`; PTX `bar.sync`, `bar.arrive`) in place of `empty`.
+The threads of all consumers and of the producer meet there: each warp of a consumer arrives by
+itself and continues. Named barriers have no phase, and their first round is like every other: all
+stages have to be released first (`consumer_release_all`).
 
-Where the reader shall first put something into the stage that the writer reads, it **offers** it:
-it lets go of a stage before, and not after, what is written there.
+Where a consumer is to write into a stage that the producer then reads, the consumer **offers** the
+stage: it releases the stage before the write, and not after.
 
-    reader:  release (or copy into the stage, which completes `empty`), await_, read, step
-    writer:  accept, read, write, publish, step
+    consumer:  consumer_release (or copy into the stage, which completes `empty`), consumer_wait,
+               read, advance
+    producer:  producer_accept, read, write, producer_commit, advance
 
-CTAs that add to the same place take **turns** at a counter in global memory, where the order of
-their sums shall not vary (`bwd/dq_semaphore.py`): a turn is the number of those that add before.
-The counter is of one partition of each CTA.
+CTAs that add to the same tile in global memory take turns by a **semaphore**, where the order of
+the sums must not vary (`bwd/dq_semaphore.py`). A CTA's turn is the number of CTAs that add before
+it. One partition of each CTA works on the semaphore.
 
-    await_turn, add, wait until that has landed, pass_on
+    semaphore_wait, add, wait until the sum is visible, semaphore_release
 
-Consumers take **turns of their own** at the tensor cores, the first one first, with the barriers of
-the hardware that have numbers:
+Consumers of one CTA take turns at the tensor cores, consumer 0 first: **ping-pong**, by named
+barriers (`config.NamedBarrierId`).
 
-    begin_turns (once), await_own_turn, issue, end_turn
+    ping_pong_init (once), ping_pong_wait, issue, ping_pong_pass
 
 `tests/hopper/simulator.py` runs the kernels by these rules.
 """
 
-from .gluon_compat import barrier, fence_async_shared, fence_global, gl, gluon, instruct, mbarrier
+from typing import Any, NamedTuple
+
+from .gluon_compat import barrier, fence_async_shared, fence_global, gl, gluon, inline_ptx, mbarrier
+
+
+class Ring(NamedTuple):
+    """mbarriers in shared memory, int64 `(STAGES, 1)` each."""
+
+    full: Any
+    empty: Any  # (): something else says when a stage is empty
+
+
+class Cursor(NamedTuple):
+    """Where one side of a ring is."""
+
+    stage: Any
+    phase: Any
+
+
+# -- rings ----------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def mbarrier_ring(
-    STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr,
+    STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr,
     BARRIERS: gl.constexpr = None,
 ):  # fmt: skip
-    """A channel: `full` counts arrivals of the writers (a TMA copy is one), `empty` of readers.
-    Both are to be used (`signal`). `BARRIERS`: of a numbered one."""
+    """A ring. `full` counts the arrivals of producers (a TMA load is one), `empty` those of
+    consumers. Both have to be used (`full_barriers`).
+
+    - `BARRIERS`: named barriers in place of `empty`, or None.
+    """
     if BARRIERS is None:
-        return full_barriers(STAGES, WRITERS) + full_barriers(STAGES, READERS)
+        return Ring(_mbarriers(STAGES, PRODUCERS), _mbarriers(STAGES, CONSUMERS))
     else:
-        return full_barriers(STAGES, WRITERS)
+        return full_barriers(STAGES, PRODUCERS)
 
 
 @gluon.jit
-def full_barriers(STAGES: gl.constexpr, WRITERS: gl.constexpr):
-    """Half a channel, where what else is awaited says that a stage is empty.
+def full_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
+    """A ring without `empty`, where something else that is awaited says that a stage is empty.
 
-    A barrier that no partition uses must not be made: Triton gives its place in shared memory to
-    something else, which PTX forbids without `mbarrier.inval`, and on an H200 numbers that stood
-    there were overwritten, once in 10,000 ranks.
+    Never initialise an mbarrier that no partition uses: Triton reuses its shared memory, which PTX
+    forbids without `mbarrier.inval`; on an H200 the numbers that stood there were overwritten, once
+    in 10,000 work tiles.
     """
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    return Ring(_mbarriers(STAGES, PRODUCERS), ())
+
+
+@gluon.jit
+def _mbarriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(STAGES):
-        mbarrier.init(full.index(n), count=WRITERS)
-    return (full,)
+        mbarrier.init(bars.index(n), count=COUNT)
+    return bars
 
 
 @gluon.jit
 def fence_barrier_init():
-    """After the last channel is made: what follows, in every partition, sees them all."""
+    """Make every initialised mbarrier visible to all partitions. Call it after the last ring."""
     fence_async_shared()
 
 
 @gluon.jit
 def first_stage():
     """The cursor of the first tile."""
-    return gl.to_tensor(0), gl.to_tensor(0)
+    return Cursor(gl.to_tensor(0), gl.to_tensor(0))
 
 
 @gluon.jit
@@ -86,12 +113,12 @@ def advance(at, STAGES: gl.constexpr):
     """The cursor of the next tile."""
     stage, phase = at
     if STAGES == 1:
-        return stage, phase ^ 1
+        return Cursor(stage, phase ^ 1)
     elif STAGES == 2:
-        return stage ^ 1, phase ^ stage
+        return Cursor(stage ^ 1, phase ^ stage)
     else:
         last = stage == STAGES - 1
-        return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+        return Cursor(gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase))
 
 
 @gluon.jit
@@ -99,62 +126,66 @@ def previous(at, STAGES: gl.constexpr):
     """The cursor of the tile before."""
     stage, phase = at
     first = stage == 0
-    return gl.where(first, STAGES - 1, stage - 1), gl.where(first, phase ^ 1, phase)
+    return Cursor(gl.where(first, STAGES - 1, stage - 1), gl.where(first, phase ^ 1, phase))
 
 
 @gluon.jit
 def stage_of(n, STAGES: gl.constexpr):
-    """The cursor of tile n: one number to remember, where registers are short."""
-    return n % STAGES, n // STAGES % 2
+    """The cursor of tile n: one number to keep instead of two, where registers are short."""
+    return Cursor(n % STAGES, n // STAGES % 2)
 
 
 @gluon.jit
 def producer_acquire(ring, at, BARRIERS: gl.constexpr = None):
     """Wait until the stage may be written."""
     if BARRIERS is None:
-        mbarrier.wait(ring[1].index(at[0]), at[1] ^ 1)
+        mbarrier.wait(ring.empty.index(at.stage), at.phase ^ 1)
     else:
-        instruct(BARRIERS.ptx("bar.sync"), BARRIERS.first + at[0])
+        inline_ptx(BARRIERS.ptx("bar.sync"), BARRIERS.first + at.stage)
 
 
 @gluon.jit
 def producer_accept(ring, at, condition=True):
-    """Wait until the stage is offered, if it will be."""
-    mbarrier.wait(ring[1].index(at[0]), at[1], pred=condition)
-
-
-@gluon.jit
-def consumer_wait(ring, at, condition=True):
-    """Wait until the stage holds this turn's tile, if one is to come."""
-    mbarrier.wait(ring[0].index(at[0]), at[1], pred=condition)
-
-
-@gluon.jit
-def consumer_release(ring, at, condition=True, BARRIERS: gl.constexpr = None):
-    """Let the stage be written again, if it was read."""
-    if BARRIERS is None:
-        mbarrier.arrive(ring[1].index(at[0]), count=1, pred=condition)
-    else:
-        instruct(BARRIERS.ptx("bar.arrive"), BARRIERS.first + at[0], condition)
-
-
-@gluon.jit
-def consumer_release_all(STAGES: gl.constexpr, BARRIERS: gl.constexpr):
-    """Let every stage of a numbered channel be written: a reader's first word about it."""
-    if BARRIERS is not None:
-        for n in gl.static_range(STAGES):
-            consumer_release(None, (n, 0), True, BARRIERS)
+    """Wait until the stage is offered, if `condition` holds."""
+    mbarrier.wait(ring.empty.index(at.stage), at.phase, pred=condition)
 
 
 @gluon.jit
 def producer_commit(ring, at, condition=True):
-    """Say that the stage, written by ordinary stores, holds this turn's tile, if it does."""
-    mbarrier.arrive(ring[0].index(at[0]), count=1, pred=condition)
+    """Signal that the stage, written by ordinary stores, holds this round's tile, if `condition`
+    holds."""
+    mbarrier.arrive(ring.full.index(at.stage), count=1, pred=condition)
+
+
+@gluon.jit
+def consumer_wait(ring, at, condition=True):
+    """Wait until the stage holds this round's tile, if `condition` holds."""
+    mbarrier.wait(ring.full.index(at.stage), at.phase, pred=condition)
+
+
+@gluon.jit
+def consumer_release(ring, at, condition=True, BARRIERS: gl.constexpr = None):
+    """Let the producer write the stage again, if `condition` holds."""
+    if BARRIERS is None:
+        mbarrier.arrive(ring.empty.index(at.stage), count=1, pred=condition)
+    else:
+        inline_ptx(BARRIERS.ptx("bar.arrive"), BARRIERS.first + at.stage, condition)
+
+
+@gluon.jit
+def consumer_release_all(STAGES: gl.constexpr, BARRIERS: gl.constexpr):
+    """Release every stage of a ring with named barriers, before the first round."""
+    if BARRIERS is not None:
+        for n in gl.static_range(STAGES):
+            consumer_release(None, Cursor(n, 0), True, BARRIERS)
+
+
+# -- semaphores in global memory ------------------------------------------------------------------
 
 
 @gluon.jit
 def semaphore_wait(counter, turn):
-    """Wait until so many have added; of all threads, each."""
+    """Wait until the counter has reached `turn`; every thread waits for itself."""
     while gl.load(counter, volatile=True) < turn:
         pass
     fence_global()
@@ -162,28 +193,31 @@ def semaphore_wait(counter, turn):
 
 @gluon.jit
 def semaphore_release(counter, turn):
-    """Let the next one add, when all threads of the partition have added; not after turn -1, which
-    is nobody's."""
+    """Count up, once all threads of the partition have added. Turn -1 belongs to nobody and is not
+    counted."""
     barrier()
     gl.atomic_add(counter, 1, mask=turn >= 0, sem="release")
 
 
+# -- ping-pong ------------------------------------------------------------------------------------
+
+
 @gluon.jit
 def ping_pong_init(HOW: gl.constexpr):
-    """The first turn is that of consumer 0; of one consumer there are no turns."""
+    """Give the first turn to consumer 0. A single consumer takes no turns."""
     if HOW.consumers > 1 and HOW.consumer == 0:
-        instruct(HOW.turn("bar.arrive", 0))
+        inline_ptx(HOW.ping_pong_ptx("bar.arrive", 0))
 
 
 @gluon.jit
 def ping_pong_wait(HOW: gl.constexpr):
-    """Wait until it is this consumer's turn."""
+    """Wait for this consumer's turn."""
     if HOW.consumers > 1:
-        instruct(HOW.turn("bar.sync", HOW.consumer))
+        inline_ptx(HOW.ping_pong_ptx("bar.sync", HOW.consumer))
 
 
 @gluon.jit
 def ping_pong_pass(HOW: gl.constexpr):
-    """It is the next consumer's turn."""
+    """Pass the turn to the next consumer."""
     if HOW.consumers > 1:
-        instruct(HOW.turn("bar.arrive", (HOW.consumer + 1) % HOW.consumers))
+        inline_ptx(HOW.ping_pong_ptx("bar.arrive", (HOW.consumer + 1) % HOW.consumers))

@@ -1,9 +1,9 @@
 """Scores that read a tensor by relative position: one number for all pairs on a diagonal.
 
 What a score reads at a distance does not depend on the tile. So a small kernel reads it once for
-all distances (`lay_out`), in the order in which threads want it, and writes it as **bands**. In a
-product of 64 rows a thread has columns 8 k + 2 p + {0, 1} of rows r and r + 8. Eight columns on in
-the other row is the same diagonal. With x for column less row, it needs
+all distances (`fill_bias_table`), in the order in which threads want it, and writes it as
+**bands**. In a product of 64 rows a thread has columns 8 k + 2 p + {0, 1} of rows r and r + 8.
+Eight columns on in the other row is the same diagonal. With x for column less row, it needs
 
     x = 16 t + (2 p - r) + {0, 1} + {0, 8}        for a few t in a row
 
@@ -12,22 +12,23 @@ loads for 64 pairs, which find the tile's few lines in the cache. Nothing is exc
 
 Gradients go the other way: a thread adds up what it has of a diagonal, four threads of a warp add
 theirs up by shuffles, and 80 sums of a tile of 16 rows and 64 columns are added to one number per
-distance in global memory, which `collect` brings to the gradient of the tensor afterwards.
+distance in global memory, which `collect_bias_grad` brings to the gradient of the tensor
+afterwards.
 """
 
 import triton.language as tl
 
 import triton
 
-from .affine_score import in_eights
+from .affine_score import octet_layout
 from .gluon_compat import gl, gluon
-from .mma import mma
+from .mma import acc_layout
 
 # -- in the kernels -------------------------------------------------------------------------------
 
 
 @gluon.jit
-def begin(bands, b, h, row):
+def locate_bias(bands, b, h, row):
     """Where the numbers of a head begin, of every band; and what is added to the first column of a
     product whose first row is given, for the number that its distance has in a band.
 
@@ -44,10 +45,10 @@ def begin(bands, b, h, row):
 
 
 @gluon.jit
-def read(band, column, COLUMNS: gl.constexpr):
+def load_bias(band, column, COLUMNS: gl.constexpr):
     """The numbers of every band for the pairs of a product of 64 rows, from a column on.
 
-    - `band`: from `begin`.
+    - `band`: from `locate_bias`.
     """
     starts, more = band
     # Of rows that are none, which may lie anywhere before, others are read.
@@ -60,22 +61,22 @@ def read(band, column, COLUMNS: gl.constexpr):
             loads(COLUMNS), operands(COLUMNS, "=f", "l"), [starts[n] + at],
             dtype=gl.float32, is_pure=False, pack=COLUMNS // 2,
         )  # fmt: skip
-        found = found + (gl.convert_layout(x.reshape([64, COLUMNS]), mma(COLUMNS)),)  # noqa: RUF005
+        found = found + (gl.convert_layout(x.reshape([64, COLUMNS]), acc_layout(COLUMNS)),)  # noqa: RUF005
     return found
 
 
 @gluon.jit
-def add(band, column, values, HOW: gl.constexpr):
+def add_bias_grad(band, column, values, HOW: gl.constexpr):
     """Add what the 64 x 64 pairs of a product have to the numbers of their distances.
 
-    - `band`: from `begin`, of sums; to each go the values that `HOW.summed` says.
+    - `band`: from `locate_bias`, of sums; to each go the values that `HOW.bias_grads` says.
     """
     starts, more = band
     at = gl.maximum(column + more, 64)
     row, one = _places(64)
     at = at - (row & 48) + (row & 7) + ((one & 2) >> 1) * 16 + ((one & 4) >> 2) * 40 - 16
     for n in gl.static_range(len(starts)):
-        x = gl.convert_layout(values[_summed(HOW, n)].reshape([64, 8, 8]), in_eights(64))
+        x = gl.convert_layout(values[_summed(HOW, n)].reshape([64, 8, 8]), octet_layout(64))
         gl.inline_asm_elementwise(
             ADDS, operands(64, "=r", "l", "f"), [(starts[n] + at).to(gl.int64), x],
             dtype=gl.int32, is_pure=False, pack=32,
@@ -84,13 +85,13 @@ def add(band, column, values, HOW: gl.constexpr):
 
 @gluon.constexpr_function
 def _summed(HOW, n):
-    return HOW.summed[n]
+    return HOW.bias_grads[n]
 
 
 @gluon.jit
 def _places(COLUMNS: gl.constexpr):
     """Row and column of every pair, in eights."""
-    whole: gl.constexpr = in_eights(COLUMNS)
+    whole: gl.constexpr = octet_layout(COLUMNS)
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, whole)))[:, None, None]
     over = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, whole)))
     one = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, whole)))
@@ -181,7 +182,7 @@ ADDS = gl.constexpr(_adds())
 
 
 @triton.jit(do_not_specialize=["zero", "count", "b_first", "h_first", "distance", "numbers"])
-def lay_out(
+def fill_bias_table(
     bands, tensors, numbers, zero, count, heads, b_first, h_first, distance,
     BAND: tl.constexpr, SIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +203,7 @@ def lay_out(
 
 
 @triton.jit(do_not_specialize=["zero", "count", "b_first", "h_first", "distance", "numbers"])
-def collect(
+def collect_bias_grad(
     sums, grad, tensors, numbers, zero, count, heads, b_first, h_first, distance,
     OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -1,19 +1,45 @@
 """What a rank is, as it is told to those who work on it, and the walk over its live blocks."""
 
+from typing import Any, NamedTuple
+
 from .gluon_compat import gl, gluon
 from .pipeline import advance, producer_acquire, producer_commit
 
 WORK_STAGES = gl.constexpr(4)  # stages of the channel of work: a rank, the one before, and ahead
-# The numbers of a rank of the forward: its tile of out (-1: a ghost), first row, head, batch row,
-# first block, head of the keys, twice how many blocks it has (plus 1, where one more rank is taken
-# before they are copied), and, from RUNS on, its runs (`visit_rank`), or, of a rank that may be
-# shared, how many blocks again, and what `kernel_forward_parts.join` needs.
-FWD_FIELDS = gl.constexpr(15)
-FWD_RUNS = gl.constexpr(7)
-# Of the backward: line, its place in the head, first row, head, batch row, what islands need
-# (`of_island_to_tell`), and from BACK_RUNS on its runs (`runs_of`).
-BWD_FIELDS = gl.constexpr(16)
-BWD_RUNS = gl.constexpr(8)
+
+
+class FwdTile(NamedTuple):
+    """A work tile of the forward, as `write_work` publishes it: the queries of one CTA. The table's
+    numbers of its runs follow (`visit_kv_blocks`): eight under a block mask, else how many blocks
+    there are; and of a tile that stream-K may share out, what `combine_parts` needs."""
+
+    slot: Any  # its number among the tiles of its head; -1: a sentinel tile
+    first_row: Any  # of its queries
+    head: Any
+    batch: Any
+    first_block: Any  # first row of the KV block that is visited first
+    kv_head: Any
+    twice_blocks: Any  # 2 * KV blocks, + 1 where the next tile is fetched before they are copied
+
+
+class BwdTile(NamedTuple):
+    """A work tile of the backward: the keys of one CTA. The numbers of its runs follow
+    (`load_runs`)."""
+
+    column: Any  # n_block column of the block mask
+    slot: Any  # its number among the tiles of its head
+    first_row: Any  # of its keys
+    head: Any
+    batch: Any
+    first_visits: Any  # of segments (bwd/segments.py): Q blocks that it visits first, a bit each
+    last_visits: Any  # and those that it visits last
+    segment_block: Any  # the segment's first Q block
+
+
+FWD_RUNS = gl.constexpr(len(FwdTile._fields))  # the first field behind
+FWD_FIELDS = gl.constexpr(len(FwdTile._fields) + 8)
+BWD_RUNS = gl.constexpr(len(BwdTile._fields))
+BWD_FIELDS = gl.constexpr(len(BwdTile._fields) + 8)
 
 
 @gluon.jit
@@ -119,7 +145,7 @@ def _rows(start, count, walk, length, BLOCK: gl.constexpr):
 @gluon.jit
 def _from_full(runs, HOW: gl.constexpr):
     """1 where the block that is visited first is not of a partial tile (`ranks.table`), else 0."""
-    if HOW.even:
+    if HOW.even_kv:
         return gl.where(runs[5] == 0, 1, 0)
     else:
         return gl.where((runs[1] > 0) | (runs[5] == 0), 1, 0)
@@ -179,7 +205,7 @@ def visit_q_blocks(
     """`BODY(state, given, row, more, PARTIAL)` on every live block of a line: partial ones, then
     full ones, each from the first to the last; or, of a walk that is `ordered`, all from the first
     to the last. `more`: another call follows, of this line or `after`. A line with no live tile
-    gets its first, which the mask empties. `runs`: from `runs_of`, where somebody knows them."""
+    gets its first, which the mask empties. `runs`: from `load_runs`, where somebody knows them."""
     BLOCK: gl.constexpr = HOW.block
     if walk.full is None:
         blocks = (length + BLOCK - 1) // BLOCK
@@ -207,7 +233,7 @@ def visit_q_blocks(
                 )  # fmt: skip
     else:
         if len(runs) == 0:
-            runs = runs_of(walk, line)
+            runs = load_runs(walk, line)
         p0, runs_p, start_p, count_p, f0, runs_f, start_f, count_f = runs
         runs_p = gl.where(runs_p + runs_f == 0, 1, runs_p)
         for r in range(0, runs_p):
@@ -246,7 +272,7 @@ def _rows_of_run(runs, at, r, start, count, walk, length, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def runs_of(walk, line):
+def load_runs(walk, line):
     """Of the runs of partial tiles of a line the first one, how many there are, and its start and
     tiles; and the same of full ones. Where there are none, the first tile."""
     p0 = gl.load(walk.partial[0] + line)
@@ -276,7 +302,7 @@ def broadcasts_runs(full, HOW):
 def runs_to_write(walk, line, HOW: gl.constexpr):
     """What the loader tells of the runs of a line."""
     if broadcasts_runs(walk.full, HOW):
-        return runs_of(walk, line)
+        return load_runs(walk, line)
     else:
         return ()
 

@@ -6,7 +6,7 @@ Of keys J and K, o_J and o_K being sums of exp2(T - m_J) v over J, and so on,
 """
 
 from ..device.gluon_compat import barrier, gl, gluon
-from ..device.mma import ROWS, mma, of_product, plus, times
+from ..device.mma import ROWS, acc_layout, add_acc, row_vector, scale_rows
 from ..device.pipeline import semaphore_release, semaphore_wait
 
 FLAGS = gl.constexpr(32)  # behind the counter: of the parts that are written
@@ -53,11 +53,11 @@ def _add(parts, at, acc, m, l, largest, i, HOW: gl.constexpr):
     l = l * mine + gl.load(of_row + 1) * theirs
     if HOW.track_max:
         largest = gl.maximum(largest, gl.load(of_row + 2))
-    acc = times(acc, mine)
+    acc = scale_rows(acc, mine)
     other = ()
     for n in gl.static_range(len(acc)):
         other = other + (gl.load(columns[n]),)  # noqa: RUF005
-    return plus(acc, times(other, theirs)), most, l, largest
+    return add_acc(acc, scale_rows(other, theirs)), most, l, largest
 
 
 @gluon.jit
@@ -69,8 +69,10 @@ def _places(parts, at, acc, i, HOW: gl.constexpr):
     columns = ()
     column = 0
     for n in gl.static_range(len(acc)):
-        rows = of_product(row, acc[n].shape[1])[:, None]
-        j = gl.arange(0, acc[n].shape[1], layout=gl.SliceLayout(0, mma(acc[n].shape[1])))[None, :]
+        rows = row_vector(row, acc[n].shape[1])[:, None]
+        j = gl.arange(0, acc[n].shape[1], layout=gl.SliceLayout(0, acc_layout(acc[n].shape[1])))[
+            None, :
+        ]
         columns = columns + (parts + (rows + (column + j)),)  # noqa: RUF005
         column += acc[n].shape[1]
     return columns, parts + (row + WIDTH)

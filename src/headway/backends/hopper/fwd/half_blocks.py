@@ -8,8 +8,8 @@ is seen whole nothing is compared.
 """
 
 from ..device.gluon_compat import gl, gluon
-from ..device.hoisted import keep, rows_of_product
-from ..device.mma import ROWS, halves, mma, of_product, side_by_side
+from ..device.hoisted import evaluate_mask, rows_for_width
+from ..device.mma import ROWS, acc_layout, join_halves, row_vector, split_halves
 
 # What is seen of a quarter.
 NOTHING, SOME, ALL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -46,7 +46,7 @@ def hidden_columns(HOW, FIRST, PARTIAL):
 @gluon.jit
 def hidden_positions(offset, n, HIDES: gl.constexpr, LAYOUT: gl.constexpr, HOW: gl.constexpr):
     """Positions of the columns that the mask is asked for; n is that of the first column."""
-    return gl.cast(offset, HOW.index) + n + HIDES[0] + gl.arange(0, HIDES[1], layout=LAYOUT)
+    return gl.cast(offset, HOW.index_type) + n + HIDES[0] + gl.arange(0, HIDES[1], layout=LAYOUT)
 
 
 @gluon.jit
@@ -54,26 +54,28 @@ def hide(
     t, b, h, q_idx, kv_idx, first, rows, columns, of_mask,
     HIDES: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """T, or -inf where the mask does not keep a pair. Arguments as of `keep`; `columns` are of
-    those columns that the mask is asked for."""
+    """T, or -inf where the mask does not keep a pair. Arguments as of `evaluate_mask`; `columns`
+    are of those columns that the mask is asked for."""
     if HIDES[1] == t.shape[1]:
-        kept_pairs = keep(t, b, h, q_idx, kv_idx, first, rows, columns, of_mask, True, MASK, HOW)
+        kept_pairs = evaluate_mask(
+            t, b, h, q_idx, kv_idx, first, rows, columns, of_mask, True, MASK, HOW
+        )
         return gl.where(kept_pairs, t, float("-inf"))
     else:
         COLUMNS: gl.constexpr = HIDES[1]
-        left, right = halves(t)
+        left, right = split_halves(t)
         part = left if HIDES[0] == 0 else right
-        kv_idx = hidden_positions(first, 0, HIDES, gl.SliceLayout(0, mma(COLUMNS)), HOW)
-        q_idx, of_rows = of_product(q_idx, COLUMNS), rows_of_product(rows[1], COLUMNS)
-        kept_pairs = keep(
+        kv_idx = hidden_positions(first, 0, HIDES, gl.SliceLayout(0, acc_layout(COLUMNS)), HOW)
+        q_idx, of_rows = row_vector(q_idx, COLUMNS), rows_for_width(rows[1], COLUMNS)
+        kept_pairs = evaluate_mask(
             part, b, h, q_idx, kv_idx, first + HIDES[0], (None, of_rows), columns, of_mask,
             True, MASK, HOW,
         )  # fmt: skip
         part = gl.where(kept_pairs, part, float("-inf"))
         if HIDES[0] == 0:
-            return side_by_side(part, right)
+            return join_halves(part, right)
         else:
-            return side_by_side(left, part)
+            return join_halves(left, part)
 
 
 @gluon.jit
@@ -82,8 +84,8 @@ def of_all_columns(p, SPAN: gl.constexpr, HOW: gl.constexpr):
     if SPAN[1] == HOW.block:
         return p
     else:
-        nothing = gl.full([ROWS, SPAN[1]], 0.0, p.dtype, layout=mma(SPAN[1]))
+        nothing = gl.full([ROWS, SPAN[1]], 0.0, p.dtype, layout=acc_layout(SPAN[1]))
         if SPAN[0] == 0:
-            return side_by_side(p, nothing)
+            return join_halves(p, nothing)
         else:
-            return side_by_side(nothing, p)
+            return join_halves(nothing, p)

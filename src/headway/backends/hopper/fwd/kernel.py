@@ -24,26 +24,32 @@ Loader and consumers walk the blocks of a line by the same function, `walk.visit
 on them.
 """
 
-from ..device.affine_score import column_numbers, linear_scores, slant, straight_line
-from ..device.gluon_compat import copy_out_wait, gl, gluon, warpgroup_mma_wait
-from ..device.hoisted import by_thread, given, of_columns, of_rows, rows_of_product
+from ..device.affine_score import affine_scores, slope_lhs, slope_rhs, wgmma_slope
+from ..device.gluon_compat import gl, gluon, tma_store_wait, warpgroup_mma_wait
+from ..device.hoisted import (
+    affine_operands,
+    hoist_columns,
+    hoist_layout,
+    hoist_rows,
+    rows_for_width,
+)
 from ..device.mma import (
     ROWS,
-    add_product,
+    acc_layout,
+    alloc_stages,
+    apply_score,
     at_stage,
-    buffers,
-    kept,
-    left,
-    mma,
-    of_product,
-    outer,
+    lhs_layout,
+    materialize,
     pieces,
     positions,
-    scores,
-    settle,
-    some_rows,
-    times,
-    zeros,
+    row_vector,
+    scale_rows,
+    slice_rows,
+    wgmma_ab,
+    wgmma_abt,
+    wgmma_wait,
+    zero_acc,
 )
 from ..device.pipeline import (
     advance,
@@ -58,7 +64,7 @@ from ..device.pipeline import (
     ping_pong_pass,
     ping_pong_wait,
 )
-from ..device.relative_bias import begin, read
+from ..device.relative_bias import load_bias, locate_bias
 from ..device.work_tile import (
     FWD_FIELDS,
     FWD_RUNS,
@@ -94,23 +100,23 @@ def forward(
     STAGES: gl.constexpr = HOW.stages
     # Launchers take descriptors one by one, and not in tuples.
     q, k, v, out = pieces(q0, q1), pieces(k0, k1), pieces(v0, v1), pieces(out0, out1)
-    q_smem = buffers(HOW.consumers * HOW.q_stages, q)
-    k_smem = buffers(STAGES, k)
-    v_smem = buffers(HOW.v_stages, v)
+    q_smem = alloc_stages(HOW.consumers * HOW.q_stages, q)
+    k_smem = alloc_stages(STAGES, k)
+    v_smem = alloc_stages(HOW.v_stages, v)
     if wide_out is None:  # noqa: SIM108
-        o_smem = buffers(HOW.consumers, out)
+        o_smem = alloc_stages(HOW.consumers, out)
     else:
         o_smem = ()
     work_smem = work_buffer(FWD_FIELDS)
     if HOW.slope_mma:  # noqa: SIM108
-        c_smem = (column_numbers(HOW.block),)
+        c_smem = (slope_rhs(HOW.block),)
     else:
         c_smem = ()
     rings = (
         mbarrier_ring(WORK_STAGES, 1, HOW.consumers + 1),  # work
         channels_of_queries(HOW),
-        mbarrier_ring(STAGES, 1, HOW.consumers, HOW.of_keys()),
-        mbarrier_ring(HOW.v_stages, 1, HOW.consumers, HOW.of_values()),
+        mbarrier_ring(STAGES, 1, HOW.consumers, HOW.k_barriers()),
+        mbarrier_ring(HOW.v_stages, 1, HOW.consumers, HOW.v_barriers()),
         full_barriers(1, 1),  # from the loader to the scheduler: one more
     )
     fence_barrier_init()
@@ -122,7 +128,7 @@ def forward(
     if HOW.consumers == 1:
         gl.warp_specialize(
             [
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(0))),
                 (produce, (q, k, v, smem, rings, sizes, walk, HOW)),
                 (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
             ],
@@ -132,8 +138,8 @@ def forward(
     elif HOW.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(0))),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(1))),
                 (produce, (q, k, v, smem, rings, sizes, walk, HOW)),
                 (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
             ],
@@ -143,9 +149,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(0))),
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(1))),
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.of(2))),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(0))),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(1))),
+                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(2))),
                 (produce, (q, k, v, smem, rings, sizes, walk, HOW)),
                 (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
             ],
@@ -179,14 +185,14 @@ def consumer(
     _, _, q_len, kv_len, _ = sizes
     scale, coords, bands, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
-    INDEX: gl.constexpr = HOW.index
-    rows: gl.constexpr = gl.SliceLayout(1, mma(BLOCK))
+    INDEX: gl.constexpr = HOW.index_type
+    rows: gl.constexpr = gl.SliceLayout(1, acc_layout(BLOCK))
     last_at, q_at, k_at, v_at = first_stage(), first_stage(), first_stage(), first_stage()
     work_at = advance(last_at, WORK_STAGES)
     consumer_wait(work_ring, last_at)
     ping_pong_init(HOW)
-    consumer_release_all(HOW.stages, HOW.of_keys())
-    consumer_release_all(HOW.v_stages, HOW.of_values())
+    consumer_release_all(HOW.stages, HOW.k_barriers())
+    consumer_release_all(HOW.v_stages, HOW.v_barriers())
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
     COUNT: gl.constexpr = FWD_RUNS + 1 if walk.full is None else FWD_FIELDS
     TWICE: gl.constexpr = FWD_RUNS - 1
@@ -194,8 +200,8 @@ def consumer(
     none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
     m, l, largest = nothing, none, nothing
     by_row = none  # what a straight line adds beside the rest of m
-    acc = zeros(ROWS, v_smem)
-    p = gl.zeros([ROWS, BLOCK], k_smem[0].dtype, layout=left(v_smem[0].shape[2]))
+    acc = zero_acc(ROWS, v_smem)
+    p = gl.zeros([ROWS, BLOCK], k_smem[0].dtype, layout=lhs_layout(v_smem[0].shape[2]))
     slot = gl.to_tensor(0)
     while slot >= 0:
         if HOW.early_q_release:
@@ -203,7 +209,9 @@ def consumer(
         consumer_wait(q_ring, q_at)
         queries = at_stage(q_smem, HOW.consumers * q_at[0] + W)
         if HOW.q_in_registers:
-            queries = (queries[0].load(left(BLOCK)),)  # Shared memory is then read for keys alone.
+            queries = (
+                queries[0].load(lhs_layout(BLOCK)),
+            )  # Shared memory is then read for keys alone.
         context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, ())
         if HOW.early_q_release:
             s = issue_scores(context, k_at, live_columns(HOW, True, True), HOW)
@@ -222,8 +230,8 @@ def consumer(
             coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
         )
         at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx, b)
-        of_row = of_rows(at[0], at[1], q_idx, of_score, of_mask, True, HOW)
-        at = at + (of_row + (begin(bands, b, h, first + W * ROWS),),)  # noqa: RUF005
+        of_row = hoist_rows(at[0], at[1], q_idx, of_score, of_mask, True, HOW)
+        at = at + (of_row + (locate_bias(bands, b, h, first + W * ROWS),),)  # noqa: RUF005
         first_row = gl.cast(coords.q, INDEX) + first
         how_scored = (kv_len, scale, coords, of_score, of_mask, at, first_row)
         before = (last_at, i, by_row, work_smem, work_ring, to, o_smem, sizes, walk)
@@ -247,15 +255,15 @@ def consumer(
         if not (HOW.q_in_registers or HOW.early_q_release):
             consumer_release(q_ring, q_at)
         q_at = advance(q_at, HOW.q_stages)
-    copy_out_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit
 def slope_of_tile(scale, at, first_row, of_score, HOW: gl.constexpr):
-    """What `slant` needs of a rank, and what its rows add."""
+    """What `wgmma_slope` needs of a rank, and what its rows add."""
     b, h, q_idx, _, rows = at
-    of_linear = given(of_score, rows, ((),), True, HOW.block, HOW)
-    return straight_line(scale, b, h, q_idx, first_row, of_linear, HOW.block, HOW)
+    of_linear = affine_operands(of_score, rows, ((),), True, HOW.block, HOW)
+    return slope_lhs(scale, b, h, q_idx, first_row, of_linear, HOW.block, HOW)
 
 
 @gluon.jit
@@ -288,11 +296,13 @@ def issue_scores(context, k_at, SPAN: gl.constexpr, HOW: gl.constexpr):
     consumer_wait(k_ring, k_at)
     ping_pong_wait(HOW)
     BLOCK: gl.constexpr = SPAN[1]
-    zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=mma(BLOCK))
-    s = outer(queries, some_rows(at_stage(k_smem, k_at[0]), SPAN), zero)
+    zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=acc_layout(BLOCK))
+    s = wgmma_abt(queries, slice_rows(at_stage(k_smem, k_at[0]), SPAN), zero)
     if len(slanted) > 0:  # whose columns are counted from the first one
-        s = slant(
-            s, gl.convert_layout(slanted[0], left(BLOCK)), some_rows((slanted[1],), (0, BLOCK))[0]
+        s = wgmma_slope(
+            s,
+            gl.convert_layout(slanted[0], lhs_layout(BLOCK)),
+            slice_rows((slanted[1],), (0, BLOCK))[0],
         )
     return s
 
@@ -301,7 +311,7 @@ def issue_scores(context, k_at, SPAN: gl.constexpr, HOW: gl.constexpr):
 def add_values(acc, p, v_smem, v_ring, v_at):
     """The product of P and its values."""
     consumer_wait(v_ring, v_at)
-    return add_product(acc, p, at_stage(v_smem, v_at[0]))
+    return wgmma_ab(acc, p, at_stage(v_smem, v_at[0]))
 
 
 @gluon.jit
@@ -329,53 +339,53 @@ def softmax_step(
     SPAN: gl.constexpr = live_columns(HOW, FIRST, PARTIAL)
     HIDES: gl.constexpr = hidden_columns(HOW, FIRST, PARTIAL)
     BLOCK: gl.constexpr = SPAN[1]
-    INDEX: gl.constexpr = HOW.index
+    INDEX: gl.constexpr = HOW.index_type
     SHIFTED: gl.constexpr = HOW.affine is not None and not HOW.abs_only
     MERGED: gl.constexpr = HOW.first_block_in_loop and PARTIAL
     b, h, q_idx, row, rows = at
     n += SPAN[0]
-    j = n + gl.arange(0, BLOCK, layout=by_thread())
+    j = n + gl.arange(0, BLOCK, layout=hoist_layout())
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, j < kv_len, INDEX)
-    columns = of_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
+    columns = hoist_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
     if HIDES[1] < BLOCK:
-        kv_idx = hidden_positions(coords.kv, n, HIDES, by_thread(), HOW)
-        of_hidden = of_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
+        kv_idx = hidden_positions(coords.kv, n, HIDES, hoist_layout(), HOW)
+        of_hidden = hoist_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
         columns = (columns[0], of_hidden[1])
     if HOW.relative_biases > 0:
-        of_score = of_score + (read(rows[2], n, BLOCK),)  # noqa: RUF005
+        of_score = of_score + (load_bias(rows[2], n, BLOCK),)  # noqa: RUF005
     if HOW.q_in_registers:  # Their registers stay as they are until then.
-        s = settle((s,), queries[0], len(v_smem))[0]
+        s = wgmma_wait((s,), queries[0], len(v_smem))[0]
     elif len(slanted) > 0:
-        s = settle((s,), slanted[0], len(v_smem))[0]
+        s = wgmma_wait((s,), slanted[0], len(v_smem))[0]
     else:  # The product of the block before may go on; that of the rank before was issued first.
         s = warpgroup_mma_wait(0 if HOW.early_q_release and FIRST else len(v_smem), deps=[s])
-    consumer_release(k_ring, k_at, True, HOW.of_keys())
+    consumer_release(k_ring, k_at, True, HOW.k_barriers())
     at_before = of_before(k_at, v_at, HOW)
     if HOW.early_q_release:
         to_go -= 1
         consumer_release(q_ring, q_at, to_go == 0)
     k_at = advance(k_at, HOW.stages)
 
-    j = n + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, mma(BLOCK)))
+    j = n + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, acc_layout(BLOCK)))
     live = j < kv_len
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, live, INDEX)
     # Plus 0, which LLVM does not know: or it would keep the distances of all pairs in registers.
-    q_idx = of_product(q_idx + ((n + kv_len) >> 31), BLOCK)
-    rows = (rows_of_product(rows[0], BLOCK), rows_of_product(rows[1], BLOCK))
+    q_idx = row_vector(q_idx + ((n + kv_len) >> 31), BLOCK)
+    rows = (rows_for_width(rows[0], BLOCK), rows_for_width(rows[1], BLOCK))
     kv_first = gl.cast(coords.kv, INDEX) + n
     if HOW.affine is None:
-        t, unit, s = scores(
-            s, scale, b, h, q_idx[:, None], kv_idx[None, :], of_score, SCORE, HOW.positive
+        t, unit, s = apply_score(
+            s, scale, b, h, q_idx[:, None], kv_idx[None, :], of_score, SCORE, HOW.positive_scale
         )
     else:
-        of_linear = given(of_score, rows, columns, True, BLOCK, HOW)
-        t, unit, by_row = linear_scores(
+        of_linear = affine_operands(of_score, rows, columns, True, BLOCK, HOW)
+        t, unit, by_row = affine_scores(
             s, scale, b, h, q_idx, kv_idx, first_row, kv_first, of_linear, len(slanted) > 0, HOW
         )
         s = s * scale
     if PARTIAL and MASK is not None:
         t = hide(t, b, h, q_idx, kv_idx, kv_first, rows, columns, of_mask, HIDES, MASK, HOW)
-    if PARTIAL and not HOW.even:
+    if PARTIAL and not HOW.even_kv:
         t = gl.where(live[None, :], t, float("-inf"))
     done = (m, l, largest)
     if FIRST or MERGED:
@@ -385,32 +395,32 @@ def softmax_step(
     if HOW.track_max:  # of S, where T says that the pair is kept
         whole = t + by_row[:, None] if SHIFTED else t
         seen = gl.where(whole == float("-inf"), float("-inf"), s)
-        largest = gl.maximum(largest, of_product(gl.max(seen, 1), HOW.block))
+        largest = gl.maximum(largest, row_vector(gl.max(seen, 1), HOW.block))
     m_before = m
     most = gl.max(t, 1) * unit
-    m = gl.maximum(m, of_product(most + by_row if SHIFTED else most, HOW.block))
+    m = gl.maximum(m, row_vector(most + by_row if SHIFTED else most, HOW.block))
     # A query that has seen nothing yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
     base = gl.where(m == float("-inf"), 0.0, m)
-    less = of_product(base, BLOCK)
+    less = row_vector(base, BLOCK)
     if SHIFTED:  # Rounded, it may be less than the largest T: no exponential is to be above 1.
         less = gl.maximum(less - by_row, most)
     e = gl.exp2(t * unit - less[:, None])
     shrink = gl.exp2(m_before - base)
-    l = l * shrink + of_product(gl.sum(e, 1), HOW.block)
-    acc = settle(tokens, p, 0)
-    consumer_release(v_ring, at_before, True, HOW.of_values())
+    l = l * shrink + row_vector(gl.sum(e, 1), HOW.block)
+    acc = wgmma_wait(tokens, p, 0)
+    consumer_release(v_ring, at_before, True, HOW.v_barriers())
     v_at = advance(v_at, HOW.v_stages)
-    p = of_all_columns(kept(e.to(k_smem[0].dtype)), SPAN, HOW)
-    p = gl.convert_layout(p, left(v_smem[0].shape[2]))
+    p = of_all_columns(materialize(e.to(k_smem[0].dtype)), SPAN, HOW)
+    p = gl.convert_layout(p, lhs_layout(v_smem[0].shape[2]))
     if FIRST:
         epilogue(acc, done, before, SCORE, HOW)
-        acc = zeros(ROWS, v_smem)
+        acc = zero_acc(ROWS, v_smem)
     elif MERGED:  # FIRST or not, as the loop goes
         if fresh > 0:
             epilogue(acc, done, before, SCORE, HOW)
-            acc = zeros(ROWS, v_smem)
+            acc = zero_acc(ROWS, v_smem)
         else:
-            acc = times(acc, shrink)
+            acc = scale_rows(acc, shrink)
     else:
-        acc = times(acc, shrink)
+        acc = scale_rows(acc, shrink)
     return acc, m, l, largest, p, k_at, v_at, gl.to_tensor(0), to_go

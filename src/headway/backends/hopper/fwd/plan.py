@@ -11,10 +11,10 @@ from ...base import Call, split
 from ...gpu.runtime.call_plan import Walks, straight
 from ...gpu.runtime.launcher import Direct
 from ..bias_tables import BiasTables
-from ..config import FORWARD, TILE, Forward, How, assembling, fitting
+from ..config import FORWARD, TILE, Forward, How, first_fit, ptxas_options
 from ..launch_plan import DEVICE, Plan
-from ..tile_counter import zero
-from ..tma import matrix
+from ..tile_counter import zeroed_counter
+from ..tma import matrix_tiles
 from . import combine, epilogue, half_blocks, kernel, producer, scheduler
 from .half_block_table import HalfBlocks, half_block_table
 from .kernel import forward as forward_kernel
@@ -28,15 +28,15 @@ class ForwardPlan(Plan):
     """The forward."""
 
     sources = *DEVICE, scheduler, producer, half_blocks, epilogue, combine, kernel
-    sided = True
+    abs_by_mask = True
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
         super().__init__(spec, call, wanted, matrices)
-        how, group = fitting(filter(self.suits, FORWARD), self.d, self.dv), self.hq // self.hk
+        how, group = first_fit(filter(self.suits, FORWARD), self.d, self.dv), self.hq // self.hk
         each, registers = how.registers
-        block = min(how.block, 64) if self.heavy else how.block
+        block = min(how.block, 64) if self.gathers_per_pair else how.block
         rows = 64 * how.consumers
         if rows != TILE[0] and self.tile is not None and spec.tiles is None:
             self.tile = rows, min(block, self.tile[1])
@@ -45,11 +45,15 @@ class ForwardPlan(Plan):
         # Under masks that leave lines of any length several rounds leave shorter ranks for the end
         # (documents are 4 % faster with four than with two); of causal ones the shortest are dealt
         # last (8k takes 0.97 of the time at 64 columns, 0.993 at 128).
-        rounds = 1 if self.causal() and how.consumers > 1 else 4
-        near = group if self.mask is None else self.near(self.hq, -(-self.q_len // rows), rounds)
+        rounds = 1 if self.is_causal() and how.consumers > 1 else 4
+        near = (
+            group
+            if self.mask is None
+            else self.head_swizzle(self.hq, -(-self.q_len // rows), rounds)
+        )
         self.walks = Walks(self, queries=True, block=rows, near=near)
         self.ranked = TileTable(self.walks, self.kv_len, block, rows)
-        self.bands = BiasTables(self, self.walks, queries=True)
+        self.bias_tables = BiasTables(self, self.walks, queries=True)
         ranks = self.walks.lines * self.walks.sub * self.b * self.hq
         self.slots = how.consumers * self.walks.lines * self.walks.sub  # of one head
         ctas = how.ctas * self.processors
@@ -57,35 +61,35 @@ class ForwardPlan(Plan):
         shares = Shares.of(ranks, blocks, ctas, how)
         parts = shares.tickets - shares.whole
         self.part = parts * how.consumers * 64 * (sum(how.dv) + 4)  # numbers of all parts
-        late = self.causal() and (how.consumers > 1 or self.long())
+        late = self.is_causal() and (how.consumers > 1 or self.is_long())
         last = int(late) * self.walks.lines * self.walks.sub // 4  # lines
         self.dealt = shares.tickets, last, *shares[1:]
         self.grid = (min(shares.tickets, ctas), 1, 1)
         self.numbers = (self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale)
         out = (how.out_columns,) if how.out_columns else how.dv
-        self.q, self.out = matrix(64, how.d), matrix(64, out)
-        self.k, self.v = matrix(block, how.d), matrix(block, how.dv)
+        self.q, self.out = matrix_tiles(64, how.d), matrix_tiles(64, out)
+        self.k, self.v = matrix_tiles(block, how.d), matrix_tiles(block, how.dv)
         # Copies need rows of whole 16 bytes.
         self.wide = spec.out_dtype(self.dtype) != self.dtype
         self.spare = 0 if self.wide else -self.dv % 8
         options = {
             "SCORE": self.function("score"), "MASK": self.function("mask"),
             "HOW": How(
-                block, how.stages, self.walks.sub, self.index, positive=spec.scale > 0,
-                even=self.kv_len % block == 0,
+                block, how.stages, self.walks.sub, self.index_type, positive_scale=spec.scale > 0,
+                even_kv=self.kv_len % block == 0,
                 v_stages=how.v_stages, q_stages=how.q_stages,
                 early_q_release=how.early_q_release, q_in_registers=how.q_in_registers,
                 slope_mma=how.slope_mma, named_barriers=how.named_barriers,
                 first_block_in_loop=how.first_block_in_loop, stream_k=shares.share > 0,
                 consumers=how.consumers, registers=registers,
                 half_blocks=self.quarters(call, how, block),
-                short=how.ctas == 2,  # 244 bytes are left of a CTA's half
+                scarce_smem=how.ctas == 2,  # 244 bytes are left of a CTA's half
                 track_max=spec.max_logit and spec.score is not None,
-                relative_biases=len(self.bands.own),
-                **self.affine, **self.sides,
+                relative_biases=len(self.bias_tables.depends),
+                **self.affine, **self.hoisted,
             ),
         }  # fmt: skip
-        options |= assembling(each, how.register_usage_level)
+        options |= ptxas_options(each, how.register_usage_level)
         self.kernel = Direct(forward_kernel, self.device, options, self.grid, self.arrange)
 
     def suits(self, how: Forward) -> bool:
@@ -109,11 +113,11 @@ class ForwardPlan(Plan):
     def quarters(self, call: Call, how: Forward, block: int) -> HalfBlocks:
         """What is known of partial blocks before a rank: of masks that compare positions, and are
         the same for all calls of the kind, where tiles are blocks of two consumers."""
-        own = self.spec.tiles is None and self.sides["pairs"] is not None
+        own = self.spec.tiles is None and self.hoisted["mask_pairs"] is not None
         captured = split(self.spec, call.captured)[1]
         fixed = not (captured.tensors or captured.floats) and straight(call.coords)
         blocks = self.tile == (64 * how.consumers, block) == TILE and self.kv_len % block == 0
-        if not (own and fixed and blocks) or how.first_block_in_loop or self.bands.own:
+        if not (own and fixed and blocks) or how.first_block_in_loop or self.bias_tables.depends:
             return ()
         assert self.mask is not None
         shape = self.b, self.hq, self.q_len, self.kv_len
@@ -125,14 +129,14 @@ class ForwardPlan(Plan):
         their instructions are fetched and not repeated. Timed on an H200: 64 wide, causal 256 and
         512 take 0.7 of the time of two consumers, 2k and a window in 8k 0.96; without a mask 1.0 to
         1.3. 128 wide, causal 512 0.92, documents of 700 0.76, causal 1k 1.05, a window 1.1."""
-        masked = self.spec.score is None and self.mask is not None and not self.heavy
-        return masked and (width <= 64 or self.kv_len <= 512 or self.compares())
+        masked = self.spec.score is None and self.mask is not None and not self.gathers_per_pair
+        return masked and (width <= 64 or self.kv_len <= 512 or self.compares_captures())
 
     def in_threes(self) -> bool:
         """Whether a rank is of 192 queries: few are past the end, no score wants registers, and
         lines are long (timed on an H200: 8k causal gains 7 %, 1k loses half)."""
         length = self.q_len
-        long = self.spec.score is None and self.long(2048 if self.mask is None else 8192)
+        long = self.spec.score is None and self.is_long(2048 if self.mask is None else 8192)
         return long and -length % 192 <= LOSS * length
 
     def launch(
@@ -145,9 +149,21 @@ class ForwardPlan(Plan):
         if self.spare:
             padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
         given = self.known(self.walks) or self.given_by(call, self.walks, walk=self.ranked(call))
-        bands = self.bands.new(given)
-        own = q, k, v, padded, lse, row_max, top, sink, zero(self.device), self.memory(), *bands
-        self.run(own, given)
+        bands = self.bias_tables.fill(given)
+        own = (
+            q,
+            k,
+            v,
+            padded,
+            lse,
+            row_max,
+            top,
+            sink,
+            zeroed_counter(self.device),
+            self.memory(),
+            *bands,
+        )
+        self.launch_kernel(own, given)
         if padded is not out:
             out.copy_(padded)
 
@@ -160,7 +176,7 @@ class ForwardPlan(Plan):
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel."""
         q, k, v, out, *pointers = own
-        bands, *_ = self.bands.arranged(pointers[6:])
+        bands, *_ = self.bias_tables.kernel_args(pointers[6:])
         coords, walk, captured, _ = self.arranged(self.walks, tensors, floats)
         to = (None, None, out) if self.wide else (*self.out(out), None)
         return (

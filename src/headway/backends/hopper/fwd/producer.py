@@ -2,7 +2,7 @@
 for one more rank a little before it is done with a long one."""
 
 from ..device.gluon_compat import gl, gluon
-from ..device.mma import ROWS, load_rows
+from ..device.mma import ROWS, produce_rows
 from ..device.pipeline import advance, consumer_release, consumer_wait, first_stage, producer_commit
 from ..device.work_tile import FWD_FIELDS, FWD_RUNS, WORK_STAGES, read_work, visit_kv_blocks
 
@@ -21,7 +21,7 @@ def produce(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
     # Of the ghost before, there is only its last product to come; of the one after, only its S.
     kv_at = (
         first_stage(),
-        load_rows(first_stage(), to_v, 0, 0, 0, 1, HOW.v_stages, HOW.of_values()),
+        produce_rows(first_stage(), to_v, 0, 0, 0, 1, HOW.v_stages, HOW.v_barriers()),
     )
     consumer_wait(work_ring, work_at)
     (slot,) = read_work(work_smem, work_at, 0, 1, 1)
@@ -43,7 +43,7 @@ def produce(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
         consumer_wait(work_ring, work_at)
         (slot,) = read_work(work_smem, work_at, 0, 1, 1)
     load_queries(q_at, to_q, 0, 0, q_len, HOW)
-    load_rows(kv_at[0], to_k, 0, 0, 0, 1, HOW.stages, HOW.of_keys())
+    produce_rows(kv_at[0], to_k, 0, 0, 0, 1, HOW.stages, HOW.k_barriers())
 
 
 @gluon.jit
@@ -56,11 +56,11 @@ def load_block(
     to_q, to_k, to_v, b, h, first, of_kv, more_ring = given
     k_at, v_at, ask, q_at, is_first = state
     producer_commit(more_ring, first_stage(), ask == 1)
-    k_at = load_rows(k_at, to_k, b, of_kv, n, 1, HOW.stages, HOW.of_keys())
+    k_at = produce_rows(k_at, to_k, b, of_kv, n, 1, HOW.stages, HOW.k_barriers())
     if HOW.early_q_release:  # noqa: SIM102  (it is known when this is compiled)
         if is_first:
             q_at = load_queries(q_at, to_q, b, h, first, HOW)
-    v_at = load_rows(v_at, to_v, b, of_kv, n, 1, HOW.v_stages, HOW.of_values())
+    v_at = produce_rows(v_at, to_v, b, of_kv, n, 1, HOW.v_stages, HOW.v_barriers())
     return k_at, v_at, ask - 1, q_at, gl.to_tensor(False)
 
 
@@ -73,5 +73,5 @@ def load_queries(at, to_q, b, h, first, HOW: gl.constexpr):
     for n in gl.static_range(COUNT):
         to = (q, q_smem, rings[n])
         row = first + n * EACH * ROWS
-        load_rows(at, to, b, h, row, EACH, HOW.q_stages, PLACE=n * EACH)
+        produce_rows(at, to, b, h, row, EACH, HOW.q_stages, PLACE=n * EACH)
     return advance(at, HOW.q_stages)

@@ -54,7 +54,7 @@ def schedule(smem, rings, counter, total, last, shares, sizes, walk, HOW: gl.con
 def _describe_tile(rank, total, last, walk, sizes, HOW: gl.constexpr):
     """The blocks of a rank (`walk.dealt`), and its numbers but one."""
     heads, group, _, _, _ = sizes
-    n, h, b = map_work_tile(rank, total, last, walk, heads, HOW.sub)
+    n, h, b = map_work_tile(rank, total, last, walk, heads, HOW.subtiles)
     if walk.full is None:
         blocks = _blocks(sizes, HOW)
         row = (blocks - 1) * HOW.block

@@ -15,7 +15,7 @@ from headway.backends.gpu.codegen import emit
 from headway.backends.gpu.codegen.hoist import sides
 from headway.backends.gpu.codegen.int_ranges import Widths
 from headway.backends.gpu.runtime import call_plan
-from headway.backends.hopper.launch_plan import SIDES
+from headway.backends.hopper.launch_plan import HOISTED
 from headway.mods.graph import parse
 
 from . import simulator
@@ -71,8 +71,9 @@ def test_the_same_pairs_are_kept(name, apart, simulated):  # noqa: F811
     found, module, captured = taken_apart(mask, apart)
     if apart:
         assert (None if found is None else tuple(map(len, found))) == counts
-    how = SimpleNamespace(short=False, **{x: getattr(module, x, None) for x in SIDES})
-    kernel = simulator.LOADED.sides
+    fields = {field: getattr(module, name, None) for field, name in HOISTED.items()}
+    how = SimpleNamespace(scarce_smem=False, **fields)
+    kernel = simulator.LOADED.hoisted
     for first_q, first_kv in ((0, 0), (512, 448), (LENGTH - 128, 128), (64, LENGTH - 128)):
         q, kv = (
             (first + torch.arange(128)).to(torch.int32 if apart else torch.int64)
@@ -81,12 +82,12 @@ def test_the_same_pairs_are_kept(name, apart, simulated):  # noqa: F811
         for b in range(BATCH):
             want = mask(b, 0, q.long()[:, None], kv.long()[None, :]).broadcast_to(128, 128)
             for queries in (True, False):
-                how.short = not queries
+                how.scarce_smem = not queries
                 row, column = (q[:64], kv) if queries else (kv[:64], q)
-                rows = kernel.of_rows(b, 0, row, (), captured, queries, how)
-                columns = kernel.of_columns(b, 0, column, rows, (), captured, queries, True, how)
+                rows = kernel.hoist_rows(b, 0, row, (), captured, queries, how)
+                columns = kernel.hoist_columns(b, 0, column, rows, (), captured, queries, True, how)
                 at = (row, column) if queries else (column, row)
-                made = kernel.keep(
+                made = kernel.evaluate_mask(
                     torch.zeros(64, 128), b, 0, *at, int(column[0]), rows, columns, captured,
                     queries, module.mask, how,
                 )  # fmt: skip

@@ -88,7 +88,7 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     how = How(128, 2, 1, torch.int32, affine=module.linear, has_abs=module.bent, abs_only=module.lone,
               monotone=rising, **known)  # fmt: skip
     assert module.straight == (name in STRAIGHT or (name == "alibi" and on != 0))
-    sides = simulator.LOADED.sides
+    sides = simulator.LOADED.hoisted
     exact = make(SLOPES.double(), BIAS.double())
     scale, h = 0.125, 2
     for firsts in ((0, 0), (KEYS - 64, KEYS - 100), (KEYS - 64, 0), (320, KEYS - 128)):
@@ -100,9 +100,11 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
                 (first_q + rows, first_kv + cols) if queries else (first_q + cols, first_kv + rows)
             )
             row, column = (q, kv) if queries else (kv, q)
-            of_rows = sides.of_rows(0, h, row, captured, (), queries, how)
-            of_columns = sides.of_columns(0, h, column, of_rows, captured, (), queries, False, how)
-            given = sides.given(captured, of_rows, of_columns, queries, 128, how)
+            of_rows = sides.hoist_rows(0, h, row, captured, (), queries, how)
+            of_columns = sides.hoist_columns(
+                0, h, column, of_rows, captured, (), queries, False, how
+            )
+            given = sides.affine_operands(captured, of_rows, of_columns, queries, 128, how)
             i, j = (q[:, None], kv[None, :]) if queries else (q[None, :], kv[:, None])
             i, j = i.long(), j.long()
             want = exact(s.double() * scale, 0, h, i, j)
@@ -119,14 +121,14 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
                     added = of_rank = torch.zeros(())
                     if product:
                         added, of_rank = of_a_rank(scale, h, q, first_q, captured, of_rows, how)
-                    t, unit, by_row = simulator.LOADED.linear.linear_scores(
+                    t, unit, by_row = simulator.LOADED.affine_score.affine_scores(
                         s + added * slanted, scale, *at, first_q, first_kv, given, slanted, how
                     )
                     by_row = torch.as_tensor(by_row).double() + of_rank.double()
                     t = t.double() * unit + by_row[..., None]
                 else:
                     less = torch.zeros(128)
-                    t = simulator.LOADED.linear.linear_less(
+                    t = simulator.LOADED.affine_score.affine_exponent(
                         s, scale, less, *at, first_q, given, how
                     )
                 made = t.double() / 1.4426950408889634
@@ -144,10 +146,10 @@ def test_a_gain_of_known_numbers(score, gain, simulated):  # noqa: F811
 
 def of_a_rank(scale, h, q, first_q, captured, of_rows, how):
     """What tensor cores add to S, and what is added for its rows when a rank ends."""
-    linear = simulator.LOADED.linear
-    given = simulator.LOADED.sides.given(captured, of_rows, ((),), True, 128, how)
-    a, by_row = linear.straight_line(scale, 0, h, q, first_q, given, 128, how)
+    linear = simulator.LOADED.affine_score
+    given = simulator.LOADED.hoisted.affine_operands(captured, of_rows, ((),), True, 128, how)
+    a, by_row = linear.slope_lhs(scale, 0, h, q, first_q, given, 128, how)
     with mock.patch.multiple(simulator.here, create=True, all=[], name="0"):
-        c = linear.column_numbers(128)
+        c = linear.slope_rhs(128)
     assert a.dtype == c.dtype == torch.bfloat16
     return a.float() @ c.x.float().T, by_row

@@ -13,7 +13,7 @@ from headway.api import prepare
 from headway.backends import hopper, reference
 from headway.backends.hopper.bwd.plan import BackwardPlan
 from headway.backends.hopper.fwd.plan import ForwardPlan
-from headway.backends.hopper.launch_plan import planned
+from headway.backends.hopper.launch_plan import plan_for
 from headway.types import Coords
 
 from .test_simulated import simulated  # noqa: F401  (a fixture)
@@ -56,10 +56,10 @@ def test_right(name, simulated):  # noqa: F811
     for x, y in zip(*made.values(), strict=True):
         assert (x.double() - y.double()).norm() <= 4e-3 * y.double().norm()
     spec, call = prepare(q, k, v, score(table), mask, backend="hopper")
-    assert planned(ForwardPlan, spec, call, (), q, k, v).bands.own == bands
-    plan = planned(BackwardPlan, spec, call, (), q, k, v, dout)
-    assert plan.bands.own == bands
-    assert not plan.heavy
+    assert plan_for(ForwardPlan, spec, call, (), q, k, v).bias_tables.depends == bands
+    plan = plan_for(BackwardPlan, spec, call, (), q, k, v, dout)
+    assert plan.bias_tables.depends == bands
+    assert not plan.gathers_per_pair
 
 
 def test_a_part_of_a_whole(simulated):  # noqa: F811
@@ -74,6 +74,6 @@ def test_a_part_of_a_whole(simulated):  # noqa: F811
             made.append(backend.forward(*part(backend.name, Coords(q=90, kv=70))).out.double())
     assert (made[0] - made[1]).norm() <= 4e-3 * made[1].norm()
     spec, call = part("hopper", Coords(kv_pos=torch.arange(140).flip(0)))
-    plan = planned(ForwardPlan, spec, call, (), q, k, k)
-    assert plan.bands.own == []
-    assert plan.heavy
+    plan = plan_for(ForwardPlan, spec, call, (), q, k, k)
+    assert plan.bias_tables.depends == []
+    assert plan.gathers_per_pair
