@@ -147,7 +147,9 @@ def test_a_gain_of_known_numbers(score, gain, simulated):  # noqa: F811
 def of_a_rank(scale, h, q, first_q, captured, of_rows, how):
     """What tensor cores add to S, and what is added for its rows when a rank ends."""
     linear = simulator.LOADED.affine_score
-    given = simulator.LOADED.hoisted.affine_operands(captured, of_rows, ((),), True, 128, how)
+    given = simulator.LOADED.hoisted.affine_operands(
+        captured, of_rows, simulator.LOADED.hoisted.Columns((), ()), True, 128, how
+    )
     a, by_row = linear.slope_lhs(scale, 0, h, q, first_q, given, 128, how)
     with mock.patch.multiple(simulator.here, create=True, all=[], name="0"):
         c = linear.slope_rhs(128)

@@ -7,7 +7,14 @@ import triton
 
 from ..device.affine_score import affine_exponent
 from ..device.gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma
-from ..device.hoisted import affine_operands, evaluate_mask, hoist_columns, hoist_layout, hoist_rows
+from ..device.hoisted import (
+    Rows,
+    affine_operands,
+    evaluate_mask,
+    hoist_columns,
+    hoist_layout,
+    hoist_rows,
+)
 from ..device.mma import (
     LOG2E,
     ROWS,
@@ -21,7 +28,7 @@ from ..device.mma import (
 from ..device.pipeline import advance, producer_acquire
 from ..device.relative_bias import load_bias, locate_bias
 from ..device.work_tile import BWD_RUNS, BwdTile, read_work, visit_q_blocks
-from .context import HoistedKeys, LoadCursors, SegmentVisits, TileKeys, WorkTile
+from .context import LoadCursors, SegmentVisits, TileKeys, WorkTile
 
 DO_STAGES = gl.constexpr(2)  # blocks of dout in shared memory
 
@@ -168,8 +175,8 @@ def hoist_keys(head, kv_idx, first_key, mods, HOW: gl.constexpr):
     """What score and mask need of a work tile's 64 keys from `first_key` on."""
     b = gl.cast(mods.coords.b, HOW.index_type) + head.b
     h = gl.cast(mods.coords.h, HOW.index_type) + head.h
-    of_score, of_mask = hoist_rows(b, h, kv_idx, mods.score, mods.mask, False, HOW)
-    return HoistedKeys(of_score, of_mask, locate_bias(mods.bias_tables, head.b, head.h, first_key))
+    rows = hoist_rows(b, h, kv_idx, mods.score, mods.mask, False, HOW)
+    return Rows(rows.score, rows.mask, locate_bias(mods.bias_tables, head.b, head.h, first_key))
 
 
 @gluon.jit

@@ -211,22 +211,13 @@ class Head(NamedTuple):
     b: Any
 
 
-class HoistedKeys(NamedTuple):
-    """What score and mask need of the keys of a work tile, computed once for a head
-    (device/hoisted.py)."""
-
-    score: Any
-    mask: Any
-    bias: Any  # from `relative_bias.begin`
-
-
 class PairContext(NamedTuple):
     """What P is computed from, besides S and lse: of the pairs of a work tile and a head."""
 
     head: Any  # Head
     kv_idx: Any  # positions of the keys
     live: Any  # which keys are there
-    hoisted: Any  # HoistedKeys
+    hoisted: Any  # `hoisted.Rows` of the keys
     mods: Any  # ModArgs
     q_len: Any
 

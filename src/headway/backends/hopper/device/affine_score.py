@@ -1,99 +1,118 @@
-"""Scores that are linear in S (gpu/codegen/affine.py), of a tile that a product left in registers.
+"""Scores that are affine in S (gpu/codegen/affine.py), on an accumulator of S in registers.
 
-What a score costs is instructions per pair. A number per row costs none in a softmax, one per
-column is added by the instruction that multiplies with the scale, and what is proportional to the
-distance is made of both. An absolute value is two instructions.
+    T = gain S + f(q_idx) + g(kv_idx) + factor |line|
 
-Where the largest T of a row is looked for, as in the forward, what is added for a column takes an
-instruction all the same. So tensor cores add it, if it is a straight line (HOW.slanted): a product
-S = q kᵀ is followed by one more of depth 16,
+The cost of a score is instructions per pair. A number per row costs none in a softmax. A number per
+column is added by the instruction that multiplies by the scale. A multiple of the distance is made
+of both. An absolute value takes two instructions.
 
-    S += a cᵀ,  every row of a: its slope, as the sum of three bfloat16;  every row of c: its number
-                                                                          in the tile, three times
+Where the row maximum of T is needed, as in the forward, the number per column takes an instruction
+after all. If it is a straight line (HOW.slope_mma), tensor cores add it: a WGMMA of depth 16
+follows S = q kᵀ,
 
-which is exact: three times 8 bits are a float's 24, and numbers below 256 have 8. What such a line
-adds for a row is one number for the block, and one for the row, which the maxima of a rank are
-without until it ends.
+    S += a cᵀ,  every row of a: its slope, as the sum of three bfloat16
+                every row of c: its index in the tile, three times
+
+which is exact: three times 8 bits are the 24 of a float32, and an index below 256 has 8. What is
+left of the line for a row is one number for the block and one for the row. Row maxima are kept
+without the latter until the work tile ends.
 """
+
+from typing import Any, NamedTuple
 
 from .gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma
 from .mma import LOG2E, ROWS, acc_layout, broadcast_row, lhs_layout
 
-DEPTH = gl.constexpr(16)  # of one product
+DEPTH = gl.constexpr(16)  # of one WGMMA
+
+
+class Terms(NamedTuple):
+    """What `HOW.affine` returns of a tile (`linear` of gpu/codegen/affine.py). `column` below
+    counts from the tile's first one."""
+
+    gain: Any  # of S
+    row: Any  # the line at the first column, per row or for all rows
+    slope: Any  # of the line: what each column adds
+    abs_row: Any  # the line whose absolute value is taken, likewise
+    abs_slope: Any
+    abs_factor: Any  # what that absolute value is multiplied by
+    of_q: Any  # what depends on the query beside the lines
+    of_kv: Any  # and on the key
 
 
 @gluon.jit
 def affine_scores(
     s, scale, b, h, q_idx, kv_idx, first_row, first, of_score,
-    SLANTED: gl.constexpr, HOW: gl.constexpr,
+    SLOPE_IN_S: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Of a score that is linear in S, rows being queries: T less a number per row, in some unit
-    above 0; that unit over log 2; and the number of a row over log 2, 0 where the score is `lone`.
-    If HOW.slanted it is one number for all rows, less what `slope_lhs` has of each.
+    """Apply an affine score; rows are queries.
 
-    - `first_row`, `first`: a position near the rows, and the first one of the columns.
-    - `SLANTED`: what a straight line adds for a column is in s (`wgmma_slope`).
+    - `first_row`, `first`: a position near the rows, and that of the first column.
+    - `SLOPE_IN_S`: `wgmma_slope` has added to s what depends on the column.
+
+    **Returns:** T less a row vector, in some unit above 0; that unit over log 2; and the row vector
+    over log 2 (0 where HOW.abs_only). If HOW.slope_mma it is one number for all rows, and
+    `slope_lhs` returns the rest.
     """
     if HOW.slope_mma:
-        gain, row, along, _, _, _, _, _ = HOW.affine(
-            b, h, q_idx, kv_idx, first_row, first, False, of_score
-        )
-        unit = scale * gain * LOG2E
+        terms = Terms(*HOW.affine(b, h, q_idx, kv_idx, first_row, first, False, of_score))
+        unit = scale * terms.gain * LOG2E
         t = s
-        if not SLANTED:
-            t = s + _columns(along / (scale * gain), s.shape[1])[None, :]
-        by_row = row * LOG2E
+        if not SLOPE_IN_S:
+            t = s + _per_column(terms.slope / (scale * terms.gain), s.shape[1])[None, :]
+        by_row = terms.row * LOG2E
     else:
-        gain, row, along, bent, bent_along, factor, of_row, of_col = HOW.affine(
-            b, h, q_idx, kv_idx, q_idx, first, False, of_score
-        )
-        unit = scale * gain * LOG2E
-        by_row = _no_rows(s)
+        terms = Terms(*HOW.affine(b, h, q_idx, kv_idx, q_idx, first, False, of_score))
+        unit = scale * terms.gain * LOG2E
+        by_row = _zero_rows(s)
         if HOW.has_abs:
-            bend = gl.abs(_slanted(bent, bent_along, s.shape[1]))
+            line = gl.abs(_per_pair(terms.abs_row, terms.abs_slope, s.shape[1]))
         if HOW.abs_only and HOW.monotone:
-            t = s + bend * (factor / (scale * gain))
+            t = s + line * (terms.abs_factor / (scale * terms.gain))
         elif HOW.abs_only:
-            t = s * unit + bend * (factor * LOG2E)
+            t = s * unit + line * (terms.abs_factor * LOG2E)
             unit = 1.0
         else:
-            col = _columns(along * LOG2E, s.shape[1]) + of_col * LOG2E
+            col = _per_column(terms.slope * LOG2E, s.shape[1]) + terms.of_kv * LOG2E
             t = s * unit + col[None, :]
             if HOW.has_abs:
-                t += bend * (factor * LOG2E)
+                t += line * (terms.abs_factor * LOG2E)
             unit = 1.0
-            by_row += (row + of_row) * LOG2E
+            by_row += (terms.row + terms.of_q) * LOG2E
     return t, unit, by_row
 
 
 @gluon.jit
 def affine_exponent(s, scale, less, b, h, q_idx, kv_idx, first, of_score, HOW: gl.constexpr):
-    """Of such a score, rows being keys: T over log 2, less a number per column.
+    """Apply an affine score; rows are keys. **Returns:** T over log 2, less a column vector: the
+    exponent of P.
 
-    - `first`: the first position of the columns.
+    - `less`: that column vector, lse over log 2.
+    - `first`: the position of the first column.
     """
-    gain, row, along, bent, bent_along, factor, of_col, of_row = HOW.affine(
-        b, h, q_idx, kv_idx, first, kv_idx, True, of_score
-    )
-    unit = scale * gain * LOG2E
+    terms = Terms(*HOW.affine(b, h, q_idx, kv_idx, first, kv_idx, True, of_score))
+    unit = scale * terms.gain * LOG2E
     if HOW.has_abs:
-        bend = gl.abs(_slanted(bent, bent_along, s.shape[1]))
+        line = gl.abs(_per_pair(terms.abs_row, terms.abs_slope, s.shape[1]))
     if HOW.abs_only:
-        t = s * unit + (bend * (factor * LOG2E) - less[None, :])
+        t = s * unit + (line * (terms.abs_factor * LOG2E) - less[None, :])
     else:
-        col = _columns(along * LOG2E, s.shape[1]) - less + of_col * LOG2E
+        col = _per_column(terms.slope * LOG2E, s.shape[1]) - less + terms.of_q * LOG2E
         t = s * unit + col[None, :]
         if HOW.has_abs:
-            t += bend * (factor * LOG2E)
-        by_row = _no_rows(s) + (row + of_row) * LOG2E
+            t += line * (terms.abs_factor * LOG2E)
+        by_row = _zero_rows(s) + (terms.row + terms.of_kv) * LOG2E
         t += by_row[:, None]
     return t
 
 
 @gluon.jit
-def _no_rows(s):
-    """What adds nothing to the rows."""
+def _zero_rows(s):
+    """A row vector that adds nothing."""
     return gl.full([s.shape[0]], -0.0, gl.float32, layout=gl.SliceLayout(1, acc_layout(s.shape[1])))
+
+
+# -- the slope as a WGMMA -------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -111,11 +130,11 @@ def slope_rhs(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def slope_lhs(scale, b, h, q_idx, first_row, of_score, COLUMNS: gl.constexpr, HOW: gl.constexpr):
-    """a, over the unit of `affine_scores`; and what rows add beside `first_row`, over log 2."""
-    gain, _, along, _, _, _, of_row, _ = HOW.affine(b, h, q_idx, q_idx, q_idx, 0, False, of_score)
-    _, _, along_rows, _, _, _, _, _ = HOW.affine(b, h, q_idx, q_idx, q_idx, 0, True, of_score)
-    by_row = ((q_idx - first_row).to(gl.float32) * along_rows + of_row) * LOG2E
-    slope = along / (scale * gain)
+    """a, in the unit of `affine_scores`; and what each row adds beside `first_row`, over log 2."""
+    terms = Terms(*HOW.affine(b, h, q_idx, q_idx, q_idx, 0, False, of_score))
+    of_rows = Terms(*HOW.affine(b, h, q_idx, q_idx, q_idx, 0, True, of_score))
+    by_row = ((q_idx - first_row).to(gl.float32) * of_rows.slope + terms.of_q) * LOG2E
+    slope = terms.slope / (scale * terms.gain)
     high = gl.cast(gl.cast(slope, gl.bfloat16), gl.float32)
     middle = gl.cast(gl.cast(slope - high, gl.bfloat16), gl.float32)
     low = slope - high - middle
@@ -131,36 +150,39 @@ def wgmma_slope(s, a, c):
     return warpgroup_mma(a, c.permute((1, 0)), s, is_async=True)
 
 
+# -- values per column, without registers ---------------------------------------------------------
+
+
 @gluon.constexpr_function
 def octet_layout(columns):
-    """The layout of a product of 64 rows, its columns as rows of eight."""
-    over = [[0, 2**n, 0] for n in range((columns // 8).bit_length() - 1)]
+    """The layout of a 64 x columns accumulator seen as (row, octet of columns, column in it)."""
+    octets = [[0, 2**n, 0] for n in range((columns // 8).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [8, 0, 0], *over],
+        reg_bases=[[0, 0, 1], [8, 0, 0], *octets],
         lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         warp_bases=[[16, 0, 0], [32, 0, 0]], block_bases=[], shape=[64, columns // 8, 8],
     )  # fmt: skip
 
 
 @gluon.jit
-def _slanted(row, slope, COLUMNS: gl.constexpr):
-    """A number per row plus `slope` times the column, of a product. What is added for a column is
-    a constant, but for where in eight columns a thread is: it takes no registers."""
-    whole: gl.constexpr = octet_layout(COLUMNS)
-    inner: gl.constexpr = gl.SliceLayout(1, whole)
+def _per_pair(row, slope, COLUMNS: gl.constexpr):
+    """A row vector plus `slope` times the column, of an accumulator. The octet is a constant of the
+    instruction; only the column in it depends on the thread. So no registers are taken."""
+    octets: gl.constexpr = octet_layout(COLUMNS)
+    inner: gl.constexpr = gl.SliceLayout(1, octets)
     row = gl.convert_layout(row, gl.SliceLayout(1, inner))
-    one = gl.arange(0, 8, layout=gl.SliceLayout(0, inner)).to(gl.float32) * slope
-    over: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, whole))
-    eights = gl.arange(0, COLUMNS // 8, layout=over).to(gl.float32) * (8 * slope)
-    x = (row[:, None] + one[None, :])[:, None, :] + eights[None, :, None]
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, inner)).to(gl.float32) * slope
+    over: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, octets))
+    octet = gl.arange(0, COLUMNS // 8, layout=over).to(gl.float32) * (8 * slope)
+    x = (row[:, None] + column[None, :])[:, None, :] + octet[None, :, None]
     return gl.convert_layout(x.reshape([64, COLUMNS]), acc_layout(COLUMNS))
 
 
 @gluon.jit
-def _columns(slope, COLUMNS: gl.constexpr):
-    """`slope` times the column, of a product: as `_slanted`."""
-    eights: gl.constexpr = gl.SliceLayout(0, octet_layout(COLUMNS))
-    over = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, eights)).to(gl.float32)
-    one = gl.arange(0, 8, layout=gl.SliceLayout(0, eights)).to(gl.float32)
-    x = (over * (8 * slope))[:, None] + (one * slope)[None, :]
+def _per_column(slope, COLUMNS: gl.constexpr):
+    """`slope` times the column, of an accumulator: as `_per_pair`."""
+    octets: gl.constexpr = gl.SliceLayout(0, octet_layout(COLUMNS))
+    octet = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, octets)).to(gl.float32)
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, octets)).to(gl.float32)
+    x = (octet * (8 * slope))[:, None] + (column * slope)[None, :]
     return gl.convert_layout(x.reshape([COLUMNS]), gl.SliceLayout(0, acc_layout(COLUMNS)))

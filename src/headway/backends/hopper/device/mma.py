@@ -1,7 +1,7 @@
-"""What the forward and the backward do with a tile: products in pieces, and scores.
+"""Tiles: their layouts, TMA loads, warpgroup MMAs (WGMMA) and scores.
 
-A width that is no power of two is held as two pieces: 96 is 64 + 32, 192 is 128 + 64. `Pieces` of a
-tensor are a tuple of one or two; a descriptor, a buffer or an accumulator is never anything else.
+A head dimension that is no power of two is held as two **pieces**: 96 is 64 + 32, 192 is 128 + 64.
+The descriptors, the buffers and the accumulator of a matrix are always tuples of one or two pieces.
 """
 
 from .gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
@@ -9,15 +9,15 @@ from .pipeline import advance, producer_acquire
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)  # of a consumer of the forward: what one warpgroup multiplies at a time
+ROWS = gl.constexpr(64)  # of one WGMMA: what a consumer multiplies at a time
 
 
-# -- tiles in pieces ------------------------------------------------------------------------------
+# -- layouts --------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
 def acc_layout(columns):
-    """The layout of a product of 64 rows by one warpgroup."""
+    """The layout of a 64 x columns accumulator of one warpgroup."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
@@ -25,13 +25,27 @@ def acc_layout(columns):
 
 @gluon.constexpr_function
 def lhs_layout(columns):
-    """The layout of a left factor in registers, for such a product."""
+    """The layout of the left operand in registers, for such an accumulator."""
     return gl.DotOperandLayout(operand_index=0, parent=acc_layout(columns), k_width=2)
+
+
+@gluon.constexpr_function
+def matrix_layout(layout):
+    """The shared-memory layout of a matrix, from that of a descriptor of (batch, head, row,
+    column)."""
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=layout.swizzle_byte_width,
+        element_bitwidth=layout.element_bitwidth,
+        rank=2,
+    )
+
+
+# -- tiles in pieces ------------------------------------------------------------------------------
 
 
 @gluon.jit
 def pieces(a, b):
-    """Those of the two that there are."""
+    """The pieces that exist, of two descriptors or None."""
     if a is None:
         return ()
     elif b is None:
@@ -42,7 +56,7 @@ def pieces(a, b):
 
 @gluon.jit
 def alloc_stages(STAGES: gl.constexpr, descs):
-    """Shared memory for what the descriptors copy, STAGES times."""
+    """Shared memory for `STAGES` blocks of each descriptor."""
     if len(descs) == 1:
         return (_buffer(STAGES, descs[0]),)
     else:
@@ -55,19 +69,9 @@ def _buffer(STAGES: gl.constexpr, desc):
     return gl.allocate_shared_memory(desc.dtype, shape, matrix_layout(desc.layout))
 
 
-@gluon.constexpr_function
-def matrix_layout(layout):
-    """The layout of a matrix, from that of a descriptor of (batch, head, row, column)."""
-    return gl.NVMMASharedLayout(
-        swizzle_byte_width=layout.swizzle_byte_width,
-        element_bitwidth=layout.element_bitwidth,
-        rank=2,
-    )
-
-
 @gluon.jit
 def tma_load_pieces(descs, b, h, row, bar, to, n):
-    """Copy rows from `row` on of one head into place `n` of the pieces."""
+    """Issue TMA loads of the rows of one head, from `row` on, into buffer n of every piece."""
     column = 0
     for i in gl.static_range(len(descs)):
         tma_load(descs[i], [b, h, row, column], bar, to[i].index(n))
@@ -77,31 +81,35 @@ def tma_load_pieces(descs, b, h, row, bar, to, n):
 @gluon.jit
 def produce_rows(
     at, to, b, h, row,
-    PLACES: gl.constexpr, STAGES: gl.constexpr, BARRIERS: gl.constexpr = None,
-    PLACE: gl.constexpr = 0,
+    BUFFERS: gl.constexpr, STAGES: gl.constexpr, BARRIERS: gl.constexpr = None,
+    FIRST: gl.constexpr = 0,
 ):  # fmt: skip
-    """Copy the rows of one head from `row` on into a stage of so many places. `to`: descriptors,
-    shared memory and channel; `BARRIERS`: its own; `PLACE`: the first one of stage 0.
-    **Returns:** the cursor of the next stage."""
+    """Acquire a stage and load the rows of one head into it, from `row` on.
+
+    - `to`: descriptors, shared memory and ring.
+    - `BUFFERS`: of a stage; `FIRST`: the first one of stage 0; `BARRIERS`: of the ring.
+
+    **Returns:** the cursor of the next stage.
+    """
     descs, smem, ring = to
     producer_acquire(ring, at, BARRIERS)
-    full = ring[0].index(at[0])
-    mbarrier.expect(full, tx_bytes(smem, PLACES))
-    for n in gl.static_range(PLACES):
-        place = PLACE + PLACES * at[0] + n
-        tma_load_pieces(descs, b, h, row + n * smem[0].shape[1], full, smem, place)
+    full = ring.full.index(at.stage)
+    mbarrier.expect(full, tx_bytes(smem, BUFFERS))
+    for n in gl.static_range(BUFFERS):
+        buffer = FIRST + BUFFERS * at.stage + n
+        tma_load_pieces(descs, b, h, row + n * smem[0].shape[1], full, smem, buffer)
     return advance(at, STAGES)
 
 
 @gluon.constexpr_function
 def tx_bytes(smem, count):
-    """Bytes of `count` places of the pieces: copies write all of them, zeros past the end."""
+    """Bytes that TMA writes to `count` buffers of 16-bit pieces: zeros past the end included."""
     return sum(2 * count * x.shape[1] * x.shape[2] for x in smem)
 
 
 @gluon.jit
 def wgmma_abt(a, b, zero):
-    """Issue a bᵀ over the pieces; a and b in shared memory."""
+    """Issue a bᵀ, summed over the pieces; b in shared memory, a there or in registers."""
     s = warpgroup_mma(a[0], b[0].permute((1, 0)), zero, use_acc=False, is_async=True)
     if len(a) == 2:
         s = warpgroup_mma(a[1], b[1].permute((1, 0)), s, is_async=True)
@@ -110,7 +118,7 @@ def wgmma_abt(a, b, zero):
 
 @gluon.jit
 def at_stage(smem, n):
-    """Place n of every piece."""
+    """Buffer n of every piece."""
     if len(smem) == 1:
         return (smem[0].index(n),)
     else:
@@ -119,7 +127,7 @@ def at_stage(smem, n):
 
 @gluon.jit
 def zero_acc(ROWS: gl.constexpr, smem):
-    """An accumulator in pieces, as wide as those of smem."""
+    """A zero accumulator, with pieces as wide as those of smem."""
     if len(smem) == 1:
         return (_zeros(ROWS, smem[0].shape[2]),)
     else:
@@ -133,7 +141,7 @@ def _zeros(ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def wgmma_ab(acc, p, x):
-    """Issue acc + p x, by pieces; p in registers, x in shared memory. `wgmma_wait` completes it."""
+    """Issue acc + p x, by pieces; p in registers, x in shared memory."""
     a = warpgroup_mma(p, x[0], acc[0], is_async=True)
     if len(x) == 1:
         return (a,)
@@ -144,7 +152,8 @@ def wgmma_ab(acc, p, x):
 
 @gluon.jit
 def wgmma_wait(acc, p, OUTSTANDING: gl.constexpr):
-    """Wait for `wgmma_ab`; p's registers stay as they are until then."""
+    """Wait until at most `OUTSTANDING` WGMMAs are in flight. **Returns:** acc, complete if it was
+    issued before those; the registers of its operand p stay as they are until then."""
     if len(acc) == 1:
         a, _ = warpgroup_mma_wait(OUTSTANDING, deps=[acc[0], p])
         return (a,)
@@ -155,7 +164,7 @@ def wgmma_wait(acc, p, OUTSTANDING: gl.constexpr):
 
 @gluon.jit
 def split_halves(x):
-    """The left and the right half of the columns, as products of that width."""
+    """The left and the right half of the columns, each in the layout of its width."""
     HALF: gl.constexpr = x.shape[1] // 2
     a, b = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
     return gl.convert_layout(a, acc_layout(HALF)), gl.convert_layout(b, acc_layout(HALF))
@@ -163,13 +172,13 @@ def split_halves(x):
 
 @gluon.jit
 def row_vector(x, COLUMNS: gl.constexpr):
-    """A number per row of a product with other columns as one of a product with so many."""
+    """Convert a row vector to the row layout of a 64 x COLUMNS accumulator."""
     return gl.convert_layout(x, gl.SliceLayout(1, acc_layout(COLUMNS)))
 
 
 @gluon.jit
 def join_halves(a, b):
-    """The halves of a product, as it was."""
+    """The inverse of `split_halves`."""
     WIDTH: gl.constexpr = 2 * a.shape[1]
     x = gl.reshape(gl.permute(gl.join(a, b), [0, 2, 1]), [a.shape[0], WIDTH])
     return gl.convert_layout(x, acc_layout(WIDTH))
@@ -177,7 +186,7 @@ def join_halves(a, b):
 
 @gluon.jit
 def slice_rows(tiles, SPAN: gl.constexpr):
-    """Of every piece so many rows (the second number) from one on (the first)."""
+    """Rows of every piece; `SPAN`: the first row, and how many."""
     if SPAN[1] == tiles[0].shape[0]:
         return tiles
     elif len(tiles) == 1:
@@ -189,15 +198,15 @@ def slice_rows(tiles, SPAN: gl.constexpr):
 
 @gluon.jit
 def materialize(x):
-    """x, in pairs. The compiler does not see where they come from, and so keeps them and not what
-    they were rounded from."""
+    """x, in registers as pairs of 16 bits. The compiler cannot see where they come from, so it
+    keeps them alive, and not the float32 that they were rounded from."""
     return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
 def upcast(x):
-    """x in float32. bfloat16 is its upper half, but ptxas takes pairs apart first, and needs twice
-    the instructions."""
+    """x in float32. bfloat16 is the upper half of float32; left alone, ptxas splits pairs first and
+    needs twice the instructions."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             _HALVES, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
@@ -214,7 +223,7 @@ _HALVES = gl.constexpr(
 
 @gluon.jit
 def add_acc(acc, more):
-    """The sum, by pieces."""
+    """acc + more, by pieces."""
     if len(acc) == 1:
         return (acc[0] + more[0],)
     else:
@@ -223,7 +232,7 @@ def add_acc(acc, more):
 
 @gluon.jit
 def scale_rows(acc, factor):
-    """Every piece times a number per row."""
+    """Every piece times a row vector."""
     a = acc[0] * row_vector(factor, acc[0].shape[1])[:, None]
     if len(acc) == 1:
         return (a,)
@@ -233,7 +242,7 @@ def scale_rows(acc, factor):
 
 @gluon.jit
 def broadcast_row(x, like):
-    """A number per column as what a product like this one may begin with."""
+    """A column vector repeated in every row: an accumulator to start from, shaped as `like`."""
     return gl.broadcast(x[None, :], like)[0]
 
 
@@ -242,7 +251,7 @@ def broadcast_row(x, like):
 
 @gluon.jit
 def positions(pos, stride, offset, b, index, live, INDEX: gl.constexpr):
-    """Global positions of some rows: given ones, or `offset + index`."""
+    """Global positions of rows: read from `pos` where `live`, or `offset + index` if it is None."""
     if pos is None:
         return gl.cast(offset, INDEX) + index
     else:
@@ -254,10 +263,10 @@ def positions(pos, stride, offset, b, index, live, INDEX: gl.constexpr):
 def apply_score(
     s, scale, b, h, q_idx, kv_idx, of_score, SCORE: gl.constexpr, POSITIVE: gl.constexpr
 ):
-    """T in some unit, that unit over log 2, and S.
+    """Apply the score. **Returns:** T in some unit, that unit over log 2, and S.
 
-    Without a score, T is S, and a scale above 0 does not change which is largest: it stays in the
-    unit, where it costs nothing. (A scale of 0 would make NaN of 0 times -inf.)
+    Without a score T is S, and a positive scale does not change which T is largest. The scale then
+    stays in the unit, where it costs nothing. (A scale of 0 would make NaN of 0 times -inf.)
     """
     if SCORE is None and POSITIVE:
         t = s
@@ -273,5 +282,5 @@ def apply_score(
 
 @gluon.jit
 def propagate_nan(x, l):
-    """x, or NaN where the sum of a row is: a maximum skips NaN, and none shall be hidden."""
+    """A row maximum x, or NaN where the row sum l is: a maximum skips NaN, which would hide it."""
     return gl.where((l != l) & (x != float("inf")), float("nan"), x)

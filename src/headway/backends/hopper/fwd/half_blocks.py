@@ -8,7 +8,7 @@ is seen whole nothing is compared.
 """
 
 from ..device.gluon_compat import gl, gluon
-from ..device.hoisted import evaluate_mask, rows_for_width
+from ..device.hoisted import Rows, evaluate_mask, rows_for_width
 from ..device.mma import ROWS, acc_layout, join_halves, row_vector, split_halves
 
 # What is seen of a quarter.
@@ -66,9 +66,9 @@ def hide(
         left, right = split_halves(t)
         part = left if HIDES[0] == 0 else right
         kv_idx = hidden_positions(first, 0, HIDES, gl.SliceLayout(0, acc_layout(COLUMNS)), HOW)
-        q_idx, of_rows = row_vector(q_idx, COLUMNS), rows_for_width(rows[1], COLUMNS)
+        q_idx, of_rows = row_vector(q_idx, COLUMNS), rows_for_width(rows.mask, COLUMNS)
         kept_pairs = evaluate_mask(
-            part, b, h, q_idx, kv_idx, first + HIDES[0], (None, of_rows), columns, of_mask,
+            part, b, h, q_idx, kv_idx, first + HIDES[0], Rows((), of_rows, ()), columns, of_mask,
             True, MASK, HOW,
         )  # fmt: skip
         part = gl.where(kept_pairs, part, float("-inf"))

@@ -27,6 +27,8 @@ on them.
 from ..device.affine_score import affine_scores, slope_lhs, slope_rhs, wgmma_slope
 from ..device.gluon_compat import gl, gluon, tma_store_wait, warpgroup_mma_wait
 from ..device.hoisted import (
+    Columns,
+    Rows,
     affine_operands,
     hoist_columns,
     hoist_layout,
@@ -231,7 +233,8 @@ def consumer(
         )
         at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx, b)
         of_row = hoist_rows(at[0], at[1], q_idx, of_score, of_mask, True, HOW)
-        at = at + (of_row + (locate_bias(bands, b, h, first + W * ROWS),),)  # noqa: RUF005
+        bias = locate_bias(bands, b, h, first + W * ROWS)
+        at = at + (Rows(of_row.score, of_row.mask, bias),)  # noqa: RUF005
         first_row = gl.cast(coords.q, INDEX) + first
         how_scored = (kv_len, scale, coords, of_score, of_mask, at, first_row)
         before = (last_at, i, by_row, work_smem, work_ring, to, o_smem, sizes, walk)
@@ -262,7 +265,7 @@ def consumer(
 def slope_of_tile(scale, at, first_row, of_score, HOW: gl.constexpr):
     """What `wgmma_slope` needs of a rank, and what its rows add."""
     b, h, q_idx, _, rows = at
-    of_linear = affine_operands(of_score, rows, ((),), True, HOW.block, HOW)
+    of_linear = affine_operands(of_score, rows, Columns((), ()), True, HOW.block, HOW)
     return slope_lhs(scale, b, h, q_idx, first_row, of_linear, HOW.block, HOW)
 
 
@@ -350,9 +353,9 @@ def softmax_step(
     if HIDES[1] < BLOCK:
         kv_idx = hidden_positions(coords.kv, n, HIDES, hoist_layout(), HOW)
         of_hidden = hoist_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
-        columns = (columns[0], of_hidden[1])
+        columns = Columns(columns.score, of_hidden.mask)
     if HOW.relative_biases > 0:
-        of_score = of_score + (load_bias(rows[2], n, BLOCK),)  # noqa: RUF005
+        of_score = of_score + (load_bias(rows.bias, n, BLOCK),)  # noqa: RUF005
     if HOW.q_in_registers:  # Their registers stay as they are until then.
         s = wgmma_wait((s,), queries[0], len(v_smem))[0]
     elif len(slanted) > 0:
@@ -371,7 +374,7 @@ def softmax_step(
     kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, live, INDEX)
     # Plus 0, which LLVM does not know: or it would keep the distances of all pairs in registers.
     q_idx = row_vector(q_idx + ((n + kv_len) >> 31), BLOCK)
-    rows = (rows_for_width(rows[0], BLOCK), rows_for_width(rows[1], BLOCK))
+    rows = Rows(rows_for_width(rows.score, BLOCK), rows_for_width(rows.mask, BLOCK), rows.bias)
     kv_first = gl.cast(coords.kv, INDEX) + n
     if HOW.affine is None:
         t, unit, s = apply_score(

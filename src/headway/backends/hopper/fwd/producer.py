@@ -73,5 +73,5 @@ def load_queries(at, to_q, b, h, first, HOW: gl.constexpr):
     for n in gl.static_range(COUNT):
         to = (q, q_smem, rings[n])
         row = first + n * EACH * ROWS
-        produce_rows(at, to, b, h, row, EACH, HOW.q_stages, PLACE=n * EACH)
+        produce_rows(at, to, b, h, row, EACH, HOW.q_stages, FIRST=n * EACH)
     return advance(at, HOW.q_stages)
