@@ -28,15 +28,18 @@ from ..device.mma import (
 from ..device.pipeline import advance, producer_acquire
 from ..device.relative_bias import load_bias, locate_bias
 from ..device.work_tile import BWD_RUNS, BwdTile, read_work, visit_q_blocks
-from .context import LoadCursors, SegmentVisits, TileKeys, WorkTile
+from .context import KeyLoads, LoadContext, LoadCursors, SegmentVisits, TileKeys, WorkTile
 
 DO_STAGES = gl.constexpr(2)  # blocks of dout in shared memory
 
 # dQ-accum: float32 in global memory, to which work tiles add. A chunk is 64 queries by 64 columns,
-# in the order of a product's registers, as rows of 256 numbers.
-CHUNK = gl.constexpr(64)
-CHUNK_ROWS = gl.constexpr(16)
-CHUNK_NUMBERS = gl.constexpr(4096)
+# in the order of an accumulator's registers, as rows of 256.
+_CHUNK, _WIDTH = 64, 256
+CHUNK = gl.constexpr(_CHUNK)
+CHUNK_SIZE = gl.constexpr(_CHUNK * _CHUNK)
+ACCUM_WIDTH = gl.constexpr(_WIDTH)
+CHUNK_ROWS = gl.constexpr(_CHUNK * _CHUNK // _WIDTH)
+COUNTERS = gl.constexpr(4)  # of the dQ semaphore, for each 64 queries
 # How such rows lie in a warpgroup's registers: 16 adjacent bytes for each thread.
 ACCUM_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
 
@@ -82,15 +85,13 @@ def load_work_tile(at, inputs, smem, rings, tile, runs, sizes, walk, HOW: gl.con
     """Load the blocks of queries of every head of a work tile, and its keys and values. Those come
     after the first block, which has a free stage while the work tile before still needs its own
     keys. **Returns:** the cursors."""
-    keys = (
-        (inputs.k, smem.k, rings.k), ((inputs.v,), (smem.v,), rings.v),
-        tile.b, tile.h // sizes.group, tile.first_key,
-    )  # fmt: skip
+    k, v = (inputs.k, smem.k, rings.k), ((inputs.v,), (smem.v,), rings.v)
+    keys = KeyLoads(k, v, tile.b, tile.h // sizes.group, tile.first_key)
     state = (at.q, at.dout, at.kv, gl.to_tensor(True))
     for n in range(sizes.share):
         h = tile.h + n
         first_row = (tile.b * sizes.heads + h) * sizes.q_rows
-        context = (inputs, smem, rings, tile.b, h, first_row, keys)
+        context = LoadContext(inputs, smem, rings, tile.b, h, first_row, keys)
         state = visit_q_blocks(
             state, context, walk, tile.tile_col, runs, sizes.q_len, 0, _load_q_block,
             None, None, None, HOW,
@@ -106,7 +107,8 @@ def _load_q_block(
 ):  # fmt: skip
     """Load the block of queries from n on, dout, lse and -delta; after the first block, the keys
     and values."""
-    inputs, smem, rings, b, h, first_row, keys = context
+    inputs, smem, rings = context.inputs, context.smem, context.rings
+    b, h, first_row, keys = context.b, context.h, context.first_row, context.keys
     q_at, dout_at, kv_at, is_first = state
     producer_acquire(rings.q, q_at, HOW.q_barriers())
     full = rings.q.full.index(q_at.stage)
@@ -119,10 +121,9 @@ def _load_q_block(
     tma_load(inputs.dout, [b, h, n, 0], full, smem.dout.index(dout_at.stage))
     tma_load(inputs.neg_delta, [first_row + n], full, smem.neg_delta.index(dout_at.stage))
     if is_first:
-        of_k, of_v, kv_b, kv_h, first_key = keys
-        TILES: gl.constexpr = of_v[1][0].shape[0]
-        produce_rows(kv_at, of_k, kv_b, kv_h, first_key, TILES, 1)
-        kv_at = produce_rows(kv_at, of_v, kv_b, kv_h, first_key, TILES, 1)
+        TILES: gl.constexpr = smem.v.shape[0]
+        produce_rows(kv_at, keys.k, keys.b, keys.h, keys.first_key, TILES, 1)
+        kv_at = produce_rows(kv_at, keys.v, keys.b, keys.h, keys.first_key, TILES, 1)
     return advance(q_at, HOW.stages), advance(dout_at, DO_STAGES), kv_at, gl.to_tensor(False)
 
 
@@ -148,7 +149,7 @@ def ticket_of(semaphore, tile, nth_tile, HOW: gl.constexpr):
 @gluon.jit
 def counter_of(semaphore, row, n):
     """The counter of the n-th part of the 64 queries from `row` on."""
-    return semaphore.counters + row // CHUNK * 4 + n
+    return semaphore.counters + row // CHUNK * COUNTERS + n
 
 
 # -- P --------------------------------------------------------------------------------------------
@@ -291,16 +292,16 @@ def captured_values_grads(p, dscore, dp, UNBOUNDED: gl.constexpr):
 
 @gluon.jit
 def to_accum_order(x):
-    """64 rows of a product as rows of 256 numbers in the order of registers: 4 adjacent numbers for
-    each thread, threads adjacent. `postprocess_dq` undoes it."""
+    """An accumulator of 64 rows as rows of dQ-accum, in the order of its registers: 4 adjacent
+    numbers for each thread, threads adjacent. `postprocess_dq` undoes it."""
     EIGHTS: gl.constexpr = x.shape[1] // 8
     x = x.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return x.reshape([2 * EIGHTS, 256])
+    return x.reshape([2 * EIGHTS, ACCUM_WIDTH])
 
 
 @gluon.jit
 def from_accum_order(x):
-    """Such rows of 256 numbers as the 64 rows of a product again."""
+    """Such rows as the accumulator of 64 rows again."""
     EIGHTS: gl.constexpr = x.shape[0] // 2
     x = x.reshape([EIGHTS, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
     return x.reshape([64, 8 * EIGHTS])
@@ -320,7 +321,7 @@ def store_float32(x, to, row, length, width, column):
 def postprocess_dq(dq_accum, dq, rate, q_len, q_rows, d, STRIPS: tl.constexpr):
     """dQ from dQ-accum, one chunk of 64 x 64 in each program: scaled, rounded, in rows."""
     chunk = tl.cast(tl.program_id(0), tl.int64)
-    x = tl.load(dq_accum + chunk * CHUNK_NUMBERS + tl.arange(0, CHUNK_NUMBERS))
+    x = tl.load(dq_accum + chunk * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE))
     # In a chunk: column / 8, warp, row % 8, lane % 4, half of 16 rows, column % 2.
     x = tl.reshape(x, [8, 4, 8, 4, 2, 2])
     x = tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [CHUNK, CHUNK]) * rate

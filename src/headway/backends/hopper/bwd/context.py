@@ -42,6 +42,28 @@ class ModArgs(NamedTuple):
     mask: Any  # captured tensors and numbers of the mask
 
 
+class KeyLoads(NamedTuple):
+    """What the producer loads once for a work tile."""
+
+    k: Any  # descriptors, shared memory, ring
+    v: Any
+    b: Any
+    h: Any  # head of the keys
+    first_key: Any
+
+
+class LoadContext(NamedTuple):
+    """What the producer needs for all blocks of queries of a head."""
+
+    inputs: Any  # Inputs
+    smem: Any  # InputSmem
+    rings: Any  # InputRings
+    b: Any
+    h: Any
+    first_row: Any  # of the head, in lse and -delta
+    keys: Any  # KeyLoads
+
+
 class KeyGrads(NamedTuple):
     """Where dK and dV go: rounded, by TMA (descriptors), or in float32 (pointers). Either pair is
     None."""
@@ -176,13 +198,28 @@ class SegmentVisits(NamedTuple):
     first_block: Any  # of the segment
 
 
-class Segment(NamedTuple):
-    """What a CTA owns: consecutive tile columns, whose queries no other one visits."""
+class SegmentHeader(NamedTuple):
+    """What `segment_table.Segments.items` begins with."""
+
+    total: Any  # segments of all heads
+    equal_heads: Any  # heads with the same mask, and so the same segments
+    span: Any  # blocks of queries of the longest segment
+
+
+class SegmentItem(NamedTuple):
+    """What follows it for each segment: consecutive tile columns, whose queries no other column
+    visits."""
 
     first_tile: Any  # which work tile, of all of the mask's heads
-    tiles: Any  # how many
+    tiles: Any  # work tiles
     first_block: Any  # of queries
-    nth_head: Any  # of the heads that have the same segments
+
+
+class Segment(NamedTuple):
+    """What a CTA owns: a segment, for one of the equal heads."""
+
+    item: Any  # SegmentItem
+    nth_head: Any
 
 
 class SegmentTile(NamedTuple):
@@ -235,6 +272,32 @@ class QBlockContext(NamedTuple):
     segment: Any  # SegmentContext
 
 
+class ReduceContext(NamedTuple):
+    """What a dQ reduce warp needs for all blocks of queries of a work tile and a head."""
+
+    dq_accum: Any  # descriptors, in pieces
+    dq_smem: Any  # of one consumer, in pieces
+    rings: Any  # of that consumer, piece by piece
+    consumer: Any
+    first_row: Any  # of the head, in dQ-accum
+    semaphore: Any
+    tile: Any  # WorkTile
+    step: Any  # queries of a tile of the block mask
+
+
+class SegmentReduceContext(NamedTuple):
+    """The same, where a CTA owns segments."""
+
+    dq_accum: Any  # descriptor
+    dq: Any  # descriptor
+    dq_smem: Any
+    ring: Any
+    consumer: Any
+    first_row: Any  # of the segment, in dQ-accum, less its first block's
+    visits: Any  # SegmentVisits
+    head: Any  # Head
+
+
 class MainloopState(NamedTuple):
     """What bwd/kernel.py's main loop carries from block to block."""
 
@@ -269,6 +332,19 @@ class WideContext(NamedTuple):
     share: Any
     captured_grads: Any
     bias_sums: Any
+
+
+class WideReduceContext(NamedTuple):
+    """What the consumer of dQ needs for all blocks of queries of a head, in bwd/wide_dq.py."""
+
+    dq_accum: Any  # pointer
+    smem: Any  # WideSmem
+    rings: Any  # WideRings
+    first_row: Any  # of the head, in dQ-accum
+    share: Any
+    semaphore: Any
+    tile: Any  # WorkTile
+    step: Any  # queries of a tile of the block mask
 
 
 class WideState(NamedTuple):

@@ -12,6 +12,7 @@ from ..device.pipeline import (
 )
 from ..device.work_tile import WORK_STAGES, read_runs, visit_q_blocks
 from .common import CHUNK, CHUNK_ROWS, counter_of, read_work_tile, ticket_of
+from .context import ReduceContext
 from .dq_zero import wait_for_zeros
 from .epilogue import copy_dkdv_out
 
@@ -23,7 +24,7 @@ def reduce_dq(to, smem, rings, sizes, walk, semaphore, W: gl.constexpr, HOW: gl.
     Where the main loop is not software-pipelined, the last piece comes one block late, across work
     tiles as well. The very first one, before the first block, is zeros.
     """
-    pieces = (to.dq_accum, at_stage(smem.dq, W), rings.dq[W], W)
+    dq_smem = at_stage(smem.dq, W)
     work_at = first_stage()
     consumer_wait(rings.work, work_at)
     tile = read_work_tile(smem.work, work_at, 1)
@@ -34,7 +35,10 @@ def reduce_dq(to, smem, rings, sizes, walk, semaphore, W: gl.constexpr, HOW: gl.
         for n in range(sizes.share):
             head = tile.b * sizes.heads + tile.h + n
             wait_for_zeros(to.zero_rows, to.zeroed, head, sizes.q_rows)
-            context = (pieces, head * sizes.q_rows, semaphore, tile, walk.step)
+            context = ReduceContext(
+                to.dq_accum, dq_smem, rings.dq[W], W, head * sizes.q_rows, semaphore, tile,
+                walk.step,
+            )  # fmt: skip
             state = (dq_at, row, ticket, gl.to_tensor(0))
             state = visit_q_blocks(
                 state, context, walk, tile.tile_col, runs, sizes.q_len, 0, reduce_q_block,
@@ -48,7 +52,10 @@ def reduce_dq(to, smem, rings, sizes, walk, semaphore, W: gl.constexpr, HOW: gl.
         consumer_wait(rings.work, work_at)
         tile = read_work_tile(smem.work, work_at, 1)
     if not HOW.pipelined:
-        reduce_piece(pieces, row, semaphore, ticket, dq_at, len(to.dq_accum) - 1, HOW)
+        context = ReduceContext(
+            to.dq_accum, dq_smem, rings.dq[W], W, row, semaphore, tile, walk.step
+        )
+        reduce_piece(context, row, ticket, dq_at, len(to.dq_accum) - 1, HOW)
 
 
 @gluon.jit
@@ -58,29 +65,29 @@ def reduce_q_block(
 ):  # fmt: skip
     """Add the pieces of the block of queries from n on. A piece that comes one block late is of the
     block before, which the state remembers."""
-    pieces, first_row, semaphore, tile, step = context
     dq_at, row, ticket, visited = state
-    COUNT: gl.constexpr = len(pieces[0]) if HOW.pipelined else len(pieces[0]) - 1
+    COUNT: gl.constexpr = len(context.rings) if HOW.pipelined else len(context.rings) - 1
     if not HOW.pipelined:
-        reduce_piece(pieces, row, semaphore, ticket, dq_at, COUNT, HOW)
-    ticket = ticket_of(semaphore, tile, visited // step, HOW)
+        reduce_piece(context, row, ticket, dq_at, COUNT, HOW)
+    ticket = ticket_of(context.semaphore, context.tile, visited // context.step, HOW)
     for piece in gl.static_range(COUNT):
-        reduce_piece(pieces, first_row + n, semaphore, ticket, dq_at, piece, HOW)
-    return advance(dq_at, 1), first_row + n, ticket, visited + HOW.block
+        reduce_piece(context, context.first_row + n, ticket, dq_at, piece, HOW)
+    return advance(dq_at, 1), context.first_row + n, ticket, visited + HOW.block
 
 
 @gluon.jit
-def reduce_piece(pieces, row, semaphore, ticket, at, PIECE: gl.constexpr, HOW: gl.constexpr):
+def reduce_piece(context, row, ticket, at, PIECE: gl.constexpr, HOW: gl.constexpr):
     """Add one piece to the rows from `row` on; when the semaphore says so, if there is one."""
-    dq_accum, dq_smem, rings, W = pieces
+    W, semaphore, ring = context.consumer, context.semaphore, context.rings[PIECE]
     if semaphore is not None:
         counter = counter_of(semaphore, row, 2 * PIECE) + W
-    consumer_wait(rings[PIECE], at)
+    consumer_wait(ring, at)
     if semaphore is not None:
         semaphore_wait(counter, ticket)
-    tma_reduce_add(dq_accum[PIECE], [accum_row(row, W, PIECE, dq_smem, HOW), 0], dq_smem[PIECE])
+    coord = [accum_row(row, W, PIECE, context.dq_smem, HOW), 0]
+    tma_reduce_add(context.dq_accum[PIECE], coord, context.dq_smem[PIECE])
     tma_store_wait(0)
-    consumer_release(rings[PIECE], at)
+    consumer_release(ring, at)
     if semaphore is not None:
         tma_store_wait_visible()
         semaphore_release(counter, ticket)

@@ -50,7 +50,7 @@ class OrderedWalks:
 
     def __init__(self, walks: Walks, length: int) -> None:
         self.walks, self.width = walks, -(-length // walks.step)
-        self.made: tuple[Walk, tuple[Walk, Tensor, Tensor]] | None = None
+        self.cached: tuple[Walk, tuple[Walk, Tensor, Tensor]] | None = None
 
     def __call__(
         self, call: Call, counters: Tensor
@@ -60,9 +60,9 @@ class OrderedWalks:
         if walk.full is None:
             return walk, DqSemaphore(counters)
         device = self.walks.plan.device
-        if self.made is None or self.made[0] is not walk:
-            self.made = walk, aside(device, lambda: order_walk(walk, self.width))
-        in_order, first, tickets = self.made[1]
+        if self.cached is None or self.cached[0] is not walk:
+            self.cached = walk, aside(device, lambda: order_walk(walk, self.width))
+        in_order, first, tickets = self.cached[1]
         keep(device, [*in_order.tensors(), first, tickets])
         return in_order, MaskedDqSemaphore(counters, first, tickets)
 

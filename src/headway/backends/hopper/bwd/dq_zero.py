@@ -21,9 +21,9 @@ from ..device.pipeline import (
     semaphore_wait,
 )
 from ..device.work_tile import WORK_STAGES
-from .common import read_work_tile
+from .common import ACCUM_WIDTH, read_work_tile
 
-ZERO_ROWS = gl.constexpr(4)  # rows of dQ-accum, of 256 numbers, that one copy zeroes
+ZERO_ROWS = gl.constexpr(4)  # rows of dQ-accum, that one copy zeroes
 AHEAD = gl.constexpr(1)  # work tiles of each CTA, whose heads are zeroed before they are needed
 
 
@@ -63,6 +63,7 @@ def write_zeros(
         all_heads = total // tiles_per_head * sizes.share
         ahead = (AHEAD * gl.num_programs(0) // tiles_per_head + 1) * sizes.share
         blocks = sizes.q_rows // ROWS
+        block_rows: gl.constexpr = ROWS * COLUMNS // ACCUM_WIDTH
         layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
         zeros.store(gl.full(zeros.shape, 0.0, gl.float32, layout=layout))
         fence_async_shared()
@@ -84,8 +85,8 @@ def write_zeros(
                 if block < all_heads * blocks:
                     n = block // blocks
                     head = n % mask_batch * sizes.heads + n // mask_batch
-                    first = (head * blocks + block % blocks) * (COLUMNS // 4)
-                    for row in range(0, COLUMNS // 4, ZERO_ROWS):
+                    first = (head * blocks + block % blocks) * block_rows
+                    for row in range(0, block_rows, ZERO_ROWS):
                         tma_store(zero_rows, [first + row, 0], zeros)
                     tma_store_wait_visible()
                     gl.atomic_add(zeroed + head, 1, sem="release")

@@ -203,8 +203,8 @@ def backward(
             (write_zeros, (zero_rows, zeroed, zeros_smem, work_smem, rings.work, sizes, total, walk,
                            COLUMNS, HOW)),
         ],
-        [4, 1, 1, 1, 1],
-        [240, 24, 24, 24, 24],
+        [4, 1, 1, 1, 1],  # warps of the partitions after the first
+        [240, 24, 24, 24, 24],  # registers of their threads
     )  # fmt: skip
 
 

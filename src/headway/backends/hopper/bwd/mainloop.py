@@ -62,6 +62,7 @@ def mma_q_block_pipelined(
     dtype: gl.constexpr = inputs.v.dtype
     zero_tile = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=acc_layout(BLOCK))
     zero = opaque_zero(n, context.share)
+    # Whether there are registers for products in flight while P is computed.
     FREE: gl.constexpr = (not PARTIAL) and (DERIVATIVE is None or HOW.affine is not None)
     # Without a block before, dK is 0 times these queries, and dQ, of whatever is in dS's memory, is
     # not committed.

@@ -30,7 +30,7 @@ from . import (
     wide,
     wide_dq,
 )  # fmt: skip
-from .common import CHUNK_NUMBERS, postprocess_dq
+from .common import CHUNK, CHUNK_SIZE, COUNTERS, postprocess_dq
 from .dq_semaphore import DqSemaphore, MaskedDqSemaphore, OrderedWalks
 from .dq_zero import ZERO_ROWS
 from .kernel import backward as backward_kernel
@@ -176,8 +176,8 @@ class BackwardPlan(Plan):
         )
         options |= ptxas_options(registers, row.register_usage_level)
         self.kernel = Direct(kernel, self.device, options, self.grid, self.arrange)
-        strips = self.columns // 64
-        grid = self.b * self.hq * self.q_rows * self.columns // CHUNK_NUMBERS.value, 1, 1
+        strips = self.columns // CHUNK.value
+        grid = self.b * self.hq * self.q_rows * self.columns // CHUNK_SIZE.value, 1, 1
         self.postprocess = Direct(
             postprocess_dq, self.device, {"STRIPS": strips}, grid, self.arrange_postprocess
         )
@@ -234,7 +234,8 @@ class BackwardPlan(Plan):
         elif self.ordered is None:
             given = self.known(self.walks) or self.given_by(call, self.walks)
         else:
-            counters = terms.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
+            chunks = self.b * self.hq * self.q_rows // CHUNK.value
+            counters = terms.new_zeros(chunks * COUNTERS.value, dtype=torch.int32)
             walk, semaphore = self.ordered(call, counters)
             given = self.given_by(call, self.walks, *semaphore, walk=walk)
         counter = () if self.work_tiles is None else (zeroed_counter(self.device),)

@@ -23,7 +23,7 @@ def produce(
     while taken < total:
         if HOW.owns_segment:
             segment = load_segment(segments, taken)
-            for n in range(0, segment.tiles):
+            for n in range(0, segment.item.tiles):
                 tile = locate_in_segment(segment, n, walk, sizes, HOW.subtiles)
                 at = _produce_tile(at, tile.tile, tile, context, walk, HOW)
         else:

@@ -16,6 +16,7 @@ from ...gpu.runtime.call_plan import Walk, Walks
 from ...gpu.runtime.device_guard import aside, keep
 from ..device import mma
 from . import segments as kernel
+from .context import SegmentHeader, SegmentItem
 
 ROWS = mma.ROWS.value  # queries of a block
 MAX_BLOCKS = 32  # blocks of a segment: a bit each
@@ -112,12 +113,16 @@ class Segments:
         return np.stack(found, 1).astype(np.uint32).view(np.int32)
 
     def items(self) -> np.ndarray:
-        """int32: `total`, `equal_heads`, `span`; then of every segment its first work tile, how
-        many work tiles it has, and its first block, those with most work first."""
+        """int32: a `SegmentHeader`; then a `SegmentItem` for every segment, those with most work
+        first."""
         order = (-self.sizes).argsort(kind="stable")
-        own = self.first * self.sub, (self.end - self.first) * self.sub, self.block
+        own = SegmentItem(
+            first_tile=self.first * self.sub,
+            tiles=(self.end - self.first) * self.sub,
+            first_block=self.block,
+        )
         items = np.stack(own, 1)[order].flatten()
-        header = self.total, self.equal_heads, self.span
+        header = SegmentHeader(self.total, self.equal_heads, self.span)
         return np.concatenate([header, items]).astype(np.int32)
 
     def work(self, device: torch.device) -> SegmentWork:
@@ -152,13 +157,13 @@ class SegmentWalk:
         self, walks: Walks, heads: int, length: int, suit: Callable[[Segments], bool]
     ) -> None:
         self.walks, self.heads, self.length, self.suit = walks, heads, length, suit
-        self.made: tuple[Walk, SegmentWork | None] | None = None
+        self.cached: tuple[Walk, SegmentWork | None] | None = None
 
     def __call__(self, call: Call) -> SegmentWork | None:
         walk, device = self.walks(call), self.walks.plan.device
-        if self.made is None or self.made[0] is not walk:
-            self.made = walk, aside(device, lambda: self._work(walk, device))
-        work = self.made[1]
+        if self.cached is None or self.cached[0] is not walk:
+            self.cached = walk, aside(device, lambda: self._work(walk, device))
+        work = self.cached[1]
         if work is not None:
             keep(device, [work.items, work.visit_bits])
         return work

@@ -47,7 +47,16 @@ from .common import (
     read_work_tile,
     to_accum_order,
 )
-from .context import Segment, SegmentTile, SegmentVisits, WorkTile
+from .context import (
+    Head,
+    Segment,
+    SegmentHeader,
+    SegmentItem,
+    SegmentReduceContext,
+    SegmentTile,
+    SegmentVisits,
+    WorkTile,
+)
 from .dq_reduce import accum_row
 from .epilogue import seen_as_keys
 
@@ -56,12 +65,12 @@ VISIT = gl.constexpr(1)
 FIRST = gl.constexpr(2)
 LAST = gl.constexpr(4)
 
-# The columns of `Segments.items`: a header, then three numbers for each segment.
-TOTAL = gl.constexpr(0)  # segments of all heads
-EQUAL_HEADS = gl.constexpr(1)  # heads with the same segments
-SPAN = gl.constexpr(2)  # blocks of queries of the longest segment
-HEADER = gl.constexpr(3)
-ITEM = gl.constexpr(3)
+# The columns of `Segments.items`.
+TOTAL = gl.constexpr(SegmentHeader._fields.index("total"))
+EQUAL_HEADS = gl.constexpr(SegmentHeader._fields.index("equal_heads"))
+SPAN = gl.constexpr(SegmentHeader._fields.index("span"))
+HEADER = gl.constexpr(len(SegmentHeader._fields))
+ITEM = gl.constexpr(len(SegmentItem._fields))
 
 
 @gluon.jit
@@ -69,7 +78,8 @@ def load_segment(segments, taken):
     """The segment that a CTA has taken."""
     equal = gl.load(segments + EQUAL_HEADS)
     item = segments + HEADER + taken // equal * ITEM
-    return Segment(gl.load(item), gl.load(item + 1), gl.load(item + 2), taken % equal)
+    item = SegmentItem(gl.load(item), gl.load(item + 1), gl.load(item + 2))
+    return Segment(item, taken % equal)
 
 
 @gluon.jit
@@ -77,7 +87,7 @@ def locate_in_segment(segment, n, walk, sizes, SUB: gl.constexpr):
     """The n-th work tile of a segment, whose `h` is the head of dK and dV."""
     heads = sizes.heads // sizes.share
     tiles_per_head = walk.lines * SUB
-    index = segment.first_tile + n
+    index = segment.item.first_tile + n
     of_mask, n_block = index // tiles_per_head, index % tiles_per_head
     free = walk.h == 1
     rest = segment.nth_head
@@ -85,7 +95,7 @@ def locate_in_segment(segment, n, walk, sizes, SUB: gl.constexpr):
     rest = gl.where(free, rest // heads, rest)
     b = gl.where(walk.b == 1, rest, of_mask // walk.h)
     tile = WorkTile(index // SUB, n_block, n_block * (2 * ROWS), h, b)
-    return SegmentTile(tile, index, segment.first_block)
+    return SegmentTile(tile, index, segment.item.first_block)
 
 
 @gluon.jit
@@ -173,23 +183,23 @@ def reduce_segments(
     visits = read_segment_visits(smem.work, work_at, 1)
     while tile.tile_col >= 0:
         runs = read_runs(smem.work, work_at, walk, 1, HOW)
-        # What earlier work tiles wrote has landed; within one, no place is visited twice.
+        # What earlier work tiles wrote has landed; within one, no block is visited twice.
         tma_store_wait_visible()
         for n in range(sizes.share):
             own = gl.program_id(0) * sizes.share + n
             first_row = (own * span - visits.first_block) * ROWS
-            context = (
-                to.dq_accum[0], to.segment_dq, dq_smem, ring, visits, first_row, tile.h + n, tile.b,
-                W,
-            )  # fmt: skip
+            head = Head(tile.h + n, tile.b)
+            context = SegmentReduceContext(
+                to.dq_accum[0], to.segment_dq, dq_smem, ring, W, first_row, visits, head
+            )
             at = visit_q_blocks(
                 at, context, walk, tile.tile_col, runs, sizes.q_len, 0, _reduce_visit,
                 None, None, None, HOW,
             )  # fmt: skip
         if to.dv is not None:
-            place = [tile.b, tile.h // sizes.share, tile.first_key + W * ROWS, 0]
-            at = copy_gradient_out(to.dv, place, inputs.v.index(W), dq_smem, ring, at)
-            at = copy_gradient_out(to.dk[0], place, inputs.k[0].index(W), dq_smem, ring, at)
+            coord = [tile.b, tile.h // sizes.share, tile.first_key + W * ROWS, 0]
+            at = copy_gradient_out(to.dv, coord, inputs.v.index(W), dq_smem, ring, at)
+            at = copy_gradient_out(to.dk[0], coord, inputs.k[0].index(W), dq_smem, ring, at)
         consumer_release(rings.work, work_at)
         work_at = advance(work_at, WORK_STAGES)
         consumer_wait(rings.work, work_at)
@@ -198,11 +208,11 @@ def reduce_segments(
 
 
 @gluon.jit
-def copy_gradient_out(to, place, k, dq_smem, ring, at):
+def copy_gradient_out(to, coord, k, dq_smem, ring, at):
     """Release the dQ tile's memory for dK or dV, and store that. **Returns:** the cursor."""
     consumer_release(ring, at)
     consumer_wait(ring, at)
-    tma_store(to, place, seen_as_keys(dq_smem, k))
+    tma_store(to, coord, seen_as_keys(dq_smem, k))
     tma_store_wait(0)
     return advance(at, 1)
 
@@ -214,21 +224,22 @@ def _reduce_visit(
 ):  # fmt: skip
     """Release the dQ tile's memory for the block of queries from n on, with what is to be read
     there; and store or add what the consumer makes of it."""
-    dq_accum, dq, dq_smem, ring, visits, first_row, h, b, W = context
+    dq_accum, dq, dq_smem = context.dq_accum, context.dq, context.dq_smem
+    ring, W, head = context.ring, context.consumer, context.head
     COLUMNS: gl.constexpr = dq.block_shape[3]
-    kind = visit_kind(visits, n)
-    place = [accum_row(first_row + n, W, 0, (dq_smem,), HOW), 0]
+    kind = visit_kind(context.visits, n)
+    coord = [accum_row(context.first_row + n, W, 0, (dq_smem,), HOW), 0]
     reads = kind == VISIT + LAST
     empty = ring.empty.index(at.stage)
     mbarrier.expect(empty, 4 * dq_smem.shape[0] * dq_smem.shape[1], pred=reads)
-    tma_load(dq_accum, place, empty, dq_smem, pred=reads)
+    tma_load(dq_accum, coord, empty, dq_smem, pred=reads)
     consumer_release(ring, at, kind != VISIT + LAST)
     consumer_wait(ring, at)
     if kind >= LAST:
-        tma_store(dq, [b, h, n, W * COLUMNS], seen_as_dq(dq_smem, dq))
+        tma_store(dq, [head.b, head.h, n, W * COLUMNS], seen_as_dq(dq_smem, dq))
     elif kind >= FIRST:
-        tma_store(dq_accum, place, dq_smem)
+        tma_store(dq_accum, coord, dq_smem)
     else:
-        tma_reduce_add(dq_accum, place, dq_smem)
+        tma_reduce_add(dq_accum, coord, dq_smem)
     tma_store_wait(0)
     return advance(at, 1)

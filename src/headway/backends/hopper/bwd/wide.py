@@ -147,8 +147,8 @@ def backward_wide(
             (consume_dq, (dq_accum, smem, rings, tile, sizes, walk, semaphore, HOW)),
             (produce, (inputs, input_smem, input_rings, tile, sizes, walk, HOW)),
         ],
-        [4, 4, 1],
-        [208, 72, 24],
+        [4, 4, 1],  # warps of the partitions after the first
+        [208, 72, 24],  # registers of their threads
     )  # fmt: skip
 
 

@@ -14,14 +14,16 @@ from ..device.pipeline import (
 from ..device.work_tile import visit_q_blocks
 from .common import (
     ACCUM_LAYOUT,
+    ACCUM_WIDTH,
     CHUNK,
-    CHUNK_NUMBERS,
     CHUNK_ROWS,
+    CHUNK_SIZE,
     counter_of,
     opaque_zero,
     ticket_of,
     to_accum_order,
 )
+from .context import WideReduceContext
 
 P_STAGES = gl.constexpr(3)  # of P, which becomes dS
 
@@ -33,7 +35,9 @@ def consume_dq(dq_accum, smem, rings, tile, sizes, walk, semaphore, HOW: gl.cons
     at = first_stage()
     for n in range(sizes.share):
         first_row = (tile.b * sizes.heads + tile.h + n) * sizes.q_rows
-        context = (dq_accum, smem, rings, first_row, sizes.share, semaphore, tile, walk.step)
+        context = WideReduceContext(
+            dq_accum, smem, rings, first_row, sizes.share, semaphore, tile, walk.step
+        )
         state = (at, gl.to_tensor(0))
         state = visit_q_blocks(
             state, context, walk, tile.tile_col, (), sizes.q_len, 0, dq_q_block,
@@ -48,29 +52,30 @@ def dq_q_block(
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """What the work tile adds to dQ of the queries from n on, 64 columns at a time."""
-    dq_accum, smem, rings, first_row, share, semaphore, tile, step = context
+    smem, rings, semaphore = context.smem, context.rings, context.semaphore
     at, visited = state
     k = smem.inputs.k[0]
     STRIPS: gl.constexpr = k.shape[2] // CHUNK
-    zero = opaque_zero(n, share)
-    chunk = gl.cast((first_row + n) // CHUNK, gl.int64) * STRIPS
+    zero = opaque_zero(n, context.share)
+    row = context.first_row + n
+    chunk = gl.cast(row // CHUNK, gl.int64) * STRIPS
     k = reinterpret(k, k.dtype, [STRIPS, ROWS, CHUNK], matrix_layout(k.layout))
     zero_tile = gl.full([ROWS, CHUNK], 0.0, gl.float32, layout=acc_layout(CHUNK))
     if semaphore is not None:
-        ticket = ticket_of(semaphore, tile, visited // step, HOW)
+        ticket = ticket_of(semaphore, context.tile, visited // context.step, HOW)
     consumer_wait(rings.ds, at)
     if semaphore is not None:
-        semaphore_wait(counter_of(semaphore, first_row + n, 0), ticket)
+        semaphore_wait(counter_of(semaphore, row, 0), ticket)
     ds = smem.p.index(at.stage).permute((1, 0))
     # A loop that cannot be unrolled: the assembler would compute the next columns into registers
     # that it does not have.
     for strip in range(zero, STRIPS):
         x = warpgroup_mma(ds, k.index(strip), zero_tile, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(0, deps=[x])
-        add_chunk(dq_accum + (chunk + strip) * CHUNK_NUMBERS, x)
+        add_chunk(context.dq_accum + (chunk + strip) * CHUNK_SIZE, x)
     consumer_release(rings.p, at)
     if semaphore is not None:
-        semaphore_release(counter_of(semaphore, first_row + n, 0), ticket)
+        semaphore_release(counter_of(semaphore, row, 0), ticket)
     return advance(at, P_STAGES), visited + HOW.block
 
 
@@ -79,5 +84,5 @@ def add_chunk(to, x):
     """Add 64 x 64 numbers to global memory: 16 bytes of a thread, threads adjacent."""
     x = gl.convert_layout(to_accum_order(x), ACCUM_LAYOUT)
     rows = gl.arange(0, CHUNK_ROWS, layout=gl.SliceLayout(1, ACCUM_LAYOUT))[:, None]
-    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, ACCUM_LAYOUT))[None, :]
-    gl.atomic_add(to + rows * 256 + columns, x, sem="relaxed")
+    columns = gl.arange(0, ACCUM_WIDTH, layout=gl.SliceLayout(0, ACCUM_LAYOUT))[None, :]
+    gl.atomic_add(to + rows * ACCUM_WIDTH + columns, x, sem="relaxed")
