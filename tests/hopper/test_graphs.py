@@ -73,7 +73,7 @@ def test_every_tile_of_a_captured_call_is_partial():
 
 
 def test_block_masks_that_take_turns():
-    """Given ones are used as they are; what a plan makes of each is kept for the graph."""
+    """CallArguments ones are used as they are; what a plan makes of each is kept for the graph."""
     q = torch.randn(1, 2, 384, 16).bfloat16()
     masks = [hw.causal(), hw.causal() & hw.sliding_window(100), hw.sliding_window(70)]
     given = [hw.block_mask(mask, 1, 1, 384, 384) for mask in masks]

@@ -102,8 +102,8 @@ def map_work_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr)
 
     Head swizzle for L2: the tiles of `walk.swizzle` heads follow one another, longest tile row
     first (LPT), then those of the next section of heads: what runs at a time shares keys in the L2
-    cache. Under a mask the tiles of the `last_rows` shortest rows come after those of all heads: with long
-    tiles at the end some CTAs would be busy while others have nothing to do.
+    cache. Under a mask the tiles of the `last_rows` shortest rows come after those of all heads:
+    with long tiles at the end some CTAs would be busy while others have nothing to do.
     """
     near = walk.swizzle
     if walk.full is None:
