@@ -76,7 +76,7 @@ def test_half_precision_is_float32_and_large_scores_are_no_matter():
         ({"dropout": 0.1}, UnknownKeyword, ["dropout"]),
         ({"score": lambda s, b, h, i, j: s + _few[j]}, CapturedIndexError, ["_few[j]"]),
     ],
-    ids=str,
+    ids=["numbers", "limit", "no such head", "heads", "queries", "mask", "keyword", "index"],
 )
 def test_mistakes(options, error, words):
     with pytest.raises(error) as caught:
