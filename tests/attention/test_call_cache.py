@@ -174,7 +174,7 @@ def test_a_call_that_was_changed_is_not_known():
     spec, call = prepare(q, k, v, hw.softcap(5.0))
     assert call.signature is not None
     assert call.signature.spec is spec
-    assert call._replace(q=q[:, :, :3]).signature is None
+    assert call.replace(q=q[:, :, :3]).signature is None
     assert prepare(q, k, v, hw.softcap(5.0), deterministic=True)[1].signature is not call.signature
     assert prepare(q, k, v, hw.softcap(5.0), coords=hw.types.Coords(q=1))[1].signature is None
     assert replace(spec) is not spec
