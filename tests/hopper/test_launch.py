@@ -207,16 +207,16 @@ def test_every_stream_has_a_zero_of_its_own_and_so_has_every_capture():
         mock.patch.object(tile_counter, "_zeros", {}),
         mock.patch.object(torch, "zeros", side_effect=lambda *size, **options: object()),
     ):
-        first = tile_counter.zero(card)
-        assert tile_counter.zero(card) is first
+        first = tile_counter.zeroed_counter(card)
+        assert tile_counter.zeroed_counter(card) is first
         state["stream"] = 8
-        other = tile_counter.zero(card)
+        other = tile_counter.zeroed_counter(card)
         assert {other.data_ptr(), first.data_ptr()} == {row.data_ptr() for row in own}
         state["stream"] = 9  # there are no more
-        assert tile_counter.zero(card) is not tile_counter.zero(card)
+        assert tile_counter.zeroed_counter(card) is not tile_counter.zeroed_counter(card)
         state |= {"stream": 7, "capturing": True}
-        assert tile_counter.zero(card) is not first
-        assert tile_counter.zero(card) is not tile_counter.zero(card)
+        assert tile_counter.zeroed_counter(card) is not first
+        assert tile_counter.zeroed_counter(card) is not tile_counter.zeroed_counter(card)
 
 
 @pytest.mark.parametrize("name", [n for n in bring_up.CHECKS if n.startswith("whole")])
