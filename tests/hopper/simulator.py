@@ -682,7 +682,7 @@ def simulating():
             bwd_plan,
             backward_kernel=Kernel(LOADED.backward.backward),
             backward_wide=Kernel(LOADED.backward_wide.backward_wide),
-            finish=Kernel(LOADED.common.finish),
+            postprocess_dq=Kernel(LOADED.common.postprocess_dq),
             Terms=LOADED.preprocess.Terms,
         ),  # fmt: skip
         mock.patch.multiple(

@@ -26,8 +26,8 @@ from .test_simulated import choose, straight_line_errors
 # up, and each kernel that widths and lengths have. `emulator/full.py` runs the whole table.
 CASES = {
     "at once": ("lengths_127_301_causal", "long_checker", "score_bias_keys_masked", "width_256_256"),
-    "lagged": ("mask_by_batch_sink",),
-    "whole": ("width_100_100",),
+    "pipelined": ("mask_by_batch_sink",),
+    "segments": ("width_100_100",),
 }  # fmt: skip
 
 

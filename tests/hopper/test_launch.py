@@ -71,7 +71,7 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
     x, other = torch.randn(2, 1, 2, 200, 64).bfloat16()
     first, through = launches(device, x, mask=hw.causal())
     again, directly = launches(device, other, mask=hw.causal())
-    names = ["forward", "row_kernel", "backward", "finish"]
+    names = ["forward", "row_kernel", "backward", "postprocess_dq"]
     assert [name for name, _ in first] == [name for name, _ in again] == names
     assert (through, directly) == (4, 0)
     for (_, before), (_, after) in zip(first, again, strict=True):
@@ -84,40 +84,40 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
             assert not any(hasattr(kind, "base") for kind in found.q.kinds)
 
 
-def test_short_lines_of_many_heads_are_done_head_by_head(device):
-    """With no kernel after; where a CTA has few heads, or its parts of dq do not stay in the cache,
+def test_a_cta_owns_whole_heads_where_they_are_short_and_many(device):
+    """With no kernel after; where there are few heads, or a CTA's dQ-accum does not stay in the cache,
     or results are float32, as ever."""
-    by_rank = ["forward", "row_kernel", "backward", "finish"]
+    by_tile = ["forward", "row_kernel", "backward", "postprocess_dq"]
     for (b, length), options, names in (
-        ((66, 200), {}, by_rank[:3]),
-        ((66, 200), {"deterministic": True}, by_rank[:3]),
-        ((66, 200), {"partial": True}, by_rank),
-        ((70, 200), {}, by_rank),  # eight heads more than run at once
-        ((66, 2000), {}, by_rank),
+        ((66, 200), {}, by_tile[:3]),
+        ((66, 200), {"deterministic": True}, by_tile[:3]),
+        ((66, 200), {"partial": True}, by_tile),
+        ((70, 200), {}, by_tile),  # eight heads more than run at once
+        ((66, 2000), {}, by_tile),
     ):
         x = torch.zeros(b, 2, length, 64).bfloat16()
         launched, _ = launches(device, x, mask=hw.causal(), **options)
         assert [name for name, _ in launched] == names
 
 
-def test_short_documents_are_done_one_by_one(device):
+def test_a_cta_owns_short_documents(device):
     """Where they begin with tiles, fit, and are many; whatever the length of all."""
-    by_rank = ["forward", "row_kernel", "backward", "finish"]
+    by_tile = ["forward", "row_kernel", "backward", "postprocess_dq"]
     every = torch.arange(4096)
     for heads, ids, names in (
-        (4, every // 256, by_rank[:3]),
-        (32, torch.stack([every // 256, every // 128]), by_rank[:3]),
-        (32, every // 250, by_rank),
-        (32, every // 2048, by_rank),  # too long
-        (32, (every - 2048).clamp(0) // 128, by_rank),  # one is
-        (4, torch.arange(512) // 256, by_rank),  # eight at once
+        (4, every // 256, by_tile[:3]),
+        (32, torch.stack([every // 256, every // 128]), by_tile[:3]),
+        (32, every // 250, by_tile),
+        (32, every // 2048, by_tile),  # too long
+        (32, (every - 2048).clamp(0) // 128, by_tile),  # one is
+        (4, torch.arange(512) // 256, by_tile),  # eight at once
     ):
         x = torch.zeros(2, heads, ids.shape[-1], 128).bfloat16()
         launched, _ = launches(device, x, mask=hw.causal() & hw.document(ids))
         assert [name for name, _ in launched] == names
 
 
-def test_islands_are_looked_for_once_for_a_mask(device, monkeypatch):
+def test_segments_are_looked_for_once_for_a_mask(device, monkeypatch):
     """Not in every call: the host would wait for the GPU."""
     made = []
     found = segment_table.Segments
@@ -229,7 +229,7 @@ def test_checks_of_whole_heads_are_of_whole_heads(device, name):
     in_turn = options.get("deterministic", False)
     spec, call = prepare(q, k, v, None, mask, backend="hopper", deterministic=in_turn)
     made = launch_plan.plan_for(BackwardPlan, spec, call, (), q, k, v, dout)
-    assert made.suited(spec, call, (), (q, k, v, dout)).by_island is not None
+    assert made.suited(spec, call, (), (q, k, v, dout)).owned_segments is not None
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

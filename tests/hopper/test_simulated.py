@@ -47,24 +47,24 @@ def simulated():
         yield
 
 
-LAGGED = [name for name in CASES if "causal" in name or "heads" in name or "mask" in name]
-WAYS = ("at once", "lagged", "whole")
+PIPELINED = [name for name in CASES if "causal" in name or "heads" in name or "mask" in name]
+WAYS = ("at once", "pipelined", "segments")
 
 
 def choose(monkeypatch, way: str) -> None:
-    """Whether dk and dq come with the next block, as they would where lines are long, or CTAs take
-    whole islands, as where they are short and many."""
+    """Whether the main loop is software-pipelined, as where tile columns are long, or CTAs own
+    segments, as where these are short and many."""
     monkeypatch.setattr(
         launch_plan.Plan,
         "is_long",
-        lambda self, length=0: way == "lagged" and not self.gathers_per_pair,
+        lambda self, length=0: way == "pipelined" and not self.gathers_per_pair,
     )
-    monkeypatch.setattr(plan_backward, "IDLE", 1e9 if way == "whole" else -1e9)
+    monkeypatch.setattr(plan_backward, "SEGMENT_IDLE", 1e9 if way == "segments" else -1e9)
 
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    [(name, way) for way in WAYS for name in CASES if way != "lagged" or name in LAGGED],
+    [(name, way) for way in WAYS for name in CASES if way != "pipelined" or name in PIPELINED],
 )
 def test_table(name, way, monkeypatch):
     choose(monkeypatch, way)
@@ -107,8 +107,8 @@ def test_backward_widths(name, d, dv):
 
 SCATTERED = {
     "one order": ("mask_by_batch_sink", "at once", {}),
-    "lagged": ("mask_by_batch_sink", "lagged", {}),
-    "whole": ("mask_by_batch_sink", "whole", {}),
+    "pipelined": ("mask_by_batch_sink", "pipelined", {}),
+    "segments": ("mask_by_batch_sink", "segments", {}),
     "192": ("mask_by_batch_sink", "at once", {"d": 192, "dv": 128}),
     "256": ("score_relative_masked", "at once", {"d": 256, "dv": 256}),
     "rows": ("score_bias_rows", "at once", {}),
@@ -300,7 +300,7 @@ def test_the_maxima_of_rows_under_a_straight_line(issued):
 
 
 @pytest.mark.parametrize(("d", "dv", "way"), [
-    (64, 64, "whole"), (128, 128, "whole"), (128, 128, "at once"), (192, 128, "at once"),
+    (64, 64, "segments"), (128, 128, "segments"), (128, 128, "at once"), (192, 128, "at once"),
     (256, 256, "at once"),
 ])  # fmt: skip
 @pytest.mark.parametrize("gain", [-0.7, 2.5])
@@ -335,7 +335,7 @@ def test_whose_largest_logits_are_asked_for_no_product_adds_to():
 @pytest.mark.parametrize(("d", "dv", "length"), [(16, 16, 1300), (192, 128, 800)])
 def test_the_shortest_lines_are_dealt_last(d, dv, length, monkeypatch):
     """Of all heads and batch rows, after the longer ones of groups of heads."""
-    choose(monkeypatch, "lagged")
+    choose(monkeypatch, "pipelined")
     monkeypatch.setattr(
         plan_forward.ForwardPlan, "head_swizzle", lambda self, heads, *_: heads // 2
     )
@@ -366,8 +366,9 @@ def test_many_short_ranks(consumers):
             assert (made.float() - true.float()).abs().max() < 0.05
 
 
-# In each a line visits blocks in an order of its own; lines that visit nothing; masks per head; tiles
-# of several CTAs; a place for each consumer, by queries and by columns, and two; a consumer per gradient.
+# In each a tile column visits blocks in an order of its own; columns that visit nothing; masks per head;
+# tiles of several CTAs; a dQ tile of each consumer, by queries and by columns, and in two pieces; a
+# consumer per gradient.
 HOLES = torch.arange(5)[:, None] + torch.arange(5) % 3 != 1
 IN_TURN = {
     "none": ((64, 64, 2, 1), lambda: None),
@@ -407,7 +408,7 @@ def test_a_first_block_among_partial_ones(name, length):
     assert (made[1].out.float() - true.float()).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("way", ["at once", "lagged"])
+@pytest.mark.parametrize("way", ["at once", "pipelined"])
 @pytest.mark.parametrize("name", IN_TURN)
 def test_in_turn(name, way, monkeypatch):
     """CTAs one after the other and all at once, the last one first, give the same bits: each adds
@@ -419,12 +420,12 @@ def test_in_turn(name, way, monkeypatch):
     q, k, v, dout = (torch.randn(1, h, 520, w).bfloat16() for h, w in shapes)
     spec, call = prepare(q, k, v, None, mask(), sink=torch.randn(hq), backend="hopper",
                          partial=True, deterministic=True)  # fmt: skip
-    turns, wait = [], simulator.LOADED.dq_reduce.semaphore_wait
+    tickets, wait = [], simulator.LOADED.dq_reduce.semaphore_wait
 
-    def exactly(counter, turn):
-        wait(counter, turn)
-        assert turn in (-1, counter.flat()[counter.index()])
-        turns.append(turn)
+    def exactly(counter, ticket):
+        wait(counter, ticket)
+        assert ticket in (-1, counter.flat()[counter.index()])
+        tickets.append(ticket)
 
     def made(spec, abreast):
         with mock.patch.object(simulator.Kernel, "abreast", abreast):
@@ -437,7 +438,7 @@ def test_in_turn(name, way, monkeypatch):
     ):
         out, lse, *_ = hopper.forward(spec, call)
         one, other = made(spec, False), made(spec, True)
-        assert max(turns) > 0
+        assert max(tickets) > 0
         plain = made(replace(spec, deterministic=False), name == "none")
     assert all(map(torch.equal, one, other))
     if name == "none":  # it does make a difference
@@ -445,10 +446,10 @@ def test_in_turn(name, way, monkeypatch):
     assert all((x - y).norm() <= 1e-6 * y.norm() for x, y in zip(one, plain, strict=True))
 
 
-# Every block is visited once, or by all lines; some by none, and some by lines far apart; a line by
-# several CTAs' ranks; query heads that share keys, and those that share none since masks differ.
-WHOLE = {
-    "one_line": ((64, 64, 4, 2), 100, lambda: None),
+# Every block is visited once, or by all columns; some by none, and some by columns far apart; a column
+# of several work tiles; query heads that share keys, and those that share none since masks differ.
+SEGMENTS = {
+    "one_column": ((64, 64, 4, 2), 100, lambda: None),
     "none": ((128, 128, 2, 1), 520, lambda: None),
     "causal": ((72, 100, 2, 2), 333, lambda: hw.causal()),
     "window": ((64, 64, 2, 1), 520, lambda: hw.causal() & hw.sliding_window(200)),
@@ -456,7 +457,7 @@ WHOLE = {
     "holes": ((128, 128, 2, 1), 520, IN_TURN["holes"][1]),
     "unseen": ((64, 64, 2, 1), 520, lambda: lambda b, h, i, j: (i >= 256) & (i < 400) & (i >= j)),
     "tiles": ((128, 64, 2, 1), 520, IN_TURN["tiles"][1]),
-    # Several islands of a head, for each batch row, of different lengths; and lines of none.
+    # Several segments of a head, for each batch row, of different lengths; and columns of none.
     "packed": ((128, 128, 4, 2), 520, lambda: hw.causal() & hw.document(PACKED)),
     "blocks": ((64, 64, 2, 1), 520, lambda: lambda b, h, i, j: (i // 128 == j // 128) & (j != h)),
     "padded": ((64, 64, 2, 2), 520, lambda: hw.document(PACKED[1]) & hw.padding(PADDED)),
@@ -465,12 +466,12 @@ PACKED = torch.stack([torch.arange(520) // 128, torch.arange(520) // 256 * 2])
 PADDED = torch.tensor([520, 300])
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_whole_islands(name, monkeypatch):
-    """CTAs that take whole islands, one after the other and at once, make the same bits of all
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_owned_segments(name, monkeypatch):
+    """CTAs that own segments, one after the other and at once, make the same bits of all
     gradients; those of keys and values are what they are otherwise, and so is dq, but for the order
     of its sum."""
-    (d, dv, hq, hk), length, mask = WHOLE[name]
+    (d, dv, hq, hk), length, mask = SEGMENTS[name]
     torch.manual_seed(0)
     shapes = (hq, d), (hk, d), (hk, dv), (hq, dv)
     q, k, v, dout = (torch.randn(2, h, length, w).bfloat16() for h, w in shapes)
@@ -483,27 +484,27 @@ def test_whole_islands(name, monkeypatch):
     def made(way, abreast=False):
         choose(monkeypatch, way)
         plans.clear()
-        in_turn = replace(spec, deterministic=way == "whole")
+        in_turn = replace(spec, deterministic=way == "segments")
         with mock.patch.object(simulator.Kernel, "abreast", abreast):
             return hopper.backward(in_turn, call, out, lse, dout, None, ())[:3]
 
     with torch.no_grad():
         out, lse, *_ = hopper.forward(spec, call)
-        plain, one, other = made("at once"), made("whole"), made("whole", abreast=True)
+        plain, one, other = made("at once"), made("segments"), made("segments", abreast=True)
     assert all(map(torch.equal, one, other))
     assert all(map(torch.equal, one[1:], plain[1:]))
     off = (one[0].float() - plain[0].float()).abs()
     assert (off <= 0.01 * plain[0].float().abs() + 1e-6 * plain[0].float().norm()).all()
 
 
-@pytest.mark.parametrize("name", ["tma_store_wait_visible", "in_rows", "mbarrier"])
-def test_broken_whole_islands_are_found(name, monkeypatch):
+@pytest.mark.parametrize("name", ["tma_store_wait_visible", "from_accum_order", "mbarrier"])
+def test_broken_segments_are_found(name, monkeypatch):
     """Parts that are read before they have landed, out of order, or not at all."""
-    choose(monkeypatch, "whole")
+    choose(monkeypatch, "segments")
     at_once = mock.Mock(wraps=simulator.mbarrier, expect=lambda bar, bytes, pred: bar.it.arrive())
     by = {
         "tma_store_wait_visible": lambda: None,
-        "in_rows": lambda x: x.view(64, -1),
+        "from_accum_order": lambda x: x.view(64, -1),
         "mbarrier": at_once,
     }
     q = torch.randn(1, 3, 300, 64).bfloat16().requires_grad_()
@@ -522,28 +523,31 @@ def test_broken_whole_islands_are_found(name, monkeypatch):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_adders_wait_for_zeros(waits, monkeypatch):
-    """Of a memory that is anything but zeros until the copy engine, slow here, has made it so; where
-    they do not wait, after an adder has ended."""
-    backward, zeros, adder = (
-        getattr(simulator.LOADED, n) for n in ("backward", "dq_zero", "dq_reduce")
-    )
+def test_reduce_warps_wait_for_zeros(waits, monkeypatch):
+    """Of a memory that is anything but zeros until TMA, slow here, has made it so; where they do not
+    wait, after a reduce warp has ended."""
+    modules = ("backward", "dq_zero", "dq_reduce")
+    backward, dq_zero, dq_reduce = (getattr(simulator.LOADED, n) for n in modules)
     landed, wait, add, empty = (
-        zeros.tma_store_wait_visible,
-        adder.await_zeros,
+        dq_zero.tma_store_wait_visible,
+        dq_reduce.wait_for_zeros,
         backward.reduce_dq,
         torch.empty,
     )
     ended = threading.Event()
     slow = (lambda: time.sleep(0.05)) if waits else (lambda: ended.wait(20))
-    monkeypatch.setattr(zeros, "tma_store_wait_visible", lambda: (slow(), landed()))
-    monkeypatch.setattr(adder, "tma_store_wait", lambda _: landed())  # what is added lands at once
-    monkeypatch.setattr(adder, "await_zeros", wait if waits else lambda *_: None)
+    monkeypatch.setattr(dq_zero, "tma_store_wait_visible", lambda: (slow(), landed()))
+    monkeypatch.setattr(
+        dq_reduce, "tma_store_wait", lambda _: landed()
+    )  # what is added lands at once
+    monkeypatch.setattr(dq_reduce, "wait_for_zeros", wait if waits else lambda *_: None)
     monkeypatch.setattr(backward, "reduce_dq", lambda *given: (add(*given), ended.set()))
     monkeypatch.setattr(torch, "empty", lambda *size, **o: empty(*size, **o).fill_(-1e4))
     choose(monkeypatch, "at once")
     plans.clear()
-    q = torch.randn(2, 1, 130, 64).bfloat16().requires_grad_()  # four ranks: more are not told
+    q = (
+        torch.randn(2, 1, 130, 64).bfloat16().requires_grad_()
+    )  # four work tiles: the ring holds no more
     mask = hw.causal() & hw.document(torch.arange(260).view(2, 130) // 70)  # for each batch row
     made = [
         torch.autograd.grad(hw.attention(q, q, q, mask=mask, backend=backend).sum(), q)[0]
@@ -552,13 +556,13 @@ def test_adders_wait_for_zeros(waits, monkeypatch):
     assert bool(((made[1] - made[0]).abs() <= 0.1).all()) == waits
 
 
-def test_a_turn_that_never_comes_is_found():
+def test_a_ticket_that_never_comes_is_found():
     q = torch.randn(1, 1, 300, 64).bfloat16().requires_grad_()
     out = hw.attention(q, q, q, backend="hopper", deterministic=True)
-    adder, of_line = simulator.LOADED.dq_reduce, simulator.LOADED.dq_reduce.turn_of
-    later = lambda turns, line, *others: 2 - of_line(turns, line, *others)
+    dq_reduce, ticket_of = simulator.LOADED.dq_reduce, simulator.LOADED.dq_reduce.ticket_of
+    later = lambda *given: 2 - ticket_of(*given)
     with (
-        mock.patch.object(adder, "turn_of", later),
+        mock.patch.object(dq_reduce, "ticket_of", later),
         mock.patch.object(simulator, "LOOKS", 300),
         pytest.raises(simulator.Wrong, match=r"no CTA before it|another partition"),
     ):

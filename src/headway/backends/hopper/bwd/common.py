@@ -1,4 +1,5 @@
-"""What the two backward kernels share: the loader, P and its derivatives, and what follows them."""
+"""What the two backward kernels share: the producer's loads, P and its derivatives, the order of
+dQ-accum, and the kernel that follows them."""
 
 import triton.language as tl
 
@@ -16,6 +17,7 @@ from ..device.hoisted import (
 )
 from ..device.mma import (
     LOG2E,
+    ROWS,
     acc_layout,
     positions,
     produce_rows,
@@ -25,240 +27,307 @@ from ..device.mma import (
 )
 from ..device.pipeline import advance, producer_acquire
 from ..device.relative_bias import load_bias, locate_bias
-from ..device.work_tile import visit_q_blocks
+from ..device.work_tile import BWD_RUNS, BwdTile, read_work, visit_q_blocks
+from .context import KeyLoads, LoadContext, LoadCursors, SegmentVisits, TileKeys, WorkTile
 
-DO_STAGES = gl.constexpr(2)
-# How 256 numbers lie in a warpgroup's registers, in the order of `in_order`.
-ORDER = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
+DO_STAGES = gl.constexpr(2)  # blocks of dout in shared memory
+
+# dQ-accum: float32 in global memory, to which work tiles add. A chunk is 64 queries by 64 columns,
+# in the order of an accumulator's registers, as rows of 256.
+_CHUNK, _WIDTH = 64, 256
+CHUNK = gl.constexpr(_CHUNK)
+CHUNK_SIZE = gl.constexpr(_CHUNK * _CHUNK)
+ACCUM_WIDTH = gl.constexpr(_WIDTH)
+CHUNK_ROWS = gl.constexpr(_CHUNK * _CHUNK // _WIDTH)
+COUNTERS = gl.constexpr(4)  # of the dQ semaphore, for each 64 queries
+# How such rows lie in a warpgroup's registers: 16 adjacent bytes for each thread.
+ACCUM_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))
 
 
-# -- the loader -----------------------------------------------------------------------------------
+# A `BwdTile` in shared memory: the fields of `WorkTile`, then those of `SegmentVisits`.
+_COLUMN = gl.constexpr(BwdTile._fields.index("column"))
+_FIRST_KEY = gl.constexpr(BwdTile._fields.index("first_row"))
+_VISITS = gl.constexpr(BwdTile._fields.index("first_visits"))
+
+
+# -- work tiles, as the producer has written them -------------------------------------------------
 
 
 @gluon.jit
-def load(state, inputs, smem, rings, at, runs, sizes, walk, HOW: gl.constexpr):
-    """Copy the blocks of queries of every head of a rank, and its keys and values. These come after
-    the first block, which has a place while the rank before still needs its own keys."""
-    q, k, v, dout, lse, less_delta = inputs
-    kv_at, q_at, do_at = state
-    k_smem, v_smem, q_smem, do_smem, lse_smem, dlt_smem = smem
-    k_ring, v_ring, q_ring, do_ring = rings
-    line, _, first, h, b, share, group = at
-    heads, q_len, q_rows, _ = sizes
-    keys = ((k, k_smem, k_ring), ((v,), (v_smem,), v_ring), b, h // group, first)
-    state = (q_at, do_at, kv_at, gl.to_tensor(True))
-    for n in range(share):
-        given = (q, dout, lse, less_delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring,
-                 b, h + n, (b * heads + h + n) * q_rows, keys)  # fmt: skip
+def read_work_tile(work_smem, at, WARPS: gl.constexpr):
+    """The `WorkTile` of a stage. `WARPS`: of the partition that reads."""
+    return WorkTile(*read_work(work_smem, at, 0, _VISITS, WARPS))
+
+
+@gluon.jit
+def read_tile_col(work_smem, at, WARPS: gl.constexpr):
+    """Its tile column alone."""
+    return read_work(work_smem, at, _COLUMN, _COLUMN + 1, WARPS)[0]
+
+
+@gluon.jit
+def read_tile_keys(work_smem, at, WARPS: gl.constexpr):
+    """Its `TileKeys` alone."""
+    return TileKeys(*read_work(work_smem, at, _FIRST_KEY, _VISITS, WARPS))
+
+
+@gluon.jit
+def read_segment_visits(work_smem, at, WARPS: gl.constexpr):
+    """The `SegmentVisits` of a stage, where CTAs own segments."""
+    return SegmentVisits(*read_work(work_smem, at, _VISITS, BWD_RUNS, WARPS))
+
+
+# -- the producer ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_work_tile(at, inputs, smem, rings, tile, runs, sizes, walk, HOW: gl.constexpr):
+    """Load the blocks of queries of every head of a work tile, and its keys and values. Those come
+    after the first block, which has a free stage while the work tile before still needs its own
+    keys. **Returns:** the cursors."""
+    k, v = (inputs.k, smem.k, rings.k), ((inputs.v,), (smem.v,), rings.v)
+    keys = KeyLoads(k, v, tile.b, tile.h // sizes.group, tile.first_key)
+    state = (at.q, at.dout, at.kv, gl.to_tensor(True))
+    for n in range(sizes.share):
+        h = tile.h + n
+        first_row = (tile.b * sizes.heads + h) * sizes.q_rows
+        context = LoadContext(inputs, smem, rings, tile.b, h, first_row, keys)
         state = visit_q_blocks(
-            state, given, walk, line, runs, q_len, 0, load_block, None, None, None, HOW
-        )
-    q_at, do_at, kv_at, _ = state
-    return kv_at, q_at, do_at
+            state, context, walk, tile.tile_col, runs, sizes.q_len, 0, _load_q_block,
+            None, None, None, HOW,
+        )  # fmt: skip
+    q_at, dout_at, kv_at, _ = state
+    return LoadCursors(kv_at, q_at, dout_at)
 
 
 @gluon.jit
-def load_block(
-    state, given, n, more, PARTIAL: gl.constexpr,
+def _load_q_block(
+    state, context, n, more, PARTIAL: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Copy the rows of queries from n on, and what belongs to them; after the first ones the keys
+    """Load the block of queries from n on, dout, lse and -delta; after the first block, the keys
     and values."""
-    (
-        q, dout, lse, less_delta, q_smem, do_smem, lse_smem, dlt_smem, q_ring, do_ring, b, h, row0,
-        keys,
-    ) = given  # fmt: skip
-    q_at, do_at, kv_at, is_first = state
-    producer_acquire(q_ring, q_at, HOW.q_barriers())
-    full = q_ring[0].index(q_at[0])
-    mbarrier.expect(full, tx_bytes(q_smem, 1) + 4 * HOW.block)
-    tma_load_pieces(q, b, h, n, full, q_smem, q_at[0])
-    tma_load(lse, [row0 + n], full, lse_smem.index(q_at[0]))
-    producer_acquire(do_ring, do_at, HOW.do_barriers())
-    full = do_ring[0].index(do_at[0])
-    mbarrier.expect(full, tx_bytes((do_smem,), 1) + 4 * HOW.block)
-    tma_load(dout, [b, h, n, 0], full, do_smem.index(do_at[0]))
-    tma_load(less_delta, [row0 + n], full, dlt_smem.index(do_at[0]))
+    inputs, smem, rings = context.inputs, context.smem, context.rings
+    b, h, first_row, keys = context.b, context.h, context.first_row, context.keys
+    q_at, dout_at, kv_at, is_first = state
+    producer_acquire(rings.q, q_at, HOW.q_barriers())
+    full = rings.q.full.index(q_at.stage)
+    mbarrier.expect(full, tx_bytes(smem.q, 1) + 4 * HOW.block)
+    tma_load_pieces(inputs.q, b, h, n, full, smem.q, q_at.stage)
+    tma_load(inputs.lse, [first_row + n], full, smem.lse.index(q_at.stage))
+    producer_acquire(rings.dout, dout_at, HOW.do_barriers())
+    full = rings.dout.full.index(dout_at.stage)
+    mbarrier.expect(full, tx_bytes((smem.dout,), 1) + 4 * HOW.block)
+    tma_load(inputs.dout, [b, h, n, 0], full, smem.dout.index(dout_at.stage))
+    tma_load(inputs.neg_delta, [first_row + n], full, smem.neg_delta.index(dout_at.stage))
     if is_first:
-        of_k, of_v, kb, kh, first = keys
-        TILES: gl.constexpr = of_v[1][0].shape[0]
-        produce_rows(kv_at, of_k, kb, kh, first, TILES, 1)
-        kv_at = produce_rows(kv_at, of_v, kb, kh, first, TILES, 1)
-    return advance(q_at, HOW.stages), advance(do_at, DO_STAGES), kv_at, gl.to_tensor(False)
+        TILES: gl.constexpr = smem.v.shape[0]
+        produce_rows(kv_at, keys.k, keys.b, keys.h, keys.first_key, TILES, 1)
+        kv_at = produce_rows(kv_at, keys.v, keys.b, keys.h, keys.first_key, TILES, 1)
+    return advance(q_at, HOW.stages), advance(dout_at, DO_STAGES), kv_at, gl.to_tensor(False)
 
 
-# -- whose turn it is (bwd/dq_semaphore.py) --------------------------------------------------------
+# -- the dQ semaphore (bwd/dq_semaphore.py) -------------------------------------------------------
 
 
 @gluon.jit
-def turn_of(turns, line, slot, tile, HOW: gl.constexpr):
-    """The turn of this CTA at a block of the tile that is the tile-th of its line."""
-    if turns is None:
+def ticket_of(semaphore, tile, nth_tile, HOW: gl.constexpr):
+    """How many work tiles add to a block of queries before this one. The block belongs to the
+    nth tile of the work tile's column."""
+    if semaphore is None:
         return gl.to_tensor(0)
-    elif len(turns) == 1:
-        return line
+    elif len(semaphore) == 1:
+        return tile.tile_col
     else:
-        of_line = gl.load(turns.turn + gl.load(turns.first + line) + tile)
-        return of_line * HOW.subtiles + slot % HOW.subtiles
+        first = gl.load(semaphore.first + tile.tile_col)
+        return (
+            gl.load(semaphore.tickets + first + nth_tile) * HOW.subtiles
+            + tile.n_block % HOW.subtiles
+        )
 
 
 @gluon.jit
-def counter_of(turns, row, n):
-    """Who counts those that have added the n-th part of the queries from `row` on."""
-    return turns.added + row // 64 * 4 + n
+def counter_of(semaphore, row, n):
+    """The counter of the n-th part of the 64 queries from `row` on."""
+    return semaphore.counters + row // CHUNK * COUNTERS + n
 
 
-# -- of both kernels ------------------------------------------------------------------------------
-
-
-@gluon.jit
-def of_keys(kv_idx, first, of_head, coords, bands, of_score, of_mask, HOW: gl.constexpr):
-    """What score and mask read of the keys of a rank, of which the first is told."""
-    h, b = of_head
-    b_idx, h_idx = gl.cast(coords.b, HOW.index_type) + b, gl.cast(coords.h, HOW.index_type) + h
-    rows = hoist_rows(b_idx, h_idx, kv_idx, of_score, of_mask, False, HOW)
-    return Rows(rows.score, rows.mask, locate_bias(bands, b, h, first))
+# -- P --------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def of_queries(
-    n, of_head, rows, q_len, coords, of_score, of_mask, PARTIAL: gl.constexpr, HOW: gl.constexpr
-):
-    """What score and mask read of the queries from n on."""
-    h, b = of_head
+def opaque_zero(n, share):
+    """0, which the compiler does not know. It keeps LLVM from hoisting out of the loop what then
+    would spill: descriptors of operands, distances of all pairs of a tile."""
+    return (n + share) >> 30
+
+
+@gluon.jit
+def locate_keys(first_key, b, coords, kv_len, HOW: gl.constexpr):
+    """Which of the 64 keys from `first_key` on there are, and their positions."""
+    row = first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(HOW.block)))
+    live = row < kv_len
+    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index_type)
+    return live, kv_idx
+
+
+@gluon.jit
+def hoist_keys(head, kv_idx, first_key, mods, HOW: gl.constexpr):
+    """What score and mask need of a work tile's 64 keys from `first_key` on."""
+    b = gl.cast(mods.coords.b, HOW.index_type) + head.b
+    h = gl.cast(mods.coords.h, HOW.index_type) + head.h
+    rows = hoist_rows(b, h, kv_idx, mods.score, mods.mask, False, HOW)
+    return Rows(rows.score, rows.mask, locate_bias(mods.bias_tables, head.b, head.h, first_key))
+
+
+@gluon.jit
+def hoist_queries(n, pairs, PARTIAL: gl.constexpr, HOW: gl.constexpr):
+    """What score and mask need of the queries from n on."""
+    mods, coords = pairs.mods, pairs.mods.coords
     i = n + gl.arange(0, HOW.block, layout=hoist_layout())
-    at = positions(coords.q_pos, coords.q_stride, coords.q, b, i, i < q_len, HOW.index_type)
-    b_idx, h_idx = gl.cast(coords.b, HOW.index_type) + b, gl.cast(coords.h, HOW.index_type) + h
-    return hoist_columns(b_idx, h_idx, at, rows, of_score, of_mask, False, PARTIAL, HOW)
+    at = positions(
+        coords.q_pos, coords.q_stride, coords.q, pairs.head.b, i, i < pairs.q_len, HOW.index_type
+    )
+    b = gl.cast(coords.b, HOW.index_type) + pairs.head.b
+    h = gl.cast(coords.h, HOW.index_type) + pairs.head.h
+    return hoist_columns(b, h, at, pairs.hoisted, mods.score, mods.mask, False, PARTIAL, HOW)
 
 
 @gluon.jit
 def probabilities(
-    s, lse, n, z, kv_idx, live, of_head, rows, columns, q_len, scale, coords, of_score, of_mask,
-    PARTIAL: gl.constexpr, DERIVATIVE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    s, lse, n, zero, columns, pairs, PARTIAL: gl.constexpr,
+    DERIVATIVE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Pᵀ of the queries from n on, Pᵀ times the score's derivative (but where that is a number for
-    all, HOW.steady: `rate` has it), all that DERIVATIVE gives, and which pairs they are, with S.
+    """P of the queries from n on, from Sᵀ.
 
-    - `rows`, `columns`: from `of_keys` and `of_queries`.
-    - `z`: a 0 that the compiler does not know. It keeps LLVM from holding the distances of all
-      pairs of a tile in registers.
+    - `zero`: from `opaque_zero`; `columns`: from `hoist_queries`; `pairs`: a `PairContext`.
+
+    **Returns:** Pᵀ; Pᵀ times dT/dS, or Pᵀ alone where dT/dS is one number for all pairs
+    (HOW.constant_dscore: `ModArgs.rate` has it); all that DERIVATIVE gives; and what SCATTER takes
+    of the pairs: S, batch row, head, positions of queries and keys.
     """
     cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
-    h, b = of_head
+    mods, coords, hoisted = pairs.mods, pairs.mods.coords, pairs.hoisted
     i = n + gl.arange(0, HOW.block, layout=cols)
-    in_rows = i < q_len
-    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, b, i, in_rows, HOW.index_type)
-    kv_idx += z
-    b_idx = gl.cast(coords.b, HOW.index_type) + b
-    h_idx = gl.cast(coords.h, HOW.index_type) + h
+    in_rows = i < pairs.q_len
+    q_idx = positions(
+        coords.q_pos, coords.q_stride, coords.q, pairs.head.b, i, in_rows, HOW.index_type
+    )
+    kv_idx = pairs.kv_idx + zero
+    b = gl.cast(coords.b, HOW.index_type) + pairs.head.b
+    h = gl.cast(coords.h, HOW.index_type) + pairs.head.h
     first = gl.cast(coords.q, HOW.index_type) + n
     if DERIVATIVE is None:
-        by = ()
-        p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
+        dscore = ()
+        p = gl.exp2(s * (mods.scale * LOG2E) - lse[None, :])
     elif HOW.affine is None:
-        s = s * scale
+        s = s * mods.scale
+        of_score = mods.score
         if HOW.relative_biases > 0:
-            of_score = of_score + (load_bias(rows.bias, n, HOW.block),)  # noqa: RUF005
-        by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
-        p = gl.exp2(by[0] * LOG2E - lse[None, :])
+            of_score = of_score + (load_bias(hoisted.bias, n, HOW.block),)  # noqa: RUF005
+        dscore = DERIVATIVE(s, b, h, q_idx[None, :], kv_idx[:, None], of_score)
+        p = gl.exp2(dscore[0] * LOG2E - lse[None, :])
     else:
-        of_linear = affine_operands(of_score, rows, columns, False, HOW.block, HOW)
-        t = affine_exponent(s, scale, lse, b_idx, h_idx, q_idx, kv_idx, first, of_linear, HOW)
+        of_affine = affine_operands(mods.score, hoisted, columns, False, HOW.block, HOW)
+        t = affine_exponent(s, mods.scale, lse, b, h, q_idx, kv_idx, first, of_affine, HOW)
         p = gl.exp2(t)
-        s = s * scale
-        by = DERIVATIVE(s, b_idx, h_idx, q_idx[None, :], kv_idx[:, None], of_score)
+        s = s * mods.scale
+        dscore = DERIVATIVE(s, b, h, q_idx[None, :], kv_idx[:, None], mods.score)
     if PARTIAL and MASK is not None:
         kept_pairs = evaluate_mask(
-            p, b_idx, h_idx, q_idx, kv_idx, first, rows, columns, of_mask, False, MASK, HOW
+            p, b, h, q_idx, kv_idx, first, hoisted, columns, mods.mask, False, MASK, HOW
         )
         p = gl.where(kept_pairs, p, 0.0)
     q_idx, kv_idx = q_idx[None, :], kv_idx[:, None]
     if not HOW.even_kv:
-        p = gl.where(live[:, None], p, 0.0)
+        p = gl.where(pairs.live[:, None], p, 0.0)
     if HOW.constant_dscore:  # noqa: SIM108
-        by_s = p
+        p_dscore = p
     else:
-        by_s = weighted(p, by[1], HOW.unbounded_dscore)
-    return p, by_s, by, (s, b_idx, h_idx, q_idx, kv_idx)
+        p_dscore = _times_derivative(p, dscore[1], HOW.unbounded_dscore)
+    return p, p_dscore, dscore, (s, b, h, q_idx, kv_idx)
 
 
 @gluon.jit
-def outer_v(v, dout, before, ADD: gl.constexpr):
-    """Issue dPᵀ."""
-    return warpgroup_mma(v, dout.permute((1, 0)), before, use_acc=ADD, is_async=True)
-
-
-@gluon.jit
-def weighted(p, by, UNBOUNDED: gl.constexpr):
-    """P times a derivative; where P is 0 a derivative may be anything and counts nothing."""
+def _times_derivative(p, derivative, UNBOUNDED: gl.constexpr):
+    """P times a derivative. Where P is 0, a derivative may be anything and counts nothing."""
     if UNBOUNDED:
-        return gl.where(p == 0.0, 0.0, p * by)
+        return gl.where(p == 0.0, 0.0, p * derivative)
     else:
-        return p * by
+        return p * derivative
 
 
 @gluon.jit
-def factors(by_s, STEADY: gl.constexpr):
-    """P times the derivative, or P alone (STEADY), which may have been rounded, in float32.
-    (`upcast` saves 7 % of a block's instructions. Timed on an H200: 64 wide takes 0.94 of the time
-    behind a causal mask, 192 wide 0.96 without one. Of what is not P itself, ptxas runs out of
-    registers at 192.)"""
-    if STEADY:
-        return upcast(by_s)
+def issue_dp(v, dout, init, ADD: gl.constexpr):
+    """Issue dPᵀ = v doutᵀ; if ADD, plus `init`."""
+    return warpgroup_mma(v, dout.permute((1, 0)), init, use_acc=ADD, is_async=True)
+
+
+@gluon.jit
+def widen(p_dscore, CONSTANT: gl.constexpr):
+    """P times dT/dS in float32, or P alone (CONSTANT), which may have been rounded. (`upcast`
+    saves 7 % of a block's instructions. Timed on an H200: 64 wide takes 0.94 of the time behind a
+    causal mask, 192 wide 0.96 without one. Of what is not P itself, ptxas runs out of registers at
+    192.)"""
+    if CONSTANT:
+        return upcast(p_dscore)
     else:
-        return by_s.to(gl.float32)
+        return p_dscore.to(gl.float32)
 
 
 @gluon.jit
-def others(p, by, e, UNBOUNDED: gl.constexpr):
-    """dT times the derivative by every gathered value that wants a gradient."""
-    values = (weighted(p, by[2], UNBOUNDED) * e,)
-    for n in gl.static_range(3, len(by)):
-        values = values + (weighted(p, by[n], UNBOUNDED) * e,)  # noqa: RUF005
-    return values
+def captured_values_grads(p, dscore, dp, UNBOUNDED: gl.constexpr):
+    """dT times the derivative by every captured value that requires a gradient.
+
+    - `dscore`: from DERIVATIVE; `dp`: dP - delta.
+    """
+    grads = (_times_derivative(p, dscore[2], UNBOUNDED) * dp,)
+    for n in gl.static_range(3, len(dscore)):
+        grads = grads + (_times_derivative(p, dscore[n], UNBOUNDED) * dp,)  # noqa: RUF005
+    return grads
+
+
+# -- dQ-accum, and gradients in float32 -----------------------------------------------------------
 
 
 @gluon.jit
-def in_order(x):
-    """64 rows of a product as rows of 256 numbers in the order of registers: 4 adjacent ones per
-    thread, threads adjacent. `finish` knows the order."""
+def to_accum_order(x):
+    """An accumulator of 64 rows as rows of dQ-accum, in the order of its registers: 4 adjacent
+    numbers for each thread, threads adjacent. `postprocess_dq` undoes it."""
     EIGHTS: gl.constexpr = x.shape[1] // 8
     x = x.reshape([4, 2, 8, EIGHTS, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return x.reshape([2 * EIGHTS, 256])
+    return x.reshape([2 * EIGHTS, ACCUM_WIDTH])
 
 
 @gluon.jit
-def in_rows(x):
-    """Such rows of 256 numbers as the 64 rows of a product again."""
+def from_accum_order(x):
+    """Such rows as the accumulator of 64 rows again."""
     EIGHTS: gl.constexpr = x.shape[0] // 2
     x = x.reshape([EIGHTS, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
     return x.reshape([64, 8 * EIGHTS])
 
 
 @gluon.jit
-def write(x, to, row, length, width, column):
-    """In float32, straight from registers, the columns from `column` on."""
+def store_float32(x, to, row, length, width, column):
+    """Store a product to rows from `row` on and columns from `column` on, straight from
+    registers."""
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, acc_layout(x.shape[1])))
     columns = column + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, acc_layout(x.shape[1])))
     inside = (rows < length)[:, None] & (columns < width)[None, :]
     gl.store(to + rows.to(gl.int64)[:, None] * width + columns[None, :], x, mask=inside)
 
 
-# -- after ----------------------------------------------------------------------------------------
-
-
 @triton.jit(do_not_specialize=["q_len", "q_rows", "d"])
-def finish(parts, dq, rate, q_len, q_rows, d, STRIPS: tl.constexpr):
-    """dq from its 64 x 64 chunks, which lie in the order of registers."""
+def postprocess_dq(dq_accum, dq, rate, q_len, q_rows, d, STRIPS: tl.constexpr):
+    """dQ from dQ-accum, one chunk of 64 x 64 in each program: scaled, rounded, in rows."""
     chunk = tl.cast(tl.program_id(0), tl.int64)
-    x = tl.load(parts + chunk * 4096 + tl.arange(0, 4096))
+    x = tl.load(dq_accum + chunk * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE))
     # In a chunk: column / 8, warp, row % 8, lane % 4, half of 16 rows, column % 2.
     x = tl.reshape(x, [8, 4, 8, 4, 2, 2])
-    x = tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [64, 64]) * rate
-    row = chunk // STRIPS * 64
+    x = tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [CHUNK, CHUNK]) * rate
+    row = chunk // STRIPS * CHUNK
     head = row // q_rows
-    i = row % q_rows + tl.arange(0, 64)
-    j = chunk % STRIPS * 64 + tl.arange(0, 64)
+    i = row % q_rows + tl.arange(0, CHUNK)
+    j = chunk % STRIPS * CHUNK + tl.arange(0, CHUNK)
     to = dq + (head * q_len + i[:, None]) * d + j[None, :]
     tl.store(to, x.to(dq.dtype.element_ty), mask=(i < q_len)[:, None] & (j < d)[None, :])

@@ -1,18 +1,20 @@
-"""The order in which CTAs add to dq, for gradients that are bit-equal run after run.
+"""The dQ semaphore: the order in which CTAs add to dQ, for gradients that are bit-equal run after
+run.
 
-A sum of float32 depends on the order of its terms. Where `deterministic=True`, a rank adds to a
-block of queries in its **turn**: after all those with smaller numbers that visit the block. (As
-FlashAttention-3's deterministic backward does.)
+A sum of float32 depends on the order of its terms. Where `deterministic=True`, each block of
+queries has a counter in global memory, and each work tile that visits the block has a **ticket**:
+how many other work tiles add to it first. A reduce warp waits until the counter reaches its ticket,
+adds, and increments the counter. (As FlashAttention-3's deterministic backward does.)
 
-None waits for ever, in whatever order it visits its blocks: CTAs take ranks (or are launched, one
-for each) in the order of their numbers, so those that one waits for are under way or have ended;
-and of those under way, the one with the smallest number waits for nobody outside. (Where its last
-piece is handed over with the next rank, that waits for copies of inputs.)
+There is no deadlock, in whatever order a work tile visits its blocks. CTAs take work tiles (or are
+launched, one for each) in the order of the tickets, so those that one waits for are running or have
+ended; and of those that run, the one with the smallest tickets waits for no other CTA. (Where its
+last piece is stored with the next work tile, that waits for loads of inputs.)
 
-How long they wait does depend on the order. Every line visits its blocks from the first to the
-last, full and partial ones together, and lines are launched shortest first: behind a causal mask or
-a window, where the keys of a later line are seen by later queries, a line then comes to every block
-a little after the line before it did.
+How long they wait does depend on the order. Every tile column visits its blocks from the first to
+the last, full and partial ones together, and columns are launched shortest first: behind a causal
+mask or a window, where the keys of a later column are seen by later queries, a column then comes to
+every block a little after the column before it did.
 """
 
 from typing import Any, NamedTuple
@@ -26,89 +28,94 @@ from ...gpu.runtime.call_plan import Walk, Walks
 from ...gpu.runtime.device_guard import aside, keep
 
 
-class Alike(NamedTuple):
-    """What a kernel needs to add in turn, with no block mask: the turn of a line is its number."""
+class DqSemaphore(NamedTuple):
+    """What a kernel needs without a block mask: the ticket of a tile column is its number."""
 
-    added: Any  # int32, 4 for each 64 queries: how many have added (a part of) a block
+    counters: Any  # int32, 4 for each 64 queries: how many have added (a part of) a block
 
 
-class Turns(NamedTuple):
+class MaskedDqSemaphore(NamedTuple):
     """What it needs with a block mask."""
 
-    added: Any
-    first: Any  # int64: where the turns of a line begin
-    turn: Any  # int32: of every tile of a line, in the order in which they are visited
+    counters: Any
+    first: Any  # int64: where the tickets of a tile column begin
+    tickets: Any  # int32: of every tile of a column, in the order in which they are visited
 
 
-class Ordered:
+class OrderedWalks:
     """The walks of a plan, in this order.
 
-    - `length`: of the other side, whose blocks lines visit.
+    - `length`: queries, whose blocks tile columns visit.
     """
 
     def __init__(self, walks: Walks, length: int) -> None:
         self.walks, self.width = walks, -(-length // walks.step)
-        self.made: tuple[Walk, tuple[Walk, Tensor, Tensor]] | None = None
+        self.cached: tuple[Walk, tuple[Walk, Tensor, Tensor]] | None = None
 
-    def __call__(self, call: Call, added: Tensor) -> tuple[Walk, Alike | Turns]:
-        """The walk for a call, and its turns by counters that are 0."""
+    def __call__(
+        self, call: Call, counters: Tensor
+    ) -> tuple[Walk, DqSemaphore | MaskedDqSemaphore]:
+        """The walk for a call, and its semaphore, with counters that are 0."""
         walk = self.walks(call)
         if walk.full is None:
-            return walk, Alike(added)
+            return walk, DqSemaphore(counters)
         device = self.walks.plan.device
-        if self.made is None or self.made[0] is not walk:
-            self.made = walk, aside(device, lambda: ordered(walk, self.width))
-        in_order, first, turn = self.made[1]
-        keep(device, [*in_order.tensors(), first, turn])
-        return in_order, Turns(added, first, turn)
+        if self.cached is None or self.cached[0] is not walk:
+            self.cached = walk, aside(device, lambda: order_walk(walk, self.width))
+        in_order, first, tickets = self.cached[1]
+        keep(device, [*in_order.tensors(), first, tickets])
+        return in_order, MaskedDqSemaphore(counters, first, tickets)
 
 
-def ordered(walk: Walk, width: int) -> tuple[Walk, Tensor, Tensor]:
+def order_walk(walk: Walk, width: int) -> tuple[Walk, Tensor, Tensor]:
     """A walk whose n-th runs of partial and of full tiles come one after the other, in ascending
-    order; where the turns of a line begin; and the turns (`Turns`): 4 bytes for each live tile.
-    Every line has a tile: one with no live ones its first, which the mask empties.
+    order; where the tickets of a column begin; and the tickets (`MaskedDqSemaphore`): 4 bytes for
+    each live tile. Every column has a tile: one with no live tile its first, which the mask
+    empties.
 
-    - `width`: tiles of the other side.
+    - `width`: tiles of a column.
     """
     full, partial = Runs(*walk.full), Runs(*walk.partial)
-    lines, device = full.rows, full.start.device
-    (nothing,) = (full.per_row() + partial.per_row() == 0).nonzero(as_tuple=True)
-    key = torch.cat([full.keys(width), partial.keys(width), nothing * (width + 1)])
-    count = torch.cat([full.count, partial.count, torch.ones_like(nothing, dtype=torch.int32)])
+    columns, device = full.rows, full.start.device
+    (empty,) = (full.per_row() + partial.per_row() == 0).nonzero(as_tuple=True)
+    key = torch.cat([full.keys(width), partial.keys(width), empty * (width + 1)])
+    count = torch.cat([full.count, partial.count, torch.ones_like(empty, dtype=torch.int32)])
     key, at = key.sort()
-    count, whole = count[at], at < len(full.start)
-    line, start = key // (width + 1), (key % (width + 1)).to(torch.int32)
+    count, is_full = count[at], at < len(full.start)
+    column, start = key // (width + 1), (key % (width + 1)).to(torch.int32)
 
-    # Full tiles that follow partial ones, in a line, share their number.
-    shares = (line[1:] == line[:-1]) & whole[1:] & ~whole[:-1]
+    # Full tiles that follow partial ones, in a column, share their number.
+    shares = (column[1:] == column[:-1]) & is_full[1:] & ~is_full[:-1]
     opens = torch.cat([shares.new_ones(1), ~shares])
     number = opens.cumsum(0) - 1
-    offsets = _offsets(line[opens], lines).to(torch.int32)
+    offsets = _offsets(column[opens], columns).to(torch.int32)
 
-    def of_kind(mine: Tensor) -> Runs:
-        nothing = torch.zeros(int(number[-1]) + 1, dtype=torch.int32, device=device)
+    def runs_of(mine: Tensor) -> Runs:
+        none = torch.zeros(int(number[-1]) + 1, dtype=torch.int32, device=device)
         at = (number[mine],)
-        return Runs(offsets, nothing.index_put(at, start[mine]), nothing.index_put(at, count[mine]))
+        return Runs(offsets, none.index_put(at, start[mine]), none.index_put(at, count[mine]))
 
     order = walk.order.flip(0)
-    # All tiles, line after line: which line of the other side, and when the line is launched.
-    tiles = Runs(_offsets(line, lines), start, count)
-    many = tiles.per_row()
-    line = torch.repeat_interleave(torch.arange(lines, device=device), many)
+    # All tiles, column after column: which row of tiles, and when the column is launched.
+    tiles = Runs(_offsets(column, columns), start, count)
+    per_column = tiles.per_row()
+    column = torch.repeat_interleave(torch.arange(columns, device=device), per_column)
     when = torch.empty_like(order, dtype=torch.int64)
-    when[order.long()] = torch.arange(lines, device=device)
-    other = line // walk.lines * width + tiles.tiles()
-    other, at = (other * lines + when[line]).sort()
-    other //= lines
-    rank = torch.arange(len(at), device=device)
-    begins = torch.cat([other.new_ones(1, dtype=torch.bool), other[1:] != other[:-1]])
-    turn = torch.empty(len(at), dtype=torch.int32, device=device)
-    turn[at] = (rank - torch.where(begins, rank, 0).cummax(0).values).to(torch.int32)
-    walk = walk._replace(full=tuple(of_kind(whole)), partial=tuple(of_kind(~whole)), order=order)
-    return walk, many.cumsum(0) - many, turn
+    when[order.long()] = torch.arange(columns, device=device)
+    tile_row = column // walk.lines * width + tiles.tiles()
+    tile_row, at = (tile_row * columns + when[column]).sort()
+    tile_row //= columns
+    nth = torch.arange(len(at), device=device)
+    begins = torch.cat([tile_row.new_ones(1, dtype=torch.bool), tile_row[1:] != tile_row[:-1]])
+    tickets = torch.empty(len(at), dtype=torch.int32, device=device)
+    tickets[at] = (nth - torch.where(begins, nth, 0).cummax(0).values).to(torch.int32)
+    walk = walk._replace(
+        full=tuple(runs_of(is_full)), partial=tuple(runs_of(~is_full)), order=order
+    )
+    return walk, per_column.cumsum(0) - per_column, tickets
 
 
-def _offsets(line: Tensor, lines: int) -> Tensor:
-    """Where each line begins, of sorted ones, and where the last ends."""
-    ends = torch.bincount(line, minlength=lines).cumsum(0)
+def _offsets(column: Tensor, columns: int) -> Tensor:
+    """Where each of some sorted columns begins, and where the last ends."""
+    ends = torch.bincount(column, minlength=columns).cumsum(0)
     return torch.cat([ends.new_zeros(1), ends])

@@ -1,13 +1,13 @@
-"""The zeros that parts of dq are added to in bwd/kernel.py, written by a warp of it.
+"""The zeros in dQ-accum, which a warp of bwd/kernel.py writes just ahead of their first use.
 
-A kernel before would do so while nothing else runs. This warp is there anyhow: partitions are given
-registers by four warps, and loader and adders are three.
+A kernel before this one would write them while nothing else runs. This warp is there anyhow:
+partitions get registers by four warps, and the producer and the reduce warps are three.
 
-Heads are filled in the order of the ranks that need them, and shortly before, so that zeros are in
-the L2 cache still when something is added to them. When its CTA has a new rank, this warp sees to
-it that the blocks of all heads to the rank's own, and of some after it, are taken: from a counter,
-each by a CTA that fills it at once. So nobody waits for a CTA that does not run. An adder waits for
-the heads that it adds to.
+Heads are zeroed in the order of the work tiles that need them, and shortly before, so that the
+zeros are still in the L2 cache when something is added to them. When its CTA has a new work tile,
+this warp sees to it that all blocks of all heads up to the work tile's own, and of some heads after
+it, are taken. It takes blocks from a global counter, each for itself, and zeroes one at once. So
+nobody waits for a CTA that does not run. A reduce warp waits for the heads that it adds to.
 """
 
 from ..device.gluon_compat import fence_async_shared, gl, gluon, tma_store, tma_store_wait_visible
@@ -20,25 +20,27 @@ from ..device.pipeline import (
     mbarrier_ring,
     semaphore_wait,
 )
-from ..device.work_tile import WORK_STAGES, read_work
+from ..device.work_tile import WORK_STAGES
+from .common import ACCUM_WIDTH, read_work_tile
 
-LINES = gl.constexpr(4)  # of 256 numbers, that are copied at once
-AHEAD = gl.constexpr(1)  # ranks of each CTA, whose heads are filled before they are needed
+ZERO_ROWS = gl.constexpr(4)  # rows of dQ-accum, that one copy zeroes
+AHEAD = gl.constexpr(1)  # work tiles of each CTA, whose heads are zeroed before they are needed
 
 
 @gluon.jit
-def nothing(lines):
-    """Shared memory for zeros; nothing, where they are written before."""
-    if lines is None:
+def zero_buffer(zero_rows):
+    """Shared memory for zeros; none where dQ-accum is zeroed before this kernel."""
+    if zero_rows is None:
         return ()
     else:
-        return gl.allocate_shared_memory(gl.float32, lines.block_shape, lines.layout)
+        return gl.allocate_shared_memory(gl.float32, zero_rows.block_shape, zero_rows.layout)
 
 
 @gluon.jit
-def of_work(lines):
-    """The channel of work, to consumers and adders, and to this warp, where it writes zeros."""
-    if lines is None:
+def work_ring(zero_rows):
+    """The pipeline of work tiles, to the consumers, the reduce warps, and this warp, where it
+    writes zeros."""
+    if zero_rows is None:
         return mbarrier_ring(WORK_STAGES, 1, 4)
     else:
         return mbarrier_ring(WORK_STAGES, 1, 5)
@@ -46,52 +48,55 @@ def of_work(lines):
 
 @gluon.jit
 def write_zeros(
-    lines, zeroed, zeros, work_smem, ring, sizes, total, walk, COLUMNS: gl.constexpr,
+    zero_rows, zeroed, zeros, work_smem, ring, sizes, total, walk, COLUMNS: gl.constexpr,
     HOW: gl.constexpr,
 ):  # fmt: skip
-    """Fill all heads, together with the other CTAs.
+    """Zero dQ-accum of all heads, together with the other CTAs.
 
-    - `lines`: descriptor of the parts, of `LINES` at once; `zeros`: as many, in shared memory.
-    - `zeroed`: int32, 0 before: for each head, how many blocks of `ROWS`
-      queries are zeros; then how many are taken.
+    - `zero_rows`: descriptor of dQ-accum, by `ZERO_ROWS` rows; `zeros`: as many, in shared memory.
+    - `zeroed`: int32, 0 before: for each head how many blocks of `ROWS` queries are zeroed; then
+      how many blocks are taken.
     """
-    if lines is not None:
-        heads, _, share, _, q_rows, _ = sizes
-        ranks = walk.lines * HOW.subtiles
-        batch = walk.b  # of the mask: its ranks go through these first
-        all_heads = total // ranks * share
-        ahead = (AHEAD * gl.num_programs(0) // ranks + 1) * share
-        blocks = q_rows // ROWS
+    if zero_rows is not None:
+        tiles_per_head = walk.lines * HOW.subtiles
+        mask_batch = walk.b  # batch rows of the mask: their work tiles go through these first
+        all_heads = total // tiles_per_head * sizes.share
+        ahead = (AHEAD * gl.num_programs(0) // tiles_per_head + 1) * sizes.share
+        blocks = sizes.q_rows // ROWS
+        block_rows: gl.constexpr = ROWS * COLUMNS // ACCUM_WIDTH
         layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
         zeros.store(gl.full(zeros.shape, 0.0, gl.float32, layout=layout))
         fence_async_shared()
         at = first_stage()
         consumer_wait(ring, at)
-        line, _, _, h, b = read_work(work_smem, at, 0, 5, 1)
-        while line >= 0:
-            consumer_release(ring, at, line + h + b >= 0)  # always; when these numbers are there
+        tile = read_work_tile(work_smem, at, 1)
+        while tile.tile_col >= 0:
+            # The condition is always true; it makes the release wait until these numbers are read.
+            consumer_release(ring, at, tile.tile_col + tile.h + tile.b >= 0)
             at = advance(at, WORK_STAGES)
-            # Its last head, in that order.
-            own = (b // batch * heads + h + share - 1) * batch + b % batch
-            needed = gl.minimum(own + 1 + ahead, all_heads) * blocks
+            # The last head of the work tile, in that order.
+            last_head = (
+                tile.b // mask_batch * sizes.heads + tile.h + sizes.share - 1
+            ) * mask_batch + tile.b % mask_batch
+            needed = gl.minimum(last_head + 1 + ahead, all_heads) * blocks
             taken = gl.load(zeroed + all_heads, volatile=True)
             while taken < needed:
                 block = gl.atomic_add(zeroed + all_heads, 1, sem="relaxed")
                 if block < all_heads * blocks:
                     n = block // blocks
-                    head = n % batch * heads + n // batch
-                    first = (head * blocks + block % blocks) * (COLUMNS // 4)
-                    for piece in range(0, COLUMNS // 4, LINES):
-                        tma_store(lines, [first + piece, 0], zeros)
+                    head = n % mask_batch * sizes.heads + n // mask_batch
+                    first = (head * blocks + block % blocks) * block_rows
+                    for row in range(0, block_rows, ZERO_ROWS):
+                        tma_store(zero_rows, [first + row, 0], zeros)
                     tma_store_wait_visible()
                     gl.atomic_add(zeroed + head, 1, sem="release")
                 taken = block + 1
             consumer_wait(ring, at)
-            line, _, _, h, b = read_work(work_smem, at, 0, 5, 1)
+            tile = read_work_tile(work_smem, at, 1)
 
 
 @gluon.jit
-def await_zeros(lines, zeroed, head, q_rows):
-    """Wait until all of a head's memory is zeros."""
-    if lines is not None:
+def wait_for_zeros(zero_rows, zeroed, head, q_rows):
+    """Wait until all of a head's dQ-accum is zeros."""
+    if zero_rows is not None:
         semaphore_wait(zeroed + head, q_rows // ROWS)

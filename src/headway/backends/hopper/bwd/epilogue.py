@@ -1,8 +1,9 @@
-"""What a rank of bwd/kernel.py ends with: dk and dv to global memory.
+"""The epilogue of bwd/kernel.py: dK and dV of a work tile, from registers to global memory.
 
-Rounded, they leave through the places of parts of dq, from which an adder has the copy engine write
-them: the next rank's keys and values are copied meanwhile. First dv goes, and with it what second
-piece dk has, then dk. In float32 a consumer writes them itself, straight from registers.
+Rounded, they pass through the shared memory of the dQ tiles, from which a reduce warp stores them
+by TMA: the keys and values of the next work tile are loaded meanwhile. dV goes first, and with it
+the second piece of dK, if there is one; then dK. In float32 a consumer stores them itself, straight
+from registers.
 """
 
 from ..device.gluon_compat import (
@@ -13,6 +14,7 @@ from ..device.gluon_compat import (
     tma_store,
     tma_store_wait,
 )
+from ..device.mma import ROWS, at_stage
 from ..device.pipeline import (
     advance,
     consumer_release,
@@ -20,48 +22,49 @@ from ..device.pipeline import (
     producer_acquire,
     producer_commit,
 )
-from .common import write
+from .common import read_tile_keys, store_float32
 
 
 @gluon.jit
-def as_keys(place, k):
-    """The place of a part of dq as what the copy engine writes to dk or dv.
+def seen_as_keys(dq_smem, k):
+    """The shared memory of a dQ tile as what TMA stores to dK or dV.
 
     - `k`: the keys, or values, of a consumer.
     """
-    return reinterpret(place, k.dtype, k.shape, k.layout)
+    return reinterpret(dq_smem, k.dtype, k.shape, k.layout)
 
 
 # -- a consumer -----------------------------------------------------------------------------------
 
 
 @gluon.jit
-def put_keys(acc_k, acc_v, inputs, places, rings, at, rate, W: gl.constexpr):
-    """Hand over dk and dv of 64 keys. **Returns:** the cursor.
+def store_dkdv(dk, dv, smem, rings, at, rate, W: gl.constexpr):
+    """Store dK and dV of consumer W's 64 keys for its reduce warp. **Returns:** the cursor.
 
-    - `inputs`: keys and values; `places`, `rings`, `at`: where parts of dq go, piece by piece.
+    - `rings`: of the dQ tiles, piece by piece; all pieces have one cursor.
     """
-    k_smem, v_smem = inputs
-    _acquire(rings, at)
-    as_keys(places[0].index(W), v_smem.index(W)).store(acc_v.to(v_smem.dtype))
-    if len(places) == 2:
-        second = (acc_k[1] * rate).to(v_smem.dtype)
-        as_keys(places[1].index(W), k_smem[1].index(W)).store(second)
-    at = _publish(rings, at)
-    _acquire(rings, at)
-    as_keys(places[0].index(W), k_smem[0].index(W)).store((acc_k[0] * rate).to(v_smem.dtype))
-    return _publish(rings, at)
+    inputs, dq_smem = smem.inputs, smem.dq
+    _acquire_all(rings, at)
+    seen_as_keys(dq_smem[0].index(W), inputs.v.index(W)).store(dv.to(inputs.v.dtype))
+    if len(dq_smem) == 2:
+        second = (dk[1] * rate).to(inputs.v.dtype)
+        seen_as_keys(dq_smem[1].index(W), inputs.k[1].index(W)).store(second)
+    at = _commit_all(rings, at)
+    _acquire_all(rings, at)
+    first = (dk[0] * rate).to(inputs.v.dtype)
+    seen_as_keys(dq_smem[0].index(W), inputs.k[0].index(W)).store(first)
+    return _commit_all(rings, at)
 
 
 @gluon.jit
-def _acquire(rings, at):
+def _acquire_all(rings, at):
     for n in gl.static_range(len(rings)):
         producer_acquire(rings[n], at)
 
 
 @gluon.jit
-def _publish(rings, at):
-    """All of them, whether there is something or not: they have one cursor."""
+def _commit_all(rings, at):
+    """All pieces, whether they hold something or not: they have one cursor."""
     fence_async_shared()
     for n in gl.static_range(len(rings)):
         producer_commit(rings[n], at)
@@ -69,47 +72,55 @@ def _publish(rings, at):
 
 
 @gluon.jit
-def write_keys(acc_k, acc_v, at, to, rate):
-    """Write dk and dv in float32.
+def store_dkdv_float32(dk, dv, to, keys, sizes, rate, W: gl.constexpr):
+    """Store dK and dV of consumer W's 64 keys to global memory, in float32.
 
-    - `at`: the first of these keys, the head and batch row of dk, its heads and length.
+    - `to`: a `KeyGrads`; `keys`: the work tile's `TileKeys`.
     """
-    first, h, b, heads, kv_len = at
-    wide_dk, wide_dv, d_width, dv_width = to
-    base = (gl.cast(b, gl.int64) * heads + h) * kv_len
+    first, h = keys.first_key + W * ROWS, keys.h // sizes.share
+    heads = sizes.heads // sizes.share
+    base = (gl.cast(keys.b, gl.int64) * heads + h) * sizes.kv_len
     column = 0
-    for n in gl.static_range(len(acc_k)):
-        write(acc_k[n] * rate, wide_dk + base * d_width, first, kv_len, d_width, column)
-        column += acc_k[n].shape[1]
-    write(acc_v, wide_dv + base * dv_width, first, kv_len, dv_width, 0)
+    for n in gl.static_range(len(dk)):
+        store_float32(
+            dk[n] * rate, to.dk_float32 + base * to.d_width, first, sizes.kv_len, to.d_width, column
+        )
+        column += dk[n].shape[1]
+    store_float32(dv, to.dv_float32 + base * to.dv_width, first, sizes.kv_len, to.dv_width, 0)
 
 
-# -- an adder -------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def copy_keys(dk, dv, b, h, first, inputs, places, rings, at, W):
-    """Have the copy engine write what `put_keys` hands over. **Returns:** the cursor."""
-    k_smem, v_smem = inputs
-    _await(rings, at)
-    tma_store(dv, [b, h, first, 0], as_keys(places[0], v_smem.index(W)))
-    if len(places) == 2:
-        column: gl.constexpr = k_smem[0].shape[2]
-        tma_store(dk[1], [b, h, first, column], as_keys(places[1], k_smem[1].index(W)))
-    at = _release(rings, at)
-    _await(rings, at)
-    tma_store(dk[0], [b, h, first, 0], as_keys(places[0], k_smem[0].index(W)))
-    return _release(rings, at)
+# -- a reduce warp --------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _await(rings, at):
+def copy_dkdv_out(to, smem, rings, work_at, sizes, at, W: gl.constexpr):
+    """Have TMA store what consumer W's `store_dkdv` hands over. **Returns:** the cursor.
+
+    - `to`: a `ReduceOutputs`; `work_at`: the stage of the work tile.
+    """
+    keys = read_tile_keys(smem.work, work_at, 1)
+    first, h, b = keys.first_key + W * ROWS, keys.h // sizes.share, keys.b
+    inputs, dq_smem, rings = smem.inputs, at_stage(smem.dq, W), rings.dq[W]
+    _wait_all(rings, at)
+    tma_store(to.dv, [b, h, first, 0], seen_as_keys(dq_smem[0], inputs.v.index(W)))
+    if len(dq_smem) == 2:
+        column: gl.constexpr = inputs.k[0].shape[2]
+        second = seen_as_keys(dq_smem[1], inputs.k[1].index(W))
+        tma_store(to.dk[1], [b, h, first, column], second)
+    at = _release_all(rings, at)
+    _wait_all(rings, at)
+    tma_store(to.dk[0], [b, h, first, 0], seen_as_keys(dq_smem[0], inputs.k[0].index(W)))
+    return _release_all(rings, at)
+
+
+@gluon.jit
+def _wait_all(rings, at):
     for n in gl.static_range(len(rings)):
         consumer_wait(rings[n], at)
 
 
 @gluon.jit
-def _release(rings, at):
+def _release_all(rings, at):
     tma_store_wait(0)
     for n in gl.static_range(len(rings)):
         consumer_release(rings[n], at)

@@ -1,4 +1,4 @@
-"""The plan of a backward: which kernel, the order of work, memory for dq, descriptors, launches."""
+"""The plan of a backward: which kernel, the order of work, memory for dQ, descriptors, launches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from ...gpu.preprocess import Terms
 from ...gpu.runtime.call_plan import Walks
 from ...gpu.runtime.launcher import Direct
 from ..bias_tables import BiasTables
-from ..config import BACKWARD, How, first_fit, ptxas_options
+from ..config import BACKWARD, Backward, How, first_fit, ptxas_options
 from ..launch_plan import DEVICE, Plan
 from ..tile_counter import zeroed_counter
 from ..tma import dq_tiles, matrix_tiles, row_vectors
@@ -30,141 +30,186 @@ from . import (
     wide,
     wide_dq,
 )  # fmt: skip
-from .common import finish
-from .dq_semaphore import Alike, Ordered, Turns
-from .dq_zero import LINES
+from .common import CHUNK, CHUNK_SIZE, COUNTERS, postprocess_dq
+from .dq_semaphore import DqSemaphore, MaskedDqSemaphore, OrderedWalks
+from .dq_zero import ZERO_ROWS
 from .kernel import backward as backward_kernel
-from .segment_table import MARKED, ROWS, Segments, SegmentWalk
+from .segment_table import MAX_BLOCKS, ROWS, Segments, SegmentWalk
 from .wide import backward_wide
 
-# Registers that every thread of a kernel starts with; the loader's share goes to the consumers.
-_SPECIALISED = 168
-_ALONE = 128  # with a third consumer
+# Registers that every thread of a kernel starts with; the consumers get the producer's share.
+_START_REGISTERS = 168
+_START_REGISTERS_WIDE = 128  # with a third consumer
 
-# Bytes of the parts of dq of all CTAs that take whole islands; with what else is read, the L2 has
-# 50 MB. (Timed on an H200: 17 MB 0.79 of the time without, 34 MB 1.12; causal, which visits half,
-# 34 MB 0.92, 69 MB 1.16.)
-PARTS = 20 << 20
-IDLE = 1 / 8  # how much longer CTAs that take islands may be at work than if all ended at once
+# Bytes of dQ-accum of all CTAs that own segments; with what else is read, the L2 has 50 MB. (Timed
+# on an H200: 17 MB 0.79 of the time without segments, 34 MB 1.12; causal, which visits half, 34 MB
+# 0.92, 69 MB 1.16.)
+SEGMENT_ACCUM_BYTES = 20 << 20
+# How much longer CTAs that own segments may take than if all ended at once.
+SEGMENT_IDLE = 1 / 8
 
 
 class BackwardPlan(Plan):
     """The backward."""
 
+    # In this order Triton works out the keys of its cache.
     sources = (
         *DEVICE, common, dq, mainloop, dq_zero, dq_reduce, epilogue, segments, producer, kernel,
         wide_dq, wide,
     )  # fmt: skip
-    by_island: SegmentWalk | None = None  # where CTAs take whole ones
-    other: "IslandPlan"  # where some calls of the kind have islands that suit
+    owned_segments: SegmentWalk | None = None  # where CTAs own segments
+    segment_plan: "SegmentPlan"  # where some calls of the kind have segments that suit
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
         super().__init__(spec, call, wanted, matrices)
+        row = self._config(spec)
+        self.is_wide = row.keys == 64  # bwd/wide.py
+        self._plan_heads(spec)
+        self._plan_walks(spec, row, wanted)
+        self._plan_segments(spec, row)
+        self._plan_grid(spec)
+        self._plan_arguments(spec, row)
+        self._plan_launches(spec, row, wanted)
+
+    def _config(self, spec: Spec) -> Backward:
+        """The kernel's configuration."""
+        faster = self.gathers_per_pair if max(self.d, self.dv) > 64 else self.is_long()
+        pipelined = spec.score is None and faster
+        rows = BACKWARD if pipelined else tuple(row for row in BACKWARD if not row.pipelined)
+        return first_fit(rows, self.d, self.dv)
+
+    def _plan_heads(self, spec: Spec) -> None:
+        """Which query heads share dK and dV, and the shapes of these."""
         group = self.hq // self.hk
-        lagged = spec.score is None and (
-            self.gathers_per_pair if max(self.d, self.dv) > 64 else self.is_long()
-        )
-        rows = BACKWARD if lagged else tuple(row for row in BACKWARD if not row.pipelined)
-        how = first_fit(rows, self.d, self.dv)
-        # The query heads of a key head stay in one CTA, where a mask is alike for them.
-        share = group if self.heads_share_mask else 1
-        self.heads = self.hq // share  # of dk and dv
-        self.wide = spec.partial or share < group
-        columns = [w if self.wide else -(-w // 8) * 8 for w in (self.d, self.dv)]
-        self.grads = [(self.b, self.heads, self.kv_len, n) for n in columns]
-        self.grads_dtype = torch.float32 if self.wide else self.dtype
+        # The query heads of a key head stay in one CTA, if all have the same mask.
+        self.share = group if self.heads_share_mask else 1
+        self.heads = self.hq // self.share  # of dK and dV
+        self.float32_out = spec.partial or self.share < group
+        widths = [w if self.float32_out else -(-w // 8) * 8 for w in (self.d, self.dv)]
+        self.grads = [(self.b, self.heads, self.kv_len, n) for n in widths]
+        self.grads_dtype = torch.float32 if self.float32_out else self.dtype
         # Whether they are the results as they are.
-        self.exact = not self.wide and columns == [self.d, self.dv]
-        near = self.head_swizzle(self.heads, -(-self.kv_len // how.keys))
+        self.exact = not self.float32_out and widths == [self.d, self.dv]
+
+    def _plan_walks(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> None:
+        """The tile columns, and what they visit."""
+        near = self.head_swizzle(self.heads, -(-self.kv_len // row.keys))
         if self.tile is not None and spec.tiles is None and self.compares_captures():
             # Where documents begin anywhere, finer tiles leave out more.
-            self.tile = how.block, self.tile[1]
-        whole = self.by_island is not None
+            self.tile = row.block, self.tile[1]
         self.walks = (
-            Walks(self, queries=False, block=how.keys, near=near)
-            if self.by_island is None
-            else self.by_island.walks
+            Walks(self, queries=False, block=row.keys, near=near)
+            if self.owned_segments is None
+            else self.owned_segments.walks
         )
         self.bias_tables = BiasTables(self, self.walks, wanted, queries=False)
-        self.q_rows = -(-self.q_len // how.block) * how.block
-        self.columns = sum(how.d)
-        heads, alone = self.b * self.heads, how.keys == 64
-        # How many blocks of queries an island may have: their parts stay in the cache.
-        each = 4 * share * ROWS * self.columns * self.processors
-        self.room = min((PARTS if self.mask is None else 2 * PARTS) // each, MARKED)
-        able = not (whole or alone or how.pipelined or spec.partial) and len(how.d) == 1
-        self.islands = SegmentWalk(self.walks, heads, self.q_len, self.suits) if able else None
-        self.ordered = Ordered(self.walks, self.q_len) if spec.deterministic and not whole else None
-        ranks = heads * self.walks.lines * self.walks.sub
-        self.grid = (ranks if alone else min(ranks, self.processors), 1, 1)
-        self.ranks = None if alone else ranks  # of a kernel whose CTAs take them from a counter
-        # The shortest lines: 8k takes 0.986 of the time at 64 columns, 0.992 at 128, 5k 0.975. A
-        # fourth of all for a sixth: 5k 0.95, but 1k 1.03, where many add to the same dq at once.
+        self.q_rows = -(-self.q_len // row.block) * row.block
+        self.columns = sum(row.d)
+
+    def _plan_segments(self, spec: Spec, row: Backward) -> None:
+        """Whether CTAs may own segments, and how long those may be."""
+        owns = self.owned_segments is not None
+        # Their dQ-accum is to stay in the cache.
+        block_bytes = 4 * self.share * ROWS * self.columns * self.processors
+        budget = SEGMENT_ACCUM_BYTES if self.mask is None else 2 * SEGMENT_ACCUM_BYTES
+        self.max_blocks = min(budget // block_bytes, MAX_BLOCKS)
+        able = not (owns or self.is_wide or row.pipelined or spec.partial) and len(row.d) == 1
+        heads = self.b * self.heads
+        self.segments = SegmentWalk(self.walks, heads, self.q_len, self.suits) if able else None
+
+    def _plan_grid(self, spec: Spec) -> None:
+        """The work tiles, and in which order CTAs take them and add to dQ."""
+        ordered = spec.deterministic and self.owned_segments is None
+        self.ordered = OrderedWalks(self.walks, self.q_len) if ordered else None
+        tiles_per_head = self.walks.lines * self.walks.sub
+        work_tiles = self.b * self.heads * tiles_per_head
+        self.grid = (work_tiles if self.is_wide else min(work_tiles, self.processors), 1, 1)
+        # Those that CTAs take from a counter.
+        self.work_tiles = None if self.is_wide else work_tiles
+        # The shortest columns come last: 8k takes 0.986 of the time at 64 columns, 0.992 at 128, 5k
+        # 0.975. A fourth of all for a sixth: 5k 0.95, but 1k 1.03, where many add to the same dQ at
+        # once.
         last = self.is_causal() and not spec.deterministic
-        self.last = int(last) * self.walks.lines * self.walks.sub // 6
-        # A known gain multiplies dk and dq, and not every pair.
+        self.last = int(last) * tiles_per_head // 6
+
+    def _plan_arguments(self, spec: Spec, row: Backward) -> None:
+        """Descriptors, and the numbers that the kernel takes."""
+        # A known gain multiplies dK and dQ, and not every pair.
         self.rate = spec.scale if self.score_gain is None else self.score_gain * spec.scale
-        self.numbers = (
-            self.hq, group, share, self.q_len, self.q_rows, self.kv_len, self.d, self.dv,
-            spec.scale, self.rate,
+        self.scalars = (
+            self.hq, self.hq // self.hk, self.share, self.q_len, self.q_rows, self.kv_len, self.d,
+            self.dv, spec.scale, self.rate,
         )  # fmt: skip
-        self.q, self.dout = matrix_tiles(how.block, how.d), matrix_tiles(how.block, how.dv)
-        self.k, self.v, self.dk, self.dv_ = (matrix_tiles(64, w) for w in (how.d, how.dv) * 2)
-        self.lse, self.less_delta = row_vectors(how.block), row_vectors(how.block)
-        # Pieces of dq as a consumer hands them over, 64 x 64 numbers or half of them; one for dq
-        # alone needs no descriptor.
-        first = how.block * min(self.columns, 128) // 512
-        rows = min(self.q_rows, self.room * ROWS)
-        self.numbers_of_parts = self.grid[0] * share * rows * self.columns
-        self.dq = matrix_tiles(how.block, (self.columns // 2,))
-        # Where there is shared memory for it, the kernel writes the zeros that dq is added to.
-        zeroing = not (whole or alone) and len(how.d) == 1
-        self.lines = dq_tiles(LINES.value) if zeroing else None
-        self.parts = (
-            (lambda x: (x, None)) if alone else dq_tiles(first, 8 if len(how.d) == 2 else 0)
+        self.q, self.dout = matrix_tiles(row.block, row.d), matrix_tiles(row.block, row.dv)
+        self.k, self.v, self.dk, self.dv_ = (matrix_tiles(64, w) for w in (row.d, row.dv) * 2)
+        self.lse, self.neg_delta = row_vectors(row.block), row_vectors(row.block)
+        # Pieces of dQ-accum as a consumer stores them, 64 x 64 numbers or half of them. The wide
+        # kernel needs no descriptor.
+        first = row.block * min(self.columns, 128) // 512
+        self.dq_accum = (
+            (lambda x: (x, None)) if self.is_wide else dq_tiles(first, 8 if len(row.d) == 2 else 0)
         )
+        # Where there is shared memory for it, the kernel itself zeroes dQ-accum.
+        owns = self.owned_segments is not None
+        zeroing = not (owns or self.is_wide) and len(row.d) == 1
+        self.zero_rows = dq_tiles(ZERO_ROWS.value) if zeroing else None
+        rows = min(self.q_rows, self.max_blocks * ROWS)
+        self.segment_accum = self.grid[0] * self.share * rows * self.columns  # numbers
+        self.segment_dq = matrix_tiles(row.block, (self.columns // 2,))
+
+    def _plan_launches(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> None:
+        """The three kernels: before, the backward itself, and after."""
+        owns = self.owned_segments is not None
+        shape, columns = (self.b, self.hq, self.q_len, self.dv), 0 if owns else self.columns
+        counted = self.zero_rows is not None
+        self.terms = Terms(shape, self.q_rows, columns, self.device, counted, negative=True)
         options = {
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
-            "MASK": self.function("mask"),
-            "HOW": How(
-                how.block, how.stages, self.walks.sub, self.index_type,
-                even_kv=self.kv_len % how.keys == 0,
-                dp_after_p=self.gathers_per_pair, scarce_smem=len(how.d) == 2,
-                deterministic=self.ordered is not None, pipelined=how.pipelined,
-                owns_segment=whole, named_barriers=how.named_barriers,
-                constant_dscore=self.score_gain is not None,
-                unbounded_dscore=spec.score is not None and joint(spec.score, wanted).unbounded,
-                relative_biases=len(self.bias_tables.depends),
-                bias_grads=self.bias_tables.grad_tables,
-                **self.affine, **self.hoisted,
-            ),
+            "MASK": self.function("mask"), "HOW": self._how(spec, row, wanted),
         }  # fmt: skip
-        kernel, each = (backward_wide, _ALONE) if alone else (backward_kernel, _SPECIALISED)
-        options |= ptxas_options(each, how.register_usage_level)
+        kernel, registers = (
+            (backward_wide, _START_REGISTERS_WIDE)
+            if self.is_wide
+            else (backward_kernel, _START_REGISTERS)
+        )
+        options |= ptxas_options(registers, row.register_usage_level)
         self.kernel = Direct(kernel, self.device, options, self.grid, self.arrange)
-        shape = self.b, self.hq, self.q_len, self.dv
-        columns, counted = 0 if whole else self.columns, self.lines is not None
-        self.terms = Terms(shape, self.q_rows, columns, self.device, counted, negative=True)
-        strips = self.columns // 64
-        grid = self.b * self.hq * self.q_rows * strips // 64, 1, 1
-        self.finish = Direct(finish, self.device, {"STRIPS": strips}, grid, self.arrange_finish)
+        strips = self.columns // CHUNK.value
+        grid = self.b * self.hq * self.q_rows * self.columns // CHUNK_SIZE.value, 1, 1
+        self.postprocess = Direct(
+            postprocess_dq, self.device, {"STRIPS": strips}, grid, self.arrange_postprocess
+        )
 
-    def suits(self, islands: Segments) -> bool:
-        """Whether CTAs take whole islands: what they add up stays in the cache, and few idle."""
-        return islands.span <= self.room and islands.balanced(self.processors, IDLE)
+    def _how(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> How:
+        """What the kernel is compiled for."""
+        return How(
+            row.block, row.stages, self.walks.sub, self.index_type,
+            even_kv=self.kv_len % row.keys == 0, dp_after_p=self.gathers_per_pair,
+            scarce_smem=len(row.d) == 2, deterministic=self.ordered is not None,
+            pipelined=row.pipelined, owns_segment=self.owned_segments is not None,
+            named_barriers=row.named_barriers, constant_dscore=self.score_gain is not None,
+            unbounded_dscore=spec.score is not None and joint(spec.score, wanted).unbounded,
+            relative_biases=len(self.bias_tables.depends),
+            bias_grads=self.bias_tables.grad_tables, **self.affine, **self.hoisted,
+        )  # fmt: skip
+
+    def suits(self, segments: Segments) -> bool:
+        """Whether CTAs shall own segments: their dQ-accum stays in the cache, and few CTAs idle."""
+        fits = segments.span <= self.max_blocks
+        return fits and segments.balanced(self.processors, SEGMENT_IDLE)
 
     def suited(self, spec: Spec, call: Call, *given: Any) -> "BackwardPlan":
-        """This plan, or the one for a call whose islands suit."""
-        if self.islands is None or self.islands(call) is None:
+        """This plan, or the one for a call whose segments suit."""
+        if self.segments is None or self.segments(call) is None:
             return self
-        if not hasattr(self, "other"):
-            self.other = IslandPlan(self.islands, spec, call, *given)
-        return self.other
+        if not hasattr(self, "segment_plan"):
+            self.segment_plan = SegmentPlan(self.segments, spec, call, *given)
+        return self.segment_plan
 
     def new(self) -> tuple[Tensor, Tensor]:
-        """dk and dv, with spare columns where copies need rows of whole 16 bytes."""
+        """dK and dV, with spare columns where TMA needs rows of whole 16 bytes."""
         (dk, dv), dtype, device = self.grads, self.grads_dtype, self.device
         return (
             torch.empty(*dk, dtype=dtype, device=device),
@@ -175,72 +220,78 @@ class BackwardPlan(Plan):
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, terms: Tensor,
         dk: Tensor, dv: Tensor, grads: tuple,
     ) -> Tensor:  # fmt: skip
-        """Write dk and dv (from `new`), and add to `grads`. **Returns:** dq."""
-        whole: tuple[Tensor, ...] = ()
-        if self.by_island is not None:
-            work = self.by_island(call)
+        """Write dK and dV (from `new`), and add to `grads`. **Returns:** dQ."""
+        segment: tuple[Tensor, ...] = ()
+        if self.owned_segments is not None:
+            work = self.owned_segments(call)
             assert work is not None
-            given = self.given_by(call, self.walks, work.marks, work.items, walk=work.walk)
+            given = self.given_by(call, self.walks, work.visit_bits, work.items, walk=work.walk)
             shape = *q.shape[:3], -(-self.d // 8) * 8
             dq = (torch.empty if work.everywhere else torch.zeros)(
                 shape, dtype=self.dtype, device=self.device
             )
-            whole = torch.empty(self.numbers_of_parts, dtype=torch.float32, device=self.device), dq
+            segment = torch.empty(self.segment_accum, dtype=torch.float32, device=self.device), dq
         elif self.ordered is None:
             given = self.known(self.walks) or self.given_by(call, self.walks)
         else:
-            added = terms.new_zeros(self.b * self.hq * self.q_rows // 16, dtype=torch.int32)
-            walk, turns = self.ordered(call, added)
-            given = self.given_by(call, self.walks, *turns, walk=walk)
-        counter = () if self.ranks is None else (zeroed_counter(self.device),)
+            chunks = self.b * self.hq * self.q_rows // CHUNK.value
+            counters = terms.new_zeros(chunks * COUNTERS.value, dtype=torch.int32)
+            walk, semaphore = self.ordered(call, counters)
+            given = self.given_by(call, self.walks, *semaphore, walk=walk)
+        counter = () if self.work_tiles is None else (zeroed_counter(self.device),)
         bands, sums = self.bias_tables.fill(given), self.bias_tables.new_sums()
-        own = q, k, v, dout, terms, dk, dv, *counter, *whole, *bands, *sums, *grads
+        own = q, k, v, dout, terms, dk, dv, *counter, *segment, *bands, *sums, *grads
         self.launch_kernel(own, given)
         self.bias_tables.collect(sums, grads, given)
-        if whole:
-            return whole[1]
+        if segment:
+            return segment[1]
         dtype = torch.float32 if self.spec.partial else self.dtype
         dq = torch.empty(*q.shape, dtype=dtype, device=self.device)
-        self.finish((terms, dq))
+        self.postprocess((terms, dq))
         return dq
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel."""
         q, k, v, dout, terms, dk, dv, *rest = own
-        ranks = () if self.ranks is None else (rest.pop(0), self.ranks, self.last)
-        coords, walk, captured, added = self.arranged(self.walks, tensors, floats)
-        less_delta, lse2, parts, zeroed = self.terms.split(terms)
-        turns, whole = None, () if self.ranks is None else (None, None, None)
-        zeros: tuple = () if self.ranks is None else (None, None)
-        if self.by_island is not None:
-            parts, dq, *rest = rest
-            whole = self.dq(dq[..., : self.d])[0], *added
-        elif added:
-            turns = Alike(*added) if len(added) == 1 else Turns(*added)
-        assert parts is not None
-        if self.lines is not None:
-            zeros = self.lines(parts)[0], zeroed
+        coords, walk, captured, more = self.arranged(self.walks, tensors, floats)
+        neg_delta, lse2, dq_accum, zeroed = self.terms.split(terms)
+        # The wide kernel has no parameters for segments, zeros and work tiles.
+        counter: tuple[Any, ...] = ()
+        segment: tuple[Any, ...] = ()
+        zeros: tuple[Any, ...] = ()
+        if self.work_tiles is not None:
+            counter = rest.pop(0), self.work_tiles, self.last
+            segment, zeros = (None, None, None), (None, None)
+        semaphore = None
+        if self.owned_segments is not None:
+            dq_accum, dq, *rest = rest
+            segment = self.segment_dq(dq[..., : self.d])[0], *more
+        elif more:
+            semaphore = DqSemaphore(*more) if len(more) == 1 else MaskedDqSemaphore(*more)
+        assert dq_accum is not None
+        if self.zero_rows is not None:
+            zeros = self.zero_rows(dq_accum)[0], zeroed
         bands, sums, grads = self.bias_tables.kernel_args(rest)
-        if self.wide:
+        if self.float32_out:
             to: tuple[Any, ...] = (None, None, None, dk, dv)
         else:
             to = (*self.dk(dk[..., : self.d]), self.dv_(dv[..., : self.dv])[0], None, None)
         return (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
-            *self.less_delta(less_delta), *self.parts(parts), *whole, *zeros, *to, grads, bands,
-            sums, *ranks, *self.numbers, coords, walk, turns, *captured,
+            *self.neg_delta(neg_delta), *self.dq_accum(dq_accum), *segment, *zeros, *to, grads,
+            bands, sums, *counter, *self.scalars, coords, walk, semaphore, *captured,
         )  # fmt: skip
 
-    def arrange_finish(self, own: Sequence[Any], *_: object) -> tuple:
-        """The arguments of the kernel that makes dq of its parts."""
+    def arrange_postprocess(self, own: Sequence[Any], *_: object) -> tuple:
+        """The arguments of the kernel that makes dQ of dQ-accum."""
         terms, dq = own
-        parts = self.terms.split(terms)[2]
-        return parts, dq, self.rate, self.q_len, self.q_rows, self.d
+        dq_accum = self.terms.split(terms)[2]
+        return dq_accum, dq, self.rate, self.q_len, self.q_rows, self.d
 
 
-class IslandPlan(BackwardPlan):
-    """The backward by CTAs that take whole islands."""
+class SegmentPlan(BackwardPlan):
+    """The backward by CTAs that own segments."""
 
-    def __init__(self, islands: SegmentWalk, *given: Any) -> None:
-        self.by_island = islands
+    def __init__(self, segments: SegmentWalk, *given: Any) -> None:
+        self.owned_segments = segments
         super().__init__(*given)

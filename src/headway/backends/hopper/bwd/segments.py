@@ -1,19 +1,20 @@
-"""A CTA of bwd/kernel.py takes **whole islands** (bwd/segment_table.py), one line after the other.
+"""A CTA of bwd/kernel.py owns **segments** (bwd/segment_table.py), and takes the work tiles of one
+in order, tile column after tile column.
 
-dq of a block of queries is a sum over the lines that visit it. Here they are all the CTA's, so the
-sum needs no tensor of its own, no zeros before and no kernel after: what was added up so far lies
-in float32 **parts** of the CTA, which stay in the L2 cache from island to island. Of all visits of
-a block
+dQ of a block of queries is a sum over the tile columns that visit it. Here all of these belong to
+the CTA, so the sum needs no tensor of its own, no zeroing before and no kernel after. What is
+summed so far lies in the CTA's own float32 **dQ-accum** memory, which stays in the L2 cache from
+segment to segment. Of all visits of a block
 
 - the first one writes its part there
-- those between add theirs
-- the last one reads what is there, adds its own in registers, and writes dq, scaled and rounded;
-  if it is the first one as well, nothing is read
+- those in between add theirs
+- the last one reads what is there, adds its own part in registers, and writes dQ, scaled and
+  rounded; if it is the first one as well, it reads nothing
 
-So the order of a sum is that of the lines, always the same. All of it passes through the places
-that a consumer hands its parts over in. Before a last visit the adder has the copy engine read into
-the place, and only then offers it. dv and dk take the same way at the end of a rank, and so the
-next one's keys and values are copied meanwhile.
+So the order of the sum is that of the tile columns, always the same. All of it passes through the
+shared memory of the dQ tiles. Before a last visit the reduce warp has TMA load dQ-accum into that
+memory, and only then releases it to the consumer. dV and dK take the same way at the end of a work
+tile, so the keys and values of the next one are loaded meanwhile.
 """
 
 from ..device.gluon_compat import (
@@ -30,6 +31,7 @@ from ..device.gluon_compat import (
 )
 from ..device.mma import ROWS, acc_layout, matrix_layout
 from ..device.pipeline import (
+    Cursor,
     advance,
     consumer_release,
     consumer_wait,
@@ -37,181 +39,207 @@ from ..device.pipeline import (
     producer_accept,
     producer_commit,
 )
-from ..device.work_tile import WORK_STAGES, read_runs, read_work, visit_q_blocks
-from .common import ORDER, in_order, in_rows
-from .dq_reduce import place_of
-from .epilogue import as_keys
+from ..device.work_tile import WORK_STAGES, read_runs, visit_q_blocks
+from .common import (
+    ACCUM_LAYOUT,
+    from_accum_order,
+    read_segment_visits,
+    read_work_tile,
+    to_accum_order,
+)
+from .context import (
+    Head,
+    Segment,
+    SegmentHeader,
+    SegmentItem,
+    SegmentReduceContext,
+    SegmentTile,
+    SegmentVisits,
+    WorkTile,
+)
+from .dq_reduce import accum_row
+from .epilogue import seen_as_keys
 
-# What a visit of a block is (`kind_of`): VISIT, and one of the others or both; 0 is none.
+# What a visit of a block is (`visit_kind`): VISIT, and FIRST or LAST or both; 0 is no visit.
 VISIT = gl.constexpr(1)
 FIRST = gl.constexpr(2)
 LAST = gl.constexpr(4)
-# Numbers of `Islands.items`: before the islands, and of each.
-HEADER = gl.constexpr(3)
-ITEM = gl.constexpr(3)
+
+# The columns of `Segments.items`.
+TOTAL = gl.constexpr(SegmentHeader._fields.index("total"))
+EQUAL_HEADS = gl.constexpr(SegmentHeader._fields.index("equal_heads"))
+SPAN = gl.constexpr(SegmentHeader._fields.index("span"))
+HEADER = gl.constexpr(len(SegmentHeader._fields))
+ITEM = gl.constexpr(len(SegmentItem._fields))
 
 
 @gluon.jit
-def island_of(items, taken):
-    """First rank, ranks, first block of an island; and which head of those alike."""
-    alike = gl.load(items + 1)
-    item = items + HEADER + taken // alike * ITEM
-    return gl.load(item), gl.load(item + 1), gl.load(item + 2), taken % alike
+def load_segment(segments, taken):
+    """The segment that a CTA has taken."""
+    equal = gl.load(segments + EQUAL_HEADS)
+    item = segments + HEADER + taken // equal * ITEM
+    item = SegmentItem(gl.load(item), gl.load(item + 1), gl.load(item + 2))
+    return Segment(item, taken % equal)
 
 
 @gluon.jit
-def place_in_island(island, n, walk, heads, SUB: gl.constexpr):
-    """The work of the n-th rank of an island, as `place` tells it; its number, and the island's
-    first block."""
-    first, _, block, rest = island
-    ranks = walk.lines * SUB
-    rank = first + n
-    of_mask, slot = rank // ranks, rank % ranks
+def locate_in_segment(segment, n, walk, sizes, SUB: gl.constexpr):
+    """The n-th work tile of a segment, whose `h` is the head of dK and dV."""
+    heads = sizes.heads // sizes.share
+    tiles_per_head = walk.lines * SUB
+    index = segment.item.first_tile + n
+    of_mask, n_block = index // tiles_per_head, index % tiles_per_head
     free = walk.h == 1
+    rest = segment.nth_head
     h = gl.where(free, rest % heads, of_mask % walk.h)
     rest = gl.where(free, rest // heads, rest)
     b = gl.where(walk.b == 1, rest, of_mask // walk.h)
-    return rank // SUB, slot, slot * (2 * ROWS), h, b, rank, block
+    tile = WorkTile(index // SUB, n_block, n_block * (2 * ROWS), h, b)
+    return SegmentTile(tile, index, segment.item.first_block)
 
 
 @gluon.jit
-def of_island_to_tell(marks, at, HOW: gl.constexpr):
-    """What is told of a rank besides, from `place_in_island`: which blocks it visits first, which
-    last, and its island's first block."""
+def visits_to_write(visit_bits, tile, HOW: gl.constexpr):
+    """The `SegmentVisits` of a work tile, from `locate_in_segment`; where CTAs own no segments,
+    nothing reads them."""
     if HOW.owns_segment:
-        return gl.load(marks + 2 * at[5]), gl.load(marks + 2 * at[5] + 1), at[6]
+        first_bits = gl.load(visit_bits + 2 * tile.index)
+        last_bits = gl.load(visit_bits + 2 * tile.index + 1)
+        return SegmentVisits(first_bits, last_bits, tile.first_block)
     else:
-        return 0, 0, 0
+        return SegmentVisits(0, 0, 0)
 
 
 @gluon.jit
-def kind_of(of_rank, n):
-    """What the visit of the block from n on is."""
-    first, last, block = of_rank
-    at = n // ROWS - block
-    return VISIT + FIRST * (first >> at & 1) + LAST * (last >> at & 1)
+def visit_kind(visits, n):
+    """What the visit of the block of queries from n on is."""
+    at = n // ROWS - visits.first_block
+    return VISIT + FIRST * (visits.first_bits >> at & 1) + LAST * (visits.last_bits >> at & 1)
 
 
 @gluon.jit
-def as_dq(place, to):
-    """The place of a part, as what the copy engine writes to dq."""
-    shape: gl.constexpr = [to.block_shape[2], to.block_shape[3]]
-    return reinterpret(place, to.dtype, shape, matrix_layout(to.layout))
+def seen_as_dq(dq_smem, desc):
+    """The shared memory of a dQ tile, as what TMA stores to dQ."""
+    shape: gl.constexpr = [desc.block_shape[2], desc.block_shape[3]]
+    return reinterpret(dq_smem, desc.dtype, shape, matrix_layout(desc.layout))
 
 
 # -- a consumer -----------------------------------------------------------------------------------
 
 
 @gluon.jit
-def put(late, rate, to, place, ring, at):
-    """Store the part of a visit, of some kind; or, where it is the last one, dq."""
-    acc_q, kind = late
-    WIDTH: gl.constexpr = acc_q.shape[1]
+def store_visit(dq, kind, segment, dq_smem, ring, at):
+    """Store the part of dQ that a visit of some kind has computed; or, if it is the last visit, dQ
+    itself."""
+    WIDTH: gl.constexpr = dq.shape[1]
     producer_accept(ring, at, kind > 0)
     if kind >= LAST:
-        x = gl.convert_layout(in_order(acc_q), ORDER)
+        x = gl.convert_layout(to_accum_order(dq), ACCUM_LAYOUT)
         if kind == VISIT + LAST:
-            x += place.load(ORDER)
-        x = gl.convert_layout(in_rows(x), acc_layout(WIDTH)) * rate
-        as_dq(place, to).store(x.to(to.dtype))
+            x += dq_smem.load(ACCUM_LAYOUT)
+        x = gl.convert_layout(from_accum_order(x), acc_layout(WIDTH)) * segment.rate
+        seen_as_dq(dq_smem, segment.dq).store(x.to(segment.dq.dtype))
     elif kind > 0:
-        place.store(in_order(acc_q))
+        dq_smem.store(to_accum_order(dq))
 
 
 @gluon.jit
-def offer(ring, at, kind, n, whole, HOW: gl.constexpr):
-    """Offer the last piece of dq of the block before; of an island, if there was a block.
+def commit_dq(ring, at, kind, n, segment, HOW: gl.constexpr):
+    """Commit the last piece of dQ of the block before; in a segment, if there was a block.
     **Returns:** the cursor, and the kind of the visit from n on."""
     fence_async_shared()
     if HOW.owns_segment:
         producer_commit(ring, at, kind > 0)
-        at = (at[0], at[1] ^ (kind & VISIT))
-        kind = kind_of(whole[1], n)
+        at = Cursor(at.stage, at.phase ^ (kind & VISIT))
+        kind = visit_kind(segment.visits, n)
     else:
         producer_commit(ring, at)
     return at, kind
 
 
 @gluon.jit
-def pass_keys(x, k, place, ring, at):
-    """Hand dk or dv over; `k`: the keys or values. **Returns:** the cursor."""
+def store_gradient(x, k, dq_smem, ring, at):
+    """Store dK or dV for the reduce warp; `k`: the keys or values. **Returns:** the cursor."""
     producer_accept(ring, at)
-    as_keys(place, k).store(x.to(k.dtype))
+    seen_as_keys(dq_smem, k).store(x.to(k.dtype))
     fence_async_shared()
     producer_commit(ring, at)
     return advance(at, 1)
 
 
-# -- the adders -----------------------------------------------------------------------------------
+# -- the reduce warps -----------------------------------------------------------------------------
 
 
 @gluon.jit
-def add_whole(
-    to, smem, rings, sizes, walk, turns, W: gl.constexpr, HOW: gl.constexpr
+def reduce_segments(
+    to, smem, rings, sizes, walk, semaphore, W: gl.constexpr, HOW: gl.constexpr
 ):  # fmt: skip
-    """Write and add the parts that consumer W makes of dq, and then dq and dk themselves."""
-    parts, dk, dv, whole, _ = to
-    dq, items = whole
-    inputs, _, dq_smem, work_smem = smem
-    _, _, dq_rings, work_ring = rings
-    _, _, share, q_len, _, _ = sizes
-    place, ring = dq_smem[0].index(W), dq_rings[W][0]
-    span = gl.load(items + 2)
+    """Write and add the parts of dQ of consumer W, and then dQ, dV and dK."""
+    inputs, dq_smem, ring = smem.inputs, smem.dq[0].index(W), rings.dq[W][0]
+    span = gl.load(to.segments + SPAN)
     work_at, at = first_stage(), first_stage()
-    consumer_wait(work_ring, work_at)
-    line, _, first, h, b, first_bits, last_bits, block = read_work(work_smem, work_at, 0, 8, 1)
-    while line >= 0:
-        runs = read_runs(work_smem, work_at, walk, 1, HOW)
-        # What was written in earlier ranks; within one, no place is visited twice.
+    consumer_wait(rings.work, work_at)
+    tile = read_work_tile(smem.work, work_at, 1)
+    visits = read_segment_visits(smem.work, work_at, 1)
+    while tile.tile_col >= 0:
+        runs = read_runs(smem.work, work_at, walk, 1, HOW)
+        # What earlier work tiles wrote has landed; within one, no block is visited twice.
         tma_store_wait_visible()
-        for n in range(share):
-            row0 = ((gl.program_id(0) * share + n) * span - block) * ROWS
-            of_rank = (first_bits, last_bits, block)
-            given = (parts[0], dq, place, ring, of_rank, row0, h + n, b, W)
-            at = visit_q_blocks(
-                at, given, walk, line, runs, q_len, 0, add_visit, None, None, None, HOW
+        for n in range(sizes.share):
+            own = gl.program_id(0) * sizes.share + n
+            first_row = (own * span - visits.first_block) * ROWS
+            head = Head(tile.h + n, tile.b)
+            context = SegmentReduceContext(
+                to.dq_accum[0], to.segment_dq, dq_smem, ring, W, first_row, visits, head
             )
-        if dv is not None:
-            rows = [b, h // share, first + W * ROWS, 0]
-            at = copy_keys(dv, rows, inputs[1].index(W), place, ring, at)
-            at = copy_keys(dk[0], rows, inputs[0][0].index(W), place, ring, at)
-        consumer_release(work_ring, work_at)
+            at = visit_q_blocks(
+                at, context, walk, tile.tile_col, runs, sizes.q_len, 0, _reduce_visit,
+                None, None, None, HOW,
+            )  # fmt: skip
+        if to.dv is not None:
+            coord = [tile.b, tile.h // sizes.share, tile.first_key + W * ROWS, 0]
+            at = copy_gradient_out(to.dv, coord, inputs.v.index(W), dq_smem, ring, at)
+            at = copy_gradient_out(to.dk[0], coord, inputs.k[0].index(W), dq_smem, ring, at)
+        consumer_release(rings.work, work_at)
         work_at = advance(work_at, WORK_STAGES)
-        consumer_wait(work_ring, work_at)
-        line, _, first, h, b, first_bits, last_bits, block = read_work(work_smem, work_at, 0, 8, 1)
+        consumer_wait(rings.work, work_at)
+        tile = read_work_tile(smem.work, work_at, 1)
+        visits = read_segment_visits(smem.work, work_at, 1)
 
 
 @gluon.jit
-def copy_keys(to, rows, k, place, ring, at):
-    """Offer the place for dk or dv, and copy it. **Returns:** the cursor."""
+def copy_gradient_out(to, coord, k, dq_smem, ring, at):
+    """Release the dQ tile's memory for dK or dV, and store that. **Returns:** the cursor."""
     consumer_release(ring, at)
     consumer_wait(ring, at)
-    tma_store(to, rows, as_keys(place, k))
+    tma_store(to, coord, seen_as_keys(dq_smem, k))
     tma_store_wait(0)
     return advance(at, 1)
 
 
 @gluon.jit
-def add_visit(
-    at, given, n, more, PARTIAL: gl.constexpr,
+def _reduce_visit(
+    at, context, n, more, PARTIAL: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Offer the place for the block from n on, with what is to be read there; and copy from it."""
-    parts, dq, place, ring, of_rank, row0, h, b, W = given
+    """Release the dQ tile's memory for the block of queries from n on, with what is to be read
+    there; and store or add what the consumer makes of it."""
+    dq_accum, dq, dq_smem = context.dq_accum, context.dq, context.dq_smem
+    ring, W, head = context.ring, context.consumer, context.head
     COLUMNS: gl.constexpr = dq.block_shape[3]
-    kind = kind_of(of_rank, n)
-    there = [place_of(row0 + n, W, 0, (place,), HOW), 0]
+    kind = visit_kind(context.visits, n)
+    coord = [accum_row(context.first_row + n, W, 0, (dq_smem,), HOW), 0]
     reads = kind == VISIT + LAST
-    empty = ring[1].index(at[0])
-    mbarrier.expect(empty, 4 * place.shape[0] * place.shape[1], pred=reads)
-    tma_load(parts, there, empty, place, pred=reads)
+    empty = ring.empty.index(at.stage)
+    mbarrier.expect(empty, 4 * dq_smem.shape[0] * dq_smem.shape[1], pred=reads)
+    tma_load(dq_accum, coord, empty, dq_smem, pred=reads)
     consumer_release(ring, at, kind != VISIT + LAST)
     consumer_wait(ring, at)
     if kind >= LAST:
-        tma_store(dq, [b, h, n, W * COLUMNS], as_dq(place, dq))
+        tma_store(dq, [head.b, head.h, n, W * COLUMNS], seen_as_dq(dq_smem, dq))
     elif kind >= FIRST:
-        tma_store(parts, there, place)
+        tma_store(dq_accum, coord, dq_smem)
     else:
-        tma_reduce_add(parts, there, place)
+        tma_reduce_add(dq_accum, coord, dq_smem)
     tma_store_wait(0)
     return advance(at, 1)

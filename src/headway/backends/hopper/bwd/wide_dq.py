@@ -1,4 +1,4 @@
-"""dq in bwd/wide.py: the consumer of queries adds it to global memory by itself."""
+"""dQ in bwd/wide.py: its consumer adds it to dQ-accum in global memory by itself."""
 
 from ..device.gluon_compat import gl, gluon, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from ..device.mma import ROWS, acc_layout, matrix_layout
@@ -12,65 +12,77 @@ from ..device.pipeline import (
     semaphore_wait,
 )
 from ..device.work_tile import visit_q_blocks
-from .common import ORDER, counter_of, in_order, turn_of
+from .common import (
+    ACCUM_LAYOUT,
+    ACCUM_WIDTH,
+    CHUNK,
+    CHUNK_ROWS,
+    CHUNK_SIZE,
+    counter_of,
+    opaque_zero,
+    ticket_of,
+    to_accum_order,
+)
+from .context import WideReduceContext
 
 P_STAGES = gl.constexpr(3)  # of P, which becomes dS
 
 
 @gluon.jit
-def queries(dq, smem, rings, at, sizes, walk, turns, HOW: gl.constexpr):
-    """dq."""
-    line, slot, _, h, b, share, _ = at
-    heads, q_len, q_rows, _ = sizes
-    consumer_wait(rings[0][0], Cursor(0, 0))
+def consume_dq(dq_accum, smem, rings, tile, sizes, walk, semaphore, HOW: gl.constexpr):
+    """dQ."""
+    consumer_wait(rings.inputs.k, Cursor(0, 0))
     at = first_stage()
-    for n in range(share):
-        row0 = (b * heads + h + n) * q_rows
-        given = (dq, smem, rings, row0, share, turns, line, slot, walk.step)
+    for n in range(sizes.share):
+        first_row = (tile.b * sizes.heads + tile.h + n) * sizes.q_rows
+        context = WideReduceContext(
+            dq_accum, smem, rings, first_row, sizes.share, semaphore, tile, walk.step
+        )
         state = (at, gl.to_tensor(0))
         state = visit_q_blocks(
-            state, given, walk, line, (), q_len, 0, queries_block, None, None, None, HOW
-        )
+            state, context, walk, tile.tile_col, (), sizes.q_len, 0, dq_q_block,
+            None, None, None, HOW,
+        )  # fmt: skip
         at = state[0]
 
 
 @gluon.jit
-def queries_block(
-    state, given, n, more, PARTIAL: gl.constexpr,
+def dq_q_block(
+    state, context, n, more, PARTIAL: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """What the keys add to dq of the queries from n on, 64 columns at a time."""
-    dq, smem, rings, row0, opaque, turns, line, slot, tile = given
+    """What the work tile adds to dQ of the queries from n on, 64 columns at a time."""
+    smem, rings, semaphore = context.smem, context.rings, context.semaphore
     at, visited = state
-    inputs, p_smem = smem
-    k = inputs[0][0]
-    _, p_ring, ds_ring = rings
-    STRIPS: gl.constexpr = k.shape[2] // 64
-    z = (n + opaque) >> 30
-    chunk = gl.cast((row0 + n) // 64, gl.int64) * STRIPS
-    k = reinterpret(k, k.dtype, [STRIPS, ROWS, 64], matrix_layout(k.layout))
-    zero = gl.full([ROWS, 64], 0.0, gl.float32, layout=acc_layout(64))
-    if turns is not None:
-        turn = turn_of(turns, line, slot, visited // tile, HOW)
-    consumer_wait(ds_ring, at)
-    if turns is not None:
-        semaphore_wait(counter_of(turns, row0 + n, 0), turn)
-    ds = p_smem.index(at[0]).permute((1, 0))
+    k = smem.inputs.k[0]
+    STRIPS: gl.constexpr = k.shape[2] // CHUNK
+    zero = opaque_zero(n, context.share)
+    row = context.first_row + n
+    chunk = gl.cast(row // CHUNK, gl.int64) * STRIPS
+    k = reinterpret(k, k.dtype, [STRIPS, ROWS, CHUNK], matrix_layout(k.layout))
+    zero_tile = gl.full([ROWS, CHUNK], 0.0, gl.float32, layout=acc_layout(CHUNK))
+    if semaphore is not None:
+        ticket = ticket_of(semaphore, context.tile, visited // context.step, HOW)
+    consumer_wait(rings.ds, at)
+    if semaphore is not None:
+        semaphore_wait(counter_of(semaphore, row, 0), ticket)
+    ds = smem.p.index(at.stage).permute((1, 0))
     # A loop that cannot be unrolled: the assembler would compute the next columns into registers
     # that it does not have.
-    for strip in range(z, STRIPS):
-        x = warpgroup_mma(ds, k.index(strip), zero, use_acc=False, is_async=True)
-        add_part(dq + (chunk + strip) * 4096, warpgroup_mma_wait(0, deps=[x]))
-    consumer_release(p_ring, at)
-    if turns is not None:
-        semaphore_release(counter_of(turns, row0 + n, 0), turn)
+    for strip in range(zero, STRIPS):
+        x = warpgroup_mma(ds, k.index(strip), zero_tile, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(0, deps=[x])
+        add_chunk(context.dq_accum + (chunk + strip) * CHUNK_SIZE, x)
+    consumer_release(rings.p, at)
+    if semaphore is not None:
+        semaphore_release(counter_of(semaphore, row, 0), ticket)
     return advance(at, P_STAGES), visited + HOW.block
 
 
 @gluon.jit
-def add_part(to, x):
+def add_chunk(to, x):
     """Add 64 x 64 numbers to global memory: 16 bytes of a thread, threads adjacent."""
-    x = gl.convert_layout(in_order(x), ORDER)
-    rows = gl.arange(0, 16, layout=gl.SliceLayout(1, ORDER))[:, None]
-    columns = gl.arange(0, 256, layout=gl.SliceLayout(0, ORDER))[None, :]
-    gl.atomic_add(to + rows * 256 + columns, x, sem="relaxed")
+    x = gl.convert_layout(to_accum_order(x), ACCUM_LAYOUT)
+    rows = gl.arange(0, CHUNK_ROWS, layout=gl.SliceLayout(1, ACCUM_LAYOUT))[:, None]
+    columns = gl.arange(0, ACCUM_WIDTH, layout=gl.SliceLayout(0, ACCUM_LAYOUT))[None, :]
+    gl.atomic_add(to + rows * ACCUM_WIDTH + columns, x, sem="relaxed")

@@ -1,4 +1,4 @@
-"""Islands: which lines of keys go together, and what a visit of a block of queries is."""
+"""Segments: which tile columns go together, and what a visit of a block of queries is."""
 
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -32,67 +32,67 @@ MASKS = {
 
 def walk_of(mask, b: int, h: int) -> Walk:
     made = hw.block_mask(mask, b, h, LENGTH, LENGTH, tile=TILE)
-    tiles, (b, h), lines = made.tiles, made.shape[:2], made.grid[1]
+    tiles, (b, h), columns = made.tiles, made.shape[:2], made.grid[1]
     runs = tiles.cols_full, tiles.cols_partial, tiles.col_order
-    return Walk(*runs, b, h, lines, TILE[1], TILE[0], 1)
+    return Walk(*runs, b, h, columns, TILE[1], TILE[0], 1)
 
 
 @pytest.mark.parametrize("sub", [1, 2])
 @pytest.mark.parametrize("name", MASKS)
-def test_islands(name, sub):
-    """Every block of queries is visited within one island only, and as often and in the order that
-    its kinds say; and no island could be cut."""
+def test_segments(name, sub):
+    """Every block of queries is visited within one segment only, and as often and in the order that
+    its kinds say; and no segment could be cut."""
     b, h = 2, 3
     walk = walk_of(MASKS[name], b, h)
     made = Segments(walk, sub, b * h, LENGTH)
     work = made.work(torch.device("cpu"))
     kinds, per, blocks = torch.from_numpy(made.kinds), TILE[0] // ROWS, -(-LENGTH // ROWS)
-    # What a rank visits, as kernels do.
+    # What a work tile visits, as kernels do.
     live = walk.full.dense(-(-LENGTH // TILE[0])) | walk.partial.dense(-(-LENGTH // TILE[0]))
     live[:, 0] |= ~live.any(1)
     visits = live.repeat_interleave(per, 1)[:, :blocks].repeat_interleave(sub, 0)
-    total, alike, span = work.items[:3].tolist()
+    total, equal, span = work.items[:3].tolist()
     items = work.items[3:].view(-1, 3).tolist()
-    assert total == alike * len(items) == made.ranks
-    assert alike * walk.b * walk.h == b * h
+    assert total == equal * len(items) == made.total
+    assert equal * walk.b * walk.h == b * h
     assert span == made.span == kinds.shape[1]
     of_head = walk.lines * sub
     owner: dict[tuple[int, int], int] = {}
-    ranks_seen, sizes = [], []
-    for n, (first, ranks, block) in enumerate(items):
+    tiles_seen, sizes = [], []
+    for n, (first, many, block) in enumerate(items):
         sizes.append(0)
-        ranks_seen += range(first, first + ranks)
-        assert first // of_head == (first + ranks - 1) // of_head
-        count = visits[first : first + ranks].sum(0)
+        tiles_seen += range(first, first + many)
+        assert first // of_head == (first + many - 1) // of_head
+        count = visits[first : first + many].sum(0)
         so_far = torch.zeros_like(count)
-        for rank in range(first, first + ranks):
-            for at in visits[rank].nonzero().flatten().tolist():
+        for tile in range(first, first + many):
+            for at in visits[tile].nonzero().flatten().tolist():
                 assert owner.setdefault((first // of_head, at), n) == n
                 so_far[at] += 1
                 kind = VISIT + FIRST * (so_far[at] == 1) + LAST * (so_far[at] == count[at])
-                assert kinds[rank, at - block] == kind
+                assert kinds[tile, at - block] == kind
                 sizes[-1] += 1
-            assert kinds[rank].count_nonzero() == visits[rank].sum()
-        # It cannot be cut: some block is visited on both sides of every line.
-        for cut in range(first + sub, first + ranks, sub):
-            before, after = visits[first:cut], visits[cut : first + ranks]
+            assert kinds[tile].count_nonzero() == visits[tile].sum()
+        # It cannot be cut: some block is visited on both sides of every column.
+        for cut in range(first + sub, first + many, sub):
+            before, after = visits[first:cut], visits[cut : first + many]
             last = before.any(0).nonzero().max()
             assert after.any(0).nonzero().min() <= last
-    assert sorted(ranks_seen) == list(range(len(visits)))
-    for mark, bits in zip((FIRST, LAST), work.marks.T, strict=True):
-        assert torch.equal(bits[:, None] >> torch.arange(span) & 1, kinds // mark % 2)
+    assert sorted(tiles_seen) == list(range(len(visits)))
+    for kind, bits in zip((FIRST, LAST), work.visit_bits.T, strict=True):
+        assert torch.equal(bits[:, None] >> torch.arange(span) & 1, kinds // kind % 2)
     assert sizes == sorted(sizes, reverse=True)
     every = {(g, at) for g in range(walk.b * walk.h) for at in range(blocks)}
     assert work.everywhere == (set(owner) == every)
 
 
-def test_without_a_mask_a_head_is_an_island():
+def test_without_a_mask_a_head_is_a_segment():
     walk = Walk(None, None, None, 1, 1, 4, 128, 64, 1)
     made = Segments(walk, 1, 6, 500)
     work = made.work(torch.device("cpu"))
     assert work.items.tolist() == [6, 6, 8, 0, 4, 0]
     assert made.kinds.tolist() == [[VISIT + FIRST] * 8, *[[VISIT] * 8] * 2, [VISIT + LAST] * 8]
-    assert work.marks.tolist() == [[255, 0], [0, 0], [0, 0], [0, 255]]
+    assert work.visit_bits.tolist() == [[255, 0], [0, 0], [0, 0], [0, 255]]
     assert work.everywhere
 
 
@@ -102,12 +102,12 @@ def test_without_a_mask_a_head_is_an_island():
      ([2, *[1] * 7], 1, False), ([2, *[1] * 7], 16, True)],
 )  # fmt: skip
 def test_balance(sizes, heads, balanced):
-    """On eight processors: no round that leaves many idle, and no island that outlasts the rest."""
-    lines = len(sizes)
+    """On eight processors: no round that leaves many idle, and no segment that outlasts the rest."""
+    columns = len(sizes)
     ends = torch.tensor([0, *sizes]).cumsum(0)
     runs = SimpleNamespace(
-        full=(torch.arange(lines + 1), ends[:-1], torch.tensor(sizes)),
-        partial=(torch.zeros(lines + 1, dtype=torch.long), ends[:0], ends[:0]),
-        b=1, h=1, lines=lines, step=64,
+        full=(torch.arange(columns + 1), ends[:-1], torch.tensor(sizes)),
+        partial=(torch.zeros(columns + 1, dtype=torch.long), ends[:0], ends[:0]),
+        b=1, h=1, lines=columns, step=64,
     )  # fmt: skip
     assert Segments(runs, 1, heads, 64 * int(ends[-1])).balanced(8, 1 / 8) == balanced
