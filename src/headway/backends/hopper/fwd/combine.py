@@ -7,13 +7,13 @@ For disjoint sets J and K of keys, with o_J the sum of exp2(T - m_J) v over J, a
 
 from typing import Any, NamedTuple
 
+from .. import tile_counter
 from ..device.gluon_compat import barrier, gl, gluon
 from ..device.mma import ROWS, acc_layout, add_acc, row_vector, scale_rows
 from ..device.pipeline import semaphore_release, semaphore_wait
 
-FLAGS = gl.constexpr(
-    32
-)  # behind the counter of tickets (tile_counter.py): 1 where a part is written
+# Index of the flags behind the counter of tickets: 1 where a part is written.
+FIRST_FLAG = gl.constexpr(tile_counter.FIRST_FLAG)
 
 
 class Partial(NamedTuple):
@@ -37,14 +37,14 @@ def combine_parts(part, number, others, i, partials, counter, HOW: gl.constexpr)
     own = number * HOW.consumers + W
     if others < 0:
         _write(partials, own, part, i, HOW)
-        semaphore_release(counter + FLAGS + own, number)
+        semaphore_release(counter + FIRST_FLAG + own, number)
     acc, m, l, max_s = part
     for n in range(0, others):
         at = (number - others + n) * HOW.consumers + W
-        semaphore_wait(counter + FLAGS + at, 1)
+        semaphore_wait(counter + FIRST_FLAG + at, 1)
         acc, m, l, max_s = _add(partials, at, acc, m, l, max_s, i, HOW)
         barrier()
-        gl.store(counter + FLAGS + at, 0)
+        gl.store(counter + FIRST_FLAG + at, 0)
     return Partial(acc, m, l, max_s)
 
 
