@@ -72,7 +72,7 @@ def test_shared_ranks(widths, monkeypatch):
     choose(monkeypatch, "at once")
     monkeypatch.setattr(stream_k, "LEAST", 1)
     parts = torch.full((100_000,), torch.nan)
-    monkeypatch.setattr(ForwardPlan, "memory", lambda plan: parts[: plan.part])
+    monkeypatch.setattr(ForwardPlan, "new_partials", lambda plan: parts[: plan.partials])
     d, dv = widths
     changes = {"b": 1, "hq": 3, "hk": 3, "q_len": 120, "kv_len": 761, "d": d, "dv": dv}
     with emulating("sm_90", hopper), mock.patch.object(launch_plan, "processors", return_value=5):

@@ -17,7 +17,7 @@ from headway.backends import hopper, reference
 from headway.backends.base import graphs, split
 from headway.backends.gpu.runtime.call_plan import Walk
 from headway.backends.hopper.fwd import plan
-from headway.backends.hopper.fwd.half_block_table import ALL, NOTHING, SOME, half_block_table
+from headway.backends.hopper.fwd.half_block_table import EMPTY, FULL, MIXED, half_block_table
 from headway.backends.hopper.fwd.tile_table import table
 from headway.blocks import cached_build
 from headway.types import Coords
@@ -25,7 +25,7 @@ from headway.types import Coords
 from . import simulator
 
 TILE = (128, 128)
-LEFT, RIGHT, WHOLE = (SOME, NOTHING), (ALL, SOME), (ALL, ALL)  # of a block on the diagonal
+LEFT, RIGHT, WHOLE = (MIXED, EMPTY), (FULL, MIXED), (FULL, FULL)  # of a block on the diagonal
 MASKS = {
     "causal": hw.causal(),
     "window": hw.causal() & hw.sliding_window(256),
@@ -56,7 +56,7 @@ def found(mask, q_len, kv_len):
     walk = Walk(tiles.rows_full, tiles.rows_partial, tiles.row_order, b, h, lines, 128, 128, 1)
     ranks = [(x[3], x[2], x[0], x[4]) for x in table(walk, 1, kv_len, 128, 128).tolist()]
     kept = dense_mask(graph, captured, (b, h, q_len, kv_len))
-    return made or ((SOME, SOME),) * 4, kept, ranks
+    return made or ((MIXED, MIXED),) * 4, kept, ranks
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -72,17 +72,17 @@ def test_what_is_said_holds_for_every_pair(name, shape):
                 for half in (0, 1):
                     quarter = tile[64 * consumer :][:64, 64 * half :][:, :64]
                     is_said = said[(0 if block == first else 2) + consumer][half]
-                    assert is_said != NOTHING or not quarter.any()
-                    assert is_said != ALL or quarter.all()
+                    assert is_said != EMPTY or not quarter.any()
+                    assert is_said != FULL or quarter.all()
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("causal", (LEFT, RIGHT, WHOLE, WHOLE)),
-        ("window", (LEFT, RIGHT, (SOME, ALL), (NOTHING, SOME))),
-        ("unaligned", (LEFT, RIGHT, (SOME, SOME), (SOME, SOME))),
-        ("by_head", (LEFT, RIGHT, (SOME, ALL), (NOTHING, SOME))),
+        ("window", (LEFT, RIGHT, (MIXED, FULL), (EMPTY, MIXED))),
+        ("unaligned", (LEFT, RIGHT, (MIXED, MIXED), (MIXED, MIXED))),
+        ("by_head", (LEFT, RIGHT, (MIXED, FULL), (EMPTY, MIXED))),
     ],
 )
 def test_what_is_said(name, expected):
@@ -167,7 +167,7 @@ def test_a_shard(shift, far):
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(
     "wrong",
-    [(LEFT, LEFT, WHOLE, WHOLE), (WHOLE, RIGHT, WHOLE, WHOLE), (LEFT, (SOME, ALL), WHOLE, WHOLE)],
+    [(LEFT, LEFT, WHOLE, WHOLE), (WHOLE, RIGHT, WHOLE, WHOLE), (LEFT, (MIXED, FULL), WHOLE, WHOLE)],
 )
 def test_what_is_wrong_is_found(wrong):
     with mock.patch.object(plan, "half_block_table", return_value=wrong):

@@ -222,7 +222,7 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
         ForwardPlan, "suits", lambda _, how: how.consumers == consumers and not how.slope_mma
     )
     parts = torch.full((100_000,), torch.nan)
-    poisoned = mock.patch.object(ForwardPlan, "memory", lambda plan: parts[: plan.part])
+    poisoned = mock.patch.object(ForwardPlan, "new_partials", lambda plan: parts[: plan.partials])
     counter = torch.zeros(512, dtype=torch.int32)
     kept = mock.patch.object(plan_forward, "zeroed_counter", return_value=counter)
     q, k, v = (

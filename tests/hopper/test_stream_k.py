@@ -1,4 +1,4 @@
-"""Which ranks are shared out (stream_k.py)."""
+"""Which work tiles are shared out (stream_k.py)."""
 
 from importlib.util import find_spec
 
@@ -10,43 +10,44 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from headway.backends.hopper.config import FORWARD, first_fit
-from headway.backends.hopper.fwd.stream_k import LEAST, MOST, Shares
+from headway.backends.hopper.fwd.stream_k import LEAST, Shares
+from headway.backends.hopper.tile_counter import FLAGS
 
-HELD = next(row for row in FORWARD if row.q_in_registers and row.consumers == 2)
+Q_IN_REGISTERS = next(row for row in FORWARD if row.q_in_registers and row.consumers == 2)
 MLA = first_fit(FORWARD, 192, 128)
 
 
 @given(
-    ranks=some.integers(1, 5000),
+    tiles=some.integers(1, 5000),
     blocks=some.integers(1, 2000),
     ctas=some.integers(1, 264),
     how=some.sampled_from(FORWARD),
 )
-def test_every_block_is_of_one_share(ranks, blocks, ctas, how):
-    made = Shares.of(ranks, blocks, ctas, how)
-    shares = made.tickets - made.whole
-    if not made.share:
-        assert made == (ranks, ranks, 0, 0)
+def test_every_block_is_of_one_share(tiles, blocks, ctas, how):
+    made = Shares.of(tiles, blocks, ctas, how)
+    shares = made.tickets - made.whole_tiles
+    if not made.share_blocks:
+        assert made == (tiles, tiles, 0, 0)
         return
-    assert made.several == (ranks - made.whole) * blocks
-    assert (shares - 1) * made.share < made.several <= shares * made.share
-    assert made.share <= blocks  # so a share is of two ranks at most
+    assert made.shared_blocks == (tiles - made.whole_tiles) * blocks
+    assert (shares - 1) * made.share_blocks < made.shared_blocks <= shares * made.share_blocks
+    assert made.share_blocks <= blocks  # so a share is of two work tiles at most
     assert shares <= ctas
-    assert shares * how.consumers <= MOST
-    assert blocks - made.share >= LEAST
+    assert shares * how.consumers <= FLAGS
+    assert blocks - made.share_blocks >= LEAST
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks", "blocks", "shared"),
+    ("how", "tiles", "blocks", "shared"),
     [
-        (HELD, 2048, 64, True),  # 2 x 16 heads of 8k, on an H200
-        (HELD, 2112, 64, False),  # whole rounds
-        (HELD, 8, 512, True),  # 8 heads of 128 queries, 65,536 keys
-        (HELD, 1024, 8, False),  # 1k: too little to save
+        (Q_IN_REGISTERS, 2048, 64, True),  # 2 x 16 heads of 8k, on an H200
+        (Q_IN_REGISTERS, 2112, 64, False),  # whole waves
+        (Q_IN_REGISTERS, 8, 512, True),  # 8 heads of 128 queries, 65,536 keys
+        (Q_IN_REGISTERS, 1024, 8, False),  # 1k: too little to save
         (MLA, 2048, 64, False),  # saves less than it costs
         (MLA, 8, 512, True),
         (FORWARD[0], 2752, 64, False),
     ],
 )
-def test_where_it_pays(how, ranks, blocks, shared):
-    assert (Shares.of(ranks, blocks, 132, how).share > 0) == shared
+def test_where_it_pays(how, tiles, blocks, shared):
+    assert (Shares.of(tiles, blocks, 132, how).share_blocks > 0) == shared

@@ -1,7 +1,13 @@
-"""The Hopper backend: warp-specialised kernels for compute capability 9.0, with the same holes for
-scores and masks as the Triton backend's.
+"""The Hopper backend: warp-specialised kernels for compute capability 9.0, into which scores and
+masks are compiled as they are into the Triton backend's.
 
-Importing it loads no Triton; asking whether it can run loads Gluon only where such a GPU is.
+Importing it loads no Triton. Asking whether it can run loads Gluon only on a machine with such a
+GPU.
+
+- fwd/, bwd/: the kernels and their plans; device/: device code that they share.
+- launch.py: from a call to kernel launches; launch_plan.py: what the plans share.
+- config.py: tile shapes; tma.py: descriptors; tile_counter.py: tickets; bias_tables.py: relative
+  biases.
 """
 
 import importlib.util
@@ -58,26 +64,30 @@ def reasons_against(spec: Spec, kind: Kind) -> list[str]:
 
 
 def slower(spec: Spec, kind: Kind) -> str:
-    """What the Triton backend is faster at. It reads every tensor by relative position once per
-    diagonal of a tile, where these kernels do so for floats, and for its gradient have no registers
-    left at widths 129 to 192; and up to width 64 its second pass takes less time than turns do, but
-    for causal or no masks (8k, causal: turns 3.1 ms, two passes 4.0; before dq lagged, 5.9)."""
+    """What the Triton backend is faster at; empty if nothing.
+
+    It reads every tensor by relative position once per diagonal of a tile. These kernels do so for
+    floats only, and at widths 129 to 192 have no registers left for their gradient.
+    Deterministic, up to width 64, its second pass takes less time than the dQ semaphore does, but
+    for causal or no masks (8k, causal: semaphore 3.1 ms, two passes 4.0; before dK and dQ were
+    software-pipelined, 5.9).
+    """
     plain = spec.score is None and plainly_masked(spec)
     if spec.deterministic and kind.trained and max(kind.d, kind.dv) <= 64 and not plain:
-        return "dq is added up in turn, and up to width 64 the two passes of 'triton' are faster"
+        return "dq is added up in order, and up to width 64 the two passes of 'triton' are faster"
     if spec.score is None or kind.scattered:
         return ""
     if kind.learned and 128 < max(kind.d, kind.dv) <= 192 and _by_distance(spec.score)[0]:
         return "a gradient by relative position, for which there are no registers at this width"
     if _by_distance(spec.score)[1]:
-        return "the score reads whole numbers by relative position, pair by pair"
+        return "the score reads integers by relative position, pair by pair"
     return ""
 
 
 @lru_cache(maxsize=1024)
 def _by_distance(score: str) -> tuple[bool, bool]:
-    """Whether a score reads floats by relative position, and whether it reads whole numbers that
-    are not for finding the former."""
+    """Whether a score reads floats by relative position; and whether it reads integers so, which
+    are not indices of the former."""
     graph = parse(score)
     others = (graph.nodes[n] for n in not_spread(graph))
     return diagonal(graph) != [], any(

@@ -1,5 +1,5 @@
-"""What a score reads by relative position, read for all distances before its kernel runs, and the
-sums of their gradients: the host's side of device/relative_bias.py."""
+"""Relative-bias tables: what a score reads by relative position, read for all distances before its
+kernel runs, and the sums of their gradients. The host's side of device/relative_bias.py."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,15 @@ from ..gpu.runtime.call_plan import BasePlan, Walks
 from ..gpu.runtime.launcher import Direct, Given
 from .device.relative_bias import collect_bias_grad, fill_bias_table
 
-_WHOLE = 128  # rows and columns of tiles
-_BLOCK = 16  # sixteens of distances of a program
+_TILE = 128  # rows and columns of tiles at most
+_BLOCK = 16  # a program fills this many times 16 distances
 
 
 class BiasTables:
-    """Those of the calls of one kind, for products whose rows are queries, or keys.
+    """The tables of calls of one kind.
 
     - `wanted`: the gathers of the score that want a gradient.
+    - `queries`: rows of accumulators are queries; else keys.
     """
 
     def __init__(
@@ -31,13 +32,13 @@ class BiasTables:
         graph = parse(text.score) if text.score is not None and text.spread else None
         self.found = [] if graph is None else diagonal(graph)
         self.depends = [_depends(graph, n) for n in self.found] if graph is not None else []
-        # Which of those that want a gradient are bands.
+        # Which of the gathers that want a gradient have a table.
         self.grad_tables = tuple(k for k, n in enumerate(wanted) if n in self.found)
         self.grad_depends = [self.depends[self.found.index(wanted[k])] for k in self.grad_tables]
-        rows, columns = (-(-n // _WHOLE) * _WHOLE for n in (plan.q_len, plan.kv_len))
+        rows, columns = (-(-n // _TILE) * _TILE for n in (plan.q_len, plan.kv_len))
         if not queries:
             rows, columns = columns, rows
-        self.zero, self.count = rows, rows + columns  # numbers of distances
+        self.zero, self.count = rows, rows + columns  # index of distance 0, and how many distances
         self.fills = [self._kernel(k, own, fill=True) for k, own in enumerate(self.depends)]
         self.collects = [
             self._kernel(k, own, fill=False)
@@ -45,7 +46,7 @@ class BiasTables:
         ]  # fmt: skip
 
     def fill(self, given: Given) -> list[Tensor]:
-        """The bands, as a call has them."""
+        """The tables of a call, float32."""
         made = []
         for (b, h), fill in zip(self.depends, self.fills, strict=True):
             x = torch.empty(
@@ -56,23 +57,23 @@ class BiasTables:
         return made
 
     def new_sums(self) -> list[Tensor]:
-        """Zeros to which the kernel adds."""
+        """The sums of gradients, float32 zeros, to which the kernel adds."""
         return [
             torch.zeros(self._heads(*own), self.count, dtype=torch.float32, device=self.plan.device)
             for own in self.grad_depends
         ]
 
     def collect(self, sums: Sequence[Tensor], grads: Sequence[Tensor], given: Given) -> None:
-        """Bring sums to the gradients of what the gathers read; `grads`: of all gathers."""
+        """Add sums to the gradients of what the gathers read; `grads`: of all gathers."""
         for x, k, kernel in zip(sums, self.grad_tables, self.collects, strict=True):
             kernel((x, grads[k]), given)
 
     def kernel_args(self, tensors: Sequence[Any]) -> tuple[tuple, tuple, tuple]:
-        """Bands and sums as the kernels take them (`diagonals.begin`), of such and others in a row,
-        and the others."""
+        """Tables and sums as kernels take them (`locate_bias`), and the other tensors, from all of
+        them in a row."""
         n, m = len(self.depends), len(self.depends) + len(self.grad_tables)
-        bands = self._of(tensors[:n], self.depends, 4 * self.count)
-        return bands, self._of(tensors[n:m], self.grad_depends, self.count), tuple(tensors[m:])
+        tables = self._of(tensors[:n], self.depends, 4 * self.count)
+        return tables, self._of(tensors[n:m], self.grad_depends, self.count), tuple(tensors[m:])
 
     def _of(self, tensors: Sequence[Any], own: Sequence[tuple[bool, bool]], row: int) -> tuple:
         found: list[Any] = [self.zero] if own else []

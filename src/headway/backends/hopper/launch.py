@@ -1,4 +1,4 @@
-"""From a call to kernel launches: what is allocated, and what is made of it."""
+"""From a call to kernel launches: what is allocated, and how results are put together."""
 
 import math
 
@@ -17,34 +17,34 @@ from .tma import aligned
 
 
 def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel; and where the largest logit is wanted, the maximum over its tiles."""
+    """One kernel; and for the largest logit, the maximum over its work tiles."""
     q, k, v = matrices = aligned(*call[:3])
     b, hq, q_len, _ = q.shape
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
     out = new(b, hq, q_len, v.shape[3], dtype=spec.out_dtype(q.dtype))
     lse = new(b, hq, q_len)
     row_max = new(b, hq, q_len) if spec.row_max else None
-    top = None
+    max_logit = None
     if lse.numel() and k.shape[2]:
         plan = plan_for(ForwardPlan, spec, call, (), *matrices)
         if plan.untried:
             parallel_compile.of_training(plan, spec, call, forward, backward)
-        top = new(b, hq, plan.slots) if spec.max_logit else None
-        plan.launch(call, *plan.tma_readable(matrices), out, lse, row_max, top)
+        max_logit = new(b, hq, plan.slots) if spec.max_logit else None
+        plan.launch(call, *plan.tma_readable(matrices), out, lse, row_max, max_logit)
     else:
         out.zero_()
         lse.copy_(lse.new_full((), -math.inf) if call.sink is None else call.sink.float()[:, None])
         if row_max is not None:
             row_max.fill_(-math.inf)
-    return outputs.of_forward(spec, out, lse, row_max, top)
+    return outputs.of_forward(spec, out, lse, row_max, max_logit)
 
 
 def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
-    """One kernel for all gradients; before it one over the rows of out and dout, and after it, but
-    where CTAs take whole islands, one that puts dq in order."""
+    """One kernel for all gradients; before it the preprocess of the rows of out and dout; after it
+    one that puts dq in order, but where CTAs own whole segments."""
     q, k, _, dout = matrices = aligned(*call[:3], dout)
     dtype = torch.float32 if spec.partial else q.dtype
     captured = captured_grads.zeros(call.captured.tensors, needs, q.device) if needs else []

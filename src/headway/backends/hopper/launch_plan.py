@@ -1,5 +1,5 @@
-"""What the plans of a kind of call (gpu/runtime/call_plan.py) have in common for these kernels,
-forward (fwd/plan.py) and backward (bwd/plan.py): how they are compiled, launched and refused."""
+"""What the plans of the forward (fwd/plan.py) and of the backward (bwd/plan.py) share: how kernels
+are compiled, launched and refused (gpu/runtime/call_plan.py has what is not Hopper's)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -32,14 +32,15 @@ from .device import (
 from .device.gluon_compat import gl
 from .tma import strides_fit, with_tma_strides
 
-# Fields of `How` and the generated functions that they hold (gpu/codegen/hoist.py).
+# Fields of `How` for hoisted operands, and the generated functions that they hold
+# (gpu/codegen/hoist.py); None where a call has none.
 HOISTED = {
     "mask_shared": "shared", "mask_of_q": "of_q", "mask_of_kv": "of_kv", "mask_steps": "steps",
     "mask_pairs": "pairs", "score_shared": "score_shared", "score_of_q": "score_of_q",
     "score_of_kv": "score_of_kv",
 }  # fmt: skip
 
-# The device modules of every kernel here; a plan adds its own (`BasePlan.sources`).
+# The modules with the device code of both kernels; a plan adds its own (`BasePlan.sources`).
 DEVICE = (
     maths, diagonals, gradients, preprocess, gluon_compat, pipeline, work_tile, mma, affine_score,
     hoisted, relative_bias,
@@ -58,8 +59,9 @@ def plan_for(
 class Plan(BasePlan):
     """What forward and backward have in common."""
 
-    # Whether an absolute distance is looked at with the mask (`linear.side`): of causal ALiBi the
-    # forward takes 47 instructions less per block, and the backward runs out of registers.
+    # Whether an absolute distance is simplified by the side of the diagonal that the mask keeps
+    # (`side` of gpu/codegen/affine.py). For causal ALiBi the forward takes 47 instructions less per
+    # block, and the backward runs out of registers.
     abs_by_mask = False
     kernel: Direct
 
@@ -74,9 +76,9 @@ class Plan(BasePlan):
             spread=True, sided=self.abs_by_mask,
         )  # fmt: skip
         self.index_type = gl.int32 if self.text.narrow else gl.int64
-        self.heads_share_mask = self.tiles(call)[2] == 1  # the mask is one for all heads
+        self.heads_share_mask = self.tiles(call)[2] == 1
         apart = self.function("linear")
-        # By how much T grows with S everywhere, where that is known.
+        # dT / dS, where it is one known number.
         self.score_gain: float | None = (
             1.0 if spec.score is None else getattr(self.given, "known", None)
         )
@@ -87,7 +89,7 @@ class Plan(BasePlan):
         self.hoisted: dict[str, Any] = {
             field: self.function(name) for field, name in HOISTED.items()
         }
-        # Every pair reads a number of its own: registers for as many addresses.
+        # Every pair reads a value of its own, which takes registers for as many addresses.
         self.gathers_per_pair = any(
             variation(graph, graph.nodes[n].args[1:]) in ("pairs", "diagonals")
             for graph in graphs(spec)
@@ -96,20 +98,20 @@ class Plan(BasePlan):
         )
 
     def own_gathers(self, graph: Graph) -> list[int]:
-        """Those that a kernel itself makes."""
+        """The gathers that a kernel itself makes."""
         if graph.kind != "mask" and self.text.spread:
             return not_spread(graph)
         return [n for n, _ in graph.gathers]
 
     def is_long(self, length: int = 2048) -> bool:
-        """Whether lines are of so many rows, and few of their tiles are partial, for all that is
-        known before the tiles are."""
+        """Whether tile rows span `length` rows and few of their tiles are partial, as far as can be
+        said before the tiles are known."""
         long = min(self.q_len, self.kv_len) >= length
         return long and not self.gathers_per_pair and plainly_masked(self.spec)
 
     def compares_captures(self) -> bool:
-        """Whether the mask compares captured numbers of queries with those of keys, as documents
-        do: most lines are short."""
+        """Whether the mask compares what it captures of queries with what it captures of keys, as
+        documents do: most tile rows are short."""
         mask = graphs(self.spec)[1]
         if mask is None:
             return False
@@ -117,8 +119,11 @@ class Plan(BasePlan):
         return {"rows", "cols"} <= kinds
 
     def launch_kernel(self, own: Sequence[Tensor | None], given: Given) -> None:
-        """Launch the kernel. Whether there is shared memory for what a score or a mask needs beside
-        the tiles, the compiler says, before anything runs."""
+        """Launch the kernel. The compiler says, before anything runs, whether shared memory holds
+        what a score or a mask needs beside the tiles.
+
+        Raises `BackendRefused` where it does not.
+        """
         try:
             self.kernel(own, given)
         except OutOfResources as error:
@@ -129,21 +134,24 @@ class Plan(BasePlan):
             ) from error
 
     def tma_readable(self, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The matrices as the copy engine can read them."""
+        """The matrices as TMA can read them: a copy where strides do not fit."""
         return matrices if self.strides_fit else list(map(with_tma_strides, matrices))
 
     def is_causal(self) -> bool:
-        """Whether the mask is `causal()`: lines are of all lengths."""
+        """Whether the mask is `causal()`: tile rows are of all lengths."""
         return self.mask is not None and plainly_masked(self.spec)
 
-    def head_swizzle(self, heads: int, ranks: int, rounds: int = 1) -> int:
-        """Heads that take turns, of `heads` with so many ranks each, in so many rounds of CTAs."""
+    def head_swizzle(self, heads: int, tiles: int, waves: int = 1) -> int:
+        """How many of `heads` heads the scheduler interleaves (`config.head_swizzle`).
+
+        - `tiles`: work tiles of a head; `waves`: of CTAs, whose heads share the L2 cache.
+        """
         if not self.heads_share_mask:
             return 1
-        return head_swizzle(heads, heads // self.hk, ranks, rounds * self.processors)
+        return head_swizzle(heads, heads // self.hk, tiles, waves * self.processors)
 
 
 @lru_cache
 def processors(device: torch.device) -> int:
-    """CTAs that run at once: each takes the shared memory of a multiprocessor."""
+    """Multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

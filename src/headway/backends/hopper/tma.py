@@ -1,4 +1,4 @@
-"""What the copy engine is told of a tensor: where it lies, and the tiles that it is copied by."""
+"""TMA descriptors, and their cache: where a tensor lies, and the tiles that it is copied by."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from .device.gluon_compat import TensorDescriptor, gl
 
 
 class TmaOperand:
-    """The descriptors of one operand for calls of one kind: made, and checked by Triton, once;
-    after that only the tensor is another.
+    """The descriptors of one operand, for calls of one kind: made, and checked by Triton, once.
+    After that only the tensor changes.
 
-    - `make`: of a tensor, its descriptors, or None in their place.
+    - `make`: a tensor's descriptors, or None in their place.
     """
 
     def __init__(self, make: Callable[[Tensor], Sequence[TensorDescriptor | None]]) -> None:
@@ -23,13 +23,13 @@ class TmaOperand:
     def __call__(self, x: Tensor) -> list[TensorDescriptor | None]:
         """The descriptors of `x`, which has the shape and strides of the first one."""
         if not self.kinds:
-            self.kinds = [None if d is None else _alike(d) for d in self.make(x)]
+            self.kinds = [None if d is None else _class_of(d) for d in self.make(x)]
         return [kind and kind(x) for kind in self.kinds]
 
 
-def _alike(d: TensorDescriptor) -> type:
-    """The descriptors that are `d`, but of a tensor that is told: what they share is the class's,
-    and making one is a single assignment."""
+def _class_of(d: TensorDescriptor) -> type:
+    """A class of descriptors that differ from `d` in their tensor alone: what they share belongs to
+    the class, so that making one is a single assignment."""
 
     def of(self: Any, base: Tensor) -> None:
         self.base = base
@@ -39,10 +39,10 @@ def _alike(d: TensorDescriptor) -> type:
 
 
 def matrix_tiles(rows: int, widths: tuple[int, ...]) -> TmaOperand:
-    """Of (batch, head, row, column): copies of `rows` rows of one head, in one piece (the second
-    descriptor is None) or two.
+    """Tiles of `rows` rows of one head, of a tensor (batch, head, row, column), in one piece (the
+    second descriptor is None) or two.
 
-    The engine clips at every size: rows past the end of a head are read as zeros and not written.
+    TMA clips at every size: rows past the end of a head are read as zeros and not written.
     """
 
     def make(x: Tensor) -> list[TensorDescriptor | None]:
@@ -60,13 +60,14 @@ def matrix_tiles(rows: int, widths: tuple[int, ...]) -> TmaOperand:
 
 
 def row_vectors(rows: int) -> TmaOperand:
-    """Of a float32 number per row: copies of `rows` of them."""
+    """Tiles of `rows` values, of a float32 value per row."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     return TmaOperand(lambda x: [TensorDescriptor(x, [x.numel()], [1], [rows], layout)])
 
 
 def dq_tiles(rows: int, more: int = 0) -> TmaOperand:
-    """Of parts of dq, in rows of 256 numbers: pieces of so many rows, and of `more` (or None)."""
+    """Tiles of dQ's accumulator, which has rows of 256 values: of `rows` rows, and of `more` (or
+    None)."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
     def make(x: Tensor) -> list[TensorDescriptor | None]:
@@ -80,7 +81,7 @@ def dq_tiles(rows: int, more: int = 0) -> TmaOperand:
 
 
 def aligned(*matrices: Tensor) -> Sequence[Tensor]:
-    """At addresses that the copy engine can begin at."""
+    """The matrices at addresses where TMA can begin."""
     addresses = 0
     for x in matrices:
         addresses |= x.data_ptr()
@@ -90,15 +91,15 @@ def aligned(*matrices: Tensor) -> Sequence[Tensor]:
 
 
 def strides_fit(x: Tensor) -> bool:
-    """Whether the strides are such as the copy engine can follow: rows of adjacent numbers,
-    16-byte steps, nothing expanded."""
+    """Whether TMA can follow the strides: rows of adjacent elements, steps of 16 bytes, nothing
+    expanded."""
     pairs = zip(x.shape[:3], x.stride()[:3], strict=True)
     steps = [s * x.element_size() for n, s in pairs if n > 1]
     return x.stride(3) == 1 and all(s > 0 and s % 16 == 0 for s in steps)
 
 
 def with_tma_strides(x: Tensor) -> Tensor:
-    """With strides that it can follow."""
+    """The tensor, or a copy, with strides that TMA can follow."""
     return x if strides_fit(x) else _copied(x)
 
 

@@ -17,7 +17,7 @@ class Hoisted(NamedTuple):
     """What a score or a mask reads of the rows of an accumulator."""
 
     shared: Any  # scalars, the same for all pairs
-    values: Any  # row vectors
+    vectors: Any  # row vectors
 
 
 class Rows(NamedTuple):
@@ -75,8 +75,8 @@ def _hoist(b, h, at, captured, SHARED: gl.constexpr, OF_ROW: gl.constexpr):
 def rows_for_width(rows, COLUMNS: gl.constexpr):
     """A `Hoisted`, its row vectors converted for a 64 x COLUMNS accumulator."""
     values = ()
-    for n in gl.static_range(len(rows.values)):
-        values = values + (row_vector(rows.values[n], COLUMNS),)  # noqa: RUF005
+    for n in gl.static_range(len(rows.vectors)):
+        values = values + (row_vector(rows.vectors[n], COLUMNS),)  # noqa: RUF005
     return Hoisted(rows.shared, values)
 
 

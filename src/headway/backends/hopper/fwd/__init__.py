@@ -1,1 +1,1 @@
-"""The forward kernel: its warps, its work tiles, and the plan that launches it."""
+"""The forward: one kernel for out and lse, and the host code that launches it."""

@@ -1,7 +1,6 @@
-"""What consumers of the forward see of partial blocks, worked out once for a mask whose tiles are
-blocks: a **quarter** of one is the queries of one of two consumers, and the left or the right half
-of the keys. Where all lines are alike in this, as behind `causal() & sliding_window(1024)`, kernels
-are compiled for it (fwd/half_blocks.py).
+"""Half-block coverage: what each of two consumers sees of the left and of the right half of partial
+blocks, for a mask whose tiles are blocks. Where it is the same in all tile rows, as behind
+`causal() & sliding_window(1024)`, kernels are compiled for it (fwd/half_blocks.py).
 """
 
 import numpy as np
@@ -12,49 +11,49 @@ from ....mods.graph import Graph
 from ....types import Captured, Coords
 from . import half_blocks as kernel
 
-NOTHING, SOME, ALL = kernel.NOTHING.value, kernel.SOME.value, kernel.ALL.value
-MOST = 1 << 15  # partial tiles that are looked at
+EMPTY, MIXED, FULL = kernel.EMPTY.value, kernel.MIXED.value, kernel.FULL.value
+MAX_TILES = 1 << 15  # partial tiles that are examined
 
-HalfBlocks = tuple[tuple[int, int], ...]  # `config.How.quarters`
+HalfBlocks = tuple[tuple[int, int], ...]  # `config.How.half_blocks`
 
 
 def half_block_table(
     mask: Graph, captured: Captured, shape: tuple[int, int, int, int], tile: tuple[int, int],
     coords: Coords,
 ) -> HalfBlocks:  # fmt: skip
-    """What is seen of the left and the right half: by the first and the second consumer of the
-    block that a rank visits first (`ranks.table`), then by them of all other partial ones. Empty,
-    where nothing is the same in all lines.
+    """What is seen of the left and of the right half, EMPTY, MIXED or FULL: by the first and by the
+    second consumer, of the block that a work tile visits first (`tile_table.table`); then by both,
+    of all other partial blocks. `()` where nothing is the same in all tile rows.
 
-    - `mask`: one that captures whole numbers alone.
-    - `shape`: b, heads, queries, and keys, in whole tiles. (With others it would be the last full
-      tile that is visited first, and lengths that differ would make kernels of their own.)
+    - `mask`: captures integers only.
+    - `shape`: batch rows, heads, queries, and keys, in whole tiles. (With other lengths the last
+      full tile would be visited first, and each length would make a kernel of its own.)
     """
     host = torch.device("cpu")
     tiles, *_ = build(mask, captured, shape, tile, host, coords)
-    if tiles.rows_partial.per_row().sum() > MOST:
+    if tiles.rows_partial.per_row().sum() > MAX_TILES:
         return ()
     fine, *_ = build(mask, captured, shape, (tile[0] // 2, tile[1] // 2), host, coords)
     rows, columns = (-(-n * 2 // side) for n, side in zip(shape[2:], tile, strict=True))
     full, partial = _last(tiles.rows_full), _last(tiles.rows_partial)
     first = np.where(partial >= 0, partial, full).clip(0)
-    line = tiles.rows_partial.row().numpy().repeat(tiles.rows_partial.count)
+    tile_row = tiles.rows_partial.row().numpy().repeat(tiles.rows_partial.count)
     at = tiles.rows_partial.tiles().numpy()
-    rest = at != first[line]
-    lines = -(-shape[2] // tile[0])
+    rest = at != first[tile_row]
+    tile_rows = -(-shape[2] // tile[0])
     found = []
-    for of_line, of_tile in ((np.arange(len(first)), first), (line[rest], at[rest])):
+    for in_row, in_column in ((np.arange(len(first)), first), (tile_row[rest], at[rest])):
         for consumer in (0, 1):
-            row = 2 * (of_line % lines) + consumer
-            there = row < rows  # of queries past the end nothing is kept
-            row = (of_line // lines * rows + row)[there]
-            left, right = (2 * of_tile[there] + n for n in (0, 1))
+            row = 2 * (in_row % tile_rows) + consumer
+            there = row < rows  # queries past the end keep nothing
+            row = (in_row // tile_rows * rows + row)[there]
+            left, right = (2 * in_column[there] + n for n in (0, 1))
             found.append((_common(fine, row, left, columns), _common(fine, row, right, columns)))
-    return tuple(found) if any(x != SOME for pair in found for x in pair) else ()
+    return tuple(found) if any(x != MIXED for pair in found for x in pair) else ()
 
 
 def _last(runs: Runs) -> np.ndarray:
-    """The last tile of every line; -1 where there is none."""
+    """The last tile of every row; -1 where there is none."""
     end = (runs.start + runs.count).numpy()
     offsets = runs.offsets.numpy()
     there = offsets[1:] > offsets[:-1]
@@ -62,17 +61,17 @@ def _last(runs: Runs) -> np.ndarray:
 
 
 def _common(tiles: Tiles, row: np.ndarray, column: np.ndarray, width: int) -> int:
-    """What all of some tiles are (and none would be ALL), or SOME."""
+    """What all of some tiles are (no tiles are FULL), or MIXED."""
     full = _inside(tiles.rows_full, row, column, width)
     if full.all():
-        return ALL
+        return FULL
     if (full | _inside(tiles.rows_partial, row, column, width)).any():
-        return SOME
-    return NOTHING
+        return MIXED
+    return EMPTY
 
 
 def _inside(runs: Runs, row: np.ndarray, column: np.ndarray, width: int) -> np.ndarray:
-    """Whether tiles are of a run."""
+    """Which tiles belong to a run."""
     keys = runs.keys(width).numpy()
     if not len(keys):
         return np.zeros(len(row), bool)

@@ -1,91 +1,100 @@
-"""What a consumer of the forward sees of a partial block, where that is known
-(`fwd/half_block_table.py`).
+"""Half-block coverage: which columns of a partial block a consumer computes, and which it masks,
+where that is known when the kernel is compiled (fwd/half_block_table.py).
 
-Behind a causal mask the first of two consumers sees nothing of the right half of the block on the
-diagonal, and the second one all of the left half; at the far end of a window it is the other way
-round. So of a half that is not seen there is no S and no exponential, and P is 0; and in one that
-is seen whole nothing is compared.
+Behind a causal mask the first of two consumers sees nothing of the right half of the diagonal
+block, and the second one all of the left half; at the far end of a window it is the other way
+round. Of a half that nobody sees there is no S and no exponential, and P is 0. In a half that is
+seen whole nothing is compared.
+
+A span of columns is the first one, and how many.
 """
 
 from ..device.gluon_compat import gl, gluon
 from ..device.hoisted import Rows, evaluate_mask, rows_for_width
 from ..device.mma import ROWS, acc_layout, join_halves, row_vector, split_halves
 
-# What is seen of a quarter.
-NOTHING, SOME, ALL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# What one consumer sees of one half of a block.
+EMPTY, MIXED, FULL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gluon.constexpr_function
-def _quarters(HOW, FIRST, PARTIAL):
-    """The consumer's, left and right."""
+def _coverage(HOW, FIRST, PARTIAL):
+    """What the consumer sees of the left and of the right half."""
     if PARTIAL and HOW.half_blocks:
         return HOW.half_blocks[(0 if FIRST else 2) + HOW.consumer]
-    return SOME, SOME
+    return MIXED, MIXED
 
 
 @gluon.constexpr_function
 def live_columns(HOW, FIRST, PARTIAL):
-    """The first column of a block that the consumer sees, and how many there are."""
-    a, b = _quarters(HOW, FIRST, PARTIAL)
+    """The span of a block that the consumer sees something of.
+
+    - `FIRST`: the block is the first of a work tile, outside of the loop; `PARTIAL`: it may be
+      masked.
+    """
+    left, right = _coverage(HOW, FIRST, PARTIAL)
     half = HOW.block // 2
-    if NOTHING in (a, b):
-        return (half, half) if a == NOTHING else (0, half)
+    if EMPTY in (left, right):
+        return (half, half) if left == EMPTY else (0, half)
     return 0, HOW.block
 
 
 @gluon.constexpr_function
-def hidden_columns(HOW, FIRST, PARTIAL):
-    """Of these, the first one that the mask is asked for, and how many there are."""
-    a, b = _quarters(HOW, FIRST, PARTIAL)
+def masked_columns(HOW, FIRST, PARTIAL):
+    """The span, within the live columns, that the mask is evaluated for."""
+    left, right = _coverage(HOW, FIRST, PARTIAL)
     half = HOW.block // 2
-    if NOTHING not in (a, b) and ALL in (a, b):
-        return (half, half) if a == ALL else (0, half)
+    if EMPTY not in (left, right) and FULL in (left, right):
+        return (half, half) if left == FULL else (0, half)
     return 0, live_columns(HOW, FIRST, PARTIAL)[1]
 
 
 @gluon.jit
-def hidden_positions(offset, n, HIDES: gl.constexpr, LAYOUT: gl.constexpr, HOW: gl.constexpr):
-    """Positions of the columns that the mask is asked for; n is that of the first column."""
-    return gl.cast(offset, HOW.index_type) + n + HIDES[0] + gl.arange(0, HIDES[1], layout=LAYOUT)
+def masked_positions(offset, n, MASKED: gl.constexpr, LAYOUT: gl.constexpr, HOW: gl.constexpr):
+    """Positions of the masked columns; n is the row of the first live key, `offset` the position of
+    key 0."""
+    return gl.cast(offset, HOW.index_type) + n + MASKED[0] + gl.arange(0, MASKED[1], layout=LAYOUT)
 
 
 @gluon.jit
-def hide(
+def apply_mask(
     t, b, h, q_idx, kv_idx, first, rows, columns, of_mask,
-    HIDES: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    MASKED: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """T, or -inf where the mask does not keep a pair. Arguments as of `evaluate_mask`; `columns`
-    are of those columns that the mask is asked for."""
-    if HIDES[1] == t.shape[1]:
-        kept_pairs = evaluate_mask(
-            t, b, h, q_idx, kv_idx, first, rows, columns, of_mask, True, MASK, HOW
-        )
-        return gl.where(kept_pairs, t, float("-inf"))
+    """T, and -inf where the mask does not keep a pair.
+
+    - Arguments as of `evaluate_mask`, for the live columns; but `columns` are of the masked ones.
+    - `MASKED`: from `masked_columns`.
+    """
+    if MASKED[1] == t.shape[1]:
+        keep = evaluate_mask(t, b, h, q_idx, kv_idx, first, rows, columns, of_mask, True, MASK, HOW)
+        return gl.where(keep, t, float("-inf"))
     else:
-        COLUMNS: gl.constexpr = HIDES[1]
+        COLUMNS: gl.constexpr = MASKED[1]
         left, right = split_halves(t)
-        part = left if HIDES[0] == 0 else right
-        kv_idx = hidden_positions(first, 0, HIDES, gl.SliceLayout(0, acc_layout(COLUMNS)), HOW)
+        half = left if MASKED[0] == 0 else right
+        layout: gl.constexpr = gl.SliceLayout(0, acc_layout(COLUMNS))
+        kv_idx = masked_positions(first, 0, MASKED, layout, HOW)
         q_idx, of_rows = row_vector(q_idx, COLUMNS), rows_for_width(rows.mask, COLUMNS)
-        kept_pairs = evaluate_mask(
-            part, b, h, q_idx, kv_idx, first + HIDES[0], Rows((), of_rows, ()), columns, of_mask,
+        keep = evaluate_mask(
+            half, b, h, q_idx, kv_idx, first + MASKED[0], Rows((), of_rows, ()), columns, of_mask,
             True, MASK, HOW,
         )  # fmt: skip
-        part = gl.where(kept_pairs, part, float("-inf"))
-        if HIDES[0] == 0:
-            return join_halves(part, right)
+        half = gl.where(keep, half, float("-inf"))
+        if MASKED[0] == 0:
+            return join_halves(half, right)
         else:
-            return join_halves(left, part)
+            return join_halves(left, half)
 
 
 @gluon.jit
-def of_all_columns(p, SPAN: gl.constexpr, HOW: gl.constexpr):
-    """P of a block, from that of the columns that are seen."""
-    if SPAN[1] == HOW.block:
+def fill_block(p, LIVE: gl.constexpr, HOW: gl.constexpr):
+    """P of a whole block, from that of its live columns: 0 in the others."""
+    if LIVE[1] == HOW.block:
         return p
     else:
-        nothing = gl.full([ROWS, SPAN[1]], 0.0, p.dtype, layout=acc_layout(SPAN[1]))
-        if SPAN[0] == 0:
-            return join_halves(p, nothing)
+        zero = gl.full([ROWS, LIVE[1]], 0.0, p.dtype, layout=acc_layout(LIVE[1]))
+        if LIVE[0] == 0:
+            return join_halves(p, zero)
         else:
-            return join_halves(nothing, p)
+            return join_halves(zero, p)

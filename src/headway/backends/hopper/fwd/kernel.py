@@ -1,27 +1,30 @@
-"""The forward kernel: online softmax over the live tiles of 128 queries, on tensor cores that never
-wait for it.
+"""The forward kernel: FlashAttention-3 on the live KV blocks of 128 queries.
 
-(Shah et al. 2024, FlashAttention-3, arXiv 2407.08608, algorithms 1 and 2, without its ping-pong.)
+(Shah et al. 2024, FlashAttention-3, arXiv 2407.08608, algorithms 1 and 2.)
 
-A persistent CTA has a **scheduler** (`fwd/scheduler.py`), which takes the next 128
-queries of a head (a rank) from a counter, longest line first, and tells what there is to do; a
-**loader**, which copies their rows, and those of the keys and values that they visit, into shared
-memory, and asks for one more rank a little before it is done with a long one; and two **consumers**
-(or three), a warpgroup each, which own 64 of the queries. While a consumer turns S of one block
-into P, the tensor cores compute P V of the one before:
+A persistent CTA is warp-specialised:
 
-    for every block n:
-        in turn with the other consumers: issue S_n = q k_nᵀ;  issue O += P_{n-1} v_{n-1}
+- the **scheduler** (fwd/scheduler.py), one warp, fetches work tiles (128 queries of a head, longest
+  first) from a counter in global memory and publishes them through shared memory;
+- the **producer** (fwd/producer.py), one warp, loads Q of each tile and K and V of its live blocks
+  by TMA;
+- two **consumers** (or one, or three), a warpgroup each, own 64 of the queries each.
+
+While a consumer turns S of one block into P, the tensor cores compute P V of the block before:
+
+    for every live KV block n of a tile:
+        in turn with the other consumers:  issue S_n = Q K_nᵀ;  issue O += P_{n-1} V_{n-1}
         wait for S_n;  P_n = exp2(S_n - m)
-        wait for O;  O *= exp2(m_before - m)
+        wait for O;    O *= exp2(m_before - m)
 
-and so from rank to rank: S of the first block of a rank is issued with the last product of the rank
-before, whose out is stored then (or after it, where there is one place for queries: it has to be
-free first, `early`). At both ends of a CTA's work stands a **ghost**, a rank of rows past the end,
-so that no rank is a special case: it sees one block, and nothing of it is stored.
+This pipeline does not drain between work tiles: S of a tile's first block is issued with the last
+P V of the tile before, whose output is stored then. (If HOW.early_q_release, there is one buffer
+for Q, which has to be free first: that P V is issued before Q is waited for.) At both ends of a
+CTA's work stands a **sentinel tile**, of one block and of rows past the end, which fills and drains
+the pipeline: so no tile is a special case, and nothing of a sentinel is stored.
 
-Loader and consumers walk the blocks of a line by the same function, `walk.visit_rank`, and so agree
-on them.
+All partitions iterate over the blocks of a tile by the same function, `visit_kv_blocks`: partial
+blocks first, then full ones, each kind from the last to the first.
 """
 
 from ..device.affine_score import affine_scores, slope_lhs, slope_rhs, wgmma_slope
@@ -69,14 +72,15 @@ from ..device.pipeline import (
 from ..device.relative_bias import load_bias, locate_bias
 from ..device.work_tile import (
     FWD_FIELDS,
-    FWD_RUNS,
     WORK_STAGES,
-    read_work,
+    read_fwd_tile,
+    read_kv_runs,
     visit_kv_blocks,
     work_buffer,
 )
+from .context import Inputs, Operands, Outputs, Previous, Rings, Sizes, Smem, State, StreamK, Tile
 from .epilogue import epilogue
-from .half_blocks import hidden_columns, hidden_positions, hide, live_columns, of_all_columns
+from .half_blocks import apply_mask, fill_block, live_columns, masked_columns, masked_positions
 from .producer import produce
 from .scheduler import schedule
 
@@ -84,26 +88,25 @@ from .scheduler import schedule
 # Numbers that change from call to call do not make a kernel of their own.
 @gluon.jit(
     do_not_specialize=[
-        "total", "last", "whole", "share", "several", "heads", "group", "q_len", "kv_len", "dv",
-        "score_numbers", "mask_numbers",
+        "tickets", "last_rows", "whole_tiles", "share_blocks", "shared_blocks", "heads", "group",
+        "q_len", "kv_len", "dv", "score_numbers", "mask_numbers",
     ]
 )  # fmt: skip
 def forward(
     q0, q1, k0, k1, v0, v1, out0, out1,  # descriptors of pieces; no out where `wide_out` is given
-    wide_out, lse, row_max, top, sink,  # pointers; all but lse may be None
-    counter, total,  # of tickets: the next one (0, before and after), and how many there are
-    last,  # lines whose ranks are dealt last
-    whole, share, several, parts,  # `stream_k.Shares`, and memory for parts of ranks
-    heads, group, q_len, kv_len, dv, scale, coords, walk, bands,
-    score_tensors, mask_tensors, score_numbers, mask_numbers,  # what the functions capture
+    wide_out, lse, row_max, max_logit, sink,  # pointers; all but lse may be None
+    counter, tickets,  # the next ticket (0, before and after), and how many there are
+    last_rows,  # the shortest tile rows, whose tiles come after those of all heads
+    whole_tiles, share_blocks, shared_blocks, partials,  # `StreamK`, and memory for parts of tiles
+    heads, group, q_len, kv_len, dv, scale, coords, walk, bias_tables,
+    score_tensors, mask_tensors, score_numbers, mask_numbers,  # what score and mask capture
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,  # HOW: `config.How`
 ):  # fmt: skip
-    """out and lse of every rank, and what else is asked for."""
-    STAGES: gl.constexpr = HOW.stages
-    # Launchers take descriptors one by one, and not in tuples.
+    """out and lse of every work tile, and what else is asked for."""
+    # A launcher takes descriptors one by one, not in tuples.
     q, k, v, out = pieces(q0, q1), pieces(k0, k1), pieces(v0, v1), pieces(out0, out1)
     q_smem = alloc_stages(HOW.consumers * HOW.q_stages, q)
-    k_smem = alloc_stages(STAGES, k)
+    k_smem = alloc_stages(HOW.stages, k)
     v_smem = alloc_stages(HOW.v_stages, v)
     if wide_out is None:  # noqa: SIM108
         o_smem = alloc_stages(HOW.consumers, out)
@@ -111,28 +114,32 @@ def forward(
         o_smem = ()
     work_smem = work_buffer(FWD_FIELDS)
     if HOW.slope_mma:  # noqa: SIM108
-        c_smem = (slope_rhs(HOW.block),)
+        slope_smem = (slope_rhs(HOW.block),)
     else:
-        c_smem = ()
-    rings = (
-        mbarrier_ring(WORK_STAGES, 1, HOW.consumers + 1),  # work
-        channels_of_queries(HOW),
-        mbarrier_ring(STAGES, 1, HOW.consumers, HOW.k_barriers()),
-        mbarrier_ring(HOW.v_stages, 1, HOW.consumers, HOW.v_barriers()),
-        full_barriers(1, 1),  # from the loader to the scheduler: one more
+        slope_smem = ()
+    smem = Smem(work_smem, q_smem, k_smem, v_smem, o_smem, slope_smem)
+    rings = Rings(
+        work=mbarrier_ring(WORK_STAGES, 1, HOW.consumers + 1),
+        q=q_rings(HOW),
+        k=mbarrier_ring(HOW.stages, 1, HOW.consumers, HOW.k_barriers()),
+        v=mbarrier_ring(HOW.v_stages, 1, HOW.consumers, HOW.v_barriers()),
+        next_tile=full_barriers(1, 1),
     )
     fence_barrier_init()
-    smem = (work_smem, q_smem, k_smem, v_smem, o_smem, c_smem)
-    sizes = (heads, group, q_len, kv_len, dv)
-    given = (scale, coords, bands, (score_tensors, score_numbers), (mask_tensors, mask_numbers))
-    to = (out, wide_out, lse, row_max, top, sink, (parts, counter))
-    shares = (whole, share, several)
+    sizes = Sizes(heads, group, q_len, kv_len, dv)
+    of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
+    inputs = Inputs(scale, coords, bias_tables, of_score, of_mask)
+    outputs = Outputs(out, wide_out, lse, row_max, max_logit, sink, partials, counter)
+    stream_k = StreamK(whole_tiles, share_blocks, shared_blocks)
+    HOW_0: gl.constexpr = HOW.for_consumer(0)
+    HOW_1: gl.constexpr = HOW.for_consumer(1)
+    HOW_2: gl.constexpr = HOW.for_consumer(2)
     if HOW.consumers == 1:
         gl.warp_specialize(
             [
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(0))),
+                (consumer, (outputs, smem, rings, sizes, inputs, walk, SCORE, MASK, HOW_0)),
                 (produce, (q, k, v, smem, rings, sizes, walk, HOW)),
-                (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, tickets, last_rows, stream_k, sizes, walk, HOW)),
             ],
             [1, 1],
             [24, 24],
@@ -140,10 +147,10 @@ def forward(
     elif HOW.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(0))),
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(1))),
+                (consumer, (outputs, smem, rings, sizes, inputs, walk, SCORE, MASK, HOW_0)),
+                (consumer, (outputs, smem, rings, sizes, inputs, walk, SCORE, MASK, HOW_1)),
                 (produce, (q, k, v, smem, rings, sizes, walk, HOW)),
-                (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, tickets, last_rows, stream_k, sizes, walk, HOW)),
             ],
             [4, 1, 1],
             [HOW.registers, 24, 24],
@@ -151,11 +158,11 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(0))),
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(1))),
-                (consumer, (to, smem, rings, sizes, given, walk, SCORE, MASK, HOW.for_consumer(2))),
+                (consumer, (outputs, smem, rings, sizes, inputs, walk, SCORE, MASK, HOW_0)),
+                (consumer, (outputs, smem, rings, sizes, inputs, walk, SCORE, MASK, HOW_1)),
+                (consumer, (outputs, smem, rings, sizes, inputs, walk, SCORE, MASK, HOW_2)),
                 (produce, (q, k, v, smem, rings, sizes, walk, HOW)),
-                (schedule, (smem, rings, counter, total, last, shares, sizes, walk, HOW)),
+                (schedule, (smem, rings, counter, tickets, last_rows, stream_k, sizes, walk, HOW)),
             ],
             [4, 4, 1, 1],
             [HOW.registers, HOW.registers, 24, 24],
@@ -163,8 +170,9 @@ def forward(
 
 
 @gluon.jit
-def channels_of_queries(HOW: gl.constexpr):
-    """One for all consumers; where the one place is given back early, one for each of the two."""
+def q_rings(HOW: gl.constexpr):
+    """One ring for all consumers; or where each releases its rows of Q early, one for each of the
+    two."""
     if HOW.early_q_release:
         return mbarrier_ring(1, 1, 1), mbarrier_ring(1, 1, 1)
     else:
@@ -176,85 +184,87 @@ def channels_of_queries(HOW: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    to, smem, rings, sizes, given, walk,
+    outputs, smem, rings, sizes, inputs, walk,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """Attend from rows 64 W to 64 W + 63 of every rank, W the number of the consumer."""
+    """Attend from rows 64 W to 64 W + 63 of every work tile, W the number of the consumer."""
     W: gl.constexpr = HOW.consumer
-    work_smem, q_smem, k_smem, v_smem, o_smem, c_smem = smem
-    work_ring, q_rings, k_ring, v_ring, _ = rings
-    q_ring = q_rings[W % len(q_rings)]
-    _, _, q_len, kv_len, _ = sizes
-    scale, coords, bands, of_score, of_mask = given
     BLOCK: gl.constexpr = HOW.block
     INDEX: gl.constexpr = HOW.index_type
     rows: gl.constexpr = gl.SliceLayout(1, acc_layout(BLOCK))
-    last_at, q_at, k_at, v_at = first_stage(), first_stage(), first_stage(), first_stage()
-    work_at = advance(last_at, WORK_STAGES)
-    consumer_wait(work_ring, last_at)
+    q_ring = rings.q[W % len(rings.q)]
+    coords = inputs.coords
+    _, _, q_len, kv_len, _ = sizes
+    previous_at, q_at, k_at, v_at = first_stage(), first_stage(), first_stage(), first_stage()
+    work_at = advance(previous_at, WORK_STAGES)
+    consumer_wait(rings.work, previous_at)  # the first sentinel tile
     ping_pong_init(HOW)
     consumer_release_all(HOW.stages, HOW.k_barriers())
     consumer_release_all(HOW.v_stages, HOW.v_barriers())
     i = W * ROWS + gl.arange(0, ROWS, layout=rows)
-    COUNT: gl.constexpr = FWD_RUNS + 1 if walk.full is None else FWD_FIELDS
-    TWICE: gl.constexpr = FWD_RUNS - 1
-    nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
-    none = gl.full([ROWS], 0.0, gl.float32, layout=rows)
-    m, l, largest = nothing, none, nothing
-    by_row = none  # what a straight line adds beside the rest of m
-    acc = zero_acc(ROWS, v_smem)
-    p = gl.zeros([ROWS, BLOCK], k_smem[0].dtype, layout=lhs_layout(v_smem[0].shape[2]))
+    lowest = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
+    zero = gl.full([ROWS], 0.0, gl.float32, layout=rows)
+    m, l, max_s = lowest, zero, lowest
+    by_row = zero
+    acc = zero_acc(ROWS, smem.v)
+    p = gl.zeros([ROWS, BLOCK], smem.k[0].dtype, layout=lhs_layout(smem.v[0].shape[2]))
     slot = gl.to_tensor(0)
     while slot >= 0:
         if HOW.early_q_release:
-            tokens = add_values(acc, p, v_smem, v_ring, of_before(k_at, v_at, HOW))
+            pending = issue_pv(acc, p, smem.v, rings.v, prior_v(k_at, v_at, HOW))
         consumer_wait(q_ring, q_at)
-        queries = at_stage(q_smem, HOW.consumers * q_at[0] + W)
+        q = at_stage(smem.q, HOW.consumers * q_at.stage + W)
         if HOW.q_in_registers:
-            queries = (
-                queries[0].load(lhs_layout(BLOCK)),
-            )  # Shared memory is then read for keys alone.
-        context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, ())
+            q = (q[0].load(lhs_layout(BLOCK)),)  # Shared memory is then read for K and V alone.
+        ops = Operands(q, smem.k, smem.v, rings.k, rings.v, q_ring, q_at, ())
         if HOW.early_q_release:
-            s = issue_scores(context, k_at, live_columns(HOW, True, True), HOW)
+            s = issue_qk(ops, k_at, live_columns(HOW, True, True), HOW)
             ping_pong_pass(HOW)
         elif not HOW.first_block_in_loop:
-            s, tokens = issue(context, acc, p, k_at, v_at, live_columns(HOW, True, True), HOW)
-            if HOW.q_in_registers:  # A product has read them, so they have arrived: not before.
+            s, pending = issue_qk_pv(
+                ops, acc, p, k_at, v_at, live_columns(HOW, True, True), HOW
+            )  # fmt: skip
+            if HOW.q_in_registers:  # A WGMMA has read them, so the loads are complete: not before.
                 consumer_release(q_ring, q_at)
-        consumer_wait(work_ring, work_at)
-        slot, first, h, b, row = read_work(work_smem, work_at, 0, 5, 4)
-        to_go = gl.to_tensor(0)
+        consumer_wait(rings.work, work_at)
+        work = read_fwd_tile(smem.work, work_at, 4)
+        slot = work.slot
+        blocks_left = gl.to_tensor(0)
         if HOW.early_q_release:
-            (twice,) = read_work(work_smem, work_at, TWICE, FWD_RUNS, 4)
-            to_go = twice // 2
+            blocks_left = work.twice_blocks // 2
+        row = work.first_row + i
         q_idx = positions(
-            coords.q_pos, coords.q_stride, coords.q, b, first + i, first + i < q_len, INDEX
+            coords.q_pos, coords.q_stride, coords.q, work.batch, row, row < q_len, INDEX
         )
-        at = (gl.cast(coords.b, INDEX) + b, gl.cast(coords.h, INDEX) + h, q_idx, b)
-        of_row = hoist_rows(at[0], at[1], q_idx, of_score, of_mask, True, HOW)
-        bias = locate_bias(bands, b, h, first + W * ROWS)
-        at = at + (Rows(of_row.score, of_row.mask, bias),)  # noqa: RUF005
-        first_row = gl.cast(coords.q, INDEX) + first
-        how_scored = (kv_len, scale, coords, of_score, of_mask, at, first_row)
-        before = (last_at, i, by_row, work_smem, work_ring, to, o_smem, sizes, walk)
-        if HOW.first_block_in_loop:
-            state = (acc, m, l, largest, p, k_at, v_at, gl.to_tensor(1), to_go)
-        else:
-            state = (tokens, m, l, largest, p, k_at, v_at, gl.to_tensor(1), to_go)
-            state = softmax_step(
-                state, s, context, how_scored, before, row, True, True, SCORE, MASK, HOW
-            )
-        if HOW.slope_mma:  # This rank's, not known before its first block.
-            a, by_row = slope_of_tile(scale, at, first_row, of_score, HOW)
-            context = (queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, (a, c_smem[0]))
-        runs = read_work(work_smem, work_at, FWD_RUNS, COUNT, 4)
-        state = visit_kv_blocks(
-            state, (context, how_scored, before), walk, row, runs, kv_len,
-            HOW.first_block_in_loop, attend, SCORE, MASK, HOW,
+        b = gl.cast(coords.b, INDEX) + work.batch
+        h = gl.cast(coords.h, INDEX) + work.head
+        hoisted = hoist_rows(b, h, q_idx, inputs.of_score, inputs.of_mask, True, HOW)
+        bias = locate_bias(
+            inputs.bias_tables, work.batch, work.head, work.first_row + W * ROWS
         )  # fmt: skip
-        acc, m, l, largest, p, k_at, v_at, _, _ = state
-        last_at, work_at = work_at, advance(work_at, WORK_STAGES)
+        first_q = gl.cast(coords.q, INDEX) + work.first_row
+        operands = Rows(hoisted.score, hoisted.mask, bias)
+        tile = Tile(kv_len, inputs, b, h, q_idx, work.batch, operands, first_q)
+        previous = Previous(previous_at, i, by_row, smem, rings, outputs, sizes, walk)
+        if HOW.first_block_in_loop:
+            state = State(acc, m, l, max_s, p, k_at, v_at, gl.to_tensor(1), blocks_left)
+        else:
+            state = State(pending, m, l, max_s, p, k_at, v_at, gl.to_tensor(1), blocks_left)
+            state = softmax_step(
+                state, s, ops, tile, previous, work.first_block, True, True, SCORE, MASK, HOW
+            )
+        if HOW.slope_mma:  # This tile's slope, which is not known before its first block.
+            a, by_row = slope_of_tile(tile, HOW)
+            ops = Operands(
+                q, smem.k, smem.v, rings.k, rings.v, q_ring, q_at, (a, smem.slope[0])
+            )  # fmt: skip
+        runs = read_kv_runs(smem.work, work_at, walk, 4)
+        state = visit_kv_blocks(
+            state, (ops, tile, previous), walk, work.first_block, runs, kv_len,
+            HOW.first_block_in_loop, attend_block, SCORE, MASK, HOW,
+        )  # fmt: skip
+        acc, m, l, max_s, p, k_at, v_at, _, _ = state
+        previous_at, work_at = work_at, advance(work_at, WORK_STAGES)
         if not (HOW.q_in_registers or HOW.early_q_release):
             consumer_release(q_ring, q_at)
         q_at = advance(q_at, HOW.q_stages)
@@ -262,65 +272,70 @@ def consumer(
 
 
 @gluon.jit
-def slope_of_tile(scale, at, first_row, of_score, HOW: gl.constexpr):
-    """What `wgmma_slope` needs of a rank, and what its rows add."""
-    b, h, q_idx, _, rows = at
-    of_linear = affine_operands(of_score, rows, Columns((), ()), True, HOW.block, HOW)
-    return slope_lhs(scale, b, h, q_idx, first_row, of_linear, HOW.block, HOW)
+def slope_of_tile(tile, HOW: gl.constexpr):
+    """a of device/affine_score.py for a work tile, and what the slope adds to its rows."""
+    inputs = tile.inputs
+    captured = affine_operands(
+        inputs.of_score, tile.rows, Columns((), ()), True, HOW.block, HOW
+    )  # fmt: skip
+    return slope_lhs(
+        inputs.scale, tile.b, tile.h, tile.q_idx, tile.first_q, captured, HOW.block, HOW
+    )
+
+
+# -- one KV block ---------------------------------------------------------------------------------
 
 
 @gluon.jit
-def attend(
+def attend_block(
     state, given, n, PARTIAL: gl.constexpr,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """One block of keys."""
-    context, how_scored, before = given
-    acc, m, l, largest, p, k_at, v_at, fresh, to_go = state
-    s, tokens = issue(context, acc, p, k_at, v_at, live_columns(HOW, False, PARTIAL), HOW)
-    state = (tokens, m, l, largest, p, k_at, v_at, fresh, to_go)
-    return softmax_step(state, s, context, how_scored, before, n, False, PARTIAL, SCORE, MASK, HOW)
+    """The mainloop: one KV block, keys from row n on. `given`: operands, tile, previous tile."""
+    ops, tile, previous = given
+    LIVE: gl.constexpr = live_columns(HOW, False, PARTIAL)
+    s, pending = issue_qk_pv(ops, state.acc, state.p, state.k_at, state.v_at, LIVE, HOW)
+    state = State(
+        pending, state.m, state.l, state.max_s, state.p, state.k_at, state.v_at, state.is_first,
+        state.blocks_left,
+    )  # fmt: skip
+    return softmax_step(state, s, ops, tile, previous, n, False, PARTIAL, SCORE, MASK, HOW)
 
 
 @gluon.jit
-def issue(context, acc, p, k_at, v_at, SPAN: gl.constexpr, HOW: gl.constexpr):
-    """S of the next block, and the product of the one before."""
-    s = issue_scores(context, k_at, SPAN, HOW)
-    acc = add_values(acc, p, context[2], context[4], of_before(k_at, v_at, HOW))
+def issue_qk_pv(ops, acc, p, k_at, v_at, LIVE: gl.constexpr, HOW: gl.constexpr):
+    """Issue S of this block and P V of the one before, in this consumer's ping-pong turn."""
+    s = issue_qk(ops, k_at, LIVE, HOW)
+    acc = issue_pv(acc, p, ops.v, ops.v_ring, prior_v(k_at, v_at, HOW))
     ping_pong_pass(HOW)
     return s, acc
 
 
 @gluon.jit
-def issue_scores(context, k_at, SPAN: gl.constexpr, HOW: gl.constexpr):
-    """S of the next block, or of the part of it that is seen, in this consumer's turn, which
-    begins."""
-    queries, k_smem, _, k_ring, _, _, _, slanted = context
-    consumer_wait(k_ring, k_at)
+def issue_qk(ops, k_at, LIVE: gl.constexpr, HOW: gl.constexpr):
+    """Wait for K and for this consumer's turn; issue S = Q Kᵀ, of the live columns of the block."""
+    consumer_wait(ops.k_ring, k_at)
     ping_pong_wait(HOW)
-    BLOCK: gl.constexpr = SPAN[1]
-    zero = gl.zeros([ROWS, BLOCK], gl.float32, layout=acc_layout(BLOCK))
-    s = wgmma_abt(queries, slice_rows(at_stage(k_smem, k_at[0]), SPAN), zero)
-    if len(slanted) > 0:  # whose columns are counted from the first one
-        s = wgmma_slope(
-            s,
-            gl.convert_layout(slanted[0], lhs_layout(BLOCK)),
-            slice_rows((slanted[1],), (0, BLOCK))[0],
-        )
+    COLUMNS: gl.constexpr = LIVE[1]
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, layout=acc_layout(COLUMNS))
+    s = wgmma_abt(ops.q, slice_rows(at_stage(ops.k, k_at.stage), LIVE), zero)
+    if len(ops.slope) > 0:  # The slope counts columns from the first live one.
+        a = gl.convert_layout(ops.slope[0], lhs_layout(COLUMNS))
+        s = wgmma_slope(s, a, slice_rows((ops.slope[1],), (0, COLUMNS))[0])
     return s
 
 
 @gluon.jit
-def add_values(acc, p, v_smem, v_ring, v_at):
-    """The product of P and its values."""
+def issue_pv(acc, p, v_smem, v_ring, v_at):
+    """Wait for V; issue O += P V."""
     consumer_wait(v_ring, v_at)
-    return wgmma_ab(acc, p, at_stage(v_smem, v_at[0]))
+    return wgmma_ab(acc, p, at_stage(v_smem, v_at.stage))
 
 
 @gluon.jit
-def of_before(k_at, v_at, HOW: gl.constexpr):
-    """The cursor of the values that are multiplied with S of the keys at `k_at`: those of the block
-    before. The first ones are of no block, so with as many stages one cursor is that of both."""
+def prior_v(k_at, v_at, HOW: gl.constexpr):
+    """The cursor of V of the block before the one whose K is at `k_at`. The first V belongs to no
+    block; so with as many stages of V as of K, one cursor serves both."""
     if HOW.v_stages == HOW.stages:
         return k_at
     else:
@@ -329,101 +344,152 @@ def of_before(k_at, v_at, HOW: gl.constexpr):
 
 @gluon.jit
 def softmax_step(
-    state, s, context, how_scored, before, n, FIRST: gl.constexpr, PARTIAL: gl.constexpr,
+    state, s, ops, tile, previous, n, FIRST: gl.constexpr, PARTIAL: gl.constexpr,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """What follows of `issue`, for keys from n on: P of them, and acc. If they are the first of a
-    rank (FIRST; or `fresh`, where that is computed among others), what was summed so far is of the
-    rank before, and is finished."""
-    tokens, m, l, largest, p, k_at, v_at, fresh, to_go = state
-    queries, k_smem, v_smem, k_ring, v_ring, q_ring, q_at, slanted = context
-    kv_len, scale, coords, of_score, of_mask, at, first_row = how_scored
-    # What is seen of the block, which may be a half, and of that what the mask is asked for.
-    SPAN: gl.constexpr = live_columns(HOW, FIRST, PARTIAL)
-    HIDES: gl.constexpr = hidden_columns(HOW, FIRST, PARTIAL)
-    BLOCK: gl.constexpr = SPAN[1]
-    INDEX: gl.constexpr = HOW.index_type
-    SHIFTED: gl.constexpr = HOW.affine is not None and not HOW.abs_only
-    MERGED: gl.constexpr = HOW.first_block_in_loop and PARTIAL
-    b, h, q_idx, row, rows = at
-    n += SPAN[0]
-    j = n + gl.arange(0, BLOCK, layout=hoist_layout())
-    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, j < kv_len, INDEX)
-    columns = hoist_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
-    if HIDES[1] < BLOCK:
-        kv_idx = hidden_positions(coords.kv, n, HIDES, hoist_layout(), HOW)
-        of_hidden = hoist_columns(b, h, kv_idx, rows, of_score, of_mask, True, PARTIAL, HOW)
-        columns = Columns(columns.score, of_hidden.mask)
-    if HOW.relative_biases > 0:
-        of_score = of_score + (load_bias(rows.bias, n, BLOCK),)  # noqa: RUF005
-    if HOW.q_in_registers:  # Their registers stay as they are until then.
-        s = wgmma_wait((s,), queries[0], len(v_smem))[0]
-    elif len(slanted) > 0:
-        s = wgmma_wait((s,), slanted[0], len(v_smem))[0]
-    else:  # The product of the block before may go on; that of the rank before was issued first.
-        s = warpgroup_mma_wait(0 if HOW.early_q_release and FIRST else len(v_smem), deps=[s])
-    consumer_release(k_ring, k_at, True, HOW.k_barriers())
-    at_before = of_before(k_at, v_at, HOW)
-    if HOW.early_q_release:
-        to_go -= 1
-        consumer_release(q_ring, q_at, to_go == 0)
-    k_at = advance(k_at, HOW.stages)
+    """The rest of a block, once S and the P V before are issued: the online softmax. Before a work
+    tile's first block (FIRST; or `state.is_first`, where the loop computes it among others) the
+    state is that of the previous tile, which is finished here.
 
-    j = n + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, acc_layout(BLOCK)))
-    live = j < kv_len
-    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, row, j, live, INDEX)
-    # Plus 0, which LLVM does not know: or it would keep the distances of all pairs in registers.
-    q_idx = row_vector(q_idx + ((n + kv_len) >> 31), BLOCK)
-    rows = Rows(rows_for_width(rows.score, BLOCK), rows_for_width(rows.mask, BLOCK), rows.bias)
+    - `s`: S in flight, of keys from row n on.
+    """
+    LIVE: gl.constexpr = live_columns(HOW, FIRST, PARTIAL)
+    MASKED: gl.constexpr = masked_columns(HOW, FIRST, PARTIAL)
+    COLUMNS: gl.constexpr = LIVE[1]
+    MAYBE_FIRST: gl.constexpr = HOW.first_block_in_loop and PARTIAL
+    # T of an affine score is kept less a row vector, `by_row`.
+    BY_ROW: gl.constexpr = HOW.affine is not None and not HOW.abs_only
+    n += LIVE[0]
+    columns = columns_of_block(tile, n, LIVE, MASKED, PARTIAL, HOW)
+    of_score = tile.inputs.of_score
+    if HOW.relative_biases > 0:
+        of_score = of_score + (load_bias(tile.rows.bias, n, COLUMNS),)  # noqa: RUF005
+
+    s = wait_for_qk(s, ops, FIRST, HOW)
+    consumer_release(ops.k_ring, state.k_at, True, HOW.k_barriers())
+    p_v_at = prior_v(state.k_at, state.v_at, HOW)
+    blocks_left = state.blocks_left
+    if HOW.early_q_release:
+        blocks_left -= 1
+        consumer_release(ops.q_ring, ops.q_at, blocks_left == 0)
+    k_at = advance(state.k_at, HOW.stages)
+
+    t, unit, s, by_row = score_block(
+        s, ops, tile, columns, n, of_score, MASKED, PARTIAL, SCORE, MASK, HOW
+    )
+
+    m, l, max_s = state.m, state.l, state.max_s
+    if FIRST or MAYBE_FIRST:
+        m = gl.where(state.is_first > 0, float("-inf"), m)
+        l = gl.where(state.is_first > 0, 0.0, l)
+        max_s = gl.where(state.is_first > 0, float("-inf"), max_s)
+    if HOW.track_max:  # of S, where T says that the pair is kept
+        whole = t + by_row[:, None] if BY_ROW else t
+        seen = gl.where(whole == float("-inf"), float("-inf"), s)
+        max_s = gl.maximum(max_s, row_vector(gl.max(seen, 1), HOW.block))
+    m_before = m
+    m_block = gl.max(t, 1) * unit
+    m = gl.maximum(m, row_vector(m_block + by_row if BY_ROW else m_block, HOW.block))
+    # A query that has seen nothing yet has m = -inf, and needs exp2(-inf - 0) = 0.
+    base = gl.where(m == float("-inf"), 0.0, m)
+    less = row_vector(base, COLUMNS)
+    if BY_ROW:  # Rounding may leave it below the largest T: no exponential is to exceed 1.
+        less = gl.maximum(less - by_row, m_block)
+    e = gl.exp2(t * unit - less[:, None])
+    rescale = gl.exp2(m_before - base)
+    l = l * rescale + row_vector(gl.sum(e, 1), HOW.block)
+
+    acc = wgmma_wait(state.acc, state.p, 0)
+    consumer_release(ops.v_ring, p_v_at, True, HOW.v_barriers())
+    v_at = advance(state.v_at, HOW.v_stages)
+    p = fill_block(materialize(e.to(ops.k[0].dtype)), LIVE, HOW)
+    p = gl.convert_layout(p, lhs_layout(ops.v[0].shape[2]))
+    if FIRST:
+        epilogue(acc, state.m, state.l, state.max_s, previous, SCORE, HOW)
+        acc = zero_acc(ROWS, ops.v)
+    elif MAYBE_FIRST:
+        if state.is_first > 0:
+            epilogue(acc, state.m, state.l, state.max_s, previous, SCORE, HOW)
+            acc = zero_acc(ROWS, ops.v)
+        else:
+            acc = scale_rows(acc, rescale)
+    else:
+        acc = scale_rows(acc, rescale)
+    return State(acc, m, l, max_s, p, k_at, v_at, gl.to_tensor(0), blocks_left)
+
+
+@gluon.jit
+def columns_of_block(
+    tile, n, LIVE: gl.constexpr, MASKED: gl.constexpr, PARTIAL: gl.constexpr, HOW: gl.constexpr
+):
+    """The hoisted operands of a block's live columns, and of its masked ones for the mask; read
+    while S is in flight."""
+    inputs, coords = tile.inputs, tile.inputs.coords
+    j = n + gl.arange(0, LIVE[1], layout=hoist_layout())
+    kv_idx = positions(
+        coords.kv_pos, coords.kv_stride, coords.kv, tile.batch, j, j < tile.kv_len, HOW.index_type
+    )
+    columns = hoist_columns(
+        tile.b, tile.h, kv_idx, tile.rows, inputs.of_score, inputs.of_mask, True, PARTIAL, HOW
+    )
+    if MASKED[1] < LIVE[1]:
+        kv_idx = masked_positions(coords.kv, n, MASKED, hoist_layout(), HOW)
+        masked = hoist_columns(
+            tile.b, tile.h, kv_idx, tile.rows, inputs.of_score, inputs.of_mask, True, PARTIAL, HOW
+        )
+        columns = Columns(columns.score, masked.mask)
+    return columns
+
+
+@gluon.jit
+def wait_for_qk(s, ops, FIRST: gl.constexpr, HOW: gl.constexpr):
+    """Wait for S. The P V of the block before may go on; but at the first block of a tile with
+    HOW.early_q_release it was issued before S."""
+    if HOW.q_in_registers:  # The registers of Q, or of the slope, stay as they are until then.
+        return wgmma_wait((s,), ops.q[0], len(ops.v))[0]
+    elif len(ops.slope) > 0:
+        return wgmma_wait((s,), ops.slope[0], len(ops.v))[0]
+    else:
+        return warpgroup_mma_wait(0 if HOW.early_q_release and FIRST else len(ops.v), deps=[s])
+
+
+@gluon.jit
+def score_block(
+    s, ops, tile, columns, n, of_score, MASKED: gl.constexpr, PARTIAL: gl.constexpr,
+    SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+):  # fmt: skip
+    """Apply score and mask. **Returns:** T in some unit, less `by_row`, and -inf where the mask
+    does not keep a pair; the unit over log 2; S; and `by_row` over log 2, of an affine score."""
+    COLUMNS: gl.constexpr = s.shape[1]
+    INDEX: gl.constexpr = HOW.index_type
+    scale, coords, _, _, of_mask = tile.inputs
+    j = n + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, acc_layout(COLUMNS)))
+    live = j < tile.kv_len
+    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, tile.batch, j, live, INDEX)
+    # Plus an opaque 0: or LLVM would keep the distances of all pairs in registers.
+    q_idx = row_vector(tile.q_idx + ((n + tile.kv_len) >> 31), COLUMNS)
+    of_rows = tile.rows
+    rows = Rows(
+        rows_for_width(of_rows.score, COLUMNS), rows_for_width(of_rows.mask, COLUMNS), of_rows.bias
+    )
     kv_first = gl.cast(coords.kv, INDEX) + n
     if HOW.affine is None:
         t, unit, s = apply_score(
-            s, scale, b, h, q_idx[:, None], kv_idx[None, :], of_score, SCORE, HOW.positive_scale
-        )
+            s, scale, tile.b, tile.h, q_idx[:, None], kv_idx[None, :], of_score,
+            SCORE, HOW.positive_scale,
+        )  # fmt: skip
+        by_row = ()
     else:
-        of_linear = affine_operands(of_score, rows, columns, True, BLOCK, HOW)
+        captured = affine_operands(of_score, rows, columns, True, COLUMNS, HOW)
         t, unit, by_row = affine_scores(
-            s, scale, b, h, q_idx, kv_idx, first_row, kv_first, of_linear, len(slanted) > 0, HOW
-        )
+            s, scale, tile.b, tile.h, q_idx, kv_idx, tile.first_q, kv_first, captured,
+            len(ops.slope) > 0, HOW,
+        )  # fmt: skip
         s = s * scale
     if PARTIAL and MASK is not None:
-        t = hide(t, b, h, q_idx, kv_idx, kv_first, rows, columns, of_mask, HIDES, MASK, HOW)
+        t = apply_mask(
+            t, tile.b, tile.h, q_idx, kv_idx, kv_first, rows, columns, of_mask, MASKED, MASK, HOW
+        )
     if PARTIAL and not HOW.even_kv:
         t = gl.where(live[None, :], t, float("-inf"))
-    done = (m, l, largest)
-    if FIRST or MERGED:
-        m = gl.where(fresh > 0, float("-inf"), m)
-        l = gl.where(fresh > 0, 0.0, l)
-        largest = gl.where(fresh > 0, float("-inf"), largest)
-    if HOW.track_max:  # of S, where T says that the pair is kept
-        whole = t + by_row[:, None] if SHIFTED else t
-        seen = gl.where(whole == float("-inf"), float("-inf"), s)
-        largest = gl.maximum(largest, row_vector(gl.max(seen, 1), HOW.block))
-    m_before = m
-    most = gl.max(t, 1) * unit
-    m = gl.maximum(m, row_vector(most + by_row if SHIFTED else most, HOW.block))
-    # A query that has seen nothing yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
-    base = gl.where(m == float("-inf"), 0.0, m)
-    less = row_vector(base, BLOCK)
-    if SHIFTED:  # Rounded, it may be less than the largest T: no exponential is to be above 1.
-        less = gl.maximum(less - by_row, most)
-    e = gl.exp2(t * unit - less[:, None])
-    shrink = gl.exp2(m_before - base)
-    l = l * shrink + row_vector(gl.sum(e, 1), HOW.block)
-    acc = wgmma_wait(tokens, p, 0)
-    consumer_release(v_ring, at_before, True, HOW.v_barriers())
-    v_at = advance(v_at, HOW.v_stages)
-    p = of_all_columns(materialize(e.to(k_smem[0].dtype)), SPAN, HOW)
-    p = gl.convert_layout(p, lhs_layout(v_smem[0].shape[2]))
-    if FIRST:
-        epilogue(acc, done, before, SCORE, HOW)
-        acc = zero_acc(ROWS, v_smem)
-    elif MERGED:  # FIRST or not, as the loop goes
-        if fresh > 0:
-            epilogue(acc, done, before, SCORE, HOW)
-            acc = zero_acc(ROWS, v_smem)
-        else:
-            acc = scale_rows(acc, shrink)
-    else:
-        acc = scale_rows(acc, shrink)
-    return acc, m, l, largest, p, k_at, v_at, gl.to_tensor(0), to_go
+    return t, unit, s, by_row

@@ -1,4 +1,4 @@
-"""The plan of a forward: which row of the table, the order of work, descriptors, the launch."""
+"""The plan of a forward: tile shape, order of work, descriptors, and the launch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +21,12 @@ from .kernel import forward as forward_kernel
 from .stream_k import Shares
 from .tile_table import TileTable
 
-LOSS = 1 / 16  # queries past the end, for each one that there is, which three consumers may have
+# Three consumers may have this many queries past the end, for each one that exists.
+PADDING = 1 / 16
 
 
 class ForwardPlan(Plan):
-    """The forward."""
+    """The forward of calls of one kind."""
 
     sources = *DEVICE, scheduler, producer, half_blocks, epilogue, combine, kernel
     abs_by_mask = True
@@ -34,152 +35,172 @@ class ForwardPlan(Plan):
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
         super().__init__(spec, call, wanted, matrices)
-        how, group = first_fit(filter(self.suits, FORWARD), self.d, self.dv), self.hq // self.hk
-        each, registers = how.registers
-        block = min(how.block, 64) if self.gathers_per_pair else how.block
-        rows = 64 * how.consumers
-        if rows != TILE[0] and self.tile is not None and spec.tiles is None:
-            self.tile = rows, min(block, self.tile[1])
-        # Without a mask, CTAs of one head side by side read the same keys at the same time, which
-        # multiprocessors that are close to each other then get at once.
-        # Under masks that leave lines of any length several rounds leave shorter ranks for the end
-        # (documents are 4 % faster with four than with two); of causal ones the shortest are dealt
-        # last (8k takes 0.97 of the time at 64 columns, 0.993 at 128).
-        rounds = 1 if self.is_causal() and how.consumers > 1 else 4
-        near = (
-            group
-            if self.mask is None
-            else self.head_swizzle(self.hq, -(-self.q_len // rows), rounds)
-        )
-        self.walks = Walks(self, queries=True, block=rows, near=near)
-        self.ranked = TileTable(self.walks, self.kv_len, block, rows)
-        self.bias_tables = BiasTables(self, self.walks, queries=True)
-        ranks = self.walks.lines * self.walks.sub * self.b * self.hq
-        self.slots = how.consumers * self.walks.lines * self.walks.sub  # of one head
-        ctas = how.ctas * self.processors
-        blocks = max(-(-self.kv_len // block), 1) if self.mask is None else 0
-        shares = Shares.of(ranks, blocks, ctas, how)
-        parts = shares.tickets - shares.whole
-        self.part = parts * how.consumers * 64 * (sum(how.dv) + 4)  # numbers of all parts
-        late = self.is_causal() and (how.consumers > 1 or self.is_long())
-        last = int(late) * self.walks.lines * self.walks.sub // 4  # lines
-        self.dealt = shares.tickets, last, *shares[1:]
-        self.grid = (min(shares.tickets, ctas), 1, 1)
-        self.numbers = (self.hq, group, self.q_len, self.kv_len, self.dv, spec.scale)
-        out = (how.out_columns,) if how.out_columns else how.dv
-        self.q, self.out = matrix_tiles(64, how.d), matrix_tiles(64, out)
-        self.k, self.v = matrix_tiles(block, how.d), matrix_tiles(block, how.dv)
-        # Copies need rows of whole 16 bytes.
-        self.wide = spec.out_dtype(self.dtype) != self.dtype
-        self.spare = 0 if self.wide else -self.dv % 8
+        self.how = how = first_fit(filter(self.suits, FORWARD), self.d, self.dv)
+        self.block = min(how.block, 64) if self.gathers_per_pair else how.block
+        self.rows = 64 * how.consumers  # of a work tile
+        if self.rows != TILE[0] and self.tile is not None and spec.tiles is None:
+            self.tile = self.rows, min(self.block, self.tile[1])
+        self._order_work()
+        self._share_work()
+        self._describe_operands()
         options = {
             "SCORE": self.function("score"), "MASK": self.function("mask"),
-            "HOW": How(
-                block, how.stages, self.walks.sub, self.index_type, positive_scale=spec.scale > 0,
-                even_kv=self.kv_len % block == 0,
-                v_stages=how.v_stages, q_stages=how.q_stages,
-                early_q_release=how.early_q_release, q_in_registers=how.q_in_registers,
-                slope_mma=how.slope_mma, named_barriers=how.named_barriers,
-                first_block_in_loop=how.first_block_in_loop, stream_k=shares.share > 0,
-                consumers=how.consumers, registers=registers,
-                half_blocks=self.quarters(call, how, block),
-                scarce_smem=how.ctas == 2,  # 244 bytes are left of a CTA's half
-                track_max=spec.max_logit and spec.score is not None,
-                relative_biases=len(self.bias_tables.depends),
-                **self.affine, **self.hoisted,
-            ),
+            "HOW": self._compiled_for(call),
         }  # fmt: skip
-        options |= ptxas_options(each, how.register_usage_level)
+        options |= ptxas_options(how.registers[0], how.register_usage_level)
         self.kernel = Direct(forward_kernel, self.device, options, self.grid, self.arrange)
 
+    def _order_work(self) -> None:
+        """The order of work tiles, and what describes them to the kernel."""
+        how = self.how
+        # Without a mask, CTAs of one head side by side read the same keys at the same time, which
+        # multiprocessors that are close to each other then get at once.
+        # Under masks that leave tile rows of any length, several waves leave shorter work tiles for
+        # the end (documents are 4 % faster with four than with two). Of causal ones the shortest
+        # come last anyway (8k takes 0.97 of the time at 64 columns, 0.993 at 128).
+        waves = 1 if self.is_causal() and how.consumers > 1 else 4
+        swizzle = self.hq // self.hk
+        if self.mask is not None:
+            swizzle = self.head_swizzle(self.hq, -(-self.q_len // self.rows), waves)
+        self.walks = Walks(self, queries=True, block=self.rows, near=swizzle)
+        self.tile_table = TileTable(self.walks, self.kv_len, self.block, self.rows)
+        self.bias_tables = BiasTables(self, self.walks, queries=True)
+        self.tiles_per_head = self.walks.lines * self.walks.sub
+        self.slots = how.consumers * self.tiles_per_head  # of max_logit, for one head
+
+    def _share_work(self) -> None:
+        """Tickets, and stream-K's shares of the last work tiles."""
+        how = self.how
+        ctas = how.ctas * self.processors
+        blocks = max(-(-self.kv_len // self.block), 1) if self.mask is None else 0
+        self.shares = shares = Shares.of(self.tiles_per_head * self.b * self.hq, blocks, ctas, how)
+        parts = shares.tickets - shares.whole_tiles
+        # Numbers of all parts: a row of acc, then m, l and max_s.
+        self.partials = parts * how.consumers * 64 * (sum(how.dv) + 4)
+        # Of a causal mask, the shortest quarter of all tile rows comes after those of all heads.
+        shortest_last = self.is_causal() and (how.consumers > 1 or self.is_long())
+        last_rows = int(shortest_last) * self.tiles_per_head // 4
+        tickets, *stream_k = shares
+        self.schedule = tickets, last_rows, *stream_k
+        self.grid = (min(tickets, ctas), 1, 1)
+
+    def _describe_operands(self) -> None:
+        """TMA descriptors, and sizes."""
+        how = self.how
+        self.sizes = (
+            self.hq, self.hq // self.hk, self.q_len, self.kv_len, self.dv, self.spec.scale,
+        )  # fmt: skip
+        out = (how.out_columns,) if how.out_columns else how.dv
+        self.q, self.out = matrix_tiles(64, how.d), matrix_tiles(64, out)
+        self.k, self.v = matrix_tiles(self.block, how.d), matrix_tiles(self.block, how.dv)
+        self.wide = self.spec.out_dtype(self.dtype) != self.dtype  # out is float32, without TMA
+        # TMA stores need rows of whole 16 bytes.
+        self.spare = 0 if self.wide else -self.dv % 8
+
+    def _compiled_for(self, call: Call) -> How:
+        """What the kernel is compiled for."""
+        how, spec = self.how, self.spec
+        return How(
+            self.block, how.stages, self.walks.sub, self.index_type,
+            positive_scale=spec.scale > 0, even_kv=self.kv_len % self.block == 0,
+            v_stages=how.v_stages, q_stages=how.q_stages,
+            early_q_release=how.early_q_release, q_in_registers=how.q_in_registers,
+            slope_mma=how.slope_mma, named_barriers=how.named_barriers,
+            first_block_in_loop=how.first_block_in_loop, stream_k=self.shares.share_blocks > 0,
+            consumers=how.consumers, registers=how.registers[1],
+            half_blocks=self.coverage(call),
+            scarce_smem=how.ctas == 2,  # 244 bytes are left of a CTA's half
+            track_max=spec.max_logit and spec.score is not None,
+            relative_biases=len(self.bias_tables.depends),
+            **self.affine, **self.hoisted,
+        )  # fmt: skip
+
+    # -- which tile shape -------------------------------------------------------------------------
+
     def suits(self, how: Forward) -> bool:
-        """Whether a row of the table is for such a call."""
+        """Whether a tile shape is for such calls."""
         if how.consumers == 3:
             return self.in_threes()
         if how.consumers == 1:
             return self.in_ones(sum(how.d))
         if how.slope_mma:
-            return self.slanted()
+            return self.has_slope()
         if how.q_in_registers:
             return self.spec.score is None and self.mask is None
-        return not how.named_barriers or self.spec.score is not None  # of a mask alone it costs 1 %
+        return not how.named_barriers or self.spec.score is not None  # a mask alone loses 1 %
 
-    def slanted(self) -> bool:
-        """Whether a score is S times a number, and a straight line; and S alone is not asked for,
-        which no register has then."""
+    def has_slope(self) -> bool:
+        """Whether a score is a multiple of S and a straight line; and S alone is not asked for,
+        which is in no register then."""
         line = bool(self.affine) and self.affine["monotone"] and self.given.straight
         return line and not self.spec.max_logit
 
-    def quarters(self, call: Call, how: Forward, block: int) -> HalfBlocks:
-        """What is known of partial blocks before a rank: of masks that compare positions, and are
-        the same for all calls of the kind, where tiles are blocks of two consumers."""
-        own = self.spec.tiles is None and self.hoisted["mask_pairs"] is not None
-        captured = split(self.spec, call.captured)[1]
-        fixed = not (captured.tensors or captured.floats) and straight(call.coords)
-        blocks = self.tile == (64 * how.consumers, block) == TILE and self.kv_len % block == 0
-        if not (own and fixed and blocks) or how.first_block_in_loop or self.bias_tables.depends:
-            return ()
-        assert self.mask is not None
-        shape = self.b, self.hq, self.q_len, self.kv_len
-        return half_block_table(self.mask, captured, shape, TILE, call.coords)
-
     def in_ones(self, width: int) -> bool:
-        """Whether a rank is of 64 queries, in one of several CTAs of a multiprocessor: under a
-        mask, where blocks of 64 keys leave out more, and where ranks are short, so that most of
-        their instructions are fetched and not repeated. Timed on an H200: 64 wide, causal 256 and
-        512 take 0.7 of the time of two consumers, 2k and a window in 8k 0.96; without a mask 1.0 to
+        """Whether a work tile is of 64 queries, in one of several CTAs of a multiprocessor: under a
+        mask, where blocks of 64 keys leave out more, and where tile rows are short, so that most
+        instructions are fetched and not repeated. Timed on an H200: 64 wide, causal 256 and 512
+        take 0.7 of the time of two consumers, 2k and a window in 8k 0.96; without a mask 1.0 to
         1.3. 128 wide, causal 512 0.92, documents of 700 0.76, causal 1k 1.05, a window 1.1."""
         masked = self.spec.score is None and self.mask is not None and not self.gathers_per_pair
         return masked and (width <= 64 or self.kv_len <= 512 or self.compares_captures())
 
     def in_threes(self) -> bool:
-        """Whether a rank is of 192 queries: few are past the end, no score wants registers, and
-        lines are long (timed on an H200: 8k causal gains 7 %, 1k loses half)."""
+        """Whether a work tile is of 192 queries: few are past the end, no score wants registers,
+        and tile rows are long (timed on an H200: 8k causal gains 7 %, 1k loses half)."""
         length = self.q_len
         long = self.spec.score is None and self.is_long(2048 if self.mask is None else 8192)
-        return long and -length % 192 <= LOSS * length
+        return long and -length % 192 <= PADDING * length
+
+    def coverage(self, call: Call) -> HalfBlocks:
+        """What is known of partial blocks ahead of a work tile: of masks that compare positions and
+        are the same for all calls of the kind, where mask tiles are blocks of two consumers."""
+        own = self.spec.tiles is None and self.hoisted["mask_pairs"] is not None
+        captured = split(self.spec, call.captured)[1]
+        fixed = not (captured.tensors or captured.floats) and straight(call.coords)
+        rows = 64 * self.how.consumers
+        blocks = self.tile == (rows, self.block) == TILE and self.kv_len % self.block == 0
+        if not (own and fixed and blocks):
+            return ()
+        if self.how.first_block_in_loop or self.bias_tables.depends:
+            return ()
+        assert self.mask is not None
+        shape = self.b, self.hq, self.q_len, self.kv_len
+        return half_block_table(self.mask, captured, shape, TILE, call.coords)
+
+    # -- a call -----------------------------------------------------------------------------------
 
     def launch(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        row_max: Tensor | None, top: Tensor | None,
+        row_max: Tensor | None, max_logit: Tensor | None,
     ) -> None:  # fmt: skip
-        """Write out and lse, and row_max and the largest logits of all slots where they are."""
+        """Write out and lse; and row_max, and the largest logits of all slots, if given."""
         sink = None if call.sink is None else call.sink.contiguous()
         padded = out
         if self.spare:
             padded = out.new_empty((*out.shape[:3], self.dv + self.spare))[..., : self.dv]
-        given = self.known(self.walks) or self.given_by(call, self.walks, walk=self.ranked(call))
-        bands = self.bias_tables.fill(given)
-        own = (
-            q,
-            k,
-            v,
-            padded,
-            lse,
-            row_max,
-            top,
-            sink,
-            zeroed_counter(self.device),
-            self.memory(),
-            *bands,
+        given = self.known(self.walks) or self.given_by(
+            call, self.walks, walk=self.tile_table(call)
         )
+        tables = self.bias_tables.fill(given)
+        counter, partials = zeroed_counter(self.device), self.new_partials()
+        own = q, k, v, padded, lse, row_max, max_logit, sink, counter, partials, *tables
         self.launch_kernel(own, given)
         if padded is not out:
             out.copy_(padded)
 
-    def memory(self) -> Tensor | None:
-        """For the parts of ranks that are shared out."""
-        if not self.part:
+    def new_partials(self) -> Tensor | None:
+        """Memory for stream-K's parts of work tiles."""
+        if not self.partials:
             return None
-        return torch.empty(self.part, dtype=torch.float32, device=self.device)
+        return torch.empty(self.partials, dtype=torch.float32, device=self.device)
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
         """The arguments of the kernel."""
-        q, k, v, out, *pointers = own
-        bands, *_ = self.bias_tables.kernel_args(pointers[6:])
+        q, k, v, out, lse, row_max, max_logit, sink, counter, partials, *rest = own
+        tables, *_ = self.bias_tables.kernel_args(rest)
         coords, walk, captured, _ = self.arranged(self.walks, tensors, floats)
         to = (None, None, out) if self.wide else (*self.out(out), None)
         return (
-            *self.q(q), *self.k(k), *self.v(v), *to, *pointers[:5], *self.dealt, pointers[5],
-            *self.numbers, coords, walk, bands, *captured,
+            *self.q(q), *self.k(k), *self.v(v), *to, lse, row_max, max_logit, sink, counter,
+            *self.schedule, partials, *self.sizes, coords, walk, tables, *captured,
         )  # fmt: skip

@@ -1,120 +1,125 @@
-"""The forward's scheduler: it takes tickets from a counter, and tells what each is: a rank, or a
-share of the last ones (stream_k.py), which is a part of one rank or of two.
+"""The forward's scheduler warp: a dynamic persistent tile scheduler.
 
-What a block mask says of a rank stands in a table (`ranks.table`): from a ticket to what it means
-is one read of global memory. The next rank is taken when this one is nearly copied: what is taken
-earlier is kept from others, which may have nothing else to do. But a short rank is over before its
-successor is found: behind it, the next one is taken at once.
+It fetches tickets from a counter in global memory by atomics, and publishes what each is: a work
+tile, or a share of the last ones (stream_k.py), which is a part of one tile or of two.
+
+Under a block mask a work tile stands in a table (`tile_table.table`), so that a ticket becomes a
+tile by one read of global memory. The next ticket is fetched when this tile is nearly loaded: an
+earlier one would be kept from CTAs that may have nothing else to do. But a short tile is over
+before its successor is found, so behind it the next ticket is fetched at once.
 """
 
 from ..device.gluon_compat import gl, gluon
 from ..device.mma import ROWS
 from ..device.pipeline import advance, consumer_wait, first_stage
-from ..device.work_tile import map_work_tile, write_work
+from ..device.work_tile import KVRuns, Share, map_work_tile, write_work
+from .context import TABLE_COLUMNS, TABLE_FIELDS, TABLE_RUNS, TableEntry
 
-SHORT_TILE = gl.constexpr(4)  # blocks of a rank that others do not miss
+SHORT_TILE = gl.constexpr(4)  # KV blocks of a tile that is no loss to other CTAs
 
 
 @gluon.jit
-def schedule(smem, rings, counter, total, last, shares, sizes, walk, HOW: gl.constexpr):
-    """Take tickets, and tell what each is."""
-    work_smem, _, _, _, _, _ = smem
-    work_ring, _, _, _, more_ring = rings
-    work_at = write_work(first_stage(), work_smem, work_ring, _sentinel_tile(walk, sizes[2], HOW))
-    more_at = first_stage()
-    # Relaxed: nothing is told by it, and a fence for the whole GPU takes as long as the addition.
+def schedule(smem, rings, counter, tickets, last_rows, stream_k, sizes, walk, HOW: gl.constexpr):
+    """Fetch tickets and publish their work tiles, between two sentinel tiles."""
+    work_at = write_work(
+        first_stage(), smem.work, rings.work, _sentinel_tile(walk, sizes.q_len, HOW)
+    )
+    next_at = first_stage()
+    # Relaxed: the counter guards no data, and a fence for the whole GPU takes as long as the add.
     ticket = gl.atomic_add(counter, 1, sem="relaxed")
-    while ticket < total:
+    while ticket < tickets:
         if HOW.stream_k:
-            rank, low, high, number = _share(ticket, shares, sizes, HOW)
-            if low < 0:  # of two ranks: of the later one first (`stream_k.py`)
-                work, runs = _part(rank, 0, high, number, shares, sizes, walk, HOW)
-                work_at = write_work(work_at, work_smem, work_ring, work + (2 * high + 1,) + runs)  # noqa: RUF005
-                rank -= 1
-                high = _blocks(sizes, HOW)
+            tile_idx, low, high, number = _share(ticket, stream_k, sizes, HOW)
+            if low < 0:  # a part of two tiles: of the later one first (stream_k.py)
+                tile, share = _part(tile_idx, 0, high, number, stream_k, sizes, walk, HOW)
+                fields = tile + (2 * high + 1,) + share  # noqa: RUF005
+                work_at = write_work(work_at, smem.work, rings.work, fields)
+                tile_idx -= 1
+                high = _kv_blocks(sizes, HOW)
                 low += high
             blocks = high - low
-            work, runs = _part(rank, low, high, number, shares, sizes, walk, HOW)
+            tile, runs = _part(tile_idx, low, high, number, stream_k, sizes, walk, HOW)
         else:
-            blocks, work, runs = _describe_tile(ticket, total, last, walk, sizes, HOW)
-        # Short ones are taken ahead, but for the last ones.
-        ahead = (blocks <= SHORT_TILE) & (ticket + 4 * gl.num_programs(0) < total)
-        twice = 2 * blocks + gl.where(ahead, 1, 0)
-        work_at = write_work(work_at, work_smem, work_ring, work + (twice,) + runs)  # noqa: RUF005
+            blocks, tile, runs = _describe_tile(ticket, tickets, last_rows, walk, sizes, HOW)
+        # Behind a short tile fetch the next one now; not behind the last ones.
+        ahead = (blocks <= SHORT_TILE) & (ticket + 4 * gl.num_programs(0) < tickets)
+        twice_blocks = 2 * blocks + gl.where(ahead, 1, 0)
+        fields = tile + (twice_blocks,) + runs  # noqa: RUF005
+        work_at = write_work(work_at, smem.work, rings.work, fields)
         if not ahead:
-            consumer_wait(more_ring, more_at)
-            more_at = advance(more_at, 1)
+            consumer_wait(rings.next_tile, next_at)
+            next_at = advance(next_at, 1)
         ticket = gl.atomic_add(counter, 1, sem="relaxed")
-    # Every CTA takes one too many. Whose is the last leaves 0 for the next launch.
-    gl.store(counter, 0, mask=ticket == total + gl.num_programs(0) - 1)
-    write_work(work_at, work_smem, work_ring, _sentinel_tile(walk, sizes[2], HOW))
+    # Each CTA fetches one ticket too many. The last to do so resets the counter.
+    gl.store(counter, 0, mask=ticket == tickets + gl.num_programs(0) - 1)
+    write_work(work_at, smem.work, rings.work, _sentinel_tile(walk, sizes.q_len, HOW))
 
 
 @gluon.jit
-def _describe_tile(rank, total, last, walk, sizes, HOW: gl.constexpr):
-    """The blocks of a rank (`walk.dealt`), and its numbers but one."""
-    heads, group, _, _, _ = sizes
-    n, h, b = map_work_tile(rank, total, last, walk, heads, HOW.subtiles)
+def _describe_tile(ticket, tickets, last_rows, walk, sizes, HOW: gl.constexpr):
+    """How many KV blocks the work tile of a ticket visits; the fields of `FwdTile` but the last;
+    and the fields behind them."""
+    n, h, b = map_work_tile(ticket, tickets, last_rows, walk, sizes.heads, HOW.subtiles)
     if walk.full is None:
-        blocks = _blocks(sizes, HOW)
-        row = (blocks - 1) * HOW.block
-        return blocks, (n, n * (HOW.consumers * ROWS), h, b, row, h // group), (blocks,)
+        blocks = _kv_blocks(sizes, HOW)
+        first_block = (blocks - 1) * HOW.block
+        tile = (n, n * (HOW.consumers * ROWS), h, b, first_block, h // sizes.group)
+        return blocks, tile, (blocks,)
     else:
-        slot, first, of_h, of_b, row, blocks = _read(walk.order, n, 0, 6)
-        runs = _read(walk.order, n, 8, 16)
-        h = gl.where(walk.h == 1, h, of_h)
-        b = gl.where(walk.b == 1, b, of_b)
-        return blocks, (slot, first, h, b, row, h // group), runs
+        entry = TableEntry(*_read_table(walk.order, n, 0, TABLE_FIELDS))
+        runs = KVRuns(*_read_table(walk.order, n, TABLE_RUNS, TABLE_COLUMNS))
+        h = gl.where(walk.h == 1, h, entry.head)
+        b = gl.where(walk.b == 1, b, entry.batch)
+        tile = (entry.slot, entry.first_row, h, b, entry.first_block, h // sizes.group)
+        return entry.blocks, tile, runs
 
 
 @gluon.jit
-def _blocks(sizes, HOW: gl.constexpr):
-    """Of a rank, where nothing is masked."""
-    return gl.maximum((sizes[3] + HOW.block - 1) // HOW.block, 1)
-
-
-@gluon.jit
-def _share(ticket, shares, sizes, HOW: gl.constexpr):
-    """The last rank of a ticket, from and to which of its blocks (from one below 0, where it begins
-    in the rank before), and which share that is."""
-    whole, share, several = shares
-    blocks = _blocks(sizes, HOW)
-    number = ticket - whole
-    begin = number * share
-    end = gl.minimum(begin + share, several)
-    last = (end - 1) // blocks
-    low, high = begin - last * blocks, end - last * blocks
-    alone = number < 0
-    rank = gl.where(alone, ticket, whole + last)
-    return rank, gl.where(alone, 0, low), gl.where(alone, blocks, high), number
-
-
-@gluon.jit
-def _part(rank, low, high, number, shares, sizes, walk, HOW: gl.constexpr):
-    """The numbers of a part of a rank, but one, and what `join` needs of it: which share it is,
-    and how many shares before it have parts of this rank that it joins with its own; -1 where
-    another one does."""
-    _, work, _ = _describe_tile(rank, 0, 0, walk, sizes, HOW)
-    n, first, h, b, _, of_kv = work
-    whole, share, _ = shares
-    blocks = _blocks(sizes, HOW)
-    before = number - (rank - whole) * blocks // share
-    others = gl.where(high < blocks, -1, gl.where(low > 0, before, 0))
-    return (n, first, h, b, (high - 1) * HOW.block, of_kv), (high - low, number, others)
-
-
-@gluon.jit
-def _read(table, n, FROM: gl.constexpr, TO: gl.constexpr):
-    """Some columns of row n of the table of ranks (`ranks.table`)."""
+def _read_table(table, n, FROM: gl.constexpr, TO: gl.constexpr):
+    """Columns FROM to TO - 1 of row n of the work-tile table."""
     found = ()
     for i in gl.static_range(FROM, TO):
-        found = found + (gl.load(table + n * 16 + i),)  # noqa: RUF005
+        found = found + (gl.load(table + n * TABLE_COLUMNS + i),)  # noqa: RUF005
     return found
 
 
 @gluon.jit
+def _kv_blocks(sizes, HOW: gl.constexpr):
+    """KV blocks of a work tile, without a mask."""
+    return gl.maximum((sizes.kv_len + HOW.block - 1) // HOW.block, 1)
+
+
+@gluon.jit
+def _share(ticket, stream_k, sizes, HOW: gl.constexpr):
+    """The last work tile of a ticket; from which of its KV blocks to which (from one below 0, if
+    the share begins in the tile before); and the number of the share, below 0 of a whole tile."""
+    blocks = _kv_blocks(sizes, HOW)
+    number = ticket - stream_k.whole_tiles
+    begin = number * stream_k.share_blocks
+    end = gl.minimum(begin + stream_k.share_blocks, stream_k.shared_blocks)
+    last = (end - 1) // blocks
+    low, high = begin - last * blocks, end - last * blocks
+    is_whole = number < 0
+    tile_idx = gl.where(is_whole, ticket, stream_k.whole_tiles + last)
+    return tile_idx, gl.where(is_whole, 0, low), gl.where(is_whole, blocks, high), number
+
+
+@gluon.jit
+def _part(tile_idx, low, high, number, stream_k, sizes, walk, HOW: gl.constexpr):
+    """The part of a work tile from KV block low to high: the fields of `FwdTile` but the last, and
+    its `Share`. The CTA with the last block combines all parts of a tile."""
+    _, tile, _ = _describe_tile(tile_idx, 0, 0, walk, sizes, HOW)
+    slot, first_row, h, b, _, kv_head = tile
+    blocks = _kv_blocks(sizes, HOW)
+    before = number - (tile_idx - stream_k.whole_tiles) * blocks // stream_k.share_blocks
+    others = gl.where(high < blocks, -1, gl.where(low > 0, before, 0))
+    tile = (slot, first_row, h, b, (high - 1) * HOW.block, kv_head)
+    return tile, Share(high - low, number, others)
+
+
+@gluon.jit
 def _sentinel_tile(walk, q_len, HOW: gl.constexpr):
-    """A rank of one block, past the end."""
+    """A work tile of one KV block, whose rows lie past the end: nothing of it is stored."""
     if HOW.stream_k:
         return -1, q_len, 0, 0, 0, 0, 2, 0, 0, 0
     elif walk.full is None:

@@ -1,44 +1,44 @@
-"""Stream-K: the last ranks of a forward, shared out so that all CTAs end at the same time.
+"""Stream-K: the last work tiles of a forward, shared out so that all CTAs end at the same time.
 
-2,048 ranks of the same length keep 132 CTAs busy for 16 rounds, in the last of which 64 have
-nothing to do. So the ranks that do not fill a round are cut, at any block of keys, into a share for
-each CTA (Osama et al. 2023, arXiv 2301.03598); a part of a rank is a partial result like any other,
-and joined by its maximum and its sum (fwd/combine.py).
+2,048 work tiles of the same length keep 132 CTAs busy for 16 waves, in the last of which 64 CTAs
+are idle. So the tiles that do not fill a wave are cut, at any KV block, into one share for each CTA
+(Osama et al. 2023, Stream-K, arXiv 2301.03598). A part of a tile is a partial result like any
+other, and is combined by its maximum and its sum (fwd/combine.py).
 
-A CTA computes the part of the later rank first, and writes it down; then that of the earlier rank,
-up to its last block, with which it joins the parts of the shares before its own. It waits for
-tickets that were taken before its own, by CTAs that wait for nobody before they write: so nobody
-waits for ever. Parts are joined in the order of their numbers: the same bits in every run.
+A share is a part of one tile or of two. Its CTA computes the part of the later tile first and
+writes it to memory. Then it computes the part of the earlier tile, up to the last block, and
+combines it with the parts of that tile from the shares before its own. It waits for tickets that
+were fetched before its own, by CTAs that wait for nobody before they write: so there is no
+deadlock. Parts are combined in the order of their numbers: the same bits in every run.
 """
 
 from math import isqrt
 from typing import NamedTuple
 
 from ..config import Forward
+from ..tile_counter import FLAGS
 
-LEAST = 8  # blocks that a CTA must save: to begin a part and to join it takes as long as three
-MOST = 480  # parts: there are as many flags behind a counter (tile_counter.py)
+LEAST = 8  # blocks that a CTA must save: to begin a part and to combine it takes as long as three
 
 
 class Shares(NamedTuple):
-    """- `tickets`: that CTAs take; `whole`: of these, ranks that a CTA computes alone.
-    - `share`: blocks of a share, of `several` blocks in all; 0 where nothing is shared.
-    """
+    """The tickets that CTAs fetch: work tiles, then shares."""
 
     tickets: int
-    whole: int
-    share: int
-    several: int
+    whole_tiles: int  # work tiles that one CTA computes alone
+    share_blocks: int  # KV blocks of a share; 0 where nothing is shared
+    shared_blocks: int  # KV blocks of all shares
 
     @staticmethod
-    def of(ranks: int, blocks: int, ctas: int, how: Forward) -> "Shares":
-        """For ranks of so many blocks each; 0: of any number, which nobody shares."""
-        last = ranks % ctas
+    def of(tiles: int, blocks: int, ctas: int, how: Forward) -> "Shares":
+        """For `tiles` work tiles of `blocks` KV blocks each. 0 blocks: of any number, which are not
+        shared out."""
+        last = tiles % ctas
         several = last * blocks
-        # Joining parts takes about as long as computing them, block for part.
+        # Combining parts takes about as long as computing them, block for part.
         share = max(-(-several // ctas), isqrt(blocks), 1)
         tickets = -(-several // share)
-        least = max(LEAST, how.stream_k_gain * -(-ranks // ctas) * blocks)
-        if not last or blocks - share < least or tickets * how.consumers > MOST:
-            return Shares(ranks, ranks, 0, 0)
-        return Shares(ranks - last + tickets, ranks - last, share, several)
+        least = max(LEAST, how.stream_k_gain * -(-tiles // ctas) * blocks)
+        if not last or blocks - share < least or tickets * how.consumers > FLAGS:
+            return Shares(tiles, tiles, 0, 0)
+        return Shares(tiles - last + tickets, tiles - last, share, several)

@@ -1,5 +1,5 @@
-"""What the forward's scheduler has to know of a rank, worked out once for a block mask: it then
-reads one row of a table, where it would follow offsets to runs while others wait for what it finds.
+"""The work-tile table of a block mask, computed once: the forward's scheduler reads one row of it,
+where it would follow offsets to runs while the other partitions wait.
 """
 
 import torch
@@ -8,19 +8,20 @@ from torch import Tensor
 from ...base import Call
 from ...gpu.runtime.call_plan import Walk, Walks
 from ...gpu.runtime.device_guard import aside, keep
+from . import context
 
-COLUMNS = 16
+COLUMNS, RUNS = context.TABLE_COLUMNS.value, context.TABLE_RUNS.value
 
 
 class TileTable:
-    """The walks of a plan, with a table of ranks (`table`) for their `order`.
+    """The walks of a plan, with a work-tile table (`table`) in the place of their `order`.
 
     - `length`, `block`, `rows`: as for `table`.
     """
 
     def __init__(self, walks: Walks, length: int, block: int, rows: int) -> None:
         self.walks, self.sizes = walks, (length, block, rows)
-        self.made: tuple[Walk, Walk] | None = None
+        self.made: tuple[Walk, Walk] | None = None  # a walk, and that with its table
 
     def __call__(self, call: Call) -> Walk:
         """The walk for a call."""
@@ -29,27 +30,26 @@ class TileTable:
             return walk
         device = self.walks.plan.device
         if self.made is None or self.made[0] is not walk:
-            ranks = aside(device, lambda: table(walk, self.walks.sub, *self.sizes))
-            self.made = walk, walk._replace(order=ranks)
+            made = aside(device, lambda: table(walk, self.walks.sub, *self.sizes))
+            self.made = walk, walk._replace(order=made)
         found = self.made[1]
         keep(device, [found.order])
         return found
 
 
 def table(walk: Walk, sub: int, length: int, block: int, rows: int) -> Tensor:
-    """Of every rank, in the order of work, int32 `(ranks, COLUMNS)`: its number among the tiles of
-    its head, first row, head and batch row of the mask, the first row of the block of keys that is
-    visited first, how many blocks are, two zeros; of the full tiles, then of the partial ones, the
-    end of their runs, how many there are, and start and count of the last.
+    """Every work tile in the order of work, int32 `(tiles, COLUMNS)`: `context.TableEntry`, and
+    from column RUNS on `KVRuns` (device/work_tile.py).
 
-    The last block of a kind is visited first: of the partial ones, so that no full one is masked
-    in vain; but where blocks may reach past the end, of the full ones, since then only this one
-    does. Of a line with no live tile it is the first block, which the mask empties.
+    The last block of a kind is visited first: of the partial tiles, so that no full block is masked
+    in vain; but where blocks may reach past the end, of the full ones, since then only this block
+    does. A row with no live tile visits its first block, which the mask empties.
 
-    - `sub`: ranks of a line; `length`: of keys; `block`: keys of a block; `rows`: of a rank.
+    - `sub`: work tiles of one tile of the mask; `rows`: queries of a work tile.
+    - `length`: of keys; `block`: keys of a KV block.
     """
     (of_full, *full), (of_partial, *partial) = walk.full, walk.partial
-    # One run more, which a line without runs has.
+    # All runs, and one more for rows that have none.
     start = torch.cat([full[0], partial[0], full[0].new_zeros(1)])
     count = torch.cat([full[1], partial[1], full[1].new_ones(1)])
     first = start * walk.step
@@ -63,13 +63,16 @@ def table(walk: Walk, sub: int, length: int, block: int, rows: int) -> Tensor:
     visited = (before[end] - before[begin]).sum(0).clamp_min(1)
     last = torch.where(runs > 0, end - 1, len(start) - 1)
     from_full = runs[1] == 0 if length % block == 0 else runs[0] > 0
-    of_full, of_partial = (first + (blocks - 1) * block)[last]
-    row = torch.where(from_full, of_full, of_partial)
+    last_full, last_partial = (first + (blocks - 1) * block)[last]
+    first_block = torch.where(from_full, last_full, last_partial)
     end[1] -= len(full[0])
-    tile, group, zero = line % walk.lines, line // walk.lines, torch.zeros_like(line)
-    of_head = group % walk.h, group // walk.h
-    found = [tile * sub, tile * walk.size, *of_head, row, visited, zero, zero]
+    tile, of_mask = line % walk.lines, line // walk.lines
+    head, batch = of_mask % walk.h, of_mask // walk.h
+    entry = context.TableEntry(
+        tile * sub, tile * walk.size, head, batch, first_block, visited
+    )  # fmt: skip
+    found = [*entry, *[torch.zeros_like(line)] * (RUNS - len(entry))]
     found += [x[kind] for kind in (0, 1) for x in (end, runs, start[last], count[last])]
-    several = torch.arange(sub, device=line.device)[:, None]
-    of_sub = torch.cat([several, several * rows, several.new_zeros(sub, COLUMNS - 2)], 1)
+    subtile = torch.arange(sub, device=line.device)[:, None]
+    of_sub = torch.cat([subtile, subtile * rows, subtile.new_zeros(sub, COLUMNS - 2)], 1)
     return (torch.stack(found, 1)[:, None] + of_sub).to(torch.int32).view(-1, COLUMNS)

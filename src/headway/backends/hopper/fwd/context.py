@@ -1,0 +1,145 @@
+"""What the partitions of the forward kernel share, and what a consumer carries: names, no code."""
+
+from typing import Any, NamedTuple
+
+from ..device.gluon_compat import gl
+
+# -- of the CTA -----------------------------------------------------------------------------------
+
+
+class Smem(NamedTuple):
+    """Shared memory; matrices in pieces (device/mma.py)."""
+
+    work: Any  # fields of work tiles (device/work_tile.py)
+    q: Any
+    k: Any
+    v: Any
+    out: Any  # () where out leaves in float32, straight from registers
+    slope: Any  # c of device/affine_score.py, or ()
+
+
+class Rings(NamedTuple):
+    """Pipelines between the partitions (device/pipeline.py)."""
+
+    work: Any  # scheduler -> producer and consumers
+    q: Any  # producer -> consumers: one ring for all; if HOW.early_q_release, one for each
+    k: Any  # producer -> consumers
+    v: Any
+    next_tile: Any  # producer -> scheduler: fetch the next work tile
+
+
+class Sizes(NamedTuple):
+    """Sizes of the call."""
+
+    heads: Any
+    group: Any  # query heads of a key head
+    q_len: Any
+    kv_len: Any
+    dv: Any
+
+
+class Inputs(NamedTuple):
+    """What scores and masks read."""
+
+    scale: Any
+    coords: Any  # `Coords` of gpu/runtime/call_plan.py
+    bias_tables: Any  # device/relative_bias.py
+    of_score: Any  # what the score captures: tensors, numbers
+    of_mask: Any
+
+
+class Outputs(NamedTuple):
+    """What the epilogue writes, and what it reads for that; all but lse may be None."""
+
+    out: Any  # descriptors of pieces; None where `wide_out` is given
+    wide_out: Any  # float32
+    lse: Any
+    row_max: Any
+    max_logit: Any  # of every consumer's part of every work tile
+    sink: Any  # read: one logit per head
+    partials: Any  # stream-K: memory for parts of work tiles
+    counter: Any  # its flags stand behind the counter of tickets
+
+
+class StreamK(NamedTuple):
+    """`stream_k.Shares`."""
+
+    whole_tiles: Any  # computed by one CTA each; tickets behind them are shares
+    share_blocks: Any  # KV blocks of a share
+    shared_blocks: Any  # KV blocks of all shares
+
+
+# -- of a consumer --------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """What a consumer carries from block to block. Row vectors are laid out as rows of S."""
+
+    acc: Any  # O, in pieces; a WGMMA may be in flight
+    m: Any  # row maxima of T over log 2
+    l: Any  # row sums of exp2(T / log 2 - m)
+    max_s: Any  # row maxima of S, if HOW.track_max
+    p: Any  # P of the block before, the left operand of the next WGMMA
+    k_at: Any  # cursors
+    v_at: Any
+    is_first: Any  # 1 before the first block of a work tile, where that is computed in the loop
+    blocks_left: Any  # if HOW.early_q_release
+
+
+class Operands(NamedTuple):
+    """What the WGMMAs of a work tile read."""
+
+    q: Any  # this consumer's rows, in pieces: shared memory, or registers if HOW.q_in_registers
+    k: Any  # shared memory of all stages
+    v: Any
+    k_ring: Any
+    v_ring: Any
+    q_ring: Any
+    q_at: Any
+    slope: Any  # (a, c) of device/affine_score.py, or ()
+
+
+class Tile(NamedTuple):
+    """What scores and masks read of a work tile."""
+
+    kv_len: Any
+    inputs: Any  # `Inputs`
+    b: Any  # batch row and head, as scores and masks see them
+    h: Any
+    q_idx: Any  # positions of this consumer's queries
+    batch: Any  # batch row of the tensors
+    rows: Any  # `Rows` of device/hoisted.py
+    first_q: Any  # position near the queries: of the first one, if positions are consecutive
+
+
+class Previous(NamedTuple):
+    """The work tile before, whose output is stored while this one has begun."""
+
+    work_at: Any  # cursor of its fields
+    row: Any  # this consumer's rows of a tile
+    by_row: Any  # what the slope adds to m, if HOW.slope_mma
+    smem: Any
+    rings: Any
+    outputs: Any
+    sizes: Any
+    walk: Any
+
+
+# -- the work-tile table --------------------------------------------------------------------------
+
+
+class TableEntry(NamedTuple):
+    """A work tile under a block mask: columns of the table (fwd/tile_table.py). `KVRuns` of
+    device/work_tile.py follow, from TABLE_RUNS on."""
+
+    slot: Any  # its number among the tiles of its head
+    first_row: Any
+    head: Any  # of the mask
+    batch: Any
+    first_block: Any  # first row of the KV block that is visited first
+    blocks: Any  # KV blocks that are visited
+
+
+TABLE_FIELDS = gl.constexpr(len(TableEntry._fields))
+TABLE_RUNS = gl.constexpr(8)  # 32 bytes: two runs of four columns, aligned to be read at once
+TABLE_COLUMNS = gl.constexpr(16)
