@@ -156,7 +156,7 @@ def far(case: Case, made: dict, stats: bool = True) -> list[str]:
 def test_first_use():
     """The small case comes out right, well below what is called wrong; and a broken kernel not."""
     cpu = torch.device("cpu")
-    with mock.patch.object(first_use, "_OFF", first_use._OFF / 2):
+    with mock.patch.object(first_use, "_TOLERANCE", first_use._TOLERANCE / 2):
         assert first_use.differences(hopper, reference, cpu) == []
     forward = simulator.LOADED.forward
     with mock.patch.object(forward, "scale_rows", lambda acc, factor: acc):  # no rescaling

@@ -10,7 +10,7 @@ from ..types import Spec, constant_under_compile
 from . import cpu, first_use, hopper, reference, triton
 from .base import Backend, Call, CapabilityKey
 
-# In order of preference; "auto" takes the first that has nothing against the call.
+# In order of preference: "auto" takes the first that can run the call.
 _BACKENDS: dict[str, Backend] = {
     "cpu": cpu,  # type: ignore[dict-item]
     "hopper": hopper,  # type: ignore[dict-item]
@@ -18,7 +18,7 @@ _BACKENDS: dict[str, Backend] = {
     "reference": reference,  # type: ignore[dict-item]
 }
 NAMES = tuple(_BACKENDS)
-_CHECKED = ("hopper",)  # those that run a small case before they are used
+_CHECKED = ("hopper",)  # these run a small case before their first use (`first_use`)
 
 
 class Available(NamedTuple):
@@ -39,10 +39,10 @@ def get(name: str) -> Backend:
 
 
 def choose(name: str, spec: Spec, kind: CapabilityKey, call: Call | None = None) -> str:
-    """The backend to run: the one named, if it can; with "auto" the first that can, unless it is
-    slower at this than the next.
+    """The backend to run: the named one, if it can run the call; with "auto" the first that can,
+    unless it is slower at such calls than the next.
 
-    **Raises:** `BackendRefused` with every reason of every backend asked, and the call.
+    **Raises:** `BackendRefused` with the call and every reason of every backend that was asked.
     """
     refusals = []
     for candidate in order(name, spec, kind):
@@ -62,13 +62,13 @@ def order(name: str, spec: Spec, kind: CapabilityKey) -> tuple[str, ...]:
 
 
 def slower(name: str, spec: Spec, kind: CapabilityKey) -> str:
-    """Why "auto" prefers another backend that can run such calls to it; empty if it does not."""
+    """Why "auto" prefers another backend to it for such calls; empty if it does not."""
     return hopper.slower(spec, kind) if name == "hopper" else ""
 
 
 def reasons_against(name: str, spec: Spec, kind: CapabilityKey) -> list[str]:
-    """Why a backend cannot run such calls; empty if it can. One whose first use on the card this
-    would be is checked first."""
+    """Why a backend cannot run such calls; empty if it can. A backend is checked before its first
+    use on a card."""
     reasons = get(name).reasons_against(spec, kind)
     if not reasons and name in _CHECKED:
         wrong = _wrong(name, kind.device.type, kind.device.index)
@@ -94,7 +94,7 @@ def _refusal(name: str, call: Call | None, refusals: list[str]) -> str:
 
 def table() -> list[Available]:
     """Every backend, and whether this machine can run it."""
-    no_hopper, no_triton = _none_of_gpus(hopper), _none_of_gpus(triton)
+    no_hopper, no_triton = _why_on_no_gpu(hopper), _why_on_no_gpu(triton)
     return [
         Available("cpu", True, "the default where tensors are on the CPU"),
         Available(
@@ -109,7 +109,7 @@ def table() -> list[Available]:
     ]  # fmt: skip
 
 
-def _none_of_gpus(backend: ModuleType) -> str:
+def _why_on_no_gpu(backend: ModuleType) -> str:
     """Why a backend runs on no GPU of this machine; empty if it runs on one."""
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip

@@ -1,11 +1,10 @@
-"""A backend's first use on a card: a small case is compared with the definition before anything
-that matters runs.
+"""A backend's first use on a card: a small case is compared with the definition.
 
-Compilers miscompile, experimental ones more often than others, and what is right with one version
-of Triton, its assembler and the driver need not be with the next. So a backend of that kind has to
-show, once per process and card, that it computes a small case (causal, bfloat16, an odd length, two
-query heads over one of keys; forward and backward) as the definition in float64 does. It takes as
-long as its kernels take to compile, or to be read from Triton's cache, and a few launches.
+Compilers miscompile, experimental ones more often than others, and kernels that are right with one
+version of Triton, its assembler and the driver may be wrong with the next. So such a backend
+computes a small case once per process and card (causal, bfloat16, an odd length, two query heads
+over one key head; forward and backward), which is compared with the definition in float64. This
+takes the time to compile its kernels, or to read them from Triton's cache, and a few launches.
 """
 
 import math
@@ -22,8 +21,8 @@ from ..mods import causal, lower_mod
 from ..types import Captured, Coords, Spec
 from .base import Backend, Call
 
-_LENGTH, _WIDTH = 645, 128  # beyond what kernels for short lines take
-_OFF = 2.0**-6  # of a row: bfloat16 rounds by 2^-9
+_LENGTH, _WIDTH = 645, 128  # longer than what kernels for short rows take
+_TOLERANCE = 2.0**-6  # of a row; bfloat16 rounds by 2^-9
 
 _verdicts: dict[tuple[str, torch.device], str] = {}
 _lock = threading.Lock()
@@ -32,9 +31,9 @@ _lock = threading.Lock()
 def why_not(tested: Backend, trusted: Backend, device: torch.device) -> str:
     """What is wrong with a backend on a card; empty if nothing is.
 
-    The case runs in a thread of its own, so that no mode of the caller's (autocast, fake tensors, a
-    compiler that traces, inference mode) reaches it. Nothing can be compared while a CUDA graph is
-    being captured: then it is refused for the time being, and asked again the next time.
+    The case runs in a thread of its own, which no mode of the caller's (autocast, fake tensors, a
+    tracing compiler, inference mode) reaches. It cannot run while a CUDA graph is being captured:
+    the backend is then refused this time, and checked the next time.
     """
     key = tested.name, device
     found = _verdicts.get(key)
@@ -64,7 +63,7 @@ def _verdict(tested: Backend, trusted: Backend, device: torch.device) -> str:
             torch.cuda.set_device(device)  # of this thread
         wrong = differences(tested, trusted, device)
     except torch.OutOfMemoryError:
-        raise  # which says nothing about the kernels
+        raise  # it says nothing about the kernels
     except Exception as error:  # noqa: BLE001  (whatever a compiler raises is a reason)
         first = str(error).strip().partition("\n")[0]
         wrong = [f"{type(error).__name__}: {first}"]
@@ -77,18 +76,18 @@ def _verdict(tested: Backend, trusted: Backend, device: torch.device) -> str:
 
 
 def differences(tested: Backend, trusted: Backend, device: torch.device) -> list[str]:
-    """The results of the small case that are farther apart than bfloat16 explains."""
+    """The results of the small case that differ by more than bfloat16's rounding."""
     found, right = (_results(backend, device) for backend in (tested, trusted))
     wrong = []
     for name, x in right.items():
-        off, limit = _far(found[name], x), 1e-3 if name == "lse" else _OFF
+        off, limit = _far(found[name], x), 1e-3 if name == "lse" else _TOLERANCE
         if not off <= limit:  # NaN is wrong as well
             wrong.append(f"{name} is off by {off:.1e} where {limit:.1e} would be rounding")
     return wrong
 
 
 def _far(x: Tensor, right: Tensor) -> float:
-    """The largest difference of a row, relative to the size of that row and the usual one."""
+    """The largest error of a row, relative to the norm of that row plus the mean norm."""
     x, right = x.double(), right.double()
     if x.shape != right.shape:
         return math.inf
@@ -99,7 +98,7 @@ def _far(x: Tensor, right: Tensor) -> float:
 
 
 def _results(backend: Backend, device: torch.device) -> dict[str, Tensor]:
-    """Of the pair; unrounded by a backend that computes in float64."""
+    """The results of the small case; not rounded, if the backend computes in float64."""
     exact = backend.accumulates(torch.bfloat16) == torch.float64
     mask, (_, ints, _) = _causal()
     spec = Spec(1 / math.sqrt(_WIDTH), mask=mask, partial=exact, backend=backend.name)
@@ -109,11 +108,11 @@ def _results(backend: Backend, device: torch.device) -> dict[str, Tensor]:
         torch.randn(1, h, _LENGTH, _WIDTH, generator=generator, **plain).bfloat16().to(device)
         for h in (2, 1, 1, 2)
     )
-    # The last queries find larger logits among the first keys, so much that sums are rescaled.
+    # The last queries have much larger logits at the first keys, so that sums are rescaled.
     q[:, :, 512:] += 2.0
     k[:, :, :128] += 0.32
     dlse = torch.randn(1, 2, _LENGTH, generator=generator, **plain).to(device)
-    q.requires_grad_()  # so that kernels of both directions are compiled side by side
+    q.requires_grad_()  # so that the kernels of both directions are compiled in parallel
     call = Call(q, k, v, None, None, Captured([], ints, []), None, Coords())
     with torch.no_grad():
         out, lse, *_ = backend.forward(spec, call)

@@ -1,4 +1,4 @@
-"""The definition, in float64 and in full squares: what every other backend is compared with."""
+"""The definition, in float64 and without tiles: every other backend is compared with it."""
 
 import math
 
@@ -27,7 +27,7 @@ limits, native, code = no_limits, no_operator, graph_text
 
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
-    """It runs everything, slowly and with the whole square in memory."""
+    """It runs every call, slowly and with all pairs in memory."""
     return []
 
 
@@ -75,10 +75,11 @@ def backward(
     k, v = (_to_heads(x, hq) for x in (call.k, call.v))
     s, t, kept, keep_ = _scores(spec, call)
     p, of_sink = _by_lse(t, call.sink, lse)
-    if not spec.partial:  # a merged lse knows of keys that are not here
-        far = (lse.abs() > LARGE_LSE) & (lse.abs() != math.inf)
-        anew = _softmax(t, call.sink)
-        p, of_sink = torch.where(far[..., None], anew[0], p), torch.where(far, anew[1], of_sink)
+    if not spec.partial:  # a merged lse includes keys that are not here
+        large = (lse.abs() > LARGE_LSE) & (lse.abs() != math.inf)
+        exact = _softmax(t, call.sink)
+        p = torch.where(large[..., None], exact[0], p)
+        of_sink = torch.where(large, exact[1], of_sink)
     dt = p * ((dout @ v.mT) * keep_ - delta[..., None])
     ds: Tensor = dt
     captured: list[Tensor | None] = [None] * spec.score_tensors
@@ -99,7 +100,7 @@ def backward(
 
 
 def _scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """S, T (-inf where not kept), kept, and the dropout factor, over the whole square."""
+    """S, T (-inf where not kept), kept, and the dropout factor, of all pairs."""
     score, mask = graphs(spec)
     of_score, of_mask = split(spec, call.captured)
     at = _positions(call.q, call.k, call.coords)
@@ -132,7 +133,7 @@ def _through_score(
     derivative = joint(spec.score, wanted)  # type: ignore[arg-type]
     at = _positions(call.q, call.k, call.coords)
     (_, by_s, *by_gather), gathers = score_at(derivative, of_score, at, s, kept)
-    # Where a pair is not kept dT is 0, and a derivative there may be anything, infinity included.
+    # Where a pair is not kept dT is 0, and the derivative may be anything, infinity included.
     times = lambda by: torch.where(kept, dt * by, 0.0)
     grads: list[Tensor | None] = [
         torch.zeros(t.shape, dtype=dt.dtype, device=dt.device) if need else None
@@ -166,8 +167,8 @@ def _to_heads(x: Tensor, hq: int) -> Tensor:
 
 
 def _softmax(t: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """P, and the sink's share of every row. Nothing that is large is taken from what is large: near
-    a lse of -1e30 the logarithm of a sum is lost."""
+    """P, and the sink's share of every row, without lse: near a lse of -1e30 the logarithm of the
+    sum is lost."""
     s = _of_rows(t, sink)
     m = torch.maximum(s, t.amax(-1)) if t.shape[-1] else s
     m = m.masked_fill(m == -math.inf, 0)
@@ -178,7 +179,8 @@ def _softmax(t: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _by_lse(t: Tensor, sink: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by the lse of all keys; 0 in a row that sees nothing, whose lse is −inf."""
+    """P and the sink's share from the lse of all keys; 0 in a row that sees nothing, whose lse is
+    −inf."""
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     return (t - lse[..., None]).exp(), (_of_rows(t, sink) - lse).exp()
 

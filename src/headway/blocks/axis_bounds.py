@@ -1,9 +1,9 @@
-"""What a mask reads along one axis: values of queries, of keys, or of neither.
+"""Per-axis bounds: the values of a mask that depend on the query, on the key, or on neither.
 
 Values that depend on one position alone (`document_id[q_idx]`, `q_idx // 128`, a table by head) are
-computed once, position by position, and kept as a row of minima and maxima per tile; those of a box
-of tiles are the least and the greatest over its tiles, so every level is made from the one below.
-The values at the ends of every tile are kept too.
+computed once per position, and reduced to a minimum and a maximum per tile. The bounds of a box of
+tiles are those of its tiles, so every level is computed from the one below. The values at the ends
+of every tile are kept as well.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from ..mods.pointwise import Gathers
 from ..mods.rules import Bounds
 from .runs import pick
 
-SPLIT = 4  # a box is cut into 4 x 4, and a level's row of bounds is 4 times shorter than the last
-_POSITIONS = 1 << 14  # evaluated together: what one thread does without waking the others
+SPLIT = 4  # a box has 4 x 4 boxes of the level below, and a level 4 times fewer bounds
+_POSITIONS = 1 << 14  # evaluated together: few enough that PyTorch uses one thread
 
 
 @dataclass(frozen=True)
@@ -39,17 +39,17 @@ class Axis:
 
     @property
     def furthest(self) -> int:
-        """No position is further from 0, where they follow each other."""
+        """The largest distance of a position from 0, where they are consecutive."""
         return max(abs(self.start), abs(self.start + self.length))
 
     def is_at(self, other: "Axis") -> bool:
-        """Whether the two have the same positions in the same tiles."""
+        """Whether both have the same positions in the same tiles."""
         return self.positions is other.positions and (
             (self.length, self.tile, self.start) == (other.length, other.tile, other.start)
         )
 
     def tiles(self, device: torch.device) -> "Level":
-        """Bounds of positions that follow each other, start, start + 1, ..., tile by tile."""
+        """The bounds, tile by tile, of consecutive positions from `start` on."""
         lo = torch.arange(self.start, self.start + self.length, self.tile, device=device)
         lo = lo.view(1, 1, -1)
         hi = (lo + (self.tile - 1)).clamp_max(self.start + self.length - 1)
@@ -66,7 +66,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Groups:
-    """The batch rows and heads that a block mask is built for; group g is `b * heads + h`."""
+    """The batch rows and heads for which a block mask is built; group g is `b * heads + h`."""
 
     b: int
     h: int
@@ -83,9 +83,9 @@ class Groups:
 
 
 class Level(NamedTuple):
-    """Bounds of one value over all boxes of a level: `(b or 1, h or 1, boxes)`.
+    """The bounds of one value over all boxes of a level: `(b or 1, h or 1, boxes)`.
 
-    `ends`: of single tiles, the numbers at the first position and those at the last.
+    - `ends`: of single tiles, the values at the first and at the last position.
     """
 
     lo: Tensor
@@ -94,7 +94,7 @@ class Level(NamedTuple):
 
     @staticmethod
     def over(x: Tensor, n: int) -> "Level":
-        """Bounds of `(..., m)` over every n: `(..., m / n)`."""
+        """The bounds of every n values of `(..., m)`: `(..., m / n)`."""
         x = _rows(x, n)
         # The amin of int64 takes ten times as long as its amax, and aminmax wakes every thread.
         lo = ~(~x).amax(-1) if x.dtype == torch.int64 else x.amin(-1)
@@ -105,7 +105,7 @@ class Level(NamedTuple):
 
     @staticmethod
     def cat(parts: "list[Level]") -> "Level":
-        """One after the other."""
+        """Levels of neighbouring boxes as one."""
         if len(parts) == 1:
             return parts[0]
         lo, hi, ends = zip(*parts, strict=True)
@@ -122,7 +122,7 @@ class Level(NamedTuple):
         return Bounds(pick(self.lo.reshape(-1), index), pick(self.hi.reshape(-1), index))
 
     def ends_at(self, b: Tensor, h: Tensor, box: Tensor) -> Tensor:
-        """The numbers at the ends of single tiles, `(2, tiles)`."""
+        """The values at the ends of single tiles, `(2, tiles)`."""
         assert self.ends is not None
         index = self._index(b, h, box)
         return torch.stack([pick(x.reshape(-1), index) for x in self.ends])
@@ -141,17 +141,17 @@ def _rows(x: Tensor, n: int) -> Tensor:
     return x.unflatten(-1, (-1, n))
 
 
-class Side(NamedTuple):
-    """What a mask reads along one axis, in the order of its names, level after level.
+class AxisBounds(NamedTuple):
+    """The bounds of a mask's values along one axis: per level one `Level` for every value.
 
-    `outside`: whether a gather left its tensor; no level where none did.
+    - `outside`: whether a gather reads outside of its tensor; empty if none does.
     """
 
     levels: list[list[Level]]
     outside: list[Level]
 
     def at(self, level: int) -> tuple[list[Level], list[Level]]:
-        """The values of a level, and whether gathers left theirs (one or none)."""
+        """The values of a level, and `outside` of it (one or none)."""
         while len(self.levels) <= level:
             self.levels.append([x.up() for x in self.levels[-1]])
             if self.outside:
@@ -159,15 +159,15 @@ class Side(NamedTuple):
         return self.levels[level], self.outside[level : level + 1]
 
 
-# From where on a tensor of indices counts, how far, and along which dimension of (b, h, position).
+# A tensor of consecutive indices: start, length, dimension among (b, h, position).
 Run = tuple[int, int, int]
 
 
-class _Reads(Gathers):
-    """Gathers along an axis: at indices that follow each other they are slices."""
+class _SlicedGathers(Gathers):
+    """Gathers along an axis: at consecutive indices they are slices."""
 
     def __init__(self, graph: Graph, runs: dict[int, Run]) -> None:
-        """`runs`: of tensors of indices, by their identity."""
+        """`runs`: by the id of a tensor of indices."""
         super().__init__(graph)
         self.runs = runs
 
@@ -182,13 +182,16 @@ class _Reads(Gathers):
         return table[tuple(cut)].reshape(shape) if cut else table
 
 
-def along(
+def bounds_along(
     axis: Axis | None, part: Graph, values: dict, groups: Groups, device: torch.device
-) -> Side:
-    """The values of a part of a mask's graph (`interval.part`) over the tiles of an axis, or of
-    none; `values`: of what the graph captured, by name."""
+) -> AxisBounds:
+    """The bounds of a part of a mask's graph (`interval.part`) over the tiles of an axis.
+
+    - `axis`: None: the part depends on no position.
+    - `values`: the captured values, by name.
+    """
     length, tile = (1, 1) if axis is None else (axis.length, axis.tile)
-    # Positions that follow each other are known without a look at each.
+    # The bounds of consecutive positions need no evaluation.
     plain = axis if axis is not None and axis.positions is None else None
     computed = [name for name in part.outputs if plain is None or name != POSITION]
     found: list[list[Level]] = []
@@ -206,7 +209,7 @@ def along(
             for name, (first, n, dim) in runs.items()
             if part.uses(name)
         }
-        gathers = _Reads(part, {id(index): runs[name] for name, index in at.items()})
+        gathers = _SlicedGathers(part, {id(index): runs[name] for name, index in at.items()})
         if axis is not None and axis.positions is not None:
             some = axis.positions[..., start:stop].long()
             at[POSITION] = some if some.dim() == 1 else some[:, None]
@@ -220,7 +223,7 @@ def along(
     if plain is not None and POSITION in part.outputs:
         levels[POSITION] = plain.tiles(device)
     at_tiles = [levels[name] for name in part.outputs]
-    return Side([at_tiles], [] if outside is None else [Level.over(outside, tile)])
+    return AxisBounds([at_tiles], [] if outside is None else [Level.over(outside, tile)])
 
 
 def _level(x: Tensor | float, tile: int, device: torch.device) -> Level:

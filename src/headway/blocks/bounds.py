@@ -1,8 +1,8 @@
-"""What a mask's graph can be over boxes of tiles, level after level.
+"""Bounds of a mask's graph over boxes of tiles, on every level.
 
-What depends on one position alone is computed as it is (`sides.py`); interval rules
-(`mods.interval`) take over where a query's value meets a key's. From the values at the ends of
-tiles the mask at their four corners is known.
+Values that depend on one position alone have exact bounds (`axis_bounds.py`); interval rules
+(`mods.interval`) combine those of queries and keys. The values at the ends of tiles give the mask
+at their four corners.
 """
 
 from collections.abc import Callable
@@ -17,19 +17,19 @@ from ..mods.graph import Graph
 from ..mods.pointwise import Gathers
 from ..mods.ranges import TableBounds
 from ..mods.rules import Bounds
-from .axis_bounds import Axis, Groups, Level, along
+from .axis_bounds import Axis, Groups, Level, bounds_along
 
 
 class BoxBounds:
     """Bounds of a mask over boxes of tiles: `bounds(level, group, row, column)`.
 
-    All of the tensors that it takes and returns are `(boxes,)`; group, row and column are int64.
+    Its arguments and results are `(boxes,)`; group, row and column are int64.
     """
 
     def __init__(
         self, graph: Graph, values: dict, groups: Groups, q: Axis, kv: Axis, device: torch.device
     ) -> None:
-        """`values`: of what the graph captured, by name (`pointwise.bind`)."""
+        """`values`: the captured values, by name (`pointwise.bind`)."""
         self.graph, self.groups, self.device = graph, groups, device
         self.shape = groups.b, groups.h, q.boxes(0), kv.boxes(0)
         cut = self._cut = interval.split(graph)
@@ -46,31 +46,30 @@ class BoxBounds:
         rows = interval.part(graph, cut.rows, q.name)
         cols = interval.part(graph, cut.cols, kv.name)
         given = self._values, groups, device
-        along_q = along(q, rows, *given)
-        # Keys are mostly read as queries are: `ids[q_idx] == ids[kv_idx]`.
-        along_kv = along_q if rows == cols and q.is_at(kv) else along(kv, cols, *given)
-        fixed = along(None, interval.part(graph, cut.fixed), *given)
-        self._sides = (cut.fixed, fixed), (cut.rows, along_q), (cut.cols, along_kv)
+        along_q = bounds_along(q, rows, *given)
+        # Most masks read the same of keys as of queries: `ids[q_idx] == ids[kv_idx]`.
+        along_kv = along_q if rows == cols and q.is_at(kv) else bounds_along(kv, cols, *given)
+        fixed = bounds_along(None, interval.part(graph, cut.fixed), *given)
+        self._axes = (cut.fixed, fixed), (cut.rows, along_q), (cut.cols, along_kv)
 
     def __call__(
         self, level: int, g: Tensor, r: Tensor, c: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Bool: all pairs are kept, some may be, and a gather may leave its tensor (None: no).
-
-        Where a gather may, not all pairs are known to be kept.
-        """
+        """Whether all pairs are kept, whether some may be, and whether a gather may read outside of
+        its tensor (None: none does). Where it may, not all pairs are known to be kept."""
         b, h, *boxes = self._places(g, r, c)
-        known = self._kept(level, lambda side, x: x.at(b, h, boxes[side]))
+        known = self._kept(level, lambda axis, x: x.at(b, h, boxes[axis]))
         always, maybe, outside = (x if x is None else x.expand(len(g)) for x in known)
         return always, maybe, outside  # type: ignore[return-value]
 
     def of_all_tiles(self) -> tuple[Tensor, Tensor | None]:
-        """Of every single tile, `(b, h, rows, columns)` each: uint8, 0 for no pair, 2 for all and 1
-        for what is not known; and bool, whether a gather may leave its tensor (None: no)."""
+        """For all single tiles, `(b, h, rows, columns)`: uint8, 0 if no pair is kept, 2 if all are,
+        1 if unknown; and bool, whether a gather may read outside of its tensor (None: none does).
+        """
         dims = 3, 3, 2
 
-        def place(side: int, x: Level) -> Bounds:
-            return Bounds(x.lo.unsqueeze(dims[side]), x.hi.unsqueeze(dims[side]))
+        def place(axis: int, x: Level) -> Bounds:
+            return Bounds(x.lo.unsqueeze(dims[axis]), x.hi.unsqueeze(dims[axis]))
 
         always, maybe, outside = self._kept(0, place)
         state = always.view(torch.uint8) + maybe.view(torch.uint8)
@@ -78,29 +77,29 @@ class BoxBounds:
         return state, outside if outside is None else outside.expand(self.shape)
 
     def corners(self, g: Tensor, r: Tensor, c: Tensor) -> Tensor:
-        """The mask at the corners of single tiles, bool `(2, 2, boxes)`; not to be trusted where a
-        gather left its tensor."""
+        """The mask at the corners of single tiles, bool `(2, 2, boxes)`; invalid where a gather
+        reads outside of its tensor."""
         b, h, *boxes = self._places(g, r, c)
         values, dims = dict(self._values), (1, 1, 0)
-        for side, (names, read) in enumerate(self._sides):
+        for axis, (names, read) in enumerate(self._axes):
             for name, x in zip(names, read.at(0)[0], strict=True):
-                values[name] = x.ends_at(b, h, boxes[side]).unsqueeze(dims[side])
+                values[name] = x.ends_at(b, h, boxes[axis]).unsqueeze(dims[axis])
         (kept,) = evaluate(self.graph, values, Gathers(self.graph), only=self._cut.mixed)
         return torch.as_tensor(kept, device=self.device).expand(2, 2, len(g))
 
     def _places(self, g: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, ...]:
-        """Batch row, head, and the box along no axis, queries and keys."""
+        """Batch row, head, and the box along no axis, along queries and along keys."""
         return *self.groups.split(g), torch.zeros((), dtype=torch.int64, device=self.device), r, c
 
     def _kept(
         self, level: int, place: Callable[[int, Level], Bounds]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What `__call__` returns, from bounds that `place` gives for a side's values."""
+        """The result of `__call__`; `place` gives the bounds of an axis's values."""
         known, outside = dict(self._numbers), []
-        for side, (names, read) in enumerate(self._sides):
-            values, left = read.at(level if side else 0)
-            known.update((name, place(side, x)) for name, x in zip(names, values, strict=True))
-            outside += [place(side, x).hi for x in left]
+        for axis, (names, read) in enumerate(self._axes):
+            values, left = read.at(level if axis else 0)
+            known.update((name, place(axis, x)) for name, x in zip(names, values, strict=True))
+            outside += [place(axis, x).hi for x in left]
 
         def gather(n: int, indices: list[Bounds]) -> Bounds:
             found, leaves = self._tables[n](indices)
@@ -117,7 +116,7 @@ class BoxBounds:
         return always & ~left, maybe, left
 
     def _sizes(self, values: dict, *axes: Axis) -> tuple[tuple[str, int], ...]:
-        """How far from 0 the graph's inputs are at most, where it is known without a look."""
+        """The largest magnitudes of the graph's inputs, where these are known without a read."""
         groups = self.groups
         return (
             ("b", groups.first_b + groups.b),

@@ -24,8 +24,8 @@ def forward(spec: Spec, call: Call) -> Forward:
         return tiled.forward(spec, call)  # sees every logit: statistics are free
     if not (spec.max_logit or spec.row_max):
         return result
-    # Those kernels keep their logits to themselves. A second product is cheaper than doing without
-    # them: blocks of torch ops take twice as long as both.
+    # Those kernels do not return their logits. A second product is cheaper than doing without the
+    # kernels: blocks of torch ops take twice as long as both.
     row_max = row_maxima(spec, call, None if spec.row_max else result.lse)
     return result._replace(
         max_logit=row_max.amax(-1) if spec.max_logit else result.max_logit,
@@ -37,7 +37,7 @@ def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
-    """As the forward; the two need not be computed the same way."""
+    """PyTorch's flash kernels or blocks of torch ops, whatever the forward used."""
     if flash.suits(spec, call):
         grads = flash.backward(spec, call, out, lse, dout, dlse)
         if grads is not None:

@@ -1,16 +1,16 @@
-"""PyTorch's own CPU flash kernels, run over the live stretches of a block mask.
+"""PyTorch's own CPU flash kernels, run over the live key ranges of a block mask.
 
-They know no score functions and no dropout, but fuse the softmax into the products, which blocks
-of torch ops cannot. Given the merged out and lse, their backwards over disjoint keys sum to the
-exact gradients. Their weak sides are worked around or refused (`suits`):
+They support no score functions and no dropout, but fuse the softmax into the products, which blocks
+of torch ops cannot. With the merged out and lse, their backwards over disjoint keys sum to the
+exact gradients. Their weaknesses are worked around, or such calls are refused (`suits`):
 
 - a row whose logits are all NaN comes out as 0;
 - a row that sees nothing, or -inf alone, has lse 0, not -inf;
 - a mask is added: a NaN or inf of a key reaches rows that do not keep it;
-- causal, -inf is put in before the scale: times 0 that is NaN, times a negative number inf;
-- half precision is accumulated as such in the backward, and P is rounded to it in both directions,
-  so it is computed in float32, which loses nothing;
-- the backward is parallel over heads only, and computes delta by itself.
+- causal, -inf is set before the scale: times 0 that is NaN, times a negative number inf;
+- half precision is accumulated as such in the backward, and P is rounded to it in both directions;
+  so inputs are converted to float32, which loses nothing;
+- the backward is parallel over heads only, and computes delta itself.
 """
 
 import math
@@ -24,28 +24,28 @@ from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile, in
 from ..base import Call, Hook, causal_text, delta_of, graphs, split
 from .tile_plan import Segment, index_tensors, pieces
 
-_LEAST_SCALE = 1e-30  # of their causal square; float32 knows what is smaller as 0, or nearly
-# Called by its Python binding, which costs a tenth of a small kernel less than `torch.ops`.
+_LEAST_SCALE = 1e-30  # of their causal masks; smaller scales are nearly 0 in float32
+# The Python binding: `torch.ops` would cost a tenth of a small kernel more.
 _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def suits(spec: Spec, call: Call) -> bool:
-    """Whether these kernels can do the call, as well as blocks of torch ops or better."""
-    return _knows(spec, call) and _finite(call.q)
+    """Whether these kernels can run the call, at least as well as blocks of torch ops."""
+    return _supports(spec, call) and _finite(call.q)
 
 
 def _finite(x: Tensor) -> bool:
-    """Whether all numbers are finite, and not so large that it is hard to say."""
+    """Whether the sum, and so every number, is finite. False also if the sum overflows."""
     return math.isfinite(x.sum(dtype=torch.float32))
 
 
 def _some_zero(lse: Tensor) -> bool:
-    """Whether some lse is 0: what the kernels also give to a row of nothing but NaN or -inf."""
+    """Whether some lse is 0, which the kernels also return for a row of NaN or of -inf alone."""
     return lse.count_nonzero().item() < lse.numel()
 
 
-def _knows(spec: Spec, call: Call) -> bool:
+def _supports(spec: Spec, call: Call) -> bool:
     return spec.score is None and spec.dropout == 0 and _fit(call.q, call.k, call.v)
 
 
@@ -54,8 +54,8 @@ def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def native(spec: Spec, call: Call, hook: Hook) -> Tensor | None:
-    """The output where one call of the kernel is all of it. None where there is more to do, or the
-    backward has a better way."""
+    """The output, where one call of the kernel computes it. None where more is needed, or where the
+    backward has a faster way."""
     causal_square = spec.mask is not None and is_causal(spec, call)
     if not (causal_square or spec.mask is None) or call.sink is not None or spec.partial:
         return None
@@ -67,9 +67,11 @@ def native(spec: Spec, call: Call, hook: Hook) -> Tensor | None:
 def plain(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, hook: Hook
 ) -> Tensor | None:
-    """`native` of softmax(scale q kᵀ) v, over j <= i where `causal`; `scale` None is 1/sqrt(d).
-    Without a hook it is made for compilers. Most calls come here, so it reads little: that takes
-    time in Python, and Dynamo guards it."""
+    """`native` of softmax(scale q kᵀ) v, over j <= i if `causal`; `scale` None is 1/sqrt(d).
+
+    `hook` None: for compilers. Most calls come here, so it reads few attributes: each takes time in
+    Python, and is guarded by Dynamo.
+    """
     if not _fit(q, k, v):
         return None
     if causal and (q.shape[2] != k.shape[2] or (scale is not None and scale < _LEAST_SCALE)):
@@ -81,10 +83,11 @@ def plain(
     out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
     if hook is not None and out.requires_grad:
         out.grad_fn.register_hook(hook)  # type: ignore[union-attr]
-    # A row of NaN logits comes out of the kernel as one that sees nothing: 0, with lse 0. (One of
-    # -inf alone does, too, and that is right.)
+    # For a row of NaN logits the kernel returns 0, with lse 0, as for one that sees nothing. (For a
+    # row of -inf alone it does so, too, and that is right.)
     if hook is None:
-        # A compiler cannot look. Every row sees the first key: where that logit is NaN, the row is.
+        # A compiler cannot branch on values. Every row sees the first key: if that logit is NaN,
+        # the row is NaN.
         first = (q.detach() * k.detach()[:, :, :1]).sum(-1, dtype=lse.dtype)
         out = out + first.masked_fill(~first.isnan() | (lse != 0), 0).to(out.dtype)[..., None]
     elif _some_zero(lse) and not (_finite(q) and _finite(k)):
@@ -106,8 +109,8 @@ constant_under_compile(_threads)
 
 
 def forward(spec: Spec, call: Call) -> Forward | None:
-    """Every stretch of keys by itself, merged by log-sum-exp; None where a key is NaN or infinite
-    and may show where it must not, or not show where it must."""
+    """Each key range by itself, merged by log-sum-exp; None if a key is NaN or infinite, which may
+    then reach rows that it must not reach, or be hidden where it must show."""
     b, hq, q_len, d = call.q.shape
     acc = acc_dtype(call.q.dtype)
     causal_square = is_causal(spec, call)
@@ -120,7 +123,7 @@ def forward(spec: Spec, call: Call) -> Forward | None:
         doubtful = False
         out = torch.zeros(q.shape, dtype=acc, device=q.device)
         lse = torch.full(q.shape[:3], -math.inf, dtype=acc, device=q.device)
-        for piece, keys, bias, seen in _stretches(spec, call, q.dtype):
+        for piece, keys, bias, seen in _key_ranges(spec, call, q.dtype):
             at = piece.n, piece.g, piece.i
             o, l = _forward(
                 q[at], k[piece.n, piece.g, keys], v[piece.n, piece.g, keys], 0.0, False,
@@ -148,23 +151,23 @@ def forward(spec: Spec, call: Call) -> Forward | None:
 def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
 ) -> Grads | None:  # fmt: skip
-    """The sum of the stretches' backwards; None where the kernels cannot be given its delta, or
-    would leave most threads idle."""
+    """The sum of the backwards over key ranges; None where the kernels would compute another delta,
+    or leave most threads idle."""
     (b, hq, q_len, d), hk, kv_len = call.q.shape, *call.k.shape[1:3]
     acc = acc_dtype(call.q.dtype)
     if _leaves_idle(call.q):
         return None
     delta, like_out = None, out
-    if dlse is not None or call.sink is not None:  # else theirs is the one to use
+    if dlse is not None or call.sink is not None:  # else the kernels' own delta is right
         delta = delta_of(out, dout, dlse, acc)
-        like_out = _giving(delta, out, dout, dlse, acc)
+        like_out = _out_with_delta(delta, out, dout, dlse, acc)
         if like_out is None:
             return None
     causal_square = is_causal(spec, call)
     at_once = causal_square or spec.mask is None
     q, k, v = _inputs(call.q, call.k, call.v, folded=not at_once)
     dout, like_out = _rows(dout, q.dtype), _rows(like_out, q.dtype)
-    # exp(-inf - inf) is 0, and that is what a row that sees nothing needs.
+    # exp(-inf - inf) is 0, which is right for a row that sees nothing.
     lse = lse.nan_to_num(math.nan, math.inf, math.inf)
     if q.shape != dout.shape:
         dout, like_out = dout.reshape(q.shape), like_out.reshape(q.shape)
@@ -174,7 +177,7 @@ def backward(
         dq, dk, dv = grads
     else:
         dq, dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (q, k, v))
-        for piece, keys, bias, _ in _stretches(spec, call, q.dtype):
+        for piece, keys, bias, _ in _key_ranges(spec, call, q.dtype):
             at, kv = (piece.n, piece.g, piece.i), (piece.n, piece.g, keys)
             grads = _backward(
                 dout[at], q[at], k[kv], v[kv], like_out[at], lse[at], 0.0, False,
@@ -197,12 +200,12 @@ def backward(
     return Grads(dq, dk, dv, dsink, [])
 
 
-def _giving(
+def _out_with_delta(
     delta: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, acc: torch.dtype
 ) -> Tensor | None:
-    """What to call out. The kernels want it only to compute delta = rowsum(dout∘out), but the delta
-    to use may have a gradient of lse taken off it. Then dout * delta / |dout|² has
-    that product with dout. None where there is no such thing."""
+    """A stand-in for out. The kernels use out only to compute delta = rowsum(dout∘out), but the
+    right delta may have a gradient of lse subtracted. dout * delta / |dout|² has that product with
+    dout. None if it is not finite."""
     if dlse is None or not dlse.any():  # a compiled program gives zeros
         return out if math.isfinite(delta.sum()) else None
     size = dout.to(acc).square().sum(-1)
@@ -212,14 +215,14 @@ def _giving(
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In `dtype`, with rows whose numbers lie side by side, which the kernels take for granted."""
+    """x in `dtype`, with contiguous rows, which the kernels assume."""
     x = in_dtype(x, dtype)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q as (b * hk, g, q_len, d); k and v as views that every query head of the group shares. As
-    they are, where they need not be folded and no head of keys is shared."""
+    """q as (b * hk, g, q_len, d); k and v as views that every query head of the group shares.
+    Unchanged if not `folded` and no key head is shared."""
     dtype = acc_dtype(q.dtype)
     if q.dtype != dtype or not q.stride()[3] == k.stride()[3] == v.stride()[3] == 1:
         q, k, v = _rows(q, dtype), _rows(k, dtype), _rows(v, dtype)
@@ -232,9 +235,9 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor, T
     return q, k, v
 
 
-def _stretches(spec: Spec, call: Call, dtype: torch.dtype):
-    """Pieces with the keys they visit at once, the additive mask over them (None where every pair
-    is kept), and which rows see any of them."""
+def _key_ranges(spec: Spec, call: Call, dtype: torch.dtype):
+    """Work items with a key range, the additive mask over it (None if every pair is kept), and
+    which rows see any key of it."""
     _, mask = graphs(spec)
     _, captured = split(spec, call.captured)
     positions = call.coords.positions(call.q.shape[2], call.k.shape[2], call.q.device)
@@ -263,7 +266,7 @@ def _stretches(spec: Spec, call: Call, dtype: torch.dtype):
 
 
 def _join(segments: tuple[Segment, ...]) -> list[Segment]:
-    """Neighbouring segments as one where that costs less than another call and a merge."""
+    """Neighbouring key ranges as one, where that costs less than another call and a merge."""
     joined: list[Segment] = []
     for _, group in groupby(enumerate(segments), lambda x: _block(segments, x[0])):
         run = [s for _, s in group]
@@ -294,7 +297,8 @@ def _merge_into(out: Tensor, lse: Tensor, o: Tensor, l: Tensor) -> None:
 
 
 def is_causal(spec: Spec, call: Call) -> bool:
-    """The one mask that the kernels know by themselves: causal on a square."""
+    """Whether the mask is the one that the kernels support themselves: causal, with as many queries
+    as keys."""
     coords = call.coords
     return (
         spec.mask is not None

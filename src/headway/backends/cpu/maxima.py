@@ -1,7 +1,7 @@
-"""The largest logits of calls that run in PyTorch's flash kernels, which keep theirs to themselves.
+"""The largest logits of calls that run in PyTorch's flash kernels, which do not return them.
 
-One product and one reduction per block of pairs, a third of what the forward costs. Given lse, only
-the rows are looked at that can hold their head's maximum.
+One product and one reduction per block of pairs, a third of the forward's time. With lse, only rows
+are computed that can hold their head's maximum.
 """
 
 import math
@@ -18,16 +18,16 @@ from .flash import is_causal
 from .tile_plan import Piece, pieces
 from .tiled import Tile, by_kv_head
 
-_ROWS, _KEYS = 256, 1024  # of the causal square at once
-_PAIRS = 1 << 18  # of all heads that are computed at once: 1 MB of float32
+_ROWS, _KEYS = 256, 1024  # of a block of a causal mask
+_PAIRS = 1 << 18  # of a block, all heads together: 1 MB of float32
 
-# Keys, and what their logits are cut off at: inf where a pair is kept, -inf elsewhere; None for all
-# kept. It broadcasts to (heads, keys, g, rows).
+# Keys, and upper bounds of their logits: inf where a pair is kept, -inf elsewhere; None: all are
+# kept. They broadcast to (heads, keys, g, rows).
 Blocks = Iterator[tuple[slice, Tensor | None]]
 
 
 class Rows(NamedTuple):
-    """Some queries of some heads, numbered as in `Piece`, and the blocks of keys that they see."""
+    """Some queries of some heads, numbered as in `Piece`, and the blocks of keys they see."""
 
     n: slice
     g: slice
@@ -39,14 +39,14 @@ def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
     """The largest S of every query's kept pairs, (b, hq, q_len), for a call without a score
     function.
 
-    Given lse, which bounds them, only as far as their heads' maxima need: rows whose lse is at or
-    below the best so far cannot hold it; blocks of such rows stay at -inf.
+    With lse, an upper bound, only as far as the maxima of heads need it: a row whose lse is not
+    above its head's best cannot hold the maximum; blocks of such rows stay at -inf.
     """
     (b, hq, q_len, d), hk = call.q.shape, call.k.shape[1]
     acc = acc_dtype(call.q.dtype)
     kv_len = call.k.shape[2]
-    # The rows of the batch as one, where that saves many small products, or where what is long
-    # should lie together; else a copy of transposed heads costs more than it saves.
+    # All batch rows at once, where that saves many small products, or where long rows should be
+    # contiguous; else the copy of transposed heads costs more than it saves.
     rows = 1 if q_len > _KEYS or hq * q_len * kv_len < _PAIRS else b
     heads = b * hk // max(1, rows)
     q = in_dtype(call.q, acc).reshape(rows, heads, hq // hk, q_len, d)
@@ -57,7 +57,7 @@ def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
     else:
         work = list(_rows(spec, call))
     bound = None if lse is None else by_kv_head(lse, hk, acc)
-    if bound is not None:  # the most promising first
+    if bound is not None:  # the largest bounds first
         work.sort(key=lambda rows: float(bound[rows.n, rows.g, rows.i].amax()), reverse=True)
     buffer = torch.empty(0, dtype=acc, device=q.device)
     for n, g, i, blocks in work:
@@ -66,7 +66,7 @@ def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
             if bool((bound[n, g, i].amax(-1) <= best).all()):
                 continue
         for keys, cap in blocks():
-            # Keys by queries, to be reduced along columns: both are faster than the other way.
+            # Keys by queries, reduced along columns: product and reduction are faster so.
             size = keys.stop - keys.start, g.stop - g.start, i.stop - i.start
             step = max(1, _PAIRS // math.prod(size))
             if buffer.numel() < step * math.prod(size):
@@ -86,7 +86,7 @@ def row_maxima(spec: Spec, call: Call, lse: Tensor | None = None) -> Tensor:
 
 
 def _by_row(n: slice, heads: int, step: int) -> Iterator[tuple[int, slice]]:
-    """The heads `n`, of which every row holds so many: row by row, at most `step` at once."""
+    """The heads `n` by batch row, `heads` to a row, at most `step` at once."""
     at = n.start
     while at < n.stop:
         row, first = divmod(at, heads)
@@ -96,12 +96,12 @@ def _by_row(n: slice, heads: int, step: int) -> Iterator[tuple[int, slice]]:
 
 
 def _largest(s: Tensor, cap: Tensor | None, heads: slice) -> Tensor:
-    """Of every query, (heads, g, rows); S is overwritten."""
+    """The largest S of every query, (heads, g, rows). S is overwritten."""
     if cap is None:
         return s.amax(1)
     cap = cap[heads] if len(cap) > 1 else cap
     largest = torch.minimum(s, cap, out=s).amax(1)  # six times faster than a masked fill
-    if bool(largest.isnan().any()):  # but it lets NaN through, of pairs that are not kept as well
+    if bool(largest.isnan().any()):  # but it also passes NaN of pairs that are not kept
         largest = s.masked_fill_(cap == -math.inf, -math.inf).amax(1)
     return largest
 
@@ -122,9 +122,8 @@ def _blocks(tile: Tile, piece: Piece) -> Blocks:
 
 
 def _causal_rows(n: int, g: int, length: int, dtype: torch.dtype) -> Iterator[Rows]:
-    """Of the causal square, without a look at tiles and masks: in short calls they cost as much as
-    the products."""
-    rows = _ROWS if length > _KEYS else _ROWS // 2  # of short ones, diagonal blocks are the most
+    """The rows of a causal mask, without tiles: in short calls tiles cost as much as products."""
+    rows = _ROWS if length > _KEYS else _ROWS // 2  # in short calls most blocks are diagonal ones
     for first in range(0, length, rows):
         i = slice(first, min(first + rows, length))
         yield Rows(slice(0, n), slice(0, g), i, partial(_causal_blocks, i, dtype))

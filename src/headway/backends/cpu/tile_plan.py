@@ -1,8 +1,8 @@
-"""How the CPU backend cuts a call into pieces of work that fit the caches.
+"""The work items of a call on the CPU, sized for the caches.
 
 A piece is some key/value heads (with the query heads that read them) times a block of queries; its
-segments are the stretches of keys that it visits. Tiles of the block mask are joined into blocks of
-about 256 x 256 pairs, since each torch op has a fixed cost.
+segments are the key ranges that it visits. Tiles of the block mask are joined into blocks of about
+256 x 256 pairs, since each torch op has a fixed cost.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from ...blocks import TILE, Runs, Tiles, cached_build
 from ...types import Spec
 from ..base import Call, graphs, split
 
-_ROWS = 256  # queries in a block, at least, where there are so many
-_PAIRS = 1 << 20  # pairs in a block: 4 MB of float32, the caches of two cores
+_ROWS = 256  # least queries of a block, if the call has as many
+_PAIRS = 1 << 20  # pairs of a block: 4 MB of float32, the caches of two cores
 
 
 class Segment(NamedTuple):
-    """Keys `start:stop`; in a full one every pair is kept and the mask is not evaluated."""
+    """Keys `start:stop`. In a full one every pair is kept, and the mask is not evaluated."""
 
     start: int
     stop: int
@@ -40,10 +40,10 @@ class Piece:
 
 
 def pieces(spec: Spec, call: Call, *, whole_rows: bool = False) -> Iterator[Piece]:
-    """Every piece of work, each query exactly once.
+    """The pieces of a call. Every query is in exactly one.
 
-    With `whole_rows`, for a kernel that does its own blocking: all heads that share their tiles at
-    once, and segments as long as they are.
+    - `whole_rows`: for a kernel that does its own blocking: all heads that share their tiles at
+      once, and segments of any length.
     """
     b, hq, q_len, _ = call.q.shape
     hk, kv_len = call.k.shape[1:3]
@@ -76,8 +76,8 @@ def pieces(spec: Spec, call: Call, *, whole_rows: bool = False) -> Iterator[Piec
 
 
 def _tiles(spec: Spec, call: Call) -> tuple[Tiles | None, int, int, tuple[int, int] | None]:
-    """The block mask's tiles, the b and h they hold for, and the tile size; None for no mask, and
-    where there are so few pairs that one partial block is cheaper than a look at tiles."""
+    """The block mask's tiles, the b and h for which they were built, and the tile size; None
+    without a mask, and where one partial block of all pairs is cheaper than the tiles."""
     if call.tiles is not None and spec.tiles is not None:
         mask_b, mask_h, *tile = spec.tiles
         return call.tiles, mask_b, mask_h, tuple(tile)  # type: ignore[return-value]
@@ -97,7 +97,7 @@ def _segments(
     q_len: int, kv_len: int, cols: int,
 ) -> tuple[Segment, ...]:  # fmt: skip
     if tiles is None or tile is None:
-        # Without tiles a mask, if there is one, is evaluated everywhere.
+        # Without tiles the mask, if there is one, is evaluated everywhere.
         return tuple(_cut(0, kv_len, cols, kv_len, full=spec.mask is None))
     tile_rows = -(-q_len // tile[0])
     first, last = i.start // tile[0], -(-i.stop // tile[0])
@@ -134,7 +134,7 @@ def _cut(start: int, stop: int, cols: int, kv_len: int, full: bool) -> Iterator[
 def index_tensors(
     call: Call, piece: Piece, q_idx: torch.Tensor, kv_idx: torch.Tensor, keys: slice
 ) -> dict[str, torch.Tensor]:
-    """Global b, h, q_idx, kv_idx of a piece's pairs, to broadcast as (n, g, i, j)."""
+    """Global b, h, q_idx, kv_idx of a piece's pairs; they broadcast to (n, g, i, j)."""
     hk, g = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
     n = torch.arange(piece.n.start, piece.n.stop, device=q_idx.device)[:, None, None, None]
     heads = torch.arange(piece.g.start, piece.g.stop, device=q_idx.device)[:, None, None]

@@ -1,8 +1,8 @@
-"""FlashAttention's algorithm in blocks of torch ops: the CPU's forward and backward.
+"""FlashAttention in blocks of torch ops: the CPU's forward and backward.
 
-(Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4; Dao 2023, arXiv 2307.08691.) A block of S
-lives in a buffer that stays in cache, and every op writes in place. Half precision inputs are
-computed in float32, which most CPUs multiply faster and which loses nothing.
+(Dao et al. 2022, arXiv 2205.14135, algorithms 1 and 4; Dao 2023, arXiv 2307.08691.) A block of S is
+in a buffer that stays in the cache, and every op writes in place. Half precision inputs are
+converted to float32, which most CPUs multiply faster and which loses nothing.
 """
 
 import math
@@ -21,18 +21,18 @@ from .tile_plan import Piece, Segment, index_tensors, pieces
 
 
 class Buffers:
-    """Reusable blocks of memory: the n-th request of a round gets the n-th block."""
+    """Reusable memory: the n-th request of a round gets the n-th block."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[torch.dtype, int], Tensor] = {}
         self.taken = 0
 
     def start(self, shape: tuple[int, ...]) -> None:
-        """Begin a round; every block of it has this shape."""
+        """Begin a round, in which every block has this shape."""
         self.shape, self.taken = shape, 0
 
     def __call__(self, dtype: torch.dtype) -> Tensor:
-        """A block with arbitrary content."""
+        """An uninitialised block."""
         key, size = (dtype, self.taken), math.prod(self.shape)
         if key not in self.blocks or self.blocks[key].numel() < size:
             self.blocks[key] = torch.empty(size, dtype=dtype, device="cpu")
@@ -71,13 +71,13 @@ class Tile:
 
     @property
     def at(self) -> Positions:
-        """The index tensors of this block, made when something asks for them."""
+        """The index tensors of this block, made at their first use."""
         if self._at is None:
             self._at = Positions(**index_tensors(self.call, self.piece, *self.positions, self.keys))
         return self._at
 
     def new(self) -> Tensor:
-        """A block of the accumulation dtype with arbitrary content."""
+        """An uninitialised block of the accumulation dtype."""
         return self.buffers(self.acc)
 
     def kept(self) -> Tensor | None:
@@ -87,7 +87,7 @@ class Tile:
         if not self.shared_masks:
             return mask_at(self.mask, self.bound_mask, self.at)
         key = (self.piece.i.start, self.keys.start)
-        if key not in self._masks:  # the same for the next heads
+        if key not in self._masks:  # the next heads use it again
             if len(self._masks) > 64:
                 self._masks.clear()
             self._masks[key] = mask_at(self.mask, self.bound_mask, self.at)
@@ -142,7 +142,7 @@ class Learned:
 
     def gradient(self, dt: Tensor, p: Tensor) -> Tensor:
         """dS = dT∘dT/dS, in place; adds dT∘dT/dg to the gradient of every gathered tensor."""
-        # Where P is 0 a derivative may be anything, infinity included, and counts nothing.
+        # Where P is 0 the gradient is 0, and a derivative may be anything, infinity included.
         nothing = p == 0 if self.graph.unbounded else None
 
         def times(by: Tensor | float, out: Tensor | None = None) -> Tensor:
@@ -164,8 +164,8 @@ def flat(block: Tensor) -> Tensor:
 
 
 def _exp(t: Tensor) -> Tensor:
-    """exp in place, without denormal results: those slow a product down tenfold, and next to a
-    row's largest term, 1, they count nothing. NaN stays NaN."""
+    """exp in place, without denormal results: those slow a product down tenfold, and are lost
+    beside a row's largest term, 1. NaN stays NaN."""
     return torch.threshold_(t, _LEAST[t.dtype], -math.inf).exp_()
 
 
@@ -179,15 +179,15 @@ def by_kv_head(x: Tensor, hk: int, dtype: torch.dtype) -> Tensor:
 
 
 def _scored(
-    tile: Tile, q_block: Tensor, k: Tensor, *, apart: bool = False
+    tile: Tile, q_block: Tensor, k: Tensor, *, separate: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """T of a block of pairs, -inf where not kept, in a block that may be overwritten; and S, which
-    is that block too unless it is kept `apart`."""
+    """T of a block of pairs, -inf where not kept, in a block that may be overwritten; and S, in
+    the same block unless `separate`."""
     s, score = tile.new(), tile.score
     torch.baddbmm(flat(s), q_block, k.mT, beta=0, alpha=tile.spec.scale, out=flat(s))
     t, kept = s, tile.kept()
     if score is not None:
-        (t,), _ = tile.scores(score, s, kept, overwrite=not apart)
+        (t,), _ = tile.scores(score, s, kept, overwrite=not separate)
         t = tile.full_sized(t)
     if kept is not None:
         t.masked_fill_(~kept, -math.inf)
@@ -195,25 +195,28 @@ def _scored(
 
 
 def _online(t: Tensor, m: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of an online softmax: exp(T − m) in place of T, m being the largest T so far; that
-    m; and what sums of earlier terms shrink by. `total` is such a sum, and gets the new ones."""
+    """One step of an online softmax, m being the largest T so far.
+
+    **Returns:** exp(T − m) in the place of T; the new m; and the factor that rescales sums of
+    earlier terms. `total` is such a sum: it is rescaled, and the new terms are added.
+    """
     before, m = m, torch.maximum(m, t.amax(-1, keepdim=True))
-    # A row that has seen nothing yet has m = -inf, and exp(-inf - 0) = 0 is what it needs.
+    # A row that has seen nothing yet has m = -inf, for which exp(-inf - 0) = 0 is right.
     base = m.masked_fill(m == -math.inf, 0)
     p = _exp(t.sub_(base))
-    shrink = (before - base).exp_()
-    total.mul_(shrink).add_(p.sum(-1, keepdim=True))
-    return p, m, shrink
+    rescale = (before - base).exp_()
+    total.mul_(rescale).add_(p.sum(-1, keepdim=True))
+    return p, m, rescale
 
 
-def _apart(
+def _split_lse(
     spec: Spec, call: Call, tile: Tile, q: Tensor, k: Tensor, lse: Tensor, sink: Tensor | None
 ) -> Tensor | None:
-    """lse in two parts, for rows where one number cannot hold it: beside a largest T of -1e9, the
-    logarithm of the sum is lost. The largest T takes the place of lse, and P = exp(T − that) share.
+    """lse in two parts, for rows where one number cannot represent it: beside a largest T of -1e9
+    the logarithm of the sum is lost. m, the largest T, replaces lse, and P = exp(T − m) share.
 
-    **Returns:** the shares; None where there are no such rows, and where lse may be a merged one,
-    of which the keys that are here do not know the parts.
+    **Returns:** the shares; None if there are no such rows, or if lse may be a merged one, whose
+    parts cannot be computed from the keys of this call.
     """
     rows = (lse.abs() > LARGE_LSE) & lse.isfinite()
     if spec.partial or not bool(rows.any()):
@@ -263,12 +266,12 @@ def forward(spec: Spec, call: Call) -> Forward:
         total = torch.zeros(*size, 1, dtype=acc, device="cpu")
         for segment in piece.segments:
             tile.enter(piece, segment)
-            t, s = _scored(tile, q_block, k[n, tile.keys], apart=spec.max_logit)
+            t, s = _scored(tile, q_block, k[n, tile.keys], separate=spec.max_logit)
             if tile.score is not None and spec.max_logit:
                 logits = s.masked_fill(t == -math.inf, -math.inf)
                 torch.maximum(max_logit[n, gs], logits.amax((2, 3)), out=max_logit[n, gs])
-            p, m, shrink = _online(t, m, total)
-            o.mul_(shrink)
+            p, m, rescale = _online(t, m, total)
+            o.mul_(rescale)
             if spec.dropout > 0:
                 p = p.mul_(tile.dropped())
             flat(o).baddbmm_(flat(p), v[n, tile.keys])
@@ -276,9 +279,9 @@ def forward(spec: Spec, call: Call) -> Forward:
         if sink is not None:
             before, m = m, torch.maximum(m, sink[n, gs])
             base = m.masked_fill(m == -math.inf, 0)
-            shrink = (before - base).exp_()
-            total.mul_(shrink).add_((sink[n, gs] - base).exp_())
-            o.mul_(shrink)
+            rescale = (before - base).exp_()
+            total.mul_(rescale).add_((sink[n, gs] - base).exp_())
+            o.mul_(rescale)
         lse[n, gs, i] = (m + total.log())[..., 0]
         out[n, gs, i] = o.div_(total.masked_fill(total == 0, 1))
     if tile.score is None and spec.max_logit and q_len:
@@ -305,7 +308,7 @@ def backward(
     lse = by_kv_head(lse.masked_fill(lse == -math.inf, math.inf), hk, acc)[..., None]
     delta = by_kv_head(delta_of(out, dout, dlse, acc), hk, acc)[..., None]
     sink = _by_rows(call.sink, b, hk, g, acc)
-    share = _apart(spec, call, tile, q, k, lse, sink)
+    share = _split_lse(spec, call, tile, q, k, lse, sink)
     dq = torch.zeros(b * hk, g, q_len, d, dtype=acc, device="cpu")
     dk = torch.zeros(b * hk, kv_len, d, dtype=acc, device="cpu")
     dv = torch.zeros(b * hk, kv_len, dv_, dtype=acc, device="cpu")

@@ -50,14 +50,15 @@ def plan_of(
     - `of`: the first part of the key: which plan.
     - `wanted`: the gathers that need a gradient; `matrices`: q, k, v and, for a backward, dout.
     """
-    alike, (q, k, v, *dout), short = call.signature, matrices, None
+    signature, (q, k, v, *dout), short = call.signature, matrices, None
     if undecidable(spec, call):  # the plan of other calls keeps the tiles of one moment
         of = *of, undecidable
-    if alike is not None and alike.spec is spec and q is call.q and k is call.k and v is call.v:
-        short = (of, alike)
+    same = q is call.q and k is call.k and v is call.v
+    if same and signature is not None and signature.spec is spec:
+        short = (of, signature)
         if dout:  # saved tensors may have come back with other strides (`saved_tensors_hooks`)
             strides = [x.stride() for x in (*matrices, *call.captured.tensors)]
-            short = (of, alike, wanted, *strides)
+            short = (of, signature, wanted, *strides)
         plan = _known.get(short)
         if plan is not None:
             return plan
