@@ -16,6 +16,7 @@ import pytest
 
 SOURCES = sorted((Path(__file__).parents[1] / "src").rglob("*.py"))
 LONGEST = 400  # lines of code in one file: what one reads in a sitting
+KERNEL = 600  # of one that is a kernel, from its arguments to its end
 
 LAZY = ("triton", "matplotlib", "rich", "tyro", "transformers", "safetensors")
 
@@ -130,4 +131,5 @@ def test_code_lines_counts_code_only():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: "/".join(path.parts[-3:]))
 def test_file_is_short(path: Path):
     lines = code_lines(path.read_text(encoding="utf-8"))
-    assert lines <= LONGEST, f"{path.name} has {lines} lines of code: give a part a file of its own"
+    most = KERNEL if path.stem.startswith("kernel") else LONGEST
+    assert lines <= most, f"{path.name} has {lines} lines of code: give a part a file of its own"

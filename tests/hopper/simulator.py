@@ -560,7 +560,7 @@ def _fakes() -> dict[str, types.ModuleType]:
     jit = lambda fn=None, **options: (lambda f: f) if fn is None else fn
     gl = Language("language")
     gluon = types.SimpleNamespace(jit=jit, constexpr_function=lambda f: f)
-    api = types.ModuleType("simulated.device.gluon_compat")
+    api = types.ModuleType("simulated.hopper.device.gluon_compat")
     vars(api).update(
         gl=gl, gluon=gluon, mbarrier=mbarrier, fence_async_shared=fence_async_shared,
         reinterpret=Shared.reinterpret, tma_store_wait_visible=tma_store_wait_visible, inline_ptx=inline_ptx, barrier=lambda: None,
@@ -571,30 +571,34 @@ def _fakes() -> dict[str, types.ModuleType]:
     )  # fmt: skip
     triton = types.ModuleType("triton")
     triton.jit, triton.language, triton.next_power_of_2 = jit, gl, _next_power_of_2
-    return {"simulated.device.gluon_compat": api, "triton": triton, "triton.language": gl}
+    return {"simulated.hopper.device.gluon_compat": api, "triton": triton, "triton.language": gl}
 
 
 def _load() -> types.SimpleNamespace:
     """The kernels' own files, with the names they import played by those above."""
-    fakes = _fakes() | {"simulated_text.runtime.launcher": launcher}
-    for name, path in (("simulated", launch.__file__), ("simulated_text", gpu.__file__)):
+    fakes = _fakes() | {"simulated.gpu.runtime.launcher": launcher}
+    for name, path in (
+        ("simulated", backends.__file__),
+        ("simulated.hopper", launch.__file__),
+        ("simulated.gpu", gpu.__file__),
+    ):
         package = types.ModuleType(name)
         package.__path__ = [str(Path(path).parent)]
         fakes[name] = package
     with mock.patch.dict(sys.modules, fakes):
         load = importlib.import_module
         kernels = {
-            "forward": load("simulated.fwd.kernel"),
-            "backward": load("simulated.bwd.kernel"),
-            "backward_wide": load("simulated.bwd.wide"),
-            "epilogue": load("simulated.fwd.epilogue"),
-            "preprocess": load("simulated_text.preprocess"),
+            "forward": load("simulated.hopper.fwd.kernel"),
+            "backward": load("simulated.hopper.bwd.kernel"),
+            "backward_wide": load("simulated.hopper.bwd.wide"),
+            "epilogue": load("simulated.hopper.fwd.epilogue"),
+            "preprocess": load("simulated.gpu.preprocess"),
         }
         for name in ("common", "dq_reduce", "dq_zero", "segments", "wide_dq"):
-            kernels[name] = load(f"simulated.bwd.{name}")
+            kernels[name] = load(f"simulated.hopper.bwd.{name}")
         for name in ("affine_score", "hoisted", "relative_bias"):
-            kernels[name] = load(f"simulated.device.{name}")
-        text = {n: load(f"simulated_text.device.{n}") for n in ("maths", "gradients")}
+            kernels[name] = load(f"simulated.hopper.device.{name}")
+        text = {n: load(f"simulated.gpu.device.{n}") for n in ("maths", "gradients")}
     names = {"triton": fakes["triton"], "tl": fakes["triton.language"], **text}
     return types.SimpleNamespace(names=names, **kernels)
 

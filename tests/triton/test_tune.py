@@ -24,7 +24,7 @@ NO_ROOM = Config(128, 128, 4, 4)
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved.platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     saved.load.cache_clear()
     yield tmp_path / "headway" / "tiles"
     saved.load.cache_clear()

@@ -69,7 +69,7 @@ def mask(b, h, q_idx, kv_idx, captured):
     # return kv_idx <= q_idx + self.offset
     v0 = q_idx + n0
     v1 = kv_idx <= v0
-    # mine = self.ids[b, q_idx] if self.ids.dim() == 2 else self.ids[q_idx]
+    # mine = ids[b, q_idx] if ids.dim() == 2 else ids[q_idx]
     v2 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(q_idx, t0_size1) * t0_stride1)
     # theirs = kv_ids[b, kv_idx] if kv_ids.dim() == 2 else kv_ids[kv_idx]
     v3 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(kv_idx, t0_size1) * t0_stride1)

@@ -27,7 +27,7 @@ def mask(b, h, q_idx, kv_idx, captured):
     v5 = v2 > v4
     v6 = v3 & v5
     v7 = v1 & v6
-    # mine = self.ids[b, q_idx] if self.ids.dim() == 2 else self.ids[q_idx]
+    # mine = ids[b, q_idx] if ids.dim() == 2 else ids[q_idx]
     v8 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(q_idx, t0_size1) * t0_stride1)
     # theirs = kv_ids[b, kv_idx] if kv_ids.dim() == 2 else kv_ids[kv_idx]
     v9 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(kv_idx, t0_size1) * t0_stride1)
@@ -58,7 +58,7 @@ def of_q(b, h, q_idx, shared, captured):
     t0_stride0 = captured[0][2]
     t0_size1 = captured[0][3]
     t0_stride1 = captured[0][4]
-    # mine = self.ids[b, q_idx] if self.ids.dim() == 2 else self.ids[q_idx]
+    # mine = ids[b, q_idx] if ids.dim() == 2 else ids[q_idx]
     v8 = tl.load(t0 + maths.clamp_index(b, t0_size0) * t0_stride0 + maths.clamp_index(q_idx, t0_size1) * t0_stride1)
     return (v8,)
 
@@ -99,7 +99,7 @@ def pairs(b, h, q_idx, kv_idx, shared, of_q, of_kv, steps, captured):
     v5 = steps[0]
     v6 = v3 & v5
     v7 = v1 & v6
-    # mine = self.ids[b, q_idx] if self.ids.dim() == 2 else self.ids[q_idx]
+    # mine = ids[b, q_idx] if ids.dim() == 2 else ids[q_idx]
     v8 = of_q[0]
     # theirs = kv_ids[b, kv_idx] if kv_ids.dim() == 2 else kv_ids[kv_idx]
     v9 = of_kv[0]

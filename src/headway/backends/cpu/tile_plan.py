@@ -8,14 +8,16 @@ segments are the key ranges that it visits. Tiles of the block mask are joined i
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from ...blocks import TILE, Runs, Tiles, cached_build
 from ...types import Spec
 from ..base import Call, graphs, split
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _ROWS = 256  # least queries of a block, if the call has as many
 _PAIRS = 1 << 20  # pairs of a block: 4 MB of float32, the caches of two cores
@@ -102,6 +104,8 @@ def _segments(
     tile_rows = -(-q_len // tile[0])
     first, last = i.start // tile[0], -(-i.stop // tile[0])
     width = -(-kv_len // tile[1])
+    import numpy as np  # as in `blocks.runs.of_dense`
+
     full, live = (np.zeros(width + 1, dtype=np.int32) for _ in range(2))
     for r in range(row * tile_rows + first, row * tile_rows + last):
         for runs, totals in ((tiles.rows_full, (full, live)), (tiles.rows_partial, (live,))):
@@ -119,7 +123,7 @@ def _segments(
     return tuple(out)
 
 
-def _runs_of(runs: Runs, row: int) -> tuple[np.ndarray, np.ndarray]:
+def _runs_of(runs: Runs, row: int) -> "tuple[np.ndarray, np.ndarray]":
     offsets, start, count = (t.numpy() for t in runs)
     at = slice(offsets[row], offsets[row + 1])
     return start[at], start[at] + count[at]

@@ -10,8 +10,6 @@ from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
 
-import filelock
-import platformdirs
 import torch
 
 from ...errors import ArgumentError
@@ -21,8 +19,9 @@ Tiles = dict[str, Config | bool]  # by `config.key`; "one pass ...": whether one
 
 
 def folder() -> Path:
-    """The folder of the files."""
-    return platformdirs.user_cache_path("headway") / "tiles"
+    """The folder of the files: in the cache folder of a user of Linux, where Triton is."""
+    cache = os.environ.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
+    return Path(cache).expanduser() / "headway" / "tiles"
 
 
 def card(device: torch.device) -> str:
@@ -55,6 +54,8 @@ def load(name: str) -> Tiles:
 
 def store(name: str, found: Tiles) -> Path:
     """Add sizes to the card's file. Other processes may write to it at the same time."""
+    import filelock  # PyTorch brings it; only `headway tune` comes here
+
     folder().mkdir(parents=True, exist_ok=True)
     path = folder() / f"{name}.json"
     with filelock.FileLock(path.with_suffix(".lock")):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 import triton
-from headway.dropout import ROUNDS
 
+from ...dropout import ROUNDS
 from ..gpu import preprocess
 
 

@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from ....mods.derivative import joint
 from ....mods.graph import POSITIONS, Builder, Graph, parse
+from ....types import PACKAGE
 from .affine import affine_score
 from .dependence import dependence_of
 from .function import Function, Text, diagonal_gathers
@@ -46,7 +47,7 @@ def source(text: Text) -> str:
         parts.append(Function("mask", graph, text, wide_offsets).outputs())
         parts += _hoisted(graph, text, wide_offsets)
     head = "import triton\nimport triton.language as tl\n\n"
-    head += "from headway.backends.gpu.device import diagonals, gradients, maths\n"
+    head += f"from {PACKAGE}.backends.gpu.device import diagonals, gradients, maths\n"
     return head + "".join(f"\n\n{part}" for part in parts)
 
 

@@ -4,8 +4,7 @@ A head dimension that is no power of two is held as two **pieces**: 96 is 64 + 3
 The descriptors, the buffers and the accumulator of a matrix are always tuples of one or two pieces.
 """
 
-from headway.backends.gpu import precision
-
+from ...gpu import precision
 from .gluon_compat import gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
 from .pipeline import advance, producer_acquire
 
