@@ -139,7 +139,7 @@ def backward(
     dk_float32, dv_float32, captured_grads,  # pointers
     bias_tables, bias_sums,  # read and summed along diagonals (device/relative_bias.py)
     counter, total,  # of work tiles, or segments: the next one (0, before and after); how many
-    last,  # tile columns whose work tiles come last
+    last,  # tile columns, times HOW.subtiles, whose work tiles come last
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width,
     scale, rate,  # see `ModArgs`
     coords, walk, semaphore,
