@@ -1,7 +1,7 @@
-"""A warpgroup runs a few lines of PTX, on tensors: what `diagonals.py` has of it.
+"""A warpgroup runs a few lines of PTX, on tensors: what `device/relative_bias.py` has of it.
 
 A register is a number of each of 128 threads. Arguments are the numbers of a product of 64 rows in
-the layout of `linear.in_eights`: (row, eight of columns, column in it).
+the layout of `affine_score.octet_layout`: (row, octet of columns, column in it).
 """
 
 import re

@@ -3,7 +3,7 @@
 Gluon has no interpreter. Here every partition of a CTA is a thread, shared memory a tensor, and a
 barrier counts arrivals and bytes as the hardware's does. What is asynchronous on the card happens as
 late as it may: a product reads shared memory when it is waited for, and a copy to global memory when
-that is; it lands there when others may be told, or at the end. So a stage let go of too early, a missing fence, a wrong count, phase or number of bytes
+that is; it is visible there when others may be signalled, or at the end. So a stage released too early, a missing fence, a wrong count, phase or number of bytes
 shows as a wrong result, an error or a deadlock, which is found at once. It does not know registers,
 layouts or time: that is for the compile test and the card.
 
@@ -226,7 +226,7 @@ class Shared:
         return view
 
     def read(self) -> torch.Tensor:
-        """By the tensor cores or the copy engine."""
+        """By the tensor cores or TMA."""
         mine = self.span()
         with self.books:
             written = [s for spans in self.written.values() for s in spans]

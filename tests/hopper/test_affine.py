@@ -1,4 +1,4 @@
-"""Scores that are linear in S, taken apart: which are, and how exact they stay far from 0."""
+"""Affine scores: which are, and how exact they stay far from 0."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ SLOPES = torch.rand(HEADS) - 0.3
 BIAS = torch.randn(HEADS, 64)
 CAP = hw.softcap(30.0)
 
-# name: the score from its tensors; whether it is linear; how large what multiplies positions is.
+# name: the score from its tensors; whether it is affine; how large what multiplies positions is.
 SCORES = {
     "alibi": (lambda t, u: hw.alibi(t), True),
     "steep": (lambda t, u: lambda s, b, h, i, j: s * 1.1 + 0.01 * (j - i), True),
@@ -78,10 +78,10 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     """T of tiles near and far from the diagonal, near 0 and near a million, for both kernels: off by
     a few roundings of what is added up, of which distances are at most a tile more. `on`: of which
     side pairs are, where an absolute distance is straight if it is that of query and key."""
-    make, linear = SCORES[name]
+    make, affine = SCORES[name]
     module, captured = functions(make(SLOPES, BIAS), on)
-    assert hasattr(module, "affine") == linear
-    if not linear:
+    assert hasattr(module, "affine") == affine
+    if not affine:
         return
     assert module.has_abs == (name == "both" or (name == "alibi" and not on)) or name not in READ
     known = {x: getattr(module, x, None) for x in ("score_shared", "score_of_q", "score_of_kv")}
@@ -90,7 +90,7 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     how = How(128, 2, 1, torch.int32, affine=module.affine, has_abs=module.has_abs, abs_only=module.abs_only,
               monotone=rising, **known)  # fmt: skip
     assert module.slope_only == (name in STRAIGHT or (name == "alibi" and on != 0))
-    sides = simulator.LOADED.hoisted
+    hoisted = simulator.LOADED.hoisted
     exact = make(SLOPES.double(), BIAS.double())
     scale, h = 0.125, 2
     for firsts in ((0, 0), (KEYS - 64, KEYS - 100), (KEYS - 64, 0), (320, KEYS - 128)):
@@ -102,21 +102,21 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
                 (first_q + rows, first_kv + cols) if queries else (first_q + cols, first_kv + rows)
             )
             row, column = (q, kv) if queries else (kv, q)
-            of_rows = sides.hoist_rows(0, h, row, captured, (), queries, how)
-            of_columns = sides.hoist_columns(
+            of_rows = hoisted.hoist_rows(0, h, row, captured, (), queries, how)
+            of_columns = hoisted.hoist_columns(
                 0, h, column, of_rows, captured, (), queries, False, how
             )
-            given = sides.affine_operands(captured, of_rows, of_columns, queries, 128, how)
+            given = hoisted.affine_operands(captured, of_rows, of_columns, queries, 128, how)
             i, j = (q[:, None], kv[None, :]) if queries else (q[None, :], kv[:, None])
             i, j = i.long(), j.long()
             want = exact(s.double() * scale, 0, h, i, j)
             size = s.abs().double() * scale + 1.4 * ((i - j).abs() + 128) + 3 * BIAS.abs().max()
             counts = (i - j) * on >= 0
-            # By instructions alone; and by a product of tensor cores, but for a rank's first block.
+            # By instructions alone; and by a WGMMA, but for the first block of a work tile.
             ways = [(False, False)]
             if queries and module.slope_only and rising:
                 ways += [(True, False), (True, True)]
-            for product, slanted in ways:
+            for product, in_s in ways:
                 how = replace(how, slope_mma=product)
                 at = 0, h, q, kv
                 if queries:
@@ -124,7 +124,7 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
                     if product:
                         added, of_rank = of_a_rank(scale, h, q, first_q, captured, of_rows, how)
                     t, unit, by_row = simulator.LOADED.affine_score.affine_scores(
-                        s + added * slanted, scale, *at, first_q, first_kv, given, slanted, how
+                        s + added * in_s, scale, *at, first_q, first_kv, given, in_s, how
                     )
                     by_row = torch.as_tensor(by_row).double() + of_rank.double()
                     t = t.double() * unit + by_row[..., None]
@@ -135,7 +135,7 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
                     )
                 made = t.double() / 1.4426950408889634
                 off = ((made - want).abs() / size * counts).max()
-                assert off < 4 * 2**-24, (name, first_q, first_kv, product, slanted)
+                assert off < 4 * 2**-24, (name, first_q, first_kv, product, in_s)
 
 
 @pytest.mark.parametrize(("score", "gain"), [
@@ -147,13 +147,13 @@ def test_a_gain_of_known_numbers(score, gain, simulated):  # noqa: F811
 
 
 def of_a_rank(scale, h, q, first_q, captured, of_rows, how):
-    """What tensor cores add to S, and what is added for its rows when a rank ends."""
-    linear = simulator.LOADED.affine_score
+    """What tensor cores add to S, and what is added for its rows when a work tile ends."""
+    kernel = simulator.LOADED.affine_score
     given = simulator.LOADED.hoisted.affine_operands(
         captured, of_rows, simulator.LOADED.hoisted.Columns((), ()), True, 128, how
     )
-    a, by_row = linear.slope_lhs(scale, 0, h, q, first_q, given, 128, how)
+    a, by_row = kernel.slope_lhs(scale, 0, h, q, first_q, given, 128, how)
     with mock.patch.multiple(simulator.here, create=True, all=[], name="0"):
-        c = linear.slope_rhs(128)
+        c = kernel.slope_rhs(128)
     assert a.dtype == c.dtype == torch.bfloat16
     return a.float() @ c.x.float().T, by_row

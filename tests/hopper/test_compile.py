@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 # instructions (625), and `masked`, where it is causal, 595 and 481 (853).
 # At the assembler's level 6 (`config.MANY`) one of two forwards spills 16 bytes more than at its own,
 # none of them in a loop, and they take up to 2 % less time. The forward's scheduler, a warp with 24
-# registers, spills 12 to 32 bytes once in a rank.
+# registers, spills 12 to 32 bytes once in a work tile.
 PINS = {
     ("forward", "128/128", "long"): {
         "hgmma": 96, "shared": 230176, "spills": 28, "loop": 460, "masked": 600,
@@ -38,7 +38,7 @@ PINS = {
     ("forward", "128/128", "document"): {
         "registers": 128, "hgmma": 36, "shared": 115468, "spills": 52, "loop": 305, "masked": 506,
     },
-    # The last ranks are shared out, and keys and values come through numbered channels.
+    # Stream-K, and K and V are released by named barriers.
     ("forward", "128/128", "shared"): {
         "hgmma": 64, "shared": 230096, "spills": 16, "loop": 460, "masked": 460,
     },
@@ -46,14 +46,14 @@ PINS = {
     ("forward", "192/128", "long"): {
         "hgmma": 120, "shared": 230304, "spills": 52, "loop": 480, "masked": 635,
     },
-    # A product more, for a straight line.
+    # A WGMMA more, for the slope.
     ("forward", "128/128", "slanted"): {"hgmma": 66, "shared": 217792, "spills": 0, "loop": 475},
     ("forward", "64/64", "slanted"): {"hgmma": 50, "shared": 152384, "spills": 0, "loop": 425},
     ("forward", "128/128", "relative"): {"hgmma": 64, "shared": 197296, "spills": 0, "loop": 545},
     ("forward", "64/64", "long_plain"): {
         "registers": 128, "hgmma": 72, "shared": 172856, "spills": 0, "loop": 420,
     },
-    # Its first block is among the partial ones, and finishes the rank before.
+    # Its first block is among the partial ones, and finishes the work tile before.
     ("forward", "64/64", "longest"): {
         "registers": 128, "hgmma": 72, "shared": 172904, "spills": 16, "loop": 420, "masked": 795,
     },

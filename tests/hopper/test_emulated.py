@@ -59,7 +59,7 @@ def test_positions_one_by_one(monkeypatch):
     assert compare(case, torch.bfloat16, made, True) == []
 
 
-def test_the_shortest_lines_are_dealt_last(monkeypatch):
+def test_the_shortest_tile_rows_come_last(monkeypatch):
     choose(monkeypatch, "at once")
     changes = {"b": 2, "hq": 2, "hk": 1, "q_len": 900, "kv_len": 900}
     with emulating("sm_90", hopper):
@@ -67,8 +67,8 @@ def test_the_shortest_lines_are_dealt_last(monkeypatch):
 
 
 @pytest.mark.parametrize("widths", [(128, 128), (192, 128), (64, 64)])
-def test_shared_ranks(widths, monkeypatch):
-    """Three ranks for five CTAs, one share of each: of one rank, or of two."""
+def test_stream_k(widths, monkeypatch):
+    """Three work tiles for five CTAs, one share of each: of one tile, or of two."""
     choose(monkeypatch, "at once")
     monkeypatch.setattr(stream_k, "LEAST", 1)
     parts = torch.full((100_000,), torch.nan)
@@ -90,7 +90,7 @@ BROKEN = {
     "fences": (r"^\s*fence\.proxy\.async\.shared::cta;\n", "behind no fence"),
     "waits": (r"^\s*@!complete bra.uni waitLoop;\n", "more arrive|wrong, in"),
     "arrivals": (r"^\s*@%p\d+ mbarrier\.arrive\.shared.*\n", "nobody gets any further"),
-    "bytes that are told": (r"^\s*@%p\d+ mbarrier\.arrive\.expect.*\n", "nobody gets any further"),
+    "expected bytes": (r"^\s*@%p\d+ mbarrier\.arrive\.expect.*\n", "nobody gets any further"),
     "waits for stores": (r"^\s*cp\.async\.bulk\.wait_group.*\n", "wrong, in"),
     "waits for products": (r"^\s*wgmma\.wait_group.*\n", "threads of a warp part|nobody waits"),
 }
@@ -105,7 +105,7 @@ def test_a_broken_kernel_is_found(what):
     assert without.count
 
 
-def test_a_numbered_channel_that_is_never_released_is_found():
+def test_named_barriers_that_are_never_released_are_found():
     without = Without(r"@p bar\.arrive [^;]*;")
     with (
         emulating("sm_90", hopper, without),

@@ -1,4 +1,4 @@
-"""What consumers see of partial blocks: by the pairs themselves, and in the kernels."""
+"""Half-block coverage: held against the pairs themselves, and in the kernels."""
 
 from importlib.util import find_spec
 from unittest import mock
@@ -44,36 +44,36 @@ SHAPES = [(640, 640), (333, 512), (64, 128), (700, 256), (129, 640)]
 
 
 def found(mask, q_len, kv_len):
-    """Quarters; kept pairs `(b, h, q_len, kv_len)`; of each rank its batch row, head, line, and the
-    first key of the block that it visits first."""
+    """Coverage; kept pairs `(b, h, q_len, kv_len)`; of each work tile its batch row, head, tile row,
+    and the first key of the block that it visits first."""
     q, k = (torch.zeros(2, 2, n, 128).bfloat16() for n in (q_len, kv_len))
     spec, call = prepare(q, k, k, None, mask, backend="cpu")
     graph, captured = graphs(spec)[1], split(spec, call.captured)[1]
     shape = 2, 2, q_len, kv_len
     made = half_block_table(graph, captured, shape, TILE, call.coords)
     tiles, b, h = cached_build(graph, captured, shape, TILE, torch.device("cpu"), call.coords)
-    lines = -(-q_len // 128)
-    walk = Walk(tiles.rows_full, tiles.rows_partial, tiles.row_order, b, h, lines, 128, 128, 1)
-    ranks = [(x[3], x[2], x[0], x[4]) for x in table(walk, 1, kv_len, 128, 128).tolist()]
+    rows = -(-q_len // 128)
+    walk = Walk(tiles.rows_full, tiles.rows_partial, tiles.row_order, b, h, rows, 128, 128, 1)
+    work = [(x[3], x[2], x[0], x[4]) for x in table(walk, 1, kv_len, 128, 128).tolist()]
     kept = dense_mask(graph, captured, (b, h, q_len, kv_len))
-    return made or ((MIXED, MIXED),) * 4, kept, ranks
+    return made or ((MIXED, MIXED),) * 4, kept, work
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", MASKS)
 def test_what_is_said_holds_for_every_pair(name, shape):
-    said, kept, ranks = found(MASKS[name], *shape)
-    for b, h, line, first in ranks:
+    said, kept, work = found(MASKS[name], *shape)
+    for b, h, row, first in work:
         for block in range(0, shape[1], 128):
-            tile = kept[b, h, 128 * line : 128 * (line + 1), block : block + 128]
+            tile = kept[b, h, 128 * row : 128 * (row + 1), block : block + 128]
             if block != first and (tile.all() or not tile.any()):
                 continue
             for consumer in (0, 1):
                 for half in (0, 1):
-                    quarter = tile[64 * consumer :][:64, 64 * half :][:, :64]
+                    part = tile[64 * consumer :][:64, 64 * half :][:, :64]
                     is_said = said[(0 if block == first else 2) + consumer][half]
-                    assert is_said != EMPTY or not quarter.any()
-                    assert is_said != FULL or quarter.all()
+                    assert is_said != EMPTY or not part.any()
+                    assert is_said != FULL or part.all()
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_what_is_said(name, expected):
     assert found(MASKS[name], 640, 640)[0] == expected
 
 
-def quarters_of(mask, length=640, kv_len=None):
-    """What a call is compiled for, at lengths for which a rank is of two consumers."""
+def coverage_of(mask, length=640, kv_len=None):
+    """What a call is compiled for, at lengths for which a work tile is of two consumers."""
     q, k = (torch.zeros(1, 2, n, 128).bfloat16() for n in (length, kv_len or length))
     spec, call = prepare(q, k, k, None, mask, backend="hopper")
     return plan.ForwardPlan(spec, call, (), (q, k, k)).kernel.options["HOW"].half_blocks
@@ -107,13 +107,13 @@ def test_who_is_compiled_for_it():
     """Not for masks that another call of the kind may have otherwise, or whose keys end in a block."""
     ids = torch.arange(640) // 100
     kept = ids[:, None] >= ids
-    assert quarters_of(hw.causal())[:2] == (LEFT, RIGHT)
-    assert quarters_of(hw.causal(), 600, 640)[0] == LEFT
-    assert quarters_of(hw.causal(), 640, 600) == ()
-    assert quarters_of(lambda b, h, i, j: kept[i, j]) == ()
-    assert quarters_of(lambda b, h, i, j: (i - j) % 3 == 0) == ()
+    assert coverage_of(hw.causal())[:2] == (LEFT, RIGHT)
+    assert coverage_of(hw.causal(), 600, 640)[0] == LEFT
+    assert coverage_of(hw.causal(), 640, 600) == ()
+    assert coverage_of(lambda b, h, i, j: kept[i, j]) == ()
+    assert coverage_of(lambda b, h, i, j: (i - j) % 3 == 0) == ()
     given = hw.block_mask(hw.causal(), 1, 1, 640, 640)
-    assert quarters_of(given) == ()
+    assert coverage_of(given) == ()
 
 
 CALLS = {
@@ -153,7 +153,7 @@ def test_simulated(name):
 @pytest.mark.parametrize("far", [0, 2**33])
 @pytest.mark.parametrize("shift", [0, 64, 100])
 def test_a_shard(shift, far):
-    """Queries and keys that stand somewhere in the whole: other quarters, or none."""
+    """Queries and keys that stand somewhere in the whole: another coverage, or none."""
     q, k, v = (torch.randn(1, 2, n, 128).bfloat16() for n in (384, 640, 640))
     place = {"coords": Coords(q=far + 1280 + shift, kv=far + 1024)}
     made, true = (

@@ -1,4 +1,4 @@
-"""Masks taken apart by what their values vary with: the same pairs are kept."""
+"""Masks with hoisted operands: the same pairs are kept."""
 
 from importlib.util import find_spec
 from types import SimpleNamespace

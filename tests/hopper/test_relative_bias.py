@@ -24,7 +24,7 @@ MANY = torch.randn(H, 2 * KV + 1)
 OF_BATCH = torch.randn(B, 64)
 BUCKETS = torch.randn(32, H)
 
-# name: the score of a table, the table, its mask, bands, whether the batch row and the head matter.
+# name: the score of a table, the table, its mask, tables, whether the batch row and the head matter.
 SCORES = {
     "clamped": (hw.relative_bias, FEW, hw.causal(), [(False, True)]),
     "through_a_function": (
@@ -43,7 +43,7 @@ SCORES = {
 @pytest.mark.parametrize("name", SCORES)
 def test_right(name, simulated):  # noqa: F811
     """Lengths that end inside of tiles, and a first query that is not position 0."""
-    score, table, mask, bands = SCORES[name]
+    score, table, mask, tables = SCORES[name]
     torch.manual_seed(0)
     shapes = (H, Q, 64), (1, KV, 64), (1, KV, 64)
     q, k, v = (torch.randn(B, *s).bfloat16().requires_grad_() for s in shapes)
@@ -56,9 +56,9 @@ def test_right(name, simulated):  # noqa: F811
     for x, y in zip(*made.values(), strict=True):
         assert (x.double() - y.double()).norm() <= 4e-3 * y.double().norm()
     spec, call = prepare(q, k, v, score(table), mask, backend="hopper")
-    assert plan_for(ForwardPlan, spec, call, (), q, k, v).bias_tables.depends == bands
+    assert plan_for(ForwardPlan, spec, call, (), q, k, v).bias_tables.depends == tables
     plan = plan_for(BackwardPlan, spec, call, (), q, k, v, dout)
-    assert plan.bias_tables.depends == bands
+    assert plan.bias_tables.depends == tables
     assert not plan.gathers_per_pair
 
 

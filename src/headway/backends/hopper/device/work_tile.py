@@ -1,4 +1,4 @@
-"""Work tiles: what a CTA computes next, how its warps are told, and which KV or Q blocks it visits.
+"""Work tiles: what a CTA computes next, how its warps learn of it, and which blocks it visits.
 
 A producer warp maps a ticket to a work tile (`map_work_tile`, `locate_tile`), publishes it through
 shared memory (`write_work`), and every partition reads the fields that it needs (`read_work`). All
@@ -138,20 +138,20 @@ def _swizzle(ticket, rows, near):
 
 @gluon.jit
 def locate_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr, ROWS: gl.constexpr):
-    """The work tile of a ticket: its line of the block mask, its number among the tiles of its
-    head, first row, head, batch row."""
+    """The work tile of a ticket in the backward: its n_block column of the block mask, its number
+    among the tiles of its head, first row, head, batch row."""
     n, h, b = map_work_tile(ticket, total, last_rows, walk, heads, SUBTILES)
     if walk.full is None:
         return n, n, n * ROWS, h, b
     else:
-        line = gl.load(walk.order + n // SUBTILES)
-        tile = line % walk.tile_rows
+        column = gl.load(walk.order + n // SUBTILES)
+        tile = column % walk.tile_rows
         slot = tile * SUBTILES + n % SUBTILES
         first = tile * walk.size + n % SUBTILES * ROWS
-        of_mask = line // walk.tile_rows
+        of_mask = column // walk.tile_rows
         h = gl.where(walk.h == 1, h, of_mask % walk.h)
         b = gl.where(walk.b == 1, b, of_mask // walk.h)
-        return line, slot, first, h, b
+        return column, slot, first, h, b
 
 
 # -- publishing it --------------------------------------------------------------------------------

@@ -190,26 +190,29 @@ def consumer(
     """Attend from rows 64 W to 64 W + 63 of every work tile, W the number of the consumer."""
     W: gl.constexpr = HOW.consumer
     BLOCK: gl.constexpr = HOW.block
-    INDEX: gl.constexpr = HOW.index_type
-    rows: gl.constexpr = gl.SliceLayout(1, acc_layout(BLOCK))
+    row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout(BLOCK))
     q_ring = rings.q[W % len(rings.q)]
-    coords = inputs.coords
     _, _, q_len, kv_len, _ = sizes
+
+    # The first sentinel tile: no P, no output.
     previous_at, q_at, k_at, v_at = first_stage(), first_stage(), first_stage(), first_stage()
     work_at = advance(previous_at, WORK_STAGES)
-    consumer_wait(rings.work, previous_at)  # the first sentinel tile
+    consumer_wait(rings.work, previous_at)
     ping_pong_init(HOW)
     consumer_release_all(HOW.stages, HOW.k_barriers())
     consumer_release_all(HOW.v_stages, HOW.v_barriers())
-    i = W * ROWS + gl.arange(0, ROWS, layout=rows)
-    lowest = gl.full([ROWS], float("-inf"), gl.float32, layout=rows)
-    zero = gl.full([ROWS], 0.0, gl.float32, layout=rows)
-    m, l, max_s = lowest, zero, lowest
+    i = W * ROWS + gl.arange(0, ROWS, layout=row_layout)
+    minus_inf = gl.full([ROWS], float("-inf"), gl.float32, layout=row_layout)
+    zero = gl.full([ROWS], 0.0, gl.float32, layout=row_layout)
+    m, l, max_s = minus_inf, zero, minus_inf
     by_row = zero
     acc = zero_acc(ROWS, smem.v)
     p = gl.zeros([ROWS, BLOCK], smem.k[0].dtype, layout=lhs_layout(smem.v[0].shape[2]))
+
     slot = gl.to_tensor(0)
     while slot >= 0:
+        # Issue S of the first block, and the last P V of the previous tile.
+        FIRST: gl.constexpr = live_columns(HOW, True, True)
         if HOW.early_q_release:
             pending = issue_pv(acc, p, smem.v, rings.v, prior_v(k_at, v_at, HOW))
         consumer_wait(q_ring, q_at)
@@ -218,34 +221,24 @@ def consumer(
             q = (q[0].load(lhs_layout(BLOCK)),)  # Shared memory is then read for K and V alone.
         ops = Operands(q, smem.k, smem.v, rings.k, rings.v, q_ring, q_at, ())
         if HOW.early_q_release:
-            s = issue_qk(ops, k_at, live_columns(HOW, True, True), HOW)
+            s = issue_qk(ops, k_at, FIRST, HOW)
             ping_pong_pass(HOW)
         elif not HOW.first_block_in_loop:
-            s, pending = issue_qk_pv(
-                ops, acc, p, k_at, v_at, live_columns(HOW, True, True), HOW
-            )  # fmt: skip
+            s, pending = issue_qk_pv(ops, acc, p, k_at, v_at, FIRST, HOW)
             if HOW.q_in_registers:  # A WGMMA has read them, so the loads are complete: not before.
                 consumer_release(q_ring, q_at)
+
+        # Meanwhile find out what the tile is.
         consumer_wait(rings.work, work_at)
         work = read_fwd_tile(smem.work, work_at, 4)
         slot = work.slot
         blocks_left = gl.to_tensor(0)
         if HOW.early_q_release:
             blocks_left = work.twice_blocks // 2
-        row = work.first_row + i
-        q_idx = positions(
-            coords.q_pos, coords.q_stride, coords.q, work.batch, row, row < q_len, INDEX
-        )
-        b = gl.cast(coords.b, INDEX) + work.batch
-        h = gl.cast(coords.h, INDEX) + work.head
-        hoisted = hoist_rows(b, h, q_idx, inputs.of_score, inputs.of_mask, True, HOW)
-        bias = locate_bias(
-            inputs.bias_tables, work.batch, work.head, work.first_row + W * ROWS
-        )  # fmt: skip
-        first_q = gl.cast(coords.q, INDEX) + work.first_row
-        operands = Rows(hoisted.score, hoisted.mask, bias)
-        tile = Tile(kv_len, inputs, b, h, q_idx, work.batch, operands, first_q)
+        tile = Tile(kv_len, inputs, *locate_queries(work, i, inputs, q_len, HOW))
         previous = Previous(previous_at, i, by_row, smem, rings, outputs, sizes, walk)
+
+        # The first block, with which the previous tile ends; then the others.
         if HOW.first_block_in_loop:
             state = State(acc, m, l, max_s, p, k_at, v_at, gl.to_tensor(1), blocks_left)
         else:
@@ -255,14 +248,14 @@ def consumer(
             )
         if HOW.slope_mma:  # This tile's slope, which is not known before its first block.
             a, by_row = slope_of_tile(tile, HOW)
-            ops = Operands(
-                q, smem.k, smem.v, rings.k, rings.v, q_ring, q_at, (a, smem.slope[0])
-            )  # fmt: skip
+            slope = (a, smem.slope[0])
+            ops = Operands(q, smem.k, smem.v, rings.k, rings.v, q_ring, q_at, slope)
         runs = read_kv_runs(smem.work, work_at, walk, 4)
         state = visit_kv_blocks(
             state, (ops, tile, previous), walk, work.first_block, runs, kv_len,
             HOW.first_block_in_loop, attend_block, SCORE, MASK, HOW,
         )  # fmt: skip
+
         acc, m, l, max_s, p, k_at, v_at, _, _ = state
         previous_at, work_at = work_at, advance(work_at, WORK_STAGES)
         if not (HOW.q_in_registers or HOW.early_q_release):
@@ -272,12 +265,25 @@ def consumer(
 
 
 @gluon.jit
+def locate_queries(work, i, inputs, q_len, HOW: gl.constexpr):
+    """What scores and masks read of this consumer's rows `i`: the fields of `Tile` from b on."""
+    INDEX: gl.constexpr = HOW.index_type
+    coords = inputs.coords
+    batch, head, first_row = work.batch, work.head, work.first_row
+    row = first_row + i
+    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, batch, row, row < q_len, INDEX)
+    b, h = gl.cast(coords.b, INDEX) + batch, gl.cast(coords.h, INDEX) + head
+    rows = hoist_rows(b, h, q_idx, inputs.of_score, inputs.of_mask, True, HOW)
+    bias = locate_bias(inputs.bias_tables, batch, head, first_row + HOW.consumer * ROWS)
+    rows = Rows(rows.score, rows.mask, bias)
+    return b, h, q_idx, batch, rows, gl.cast(coords.q, INDEX) + first_row
+
+
+@gluon.jit
 def slope_of_tile(tile, HOW: gl.constexpr):
     """a of device/affine_score.py for a work tile, and what the slope adds to its rows."""
-    inputs = tile.inputs
-    captured = affine_operands(
-        inputs.of_score, tile.rows, Columns((), ()), True, HOW.block, HOW
-    )  # fmt: skip
+    inputs, none = tile.inputs, Columns((), ())
+    captured = affine_operands(inputs.of_score, tile.rows, none, True, HOW.block, HOW)
     return slope_lhs(
         inputs.scale, tile.b, tile.h, tile.q_idx, tile.first_q, captured, HOW.block, HOW
     )
@@ -294,11 +300,9 @@ def attend_block(
     """The mainloop: one KV block, keys from row n on. `given`: operands, tile, previous tile."""
     ops, tile, previous = given
     LIVE: gl.constexpr = live_columns(HOW, False, PARTIAL)
-    s, pending = issue_qk_pv(ops, state.acc, state.p, state.k_at, state.v_at, LIVE, HOW)
-    state = State(
-        pending, state.m, state.l, state.max_s, state.p, state.k_at, state.v_at, state.is_first,
-        state.blocks_left,
-    )  # fmt: skip
+    acc, m, l, max_s, p, k_at, v_at, is_first, blocks_left = state
+    s, pending = issue_qk_pv(ops, acc, p, k_at, v_at, LIVE, HOW)
+    state = State(pending, m, l, max_s, p, k_at, v_at, is_first, blocks_left)
     return softmax_step(state, s, ops, tile, previous, n, False, PARTIAL, SCORE, MASK, HOW)
 
 
@@ -355,55 +359,41 @@ def softmax_step(
     """
     LIVE: gl.constexpr = live_columns(HOW, FIRST, PARTIAL)
     MASKED: gl.constexpr = masked_columns(HOW, FIRST, PARTIAL)
-    COLUMNS: gl.constexpr = LIVE[1]
     MAYBE_FIRST: gl.constexpr = HOW.first_block_in_loop and PARTIAL
-    # T of an affine score is kept less a row vector, `by_row`.
-    BY_ROW: gl.constexpr = HOW.affine is not None and not HOW.abs_only
     n += LIVE[0]
+
+    # While S is in flight, read what score and mask need of the keys.
     columns = columns_of_block(tile, n, LIVE, MASKED, PARTIAL, HOW)
     of_score = tile.inputs.of_score
     if HOW.relative_biases > 0:
-        of_score = of_score + (load_bias(tile.rows.bias, n, COLUMNS),)  # noqa: RUF005
+        of_score = of_score + (load_bias(tile.rows.bias, n, LIVE[1]),)  # noqa: RUF005
 
+    # S is there; release K, and Q after its last block.
     s = wait_for_qk(s, ops, FIRST, HOW)
     consumer_release(ops.k_ring, state.k_at, True, HOW.k_barriers())
-    p_v_at = prior_v(state.k_at, state.v_at, HOW)
+    pv_at = prior_v(state.k_at, state.v_at, HOW)
     blocks_left = state.blocks_left
     if HOW.early_q_release:
         blocks_left -= 1
         consumer_release(ops.q_ring, ops.q_at, blocks_left == 0)
     k_at = advance(state.k_at, HOW.stages)
 
+    # P, while the tensor cores compute P V of the block before.
     t, unit, s, by_row = score_block(
         s, ops, tile, columns, n, of_score, MASKED, PARTIAL, SCORE, MASK, HOW
     )
+    e, m, l, max_s, rescale = online_softmax(
+        t, unit, s, by_row, state, FIRST or MAYBE_FIRST, HOW
+    )  # fmt: skip
 
-    m, l, max_s = state.m, state.l, state.max_s
-    if FIRST or MAYBE_FIRST:
-        m = gl.where(state.is_first > 0, float("-inf"), m)
-        l = gl.where(state.is_first > 0, 0.0, l)
-        max_s = gl.where(state.is_first > 0, float("-inf"), max_s)
-    if HOW.track_max:  # of S, where T says that the pair is kept
-        whole = t + by_row[:, None] if BY_ROW else t
-        seen = gl.where(whole == float("-inf"), float("-inf"), s)
-        max_s = gl.maximum(max_s, row_vector(gl.max(seen, 1), HOW.block))
-    m_before = m
-    m_block = gl.max(t, 1) * unit
-    m = gl.maximum(m, row_vector(m_block + by_row if BY_ROW else m_block, HOW.block))
-    # A query that has seen nothing yet has m = -inf, and needs exp2(-inf - 0) = 0.
-    base = gl.where(m == float("-inf"), 0.0, m)
-    less = row_vector(base, COLUMNS)
-    if BY_ROW:  # Rounding may leave it below the largest T: no exponential is to exceed 1.
-        less = gl.maximum(less - by_row, m_block)
-    e = gl.exp2(t * unit - less[:, None])
-    rescale = gl.exp2(m_before - base)
-    l = l * rescale + row_vector(gl.sum(e, 1), HOW.block)
-
+    # P V of the block before is complete: release V, and P's registers.
     acc = wgmma_wait(state.acc, state.p, 0)
-    consumer_release(ops.v_ring, p_v_at, True, HOW.v_barriers())
+    consumer_release(ops.v_ring, pv_at, True, HOW.v_barriers())
     v_at = advance(state.v_at, HOW.v_stages)
     p = fill_block(materialize(e.to(ops.k[0].dtype)), LIVE, HOW)
     p = gl.convert_layout(p, lhs_layout(ops.v[0].shape[2]))
+
+    # O of the previous tile is complete, or O of this one is rescaled.
     if FIRST:
         epilogue(acc, state.m, state.l, state.max_s, previous, SCORE, HOW)
         acc = zero_acc(ROWS, ops.v)
@@ -493,3 +483,38 @@ def score_block(
     if PARTIAL and not HOW.even_kv:
         t = gl.where(live[None, :], t, float("-inf"))
     return t, unit, s, by_row
+
+
+@gluon.jit
+def online_softmax(
+    t, unit, s, by_row, state, MAYBE_FIRST: gl.constexpr, HOW: gl.constexpr
+):  # fmt: skip
+    """P of a block in float32, the new m, l and max_s, and what O and l are rescaled by. What is
+    `MAYBE_FIRST` of a tile forgets the previous one, if `state.is_first`.
+
+    - `t`, `unit`, `s`, `by_row`: from `score_block`.
+    """
+    COLUMNS: gl.constexpr = t.shape[1]
+    # T of an affine score is kept less a row vector.
+    BY_ROW: gl.constexpr = HOW.affine is not None and not HOW.abs_only
+    m, l, max_s = state.m, state.l, state.max_s
+    if MAYBE_FIRST:
+        m = gl.where(state.is_first > 0, float("-inf"), m)
+        l = gl.where(state.is_first > 0, 0.0, l)
+        max_s = gl.where(state.is_first > 0, float("-inf"), max_s)
+    if HOW.track_max:  # of S, where T says that the pair is kept
+        whole = t + by_row[:, None] if BY_ROW else t
+        seen = gl.where(whole == float("-inf"), float("-inf"), s)
+        max_s = gl.maximum(max_s, row_vector(gl.max(seen, 1), HOW.block))
+    m_before = m
+    m_block = gl.max(t, 1) * unit
+    m = gl.maximum(m, row_vector(m_block + by_row if BY_ROW else m_block, HOW.block))
+    # A query that has seen nothing yet has m = -inf, and needs exp2(-inf - 0) = 0.
+    base = gl.where(m == float("-inf"), 0.0, m)
+    less = row_vector(base, COLUMNS)
+    if BY_ROW:  # Rounding may leave it below the largest T: no exponential is to exceed 1.
+        less = gl.maximum(less - by_row, m_block)
+    e = gl.exp2(t * unit - less[:, None])
+    rescale = gl.exp2(m_before - base)
+    l = l * rescale + row_vector(gl.sum(e, 1), HOW.block)
+    return e, m, l, max_s, rescale

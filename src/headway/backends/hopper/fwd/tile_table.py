@@ -56,9 +56,9 @@ def table(walk: Walk, sub: int, length: int, block: int, rows: int) -> Tensor:
     blocks = ((first + count * walk.step).clamp_max(length) - first + block - 1) // block
     blocks[-1] = 1
     before = blocks.cumsum(0) - blocks
-    line = walk.order.long()
+    tile_row = walk.order.long()
     offsets = torch.stack([of_full, of_partial + len(full[0])])
-    begin, end = offsets[:, line], offsets[:, line + 1]
+    begin, end = offsets[:, tile_row], offsets[:, tile_row + 1]
     runs = end - begin
     visited = (before[end] - before[begin]).sum(0).clamp_min(1)
     last = torch.where(runs > 0, end - 1, len(start) - 1)
@@ -66,13 +66,13 @@ def table(walk: Walk, sub: int, length: int, block: int, rows: int) -> Tensor:
     last_full, last_partial = (first + (blocks - 1) * block)[last]
     first_block = torch.where(from_full, last_full, last_partial)
     end[1] -= len(full[0])
-    tile, of_mask = line % walk.tile_rows, line // walk.tile_rows
+    tile, of_mask = tile_row % walk.tile_rows, tile_row // walk.tile_rows
     head, batch = of_mask % walk.h, of_mask // walk.h
     entry = context.TableEntry(
         tile * sub, tile * walk.size, head, batch, first_block, visited
     )  # fmt: skip
-    found = [*entry, *[torch.zeros_like(line)] * (RUNS - len(entry))]
+    found = [*entry, *[torch.zeros_like(tile_row)] * (RUNS - len(entry))]
     found += [x[kind] for kind in (0, 1) for x in (end, runs, start[last], count[last])]
-    subtile = torch.arange(sub, device=line.device)[:, None]
+    subtile = torch.arange(sub, device=tile_row.device)[:, None]
     of_sub = torch.cat([subtile, subtile * rows, subtile.new_zeros(sub, COLUMNS - 2)], 1)
     return (torch.stack(found, 1)[:, None] + of_sub).to(torch.int32).view(-1, COLUMNS)
