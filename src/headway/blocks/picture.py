@@ -16,6 +16,8 @@ from ..mods.lowering import lower_mod
 from ..mods.pointwise import Positions, mask_at, score_at
 from ..types import whole
 
+CPU = torch.device("cpu")
+
 _CELLS = 1024  # the most cells along each side of an image ...
 _VECTORS = 128  # ... and of one in which each run of cells is a shape of its own
 _GRID = 160  # up to this number of cells, lines between them help the eye
@@ -316,19 +318,19 @@ def of_score(
     longest = max(q_len, kv_len)
     rows, columns = (min(n, max(1, most * n // longest)) for n in (q_len, kv_len))
     q_idx, kv_idx = (
-        ((torch.arange(n) + 0.5) * (length / n)).long()
+        ((torch.arange(n, device=CPU) + 0.5) * (length / n)).long()
         for n, length in ((rows, q_len), (columns, kv_len))
     )
     values = []
     groups = _groups(b, h)
     for _, n, m in groups[:panels]:
-        at = Positions(torch.tensor(n), torch.tensor(m), q_idx[:, None], kv_idx)
-        zero = torch.zeros(rows, columns)
-        kept = torch.ones(rows, columns, dtype=torch.bool)
+        at = Positions(*(torch.tensor(x, device=CPU) for x in (n, m)), q_idx[:, None], kv_idx)
+        zero = torch.zeros(rows, columns, dtype=torch.float32, device=CPU)
+        kept = torch.ones(rows, columns, dtype=torch.bool, device=CPU)
         if of_mask is not None:
             kept = mask_at(*of_mask, at).expand(rows, columns)
         (t,), _ = score_at(graph, captured, at, zero, kept)
-        t = torch.as_tensor(t, dtype=torch.float32).detach().expand(rows, columns)
+        t = torch.as_tensor(t, dtype=torch.float32, device=CPU).detach().expand(rows, columns)
         values.append(t.masked_fill(~kept, -torch.inf))
     t = torch.stack(values)
     seen = t[t.isfinite()]
