@@ -324,7 +324,8 @@ def of_score(
     values = []
     groups = _groups(b, h)
     for _, n, m in groups[:panels]:
-        at = Positions(*(torch.tensor(x, device=CPU) for x in (n, m)), q_idx[:, None], kv_idx)
+        row, head = torch.tensor(n, device=CPU), torch.tensor(m, device=CPU)
+        at = Positions(row, head, q_idx[:, None], kv_idx)
         zero = torch.zeros(rows, columns, dtype=torch.float32, device=CPU)
         kept = torch.ones(rows, columns, dtype=torch.bool, device=CPU)
         if of_mask is not None:
