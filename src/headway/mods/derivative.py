@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ..surroundings import alone
+from .evaluate import evaluate
 from .graph import DTYPES, FLOATS, Graph, apply, parse
 from .tracer import Tracer
 
-_HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
+_HALVES = {torch.bfloat16, torch.float16}
 
 
 class _Backward(Tracer):
@@ -43,6 +44,14 @@ class _Rounded(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
+def _in_float32(op: str, args: tuple, dtype: torch.dtype, out: None) -> Tensor:
+    """One op; in half precision as PyTorch computes it: in float32, then rounded."""
+    if dtype not in _HALVES:
+        return apply(op, args, dtype, out)
+    whole = args[0] if op == "to" else apply(op, args, torch.float32)
+    return _Rounded.apply(whole, dtype)
+
+
 @lru_cache(maxsize=1024)
 def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
     """The score and its derivatives in one graph, by autograd on the score's own graph.
@@ -65,9 +74,6 @@ def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
             else:
                 values[item.name] = item.name
 
-        def operand(arg: Any) -> Any:
-            return values[arg] if isinstance(arg, str) else arg
-
         score = values["score"].requires_grad_()
 
         def gather(n: int, table: Any, indices: tuple) -> Tensor:
@@ -76,22 +82,13 @@ def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
                 tracer.builder.emit("gather", args, graph.nodes[n].dtype, graph.nodes[n].line),
                 graph.nodes[n].dtype,
             )
-            if graph.nodes[n].dtype in _HALVES:
+            if value.dtype in _HALVES:
                 value = value.float()
             leaves[n] = value.requires_grad_(value.is_floating_point())
             return value
 
         with tracer:
-            for n, node in enumerate(graph.nodes):
-                args, half = tuple(map(operand, node.args)), _HALVES.get(node.dtype)
-                if node.op == "gather":
-                    values[f"%{n}"] = gather(n, args[0], args[1:])
-                elif half is None:
-                    values[f"%{n}"] = apply(node.op, args, DTYPES[node.dtype])
-                else:
-                    whole = args[0] if node.op == "to" else apply(node.op, args, torch.float32)
-                    values[f"%{n}"] = _Rounded.apply(whole, half)
-            t = operand(graph.outputs[0])
+            (t,) = evaluate(graph, values, gather, compute=_in_float32)
             on = [score] + [leaves[n] for n in wanted]
             if not isinstance(t, Tensor) or not t.requires_grad:
                 grads: Sequence[Tensor | None] = [None] * len(on)

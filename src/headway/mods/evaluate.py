@@ -17,6 +17,7 @@ def evaluate(
     scratch: Callable[[torch.dtype], Tensor] | None = None,
     overwrite: bool = False,
     only: Iterable[int] | None = None,
+    compute: Callable[..., Tensor] = apply,
 ) -> list[Tensor | Number]:
     """Run `graph` on tensors that broadcast against each other; returns its outputs.
 
@@ -31,6 +32,7 @@ def evaluate(
     - `overwrite`: `values["score"]` is such a buffer too.
     - `only`: the numbers of the nodes to run, in their order, where `values` has all that they read
       of others ("%3").
+    - `compute`: `(op, arguments, dtype, out) -> values`, of every op but `gather`.
     """
     env: dict[str, Tensor | Number] = dict(values)
     buffers = None if scratch is None else _Buffers(graph, env, scratch, overwrite)
@@ -42,7 +44,7 @@ def evaluate(
             env[f"%{n}"] = gather(n, args[0], args[1:])  # type: ignore[arg-type]
             continue
         out = None if buffers is None else buffers.take(n, node, args)
-        env[f"%{n}"] = apply(node.op, args, DTYPES[node.dtype], out)
+        env[f"%{n}"] = compute(node.op, args, DTYPES[node.dtype], out)
         if buffers is not None:
             buffers.release(n, node)
     return list(map(read, graph.outputs, graph.outputs))  # type: ignore[arg-type]
