@@ -4,12 +4,12 @@ Bars of TFLOP/s over kept pairs, forward and backward, as the file has them: not
 here, and no number is written by hand. It is the picture of the README.
 """
 
-import csv
 import sys
 from pathlib import Path
 
 from ..errors import ArgumentError
 from .case import BACKWARD, FORWARD
+from .results import Speeds, speeds_in
 
 # What is shown: of calls at full size, those that differ in what they compute.
 CASES = {
@@ -27,22 +27,14 @@ CONTESTANTS = {
     "flex": ("FlexAttention", "#64748b"),
     "flash-attention-4": ("FlashAttention-4", "#b6c2d2"),
 }
-Speeds = dict[tuple[str, str, str], float]  # case, direction, contestant: TFLOP/s
 
 
 def read(path: Path) -> tuple[str, Speeds]:
     """The device of a file of results, and the speeds that are shown. Raises ArgumentError."""
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        speeds = {
-            (row["case"], row["direction"], row["contestant"]): float(row["gflops"]) / 1e3
-            for row in rows
-            if row["case"] in CASES and row["contestant"] in CONTESTANTS and row["gflops"]
-        }
-        return rows[0]["device"], speeds
-    except (OSError, KeyError, ValueError, IndexError) as error:
-        raise ArgumentError(f"{path} is not a file of `headway bench`: {error!r}") from error
+    device, speeds = speeds_in(path)
+    return device, {
+        key: speed for key, speed in speeds.items() if key[0] in CASES and key[2] in CONTESTANTS
+    }
 
 
 def draw(results: Path, picture: Path) -> None:

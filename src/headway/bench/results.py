@@ -63,6 +63,26 @@ def _name(mod: Callable) -> str:
     return getattr(mod, "__qualname__", None) or str(mod)
 
 
+# TFLOP/s of kept pairs, by case, direction and contestant.
+Speeds = dict[tuple[str, str, str], float]
+
+
+def speeds_in(path: Path) -> tuple[str, Speeds]:
+    """The device of a file of results, and all speeds in it. Raises ArgumentError."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        return rows[0].get("device", ""), {
+            (row["case"], row["direction"], row["contestant"]): float(row["gflops"]) / 1e3
+            for row in rows
+            if row["gflops"]
+        }
+    except OSError as error:
+        raise ArgumentError(f"{path}: {error.strerror}") from error
+    except (KeyError, ValueError, IndexError) as error:
+        raise ArgumentError(f"{path} is not a file of `headway bench`: {error!r}") from error
+
+
 class Book:
     """A CSV file that gets every line as soon as it is known: what was measured is never lost.
 

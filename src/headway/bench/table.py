@@ -5,13 +5,13 @@
 Of a case that is in several files the first one counts.
 """
 
-import csv
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import ArgumentError, HeadwayError
 from .case import BACKWARD, FORWARD
+from .results import speeds_in
 
 # The cases that a page shows, in its order and words.
 CASES = {
@@ -42,23 +42,17 @@ COLUMNS = {
 }
 FASTER = 1.02  # bold where another has this many times the speed: less may be noise
 
-Speeds = dict[str, dict[tuple[str, str], float]]  # by case, contestant and direction
+ByCase = dict[str, dict[tuple[str, str], float]]  # by case, contestant and direction
 
 
-def speeds(paths: Iterable[Path]) -> Speeds:
+def speeds(paths: Iterable[Path]) -> ByCase:
     """TFLOP/s of kept pairs of each case, from the first file that has it."""
-    found: Speeds = {}
+    found: ByCase = {}
     for path in paths:
-        try:
-            with path.open(newline="", encoding="utf-8") as file:
-                rows = [row for row in csv.DictReader(file) if row.get("gflops")]
-        except OSError as error:
-            raise ArgumentError(f"{path}: {error.strerror}") from error
         before = set(found)
-        for row in rows:
-            if row["case"] not in before:
-                case = found.setdefault(row["case"], {})
-                case[row["contestant"], row["direction"]] = float(row["gflops"]) / 1e3
+        for (case, direction, contestant), speed in speeds_in(path)[1].items():
+            if case not in before:
+                found.setdefault(case, {})[contestant, direction] = speed
     return found
 
 
