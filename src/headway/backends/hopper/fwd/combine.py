@@ -7,7 +7,7 @@ For disjoint sets J and K of keys, with o_J the sum of exp2(T - m_J) v over J, a
 
 from typing import Any, NamedTuple
 
-from .. import tile_counter
+from ...gpu.runtime import tile_counter
 from ..device.gluon_compat import barrier, gl, gluon
 from ..device.mma import ROWS, acc_layout, add_acc, row_vector, scale_rows
 from ..device.pipeline import semaphore_release, semaphore_wait
