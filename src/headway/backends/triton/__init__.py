@@ -48,6 +48,8 @@ accumulates, native, infer = acc_dtype, no_operator, inference.infer
 
 def code(spec: Spec, call: Call) -> str:
     """The functions generated for the score and the mask."""
+    if call.kv is not None or inference.suits(spec, call):
+        return inference.code(spec, call)
     from ..gpu.codegen import emit
 
     count = len(call.captured.tensors)

@@ -44,6 +44,10 @@ def planned(spec: Spec, call: Call) -> "Plan":
     most = kv.max_q if kv.cu_q is not None else q.shape[2]
     bits = _bits(q.dtype)
     rows = rows_of_tile(bits, max(q.shape[3], v.shape[3]), min(most, 1 << 20) * group)
+    if _unit(k, v) == 1 or k.dtype != q.dtype:
+        # Loads that do not run ahead, and keys that are converted: of products of 64 rows with
+        # such factors the ptxas of CUDA 12.8 makes wrong code for Hopper.
+        rows = min(rows, 32)
     tensors = call.captured.tensors
     key = (
         Plan, spec, q.dtype, k.dtype, q.device, q.shape[1], k.shape[1], q.shape[3], v.shape[3],
