@@ -7,9 +7,7 @@ dtype, width and device, gradients of `alibi_slopes` and sinks, and a differenti
 (flash-attn 2 and 3 drop its gradient in silence).
 """
 
-import operator
-from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +16,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import ops
 from ..api import prepare
 from ..errors import ArgumentError
-from ..mods import Mask, Score
+from ..mods import Mask
 from ..mods import causal as lower_right
-from ..mods import softcap as capped
-from ..mods.base import Both, MaskFn, Not, Then, value
+from ..mods.base import Both, MaskFn, Not, value
 from .errors import CallError, NotSupported
-
-Window = tuple[int | None, int | None]
+from .flash_cache import flash_attn_combine as flash_attn_combine
+from .flash_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
+from .flash_parts import Window, Words, limits_of, score_of, words_of
 
 
 @value
@@ -36,29 +34,6 @@ class span(Mask):
 
     def __call__(self, b, h, q_idx, kv_idx):
         return (kv_idx >= self.first[q_idx]) & (kv_idx <= self.last[q_idx])
-
-
-@value
-class distance_bias(Score):
-    """`score - slope · |i + offset - j|`, the slope by head, or by batch and head.
-
-    `offset` is a number, or an int tensor `(q_len,)`: where each query stands among the keys.
-    """
-
-    slopes: Tensor
-    offset: int | Tensor
-    _per_batch: bool
-    _packed: bool
-
-    def __init__(self, slopes: Tensor, offset: int | Tensor) -> None:
-        fields = (slopes, offset, slopes.dim() == 2, isinstance(offset, Tensor))
-        for name, item in zip(self.fields, fields, strict=True):
-            object.__setattr__(self, name, item)
-
-    def __call__(self, score, b, h, q_idx, kv_idx):
-        slope = self.slopes[b, h] if self._per_batch else self.slopes[h]
-        at = self.offset[q_idx] if self._packed else q_idx + self.offset  # type: ignore[index]
-        return score - slope * (at - kv_idx).abs()
 
 
 def flash_attn_func(
@@ -94,10 +69,10 @@ def flash_attn_func(
     **Raises:** `RuntimeError` (also an `ArgumentError`).
     """
     _check((q, k, v), ("b", "length", "heads", "width"))
-    words = _words(dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
+    words = words_of(dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
     offset = k.shape[1] - q.shape[1]
-    mask = _mask(_limits(words.causal, window_size), offset)
-    score = _score(words.softcap, alibi_slopes, offset, q.shape[0])
+    mask = _mask(limits_of(words.causal, window_size), offset)
+    score = score_of(words.softcap, alibi_slopes, offset, q.shape[0])
     out, lse = _attend(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score, mask, learnable_sink, words
     )
@@ -182,7 +157,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise NotSupported("block_table: paged keys are not supported; pass k and v packed")
     _check((q, k, v), ("total", "heads", "width"))
-    words = _words(dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
+    words = words_of(dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
     if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() != 1:
         raise NotSupported("alibi_slopes per sequence are not supported; pass (heads,)")
     _check_packed("q", cu_seqlens_q, q, max_seqlen_q)
@@ -193,9 +168,9 @@ def flash_attn_varlen_func(
             f"{tuple(cu_seqlens_k.shape)} count different numbers of sequences"
         )
     mask, diagonal = _spans(
-        cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], _limits(words.causal, window_size)
+        cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], limits_of(words.causal, window_size)
     )
-    score = _score(words.softcap, alibi_slopes, diagonal, 1)
+    score = score_of(words.softcap, alibi_slopes, diagonal, 1)
     out, lse = _attend(
         q[None].transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2), score, mask,
         learnable_sink, words,
@@ -205,7 +180,7 @@ def flash_attn_varlen_func(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, sink: Tensor | None, words: "_Words"
+    q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, sink: Tensor | None, words: "Words"
 ) -> tuple[Tensor, Tensor | None]:
     try:
         spec, call = prepare(
@@ -220,26 +195,6 @@ def _attend(
 # -- masks and scores -----------------------------------------------------------------------------
 
 
-def _limits(is_causal: bool, window: Window) -> tuple[int | None, int | None]:
-    """Keys to the left and right of the diagonal; None for no limit."""
-    try:
-        left, right = (_limit(n) for n in window)
-    except (TypeError, ValueError) as error:
-        raise CallError(
-            f"window_size={window!r} must be (left, right), two integers; -1 or None means no limit"
-        ) from error
-    return left, 0 if is_causal else right
-
-
-def _limit(n: Any) -> int | None:
-    """A number of Python's, from one of anybody's."""
-    if n is None:
-        return None
-    if isinstance(n, bool) or (n := operator.index(n)) < -1:
-        raise ValueError
-    return None if n == -1 else n
-
-
 def _mask(limits: tuple[int | None, int | None], offset: int) -> MaskFn | None:
     left, right = limits
     mask: MaskFn | None = None if right is None else lower_right(offset + right)
@@ -247,18 +202,6 @@ def _mask(limits: tuple[int | None, int | None], offset: int) -> MaskFn | None:
         near = Not(lower_right(offset - left - 1))
         mask = near if mask is None else Both(mask, near)
     return mask
-
-
-def _score(cap: float, slopes: Tensor | None, offset: int | Tensor, batch: int) -> Score | None:
-    score: Score | None = capped(float(cap)) if cap else None
-    if slopes is None:
-        return score
-    fits = isinstance(slopes, Tensor) and slopes.dim() in (1, 2)
-    if not fits or (slopes.dim() == 2 and slopes.shape[0] != batch):
-        got = tuple(slopes.shape) if isinstance(slopes, Tensor) else repr(slopes)
-        raise CallError(f"alibi_slopes must be a tensor (heads,) or (batch, heads), got {got}")
-    further = distance_bias(slopes, offset)
-    return further if score is None else Then(score, further)
 
 
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -303,68 +246,6 @@ def _check(qkv: tuple, axes: tuple[str, ...]) -> None:
         if not isinstance(x, Tensor) or x.dim() != len(axes):
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise CallError(f"{name} must be ({', '.join(axes)}), got {got}")
-
-
-class _Words(NamedTuple):
-    """The arguments that are not tensors, as Python's numbers and booleans."""
-
-    dropout: float
-    scale: Any  # a number or None; a tensor is refused further on
-    causal: bool
-    softcap: float
-    deterministic: bool
-    want_lse: bool
-
-
-def _words(
-    dropout: Any, scale: Any, is_causal: Any, cap: Any, deterministic: Any, probabilities: Any
-) -> _Words:
-    """Checked by kind: what stands in one place in flash-attn 2 stands in another in 3 and 4."""
-    words = _Words(
-        _number("dropout_p", dropout),
-        scale if scale is None or isinstance(scale, Tensor) else _number("softmax_scale", scale),
-        _flag("causal", is_causal),
-        _number("softcap", cap),
-        _flag("deterministic", deterministic),
-        _flag("return_attn_probs", probabilities),
-    )
-    if words.softcap < 0:
-        raise CallError(f"softcap={cap} must be 0 (none) or above")
-    if not 0 <= words.dropout < 1:
-        raise CallError(f"dropout_p={dropout} must be at least 0 and less than 1")
-    if words.want_lse and words.dropout:
-        raise NotSupported(
-            "return_attn_probs with dropout asks for the dropped probabilities, which are never "
-            "made; the log-sum-exp is the same with dropout_p=0.0"
-        )
-    return words
-
-
-def _number(name: str, x: Any) -> Any:
-    if not isinstance(x, bool):
-        if isinstance(x, int | float | torch.SymInt | torch.SymFloat):
-            return x
-        if isinstance(x, Real):  # NumPy's
-            return float(x)
-    raise _misplaced(name, x, "a number")
-
-
-def _flag(name: str, x: Any) -> bool:
-    if isinstance(x, bool):
-        return x
-    if isinstance(x, int) and x in (0, 1):
-        return bool(x)
-    raise _misplaced(name, x, "True or False")
-
-
-def _misplaced(name: str, x: Any, wanted: str) -> CallError:
-    shown = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-    return CallError(
-        f"{name} must be {wanted}, got {shown}. These are flash-attn 2's places: (..., dropout_p, "
-        "softmax_scale, causal, window_size, softcap, alibi_slopes); flash-attn 3 and 4 have no "
-        "dropout_p, and (..., softmax_scale, causal): name what you pass, as in "
-        "flash_attn_func(q, k, v, softmax_scale=0.25, causal=True)"
-    )
 
 
 def _check_packed(name: str, offsets: Any, x: Tensor, longest: int) -> None:

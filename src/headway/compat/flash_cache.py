@@ -1,0 +1,292 @@
+"""FlashAttention's calls for inference: over a cache, and the sum of partial results."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import inference
+from ..errors import ArgumentError
+from ..mods import Mask
+from ..mods import causal as lower_right
+from ..mods.base import Both, MaskFn, value
+from ..nn.rotary import Angles, Rotary
+from .errors import CallError, NotSupported
+from .flash_parts import Window, flag, limits_of, number, score_of
+
+
+@value
+class within(Mask):
+    """`i - left <= j <= i + right`; -1 is no limit."""
+
+    left: int
+    right: int
+    _limits: tuple[bool, bool]
+
+    def __init__(self, left: int | None, right: int | None) -> None:
+        fields = left or 0, right or 0, (left is not None, right is not None)
+        for name, item in zip(self.fields, fields, strict=True):
+            object.__setattr__(self, name, item)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        kept = []
+        if self._limits[0]:
+            kept.append(q_idx - kv_idx <= self.left)
+        if self._limits[1]:
+            kept.append(kv_idx - q_idx <= self.right)
+        return kept[0] if len(kept) == 1 else kept[0] & kept[1]
+
+
+@value
+class begins(Mask):
+    """`j >= first[b]`: the keys of a row before its first are padding."""
+
+    first: Tensor
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return kv_idx >= self.first[b]
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    attention_chunk: int = 0,
+    scheduler_metadata: Any = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    learnable_sink: Tensor | None = None,
+) -> Any:
+    """Attention of `q` `(b, q_len, hq, d)` over a cache, to which new keys and values are appended.
+
+    The arguments are flash-attn 2's, in its order; those that flash-attn 3 has besides are
+    keywords, so its calls work by name.
+
+    **Arguments:**
+
+    - `k_cache`, `v_cache`: `(rows, capacity, hk, ·)`, or with `block_table` (`page_table` in
+      flash-attn 3), int32 `(b, max_pages)`, pages `(pages, page, hk, ·)` of any size. Written in
+      place.
+    - `k`, `v`: `(b, new, hk, ·)`, written to positions `cache_seqlens[b]` and on before attending.
+    - `cache_seqlens`: int32 `(b,)`, or one number, of the keys that are there; None: all.
+    - `cache_batch_idx`: int32 `(b,)`, the row of the cache of every row of q.
+    - `cache_leftpad`: int32 `(b,)`, the first key of every row.
+    - `rotary_cos`, `rotary_sin`: `(positions, rotary / 2)`; q and the new keys are turned, a query
+      by its position if `causal` or in a window, else by that of the first new key.
+    - `causal`, `window_size`: aligned bottom-right; `softcap`, `alibi_slopes`: as in
+      `flash_attn_func`; `learnable_sink`: `(hq,)`, as in flash-attn 4.
+    - `cu_seqlens_q`, `max_seqlen_q`: q is `(tokens, hq, d)`; `cu_seqlens_k_new`: so are k and v.
+    - `q_descale`, `k_descale`, `v_descale`: `(b, hk)`, multiply q, k and v.
+    - `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`: how the work is cut, which is
+      chosen here, and changes no result.
+
+    **Returns:** `(b, q_len, hq, dv)` or `(tokens, hq, dv)`; with `return_softmax_lse` also the
+    log-sum-exp `(b, hq, q_len)` or `(hq, tokens)`.
+
+    **Raises:** `RuntimeError` (also an `ArgumentError`); `NotImplementedError` for `qv` and
+    `attention_chunk`.
+    """
+    _refuse(qv, attention_chunk)
+    _check_places(rotary_cos, rotary_sin, cache_batch_idx)
+    is_causal, want_lse = flag("causal", causal), flag("return_softmax_lse", return_softmax_lse)
+    pages = block_table if page_table is None else page_table
+    packed = cu_seqlens_q is not None
+    axes = "(tokens, heads, width)" if packed else "(b, length, heads, width)"
+    if not isinstance(q, Tensor) or q.dim() != (3 if packed else 4):
+        raise CallError(f"q must be {axes}, got {_shown(q)}")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            raise CallError(f"{name} must be (rows, length, heads, width), got {_shown(x)}")
+    b = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
+    lengths = _lengths(cache_seqlens, b, k_cache, pages)
+    if cache_batch_idx is not None:  # a row is a page as long as the capacity
+        pages = cache_batch_idx.to(torch.int32)[:, None]
+    limits = limits_of(is_causal, window_size)
+    if rotary_cos is not None and rotary_sin is not None:
+        base = lengths if rotary_seqlens is None else rotary_seqlens
+        if cache_leftpad is not None:
+            base = base - cache_leftpad
+        turn = _Turn(rotary_cos, rotary_sin, flag("rotary_interleaved", rotary_interleaved))
+        moving = limits != (None, None)
+        q = turn(q, base, cu_seqlens_q, moving)
+        k = None if k is None else turn(k, base, cu_seqlens_k_new, True)
+    if k is not None and v is not None:
+        lengths = _append(k_cache, v_cache, k, v, lengths, pages, cu_seqlens_k_new)
+    elif k is not None or v is not None:
+        raise CallError("k and v go together: new keys without values, or values without keys")
+    if q_descale is not None:
+        q = _descaled(q, q_descale, cu_seqlens_q)
+    mask: MaskFn | None = None
+    if limits != (None, None):
+        mask = lower_right() if limits == (None, 0) else within(*limits)
+    if cache_leftpad is not None:
+        mask = begins(cache_leftpad) if mask is None else Both(mask, begins(cache_leftpad))
+    score = score_of(float(number("softcap", softcap)), alibi_slopes, 0, b)
+    heads_first = (q[None] if packed else q).transpose(1, 2)
+    try:
+        out, lse, _ = inference.attention_with_stats(
+            heads_first, k_cache.transpose(1, 2), v_cache.transpose(1, 2), score, mask,
+            lengths=lengths, page_table=pages, cu_q=cu_seqlens_q, max_q=max_seqlen_q,
+            scale=softmax_scale, sink=learnable_sink, k_scale=k_descale, v_scale=v_descale,
+        )  # fmt: skip
+    except ArgumentError as error:
+        raise CallError(str(error)) from error
+    out = out.transpose(1, 2)
+    if packed:
+        out, lse = out[0], lse[0]
+    return (out, lse) if want_lse else out
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from partial results over disjoint ones.
+
+    **Arguments:**
+
+    - `out_partial`: `(splits, b, length, heads, dv)` or `(splits, tokens, heads, dv)`, and
+      `lse_partial` without the last dimension: natural logarithms, -inf where nothing was seen.
+    - `out`: where to write; `out_dtype`: of the result, that of `out_partial` if None.
+
+    **Returns:** out and the log-sum-exp of all.
+    """
+    if out_partial.shape[:-1] != lse_partial.shape:
+        raise CallError(
+            f"lse_partial must be {tuple(out_partial.shape[:-1])}, got {tuple(lse_partial.shape)}"
+        )
+    lse = torch.logsumexp(lse_partial.float(), 0)
+    weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp()
+    whole = (weights[..., None] * out_partial.float()).sum(0)
+    dtype = out_dtype or (out_partial.dtype if out is None else out.dtype)
+    if out is None:
+        return whole.to(dtype), lse
+    return out.copy_(whole), lse
+
+
+class _Turn:
+    """Rotary angles from a table `(positions, rotary / 2)`."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+        self.cos, self.sin = cos, sin
+        self.rotary = Rotary(2 * cos.shape[-1], interleaved=interleaved)
+
+    def __call__(self, x: Tensor, base: Tensor, cu: Tensor | None, moving: bool) -> Tensor:
+        """x `(b, length, heads, d)`, or packed, from positions `base` on."""
+        if cu is None:
+            at = torch.arange(x.shape[1], device=x.device) * moving + base[:, None]
+        else:
+            token = torch.arange(x.shape[0], device=x.device)
+            row = _row_of(cu, token)
+            at = ((token - cu[row]) * moving + base[row])[None]
+            x = x[None]
+        at = at.clamp(0, self.cos.shape[0] - 1).long()
+        angles = Angles(self.cos[at].float(), self.sin[at].float())
+        turned = self.rotary.rotate(x.transpose(1, 2), angles).transpose(1, 2)
+        return turned if cu is None else turned[0]
+
+
+def _row_of(cu: Tensor, token: Tensor) -> Tensor:
+    """The row of every packed token; those after the last row count as the last one's."""
+    row = torch.searchsorted(cu, token.to(cu.dtype), right=True) - 1
+    return row.clamp(0, cu.shape[0] - 2)
+
+
+@torch.no_grad()
+def _append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor,
+    pages: Tensor | None, cu: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Write new keys and values after those that are there; the lengths with them."""
+    if cu is None:
+        b, new = k.shape[:2]
+        row = torch.arange(b, device=k.device).repeat_interleave(new)
+        at = (torch.arange(new, device=k.device) + lengths[:, None]).flatten().long()
+        k, v, count = k.flatten(0, 1), v.flatten(0, 1), new
+    else:
+        token = torch.arange(k.shape[0], device=k.device)
+        row = _row_of(cu, token)
+        at = (token - cu[row] + lengths[row]).long()
+        count = cu.diff()
+    size = k_cache.shape[1]
+    if pages is not None:
+        row, at = pages[row, at // size].long(), at % size
+    k_cache[row, at], v_cache[row, at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
+    return (lengths + count).to(torch.int32)
+
+
+def _lengths(given: Any, b: int, k_cache: Tensor, pages: Tensor | None) -> Tensor:
+    if isinstance(given, Tensor):
+        return given if given.dtype == torch.int32 else given.to(torch.int32)
+    if given is None:
+        given = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
+    return torch.full(
+        (b,), int(number("cache_seqlens", given)), dtype=torch.int32, device=k_cache.device
+    )
+
+
+def _descaled(q: Tensor, scale: Tensor, cu: Tensor | None) -> Tensor:
+    """q times `(b, hk)` scales."""
+    of_heads = scale.repeat_interleave(q.shape[-2] // scale.shape[1], 1)  # (b, hq)
+    if cu is None:
+        return (q * of_heads[:, None, :, None]).to(q.dtype)
+    row = _row_of(cu, torch.arange(q.shape[0], device=q.device))
+    return (q * of_heads[row][..., None]).to(q.dtype)
+
+
+def _refuse(qv: Any, chunk: Any) -> None:
+    if qv is not None:
+        raise NotSupported(
+            "qv: give q and qv as one, torch.cat((qv, q), -1), over one cache of (latent, rotary) "
+            "whose first columns are the values: headway.inference.attention"
+        )
+    if chunk:
+        raise NotSupported(
+            f"attention_chunk={chunk}: call headway.inference.attention with "
+            f"mask=headway.causal() & headway.chunked({chunk})"
+        )
+
+
+def _check_places(cos: Any, sin: Any, idx: Any) -> None:
+    """flash-attn 3 has other things in these places."""
+    for name, x, dims in (("rotary_cos", cos, 2), ("rotary_sin", sin, 2),
+                          ("cache_batch_idx", idx, 1)):  # fmt: skip
+        if x is not None and (not isinstance(x, Tensor) or x.dim() != dims):
+            raise CallError(
+                f"{name} must be a tensor of {dims} dimensions, got {_shown(x)}. These are "
+                "flash-attn 2's places; name what you pass after v"
+            )
+    if (cos is None) != (sin is None):
+        raise CallError("rotary_cos and rotary_sin go together")
+
+
+def _shown(x: Any) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__

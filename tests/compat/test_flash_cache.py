@@ -1,0 +1,142 @@
+"""flash_attn_with_kvcache and flash_attn_combine against plain attention over each row's keys."""
+
+import pytest
+import torch
+
+import headway as hw
+from headway.compat.flash import flash_attn_combine, flash_attn_func, flash_attn_with_kvcache
+from headway.errors import ArgumentError
+
+B, HQ, HK, D, CAPACITY = 3, 6, 2, 16, 32
+LENGTHS = torch.tensor([5, 0, 21], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.inference_mode():
+        yield
+
+
+def drawn(new: int = 2, seed: int = 0):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=g)
+    return (
+        draw(B, new, HQ, D), draw(B, CAPACITY, HK, D), draw(B, CAPACITY, HK, D),
+        draw(B, new, HK, D), draw(B, new, HK, D),
+    )  # fmt: skip
+
+
+OPTIONS = [
+    {"causal": True},
+    {"causal": True, "window_size": (7, 0), "softcap": 12.0},
+    {"window_size": (4, 1), "alibi_slopes": torch.rand(HQ)},
+    {"causal": True, "alibi_slopes": torch.rand(B, HQ), "softmax_scale": 0.1},
+    {},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=[", ".join(o) or "plain" for o in OPTIONS])
+@pytest.mark.parametrize("paged", [False, True])
+def test_appended_and_attended(options, paged):
+    q, k_cache, v_cache, k, v = drawn()
+    k_cache_, v_cache_, table = k_cache.clone(), v_cache.clone(), None
+    if paged:
+        order = torch.randperm(B * 4)
+        table = order.argsort().view(B, 4).int()
+        k_cache, v_cache = (x.view(B * 4, 8, HK, D)[order].clone() for x in (k_cache, v_cache))
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=LENGTHS, block_table=table,
+        return_softmax_lse=True, num_splits=3, pack_gqa=True, sm_margin=4, **options,
+    )  # fmt: skip
+    for row, length in enumerate(LENGTHS.tolist()):
+        keys, values = (
+            torch.cat((old[row, :length], new[row]))[None]
+            for old, new in ((k_cache_, k), (v_cache_, v))
+        )
+        own = dict(options)
+        if "alibi_slopes" in own and own["alibi_slopes"].dim() == 2:
+            own["alibi_slopes"] = own["alibi_slopes"][row : row + 1]
+        wanted, wanted_lse, _ = flash_attn_func(
+            q[row : row + 1], keys, values, return_attn_probs=True, **own
+        )
+        torch.testing.assert_close(out[row], wanted[0], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(lse[row], wanted_lse[0], atol=2e-5, rtol=2e-5)
+        if not paged:
+            assert torch.equal(k_cache[row, length : length + 2], k[row])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotary_leftpad_and_rows_of_the_cache(interleaved):
+    q, k_cache, v_cache, k, v = drawn()
+    angles = torch.rand(64, 4) * 6
+    cos, sin = angles.cos(), angles.sin()
+    pad, rows = (
+        torch.tensor([2, 0, 4], dtype=torch.int32),
+        torch.tensor([2, 0, 1], dtype=torch.int32),
+    )
+    before_k, before_v = k_cache.clone(), v_cache.clone()
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cos, sin, LENGTHS + 4, rows, pad, causal=True,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+
+    def turned(x, at):  # (length, heads, d)
+        c, s = cos[at][:, None], sin[at][:, None]
+        part = x[..., :8]
+        a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+        halves = a * c - b * s, b * c + a * s
+        part = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
+        return torch.cat((part, x[..., 8:]), -1)
+
+    for row, length in enumerate((LENGTHS + 4).tolist()):
+        at = torch.arange(2) + length - int(pad[row])
+        keys = torch.cat((before_k[rows[row], pad[row] : length], turned(k[row], at)))
+        values = torch.cat((before_v[rows[row], pad[row] : length], v[row]))
+        wanted = flash_attn_func(turned(q[row], at)[None], keys[None], values[None], causal=True)
+        torch.testing.assert_close(out[row], wanted[0], atol=2e-5, rtol=2e-5)
+
+
+def test_packed_queries_and_scales():
+    q, k_cache, v_cache, _, _ = drawn()
+    cu = torch.tensor([0, 1, 1, 4], dtype=torch.int32)
+    q = q.flatten(0, 1)[:4]
+    scale = torch.rand(B, HK) + 0.5
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=LENGTHS, cu_seqlens_q=cu, max_seqlen_q=3, causal=True,
+        q_descale=scale, k_descale=scale, v_descale=scale,
+    )  # fmt: skip
+    for row in (0, 2):
+        i, n = slice(int(cu[row]), int(cu[row + 1])), int(LENGTHS[row])
+        s = scale[row, :, None]
+        wanted = flash_attn_func(
+            (q[i] * s.repeat_interleave(3, 0))[None], (k_cache[row, :n] * s)[None],
+            (v_cache[row, :n] * s)[None], causal=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out[i], wanted[0], atol=2e-5, rtol=2e-5)
+
+
+def test_partial_results_are_combined():
+    q, k, v = torch.randn(3, 1, 2, 30, D).unbind(0)
+    parts = [
+        hw.attention_with_stats(q, k[:, :, at], v[:, :, at]) for at in (slice(0, 9), slice(9, 30))
+    ]
+    outs = torch.stack([p.out.transpose(1, 2) for p in parts])
+    lses = torch.stack([p.lse.transpose(1, 2) for p in parts])
+    out, lse = flash_attn_combine(outs, lses)
+    whole = hw.attention_with_stats(q, k, v)
+    torch.testing.assert_close(out.transpose(1, 2), whole.out, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse.transpose(1, 2), whole.lse, atol=2e-5, rtol=2e-5)
+    nothing = flash_attn_combine(outs * 0, lses - torch.inf)
+    assert not nothing[0].any()
+
+
+def test_what_is_refused():
+    q, k_cache, v_cache, k, v = drawn()
+    with pytest.raises(RuntimeError, match="flash-attn 2's places"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, q)
+    with pytest.raises(NotImplementedError, match="qv"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, qv=q)
+    with pytest.raises(RuntimeError, match="k and v go together"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, k)
+    with pytest.raises(ArgumentError, match=r"lengths\[0\] = 40"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=40)
