@@ -7,6 +7,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.profiler import record_function
 
 from . import ops
 from .arguments import (
@@ -49,6 +50,7 @@ from .mods.lowering import Lowered
 from .mods.places import place_of_line, quote
 from .sharded import Sharded, any_sharded
 from .types import (
+    NAMESPACE,
     WHOLE,
     AttentionOutput,
     Captured,
@@ -211,6 +213,17 @@ def _plain(
 @inlined_or_eager
 def _run(request: Request) -> Any:
     """The call: its out alone, or all results where the largest logits are asked for."""
+    if not is_compiling() and _profiled():
+        with record_function(f"{NAMESPACE}::attention"):
+            return _run_request(request)
+    return _run_request(request)
+
+
+_profiled = torch.autograd._profiler_enabled
+
+
+@inlined_or_eager
+def _run_request(request: Request) -> Any:
     sharded = None
     if not type(request.q) is type(request.k) is type(request.v) is Tensor and any_sharded(
         request.q, request.k, request.v
