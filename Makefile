@@ -106,6 +106,10 @@ picture: setup ## draw the README's picture of speed anew, from bench/results
 package: setup ## build the wheel and the sdist in dist
 	@$(PY) -m hatchling build
 
+.PHONY: newcomer
+newcomer: setup ## time the way from nothing to a first training step; ARGS go to pip
+	@$(PY) scripts/newcomer.py $(ARGS)
+
 .PHONY: hub
 hub: setup ## lay the package out as a kernel of the Hugging Face Hub, in dist/hub
 	@$(PY) scripts/hub_kernel.py dist/hub
