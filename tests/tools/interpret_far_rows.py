@@ -1,4 +1,4 @@
-"""What kernels do with rows whose every score is large, in Triton's interpreter: `far_rows.py`.
+"""What kernels do with rows whose every score is large, in Triton's interpreter: `interpret_far_rows.py`.
 
 The last line printed is {minimum: {what: how far off}}, in parts of the largest number.
 """
