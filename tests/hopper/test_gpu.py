@@ -20,7 +20,7 @@ HALF = [case.name for case in CASES if "half" in case.tags]
 PARTS = 8
 
 
-@pytest.mark.timeout(600)  # a dozen checks, each of which compiles for 10 to 20 s beside others
+@pytest.mark.timeout(1800)  # a dozen checks, each of which compiles for 10 to 20 s beside others
 @pytest.mark.parametrize("part", range(4))
 def test_features(part):
     lines = bring_up.watched("check", list(bring_up.CHECKS)[part::4], 60)

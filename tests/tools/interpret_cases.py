@@ -22,6 +22,7 @@ from headway.backends.gpu.runtime.call_plan import clear
 from headway.backends.triton import plan, walk
 from learned import SMALL, errors
 from tools.guard_bands import guarded
+from tools.interpreter import quicker
 
 # Small ones that give every part of the kernels work: tails, pieces of a width, groups of heads,
 # runs of full and partial tiles, each way to add up a gradient, strides, dropout.
@@ -87,4 +88,5 @@ def otherwise(names: tuple[str, ...]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]))
+    with quicker():
+        main(int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]))

@@ -70,7 +70,7 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
     monkeypatch.setattr(
         parallel_compile, "_HEAD_START", 0
     )  # which is enough to read a kernel from a cache
-    together, compile_one = threading.Barrier(len(ALL), timeout=60), JITFunction._do_compile
+    together, compile_one = threading.Barrier(len(ALL), timeout=600), JITFunction._do_compile
     failed = []  # which the launch would try again
 
     @contextmanager
