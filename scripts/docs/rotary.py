@@ -3,7 +3,7 @@
 import torch
 
 from headway import nn
-from svg import BLUE, GREEN, GREY, ORANGE, box, heat_parts, svg, text
+from svg import BLUE, GREY, ORANGE, PURPLE, box, heat_parts, svg, text
 
 SIDE = 15  # of an image, in patches
 KINDS = [("text", 4), ("image", (2, 3)), ("text", 3)]
@@ -32,11 +32,11 @@ def axes() -> str:
         parts += [text(x, 12, name), *heat_parts(x, top, cell, logits.tolist(), 1.0)]
         at = SIDE // 2 * cell
         parts.append(
-            box(x + at, top + at, cell, cell, f'fill="none" stroke="{GREEN}" stroke-width="2"')
+            box(x + at, top + at, cell, cell, f'fill="none" stroke="{PURPLE}" stroke-width="3"')
         )
     y = top + side + 20
     parts += [
-        box(3, y - 9, 10, 10, f'fill="none" stroke="{GREEN}" stroke-width="2"'),
+        box(3, y - 9, 10, 10, f'fill="none" stroke="{PURPLE}" stroke-width="3"'),
         text(18, y, "the query"),
         box(92, y - 9, 10, 10, f'fill="{BLUE}"'),
         text(106, y, "its key has a logit of 1"),
