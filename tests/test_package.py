@@ -48,7 +48,7 @@ def test_the_wheel_is_small_and_holds_the_package_alone(built: dict[str, Path]) 
         about = next(n for n in names if n.endswith(".dist-info/METADATA"))
         asked = message_from_bytes(file.read(about))
     assert {n.split("/")[0] for n in names} == {"headway", about.split("/")[0]}
-    assert "headway/py.typed" in names
+    assert {"headway/py.typed", "headway/blocks/report.html"} <= set(names)
     assert any(n.endswith("licenses/LICENSE") for n in names)
     sources = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src").rglob("*.py")}
     assert {n for n in names if n.endswith(".py")} == sources

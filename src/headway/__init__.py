@@ -1,6 +1,7 @@
 """Headway: attention that trains, whatever the variant."""
 
 from . import backends as backends
+from . import inference as inference
 from . import mods as mods
 from .api import attention as attention
 from .api import attention_with_stats as attention_with_stats

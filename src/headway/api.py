@@ -12,10 +12,13 @@ from . import ops
 from .arguments import (
     DTYPES,
     check_block_mask,
+    check_cache,
+    check_cache_block_mask,
     check_captured,
     check_coords,
     check_dtype,
     check_function,
+    check_global,
     check_made_outside,
     check_sink,
     check_sizes,
@@ -45,6 +48,7 @@ from .mods import (
 )
 from .mods.base import MaskFn, Mod, ScoreFn
 from .mods.constants import brought
+from .mods.graph import parse
 from .mods.lowering import Lowered
 from .mods.places import place_of_line, quote
 from .sharded import Sharded, any_sharded
@@ -249,7 +253,9 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     """
     compiling = is_compiling()
     if (compiling or _autocast_somewhere()) and (
-        isinstance(request.q, Tensor) and torch.is_autocast_enabled(request.q.device.type)
+        request.kv is None
+        and isinstance(request.q, Tensor)
+        and torch.is_autocast_enabled(request.q.device.type)
     ):
         q, k, v = _autocast(request.q, request.k, request.v)
         request = Request(q, k, v, *request[3:])
@@ -260,9 +266,16 @@ def resolve(request: Request) -> tuple[Spec, Call]:
             seed = seed_of(request.seed, request.q.device) if request.dropout else None
             return signature.spec, recall(request, seed, signature, contents)
     q, k, v, score, mask, scale, sink = request[:7]
-    check_tensors(q, k, v)
-    if request.coords is not None:
-        check_coords(request.coords, q, k)
+    kv = request.kv
+    if kv is None:
+        check_tensors(q, k, v)
+        sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if request.coords is not None:
+            check_coords(request.coords, q, k)
+    else:
+        check_cache(q, k, v, kv)
+        check_global(mask)
+        sizes = (kv.lengths.shape[0], q.shape[1], None, None)
     if scale is not None:
         scale = scale_of(scale)
     if sink is not None:
@@ -273,23 +286,27 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     tiles, shape, blocks = None, None, None
     if isinstance(mask, BlockMask):
         tiles, shape, blocks = mask.tiles, (*mask.shape[:2], *mask.tile), mask
-        check_block_mask(mask, q, k)
+        if kv is None:
+            check_block_mask(mask, q, k)
         mask = mask.mask
     double = request.backend == "reference" or q.dtype == torch.float64
     whole = request.coords is None  # else q and k are a part of what the mods are made for
     of_score, of_mask, captured, counts = None, None, None, (0, 0, 0)
     if score is not None:
-        of_score, captured = _checked_and_lowered("score", score, double, q, k, whole)
+        of_score, captured = _checked_and_lowered("score", score, double, q, sizes, whole)
         counts = len(captured.tensors), len(captured.ints), len(captured.floats)
     if mask is not None:
-        of_mask, more = _checked_and_lowered("mask", mask, double, q, k, whole)
+        of_mask, more = _checked_and_lowered("mask", mask, double, q, sizes, whole)
+        if blocks is not None and kv is not None:
+            by_query = parse(of_mask.text).uses("q_idx")
+            check_cache_block_mask(blocks, by_query, *sizes[:2], kv.capacity(k))
         if blocks is not None and not compiling:  # a compiled program asks when it is run
             blocks.check_decided(of_mask.text, more.tensors)
         captured = more if captured is None else captured.and_then(more)
     if captured is None:
         captured = Captured([], [], [])
     coords = WHOLE if request.coords is None else request.coords
-    call = Call(q, k, v, sink, seed, captured, tiles, coords)
+    call = Call(q, k, v, sink, seed, captured, tiles, coords, None, kv)
     capability = CapabilityKey(*capability_key(call, counts[0]))
     asked = (
         scale, of_score and of_score.text, of_mask and of_mask.text, dropout, sink is not None,
@@ -350,14 +367,15 @@ def _resolve_spec(key: CapabilityKey, asked: tuple, call: Call | None = None) ->
 
 
 def _checked_and_lowered(
-    kind: str, mod: Any, double: bool, q: Tensor, k: Tensor, whole: bool
+    kind: str, mod: Any, double: bool, q: Tensor, sizes: tuple, whole: bool
 ) -> tuple[Lowered, Captured]:
-    """A score or mask, checked: its graph and what it captures."""
+    """A score or mask, checked for a call of these sizes (b, h, q_len, kv_len), of which lengths
+    are None over a cache: its graph and what it captures."""
     of_library = isinstance(mod, Mod)
-    check_function(kind, mod, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    check_function(kind, mod, None if None in sizes else sizes)
     structure, functions, captured = take_apart(mod)
     if whole and of_library and captured.tensors:
-        mod.check_sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        mod.check_sizes(*sizes)
     dtype = "f64" if double else "f32"
     if is_compiling():
         check_made_outside(kind, functions)

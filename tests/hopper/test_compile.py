@@ -1,7 +1,7 @@
 """The kernels compile for compute capability 9.0 with no GPU there, and what they need.
 
 In a process of its own: the compiler and Triton's interpreter do not live in one. The other widths
-and kinds of calls are in `full.py`.
+and kinds of calls are in `long/hopper.py`.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-HERE = Path(__file__).parent
+TOOL = Path(__file__).parents[1] / "tools" / "compile_hopper.py"
 
 # Matrix instructions are m64nNk16 for two consumers. Forward: Q k^T before the loops, in each of the
 # two loops (full and partial tiles) with P v, and P v after. Backward: five products in each loop, dk
@@ -114,9 +114,9 @@ SINCE = {
 
 
 def report(direction: str, widths: str, *names: str) -> list[dict]:
-    """What `aot.py` prints."""
+    """What `tools/compile_hopper.py` prints."""
     done = subprocess.run(
-        [sys.executable, HERE / "aot.py", direction, widths, *names],
+        [sys.executable, TOOL, direction, widths, *names],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

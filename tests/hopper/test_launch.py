@@ -3,10 +3,8 @@
 The driver is a stand-in for a GPU's: kernels are compiled for it, and launches are written down.
 """
 
-import sys
 from dataclasses import fields
 from importlib.util import find_spec
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,9 +15,6 @@ import headway as hw
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-
-from aot import launching
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
@@ -34,9 +29,9 @@ from headway.backends.hopper.device.gluon_compat import TensorDescriptor
 from headway.backends.hopper.fwd.plan import ForwardPlan
 from headway.backends.hopper.tma import aligned, with_tma_strides
 from headway.errors import BackendRefused
+from tools import bring_up
+from tools.compile_triton import launching
 from triton import knobs
-
-from . import bring_up
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-HERE = Path(__file__).parent
+TOOLS = Path(__file__).parents[1] / "tools"
 
 # Bytes of registers stored to memory by a causal call: forward, dq, dk and dv; 256 wide, dk, and dv.
 # What dk and dv store is mostly what they need between two runs of tiles, once for each run.
@@ -36,7 +36,7 @@ CALLS = SPILLS | ODD | ONE
 @pytest.mark.parametrize(("target", "call"), CALLS)
 def test_compiles(target, call):
     done = subprocess.run(
-        [sys.executable, HERE / "aot.py", target, call], capture_output=True, text=True
+        [sys.executable, TOOLS / "compile_triton.py", target, call], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1].split("|")

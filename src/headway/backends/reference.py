@@ -8,7 +8,7 @@ from torch import Tensor
 from ..dropout import keep
 from ..mods.derivative import differentiable_gathers, joint
 from ..mods.pointwise import Positions, mask_at, score_at
-from ..types import Coords, Forward, Grads, Spec, acc_dtype
+from ..types import KV, Coords, Forward, Grads, Spec, acc_dtype
 from .base import (
     LARGE_LSE,
     Call,
@@ -55,6 +55,61 @@ def forward(spec: Spec, call: Call) -> Forward:
         largest.to(acc) if spec.max_logit else s.new_empty(0, dtype=acc),
         row_max.to(acc) if spec.row_max else s.new_empty(0, dtype=acc),
     )
+
+
+def infer(spec: Spec, call: Call) -> Forward:
+    """`forward` of every row by itself, over its own keys, gathered from their pages."""
+    kv = call.kv
+    assert kv is not None
+    (_, hq, q_len, _), dv, acc = call.q.shape, call.v.shape[3], acc_dtype(call.q.dtype)
+    rows = kv.lengths.shape[0]
+    new = lambda shape, value, dtype: call.q.new_full(shape, value, dtype=dtype)
+    shape = call.q.shape[:3]
+    lse = new(shape, -math.inf, acc)
+    if call.sink is not None:
+        lse.copy_(call.sink.to(acc)[:, None])
+    result = Forward(
+        new((*shape, dv), 0, spec.out_dtype(call.q.dtype)),
+        lse,
+        new((rows, hq) if spec.max_logit else (0,), -math.inf, acc),
+        new(shape if spec.row_max else (0,), -math.inf, acc),
+    )
+    ends = list(range(0, q_len + 1, max(q_len, 1))) if kv.cu_q is None else kv.cu_q.tolist()
+    for row, length in enumerate(kv.lengths.tolist()):
+        of, i = (row, slice(0, q_len)) if kv.cu_q is None else (0, slice(*ends[row : row + 2]))
+        count = i.stop - i.start
+        if not count:
+            continue
+        length = min(max(length, 0), kv.capacity(call.k))
+        one = call.replace(
+            q=call.q[of : of + 1, :, i],
+            k=_row(call.k, kv.k_scale, kv, row, length),
+            v=_row(call.v, kv.v_scale, kv, row, length),
+            tiles=None,
+            coords=call.coords._replace(
+                b=call.coords.b + row,
+                q_pos=torch.arange(length - count, length, device=call.q.device),
+            ),
+            kv=None,
+        )
+        of_row = forward(spec, one)
+        result.out[of, :, i], result.lse[of, :, i] = of_row.out[0], of_row.lse[0]
+        if spec.max_logit:
+            result.max_logit[row] = of_row.max_logit[0]
+        if spec.row_max:
+            result.row_max[of, :, i] = of_row.row_max[0]
+    return result
+
+
+def _row(x: Tensor, scale: Tensor | None, kv: KV, row: int, length: int) -> Tensor:
+    """The keys or values of a row, `(1, hk, length, width)`, in float64."""
+    if kv.page_table is None:
+        own = x[row, :, :length].double()
+    else:
+        page = x.shape[2]
+        at = kv.page_table[row, : -(-length // page)].long()
+        own = x[at].transpose(0, 1).flatten(1, 2)[:, :length].double()
+    return (own if scale is None else own * scale[row].double()[:, None, None])[None]
 
 
 def backward(

@@ -373,12 +373,15 @@ class block_table(Mask):
     def check_sizes(self, b, h, q_len, kv_len):
         if not self._varies:
             return
-        rows, columns = (-(-n // size) for n, size in zip((q_len, kv_len), self.block, strict=True))
+        rows, columns = (
+            None if n is None else -(-n // size)
+            for n, size in zip((q_len, kv_len), self.block, strict=True)
+        )
         for own, name, n in zip(
             reversed(self.table.shape), ("columns", "rows", "heads", "batch"),
             (columns, rows, h, b), strict=False,
         ):  # fmt: skip
-            if own not in (1, n):
+            if own not in (1, n) and n is not None:
                 raise ArgumentError(
                     f"block_table: the table has shape {tuple(self.table.shape)}, but b, h, q_len, "
                     f"kv_len = {(b, h, q_len, kv_len)} in blocks of {self.block} have {n} {name}"
@@ -475,7 +478,7 @@ class tiled(Mask):
 
 
 def _check_ids(
-    mask: str, ids: Tensor, kv_ids: Tensor | None, b: int, q_len: int, kv_len: int
+    mask: str, ids: Tensor, kv_ids: Tensor | None, b: int, q_len: int | None, kv_len: int | None
 ) -> None:
     """Ids of every query and key of a call."""
     batch = {"b": b} if ids.dim() == 2 else {}
@@ -532,10 +535,10 @@ def _grid(mask: str, **sizes: int | Sequence[int]) -> tuple[tuple[int, ...], ...
     )
 
 
-def _on_grid(mask: str, shape: tuple[int, ...], q_len: int, kv_len: int) -> None:
+def _on_grid(mask: str, shape: tuple[int, ...], q_len: int | None, kv_len: int | None) -> None:
     """No position lies past the end of a grid, where it would have no neighbours."""
     points = math.prod(shape)
-    if q_len > points or kv_len > points:
+    if (q_len or 0) > points or (kv_len or 0) > points:
         raise ArgumentError(
             f"{mask}: shape={shape} has {points} points, but this call has q_len={q_len} and "
             f"kv_len={kv_len}; give the shape that the positions are laid out in"

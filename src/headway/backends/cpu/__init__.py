@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype
-from ..base import Call, CapabilityKey, graph_text, no_limits
+from ..base import Call, CapabilityKey, graph_text, no_cache, no_limits
 from . import flash, tiled
 from .maxima import row_maxima
 
@@ -14,6 +14,8 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """It runs every call whose tensors are on the CPU."""
     if kind.device.type != "cpu":
         return [f"the tensors are on {kind.device}: move them to the CPU"]
+    if kind.cache:
+        return ["it has no inference over a cache: use backend='reference'"]
     return []
 
 
@@ -45,5 +47,5 @@ def backward(
     return tiled.backward(spec, call, out, lse, dout, dlse, needs)
 
 
-native, plain = flash.native, flash.plain
+native, plain, infer = flash.native, flash.plain, no_cache
 limits, accumulates, code = no_limits, acc_dtype, graph_text

@@ -19,7 +19,7 @@ import torch
 from ...blocks import TILE
 from ...mods.graph import parse
 from ...types import Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, launched, no_operator, plainly_masked
+from ..base import Call, CapabilityKey, launched, no_cache, no_operator, plainly_masked
 from ..gpu import limits as limits
 from ..gpu.codegen.dependence import dependence_of
 from ..gpu.codegen.function import diagonal_gathers, float_gathers, gathers_in_kernel
@@ -37,6 +37,8 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     why = unavailable(kind.device.type, kind.device.index)
     if why:
         reasons.append(why)
+    if kind.cache:
+        reasons.append("inference over a cache runs on the 'triton' backend")
     if kind.dtype not in DTYPES:
         reasons.append(f"{kind.dtype} is not bfloat16 or float16, which its tensor cores multiply")
     if first_fit(FORWARD, d, dv) is None:
@@ -103,7 +105,7 @@ def _by_query(score: str) -> bool:
 
 
 forward, backward = launched(__name__)
-accumulates, native = acc_dtype, no_operator
+accumulates, native, infer = acc_dtype, no_operator, no_cache
 
 
 def code(spec: Spec, call: Call) -> str:

@@ -36,7 +36,7 @@ barriers (`config.NamedBarrierId`).
 
     ping_pong_init (once), ping_pong_wait, issue, ping_pong_pass
 
-`tests/hopper/simulator.py` runs the kernels by these rules.
+`tests/tools/simulator.py` runs the kernels by these rules.
 """
 
 from typing import Any, NamedTuple

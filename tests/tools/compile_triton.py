@@ -1,6 +1,6 @@
 """Compile what a call would launch, for a GPU that is not there: registers, spills, shared memory.
 
-`aot.py sm_90 bf16_128` prints the bytes that the kernels of a causal call spill, and how often loops
+`python tests/tools/compile_triton.py sm_90 bf16_128` prints the bytes that the kernels of a causal call spill, and how often loops
 touch them; with two widths, as in `bf16_72_40`, of a forward without a mask whose heads begin anywhere;
 with `one` before them, of forward and backward of one query, and of one key. It fails where machine
 code reads what nothing wrote, where a tile always stands at the same place (`fixed`), and where reads
@@ -31,11 +31,11 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import headway as hw
-from emulator import launch as emulated
 from headway.api import prepare
 from headway.backends import triton as backend
 from headway.backends.gpu.runtime import call_plan
-from machine_code import in_flight, spilled, unwritten
+from tools.emulator import launch as emulated
+from tools.sass import in_flight, spilled, unwritten
 
 # Name: target, and bytes of shared memory that a program may have.
 TARGETS = emulated.TARGETS | {"gfx942": (GPUTarget("hip", "gfx942", 64), 65536)}
@@ -200,7 +200,7 @@ def fixed(ttgir: str) -> list[str]:
     """Products on Hopper whose right factor is not in a ring of tiles that loads fill ahead.
 
     It stands at the same place in every round then, ptxas works out what it needs of that before the
-    loop, and that of CUDA 12.8 gets it wrong (`machine_code.py`). So it does where a length of 1 is a
+    loop, and that of CUDA 12.8 gets it wrong (`sass.py`). So it does where a length of 1 is a
     constant, and the loop is gone.
     """
     made: dict[str, tuple[str, str]] = {}

@@ -1,6 +1,6 @@
 """Compile what a call would launch on an H100, with no GPU: registers, spills, matrix instructions.
 
-`python tests/hopper/aot.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
+`python tests/tools/compile_hopper.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
 `unwritten` (reads of registers that nothing wrote), `in_flight` (registers touched before the product that
 has them is waited for), `early` (arrivals before what was loaded is there), `registers`, `spills` (bytes stored), `loops`
 (accesses to local memory inside the loops that multiply), `loop` and `masked` (instructions of the
@@ -36,7 +36,7 @@ from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.gpu.runtime import parallel_compile
 from headway.backends.hopper import launch_plan
-from machine_code import early, in_flight, loops, spilled, unwritten
+from tools.sass import early, in_flight, loops, spilled, unwritten
 
 LENGTH = 384
 

@@ -1,7 +1,7 @@
 """What an assembler made of a kernel: is every register written before it is read, and left alone while
 a product reads or writes it?
 
-`python tests/machine_code.py kernel.cubin` prints where not.
+`python tests/tools/sass.py kernel.cubin` prints where not.
 
 The ptxas of CUDA 12.8, which Triton 3.6 brings along, can lose the instruction that fills a register: the
 descriptor of a matrix in shared memory was then made of whatever stood there, and the kernel ended in an
