@@ -31,7 +31,7 @@ from .arguments import (
     seed_of,
     usable_device,
 )
-from .backends import choose
+from .backends import choose, unchecked
 from .backends.base import Call, CapabilityKey, capability_key
 from .blocks import BlockMask, Decided, cached_build
 from .blocks.mask import tile_of
@@ -341,7 +341,8 @@ def resolve(request: Request) -> tuple[Spec, Call]:
         values = _cached_spec_values(*capability, *asked)
         spec = None if values is None else Spec(*values)
     else:
-        spec = _cached_spec(*capability, *asked)
+        # The first call on a card goes without: its kernels are compiled while the card is checked.
+        spec = None if unchecked(q.device) else _cached_spec(*capability, *asked)
         if key is not None and spec is not None:
             call = remember(key, spec, capability, call, [of_score, of_mask])
     if spec is None:
