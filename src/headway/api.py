@@ -31,7 +31,7 @@ from .arguments import (
     seed_of,
     usable_device,
 )
-from .backends import choose
+from .backends import choose, unchecked
 from .backends.base import Call, CapabilityKey, capability_key
 from .blocks import BlockMask, Decided, cached_build
 from .blocks.mask import tile_of
@@ -111,6 +111,7 @@ def attention(
     """
     if unknown:
         raise unknown_keywords(attention, unknown)
+    mask = _or_none(mask, k)
     if score is None and sink is None and (mask is None or type(mask) is causal):
         out = _plain(q, k, v, mask, scale, dropout, backend)
         if out is not None:
@@ -140,6 +141,7 @@ def attention_with_stats(
     """
     if unknown:
         raise unknown_keywords(attention_with_stats, unknown)
+    mask = _or_none(mask, k)
     out, lse, max_logit, _ = _run(
         Request(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True)
     )
@@ -191,6 +193,14 @@ def block_mask(
     except CapturedIndexError as error:
         raise with_place(error, mask) from None
     return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles, decided)
+
+
+def _or_none(mask: Any, k: Any) -> Any:
+    """No mask for `causal(n)` where every query sees every key, as that of a decoding step."""
+    far = type(mask) is causal and mask.offset > 0 and not is_compiling()
+    if far and isinstance(k, Tensor) and k.dim() == 4 and mask.offset >= k.shape[2] - 1:
+        return None
+    return mask
 
 
 def _plain(
@@ -331,7 +341,8 @@ def resolve(request: Request) -> tuple[Spec, Call]:
         values = _cached_spec_values(*capability, *asked)
         spec = None if values is None else Spec(*values)
     else:
-        spec = _cached_spec(*capability, *asked)
+        # The first call on a card goes without: its kernels are compiled while the card is checked.
+        spec = None if unchecked(q.device) else _cached_spec(*capability, *asked)
         if key is not None and spec is not None:
             call = remember(key, spec, capability, call, [of_score, of_mask])
     if spec is None:

@@ -76,3 +76,17 @@ def by_rows(c: Caches, score: Any = None, mask: Any = None, **options: Any) -> A
         )  # fmt: skip
         results.append(ops.attention(spec, call))
     return [torch.cat(x) for x in list(zip(*results, strict=True))[:3]]
+
+
+def paged(k: Tensor, v: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A cache without pages as one with, in a random order, and its page table."""
+    b, hk, length, _ = k.shape
+    count = -(-length // page)
+    table = torch.randperm(b * count, generator=torch.Generator().manual_seed(b)).view(b, count)
+    whole = []
+    for x in (k, v):
+        room = torch.full((b, hk, count * page, x.shape[3]), torch.nan, dtype=x.dtype)
+        room[:, :, :length] = x.detach()
+        pages = room.unflatten(2, (count, page)).transpose(1, 2).flatten(0, 1)
+        whole.append(torch.empty_like(pages).index_copy_(0, table.flatten(), pages))
+    return whole[0], whole[1], table.int()

@@ -21,6 +21,7 @@ from .base import (
     scatter,
     split,
 )  # fmt: skip
+from .cache_rows import rows_of
 
 name = "reference"
 limits, native, code = no_limits, no_operator, graph_text
@@ -61,7 +62,7 @@ def infer(spec: Spec, call: Call) -> Forward:
     """`forward` of every row by itself, over its own keys, gathered from their pages."""
     kv = call.kv
     assert kv is not None
-    (_, hq, q_len, _), dv, acc = call.q.shape, call.v.shape[3], acc_dtype(call.q.dtype)
+    hq, dv, acc = call.q.shape[1], call.v.shape[3], acc_dtype(call.q.dtype)
     rows = kv.lengths.shape[0]
     new = lambda shape, value, dtype: call.q.new_full(shape, value, dtype=dtype)
     shape = call.q.shape[:3]
@@ -74,13 +75,8 @@ def infer(spec: Spec, call: Call) -> Forward:
         new((rows, hq) if spec.max_logit else (0,), -math.inf, acc),
         new(shape if spec.row_max else (0,), -math.inf, acc),
     )
-    ends = list(range(0, q_len + 1, max(q_len, 1))) if kv.cu_q is None else kv.cu_q.tolist()
-    for row, length in enumerate(kv.lengths.tolist()):
-        of, i = (row, slice(0, q_len)) if kv.cu_q is None else (0, slice(*ends[row : row + 2]))
+    for row, of, i, length in rows_of(call):
         count = i.stop - i.start
-        if not count:
-            continue
-        length = min(max(length, 0), kv.capacity(call.k))
         one = call.replace(
             q=call.q[of : of + 1, :, i],
             k=_row(call.k, kv.k_scale, kv, row, length),

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype
-from ..base import Call, CapabilityKey, graph_text, no_cache, no_limits
-from . import flash, tiled
+from ..base import Call, CapabilityKey, graph_text, no_limits
+from . import few, flash, tiled
 from .maxima import row_maxima
 
 name = "cpu"
@@ -14,13 +14,14 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """It runs every call whose tensors are on the CPU."""
     if kind.device.type != "cpu":
         return [f"the tensors are on {kind.device}: move them to the CPU"]
-    if kind.cache:
-        return ["it has no inference over a cache: use backend='reference'"]
     return []
 
 
 def forward(spec: Spec, call: Call) -> Forward:
-    """PyTorch's flash kernels where they can do the call, else blocks of torch ops."""
+    """PyTorch's flash kernels where they can do the call, else blocks of torch ops; few queries go
+    a way of their own."""
+    if few.suits(spec, call):
+        return few.forward(spec, call)
     result = flash.forward(spec, call) if flash.suits(spec, call) else None
     if result is None:
         return tiled.forward(spec, call)  # sees every logit: statistics are free
@@ -47,5 +48,5 @@ def backward(
     return tiled.backward(spec, call, out, lse, dout, dlse, needs)
 
 
-native, plain, infer = flash.native, flash.plain, no_cache
+native, plain, infer = flash.native, flash.plain, few.infer
 limits, accumulates, code = no_limits, acc_dtype, graph_text
