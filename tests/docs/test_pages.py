@@ -78,8 +78,9 @@ def test_every_page_has_one_place_in_the_navigation():
         assert (ROOT / path).exists(), path
 
 
-def test_every_recipe_is_on_its_list():
-    folder = DOCS / "recipes"
+@pytest.mark.parametrize("name", ["recipes", "reference"])
+def test_every_page_is_on_the_list_of_its_folder(name):
+    folder = DOCS / name
     listed = re.findall(r"\]\(([\w-]+\.md)\)", (folder / "index.md").read_text(encoding="utf-8"))
     assert sorted(listed) == sorted(p.name for p in folder.glob("*.md") if p.name != "index.md")
 
