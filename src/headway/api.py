@@ -7,6 +7,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.profiler import record_function
 
 from . import ops
 from .arguments import (
@@ -30,7 +31,7 @@ from .arguments import (
     seed_of,
     usable_device,
 )
-from .backends import choose
+from .backends import choose, unchecked
 from .backends.base import Call, CapabilityKey, capability_key
 from .blocks import BlockMask, Decided, cached_build
 from .blocks.mask import tile_of
@@ -53,6 +54,7 @@ from .mods.lowering import Lowered
 from .mods.places import place_of_line, quote
 from .sharded import Sharded, any_sharded
 from .types import (
+    NAMESPACE,
     WHOLE,
     AttentionOutput,
     Captured,
@@ -225,6 +227,17 @@ def _plain(
 @inlined_or_eager
 def _run(request: Request) -> Any:
     """The call: its out alone, or all results where the largest logits are asked for."""
+    if not is_compiling() and _profiled():
+        with record_function(f"{NAMESPACE}::attention"):
+            return _run_request(request)
+    return _run_request(request)
+
+
+_profiled = torch.autograd._profiler_enabled
+
+
+@inlined_or_eager
+def _run_request(request: Request) -> Any:
     sharded = None
     if not type(request.q) is type(request.k) is type(request.v) is Tensor and any_sharded(
         request.q, request.k, request.v
@@ -328,7 +341,8 @@ def resolve(request: Request) -> tuple[Spec, Call]:
         values = _cached_spec_values(*capability, *asked)
         spec = None if values is None else Spec(*values)
     else:
-        spec = _cached_spec(*capability, *asked)
+        # The first call on a card goes without: its kernels are compiled while the card is checked.
+        spec = None if unchecked(q.device) else _cached_spec(*capability, *asked)
         if key is not None and spec is not None:
             call = remember(key, spec, capability, call, [of_score, of_mask])
     if spec is None:

@@ -9,8 +9,7 @@ from hypothesis import strategies as some
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from headway.backends.gpu.runtime.tile_counter import FLAGS
-from headway.backends.hopper.config import FORWARD, first_fit
+from headway.backends.hopper.config import FLAGS, FORWARD, first_fit
 from headway.backends.hopper.fwd.stream_k import LEAST, Shares
 
 Q_IN_REGISTERS = next(row for row in FORWARD if row.q_in_registers and row.consumers == 2)

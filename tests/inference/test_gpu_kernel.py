@@ -1,5 +1,5 @@
 """The kernel of inference, run on the CPU: by Triton's interpreter, and as it is compiled for each
-GPU. `emulator/full.py` runs all cases for all GPUs."""
+GPU. `long/emulated.py` runs all cases for all GPUs."""
 
 import json
 import os
@@ -20,13 +20,13 @@ if find_spec("triton") is None:
 from triton.runtime.jit import JITFunction
 
 import headway as hw
-from emulator.launch import emulating
 from headway import inference
 from headway.api import resolve
 from headway.backends import triton as backend
 from headway.backends.gpu.inference import plan
 from headway.backends.gpu.runtime.launcher import KernelLauncher
 from headway.types import KV, Request
+from tools.emulator.launch import emulating
 
 from . import gpu_kernel as kernel
 from .gather import caches
@@ -34,7 +34,7 @@ from .gather import caches
 
 def test_interpreted():
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("interpret.py")],
+        [sys.executable, Path(__file__).parents[1] / "tools" / "interpret_inference.py"],
         capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

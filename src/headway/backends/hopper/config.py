@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-from ...blocks import TILE as TILE  # given block masks must be multiples of it
+from ..gpu.counters import FIRST_FLAG as FIRST_FLAG
+from ..gpu.counters import FLAGS as FLAGS
 
 REGISTERS_PER_SM = 65536
 MIN_REGISTERS = 24  # of a thread: what producer and scheduler keep

@@ -17,11 +17,12 @@ from ....types import KV, Spec
 from ...base import Call
 from ..codegen.emit import Text, functions
 from ..codegen.int_ranges import POSITION_LIMIT
+from ..counters import FIRST_FLAG, FLAGS
 from ..device import maths, tiles
 from ..runtime.call_plan import cached
 from ..runtime.launcher import CallArguments, KernelLauncher
 from ..runtime.parallel_compile import fix_cache_keys
-from ..runtime.tile_counter import FIRST_FLAG, FLAGS, zeroed_counter
+from ..runtime.tile_counter import zeroed_counter
 from ..runtime.triton_startup import start_triton
 from ..widths import pieces
 from . import kernel, merge, work

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....blocks import TILE
 from ....types import Spec
 from ...base import Call, split
 from ...gpu.runtime.call_plan import Walks, consecutive
 from ...gpu.runtime.launcher import KernelLauncher
 from ...gpu.runtime.tile_counter import zeroed_counter
 from ..bias_tables import BiasTables
-from ..config import FORWARD, TILE, Forward, How, first_fit, ptxas_options
+from ..config import FORWARD, Forward, How, first_fit, ptxas_options
 from ..launch_plan import DEVICE, Plan
 from ..tma import matrix_tiles
 from . import combine, epilogue, half_blocks, kernel, producer, scheduler

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
 from headway.backends.gpu.inference import config
 from inference import gpu_kernel as kernel
+from tools.interpreter import quicker
 
 CASES = [
     kernel.masks_and_scores,
@@ -51,4 +52,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quicker():
+        main()

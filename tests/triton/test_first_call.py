@@ -19,7 +19,6 @@ import headway as hw
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from aot import launching
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
@@ -27,6 +26,7 @@ import triton
 from headway.backends.gpu.device import maths
 from headway.backends.gpu.runtime import call_plan, parallel_compile
 from headway.backends.triton import kernel_backward, kernel_forward, tile, walk
+from tools.compile_triton import launching
 
 ALL = ["forward", "backward_q", "backward_kv"]
 
@@ -70,7 +70,7 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
     monkeypatch.setattr(
         parallel_compile, "_HEAD_START", 0
     )  # which is enough to read a kernel from a cache
-    together, compile_one = threading.Barrier(len(ALL), timeout=60), JITFunction._do_compile
+    together, compile_one = threading.Barrier(len(ALL), timeout=600), JITFunction._do_compile
     failed = []  # which the launch would try again
 
     @contextmanager

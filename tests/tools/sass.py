@@ -1,7 +1,7 @@
 """What an assembler made of a kernel: is every register written before it is read, and left alone while
 a product reads or writes it?
 
-`python tests/machine_code.py kernel.cubin` prints where not.
+`python tests/tools/sass.py kernel.cubin` prints where not.
 
 The ptxas of CUDA 12.8, which Triton 3.6 brings along, can lose the instruction that fills a register: the
 descriptor of a matrix in shared memory was then made of whatever stood there, and the kernel ended in an
@@ -24,6 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +65,11 @@ def early(cubin: bytes) -> list[str]:
     return [fault for name, section in _sections(cubin) for fault in _early(name, section)]
 
 
+def products(cubin: bytes) -> int:
+    """Matrix instructions of a warpgroup."""
+    return sum(x.kind == "HGMMA" for _, section in _sections(cubin) for x in _parse(section)[0])
+
+
 def loops(cubin: bytes) -> list[list[Instruction]]:
     """The instructions of the innermost loops that multiply."""
     return [body for _, section in _sections(cubin) for body in _loops(section)]
@@ -74,8 +80,9 @@ def spilled(cubin: bytes) -> int:
     return sum(x.kind in ("LDL", "STL") for body in loops(cubin) for x in body)
 
 
+@lru_cache(maxsize=2)
 def _sections(cubin: bytes) -> list[tuple[str, str]]:
-    """Kernels, and what nvdisasm prints of them."""
+    """Kernels, and what nvdisasm prints of them: once for all that is asked of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -87,8 +94,8 @@ def _sections(cubin: bytes) -> list[tuple[str, str]]:
 
 
 def _unwritten(name: str, section: str) -> list[str]:
-    code, labels = _parse(section)
-    known = _may_be_written(code, _successors(code, labels))
+    code, successors = _parse(section)
+    known = _may_be_written(code, successors)
     return [
         f"{name}+0x{x.address}: {x.opcode} {', '.join(x.operands)} reads {register}"
         for x, written in zip(code, known, strict=True)
@@ -105,8 +112,7 @@ _Product = tuple[str, frozenset[str], frozenset[str]]
 def _in_flight(name: str, section: str) -> list[str]:
     """Groups of products, the oldest first, and of the last whether more may follow: on every path, until
     `DEPBAR.LE gsb0, n` leaves n of them. Other products may add to the same sums."""
-    code, labels = _parse(section)
-    successors = _successors(code, labels)
+    code, successors = _parse(section)
     begin: tuple[tuple[_Product, ...], ...] = ((),)
     seen, todo, found = {(0, begin)}, [(0, begin)], {}
     while todo:
@@ -145,8 +151,7 @@ def _early(name: str, section: str) -> list[str]:
     """From every LDSM on, until something reads what it loads, and so waits for it. But one that
     follows stores, and no wait for a barrier, reads what these have written, to change a layout.
     And from every product on, until it is waited for: arrivals at barriers that have numbers."""
-    code, labels = _parse(section)
-    successors = _successors(code, labels)
+    code, successors = _parse(section)
     found = []
     for start, product in enumerate(code):
         seen, todo = set(), list(successors[start]) if product.kind == "HGMMA" else []
@@ -181,12 +186,12 @@ def _early(name: str, section: str) -> list[str]:
 
 
 def _loops(section: str) -> list[list[Instruction]]:
-    code, labels = _parse(section)
+    code, successors = _parse(section)
     # Behind the last EXIT stand the slow paths of waits, which jump back to where they came from.
     end = max(n for n, x in enumerate(code) if x.kind == "EXIT")
     found = [
         (m, n + 1)
-        for n, to in enumerate(_successors(code, labels)[:end])
+        for n, to in enumerate(successors[:end])
         for m in to
         if code[n].kind == "BRA" and m <= n and any("MMA" in x.kind for x in code[m:n])
     ]
@@ -201,8 +206,9 @@ def _product(x: Instruction) -> _Product:
     return x.address, frozenset(registers), frozenset(_named(sums, _width(x)))
 
 
-def _parse(section: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Instructions, and the number of the one behind every label."""
+@lru_cache(maxsize=2)
+def _parse(section: str) -> tuple[list[Instruction], list[list[int]]]:
+    """Instructions, and the numbers of those that may follow each."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in section.splitlines():
@@ -211,7 +217,7 @@ def _parse(section: str) -> tuple[list[Instruction], dict[str, int]]:
             code.append(Instruction(address, guard, opcode, re.split(r",\s*", operands)))
         elif found := re.match(r"([.$\w]+):$", line):
             labels[found[1]] = len(code)
-    return code, labels
+    return code, _successors(code, labels)
 
 
 def _successors(code: list[Instruction], labels: dict[str, int]) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """What each kernel reaches on this GPU, by itself, with several tiles: TFLOP/s.
 
-    python tests/triton/speed.py                    every case, about two minutes with 16 cores
-    python tests/triton/speed.py "128 causal" mla   some of them
-    python tests/triton/speed.py --compile          compile only, for an H200, with no GPU
+    python tests/tools/triton_speed.py                    every case, about two minutes with 16 cores
+    python tests/tools/triton_speed.py "128 causal" mla   some of them
+    python tests/tools/triton_speed.py --compile          compile only, for an H200, with no GPU
 
 Everything is compiled first, by as many processes as there are cores and without touching the GPU;
 what a line says is the time of a kernel alone, many launches in a row. `*` marks the tiles that the
@@ -32,8 +32,8 @@ from headway.backends.triton.config import Config, passes
 from headway.backends.triton.plan import bits_of, planned
 from headway.backends.triton.tuning import NO_ROOM
 
-sys.path.insert(0, str(Path(__file__).parent))
-import aot
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools import compile_triton
 
 BF16, F32 = torch.bfloat16, torch.float32
 PRODUCTS = {
@@ -247,7 +247,7 @@ def compile_one(given: tuple[str, str, Config]) -> str:
     """Compile a kernel of a case into Triton's cache, on tensors that are never touched."""
     name, kernel, how = given
     try:
-        with aot.compiling("sm_90", []):
+        with compile_triton.compiling("sm_90", []):
             Bench(CASES[name], "cpu").launcher(kernel, how)()
     except NO_ROOM:
         return "no room"
@@ -261,7 +261,7 @@ def compile_all(names: list[str]) -> dict[tuple, str]:
     torch.set_num_threads(1)
     work = []
     for name in names:
-        with aot.compiling("sm_90", []):
+        with compile_triton.compiling("sm_90", []):
             bench = Bench(CASES[name], "cpu")
             work += [(name, k, how) for k in bench.kernels() for how in bench.configs(k)]
     start = time.perf_counter()

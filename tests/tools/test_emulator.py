@@ -10,11 +10,11 @@ import torch
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from .copies import Map
-from .machine import Machine
-from .memory import Global
-from .source import parse
-from .values import BASE, Fault
+from .emulator.copies import Map
+from .emulator.machine import Machine
+from .emulator.memory import Global
+from .emulator.source import parse
+from .emulator.values import BASE, Fault
 
 THREADS = 64
 # Every thread loads a number of each tensor but the last, and stores one there.

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import captured
 import graphs
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
+from tools.interpreter import quicker
 
 
 def replayed(make, warm: bool) -> str:
@@ -50,4 +51,5 @@ def main(part: int, parts: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    with quicker():
+        main(int(sys.argv[1]), int(sys.argv[2]))

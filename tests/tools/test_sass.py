@@ -8,7 +8,7 @@ import pytest
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-import machine_code
+from tools import sass
 
 # As nvdisasm prints it: a loop, guarded writes, pairs and quads.
 RIGHT = """\
@@ -34,7 +34,7 @@ kernel:
 
 def found(code: str) -> list[str]:
     """Where something is read, and what."""
-    lines = machine_code._unwritten("kernel", code)
+    lines = sass._unwritten("kernel", code)
     return [line.split(": ")[0][-2:] + line.split("reads")[1] for line in lines]
 
 
@@ -98,25 +98,25 @@ kernel:
 
 
 def test_an_arrival_before_what_is_loaded_is_there():
-    assert machine_code._early("kernel", LOADED) == []
+    assert sass._early("kernel", LOADED) == []
     too_early = LOADED.replace("R24, R4, gdesc", "R24, R8, gdesc")
-    (said,) = machine_code._early("kernel", too_early)
+    (said,) = sass._early("kernel", too_early)
     assert said.startswith("kernel+0x0030: SYNCS.ARRIVE")
     assert "R4 of LDSM at 0x0000" in said
     own = "        /*0000*/                   STSM.16.M88.4 [R2+UR4], R40 ;\n        /*0000*/"
-    assert machine_code._early("kernel", too_early.replace("        /*0000*/", own)) == []
+    assert sass._early("kernel", too_early.replace("        /*0000*/", own)) == []
 
 
 def test_an_arrival_before_products_are_done():
     """At a barrier with a number, of a ring: behind the last wait all have read what they multiply."""
     arrive = "        /*0068*/                   BAR.ARV R40, 0x120 ;\n"
     behind = PRODUCTS.replace("        /*0070*/", arrive + "        /*0070*/")
-    assert machine_code._early("kernel", behind) == []
+    assert sass._early("kernel", behind) == []
     before = PRODUCTS.replace("        /*0040*/", arrive + "        /*0040*/")
-    said = machine_code._early("kernel", before)
+    said = sass._early("kernel", before)
     assert [re.search(r"BAR.ARV.* at 0x(\w+)", x)[1] for x in said] == ["0010", "0020", "0030"]
     turn = before.replace("R40", "0xe")  # of a consumer: not a ring's
-    assert machine_code._early("kernel", turn) == []
+    assert sass._early("kernel", turn) == []
 
 
 def test_loops_that_multiply():
@@ -129,12 +129,12 @@ def test_loops_that_multiply():
         "        /*00b0*/                   BRA `(.L_x_1) ;\n"
     )
     for text in (PRODUCTS, outer, wait):
-        (body,) = machine_code._loops(text)
+        (body,) = sass._loops(text)
         assert [x.address for x in body] == [f"00{n}0" for n in range(9)]
 
 
 def test_quiet_where_products_are_waited_for():
-    assert machine_code._in_flight("kernel", PRODUCTS) == []
+    assert sass._in_flight("kernel", PRODUCTS) == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_quiet_where_products_are_waited_for():
 )
 def test_what_is_touched_in_flight(line, instead, touched):
     assert line in PRODUCTS
-    lines = machine_code._in_flight("kernel", PRODUCTS.replace(line, instead))
+    lines = sass._in_flight("kernel", PRODUCTS.replace(line, instead))
     said = [
         re.search(r"\+0x(\w+): .* (writes|reads) (\w+) of HGMMA at 0x00(\w+)", x) for x in lines
     ]

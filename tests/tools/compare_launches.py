@@ -1,5 +1,5 @@
 """Launch through the driver itself and through Triton's launcher, and compare what both pass, byte
-for byte: `both_ways.py FOLDER` with a `libcuda.so.1` made of fake_cuda.c in it.
+for byte: `compare_launches.py FOLDER` with a `libcuda.so.1` made of fake_cuda.c in it.
 
 A process of its own: its CUDA driver is the fake one.
 """

@@ -1,4 +1,4 @@
-"""Run a part of the small cases in Triton's interpreter: `interpret.py PART PARTS DTYPE`.
+"""Run a part of the small cases in Triton's interpreter: `interpret_cases.py PART PARTS DTYPE`.
 
 The last line printed is {case: what is wrong}.
 """
@@ -15,16 +15,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import test_interpreter
-from guard import guarded
-
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
 from cases import BY_NAME, Case
 from checks import check
 from headway.backends.gpu.runtime.call_plan import clear
 from headway.backends.triton import plan, walk
 from learned import SMALL, errors
+from tools.guard_bands import guarded
+from tools.interpreter import quicker
 
+# Small ones that give every part of the kernels work: tails, pieces of a width, groups of heads,
+# runs of full and partial tiles, each way to add up a gradient, strides, dropout.
+CASES = (
+    "length_1", "length_65_causal", "width_40_40_score", "layout_strided", "dropout_0.1_all",
+    "mask_no_row_sink", "mask_document_cross", "score_twice", "score_bias_rows",
+    "score_bias_number", "score_outside", "score_walls", "width_3_5", "long_checker",
+)  # fmt: skip
 HALF = ("score_relative",)
 OTHERWISE = ("length_65_causal", "width_40_40_score", "long_checker")  # tails, groups, pieces, runs
 
@@ -32,7 +38,7 @@ OTHERWISE = ("length_65_causal", "width_40_40_score", "long_checker")  # tails, 
 def main(part: int, parts: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # NumPy's, of infinities that are meant
-    names = test_interpreter.CASES if dtype == torch.float32 else HALF
+    names = CASES if dtype == torch.float32 else HALF
     wrong = {}
     for case in map(few_heads, names[part::parts]):
         start = time.perf_counter()
@@ -82,4 +88,5 @@ def otherwise(names: tuple[str, ...]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]))
+    with quicker():
+        main(int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]))

@@ -5,13 +5,16 @@
 
 import sys
 from functools import partial
+from pathlib import Path
 
-import aot
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import headway as hw
 from headway.api import prepare
 from headway.backends import triton as backend
+from tools import compile_triton
 
 LENGTH, HEADS = 1024, 4
 CALLS = {
@@ -48,8 +51,8 @@ def launch(name: str, dtype: torch.dtype, d: int, dv: int) -> None:
 
 def main(target: str) -> None:
     for dtype, (d, dv), name in TABLES[target]:
-        run = partial(launch, name, aot.DTYPES[dtype], d, dv)
-        for kernel in aot.resources(target, run):
+        run = partial(launch, name, compile_triton.DTYPES[dtype], d, dv)
+        for kernel in compile_triton.resources(target, run):
             print(
                 f"{dtype} {d}/{dv} {name}: {kernel.name}: {kernel.registers} registers, "
                 f"{kernel.spills} bytes spilled (loops touch them {kernel.inside} times), "

@@ -1,6 +1,6 @@
 """Compile what a call would launch on an H100, with no GPU: registers, spills, matrix instructions.
 
-`python tests/hopper/aot.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
+`python tests/tools/compile_hopper.py forward 128/128 causal` prints a line of JSON for each kernel: the name,
 `unwritten` (reads of registers that nothing wrote), `in_flight` (registers touched before the product that
 has them is waited for), `early` (arrivals before what was loaded is there), `registers`, `spills` (bytes stored), `loops`
 (accesses to local memory inside the loops that multiply), `loop` and `masked` (instructions of the
@@ -14,29 +14,26 @@ launch is compiled, and none runs.
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import headway as hw
-import triton
 from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
-from headway.backends.gpu.runtime import parallel_compile
+from headway.backends.gpu.runtime import call_plan, parallel_compile
 from headway.backends.hopper import launch_plan
-from machine_code import early, in_flight, loops, spilled, unwritten
+from tools.assembler import assembled, up_to_ptx
+from tools.sass import early, in_flight, loops, products, spilled, unwritten
 
 LENGTH = 384
 
@@ -86,7 +83,7 @@ class _Driver:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return 1090  # no other driver's: what Triton has compiled it keeps by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -116,9 +113,12 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
         mock.patch.object(hopper, "unavailable", return_value=""),
         mock.patch.object(launch_plan, "processors", return_value=132),
         mock.patch.object(parallel_compile, "compile_in_parallel"),  # which loads what it compiles
+        mock.patch.object(driver, "_active", _Driver()),
+        up_to_ptx(),
     ):
-        driver.set_active(_Driver())  # type: ignore[arg-type]
+        call_plan.clear()
         _call(direction, d, dv, **CALLS[name])
+        call_plan.clear()
     return found
 
 
@@ -142,21 +142,8 @@ def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=
 
 def resources(name: str, made) -> dict:
     """What the assembler says of a kernel."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(made.asm["ptx"])
-        options = (made.metadata.ptx_options or "").split()
-        report = _run(
-            get_ptxas(90).path, "-v", "--gpu-name=sm_90a", *options, file,
-            "-o", file.with_suffix(".cubin"),
-        ).stderr  # fmt: skip
-        code = file.with_suffix(".cubin").read_bytes()
-        sass = _run(tool / "cuobjdump", "--dump-sass", file.with_suffix(".cubin")).stdout
+    report, code = assembled(made)
     bodies = loops(code)
-    added = re.findall(
-        r"(@\S+) atom\.global\S*\.add\.f32 \S+ \[ (\S+) \+ 0 \], (\S+);", made.asm["ptx"]
-    )
     return {
         "name": name,
         "unwritten": unwritten(code),
@@ -167,14 +154,20 @@ def resources(name: str, made) -> dict:
         "loops": spilled(code),
         "loop": min(map(len, bodies), default=0),
         "masked": max(map(len, bodies), default=0),
-        "hgmma": len(re.findall(r"\bHGMMA\b", sass)),
+        "hgmma": products(code),
         "shared": made.metadata.shared,
         # All but C7519, which adds an arrive.
         "serialized": len(re.findall(r"C75(?!19)\d\d", report)),
-        "twice": len(added) - len(set(added)),
+        "twice": twice(made.asm["ptx"]),
         "idle": _idle(made.asm["ptx"]),
         "fences": len(re.findall(r"fence\.proxy\.async;", made.asm["ptx"])),
     }
+
+
+def twice(ptx: str) -> int:
+    """How many numbers are added to memory once more."""
+    added = re.findall(r"(@\S+) atom\.global\S*\.add\.f32 \S+ \[ (\S+) \+ 0 \], (\S+);", ptx)
+    return len(added) - len(set(added))
 
 
 def _idle(ptx: str) -> list[int]:
@@ -187,17 +180,17 @@ def _idle(ptx: str) -> list[int]:
     return sorted(x for x in made if x not in used and x - 8 not in made)
 
 
-def _run(*command) -> subprocess.CompletedProcess:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stdout + done.stderr)
-    return done
+def report(direction: str, widths: str, *names: str) -> list[dict]:
+    """What the assembler says of the kernels of a direction, call by call."""
+    d, dv = map(int, widths.split("/"))
+    return [
+        {"call": name, **resources(kernel, made)}
+        for name in names
+        for kernel, made in compiled(direction, d, dv, name)
+        if kernel.startswith(direction)
+    ]
 
 
 if __name__ == "__main__":
-    direction, widths, *names = sys.argv[1:]
-    d, dv = map(int, widths.split("/"))
-    for name in names:
-        for kernel, made in compiled(direction, d, dv, name):
-            if kernel.startswith(direction):
-                print(json.dumps({"call": name, **resources(kernel, made)}), flush=True)
+    for found in report(*sys.argv[1:]):
+        print(json.dumps(found), flush=True)

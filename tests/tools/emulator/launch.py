@@ -20,6 +20,7 @@ from headway.backends.gpu.runtime import call_plan
 from headway.backends.gpu.runtime.cuda_launch import _FORMATS
 from headway.backends.gpu.runtime.cuda_launch import _leaves as flat
 
+from ..assembler import up_to_ptx
 from .copies import Map
 from .machine import Machine
 from .memory import Global
@@ -98,6 +99,7 @@ def emulating(
         driver.set_active(_Driver(target, shared))  # type: ignore[arg-type]
         call_plan.clear()
         stack.callback(call_plan.clear)
+        stack.enter_context(up_to_ptx())
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", load))
         stack.enter_context(mock.patch.object(backend, "unavailable", return_value=""))
         stack.enter_context(mock.patch.object(backends, "_CHECKED", ()))

@@ -14,11 +14,9 @@ if find_spec("triton") is None:
 from cases import BY_NAME, CASES, problem
 from checks import compare, run
 from headway.errors import BackendRefused
+from hopper.test_simulated import simulated  # noqa: F401  (a fixture)
 from positions import scattered
-
-from .aot import CALLS
-from .test_compile import report
-from .test_simulated import simulated  # noqa: F401  (a fixture)
+from tools.compile_hopper import CALLS, report
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])

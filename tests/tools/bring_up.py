@@ -1,10 +1,10 @@
 """The Hopper kernels on a card, simplest first, in processes that are killed when they hang.
 
-    python tests/hopper/bring_up.py check            is each feature right? (float64 on the GPU)
-    python tests/hopper/bring_up.py bench            TFLOP/s against cuDNN and the Triton backend
-    python tests/hopper/bring_up.py check NAME ...   some of them; also `bench NAME ...`
-    python tests/hopper/bring_up.py table NAME ...   cases of the shared table (or `all`)
-    python tests/hopper/bring_up.py again            hundreds of calls: are their bits the same?
+    python tests/tools/bring_up.py check            is each feature right? (float64 on the GPU)
+    python tests/tools/bring_up.py bench            TFLOP/s against cuDNN and the Triton backend
+    python tests/tools/bring_up.py check NAME ...   some of them; also `bench NAME ...`
+    python tests/tools/bring_up.py table NAME ...   cases of the shared table (or `all`)
+    python tests/tools/bring_up.py again            hundreds of calls: are their bits the same?
 
 Every line is printed as soon as it is known: name, seconds, and `ok`, what is wrong, or `HANG`.
 """
@@ -18,8 +18,7 @@ from unittest import mock
 
 import torch
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "triton")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 BF16, F16 = torch.bfloat16, torch.float16
 TURNS = {"deterministic": True, "exact": False}
 
@@ -282,11 +281,10 @@ def bench(name: str) -> str:
 
 def table(name: str) -> str:
     """A case of the shared table, as `tests/checks.py` judges it."""
-    from on_gpu import moved
-
     from cases import BY_NAME, problem
     from checks import compare, run
     from headway.errors import BackendRefused
+    from tools.on_gpu import moved
 
     try:
         got = run(moved(problem(BY_NAME[name], BF16), "cuda"), "hopper", True)

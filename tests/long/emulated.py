@@ -19,9 +19,8 @@ from headway.backends.hopper.fwd import stream_k
 from headway.errors import BackendRefused
 from inference import gpu_kernel as inference
 from positions import scattered
-
-from .launch import TARGETS, emulating
-from .values import Fault
+from tools.emulator.launch import TARGETS, emulating
+from tools.emulator.values import Fault
 
 HALF = [case for case in CASES if "half" in case.tags]
 
@@ -54,7 +53,7 @@ def test_triton_float32(case):
 def test_hopper_shares(case, monkeypatch):
     """Ranks are shared out wherever they do not fill a round of five CTAs."""
     monkeypatch.setattr(stream_k, "LEAST", 1)
-    with mock.patch("emulator.launch.PROCESSORS", 5):
+    with mock.patch("tools.emulator.launch.PROCESSORS", 5):
         test_hopper(case)
 
 

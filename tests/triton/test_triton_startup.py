@@ -51,7 +51,7 @@ class Making:
 
     def create(self) -> SimpleNamespace:
         self.begun.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(600)
         if self.error:
             raise self.error
         self.made.append(SimpleNamespace(utils="of the module"))
@@ -68,7 +68,7 @@ def making(monkeypatch):
 
 def test_kernels_are_compiled_before_the_driver_is_there(making):
     begun = triton_startup.start_triton()
-    assert making.begun.wait(60)
+    assert making.begun.wait(600)
     triton_startup.wait_to_compile()
     assert begun.driver.is_alive()
     active = driver.active
@@ -89,7 +89,7 @@ def test_what_loads_a_kernel_waits_for_the_driver(making):
     asking.join(0.05)
     assert asking.is_alive()
     making.go_on.set()
-    asking.join(60)
+    asking.join(600)
     assert found == ["of the module"]
     assert len(making.made) == 1  # by one thread: two that ask at once compile the module twice
 

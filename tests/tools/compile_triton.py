@@ -1,6 +1,6 @@
 """Compile what a call would launch, for a GPU that is not there: registers, spills, shared memory.
 
-`aot.py sm_90 bf16_128` prints the bytes that the kernels of a causal call spill, and how often loops
+`python tests/tools/compile_triton.py sm_90 bf16_128` prints the bytes that the kernels of a causal call spill, and how often loops
 touch them; with two widths, as in `bf16_72_40`, of a forward without a mask whose heads begin anywhere;
 with `one` before them, of forward and backward of one query, and of one key. It fails where machine
 code reads what nothing wrote, where a tile always stands at the same place (`fixed`), and where reads
@@ -11,9 +11,7 @@ launch is compiled, and none runs.
 """
 
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +21,6 @@ from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
@@ -31,11 +28,12 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import headway as hw
-from emulator import launch as emulated
 from headway.api import prepare
 from headway.backends import triton as backend
 from headway.backends.gpu.runtime import call_plan
-from machine_code import in_flight, spilled, unwritten
+from tools.assembler import assembled, up_to_ptx
+from tools.emulator import launch as emulated
+from tools.sass import in_flight, spilled, unwritten
 
 # Name: target, and bytes of shared memory that a program may have.
 TARGETS = emulated.TARGETS | {"gfx942": (GPUTarget("hip", "gfx942", 64), 65536)}
@@ -53,8 +51,8 @@ class Compiled(NamedTuple):
 class _Driver:
     """As much of a driver as compiling needs; launches are only written down."""
 
-    def __init__(self, target: GPUTarget, shared: int = 0):
-        self.target = target
+    def __init__(self, target: GPUTarget, shared: int = 0, device: int = 0):
+        self.target, self.device = target, device
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": shared},
             load_binary=lambda *kernel: ("module", 0, 0, 0, 1024),
@@ -73,7 +71,7 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -111,6 +109,7 @@ def launching(name: str):
     driver.set_active(_Driver(target, shared))
     try:
         with (
+            up_to_ptx(),
             mock.patch.object(JITFunction, "run", count),
             mock.patch.object(backend, "unavailable", return_value=""),
         ):
@@ -136,7 +135,9 @@ def compiling(name: str, kernels: list):
 
     with ExitStack() as stack:
         stack.callback(setattr, driver, "_active", driver._active)
-        driver.set_active(_Driver(target))
+        # What Triton has compiled it keeps by device.
+        driver.set_active(_Driver(target, device=2000 + [*TARGETS].index(name)))
+        call_plan.clear()
         stack.callback(call_plan.clear)
         for where, what, by in (
             (JITFunction, "run", compile_only),
@@ -149,7 +150,7 @@ def compiling(name: str, kernels: list):
 def resources(name: str, make: Callable[[], None]) -> list[Compiled]:
     """What the launches that `make` would do need on a target."""
     kernels: list = []
-    with compiling(name, kernels):
+    with up_to_ptx(), compiling(name, kernels):
         make()
     return [_resources(name, kernel, compiled) for kernel, compiled in kernels]
 
@@ -162,20 +163,11 @@ def _resources(target: str, name: str, compiled) -> Compiled:
         registers = max(map(int, re.findall(r"\.vgpr_count:\s+(\d+)", text)))
         spills = int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[0])
         return Compiled(name, registers, spills, shared, 0, named())
-    ptx = compiled.asm["ptx"]
     faults += fixed(compiled.asm["ttgir"]) + conflicting(compiled.asm["ttgir"])
-    inside = spilled(compiled.asm["cubin"]) if target in ("sm_80", "sm_90") else 0
+    report, code = assembled(compiled)
+    inside = spilled(code) if target in ("sm_80", "sm_90") else 0
     if target == "sm_90":
-        faults += unwritten(compiled.asm["cubin"]) + in_flight(compiled.asm["cubin"])
-    arch = re.search(r"\.target (\w+)", ptx)[1]
-    tool = get_ptxas(int(re.search(r"\d+", arch)[0])).path
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx)
-        report = subprocess.run(
-            [tool, "-v", f"--gpu-name={arch}", file, "-o", file.with_suffix(".cubin")],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+        faults += unwritten(code) + in_flight(code)
     return Compiled(
         name,
         int(re.search(r"Used (\d+) registers", report)[1]),
@@ -200,7 +192,7 @@ def fixed(ttgir: str) -> list[str]:
     """Products on Hopper whose right factor is not in a ring of tiles that loads fill ahead.
 
     It stands at the same place in every round then, ptxas works out what it needs of that before the
-    loop, and that of CUDA 12.8 gets it wrong (`machine_code.py`). So it does where a length of 1 is a
+    loop, and that of CUDA 12.8 gets it wrong (`sass.py`). So it does where a length of 1 is a
     constant, and the loop is gone.
     """
     made: dict[str, tuple[str, str]] = {}
@@ -255,12 +247,16 @@ def one(d: int, dv: int, dtype: torch.dtype) -> None:
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
-if __name__ == "__main__":
-    *name, widths = re.split(r"(?<=one)_", sys.argv[2])
+
+def report(target: str, call: str) -> list[Compiled]:
+    """The kernels of a call, as it is named on the command line."""
+    *name, widths = re.split(r"(?<=one)_", call)
     dtype, *widths = widths.split("_")
-    call = one if name else causal if len(widths) == 1 else odd
-    found = resources(sys.argv[1], lambda: call(*map(int, widths), DTYPES[dtype]))
-    for kernel in found:
-        print(kernel)
-    print(*(kernel.spills for kernel in found), "|", *(kernel.inside for kernel in found))
+    make = one if name else causal if len(widths) == 1 else odd
+    return resources(target, lambda: make(*map(int, widths), DTYPES[dtype]))
+
+
+if __name__ == "__main__":
+    found = report(*sys.argv[1:])
+    print(*found, sep="\n")
     sys.exit("\n".join(fault for kernel in found for fault in kernel.faults) or None)

@@ -1,16 +1,21 @@
-"""What kernels do with rows whose every score is large, in Triton's interpreter: `far_rows.py`.
+"""What kernels do with rows whose every score is large, in Triton's interpreter: `interpret_far_rows.py`.
 
 The last line printed is {minimum: {what: how far off}}, in parts of the largest number.
 """
 
 import json
 import math
+import sys
 import warnings
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import headway as hw
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
+from tools.interpreter import quicker
 
 LENGTH, FIRST = 40, 30  # rows of minima begin there
 
@@ -43,6 +48,6 @@ def off(least: float) -> dict[str, float]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # NumPy's, of infinities that are meant
     torch.set_num_threads(1)
-    print(
-        json.dumps({f"{x:g}": off(x) for x in (-1e4, -1e6, -1e9, torch.finfo(torch.float32).min)})
-    )
+    with quicker():
+        made = {f"{x:g}": off(x) for x in (-1e4, -1e6, -1e9, torch.finfo(torch.float32).min)}
+    print(json.dumps(made))
