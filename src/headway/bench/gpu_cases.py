@@ -80,6 +80,13 @@ def _scored(
     )  # fmt: skip
 
 
+def _decode(*shape: int) -> Case:
+    """One query per row over a cache of `length` keys."""
+    b, hq, hk, length, d = shape[:5]
+    name = f"decode-{b}-{hq}-{hk}-{length >> 10}k-{d}"
+    return _case(name, shape, measure="decode", peers=(), targets=(), tags=("gpu", "decode"))
+
+
 def _documents() -> Mask:
     """Twelve documents of uneven lengths in 8192 positions."""
     lengths = [97 + (911 * k) % 1171 for k in range(1, 13)]
@@ -123,6 +130,11 @@ def _heated() -> Score:
     return heated(torch.tensor([0.5], requires_grad=True))
 
 
+# b, hq, hk, keys, d: from one long row to many, with groups of 8, of 4 and of 1.
+_CACHES = (
+    (1, 32, 8, 8 << 10, 128), (8, 32, 8, 8 << 10, 128), (64, 32, 8, 4 << 10, 128),
+    (1, 32, 8, 128 << 10, 128), (16, 64, 8, 16 << 10, 128), (32, 16, 16, 4 << 10, 64),
+)  # fmt: skip
 _MASKS = ("flex", _FLASH4, _TRITON)
 _CAPPED = ("flex", "headway plain", _FLASH4, _TRITON)
 _LEARNED = ("headway plain", _TRITON)
@@ -178,6 +190,11 @@ GPU_CASES: tuple[Case, ...] = (
           targets=(), tags=("gpu", "first")),
     _case("million-window-4096", (1, 8, 8, 1 << 20, 128), measure="long", peers=(), targets=(),
           mask=lambda: causal() & sliding_window(4096), tags=("gpu", "million")),
+    *(_decode(*shape) for shape in _CACHES),
+    _decode(128, 16, 1, 4096, 576, 512),
+    _decode(128, 128, 1, 4096, 576, 512),
+    _case("decode-grows", (8, 32, 8, 1400, 128), measure="decode, host", peers=(), targets=(),
+          tags=("gpu", "decode")),
     _case("train", (8, 12, 12, 4096, 128), mask=causal, measure="train", peers=(), targets=(),
           tags=("gpu", "train")),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ArgumentError
-from . import block_masks, child, gpu
+from . import block_masks, child, decode, gpu
 from .case import Case
 from .cases import select
 from .machine import Machine, has_amx, here, load
@@ -128,6 +128,8 @@ MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "first call": gpu.first_call,
     "long": gpu.long,
     "train": gpu.train,
+    "decode": decode.decode,
+    "decode, host": decode.grows,
     "block mask": block_masks.measure,
     "training": training,
 }
