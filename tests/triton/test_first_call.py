@@ -166,7 +166,7 @@ def test_threads_parse_while_garbage_is_finalized(device, compiled, finalizers):
 def test_what_is_not_trained_compiles_one_kernel_where_it_is_called(device, compiled):
     x = heads()
     hw.attention(x, x, x, mask=hw.causal(), backend="triton")
-    assert compiled == [("forward", threading.get_ident())]
+    assert compiled == [("infer", threading.get_ident())]
 
 
 def test_calls_that_differ_in_length_alone_are_rehearsed_once(device, compiled, monkeypatch):
