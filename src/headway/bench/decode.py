@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,31 +118,31 @@ def _mods(case: Case, q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> dict[str, C
     def user(score, b, h, q_idx, kv_idx):
         return 1.1 * score + slopes[h] * (kv_idx - q_idx)
 
-    of = {
+    of: dict[str, dict[str, Any]] = {
         "softcap": {"score": softcap(20.0)}, "alibi": {"score": alibi(slopes)},
         "user": {"score": user}, "causal": {"mask": causal()}, "padding": {"mask": padding(n)},
         "window": {"mask": causal() & sliding_window(WINDOW)},
     }  # fmt: skip
     return {
-        f"{OURS}, {name}": lambda given=given: over_cache(q, k, v, lengths=n, **given)
+        f"{OURS}, {name}": partial(over_cache, q, k, v, lengths=n, **given)
         for name, given in of.items()
     }
 
 
 def _paged(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> dict[str, Call]:
     """The cache in pages, in any order."""
-    found = {}
+    found: dict[str, Call] = {}
     b, hk, length, d = k.shape
     for page in PAGES:
         count = length // page
         order = torch.randperm(b * count, device=k.device)
         table = order.argsort().view(b, count).int()
-        pages = [
+        k_pages, v_pages = (
             x.view(b, hk, count, page, d).transpose(1, 2).reshape(-1, hk, page, d)[order]
             for x in (k, v)
-        ]
-        found[f"{OURS}, pages of {page}"] = lambda pages=pages, table=table: over_cache(
-            q, *pages, lengths=n, page_table=table
+        )
+        found[f"{OURS}, pages of {page}"] = partial(
+            over_cache, q, k_pages, v_pages, lengths=n, page_table=table
         )
     return found
 
