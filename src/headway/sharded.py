@@ -74,7 +74,7 @@ class Sharded:
         q, k, v, score, mask, scale, sink = request[:7]
         return Request(
             q.to_local(), k.to_local(), v.to_local(), score, mask, scale, self._local_sink(sink),
-            *request[7:-1], self.coords,
+            *request[7:-2], self.coords, request.layout,
         )  # fmt: skip
 
     def _local_sink(self, sink: Any) -> Any:

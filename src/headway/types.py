@@ -146,6 +146,7 @@ class Request(NamedTuple):
       score of every row.
     - `partial`: results in the accumulation dtype.
     - `coords`: where these tensors stand in the whole (shards, decoding); None: they are the whole.
+    - `layout`: which tokens these are, where the sequence is cut over ranks; None: it is not.
     """
 
     q: Any
@@ -163,6 +164,7 @@ class Request(NamedTuple):
     row_max: bool = False
     partial: bool = False
     coords: "Coords | None" = None
+    layout: Any = None  # a headway.distributed.Layout, or two, of the queries and of the keys
 
 
 class Captured(NamedTuple):
