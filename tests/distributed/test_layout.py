@@ -125,3 +125,15 @@ def tensors(world: int, rank: int) -> None:
 
 def test_tensors(tmp_path):
     run_ranks(2, (tensors,), tmp_path)
+
+
+def test_explained():
+    layout = Layout.zigzag(1000, (1, 4))
+    q, k, v = (torch.randn(1, h, layout.local, 16) for h in (8, 2, 2))
+    text = str(hw.explain(q, k, v, mask=hw.causal() & hw.sliding_window(100), layout=layout))
+    assert "1,000 tokens over 4 ranks; rank 1 holds 250 in 2 pieces" in text
+    assert ", the cheapest; the forward sends" in text
+    assert "not ring: " in text
+    named = hw.explain(q, k, v, layout=layout.using("gather"))
+    assert any("plan: gather, as named" in line for line in named.over_ranks)
+    assert hw.explain(q, k, v).over_ranks == []

@@ -26,7 +26,7 @@ BY_NAME = {
         "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
         "flash_attn_varlen_func",
     ],
-    "headway.integrations.transformers": ["register"],
+    "headway.integrations.transformers": ["mask_over_ranks", "register"],
 }  # fmt: skip
 
 

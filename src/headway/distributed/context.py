@@ -18,7 +18,7 @@ from ..errors import ArgumentError
 from ..operators import flat, library
 from ..ops import _once
 from ..types import NAMESPACE, Forward, Spec, acc_dtype, in_dtype
-from .layout import Layout
+from .layout import NO_MESH, Layout
 
 _INPUTS = (
     "str spec, str wire, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, "
@@ -51,12 +51,7 @@ class Layouts(NamedTuple):
                 "two, (of the queries, of the keys)"
             )
         q, kv = pair
-        if not q.group_name:
-            raise ArgumentError(
-                "the layout was made from (rank, ranks) and has no mesh yet; give it one: "
-                'layout.on(mesh["cp"])'
-            )
-        if q.group_name != kv.group_name:
+        if q.group_name != kv.group_name or q.ranks != kv.ranks:
             raise ArgumentError("the layouts of queries and of keys are on different meshes")
         return Layouts(q, kv)
 
@@ -66,6 +61,8 @@ def attention(spec: Spec, call: Call, layouts: Layouts, own_tiles: bool) -> Forw
 
     - `own_tiles`: the tiles of the block mask are the caller's own, and not only its mask's.
     """
+    if not layouts.q.group_name:
+        raise ArgumentError(NO_MESH)
     given = flat(call)
     q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, _, _ = given
     learned = [q, k, v, sink, *tensors[: spec.score_tensors]]

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+NO_MESH = (
+    'the layout was made from (rank, ranks) and has no mesh yet; give it one: layout.on(mesh["cp"])'
+)
 PLANS = ("auto", "heads", "gather", "ring", "ulysses")
 
 

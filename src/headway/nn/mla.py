@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..arguments import count_of, number_of
 from ..blocks import BlockMask
+from ..distributed.layout import Layout
 from ..errors import ArgumentError
 from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
@@ -157,6 +158,7 @@ class MLA(ScaledAttention):
         *,
         angles: Angles | None = None,
         past: Past | None = None,
+        layout: Layout | None = None,
         **unknown: Never,
     ) -> Tensor:
         """As `Attention.forward`, of `(b, length, width)`."""
@@ -164,7 +166,7 @@ class MLA(ScaledAttention):
             raise unknown_keywords(type(self).forward, unknown)
         self.check_input(x)
         if angles is None:
-            angles = self.angles_of(self.rotary, x, past)
+            angles = self.angles_of(self.rotary, x, past, layout)
         if self.q_proj is not None:
             q = self.q_proj(x)
         else:
@@ -178,7 +180,7 @@ class MLA(ScaledAttention):
         k_rope = self.rotary.rotate(k_rope[:, None], angles).expand(*k_nope.shape[:-1], -1)
         q = torch.cat((q_nope, self.rotary.rotate(q_rope, angles)), dim=-1)
         k = torch.cat((k_nope, k_rope), dim=-1)
-        return self.o_proj(self.attend(q, k, v, mask, score, past))
+        return self.o_proj(self.attend(q, k, v, mask, score, past, layout))
 
     def query_side(self) -> list[tuple[Tensor, int]]:
         linear = self.q_proj if self.q_b_proj is None else self.q_b_proj

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..api import attention, attention_with_stats
 from ..arguments import dropout_of, number_of
+from ..distributed.layout import Layout
 from ..errors import ArgumentError
 from ..stability.record import MaxLogit
 from ..stability.rows import local_part, local_rows
@@ -69,9 +70,18 @@ class ScaledAttention(nn.Module):
         self.register_load_state_dict_pre_hook(_check_scaling)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, past: Past | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        score: Any,
+        past: Past | None = None,
+        layout: Layout | None = None,
     ) -> Tensor:
         """(b, h, L, d), ... -> (b, L, h * dv): the one place where the scale is applied."""
+        if past is not None and layout is not None:
+            raise ArgumentError("a past and a layout do not go together: decode without a layout")
         if past is not None:
             check_positions(score, mask, length_of(past))
             k, v = past.extended(k, v)
@@ -83,6 +93,7 @@ class ScaledAttention(nn.Module):
             "sink": self.sink,
             "dropout": self.dropout if self.training else 0.0,
             "backend": self.backend,
+            "layout": layout,
         }
         if self.max_logit.recording:
             out, _, max_logit = attention_with_stats(q, k, v, score, mask, **options)
@@ -101,8 +112,13 @@ class ScaledAttention(nn.Module):
             )
 
     @staticmethod
-    def angles_of(rotary: Rotary, x: Tensor, past: Past | None) -> Angles:
-        """Of the positions of x `(b, length, width)`, which follow those of the past."""
+    def angles_of(
+        rotary: Rotary, x: Tensor, past: Past | None, layout: Layout | None = None
+    ) -> Angles:
+        """Of the positions of x `(b, length, width)`: those of the layout, or what follows those of
+        the past."""
+        if layout is not None:
+            return rotary.angles(layout.positions.to(x.device))
         start = length_of(past)
         return rotary.angles(torch.arange(start, start + x.shape[1], device=x.device))
 

@@ -34,9 +34,10 @@ class Cost(NamedTuple):
 
 
 def costs(
-    s: Sizes, q: np.ndarray, kv: np.ndarray, needed: list[int], device: str
+    s: Sizes, q: np.ndarray, kv: np.ndarray, needed: list[int], work: np.ndarray, device: str
 ) -> dict[str, Cost]:
-    """Every plan's, of tokens of queries and keys by rank, and of keys that every rank needs."""
+    """Every plan's, of tokens of queries and keys by rank, of keys that every rank needs, and of
+    its pairs."""
     ranks, row = len(q), s.b * (s.d + s.dv) * s.itemsize
     link, speed, start = (
         _LINK.get(device, 200e9),
@@ -44,7 +45,7 @@ def costs(
         _EXCHANGE.get(device, 1e-4),
     )
     flops = 2.0 * s.b * s.hq * (s.d + s.dv)
-    compute = max(flops * n * m for n, m in zip(q.tolist(), needed, strict=True)) / 2 / speed
+    compute, mean = flops * float(work.max()) / speed, flops * float(work.mean()) / speed
     most = max(m - int(min(m, n)) for m, n in zip(needed, kv.tolist(), strict=True)) * s.hk * row
     all_ = int(kv.sum() - kv.min()) * s.hk * row
     heads = -(-s.hq // ranks)
@@ -52,8 +53,7 @@ def costs(
     over = int(q.sum() - q.min()) * s.b * heads * s.d * s.itemsize
     over += int(kv.sum() - kv.min()) * of_kv * row
     over += int(q.max()) * (s.hq - heads) * s.b * s.dv * s.itemsize
-    mean = sum(n * m for n, m in zip(q.tolist(), needed, strict=True)) * flops / 2 / speed
-    spread = mean * heads / s.hq
+    spread = mean * ranks * heads / s.hq
     wire = most / link
     merging = (
         3.0 * ranks * int(q.max()) * s.b * s.hq * s.dv * 4 / (3e12 if device == "cuda" else 5e9)
@@ -67,10 +67,16 @@ def costs(
 
 
 def cheapest(
-    s: Sizes, q: np.ndarray, kv: np.ndarray, needed: list[int], device: str, own_tiles: bool
+    s: Sizes,
+    q: np.ndarray,
+    kv: np.ndarray,
+    needed: list[int],
+    work: np.ndarray,
+    device: str,
+    own_tiles: bool,
 ) -> str:
     """The plan that takes least time; "heads", unless another is a tenth faster."""
-    found = costs(s, q, kv, needed, device)
+    found = costs(s, q, kv, needed, work, device)
     if own_tiles:
         del found["ring"]
     best = min(found, key=lambda name: found[name].seconds)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
-from ..layout import Layout
+from ..layout import NO_MESH, Layout
 from .routes import Gathering, Pieces, Routes
 
 
@@ -17,10 +17,7 @@ def group_of(layout: Layout) -> Any:
     **Raises:** `ArgumentError` where it was made without one.
     """
     if not layout.group_name:
-        raise ArgumentError(
-            "the layout was made from (rank, ranks) and has no mesh yet; give it one: "
-            'layout.on(mesh["cp"])'
-        )
+        raise ArgumentError(NO_MESH)
     return resolved(layout.group_name)
 
 

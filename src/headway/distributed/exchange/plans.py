@@ -64,6 +64,17 @@ class Setting:
         tile, length = self.whole.tile[1], self.kv.length
         return [stretches_of(of, tile, length) for of in needed], needed[self.rank]
 
+    def work(self) -> np.ndarray:
+        """Pairs of live tiles of every rank, one head's where the mask has one for all."""
+        whole, ranks = self.whole, self.q.ranks
+        if whole is None:
+            return self.q.sizes * float(self.kv.length)
+        total = np.zeros(ranks)
+        for runs in (whole.tiles.rows_full, whole.tiles.rows_partial):
+            per_row = runs.per_row().to(device="cpu", dtype=torch.int64).numpy()
+            total += np.bincount(np.tile(whole.owner, whole.b * whole.h), per_row, ranks)
+        return total * (whole.tile[0] * whole.tile[1] / (whole.b * whole.h))
+
 
 class Plan:
     """The pair of pure functions for this rank's queries and the keys of all ranks.
@@ -436,9 +447,8 @@ def plan_of(name: str, setting: Setting, own_tiles: bool) -> Plan:
     if name == "auto":
         wanted, _ = setting.wanted(range(s.hq))
         needed = [int((x[:, 1] - x[:, 0]).sum()) for x in wanted]
-        name = cheapest(
-            s, setting.q.sizes, setting.kv.sizes, needed, setting.device.type, own_tiles
-        )
+        given = setting.q.sizes, setting.kv.sizes, needed, setting.work(), setting.device.type
+        name = cheapest(s, *given, own_tiles)
     if name == "ring" and own_tiles:
         raise ArgumentError(
             "the tiles of this block mask are its own (lists of blocks), and a ring cuts keys "
