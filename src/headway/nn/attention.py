@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..arguments import count_of, number_of
 from ..blocks import BlockMask
 from ..errors import ArgumentError
+from ..inference import Layer
 from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
 from .past import Past
@@ -105,14 +106,16 @@ class Attention(ScaledAttention):
         score: ScoreFn | None = None,
         *,
         angles: Angles | None = None,
-        past: Past | None = None,
+        past: Past | Layer | None = None,
         **unknown: Never,
     ) -> Tensor:
         """`x` and the result: `(b, length, width)`.
 
         `mask` and `score` as in `headway.attention`; `angles` from `rotary.angles(positions)`,
         which a model makes once for all its layers; `past` holds the positions before these and
-        grows by them. The mask is then told so, `causal(past.length)`: see `Past`.
+        grows by them: a `Past`, or a layer of a cache of `headway.inference`, whose `reserve` was
+        told of these tokens. Positions are then global, so mask and score are those of training:
+        `causal()`.
         """
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
