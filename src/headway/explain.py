@@ -1,6 +1,7 @@
 """What would run, and why: the first thing to look at when a call is slow or refused."""
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Never
 
 import torch
@@ -29,6 +30,8 @@ class Explanation:
       line that reads what cannot be seen to stay the same; none, usually.
     - `elements`: the mask's ops, with their lines, that say nothing about a whole tile, so that
       tiles which hang on them are decided pair by pair: right, and slower; none, usually.
+    - `kernels`: of a GPU backend, forward and (where something requires grad) backward, each with
+      whether it is compiled, by this process or on disk (`headway.warm`).
     - `limits`: where that backend's results are not those of every other.
     - `code`: what runs for the score and the mask.
     """
@@ -41,6 +44,7 @@ class Explanation:
     elements: list[str]
     limits: list[str]
     code: str
+    kernels: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [self.call, "", f"backend: {self.backend or 'none can run this call'}"]
@@ -60,6 +64,7 @@ class Explanation:
         lines += [
             f"  decided pair by pair: {op} has no rule for a whole tile" for op in self.elements
         ]
+        lines += [f"  kernel {kernel}" for kernel in self.kernels]
         lines += [f"  a limit: {limit}" for limit in self.limits]
         if self.code:
             lines += ["", self.code]
@@ -98,11 +103,12 @@ def explain(
     for name in allowed:
         if name != chosen and not reasons[name] and (why := slower(name, spec, key)):
             reasons[name] = [why]
-    code, limits = "", []
+    code, limits, kernels = "", [], []
     if chosen is not None:
         limits = get(chosen).limits(spec)
         spec, call = prepare(*given, backend=chosen)
         code = get(chosen).code(spec, call)
+        kernels = _kernels(spec, call)
     shapes = ", ".join(
         f"{n} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         for n, x in zip("qkv", (q, k, v), strict=True)
@@ -112,7 +118,20 @@ def explain(
     )
     elements = [] if spec.mask is None else why_elements(parse(spec.mask))
     again, tiles = _retraced(score, mask, acc_dtype(q.dtype)), _tiles(spec, call)
-    return Explanation(chosen, reasons, shapes + shown, tiles, again, elements, limits, code)
+    return Explanation(
+        chosen, reasons, shapes + shown, tiles, again, elements, limits, code, kernels
+    )
+
+
+def _kernels(spec: Spec, call: Any) -> list[str]:
+    """The kernels of a backend that compiles some."""
+    if spec.backend not in ("hopper", "triton"):
+        return []
+    from .backends.gpu.runtime.parallel_compile import states_of
+
+    with suppress(Exception):  # the call says what is wrong, or finds room
+        return states_of(spec, call, get(spec.backend).forward, get(spec.backend).backward)
+    return []
 
 
 def _retraced(score: Any, mask: Any, dtype: torch.dtype) -> list[str]:
