@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..distributed.layout import Layout
 from ..errors import BackendRefused
 from ..mods import dense
 from ..mods.base import MaskFn, Mod
@@ -47,6 +48,8 @@ class AttentionMask(Tensor):
     sizes: tuple[int, ...]
     packed: bool  # documents are apart, or positions have been looked at
     taken: bool  # the square is in the hands of others, and is all that counts
+    looked_at: Tensor | None  # the positions that were compared with the layout's
+    over_ranks: Layout | None  # which tokens these are, where the sequence is cut over ranks
     _make: Callable[[], Tensor]
     _made: Tensor | None
     _moved: dict[Any, "AttentionMask"]
@@ -69,6 +72,7 @@ class AttentionMask(Tensor):
         new._mask, new._later, new.step = mask, later, step
         new.sizes, new.packed = sizes, packed
         new.taken, new._make, new._made, new._moved = False, make, None, {}
+        new.over_ranks = new.looked_at = None
         return new
 
     @property
@@ -131,6 +135,7 @@ class AttentionMask(Tensor):
             make = lambda: self.square().to(device, dtype)
             step = self.step if here else None
             new = AttentionMask.of(None, self.sizes, self.packed, make, dtype, device, later, step)
+            new.over_ranks = self.over_ranks
             self._moved[dtype, device] = new
         return self._moved[dtype, device]
 

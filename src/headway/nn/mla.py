@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..arguments import count_of, number_of
 from ..blocks import BlockMask
+from ..distributed.layout import Layout
 from ..errors import ArgumentError
 from ..inference import Layer
 from ..keywords import unknown_keywords
@@ -158,6 +159,7 @@ class MLA(ScaledAttention):
         *,
         angles: Angles | None = None,
         past: Past | Layer | None = None,
+        layout: Layout | None = None,
         **unknown: Never,
     ) -> Tensor:
         """As `Attention.forward`, of `(b, length, width)`. `past` keeps a latent and a rotary key
@@ -167,7 +169,7 @@ class MLA(ScaledAttention):
             raise unknown_keywords(type(self).forward, unknown)
         self.check_input(x)
         if angles is None:
-            angles = self.angles_of(self.rotary, x, past)
+            angles = self.angles_of(self.rotary, x, past, layout)
         if self.q_proj is not None:
             q = self.q_proj(x)
         else:
@@ -178,9 +180,15 @@ class MLA(ScaledAttention):
         latent, k_rope = self.kv_a_layernorm(latent), self.rotary.rotate(k_rope[:, None], angles)
         q = torch.cat((q_nope, self.rotary.rotate(q_rope, angles)), dim=-1)
         if past is not None:
+            if layout is not None:
+                raise ArgumentError(
+                    "a past and a layout do not go together: decode without a layout"
+                )
             latents = torch.cat((latent[:, None], k_rope), dim=-1)
             return self.o_proj(self._attend_latents(q, latents, mask, score, past))
-        return self.o_proj(self.attend(q, *self._expanded(latent, k_rope), mask, score))
+        return self.o_proj(
+            self.attend(q, *self._expanded(latent, k_rope), mask, score, None, layout)
+        )
 
     def _expanded(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every head from latents `(b, length, rank)` and the shared rotary keys

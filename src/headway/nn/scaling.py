@@ -21,6 +21,7 @@ from .. import inference
 from ..api import _run as run
 from ..api import attention, attention_with_stats
 from ..arguments import dropout_of, number_of
+from ..distributed.layout import Layout
 from ..errors import ArgumentError
 from ..inference import Layer
 from ..stability.record import MaxLogit
@@ -80,10 +81,13 @@ class ScaledAttention(nn.Module):
         mask: Any,
         score: Any,
         past: "Past | Layer | None" = None,
+        layout: Layout | None = None,
     ) -> Tensor:
         """(b, h, L, d), ... -> (b, L, h * dv): the one place where the scale is applied."""
         if past is None:
-            out = self.trained(q, k, v, mask, score)
+            out = self.trained(q, k, v, mask, score, layout=layout)
+        elif layout is not None:
+            raise ArgumentError("a past and a layout do not go together: decode without a layout")
         elif isinstance(past, Layer):
             check_past(mask, past)
             past.append(k, v)
@@ -101,9 +105,11 @@ class ScaledAttention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
     def trained(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, start: int = 0
-    ) -> Tensor:
-        """(b, h, L, dv): attention with a gradient, of queries from position `start` on."""
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, start: int = 0,
+        layout: Layout | None = None,
+    ) -> Tensor:  # fmt: skip
+        """(b, h, L, dv): attention with a gradient, of queries from position `start` on, or of the
+        tokens of a layout."""
         q, options = self._scaled(q)
         options["dropout"] = self.dropout if self.training else 0.0
         if start:
@@ -114,6 +120,7 @@ class ScaledAttention(nn.Module):
                 return result
             self.max_logit(result.max_logit)
             return result.out
+        options["layout"] = layout
         if not self.max_logit.recording:
             return attention(q, k, v, score, mask, **options)
         out, _, max_logit = attention_with_stats(q, k, v, score, mask, **options)
@@ -150,8 +157,13 @@ class ScaledAttention(nn.Module):
             )
 
     @staticmethod
-    def angles_of(rotary: Rotary, x: Tensor, past: "Past | Layer | None") -> Angles:
-        """Of the positions of x `(b, length, width)`, which follow those of the past."""
+    def angles_of(
+        rotary: Rotary, x: Tensor, past: "Past | Layer | None", layout: Layout | None = None
+    ) -> Angles:
+        """Of the positions of x `(b, length, width)`: those of the layout, or what follows those of
+        the past."""
+        if layout is not None:
+            return rotary.angles(layout.positions.to(x.device))
         return rotary.angles(positions_of(past, x.shape[1], x.device))
 
     def query_side(self) -> list[tuple[Tensor, int]]:

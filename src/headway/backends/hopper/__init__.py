@@ -12,16 +12,18 @@ GPU.
 
 import importlib.util
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
+from ...blocks import TILE
 from ...mods.graph import parse
 from ...types import Spec, acc_dtype, constant_under_compile
 from ..base import Call, CapabilityKey, launched, no_cache, no_operator, plainly_masked
 from ..gpu import limits as limits
 from ..gpu.codegen.dependence import dependence_of
 from ..gpu.codegen.function import diagonal_gathers, float_gathers, gathers_in_kernel
-from .config import BACKWARD, FORWARD, TILE, first_fit
+from .config import BACKWARD, FORWARD, first_fit
 
 name = "hopper"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -154,3 +156,20 @@ def wrong_triton() -> str:
 
 
 constant_under_compile(unavailable)
+
+
+# -- its first use on a card (`first_use.Checked`) ------------------------------------------------
+
+
+def proof(device: torch.device) -> tuple[Path, dict[str, str]] | None:
+    """What a check of the kernels on a card depends on."""
+    from ..gpu.runtime.proof import proof_of
+
+    return proof_of(device)
+
+
+def compile_ahead(spec: Spec, call: Call) -> None:
+    """Begin to compile the kernels of a call, and of its backward, if there will be one."""
+    from ..gpu.runtime import parallel_compile
+
+    parallel_compile.begin(call.q.device, parallel_compile.steps_of(spec, call, forward, backward))
