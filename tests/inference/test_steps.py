@@ -61,7 +61,7 @@ def test_nothing_is_made_for_a_length(monkeypatch):
     blocks = importlib.import_module("headway.blocks.build")
     real, trace = blocks.build, lowering.trace
     monkeypatch.setattr(blocks, "build", lambda *given: builds.append(1) or real(*given))
-    monkeypatch.setattr(lowering, "trace", lambda *given: traces.append(1) or trace(*given))
+    monkeypatch.setattr(lowering, "trace", lambda *a, **kw: traces.append(1) or trace(*a, **kw))
     cache = PagedCache(1, 40, 16, HK, D, rows=2)
     q, k, v = new(2, HQ, 1, D), new(2, HK, 1, D), new(2, HK, 1, D)
     score, mask = hw.softcap(20.0), hw.causal() & hw.sliding_window(64)
