@@ -15,7 +15,7 @@ from .blocks import BlockMask
 from .distributed.context import Layouts
 from .distributed.layout import Layout
 from .errors import ArgumentError
-from .types import Coords, Forward, Request
+from .types import KV, Coords, Forward, Request
 
 
 def any_sharded(q: Any, k: Any, v: Any) -> bool:
@@ -64,6 +64,11 @@ class Sharded:
                     f"{q.shape[1]} query heads and {k.shape[1]} key heads must be multiples of the "
                     f"{ranks} ranks that they are sharded over"
                 )
+        if request.kv is not None and not {Shard(1), Replicate()}.issuperset(self.placements):
+            raise ArgumentError(
+                f"placements {self.placements}: a cache is sharded along its heads, Shard(1); rows "
+                "of a batch are a rank's own: call it with .to_local()"
+            )
         if request.dropout and request.seed is None:
             raise ArgumentError("dropout of DTensors needs a seed, the same number on every rank")
         if isinstance(mask, BlockMask) and mask.shape[:2] != (1, 1):
@@ -87,11 +92,6 @@ class Sharded:
                     f"a layout was given, but no placement of {self.placements} is Shard(2)"
                 )
             return None
-        if request.kv is not None:
-            raise ArgumentError(
-                f"placements {self.placements}: caches are sharded along batch and heads, not "
-                "along the sequence; gather q with .redistribute()"
-            )
         if len(over) > 1:
             raise ArgumentError(
                 f"placements {self.placements}: the sequence is sharded over one dimension of the "
@@ -114,8 +114,17 @@ class Sharded:
         q, k, v, score, mask, scale, sink = request[:7]
         return Request(
             q.to_local(), k.to_local(), v.to_local(), score, mask, scale, self._local_sink(sink),
-            *request[7:14], self.coords, request.kv, self.layout,
+            *request[7:14], self.coords, self._local_kv(request.kv, k), self.layout,
         )  # fmt: skip
+
+    def _local_kv(self, kv: KV | None, k: Any) -> KV | None:
+        """The scales of this rank's key heads."""
+        if kv is None or (kv.k_scale is None and kv.v_scale is None):
+            return kv
+        count = k.to_local().shape[1]
+        first = self.coords.h * k.shape[1] // self.sizes[1]
+        mine = lambda x: None if x is None else x[:, first : first + count]
+        return kv._replace(k_scale=mine(kv.k_scale), v_scale=mine(kv.v_scale))
 
     def _local_sink(self, sink: Any) -> Any:
         """The sinks of this rank's heads."""

@@ -1,6 +1,7 @@
 """Tiny randomly initialised Hugging Face models: the same as with their own eager attention."""
 
 import copy
+import importlib
 import random
 import warnings
 
@@ -690,3 +691,44 @@ def test_a_window_without_a_mask_is_honoured():
     kept = (j <= i) & (i - j < 3)
     truth = torch.nn.functional.scaled_dot_product_attention(q, k, k, kept)
     torch.testing.assert_close(out.transpose(1, 2), truth, **TOLERANCE)
+
+
+# -- inference -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_step_makes_no_mask_and_no_plan(name, cache, tokens, monkeypatch):
+    """After a prompt, nothing depends on the length."""
+    build = importlib.import_module("headway.blocks.build")
+    made = []
+    real = build.build
+    monkeypatch.setattr(build, "build", lambda *given: made.append(given) or real(*given))
+    model = DECODERS[name]().eval()
+    model.set_attn_implementation("headway")
+    options = {"do_sample": False, "use_cache": True, "cache_implementation": cache}
+    model.generate(tokens[:, :5], max_new_tokens=3, **options)
+    before = len(made)
+    model.generate(tokens[:, :5], max_new_tokens=30, **options)
+    assert len(made) == before
+
+
+def test_continuous_batching_is_that_of_sdpa(tokens):
+    """By transformers' manager, which takes no other name than its own: a user registers there."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    model = DECODERS["llama"]().eval()
+    model.set_attn_implementation("sdpa")
+    prompts = [row[: 3 + 4 * n].tolist() for n, row in enumerate(tokens)]
+    config = hf.GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    texts = []
+    for forward in (sdpa_attention_forward, integration.attention_forward):
+        AttentionInterface.register("sdpa", forward)
+        try:
+            out = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+        finally:
+            AttentionInterface.register("sdpa", sdpa_attention_forward)
+        texts.append(sorted(tuple(x.generated_tokens) for x in out.values()))
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == len(prompts)

@@ -40,7 +40,11 @@ class AttentionMask(Tensor):
     square is the mask. (In its own memory is one NaN: what gets there by another way shows.)
     """
 
-    mask: MaskFn | None  # None keeps every pair
+    # For few new tokens after what a cache holds: the mask of positions, None for none, and where
+    # the queries stand, `(b,)` int32. No number of the device was read for it.
+    step: tuple[MaskFn | None, Tensor] | None
+    _mask: MaskFn | None
+    _later: Callable[[], MaskFn | None] | None  # makes the mask at its first use
     sizes: tuple[int, ...]
     packed: bool  # documents are apart, or positions have been looked at
     taken: bool  # the square is in the hands of others, and is all that counts
@@ -58,14 +62,25 @@ class AttentionMask(Tensor):
         make: Callable[[], Tensor],
         dtype: torch.dtype,
         device: torch.device | str | None,
+        later: Callable[[], MaskFn | None] | None = None,
+        step: tuple[MaskFn | None, Tensor] | None = None,
     ) -> "AttentionMask":
-        """A mask of these sizes; `make` makes the square."""
+        """A mask of these sizes; `make` makes the square, and `later` the mask, where making it
+        waits for the device."""
         nothing = torch.full((), math.nan, dtype=dtype, device=device).expand(sizes)
         new = nothing.as_subclass(AttentionMask)
-        new.mask, new.sizes, new.packed = mask, sizes, packed
+        new._mask, new._later, new.step = mask, later, step
+        new.sizes, new.packed = sizes, packed
         new.taken, new._make, new._made, new._moved = False, make, None, {}
         new.over_ranks = new.looked_at = None
         return new
+
+    @property
+    def mask(self) -> MaskFn | None:
+        """The mask, of queries and keys that begin at 0; None keeps every pair."""
+        if self._later is not None:
+            self._mask, self._later = self._later(), None
+        return self._mask
 
     def square(self) -> Tensor:
         """The mask as a plain tensor."""
@@ -115,9 +130,11 @@ class AttentionMask(Tensor):
         if (dtype, device) == (self.dtype, self.device):
             return self
         if (dtype, device) not in self._moved:  # every layer asks for the same
-            mask = self.mask if device == self.device else _carried(self, device)
+            here = device == self.device
+            later = lambda: self.mask if here else _carried(self, device)
             make = lambda: self.square().to(device, dtype)
-            new = AttentionMask.of(mask, self.sizes, self.packed, make, dtype, device)
+            step = self.step if here else None
+            new = AttentionMask.of(None, self.sizes, self.packed, make, dtype, device, later, step)
             new.over_ranks = self.over_ranks
             self._moved[dtype, device] = new
         return self._moved[dtype, device]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import inference
 from ..api import attention, attention_with_stats
 from ..distributed.layout import Layout
 from ..errors import ArgumentError, BackendRefused
@@ -29,6 +30,9 @@ from ..mods.base import Both, Either, MaskFn, Not, Shifted, Then
 from ..stability import MaxLogit
 from . import hf_models
 from .hf_mask import AttentionMask, GraphMask, kept
+
+_OF_CACHE = ("block_table", "read_index", "write_index")
+_FEW = 16  # new tokens of a step over a cache
 
 # What a model or a caller may pass down and that would change its attention, but is not honoured.
 # Everything else that comes along (labels, token types, a caller's own words) is not about it.
@@ -126,25 +130,39 @@ def attention_mask(
     if torch.compiler.is_compiling():
         mask = _in_graph(mask_function, shape, q_offset, kv_offset, use_vmap, device)
         return GraphMask(mask if kept is None else _and(mask, kept), shape)
-    if isinstance(q_offset, Tensor):  # a static cache counts on in place
-        q_offset = int(q_offset)
-    mask, packed = _translate(mask_function)
-    mask = _shift(mask, q_offset, kv_offset)
-    if kept is not None:
-        mask, packed = _and(mask, kept), True
+    whole, packed = _translate(mask_function)
+    step = None
+    if q_length <= _FEW and not packed and not torch.is_grad_enabled() and _only_past(whole):
+        lengths = torch.full((batch_size,), q_length - kv_offset, dtype=torch.int32, device=device)
+        # The last keys of a row are its queries': what lies behind them does not exist.
+        moved = _shift(whole, kv_offset, kv_offset)
+        step = (moved if kept is None else _and(moved, kept)), lengths.add_(q_offset)  # type: ignore[arg-type]
+
+    def later() -> MaskFn | None:
+        # A static cache counts on in place; its counter is read where the mask itself is asked for.
+        mask = _shift(whole, int(q_offset), kv_offset)
+        return mask if kept is None else _and(mask, kept)
+
+    packed = packed or kept is not None
 
     def square() -> Tensor:
         from transformers.masking_utils import bidirectional_mask_function, eager_mask
 
         return eager_mask(
-            batch_size, q_length, kv_length, q_offset, kv_offset,
+            batch_size, q_length, kv_length, int(q_offset), kv_offset,
             mask_function or bidirectional_mask_function, attention_mask, use_vmap=use_vmap,
             device=device, **hints | {"allow_is_bidirectional_skip": False},
         )  # fmt: skip
 
-    return AttentionMask.of(
-        mask, shape, packed, square, hints.get("dtype") or torch.float32, device
-    )
+    dtype = hints.get("dtype") or torch.float32
+    return AttentionMask.of(None, shape, packed, square, dtype, device, later, step)
+
+
+def _only_past(mask: Any) -> bool:
+    """Whether no query sees a key behind it."""
+    if isinstance(mask, Both):
+        return _only_past(mask.first) or _only_past(mask.second)
+    return isinstance(mask, causal) and mask.offset <= 0
 
 
 def _padding(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
@@ -154,7 +172,8 @@ def _padding(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor |
     padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     if padding.shape[1] < kv_length:  # a static cache is longer than what it holds
         padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
-    if not torch.compiler.is_compiling() and bool(padding.all()):
+    # (On a GPU, the look would wait for it at every step.)
+    if padding.is_cpu and not torch.compiler.is_compiling() and bool(padding.all()):
         return None
     return padding
 
@@ -283,8 +302,22 @@ def attention_forward(
     **Raises:** `BackendRefused` (a `NotImplementedError`) for arguments that would change attention
     and are not honoured, `ArgumentError` for a mask of other sizes than the call's.
     """
+    if (cache := kwargs.pop("cache", None)) is not None:  # of continuous batching
+        _refuse(output_attentions, {n: x for n, x in kwargs.items() if n not in _OF_CACHE})
+        return _continuous(
+            query, key, value, cache, {**kwargs, "cu_seq_lens_k": cu_seq_lens_k}, cu_seq_lens_q,
+            module, scaling, sliding_window, softcap, s_aux if sinks is None else sinks,
+        ), None  # fmt: skip
     _refuse(output_attentions, kwargs)
     q_len, kv_len = query.shape[2], key.shape[2]
+    step = attention_mask.step if isinstance(attention_mask, AttentionMask) else None
+    if step is not None and not (
+        dropout or torch.is_grad_enabled() or attention_mask.taken or position_bias is not None
+        or seq_idx is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None
+        or attention_mask.sizes != (query.shape[0], 1, q_len, kv_len)
+    ):  # fmt: skip
+        return _decode(query, key, value, step, module, scaling, softcap,
+                       s_aux if sinks is None else sinks), None  # fmt: skip
     mask, score = _given(attention_mask, (*query.shape[:3], kv_len))
     layout = attention_mask.over_ranks if isinstance(attention_mask, AttentionMask) else None
     if layout is not None:
@@ -316,6 +349,54 @@ def attention_forward(
     else:
         out = attention(query, key, value, score, mask, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _decode(
+    query: Tensor, key: Tensor, value: Tensor, step: tuple, module: torch.nn.Module,
+    scaling: float | None, softcap: float | None, sink: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Few new tokens over a cache: nothing depends on its length, and the device is not waited
+    for."""
+    mask, lengths = step
+    score = None if softcap is None else capped(softcap)
+    options: dict[str, Any] = {"lengths": lengths, "scale": scaling, "sink": sink}
+    record = getattr(module, "max_logit", None)
+    if isinstance(record, MaxLogit) and record.recording:
+        out, _, max_logit = inference.attention_with_stats(
+            query, key, value, score, mask, **options
+        )
+        record(max_logit)
+    else:
+        out = inference.attention(query, key, value, score, mask, **options)
+    return out.transpose(1, 2).contiguous()
+
+
+def _continuous(
+    query: Tensor, key: Tensor, value: Tensor, cache: Any, words: dict[str, Any],
+    cu_q: Tensor | None, module: torch.nn.Module, scaling: float | None, window: int | None,
+    softcap: float | None, sink: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """transformers' continuous batching: requests of different lengths, packed, each causal in
+    itself. The cache gives all their keys, packed too: a key is a page of one."""
+    if words.get("block_table") is not None or cu_q is None:
+        raise BackendRefused(
+            "a cache of continuous batching that comes with a block_table, which is for flash-attn "
+            "alone; set max_blocks_per_request=0 in its ContinuousBatchingConfig"
+        )
+    key, value = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=words
+    )
+    cu_k = words["cu_seq_lens_k"]
+    at = torch.arange(int(words["max_length_k"]), device=key.device)
+    table = (cu_k[:-1, None] + at).clamp(max=key.shape[2] - 1).to(torch.int32)
+    k, v = (x[0].transpose(0, 1)[:, :, None] for x in (key, value))
+    out = inference.attention(
+        query, k, v, None if softcap is None else capped(softcap),
+        causal() if window is None else Both(causal(), Not(causal(-window))),
+        lengths=cu_k.diff().to(torch.int32), page_table=table, cu_q=cu_q.to(torch.int32),
+        max_q=int(words["max_length_q"]), scale=scaling, sink=sink,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous()
 
 
 def _given(mask: Any, sizes: tuple[int, ...]) -> tuple[MaskFn | None, Score | None]:

@@ -10,6 +10,7 @@ a time. Where a row needs nothing but a softmax, PyTorch's flash kernel does it 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -73,11 +74,27 @@ class _Rows:
         self.spec, self.call, self.rows, self.kv = spec, call, rows, call.kv
         self.firsts, self.kv_first = firsts, kv_first
         self.score, self.mask = graphs(spec)
-        of_score, of_mask = split(spec, call.captured)
-        self.bound_score = {} if self.score is None else bind(self.score, of_score)
-        self.bound_mask = {} if self.mask is None else bind(self.mask, of_mask)
+        self.of_score, self.of_mask = split(spec, call.captured)
+        self._scratch: dict[object, Tensor] = {}
         self.acc = acc_dtype(call.q.dtype)
         self.hk, self.g = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
+
+    @cached_property
+    def bound_score(self) -> dict:
+        """What the score captures, by name."""
+        return {} if self.score is None else bind(self.score, self.of_score)
+
+    @cached_property
+    def bound_mask(self) -> dict:
+        """What the mask captures, by name."""
+        return {} if self.mask is None else bind(self.mask, self.of_mask)
+
+    def scratch(self, key: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory that the next block uses again: new pages of memory cost as much as copies."""
+        size, kept = math.prod(shape), self._scratch.get(key)
+        if kept is None or kept.numel() < size or kept.dtype != dtype:
+            kept = self._scratch[key] = torch.empty(size, dtype=dtype, device="cpu")
+        return kept[:size].view(shape)
 
     def run(self) -> Forward:
         """The results of all rows."""
@@ -128,9 +145,8 @@ class _Rows:
             firsts[row.n] + i for row, count in zip(rows, counts, strict=True) for i in range(count)
         ]
         per_query = [n for n, count in zip(b, counts, strict=True) for _ in range(count)]
-        tensor = lambda x: torch.tensor(x, dtype=torch.int64, device="cpu")
         found = key_ranges(
-            self.mask, self.bound_mask, tensor(per_query), tensor(q), counts,
+            self.mask, self.of_mask, per_query, q, counts,
             [self.kv_first + row.length for row in rows],
         )  # fmt: skip
         moved = lambda x: Ranges(max(0, x.start - self.kv_first), x.stop - self.kv_first, x.exact)
@@ -209,12 +225,34 @@ class _Rows:
             page = x.shape[2]
             start, stop = keys.start // page, -(-keys.stop // page)
             at = kv.page_table[row.n, start:stop]
-            own = _gathered(x[:, heads], at)
+            own = self._gathered(x, at, heads)
             own = own[:, keys.start - start * page : keys.stop - start * page]
-        own = in_dtype(own, self.acc)
+        if own.dtype != self.acc:
+            own = self.scratch("wide", tuple(own.shape), self.acc).copy_(own)
         if scale is None:
             return own
         return own * scale[row.n, heads, None, None].to(self.acc)
+
+    def _gathered(self, x: Tensor, pages: Tensor, heads: slice) -> Tensor:
+        """(heads, keys, width) of some pages, from (pages, heads, page, width), copied once."""
+        dtype = x.dtype
+        if dtype == torch.float8_e4m3fn:  # PyTorch selects none
+            x = x.view(torch.uint8)
+        _, hk, page, width = x.shape
+        h = torch.arange(heads.start, heads.stop, device="cpu")[:, None]
+        pages = pages.long()
+        if x.is_contiguous():  # a page of a head is one piece
+            pieces, at = x.view(-1, page * width), pages * hk + h
+        elif x.transpose(1, 2).is_contiguous():  # a key of a head is
+            keys = (pages[:, None] * page + torch.arange(page, device="cpu")).flatten()
+            pieces, at = x.transpose(1, 2).view(-1, width), keys * hk + h
+        else:
+            own = x[:, heads].index_select(0, pages).transpose(0, 1).flatten(1, 2)
+            return own.view(dtype)
+        shape = at.numel(), pieces.shape[1]
+        out = self.scratch("pages", shape, x.dtype)
+        torch.index_select(pieces, 0, at.flatten(), out=out)
+        return out.view(len(h), -1, width).view(dtype)
 
     # -- the ways to compute a row -----------------------------------------------------------------
 
@@ -309,7 +347,7 @@ class _Rows:
                 continue
             of_q = q[at].reshape(shape[0], shape[1] * count, -1)
             k = self._read(call.k, k_scale, row, block.heads, block.keys)
-            s = torch.empty(shape, dtype=acc, device="cpu")
+            s = self.scratch("s", shape, acc)
             flat = s.view(shape[0], -1, shape[3])
             torch.baddbmm(flat, of_q, k.mT, beta=0, alpha=spec.scale, out=flat)
             positions, kept, t = None, None, s
@@ -332,7 +370,7 @@ class _Rows:
             before = m[at]
             now = torch.maximum(before, t.amax(-1, keepdim=True))
             base = now.masked_fill(now == -math.inf, 0)
-            p = _exp(t - base)
+            p = _exp(torch.sub(t, base, out=self.scratch("p", shape, acc)))
             rescale = (before - base).exp_()
             m[at] = now
             total[at] = total[at] * rescale + p.sum(-1, keepdim=True)
@@ -361,7 +399,7 @@ class _Rows:
         plain = kv.page_table is None and call.k.dtype == call.q.dtype
         read = lambda x, scale: (
             x[row.n : row.n + 1, :, keys] if plain and scale is None
-            else self._read(x, scale, row, whole, keys)[None]
+            else self._read(x, scale, row, whole, keys)[None].clone()
         )  # fmt: skip
         k, v = read(call.k, kv.k_scale), read(call.v, kv.v_scale)
         one = call.replace(
@@ -374,14 +412,3 @@ class _Rows:
             out[0], lse[0], max_logit[0] if self.spec.max_logit else None,
             row_max[0] if self.spec.row_max else None,
         )  # fmt: skip
-
-
-def _gathered(x: Tensor, pages: Tensor) -> Tensor:
-    """(heads, keys, width) of some pages (pages, heads, page, width), copied once where a page lies
-    in one piece."""
-    if x.dtype == torch.float8_e4m3fn:  # PyTorch selects none
-        return _gathered(x.view(torch.uint8), pages).contiguous().view(x.dtype)
-    by_key = x.transpose(1, 2)  # (pages, page, heads, width)
-    if by_key.is_contiguous() and not x.is_contiguous():
-        return by_key.index_select(0, pages).flatten(0, 1).transpose(0, 1)
-    return x.index_select(0, pages).transpose(0, 1).flatten(1, 2)

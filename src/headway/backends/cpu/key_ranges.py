@@ -6,16 +6,14 @@ with a factor of 1 or -1, it says a first or a last key for every query: `kv_idx
 pair by pair between them.
 """
 
+import operator
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from ...mods.evaluate import evaluate
 from ...mods.graph import Graph
 from ...mods.interval import part
-from ...mods.pointwise import Gathers
+from ...types import Captured
 
 _ALTERNATIVES = 4  # more are not told apart
 
@@ -45,6 +43,10 @@ def alternatives(graph: Graph) -> tuple[Alternative, ...]:
 
 
 _INTEGERS = ("i64", "i32", "i16", "i8", "u8")
+_OPS: dict[str, Callable[..., int]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
+    "to": lambda a: a, "min": min, "max": max, "floordiv": operator.floordiv, "mod": operator.mod,
+}  # fmt: skip
 _ANY = (Alternative((), False),)
 _TURNED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
@@ -87,7 +89,7 @@ def _factor(graph: Graph, name: object) -> int | None:
         return (1 if name == "kv_idx" else 0) if whole else None
     node = graph.nodes[int(name[1:])]
     operands = node.args[1:] if node.op == "gather" else node.args
-    if node.dtype not in _INTEGERS:
+    if node.dtype not in _INTEGERS or (node.op not in _OPS and node.op != "gather"):
         return None
     found = [_factor(graph, a) for a in operands]
     if all(f == 0 for f in found):
@@ -119,19 +121,20 @@ class Ranges(NamedTuple):
 
 
 def key_ranges(
-    graph: Graph, bound: dict, b: Tensor, q_idx: Tensor, counts: list[int], lengths: list[int]
-) -> list[list[Ranges]]:
+    graph: Graph, captured: Captured, b: list[int], q_idx: list[int], counts: list[int],
+    lengths: list[int],
+) -> list[list[Ranges]]:  # fmt: skip
     """For every row, the stretches of its keys that any of its queries may see, apart and in order.
 
-    **Arguments:** the mask with what it captures (`pointwise.bind`), global batch index and
-    position of all queries, `(queries,)`, the number of queries of every row, and its keys.
+    **Arguments:** the mask with what it captures, global batch index and position of all queries,
+    the number of queries of every row, and its keys.
     """
     of_rows: list[list[Ranges]] = [[] for _ in counts]
     for limits, exact in alternatives(graph):
         starts, stops = [0] * len(counts), list(lengths)
         for limit in limits:
             at = 0
-            rest = _rest(graph, bound, b, q_idx, limit)
+            rest = _rest(graph, captured, b, q_idx, limit)
             for n, count in enumerate(counts):
                 own = rest[at : at + count]
                 at += count
@@ -147,20 +150,37 @@ def key_ranges(
     return [_joined(found) for found in of_rows]
 
 
-def _rest(graph: Graph, bound: dict, b: Tensor, q_idx: Tensor, limit: Limit) -> list[int]:
+def _rest(
+    graph: Graph, captured: Captured, b: list[int], q_idx: list[int], limit: Limit
+) -> list[int]:
     """`left - right` of every query, at kv_idx = 0."""
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")
-    values = {**bound, "b": b, "h": zero, "q_idx": q_idx, "kv_idx": zero}
-    names = [a for a in (limit.left, limit.right) if isinstance(a, str)]
-    found = dict(zip(names, _values(graph, tuple(names), values), strict=True))
-    left, right = (found.get(a, a) for a in (limit.left, limit.right))  # type: ignore[no-matching-overload]
-    rest = torch.as_tensor(left, device="cpu") - right
-    return rest.expand(q_idx.shape).tolist()
+    found = []
+    values = {f"n{n}": number for n, number in enumerate(captured.ints)}
+    for at, q in zip(b, q_idx, strict=True):  # few numbers: Python is faster than tensors
+        env = {**values, "b": at, "q_idx": q, "kv_idx": 0}
+        left, right = (_value(graph, captured, env, a) for a in (limit.left, limit.right))
+        found.append(left - right)
+    return found
 
 
-def _values(graph: Graph, names: tuple[str, ...], values: dict) -> list:
-    of = part(graph, names)
-    return evaluate(of, values, Gathers(of))
+def _value(graph: Graph, captured: Captured, env: dict, name: Any) -> int:
+    """An integer of the graph."""
+    if not isinstance(name, str):
+        return name
+    if name in env:
+        return env[name]
+    node = graph.nodes[int(name[1:])]
+    if node.op == "gather":
+        table = captured.tensors[int(node.args[0][1:])]  # type: ignore[index]
+        at = []
+        for arg, size in zip(node.args[1:], table.shape, strict=True):
+            n = _value(graph, captured, env, arg)
+            at.append(max(0, min(n + size if n < 0 else n, size - 1)))
+        value = int(table[tuple(at)])
+    else:
+        value = _OPS[node.op](*[_value(graph, captured, env, a) for a in node.args])
+    env[name] = value
+    return value
 
 
 def _joined(found: list[Ranges]) -> list[Ranges]:
