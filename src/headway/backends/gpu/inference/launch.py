@@ -16,14 +16,15 @@ def infer(spec: Spec, call: Call) -> Forward:
     q = _rows(call.q)
     k, v = (_columns(x) for x in call[1:3])
     sink = None if call.sink is None else call.sink.contiguous()
-    call = call.replace(q=q, k=k, v=v, sink=sink)
+    call = call._replace(q=q, k=k, v=v, sink=sink)
     of_queries = lambda: torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     shape, dtype = (*q.shape[:3], v.shape[3]), spec.out_dtype(q.dtype)
     out, lse = torch.empty(shape, dtype=dtype, device=q.device), of_queries()
     row_max = of_queries() if spec.row_max else None
     top = of_queries() if spec.max_logit else None
     if lse.numel():
-        planned(spec, call).launch(call, out, lse, row_max, top)
+        plan, integers = planned(spec, call)
+        plan.launch(call, integers, out, lse, row_max, top)
     none = empty_result(q.device)
     max_logit = none if top is None else _of_rows(call, top)
     return Forward(out, lse, max_logit, none if row_max is None else row_max)

@@ -3,7 +3,7 @@ and the integers that scores and masks capture are arguments that nothing is com
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -36,41 +36,85 @@ INT32 = 1 << 29  # smaller integers are of 32 bits, `disguised` too
 _NO_CACHE = KV(None)  # type: ignore[arg-type]
 
 
-def planned(spec: Spec, call: Call) -> "Plan":
-    """The plan for a call whose q, k and v have rows without gaps."""
-    start_triton()
-    q, k, v, *_ = call
-    kv = call.kv or _NO_CACHE
-    group = q.shape[1] // k.shape[1]
-    most = kv.max_q if kv.cu_q is not None else q.shape[2]
-    bits = _bits(q.dtype)
-    rows = rows_of_tile(bits, max(q.shape[3], v.shape[3]), min(most, 1 << 20) * group)
-    if _unit(k, v) == 1 or k.dtype != q.dtype:
+def planned(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
+    """The plan for a call whose q, k and v have rows without gaps, and the integers in which calls
+    of one kind differ, `disguised`: `Sizes`, `Coords`, sizes and strides of captured tensors,
+    captured integers. It is called at every launch, so it asks tensors little."""
+    q, k, v, _, _, (tensors, ints, _), _, at, _, kv = call
+    kv = kv or _NO_CACHE
+    (b, hq, q_len, d), (q_b, q_h, q_row, _) = q.shape, q.stride()
+    (pages, hk, keys, _), (k_b, k_h, k_row, _) = k.shape, k.stride()
+    dv, (v_b, v_h, v_row, _), dtype, kv_dtype = v.shape[3], v.stride(), q.dtype, k.dtype
+    lengths, table, cu_q, most, k_scale, v_scale = kv
+    page = table_row = 0
+    if lengths is not None:
+        b = lengths.shape[0]
+    if table is not None:
+        page, table_row, keys = keys, table.stride(0), table.shape[1] * keys
+    most = most if cu_q is not None else q_len
+    bits = _bits(dtype)
+    q_unit = 8 if not (q_b | q_h | q_row) & 7 and not q.data_ptr() & 15 else 1
+    # As many numbers as 16 bytes have (8 of float32), if they divide all strides: wide loads need
+    # that.
+    unit, k_at, v_at = 16 if kv_dtype.itemsize == 1 else 8, k.data_ptr(), v.data_ptr()
+    if (k_b | k_h | k_row | v_b | v_h | v_row) & (unit - 1) or (k_at | v_at) & 15:
+        unit = 1
+    rows = rows_of_tile(bits, max(d, dv), most * (hq // hk))
+    if unit == 1 or kv_dtype != dtype:
         # Loads that do not run ahead, and keys that are converted: of products of 64 rows with
         # such factors the ptxas of CUDA 12.8 makes wrong code for Hopper.
         rows = min(rows, 32)
-    tensors = call.captured.tensors
+    # Whether v is the columns of k that a kernel holds as one piece.
+    shared = k_at == v_at and (k_b, k_h, k_row) == (v_b, v_h, v_row)
+    shared = shared and dv == pieces(dv)[0] == pieces(d)[0]
+    ends = at.b + b, at.h + hq, at.q + q_len, at.kv + keys
+    narrow = max(map(abs, (*at[:4], *ends, *ints))) <= POSITION_LIMIT
+    found = [
+        b, q_len, keys, pages, table_row, q_b // q_unit, q_h // q_unit, q_row // q_unit,
+        k_b // unit, k_h // unit, v_b // unit, v_h // unit,
+        *((0, 0) if k_scale is None else k_scale.stride()),
+        *((0, 0) if v_scale is None else v_scale.stride()),
+        *at[:4],
+    ]  # fmt: skip
+    for t in tensors:
+        for size, stride in zip(t.shape, t.stride(), strict=True):
+            # A tensor without numbers is replaced by one of sizes of 1.
+            found += (size, stride) if t.numel() else (1, 1)
+    found += ints
+    small = max(map(abs, found)) < INT32
     key = (
-        Plan, spec, q.dtype, k.dtype, q.device, q.shape[1], k.shape[1], q.shape[3], v.shape[3],
-        bits, rows, _unit(q), _unit(k, v), k.stride(2), v.stride(2), _shared(k, v),
-        0 if kv.page_table is None else k.shape[2], kv.lengths is None,
-        kv.cu_q is None, kv.k_scale is None, kv.v_scale is None, _narrow(call),
-        max(*q.stride(), *k.stride(), *v.stride()) < INT32,
-        tuple([abs(n) < INT32 for n in call.captured.ints]),
-        tuple([(t.dtype, t.dim(), _far(t), t.numel() < INT32) for t in tensors]),
+        Plan, spec, dtype, kv_dtype, q.device, hq, hk, d, dv, bits, rows, q_unit, unit, k_row,
+        v_row, shared, page, lengths is None, cu_q is None, k_scale is None, v_scale is None,
+        narrow, small or tuple([abs(n) < INT32 for n in found]),
+        *[(t.dtype, t.dim(), _far(t)) for t in tensors],
     )  # fmt: skip
-    return cached(key, lambda: Plan(spec, call, kv, rows, bits))
+    made = Made(rows, bits, q_unit, unit, shared, page, narrow)
+    plan = cached(key, lambda: Plan(spec, call, made))
+    return plan, [disguised(n) for n in found]
+
+
+class Made(NamedTuple):
+    """What `planned` has found of a kind, for the plan."""
+
+    m: int  # rows of a tile
+    bits: int  # of the factors of a product
+    q_unit: int
+    unit: int
+    shared: bool
+    page: int
+    narrow: bool  # positions and captured integers are small
 
 
 class Plan:
     """Calls of one kind."""
 
-    def __init__(self, spec: Spec, call: Call, kv: KV, m: int, bits: int) -> None:
+    def __init__(self, spec: Spec, call: Call, made: Made) -> None:
+        start_triton()
         fix_cache_keys(*_SOURCES)
         q, k, v, *_ = call
-        self.spec, self.device, self.m = spec, q.device, m
+        m, narrow, self.page = made.m, made.narrow, made.page
+        self.spec, self.device = spec, q.device
         self.hk, self.d, self.dv = k.shape[1], k.shape[3], v.shape[3]
-        narrow = _narrow(call)
         text = Text(
             spec.score, spec.mask, (), narrow,
             consecutive=False,
@@ -80,25 +124,23 @@ class Plan:
         )  # fmt: skip
         self.generated = functions(text)
         fix_cache_keys(self.generated)
-        self.page = 0 if kv.page_table is None else k.shape[2]
-        self.shared = _shared(k, v)
         d, dv = pieces(self.d), pieces(self.dv)
         self.how: dict[str, Any] = {
             "score": self.function("score"), "mask": self.function("mask"),
             "limits": self.function("limits"), "index": tl.int32 if narrow else tl.int64,
-            "precision": "tf32" if bits == 19 else "ieee", "positive": spec.scale > 0,
+            "precision": "tf32" if made.bits == 19 else "ieee", "positive": spec.scale > 0,
             "track_max": spec.max_logit and spec.score is not None, "m": m,
             "group": q.shape[1] // self.hk, "hk": self.hk,
             "d": tiles.Width(*map(tl.constexpr, (self.d, *d))),
             "dv": tiles.Width(*map(tl.constexpr, (self.dv, *dv))), "page": self.page,
-            "q_unit": _unit(q), "unit": _unit(k, v), "k_row": k.stride(2), "v_row": v.stride(2),
-            "shared": self.shared, "decode": k.dtype == _E4M3 and not _converts(self.device),
+            "q_unit": made.q_unit, "unit": made.unit, "k_row": k.stride(2), "v_row": v.stride(2),
+            "shared": made.shared, "decode": k.dtype == _E4M3 and not _converts(self.device),
             "merge": max(1, min(8, 8192 // (m * sum(dv)))),
         }  # fmt: skip
         self.ints = spec.score_ints, len(call.captured.ints) - spec.score_ints
         self.partial = m * (sum(dv) + 4)  # numbers of a partial result
         # On the CPU there is Triton's interpreter, which needs no speed.
-        self.rows = configs(bits, max(self.d, self.dv), m)
+        self.rows = configs(made.bits, max(self.d, self.dv), m)
         if triton.knobs.runtime.interpret:
             self.rows = (Config(32, 4, 1, 1),)
         self.choose(0)
@@ -123,15 +165,14 @@ class Plan:
         )
 
     def launch(
-        self, call: Call, out: Tensor, lse: Tensor, row_max: Tensor | None, top: Tensor | None
-    ) -> None:
+        self, call: Call, integers: list[int], out: Tensor, lse: Tensor, row_max: Tensor | None,
+        top: Tensor | None,
+    ) -> None:  # fmt: skip
         """Write out and lse; and the largest score and logit of every query, if given."""
-        q, k, v, sink, *_ = call
+        q, k, v, sink, _, (tensors, _, floats), *_ = call
         kv = call.kv or _NO_CACHE
-        captured = [_readable(t, self.device) for t in call.captured.tensors]
-        given = CallArguments.of(
-            captured, (*self.integers(call, kv, captured), *call.captured.floats)
-        )
+        captured = [_readable(t, self.device) for t in tensors]
+        given = CallArguments.of(captured, (*integers, *floats))
         counters = zeroed_counter(self.device)
         while True:
             size = self.ctas * 2 * self.partial
@@ -152,26 +193,6 @@ class Plan:
                         f"d = {self.d}, dv = {self.dv}: {error}; use backend='reference'"
                     ) from error
                 self.choose(self.row + 1)
-
-    def integers(self, call: Call, kv: KV, captured: Sequence[Tensor]) -> list[int]:
-        """The integers that launches of one kind differ in: `Sizes`, offsets, sizes and strides of
-        captured tensors, captured integers."""
-        q, k, v, *_ = call
-        q_unit, unit, table = self.how["q_unit"], self.how["unit"], kv.page_table
-        found = [
-            q.shape[0] if kv.lengths is None else kv.lengths.shape[0], q.shape[2],
-            kv.capacity(k), k.shape[0],
-            0 if table is None else table.stride(0),
-            q.stride(0) // q_unit, q.stride(1) // q_unit, q.stride(2) // q_unit,
-            k.stride(0) // unit, k.stride(1) // unit, v.stride(0) // unit, v.stride(1) // unit,
-        ]  # fmt: skip
-        for scale in (kv.k_scale, kv.v_scale):
-            found += (0, 0) if scale is None else scale.stride()
-        found += call.coords[:4]
-        for t in captured:
-            for size, stride in zip(t.shape, t.stride(), strict=True):
-                found += size, stride
-        return [*map(disguised, found), *map(disguised, call.captured.ints)]
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple:
         """The arguments of the kernel."""
@@ -209,36 +230,6 @@ def _bits(dtype: torch.dtype) -> int:
     if dtype != torch.float32:
         return 16
     return 32 if torch.get_float32_matmul_precision() == "highest" else 19
-
-
-def _unit(*matrices: Tensor) -> int:
-    """As many numbers as 16 bytes have (8 of float32), if they divide all strides, and addresses
-    are multiples of 16; else 1. Wide loads need that."""
-    unit = 16 if matrices[0].element_size() == 1 else 8
-    for x in matrices:
-        batch, head, row, _ = x.stride()
-        if (batch | head | row) % unit or x.data_ptr() % 16:
-            return 1
-    return unit
-
-
-def _shared(k: Tensor, v: Tensor) -> bool:
-    """Whether v is the columns of k that a kernel holds as one piece."""
-    same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.shape[:3] == v.shape[:3]
-    return (
-        same
-        and pieces(v.shape[3]) == (pieces(k.shape[3])[0], 0)
-        and v.shape[3] == pieces(v.shape[3])[0]
-    )
-
-
-def _narrow(call: Call) -> bool:
-    """Whether positions and captured integers are known to be small."""
-    at, q, k = call.coords, call.q, call.k
-    keys = k.shape[2] if call.kv is None else call.kv.capacity(k)
-    rows = q.shape[0] if call.kv is None else call.kv.lengths.shape[0]
-    ends = at.b + rows, at.h + q.shape[1], at.q + q.shape[2], at.kv + keys
-    return max(map(abs, (*at[:4], *ends, *call.captured.ints))) <= POSITION_LIMIT
 
 
 def _far(t: Tensor) -> bool:
