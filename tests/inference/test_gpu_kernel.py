@@ -26,6 +26,7 @@ from headway.backends import triton as backend
 from headway.backends.gpu.inference import plan
 from headway.backends.gpu.runtime.launcher import KernelLauncher
 from headway.types import KV, Request
+from tools.compile_triton import _resources, compiling
 from tools.emulator.launch import emulating
 
 from . import gpu_kernel as kernel
@@ -114,3 +115,24 @@ def test_nothing_outside_of_the_tensors_is_touched(numbers):
         else:
             cu_q.copy_(torch.tensor([7, -2, 900]))
         backend.infer(spec, call)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_loads_run_ahead(page):
+    """Two blocks of keys and values are on their way while one is computed on, and no register is
+    spilled in the loop."""
+    q = torch.zeros(2, 32, 1, 128, dtype=torch.bfloat16)
+    k, n = q.new_zeros(2, 8, 1024, 128), torch.zeros(2, dtype=torch.int32)
+    kernels: list[Any] = []
+    options: dict[str, Any] = {"lengths": n, "backend": "triton"}
+    if page:
+        k = k.view(-1, 8, page, 128)
+        options["page_table"] = torch.zeros(2, 1024 // page, dtype=torch.int32)
+    with compiling("sm_90", kernels):
+        inference.attention(q, k, k.clone(), **options)
+    ((name, compiled),) = kernels
+    found = _resources("sm_90", name, compiled)
+    assert found.faults == ()
+    assert found.inside == 0
+    # K and V of a block are a group each; with pages, their numbers are one more.
+    assert f"cp.async.wait_group \t{4 if page else 2}" in compiled.asm["ptx"]
