@@ -20,9 +20,10 @@ if find_spec("triton") is None:
 from triton.runtime.jit import JITFunction
 
 import headway as hw
-from headway import inference
+from headway import backends, inference
 from headway.api import resolve
 from headway.backends import triton as backend
+from headway.backends.base import CapabilityKey, capability_key
 from headway.backends.gpu.inference import plan
 from headway.backends.gpu.runtime.launcher import KernelLauncher
 from headway.types import KV, Request
@@ -136,3 +137,18 @@ def test_loads_run_ahead(page):
     assert found.inside == 0
     # K and V of a block are a group each; with pages, their numbers are one more.
     assert f"cp.async.wait_group \t{4 if page else 2}" in compiled.asm["ptx"]
+
+
+def test_a_cache_is_not_what_first_use_checks():
+    """The Hopper backend runs the kernel of both backends there: no small case of its own is
+    compiled before."""
+    c = caches([40], 4, 2, page=16, dtype=torch.bfloat16)
+    kv = KV(c.lengths, c.page_table)
+    spec, call = resolve(Request(c.q, c.k, c.v, backend="reference", kv=kv))
+    kind = CapabilityKey(*capability_key(call, 0))
+    with (
+        mock.patch.object(backends.hopper, "unavailable", return_value=""),
+        mock.patch.object(backends, "_wrong", side_effect=AssertionError),
+        mock.patch.object(backends, "_check", side_effect=AssertionError),
+    ):
+        assert backends.reasons_against("hopper", spec, kind) == []
