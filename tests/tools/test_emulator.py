@@ -104,6 +104,8 @@ WHOLE = {
     "shr.u32 %y, %a, %b;": lambda a, b: (a % 2**32) >> min(b % 2**32, 32),
     "bfe.u32 %y, %a, 3, 7;": lambda a, b: a >> 3 & 127,
     "bfe.s32 %y, %a, 3, 7;": lambda a, b: wrapped(a >> 3 & 127, 7),
+    "shf.l.wrap.b32 %y, %a, %b, 4;": lambda a, b: b << 4 | (a >> 28 & 15),
+    "shf.r.wrap.b32 %y, %a, %b, 36;": lambda a, b: b << 28 | (a >> 4 & 0xFFFFFFF),
     "prmt.b32 %y, %a, %b, 0x5410U;": lambda a, b: (a & 0xFFFF) | (b & 0xFFFF) << 16,
     "prmt.b32 %y, %a, %b, 0x3340U;": lambda a, b: (
         a & 0xFF | (b & 0xFF) << 8 | (a >> 24 & 0xFF) * 0x1010000
