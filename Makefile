@@ -46,16 +46,16 @@ gpu-fuzz: setup ## the same on the GPU, 1000 calls of each backend; ARGS="--out 
 gpu-sanitize: setup ## the Triton backend's odd shapes under compute-sanitizer: memory, races
 	@for tool in memcheck racecheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --report-api-errors no \
-	    --error-exitcode 1 $(PY) tests/triton/odd_shapes.py || exit 1; \
+	    --error-exitcode 1 $(PY) tests/tools/odd_shapes.py || exit 1; \
 	done
 
 .PHONY: hopper-test
 hopper-test: setup ## simulate and compile the Hopper kernels for every case: half an hour
-	@$(PYTEST) tests/hopper/full.py $(ARGS)
+	@$(PYTEST) tests/long/hopper.py $(ARGS)
 
 .PHONY: emulate
 emulate: setup ## run the whole table as compiled for each GPU, with no GPU: an hour
-	@$(PYTEST) tests/emulator/full.py $(ARGS)
+	@$(PYTEST) tests/long/emulated.py $(ARGS)
 
 .PHONY: test-matrix
 test-matrix: setup ## compile and test GPU kernels with the oldest and newest PyTorch and Triton
@@ -63,7 +63,7 @@ test-matrix: setup ## compile and test GPU kernels with the oldest and newest Py
 
 .PHONY: aot
 aot: setup ## compile every GPU kernel with no GPU, and print registers and spills
-	@OMP_NUM_THREADS=1 $(PY) tests/triton/long_compile.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) tests/tools/compile_table.py $(ARGS)
 
 .PHONY: ptx
 BASE ?= HEAD
@@ -84,8 +84,6 @@ format: setup ## format the code and sort its imports
 
 .PHONY: docs
 docs: setup ## build the documentation into site/, to be read with no network: site/index.html
-	@$(PY) -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null || \
-	  $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@OMP_NUM_THREADS=1 $(PY) scripts/docs/draw.py
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 	@echo "site/index.html"
@@ -105,6 +103,10 @@ picture: setup ## draw the README's picture of speed anew, from bench/results
 .PHONY: package
 package: setup ## build the wheel and the sdist in dist
 	@$(PY) -m hatchling build
+
+.PHONY: newcomer
+newcomer: setup ## time the way from nothing to a first training step; ARGS go to pip
+	@$(PY) scripts/newcomer.py $(ARGS)
 
 .PHONY: hub
 hub: setup ## lay the package out as a kernel of the Hugging Face Hub, in dist/hub

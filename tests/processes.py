@@ -38,7 +38,7 @@ def run_ranks(world: int, cases: tuple[Case, ...], folder: Path) -> None:
 def _rank(rank: int, world: int, file: str, cases: tuple[Case, ...]) -> None:
     torch.set_num_threads(1)
     # A rank that fails must fail the others, not leave them waiting for it.
-    limit = timedelta(seconds=30)
+    limit = timedelta(minutes=5)
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=world, timeout=limit
     )

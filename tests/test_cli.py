@@ -72,7 +72,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["mask", "causal("], "not an expression"),
         (["mask", "causal()", "--length", "0"], "--length 0"),
         (["mask", "causal()", "--tile", "-1"], "--tile -1"),
-        (["mask", "causal()", "--svg", "mask.png"], "must end in .svg"),
+        (["mask", "alibi(2)", "--out", "score.html"], "is of a mask alone"),
         (["mask", "causal()", "--score", "causal()"], "--score takes a score"),
         (["mask", "alibi(2)", "--score", "alibi(2)"], "goes with a mask"),
         (["mask", "window_bias([[1]], (1, 1))", "--score", "alibi(2)"], "goes with a mask"),
@@ -140,7 +140,11 @@ def test_train_then_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     )
     assert first[0] == 0
     assert first[1].startswith("né ")
-    assert first == again != other
+    assert first[1] == again[1] != other[1]
+    assert "a second" in first[2]
+    many = run(capsys, "sample", "small", "--prompt", "x", "né ", "--length", "20", *runs)[1]
+    assert "--- prompt: 'x'\nx" in many
+    assert "--- prompt: 'né '\nné " in many
     weights = tmp_path / "runs" / "small" / "model.safetensors"
     assert run(capsys, "sample", str(weights), "--length", "3")[0] == 0
     weights.write_bytes(b"damaged")
@@ -253,27 +257,39 @@ def test_mask_draws(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_mask_writes_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    status, out, _ = run(capsys, "mask", "causal()", "--png", str(tmp_path / "mask.png"))
+    status, out, _ = run(capsys, "mask", "causal()", "--out", str(tmp_path / "mask.png"))
     assert status == 0
     assert out.splitlines()[-1].startswith("wrote ")
     assert (tmp_path / "mask.png").read_bytes()[:4] == b"\x89PNG"
     for name in ("no/folder.png", "mask.xyz"):
-        status, _, error = run(capsys, "mask", "causal()", "--png", str(tmp_path / name))
+        status, _, error = run(capsys, "mask", "causal()", "--out", str(tmp_path / name))
         assert status == 2
         assert "cannot draw to" in error
+
+
+def test_mask_writes_a_page_and_a_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    paths = [str(tmp_path / name) for name in ("mask.html", "mask.svg")]
+    status, out, _ = run(capsys, "mask", "causal()", "--out", *paths)
+    assert status == 0
+    assert out.splitlines()[-2:] == [f"wrote {path}" for path in paths]
+    page, picture = (Path(path).read_text(encoding="utf-8") for path in paths)
+    assert page.startswith("<!doctype html>")
+    assert picture.startswith("<svg")
 
 
 def test_mask_draws_batches_and_heads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mask.svg"
     status, out, _ = run(
         capsys, "mask", "causal() & padding([32, 128, 0, 1, 1])", "--length", "128",
-        "--svg", str(path),
+        "--out", str(path),
     )  # fmt: skip
     assert status == 0
     lines = out.splitlines()
     assert lines[1:6] == ["batch 0", "▒▒······", "██······", "██······", "██······"]
     assert lines[6:11] == ["batch 1", "▒▒······", "██▒▒····", "████▒▒··", "██████▒▒"]
-    assert "and 1 more; --png or --svg" in out
+    assert "and 1 more; --out draws up to 16" in out
     drawn = ElementTree.parse(path).getroot()
     texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert [text for text in texts if text.startswith("batch")] == [f"batch {n}" for n in range(5)]
@@ -282,7 +298,7 @@ def test_mask_draws_batches_and_heads(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_mask_draws_scores(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "score.svg"
     command = ["mask", "causal()", "--score", "alibi([1.0, 0.5])", "--length", "5"]
-    status, out, _ = run(capsys, *command, "--svg", str(path))
+    status, out, _ = run(capsys, *command, "--out", str(path))
     assert status == 0
     lines = out.splitlines()
     assert lines[:3] == ["alibi(f32[2]), where causal()", "of logits of 0", "head 0"]

@@ -21,6 +21,7 @@ def like_reference(**changes):
     """A backend that rounds the definition to bfloat16, but for `changes`; it counts forwards."""
     made = SimpleNamespace(**{n: getattr(reference, n) for n in dir(reference)}, forwards=0)
     made.name, made.accumulates = "tested", lambda dtype: torch.float32
+    made.proof = lambda device: None
 
     def forward(spec, call):
         made.forwards += 1
@@ -42,6 +43,67 @@ def test_a_right_backend_is_checked_once():
     for _ in range(3):
         assert first_use.why_not(tested, reference, CPU) == ""
     assert tested.forwards == 1
+
+
+def kept(folder, **changes):
+    """A backend whose check is written down, in another process."""
+    first_use.forget()
+    facts = {"card": "A", "driver": "1", "compiler": "2"} | changes
+    return like_reference(proof=lambda device: (folder, facts))
+
+
+def test_that_it_came_out_right_is_written_down(tmp_path):
+    for forwards in (1, 0, 0):
+        tested = kept(tmp_path)
+        assert first_use.why_not(tested, reference, CPU) == ""
+        assert tested.forwards == forwards
+
+
+@pytest.mark.parametrize("what", ["card", "driver", "compiler"])
+def test_where_anything_is_different_it_is_checked_again(tmp_path, what):
+    assert first_use.why_not(kept(tmp_path), reference, CPU) == ""
+    other = kept(tmp_path, **{what: "another"})
+    assert first_use.why_not(other, reference, CPU) == ""
+    assert other.forwards == 1
+
+
+@pytest.mark.parametrize("damage", ["cut short", "of something else", "gone"])
+def test_what_is_written_down_has_to_say_all_of_it(tmp_path, damage):
+    first_use.why_not(kept(tmp_path), reference, CPU)
+    (file,) = tmp_path.iterdir()
+    if damage == "gone":
+        file.unlink()
+    else:
+        text = file.read_text()
+        file.write_text(text[:-5] if damage == "cut short" else text.replace('"A"', '"B"'))
+    tested = kept(tmp_path)
+    assert first_use.why_not(tested, reference, CPU) == ""
+    assert tested.forwards == 1
+
+
+def test_that_it_came_out_wrong_is_not_written_down(tmp_path):
+    wrong = like_reference(proof=lambda device: (tmp_path, {}), backward=one_row_wrong)
+    assert first_use.why_not(wrong, reference, CPU)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_reason_against_it(tmp_path):
+    (tmp_path / "file").touch()
+    tested = kept(tmp_path / "file")
+    assert first_use.why_not(tested, reference, CPU) == ""
+
+
+def test_meanwhile_the_kernels_of_the_call_are_compiled_unless_nothing_is_checked(tmp_path):
+    seen = []
+
+    def meanwhile():
+        seen.append(threading.get_ident())
+        raise RuntimeError("the call raises it")
+
+    for _ in range(2):
+        assert first_use.why_not(kept(tmp_path), reference, CPU, meanwhile) == ""
+    assert len(seen) == 1
+    assert seen[0] != threading.get_ident()
 
 
 def one_row_wrong(spec, call, *rest):
@@ -114,6 +176,7 @@ def test_while_a_graph_is_captured_it_waits():
     assert tested.forwards == 0
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(torch.cuda, "current_stream"),
         mock.patch.object(first_use, "_verdict", return_value=""),
     ):
         assert first_use.why_not(tested, reference, card) == ""

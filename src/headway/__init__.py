@@ -1,6 +1,7 @@
 """Headway: attention that trains, whatever the variant."""
 
 from . import backends as backends
+from . import inference as inference
 from . import mods as mods
 from .api import attention as attention
 from .api import attention_with_stats as attention_with_stats
@@ -32,6 +33,7 @@ from .mods import spans as spans
 from .mods import strided as strided
 from .mods import t5_bias as t5_bias
 from .mods import tiled as tiled
+from .mods import tree as tree
 from .mods import window_bias as window_bias
 from .ops import save_ops as save_ops
 from .sigmoid import sigmoid_attention as sigmoid_attention

@@ -7,15 +7,19 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.profiler import record_function
 
 from . import ops
 from .arguments import (
     DTYPES,
     check_block_mask,
+    check_cache,
+    check_cache_block_mask,
     check_captured,
     check_coords,
     check_dtype,
     check_function,
+    check_global,
     check_made_outside,
     check_sink,
     check_sizes,
@@ -27,7 +31,7 @@ from .arguments import (
     seed_of,
     usable_device,
 )
-from .backends import choose
+from .backends import choose, unchecked
 from .backends.base import Call, CapabilityKey, capability_key
 from .blocks import BlockMask, Decided, cached_build
 from .blocks.mask import tile_of
@@ -48,10 +52,12 @@ from .mods import (
 )
 from .mods.base import MaskFn, Mod, ScoreFn
 from .mods.constants import brought
+from .mods.graph import parse
 from .mods.lowering import Lowered
 from .mods.places import place_of_line, quote
 from .sharded import Sharded, any_sharded
 from .types import (
+    NAMESPACE,
     WHOLE,
     AttentionOutput,
     Captured,
@@ -114,6 +120,7 @@ def attention(
     """
     if unknown:
         raise unknown_keywords(attention, unknown)
+    mask = mask if layout is not None else _or_none(mask, k)
     if layout is None and score is None and sink is None and (mask is None or type(mask) is causal):
         out = _plain(q, k, v, mask, scale, dropout, backend)
         if out is not None:
@@ -146,6 +153,7 @@ def attention_with_stats(
     """
     if unknown:
         raise unknown_keywords(attention_with_stats, unknown)
+    mask = mask if layout is not None else _or_none(mask, k)
     request = Request(
         q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True
     )
@@ -200,6 +208,14 @@ def block_mask(
     return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles, decided)
 
 
+def _or_none(mask: Any, k: Any) -> Any:
+    """No mask for `causal(n)` where every query sees every key, as that of a decoding step."""
+    far = type(mask) is causal and mask.offset > 0 and not is_compiling()
+    if far and isinstance(k, Tensor) and k.dim() == 4 and mask.offset >= k.shape[2] - 1:
+        return None
+    return mask
+
+
 def _plain(
     q: Any, k: Any, v: Any, mask: causal | None, scale: Any, dropout: Any, backend: Any
 ) -> Tensor | None:
@@ -224,6 +240,17 @@ def _plain(
 @inlined_or_eager
 def _run(request: Request) -> Any:
     """The call: its out alone, or all results where the largest logits are asked for."""
+    if not is_compiling() and _profiled():
+        with record_function(f"{NAMESPACE}::attention"):
+            return _run_request(request)
+    return _run_request(request)
+
+
+_profiled = torch.autograd._profiler_enabled
+
+
+@inlined_or_eager
+def _run_request(request: Request) -> Any:
     sharded = None
     if not type(request.q) is type(request.k) is type(request.v) is Tensor and any_sharded(
         request.q, request.k, request.v
@@ -272,7 +299,9 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     """
     compiling = is_compiling()
     if (compiling or _autocast_somewhere()) and (
-        isinstance(request.q, Tensor) and torch.is_autocast_enabled(request.q.device.type)
+        request.kv is None
+        and isinstance(request.q, Tensor)
+        and torch.is_autocast_enabled(request.q.device.type)
     ):
         q, k, v = _autocast(request.q, request.k, request.v)
         request = Request(q, k, v, *request[3:])
@@ -283,9 +312,14 @@ def resolve(request: Request) -> tuple[Spec, Call]:
             seed = seed_of(request.seed, request.q.device) if request.dropout else None
             return signature.spec, recall(request, seed, signature, contents)
     q, k, v, score, mask, scale, sink = request[:7]
-    check_tensors(q, k, v)
-    if request.coords is not None:
-        check_coords(request.coords, q, k)
+    kv = request.kv
+    if kv is None:
+        check_tensors(q, k, v)
+        if request.coords is not None:
+            check_coords(request.coords, q, k)
+    else:
+        check_cache(q, k, v, kv)
+        check_global(mask)
     if scale is not None:
         scale = scale_of(scale)
     if sink is not None:
@@ -302,24 +336,30 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     tiles, shape, blocks = None, None, None
     if isinstance(mask, BlockMask):
         tiles, shape, blocks = mask.tiles, (*mask.shape[:2], *mask.tile), mask
-        check_block_mask(mask, q, lengths)
+        if kv is None:
+            check_block_mask(mask, q, lengths)
         mask = mask.mask
     double = request.backend == "reference" or q.dtype == torch.float64
     whole = request.coords is None  # else q and k are a part of what the mods are made for
     sizes = (q.shape[0], q.shape[1], *lengths)
+    if kv is not None:
+        sizes = (kv.lengths.shape[0], q.shape[1], None, None)
     of_score, of_mask, captured, counts = None, None, None, (0, 0, 0)
     if score is not None:
         of_score, captured = _checked_and_lowered("score", score, double, q.device, sizes, whole)
         counts = len(captured.tensors), len(captured.ints), len(captured.floats)
     if mask is not None:
         of_mask, more = _checked_and_lowered("mask", mask, double, q.device, sizes, whole)
+        if blocks is not None and kv is not None:
+            by_query = parse(of_mask.text).uses("q_idx")
+            check_cache_block_mask(blocks, by_query, *sizes[:2], kv.capacity(k))
         if blocks is not None and not compiling:  # a compiled program asks when it is run
             blocks.check_decided(of_mask.text, more.tensors)
         captured = more if captured is None else captured.and_then(more)
     if captured is None:
         captured = Captured([], [], [])
     coords = WHOLE if request.coords is None else request.coords
-    call = Call(q, k, v, sink, seed, captured, tiles, coords)
+    call = Call(q, k, v, sink, seed, captured, tiles, coords, None, kv)
     capability = CapabilityKey(*capability_key(call, counts[0]))
     if request.layout is not None:  # on some rank at least
         capability = capability._replace(scattered=True)
@@ -333,7 +373,8 @@ def resolve(request: Request) -> tuple[Spec, Call]:
         values = _cached_spec_values(*capability, *asked)
         spec = None if values is None else Spec(*values)
     else:
-        spec = _cached_spec(*capability, *asked)
+        # The first call on a card goes without: its kernels are compiled while the card is checked.
+        spec = None if unchecked(q.device) else _cached_spec(*capability, *asked)
         if key is not None and spec is not None:
             call = remember(key, spec, capability, call, [of_score, of_mask])
     if spec is None:
@@ -383,9 +424,10 @@ def _resolve_spec(key: CapabilityKey, asked: tuple, call: Call | None = None) ->
 def _checked_and_lowered(
     kind: str, mod: Any, double: bool, device: torch.device, sizes: tuple, whole: bool
 ) -> tuple[Lowered, Captured]:
-    """A score or mask for calls of these sizes, checked: its graph and what it captures."""
+    """A score or mask, checked for a call of these sizes (b, h, q_len, kv_len), of which lengths
+    are None over a cache: its graph and what it captures."""
     of_library = isinstance(mod, Mod)
-    check_function(kind, mod, sizes)
+    check_function(kind, mod, None if None in sizes else sizes)
     structure, functions, captured = take_apart(mod)
     if whole and of_library and captured.tensors:
         mod.check_sizes(*sizes)

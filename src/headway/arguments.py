@@ -13,11 +13,11 @@ from torch import Tensor
 
 from .blocks import BlockMask
 from .errors import ArgumentError, ModError
-from .mods import Captured, Mask, Score
-from .mods.base import Mod
+from .mods import Captured, Mask, Score, causal
+from .mods.base import Both, Either, Mod, Not, Then
 from .mods.lowering import GUARDS_CLASSES
 from .mods.meant import meant
-from .types import Coords, fixed, real, whole
+from .types import KV, Coords, fixed, real, whole
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -131,9 +131,9 @@ def seed_of(seed: Any, device: torch.device) -> Tensor:
     return torch.tensor(number, dtype=torch.int64, device=device)
 
 
-def check_function(kind: str, mod: Any, sizes: tuple[int, int, int, int]) -> None:
+def check_function(kind: str, mod: Any, sizes: tuple[int, int, int, int] | None) -> None:
     """A function or a value of the library that can be a `kind`, "score" or "mask". An error shows
-    the way out for a call of these sizes (b, h, q_len, kv_len)."""
+    the way out for a call of these sizes (b, h, q_len, kv_len), where they are known."""
     if not callable(mod) or isinstance(mod, _NEVER[kind]):
         raise ArgumentError(meant(kind, mod, sizes))
 
@@ -239,6 +239,117 @@ def check_coords(coords: Coords, q: Tensor, k: Tensor) -> None:
             raise ArgumentError(
                 f"coords: {name} is on {pos.device}, q on {q.device}; move it with .to()"
             )
+
+
+def check_cache(q: Any, k: Any, v: Any, kv: KV) -> None:
+    """A cache and the queries of its rows: ranks, dtypes, devices and sizes that go together. What
+    is in the tensors is not looked at."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("lengths", kv.lengths)):
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
+    pages = kv.page_table is not None
+    lies = "(pages, hk, page, width)" if pages else "(b, hk, capacity, width)"
+    for name, x, axes in (("q", q, "(b, hq, q_len, d)"), ("k", k, lies), ("v", v, lies)):
+        if x.dim() != 4:
+            raise ArgumentError(f"{name} must be {axes}, got {shown(x)}")
+    check_dtype(q.dtype)
+    if k.dtype != v.dtype or k.dtype not in (q.dtype, torch.float8_e4m3fn):
+        raise ArgumentError(
+            f"k and v must have q's dtype, or be float8_e4m3fn, got q {q.dtype}, k {k.dtype}, "
+            f"v {v.dtype}; convert q with .to(), or make the cache in that dtype"
+        )
+    rows = _rows(q, kv)
+    _check_ints("lengths", kv.lengths, (rows,), "(b,)", q.device)
+    if kv.page_table is not None:
+        shape = (rows, kv.page_table.shape[1] if kv.page_table.dim() == 2 else 0)
+        _check_ints("page_table", kv.page_table, shape, "(b, max_pages)", q.device)
+    if not q.device == k.device == v.device:
+        raise ArgumentError(
+            f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}; "
+            "move with .to()"
+        )
+    hq, hk = q.shape[1], k.shape[1]
+    if k.shape[:3] != v.shape[:3]:
+        raise ArgumentError(f"k and v differ before their width: {_shapes(q, k, v)}")
+    if not pages and k.shape[0] != rows:
+        raise ArgumentError(
+            f"k and v have {k.shape[0]} rows, lengths has {rows}: {_shapes(q, k, v)}; expand the "
+            "cache with .expand(), or say with page_table where the keys of every row lie"
+        )
+    if hk == 0 or hq % hk:
+        raise ArgumentError(f"query heads must be a multiple of key heads: hq = {hq}, hk = {hk}")
+    if q.shape[3] != k.shape[3]:
+        raise ArgumentError(f"q and k must have the same width: {_shapes(q, k, v)}")
+
+
+def _rows(q: Tensor, kv: KV) -> int:
+    """How many rows `lengths`, `cu_q` and `page_table` must speak of."""
+    if kv.cu_q is None:
+        return q.shape[0]
+    if q.shape[0] != 1:
+        raise ArgumentError(
+            f"with cu_q, q is packed: (1, hq, tokens, d), got {shown(q)}; leave cu_q out where "
+            "every row has q_len queries"
+        )
+    rows = kv.lengths.shape[0] if kv.lengths.dim() else 0
+    _check_ints("cu_q", kv.cu_q, (rows + 1,), "(b + 1,)", q.device)
+    return rows
+
+
+def _check_ints(name: str, x: Any, shape: tuple[int, ...], axes: str, device: torch.device) -> None:
+    """An int32 tensor of this shape, on q's device."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int32 or tuple(x.shape) != shape:
+        way = "; convert it once, with .int()" if getattr(x, "dtype", None) == torch.int64 else ""
+        raise ArgumentError(
+            f"{name} must be an int32 tensor {axes} with b = {shape[0] - (name == 'cu_q')}, got "
+            f"{shown(x)}{way}"
+        )
+    if x.device != device:
+        raise ArgumentError(
+            f"{name} is on {x.device}, q on {device}; keep it there: a copy waits for the device"
+        )
+
+
+def check_global(mask: Any) -> None:
+    """Positions of a cache are global: no `causal(n)` with n > 0, which was the way to say that
+    queries stand n keys further on."""
+    if isinstance(mask, BlockMask):
+        mask = mask.mask
+    for part in leaves_of(mask):
+        if isinstance(part, causal) and part.offset > 0:
+            raise ArgumentError(
+                f"{part!r}: queries of a cache are at their global positions, lengths - q_len + i, "
+                "so that the mask of training works as it is: write causal()"
+            )
+
+
+def leaves_of(mod: Any) -> list[Any]:
+    """The values in a score or mask that combine nothing themselves, and the functions."""
+    if not isinstance(mod, Both | Either | Not | Then):
+        return [mod]
+    return [part for name in mod.fields for part in leaves_of(getattr(mod, name))]
+
+
+def check_cache_block_mask(
+    mask: BlockMask, by_query: bool, rows: int, hq: int, capacity: int
+) -> None:
+    """Built over the positions of a cache; `by_query`: it depends on q_idx."""
+    b, h, q_len, kv_len = mask.shape
+    if kv_len != capacity:
+        raise ArgumentError(
+            f"the block mask is for {kv_len} keys, the cache has room for {capacity}: build it for "
+            "the capacity"
+        )
+    if q_len != capacity and (by_query or q_len > mask.tile[0]):
+        raise ArgumentError(
+            f"the block mask is for q_len={q_len}. Over a cache q_idx is a position: build it with "
+            f"q_len={capacity}, or with one row of tiles and a mask that ignores q_idx"
+        )
+    if b not in (1, rows) or h not in (1, hq):
+        raise ArgumentError(
+            f"the block mask is for batch {b} and heads {h}, but the call has {(rows, hq)}; each "
+            "must be equal or 1"
+        )
 
 
 def check_block_mask(mask: BlockMask, q: Tensor, lengths: tuple[int, int]) -> None:

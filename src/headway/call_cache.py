@@ -38,7 +38,7 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
     key where none tells such calls apart."""
     (
         q, k, v, score, mask, scale, sink, dropout, _, deterministic, backend, max_logit, row_max,
-        partial, _, _,
+        partial, _, kv, _,
     ) = request  # fmt: skip
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None, None, []
@@ -52,6 +52,13 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
             scale, dropout, deterministic, backend, max_logit, row_max, partial,
             torch.is_grad_enabled(),
         ]  # fmt: skip
+        if kv is not None:
+            key.append(kv.max_q)
+            for t in (kv.lengths, kv.page_table, kv.cu_q, kv.k_scale, kv.v_scale):
+                if t is None:
+                    key.append(None)
+                else:
+                    _add_tensor(key, t)
         of_score = of_mask = None
         if sink is not None:
             _add_tensor(key, sink)
@@ -92,7 +99,16 @@ def recall(
         tiles, spec = mask.tiles, signature.spec
         mask.check_decided(spec.mask, captured.tensors[spec.score_tensors :])
     return Call(
-        request.q, request.k, request.v, request.sink, seed, captured, tiles, WHOLE, signature
+        request.q,
+        request.k,
+        request.v,
+        request.sink,
+        seed,
+        captured,
+        tiles,
+        WHOLE,
+        signature,
+        request.kv,
     )
 
 
@@ -111,7 +127,7 @@ def remember(
         spec, capability.trained, picks, None if tensors or floats else call.captured
     )
     _known.put(key, signature)
-    return Call(*call[:-1], signature)
+    return call._replace(signature=signature)
 
 
 class _Unknown(Exception):

@@ -24,9 +24,9 @@ class Explanation:
     """The answer of `explain`; print it.
 
     - `backend`: the one that would run; None if none can.
-    - `reasons`: for every backend, why it would not run (empty: it could, and comes later).
+    - `reasons`: for every backend, why it does not run (empty: it could, and comes later).
     - `tiles`: numbers of full, partial and empty tiles of 128 x 128 pairs, over the batches and
-      heads that the mask tells apart; None without a mask.
+      heads that the mask distinguishes; None without a mask.
     - `retraced`: of the score and the mask, why one is traced at every call (some 0.4 ms), with the
       line that reads what cannot be seen to stay the same; none, usually.
     - `elements`: the mask's ops, with their lines, that say nothing about a whole tile, so that
@@ -105,6 +105,8 @@ def explain(
     for name in allowed:
         if name != chosen and not reasons[name] and (why := slower(name, spec, key)):
             reasons[name] = [why]
+    for name in set(NAMES) - set(allowed):
+        reasons[name] = reasons[name] or [f"backend={backend!r} was asked for"]
     code, limits = "", []
     if chosen is not None:
         limits = get(chosen).limits(spec)

@@ -13,11 +13,15 @@ from torch import Tensor
 from .backends import get
 from .backends.base import Call
 from .blocks import Tiles, check_tiles
-from .types import NAMESPACE, Captured, Coords, Forward, Spec, acc_dtype
+from .types import KV, NAMESPACE, Captured, Coords, Forward, Spec, acc_dtype
 
 _INPUTS = (
     "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, Tensor[] tensors, "
     "SymInt[] ints, float[] floats, Tensor[] tiles, SymInt[] offsets, Tensor? q_pos, Tensor? kv_pos"
+)
+_CACHE = (
+    "Tensor lengths, Tensor? page_table, Tensor? cu_q, SymInt max_q, Tensor? k_scale, "
+    "Tensor? v_scale"
 )
 library = torch.library.Library(NAMESPACE, "DEF")
 library.define(f"forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -25,6 +29,7 @@ library.define(
     f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs) "
     "-> Tensor[]"
 )
+library.define(f"infer({_INPUTS}, {_CACHE}) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 def call_of(
@@ -41,9 +46,24 @@ def call_of(
 
 def flat(call: Call) -> tuple:
     """The inputs of the operators after the spec: what `call_of` takes."""
-    q, k, v, sink, seed, captured, tiles, (*offsets, q_pos, kv_pos), _ = call
+    q, k, v, sink, seed, captured, tiles, (*offsets, q_pos, kv_pos), *_ = call
     given = [] if tiles is None else tiles.flatten()
     return q, k, v, sink, seed, *captured, given, offsets, q_pos, kv_pos
+
+
+def flat_kv(call: Call) -> tuple:
+    """The inputs of `headway::infer` after the spec: those of the others, then the cache."""
+    assert call.kv is not None
+    return *flat(call), *call.kv
+
+
+def infer(spec: str, *inputs: Any) -> Forward:
+    """`headway::infer` without the dispatcher."""
+    count = len(KV._fields)
+    parsed, call = Spec.parse(spec), call_of(*inputs[:-count])
+    if call.tiles is not None:
+        check_tiles(call.tiles)
+    return get(parsed.backend).infer(parsed, call._replace(kv=KV(*inputs[-count:])))
 
 
 def forward(spec: str, *inputs: Any) -> Forward:
@@ -68,6 +88,23 @@ def backward(spec: str, *inputs: Any) -> list[Tensor]:
 
 def _backward_operator(spec: str, *inputs: Any) -> list[Tensor]:
     return [g.contiguous() for g in backward(spec, *inputs)]
+
+
+def _infer_operator(spec: str, *inputs: Any) -> Forward:
+    return Forward(*[x.contiguous() for x in infer(spec, *inputs)])
+
+
+def _infer_fake(spec: str, q, k, v, *rest: Any) -> Forward:
+    parsed = Spec.parse(spec)
+    b, hq, tokens, _ = q.shape
+    rows = rest[-len(KV._fields)].shape[0]
+    acc = acc_dtype(q.dtype)
+    return Forward(
+        q.new_empty((b, hq, tokens, v.shape[3]), dtype=parsed.out_dtype(q.dtype)),
+        q.new_empty((b, hq, tokens), dtype=acc),
+        q.new_empty((rows, hq) if parsed.max_logit else (0,), dtype=acc),
+        q.new_empty((b, hq, tokens) if parsed.row_max else (0,), dtype=acc),
+    )
 
 
 def _forward_fake(spec: str, q, k, v, *rest: Any) -> Forward:
@@ -96,10 +133,12 @@ def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[
 
 
 library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
-for _name in ("forward", "backward"):  # autograd is above them, or inside `_forward`
+library.impl("infer", _infer_operator, "CompositeExplicitAutograd")
+for _name in ("forward", "backward", "infer"):  # autograd is above them, or inside `_forward`
     library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake(f"{NAMESPACE}::forward", _forward_fake, lib=library)
 torch.library.register_fake(f"{NAMESPACE}::backward", _backward_fake, lib=library)
+torch.library.register_fake(f"{NAMESPACE}::infer", _infer_fake, lib=library)
 
 
 def _one_by_one(op: Any) -> Callable:
@@ -124,7 +163,7 @@ def _entry(x: Any, dim: Any, n: int) -> Any:
 
 
 _ours = getattr(torch.ops, NAMESPACE)
-forward_op, backward_op = _ours.forward, _ours.backward
+forward_op, backward_op, infer_op = _ours.forward, _ours.backward, _ours.infer
 _forward_op, _backward_op = forward_op.default, backward_op.default
 torch.library.register_vmap(f"{NAMESPACE}::forward", _one_by_one(_forward_op), lib=library)
 torch.library.register_vmap(f"{NAMESPACE}::backward", _one_by_one(_backward_op), lib=library)

@@ -18,7 +18,17 @@ from .backends import cpu, get
 from .backends.base import Call
 from .errors import BackendRefused
 from .flops import register_flops
-from .operators import backward, backward_op, call_of, flat, forward, forward_op, library
+from .operators import (
+    backward,
+    backward_op,
+    call_of,
+    flat,
+    flat_kv,
+    forward,
+    forward_op,
+    infer_op,
+    library,
+)
 from .types import (
     NAMESPACE,
     Captured,
@@ -167,7 +177,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, *learned):
-        spec, (q, k, v, sink, seed, captured, tiles, at, signature) = run.spec, run.call
+        spec, (q, k, v, sink, seed, captured, tiles, at, signature, _) = run.spec, run.call
         tensors, ints, floats = captured
         exact, lse, run.max_logit, run.row_max = get(spec.backend).forward(spec, run.call)
         out = _rounded(spec.exact_out, exact, q)
@@ -311,7 +321,7 @@ def _call_seen(call: Call) -> bool:
     """`_seen`, of a call; those that are known have plain tensors."""
     if call.signature is not None and (call.seed is None or type(call.seed) is Tensor):
         return _seen_by_modes()
-    q, k, v, sink, seed, (tensors, _, _), tiles, (_, _, _, _, q_pos, kv_pos), _ = call
+    q, k, v, sink, seed, (tensors, _, _), tiles, (_, _, _, _, q_pos, kv_pos), *_ = call
     given = () if tiles is None else tiles.flatten()
     return _seen(q, k, v, sink, seed, q_pos, kv_pos, *tensors, *given)
 
@@ -361,9 +371,16 @@ def attention(spec: Spec, call: Call) -> Forward:
     return (_watched_over if watched else _alone)(spec, call)
 
 
+def infer(spec: Spec, call: Call) -> Forward:
+    """`attention` over a cache, `call.kv`. Has no gradient."""
+    if is_compiling() or _call_seen(call):
+        return Forward(*infer_op(spec.text, *flat_kv(call)))
+    return get(spec.backend).infer(spec, call)
+
+
 def _alone(spec: Spec, call: Call) -> Forward:
     """`attention` where nobody watches."""
-    q, k, v, sink, _, (tensors, _, _), _, _, signature = call
+    q, k, v, sink, _, (tensors, _, _), _, _, signature, _ = call
     learned = tensors[: spec.score_tensors]
     trained = signature.trained if signature is not None else _learns([q, k, v, sink, *learned])
     if not (trained and torch.is_grad_enabled()):

@@ -87,6 +87,11 @@ class Sharded:
                     f"a layout was given, but no placement of {self.placements} is Shard(2)"
                 )
             return None
+        if request.kv is not None:
+            raise ArgumentError(
+                f"placements {self.placements}: caches are sharded along batch and heads, not "
+                "along the sequence; gather q with .redistribute()"
+            )
         if len(over) > 1:
             raise ArgumentError(
                 f"placements {self.placements}: the sequence is sharded over one dimension of the "
@@ -109,7 +114,7 @@ class Sharded:
         q, k, v, score, mask, scale, sink = request[:7]
         return Request(
             q.to_local(), k.to_local(), v.to_local(), score, mask, scale, self._local_sink(sink),
-            *request[7:-2], self.coords, self.layout,
+            *request[7:14], self.coords, request.kv, self.layout,
         )  # fmt: skip
 
     def _local_sink(self, sink: Any) -> Any:

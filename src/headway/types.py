@@ -164,6 +164,7 @@ class Request(NamedTuple):
     row_max: bool = False
     partial: bool = False
     coords: "Coords | None" = None
+    kv: "KV | None" = None  # k and v are a cache (`headway.inference`)
     layout: Any = None  # a headway.distributed.Layout, or two, of the queries and of the keys
 
 
@@ -208,6 +209,31 @@ class Coords(NamedTuple):
 
 
 WHOLE = Coords()
+
+
+class KV(NamedTuple):
+    """Where the keys and values of every row of the batch lie: a cache, with room for more keys
+    than are there.
+
+    kv_idx is the logical position of a key in its row, wherever it lies in memory; keys from the
+    row's length on do not exist, and nothing of them is read. The queries of a row are its last
+    ones: q_idx = lengths[b] - (queries of the row) + i. Kernels and plans depend on the capacity,
+    never on a length.
+    """
+
+    lengths: Tensor  # (b,) int32 on q's device: keys of every row; the host never reads it
+    # (b, max_pages) int32: k and v are then pages, (pages, hk, page, d), and key j of a row lies on
+    # page page_table[b, j // page]. Entries after a row's last page may hold anything.
+    page_table: Tensor | None = None
+    # (b + 1,) int32: q is packed, (1, hq, tokens, d), and row r has cu_q[r]:cu_q[r + 1].
+    cu_q: Tensor | None = None
+    max_q: int = 1  # no row has more queries
+    k_scale: Tensor | None = None  # (b, hk) float32, any strides: multiplies k
+    v_scale: Tensor | None = None  # (b, hk) float32, any strides: multiplies v
+
+    def capacity(self, k: Tensor) -> int:
+        """How many keys a row has room for."""
+        return k.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
 
 
 class Forward(NamedTuple):

@@ -364,13 +364,13 @@ def test_pictures_of_a_million_tokens_cost_little():
 def test_image_tells_full_partial_and_empty_apart(tmp_path, mask, lengths, tile):
     image = pytest.importorskip("matplotlib.image")
     colours = pytest.importorskip("matplotlib.colors")
-    from headway.blocks.picture import _COLOURS
+    from headway.blocks.picture import COLOURS
 
     headway.block_mask(mask, 1, 1, *lengths, tile=(tile, tile)).save_picture(tmp_path / "mask.png")
     pixels = torch.from_numpy(image.imread(tmp_path / "mask.png")[..., :3])
     assert pixels.shape[0] > 1000
     area = pixels[100:1100].flatten(0, 1)
-    for colour in _COLOURS[: 3 if tile > 1 else 1]:
+    for colour in COLOURS[: 3 if tile > 1 else 1]:
         near = (area - torch.tensor(colours.to_rgb(colour))).abs().amax(1) < 0.01
         assert near.sum() > 50
 
@@ -387,15 +387,15 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_svg_draws_each_tile(tmp_path):
-    from headway.blocks.picture import _COLOURS
+    from headway.blocks.picture import COLOURS
 
     mask = headway.block_mask(headway.causal() & headway.prefix(20), 1, 1, 36, 40, tile=8)
     mask.save_picture(tmp_path / "mask.svg", title="a < b & c")
     text = (tmp_path / "mask.svg").read_text()
-    assert cells_of(text, _COLOURS[1]) == {
+    assert cells_of(text, COLOURS[1]) == {
         (0, 0, 8, 8), (8, 8, 8, 8), (16, 16, 8, 8), (16, 24, 8, 8), (16, 32, 8, 4)
     }  # fmt: skip
-    assert cells_of(text, _COLOURS[2]) == {
+    assert cells_of(text, COLOURS[2]) == {
         (0, 8, 8, 8),
         (0, 16, 16, 8),
         (0, 24, 16, 8),
@@ -406,14 +406,14 @@ def test_svg_draws_each_tile(tmp_path):
 
 
 def test_pictures_show_batches_and_heads():
-    from headway.blocks.picture import _COLOURS
+    from headway.blocks.picture import COLOURS
 
     mask = headway.block_mask(lambda b, h, i, j: j < 8 * (b + h), 2, 3, 32, 32, tile=8)
     svg = mask._repr_html_()
     for n in range(6):
         b, h = divmod(n, 3)
         want = {(0, 8 * row, 8 * (b + h), 8) for row in range(4) if b + h}
-        assert cells_of(svg, _COLOURS[2], n) == want
+        assert cells_of(svg, COLOURS[2], n) == want
         assert f">batch {b}, head {h}<" in svg
     assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
     assert repr(mask).splitlines()[1] == "batch 0, head 0:"

@@ -41,7 +41,7 @@ TILES = {
     "hopper": [(128, 128), (256, 128)],
 }
 # Finite minima that whole rows may have. (GPU kernels give such rows no gradients, or lose log n in
-# them: `explain` says so, and tests/triton/far_rows.py has what they do.)
+# them: `explain` says so, and tests/tools/interpret_far_rows.py has what they do.)
 LOWS = {"cpu": [-1e4, -1e9, -3.4028234663852886e38, -1e30], "triton": [], "hopper": []}
 DTYPES = {
     "cpu": ["float32", "float32", "float64", "bfloat16", "float16"],

@@ -17,8 +17,8 @@ from headway.backends.gpu.codegen.affine import distance_sign
 from headway.backends.gpu.runtime import call_plan
 from headway.backends.hopper.config import How
 from headway.mods.graph import parse
+from tools import simulator
 
-from . import simulator
 from .test_simulated import simulated  # noqa: F401  (a fixture)
 
 HEADS, KEYS = 4, 1 << 20

@@ -1,21 +1,17 @@
 """The kernels compile for compute capability 9.0 with no GPU there, and what they need.
 
-In a process of its own: the compiler and Triton's interpreter do not live in one. The other widths
-and kinds of calls are in `full.py`.
+The other widths and kinds of calls are in `long/hopper.py`.
 """
 
-import json
-import subprocess
-import sys
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
-HERE = Path(__file__).parent
+
+from tools.compile_hopper import compiled, report, twice
 
 # Matrix instructions are m64nNk16 for two consumers. Forward: Q k^T before the loops, in each of the
 # two loops (full and partial tiles) with P v, and P v after. Backward: five products in each loop, dk
@@ -113,16 +109,6 @@ SINCE = {
 }
 
 
-def report(direction: str, widths: str, *names: str) -> list[dict]:
-    """What `aot.py` prints."""
-    done = subprocess.run(
-        [sys.executable, HERE / "aot.py", direction, widths, *names],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.parametrize(("direction", "widths", "name"), PINS)
 def test_compiles(direction, widths, name):
     (made,) = report(direction, widths, name)
@@ -147,5 +133,7 @@ def test_compiles(direction, widths, name):
 
 def test_nothing_is_added_twice():
     """A tensor that is 1 long along an axis may lie in a thread's registers several times."""
-    made = report("backward", "64/64", "rows", "columns", "numbers")
-    assert [(x["call"], x["twice"]) for x in made] == [("rows", 0), ("columns", 0), ("numbers", 0)]
+    for call in ("rows", "columns", "numbers"):
+        made = dict(compiled("backward", 64, 64, call))["backward"].asm["ptx"]
+        assert "atom.global" in made
+        assert twice(made) == 0, call

@@ -13,17 +13,17 @@ if find_spec("triton") is None:
 
 from cases import BY_NAME, problem
 from checks import compare, run
-from emulator.launch import Without, emulating
 from headway.backends import hopper
 from headway.backends.hopper import launch_plan
 from headway.backends.hopper.fwd import stream_k
 from headway.backends.hopper.fwd.plan import ForwardPlan
 from positions import scattered
+from tools.emulator.launch import Without, emulating
 
 from .test_simulated import choose, straight_line_errors
 
 # Each for a part of its own: tails, several runs of tiles, masks per head, a gradient that is added
-# up, and each kernel that widths and lengths have. `emulator/full.py` runs the whole table.
+# up, and each kernel that widths and lengths have. `long/emulated.py` runs the whole table.
 CASES = {
     "at once": ("lengths_127_301_causal", "long_checker", "score_bias_keys_masked", "width_256_256"),
     "pipelined": ("mask_by_batch_sink",),

@@ -1,5 +1,5 @@
 """The kernels on a card of compute capability 9.0, in processes of their own: a hang is killed and
-is a failure like another. `bring_up.py` runs the same by hand."""
+is a failure like another. `tools/bring_up.py` runs the same by hand."""
 
 from importlib.util import find_spec
 
@@ -14,14 +14,13 @@ if (
     pytest.skip("needs Triton and a Hopper GPU", allow_module_level=True)
 
 from cases import CASES
-
-from . import bring_up
+from tools import bring_up
 
 HALF = [case.name for case in CASES if "half" in case.tags]
 PARTS = 8
 
 
-@pytest.mark.timeout(600)  # a dozen checks, each of which compiles for 10 to 20 s beside others
+@pytest.mark.timeout(1800)  # a dozen checks, each of which compiles for 10 to 20 s beside others
 @pytest.mark.parametrize("part", range(4))
 def test_features(part):
     lines = bring_up.watched("check", list(bring_up.CHECKS)[part::4], 60)

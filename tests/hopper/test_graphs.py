@@ -16,8 +16,7 @@ from headway import backends
 from headway.api import prepare
 from headway.backends.hopper.fwd.plan import ForwardPlan
 from headway.backends.hopper.launch_plan import plan_for
-
-from . import simulator
+from tools import simulator
 
 
 @pytest.fixture(autouse=True)

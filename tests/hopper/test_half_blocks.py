@@ -11,7 +11,6 @@ if find_spec("triton") is None:
 
 import headway as hw
 from blocks.dense import dense_mask
-from emulator.launch import emulating
 from headway.api import prepare
 from headway.backends import hopper, reference
 from headway.backends.base import graphs, split
@@ -21,8 +20,8 @@ from headway.backends.hopper.fwd.half_block_table import EMPTY, FULL, MIXED, hal
 from headway.backends.hopper.fwd.tile_table import table
 from headway.blocks import cached_build
 from headway.types import Coords
-
-from . import simulator
+from tools import simulator
+from tools.emulator.launch import emulating
 
 TILE = (128, 128)
 LEFT, RIGHT, WHOLE = (MIXED, EMPTY), (FULL, MIXED), (FULL, FULL)  # of a block on the diagonal

@@ -17,8 +17,8 @@ from headway.backends.gpu.codegen.int_ranges import IntRanges
 from headway.backends.gpu.runtime import call_plan
 from headway.backends.hopper.launch_plan import HOISTED
 from headway.mods.graph import parse
+from tools import simulator
 
-from . import simulator
 from .test_simulated import simulated  # noqa: F401  (a fixture)
 
 BATCH, LENGTH = 2, 1 << 10

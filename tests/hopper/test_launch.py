@@ -3,10 +3,8 @@
 The driver is a stand-in for a GPU's: kernels are compiled for it, and launches are written down.
 """
 
-import sys
 from dataclasses import fields
 from importlib.util import find_spec
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,9 +15,6 @@ import headway as hw
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-
-from aot import launching
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
@@ -34,9 +29,9 @@ from headway.backends.hopper.device.gluon_compat import TensorDescriptor
 from headway.backends.hopper.fwd.plan import ForwardPlan
 from headway.backends.hopper.tma import aligned, with_tma_strides
 from headway.errors import BackendRefused
+from tools import bring_up
+from tools.compile_triton import launching
 from triton import knobs
-
-from . import bring_up
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +44,20 @@ def device():
         mock.patch.object(launch_plan, "processors", return_value=132),
     ):
         yield seen
+
+
+@pytest.fixture
+def uncompiled(device, monkeypatch):
+    """Launches are written down, and no kernel is compiled: for tests of which ones there are."""
+
+    def write_down(self, *args, grid, warmup, **options):
+        assert not warmup
+        device.launches.append((self.__name__, args))
+
+    monkeypatch.setattr(JITFunction, "run", write_down)
+    plans.clear()
+    yield
+    plans.clear()
 
 
 def launches(device, x, **options):
@@ -84,7 +93,7 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
             assert not any(hasattr(kind, "base") for kind in found.q.kinds)
 
 
-def test_a_cta_owns_whole_heads_where_they_are_short_and_many(device):
+def test_a_cta_owns_whole_heads_where_they_are_short_and_many(device, uncompiled):
     """With no kernel after; where there are few heads, or a CTA's dQ-accum does not stay in the cache,
     or results are float32, as ever."""
     by_tile = ["forward", "preprocess_kernel", "backward", "postprocess_dq"]
@@ -100,7 +109,7 @@ def test_a_cta_owns_whole_heads_where_they_are_short_and_many(device):
         assert [name for name, _ in launched] == names
 
 
-def test_a_cta_owns_short_documents(device):
+def test_a_cta_owns_short_documents(device, uncompiled):
     """Where they begin with tiles, fit, and are many; whatever the length of all."""
     by_tile = ["forward", "preprocess_kernel", "backward", "postprocess_dq"]
     every = torch.arange(4096)
@@ -117,7 +126,7 @@ def test_a_cta_owns_short_documents(device):
         assert [name for name, _ in launched] == names
 
 
-def test_segments_are_looked_for_once_for_a_mask(device, monkeypatch):
+def test_segments_are_looked_for_once_for_a_mask(device, uncompiled, monkeypatch):
     """Not in every call: the host would wait for the GPU."""
     made = []
     found = segment_table.Segments
@@ -133,7 +142,7 @@ def test_segments_are_looked_for_once_for_a_mask(device, monkeypatch):
 
 
 def test_which_consumers_a_call_gets(device):
-    """One of a CTA for short ranks under a mask, three for long lines at width 64, else two; with
+    """One for short work tiles under a mask, three for long tile rows at width 64, else two; with
     queries in registers where there is room."""
     ids = torch.arange(2048) // 700
     documents, window = hw.causal() & hw.document(ids), hw.causal() & hw.sliding_window(100)
@@ -155,7 +164,7 @@ def test_which_consumers_a_call_gets(device):
         assert (how.consumers, how.q_in_registers) == wanted, (width, length, options)
 
 
-def test_what_the_copy_engine_cannot_read_is_copied():
+def test_what_tma_cannot_read_is_copied():
     x = torch.randn(2, 3, 50, 72)
     for y in (x, x[..., :68], x.transpose(1, 2)):  # whole rows, steps of 16 bytes
         assert with_tma_strides(*aligned(y)) is y

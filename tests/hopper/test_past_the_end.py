@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import headway as hw
-
-from .simulator import simulating
+from tools.simulator import simulating
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,11 @@ from headway.errors import BackendRefused
 from headway.types import Coords
 from learned import SMALL, errors
 from positions import scattered
-
-from . import simulator
+from tools import simulator
 
 # Each for a part of its own: tails and no keys at all, pieces of a width, groups of heads, runs of
 # full and partial tiles, masks of their own per head, each way to add up a gradient, strides that
-# the copy engine cannot take, statistics, sinks. `full.py` runs the whole table.
+# the copy engine cannot take, statistics, sinks. `long/hopper.py` runs the whole table.
 CASES = (
     "length_1", "lengths_1_257_causal", "width_100_100", "heads_6_3_score",
     "layout_expanded", "scale_-0.5_score", "mask_nothing", "mask_by_batch_sink", "score_bias_rows",

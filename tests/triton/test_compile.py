@@ -1,17 +1,13 @@
-"""What ships compiles for every kind of GPU, with none of them there, and how much it spills.
+"""What ships compiles for every kind of GPU, with none of them there, and how much it spills."""
 
-In a process of its own: the compiler and Triton's interpreter do not live in one.
-"""
-
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-HERE = Path(__file__).parent
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from tools.compile_triton import report
 
 # Bytes of registers stored to memory by a causal call: forward, dq, dk and dv; 256 wide, dk, and dv.
 # What dk and dv store is mostly what they need between two runs of tiles, once for each run.
@@ -35,13 +31,10 @@ CALLS = SPILLS | ODD | ONE
 
 @pytest.mark.parametrize(("target", "call"), CALLS)
 def test_compiles(target, call):
-    done = subprocess.run(
-        [sys.executable, HERE / "aot.py", target, call], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1].split("|")
-    spilled, inside = (tuple(map(int, part.split())) for part in last)
+    found = report(target, call)
+    assert [fault for kernel in found for fault in kernel.faults] == []
+    spilled = tuple(kernel.spills for kernel in found)
     most = CALLS[target, call]
     assert all(a <= b for a, b in zip(spilled, most, strict=True)), spilled
     if (target, call) not in ONE:  # loops over blocks touch nothing of it (sm_80 and sm_90)
-        assert not any(inside), inside
+        assert not any(kernel.inside for kernel in found), found

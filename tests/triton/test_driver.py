@@ -11,7 +11,7 @@ import pytest
 
 from headway.backends import hopper
 
-HERE = Path(__file__).parent
+TOOLS = Path(__file__).parents[1] / "tools"
 COMPILER = shutil.which("gcc")
 
 if find_spec("triton") is None:
@@ -27,10 +27,10 @@ def test_every_parameter_is_what_tritons_launcher_passes_byte_for_byte(tmp_path)
     assert COMPILER is not None
     subprocess.run(
         [COMPILER, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{folder}",
-         "-o", tmp_path / "libcuda.so.1", HERE / "fake_cuda.c"], check=True,
+         "-o", tmp_path / "libcuda.so.1", TOOLS / "fake_cuda.c"], check=True,
     )  # fmt: skip
     ran = subprocess.run(
-        [sys.executable, HERE / "both_ways.py", tmp_path], capture_output=True, text=True
+        [sys.executable, TOOLS / "compare_launches.py", tmp_path], capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     there = [] if hopper.wrong_triton() else ["preprocess_kernel", "backward", "postprocess_dq"]

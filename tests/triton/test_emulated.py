@@ -9,19 +9,18 @@ import torch
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from guard import guarded
-
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run
-from emulator.launch import Without, emulating
-from emulator.values import Fault
 from headway.backends import triton as backend
 from headway.backends.triton import plan, walk
 from positions import scattered
+from tools.emulator.launch import Without, emulating
+from tools.emulator.values import Fault
+from tools.guard_bands import guarded
 
 # Each for a part of its own: lengths of one, tails, runs of full and partial tiles, pieces of a width,
 # each way to add up a gradient, what is read byte by byte. For sm_100 Triton 3.6 compiled neither the
-# first nor the last. `emulator/full.py` runs the whole table.
+# first nor the last. `long/emulated.py` runs the whole table.
 CASES = {
     "sm_80": ("length_1", "long_checker_even", "width_100_100"),
     "sm_90": ("long_checker_even", "long_causal_window", "width_192_128", "score_relative",

@@ -19,7 +19,7 @@ from headway.api import prepare
 from headway.backends import get
 from headway.backends.gpu import MAX_LSE, limits
 
-HERE = Path(__file__).parent
+TOOLS = Path(__file__).parents[1] / "tools"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def found() -> dict[float, dict[str, float]]:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     done = subprocess.run(
-        [sys.executable, HERE / "far_rows.py"],
+        [sys.executable, TOOLS / "interpret_far_rows.py"],
         capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

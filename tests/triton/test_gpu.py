@@ -11,11 +11,10 @@ from cases import BY_NAME, CASES
 if find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
 
-from guard import guarded
-from on_gpu import check_on
-
 from headway.backends.gpu.runtime.call_plan import clear
 from headway.backends.triton import plan, walk
+from tools.guard_bands import guarded
+from tools.on_gpu import check_on
 
 HALF = [case for case in CASES if "half" in case.tags]
 FOURTEEN = [case for case in CASES if "fourteen" in case.tags]
@@ -71,7 +70,7 @@ def test_nothing_is_written_outside_of_the_outputs(case, passes, monkeypatch):
     ["heads_8_2", "width_64_64", "long_causal_window", "long_pieces", "long_pieces_no_mask"],
 )
 def test_same_bits_every_time(name):
-    from on_gpu import results
+    from tools.on_gpu import results
 
     first, again = (results(BY_NAME[name], torch.bfloat16, "cuda") for _ in range(2))
     for key, value in first.items():

@@ -13,27 +13,20 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-HERE = Path(__file__).parent
+TOOLS = Path(__file__).parents[1] / "tools"
 
-# Small ones that give every part of the kernels work: tails, pieces of a width, groups of heads,
-# runs of full and partial tiles, each way to add up a gradient, strides, dropout.
-CASES = (
-    "length_1", "length_65_causal", "width_40_40_score", "layout_strided", "dropout_0.1_all",
-    "mask_no_row_sink", "mask_document_cross", "score_twice", "score_bias_rows",
-    "score_bias_number", "score_outside", "score_walls", "width_3_5", "long_checker",
-)  # fmt: skip
 PARTS = 2  # the suite runs them side by side
 
 
 def run(part: int, dtype: str) -> dict[str, str]:
     """The wrong cases of a part, each with what is wrong."""
-    return interpreted("interpret.py", part, PARTS, dtype)
+    return interpreted("interpret_cases.py", part, PARTS, dtype)
 
 
 def interpreted(script: str, *arguments: object) -> dict[str, str]:
     """What a script prints last."""
     done = subprocess.run(
-        [sys.executable, HERE / script, *map(str, arguments)],
+        [sys.executable, TOOLS / script, *map(str, arguments)],
         capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

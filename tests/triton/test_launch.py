@@ -13,8 +13,6 @@ import headway as hw
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from aot import launching, lost
-
 from headway.api import prepare
 from headway.backends import triton as backend
 from headway.backends.gpu import captured_grads
@@ -22,6 +20,7 @@ from headway.backends.gpu.runtime import call_plan
 from headway.backends.triton import plan as backend_plan
 from headway.backends.triton.plan import planned
 from headway.types import Coords
+from tools.compile_triton import launching, lost
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,11 @@ from headway.errors import ArgumentError
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from aot import launching
-
 from headway.api import prepare
 from headway.backends.triton import saved, tuning
 from headway.backends.triton.config import Config, configs, key, one_pass
 from headway.cli import tune
+from tools.compile_triton import launching
 
 SMALL, LARGE = Config(16, 16, 4, 1), Config(32, 32, 4, 1)
 NO_ROOM = Config(128, 128, 4, 4)

@@ -1,9 +1,13 @@
 """The table of backends, and the choice among them."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
 from ..errors import ArgumentError, BackendRefused
 from ..types import Spec, constant_under_compile
@@ -46,7 +50,7 @@ def choose(name: str, spec: Spec, kind: CapabilityKey, call: Call | None = None)
     """
     refusals = []
     for candidate in order(name, spec, kind):
-        reasons = reasons_against(candidate, spec, kind)
+        reasons = reasons_against(candidate, spec, kind, call)
         if not reasons:
             return candidate
         refusals += [f"{candidate}: {reason}" for reason in reasons]
@@ -66,18 +70,48 @@ def slower(name: str, spec: Spec, kind: CapabilityKey) -> str:
     return hopper.slower(spec, kind) if name == "hopper" else ""
 
 
-def reasons_against(name: str, spec: Spec, kind: CapabilityKey) -> list[str]:
+def reasons_against(
+    name: str, spec: Spec, kind: CapabilityKey, call: Call | None = None
+) -> list[str]:
     """Why a backend cannot run such calls; empty if it can. A backend is checked before its first
-    use on a card."""
+    use on a card; meanwhile the kernels of `call` are compiled."""
     reasons = get(name).reasons_against(spec, kind)
     if not reasons and name in _CHECKED:
+        if call is not None and not is_compiling() and type(call.q) is torch.Tensor:
+            _check(name, kind.device, partial(_compile_ahead, name, spec, call))
         wrong = _wrong(name, kind.device.type, kind.device.index)
         return [wrong] if wrong else []
     return reasons
 
 
+def unchecked(device: torch.device) -> bool:
+    """Whether a backend will be checked at a call on a card."""
+    return device.type == "cuda" and any(
+        not first_use.is_settled(_checked(name), device) and _runs_on(name, device)
+        for name in _CHECKED
+    )
+
+
+@lru_cache
+def _runs_on(name: str, device: torch.device) -> bool:
+    return not get(name).unavailable(device.type, device.index)  # type: ignore[attr-defined]
+
+
+def _check(name: str, device: torch.device, meanwhile: Callable[[], None] | None = None) -> str:
+    return first_use.why_not(_checked(name), _BACKENDS["reference"], device, meanwhile)
+
+
+def _checked(name: str) -> first_use.Checked:
+    return get(name)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def _compile_ahead(name: str, spec: Spec, call: Call) -> None:
+    _checked(name).compile_ahead(replace(spec, backend=name), call)
+
+
 def _wrong(name: str, device: str, index: int | None) -> str:
-    return first_use.why_not(get(name), reference, torch.device(device, index))  # type: ignore[arg-type]
+    return _check(name, torch.device(device, index))  # type: ignore[arg-type]
 
 
 constant_under_compile(_wrong)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..blocks import Tiles
+from ..errors import BackendRefused
 from ..mods import causal, lower_mod
 from ..mods.graph import Graph, parse
-from ..types import Captured, Coords, Forward, Grads, Spec, constant_under_compile, in_dtype
+from ..types import KV, Captured, Coords, Forward, Grads, Spec, constant_under_compile, in_dtype
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,8 +38,8 @@ class CallSignature:
 class Call(NamedTuple):
     """The inputs of one call, besides its `Spec`."""
 
-    q: Tensor  # (b, hq, q_len, d)
-    k: Tensor  # (b, hk, kv_len, d)
+    q: Tensor  # (b, hq, q_len, d); of `infer` maybe packed, see `KV`
+    k: Tensor  # (b, hk, kv_len, d); of `infer` a cache, see `KV`
     v: Tensor  # (b, hk, kv_len, dv)
     sink: Tensor | None  # (hq,)
     seed: Tensor | None  # 0-d int64, where there is dropout
@@ -46,6 +47,7 @@ class Call(NamedTuple):
     tiles: Tiles | None  # of a given block mask
     coords: Coords
     signature: CallSignature | None = None  # None: unknown
+    kv: KV | None = None  # of `infer`
 
     def replace(self, **fields: Any) -> "Call":
         """The call with other fields. Its signature is dropped, since it describes the old ones."""
@@ -64,19 +66,22 @@ class CapabilityKey(NamedTuple):
     trained: bool  # anything requires grad
     learned: bool  # a tensor that the score captures does
     scattered: bool  # positions are given one by one
+    cache: bool = False  # k and v are a cache: `infer` runs the call
+    kv_dtype: torch.dtype | None = None  # of k and v, where it is another than q's
 
 
 def capability_key(call: Call, score_tensors: int) -> tuple:
     """The fields of a call's `CapabilityKey`; the score captures the first `score_tensors` tensors.
     Plain code that Dynamo can trace."""
-    q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos), _ = call
+    q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos), _, kv = call
     learned = score_tensors > 0 and any(t.requires_grad for t in tensors[:score_tensors])
     trained = q.requires_grad or k.requires_grad or v.requires_grad or learned
     trained = trained or (sink is not None and sink.requires_grad)
     # Widths are constants of a compiled program, lengths are not.
     d, dv = operator.index(q.shape[3]), operator.index(v.shape[3])
     scattered = q_pos is not None or kv_pos is not None
-    return q.dtype, q.device, d, dv, trained, learned, scattered
+    kv_dtype = None if k.dtype == q.dtype else k.dtype
+    return q.dtype, q.device, d, dv, trained, learned, scattered, kv is not None, kv_dtype
 
 
 # Takes the gradients of a node's inputs and outputs, returns those of its inputs (None: unchanged).
@@ -122,6 +127,16 @@ class Backend(Protocol):
         """
         ...
 
+    def infer(self, spec: Spec, call: Call) -> Forward:
+        """`forward` of a call over a cache, `call.kv`: the queries of a row are its last ones.
+
+        out and lse have q's layout, packed where q is; max_logit is `(rows, hq)`. Rows without
+        queries or keys, and queries of no row, get out 0, lse -inf (or the sink). A given block
+        mask covers positions: its tiles have one row, and the mask ignores q_idx, or a row for
+        every `tile_q` positions. Has no backward.
+        """
+        ...
+
     def native(self, spec: Spec, call: Call, hook: Hook) -> Tensor | None:
         """`forward(spec, call).out` by one operator of PyTorch, which also differentiates it. A
         small call then costs half, and compilers see all of it. None where there is no such
@@ -145,6 +160,11 @@ def no_limits(spec: Spec) -> list[str]:
 
 def no_operator(spec: Spec, call: Call, hook: Hook) -> None:
     """`native` of a backend for whose calls PyTorch has no operator."""
+
+
+def no_cache(spec: Spec, call: Call) -> Forward:
+    """`infer` of a backend whose `reasons_against` refuse every call with a cache."""
+    raise BackendRefused("this backend has no inference over a cache")
 
 
 def graph_text(spec: Spec, call: Call) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..dropout import keep
 from ..mods.derivative import differentiable_gathers, joint
 from ..mods.pointwise import Positions, mask_at, score_at
-from ..types import Coords, Forward, Grads, Spec, acc_dtype
+from ..types import KV, Coords, Forward, Grads, Spec, acc_dtype
 from .base import (
     LARGE_LSE,
     Call,
@@ -21,6 +21,7 @@ from .base import (
     scatter,
     split,
 )  # fmt: skip
+from .cache_rows import rows_of
 
 name = "reference"
 limits, native, code = no_limits, no_operator, graph_text
@@ -39,12 +40,12 @@ def accumulates(dtype: torch.dtype) -> torch.dtype:
 def forward(spec: Spec, call: Call) -> Forward:
     """softmax(score(scale q kᵀ) where kept) v, and its statistics."""
     v = _to_heads(call.v, call.q.shape[1])
-    s, t, kept, keep_ = _scores(spec, call)
+    s, t, kept, keep_ = scores(spec, call)
     row_max = t.amax(-1) if t.shape[-1] else t.new_full(t.shape[:-1], -math.inf)
     lse = torch.logsumexp(t, -1) if t.shape[-1] else row_max
     if call.sink is not None:
         lse = torch.logaddexp(lse, call.sink.double()[:, None])
-    p = _softmax(t, call.sink)[0] * keep_
+    p = softmax(t, call.sink)[0] * keep_
     dtype = call.q.dtype
     acc = acc_dtype(dtype)
     logits = s.masked_fill(~kept, -math.inf)
@@ -55,6 +56,56 @@ def forward(spec: Spec, call: Call) -> Forward:
         largest.to(acc) if spec.max_logit else s.new_empty(0, dtype=acc),
         row_max.to(acc) if spec.row_max else s.new_empty(0, dtype=acc),
     )
+
+
+def infer(spec: Spec, call: Call) -> Forward:
+    """`forward` of every row by itself, over its own keys, gathered from their pages."""
+    kv = call.kv
+    assert kv is not None
+    hq, dv, acc = call.q.shape[1], call.v.shape[3], acc_dtype(call.q.dtype)
+    rows = kv.lengths.shape[0]
+    new = lambda shape, value, dtype: call.q.new_full(shape, value, dtype=dtype)
+    shape = call.q.shape[:3]
+    lse = new(shape, -math.inf, acc)
+    if call.sink is not None:
+        lse.copy_(call.sink.to(acc)[:, None])
+    result = Forward(
+        new((*shape, dv), 0, spec.out_dtype(call.q.dtype)),
+        lse,
+        new((rows, hq) if spec.max_logit else (0,), -math.inf, acc),
+        new(shape if spec.row_max else (0,), -math.inf, acc),
+    )
+    for row, of, i, length in rows_of(call):
+        count = i.stop - i.start
+        one = call.replace(
+            q=call.q[of : of + 1, :, i],
+            k=_row(call.k, kv.k_scale, kv, row, length),
+            v=_row(call.v, kv.v_scale, kv, row, length),
+            tiles=None,
+            coords=call.coords._replace(
+                b=call.coords.b + row,
+                q_pos=torch.arange(length - count, length, device=call.q.device),
+            ),
+            kv=None,
+        )
+        of_row = forward(spec, one)
+        result.out[of, :, i], result.lse[of, :, i] = of_row.out[0], of_row.lse[0]
+        if spec.max_logit:
+            result.max_logit[row] = of_row.max_logit[0]
+        if spec.row_max:
+            result.row_max[of, :, i] = of_row.row_max[0]
+    return result
+
+
+def _row(x: Tensor, scale: Tensor | None, kv: KV, row: int, length: int) -> Tensor:
+    """The keys or values of a row, `(1, hk, length, width)`, in float64."""
+    if kv.page_table is None:
+        own = x[row, :, :length].double()
+    else:
+        page = x.shape[2]
+        at = kv.page_table[row, : -(-length // page)].long()
+        own = x[at].transpose(0, 1).flatten(1, 2)[:, :length].double()
+    return (own if scale is None else own * scale[row].double()[:, None, None])[None]
 
 
 def backward(
@@ -73,11 +124,11 @@ def backward(
     delta = delta_of(out, dout, dlse, torch.float64)
     q, dout, lse = (x.double() for x in (call.q, dout, lse))
     k, v = (_to_heads(x, hq) for x in (call.k, call.v))
-    s, t, kept, keep_ = _scores(spec, call)
+    s, t, kept, keep_ = scores(spec, call)
     p, of_sink = _by_lse(t, call.sink, lse)
     if not spec.partial:  # a merged lse includes keys that are not here
         large = (lse.abs() > LARGE_LSE) & (lse.abs() != math.inf)
-        exact = _softmax(t, call.sink)
+        exact = softmax(t, call.sink)
         p = torch.where(large[..., None], exact[0], p)
         of_sink = torch.where(large, exact[1], of_sink)
     dt = p * ((dout @ v.mT) * keep_ - delta[..., None])
@@ -99,7 +150,7 @@ def backward(
     )
 
 
-def _scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """S, T (-inf where not kept), kept, and the dropout factor, of all pairs."""
     score, mask = graphs(spec)
     of_score, of_mask = split(spec, call.captured)
@@ -166,7 +217,7 @@ def _to_heads(x: Tensor, hq: int) -> Tensor:
     return x.double().repeat_interleave(hq // x.shape[1], dim=1)
 
 
-def _softmax(t: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def softmax(t: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """P, and the sink's share of every row, without lse: near a lse of -1e30 the logarithm of the
     sum is lost."""
     s = _of_rows(t, sink)

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.profiler import record_function
 
 from ..caches import Cache
 from ..errors import ArgumentError
 from ..mods.graph import Graph
-from ..types import Captured, Coords
+from ..types import NAMESPACE, Captured, Coords
 from .axis_bounds import Axis, Groups
 from .quadtree import Search
 from .tiles import Tiles
@@ -28,7 +29,7 @@ def build(
     device: torch.device,
     coords: Coords = Coords(),
 ) -> tuple[Tiles, int, int]:
-    """The tiles of a mask's graph over `(b, h, q_len, kv_len)`.
+    """The tiles of a mask's graph over `(b, h, q_len, kv_len)`. A profiler sees a range.
 
     **Returns:** the tiles, and the b and h that they were built for: 1 where the mask does not
     depend on it.
@@ -49,7 +50,8 @@ def build(
         )
     try:
         # Whatever the caller's mode, the result is made of plain tensors, fit to be kept and saved.
-        with torch.inference_mode(False), torch.no_grad():
+        seen = record_function(f"{NAMESPACE}::block_mask")
+        with torch.inference_mode(False), torch.no_grad(), seen:
             search = Search(graph, captured, Groups(b, h, coords.b, coords.h), q, kv, device)
             return search.run(), b, h
     except (torch.OutOfMemoryError, RuntimeError) as error:

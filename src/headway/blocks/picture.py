@@ -15,6 +15,7 @@ from ..mods.base import MaskFn, Mod, ScoreFn
 from ..mods.lowering import lower_mod
 from ..mods.pointwise import Positions, mask_at, score_at
 from ..types import whole
+from .tiles import Tiles
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,7 @@ _VECTORS = 128  # ... and of one in which each run of cells is a shape of its ow
 _GRID = 160  # up to this number of cells, lines between them help the eye
 PANELS = 16  # the most batches and heads in a picture
 # Empty, partial, full: apart in colour, in grey print, and for colour-blind eyes.
-_COLOURS = ("#f4f4f2", "#f2a33a", "#1f4e79")
+COLOURS = ("#f4f4f2", "#f2a33a", "#1f4e79")
 _TEXT = ("··", "▒▒", "██")
 # Of a score from low to high: even steps for the eye, also in grey print. Before them, not kept.
 _LEVELS = 33
@@ -175,7 +176,7 @@ class Picture:
                 axes.set(xlabel="key position", ylabel="query position")
             else:
                 axes.set_title(panel.label, fontsize=8)
-            if one and max(rows, columns) <= _GRID and len(self.colours) == len(_COLOURS):
+            if one and max(rows, columns) <= _GRID and len(self.colours) == len(COLOURS):
                 _lines(axes, (rows, columns), side)
             axes.tick_params(labelsize=8 if one else 6)
         figure.legend(
@@ -223,6 +224,9 @@ class Tiled(Protocol):
     @property
     def grid(self) -> tuple[int, int]: ...
 
+    @property
+    def tiles(self) -> Tiles: ...
+
     def __getitem__(self, index: tuple[int, int], /) -> "Tiled": ...
 
     def retile(self, tile: tuple[int, int]) -> "Tiled": ...
@@ -251,14 +255,14 @@ def of_block_mask(
     mask: Tiled, most: int, panels: int = PANELS, title: str | None = None
 ) -> Picture:
     """The tiles of its first batches and heads."""
-    groups = _groups(*mask.shape[:2])
+    groups = group_labels(*mask.shape[:2])
     drawn = [(label, *cells(mask, most, b, h)) for label, b, h in groups[:panels]]
     step = drawn[0][2] if drawn else cells(mask, most)[1]
     side = mask.tile[0] * step, mask.tile[1] * step
     found = [Panel(label, state, side) for label, state, _ in drawn]
     full, partial, empty = mask.counts() if len(groups) > 1 else mask[0, 0].counts()
     total = max(full + partial + empty, 1)
-    names = zip(_COLOURS, ("empty", "partial", "full"), (empty, partial, full), strict=True)
+    names = zip(COLOURS, ("empty", "partial", "full"), (empty, partial, full), strict=True)
     legend = [(colour, f"{name}: {n:,} ({n / total:.1%})") for colour, name, n in names]
     about = f"tiles of {mask.tile[0]} × {mask.tile[1]}"
     if step > 1:
@@ -267,7 +271,7 @@ def of_block_mask(
         about += f"; {len(found)} of {len(groups)} batches and heads"
     title = title or f"{mask.name()}\n{about}"
     key = [(text, meaning) for text, (_, meaning) in zip(_TEXT, legend, strict=True)]
-    return Picture(title, found, mask.shape[2:], _COLOURS, _TEXT, legend, len(groups), key)
+    return Picture(title, found, mask.shape[2:], COLOURS, _TEXT, legend, len(groups), key)
 
 
 def text(mask: Tiled, rows: int) -> str:
@@ -289,8 +293,8 @@ def inline(mask: Tiled) -> str:
     return of_block_mask(mask, 64).svg()
 
 
-def _groups(b: int, h: int) -> list[tuple[str, int, int]]:
-    """What to call every batch and head that is told apart."""
+def group_labels(b: int, h: int) -> list[tuple[str, int, int]]:
+    """A label for every batch and head that the mask distinguishes."""
     names = []
     for n in range(b):
         for m in range(h):
@@ -322,7 +326,7 @@ def of_score(
         for n, length in ((rows, q_len), (columns, kv_len))
     )
     values = []
-    groups = _groups(b, h)
+    groups = group_labels(b, h)
     for _, n, m in groups[:panels]:
         row, head = torch.tensor(n, device=CPU), torch.tensor(m, device=CPU)
         at = Positions(row, head, q_idx[:, None], kv_idx)
@@ -340,7 +344,7 @@ def of_score(
     drawn = torch.where(t.isfinite(), level + 1, 0).to(torch.uint8)
     side = q_len / rows, kv_len / columns
     found = [Panel(g[0], x, side) for g, x in zip(groups, drawn, strict=False)]
-    colours = (_COLOURS[0], *(_between(n / (_LEVELS - 1)) for n in range(_LEVELS)))
+    colours = (COLOURS[0], *(_between(n / (_LEVELS - 1)) for n in range(_LEVELS)))
     texts = ("··", *(_SHADES[min(n * 5 // _LEVELS, 4)] for n in range(_LEVELS)))
     steps = range(5 if high > low else 1)
     named = [f"{low + (high - low) * n / 4:.3g}" for n in steps]
@@ -348,7 +352,7 @@ def of_score(
     key = [(_SHADES[n], name) for n, name in zip(steps, named, strict=True)]
     if bool((drawn == 0).any()):
         bare = "not finite" if bool(((drawn == 0) & (t != -torch.inf)).any()) else "not kept"
-        legend.insert(0, (_COLOURS[0], bare))
+        legend.insert(0, (COLOURS[0], bare))
         key.insert(0, (texts[0], bare))
     title = f"{_name(score)}{'' if mask is None else f', where {_name(mask)}'}\nof logits of 0"
     if len(groups) > len(found):

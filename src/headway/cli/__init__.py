@@ -11,6 +11,7 @@ COMMANDS = {
     "sample": "let a trained model write",
     "mask": "draw a mask or a score in the terminal: which queries see which keys",
     "explain": "what would run for your score or mask function, and why",
+    "profile": "where the time of your training step goes: attention, masks, host, the rest",
     "bench": "time forward and backward against what else you could use",
     "tune": "search for the fastest tiles of the GPU kernels on this card",
     "experiment": "claims about stable training that check themselves: scaling, qk-clip",

@@ -1,11 +1,8 @@
 """`headway explain`."""
 
 import inspect
-import runpy
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -15,6 +12,7 @@ import headway
 
 from ..errors import ArgumentError
 from ..mods.meant import TAKES
+from .files import from_file
 from .mask import parse
 
 _OF_COUNT = {len(takes.split(",")): kind for kind, takes in TAKES.items()}  # of parameters
@@ -107,33 +105,9 @@ def _inputs(asked: Arguments) -> list[torch.Tensor]:
 
 def _find(text: str) -> Any:
     """What FILE:NAME or an expression names."""
-    file, colon, name = text.rpartition(":")
-    if not colon:
-        if text.endswith(".py"):
-            raise ArgumentError(f"{text!r} is a file; write {text}:NAME")
+    if ":" not in text and not text.endswith(".py"):
         return parse(text)
-    if not Path(file).is_file():
-        raise ArgumentError(f"there is no file {file!r}")
-    beside = str(Path(file).resolve().parent)
-    sys.path.insert(0, beside)  # as Python has it: the file may import its neighbours
-    try:
-        names = runpy.run_path(file)
-    # Whatever goes wrong in the user's file is told in one line.
-    except (Exception, SystemExit) as error:
-        raise ArgumentError(f"{file} could not be run: {type(error).__name__}: {error}") from error
-    finally:
-        if beside in sys.path:
-            sys.path.remove(beside)
-    found = names
-    for part in name.split("."):
-        try:
-            found = found[part] if isinstance(found, dict) else getattr(found, part)
-        except (KeyError, AttributeError):
-            there = [n for n, x in names.items() if callable(x) and n[0] != "_"]
-            raise ArgumentError(
-                f"{file} has no {name!r}; there are {', '.join(there) or 'no functions'}"
-            ) from None
-    return found
+    return from_file(text)
 
 
 def _kind(text: str, mod: Callable[..., Any]) -> str:

@@ -42,6 +42,7 @@ MASKS: dict[str, Callable[..., Any]] = {
         headway.global_tokens,
         headway.neighborhood,
         headway.tiled,
+        headway.tree,
     )
 } | {"block_table": _block_table}
 SCORES: dict[str, Callable[..., Any]] = {
@@ -85,8 +86,9 @@ class Arguments:
     Masks: causal(offset=0), sliding_window(w), dilated(w, step), strided(n), chunked(n),
     block_causal(n), prefix(n), document(ids), document.from_lengths(lengths),
     document.from_cu_seqlens(ends), spans(ids), padding(lengths), global_tokens(n),
-    neighborhood(shape, kernel), tiled(mask, shape, tile), block_table(table, block), with ids,
-    lengths and tables as lists of numbers, and shapes in parentheses.
+    neighborhood(shape, kernel), tiled(mask, shape, tile), tree(parents, start=0),
+    block_table(table, block), with ids, lengths, parents and tables as lists of numbers, and shapes
+    in parentheses.
     Scores: alibi(heads), softcap(c), relative_bias(table), t5_bias(table), bias(table),
     window_bias(table, shape), log_sigmoid(bias).
     Batches and heads that these tell apart are drawn one by one. For example:
@@ -94,9 +96,9 @@ class Arguments:
       headway mask "causal() & sliding_window(64) | prefix(16)"
       headway mask "causal() & document.from_lengths([200, 312])"
       headway mask "tiled(neighborhood((64, 64), (9, 9)), (64, 64), (8, 16))" --length 4096
-      headway mask "causal() & sliding_window(4096)" --length 16384 --tile 128 --png mask.png
-      headway mask "causal() & padding([300, 512])" --svg mask.svg
-      headway mask "causal()" --score "alibi(8) >> softcap(30)" --png scores.png
+      headway mask "causal() & padding([300, 512])" --out mask.svg
+      headway mask "causal()" --score "alibi(8) >> softcap(30)" --out scores.png
+      headway mask "causal() & sliding_window(4096)" --length 1000000 --tile 128 --out mask.html
     """
 
     expression: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPRESSION")]
@@ -107,10 +109,12 @@ class Arguments:
     """Queries, and keys."""
     tile: int = 32
     """Queries, and keys, in a tile: one cell of the drawing."""
-    png: Path | None = None
-    """Also write the drawing to this file, for a page (.png, .svg or .pdf); needs matplotlib."""
-    svg: Path | None = None
-    """Also write the drawing to this SVG file; needs nothing."""
+    out: Annotated[
+        tuple[Path, ...],
+        tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint="(default: none)"),
+    ] = ()
+    """Also write the drawing to files: .svg; .png or .pdf, which need matplotlib; or .html, a page
+    of a mask that zooms to a tile."""
 
 
 def main(arguments: list[str]) -> int:
@@ -119,37 +123,46 @@ def main(arguments: list[str]) -> int:
     for name, number in (("--length", asked.length), ("--tile", asked.tile)):
         if number < 1:
             raise ArgumentError(f"{name} {number} must be an integer, 1 or more")
-    if asked.svg is not None and asked.svg.suffix.lower() != ".svg":
-        raise ArgumentError(f"--svg {asked.svg} must end in .svg; other formats are --png's")
     shown = parse(asked.expression)
-    mask = shown if isinstance(shown, headway.Mask) else None
+    mask: Any = shown if isinstance(shown, headway.Mask) else None
     score = None if mask is not None else shown
     if asked.score is not None:
         score = parse(asked.score)
         if mask is None or not isinstance(score, headway.Score):
             raise ArgumentError("--score takes a score, and goes with a mask: causal() --score ...")
+    for path in asked.out:
+        if score is not None and _is_page(path):
+            raise ArgumentError(f"--out {path} is of a mask alone; a score has .svg, .png and .pdf")
     sizes = *_groups(mask, score), asked.length, asked.length
     console = Console(highlight=False)
+    blocks = None
     if score is None:
-        draw = _draw_mask(console, mask, sizes, asked.tile)
+        blocks = headway.block_mask(mask, *sizes, tile=asked.tile)
+        draw = _draw_mask(console, mask, blocks)
     else:
         draw = _draw_score(console, score, mask, sizes)
-    for path in (asked.png, asked.svg):
-        if path is not None:
+    for path in asked.out:
+        if blocks is not None and _is_page(path):
+            blocks.save_report(path)
+        else:
             draw(MOST_SHAPES if path.suffix.lower() == ".svg" else MOST_CELLS, PANELS).save(path)
-            console.print(f"wrote {path}", soft_wrap=True)
+        console.print(f"wrote {path}", soft_wrap=True)
     return 0
 
 
-def _draw_mask(console: Console, mask: Any, sizes: tuple, tile: int) -> Callable[..., Any]:
-    blocks = headway.block_mask(mask, *sizes, tile=tile)
+def _is_page(path: Path) -> bool:
+    return path.suffix.lower() in (".html", ".htm")
+
+
+def _draw_mask(console: Console, mask: Any, blocks: headway.BlockMask) -> Callable[..., Any]:
     full, partial, empty = blocks.counts()
     console.print(Text(str(mask)))
     console.print(Text(of_block_mask(blocks, 32, FEW).text()), no_wrap=True, crop=False)
     _more(console, blocks.shape[0] * blocks.shape[1])
     console.print(
-        f"██ full {full}  ▒▒ partial {partial}  ·· empty {empty}   of {tile} x {tile} "
-        f"pairs; {blocks.sparsity():.1%} of the tiles are skipped",
+        f"██ full {full}  ▒▒ partial {partial}  ·· empty {empty}   of "
+        f"{blocks.tile[0]} x {blocks.tile[1]} pairs; {blocks.sparsity():.1%} of the tiles are "
+        "skipped",
         soft_wrap=True,
     )
     return lambda most, panels: of_block_mask(blocks, most, panels)
@@ -169,7 +182,7 @@ def _draw_score(console: Console, score: Any, mask: Any, sizes: tuple) -> Callab
 
 def _more(console: Console, groups: int) -> None:
     if groups > FEW:
-        console.print(f"and {groups - FEW} more; --png or --svg draws up to {PANELS}")
+        console.print(f"and {groups - FEW} more; --out draws up to {PANELS}")
 
 
 def _groups(*mods: Any) -> tuple[int, int]:
@@ -193,6 +206,8 @@ def _of_tensors(mod: Mod) -> tuple[int, int]:
             return len(mod.lengths), 1
         case headway.prefix() if isinstance(mod.length, torch.Tensor):
             return len(mod.length), 1
+        case headway.tree():
+            return (len(mod._ancestors) if mod._ancestors.dim() == 3 else 1), 1
         case headway.block_table():
             b, h, *_ = (1,) * (4 - mod.table.dim()) + tuple(mod.table.shape)
             return b, h

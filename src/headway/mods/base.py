@@ -42,8 +42,9 @@ class Mod:
         if cls.of_library:
             Mod.kinds[cls.__name__] = cls
 
-    def check_sizes(self, b: int, h: int, q_len: int, kv_len: int) -> None:
-        """Refuse a call of other sizes than those that the captured tensors were made for."""
+    def check_sizes(self, b: int, h: int, q_len: int | None, kv_len: int | None) -> None:
+        """Refuse a call of other sizes than those that the captured tensors were made for. A length
+        of None fits: positions of a cache are looked at one by one."""
         for name in self.fields:
             part = getattr(self, name)
             if isinstance(part, Mod):
@@ -245,25 +246,33 @@ def _is_default(mod: Mod, name: str) -> bool:
     return not isinstance(item, Tensor) and item == getattr(type(mod), name, mod)
 
 
-def check_shape(mod: str, name: str, tensor: Tensor, **sizes: int) -> None:
-    """Refuse a captured tensor that is not of the call's sizes."""
-    if tuple(tensor.shape) != tuple(sizes.values()):
+def check_shape(mod: str, name: str, tensor: Tensor, **sizes: int | None) -> None:
+    """Refuse a captured tensor that is not of the call's sizes; None fits any."""
+    wanted = tuple(sizes.values())
+    if None in wanted and tensor.dim() == len(wanted):
+        wanted = tuple([
+            n if w is None else w for w, n in zip(wanted, tensor.shape, strict=True)
+        ])  # fmt: skip
+    if tuple(tensor.shape) != wanted:
         raise ArgumentError(
             f"{mod}: {name} has shape {tuple(tensor.shape)}, but this call has "
             f"({', '.join(sizes)}) = {tuple(sizes.values())}"
         )
 
 
-def check_broadcasts(mod: str, tensor: Tensor, b: int, h: int, q_len: int, kv_len: int) -> None:
+def check_broadcasts(
+    mod: str, tensor: Tensor, b: int, h: int, q_len: int | None, kv_len: int | None
+) -> None:
     """Refuse a captured tensor that does not broadcast to (b, h, q_len, kv_len)."""
     whole = (b, h, q_len, kv_len)
     for size, own in zip(whole[4 - tensor.dim() :], tensor.shape, strict=True):
-        if own != 1 and own != size:
+        if size is not None and own != 1 and own != size:
             from .meant import laid_over  # it stands above this module
 
+            known: Any = None if None in whole else whole
             ways = [
                 f"; as {axes} write {mod}(m{index})"
-                for axes, index in laid_over(tuple(tensor.shape), whole)
+                for axes, index in laid_over(tuple(tensor.shape), known)
             ]
             raise ArgumentError(
                 f"{mod}: the tensor has shape {tuple(tensor.shape)}, which does not broadcast to "

@@ -206,7 +206,7 @@ class window_bias(Score):
         check_shape("window_bias", "table", self.table, offsets=self.table.shape[0], h=h)
         points = self.window[0] * self.window[1] + self._token
         for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-            if length > points and (self._token or length % points):
+            if length is not None and length > points and (self._token or length % points):
                 what = "with the class token" if self._token else "or a multiple of it"
                 raise ArgumentError(
                     f"window_bias: window={self.window} is for at most {points} positions, {what}, "

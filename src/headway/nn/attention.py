@@ -11,6 +11,7 @@ from ..arguments import count_of, number_of
 from ..blocks import BlockMask
 from ..distributed.layout import Layout
 from ..errors import ArgumentError
+from ..inference import Layer
 from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
 from .past import Past
@@ -106,7 +107,7 @@ class Attention(ScaledAttention):
         score: ScoreFn | None = None,
         *,
         angles: Angles | None = None,
-        past: Past | None = None,
+        past: Past | Layer | None = None,
         layout: Layout | None = None,
         **unknown: Never,
     ) -> Tensor:
@@ -114,9 +115,11 @@ class Attention(ScaledAttention):
 
         `mask` and `score` as in `headway.attention`; `angles` from `rotary.angles(positions)`,
         which a model makes once for all its layers; `past` holds the positions before these and
-        grows by them. The mask is then told so, `causal(past.length)`: see `Past`. `layout` says
-        which tokens of a sequence `x` holds that is cut over ranks (`headway.distributed.Layout`):
-        mask and score are those of the whole, and the rotation takes the layout's positions.
+        grows by them: a `Past`, or a layer of a cache of `headway.inference`, whose `reserve` was
+        told of these tokens. Positions are then global, so mask and score are those of training:
+        `causal()`. `layout` says which tokens of a sequence `x` holds that is cut over ranks
+        (`headway.distributed.Layout`): mask and score are those of the whole, and the rotation
+        takes the layout's positions.
         """
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)

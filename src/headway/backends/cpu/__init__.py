@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype
 from ..base import Call, CapabilityKey, graph_text, no_limits
-from . import flash, tiled
+from . import few, flash, tiled
 from .maxima import row_maxima
 
 name = "cpu"
@@ -18,7 +18,10 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
 
 
 def forward(spec: Spec, call: Call) -> Forward:
-    """PyTorch's flash kernels where they can do the call, else blocks of torch ops."""
+    """PyTorch's flash kernels where they can do the call, else blocks of torch ops; few queries go
+    a way of their own."""
+    if few.suits(spec, call):
+        return few.forward(spec, call)
     result = flash.forward(spec, call) if flash.suits(spec, call) else None
     if result is None:
         return tiled.forward(spec, call)  # sees every logit: statistics are free
@@ -45,5 +48,5 @@ def backward(
     return tiled.backward(spec, call, out, lse, dout, dlse, needs)
 
 
-native, plain = flash.native, flash.plain
+native, plain, infer = flash.native, flash.plain, few.infer
 limits, accumulates, code = no_limits, acc_dtype, graph_text

@@ -24,6 +24,7 @@ from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile, in
 from ..base import Call, Hook, causal_text, delta_of, graphs, split
 from .tile_plan import Segment, index_tensors, pieces
 
+MOST = 16  # queries that are few: for more, blocks of queries pay
 _LEAST_SCALE = 1e-30  # of their causal masks; smaller scales are nearly 0 in float32
 # The Python binding: `torch.ops` would cost a tenth of a small kernel more.
 _forward = torch._scaled_dot_product_flash_attention_for_cpu
@@ -76,9 +77,18 @@ def plain(
         return None
     if causal and (q.shape[2] != k.shape[2] or (scale is not None and scale < _LEAST_SCALE)):
         return None
-    if torch.is_grad_enabled() and _leaves_idle(q):
-        return None
+    if torch.is_grad_enabled():
+        if _leaves_idle(q):
+            return None
+        packed = not (q.requires_grad or k.requires_grad or v.requires_grad)
+    else:
+        packed = True
     given = q
+    if packed and not causal and q.shape[2] <= MOST:
+        if hook is not None and q.dtype.itemsize == 2:
+            return None  # keys are widened a block at a time there
+        if q.shape[1] != k.shape[1]:  # the queries of a group are the rows of one product
+            q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     q, k, v = _inputs(q, k, v, folded=False)
     out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
     if hook is not None and out.requires_grad:
@@ -92,7 +102,7 @@ def plain(
         out = out + first.masked_fill(~first.isnan() | (lse != 0), 0).to(out.dtype)[..., None]
     elif _some_zero(lse) and not (_finite(q) and _finite(k)):
         return None
-    return out if q is given else out.to(given.dtype).reshape(given.shape)
+    return out if q is given else in_dtype(out, given.dtype).reshape(given.shape)
 
 
 def _leaves_idle(q: Tensor) -> bool:

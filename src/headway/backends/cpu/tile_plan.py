@@ -94,6 +94,18 @@ def _tiles(spec: Spec, call: Call) -> tuple[Tiles | None, int, int, tuple[int, i
     return *cached_build(mask, captured, shape, TILE, call.q.device, call.coords), TILE
 
 
+def segments_of_row(
+    spec: Spec, tiles: Tiles, tile: tuple[int, int], group: int, groups: int, i: slice, kv_len: int
+) -> tuple[Segment, ...]:
+    """The segments of queries at the positions `i`, in a block mask over the positions of a cache:
+    of the `group`-th of its `groups` batch rows and heads, which have a row of tiles each, that is
+    everybody's, or one for every `tile[0]` positions."""
+    rows = (len(tiles.rows_full.offsets) - 1) // groups
+    if rows == 1:
+        i = slice(0, 1)
+    return _segments(spec, tiles, tile, group, i, rows * tile[0], kv_len, max(kv_len, 1))
+
+
 def _segments(
     spec: Spec, tiles: Tiles | None, tile: tuple[int, int] | None, row: int, i: slice,
     q_len: int, kv_len: int, cols: int,

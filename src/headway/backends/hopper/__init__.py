@@ -12,16 +12,18 @@ GPU.
 
 import importlib.util
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
+from ...blocks import TILE
 from ...mods.graph import parse
 from ...types import Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, launched, no_operator, plainly_masked
+from ..base import Call, CapabilityKey, launched, no_cache, no_operator, plainly_masked
 from ..gpu import limits as limits
 from ..gpu.codegen.dependence import dependence_of
 from ..gpu.codegen.function import diagonal_gathers, float_gathers, gathers_in_kernel
-from .config import BACKWARD, FORWARD, TILE, first_fit
+from .config import BACKWARD, FORWARD, first_fit
 
 name = "hopper"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -35,6 +37,8 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     why = unavailable(kind.device.type, kind.device.index)
     if why:
         reasons.append(why)
+    if kind.cache:
+        reasons.append("inference over a cache runs on the 'triton' backend")
     if kind.dtype not in DTYPES:
         reasons.append(f"{kind.dtype} is not bfloat16 or float16, which its tensor cores multiply")
     if first_fit(FORWARD, d, dv) is None:
@@ -101,7 +105,7 @@ def _by_query(score: str) -> bool:
 
 
 forward, backward = launched(__name__)
-accumulates, native = acc_dtype, no_operator
+accumulates, native, infer = acc_dtype, no_operator, no_cache
 
 
 def code(spec: Spec, call: Call) -> str:
@@ -152,3 +156,20 @@ def wrong_triton() -> str:
 
 
 constant_under_compile(unavailable)
+
+
+# -- its first use on a card (`first_use.Checked`) ------------------------------------------------
+
+
+def proof(device: torch.device) -> tuple[Path, dict[str, str]] | None:
+    """What a check of the kernels on a card depends on."""
+    from ..gpu.runtime.proof import proof_of
+
+    return proof_of(device)
+
+
+def compile_ahead(spec: Spec, call: Call) -> None:
+    """Begin to compile the kernels of a call, and of its backward, if there will be one."""
+    from ..gpu.runtime import parallel_compile
+
+    parallel_compile.begin(call.q.device, parallel_compile.steps_of(spec, call, forward, backward))

@@ -5,11 +5,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .config import FIRST_FLAG, FLAGS
+
 _zeros: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _STREAMS = 1024
-# The counter has a cache line of its own; flags of stream-K follow (fwd/combine.py).
-FIRST_FLAG = 32
-FLAGS = 480
 _COUNT = FIRST_FLAG + FLAGS
 
 

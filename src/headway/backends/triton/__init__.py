@@ -9,7 +9,7 @@ import sys
 import torch
 
 from ...types import Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, launched, no_operator
+from ..base import Call, CapabilityKey, launched, no_cache, no_operator
 from ..gpu import limits as limits
 from .config import WIDEST
 
@@ -23,6 +23,8 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     why = unavailable(kind.device.type, kind.device.index)
     if why:
         reasons.append(why)
+    if kind.cache:
+        reasons.append("it has no inference over a cache: use backend='reference'")
     if kind.dtype not in DTYPES:
         reasons.append(
             f"{kind.dtype} is not among float32, bfloat16 and float16: convert with .to(), or use "
@@ -39,7 +41,7 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
 
 
 forward, backward = launched(__name__)
-accumulates, native = acc_dtype, no_operator
+accumulates, native, infer = acc_dtype, no_operator, no_cache
 
 
 def code(spec: Spec, call: Call) -> str:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+import triton
 from triton import knobs
 
+from . import kernel_cache
 from .cuda_launch import Launch, launch_of, placeholders
 from .device_guard import on
-from .parallel_compile import record_launch, rehearsals
+from .parallel_compile import record_launch, rehearsals, wait_for_begun
 from .triton_startup import wait_to_launch
 
 
@@ -54,6 +56,8 @@ class KernelLauncher:
         self.index, self.cuda = device.index or 0, device.type == "cuda"
         self.constants = tuple(options[p] for p in fn.arg_names if p in options)
         self.compiled: Any = None
+        if isinstance(fn, triton.JITFunction):
+            kernel_cache.adopt(fn)
         self.launch: Launch | None = None
 
     def __call__(
@@ -86,6 +90,7 @@ class KernelLauncher:
             )
             record_launch(self.fn, args, self.options, use_driver)
         elif not plain or self.compiled is None:
+            wait_for_begun()
             wait_to_launch()
             compiled = self.fn[self.grid](*args, **self.options)
             # The interpreter returns nothing to launch again.

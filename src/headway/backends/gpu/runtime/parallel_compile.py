@@ -3,20 +3,22 @@
 Triton compiles a kernel at its first launch, a second or more of one core; a forward and a backward
 launch four kernels, one after the other. So the first call of a kind is rehearsed: buffers are
 allocated, and launches only recorded. Then every kernel has a thread that compiles it (or reads it
-from Triton's cache) and loads it. Triton's passes, LLVM and the assembler release Python's lock.
+from the cache on disk) and loads it. Triton's passes, LLVM and the assembler release Python's lock;
+the front end holds it, so where several of Gluon's kernels are to be compiled, each has a process
+(`compile_apart.py`).
 All threads end before the call goes on and launches as usual. A kernel that failed to compile is
 tried again there, and raises its own error. (Kernels that are launched without Triton's launcher
 get none, which saves half a second of a C compiler after the slowest kernel.)
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
-from threading import Lock, get_ident
+from threading import Lock, Thread, get_ident
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +29,40 @@ import triton
 from ....types import Spec
 from ...base import Call
 from .device_guard import capturing, on
+from .kernel_cache import in_processes
 from .triton_startup import wait_to_compile
 
-# By thread that rehearses: functions that compile and load the kernels of its launches.
-rehearsals: dict[int, list[Callable[[], None]]] = {}
+
+class Recorded(NamedTuple):
+    """A launch of a rehearsal.
+
+    - `use_driver`: prepares to launch what is compiled without Triton's launcher; False where that
+      is impossible.
+    """
+
+    fn: Any
+    args: tuple
+    options: dict[str, Any]
+    use_driver: Callable[[Any], bool] | None
+
+    def compile(self) -> Any:
+        """The compiled kernel, which is not loaded."""
+        return self.fn.warmup(*self.args, grid=(1, 1, 1), **self.options)
+
+    def ready(self) -> None:
+        """Compile the kernel and load it. The launch raises errors again."""
+        try:
+            compiled = self.compile()
+        except Exception:  # noqa: BLE001
+            return
+        if self.use_driver is None or not self.use_driver(compiled):
+            with suppress(OutOfResources):  # the launch takes a smaller tile
+                compiled[1, 1, 1]  # loads it
+
+
+rehearsals: dict[int, list[Recorded]] = {}  # by thread that rehearses
+_looking: set[int] = set()  # threads that rehearse, and compile nothing afterwards
+_begun: list[Thread] = []  # that compile for calls to come
 _fixed: set[str] = set()  # modules
 _lock = Lock()  # each module once, in the order of one thread
 # Seconds in which a thread has Python's lock to itself. If all start at once they take turns, and
@@ -38,33 +70,51 @@ _lock = Lock()  # each module once, in the order of one thread
 _HEAD_START = 0.1
 _LATE = "triton.experimental.gluon.nvidia.hopper"  # Triton imports it for its first argument
 
+Forward, Backward = Callable[..., Any], Callable[..., Any]  # of a backend
+
 
 def compile_training(
-    plan: Any, spec: Spec, call: Call, forward: Callable[..., Any], backward: Callable[..., Any]
+    plan: Any, spec: Spec, call: Call, forward: Forward, backward: Backward
 ) -> None:
-    """Compile the kernels of a forward, and of its backward if there will be one.
-
-    The memory layout of the gradient of out is not known yet. It is taken to be q's, as it is where
-    modules split and merge heads. Otherwise the backward compiles its own kernels.
-    """
-    plan.uncompiled = False
-    tensors = call.captured.tensors[: spec.score_tensors]
-    if not any(x is not None and x.requires_grad for x in (*call[:4], *tensors)):
+    """Compile the kernels of a forward, and of its backward if there will be one."""
+    if get_ident() in _looking:
         return
-
-    def steps() -> None:
-        out, lse, *_ = forward(spec, call)
-        needs = tuple([t.requires_grad and t.is_floating_point() for t in tensors])
-        with suppress(Exception):  # the backward raises it
-            backward(spec, call, out, lse, _like(call.q, call.v.shape[3]), None, needs)
-
-    compile_in_parallel(plan.device, steps)
+    plan.uncompiled = False
+    if _is_trained(spec, call):
+        compile_in_parallel(plan.device, steps_of(spec, call, forward, backward))
 
 
 def compile_backward(plan: Any, backward: Callable[[], object]) -> None:
     """Compile the kernels of a backward."""
+    if get_ident() in _looking:
+        return
     plan.uncompiled = False
     compile_in_parallel(plan.device, backward)
+
+
+def steps_of(
+    spec: Spec, call: Call, forward: Forward, backward: Backward
+) -> Callable[[], object]:  # fmt: skip
+    """The forward of a call, and its backward if there will be one.
+
+    The memory layout of the gradient of out is not known yet. It is taken to be q's, as it is where
+    modules split and merge heads. Otherwise the backward compiles its own kernels.
+    """
+    tensors = call.captured.tensors[: spec.score_tensors]
+
+    def steps() -> None:
+        out, lse, *_ = forward(spec, call)
+        if _is_trained(spec, call):
+            needs = tuple([t.requires_grad and t.is_floating_point() for t in tensors])
+            with suppress(Exception):  # the backward raises it
+                backward(spec, call, out, lse, _like(call.q, call.v.shape[3]), None, needs)
+
+    return steps
+
+
+def _is_trained(spec: Spec, call: Call) -> bool:
+    tensors = call.captured.tensors[: spec.score_tensors]
+    return any(x is not None and x.requires_grad for x in (*call[:4], *tensors))
 
 
 def compile_in_parallel(device: torch.device, steps: Callable[[], object]) -> None:
@@ -72,46 +122,76 @@ def compile_in_parallel(device: torch.device, steps: Callable[[], object]) -> No
     the outer one."""
     if get_ident() in rehearsals or capturing(device):
         return
+    kernels = _rehearsed(steps)
+    if len(kernels) > 1:
+        _make_ready(device, kernels)
+
+
+def begin(device: torch.device, steps: Callable[[], object]) -> None:
+    """Begin to compile and load the kernels that `steps` launches, for a call that is to come; the
+    first launch of any kernel waits until that is done (`wait_for_begun`)."""
+    if get_ident() in rehearsals or capturing(device):
+        return
+    begun = Thread(target=_make_ready, args=(device, _rehearsed(steps), True), daemon=True)
+    _begun.append(begun)
+    begun.start()
+
+
+def wait_for_begun() -> None:
+    """Wait until all that was begun is done."""
+    while _begun:
+        with suppress(IndexError):  # another thread waits, too
+            _begun[-1].join()
+            _begun.pop()
+
+
+def look(steps: Callable[[], object]) -> list[Recorded]:
+    """The launches of `steps`, of which nothing runs and nothing is compiled."""
+    _looking.add(get_ident())
+    try:
+        return _rehearsed(steps)
+    finally:
+        _looking.discard(get_ident())
+
+
+def _rehearsed(steps: Callable[[], object]) -> list[Recorded]:
     kernels = rehearsals[get_ident()] = []
     try:
         steps()
     finally:
         del rehearsals[get_ident()]
-    if len(kernels) > 1:
-        # Done once here and not by every thread, and while Triton starts.
-        with suppress(Exception):
-            import_module(_LATE)
-        wait_to_compile()
-        with _no_garbage_collected, ThreadPoolExecutor(len(kernels)) as pool:
-            # In reverse order: the last ones take longest.
-            begun = []
-            for ready in kernels[::-1]:
-                begun.append(pool.submit(_on, device, ready))
+    return kernels
+
+
+def _make_ready(
+    device: torch.device, kernels: Sequence[Recorded], apart: bool = False
+) -> None:  # fmt: skip
+    """Compile and load kernels, each in a thread; with `apart`, or if there are several of Gluon,
+    these each in a process."""
+    # Done once here and not by every thread, and while Triton starts.
+    with suppress(Exception):
+        import_module(_LATE)
+    wait_to_compile()
+    # In reverse order: the last ones take longest.
+    gluon = [kernel for kernel in kernels[::-1] if kernel.fn.is_gluon()]
+    rest = [kernel for kernel in kernels[::-1] if not kernel.fn.is_gluon()]
+    apart = apart or len(gluon) > 1
+    with _no_garbage_collected, ThreadPoolExecutor(max(len(kernels), 1)) as pool:
+        begun = []
+        for kernel in (*gluon, *rest):
+            begun.append(pool.submit(_on, device, kernel.ready, apart))
+            if not (apart and kernel.fn.is_gluon()):
                 wait(begun[-1:], _HEAD_START)
-            for compiling in begun:
-                compiling.result()
+        for compiling in begun:
+            compiling.result()
 
 
 def record_launch(
     fn: Any, args: tuple, options: dict[str, Any], use_driver: Callable[[Any], bool] | None
 ) -> None:
-    """Record a launch of the rehearsal; the interpreter compiles nothing.
-
-    - `known`: prepares to launch what is compiled without Triton's launcher; False where that
-      is impossible.
-    """
-
-    def ready() -> None:
-        try:
-            compiled = fn.warmup(*args, grid=(1, 1, 1), **options)
-        except Exception:  # noqa: BLE001  (the launch will raise it again)
-            return
-        if use_driver is None or not use_driver(compiled):
-            with suppress(OutOfResources):  # the launch raises it again, and takes a smaller tile
-                compiled[1, 1, 1]  # loads it
-
+    """Record a launch of the rehearsal; the interpreter compiles nothing."""
     if isinstance(fn, triton.JITFunction):
-        rehearsals[get_ident()].append(ready)
+        rehearsals[get_ident()].append(Recorded(fn, args, options, use_driver))
 
 
 def fix_cache_keys(*modules: ModuleType) -> None:
@@ -159,8 +239,8 @@ class _NoGarbageCollected:
 _no_garbage_collected = _NoGarbageCollected()
 
 
-def _on(device: torch.device, call: Callable[[], None]) -> None:
-    with on(device):
+def _on(device: torch.device, call: Callable[[], None], apart: bool) -> None:
+    with on(device), in_processes() if apart else nullcontext():
         call()
 
 

@@ -7,13 +7,13 @@ For disjoint sets J and K of keys, with o_J the sum of exp2(T - m_J) v over J, a
 
 from typing import Any, NamedTuple
 
-from .. import tile_counter
+from .. import config
 from ..device.gluon_compat import barrier, gl, gluon
 from ..device.mma import ROWS, acc_layout, add_acc, row_vector, scale_rows
 from ..device.pipeline import semaphore_release, semaphore_wait
 
 # Index of the flags behind the counter of tickets: 1 where a part is written.
-FIRST_FLAG = gl.constexpr(tile_counter.FIRST_FLAG)
+FIRST_FLAG = gl.constexpr(config.FIRST_FLAG)
 
 
 class Partial(NamedTuple):

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....blocks import TILE
 from ....types import Spec
 from ...base import Call, split
 from ...gpu.runtime.call_plan import Walks, consecutive
 from ...gpu.runtime.launcher import KernelLauncher
 from ..bias_tables import BiasTables
-from ..config import FORWARD, TILE, Forward, How, first_fit, ptxas_options
+from ..config import FORWARD, Forward, How, first_fit, ptxas_options
 from ..launch_plan import DEVICE, Plan
 from ..tile_counter import zeroed_counter
 from ..tma import matrix_tiles

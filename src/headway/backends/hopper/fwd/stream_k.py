@@ -15,8 +15,7 @@ deadlock. Parts are combined in the order of their numbers: the same bits in eve
 from math import isqrt
 from typing import NamedTuple
 
-from ..config import Forward
-from ..tile_counter import FLAGS
+from ..config import FLAGS, Forward
 
 LEAST = 8  # blocks that a CTA must save: to begin a part and to combine it takes as long as three
 

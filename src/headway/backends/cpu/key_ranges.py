@@ -1,0 +1,175 @@
+"""First and last keys of few queries, from the formula of a mask: no tiles, no look at pairs.
+
+A mask is read as alternatives, each a conjunction. Where a comparison in one is linear in kv_idx
+with a factor of 1 or -1, it says a first or a last key for every query: `kv_idx <= q_idx`,
+`q_idx - kv_idx < window`, `kv_idx < lengths[b]`. Whatever else is in it is left to be looked at
+pair by pair between them.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...mods.evaluate import evaluate
+from ...mods.graph import Graph
+from ...mods.interval import part
+from ...mods.pointwise import Gathers
+
+_ALTERNATIVES = 4  # more are not told apart
+
+
+class Limit(NamedTuple):
+    """`sign · (left - right) <= 0`, or `< 0` if `strict`; `left - right` is
+    `factor · kv_idx + rest`, with a factor of 1 or -1."""
+
+    left: str | int | float
+    right: str | int | float
+    sign: int
+    factor: int
+    strict: bool
+
+
+class Alternative(NamedTuple):
+    """A conjunction; `exact`: it consists of the limits alone."""
+
+    limits: tuple[Limit, ...]
+    exact: bool
+
+
+@lru_cache(maxsize=1024)
+def alternatives(graph: Graph) -> tuple[Alternative, ...]:
+    """What a mask's graph says about keys; one alternative without limits if nothing."""
+    return _read(graph, graph.outputs[0], False)
+
+
+_INTEGERS = ("i64", "i32", "i16", "i8", "u8")
+_ANY = (Alternative((), False),)
+_TURNED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
+
+
+def _read(graph: Graph, name: object, negated: bool) -> tuple[Alternative, ...]:
+    if not (isinstance(name, str) and name[0] == "%"):
+        return _ANY
+    node = graph.nodes[int(name[1:])]
+    if node.op == "not":
+        return _read(graph, node.args[0], not negated)
+    if node.op in ("and", "or") and node.dtype == "bool":
+        first, second = (_read(graph, a, negated) for a in node.args)
+        if (node.op == "or") != negated:
+            found = first + second
+        else:
+            found = tuple([
+                Alternative(x.limits + y.limits, x.exact and y.exact) for x in first for y in second
+            ])  # fmt: skip
+        return found if len(found) <= _ALTERNATIVES else _ANY
+    if node.op not in _TURNED:
+        return _ANY
+    op = _TURNED[node.op] if negated else node.op
+    left, right = node.args
+    factors = _factor(graph, left), _factor(graph, right)
+    if None in factors or abs(factors[0] - factors[1]) != 1:  # type: ignore[operator]
+        return _ANY
+    if graph.kind == "mask" and any(_reads_head(graph, a) for a in node.args):
+        return _ANY
+    sign = 1 if op in ("lt", "le") else -1
+    factor = factors[0] - factors[1]  # type: ignore[operator]
+    return (Alternative((Limit(left, right, sign, factor, op in ("lt", "gt")),), True),)
+
+
+def _factor(graph: Graph, name: object) -> int | None:
+    """By how much an integer grows with kv_idx; None if not evenly."""
+    if not isinstance(name, str):
+        return 0 if isinstance(name, int) else None
+    if name[0] != "%":
+        whole = any(i.name == name and i.dtype in _INTEGERS for i in graph.inputs)
+        return (1 if name == "kv_idx" else 0) if whole else None
+    node = graph.nodes[int(name[1:])]
+    operands = node.args[1:] if node.op == "gather" else node.args
+    if node.dtype not in _INTEGERS:
+        return None
+    found = [_factor(graph, a) for a in operands]
+    if all(f == 0 for f in found):
+        return 0
+    if None in found or node.dtype != "i64":
+        return None
+    match node.op:
+        case "add":
+            return found[0] + found[1]  # type: ignore[operator]
+        case "sub":
+            return found[0] - found[1]  # type: ignore[operator]
+        case "neg":
+            return -found[0]  # type: ignore[operator]
+        case "to":
+            return found[0]
+    return None
+
+
+def _reads_head(graph: Graph, name: object) -> bool:
+    return isinstance(name, str) and part(graph, (name,)).uses("h")
+
+
+class Ranges(NamedTuple):
+    """Keys `start:stop` that a query may see; `exact`: all of them, and none besides."""
+
+    start: int
+    stop: int
+    exact: bool
+
+
+def key_ranges(
+    graph: Graph, bound: dict, b: Tensor, q_idx: Tensor, counts: list[int], lengths: list[int]
+) -> list[list[Ranges]]:
+    """For every row, the stretches of its keys that any of its queries may see, apart and in order.
+
+    **Arguments:** the mask with what it captures (`pointwise.bind`), global batch index and
+    position of all queries, `(queries,)`, the number of queries of every row, and its keys.
+    """
+    of_rows: list[list[Ranges]] = [[] for _ in counts]
+    for limits, exact in alternatives(graph):
+        starts, stops = [0] * len(counts), list(lengths)
+        for limit in limits:
+            at = 0
+            rest = _rest(graph, bound, b, q_idx, limit)
+            for n, count in enumerate(counts):
+                own = rest[at : at + count]
+                at += count
+                # sign * (factor * kv_idx + rest) <= 0, or < 0: kv_idx is on one side of an edge.
+                edge = [-r * limit.factor for r in own]
+                if limit.sign * limit.factor > 0:
+                    stops[n] = min(stops[n], max(edge) + (0 if limit.strict else 1))
+                else:
+                    starts[n] = max(starts[n], min(edge) + (1 if limit.strict else 0))
+        for found, start, stop, count in zip(of_rows, starts, stops, counts, strict=True):
+            if start < stop:
+                found.append(Ranges(start, stop, exact and count == 1))
+    return [_joined(found) for found in of_rows]
+
+
+def _rest(graph: Graph, bound: dict, b: Tensor, q_idx: Tensor, limit: Limit) -> list[int]:
+    """`left - right` of every query, at kv_idx = 0."""
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    values = {**bound, "b": b, "h": zero, "q_idx": q_idx, "kv_idx": zero}
+    names = [a for a in (limit.left, limit.right) if isinstance(a, str)]
+    found = dict(zip(names, _values(graph, tuple(names), values), strict=True))
+    left, right = (found.get(a, a) for a in (limit.left, limit.right))  # type: ignore[no-matching-overload]
+    rest = torch.as_tensor(left, device="cpu") - right
+    return rest.expand(q_idx.shape).tolist()
+
+
+def _values(graph: Graph, names: tuple[str, ...], values: dict) -> list:
+    of = part(graph, names)
+    return evaluate(of, values, Gathers(of))
+
+
+def _joined(found: list[Ranges]) -> list[Ranges]:
+    """In order; stretches that meet are one."""
+    out: list[Ranges] = []
+    for x in sorted(found):
+        if out and x.start <= out[-1].stop:
+            last = out[-1]
+            out[-1] = Ranges(last.start, max(last.stop, x.stop), last.exact and x.exact)
+        else:
+            out.append(x)
+    return out

@@ -1,0 +1,198 @@
+"""Attention over a cache: the calls of inference."""
+
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..api import resolve, with_place
+from ..arguments import count_of, shown
+from ..backends.base import Call
+from ..blocks import BlockMask
+from ..errors import ArgumentError, CapturedIndexError
+from ..keywords import unknown_keywords
+from ..mods.base import MaskFn, ScoreFn
+from ..sharded import Sharded, any_sharded
+from ..types import KV, AttentionOutput, Forward, Request, Spec, inlined_or_eager
+
+
+def attention(
+    q: Tensor,  # (b, hq, q_len, d) or, with cu_q, (1, hq, tokens, d)
+    k: Tensor,  # (b, hk, capacity, d) or, with page_table, (pages, hk, page, d)
+    v: Tensor,  # (b, hk, capacity, dv) or, with page_table, (pages, hk, page, dv)
+    score: ScoreFn | None = None,
+    mask: MaskFn | BlockMask | None = None,
+    *,
+    lengths: Tensor,  # (b,) int32
+    page_table: Tensor | None = None,  # (b, max_pages) int32
+    cu_q: Tensor | None = None,  # (b + 1,) int32
+    max_q: int | None = None,
+    scale: float | None = None,
+    sink: Tensor | None = None,  # (hq,)
+    k_scale: Tensor | None = None,  # (), (hk,) or (b, hk)
+    v_scale: Tensor | None = None,  # (), (hk,) or (b, hk)
+    backend: str = "auto",
+    **unknown: Never,
+) -> Tensor:
+    """softmax(score(scale · q kᵀ) where mask) v over a cache: `headway.attention` for decoding.
+
+    Every row of the batch has its own number of keys, `lengths[b]`, with the keys of its queries
+    among them: they are in the cache before they are attended to. Positions are global: kv_idx is
+    the place of a key in its row, wherever it lies in memory, and q_idx is
+    `lengths[b] - q_len + i`, so the score and mask of training work as they are. There is no
+    default mask: write `mask=causal()` for a model that was trained with it.
+
+    Nothing depends on a length but the result: no plan, kernel or mask is made for one, and
+    `lengths` is never read by the host. Only keys before `lengths[b]` are read. It has no gradient.
+
+    **Arguments:**
+
+    - `q`: `(b, hq, q_len, d)`, the last `q_len` positions of every row; or packed,
+      `(1, hq, tokens, d)` with `cu_q`, for rows of different numbers of queries: decoding and
+      chunks of prompts in one call. Tokens from `cu_q[-1]` on are nobody's and get 0.
+    - `k`, `v`: a cache with room for `capacity` keys a row, `(b, hk, capacity, ·)`; or pages,
+      `(pages, hk, page, ·)` of any strides: a layout with heads last is a view. Of q's dtype, or
+      `float8_e4m3fn`. `v` may be a view of k's first columns, which is then read once (MLA).
+    - `lengths`: keys of every row, 0 to capacity. An entry outside of that range is an error where
+      the tensors are on the CPU, and counts as the nearest that is in range elsewhere.
+    - `page_table`: the pages of every row, in their order; key j is on page
+      `page_table[b, j // page]`. Entries after a row's last page may hold anything. An entry that
+      is no page is an error on the CPU; elsewhere the keys on it are not seen.
+    - `cu_q`, `max_q`: row r has the queries `cu_q[r]:cu_q[r + 1]`, and none has more than `max_q`.
+    - `score`, `mask`, `scale`, `sink`, `backend`: as in `headway.attention`. `causal(n)` with n > 0
+      is refused, since positions are global. A block mask covers positions, capacity by capacity,
+      or, where its mask ignores q_idx, has one row of tiles: `top_k_blocks` with blocks of a page
+      chooses pages.
+    - `k_scale`, `v_scale`: float tensors that multiply k and v, one for all, for every key head, or
+      for every row and key head.
+
+    **Returns:** `(b, hq, q_len, dv)`, or `(1, hq, tokens, dv)`, the dtype of q. A query that sees
+    no key, as in a row of length 0, gets 0.
+
+    **Raises:** as `headway.attention`; `ArgumentError` for what does not go together, and for
+    tensors that require grad where gradients are recorded.
+
+    (Kwon et al. 2023, PagedAttention, arXiv 2309.06180; Dao et al. 2023, Flash-Decoding)
+    """
+    if unknown:
+        raise unknown_keywords(attention, unknown)
+    kv = _kv(q, k, v, lengths, page_table, cu_q, max_q, k_scale, v_scale)
+    return _run(Request(q, k, v, score, mask, scale, sink, backend=backend, kv=kv)).out
+
+
+def attention_with_stats(
+    q: Tensor,  # (b, hq, q_len, d) or, with cu_q, (1, hq, tokens, d)
+    k: Tensor,  # (b, hk, capacity, d) or, with page_table, (pages, hk, page, d)
+    v: Tensor,  # (b, hk, capacity, dv) or, with page_table, (pages, hk, page, dv)
+    score: ScoreFn | None = None,
+    mask: MaskFn | BlockMask | None = None,
+    *,
+    lengths: Tensor,  # (b,) int32
+    page_table: Tensor | None = None,  # (b, max_pages) int32
+    cu_q: Tensor | None = None,  # (b + 1,) int32
+    max_q: int | None = None,
+    scale: float | None = None,
+    sink: Tensor | None = None,  # (hq,)
+    k_scale: Tensor | None = None,  # (), (hk,) or (b, hk)
+    v_scale: Tensor | None = None,  # (), (hk,) or (b, hk)
+    backend: str = "auto",
+    **unknown: Never,
+) -> AttentionOutput:
+    """`attention`, with the log-sum-exp of every query, `(b, hq, q_len)` or `(1, hq, tokens)`, and
+    the largest logit of every row and head, `(b, hq)`: see `headway.AttentionOutput`.
+
+    The same arguments and errors as `attention`.
+    """
+    if unknown:
+        raise unknown_keywords(attention_with_stats, unknown)
+    kv = _kv(q, k, v, lengths, page_table, cu_q, max_q, k_scale, v_scale)
+    out, lse, max_logit, _ = _run(
+        Request(q, k, v, score, mask, scale, sink, backend=backend, max_logit=True, kv=kv)
+    )
+    return AttentionOutput(out, lse, max_logit)
+
+
+@inlined_or_eager
+def _run(request: Request) -> Forward:
+    """The call."""
+    sharded = None
+    if not type(request.q) is type(request.k) is type(request.v) is Tensor and any_sharded(
+        request.q, request.k, request.v
+    ):
+        sharded = Sharded(request)
+        request = sharded.local_request(request)
+    if torch.is_autocast_enabled(request.q.device.type):  # the cache stays as it is
+        request = request._replace(q=_autocast(request.q, request.k))
+    spec, call = resolve(request)
+    if torch.is_grad_enabled():
+        _check_no_grad(spec, call)
+    try:
+        if sharded is None:
+            return ops.infer(spec, call)
+        return sharded.whole(ops.infer(spec, sharded.local_call(call)))
+    except CapturedIndexError as error:
+        raise with_place(error, request.score, request.mask) from None
+
+
+def _kv(
+    q: Any, k: Any, v: Any, lengths: Any, page_table: Any, cu_q: Any, max_q: Any, k_scale: Any,
+    v_scale: Any,
+) -> KV:  # fmt: skip
+    """Where the keys of every row lie; `check_cache` looks at it together with q, k and v."""
+    if cu_q is None:
+        if max_q is not None:
+            raise ArgumentError(f"max_q={max_q!r} goes with cu_q; without it, q tells")
+        max_q = q.shape[2] if isinstance(q, Tensor) and q.dim() == 4 else 1
+    elif max_q is None:
+        raise ArgumentError(
+            "cu_q needs max_q, the most queries that a row has: the host does not read cu_q"
+        )
+    else:
+        max_q = count_of("max_q", max_q)
+    if k_scale is not None or v_scale is not None:
+        k_scale = _scale("k_scale", k_scale, k, lengths)
+        v_scale = _scale("v_scale", v_scale, k, lengths)
+    return KV(lengths, page_table, cu_q, max_q, k_scale, v_scale)
+
+
+def _scale(name: str, scale: Any, k: Any, lengths: Any) -> Tensor | None:
+    """A scale as a view `(b, hk)`."""
+    if scale is None or not isinstance(k, Tensor) or k.dim() != 4:
+        return None
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1:
+        return None
+    shape = lengths.shape[0], k.shape[1]
+    fits = isinstance(scale, Tensor) and tuple(scale.shape) in ((), shape[1:], shape)
+    if not fits or not scale.is_floating_point():
+        raise ArgumentError(
+            f"{name} must be a float tensor (), (hk,) or (b, hk), here {shape}, got {shown(scale)}"
+        )
+    if scale.device != k.device:
+        raise ArgumentError(f"{name} is on {scale.device}, k on {k.device}; move it with .to()")
+    return scale.float().expand(shape)
+
+
+def _autocast(q: Any, k: Any) -> Any:
+    """Under autocast, q takes the cache's dtype, or, over float8, the autocast dtype."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor)) or q.dtype == torch.float64:
+        return q
+    eight = k.dtype == torch.float8_e4m3fn
+    return q.to(torch.get_autocast_dtype(q.device.type) if eight else k.dtype)
+
+
+def _check_no_grad(spec: Spec, call: Call) -> None:
+    """Nothing that wants a gradient, where gradients are recorded."""
+    kv, captured = call.kv, call.captured
+    assert kv is not None
+    given = {
+        "q": call.q, "k": call.k, "v": call.v, "sink": call.sink, "k_scale": kv.k_scale,
+        "v_scale": kv.v_scale,
+        **{f"a tensor {shown(t)} that the score captures": t for t in captured.tensors},
+    }  # fmt: skip
+    for name, x in given.items():
+        if x is not None and x.requires_grad:
+            raise ArgumentError(
+                f"{name} requires grad, but inference has no gradient; call it under "
+                "torch.inference_mode() or torch.no_grad(), or train with headway.attention"
+            )

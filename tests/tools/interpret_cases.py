@@ -1,0 +1,92 @@
+"""Run a part of the small cases in Triton's interpreter: `interpret_cases.py PART PARTS DTYPE`.
+
+The last line printed is {case: what is wrong}.
+"""
+
+import json
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
+from cases import BY_NAME, Case
+from checks import check
+from headway.backends.gpu.runtime.call_plan import clear
+from headway.backends.triton import plan, walk
+from learned import SMALL, errors
+from tools.guard_bands import guarded
+from tools.interpreter import quicker
+
+# Small ones that give every part of the kernels work: tails, pieces of a width, groups of heads,
+# runs of full and partial tiles, each way to add up a gradient, strides, dropout.
+CASES = (
+    "length_1", "length_65_causal", "width_40_40_score", "layout_strided", "dropout_0.1_all",
+    "mask_no_row_sink", "mask_document_cross", "score_twice", "score_bias_rows",
+    "score_bias_number", "score_outside", "score_walls", "width_3_5", "long_checker",
+)  # fmt: skip
+HALF = ("score_relative",)
+OTHERWISE = ("length_65_causal", "width_40_40_score", "long_checker")  # tails, groups, pieces, runs
+
+
+def main(part: int, parts: int, dtype: torch.dtype) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # NumPy's, of infinities that are meant
+    names = CASES if dtype == torch.float32 else HALF
+    wrong = {}
+    for case in map(few_heads, names[part::parts]):
+        start = time.perf_counter()
+        try:
+            check(case, "triton", dtype)
+        except Exception as error:  # noqa: BLE001  (the parent reports it)
+            wrong[case.name] = f"{type(error).__name__}: {error}"
+        print(case.name, f"{time.perf_counter() - start:.1f} s", flush=True)
+    if dtype == torch.float32:
+        wrong |= otherwise(OTHERWISE[part::parts])
+    else:
+        wrong |= learned(dtype)
+    print(json.dumps(wrong))
+
+
+def learned(dtype: torch.dtype) -> dict[str, str]:
+    """Gradients of numbers in half precision, next to those where out is float32."""
+    found = {str(how): errors(how, dtype, "triton") for how in SMALL}
+    return {name: f"{both}" for name, both in found.items() if both[0] > 2 * both[1]}
+
+
+def few_heads(name: str) -> Case:
+    """The case with two query heads over one of keys: the interpreter's time goes by programs."""
+    return replace(BY_NAME[name], b=1, hq=2, hk=1)
+
+
+def otherwise(names: tuple[str, ...]) -> dict[str, str]:
+    """The backward in one kernel and in three, and runs of full tiles in one loop, whatever the
+    tables and the mask say; between guard bands."""
+    wrong = {}
+    three = "backward_q", "backward_k", "backward_v"
+    for module, how in (
+        (plan, {"one_pass": lambda *size: True}),
+        (plan, {"passes": lambda *size: three}),
+        (walk, {"scattered": lambda *of: True}),
+    ):
+        clear()
+        with mock.patch.multiple(module, **how):
+            for name in names:
+                try:
+                    with guarded():
+                        check(few_heads(name), "triton", torch.float32)
+                except Exception as error:  # noqa: BLE001
+                    wrong[f"{name}, {[*how]}"] = f"{type(error).__name__}: {error}"
+    clear()
+    return wrong
+
+
+if __name__ == "__main__":
+    with quicker():
+        main(int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3]))
