@@ -12,7 +12,7 @@ from cases import CASES, Case, problem
 from headway.blocks import from_dense
 from headway.distributed import Layout
 from headway.distributed.exchange import routes, run
-from headway.distributed.exchange.plans import ByHeads
+from headway.distributed.exchange.stepwise import ByHeads
 from headway.errors import ArgumentError
 from processes import run_ranks
 
