@@ -39,6 +39,7 @@ from .ops import save_ops as save_ops
 from .sigmoid import sigmoid_attention as sigmoid_attention
 from .top_k import top_k_blocks as top_k_blocks
 from .types import AttentionOutput as AttentionOutput
+from .warm import warm as warm
 from .weights import attention_weights as attention_weights
 
 __version__ = "0.2.0"

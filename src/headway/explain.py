@@ -1,5 +1,6 @@
 """What would run, and why: the first thing to look at when a call is slow or refused."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Never
 
@@ -31,6 +32,8 @@ class Explanation:
       line that reads what cannot be seen to stay the same; none, usually.
     - `elements`: the mask's ops, with their lines, that say nothing about a whole tile, so that
       tiles which hang on them are decided pair by pair: right, and slower; none, usually.
+    - `kernels`: of a GPU backend, forward and (where something requires grad) backward, each with
+      whether it is compiled, by this process or on disk (`headway.warm`).
     - `limits`: where that backend's results are not those of every other.
     - `over_ranks`: of a layout: how even it is, what it sends, and the plans; none without one.
     - `code`: what runs for the score and the mask.
@@ -44,6 +47,7 @@ class Explanation:
     elements: list[str]
     limits: list[str]
     code: str
+    kernels: list[str] = field(default_factory=list)
     over_ranks: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -64,6 +68,7 @@ class Explanation:
         lines += [
             f"  decided pair by pair: {op} has no rule for a whole tile" for op in self.elements
         ]
+        lines += [f"  kernel {kernel}" for kernel in self.kernels]
         lines += [f"  a limit: {limit}" for limit in self.limits]
         lines += self.over_ranks
         if self.code:
@@ -107,11 +112,12 @@ def explain(
             reasons[name] = [why]
     for name in set(NAMES) - set(allowed):
         reasons[name] = reasons[name] or [f"backend={backend!r} was asked for"]
-    code, limits = "", []
+    code, limits, kernels = "", [], []
     if chosen is not None:
         limits = get(chosen).limits(spec)
         spec, call = prepare(*given, backend=chosen, layout=layout)
         code = get(chosen).code(spec, call)
+        kernels = _kernels(spec, call)
     shapes = ", ".join(
         f"{n} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         for n, x in zip("qkv", (q, k, v), strict=True)
@@ -129,7 +135,20 @@ def explain(
         own_tiles = isinstance(mask, BlockMask) and mask.decided is None
         over = report(spec, call, *layouts, own_tiles)
     again, tiles = _retraced(score, mask, acc_dtype(q.dtype)), _tiles(spec, call, lengths)
-    return Explanation(chosen, reasons, shapes + shown, tiles, again, elements, limits, code, over)
+    return Explanation(
+        chosen, reasons, shapes + shown, tiles, again, elements, limits, code, kernels, over
+    )
+
+
+def _kernels(spec: Spec, call: Any) -> list[str]:
+    """The kernels of a backend that compiles some."""
+    if spec.backend not in ("hopper", "triton"):
+        return []
+    from .backends.gpu.runtime.parallel_compile import states_of
+
+    with suppress(Exception):  # the call says what is wrong, or finds room
+        return states_of(spec, call, get(spec.backend).forward, get(spec.backend).backward)
+    return []
 
 
 def _retraced(score: Any, mask: Any, dtype: torch.dtype) -> list[str]:

@@ -189,6 +189,15 @@ def _far(x: Tensor, right: Tensor) -> float:
 
 def _results(backend: Backend, device: torch.device) -> dict[str, Tensor]:
     """The results of the small case; not rounded, if the backend computes in float64."""
+    spec, call, dout, dlse = case(backend, device)
+    with torch.no_grad():
+        out, lse, *_ = backend.forward(spec, call)
+        dq, dk, dv, *_ = backend.backward(spec, call, out, lse, dout, dlse, ())
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def case(backend: Backend, device: torch.device) -> tuple[Spec, Call, Tensor, Tensor]:
+    """The small case, and the gradients of out and of lse."""
     exact = backend.accumulates(torch.bfloat16) == torch.float64
     mask, (_, ints, _) = _causal()
     spec = Spec(1 / math.sqrt(_WIDTH), mask=mask, partial=exact, backend=backend.name)
@@ -204,11 +213,7 @@ def _results(backend: Backend, device: torch.device) -> dict[str, Tensor]:
     dlse = torch.randn(1, 2, _LENGTH, generator=generator, **plain)
     q, k, v, dout, dlse = (x.to(device) for x in (q, k, v, dout, dlse))
     q.requires_grad_()  # so that the kernels of both directions are compiled in parallel
-    call = Call(q, k, v, None, None, Captured([], ints, []), None, Coords())
-    with torch.no_grad():
-        out, lse, *_ = backend.forward(spec, call)
-        dq, dk, dv, *_ = backend.backward(spec, call, out, lse, dout, dlse, ())
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    return spec, Call(q, k, v, None, None, Captured([], ints, []), None, Coords()), dout, dlse
 
 
 @lru_cache(maxsize=1)

@@ -13,6 +13,7 @@ COMMANDS = {
     "explain": "what would run for your score or mask function, and why",
     "profile": "where the time of your training step goes: attention, masks, host, the rest",
     "bench": "time forward and backward against what else you could use",
+    "warm": "compile kernels ahead, for any card, into a folder that may be copied",
     "tune": "search for the fastest tiles of the GPU kernels on this card",
     "experiment": "claims about stable training that check themselves: scaling, qk-clip",
     "doctor": "versions, devices, backends, and why each is or is not available",

@@ -73,8 +73,8 @@ def main(arguments: list[str]) -> int:
             raise ArgumentError(f"--{option} {number} must be an integer, 1 or more")
     found: dict[str, Any] = {}
     for text in asked.mods:
-        mod = _find(text)
-        kind = _kind(text, mod)
+        mod = find(text)
+        kind = kind_of(text, mod)
         if kind in found:
             raise ArgumentError(f"{text!r} is a second {kind}; there is one at most")
         found[kind] = mod
@@ -103,14 +103,14 @@ def _inputs(asked: Arguments) -> list[torch.Tensor]:
         raise ArgumentError(f"no inputs of this size on --device {device}: {error}") from error
 
 
-def _find(text: str) -> Any:
+def find(text: str) -> Any:
     """What FILE:NAME or an expression names."""
     if ":" not in text and not text.endswith(".py"):
         return parse(text)
     return from_file(text)
 
 
-def _kind(text: str, mod: Callable[..., Any]) -> str:
+def kind_of(text: str, mod: Callable[..., Any]) -> str:
     """What it is, "score" or "mask", by its type or how many arguments it takes."""
     if isinstance(mod, headway.Score):
         return "score"

@@ -23,6 +23,7 @@ from ..base import Call, CapabilityKey, launched, no_cache, no_operator, plainly
 from ..gpu import limits as limits
 from ..gpu.codegen.dependence import dependence_of
 from ..gpu.codegen.function import diagonal_gathers, float_gathers, gathers_in_kernel
+from ..gpu.named_card import named_card
 from .config import BACKWARD, FORWARD, first_fit
 
 name = "hopper"
@@ -129,10 +130,11 @@ def code(spec: Spec, call: Call) -> str:
 
 def unavailable(device: str, index: int | None) -> str:
     """Why kernels cannot run on a device; empty if they can."""
-    if device != "cuda":
+    card = named_card()
+    if card is None and device != "cuda":
         return f"the tensors are on {device}: move them to a GPU of compute capability 9.0"
-    capability = torch.cuda.get_device_capability(index)
-    if torch.version.hip is not None:
+    capability = torch.cuda.get_device_capability(index) if card is None else card.capability
+    if card is None and torch.version.hip is not None:
         return "the GPU is AMD's; the instructions are those of NVIDIA's compute capability 9.0"
     if capability != (9, 0):
         return f"the GPU has compute capability {capability}; the instructions are those of (9, 0)"

@@ -17,6 +17,7 @@ from ..gpu import preprocess
 from ..gpu.codegen.dependence import dependence_of
 from ..gpu.codegen.function import gathers_in_kernel
 from ..gpu.device import diagonals, gradients, maths
+from ..gpu.named_card import named_card
 from ..gpu.runtime.call_plan import BasePlan, plan_of
 from ..gpu.runtime.launcher import CallArguments, KernelLauncher
 from .config import head_swizzle
@@ -152,7 +153,12 @@ class Plan(BasePlan):
         return head_swizzle(heads, heads // self.hk, tiles, waves * self.processors)
 
 
-@lru_cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
+    card = named_card()
+    return _processors(device) if card is None else card.processors
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

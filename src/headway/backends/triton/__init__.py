@@ -11,6 +11,7 @@ import torch
 from ...types import Spec, acc_dtype, constant_under_compile
 from ..base import Call, CapabilityKey, launched, no_cache, no_operator
 from ..gpu import limits as limits
+from ..gpu.named_card import named_card
 from .config import WIDEST
 
 name = "triton"
@@ -54,11 +55,12 @@ def code(spec: Spec, call: Call) -> str:
 
 def unavailable(device: str, index: int | None) -> str:
     """Why kernels cannot run on a device; empty if they can."""
-    if device == "cuda":
+    if named_card() is not None or device == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed: pip install 'headway[triton]'"
-        capability = torch.cuda.get_device_capability(index)
-        if torch.version.hip is None and capability < (8, 0):
+        card = named_card()
+        capability = torch.cuda.get_device_capability(index) if card is None else card.capability
+        if (card is not None or torch.version.hip is None) and capability < (8, 0):
             return f"the GPU has compute capability {capability}, Triton's kernels need (8, 0)"
         return ""
     # On the CPU there is Triton's interpreter, for tests, which load it and switch it on.

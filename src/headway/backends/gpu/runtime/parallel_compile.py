@@ -29,7 +29,7 @@ import triton
 from ....types import Spec
 from ...base import Call
 from .device_guard import capturing, on
-from .kernel_cache import in_processes
+from .kernel_cache import in_processes, is_ready
 from .triton_startup import wait_to_compile
 
 
@@ -61,7 +61,8 @@ class Recorded(NamedTuple):
 
 
 rehearsals: dict[int, list[Recorded]] = {}  # by thread that rehearses
-_looking: set[int] = set()  # threads that rehearse, and compile nothing afterwards
+# Threads that rehearse and compile nothing afterwards, and for what room in shared memory.
+_looking: dict[int, int | None] = {}
 _begun: list[Thread] = []  # that compile for calls to come
 _fixed: set[str] = set()  # modules
 _lock = Lock()  # each module once, in the order of one thread
@@ -145,13 +146,34 @@ def wait_for_begun() -> None:
             _begun.pop()
 
 
-def look(steps: Callable[[], object]) -> list[Recorded]:
-    """The launches of `steps`, of which nothing runs and nothing is compiled."""
-    _looking.add(get_ident())
+def look(steps: Callable[[], object], room: int | None = None) -> list[Recorded]:
+    """The launches of `steps`, of which nothing runs and nothing is compiled.
+
+    - `room`: bytes of shared memory of a CTA. Every kernel is then compiled, one after the other;
+      what needs more is refused, as a launch would refuse it.
+    """
+    me = get_ident()
+    _looking[me] = room
     try:
         return _rehearsed(steps)
     finally:
-        _looking.discard(get_ident())
+        del _looking[me]
+
+
+_STATES = {
+    "loaded": "compiled in this process", "cached": "compiled, on disk", "": "to be compiled",
+}  # fmt: skip
+
+
+@torch.no_grad()
+def states_of(spec: Spec, call: Call, forward: Forward, backward: Backward) -> list[str]:
+    """The kernels of a call, each with whether it is compiled. Nothing is computed."""
+    if get_ident() in rehearsals or capturing(call.q.device):
+        return []
+    kernels = look(steps_of(spec, call, forward, backward))
+    wait_to_compile()
+    found = [(x.fn.__name__, is_ready(x.fn, x.args, x.options)) for x in kernels]
+    return [f"{name}: {_STATES[state]}" for name, state in dict.fromkeys(found)]
 
 
 def _rehearsed(steps: Callable[[], object]) -> list[Recorded]:
@@ -191,7 +213,11 @@ def record_launch(
 ) -> None:
     """Record a launch of the rehearsal; the interpreter compiles nothing."""
     if isinstance(fn, triton.JITFunction):
-        rehearsals[get_ident()].append(Recorded(fn, args, options, use_driver))
+        found = Recorded(fn, args, options, use_driver)
+        room = _looking.get(get_ident())
+        if room is not None and (needed := found.compile().metadata.shared) > room:
+            raise OutOfResources(needed, room, "shared memory")
+        rehearsals[get_ident()].append(found)
 
 
 def fix_cache_keys(*modules: ModuleType) -> None:

@@ -16,6 +16,7 @@ class Line:
         self.going: list[str] = []
         self.all = 0
         self.idle = threading.Event()
+        self.thread: threading.Thread | None = None
 
     def begin(self, name: str) -> None:
         """A kernel is being compiled."""
@@ -23,7 +24,8 @@ class Line:
             if not self.going:
                 self.all, self.began = 0, time.monotonic()
                 self.idle = threading.Event()
-                threading.Thread(target=self._show, args=(self.idle,), daemon=True).start()
+                self.thread = threading.Thread(target=self._show, args=(self.idle,), daemon=True)
+                self.thread.start()
             self.going.append(name)
             self.all += 1
 

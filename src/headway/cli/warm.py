@@ -1,0 +1,120 @@
+"""`headway warm`."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+import headway
+
+from ..errors import ArgumentError
+from .explain import find, kind_of
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compile kernels ahead of the calls that need them, into a folder that may be copied.
+
+    What to compile is a score and a mask, as of headway explain, with the sizes below; or
+    FILE:NAME of a dict, a function that makes one, or a list of them, as of headway.warm. No GPU
+    is needed where --device names a card. For example:
+
+      headway warm "causal()" --heads 16 --length 8192 --width 128 --device sm_90 --output kernels
+      headway warm calls.py:calls --device sm_90 --output kernels
+
+    Where TRITON_CACHE_DIR names the folder, or its contents are copied into ~/.triton/cache, such
+    calls then compile nothing.
+    """
+
+    calls: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(
+            metavar="[FILE:NAME ...]", help_behavior_hint="(default: no score and no mask)"
+        ),
+    ] = ()
+    """Calls; or at most one score and one mask."""
+    device: Annotated[
+        str | None, tyro.conf.arg(help_behavior_hint="(default: PyTorch's current GPU)")
+    ] = None
+    """The card: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120."""
+    output: Annotated[
+        Path | None, tyro.conf.arg(help_behavior_hint="(default: Triton's own folder)")
+    ] = None
+    """The folder."""
+    jobs: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: all processors)")] = (
+        None
+    )
+    """Kernels that are compiled at once."""
+    batch: int = 1
+    """Rows of the batch."""
+    heads: int = 8
+    """Query heads."""
+    kv_heads: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: heads)")] = None
+    """Heads of keys and values."""
+    length: int = 4096
+    """Of queries and keys: divisors up to 128 count, and whether there are thousands."""
+    width: int = 128
+    """Of a head of queries and keys."""
+    value_width: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: width)")] = None
+    """Of a head of values."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the inputs."""
+    train: bool = True
+    """The inputs require grad: the backward is compiled, too."""
+    backend: str = "auto"
+    """One backend alone."""
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 0."""
+    asked = tyro.cli(Arguments, args=arguments, prog="headway warm")
+    for name in ("batch", "heads", "kv_heads", "length", "width", "value_width"):
+        number = getattr(asked, name)
+        if number is not None and number < 1:
+            option = name.replace("_", "-")
+            raise ArgumentError(f"--{option} {number} must be an integer, 1 or more")
+    made = headway.warm(_calls(asked), device=asked.device, out=asked.output, jobs=asked.jobs)
+    for kernel in made:
+        print(kernel)
+    compiled = sum(kernel.compiled for kernel in made)
+    print(f"{compiled} compiled, {len(made) - compiled} there already")
+    return 0
+
+
+def _calls(asked: Arguments) -> list[Any]:
+    found, mods = [], {}
+    for text in asked.calls:
+        thing = find(text)
+        if _makes_calls(thing):
+            found.append(thing)
+            continue
+        kind = kind_of(text, thing)
+        if kind in mods:
+            raise ArgumentError(f"{text!r} is a second {kind}; there is one at most")
+        mods[kind] = thing
+    if found and mods:
+        raise ArgumentError("calls bring their own score and mask: give one or the other")
+    return found or [_of_sizes(asked) | mods]
+
+
+def _makes_calls(thing: Any) -> bool:
+    if isinstance(thing, Mapping | list | tuple):
+        return True
+    return inspect.isfunction(thing) and not inspect.signature(thing).parameters
+
+
+def _of_sizes(asked: Arguments) -> dict[str, Any]:
+    b, kv_heads = asked.batch, asked.kv_heads or asked.heads
+    return {
+        "q": (b, asked.heads, asked.length, asked.width),
+        "k": (b, kv_heads, asked.length, asked.width),
+        "v": (b, kv_heads, asked.length, asked.value_width or asked.width),
+        "dtype": getattr(torch, asked.dtype),
+        "train": asked.train,
+        "backend": asked.backend,
+    }

@@ -1,0 +1,234 @@
+"""Kernels compiled ahead of the calls that need them, also for a card that is not there."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .api import resolve
+from .backends import first_use, get, order, reference
+from .backends.base import Call, CapabilityKey, capability_key
+from .backends.gpu.named_card import Card, card_of, compiling_for
+from .errors import ArgumentError, BackendRefused
+from .types import Request, Spec
+
+if TYPE_CHECKING:
+    from .backends.gpu.runtime.parallel_compile import Recorded
+
+_COMPILED = ("hopper", "triton")  # backends
+_OPTIONS = (
+    "score", "mask", "scale", "sink", "dropout", "seed", "deterministic", "backend", "max_logit",
+)  # fmt: skip
+_KEYS = ("q", "k", "v", "dtype", "train", *_OPTIONS)
+
+
+class Kernel(NamedTuple):
+    """A kernel that `warm` has seen to.
+
+    - `compiled`: whether it was compiled; else it was there already.
+    - `seconds`: that this took.
+    """
+
+    name: str
+    compiled: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{'compiled' if self.compiled else 'found   '}  {self.seconds:6.1f} s  {self.name}"
+
+
+def warm(
+    calls: Mapping[str, Any] | Callable[[], Any] | Iterable[Any],
+    *,
+    device: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    jobs: int | None = None,
+) -> list[Kernel]:
+    """Compile the kernels of calls, forward and backward, into a folder; nothing is computed.
+
+    The folder may be copied to other machines with the same Triton. Where `TRITON_CACHE_DIR` names
+    it, or its contents lie in `~/.triton/cache`, calls of the same kinds compile nothing. Kernels
+    that are there already are not compiled again.
+
+    **Arguments:**
+
+    - `calls`: what `attention` will be called with; or a function that makes one or several of
+      them; or several of either. A call is a dict of
+
+        - `q`, `k`, `v`: shapes `(b, hq, q_len, d)`, `(b, hk, kv_len, d)`, `(b, hk, kv_len, dv)`, or
+          tensors, of which shape, strides and dtype count (`torch.empty(..., device="meta")` will
+          do). `k` is q if not given, `v` is k.
+        - `dtype`: of shapes, bfloat16 if not given.
+        - `train`: whether q, k and v require grad, so that the backward is compiled, too; True if
+          not given.
+        - any of `score`, `mask`, `scale`, `sink`, `dropout`, `seed`, `deterministic`, `backend`;
+          and `max_logit=True` for `attention_with_stats`.
+
+    - `device`: the card to compile for, "sm_80", "sm_86", "sm_89", "sm_90", "sm_100" or "sm_120";
+      no GPU is needed, and what scores and masks capture is on the CPU. "sm_90:114" is one with 114
+      multiprocessors. None: PyTorch's current GPU. While a card is named, no other thread may call
+      a GPU backend.
+    - `out`: the folder; None: Triton's, where kernels are looked for anyway.
+    - `jobs`: kernels that are compiled at once; as many as there are processors if None.
+
+    **Returns:** the kernels, in the order in which they were ready. For the Hopper backend those of
+    the check at its first use are among them.
+
+    **Raises:** `ArgumentError` for a card or a call that is not known, and what `attention` raises
+    for such a call; `BackendRefused` where no backend with kernels can run it.
+    """
+    card = _card(device)
+    if jobs is not None and (not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1):
+        raise ArgumentError(f"jobs={jobs!r} must be an integer, 1 or more")
+    made = [_requested(call, card) for call in _flat(calls)]
+    from .backends.gpu.runtime import kernel_cache
+    from .backends.gpu.runtime.triton_startup import start_triton, wait_to_compile
+
+    with ExitStack() as stack:
+        if out is not None:
+            stack.enter_context(kernel_cache.into(Path(out)))
+        if card is not None:
+            stack.enter_context(compiling_for(card))
+        found = [_resolved(request) for request in made]
+        start_triton()
+        wait_to_compile()
+        steps = [_steps(spec, call) for spec, call in found]
+        if any(spec.backend == "hopper" for spec, _ in found):
+            steps.append(_checked(found[0][1].q.device))
+        before = len(kernel_cache.log)
+        _compile(steps, _room(card), jobs or os.cpu_count() or 1)
+        return [Kernel(x.name, x.compiled, x.seconds) for x in kernel_cache.log[before:]]
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+def _card(device: str | None) -> Card | None:
+    if device is not None:
+        return card_of(device)
+    if not torch.cuda.is_available():
+        raise ArgumentError(
+            "device=None is PyTorch's current GPU, and PyTorch sees none: name the card to compile "
+            "for, as in device='sm_90'"
+        )
+    return None
+
+
+def _flat(calls: Any) -> Iterable[Mapping[str, Any]]:
+    """The dicts of all calls."""
+    if isinstance(calls, Mapping):
+        yield calls
+    elif callable(calls):
+        yield from _flat(calls())
+    elif isinstance(calls, Iterable) and not isinstance(calls, str):
+        for call in calls:
+            yield from _flat(call)
+    else:
+        raise ArgumentError(
+            f"calls: {calls!r} is neither a dict of a call's arguments nor a function that makes "
+            "one; several go in a list"
+        )
+
+
+def _requested(call: Mapping[str, Any], card: Card | None) -> Request:
+    """A call with tensors that hold no numbers."""
+    for name in call:
+        if name not in _KEYS:
+            raise ArgumentError(f"calls: a call has {name!r}; it may have {', '.join(_KEYS)}")
+    if "q" not in call:
+        raise ArgumentError("calls: a call has no 'q', a shape (b, hq, q_len, d) or a tensor")
+    q = call["q"]
+    k = call.get("k", q)
+    given = q, k, call.get("v", k)
+    dtype, train = call.get("dtype", torch.bfloat16), call.get("train", True)
+    device = torch.device("cuda", torch.cuda.current_device()) if card is None else "cpu"
+    q, k, v = (_empty(n, x, dtype, train, device) for n, x in zip("qkv", given, strict=True))
+    return Request(q, k, v, **{n: call[n] for n in _OPTIONS if n in call})
+
+
+def _empty(name: str, x: Any, dtype: torch.dtype, train: bool, device: Any) -> Tensor:
+    if isinstance(x, Tensor):
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    else:
+        try:
+            like = torch.empty(tuple(x), dtype=dtype, device=device)
+        except (TypeError, RuntimeError) as error:
+            raise ArgumentError(f"calls: {name}={x!r}, dtype={dtype!r}: {error}") from error
+    return like.requires_grad_(bool(train))
+
+
+def _resolved(request: Request) -> tuple[Spec, Call]:
+    """What the card would compute."""
+    if request.q.is_cuda:
+        spec, call = resolve(request)
+    else:
+        asked = request.backend
+        get("cpu" if asked == "auto" else asked)  # a name that is not known is an error
+        spec, call = resolve(request._replace(backend="cpu"))
+        key = CapabilityKey(*capability_key(call, spec.score_tensors))
+        refused = {}
+        for name in order(asked, spec, key):
+            if name in _COMPILED and not (why := get(name).reasons_against(spec, key)):
+                return replace(spec, backend=name), call
+            refused[name] = why if name in _COMPILED else ["it compiles no kernels"]
+        reasons = "".join(f"\n  - {n}: {why}" for n, whys in refused.items() for why in whys)
+        raise BackendRefused(f"backend={asked!r} has no kernels for this call:{reasons}")
+    if spec.backend not in _COMPILED:
+        raise BackendRefused(f"this call is one for backend='{spec.backend}', which compiles none")
+    return spec, call
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+
+def _steps(spec: Spec, call: Call) -> Callable[[], object]:
+    from .backends.gpu.runtime.parallel_compile import steps_of
+
+    backend = get(spec.backend)
+    return steps_of(spec, call, backend.forward, backend.backward)
+
+
+def _checked(device: torch.device) -> Callable[[], object]:
+    """The small case that the Hopper backend computes at its first use."""
+    hopper = get("hopper")
+    assert hopper is not reference
+    spec, call, dout, dlse = first_use.case(hopper, device)
+
+    def steps() -> None:
+        out, lse, *_ = hopper.forward(spec, call)
+        hopper.backward(spec, call, out, lse, dout, dlse, ())
+
+    return steps
+
+
+def _room(card: Card | None) -> int:
+    """Bytes of shared memory that a CTA may have."""
+    if card is not None:
+        return card.shared
+    properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.shared_memory_per_block_optin
+
+
+@torch.no_grad()
+def _compile(steps: list[Callable[[], object]], room: int, jobs: int) -> None:
+    """Compile all that the steps launch."""
+    from .backends.gpu.runtime.kernel_cache import in_processes
+    from .backends.gpu.runtime.parallel_compile import look
+
+    def compile_one(kernel: "Recorded") -> None:
+        with in_processes():
+            kernel.compile()
+
+    kernels = [kernel for step in steps for kernel in look(step)]
+    with ThreadPoolExecutor(jobs) as pool:
+        # The last ones take longest.
+        for done in [pool.submit(compile_one, kernel) for kernel in kernels[::-1]]:
+            done.result()
+    for step in steps:  # where a kernel needs too much shared memory, a smaller tile is launched
+        look(step, room)
