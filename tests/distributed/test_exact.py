@@ -84,7 +84,7 @@ def one_case(case: Case, dtype: torch.dtype, layouts: tuple[Layout, Layout]) -> 
 
 
 def table(world: int, rank: int) -> None:
-    cases = CASES[world - 2 :: {2: 3, 3: 6, 4: 12}[world]]
+    cases = CASES[world - 2 :: {2: 4, 3: 9, 4: 19}[world]]
     for n, case in enumerate(cases):
         name, plan = COMBINATIONS[(7 * n) % len(COMBINATIONS)]
         q = layout_of(name, case.q_len, world, n).using(plan)
