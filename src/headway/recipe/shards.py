@@ -68,7 +68,7 @@ def load_shards(path: Path, model: torch.nn.Module) -> State:
                 if like is not None and like.shape == size
                 else torch.zeros(size, dtype=dtype)
             )
-        dcp.load(tensors, checkpoint_id=path)
+        dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
     except Exception as error:
         raise CheckpointError(
             f"checkpoint {path} is damaged ({error}): delete or move it"
