@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,6 +87,8 @@ def warm(
     card = _card(device)
     if jobs is not None and (not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1):
         raise ArgumentError(f"jobs={jobs!r} must be an integer, 1 or more")
+    if find_spec("triton") is None:
+        raise BackendRefused("no kernels without Triton: pip install 'headway[triton]'")
     made = [_requested(call, card) for call in _flat(calls)]
     from .backends.gpu.runtime import kernel_cache
     from .backends.gpu.runtime.triton_startup import start_triton, wait_to_compile
