@@ -84,8 +84,6 @@ format: setup ## format the code and sort its imports
 
 .PHONY: docs
 docs: setup ## build the documentation into site/, to be read with no network: site/index.html
-	@$(PY) -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null || \
-	  $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@OMP_NUM_THREADS=1 $(PY) scripts/docs/draw.py
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 	@echo "site/index.html"

@@ -79,8 +79,8 @@ def write(model: Model, prompt: str, length: int, temperature: float = 0.6) -> I
     pasts = [Past() for _ in model.blocks]
     new = [BEGIN, *prompt.encode()]
     for _ in range(length):
-        # What is new sees all that is in the past, and itself in order.
-        logits = model(torch.tensor([new]), hw.causal(pasts[0].length), pasts)[0, -1]
+        # Positions follow those of the past, so the mask is that of training.
+        logits = model(torch.tensor([new]), hw.causal(), pasts)[0, -1]
         byte = int(torch.multinomial((logits / temperature).softmax(0), 1))
         if byte == BEGIN:
             return
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> tuple[list[float], str]:
     # The cache changes nothing: all at once, and one position at a time.
     seen, pasts = torch.tensor([[BEGIN, *text.encode()]]), [Past() for _ in model.blocks]
     with torch.no_grad():
-        steps = [model(seen[:, n : n + 1], hw.causal(n), pasts) for n in range(seen.shape[1])]
+        steps = [model(seen[:, n : n + 1], hw.causal(), pasts) for n in range(seen.shape[1])]
         off = (torch.cat(steps, 1) - model(seen, hw.causal())).abs().max().item()
     print(f"largest difference between logits with the cache and without: {off:.1e}")
     assert off < 1e-3

@@ -115,7 +115,7 @@ else
   say "there is no Triton for this machine: its tests will be skipped"
 fi
 say "installing headway and its tools"
-pip_install -c constraints.txt -e ".[cli,dev,hf,plot]"
+pip_install -c constraints.txt -e ".[cli,dev,docs,hf,plot]"
 
 key >"$stamp.new"
 mv "$stamp.new" "$stamp"

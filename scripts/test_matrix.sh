@@ -18,7 +18,7 @@ fi
 [ $# -gt 0 ] || set -- torch==2.11.0 torch==2.15.0 # with Triton 3.6 and 3.9
 tests=(tests/hopper tests/tools/test_emulator.py tests/tools/test_sass.py tests/triton/test_compile.py tests/triton/test_emulated.py
   tests/triton/test_launch.py tests/triton/test_emit.py tests/triton/test_interpreter.py
-  tests/triton/test_where.py tests/test_first_use.py)
+  tests/triton/test_availability.py tests/test_first_use.py)
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 failed=()
 

@@ -140,7 +140,11 @@ def test_train_then_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     )
     assert first[0] == 0
     assert first[1].startswith("né ")
-    assert first == again != other
+    assert first[1] == again[1] != other[1]
+    assert "a second" in first[2]
+    many = run(capsys, "sample", "small", "--prompt", "x", "né ", "--length", "20", *runs)[1]
+    assert "--- prompt: 'x'\nx" in many
+    assert "--- prompt: 'né '\nné " in many
     weights = tmp_path / "runs" / "small" / "model.safetensors"
     assert run(capsys, "sample", str(weights), "--length", "3")[0] == 0
     weights.write_bytes(b"damaged")

@@ -99,7 +99,8 @@ def test_two_versions_run_side_by_side(tmp_path: Path, lay_out) -> None:
     assert done.returncode == 0, done.stderr
 
 
-LATE = "backends/hopper/"  # loaded when a GPU plans a call
+# Loaded when a GPU plans a call, and when a sequence is first cut over ranks.
+LATE = ("backends/hopper/", "distributed/deal.py", "distributed/exchange/")
 
 
 def test_only_pytorch_and_triton_are_imported_at_the_start(tmp_path: Path, lay_out) -> None:

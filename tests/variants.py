@@ -67,6 +67,17 @@ class EveryNth:
         return (q_idx - kv_idx) % self.n == 0
 
 
+def _in_tree(parents, i, j, start: int):
+    """A node, and what leads to it from the root; before the tree, causal."""
+    sees = torch.eye(len(parents), dtype=torch.bool)
+    for n, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            sees[n] |= sees[parent]
+    last = start + len(parents) - 1
+    at = (i - start).clamp(0, last - start), (j - start).clamp(0, last - start)
+    return (j < start) & (j <= i) | (i >= start) & (j >= start) & (j <= last) & sees[at]
+
+
 def _window_of(width: int, b, h, i, j):
     return (i - j).abs() < width
 
@@ -141,6 +152,11 @@ MASKS: dict[str, Variant] = {
             lambda b, h, i, j: (j <= i) | (t.ids[b, i] >= 0) & (t.ids[b, i] == t.ids[b, j])
         ),
         ids=_images,
+    ),
+    "tree": library(  # the last positions that queries have
+        lambda c, t: hw.tree(t.parents, c.q_len - 7),
+        lambda c, t: lambda b, h, i, j: _in_tree(t.parents, i, j, c.q_len - 7),
+        parents=lambda c: torch.tensor([-1, 0, 0, 1, 1, 2, 5]),
     ),
     "padding": library(  # no key at all in the first row of the batch
         lambda c, t: hw.padding(t.lengths),

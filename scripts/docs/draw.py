@@ -9,6 +9,7 @@ from pathlib import Path
 
 import concepts
 import gallery
+import rotary
 import speed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -23,7 +24,7 @@ def drawn() -> dict[str, str]:
         if not entry.plain
     }
     pages = {"gallery.md": gallery.page(), "performance.md": performance()}
-    return entries | concepts.pictures() | speed.pictures() | pages
+    return entries | concepts.pictures() | rotary.pictures() | speed.pictures() | pages
 
 
 def performance() -> str:

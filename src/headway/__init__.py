@@ -33,6 +33,7 @@ from .mods import spans as spans
 from .mods import strided as strided
 from .mods import t5_bias as t5_bias
 from .mods import tiled as tiled
+from .mods import tree as tree
 from .mods import window_bias as window_bias
 from .ops import save_ops as save_ops
 from .sigmoid import sigmoid_attention as sigmoid_attention

@@ -1,7 +1,7 @@
 """The public calls: check the arguments once, say what to compute, run the pair."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Never
 
 import torch
@@ -36,7 +36,10 @@ from .backends.base import Call, CapabilityKey, capability_key
 from .blocks import BlockMask, Decided, cached_build
 from .blocks.mask import tile_of
 from .call_cache import lookup, recall, remember
-from .errors import CapturedIndexError, HeadwayError, ModError
+from .distributed.context import Layouts
+from .distributed.context import attention as over_ranks
+from .distributed.layout import Layout
+from .errors import ArgumentError, CapturedIndexError, HeadwayError, ModError
 from .keywords import unknown_keywords
 from .mods import (
     captured_under_compile,
@@ -78,6 +81,7 @@ def attention(
     seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
+    layout: Layout | tuple[Layout, Layout] | None = None,
     **unknown: Never,
 ) -> Tensor:
     """softmax(score(scale · q kᵀ) where mask) v: exact attention for any score and mask.
@@ -101,6 +105,11 @@ def attention(
     - `seed`: of the dropout, a number or a 0-d int64 tensor; PyTorch's generator draws it if None.
     - `deterministic`: bit-equal gradients run after run.
     - `backend`: "auto", or a name from `headway.backends.NAMES`, which then never falls back.
+    - `layout`: where the sequence is cut over ranks, which tokens q, k and v are: a
+      `headway.distributed.Layout`, or two, of the queries and of the keys. Score, mask and what
+      they capture are those of the whole sequence, equal on all ranks; dropout needs a seed.
+      Gradients of sinks and captured tensors are this rank's share: their sum over ranks is the
+      whole, as of every weight.
 
     **Returns:** `(b, hq, q_len, dv)`, the dtype of q.
 
@@ -111,12 +120,13 @@ def attention(
     """
     if unknown:
         raise unknown_keywords(attention, unknown)
-    mask = _or_none(mask, k)
-    if score is None and sink is None and (mask is None or type(mask) is causal):
+    mask = mask if layout is not None else _or_none(mask, k)
+    if layout is None and score is None and sink is None and (mask is None or type(mask) is causal):
         out = _plain(q, k, v, mask, scale, dropout, backend)
         if out is not None:
             return out
-    return _run(Request(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend))
+    request = Request(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend)
+    return _run(request if layout is None else request._replace(layout=layout))
 
 
 def attention_with_stats(
@@ -132,19 +142,22 @@ def attention_with_stats(
     seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
+    layout: Layout | tuple[Layout, Layout] | None = None,
     **unknown: Never,
 ) -> AttentionOutput:
     """`attention`, and what training needs besides: the differentiable log-sum-exp of every query
-    and the largest logit of every head (see `AttentionOutput`).
+    and the largest logit of every head (see `AttentionOutput`); with a `layout`, of the queries of
+    all ranks.
 
     The same arguments and errors as `attention`.
     """
     if unknown:
         raise unknown_keywords(attention_with_stats, unknown)
-    mask = _or_none(mask, k)
-    out, lse, max_logit, _ = _run(
-        Request(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True)
+    mask = mask if layout is not None else _or_none(mask, k)
+    request = Request(
+        q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True
     )
+    out, lse, max_logit, _ = _run(request if layout is None else request._replace(layout=layout))
     return AttentionOutput(out, lse, max_logit)
 
 
@@ -246,12 +259,22 @@ def _run_request(request: Request) -> Any:
         request = sharded.local_request(request)
     spec, call = resolve(request)
     run = ops.attention if request.max_logit else ops.output
+    if request.layout is not None:
+        run = partial(_over_ranks, request)
     try:
         if sharded is None:
             return run(spec, call)
         return sharded.whole(run(spec, sharded.local_call(call)))
     except CapturedIndexError as error:
         raise with_place(error, request.score, request.mask) from None
+
+
+def _over_ranks(request: Request, spec: Spec, call: Call) -> Any:
+    """The call where the sequence is cut over ranks."""
+    given = request.mask
+    own_tiles = isinstance(given, BlockMask) and given.decided is None
+    results = over_ranks(spec, call, Layouts.of(request.layout), own_tiles)
+    return results if request.max_logit else results.out
 
 
 def with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
@@ -283,7 +306,7 @@ def resolve(request: Request) -> tuple[Spec, Call]:
         q, k, v = _autocast(request.q, request.k, request.v)
         request = Request(q, k, v, *request[3:])
     key, contents = None, []
-    if not compiling and request.coords is None:
+    if not compiling and request.coords is None and request.layout is None:
         key, signature, contents = lookup(request)
         if signature is not None:
             seed = seed_of(request.seed, request.q.device) if request.dropout else None
@@ -292,34 +315,41 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     kv = request.kv
     if kv is None:
         check_tensors(q, k, v)
-        sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         if request.coords is not None:
             check_coords(request.coords, q, k)
     else:
         check_cache(q, k, v, kv)
         check_global(mask)
-        sizes = (kv.lengths.shape[0], q.shape[1], None, None)
     if scale is not None:
         scale = scale_of(scale)
     if sink is not None:
         check_sink(sink, q)
     dropout = request.dropout
     dropout = dropout_of(dropout) if dropout or type(dropout) is not float else 0.0
+    lengths = q.shape[2], k.shape[2]  # of the whole
+    if request.layout is not None:
+        layouts = Layouts.of(request.layout)
+        lengths = layouts.q.length, layouts.kv.length
+        if dropout and request.seed is None:
+            raise ArgumentError("dropout with a layout needs a seed, the same on every rank")
     seed = seed_of(request.seed, q.device) if dropout else None
     tiles, shape, blocks = None, None, None
     if isinstance(mask, BlockMask):
         tiles, shape, blocks = mask.tiles, (*mask.shape[:2], *mask.tile), mask
         if kv is None:
-            check_block_mask(mask, q, k)
+            check_block_mask(mask, q, lengths)
         mask = mask.mask
     double = request.backend == "reference" or q.dtype == torch.float64
     whole = request.coords is None  # else q and k are a part of what the mods are made for
+    sizes = (q.shape[0], q.shape[1], *lengths)
+    if kv is not None:
+        sizes = (kv.lengths.shape[0], q.shape[1], None, None)
     of_score, of_mask, captured, counts = None, None, None, (0, 0, 0)
     if score is not None:
-        of_score, captured = _checked_and_lowered("score", score, double, q, sizes, whole)
+        of_score, captured = _checked_and_lowered("score", score, double, q.device, sizes, whole)
         counts = len(captured.tensors), len(captured.ints), len(captured.floats)
     if mask is not None:
-        of_mask, more = _checked_and_lowered("mask", mask, double, q, sizes, whole)
+        of_mask, more = _checked_and_lowered("mask", mask, double, q.device, sizes, whole)
         if blocks is not None and kv is not None:
             by_query = parse(of_mask.text).uses("q_idx")
             check_cache_block_mask(blocks, by_query, *sizes[:2], kv.capacity(k))
@@ -331,6 +361,8 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     coords = WHOLE if request.coords is None else request.coords
     call = Call(q, k, v, sink, seed, captured, tiles, coords, None, kv)
     capability = CapabilityKey(*capability_key(call, counts[0]))
+    if request.layout is not None:  # on some rank at least
+        capability = capability._replace(scattered=True)
     asked = (
         scale, of_score and of_score.text, of_mask and of_mask.text, dropout, sink is not None,
         request.max_logit, request.row_max, request.partial, request.deterministic, shape,
@@ -390,7 +422,7 @@ def _resolve_spec(key: CapabilityKey, asked: tuple, call: Call | None = None) ->
 
 
 def _checked_and_lowered(
-    kind: str, mod: Any, double: bool, q: Tensor, sizes: tuple, whole: bool
+    kind: str, mod: Any, double: bool, device: torch.device, sizes: tuple, whole: bool
 ) -> tuple[Lowered, Captured]:
     """A score or mask, checked for a call of these sizes (b, h, q_len, kv_len), of which lengths
     are None over a cache: its graph and what it captures."""
@@ -410,8 +442,8 @@ def _checked_and_lowered(
         lowered, theirs = lower(kind, structure, dtype, *functions)
         captured = captured._replace(tensors=captured.tensors + theirs)
     if captured.tensors:
-        captured = captured._replace(tensors=[brought(t, q.device) for t in captured.tensors])
-        check_captured(kind, captured, q.device)
+        captured = captured._replace(tensors=[brought(t, device) for t in captured.tensors])
+        check_captured(kind, captured, device)
     return lowered, captured
 
 

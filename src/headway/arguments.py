@@ -352,13 +352,13 @@ def check_cache_block_mask(
         )
 
 
-def check_block_mask(mask: BlockMask, q: Tensor, k: Tensor) -> None:
-    """Built for the call's sizes and device."""
+def check_block_mask(mask: BlockMask, q: Tensor, lengths: tuple[int, int]) -> None:
+    """Built for the call's sizes and device; `lengths` of queries and keys."""
     b, h, q_len, kv_len = mask.shape
-    if (q_len, kv_len) != (q.shape[2], k.shape[2]):
+    if (q_len, kv_len) != lengths:
         raise ArgumentError(
-            f"the block mask is for lengths {(q_len, kv_len)}, but q and k have "
-            f"{(q.shape[2], k.shape[2])}; build one with block_mask(mask, b, h, q_len, kv_len)"
+            f"the block mask is for lengths {(q_len, kv_len)}, but q and k have {lengths}; "
+            "build one with block_mask(mask, b, h, q_len, kv_len)"
         )
     if b not in (1, q.shape[0]) or h not in (1, q.shape[1]):
         raise ArgumentError(

@@ -38,7 +38,7 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
     key where none tells such calls apart."""
     (
         q, k, v, score, mask, scale, sink, dropout, _, deterministic, backend, max_logit, row_max,
-        partial, _, kv,
+        partial, _, kv, _,
     ) = request  # fmt: skip
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None, None, []

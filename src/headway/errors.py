@@ -39,5 +39,9 @@ class BackendRefused(HeadwayError, NotImplementedError):
     """A backend cannot run this call; the message lists every reason and the way out."""
 
 
+class CacheFull(HeadwayError, RuntimeError):
+    """A cache of keys and values has no room for what was to come; nothing was written."""
+
+
 class CheckpointError(HeadwayError, OSError):
     """A checkpoint is missing, corrupt or could not be written."""

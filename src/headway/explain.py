@@ -11,6 +11,8 @@ from .api import prepare
 from .backends import NAMES, get, order, reasons_against, slower
 from .backends.base import CapabilityKey, capability_key, split
 from .blocks import BlockMask, cached_build
+from .distributed.context import Layouts
+from .distributed.layout import Layout
 from .keywords import unknown_keywords
 from .mods import retraced
 from .mods.graph import parse
@@ -23,9 +25,9 @@ class Explanation:
     """The answer of `explain`; print it.
 
     - `backend`: the one that would run; None if none can.
-    - `reasons`: for every backend, why it would not run (empty: it could, and comes later).
+    - `reasons`: for every backend, why it does not run (empty: it could, and comes later).
     - `tiles`: numbers of full, partial and empty tiles of 128 x 128 pairs, over the batches and
-      heads that the mask tells apart; None without a mask.
+      heads that the mask distinguishes; None without a mask.
     - `retraced`: of the score and the mask, why one is traced at every call (some 0.4 ms), with the
       line that reads what cannot be seen to stay the same; none, usually.
     - `elements`: the mask's ops, with their lines, that say nothing about a whole tile, so that
@@ -33,6 +35,7 @@ class Explanation:
     - `kernels`: of a GPU backend, forward and (where something requires grad) backward, each with
       whether it is compiled, by this process or on disk (`headway.warm`).
     - `limits`: where that backend's results are not those of every other.
+    - `over_ranks`: of a layout: how even it is, what it sends, and the plans; none without one.
     - `code`: what runs for the score and the mask.
     """
 
@@ -45,6 +48,7 @@ class Explanation:
     limits: list[str]
     code: str
     kernels: list[str] = field(default_factory=list)
+    over_ranks: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [self.call, "", f"backend: {self.backend or 'none can run this call'}"]
@@ -66,6 +70,7 @@ class Explanation:
         ]
         lines += [f"  kernel {kernel}" for kernel in self.kernels]
         lines += [f"  a limit: {limit}" for limit in self.limits]
+        lines += self.over_ranks
         if self.code:
             lines += ["", self.code]
         return "\n".join(lines)
@@ -84,18 +89,20 @@ def explain(
     seed: int | Tensor | None = None,
     deterministic: bool = False,
     backend: str = "auto",
+    layout: Layout | tuple[Layout, Layout] | None = None,
     **unknown: Never,
 ) -> Explanation:
     """The backend that `attention` would run, given the same, every reason against the others, the
     live tiles of the mask, and the code of the score and the mask.
 
     Takes `attention`'s arguments, and raises as it does for wrong ones; a call that no backend can
-    run is explained, not raised.
+    run is explained, not raised. A layout is explained without anything being sent, so that it
+    needs no mesh.
     """
     if unknown:
         raise unknown_keywords(explain, unknown)
     given = q, k, v, score, mask, scale, sink, dropout, seed, deterministic
-    spec, call = prepare(*given, backend="reference")
+    spec, call = prepare(*given, backend="reference", layout=layout)
     key = CapabilityKey(*capability_key(call, spec.score_tensors))
     reasons = {name: reasons_against(name, spec, key) for name in NAMES}
     allowed = order(backend, spec, key)
@@ -103,10 +110,12 @@ def explain(
     for name in allowed:
         if name != chosen and not reasons[name] and (why := slower(name, spec, key)):
             reasons[name] = [why]
+    for name in set(NAMES) - set(allowed):
+        reasons[name] = reasons[name] or [f"backend={backend!r} was asked for"]
     code, limits, kernels = "", [], []
     if chosen is not None:
         limits = get(chosen).limits(spec)
-        spec, call = prepare(*given, backend=chosen)
+        spec, call = prepare(*given, backend=chosen, layout=layout)
         code = get(chosen).code(spec, call)
         kernels = _kernels(spec, call)
     shapes = ", ".join(
@@ -117,9 +126,17 @@ def explain(
         f", {n} = {_name(m)}" for n, m in (("score", score), ("mask", mask)) if m is not None
     )
     elements = [] if spec.mask is None else why_elements(parse(spec.mask))
-    again, tiles = _retraced(score, mask, acc_dtype(q.dtype)), _tiles(spec, call)
+    lengths, over = (q.shape[2], k.shape[2]), []
+    if layout is not None:
+        from .distributed.exchange.report import report
+
+        layouts = Layouts.of(layout)
+        lengths = layouts.q.length, layouts.kv.length
+        own_tiles = isinstance(mask, BlockMask) and mask.decided is None
+        over = report(spec, call, *layouts, own_tiles)
+    again, tiles = _retraced(score, mask, acc_dtype(q.dtype)), _tiles(spec, call, lengths)
     return Explanation(
-        chosen, reasons, shapes + shown, tiles, again, elements, limits, code, kernels
+        chosen, reasons, shapes + shown, tiles, again, elements, limits, code, kernels, over
     )
 
 
@@ -148,10 +165,10 @@ def _name(mod: Any) -> str:
     return getattr(mod, "__qualname__", None) or repr(mod)
 
 
-def _tiles(spec: Spec, call: Any) -> tuple[int, int, int] | None:
+def _tiles(spec: Spec, call: Any, lengths: tuple[int, int]) -> tuple[int, int, int] | None:
     if spec.mask is None:
         return None
-    (b, h, q_len, _), kv_len = call.q.shape, call.k.shape[2]
+    (b, h), (q_len, kv_len) = call.q.shape[:2], lengths
     tiles, tile = call.tiles, (128, 128)
     if tiles is not None and spec.tiles is not None:
         b, h, *tile = spec.tiles  # type: ignore[assignment]

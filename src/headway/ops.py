@@ -29,7 +29,15 @@ from .operators import (
     infer_op,
     library,
 )
-from .types import Captured, Coords, Forward, Spec, constant_under_compile, in_dtype
+from .types import (
+    NAMESPACE,
+    Captured,
+    Coords,
+    Forward,
+    Spec,
+    constant_under_compile,
+    in_dtype,
+)
 
 
 def _forward_operator(spec: str, *inputs: Any) -> Forward:
@@ -353,7 +361,8 @@ def save_ops() -> list[Any]:
     Attention then runs once, forward and backward, and the rest of the block twice.
     """
     native = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    return [forward_op.default, native]
+    over_ranks = getattr(torch.ops, NAMESPACE).cp_forward.default  # see `distributed.context`
+    return [forward_op.default, over_ranks, native]
 
 
 def attention(spec: Spec, call: Call) -> Forward:

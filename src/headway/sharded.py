@@ -1,4 +1,5 @@
-"""DTensors whose batch or heads are sharded (data and tensor parallel), without communication.
+"""DTensors whose batch or heads are sharded (data and tensor parallel), without communication, and
+whose sequence is (context parallel), by a layout.
 
 A score or mask that looks at `b` or `h` sees the indices of the whole, not of the shard, and a
 learned tensor that it captures gets the gradient of all shards.
@@ -6,10 +7,13 @@ learned tensor that it captures gets the gradient of all shards.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .backends.base import Call
 from .blocks import BlockMask
+from .distributed.context import Layouts
+from .distributed.layout import Layout
 from .errors import ArgumentError
 from .types import Coords, Forward, Request
 
@@ -23,9 +27,10 @@ class Sharded:
     """What every rank does with its shards of a call.
 
     q, k and v have one mesh and the same placements, each `Shard(0)` (batch), `Shard(1)` (heads:
-    those of q and of k must divide evenly) or `Replicate()`. What the score captures and learns is
-    a DTensor replicated on that mesh; a sink is one of any placement. With dropout, all ranks need
-    one seed.
+    those of q and of k must divide evenly), `Replicate()`, or, once, `Shard(2)`: the sequence, in
+    pieces as DTensors have them, or as the call's layout says for that dimension of the mesh. What
+    the score captures and learns is a DTensor replicated on that mesh; a sink is one of any
+    placement. With dropout, all ranks need one seed.
 
     **Raises:** `ArgumentError` for anything else.
     """
@@ -48,10 +53,10 @@ class Sharded:
                 )
         self.mesh, self.placements = q.device_mesh, q.placements
         for n, place in enumerate(self.placements):
-            if place not in (Shard(0), Shard(1), Replicate()):
+            if place not in (Shard(0), Shard(1), Shard(2), Replicate()):
                 raise ArgumentError(
-                    f"placements {self.placements}: only batch, Shard(0), and heads, Shard(1), are "
-                    "sharded here; gather lengths and widths with .redistribute()"
+                    f"placements {self.placements}: only batch, Shard(0), heads, Shard(1), and "
+                    "length, Shard(2), are sharded here; gather widths with .redistribute()"
                 )
             ranks = self.mesh.size(n)
             if place == Shard(1) and (q.shape[1] % ranks or k.shape[1] % ranks):
@@ -68,13 +73,48 @@ class Sharded:
             )
         _, offset = compute_local_shape_and_global_offset(q.shape, self.mesh, self.placements)
         self.coords = Coords(b=offset[0], h=offset[1])
+        self.sizes = q.shape
+        self.layout = self._layout(request)
+
+    def _layout(self, request: Request) -> Layouts | None:
+        """Which tokens these are, where the sequence is sharded."""
+        from torch.distributed.tensor import Shard
+
+        over = [n for n, place in enumerate(self.placements) if place == Shard(2)]
+        if not over:
+            if request.layout is not None:
+                raise ArgumentError(
+                    f"a layout was given, but no placement of {self.placements} is Shard(2)"
+                )
+            return None
+        if request.kv is not None:
+            raise ArgumentError(
+                f"placements {self.placements}: caches are sharded along batch and heads, not "
+                "along the sequence; gather q with .redistribute()"
+            )
+        if len(over) > 1:
+            raise ArgumentError(
+                f"placements {self.placements}: the sequence is sharded over one dimension of the "
+                "mesh; flatten two of them with mesh._flatten()"
+            )
+        group = self.mesh.get_group(over[0])
+        if request.layout is None:
+            made = {n: _chunked(n, group) for n in {request.q.shape[2], request.k.shape[2]}}
+            return Layouts(made[request.q.shape[2]], made[request.k.shape[2]])
+        layouts = Layouts.of(request.layout)
+        if layouts.q.group_name != group.group_name:
+            raise ArgumentError(
+                "the layout is on another mesh than the dimension that shards the sequence, number "
+                f"{over[0]} of {self.mesh}"
+            )
+        return layouts
 
     def local_request(self, request: Request) -> Request:
         """The request for this rank's shards. What the score captures: see `local_call`."""
         q, k, v, score, mask, scale, sink = request[:7]
         return Request(
             q.to_local(), k.to_local(), v.to_local(), score, mask, scale, self._local_sink(sink),
-            *request[7:14], self.coords, request.kv,
+            *request[7:14], self.coords, request.kv, self.layout,
         )  # fmt: skip
 
     def _local_sink(self, sink: Any) -> Any:
@@ -90,7 +130,7 @@ class Sharded:
             )
         by_head = [Shard(0) if p == Shard(1) else Replicate() for p in self.placements]
         grads = [
-            Partial() if p == Shard(0) else h
+            Partial() if p in (Shard(0), Shard(2)) else h
             for p, h in zip(self.placements, by_head, strict=True)
         ]  # fmt: skip
         return sink.redistribute(placements=by_head).to_local(grad_placements=grads)
@@ -121,10 +161,28 @@ class Sharded:
 
     def whole(self, result: Any) -> Any:
         """A result, or all of them, as DTensors placed as q."""
-        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if isinstance(result, Forward):
             return Forward(*[self.whole(x) for x in result])
         if result.dim() == 1:
             return result
-        return DTensor.from_local(result, self.mesh, self.placements, run_check=False)
+        places = self.placements
+        if self.layout is None:
+            return DTensor.from_local(result, self.mesh, places, run_check=False)
+        if result.dim() == 2:  # of all tokens
+            places = [Replicate() if p == Shard(2) else p for p in places]
+            return DTensor.from_local(result, self.mesh, places, run_check=False)
+        shape = torch.Size((*self.sizes[:3], *result.shape[3:]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            result, self.mesh, places, run_check=False, shape=shape, stride=stride
+        )
+
+
+def _chunked(length: int, group: Any) -> Layout:
+    """As DTensors are cut: `torch.chunk`."""
+    ranks = group.size()
+    size = -(-length // ranks)
+    cuts = [min(n * size, length) for n in range(ranks + 1)]
+    return Layout(length, [(n, *cuts[n : n + 2]) for n in range(ranks)], group)

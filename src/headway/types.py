@@ -146,6 +146,7 @@ class Request(NamedTuple):
       score of every row.
     - `partial`: results in the accumulation dtype.
     - `coords`: where these tensors stand in the whole (shards, decoding); None: they are the whole.
+    - `layout`: which tokens these are, where the sequence is cut over ranks; None: it is not.
     """
 
     q: Any
@@ -164,6 +165,7 @@ class Request(NamedTuple):
     partial: bool = False
     coords: "Coords | None" = None
     kv: "KV | None" = None  # k and v are a cache (`headway.inference`)
+    layout: Any = None  # a headway.distributed.Layout, or two, of the queries and of the keys
 
 
 class Captured(NamedTuple):

@@ -87,10 +87,10 @@ def attention_weights(
                     coords=Coords(b=row, h=h, q_pos=q_pos),
                 )  # fmt: skip
                 try:
-                    _, t, *_ = reference._scores(spec, one)
+                    _, t, *_ = reference.scores(spec, one)
                 except CapturedIndexError as error:
                     raise with_place(error, score, mask) from None
-                weights[row, n] = reference._softmax(t, one.sink)[0][0, 0]
+                weights[row, n] = reference.softmax(t, one.sink)[0][0, 0]
     return weights
 
 

@@ -744,3 +744,11 @@ def test_errors_are_pythons_own_kinds_too():
         hw.attention(*(x[..., :n] for x, n in zip(_qkv(), (8, 4, 8), strict=True)))
     with pytest.raises(IndexError, match="dimension 1"):
         hw.attention(*_qkv(), _far_right)
+
+
+def test_explain_says_which_backend_was_asked_for():
+    given = _qkv()
+    assert "comes later" in str(hw.explain(*given))
+    asked = hw.explain(*given, backend="cpu")
+    assert asked.reasons["reference"] == ["backend='cpu' was asked for"]
+    assert "comes later" not in str(asked)

@@ -15,7 +15,10 @@ LISTED = set(
         r"^::: (\S+)$", "\n".join(p.read_text() for p in sorted(PAGES.glob("*.md"))), re.MULTILINE
     )
 )
-PACKAGES = ["headway", "headway.nn", "headway.optim", "headway.stability", "headway.compat"]
+PACKAGES = [
+    "headway", "headway.nn", "headway.optim", "headway.stability", "headway.compat",
+    "headway.distributed",
+]  # fmt: skip
 # Modules, whose public names are those defined in them (or in `__all__`).
 MODULES = ["headway.errors", "headway.compat.torch_sdpa", "headway.compat.flex"]
 BY_NAME = {
@@ -23,7 +26,7 @@ BY_NAME = {
         "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
         "flash_attn_varlen_func",
     ],
-    "headway.integrations.transformers": ["register"],
+    "headway.integrations.transformers": ["mask_over_ranks", "register"],
 }  # fmt: skip
 
 

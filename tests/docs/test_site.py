@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     if find_spec("mkdocs") is None or find_spec("material") is None:
-        pytest.skip("mkdocs is not installed: `make docs` installs it")
+        pytest.skip("mkdocs is not installed: the extra `docs`, which `make setup` installs")
     folder = tmp_path_factory.mktemp("site")
     command = [
         sys.executable,

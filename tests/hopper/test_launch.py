@@ -46,6 +46,20 @@ def device():
         yield seen
 
 
+@pytest.fixture
+def uncompiled(device, monkeypatch):
+    """Launches are written down, and no kernel is compiled: for tests of which ones there are."""
+
+    def write_down(self, *args, grid, warmup, **options):
+        assert not warmup
+        device.launches.append((self.__name__, args))
+
+    monkeypatch.setattr(JITFunction, "run", write_down)
+    plans.clear()
+    yield
+    plans.clear()
+
+
 def launches(device, x, **options):
     """Launch a forward and a backward; their launches, and how many went through Triton."""
     device.clear()
@@ -79,7 +93,7 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
             assert not any(hasattr(kind, "base") for kind in found.q.kinds)
 
 
-def test_a_cta_owns_whole_heads_where_they_are_short_and_many(device):
+def test_a_cta_owns_whole_heads_where_they_are_short_and_many(device, uncompiled):
     """With no kernel after; where there are few heads, or a CTA's dQ-accum does not stay in the cache,
     or results are float32, as ever."""
     by_tile = ["forward", "preprocess_kernel", "backward", "postprocess_dq"]
@@ -95,7 +109,7 @@ def test_a_cta_owns_whole_heads_where_they_are_short_and_many(device):
         assert [name for name, _ in launched] == names
 
 
-def test_a_cta_owns_short_documents(device):
+def test_a_cta_owns_short_documents(device, uncompiled):
     """Where they begin with tiles, fit, and are many; whatever the length of all."""
     by_tile = ["forward", "preprocess_kernel", "backward", "postprocess_dq"]
     every = torch.arange(4096)
@@ -112,7 +126,7 @@ def test_a_cta_owns_short_documents(device):
         assert [name for name, _ in launched] == names
 
 
-def test_segments_are_looked_for_once_for_a_mask(device, monkeypatch):
+def test_segments_are_looked_for_once_for_a_mask(device, uncompiled, monkeypatch):
     """Not in every call: the host would wait for the GPU."""
     made = []
     found = segment_table.Segments
@@ -128,7 +142,7 @@ def test_segments_are_looked_for_once_for_a_mask(device, monkeypatch):
 
 
 def test_which_consumers_a_call_gets(device):
-    """One of a CTA for short ranks under a mask, three for long lines at width 64, else two; with
+    """One for short work tiles under a mask, three for long tile rows at width 64, else two; with
     queries in registers where there is room."""
     ids = torch.arange(2048) // 700
     documents, window = hw.causal() & hw.document(ids), hw.causal() & hw.sliding_window(100)
@@ -150,7 +164,7 @@ def test_which_consumers_a_call_gets(device):
         assert (how.consumers, how.q_in_registers) == wanted, (width, length, options)
 
 
-def test_what_the_copy_engine_cannot_read_is_copied():
+def test_what_tma_cannot_read_is_copied():
     x = torch.randn(2, 3, 50, 72)
     for y in (x, x[..., :68], x.transpose(1, 2)):  # whole rows, steps of 16 bytes
         assert with_tma_strides(*aligned(y)) is y

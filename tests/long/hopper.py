@@ -14,13 +14,19 @@ if find_spec("triton") is None:
 from cases import BY_NAME, CASES, problem
 from checks import compare, run
 from headway.errors import BackendRefused
-from hopper.test_simulated import simulated  # noqa: F401  (a fixture)
 from positions import scattered
 from tools.compile_hopper import CALLS, report
+from tools.simulator import simulating
+
+
+@pytest.fixture
+def simulated():
+    with simulating():
+        yield
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
-def test_table(name, simulated):  # noqa: F811
+def test_table(name, simulated):
     try:
         made = run(problem(BY_NAME[name], torch.bfloat16), "hopper", True)
     except BackendRefused:
@@ -30,7 +36,7 @@ def test_table(name, simulated):  # noqa: F811
 
 @pytest.mark.parametrize("per_batch", [False, True], ids=["one_order", "order_per_batch"])
 @pytest.mark.parametrize("name", [case.name for case in CASES])
-def test_positions_one_by_one(name, per_batch, simulated):  # noqa: F811
+def test_positions_one_by_one(name, per_batch, simulated):
     try:
         made = scattered(BY_NAME[name], torch.bfloat16, "hopper", per_batch)
     except BackendRefused:

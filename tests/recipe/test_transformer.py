@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from headway.errors import ArgumentError
-from headway.recipe import generate
+from headway.recipe import generate, generate_many
 from headway.recipe.model import ModelConfig, Past, Transformer
 from headway.stability import logit_stats
 
@@ -137,6 +137,16 @@ def test_generation_past_the_context() -> None:
         seen.append(byte)
         window = [*window, byte]
     assert len(seen) > 21 + 12
+
+
+def test_many_prompts_at_once_are_as_if_alone() -> None:
+    """Through the context and beyond it, each at its own length."""
+    model = drawn(ModelConfig(depth=2, width=16, heads=2, kv_heads=1, context=12))
+    prompts = [b"x" * 20, b"", b"def f"]
+    steps = list(generate_many(model, prompts, 25, temperature=0.5, seed=3))
+    for row, prompt in enumerate(prompts):
+        written = [step[row] for step in steps if step[row] is not None]
+        assert written == list(generate(model, prompt, 25, temperature=0.5, seed=3))
 
 
 def test_greedy_is_the_likeliest_byte(model: Transformer) -> None:

@@ -40,12 +40,12 @@ def accumulates(dtype: torch.dtype) -> torch.dtype:
 def forward(spec: Spec, call: Call) -> Forward:
     """softmax(score(scale q kᵀ) where kept) v, and its statistics."""
     v = _to_heads(call.v, call.q.shape[1])
-    s, t, kept, keep_ = _scores(spec, call)
+    s, t, kept, keep_ = scores(spec, call)
     row_max = t.amax(-1) if t.shape[-1] else t.new_full(t.shape[:-1], -math.inf)
     lse = torch.logsumexp(t, -1) if t.shape[-1] else row_max
     if call.sink is not None:
         lse = torch.logaddexp(lse, call.sink.double()[:, None])
-    p = _softmax(t, call.sink)[0] * keep_
+    p = softmax(t, call.sink)[0] * keep_
     dtype = call.q.dtype
     acc = acc_dtype(dtype)
     logits = s.masked_fill(~kept, -math.inf)
@@ -124,11 +124,11 @@ def backward(
     delta = delta_of(out, dout, dlse, torch.float64)
     q, dout, lse = (x.double() for x in (call.q, dout, lse))
     k, v = (_to_heads(x, hq) for x in (call.k, call.v))
-    s, t, kept, keep_ = _scores(spec, call)
+    s, t, kept, keep_ = scores(spec, call)
     p, of_sink = _by_lse(t, call.sink, lse)
     if not spec.partial:  # a merged lse includes keys that are not here
         large = (lse.abs() > LARGE_LSE) & (lse.abs() != math.inf)
-        exact = _softmax(t, call.sink)
+        exact = softmax(t, call.sink)
         p = torch.where(large[..., None], exact[0], p)
         of_sink = torch.where(large, exact[1], of_sink)
     dt = p * ((dout @ v.mT) * keep_ - delta[..., None])
@@ -150,7 +150,7 @@ def backward(
     )
 
 
-def _scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """S, T (-inf where not kept), kept, and the dropout factor, of all pairs."""
     score, mask = graphs(spec)
     of_score, of_mask = split(spec, call.captured)
@@ -217,7 +217,7 @@ def _to_heads(x: Tensor, hq: int) -> Tensor:
     return x.double().repeat_interleave(hq // x.shape[1], dim=1)
 
 
-def _softmax(t: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def softmax(t: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """P, and the sink's share of every row, without lse: near a lse of -1e30 the logarithm of the
     sum is lost."""
     s = _of_rows(t, sink)

@@ -99,7 +99,8 @@ def cached_build(
     if any(t.is_inference() for t in tensors):
         return run(make)
     known = tuple((id(t), t._version) for t in tensors)
-    numbers = (*captured.ints, *map(repr, captured.floats), *coords[:4])
+    first = coords.b * graph.uses("b"), coords.h * graph.uses("h"), coords.q, coords.kv
+    numbers = (*captured.ints, *map(repr, captured.floats), *first)
     key = (graph, shape, tile, device, numbers, known)
     found = _cache.get(key)
     if found is not None:

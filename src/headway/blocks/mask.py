@@ -126,7 +126,7 @@ class BlockMask:
 
     def save_picture(self, path: str | PathLike, title: str | None = None) -> None:
         """Draw the tiles to a file: PNG, SVG or PDF by its ending. Batches and heads that the mask
-        tells apart are side by side, up to 16 of them; one alone: `block_mask[b, h]`.
+        distinguishes are side by side, up to 16 of them; one alone: `block_mask[b, h]`.
 
         All but SVG need matplotlib: `pip install 'headway[plot]'`.
         """
@@ -134,7 +134,7 @@ class BlockMask:
 
     def save_report(self, path: str | PathLike, title: str | None = None) -> None:
         """Write a page of the tiles, `.html`, that zooms from all of them to one: one file for a
-        browser, with no network. Batches and heads that the mask tells apart are in it, up to 64.
+        browser, with no network. Batches and heads that the mask distinguishes are in it, up to 64.
 
         Its size follows the runs of live tiles, not `q_len * kv_len`, and stays below 4 MB: of
         tiles that need more, squares are drawn as one cell, as the page says.

@@ -294,7 +294,7 @@ def inline(mask: Tiled) -> str:
 
 
 def group_labels(b: int, h: int) -> list[tuple[str, int, int]]:
-    """What to call every batch and head that is told apart."""
+    """A label for every batch and head that the mask distinguishes."""
     names = []
     for n in range(b):
         for m in range(h):

@@ -170,8 +170,8 @@ def _driver() -> str:
     if shutil.which("nvidia-smi") is None:
         return "no nvidia-smi here"
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    told = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
-    driver = told[0] if told else "nvidia-smi says nothing"
+    words = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
+    driver = words[0] if words else "nvidia-smi says nothing"
     if not torch.version.cuda:
         return driver
     newest = torch._C._cuda_getDriverVersion()  # pyrefly: ignore[missing-attribute]

@@ -42,6 +42,7 @@ MASKS: dict[str, Callable[..., Any]] = {
         headway.global_tokens,
         headway.neighborhood,
         headway.tiled,
+        headway.tree,
     )
 } | {"block_table": _block_table}
 SCORES: dict[str, Callable[..., Any]] = {
@@ -85,8 +86,9 @@ class Arguments:
     Masks: causal(offset=0), sliding_window(w), dilated(w, step), strided(n), chunked(n),
     block_causal(n), prefix(n), document(ids), document.from_lengths(lengths),
     document.from_cu_seqlens(ends), spans(ids), padding(lengths), global_tokens(n),
-    neighborhood(shape, kernel), tiled(mask, shape, tile), block_table(table, block), with ids,
-    lengths and tables as lists of numbers, and shapes in parentheses.
+    neighborhood(shape, kernel), tiled(mask, shape, tile), tree(parents, start=0),
+    block_table(table, block), with ids, lengths, parents and tables as lists of numbers, and shapes
+    in parentheses.
     Scores: alibi(heads), softcap(c), relative_bias(table), t5_bias(table), bias(table),
     window_bias(table, shape), log_sigmoid(bias).
     Batches and heads that these tell apart are drawn one by one. For example:
@@ -204,6 +206,8 @@ def _of_tensors(mod: Mod) -> tuple[int, int]:
             return len(mod.lengths), 1
         case headway.prefix() if isinstance(mod.length, torch.Tensor):
             return len(mod.length), 1
+        case headway.tree():
+            return (len(mod._ancestors) if mod._ancestors.dim() == 3 else 1), 1
         case headway.block_table():
             b, h, *_ = (1,) * (4 - mod.table.dim()) + tuple(mod.table.shape)
             return b, h

@@ -212,11 +212,11 @@ def _where(times: Times) -> str:
 
 def table(first: Times, later: Times, steps: int) -> str:
     """The first step beside the mean of those after it; of a GPU's kernels, then of the host."""
-    parts = []
-    if any(later.device.values()):
-        parts.append(_table("kernels", first.on_device(), later.on_device(), later, steps))
-    parts.append(_table("host", first.on_host(), later.on_host(), later, steps))
-    return "\n\n".join(parts)
+    host = first.on_host(), later.on_host(), later, steps
+    if not any(later.device.values()):
+        return _table("", *host)
+    kernels = _table("kernels", first.on_device(), later.on_device(), later, steps)
+    return f"{kernels}\n\n{_table('host', *host)}"
 
 
 def _table(

@@ -2,6 +2,8 @@
 
 import codecs
 import sys
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,19 +13,20 @@ import tyro
 from ..recipe.checkpoint import load_model
 from ..recipe.machine import threads
 from ..recipe.run import Run
-from ..recipe.sample import generate
+from ..recipe.sample import generate_many, text_of
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Let the model of a run write, byte by byte, and print it as it comes."""
+    """Let the model of a run write, byte by byte. One text is printed as it comes, many, which are
+    written side by side, at the end. The speed goes to standard error."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Name of the run, or the path of a model.safetensors."""
-    prompt: str = ""
-    """What it continues. Empty: the beginning of a file."""
+    prompt: tuple[str, ...] = ("",)
+    """What it continues, one text or several. Empty: the beginning of a file."""
     length: int = 500
-    """Bytes to write, at most; it stops earlier where it ends the file."""
+    """Bytes to write for each, at most; it stops earlier where it ends the file."""
     temperature: float = 0.8
     """1 draws from the model's own probabilities, less is bolder, 0 always takes the likeliest."""
     seed: int = 0
@@ -38,13 +41,28 @@ def main(arguments: list[str]) -> int:
     path = Path(asked.run)
     if not path.is_file():
         path = Run.find(asked.runs, asked.run).model
-    model = load_model(path)
-    prompt = asked.prompt.encode(errors="replace")
-    text = codecs.getincrementaldecoder("utf-8")("replace")
-    sys.stdout.write(asked.prompt)
+    model, prompts = load_model(path), asked.prompt or ("",)
+    encoded = [prompt.encode(errors="replace") for prompt in prompts]
+    start = time.perf_counter()
     with threads(1):  # one byte is too little work to share
-        for byte in generate(model, prompt, asked.length, asked.temperature, asked.seed):
-            sys.stdout.write(text.decode(bytes([byte])))
-            sys.stdout.flush()
-    print(text.decode(b"", final=True))
+        steps = generate_many(model, encoded, asked.length, asked.temperature, asked.seed)
+        done = _stream(prompts[0], steps) if len(prompts) == 1 else list(steps)
+    seconds = time.perf_counter() - start
+    if len(prompts) > 1:
+        for row, prompt in enumerate(prompts):
+            print(f"--- prompt: {prompt!r}\n{prompt}{text_of(done, row)}\n")
+    count = sum(byte is not None for step in done for byte in step)
+    print(f"{count} bytes, {count / seconds:,.0f} a second", file=sys.stderr)
     return 0
+
+
+def _stream(prompt: str, steps: Iterable[list[int | None]]) -> list[list[int | None]]:
+    """Print one text as it comes."""
+    text, done = codecs.getincrementaldecoder("utf-8")("replace"), []
+    sys.stdout.write(prompt)
+    for step in steps:
+        done.append(step)
+        sys.stdout.write(text.decode(bytes([byte for byte in step if byte is not None])))
+        sys.stdout.flush()
+    print(text.decode(b"", final=True))
+    return done

@@ -1,3 +1,4 @@
-"""Attention over more than one piece."""
+"""Attention over more than one piece, and over more than one process."""
 
+from .layout import Layout as Layout
 from .merge import merge as merge

@@ -1,8 +1,14 @@
 """Serve what was trained: attention over caches of keys and values, with the same score and mask.
 
-- `attention`, `attention_with_stats`: decoding, chunked prefill and ragged batches, over contiguous
-  caches and over pages.
+- `attention`, `attention_with_stats`: decoding, chunked prefill and ragged batches.
+- `Cache`, `PagedCache`: keys and values in one stretch of memory for every row, or in pages.
+- `cascade`: keys that many rows share, read once.
 """
 
 from .attend import attention as attention
 from .attend import attention_with_stats as attention_with_stats
+from .cache import Cache as Cache
+from .cache import Layer as Layer
+from .cache import PagedCache as PagedCache
+from .cascade import Level as Level
+from .cascade import cascade as cascade

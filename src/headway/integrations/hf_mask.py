@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ..distributed.layout import Layout
 from ..errors import BackendRefused
 from ..mods import dense
 from ..mods.base import MaskFn, Mod
@@ -43,6 +44,8 @@ class AttentionMask(Tensor):
     sizes: tuple[int, ...]
     packed: bool  # documents are apart, or positions have been looked at
     taken: bool  # the square is in the hands of others, and is all that counts
+    looked_at: Tensor | None  # the positions that were compared with the layout's
+    over_ranks: Layout | None  # which tokens these are, where the sequence is cut over ranks
     _make: Callable[[], Tensor]
     _made: Tensor | None
     _moved: dict[Any, "AttentionMask"]
@@ -61,6 +64,7 @@ class AttentionMask(Tensor):
         new = nothing.as_subclass(AttentionMask)
         new.mask, new.sizes, new.packed = mask, sizes, packed
         new.taken, new._make, new._made, new._moved = False, make, None, {}
+        new.over_ranks = new.looked_at = None
         return new
 
     def square(self) -> Tensor:
@@ -114,6 +118,7 @@ class AttentionMask(Tensor):
             mask = self.mask if device == self.device else _carried(self, device)
             make = lambda: self.square().to(device, dtype)
             new = AttentionMask.of(mask, self.sizes, self.packed, make, dtype, device)
+            new.over_ranks = self.over_ranks
             self._moved[dtype, device] = new
         return self._moved[dtype, device]
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_with_stats
+from ..distributed.layout import Layout
 from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, bias, causal, dense, document, sliding_window
 from ..mods import softcap as capped
@@ -59,6 +60,42 @@ def register(name: str = "headway") -> None:
     hf_models.watch(name)
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
+
+
+def mask_over_ranks(
+    layout: Layout,
+    mask: MaskFn | None,
+    batch: int = 1,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The `attention_mask` of a model whose sequence is cut over ranks: a mask of the whole, with
+    the layout that says which tokens this rank has.
+
+        model(layout.shard(tokens), position_ids=layout.positions[None],
+              attention_mask=mask_over_ranks(layout, causal() & document(ids)), use_cache=False)
+
+    A model with several patterns takes a dictionary of such masks.
+
+    - `mask`: causal and documents and windows, of the whole sequence, equal on all ranks; None
+      keeps every pair.
+    - `batch`: rows of the tokens; `dtype`, `device`: of the model's activations.
+
+    **Raises:** `BackendRefused` where the model looks inside of the mask.
+    """
+
+    def square() -> Tensor:
+        raise BackendRefused(
+            "the model looks inside its attention mask, which over ranks is a function of the "
+            "whole sequence; such a model needs its sequence in one piece"
+        )
+
+    sizes = batch, 1, layout.local, layout.local
+    where = layout.positions.device if device is None else device
+    made = AttentionMask.of(mask, sizes, True, square, dtype, where)
+    made.over_ranks = layout
+    return made
 
 
 # -- the mask function ----------------------------------------------------------------------------
@@ -249,6 +286,9 @@ def attention_forward(
     _refuse(output_attentions, kwargs)
     q_len, kv_len = query.shape[2], key.shape[2]
     mask, score = _given(attention_mask, (*query.shape[:3], kv_len))
+    layout = attention_mask.over_ranks if isinstance(attention_mask, AttentionMask) else None
+    if layout is not None:
+        _check_over_ranks(layout, attention_mask, kwargs.get("position_ids"))
     if attention_mask is None:  # a mask that is given says it all
         causal_too = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if causal_too and q_len > 1:
@@ -267,7 +307,7 @@ def attention_forward(
         score = bias(position_bias) if score is None else Then(score, bias(position_bias))
     options: dict[str, Any] = {
         "scale": scaling, "dropout": dropout, "sink": s_aux if sinks is None else sinks,
-        "deterministic": bool(deterministic),
+        "deterministic": bool(deterministic), "layout": layout,
     }  # fmt: skip
     record = getattr(module, "max_logit", None)  # `QKClip` gives one to every attention it finds
     if isinstance(record, MaxLogit) and record.recording:
@@ -365,6 +405,20 @@ def _look_at_positions(
             "position_ids restart inside a row, but transformers made a mask in which the packed "
             "documents see each other: call the model with use_cache=False and no attention_mask",
             stacklevel=2,
+        )
+
+
+def _check_over_ranks(layout: Layout, mask: AttentionMask, position_ids: Tensor | None) -> None:
+    """Positions of a rank's tokens are those of the whole: a model that counts them from 0 on every
+    rank turns queries and keys by wrong angles, in silence."""
+    if position_ids is None or torch.compiler.is_compiling() or mask.looked_at is position_ids:
+        return
+    mask.looked_at = position_ids  # once, not in every layer
+    here = layout.positions.to(position_ids.device)
+    if position_ids.shape[-1] != layout.local or not bool((position_ids == here).all()):
+        raise ArgumentError(
+            "position_ids are not those of the layout (they begin at 0 on every rank where a model "
+            "counts them itself); call the model with position_ids=layout.positions[None]"
         )
 
 

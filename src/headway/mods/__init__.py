@@ -25,6 +25,7 @@ from .masks import sliding_window as sliding_window
 from .masks import spans as spans
 from .masks import strided as strided
 from .masks import tiled as tiled
+from .masks import tree as tree
 from .scores import alibi as alibi
 from .scores import bias as bias
 from .scores import log_sigmoid as log_sigmoid

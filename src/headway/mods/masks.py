@@ -284,6 +284,60 @@ class padding(Mask):
 
 
 @value
+class tree(Mask):
+    """A tree of drafted tokens, each of which sees its ancestors, itself and all before the tree.
+
+    `parents` is an int tensor `(nodes,)` or `(batch, nodes)`: of every node its parent's number,
+    -1 where it has none; a parent comes before its children. Node n stands at position
+    `start + n`, and `start`, a number, a 0-d int tensor or `(batch,)`, is where the tree begins:
+    for drafts at the end of a cache, `lengths - nodes`. Positions before it are causal, those
+    after the tree see nothing. Tensors are read when the mask is made.
+    (Miao et al. 2023, SpecInfer, arXiv 2305.09781, section 4.2; Cai et al. 2024, Medusa,
+    arXiv 2401.10774)
+    """
+
+    start: int | Tensor
+    _ancestors: Tensor  # bool (nodes, nodes), or of every batch: which node sees which
+    _nodes: int
+
+    def __init__(self, parents: Tensor, start: int | Tensor = 0) -> None:
+        _ids("tree", "parents", parents, "(nodes,) or (batch, nodes)", (1, 2))
+        object.__setattr__(self, "start", start)
+        if isinstance(start, Tensor):
+            _ids("tree", "start", start, "() or (batch,)", (0, 1))
+        else:
+            _set_whole(self, "start", least=0)
+        nodes = parents.shape[-1]
+        at = torch.arange(nodes, device=parents.device)
+        sees = at[:, None] == at  # itself
+        sees = sees.expand(*parents.shape, nodes)
+        up = parents.long()
+        for _ in range(nodes - 1):  # one step up the tree; a root stays without a parent
+            sees = sees | ((up[..., None] == at) & (up >= 0)[..., None])
+            up = torch.where(up >= 0, parents.long().gather(-1, up.clamp(0)), -1)
+        object.__setattr__(self, "_ancestors", sees.contiguous())
+        object.__setattr__(self, "_nodes", nodes)
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        if self._ancestors.dim() == 3:
+            check_shape("tree", "parents", self._ancestors[..., 0], b=b, nodes=None)
+        if isinstance(self.start, Tensor) and self.start.dim():
+            check_shape("tree", "start", self.start, b=b)
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        start = self.start  # a number is a symbol, a 0-d tensor, during tracing
+        if isinstance(start, Tensor) and start.dim() > 0:
+            start = start[b]
+        nodes = self._nodes
+        n, m = q_idx - start, kv_idx - start
+        inside = (n >= 0) & (n < nodes) & (m >= 0) & (m < nodes)
+        at = [x.clamp(max=nodes - 1).clamp(min=0) for x in (n, m)]
+        sees = self._ancestors[(b, *at) if self._ancestors.dim() == 3 else tuple(at)]
+        before = (m < 0) & (n < nodes) & (kv_idx <= q_idx)
+        return before | (inside & sees)
+
+
+@value
 class global_tokens(Mask):
     """`i < count or j < count`: the first `count` positions see and are seen by all.
 

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from ..arguments import count_of, number_of
 from ..blocks import BlockMask
+from ..distributed.layout import Layout
 from ..errors import ArgumentError
+from ..inference import Layer
 from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
 from .past import Past
@@ -105,14 +107,19 @@ class Attention(ScaledAttention):
         score: ScoreFn | None = None,
         *,
         angles: Angles | None = None,
-        past: Past | None = None,
+        past: Past | Layer | None = None,
+        layout: Layout | None = None,
         **unknown: Never,
     ) -> Tensor:
         """`x` and the result: `(b, length, width)`.
 
         `mask` and `score` as in `headway.attention`; `angles` from `rotary.angles(positions)`,
         which a model makes once for all its layers; `past` holds the positions before these and
-        grows by them. The mask is then told so, `causal(past.length)`: see `Past`.
+        grows by them: a `Past`, or a layer of a cache of `headway.inference`, whose `reserve` was
+        told of these tokens. Positions are then global, so mask and score are those of training:
+        `causal()`. `layout` says which tokens of a sequence `x` holds that is cut over ranks
+        (`headway.distributed.Layout`): mask and score are those of the whole, and the rotation
+        takes the layout's positions.
         """
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
@@ -122,11 +129,11 @@ class Attention(ScaledAttention):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             if angles is None:
-                angles = self.angles_of(self.rotary, x, past)
+                angles = self.angles_of(self.rotary, x, past, layout)
             q, k = self.rotary.rotate(q, angles), self.rotary.rotate(k, angles)
         elif angles is not None:
             raise ArgumentError("angles were given, but this attention has no rotary")
-        return self.o_proj(self.attend(q, k, v, mask, score, past))
+        return self.o_proj(self.attend(q, k, v, mask, score, past, layout))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """(b, heads, length, head_width) each. The heads on a tensor-parallel rank are its own."""

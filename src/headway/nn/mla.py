@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from ..arguments import count_of, number_of
 from ..blocks import BlockMask
+from ..distributed.layout import Layout
 from ..errors import ArgumentError
+from ..inference import Layer
 from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
-from .past import Past
+from .past import Past, check_past, length_of
 from .rotary import Angles, Rotary, YaRN, check_rotary
 from .scaling import ScaledAttention, Scaling
 
@@ -156,15 +158,18 @@ class MLA(ScaledAttention):
         score: ScoreFn | None = None,
         *,
         angles: Angles | None = None,
-        past: Past | None = None,
+        past: Past | Layer | None = None,
+        layout: Layout | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """As `Attention.forward`, of `(b, length, width)`."""
+        """As `Attention.forward`, of `(b, length, width)`. `past` keeps a latent and a rotary key
+        of every token, `(b, 1, length, kv_lora_rank + rope_width)`; a cache for it has one key head
+        of that width, and `dv=0`."""
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
         self.check_input(x)
         if angles is None:
-            angles = self.angles_of(self.rotary, x, past)
+            angles = self.angles_of(self.rotary, x, past, layout)
         if self.q_proj is not None:
             q = self.q_proj(x)
         else:
@@ -172,13 +177,63 @@ class MLA(ScaledAttention):
         q = q.unflatten(-1, (-1, self.nope_width + self.rope_width)).transpose(1, 2)
         q_nope, q_rope = q.split([self.nope_width, self.rope_width], dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.kv_lora_rank, self.rope_width], -1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent))
+        latent, k_rope = self.kv_a_layernorm(latent), self.rotary.rotate(k_rope[:, None], angles)
+        q = torch.cat((q_nope, self.rotary.rotate(q_rope, angles)), dim=-1)
+        if past is not None:
+            if layout is not None:
+                raise ArgumentError(
+                    "a past and a layout do not go together: decode without a layout"
+                )
+            latents = torch.cat((latent[:, None], k_rope), dim=-1)
+            return self.o_proj(self._attend_latents(q, latents, mask, score, past))
+        return self.o_proj(
+            self.attend(q, *self._expanded(latent, k_rope), mask, score, None, layout)
+        )
+
+    def _expanded(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every head from latents `(b, length, rank)` and the shared rotary keys
+        `(b, 1, length, rope_width)`."""
+        kv = self.kv_b_proj(latent)
         kv = kv.unflatten(-1, (-1, self.nope_width + self.value_width)).transpose(1, 2)
         k_nope, v = kv.split([self.nope_width, self.value_width], dim=-1)
-        k_rope = self.rotary.rotate(k_rope[:, None], angles).expand(*k_nope.shape[:-1], -1)
-        q = torch.cat((q_nope, self.rotary.rotate(q_rope, angles)), dim=-1)
-        k = torch.cat((k_nope, k_rope), dim=-1)
-        return self.o_proj(self.attend(q, k, v, mask, score, past))
+        return torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1), v
+
+    def _attend_latents(
+        self, q: Tensor, new: Tensor, mask: Any, score: Any, past: Past | Layer
+    ) -> Tensor:
+        """Attention over what `past` keeps, and these `(b, 1, length, rank + rope_width)`. A
+        prompt, and what is trained, by keys and values of every head; what follows by the latents
+        themselves, of which there is one for all heads.
+
+        W_kvb is taken to the other side of both products (DeepSeek-V2, section 2.1.2):
+        q_nope · (W_k c) = (W_kᵀ q_nope) · c, and Σ p (W_v c) = W_v Σ p c.
+        """
+        check_past(mask, past)
+        rank = self.kv_lora_rank
+        if isinstance(past, Layer):
+            past.append(new)
+            return self._absorbed(q, past.k, mask, score, past.options)
+        before, total = length_of(past), past.length + new.shape[2]
+        kept, nothing = past.extended(new, new[..., :0])
+        if before and not torch.is_grad_enabled() and not (self.training and self.dropout):
+            lengths = torch.full((len(q),), total, dtype=torch.int32, device=q.device)
+            out = self._absorbed(q, kept, mask, score, {"lengths": lengths})
+        else:
+            latent, k_rope = kept[:, :, :total].split([rank, self.rope_width], dim=-1)
+            k, v = self._expanded(latent[:, 0], k_rope)
+            out = self.trained(q, k, v, mask, score, before).transpose(1, 2).flatten(2)
+        past.keep(kept, nothing, total)
+        return out
+
+    def _absorbed(
+        self, q: Tensor, latents: Tensor, mask: Any, score: Any, options: dict[str, Any]
+    ) -> Tensor:
+        weight = self.kv_b_proj.weight.unflatten(0, (-1, self.nope_width + self.value_width))
+        of_k, of_v = weight.split([self.nope_width, self.value_width], dim=1)
+        q_nope, q_rope = q.split([self.nope_width, self.rope_width], dim=-1)
+        q = torch.cat((q_nope @ of_k, q_rope), dim=-1)  # (b, h, length, rank + rope_width)
+        out = self.inferred(q, latents, latents[..., : self.kv_lora_rank], mask, score, options)
+        return (out @ of_v.mT).transpose(1, 2).flatten(2)
 
     def query_side(self) -> list[tuple[Tensor, int]]:
         linear = self.q_proj if self.q_b_proj is None else self.q_b_proj

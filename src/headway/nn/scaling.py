@@ -17,12 +17,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from .. import inference
+from ..api import _run as run
 from ..api import attention, attention_with_stats
 from ..arguments import dropout_of, number_of
+from ..distributed.layout import Layout
 from ..errors import ArgumentError
+from ..inference import Layer
 from ..stability.record import MaxLogit
 from ..stability.rows import local_part, local_rows
-from .past import Past, check_positions, length_of
+from ..types import Coords, Request
+from .past import Past, check_past, length_of, positions_of
 from .rotary import Angles, Rotary
 
 Scaling = Literal["logits", "query", "init"]
@@ -69,29 +74,80 @@ class ScaledAttention(nn.Module):
         self.register_load_state_dict_pre_hook(_check_scaling)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, past: Past | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        score: Any,
+        past: "Past | Layer | None" = None,
+        layout: Layout | None = None,
     ) -> Tensor:
         """(b, h, L, d), ... -> (b, L, h * dv): the one place where the scale is applied."""
-        if past is not None:
-            check_positions(score, mask, length_of(past))
+        if past is None:
+            out = self.trained(q, k, v, mask, score, layout=layout)
+        elif layout is not None:
+            raise ArgumentError("a past and a layout do not go together: decode without a layout")
+        elif isinstance(past, Layer):
+            check_past(mask, past)
+            past.append(k, v)
+            out = self.inferred(q, *past.kv, mask, score, past.options)
+        else:
+            check_past(mask, past)
+            before, total = length_of(past), past.length + k.shape[2]
             k, v = past.extended(k, v)
-        scale = self.scale if self.scaling == "logits" else 1.0
+            if before and not torch.is_grad_enabled() and not (self.training and self.dropout):
+                lengths = torch.full((len(q),), total, dtype=torch.int32, device=q.device)
+                out = self.inferred(q, k, v, mask, score, {"lengths": lengths})
+            else:
+                out = self.trained(q, k[:, :, :total], v[:, :, :total], mask, score, before)
+            past.keep(k, v, total)  # a call that was refused leaves it as it was
+        return out.transpose(1, 2).flatten(2)
+
+    def trained(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, start: int = 0,
+        layout: Layout | None = None,
+    ) -> Tensor:  # fmt: skip
+        """(b, h, L, dv): attention with a gradient, of queries from position `start` on, or of the
+        tokens of a layout."""
+        q, options = self._scaled(q)
+        options["dropout"] = self.dropout if self.training else 0.0
+        if start:
+            coords = Coords(q=start)
+            stats = self.max_logit.recording
+            result = run(Request(q, k, v, score, mask, max_logit=stats, coords=coords, **options))
+            if not stats:
+                return result
+            self.max_logit(result.max_logit)
+            return result.out
+        options["layout"] = layout
+        if not self.max_logit.recording:
+            return attention(q, k, v, score, mask, **options)
+        out, _, max_logit = attention_with_stats(q, k, v, score, mask, **options)
+        self.max_logit(max_logit)
+        return out
+
+    def inferred(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """(b, h, L, dv): attention over a cache."""
+        if self.training and self.dropout:
+            raise ArgumentError(
+                f"dropout={self.dropout} has no place in inference over a cache; call eval()"
+            )
+        q, own = self._scaled(q)
+        if not self.max_logit.recording:
+            return inference.attention(q, k, v, score, mask, **own, **options)
+        out, _, max_logit = inference.attention_with_stats(q, k, v, score, mask, **own, **options)
+        self.max_logit(max_logit)
+        return out
+
+    def _scaled(self, q: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """q, and the options of a call, one of which has the scale."""
+        by_kernel = self.scale if self.scaling == "logits" else 1.0
         if self.scaling == "query":
             q = q * self.scale
-        options: dict[str, Any] = {
-            "scale": scale,
-            "sink": self.sink,
-            "dropout": self.dropout if self.training else 0.0,
-            "backend": self.backend,
-        }
-        if self.max_logit.recording:
-            out, _, max_logit = attention_with_stats(q, k, v, score, mask, **options)
-            self.max_logit(max_logit)
-        else:
-            out = attention(q, k, v, score, mask, **options)
-        if past is not None:  # a call that was refused leaves it as it was
-            past.keys_values = k, v
-        return out.transpose(1, 2).flatten(2)
+        return q, {"scale": by_kernel, "sink": self.sink, "backend": self.backend}
 
     def check_input(self, x: Tensor) -> None:
         """x is `(b, length, width)`."""
@@ -101,10 +157,14 @@ class ScaledAttention(nn.Module):
             )
 
     @staticmethod
-    def angles_of(rotary: Rotary, x: Tensor, past: Past | None) -> Angles:
-        """Of the positions of x `(b, length, width)`, which follow those of the past."""
-        start = length_of(past)
-        return rotary.angles(torch.arange(start, start + x.shape[1], device=x.device))
+    def angles_of(
+        rotary: Rotary, x: Tensor, past: "Past | Layer | None", layout: Layout | None = None
+    ) -> Angles:
+        """Of the positions of x `(b, length, width)`: those of the layout, or what follows those of
+        the past."""
+        if layout is not None:
+            return rotary.angles(layout.positions.to(x.device))
+        return rotary.angles(positions_of(past, x.shape[1], x.device))
 
     def query_side(self) -> list[tuple[Tensor, int]]:
         """The parameters that make the queries, each with the number of its first rows that do."""

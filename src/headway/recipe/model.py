@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headway
 
+from ..inference import Layer, PagedCache
 from ..nn import MLA, Angles, Attention, Past, Rotary
+from ..nn.past import positions_of
 from .corpus import VOCAB
 
 Mask = headway.Mask | headway.BlockMask
@@ -44,7 +45,7 @@ def attention(config: ModelConfig, rotary: Rotary) -> Attention | MLA:
     head = config.width // config.heads
     if config.attention == "mla":
         made = MLA(
-            config.width, config.heads, kv_lora_rank=max(1, config.width // 2),
+            config.width, config.heads, kv_lora_rank=_latent(config),
             nope_width=head - rotary.width, rope_width=rotary.width, value_width=head, **options,
         )  # fmt: skip
     else:
@@ -53,6 +54,11 @@ def attention(config: ModelConfig, rotary: Rotary) -> Attention | MLA:
         )
     nn.init.zeros_(made.o_proj.weight)
     return made
+
+
+def _latent(config: ModelConfig) -> int:
+    """The width of MLA's latents."""
+    return max(1, config.width // 2)
 
 
 class MLP(nn.Module):
@@ -77,7 +83,7 @@ class Block(nn.Module):
         self.attention = attention(config, rotary)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, mask: Mask, angles: Angles, past: Past | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, angles: Angles, past: Past | Layer | None) -> Tensor:
         """x (B, L, C) -> (B, L, C)"""
         x = x + self.attention(norm(x), mask, angles=angles, past=past)
         return x + self.mlp(norm(x))
@@ -106,20 +112,35 @@ class Transformer(nn.Module):
         mask = headway.causal() & headway.document(ids)
         # Tiles are decided once for all layers and heads.
         blocks = headway.block_mask(mask, len(ids), 1, length, length, device=ids.device)
-        return self._run(tokens, blocks, 0, [None] * len(self.blocks))
+        positions = positions_of(None, length, tokens.device)
+        return self._run(tokens, blocks, positions, [None] * len(self.blocks))
 
-    def decode(self, tokens: Tensor, pasts: list[Past]) -> Tensor:
+    def decode(self, tokens: Tensor, pasts: Sequence[Past | Layer]) -> Tensor:
         """The same for positions that follow those in `pasts`, one Past per layer, which grow by
-        them. Past and tokens together may be as long as the context, and are one file."""
-        start = pasts[0].length
-        return self._run(tokens, headway.causal(offset=start), start, pasts)
+        them, or the layers of a cache that has reserved them. Past and tokens together may be as
+        long as the context, and are one file."""
+        positions = positions_of(pasts[0], tokens.shape[1], tokens.device)
+        return self._run(tokens, headway.causal(), positions, pasts)
 
-    def _run(self, tokens: Tensor, mask: Mask, start: int, pasts: Sequence[Past | None]) -> Tensor:
+    def cache(self, rows: int, pages: int | None = None, page: int = 32) -> PagedCache:
+        """A paged cache for as many files at once, by default with room for a context each."""
+        c = self.config
+        pages = rows * -(-c.context // page) if pages is None else pages
+        heads, width, of_values = c.kv_heads, c.width // c.heads, None
+        if c.attention == "mla":
+            heads, width, of_values = 1, _latent(c) + self.rotary.width, 0
+        weight = self.head.weight
+        return PagedCache(
+            c.depth, pages, page, heads, width, of_values, rows=rows,
+            max_pages=-(-c.context // page), dtype=weight.dtype, device=weight.device,
+        )  # fmt: skip
+
+    def _run(
+        self, tokens: Tensor, mask: Mask, positions: Tensor, pasts: Sequence[Past | Layer | None]
+    ) -> Tensor:
         # Rotary positions run through the sequence, whatever files it holds: only differences of
         # positions enter a logit, and within a file they are the same wherever the file begins.
-        angles = self.rotary.angles(
-            torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        )
+        angles = self.rotary.angles(positions)
         x = norm(self.embedding(tokens))
         for block, past in zip(self.blocks, pasts, strict=True):
             x = block(x, mask, angles, past)

@@ -26,7 +26,7 @@ stage: it releases the stage before the write, and not after.
     producer:  producer_accept, read, write, producer_commit, advance
 
 CTAs that add to the same tile in global memory take turns by a **semaphore**, where the order of
-the sums must not vary (`bwd/dq_semaphore.py`). A CTA's turn is the number of CTAs that add before
+the sums must not vary (`bwd/dq_semaphore.py`). A CTA's ticket is the number of CTAs that add before
 it. One partition of each CTA works on the semaphore.
 
     semaphore_wait, add, wait until the sum is visible, semaphore_release
@@ -184,19 +184,19 @@ def consumer_release_all(STAGES: gl.constexpr, BARRIERS: gl.constexpr):
 
 
 @gluon.jit
-def semaphore_wait(counter, turn):
-    """Wait until the counter has reached `turn`; every thread waits for itself."""
-    while gl.load(counter, volatile=True) < turn:
+def semaphore_wait(counter, ticket):
+    """Wait until the counter has reached `ticket`; every thread waits for itself."""
+    while gl.load(counter, volatile=True) < ticket:
         pass
     fence_global()
 
 
 @gluon.jit
-def semaphore_release(counter, turn):
-    """Count up, once all threads of the partition have added. Turn -1 belongs to nobody and is not
-    counted."""
+def semaphore_release(counter, ticket):
+    """Count up, once all threads of the partition have added. Ticket -1 belongs to nobody and is
+    not counted."""
     barrier()
-    gl.atomic_add(counter, 1, mask=turn >= 0, sem="release")
+    gl.atomic_add(counter, 1, mask=ticket >= 0, sem="release")
 
 
 # -- ping-pong ------------------------------------------------------------------------------------

@@ -1,0 +1,195 @@
+"""Attention over a sequence that is cut over ranks: the pair as operators, under autograd.
+
+    headway::cp_forward   this rank's rows of out and lse, from the keys of all ranks
+    headway::cp_backward  this rank's gradients; those of sinks and captured tensors are its share
+
+To compilers they are opaque. Which rank holds what is in a tensor, so that another layout is no
+other program.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..backends.base import Call
+from ..errors import ArgumentError
+from ..operators import flat, library
+from ..ops import _once
+from ..types import NAMESPACE, Forward, Spec, acc_dtype, in_dtype
+from .layout import NO_MESH, Layout
+
+_INPUTS = (
+    "str spec, str wire, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, "
+    "Tensor[] tensors, SymInt[] ints, float[] floats, Tensor[] tiles, SymInt[] offsets, "
+    "Tensor q_table, Tensor kv_table"
+)
+library.define(f"cp_forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+library.define(
+    f"cp_backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs) "
+    "-> Tensor[]"
+)
+
+
+class Layouts(NamedTuple):
+    """The layouts of the queries and of the keys of one call; for self-attention they are one."""
+
+    q: Layout
+    kv: Layout
+
+    @staticmethod
+    def of(layout: Any) -> "Layouts":
+        """From what a caller gives.
+
+        **Raises:** `ArgumentError` for anything but a layout, or two of the same ranks.
+        """
+        pair = layout if isinstance(layout, tuple) else (layout, layout)
+        if len(pair) != 2 or not (isinstance(pair[0], Layout) and isinstance(pair[1], Layout)):
+            raise ArgumentError(
+                f"layout is of type {type(layout).__name__}; pass a headway.distributed.Layout, or "
+                "two, (of the queries, of the keys)"
+            )
+        q, kv = pair
+        if q.group_name != kv.group_name or q.ranks != kv.ranks:
+            raise ArgumentError("the layouts of queries and of keys are on different meshes")
+        return Layouts(q, kv)
+
+
+def attention(spec: Spec, call: Call, layouts: Layouts, own_tiles: bool) -> Forward:
+    """out, lse, max_logit (of all ranks' rows) and row_max for this rank's queries, under autograd.
+
+    - `own_tiles`: the tiles of the block mask are the caller's own, and not only its mask's.
+    """
+    if not layouts.q.group_name:
+        raise ArgumentError(NO_MESH)
+    given = flat(call)
+    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, _, _ = given
+    learned = [q, k, v, sink, *tensors[: spec.score_tensors]]
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
+    wire = f"{layouts.q.plan}|{int(own_tiles)}|{int(trains)}|{layouts.q.group_name}"
+    tables = layouts.q.table, layouts.kv.table
+    if not trains:
+        out, *stats = forward_op(spec.text, wire, *given[:10], *tables)
+        return Forward(in_dtype(out, _given_dtype(spec, q)), *stats)
+    counts = spec.score_tensors, len(tensors), _given_dtype(spec, q)
+    inputs = [q, k, v, sink, seed, *tables, *tensors, *tiles]
+    if is_compiling():
+        inputs = _distinct(inputs)
+    *results, _ = _Context.apply(spec.text, wire, ints, floats, offsets, counts, *inputs)
+    return Forward(*results)
+
+
+def _given_dtype(spec: Spec, q: Tensor) -> torch.dtype:
+    return acc_dtype(q.dtype) if spec.partial else q.dtype
+
+
+def _distinct(inputs: list[Tensor | None]) -> list[Tensor | None]:
+    seen: list[Tensor | None] = []
+    for x in inputs:
+        again = x is not None and any(x is y for y in seen)
+        seen.append(x.view_as(x) if again else x)
+    return seen
+
+
+class _Context(torch.autograd.Function):
+    """Differentiable in q, k, v, sink, the tensors captured by the score, and through lse."""
+
+    @staticmethod
+    def forward(*inputs):
+        spec, wire, ints, floats, offsets, counts, q, k, v, sink, seed, *rest = inputs
+        q_table, kv_table, *tensors = rest
+        captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
+        exact, *stats = forward_op(
+            spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
+            kv_table,
+        )  # fmt: skip
+        out = in_dtype(exact, counts[2])
+        return out, *stats, out.new_empty(0) if out is exact else exact
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        spec, wire, ints, floats, offsets, counts, *tensors = inputs
+        out, lse, max_logit, row_max, exact = output
+        ctx.known = spec, wire, ints, floats, offsets, counts
+        ctx.save_for_backward(out if exact.dtype == out.dtype else exact, lse, *tensors)
+        ctx.mark_non_differentiable(max_logit, row_max, exact)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
+        return _once(ctx, _Context.gradients, *grad_outputs)
+
+    @staticmethod
+    def gradients(ctx, dout, dlse, *_):
+        """The gradients of every input of `forward`."""
+        out, lse, q, k, v, sink, seed, q_table, kv_table, *tensors = ctx.saved_tensors
+        spec, wire, ints, floats, offsets, counts = ctx.known
+        captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
+        needs = [
+            ctx.needs_input_grad[13 + n] and t.is_floating_point()
+            for n, t in enumerate(captured[: counts[0]])
+        ]
+        if dout is None:
+            dout = torch.zeros_like(out, dtype=counts[2])
+        each = iter(backward_op(
+            spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
+            kv_table, out, lse, dout, dlse, needs,
+        ))  # fmt: skip
+        grads = [None if x is None else in_dtype(next(each), x.dtype) for x in (q, k, v, sink)]
+        of_captured = [
+            in_dtype(next(each), t.dtype) if need else None
+            for need, t in zip(needs, captured, strict=False)
+        ]
+        of_captured += [None] * (len(tensors) - len(of_captured))
+        return (*(None,) * 6, *grads, None, None, None, *of_captured)
+
+
+# -- the operators --------------------------------------------------------------------------------
+
+
+def _forward(*inputs: Any) -> Forward:
+    from .exchange import run  # needs NumPy, which nothing else does that is loaded at the start
+
+    return run.forward(*inputs)
+
+
+def _backward(*inputs: Any) -> list[Tensor]:
+    from .exchange import run
+
+    return run.backward(*inputs)
+
+
+def _forward_fake(spec: str, wire: str, q, k, v, *rest: Any) -> Forward:
+    parsed = Spec.parse(spec)
+    b, hq, q_len, _ = q.shape
+    acc = acc_dtype(q.dtype)
+    return Forward(
+        q.new_empty((b, hq, q_len, v.shape[3]), dtype=parsed.out_dtype(q.dtype)),
+        q.new_empty((b, hq, q_len), dtype=acc),
+        q.new_empty((b, hq) if parsed.max_logit else (0,), dtype=acc),
+        q.new_empty((b, hq, q_len) if parsed.row_max else (0,), dtype=acc),
+    )
+
+
+def _backward_fake(spec: str, wire: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:
+    parsed, needs = Spec.parse(spec), rest[-1]
+    acc = acc_dtype(q.dtype)
+    dtype = acc if parsed.partial else q.dtype
+    grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
+    grads += [] if sink is None else [q.new_empty(sink.shape, dtype=acc)]
+    return grads + [
+        q.new_empty(t.shape, dtype=acc)
+        for t, need in zip(tensors[: parsed.score_tensors], needs, strict=True)
+        if need
+    ]
+
+
+library.impl("cp_forward", _forward, "CompositeExplicitAutograd")
+library.impl("cp_backward", _backward, "CompositeExplicitAutograd")
+for _name in ("cp_forward", "cp_backward"):  # autograd is above them
+    library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake(f"{NAMESPACE}::cp_forward", _forward_fake, lib=library)
+torch.library.register_fake(f"{NAMESPACE}::cp_backward", _backward_fake, lib=library)
+_ours = getattr(torch.ops, NAMESPACE)
+forward_op, backward_op = _ours.cp_forward, _ours.cp_backward

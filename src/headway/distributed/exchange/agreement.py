@@ -1,0 +1,131 @@
+"""Ranks compare what they are about to compute, before they exchange anything.
+
+A call of which one rank has another mask, length, dtype or seed would give wrong numbers, or wait
+forever. So before its first exchange a call gathers a few numbers from all ranks, one for each
+field; where they differ, every rank raises, and says which rank differs in what.
+"""
+
+import hashlib
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...backends.base import Call, split
+from ...caches import Cache
+from ...errors import ArgumentError
+from ...types import Captured, Spec
+from .routes import all_gather
+
+FIELDS = (
+    "its local length", "the layout", "the layout of its keys", "the sizes (b, heads, widths)",
+    "dtype", "the score", "the mask", "scale, dropout, sink or what is asked for",
+    "numbers that score and mask capture", "tensors that score and mask capture", "the seed",
+    "the plan", "whether it trains",
+)  # fmt: skip
+
+
+UNPLANNED = 0, 10, 12  # fields on which no plan depends
+
+
+def fields_of(
+    spec: Spec, call: Call, digests: tuple[int, int], plan: str, trains: bool
+) -> list[int | Tensor]:
+    """A number for every one of `FIELDS`; the first is 1."""
+    (b, hq, _, d), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
+    asked = [
+        spec.scale, spec.dropout, spec.sink, spec.max_logit, spec.row_max, spec.partial,
+        spec.deterministic, spec.tiles,
+    ]  # fmt: skip
+    seed = 0 if call.seed is None else call.seed
+    return [
+        1, *digests, _hash((b, hq, hk, d, dv)), _hash(str(call.q.dtype)),
+        _hash(spec.score), _hash(spec.mask), _hash(asked),
+        _hash((call.captured.ints, call.captured.floats)), _of_tensors(spec, call.captured),
+        seed, _hash(plan), int(trains),
+    ]  # fmt: skip
+
+
+_seen: Cache[bool] = Cache(1024)
+
+
+def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
+    """Compare the fields with those of all ranks. On the CPU at every call; elsewhere, where a look
+    at the result makes the host wait, at the first one of a kind.
+
+    **Raises:** `ArgumentError`, on every rank, naming the ranks and the fields that differ.
+    """
+    if device.type != "cpu":
+        kind = (group.group_name, *[f for f in fields if not isinstance(f, Tensor)])
+        if _seen.get(kind):
+            return
+        _seen.put(kind, True)
+    numbers = [int(f) for f in fields]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    ranks = dist.get_world_size(group)
+    gathered = mine.new_empty(ranks * len(numbers))
+    all_gather(gathered, mine, group=group)
+    found = gathered.view(ranks, -1).tolist()
+    unfit = [r for r, of in enumerate(found) if not of[0]]
+    if unfit:
+        raise ArgumentError(
+            f"{_ranks(unfit)}: the local length does not fit the layout, or the call was refused "
+            "there; the error that this rank raised says more. Cut every tensor with layout.shard()"
+        )
+    for n, name in enumerate(FIELDS):
+        column = [of[n] for of in found]
+        usual = max(column, key=column.count)
+        others = [r for r, x in enumerate(column) if x != usual]
+        if others:
+            raise ArgumentError(
+                f"ranks do not make the same call: {_ranks(others)} differs from the others in "
+                f"{name}; all ranks of a layout pass the same mask, score and options, with "
+                "tensors that are the same everywhere"
+            )
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def _hash(value: Any) -> int:
+    found = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(found, "little") >> 1
+
+
+def _of_tensors(spec: Spec, captured: Captured) -> int:
+    """Shapes and dtypes, and what is in them but for floats of the score, which may learn."""
+    of_score, of_mask = split(spec, captured)
+    parts: list[Any] = [(tuple(t.shape), str(t.dtype)) for t in captured.tensors]
+    parts += [_content(t) for t in of_score.tensors if not t.is_floating_point()]
+    parts += [_content(t) for t in of_mask.tensors]
+    return _hash(parts)
+
+
+# By identity and version: a tensor is read once.
+_contents: Cache[tuple[Any, int]] = Cache(256)
+
+
+def _content(t: Tensor) -> int:
+    import weakref
+
+    if t.is_inference():
+        return _checksum(t)
+    key = (id(t), t._version)
+    found = _contents.get(key)
+    if found is not None and found[0]() is t:
+        return found[1]
+    return _contents.put(key, (weakref.ref(t), _checksum(t)))[1]
+
+
+def _checksum(t: Tensor) -> int:
+    flat = t.detach().contiguous().flatten()
+    if t.dtype == torch.bool:
+        flat = flat.view(torch.uint8)
+    if t.device.type == "cpu":
+        return zlib.crc32(flat.view(torch.uint8).numpy().data)
+    whole = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
+    weight = torch.arange(len(whole), device=t.device) * 0x9E3779B97F4A7C1 + 1
+    return int((whole.to(torch.int64) * weight).sum()) & (2**63 - 1)

@@ -1,0 +1,45 @@
+"""What a layout does to a call, for people to read: `headway.explain(..., layout=)`."""
+
+from ...backends.base import Call
+from ...types import Spec
+from ..layout import Layout
+from .cost import cheapest, costs
+from .plans import setting_of
+from .routes import Pieces
+
+
+def report(spec: Spec, call: Call, q: Layout, kv: Layout, own_tiles: bool) -> list[str]:
+    """Balance, bytes, and what every plan would take. Nothing is sent."""
+    pieces = Pieces(q.table, q.ranks), Pieces(kv.table, kv.ranks)
+    setting = setting_of(spec, call, *pieces, None, q.rank, own_tiles)
+    s, ranks = setting.sizes, q.ranks
+    wanted, _ = setting.wanted(range(s.hq))
+    needed = [int((x[:, 1] - x[:, 0]).sum()) for x in wanted]
+    work = setting.work()
+    given = s, pieces[0].sizes, pieces[1].sizes, needed, work, setting.device.type
+    found = costs(*given)
+    name = cheapest(*given, own_tiles) if q.plan == "auto" else q.plan
+    mean = max(float(work.mean()), 1e-30)
+    mine = int((q.table[:, 0] == q.rank).sum())
+    sent = max(needed[r] - int(min(needed[r], pieces[1].sizes[r])) for r in range(ranks))
+    lines = [
+        f"layout: {q.length:,} tokens over {ranks} ranks; rank {q.rank} holds {q.local:,} in "
+        f"{mine} pieces; the busiest rank has {work.max() / mean:.2f} of the mean work",
+        f"keys: a rank is sent those of at most {sent:,} tokens of others "
+        f"({sent / max(1, kv.length):.1%})",
+        f"plan: {name}, {'the cheapest' if q.plan == 'auto' else 'as named'}; the forward sends "
+        f"the busiest rank {_size(found[name].received)}",
+    ]
+    for other, cost in found.items():
+        if other != name:
+            times = cost.seconds / max(found[name].seconds, 1e-30)
+            lines.append(f"  not {other}: {_size(cost.received)}, about {times:.1f} of the time")
+    return lines
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000  # type: ignore[assignment]
+    return f"{count:.3g} GB"

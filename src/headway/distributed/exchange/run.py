@@ -1,0 +1,120 @@
+"""The pair of functions over ranks, for a call of plain tensors: what the operators do."""
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...backends.base import Call
+from ...blocks import check_tiles
+from ...caches import Cache
+from ...errors import ArgumentError
+from ...operators import call_of
+from ...types import Forward, Spec, acc_dtype, in_dtype
+from ..layout import digest
+from .agreement import UNPLANNED, agree, fields_of
+from .move import resolved
+from .plans import Plan, plan_of, setting_of
+from .routes import Pieces
+
+
+class Wire(NamedTuple):
+    """What an operator is told of the exchange."""
+
+    plan: str
+    own_tiles: bool
+    trains: bool
+    group: Any
+
+    @staticmethod
+    def parse(text: str) -> "Wire":
+        """From the text that crosses the operator's boundary."""
+        plan, own_tiles, trains, group = text.split("|", 3)
+        return Wire(plan, own_tiles == "1", trains == "1", resolved(group))
+
+
+# Of the plans; tiles that are known by identity are kept with them.
+_plans: Cache[tuple[Plan, list[Pieces], Any]] = Cache(64)
+
+
+def _agreed(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> Plan:
+    """The plan of a call that all ranks make alike. A rank on which it is refused tells the others
+    so, before it raises."""
+    fields = _fields(spec, call, wire, tables)
+    plan: Plan | ArgumentError
+    try:
+        plan = _planned(spec, call, wire, tables, fields)
+    except ArgumentError as refused:
+        plan, fields[0] = refused, 0
+    try:
+        agree(fields, wire.group, call.q.device)
+    except ArgumentError:
+        if not isinstance(plan, ArgumentError):
+            raise
+    if isinstance(plan, ArgumentError):
+        raise plan
+    return plan
+
+
+def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> list:
+    ranks = dist.get_world_size(wire.group)
+    digests = tuple([digest(table, ranks) for table in tables])
+    return fields_of(spec, call, digests, wire.plan, wire.trains)  # type: ignore[arg-type]
+
+
+def _planned(
+    spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor], fields: list
+) -> Plan:
+    """The plan of a call, made once for all of its kind, layers and steps alike."""
+    group, device = wire.group, call.q.device
+    own = None if call.tiles is None else tuple(id(t) for t in call.tiles.flatten())
+    where = wire.plan, group.group_name, device, call.coords[:2]
+    key = (spec, own, where, *[f for n, f in enumerate(fields) if n not in UNPLANNED])
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    found = _plans.get(key)
+    pieces = [Pieces(table, ranks) for table in tables] if found is None else found[1]
+    _check_local(call, rank, *pieces)
+    if found is None:
+        setting = setting_of(spec, call, pieces[0], pieces[1], group, rank, wire.own_tiles)
+        plan = plan_of(wire.plan, setting, wire.own_tiles)
+        found = _plans.put(key, (plan, pieces, call.tiles))
+    return found[0]
+
+
+def _check_local(call: Call, rank: int, q: Pieces, kv: Pieces) -> None:
+    for name, x, pieces in (("q", call.q, q), ("k", call.k, kv)):
+        if x.shape[2] != pieces.sizes[rank]:
+            raise ArgumentError(
+                f"{name} {tuple(x.shape)} has {x.shape[2]} tokens, but rank {rank} holds "
+                f"{pieces.sizes[rank]} of {pieces.length} by the layout; cut tensors with "
+                "layout.shard(x, dim), or make a layout of this length"
+            )
+
+
+def _call_of(inputs: tuple) -> Call:
+    return call_of(*[*inputs[:10], None, None])
+
+
+def forward(spec: str, wire: str, *inputs: Any) -> Forward:
+    """What `headway::cp_forward` does."""
+    parsed, told, call = Spec.parse(spec), Wire.parse(wire), _call_of(inputs)
+    if call.tiles is not None:
+        check_tiles(call.tiles)
+    found = _agreed(parsed, call, told, inputs[10:12]).forward(parsed, call)
+    out = in_dtype(found.out, parsed.out_dtype(call.q.dtype))
+    if parsed.max_logit:
+        dist.all_reduce(found.max_logit, dist.ReduceOp.MAX, group=told.group)
+    return Forward(*[x.contiguous() for x in (out, *found[1:])])
+
+
+def backward(spec: str, wire: str, *inputs: Any) -> list[Tensor]:
+    """What `headway::cp_backward` does."""
+    parsed, told, call = Spec.parse(spec), Wire.parse(wire), _call_of(inputs)
+    out, lse, dout, dlse, needs = inputs[12:]
+    tables = inputs[10:12]
+    plan = _planned(parsed, call, told, tables, _fields(parsed, call, told, tables))
+    grads = plan.backward(parsed, call, out, lse, dout, dlse, tuple(needs))
+    dtype = acc_dtype(call.q.dtype) if parsed.partial else call.q.dtype
+    found = [in_dtype(g, dtype) for g in grads[:3]]
+    found += [g for g in (grads.sink, *grads.captured) if g is not None]
+    return [g.contiguous() for g in found]

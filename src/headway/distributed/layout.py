@@ -1,0 +1,374 @@
+"""Which rank holds which tokens of a sequence."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import count_of, number_of
+from ..errors import ArgumentError
+from ..types import whole
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+NO_MESH = (
+    'the layout was made from (rank, ranks) and has no mesh yet; give it one: layout.on(mesh["cp"])'
+)
+PLANS = ("auto", "heads", "gather", "ring", "ulysses")
+
+
+class Layout:
+    """Which rank holds which tokens of a sequence of `length`: one value, equal on all ranks.
+
+    It is made from a one-dimensional `DeviceMesh` (`mesh["cp"]`), from a process group, or from a
+    pair `(rank, ranks)`: then it asks nothing of other processes (a worker of a `DataLoader` may
+    make it, and it may be pickled) and `on(mesh)` gives it its mesh before the first call. Any
+    length and any number of ranks go together; a rank may hold nothing. One layout holds for all
+    rows of a batch.
+
+        layout = Layout.zigzag(length, mesh["cp"])
+        x, labels = layout.shard(x), layout.shard(labels)            # (b, length) -> (b, local)
+        out = hw.attention(q, k, v, mask=hw.causal(), layout=layout)     # (b, h, local, d)
+
+    **Arguments:**
+
+    - `length`: of the whole sequence.
+    - `pieces`: `(rank, start, stop)`: rank holds positions `start` up to `stop`. Together they
+      cover the sequence once; a rank keeps its pieces in ascending order.
+    - `mesh`: see above.
+
+    **Attributes:**
+
+    - `positions`: int64 `(local,)`, the position of every token of this rank, on the device of the
+      mesh: `rotary.angles(layout.positions)`, `position_ids=layout.positions[None]`.
+    - `pieces`, `sizes`: of all ranks: the pieces, and the number of tokens.
+    - `rank`, `ranks`, `local`: of this rank, and how many tokens it holds.
+    - `plan`: how keys and values travel, "auto" or what `using` named.
+
+    **Raises:** `ArgumentError` where the pieces do not cover the sequence once.
+    """
+
+    length: int
+    rank: int
+    ranks: int
+    local: int
+    sizes: tuple[int, ...]
+    table: Tensor  # int64 (pieces, 3), on the CPU
+    positions: Tensor
+    group_name: str  # of the process group; empty until a mesh is known
+    plan: str
+
+    def __init__(self, length: int, pieces: Iterable[Sequence[int]], mesh: Any) -> None:
+        self.length = count_of("length", length)
+        self.plan = "auto"
+        self._place(mesh)
+        given = pieces if isinstance(pieces, Tensor) else list(pieces)
+        table = torch.as_tensor(given, dtype=torch.int64, device="cpu").reshape(-1, 3)
+        self.table = _dynamic(_merged(table[table[:, 2] > table[:, 1]]))
+        self._check()
+        rank, start, stop = self.table.unbind(1)
+        sizes = torch.zeros(self.ranks, dtype=torch.int64, device="cpu")
+        self.sizes = tuple(sizes.index_add_(0, rank, stop - start).tolist())
+        self._find_positions()
+
+    # -- ways to deal ------------------------------------------------------------------------------
+
+    @staticmethod
+    def contiguous(length: int, mesh: Any) -> "Layout":
+        """One piece for each rank, in order, as even as may be (`torch.tensor_split`)."""
+        length, ranks = count_of("length", length), _rank_of(mesh)[1]
+        cuts = [length * n // ranks for n in range(ranks + 1)]
+        return Layout(length, [(n, *cuts[n : n + 2]) for n in range(ranks)], mesh)
+
+    @staticmethod
+    def zigzag(length: int, mesh: Any) -> "Layout":
+        """Two pieces for each rank, n and 2 ranks - 1 - n of twice as many: all ranks have as much
+        to do under a causal mask. (Zhu 2024, zigzag ring attention; Llama 3, arXiv 2407.21783,
+        section 3.3.2)"""
+        length, ranks = count_of("length", length), _rank_of(mesh)[1]
+        cuts = [length * n // (2 * ranks) for n in range(2 * ranks + 1)]
+        return Layout(
+            length, [(min(n, 2 * ranks - 1 - n), *cuts[n : n + 2]) for n in range(2 * ranks)], mesh
+        )
+
+    @staticmethod
+    def of_lengths(
+        documents: Sequence[int] | Sequence[Sequence[int]] | Tensor,
+        mesh: Any,
+        *,
+        tile: int = 128,
+        slack: float = 0.03,
+    ) -> "Layout":
+        """For packed documents that are causal: whole documents where balance allows, and parts of
+        one where it does not.
+
+        - `documents`: the lengths of the documents; or of every row of the batch, whose sums are
+          equal.
+        - `tile`: documents are cut at multiples of it.
+        - `slack`: of tokens and of kept pairs no rank has more than this above the mean, where that
+          can be reached.
+        """
+        from .deal import deal_documents
+
+        _, ranks = _rank_of(mesh)
+        rows = _rows_of(documents)
+        pieces = deal_documents(rows, ranks, *_dealt(tile, slack))
+        return Layout(int(sum(rows[0])), pieces, mesh)
+
+    @staticmethod
+    def balanced(
+        length: int,
+        mesh: Any,
+        masks: Any,
+        *,
+        b: int = 1,
+        h: int = 1,
+        tile: int = 128,
+        slack: float = 0.03,
+    ) -> "Layout":
+        """For any mask: no rank has more than `slack` above the mean number of live tiles, where
+        that can be reached, and of such layouts the one that moves the fewest bytes.
+
+        - `masks`: one mask, or a list of those that a model's layers have, for self-attention over
+          `length` tokens: functions, values of the library, or block masks.
+        - `b`, `h`: batch and heads, for masks that look at them. (Block masks know theirs.)
+        - `tile`: pieces are cut at multiples of it.
+        """
+        from .deal import deal_masks
+
+        length, (_, ranks) = count_of("length", length), _rank_of(mesh)
+        masks = list(masks) if isinstance(masks, list | tuple) else [masks]
+        sizes = count_of("b", b, 1), count_of("h", h, 1), length, length
+        return Layout(length, deal_masks(masks, sizes, ranks, *_dealt(tile, slack)), mesh)
+
+    # -- the value ---------------------------------------------------------------------------------
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int, int], ...]:
+        """`(rank, start, stop)` of all ranks, rank after rank."""
+        return tuple(tuple(piece) for piece in self.table.tolist())  # type: ignore[misc]
+
+    def on(self, mesh: "DeviceMesh | ProcessGroup | tuple[int, int]") -> "Layout":
+        """The same layout on this mesh, of as many ranks.
+
+        **Raises:** `ArgumentError` where the mesh has another number of ranks.
+        """
+        new, ranks = self._copy(), self.ranks
+        new._place(mesh)
+        if new.ranks != ranks:
+            raise ArgumentError(
+                f"the layout is for {ranks} ranks, but the mesh has {new.ranks}; make one for "
+                "that many"
+            )
+        new._find_positions()
+        return new
+
+    def using(self, plan: str) -> "Layout":
+        """The same layout, its keys and values travelling by this plan: "heads", "gather", "ring",
+        "ulysses", or "auto" (see `headway.distributed.exchange.plans`)."""
+        if plan not in PLANS:
+            raise ArgumentError(f"plan={plan!r} must be one of {', '.join(map(repr, PLANS))}")
+        new = self._copy()
+        new.plan = plan
+        return new
+
+    def digest(self) -> int:
+        """A number, 63 bits, that other layouts do not have."""
+        return digest(self.table, self.length, self.ranks)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Layout)
+            and (self.length, self.ranks) == (other.length, other.ranks)
+            and torch.equal(self.table, other.table)
+        )
+
+    def __hash__(self) -> int:
+        return self.digest()
+
+    def __reduce__(self) -> tuple:
+        """Without the mesh, which is of one process: `on` gives the copy one."""
+        return _restored, (self.length, self.table.tolist(), (self.rank, self.ranks), self.plan)
+
+    def __repr__(self) -> str:
+        return (
+            f"Layout(length={self.length}, ranks={self.ranks}, rank={self.rank}, "
+            f"local={self.local}, pieces={len(self.table)}, plan={self.plan!r})"
+        )
+
+    # -- tensors -----------------------------------------------------------------------------------
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a tensor that all ranks have, along `dim`: nothing is sent.
+
+        Differentiable: the gradient of `x` is this rank's, zero elsewhere. (Of a loss that is the
+        sum of the ranks' losses the gradient is the sum of theirs.)
+        """
+        self._check_size(x, dim, self.length, "the whole sequence")
+        if self.positions.device == x.device:
+            return x.index_select(dim, self.positions)
+        return x.index_select(dim, self.positions.to(x.device))
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole of a tensor of which every rank has its part, along `dim`, on every rank.
+
+        Differentiable: gradients of all ranks are added up, in the order of ranks.
+        """
+        from .exchange.move import unshard
+
+        self._check_size(x, dim, self.local, "this rank's part")
+        return unshard(self, x, dim)
+
+    def shift(self, x: Tensor, by: int = 1, dim: int = 1, fill: float = 0) -> Tensor:
+        """Of this rank's part of a tensor, along `dim`, that of the same tensor moved by `by`
+        positions of the whole: `result[p] = x[p + by]`, and `fill` where there is no such position.
+
+        Labels are `layout.shift(tokens, 1, fill=-100)`; those of the n-th multi-token prediction
+        are shifted by n. Differentiable. Only tokens that other ranks hold are sent.
+        """
+        from .exchange.move import shift
+
+        self._check_size(x, dim, self.local, "this rank's part")
+        by_ = whole(by)
+        if by_ is None:
+            raise ArgumentError(f"by={by!r} must be an integer")
+        return shift(self, x, by_, dim, fill)
+
+    # -- below -------------------------------------------------------------------------------------
+
+    def _copy(self) -> "Layout":
+        new = object.__new__(Layout)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def _place(self, mesh: Any) -> None:
+        self.rank, self.ranks, self.group_name, self._device = _place_of(mesh)
+
+    def _find_positions(self) -> None:
+        mine = self.table[self.table[:, 0] == self.rank]
+        parts = [torch.arange(start, stop, device="cpu") for _, start, stop in mine.tolist()]
+        found = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
+        self.positions, self.local = found.to(self._device), len(found)
+
+    def _check(self) -> None:
+        rank, start, stop = self.table.unbind(1)
+        if len(rank) and (int(rank.min()) < 0 or int(rank.max()) >= self.ranks):
+            raise ArgumentError(
+                f"pieces name ranks {rank.unique().tolist()}; there are {self.ranks}"
+            )
+        start, order = start.sort()
+        stop = stop[order]
+        ends = torch.cat([stop.new_zeros(1), stop])
+        begins = torch.cat([start, start.new_full((1,), self.length)])
+        if not torch.equal(ends, begins):
+            at = int(torch.minimum(ends, begins)[ends != begins][0])
+            raise ArgumentError(
+                f"pieces must cover positions 0 to {self.length} once: at {at} they overlap, leave "
+                "a gap, or go past the end"
+            )
+
+    def _check_size(self, x: Tensor, dim: int, size: int, what: str) -> None:
+        if x.shape[dim] != size:
+            raise ArgumentError(
+                f"x {tuple(x.shape)} has {x.shape[dim]} along dim={dim}, but {what} has {size} "
+                "tokens; name the dimension of the sequence by dim="
+            )
+
+
+def digest(table: Tensor, *numbers: int) -> int:
+    """A number, 63 bits, that other tables of pieces do not have."""
+    found = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
+    found.update(table.numpy().tobytes())
+    return int.from_bytes(found.digest(), "little") >> 1
+
+
+def _restored(length: int, pieces: list, place: tuple[int, int], plan: str) -> Layout:
+    return Layout(length, pieces, place).using(plan)
+
+
+def _merged(table: Tensor) -> Tensor:
+    """Sorted by rank and start; pieces that touch are one."""
+    table = table[table[:, 1].sort(stable=True).indices]
+    table = table[table[:, 0].sort(stable=True).indices]
+    if len(table) < 2:
+        return table
+    apart = (table[1:, 0] != table[:-1, 0]) | (table[1:, 1] != table[:-1, 2])
+    one = apart.new_ones(1)
+    first, last = torch.cat([one, apart]), torch.cat([apart, one])
+    return torch.cat([table[first][:, :2], table[last][:, 2:]], 1)
+
+
+def _dynamic(table: Tensor) -> Tensor:
+    """Tell `torch.compile` that the number of pieces varies, so that another layout compiles
+    nothing. (`torch._dynamo.maybe_mark_dynamic` sets this mark, and loads the compiler.)"""
+    table._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
+    return table
+
+
+def _rank_of(mesh: Any) -> tuple[int, int]:
+    return _place_of(mesh)[:2]
+
+
+def _place_of(mesh: Any) -> tuple[int, int, str, torch.device]:
+    """Rank, ranks, the name of the group and the device."""
+    if isinstance(mesh, tuple | list) and len(mesh) == 2:
+        rank, ranks = whole(mesh[0]), whole(mesh[1])
+        if rank is None or ranks is None or not 0 <= rank < ranks:
+            raise ArgumentError(f"mesh={mesh!r}: as a pair it is (rank, ranks), 0 <= rank < ranks")
+        return rank, ranks, "", torch.device("cpu")
+    import torch.distributed as dist
+
+    kind = None
+    if hasattr(mesh, "get_group") and hasattr(mesh, "mesh_dim_names"):  # a DeviceMesh
+        if mesh.ndim != 1:
+            raise ArgumentError(
+                f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the one along "
+                'which the sequence is cut, mesh["cp"]'
+            )
+        kind, mesh = mesh.device_type, mesh.get_group()
+    if not dist.is_available() or not isinstance(mesh, dist.ProcessGroup):
+        raise ArgumentError(
+            f"mesh is of type {type(mesh).__name__}; pass a DeviceMesh of one dimension, a process "
+            "group, or a pair (rank, ranks)"
+        )
+    rank, ranks = dist.get_rank(mesh), dist.get_world_size(mesh)
+    if rank < 0:
+        raise ArgumentError("this process is not one of the mesh's ranks")
+    if kind is None:  # gloo's own groups serve every device: then the accelerator, if there is one
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        kinds = {d.type for d in mesh._device_types}
+        kind = here.type if here is not None and here.type in kinds else "cpu"
+    if kind == "cpu":
+        return rank, ranks, mesh.group_name, torch.device("cpu")
+    return (
+        rank,
+        ranks,
+        mesh.group_name,
+        torch.device(kind, torch.accelerator.current_device_index()),
+    )
+
+
+def _rows_of(documents: Any) -> list[list[int]]:
+    """The lengths of the documents of every row of the batch."""
+    if isinstance(documents, Tensor):
+        documents = documents.tolist()
+    documents = list(documents)
+    rows = documents if documents and isinstance(documents[0], list | tuple) else [documents]
+    rows = [[count_of("documents", n) for n in row] for row in rows]
+    if len({sum(row) for row in rows}) != 1:
+        raise ArgumentError(
+            f"documents: the rows' lengths add up to {[sum(row) for row in rows]}; all rows are of "
+            "one length"
+        )
+    return rows
+
+
+def _dealt(tile: Any, slack: Any) -> tuple[int, float]:
+    slack = number_of("slack", slack)
+    if slack < 0:
+        raise ArgumentError(f"slack={slack!r} must be 0 or more")
+    return count_of("tile", tile, 1), slack

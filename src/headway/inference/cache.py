@@ -1,0 +1,472 @@
+"""Caches of keys and values: one stretch of memory for every row, or pages.
+
+A step has two halves. The host says how many tokens come: `reserve` finds room for them, and moves
+`lengths` (and the page table) on the device, in place, so that a captured CUDA graph sees it. Then
+every layer writes its keys and values to the last positions of the rows, `append`, and attends:
+both are work of the device alone, and no number comes back to the host.
+
+    cache.reserve([0, 3], 1)                    # rows 0 and 3 get a token
+    for n, layer in enumerate(model.layers):
+        ...
+        cache[n].append(k, v)
+        out = inference.attention(q, *cache[n].kv, mask=headway.causal(), **cache[n].options)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import DTYPES, count_of, shown
+from ..errors import ArgumentError, CacheFull
+
+_LARGEST = 448.0  # float8_e4m3fn has no larger number, and no infinity
+
+
+class Layer:
+    """The keys and values of one layer of a cache, `cache[n]`."""
+
+    def __init__(self, cache: "_Cache", n: int) -> None:
+        self.cache, self.n = cache, n
+
+    @property
+    def k(self) -> Tensor:
+        """The keys, as `attention` takes them."""
+        return self.cache.keys[self.n]
+
+    @property
+    def v(self) -> Tensor:
+        """The values, as `attention` takes them."""
+        return self.cache.values[self.n]
+
+    @property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        return self.k, self.v
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `attention` takes besides: lengths, page_table and scales."""
+        cache = self.cache
+        scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+        return {
+            "lengths": cache.lengths,
+            "page_table": cache.page_table,
+            **{name: s if s is None or s.dim() == 0 else s[self.n] for name, s in scales.items()},
+        }
+
+    def positions(self, length: int) -> Tensor:
+        """The positions of the last `length` tokens of every row, `(rows, length)` int64."""
+        at = torch.arange(-length, 0, device=self.cache.lengths.device)
+        return self.cache.lengths[:, None] + at
+
+    @torch.no_grad()
+    def append(self, k: Tensor, v: Tensor | None = None, *, cu_q: Tensor | None = None) -> None:
+        """Write what was reserved: the last keys and values of every row.
+
+        `k` is `(rows, hk, tokens, d)` and `v` `(rows, hk, tokens, dv)`; of a row that reserved
+        fewer tokens only the last so many are written. Or packed, `(1, hk, tokens, ·)`, with `cu_q`
+        `(rows + 1,)` as in `attention`. Numbers are converted to the cache's dtype, float8 ones
+        divided by its scales before. `v` may be missing where the cache has no values (`dv=0`).
+        Device work alone, and without a gradient.
+        """
+        cache = self.cache
+        of_k, of_v = (x[self.n] for x in cache.stored)
+        pairs: list[tuple] = [("k", k, of_k, cache.k_scale)]
+        if v is not None or of_v.shape[-1]:
+            pairs.append(("v", v, of_v, cache.v_scale))
+        tokens = cache.check_new(pairs, cu_q)
+        pages, at = cache.slots(tokens, cu_q)
+        for _, new, kept, scale in pairs:
+            if scale is not None:
+                of_layer = scale if scale.dim() == 0 else scale[self.n]
+                new = new / of_layer.reshape(-1, 1, 1).to(new.dtype)
+            if kept.dtype == torch.float8_e4m3fn:
+                new = new.clamp(-_LARGEST, _LARGEST)
+            new = new.to(kept.dtype).transpose(1, 2).flatten(0, 1)  # (tokens, hk, width)
+            if kept.dtype.itemsize == 1:  # PyTorch writes no float8 by index
+                kept, new = kept.view(torch.uint8), new.view(torch.uint8)
+            kept.transpose(1, 2)[pages, at] = new
+
+
+class _Cache:
+    """What both caches share: keys and values as they are stored, `(layers, ...)`, and `new`
+    `(rows,)`, the tokens of this step."""
+
+    stored: tuple[Tensor, Tensor]
+    lengths: Tensor
+    page_table: Tensor | None
+    new: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    def _scales(self, layers: int, hk: int, k_scale: Any, v_scale: Any) -> None:
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None and (
+                not isinstance(scale, Tensor) or tuple(scale.shape) not in ((), (layers, hk))
+            ):
+                raise ArgumentError(
+                    f"{name} must be a float tensor () or (layers, hk) = {(layers, hk)}, got "
+                    f"{shown(scale)}"
+                )
+        self.k_scale, self.v_scale = k_scale, v_scale
+
+    @property
+    def keys(self) -> Tensor:
+        """Of all layers, `(layers, ...)`."""
+        return self.stored[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Of all layers, `(layers, ...)`."""
+        return self.stored[1]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, n: int) -> Layer:
+        if not 0 <= n < len(self.keys):
+            raise IndexError(f"layer {n} of a cache of {len(self.keys)} layers")
+        return Layer(self, n)
+
+    def check_new(self, pairs: list, cu_q: Tensor | None) -> int:
+        """New keys and values fit; how many tokens there are to a row, or in all."""
+        rows = len(self.lengths) if cu_q is None else 1
+        tokens = None
+        for name, new, kept, _ in pairs:
+            hk, width = kept.shape[1], kept.shape[3]
+            if not isinstance(new, Tensor) or new.dim() != 4:
+                raise ArgumentError(f"{name} must be (rows, hk, tokens, width), got {shown(new)}")
+            tokens = new.shape[2] if tokens is None else tokens
+            if tuple(new.shape) != (rows, hk, tokens, width):
+                raise ArgumentError(
+                    f"{name} must be (rows, hk, tokens, width) = {(rows, hk, tokens, width)}, got "
+                    f"{shown(new)}"
+                )
+            if new.device != kept.device:
+                raise ArgumentError(f"{name} is on {new.device}, the cache on {kept.device}")
+        return tokens or 0
+
+    def slots(self, tokens: int, cu_q: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Where the tokens go: pages (or rows) and places in them, `(rows * tokens,)`. What is
+        nobody's goes to the last page, which is no row's (or place)."""
+        device = self.lengths.device
+        rows = torch.arange(len(self.lengths), device=device)
+        if cu_q is None:
+            row = rows[:, None].expand(-1, tokens)
+            back = tokens - torch.arange(tokens, device=device).expand(len(rows), tokens)
+        else:
+            at = torch.arange(tokens, device=device)
+            row = torch.searchsorted(cu_q, at.to(cu_q.dtype), right=True) - 1
+            outside = row >= len(rows)
+            row = row.clamp(0, len(rows) - 1)
+            back = cu_q[row + 1] - at
+            back = torch.where(outside, len(self.lengths) + 2**30, back)
+        row, back = row.flatten(), back.flatten()
+        position = self.lengths[row].to(torch.int64) - back
+        position = torch.where((back <= self.new[row]) & (position >= 0), position, -1)
+        return self._slots(row, position)
+
+    def _slots(self, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _counts(self, rows: Any, tokens: Any, most: int) -> dict[int, int]:
+        """Tokens by row."""
+        rows = [rows] if isinstance(rows, int) else list(rows)
+        each = [tokens] * len(rows) if isinstance(tokens, int) else list(tokens)
+        if len(each) != len(rows) or len(set(rows)) != len(rows):
+            raise ArgumentError(
+                f"reserve: rows={rows} must be different, with one number of tokens each, "
+                f"got {tokens!r}"
+            )
+        for row in rows:
+            if not 0 <= count_of("row", row) < most:
+                raise ArgumentError(f"reserve: row {row} of a cache of {most} rows")
+        return dict(zip(rows, (count_of("tokens", n) for n in each), strict=True))
+
+    def _advance(self, lengths: list[int], counts: dict[int, int]) -> None:
+        """The device's lengths and new tokens, in place, from the host's."""
+        new = [counts.get(row, 0) for row in range(len(lengths))]
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32, device="cpu"))
+        self.new.copy_(torch.tensor(new, dtype=torch.int32, device="cpu"))
+
+
+def _counters(rows: int, device: Any) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        one, other = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
+    return one, other
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (*DTYPES, torch.float8_e4m3fn):
+        raise ArgumentError(
+            f"dtype={dtype}: a cache is of float32, bfloat16, float16, float64 or float8_e4m3fn"
+        )
+
+
+class Cache(_Cache):
+    """Keys and values of every row in one stretch of memory, which grows by doubling.
+
+    **Arguments:**
+
+    - `layers`, `b`, `hk`, `d`, `dv`: layers, rows, key heads, widths of keys and of values (d if
+      None; 0 for none, where values are columns of the keys).
+    - `capacity`: keys that a row has room for at first; `max_capacity`: at most, that is no end if
+      None. A cache of a fixed capacity, `max_capacity=capacity`, keeps its memory where it is, as
+      captured CUDA graphs need it.
+    - `k_scale`, `v_scale`: of float8, `()` or `(layers, hk)`: what is written is divided by them,
+      and `attention` multiplies by them.
+
+    `lengths` is `(b,)` int32 on the device; `row_lengths` are the host's own.
+    """
+
+    page_table = None
+
+    def __init__(
+        self, layers: int, b: int, hk: int, d: int, dv: int | None = None, *, capacity: int,
+        max_capacity: int | None = None, k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None, dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        _check_dtype(dtype)
+        capacity = count_of("capacity", capacity, 1)
+        self.max_capacity = max_capacity
+        if max_capacity is not None and count_of("max_capacity", max_capacity) < capacity:
+            raise ArgumentError(f"max_capacity={max_capacity} is less than capacity={capacity}")
+        self._shape = count_of("layers", layers, 1), count_of("b", b), count_of("hk", hk, 1)
+        self._widths = count_of("d", d), d if dv is None else count_of("dv", dv)
+        self._scales(layers, hk, k_scale, v_scale)
+        self.stored = self._made(capacity, dtype, device)
+        self.lengths, self.new = _counters(b, device)
+        self.row_lengths = [0] * b
+
+    def _made(self, capacity: int, dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False):
+            # One place more, where `append` puts what was not reserved.
+            k, v = (
+                torch.zeros(*self._shape, capacity + 1, width, dtype=dtype, device=device)
+                for width in self._widths
+            )
+        return k, v
+
+    @property
+    def keys(self) -> Tensor:
+        """Of all layers, `(layers, b, hk, capacity, d)`."""
+        return self.stored[0][:, :, :, :-1]
+
+    @property
+    def values(self) -> Tensor:
+        """Of all layers, `(layers, b, hk, capacity, dv)`."""
+        return self.stored[1][:, :, :, :-1]
+
+    @property
+    def capacity(self) -> int:
+        """Keys that a row has room for."""
+        return self.stored[0].shape[3] - 1
+
+    def reserve(self, rows: int | Sequence[int], tokens: int | Sequence[int]) -> None:
+        """Make room for the next tokens of these rows (one number for all, or one for each), and
+        count them: `append` writes them, and rows that are not named get none.
+
+        **Raises:** `CacheFull` where a row would be longer than `max_capacity`; then nothing has
+        changed.
+        """
+        counts = self._counts(rows, tokens, len(self.row_lengths))
+        after = [n + counts.get(row, 0) for row, n in enumerate(self.row_lengths)]
+        longest = max(after, default=0)
+        if self.max_capacity is not None and longest > self.max_capacity:
+            raise CacheFull(
+                f"row {after.index(longest)} would have {longest} keys, more than "
+                f"max_capacity={self.max_capacity}; clear() rows that have ended"
+            )
+        if longest > self.capacity:
+            room = max(longest, 2 * self.capacity)
+            room = room if self.max_capacity is None else min(room, self.max_capacity)
+            old = self.keys, self.values
+            self.stored = self._made(room, old[0].dtype, old[0].device)
+            for x, before in zip(self.stored, old, strict=True):
+                x[:, :, :, : before.shape[3]].copy_(before)
+        self.row_lengths = after
+        self._advance(after, counts)
+
+    def clear(self, rows: Sequence[int] | None = None) -> None:
+        """Forget these rows, or all."""
+        for row in range(len(self.row_lengths)) if rows is None else rows:
+            self.row_lengths[row] = 0
+        self._advance(self.row_lengths, {})
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget the keys of a row from `length` on, such as drafts that were not accepted."""
+        self.row_lengths[row] = _shorter(row, self.row_lengths[row], length)
+        self._advance(self.row_lengths, {})
+
+    def _slots(self, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        return row, torch.where(position < 0, self.capacity, position)
+
+
+def _shorter(row: int, before: int, length: int) -> int:
+    if not 0 <= count_of("length", length) <= before:
+        raise ArgumentError(f"truncate: row {row} has {before} keys, not {length}")
+    return length
+
+
+class PagedCache(_Cache):
+    """Keys and values in pages, one page table and one `lengths` for all layers.
+
+    **Arguments:**
+
+    - `layers`, `pages`, `page`: layers, pages of each, and keys on a page.
+    - `hk`, `d`, `dv`: key heads, widths of keys and of values (d if None; 0 for none, where values
+      are columns of the keys).
+    - `rows`: sequences at a time; `max_pages`: of one row at most, all if None.
+    - `k_scale`, `v_scale`: as in `Cache`.
+
+    `lengths` is `(rows,)` and `page_table` `(rows, max_pages)`, int32 on the device, always in the
+    same memory; `row_lengths` are the host's own. There is one page more than `pages`: nobody's.
+
+    (Kwon et al. 2023, PagedAttention, arXiv 2309.06180)
+    """
+
+    page_table: Tensor  # type: ignore[bad-override-mutable-attribute]
+
+    def __init__(
+        self, layers: int, pages: int, page: int, hk: int, d: int, dv: int | None = None, *,
+        rows: int, max_pages: int | None = None, k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None, dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
+        _check_dtype(dtype)
+        layers, pages = count_of("layers", layers, 1), count_of("pages", pages, 1)
+        rows, self.page = count_of("rows", rows, 1), count_of("page", page, 1)
+        self.max_pages = pages if max_pages is None else count_of("max_pages", max_pages, 1)
+        shape = layers, pages + 1, count_of("hk", hk, 1), self.page
+        widths = count_of("d", d), d if dv is None else count_of("dv", dv)
+        self._scales(layers, hk, k_scale, v_scale)
+        with torch.inference_mode(False):
+            k, v = (torch.zeros(*shape, n, dtype=dtype, device=device) for n in widths)
+            self.page_table = torch.full(
+                (rows, self.max_pages), pages, dtype=torch.int32, device=device
+            )
+        self.stored = k, v
+        self.lengths, self.new = _counters(rows, device)
+        self.row_lengths = [0] * rows
+        self._pages: list[list[int]] = [[] for _ in range(rows)]
+        self._users = [0] * pages
+        self._free = list(range(pages - 1, -1, -1))
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages are nobody's."""
+        return len(self._free)
+
+    def reserve(self, rows: int | Sequence[int], tokens: int | Sequence[int]) -> None:
+        """Find pages for the next tokens of these rows (one number for all, or one for each), and
+        count them: `append` writes them, and rows that are not named get none. A page that rows
+        share is copied for the one that writes to it.
+
+        **Raises:** `CacheFull` where there are too few pages; then nothing has changed.
+        """
+        counts = self._counts(rows, tokens, len(self.row_lengths))
+        needed, copies = {}, {}
+        users = dict[int, int]()  # of pages that are copied: who still needs them
+        for row, count in counts.items():
+            length, own = self.row_lengths[row], self._pages[row]
+            total = -(-(length + count) // self.page)
+            if total > self.max_pages:
+                raise CacheFull(
+                    f"row {row} would have {length + count} keys, more than max_pages="
+                    f"{self.max_pages} pages of {self.page} hold"
+                )
+            needed[row] = total - len(own)
+            last = own[length // self.page] if count and length % self.page else None
+            if last is not None and users.get(last, self._users[last]) > 1:
+                copies[row] = last
+                users[last] = users.get(last, self._users[last]) - 1
+        wanted = sum(needed.values()) + len(copies)
+        if wanted > len(self._free):
+            raise CacheFull(
+                f"{wanted} pages are needed for {sum(counts.values())} tokens, {len(self._free)} "
+                f"of {len(self._users)} are free; free() rows that have ended, or wait"
+            )
+        for row, last in copies.items():
+            own = self._pages[row]
+            own[own.index(last)] = self._take()
+            self._release(last)
+        for row, more in needed.items():
+            self._pages[row] += [self._take() for _ in range(more)]
+        for row, count in counts.items():
+            self.row_lengths[row] += count
+        if copies:
+            old = torch.tensor(list(copies.values()), device="cpu").to(self.keys.device)
+            new = [self._pages[row][(self.row_lengths[row] - counts[row]) // self.page]
+                   for row in copies]  # fmt: skip
+            to = torch.tensor(new, device="cpu").to(self.keys.device)
+            for x in (self.keys, self.values):
+                bits = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+                bits[:, to] = bits[:, old]
+        self._tell([row for row in counts if needed[row] or row in copies])
+        self._advance(self.row_lengths, counts)
+
+    def fork(self, row: int) -> int:
+        """A row that shares the pages of this one; its number. Pages are copied when one of the two
+        writes to them.
+
+        **Raises:** `CacheFull` where no row is free.
+        """
+        taken = [n for n, own in enumerate(self._pages) if not own and n != row]
+        if not taken:
+            raise CacheFull(f"all {len(self._pages)} rows are in use; free() one that has ended")
+        new = taken[0]
+        self._pages[new], self.row_lengths[new] = list(self._pages[row]), self.row_lengths[row]
+        for page in self._pages[new]:
+            self._users[page] += 1
+        self._tell([new])
+        self._advance(self.row_lengths, {})
+        return new
+
+    def free(self, rows: int | Sequence[int]) -> None:
+        """Give the pages of these rows back."""
+        rows = [rows] if isinstance(rows, int) else list(rows)
+        for row in rows:
+            for page in self._pages[row]:
+                self._release(page)
+            self._pages[row], self.row_lengths[row] = [], 0
+        self._tell(rows)
+        self._advance(self.row_lengths, {})
+
+    def truncate(self, row: int, length: int) -> None:
+        """Forget the keys of a row from `length` on, such as drafts that were not accepted."""
+        self.row_lengths[row] = _shorter(row, self.row_lengths[row], length)
+        kept = -(-length // self.page)
+        for page in self._pages[row][kept:]:
+            self._release(page)
+        del self._pages[row][kept:]
+        self._tell([row])
+        self._advance(self.row_lengths, {})
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def _release(self, page: int) -> None:
+        self._users[page] -= 1
+        if not self._users[page]:
+            self._free.append(page)
+
+    def _tell(self, rows: list[int]) -> None:
+        """The device's table of these rows, in place, from the host's."""
+        if not rows:
+            return
+        nobody = len(self._users)
+        table = [self._pages[row] + [nobody] * (self.max_pages - len(self._pages[row]))
+                 for row in rows]  # fmt: skip
+        device = self.page_table.device
+        at = torch.tensor(rows, device="cpu").to(device)
+        self.page_table[at] = torch.tensor(table, dtype=torch.int32, device="cpu").to(device)
+
+    def _slots(self, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        at = position.clamp(0)
+        page = self.page_table[row, at // self.page]
+        return torch.where(position < 0, len(self._users), page).long(), at % self.page
