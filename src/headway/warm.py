@@ -222,14 +222,14 @@ def _room(card: Card | None) -> int:
 def _compile(steps: list[Callable[[], object]], room: int, jobs: int) -> None:
     """Compile all that the steps launch."""
     from .backends.gpu.runtime.kernel_cache import in_processes
-    from .backends.gpu.runtime.parallel_compile import look
+    from .backends.gpu.runtime.parallel_compile import look, no_garbage_collected
 
     def compile_one(kernel: "Recorded") -> None:
         with in_processes():
             kernel.compile()
 
     kernels = [kernel for step in steps for kernel in look(step)]
-    with ThreadPoolExecutor(jobs) as pool:
+    with no_garbage_collected, ThreadPoolExecutor(jobs) as pool:
         # The last ones take longest.
         for done in [pool.submit(compile_one, kernel) for kernel in kernels[::-1]]:
             done.result()

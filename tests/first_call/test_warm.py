@@ -106,7 +106,7 @@ def keys_of(given: dict, card) -> list[str]:
         lambda self, name: found.append(self.key),
     )
     try:
-        with card, torch.no_grad():
+        with card, torch.no_grad(), parallel_compile.no_garbage_collected:
             for kernel in parallel_compile.look(steps):
                 kernel_cache.is_ready(kernel.fn, kernel.args, kernel.options)
     finally:
