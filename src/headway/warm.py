@@ -101,11 +101,12 @@ def warm(
         found = [_resolved(request) for request in made]
         start_triton()
         wait_to_compile()
+        where = found[0][1].q.device if found else torch.device("cpu")
         steps = [_steps(spec, call) for spec, call in found]
         if any(spec.backend == "hopper" for spec, _ in found):
-            steps.append(_checked(found[0][1].q.device))
+            steps.append(_checked(where))
         before = len(kernel_cache.log)
-        _compile(steps, _room(card), jobs or os.cpu_count() or 1)
+        _compile(steps, where, _room(card), jobs or os.cpu_count() or 1)
         return [Kernel(x.name, x.compiled, x.seconds) for x in kernel_cache.log[before:]]
 
 
@@ -219,13 +220,16 @@ def _room(card: Card | None) -> int:
 
 
 @torch.no_grad()
-def _compile(steps: list[Callable[[], object]], room: int, jobs: int) -> None:
+def _compile(
+    steps: list[Callable[[], object]], device: torch.device, room: int, jobs: int
+) -> None:  # fmt: skip
     """Compile all that the steps launch."""
+    from .backends.gpu.runtime.device_guard import on
     from .backends.gpu.runtime.kernel_cache import in_processes
     from .backends.gpu.runtime.parallel_compile import look, no_garbage_collected
 
     def compile_one(kernel: "Recorded") -> None:
-        with in_processes():
+        with on(device), in_processes():  # the current device is a thread's own
             kernel.compile()
 
     kernels = [kernel for step in steps for kernel in look(step)]

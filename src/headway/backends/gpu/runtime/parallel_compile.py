@@ -140,10 +140,10 @@ def begin(device: torch.device, steps: Callable[[], object]) -> None:
 
 def wait_for_begun() -> None:
     """Wait until all that was begun is done."""
-    while _begun:
-        with suppress(IndexError):  # another thread waits, too
-            _begun[-1].join()
-            _begun.pop()
+    for begun in list(_begun):
+        begun.join()
+        with suppress(ValueError):  # another thread has waited, too
+            _begun.remove(begun)
 
 
 def look(steps: Callable[[], object], room: int | None = None) -> list[Recorded]:
