@@ -183,7 +183,7 @@ class Sharded:
             places = [Replicate() if p == Shard(2) else p for p in places]
             return DTensor.from_local(result, self.mesh, places, run_check=False)
         shape = torch.Size((*self.sizes[:3], *result.shape[3:]))
-        stride = torch.empty(shape, device="meta").stride()
+        stride = torch.empty(shape, device="meta", dtype=result.dtype).stride()
         return DTensor.from_local(
             result, self.mesh, places, run_check=False, shape=shape, stride=stride
         )

@@ -23,6 +23,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 import triton
+from headway.backends import get
 from headway.backends.gpu.device import maths
 from headway.backends.gpu.runtime import call_plan, parallel_compile
 from headway.backends.triton import kernel_backward, kernel_forward, tile, walk
@@ -105,6 +106,22 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
     assert len(compiled) == 3
     assert [name for name, _ in device.launches] == ALL
     assert not parallel_compile.rehearsals
+
+
+def test_what_was_begun_is_waited_for_and_compiled_once(device, compiled):
+    """As the kernels of a call whose card is being checked."""
+    x = heads().requires_grad_()
+    spec, call = hw.api.prepare(x, x, x, mask=hw.causal(), backend="triton")
+    backend = get("triton")
+    steps = parallel_compile.steps_of(spec, call, backend.forward, backend.backward)
+    with torch.no_grad():
+        parallel_compile.begin(x.device, steps)
+    assert parallel_compile._begun
+    assert device.launches == []
+    attend().backward(heads())
+    assert not parallel_compile._begun
+    assert sorted(name for name, _ in compiled) == sorted(ALL)
+    assert [name for name, _ in device.launches] == ALL
 
 
 def test_triton_starts_before_anything_else(compiled, monkeypatch):

@@ -140,6 +140,16 @@ _CAPPED = ("flex", "headway plain", _FLASH4, _TRITON)
 _LEARNED = ("headway plain", _TRITON)
 _RELATIVE = _than("headway plain", 0.7, 0.7)
 
+
+def _first_calls() -> tuple[Case, ...]:
+    """Plain, with a user's score, with a bias that learns; 64 and 128 wide."""
+    return tuple(
+        _case(f"first-call-{d}{kind}", (2, 2048 // d, 2048 // d, 8192, d), mask=causal,
+              measure="first call", peers=(), targets=(), tags=("gpu", "first"))
+        for d in (128, 64) for kind in ("", "-score", "-bias")
+    )  # fmt: skip
+
+
 # fmt: off
 GPU_CASES: tuple[Case, ...] = (
     *_pair("8k-128", (2, 16, 16, 8192, 128), "main"),
@@ -186,8 +196,7 @@ GPU_CASES: tuple[Case, ...] = (
           tags=("gpu", "host")),
     _case("graph", (1, 2, 2, 128, 64), mask=causal, measure="graph", peers=(), targets=(),
           tags=("gpu", "host")),
-    _case("first-call", (2, 16, 16, 8192, 128), mask=causal, measure="first call", peers=(),
-          targets=(), tags=("gpu", "first")),
+    *_first_calls(),
     _case("million-window-4096", (1, 8, 8, 1 << 20, 128), measure="long", peers=(), targets=(),
           mask=lambda: causal() & sliding_window(4096), tags=("gpu", "million")),
     *(_decode(*shape) for shape in _CACHES),

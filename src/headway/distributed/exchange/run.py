@@ -14,8 +14,9 @@ from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..layout import digest
 from .agreement import UNPLANNED, agree, fields_of
 from .move import resolved
-from .plans import Plan, plan_of, setting_of
+from .plans import plan_of
 from .routes import Pieces
+from .setting import Plan, setting_of
 
 
 class Wire(NamedTuple):
