@@ -46,14 +46,14 @@ def test_interpreted():
 # Each for a part of its own: pages by key, window and merging; float8 that the GPU cannot convert;
 # packed queries; a width in two pieces, of which v is one.
 CASES = [
-    ("sm_100", partial(kernel.masks_and_scores, some=slice(1))),
-    ("sm_80", kernel.float8),
-    ("sm_90", kernel.packed),
-    ("sm_90", partial(kernel.latent, 40)),
+    pytest.param("sm_100", partial(kernel.masks_and_scores, some=slice(1)), id="pages"),
+    pytest.param("sm_80", kernel.float8, id="float8"),
+    pytest.param("sm_90", kernel.packed, id="packed"),
+    pytest.param("sm_90", partial(kernel.latent, 40), id="latent"),
 ]
 
 
-@pytest.mark.parametrize(("target", "case"), CASES, ids=str)
+@pytest.mark.parametrize(("target", "case"), CASES)
 def test_compiled(target, case):
     with emulating(target, backend) as ran:
         assert case(dtype=torch.bfloat16) < 0.01

@@ -20,7 +20,6 @@ def text(mask) -> str:
     "mask",
     [hw.causal(), WINDOW, hw.causal(5) & hw.padding(N), hw.chunked(3), hw.block_causal(3),
      lambda b, h, i, j: ~(j > i - 2 * h), lambda b, h, i, j: (3 * j + 1 < i) & (i > 4)],
-    ids=str,
 )  # fmt: skip
 def test_ranges(mask):
     assert is_range(text(mask))
@@ -36,7 +35,6 @@ def test_ranges(mask):
     [hw.document(torch.arange(12) // 5), hw.causal() | hw.prefix(3), hw.dilated(3, 2),
      hw.strided(3), hw.sliding_window(2) | hw.global_tokens(1), WINDOW & hw.dilated(9, 2),
      lambda b, h, i, j: j % 2 == 0, lambda b, h, i, j: j != i],
-    ids=str,
 )  # fmt: skip
 def test_others(mask):
     assert not is_range(text(mask))
