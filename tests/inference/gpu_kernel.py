@@ -48,8 +48,8 @@ def masks_and_scores(dtype: torch.dtype, device: str = "cpu", some: slice = slic
         (hw.softcap(2.0), hw.padding(ends), {}),
         (None, hw.chunked(16), {"scale": -0.3}),
         (lambda s, b, h, i, j: s * slopes[h] + b, hw.causal() | hw.prefix(4), {}),
-        (None, hw.document(ids) & hw.causal(), {"scale": 0.0}),
         (None, lambda b, h, i, j: ~((j > i - 9 * h) & (j // 3 >= 5)), {}),
+        (None, hw.document(ids) & hw.causal(), {"scale": 0.0}),
     ]  # fmt: skip
     return max(
         off(run(c, *of, device=device, **more), by_rows(c, *of, **more)) for *of, more in mods[some]

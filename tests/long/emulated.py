@@ -86,6 +86,11 @@ INFERENCE = [
 ]  # fmt: skip
 
 
+# Without a scale of 0: the largest of zeros of both signs is one or the other, and the emulator
+# takes two threads that say so differently for a fault.
+NOT_ALL_ZERO = [partial(inference.masks_and_scores, some=slice(6)), *INFERENCE[1:]]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("processors", [1, 7])
 @pytest.mark.parametrize("case", INFERENCE, ids=str)
@@ -95,7 +100,7 @@ def test_inference(case, processors, target):
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("highest", 1e-5), ("high", 3e-3)])
-@pytest.mark.parametrize("case", INFERENCE, ids=str)
+@pytest.mark.parametrize("case", NOT_ALL_ZERO, ids=str)
 def test_inference_float32(case, precision, bound):
     before = torch.get_float32_matmul_precision()
     try:
