@@ -481,3 +481,10 @@ def test_numbers_that_compare_equal_are_told_apart(calls):
         captured = Captured([], [], [zero])
         cached_build(graph, captured, (1, 1, 64, 64), (16, 16), CPU)
     assert len(calls) == 2
+
+
+def test_positions_of_queries_and_of_keys_are_told_apart(calls):
+    positions = torch.arange(64).flip(0)
+    for coords in (Coords(q_pos=positions), Coords(kv_pos=positions)):
+        cached(headway.causal() & headway.sliding_window(9), coords=coords)
+    assert len(calls) == 2

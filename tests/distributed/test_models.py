@@ -217,8 +217,14 @@ def hugging_face(world: int, rank: int) -> None:
     with pytest.raises(ArgumentError, match="attention_mask is for"):
         llama(rows, position_ids=layout.positions[None], **given)
     q = torch.randn(1, 2, layout.local, 8)
+    layer = torch.nn.Module(), q, q, q, given["attention_mask"]
     with pytest.raises(BackendRefused, match="does not tell"):
-        hf.attention_forward(torch.nn.Module(), q, q, q, given["attention_mask"])
+        hf.attention_forward(*layer)
+    # A layer's own window, where one mask is given to layers with and without.
+    there = {"position_ids": layout.positions[None], "sliding_window": 9}
+    found, _ = hf.attention_forward(*layer, **there)
+    expected = hw.attention(q, q, q, mask=mask & hw.sliding_window(9), layout=layout)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
 def _alone():

@@ -322,6 +322,8 @@ def attention_forward(
     layout = attention_mask.over_ranks if isinstance(attention_mask, AttentionMask) else None
     if layout is not None:
         _check_over_ranks(layout, attention_mask, kwargs.get("position_ids"))
+        if sliding_window is not None:  # of this layer: one mask may be given to all of them
+            mask = _and(mask, _window(sliding_window, 0))
     if attention_mask is None:  # a mask that is given says it all
         causal_too = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if causal_too and q_len > 1:

@@ -60,11 +60,9 @@ def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
 
     **Raises:** `ArgumentError`, on every rank, naming the ranks and the fields that differ.
     """
-    if device.type != "cpu":
-        kind = (group, *[f for f in fields if not isinstance(f, Tensor)])
-        if _seen.get(kind):
-            return
-        _seen.put(kind, True)
+    kind = (group, *[f for f in fields if not isinstance(f, Tensor)])
+    if device.type != "cpu" and _seen.get(kind):
+        return
     numbers = [int(f) for f in fields]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     ranks = dist.get_world_size(group)
@@ -87,6 +85,8 @@ def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
                 f"{name}; all ranks of a layout pass the same mask, score and options, with "
                 "tensors that are the same everywhere"
             )
+    if device.type != "cpu":  # not before: a call that was refused is compared again
+        _seen.put(kind, True)
 
 
 def _ranks(numbers: list[int]) -> str:
