@@ -398,7 +398,10 @@ def test_the_same_mask_is_built_once(calls):
     assert len(calls) == 1
     cached(headway.document(packed.clone()) & headway.causal())
     cached(headway.document(packed) & headway.causal(1))
-    cached(headway.document(packed) & headway.causal(), coords=Coords(q=0, kv=0, b=1))
+    cached(headway.document(packed) & headway.causal(), coords=Coords(kv=1))
+    assert len(calls) == 4
+    # It looks at no batch and at no head.
+    assert cached(headway.document(packed) & headway.causal(), coords=Coords(b=1, h=1)) is first
     assert len(calls) == 4
 
 
