@@ -220,6 +220,15 @@ def hugging_face(world: int, rank: int) -> None:
     layer = torch.nn.Module(), q, q, q, given["attention_mask"]
     with pytest.raises(BackendRefused, match="does not tell"):
         hf.attention_forward(*layer)
+    torch._dynamo.reset()
+    run = lambda at: hf.attention_forward(*layer, position_ids=at)[0]
+    program = torch.compile(run, backend="eager", fullgraph=True)
+    torch.testing.assert_close(
+        program(layout.positions[None]),
+        hw.attention(q, q, q, mask=mask, layout=layout).transpose(1, 2),
+    )
+    with pytest.raises(RuntimeError, match="not those of the layout"):
+        program(layout.positions[None] + 1)
     # A layer's own window, where one mask is given to layers with and without.
     there = {"position_ids": layout.positions[None], "sliding_window": 9}
     found, _ = hf.attention_forward(*layer, **there)

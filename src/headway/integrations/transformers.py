@@ -493,24 +493,31 @@ def _look_at_positions(
 
 def _check_over_ranks(layout: Layout, mask: AttentionMask, position_ids: Tensor | None) -> None:
     """Positions of a rank's tokens are those of the whole: a model that counts them from 0 on every
-    rank turns queries and keys by wrong angles, in silence."""
-    if torch.compiler.is_compiling():
-        return
+    rank turns queries and keys by wrong angles, in silence. A compiled program asks when it is
+    run."""
     if position_ids is None:
         raise BackendRefused(
             "the model does not tell its attention the position_ids of its tokens, so that headway "
             "cannot see whether they are those of the layout; pass them on to the attention "
             "function, or use a model that does"
         )
-    if mask.looked_at is position_ids:
+    compiling = torch.compiler.is_compiling()
+    if not compiling and mask.looked_at is position_ids:
         return
-    mask.looked_at = position_ids  # once, not in every layer
     here = layout.positions.to(position_ids.device)
-    if position_ids.shape[-1] != layout.local or not bool((position_ids == here).all()):
-        raise ArgumentError(
-            "position_ids are not those of the layout (they begin at 0 on every rank where a model "
-            "counts them itself); call the model with position_ids=layout.positions[None]"
-        )
+    fits = position_ids.shape[-1] == layout.local
+    if fits and compiling:
+        torch._assert_async((position_ids == here).all(), _OTHER_POSITIONS)
+    elif not fits or not bool((position_ids == here).all()):
+        raise ArgumentError(_OTHER_POSITIONS)
+    if not compiling:
+        mask.looked_at = position_ids  # once, not in every layer
+
+
+_OTHER_POSITIONS = (
+    "position_ids are not those of the layout (they begin at 0 on every rank where a model counts "
+    "them itself); call the model with position_ids=layout.positions[None]"
+)
 
 
 def _refuse(output_attentions: bool | None, others: dict[str, Any]) -> None:
