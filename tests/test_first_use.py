@@ -182,6 +182,31 @@ def test_while_a_graph_is_captured_it_waits():
         assert first_use.why_not(tested, reference, card) == ""
 
 
+def test_kernels_of_the_call_that_asks_are_compiled_beside_those_of_the_check(monkeypatch):
+    """Once: with the spec that is run, and outside of the caller's modes."""
+    monkeypatch.setattr(backends, "_CHECKED", ("wrong",))
+    monkeypatch.setattr(
+        hw.api, "unchecked", lambda device: not first_use.is_settled(tested, device)
+    )
+    ahead = []
+
+    def compile_ahead(spec, call):
+        ahead.append((spec.backend, call.q, torch.is_grad_enabled()))
+
+    tested = like_reference(compile_ahead=compile_ahead)
+    monkeypatch.setitem(backends._BACKENDS, "wrong", tested)
+    q = torch.randn(1, 2, 9, 16, requires_grad=True)
+    for _ in range(2):
+        hw.attention(q, q, q, backend="wrong")
+    ((name, given, grad),) = ahead
+    assert (name, grad) == ("wrong", False)
+    assert given is q
+
+
+def test_a_cpu_is_never_unchecked():
+    assert not backends.unchecked(CPU)
+
+
 def test_compiled_programs_are_checked_while_they_are_traced(monkeypatch):
     monkeypatch.setattr(backends, "_CHECKED", ("wrong",))
     tested = like_reference()

@@ -70,6 +70,15 @@ def bucket(distance: Tensor) -> Tensor:
     return torch.tensor([of_one(n) for n in distance.flatten().tolist()]).view(distance.shape)
 
 
+def above(m: Tensor, n: Tensor) -> Tensor:
+    """Whether token m of a binary tree of 16 is n, or above it."""
+    found = m == n
+    for _ in range(4):
+        n = torch.where(n > 0, (n - 1) // 2, -1)
+        found = found | ((m == n) & (n >= 0))
+    return found
+
+
 MASKS = [
     Entry(
         "causal", "Causal",
@@ -182,13 +191,13 @@ MASKS = [
         "tree", "A tree of drafts",
         "Speculative decoding: 16 drafted tokens after 48 keys; a token sees its ancestors, and its "
         "parent is token (i − 1) // 2.",
-        "sees = torch.eye(16, dtype=torch.bool)\n"
-        "for n in range(1, 16):\n"
-        "    sees[n] |= sees[(n - 1) // 2]\n"
-        "mask = lambda b, h, i, j: (j < 48) | sees[i, (j - 48).clamp(min=0)]\n"
-        "out = hw.attention(q[:, :, 48:], k, v, mask=mask)",
+        "parents = (torch.arange(16) - 1) // 2  # -1: the first has none\n"
+        "mask = hw.tree(parents, start=48)\n"
+        "out = hw.attention(q, k, v, mask=mask)",
         "Miao et al. 2023, SpecInfer, arXiv 2305.09781; Cai et al. 2024, Medusa, arXiv 2401.10774",
-        kept="(j < 48) | sees[i, (j - 48).clamp(min=0)]",
+        kept="(j <= i) & ((j < 48) | above(j - 48, i - 48))",
+        where="`above(m, n)`: m is n, its parent (n − 1) // 2, or the parent of one of these",
+        names={"above": above},
     ),
     Entry(
         "block-diffusion", "Block diffusion",

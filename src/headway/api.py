@@ -306,7 +306,13 @@ def resolve(request: Request) -> tuple[Spec, Call]:
         q, k, v = _autocast(request.q, request.k, request.v)
         request = Request(q, k, v, *request[3:])
     key, contents = None, []
-    if not compiling and request.coords is None and request.layout is None:
+    layouts = None
+    if request.layout is not None:
+        layouts = Layouts.of(request.layout)
+        request = request._replace(layout=layouts)
+        if request.dropout and request.seed is None:
+            raise ArgumentError("dropout with a layout needs a seed, the same on every rank")
+    if not compiling and request.coords is None:
         key, signature, contents = lookup(request)
         if signature is not None:
             seed = seed_of(request.seed, request.q.device) if request.dropout else None
@@ -327,11 +333,8 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     dropout = request.dropout
     dropout = dropout_of(dropout) if dropout or type(dropout) is not float else 0.0
     lengths = q.shape[2], k.shape[2]  # of the whole
-    if request.layout is not None:
-        layouts = Layouts.of(request.layout)
+    if layouts is not None:
         lengths = layouts.q.length, layouts.kv.length
-        if dropout and request.seed is None:
-            raise ArgumentError("dropout with a layout needs a seed, the same on every rank")
     seed = seed_of(request.seed, q.device) if dropout else None
     tiles, shape, blocks = None, None, None
     if isinstance(mask, BlockMask):
@@ -361,7 +364,7 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     coords = WHOLE if request.coords is None else request.coords
     call = Call(q, k, v, sink, seed, captured, tiles, coords, None, kv)
     capability = CapabilityKey(*capability_key(call, counts[0]))
-    if request.layout is not None:  # on some rank at least
+    if layouts is not None:  # on some rank at least
         capability = capability._replace(scattered=True)
     asked = (
         scale, of_score and of_score.text, of_mask and of_mask.text, dropout, sink is not None,

@@ -38,7 +38,7 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
     key where none tells such calls apart."""
     (
         q, k, v, score, mask, scale, sink, dropout, _, deterministic, backend, max_logit, row_max,
-        partial, _, kv, _,
+        partial, _, kv, layout,
     ) = request  # fmt: skip
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None, None, []
@@ -59,6 +59,8 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
                     key.append(None)
                 else:
                     _add_tensor(key, t)
+        if layout is not None:  # the spec depends on no more of it
+            key += "over ranks", *[of.length for of in layout]
         of_score = of_mask = None
         if sink is not None:
             _add_tensor(key, sink)

@@ -21,6 +21,20 @@ def _backward(q, k, v, *args, **kwargs) -> int:
     return 2 * b * h * q_len * k[2] * (3 * d + 2 * v[3])
 
 
+def _over_ranks(work):
+    """That of this rank's queries and all keys. A table of pieces says how many these are."""
+
+    def formula(spec, wire, q, k, *given, **kwargs) -> int:
+        table = given[-1 - _AFTER[work]]
+        length = int(table[:, 2].max()) if len(table) else 0
+        return work(q.shape, (*k.shape[:2], length), given[0].shape)
+
+    return formula
+
+
+_AFTER = {_forward: 0, _backward: 5}  # arguments of the operator behind its table of the keys
+
+
 def register_flops() -> None:
     """Teach `FlopCounterMode` the formulas of our operators, and of PyTorch's that may run in their
     place, once it is there: importing it loads Triton."""
@@ -30,6 +44,7 @@ def register_flops() -> None:
     ours = getattr(torch.ops, NAMESPACE)
     if ours.forward in counter.flop_registry:
         return
+    raw = {ours.cp_forward: _over_ranks(_forward), ours.cp_backward: _over_ranks(_backward)}
     kernel = "_scaled_dot_product_flash_attention_for_cpu"
     formulas = {
         ours.forward: lambda spec, *args, **kwargs: _forward(*args),
@@ -42,6 +57,9 @@ def register_flops() -> None:
     for op, formula in formulas.items():
         if op not in counter.flop_registry:
             counter.register_flop_formula(op)(formula)
+    for op, formula in raw.items():
+        if op not in counter.flop_registry:
+            counter.register_flop_formula(op, get_raw=True)(formula)
     for mode in _get_current_dispatch_mode_stack():  # modes copy the registry when they are made
         if isinstance(active := getattr(mode, "counter", None), counter.FlopCounterMode):
-            active.flop_registry.update({op: counter.flop_registry[op] for op in formulas})
+            active.flop_registry.update({op: counter.flop_registry[op] for op in (*formulas, *raw)})

@@ -159,6 +159,12 @@ def _refuse_forward_mode(what: str) -> None:
     )
 
 
+def refuse_tangents(*inputs: Tensor | None) -> None:
+    """For a call that drops tangents: refused, if one of its inputs has one."""
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+        _refuse_forward_mode("an input of the call")
+
+
 class _Run:
     """A call on its way through autograd, which is to see its tensors and nothing else; and what
     comes of it and carries no gradient."""

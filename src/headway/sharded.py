@@ -176,14 +176,14 @@ class Sharded:
             return Forward(*[self.whole(x) for x in result])
         if result.dim() == 1:
             return result
-        places = self.placements
-        if self.layout is None:
-            return DTensor.from_local(result, self.mesh, places, run_check=False)
-        if result.dim() == 2:  # of all tokens
-            places = [Replicate() if p == Shard(2) else p for p in places]
-            return DTensor.from_local(result, self.mesh, places, run_check=False)
-        shape = torch.Size((*self.sizes[:3], *result.shape[3:]))
-        stride = torch.empty(shape, device="meta").stride()
+        # max_logit is of all tokens.
+        gone = Shard(2) if result.dim() == 2 else None
+        places = [Replicate() if p == gone else p for p in self.placements]
+        # Given, since shards of uneven sizes do not tell it.
+        shape = torch.Size([
+            self.sizes[n] if Shard(n) in places else size for n, size in enumerate(result.shape)
+        ])  # fmt: skip
+        stride = torch.empty(shape, device="meta", dtype=result.dtype).stride()
         return DTensor.from_local(
             result, self.mesh, places, run_check=False, shape=shape, stride=stride
         )

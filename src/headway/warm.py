@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,6 +87,8 @@ def warm(
     card = _card(device)
     if jobs is not None and (not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1):
         raise ArgumentError(f"jobs={jobs!r} must be an integer, 1 or more")
+    if find_spec("triton") is None:
+        raise BackendRefused("no kernels without Triton: pip install 'headway[triton]'")
     made = [_requested(call, card) for call in _flat(calls)]
     from .backends.gpu.runtime import kernel_cache
     from .backends.gpu.runtime.triton_startup import start_triton, wait_to_compile
@@ -98,11 +101,12 @@ def warm(
         found = [_resolved(request) for request in made]
         start_triton()
         wait_to_compile()
+        where = found[0][1].q.device if found else torch.device("cpu")
         steps = [_steps(spec, call) for spec, call in found]
         if any(spec.backend == "hopper" for spec, _ in found):
-            steps.append(_checked(found[0][1].q.device))
+            steps.append(_checked(where))
         before = len(kernel_cache.log)
-        _compile(steps, _room(card), jobs or os.cpu_count() or 1)
+        _compile(steps, where, _room(card), jobs or os.cpu_count() or 1)
         return [Kernel(x.name, x.compiled, x.seconds) for x in kernel_cache.log[before:]]
 
 
@@ -216,17 +220,20 @@ def _room(card: Card | None) -> int:
 
 
 @torch.no_grad()
-def _compile(steps: list[Callable[[], object]], room: int, jobs: int) -> None:
+def _compile(
+    steps: list[Callable[[], object]], device: torch.device, room: int, jobs: int
+) -> None:  # fmt: skip
     """Compile all that the steps launch."""
+    from .backends.gpu.runtime.device_guard import on
     from .backends.gpu.runtime.kernel_cache import in_processes
-    from .backends.gpu.runtime.parallel_compile import look
+    from .backends.gpu.runtime.parallel_compile import look, no_garbage_collected
 
     def compile_one(kernel: "Recorded") -> None:
-        with in_processes():
+        with on(device), in_processes():  # the current device is a thread's own
             kernel.compile()
 
     kernels = [kernel for step in steps for kernel in look(step)]
-    with ThreadPoolExecutor(jobs) as pool:
+    with no_garbage_collected, ThreadPoolExecutor(jobs) as pool:
         # The last ones take longest.
         for done in [pool.submit(compile_one, kernel) for kernel in kernels[::-1]]:
             done.result()

@@ -398,7 +398,10 @@ def test_the_same_mask_is_built_once(calls):
     assert len(calls) == 1
     cached(headway.document(packed.clone()) & headway.causal())
     cached(headway.document(packed) & headway.causal(1))
-    cached(headway.document(packed) & headway.causal(), coords=Coords(q=0, kv=0, b=1))
+    cached(headway.document(packed) & headway.causal(), coords=Coords(kv=1))
+    assert len(calls) == 4
+    # It looks at no batch and at no head.
+    assert cached(headway.document(packed) & headway.causal(), coords=Coords(b=1, h=1)) is first
     assert len(calls) == 4
 
 
@@ -480,4 +483,11 @@ def test_numbers_that_compare_equal_are_told_apart(calls):
     for zero in (0.0, -0.0):
         captured = Captured([], [], [zero])
         cached_build(graph, captured, (1, 1, 64, 64), (16, 16), CPU)
+    assert len(calls) == 2
+
+
+def test_positions_of_queries_and_of_keys_are_told_apart(calls):
+    positions = torch.arange(64).flip(0)
+    for coords in (Coords(q_pos=positions), Coords(kv_pos=positions)):
+        cached(headway.causal() & headway.sliding_window(9), coords=coords)
     assert len(calls) == 2

@@ -1,5 +1,6 @@
 """Ranks that do not make the same call raise, all of them, and say which differs in what."""
 
+import tempfile
 import time
 from datetime import timedelta
 
@@ -8,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 import headway as hw
+from headway.blocks import from_dense
 from headway.distributed import Layout
-from headway.errors import ArgumentError
+from headway.errors import ArgumentError, CapturedIndexError
 from processes import run_ranks
 
 LENGTH = 96
@@ -46,11 +48,49 @@ def every_field(world: int, rank: int) -> None:
     for field, given in wrong.items():
         with pytest.raises(ArgumentError, match=f"rank.*{field}"):
             call(**given)
+    # Tiles of the caller's own, of one text and other blocks.
+    kept = torch.zeros(1, 1, 6, 6, dtype=torch.uint8)
+    kept[..., 1 + other] = 2
+    own = from_dense(kept, lambda b, h, i, j: j >= 0, (LENGTH, LENGTH), (16, 16))
+    with pytest.raises(ArgumentError, match=r"rank.*the mask"):
+        call(mask=own)
     call(mask=hw.document(documents))  # and they go on as if nothing had been
     with pytest.raises(ArgumentError, match=r"48 of 96" if other else "rank 1.*local length"):
         call(length=LENGTH // 2 + other)
     with pytest.raises(ArgumentError, match="needs a seed"):
         call(dropout=0.1)
+    few = torch.ones(LENGTH - 20 * other, dtype=torch.bool)
+    error = CapturedIndexError if other else ArgumentError
+    with pytest.raises(error, match="index 76" if other else "rank 1.*refused there"):
+        call(mask=lambda b, h, i, j: few[j])
+    flag = torch.ones((), dtype=torch.int32).expand(1)  # of stride 0, and contiguous
+    call(mask=lambda b, h, i, j: flag[j * 0] > 0)
+    documents[60:] += other  # in place, on one rank, after a call
+    with pytest.raises(ArgumentError, match=r"rank.*tensors that"):
+        call(mask=hw.document(documents))
+
+
+def made_anew(world: int, rank: int) -> None:
+    """A group that is made anew has the old one's name, and other ranks: no plan is taken from
+    it."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, LENGTH, 8) for _ in range(3))
+    expected = hw.attention(q, k, v, mask=hw.causal())
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    for turn in range(2):
+        group = dist.group.WORLD
+        layout = Layout.contiguous(LENGTH, group)
+        out = hw.attention(
+            *(layout.shard(x, 2) for x in (q, k, v)), mask=hw.causal(), layout=layout
+        )
+        torch.testing.assert_close(out, layout.shard(expected, 2))
+        if not turn:
+            dist.destroy_process_group()
+            file = f"file://{folder[0]}/store"
+            dist.init_process_group(
+                "gloo", init_method=file, rank=1 - rank, world_size=2, timeout=timedelta(seconds=60)
+            )
 
 
 def one_fails(world: int, rank: int) -> None:
@@ -69,7 +109,7 @@ def one_fails(world: int, rank: int) -> None:
 
 
 def test_every_field(tmp_path):
-    run_ranks(2, (every_field,), tmp_path)
+    run_ranks(2, (every_field, made_anew), tmp_path)
 
 
 def test_one_fails(tmp_path):

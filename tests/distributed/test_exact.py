@@ -12,7 +12,7 @@ from cases import CASES, Case, problem
 from headway.blocks import from_dense
 from headway.distributed import Layout
 from headway.distributed.exchange import routes, run
-from headway.distributed.exchange.plans import ByHeads
+from headway.distributed.exchange.stepwise import ByHeads
 from headway.errors import ArgumentError
 from processes import run_ranks
 
@@ -84,7 +84,7 @@ def one_case(case: Case, dtype: torch.dtype, layouts: tuple[Layout, Layout]) -> 
 
 
 def table(world: int, rank: int) -> None:
-    cases = CASES[world - 2 :: {2: 3, 3: 6, 4: 12}[world]]
+    cases = CASES[world - 2 :: {2: 4, 3: 9, 4: 19}[world]]
     for n, case in enumerate(cases):
         name, plan = COMBINATIONS[(7 * n) % len(COMBINATIONS)]
         q = layout_of(name, case.q_len, world, n).using(plan)

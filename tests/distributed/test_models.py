@@ -5,14 +5,16 @@ import importlib.util
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 import headway as hw
 from headway.distributed import Layout
-from headway.errors import ArgumentError
+from headway.errors import ArgumentError, BackendRefused
 from headway.nn import MLA, Attention, Rotary
 from headway.stability import MaxLogit
 from processes import run_ranks
@@ -154,6 +156,38 @@ def sharded(world: int, rank: int) -> None:
                     torch.testing.assert_close(a.full_tensor(), b)
 
 
+def uneven_rows(world: int, rank: int) -> None:
+    """DTensors of three rows over two ranks, with the sequence over ranks and without."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 10, 8, dtype=torch.float64) for _ in range(3))
+    starts = torch.tensor([0, 3, 5])
+    mask = lambda b, h, i, j: (j >= starts[b]) & (j <= i)
+    expected = hw.attention_with_stats(q, k, v, mask=mask)
+    shapes = {(2, 1): [Shard(0), Replicate()], (1, 2): [Replicate(), Shard(2)]}
+    if world == 4:
+        shapes = {(2, 2): [Shard(0), Shard(2)]}
+    for shape, placed in shapes.items():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))
+        given = [distribute_tensor(x, mesh, placed) for x in (q, k, v)]
+        found = hw.attention_with_stats(*given, mask=mask)
+        for a, b in zip(found, expected, strict=True):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a.full_tensor(), b)
+
+
+def watched(world: int, rank: int) -> None:
+    """Work is counted, of this rank's queries and all keys; tangents are refused, not dropped."""
+    layout = Layout(48, [(0, 0, 30), (1, 30, 48)], dist.group.WORLD)
+    q, k, v = (layout.shard(torch.randn(1, h, 48, 8), 2) for h in (4, 2, 2))
+    with FlopCounterMode(display=False) as counter:
+        out = hw.attention(q.requires_grad_(), k, v, mask=hw.causal(), layout=layout)
+        assert counter.get_total_flops() == 2 * 4 * layout.local * 48 * 16
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * 4 * layout.local * 48 * (16 + 40)
+    with forward_ad.dual_level(), pytest.raises(BackendRefused, match="forward mode"):
+        hw.attention(forward_ad.make_dual(q.detach(), torch.ones_like(q)), k, v, layout=layout)
+
+
 def hugging_face(world: int, rank: int) -> None:
     """A model of transformers, its sequence over ranks; positions that begin at 0 are refused."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -179,6 +213,18 @@ def hugging_face(world: int, rank: int) -> None:
     torch.testing.assert_close(here, layout.shard(alone), rtol=1e-6, atol=1e-6)
     with pytest.raises(ArgumentError, match="position_ids"):
         llama(layout.shard(tokens), position_ids=torch.arange(layout.local)[None], **given)
+    rows = layout.shard(tokens).expand(2, -1)
+    with pytest.raises(ArgumentError, match="attention_mask is for"):
+        llama(rows, position_ids=layout.positions[None], **given)
+    q = torch.randn(1, 2, layout.local, 8)
+    layer = torch.nn.Module(), q, q, q, given["attention_mask"]
+    with pytest.raises(BackendRefused, match="does not tell"):
+        hf.attention_forward(*layer)
+    # A layer's own window, where one mask is given to layers with and without.
+    there = {"position_ids": layout.positions[None], "sliding_window": 9}
+    found, _ = hf.attention_forward(*layer, **there)
+    expected = hw.attention(q, q, q, mask=mask & hw.sliding_window(9), layout=layout)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
 def _alone():
@@ -207,11 +253,11 @@ def cross(world: int, rank: int) -> None:
 
 
 def test_two_ranks(tmp_path):
-    cases = modules, compiled, checkpointed, sharded, cross
+    cases = modules, compiled, checkpointed, sharded, uneven_rows, watched, cross
     if importlib.util.find_spec("transformers"):
         cases += (hugging_face,)
     run_ranks(2, cases, tmp_path)
 
 
 def test_two_by_two(tmp_path):
-    run_ranks(4, (sharded,), tmp_path)
+    run_ranks(4, (sharded, uneven_rows), tmp_path)

@@ -15,7 +15,10 @@ SOURCE = Path(__file__).parents[2] / "src"
 for name in ("headway", "headway.backends", "headway.backends.gpu", "headway.backends.gpu.runtime"):
     sys.modules[name] = package = ModuleType(name)
     package.__path__ = [str(SOURCE.joinpath(*name.split(".")))]
-sys.modules["torch"] = None  # an import of it now fails
+
+# Triton asks whether an argument is a tensor of PyTorch; to import that takes a second.
+sys.modules["torch"] = torch = ModuleType("torch")
+torch.Tensor = type("Tensor", (), {})
 
 import tiny  # noqa: E402
 from triton.runtime import cache, driver  # noqa: E402

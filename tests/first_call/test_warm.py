@@ -62,12 +62,12 @@ def test_what_was_compiled_without_a_card_is_found_by_calls_on_one(tmp_path, for
     """By forward and backward, with a user's score and what mask and score capture; and `explain`
     knows."""
     with up_to_ptx():
-        made = hw.warm(small, device="sm_80", out=tmp_path)
+        made = hw.warm(small, device="sm_90", out=tmp_path)
     assert sorted(k.name for k in made if k.compiled) == ["backward_kv", "backward_q", "forward"]
     forgetful()
     x = torch.randn(1, 48, 2, 16, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
     given = x, x, x, score, small()["mask"]
-    with kernel_cache.into(tmp_path), launching("sm_80") as card:
+    with kernel_cache.into(tmp_path), launching("sm_90") as card:
         told = hw.explain(*given, backend="triton")
         assert told.kernels == [f"{fn.__name__}: compiled, on disk" for fn in KERNELS]
         assert "kernel forward: compiled, on disk" in str(told)
@@ -82,7 +82,7 @@ def test_what_was_compiled_without_a_card_is_found_by_calls_on_one(tmp_path, for
 
 def test_explain_compiles_nothing_and_calls_are_rehearsed_all_the_same(tmp_path, forgetful):
     x = torch.randn(1, 2, 48, 16, dtype=torch.bfloat16, requires_grad=True)
-    with kernel_cache.into(tmp_path), launching("sm_80"):
+    with kernel_cache.into(tmp_path), launching("sm_90"):
         told = hw.explain(x, x, x, backend="triton")
         assert told.kernels == [f"{fn.__name__}: to be compiled" for fn in KERNELS]
         assert not list(tmp_path.iterdir())
@@ -106,7 +106,7 @@ def keys_of(given: dict, card) -> list[str]:
         lambda self, name: found.append(self.key),
     )
     try:
-        with card, torch.no_grad():
+        with card, torch.no_grad(), parallel_compile.no_garbage_collected:
             for kernel in parallel_compile.look(steps):
                 kernel_cache.is_ready(kernel.fn, kernel.args, kernel.options)
     finally:

@@ -22,7 +22,8 @@ from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.gpu.runtime import call_plan as plans
-from headway.backends.hopper import launch, launch_plan, tile_counter
+from headway.backends.gpu.runtime import tile_counter
+from headway.backends.hopper import launch, launch_plan
 from headway.backends.hopper.bwd import segment_table
 from headway.backends.hopper.bwd.plan import BackwardPlan
 from headway.backends.hopper.device.gluon_compat import TensorDescriptor

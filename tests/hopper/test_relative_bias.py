@@ -68,6 +68,7 @@ def test_a_part_of_a_whole(simulated):  # noqa: F811
     torch.manual_seed(0)
     q, k = torch.randn(1, H, 40, 64).bfloat16(), torch.randn(1, H, 140, 64).bfloat16()
     part = lambda name, at: prepare(q, k, k, hw.relative_bias(MANY), backend=name, coords=at)
+    q.requires_grad_()  # the kernels of training
     made = []
     for backend in (hopper, reference):
         with torch.no_grad():

@@ -9,9 +9,8 @@ from hypothesis import strategies as some
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from headway.backends.hopper.config import FORWARD, first_fit
+from headway.backends.hopper.config import FLAGS, FORWARD, first_fit
 from headway.backends.hopper.fwd.stream_k import LEAST, Shares
-from headway.backends.hopper.tile_counter import FLAGS
 
 Q_IN_REGISTERS = next(row for row in FORWARD if row.q_in_registers and row.consumers == 2)
 MLA = first_fit(FORWARD, 192, 128)

@@ -1,6 +1,7 @@
 """The whole table, compiled for each GPU and run on the CPU: `make emulate`, which takes an hour."""
 
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from unittest import mock
 
@@ -13,8 +14,10 @@ if find_spec("triton") is None:
 from cases import CASES, problem
 from checks import check, compare, run
 from headway.backends import hopper, triton
+from headway.backends.gpu.inference import plan
 from headway.backends.hopper.fwd import stream_k
 from headway.errors import BackendRefused
+from inference import gpu_kernel as inference
 from positions import scattered
 from tools.emulator.launch import TARGETS, emulating
 from tools.emulator.values import Fault
@@ -73,3 +76,36 @@ def test_hopper(case):
         except BackendRefused:
             pytest.skip("not what this backend does")
     assert compare(case, torch.bfloat16, made, True) == []
+
+
+INFERENCE = [
+    inference.masks_and_scores, inference.strides, inference.packed, inference.float8,
+    inference.lengths_change, inference.placement,
+    *[partial(inference.groups, n) for n in (1, 5, 7, 8, 20)],
+    *[partial(inference.latent, n) for n in (3, 16, 40)],
+]  # fmt: skip
+
+
+# Without a scale of 0: the largest of zeros of both signs is one or the other, and the emulator
+# takes two threads that say so differently for a fault.
+NOT_ALL_ZERO = [partial(inference.masks_and_scores, some=slice(6)), *INFERENCE[1:]]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("processors", [1, 7])
+@pytest.mark.parametrize("case", INFERENCE, ids=str)
+def test_inference(case, processors, target):
+    with emulating(target, triton), mock.patch.object(plan, "processors", return_value=processors):
+        assert case(dtype=torch.bfloat16) < 0.01
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("highest", 1e-5), ("high", 3e-3)])
+@pytest.mark.parametrize("case", NOT_ALL_ZERO, ids=str)
+def test_inference_float32(case, precision, bound):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        with emulating("sm_90", triton):
+            assert case(dtype=torch.float32) < bound
+    finally:
+        torch.set_float32_matmul_precision(before)

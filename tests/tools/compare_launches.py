@@ -28,7 +28,7 @@ torch._C._cuda_getCurrentRawStream = lambda device: 0x5000 + device
 from triton.runtime import driver
 
 import headway as hw
-from headway import backends
+from headway import backends, inference
 from headway.api import prepare
 from headway.backends import hopper
 from headway.backends import triton as portable
@@ -105,7 +105,7 @@ def both(self, tensors, given=launcher.NO_ARGUMENTS):
 
 def forward(backend, name: str, score=None, width: int = 64):
     """A forward that is like others but for its tensors and the floats of its score."""
-    q = torch.randn(1, 2, 200 if width == 64 else 32, width).bfloat16()
+    q = torch.randn(1, 2, 200 if width == 64 else 72, width).bfloat16()
     spec, call = prepare(q, q, q, score, hw.causal(), backend=name)
     out, lse, *_ = backend.forward(spec, call)
     return spec, call, out, lse.fill_(0)
@@ -122,6 +122,17 @@ def single() -> None:
     spec, call = prepare(q, q, q, None, hw.causal(), backend="triton")
     out, lse, *_ = portable.forward(spec, call)
     portable.backward(spec, call, out, lse.fill_(0), q, None, ())
+
+
+def over_a_cache(n: int) -> None:
+    """The same kind of call whatever its lengths, strides and captured integers, which are numbers
+    of the launch, as floats are."""
+    q = torch.randn(1 + n, 4, 1 + n, 64).bfloat16()
+    k = torch.randn(1 + n, 2, 40 + 8 * n, 64).bfloat16()
+    mask, lengths = hw.causal() & hw.sliding_window(9 + n), torch.full((1 + n,), 17 + n)
+    inference.attention(
+        q, k, k.clone(), hw.softcap(20.0 + n), mask, lengths=lengths.int(), backend="triton"
+    )
 
 
 def kernels() -> list[launcher.KernelLauncher]:
@@ -186,6 +197,7 @@ with ExitStack() as stack:
     with mock.patch.object(launcher.KernelLauncher, "__call__", both):
         for n in range(3):
             single()
+            over_a_cache(n)
             forward(portable, "triton", hw.softcap(20.0 + n), 16)
             if not hopper.wrong_triton():
                 backward(*forward(hopper, "hopper"))
@@ -193,4 +205,5 @@ with ExitStack() as stack:
     assert all(isinstance(d.launch, Launch) for d in found)
     refusals(found[-1].launch)
     threads(found[-1].launch)
+assert compared["infer"] == 2
 print(compared)

@@ -104,6 +104,8 @@ WHOLE = {
     "shr.u32 %y, %a, %b;": lambda a, b: (a % 2**32) >> min(b % 2**32, 32),
     "bfe.u32 %y, %a, 3, 7;": lambda a, b: a >> 3 & 127,
     "bfe.s32 %y, %a, 3, 7;": lambda a, b: wrapped(a >> 3 & 127, 7),
+    "shf.l.wrap.b32 %y, %a, %b, 4;": lambda a, b: b << 4 | (a >> 28 & 15),
+    "shf.r.wrap.b32 %y, %a, %b, 36;": lambda a, b: b << 28 | (a >> 4 & 0xFFFFFFF),
     "prmt.b32 %y, %a, %b, 0x5410U;": lambda a, b: (a & 0xFFFF) | (b & 0xFFFF) << 16,
     "prmt.b32 %y, %a, %b, 0x3340U;": lambda a, b: (
         a & 0xFF | (b & 0xFF) << 8 | (a >> 24 & 0xFF) * 0x1010000
@@ -201,6 +203,8 @@ def test_between_threads():
     assert torch.equal(
         run("shfl.sync.idx.b32 %y, %a, 3, 31, -1;", a, out), a[thread // 32 * 32 + 3]
     )
+    before = a.view(2, 32)[:, [0, 1, 2, *range(29)]].flatten()
+    assert torch.equal(run("shfl.sync.up.b32 %y, %a, 3, 0, -1;", a, out), before)
     total = a.view(2, 32).sum(1, dtype=torch.int32).repeat_interleave(32)
     assert torch.equal(run("redux.sync.add.s32 %y, %a, -1;", a, out), total)
     one = "elect.sync %r1|%p0, -1; selp.b32 %y, 1, 0, %p0;"
@@ -266,12 +270,23 @@ def test_a_barrier_to_which_not_all_come():
         run(text, whole(), torch.zeros(THREADS, dtype=torch.int32))
 
 
+def test_e4m3():
+    """Every number of the format, two by two."""
+    bits = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    pairs = torch.zeros(THREADS, dtype=torch.int32)
+    for n in range(2):  # 64 threads, two numbers each
+        given = bits.view(torch.int16).view(2, THREADS)[n]
+        text = "cvt.u16.u32 %h0, %a; cvt.rn.f16x2.e4m3x2 %y, %h0;"
+        made = run(text, given.int(), pairs).view(torch.float16)
+        expected = given.view(torch.float8_e4m3fn).half()
+        assert torch.equal(made.nan_to_num(-1), expected.nan_to_num(-1))
+
+
 def test_what_is_not_known_is_refused():
     out = torch.zeros(THREADS, dtype=torch.int32)
     for text in (
         "frob.s32 %y, %a;",
         "add.sat.s32 %y, %a, %a;",
-        "shfl.sync.up.b32 %y, %a, 1, 0, -1;",
     ):
         with pytest.raises(Fault, match="not known here"):
             run(text, whole(), out)

@@ -23,6 +23,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 import triton
+from headway.backends import get
 from headway.backends.gpu.device import maths
 from headway.backends.gpu.runtime import call_plan, parallel_compile
 from headway.backends.triton import kernel_backward, kernel_forward, tile, walk
@@ -107,6 +108,22 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
     assert not parallel_compile.rehearsals
 
 
+def test_what_was_begun_is_waited_for_and_compiled_once(device, compiled):
+    """As the kernels of a call whose card is being checked."""
+    x = heads().requires_grad_()
+    spec, call = hw.api.prepare(x, x, x, mask=hw.causal(), backend="triton")
+    backend = get("triton")
+    steps = parallel_compile.steps_of(spec, call, backend.forward, backend.backward)
+    with torch.no_grad():
+        parallel_compile.begin(x.device, steps)
+    assert parallel_compile._begun
+    assert device.launches == []
+    attend().backward(heads())
+    assert not parallel_compile._begun
+    assert sorted(name for name, _ in compiled) == sorted(ALL)
+    assert [name for name, _ in device.launches] == ALL
+
+
 def test_triton_starts_before_anything_else(compiled, monkeypatch):
     """Its driver's module takes a compiler as long as the rest of the call's preparation."""
     seen = []
@@ -166,7 +183,7 @@ def test_threads_parse_while_garbage_is_finalized(device, compiled, finalizers):
 def test_what_is_not_trained_compiles_one_kernel_where_it_is_called(device, compiled):
     x = heads()
     hw.attention(x, x, x, mask=hw.causal(), backend="triton")
-    assert compiled == [("forward", threading.get_ident())]
+    assert compiled == [("infer", threading.get_ident())]
 
 
 def test_calls_that_differ_in_length_alone_are_rehearsed_once(device, compiled, monkeypatch):

@@ -74,9 +74,10 @@ def reasons_against(
     name: str, spec: Spec, kind: CapabilityKey, call: Call | None = None
 ) -> list[str]:
     """Why a backend cannot run such calls; empty if it can. A backend is checked before its first
-    use on a card; meanwhile the kernels of `call` are compiled."""
+    use on a card; meanwhile the kernels of `call` are compiled. Over a cache it runs a kernel that
+    is not its own, and is not checked."""
     reasons = get(name).reasons_against(spec, kind)
-    if not reasons and name in _CHECKED:
+    if not reasons and name in _CHECKED and not kind.cache:
         if call is not None and not is_compiling() and type(call.q) is torch.Tensor:
             _check(name, kind.device, partial(_compile_ahead, name, spec, call))
         wrong = _wrong(name, kind.device.type, kind.device.index)

@@ -1,15 +1,9 @@
-"""What is measured on a GPU besides kernels: the host's time, graphs, first calls, a step."""
+"""What is measured on a GPU besides kernels: the host's time, graphs, a step."""
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -96,50 +90,6 @@ def graph(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:
     samples = [seconds(captured.replay, device, 20) for _ in range(3 * repeats)]
     result = Result(case.name, BOTH, "headway, replayed").timed(Timing.of(samples), "µs")
     return [result.asked("the same bits as without a graph", same)]
-
-
-def first_call(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:
-    """Seconds of the first forward and backward of a process, beyond its imports: with an empty
-    compile cache, and with a full one."""
-    shape = (case.b, case.hq, case.length, case.d)
-    results = []
-    with tempfile.TemporaryDirectory() as cache:
-        for what, most in (("cold cache", 2.0), ("warm cache", 0.5)):
-            env = os.environ | {"TRITON_CACHE_DIR": cache}
-            env["PYTHONPATH"] = os.pathsep.join(
-                filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
-            )
-            done = subprocess.run(
-                [sys.executable, "-c", _FIRST, json.dumps(shape)],
-                capture_output=True, text=True, env=env,
-            )  # fmt: skip
-            if done.returncode:
-                last = done.stderr.strip().splitlines()[-1:]
-                results.append(
-                    Result(case.name, what, "headway", verdict=WRONG, note=" ".join(last))
-                )
-                continue
-            taken = json.loads(done.stdout.splitlines()[-1])
-            result = Result(case.name, what, "headway").timed(Timing.of([taken]))
-            results.append(result.asked(f"<= {most:g} s", taken <= most))
-    return results
-
-
-_FIRST = """
-import json, sys, time, torch
-import headway as hw
-import headway.backends.triton.launch
-q, k, v = (torch.randn(json.loads(sys.argv[1]), device="cuda", dtype=torch.bfloat16,
-                       requires_grad=True) for _ in range(3))
-made = q @ q.mT[..., :8]
-torch.autograd.grad(made, q, made.detach())  # imports what autograd takes, sympy too
-torch.cuda.synchronize()
-start = time.perf_counter()
-out = hw.attention(q, k, v, mask=hw.causal(), backend="triton")
-torch.autograd.grad(out, (q, k, v), out.detach())
-torch.cuda.synchronize()
-print(time.perf_counter() - start)
-"""
 
 
 def long(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:

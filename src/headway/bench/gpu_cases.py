@@ -80,6 +80,13 @@ def _scored(
     )  # fmt: skip
 
 
+def _decode(*shape: int) -> Case:
+    """One query per row over a cache of `length` keys."""
+    b, hq, hk, length, d = shape[:5]
+    name = f"decode-{b}-{hq}-{hk}-{length >> 10}k-{d}"
+    return _case(name, shape, measure="decode", peers=(), targets=(), tags=("gpu", "decode"))
+
+
 def _documents() -> Mask:
     """Twelve documents of uneven lengths in 8192 positions."""
     lengths = [97 + (911 * k) % 1171 for k in range(1, 13)]
@@ -123,10 +130,25 @@ def _heated() -> Score:
     return heated(torch.tensor([0.5], requires_grad=True))
 
 
+# b, hq, hk, keys, d: from one long row to many, with groups of 8, of 4 and of 1.
+_CACHES = (
+    (1, 32, 8, 8 << 10, 128), (8, 32, 8, 8 << 10, 128), (64, 32, 8, 4 << 10, 128),
+    (1, 32, 8, 128 << 10, 128), (16, 64, 8, 16 << 10, 128), (32, 16, 16, 4 << 10, 64),
+)  # fmt: skip
 _MASKS = ("flex", _FLASH4, _TRITON)
 _CAPPED = ("flex", "headway plain", _FLASH4, _TRITON)
 _LEARNED = ("headway plain", _TRITON)
 _RELATIVE = _than("headway plain", 0.7, 0.7)
+
+
+def _first_calls() -> tuple[Case, ...]:
+    """Plain, with a user's score, with a bias that learns; 64 and 128 wide."""
+    return tuple(
+        _case(f"first-call-{d}{kind}", (2, 2048 // d, 2048 // d, 8192, d), mask=causal,
+              measure="first call", peers=(), targets=(), tags=("gpu", "first"))
+        for d in (128, 64) for kind in ("", "-score", "-bias")
+    )  # fmt: skip
+
 
 # fmt: off
 GPU_CASES: tuple[Case, ...] = (
@@ -174,10 +196,14 @@ GPU_CASES: tuple[Case, ...] = (
           tags=("gpu", "host")),
     _case("graph", (1, 2, 2, 128, 64), mask=causal, measure="graph", peers=(), targets=(),
           tags=("gpu", "host")),
-    _case("first-call", (2, 16, 16, 8192, 128), mask=causal, measure="first call", peers=(),
-          targets=(), tags=("gpu", "first")),
+    *_first_calls(),
     _case("million-window-4096", (1, 8, 8, 1 << 20, 128), measure="long", peers=(), targets=(),
           mask=lambda: causal() & sliding_window(4096), tags=("gpu", "million")),
+    *(_decode(*shape) for shape in _CACHES),
+    _decode(128, 16, 1, 4096, 576, 512),
+    _decode(128, 128, 1, 4096, 576, 512),
+    _case("decode-grows", (8, 32, 8, 1400, 128), measure="decode, host", peers=(), targets=(),
+          tags=("gpu", "decode")),
     _case("train", (8, 12, 12, 4096, 128), mask=causal, measure="train", peers=(), targets=(),
           tags=("gpu", "train")),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ArgumentError
-from . import block_masks, child, gpu
+from . import block_masks, child, decode, first_call, gpu
 from .case import Case
 from .cases import select
 from .machine import Machine, has_amx, here, load
@@ -125,9 +125,11 @@ MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "overhead, compiled": partial(overhead, compiled=True),
     "host": gpu.host,
     "graph": gpu.graph,
-    "first call": gpu.first_call,
+    "first call": first_call.measure,
     "long": gpu.long,
     "train": gpu.train,
+    "decode": decode.decode,
+    "decode, host": decode.grows,
     "block mask": block_masks.measure,
     "training": training,
 }

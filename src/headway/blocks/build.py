@@ -101,7 +101,8 @@ def cached_build(
     known = tuple((id(t), t._version) for t in tensors)
     first = coords.b * graph.uses("b"), coords.h * graph.uses("h"), coords.q, coords.kv
     numbers = (*captured.ints, *map(repr, captured.floats), *first)
-    key = (graph, shape, tile, device, numbers, known)
+    scattered = coords.q_pos is not None, coords.kv_pos is not None
+    key = (graph, shape, tile, device, numbers, known, scattered)
     found = _cache.get(key)
     if found is not None:
         refs, result = found

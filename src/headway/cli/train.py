@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from ..recipe import TrainConfig, train
+from ..recipe.ranks import started
 from ..recipe.report import say
 from ..recipe.run import Run
 
@@ -40,6 +41,10 @@ def main(arguments: list[str]) -> int:
         run = Run.find(asked.runs, asked.name)
         saved = replace(run.settings(), name=run.name, runs=asked.runs)
         asked = _parse(arguments, Arguments(**vars(saved)))
+    if asked.devices > 1 and not started():
+        return _start(arguments, asked.devices)
+    if started() > 1 and asked.devices == 1:  # by torchrun, which says how many
+        asked = replace(asked, devices=started())
     console = Console()
     trained = train(asked.config(), asked.resume, console)
     folder, steps = trained.run.folder, trained.run.settings().steps
@@ -58,6 +63,17 @@ def main(arguments: list[str]) -> int:
         f'headway sample {folder.name} --prompt "def "{_runs(folder)}',
     )
     return 0
+
+
+def _start(arguments: list[str], devices: int) -> int:
+    """Start as many processes of this command, which torchrun's agent looks after."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=devices, run_id="headway-train",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, start_method="spawn",
+    )  # fmt: skip
+    return elastic_launch(config, main)(arguments)[0]
 
 
 def _runs(folder: Path) -> str:

@@ -15,8 +15,9 @@ from torch.compiler import is_compiling
 
 from ..backends.base import Call
 from ..errors import ArgumentError
+from ..flops import register_flops
 from ..operators import flat, library
-from ..ops import _once
+from ..ops import _once, refuse_tangents
 from ..types import NAMESPACE, Forward, Spec, acc_dtype, in_dtype
 from .layout import NO_MESH, Layout
 
@@ -66,6 +67,9 @@ def attention(spec: Spec, call: Call, layouts: Layouts, own_tiles: bool) -> Forw
     given = flat(call)
     q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, _, _ = given
     learned = [q, k, v, sink, *tensors[: spec.score_tensors]]
+    if not is_compiling():
+        refuse_tangents(*learned)
+        register_flops()
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
     wire = f"{layouts.q.plan}|{int(own_tiles)}|{int(trains)}|{layouts.q.group_name}"
     tables = layouts.q.table, layouts.kv.table

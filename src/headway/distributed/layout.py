@@ -106,8 +106,8 @@ class Layout:
         """For packed documents that are causal: whole documents where balance allows, and parts of
         one where it does not.
 
-        - `documents`: the lengths of the documents; or of every row of the batch, whose sums are
-          equal.
+        - `documents`: the lengths of the documents, integers or a tensor `(documents,)`; or of
+          every row of the batch, whose sums are equal.
         - `tile`: documents are cut at multiples of it.
         - `slack`: of tokens and of kept pairs no rank has more than this above the mean, where that
           can be reached.
@@ -203,7 +203,8 @@ class Layout:
     # -- tensors -----------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of a tensor that all ranks have, along `dim`: nothing is sent.
+        """This rank's part of a tensor that all ranks have, along `dim`, `(b, length, ...)` to
+        `(b, local, ...)` of any dtype: nothing is sent.
 
         Differentiable: the gradient of `x` is this rank's, zero elsewhere. (Of a loss that is the
         sum of the ranks' losses the gradient is the sum of theirs.)
@@ -214,7 +215,8 @@ class Layout:
         return x.index_select(dim, self.positions.to(x.device))
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole of a tensor of which every rank has its part, along `dim`, on every rank.
+        """The whole of a tensor of which every rank has its part, along `dim`, on every rank:
+        `(b, local, ...)` to `(b, length, ...)`, of any dtype.
 
         Differentiable: gradients of all ranks are added up, in the order of ranks.
         """
@@ -224,8 +226,9 @@ class Layout:
         return unshard(self, x, dim)
 
     def shift(self, x: Tensor, by: int = 1, dim: int = 1, fill: float = 0) -> Tensor:
-        """Of this rank's part of a tensor, along `dim`, that of the same tensor moved by `by`
-        positions of the whole: `result[p] = x[p + by]`, and `fill` where there is no such position.
+        """Of this rank's part of a tensor, along `dim`, `(b, local, ...)` of any dtype, that of the
+        same tensor moved by `by` positions of the whole: `result[p] = x[p + by]`, and `fill` where
+        there is no such position.
 
         Labels are `layout.shift(tokens, 1, fill=-100)`; those of the n-th multi-token prediction
         are shifted by n. Differentiable. Only tokens that other ranks hold are sent.

@@ -322,6 +322,8 @@ def attention_forward(
     layout = attention_mask.over_ranks if isinstance(attention_mask, AttentionMask) else None
     if layout is not None:
         _check_over_ranks(layout, attention_mask, kwargs.get("position_ids"))
+        if sliding_window is not None:  # of this layer: one mask may be given to all of them
+            mask = _and(mask, _window(sliding_window, 0))
     if attention_mask is None:  # a mask that is given says it all
         causal_too = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if causal_too and q_len > 1:
@@ -406,7 +408,7 @@ def _given(mask: Any, sizes: tuple[int, ...]) -> tuple[MaskFn | None, Score | No
     if isinstance(mask, AttentionMask | GraphMask):
         if not mask.taken and mask.sizes == (sizes[0], 1, *sizes[2:]):
             return mask.mask, None
-        if isinstance(mask, GraphMask):
+        if isinstance(mask, GraphMask) or (mask.over_ranks is not None and not mask.taken):
             raise _does_not_fit(mask.sizes, sizes)
         mask = mask.square()
     if not isinstance(mask, Tensor) or mask.dim() != 4:
@@ -492,7 +494,15 @@ def _look_at_positions(
 def _check_over_ranks(layout: Layout, mask: AttentionMask, position_ids: Tensor | None) -> None:
     """Positions of a rank's tokens are those of the whole: a model that counts them from 0 on every
     rank turns queries and keys by wrong angles, in silence."""
-    if position_ids is None or torch.compiler.is_compiling() or mask.looked_at is position_ids:
+    if torch.compiler.is_compiling():
+        return
+    if position_ids is None:
+        raise BackendRefused(
+            "the model does not tell its attention the position_ids of its tokens, so that headway "
+            "cannot see whether they are those of the layout; pass them on to the attention "
+            "function, or use a model that does"
+        )
+    if mask.looked_at is position_ids:
         return
     mask.looked_at = position_ids  # once, not in every layer
     here = layout.positions.to(position_ids.device)

@@ -3,14 +3,15 @@
 A checkpoint is one file: weights ("model/..."), optimizer tensors ("optimizer/...") and, as
 metadata, the step and a SHA-256 of all tensors. There is nothing else to save: the data order and
 the learning rate are functions of the step, and no random numbers are drawn while training. One
-file is renamed in one stroke, needs no unpickling, and a damaged one is recognised. (PyTorch's
-distributed checkpoint writes a folder, for state that is spread over processes; this is not.)
+file is renamed in one stroke, needs no unpickling, and a damaged one is recognised. (State that is
+spread over processes is written by PyTorch's distributed checkpoint, a folder: `shards.py`.)
 """
 
 import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -79,7 +80,7 @@ def save_checkpoint(folder: Path, state: State) -> Path:
     path = folder / f"step-{state.step:06d}.safetensors"
     _write_tensors(path, tensors, metadata)
     for old in list_checkpoints(folder)[:-KEEP]:
-        old.unlink()
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
     return path
 
 
@@ -106,14 +107,15 @@ def load_checkpoint(path: Path) -> State:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Oldest first."""
-    return sorted(folder.glob("step-*.safetensors"), key=lambda p: int(p.stem.split("-")[1]))
+    """Oldest first. Those of several devices are folders (`shards.py`)."""
+    there = [p for p in folder.glob("step-*") if p.suffix == ".safetensors" or p.is_dir()]
+    return sorted(there, key=lambda p: int(p.stem.split("-")[1]))
 
 
-def save_model(path: Path, model: Transformer, step: int) -> None:
+def save_model(path: Path, config: ModelConfig, weights: dict[str, Tensor], step: int) -> None:
     """The weights alone, with the sizes of the network as metadata: all that sampling needs."""
-    metadata = {"step": str(step), "model": json.dumps(asdict(model.config))}
-    tensors = {name: t.contiguous().cpu() for name, t in model.state_dict().items()}
+    metadata = {"step": str(step), "model": json.dumps(asdict(config))}
+    tensors = {name: t.contiguous().cpu() for name, t in weights.items()}
     _write_tensors(path, tensors, metadata)
 
 

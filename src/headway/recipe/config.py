@@ -88,6 +88,10 @@ class TrainConfig:
     """Folder whose .py files are the text."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to train."""
+    devices: int = 1
+    """GPUs, or processes on the CPU, that train together; torchrun may start them, too."""
+    context_parallel: Annotated[int | None, _or("all devices")] = None
+    """Of the devices, how many hold a sequence together; groups of so many share out the batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations and products; bfloat16 (autocast) pays only where the hardware has it."""
     threads: Annotated[int | None, _or("PyTorch's choice")] = None
@@ -153,9 +157,17 @@ class Settings(TrainConfig):
             "eval_every",
             "save_every",
             "threads",
+            "devices",
         ):
             _at_least(name, getattr(self, name), 1)
         _at_least("context", self.context, SHORTEST)
+        over = self.devices if self.context_parallel is None else self.context_parallel
+        if over < 1 or self.devices % over or self.batch % (self.devices // over):
+            raise ArgumentError(
+                f"--context-parallel {over} must divide --devices {self.devices}, and the groups "
+                f"of devices, {self.devices / max(1, over):g}, the sequences of a step, "
+                f"--batch {self.batch}"
+            )
         if not 0 <= self.seed < 2**32:
             raise ArgumentError(f"--seed {self.seed} must be from 0 to 2³² - 1")
         if self.width % self.heads or self.width // self.heads % 2:
@@ -215,6 +227,8 @@ def to_json(config: Settings) -> dict[str, Any]:
 
 def from_json(values: dict[str, Any]) -> Settings:
     """Raises TypeError if a setting is unknown or missing."""
+    # Runs from before there were these have none.
+    values = dict[str, Any](devices=1, context_parallel=None) | values
     if missing := {field.name for field in fields(Settings)} - set(values):
         raise TypeError(f"settings missing: {', '.join(sorted(missing))}")
     paths: dict[str, Any] = {k: values[k] and Path(values[k]) for k in ("corpus", "runs")}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import headway
 
+from ..distributed import Layout
 from ..inference import Layer, PagedCache
 from ..nn import MLA, Angles, Attention, Past, Rotary
 from ..nn.past import positions_of
@@ -83,9 +84,16 @@ class Block(nn.Module):
         self.attention = attention(config, rotary)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, mask: Mask, angles: Angles, past: Past | Layer | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask,
+        angles: Angles,
+        past: Past | Layer | None,
+        layout: Layout | None = None,
+    ) -> Tensor:
         """x (B, L, C) -> (B, L, C)"""
-        x = x + self.attention(norm(x), mask, angles=angles, past=past)
+        x = x + self.attention(norm(x), mask, angles=angles, past=past, layout=layout)
         return x + self.mlp(norm(x))
 
 
@@ -105,15 +113,18 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.depth))
         self.head = linear(config.width, config.vocab, zero=True)
 
-    def forward(self, tokens: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, ids: Tensor, layout: Layout | None = None) -> Tensor:
         """Logits (B, L, vocab) from tokens, ids (B, L) int64, L at most the context. A position
-        sees the positions before it, and itself, that have its id: no byte reaches another file."""
-        length = tokens.shape[1]
+        sees the positions before it, and itself, that have its id: no byte reaches another file.
+        With a layout, tokens are those that this rank has of sequences whose ids these are."""
+        length = ids.shape[1]
         mask = headway.causal() & headway.document(ids)
         # Tiles are decided once for all layers and heads.
         blocks = headway.block_mask(mask, len(ids), 1, length, length, device=ids.device)
         positions = positions_of(None, length, tokens.device)
-        return self._run(tokens, blocks, positions, [None] * len(self.blocks))
+        if layout is not None:
+            positions = layout.positions
+        return self._run(tokens, blocks, positions, [None] * len(self.blocks), layout)
 
     def decode(self, tokens: Tensor, pasts: Sequence[Past | Layer]) -> Tensor:
         """The same for positions that follow those in `pasts`, one Past per layer, which grow by
@@ -136,14 +147,19 @@ class Transformer(nn.Module):
         )  # fmt: skip
 
     def _run(
-        self, tokens: Tensor, mask: Mask, positions: Tensor, pasts: Sequence[Past | Layer | None]
+        self,
+        tokens: Tensor,
+        mask: Mask,
+        positions: Tensor,
+        pasts: Sequence[Past | Layer | None],
+        layout: Layout | None = None,
     ) -> Tensor:
         # Rotary positions run through the sequence, whatever files it holds: only differences of
         # positions enter a logit, and within a file they are the same wherever the file begins.
         angles = self.rotary.angles(positions)
         x = norm(self.embedding(tokens))
         for block, past in zip(self.blocks, pasts, strict=True):
-            x = block(x, mask, angles, past)
+            x = block(x, mask, angles, past, layout)
         return self.head(norm(x))
 
 

@@ -12,6 +12,7 @@ from ..optim.muonclip import parameter_groups
 from ..stability import Clipped, QKClip
 from .config import Settings
 from .model import Transformer
+from .shards import placed, whole
 
 
 class Muon(torch.optim.Optimizer):
@@ -53,12 +54,24 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(p)
             average = state["momentum_buffer"].lerp_(grad, 1 - momentum)
             directions.append(grad.lerp(average, momentum))  # Nesterov's look ahead
-        updates = orthogonalise(torch.stack(directions))
+        updates = orthogonalise(torch.stack([whole(d) for d in directions]))
         for (p, _), update in zip(pairs, updates, strict=True):
+            update = _as(update, p)
             p.mul_(1 - lr * weight_decay)
             # A tall matrix has more outputs than inputs: keep their size (Jordan 2024).
             rows, columns = p.shape
             p.add_(update, alpha=-lr * max(1.0, rows / columns) ** 0.5)
+
+
+def _as(update: Tensor, p: Any) -> Tensor:
+    """What every rank has whole, as the parameter is cut."""
+    if not hasattr(p, "device_mesh"):
+        return update
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * p.device_mesh.ndim
+    same = DTensor.from_local(update, p.device_mesh, everywhere, run_check=False)
+    return same.redistribute(placements=p.placements)
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -81,7 +94,7 @@ class Optimizers:
     """Muon, AdamW or MuonClip for the blocks, AdamW for embedding and head, and QK-Clip, as one;
     `state` names every tensor for a checkpoint."""
 
-    def __init__(self, model: Transformer, settings: Settings):
+    def __init__(self, model: Transformer, settings: Settings, group: Any = None):
         matrices, _, gains = parameter_groups(model.blocks)
         ends: list[dict[str, Any]] = [
             {"params": [model.embedding.weight], "lr": settings.embedding_lr},
@@ -90,7 +103,9 @@ class Optimizers:
         decay, tau = settings.weight_decay, settings.qk_clip_tau
         self.clip: QKClip | None = None
         if settings.optimizer == "muonclip":
-            inside: torch.optim.Optimizer = MuonClip(model.blocks, settings.lr, decay, tau=tau)
+            inside: torch.optim.Optimizer = MuonClip(
+                model.blocks, settings.lr, decay, tau=tau, group=group
+            )
         else:
             if gains:
                 ends.append({"params": gains, "lr": settings.head_lr})
@@ -101,7 +116,7 @@ class Optimizers:
                     matrices, lr=settings.lr, betas=(0.9, 0.95), weight_decay=decay
                 )
             )
-            self.clip = None if tau is None else QKClip(model.blocks, tau)
+            self.clip = None if tau is None else QKClip(model.blocks, tau, group=group)
         self.all = (inside, torch.optim.AdamW(ends, betas=(0.9, 0.95), weight_decay=0.0))
         self.rates = [[group["lr"] for group in o.param_groups] for o in self.all]
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
@@ -135,4 +150,5 @@ class Optimizers:
             name, kind = key.rsplit("/", 1)
             p = params[name]
             # AdamW counts its steps in a 0-d tensor on the CPU.
-            home[p].state[p][kind] = tensor.to(p.device if tensor.dim() else "cpu")
+            tensor = tensor.to(p.device if tensor.dim() else "cpu")
+            home[p].state[p][kind] = placed(tensor, p) if tensor.dim() else tensor

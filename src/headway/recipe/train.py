@@ -5,8 +5,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +15,30 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
+from ..distributed import Layout
 from ..errors import CheckpointError
 from ..stability import logit_stats, reset_logit_stats
+from ..types import acc_dtype
 from . import plots
-from .checkpoint import State, load_checkpoint, save_checkpoint, save_model, write_text
+from .checkpoint import (
+    State,
+    load_checkpoint,
+    load_model,
+    save_checkpoint,
+    save_model,
+    write_text,
+)
 from .config import Settings, TrainConfig, changed, learning_rate
 from .corpus import BOUNDARY, Batch, Corpus, Packed, load_corpus
 from .errors import RunError
 from .machine import check_device, threads
 from .model import Transformer
 from .optim import Optimizers
+from .ranks import Ranks, ranks_of
 from .report import Report, print_start, say
 from .run import MetricsLog, Run
 from .sample import samples
+from .shards import load_shards, placed, save_shards, whole
 
 # Sequences of the held-out files in a look between steps: a fixed, evenly spread part of them.
 GLANCE = 64
@@ -53,23 +65,39 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     settings = config.resolved()
     check_device(settings.device)
     corpus = load_corpus(settings.corpus)
-    if resume:
+    with ranks_of(settings) as ranks:
+        if not ranks.first:
+            console = Console(quiet=True)
+        return _train(settings, corpus, resume, console, ranks)
+
+
+def _train(
+    settings: Settings, corpus: Corpus, resume: bool, console: Console, ranks: Ranks
+) -> Trained:
+    def folder() -> Path:
+        if not resume:
+            return Run.create(settings, corpus).folder
         run = Run.find(settings.runs, settings.name)
         _check_unchanged(run, settings)
         run.check_corpus(corpus)
-    else:
-        run = Run.create(settings, corpus)
-    with run.locked(), threads(settings.threads):
+        return run.folder
+
+    run = Run(ranks.agree(folder))
+    with run.locked() if ranks.first else nullcontext(), threads(settings.threads):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)  # for the initial weights: the only random draw
             model = Transformer(settings.model()).to(settings.device)
-        optimizers = Optimizers(model, settings)
-        start = _restore(run, model, optimizers) if resume else 0
+        ranks.shard(model)
+        optimizers = Optimizers(model, settings, ranks.group)
+        start = _restore(run, model, optimizers, ranks) if resume else 0
         print_start(console, run, settings, corpus, model, start)
         if not resume:
-            _save(run, model, optimizers, 0)  # from here on, the run can always be resumed
-        step, stopped_by = _loop(run, settings, model, optimizers, corpus, start, console)
-        _finish(run, model, console, sample=stopped_by is None)
+            _save(run, model, optimizers, 0, ranks)  # from here on, the run can always be resumed
+        step, stopped_by = _loop(run, settings, model, optimizers, corpus, start, console, ranks)
+        if ranks.first:
+            if ranks.count > 1:
+                model = load_model(run.model)
+            _finish(run, model, console, sample=stopped_by is None)
     return Trained(run, step, stopped_by)
 
 
@@ -81,34 +109,40 @@ def _loop(
     corpus: Corpus,
     start: int,
     console: Console,
+    ranks: Ranks,
 ) -> tuple[int, signal.Signals | None]:
     device = torch.device(settings.device)
     data = Packed(corpus.train_texts, settings.context, settings.seed)
     held_out = Packed(corpus.held_out_texts, settings.context)
-    log = MetricsLog(run.metrics)
+    log = MetricsLog(run.metrics) if ranks.first else None
     step = saved = start
 
     def save() -> int:
-        log.flush()
-        _save(run, model, optimizers, step)
+        if log is not None:
+            log.flush()
+        _save(run, model, optimizers, step, ranks)
         return step
 
     try:
         with _stop_signals() as stop, Report(console, settings.steps, start) as report:
-            while step < settings.steps and not stop:
+            while step < settings.steps and not _any(ranks, stop):
                 began = time.perf_counter()
                 batch = data.batch(step, settings.batch).to(device)
-                nats = _forward(model, batch, settings)
-                loss = nats.mean()
-                loss.backward()
-                stats = logit_stats(model)
+                here, layout = ranks.cut(batch)
+                nats = _forward(model, here, settings, layout)
+                real = int((batch.targets >= 0).sum())
+                # The mean over the predictions of all ranks; FSDP divides by the number of ranks.
+                loss = nats.sum() / real
+                (loss * ranks.count).backward()
+                total = ranks.total(nats.detach().sum())
+                stats = logit_stats(model, ranks.group)
                 clipped = optimizers.step(learning_rate(settings, step))
                 reset_logit_stats(model)
                 step += 1
                 record = {
                     "step": step,
-                    "loss": loss.item(),
-                    "bits_per_byte": _bits_per_byte(nats.sum().item(), batch.targets),
+                    "loss": total.item() / real,
+                    "bits_per_byte": _bits_per_byte(total.item(), batch.targets),
                     "max_logit": [s.tolist() for s in stats.values()],
                     "tokens": batch.tokens.numel(),
                     "tokens_per_second": batch.tokens.numel() / (time.perf_counter() - began),
@@ -125,37 +159,44 @@ def _loop(
                 if last or step % settings.eval_every == 0:
                     rows = torch.arange(held_out.sequences)
                     rows = rows if last else rows[:: math.ceil(len(rows) / GLANCE)]
-                    record |= evaluate(model, held_out, rows, settings)
-                log.write(record)
-                report.step(record)
+                    record |= evaluate(model, held_out, rows, settings, ranks)
+                if log is not None:
+                    log.write(record)
+                    report.step(record)
                 if step % settings.save_every == 0:
                     saved = save()
             if step > saved:
                 saved = save()
     finally:
-        log.close()
-    return step, (stop[0] if step < settings.steps else None)
+        if log is not None:
+            log.close()
+    if step == settings.steps:
+        return step, None
+    return step, stop[0] if stop else signal.SIGTERM  # another rank's
 
 
 def evaluate(
-    model: Transformer, held_out: Packed, rows: Tensor, settings: Settings
+    model: Transformer, held_out: Packed, rows: Tensor, settings: Settings, ranks: Ranks
 ) -> dict[str, float]:
     """Bits per byte on these sequences of the held-out files, and how many bytes they hold."""
     nats, size = 0.0, 0
     with torch.no_grad():
         for part in rows.split(settings.batch):
             batch = held_out.rows(part).to(torch.device(settings.device))
-            nats += _forward(model, batch, settings).sum().item()
+            here, layout = ranks.cut(batch, all_rows=True)
+            found = _forward(model, here, settings, layout).sum()
+            nats += ranks.total(found, all_rows=True).item()
             size += _count_bytes(batch.targets)
     return {"held_out_bits_per_byte": nats / math.log(2) / size, "held_out_bytes": size}
 
 
-def _forward(model: Transformer, batch: Batch, settings: Settings) -> Tensor:
+def _forward(model: Transformer, batch: Batch, settings: Settings, layout: Layout | None) -> Tensor:
     """The loss of every real position in nats, shape (positions,)."""
     with torch.autocast(settings.device, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
-        logits = model(batch.tokens, batch.ids)
+        logits = model(batch.tokens, batch.ids, layout)
     real = batch.targets.flatten() >= 0
-    nats = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
+    logits = logits.flatten(0, 1).to(acc_dtype(logits.dtype))
+    nats = F.cross_entropy(logits, batch.targets.flatten(), reduction="none")
     return nats[real]
 
 
@@ -186,33 +227,46 @@ def _finish(run: Run, model: Transformer, console: Console, sample: bool) -> Non
 # -- saving and continuing ------------------------------------------------------------------------
 
 
-def _save(run: Run, model: Transformer, optimizers: Optimizers, step: int) -> None:
-    save_checkpoint(run.checkpoints, State(step, model.state_dict(), optimizers.state()))
-    save_model(run.model, model, step)
+def _save(run: Run, model: Transformer, optimizers: Optimizers, step: int, ranks: Ranks) -> None:
+    state = State(step, model.state_dict(), optimizers.state())
+    if ranks.count == 1:
+        save_checkpoint(run.checkpoints, state)
+    else:
+        save_shards(run.checkpoints, state, ranks.first)
+    weights = {name: whole(t) for name, t in state.model.items()}
+    if ranks.first:
+        save_model(run.model, model.config, weights, step)
 
 
-def _restore(run: Run, model: Transformer, optimizers: Optimizers) -> int:
-    path = run.newest_checkpoint()
-    state = load_checkpoint(path)
+def _restore(run: Run, model: Transformer, optimizers: Optimizers, ranks: Ranks) -> int:
+    path = ranks.agree(run.newest_checkpoint)
+    state = load_shards(path, model) if path.is_dir() else load_checkpoint(path)
     try:
-        model.load_state_dict(state.model)
+        ours = model.state_dict()
+        model.load_state_dict({n: placed(t, ours.get(n)) for n, t in state.model.items()})
         optimizers.load(state.optimizer)
     except (RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"{path} does not fit the model of config.json: {error}; one of the two was changed"
         ) from error
-    run.cut_metrics(state.step)
+    ranks.agree(lambda: run.cut_metrics(state.step))
     return state.step
 
 
 def _check_unchanged(run: Run, settings: Settings) -> None:
-    # Where the run lies is no setting of it: folders can be moved and renamed.
-    here = {"name": run.name, "runs": settings.runs}
+    # Where the run lies is no setting of it: folders can be moved and renamed. Nor is on how many
+    # devices it goes on.
+    here = {"name": run.name, "runs": settings.runs, "devices": 1, "context_parallel": None}
     if difference := changed(replace(settings, **here), replace(run.settings(), **here)):
         raise RunError(
             f"--resume continues {run.name} as it was started, but asked for {difference}; leave "
             "these out, or start a new run under another --name"
         )
+
+
+def _any(ranks: Ranks, stop: list) -> bool:
+    """Whether a signal came, on any rank: all finish the same step."""
+    return bool(ranks.largest(torch.tensor(float(bool(stop)), device=ranks.device)))
 
 
 @contextmanager

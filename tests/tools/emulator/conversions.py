@@ -31,6 +31,9 @@ def _cvt(lanes: Lanes) -> Step:
     *how, to, kind = lanes.words[1:]
     if {*how} - {"rn", "rna", "ftz", *_ROUNDED}:
         raise lanes.unknown()
+    if kind == "e4m3x2" and to == "f16x2":
+        given, out = lanes.get(lanes.operands[1], "u16"), lanes.put(lanes.operands[0], "u32")
+        return lanes.done(partial(_from_e4m3, given, out))
     if to in ("bf16x2", "f16x2"):
         high, low = (lanes.get(x, kind) for x in lanes.operands[1:])
         return lanes.done(partial(_pair, high, low, lanes.put(lanes.operands[0], "u32"), to[:-2]))
@@ -41,6 +44,16 @@ def _cvt(lanes: Lanes) -> Step:
 
 def _pair(high: np.ndarray, low: np.ndarray, out: np.ndarray, kind: str) -> None:
     out[:] = half_of(high, kind).astype(np.uint32) << np.uint32(16) | half_of(low, kind)
+
+
+def _from_e4m3(pair: np.ndarray, out: np.ndarray) -> None:
+    """Two e4m3 numbers as float16: 4 bits of exponent less 7, 3 of fraction; all ones are NaN."""
+    bits = np.stack([pair & np.uint16(0xFF), pair >> np.uint16(8)]).astype(np.int64)
+    power, fraction = bits >> 3 & 15, bits & 7
+    size = np.where(power > 0, np.ldexp(8.0 + fraction, power - 10), np.ldexp(fraction + 0.0, -9))
+    value = np.where(bits & 127 == 127, np.nan, np.where(bits & 128, -size, size))
+    low, high = value.astype(np.float16).view(np.uint16).astype(np.uint32)
+    out[:] = high << np.uint32(16) | low
 
 
 def _converted(given: np.ndarray, kind: str, out: np.ndarray, to: str, whole) -> None:

@@ -276,6 +276,22 @@ def _prmt(lanes: Lanes) -> Step:
     return lanes.done(step)
 
 
+def _funnel(lanes: Lanes) -> Step:
+    """shf: 32 of the 64 bits of two registers, the second above the first, shifted."""
+    if lanes.words[1:] not in (("l", "wrap", "b32"), ("r", "wrap", "b32")):
+        raise lanes.unknown()
+    low, high, by = (lanes.get(x, "u32") for x in lanes.operands[1:])
+    out, left = lanes.put(lanes.operands[0], "u32"), lanes.words[1] == "l"
+
+    def step() -> None:
+        both = high.astype(np.uint64) << np.uint64(32) | low.astype(np.uint64)
+        n = (by & np.uint32(31)).astype(np.uint64)
+        found = both << n >> np.uint64(32) if left else both >> n
+        out[:] = found.astype(np.uint32)
+
+    return lanes.done(step)
+
+
 def _shift(function: Callable) -> Callable[[Lanes], Step]:
     def made(lanes: Lanes) -> Step:
         kind = _only(lanes)
@@ -301,7 +317,7 @@ MAKERS: dict[str, Callable[[Lanes], Step]] = {
     "abs": _by(np.abs), "min": _extreme(np.fmin, np.minimum), "max": _extreme(np.fmax, np.maximum),
     "and": _by(np.bitwise_and), "or": _by(np.bitwise_or), "xor": _by(np.bitwise_xor),
     "not": _by(np.invert), "shl": _shift(np.left_shift), "shr": _shift(np.right_shift),
-    "bfe": _by(_bits_of), "prmt": _prmt, "selp": _selp, "setp": _setp, "mov": _mov, "cvta": _mov,
+    "bfe": _by(_bits_of), "prmt": _prmt, "shf": _funnel, "selp": _selp, "setp": _setp, "mov": _mov, "cvta": _mov,
     "ex2": _by(np.exp2), "lg2": _by(np.log2), "sin": _by(np.sin), "cos": _by(np.cos),
     "tanh": _by(np.tanh), "sqrt": _by(np.sqrt), "rcp": _by(_assigned(lambda a: 1 / a)),
     "rsqrt": _by(_assigned(lambda a: 1 / np.sqrt(a))),

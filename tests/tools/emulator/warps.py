@@ -9,10 +9,8 @@ from .values import Lanes, Step
 
 def _shfl(lanes: Lanes) -> Step:
     """A register of another thread of the warp; the control's lowest five bits are the last that
-    may be asked."""
+    may be asked, or, for "up", the first."""
     how = lanes.words[2]
-    if how not in ("bfly", "idx", "down"):
-        raise lanes.unknown()
     value, amount, control = (lanes.get(x, "u32") for x in lanes.operands[1:4])
     out = lanes.put(lanes.operands[0], "u32")
     lane = np.arange(lanes.count) % 32
@@ -22,8 +20,9 @@ def _shfl(lanes: Lanes) -> Step:
         by, last = amount.astype(np.int64), (control & 31).astype(np.int64)
         if (control >> 8 & 31).any():
             raise lanes.unknown()  # parts of a warp
-        source = {"bfly": lane ^ by, "idx": by & 31, "down": lane + by}[how]
-        out[:] = lanes.each(value)[first + np.where(source <= last, source, lane)]
+        source = {"bfly": lane ^ by, "idx": by & 31, "down": lane + by, "up": lane - by}[how]
+        inside = source >= last if how == "up" else source <= last
+        out[:] = lanes.each(value)[first + np.where(inside, source, lane)]
 
     return lanes.done(step)
 

@@ -6,8 +6,7 @@ GPU.
 
 - fwd/, bwd/: the kernels and their plans; device/: device code that they share.
 - launch.py: from a call to kernel launches; launch_plan.py: what the plans share.
-- config.py: tile shapes; tma.py: descriptors; tile_counter.py: tickets; bias_tables.py: relative
-  biases.
+- config.py: tile shapes; tma.py: descriptors; bias_tables.py: relative biases.
 """
 
 import importlib.util
@@ -19,7 +18,8 @@ import torch
 from ...blocks import TILE
 from ...mods.graph import parse
 from ...types import Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, launched, no_cache, no_operator, plainly_masked
+from ..base import Call, CapabilityKey, launched, no_operator, plainly_masked
+from ..gpu import inference
 from ..gpu import limits as limits
 from ..gpu.codegen.dependence import dependence_of
 from ..gpu.codegen.function import diagonal_gathers, float_gathers, gathers_in_kernel
@@ -32,14 +32,15 @@ OLDEST, NEWEST = (3, 6), (3, 9)  # Triton; Gluon is experimental, and its names 
 
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
-    """It runs on compute capability 9.0, in bfloat16 and float16, up to a width of 256."""
+    """It runs on compute capability 9.0, in bfloat16 and float16, up to a width of 256; over a
+    cache, what `gpu.inference` does."""
     d, dv = kind.d, kind.dv
     reasons = []
     why = unavailable(kind.device.type, kind.device.index)
     if why:
         reasons.append(why)
     if kind.cache:
-        reasons.append("inference over a cache runs on the 'triton' backend")
+        return reasons + inference.reasons_against(spec, kind)
     if kind.dtype not in DTYPES:
         reasons.append(f"{kind.dtype} is not bfloat16 or float16, which its tensor cores multiply")
     if first_fit(FORWARD, d, dv) is None:
@@ -106,11 +107,13 @@ def _by_query(score: str) -> bool:
 
 
 forward, backward = launched(__name__)
-accumulates, native, infer = acc_dtype, no_operator, no_cache
+accumulates, native, infer = acc_dtype, no_operator, inference.infer
 
 
 def code(spec: Spec, call: Call) -> str:
     """The functions generated for the score and the mask."""
+    if call.kv is not None or inference.suits(spec, call):
+        return inference.code(spec, call)
     from ..gpu.codegen import emit
 
     count = len(call.captured.tensors)

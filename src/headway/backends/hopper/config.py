@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+from ..gpu.counters import FIRST_FLAG as FIRST_FLAG
+from ..gpu.counters import FLAGS as FLAGS
+
 REGISTERS_PER_SM = 65536
 MIN_REGISTERS = 24  # of a thread: what producer and scheduler keep
 # `--register-usage-level` of ptxas: 0 to 3 make the same code, 4 and 5 (the default), and 6 to 10.
 # Nothing but a clock tells which is faster.
 LOW_USAGE, DEFAULT_USAGE, HIGH_USAGE = 0, 5, 6
-# int32 numbers: the counter of tickets (tile_counter.py) has a cache line of its own; flags of
-# stream-K follow (fwd/combine.py).
-FIRST_FLAG, FLAGS = 32, 480
 
 
 # -- tile shapes ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...types import Forward, Grads, Spec, in_dtype
 from ..base import Call
-from ..gpu import captured_grads, outputs
+from ..gpu import captured_grads, inference, outputs
 from ..gpu.preprocess import run_preprocess
 from ..gpu.runtime import parallel_compile
 from .bwd.plan import BackwardPlan
@@ -17,7 +17,10 @@ from .tma import aligned
 
 
 def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel; and for the largest logit, the maximum over its work tiles."""
+    """One kernel; and for the largest logit, the maximum over its work tiles. That of inference,
+    where it suits."""
+    if inference.suits(spec, call):
+        return inference.infer(spec, call)
     q, k, v = matrices = aligned(*call[:3])
     b, hq, q_len, _ = q.shape
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)

@@ -9,7 +9,8 @@ import sys
 import torch
 
 from ...types import Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, launched, no_cache, no_operator
+from ..base import Call, CapabilityKey, launched, no_operator
+from ..gpu import inference
 from ..gpu import limits as limits
 from ..gpu.named_card import named_card
 from .config import WIDEST
@@ -19,13 +20,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
-    """It runs on GPUs, in float32, bfloat16 and float16, up to a width of 512."""
+    """It runs on GPUs, in float32, bfloat16 and float16, up to a width of 512; over a cache, what
+    `gpu.inference` does."""
     reasons = []
     why = unavailable(kind.device.type, kind.device.index)
     if why:
         reasons.append(why)
     if kind.cache:
-        reasons.append("it has no inference over a cache: use backend='reference'")
+        return reasons + inference.reasons_against(spec, kind)
     if kind.dtype not in DTYPES:
         reasons.append(
             f"{kind.dtype} is not among float32, bfloat16 and float16: convert with .to(), or use "
@@ -42,11 +44,13 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
 
 
 forward, backward = launched(__name__)
-accumulates, native, infer = acc_dtype, no_operator, no_cache
+accumulates, native, infer = acc_dtype, no_operator, inference.infer
 
 
 def code(spec: Spec, call: Call) -> str:
     """The functions generated for the score and the mask."""
+    if call.kv is not None or inference.suits(spec, call):
+        return inference.code(spec, call)
     from ..gpu.codegen import emit
 
     count = len(call.captured.tensors)

@@ -11,6 +11,7 @@ from typing import Any
 from ...types import Spec
 from ..base import Call, graphs
 from ..gpu.codegen.function import float_gathers
+from ..gpu.widths import pieces as pieces
 
 
 @dataclass(frozen=True)
@@ -181,14 +182,3 @@ def configs(
     known = (saved.get(key(kernel, bits, d, dv, k)) for k in kinds)
     first = next((how for how in (*known, *better) if how is not None), None)
     return rows if first is None else (first, *rows)
-
-
-def pieces(width: int) -> tuple[int, int]:
-    """The pieces of a row, powers of two of at least 16: one, or two if their sum is less.
-
-    192 is 128 + 64 and not 256; 80 is 64 + 16; 120 is 128 + 0.
-    """
-    whole = max(16, 1 << (width - 1).bit_length()) if width else 16
-    half = whole // 2
-    rest = max(16, 1 << (width - half - 1).bit_length()) if width > half else 16
-    return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)

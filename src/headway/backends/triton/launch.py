@@ -10,7 +10,7 @@ from torch import Tensor
 from ...mods.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
-from ..gpu import captured_grads, outputs
+from ..gpu import captured_grads, inference, outputs
 from ..gpu.preprocess import run_preprocess
 from ..gpu.runtime import parallel_compile
 from .kernel_backward import backward_kv, backward_q
@@ -19,7 +19,10 @@ from .plan import Launcher, Plan, planned
 
 
 def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel; for `max_logit` also the maximum over its programs."""
+    """One kernel; for `max_logit` also the maximum over its programs. That of inference, where it
+    suits."""
+    if inference.suits(spec, call):
+        return inference.infer(spec, call)
     width = call.v.shape[3]
     q, k, v = _rows(call.q), _rows(call.k), _rows(call.v)
     b, hq, q_len, _ = q.shape

@@ -17,7 +17,7 @@ from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
 from ..gpu import preprocess
-from ..gpu.device import diagonals, gradients, maths
+from ..gpu.device import diagonals, gradients, maths, tiles
 from ..gpu.preprocess import BackwardWorkspace
 from ..gpu.runtime.call_plan import BasePlan, Walks, plan_of
 from ..gpu.runtime.launcher import KernelLauncher
@@ -34,7 +34,9 @@ def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) 
 class Plan(BasePlan):
     """Calls of one kind."""
 
-    sources = (maths, diagonals, gradients, preprocess, tile, walk, kernel_forward, kernel_backward)
+    sources = (
+        maths, diagonals, gradients, tiles, preprocess, tile, walk, kernel_forward, kernel_backward
+    )  # fmt: skip
 
     def __init__(
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]

@@ -1,9 +1,5 @@
-"""Tile primitives of the forward and the backward: loads, products, work tiles, dropout.
-
-A row whose width is no power of two is held as two pieces, so that 192 costs 128 + 64 columns and
-not 256 (`Width`). A tile is a tuple of its pieces. Rows and columns past the end are zeros, and no
-pointer past the end is read.
-"""
+"""Tile primitives of the forward and the backward: loads, products, work tiles, dropout; those of
+`gpu/device/tiles.py` among them."""
 
 from typing import Any, NamedTuple
 
@@ -13,14 +9,13 @@ import triton
 
 from ...dropout import ROUNDS
 from ..gpu import preprocess
-
-
-class Width(NamedTuple):
-    """The columns of a matrix, a constant of a kernel."""
-
-    columns: Any  # in memory
-    piece: Any  # columns of the first piece, a power of two
-    rest: Any  # columns of the second piece; 0: there is none
+from ..gpu.device.tiles import Width as Width
+from ..gpu.device.tiles import add_product as add_product
+from ..gpu.device.tiles import load as load
+from ..gpu.device.tiles import outer as outer
+from ..gpu.device.tiles import store as store
+from ..gpu.device.tiles import times as times
+from ..gpu.device.tiles import zeros as zeros
 
 
 class WorkTile(NamedTuple):
@@ -84,45 +79,6 @@ def head(base, strides, b, h):
 
 
 @triton.jit
-def load(base, rows, stride, live, WIDTH: tl.constexpr, column_stride=None):
-    """Rows of a matrix, in one or two pieces.
-
-    - `live`: which rows exist; None: all.
-    - `column_stride`: None: 1.
-    """
-    if WIDTH.rest == 0:
-        return (_load(base, rows, stride, column_stride, live, WIDTH.columns, 0, WIDTH.piece),)
-    else:
-        return (
-            _load(base, rows, stride, column_stride, live, WIDTH.columns, 0, WIDTH.piece),
-            _load(base, rows, stride, column_stride, live, WIDTH.columns, WIDTH.piece, WIDTH.rest),
-        )
-
-
-@triton.jit
-def _load(
-    base, rows, stride, column_stride, live,
-    COLUMNS: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    cols = START + tl.arange(0, SIZE)
-    if column_stride is None:
-        at = base + rows[:, None] * stride + cols[None, :]
-    else:
-        at = base + rows[:, None] * stride + cols[None, :] * tl.cast(column_stride, tl.int64)
-    if COLUMNS >= START + SIZE:
-        if live is None:
-            return tl.load(at)
-        else:
-            return tl.load(at, mask=live[:, None], other=0.0)
-    else:
-        inside = (cols < COLUMNS)[None, :]
-        if live is None:
-            return tl.load(at, mask=inside, other=0.0)
-        else:
-            return tl.load(at, mask=live[:, None] & inside, other=0.0)
-
-
-@triton.jit
 def load_vector(at, live, other):
     """One number per row. `live` None: all rows exist."""
     if live is None:
@@ -150,16 +106,6 @@ def right_factor(x, transposed, WHICH: tl.constexpr, n, rows, live, WIDTH: tl.co
 
 
 @triton.jit
-def store(base, rows, live, x, WIDTH: tl.constexpr):
-    """Write the pieces of x to a matrix whose rows are contiguous; never past a row or column."""
-    to = base + rows[:, None] * WIDTH.columns
-    for n in tl.static_range(len(x)):
-        cols = n * WIDTH.piece + tl.arange(0, x[n].shape[1])
-        inside = live[:, None] & (cols < WIDTH.columns)[None, :]
-        tl.store(to + cols[None, :], x[n].to(base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def atomic_add(base, rows, live, x, WIDTH: tl.constexpr):
     """Add the pieces of x to a float32 matrix to which other programs add as well."""
     to = base + rows[:, None] * WIDTH.columns
@@ -167,35 +113,6 @@ def atomic_add(base, rows, live, x, WIDTH: tl.constexpr):
         cols = n * WIDTH.piece + tl.arange(0, x[n].shape[1])
         inside = live[:, None] & (cols < WIDTH.columns)[None, :]
         tl.atomic_add(to + cols[None, :], x[n], mask=inside, sem="relaxed")
-
-
-@triton.jit
-def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """An accumulator in pieces."""
-    if WIDTH.rest == 0:
-        return (tl.zeros([ROWS, WIDTH.piece], tl.float32),)
-    else:
-        return (tl.zeros([ROWS, WIDTH.piece], tl.float32), tl.zeros([ROWS, WIDTH.rest], tl.float32))
-
-
-@triton.jit
-def outer(a, b, PRECISION: tl.constexpr):
-    """a bᵀ, summed over the pieces: S, and dP."""
-    s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
-    if len(a) == 2:
-        s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=PRECISION)
-    return s
-
-
-@triton.jit
-def add_product(acc, p, x, PRECISION: tl.constexpr):
-    """acc + p x, piece by piece. p is rounded to x's dtype, which tensor cores multiply."""
-    p = p.to(x[0].dtype)
-    first = tl.dot(p, x[0], acc[0], input_precision=PRECISION)
-    if len(acc) == 1:
-        return (first,)
-    else:
-        return (first, tl.dot(p, x[1], acc[1], input_precision=PRECISION))
 
 
 @triton.jit
@@ -216,15 +133,6 @@ def sums(x, dx):
     if len(x) == 2:
         total += preprocess.sums(x[1], dx[1])
     return total
-
-
-@triton.jit
-def times(acc, factor):
-    """Every piece times a factor: a number, or a column of one per row."""
-    if len(acc) == 1:
-        return (acc[0] * factor,)
-    else:
-        return (acc[0] * factor, acc[1] * factor)
 
 
 # -- work tiles -----------------------------------------------------------------------------------

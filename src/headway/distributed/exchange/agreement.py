@@ -31,18 +31,21 @@ UNPLANNED = 0, 10, 12  # fields on which no plan depends
 
 
 def fields_of(
-    spec: Spec, call: Call, digests: tuple[int, int], plan: str, trains: bool
+    spec: Spec, call: Call, digests: tuple[int, int], plan: str, trains: bool, own_tiles: bool
 ) -> list[int | Tensor]:
-    """A number for every one of `FIELDS`; the first is 1."""
+    """A number for every one of `FIELDS`; the first is 1. A mask whose tiles are the caller's own
+    is these tiles too."""
     (b, hq, _, d), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
     asked = [
         spec.scale, spec.dropout, spec.sink, spec.max_logit, spec.row_max, spec.partial,
         spec.deterministic, spec.tiles,
     ]  # fmt: skip
     seed = 0 if call.seed is None else call.seed
+    own = call.tiles.flatten() if own_tiles and call.tiles is not None else []
+    mask = spec.mask, [_content(t) for t in own]
     return [
         1, *digests, _hash((b, hq, hk, d, dv)), _hash(str(call.q.dtype)),
-        _hash(spec.score), _hash(spec.mask), _hash(asked),
+        _hash(spec.score), _hash(mask), _hash(asked),
         _hash((call.captured.ints, call.captured.floats)), _of_tensors(spec, call.captured),
         seed, _hash(plan), int(trains),
     ]  # fmt: skip
@@ -57,11 +60,9 @@ def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
 
     **Raises:** `ArgumentError`, on every rank, naming the ranks and the fields that differ.
     """
-    if device.type != "cpu":
-        kind = (group.group_name, *[f for f in fields if not isinstance(f, Tensor)])
-        if _seen.get(kind):
-            return
-        _seen.put(kind, True)
+    kind = (group, *[f for f in fields if not isinstance(f, Tensor)])
+    if device.type != "cpu" and _seen.get(kind):
+        return
     numbers = [int(f) for f in fields]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     ranks = dist.get_world_size(group)
@@ -84,6 +85,8 @@ def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
                 f"{name}; all ranks of a layout pass the same mask, score and options, with "
                 "tensors that are the same everywhere"
             )
+    if device.type != "cpu":  # not before: a call that was refused is compared again
+        _seen.put(kind, True)
 
 
 def _ranks(numbers: list[int]) -> str:
@@ -122,6 +125,7 @@ def _content(t: Tensor) -> int:
 
 def _checksum(t: Tensor) -> int:
     flat = t.detach().contiguous().flatten()
+    flat = flat.as_strided(flat.shape, (1,))  # of one element it may have any other
     if t.dtype == torch.bool:
         flat = flat.view(torch.uint8)
     if t.device.type == "cpu":

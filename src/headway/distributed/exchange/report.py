@@ -4,8 +4,8 @@ from ...backends.base import Call
 from ...types import Spec
 from ..layout import Layout
 from .cost import cheapest, costs
-from .plans import setting_of
 from .routes import Pieces
+from .setting import setting_of
 
 
 def report(spec: Spec, call: Call, q: Layout, kv: Layout, own_tiles: bool) -> list[str]:

@@ -14,8 +14,9 @@ from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..layout import digest
 from .agreement import UNPLANNED, agree, fields_of
 from .move import resolved
-from .plans import Plan, plan_of, setting_of
+from .plans import plan_of
 from .routes import Pieces
+from .setting import Plan, setting_of
 
 
 class Wire(NamedTuple):
@@ -38,20 +39,20 @@ _plans: Cache[tuple[Plan, list[Pieces], Any]] = Cache(64)
 
 
 def _agreed(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> Plan:
-    """The plan of a call that all ranks make alike. A rank on which it is refused tells the others
-    so, before it raises."""
+    """The plan of a call that all ranks make alike. A rank on which it fails, for whatever reason,
+    tells the others so, before it raises."""
     fields = _fields(spec, call, wire, tables)
-    plan: Plan | ArgumentError
+    plan: Plan | Exception
     try:
         plan = _planned(spec, call, wire, tables, fields)
-    except ArgumentError as refused:
-        plan, fields[0] = refused, 0
+    except Exception as failed:  # noqa: BLE001 raised again, when all know of it
+        plan, fields[0] = failed, 0
     try:
         agree(fields, wire.group, call.q.device)
     except ArgumentError:
-        if not isinstance(plan, ArgumentError):
+        if not isinstance(plan, Exception):
             raise
-    if isinstance(plan, ArgumentError):
+    if isinstance(plan, Exception):
         raise plan
     return plan
 
@@ -59,7 +60,7 @@ def _agreed(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -
 def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> list:
     ranks = dist.get_world_size(wire.group)
     digests = tuple([digest(table, ranks) for table in tables])
-    return fields_of(spec, call, digests, wire.plan, wire.trains)  # type: ignore[arg-type]
+    return fields_of(spec, call, digests, wire.plan, wire.trains, wire.own_tiles)  # type: ignore[arg-type]
 
 
 def _planned(
@@ -68,7 +69,8 @@ def _planned(
     """The plan of a call, made once for all of its kind, layers and steps alike."""
     group, device = wire.group, call.q.device
     own = None if call.tiles is None else tuple(id(t) for t in call.tiles.flatten())
-    where = wire.plan, group.group_name, device, call.coords[:2]
+    # By the group itself: one that is made anew has the old one's name, and maybe other ranks.
+    where = wire.plan, group, device, call.coords[:2]
     key = (spec, own, where, *[f for n, f in enumerate(fields) if n not in UNPLANNED])
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     found = _plans.get(key)

@@ -23,6 +23,7 @@ from .dependence import dependence_of
 from .function import Function, Text, diagonal_gathers
 from .hoist import hoist_mask, hoist_score
 from .int_ranges import IntRanges
+from .limits import Limits
 
 
 @lru_cache(maxsize=1024)
@@ -46,6 +47,8 @@ def source(text: Text) -> str:
         graph = parse(text.mask)
         parts.append(Function("mask", graph, text, wide_offsets).outputs())
         parts += _hoisted(graph, text, wide_offsets)
+        if text.limits and (limits := Limits(graph, text, wide_offsets).source()) is not None:
+            parts.append(limits)
     head = "import triton\nimport triton.language as tl\n\n"
     head += f"from {PACKAGE}.backends.gpu.device import diagonals, gradients, maths\n"
     return head + "".join(f"\n\n{part}" for part in parts)

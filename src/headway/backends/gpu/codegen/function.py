@@ -34,6 +34,8 @@ class Text:
       pair as `captured[2]`.
     - `distance_sign`: the sign of q_idx - kv_idx in all pairs that the mask keeps, 0 if unknown
       (`affine.distance_sign`).
+    - `limits`: the first and the last key that a mask lets a query see are also generated
+      (limits.py).
     """
 
     score: str | None
@@ -48,6 +50,7 @@ class Text:
     hoist: bool = False
     bias_tables: bool = False
     distance_sign: int = 0
+    limits: bool = False
 
 
 class Function:

@@ -24,7 +24,7 @@ from triton import knobs
 
 # CUlaunchConfig: grid, threads, bytes of shared memory. The stream follows, and no attributes.
 _CONFIG, _STREAM = struct.Struct("<7I"), 32
-_VALUES = _STREAM + 24  # from here on addresses, then floats
+_VALUES = _STREAM + 24  # from here on addresses, then numbers
 _MAP = 128  # bytes of a TMA descriptor, and its alignment
 # Bits that no address may have: for pointers that are no multiple of 16 Triton compiles other
 # loads, and larger addresses than these were not tried in descriptors.
@@ -36,40 +36,47 @@ _FORMATS = {
 }  # fmt: skip
 
 
+# Numbers that differ between launches; each takes a multiple of 4 bytes.
+_NUMBERS = {"fp32": "f", "i32": "i", "i64": "q"}
+
+
 class Parameter(NamedTuple):
-    """A parameter of a kernel, as bytes. They may begin with an address or a float that every
+    """A parameter of a kernel, as bytes. They may begin with an address or a number that every
     launch overwrites.
 
     - `tensor`: the address: number of the tensor, and offset in bytes.
-    - `number`: number of the float.
+    - `number`: number among the numbers, and its format.
     """
 
     data: bytes
     tensor: tuple[int, int] | None = None
-    number: int | None = None
+    number: tuple[int, str] | None = None
 
 
 class Launch:
     """Launches of one compiled kernel on one grid.
 
     - `config`: blocks (3), threads (3), and bytes of shared memory.
-    - `tensors`, `numbers`: numbers of addresses and floats of a launch.
+    - `tensors`, `numbers`: how many addresses and numbers a launch has.
     """
 
     def __init__(
         self, function: int, config: Sequence[int], parameters: Sequence[Parameter],
         tensors: int, numbers: int,
     ) -> None:  # fmt: skip
-        self.pack = struct.Struct(f"<QQQ{tensors}Q{numbers}f").pack_into
+        formats = dict(p.number for p in parameters if p.number is not None)
+        kinds = [formats.get(n, "f") for n in range(numbers)]
+        after = [struct.calcsize("<" + "".join(kinds[:n])) for n in range(numbers + 1)]
+        self.pack = struct.Struct(f"<QQQ{tensors}Q{''.join(kinds)}").pack_into
         self.tensors = tensors
         self.other = int.from_bytes(struct.pack("<Q", _OTHER) * tensors, "little")
         self.moved: list[tuple[int, int, int]] = []  # word, tensor and bytes from its beginning
         self.at: list[int] = []  # where each parameter lies
-        memory = bytearray(_VALUES + 8 * tensors + 4 * numbers)
+        memory = bytearray(_VALUES + 8 * tensors + after[-1])
         _CONFIG.pack_into(memory, 0, *config)
         for data, tensor, number in parameters:
             if number is not None:
-                self.at.append(_VALUES + 8 * tensors + 4 * number)
+                self.at.append(_VALUES + 8 * tensors + after[number[0]])
             elif tensor is not None and tensor[1] == 0 and len(data) == 8:
                 self.at.append(_VALUES + 8 * tensor[0])
             else:
@@ -91,7 +98,7 @@ class Launch:
             memory, first, last, words, launch = laid = self.laid()
         try:
             self.pack(memory, first - 24, stream, 0, 0, *addresses, *numbers)
-        except OverflowError:  # a float that C would make inf
+        except (OverflowError, struct.error):  # a float that C would make inf, a large integer
             return False
         if int.from_bytes(memory[first:last], "little") & self.other:
             return False
@@ -143,8 +150,8 @@ def launch_of(
 ) -> Launch | None:  # fmt: skip
     """The launch of a kernel that Triton has compiled; None where Triton has to launch it.
 
-    - `args`: all arguments. Of those, later launches change addresses and floats alone: tensors
-      here share the storage of one of `tensors`, and floats are objects of `numbers`
+    - `args`: all arguments. Of those, later launches change addresses and numbers alone: tensors
+      here share the storage of one of `tensors`, and such numbers are objects of `numbers`
       (`placeholders`).
     """
     try:
@@ -198,12 +205,14 @@ def _loaded(compiled: Any, active: Any) -> tuple[int, int]:
 def placeholders(
     tensors: Sequence[Tensor | None], numbers: Sequence[float]
 ) -> tuple[list[Tensor | None], list[float]]:
-    """Tensors without data and floats, in the place of a call's: every one a distinct object."""
+    """Tensors without data and numbers, in the place of a call's: every one a distinct object."""
     return [
         None if x is None
         else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         for x in tensors
-    ], [float(str(x)) for x in numbers]  # fmt: skip
+    ], [
+        (1 << 40) + n if isinstance(x, int) else float(str(x)) for n, x in enumerate(numbers)
+    ]  # fmt: skip
 
 
 class _Unknown(Exception):
@@ -237,9 +246,10 @@ def _parameters(
         elif kind[0] == "*":
             yield Parameter(bytes(8)) if x is None else Parameter(bytes(8), place(x))
         elif id(x) in number:
-            if kind != "fp32":
+            if kind not in _NUMBERS:
                 raise _Unknown
-            yield Parameter(bytes(4), number=number[id(x)])
+            form = _NUMBERS[kind]
+            yield Parameter(bytes(struct.calcsize(form)), number=(number[id(x)], form))
         elif kind in _FORMATS:
             yield Parameter(struct.pack("<" + _FORMATS[kind], x))
         else:

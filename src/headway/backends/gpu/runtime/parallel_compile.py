@@ -140,10 +140,10 @@ def begin(device: torch.device, steps: Callable[[], object]) -> None:
 
 def wait_for_begun() -> None:
     """Wait until all that was begun is done."""
-    while _begun:
-        with suppress(IndexError):  # another thread waits, too
-            _begun[-1].join()
-            _begun.pop()
+    for begun in list(_begun):
+        begun.join()
+        with suppress(ValueError):  # another thread has waited, too
+            _begun.remove(begun)
 
 
 def look(steps: Callable[[], object], room: int | None = None) -> list[Recorded]:
@@ -155,7 +155,8 @@ def look(steps: Callable[[], object], room: int | None = None) -> list[Recorded]
     me = get_ident()
     _looking[me] = room
     try:
-        return _rehearsed(steps)
+        with no_garbage_collected:
+            return _rehearsed(steps)
     finally:
         del _looking[me]
 
@@ -172,7 +173,8 @@ def states_of(spec: Spec, call: Call, forward: Forward, backward: Backward) -> l
         return []
     kernels = look(steps_of(spec, call, forward, backward))
     wait_to_compile()
-    found = [(x.fn.__name__, is_ready(x.fn, x.args, x.options)) for x in kernels]
+    with no_garbage_collected:
+        found = [(x.fn.__name__, is_ready(x.fn, x.args, x.options)) for x in kernels]
     return [f"{name}: {_STATES[state]}" for name, state in dict.fromkeys(found)]
 
 
@@ -198,7 +200,7 @@ def _make_ready(
     gluon = [kernel for kernel in kernels[::-1] if kernel.fn.is_gluon()]
     rest = [kernel for kernel in kernels[::-1] if not kernel.fn.is_gluon()]
     apart = apart or len(gluon) > 1
-    with _no_garbage_collected, ThreadPoolExecutor(max(len(kernels), 1)) as pool:
+    with no_garbage_collected, ThreadPoolExecutor(max(len(kernels), 1)) as pool:
         begun = []
         for kernel in (*gluon, *rest):
             begun.append(pool.submit(_on, device, kernel.ready, apart))
@@ -262,7 +264,7 @@ class _NoGarbageCollected:
                 gc.enable()
 
 
-_no_garbage_collected = _NoGarbageCollected()
+no_garbage_collected = _NoGarbageCollected()
 
 
 def _on(device: torch.device, call: Callable[[], None], apart: bool) -> None:

@@ -12,10 +12,10 @@ from ...base import Call
 from ...gpu.preprocess import BackwardWorkspace
 from ...gpu.runtime.call_plan import Walks
 from ...gpu.runtime.launcher import KernelLauncher
+from ...gpu.runtime.tile_counter import zeroed_counter
 from ..bias_tables import BiasTables
 from ..config import BACKWARD, Backward, How, first_fit, ptxas_options
 from ..launch_plan import DEVICE, Plan
-from ..tile_counter import zeroed_counter
 from ..tma import dq_tiles, matrix_tiles, row_vectors
 from . import (
     common,

@@ -11,10 +11,10 @@ from ....types import Spec
 from ...base import Call, split
 from ...gpu.runtime.call_plan import Walks, consecutive
 from ...gpu.runtime.launcher import KernelLauncher
+from ...gpu.runtime.tile_counter import zeroed_counter
 from ..bias_tables import BiasTables
 from ..config import FORWARD, Forward, How, first_fit, ptxas_options
 from ..launch_plan import DEVICE, Plan
-from ..tile_counter import zeroed_counter
 from ..tma import matrix_tiles
 from . import combine, epilogue, half_blocks, kernel, producer, scheduler
 from .half_block_table import HalfBlocks, half_block_table

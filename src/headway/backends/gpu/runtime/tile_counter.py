@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .config import FIRST_FLAG, FLAGS
+from ..counters import FIRST_FLAG, FLAGS
 
 _zeros: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _STREAMS = 1024

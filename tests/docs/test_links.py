@@ -1,5 +1,5 @@
 """What can be told of the pages without building the site: their links, pictures and places in the
-navigation. (Their code is run by tests/test_readme.py.)"""
+navigation. (Their code is run by tests/test_pages.py.)"""
 
 import re
 from pathlib import Path

@@ -1,0 +1,107 @@
+"""Tiles of a matrix in Triton: loads, stores and products.
+
+A row whose width is no power of two is held as two pieces, so that 192 costs 128 + 64 columns and
+not 256 (`Width`). A tile is a tuple of its pieces. Rows and columns past the end are zeros, and no
+pointer past the end is read.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+import triton
+
+
+class Width(NamedTuple):
+    """The columns of a matrix, a constant of a kernel."""
+
+    columns: Any  # in memory
+    piece: Any  # columns of the first piece, a power of two
+    rest: Any  # columns of the second piece; 0: there is none
+
+
+@triton.jit
+def load(base, rows, stride, live, WIDTH: tl.constexpr, column_stride=None):
+    """Rows of a matrix, in one or two pieces.
+
+    - `live`: which rows exist; None: all.
+    - `column_stride`: None: 1.
+    """
+    if WIDTH.rest == 0:
+        return (_load(base, rows, stride, column_stride, live, WIDTH.columns, 0, WIDTH.piece),)
+    else:
+        return (
+            _load(base, rows, stride, column_stride, live, WIDTH.columns, 0, WIDTH.piece),
+            _load(base, rows, stride, column_stride, live, WIDTH.columns, WIDTH.piece, WIDTH.rest),
+        )
+
+
+@triton.jit
+def _load(
+    base, rows, stride, column_stride, live,
+    COLUMNS: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    cols = START + tl.arange(0, SIZE)
+    if column_stride is None:
+        at = base + rows[:, None] * stride + cols[None, :]
+    else:
+        at = base + rows[:, None] * stride + cols[None, :] * tl.cast(column_stride, tl.int64)
+    if COLUMNS >= START + SIZE:
+        if live is None:
+            return tl.load(at)
+        else:
+            return tl.load(at, mask=live[:, None], other=0.0)
+    else:
+        inside = (cols < COLUMNS)[None, :]
+        if live is None:
+            return tl.load(at, mask=inside, other=0.0)
+        else:
+            return tl.load(at, mask=live[:, None] & inside, other=0.0)
+
+
+@triton.jit
+def store(base, rows, live, x, WIDTH: tl.constexpr):
+    """Write the pieces of x to a matrix whose rows are contiguous; never past a row or column."""
+    to = base + rows[:, None] * WIDTH.columns
+    for n in tl.static_range(len(x)):
+        cols = n * WIDTH.piece + tl.arange(0, x[n].shape[1])
+        inside = live[:, None] & (cols < WIDTH.columns)[None, :]
+        tl.store(to + cols[None, :], x[n].to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """An accumulator in pieces."""
+    if WIDTH.rest == 0:
+        return (tl.zeros([ROWS, WIDTH.piece], tl.float32),)
+    else:
+        return (tl.zeros([ROWS, WIDTH.piece], tl.float32), tl.zeros([ROWS, WIDTH.rest], tl.float32))
+
+
+@triton.jit
+def outer(a, b, PRECISION: tl.constexpr):
+    """a bᵀ, summed over the pieces: S, and dP."""
+    s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    if len(a) == 2:
+        s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def add_product(acc, p, x, PRECISION: tl.constexpr):
+    """acc + p x, piece by piece. p is rounded to x's dtype, which tensor cores multiply."""
+    p = p.to(x[0].dtype)
+    first = tl.dot(p, x[0], acc[0], input_precision=PRECISION)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return (first, tl.dot(p, x[1], acc[1], input_precision=PRECISION))
+
+
+@triton.jit
+def times(acc, factor):
+    """Every piece times a factor: a number, or a column of one per row."""
+    if len(acc) == 1:
+        return (acc[0] * factor,)
+    else:
+        return (acc[0] * factor, acc[1] * factor)

@@ -1,0 +1,139 @@
+"""What a plan is made for, what it does, and how keys and values are packed for the way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...backends.base import Call, graphs, split
+from ...errors import ArgumentError
+from ...types import Forward, Grads, Spec, acc_dtype, in_dtype
+from .cost import Sizes
+from .needs import Whole, stretches_of, whole_of
+from .routes import Pieces
+
+Needs = tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is made for: everything about a call but what is in its q, k and v.
+
+    - `q`, `kv`: the pieces of queries and of keys; `rank`, `group`: of this process.
+    - `whole`: the block mask of all ranks; None without a mask.
+    - `offsets`: global indices of the first batch row and query head here.
+    """
+
+    sizes: Sizes
+    q: Pieces
+    kv: Pieces
+    rank: int
+    group: Any
+    device: torch.device
+    whole: Whole | None
+    offsets: tuple[int, int]
+
+    def wanted(self, heads: range) -> tuple[list[np.ndarray], np.ndarray | None]:
+        """Stretches of keys that every rank's queries read, and this rank's needed tiles."""
+        if self.whole is None:
+            everything = np.array([[0, self.kv.length]])
+            return [everything[: int(n > 0)] for n in self.q.sizes], None
+        needed = self.whole.needed(heads, self.q.ranks)
+        tile, length = self.whole.tile[1], self.kv.length
+        return [stretches_of(of, tile, length) for of in needed], needed[self.rank]
+
+    def work(self) -> np.ndarray:
+        """Pairs of live tiles of every rank, one head's where the mask has one for all."""
+        whole, ranks = self.whole, self.q.ranks
+        if whole is None:
+            return self.q.sizes * float(self.kv.length)
+        total = np.zeros(ranks)
+        for runs in (whole.tiles.rows_full, whole.tiles.rows_partial):
+            per_row = runs.per_row().to(device="cpu", dtype=torch.int64).numpy()
+            total += np.bincount(np.tile(whole.owner, whole.b * whole.h), per_row, ranks)
+        return total * (whole.tile[0] * whole.tile[1] / (whole.b * whole.h))
+
+
+class Plan:
+    """The pair of pure functions for this rank's queries and the keys of all ranks.
+
+    - `received`: numbers of elements that other ranks send here in the forward.
+    """
+
+    name: str
+    received: int
+
+    def forward(self, spec: Spec, call: Call) -> Forward:
+        """out, lse, max_logit and row_max of this rank's queries; the last two of them alone."""
+        raise NotImplementedError
+
+    def backward(
+        self, spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+        needs: Needs,
+    ) -> Grads:  # fmt: skip
+        """The gradients of this rank's tensors, in the accumulation dtype; those of the sink and of
+        what is captured are this rank's share."""
+        raise NotImplementedError
+
+
+def setting_of(
+    spec: Spec, call: Call, q: Pieces, kv: Pieces, group: Any, rank: int, own_tiles: bool
+) -> Setting:
+    """The setting of a call; its mask is decided for all ranks.
+
+    **Raises:** `ArgumentError` where the pieces cut through tiles that are the caller's own.
+    """
+    (b, hq, _, d), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
+    _, mask = graphs(spec)
+    whole, offsets = None, (call.coords.b, call.coords.h)
+    if mask is not None or call.tiles is not None:
+        _, captured = split(spec, call.captured)
+        tiles, known = (call.tiles, spec.tiles) if call.tiles is not None else (None, None)
+        at = (b, hq), offsets, q, kv, call.q.device
+        whole = whole_of(mask, captured, tiles, known, *at)  # type: ignore[arg-type]
+        if whole is None and own_tiles:
+            raise ArgumentError(
+                "the tiles of this block mask are its own (lists of blocks), and the layout cuts "
+                f"inside of them; cut at multiples of {spec.tiles and spec.tiles[2]}: "
+                "Layout.balanced(..., tile=)"
+            )
+        if whole is None:
+            whole = whole_of(mask, captured, None, None, *at)  # type: ignore[arg-type]
+    sizes = Sizes(b, hq, hk, d, dv, call.q.dtype.itemsize)
+    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets)
+
+
+# -- packing ---------------------------------------------------------------------------------------
+
+
+def rows_of(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """(b, h, n, d) and (b, h, n, dv) as rows of tokens, (n, b, h, d + dv)."""
+    return torch.cat([in_dtype(k, dtype), in_dtype(v, dtype)], -1).permute(2, 0, 1, 3).contiguous()
+
+
+def keys_of(rows: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """What `rows_of` put together."""
+    x = rows.permute(1, 2, 0, 3)
+    return x[..., :d], x[..., d:]
+
+
+def exactly(spec: Spec, call: Call) -> tuple[Spec, Callable[[Call], Call]]:
+    """A spec, and what makes calls of it, whose gradients are in the accumulation dtype. On the CPU
+    narrow inputs are widened, as that backend does by itself; elsewhere results are partial."""
+    acc = acc_dtype(call.q.dtype)
+    if call.q.dtype == acc:
+        return spec, lambda part: part
+    if call.q.device.type == "cpu":
+        return spec, lambda p: p.replace(q=p.q.to(acc), k=p.k.to(acc), v=p.v.to(acc))
+    return replace(spec, partial=True), lambda part: part
+
+
+def added(grads: list[list[Tensor | None]]) -> list[Tensor | None]:
+    """Gradients of captured tensors of several calls, added in order."""
+    return [
+        None if of[0] is None else torch.stack(of).sum(0) if len(of) > 1 else of[0]
+        for of in zip(*grads, strict=True)
+    ]

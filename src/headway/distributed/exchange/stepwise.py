@@ -1,0 +1,230 @@
+"""The plans of complete rows, heads after heads, and of rings, source after source."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...backends import get
+from ...backends.base import Call
+from ...blocks import Tiles
+from ...types import Coords, Forward, Grads, Spec, acc_dtype
+from ..merge import merge
+from .needs import positions_of
+from .routes import Gathering, Returning, Routes
+from .setting import Plan, Setting, added, exactly, keys_of, rows_of
+
+# -- heads and gather -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """Key/value heads `heads` and their keys; `tiles` and `known` are as in a block mask.
+
+    - `stretches`: positions (start, stop) of the keys, ascending.
+    """
+
+    heads: range
+    routes: Routes
+    coords: Coords
+    stretches: np.ndarray
+    tiles: Tiles | None = None
+    known: tuple[int, int, int, int] | None = None
+
+
+class ByHeads(Plan):
+    """Complete rows: step by step, the next step's keys on their way."""
+
+    def __init__(self, name: str, setting: Setting, per_step: int) -> None:
+        self.name, self.group_size = name, setting.sizes.hq // setting.sizes.hk
+        self.steps = list(self._steps(setting, per_step))
+        s = setting.sizes
+        self.received = sum(
+            step.routes.received * len(step.heads) * s.b * (s.d + s.dv) for step in self.steps
+        )
+
+    def _steps(self, s: Setting, per_step: int) -> Iterator[Step]:
+        q, q_pos = positions_of(s.q.of(s.rank), s.device)
+        shared: Any = None
+        for first in range(0, s.sizes.hk, per_step):
+            heads = range(first, min(first + per_step, s.sizes.hk))
+            of_q = range(heads.start * self.group_size, heads.stop * self.group_size)
+            if shared is None or (s.whole is not None and s.whole.h > 1):
+                shared = self._keys(s, of_q)
+            routes, stretches, tiles = shared
+            kv, kv_pos = positions_of(stretches, s.device)
+            coords = Coords(s.offsets[0], s.offsets[1] + of_q.start, q, kv, q_pos, kv_pos)
+            known = None
+            if s.whole is not None:
+                h = len(of_q) if s.whole.h > 1 else 1
+                known = (s.whole.b, h, *s.whole.tile)
+            yield Step(heads, routes, coords, stretches, tiles, known)
+
+    def _keys(self, s: Setting, of_q: range) -> tuple[Routes, np.ndarray, Tiles | None]:
+        if self.name == "gather":
+            tiles = None if s.whole is None else s.whole.of(of_q, s.rank, None)
+            return Gathering(s.kv, s.group, s.device), np.array([[0, s.kv.length]]), tiles
+        wanted, needed = s.wanted(of_q)
+        tiles = None if s.whole is None else s.whole.of(of_q, s.rank, needed)
+        routes = Routes(s.kv, wanted, s.group, s.device)
+        return routes, wanted[s.rank], tiles
+
+    def forward(self, spec: Spec, call: Call) -> Forward:
+        """See `Plan`."""
+        found = [
+            get(spec.backend).forward(replace(spec, tiles=step.known), self._call(step, call, kv))
+            for step, kv in self._arriving(call)
+        ]
+        return Forward(*[torch.cat(of, int(of[0].dim() > 1)) for of in zip(*found, strict=True)])
+
+    def backward(self, spec, call, out, lse, dout, dlse, needs):
+        spec, exact = exactly(spec, call)
+        found: list[Grads] = []
+        total = rows_of(call.k, call.v, acc_dtype(call.q.dtype)).zero_()
+        going: tuple[Returning, Step] | None = None
+        for step, kv in self._arriving(call):
+            h = self._of_q(step)
+            part = exact(self._call(step, call, kv))
+            grads = get(spec.backend).backward(
+                replace(spec, tiles=step.known), part, out[:, h], lse[:, h], dout[:, h],
+                None if dlse is None else dlse[:, h], needs,
+            )  # fmt: skip
+            before, going = going, (step.routes.home(rows_of(grads.k, grads.v, total.dtype)), step)
+            _come_home(before, total)  # beside this step's, which is on its way
+            found.append(grads)
+        _come_home(going, total)
+        sinks = [g.sink for g in found if g.sink is not None]
+        return Grads(
+            torch.cat([g.q for g in found], 1), *keys_of(total, call.k.shape[3]),
+            torch.cat(sinks) if sinks else None, added([g.captured for g in found]),
+        )  # fmt: skip
+
+    def _arriving(self, call: Call) -> Iterator[tuple[Step, Tensor]]:
+        """Every step with its keys and values, rows of tokens."""
+        rows = rows_of(call.k, call.v, call.k.dtype)
+        return _ahead(self.steps, lambda s: rows[:, :, s.heads.start : s.heads.stop])
+
+    def _of_q(self, step: Step) -> slice:
+        return slice(step.heads.start * self.group_size, step.heads.stop * self.group_size)
+
+    def _call(self, step: Step, call: Call, rows: Tensor) -> Call:
+        h = self._of_q(step)
+        k, v = keys_of(rows, call.k.shape[3])
+        sink = None if call.sink is None else call.sink[h]
+        return call.replace(
+            q=call.q[:, h], k=k, v=v, sink=sink, coords=step.coords, tiles=step.tiles
+        )
+
+
+# -- ring -----------------------------------------------------------------------------------------
+
+
+class Ring(Plan):
+    """One source of keys after the other; results merge."""
+
+    name = "ring"
+
+    def __init__(self, setting: Setting) -> None:
+        s = setting
+        wanted, _ = s.wanted(range(s.sizes.hq))
+        q, q_pos = positions_of(s.q.of(s.rank), s.device)
+        self.steps = []
+        for n in range(s.q.ranks):
+            source = s.kv.of((s.rank - n) % s.q.ranks)
+            stretches = _common(wanted[s.rank], source)
+            kv, kv_pos = positions_of(stretches, s.device)
+            coords = Coords(*s.offsets, q, kv, q_pos, kv_pos)
+            routes = Routes(s.kv, wanted, s.group, s.device, step=n)
+            self.steps.append(Step(range(s.sizes.hk), routes, coords, stretches))
+        each = s.sizes.b * s.sizes.hk * (s.sizes.d + s.sizes.dv)
+        self.received = sum(step.routes.received for step in self.steps) * each
+
+    def forward(self, spec: Spec, call: Call) -> Forward:
+        """See `Plan`."""
+        spec = replace(spec, partial=True, tiles=None)
+        merged, found = None, []
+        for step, rows in self._arriving(call):
+            part = get(spec.backend).forward(*self._part(spec, call, step, rows))
+            pair = part.out, part.lse
+            merged = pair if merged is None else merge(merged, pair)
+            found.append(part[2:])
+        assert merged is not None
+        stats = [
+            torch.stack(of).amax(0) if of[0].numel() else of[0] for of in zip(*found, strict=True)
+        ]
+        return Forward(*merged, *stats)
+
+    def backward(self, spec, call, out, lse, dout, dlse, needs):
+        spec = replace(spec, partial=True, tiles=None)
+        acc = acc_dtype(call.q.dtype)
+        dq, found = None, []
+        total, going = rows_of(call.k, call.v, acc).zero_(), None
+        for step, rows in self._arriving(call):
+            spec_, part = self._part(spec, call, step, rows)
+            grads = get(spec.backend).backward(spec_, part, out, lse, dout, dlse, needs)
+            dq = grads.q if dq is None else dq + grads.q
+            before, going = going, (step.routes.home(rows_of(grads.k, grads.v, acc)), step)
+            _come_home(before, total)
+            found.append(grads)
+        _come_home(going, total)
+        assert dq is not None
+        sink = next((g.sink for g in found if g.sink is not None), None)
+        return Grads(dq, *keys_of(total, call.k.shape[3]), sink, added([g.captured for g in found]))
+
+    def _arriving(self, call: Call) -> Iterator[tuple[Step, Tensor]]:
+        rows = rows_of(call.k, call.v, call.k.dtype)
+        return _ahead(self.steps, lambda s: rows)
+
+    def _part(self, spec: Spec, call: Call, step: Step, rows: Tensor) -> tuple[Spec, Call]:
+        """The sink joins the first softmax alone."""
+        k, v = keys_of(rows, call.k.shape[3])
+        first = step is self.steps[0]
+        call = call.replace(
+            k=k, v=v, sink=call.sink if first else None, coords=step.coords, tiles=None
+        )
+        return (spec if first else replace(spec, sink=False)), call
+
+
+# -- what both do ----------------------------------------------------------------------------------
+
+
+def _ahead(steps: list[Step], given: Callable[[Step], Tensor]) -> Iterator[tuple[Step, Tensor]]:
+    """Every step with the rows that it waited for, the next one's on their way."""
+    coming = steps[0].routes.fetch(given(steps[0]))
+    for n, step in enumerate(steps):
+        rows = coming.wait()
+        if n + 1 < len(steps):
+            coming = steps[n + 1].routes.fetch(given(steps[n + 1]))
+        yield step, rows
+
+
+def _come_home(going: tuple[Returning, Step] | None, total: Tensor) -> None:
+    """Add to `total`, rows of all heads, what a step sent home."""
+    if going is not None:
+        home, step = going
+        home.add_to(total[:, :, step.heads.start : step.heads.stop])
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """What two ascending lists of stretches have in common."""
+    found = [
+        (max(a, c), min(b, d))
+        for a, b in one.tolist()
+        for c, d in other.tolist()
+        if max(a, c) < min(b, d)
+    ]
+    return np.array(found, np.int64).reshape(-1, 2)
+
+
+def heads_a_step(setting: Setting) -> int:
+    """Key/value heads of a step: as few as fill the device, four waves of work tiles of 128 rows;
+    on the CPU one."""
+    s = setting.sizes
+    if setting.device.type != "cuda":
+        return 1
+    processors = torch.cuda.get_device_properties(setting.device).multi_processor_count
+    tiles = s.b * (s.hq // s.hk) * -(-int(setting.q.sizes.max()) // 128)
+    return min(s.hk, max(1, -(-4 * processors // max(1, tiles))))

@@ -1,0 +1,154 @@
+"""The kernel of inference, run on the CPU: by Triton's interpreter, and as it is compiled for each
+GPU. `long/emulated.py` runs all cases for all GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from triton.runtime.jit import JITFunction
+
+import headway as hw
+from headway import backends, inference
+from headway.api import resolve
+from headway.backends import triton as backend
+from headway.backends.base import CapabilityKey, capability_key
+from headway.backends.gpu.inference import plan
+from headway.backends.gpu.runtime.launcher import KernelLauncher
+from headway.types import KV, Request
+from tools.compile_triton import _resources, compiling
+from tools.emulator.launch import emulating
+
+from . import gpu_kernel as kernel
+from .gather import caches
+
+
+def test_interpreted():
+    done = subprocess.run(
+        [sys.executable, Path(__file__).parents[1] / "tools" / "interpret_inference.py"],
+        capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {}
+
+
+# Each for a part of its own: pages by key, window and merging; float8 that the GPU cannot convert;
+# packed queries; a width in two pieces, of which v is one.
+CASES = [
+    pytest.param("sm_100", partial(kernel.masks_and_scores, some=slice(1)), id="pages"),
+    pytest.param("sm_80", kernel.float8, id="float8"),
+    pytest.param("sm_90", kernel.packed, id="packed"),
+    pytest.param("sm_90", partial(kernel.latent, 40), id="latent"),
+]
+
+
+@pytest.mark.parametrize(("target", "case"), CASES)
+def test_compiled(target, case):
+    with emulating(target, backend) as ran:
+        assert case(dtype=torch.bfloat16) < 0.01
+    assert {*ran} == {"infer"}
+
+
+def test_nothing_is_made_for_a_length():
+    """One plan, and one kernel, for all lengths, capacities, strides, batch sizes and offsets; the
+    direct launch has every number that the call has."""
+    made: list[Any] = []
+    compiled: list[Any] = []
+    compile_ = JITFunction._do_compile
+
+    def counted(self, *args: Any) -> Any:
+        compiled.append(self.__name__)
+        return compile_(self, *args)
+
+    def planned(*of: Any) -> Any:
+        made.append(PLAN(*of))
+        return made[-1]
+
+    stopped = mock.patch.object(KernelLauncher, "__call__", return_value=None)
+    with (
+        emulating("sm_90", backend),
+        mock.patch.object(plan, "Plan", side_effect=planned),
+        mock.patch.object(JITFunction, "_do_compile", counted),
+    ):
+        for n in [1, 16, 17, 128, *range(300, 600)]:
+            b, q_len = 1 + n % 3, 1 + n % 2
+            k = torch.zeros(b, 2, n, 16, dtype=torch.bfloat16)
+            if n == 300:  # from here on nothing runs, which takes time
+                stopped.start()
+            inference.attention(
+                torch.zeros(b, 4, q_len, 16, dtype=torch.bfloat16), k, k.clone(),
+                mask=hw.sliding_window(n + 7), backend="triton",
+                lengths=torch.full((b,), n, dtype=torch.int32),
+            )  # fmt: skip
+        stopped.stop()
+    assert len(made) == 1
+    assert compiled == ["infer"]
+
+
+PLAN = plan.Plan
+
+
+@pytest.mark.parametrize("numbers", ["lengths below 0", "pages out of range", "cu_q out of order"])
+def test_nothing_outside_of_the_tensors_is_touched(numbers):
+    """The host cannot see them on a GPU: they are clamped, or keys on such pages are none. The
+    emulator finds every access outside of a tensor."""
+    c = caches([40, 20], 4, 2, page=16, dtype=torch.bfloat16)
+    cu_q = torch.tensor([0, 2, 5], dtype=torch.int32)
+    q = torch.randn(1, 4, 5, 16).bfloat16()
+    kv = KV(c.lengths, c.page_table, cu_q, 3)
+    with emulating("sm_90", backend):
+        spec, call = resolve(Request(q, c.k, c.v, backend="triton", kv=kv))
+        if numbers == "lengths below 0":
+            c.lengths.copy_(torch.tensor([-5, 10_000]))
+        elif numbers == "pages out of range":
+            c.page_table[:, :2] = torch.tensor([[1000, 0], [-1, 900]])
+        else:
+            cu_q.copy_(torch.tensor([7, -2, 900]))
+        backend.infer(spec, call)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_loads_run_ahead(page):
+    """Two blocks of keys and values are on their way while one is computed on, and no register is
+    spilled in the loop."""
+    q = torch.zeros(2, 32, 1, 128, dtype=torch.bfloat16)
+    k, n = q.new_zeros(2, 8, 1024, 128), torch.zeros(2, dtype=torch.int32)
+    kernels: list[Any] = []
+    options: dict[str, Any] = {"lengths": n, "backend": "triton"}
+    if page:
+        k = k.view(-1, 8, page, 128)
+        options["page_table"] = torch.zeros(2, 1024 // page, dtype=torch.int32)
+    with compiling("sm_90", kernels):
+        inference.attention(q, k, k.clone(), **options)
+    ((name, compiled),) = kernels
+    found = _resources("sm_90", name, compiled)
+    assert found.faults == ()
+    assert found.inside == 0
+    # K and V of a block are a group each; with pages, their numbers are one more.
+    assert f"cp.async.wait_group \t{4 if page else 2}" in compiled.asm["ptx"]
+
+
+def test_a_cache_is_not_what_first_use_checks():
+    """The Hopper backend runs the kernel of both backends there: no small case of its own is
+    compiled before."""
+    c = caches([40], 4, 2, page=16, dtype=torch.bfloat16)
+    kv = KV(c.lengths, c.page_table)
+    spec, call = resolve(Request(c.q, c.k, c.v, backend="reference", kv=kv))
+    kind = CapabilityKey(*capability_key(call, 0))
+    with (
+        mock.patch.object(backends.hopper, "unavailable", return_value=""),
+        mock.patch.object(backends, "_wrong", side_effect=AssertionError),
+        mock.patch.object(backends, "_check", side_effect=AssertionError),
+    ):
+        assert backends.reasons_against("hopper", spec, kind) == []
