@@ -42,7 +42,8 @@ def alternatives(graph: Graph) -> tuple[Alternative, ...]:
     return _read(graph, graph.outputs[0], False)
 
 
-_INTEGERS = ("i64", "i32", "i16", "i8", "u8")
+_BITS = {"i64": 64, "i32": 32, "i16": 16, "i8": 8, "u8": 8}
+_INTEGERS = tuple(_BITS)
 _OPS: dict[str, Callable[..., int]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
     "to": lambda a: a, "min": min, "max": max, "floordiv": operator.floordiv, "mod": operator.mod,
@@ -179,6 +180,10 @@ def _value(graph: Graph, captured: Captured, env: dict, name: Any) -> int:
         value = int(table[tuple(at)])
     else:
         value = _OPS[node.op](*[_value(graph, captured, env, a) for a in node.args])
+        bits = _BITS[node.dtype]  # Python's integers do not wrap around, those of tensors do
+        value &= (1 << bits) - 1
+        if node.dtype != "u8" and value >> (bits - 1):
+            value -= 1 << bits
     env[name] = value
     return value
 
