@@ -128,8 +128,19 @@ def key_ranges(
     """For every row, the stretches of its keys that any of its queries may see, apart and in order.
 
     **Arguments:** the mask with what it captures, global batch index and position of all queries,
-    the number of queries of every row, and its keys.
+    the number of queries of every row, and its keys. Where the formula reads a captured tensor out
+    of range, all keys are looked at pair by pair: at one that is kept that is an error.
     """
+    try:
+        return _key_ranges(graph, captured, b, q_idx, counts, lengths)
+    except IndexError:
+        return [[Ranges(0, n, False)] if n else [] for n in lengths]
+
+
+def _key_ranges(
+    graph: Graph, captured: Captured, b: list[int], q_idx: list[int], counts: list[int],
+    lengths: list[int],
+) -> list[list[Ranges]]:  # fmt: skip
     of_rows: list[list[Ranges]] = [[] for _ in counts]
     for limits, exact in alternatives(graph):
         starts, stops = [0] * len(counts), list(lengths)
@@ -173,11 +184,8 @@ def _value(graph: Graph, captured: Captured, env: dict, name: Any) -> int:
     node = graph.nodes[int(name[1:])]
     if node.op == "gather":
         table = captured.tensors[int(node.args[0][1:])]  # type: ignore[index]
-        at = []
-        for arg, size in zip(node.args[1:], table.shape, strict=True):
-            n = _value(graph, captured, env, arg)
-            at.append(max(0, min(n + size if n < 0 else n, size - 1)))
-        value = int(table[tuple(at)])
+        at = tuple([_value(graph, captured, env, arg) for arg in node.args[1:]])
+        value = int(table[at])  # IndexError where it is out of range
     else:
         value = _OPS[node.op](*[_value(graph, captured, env, a) for a in node.args])
         bits = _BITS[node.dtype]  # Python's integers do not wrap around, those of tensors do
