@@ -138,6 +138,7 @@ def test_the_command_starts_processes(texts, capfd):
     ]  # fmt: skip
     assert command.main(arguments) == 0
     assert len(losses(texts.parent / "runs", "started")) == 2
+    assert capfd.readouterr().out.count("done: ") == 1  # the first process speaks for all
 
 
 def test_what_cannot_be_shared_out():

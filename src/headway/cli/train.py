@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from ..recipe import TrainConfig, train
-from ..recipe.ranks import started
+from ..recipe.ranks import is_first, started
 from ..recipe.report import say
 from ..recipe.run import Run
 
@@ -47,6 +47,8 @@ def main(arguments: list[str]) -> int:
         asked = replace(asked, devices=started())
     console = Console()
     trained = train(asked.config(), asked.resume, console)
+    if not is_first():
+        return 128 + trained.stopped_by if trained.stopped_by else 0
     folder, steps = trained.run.folder, trained.run.settings().steps
     if trained.stopped_by:
         say(

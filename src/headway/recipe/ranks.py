@@ -29,6 +29,11 @@ def started() -> int:
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 0
 
 
+def is_first() -> bool:
+    """Whether this is the process that says and writes what is said and written once."""
+    return not dist.is_torchelastic_launched() or os.environ["RANK"] == "0"
+
+
 class Ranks:
     """The processes of a run; one, unless `devices` is more. What they do together is the same for
     one: nothing."""
