@@ -94,33 +94,22 @@ def _infer_operator(spec: str, *inputs: Any) -> Forward:
     return Forward(*[x.contiguous() for x in infer(spec, *inputs)])
 
 
-def _infer_fake(spec: str, q, k, v, *rest: Any) -> Forward:
-    parsed = Spec.parse(spec)
-    b, hq, tokens, _ = q.shape
-    rows = rest[-len(KV._fields)].shape[0]
-    acc = acc_dtype(q.dtype)
-    return Forward(
-        q.new_empty((b, hq, tokens, v.shape[3]), dtype=parsed.out_dtype(q.dtype)),
-        q.new_empty((b, hq, tokens), dtype=acc),
-        q.new_empty((rows, hq) if parsed.max_logit else (0,), dtype=acc),
-        q.new_empty((b, hq, tokens) if parsed.row_max else (0,), dtype=acc),
-    )
-
-
-def _forward_fake(spec: str, q, k, v, *rest: Any) -> Forward:
+def results_like(spec: str, q: Tensor, v: Tensor, rows: int) -> Forward:
+    """Empty results of a forward, as the spec promises them; `rows` of the batch have a maximum."""
     parsed = Spec.parse(spec)
     b, hq, q_len, _ = q.shape
     acc = acc_dtype(q.dtype)
     return Forward(
         q.new_empty((b, hq, q_len, v.shape[3]), dtype=parsed.out_dtype(q.dtype)),
         q.new_empty((b, hq, q_len), dtype=acc),
-        q.new_empty((b, hq) if parsed.max_logit else (0,), dtype=acc),
+        q.new_empty((rows, hq) if parsed.max_logit else (0,), dtype=acc),
         q.new_empty((b, hq, q_len) if parsed.row_max else (0,), dtype=acc),
     )
 
 
-def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:
-    parsed, needs = Spec.parse(spec), rest[-1]
+def grads_like(spec: str, q, k, v, sink, tensors, needs) -> list[Tensor]:
+    """Empty results of a backward."""
+    parsed = Spec.parse(spec)
     acc = acc_dtype(q.dtype)
     dtype = acc if parsed.partial else q.dtype
     grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
@@ -130,6 +119,18 @@ def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[
         for t, need in zip(tensors[: parsed.score_tensors], needs, strict=True)
         if need
     ]
+
+
+def _infer_fake(spec: str, q, k, v, *rest: Any) -> Forward:
+    return results_like(spec, q, v, rest[-len(KV._fields)].shape[0])
+
+
+def _forward_fake(spec: str, q, k, v, *rest: Any) -> Forward:
+    return results_like(spec, q, v, q.shape[0])
+
+
+def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:
+    return grads_like(spec, q, k, v, sink, tensors, rest[-1])
 
 
 library.impl("backward", _backward_operator, "CompositeExplicitAutograd")

@@ -134,7 +134,7 @@ class _Attention(torch.autograd.Function):
             ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,
             ctx.offsets, q_pos, kv_pos, out, lse, dout, dlse, needs,
         )  # fmt: skip
-        grads = _in_order(results, q, k, v, sink, captured, needs)
+        grads = in_order(results, q, k, v, sink, captured, needs)
         return (*(None,) * 5, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
 
 
@@ -213,7 +213,7 @@ class _Direct(torch.autograd.Function):
             register_flops()  # a counter may be there for the backward alone
             run = backward_op
             results = run(spec.text, *flat(call), out, lse, dout, dlse, needs)
-            return None, *_in_order(results, q, k, v, sink, tensors[: len(needs)], needs)
+            return None, *in_order(results, q, k, v, sink, tensors[: len(needs)], needs)
         dq, dk, dv, dsink, dcaptured = get(spec.backend).backward(
             spec, call, out, lse, dout, dlse, needs
         )
@@ -286,7 +286,7 @@ def _not_twice(grads: Sequence[Tensor | None], *of: Tensor | None) -> tuple:
     return tuple([None if g is None else _NotTwice.apply(g, *on) for g in grads])
 
 
-def _in_order(results: Sequence[Tensor], q, k, v, sink, captured, needs) -> list[Tensor | None]:
+def in_order(results: Sequence[Tensor], q, k, v, sink, captured, needs) -> list[Tensor | None]:
     """The operator's gradients as those of q, k, v, sink and all captured tensors."""
     each = iter(results)
     grads = [None if x is None else in_dtype(next(each), x.dtype) for x in (q, k, v, sink)]

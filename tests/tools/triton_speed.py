@@ -27,9 +27,10 @@ from triton.runtime.errors import PTXASError
 import headway as hw
 from headway.api import prepare
 from headway.backends.gpu import captured_grads
+from headway.backends.gpu.precision import bits_of
 from headway.backends.triton import launch
 from headway.backends.triton.config import Config, passes
-from headway.backends.triton.plan import bits_of, planned
+from headway.backends.triton.plan import planned
 from headway.backends.triton.tuning import NO_ROOM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

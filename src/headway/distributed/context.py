@@ -16,8 +16,8 @@ from torch.compiler import is_compiling
 from ..backends.base import Call
 from ..errors import ArgumentError
 from ..flops import register_flops
-from ..operators import flat, library
-from ..ops import _once, refuse_tangents
+from ..operators import flat, grads_like, library, results_like
+from ..ops import _once, in_order, refuse_tangents
 from ..types import NAMESPACE, Forward, Spec, acc_dtype, in_dtype
 from .layout import NO_MESH, Layout
 
@@ -136,17 +136,12 @@ class _Context(torch.autograd.Function):
         ]
         if dout is None:
             dout = torch.zeros_like(out, dtype=counts[2])
-        each = iter(backward_op(
+        results = backward_op(
             spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
             kv_table, out, lse, dout, dlse, needs,
-        ))  # fmt: skip
-        grads = [None if x is None else in_dtype(next(each), x.dtype) for x in (q, k, v, sink)]
-        of_captured = [
-            in_dtype(next(each), t.dtype) if need else None
-            for need, t in zip(needs, captured, strict=False)
-        ]
-        of_captured += [None] * (len(tensors) - len(of_captured))
-        return (*(None,) * 6, *grads, None, None, None, *of_captured)
+        )  # fmt: skip
+        grads = in_order(results, q, k, v, sink, captured, needs)
+        return (*(None,) * 6, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
 
 
 # -- the operators --------------------------------------------------------------------------------
@@ -165,28 +160,11 @@ def _backward(*inputs: Any) -> list[Tensor]:
 
 
 def _forward_fake(spec: str, wire: str, q, k, v, *rest: Any) -> Forward:
-    parsed = Spec.parse(spec)
-    b, hq, q_len, _ = q.shape
-    acc = acc_dtype(q.dtype)
-    return Forward(
-        q.new_empty((b, hq, q_len, v.shape[3]), dtype=parsed.out_dtype(q.dtype)),
-        q.new_empty((b, hq, q_len), dtype=acc),
-        q.new_empty((b, hq) if parsed.max_logit else (0,), dtype=acc),
-        q.new_empty((b, hq, q_len) if parsed.row_max else (0,), dtype=acc),
-    )
+    return results_like(spec, q, v, q.shape[0])
 
 
 def _backward_fake(spec: str, wire: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:
-    parsed, needs = Spec.parse(spec), rest[-1]
-    acc = acc_dtype(q.dtype)
-    dtype = acc if parsed.partial else q.dtype
-    grads = [x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)]
-    grads += [] if sink is None else [q.new_empty(sink.shape, dtype=acc)]
-    return grads + [
-        q.new_empty(t.shape, dtype=acc)
-        for t, need in zip(tensors[: parsed.score_tensors], needs, strict=True)
-        if need
-    ]
+    return grads_like(spec, q, k, v, sink, tensors, rest[-1])
 
 
 library.impl("cp_forward", _forward, "CompositeExplicitAutograd")

@@ -18,6 +18,7 @@ from ...types import Spec
 from ..base import Call
 from ..gpu import preprocess
 from ..gpu.device import diagonals, gradients, maths, tiles
+from ..gpu.precision import bits_of, product_precision
 from ..gpu.preprocess import BackwardWorkspace
 from ..gpu.runtime.call_plan import BasePlan, Walks, plan_of
 from ..gpu.runtime.launcher import KernelLauncher
@@ -27,7 +28,7 @@ from .config import LEARNED, Config, configs, kind_of, one_pass, passes, pieces
 
 def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) -> "Plan":
     """The plan for a call; `matrices` are q, k, v and, for a backward, dout."""
-    of = Plan, _precision(matrices[0].dtype)
+    of = Plan, product_precision(matrices[0].dtype)
     return plan_of(of, spec, call, wanted, matrices, Plan)
 
 
@@ -73,7 +74,7 @@ class Plan(BasePlan):
         self.constants = {
             "MASK": self.function("mask"),
             "INDEX": tl.int32 if self.text.narrow else tl.int64,
-            "PRECISION": _precision(q.dtype),
+            "PRECISION": product_precision(q.dtype),
             "POSITIVE": spec.scale > 0,
             "D": d[0], "D_REST": d[1], "DV": dv[0], "DV_REST": dv[1],
         }  # fmt: skip
@@ -231,15 +232,3 @@ def on_cuda(device: torch.device) -> bool:
         return torch.version.hip is None  # Triton's driver may not have started
     target = triton.runtime.driver.active.get_current_target()
     return target is not None and target.backend == "cuda"
-
-
-def bits_of(dtype: torch.dtype) -> int:
-    """The bits of the factors of a product: 16; 19 for tf32; 32 for IEEE, without tensor cores."""
-    return 19 if _precision(dtype) == "tf32" else 8 * dtype.itemsize
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """float32 products as `torch.matmul` makes them: `torch.set_float32_matmul_precision`."""
-    if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
-        return "ieee"
-    return "tf32"

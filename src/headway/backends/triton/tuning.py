@@ -10,9 +10,10 @@ from triton.runtime.errors import PTXASError
 from ...errors import BackendRefused
 from ...types import Grads, Spec
 from ..base import Call
+from ..gpu.precision import bits_of
 from . import launch
 from .config import Config, key, kind_of, passes, pieces
-from .plan import Plan, bits_of, planned
+from .plan import Plan, planned
 
 NO_ROOM = (BackendRefused, PTXASError)  # of shared memory, or of registers
 Timer = Callable[[Callable[[], object]], float]  # seconds of a call

@@ -19,7 +19,8 @@ from ..codegen.emit import Text, functions
 from ..codegen.int_ranges import POSITION_LIMIT
 from ..counters import FIRST_FLAG, FLAGS
 from ..device import maths, tiles
-from ..runtime.call_plan import cached
+from ..precision import bits_of
+from ..runtime.call_plan import cached, far, readable
 from ..runtime.launcher import CallArguments, KernelLauncher
 from ..runtime.parallel_compile import fix_cache_keys
 from ..runtime.tile_counter import zeroed_counter
@@ -52,7 +53,7 @@ def planned(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
     if table is not None:
         page, table_row, keys = keys, table.stride(0), table.shape[1] * keys
     most = most if cu_q is not None else q_len
-    bits = _bits(dtype)
+    bits = bits_of(dtype)
     q_unit = 8 if not (q_b | q_h | q_row) & 7 and not q.data_ptr() & 15 else 1
     # As many numbers as 16 bytes have (8 of float32), if they divide all strides: wide loads need
     # that.
@@ -86,7 +87,7 @@ def planned(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
         Plan, spec, dtype, kv_dtype, q.device, hq, hk, d, dv, bits, rows, q_unit, unit, k_row,
         v_row, shared, page, lengths is None, cu_q is None, k_scale is None, v_scale is None,
         narrow, small or tuple([abs(n) < INT32 for n in found]),
-        *[(t.dtype, t.dim(), _far(t)) for t in tensors],
+        *[(t.dtype, t.dim(), far(t)) for t in tensors],
     )  # fmt: skip
     made = Made(rows, bits, q_unit, unit, shared, page, narrow)
     plan = cached(key, lambda: Plan(spec, call, made))
@@ -118,7 +119,7 @@ class Plan:
         text = Text(
             spec.score, spec.mask, (), narrow,
             consecutive=False,
-            wide_offsets=tuple(map(_far, call.captured.tensors)),
+            wide_offsets=tuple(map(far, call.captured.tensors)),
             approx_tanh=q.dtype == torch.bfloat16 and _target(self.device) is not None,
             limits=True,
         )  # fmt: skip
@@ -171,7 +172,7 @@ class Plan:
         """Write out and lse; and the largest score and logit of every query, if given."""
         q, k, v, sink, _, (tensors, _, floats), *_ = call
         kv = call.kv or _NO_CACHE
-        captured = [_readable(t, self.device) for t in tensors]
+        captured = [readable(t, self.device) for t in tensors]
         given = CallArguments.of(captured, (*integers, *floats))
         counters = zeroed_counter(self.device)
         while True:
@@ -223,26 +224,6 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _bits(dtype: torch.dtype) -> int:
-    """The bits of the factors of a product: 16; 19 for tf32; 32 for IEEE, without tensor cores."""
-    if dtype != torch.float32:
-        return 16
-    return 32 if torch.get_float32_matmul_precision() == "highest" else 19
-
-
-def _far(t: Tensor) -> bool:
-    """Whether an offset into a tensor may need 64 bits."""
-    pairs = zip(t.shape, t.stride(), strict=True)
-    return sum((size - 1) * abs(step) for size, step in pairs) >= 2**31
-
-
-def _readable(t: Tensor, device: torch.device) -> Tensor:
-    """A captured tensor in memory that a kernel can read."""
-    if not t.numel():  # a pair that is not kept may still read it
-        return torch.zeros([1] * t.dim(), dtype=t.dtype, device=device)
-    return t if t.device == device else t.to(device)
 
 
 def _target(device: torch.device) -> Any:

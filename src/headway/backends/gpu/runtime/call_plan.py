@@ -175,7 +175,7 @@ class BasePlan:
         self.mask = graphs(spec)[1]
         at, in_order = call.coords, consecutive(call.coords)
         narrow = in_order and _narrow(at, q, k, call.captured.ints)
-        wide_offsets = tuple(map(_far, call.captured.tensors))
+        wide_offsets = tuple(map(far, call.captured.tensors))
         sign = 0
         if uses_distance_sign and self.mask:
             sign = distance_sign(self.mask, call.captured.ints[spec.score_ints :])
@@ -249,7 +249,7 @@ class BasePlan:
         - `walk`: in the place of that of `walks`.
         """
         walk = walk or walks(call)
-        tensors = [_readable(t, self.device) for t in call.captured.tensors]
+        tensors = [readable(t, self.device) for t in call.captured.tensors]
         tensors += [_positions(p) for p in call.coords[4:] if p is not None]
         given = CallArguments.of([*walk.tensors(), *tensors, *more], call.captured.floats)
         if self.constant_tiles and not tensors and not more and not given.floats:
@@ -330,13 +330,13 @@ def _narrow(at: Coords, q: Tensor, k: Tensor, ints: Sequence[int]) -> bool:
     return max(map(abs, (*at[:4], *ends, *ints))) <= POSITION_LIMIT
 
 
-def _far(t: Tensor) -> bool:
+def far(t: Tensor) -> bool:
     """Whether an offset into a tensor may need 64 bits."""
     pairs = zip(t.shape, t.stride(), strict=True)
     return sum((size - 1) * abs(step) for size, step in pairs) >= 2**31
 
 
-def _readable(t: Tensor, device: torch.device) -> Tensor:
+def readable(t: Tensor, device: torch.device) -> Tensor:
     """A captured tensor in memory that a kernel can read."""
     if not t.numel():  # a pair that is not kept may still read it
         return torch.zeros([1] * t.dim(), dtype=t.dtype, device=device)
