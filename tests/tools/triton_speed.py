@@ -27,7 +27,7 @@ from triton.runtime.errors import PTXASError
 import headway as hw
 from headway.api import prepare
 from headway.backends.gpu import captured_grads
-from headway.backends.gpu.precision import bits_of
+from headway.backends.gpu.products import bits_of
 from headway.backends.triton import launch
 from headway.backends.triton.config import Config, passes
 from headway.backends.triton.plan import planned

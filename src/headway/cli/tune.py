@@ -111,7 +111,7 @@ def _compile(problems: list[tuple], jobs: int) -> None:
 
 
 def _compile_part(given: tuple[list[tuple], int, int]) -> None:
-    from ..backends.gpu.precision import bits_of
+    from ..backends.gpu.products import bits_of
     from ..backends.triton.tuning import NO_ROOM, candidates
 
     problems, part, parts = given

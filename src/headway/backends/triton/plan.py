@@ -18,8 +18,8 @@ from ...types import Spec
 from ..base import Call
 from ..gpu import preprocess
 from ..gpu.device import diagonals, gradients, maths, tiles
-from ..gpu.precision import bits_of, product_precision
 from ..gpu.preprocess import BackwardWorkspace
+from ..gpu.products import bits_of, product_precision
 from ..gpu.runtime.call_plan import BasePlan, Walks, plan_of
 from ..gpu.runtime.launcher import KernelLauncher
 from . import kernel_backward, kernel_forward, saved, tile, walk

@@ -10,7 +10,7 @@ from triton.runtime.errors import PTXASError
 from ...errors import BackendRefused
 from ...types import Grads, Spec
 from ..base import Call
-from ..gpu.precision import bits_of
+from ..gpu.products import bits_of
 from . import launch
 from .config import Config, key, kind_of, passes, pieces
 from .plan import Plan, planned

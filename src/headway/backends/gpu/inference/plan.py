@@ -19,7 +19,7 @@ from ..codegen.emit import Text, functions
 from ..codegen.int_ranges import POSITION_LIMIT
 from ..counters import FIRST_FLAG, FLAGS
 from ..device import maths, tiles
-from ..precision import bits_of
+from ..products import bits_of
 from ..runtime.call_plan import cached, far, readable
 from ..runtime.launcher import CallArguments, KernelLauncher
 from ..runtime.parallel_compile import fix_cache_keys
