@@ -713,6 +713,67 @@ def test_a_step_makes_no_mask_and_no_plan(name, cache, tokens, monkeypatch):
     assert len(made) == before
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("more", [1, 3, 12])
+def test_more_tokens_into_a_static_cache(more, grad, tokens):
+    """Its counter moves on before the first layer attends."""
+
+    def run(model):
+        cache = hf.StaticCache(config=model.config, max_cache_len=24)
+        with torch.set_grad_enabled(grad):
+            first = model.eval()(tokens[:, :5], past_key_values=cache).logits.detach()
+            return first, model(tokens[:, 5 : 5 + more], past_key_values=cache).logits.detach()
+
+    same(both(DECODERS["llama"], run))
+
+
+def mask_of_a_step(padding, keys, offset, dtype=torch.float32):
+    """The mask of one new token of two rows."""
+    from transformers.masking_utils import causal_mask_function
+
+    options = {"device": padding.device, "dtype": dtype}
+    return integration.attention_mask(
+        2, 1, keys, offset, 0, causal_mask_function, padding, **options
+    )
+
+
+@torch.inference_mode()
+def test_a_step_waits_for_no_device():
+    """Of tensors whose numbers cannot be read, neither the mask nor a layer reads one."""
+    new = lambda *shape, **kw: torch.empty(shape, device="meta", **kw)
+    mask = mask_of_a_step(new(2, 9, dtype=torch.int64), 16, new(dtype=torch.int64))
+    q, k = new(2, 4, 1, 16), new(2, 2, 16, 16)
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, mask)
+    assert out.shape == (2, 1, 4, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", [9, 16])
+def test_padded_keys_are_not_seen(keys, dtype):
+    """NaN in a key that is padded shows nowhere, nor what lies behind the last key of a cache."""
+    padding = torch.ones(2, 9, dtype=torch.long)
+    padding[0, :3] = 0
+    with torch.inference_mode():
+        mask = mask_of_a_step(padding, keys, torch.tensor(8), dtype)
+    q, k, v = (torch.randn(2, h, n, 16, dtype=dtype) for h, n in ((4, 1), (2, keys), (2, keys)))
+    k[:, :, 9:] = v[:, :, 9:] = torch.nan
+    forward = lambda: integration.attention_forward(torch.nn.Module(), q, k, v, mask)[0]
+    with torch.inference_mode():
+        before = forward()
+        k[0, :, 1] = torch.nan
+        after = forward()
+    kept = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    kept[0, ..., :3] = False
+    k[0, :, 1] = 0
+    truth = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k[:, :, :9].double(), v[:, :, :9].double(), kept, enable_gqa=True
+    ).transpose(1, 2)
+    for out in (before, after):
+        torch.testing.assert_close(out.double(), truth, atol=1e-2, rtol=1e-2)
+    if dtype == torch.float32:
+        torch.testing.assert_close(after.double(), truth, atol=1e-6, rtol=1e-6)
+
+
 def test_continuous_batching_is_that_of_sdpa(tokens):
     """By transformers' manager, which takes no other name than its own: a user registers there."""
     from transformers import AttentionInterface

@@ -66,12 +66,19 @@ def native(spec: Spec, call: Call, hook: Hook) -> Tensor | None:
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, hook: Hook
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    hook: Hook,
+    bias: Tensor | None = None,
 ) -> Tensor | None:
     """`native` of softmax(scale q kᵀ) v, over j <= i if `causal`; `scale` None is 1/sqrt(d).
 
     `hook` None: for compilers. Most calls come here, so it reads few attributes: each takes time in
-    Python, and is guarded by Dynamo.
+    Python, and is guarded by Dynamo. `bias`: `(b, 1, 1, kv_len)` of q's dtype, 0 and -inf, for one
+    query a row and not for compilers.
     """
     if not _fit(q, k, v):
         return None
@@ -90,7 +97,9 @@ def plain(
         if q.shape[1] != k.shape[1]:  # the queries of a group are the rows of one product
             q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     q, k, v = _inputs(q, k, v, folded=False)
-    out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    if bias is not None and not math.isfinite(out.sum()):
+        return None  # a mask that is added lets NaN and inf through
     if hook is not None and out.requires_grad:
         out.grad_fn.register_hook(hook)  # type: ignore[union-attr]
     # For a row of NaN logits the kernel returns 0, with lse 0, as for one that sees nothing. (For a
