@@ -727,6 +727,37 @@ def test_more_tokens_into_a_static_cache(more, grad, tokens):
     same(both(DECODERS["llama"], run))
 
 
+def test_compiled_steps_over_a_static_cache(tokens, left_padded):
+    """A graph for all lengths, with no square in it."""
+    torch._dynamo.reset()
+    model = DECODERS["llama"]().eval()
+    model.set_attn_implementation("headway")
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def run(forward):
+        cache = hf.StaticCache(config=model.config, max_cache_len=24)
+        for start, stop in ((0, 6), (6, 7), (7, 8), (8, 11)):
+            out = (forward if start else model)(
+                tokens[:, start:stop], past_key_values=cache, attention_mask=left_padded[:, :stop]
+            )
+            yield out.logits
+
+    with torch.no_grad():
+        results = [
+            list(run(f)) for f in (model, torch.compile(model, backend=backend, fullgraph=True))
+        ]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert len(graphs) <= 4  # the first length, any, three tokens
+    kinds = [node.meta.get("example_value") for g in graphs for node in g.graph.nodes]
+    masks = [x for x in kinds if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
+    assert all(x.shape[-2] == 1 for x in masks if x.dim() == 4)
+
+
 def mask_of_a_step(padding, keys, offset, dtype=torch.float32):
     """The mask of one new token of two rows."""
     from transformers.masking_utils import causal_mask_function

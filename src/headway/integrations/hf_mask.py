@@ -175,11 +175,22 @@ class AttentionMask(Tensor):
 class GraphMask:
     """What stands for an `AttentionMask` under `torch.compile`: it cannot be looked at."""
 
-    ndim = 4
+    ndim, near = 4, None
 
-    def __init__(self, mask: MaskFn | None, shape: tuple[int, ...]) -> None:
-        self.mask, self.shape, self.sizes = mask, shape, shape
+    def __init__(
+        self,
+        later: Callable[[], MaskFn | None],
+        shape: tuple[int, ...],
+        step: tuple[MaskFn | None, Tensor] | None = None,
+    ) -> None:
+        self.later, self.shape, self.sizes = later, shape, shape
+        self.step, self.is_step = step, step is not None
         self.packed, self.taken = True, False
+
+    @property
+    def mask(self) -> MaskFn | None:
+        """As of an `AttentionMask`: made where it is asked for."""
+        return self.later()
 
     def dim(self) -> int:
         """4: batch, 1, queries, keys."""

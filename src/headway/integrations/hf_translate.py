@@ -10,6 +10,7 @@ from torch import Tensor
 from ..mods import causal, dense, document, sliding_window
 from ..mods import padding as padded_to
 from ..mods.base import Both, Either, MaskFn, Not, Shifted
+from .hf_mask import GraphMask
 
 
 def translate(fn: Callable | None) -> tuple[MaskFn | None, bool]:
@@ -111,3 +112,46 @@ def of_padding(padding: Tensor) -> MaskFn:
                 return before
             return Both(before, behind) if bool(starts.any()) else behind
     return dense(padding[:, None, None, :])
+
+
+def joined(first: MaskFn | None, second: MaskFn | None) -> MaskFn | None:
+    """Both masks; None keeps every pair."""
+    if first is None or second is None:
+        return second if first is None else first
+    return Both(first, second)
+
+
+def graph_mask(
+    fn: Callable | None, shape: tuple, q_offset: Any, kv_offset: int, use_vmap: bool, device: Any,
+    padding: Tensor | None,
+) -> GraphMask:  # fmt: skip
+    """Under `torch.compile`, where the functions that transformers creates cannot be read."""
+    from transformers import masking_utils as hf
+
+    kept = None if padding is None else of_padding(padding)
+    # A static cache's counter counts on in place, and masks are made where a layer asks for them.
+    at = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
+    later = lambda: joined(_in_graph(fn, shape, at, kv_offset, use_vmap, device), kept)
+    if fn is not hf.causal_mask_function or not isinstance(at, Tensor):
+        return GraphMask(later, shape)
+    lengths = (at + (shape[2] - kv_offset)).to(torch.int32).expand(shape[0]).contiguous()
+    return GraphMask(later, shape, (joined(causal(), kept), lengths))
+
+
+def _in_graph(
+    fn: Callable | None, shape: tuple, q_offset: Any, kv_offset: int, use_vmap: bool, device: Any
+) -> MaskFn | None:
+    """Under `torch.compile`: causal as a value, everything else as a bool square in the graph."""
+    from transformers import masking_utils as hf
+
+    if fn is None or fn is hf.bidirectional_mask_function:
+        return None
+    if fn is hf.causal_mask_function and not isinstance(q_offset, Tensor):
+        return causal(q_offset - kv_offset)
+    b, h, q, kv = (torch.arange(n, device=device) for n in shape)
+    q, kv = q + q_offset, kv + kv_offset
+    if use_vmap:
+        square = hf._vmap_expansion_sdpa(fn)(b, h, q, kv)
+    else:
+        square = fn(b[:, None, None, None], h[:, None, None], q[:, None], kv)
+    return dense(square.expand(shape))

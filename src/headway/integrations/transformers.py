@@ -7,7 +7,8 @@
 
 Attention and mask function are registered together: one without the other ignores padding in
 silence. The mask function keeps the mask a function; no square is made (except under
-`torch.compile`, where the functions that transformers creates cannot be read).
+`torch.compile` for what is not causal, since the functions that transformers creates cannot be
+read there).
 
 With this attention, `headway.stability.QKClip(model)` works on Llama-like and DeepSeek models.
 """
@@ -33,7 +34,7 @@ from ..ops import plain_step
 from ..stability import MaxLogit
 from . import hf_models
 from .hf_mask import AttentionMask, GraphMask, kept
-from .hf_translate import of_padding, only_past, sees_all, shift, translate
+from .hf_translate import graph_mask, joined, of_padding, only_past, sees_all, shift, translate
 
 _OF_CACHE = ("block_table", "read_index", "write_index")
 _FEW = 16  # new tokens of a step over a cache
@@ -131,8 +132,7 @@ def attention_mask(
     shape = (batch_size, 1, q_length, kv_length)
     if torch.compiler.is_compiling():
         padding = _padding(attention_mask, kv_length, kv_offset)
-        mask = _in_graph(mask_function, shape, q_offset, kv_offset, use_vmap, device)
-        return GraphMask(_and(mask, None if padding is None else of_padding(padding)), shape)
+        return graph_mask(mask_function, shape, q_offset, kv_offset, use_vmap, device, padding)
     if isinstance(q_offset, Tensor):  # the counter of a static cache, which counts on in place
         q_offset = int(q_offset) if q_offset.is_cpu else q_offset.clone()
     whole, packed = translate(mask_function)
@@ -147,10 +147,10 @@ def attention_mask(
     def step() -> tuple[MaskFn | None, Tensor]:
         lengths = torch.full((batch_size,), q_length - kv_offset, dtype=torch.int32, device=device)
         # The last keys of a row are its queries': what lies behind them does not exist.
-        return _and(shift(whole, kv_offset, kv_offset), kept()), lengths.add_(q_offset)
+        return joined(shift(whole, kv_offset, kv_offset), kept()), lengths.add_(q_offset)
 
     def later() -> MaskFn | None:
-        return _and(shift(whole, int(q_offset), kv_offset), kept())
+        return joined(shift(whole, int(q_offset), kv_offset), kept())
 
     near = None
     on_cpu = device is not None and torch.device(device).type == "cpu"
@@ -209,25 +209,6 @@ def _near(mask: MaskFn | None, lengths: Tensor, keys: int) -> Tensor | None:
     return None if bool(seen.all()) else seen
 
 
-def _in_graph(
-    fn: Callable | None, shape: tuple, q_offset: Any, kv_offset: int, use_vmap: bool, device: Any
-) -> MaskFn | None:
-    """Under `torch.compile`: causal as a value, everything else as a bool square in the graph."""
-    from transformers import masking_utils as hf
-
-    if fn is None or fn is hf.bidirectional_mask_function:
-        return None
-    if fn is hf.causal_mask_function and not isinstance(q_offset, Tensor):
-        return causal(q_offset - kv_offset)
-    b, h, q, kv = (torch.arange(n, device=device) for n in shape)
-    q, kv = q + q_offset, kv + kv_offset
-    if use_vmap:
-        square = hf._vmap_expansion_sdpa(fn)(b, h, q, kv)
-    else:
-        square = fn(b[:, None, None, None], h[:, None, None], q[:, None], kv)
-    return dense(square.expand(shape))
-
-
 # -- the attention function -----------------------------------------------------------------------
 
 
@@ -272,15 +253,18 @@ def attention_forward(
     _refuse(output_attentions, kwargs)
     q_len, kv_len = query.shape[2], key.shape[2]
     if (
-        isinstance(attention_mask, AttentionMask) and attention_mask.is_step
+        isinstance(attention_mask, AttentionMask | GraphMask) and attention_mask.is_step
         and not (dropout or torch.is_grad_enabled() or attention_mask.taken)
         and position_bias is None is seq_idx and cu_seq_lens_q is None is cu_seq_lens_k
         and attention_mask.sizes == (query.shape[0], 1, q_len, kv_len)
     ):  # fmt: skip
         sink = s_aux if sinks is None else sinks
-        out = _plain_step(query, key, value, attention_mask, module, scaling, softcap, sink)
+        out = None
+        if attention_mask.near is not None:
+            out = _plain_step(query, key, value, attention_mask, module, scaling, softcap, sink)
         if out is None:
             step = attention_mask.step
+            assert step is not None
             out = _decode(query, key, value, step, module, scaling, softcap, sink)
         return out, None
     mask, score = _given(attention_mask, (*query.shape[:3], kv_len))
@@ -288,17 +272,17 @@ def attention_forward(
     if layout is not None:
         _check_over_ranks(layout, attention_mask, kwargs.get("position_ids"))
         if sliding_window is not None:  # of this layer: one mask may be given to all of them
-            mask = _and(mask, _window(sliding_window, 0))
+            mask = joined(mask, _window(sliding_window, 0))
     if attention_mask is None:  # a mask that is given says it all
         causal_too = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if causal_too and q_len > 1:
             mask = causal(kv_len - q_len)
         if sliding_window is not None:
-            mask = _and(mask, _window(sliding_window, kv_len - q_len))
+            mask = joined(mask, _window(sliding_window, kv_len - q_len))
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        mask = _and(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
+        mask = joined(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
     if seq_idx is not None:
-        mask = _and(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
+        mask = joined(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
     elif cu_seq_lens_q is None and isinstance(attention_mask, AttentionMask):
         _look_at_positions(attention_mask, kwargs.get("position_ids"), q_len, kv_len)
     if softcap is not None:
@@ -431,12 +415,6 @@ def _does_not_fit(own: Any, sizes: tuple[int, ...]) -> ArgumentError:
         f"of {tuple(sizes)}; give a mask of these sizes, or, where the model itself changes its "
         'keys after the mask was made, use attn_implementation="eager"'
     )
-
-
-def _and(first: MaskFn | None, second: MaskFn | None) -> MaskFn | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return Both(first, second)
 
 
 def _window(window: int, offset: int) -> MaskFn:

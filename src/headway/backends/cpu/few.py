@@ -23,8 +23,9 @@ from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..base import Call, graphs, split
 from ..cache_rows import Row, rows_of
 from .few_keys import Keys
+from .few_pages import by_pages
 from .few_parts import Part, alone, together
-from .flash import MOST, _finite, _forward, _some_zero
+from .flash import MOST, _finite, _forward, _some_zero, in_half
 from .key_ranges import Ranges, key_ranges
 from .tile_plan import segments_of_row
 from .tiled import _exp
@@ -100,14 +101,17 @@ class _Rows:
         """The results of all rows."""
         spec, call, acc, kv = self.spec, self.call, self.acc, self.kv
         few = [row for row in self.rows if row.i.stop - row.i.start <= MOST]
-        parts = self._parts(few, self._ranges(few))
-        if len(parts) == 1 and (kv is None or kv.cu_q is None):
-            (part,) = parts
-            found = self._together(part) if len(part.rows) == call.q.shape[0] else None
-            if found is not None:
-                out, lse, *maxima = found
-                out = in_dtype(out, spec.out_dtype(call.q.dtype))
-                return Forward(out, lse, *[lse.new_empty(0) if x is None else x for x in maxima])
+        ranges = self._ranges(few)
+        found, parts = self._by_pages(few, ranges), []
+        if found is None:
+            parts = self._parts(few, ranges)
+            whole = len(parts) == 1 and len(few) == call.q.shape[0]
+            if whole and (kv is None or kv.cu_q is None):
+                found = self._together(parts[0])
+        if found is not None:
+            out, lse, *maxima = found
+            out = in_dtype(out, spec.out_dtype(call.q.dtype))
+            return Forward(out, lse, *[lse.new_empty(0) if x is None else x for x in maxima])
         (b, hq, q_len, _), dv = call.q.shape, call.v.shape[3]
         count = b if kv is None else kv.lengths.shape[0]
         empty = lambda *shape: torch.empty(shape, dtype=acc, device="cpu")
@@ -263,7 +267,10 @@ class _Rows:
     def _together(self, part: Part) -> tuple | None:
         """out, lse, and the two maxima (None where they are not asked for) of a part of one row or
         more. None where its rows have to be looked at one by one, and there are several."""
-        found = self._by_flash(part) if self.fits_flash else None
+        found = None
+        if self.softmax_alone:
+            small = self.keys.paged and self._small(len(part.rows) * (part.stop - part.start))
+            found = self._by_flash(part) if small or not self.keys.paged else None
         several = len(part.rows) > 1
         if found is None and several and self.fits_flash:
             return None
@@ -279,18 +286,54 @@ class _Rows:
         return found
 
     @cached_property
-    def fits_flash(self) -> bool:
-        """Whether there is nothing between the products but a softmax."""
+    def softmax_alone(self) -> bool:
+        """Whether there is nothing between the products but a softmax, in a dtype that PyTorch's
+        flash kernel computes in."""
         spec, call = self.spec, self.call
-        contiguous = call.k.stride(3) == call.v.stride(3) == call.q.stride(3) == 1
+        dtype = call.q.dtype
+        known = dtype == self.acc or (in_half(dtype) and spec.out_dtype(dtype) == dtype)
         return (
             self.score is None
             and spec.tiles is None
-            and not (spec.max_logit or spec.row_max or self.keys.copied)
+            and not (spec.max_logit or spec.row_max)
+            and known
+            and call.k.dtype == dtype
             and call.q.shape[3] == call.v.shape[3] > 0
-            and contiguous
+            and call.k.stride(3) == call.v.stride(3) == call.q.stride(3) == 1
             and (self.kv is None or (self.kv.k_scale is None and self.kv.v_scale is None))
         )
+
+    def _small(self, keys: int) -> bool:
+        """Whether so many keys of all heads, with their values, fit into the caches."""
+        return keys * self.hk * (self.call.k.shape[3] + self.call.v.shape[3]) <= 2 * _NUMBERS
+
+    @cached_property
+    def fits_flash(self) -> bool:
+        """Whether that kernel takes keys and values as they lie, row by row."""
+        return self.softmax_alone and not self.keys.paged
+
+    def _by_pages(self, rows: list[Row], ranges: list[list[Ranges]]) -> tuple | None:
+        """All rows by pages; None where that cannot be, or is no gain."""
+        call, kv = self.call, self.kv
+        if kv is None or kv.page_table is None or kv.cu_q is not None or not self.softmax_alone:
+            return None
+        if any(len(own) > 1 or (own and not own[0].exact) for own in ranges):
+            return None
+        if self._small(sum(own[0].stop - own[0].start for own in ranges if own)):
+            return None
+        q = call.q.reshape(call.q.shape[0], self.hk, -1, call.q.shape[3])
+        seen = [own[0] if own else None for own in ranges]
+        found = by_pages(q, call.k, call.v, kv.page_table, seen, self.spec.scale)
+        if found is None:
+            return None
+        return self._with_sink(found[0].reshape(call.q.shape), found[1].reshape(call.q.shape[:3]))
+
+    def _with_sink(self, out: Tensor, lse: Tensor) -> tuple:
+        if self.call.sink is not None:
+            whole = torch.logaddexp(lse, self.call.sink.to(self.acc)[:, None])
+            base = whole.masked_fill(whole == -math.inf, 0)
+            out, lse = out * (lse - base).exp_()[..., None], whole
+        return out, lse, None, None
 
     def _by_flash(self, part: Part) -> tuple | None:
         """By PyTorch's flash kernel; None where that cannot do it, or a row may be NaN."""
@@ -304,13 +347,14 @@ class _Rows:
                 return None
         given, keys = call.q[part.at], slice(start, stop)
         q = given.reshape(rows, self.hk, -1, given.shape[3])
-        k, v = call.k[part.of, :, keys], call.v[part.of, :, keys]
+        heads = slice(0, self.hk)
+        k, v = (self.keys.as_it_is(x, part.of, heads, keys) for x in (call.k, call.v))
         bias = None
         if kept is not None:
             bias = torch.zeros(kept.shape, dtype=q.dtype, device="cpu")
             bias.masked_fill_(~kept, -math.inf)
         out, lse = _forward(q, k, v, 0.0, False, attn_mask=bias, scale=self.spec.scale)
-        if kept is not None and not math.isfinite(out.sum() + lse.sum()):
+        if kept is not None and not math.isfinite(out.sum(dtype=self.acc) + lse.sum()):
             return None  # a mask that is added lets NaN and inf through
         if _some_zero(lse):
             if kept is not None:  # of a row that sees nothing
@@ -318,10 +362,7 @@ class _Rows:
             if _some_zero(lse) and not (_finite(q) and _finite(k)):
                 return None
         out, lse = out.reshape(given.shape), lse.reshape(given.shape[:3])
-        if call.sink is not None:
-            whole = torch.logaddexp(lse, call.sink.to(self.acc)[:, None])
-            out, lse = out * (lse - whole).exp_()[..., None], whole
-        return out, lse, None, None
+        return self._with_sink(out, lse)
 
     def _added(self, part: Part) -> Tensor | None:
         """Which pairs are kept, as a mask that broadcasts to (rows, key heads, queries of a

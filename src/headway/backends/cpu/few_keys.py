@@ -39,18 +39,20 @@ class Keys:
     def _read(
         self, x: Tensor, scale: Tensor | None, rows: slice, heads: slice, keys: slice
     ) -> Tensor:
-        own = self._gathered(x, rows, heads, keys) if self.paged else x[rows, heads, keys]
+        own = self.as_it_is(x, rows, heads, keys)
         if own.dtype != self.acc:
             own = self.scratch("wide", tuple(own.shape), self.acc).copy_(own)
         if scale is not None:
             own = own * scale[rows, heads, None, None].to(self.acc)
         return own.flatten(0, 1)
 
-    def _gathered(self, x: Tensor, rows: slice, heads: slice, keys: slice) -> Tensor:
-        """`(rows, heads, keys, width)` from (pages, heads, page, width), copied once."""
+    def as_it_is(self, x: Tensor, rows: slice, heads: slice, keys: slice) -> Tensor:
+        """`(rows, heads, keys, width)` of k or v: a view, or from (pages, heads, page, width),
+        copied once."""
         kv, dtype = self.kv, x.dtype
-        assert kv is not None
-        assert kv.page_table is not None
+        if kv is None or kv.page_table is None:
+            return x[rows, heads, keys]
+        memory = ("pages", x is self.call.v)
         if dtype == torch.float8_e4m3fn:  # PyTorch selects none
             x = x.view(torch.uint8)
         count, hk, page, width = x.shape
@@ -70,7 +72,7 @@ class Keys:
             own = x[:, heads].index_select(0, pages.flatten())
             own = own.unflatten(0, pages.shape).transpose(1, 2)
         else:
-            own = self.scratch("pages", (at.numel(), pieces.shape[1]), x.dtype)
+            own = self.scratch(memory, (at.numel(), pieces.shape[1]), x.dtype)
             torch.index_select(pieces, 0, at.flatten(), out=own)
         own = own.reshape(len(pages), len(h), -1, width).view(dtype)
         return own[:, :, keys.start - start * page : keys.stop - start * page]
