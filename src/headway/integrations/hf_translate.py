@@ -80,6 +80,8 @@ def shift(mask: MaskFn | None, q_offset: int, kv_offset: int) -> MaskFn | None:
         return mask
     if isinstance(mask, causal):
         return causal(mask.offset + q_offset - kv_offset)
+    if q_offset == kv_offset and _relative(mask):
+        return mask
     return Shifted(mask, 0, 0, q_offset, kv_offset)
 
 

@@ -205,7 +205,8 @@ class _Rows:
             kept = at < by_row(stops)
             return kept if max(starts) <= keys.start else kept & (at >= by_row(starts))
         assert self.mask is not None
-        assert positions is not None
+        if positions is None:
+            positions = self._positions(part, self.heads, keys)
         kept = mask_at(self.mask, self.bound_mask, positions)
         if part.ragged:
             kept = kept & (at < by_row([row.length for row in part.rows]))
@@ -375,7 +376,7 @@ class _Rows:
             return None
         keys = slice(start, stop)
         try:
-            kept = self._kept(part, self._positions(part, self.heads, keys), keys)
+            kept = self._kept(part, None, keys)
         except CapturedIndexError:
             return None
         kept = kept.view((1,) * (5 - kept.dim()) + kept.shape)
@@ -385,50 +386,30 @@ class _Rows:
         return kept.expand(rows, heads, self.g, part.count, stop - start).flatten(2, 3)
 
     def _by_blocks(self, part: Part) -> tuple:
-        """By blocks of torch ops, the softmax online."""
-        spec, call, acc, hk, g = self.spec, self.call, self.acc, self.hk, self.g
-        rows, count, dv = len(part.rows), part.count, call.v.shape[3]
-        q = call.q[part.at].to(acc).reshape(rows, hk, g, count, -1)
-        new = lambda value, *shape: torch.full(
-            (rows, hk, g, *shape), value, dtype=acc, device="cpu"
-        )
-        out, total = new(0.0, count, dv), new(0.0, count, 1)
-        m, largest = new(-math.inf, count, 1), new(-math.inf)
-        for block in self._blocks(part):
-            at = slice(None), block.heads, block.g
-            heads, of_group = (x.stop - x.start for x in at[1:])
-            shape = rows, heads, of_group, count, block.keys.stop - block.keys.start
-            if not shape[4]:
-                continue
-            of_q = q[at].reshape(rows * heads, of_group * count, -1)
-            k = self.keys.k(part.of, block.heads, block.keys)
-            s = self.keys.scratch("s", shape, acc)
-            flat = s.view(rows * heads, -1, shape[4])
-            torch.baddbmm(flat, of_q, k.mT, beta=0, alpha=spec.scale, out=flat)
-            positions, kept, t = None, None, s
-            if self.score is not None or (self.mask is not None and not block.full):
-                positions = self._positions(part, self.heads[at[1:]], block.keys)
-            if not block.full:
-                kept = self._kept(part, positions, block.keys)
-            if self.score is not None:
-                given = s.clone() if spec.max_logit else s
-                (t,), _ = score_at(self.score, self.bound_score, positions, given, kept)  # type: ignore[arg-type]
-                t = torch.as_tensor(t, dtype=acc, device="cpu").expand(shape)
-            if kept is not None:
-                t = t.masked_fill(~kept, -math.inf)
-            if spec.max_logit:
-                logits = t if self.score is None else s.masked_fill(t == -math.inf, -math.inf)
-                largest[at] = torch.maximum(largest[at], logits.amax((3, 4)))
-            before = m[at]
-            now = torch.maximum(before, t.amax(-1, keepdim=True))
-            base = now.masked_fill(now == -math.inf, 0)
-            p = _exp(torch.sub(t, base, out=self.keys.scratch("p", shape, acc)))
-            rescale = (before - base).exp_()
-            m[at] = now
-            total[at] = total[at] * rescale + p.sum(-1, keepdim=True)
-            v = self.keys.v(part.of, block.heads, block.keys)
-            o = (out[at] * rescale).view(rows * heads, -1, dv)
-            out[at] = torch.baddbmm(o, p.view(rows * heads, -1, shape[4]), v).view(out[at].shape)
+        """By blocks of torch ops, each with a softmax of its own, which are merged."""
+        call, acc, hk, g = self.call, self.acc, self.hk, self.g
+        of_heads, count, dv = (len(part.rows), hk, g), part.count, call.v.shape[3]
+        q = call.q[part.at].to(acc).reshape(*of_heads, count, -1)
+        blocks = [x for x in self._blocks(part) if x.keys.start < x.keys.stop]
+        if len(blocks) == 1 and (blocks[0].heads, blocks[0].g) == (slice(0, hk), slice(0, g)):
+            m, total, out, largest = self._block(part, q, blocks[0])
+        else:
+            new = lambda value, *shape: torch.full(
+                (*of_heads, *shape), value, dtype=acc, device="cpu"
+            )
+            out, total = new(0.0, count, dv), new(0.0, count, 1)
+            m, largest = new(-math.inf, count, 1), new(-math.inf)
+            for block in blocks:
+                at = slice(None), block.heads, block.g
+                own, its_total, its_out, its_largest = self._block(part, q[at], block)
+                before, now = m[at], torch.maximum(m[at], own)
+                base = now.masked_fill(now == -math.inf, 0)
+                old, new_one = (before - base).exp_(), (own - base).exp_()
+                m[at] = now
+                total[at] = total[at] * old + its_total * new_one
+                out[at] = (out[at] * old).addcmul_(its_out, new_one)
+                if its_largest is not None:
+                    largest[at] = torch.maximum(largest[at], its_largest)
         row_max = m
         if call.sink is not None:
             sink = call.sink.to(acc).view(hk, g, 1, 1)
@@ -436,14 +417,47 @@ class _Rows:
             base = now.masked_fill(now == -math.inf, 0)
             rescale = (m - base).exp_()
             total, out, m = total * rescale + (sink - base).exp_(), out * rescale, now
-        lse = (m + total.log())[..., 0]
-        out = out / total.masked_fill(total == 0, 1)
-        return (
-            out.flatten(1, 2),
-            lse.flatten(1, 2),
-            largest.flatten(1),
-            row_max[..., 0].flatten(1, 2),
-        )
+        lse = (m + total.log())[..., 0].flatten(1, 2)
+        out = (out / total.masked_fill(total == 0, 1)).flatten(1, 2)
+        if not (self.spec.max_logit or self.spec.row_max):
+            return out, lse, None, None
+        largest = largest if self.spec.max_logit else lse
+        return out, lse, largest.flatten(1, 2), row_max[..., 0].flatten(1, 2)
+
+    def _block(self, part: Part, q: Tensor, block: _Block) -> tuple:
+        """Of q `(rows, key heads, heads of a group, queries, d)` over some keys: the largest score
+        of every query and, relative to it, the sum of exponentials and the values times them; and
+        the largest logit of every head, where it is asked for."""
+        spec, acc = self.spec, self.acc
+        keys = block.keys.stop - block.keys.start
+        shape = *q.shape[:4], keys
+        k = self.keys.k(part.of, block.heads, block.keys)
+        s = self.keys.scratch("s", shape, acc)
+        flat = s.view(len(k), -1, keys)
+        of_q = q.reshape(len(k), -1, q.shape[4])
+        torch.baddbmm(flat, of_q, k.mT, beta=0, alpha=spec.scale, out=flat)
+        positions, kept, t, largest = None, None, s, None
+        if self.score is not None or (self.mask is not None and not block.full):
+            heads = self.heads[block.heads, block.g]
+            positions = self._positions(part, heads, block.keys)
+        if not block.full:
+            kept = self._kept(part, positions, block.keys)
+        if self.score is not None:
+            given = s.clone() if spec.max_logit else s
+            (t,), _ = score_at(self.score, self.bound_score, positions, given, kept)  # type: ignore[arg-type]
+            t = torch.as_tensor(t, dtype=acc, device="cpu").expand(shape)
+        if kept is not None:
+            t = t.masked_fill(~kept, -math.inf)
+        if spec.max_logit:
+            logits = t if self.score is None else s.masked_fill(t == -math.inf, -math.inf)
+            largest = logits.amax((3, 4))
+        m = t.amax(-1, keepdim=True)
+        base = m.masked_fill(m == -math.inf, 0)
+        p = _exp(torch.sub(t, base, out=self.keys.scratch("p", shape, acc)))
+        total = p.sum(-1, keepdim=True)
+        v = self.keys.v(part.of, block.heads, block.keys)
+        out = torch.bmm(p.view(len(v), -1, keys), v).view(*q.shape[:4], -1)
+        return m, total, out, largest
 
     def _by_itself(self, row: Row) -> tuple:
         """A row of many queries: the call of training, at their positions."""

@@ -48,17 +48,20 @@ def together(
         whole = Part(rows, ranges)
         if most is None or len(rows) * (whole.stop - whole.start) * width <= most:
             return [whole]
-    used = 0  # keys that the rows of the last part see
-    for new in alone(rows, ranges):
-        seen = sum(x.stop - x.start for x in new.own[0])
-        if parts:
-            both = Part(parts[-1].rows + new.rows, parts[-1].own + new.own)
-            read = len(both.rows) * (both.stop - both.start)
-            wasted = (read - used - seen) * width
-            if (most is None or read * width <= most) and wasted <= _WASTE * len(both.rows):
-                parts[-1] = both
-                used += seen
-                continue
-        parts.append(new)
-        used = seen
+    begin = start = stop = used = 0  # of the part that is being made: its first row, and its keys
+    for n, own in enumerate(ranges):
+        seen = sum(x.stop - x.start for x in own)
+        first, last = (own[0].start, own[-1].stop) if own else (start, start)
+        if n > begin and used:
+            first, last = (min(first, start), max(last, stop)) if own else (start, stop)
+        count = n + 1 - begin
+        read = count * (last - first)
+        fits = most is None or read * width <= most
+        if n > begin and not (fits and (read - used - seen) * width <= _WASTE * count):
+            parts.append(Part(rows[begin:n], ranges[begin:n]))
+            begin, used = n, 0
+            first, last = (own[0].start, own[-1].stop) if own else (0, 0)
+        start, stop, used = first, last, used + seen
+    if rows:
+        parts.append(Part(rows[begin:], ranges[begin:]))
     return parts
