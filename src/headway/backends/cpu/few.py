@@ -110,7 +110,8 @@ class _Rows:
                 found = self._together(parts[0])
         if found is not None:
             out, lse, *maxima = found
-            out = in_dtype(out, spec.out_dtype(call.q.dtype))
+            out = in_dtype(out, spec.out_dtype(call.q.dtype)).contiguous()
+            lse = lse.contiguous()  # as operators say that they are
             return Forward(out, lse, *[lse.new_empty(0) if x is None else x for x in maxima])
         (b, hq, q_len, _), dv = call.q.shape, call.v.shape[3]
         count = b if kv is None else kv.lengths.shape[0]
@@ -419,10 +420,10 @@ class _Rows:
             total, out, m = total * rescale + (sink - base).exp_(), out * rescale, now
         lse = (m + total.log())[..., 0].flatten(1, 2)
         out = (out / total.masked_fill(total == 0, 1)).flatten(1, 2)
-        if not (self.spec.max_logit or self.spec.row_max):
-            return out, lse, None, None
-        largest = largest if self.spec.max_logit else lse
-        return out, lse, largest.flatten(1, 2), row_max[..., 0].flatten(1, 2)
+        return (
+            out, lse, largest.flatten(1, 2) if self.spec.max_logit else None,
+            row_max[..., 0].flatten(1, 2) if self.spec.row_max else None,
+        )  # fmt: skip
 
     def _block(self, part: Part, q: Tensor, block: _Block) -> tuple:
         """Of q `(rows, key heads, heads of a group, queries, d)` over some keys: the largest score
