@@ -160,3 +160,12 @@ def test_heads_of_a_rank_are_global():
         finally:
             dist.destroy_process_group()
     torch.testing.assert_close(mine, whole.chunk(2, 1)[1], atol=1e-6, rtol=1e-6)
+
+
+def test_a_profiler_sees_a_call_as_a_range_and_its_operator():
+    q, (k, v) = new(1, HQ, 1, D), new(2, 1, HK, 32, D)
+    lengths = torch.tensor([20], dtype=torch.int32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        inference.attention(q, k, v, lengths=lengths)
+    names = [event.name for event in seen.events()]
+    assert names.count("headway::attention") == names.count("headway::infer") == 1

@@ -22,7 +22,10 @@ FORWARD, BACKWARD, MASKS, HOST = PARTS = "forward", "backward", "block masks", "
 _NATIVE = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _PARTS = {
     f"{NAMESPACE}::forward": FORWARD,
+    f"{NAMESPACE}::infer": FORWARD,
+    f"{NAMESPACE}::cp_forward": FORWARD,
     f"{NAMESPACE}::backward": BACKWARD,
+    f"{NAMESPACE}::cp_backward": BACKWARD,
     f"{NAMESPACE}::block_mask": MASKS,
     f"{NAMESPACE}::attention": HOST,
     _NATIVE: FORWARD,

@@ -4,6 +4,7 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from .. import ops
 from ..api import autocast_somewhere, resolve, with_place
@@ -14,7 +15,15 @@ from ..errors import ArgumentError, CapturedIndexError
 from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
 from ..sharded import Sharded, any_sharded
-from ..types import KV, AttentionOutput, Forward, Request, Spec, inlined_or_eager
+from ..types import (
+    KV,
+    NAMESPACE,
+    AttentionOutput,
+    Forward,
+    Request,
+    Spec,
+    inlined_or_eager,
+)
 
 
 def attention(
@@ -115,7 +124,15 @@ def attention_with_stats(
 
 @inlined_or_eager
 def _run(request: Request) -> Forward:
-    """The call."""
+    """The call; a profiler sees it as a range."""
+    if not torch.compiler.is_compiling() and torch.autograd._profiler_enabled():
+        with record_function(f"{NAMESPACE}::attention"):
+            return _run_request(request)
+    return _run_request(request)
+
+
+@inlined_or_eager
+def _run_request(request: Request) -> Forward:
     sharded = None
     if not type(request.q) is type(request.k) is type(request.v) is Tensor and any_sharded(
         request.q, request.k, request.v
