@@ -41,6 +41,12 @@ def calls_of(
     pages = [
         x.unflatten(2, (-1, PAGE)).transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v)
     ]  # fmt: skip
+    at = (table.long()[:, None] * hk + torch.arange(hk)[:, None]).flatten()
+
+    def gathered() -> torch.Tensor:
+        own = [x.flatten(0, 1).flatten(1).index_select(0, at).view(b, hk, length, d) for x in pages]
+        return F.scaled_dot_product_attention(q, *own, enable_gqa=True)
+
     causal, capped = hw.causal(), hw.softcap(30.0)
     return {
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
@@ -50,6 +56,7 @@ def calls_of(
         "ragged": lambda: attention(q, k, v, mask=causal, lengths=ragged),
         "pages": lambda: attention(q, *pages, lengths=full, page_table=table),
         "softcap": lambda: attention(q, k, v, capped, lengths=full),
+        "sdpa on gathered pages": gathered,
     }
 
 

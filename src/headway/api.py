@@ -298,7 +298,7 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     A call whose signature is in the call cache is neither checked nor resolved again.
     """
     compiling = is_compiling()
-    if (compiling or _autocast_somewhere()) and (
+    if (compiling or autocast_somewhere()) and (
         request.kv is None
         and isinstance(request.q, Tensor)
         and torch.is_autocast_enabled(request.q.device.type)
@@ -385,7 +385,7 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     return spec, call
 
 
-_autocast_somewhere = torch._C._is_any_autocast_enabled
+autocast_somewhere = torch._C._is_any_autocast_enabled
 
 
 def _cached_spec(*known: Any) -> Spec | None:

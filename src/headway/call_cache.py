@@ -1,8 +1,9 @@
 """The call cache: calls of one signature are checked and resolved once, then looked up.
 
 The key of a call holds all that its checks, its `Spec` and the plans of backends depend on: the
-options, everything about the tensors but what is in them, and what score and mask consist of. A
-user's function is read at every call (`mods.capture`): what it captures may change.
+options, everything about the tensors but what is in them (and the capacity of a cache, on which
+nothing depends), and what score and mask consist of. A user's function is read at every call
+(`mods.capture`): what it captures may change.
 """
 
 from types import FunctionType, MethodType
@@ -47,11 +48,15 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
     try:
         key = [
             q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+            k.dtype, k.device, k.requires_grad, v.dtype, v.device, v.requires_grad,
             scale, dropout, deterministic, backend, max_logit, row_max, partial,
             torch.is_grad_enabled(),
         ]  # fmt: skip
+        if kv is None or kv.page_table is not None or type(mask) is BlockMask:
+            key += k.shape, k.stride(), v.shape, v.stride()
+        else:  # nothing depends on the capacity of a cache, which may grow with every step
+            key += k.shape[2:3] == v.shape[2:3], k.stride()[2:], v.stride()[2:]
+            key += k.shape[:2], k.shape[3:], v.shape[:2], v.shape[3:]
         if kv is not None:
             key.append(kv.max_q)
             for t in (kv.lengths, kv.page_table, kv.cu_q, kv.k_scale, kv.v_scale):

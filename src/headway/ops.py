@@ -462,6 +462,23 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) ->
     return out
 
 
+def plain_step(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor | None
+) -> Tensor | None:
+    """`plain` of one query a row, outside of compilers and without gradients, to whose scores
+    `bias` `(b, 1, 1, kv_len)` is added, 0 and -inf; None also for what does not fit together."""
+    if _seen_by_modes() or not type(q) is type(k) is type(v) is Tensor:
+        return None
+    (b, hq, q_len, d), kv = q.shape, k.shape
+    if not (kv == v.shape and kv[0] == b and kv[3] == d and q_len == 1 and hq % (kv[1] or 1) == 0):
+        return None
+    if bias is not None and (bias.shape != (b, 1, 1, kv[2]) or bias.dtype != q.dtype):
+        return None
+    if not (q.is_cpu and k.is_cpu and v.is_cpu and q.dtype == k.dtype == v.dtype):
+        return None
+    return cpu.plain(q, k, v, False, scale, _refuse_twice, bias)
+
+
 def _opaque() -> bool:
     """Whether a compiler is to see our operators: in programs that are exported, and below vmap."""
     transformed = torch._C._are_functorch_transforms_active() and not _differentiated()

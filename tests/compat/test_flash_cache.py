@@ -140,3 +140,27 @@ def test_what_is_refused():
         flash_attn_with_kvcache(q, k_cache, v_cache, k)
     with pytest.raises(ArgumentError, match=r"lengths\[0\] = 40"):
         flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=40)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cache_seqlens": 31}, "number 32.*room for 32 keys"),
+        ({"cache_seqlens": -2}, "number -2"),
+        ({"cache_seqlens": 3, "cache_batch_idx": [0, -1]}, "row of the cache.* -1"),
+        ({"cache_seqlens": 3, "block_table": [[0], [7]]}, "page .* 7, which is none"),
+        ({"cache_seqlens": 3, "rotary_cos": 20, "rotary_sin": 20}, "at least the 32 positions"),
+    ],
+)
+def test_what_has_no_place_is_written_nowhere(options, words):
+    """Indices that would count from the end, and angles of another position, are no answer."""
+    k_cache, new = torch.randn(2, 32, 2, 8), torch.randn(2, 2, 2, 8)
+    before = k_cache.clone()
+    made = {
+        name: torch.tensor(x, dtype=torch.int32) if isinstance(x, list)
+        else torch.ones(x, 4) if name.startswith("rotary") else x
+        for name, x in options.items()
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match=words):
+        flash_attn_with_kvcache(new, k_cache, k_cache.clone(), new, new, **made)
+    assert torch.equal(k_cache, before)

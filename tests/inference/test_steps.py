@@ -79,6 +79,28 @@ def test_nothing_is_made_for_a_length(monkeypatch):
     assert builds == []
 
 
+def test_a_cache_that_is_made_anew_is_the_same_call():
+    """Its capacity is its length, as where every step concatenates; but values are as long as keys."""
+    q, k = new(2, HQ, 1, D), new(2, HK, 90, D)
+    step = lambda k, v: inference.attention(
+        q,
+        k,
+        v,
+        hw.softcap(20.0),
+        hw.causal(),
+        lengths=torch.full((2,), k.shape[2], dtype=torch.int32),
+    )
+    step(k[:, :, :20].clone(), k[:, :, :20].clone())
+    before = len(call_cache._known)
+    for n in range(21, 90):
+        out = step(k[:, :, :n].clone(), k[:, :, :n].clone())
+    assert len(call_cache._known) == before
+    wanted = hw.attention(q, k[:, :, :89], k[:, :, :89], hw.softcap(20.0))
+    torch.testing.assert_close(out, wanted, atol=1e-6, rtol=1e-6)
+    with pytest.raises(hw.errors.ArgumentError, match="differ before their width"):
+        step(k[:, :, :50].clone(), k[:, :, :49].clone())
+
+
 def test_a_compiled_step_is_one_graph():
     graphs = []
     cache = PagedCache(1, 40, 16, HK, D, rows=2)

@@ -12,6 +12,7 @@ hf = pytest.importorskip("transformers", reason="transformers 5 is not installed
 if int(hf.__version__.split(".")[0]) < 5:
     pytest.skip(f"transformers {hf.__version__} is older than 5", allow_module_level=True)
 
+from headway import call_cache  # noqa: E402
 from headway.errors import ArgumentError, BackendRefused  # noqa: E402
 from headway.integrations import transformers as integration  # noqa: E402
 
@@ -697,9 +698,9 @@ def test_a_window_without_a_mask_is_honoured():
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_a_step_makes_no_mask_and_no_plan(name, cache, tokens, monkeypatch):
-    """After a prompt, nothing depends on the length."""
+    """After a prompt and a full window, nothing depends on the length."""
     build = importlib.import_module("headway.blocks.build")
     made = []
     real = build.build
@@ -708,9 +709,102 @@ def test_a_step_makes_no_mask_and_no_plan(name, cache, tokens, monkeypatch):
     model.set_attn_implementation("headway")
     options = {"do_sample": False, "use_cache": True, "cache_implementation": cache}
     model.generate(tokens[:, :5], max_new_tokens=3, **options)
-    before = len(made)
-    model.generate(tokens[:, :5], max_new_tokens=30, **options)
-    assert len(made) == before
+    before, known = len(made), len(call_cache._known)
+    model.generate(tokens[:, :5], max_new_tokens=60, **options)
+    assert len(made) <= before + (cache is not None)  # a prompt, into a cache of another size
+    assert len(call_cache._known) <= known + 4
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("more", [1, 3, 12])
+def test_more_tokens_into_a_static_cache(more, grad, tokens):
+    """Its counter moves on before the first layer attends."""
+
+    def run(model):
+        cache = hf.StaticCache(config=model.config, max_cache_len=24)
+        with torch.set_grad_enabled(grad):
+            first = model.eval()(tokens[:, :5], past_key_values=cache).logits.detach()
+            return first, model(tokens[:, 5 : 5 + more], past_key_values=cache).logits.detach()
+
+    same(both(DECODERS["llama"], run))
+
+
+def test_compiled_steps_over_a_static_cache(tokens, left_padded):
+    """A graph for all lengths, with no square in it."""
+    torch._dynamo.reset()
+    model = DECODERS["llama"]().eval()
+    model.set_attn_implementation("headway")
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def run(forward):
+        cache = hf.StaticCache(config=model.config, max_cache_len=24)
+        for start, stop in ((0, 6), (6, 7), (7, 8), (8, 11)):
+            out = (forward if start else model)(
+                tokens[:, start:stop], past_key_values=cache, attention_mask=left_padded[:, :stop]
+            )
+            yield out.logits
+
+    with torch.no_grad():
+        results = [
+            list(run(f)) for f in (model, torch.compile(model, backend=backend, fullgraph=True))
+        ]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert len(graphs) <= 4  # the first length, any, three tokens
+    kinds = [node.meta.get("example_value") for g in graphs for node in g.graph.nodes]
+    masks = [x for x in kinds if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
+    assert all(x.shape[-2] == 1 for x in masks if x.dim() == 4)
+
+
+def mask_of_a_step(padding, keys, offset, dtype=torch.float32):
+    """The mask of one new token of two rows."""
+    from transformers.masking_utils import causal_mask_function
+
+    options = {"device": padding.device, "dtype": dtype}
+    return integration.attention_mask(
+        2, 1, keys, offset, 0, causal_mask_function, padding, **options
+    )
+
+
+@torch.inference_mode()
+def test_a_step_waits_for_no_device():
+    """Of tensors whose numbers cannot be read, neither the mask nor a layer reads one."""
+    new = lambda *shape, **kw: torch.empty(shape, device="meta", **kw)
+    mask = mask_of_a_step(new(2, 9, dtype=torch.int64), 16, new(dtype=torch.int64))
+    q, k = new(2, 4, 1, 16), new(2, 2, 16, 16)
+    out, _ = integration.attention_forward(torch.nn.Module(), q, k, k, mask)
+    assert out.shape == (2, 1, 4, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", [9, 16])
+def test_padded_keys_are_not_seen(keys, dtype):
+    """NaN in a key that is padded shows nowhere, nor what lies behind the last key of a cache."""
+    padding = torch.ones(2, 9, dtype=torch.long)
+    padding[0, :3] = 0
+    with torch.inference_mode():
+        mask = mask_of_a_step(padding, keys, torch.tensor(8), dtype)
+    q, k, v = (torch.randn(2, h, n, 16, dtype=dtype) for h, n in ((4, 1), (2, keys), (2, keys)))
+    k[:, :, 9:] = v[:, :, 9:] = torch.nan
+    forward = lambda: integration.attention_forward(torch.nn.Module(), q, k, v, mask)[0]
+    with torch.inference_mode():
+        before = forward()
+        k[0, :, 1] = torch.nan
+        after = forward()
+    kept = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    kept[0, ..., :3] = False
+    k[0, :, 1] = 0
+    truth = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k[:, :, :9].double(), v[:, :, :9].double(), kept, enable_gqa=True
+    ).transpose(1, 2)
+    for out in (before, after):
+        torch.testing.assert_close(out.double(), truth, atol=1e-2, rtol=1e-2)
+    if dtype == torch.float32:
+        torch.testing.assert_close(after.double(), truth, atol=1e-6, rtol=1e-6)
 
 
 def test_continuous_batching_is_that_of_sdpa(tokens):

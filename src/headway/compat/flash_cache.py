@@ -129,6 +129,13 @@ def flash_attn_with_kvcache(
         pages = cache_batch_idx.to(torch.int32)[:, None]
     limits = limits_of(is_causal, window_size)
     if rotary_cos is not None and rotary_sin is not None:
+        capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
+        if rotary_cos.shape[0] < capacity or rotary_sin.shape != rotary_cos.shape:
+            raise CallError(
+                "rotary_cos and rotary_sin must be (positions, rotary / 2) with at least the "
+                f"{capacity} positions of the cache, got {_shown(rotary_cos)} and "
+                f"{_shown(rotary_sin)}"
+            )
         base = lengths if rotary_seqlens is None else rotary_seqlens
         if cache_leftpad is not None:
             base = base - cache_leftpad
@@ -237,10 +244,35 @@ def _append(
         at = (token - cu[row] + lengths[row]).long()
         count = cu.diff()
     size = k_cache.shape[1]
+    if at.is_cpu:
+        _check_written(at, row, size * (1 if pages is None else pages.shape[1]))
     if pages is not None:
-        row, at = pages[row, at // size].long(), at % size
+        owner, row, at = row, pages[row, at // size].long(), at % size
+        if at.is_cpu:
+            _check_pages(row, owner, len(k_cache))
     k_cache[row, at], v_cache[row, at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
     return (lengths + count).to(torch.int32)
+
+
+def _check_written(at: Tensor, row: Tensor, capacity: int) -> None:
+    """Where the host sees it: new keys have room."""
+    wrong = (at < 0) | (at >= capacity)
+    if bool(wrong.any()):
+        n = int(wrong.nonzero()[0, 0])
+        raise CallError(
+            f"a new key of row {int(row[n])} would be its number {int(at[n])}, but the cache has "
+            f"room for {capacity} keys a row; nothing was written"
+        )
+
+
+def _check_pages(page: Tensor, row: Tensor, pages: int) -> None:
+    wrong = (page < 0) | (page >= pages)
+    if bool(wrong.any()):
+        n = int(wrong.nonzero()[0, 0])
+        raise CallError(
+            f"a new key of row {int(row[n])} belongs to page (or row of the cache) {int(page[n])}, "
+            f"which is none of the {pages}; nothing was written"
+        )
 
 
 def _lengths(given: Any, b: int, k_cache: Tensor, pages: Tensor | None) -> Tensor:

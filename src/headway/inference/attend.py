@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..api import resolve, with_place
+from ..api import autocast_somewhere, resolve, with_place
 from ..arguments import count_of, shown
 from ..backends.base import Call
 from ..blocks import BlockMask
@@ -122,7 +122,9 @@ def _run(request: Request) -> Forward:
     ):
         sharded = Sharded(request)
         request = sharded.local_request(request)
-    if torch.is_autocast_enabled(request.q.device.type):  # the cache stays as it is
+    if (torch.compiler.is_compiling() or autocast_somewhere()) and torch.is_autocast_enabled(
+        request.q.device.type
+    ):  # the cache stays as it is
         request = request._replace(q=_autocast(request.q, request.k))
     spec, call = resolve(request)
     if torch.is_grad_enabled():

@@ -40,9 +40,11 @@ class AttentionMask(Tensor):
     square is the mask. (In its own memory is one NaN: what gets there by another way shows.)
     """
 
-    # For few new tokens after what a cache holds: the mask of positions, None for none, and where
-    # the queries stand, `(b,)` int32. No number of the device was read for it.
-    step: tuple[MaskFn | None, Tensor] | None
+    _step: Callable[[], tuple[MaskFn | None, Tensor]] | None
+    _stepped: tuple[MaskFn | None, Tensor] | None
+    # Of one new token on the CPU: how many keys there are, and which of them each row sees, bool
+    # `(b, 1, 1, keys)`; None for all.
+    near: tuple[int, Tensor | None] | None
     _mask: MaskFn | None
     _later: Callable[[], MaskFn | None] | None  # makes the mask at its first use
     sizes: tuple[int, ...]
@@ -52,6 +54,7 @@ class AttentionMask(Tensor):
     over_ranks: Layout | None  # which tokens these are, where the sequence is cut over ranks
     _make: Callable[[], Tensor]
     _made: Tensor | None
+    _bias: Tensor | None
     _moved: dict[Any, "AttentionMask"]
 
     @staticmethod
@@ -63,16 +66,17 @@ class AttentionMask(Tensor):
         dtype: torch.dtype,
         device: torch.device | str | None,
         later: Callable[[], MaskFn | None] | None = None,
-        step: tuple[MaskFn | None, Tensor] | None = None,
+        step: Callable[[], tuple[MaskFn | None, Tensor]] | None = None,
+        near: tuple[int, Tensor | None] | None = None,
     ) -> "AttentionMask":
         """A mask of these sizes; `make` makes the square, and `later` the mask, where making it
         waits for the device."""
         nothing = torch.full((), math.nan, dtype=dtype, device=device).expand(sizes)
         new = nothing.as_subclass(AttentionMask)
-        new._mask, new._later, new.step = mask, later, step
+        new._mask, new._later, new._step, new.near = mask, later, step, near
         new.sizes, new.packed = sizes, packed
         new.taken, new._make, new._made, new._moved = False, make, None, {}
-        new.over_ranks = new.looked_at = None
+        new.over_ranks = new.looked_at = new._bias = new._stepped = None
         return new
 
     @property
@@ -82,11 +86,33 @@ class AttentionMask(Tensor):
             self._mask, self._later = self._later(), None
         return self._mask
 
+    @property
+    def is_step(self) -> bool:
+        """Whether this is for few new tokens after what a cache holds."""
+        return self._step is not None
+
+    @property
+    def step(self) -> tuple[MaskFn | None, Tensor]:
+        """Of few new tokens after what a cache holds: the mask of positions, None for none, and
+        where the queries stand, `(b,)` int32. No number of the device is read for it."""
+        if self._stepped is None:
+            assert self._step is not None
+            self._stepped = self._step()
+        return self._stepped
+
     def square(self) -> Tensor:
         """The mask as a plain tensor."""
         if self._made is None:
             self._made = self._make()
         return self._made
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """What `near` adds to scores: 0 and -inf; None for nothing."""
+        seen = None if self.near is None else self.near[1]
+        if seen is not None and (self._bias is None or self._bias.dtype != dtype):
+            zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self._bias = zeros.masked_fill_(~seen, -math.inf)
+        return self._bias
 
     @classmethod
     def __torch_function__(
@@ -133,8 +159,11 @@ class AttentionMask(Tensor):
             here = device == self.device
             later = lambda: self.mask if here else _carried(self, device)
             make = lambda: self.square().to(device, dtype)
-            step = self.step if here else None
-            new = AttentionMask.of(None, self.sizes, self.packed, make, dtype, device, later, step)
+            step = (lambda: self.step) if here and self.is_step else None
+            near = self.near if here else None
+            new = AttentionMask.of(
+                None, self.sizes, self.packed, make, dtype, device, later, step, near
+            )
             new.over_ranks = self.over_ranks
             self._moved[dtype, device] = new
         return self._moved[dtype, device]
@@ -146,11 +175,22 @@ class AttentionMask(Tensor):
 class GraphMask:
     """What stands for an `AttentionMask` under `torch.compile`: it cannot be looked at."""
 
-    ndim = 4
+    ndim, near = 4, None
 
-    def __init__(self, mask: MaskFn | None, shape: tuple[int, ...]) -> None:
-        self.mask, self.shape, self.sizes = mask, shape, shape
+    def __init__(
+        self,
+        later: Callable[[], MaskFn | None],
+        shape: tuple[int, ...],
+        step: tuple[MaskFn | None, Tensor] | None = None,
+    ) -> None:
+        self.later, self.shape, self.sizes = later, shape, shape
+        self.step, self.is_step = step, step is not None
         self.packed, self.taken = True, False
+
+    @property
+    def mask(self) -> MaskFn | None:
+        """As of an `AttentionMask`: made where it is asked for."""
+        return self.later()
 
     def dim(self) -> int:
         """4: batch, 1, queries, keys."""

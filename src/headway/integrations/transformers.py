@@ -7,14 +7,15 @@
 
 Attention and mask function are registered together: one without the other ignores padding in
 silence. The mask function keeps the mask a function; no square is made (except under
-`torch.compile`, where the functions that transformers creates cannot be read).
+`torch.compile` for what is not causal, since the functions that transformers creates cannot be
+read there).
 
 With this attention, `headway.stability.QKClip(model)` works on Llama-like and DeepSeek models.
 """
 
 import warnings
 from collections.abc import Callable
-from functools import reduce
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,14 +23,18 @@ from torch import Tensor
 
 from .. import inference
 from ..api import attention, attention_with_stats
+from ..arguments import scale_of
 from ..distributed.layout import Layout
 from ..errors import ArgumentError, BackendRefused
-from ..mods import Score, bias, causal, dense, document, sliding_window
+from ..mods import Score, bias, causal, dense, document, lower_mod
 from ..mods import softcap as capped
-from ..mods.base import Both, Either, MaskFn, Not, Shifted, Then
+from ..mods.base import Both, MaskFn, Not, Then
+from ..mods.pointwise import Positions, mask_at
+from ..ops import plain_step
 from ..stability import MaxLogit
 from . import hf_models
 from .hf_mask import AttentionMask, GraphMask, kept
+from .hf_translate import graph_mask, joined, of_padding, only_past, sees_all, shift, translate
 
 _OF_CACHE = ("block_table", "read_index", "write_index")
 _FEW = 16  # new tokens of a step over a cache
@@ -125,25 +130,37 @@ def attention_mask(
     if attention_mask is not None and attention_mask.ndim == 4:
         return attention_mask  # made by the user, or by an earlier call
     shape = (batch_size, 1, q_length, kv_length)
-    padding = _padding(attention_mask, kv_length, kv_offset)
-    kept = None if padding is None else dense(padding[:, None, None, :])
     if torch.compiler.is_compiling():
-        mask = _in_graph(mask_function, shape, q_offset, kv_offset, use_vmap, device)
-        return GraphMask(mask if kept is None else _and(mask, kept), shape)
-    whole, packed = _translate(mask_function)
-    step = None
-    if q_length <= _FEW and not packed and not torch.is_grad_enabled() and _only_past(whole):
+        padding = _padding(attention_mask, kv_length, kv_offset)
+        return graph_mask(mask_function, shape, q_offset, kv_offset, use_vmap, device, padding)
+    if isinstance(q_offset, Tensor):  # the counter of a static cache, which counts on in place
+        q_offset = int(q_offset) if q_offset.is_cpu else q_offset.clone()
+    whole, packed = translate(mask_function)
+    few = q_length <= _FEW and not packed and not torch.is_grad_enabled() and only_past(whole)
+    seen = q_offset + q_length if few and isinstance(q_offset, int) else None
+    padding = _padding(attention_mask, kv_length, kv_offset, seen)
+
+    @cache
+    def kept() -> MaskFn | None:
+        return None if padding is None else of_padding(padding)
+
+    def step() -> tuple[MaskFn | None, Tensor]:
         lengths = torch.full((batch_size,), q_length - kv_offset, dtype=torch.int32, device=device)
         # The last keys of a row are its queries': what lies behind them does not exist.
-        moved = _shift(whole, kv_offset, kv_offset)
-        step = (moved if kept is None else _and(moved, kept)), lengths.add_(q_offset)  # type: ignore[arg-type]
+        return joined(shift(whole, kv_offset, kv_offset), kept()), lengths.add_(q_offset)
 
     def later() -> MaskFn | None:
-        # A static cache counts on in place; its counter is read where the mask itself is asked for.
-        mask = _shift(whole, int(q_offset), kv_offset)
-        return mask if kept is None else _and(mask, kept)
+        return joined(shift(whole, int(q_offset), kv_offset), kept())
 
-    packed = packed or kept is not None
+    near = None
+    on_cpu = device is not None and torch.device(device).type == "cpu"
+    if seen is not None and on_cpu and q_length == 1:
+        keys = min(kv_length, seen - kv_offset)
+        if not sees_all(whole, keys - 1):
+            near = keys, _near(*step(), keys)
+        else:
+            near = keys, None if padding is None else padding[:, None, None, :keys]
+    packed = packed or padding is not None
 
     def square() -> Tensor:
         from transformers.masking_utils import bidirectional_mask_function, eager_mask
@@ -155,116 +172,41 @@ def attention_mask(
         )  # fmt: skip
 
     dtype = hints.get("dtype") or torch.float32
-    return AttentionMask.of(None, shape, packed, square, dtype, device, later, step)
+    of_step = step if few else None
+    return AttentionMask.of(None, shape, packed, square, dtype, device, later, of_step, near)
 
 
-def _only_past(mask: Any) -> bool:
-    """Whether no query sees a key behind it."""
-    if isinstance(mask, Both):
-        return _only_past(mask.first) or _only_past(mask.second)
-    return isinstance(mask, causal) and mask.offset <= 0
-
-
-def _padding(padding: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
-    """bool (batch, kv_length), or None where nothing is padded."""
+def _padding(
+    padding: Tensor | None, kv_length: int, kv_offset: int, seen: int | None = None
+) -> Tensor | None:
+    """bool (batch, kv_length), or None where nothing is padded: of the first `seen` tokens, where
+    the queries see no others."""
     if padding is None:
         return None
     padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+    # (On a GPU, the look would wait for it at every step.)
+    look = padding.is_cpu and not torch.compiler.is_compiling()
+    needed = kv_length if seen is None else min(kv_length, seen - kv_offset)
+    if look and padding.shape[1] >= needed and bool(padding.all()):
+        return None
     if padding.shape[1] < kv_length:  # a static cache is longer than what it holds
         padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
-    # (On a GPU, the look would wait for it at every step.)
-    if padding.is_cpu and not torch.compiler.is_compiling() and bool(padding.all()):
-        return None
     return padding
 
 
-def _translate(fn: Callable | None) -> tuple[MaskFn | None, bool]:
-    """transformers' own mask functions as values of the library, whose numbers are run-time
-    arguments and which backends know; a function of anyone else as it is. And whether it keeps
-    packed documents apart."""
-    from transformers import masking_utils as hf
-
-    if fn is None or fn is hf.bidirectional_mask_function:
-        return None, False
-    if fn is hf.causal_mask_function:
-        return causal(), False
-    maker, _, local = getattr(fn, "__qualname__", "").partition(".<locals>")
-    if not local or fn.__module__ != hf.__name__:
-        return fn, False
-    held = {
-        name: cell.cell_contents
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-    }
-    if maker == "sliding_window_overlay":
-        return Not(causal(-held["sliding_window"])), False
-    if maker == "sliding_window_bidirectional_overlay":
-        return sliding_window(held["sliding_window"] + 1), False
-    if maker == "packed_sequence_mask_function":
-        return document(held["packed_sequence_mask"]), True
-    if maker == "or_masks":
-        parts = [_translate(f)[0] for f in held["mask_functions"]]
-        return (None if None in parts else reduce(Either, parts)), False  # type: ignore[arg-type]
-    if maker == "and_masks":
-        functions = held["mask_functions"]
-        packed = any(_maker(f) == "packed_sequence_mask_function" for f in functions)
-        if packed:  # inside a document, positions differ as indices do
-            functions = [_without_remapping(f) for f in functions]
-        pairs = [_translate(f) for f in functions]
-        parts = [mask for mask, _ in pairs if mask is not None]
-        return (reduce(Both, parts) if parts else None), packed or any(p for _, p in pairs)
-    return fn, False
-
-
-def _maker(fn: Callable) -> str:
-    return getattr(fn, "__qualname__", "").partition(".<locals>")[0]
-
-
-def _without_remapping(fn: Callable) -> Callable:
-    """The mask over indices for one over positions that restart with every document, if it only
-    looks at how far apart they are."""
-    if _maker(fn) != "remap_positions_for_packed_sequence":
-        return fn
-    at = fn.__code__.co_freevars.index("mask_function")
-    inner = fn.__closure__[at].cell_contents  # type: ignore[index]
-    mask, _ = _translate(inner)
-    return inner if _relative(mask) else fn
-
-
-def _relative(mask: Any) -> bool:
-    """Whether a mask depends on nothing but kv_idx - q_idx."""
-    if isinstance(mask, Both | Either):
-        return _relative(mask.first) and _relative(mask.second)
-    if isinstance(mask, Not):
-        return _relative(mask.mask)
-    return mask is None or isinstance(mask, causal | sliding_window)
-
-
-def _shift(mask: MaskFn | None, q_offset: int, kv_offset: int) -> MaskFn | None:
-    """The mask of local indices 0, 1, ... from one of positions."""
-    if mask is None or not (q_offset or kv_offset):
-        return mask
-    if isinstance(mask, causal):
-        return causal(mask.offset + q_offset - kv_offset)
-    return Shifted(mask, 0, 0, q_offset, kv_offset)
-
-
-def _in_graph(
-    fn: Callable | None, shape: tuple, q_offset: Any, kv_offset: int, use_vmap: bool, device: Any
-) -> MaskFn | None:
-    """Under `torch.compile`: causal as a value, everything else as a bool square in the graph."""
-    from transformers import masking_utils as hf
-
-    if fn is None or fn is hf.bidirectional_mask_function:
+def _near(mask: MaskFn | None, lengths: Tensor, keys: int) -> Tensor | None:
+    """Which of the first keys one query a row sees, bool `(b, 1, 1, keys)`; None for all."""
+    if mask is None:
         return None
-    if fn is hf.causal_mask_function and not isinstance(q_offset, Tensor):
-        return causal(q_offset - kv_offset)
-    b, h, q, kv = (torch.arange(n, device=device) for n in shape)
-    q, kv = q + q_offset, kv + kv_offset
-    if use_vmap:
-        square = hf._vmap_expansion_sdpa(fn)(b, h, q, kv)
-    else:
-        square = fn(b[:, None, None, None], h[:, None, None], q[:, None], kv)
-    return dense(square.expand(shape))
+    graph, captured = lower_mod("mask", mask, torch.float32)
+    by_row = lambda x: x.view(-1, 1, 1, 1)
+    at = Positions(
+        by_row(torch.arange(len(lengths), device="cpu")),
+        torch.zeros((), dtype=torch.int64, device="cpu"),
+        by_row(lengths.long() - 1), torch.arange(keys, device="cpu"),
+    )  # fmt: skip
+    seen = mask_at(graph, captured, at).expand(len(lengths), 1, 1, keys)
+    return None if bool(seen.all()) else seen
 
 
 # -- the attention function -----------------------------------------------------------------------
@@ -310,36 +252,51 @@ def attention_forward(
         ), None  # fmt: skip
     _refuse(output_attentions, kwargs)
     q_len, kv_len = query.shape[2], key.shape[2]
-    step = attention_mask.step if isinstance(attention_mask, AttentionMask) else None
-    if step is not None and not (
-        dropout or torch.is_grad_enabled() or attention_mask.taken or position_bias is not None
-        or seq_idx is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None
-        or attention_mask.sizes != (query.shape[0], 1, q_len, kv_len)
+    if (
+        isinstance(attention_mask, AttentionMask | GraphMask) and attention_mask.is_step
+        and not (dropout or torch.is_grad_enabled() or attention_mask.taken)
+        and position_bias is None is seq_idx and cu_seq_lens_q is None is cu_seq_lens_k
+        and attention_mask.sizes == (query.shape[0], 1, q_len, kv_len)
     ):  # fmt: skip
-        return _decode(query, key, value, step, module, scaling, softcap,
-                       s_aux if sinks is None else sinks), None  # fmt: skip
+        sink = s_aux if sinks is None else sinks
+        out = None
+        if attention_mask.near is not None:
+            out = _plain_step(query, key, value, attention_mask, module, scaling, softcap, sink)
+        if out is None:
+            step = attention_mask.step
+            assert step is not None
+            out = _decode(query, key, value, step, module, scaling, softcap, sink)
+        return out, None
     mask, score = _given(attention_mask, (*query.shape[:3], kv_len))
     layout = attention_mask.over_ranks if isinstance(attention_mask, AttentionMask) else None
     if layout is not None:
         _check_over_ranks(layout, attention_mask, kwargs.get("position_ids"))
         if sliding_window is not None:  # of this layer: one mask may be given to all of them
-            mask = _and(mask, _window(sliding_window, 0))
+            mask = joined(mask, _window(sliding_window, 0))
     if attention_mask is None:  # a mask that is given says it all
         causal_too = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if causal_too and q_len > 1:
             mask = causal(kv_len - q_len)
         if sliding_window is not None:
-            mask = _and(mask, _window(sliding_window, kv_len - q_len))
+            mask = joined(mask, _window(sliding_window, kv_len - q_len))
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        mask = _and(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
+        mask = joined(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
     if seq_idx is not None:
-        mask = _and(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
+        mask = joined(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
     elif cu_seq_lens_q is None and isinstance(attention_mask, AttentionMask):
         _look_at_positions(attention_mask, kwargs.get("position_ids"), q_len, kv_len)
     if softcap is not None:
         score = capped(softcap) if score is None else Then(capped(softcap), score)
     if position_bias is not None:
         score = bias(position_bias) if score is None else Then(score, bias(position_bias))
+    if (
+        type(mask) is causal
+        and position_bias is None is layout
+        and not torch.compiler.is_compiling()
+    ):
+        seen = q_len + mask.offset
+        if 0 < seen < kv_len:  # a static cache is longer than what it holds
+            key, value = key[:, :, :seen], value[:, :, :seen]
     options: dict[str, Any] = {
         "scale": scaling, "dropout": dropout, "sink": s_aux if sinks is None else sinks,
         "deterministic": bool(deterministic), "layout": layout,
@@ -351,6 +308,26 @@ def attention_forward(
     else:
         out = attention(query, key, value, score, mask, **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _plain_step(
+    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, module: torch.nn.Module,
+    scaling: float | None, softcap: float | None, sink: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """One new token a row on the CPU, with nothing but a softmax: what takes the longest about it
+    is Python. None for another call."""
+    if mask.near is None or softcap is not None or sink is not None or not query.is_cpu:
+        return None
+    record = getattr(module, "max_logit", None)
+    recording = isinstance(record, MaxLogit) and record.recording
+    if recording or torch.is_autocast_enabled("cpu"):
+        return None
+    scaling = None if scaling is None else scale_of(scaling)
+    keys, added = mask.near[0], mask.bias(query.dtype)
+    if keys < key.shape[2]:
+        key, value = key[:, :, :keys], value[:, :, :keys]
+    out = plain_step(query, key, value, scaling, added)
+    return None if out is None else out.transpose(1, 2).contiguous()
 
 
 def _decode(
@@ -438,10 +415,6 @@ def _does_not_fit(own: Any, sizes: tuple[int, ...]) -> ArgumentError:
         f"of {tuple(sizes)}; give a mask of these sizes, or, where the model itself changes its "
         'keys after the mask was made, use attn_implementation="eager"'
     )
-
-
-def _and(first: MaskFn | None, second: MaskFn) -> MaskFn:
-    return second if first is None else Both(first, second)
 
 
 def _window(window: int, offset: int) -> MaskFn:

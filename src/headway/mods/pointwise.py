@@ -37,10 +37,13 @@ class Gathers:
     def __call__(self, n: int, table: Tensor, indices: tuple[Tensor | int, ...]) -> Tensor:
         if not indices:
             return table
-        inside = []
+        inside: list[Tensor | int] = []
         for dim, index in enumerate(indices):
             size = table.shape[dim]
             if not isinstance(index, Tensor):
+                if -size <= index < size:
+                    inside.append(index % size)
+                    continue
                 index = torch.tensor(index, device=table.device)
             low, high = index.aminmax() if index.numel() else (index.new_zeros(()),) * 2
             if int(low) < 0:  # Python's meaning of a negative index
@@ -55,7 +58,7 @@ class Gathers:
             inside.append(index)
         self.indices[n] = tuple(inside)
         if table.numel() == 0:  # every index is outside
-            return table.new_zeros(torch.broadcast_shapes(*(index.shape for index in inside)))
+            return table.new_zeros(_broadcast(inside))
         return _read(table, inside)
 
     def check(self, kept: Tensor) -> None:
@@ -72,19 +75,32 @@ class Gathers:
                 )
 
 
-def _read(table: Tensor, indices: list[Tensor]) -> Tensor:
-    shapes = [index.shape for index in indices]
-    shape = shapes[0] if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+def _read(table: Tensor, indices: list[Tensor | int]) -> Tensor:
+    shape = _broadcast(indices)
     if table.device.type == "cpu" and math.prod(shape) < _FEW and table.is_contiguous():
         # PyTorch's own indexing wakes every thread for a few thousand numbers.
-        flat, *rest = (
-            index if step == 1 else index * step
-            for index, step in zip(indices, table.stride(), strict=True)
-        )
-        for part in rest:
-            flat = flat + part
+        flat: Tensor | int = 0
+        for index, step in zip(indices, table.stride(), strict=True):
+            if not isinstance(index, int) or index:
+                part = index if step == 1 else index * step
+                flat = part if type(flat) is int and flat == 0 else flat + part
+        if isinstance(flat, int):
+            return table.view(-1)[flat]
         return table.view(-1).index_select(0, flat.expand(shape).reshape(-1)).view(shape)
     return table[tuple(indices)]
+
+
+def _broadcast(indices: list[Tensor | int]) -> tuple[int, ...]:
+    """The shape of all of them. (PyTorch's own takes as long as a small product.)"""
+    shapes = [index.shape for index in indices if isinstance(index, Tensor)]
+    if len(shapes) == 1:
+        return tuple(shapes[0])
+    shape = [1] * max(map(len, shapes), default=0)
+    for own in shapes:
+        for n in range(-len(own), 0):
+            if own[n] != 1:
+                shape[n] = own[n]
+    return tuple(shape)
 
 
 def bind(graph: Graph, captured: Captured | dict) -> dict:

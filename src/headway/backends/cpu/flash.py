@@ -14,6 +14,7 @@ exact gradients. Their weaknesses are worked around, or such calls are refused (
 """
 
 import math
+from functools import cache
 from itertools import groupby
 
 import torch
@@ -54,6 +55,16 @@ def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.shape[3] == v.shape[3] and q.numel() > 0 < k.numel()
 
 
+@cache
+def in_half(dtype: torch.dtype) -> bool:
+    """Whether few queries, with no gradient, are computed in this dtype of 16 bits: where the CPU
+    multiplies such numbers in vectors. (Elsewhere, and by matrix units, whose products of few rows
+    are slow, it costs less to widen them.) Products add up in float32; P is rounded, as on GPUs."""
+    can = getattr(torch.cpu, "get_capabilities", dict)()
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    return bool(can.get(f"avx512_{name}")) and not (can.get("amx_tile") or can.get("amx_bf16"))
+
+
 def native(spec: Spec, call: Call, hook: Hook) -> Tensor | None:
     """The output, where one call of the kernel computes it. None where more is needed, or where the
     backward has a faster way."""
@@ -66,12 +77,19 @@ def native(spec: Spec, call: Call, hook: Hook) -> Tensor | None:
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, hook: Hook
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    hook: Hook,
+    bias: Tensor | None = None,
 ) -> Tensor | None:
     """`native` of softmax(scale q kᵀ) v, over j <= i if `causal`; `scale` None is 1/sqrt(d).
 
     `hook` None: for compilers. Most calls come here, so it reads few attributes: each takes time in
-    Python, and is guarded by Dynamo.
+    Python, and is guarded by Dynamo. `bias`: `(b, 1, 1, kv_len)` of q's dtype, 0 and -inf, for one
+    query a row and not for compilers.
     """
     if not _fit(q, k, v):
         return None
@@ -83,14 +101,18 @@ def plain(
         packed = not (q.requires_grad or k.requires_grad or v.requires_grad)
     else:
         packed = True
-    given = q
+    given, half = q, False
     if packed and not causal and q.shape[2] <= MOST:
-        if hook is not None and q.dtype.itemsize == 2:
+        half = hook is not None and q.dtype.itemsize == 2
+        if half and not in_half(q.dtype):
             return None  # keys are widened a block at a time there
         if q.shape[1] != k.shape[1]:  # the queries of a group are the rows of one product
             q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    q, k, v = _inputs(q, k, v, folded=False)
-    out, lse = _forward(q, k, v, 0.0, causal, scale=scale)
+    if not half or not q.stride()[3] == k.stride()[3] == v.stride()[3] == 1:
+        q, k, v = _inputs(q, k, v, folded=False)
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    if bias is not None and not math.isfinite(out.sum(dtype=lse.dtype)):
+        return None  # a mask that is added lets NaN and inf through
     if hook is not None and out.requires_grad:
         out.grad_fn.register_hook(hook)  # type: ignore[union-attr]
     # For a row of NaN logits the kernel returns 0, with lse 0, as for one that sees nothing. (For a

@@ -42,8 +42,10 @@ def alternatives(graph: Graph) -> tuple[Alternative, ...]:
     return _read(graph, graph.outputs[0], False)
 
 
-_BITS = {"i64": 64, "i32": 32, "i16": 16, "i8": 8, "u8": 8}
-_INTEGERS = tuple(_BITS)
+_SPAN = {  # the lowest number, and how many there are
+    **{f"i{bits}": (-(1 << (bits - 1)), 1 << bits) for bits in (8, 16, 32, 64)}, "u8": (0, 256)
+}  # fmt: skip
+_INTEGERS = tuple(_SPAN)
 _OPS: dict[str, Callable[..., int]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
     "to": lambda a: a, "min": min, "max": max, "floordiv": operator.floordiv, "mod": operator.mod,
@@ -162,38 +164,85 @@ def _key_ranges(
     return [_joined(found) for found in of_rows]
 
 
+class _Program(NamedTuple):
+    """How a limit's `left - right` is worked out, at kv_idx = 0: numbers are added to a list that
+    begins with `b`, `q_idx` and `given`, and `left` and `right` are places in it."""
+
+    given: tuple[int | str, ...]  # constants, and names of captured numbers
+    steps: tuple["_Step", ...]
+    left: int
+    right: int
+    uses_b: bool
+
+
+class _Step(NamedTuple):
+    """One number more."""
+
+    compute: Callable[..., int] | str  # or the name of a table
+    places: tuple[int, ...]  # of the operands
+    low: int  # of the dtype
+    count: int  # numbers that it has
+
+
+@lru_cache(maxsize=1024)
+def _program(graph: Graph, limit: Limit) -> _Program:
+    ends = limit.left, limit.right
+    needed = part(graph, tuple([x for x in ends if isinstance(x, str)]))
+    outputs = iter(needed.outputs)
+    left, right = (next(outputs) if isinstance(x, str) else x for x in ends)
+    operands = [node.args[1:] if node.op == "gather" else node.args for node in needed.nodes]
+    named = lambda x: isinstance(x, str) and (x[0] == "%" or x in ("b", "q_idx"))
+    read = [x for args in (*operands, (left, right)) for x in args if not named(x)]
+    given = tuple(dict.fromkeys(read))
+    places: dict[Any, int] = {x: n for n, x in enumerate(("b", "q_idx", *given))}
+    for n in range(len(operands)):
+        places[f"%{n}"] = 2 + len(given) + n
+    steps = tuple([
+        _Step(
+            node.args[0] if node.op == "gather" else _OPS[node.op],  # type: ignore[arg-type]
+            tuple([places[x] for x in args]), *_SPAN[node.dtype],
+        )
+        for node, args in zip(needed.nodes, operands, strict=True)
+    ])  # fmt: skip
+    numbers = tuple([0 if x == "kv_idx" else x for x in given])
+    return _Program(numbers, steps, places[left], places[right], needed.uses("b"))  # type: ignore[arg-type]
+
+
 def _rest(
     graph: Graph, captured: Captured, b: list[int], q_idx: list[int], limit: Limit
 ) -> list[int]:
     """`left - right` of every query, at kv_idx = 0."""
+    # Few numbers: Python is faster than tensors.
+    program = _program(graph, limit)
+    given = [captured.ints[int(x[1:])] if isinstance(x, str) else x for x in program.given]
+    tables: dict[Any, Any] = {}
+    for step in program.steps:
+        if isinstance(step.compute, str):
+            table = captured.tensors[int(step.compute[1:])]
+            tables[step.compute] = table.tolist() if table.numel() <= 4 * len(b) else table
+    known: dict[tuple[int, int], int] = {}
     found = []
-    values = {f"n{n}": number for n, number in enumerate(captured.ints)}
-    for at, q in zip(b, q_idx, strict=True):  # few numbers: Python is faster than tensors
-        env = {**values, "b": at, "q_idx": q, "kv_idx": 0}
-        left, right = (_value(graph, captured, env, a) for a in (limit.left, limit.right))
-        found.append(left - right)
+    for at, q in zip(b, q_idx, strict=True):
+        key = at if program.uses_b else 0, q
+        if key not in known:
+            known[key] = _run(program, tables, [at, q, *given])
+        found.append(known[key])
     return found
 
 
-def _value(graph: Graph, captured: Captured, env: dict, name: Any) -> int:
-    """An integer of the graph."""
-    if not isinstance(name, str):
-        return name
-    if name in env:
-        return env[name]
-    node = graph.nodes[int(name[1:])]
-    if node.op == "gather":
-        table = captured.tensors[int(node.args[0][1:])]  # type: ignore[index]
-        at = tuple([_value(graph, captured, env, arg) for arg in node.args[1:]])
-        value = int(table[at])  # IndexError where it is out of range
-    else:
-        value = _OPS[node.op](*[_value(graph, captured, env, a) for a in node.args])
-        bits = _BITS[node.dtype]  # Python's integers do not wrap around, those of tensors do
-        value &= (1 << bits) - 1
-        if node.dtype != "u8" and value >> (bits - 1):
-            value -= 1 << bits
-    env[name] = value
-    return value
+def _run(program: _Program, tables: dict[Any, Any], values: list[int]) -> int:
+    for compute, places, low, count in program.steps:
+        operands = [values[n] for n in places]
+        if isinstance(compute, str):
+            value = tables[compute]
+            for n in operands:
+                value = value[n]  # IndexError where it is out of range
+            value = int(value)
+        else:
+            value = compute(*operands)
+        # Python's integers do not wrap around, those of tensors do.
+        values.append(value if low <= value < low + count else (value - low) % count + low)
+    return values[program.left] - values[program.right]
 
 
 def _joined(found: list[Ranges]) -> list[Ranges]:
