@@ -1,5 +1,6 @@
 """What Triton has made of the kernels for each GPU, run on the CPU instruction by instruction."""
 
+import random
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -78,6 +79,18 @@ def test_positions_one_by_one(how, monkeypatch):
     with emulating("sm_90" if how == "as it is" else "sm_80", backend), guarded():
         made = scattered(case, torch.bfloat16, "triton", per_batch=True)
     assert compare(case, torch.bfloat16, made, True) == []
+
+
+def test_lengths_one_after_the_other():
+    """Whole blocks of wide rows, of which more is known, and then lengths of any kind: no plan, tile
+    or kernel of an earlier one is taken. The sink's gradient reads the rows of the workspace."""
+    numbers = random.Random(5)
+    case = replace(BY_NAME["mask_by_batch_sink"], b=1, hq=2, hk=1, d=72, dv=72)
+    odd = [(numbers.randrange(2, 90), numbers.randrange(2, 90)) for _ in range(2)]
+    with emulating("sm_80", backend), guarded():
+        for q_len, kv_len in [(64, 64), *odd, (1, 1), (64, 64)]:
+            name = f"lengths {q_len} {kv_len}"
+            check(replace(case, name=name, q_len=q_len, kv_len=kv_len), "triton", torch.bfloat16)
 
 
 BROKEN = {

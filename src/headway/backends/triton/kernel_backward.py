@@ -105,7 +105,7 @@ class Scores(NamedTuple):
     by: Any
 
 
-@triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
+@triton.jit(do_not_specialize=["q_len", "kv_len", "score_numbers", "mask_numbers"])
 def backward_q(
     q, k, v, dout, out, lse, dlse, lse2, delta, dq,  # dlse may be None
     q_strides, k_strides, v_strides, dout_strides, transposed,  # copies of k and v, or None
@@ -114,8 +114,8 @@ def backward_q(
     score_tensors, mask_tensors, score_numbers, mask_numbers, grads,
     DERIVATIVE: tl.constexpr, SCATTER: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr,
-    SCATTERED: tl.constexpr, SUB: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_EDGE: tl.constexpr, SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head; and lse2 (lse over log 2) and delta, for `backward_kv`.
@@ -124,6 +124,7 @@ def backward_q(
         DERIVATIVE, SCATTER, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, False,
         tile.Width(d, D, D_REST), tile.Width(dv, DV, DV_REST),
     )  # fmt: skip
+    q_len = tile.rows_in_all(q_len, EVEN_ROWS)
     tile_row, _, first, end, h, b = tile.map_work_tile(walk, heads, SUB, BLOCK_M)
     partial, full = begin(walk, tile_row, kv_len, BLOCK_EDGE, BLOCK_N, SCATTERED)
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
@@ -135,13 +136,14 @@ def backward_q(
     dout_at += tl.cast(first, tl.int64) * dout_strides[2]
     dout_tile = tile.load(dout_at, i, dout_strides[2], live, HOW.dv)
     row = (b64 * heads + h) * q_len + first
+    to = tile.workspace_row(b64 * heads + h, q_len) + first
     lse_i = in_log2(tl.load(lse + row + i, mask=live, other=float("inf")))
     delta_i = tile.sums(tile.load(out + row * dv, i, dv, live, HOW.dv), dout_tile)
     if dlse is not None:
         delta_i -= tl.load(dlse + row + i, mask=live, other=0.0)
     if walk.full is None:  # else below: where these stand decides how ptxas orders the loops
-        tl.store(lse2 + row + i, lse_i, mask=live)
-        tl.store(delta + row + i, delta_i, mask=live)
+        tl.store(lse2 + to + i, lse_i, mask=live)
+        tl.store(delta + to + i, delta_i, mask=live)
     k_at = tile.head(k, k_strides, b64, h64 // group)
     v_at = tile.head(v, v_strides, b64, h64 // group)
     if transposed is not None:
@@ -175,8 +177,8 @@ def backward_q(
                     BLOCK_N, HOW,
                 )  # fmt: skip
     if walk.full is not None:
-        tl.store(lse2 + row + i, lse_i, mask=live)
-        tl.store(delta + row + i, delta_i, mask=live)
+        tl.store(lse2 + to + i, lse_i, mask=live)
+        tl.store(delta + to + i, delta_i, mask=live)
     tile.store(dq + row * d, i, live, tile.times(acc, scale), HOW.d)
 
 
@@ -221,7 +223,7 @@ def add_dq(
     return tile.add_product(acc, ds, k_tile, HOW.precision)
 
 
-@triton.jit(do_not_specialize=["score_numbers", "mask_numbers"])
+@triton.jit(do_not_specialize=["q_len", "kv_len", "score_numbers", "mask_numbers"])
 def backward_kv(
     q, k, v, dout, lse2, delta, dk, dv_, dq,  # of the last three, None is not computed
     q_strides, k_strides, v_strides, dout_strides, transposed,  # copies of q and dout, or None
@@ -230,8 +232,8 @@ def backward_kv(
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr,
-    SCATTERED: tl.constexpr, SUB: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_EDGE: tl.constexpr, SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys from one query head, or one of the two. The caller sums over the
@@ -247,6 +249,7 @@ def backward_kv(
         DERIVATIVE, None, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, LATE,
         tile.Width(d, D, D_REST), tile.Width(dv, DV, DV_REST),
     )  # fmt: skip
+    kv_len = tile.rows_in_all(kv_len, EVEN_ROWS)
     tile_row, _, first, end, h, b = tile.map_work_tile(walk, heads, SUB, BLOCK_N)
     partial, full = begin(walk, tile_row, q_len, BLOCK_EDGE, BLOCK_M, SCATTERED)
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
@@ -267,11 +270,12 @@ def backward_kv(
     q_at = tile.head(q, q_strides, b64, h64)
     dout_at = tile.head(dout, dout_strides, b64, h64)
     row = (b64 * heads + h) * q_len
+    of_rows = tile.workspace_row(b64 * heads + h, q_len)
     if transposed is not None:
         transposed = tile.transposed_heads(transposed, b64, h64)
     queries = Queries(
-        q_at, dout_at, q_strides[2], dout_strides[2], transposed, lse2 + row, delta + row, dq, row,
-        q_len,
+        q_at, dout_at, q_strides[2], dout_strides[2], transposed, lse2 + of_rows, delta + of_rows,
+        dq, row, q_len,
     )  # fmt: skip
     rows = tile.Rows(
         tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, kv_idx[:, None], b, first

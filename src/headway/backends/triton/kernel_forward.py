@@ -51,8 +51,9 @@ class Softmax(NamedTuple):
     largest: Any  # the largest S so far, if HOW.track_max
 
 
-# Triton 3.6 compiles no kernel for Blackwell if it knows that there is a single key.
-@triton.jit(do_not_specialize=["kv_len", "score_numbers", "mask_numbers"])
+# No length has a kernel of its own; nor does Triton 3.6 compile one for Blackwell if it knows that
+# there is a single key.
+@triton.jit(do_not_specialize=["q_len", "kv_len", "score_numbers", "mask_numbers"])
 def forward(
     q, k, v, out, lse, row_max, top, sink,  # pointers; the last three may be None
     q_strides, k_strides, v_strides,  # batch / 8, head / 8, row; and of a transposed k, column
@@ -62,6 +63,7 @@ def forward(
     SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     POSITIVE: tl.constexpr,  # scale > 0
     EVEN: tl.constexpr,  # keys come in whole blocks of BLOCK_N
+    EVEN_ROWS: tl.constexpr,  # of queries there are a multiple of `tile.EVEN_ROWS`
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_EDGE: tl.constexpr,
     SCATTERED: tl.constexpr, SUB: tl.constexpr,
     D: tl.constexpr, D_REST: tl.constexpr, DV: tl.constexpr, DV_REST: tl.constexpr,
@@ -72,6 +74,7 @@ def forward(
         SCORE, INDEX, PRECISION, POSITIVE, TRACK_MAX, EVEN, tile.Width(d, D, D_REST),
         tile.Width(dv, DV, DV_REST),
     )  # fmt: skip
+    q_len = tile.rows_in_all(q_len, EVEN_ROWS)
     tile_row, slot, first, end, h, b = tile.map_work_tile(walk, heads, SUB, BLOCK_M)
     partial, full = begin(walk, tile_row, kv_len, BLOCK_EDGE, BLOCK_N, SCATTERED)
     b64, h64 = tl.cast(b, tl.int64), tl.cast(h, tl.int64)
@@ -122,7 +125,7 @@ def forward(
         largest = tl.where(live, or_nan(largest, l), float("-inf"))
         bad = tl.max((largest != largest).to(tl.int32), 0)
         largest = tl.where(bad > 0, float("nan"), tl.max(largest, 0))
-        tl.store(top + (b64 * heads + h) * (walk.tile_rows * SUB) + slot, largest)
+        tl.store(top + (b64 * heads + h) * ((walk.tile_rows >> 2) * SUB) + slot, largest)
     if sink is not None:
         s = tl.load(sink + h).to(tl.float32) * LOG2E
         before = m

@@ -96,7 +96,8 @@ def backward(
             LAUNCHERS[name](plan)(call, lambda slots, own=own: own)
     dsink = None
     if call.sink is not None:
-        dsink = captured_grads.of_sink(call.sink, lse, plan.workspace.split(workspace)[0])
+        delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
+        dsink = captured_grads.of_sink(call.sink, lse, delta)
     if shared:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
     return Grads(_cut(dq, widths[0]), _cut(dk, widths[0]), _cut(dv, widths[1]), dsink, captured)

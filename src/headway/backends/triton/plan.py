@@ -20,7 +20,7 @@ from ..gpu import preprocess
 from ..gpu.device import diagonals, gradients, maths, tiles
 from ..gpu.preprocess import BackwardWorkspace
 from ..gpu.products import bits_of, product_precision
-from ..gpu.runtime.call_plan import BasePlan, Walks, plan_of
+from ..gpu.runtime.call_plan import BasePlan, Walks, disguised, plan_of
 from ..gpu.runtime.launcher import KernelLauncher
 from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import LEARNED, Config, configs, kind_of, one_pass, passes, pieces
@@ -69,7 +69,8 @@ class Plan(BasePlan):
         self.dropout = (
             min(limit, 2**32 - 1), 1 / (1 - spec.dropout) if limit < 2**32 else 0.0
         )  # fmt: skip
-        self.workspace = BackwardWorkspace((*q.shape[:3], self.dv), self.q_len, 0, self.device)
+        rows = -(-self.q_len // tile.WORKSPACE_ROWS) * tile.WORKSPACE_ROWS
+        self.workspace = BackwardWorkspace((*q.shape[:3], self.dv), rows, 0, self.device)
         d, dv = pieces(self.d), pieces(self.dv)
         self.constants = {
             "MASK": self.function("mask"),
@@ -131,9 +132,15 @@ class Launcher:
         self.length = plan.kv_len if self.queries else plan.q_len  # of a tile row
         self.last_walk: tuple[object, bool] = None, False  # and whether it is scattered
         whole = self.length % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
+        # What is known of rows matters where columns cost nothing, and rows are wide; 64 wide it
+        # costs a register, and 8 bytes are spilled for sm_100.
+        rows = plan.q_len if self.queries else plan.kv_len
+        wide = max(plan.d, plan.dv) > 64
+        even_rows = whole and wide and rows % tile.EVEN_ROWS == 0
         self.options = self.constants | {
             "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
-            "EVEN": whole, "BLOCK_EDGE": how.edge or step, "SUB": self.walks.sub,
+            "EVEN": whole, "EVEN_ROWS": even_rows, "BLOCK_EDGE": how.edge or step,
+            "SUB": self.walks.sub,
         }  # fmt: skip
         if (
             plan.transposes
@@ -212,11 +219,12 @@ class Launcher:
 
 
 def _strides(x: Tensor) -> tuple:
-    """The strides of batch and head divided by 8, of rows, and of columns (None: 1), as `tile.head`
-    and `tile.load` take them. That of rows is a constant: the addresses within a tile are then one
+    """The strides of batch and head, of rows, and of columns (None: 1), as `tile.head` and
+    `tile.load` take them. That of rows is a constant: the addresses within a tile are then one
     address plus constants. That of columns, if not 1, depends on the length."""
     batch, head, row, column = x.stride()
-    return batch // 8, head // 8, tl.constexpr(row), None if column == 1 else column
+    heads = disguised(batch // 8), disguised(head // 8)
+    return *heads, tl.constexpr(row), None if column == 1 else column
 
 
 def approximates_tanh(q: Tensor) -> bool:

@@ -17,6 +17,9 @@ from ..gpu.device.tiles import store as store
 from ..gpu.device.tiles import times as times
 from ..gpu.device.tiles import zeros as zeros
 
+WORKSPACE_ROWS = 16  # rows of a head in the workspace are a multiple of these
+EVEN_ROWS = 16  # see `rows_in_all`
+
 
 class WorkTile(NamedTuple):
     """The work of one program."""
@@ -72,10 +75,18 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def head(base, strides, b, h):
-    """A pointer to the first row of a head. The strides of batch and head are passed divided by 8:
-    so the compiler knows that 8 divides them, and loads are 16 bytes wide and pipelined
-    (`launch._rows`)."""
-    return base + (b * strides[0] + h * strides[1]) * 8
+    """A pointer to the first row of a head. The strides of batch and head, which depend on the
+    length, are passed divided by 8 and `disguised`: the compiler knows that 8 divides them and
+    nothing else, and loads are 16 bytes wide and pipelined (`launch._rows`)."""
+    return base + (b * (strides[0] >> 2) + h * (strides[1] >> 2)) * 8
+
+
+@triton.jit
+def workspace_row(head, q_len):
+    """Row of the workspace where a head begins (`plan.Plan.workspace`). Heads have whole
+    `WORKSPACE_ROWS`: so the compiler knows, at any length, that numbers of neighbouring rows are
+    read 16 bytes at a time."""
+    return head * ((q_len + (_WORKSPACE_ROWS - 1)) // _WORKSPACE_ROWS * _WORKSPACE_ROWS)
 
 
 @triton.jit
@@ -139,6 +150,17 @@ def sums(x, dx):
 
 
 @triton.jit
+def rows_in_all(length, EVEN: tl.constexpr):
+    """The number of rows, of which the compiler knows that it is a multiple of `EVEN_ROWS` if EVEN.
+    Which rows exist is then the same for so many neighbours, and takes a register instead of 16:
+    128 wide for sm_90, `backward_kv` spills 20 bytes outside of its loops, and else 140."""
+    if EVEN:
+        return length // _EVEN_ROWS * _EVEN_ROWS
+    else:
+        return length
+
+
+@triton.jit
 def map_work_tile(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
     """The `WorkTile` of this program: ROWS rows, SUB programs to a tile row.
 
@@ -147,18 +169,19 @@ def map_work_tile(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
     between heads or batch rows, one order holds for all of them.
     """
     pid = tl.program_id(0)
+    tile_rows = walk.tile_rows >> 2
     if walk.full is None:
-        slot = pid % walk.tile_rows
-        rest = pid // walk.tile_rows
+        slot = pid % tile_rows
+        rest = pid // tile_rows
         first = slot * ROWS
         return WorkTile(slot, slot, first, first + ROWS, rest % heads, rest // heads)
     else:
-        work_tiles = walk.tile_rows * walk.b * walk.h * SUB  # of all that the mask tells apart
+        work_tiles = tile_rows * walk.b * walk.h * SUB  # of all that the mask tells apart
         tile_idx = pid % work_tiles
         rest = pid // work_tiles
         tile_row = tl.load(walk.order + tile_idx // SUB)
-        mask_idx = tile_row // walk.tile_rows
-        tile = tile_row % walk.tile_rows
+        mask_idx = tile_row // tile_rows
+        tile = tile_row % tile_rows
         first = tile * walk.size + (tile_idx % SUB) * ROWS
         end = tl.minimum(first + ROWS, (tile + 1) * walk.size)
         # Heads or batch rows that share the mask are numbered by the rest of the program's id.
@@ -211,3 +234,4 @@ def dropout_keep(dropout, pairs):
 
 
 _ROUNDS = tl.constexpr(ROUNDS)
+_WORKSPACE_ROWS, _EVEN_ROWS = tl.constexpr(WORKSPACE_ROWS), tl.constexpr(EVEN_ROWS)

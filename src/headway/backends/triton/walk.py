@@ -108,14 +108,9 @@ def rows_of(walk, full, run, length):
     run gets the bounds of the first (triton-lang/triton#9036).
     """
     if walk.full is None:
-        if isinstance(length, int):
-            # `length` is 1, which Triton specialises to a constant. A loop of one iteration would
-            # be unrolled, no load would be pipelined, and ptxas makes wrong code of such a kernel
-            # (`launch._rows`). The second dimension of the grid is 1, which the compiler does not
-            # know: program_id(1) is 0.
-            return 0, length + tl.program_id(1)
-        else:
-            return 0, length
+        # Kernels do not specialise `length`: of a loop that is known to have one iteration no load
+        # would be pipelined, and ptxas makes wrong code of such a kernel (`launch._rows`).
+        return 0, length
     else:
         later = run > full.first
         start = tl.load(walk.full[1] + run, mask=later, other=full.start)

@@ -20,7 +20,7 @@ from ..codegen.int_ranges import POSITION_LIMIT
 from ..counters import FIRST_FLAG, FLAGS
 from ..device import maths, tiles
 from ..products import bits_of
-from ..runtime.call_plan import cached, far, readable
+from ..runtime.call_plan import cached, disguised, far, readable
 from ..runtime.launcher import CallArguments, KernelLauncher
 from ..runtime.parallel_compile import fix_cache_keys
 from ..runtime.tile_counter import zeroed_counter
@@ -29,7 +29,7 @@ from ..widths import pieces
 from . import kernel, merge, work
 from .config import KEYS, Config, configs, rows_of_tile
 from .kernel import How, Pointers
-from .work import Cache, Coords, Sizes, disguised
+from .work import Cache, Coords, Sizes
 
 _SOURCES = maths, tiles, work, merge, kernel
 _E4M3 = torch.float8_e4m3fn

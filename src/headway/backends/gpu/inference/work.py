@@ -72,12 +72,6 @@ class Row(NamedTuple):
     blocks: Any  # of each unit, at least 1
 
 
-def disguised(n: int) -> int:
-    """An integer for which Triton compiles nothing of its own, as it does for 1 and for multiples
-    of 16, among them those in tuples."""
-    return 4 * n + 2
-
-
 @triton.jit
 def plain(disguised):
     """Integers that were `disguised`, in a tuple with pointers."""

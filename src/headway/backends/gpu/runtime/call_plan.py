@@ -112,6 +112,13 @@ def empty_result(device: torch.device) -> Tensor:
 # -- arguments of kernels -------------------------------------------------------------------------
 
 
+def disguised(n: int) -> int:
+    """An integer for which Triton compiles nothing of its own, as it does for 1 and for multiples
+    of 16, among them those in tuples (where `do_not_specialize` says nothing). A kernel shifts it
+    back: n is `disguised(n) >> 2`."""
+    return 4 * n + 2
+
+
 class KernelCoords(NamedTuple):
     """`headway.types.Coords` as kernels take it: where the tensors stand in the whole."""
 
@@ -134,7 +141,7 @@ class Walk(NamedTuple):
     order: Any  # of tile rows: the longest first
     b: Any  # batch rows for which the tiles were built; 1: all share them
     h: Any  # heads for which the tiles were built; 1: all share them
-    tile_rows: Any  # of one batch row and head; without a block mask, blocks
+    tile_rows: Any  # of one batch row and head; without a block mask, blocks. Kernels: `disguised`
     size: Any  # rows of a tile
     step: Any  # columns of a tile
     swizzle: Any  # heads that are interleaved, tile row by tile row, to share keys in the L2 cache
@@ -194,8 +201,9 @@ class BasePlan:
         fix_cache_keys(self.generated)
         self.at, self.scattered = at[:4], tuple([p is not None for p in at[4:]])
         self.captured = call.captured.ints, len(call.captured.tensors)
-        # Whether Triton has not yet compiled for such calls. Of lengths only divisors matter.
-        mark, lengths = object(), (math.gcd(n, 128) for n in (self.q_len, self.kv_len))
+        # Whether Triton has not yet compiled for such calls. Of lengths it matters whether blocks,
+        # of 16 to 128, are whole.
+        mark, lengths = object(), (math.gcd(n, 128) // 16 for n in (self.q_len, self.kv_len))
         like = (BasePlan, type(self), spec, self.text, self.dtype, self.device, self.d, self.dv,
                 *[x.stride(2) for x in matrices], *lengths)  # fmt: skip
         self.uncompiled = cached(like, lambda: mark) is mark
@@ -263,6 +271,7 @@ class BasePlan:
         (tensors of score and mask, then their numbers), and the tensors that a kernel takes
         besides."""
         walk, rest = walks.last[1].of(tensors)
+        walk = walk._replace(tile_rows=disguised(walk.tile_rows))
         (t, n, x), (ints, count) = self.counts, self.captured
         of_score, of_mask = _with_sizes(rest[:t]), _with_sizes(rest[t:count])
         captured = (

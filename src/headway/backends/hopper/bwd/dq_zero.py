@@ -58,7 +58,7 @@ def write_zeros(
       how many blocks are taken.
     """
     if zero_rows is not None:
-        tiles_per_head = walk.tile_rows * HOW.subtiles
+        tiles_per_head = (walk.tile_rows >> 2) * HOW.subtiles
         mask_batch = walk.b  # batch rows of the mask: their work tiles go through these first
         all_heads = total // tiles_per_head * sizes.share
         ahead = (AHEAD * gl.num_programs(0) // tiles_per_head + 1) * sizes.share

@@ -86,7 +86,7 @@ def load_segment(segments, taken):
 def locate_in_segment(segment, n, walk, sizes, SUB: gl.constexpr):
     """The n-th work tile of a segment, whose `h` is the head of dK and dV."""
     heads = sizes.heads // sizes.share
-    tiles_per_head = walk.tile_rows * SUB
+    tiles_per_head = (walk.tile_rows >> 2) * SUB
     index = segment.item.first_tile + n
     of_mask, n_block = index // tiles_per_head, index % tiles_per_head
     free = walk.h == 1

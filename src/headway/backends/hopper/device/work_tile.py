@@ -107,9 +107,9 @@ def map_work_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr)
     """
     near = walk.swizzle
     if walk.full is None:
-        n, section, within = _swizzle(ticket, walk.tile_rows, near)
+        n, section, within = _swizzle(ticket, walk.tile_rows >> 2, near)
     else:
-        rows = walk.tile_rows * walk.b * walk.h * SUBTILES
+        rows = (walk.tile_rows >> 2) * walk.b * walk.h * SUBTILES
         tiles_of_row = total // rows
         first_rows = rows - last_rows
         behind = ticket - first_rows * tiles_of_row
@@ -145,10 +145,10 @@ def locate_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr, R
         return n, n, n * ROWS, h, b
     else:
         column = gl.load(walk.order + n // SUBTILES)
-        tile = column % walk.tile_rows
+        tile = column % (walk.tile_rows >> 2)
         slot = tile * SUBTILES + n % SUBTILES
         first = tile * walk.size + n % SUBTILES * ROWS
-        of_mask = column // walk.tile_rows
+        of_mask = column // (walk.tile_rows >> 2)
         h = gl.where(walk.h == 1, h, of_mask % walk.h)
         b = gl.where(walk.b == 1, b, of_mask // walk.h)
         return column, slot, first, h, b

@@ -53,7 +53,7 @@ def epilogue(acc, m, l, max_s, previous, SCORE: gl.constexpr, HOW: gl.constexpr)
         max_s = gl.where(live, propagate_nan(max_s, l), float("-inf"))
         has_nan = gl.max((max_s != max_s).to(gl.int32), 0)
         largest = gl.where(has_nan > 0, float("nan"), gl.max(max_s, 0))
-        slots = walk.tile_rows * HOW.subtiles
+        slots = (walk.tile_rows >> 2) * HOW.subtiles
         at = of_head * (HOW.consumers * slots) + HOW.consumers * slot + W
         gl.store(outputs.max_logit + at, largest, mask=slot >= 0)
     scale = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, acc_layout(HOW.block)))
