@@ -13,11 +13,19 @@ import triton.language as tl
 
 import triton
 
-from ..gpu import precision
+from ..gpu.device.softmax import (
+    LN2,
+    LOG2E,
+    Softmax,
+    log_sum_exp,
+    nothing,
+    or_nan,
+    reciprocal,
+    weigh,
+    with_sink,
+)
 from . import tile
 from .walk import advance, begin, rows_of
-
-LOG2E, LN2 = tl.constexpr(precision.LOG2E), tl.constexpr(precision.LN2)
 
 
 class How(NamedTuple):
@@ -40,15 +48,6 @@ class Keys(NamedTuple):
     v: Any
     k_strides: Any
     v_stride: Any
-
-
-class Softmax(NamedTuple):
-    """The state of an online softmax, per query."""
-
-    acc: Any  # Σ exp(T − m) v, in pieces
-    m: Any  # the largest T so far
-    l: Any  # Σ exp(T − m)
-    largest: Any  # the largest S so far, if HOW.track_max
 
 
 # No length has a kernel of its own; nor does Triton 3.6 compile one for Blackwell if it knows that
@@ -92,9 +91,7 @@ def forward(
     of_score, of_mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
     mods = tile.Mods(scale, coords, dropout, of_score, of_mask, None)
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    state = Softmax(tile.zeros(BLOCK_M, HOW.dv), m, l, m)
+    state = nothing(BLOCK_M, HOW.dv)
     # How many kinds of tiles, of partial and full ones, have one loop over all blocks (`walk`).
     BLOCK_LOOPS: tl.constexpr = 0 if walk.full is None else (2 if SCATTERED else 1)
     for FULL in tl.static_range(BLOCK_LOOPS):
@@ -114,31 +111,23 @@ def forward(
                     state, q_tile, keys, n, stop, rows, mods, MASK if walk.full is None else None,
                     BLOCK_N, HOW,
                 )  # fmt: skip
-    acc, m, l, largest = state
 
     row = (b64 * heads + h) * q_len + first
     if row_max is not None:
-        tl.store(row_max + row + i, or_nan(m * LN2, l), mask=live)
+        tl.store(row_max + row + i, or_nan(state.m * LN2, state.l), mask=live)
     if top is not None:
-        if SCORE is None:
-            largest = m * LN2  # S is T
-        largest = tl.where(live, or_nan(largest, l), float("-inf"))
+        largest = state.largest if SCORE is not None else state.m * LN2  # without one, S is T
+        largest = tl.where(live, or_nan(largest, state.l), float("-inf"))
         bad = tl.max((largest != largest).to(tl.int32), 0)
         largest = tl.where(bad > 0, float("nan"), tl.max(largest, 0))
         tl.store(top + (b64 * heads + h) * ((walk.tile_rows >> 2) * SUB) + slot, largest)
     if sink is not None:
-        s = tl.load(sink + h).to(tl.float32) * LOG2E
-        before = m
-        m = tl.maximum(m, s)
-        base = tl.where(m == float("-inf"), 0.0, m)
-        rescale = tl.exp2(before - base)
-        l = l * rescale + tl.exp2(s - base)
-        acc = tile.times(acc, rescale[:, None])
-    tl.store(lse + row + i, (m + tl.log2(l)) * LN2, mask=live)
-    by = 1.0 / tl.where(l == 0.0, 1.0, l)  # a query that sees nothing gets 0
+        state = with_sink(state, tl.load(sink + h))
+    tl.store(lse + row + i, log_sum_exp(state.m, state.l), mask=live)
+    by = reciprocal(state.l)
     if dropout is not None:
         by = by * dropout.factor
-    tile.store(out + row * dv, i, live, tile.times(acc, by[:, None]), HOW.dv)
+    tile.store(out + row * dv, i, live, tile.times(state.acc, by[:, None]), HOW.dv)
 
 
 @triton.jit
@@ -148,7 +137,6 @@ def attend(
 ):  # fmt: skip
     """The softmax after one more block of keys, from n to n + BLOCK_N; those from `stop` on do not
     count. MASK None: every pair is kept."""
-    acc, m, l, largest = state
     captured = tile.with_tile_origin(mods.score, mods.coords, rows.first, n)
     j = tl.arange(0, BLOCK_N)
     live = None if HOW.even else n + j < stop
@@ -164,21 +152,12 @@ def attend(
     t, unit, s = scores(s, mods, pairs, captured, HOW.score, MASK, HOW.positive)
     if not HOW.even:
         t = tl.where(live[None, :], t, float("-inf"))
-    if HOW.track_max:  # of S, where T says that the pair is kept
-        seen = tl.where(t == float("-inf"), float("-inf"), s)
-        largest = tl.maximum(largest, tl.max(seen, 1))
-    before = m
-    m = tl.maximum(m, tl.max(t, 1) * unit)
-    # A query that has seen nothing yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
-    base = tl.where(m == float("-inf"), 0.0, m)
-    p = tl.exp2(t * unit - base[:, None])
-    rescale = tl.exp2(before - base)
-    l = l * rescale + tl.sum(p, 1)
+    p, rescale, state = weigh(state, t, unit, s, HOW.track_max)
     if mods.dropout is not None:
         p = tl.where(tile.dropout_keep(mods.dropout, pairs), p, 0.0)
     v_tile = tile.load(keys.v + n64 * keys.v_stride, j, keys.v_stride, live, HOW.dv)
-    acc = tile.add_product(tile.times(acc, rescale[:, None]), p, v_tile, HOW.precision)
-    return Softmax(acc, m, l, largest)
+    acc = tile.add_product(tile.times(state.acc, rescale[:, None]), p, v_tile, HOW.precision)
+    return Softmax(acc, state.m, state.l, state.largest)
 
 
 @triton.jit
@@ -203,9 +182,3 @@ def scores(
         kept = MASK(pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, mods.mask)
         t = tl.where(kept, t, float("-inf"))
     return t, unit, s
-
-
-@triton.jit
-def or_nan(x, l):
-    """x, or NaN where the sum of a row is: a maximum skips NaN, and none shall be hidden."""
-    return tl.where((l != l) & (x != float("inf")), float("nan"), x)

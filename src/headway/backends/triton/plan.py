@@ -17,7 +17,7 @@ from ...errors import BackendRefused
 from ...types import Spec
 from ..base import Call
 from ..gpu import preprocess
-from ..gpu.device import diagonals, gradients, maths, tiles
+from ..gpu.device import diagonals, gradients, maths, softmax, tiles
 from ..gpu.preprocess import BackwardWorkspace
 from ..gpu.products import bits_of, product_precision
 from ..gpu.runtime.call_plan import BasePlan, Walks, disguised, plan_of
@@ -36,7 +36,8 @@ class Plan(BasePlan):
     """Calls of one kind."""
 
     sources = (
-        maths, diagonals, gradients, tiles, preprocess, tile, walk, kernel_forward, kernel_backward
+        maths, diagonals, gradients, tiles, softmax, preprocess, tile, walk, kernel_forward,
+        kernel_backward,
     )  # fmt: skip
 
     def __init__(

@@ -15,12 +15,20 @@ import triton.language as tl
 
 import triton
 
-from .. import precision
 from ..device import tiles
-from .merge import Softmax, merged, put
+from ..device.softmax import (
+    LN2,
+    LOG2E,
+    Softmax,
+    log_sum_exp,
+    nothing,
+    or_nan,
+    reciprocal,
+    weigh,
+    with_sink,
+)
+from .merge import merged, put
 from .work import Coords, Sizes, all_blocks, find, inside, plain, row_of
-
-LOG2E, LN2 = tl.constexpr(precision.LOG2E), tl.constexpr(precision.LN2)
 
 
 @dataclass(frozen=True)
@@ -192,9 +200,7 @@ def attend(pointers, cache, scale, sizes, coords, mods, tile, row, begin, end, H
         scale = scale * tl.load(cache.k_scale + of_k, mask=tile.row < sizes.b, other=0.0)
     shift = coords.kv if cache.lengths is None else 0
 
-    m = tl.full([M], float("-inf"), tl.float32)
-    l = tl.zeros([M], tl.float32)
-    acc, largest = tiles.zeros(M, DV), m
+    state = nothing(M, DV)
     for block in tl.range(from_block, to_block):
         j = block * HOW.n + tl.arange(0, HOW.n)
         k_at, v_at, of_key, live = keys_of(pointers, cache, sizes, tile, block, j, stop, HOW)
@@ -217,24 +223,16 @@ def attend(pointers, cache, scale, sizes, coords, mods, tile, row, begin, end, H
             kept = HOW.mask(tile.b_idx, tile.h_idx[:, None], tile.q_idx[:, None], kv_idx, mods.mask)
             t = tl.where(kept, t, float("-inf"))
         t = tl.where(live[None, :], t, float("-inf"))
-        if HOW.track_max:  # of S, where T says that the pair is kept
-            seen = tl.where(t == float("-inf"), float("-inf"), s)
-            largest = tl.maximum(largest, tl.max(seen, 1))
-        before = m
-        m = tl.maximum(m, tl.max(t, 1) * unit)
-        # A query that has seen nothing yet has m = -inf, and exp2(-inf - 0) = 0 is what it needs.
-        base = tl.where(m == float("-inf"), 0.0, m)
-        p = tl.exp2(t * unit - base[:, None])
-        rescale = tl.exp2(before - base)
-        l = l * rescale + tl.sum(p, 1)
+        p, rescale, state = weigh(state, t, unit, s, HOW.track_max)
         if HOW.shared:
             v_tile = (k_tile[0],)
         else:
             v_tile = in_dtype(
                 tiles.load(v_at, of_key[1], UNIT, live, DV), q_tile[0].dtype, HOW
             )  # fmt: skip
-        acc = tiles.add_product(tiles.times(acc, rescale[:, None]), p, v_tile, PRECISION)
-    return Softmax(acc, m, l, largest)
+        acc = tiles.add_product(tiles.times(state.acc, rescale[:, None]), p, v_tile, PRECISION)
+        state = Softmax(acc, state.m, state.l, state.largest)
+    return state
 
 
 @triton.jit
@@ -299,30 +297,16 @@ def _in_dtype(x, dtype: tl.constexpr, HOW: tl.constexpr):
 def finish(pointers, cache, sizes, tile, state, HOW: tl.constexpr):
     """Write the results of a tile."""
     DV: tl.constexpr = HOW.dv
-    acc, m, l, largest = state
     if pointers.row_max is not None:
-        tl.store(pointers.row_max + tile.place, or_nan(m * LN2, l), mask=tile.live)
+        tl.store(pointers.row_max + tile.place, or_nan(state.m * LN2, state.l), mask=tile.live)
     if pointers.top is not None:
-        if not HOW.track_max:
-            largest = m * LN2  # S is T
-        tl.store(pointers.top + tile.place, or_nan(largest, l), mask=tile.live)
+        largest = state.largest if HOW.track_max else state.m * LN2  # where not kept, S is T
+        tl.store(pointers.top + tile.place, or_nan(largest, state.l), mask=tile.live)
     if pointers.sink is not None:
-        s = tl.load(pointers.sink + tile.h).to(tl.float32) * LOG2E
-        before = m
-        m = tl.maximum(m, s)
-        base = tl.where(m == float("-inf"), 0.0, m)
-        rescale = tl.exp2(before - base)
-        l = l * rescale + tl.exp2(s - base)
-        acc = tiles.times(acc, rescale[:, None])
-    tl.store(pointers.lse + tile.place, (m + tl.log2(l)) * LN2, mask=tile.live)
-    by = 1.0 / tl.where(l == 0.0, 1.0, l)  # a query that sees nothing gets 0
+        state = with_sink(state, tl.load(pointers.sink + tile.h))
+    tl.store(pointers.lse + tile.place, log_sum_exp(state.m, state.l), mask=tile.live)
+    by = reciprocal(state.l)
     if cache.v_scale is not None:
         of_v = tile.row * sizes.v_scale_b + tile.head * sizes.v_scale_h
         by = by * tl.load(cache.v_scale + of_v, mask=tile.row < sizes.b, other=0.0)
-    tiles.store(pointers.out, tile.place, tile.live, tiles.times(acc, by[:, None]), DV)
-
-
-@triton.jit
-def or_nan(x, l):
-    """x, or NaN where the sum of a row is: a maximum skips NaN, and none shall be hidden."""
-    return tl.where((l != l) & (x != float("inf")), float("nan"), x)
+    tiles.store(pointers.out, tile.place, tile.live, tiles.times(state.acc, by[:, None]), DV)

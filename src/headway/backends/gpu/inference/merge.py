@@ -9,24 +9,14 @@ one ends. So it has memory for two partial results. Of the CTAs of a unit, the l
 them together, in the order of the keys: the same bits in every run. Nobody waits for anybody.
 """
 
-from typing import Any, NamedTuple
-
 import triton.language as tl
 
 import triton
 
 from ..device import tiles
+from ..device.softmax import Softmax
 
 AT_ONCE = tl.constexpr(32)  # partial results whose maxima are read at once
-
-
-class Softmax(NamedTuple):
-    """The state of an online softmax, per row of a tile."""
-
-    acc: Any  # Σ exp2(T − m) v, in pieces
-    m: Any  # the largest T so far, in units of log 2
-    l: Any  # Σ exp2(T − m)
-    largest: Any  # the largest S so far, if `How.track_max`; else m
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from ...base import Call
 from ..codegen.emit import Text, functions
 from ..codegen.int_ranges import POSITION_LIMIT
 from ..counters import FIRST_FLAG, FLAGS
-from ..device import maths, tiles
+from ..device import maths, softmax, tiles
 from ..products import bits_of
 from ..runtime.call_plan import cached, disguised, far, readable
 from ..runtime.launcher import CallArguments, KernelLauncher
@@ -31,7 +31,7 @@ from .config import KEYS, Config, configs, rows_of_tile
 from .kernel import How, Pointers
 from .work import Cache, Coords, Sizes
 
-_SOURCES = maths, tiles, work, merge, kernel
+_SOURCES = maths, tiles, softmax, work, merge, kernel
 _E4M3 = torch.float8_e4m3fn
 INT32 = 1 << 29  # smaller integers are of 32 bits, `disguised` too
 _NO_CACHE = KV(None)  # type: ignore[arg-type]
