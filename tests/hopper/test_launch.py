@@ -22,7 +22,7 @@ from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.gpu.runtime import call_plan as plans
-from headway.backends.gpu.runtime import tile_counter
+from headway.backends.gpu.runtime import parallel_compile, tile_counter
 from headway.backends.hopper import launch, launch_plan
 from headway.backends.hopper.bwd import segment_table
 from headway.backends.hopper.bwd.plan import BackwardPlan
@@ -52,10 +52,11 @@ def uncompiled(device, monkeypatch):
     """Launches are written down, and no kernel is compiled: for tests of which ones there are."""
 
     def write_down(self, *args, grid, warmup, **options):
-        assert not warmup
-        device.launches.append((self.__name__, args))
+        if not warmup:
+            device.launches.append((self.__name__, args))
 
     monkeypatch.setattr(JITFunction, "run", write_down)
+    monkeypatch.setattr(parallel_compile, "compile_in_parallel", lambda *of: None)
     plans.clear()
     yield
     plans.clear()

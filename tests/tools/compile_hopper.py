@@ -95,6 +95,8 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
+        if warmup:  # before it is launched
+            return
         made = run(self, *args, grid=grid, warmup=True, **kwargs)
         found.append((self.__name__, made))
         # What a launch would compile, by versions that do: it takes apart all the kernel is given.

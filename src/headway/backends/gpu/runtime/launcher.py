@@ -92,6 +92,8 @@ class KernelLauncher:
         elif not plain or self.compiled is None:
             wait_for_begun()
             wait_to_launch()
+            if plain and self.launched_directly(args, tensors, arguments, addresses):
+                return
             compiled = self.fn[self.grid](*args, **self.options)
             # The interpreter returns nothing to launch again.
             reusable = plain and hasattr(compiled, "packed_metadata")
@@ -103,6 +105,21 @@ class KernelLauncher:
             run, loaded = self.compiled.run, (self.compiled.function, self.compiled.packed_metadata)
             stream = self.stream(self.index)
             run(*self.grid, stream, *loaded, None, None, None, *args, *self.constants)
+
+    def launched_directly(
+        self, args: tuple, tensors: Sequence[Tensor | None], arguments: CallArguments,
+        addresses: Sequence[int],
+    ) -> bool:  # fmt: skip
+        """Launch a kernel that Triton finds or compiles, and neither loads nor launches: that takes
+        a C compiler, and loads anew what another kind of call has loaded. False where that is
+        impossible."""
+        if profiled() or not isinstance(self.fn, triton.JITFunction):
+            return False
+        compiled = self.fn.warmup(*args, grid=self.grid, **self.options)
+        if not self.use_driver(compiled, tensors, arguments):
+            return False
+        assert self.launch is not None
+        return self.launch(self.stream(self.index), addresses, arguments.floats)
 
     def use_driver(
         self, compiled: Any, tensors: Sequence[Tensor | None], arguments: CallArguments
