@@ -37,22 +37,30 @@ def run(c: Caches, *mods: Any, device: str = "cpu", **options: Any) -> Any:
     )
 
 
-def masks_and_scores(dtype: torch.dtype, device: str = "cpu", some: slice = slice(None)) -> float:
-    c = caches(LENGTHS, 4, 2, q_len=3, page=8, dtype=dtype)
-    slopes, sink = torch.rand(4), torch.randn(4)
-    ends, ids = torch.tensor([1, 0, 20, 5, 17, 100]), torch.arange(160) // 30
-    window = hw.causal() & hw.sliding_window(20)
-    mods = [
-        (None, window, {}),
+def mods(device: str) -> list[tuple[Any, Any, dict]]:
+    """Scores, masks and options; what they capture lies on the device."""
+    draw = torch.Generator().manual_seed(0)
+    slopes = torch.rand(4, generator=draw).to(device)
+    sink = torch.randn(4, generator=draw).to(device)
+    ends = torch.tensor([1, 0, 20, 5, 17, 100], device=device)
+    ids = torch.arange(160, device=device) // 30
+    return [
+        (None, hw.causal() & hw.sliding_window(20), {}),
         (hw.alibi(slopes), hw.causal(), {"sink": sink}),
         (hw.softcap(2.0), hw.padding(ends), {}),
         (None, hw.chunked(16), {"scale": -0.3}),
         (lambda s, b, h, i, j: s * slopes[h] + b, hw.causal() | hw.prefix(4), {}),
         (None, lambda b, h, i, j: ~((j > i - 9 * h) & (j // 3 >= 5)), {}),
         (None, hw.document(ids) & hw.causal(), {"scale": 0.0}),
-    ]  # fmt: skip
+    ]
+
+
+def masks_and_scores(dtype: torch.dtype, device: str = "cpu", some: slice = slice(None)) -> float:
+    c = caches(LENGTHS, 4, 2, q_len=3, page=8, dtype=dtype)
+    pairs = zip(mods(device)[some], mods("cpu")[some], strict=True)
     return max(
-        off(run(c, *of, device=device, **more), by_rows(c, *of, **more)) for *of, more in mods[some]
+        off(run(c, *of, device=device, **more), by_rows(c, *right, **others))
+        for (*of, more), (*right, others) in pairs
     )
 
 
@@ -122,11 +130,12 @@ def latent(heads: int, dtype: torch.dtype, device: str = "cpu") -> float:
 def lengths_change(dtype: torch.dtype, device: str = "cpu") -> float:
     """The same launch on other lengths, as in a CUDA graph."""
     c, worst = caches([33, 64, 2], 4, 2, page=16, dtype=dtype), 0.0
-    mask = hw.causal() & hw.padding(torch.tensor([40, 40, 40]))
+    ends = torch.tensor([40, 40, 40])
+    mask, right = [hw.causal() & hw.padding(ends.to(where)) for where in (device, "cpu")]
     for lengths in ([33, 64, 2], [1, 0, 1], [17, 63, 2]):
         c.lengths.copy_(torch.tensor(lengths))
         worst = max(
-            worst, off(run(c, mask=mask, device=device), by_rows(cut(c, lengths), mask=mask))
+            worst, off(run(c, mask=mask, device=device), by_rows(cut(c, lengths), mask=right))
         )
     return worst
 

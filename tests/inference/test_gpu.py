@@ -16,22 +16,25 @@ from headway.backends.gpu.inference import plan
 from . import gpu_kernel as kernel
 from .gather import by_rows, caches
 
-CASES = [
-    kernel.masks_and_scores, kernel.strides, kernel.packed, kernel.float8, kernel.lengths_change,
-    kernel.placement, *[partial(kernel.groups, n) for n in (1, 5, 7, 8, 20, 40)],
-    *[partial(kernel.latent, n) for n in (3, 16, 40, 128)],
-]  # fmt: skip
+SHAPES = {
+    "masks and scores": kernel.masks_and_scores, "strides": kernel.strides,
+    "packed": kernel.packed, "float8": kernel.float8, "lengths change": kernel.lengths_change,
+    "placement": kernel.placement,
+    **{f"groups of {n}": partial(kernel.groups, n) for n in (1, 5, 7, 8, 20, 40)},
+    **{f"latent, {n} heads": partial(kernel.latent, n) for n in (3, 16, 40, 128)},
+}  # fmt: skip
+CASES = [pytest.param(case, id=name) for name, case in SHAPES.items()]
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_half(case, dtype):
     assert case(dtype=dtype, device="cuda") < 0.01
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("highest", 1e-5), ("high", 3e-3)])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES)
 def test_float32(case, precision, bound):
     before = torch.get_float32_matmul_precision()
     try:
@@ -69,7 +72,8 @@ def test_a_graph_on_other_lengths(page):
     with torch.cuda.graph(graph):
         made = run()
     for lengths in ([300, 7, 64, 0], [1, 0, 63, 0], [299, 3, 17, 0]):
-        n.copy_(torch.tensor(lengths))
+        c.lengths.copy_(torch.tensor(lengths))
+        n.copy_(c.lengths)
         run()
         graph.replay()
         right = by_rows(kernel.cut(c, lengths), mask=mask)
