@@ -133,3 +133,17 @@ def test_file_is_short(path: Path):
     lines = code_lines(path.read_text(encoding="utf-8"))
     most = KERNEL if path.stem.startswith("kernel") else LONGEST
     assert lines <= most, f"{path.name} has {lines} lines of code: give a part a file of its own"
+
+
+def test_no_unrolled_loop_names_a_constant():
+    """Triton refuses a constexpr that is defined twice, in the second turn of an unrolled loop: for
+    a width of two pieces alone, say."""
+    found = [
+        f"{file}:{named.lineno}"
+        for file in SOURCES
+        for loop in ast.walk(ast.parse(file.read_text()))
+        if isinstance(loop, ast.For) and "static_range" in ast.unparse(loop.iter)
+        for named in ast.walk(loop)
+        if isinstance(named, ast.AnnAssign) and "constexpr" in ast.unparse(named.annotation)
+    ]
+    assert not found

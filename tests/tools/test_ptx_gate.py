@@ -1,4 +1,4 @@
-"""The comparison of PTX takes what is the same for the same, and nothing else; no kernel is compiled."""
+"""The comparison of PTX takes what is the same for the same, and nothing else."""
 
 import subprocess
 import sys
@@ -165,3 +165,15 @@ def test_a_name_that_no_backend_has_is_an_error():
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     assert done.stdout == "found\n"
     assert "LookupError: no module of headway.backends has a function two_pass" in done.stderr
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_all_launches_of_a_call_are_compiled(tmp_path):
+    code = "from ptx_gate import KINDS, compiled\n"
+    code += "for name, text in compiled(KINDS['triton-sm80-f32-64-learned']): print(name, len(text))"
+    folder = Path(ptx_gate.__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert {"forward", "backward_q", "backward_kv"} <= {*found}, found
+    assert all(int(size) > 1000 for size in found.values())

@@ -85,12 +85,16 @@ def _pointers(partials, at, acc, i, HOW: gl.constexpr):
     pieces = ()
     column = 0
     for n in gl.static_range(len(acc)):
-        rows = row_vector(row, acc[n].shape[1])[:, None]
-        layout: gl.constexpr = gl.SliceLayout(0, acc_layout(acc[n].shape[1]))
-        j = gl.arange(0, acc[n].shape[1], layout=layout)[None, :]
-        pieces = pieces + (partials + (rows + (column + j)),)  # noqa: RUF005
+        pieces = pieces + (partials + _offsets(row, column, acc[n].shape[1]),)  # noqa: RUF005
         column += acc[n].shape[1]
     return pieces, partials + (row + WIDTH)
+
+
+@gluon.jit
+def _offsets(row, column, WIDTH: gl.constexpr):
+    """Of a piece of acc, from the rows' offsets."""
+    j = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc_layout(WIDTH)))
+    return row_vector(row, WIDTH)[:, None] + (column + j)[None, :]
 
 
 @gluon.constexpr_function

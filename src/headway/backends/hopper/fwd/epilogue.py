@@ -100,10 +100,14 @@ def store_wide_out(acc, to, i, live, dv):
     """In float32, straight from registers: four threads write 32 bytes of a row."""
     column = 0
     for n in gl.static_range(len(acc)):
-        WIDTH: gl.constexpr = acc[n].shape[1]
-        rows = row_vector(i, WIDTH)[:, None]
-        there = row_vector(live, WIDTH)[:, None]
-        layout: gl.constexpr = gl.SliceLayout(0, acc_layout(WIDTH))
-        columns = column + gl.arange(0, WIDTH, layout=layout)[None, :]
-        gl.store(to + rows * dv + columns, acc[n], mask=there & (columns < dv))
-        column += WIDTH
+        _store_wide_piece(acc[n], to, i, live, dv, column)
+        column += acc[n].shape[1]
+
+
+@gluon.jit
+def _store_wide_piece(acc, to, i, live, dv, column):
+    WIDTH: gl.constexpr = acc.shape[1]
+    rows = row_vector(i, WIDTH)[:, None]
+    there = row_vector(live, WIDTH)[:, None]
+    columns = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc_layout(WIDTH)))[None, :]
+    gl.store(to + rows * dv + columns, acc, mask=there & (columns < dv))
