@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
           $(PY) -m pytest -n 2 --dist worksteal
 
 GPU_TESTS := tests/hopper/test_gpu.py tests/triton/test_gpu.py tests/blocks/test_gpu.py \
-             tests/integrations/test_gpu.py tests/inference/test_gpu.py
+             tests/integrations/test_gpu.py tests/inference/test_gpu.py tests/distributed/test_gpu.py
 
 .PHONY: help
 help: ## print this list

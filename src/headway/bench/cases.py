@@ -22,16 +22,23 @@ from ..mods import (
 from ..mods.base import ScoreFn
 from .case import BACKWARD, BUILD, FORWARD, Case, Target
 from .gpu_cases import GPU_CASES
+from .ranks_cases import RANK_CASES
 
 
 def every() -> tuple[Case, ...]:
-    """The cases for the CPU, then those for a GPU."""
-    return (*CASES, *GPU_CASES)
+    """The cases for the CPU, those for a GPU, those for several."""
+    return (*CASES, *GPU_CASES, *RANK_CASES)
 
 
-def select(wanted: tuple[str, ...], device: str) -> list[Case]:
-    """The cases for a device with one of these words as name, part of the name, or tag."""
-    here = [case for case in every() if torch.device(device).type in case.devices]
+def select(wanted: tuple[str, ...], device: str, ranks: bool = False) -> list[Case]:
+    """The cases for a device with one of these words as name, part of the name, or tag.
+
+    - `ranks`: those of one sequence over many cards, and no others.
+    """
+    here = [
+        case for case in every()
+        if torch.device(device).type in case.devices and (case.measure == "ranks") == ranks
+    ]  # fmt: skip
     if not wanted:
         return here
     for word in wanted:

@@ -62,7 +62,7 @@ class Truth:
         self.exact = self._plain(case, torch.float64)
         near = self._plain(case, x.q.dtype)
         self.limits = [
-            max(FACTOR * _distance(a, b), FLOOR) for a, b in zip(near, self.exact, strict=True)
+            max(FACTOR * distance(a, b), FLOOR) for a, b in zip(near, self.exact, strict=True)
         ]
 
     def _plain(self, case: Case, dtype: torch.dtype) -> list[Tensor]:
@@ -86,12 +86,13 @@ class Truth:
         learned = (f"d(learned {n})" for n in range(len(leaves) - 3))
         names = ("out", "dq", "dk", "dv", *learned)
         return [
-            Error(name, _distance(a, b), limit)
+            Error(name, distance(a, b), limit)
             for name, a, b, limit in zip(names, found, self.exact, self.limits, strict=False)
         ]
 
 
-def _distance(x: Tensor, exact: Tensor) -> float:
+def distance(x: Tensor, exact: Tensor) -> float:
+    """|x - exact| / |exact|, of the worst head; of all of it where there are no heads."""
     x, exact = x.double(), exact.double()
     if x.dim() < 3:
         return float((x - exact).norm() / exact.norm())

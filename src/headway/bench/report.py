@@ -19,7 +19,7 @@ STYLES = {PASS: "green", FAIL: "red", WRONG: "bold red", NOT_RUN: "yellow"}
 
 def run(options: Options, console: Console) -> int:
     """Run the bench in a terminal; 0, or 1 if a result was wrong. A missed target is not."""
-    cases = select(options.cases, options.device)
+    cases = select(options.cases, options.device, options.context_parallel)
     if options.output is None:
         console.print("nothing is written: --output FILE keeps the figures", soft_wrap=True)
     progress = Progress(

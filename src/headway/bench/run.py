@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ArgumentError
-from . import block_masks, child, decode, first_call, gpu
+from . import block_masks, child, decode, first_call, gpu, ranks
 from .case import Case
 from .cases import select
 from .machine import Machine, has_amx, here, load
@@ -31,6 +31,8 @@ class Options:
     """Names, parts of names, or tags; all cases if none is given."""
     device: str = "cpu"
     """cpu, or cuda."""
+    context_parallel: bool = False
+    """The cases of one sequence over all cards of this machine, and no others."""
     threads: int = 2
     """Of PyTorch, on the CPU."""
     repeats: int = 7
@@ -72,7 +74,7 @@ def bench(
     `begin` is called before a case, `tick` after every round of timings, `show` after a case, when
     its lines are in the CSV. PyTorch's number of threads is put back afterwards.
     """
-    cases = select(options.cases, options.device)
+    cases = select(options.cases, options.device, options.context_parallel)
     threads = torch.get_num_threads()
     torch.set_num_threads(options.threads)
     try:
@@ -132,4 +134,5 @@ MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "decode, host": decode.grows,
     "block mask": block_masks.measure,
     "training": training,
+    "ranks": ranks.measure,
 }

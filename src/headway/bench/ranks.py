@@ -1,0 +1,136 @@
+"""Context parallel: one sequence over all cards of this machine, next to one card that has as many
+pairs, Headway's other plans, and what PyTorch has.
+
+One process per card (on the CPU two, over gloo) is started for all cases of a run and answers case
+after case (`ranks_process.py`). A case that gives no answer in time ends its processes; the next
+one starts anew.
+"""
+
+import atexit
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .case import BACKWARD, FORWARD, Case
+from .results import NOT_RUN, Result
+from .timing import Tick
+
+TAG = "context parallel"
+ONE_CARD = "one card"
+PATIENCE = 150.0  # seconds for a case
+
+
+def measure(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
+    """The rows of a case: every contestant, forward and backward, and the memory."""
+    ranks = Ranks.of(device)
+    found = ranks.ask({"case": case.name, "repeats": repeats})
+    tick()
+    if "error" in found:
+        return [Result(case.name, "", "headway", verdict=NOT_RUN, note=found["error"])]
+    results = [Result(**row) for row in found["rows"]]
+    return [judged(case, r, results, found["ranks"]) for r in results]
+
+
+def judged(case: Case, result: Result, results: list[Result], ranks: int) -> Result:
+    """With what is asked of Headway, next to the better of its peers."""
+    if result.contestant != "headway" or result.gflops is None:
+        return result
+    here = [r for r in results if r.direction == result.direction and r.gflops is not None]
+    speed = {r.contestant: r.gflops for r in here}
+    local = "documents" in case.name
+    least = {FORWARD: 0.90, BACKWARD: 0.90} if local else {FORWARD: 0.97, BACKWARD: 0.95}
+    asked = []
+    if ONE_CARD in speed:
+        asked.append((least[result.direction], ONE_CARD, speed[ONE_CARD]))
+    peers = {name: x for name, x in speed.items() if name.startswith("torch")}
+    if peers:
+        best = max(peers, key=lambda name: peers[name])
+        times = 1.4 if case.length // ranks <= 8192 else {FORWARD: 1.15, BACKWARD: 1.2}[
+            result.direction
+        ]  # fmt: skip
+        asked.append((times, best, peers[best]))
+    if not asked:
+        return result
+    words = ", ".join(f">= {times}x {name}" for times, name, _ in asked)
+    return result.asked(words, all(result.gflops >= times * x for times, _, x in asked))
+
+
+class Ranks:
+    """Processes that form a group, as long as they answer."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.processes = device, []  # type: ignore[var-annotated]
+
+    @staticmethod
+    @lru_cache
+    def of(device: str) -> "Ranks":
+        """Those of a device, for all cases."""
+        made = Ranks(device)
+        atexit.register(made.end)
+        return made
+
+    def start(self) -> None:
+        """One process per card; two on the CPU."""
+        count = torch.cuda.device_count() if self.device == "cuda" else 2
+        if count < 2:
+            raise RuntimeError("one sequence over many cards wants two or more; here is one")
+        self.folder = tempfile.TemporaryDirectory()
+        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+        for rank in range(count):
+            asked = {
+                "rank": rank, "ranks": count, "device": self.device,
+                "store": str(Path(self.folder.name) / "store"),
+            }  # fmt: skip
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.ranks_process", json.dumps(asked)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                stderr=open(Path(self.folder.name) / f"{rank}.txt", "w"),  # noqa: SIM115
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+            )  # fmt: skip
+            self.processes.append(process)
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """What the first rank says; `error` where one ends, or nothing comes."""
+        if not self.processes:
+            try:
+                self.start()
+            except RuntimeError as error:
+                return {"error": str(error)}
+        for process in self.processes:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+        line = self.line()
+        if line:
+            return json.loads(line)
+        said = [(Path(self.folder.name) / f"{n}.txt").read_text().strip().splitlines()[-1:]
+                for n in range(len(self.processes))]  # fmt: skip
+        self.end()
+        return {"error": f"no answer; the ranks' last words: {said}"[:400]}
+
+    def line(self) -> str:
+        """A line of the first rank; empty if it ends, another one ends, or time is up."""
+        first, until = self.processes[0], time.monotonic() + PATIENCE
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(first.stdout, selectors.EVENT_READ)
+            while time.monotonic() < until:
+                if waiting.select(1.0):
+                    return first.stdout.readline()
+                if any(process.poll() is not None for process in self.processes):
+                    return ""
+        return ""
+
+    def end(self) -> None:
+        """Kill what is left of them."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.processes = []

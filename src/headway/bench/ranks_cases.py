@@ -1,0 +1,82 @@
+"""The cases of context parallel, those that are worth most first. Lengths are of all ranks: on two,
+four and eight cards 16k, 32k and 64k tokens are 8k a card, 128k, 256k and 512k are 64k a card.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mods import Mask, alibi, causal, document, prefix, relative_bias, sliding_window
+from .case import Case
+
+WINDOW = 4096
+
+
+def documents(length: int) -> Mask:
+    """Packed documents, an eighth of the sequence in the mean and a quarter at most."""
+    draw = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while sum(lengths) < length:
+        share = 0.005 + 0.245 * float(torch.rand((), generator=draw, device="cpu"))
+        lengths.append(max(1, int(share * length)))
+    lengths[-1] -= sum(lengths) - length
+    ids = torch.repeat_interleave(torch.tensor(lengths, device="cpu"))
+    return causal() & document(ids.to(torch.get_default_device()))
+
+
+def _window(length: int) -> Mask:
+    return causal() & sliding_window(min(WINDOW, length // 4))
+
+
+def _prefix(length: int) -> Mask:
+    return causal() | prefix(length // 8)
+
+
+def _table(heads: int, length: int) -> Tensor:
+    n = 2 * length - 1
+    return torch.arange(heads * n, dtype=torch.float32).view(heads, n).sin_().requires_grad_()
+
+
+def _biased(heads: int, length: int) -> Any:
+    return relative_bias(_table(heads, length))
+
+
+MASKS: dict[str, Callable[[int], Mask]] = {
+    "documents": documents, "window": _window, "prefix": _prefix,
+}  # fmt: skip
+
+
+def _case(name: str, hq: int, hk: int, length: int, **more: Any) -> Case:
+    mask = partial(MASKS[name], length) if name in MASKS else causal
+    size = f"{length >> 10}k"
+    return Case(
+        f"ranks-{name}-{hq}-{hk}-{size}", 1, hq, hk, length, 128, mask=mask, measure="ranks",
+        **{"dtype": "bfloat16", "tags": ("ranks", name), "devices": ("cuda",)} | more,
+    )  # fmt: skip
+
+
+_K = 1 << 10
+RANK_CASES: tuple[Case, ...] = (
+    _case("causal", 32, 8, 16 * _K),
+    _case("causal", 32, 8, 64 * _K),
+    _case("documents", 32, 8, 64 * _K),
+    _case("causal", 64, 8, 16 * _K),
+    _case("causal", 32, 8, 512 * _K),
+    _case("window", 32, 8, 16 * _K),
+    _case("window", 32, 8, 512 * _K),
+    _case("causal", 64, 8, 64 * _K),
+    _case("alibi", 32, 8, 16 * _K, score=lambda: alibi(32)),
+    _case("bias", 32, 8, 16 * _K, score=partial(_biased, 32, 16 * _K)),
+    _case("prefix", 32, 8, 64 * _K),
+    _case("documents", 64, 8, 16 * _K),
+    _case("causal", 32, 8, 32 * _K),
+    _case("causal", 64, 8, 32 * _K),
+    _case("causal", 64, 8, 128 * _K),
+    _case("documents", 64, 8, 128 * _K),
+    _case("causal", 64, 8, 256 * _K),
+    _case("window", 64, 8, 128 * _K),
+    _case("causal", 4, 2, 2 * _K, dtype="float32", devices=("cpu",)),
+)

@@ -1,0 +1,299 @@
+"""One rank of `ranks.py`: questions on standard input, a case each; the first rank answers on
+standard output.
+
+Every rank makes the whole tensors from the case's seed and keeps its own part. A contestant is
+checked first: out of some rows of every head, and the gradients that follow from these rows, next
+to the definition in float64 (`check.py`). Then contestants are timed in turns; a sample is the time
+of the slowest rank. Backwards are timed on one forward.
+"""
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import explain
+from ..api import attention
+from ..distributed import Layout
+from ..mods import causal
+from .case import BACKWARD, FORWARD, Case, Inputs, Unavailable, inputs, size
+from .cases import every
+from .check import Truth, distance
+from .ranks import ONE_CARD
+from .ranks_peers import KERNELS, context_parallel, flex, sdpa
+from .results import NOT_RUN, WRONG, Result
+from .timing import Timing, between, mark, wait
+
+PLANS = "gather", "ring", "ulysses"
+LONGEST = 1 << 17  # tokens: beyond, nothing is checked, and Headway's default is timed alone
+BUSY = 20e-3  # seconds of a sample
+
+
+class Contestant(NamedTuple):
+    """A call on this rank's tensors.
+
+    - `given`: this rank's part of the tensors, as the call sees them.
+    - `pairs`: that all ranks keep together.
+    """
+
+    forward: Callable[[], Tensor]
+    given: Inputs
+    pairs: int
+
+
+def main(question: dict[str, Any]) -> None:
+    """Answer until standard input ends."""
+    rank, ranks, device = question["rank"], question["ranks"], question["device"]
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    backend = {"cuda": "nccl", "cpu": "gloo"}[device]
+    dist.init_process_group(
+        backend, init_method=f"file://{question['store']}", rank=rank, world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    cases = {case.name: case for case in every()}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        rows = answer(cases[asked["case"]], device, asked["repeats"])
+        if rank == 0:
+            said = json.dumps({"ranks": ranks, "rows": [asdict(r) for r in rows]})
+            sys.stdout.write(said + "\n")
+            sys.stdout.flush()
+    os._exit(0)  # threads of the group may outlive Python
+
+
+def answer(case: Case, device: str, repeats: int) -> list[Result]:
+    """The rows of a case."""
+    whole = inputs(case, device)
+    layout = layout_of(case, whole)
+    pairs = size(case, whole.mask).pairs
+    rows: list[Result] = []
+    with ExitStack() as stack:
+        found = contestants(case, whole, layout, pairs, stack, rows)
+        if case.length <= LONGEST:
+            truth = Truth(case, whole)
+            for name, one in list(found.items()):
+                if name == ONE_CARD:
+                    continue
+                said = checked(case, name, one, whole, layout, truth)
+                if said is not None:
+                    rows.append(said)
+                    del found[name]
+            del truth
+        del whole
+        for direction in (FORWARD, BACKWARD):
+            rows += timed(case, found, direction, device, repeats)
+        if device == "cuda" and "headway" in found:
+            rows += memory(case, found["headway"])
+    told = str(explained(case, found["headway"].given, layout)) if "headway" in found else ""
+    return [replace(r, note=told) if r.contestant == "headway" and not r.note else r for r in rows]
+
+
+def layout_of(case: Case, whole: Inputs) -> Layout:
+    """Documents balanced, windows in order, all else zigzag."""
+    group = dist.group.WORLD
+    if "documents" in case.name:
+        return Layout.balanced(case.length, group, whole.mask)
+    if "window" in case.name:
+        return Layout.contiguous(case.length, group)
+    return Layout.zigzag(case.length, group)
+
+
+def explained(case: Case, x: Inputs, layout: Layout) -> str:
+    """What the layout and the plan do."""
+    said = explain(x.q, x.k, x.v, x.score, x.mask, layout=layout)
+    kept = [
+        s for s in str(said).splitlines() if s.strip().startswith(("layout:", "keys:", "plan:"))
+    ]
+    return "; ".join(s.strip() for s in kept)
+
+
+def part(whole: Inputs, layout: Layout) -> Inputs:
+    """This rank's tensors; what scores learn is everybody's."""
+    cut = lambda x: layout.shard(x.detach(), 2).contiguous()
+    q, k, v = (cut(x).requires_grad_() for x in (whole.q, whole.k, whole.v))
+    return whole._replace(q=q, k=k, v=v, dout=cut(whole.dout))
+
+
+def contestants(
+    case: Case, whole: Inputs, layout: Layout, pairs: int, stack: ExitStack, rows: list[Result]
+) -> dict[str, Contestant]:
+    """Headway, its plans, one card, and PyTorch's."""
+    mine = part(whole, layout)
+    ours = lambda at: lambda: attention(mine.q, mine.k, mine.v, mine.score, mine.mask, layout=at)
+    found = {"headway": Contestant(ours(layout), mine, pairs)}
+    if case.length > LONGEST:
+        return found
+    for plan in PLANS:
+        found[f"headway, {plan}"] = Contestant(ours(layout.using(plan)), mine, pairs)
+    found[ONE_CARD] = one_card(case, layout.ranks)
+    if case.score is None and whole.q.is_cuda and str(whole.mask) == str(causal()):
+        stack.enter_context(context_parallel())
+        for kernel in KERNELS:
+            make = partial(sdpa, mine, kernel)
+            _try(case, f"torch {kernel}", make, mine, pairs, found, rows)
+    if case.score is None and whole.q.is_cuda and case.length <= 1 << 16:
+        _try(case, "torch flex", partial(flex, mine, layout), mine, pairs, found, rows)
+    return found
+
+
+def _try(
+    case: Case, name: str, make: Callable[[], Callable[[], Tensor]], given: Inputs, pairs: int,
+    found: dict[str, Contestant], rows: list[Result],
+) -> None:  # fmt: skip
+    """Add a peer that works on all ranks."""
+    try:
+        forward, why = make(), ""
+        out = forward()
+        torch.autograd.grad(out, given.leaves[:3], given.dout)
+    except Exception as error:  # noqa: BLE001 the table says it
+        why = str(Unavailable.because(error))
+    if _anywhere(bool(why)):
+        note = why or "could not run on another rank"
+        rows.append(Result(case.name, "", name, verdict=NOT_RUN, note=note))
+    else:
+        found[name] = Contestant(forward, given, pairs)
+
+
+def one_card(case: Case, ranks: int) -> Contestant:
+    """A sequence so short that a card has as many pairs as a rank has: of a mask that keeps a share
+    of the square, by the root of the number of ranks; of windows and documents, by that number."""
+    local = any(word in case.name for word in ("window", "documents"))
+    length = round(case.length / (ranks if local else ranks**0.5) / 128) * 128
+    short = replace(case, length=length)
+    short = replace(short, mask=_remade(case.mask, length), score=_remade(case.score, length))
+    x = inputs(short, "cuda" if torch.cuda.is_available() else "cpu")
+    return Contestant(x.headway, x, size(short, x.mask).pairs * ranks)
+
+
+def _remade(make: Any, length: int) -> Any:
+    """What makes a mask or score of a length, for another one."""
+    return partial(make.func, *make.args[:-1], length) if isinstance(make, partial) else make
+
+
+def _anywhere(flag: bool) -> bool:
+    """Whether it is so on any rank."""
+    at = torch.tensor(int(flag), device=_device())
+    dist.all_reduce(at, dist.ReduceOp.MAX)
+    return bool(at)
+
+
+def _device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def checked(
+    case: Case, name: str, one: Contestant, whole: Inputs, layout: Layout, truth: Truth
+) -> Result | None:
+    """A row if out or a gradient is wrong."""
+    dout = layout.shard(truth.dout, 2).contiguous()
+    out = one.forward()
+    grads = list(torch.autograd.grad(out, one.given.leaves, dout, allow_unused=True))
+    for g in grads[3:]:
+        dist.all_reduce(g)
+    full = [layout.unshard(x.detach(), 2) for x in (out, *grads[:3])]
+    full = [full[0][:, :, truth.rows], *full[1:], *grads[3:]]
+    for what, x, exact, limit in zip(
+        ("out", "dq", "dk", "dv", "d(learned)"), full, truth.exact, truth.limits, strict=False
+    ):
+        error = distance(x, exact)
+        if _anywhere(not error <= limit):
+            note = f"{what} is off by {error:.1e}, {limit:.1e} are allowed"
+            return Result(case.name, "", name, error=error, limit=limit, verdict=WRONG, note=note)
+    return None
+
+
+def timed(
+    case: Case, found: dict[str, Contestant], direction: str, device: str, repeats: int
+) -> list[Result]:
+    """A row for every contestant, of one direction."""
+    calls: dict[str, Callable[[], object]] = {}
+    for name, one in found.items():
+        calls[name] = one.forward
+        if direction == BACKWARD:
+            out, given = one.forward(), one.given
+            calls[name] = lambda out=out, x=given: torch.autograd.grad(
+                out, x.leaves, x.dout, retain_graph=True, allow_unused=True
+            )
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    number = {}
+    with torch.set_grad_enabled(direction == BACKWARD):
+        for name, call in calls.items():
+            call()
+            number[name] = max(1, round(BUSY / sample(call, 1, device)))
+        for turn in range(repeats):
+            for name in list(calls)[:: 1 if turn % 2 else -1]:
+                if sum(samples[name]) * number[name] < 3.0:
+                    samples[name].append(sample(calls[name], number[name], device))
+    rows, ranks = [], dist.get_world_size()
+    for name, of in samples.items():
+        flops = size_of(found[name].pairs, direction, case) / ranks
+        speed = flops / statistics.median(of) / 1e9
+        row = Result(case.name, direction, name, gflops=speed).timed(Timing.of(of))
+        rows.append(row)
+    ours = next((r.gflops for r in rows if r.contestant == "headway"), None)
+    return [replace(r, ratio=ours / r.gflops) if ours else r for r in rows]  # type: ignore[operator]
+
+
+def size_of(pairs: int, direction: str, case: Case) -> int:
+    """Products of kept pairs."""
+    d, dv = case.widths
+    return pairs * 2 * (d + dv if direction == FORWARD else 3 * d + 2 * dv)
+
+
+def sample(call: Callable[[], object], number: int, device: str) -> float:
+    """Seconds per call of the slowest rank."""
+    dist.barrier()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    wait(device)
+    start = mark(device)
+    for _ in range(number):
+        call()
+    took = torch.tensor(between(start, mark(device)) / number, device=device)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def memory(case: Case, one: Contestant) -> list[Result]:
+    """MB beyond what the call is given and gives back."""
+    x, rows = one.given, []
+    torch.cuda.synchronize()
+    keys = case.b * case.hk * case.length * sum(case.widths) * x.k.element_size()
+
+    def row(direction: str, before: int, kept: int) -> Result:
+        used = torch.tensor(float(torch.cuda.max_memory_allocated() - before - kept), device="cuda")
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        note = f"{float(used) / keys:.2f} of the keys and values of the sequence"
+        return Result(
+            case.name, f"{direction}, memory", "headway", unit="MB", median=float(used) / 1e6,
+            note=note,
+        )  # fmt: skip
+
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = one.forward()
+    kept = torch.cuda.memory_allocated() - before
+    rows.append(row(FORWARD, before, kept))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    grads = torch.autograd.grad(out, x.leaves, x.dout)
+    kept = sum(g.numel() * g.element_size() for g in grads)
+    rows.append(row(BACKWARD, before, kept))
+    return rows
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
