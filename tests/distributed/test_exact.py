@@ -11,7 +11,7 @@ import headway as hw
 from cases import CASES, Case, problem
 from headway.blocks import from_dense
 from headway.distributed import Layout
-from headway.distributed.exchange import routes, run
+from headway.distributed.exchange import collective, run
 from headway.distributed.exchange.stepwise import ByHeads
 from headway.errors import ArgumentError
 from processes import run_ranks
@@ -163,17 +163,16 @@ def narrow(world: int, rank: int) -> None:
 def bytes_sent(world: int, rank: int) -> None:
     """What is sent is what the plan says, and no more than the tiles that masks need."""
     sent = []
-    usual = routes.all_to_all
+    usual = collective.all_to_all
 
     def counted(out, given, to_get, to_give, group):
-        size = given[0].numel() if given.dim() > 1 and len(given) else 1
-        sent.append((sum(to_get) - to_get[rank]) * (out[0].numel() if len(out) else size))
+        sent.append(sum(to_get))  # numbers
         return usual(out, given, to_get, to_give, group)
 
     length, tile = 2000, 128
     mask = hw.causal() & hw.sliding_window(200)
     q, k, v = (torch.randn(1, h, length, 8) for h in (4, 2, 2))
-    routes.all_to_all = counted
+    collective.all_to_all = counted
     try:
         for layout in (Layout.contiguous(length, dist.group.WORLD), uneven(length, world, 3)):
             sent.clear()
@@ -188,7 +187,7 @@ def bytes_sent(world: int, rank: int) -> None:
             needed[i] = False
             assert sum(sent) <= int(needed.sum()) * 2 * 16
     finally:
-        routes.all_to_all = usual
+        collective.all_to_all = usual
 
 
 def documents_apart(world: int, rank: int) -> None:

@@ -17,7 +17,7 @@ from ...backends.base import Call, split
 from ...caches import Cache
 from ...errors import ArgumentError
 from ...types import Captured, Spec
-from .routes import all_gather
+from .collective import all_gather
 
 FIELDS = (
     "its local length", "the layout", "the layout of its keys", "the sizes (b, heads, widths)",

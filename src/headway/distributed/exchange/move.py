@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ...errors import ArgumentError
 from ..layout import NO_MESH, Layout
-from .routes import Gathering, Pieces, Routes
+from .collective import Collective
+from .routes import Pieces, Routes
 
 
 def group_of(layout: Layout) -> Any:
@@ -30,7 +31,10 @@ def resolved(name: str) -> Any:
 
 def unshard(layout: Layout, x: Tensor, dim: int) -> Tensor:
     """See `Layout.unshard`."""
-    routes = Gathering(Pieces(layout.table, layout.ranks), group_of(layout), x.device)
+    everything = np.array([[0, layout.length]])
+    routes = Routes(
+        Pieces(layout.table, layout.ranks), [everything] * layout.ranks, group_of(layout)
+    )
     return _Moved.apply(x.movedim(dim, 0), routes).movedim(0, dim)
 
 
@@ -39,8 +43,7 @@ def shift(layout: Layout, x: Tensor, by: int, dim: int, fill: float) -> Tensor:
     pieces = Pieces(layout.table, layout.ranks)
     wanted = [np.clip(pieces.of(r) + by, 0, layout.length) for r in range(layout.ranks)]
     kept = [w[w[:, 1] > w[:, 0]] for w in wanted]
-    routes = Routes(pieces, kept, group_of(layout), x.device)
-    rows = _Moved.apply(x.movedim(dim, 0), routes)
+    rows = _Moved.apply(x.movedim(dim, 0), Routes(pieces, kept, group_of(layout)))
     there = layout.positions.to(x.device) + by
     there = (there >= 0) & (there < layout.length)
     out = rows.new_full((layout.local, *rows.shape[1:]), fill)
@@ -48,15 +51,22 @@ def shift(layout: Layout, x: Tensor, by: int, dim: int, fill: float) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """Rows fetched from other ranks; their gradients go home."""
+    """Rows `(local, ...)` fetched from other ranks; their gradients go home."""
 
     @staticmethod
     def forward(ctx, x, routes):
         ctx.routes, ctx.local = routes, x.shape[0]
-        return routes.fetch(x.contiguous()).wait()
+        (found,) = Collective().fetch(routes, (_as_part(x),)).wait()
+        return found.view(routes.rows[routes.me], *x.shape[1:])
 
     @staticmethod
     def backward(ctx, grad):  # pyrefly: ignore[bad-override]
         total = grad.new_zeros((ctx.local, *grad.shape[1:]))
-        ctx.routes.home(grad).add_to(total)
+        Collective().home(ctx.routes, (_as_part(grad),)).add_to((_as_part(total),))
         return total, None
+
+
+def _as_part(x: Tensor) -> Tensor:
+    """(tokens, ...) as (1, 1, tokens, width)."""
+    width = x[0].numel() if len(x) else int(np.prod(x.shape[1:]))
+    return x.reshape(1, 1, x.shape[0], width)

@@ -13,6 +13,7 @@ from ...operators import call_of
 from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..layout import digest
 from .agreement import UNPLANNED, agree, fields_of
+from .collective import Collective
 from .move import resolved
 from .plans import plan_of
 from .routes import Pieces
@@ -77,7 +78,9 @@ def _planned(
     pieces = [Pieces(table, ranks) for table in tables] if found is None else found[1]
     _check_local(call, rank, *pieces)
     if found is None:
-        setting = setting_of(spec, call, pieces[0], pieces[1], group, rank, wire.own_tiles)
+        setting = setting_of(
+            spec, call, pieces[0], pieces[1], group, rank, wire.own_tiles, Collective()
+        )
         plan = plan_of(wire.plan, setting, wire.own_tiles)
         found = _plans.put(key, (plan, pieces, call.tiles))
     return found[0]

@@ -1,4 +1,4 @@
-"""What a plan is made for, what it does, and how keys and values are packed for the way."""
+"""What a plan is made for, and what it does."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...backends.base import Call, graphs, split
 from ...errors import ArgumentError
-from ...types import Forward, Grads, Spec, acc_dtype, in_dtype
+from ...types import Forward, Grads, Spec, acc_dtype
 from .cost import Sizes
 from .needs import Whole, stretches_of, whole_of
-from .routes import Pieces
+from .routes import Pieces, Transport
 
 Needs = tuple[bool, ...]
 
@@ -35,6 +35,7 @@ class Setting:
     device: torch.device
     whole: Whole | None
     offsets: tuple[int, int]
+    transport: Transport
 
     def wanted(self, heads: range) -> tuple[list[np.ndarray], np.ndarray | None]:
         """Stretches of keys that every rank's queries read, and this rank's needed tiles."""
@@ -80,8 +81,9 @@ class Plan:
 
 
 def setting_of(
-    spec: Spec, call: Call, q: Pieces, kv: Pieces, group: Any, rank: int, own_tiles: bool
-) -> Setting:
+    spec: Spec, call: Call, q: Pieces, kv: Pieces, group: Any, rank: int, own_tiles: bool,
+    transport: Transport,
+) -> Setting:  # fmt: skip
     """The setting of a call; its mask is decided for all ranks.
 
     **Raises:** `ArgumentError` where the pieces cut through tiles that are the caller's own.
@@ -103,21 +105,10 @@ def setting_of(
         if whole is None:
             whole = whole_of(mask, captured, None, None, *at)  # type: ignore[arg-type]
     sizes = Sizes(b, hq, hk, d, dv, call.q.dtype.itemsize)
-    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets)
+    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets, transport)
 
 
-# -- packing ---------------------------------------------------------------------------------------
-
-
-def rows_of(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """(b, h, n, d) and (b, h, n, dv) as rows of tokens, (n, b, h, d + dv)."""
-    return torch.cat([in_dtype(k, dtype), in_dtype(v, dtype)], -1).permute(2, 0, 1, 3).contiguous()
-
-
-def keys_of(rows: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """What `rows_of` put together."""
-    x = rows.permute(1, 2, 0, 3)
-    return x[..., :d], x[..., d:]
+# -- gradients ------------------------------------------------------------------------------------
 
 
 def exactly(spec: Spec, call: Call) -> tuple[Spec, Callable[[Call], Call]]:

@@ -14,8 +14,8 @@ from ...blocks import Tiles
 from ...types import Coords, Forward, Grads, Spec, acc_dtype
 from ..merge import merge
 from .needs import positions_of
-from .routes import Gathering, Returning, Routes
-from .setting import Plan, Setting, added, exactly, keys_of, rows_of
+from .routes import Arriving, Parts, Returning, Routes
+from .setting import Plan, Setting, added, exactly
 
 # -- heads and gather -----------------------------------------------------------------------------
 
@@ -40,6 +40,7 @@ class ByHeads(Plan):
 
     def __init__(self, name: str, setting: Setting, per_step: int) -> None:
         self.name, self.group_size = name, setting.sizes.hq // setting.sizes.hk
+        self.transport = setting.transport
         self.steps = list(self._steps(setting, per_step))
         s = setting.sizes
         self.received = sum(
@@ -64,59 +65,73 @@ class ByHeads(Plan):
             yield Step(heads, routes, coords, stretches, tiles, known)
 
     def _keys(self, s: Setting, of_q: range) -> tuple[Routes, np.ndarray, Tiles | None]:
-        if self.name == "gather":
-            tiles = None if s.whole is None else s.whole.of(of_q, s.rank, None)
-            return Gathering(s.kv, s.group, s.device), np.array([[0, s.kv.length]]), tiles
         wanted, needed = s.wanted(of_q)
+        if self.name == "gather":
+            wanted, needed = [np.array([[0, s.kv.length]])] * s.q.ranks, None
         tiles = None if s.whole is None else s.whole.of(of_q, s.rank, needed)
-        routes = Routes(s.kv, wanted, s.group, s.device)
-        return routes, wanted[s.rank], tiles
+        return Routes(s.kv, wanted, s.group), wanted[s.rank], tiles
 
     def forward(self, spec: Spec, call: Call) -> Forward:
         """See `Plan`."""
         found = [
-            get(spec.backend).forward(replace(spec, tiles=step.known), self._call(step, call, kv))
+            get(spec.backend).forward(replace(spec, tiles=step.known), self._call(step, call, *kv))
             for step, kv in self._arriving(call)
         ]
+        if len(found) == 1:
+            return found[0]
         return Forward(*[torch.cat(of, int(of[0].dim() > 1)) for of in zip(*found, strict=True)])
 
     def backward(self, spec, call, out, lse, dout, dlse, needs):
-        spec, exact = exactly(spec, call)
+        (spec, exact), acc = exactly(spec, call), acc_dtype(call.q.dtype)
         found: list[Grads] = []
-        total = rows_of(call.k, call.v, acc_dtype(call.q.dtype)).zero_()
-        going: tuple[Returning, Step] | None = None
+        dq, (dk, dv) = torch.empty_like(call.q, dtype=acc), zeros_like(call, acc)
+        going: tuple[Returning, Parts] | None = None
         for step, kv in self._arriving(call):
-            h = self._of_q(step)
-            part = exact(self._call(step, call, kv))
+            h, of_kv = self._of_q(step), _heads(step)
+            part = exact(self._call(step, call, *kv))
             grads = get(spec.backend).backward(
                 replace(spec, tiles=step.known), part, out[:, h], lse[:, h], dout[:, h],
                 None if dlse is None else dlse[:, h], needs,
             )  # fmt: skip
-            before, going = going, (step.routes.home(rows_of(grads.k, grads.v, total.dtype)), step)
-            _come_home(before, total)  # beside this step's, which is on its way
+            before = going
+            going = (
+                self.transport.home(step.routes, (grads.k.to(acc), grads.v.to(acc))),
+                (dk[:, of_kv], dv[:, of_kv]),
+            )
+            _come_home(before)  # beside this step's, which is on its way
+            if len(self.steps) == 1:
+                dq = grads.q
+            else:
+                dq[:, h] = grads.q
             found.append(grads)
-        _come_home(going, total)
+        _come_home(going)
         sinks = [g.sink for g in found if g.sink is not None]
         return Grads(
-            torch.cat([g.q for g in found], 1), *keys_of(total, call.k.shape[3]),
-            torch.cat(sinks) if sinks else None, added([g.captured for g in found]),
-        )  # fmt: skip
+            dq, dk, dv, torch.cat(sinks) if sinks else None, added([g.captured for g in found])
+        )
 
-    def _arriving(self, call: Call) -> Iterator[tuple[Step, Tensor]]:
-        """Every step with its keys and values, rows of tokens."""
-        rows = rows_of(call.k, call.v, call.k.dtype)
-        return _ahead(self.steps, lambda s: rows[:, :, s.heads.start : s.heads.stop])
+    def _arriving(self, call: Call) -> Iterator[tuple[Step, Parts]]:
+        """Every step with its keys and values."""
+
+        def fetch(step: Step) -> Arriving:
+            h = _heads(step)
+            return self.transport.fetch(step.routes, (call.k[:, h], call.v[:, h]))
+
+        return _ahead(self.steps, fetch)
 
     def _of_q(self, step: Step) -> slice:
         return slice(step.heads.start * self.group_size, step.heads.stop * self.group_size)
 
-    def _call(self, step: Step, call: Call, rows: Tensor) -> Call:
+    def _call(self, step: Step, call: Call, k: Tensor, v: Tensor) -> Call:
         h = self._of_q(step)
-        k, v = keys_of(rows, call.k.shape[3])
         sink = None if call.sink is None else call.sink[h]
         return call.replace(
             q=call.q[:, h], k=k, v=v, sink=sink, coords=step.coords, tiles=step.tiles
         )
+
+
+def _heads(step: Step) -> slice:
+    return slice(step.heads.start, step.heads.stop)
 
 
 # -- ring -----------------------------------------------------------------------------------------
@@ -128,7 +143,7 @@ class Ring(Plan):
     name = "ring"
 
     def __init__(self, setting: Setting) -> None:
-        s = setting
+        s, self.transport = setting, setting.transport
         wanted, _ = s.wanted(range(s.sizes.hq))
         q, q_pos = positions_of(s.q.of(s.rank), s.device)
         self.steps = []
@@ -137,7 +152,7 @@ class Ring(Plan):
             stretches = _common(wanted[s.rank], source)
             kv, kv_pos = positions_of(stretches, s.device)
             coords = Coords(*s.offsets, q, kv, q_pos, kv_pos)
-            routes = Routes(s.kv, wanted, s.group, s.device, step=n)
+            routes = Routes(s.kv, wanted, s.group, step=n)
             self.steps.append(Step(range(s.sizes.hk), routes, coords, stretches))
         each = s.sizes.b * s.sizes.hk * (s.sizes.d + s.sizes.dv)
         self.received = sum(step.routes.received for step in self.steps) * each
@@ -146,8 +161,8 @@ class Ring(Plan):
         """See `Plan`."""
         spec = replace(spec, partial=True, tiles=None)
         merged, found = None, []
-        for step, rows in self._arriving(call):
-            part = get(spec.backend).forward(*self._part(spec, call, step, rows))
+        for step, kv in self._arriving(call):
+            part = get(spec.backend).forward(*self._part(spec, call, step, *kv))
             pair = part.out, part.lse
             merged = pair if merged is None else merge(merged, pair)
             found.append(part[2:])
@@ -160,27 +175,26 @@ class Ring(Plan):
     def backward(self, spec, call, out, lse, dout, dlse, needs):
         spec = replace(spec, partial=True, tiles=None)
         acc = acc_dtype(call.q.dtype)
-        dq, found = None, []
-        total, going = rows_of(call.k, call.v, acc).zero_(), None
-        for step, rows in self._arriving(call):
-            spec_, part = self._part(spec, call, step, rows)
+        dq, found, going = None, [], None
+        dk, dv = zeros_like(call, acc)
+        for step, kv in self._arriving(call):
+            spec_, part = self._part(spec, call, step, *kv)
             grads = get(spec.backend).backward(spec_, part, out, lse, dout, dlse, needs)
             dq = grads.q if dq is None else dq + grads.q
-            before, going = going, (step.routes.home(rows_of(grads.k, grads.v, acc)), step)
-            _come_home(before, total)
+            parts = grads.k.to(acc), grads.v.to(acc)
+            before, going = going, (self.transport.home(step.routes, parts), (dk, dv))
+            _come_home(before)
             found.append(grads)
-        _come_home(going, total)
+        _come_home(going)
         assert dq is not None
         sink = next((g.sink for g in found if g.sink is not None), None)
-        return Grads(dq, *keys_of(total, call.k.shape[3]), sink, added([g.captured for g in found]))
+        return Grads(dq, dk, dv, sink, added([g.captured for g in found]))
 
-    def _arriving(self, call: Call) -> Iterator[tuple[Step, Tensor]]:
-        rows = rows_of(call.k, call.v, call.k.dtype)
-        return _ahead(self.steps, lambda s: rows)
+    def _arriving(self, call: Call) -> Iterator[tuple[Step, Parts]]:
+        return _ahead(self.steps, lambda step: self.transport.fetch(step.routes, (call.k, call.v)))
 
-    def _part(self, spec: Spec, call: Call, step: Step, rows: Tensor) -> tuple[Spec, Call]:
+    def _part(self, spec: Spec, call: Call, step: Step, k: Tensor, v: Tensor) -> tuple[Spec, Call]:
         """The sink joins the first softmax alone."""
-        k, v = keys_of(rows, call.k.shape[3])
         first = step is self.steps[0]
         call = call.replace(
             k=k, v=v, sink=call.sink if first else None, coords=step.coords, tiles=None
@@ -191,21 +205,28 @@ class Ring(Plan):
 # -- what both do ----------------------------------------------------------------------------------
 
 
-def _ahead(steps: list[Step], given: Callable[[Step], Tensor]) -> Iterator[tuple[Step, Tensor]]:
-    """Every step with the rows that it waited for, the next one's on their way."""
-    coming = steps[0].routes.fetch(given(steps[0]))
+def _ahead(
+    steps: list[Step], fetch: Callable[[Step], Arriving]
+) -> Iterator[tuple[Step, Parts]]:  # fmt: skip
+    """Every step with the keys and values that it waited for, the next one's on their way."""
+    coming = fetch(steps[0])
     for n, step in enumerate(steps):
-        rows = coming.wait()
+        kv = coming.wait()
         if n + 1 < len(steps):
-            coming = steps[n + 1].routes.fetch(given(steps[n + 1]))
-        yield step, rows
+            coming = fetch(steps[n + 1])
+        yield step, kv
 
 
-def _come_home(going: tuple[Returning, Step] | None, total: Tensor) -> None:
-    """Add to `total`, rows of all heads, what a step sent home."""
+def _come_home(going: tuple[Returning, Parts] | None) -> None:
+    """Add what a step sent home to the gradients of its heads."""
     if going is not None:
-        home, step = going
-        home.add_to(total[:, :, step.heads.start : step.heads.stop])
+        home, total = going
+        home.add_to(total)
+
+
+def zeros_like(call: Call, dtype: torch.dtype) -> Parts:
+    """For the gradients of k and v."""
+    return tuple([torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (call.k, call.v)])
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> np.ndarray:

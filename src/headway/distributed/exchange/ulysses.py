@@ -10,8 +10,8 @@ from torch import Tensor
 from ...backends import get
 from ...backends.base import Call, delta_of
 from ...types import Coords, Forward, Grads, Spec, acc_dtype
-from . import routes
-from .routes import Pieces, places
+from . import collective
+from .routes import Pieces
 from .setting import Plan, Setting, added, exactly
 
 
@@ -154,7 +154,7 @@ class Ulysses(Plan):
         send = torch.cat([x.flatten() for x in given])
         sizes = [int(np.prod(shape)) for shape in shapes]
         out = like.new_empty(sum(sizes))
-        routes.all_to_all(out, send, sizes, [x.numel() for x in given], self.group).wait()
+        collective.all_to_all(out, send, sizes, [x.numel() for x in given], self.group).wait()
         return [x.view(shape) for x, shape in zip(out.split(sizes), shapes, strict=True)]
 
 
@@ -176,3 +176,10 @@ def _same_groups(heads: range, size: int) -> list[range]:
         return [heads] if len(heads) else []
     parts = range(heads.start, first), range(first, last), range(last, heads.stop)
     return [part for part in parts if len(part)]
+
+
+def places(start: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """start[0], start[0] + 1, ... for size[0] places, then those of the next."""
+    total = int(size.sum())
+    before = size.cumsum() - size
+    return np.arange(total) + np.repeat(start - before, size)
