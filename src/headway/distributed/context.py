@@ -71,7 +71,8 @@ def attention(spec: Spec, call: Call, layouts: Layouts, own_tiles: bool) -> Forw
         refuse_tangents(*learned)
         register_flops()
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
-    wire = f"{layouts.q.plan}|{int(own_tiles)}|{int(trains)}|{layouts.q.group_name}"
+    at = layouts.q
+    wire = f"{at.plan}|{at.transport}|{int(own_tiles)}|{int(trains)}|{at.group_name}"
     tables = layouts.q.table, layouts.kv.table
     if not trains:
         out, *stats = forward_op(spec.text, wire, *given[:10], *tables)

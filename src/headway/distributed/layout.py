@@ -19,6 +19,7 @@ NO_MESH = (
     'the layout was made from (rank, ranks) and has no mesh yet; give it one: layout.on(mesh["cp"])'
 )
 PLANS = ("auto", "heads", "gather", "ring", "ulysses")
+TRANSPORTS = ("auto", "collective", "pull")
 
 
 class Layout:
@@ -47,7 +48,7 @@ class Layout:
       mesh: `rotary.angles(layout.positions)`, `position_ids=layout.positions[None]`.
     - `pieces`, `sizes`: of all ranks: the pieces, and the number of tokens.
     - `rank`, `ranks`, `local`: of this rank, and how many tokens it holds.
-    - `plan`: how keys and values travel, "auto" or what `using` named.
+    - `plan`, `transport`: how keys and values travel, "auto" or what `using` named.
 
     **Raises:** `ArgumentError` where the pieces do not cover the sequence once.
     """
@@ -61,10 +62,11 @@ class Layout:
     positions: Tensor
     group_name: str  # of the process group; empty until a mesh is known
     plan: str
+    transport: str
 
     def __init__(self, length: int, pieces: Iterable[Sequence[int]], mesh: Any) -> None:
         self.length = count_of("length", length)
-        self.plan = "auto"
+        self.plan = self.transport = "auto"
         self._place(mesh)
         given = pieces if isinstance(pieces, Tensor) else list(pieces)
         table = torch.as_tensor(given, dtype=torch.int64, device="cpu").reshape(-1, 3)
@@ -167,13 +169,25 @@ class Layout:
         new._find_positions()
         return new
 
-    def using(self, plan: str) -> "Layout":
-        """The same layout, its keys and values travelling by this plan: "heads", "gather", "ring",
-        "ulysses", or "auto" (see `headway.distributed.exchange.plans`)."""
-        if plan not in PLANS:
-            raise ArgumentError(f"plan={plan!r} must be one of {', '.join(map(repr, PLANS))}")
+    def using(self, plan: str = "auto", transport: str = "auto") -> "Layout":
+        """The same layout, its keys and values travelling in this way.
+
+        - `plan`: which of them, in which order: "heads", "gather", "ring", "ulysses", or "auto",
+          the cheapest (see `headway.distributed.exchange.plans`).
+        - `transport`: "collective", by `torch.distributed`'s collectives; "pull", out of the memory
+          of the other cards of one host, by copy engines, which take no multiprocessor from
+          attention; "auto": pulls where all cards of the group are of one host and reach each
+          other, but for "ulysses", and collectives elsewhere and while a CUDA graph is captured.
+        """
+        for name, value, among in (("plan", plan, PLANS), ("transport", transport, TRANSPORTS)):
+            if value not in among:
+                raise ArgumentError(
+                    f"{name}={value!r} must be one of {', '.join(map(repr, among))}"
+                )
+        if plan == "ulysses" and transport == "pull":
+            raise ArgumentError('plan="ulysses" sends by collectives alone; leave transport out')
         new = self._copy()
-        new.plan = plan
+        new.plan, new.transport = plan, transport
         return new
 
     def digest(self) -> int:
@@ -192,12 +206,14 @@ class Layout:
 
     def __reduce__(self) -> tuple:
         """Without the mesh, which is of one process: `on` gives the copy one."""
-        return _restored, (self.length, self.table.tolist(), (self.rank, self.ranks), self.plan)
+        place, way = (self.rank, self.ranks), (self.plan, self.transport)
+        return _restored, (self.length, self.table.tolist(), place, way)
 
     def __repr__(self) -> str:
         return (
             f"Layout(length={self.length}, ranks={self.ranks}, rank={self.rank}, "
-            f"local={self.local}, pieces={len(self.table)}, plan={self.plan!r})"
+            f"local={self.local}, pieces={len(self.table)}, plan={self.plan!r}, "
+            f"transport={self.transport!r})"
         )
 
     # -- tensors -----------------------------------------------------------------------------------
@@ -289,8 +305,8 @@ def digest(table: Tensor, *numbers: int) -> int:
     return int.from_bytes(found.digest(), "little") >> 1
 
 
-def _restored(length: int, pieces: list, place: tuple[int, int], plan: str) -> Layout:
-    return Layout(length, pieces, place).using(plan)
+def _restored(length: int, pieces: list, place: tuple[int, int], way: tuple[str, str]) -> Layout:
+    return Layout(length, pieces, place).using(*way)
 
 
 def _merged(table: Tensor) -> Tensor:

@@ -31,7 +31,12 @@ UNPLANNED = 0, 10, 12  # fields on which no plan depends
 
 
 def fields_of(
-    spec: Spec, call: Call, digests: tuple[int, int], plan: str, trains: bool, own_tiles: bool
+    spec: Spec,
+    call: Call,
+    digests: tuple[int, int],
+    plan: tuple[str, str],
+    trains: bool,
+    own_tiles: bool,
 ) -> list[int | Tensor]:
     """A number for every one of `FIELDS`; the first is 1. A mask whose tiles are the caller's own
     is these tiles too."""

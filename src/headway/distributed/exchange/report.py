@@ -3,7 +3,6 @@
 from ...backends.base import Call
 from ...types import Spec
 from ..layout import Layout
-from .collective import Collective
 from .cost import cheapest, costs
 from .routes import Pieces
 from .setting import setting_of
@@ -12,7 +11,7 @@ from .setting import setting_of
 def report(spec: Spec, call: Call, q: Layout, kv: Layout, own_tiles: bool) -> list[str]:
     """Balance, bytes, and what every plan would take. Nothing is sent."""
     pieces = Pieces(q.table, q.ranks), Pieces(kv.table, kv.ranks)
-    setting = setting_of(spec, call, *pieces, None, q.rank, own_tiles, Collective())
+    setting = setting_of(spec, call, *pieces, None, q.rank, own_tiles)
     s, ranks = setting.sizes, q.ranks
     wanted, _ = setting.wanted(range(s.hq))
     needed = [int((x[:, 1] - x[:, 0]).sum()) for x in wanted]

@@ -13,9 +13,9 @@ from ...operators import call_of
 from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..layout import digest
 from .agreement import UNPLANNED, agree, fields_of
-from .collective import Collective
 from .move import resolved
 from .plans import plan_of
+from .pull import transport_of
 from .routes import Pieces
 from .setting import Plan, setting_of
 
@@ -24,6 +24,7 @@ class Wire(NamedTuple):
     """What an operator is told of the exchange."""
 
     plan: str
+    transport: str
     own_tiles: bool
     trains: bool
     group: Any
@@ -31,8 +32,8 @@ class Wire(NamedTuple):
     @staticmethod
     def parse(text: str) -> "Wire":
         """From the text that crosses the operator's boundary."""
-        plan, own_tiles, trains, group = text.split("|", 3)
-        return Wire(plan, own_tiles == "1", trains == "1", resolved(group))
+        plan, transport, own_tiles, trains, group = text.split("|", 4)
+        return Wire(plan, transport, own_tiles == "1", trains == "1", resolved(group))
 
 
 # Of the plans; tiles that are known by identity are kept with them.
@@ -61,7 +62,7 @@ def _agreed(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -
 def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> list:
     ranks = dist.get_world_size(wire.group)
     digests = tuple([digest(table, ranks) for table in tables])
-    return fields_of(spec, call, digests, wire.plan, wire.trains, wire.own_tiles)  # type: ignore[arg-type]
+    return fields_of(spec, call, digests, wire[:2], wire.trains, wire.own_tiles)  # type: ignore[arg-type]
 
 
 def _planned(
@@ -71,16 +72,14 @@ def _planned(
     group, device = wire.group, call.q.device
     own = None if call.tiles is None else tuple(id(t) for t in call.tiles.flatten())
     # By the group itself: one that is made anew has the old one's name, and maybe other ranks.
-    where = wire.plan, group, device, call.coords[:2]
+    where = *wire[:2], group, device, call.coords[:2]
     key = (spec, own, where, *[f for n, f in enumerate(fields) if n not in UNPLANNED])
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     found = _plans.get(key)
     pieces = [Pieces(table, ranks) for table in tables] if found is None else found[1]
     _check_local(call, rank, *pieces)
     if found is None:
-        setting = setting_of(
-            spec, call, pieces[0], pieces[1], group, rank, wire.own_tiles, Collective()
-        )
+        setting = setting_of(spec, call, pieces[0], pieces[1], group, rank, wire.own_tiles)
         plan = plan_of(wire.plan, setting, wire.own_tiles)
         found = _plans.put(key, (plan, pieces, call.tiles))
     return found[0]
@@ -105,7 +104,10 @@ def forward(spec: str, wire: str, *inputs: Any) -> Forward:
     parsed, told, call = Spec.parse(spec), Wire.parse(wire), _call_of(inputs)
     if call.tiles is not None:
         check_tiles(call.tiles)
-    found = _agreed(parsed, call, told, inputs[10:12]).forward(parsed, call)
+    plan = _agreed(parsed, call, told, inputs[10:12])
+    # After ranks have agreed: the first time they find out together what is possible.
+    transport = transport_of(told.transport, told.group, call.q.device)
+    found = plan.forward(parsed, call, transport)
     out = in_dtype(found.out, parsed.out_dtype(call.q.dtype))
     if parsed.max_logit:
         dist.all_reduce(found.max_logit, dist.ReduceOp.MAX, group=told.group)
@@ -118,7 +120,8 @@ def backward(spec: str, wire: str, *inputs: Any) -> list[Tensor]:
     out, lse, dout, dlse, needs = inputs[12:]
     tables = inputs[10:12]
     plan = _planned(parsed, call, told, tables, _fields(parsed, call, told, tables))
-    grads = plan.backward(parsed, call, out, lse, dout, dlse, tuple(needs))
+    transport = transport_of(told.transport, told.group, call.q.device)
+    grads = plan.backward(parsed, call, transport, out, lse, dout, dlse, tuple(needs))
     dtype = acc_dtype(call.q.dtype) if parsed.partial else call.q.dtype
     found = [in_dtype(g, dtype) for g in grads[:3]]
     found += [g for g in (grads.sink, *grads.captured) if g is not None]

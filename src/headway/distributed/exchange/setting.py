@@ -35,7 +35,6 @@ class Setting:
     device: torch.device
     whole: Whole | None
     offsets: tuple[int, int]
-    transport: Transport
 
     def wanted(self, heads: range) -> tuple[list[np.ndarray], np.ndarray | None]:
         """Stretches of keys that every rank's queries read, and this rank's needed tiles."""
@@ -67,13 +66,13 @@ class Plan:
     name: str
     received: int
 
-    def forward(self, spec: Spec, call: Call) -> Forward:
+    def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """out, lse, max_logit and row_max of this rank's queries; the last two of them alone."""
         raise NotImplementedError
 
     def backward(
-        self, spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-        needs: Needs,
+        self, spec: Spec, call: Call, transport: Transport, out: Tensor, lse: Tensor,
+        dout: Tensor, dlse: Tensor | None, needs: Needs,
     ) -> Grads:  # fmt: skip
         """The gradients of this rank's tensors, in the accumulation dtype; those of the sink and of
         what is captured are this rank's share."""
@@ -81,9 +80,8 @@ class Plan:
 
 
 def setting_of(
-    spec: Spec, call: Call, q: Pieces, kv: Pieces, group: Any, rank: int, own_tiles: bool,
-    transport: Transport,
-) -> Setting:  # fmt: skip
+    spec: Spec, call: Call, q: Pieces, kv: Pieces, group: Any, rank: int, own_tiles: bool
+) -> Setting:
     """The setting of a call; its mask is decided for all ranks.
 
     **Raises:** `ArgumentError` where the pieces cut through tiles that are the caller's own.
@@ -105,7 +103,7 @@ def setting_of(
         if whole is None:
             whole = whole_of(mask, captured, None, None, *at)  # type: ignore[arg-type]
     sizes = Sizes(b, hq, hk, d, dv, call.q.dtype.itemsize)
-    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets, transport)
+    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets)
 
 
 # -- gradients ------------------------------------------------------------------------------------

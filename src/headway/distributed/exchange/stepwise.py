@@ -14,7 +14,7 @@ from ...blocks import Tiles
 from ...types import Coords, Forward, Grads, Spec, acc_dtype
 from ..merge import merge
 from .needs import positions_of
-from .routes import Arriving, Parts, Returning, Routes
+from .routes import Arriving, Parts, Returning, Routes, Transport
 from .setting import Plan, Setting, added, exactly
 
 # -- heads and gather -----------------------------------------------------------------------------
@@ -40,7 +40,6 @@ class ByHeads(Plan):
 
     def __init__(self, name: str, setting: Setting, per_step: int) -> None:
         self.name, self.group_size = name, setting.sizes.hq // setting.sizes.hk
-        self.transport = setting.transport
         self.steps = list(self._steps(setting, per_step))
         s = setting.sizes
         self.received = sum(
@@ -71,22 +70,22 @@ class ByHeads(Plan):
         tiles = None if s.whole is None else s.whole.of(of_q, s.rank, needed)
         return Routes(s.kv, wanted, s.group), wanted[s.rank], tiles
 
-    def forward(self, spec: Spec, call: Call) -> Forward:
+    def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
         found = [
             get(spec.backend).forward(replace(spec, tiles=step.known), self._call(step, call, *kv))
-            for step, kv in self._arriving(call)
+            for step, kv in self._arriving(call, transport)
         ]
         if len(found) == 1:
             return found[0]
         return Forward(*[torch.cat(of, int(of[0].dim() > 1)) for of in zip(*found, strict=True)])
 
-    def backward(self, spec, call, out, lse, dout, dlse, needs):
+    def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         (spec, exact), acc = exactly(spec, call), acc_dtype(call.q.dtype)
         found: list[Grads] = []
         dq, (dk, dv) = torch.empty_like(call.q, dtype=acc), zeros_like(call, acc)
         going: tuple[Returning, Parts] | None = None
-        for step, kv in self._arriving(call):
+        for step, kv in self._arriving(call, transport):
             h, of_kv = self._of_q(step), _heads(step)
             part = exact(self._call(step, call, *kv))
             grads = get(spec.backend).backward(
@@ -95,7 +94,7 @@ class ByHeads(Plan):
             )  # fmt: skip
             before = going
             going = (
-                self.transport.home(step.routes, (grads.k.to(acc), grads.v.to(acc))),
+                transport.home(step.routes, (grads.k.to(acc), grads.v.to(acc))),
                 (dk[:, of_kv], dv[:, of_kv]),
             )
             _come_home(before)  # beside this step's, which is on its way
@@ -110,12 +109,12 @@ class ByHeads(Plan):
             dq, dk, dv, torch.cat(sinks) if sinks else None, added([g.captured for g in found])
         )
 
-    def _arriving(self, call: Call) -> Iterator[tuple[Step, Parts]]:
+    def _arriving(self, call: Call, transport: Transport) -> Iterator[tuple[Step, Parts]]:
         """Every step with its keys and values."""
 
         def fetch(step: Step) -> Arriving:
             h = _heads(step)
-            return self.transport.fetch(step.routes, (call.k[:, h], call.v[:, h]))
+            return transport.fetch(step.routes, (call.k[:, h], call.v[:, h]))
 
         return _ahead(self.steps, fetch)
 
@@ -143,7 +142,7 @@ class Ring(Plan):
     name = "ring"
 
     def __init__(self, setting: Setting) -> None:
-        s, self.transport = setting, setting.transport
+        s = setting
         wanted, _ = s.wanted(range(s.sizes.hq))
         q, q_pos = positions_of(s.q.of(s.rank), s.device)
         self.steps = []
@@ -157,11 +156,11 @@ class Ring(Plan):
         each = s.sizes.b * s.sizes.hk * (s.sizes.d + s.sizes.dv)
         self.received = sum(step.routes.received for step in self.steps) * each
 
-    def forward(self, spec: Spec, call: Call) -> Forward:
+    def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
         spec = replace(spec, partial=True, tiles=None)
         merged, found = None, []
-        for step, kv in self._arriving(call):
+        for step, kv in self._arriving(call, transport):
             part = get(spec.backend).forward(*self._part(spec, call, step, *kv))
             pair = part.out, part.lse
             merged = pair if merged is None else merge(merged, pair)
@@ -172,17 +171,17 @@ class Ring(Plan):
         ]
         return Forward(*merged, *stats)
 
-    def backward(self, spec, call, out, lse, dout, dlse, needs):
+    def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         spec = replace(spec, partial=True, tiles=None)
         acc = acc_dtype(call.q.dtype)
         dq, found, going = None, [], None
         dk, dv = zeros_like(call, acc)
-        for step, kv in self._arriving(call):
+        for step, kv in self._arriving(call, transport):
             spec_, part = self._part(spec, call, step, *kv)
             grads = get(spec.backend).backward(spec_, part, out, lse, dout, dlse, needs)
             dq = grads.q if dq is None else dq + grads.q
             parts = grads.k.to(acc), grads.v.to(acc)
-            before, going = going, (self.transport.home(step.routes, parts), (dk, dv))
+            before, going = going, (transport.home(step.routes, parts), (dk, dv))
             _come_home(before)
             found.append(grads)
         _come_home(going)
@@ -190,8 +189,8 @@ class Ring(Plan):
         sink = next((g.sink for g in found if g.sink is not None), None)
         return Grads(dq, dk, dv, sink, added([g.captured for g in found]))
 
-    def _arriving(self, call: Call) -> Iterator[tuple[Step, Parts]]:
-        return _ahead(self.steps, lambda step: self.transport.fetch(step.routes, (call.k, call.v)))
+    def _arriving(self, call: Call, transport: Transport) -> Iterator[tuple[Step, Parts]]:
+        return _ahead(self.steps, lambda step: transport.fetch(step.routes, (call.k, call.v)))
 
     def _part(self, spec: Spec, call: Call, step: Step, k: Tensor, v: Tensor) -> tuple[Spec, Call]:
         """The sink joins the first softmax alone."""

@@ -11,7 +11,7 @@ from ...backends import get
 from ...backends.base import Call, delta_of
 from ...types import Coords, Forward, Grads, Spec, acc_dtype
 from . import collective
-from .routes import Pieces
+from .routes import Pieces, Transport
 from .setting import Plan, Setting, added, exactly
 
 
@@ -50,7 +50,7 @@ class Ulysses(Plan):
             away_q * len(mine) * d + away_kv * len(self.kv_heads[s.rank]) * (d + dv) + back
         )
 
-    def forward(self, spec: Spec, call: Call) -> Forward:
+    def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
         q, k, v = self._here(call)
         b, hq, acc = q.shape[0], q.shape[1], acc_dtype(q.dtype)
@@ -75,7 +75,7 @@ class Ulysses(Plan):
             lse.new_empty(0) if row_max is None else self._home(row_max[..., None])[..., 0],
         )
 
-    def backward(self, spec, call, out, lse, dout, dlse, needs):
+    def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         acc = acc_dtype(call.q.dtype)
         spec, exact = exactly(spec, call)
         # The owner of a row knows its delta = rowsum(dout∘out) − dlse: with an out of 0, whose

@@ -1,0 +1,311 @@
+"""Rows are pulled out of the memory of the other cards of this host, by copy engines.
+
+What a rank holds it lays into memory that all cards of the group see (symmetric memory); then it
+says so, and each reader copies what it needs to where its kernel reads it. A collective's kernels
+would take multiprocessors from attention; copy engines take none.
+
+    main stream   lay n+1 out | kernel n                          | wait for n+1 | kernel n+1
+    copy stream               | say it, wait for all | pull n+1
+
+Nobody waits on the host. To say it is a write into the flags of every other rank, to wait for all
+is a wait for theirs; both are operations of streams (`cuStreamWriteValue32`), not kernels, which a
+persistent kernel would not let in. There are two regions in turns: what is laid out at turn t was
+read before every rank said t - 1, since each pulls before it speaks again.
+
+A rank that has left makes the others wait in their streams, where only the time limit of a later
+collective ends them.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...caches import Cache
+from ...errors import ArgumentError
+from .collective import Collective, all_gather
+from .routes import Arriving, Parts, Returning, Routes, Segment, Transport
+
+_FLAGS = 4096  # bytes in front of the regions: a uint32 of every rank
+_GRAIN = 1 << 21  # memory grows by multiples of this
+
+
+class Memory:
+    """Symmetric memory of a group: as much on every rank, which all of them see.
+
+    - `turn`: how often something was laid out. Region `turn % 2` is the next.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.me, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.turn, self.capacity = 0, 0
+        self.copies = torch.cuda.Stream(device)
+        self.passed = torch.cuda.Event()  # when all ranks had said the last turn
+        self.reserve(1)
+
+    def reserve(self, count: int) -> None:
+        """Room for `count` bytes in each region. All ranks call it with the same count."""
+        if count <= self.capacity:
+            return
+        from torch.distributed import _symmetric_memory as symmetric
+
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)  # nobody reads the old memory any more
+        self.capacity = max(-(-count // _GRAIN) * _GRAIN, 2 * self.capacity)
+        self.own = symmetric.empty(
+            _FLAGS + 2 * self.capacity, dtype=torch.uint8, device=self.device
+        )
+        self.own[:_FLAGS].zero_()
+        torch.cuda.synchronize(self.device)
+        self.handle = symmetric.rendezvous(self.own, self.group)
+        dist.barrier(self.group)  # all flags are 0
+        torch.cuda.synchronize(self.device)
+        self.turn = 0
+
+    def of(self, rank: int, region: int, shapes: list[tuple], dtype: torch.dtype) -> list[Tensor]:
+        """Tensors that lie one after the other in a region of a rank's memory."""
+        at, found = (_FLAGS + region * self.capacity) // dtype.itemsize, []
+        for shape in shapes:
+            found.append(self.handle.get_buffer(rank, shape, dtype, at))
+            at += found[-1].numel()
+        return found
+
+    def begin(self) -> None:
+        """Before something is laid out in the current stream: its region has been read."""
+        torch.cuda.current_stream(self.device).wait_event(self.passed)
+
+    @contextmanager
+    def laid_out(self) -> Iterator[None]:
+        """Inside, copies are made of what all ranks have laid out."""
+        self.turn += 1
+        self.copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.copies):
+            self.meet()
+            self.passed.record()
+            yield
+
+    def keep(self, x: Tensor) -> None:
+        """What is written in the stream of copies is not given to others before."""
+        x.record_stream(self.copies)
+
+    def mark(self) -> Callable[[], None]:
+        """What makes the current stream, when called, wait for the copies until now."""
+        event = torch.cuda.Event()
+        event.record(self.copies)
+        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+
+    def meet(self) -> None:
+        """Say this turn to all ranks, and wait until all have, in the current stream."""
+        stream, value = torch.cuda.current_stream(self.device).cuda_stream, self.turn
+        pointers = self.handle.buffer_ptrs
+        others = [r for r in range(self.ranks) if r != self.me]
+        for r in others:
+            _call("cuStreamWriteValue32_v2", stream, pointers[r] + 4 * self.me, value)
+        for r in others:
+            _call("cuStreamWaitValue32_v2", stream, pointers[self.me] + 4 * r, value)
+
+
+def _call(name: str, stream: int, address: int, value: int) -> None:
+    """Write, or wait until what stands there is `value` or later."""
+    failed = getattr(_driver(), name)(
+        ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value & 0xFFFF_FFFF),
+        ctypes.c_uint(0),
+    )  # fmt: skip
+    if failed:
+        raise RuntimeError(f"{name} failed with CUDA error {failed}")
+
+
+@lru_cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class Pull(Transport):
+    """Cards of one host that reach each other."""
+
+    name = "pull"
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+    def fetch(self, routes: Routes, parts: Parts) -> "_Fetched":
+        """See `Transport`."""
+        laid = [(s.at, s.size) for s in routes.outgoing]
+        out = routes.empty(parts)
+        found = [(s, _rows(out, s.to, s.size)) for s in routes.incoming]
+        self._pull(parts, routes.held, _joined(laid), [(s.rank, s.at, to) for s, to in found])
+        routes.copy_own(parts, out)
+        return _Fetched(self.memory, out)
+
+    def home(self, routes: Routes, parts: Parts) -> "_Home":
+        """See `Transport`."""
+        laid = [(s.to, s.size) for s in routes.incoming]
+        came = [
+            (s, tuple([x.new_empty((*x.shape[:2], s.size, x.shape[3])) for x in parts]))
+            for s in routes.outgoing
+        ]
+        self._pull(parts, routes.rows, _joined(laid), [(s.rank, s.to, to) for s, to in came])
+        return _Home(self.memory, routes, parts, came)
+
+    def _pull(
+        self, parts: Parts, rows: list[int], laid: list[tuple[int, int]],
+        wanted: list[tuple[int, int, Parts]],
+    ) -> None:  # fmt: skip
+        """Lay rows of `parts` out, of `rows[me]` in all, and copy what is wanted: (rank, first row,
+        where it goes). Every rank has `rows[r]` rows."""
+        memory, dtype = self.memory, parts[0].dtype
+        shapes = lambda r: [(*x.shape[:2], rows[r], x.shape[3]) for x in parts]
+        each = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in parts) * dtype.itemsize
+        memory.reserve(each * max(rows))
+        memory.begin()
+        region = memory.turn % 2
+        for x, to in zip(
+            parts, memory.of(memory.me, region, shapes(memory.me), dtype), strict=True
+        ):
+            for first, size in laid:
+                to[:, :, first : first + size].copy_(x[:, :, first : first + size])
+        with memory.laid_out():
+            for rank, first, to in wanted:
+                there = memory.of(rank, region, shapes(rank), dtype)
+                for x, y in zip(there, to, strict=True):
+                    _copy_rows(x[:, :, first : first + y.shape[2]], y)
+                    memory.keep(y)
+
+
+def _rows(parts: Parts, first: int, size: int) -> Parts:
+    return tuple([x[:, :, first : first + size] for x in parts])
+
+
+def _copy_rows(x: Tensor, y: Tensor) -> None:
+    """Head by head, each of which is one piece of memory: a copy engine's."""
+    for of_x, of_y in zip(x.unbind(0), y.unbind(0), strict=True):
+        for one, other in zip(of_x.unbind(0), of_y.unbind(0), strict=True):
+            other.copy_(one)
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same rows (first, size) in as few spans as may be."""
+    found: list[tuple[int, int]] = []
+    for first, size in sorted(spans):
+        if found and first <= sum(found[-1]):
+            before = found[-1][0]
+            found[-1] = before, max(sum(found[-1]), first + size) - before
+        else:
+            found.append((first, size))
+    return found
+
+
+class _Fetched(Arriving):
+    def __init__(self, memory: Any, out: Parts) -> None:
+        self.out, self.done = out, memory.mark()
+
+    def wait(self) -> Parts:
+        self.done()
+        return self.out
+
+
+class _Home(Returning):
+    def __init__(
+        self, memory: Any, routes: Routes, parts: Parts, came: list[tuple[Segment, Parts]]
+    ) -> None:
+        self.routes, self.parts, self.came, self.done = routes, parts, came, memory.mark()
+
+    def add_to(self, total: Parts) -> None:
+        self.done()
+        routes, own = self.routes, False
+        for segment, rows in self.came:
+            if segment.rank > routes.me and not own:
+                routes.add_own(self.parts, total)
+                own = True
+            for x, to in zip(rows, total, strict=True):
+                to[:, :, segment.at : segment.at + segment.size] += x
+        if not own:
+            routes.add_own(self.parts, total)
+
+
+# -- which one -------------------------------------------------------------------------------------
+
+_made: Cache[Transport | str] = Cache(64)
+
+
+def transport_of(name: str, group: Any, device: torch.device) -> Transport:
+    """The transport of that name; for "auto" pulls where all cards of the group are of one host and
+    reach each other. All ranks find the same. While a CUDA graph is captured, collectives: the
+    turns of pulls are counted on the host.
+
+    **Raises:** `ArgumentError` for "pull" where that is impossible.
+    """
+    if name == "collective" or device.type != "cuda":
+        found: Transport | str = Collective()
+        if name == "pull":
+            found = f"tensors are on {device.type}"
+    elif torch.cuda.is_current_stream_capturing():
+        found = "a CUDA graph is being captured" if name == "pull" else Collective()
+    else:
+        key = group, device
+        known = _made.get(key)
+        found = _made.put(key, _pull_of(group, device)) if known is None else known
+        if name == "auto" and isinstance(found, str):
+            found = Collective()
+    if isinstance(found, str):
+        raise ArgumentError(
+            f'transport="pull" is not possible here: {found}; use "collective", or "auto"'
+        )
+    return found
+
+
+def _pull_of(group: Any, device: torch.device) -> Transport | str:
+    """Pulls, or why there are none; all ranks ask at once, and answer alike."""
+    why = _why_not(group, device)
+    if why:
+        return why
+    memory, error = None, ""
+    try:
+        memory = Memory(group, device)
+    except Exception as failed:  # noqa: BLE001 the others are told
+        error = f"{type(failed).__name__}: {failed}"
+    fine = torch.tensor([int(memory is not None)], device=device)
+    dist.all_reduce(fine, dist.ReduceOp.MIN, group=group)
+    if memory is None or not bool(fine):
+        return f"symmetric memory does not work on every rank ({error.splitlines()[:1]})"
+    return Pull(memory)
+
+
+def _why_not(group: Any, device: torch.device) -> str:
+    """Of one host, and every card reaches every other; each is of one rank."""
+    import hashlib
+    import socket
+
+    try:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        fine = hasattr(symmetric, "rendezvous") and hasattr(_driver(), "cuStreamWaitValue32_v2")
+    except (ImportError, OSError):
+        fine = False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    host = hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest()
+    card = hashlib.blake2b(
+        str(torch.cuda.get_device_properties(index).uuid).encode(), digest_size=7
+    ).digest()
+    number = lambda x: int.from_bytes(x, "little")
+    seen = torch.cuda.device_count()
+    reaches = all(torch.cuda.can_device_access_peer(index, n) for n in range(seen) if n != index)
+    mine = torch.tensor(
+        [int(fine and reaches), number(host), number(card)], dtype=torch.int64, device=device
+    )
+    every = mine.new_empty(3 * dist.get_world_size(group))
+    all_gather(every, mine, group=group)
+    found = every.view(-1, 3).tolist()
+    if len({row[1] for row in found}) > 1:
+        return "the ranks are on several hosts"
+    if len({row[2] for row in found}) < len(found):
+        return "ranks share a card"
+    if not all(row[0] for row in found):
+        return "cards do not reach each other, or PyTorch has no symmetric memory"
+    return ""

@@ -1,0 +1,132 @@
+"""Rows pulled out of the memory of other ranks, here a file that all of them map: the same bits as
+by collectives, whoever is late."""
+
+import itertools
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import headway as hw
+from headway.distributed import Layout
+from headway.distributed.exchange import run
+from headway.distributed.exchange.pull import Pull, transport_of
+from headway.errors import ArgumentError
+from processes import run_ranks
+
+from .test_exact import layout_of
+
+ROOM = 1 << 22  # bytes of a region
+
+
+class Shared:
+    """`pull.Memory` on the CPU, where copies are made at once.
+
+    - `regions`: 2; with 1 what is read may be overwritten.
+    - `late`: seconds that a rank takes before it reads.
+    """
+
+    def __init__(self, folder: Path, regions: int = 2, late: float = 0.0) -> None:
+        self.me, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.turn, self.regions, self.late, self.most = 0, regions, late, 0
+        files = [str(folder / f"memory-{r}") for r in range(self.ranks)]
+        self.bytes = [
+            torch.from_file(file, shared=True, size=2 * ROOM, dtype=torch.uint8) for file in files
+        ]
+        dist.barrier()
+
+    def reserve(self, count: int) -> None:
+        assert count <= ROOM
+        self.most = max(self.most, count)
+
+    def of(self, rank, region, shapes, dtype):
+        at, found = region % self.regions * ROOM, []
+        for shape in shapes:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            found.append(self.bytes[rank][at : at + size].view(dtype).view(shape))
+            at += size
+        return found
+
+    def begin(self) -> None:
+        pass
+
+    @contextmanager
+    def laid_out(self):
+        self.turn += 1
+        dist.barrier()
+        time.sleep(self.late * (self.turn % self.ranks == self.me))
+        yield
+
+    def keep(self, x) -> None:
+        pass
+
+    def mark(self):
+        return lambda: None
+
+
+def results(layout: Layout, q, k, v, dout, mask) -> list[torch.Tensor]:
+    mine = [layout.shard(x, 2).detach().requires_grad_() for x in (q, k, v)]
+    out = hw.attention(*mine, hw.alibi(q.shape[1]), mask, layout=layout)
+    return [out.detach(), *torch.autograd.grad(out, mine, layout.shard(dout, 2))]
+
+
+def compared(folder: Path, **how) -> bool:
+    """Whether pulls give the bits of collectives, in every layout and plan that has them."""
+    torch.manual_seed(0)
+    n, same = 301, True
+    q, k, v = (torch.randn(2, h, n, 8) for h in (4, 2, 2))
+    dout, usual = torch.randn_like(q), run.transport_of
+    mask = hw.causal() & hw.document.from_lengths([70, 131, 1, 99])
+    memory = Shared(folder, **how)
+    names = ("contiguous", "zigzag", "balanced", "uneven")
+    for name, plan in itertools.product(names, ("heads", "gather", "ring")):
+        layout = layout_of(name, n, dist.get_world_size(), 5).using(plan)
+        by_collectives = results(layout, q, k, v, dout, mask)
+        run.transport_of = lambda *of: Pull(memory)
+        by_pulls = results(layout, q, k, v, dout, mask)
+        run.transport_of = usual
+        same &= all(torch.equal(a, b) for a, b in zip(by_pulls, by_collectives, strict=True))
+    assert memory.turn > 0
+    return same
+
+
+@contextmanager
+def shared_folder():
+    """One that all ranks know."""
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names)
+        yield Path(names[0])
+        dist.barrier()
+
+
+def right(world: int, rank: int) -> None:
+    with shared_folder() as folder:
+        assert compared(folder)
+        assert compared(folder, late=0.01)
+
+
+def overwritten(world: int, rank: int) -> None:
+    """With one region for all turns it is seen that a late rank reads what comes next."""
+    with shared_folder() as folder:
+        wrong = torch.tensor(int(not compared(folder, regions=1, late=0.03)))
+    dist.all_reduce(wrong, dist.ReduceOp.MAX)
+    assert wrong
+
+
+@pytest.mark.parametrize(("world", "case"), [(2, right), (3, right), (3, overwritten)])
+def test_pulls(world, case, tmp_path):
+    run_ranks(world, (case,), tmp_path)
+
+
+def test_by_name():
+    with pytest.raises(ArgumentError, match="tensors are on cpu"):
+        transport_of("pull", None, torch.device("cpu"))
+    with pytest.raises(ArgumentError, match="must be one of"):
+        Layout.zigzag(10, (0, 2)).using(transport="push")
+    with pytest.raises(ArgumentError, match="collectives alone"):
+        Layout.zigzag(10, (0, 2)).using("ulysses", "pull")
