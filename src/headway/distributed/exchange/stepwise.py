@@ -13,9 +13,13 @@ from ...backends.base import Call
 from ...blocks import Tiles
 from ...types import Coords, Forward, Grads, Spec, acc_dtype
 from ..merge import merge
+from .cost import LINK
 from .needs import positions_of
 from .routes import Arriving, Parts, Returning, Routes, Transport
 from .setting import Plan, Setting, added, exactly
+
+_STEP = 60e-6  # seconds
+_MOST = 256 << 20  # bytes of the keys and values of a step
 
 # -- heads and gather -----------------------------------------------------------------------------
 
@@ -240,11 +244,24 @@ def _common(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def heads_a_step(setting: Setting) -> int:
-    """Key/value heads of a step: as few as fill the device, four waves of work tiles of 128 rows;
-    on the CPU one."""
+    """Key/value heads of a step; on the CPU one.
+
+    On a GPU at least as many as fill it, with four waves of work tiles of 128 rows, and so many
+    that what each step costs by itself (launches, the ends of kernels, putting results together)
+    and what waits for the first step's keys are together as little as may be: with steps of c
+    seconds and w seconds on the wire in all, w / steps + c steps is least at sqrt(w / c) steps. But
+    no more than `_MOST` bytes.
+    """
     s = setting.sizes
     if setting.device.type != "cuda":
         return 1
     processors = torch.cuda.get_device_properties(setting.device).multi_processor_count
     tiles = s.b * (s.hq // s.hk) * -(-int(setting.q.sizes.max()) // 128)
-    return min(s.hk, max(1, -(-4 * processors // max(1, tiles))))
+    full = -(-4 * processors // max(1, tiles))
+    wanted, _ = setting.wanted(range(s.hq))
+    needed = [int((x[:, 1] - x[:, 0]).sum()) for x in wanted]
+    away = max(n - int(min(n, held)) for n, held in zip(needed, setting.kv.sizes, strict=True))
+    of_head = s.b * (s.d + s.dv) * s.itemsize
+    steps = max(1, round((away * s.hk * of_head / LINK["cuda"] / _STEP) ** 0.5))
+    fitting = _MOST // max(1, max(needed) * of_head)
+    return min(s.hk, max(full, min(-(-s.hk // steps), fitting), 1))
