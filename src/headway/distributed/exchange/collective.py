@@ -49,15 +49,10 @@ class _Home(Returning):
         self.work, self.routes, self.parts, self.held = work, routes, parts, held
 
     def add_to(self, total: Parts) -> None:
+        self.routes.add_own(self.parts, total)
         self.work.wait()
-        routes, own = self.routes, False
-        for to, rank, came in _unpacked(total, routes.outgoing, self.held[0], held=True):
-            if rank > routes.me and not own:
-                routes.add_own(self.parts, total)
-                own = True
+        for to, _, came in _unpacked(total, self.routes.outgoing, self.held[0], held=True):
             to += came
-        if not own:
-            routes.add_own(self.parts, total)
 
 
 def _counts(routes: Routes, parts: Parts) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@
   Ulysses, arXiv 2309.14509)
 
 The backward fetches again: nothing that was gathered is kept. dK and dV go home in the accumulation
-dtype and are added in the order of ranks. All ranks make the same exchanges in the same order, also
+dtype and are added in one order. All ranks make the same exchanges in the same order, also
 those that have nothing to send.
 """
 

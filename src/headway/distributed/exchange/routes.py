@@ -3,7 +3,8 @@
 A rank wants the keys of some stretches of the sequence. Every rank works out the same plan from the
 same layout and mask, so nothing is asked: it is known who reads which rows of whose tensors, and
 where they belong among those that he reads, which are in the order of the sequence. On the way home
-contributions are added in the order of ranks, so that sums are the same every time.
+contributions are added in one order, the holder's own first and then rank after rank, so that sums
+are the same every time.
 
 Tensors are (b, h, tokens, width), as kernels read them; `collective.py` and `pull.py` move them.
 """
@@ -128,7 +129,8 @@ class Returning:
     """Contributions that are on their way home."""
 
     def add_to(self, total: Parts) -> None:
-        """Add what came home to `total`, of the rows held here, rank after rank."""
+        """Add contributions to `total`, of the rows held here: its own, and then what came home,
+        rank after rank."""
         raise NotImplementedError
 
 

@@ -85,9 +85,11 @@ class ByHeads(Plan):
         return Forward(*[torch.cat(of, int(of[0].dim() > 1)) for of in zip(*found, strict=True)])
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
-        (spec, exact), acc = exactly(spec, call), acc_dtype(call.q.dtype)
+        acc = acc_dtype(call.q.dtype)
+        dq = torch.empty_like(call.q, dtype=acc if spec.partial else None)
+        spec, exact = exactly(spec, call)
         found: list[Grads] = []
-        dq, (dk, dv) = torch.empty_like(call.q, dtype=acc), zeros_like(call, acc)
+        dk, dv = zeros_like(call, acc)
         going: tuple[Returning, Parts] | None = None
         for step, kv in self._arriving(call, transport):
             h, of_kv = self._of_q(step), _heads(step)
