@@ -11,7 +11,7 @@ from torch import Tensor
 from ...backends import get
 from ...backends.base import Call
 from ...blocks import Tiles
-from ...types import Coords, Forward, Grads, Spec, acc_dtype
+from ...types import Coords, Forward, Grads, Spec, acc_dtype, in_dtype
 from ..merge import merge
 from .cost import LINK
 from .needs import positions_of
@@ -86,9 +86,10 @@ class ByHeads(Plan):
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         acc = acc_dtype(call.q.dtype)
-        dq = torch.empty_like(call.q, dtype=acc if spec.partial else None)
+        dtype = acc if spec.partial else call.q.dtype  # of dq, whose rows are complete
         spec, exact = exactly(spec, call)
         found: list[Grads] = []
+        dq: list[Tensor] = []
         dk, dv = zeros_like(call, acc)
         going: tuple[Returning, Parts] | None = None
         for step, kv in self._arriving(call, transport):
@@ -104,16 +105,14 @@ class ByHeads(Plan):
                 (dk[:, of_kv], dv[:, of_kv]),
             )
             _come_home(before)  # beside this step's, which is on its way
-            if len(self.steps) == 1:
-                dq = grads.q
-            else:
-                dq[:, h] = grads.q
+            dq.append(in_dtype(grads.q, dtype))
             found.append(grads)
         _come_home(going)
         sinks = [g.sink for g in found if g.sink is not None]
         return Grads(
-            dq, dk, dv, torch.cat(sinks) if sinks else None, added([g.captured for g in found])
-        )
+            torch.cat(dq, 1) if len(dq) > 1 else dq[0], dk, dv,
+            torch.cat(sinks) if sinks else None, added([g.captured for g in found]),
+        )  # fmt: skip
 
     def _arriving(self, call: Call, transport: Transport) -> Iterator[tuple[Step, Parts]]:
         """Every step with its keys and values."""
