@@ -39,7 +39,7 @@ from .call_cache import lookup, recall, remember
 from .distributed.context import Layouts
 from .distributed.context import attention as over_ranks
 from .distributed.layout import Layout
-from .errors import ArgumentError, CapturedIndexError, HeadwayError, ModError
+from .errors import CapturedIndexError, HeadwayError, ModError
 from .keywords import unknown_keywords
 from .mods import (
     captured_under_compile,
@@ -107,7 +107,8 @@ def attention(
     - `backend`: "auto", or a name from `headway.backends.NAMES`, which then never falls back.
     - `layout`: where the sequence is cut over ranks, which tokens q, k and v are: a
       `headway.distributed.Layout`, or two, of the queries and of the keys. Score, mask and what
-      they capture are those of the whole sequence, equal on all ranks; dropout needs a seed.
+      they capture are those of the whole sequence, equal on all ranks. A seed that is not given is
+      drawn on the first rank.
       Gradients of sinks and captured tensors are this rank's share: their sum over ranks is the
       whole, as of every weight.
 
@@ -273,7 +274,8 @@ def _over_ranks(request: Request, spec: Spec, call: Call) -> Any:
     """The call where the sequence is cut over ranks."""
     given = request.mask
     own_tiles = isinstance(given, BlockMask) and given.decided is None
-    results = over_ranks(spec, call, Layouts.of(request.layout), own_tiles)
+    drawn = bool(request.dropout) and request.seed is None
+    results = over_ranks(spec, call, Layouts.of(request.layout), own_tiles, drawn)
     return results if request.max_logit else results.out
 
 
@@ -310,8 +312,6 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     if request.layout is not None:
         layouts = Layouts.of(request.layout)
         request = request._replace(layout=layouts)
-        if request.dropout and request.seed is None:
-            raise ArgumentError("dropout with a layout needs a seed, the same on every rank")
     if not compiling and request.coords is None:
         key, signature, contents = lookup(request)
         if signature is not None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import headway as hw
 from cases import CASES, Case, problem
+from headway.arguments import seed_of
 from headway.blocks import from_dense
 from headway.distributed import Layout
 from headway.distributed.exchange import collective, run
@@ -211,6 +212,23 @@ def documents_apart(world: int, rank: int) -> None:
     assert changed.tolist() == list(range(40, 60))
 
 
+def drawn_seed(world: int, rank: int) -> None:
+    """Of the first rank, forward and backward, whatever the others' generators are at."""
+    torch.manual_seed(7)
+    q, k, v = (torch.randn(1, 2, 200, 8, dtype=torch.float64).requires_grad_() for _ in range(3))
+    torch.manual_seed(0)
+    seed = seed_of(None, q.device)
+    one = hw.attention(q, k, v, dropout=0.5, seed=seed)
+    right = torch.autograd.grad(one.sum(), (q, k, v))
+    layout = Layout.zigzag(200, dist.group.WORLD)
+    torch.manual_seed(rank)
+    out = hw.attention(*(layout.shard(x, 2) for x in (q, k, v)), dropout=0.5, layout=layout)
+    torch.testing.assert_close(out, layout.shard(one, 2), rtol=1e-11, atol=1e-12)
+    for grad, expected in zip(torch.autograd.grad(out.sum(), (q, k, v)), right, strict=True):
+        dist.all_reduce(grad)
+        torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+
+
 def _over(layout: Layout, q, k, v, mask):
     return hw.attention(*(layout.shard(x, 2) for x in (q, k, v)), mask=mask, layout=layout)
 
@@ -243,5 +261,9 @@ def block_masks(world: int, rank: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_over_ranks(world, tmp_path):
-    more = (same_bits, narrow, bytes_sent, documents_apart, block_masks) if world < 4 else ()
+    more = (
+        (drawn_seed, same_bits, narrow, bytes_sent, documents_apart, block_masks)
+        if world < 4
+        else ()
+    )
     run_ranks(world, (table, few_tokens, *more), tmp_path)

@@ -57,10 +57,13 @@ class Layouts(NamedTuple):
         return Layouts(q, kv)
 
 
-def attention(spec: Spec, call: Call, layouts: Layouts, own_tiles: bool) -> Forward:
+def attention(
+    spec: Spec, call: Call, layouts: Layouts, own_tiles: bool, drawn: bool
+) -> Forward:  # fmt: skip
     """out, lse, max_logit (of all ranks' rows) and row_max for this rank's queries, under autograd.
 
     - `own_tiles`: the tiles of the block mask are the caller's own, and not only its mask's.
+    - `drawn`: nobody gave the seed: that of the first rank counts.
     """
     if not layouts.q.group_name:
         raise ArgumentError(NO_MESH)
@@ -72,7 +75,8 @@ def attention(spec: Spec, call: Call, layouts: Layouts, own_tiles: bool) -> Forw
         register_flops()
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
     at = layouts.q
-    wire = f"{at.plan}|{at.transport}|{int(own_tiles)}|{int(trains)}|{at.group_name}"
+    flags = f"{int(own_tiles)}|{int(trains)}|{int(drawn)}"
+    wire = f"{at.plan}|{at.transport}|{flags}|{at.group_name}"
     tables = layouts.q.table, layouts.kv.table
     if not trains:
         out, *stats = forward_op(spec.text, wire, *given[:10], *tables)

@@ -28,6 +28,7 @@ FIELDS = (
 
 
 UNPLANNED = 0, 10, 12  # fields on which no plan depends
+_DRAWN = 1 << 62  # a seed that the first rank draws
 
 
 def fields_of(
@@ -45,7 +46,7 @@ def fields_of(
         spec.scale, spec.dropout, spec.sink, spec.max_logit, spec.row_max, spec.partial,
         spec.deterministic, spec.tiles,
     ]  # fmt: skip
-    seed = 0 if call.seed is None else call.seed
+    seed = (_DRAWN if spec.dropout else 0) if call.seed is None else call.seed
     own = call.tiles.flatten() if own_tiles and call.tiles is not None else []
     mask = spec.mask, [_content(t) for t in own]
     return [

@@ -27,13 +27,14 @@ class Wire(NamedTuple):
     transport: str
     own_tiles: bool
     trains: bool
+    drawn: bool  # the seed, by every rank
     group: Any
 
     @staticmethod
     def parse(text: str) -> "Wire":
         """From the text that crosses the operator's boundary."""
-        plan, transport, own_tiles, trains, group = text.split("|", 4)
-        return Wire(plan, transport, own_tiles == "1", trains == "1", resolved(group))
+        plan, transport, *flags, group = text.split("|", 5)
+        return Wire(plan, transport, *[flag == "1" for flag in flags], resolved(group))
 
 
 # Of the plans; tiles that are known by identity are kept with them.
@@ -62,6 +63,8 @@ def _agreed(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -
 def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> list:
     ranks = dist.get_world_size(wire.group)
     digests = tuple([digest(table, ranks) for table in tables])
+    if wire.drawn:
+        call = call.replace(seed=None)
     return fields_of(spec, call, digests, wire[:2], wire.trains, wire.own_tiles)  # type: ignore[arg-type]
 
 
@@ -99,6 +102,15 @@ def _call_of(inputs: tuple) -> Call:
     return call_of(*[*inputs[:10], None, None])
 
 
+def _of_one_seed(call: Call, wire: Wire) -> Call:
+    """The call with the first rank's seed, where every rank has drawn one."""
+    if not wire.drawn or call.seed is None:
+        return call
+    seed = call.seed.clone()
+    dist.broadcast(seed, group=wire.group, group_src=0)
+    return call.replace(seed=seed)
+
+
 def forward(spec: str, wire: str, *inputs: Any) -> Forward:
     """What `headway::cp_forward` does."""
     parsed, told, call = Spec.parse(spec), Wire.parse(wire), _call_of(inputs)
@@ -107,6 +119,7 @@ def forward(spec: str, wire: str, *inputs: Any) -> Forward:
     plan = _agreed(parsed, call, told, inputs[10:12])
     # After ranks have agreed: the first time they find out together what is possible.
     transport = transport_of(told.transport, told.group, call.q.device)
+    call = _of_one_seed(call, told)
     found = plan.forward(parsed, call, transport)
     out = in_dtype(found.out, parsed.out_dtype(call.q.dtype))
     if parsed.max_logit:
@@ -121,6 +134,7 @@ def backward(spec: str, wire: str, *inputs: Any) -> list[Tensor]:
     tables = inputs[10:12]
     plan = _planned(parsed, call, told, tables, _fields(parsed, call, told, tables))
     transport = transport_of(told.transport, told.group, call.q.device)
+    call = _of_one_seed(call, told)
     grads = plan.backward(parsed, call, transport, out, lse, dout, dlse, tuple(needs))
     dtype = acc_dtype(call.q.dtype) if parsed.partial else call.q.dtype
     found = [in_dtype(g, dtype) for g in grads[:3]]
