@@ -57,16 +57,19 @@ class Memory:
 
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)  # nobody reads the old memory any more
-        self.capacity = max(-(-count // _GRAIN) * _GRAIN, 2 * self.capacity)
-        self.own = symmetric.empty(
-            _FLAGS + 2 * self.capacity, dtype=torch.uint8, device=self.device
-        )
-        self.own[:_FLAGS].zero_()
-        torch.cuda.synchronize(self.device)
-        self.handle = symmetric.rendezvous(self.own, self.group)
+        capacity = max(-(-count // _GRAIN) * _GRAIN, 2 * self.capacity)
+        size, made, error = _FLAGS + 2 * capacity, None, None
+        try:
+            made = symmetric.empty(size, dtype=torch.uint8, device=self.device)
+            made[:_FLAGS].zero_()
+        except RuntimeError as failed:
+            error = failed
+        if not everywhere(made is not None, self.group, self.device) or made is None:
+            raise error or RuntimeError("another rank has no room for its symmetric memory")
+        self.own, self.capacity, self.turn = made, capacity, 0
+        self.handle = symmetric.rendezvous(made, self.group)
         dist.barrier(self.group)  # all flags are 0
         torch.cuda.synchronize(self.device)
-        self.turn = 0
 
     def of(self, rank: int, region: int, shapes: list[tuple], dtype: torch.dtype) -> list[Tensor]:
         """Tensors that lie one after the other in a region of a rank's memory."""
@@ -299,11 +302,16 @@ def _pull_of(group: Any, device: torch.device) -> Transport | str:
         memory = Memory(group, device)
     except Exception as failed:  # noqa: BLE001 the others are told
         error = f"{type(failed).__name__}: {failed}"
-    fine = torch.tensor([int(memory is not None)], device=device)
-    dist.all_reduce(fine, dist.ReduceOp.MIN, group=group)
-    if memory is None or not bool(fine):
+    if not everywhere(memory is not None, group, device) or memory is None:
         return f"symmetric memory does not work on every rank ({error.splitlines()[:1]})"
     return Pull(memory)
+
+
+def everywhere(flag: bool, group: Any, device: torch.device) -> bool:
+    """Whether it is so on all ranks."""
+    found = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+    return bool(found)
 
 
 def _why_not(group: Any, device: torch.device) -> str:
