@@ -44,11 +44,12 @@ def sdpa(mine: Inputs, kernel: str) -> Callable[[], Tensor]:
 
 def flex(mine: Inputs, layout: Layout) -> Callable[[], Tensor]:
     """FlexAttention, compiled, over keys that all ranks gather first."""
-    from torch.distributed.tensor.experimental import _attention
-
-    gather = getattr(_attention, "flex_cp_allgather", None)
-    if gather is None:
-        raise Unavailable("this PyTorch has no context parallel of FlexAttention")
+    try:
+        from torch.distributed.tensor.experimental._context_parallel._attention import (
+            flex_cp_allgather as gather,
+        )
+    except ImportError:
+        raise Unavailable("this PyTorch has no context parallel of FlexAttention") from None
     mask, name = mine.mask, dist.group.WORLD.group_name  # type: ignore[union-attr]
     if mask is None:
         raise Unavailable("timed with masks only")
