@@ -91,7 +91,7 @@ def _flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
     score, mask, n = x.score, x.mask, case.length
     blocks = score_mod = None
     if mask is not None:
-        blocks = flex.create_block_mask(_mask_mod(mask), None, None, n, n, device=x.q.device)
+        blocks = flex.create_block_mask(mask_mod(mask), None, None, n, n, device=x.q.device)
     if score is not None:
         of_score = score.__call__
         score_mod = lambda s, b, h, i, j: of_score(s, b, h, i, j)
@@ -112,11 +112,11 @@ def _flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
     return call
 
 
-def _mask_mod(mask: MaskFn) -> Callable[..., Tensor]:
+def mask_mod(mask: MaskFn) -> Callable[..., Tensor]:
     """A mask as FlexAttention's users write it: it inspects functions, and torch 2.11 asks a value
     that it calls whether it is true."""
     if isinstance(mask, Both | Either):
-        of_parts = [_mask_mod(part) for part in (mask.first, mask.second)]
+        of_parts = [mask_mod(part) for part in (mask.first, mask.second)]
         join = flex.and_masks if isinstance(mask, Both) else flex.or_masks
         return join(*of_parts)
     of_mask = mask.__call__

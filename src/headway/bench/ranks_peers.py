@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as flex_module
 
 from ..distributed import Layout
 from .case import Inputs, Unavailable
+from .peers import mask_mod
 
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -50,9 +51,9 @@ def flex(mine: Inputs, layout: Layout) -> Callable[[], Tensor]:
         )
     except ImportError:
         raise Unavailable("this PyTorch has no context parallel of FlexAttention") from None
-    mask, name = mine.mask, dist.group.WORLD.group_name  # type: ignore[union-attr]
-    if mask is None:
+    if mine.mask is None:
         raise Unavailable("timed with masks only")
+    mask, name = mask_mod(mine.mask), dist.group.WORLD.group_name  # type: ignore[union-attr]
     sizes = torch.tensor(layout.sizes)
     if bool((sizes != sizes[0]).any()):
         raise Unavailable("its ranks hold as many tokens each")
