@@ -25,6 +25,7 @@ from torch import Tensor
 from .. import explain
 from ..api import attention
 from ..distributed import Layout
+from ..distributed.exchange.pull import reserved
 from ..mods import causal
 from .case import BACKWARD, FORWARD, Case, Inputs, Unavailable, inputs, size
 from .cases import every
@@ -268,13 +269,14 @@ def sample(call: Callable[[], object], number: int, device: str) -> float:
 
 
 def memory(case: Case, one: Contestant) -> list[Result]:
-    """MB beyond what the call is given and gives back."""
+    """MB beyond what the call is given and gives back, with the symmetric memory."""
     x, rows = one.given, []
     torch.cuda.synchronize()
     keys = case.b * case.hk * case.length * sum(case.widths) * x.k.element_size()
 
     def row(direction: str, before: int, kept: int) -> Result:
-        used = torch.tensor(float(torch.cuda.max_memory_allocated() - before - kept), device="cuda")
+        most = torch.cuda.max_memory_allocated() - before - kept + reserved()
+        used = torch.tensor(float(most), device="cuda")
         dist.all_reduce(used, dist.ReduceOp.MAX)
         note = f"{float(used) / keys:.2f} of the keys and values of the sequence"
         return Result(

@@ -292,6 +292,12 @@ def transport_of(name: str, group: Any, device: torch.device) -> Transport:
     return found
 
 
+def reserved() -> int:
+    """Bytes of symmetric memory of this process, which PyTorch's allocator does not count."""
+    made = [x.memory for x in _made.values() if isinstance(x, Pull)]
+    return sum(memory.own.numel() for memory in made)
+
+
 def _pull_of(group: Any, device: torch.device) -> Transport | str:
     """Pulls, or why there are none; all ranks ask at once, and answer alike."""
     why = _why_not(group, device)
