@@ -44,8 +44,11 @@ def judged(case: Case, result: Result, results: list[Result], ranks: int) -> Res
     """With what is asked of Headway, next to the better of its peers."""
     if result.contestant != "headway" or result.gflops is None:
         return result
-    here = [r for r in results if r.direction == result.direction and r.gflops is not None]
-    speed = {r.contestant: r.gflops for r in here}
+    speed = {
+        r.contestant: r.gflops
+        for r in results
+        if r.direction == result.direction and r.gflops is not None
+    }
     local = "documents" in case.name
     least = {FORWARD: 0.90, BACKWARD: 0.90} if local else {FORWARD: 0.97, BACKWARD: 0.95}
     asked = []
@@ -53,7 +56,7 @@ def judged(case: Case, result: Result, results: list[Result], ranks: int) -> Res
         asked.append((least[result.direction], ONE_CARD, speed[ONE_CARD]))
     peers = {name: x for name, x in speed.items() if name.startswith("torch")}
     if peers:
-        best = max(peers, key=lambda name: peers[name])
+        best = max(peers, key=peers.__getitem__)
         times = 1.4 if case.length // ranks <= 8192 else {FORWARD: 1.15, BACKWARD: 1.2}[
             result.direction
         ]  # fmt: skip

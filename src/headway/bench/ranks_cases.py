@@ -51,10 +51,12 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 
 def _case(name: str, hq: int, hk: int, length: int, **more: Any) -> Case:
     mask = partial(MASKS[name], length) if name in MASKS else causal
-    size = f"{length >> 10}k"
+    given: dict[str, Any] = {
+        "dtype": "bfloat16", "tags": ("ranks", name), "devices": ("cuda",),
+    }  # fmt: skip
     return Case(
-        f"ranks-{name}-{hq}-{hk}-{size}", 1, hq, hk, length, 128, mask=mask, measure="ranks",
-        **{"dtype": "bfloat16", "tags": ("ranks", name), "devices": ("cuda",)} | more,
+        f"ranks-{name}-{hq}-{hk}-{length >> 10}k", 1, hq, hk, length, 128, mask=mask,
+        measure="ranks", **given | more,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from ...errors import ArgumentError
 from .collective import Collective, all_gather
 from .routes import Arriving, Parts, Returning, Routes, Segment, Transport
 
+T = TypeVar("T")
 _FLAGS = 4096  # bytes in front of the regions: a uint32 of every rank
 _GRAIN = 1 << 21  # memory grows by multiples of this
 
@@ -58,18 +59,16 @@ class Memory:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)  # nobody reads the old memory any more
         capacity = max(-(-count // _GRAIN) * _GRAIN, 2 * self.capacity)
-        size, made, error = _FLAGS + 2 * capacity, None, None
-        try:
-            made = symmetric.empty(size, dtype=torch.uint8, device=self.device)
-            made[:_FLAGS].zero_()
-        except RuntimeError as failed:
-            error = failed
-        if not everywhere(made is not None, self.group, self.device) or made is None:
-            raise error or RuntimeError("another rank has no room for its symmetric memory")
-        self.own, self.capacity, self.turn = made, capacity, 0
-        self.handle = symmetric.rendezvous(made, self.group)
-        dist.barrier(self.group)  # all flags are 0
-        torch.cuda.synchronize(self.device)
+        made = together(lambda: self._empty(symmetric, capacity), self.group, self.device)
+        handle = together(
+            lambda: symmetric.rendezvous(made, self.group), self.group, self.device
+        )  # all flags are 0 by then
+        self.own, self.handle, self.capacity, self.turn = made, handle, capacity, 0
+
+    def _empty(self, symmetric: Any, capacity: int) -> Tensor:
+        made = symmetric.empty(_FLAGS + 2 * capacity, dtype=torch.uint8, device=self.device)
+        made[:_FLAGS].zero_()
+        return made
 
     def of(self, rank: int, region: int, shapes: list[tuple], dtype: torch.dtype) -> list[Tensor]:
         """Tensors that lie one after the other in a region of a rank's memory."""
@@ -303,21 +302,45 @@ def _pull_of(group: Any, device: torch.device) -> Transport | str:
     why = _why_not(group, device)
     if why:
         return why
-    memory, error = None, ""
     try:
         memory = Memory(group, device)
-    except Exception as failed:  # noqa: BLE001 the others are told
-        error = f"{type(failed).__name__}: {failed}"
-    if not everywhere(memory is not None, group, device) or memory is None:
-        return f"symmetric memory does not work on every rank ({error.splitlines()[:1]})"
+        together(lambda: _try_out(memory), group, device)
+    except RuntimeError as error:  # on all ranks
+        return f"symmetric memory does not work on every rank ({str(error).partition(chr(10))[0]})"
     return Pull(memory)
 
 
-def everywhere(flag: bool, group: Any, device: torch.device) -> bool:
-    """Whether it is so on all ranks."""
-    found = torch.tensor([int(flag)], device=device)
-    dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
-    return bool(found)
+def _try_out(memory: Memory) -> None:
+    """Read a number of every rank. RuntimeError where it is another one."""
+    one = lambda: torch.full((1, 2, 8, 16), float(memory.me), device=memory.device)
+    memory.begin()
+    memory.of(memory.me, memory.turn % 2, [(1, 2, 8, 16)], torch.float32)[0].copy_(one())
+    found = [one() for _ in range(memory.ranks)]
+    region = memory.turn % 2
+    with memory.laid_out():
+        for r, y in enumerate(found):
+            copy_heads(memory.of(r, region, [(1, 2, 8, 16)], torch.float32)[0], y)
+    memory.mark()()
+    read = [y.unique().tolist() for y in found]
+    if read != [[float(r)] for r in range(memory.ranks)]:
+        raise RuntimeError(f"what was read of the ranks is {read}")
+
+
+def together(make: Callable[[], T], group: Any, device: torch.device) -> T:
+    """What `make` returns.
+
+    **Raises:** `RuntimeError` on every rank, where it fails on one.
+    """
+    made, error = None, None
+    try:
+        made = make()
+    except RuntimeError as failed:
+        error = failed
+    fine = torch.tensor([int(error is None)], device=device)
+    dist.all_reduce(fine, dist.ReduceOp.MIN, group=group)
+    if not bool(fine):
+        raise error or RuntimeError("it failed on another rank")
+    return made  # type: ignore[bad-return]
 
 
 def _why_not(group: Any, device: torch.device) -> str:

@@ -33,8 +33,8 @@ class Wire(NamedTuple):
     @staticmethod
     def parse(text: str) -> "Wire":
         """From the text that crosses the operator's boundary."""
-        plan, transport, *flags, group = text.split("|", 5)
-        return Wire(plan, transport, *[flag == "1" for flag in flags], resolved(group))
+        plan, transport, own_tiles, trains, drawn, group = text.split("|", 5)
+        return Wire(plan, transport, own_tiles == "1", trains == "1", drawn == "1", resolved(group))
 
 
 # Of the plans; tiles that are known by identity are kept with them.

@@ -1,0 +1,53 @@
+"""The bench of one sequence over ranks, here two over gloo."""
+
+import pytest
+import torch
+
+from headway.bench import Options
+from headway.bench.case import BACKWARD, FORWARD
+from headway.bench.cases import every, select
+from headway.bench.ranks import ONE_CARD, Ranks, measure
+from headway.bench.ranks_cases import documents
+from headway.bench.results import WRONG
+from headway.bench.run import bench
+
+
+def test_two_ranks():
+    try:
+        path, results = bench(Options(context_parallel=True, repeats=1))
+    finally:
+        Ranks.of("cpu").end()
+    assert path is None
+    assert not [r for r in results if r.verdict == WRONG]
+    found = {(r.direction, r.contestant) for r in results if r.gflops}
+    names = "headway", "headway, gather", "headway, ring", "headway, ulysses", ONE_CARD
+    assert found == {(d, name) for d in (FORWARD, BACKWARD) for name in names}
+    assert "plan: heads" in next(r.note for r in results if r.contestant == "headway")
+
+
+def test_only_when_asked():
+    assert all(case.measure == "ranks" for case in select((), "cuda", ranks=True))
+    assert not [case for case in select((), "cuda") if case.measure == "ranks"]
+
+
+def test_a_rank_that_ends(monkeypatch):
+    """The case is not measured, the table says why, and nothing is left running."""
+    made = Ranks("cpu")
+    said = made.ask({"case": "no such case", "repeats": 1})
+    assert "KeyError" in said["error"]
+    assert made.processes == []
+    case = next(case for case in every() if case.measure == "ranks")
+    monkeypatch.setattr(Ranks, "of", lambda device: Ranks("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (row,) = measure(case, "cuda", 1, lambda: None)
+    assert "two or more" in row.note
+
+
+@pytest.mark.parametrize("length", [2048, 65536])
+def test_documents(length):
+    mask = documents(length)
+    i = torch.arange(length)
+    starts = ~mask(0, 0, i[1:], i[:-1])
+    sizes = torch.diff(torch.cat([torch.tensor([0]), starts.nonzero()[:, 0] + 1, i[-1:] + 1]))
+    assert sizes.max() <= 0.26 * length
+    assert 0.05 * length < sizes.double().mean() < 0.2 * length
