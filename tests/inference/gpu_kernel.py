@@ -64,6 +64,58 @@ def masks_and_scores(dtype: torch.dtype, device: str = "cpu", some: slice = slic
     )
 
 
+def chosen(device: str, heads: int, capacity: int, page: int) -> Any:
+    """Pages that every row and head has chosen, none of some; the lists as a router makes them."""
+    draw = torch.Generator().manual_seed(3)
+    count = capacity // page
+    lists = torch.stack([
+        torch.randperm(count, generator=draw)[:3] for _ in range(len(LENGTHS) * heads)
+    ])  # fmt: skip
+    lists[torch.rand(lists.shape, generator=draw) < 0.3] = -1
+    lists = lists.view(len(LENGTHS), heads, 1, 3).to(device)
+    return hw.top_k_blocks(lists, page, 1, capacity)
+
+
+def block_masks(dtype: torch.dtype, device: str = "cpu") -> float:
+    """Of chosen pages; of positions, with tiles smaller and larger than the kernel's blocks, for
+    all heads and for each; whole rows of which nothing is live."""
+    c = caches(LENGTHS, 6, 2, q_len=3, page=8, dtype=dtype)
+    room = c.page_table.shape[1] * 8
+
+    def masks(device: str) -> list[Any]:
+        own = lambda b, h, i, j: (i - j >= 4 * h) & (i - j < 30 + b) & (h != 1)
+        return [
+            chosen(device, 6, room, 8), chosen(device, 1, room, 8),
+            hw.block_mask(
+                hw.causal() & hw.sliding_window(9), 1, 1, room, room, tile=16, device=device
+            ),
+            hw.block_mask(own, len(LENGTHS), 6, room, room, tile=(8, 128), device=device),
+            hw.block_mask(own, 1, 6, room, room, tile=(64, 16), device=device),
+        ]  # fmt: skip
+
+    pairs = list(zip(masks(device), masks("cpu"), strict=True))
+    found = [off(run(c, None, x, device=device), by_rows(c, None, y.mask)) for x, y in pairs]
+    cu_q = torch.tensor([0, 0, 1, 6, 7, 7, 12], dtype=torch.int32)
+    q = torch.randn(1, 6, 12, 16).to(dtype)
+    packed = run(c._replace(q=q), None, pairs[2][0], cu_q=cu_q, max_q=5, device=device)
+    plain = run(c._replace(q=q), None, pairs[2][1].mask, cu_q=cu_q, max_q=5, device=device)
+    return max(*found, off(packed, [x.cpu() for x in plain]), _unread(dtype, device))
+
+
+def _unread(dtype: torch.dtype, device: str) -> float:
+    """NaN on pages that nobody has chosen is not read."""
+    c = caches([70, 33], 4, 2, page=8, dtype=dtype)
+    lists = torch.tensor([[[[0, 7, -1]]], [[[3, 1, 2]]]], device=device)
+    mask = hw.top_k_blocks(lists, 8, 1, c.page_table.shape[1] * 8)
+    k = c.k.clone()
+    for row, pages in enumerate(lists.flatten(1).tolist()):
+        for n in set(range(c.page_table.shape[1])) - set(pages):
+            if c.page_table[row, n] >= 0:
+                k[c.page_table[row, n]] = torch.nan
+    right = by_rows(c, None, hw.top_k_blocks(lists.cpu(), 8, 1, c.page_table.shape[1] * 8).mask)
+    return off(run(c._replace(k=k), None, mask, device=device), right)
+
+
 def groups(group: int, dtype: torch.dtype, device: str = "cpu") -> float:
     """Rows of a tile are queries of all heads of a group."""
     c = caches([70, 3], 2 * group, 2, q_len=2, page=64, d=16, dtype=dtype)

@@ -17,7 +17,8 @@ from . import gpu_kernel as kernel
 from .gather import by_rows, caches
 
 SHAPES = {
-    "masks and scores": kernel.masks_and_scores, "strides": kernel.strides,
+    "masks and scores": kernel.masks_and_scores, "block masks": kernel.block_masks,
+    "strides": kernel.strides,
     "packed": kernel.packed, "float8": kernel.float8, "lengths change": kernel.lengths_change,
     "placement": kernel.placement,
     **{f"groups of {n}": partial(kernel.groups, n) for n in (1, 5, 7, 8, 20, 40)},

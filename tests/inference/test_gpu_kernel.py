@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -23,10 +24,12 @@ import headway as hw
 from headway import backends, inference
 from headway.api import resolve
 from headway.backends import triton as backend
-from headway.backends.base import CapabilityKey, capability_key
+from headway.backends.base import Call, CapabilityKey, capability_key
 from headway.backends.gpu.inference import plan
+from headway.backends.gpu.inference.listed import listed
 from headway.backends.gpu.runtime.launcher import KernelLauncher
-from headway.types import KV, Request
+from headway.blocks import Tiles
+from headway.types import KV, Captured, Coords, Request, Spec
 from tools.compile_triton import _resources, compiling
 from tools.emulator.launch import emulating
 
@@ -47,6 +50,7 @@ def test_interpreted():
 # packed queries; a width in two pieces, of which v is one.
 CASES = [
     pytest.param("sm_100", partial(kernel.masks_and_scores, some=slice(1)), id="pages"),
+    pytest.param("sm_90", kernel.block_masks, id="block masks"),
     pytest.param("sm_80", kernel.float8, id="float8"),
     pytest.param("sm_90", kernel.packed, id="packed"),
     pytest.param("sm_90", partial(kernel.latent, 40), id="latent"),
@@ -99,16 +103,20 @@ def test_nothing_is_made_for_a_length():
 PLAN = plan.Plan
 
 
+@pytest.mark.parametrize("mask", ["plain", "block mask"])
 @pytest.mark.parametrize("numbers", ["lengths below 0", "pages out of range", "cu_q out of order"])
-def test_nothing_outside_of_the_tensors_is_touched(numbers):
+def test_nothing_outside_of_the_tensors_is_touched(numbers, mask):
     """The host cannot see them on a GPU: they are clamped, or keys on such pages are none. The
     emulator finds every access outside of a tensor."""
     c = caches([40, 20], 4, 2, page=16, dtype=torch.bfloat16)
     cu_q = torch.tensor([0, 2, 5], dtype=torch.int32)
     q = torch.randn(1, 4, 5, 16).bfloat16()
     kv = KV(c.lengths, c.page_table, cu_q, 3)
+    room = c.page_table.shape[1] * 16
+    blocks = hw.top_k_blocks(torch.tensor([[[[0, 2]]], [[[1, -1]]]]), 16, 1, room)
+    blocks = blocks if mask == "block mask" else None
     with emulating("sm_90", backend):
-        spec, call = resolve(Request(q, c.k, c.v, backend="triton", kv=kv))
+        spec, call = resolve(Request(q, c.k, c.v, None, blocks, backend="triton", kv=kv))
         if numbers == "lengths below 0":
             c.lengths.copy_(torch.tensor([-5, 10_000]))
         elif numbers == "pages out of range":
@@ -116,6 +124,20 @@ def test_nothing_outside_of_the_tensors_is_touched(numbers):
         else:
             cu_q.copy_(torch.tensor([7, -2, 900]))
         backend.infer(spec, call)
+
+
+def test_lists_wait_for_nothing():
+    """Their sizes follow from shapes: a tensor without numbers is enough."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k = torch.randn(2, 8, 3, 16), torch.randn(2, 2, 300, 16)
+        new = lambda *shape: torch.zeros(shape, dtype=torch.int32)
+        runs = [new(2 * 5 + 1), new(7), new(7)] * 4
+        tiles = Tiles.unflatten([*runs, new(10), new(10)])
+        spec = Spec(1.0, tiles=(2, 1, 64, 128))
+        kv = KV(new(2), None, None, 3)
+        call = Call(q, k, k, None, None, Captured([], [], []), tiles, Coords(), None, kv)
+        found = listed(spec, call, 16, 64)
+    assert [tuple(x.shape) for x in found] == [(2, 2, 1, 5), (2, 2, 1), (2,)]
 
 
 @pytest.mark.parametrize("page", [0, 16])

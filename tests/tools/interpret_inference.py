@@ -22,6 +22,7 @@ from tools.interpreter import quicker
 
 CASES = [
     kernel.masks_and_scores,
+    kernel.block_masks,
     *[partial(kernel.groups, n) for n in (5, 8)],
     partial(kernel.groups, 20),  # of few rows, several tiles
     kernel.strides,

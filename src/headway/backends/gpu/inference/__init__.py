@@ -4,7 +4,7 @@ Both GPU backends run it: over caches (`infer`), and for plain calls with few qu
 train (`suits`). Importing it loads no Triton.
 
 - kernel.py: the kernel; work.py: how its CTAs share the work; merge.py: what several of them
-  computed of one tile, put together.
+  computed of one tile, put together; listed.py: the key blocks that a block mask chooses.
 - config.py: tile sizes; plan.py: what calls of a kind share; launch.py: from a call to a launch.
 """
 
@@ -36,10 +36,6 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
         )
     if max(kind.d, kind.dv) > WIDEST:
         reasons.append(f"widths d = {kind.d}, dv = {kind.dv}: at most {WIDEST} fit in registers")
-    if spec.tiles is not None:
-        reasons.append(
-            "a block mask over a cache: give its mask itself, or use backend='reference'"
-        )
     return reasons
 
 

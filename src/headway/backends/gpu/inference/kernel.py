@@ -110,9 +110,9 @@ def infer(
     x = plain(integers)
     sizes = Sizes(
         x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13],
-        x[14], x[15],
+        x[14], x[15], x[16], x[17],
     )  # fmt: skip
-    coords = Coords(x[16], x[17], x[18], x[19])
+    coords = Coords(x[18], x[19], x[20], x[21])
     mods = Mods(
         (plain(score_tensors), plain(score_ints) + score_floats),
         (plain(mask_tensors), plain(mask_ints) + mask_floats),
@@ -131,7 +131,7 @@ def infer(
         stop = tl.minimum(begin + row.blocks, end)
         tile = tile_of(n, unit, row, sizes, cache, coords, HOW)
         state = attend(
-            pointers, cache, scale, sizes, coords, mods, tile, row,
+            pointers, cache, scale, sizes, coords, mods, tile, row, unit,
             (at - begin).to(tl.int32), (stop - begin).to(tl.int32), HOW,
         )  # fmt: skip
         complete = (at == begin) & (stop == begin + row.blocks)
@@ -171,9 +171,11 @@ def tile_of(n, unit, row, sizes, cache, coords, HOW: tl.constexpr):
 
 
 @triton.jit
-def attend(pointers, cache, scale, sizes, coords, mods, tile, row, begin, end, HOW: tl.constexpr):
-    """The `Softmax` of a tile over a part of its keys: that from the `begin`-th to the `end`-th of
-    `row.blocks` equal parts."""
+def attend(
+    pointers, cache, scale, sizes, coords, mods, tile, row, number, begin, end, HOW: tl.constexpr
+):  # fmt: skip
+    """The `Softmax` of a tile, of the row's unit `number`, over a part of its keys: that from the
+    `begin`-th to the `end`-th of `row.blocks` equal parts."""
     first, stop = 0, row.length
     if HOW.limits is not None:
         firsts, lasts = HOW.limits(tile.b_idx, tile.h_idx, tile.q_idx, mods.mask)
@@ -181,6 +183,11 @@ def attend(pointers, cache, scale, sizes, coords, mods, tile, row, begin, end, H
         firsts, lasts = tl.where(tile.live, firsts, far), tl.where(tile.live, lasts, -far)
         first, stop = inside(tl.min(firsts, 0), tl.max(lasts, 0), row.length, cache, coords)
     low, blocks = first // HOW.n, (stop + (HOW.n - 1)) // HOW.n - first // HOW.n
+    if cache.blocks is not None:
+        # (More queries than `max_q` says are clamped, as all that the host cannot see.)
+        of_head = tl.minimum(number % (row.units // HOW.hk), sizes.list_tiles - 1)
+        of_list = (tl.cast(tile.row, tl.int64) * HOW.hk + tile.head) * sizes.list_tiles + of_head
+        low, blocks = 0, tl.load(cache.counts + of_list, mask=tile.row < sizes.b, other=0)
     blocks = blocks.to(tl.int64)
     from_block = low + (blocks * begin // row.blocks).to(tl.int32)
     to_block = low + (blocks * end // row.blocks).to(tl.int32)
@@ -201,7 +208,10 @@ def attend(pointers, cache, scale, sizes, coords, mods, tile, row, begin, end, H
     shift = coords.kv if cache.lengths is None else 0
 
     state = nothing(M, DV)
-    for block in tl.range(from_block, to_block):
+    for at_block in tl.range(from_block, to_block):
+        block = at_block
+        if cache.blocks is not None:
+            block = tl.load(cache.blocks + of_list * sizes.list_width + at_block)
         j = block * HOW.n + tl.arange(0, HOW.n)
         k_at, v_at, of_key, live = keys_of(pointers, cache, sizes, tile, block, j, stop, HOW)
         k_tile = in_dtype(

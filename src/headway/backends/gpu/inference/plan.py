@@ -29,11 +29,13 @@ from ..widths import pieces
 from . import kernel, merge, work
 from .config import KEYS, Config, configs, rows_of_tile
 from .kernel import How, Pointers
+from .listed import listed
 from .work import Cache, Coords, Sizes
 
 _SOURCES = maths, tiles, softmax, work, merge, kernel
 _E4M3 = torch.float8_e4m3fn
 INT32 = 1 << 29  # smaller integers are of 32 bits, `disguised` too
+_LIST_SIZES = Sizes._fields.index("list_tiles")
 _NO_CACHE = KV(None)  # type: ignore[arg-type]
 
 
@@ -75,6 +77,7 @@ def planned(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
         k_b // unit, k_h // unit, v_b // unit, v_h // unit,
         *((0, 0) if k_scale is None else k_scale.stride()),
         *((0, 0) if v_scale is None else v_scale.stride()),
+        0, 0,  # of lists, which `Plan.launch` knows
         *at[:4],
     ]  # fmt: skip
     for t in tensors:
@@ -121,7 +124,7 @@ class Plan:
             consecutive=False,
             wide_offsets=tuple(map(far, call.captured.tensors)),
             approx_tanh=q.dtype == torch.bfloat16 and _target(self.device) is not None,
-            limits=True,
+            limits=spec.tiles is None,
         )  # fmt: skip
         self.generated = functions(text)
         fix_cache_keys(self.generated)
@@ -173,16 +176,21 @@ class Plan:
         q, k, v, sink, _, (tensors, _, floats), *_ = call
         kv = call.kv or _NO_CACHE
         captured = [readable(t, self.device) for t in tensors]
-        given = CallArguments.of(captured, (*integers, *floats))
         counters = zeroed_counter(self.device)
         while True:
+            lists = (None,) * 3
+            if self.spec.tiles is not None:
+                lists = listed(self.spec, call, self.how["m"], self.rows[self.row].n)
+                sizes = map(disguised, lists.blocks.shape[2:])
+                integers[_LIST_SIZES : _LIST_SIZES + 2] = sizes
+            given = CallArguments.of(captured, (*integers, *floats))
             size = self.ctas * 2 * self.partial
             partials = torch.empty(size, dtype=torch.float32, device=self.device)
             if k.dtype == _E4M3 and self.how["decode"]:
                 k, v = k.view(torch.uint8), v.view(torch.uint8)
             own = (
                 q, k, v, out, lse, row_max, top, sink, kv.lengths, kv.page_table, kv.cu_q,
-                kv.k_scale, kv.v_scale, partials, counters,
+                kv.k_scale, kv.v_scale, *lists, partials, counters,
             )  # fmt: skip
             try:
                 self.kernel(own, given)
@@ -197,7 +205,8 @@ class Plan:
 
     def arrange(self, own: Sequence[Any], tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple:
         """The arguments of the kernel."""
-        *pointers, lengths, page_table, cu_q, k_scale, v_scale, partials, counters = own
+        *pointers, partials, counters = own
+        of_cache = len(Pointers._fields)
         given = iter(numbers)
         take = lambda count: tuple([next(given) for _ in range(count)])
         integers = take(len(Sizes._fields) + len(Coords._fields))
@@ -208,7 +217,7 @@ class Plan:
         ints = [take(count) for count in self.ints]
         x, floats = self.spec.score_floats, tuple(given)
         return (
-            Pointers(*pointers), Cache(lengths, page_table, cu_q, k_scale, v_scale),
+            Pointers(*pointers[:of_cache]), Cache(*pointers[of_cache:]),
             partials, counters, self.spec.scale, integers, tuple(of_score), tuple(of_mask), *ints,
             floats[:x], floats[x:],
         )  # fmt: skip

@@ -40,16 +40,22 @@ class Sizes(NamedTuple):
     k_scale_h: Any
     v_scale_b: Any
     v_scale_h: Any
+    # Of lists of key blocks (`listed.py`): tiles of a key head, and entries of a list.
+    list_tiles: Any
+    list_width: Any
 
 
 class Cache(NamedTuple):
-    """The pointers of `types.KV`; each may be None."""
+    """The pointers of `types.KV` and of `listed.Listed`; each may be None."""
 
     lengths: Any
     page_table: Any
     cu_q: Any
     k_scale: Any
     v_scale: Any
+    blocks: Any
+    counts: Any
+    most: Any
 
 
 class Coords(NamedTuple):
@@ -112,7 +118,10 @@ def row_of(n, sizes, cache, coords, of_mask, HOW: tl.constexpr):
             tl.minimum(of_first[0], of_last[0]), tl.maximum(of_first[1], of_last[1]),
             length, cache, coords,
         )  # fmt: skip
-    blocks = tl.maximum((stop + (HOW.n - 1)) // HOW.n - first // HOW.n, 1)
+    if cache.most is not None:
+        blocks = tl.maximum(tl.load(cache.most + n, mask=n < sizes.b, other=0), 1)
+    else:
+        blocks = tl.maximum((stop + (HOW.n - 1)) // HOW.n - first // HOW.n, 1)
     units = (q_len * HOW.group + (HOW.m - 1)) // HOW.m * HOW.hk
     return Row(length, start, q_len, past, units, blocks)
 
