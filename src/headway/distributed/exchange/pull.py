@@ -312,14 +312,17 @@ def _pull_of(group: Any, device: torch.device) -> Transport | str:
 
 def _try_out(memory: Memory) -> None:
     """Read a number of every rank. RuntimeError where it is another one."""
-    one = lambda: torch.full((1, 2, 8, 16), float(memory.me), device=memory.device)
+    shape, region = (1, 2, 8, 16), memory.turn % 2
+    of = lambda rank: memory.of(rank, region, [shape], torch.float32)[0]
     memory.begin()
-    memory.of(memory.me, memory.turn % 2, [(1, 2, 8, 16)], torch.float32)[0].copy_(one())
-    found = [one() for _ in range(memory.ranks)]
-    region = memory.turn % 2
+    of(memory.me).fill_(memory.me)
+    found = [
+        torch.full(shape, -1.0, dtype=torch.float32, device=memory.device)
+        for _ in range(memory.ranks)
+    ]
     with memory.laid_out():
         for r, y in enumerate(found):
-            copy_heads(memory.of(r, region, [(1, 2, 8, 16)], torch.float32)[0], y)
+            copy_heads(of(r), y)
     memory.mark()()
     read = [y.unique().tolist() for y in found]
     if read != [[float(r)] for r in range(memory.ranks)]:
