@@ -59,7 +59,7 @@ def main(question: dict[str, Any]) -> None:
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
-    backend = {"cuda": "nccl", "cpu": "gloo"}[device]
+    backend = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device]
     dist.init_process_group(
         backend, init_method=f"file://{question['store']}", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=60),
@@ -192,7 +192,7 @@ def _anywhere(flag: bool) -> bool:
 
 
 def _device() -> str:
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return "cuda" if "nccl" in dist.get_backend() else "cpu"
 
 
 def checked(

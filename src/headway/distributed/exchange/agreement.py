@@ -61,8 +61,9 @@ _seen: Cache[bool] = Cache(1024)
 
 
 def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
-    """Compare the fields with those of all ranks. On the CPU at every call; elsewhere, where a look
-    at the result makes the host wait, at the first one of a kind.
+    """Compare the fields with those of all ranks. On the CPU at every call, elsewhere at the first
+    one of a kind: by the group's CPU backend where it has one ("cpu:gloo,cuda:nccl"), or else by
+    the device's, whose answer the host waits for, and with it for all that the device has to do.
 
     **Raises:** `ArgumentError`, on every rank, naming the ranks and the fields that differ.
     """
@@ -70,7 +71,7 @@ def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
     if device.type != "cpu" and _seen.get(kind):
         return
     numbers = [int(f) for f in fields]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    mine = torch.tensor(numbers, dtype=torch.int64, device=_compared_on(group, device))
     ranks = dist.get_world_size(group)
     gathered = mine.new_empty(ranks * len(numbers))
     all_gather(gathered, mine, group=group)
@@ -93,6 +94,12 @@ def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
             )
     if device.type != "cpu":  # not before: a call that was refused is compared again
         _seen.put(kind, True)
+
+
+def _compared_on(group: Any, device: torch.device) -> torch.device:
+    """The CPU, where the group has collectives there; else the device."""
+    cpu = torch.device("cpu")
+    return cpu if cpu in getattr(group, "_device_types", ()) else device
 
 
 def _ranks(numbers: list[int]) -> str:
