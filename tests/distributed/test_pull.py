@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import headway as hw
 from headway.distributed import Layout
-from headway.distributed.exchange import run
-from headway.distributed.exchange.pull import Pull, transport_of
+from headway.distributed.exchange import pull, run
+from headway.distributed.exchange.pull import Pull, told, transport_of
 from headway.errors import ArgumentError
 from processes import run_ranks
 
@@ -121,6 +121,21 @@ def overwritten(world: int, rank: int) -> None:
 @pytest.mark.parametrize(("world", "case"), [(2, right), (3, right), (3, overwritten)])
 def test_pulls(world, case, tmp_path):
     run_ranks(world, (case,), tmp_path)
+
+
+def test_explained():
+    layout = Layout.zigzag(64, (0, 2))
+    q, k = torch.randn(1, 2, 32, 8), torch.randn(1, 1, 32, 8)
+    said = str(hw.explain(q, k, k, mask=hw.causal(), layout=layout))
+    assert "transport: collectives, tensors are on cpu" in said
+    cuda = torch.device("cuda", 0)
+    assert told("collective", None, cuda) == "collectives, as named"
+    assert told("auto", None, cuda).startswith("pulled by copy engines, if")
+    pull._made.put(("group", cuda), "ranks share a card")
+    assert told("auto", "group", cuda) == "collectives: ranks share a card"
+    pull._made.put(("group", cuda), Pull(None))
+    assert told("pull", "group", cuda) == "pulled by copy engines"
+    pull._made.clear()
 
 
 def test_by_name():

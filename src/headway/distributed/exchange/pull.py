@@ -296,6 +296,23 @@ def transport_of(name: str, group: Any, device: torch.device) -> Transport:
     return found
 
 
+def told(name: str, group: Any, device: torch.device) -> str:
+    """How rows travel, for people to read; nothing is found out for it.
+
+    - `group`: None where there is none yet.
+    """
+    if device.type != "cuda":
+        return f"collectives, tensors are on {device.type}"
+    if name == "collective":
+        return "collectives, as named"
+    known = None if group is None else _made.get((group, device))
+    if isinstance(known, str):
+        return f"collectives: {known}"
+    if known is not None:
+        return "pulled by copy engines"
+    return "pulled by copy engines, if the group's cards are of one host and reach each other"
+
+
 def reserved() -> int:
     """Bytes of symmetric memory of this process, which PyTorch's allocator does not count."""
     made = [x.memory for x in _made.values() if isinstance(x, Pull)]

@@ -4,6 +4,8 @@ from ...backends.base import Call
 from ...types import Spec
 from ..layout import Layout
 from .cost import cheapest, costs
+from .move import resolved
+from .pull import told
 from .routes import Pieces
 from .setting import setting_of
 
@@ -30,6 +32,9 @@ def report(spec: Spec, call: Call, q: Layout, kv: Layout, own_tiles: bool) -> li
         f"plan: {name}, {'the cheapest' if q.plan == 'auto' else 'as named'}; the forward sends "
         f"the busiest rank {_size(found[name].received)}",
     ]
+    group = resolved(q.group_name) if q.group_name else None
+    way = "collectives" if name == "ulysses" else told(q.transport, group, call.q.device)
+    lines.append(f"transport: {way}")
     for other, cost in found.items():
         if other != name:
             times = cost.seconds / max(found[name].seconds, 1e-30)
