@@ -81,8 +81,8 @@ def test_hopper(case):
 # Without a scale of 0: the largest of zeros of both signs is one or the other, and the emulator
 # takes two threads that say so differently for a fault. (Triton's interpreter runs it.)
 INFERENCE = [
-    partial(inference.masks_and_scores, some=slice(6)), inference.strides, inference.packed,
-    inference.float8, inference.lengths_change, inference.placement,
+    partial(inference.masks_and_scores, some=slice(6)), inference.block_masks, inference.strides,
+    inference.packed, inference.float8, inference.lengths_change, inference.placement,
     *[partial(inference.groups, n) for n in (1, 5, 7, 8, 20)],
     *[partial(inference.latent, n) for n in (3, 16, 40)],
 ]  # fmt: skip

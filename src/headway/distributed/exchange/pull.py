@@ -58,7 +58,8 @@ class Memory:
 
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)  # nobody reads the old memory any more
-        capacity = max(-(-count // _GRAIN) * _GRAIN, 2 * self.capacity)
+        # A quarter more than before, so that lengths that vary soon make no new memory.
+        capacity = -(-max(count, self.capacity * 5 // 4) // _GRAIN) * _GRAIN
         made = together(lambda: self._empty(symmetric, capacity), self.group, self.device)
         handle = together(
             lambda: symmetric.rendezvous(made, self.group), self.group, self.device
