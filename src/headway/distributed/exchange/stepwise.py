@@ -1,6 +1,6 @@
 """The plans of complete rows, heads after heads, and of rings, source after source."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,20 +76,23 @@ class ByHeads(Plan):
 
     def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
-        found = [
-            get(spec.backend).forward(replace(spec, tiles=step.known), self._call(step, call, *kv))
-            for step, kv in self._arriving(call, transport)
-        ]
-        if len(found) == 1:
-            return found[0]
-        return Forward(*[torch.cat(of, int(of[0].dim() > 1)) for of in zip(*found, strict=True)])
+        whole: list[Tensor] = []
+        for step, kv in self._arriving(call, transport):
+            spec_ = replace(spec, tiles=step.known)
+            part = get(spec.backend).forward(spec_, self._call(step, call, *kv))
+            if len(self.steps) == 1:
+                return part
+            _put(whole, part, self._of_q(step), call.q.shape[1])
+            del kv, part  # before those of the next step but one are fetched
+        return Forward(*whole)
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         acc = acc_dtype(call.q.dtype)
         dtype = acc if spec.partial else call.q.dtype  # of dq, whose rows are complete
         spec, exact = exactly(spec, call)
-        found: list[Grads] = []
-        dq: list[Tensor] = []
+        sinks: list[Tensor] = []
+        captured: list[list[Tensor | None]] = []
+        dq: list[Tensor] = []  # one
         dk, dv = zeros_like(call, acc)
         going: tuple[Returning, Parts] | None = None
         for step, kv in self._arriving(call, transport):
@@ -105,14 +108,15 @@ class ByHeads(Plan):
                 (dk[:, of_kv], dv[:, of_kv]),
             )
             _come_home(before)  # beside this step's, which is on its way
-            dq.append(in_dtype(grads.q, dtype))
-            found.append(grads)
+            if len(self.steps) == 1:
+                dq = [in_dtype(grads.q, dtype)]
+            else:
+                _put(dq, [in_dtype(grads.q, dtype)], h, call.q.shape[1])
+            sinks += [] if grads.sink is None else [grads.sink]
+            captured.append(grads.captured)
+            del kv, part, grads
         _come_home(going)
-        sinks = [g.sink for g in found if g.sink is not None]
-        return Grads(
-            torch.cat(dq, 1) if len(dq) > 1 else dq[0], dk, dv,
-            torch.cat(sinks) if sinks else None, added([g.captured for g in found]),
-        )  # fmt: skip
+        return Grads(dq[0], dk, dv, torch.cat(sinks) if sinks else None, added(captured))
 
     def _arriving(self, call: Call, transport: Transport) -> Iterator[tuple[Step, Parts]]:
         """Every step with its keys and values."""
@@ -132,6 +136,17 @@ class ByHeads(Plan):
         return call.replace(
             q=call.q[:, h], k=k, v=v, sink=sink, coords=step.coords, tiles=step.tiles
         )
+
+
+def _put(whole: list[Tensor], part: Iterable[Tensor], h: slice, heads: int) -> None:
+    """Write results `(b, h, ...)` of some heads into those of all, which the first ones make; what
+    was not asked for has one dimension, and stays empty."""
+    first = not whole
+    for n, x in enumerate(part):
+        if first:
+            whole.append(x if x.dim() == 1 else x.new_empty((x.shape[0], heads, *x.shape[2:])))
+        if x.dim() > 1:
+            whole[n][:, h] = x
 
 
 def _heads(step: Step) -> slice:
