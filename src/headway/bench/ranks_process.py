@@ -98,7 +98,7 @@ def answer(case: Case, device: str, repeats: int) -> list[Result]:
             rows += timed(case, found, direction, device, repeats)
         if device == "cuda" and "headway" in found:
             rows += memory(case, found["headway"])
-    told = str(explained(case, found["headway"].given, layout)) if "headway" in found else ""
+    told = explained(found["headway"].given, layout) if "headway" in found else ""
     return [replace(r, note=told) if r.contestant == "headway" and not r.note else r for r in rows]
 
 
@@ -112,13 +112,11 @@ def layout_of(case: Case, whole: Inputs) -> Layout:
     return Layout.zigzag(case.length, group)
 
 
-def explained(case: Case, x: Inputs, layout: Layout) -> str:
+def explained(x: Inputs, layout: Layout) -> str:
     """What the layout and the plan do."""
-    said = explain(x.q, x.k, x.v, x.score, x.mask, layout=layout)
-    kept = [
-        s for s in str(said).splitlines() if s.strip().startswith(("layout:", "keys:", "plan:"))
-    ]
-    return "; ".join(s.strip() for s in kept)
+    told = ("layout:", "keys:", "plan:", "transport:")
+    lines = map(str.strip, str(explain(x.q, x.k, x.v, x.score, x.mask, layout=layout)).splitlines())
+    return "; ".join(line for line in lines if line.startswith(told))
 
 
 def part(whole: Inputs, layout: Layout) -> Inputs:
@@ -139,7 +137,7 @@ def contestants(
         return found
     for plan in PLANS:
         found[f"headway, {plan}"] = Contestant(ours(layout.using(plan)), mine, pairs)
-    found[ONE_CARD] = one_card(case, layout.ranks)
+    found[ONE_CARD] = one_card(case, layout.ranks, whole.q.device.type)
     if case.score is None and whole.q.is_cuda and str(whole.mask) == str(causal()):
         stack.enter_context(context_parallel())
         for kernel in KERNELS:
@@ -168,14 +166,14 @@ def _try(
         found[name] = Contestant(forward, given, pairs)
 
 
-def one_card(case: Case, ranks: int) -> Contestant:
+def one_card(case: Case, ranks: int, device: str) -> Contestant:
     """A sequence so short that a card has as many pairs as a rank has: of a mask that keeps a share
     of the square, by the root of the number of ranks; of windows and documents, by that number."""
     local = any(word in case.name for word in ("window", "documents"))
     length = round(case.length / (ranks if local else ranks**0.5) / 128) * 128
     short = replace(case, length=length)
     short = replace(short, mask=_remade(case.mask, length), score=_remade(case.score, length))
-    x = inputs(short, "cuda" if torch.cuda.is_available() else "cpu")
+    x = inputs(short, device)
     return Contestant(x.headway, x, size(short, x.mask).pairs * ranks)
 
 
