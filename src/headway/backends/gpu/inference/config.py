@@ -1,5 +1,6 @@
 """Tile sizes of inference: rows and keys of a block, warps, pipeline stages."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 WIDEST = 576  # of q and k: MLA's latent
@@ -49,6 +50,7 @@ _TABLE: dict[tuple[int, int, int], tuple[Config, ...]] = {
 KEYS = 256  # that a CTA has at least, if there are as many: merging takes as long as some blocks
 
 
+@lru_cache(maxsize=1024)
 def rows_of_tile(bits: int, width: int, rows: int) -> int:
     """Rows of a tile for `rows` queries of a group: the fewest that hold them, or the most."""
     sizes = _ROWS[min(key for key in _ROWS if key[0] == bits and key[1] >= width)]

@@ -94,7 +94,7 @@ def planned(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
     )  # fmt: skip
     made = Made(rows, bits, q_unit, unit, shared, page, narrow)
     plan = cached(key, lambda: Plan(spec, call, made))
-    return plan, [disguised(n) for n in found]
+    return plan, list(map(disguised, found))
 
 
 class Made(NamedTuple):
