@@ -11,6 +11,7 @@ import torch.distributed as dist
 import headway as hw
 from headway.blocks import from_dense
 from headway.distributed import Layout
+from headway.distributed.exchange import agreement
 from headway.errors import ArgumentError, CapturedIndexError
 from processes import run_ranks
 
@@ -93,6 +94,38 @@ def made_anew(world: int, rank: int) -> None:
             )
 
 
+def device_group(world: int, rank: int) -> None:
+    """A group without collectives on the CPU, as NCCL's is: what ranks compare goes by another one
+    of the same ranks, at every call, so that one rank's new kind of call is seen by all."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, LENGTH // 2, 8) for _ in range(3))
+    layout = Layout.zigzag(LENGTH, dist.group.WORLD)
+    call = lambda window: hw.attention(
+        q, k, v, mask=hw.causal() & hw.sliding_window(window), layout=layout
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(agreement, "_has_cpu", lambda group: False)
+        out = call(20)
+        (made,) = agreement._companions.values()
+        assert made is not dist.group.WORLD
+        assert dist.get_world_size(made) == world
+        with pytest.raises(ArgumentError, match=r"rank.*numbers that score and mask capture"):
+            call(20 if rank else 30)  # known to one rank, new on the other
+        assert torch.equal(call(20), out)
+        assert len(agreement._companions.values()) == 1
+    agreement._companions.clear()
+
+
+def stale(world: int, rank: int) -> None:
+    """A layout of other ranks of a group of that name."""
+    layout = Layout.zigzag(LENGTH, dist.group.WORLD)
+    q = torch.randn(1, 2, layout.local, 8)
+    if rank == 1:
+        layout.rank = 0  # as if it had been made when ranks were others
+    with pytest.raises(ArgumentError, match="made anew" if rank else "rank 1.*refused there"):
+        hw.attention(q, q, q, layout=layout)
+
+
 def one_fails(world: int, rank: int) -> None:
     """A rank that leaves: the others' exchange fails, long before the group's time is up."""
     group = dist.new_group(timeout=timedelta(seconds=25))
@@ -109,7 +142,7 @@ def one_fails(world: int, rank: int) -> None:
 
 
 def test_every_field(tmp_path):
-    run_ranks(2, (every_field, made_anew), tmp_path)
+    run_ranks(2, (every_field, device_group, stale, made_anew), tmp_path)
 
 
 def test_one_fails(tmp_path):

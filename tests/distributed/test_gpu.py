@@ -124,8 +124,12 @@ def disagree(world: int, rank: int) -> None:
     window = 100 + (rank == 1)
     with pytest.raises(ArgumentError, match="rank 1"):
         _over(layout, q, k, v, hw.causal() & hw.sliding_window(window))
-    out = _over(layout, q, k, v, hw.causal())  # goes on afterwards
+    known, other = hw.causal(), hw.causal() & hw.sliding_window(70)
+    out = _over(layout, q, k, v, known)  # goes on afterwards
     assert out.isfinite().all()
+    with pytest.raises(ArgumentError, match="rank"):  # known to the others, new on one
+        _over(layout, q, k, v, other if rank == 1 else known)
+    assert torch.equal(_over(layout, q, k, v, known), out)
 
 
 ALL = table, long_ones, many_calls, compiled, disagree

@@ -52,7 +52,7 @@ class Layouts(NamedTuple):
                 "two, (of the queries, of the keys)"
             )
         q, kv = pair
-        if q.group_name != kv.group_name or q.ranks != kv.ranks:
+        if (q.group_name, q.ranks, q.rank) != (kv.group_name, kv.ranks, kv.rank):
             raise ArgumentError("the layouts of queries and of keys are on different meshes")
         return Layouts(q, kv)
 
@@ -75,7 +75,7 @@ def attention(
         register_flops()
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
     at = layouts.q
-    flags = f"{int(own_tiles)}|{int(trains)}|{int(drawn)}"
+    flags = f"{int(own_tiles)}|{int(trains)}|{int(drawn)}|{at.rank}|{at.ranks}"
     wire = f"{at.plan}|{at.transport}|{flags}|{at.group_name}"
     tables = layouts.q.table, layouts.kv.table
     if not trains:

@@ -133,7 +133,7 @@ def ranks_of(settings: Settings) -> Iterator[Ranks]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mine = count > 1 and not dist.is_initialized()
     if mine:
-        # Ranks also compare what they are about to do, which takes no turn on the GPU.
+        # gloo compares what ranks are about to do, on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo")
     try:
         yield Ranks(settings)

@@ -57,24 +57,18 @@ def fields_of(
     ]  # fmt: skip
 
 
-_seen: Cache[bool] = Cache(1024)
-
-
 def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
-    """Compare the fields with those of all ranks. On the CPU at every call, elsewhere at the first
-    one of a kind: by the group's CPU backend where it has one ("cpu:gloo,cuda:nccl"), or else by
-    the device's, whose answer the host waits for, and with it for all that the device has to do.
+    """Compare the fields with those of all ranks, at every call: a rank cannot know that another
+    one makes a call of a kind that is new. On the CPU, so that no device is waited for.
 
     **Raises:** `ArgumentError`, on every rank, naming the ranks and the fields that differ.
     """
-    kind = (group, *[f for f in fields if not isinstance(f, Tensor)])
-    if device.type != "cpu" and _seen.get(kind):
-        return
     numbers = [int(f) for f in fields]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=_compared_on(group, device))
+    comparing, where = _comparing(group, device)
+    mine = torch.tensor(numbers, dtype=torch.int64, device=where)
     ranks = dist.get_world_size(group)
     gathered = mine.new_empty(ranks * len(numbers))
-    all_gather(gathered, mine, group=group)
+    all_gather(gathered, mine, group=comparing)
     found = gathered.view(ranks, -1).tolist()
     unfit = [r for r, of in enumerate(found) if not of[0]]
     if unfit:
@@ -92,14 +86,34 @@ def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
                 f"{name}; all ranks of a layout pass the same mask, score and options, with "
                 "tensors that are the same everywhere"
             )
-    if device.type != "cpu":  # not before: a call that was refused is compared again
-        _seen.put(kind, True)
 
 
-def _compared_on(group: Any, device: torch.device) -> torch.device:
-    """The CPU, where the group has collectives there; else the device."""
-    cpu = torch.device("cpu")
-    return cpu if cpu in getattr(group, "_device_types", ()) else device
+# By the group itself: one that is made anew has a companion of its own.
+_companions: Cache[Any] = Cache(64)
+_CPU = torch.device("cpu")
+
+
+def _comparing(group: Any, device: torch.device) -> tuple[Any, torch.device]:
+    """The group that compares, and where its tensors are: the group itself where it has
+    collectives on the CPU ("cpu:gloo,cuda:nccl"), else one of the same ranks, which is made once.
+    Without gloo, the group on its device, for which the host then waits at every call."""
+    if _has_cpu(group):
+        return group, _CPU
+    if not dist.is_gloo_available():
+        return group, device
+    found = _companions.get(group)
+    if found is None:
+        options = getattr(group._get_backend(device), "options", None)
+        made = dist.new_group(
+            dist.get_process_group_ranks(group), getattr(options, "_timeout", None), "gloo",
+            use_local_synchronization=True,
+        )  # fmt: skip
+        found = _companions.put(group, made)
+    return found, _CPU
+
+
+def _has_cpu(group: Any) -> bool:
+    return _CPU in getattr(group, "_device_types", ())
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -28,13 +28,18 @@ class Wire(NamedTuple):
     own_tiles: bool
     trains: bool
     drawn: bool  # the seed, by every rank
+    rank: int  # of the layout
+    ranks: int
     group: Any
 
     @staticmethod
     def parse(text: str) -> "Wire":
         """From the text that crosses the operator's boundary."""
-        plan, transport, own_tiles, trains, drawn, group = text.split("|", 5)
-        return Wire(plan, transport, own_tiles == "1", trains == "1", drawn == "1", resolved(group))
+        plan, transport, own_tiles, trains, drawn, rank, ranks, group = text.split("|", 7)
+        return Wire(
+            plan, transport, own_tiles == "1", trains == "1", drawn == "1", int(rank), int(ranks),
+            resolved(group),
+        )  # fmt: skip
 
 
 # Of the plans; tiles that are known by identity are kept with them.
@@ -78,6 +83,11 @@ def _planned(
     where = *wire[:2], group, device, call.coords[:2]
     key = (spec, own, where, *[f for n, f in enumerate(fields) if n not in UNPLANNED])
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if (rank, ranks) != (wire.rank, wire.ranks):
+        raise ArgumentError(
+            f"the layout is of rank {wire.rank} of {wire.ranks}, but this is rank {rank} of "
+            f"{ranks}: the process group was made anew; make the layout again"
+        )
     found = _plans.get(key)
     pieces = [Pieces(table, ranks) for table in tables] if found is None else found[1]
     _check_local(call, rank, *pieces)
