@@ -33,6 +33,12 @@ class Cost(NamedTuple):
     seconds: float
 
 
+def away(needed: list[int], held: np.ndarray) -> int:
+    """Tokens of others that a rank is sent, the rank that is sent most, of those that each needs
+    and holds."""
+    return max(n - min(n, own) for n, own in zip(needed, held.tolist(), strict=True))
+
+
 def costs(
     s: Sizes, q: np.ndarray, kv: np.ndarray, needed: list[int], work: np.ndarray, device: str
 ) -> dict[str, Cost]:
@@ -46,7 +52,7 @@ def costs(
     )
     flops = 2.0 * s.b * s.hq * (s.d + s.dv)
     compute, mean = flops * float(work.max()) / speed, flops * float(work.mean()) / speed
-    most = max(m - int(min(m, n)) for m, n in zip(needed, kv.tolist(), strict=True)) * s.hk * row
+    most = away(needed, kv) * s.hk * row
     all_ = int(kv.sum() - kv.min()) * s.hk * row
     heads = -(-s.hq // ranks)
     of_kv = min(s.hk, -(-heads // max(1, s.hq // s.hk)) + int(s.hk % ranks != 0 and s.hk > ranks))

@@ -29,10 +29,8 @@ def plan_of(name: str, setting: Setting, own_tiles: bool) -> Plan:
     """
     s = setting.sizes
     if name == "auto":
-        wanted, _ = setting.wanted(range(s.hq))
-        needed = [int((x[:, 1] - x[:, 0]).sum()) for x in wanted]
-        given = setting.q.sizes, setting.kv.sizes, needed, setting.work(), setting.device.type
-        name = cheapest(s, *given, own_tiles)
+        held, asked = (setting.q.sizes, setting.kv.sizes), (setting.needed(), setting.work())
+        name = cheapest(s, *held, *asked, setting.device.type, own_tiles)
     if name == "ring" and own_tiles:
         raise ArgumentError(
             "the tiles of this block mask are its own (lists of blocks), and a ring cuts keys "

@@ -29,7 +29,7 @@ from torch import Tensor
 from ...caches import Cache
 from ...errors import ArgumentError
 from .collective import Collective, all_gather
-from .routes import Arriving, Parts, Returning, Routes, Segment, Transport
+from .routes import Arriving, Parts, Returning, Routes, Transport, copy, rows_of
 
 T = TypeVar("T")
 _FLAGS = 4096  # bytes in front of the regions: a uint32 of every rank
@@ -132,29 +132,28 @@ def _driver() -> ctypes.CDLL:
 class Pull(Transport):
     """Cards of one host that reach each other."""
 
-    name = "pull"
-
     def __init__(self, memory: Any) -> None:
         self.memory = memory
 
-    def fetch(self, routes: Routes, parts: Parts) -> "_Fetched":
+    def fetch(self, routes: Routes, parts: Parts) -> Arriving:
         """See `Transport`."""
         laid = [(s.at, s.size) for s in routes.outgoing]
         out = routes.empty(parts)
-        found = [(s, _rows(out, s.to, s.size)) for s in routes.incoming]
-        self._pull(parts, routes.held, _joined(laid), [(s.rank, s.at, to) for s, to in found])
+        wanted = [(s.rank, s.at, rows_of(out, s.to, s.size)) for s in routes.incoming]
+        self._pull(parts, routes.held, _joined(laid), wanted)
         routes.copy_own(parts, out)
-        return _Fetched(self.memory, out)
+        return Arriving(out, self.memory.mark())
 
-    def home(self, routes: Routes, parts: Parts) -> "_Home":
+    def home(self, routes: Routes, parts: Parts) -> Returning:
         """See `Transport`."""
         laid = [(s.to, s.size) for s in routes.incoming]
         came = [
             (s, tuple([x.new_empty((*x.shape[:2], s.size, x.shape[3])) for x in parts]))
             for s in routes.outgoing
         ]
-        self._pull(parts, routes.rows, _joined(laid), [(s.rank, s.to, to) for s, to in came])
-        return _Home(self.memory, routes, parts, came)
+        wanted = [(s.rank, s.to, rows) for s, rows in came]
+        self._pull(parts, routes.rows, _joined(laid), wanted)
+        return Returning(routes, parts, self.memory.mark(), came)
 
     def _pull(
         self, parts: Parts, rows: list[int], laid: list[tuple[int, int]],
@@ -168,21 +167,15 @@ class Pull(Transport):
         memory.reserve(each * max(rows))
         memory.begin()
         region = memory.turn % 2
-        for x, to in zip(
-            parts, memory.of(memory.me, region, shapes(memory.me), dtype), strict=True
-        ):
-            for first, size in laid:
-                to[:, :, first : first + size].copy_(x[:, :, first : first + size])
+        mine = tuple(memory.of(memory.me, region, shapes(memory.me), dtype))
+        for span in laid:
+            copy(rows_of(parts, *span), rows_of(mine, *span))
         with memory.laid_out():
             for rank, first, to in wanted:
-                there = memory.of(rank, region, shapes(rank), dtype)
-                for x, y in zip(there, to, strict=True):
-                    copy_heads(x[:, :, first : first + y.shape[2]], y)
+                there = tuple(memory.of(rank, region, shapes(rank), dtype))
+                for x, y in zip(rows_of(there, first, to[0].shape[2]), to, strict=True):
+                    copy_heads(x, y)
                     memory.keep(y)
-
-
-def _rows(parts: Parts, first: int, size: int) -> Parts:
-    return tuple([x[:, :, first : first + size] for x in parts])
 
 
 class _Copy2D(ctypes.Structure):
@@ -241,29 +234,6 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             found.append((first, size))
     return found
-
-
-class _Fetched(Arriving):
-    def __init__(self, memory: Any, out: Parts) -> None:
-        self.out, self.done = out, memory.mark()
-
-    def wait(self) -> Parts:
-        self.done()
-        return self.out
-
-
-class _Home(Returning):
-    def __init__(
-        self, memory: Any, routes: Routes, parts: Parts, came: list[tuple[Segment, Parts]]
-    ) -> None:
-        self.routes, self.parts, self.came, self.done = routes, parts, came, memory.mark()
-
-    def add_to(self, total: Parts) -> None:
-        self.routes.add_own(self.parts, total)
-        self.done()
-        for segment, rows in self.came:
-            for x, to in zip(rows, total, strict=True):
-                to[:, :, segment.at : segment.at + segment.size] += x
 
 
 # -- which one -------------------------------------------------------------------------------------

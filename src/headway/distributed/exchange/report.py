@@ -3,7 +3,7 @@
 from ...backends.base import Call
 from ...types import Spec
 from ..layout import Layout
-from .cost import cheapest, costs
+from .cost import away, cheapest, costs
 from .move import resolved
 from .pull import told
 from .routes import Pieces
@@ -15,15 +15,13 @@ def report(spec: Spec, call: Call, q: Layout, kv: Layout, own_tiles: bool) -> li
     pieces = Pieces(q.table, q.ranks), Pieces(kv.table, kv.ranks)
     setting = setting_of(spec, call, *pieces, None, q.rank, own_tiles)
     s, ranks = setting.sizes, q.ranks
-    wanted, _ = setting.wanted(range(s.hq))
-    needed = [int((x[:, 1] - x[:, 0]).sum()) for x in wanted]
-    work = setting.work()
+    needed, work = setting.needed(), setting.work()
     given = s, pieces[0].sizes, pieces[1].sizes, needed, work, setting.device.type
     found = costs(*given)
     name = cheapest(*given, own_tiles) if q.plan == "auto" else q.plan
     mean = max(float(work.mean()), 1e-30)
     mine = int((q.table[:, 0] == q.rank).sum())
-    sent = max(needed[r] - int(min(needed[r], pieces[1].sizes[r])) for r in range(ranks))
+    sent = away(needed, pieces[1].sizes)
     lines = [
         f"layout: {q.length:,} tokens over {ranks} ranks; rank {q.rank} holds {q.local:,} in "
         f"{mine} pieces; the busiest rank has {work.max() / mean:.2f} of the mean work",

@@ -9,6 +9,7 @@ are the same every time.
 Tensors are (b, h, tokens, width), as kernels read them; `collective.py` and `pull.py` move them.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,42 +103,75 @@ class Routes:
 
     def copy_own(self, parts: Parts, out: Parts) -> None:
         """The rows that this rank reads of itself."""
-        for x, y in zip(parts, out, strict=True):
-            for _, at, to, size in self.own:
-                y[:, :, to : to + size].copy_(x[:, :, at : at + size])
-
-    def add_own(self, parts: Parts, total: Parts) -> None:
-        """Add the contributions to the rows that it reads of itself."""
-        for x, y in zip(parts, total, strict=True):
-            for _, at, to, size in self.own:
-                y[:, :, at : at + size] += x[:, :, to : to + size]
+        for s in self.own:
+            copy(rows_of(parts, s.at, s.size), rows_of(out, s.to, s.size))
 
 
 def _segments(*columns: np.ndarray) -> list[Segment]:
     return [Segment(*row) for row in np.stack(columns, 1).tolist()]
 
 
+def rows_of(parts: Parts, first: int, size: int) -> Parts:
+    """The rows from `first` on, `size` of them."""
+    return tuple([x[:, :, first : first + size] for x in parts])
+
+
+def copy(parts: Parts, to: Parts) -> None:
+    """`to` becomes `parts`."""
+    for x, y in zip(parts, to, strict=True):
+        y.copy_(x)
+
+
 class Arriving:
-    """Rows that are on their way here."""
+    """Rows that are on their way into `out`.
+
+    - `done`: waits for them.
+    - `came`: those that still lie in a message then.
+    """
+
+    def __init__(
+        self, out: Parts, done: Callable[[], Any], came: Iterable[tuple[Segment, Parts]] = ()
+    ) -> None:
+        self.out, self.done, self.came = out, done, came
 
     def wait(self) -> Parts:
         """The rows, in the order of the sequence."""
-        raise NotImplementedError
+        self.done()
+        for s, rows in self.came:
+            copy(rows, rows_of(self.out, s.to, s.size))
+        return self.out
 
 
 class Returning:
-    """Contributions that are on their way home."""
+    """Contributions that are on their way home.
+
+    - `parts`: this rank's, to all rows that it has read; `came`: those of others, when `done` has
+      waited for them.
+    """
+
+    def __init__(
+        self, routes: Routes, parts: Parts, done: Callable[[], Any],
+        came: Iterable[tuple[Segment, Parts]],
+    ) -> None:  # fmt: skip
+        self.routes, self.parts, self.done, self.came = routes, parts, done, came
 
     def add_to(self, total: Parts) -> None:
         """Add contributions to `total`, of the rows held here: its own, and then what came home,
         rank after rank."""
-        raise NotImplementedError
+        own = [(s, rows_of(self.parts, s.to, s.size)) for s in self.routes.own]
+        _add(own, total)
+        self.done()
+        _add(self.came, total)
+
+
+def _add(contributions: Iterable[tuple[Segment, Parts]], total: Parts) -> None:
+    for s, rows in contributions:
+        for x, y in zip(rows, rows_of(total, s.at, s.size), strict=True):
+            y += x
 
 
 class Transport:
     """How rows travel."""
-
-    name: str
 
     def fetch(self, routes: Routes, parts: Parts) -> Arriving:
         """Begin to fetch what is read of `parts`, of the rows held here."""

@@ -13,7 +13,7 @@ from ...backends.base import Call
 from ...blocks import Tiles
 from ...types import Coords, Forward, Grads, Spec, acc_dtype, in_dtype
 from ..merge import merge
-from .cost import LINK
+from .cost import LINK, away
 from .needs import positions_of
 from .routes import Arriving, Parts, Returning, Routes, Transport
 from .setting import Plan, Setting, added, exactly
@@ -80,8 +80,6 @@ class ByHeads(Plan):
         for step, kv in self._arriving(call, transport):
             spec_ = replace(spec, tiles=step.known)
             part = get(spec.backend).forward(spec_, self._call(step, call, *kv))
-            if len(self.steps) == 1:
-                return part
             _put(whole, part, self._of_q(step), call.q.shape[1])
             del kv, part  # before those of the next step but one are fetched
         return Forward(*whole)
@@ -108,11 +106,9 @@ class ByHeads(Plan):
                 (dk[:, of_kv], dv[:, of_kv]),
             )
             _come_home(before)  # beside this step's, which is on its way
-            if len(self.steps) == 1:
-                dq = [in_dtype(grads.q, dtype)]
-            else:
-                _put(dq, [in_dtype(grads.q, dtype)], h, call.q.shape[1])
-            sinks += [] if grads.sink is None else [grads.sink]
+            _put(dq, [in_dtype(grads.q, dtype)], h, call.q.shape[1])
+            if grads.sink is not None:
+                sinks.append(grads.sink)
             captured.append(grads.captured)
             del kv, part, grads
         _come_home(going)
@@ -139,13 +135,14 @@ class ByHeads(Plan):
 
 
 def _put(whole: list[Tensor], part: Iterable[Tensor], h: slice, heads: int) -> None:
-    """Write results `(b, h, ...)` of some heads into those of all, which the first ones make; what
-    was not asked for has one dimension, and stays empty."""
+    """Write results `(b, h, ...)` of some heads into those of all, which the first ones make, and
+    are where they are of all; what was not asked for has one dimension, and stays empty."""
     first = not whole
     for n, x in enumerate(part):
+        complete = x.dim() == 1 or x.shape[1] == heads
         if first:
-            whole.append(x if x.dim() == 1 else x.new_empty((x.shape[0], heads, *x.shape[2:])))
-        if x.dim() > 1:
+            whole.append(x if complete else x.new_empty((x.shape[0], heads, *x.shape[2:])))
+        if not complete:
             whole[n][:, h] = x
 
 
@@ -274,10 +271,9 @@ def heads_a_step(setting: Setting) -> int:
     processors = torch.cuda.get_device_properties(setting.device).multi_processor_count
     tiles = s.b * (s.hq // s.hk) * -(-int(setting.q.sizes.max()) // 128)
     full = -(-4 * processors // max(1, tiles))
-    wanted, _ = setting.wanted(range(s.hq))
-    needed = [int((x[:, 1] - x[:, 0]).sum()) for x in wanted]
-    away = max(n - int(min(n, held)) for n, held in zip(needed, setting.kv.sizes, strict=True))
+    needed = setting.needed()
     of_head = s.b * (s.d + s.dv) * s.itemsize
-    steps = max(1, round((away * s.hk * of_head / LINK["cuda"] / _STEP) ** 0.5))
+    on_wire = away(needed, setting.kv.sizes) * s.hk * of_head / LINK["cuda"]  # seconds
+    steps = max(1, round((on_wire / _STEP) ** 0.5))
     fitting = _MOST // max(1, max(needed) * of_head)
     return min(s.hk, max(full, min(-(-s.hk // steps), fitting), 1))
