@@ -168,7 +168,7 @@ def test_a_name_that_no_backend_has_is_an_error():
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_all_launches_of_a_call_are_compiled(tmp_path):
+def test_all_launches_of_a_call_are_compiled():
     code = "from ptx_gate import KINDS, compiled\n"
     code += (
         "for name, text in compiled(KINDS['triton-sm80-f32-64-learned']): print(name, len(text))"

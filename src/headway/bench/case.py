@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_with_stats, block_mask
+from ..mods import Score, relative_bias
 from ..mods.base import MaskFn, ScoreFn
 
 FORWARD, BACKWARD, BUILD = "forward", "backward", "build"  # of a block mask
@@ -147,6 +148,13 @@ def inputs(case: Case, device: str = "cpu") -> Inputs:
     return Inputs(
         q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, mask, score, case.stats
     )  # fmt: skip
+
+
+def learned_bias(heads: int, length: int) -> Score:
+    """A relative bias that learns, `(heads, 2 length - 1)`."""
+    n = 2 * length - 1
+    at = torch.arange(heads * n, dtype=torch.float32)
+    return relative_bias(at.view(heads, n).sin_().requires_grad_())
 
 
 class Size(NamedTuple):

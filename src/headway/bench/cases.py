@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import ArgumentError
 from ..mods import (
@@ -14,13 +13,12 @@ from ..mods import (
     causal,
     document,
     prefix,
-    relative_bias,
     sliding_window,
     softcap,
     strided,
 )
 from ..mods.base import ScoreFn
-from .case import BACKWARD, BUILD, FORWARD, Case, Target
+from .case import BACKWARD, BUILD, FORWARD, Case, Target, learned_bias
 from .gpu_cases import GPU_CASES
 from .ranks_cases import RANK_CASES
 
@@ -88,11 +86,6 @@ def _block_mask(name: str, length: int, measure: str = "block mask", **extra: An
     )  # fmt: skip
 
 
-def _table(heads: int, length: int) -> Tensor:
-    n = 2 * length - 1
-    return torch.arange(heads * n, dtype=torch.float32).view(heads, n).sin_().requires_grad_()
-
-
 def _halved() -> ScoreFn:
     by = 0.5
     return lambda score, b, h, q_idx, kv_idx: by * score
@@ -155,7 +148,7 @@ CASES: tuple[Case, ...] = (
     Case("alibi-4k-64", mask=causal, score=lambda: alibi(8), peers=("sdpa causal", *_BOTH),
          targets=_FLEX, tags=("scores",)),
     Case("relative-bias-4k-64", mask=causal, peers=("sdpa causal",), tags=("scores",),
-         score=lambda: relative_bias(_table(8, 4096))),
+         score=lambda: learned_bias(8, 4096)),
     Case("prefix-4k-64", mask=lambda: causal() | prefix(1024), peers=_BOTH, targets=_FLEX,
          tags=("masks",)),
     Case("packed-256-4k-64", mask=lambda: _packed(256), peers=("causal, per tile", *_BOTH),

@@ -5,12 +5,10 @@ standard output.
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from . import block_masks
 from .case import Case, inputs
 from .cases import CASES
 from .check import Truth
-from .machine import Machine, here, peak
+from .machine import Machine, environment, here, peak
 from .measure import measure_time
 from .results import WRONG, Result
 
@@ -43,12 +41,10 @@ def ask(case: Case, device: str, repeats: int, isa: str = "") -> tuple[Machine, 
     """Measure a case in a fresh process, with this process's number of threads."""
     question = {"case": case.name, "device": device, "repeats": repeats, "isa": isa}
     question["threads"] = torch.get_num_threads()
-    source = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps(question), capture_output=True, text=True,
-        env=os.environ | LIMITS.get(isa, {}) | {"PYTHONPATH": path},
+        env=environment(**LIMITS.get(isa, {})),
     )  # fmt: skip
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["nothing on standard error"]

@@ -6,7 +6,6 @@ left. Headway's default has one more, in which its parts are timed.
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .case import FORWARD, Case
+from .machine import environment
 from .results import NOT_RUN, Result
 from .timing import Tick, Timing
 
@@ -56,15 +56,12 @@ def ask(
         "kind": kind_of(case), "contestant": contestant, "device": device, "shape": shape,
         "parts": parts,
     }  # fmt: skip
-    path = os.pathsep.join(
-        filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
-    )
     folders = {
         name: str(Path(caches) / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     }
     done = subprocess.run(
         [sys.executable, "-P", PROCESS], input=json.dumps(asked), capture_output=True, text=True,
-        env=os.environ | folders | {"PYTHONPATH": path},
+        env=environment(**folders),
     )  # fmt: skip
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["nothing on standard error"]

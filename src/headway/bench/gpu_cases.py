@@ -17,12 +17,11 @@ from ..mods import (
     causal,
     document,
     prefix,
-    relative_bias,
     sliding_window,
     softcap,
 )
 from ..mods.base import value
-from .case import BACKWARD, FORWARD, Case, Target
+from .case import BACKWARD, FORWARD, Case, Target, learned_bias
 
 _TRITON = "headway triton"
 _FLASH4 = "flash-attention-4"
@@ -99,11 +98,6 @@ def _packed(count: int, length: int) -> Mask:
     return causal() & document.from_lengths([length] * count)
 
 
-def _table(learn: bool = True) -> Tensor:
-    at = torch.arange(16 * 16383, dtype=torch.float32)
-    return at.view(16, 16383).sin_().requires_grad_(learn)
-
-
 def _slopes() -> Tensor:
     return torch.exp2(-torch.arange(1, 17) * 0.5)
 
@@ -164,9 +158,9 @@ GPU_CASES: tuple[Case, ...] = (
             _MASKS),
     _scored("documents-causal", None, _documents, _flex(1.15, 1.15), _MASKS),
     _scored("prefix-2048", None, lambda: causal() | prefix(2048), _flex(), ("flex", _TRITON)),
-    _scored("relative-bias-learned-full", lambda: relative_bias(_table()), None, _RELATIVE,
+    _scored("relative-bias-learned-full", lambda: learned_bias(16, 8192), None, _RELATIVE,
             _LEARNED),
-    _scored("relative-bias-learned-causal", lambda: relative_bias(_table()), causal, _RELATIVE,
+    _scored("relative-bias-learned-causal", lambda: learned_bias(16, 8192), causal, _RELATIVE,
             _LEARNED),
     _scored("alibi-learned-causal", lambda: alibi(_slopes().requires_grad_()), causal, (),
             _LEARNED),

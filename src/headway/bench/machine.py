@@ -60,6 +60,12 @@ def here(device: str, isa: str = "") -> Machine:
     )  # fmt: skip
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that finds this package where this one has it."""
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | more
+
+
 def processor() -> str:
     """The CPU's name."""
     cpuinfo = Path("/proc/cpuinfo")

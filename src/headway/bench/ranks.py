@@ -8,7 +8,6 @@ one starts anew.
 
 import atexit
 import json
-import os
 import selectors
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from .case import BACKWARD, FORWARD, Case
+from .machine import environment
 from .results import NOT_RUN, Result
 from .timing import Tick
 
@@ -87,7 +87,6 @@ class Ranks:
         if count < 2:
             raise RuntimeError("one sequence over many cards wants two or more; here is one")
         self.folder = tempfile.TemporaryDirectory()
-        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
         for rank in range(count):
             asked = {
                 "rank": rank, "ranks": count, "device": self.device,
@@ -97,7 +96,7 @@ class Ranks:
                 [sys.executable, "-m", f"{__package__}.ranks_process", json.dumps(asked)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 stderr=open(Path(self.folder.name) / f"{rank}.txt", "w"),  # noqa: SIM115
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+                env=environment(),
             )  # fmt: skip
             self.processes.append(process)
 

@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..mods import Mask, alibi, causal, document, prefix, relative_bias, sliding_window
-from .case import Case
+from ..mods import Mask, alibi, causal, document, prefix, sliding_window
+from .case import Case, learned_bias
 
 WINDOW = 4096
 
@@ -23,8 +22,7 @@ def documents(length: int) -> Mask:
         share = 0.005 + 0.245 * float(torch.rand((), generator=draw, device="cpu"))
         lengths.append(max(1, int(share * length)))
     lengths[-1] -= sum(lengths) - length
-    ids = torch.repeat_interleave(torch.tensor(lengths, device="cpu"))
-    return causal() & document(ids.to(torch.get_default_device()))
+    return causal() & document.from_lengths(lengths)
 
 
 def _window(length: int) -> Mask:
@@ -33,15 +31,6 @@ def _window(length: int) -> Mask:
 
 def _prefix(length: int) -> Mask:
     return causal() | prefix(length // 8)
-
-
-def _table(heads: int, length: int) -> Tensor:
-    n = 2 * length - 1
-    return torch.arange(heads * n, dtype=torch.float32).view(heads, n).sin_().requires_grad_()
-
-
-def _biased(heads: int, length: int) -> Any:
-    return relative_bias(_table(heads, length))
 
 
 MASKS: dict[str, Callable[[int], Mask]] = {
@@ -71,7 +60,7 @@ RANK_CASES: tuple[Case, ...] = (
     _case("window", 32, 8, 512 * _K),
     _case("causal", 64, 8, 64 * _K),
     _case("alibi", 32, 8, 16 * _K, score=lambda: alibi(32)),
-    _case("bias", 32, 8, 16 * _K, score=partial(_biased, 32, 16 * _K)),
+    _case("bias", 32, 8, 16 * _K, score=partial(learned_bias, 32, 16 * _K)),
     _case("prefix", 32, 8, 64 * _K),
     _case("documents", 64, 8, 16 * _K),
     _case("causal", 32, 8, 32 * _K),

@@ -27,7 +27,7 @@ from ..api import attention
 from ..distributed import Layout
 from ..distributed.exchange.pull import reserved
 from ..mods import causal
-from .case import BACKWARD, FORWARD, Case, Inputs, Unavailable, inputs, size
+from .case import BACKWARD, FORWARD, Case, Inputs, Size, Unavailable, inputs, size
 from .cases import every
 from .check import Truth, distance
 from .ranks import ONE_CARD
@@ -44,12 +44,12 @@ class Contestant(NamedTuple):
     """A call on this rank's tensors.
 
     - `given`: this rank's part of the tensors, as the call sees them.
-    - `pairs`: that all ranks keep together.
+    - `size`: what all ranks keep together.
     """
 
     forward: Callable[[], Tensor]
     given: Inputs
-    pairs: int
+    size: Size
 
 
 def main(question: dict[str, Any]) -> None:
@@ -79,10 +79,10 @@ def answer(case: Case, device: str, repeats: int) -> list[Result]:
     """The rows of a case."""
     whole = inputs(case, device)
     layout = layout_of(case, whole)
-    pairs = size(case, whole.mask).pairs
+    measured = size(case, whole.mask)
     rows: list[Result] = []
     with ExitStack() as stack:
-        found = contestants(case, whole, layout, pairs, stack, rows)
+        found = contestants(case, whole, layout, measured, stack, rows)
         if case.length <= LONGEST:
             truth = Truth(case, whole)
             for name, one in list(found.items()):
@@ -127,29 +127,29 @@ def part(whole: Inputs, layout: Layout) -> Inputs:
 
 
 def contestants(
-    case: Case, whole: Inputs, layout: Layout, pairs: int, stack: ExitStack, rows: list[Result]
+    case: Case, whole: Inputs, layout: Layout, measured: Size, stack: ExitStack, rows: list[Result]
 ) -> dict[str, Contestant]:
     """Headway, its plans, one card, and PyTorch's."""
     mine = part(whole, layout)
     ours = lambda at: lambda: attention(mine.q, mine.k, mine.v, mine.score, mine.mask, layout=at)
-    found = {"headway": Contestant(ours(layout), mine, pairs)}
+    found = {"headway": Contestant(ours(layout), mine, measured)}
     if case.length > LONGEST:
         return found
     for plan in PLANS:
-        found[f"headway, {plan}"] = Contestant(ours(layout.using(plan)), mine, pairs)
+        found[f"headway, {plan}"] = Contestant(ours(layout.using(plan)), mine, measured)
     found[ONE_CARD] = one_card(case, layout.ranks, whole.q.device.type)
     if case.score is None and whole.q.is_cuda and str(whole.mask) == str(causal()):
         stack.enter_context(context_parallel())
         for kernel in KERNELS:
             make = partial(sdpa, mine, kernel)
-            _try(case, f"torch {kernel}", make, mine, pairs, found, rows)
+            _try(case, f"torch {kernel}", make, mine, measured, found, rows)
     if case.score is None and whole.q.is_cuda and case.length <= 1 << 16:
-        _try(case, "torch flex", partial(flex, mine, layout), mine, pairs, found, rows)
+        _try(case, "torch flex", partial(flex, mine, layout), mine, measured, found, rows)
     return found
 
 
 def _try(
-    case: Case, name: str, make: Callable[[], Callable[[], Tensor]], given: Inputs, pairs: int,
+    case: Case, name: str, make: Callable[[], Callable[[], Tensor]], given: Inputs, measured: Size,
     found: dict[str, Contestant], rows: list[Result],
 ) -> None:  # fmt: skip
     """Add a peer that works on all ranks."""
@@ -163,7 +163,7 @@ def _try(
         note = why or "could not run on another rank"
         rows.append(Result(case.name, "", name, verdict=NOT_RUN, note=note))
     else:
-        found[name] = Contestant(forward, given, pairs)
+        found[name] = Contestant(forward, given, measured)
 
 
 def one_card(case: Case, ranks: int, device: str) -> Contestant:
@@ -174,7 +174,7 @@ def one_card(case: Case, ranks: int, device: str) -> Contestant:
     short = replace(case, length=length)
     short = replace(short, mask=_remade(case.mask, length), score=_remade(case.score, length))
     x = inputs(short, device)
-    return Contestant(x.headway, x, size(short, x.mask).pairs * ranks)
+    return Contestant(x.headway, x, Size(*(n * ranks for n in size(short, x.mask))))
 
 
 def _remade(make: Any, length: int) -> Any:
@@ -238,18 +238,12 @@ def timed(
                     samples[name].append(sample(calls[name], number[name], device))
     rows, ranks = [], dist.get_world_size()
     for name, of in samples.items():
-        flops = size_of(found[name].pairs, direction, case) / ranks
+        flops = found[name].size.flops(direction, *case.widths) / ranks
         speed = flops / statistics.median(of) / 1e9
         row = Result(case.name, direction, name, gflops=speed).timed(Timing.of(of))
         rows.append(row)
     ours = next((r.gflops for r in rows if r.contestant == "headway"), None)
     return [replace(r, ratio=ours / r.gflops) if ours else r for r in rows]  # type: ignore[operator]
-
-
-def size_of(pairs: int, direction: str, case: Case) -> int:
-    """Products of kept pairs."""
-    d, dv = case.widths
-    return pairs * 2 * (d + dv if direction == FORWARD else 3 * d + 2 * dv)
 
 
 def sample(call: Callable[[], object], number: int, device: str) -> float:

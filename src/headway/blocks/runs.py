@@ -51,10 +51,13 @@ class Runs(NamedTuple):
         return (pick(self.start, run) + within).to(torch.int32)
 
     def dense(self, width: int) -> Tensor:
-        """Bool `(rows, width)`: which tiles are covered."""
-        live = torch.zeros(self.rows * width, dtype=torch.bool, device=self.start.device)
-        live[_repeat(self.per_row()) * width + self.tiles()] = True
-        return live.view(self.rows, width)
+        """Bool `(rows, width)`: which tiles are covered. It waits for no device."""
+        n = torch.arange(len(self.start), device=self.start.device)
+        row = torch.searchsorted(self.offsets[1:].contiguous(), n, right=True, out_int32=False)
+        first, one = row * (width + 1) + self.start, torch.ones_like(self.start)
+        change = torch.zeros(self.rows * (width + 1), dtype=torch.int32, device=n.device)
+        change.index_add_(0, first, one).index_add_(0, first + self.count, -one)
+        return change.view(self.rows, width + 1)[:, :width].cumsum(1, dtype=torch.int32) > 0
 
     def take(self, rows: Tensor) -> "Runs":
         """The runs of some rows, int64 `(n,)`, in that order."""

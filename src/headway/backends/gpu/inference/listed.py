@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....blocks import Runs
 from ....types import Spec
 from ...base import Call
 
@@ -37,8 +36,7 @@ def listed(spec: Spec, call: Call, m: int, n: int) -> Listed:
     lengths, capacity, device = call.kv.lengths, call.kv.capacity(call.k), call.q.device
     hq, hk, b = call.q.shape[1], call.k.shape[1], lengths.shape[0]
     group, width = hq // hk, -(-capacity // tile_kv)
-    full, partial = call.tiles.rows_full, call.tiles.rows_partial
-    live = _covered(full, width) | _covered(partial, width)
+    live = call.tiles.rows_full.dense(width) | call.tiles.rows_partial.dense(width)
     rows = live.shape[0] // (mask_b * mask_h)
     before = _sums(live.view(mask_b, mask_h, rows, width), 2)
 
@@ -69,18 +67,6 @@ def listed(spec: Spec, call: Call, m: int, n: int) -> Listed:
     counts = found.sum(-1, dtype=torch.int32)
     order = found.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return Listed(order.to(torch.int32), counts, counts.amax((1, 2)))
-
-
-def _covered(runs: Runs, width: int) -> Tensor:
-    """Bool `(rows, width)`: which tiles are in runs."""
-    offsets, start, count = runs
-    at = torch.arange(len(start), device=start.device)
-    row = torch.searchsorted(offsets[1:].contiguous(), at, right=True, out_int32=False)
-    change = torch.zeros(runs.rows * (width + 1), dtype=torch.int32, device=start.device)
-    first = row * (width + 1) + start
-    one = torch.ones_like(start)
-    change.index_add_(0, first, one).index_add_(0, first + count, -one)
-    return change.view(runs.rows, width + 1)[:, :width].cumsum(1, dtype=torch.int32) > 0
 
 
 def _sums(live: Tensor, dim: int) -> Tensor:
