@@ -53,6 +53,7 @@ class Spec:
     score_ints: int = 0
     score_floats: int = 0
     exact_out: bool = False  # the forward's out in the accumulation dtype, for the backward's delta
+    exact_kv: bool = False  # dk and dv in the accumulation dtype, for sums over ranks
 
     def __hash__(self) -> int:
         """Worked out once: every call looks its plans up by its spec."""
@@ -68,6 +69,11 @@ class Spec:
     def out_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """That of the forward's out for inputs of `dtype`."""
         return acc_dtype(dtype) if self.partial or self.exact_out else dtype
+
+    def grad_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Those of the backward's dq, and of dk and dv, for inputs of `dtype`."""
+        acc = acc_dtype(dtype)
+        return acc if self.partial else dtype, acc if self.partial or self.exact_kv else dtype
 
     @property
     def text(self) -> str:

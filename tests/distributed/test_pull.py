@@ -37,6 +37,7 @@ class Shared:
         self.bytes = [
             torch.from_file(file, shared=True, size=2 * ROOM, dtype=torch.uint8) for file in files
         ]
+        self.own = self.bytes[self.me]
         dist.barrier()
 
     def reserve(self, count: int) -> None:

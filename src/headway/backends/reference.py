@@ -120,7 +120,7 @@ def backward(
     """dv = Pᵀ dout, dS = P∘(dP − delta)∘score'(S), dq = scale dS k, dk = scale dSᵀ q."""
     hq, hk = call.q.shape[1], call.k.shape[1]
     acc = acc_dtype(call.q.dtype)
-    dtype = acc if spec.partial else call.q.dtype
+    of_q, of_kv = spec.grad_dtypes(call.q.dtype)
     delta = delta_of(out, dout, dlse, torch.float64)
     q, dout, lse = (x.double() for x in (call.q, dout, lse))
     k, v = (_to_heads(x, hq) for x in (call.k, call.v))
@@ -142,9 +142,9 @@ def backward(
     if call.sink is not None:
         dsink = -(of_sink * delta).sum((0, 2)).to(acc)
     return Grads(
-        (spec.scale * ds @ k).to(dtype),
-        group(spec.scale * ds.mT @ q).to(dtype),
-        group((p * keep_).mT @ dout).to(dtype),
+        (spec.scale * ds @ k).to(of_q),
+        group(spec.scale * ds.mT @ q).to(of_kv),
+        group((p * keep_).mT @ dout).to(of_kv),
         dsink,
         captured,
     )

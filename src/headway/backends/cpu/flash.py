@@ -221,10 +221,10 @@ def backward(
     if call.sink is not None and delta is not None:
         weight = (call.sink.to(acc)[:, None] - lse.reshape(b, hq, q_len)).exp_()
         dsink = -(weight * delta).sum((0, 2))
-    dtype = acc if spec.partial else call.q.dtype
+    of_q, of_kv = spec.grad_dtypes(call.q.dtype)
     if hq != hk:
         dk, dv = dk.sum(1), dv.sum(1)
-    dq, dk, dv = in_dtype(dq, dtype), in_dtype(dk, dtype), in_dtype(dv, dtype)
+    dq, dk, dv = in_dtype(dq, of_q), in_dtype(dk, of_kv), in_dtype(dv, of_kv)
     if dq.shape != call.q.shape:
         dq = dq.reshape(b, hq, q_len, d)
     if dk.shape != call.k.shape:

@@ -347,11 +347,11 @@ def backward(
     if sink is not None:
         weight = (sink - lse).exp_().mul_(delta if share is None else share * delta)
         dsink = -weight.view(b, hq, q_len).sum((0, 2))
-    dtype = acc if spec.partial else call.q.dtype
+    of_q, of_kv = spec.grad_dtypes(call.q.dtype)
     return Grads(
-        dq.view(b, hq, q_len, d).to(dtype),
-        dk.view(b, hk, kv_len, d).to(dtype),
-        dv.view(b, hk, kv_len, dv_).to(dtype),
+        dq.view(b, hq, q_len, d).to(of_q),
+        dk.view(b, hk, kv_len, d).to(of_kv),
+        dv.view(b, hk, kv_len, dv_).to(of_kv),
         dsink,
         learned.grads,
     )

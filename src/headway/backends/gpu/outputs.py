@@ -35,9 +35,9 @@ def of_no_pairs(
 
     - `captured`: from `captured_grads.zeros`.
     """
-    dtype = torch.float32 if spec.partial else call.q.dtype
-    zero = lambda x: torch.zeros(x.shape, dtype=dtype, device=x.device)
+    of_q, of_kv = spec.grad_dtypes(call.q.dtype)
+    zero = lambda x, dtype: torch.zeros(x.shape, dtype=dtype, device=x.device)
     dsink = None
     if call.sink is not None:
         dsink = captured_grads.of_sink(call.sink, lse, deltas(out, dout, dlse))
-    return Grads(zero(call.q), zero(call.k), zero(call.v), dsink, captured)
+    return Grads(zero(call.q, of_q), zero(call.k, of_kv), zero(call.v, of_kv), dsink, captured)

@@ -49,7 +49,7 @@ def backward(
     """One kernel for all gradients; before it the preprocess of the rows of out and dout; after it
     one that puts dq in order, but where CTAs own whole segments."""
     q, k, _, dout = matrices = aligned(*call[:3], dout)
-    dtype = torch.float32 if spec.partial else q.dtype
+    _, dtype = spec.grad_dtypes(q.dtype)
     captured = captured_grads.zeros(call.captured.tensors, needs, q.device) if needs else []
     if not lse.numel() or not k.shape[2]:
         return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, captured)

@@ -57,7 +57,8 @@ def backward(
     widths = call.q.shape[3], call.v.shape[3]
     q, k, v, out, dout = (_rows(x) for x in (*call[:3], out, dout))
     lse = lse.contiguous()
-    b, hq, kv_len, dtype = *q.shape[:2], k.shape[2], torch.float32 if spec.partial else q.dtype
+    b, hq, kv_len = *q.shape[:2], k.shape[2]
+    of_q, of_kv = spec.grad_dtypes(q.dtype)
     captured = captured_grads.zeros(call.captured.tensors, needs, q.device) if needs else []
     if not lse.numel() or not kv_len:
         return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
@@ -68,11 +69,11 @@ def backward(
         parallel_compile.compile_backward(
             plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
         )
-    new = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=dtype, device=q.device)
+    new = lambda *shape, dtype=of_q: torch.empty(*shape, dtype=dtype, device=q.device)
     # Query heads that share a key head run in parallel, and their results are summed here.
     shared = hq != k.shape[1]
     dk, dv = (
-        new(b, hq, kv_len, x.shape[3], dtype=torch.float32 if shared else dtype) for x in (k, v)
+        new(b, hq, kv_len, x.shape[3], dtype=torch.float32 if shared else of_kv) for x in (k, v)
     )
     if plan.one_pass:
         workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
@@ -99,7 +100,7 @@ def backward(
         delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
         dsink = captured_grads.of_sink(call.sink, lse, delta)
     if shared:
-        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dtype) for x in (dk, dv))
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(of_kv) for x in (dk, dv))
     return Grads(_cut(dq, widths[0]), _cut(dk, widths[0]), _cut(dv, widths[1]), dsink, captured)
 
 

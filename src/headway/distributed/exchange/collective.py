@@ -7,7 +7,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .routes import Arriving, Parts, Returning, Routes, Segment, Transport, copy, rows_of
+from .routes import (
+    Arriving,
+    Parts,
+    Returning,
+    Routes,
+    Segment,
+    Transport,
+    copy,
+    in_message,
+    message,
+    rows_of,
+    unstacked,
+)
 
 
 class Collective(Transport):
@@ -15,43 +27,21 @@ class Collective(Transport):
 
     def fetch(self, routes: Routes, parts: Parts) -> Arriving:
         """See `Transport`."""
-        out = routes.empty(parts)
-        sent, places = _message(routes.outgoing, parts)
-        for s, rows in places:
+        out = unstacked(routes.empty(parts), parts)
+        sent, came = message(routes.outgoing, parts), message(routes.incoming, parts)
+        for s, rows in in_message(sent, routes.outgoing, parts):
             copy(rows_of(parts, s.at, s.size), rows)
-        came, places = _message(routes.incoming, parts)
         done = _exchange(routes, came, routes.incoming, sent, routes.outgoing)
         routes.copy_own(parts, out)
-        return Arriving(out, done, places)
+        return Arriving(out, done, in_message(came, routes.incoming, parts))
 
     def home(self, routes: Routes, parts: Parts) -> Returning:
         """See `Transport`."""
-        sent, places = _message(routes.incoming, parts)
-        for s, rows in places:
+        sent, came = message(routes.incoming, parts), message(routes.outgoing, parts)
+        for s, rows in in_message(sent, routes.incoming, parts):
             copy(rows_of(parts, s.to, s.size), rows)
-        came, places = _message(routes.outgoing, parts)
         done = _exchange(routes, came, routes.outgoing, sent, routes.incoming)
-        return Returning(routes, parts, done, places)
-
-
-def _message(
-    segments: list[Segment], like: Parts
-) -> tuple[Tensor, list[tuple[Segment, Parts]]]:  # fmt: skip
-    """Memory for the rows of segments, one after the other, and where each lies."""
-    flat = like[0].new_empty(sum(s.size for s in segments) * sum(map(_of_token, like)))
-    begin, places = 0, []
-    for s in segments:
-        rows = []
-        for x in like:
-            count = s.size * _of_token(x)
-            rows.append(flat[begin : begin + count].view(*x.shape[:2], s.size, x.shape[3]))
-            begin += count
-        places.append((s, tuple(rows)))
-    return flat, places
-
-
-def _of_token(x: Tensor) -> int:
-    return x.shape[0] * x.shape[1] * x.shape[3]
+        return Returning(routes, parts, done, came)
 
 
 def _exchange(

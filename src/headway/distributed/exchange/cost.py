@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Bytes and flops in a second.
-LINK = {"cuda": 250e9, "cpu": 1.2e9}
+LINK = {"cuda": 300e9, "cpu": 1.2e9}
 _SPEED = {"cuda": 600e12, "cpu": 50e9}
 _EXCHANGE = {"cuda": 30e-6, "cpu": 300e-6}  # seconds until an exchange has begun
 

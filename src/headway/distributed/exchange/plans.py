@@ -18,7 +18,7 @@ those that have nothing to send.
 from ...errors import ArgumentError
 from .cost import cheapest
 from .setting import Plan, Setting
-from .stepwise import ByHeads, Ring, heads_a_step
+from .stepwise import ByHeads, Ring, heads_of_steps
 from .ulysses import Ulysses
 
 
@@ -40,4 +40,6 @@ def plan_of(name: str, setting: Setting, own_tiles: bool) -> Plan:
         return Ring(setting)
     if name == "ulysses":
         return Ulysses(setting)
-    return ByHeads(name, setting, s.hk if name == "gather" else heads_a_step(setting))
+    if name == "gather":
+        return ByHeads(name, setting, [s.hk], [s.hk])
+    return ByHeads(name, setting, *[heads_of_steps(setting, back) for back in (False, True)])

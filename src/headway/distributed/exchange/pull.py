@@ -17,6 +17,7 @@ collective ends them.
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -29,7 +30,18 @@ from torch import Tensor
 from ...caches import Cache
 from ...errors import ArgumentError
 from .collective import Collective, all_gather
-from .routes import Arriving, Parts, Returning, Routes, Transport, copy, rows_of
+from .routes import (
+    Arriving,
+    Parts,
+    Returning,
+    Routes,
+    Transport,
+    copy,
+    message,
+    rows_of,
+    stacked,
+    unstacked,
+)
 
 T = TypeVar("T")
 _FLAGS = 4096  # bytes in front of the regions: a uint32 of every rank
@@ -65,6 +77,7 @@ class Memory:
             lambda: symmetric.rendezvous(made, self.group), self.group, self.device
         )  # all flags are 0 by then
         self.own, self.handle, self.capacity, self.turn = made, handle, capacity, 0
+        self.pointers = list(handle.buffer_ptrs)
 
     def _empty(self, symmetric: Any, capacity: int) -> Tensor:
         made = symmetric.empty(_FLAGS + 2 * capacity, dtype=torch.uint8, device=self.device)
@@ -106,7 +119,7 @@ class Memory:
     def meet(self) -> None:
         """Say this turn to all ranks, and wait until all have, in the current stream."""
         stream, value = torch.cuda.current_stream(self.device).cuda_stream, self.turn
-        pointers = self.handle.buffer_ptrs
+        pointers = self.pointers
         others = [r for r in range(self.ranks) if r != self.me]
         for r in others:
             _call("cuStreamWriteValue32_v2", stream, pointers[r] + 4 * self.me, value)
@@ -116,17 +129,20 @@ class Memory:
 
 def _call(name: str, stream: int, address: int, value: int) -> None:
     """Write, or wait until what stands there is `value` or later."""
-    failed = getattr(_driver(), name)(
-        ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value & 0xFFFF_FFFF),
-        ctypes.c_uint(0),
-    )  # fmt: skip
+    failed = getattr(_driver(), name)(stream, address, value & 0xFFFF_FFFF, 0)
     if failed:
         raise RuntimeError(f"{name} failed with CUDA error {failed}")
 
 
 @lru_cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    found = ctypes.CDLL("libcuda.so.1")
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+        if hasattr(found, name):
+            given = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+            getattr(found, name).argtypes = given
+    found.cuMemcpy2DAsync_v2.argtypes = ctypes.POINTER(_Copy2D), ctypes.c_void_p
+    return found
 
 
 class Pull(Transport):
@@ -137,45 +153,68 @@ class Pull(Transport):
 
     def fetch(self, routes: Routes, parts: Parts) -> Arriving:
         """See `Transport`."""
+        memory = routes.empty(parts)
+        out = unstacked(memory, parts)
         laid = [(s.at, s.size) for s in routes.outgoing]
-        out = routes.empty(parts)
-        wanted = [(s.rank, s.at, rows_of(out, s.to, s.size)) for s in routes.incoming]
-        self._pull(parts, routes.held, _joined(laid), wanted)
+        wanted = [(s, [x[:, :, s.to : s.to + s.size] for x in memory]) for s in routes.incoming]
+        self._pull(parts, routes, routes.held, laid, [(s.rank, s.at, to) for s, to in wanted])
         routes.copy_own(parts, out)
         return Arriving(out, self.memory.mark())
 
     def home(self, routes: Routes, parts: Parts) -> Returning:
         """See `Transport`."""
+        came, begin, wanted = message(routes.outgoing, parts), 0, []
+        for s in routes.outgoing:
+            memory = []
+            for shape in stacked(parts, s.size):
+                count = math.prod(shape)
+                memory.append(came[begin : begin + count].view(shape))
+                begin += count
+            wanted.append((s.rank, s.to, memory))
         laid = [(s.to, s.size) for s in routes.incoming]
-        came = [
-            (s, tuple([x.new_empty((*x.shape[:2], s.size, x.shape[3])) for x in parts]))
-            for s in routes.outgoing
-        ]
-        wanted = [(s.rank, s.to, rows) for s, rows in came]
-        self._pull(parts, routes.rows, _joined(laid), wanted)
+        self._pull(parts, routes, routes.rows, laid, wanted)
         return Returning(routes, parts, self.memory.mark(), came)
 
     def _pull(
-        self, parts: Parts, rows: list[int], laid: list[tuple[int, int]],
-        wanted: list[tuple[int, int, Parts]],
+        self, parts: Parts, routes: Routes, rows: list[int], laid: list[tuple[int, int]],
+        wanted: list[tuple[int, int, list[Tensor]]],
     ) -> None:  # fmt: skip
         """Lay rows of `parts` out, of `rows[me]` in all, and copy what is wanted: (rank, first row,
-        where it goes). Every rank has `rows[r]` rows."""
-        memory, dtype = self.memory, parts[0].dtype
-        shapes = lambda r: [(*x.shape[:2], rows[r], x.shape[3]) for x in parts]
-        each = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in parts) * dtype.itemsize
+        where it goes). Every rank has `rows[r]` rows.
+
+        A rank begins with the next one's rows: if all began with those of the first, they would
+        share what its links give.
+        """
+        memory = self.memory
+        each = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in parts) * parts[0].itemsize
         memory.reserve(each * max(rows))
         memory.begin()
-        region = memory.turn % 2
-        mine = tuple(memory.of(memory.me, region, shapes(memory.me), dtype))
-        for span in laid:
+        regions = self._regions(routes, parts, rows)
+        mine = unstacked(regions[memory.me], parts)
+        for span in _joined(laid):
             copy(rows_of(parts, *span), rows_of(mine, *span))
+        after = lambda of: (of[0] - memory.me) % memory.ranks
         with memory.laid_out():
-            for rank, first, to in wanted:
-                there = tuple(memory.of(rank, region, shapes(rank), dtype))
-                for x, y in zip(rows_of(there, first, to[0].shape[2]), to, strict=True):
-                    copy_heads(x, y)
+            for rank, first, to in sorted(wanted, key=after):
+                for x, y in zip(regions[rank], to, strict=True):
+                    copy_heads(x[:, :, first : first + y.shape[2]], y)
+            for _, _, to in wanted[:1]:  # all of one tensor, or of two
+                for y in to:
                     memory.keep(y)
+
+    def _regions(self, routes: Routes, parts: Parts, rows: list[int]) -> list[list[Tensor]]:
+        """The rows of every rank in the memory of this turn."""
+        memory, dtype = self.memory, parts[0].dtype
+        shapes = tuple([(*x.shape[:2], x.shape[3]) for x in parts])
+        key = rows is routes.rows, memory.turn % 2, shapes, dtype
+        # Of another memory, after `reserve`, they are of no use.
+        found = routes.known.get(key, (None, []))
+        if found[0] is not memory.own:
+            made = [
+                memory.of(r, memory.turn % 2, stacked(parts, n), dtype) for r, n in enumerate(rows)
+            ]
+            found = routes.known[key] = memory.own, made
+        return found[1]
 
 
 class _Copy2D(ctypes.Structure):
@@ -214,12 +253,11 @@ def copy_heads(x: Tensor, y: Tensor) -> None:
             y[n // h, n % h].copy_(x[n // h, n % h])
         return
     what = _Copy2D(
-        src_type=_UNIFIED, src_device=x.data_ptr(), src_pitch=each[0], dst_type=_UNIFIED,
-        dst_device=y.data_ptr(), dst_pitch=each[1],
-        width=tokens * width * x.element_size(), height=b * h,
+        0, 0, _UNIFIED, None, x.data_ptr(), None, each[0], 0, 0, _UNIFIED, None, y.data_ptr(), None,
+        each[1], tokens * width * x.element_size(), b * h,
     )  # fmt: skip
     stream = torch.cuda.current_stream(y.device).cuda_stream
-    failed = _driver().cuMemcpy2DAsync_v2(ctypes.byref(what), ctypes.c_void_p(stream))
+    failed = _driver().cuMemcpy2DAsync_v2(what, stream)
     if failed:
         raise RuntimeError(f"cuMemcpy2DAsync failed with CUDA error {failed}")
 

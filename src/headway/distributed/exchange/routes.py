@@ -9,7 +9,7 @@ are the same every time.
 Tensors are (b, h, tokens, width), as kernels read them; `collective.py` and `pull.py` move them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +71,7 @@ class Routes:
       `own`: what it reads of itself.
     - `held`, `rows`: tokens that every rank holds, and reads; `received`: those that this rank
       reads of others.
+    - `known`: what those who move rows have worked out for these routes.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Routes:
         self.me, self.ranks, self.group = dist.get_rank(group), pieces.ranks, group
         self.held = [int(n) for n in pieces.sizes]
         self.rows: list[int] = []
+        self.known: dict[Any, Any] = {}
         self.outgoing: list[Segment] = []
         for r, stretches in enumerate(wanted):
             rank, at, size = pieces.cut(stretches)
@@ -96,10 +98,9 @@ class Routes:
             self.incoming = sorted([s for s in found if s.rank != r], key=lambda s: (s.rank, s.to))
         self.received = sum(s.size for s in self.incoming)
 
-    def empty(self, parts: Parts) -> Parts:
-        """Memory for what this rank reads."""
-        rows = self.rows[self.me]
-        return tuple([x.new_empty((*x.shape[:2], rows, x.shape[3])) for x in parts])
+    def empty(self, parts: Parts) -> list[Tensor]:
+        """Memory for what this rank reads, `stacked`."""
+        return [parts[0].new_empty(shape) for shape in stacked(parts, self.rows[self.me])]
 
     def copy_own(self, parts: Parts, out: Parts) -> None:
         """The rows that this rank reads of itself."""
@@ -109,6 +110,22 @@ class Routes:
 
 def _segments(*columns: np.ndarray) -> list[Segment]:
     return [Segment(*row) for row in np.stack(columns, 1).tolist()]
+
+
+def stacked(parts: Parts, rows: int) -> list[tuple[int, int, int, int]]:
+    """The shapes of memory for `rows` rows of every part: where these are alike, one behind the
+    other along the batch, which takes one copy for all; else each by itself."""
+    if len({(*x.shape[:2], x.shape[3]) for x in parts}) == 1:
+        b, h, _, width = parts[0].shape
+        return [(len(parts) * b, h, rows, width)]
+    return [(*x.shape[:2], rows, x.shape[3]) for x in parts]
+
+
+def unstacked(memory: list[Tensor], like: Parts) -> Parts:
+    """The parts that lie in such memory."""
+    if len(memory) == len(like):
+        return tuple(memory)
+    return memory[0].split(like[0].shape[0])
 
 
 def rows_of(parts: Parts, first: int, size: int) -> Parts:
@@ -145,15 +162,27 @@ class Arriving:
 class Returning:
     """Contributions that are on their way home.
 
-    - `parts`: this rank's, to all rows that it has read; `came`: those of others, when `done` has
-      waited for them.
+    - `parts`: this rank's, to all rows that it has read; `came`: a `message` with those of others,
+      when `done` has waited for them.
     """
 
     def __init__(
-        self, routes: Routes, parts: Parts, done: Callable[[], Any],
-        came: Iterable[tuple[Segment, Parts]],
+        self, routes: Routes, parts: Parts, done: Callable[[], Any], came: Tensor
     ) -> None:  # fmt: skip
         self.routes, self.parts, self.done, self.came = routes, parts, done, came
+
+    def write(self, to: Parts) -> None:
+        """`to`, of any dtype, becomes the sums for all rows held here."""
+        if to[0].is_cuda:
+            from ...backends.gpu.rank_sums import write_sums
+
+            self.done()
+            write_sums(self.routes, self.parts, self.came, to)
+            return
+        shapes = [(*x.shape[:3], x.shape[3]) for x in to]
+        total = tuple([x.new_zeros(s) for x, s in zip(self.parts, shapes, strict=True)])
+        self.add_to(total)
+        copy(total, to)
 
     def add_to(self, total: Parts) -> None:
         """Add contributions to `total`, of the rows held here: its own, and then what came home,
@@ -161,13 +190,36 @@ class Returning:
         own = [(s, rows_of(self.parts, s.to, s.size)) for s in self.routes.own]
         _add(own, total)
         self.done()
-        _add(self.came, total)
+        _add(in_message(self.came, self.routes.outgoing, self.parts), total)
 
 
 def _add(contributions: Iterable[tuple[Segment, Parts]], total: Parts) -> None:
     for s, rows in contributions:
         for x, y in zip(rows, rows_of(total, s.at, s.size), strict=True):
             y += x
+
+
+def message(segments: list[Segment], like: Parts) -> Tensor:
+    """Memory for the rows of segments, one after the other, and of each its parts."""
+    return like[0].new_empty(sum(s.size for s in segments) * sum(map(_of_token, like)))
+
+
+def in_message(
+    flat: Tensor, segments: list[Segment], like: Parts
+) -> Iterator[tuple[Segment, Parts]]:
+    """The segments of a message and where their rows lie in it."""
+    begin = 0
+    for s in segments:
+        rows = []
+        for x in like:
+            count = s.size * _of_token(x)
+            rows.append(flat[begin : begin + count].view(*x.shape[:2], s.size, x.shape[3]))
+            begin += count
+        yield s, tuple(rows)
+
+
+def _of_token(x: Tensor) -> int:
+    return x.shape[0] * x.shape[1] * x.shape[3]
 
 
 class Transport:

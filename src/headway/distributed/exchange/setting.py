@@ -1,7 +1,6 @@
 """What a plan is made for, and what it does."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ...backends.base import Call, graphs, split
 from ...errors import ArgumentError
-from ...types import Forward, Grads, Spec, acc_dtype
+from ...types import Forward, Grads, Spec
 from .cost import Sizes
 from .needs import Whole, stretches_of, whole_of
 from .routes import Pieces, Transport
@@ -79,8 +78,8 @@ class Plan:
         self, spec: Spec, call: Call, transport: Transport, out: Tensor, lse: Tensor,
         dout: Tensor, dlse: Tensor | None, needs: Needs,
     ) -> Grads:  # fmt: skip
-        """The gradients of this rank's tensors, in the accumulation dtype; those of the sink and of
-        what is captured are this rank's share."""
+        """The gradients of this rank's tensors; those of the sink and of what is captured are this
+        rank's share."""
         raise NotImplementedError
 
 
@@ -112,17 +111,6 @@ def setting_of(
 
 
 # -- gradients ------------------------------------------------------------------------------------
-
-
-def exactly(spec: Spec, call: Call) -> tuple[Spec, Callable[[Call], Call]]:
-    """A spec, and what makes calls of it, whose gradients are in the accumulation dtype. On the CPU
-    narrow inputs are widened, as that backend does by itself; elsewhere results are partial."""
-    acc = acc_dtype(call.q.dtype)
-    if call.q.dtype == acc:
-        return spec, lambda part: part
-    if call.q.device.type == "cpu":
-        return spec, lambda p: p.replace(q=p.q.to(acc), k=p.k.to(acc), v=p.v.to(acc))
-    return replace(spec, partial=True), lambda part: part
 
 
 def added(grads: list[list[Tensor | None]]) -> list[Tensor | None]:

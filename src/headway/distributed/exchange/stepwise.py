@@ -16,9 +16,9 @@ from ..merge import merge
 from .cost import LINK, away
 from .needs import positions_of
 from .routes import Arriving, Parts, Returning, Routes, Transport
-from .setting import Plan, Setting, added, exactly
+from .setting import Plan, Setting, added
 
-_STEP = 250e-6  # seconds; measured on two H100s, at 16k and 64k tokens
+_STEP = 60e-6  # seconds; measured on four H100s, at 32k tokens
 _MOST = 256 << 20  # bytes of the keys and values of a step
 
 # -- heads and gather -----------------------------------------------------------------------------
@@ -42,24 +42,27 @@ class Step:
 class ByHeads(Plan):
     """Complete rows: step by step, the next step's keys on their way."""
 
-    def __init__(self, name: str, setting: Setting, per_step: int) -> None:
+    def __init__(self, name: str, setting: Setting, forward: list[int], backward: list[int]):
         self.name, self.group_size = name, setting.sizes.hq // setting.sizes.hk
-        self.steps = list(self._steps(setting, per_step))
+        self.steps = list(self._steps(setting, forward))
+        same = forward == backward
+        self.steps_back = self.steps if same else list(self._steps(setting, backward))
         s = setting.sizes
         self.received = sum(
             step.routes.received * len(step.heads) * s.b * (s.d + s.dv) for step in self.steps
         )
 
-    def _steps(self, s: Setting, per_step: int) -> Iterator[Step]:
+    def _steps(self, s: Setting, sizes: list[int]) -> Iterator[Step]:
         q, q_pos = positions_of(s.q.of(s.rank), s.device)
         shared: Any = None
-        for first in range(0, s.sizes.hk, per_step):
-            heads = range(first, min(first + per_step, s.sizes.hk))
+        stop = 0
+        for size in sizes:
+            heads = range(stop, stop := stop + size)
             of_q = range(heads.start * self.group_size, heads.stop * self.group_size)
             if shared is None or (s.whole is not None and s.whole.h > 1):
-                shared = self._keys(s, of_q)
-            routes, stretches, tiles = shared
-            kv, kv_pos = positions_of(stretches, s.device)
+                routes, stretches, tiles = self._keys(s, of_q)
+                shared = routes, stretches, tiles, *positions_of(stretches, s.device)
+            routes, stretches, tiles, kv, kv_pos = shared
             coords = Coords(s.offsets[0], s.offsets[1] + of_q.start, q, kv, q_pos, kv_pos)
             known = None
             if s.whole is not None:
@@ -77,7 +80,7 @@ class ByHeads(Plan):
     def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
         whole: list[Tensor] = []
-        for step, kv in self._arriving(call, transport):
+        for step, kv in self._arriving(self.steps, call, transport):
             spec_ = replace(spec, tiles=step.known)
             part = get(spec.backend).forward(spec_, self._call(step, call, *kv))
             _put(whole, part, self._of_q(step), call.q.shape[1])
@@ -86,16 +89,16 @@ class ByHeads(Plan):
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         acc = acc_dtype(call.q.dtype)
-        dtype = acc if spec.partial else call.q.dtype  # of dq, whose rows are complete
-        spec, exact = exactly(spec, call)
+        dtype, _ = spec.grad_dtypes(call.q.dtype)
+        spec = replace(spec, exact_kv=True)
         sinks: list[Tensor] = []
         captured: list[list[Tensor | None]] = []
         dq: list[Tensor] = []  # one
-        dk, dv = zeros_like(call, acc)
+        dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (call.k, call.v))
         going: tuple[Returning, Parts] | None = None
-        for step, kv in self._arriving(call, transport):
+        for step, kv in self._arriving(self.steps_back, call, transport):
             h, of_kv = self._of_q(step), _heads(step)
-            part = exact(self._call(step, call, *kv))
+            part = self._call(step, call, *kv)
             grads = get(spec.backend).backward(
                 replace(spec, tiles=step.known), part, out[:, h], lse[:, h], dout[:, h],
                 None if dlse is None else dlse[:, h], needs,
@@ -105,23 +108,25 @@ class ByHeads(Plan):
                 transport.home(step.routes, (grads.k.to(acc), grads.v.to(acc))),
                 (dk[:, of_kv], dv[:, of_kv]),
             )
-            _come_home(before)  # beside this step's, which is on its way
+            _write(before)  # beside this step's, which is on its way
             _put(dq, [in_dtype(grads.q, dtype)], h, call.q.shape[1])
             if grads.sink is not None:
                 sinks.append(grads.sink)
             captured.append(grads.captured)
             del kv, part, grads
-        _come_home(going)
+        _write(going)
         return Grads(dq[0], dk, dv, torch.cat(sinks) if sinks else None, added(captured))
 
-    def _arriving(self, call: Call, transport: Transport) -> Iterator[tuple[Step, Parts]]:
+    def _arriving(
+        self, steps: list[Step], call: Call, transport: Transport
+    ) -> Iterator[tuple[Step, Parts]]:
         """Every step with its keys and values."""
 
         def fetch(step: Step) -> Arriving:
             h = _heads(step)
             return transport.fetch(step.routes, (call.k[:, h], call.v[:, h]))
 
-        return _ahead(self.steps, fetch)
+        return _ahead(steps, fetch)
 
     def _of_q(self, step: Step) -> slice:
         return slice(step.heads.start * self.group_size, step.heads.stop * self.group_size)
@@ -192,17 +197,19 @@ class Ring(Plan):
         spec = replace(spec, partial=True, tiles=None)
         acc = acc_dtype(call.q.dtype)
         dq, found, going = None, [], None
-        dk, dv = zeros_like(call, acc)
+        dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (call.k, call.v))
         for step, kv in self._arriving(call, transport):
             spec_, part = self._part(spec, call, step, *kv)
             grads = get(spec.backend).backward(spec_, part, out, lse, dout, dlse, needs)
             dq = grads.q if dq is None else dq + grads.q
             parts = grads.k.to(acc), grads.v.to(acc)
-            before, going = going, (transport.home(step.routes, parts), (dk, dv))
-            _come_home(before)
+            before, going = going, transport.home(step.routes, parts)
+            if before is not None:
+                before.add_to((dk, dv))
             found.append(grads)
-        _come_home(going)
         assert dq is not None
+        assert going is not None
+        going.add_to((dk, dv))
         sink = next((g.sink for g in found if g.sink is not None), None)
         return Grads(dq, dk, dv, sink, added([g.captured for g in found]))
 
@@ -233,16 +240,11 @@ def _ahead(
         yield step, kv
 
 
-def _come_home(going: tuple[Returning, Parts] | None) -> None:
-    """Add what a step sent home to the gradients of its heads."""
+def _write(going: tuple[Returning, Parts] | None) -> None:
+    """Write the gradients of a step's heads, of what came home and this rank's own."""
     if going is not None:
-        home, total = going
-        home.add_to(total)
-
-
-def zeros_like(call: Call, dtype: torch.dtype) -> Parts:
-    """For the gradients of k and v."""
-    return tuple([torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (call.k, call.v)])
+        home, to = going
+        home.write(to)
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -256,24 +258,39 @@ def _common(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.array(found, np.int64).reshape(-1, 2)
 
 
-def heads_a_step(setting: Setting) -> int:
-    """Key/value heads of a step; on the CPU one.
+def heads_of_steps(setting: Setting, backward: bool) -> list[int]:
+    """Key/value heads of every step; on the CPU one.
 
-    On a GPU at least as many as fill it, with four waves of work tiles of 128 rows, and so many
-    that what each step costs by itself (launches, the ends of kernels, putting results together)
-    and what waits for the first step's keys are together as little as may be: with steps of c
-    seconds and w seconds on the wire in all, w / steps + c steps is least at sqrt(w / c) steps. But
-    no more than `_MOST` bytes.
+    What nothing hides is the way of the first step's keys, and in the backward that of the last
+    step's gradients; each step costs something by itself (launches, the ends of kernels, putting
+    results together). So the first and the last may be small, of as many heads as fill the card
+    with three waves of work tiles of 128 rows. No step has keys and values of more than `_MOST`
+    bytes.
     """
     s = setting.sizes
     if setting.device.type != "cuda":
-        return 1
+        return [1] * s.hk
     processors = torch.cuda.get_device_properties(setting.device).multi_processor_count
     tiles = s.b * (s.hq // s.hk) * -(-int(setting.q.sizes.max()) // 128)
-    full = -(-4 * processors // max(1, tiles))
+    small = -(-3 * processors // max(1, tiles))
     needed = setting.needed()
     of_head = s.b * (s.d + s.dv) * s.itemsize
-    on_wire = away(needed, setting.kv.sizes) * s.hk * of_head / LINK["cuda"]  # seconds
-    steps = max(1, round((on_wire / _STEP) ** 0.5))
-    fitting = _MOST // max(1, max(needed) * of_head)
-    return min(s.hk, max(full, min(-(-s.hk // steps), fitting), 1))
+    most = max(1, _MOST // max(1, max(needed) * of_head))
+    way = away(needed, setting.kv.sizes) * of_head / LINK["cuda"]  # seconds, of a head
+
+    def exposed(sizes: list[int]) -> float:
+        grads = 4 / s.itemsize * way * sizes[-1] if backward else 0.0
+        return way * sizes[0] + grads + _STEP * len(sizes)
+
+    ends = (0, 0), (small, 0), (0, small), (small, small)
+    found = [_cut(s.hk, first, last, most) for first, last in ends if first + last <= s.hk]
+    return min(found, key=exposed)
+
+
+def _cut(heads: int, first: int, last: int, most: int) -> list[int]:
+    """Heads in steps of at most `most`, the first and the last of a given size, or 0 for any."""
+    first, last = min(first, most), min(last, most)
+    between = heads - first - last
+    count = -(-between // most)
+    sizes = [between * (n + 1) // count - between * n // count for n in range(count)]
+    return [size for size in (first, *sizes, last) if size]

@@ -12,7 +12,7 @@ from ...backends.base import Call, delta_of
 from ...types import Coords, Forward, Grads, Spec, acc_dtype
 from . import collective
 from .routes import Pieces, Transport
-from .setting import Plan, Setting, added, exactly
+from .setting import Plan, Setting, added
 
 
 class Ulysses(Plan):
@@ -77,7 +77,7 @@ class Ulysses(Plan):
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         acc = acc_dtype(call.q.dtype)
-        spec, exact = exactly(spec, call)
+        spec = replace(spec, exact_kv=True)
         # The owner of a row knows its delta = rowsum(dout∘out) − dlse: with an out of 0, whose
         # product is 0, the gradient of lse that gives it is −delta. So out is not sent.
         rows = torch.stack([lse, delta_of(out, dout, dlse, acc)], -1)
@@ -92,7 +92,7 @@ class Ulysses(Plan):
         for here, of_kv, tiles, known, first in self.calls:
             spec_, part = self._part(spec, call, q, k, v, here, of_kv, tiles, known, first)
             grads = get(spec.backend).backward(
-                spec_, exact(part), nothing[:, here], rows[:, here, :, 0].contiguous(),
+                spec_, part, nothing[:, here], rows[:, here, :, 0].contiguous(),
                 do[:, here], -rows[:, here, :, 1], needs,
             )  # fmt: skip
             dq[:, here] = grads.q.to(acc)

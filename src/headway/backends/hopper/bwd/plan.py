@@ -86,7 +86,7 @@ class BackwardPlan(Plan):
         # The query heads of a key head stay in one CTA, if all have the same mask.
         self.share = group if self.heads_share_mask else 1
         self.heads = self.hq // self.share  # of dK and dV
-        self.float32_out = spec.partial or self.share < group
+        self.float32_out = spec.partial or spec.exact_kv or self.share < group
         widths = [w if self.float32_out else -(-w // 8) * 8 for w in (self.d, self.dv)]
         self.grads = [(self.b, self.heads, self.kv_len, n) for n in widths]
         self.grads_dtype = torch.float32 if self.float32_out else self.dtype
@@ -250,7 +250,7 @@ class BackwardPlan(Plan):
         self.bias_tables.collect(sums, grads, given)
         if segment:
             return segment[1]
-        dtype = torch.float32 if self.spec.partial else self.dtype
+        dtype, _ = self.spec.grad_dtypes(self.dtype)
         dq = torch.empty(*q.shape, dtype=dtype, device=self.device)
         self.postprocess((workspace, dq))
         return dq
