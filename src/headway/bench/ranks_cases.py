@@ -49,25 +49,29 @@ def _case(name: str, hq: int, hk: int, length: int, **more: Any) -> Case:
     )  # fmt: skip
 
 
+def _grid(length: int) -> list[Case]:
+    """What is asked for more cards than two, at a length."""
+    scores: dict[int, dict[str, Any]] = {
+        heads: {"alibi": partial(alibi, heads), "bias": partial(learned_bias, heads, length)}
+        for heads in (32, 64)
+    }
+    names = "causal", "documents", "window", "prefix", "alibi", "bias"
+    return [
+        _case(name, heads, 8, length, score=scores[heads].get(name))
+        for name in names
+        for heads in (64, 32)
+    ]
+
+
 _K = 1 << 10
-RANK_CASES: tuple[Case, ...] = (
+_ALL = (
     _case("causal", 32, 8, 16 * _K),
     _case("causal", 32, 8, 64 * _K),
     _case("documents", 32, 8, 64 * _K),
     _case("causal", 64, 8, 16 * _K),
     _case("causal", 32, 8, 512 * _K),
-    _case("window", 32, 8, 16 * _K),
-    _case("window", 32, 8, 512 * _K),
-    _case("causal", 64, 8, 64 * _K),
-    _case("alibi", 32, 8, 16 * _K, score=lambda: alibi(32)),
-    _case("bias", 32, 8, 16 * _K, score=partial(learned_bias, 32, 16 * _K)),
-    _case("prefix", 32, 8, 64 * _K),
-    _case("documents", 64, 8, 16 * _K),
-    _case("causal", 32, 8, 32 * _K),
-    _case("causal", 64, 8, 32 * _K),
-    _case("causal", 64, 8, 128 * _K),
-    _case("documents", 64, 8, 128 * _K),
-    _case("causal", 64, 8, 256 * _K),
-    _case("window", 64, 8, 128 * _K),
+    *_grid(32 * _K), *_grid(256 * _K), *_grid(16 * _K), *_grid(128 * _K), *_grid(64 * _K),
+    *_grid(512 * _K),
     _case("causal", 4, 2, 2 * _K, dtype="float32", devices=("cpu",)),
-)
+)  # fmt: skip
+RANK_CASES = tuple({case.name: case for case in _ALL}.values())

@@ -36,7 +36,8 @@ from .results import NOT_RUN, WRONG, Result
 from .timing import Timing, between, mark, wait
 
 PLANS = "gather", "ring", "ulysses"
-LONGEST = 1 << 17  # tokens: beyond, nothing is checked, and Headway's default is timed alone
+LONGEST = 1 << 17  # tokens: beyond, nothing is checked
+PEERS = {True: 1 << 18, False: 1 << 16}  # tokens, causal or not: beyond, no plans and no peers
 BUSY = 20e-3  # seconds of a sample
 
 
@@ -98,6 +99,7 @@ def answer(case: Case, device: str, repeats: int) -> list[Result]:
             rows += timed(case, found, direction, device, repeats)
         if device == "cuda" and "headway" in found:
             rows += memory(case, found["headway"])
+            rows += exposed(case, found["headway"])
     told = explained(found["headway"].given, layout) if "headway" in found else ""
     return [replace(r, note=told) if r.contestant == "headway" and not r.note else r for r in rows]
 
@@ -133,11 +135,11 @@ def contestants(
     mine = part(whole, layout)
     ours = lambda at: lambda: attention(mine.q, mine.k, mine.v, mine.score, mine.mask, layout=at)
     found = {"headway": Contestant(ours(layout), mine, measured)}
-    if case.length > LONGEST:
+    found[ONE_CARD] = one_card(case, layout.ranks, whole.q.device.type)
+    if case.length > PEERS["causal" in case.name]:
         return found
     for plan in PLANS:
         found[f"headway, {plan}"] = Contestant(ours(layout.using(plan)), mine, measured)
-    found[ONE_CARD] = one_card(case, layout.ranks, whole.q.device.type)
     if case.score is None and whole.q.is_cuda and str(whole.mask) == str(causal()):
         stack.enter_context(context_parallel())
         for kernel in KERNELS:
@@ -258,6 +260,57 @@ def sample(call: Callable[[], object], number: int, device: str) -> float:
     took = torch.tensor(between(start, mark(device)) / number, device=device)
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return float(took)
+
+
+def exposed(case: Case, one: Contestant) -> list[Result]:
+    """The share of a call in which a card runs no kernel, since it waits for rows or for another
+    card; of the card where it is largest, from a trace of calls one after the other."""
+    x, out = one.given, one.forward()
+    calls: dict[str, Callable[[], object]] = {
+        FORWARD: one.forward,
+        BACKWARD: lambda: torch.autograd.grad(out, x.leaves, x.dout, retain_graph=True),
+    }
+    rows = []
+    for direction, call in calls.items():
+        with torch.set_grad_enabled(direction == BACKWARD):
+            share = torch.tensor(_without_kernels(call), device="cuda")
+        dist.all_reduce(share, dist.ReduceOp.MAX)
+        rows.append(
+            Result(
+                case.name,
+                f"{direction}, exposed",
+                "headway",
+                unit="%",
+                median=100 * float(share),
+                note="of the time no kernel runs",
+            )
+        )
+    return rows
+
+
+def _without_kernels(call: Callable[[], object]) -> float:
+    """The share of the time of some calls in which no kernel runs on this card."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    dist.barrier()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(4):
+            call()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events() or ()
+        if event.device_type.name == "CUDA" and "PtoP" not in event.name
+    )
+    if not spans:
+        return 0.0
+    busy, until = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return 1 - busy / (until - spans[0][0])
 
 
 def memory(case: Case, one: Contestant) -> list[Result]:

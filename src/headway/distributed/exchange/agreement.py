@@ -57,19 +57,40 @@ def fields_of(
     ]  # fmt: skip
 
 
-def agree(fields: list[int | Tensor], group: Any, device: torch.device) -> None:
-    """Compare the fields with those of all ranks, at every call: a rank cannot know that another
-    one makes a call of a kind that is new. On the CPU, so that no device is waited for.
+class Agreement:
+    """The comparison of a call's fields with those of all ranks, which begins here: at every call,
+    since a rank cannot know that another one makes a call of a kind that is new. On the CPU, so
+    that no device is waited for.
 
-    **Raises:** `ArgumentError`, on every rank, naming the ranks and the fields that differ.
+    - `group`: that compares.
     """
-    numbers = [int(f) for f in fields]
-    comparing, where = _comparing(group, device)
-    mine = torch.tensor(numbers, dtype=torch.int64, device=where)
-    ranks = dist.get_world_size(group)
-    gathered = mine.new_empty(ranks * len(numbers))
-    all_gather(gathered, mine, group=comparing)
-    found = gathered.view(ranks, -1).tolist()
+
+    def __init__(self, fields: list[int | Tensor], group: Any, device: torch.device) -> None:
+        self.group, where = _comparing(group, device)
+        self.mine = torch.tensor([int(f) for f in fields], dtype=torch.int64, device=where)
+        self.gathered = self.mine.new_empty((dist.get_world_size(group), len(fields)))
+        self.work = all_gather(self.gathered.view(-1), self.mine, group=self.group, async_op=True)
+        self.waiting = True
+        self.failure: Exception | None = None
+
+    def wait(self) -> None:
+        """Until all ranks have said theirs.
+
+        **Raises:** `ArgumentError`, on every rank, naming the ranks and the fields that differ.
+        """
+        if self.waiting:
+            self.waiting = False
+            try:
+                self.work.wait()
+                _compare(self.gathered.tolist())
+            except Exception as error:  # noqa: BLE001 raised below, whenever it is asked for
+                self.failure = error
+        if self.failure is not None:
+            raise self.failure
+
+
+def _compare(found: list[list[int]]) -> None:
+    """Raise where ranks differ."""
     unfit = [r for r, of in enumerate(found) if not of[0]]
     if unfit:
         raise ArgumentError(

@@ -12,16 +12,18 @@ is a wait for theirs; both are operations of streams (`cuStreamWriteValue32`), n
 persistent kernel would not let in. There are two regions in turns: what is laid out at turn t was
 read before every rank said t - 1, since each pulls before it speaks again.
 
-A rank that has left makes the others wait in their streams, where only the time limit of a later
-collective ends them.
+A call runs ahead of the agreement that all ranks make it (`agreement.py`): a comparison takes the
+host as long as some kernels take. Where ranks turn out not to agree, or one has left, each lets go
+of its waits (`Memory.let_go`) and raises. A rank that leaves in a backward makes the others wait in
+their streams, until the time limit of a later collective.
 """
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from ...caches import Cache
 from ...errors import ArgumentError
+from .agreement import Agreement
 from .collective import Collective, all_gather
 from .routes import (
     Arriving,
@@ -64,8 +67,6 @@ class Memory:
 
     def reserve(self, count: int) -> None:
         """Room for `count` bytes in each region. All ranks call it with the same count."""
-        if count <= self.capacity:
-            return
         from torch.distributed import _symmetric_memory as symmetric
 
         torch.cuda.synchronize(self.device)
@@ -96,19 +97,18 @@ class Memory:
         """Before something is laid out in the current stream: its region has been read."""
         torch.cuda.current_stream(self.device).wait_event(self.passed)
 
-    @contextmanager
-    def laid_out(self) -> Iterator[None]:
-        """Inside, copies are made of what all ranks have laid out."""
+    def exchange(self, copies: list["Copy"], to: list[Tensor]) -> None:
+        """Say that everything is laid out, and when all ranks have said so, copy; in the stream of
+        copies, which the current stream does not wait for."""
         self.turn += 1
         self.copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.copies):
-            self.meet()
-            self.passed.record()
-            yield
-
-    def keep(self, x: Tensor) -> None:
-        """What is written in the stream of copies is not given to others before."""
-        x.record_stream(self.copies)
+        self.meet()
+        self.passed.record(self.copies)
+        targets, stream = [y.data_ptr() for y in to], self.copies.cuda_stream
+        for x in copies:
+            _copy(x, targets[x.target], stream)
+        for y in to:  # if nobody waits for it, it is not given to others before
+            y.record_stream(self.copies)
 
     def mark(self) -> Callable[[], None]:
         """What makes the current stream, when called, wait for the copies until now."""
@@ -117,14 +117,36 @@ class Memory:
         return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 
     def meet(self) -> None:
-        """Say this turn to all ranks, and wait until all have, in the current stream."""
-        stream, value = torch.cuda.current_stream(self.device).cuda_stream, self.turn
-        pointers = self.pointers
+        """Say this turn to all ranks, and wait until all have, in the stream of copies."""
+        stream, pointers = self.copies.cuda_stream, self.pointers
         others = [r for r in range(self.ranks) if r != self.me]
         for r in others:
-            _call("cuStreamWriteValue32_v2", stream, pointers[r] + 4 * self.me, value)
+            _call("cuStreamWriteValue32_v2", stream, pointers[r] + 4 * self.me, self.turn)
         for r in others:
-            _call("cuStreamWaitValue32_v2", stream, pointers[self.me] + 4 * r, value)
+            _call("cuStreamWaitValue32_v2", stream, pointers[self.me] + 4 * r, self.turn)
+
+    def let_go(self) -> None:
+        """Of a call that others have left, and who will never say what this rank waits for: it says
+        that to itself, until nothing waits."""
+        aside = torch.cuda.Stream(self.device).cuda_stream
+        done = torch.cuda.Event()
+        done.record(self.copies)
+        while not done.query():
+            for r in range(self.ranks):  # again and again: late ones still say older turns
+                _call("cuStreamWriteValue32_v2", aside, self.pointers[self.me] + 4 * r, self.turn)
+            time.sleep(1e-3)
+        torch.cuda.synchronize(self.device)
+
+    def restart(self, group: Any) -> None:
+        """Begin anew, when all have let go. All ranks call this.
+
+        - `group`: of the same ranks, for barriers on the host.
+        """
+        dist.barrier(group)  # nobody writes flags any more
+        self.own[:_FLAGS].zero_()
+        self.turn = 0
+        torch.cuda.synchronize(self.device)
+        dist.barrier(group)
 
 
 def _call(name: str, stream: int, address: int, value: int) -> None:
@@ -145,76 +167,138 @@ def _driver() -> ctypes.CDLL:
     return found
 
 
-class Pull(Transport):
-    """Cards of one host that reach each other."""
+class Copy(NamedTuple):
+    """`height` pieces of memory, each of `width` bytes and `pitch` bytes from the next: from the
+    address `source` on, to byte `at` of a call's tensor number `target`."""
 
-    def __init__(self, memory: Any) -> None:
-        self.memory = memory
+    source: int
+    source_pitch: int
+    target: int
+    at: int
+    target_pitch: int
+    width: int
+    height: int
+
+    @staticmethod
+    def of(x: Tensor, target: int, y: Tensor, at: int) -> "Copy":
+        """Of x, (b, h, tokens, width), which stays where it is, into y, as large."""
+        for t in (x, y):
+            assert t.stride()[2:] == (t.shape[3], 1), t.stride()
+            assert t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1), t.stride()
+        (b, h, tokens, width), e = x.shape, x.element_size()
+        pitches = x.stride(1) * e, y.stride(1) * e
+        return Copy(
+            x.data_ptr(), pitches[0], target, at, pitches[1], tokens * width * e, b * h
+        )  # fmt: skip
+
+
+class _Exchange(NamedTuple):
+    """An exchange of tensors of one kind, as worked out for the memory that `own` is of.
+
+    - `spans`: of rows to be laid out in `mine`; `copies`: of what others have laid out.
+    """
+
+    own: Tensor
+    spans: list[tuple[int, int]]
+    mine: Parts
+    copies: list[Copy]
+
+
+class Pull(Transport):
+    """Cards of one host that reach each other.
+
+    - `agreement`: of a call that does not wait for it (`Transport.ahead_of`).
+    """
+
+    def __init__(self, memory: Any, agreement: Agreement | None = None) -> None:
+        self.memory, self.agreement = memory, agreement
+
+    def ahead_of(self, agreement: Agreement) -> Transport:
+        """See `Transport`. Copies stay inside of the memory, whatever other ranks do."""
+        return Pull(self.memory, agreement)
 
     def fetch(self, routes: Routes, parts: Parts) -> Arriving:
         """See `Transport`."""
-        memory = routes.empty(parts)
-        out = unstacked(memory, parts)
+        to = routes.empty(parts)
+
+        def targets() -> Iterator[_Target]:
+            for s in routes.incoming:
+                for n, y in enumerate(to):
+                    yield _Target(s.rank, s.at, n, n, y[:, :, s.to : s.to + s.size])
+
         laid = [(s.at, s.size) for s in routes.outgoing]
-        wanted = [(s, [x[:, :, s.to : s.to + s.size] for x in memory]) for s in routes.incoming]
-        self._pull(parts, routes, routes.held, laid, [(s.rank, s.at, to) for s, to in wanted])
+        self._pull(routes, routes.held, parts, laid, to, targets)
+        out = unstacked(to, parts)
         routes.copy_own(parts, out)
         return Arriving(out, self.memory.mark())
 
     def home(self, routes: Routes, parts: Parts) -> Returning:
         """See `Transport`."""
-        came, begin, wanted = message(routes.outgoing, parts), 0, []
-        for s in routes.outgoing:
-            memory = []
-            for shape in stacked(parts, s.size):
-                count = math.prod(shape)
-                memory.append(came[begin : begin + count].view(shape))
-                begin += count
-            wanted.append((s.rank, s.to, memory))
+        came = message(routes.outgoing, parts)
+
+        def targets() -> Iterator[_Target]:
+            begin = 0
+            for s in routes.outgoing:
+                for n, shape in enumerate(stacked(parts, s.size)):
+                    size = math.prod(shape)
+                    yield _Target(s.rank, s.to, n, 0, came[begin : begin + size].view(shape))
+                    begin += size
+
         laid = [(s.to, s.size) for s in routes.incoming]
-        self._pull(parts, routes, routes.rows, laid, wanted)
+        self._pull(routes, routes.rows, parts, laid, [came], targets)
         return Returning(routes, parts, self.memory.mark(), came)
 
     def _pull(
-        self, parts: Parts, routes: Routes, rows: list[int], laid: list[tuple[int, int]],
-        wanted: list[tuple[int, int, list[Tensor]]],
+        self, routes: Routes, rows: list[int], parts: Parts, laid: list[tuple[int, int]],
+        to: list[Tensor], targets: Callable[[], Iterable["_Target"]],
     ) -> None:  # fmt: skip
-        """Lay rows of `parts` out, of `rows[me]` in all, and copy what is wanted: (rank, first row,
-        where it goes). Every rank has `rows[r]` rows.
+        """Lay rows of `parts` out and copy into `to` what others have.
 
-        A rank begins with the next one's rows: if all began with those of the first, they would
-        share what its links give.
+        - `rows`: that every rank's parts have; `laid`: which of them are laid out, (first, size).
         """
-        memory = self.memory
-        each = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in parts) * parts[0].itemsize
-        memory.reserve(each * max(rows))
-        memory.begin()
-        regions = self._regions(routes, parts, rows)
-        mine = unstacked(regions[memory.me], parts)
-        for span in _joined(laid):
-            copy(rows_of(parts, *span), rows_of(mine, *span))
-        after = lambda of: (of[0] - memory.me) % memory.ranks
-        with memory.laid_out():
-            for rank, first, to in sorted(wanted, key=after):
-                for x, y in zip(regions[rank], to, strict=True):
-                    copy_heads(x[:, :, first : first + y.shape[2]], y)
-            for _, _, to in wanted[:1]:  # all of one tensor, or of two
-                for y in to:
-                    memory.keep(y)
-
-    def _regions(self, routes: Routes, parts: Parts, rows: list[int]) -> list[list[Tensor]]:
-        """The rows of every rank in the memory of this turn."""
         memory, dtype = self.memory, parts[0].dtype
+        each = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in parts) * dtype.itemsize
+        if memory.capacity < each * max(rows):
+            if self.agreement is not None:
+                self.agreement.wait()  # all ranks make new memory, or none
+            memory.reserve(each * max(rows))
+        memory.begin()
         shapes = tuple([(*x.shape[:2], x.shape[3]) for x in parts])
         key = rows is routes.rows, memory.turn % 2, shapes, dtype
-        # Of another memory, after `reserve`, they are of no use.
-        found = routes.known.get(key, (None, []))
-        if found[0] is not memory.own:
-            made = [
-                memory.of(r, memory.turn % 2, stacked(parts, n), dtype) for r, n in enumerate(rows)
-            ]
-            found = routes.known[key] = memory.own, made
-        return found[1]
+        found = routes.known.get(key)
+        if found is None or found.own is not memory.own:
+            found = routes.known[key] = self._prepared(rows, parts, laid, to, targets())
+        for span in found.spans:
+            copy(rows_of(parts, *span), rows_of(found.mine, *span))
+        memory.exchange(found.copies, to)
+
+    def _prepared(
+        self, rows: list[int], parts: Parts, laid: list[tuple[int, int]], to: list[Tensor],
+        targets: Iterable["_Target"],
+    ) -> _Exchange:  # fmt: skip
+        """The exchange of a turn. A rank begins with the next one's rows: if all began with those
+        of the first, they would share what its links give."""
+        memory, dtype = self.memory, parts[0].dtype
+        regions = [
+            memory.of(r, memory.turn % 2, stacked(parts, n), dtype) for r, n in enumerate(rows)
+        ]
+        copies = []
+        for t in sorted(targets, key=lambda t: (t.rank - memory.me) % memory.ranks):
+            x = regions[t.rank][t.part][:, :, t.first : t.first + t.y.shape[2]]
+            if x.numel():
+                copies.append(Copy.of(x, t.to, t.y, t.y.data_ptr() - to[t.to].data_ptr()))
+        return _Exchange(memory.own, _joined(laid), unstacked(regions[memory.me], parts), copies)
+
+
+class _Target(NamedTuple):
+    """Where rows go: from a rank's row `first` on, of its memory's tensor number `part`, into `y`,
+    a view of a call's tensor number `to`."""
+
+    rank: int
+    first: int
+    part: int
+    to: int
+    y: Tensor
 
 
 class _Copy2D(ctypes.Structure):
@@ -231,32 +315,23 @@ class _Copy2D(ctypes.Structure):
     )  # fmt: skip
 
 
-_LARGEST = (1 << 31) - 1  # bytes between the heads of one copy
 _UNIFIED = 4  # the driver knows by the address whose memory it is
+_LARGEST = (1 << 31) - 1  # bytes of a pitch
 
 
-def copy_heads(x: Tensor, y: Tensor) -> None:
-    """y becomes x, `(b, h, tokens, width)`, in the current stream, by one copy of b h pieces of
-    memory: a copy engine's, where a kernel would read across cards."""
-    b, h, tokens, width = x.shape
-    if not x.numel():
-        return
-    each = [t.stride(1) * t.element_size() for t in (x, y)]
-    whole = all(
-        t.stride(3) == 1 and t.stride(2) == width and t.stride(0) == h * t.stride(1) for t in (x, y)
-    )
-    if not whole or x.device.type != "cuda":
-        y.copy_(x)
-        return
-    if max(each) > _LARGEST:
-        for n in range(b * h):
-            y[n // h, n % h].copy_(x[n // h, n % h])
+def _copy(x: Copy, target: int, stream: int) -> None:
+    """Copy by a copy engine, where a kernel would read across cards."""
+    target += x.at
+    if max(x.source_pitch, x.target_pitch) > _LARGEST:
+        for n in range(x.height):
+            line = x._replace(source=x.source + n * x.source_pitch, source_pitch=x.width, at=0,
+                              target_pitch=x.width, height=1)  # fmt: skip
+            _copy(line, target + n * x.target_pitch, stream)
         return
     what = _Copy2D(
-        0, 0, _UNIFIED, None, x.data_ptr(), None, each[0], 0, 0, _UNIFIED, None, y.data_ptr(), None,
-        each[1], tokens * width * x.element_size(), b * h,
+        0, 0, _UNIFIED, None, x.source, None, x.source_pitch, 0, 0, _UNIFIED, None, target, None,
+        x.target_pitch, x.width, x.height,
     )  # fmt: skip
-    stream = torch.cuda.current_stream(y.device).cuda_stream
     failed = _driver().cuMemcpy2DAsync_v2(what, stream)
     if failed:
         raise RuntimeError(f"cuMemcpy2DAsync failed with CUDA error {failed}")
@@ -279,10 +354,14 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 _made: Cache[Transport | str] = Cache(64)
 
 
-def transport_of(name: str, group: Any, device: torch.device) -> Transport:
+def transport_of(
+    name: str, group: Any, device: torch.device, agreement: Agreement | None
+) -> Transport:
     """The transport of that name; for "auto" pulls where all cards of the group are of one host and
     reach each other. All ranks find the same. While a CUDA graph is captured, collectives: the
     turns of pulls are counted on the host.
+
+    - `agreement`: of the call; None where ranks have agreed.
 
     **Raises:** `ArgumentError` for "pull" where that is impossible.
     """
@@ -295,6 +374,8 @@ def transport_of(name: str, group: Any, device: torch.device) -> Transport:
     else:
         key = group, device
         known = _made.get(key)
+        if known is None and agreement is not None:
+            agreement.wait()  # what is possible ranks find out together
         found = _made.put(key, _pull_of(group, device)) if known is None else known
         if name == "auto" and isinstance(found, str):
             found = Collective()
@@ -302,7 +383,20 @@ def transport_of(name: str, group: Any, device: torch.device) -> Transport:
         raise ArgumentError(
             f'transport="pull" is not possible here: {found}; use "collective", or "auto"'
         )
-    return found
+    return found if agreement is None else found.ahead_of(agreement)
+
+
+def abandon(group: Any, device: torch.device, agreement: Agreement, anew: bool) -> None:
+    """Let go of a call that some ranks have begun and others have not, whatever transport each of
+    them had in mind.
+
+    - `anew`: all ranks call this, and will make other calls.
+    """
+    pull = _made.get((group, device))
+    if isinstance(pull, Pull):
+        pull.memory.let_go()
+        if anew:
+            pull.memory.restart(agreement.group)
 
 
 def told(name: str, group: Any, device: torch.device) -> str:
@@ -347,13 +441,11 @@ def _try_out(memory: Memory) -> None:
     of = lambda rank: memory.of(rank, region, [shape], torch.float32)[0]
     memory.begin()
     of(memory.me).fill_(memory.me)
-    found = [
-        torch.full(shape, -1.0, dtype=torch.float32, device=memory.device)
-        for _ in range(memory.ranks)
-    ]
-    with memory.laid_out():
-        for r, y in enumerate(found):
-            copy_heads(of(r), y)
+    found = torch.full(
+        (memory.ranks, *shape), -1.0, dtype=torch.float32, device=memory.device
+    )  # fmt: skip
+    at = lambda r: found[r].data_ptr() - found.data_ptr()
+    memory.exchange([Copy.of(of(r), 0, found[r], at(r)) for r in range(memory.ranks)], [found])
     memory.mark()()
     read = [y.unique().tolist() for y in found]
     if read != [[float(r)] for r in range(memory.ranks)]:

@@ -112,7 +112,7 @@ def _segments(*columns: np.ndarray) -> list[Segment]:
     return [Segment(*row) for row in np.stack(columns, 1).tolist()]
 
 
-def stacked(parts: Parts, rows: int) -> list[tuple[int, int, int, int]]:
+def stacked(parts: Parts, rows: int) -> list[tuple[int, ...]]:
     """The shapes of memory for `rows` rows of every part: where these are alike, one behind the
     other along the batch, which takes one copy for all; else each by itself."""
     if len({(*x.shape[:2], x.shape[3]) for x in parts}) == 1:
@@ -224,6 +224,12 @@ def _of_token(x: Tensor) -> int:
 
 class Transport:
     """How rows travel."""
+
+    def ahead_of(self, agreement: Any) -> "Transport":
+        """For a call on which ranks may not have agreed yet (`agreement.Agreement`); here, when
+        they have."""
+        agreement.wait()
+        return self
 
     def fetch(self, routes: Routes, parts: Parts) -> Arriving:
         """Begin to fetch what is read of `parts`, of the rows held here."""

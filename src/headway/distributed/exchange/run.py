@@ -1,5 +1,6 @@
 """The pair of functions over ranks, for a call of plain tensors: what the operators do."""
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -12,10 +13,10 @@ from ...errors import ArgumentError
 from ...operators import call_of
 from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..layout import digest
-from .agreement import UNPLANNED, agree, fields_of
+from .agreement import UNPLANNED, Agreement, fields_of
 from .move import resolved
 from .plans import plan_of
-from .pull import transport_of
+from .pull import abandon, transport_of
 from .routes import Pieces
 from .setting import Plan, setting_of
 
@@ -46,23 +47,33 @@ class Wire(NamedTuple):
 _plans: Cache[tuple[Plan, list[Pieces], Any]] = Cache(64)
 
 
-def _agreed(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> Plan:
-    """The plan of a call that all ranks make alike. A rank on which it fails, for whatever reason,
-    tells the others so, before it raises."""
+def _begun(
+    spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]
+) -> tuple[Plan, Agreement]:
+    """The plan of a call that all ranks make alike, and the agreement that they do. A rank on which
+    it fails, for whatever reason, tells the others so, before it raises."""
     fields = _fields(spec, call, wire, tables)
     plan: Plan | Exception
     try:
         plan = _planned(spec, call, wire, tables, fields)
     except Exception as failed:  # noqa: BLE001 raised again, when all know of it
         plan, fields[0] = failed, 0
-    try:
-        agree(fields, wire.group, call.q.device)
-    except ArgumentError:
-        if not isinstance(plan, Exception):
-            raise
+    agreement = Agreement(fields, wire.group, call.q.device)
     if isinstance(plan, Exception):
+        with suppress(ArgumentError):
+            _settle(agreement, wire, call)
         raise plan
-    return plan
+    return plan, agreement
+
+
+def _settle(agreement: Agreement, wire: Wire, call: Call) -> None:
+    """Wait for the agreement; where there is none, let go of what was begun."""
+    try:
+        agreement.wait()
+    except Exception as error:
+        everyone = isinstance(error, ArgumentError)  # else a rank is not there any more
+        abandon(wire.group, call.q.device, agreement, everyone)
+        raise
 
 
 def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> list:
@@ -126,11 +137,14 @@ def forward(spec: str, wire: str, *inputs: Any) -> Forward:
     parsed, told, call = Spec.parse(spec), Wire.parse(wire), _call_of(inputs)
     if call.tiles is not None:
         check_tiles(call.tiles)
-    plan = _agreed(parsed, call, told, inputs[10:12])
-    # After ranks have agreed: the first time they find out together what is possible.
-    transport = transport_of(told.transport, told.group, call.q.device)
-    call = _of_one_seed(call, told)
-    found = plan.forward(parsed, call, transport)
+    plan, agreement = _begun(parsed, call, told, inputs[10:12])
+    try:
+        transport = transport_of(told.transport, told.group, call.q.device, agreement)
+        if told.drawn:
+            agreement.wait()
+        found = plan.forward(parsed, _of_one_seed(call, told), transport)
+    finally:
+        _settle(agreement, told, call)
     out = in_dtype(found.out, parsed.out_dtype(call.q.dtype))
     if parsed.max_logit:
         dist.all_reduce(found.max_logit, dist.ReduceOp.MAX, group=told.group)
@@ -143,7 +157,7 @@ def backward(spec: str, wire: str, *inputs: Any) -> list[Tensor]:
     out, lse, dout, dlse, needs = inputs[12:]
     tables = inputs[10:12]
     plan = _planned(parsed, call, told, tables, _fields(parsed, call, told, tables))
-    transport = transport_of(told.transport, told.group, call.q.device)
+    transport = transport_of(told.transport, told.group, call.q.device, None)
     call = _of_one_seed(call, told)
     grads = plan.backward(parsed, call, transport, out, lse, dout, dlse, tuple(needs))
     dtype = acc_dtype(call.q.dtype) if parsed.partial else call.q.dtype
