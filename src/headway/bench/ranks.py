@@ -50,7 +50,10 @@ def judged(case: Case, result: Result, results: list[Result], ranks: int) -> Res
         if r.direction == result.direction and r.gflops is not None
     }
     local = "documents" in case.name
-    least = {FORWARD: 0.90, BACKWARD: 0.90} if local else {FORWARD: 0.97, BACKWARD: 0.95}
+    few = ranks <= 2
+    least = {FORWARD: 0.97, BACKWARD: 0.95} if few else {FORWARD: 0.95, BACKWARD: 0.93}
+    if local:
+        least = dict.fromkeys(least, 0.90 if few else 0.85)
     asked = []
     if ONE_CARD in speed:
         asked.append((least[result.direction], ONE_CARD, speed[ONE_CARD]))

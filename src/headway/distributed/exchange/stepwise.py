@@ -231,13 +231,14 @@ class Ring(Plan):
 def _ahead(
     steps: list[Step], fetch: Callable[[Step], Arriving]
 ) -> Iterator[tuple[Step, Parts]]:  # fmt: skip
-    """Every step with the keys and values that it waited for, the next one's on their way."""
+    """Every step with the keys and values that it waited for, the next one's on their way: these
+    are laid out while it waits."""
     coming = fetch(steps[0])
     for n, step in enumerate(steps):
-        kv = coming.wait()
+        here = coming  # and no other step's is kept
         if n + 1 < len(steps):
             coming = fetch(steps[n + 1])
-        yield step, kv
+        yield step, here.wait()
 
 
 def _write(going: tuple[Returning, Parts] | None) -> None:
