@@ -32,12 +32,13 @@ PATIENCE = 150.0  # seconds for a case
 def measure(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
     """The rows of a case: every contestant, forward and backward, and the memory."""
     ranks = Ranks.of(device)
-    found = ranks.ask({"case": case.name, "repeats": repeats})
+    rows, error = ranks.ask({"case": case.name, "repeats": repeats})
     tick()
-    if "error" in found:
-        return [Result(case.name, "", "headway", verdict=NOT_RUN, note=found["error"])]
-    results = [Result(**row) for row in found["rows"]]
-    return [judged(case, r, results, found["ranks"]) for r in results]
+    results = [Result(**row) for row in rows]
+    found = [judged(case, r, results, len(ranks.processes)) for r in results]
+    if error:
+        found.append(Result(case.name, "", "headway", verdict=NOT_RUN, note=error))
+    return found
 
 
 def judged(case: Case, result: Result, results: list[Result], ranks: int) -> Result:
@@ -103,27 +104,33 @@ class Ranks:
             )  # fmt: skip
             self.processes.append(process)
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """What the first rank says; `error` where one ends, or nothing comes."""
+    def ask(self, question: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+        """The rows that the first rank says; and an error, where one ends or no more come in
+        time."""
         if not self.processes:
             try:
                 self.start()
             except RuntimeError as error:
-                return {"error": str(error)}
+                return [], str(error)
         for process in self.processes:
             process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
-        line = self.line()
-        if line:
-            return json.loads(line)
+        rows: list[dict[str, Any]] = []
+        until = time.monotonic() + PATIENCE
+        while line := self.line(until):
+            row = json.loads(line)
+            if row is None:
+                return rows, ""
+            rows.append(row)
         said = [(Path(self.folder.name) / f"{n}.txt").read_text().strip().splitlines()[-1:]
                 for n in range(len(self.processes))]  # fmt: skip
         self.end()
-        return {"error": f"no answer; the ranks' last words: {said}"[:400]}
+        return rows, f"no more answers; the ranks' last words: {said}"[:400]
 
-    def line(self) -> str:
-        """A line of the first rank; empty if it ends, another one ends, or time is up."""
-        first, until = self.processes[0], time.monotonic() + PATIENCE
+    def line(self, until: float) -> str:
+        """A line of the first rank; empty if it ends, another one ends, or it is later than
+        `until`."""
+        first = self.processes[0]
         with selectors.DefaultSelector() as waiting:
             waiting.register(first.stdout, selectors.EVENT_READ)
             while time.monotonic() < until:

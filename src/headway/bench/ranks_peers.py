@@ -68,6 +68,8 @@ def flex(mine: Inputs, layout: Layout) -> Callable[[], Tensor]:
     blocks = torch.compile(flex_module.create_block_mask)(
         kept, None, None, len(at), len(there), device="cuda"
     )
+    # A backward is timed many times on one forward.
+    torch._functorch.config.donated_buffer = False  # type: ignore[bad-assignment]
     attend = torch.compile(flex_module.flex_attention)
 
     def run() -> Tensor:
