@@ -33,8 +33,9 @@ def test_only_when_asked():
 def test_a_rank_that_ends(monkeypatch):
     """The case is not measured, the table says why, and nothing is left running."""
     made = Ranks("cpu")
-    said = made.ask({"case": "no such case", "repeats": 1})
-    assert "KeyError" in said["error"]
+    rows, error = made.ask({"case": "no such case", "repeats": 1})
+    assert "KeyError" in error
+    assert rows == []
     assert made.processes == []
     case = next(case for case in every() if case.measure == "ranks")
     monkeypatch.setattr(Ranks, "of", lambda device: Ranks("cuda"))

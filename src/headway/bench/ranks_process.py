@@ -7,7 +7,6 @@ to the definition in float64 (`check.py`). Then contestants are timed in turns; 
 of the slowest rank. Backwards are timed on one forward.
 """
 
-import itertools
 import json
 import os
 import statistics
@@ -71,11 +70,10 @@ def main(question: dict[str, Any]) -> None:
     cases = {case.name: case for case in every()}
     for line in sys.stdin:
         asked = json.loads(line)
-        rows = answer(cases[asked["case"]], device, asked["repeats"])
-        for said in itertools.chain(map(asdict, rows), [None]):  # None: that was all
-            if rank == 0:
-                sys.stdout.write(json.dumps(said) + "\n")
-                sys.stdout.flush()
+        say = lambda said: rank == 0 and print(json.dumps(said), flush=True)
+        for row in answer(cases[asked["case"]], device, asked["repeats"]):
+            say(asdict(row))
+        say(None)  # that was all
 
 
 def answer(case: Case, device: str, repeats: int) -> Iterator[Result]:
