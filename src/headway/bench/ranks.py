@@ -8,14 +8,16 @@ one starts anew.
 
 import atexit
 import json
-import selectors
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -103,6 +105,8 @@ class Ranks:
                 env=environment(),
             )  # fmt: skip
             self.processes.append(process)
+        self.lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self.read, args=[self.processes[0].stdout], daemon=True).start()
 
     def ask(self, question: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
         """The rows that the first rank says; and an error, where one ends or no more come in
@@ -130,15 +134,18 @@ class Ranks:
     def line(self, until: float) -> str:
         """A line of the first rank; empty if it ends, another one ends, or it is later than
         `until`."""
-        first = self.processes[0]
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(first.stdout, selectors.EVENT_READ)
-            while time.monotonic() < until:
-                if waiting.select(1.0):
-                    return first.stdout.readline()
-                if any(process.poll() is not None for process in self.processes):
-                    return ""
+        while time.monotonic() < until:
+            with suppress(queue.Empty):
+                return self.lines.get(timeout=1.0)
+            if any(process.poll() is not None for process in self.processes):
+                return ""
         return ""
+
+    def read(self, output: IO[str]) -> None:
+        """Take the lines of a process as they come; an empty one is the end."""
+        for line in output:
+            self.lines.put(line)
+        self.lines.put("")
 
     def end(self) -> None:
         """Kill what is left of them."""

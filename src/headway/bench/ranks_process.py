@@ -70,10 +70,15 @@ def main(question: dict[str, Any]) -> None:
     cases = {case.name: case for case in every()}
     for line in sys.stdin:
         asked = json.loads(line)
-        say = lambda said: rank == 0 and print(json.dumps(said), flush=True)
         for row in answer(cases[asked["case"]], device, asked["repeats"]):
-            say(asdict(row))
-        say(None)  # that was all
+            _say(asdict(row), rank)
+        _say(None, rank)  # that was all
+
+
+def _say(row: dict[str, Any] | None, rank: int) -> None:
+    if rank == 0:
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
 
 
 def answer(case: Case, device: str, repeats: int) -> Iterator[Result]:
@@ -291,13 +296,15 @@ def exposed(case: Case, one: Contestant) -> list[Result]:
 
 
 def _without_kernels(call: Callable[[], object]) -> float:
-    """The share of the time of some calls in which no kernel runs on this card."""
+    """The share of the time of some calls in which no kernel runs on this card; they are queued
+    while it is kept busy, so that it does not wait for the host."""
     from torch.profiler import ProfilerActivity, profile
 
     call()
     dist.barrier()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        wait("cuda")
         for _ in range(4):
             call()
         torch.cuda.synchronize()
@@ -306,13 +313,14 @@ def _without_kernels(call: Callable[[], object]) -> float:
         for event in trace.events() or ()
         if event.device_type.name == "CUDA" and "PtoP" not in event.name
     )
-    if not spans:
+    if len(spans) < 2:
         return 0.0
-    busy, until = 0.0, spans[0][0]
-    for start, end in spans:
+    busy, begin = 0.0, spans[0][1]  # of the kernel that kept it busy
+    until = begin
+    for start, end in spans[1:]:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    return 1 - busy / (until - spans[0][0])
+    return 1 - busy / (until - begin)
 
 
 def memory(case: Case, one: Contestant) -> list[Result]:

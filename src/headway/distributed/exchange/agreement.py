@@ -17,7 +17,6 @@ from ...backends.base import Call, split
 from ...caches import Cache
 from ...errors import ArgumentError
 from ...types import Captured, Spec
-from .collective import all_gather
 
 FIELDS = (
     "its local length", "the layout", "the layout of its keys", "the sizes (b, heads, widths)",
@@ -68,8 +67,9 @@ class Agreement:
     def __init__(self, fields: list[int | Tensor], group: Any, device: torch.device) -> None:
         self.group, where = _comparing(group, device)
         self.mine = torch.tensor([int(f) for f in fields], dtype=torch.int64, device=where)
-        self.gathered = self.mine.new_empty((dist.get_world_size(group), len(fields)))
-        self.work = all_gather(self.gathered.view(-1), self.mine, group=self.group, async_op=True)
+        self.gathered = self.mine.new_empty((group.size(), len(fields)))
+        # The group's own method: `dist.all_gather` takes the host three times as long.
+        self.work = self.group.allgather([list(self.gathered.unbind())], [self.mine])
         self.waiting = True
         self.failure: Exception | None = None
 

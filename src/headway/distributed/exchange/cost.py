@@ -39,19 +39,19 @@ def away(needed: list[int], held: np.ndarray) -> int:
     return max(n - min(n, own) for n, own in zip(needed, held.tolist(), strict=True))
 
 
+def seconds(s: Sizes, pairs: float, device: str) -> float:
+    """What a forward's kernels take for so many pairs of a head."""
+    return 2.0 * s.b * s.hq * (s.d + s.dv) * pairs / _SPEED.get(device, 1e14)
+
+
 def costs(
     s: Sizes, q: np.ndarray, kv: np.ndarray, needed: list[int], work: np.ndarray, device: str
 ) -> dict[str, Cost]:
     """Every plan's, of tokens of queries and keys by rank, of keys that every rank needs, and of
     its pairs."""
     ranks, row = len(q), s.b * (s.d + s.dv) * s.itemsize
-    link, speed, start = (
-        LINK.get(device, 200e9),
-        _SPEED.get(device, 1e14),
-        _EXCHANGE.get(device, 1e-4),
-    )
-    flops = 2.0 * s.b * s.hq * (s.d + s.dv)
-    compute, mean = flops * float(work.max()) / speed, flops * float(work.mean()) / speed
+    link, start = LINK.get(device, 200e9), _EXCHANGE.get(device, 1e-4)
+    compute, mean = (seconds(s, float(x), device) for x in (work.max(), work.mean()))
     most = away(needed, kv) * s.hk * row
     all_ = int(kv.sum() - kv.min()) * s.hk * row
     heads = -(-s.hq // ranks)

@@ -77,7 +77,7 @@ def _settle(agreement: Agreement, wire: Wire, call: Call) -> None:
 
 
 def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> list:
-    ranks = dist.get_world_size(wire.group)
+    ranks = wire.group.size()
     digests = tuple([digest(table, ranks) for table in tables])
     if wire.drawn:
         call = call.replace(seed=None)
@@ -93,7 +93,7 @@ def _planned(
     # By the group itself: one that is made anew has the old one's name, and maybe other ranks.
     where = *wire[:2], group, device, call.coords[:2]
     key = (spec, own, where, *[f for n, f in enumerate(fields) if n not in UNPLANNED])
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank, ranks = group.rank(), group.size()
     if (rank, ranks) != (wire.rank, wire.ranks):
         raise ArgumentError(
             f"the layout is of rank {wire.rank} of {wire.ranks}, but this is rank {rank} of "
