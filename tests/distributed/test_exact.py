@@ -12,7 +12,7 @@ from cases import CASES, Case, problem
 from headway.arguments import seed_of
 from headway.blocks import from_dense
 from headway.distributed import Layout
-from headway.distributed.exchange import collective, run
+from headway.distributed.exchange import collective, run, stepwise
 from headway.distributed.exchange.stepwise import ByHeads
 from headway.errors import ArgumentError
 from processes import run_ranks
@@ -97,6 +97,36 @@ def table(world: int, rank: int) -> None:
             raise AssertionError(f"{case.name} over {world} ranks, {name}, {plan}") from error
 
 
+def in_pieces(world: int, rank: int) -> None:
+    """A kernel for each straight piece of a rank's queries, as on GPUs where there is a score."""
+
+    def everywhere(setting, kv_pos):
+        whole = setting.whole
+        split = len(setting.q.of(setting.rank)) > 1 and (whole is None or whole.in_order)
+        seen.append(split and kv_pos is None)
+        return split
+
+    seen: list[bool] = []
+    run._plans.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stepwise, "in_pieces", everywhere)
+        for n, case in enumerate(CASES[world :: {2: 12, 3: 25}[world]]):
+            name, plan = ("zigzag", "balanced")[n % 2], ("heads", "gather")[n // 2 % 2]
+            q = layout_of(name, case.q_len, world, n).using(plan)
+            kv = q if case.q_len == case.kv_len else layout_of(name, case.kv_len, world, n)
+            try:
+                one_case(case, torch.float64, (q, kv))
+            except Exception as error:
+                raise AssertionError(f"{case.name} over {world} ranks, {name}, {plan}") from error
+        long = Case(
+            "long", b=2, hq=4, hk=2, q_len=1024, kv_len=1024, score="alibi_softcap", mask="causal"
+        )
+        layout = Layout.zigzag(1024, dist.group.WORLD)
+        one_case(long, torch.float64, (layout, layout))
+        assert any(seen) or rank == world - 1  # whose pieces touch
+    run._plans.clear()
+
+
 def few_tokens(world: int, rank: int) -> None:
     """Fewer tokens than ranks, none at all, a prime number."""
     for length, name, plan in itertools.product((0, 1, 3, 61), ("zigzag", "contiguous"), PLANS):
@@ -118,12 +148,14 @@ def same_bits(world: int, rank: int) -> None:
     (plan, *_) = run._plans.values()[-1]
     assert isinstance(plan, ByHeads)
     step = plan.steps[0]
-    keys = torch.cat([torch.arange(a, b) for a, b in step.stretches.tolist()])
+    (part,) = step.parts
+    read = step.routes.rows[rank]
+    keys = part.coords.positions(layout.local, read, q.device)[1][0]
     spec, call = hw.api.prepare(
         layout.shard(q, 2), k[:, :, keys], v[:, :, keys], mask=mask,
-        coords=step.coords._replace(q_pos=layout.positions, kv_pos=keys),
+        coords=part.coords._replace(q_pos=layout.positions, kv_pos=keys),
     )  # fmt: skip
-    spec, call = replace(spec, tiles=step.known), call.replace(tiles=step.tiles)
+    spec, call = replace(spec, tiles=part.known), call.replace(tiles=part.tiles)
     assert torch.equal(hw.backends.get(spec.backend).forward(spec, call).out, out)
 
 
@@ -262,7 +294,7 @@ def block_masks(world: int, rank: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_over_ranks(world, tmp_path):
     more = (
-        (drawn_seed, same_bits, narrow, bytes_sent, documents_apart, block_masks)
+        (in_pieces, drawn_seed, same_bits, narrow, bytes_sent, documents_apart, block_masks)
         if world < 4
         else ()
     )

@@ -65,7 +65,7 @@ def table(world: int, rank: int) -> None:
 def long_ones(world: int, rank: int) -> None:
     """What Hopper's kernels run by head: next to one card, whose errors are those of bfloat16."""
     torch.manual_seed(0)
-    n = 3000
+    n = 2100 * world  # pieces long enough for kernels of their own
     q, k, v = (torch.randn(1, h, n, 128, **BF16) for h in (8, 4, 4))
     ids = torch.arange(n, device="cuda") // 700
     table = torch.randn(8, 2 * n - 1, device="cuda")

@@ -50,13 +50,22 @@ class Whole(NamedTuple):
             np.add.at(change, (rank, start + count), -1)
         return change[:, :-1].cumsum(1) > 0
 
-    def of(self, heads: range, rank: int | None, needed: np.ndarray | None) -> Tiles:
+    def of(
+        self, heads: range, rank: int | None, needed: np.ndarray | None,
+        pieces: np.ndarray | None = None,
+    ) -> Tiles:  # fmt: skip
         """The tiles of these heads (of all where the mask has one for all); of one rank's queries,
-        and of the keys that it needs, one after the other. None: of all."""
+        and of the keys that it needs, one after the other. None: of all.
+
+        - `pieces`: (start, stop) of those of the rank's queries that are meant, where queries are
+          in the order of the sequence; None: all.
+        """
         device = self.tiles.row_order.device
         groups = torch.arange(self.b, device=device)[:, None] * self.h
         groups = groups + torch.arange(self.h, device=device)[_slice(heads, self.h)]
         mine = _stretches(self.owner == rank) if rank is not None else [(0, self.lines)]
+        if pieces is not None and self.in_order:
+            mine = [(int(a) // self.tile[0], -(-int(b) // self.tile[0])) for a, b in pieces]
         cols = np.ones(self.width, bool) if needed is None else needed
         rows = np.concatenate([np.zeros(0, np.int64)] + [np.arange(a, b) for a, b in mine])
         place = torch.from_numpy(cols.cumsum() - 1).to(device)

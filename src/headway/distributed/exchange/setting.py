@@ -24,6 +24,7 @@ class Setting:
     - `q`, `kv`: the pieces of queries and of keys; `rank`, `group`: of this process.
     - `whole`: the block mask of all ranks; None without a mask.
     - `offsets`: global indices of the first batch row and query head here.
+    - `scored`: whether there is a score.
     """
 
     sizes: Sizes
@@ -34,6 +35,7 @@ class Setting:
     device: torch.device
     whole: Whole | None
     offsets: tuple[int, int]
+    scored: bool
 
     def wanted(self, heads: range) -> tuple[list[np.ndarray], np.ndarray | None]:
         """Stretches of keys that every rank's queries read, and this rank's needed tiles."""
@@ -107,7 +109,8 @@ def setting_of(
         if whole is None:
             whole = whole_of(mask, captured, None, None, *at)  # type: ignore[arg-type]
     sizes = Sizes(b, hq, hk, d, dv, call.q.dtype.itemsize)
-    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets)
+    scored = spec.score is not None
+    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets, scored)
 
 
 # -- gradients ------------------------------------------------------------------------------------

@@ -23,23 +23,29 @@ from .setting import Plan, Setting, added
 _STEP = 60e-6
 _HOST = (1.0e-3, 0.6e-3), (0.5e-3, 0.85e-3)
 _MOST = 256 << 20  # bytes of the keys and values of a step
+_LONG = 1024  # rows of a piece that has a kernel of its own
 
 # -- heads and gather -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Step:
-    """Key/value heads `heads` and their keys; `tiles` and `known` are as in a block mask.
+class Rows:
+    """Some of a rank's queries, and where they and their keys are; `tiles` and `known` are as in a
+    block mask."""
 
-    - `stretches`: positions (start, stop) of the keys, ascending.
-    """
+    rows: slice
+    coords: Coords
+    tiles: Tiles | None = None
+    known: tuple[int, int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Key/value heads `heads`, and a kernel for each of `parts`, which are all queries together."""
 
     heads: range
     routes: Routes
-    coords: Coords
-    stretches: np.ndarray
-    tiles: Tiles | None = None
-    known: tuple[int, int, int, int] | None = None
+    parts: list[Rows]
 
 
 class ByHeads(Plan):
@@ -56,38 +62,49 @@ class ByHeads(Plan):
         )
 
     def _steps(self, s: Setting, sizes: list[int]) -> Iterator[Step]:
-        q, q_pos = positions_of(s.q.of(s.rank), s.device)
         shared: Any = None
         stop = 0
         for size in sizes:
             heads = range(stop, stop := stop + size)
             of_q = range(heads.start * self.group_size, heads.stop * self.group_size)
             if shared is None or (s.whole is not None and s.whole.h > 1):
-                routes, stretches, tiles = self._keys(s, of_q)
-                shared = routes, stretches, tiles, *positions_of(stretches, s.device)
-            routes, stretches, tiles, kv, kv_pos = shared
-            coords = Coords(s.offsets[0], s.offsets[1] + of_q.start, q, kv, q_pos, kv_pos)
+                shared = self._keys(s, of_q)
+            routes, parts = shared
             known = None
             if s.whole is not None:
                 h = len(of_q) if s.whole.h > 1 else 1
                 known = (s.whole.b, h, *s.whole.tile)
-            yield Step(heads, routes, coords, stretches, tiles, known)
+            at = {"b": s.offsets[0], "h": s.offsets[1] + of_q.start}
+            here = [replace(p, coords=p.coords._replace(**at), known=known) for p in parts]
+            yield Step(heads, routes, here)
 
-    def _keys(self, s: Setting, of_q: range) -> tuple[Routes, np.ndarray, Tiles | None]:
+    def _keys(self, s: Setting, of_q: range) -> tuple[Routes, list[Rows]]:
+        """The way of the keys that query heads read, and the kernels of these heads."""
         wanted, needed = s.wanted(of_q)
         if self.name == "gather":
             wanted, needed = [np.array([[0, s.kv.length]])] * s.q.ranks, None
-        tiles = None if s.whole is None else s.whole.of(of_q, s.rank, needed)
-        return Routes(s.kv, wanted, s.group), wanted[s.rank], tiles
+        kv, kv_pos = positions_of(wanted[s.rank], s.device)
+        pieces = s.q.of(s.rank)
+        parts, stop = [], 0
+        for piece in np.split(pieces, len(pieces)) if in_pieces(s, kv_pos) else [pieces]:
+            q, q_pos = positions_of(piece, s.device)
+            rows = slice(stop, stop := stop + int((piece[:, 1] - piece[:, 0]).sum()))
+            tiles = None if s.whole is None else s.whole.of(of_q, s.rank, needed, piece)
+            parts.append(Rows(rows, Coords(0, 0, q, kv, q_pos, kv_pos), tiles))
+        return Routes(s.kv, wanted, s.group), parts
 
     def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
         whole: list[Tensor] = []
         for step, kv in self._arriving(self.steps, call, transport):
-            spec_ = replace(spec, tiles=step.known)
-            part = get(spec.backend).forward(spec_, self._call(step, call, *kv))
-            _put(whole, part, self._of_q(step), call.q.shape[1])
-            del kv, part  # before those of the next step but one are fetched
+            found = [
+                get(spec.backend).forward(
+                    replace(spec, tiles=part.known), self._call(step, part, call, *kv)
+                )
+                for part in step.parts
+            ]
+            _put(whole, _of_all_rows(found), self._of_q(step), call.q.shape[1])
+            del kv, found  # before those of the next step but one are fetched
         return Forward(*whole)
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
@@ -101,11 +118,17 @@ class ByHeads(Plan):
         going: tuple[Returning, Parts] | None = None
         for step, kv in self._arriving(self.steps_back, call, transport):
             h, of_kv = self._of_q(step), _heads(step)
-            part = self._call(step, call, *kv)
-            grads = get(spec.backend).backward(
-                replace(spec, tiles=step.known), part, out[:, h], lse[:, h], dout[:, h],
-                None if dlse is None else dlse[:, h], needs,
-            )  # fmt: skip
+            found = []
+            for part in step.parts:
+                rows = h, part.rows
+                found.append(
+                    get(spec.backend).backward(
+                        replace(spec, tiles=part.known), self._call(step, part, call, *kv),
+                        out[:, *rows], lse[:, *rows], dout[:, *rows],
+                        None if dlse is None else dlse[:, *rows], needs,
+                    )
+                )  # fmt: skip
+            grads = _added_grads(found)
             before = going
             going = (
                 transport.home(step.routes, (grads.k.to(acc), grads.v.to(acc))),
@@ -116,7 +139,7 @@ class ByHeads(Plan):
             if grads.sink is not None:
                 sinks.append(grads.sink)
             captured.append(grads.captured)
-            del kv, part, grads
+            del kv, found, grads
         _write(going)
         return Grads(dq[0], dk, dv, torch.cat(sinks) if sinks else None, added(captured))
 
@@ -134,12 +157,55 @@ class ByHeads(Plan):
     def _of_q(self, step: Step) -> slice:
         return slice(step.heads.start * self.group_size, step.heads.stop * self.group_size)
 
-    def _call(self, step: Step, call: Call, k: Tensor, v: Tensor) -> Call:
+    def _call(self, step: Step, part: Rows, call: Call, k: Tensor, v: Tensor) -> Call:
         h = self._of_q(step)
         sink = None if call.sink is None else call.sink[h]
         return call.replace(
-            q=call.q[:, h], k=k, v=v, sink=sink, coords=step.coords, tiles=step.tiles
+            q=call.q[:, h, part.rows], k=k, v=v, sink=sink, coords=part.coords, tiles=part.tiles
         )
+
+
+def in_pieces(s: Setting, kv_pos: Tensor | None) -> bool:
+    """Whether each piece of a rank's queries has a kernel of its own, in which positions follow one
+    another. Kernels are then faster for scores: they add straight lines by tensor cores, read
+    biases by distance, and use indices of 32 bits. A mask alone costs the same with a position per
+    token."""
+    pieces = s.q.of(s.rank)
+    return (
+        s.scored
+        and s.device.type == "cuda"
+        and kv_pos is None
+        and (s.whole is None or s.whole.in_order)
+        and 1 < len(pieces) <= 4
+        and int((pieces[:, 1] - pieces[:, 0]).min()) >= _LONG
+    )
+
+
+def _of_all_rows(found: list[Forward]) -> Forward:
+    """The results of all queries, of those of some after the other."""
+    if len(found) == 1:
+        return found[0]
+    out, lse, top, row_max = zip(*found, strict=True)
+    return Forward(
+        torch.cat(out, 2), torch.cat(lse, 2),
+        torch.stack(top).amax(0) if top[0].numel() else top[0],
+        torch.cat(row_max, 2) if row_max[0].numel() else row_max[0],
+    )  # fmt: skip
+
+
+def _added_grads(found: list[Grads]) -> Grads:
+    """The gradients for all queries, of those for some after the other."""
+    first, *rest = found
+    if not rest:
+        return first
+    for other in rest:
+        first.k.add_(other.k)
+        first.v.add_(other.v)
+    sinks = [g.sink for g in found if g.sink is not None]
+    return Grads(
+        torch.cat([g.q for g in found], 2), first.k, first.v,
+        torch.stack(sinks).sum(0) if sinks else None, added([g.captured for g in found]),
+    )  # fmt: skip
 
 
 def _put(whole: list[Tensor], part: Iterable[Tensor], h: slice, heads: int) -> None:
@@ -177,7 +243,7 @@ class Ring(Plan):
             kv, kv_pos = positions_of(stretches, s.device)
             coords = Coords(*s.offsets, q, kv, q_pos, kv_pos)
             routes = Routes(s.kv, wanted, s.group, step=n)
-            self.steps.append(Step(range(s.sizes.hk), routes, coords, stretches))
+            self.steps.append(Step(range(s.sizes.hk), routes, [Rows(slice(None), coords)]))
         each = s.sizes.b * s.sizes.hk * (s.sizes.d + s.sizes.dv)
         self.received = sum(step.routes.received for step in self.steps) * each
 
@@ -223,7 +289,7 @@ class Ring(Plan):
         """The sink joins the first softmax alone."""
         first = step is self.steps[0]
         call = call.replace(
-            k=k, v=v, sink=call.sink if first else None, coords=step.coords, tiles=None
+            k=k, v=v, sink=call.sink if first else None, coords=step.parts[0].coords, tiles=None
         )
         return (spec if first else replace(spec, sink=False)), call
 
