@@ -65,10 +65,12 @@ class Setting:
 class Plan:
     """The pair of pure functions for this rank's queries and the keys of all ranks.
 
+    - `group`: of the ranks between which a `Transport` moves rows.
     - `received`: numbers of elements that other ranks send here in the forward.
     """
 
     name: str
+    group: Any
     received: int
 
     def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:

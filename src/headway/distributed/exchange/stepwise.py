@@ -43,7 +43,8 @@ class ByHeads(Plan):
     """Complete rows: step by step, the next step's keys on their way."""
 
     def __init__(self, name: str, setting: Setting, per_step: int) -> None:
-        self.name, self.group_size = name, setting.sizes.hq // setting.sizes.hk
+        self.name, self.group = name, setting.group
+        self.group_size = setting.sizes.hq // setting.sizes.hk
         self.steps = list(self._steps(setting, per_step))
         s = setting.sizes
         self.received = sum(
@@ -159,7 +160,7 @@ class Ring(Plan):
     name = "ring"
 
     def __init__(self, setting: Setting) -> None:
-        s = setting
+        s, self.group = setting, setting.group
         wanted, _ = s.wanted(range(s.sizes.hq))
         q, q_pos = positions_of(s.q.of(s.rank), s.device)
         self.steps = []
