@@ -95,7 +95,7 @@ def nodes(world: int, rank: int) -> None:
     """Two dimensions, keys pulled between nodes and by collectives: next to one card."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, 3000, 128, **BF16) for h in (8, 4, 4))
-    for shape in [(n, world // n) for n in (1, 2, world) if world % n == 0]:
+    for shape in [(n, world // n) for n in sorted({1, 2, world}) if world % n == 0]:
         mesh = init_device_mesh("cuda", shape, mesh_dim_names=("between", "inside"))
         for transport in ("auto", "collective"):
             layout = uneven(3000, world, 7).on(mesh).using("ulysses*heads", transport)
