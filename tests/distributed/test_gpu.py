@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 
 if torch.cuda.device_count() < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
@@ -90,6 +91,27 @@ def long_ones(world: int, rank: int) -> None:
                 assert error < 0.01, (way, score, mask, layout.sizes, error)
 
 
+def nodes(world: int, rank: int) -> None:
+    """Two dimensions, keys pulled between nodes and by collectives: next to one card."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, 3000, 128, **BF16) for h in (8, 4, 4))
+    for shape in [(n, world // n) for n in sorted({1, 2, world}) if world % n == 0]:
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("between", "inside"))
+        for transport in ("auto", "collective"):
+            layout = uneven(3000, world, 7).on(mesh).using("ulysses*heads", transport)
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            one = hw.attention(*leaves, hw.alibi(8), hw.causal())
+            right = [one, *torch.autograd.grad(one, leaves, torch.ones_like(one))]
+            cut = [layout.shard(x, 2) for x in leaves]
+            out = hw.attention(*cut, hw.alibi(8), hw.causal(), layout=layout)
+            grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+            for g in grads:
+                dist.all_reduce(g)
+            for x, y in zip((layout.unshard(out.detach(), 2), *grads), right, strict=True):
+                error = (x.double() - y.double()).norm() / y.double().norm()
+                assert error < 0.01, (shape, transport, error)
+
+
 def many_calls(world: int, rank: int) -> None:
     """Memory that is used again, streams, other layouts between: the same bits."""
     torch.manual_seed(0)
@@ -132,7 +154,7 @@ def disagree(world: int, rank: int) -> None:
     assert torch.equal(_over(layout, q, k, v, known), out)
 
 
-ALL = table, long_ones, many_calls, compiled, disagree
+ALL = table, long_ones, nodes, many_calls, compiled, disagree
 
 
 def _rank(rank: int, world: int, store: str) -> None:

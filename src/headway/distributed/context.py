@@ -52,7 +52,8 @@ class Layouts(NamedTuple):
                 "two, (of the queries, of the keys)"
             )
         q, kv = pair
-        if (q.group_name, q.ranks, q.rank) != (kv.group_name, kv.ranks, kv.rank):
+        places = [(x.group_name, x.ranks, x.rank, x.node) for x in (q, kv)]
+        if places[0] != places[1]:
             raise ArgumentError("the layouts of queries and of keys are on different meshes")
         return Layouts(q, kv)
 
@@ -76,7 +77,8 @@ def attention(
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
     at = layouts.q
     flags = f"{int(own_tiles)}|{int(trains)}|{int(drawn)}|{at.rank}|{at.ranks}"
-    wire = f"{at.plan}|{at.transport}|{flags}|{at.group_name}"
+    groups = f"{at.group_name}|{at.node}|{at.inside_name}|{at.between_name}"
+    wire = f"{at.plan}|{at.transport}|{flags}|{groups}"
     tables = layouts.q.table, layouts.kv.table
     if not trains:
         out, *stats = forward_op(spec.text, wire, *given[:10], *tables)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..arguments import count_of, number_of
 from ..errors import ArgumentError
 from ..types import whole
+from .place import place_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -18,18 +19,21 @@ if TYPE_CHECKING:
 NO_MESH = (
     'the layout was made from (rank, ranks) and has no mesh yet; give it one: layout.on(mesh["cp"])'
 )
-PLANS = ("auto", "heads", "gather", "ring", "ulysses")
+PLANS = ("auto", "heads", "gather", "ring", "ulysses", "ulysses*heads")
 TRANSPORTS = ("auto", "collective", "pull")
 
 
 class Layout:
     """Which rank holds which tokens of a sequence of `length`: one value, equal on all ranks.
 
-    It is made from a one-dimensional `DeviceMesh` (`mesh["cp"]`), from a process group, or from a
-    pair `(rank, ranks)`: then it asks nothing of other processes (a worker of a `DataLoader` may
-    make it, and it may be pickled) and `on(mesh)` gives it its mesh before the first call. Any
-    length and any number of ranks go together; a rank may hold nothing. One layout holds for all
-    rows of a batch.
+    It is made from a one-dimensional `DeviceMesh` (`mesh["cp"]`), from one of two dimensions, nodes
+    and the ranks of a node (`mesh["between", "inside"]`: rank after rank, node after node), from a
+    process group, or from a pair `(rank, ranks)` or `(rank, (nodes, ranks of a node))`: then it
+    asks nothing of other processes (a worker of a `DataLoader` may make it, and it may be pickled)
+    and `on(mesh)` gives it its mesh before the first call. Any length and any number of ranks go
+    together; a rank may hold nothing. One layout holds for all rows of a batch. The first one on a
+    mesh of two dimensions makes the group of all its ranks (`DeviceMesh._flatten`), which every
+    process of the job has to take part in.
 
         layout = Layout.zigzag(length, mesh["cp"])
         x, labels = layout.shard(x), layout.shard(labels)            # (b, length) -> (b, local)
@@ -48,6 +52,7 @@ class Layout:
       mesh: `rotary.angles(layout.positions)`, `position_ids=layout.positions[None]`.
     - `pieces`, `sizes`: of all ranks: the pieces, and the number of tokens.
     - `rank`, `ranks`, `local`: of this rank, and how many tokens it holds.
+    - `node`: the ranks of a node, of a mesh of two dimensions; 0 of one.
     - `plan`, `transport`: how keys and values travel, "auto" or what `using` named.
 
     **Raises:** `ArgumentError` where the pieces do not cover the sequence once.
@@ -61,6 +66,9 @@ class Layout:
     table: Tensor  # int64 (pieces, 3), on the CPU
     positions: Tensor
     group_name: str  # of the process group; empty until a mesh is known
+    node: int
+    inside_name: str  # of the group of this node's ranks, and
+    between_name: str  # of those with this rank's place in theirs
     plan: str
     transport: str
 
@@ -70,7 +78,7 @@ class Layout:
         self._place(mesh)
         given = pieces if isinstance(pieces, Tensor) else list(pieces)
         table = torch.as_tensor(given, dtype=torch.int64, device="cpu").reshape(-1, 3)
-        self.table = _dynamic(_merged(table[table[:, 2] > table[:, 1]]))
+        self.table = _dynamic(merged(table[table[:, 2] > table[:, 1]]))
         self._check()
         rank, start, stop = self.table.unbind(1)
         sizes = torch.zeros(self.ranks, dtype=torch.int64, device="cpu")
@@ -82,7 +90,7 @@ class Layout:
     @staticmethod
     def contiguous(length: int, mesh: Any) -> "Layout":
         """One piece for each rank, in order, as even as may be (`torch.tensor_split`)."""
-        length, ranks = count_of("length", length), _rank_of(mesh)[1]
+        length, ranks = count_of("length", length), place_of(mesh).ranks
         cuts = [length * n // ranks for n in range(ranks + 1)]
         return Layout(length, [(n, *cuts[n : n + 2]) for n in range(ranks)], mesh)
 
@@ -91,7 +99,7 @@ class Layout:
         """Two pieces for each rank, n and 2 ranks - 1 - n of twice as many: all ranks have as much
         to do under a causal mask. (Zhu 2024, zigzag ring attention; Llama 3, arXiv 2407.21783,
         section 3.3.2)"""
-        length, ranks = count_of("length", length), _rank_of(mesh)[1]
+        length, ranks = count_of("length", length), place_of(mesh).ranks
         cuts = [length * n // (2 * ranks) for n in range(2 * ranks + 1)]
         return Layout(
             length, [(min(n, 2 * ranks - 1 - n), *cuts[n : n + 2]) for n in range(2 * ranks)], mesh
@@ -116,9 +124,8 @@ class Layout:
         """
         from .deal import deal_documents
 
-        _, ranks = _rank_of(mesh)
         rows = _rows_of(documents)
-        pieces = deal_documents(rows, ranks, *_dealt(tile, slack))
+        pieces = deal_documents(rows, place_of(mesh).ranks, *_dealt(tile, slack))
         return Layout(int(sum(rows[0])), pieces, mesh)
 
     @staticmethod
@@ -142,7 +149,7 @@ class Layout:
         """
         from .deal import deal_masks
 
-        length, (_, ranks) = count_of("length", length), _rank_of(mesh)
+        length, ranks = count_of("length", length), place_of(mesh).ranks
         masks = list(masks) if isinstance(masks, list | tuple) else [masks]
         sizes = count_of("b", b, 1), count_of("h", h, 1), length, length
         return Layout(length, deal_masks(masks, sizes, ranks, *_dealt(tile, slack)), mesh)
@@ -154,7 +161,7 @@ class Layout:
         """`(rank, start, stop)` of all ranks, rank after rank."""
         return tuple(tuple(piece) for piece in self.table.tolist())  # type: ignore[misc]
 
-    def on(self, mesh: "DeviceMesh | ProcessGroup | tuple[int, int]") -> "Layout":
+    def on(self, mesh: "DeviceMesh | ProcessGroup | tuple") -> "Layout":
         """The same layout on this mesh, of as many ranks.
 
         **Raises:** `ArgumentError` where the mesh has another number of ranks.
@@ -172,12 +179,14 @@ class Layout:
     def using(self, plan: str = "auto", transport: str = "auto") -> "Layout":
         """The same layout, its keys and values travelling in this way.
 
-        - `plan`: which of them, in which order: "heads", "gather", "ring", "ulysses", or "auto",
-          the cheapest (see `headway.distributed.exchange.plans`).
+        - `plan`: which of them, in which order: "heads", "gather", "ring", "ulysses",
+          "ulysses*heads" (on a mesh of two dimensions: "ulysses" inside of a node, "heads" between
+          nodes), or "auto", the cheapest (see `headway.distributed.exchange.plans`).
         - `transport`: "collective", by `torch.distributed`'s collectives; "pull", out of the memory
           of the other cards of one host, by copy engines, which take no multiprocessor from
           attention; "auto": pulls where all cards of the group are of one host and reach each
-          other, but for "ulysses", and collectives elsewhere and while a CUDA graph is captured.
+          other, but for the all-to-alls of "ulysses", and collectives elsewhere and while a CUDA
+          graph is captured.
         """
         for name, value, among in (("plan", plan, PLANS), ("transport", transport, TRANSPORTS)):
             if value not in among:
@@ -206,7 +215,8 @@ class Layout:
 
     def __reduce__(self) -> tuple:
         """Without the mesh, which is of one process: `on` gives the copy one."""
-        place, way = (self.rank, self.ranks), (self.plan, self.transport)
+        shape = (self.ranks // self.node, self.node) if self.node else self.ranks
+        place, way = (self.rank, shape), (self.plan, self.transport)
         return _restored, (self.length, self.table.tolist(), place, way)
 
     def __repr__(self) -> str:
@@ -265,7 +275,10 @@ class Layout:
         return new
 
     def _place(self, mesh: Any) -> None:
-        self.rank, self.ranks, self.group_name, self._device = _place_of(mesh)
+        place = place_of(mesh)
+        self.rank, self.ranks, self._device = place.rank, place.ranks, place.device
+        self.group_name, self.node = place.group, place.node
+        self.inside_name, self.between_name = place.inside, place.between
 
     def _find_positions(self) -> None:
         mine = self.table[self.table[:, 0] == self.rank]
@@ -305,11 +318,11 @@ def digest(table: Tensor, *numbers: int) -> int:
     return int.from_bytes(found.digest(), "little") >> 1
 
 
-def _restored(length: int, pieces: list, place: tuple[int, int], way: tuple[str, str]) -> Layout:
+def _restored(length: int, pieces: list, place: tuple, way: tuple[str, str]) -> Layout:
     return Layout(length, pieces, place).using(*way)
 
 
-def _merged(table: Tensor) -> Tensor:
+def merged(table: Tensor) -> Tensor:
     """Sorted by rank and start; pieces that touch are one."""
     table = table[table[:, 1].sort(stable=True).indices]
     table = table[table[:, 0].sort(stable=True).indices]
@@ -326,49 +339,6 @@ def _dynamic(table: Tensor) -> Tensor:
     nothing. (`torch._dynamo.maybe_mark_dynamic` sets this mark, and loads the compiler.)"""
     table._dynamo_weak_dynamic_indices = {0}  # type: ignore[attr-defined]
     return table
-
-
-def _rank_of(mesh: Any) -> tuple[int, int]:
-    return _place_of(mesh)[:2]
-
-
-def _place_of(mesh: Any) -> tuple[int, int, str, torch.device]:
-    """Rank, ranks, the name of the group and the device."""
-    if isinstance(mesh, tuple | list) and len(mesh) == 2:
-        rank, ranks = whole(mesh[0]), whole(mesh[1])
-        if rank is None or ranks is None or not 0 <= rank < ranks:
-            raise ArgumentError(f"mesh={mesh!r}: as a pair it is (rank, ranks), 0 <= rank < ranks")
-        return rank, ranks, "", torch.device("cpu")
-    import torch.distributed as dist
-
-    kind = None
-    if hasattr(mesh, "get_group") and hasattr(mesh, "mesh_dim_names"):  # a DeviceMesh
-        if mesh.ndim != 1:
-            raise ArgumentError(
-                f"the mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the one along "
-                'which the sequence is cut, mesh["cp"]'
-            )
-        kind, mesh = mesh.device_type, mesh.get_group()
-    if not dist.is_available() or not isinstance(mesh, dist.ProcessGroup):
-        raise ArgumentError(
-            f"mesh is of type {type(mesh).__name__}; pass a DeviceMesh of one dimension, a process "
-            "group, or a pair (rank, ranks)"
-        )
-    rank, ranks = dist.get_rank(mesh), dist.get_world_size(mesh)
-    if rank < 0:
-        raise ArgumentError("this process is not one of the mesh's ranks")
-    if kind is None:  # gloo's own groups serve every device: then the accelerator, if there is one
-        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kinds = {d.type for d in mesh._device_types}
-        kind = here.type if here is not None and here.type in kinds else "cpu"
-    if kind == "cpu":
-        return rank, ranks, mesh.group_name, torch.device("cpu")
-    return (
-        rank,
-        ranks,
-        mesh.group_name,
-        torch.device(kind, torch.accelerator.current_device_index()),
-    )
 
 
 def _rows_of(documents: Any) -> list[list[int]]:

@@ -34,7 +34,7 @@ def fields_of(
     spec: Spec,
     call: Call,
     digests: tuple[int, int],
-    plan: tuple[str, str],
+    plan: tuple,
     trains: bool,
     own_tiles: bool,
 ) -> list[int | Tensor]:

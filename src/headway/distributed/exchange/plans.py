@@ -9,6 +9,11 @@
 - "ulysses": queries, keys and values of all tokens and some heads, by all-to-all; key/value heads
   are sent to several ranks where there are fewer than ranks. (Jacobs et al. 2023, DeepSpeed
   Ulysses, arXiv 2309.14509)
+- "ulysses*heads": ranks form nodes, by a mesh of two dimensions. Inside of a node "ulysses", over
+  the fast links: every rank has all tokens of the node and some heads; of these the ranks with the
+  same place in their nodes exchange the keys as "heads" does. A byte of keys crosses to a node
+  once, where there are as many key/value heads as ranks in it. (Fang and Zhao 2024, USP, arXiv
+  2405.07719; Gu et al. 2024, LoongTrain, arXiv 2406.18485: they have a ring between nodes)
 
 The backward fetches again: nothing that was gathered is kept. dK and dV go home in the accumulation
 dtype and are added in one order. All ranks make the same exchanges in the same order, also
@@ -16,30 +21,56 @@ those that have nothing to send.
 """
 
 from ...errors import ArgumentError
-from .cost import cheapest
+from .cost import BETWEEN, LINK, cheapest
+from .nodes import Node
 from .setting import Plan, Setting
 from .stepwise import ByHeads, Ring, heads_of_steps
-from .ulysses import Ulysses
+from .ulysses import Here, Ulysses
 
 
-def plan_of(name: str, setting: Setting, own_tiles: bool) -> Plan:
-    """The plan of that name, or the cheapest.
+def name_of(name: str, setting: Setting, node: Node | None, own_tiles: bool) -> str:
+    """The name of a plan that is possible: that one, or of "auto" the cheapest.
 
-    **Raises:** `ArgumentError` for "ring" where the tiles of the mask are the caller's own.
+    **Raises:** `ArgumentError` for "ring" where the tiles of the mask are the caller's own, and for
+    "ulysses*heads" where no nodes are known.
     """
-    s = setting.sizes
     if name == "auto":
         held, asked = (setting.q.sizes, setting.kv.sizes), (setting.needed(), setting.work())
-        name = cheapest(s, *held, *asked, setting.device.type, own_tiles)
+        grid = None if node is None else node.grid()
+        return cheapest(setting.sizes, *held, *asked, setting.device.type, grid, own_tiles)
     if name == "ring" and own_tiles:
         raise ArgumentError(
             "the tiles of this block mask are its own (lists of blocks), and a ring cuts keys "
             'where ranks do; use layout.using("heads") or "ulysses"'
         )
+    if name == "ulysses*heads" and node is None:
+        raise ArgumentError(
+            'plan="ulysses*heads" needs to know which ranks form a node, and the layout has a mesh '
+            "of one dimension; make it with one of two, nodes and the ranks of a node: "
+            'init_device_mesh("cuda", (nodes, cards), mesh_dim_names=("between", "inside"))'
+        )
+    return name
+
+
+def plan_of(name: str, setting: Setting, node: Node | None, own_tiles: bool) -> Plan:
+    """The plan of that name, or the cheapest.
+
+    - `node`: of this rank; None for a mesh of one dimension.
+
+    **Raises:** `ArgumentError` where that is impossible.
+    """
+    s, name = setting, name_of(name, setting, node, own_tiles)
     if name == "ring":
-        return Ring(setting)
-    if name == "ulysses":
-        return Ulysses(setting)
+        return Ring(s)
+    if name == "ulysses":  # all ranks are one node
+        return Ulysses(name, Node(s.group, s.rank, s.q, s.kv, s), Here)
+    if node is not None and name == "ulysses*heads":
+        return Ulysses(name, node, lambda part: _by_heads(part, BETWEEN))
     if name == "gather":
-        return ByHeads(name, setting, [s.hk], [s.hk])
-    return ByHeads(name, setting, *[heads_of_steps(setting, back) for back in (False, True)])
+        return ByHeads(name, s, [s.sizes.hk], [s.sizes.hk])
+    return _by_heads(s, LINK)
+
+
+def _by_heads(s: Setting, links: dict[str, float]) -> ByHeads:
+    link = links.get(s.device.type, 200e9)
+    return ByHeads("heads", s, *[heads_of_steps(s, back, link) for back in (False, True)])

@@ -202,16 +202,24 @@ def transport_of(
 
 
 def abandon(group: Any, device: torch.device, agreement: Agreement, anew: bool) -> None:
-    """Let go of a call that some ranks have begun and others have not, whatever transport each of
-    them had in mind.
+    """Let go of a call that some ranks of a group have begun and others have not, whatever
+    transport each of them had in mind, and among whichever ranks of the group.
 
     - `anew`: all ranks call this, and will make other calls.
     """
-    pull = _made.get((group, device))
-    if isinstance(pull, Pull):
-        pull.memory.let_go()
-        if anew:
-            pull.memory.restart(agreement.group)
+    ranks = set(dist.get_process_group_ranks(group))
+    mine = [
+        made.memory
+        for made in _made.values()
+        if isinstance(made, Pull) and ranks >= set(dist.get_process_group_ranks(made.memory.group))
+    ]
+    for memory in mine:
+        memory.let_go()
+    if anew:
+        dist.barrier(agreement.group)  # nobody writes flags any more
+        for memory in mine:
+            memory.restart()
+        dist.barrier(agreement.group)
 
 
 def told(name: str, group: Any, device: torch.device) -> str:

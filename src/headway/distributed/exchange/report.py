@@ -3,8 +3,10 @@
 from ...backends.base import Call
 from ...types import Spec
 from ..layout import Layout
-from .cost import away, cheapest, costs
+from .cost import away, costs
 from .move import resolved
+from .nodes import Nodes, node_of
+from .plans import name_of
 from .pull import told
 from .routes import Pieces
 from .setting import setting_of
@@ -14,11 +16,12 @@ def report(spec: Spec, call: Call, q: Layout, kv: Layout, own_tiles: bool) -> li
     """Balance, bytes, and what every plan would take. Nothing is sent."""
     pieces = Pieces(q.table, q.ranks), Pieces(kv.table, kv.ranks)
     setting = setting_of(spec, call, *pieces, None, q.rank, own_tiles)
+    node = node_of(spec, call, setting, Nodes(q.node, None, None), own_tiles) if q.node else None
     s, ranks = setting.sizes, q.ranks
     needed, work = setting.needed(), setting.work()
     given = s, pieces[0].sizes, pieces[1].sizes, needed, work, setting.device.type
-    found = costs(*given)
-    name = cheapest(*given, own_tiles) if q.plan == "auto" else q.plan
+    found = costs(*given, None if node is None else node.grid())
+    name = name_of(q.plan, setting, node, own_tiles)
     mean = max(float(work.mean()), 1e-30)
     mine = int((q.table[:, 0] == q.rank).sum())
     sent = away(needed, pieces[1].sizes)
@@ -30,14 +33,30 @@ def report(spec: Spec, call: Call, q: Layout, kv: Layout, own_tiles: bool) -> li
         f"plan: {name}, {'the cheapest' if q.plan == 'auto' else 'as named'}; the forward sends "
         f"the busiest rank {_size(found[name].received)}",
     ]
-    group = resolved(q.group_name) if q.group_name else None
-    way = "collectives" if name == "ulysses" else told(q.transport, group, call.q.device)
-    lines.append(f"transport: {way}")
+    if node is not None:
+        load = node.grid()
+        over = away(load.needed, node.setting.kv.sizes)
+        lines.append(
+            f"nodes: {ranks // q.node} of {q.node} ranks; one is sent keys of at most {over:,} "
+            f"tokens of others ({over / max(1, kv.length):.1%}), every rank those of some heads; "
+            f"the busiest has {load.work.max() / max(float(load.work.mean()), 1e-30):.2f} of the "
+            "mean work"
+        )
+    lines.append(f"transport: {_transport(name, q, call)}")
     for other, cost in found.items():
         if other != name:
             times = cost.seconds / max(found[name].seconds, 1e-30)
             lines.append(f"  not {other}: {_size(cost.received)}, about {times:.1f} of the time")
     return lines
+
+
+def _transport(name: str, q: Layout, call: Call) -> str:
+    if name == "ulysses":
+        return "collectives"
+    nodes = name == "ulysses*heads"
+    group = q.between_name if nodes else q.group_name
+    way = told(q.transport, resolved(group) if group else None, call.q.device)
+    return f"collectives inside of a node; between nodes {way}" if nodes else way
 
 
 def _size(count: int) -> str:

@@ -15,6 +15,7 @@ from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..layout import digest
 from .agreement import UNPLANNED, Agreement, fields_of
 from .move import resolved
+from .nodes import Nodes, node_of
 from .plans import plan_of
 from .pull import abandon, transport_of
 from .routes import Pieces
@@ -32,15 +33,23 @@ class Wire(NamedTuple):
     rank: int  # of the layout
     ranks: int
     group: Any
+    nodes: Nodes | None
 
     @staticmethod
     def parse(text: str) -> "Wire":
         """From the text that crosses the operator's boundary."""
-        plan, transport, own_tiles, trains, drawn, rank, ranks, group = text.split("|", 7)
+        *start, group, node, inside, between = text.split("|")
+        plan, transport, own_tiles, trains, drawn, rank, ranks = start
+        nodes = Nodes(int(node), resolved(inside), resolved(between)) if int(node) else None
         return Wire(
             plan, transport, own_tiles == "1", trains == "1", drawn == "1", int(rank), int(ranks),
-            resolved(group),
+            resolved(group), nodes,
         )  # fmt: skip
+
+    @property
+    def way(self) -> tuple[str, str, int]:
+        """What ranks agree on."""
+        return self.plan, self.transport, self.nodes.size if self.nodes else 0
 
 
 # Of the plans; tiles that are known by identity are kept with them.
@@ -81,7 +90,7 @@ def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -
     digests = tuple([digest(table, ranks) for table in tables])
     if wire.drawn:
         call = call.replace(seed=None)
-    return fields_of(spec, call, digests, wire[:2], wire.trains, wire.own_tiles)  # type: ignore[arg-type]
+    return fields_of(spec, call, digests, wire.way, wire.trains, wire.own_tiles)  # type: ignore[arg-type]
 
 
 def _planned(
@@ -91,7 +100,7 @@ def _planned(
     group, device = wire.group, call.q.device
     own = None if call.tiles is None else tuple(id(t) for t in call.tiles.flatten())
     # By the group itself: one that is made anew has the old one's name, and maybe other ranks.
-    where = *wire[:2], group, device, call.coords[:2]
+    where = wire.way, group, wire.nodes, device, call.coords[:2]
     key = (spec, own, where, *[f for n, f in enumerate(fields) if n not in UNPLANNED])
     rank, ranks = group.rank(), group.size()
     if (rank, ranks) != (wire.rank, wire.ranks):
@@ -103,8 +112,10 @@ def _planned(
     pieces = [Pieces(table, ranks) for table in tables] if found is None else found[1]
     _check_local(call, rank, *pieces)
     if found is None:
-        setting = setting_of(spec, call, pieces[0], pieces[1], group, rank, wire.own_tiles)
-        plan = plan_of(wire.plan, setting, wire.own_tiles)
+        given = pieces[0], pieces[1], group, rank, wire.own_tiles
+        setting = setting_of(spec, call, *given)
+        node = None if wire.nodes is None else node_of(spec, call, setting, wire.nodes, given[-1])
+        plan = plan_of(wire.plan, setting, node, wire.own_tiles)
         found = _plans.put(key, (plan, pieces, call.tiles))
     return found[0]
 
@@ -139,9 +150,9 @@ def forward(spec: str, wire: str, *inputs: Any) -> Forward:
         check_tiles(call.tiles)
     plan, agreement = _begun(parsed, call, told, inputs[10:12])
     try:
-        transport = transport_of(told.transport, told.group, call.q.device, agreement)
-        if told.drawn:
+        if told.drawn or not plan.runs_ahead:
             agreement.wait()
+        transport = transport_of(told.transport, plan.group, call.q.device, agreement)
         found = plan.forward(parsed, _of_one_seed(call, told), transport)
     finally:
         _settle(agreement, told, call)
@@ -157,7 +168,7 @@ def backward(spec: str, wire: str, *inputs: Any) -> list[Tensor]:
     out, lse, dout, dlse, needs = inputs[12:]
     tables = inputs[10:12]
     plan = _planned(parsed, call, told, tables, _fields(parsed, call, told, tables))
-    transport = transport_of(told.transport, told.group, call.q.device, None)
+    transport = transport_of(told.transport, plan.group, call.q.device, None)
     call = _of_one_seed(call, told)
     grads = plan.backward(parsed, call, transport, out, lse, dout, dlse, tuple(needs))
     dtype = acc_dtype(call.q.dtype) if parsed.partial else call.q.dtype

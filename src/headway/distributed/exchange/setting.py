@@ -66,11 +66,16 @@ class Setting:
 class Plan:
     """The pair of pure functions for this rank's queries and the keys of all ranks.
 
+    - `group`: of the ranks between which a `Transport` moves rows.
+    - `runs_ahead`: whether rows go by the transport alone, which may run ahead of the ranks'
+      agreement.
     - `received`: numbers of elements that other ranks send here in the forward.
     """
 
     name: str
+    group: Any
     received: int
+    runs_ahead = True
 
     def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """out, lse, max_logit and row_max of this rank's queries; the last two of them alone."""

@@ -13,7 +13,7 @@ from ...backends.base import Call
 from ...blocks import Tiles
 from ...types import Coords, Forward, Grads, Spec, acc_dtype, in_dtype
 from ..merge import merge
-from .cost import LINK, away, seconds
+from .cost import away, seconds
 from .needs import positions_of
 from .routes import Arriving, Parts, Returning, Routes, Transport
 from .setting import Plan, Setting, added
@@ -52,7 +52,8 @@ class ByHeads(Plan):
     """Complete rows: step by step, the next step's keys on their way."""
 
     def __init__(self, name: str, setting: Setting, forward: list[int], backward: list[int]):
-        self.name, self.group_size = name, setting.sizes.hq // setting.sizes.hk
+        self.name, self.group = name, setting.group
+        self.group_size = setting.sizes.hq // setting.sizes.hk
         self.steps = list(self._steps(setting, forward))
         same = forward == backward
         self.steps_back = self.steps if same else list(self._steps(setting, backward))
@@ -109,15 +110,15 @@ class ByHeads(Plan):
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         acc = acc_dtype(call.q.dtype)
-        dtype, _ = spec.grad_dtypes(call.q.dtype)
+        dtype, of_kv = spec.grad_dtypes(call.q.dtype)
         spec = replace(spec, exact_kv=True)
         sinks: list[Tensor] = []
         captured: list[list[Tensor | None]] = []
         dq: list[Tensor] = []  # one
-        dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (call.k, call.v))
+        dk, dv = (x.new_empty(x.shape, dtype=of_kv) for x in (call.k, call.v))
         going: tuple[Returning, Parts] | None = None
         for step, kv in self._arriving(self.steps_back, call, transport):
-            h, of_kv = self._of_q(step), _heads(step)
+            h, kv_heads = self._of_q(step), _heads(step)
             found = []
             for part in step.parts:
                 rows = h, part.rows
@@ -132,7 +133,7 @@ class ByHeads(Plan):
             before = going
             going = (
                 transport.home(step.routes, (grads.k.to(acc), grads.v.to(acc))),
-                (dk[:, of_kv], dv[:, of_kv]),
+                (dk[:, kv_heads], dv[:, kv_heads]),
             )
             _write(before)  # beside this step's, which is on its way
             _put(dq, [in_dtype(grads.q, dtype)], h, call.q.shape[1])
@@ -233,7 +234,7 @@ class Ring(Plan):
     name = "ring"
 
     def __init__(self, setting: Setting) -> None:
-        s = setting
+        s, self.group = setting, setting.group
         wanted, _ = s.wanted(range(s.sizes.hq))
         q, q_pos = positions_of(s.q.of(s.rank), s.device)
         self.steps = []
@@ -328,8 +329,8 @@ def _common(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.array(found, np.int64).reshape(-1, 2)
 
 
-def heads_of_steps(setting: Setting, backward: bool) -> list[int]:
-    """Key/value heads of every step; on the CPU one.
+def heads_of_steps(setting: Setting, backward: bool, link: float) -> list[int]:
+    """Key/value heads of every step, over links of so many bytes in a second; on the CPU one.
 
     What nothing hides is the way of the first step's keys, and in the backward that of the last
     step's gradients; each step costs something by itself (the ends of kernels, putting results
@@ -346,7 +347,7 @@ def heads_of_steps(setting: Setting, backward: bool) -> list[int]:
     needed = setting.needed()
     of_head = s.b * (s.d + s.dv) * s.itemsize
     most = max(1, _MOST // max(1, max(needed) * of_head))
-    way = away(needed, setting.kv.sizes) * of_head / LINK["cuda"]  # seconds, of a head
+    way = away(needed, setting.kv.sizes) * of_head / link  # seconds, of a head
     kernels = seconds(s, float(setting.work().max()), "cuda") * (2.5 if backward else 1.0)
 
     def took(sizes: list[int]) -> float:

@@ -106,16 +106,11 @@ class Memory:
             time.sleep(1e-3)
         torch.cuda.synchronize(self.device)
 
-    def restart(self, group: Any) -> None:
-        """Begin anew, when all have let go. All ranks call this.
-
-        - `group`: of the same ranks, for barriers on the host.
-        """
-        dist.barrier(group)  # nobody writes flags any more
+    def restart(self) -> None:
+        """Begin anew, when all have let go."""
         self.own[:_FLAGS].zero_()
         self.turn = 0
         torch.cuda.synchronize(self.device)
-        dist.barrier(group)
 
 
 class Copy(NamedTuple):

@@ -1,7 +1,8 @@
-"""The plan of all tokens and some heads."""
+"""The plan of all tokens and some heads, among all ranks or inside of a node."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,44 +12,55 @@ from ...backends import get
 from ...backends.base import Call, delta_of
 from ...types import Coords, Forward, Grads, Spec, acc_dtype
 from . import collective
+from .nodes import Node, only
 from .routes import Pieces, Transport
 from .setting import Plan, Setting, added
 
 
+class Part(NamedTuple):
+    """Heads that are computed together.
+
+    - `q`, `kv`: where they are among the heads of this rank; `heads`: among those of the call.
+    - `plan`: of what happens between the all-to-alls.
+    """
+
+    q: slice
+    kv: slice
+    heads: slice
+    plan: Plan
+
+
 class Ulysses(Plan):
-    """All tokens and some heads."""
+    """All tokens of a node and some heads: an all-to-all, a plan for them, and an all-to-all back.
 
-    name = "ulysses"
+    - `middle`: that plan, for a setting of some heads.
+    """
 
-    def __init__(self, setting: Setting) -> None:
-        s, self.group, ranks = setting, setting.group, setting.q.ranks
+    runs_ahead = False  # all-to-alls are collectives
+
+    def __init__(self, name: str, node: Node, middle: Callable[[Setting], Plan]) -> None:
+        s, ranks = node.setting, node.q.ranks
+        self.name, self.inside, self.rank, self.group = name, node.group, node.rank, s.group
         hq, hk = s.sizes.hq, s.sizes.hk
-        self.size, self.rank, self.offsets = hq // hk, s.rank, s.offsets
+        size = hq // hk
         cuts = [hq * n // ranks for n in range(ranks + 1)]
         self.q_heads = [range(*cuts[n : n + 2]) for n in range(ranks)]
         self.kv_heads = [
-            range(of.start // self.size, -(-of.stop // self.size)) if len(of) else range(0)
+            range(of.start // size, -(-of.stop // size)) if len(of) else range(0)
             for of in self.q_heads
         ]
-        self.q, self.kv = _Rows(s.q, s.device), _Rows(s.kv, s.device)
-        self.calls = []  # heads of q here, of k here, the block mask's tiles
-        mine = self.q_heads[s.rank]
-        for heads in _same_groups(mine, self.size):
-            first = heads.start // self.size - self.kv_heads[s.rank].start
-            tiles = known = None
-            if s.whole is not None and s.whole.in_order:
-                tiles = s.whole.of(heads, None, None)
-                known = (s.whole.b, len(heads) if s.whole.h > 1 else 1, *s.whole.tile)
-            here = slice(heads.start - mine.start, heads.stop - mine.start)
-            of_kv = slice(first, first + -(-len(heads) // self.size))
-            self.calls.append((here, of_kv, tiles, known, heads.start))
-        away_q = s.q.length - int(s.q.sizes[s.rank])
-        away_kv = s.kv.length - int(s.kv.sizes[s.rank])
-        d, dv = s.sizes.d, s.sizes.dv
-        back = (hq - len(mine)) * int(s.q.sizes[s.rank]) * dv
-        self.received = s.sizes.b * (
-            away_q * len(mine) * d + away_kv * len(self.kv_heads[s.rank]) * (d + dv) + back
-        )
+        self.q, self.kv = _Rows(node.q, s.device), _Rows(node.kv, s.device)
+        mine, mine_kv = self.q_heads[self.rank], self.kv_heads[self.rank]
+        self.parts = []
+        for heads in _same_groups(mine, size):
+            kv = range(heads.start // size, -(-heads.stop // size))
+            where = _slice(heads, mine.start), _slice(kv, mine_kv.start), _slice(heads, 0)
+            self.parts.append(Part(*where, middle(only(s, heads, kv))))
+        local, (b, _, _, d, dv, _) = self.q.sizes[self.rank], s.sizes
+        away_q, away_kv = self.q.length - local, self.kv.length - self.kv.sizes[self.rank]
+        back = (hq - len(mine)) * local * (dv + 1)  # out and lse
+        self.received = b * (away_q * len(mine) * d + away_kv * len(mine_kv) * (d + dv) + back)
+        self.received += sum(part.plan.received for part in self.parts)
 
     def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
@@ -59,15 +71,13 @@ class Ulysses(Plan):
         lse = q.new_empty((b, hq, length), dtype=acc)
         top = q.new_full((b, call.q.shape[1] if spec.max_logit else 0), -torch.inf, dtype=acc)
         row_max = torch.empty_like(lse) if spec.row_max else None
-        mine = self.q_heads[self.rank]
-        for here, of_kv, tiles, known, first in self.calls:
-            spec_, part = self._part(spec, call, q, k, v, here, of_kv, tiles, known, first)
-            found = get(spec.backend).forward(spec_, part)
-            out[:, here], lse[:, here] = found.out, found.lse
+        for part in self.parts:
+            found = part.plan.forward(spec, _of_part(part, call, q, k, v), transport)
+            out[:, part.q], lse[:, part.q] = found.out, found.lse
             if spec.max_logit:
-                top[:, mine.start + here.start : mine.start + here.stop] = found.max_logit
+                top[:, part.heads] = found.max_logit
             if row_max is not None:
-                row_max[:, here] = found.row_max
+                row_max[:, part.q] = found.row_max
         return Forward(
             self._home(out),
             self._home(lse[..., None])[..., 0],
@@ -88,18 +98,16 @@ class Ulysses(Plan):
         dq, dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (q, k, v))
         dsink = None if call.sink is None else torch.zeros_like(call.sink, dtype=acc)
         captured: list[list[Tensor | None]] = []
-        mine = self.q_heads[self.rank]
-        for here, of_kv, tiles, known, first in self.calls:
-            spec_, part = self._part(spec, call, q, k, v, here, of_kv, tiles, known, first)
-            grads = get(spec.backend).backward(
-                spec_, part, nothing[:, here], rows[:, here, :, 0].contiguous(),
-                do[:, here], -rows[:, here, :, 1], needs,
+        for part in self.parts:
+            grads = part.plan.backward(
+                spec, _of_part(part, call, q, k, v), transport, nothing[:, part.q],
+                rows[:, part.q, :, 0].contiguous(), do[:, part.q], -rows[:, part.q, :, 1], needs,
             )  # fmt: skip
-            dq[:, here] = grads.q.to(acc)
-            dk[:, of_kv] += grads.k
-            dv[:, of_kv] += grads.v
+            dq[:, part.q] = grads.q.to(acc)
+            dk[:, part.kv] += grads.k
+            dv[:, part.kv] += grads.v
             if dsink is not None and grads.sink is not None:
-                dsink[mine.start + here.start : mine.start + here.stop] = grads.sink
+                dsink[part.heads] = grads.sink
             captured.append(grads.captured)
         learned = [
             torch.zeros(t.shape, dtype=acc, device=t.device) if need else None
@@ -115,18 +123,8 @@ class Ulysses(Plan):
         q, kv = self._over(call.q, self.q, self.q_heads), self._over(kv, self.kv, self.kv_heads)
         return q, kv[..., : call.k.shape[3]], kv[..., call.k.shape[3] :]
 
-    def _part(self, spec, call, q, k, v, here, of_kv, tiles, known, first):
-        sink = None
-        if call.sink is not None:
-            sink = call.sink[first : first + here.stop - here.start]
-        coords = Coords(self.offsets[0], self.offsets[1] + first)
-        part = call.replace(
-            q=q[:, here], k=k[:, of_kv], v=v[:, of_kv], sink=sink, coords=coords, tiles=tiles
-        )
-        return replace(spec, tiles=known), part
-
     def _over(self, x: Tensor, rows: "_Rows", heads: list[range]) -> Tensor:
-        """(b, all heads, local, ...) to (b, heads of this rank, all tokens, ...)."""
+        """(b, all heads, local, ...) to (b, heads of this rank, all tokens of the node, ...)."""
         given = [x[:, of.start : of.stop] for of in heads]
         mine, (b, _, _, width) = len(heads[self.rank]), x.shape
         shapes = [(b, mine, int(n), width) for n in rows.sizes]
@@ -134,7 +132,7 @@ class Ulysses(Plan):
         return torch.cat(found, 2).index_select(2, rows.order)
 
     def _home(self, x: Tensor) -> Tensor:
-        """(b, heads of this rank, all queries, width) to (b, all heads, local, width)."""
+        """(b, heads of this rank, queries of the node, width) to (b, all heads, local, width)."""
         given = x.index_select(2, self.q.back).split(self.q.sizes, 2)
         local, width = self.q.sizes[self.rank], x.shape[3]
         shapes = [(x.shape[0], len(of), local, width) for of in self.q_heads]
@@ -154,8 +152,41 @@ class Ulysses(Plan):
         send = torch.cat([x.flatten() for x in given])
         sizes = [int(np.prod(shape)) for shape in shapes]
         out = like.new_empty(sum(sizes))
-        collective.all_to_all(out, send, sizes, [x.numel() for x in given], self.group).wait()
+        collective.all_to_all(out, send, sizes, [x.numel() for x in given], self.inside).wait()
         return [x.view(shape) for x, shape in zip(out.split(sizes), shapes, strict=True)]
+
+
+class Here(Plan):
+    """All keys are here already: one call."""
+
+    name, received = "here", 0
+
+    def __init__(self, setting: Setting) -> None:
+        self.group, self.coords = setting.group, Coords(*setting.offsets)
+        self.tiles = self.known = None
+        whole = setting.whole
+        if whole is not None and whole.in_order:
+            self.tiles, self.known = whole.tiles, (whole.b, whole.h, *whole.tile)
+
+    def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
+        """See `Plan`."""
+        return get(spec.backend).forward(replace(spec, tiles=self.known), self._call(call))
+
+    def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
+        spec, call = replace(spec, tiles=self.known), self._call(call)
+        return get(spec.backend).backward(spec, call, out, lse, dout, dlse, needs)
+
+    def _call(self, call: Call) -> Call:
+        return call.replace(coords=self.coords, tiles=self.tiles)
+
+
+def _of_part(part: Part, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Call:
+    sink = None if call.sink is None else call.sink[part.heads]
+    return call.replace(q=q[:, part.q], k=k[:, part.kv], v=v[:, part.kv], sink=sink)
+
+
+def _slice(heads: range, first: int) -> slice:
+    return slice(heads.start - first, heads.stop - first)
 
 
 class _Rows:
