@@ -44,7 +44,8 @@ from .symmetric import Copy, Memory, driver, together
 
 
 class _Exchange(NamedTuple):
-    """An exchange of tensors of one kind, as worked out for the memory that `own` is of.
+    """An exchange of tensors of one kind, as worked out for the memory that `own` is of, which has
+    room for it.
 
     - `spans`: of rows to be laid out in `mine`; `copies`: of what others have laid out.
     """
@@ -77,8 +78,7 @@ class Pull(Transport):
                 for n, y in enumerate(to):
                     yield _Target(s.rank, s.at, n, n, y[:, :, s.to : s.to + s.size])
 
-        laid = [(s.at, s.size) for s in routes.outgoing]
-        self._pull(routes, routes.held, parts, laid, to, targets)
+        self._pull(routes, False, parts, to, targets)
         out = unstacked(to, parts)
         routes.copy_own(parts, out)
         return Arriving(out, self.memory.mark())
@@ -95,41 +95,45 @@ class Pull(Transport):
                     yield _Target(s.rank, s.to, n, 0, came[begin : begin + size].view(shape))
                     begin += size
 
-        laid = [(s.to, s.size) for s in routes.incoming]
-        self._pull(routes, routes.rows, parts, laid, [came], targets)
+        self._pull(routes, True, parts, [came], targets)
         return Returning(routes, parts, self.memory.mark(), came)
 
     def _pull(
-        self, routes: Routes, rows: list[int], parts: Parts, laid: list[tuple[int, int]],
-        to: list[Tensor], targets: Callable[[], Iterable["_Target"]],
+        self, routes: Routes, back: bool, parts: Parts, to: list[Tensor],
+        targets: Callable[[], Iterable["_Target"]],
     ) -> None:  # fmt: skip
         """Lay rows of `parts` out and copy into `to` what others have.
 
-        - `rows`: that every rank's parts have; `laid`: which of them are laid out, (first, size).
+        - `back`: whether these are contributions to what was read, on their way home.
         """
-        memory, dtype = self.memory, parts[0].dtype
-        each = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in parts) * dtype.itemsize
-        if memory.capacity < each * max(rows):
-            if self.agreement is not None:
-                self.agreement.wait()  # all ranks make new memory, or none
-            memory.reserve(each * max(rows))
-        memory.begin()
+        memory = self.memory
         shapes = tuple([(*x.shape[:2], x.shape[3]) for x in parts])
-        key = rows is routes.rows, memory.turn % 2, shapes, dtype
+        key = back, memory.turn % 2, shapes, parts[0].dtype
         found = routes.known.get(key)
         if found is None or found.own is not memory.own:
-            found = routes.known[key] = self._prepared(rows, parts, laid, to, targets())
+            found = self._prepared(routes, back, parts, to, targets())
+            routes.known[back, memory.turn % 2, shapes, parts[0].dtype] = found
+        memory.begin()
         for span in found.spans:
             copy(rows_of(parts, *span), rows_of(found.mine, *span))
         memory.exchange(found.copies, to)
 
     def _prepared(
-        self, rows: list[int], parts: Parts, laid: list[tuple[int, int]], to: list[Tensor],
+        self, routes: Routes, back: bool, parts: Parts, to: list[Tensor],
         targets: Iterable["_Target"],
     ) -> _Exchange:  # fmt: skip
-        """The exchange of a turn. A rank begins with the next one's rows: if all began with those
-        of the first, they would share what its links give."""
+        """The exchange of a turn, with room for it. A rank begins with the next one's rows: if all
+        began with those of the first, they would share what its links give."""
         memory, dtype = self.memory, parts[0].dtype
+        if back:
+            rows, laid = routes.rows, [(s.to, s.size) for s in routes.incoming]
+        else:
+            rows, laid = routes.held, [(s.at, s.size) for s in routes.outgoing]
+        each = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in parts) * dtype.itemsize
+        if memory.capacity < each * max(rows):
+            if self.agreement is not None:
+                self.agreement.wait()  # all ranks make new memory, or none
+            memory.reserve(each * max(rows))
         regions = [
             memory.of(r, memory.turn % 2, stacked(parts, n), dtype) for r, n in enumerate(rows)
         ]
