@@ -81,7 +81,7 @@ def attention(
     seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
-    layout: Layout | tuple[Layout, Layout] | None = None,
+    layout: Layout | tuple[Layout, Layout | None] | None = None,
     **unknown: Never,
 ) -> Tensor:
     """softmax(score(scale · q kᵀ) where mask) v: exact attention for any score and mask.
@@ -106,11 +106,11 @@ def attention(
     - `deterministic`: bit-equal gradients run after run.
     - `backend`: "auto", or a name from `headway.backends.NAMES`, which then never falls back.
     - `layout`: where the sequence is cut over ranks, which tokens q, k and v are: a
-      `headway.distributed.Layout`, or two, of the queries and of the keys. Score, mask and what
-      they capture are those of the whole sequence, equal on all ranks. A seed that is not given is
-      drawn on the first rank.
+      `headway.distributed.Layout`, or two, of the queries and of the keys; `(layout, None)` where
+      every rank has all keys and values. Score, mask and what they capture are those of the whole
+      sequence, equal on all ranks. A seed that is not given is drawn on the first rank.
       Gradients of sinks and captured tensors are this rank's share: their sum over ranks is the
-      whole, as of every weight.
+      whole, as of every weight. So are those of keys and values that every rank has.
 
     **Returns:** `(b, hq, q_len, dv)`, the dtype of q.
 
@@ -143,7 +143,7 @@ def attention_with_stats(
     seed: int | Tensor | None = None,  # ()
     deterministic: bool = False,
     backend: str = "auto",
-    layout: Layout | tuple[Layout, Layout] | None = None,
+    layout: Layout | tuple[Layout, Layout | None] | None = None,
     **unknown: Never,
 ) -> AttentionOutput:
     """`attention`, and what training needs besides: the differentiable log-sum-exp of every query
@@ -334,7 +334,7 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     dropout = dropout_of(dropout) if dropout or type(dropout) is not float else 0.0
     lengths = q.shape[2], k.shape[2]  # of the whole
     if layouts is not None:
-        lengths = layouts.q.length, layouts.kv.length
+        lengths = layouts.lengths(k)
     seed = seed_of(request.seed, q.device) if dropout else None
     tiles, shape, blocks = None, None, None
     if isinstance(mask, BlockMask):

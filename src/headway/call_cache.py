@@ -65,7 +65,7 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
                 else:
                     _add_tensor(key, t)
         if layout is not None:  # the spec depends on no more of it
-            key += "over ranks", *[of.length for of in layout]
+            key += "over ranks", *[of and of.length for of in layout]
         of_score = of_mask = None
         if sink is not None:
             _add_tensor(key, sink)

@@ -89,7 +89,7 @@ def explain(
     seed: int | Tensor | None = None,
     deterministic: bool = False,
     backend: str = "auto",
-    layout: Layout | tuple[Layout, Layout] | None = None,
+    layout: Layout | tuple[Layout, Layout | None] | None = None,
     **unknown: Never,
 ) -> Explanation:
     """The backend that `attention` would run, given the same, every reason against the others, the
@@ -131,7 +131,7 @@ def explain(
         from .distributed.exchange.report import report
 
         layouts = Layouts.of(layout)
-        lengths = layouts.q.length, layouts.kv.length
+        lengths = layouts.lengths(k)
         own_tiles = isinstance(mask, BlockMask) and mask.decided is None
         over = report(spec, call, *layouts, own_tiles)
     again, tiles = _retraced(score, mask, acc_dtype(q.dtype)), _tiles(spec, call, lengths)

@@ -102,6 +102,10 @@ class Sharded:
             made = {n: _chunked(n, group) for n in {request.q.shape[2], request.k.shape[2]}}
             return Layouts(made[request.q.shape[2]], made[request.k.shape[2]])
         layouts = Layouts.of(request.layout)
+        if layouts.kv is None:
+            raise ArgumentError(
+                "layout=(layout, None) takes plain tensors: q.to_local(), and all of k and v"
+            )
         if layouts.q.group_name != group.group_name:
             raise ArgumentError(
                 "the layout is on another mesh than the dimension that shards the sequence, number "

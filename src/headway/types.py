@@ -171,7 +171,7 @@ class Request(NamedTuple):
     partial: bool = False
     coords: "Coords | None" = None
     kv: "KV | None" = None  # k and v are a cache (`headway.inference`)
-    layout: Any = None  # a headway.distributed.Layout, or two, of the queries and of the keys
+    layout: Any = None  # a headway.distributed.Layout, or two, of queries and keys (or None)
 
 
 class Captured(NamedTuple):

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headway as hw
 from headway.distributed import Layout
 from headway.errors import ArgumentError, BackendRefused
-from headway.nn import MLA, Attention, Rotary
+from headway.nn import MLA, Attention, Rotary, mla
 from headway.stability import MaxLogit
 from processes import run_ranks
 
@@ -64,20 +64,25 @@ def modules(world: int, rank: int) -> None:
     record = [m for m in one.modules() if isinstance(m, MaxLogit)]
     loss = loss_of(one(tokens, mask), after)
     loss.backward()
-    many = model()
-    for block in (many.first, many.second):
-        fully_shard(block, mesh=mesh["cp"])
-    fully_shard(many, mesh=mesh["cp"])
-    here = [m for m in many.modules() if isinstance(m, MaxLogit)]
-    mine = loss_of(many(layout.shard(tokens), mask, layout), labels)
-    (mine * world).backward()  # FSDP takes the mean
-    total = mine.detach().clone()
-    dist.all_reduce(total)
-    torch.testing.assert_close(total, loss.detach(), rtol=1e-12, atol=0)
-    for (name, p), q in zip(many.named_parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-10, msg=name)
-    for a, b in zip(here, record, strict=True):
-        torch.testing.assert_close(a.value, b.value)
+    for expanded in (mla._EXPANDED, 0):  # latents travel, or keys and values of every head
+        many = model()
+        for block in (many.first, many.second):
+            fully_shard(block, mesh=mesh["cp"])
+        fully_shard(many, mesh=mesh["cp"])
+        here = [m for m in many.modules() if isinstance(m, MaxLogit)]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(mla, "_EXPANDED", expanded)
+            mine = loss_of(many(layout.shard(tokens), mask, layout), labels)
+        (mine * world).backward()  # FSDP takes the mean
+        total = mine.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, loss.detach(), rtol=1e-12, atol=0)
+        for (name, p), q in zip(many.named_parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(
+                p.grad.full_tensor(), q.grad, rtol=1e-9, atol=1e-10, msg=name
+            )
+        for a, b in zip(here, record, strict=True):
+            torch.testing.assert_close(a.value, b.value)
 
 
 def compiled(world: int, rank: int) -> None:

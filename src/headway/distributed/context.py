@@ -34,28 +34,48 @@ library.define(
 
 
 class Layouts(NamedTuple):
-    """The layouts of the queries and of the keys of one call; for self-attention they are one."""
+    """The layouts of the queries and of the keys of one call; for self-attention they are one.
+
+    - `kv`: None where every rank has all keys and values, in the order of the sequence.
+    """
 
     q: Layout
-    kv: Layout
+    kv: Layout | None
 
     @staticmethod
     def of(layout: Any) -> "Layouts":
         """From what a caller gives.
 
-        **Raises:** `ArgumentError` for anything but a layout, or two of the same ranks.
+        **Raises:** `ArgumentError` for anything but a layout, or two of the same ranks, and for a
+        named plan of keys that nothing moves.
         """
         pair = layout if isinstance(layout, tuple) else (layout, layout)
-        if len(pair) != 2 or not (isinstance(pair[0], Layout) and isinstance(pair[1], Layout)):
+        if not (
+            len(pair) == 2
+            and isinstance(pair[0], Layout)
+            and (pair[1] is None or isinstance(pair[1], Layout))
+        ):
             raise ArgumentError(
                 f"layout is of type {type(layout).__name__}; pass a headway.distributed.Layout, or "
-                "two, (of the queries, of the keys)"
+                "two, (of the queries, of the keys), of which the second is None where every rank "
+                "has all keys"
             )
         q, kv = pair
+        if kv is None:
+            if (q.plan, q.transport) != ("auto", "auto"):
+                raise ArgumentError(
+                    f"layout=(layout, None): every rank has all keys, which do not travel; "
+                    f'layout.using({q.plan!r}, {q.transport!r}) says how: leave both "auto"'
+                )
+            return Layouts(q, None)
         places = [(x.group_name, x.ranks, x.rank, x.node) for x in (q, kv)]
         if places[0] != places[1]:
             raise ArgumentError("the layouts of queries and of keys are on different meshes")
         return Layouts(q, kv)
+
+    def lengths(self, k: Tensor) -> tuple[int, int]:
+        """Of the whole: queries and keys."""
+        return self.q.length, k.shape[2] if self.kv is None else self.kv.length
 
 
 def attention(
@@ -78,8 +98,9 @@ def attention(
     at = layouts.q
     flags = f"{int(own_tiles)}|{int(trains)}|{int(drawn)}|{at.rank}|{at.ranks}"
     groups = f"{at.group_name}|{at.node}|{at.inside_name}|{at.between_name}"
-    wire = f"{at.plan}|{at.transport}|{flags}|{groups}"
-    tables = layouts.q.table, layouts.kv.table
+    way = f"{at.plan}|{at.transport}" if layouts.kv is not None else "local|collective"
+    wire = f"{way}|{flags}|{groups}"
+    tables = at.table, (layouts.kv or at).table
     if not trains:
         out, *stats = forward_op(spec.text, wire, *given[:10], *tables)
         return Forward(in_dtype(out, _given_dtype(spec, q)), *stats)

@@ -18,6 +18,7 @@ from .past import Past, check_past, length_of
 from .rotary import Angles, Rotary, YaRN, check_rotary
 from .scaling import ScaledAttention, Scaling
 
+_EXPANDED = 2 << 30  # bytes of the keys and values that a rank expands for itself
 _ROPE_KEYS = "rope_type type rope_theta".split()
 _YARN_KEYS = (
     "factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim".split()
@@ -164,7 +165,8 @@ class MLA(ScaledAttention):
     ) -> Tensor:
         """As `Attention.forward`, of `(b, length, width)`. `past` keeps a latent and a rotary key
         of every token, `(b, 1, length, kv_lora_rank + rope_width)`; a cache for it has one key head
-        of that width, and `dv=0`."""
+        of that width, and `dv=0`. With a `layout` latents travel, while the keys and values of all
+        heads and tokens take at most 2 GiB; beyond, keys and values do, head by head."""
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
         self.check_input(x)
@@ -186,9 +188,22 @@ class MLA(ScaledAttention):
                 )
             latents = torch.cat((latent[:, None], k_rope), dim=-1)
             return self.o_proj(self._attend_latents(q, latents, mask, score, past))
+        where: Any = layout
+        if layout is not None and self._latents_travel(layout, latent):
+            rows = layout.unshard(torch.cat((latent, k_rope[:, 0]), dim=-1), 1)
+            latent, k_rope = rows.split([self.kv_lora_rank, self.rope_width], dim=-1)
+            k_rope, where = k_rope[:, None], (layout, None)
         return self.o_proj(
-            self.attend(q, *self._expanded(latent, k_rope), mask, score, None, layout)
+            self.attend(q, *self._expanded(latent, k_rope), mask, score, None, where)
         )
+
+    def _latents_travel(self, layout: Layout, latent: Tensor) -> bool:
+        """Whether every rank fetches the latents of all tokens, and expands them by itself, where
+        they are smaller than keys and values of all heads (1.2 kB a token for 82 kB in
+        DeepSeek-V3), and these fit: a rank has those of all tokens then."""
+        expanded = self.heads * (self.nope_width + self.rope_width + self.value_width)
+        there = len(latent) * layout.length * expanded * latent.element_size()
+        return self.kv_lora_rank + self.rope_width < expanded and there <= _EXPANDED
 
     def _expanded(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every head from latents `(b, length, rank)` and the shared rotary keys

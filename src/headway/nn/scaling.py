@@ -81,7 +81,7 @@ class ScaledAttention(nn.Module):
         mask: Any,
         score: Any,
         past: "Past | Layer | None" = None,
-        layout: Layout | None = None,
+        layout: Layout | tuple[Layout, None] | None = None,
     ) -> Tensor:
         """(b, h, L, d), ... -> (b, L, h * dv): the one place where the scale is applied."""
         if past is None:
@@ -106,7 +106,7 @@ class ScaledAttention(nn.Module):
 
     def trained(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, start: int = 0,
-        layout: Layout | None = None,
+        layout: Layout | tuple[Layout, None] | None = None,
     ) -> Tensor:  # fmt: skip
         """(b, h, L, dv): attention with a gradient, of queries from position `start` on, or of the
         tokens of a layout."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
+from ...types import acc_dtype
 from ..layout import NO_MESH, Layout
 from .collective import Collective
 from .routes import Pieces, Routes
@@ -61,9 +62,10 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # pyrefly: ignore[bad-override]
-        total = grad.new_zeros((ctx.local, *grad.shape[1:]))
+        shape = ctx.local, *grad.shape[1:]
+        total = torch.zeros(shape, dtype=acc_dtype(grad.dtype), device=grad.device)
         Collective().home(ctx.routes, (_as_part(grad),)).add_to((_as_part(total),))
-        return total, None
+        return total.to(grad.dtype), None
 
 
 def _as_part(x: Tensor) -> Tensor:

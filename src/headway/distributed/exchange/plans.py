@@ -15,6 +15,8 @@
   once, where there are as many key/value heads as ranks in it. (Fang and Zhao 2024, USP, arXiv
   2405.07719; Gu et al. 2024, LoongTrain, arXiv 2406.18485: they have a ring between nodes)
 
+- "local": every rank has all keys; nothing travels, and dK and dV are each rank's share.
+
 The backward fetches again: nothing that was gathered is kept. dK and dV go home in the accumulation
 dtype and are added in one order. All ranks make the same exchanges in the same order, also
 those that have nothing to send.
@@ -24,7 +26,7 @@ from ...errors import ArgumentError
 from .cost import BETWEEN, LINK, cheapest
 from .nodes import Node
 from .setting import Plan, Setting
-from .stepwise import ByHeads, Ring, heads_of_steps
+from .stepwise import ByHeads, Local, Ring, heads_of_steps
 from .ulysses import Here, Ulysses
 
 
@@ -59,6 +61,8 @@ def plan_of(name: str, setting: Setting, node: Node | None, own_tiles: bool) -> 
 
     **Raises:** `ArgumentError` where that is impossible.
     """
+    if name == "local":
+        return Local(setting)
     s, name = setting, name_of(name, setting, node, own_tiles)
     if name == "ring":
         return Ring(s)

@@ -1,5 +1,7 @@
 """What a layout does to a call, for people to read: `headway.explain(..., layout=)`."""
 
+import numpy as np
+
 from ...backends.base import Call
 from ...types import Spec
 from ..layout import Layout
@@ -8,26 +10,29 @@ from .move import resolved
 from .nodes import Nodes, node_of
 from .plans import name_of
 from .pull import told
-from .routes import Pieces
+from .routes import pieces_of
 from .setting import setting_of
 
 
-def report(spec: Spec, call: Call, q: Layout, kv: Layout, own_tiles: bool) -> list[str]:
+def report(spec: Spec, call: Call, q: Layout, kv: Layout | None, own_tiles: bool) -> list[str]:
     """Balance, bytes, and what every plan would take. Nothing is sent."""
-    pieces = Pieces(q.table, q.ranks), Pieces(kv.table, kv.ranks)
+    pieces = pieces_of(q.table, None if kv is None else kv.table, call, q.rank, q.ranks)
     setting = setting_of(spec, call, *pieces, None, q.rank, own_tiles)
     node = node_of(spec, call, setting, Nodes(q.node, None, None), own_tiles) if q.node else None
     s, ranks = setting.sizes, q.ranks
     needed, work = setting.needed(), setting.work()
+    if kv is None:
+        return [
+            _balance(q, work),
+            f"keys: every rank has all {call.k.shape[2]:,}; nothing is sent, and their gradients "
+            "are each rank's share",
+        ]
     given = s, pieces[0].sizes, pieces[1].sizes, needed, work, setting.device.type
     found = costs(*given, None if node is None else node.grid())
     name = name_of(q.plan, setting, node, own_tiles)
-    mean = max(float(work.mean()), 1e-30)
-    mine = int((q.table[:, 0] == q.rank).sum())
     sent = away(needed, pieces[1].sizes)
     lines = [
-        f"layout: {q.length:,} tokens over {ranks} ranks; rank {q.rank} holds {q.local:,} in "
-        f"{mine} pieces; the busiest rank has {work.max() / mean:.2f} of the mean work",
+        _balance(q, work),
         f"keys: a rank is sent those of at most {sent:,} tokens of others "
         f"({sent / max(1, kv.length):.1%})",
         f"plan: {name}, {'the cheapest' if q.plan == 'auto' else 'as named'}; the forward sends "
@@ -48,6 +53,15 @@ def report(spec: Spec, call: Call, q: Layout, kv: Layout, own_tiles: bool) -> li
             times = cost.seconds / max(found[name].seconds, 1e-30)
             lines.append(f"  not {other}: {_size(cost.received)}, about {times:.1f} of the time")
     return lines
+
+
+def _balance(q: Layout, work: np.ndarray) -> str:
+    mean = max(float(work.mean()), 1e-30)
+    pieces = int((q.table[:, 0] == q.rank).sum())
+    return (
+        f"layout: {q.length:,} tokens over {q.ranks} ranks; rank {q.rank} holds {q.local:,} in "
+        f"{pieces} pieces; the busiest rank has {work.max() / mean:.2f} of the mean work"
+    )
 
 
 def _transport(name: str, q: Layout, call: Call) -> str:

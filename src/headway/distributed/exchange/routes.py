@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ...backends.base import Call
 
 Parts = tuple[Tensor, ...]  # of one token: its key and its value, say
 
@@ -51,6 +54,15 @@ class Pieces:
         start = np.maximum(wanted[which, 0], self.start[piece])
         stop = np.minimum(wanted[which, 1], self.stop[piece])
         return self.rank[piece], self.at[piece] + start - self.start[piece], stop - start
+
+
+def pieces_of(
+    q: Tensor, kv: Tensor | None, call: Call, rank: int, ranks: int
+) -> tuple[Pieces, Pieces]:
+    """Of the tables of queries and keys; None: every rank has all keys, so here all are its own."""
+    if kv is None:
+        kv = torch.tensor([[rank, 0, call.k.shape[2]]], dtype=torch.int64, device="cpu")
+    return Pieces(q, ranks), Pieces(kv, ranks)
 
 
 class Segment(NamedTuple):

@@ -18,7 +18,7 @@ from .move import resolved
 from .nodes import Nodes, node_of
 from .plans import plan_of
 from .pull import abandon, transport_of
-from .routes import Pieces
+from .routes import Pieces, pieces_of
 from .setting import Plan, setting_of
 
 
@@ -53,7 +53,7 @@ class Wire(NamedTuple):
 
 
 # Of the plans; tiles that are known by identity are kept with them.
-_plans: Cache[tuple[Plan, list[Pieces], Any]] = Cache(64)
+_plans: Cache[tuple[Plan, tuple[Pieces, Pieces], Any]] = Cache(64)
 
 
 def _begun(
@@ -90,6 +90,8 @@ def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -
     digests = tuple([digest(table, ranks) for table in tables])
     if wire.drawn:
         call = call.replace(seed=None)
+    if wire.plan == "local":
+        digests = digests[0], call.k.shape[2]
     return fields_of(spec, call, digests, wire.way, wire.trains, wire.own_tiles)  # type: ignore[arg-type]
 
 
@@ -109,12 +111,15 @@ def _planned(
             f"{ranks}: the process group was made anew; make the layout again"
         )
     found = _plans.get(key)
-    pieces = [Pieces(table, ranks) for table in tables] if found is None else found[1]
+    kv = None if wire.plan == "local" else tables[1]
+    pieces = pieces_of(tables[0], kv, call, rank, ranks) if found is None else found[1]
     _check_local(call, rank, *pieces)
     if found is None:
         given = pieces[0], pieces[1], group, rank, wire.own_tiles
         setting = setting_of(spec, call, *given)
-        node = None if wire.nodes is None else node_of(spec, call, setting, wire.nodes, given[-1])
+        node = None
+        if wire.nodes is not None and wire.plan != "local":
+            node = node_of(spec, call, setting, wire.nodes, given[-1])
         plan = plan_of(wire.plan, setting, node, wire.own_tiles)
         found = _plans.put(key, (plan, pieces, call.tiles))
     return found[0]

@@ -71,12 +71,8 @@ class ByHeads(Plan):
             if shared is None or (s.whole is not None and s.whole.h > 1):
                 shared = self._keys(s, of_q)
             routes, parts = shared
-            known = None
-            if s.whole is not None:
-                h = len(of_q) if s.whole.h > 1 else 1
-                known = (s.whole.b, h, *s.whole.tile)
-            at = {"b": s.offsets[0], "h": s.offsets[1] + of_q.start}
-            here = [replace(p, coords=p.coords._replace(**at), known=known) for p in parts]
+            h = s.offsets[1] + of_q.start
+            here = [replace(part, coords=part.coords._replace(h=h)) for part in parts]
             yield Step(heads, routes, here)
 
     def _keys(self, s: Setting, of_q: range) -> tuple[Routes, list[Rows]]:
@@ -84,27 +80,14 @@ class ByHeads(Plan):
         wanted, needed = s.wanted(of_q)
         if self.name == "gather":
             wanted, needed = [np.array([[0, s.kv.length]])] * s.q.ranks, None
-        kv, kv_pos = positions_of(wanted[s.rank], s.device)
-        pieces = s.q.of(s.rank)
-        parts, stop = [], 0
-        for piece in np.split(pieces, len(pieces)) if in_pieces(s, kv_pos) else [pieces]:
-            q, q_pos = positions_of(piece, s.device)
-            rows = slice(stop, stop := stop + int((piece[:, 1] - piece[:, 0]).sum()))
-            tiles = None if s.whole is None else s.whole.of(of_q, s.rank, needed, piece)
-            parts.append(Rows(rows, Coords(0, 0, q, kv, q_pos, kv_pos), tiles))
-        return Routes(s.kv, wanted, s.group), parts
+        return Routes(s.kv, wanted, s.group), rows_of_queries(s, of_q, wanted[s.rank], needed)
 
     def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
         whole: list[Tensor] = []
         for step, kv in self._arriving(self.steps, call, transport):
-            found = [
-                get(spec.backend).forward(
-                    replace(spec, tiles=part.known), self._call(step, part, call, *kv)
-                )
-                for part in step.parts
-            ]
-            _put(whole, _of_all_rows(found), self._of_q(step), call.q.shape[1])
+            found = forward_of_rows(spec, self._call(step, call, *kv), step.parts)
+            _put(whole, found, self._of_q(step), call.q.shape[1])
             del kv, found  # before those of the next step but one are fetched
         return Forward(*whole)
 
@@ -119,17 +102,10 @@ class ByHeads(Plan):
         going: tuple[Returning, Parts] | None = None
         for step, kv in self._arriving(self.steps_back, call, transport):
             h, kv_heads = self._of_q(step), _heads(step)
-            found = []
-            for part in step.parts:
-                rows = h, part.rows
-                found.append(
-                    get(spec.backend).backward(
-                        replace(spec, tiles=part.known), self._call(step, part, call, *kv),
-                        out[:, *rows], lse[:, *rows], dout[:, *rows],
-                        None if dlse is None else dlse[:, *rows], needs,
-                    )
-                )  # fmt: skip
-            grads = _added_grads(found)
+            grads = backward_of_rows(
+                spec, self._call(step, call, *kv), step.parts, out[:, h], lse[:, h], dout[:, h],
+                None if dlse is None else dlse[:, h], needs,
+            )  # fmt: skip
             before = going
             going = (
                 transport.home(step.routes, (grads.k.to(acc), grads.v.to(acc))),
@@ -140,7 +116,7 @@ class ByHeads(Plan):
             if grads.sink is not None:
                 sinks.append(grads.sink)
             captured.append(grads.captured)
-            del kv, found, grads
+            del kv, grads
         _write(going)
         return Grads(dq[0], dk, dv, torch.cat(sinks) if sinks else None, added(captured))
 
@@ -158,12 +134,78 @@ class ByHeads(Plan):
     def _of_q(self, step: Step) -> slice:
         return slice(step.heads.start * self.group_size, step.heads.stop * self.group_size)
 
-    def _call(self, step: Step, part: Rows, call: Call, k: Tensor, v: Tensor) -> Call:
+    def _call(self, step: Step, call: Call, k: Tensor, v: Tensor) -> Call:
         h = self._of_q(step)
         sink = None if call.sink is None else call.sink[h]
-        return call.replace(
-            q=call.q[:, h, part.rows], k=k, v=v, sink=sink, coords=part.coords, tiles=part.tiles
+        return call.replace(q=call.q[:, h], k=k, v=v, sink=sink)
+
+
+class Local(Plan):
+    """All keys are on every rank."""
+
+    name, received = "local", 0
+
+    def __init__(self, setting: Setting) -> None:
+        s, self.group = setting, setting.group
+        everything = np.array([[0, s.kv.length]])
+        parts = rows_of_queries(s, range(s.sizes.hq), everything, None)
+        self.parts = [replace(p, coords=p.coords._replace(h=s.offsets[1])) for p in parts]
+
+    def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
+        """See `Plan`."""
+        return forward_of_rows(spec, call, self.parts)
+
+    def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
+        return backward_of_rows(spec, call, self.parts, out, lse, dout, dlse, needs)
+
+
+# -- a rank's queries ------------------------------------------------------------------------------
+
+
+def rows_of_queries(
+    s: Setting, heads: range, stretches: np.ndarray, needed: np.ndarray | None
+) -> list[Rows]:
+    """The kernels of a rank's queries, of some heads, over the keys in `stretches`, of which the
+    mask needs the tiles `needed` (None: all are there). Their coordinates lack the head."""
+    kv, kv_pos = positions_of(stretches, s.device)
+    pieces, known = s.q.of(s.rank), None
+    if s.whole is not None:
+        known = (s.whole.b, len(heads) if s.whole.h > 1 else 1, *s.whole.tile)
+    parts, stop = [], 0
+    for piece in np.split(pieces, len(pieces)) if in_pieces(s, kv_pos) else [pieces]:
+        q, q_pos = positions_of(piece, s.device)
+        rows = slice(stop, stop := stop + int((piece[:, 1] - piece[:, 0]).sum()))
+        tiles = None if s.whole is None else s.whole.of(heads, s.rank, needed, piece)
+        coords = Coords(s.offsets[0], 0, q, kv, q_pos, kv_pos)
+        parts.append(Rows(rows, coords, tiles, known))
+    return parts
+
+
+def forward_of_rows(spec: Spec, call: Call, parts: list[Rows]) -> Forward:
+    """A backend's forward, kernel by kernel."""
+    found = [get(spec.backend).forward(*_part(spec, call, part)) for part in parts]
+    return _of_all_rows(found)
+
+
+def backward_of_rows(
+    spec: Spec, call: Call, parts: list[Rows], out: Tensor, lse: Tensor, dout: Tensor,
+    dlse: Tensor | None, needs: tuple[bool, ...],
+) -> Grads:  # fmt: skip
+    """A backend's backward, kernel by kernel."""
+    found = [
+        get(spec.backend).backward(
+            *_part(spec, call, part), out[:, :, part.rows], lse[:, :, part.rows],
+            dout[:, :, part.rows], None if dlse is None else dlse[:, :, part.rows], needs,
         )
+        for part in parts
+    ]  # fmt: skip
+    return _added_grads(found)
+
+
+def _part(spec: Spec, call: Call, part: Rows) -> tuple[Spec, Call]:
+    q = call.q[:, :, part.rows]
+    call = call.replace(q=q, coords=part.coords, tiles=part.tiles)
+    return replace(spec, tiles=part.known), call
 
 
 def in_pieces(s: Setting, kv_pos: Tensor | None) -> bool:
