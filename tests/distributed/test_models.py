@@ -216,6 +216,20 @@ def hugging_face(world: int, rank: int) -> None:
     given = {"attention_mask": hf.mask_over_ranks(layout, mask), "use_cache": False}
     here = llama(layout.shard(tokens), position_ids=layout.positions[None], **given).logits
     torch.testing.assert_close(here, layout.shard(alone), rtol=1e-6, atol=1e-6)
+    # Gradients, with checkpoints of whole layers, and compiled.
+    weights = [p for p in llama.parameters() if p.requires_grad]
+    dout = torch.randn_like(alone)
+    expected = torch.autograd.grad(alone, weights, dout)
+    torch._dynamo.reset()
+    for run in (llama, torch.compile(llama, backend="aot_eager")):
+        llama.train()
+        llama.gradient_checkpointing_enable({"use_reentrant": False})
+        here = run(layout.shard(tokens), position_ids=layout.positions[None], **given).logits
+        grads = torch.autograd.grad(here, weights, layout.shard(dout))
+        for a, b in zip(grads, expected, strict=True):
+            dist.all_reduce(a)
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    llama.gradient_checkpointing_disable()
     with pytest.raises(ArgumentError, match="position_ids"):
         llama(layout.shard(tokens), position_ids=torch.arange(layout.local)[None], **given)
     rows = layout.shard(tokens).expand(2, -1)
@@ -239,6 +253,65 @@ def hugging_face(world: int, rank: int) -> None:
     found, _ = hf.attention_forward(*layer, **there)
     expected = hw.attention(q, q, q, mask=mask & hw.sliding_window(9), layout=layout)
     torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+class InnerAttention(torch.nn.Module):
+    """What torchtitan calls: (tokens, heads, width) of packed documents."""
+
+    def forward(self, q, k, v, *, attention_metadata, scale=None, enable_gqa=False):
+        mask, layout = attention_metadata
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = hw.attention(q, k, v, mask=mask, scale=scale, layout=layout)
+        return out[0].transpose(0, 1)
+
+
+class TitanBlock(torch.nn.Module):
+    """torchtitan's outer attention: a fused projection, and the inner attention's results."""
+
+    def __init__(self):
+        super().__init__()
+        self.wqkv, self.wo = torch.nn.Linear(32, 64), torch.nn.Linear(32, 32)
+        self.inner_attention = InnerAttention()
+
+    def forward(self, x, attention_metadata):
+        q, k, v = (p.unflatten(-1, (-1, 8)) for p in self.wqkv(x).split((32, 16, 16), -1))
+        out = self.inner_attention(
+            q, k, v, attention_metadata=attention_metadata, scale=None, enable_gqa=True
+        )
+        return x + self.wo(out.flatten(1))
+
+
+def titan(world: int, rank: int) -> None:
+    """Blocks as torchtitan has them, with documents packed across ranks by its head-and-tail
+    permutation; compiled, and with selective checkpointing."""
+    torch.manual_seed(0)
+    length = 48 * world
+    positions = torch.cat([torch.arange(n) for n in (50, 7, length - 57)])
+    chunks = torch.arange(length).chunk(2 * world)
+    order = [torch.cat((chunks[r], chunks[2 * world - 1 - r])) for r in range(world)]
+    pieces = []
+    for holder, tokens in enumerate(order):
+        ends = (tokens.diff() != 1).nonzero()[:, 0] + 1
+        pieces += [(holder, int(x[0]), int(x[-1]) + 1) for x in tokens.tensor_split(ends)]
+    layout, mine = Layout(length, pieces, dist.group.WORLD), order[rank]
+    assert torch.equal(layout.positions, mine)
+    mask = hw.causal() & hw.document((positions == 0).cumsum(0))
+    block = TitanBlock().double()
+    x, dout = torch.randn(2, length, 32, dtype=torch.float64)
+    x.requires_grad_()
+    leaves = [x, *block.parameters()]
+    one = block(x, (mask, None))
+    expected = torch.autograd.grad(one, leaves, dout)
+    policy = lambda: create_selective_checkpoint_contexts(hw.save_ops())
+    kept = lambda *of: checkpoint(block, *of, use_reentrant=False, context_fn=policy)
+    torch._dynamo.reset()
+    for run in (block, kept, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        out = run(x[mine], (mask, layout))
+        torch.testing.assert_close(out, one[mine])
+        grads = torch.autograd.grad(out, leaves, dout[mine])
+        for a, b in zip(grads, expected, strict=True):
+            dist.all_reduce(a)
+            torch.testing.assert_close(a, b)
 
 
 def _alone():
@@ -267,7 +340,7 @@ def cross(world: int, rank: int) -> None:
 
 
 def test_two_ranks(tmp_path):
-    cases = modules, compiled, checkpointed, sharded, uneven_rows, watched, cross
+    cases = modules, compiled, checkpointed, sharded, uneven_rows, watched, cross, titan
     if importlib.util.find_spec("transformers"):
         cases += (hugging_face,)
     run_ranks(2, cases, tmp_path)
