@@ -39,6 +39,9 @@ def every_field(world: int, rank: int) -> None:
         "numbers that": {"mask": hw.sliding_window(7 + other)},
         "tensors that": {"mask": hw.document(mine)},
         "the score": {"score": hw.softcap(3.0) if other else hw.alibi(2)},
+        "tensors that score": {
+            "score": hw.relative_bias(torch.full((2, 2 * LENGTH - 1), 0.5 * other))
+        },
         "the seed": {"dropout": 0.1, "seed": 3 + rank},
         "scale": {"scale": 0.5 + other},
         "the plan": {

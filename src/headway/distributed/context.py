@@ -96,7 +96,8 @@ def attention(
         register_flops()
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
     at = layouts.q
-    flags = f"{int(own_tiles)}|{int(trains)}|{int(drawn)}|{at.rank}|{at.ranks}"
+    fixed = "".join(str(int(not t.requires_grad)) for t in tensors)
+    flags = f"{int(own_tiles)}|{int(trains)}|{int(drawn)}|{fixed}|{at.rank}|{at.ranks}"
     groups = f"{at.group_name}|{at.node}|{at.inside_name}|{at.between_name}"
     way = f"{at.plan}|{at.transport}" if layouts.kv is not None else "local|collective"
     wire = f"{way}|{flags}|{groups}"

@@ -7,16 +7,17 @@ field; where they differ, every rank raises, and says which rank differs in what
 
 import hashlib
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...backends.base import Call, split
+from ...backends.base import Call
 from ...caches import Cache
 from ...errors import ArgumentError
-from ...types import Captured, Spec
+from ...types import Spec
 
 FIELDS = (
     "its local length", "the layout", "the layout of its keys", "the sizes (b, heads, widths)",
@@ -37,9 +38,13 @@ def fields_of(
     plan: tuple,
     trains: bool,
     own_tiles: bool,
+    fixed: tuple[bool, ...],
 ) -> list[int | Tensor]:
     """A number for every one of `FIELDS`; the first is 1. A mask whose tiles are the caller's own
-    is these tiles too."""
+    is these tiles too.
+
+    - `fixed`: which captured tensors do not learn.
+    """
     (b, hq, _, d), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
     asked = [
         spec.scale, spec.dropout, spec.sink, spec.max_logit, spec.row_max, spec.partial,
@@ -51,8 +56,8 @@ def fields_of(
     return [
         1, *digests, _hash((b, hq, hk, d, dv)), _hash(str(call.q.dtype)),
         _hash(spec.score), _hash(mask), _hash(asked),
-        _hash((call.captured.ints, call.captured.floats)), _of_tensors(spec, call.captured),
-        seed, _hash(plan), int(trains),
+        _hash((call.captured.ints, call.captured.floats)),
+        _of_tensors(call.captured.tensors, fixed), seed, _hash(plan), int(trains),
     ]  # fmt: skip
 
 
@@ -146,12 +151,11 @@ def _hash(value: Any) -> int:
     return int.from_bytes(found, "little") >> 1
 
 
-def _of_tensors(spec: Spec, captured: Captured) -> int:
-    """Shapes and dtypes, and what is in them but for floats of the score, which may learn."""
-    of_score, of_mask = split(spec, captured)
-    parts: list[Any] = [(tuple(t.shape), str(t.dtype)) for t in captured.tensors]
-    parts += [_content(t) for t in of_score.tensors if not t.is_floating_point()]
-    parts += [_content(t) for t in of_mask.tensors]
+def _of_tensors(tensors: Sequence[Tensor], fixed: tuple[bool, ...]) -> int:
+    """Shapes and dtypes, and what is in those that do not learn: others change with every step, and
+    to read them would be to wait for the device."""
+    parts: list[Any] = [(tuple(t.shape), str(t.dtype)) for t in tensors]
+    parts += [_content(t) for t, here in zip(tensors, fixed, strict=True) if here]
     return _hash(parts)
 
 

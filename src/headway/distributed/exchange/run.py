@@ -30,6 +30,7 @@ class Wire(NamedTuple):
     own_tiles: bool
     trains: bool
     drawn: bool  # the seed, by every rank
+    fixed: tuple[bool, ...]  # of captured tensors: they do not learn
     rank: int  # of the layout
     ranks: int
     group: Any
@@ -39,11 +40,11 @@ class Wire(NamedTuple):
     def parse(text: str) -> "Wire":
         """From the text that crosses the operator's boundary."""
         *start, group, node, inside, between = text.split("|")
-        plan, transport, own_tiles, trains, drawn, rank, ranks = start
+        plan, transport, own_tiles, trains, drawn, fixed, rank, ranks = start
         nodes = Nodes(int(node), resolved(inside), resolved(between)) if int(node) else None
         return Wire(
-            plan, transport, own_tiles == "1", trains == "1", drawn == "1", int(rank), int(ranks),
-            resolved(group), nodes,
+            plan, transport, own_tiles == "1", trains == "1", drawn == "1",
+            tuple([x == "1" for x in fixed]), int(rank), int(ranks), resolved(group), nodes,
         )  # fmt: skip
 
     @property
@@ -92,7 +93,7 @@ def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -
         call = call.replace(seed=None)
     if wire.plan == "local":
         digests = digests[0], call.k.shape[2]
-    return fields_of(spec, call, digests, wire.way, wire.trains, wire.own_tiles)  # type: ignore[arg-type]
+    return fields_of(spec, call, digests, wire.way, wire.trains, wire.own_tiles, wire.fixed)  # type: ignore[arg-type]
 
 
 def _planned(
