@@ -24,7 +24,7 @@ class Setting:
     - `q`, `kv`: the pieces of queries and of keys; `rank`, `group`: of this process.
     - `whole`: the block mask of all ranks; None without a mask.
     - `offsets`: global indices of the first batch row and query head here.
-    - `scored`: whether there is a score.
+    - `placed`: whether there is a score that depends on positions.
     """
 
     sizes: Sizes
@@ -35,7 +35,7 @@ class Setting:
     device: torch.device
     whole: Whole | None
     offsets: tuple[int, int]
-    scored: bool
+    placed: bool
 
     def wanted(self, heads: range) -> tuple[list[np.ndarray], np.ndarray | None]:
         """Stretches of keys that every rank's queries read, and this rank's needed tiles."""
@@ -98,7 +98,7 @@ def setting_of(
     **Raises:** `ArgumentError` where the pieces cut through tiles that are the caller's own.
     """
     (b, hq, _, d), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
-    _, mask = graphs(spec)
+    score, mask = graphs(spec)
     whole, offsets = None, (call.coords.b, call.coords.h)
     if mask is not None or call.tiles is not None:
         _, captured = split(spec, call.captured)
@@ -114,8 +114,8 @@ def setting_of(
         if whole is None:
             whole = whole_of(mask, captured, None, None, *at)  # type: ignore[arg-type]
     sizes = Sizes(b, hq, hk, d, dv, call.q.dtype.itemsize)
-    scored = spec.score is not None
-    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets, scored)
+    placed = score is not None and (score.uses("q_idx") or score.uses("kv_idx"))
+    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets, placed)
 
 
 # -- gradients ------------------------------------------------------------------------------------

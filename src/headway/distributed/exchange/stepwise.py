@@ -210,12 +210,12 @@ def _part(spec: Spec, call: Call, part: Rows) -> tuple[Spec, Call]:
 
 def in_pieces(s: Setting, kv_pos: Tensor | None) -> bool:
     """Whether each piece of a rank's queries has a kernel of its own, in which positions follow one
-    another. Kernels are then faster for scores: they add straight lines by tensor cores, read
-    biases by distance, and use indices of 32 bits. A mask alone costs the same with a position per
-    token."""
+    another. Kernels are then faster for scores of positions: they add straight lines by tensor
+    cores, read biases by distance, and use indices of 32 bits. A mask alone costs the same with a
+    position per token."""
     pieces = s.q.of(s.rank)
     return (
-        s.scored
+        s.placed
         and s.device.type == "cuda"
         and kv_pos is None
         and (s.whole is None or s.whole.in_order)
