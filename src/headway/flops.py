@@ -22,11 +22,14 @@ def _backward(q, k, v, *args, **kwargs) -> int:
 
 
 def _over_ranks(work):
-    """That of this rank's queries and all keys. A table of pieces says how many these are."""
+    """That of this rank's queries and all keys: a table of pieces says how many these are, or they
+    are here."""
 
     def formula(spec, wire, q, k, *given, **kwargs) -> int:
         table = given[-1 - _AFTER[work]]
         length = int(table[:, 2].max()) if len(table) else 0
+        if wire.startswith("local|"):
+            length = k.shape[2]
         return work(q.shape, (*k.shape[:2], length), given[0].shape)
 
     return formula

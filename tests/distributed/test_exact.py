@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 import headway as hw
 from cases import CASES, Case, problem
@@ -112,6 +113,9 @@ def keys_everywhere(world: int, rank: int) -> None:
     layout = Layout.zigzag(48, dist.group.WORLD)
     with pytest.raises(ArgumentError, match=r"do not travel.*'ring'"):
         hw.attention(q, k, k, layout=(layout.using("ring"), None))
+    with FlopCounterMode(display=False) as counter:
+        hw.attention(q, k, k, layout=(layout, None))
+    assert counter.get_total_flops() == 4 * 2 * q.shape[2] * 30 * 8
     k = k[:, :, : 30 - rank]
     with pytest.raises(ArgumentError, match=r"rank.*the layout of its keys"):
         hw.attention(q, k, k, layout=(layout, None))
