@@ -123,9 +123,15 @@ def llama(config, layers=2):
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=30, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, attn_implementation="headway", **config,
-        )  # fmt: skip
+            vocab_size=30,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attn_implementation="headway",
+            **config,
+        )
     ).double()
 
 
@@ -171,6 +177,8 @@ def hugging_face(world: int, rank: int) -> None:
         model(here, **given | {"position_ids": torch.arange(layout.local)[None]})
     with pytest.raises(ArgumentError, match="position_ids"):
         model(here, **given | {"position_ids": None})
+    with pytest.raises(ArgumentError, match="mask is a tensor"):
+        hf.mask_over_ranks(layout, torch.ones(1, layout.local))
 
 
 def hugging_face_compiled(world: int, rank: int) -> None:
@@ -251,5 +259,3 @@ def test_two_ranks(tmp_path):
     if importlib.util.find_spec("transformers"):
         cases += (hugging_face, hugging_face_compiled)
     run_ranks(2, cases, tmp_path)
-
-
