@@ -91,8 +91,14 @@ def mask_over_ranks(
       keeps every pair.
     - `batch`: rows of the tokens; `dtype`, `device`: of the model's activations.
 
-    **Raises:** `BackendRefused` where the model looks inside of the mask.
+    **Raises:** `ArgumentError` for a tensor in place of the mask; `BackendRefused` where the model
+    looks inside of the mask.
     """
+    if isinstance(mask, Tensor):
+        raise ArgumentError(
+            f"mask is a tensor {tuple(mask.shape)}; over ranks it is a function of the whole "
+            f"sequence, of {layout.length} tokens: for padding, causal() & padding(lengths)"
+        )
 
     def square() -> Tensor:
         raise BackendRefused(
