@@ -48,7 +48,7 @@ def _launcher(
             if m == n:
                 table.append((s.at, s.size, begin, s.size * width))
             begin += b * x.shape[1] * s.size * x.shape[3]
-    found = torch.tensor(table, dtype=torch.int64).reshape(-1, 4).to(y.device)
+    found = torch.tensor(table, dtype=torch.int64, device=y.device).reshape(-1, 4)
     sizes = len(routes.own), len(table), h, y.shape[2], width, *y.stride()[:3]
     grid = -(-y.shape[2] // _BLOCK), b * h, 1
     options = {"BLOCK": _BLOCK, "WIDTH": triton.next_power_of_2(width)}
