@@ -809,18 +809,20 @@ def test_padded_keys_are_not_seen(keys, dtype):
 
 def test_continuous_batching_is_that_of_sdpa(tokens):
     """By transformers' manager, which takes no other name than its own: a user registers there."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, ContinuousBatchingConfig
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     model = DECODERS["llama"]().eval()
     model.set_attn_implementation("sdpa")
     prompts = [row[: 3 + 4 * n].tolist() for n, row in enumerate(tokens)]
     config = hf.GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    # Without a size its cache takes all memory, half a minute for each.
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     texts = []
     for forward in (sdpa_attention_forward, integration.attention_forward):
         AttentionInterface.register("sdpa", forward)
         try:
-            out = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+            out = model.generate_batch(prompts, config, small, progress_bar=False)
         finally:
             AttentionInterface.register("sdpa", sdpa_attention_forward)
         texts.append(sorted(tuple(x.generated_tokens) for x in out.values()))

@@ -215,7 +215,7 @@ def abandon(group: Any, device: torch.device, agreement: Agreement, anew: bool) 
     mine = [
         made.memory
         for made in _made.values()
-        if isinstance(made, Pull) and ranks >= set(dist.get_process_group_ranks(made.memory.group))
+        if isinstance(made, Pull) and made.memory.members <= ranks
     ]
     for memory in mine:
         memory.let_go()

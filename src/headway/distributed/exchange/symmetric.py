@@ -24,11 +24,13 @@ class Memory:
     """Symmetric memory of a group: as much on every rank, which all of them see.
 
     - `turn`: how often something was laid out. Region `turn % 2` is the next.
+    - `members`: the group's ranks, by their numbers in the whole.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group, self.device = group, device
         self.me, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.members = frozenset(dist.get_process_group_ranks(group))
         self.turn, self.capacity = 0, 0
         self.copies = torch.cuda.Stream(device)
         self.passed = torch.cuda.Event()  # when all ranks had said the last turn
