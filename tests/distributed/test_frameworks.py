@@ -182,7 +182,7 @@ def hugging_face(world: int, rank: int) -> None:
 
 
 def hugging_face_compiled(world: int, rank: int) -> None:
-    """The layers of a model, compiled one by one."""
+    """A whole model as one graph, also with checkpointed layers; and its layers one by one."""
     from headway.integrations import transformers as hf
 
     hf.register()
@@ -194,14 +194,24 @@ def hugging_face_compiled(world: int, rank: int) -> None:
     over = hf.mask_over_ranks(layout, mask, dtype=torch.float64)
     given = {"attention_mask": over, "position_ids": layout.positions[None], "use_cache": False}
     results = []
-    for compiles in (False, True):
-        if compiles:
+    for way in ("eager", "whole", "checkpointed", "layers"):
+        run = model
+        if way == "whole":
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        if way == "checkpointed":
+            model.gradient_checkpointing_enable(
+                {"use_reentrant": False, "context_fn": selective([])}
+            )
+            run = torch.compile(model, backend="aot_eager")
+        if way == "layers":
+            model.gradient_checkpointing_disable()
             for layer in model.model.layers:
-                layer.compile(backend="aot_eager")
-        out = model(layout.shard(tokens), **given).logits
+                layer.compile(backend="aot_eager", fullgraph=True)
+        out = run(layout.shard(tokens), **given).logits
         results.append((out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def _alone():
