@@ -12,7 +12,7 @@ from cases import CASES, Case, problem
 from headway.arguments import seed_of
 from headway.blocks import from_dense
 from headway.distributed import Layout
-from headway.distributed.exchange import collective, run, stepwise
+from headway.distributed.exchange import collective, rows, run
 from headway.distributed.exchange.stepwise import ByHeads
 from headway.errors import ArgumentError
 from processes import run_ranks
@@ -47,8 +47,9 @@ COMBINATIONS = list(
 )  # 20, and so that neighbours in the table differ in both
 
 
-def one_case(case: Case, dtype: torch.dtype, layouts: tuple[Layout, Layout]) -> None:
-    """out, lse, max_logit and all gradients of this rank, beside those of one process."""
+def one_case(case: Case, dtype: torch.dtype, layouts: tuple[Layout, Layout | None]) -> None:
+    """out, lse, max_logit and all gradients of this rank, beside those of one process. Without a
+    layout of the keys every rank has all of them."""
     q_layout, kv_layout = layouts
     whole = problem(case, dtype)
     options = {"scale": case.scale, "dropout": case.dropout}
@@ -61,7 +62,8 @@ def one_case(case: Case, dtype: torch.dtype, layouts: tuple[Layout, Layout]) -> 
         q, k, v, dout, dlse = p.q, p.k, p.v, p.dout, p.dlse
         if cut:
             q, dout, dlse = (q_layout.shard(x, 2) for x in (q, dout, dlse))
-            k, v = (kv_layout.shard(x, 2) for x in (k, v))
+            if kv_layout is not None:
+                k, v = (kv_layout.shard(x, 2) for x in (k, v))
         layout = {"layout": layouts} if cut else {}
         found = hw.attention_with_stats(
             q, k, v, p.score(), p.mask(), sink=p.sink, **options, **layout
@@ -109,7 +111,7 @@ def in_pieces(world: int, rank: int) -> None:
     seen: list[bool] = []
     run._plans.clear()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stepwise, "in_pieces", everywhere)
+        patched.setattr(rows, "in_pieces", everywhere)
         for n, case in enumerate(CASES[world :: {2: 12, 3: 25}[world]]):
             name, plan = ("zigzag", "balanced")[n % 2], ("heads", "gather")[n // 2 % 2]
             q = layout_of(name, case.q_len, world, n).using(plan)

@@ -18,8 +18,7 @@ from headway.nn import Attention, Rotary
 from headway.stability import MaxLogit
 from processes import run_ranks
 
-LENGTHS = [40, 7, 50]
-LENGTH = sum(LENGTHS)
+from .test_models import LENGTH, LENGTHS, _alone
 
 
 class InnerAttention(torch.nn.Module):
@@ -212,12 +211,6 @@ def hugging_face_compiled(world: int, rank: int) -> None:
     for result in results[1:]:
         for a, b in zip(result, results[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
-
-def _alone():
-    """A group of this rank alone."""
-    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
-    return groups[dist.get_rank()]
 
 
 class Block(torch.nn.Module):

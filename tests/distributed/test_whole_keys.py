@@ -8,10 +8,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import headway as hw
-from cases import CASES, Case, problem
+from cases import CASES
 from headway.distributed import Layout
 from headway.errors import ArgumentError
 from processes import run_ranks
+
+from .test_exact import one_case
 
 
 def layouts(length: int) -> dict[str, Layout]:
@@ -25,41 +27,12 @@ def layouts(length: int) -> dict[str, Layout]:
     }
 
 
-def one_case(case: Case, layout: Layout) -> None:
-    """out, lse, max_logit of this rank and the sum of all ranks' gradients, beside one process."""
-    results, grads = [], []
-    for cut in (False, True):
-        p = problem(case, torch.float64)
-        options = {"seed": p.seed} if case.dropout else {}
-        here = (lambda x: layout.shard(x, 2)) if cut else (lambda x: x)
-        found = hw.attention_with_stats(
-            here(p.q), p.k, p.v, p.score(), p.mask(), sink=p.sink, scale=case.scale,
-            dropout=case.dropout, **options, **({"layout": (layout, None)} if cut else {}),
-        )  # fmt: skip
-        lse = found.lse.masked_fill(~found.lse.isfinite(), 0)
-        loss = (found.out * here(p.dout)).sum() + (lse * here(p.dlse)).sum()
-        grads.append(torch.autograd.grad(loss, list(p.leaves().values()), allow_unused=True))
-        results.append(found)
-    one, mine = results
-    tight = {"rtol": 1e-11, "atol": 1e-11, "equal_nan": True}
-    torch.testing.assert_close(mine.out, layout.shard(one.out, 2), **tight)
-    torch.testing.assert_close(mine.lse, layout.shard(one.lse, 2), **tight)
-    torch.testing.assert_close(mine.max_logit, one.max_logit, **tight)
-    for a, b in zip(grads[1], grads[0], strict=True):
-        if a is None or b is None:
-            assert a is b
-            continue
-        dist.all_reduce(a)
-        size = max(1.0, b.abs().max().item()) if b.numel() else 1.0
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11 * size, equal_nan=True)
-
-
 def table(world: int, rank: int) -> None:
     """Of the shared table: grouped heads, learned biases, documents, sinks, dropout."""
     for n, case in enumerate(CASES[world::9]):
         name, layout = list(layouts(case.q_len).items())[n % 4]
         try:
-            one_case(case, layout)
+            one_case(case, torch.float64, (layout, None))
         except Exception as error:
             raise AssertionError(f"{case.name}, {name}") from error
 

@@ -44,7 +44,7 @@ class Node(NamedTuple):
 
     def grid(self) -> Grid:
         """What the cost of a plan of two dimensions depends on."""
-        return Grid(self.q.ranks, self.setting.needed(), self.setting.work())
+        return Grid(self.q.ranks, self.setting.needed, self.setting.work)
 
 
 def node_of(spec: Spec, call: Call, whole: Setting, nodes: Nodes, own_tiles: bool) -> Node:

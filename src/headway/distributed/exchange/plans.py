@@ -25,9 +25,10 @@ those that have nothing to send.
 from ...errors import ArgumentError
 from .cost import BETWEEN, LINK, cheapest
 from .nodes import Node
+from .rows import all_tokens, local
 from .setting import Plan, Setting
-from .stepwise import ByHeads, Local, Ring, heads_of_steps
-from .ulysses import Here, Ulysses
+from .stepwise import ByHeads, Ring, heads_of_steps
+from .ulysses import Ulysses
 
 
 def name_of(name: str, setting: Setting, node: Node | None, own_tiles: bool) -> str:
@@ -37,7 +38,7 @@ def name_of(name: str, setting: Setting, node: Node | None, own_tiles: bool) -> 
     "ulysses*heads" where no nodes are known.
     """
     if name == "auto":
-        held, asked = (setting.q.sizes, setting.kv.sizes), (setting.needed(), setting.work())
+        held, asked = (setting.q.sizes, setting.kv.sizes), (setting.needed, setting.work)
         grid = None if node is None else node.grid()
         return cheapest(setting.sizes, *held, *asked, setting.device.type, grid, own_tiles)
     if name == "ring" and own_tiles:
@@ -62,12 +63,12 @@ def plan_of(name: str, setting: Setting, node: Node | None, own_tiles: bool) -> 
     **Raises:** `ArgumentError` where that is impossible.
     """
     if name == "local":
-        return Local(setting)
+        return local(setting)
     s, name = setting, name_of(name, setting, node, own_tiles)
     if name == "ring":
         return Ring(s)
     if name == "ulysses":  # all ranks are one node
-        return Ulysses(name, Node(s.group, s.rank, s.q, s.kv, s), Here)
+        return Ulysses(name, Node(s.group, s.rank, s.q, s.kv, s), all_tokens)
     if node is not None and name == "ulysses*heads":
         return Ulysses(name, node, lambda part: _by_heads(part, BETWEEN))
     if name == "gather":

@@ -16,7 +16,6 @@ of its waits (`Memory.let_go`) and raises. A rank that leaves in a backward make
 their streams, until the time limit of a later collective.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -34,11 +33,13 @@ from .routes import (
     Returning,
     Routes,
     Transport,
+    beginnings,
     copy,
     message,
     rows_of,
     stacked,
     unstacked,
+    view_at,
 )
 from .symmetric import Copy, Memory, driver, together
 
@@ -88,12 +89,9 @@ class Pull(Transport):
         came = message(routes.outgoing, parts)
 
         def targets() -> Iterator[_Target]:
-            begin = 0
-            for s in routes.outgoing:
+            for s, begins in beginnings(routes.outgoing, parts):
                 for n, shape in enumerate(stacked(parts, s.size)):
-                    size = math.prod(shape)
-                    yield _Target(s.rank, s.to, n, 0, came[begin : begin + size].view(shape))
-                    begin += size
+                    yield _Target(s.rank, s.to, n, 0, view_at(came, begins[n], shape))
 
         self._pull(routes, True, parts, [came], targets)
         return Returning(routes, parts, self.memory.mark(), came)
@@ -112,7 +110,8 @@ class Pull(Transport):
         found = routes.known.get(key)
         if found is None or found.own is not memory.own:
             found = self._prepared(routes, back, parts, to, targets())
-            routes.known[back, memory.turn % 2, shapes, parts[0].dtype] = found
+            key = back, memory.turn % 2, *key[2:]  # new memory begins with another turn
+            routes.known[key] = found
         memory.begin()
         for span in found.spans:
             copy(rows_of(parts, *span), rows_of(found.mine, *span))

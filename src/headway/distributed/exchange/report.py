@@ -18,15 +18,15 @@ def report(spec: Spec, call: Call, q: Layout, kv: Layout | None, own_tiles: bool
     """Balance, bytes, and what every plan would take. Nothing is sent."""
     pieces = pieces_of(q.table, None if kv is None else kv.table, call, q.rank, q.ranks)
     setting = setting_of(spec, call, *pieces, None, q.rank, own_tiles)
-    node = node_of(spec, call, setting, Nodes(q.node, None, None), own_tiles) if q.node else None
     s, ranks = setting.sizes, q.ranks
-    needed, work = setting.needed(), setting.work()
+    needed, work = setting.needed, setting.work
     if kv is None:
         return [
             _balance(q, work),
             f"keys: every rank has all {call.k.shape[2]:,}; nothing is sent, and their gradients "
             "are each rank's share",
         ]
+    node = node_of(spec, call, setting, Nodes(q.node, None, None), own_tiles) if q.node else None
     given = s, pieces[0].sizes, pieces[1].sizes, needed, work, setting.device.type
     found = costs(*given, None if node is None else node.grid())
     name = name_of(q.plan, setting, node, own_tiles)

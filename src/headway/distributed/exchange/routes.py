@@ -9,6 +9,7 @@ are the same every time.
 Tensors are (b, h, tokens, width), as kernels read them; `collective.py` and `pull.py` move them.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -191,8 +192,7 @@ class Returning:
             self.done()
             write_sums(self.routes, self.parts, self.came, to)
             return
-        shapes = [(*x.shape[:3], x.shape[3]) for x in to]
-        total = tuple([x.new_zeros(s) for x, s in zip(self.parts, shapes, strict=True)])
+        total = tuple([x.new_zeros(y.shape) for x, y in zip(self.parts, to, strict=True)])
         self.add_to(total)
         copy(total, to)
 
@@ -220,14 +220,25 @@ def in_message(
     flat: Tensor, segments: list[Segment], like: Parts
 ) -> Iterator[tuple[Segment, Parts]]:
     """The segments of a message and where their rows lie in it."""
+    for s, begins in beginnings(segments, like):
+        shapes = [(*x.shape[:2], s.size, x.shape[3]) for x in like]
+        yield s, tuple([view_at(flat, *of) for of in zip(begins, shapes, strict=True)])
+
+
+def beginnings(segments: list[Segment], like: Parts) -> Iterator[tuple[Segment, list[int]]]:
+    """The segments of a message, and where each of their parts begins."""
     begin = 0
     for s in segments:
-        rows = []
+        begins = []
         for x in like:
-            count = s.size * _of_token(x)
-            rows.append(flat[begin : begin + count].view(*x.shape[:2], s.size, x.shape[3]))
-            begin += count
-        yield s, tuple(rows)
+            begins.append(begin)
+            begin += s.size * _of_token(x)
+        yield s, begins
+
+
+def view_at(flat: Tensor, begin: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of this shape that begins there."""
+    return flat[begin : begin + math.prod(shape)].view(shape)
 
 
 def _of_token(x: Tensor) -> int:

@@ -1,6 +1,7 @@
 """What a plan is made for, and what it does."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,13 @@ class Setting:
         tile, length = self.whole.tile[1], self.kv.length
         return [stretches_of(of, tile, length) for of in needed], needed[self.rank]
 
+    @cached_property
     def needed(self) -> list[int]:
         """Tokens of keys that every rank's queries read, of all heads together."""
         wanted, _ = self.wanted(range(self.sizes.hq))
         return [int((x[:, 1] - x[:, 0]).sum()) for x in wanted]
 
+    @cached_property
     def work(self) -> np.ndarray:
         """Pairs of live tiles of every rank, one head's where the mask has one for all."""
         whole, ranks = self.whole, self.q.ranks

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...backends import get
 from ...backends.base import Call, delta_of
-from ...types import Coords, Forward, Grads, Spec, acc_dtype
+from ...types import Forward, Grads, Spec, acc_dtype
 from . import collective
 from .nodes import Node, only
 from .routes import Pieces, Transport
@@ -154,30 +153,6 @@ class Ulysses(Plan):
         out = like.new_empty(sum(sizes))
         collective.all_to_all(out, send, sizes, [x.numel() for x in given], self.inside).wait()
         return [x.view(shape) for x, shape in zip(out.split(sizes), shapes, strict=True)]
-
-
-class Here(Plan):
-    """All keys are here already: one call."""
-
-    name, received = "here", 0
-
-    def __init__(self, setting: Setting) -> None:
-        self.group, self.coords = setting.group, Coords(*setting.offsets)
-        self.tiles = self.known = None
-        whole = setting.whole
-        if whole is not None and whole.in_order:
-            self.tiles, self.known = whole.tiles, (whole.b, whole.h, *whole.tile)
-
-    def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
-        """See `Plan`."""
-        return get(spec.backend).forward(replace(spec, tiles=self.known), self._call(call))
-
-    def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
-        spec, call = replace(spec, tiles=self.known), self._call(call)
-        return get(spec.backend).backward(spec, call, out, lse, dout, dlse, needs)
-
-    def _call(self, call: Call) -> Call:
-        return call.replace(coords=self.coords, tiles=self.tiles)
 
 
 def _of_part(part: Part, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Call:

@@ -1,0 +1,151 @@
+"""A backend's pair for a rank's queries: one kernel for all, or one for each straight piece."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...backends import get
+from ...backends.base import Call
+from ...blocks import Tiles
+from ...types import Coords, Forward, Grads, Spec
+from .needs import positions_of
+from .routes import Transport
+from .setting import Plan, Setting, added
+
+_LONG = 1024  # rows of a piece that has a kernel of its own
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some of a rank's queries, and where they and their keys are; `tiles` and `known` are as in a
+    block mask."""
+
+    rows: slice
+    coords: Coords
+    tiles: Tiles | None = None
+    known: tuple[int, int, int, int] | None = None
+
+
+def rows_of_queries(
+    s: Setting, heads: range, stretches: np.ndarray, needed: np.ndarray | None
+) -> list[Rows]:
+    """The kernels of a rank's queries, of some heads, over the keys in `stretches`, of which the
+    mask needs the tiles `needed` (None: all are there). Their coordinates lack the head."""
+    kv, kv_pos = positions_of(stretches, s.device)
+    pieces, known = s.q.of(s.rank), None
+    if s.whole is not None:
+        known = (s.whole.b, len(heads) if s.whole.h > 1 else 1, *s.whole.tile)
+    parts, stop = [], 0
+    for piece in np.split(pieces, len(pieces)) if in_pieces(s, kv_pos) else [pieces]:
+        q, q_pos = positions_of(piece, s.device)
+        rows = slice(stop, stop := stop + int((piece[:, 1] - piece[:, 0]).sum()))
+        tiles = None if s.whole is None else s.whole.of(heads, s.rank, needed, piece)
+        coords = Coords(s.offsets[0], 0, q, kv, q_pos, kv_pos)
+        parts.append(Rows(rows, coords, tiles, known))
+    return parts
+
+
+def forward_of_rows(spec: Spec, call: Call, parts: list[Rows]) -> Forward:
+    """A backend's forward, kernel by kernel."""
+    found = [get(spec.backend).forward(*_part(spec, call, part)) for part in parts]
+    return _of_all_rows(found)
+
+
+def backward_of_rows(
+    spec: Spec, call: Call, parts: list[Rows], out: Tensor, lse: Tensor, dout: Tensor,
+    dlse: Tensor | None, needs: tuple[bool, ...],
+) -> Grads:  # fmt: skip
+    """A backend's backward, kernel by kernel."""
+    found = [
+        get(spec.backend).backward(
+            *_part(spec, call, part), out[:, :, part.rows], lse[:, :, part.rows],
+            dout[:, :, part.rows], None if dlse is None else dlse[:, :, part.rows], needs,
+        )
+        for part in parts
+    ]  # fmt: skip
+    return _added_grads(found)
+
+
+def _part(spec: Spec, call: Call, part: Rows) -> tuple[Spec, Call]:
+    q = call.q[:, :, part.rows]
+    call = call.replace(q=q, coords=part.coords, tiles=part.tiles)
+    return replace(spec, tiles=part.known), call
+
+
+def in_pieces(s: Setting, kv_pos: Tensor | None) -> bool:
+    """Whether each piece of a rank's queries has a kernel of its own, in which positions follow one
+    another. Kernels are then faster for scores of positions: they add straight lines by tensor
+    cores, read biases by distance, and use indices of 32 bits. A mask alone costs the same with a
+    position per token."""
+    pieces = s.q.of(s.rank)
+    return (
+        s.placed
+        and s.device.type == "cuda"
+        and kv_pos is None
+        and (s.whole is None or s.whole.in_order)
+        and 1 < len(pieces) <= 4
+        and int((pieces[:, 1] - pieces[:, 0]).min()) >= _LONG
+    )
+
+
+def _of_all_rows(found: list[Forward]) -> Forward:
+    """The results of all queries, of those of some after the other."""
+    if len(found) == 1:
+        return found[0]
+    out, lse, top, row_max = zip(*found, strict=True)
+    return Forward(
+        torch.cat(out, 2), torch.cat(lse, 2),
+        torch.stack(top).amax(0) if top[0].numel() else top[0],
+        torch.cat(row_max, 2) if row_max[0].numel() else row_max[0],
+    )  # fmt: skip
+
+
+def _added_grads(found: list[Grads]) -> Grads:
+    """The gradients for all queries, of those for some after the other."""
+    first, *rest = found
+    if not rest:
+        return first
+    for other in rest:
+        first.k.add_(other.k)
+        first.v.add_(other.v)
+    sinks = [g.sink for g in found if g.sink is not None]
+    return Grads(
+        torch.cat([g.q for g in found], 2), first.k, first.v,
+        torch.stack(sinks).sum(0) if sinks else None, added([g.captured for g in found]),
+    )  # fmt: skip
+
+
+class Here(Plan):
+    """All keys are here: nothing travels.
+
+    - `name`: of the plan; `parts`: its kernels.
+    """
+
+    received = 0
+
+    def __init__(self, name: str, setting: Setting, parts: list[Rows]) -> None:
+        self.name, self.group, self.parts = name, setting.group, parts
+
+    def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
+        """See `Plan`."""
+        return forward_of_rows(spec, call, self.parts)
+
+    def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
+        return backward_of_rows(spec, call, self.parts, out, lse, dout, dlse, needs)
+
+
+def local(s: Setting) -> Here:
+    """The plan of a rank's queries and keys that every rank has."""
+    everything = np.array([[0, s.kv.length]])
+    parts = rows_of_queries(s, range(s.sizes.hq), everything, None)
+    return Here("local", s, [replace(p, coords=p.coords._replace(h=s.offsets[1])) for p in parts])
+
+
+def all_tokens(s: Setting) -> Here:
+    """The plan of queries and keys of all tokens, in the order of the sequence."""
+    tiles = known = None
+    if s.whole is not None and s.whole.in_order:
+        tiles, known = s.whole.tiles, (s.whole.b, s.whole.h, *s.whole.tile)
+    return Here("here", s, [Rows(slice(None), Coords(*s.offsets), tiles, known)])
