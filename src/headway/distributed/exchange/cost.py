@@ -1,8 +1,8 @@
 """What a plan costs: bytes, and a guess of the time, by which "auto" chooses.
 
-Times are of the rank that has most to do, from what links and cards reach (NCCL between cards of
-one host, 10 Gb/s for gloo). They tell plans apart where these differ much; name a plan where you
-have measured.
+Times are of the rank that has most to do, from what links and cards reach (copy engines between
+four cards of one host, 10 Gb/s for gloo). They tell plans apart where these differ much; name a
+plan where you have measured.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Bytes and flops in a second.
-LINK = {"cuda": 300e9, "cpu": 1.2e9}
+LINK = {"cuda": 250e9, "cpu": 1.2e9}
 BETWEEN = {"cuda": 45e9, "cpu": 1.2e9}  # nodes, for every card: 400 Gb/s
 _SPEED = {"cuda": 600e12, "cpu": 50e9}
 _EXCHANGE = {"cuda": 30e-6, "cpu": 300e-6}  # seconds until an exchange has begun

@@ -37,6 +37,11 @@ class Whole(NamedTuple):
 
     def needed(self, heads: range, ranks: int) -> np.ndarray:
         """Bool `(ranks, width)`: the tiles of keys that a rank's queries read, of these heads."""
+        return self.visits(heads, ranks) > 0
+
+    def visits(self, heads: range, ranks: int) -> np.ndarray:
+        """int32 `(ranks, width)`: how many tiles of a rank's queries read a tile of keys, of all
+        batch rows and these heads."""
         change = np.zeros((ranks, self.width + 1), np.int32)
         for runs in (self.tiles.rows_full, self.tiles.rows_partial):
             row = runs.row().cpu().numpy()
@@ -48,7 +53,7 @@ class Whole(NamedTuple):
             rank = self.owner[row % max(1, self.lines)]
             np.add.at(change, (rank, start), 1)
             np.add.at(change, (rank, start + count), -1)
-        return change[:, :-1].cumsum(1) > 0
+        return change[:, :-1].cumsum(1, dtype=np.int32)
 
     def of(
         self, heads: range, rank: int | None, needed: np.ndarray | None,

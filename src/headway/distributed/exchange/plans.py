@@ -27,7 +27,8 @@ from .cost import BETWEEN, LINK, cheapest
 from .nodes import Node
 from .rows import all_tokens, local
 from .setting import Plan, Setting
-from .stepwise import ByHeads, Ring, heads_of_steps
+from .steps import heads_of_steps
+from .stepwise import ByHeads, Ring
 from .ulysses import Ulysses
 
 

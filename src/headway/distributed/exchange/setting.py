@@ -65,6 +65,21 @@ class Setting:
             total += np.bincount(np.tile(whole.owner, whole.b * whole.h), per_row, ranks)
         return total * (whole.tile[0] * whole.tile[1] / (whole.b * whole.h))
 
+    @cached_property
+    def longest(self) -> tuple[float, float]:
+        """Pairs of the longest work tile of any rank: in the forward a tile of queries with its
+        keys; in the backward a tile of keys with its queries, of all heads that share them. Where
+        heads or batch rows have masks of their own, of the mean of these."""
+        whole, ranks = self.whole, self.q.ranks
+        group = self.sizes.hq // self.sizes.hk
+        if whole is None:
+            return 128.0 * self.kv.length, 128.0 * float(self.q.sizes.max()) * group
+        runs = whole.tiles.rows_full, whole.tiles.rows_partial
+        row = (runs[0].per_row() + runs[1].per_row()).max() if whole.lines else 0
+        column = whole.visits(range(self.sizes.hq), ranks).max(initial=0) / (whole.b * whole.h)
+        pairs = whole.tile[0] * whole.tile[1]
+        return float(row) * pairs, column * pairs * (group if whole.h == 1 else 1)
+
 
 class Plan:
     """The pair of pure functions for this rank's queries and the keys of all ranks.

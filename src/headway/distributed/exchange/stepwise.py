@@ -12,17 +12,10 @@ from ...backends import get
 from ...backends.base import Call
 from ...types import Coords, Forward, Grads, Spec, acc_dtype, in_dtype
 from ..merge import merge
-from .cost import away, seconds
 from .needs import positions_of
 from .routes import Arriving, Parts, Returning, Routes, Transport
 from .rows import Rows, backward_of_rows, forward_of_rows, rows_of_queries
 from .setting import Plan, Setting, added
-
-# Seconds, measured on four H100s at 32k tokens: what a step costs a card; and the host for a call,
-# and for each step of it, in the forward and in the backward.
-_STEP = 60e-6
-_HOST = (1.0e-3, 0.6e-3), (0.5e-3, 0.85e-3)
-_MOST = 256 << 20  # bytes of the keys and values of a step
 
 # -- heads and gather -----------------------------------------------------------------------------
 
@@ -246,44 +239,3 @@ def _common(one: np.ndarray, other: np.ndarray) -> np.ndarray:
         if max(a, c) < min(b, d)
     ]
     return np.array(found, np.int64).reshape(-1, 2)
-
-
-def heads_of_steps(setting: Setting, backward: bool, link: float) -> list[int]:
-    """Key/value heads of every step, over links of so many bytes in a second; on the CPU one.
-
-    What nothing hides is the way of the first step's keys, and in the backward that of the last
-    step's gradients; each step costs something by itself (the ends of kernels, putting results
-    together), and the host must keep up. So the first and the last may be small, of as many heads
-    as fill the card with three waves of work tiles of 128 rows, or there is one step. No step has
-    keys and values of more than `_MOST` bytes.
-    """
-    s = setting.sizes
-    if setting.device.type != "cuda":
-        return [1] * s.hk
-    processors = torch.cuda.get_device_properties(setting.device).multi_processor_count
-    tiles = s.b * (s.hq // s.hk) * -(-int(setting.q.sizes.max()) // 128)
-    small = -(-3 * processors // max(1, tiles))
-    needed = setting.needed
-    of_head = s.b * (s.d + s.dv) * s.itemsize
-    most = max(1, _MOST // max(1, max(needed) * of_head))
-    way = away(needed, setting.kv.sizes) * of_head / link  # seconds, of a head
-    kernels = seconds(s, float(setting.work.max()), "cuda") * (2.5 if backward else 1.0)
-
-    def took(sizes: list[int]) -> float:
-        grads = 4 / s.itemsize * way * sizes[-1] if backward else 0.0
-        device = kernels + way * sizes[0] + grads + _STEP * len(sizes)
-        call, step = _HOST[backward]
-        return max(device, call + step * len(sizes))
-
-    ends = (0, 0), (small, 0), (0, small), (small, small)
-    found = [_cut(s.hk, first, last, most) for first, last in ends if first + last <= s.hk]
-    return min(found, key=took)
-
-
-def _cut(heads: int, first: int, last: int, most: int) -> list[int]:
-    """Heads in steps of at most `most`, the first and the last of a given size, or 0 for any."""
-    first, last = min(first, most), min(last, most)
-    between = heads - first - last
-    count = -(-between // most)
-    sizes = [between * (n + 1) // count - between * n // count for n in range(count)]
-    return [size for size in (first, *sizes, last) if size]

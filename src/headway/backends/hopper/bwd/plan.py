@@ -31,6 +31,7 @@ from . import (
     wide_dq,
 )  # fmt: skip
 from .common import CHUNK, CHUNK_SIZE, COUNTERS, postprocess_dq
+from .document_order import WAVES, DocumentWalks
 from .dq_semaphore import DqSemaphore, MaskedDqSemaphore, OrderedWalks
 from .dq_zero import ZERO_ROWS
 from .kernel import backward as backward_kernel
@@ -95,12 +96,15 @@ class BackwardPlan(Plan):
 
     def _plan_walks(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> None:
         """The tile columns, and what they visit."""
-        near = self.head_swizzle(self.heads, -(-self.kv_len // row.keys))
-        if self.tile is not None and spec.tiles is None and self.compares_captures():
-            # Where documents begin anywhere, finer tiles leave out more.
-            self.tile = row.block, self.tile[1]
+        waves, walks = 1, Walks
+        if self.tile is not None and self.compares_captures():
+            waves, walks = WAVES, DocumentWalks
+            if spec.tiles is None:
+                # Where documents begin anywhere, finer tiles leave out more.
+                self.tile = row.block, self.tile[1]
+        near = self.head_swizzle(self.heads, -(-self.kv_len // row.keys), waves)
         self.walks = (
-            Walks(self, queries=False, block=row.keys, swizzle=near)
+            walks(self, queries=False, block=row.keys, swizzle=near)
             if self.owned_segments is None
             else self.owned_segments.walks
         )

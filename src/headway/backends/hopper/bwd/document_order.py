@@ -1,0 +1,48 @@
+"""In which order CTAs take the tile columns of documents.
+
+Longest column first (LPT) would put columns of many documents side by side, each with queries of
+its own, which then are read from memory and not from the L2 cache. So documents come one after the
+other, the one with the longest column first: their columns are those whose queries end together.
+Then as many heads as four waves hold may be interleaved, and short documents of all of them come
+last.
+"""
+
+import torch
+from torch import Tensor
+
+from ....blocks import Tiles
+from ....blocks.runs import Runs
+from ...gpu.runtime.call_plan import Walk, Walks
+
+WAVES = 4  # of CTAs, whose heads are interleaved
+
+
+class DocumentWalks(Walks):
+    """The walks of a plan whose mask has documents."""
+
+    def _of(self, tiles: Tiles, b: int, h: int) -> Walk:
+        walk = super()._of(tiles, b, h)
+        return walk._replace(order=by_documents(walk, self.plan.q_len))
+
+
+def by_documents(walk: Walk, length: int) -> Tensor:
+    """The tile columns of a walk in this order, int32.
+
+    - `length`: of the queries.
+    """
+    full, partial = Runs(*walk.full), Runs(*walk.partial)
+    width = -(-length // walk.step) + 1
+    work = full.per_row() + partial.per_row()
+    end = torch.maximum(_ends(full), _ends(partial))
+    groups = full.rows // walk.tile_rows * width
+    group = torch.arange(full.rows, device=end.device) // walk.tile_rows * width + end
+    longest = work.new_zeros(groups).scatter_reduce(0, group, work, "amax")
+    key = (longest[group] * groups + groups - 1 - group) * width + work
+    return key.argsort(descending=True, stable=True).to(torch.int32)
+
+
+def _ends(runs: Runs) -> Tensor:
+    """Where the last run of every row ends, int64; 0 where there is none."""
+    stop = torch.cat([runs.start.new_zeros(1), runs.start + runs.count]).long()
+    last = torch.where(torch.diff(runs.offsets) > 0, runs.offsets[1:], 0)
+    return stop[last.long()]

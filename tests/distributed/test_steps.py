@@ -1,0 +1,89 @@
+"""How many heads a step has, on a card that is not here."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from headway.distributed.exchange import steps
+from headway.distributed.exchange.cost import Sizes
+
+LINK = 250e9
+
+
+@pytest.fixture(autouse=True)
+def _card(monkeypatch):
+    has = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: has)
+
+
+def setting(hq: int, hk: int, length: int, share: float, longest: float, needed: float = 1.0):
+    """Of four ranks, each with its part of `length` queries, `share` of all pairs, and the keys
+    that it needs; the longest work tile has `longest` of the keys or queries."""
+    held = np.full(4, length // 4)
+    group = hq // hk
+    return SimpleNamespace(
+        sizes=Sizes(1, hq, hk, 128, 128, 2), device=torch.device("cuda"),
+        q=SimpleNamespace(sizes=held), kv=SimpleNamespace(sizes=held),
+        needed=[int(needed * length)] * 4, work=np.full(4, share * length * length / 4),
+        longest=(128 * length * longest, 128 * length / 4 * group * longest),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("heads", [(4, 1), (12, 3), (32, 8), (64, 8), (32, 32), (30, 15)])
+@pytest.mark.parametrize("length", [2000, 32768, 1 << 20])
+def test_all_heads_once(heads, length, backward):
+    """And no step has more keys and values than it may, where one head has not."""
+    s = setting(*heads, length, 0.5, 1.0)
+    found = steps.heads_of_steps(s, backward, LINK)
+    assert sum(found) == heads[1]
+    assert min(found) > 0
+    assert max(found) == 1 or max(found) * length * 256 * 2 <= steps._MOST
+
+
+def test_ends_are_small():
+    """Behind a causal mask: what nothing hides is the way of the first keys, and of the last
+    gradients."""
+    s = setting(32, 8, 32768, 0.5, 1.0)
+    first, *_ = steps.heads_of_steps(s, False, LINK)
+    assert first < 4
+    *_, last = steps.heads_of_steps(s, True, LINK)
+    assert last < 4
+
+
+def test_long_documents_are_one_step():
+    """Where one column has most of a head's work, kernels of few heads would take as long as one
+    of all."""
+    s = setting(64, 8, 32768, 0.07, 0.8, needed=0.6)
+    assert steps.heads_of_steps(s, True, LINK) == [8]
+
+
+def test_host_keeps_up():
+    """Kernels that take less than the host are not divided."""
+    for backward in (False, True):
+        assert steps.heads_of_steps(setting(8, 8, 2048, 0.5, 1.0), backward, LINK) == [8]
+
+
+def test_longest_work_tile():
+    """Of a real mask: next to its dense tiles."""
+    import headway as hw
+    from headway.distributed import Layout
+    from headway.distributed.exchange.needs import Whole
+    from headway.distributed.exchange.routes import Pieces
+    from headway.distributed.exchange.setting import Setting
+
+    length, ranks = 2048, 3
+    mask = hw.causal() & hw.document.from_lengths([700, 900, 448])
+    made = hw.block_mask(mask, 1, 1, length, length, tile=(128, 128))
+    pieces = Pieces(Layout.balanced(length, (0, ranks), mask).table, ranks)
+    owner = np.repeat(pieces.rank, -(-pieces.stop // 128) - pieces.start // 128)
+    whole = Whole(made.tiles, 1, 1, (128, 128), 16, 16, owner, length, True)
+    sizes = Sizes(1, 4, 2, 16, 16, 4)
+    s = Setting(
+        sizes, pieces, pieces, 0, None, torch.device("cpu"), whole, (0, 0), False
+    )  # fmt: skip
+    live = made.to_dense()[0, 0].numpy() > 0
+    columns = max(live[owner == r].sum(0).max() for r in range(ranks))
+    assert s.longest == (live.sum(1).max() * 128**2, columns * 2 * 128**2)
