@@ -47,9 +47,14 @@ COMBINATIONS = list(
 )  # 20, and so that neighbours in the table differ in both
 
 
-def one_case(case: Case, dtype: torch.dtype, layouts: tuple[Layout, Layout | None]) -> None:
+def one_case(
+    case: Case, dtype: torch.dtype, layouts: tuple[Layout, Layout | None], problem=problem
+) -> None:
     """out, lse, max_logit and all gradients of this rank, beside those of one process. Without a
-    layout of the keys every rank has all of them."""
+    layout of the keys every rank has all of them.
+
+    - `problem`: makes the inputs.
+    """
     q_layout, kv_layout = layouts
     whole = problem(case, dtype)
     options = {"scale": case.scale, "dropout": case.dropout}
