@@ -35,14 +35,11 @@ class Whole(NamedTuple):
     length: int
     in_order: bool
 
-    def needed(self, heads: range, ranks: int) -> np.ndarray:
-        """Bool `(ranks, width)`: the tiles of keys that a rank's queries read, of these heads."""
-        return self.visits(heads, ranks) > 0
-
     def visits(self, heads: range, ranks: int) -> np.ndarray:
         """int32 `(ranks, width)`: how many tiles of a rank's queries read a tile of keys, of all
         batch rows and these heads."""
-        change = np.zeros((ranks, self.width + 1), np.int32)
+        size = ranks * (self.width + 1)
+        change = np.zeros(size, np.int64)
         for runs in (self.tiles.rows_full, self.tiles.rows_partial):
             row = runs.row().cpu().numpy()
             start, count = runs.start.cpu().numpy(), runs.count.cpu().numpy()
@@ -50,9 +47,10 @@ class Whole(NamedTuple):
                 head = row // max(1, self.lines) % self.h
                 here = (head >= heads.start) & (head < heads.stop)
                 row, start, count = row[here], start[here], count[here]
-            rank = self.owner[row % max(1, self.lines)]
-            np.add.at(change, (rank, start), 1)
-            np.add.at(change, (rank, start + count), -1)
+            first = self.owner[row % max(1, self.lines)] * (self.width + 1) + start
+            change += np.bincount(first, minlength=size)
+            change -= np.bincount(first + count, minlength=size)
+        change = change.reshape(ranks, -1)
         return change[:, :-1].cumsum(1, dtype=np.int32)
 
     def of(

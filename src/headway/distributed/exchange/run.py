@@ -87,13 +87,16 @@ def _settle(agreement: Agreement, wire: Wire, call: Call) -> None:
 
 
 def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> list:
-    ranks = wire.group.size()
-    digests = tuple([digest(table, ranks) for table in tables])
+    of_q, of_kv = tables
+    queries = keys = digest(of_q, wire.group.size())
+    if wire.plan == "local":
+        keys = call.k.shape[2]
+    elif of_kv is not of_q:
+        keys = digest(of_kv, wire.group.size())
     if wire.drawn:
         call = call.replace(seed=None)
-    if wire.plan == "local":
-        digests = digests[0], call.k.shape[2]
-    return fields_of(spec, call, digests, wire.way, wire.trains, wire.own_tiles, wire.fixed)  # type: ignore[arg-type]
+    digests = queries, keys
+    return fields_of(spec, call, digests, wire.way, wire.trains, wire.own_tiles, wire.fixed)
 
 
 def _planned(

@@ -43,7 +43,8 @@ class Setting:
         if self.whole is None:
             everything = np.array([[0, self.kv.length]])
             return [everything[: int(n > 0)] for n in self.q.sizes], None
-        needed = self.whole.needed(heads, self.q.ranks)
+        alike = self.whole.h == 1 or len(heads) == self.sizes.hq
+        needed = (self._visits if alike else self.whole.visits(heads, self.q.ranks)) > 0
         tile, length = self.whole.tile[1], self.kv.length
         return [stretches_of(of, tile, length) for of in needed], needed[self.rank]
 
@@ -59,10 +60,8 @@ class Setting:
         whole, ranks = self.whole, self.q.ranks
         if whole is None:
             return self.q.sizes * float(self.kv.length)
-        total = np.zeros(ranks)
-        for runs in (whole.tiles.rows_full, whole.tiles.rows_partial):
-            per_row = runs.per_row().to(device="cpu", dtype=torch.int64).numpy()
-            total += np.bincount(np.tile(whole.owner, whole.b * whole.h), per_row, ranks)
+        owner = np.tile(whole.owner, whole.b * whole.h)
+        total = np.bincount(owner, self._per_row, ranks)
         return total * (whole.tile[0] * whole.tile[1] / (whole.b * whole.h))
 
     @cached_property
@@ -70,15 +69,27 @@ class Setting:
         """Pairs of the longest work tile of any rank: in the forward a tile of queries with its
         keys; in the backward a tile of keys with its queries, of all heads that share them. Where
         heads or batch rows have masks of their own, of the mean of these."""
-        whole, ranks = self.whole, self.q.ranks
-        group = self.sizes.hq // self.sizes.hk
+        whole, group = self.whole, self.sizes.hq // self.sizes.hk
         if whole is None:
             return 128.0 * self.kv.length, 128.0 * float(self.q.sizes.max()) * group
-        runs = whole.tiles.rows_full, whole.tiles.rows_partial
-        row = (runs[0].per_row() + runs[1].per_row()).max() if whole.lines else 0
-        column = whole.visits(range(self.sizes.hq), ranks).max(initial=0) / (whole.b * whole.h)
+        row = float(self._per_row.max(initial=0))
+        column = float(self._visits.max(initial=0)) / (whole.b * whole.h)
         pairs = whole.tile[0] * whole.tile[1]
-        return float(row) * pairs, column * pairs * (group if whole.h == 1 else 1)
+        return row * pairs, column * pairs * (group if whole.h == 1 else 1)
+
+    @cached_property
+    def _per_row(self) -> np.ndarray:
+        """Live tiles of every tile of queries."""
+        assert self.whole is not None
+        tiles = self.whole.tiles
+        total = tiles.rows_full.per_row() + tiles.rows_partial.per_row()
+        return total.to(device="cpu", dtype=torch.int64).numpy()
+
+    @cached_property
+    def _visits(self) -> np.ndarray:
+        """`Whole.visits` of all heads."""
+        assert self.whole is not None
+        return self.whole.visits(range(self.sizes.hq), self.q.ranks)
 
 
 class Plan:
