@@ -14,7 +14,7 @@ from processes import run_ranks
 from .test_exact import PLANS, layout_of, one_case
 
 NAMES = "contiguous", "zigzag", "balanced", "uneven"
-CALLS = 25  # of every number of ranks; for a longer search, more
+CALLS = 15  # of every number of ranks; for a longer search, more
 
 
 def call_of(seed: int) -> Fuzz:

@@ -333,7 +333,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-PROGRAMS = 800  # about 15 s
+PROGRAMS = 400  # about 30 s
 
 
 @pytest.mark.parametrize("part", range(4))
