@@ -42,9 +42,9 @@ def layout_of(name: str, length: int, ranks: int, seed: int) -> Layout:
     return uneven(length, ranks, seed)
 
 
-COMBINATIONS = list(
-    itertools.product(("contiguous", "zigzag", "balanced", "uneven"), PLANS)
-)  # 20, and so that neighbours in the table differ in both
+NAMES = "contiguous", "zigzag", "balanced", "uneven"  # of layouts
+# 20, and so that neighbours in the table differ in both.
+COMBINATIONS = list(itertools.product(NAMES, PLANS))
 
 
 def one_case(

@@ -16,10 +16,9 @@ from headway.distributed.exchange.cost import Grid, Sizes, cheapest
 from headway.errors import ArgumentError
 from processes import run_ranks
 
-from .test_exact import _over, layout_of, one_case, uneven
+from .test_exact import NAMES, _over, layout_of, one_case, uneven
 
 PLAN = "ulysses*heads"
-NAMES = "contiguous", "zigzag", "balanced", "uneven"
 
 
 def mesh_of(*shape: int) -> DeviceMesh:

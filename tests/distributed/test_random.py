@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,9 @@ from fuzz.calls import Fuzz, fuzz, known, problem_of
 from fuzz.functions import MILD
 from processes import run_ranks
 
-from .test_exact import PLANS, layout_of, one_case
+from .test_exact import NAMES, PLANS, layout_of, one_case
 
-NAMES = "contiguous", "zigzag", "balanced", "uneven"
-CALLS = 15  # of every number of ranks; for a longer search, more
+CALLS = 25  # of every number of ranks; for a longer search, more
 
 
 def call_of(seed: int) -> Fuzz:
@@ -34,29 +34,25 @@ def inputs(f: Fuzz) -> Problem:
     return replace(made, captured=wide)
 
 
-class Calls:
-    """The calls of some seeds, in each rank."""
-
-    def __init__(self, seeds: range) -> None:
-        self.seeds = seeds
-
-    def __call__(self, world: int, rank: int) -> None:
-        for seed in self.seeds:
-            draw, f = random.Random(f"over ranks {seed}"), call_of(seed)
-            plan, (name, other) = draw.choice((*PLANS, "local")), draw.choices(NAMES, k=2)
-            lengths = f.case.q_len, f.case.kv_len
-            q = layout_of(name, lengths[0], world, seed)
-            kv = q if len({*lengths}) == 1 and draw.random() < 0.7 else None
-            kv = kv or layout_of(other, lengths[1], world, seed + 1)
-            layouts = (q, None) if plan == "local" else (q.using(plan), kv)
-            with known(f):
-                try:
-                    one_case(f.case, torch.float64, layouts, lambda *_, f=f: inputs(f))
-                except Exception as error:
-                    what = f"{name}, {other}, {plan}, {world} ranks: {f}"
-                    raise AssertionError(what) from error
+def calls(seeds: range, world: int, rank: int) -> None:
+    """The calls of some seeds, next to one process."""
+    for seed in seeds:
+        draw, f = random.Random(f"over ranks {seed}"), call_of(seed)
+        plan, (name, other) = draw.choice((*PLANS, "local")), draw.choices(NAMES, k=2)
+        c = f.case
+        q = layout_of(name, c.q_len, world, seed)
+        same = c.q_len == c.kv_len and draw.random() < 0.7
+        kv = q if same else layout_of(other, c.kv_len, world, seed + 1)
+        layouts = (q, None) if plan == "local" else (q.using(plan), kv)
+        with known(f):
+            try:
+                one_case(c, torch.float64, layouts, lambda *_, f=f: inputs(f))
+            except Exception as error:
+                what = f"{name}, {other}, {plan}, {world} ranks: {f}"
+                raise AssertionError(what) from error
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_random_calls(world, tmp_path):
-    run_ranks(world, (Calls(range(10_000 * world, 10_000 * world + CALLS)),), tmp_path)
+    seeds = range(10_000 * world, 10_000 * world + CALLS)
+    run_ranks(world, (partial(calls, seeds),), tmp_path)

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+import headway as hw
+from headway.api import prepare
+from headway.distributed import Layout
 from headway.distributed.exchange import steps
 from headway.distributed.exchange.cost import Sizes
+from headway.distributed.exchange.routes import Pieces
+from headway.distributed.exchange.setting import setting_of
 
 LINK = 250e9
 
@@ -68,22 +73,12 @@ def test_host_keeps_up():
 
 def test_longest_work_tile():
     """Of a real mask: next to its dense tiles."""
-    import headway as hw
-    from headway.distributed import Layout
-    from headway.distributed.exchange.needs import Whole
-    from headway.distributed.exchange.routes import Pieces
-    from headway.distributed.exchange.setting import Setting
-
     length, ranks = 2048, 3
     mask = hw.causal() & hw.document.from_lengths([700, 900, 448])
-    made = hw.block_mask(mask, 1, 1, length, length, tile=(128, 128))
-    pieces = Pieces(Layout.balanced(length, (0, ranks), mask).table, ranks)
-    owner = np.repeat(pieces.rank, -(-pieces.stop // 128) - pieces.start // 128)
-    whole = Whole(made.tiles, 1, 1, (128, 128), 16, 16, owner, length, True)
-    sizes = Sizes(1, 4, 2, 16, 16, 4)
-    s = Setting(
-        sizes, pieces, pieces, 0, None, torch.device("cpu"), whole, (0, 0), False
-    )  # fmt: skip
-    live = made.to_dense()[0, 0].numpy() > 0
-    columns = max(live[owner == r].sum(0).max() for r in range(ranks))
+    layout = Layout.balanced(length, (0, ranks), mask)
+    spec, call = prepare(*(torch.randn(1, h, length, 16) for h in (4, 2, 2)), mask=mask)
+    pieces = Pieces(layout.table, ranks)
+    s = setting_of(spec, call, pieces, pieces, None, 0, False)
+    live = hw.block_mask(mask, 1, 1, length, length, tile=(128, 128)).to_dense()[0, 0].numpy() > 0
+    columns = max(live[s.whole.owner == r].sum(0).max() for r in range(ranks))
     assert s.longest == (live.sum(1).max() * 128**2, columns * 2 * 128**2)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..blocks import BlockMask, Runs, cached_build
+from ..blocks.runs import cover
 from ..errors import ArgumentError
 from ..mods import lower_mod
 
@@ -89,10 +90,7 @@ class OfRuns(Chunks):
     def moved(self, to: np.ndarray, ranks: int) -> np.ndarray:
         r, of_row = self.runs, np.repeat(to, np.diff(self.rows))
         rank, width = of_row[r.row], r.width
-        change = np.zeros((ranks, width + 1), np.int32)
-        np.add.at(change, (rank, r.start), 1)
-        np.add.at(change, (rank, r.start + r.count), -1)
-        needed = change[:, :width].cumsum(1) > 0
+        needed = cover(rank, r.start, r.start + r.count, ranks, width) > 0
         needed[of_row, np.arange(width)] = False
         size = np.full(width, r.tile)
         size[-1:] = r.length - r.tile * (width - 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...blocks import Runs, Tiles, cached_build
+from ...blocks.runs import cover
 from ...mods.graph import Graph
 from ...types import Captured, Coords
 from .routes import Pieces
@@ -38,8 +39,7 @@ class Whole(NamedTuple):
     def visits(self, heads: range, ranks: int) -> np.ndarray:
         """int32 `(ranks, width)`: how many tiles of a rank's queries read a tile of keys, of all
         batch rows and these heads."""
-        size = ranks * (self.width + 1)
-        change = np.zeros(size, np.int64)
+        total = np.zeros((ranks, self.width), np.int32)
         for runs in (self.tiles.rows_full, self.tiles.rows_partial):
             row = runs.row().cpu().numpy()
             start, count = runs.start.cpu().numpy(), runs.count.cpu().numpy()
@@ -47,11 +47,9 @@ class Whole(NamedTuple):
                 head = row // max(1, self.lines) % self.h
                 here = (head >= heads.start) & (head < heads.stop)
                 row, start, count = row[here], start[here], count[here]
-            first = self.owner[row % max(1, self.lines)] * (self.width + 1) + start
-            change += np.bincount(first, minlength=size)
-            change -= np.bincount(first + count, minlength=size)
-        change = change.reshape(ranks, -1)
-        return change[:, :-1].cumsum(1, dtype=np.int32)
+            rank = self.owner[row % max(1, self.lines)]
+            total += cover(rank, start, start + count, ranks, self.width)
+        return total
 
     def of(
         self, heads: range, rank: int | None, needed: np.ndarray | None,

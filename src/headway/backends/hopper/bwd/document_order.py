@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ....blocks import Tiles
-from ....blocks.runs import Runs
+from ....blocks.runs import Runs, pick
 from ...gpu.runtime.call_plan import Walk, Walks
 
 WAVES = 4  # of CTAs, whose heads are interleaved
@@ -33,16 +33,9 @@ def by_documents(walk: Walk, length: int) -> Tensor:
     full, partial = Runs(*walk.full), Runs(*walk.partial)
     width = -(-length // walk.step) + 1
     work = full.per_row() + partial.per_row()
-    end = torch.maximum(_ends(full), _ends(partial))
+    end = torch.maximum(full.ends(), partial.ends())
     groups = full.rows // walk.tile_rows * width
     group = torch.arange(full.rows, device=end.device) // walk.tile_rows * width + end
     longest = work.new_zeros(groups).scatter_reduce(0, group, work, "amax")
-    key = (longest[group] * groups + groups - 1 - group) * width + work
+    key = (pick(longest, group) * groups + groups - 1 - group) * width + work
     return key.argsort(descending=True, stable=True).to(torch.int32)
-
-
-def _ends(runs: Runs) -> Tensor:
-    """Where the last run of every row ends, int64; 0 where there is none."""
-    stop = torch.cat([runs.start.new_zeros(1), runs.start + runs.count]).long()
-    last = torch.where(torch.diff(runs.offsets) > 0, runs.offsets[1:], 0)
-    return stop[last.long()]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....blocks.runs import cover
 from ...base import Call
 from ...gpu.runtime.call_plan import Walk, Walks
 from ...gpu.runtime.device_guard import keep_alive, outside_capture
@@ -77,10 +78,8 @@ class Segments:
         """Which blocks of its segment a column visits, `(columns, span)`."""
         column, start, end = self.runs
         block = np.repeat(self.block, self.end - self.first)[column]
-        edges = np.zeros((self.columns, self.span + 1), int)
-        np.add.at(edges, (column, start - block), 1)
-        np.add.at(edges, (column, np.minimum(end, self.blocks) - block), -1)
-        return edges[:, :-1].cumsum(1)
+        end = np.minimum(end, self.blocks)
+        return cover(column, start - block, end - block, self.columns, self.span)
 
     @cached_property
     def sizes(self) -> np.ndarray:

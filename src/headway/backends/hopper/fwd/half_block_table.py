@@ -35,7 +35,8 @@ def half_block_table(
         return ()
     fine, *_ = build(mask, captured, shape, (tile[0] // 2, tile[1] // 2), host, coords)
     rows, columns = (-(-n * 2 // side) for n, side in zip(shape[2:], tile, strict=True))
-    full, partial = _last(tiles.rows_full), _last(tiles.rows_partial)
+    # The last tile of every row; -1 where there is none.
+    full, partial = (x.ends().numpy() - 1 for x in (tiles.rows_full, tiles.rows_partial))
     first = np.where(partial >= 0, partial, full).clip(0)
     tile_row = tiles.rows_partial.row().numpy().repeat(tiles.rows_partial.count)
     at = tiles.rows_partial.tiles().numpy()
@@ -50,14 +51,6 @@ def half_block_table(
             left, right = (2 * in_column[there] + n for n in (0, 1))
             found.append((_common(fine, row, left, columns), _common(fine, row, right, columns)))
     return tuple(found) if any(x != MIXED for pair in found for x in pair) else ()
-
-
-def _last(runs: Runs) -> np.ndarray:
-    """The last tile of every row; -1 where there is none."""
-    end = (runs.start + runs.count).numpy()
-    offsets = runs.offsets.numpy()
-    there = offsets[1:] > offsets[:-1]
-    return np.where(there, np.append(end, 0)[offsets[1:] - 1] - 1, -1)
 
 
 def _common(tiles: Tiles, row: np.ndarray, column: np.ndarray, width: int) -> int:
