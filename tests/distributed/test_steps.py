@@ -1,4 +1,4 @@
-"""How many heads a step has, on a card that is not here."""
+"""How many heads a step has, on cards that are not here: no card is asked, so all ranks choose alike."""
 
 from types import SimpleNamespace
 
@@ -15,12 +15,6 @@ from headway.distributed.exchange.routes import Pieces
 from headway.distributed.exchange.setting import setting_of
 
 LINK = 250e9
-
-
-@pytest.fixture(autouse=True)
-def _card(monkeypatch):
-    has = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: has)
 
 
 def setting(hq: int, hk: int, length: int, share: float, longest: float, needed: float = 1.0):

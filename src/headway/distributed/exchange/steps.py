@@ -9,8 +9,6 @@ of documents, whose lengths differ, one of few heads takes as long as one of man
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-
 from .cost import away, seconds
 from .setting import Setting
 
@@ -18,6 +16,7 @@ from .setting import Setting
 # a step costs a card; and the host for a call, and for each step of it.
 _STEP = 150e-6, 250e-6
 _HOST = (1.0e-3, 0.6e-3), (0.5e-3, 0.85e-3)
+_PROCESSORS = 132  # of a card as fast as `cost` says: not this rank's, since all ranks choose alike
 _BACKWARD = 2.5  # forwards
 _MOST = 256 << 20  # bytes of the keys and values of a step
 _SMALL = 4  # heads of a first or a last step, at most
@@ -41,11 +40,10 @@ def heads_of_steps(setting: Setting, backward: bool, link: float) -> list[int]:
     of_head = s.b * (s.d + s.dv) * s.itemsize  # bytes of a token
     most = max(1, _MOST // max(1, max(setting.needed) * of_head))
     way = away(setting.needed, setting.kv.sizes) * of_head / link
-    processors = torch.cuda.get_device_properties(setting.device).multi_processor_count
     factor = _BACKWARD if backward else 1.0
     times = _Times(
         factor * seconds(s, float(setting.work.max()), "cuda") / s.hk,
-        factor * seconds(s, setting.longest[backward], "cuda") / (s.b * s.hq) * processors,
+        factor * seconds(s, setting.longest[backward], "cuda") / (s.b * s.hq) * _PROCESSORS,
         way,
         4 / s.itemsize * way if backward else 0.0,
     )
