@@ -9,7 +9,7 @@ import json
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
@@ -89,6 +89,11 @@ class Spec:
     def parse(text: str) -> "Spec":
         """Read the text form back."""
         return _spec_parse(text)
+
+    @lru_cache(maxsize=4096)  # noqa: B019 of a value: no spec is kept that has no equal in use
+    def replace(self, **fields: Any) -> "Spec":
+        """The spec with other fields; the same one for the same, whose hash is known."""
+        return replace(self, **fields)
 
 
 _FIELDS = tuple(field.name for field in fields(Spec))

@@ -48,5 +48,5 @@ def test_what_is_written_after_a_capture_counts(part):
     assert interpreted("interpret_graphs.py", part, 3) == {}
 
 
-def test_sums_over_ranks():
-    assert interpreted("interpret_rank_sums.py") == {}
+def test_rows_of_ranks():
+    assert interpreted("interpret_ranks.py") == {}

@@ -17,7 +17,7 @@ from ..backends.base import Call
 from ..errors import ArgumentError
 from ..flops import register_flops
 from ..operators import flat, grads_like, library, results_like
-from ..ops import _once, in_order, refuse_tangents
+from ..ops import _once, _watched, in_order, refuse_tangents
 from ..types import NAMESPACE, Forward, Spec, acc_dtype, in_dtype
 from .layout import NO_MESH, Layout
 
@@ -103,7 +103,8 @@ def attention(
     wire = f"{way}|{flags}|{groups}"
     tables = at.table, (layouts.kv or at).table
     if not trains:
-        out, *stats = forward_op(spec.text, wire, *given[:10], *tables)
+        run = forward_op if _watched(q, k, v, *tensors) else _forward
+        out, *stats = run(spec.text, wire, *given[:10], *tables)
         return Forward(in_dtype(out, _given_dtype(spec, q)), *stats)
     counts = spec.score_tensors, len(tensors), _given_dtype(spec, q)
     inputs = [q, k, v, sink, seed, *tables, *tensors, *tiles]
@@ -133,7 +134,8 @@ class _Context(torch.autograd.Function):
         spec, wire, ints, floats, offsets, counts, q, k, v, sink, seed, *rest = inputs
         q_table, kv_table, *tensors = rest
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
-        exact, *stats = forward_op(
+        run = forward_op if _watched(q, k, v, *tensors) else _forward
+        exact, *stats = run(
             spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
             kv_table,
         )  # fmt: skip
@@ -165,7 +167,8 @@ class _Context(torch.autograd.Function):
         ]
         if dout is None:
             dout = torch.zeros_like(out, dtype=counts[2])
-        results = backward_op(
+        run = backward_op if _watched(q, k, v, dout, *tensors) else _backward
+        results = run(
             spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
             kv_table, out, lse, dout, dlse, needs,
         )  # fmt: skip

@@ -7,8 +7,9 @@ field; where they differ, every rank raises, and says which rank differs in what
 
 import hashlib
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from ...backends.base import Call
 from ...caches import Cache
 from ...errors import ArgumentError
 from ...types import Spec
+from .board import Board, board_of
 
 FIELDS = (
     "its local length", "the layout", "the layout of its keys", "the sizes (b, heads, widths)",
@@ -46,37 +48,50 @@ def fields_of(
     - `fixed`: which captured tensors do not learn.
     """
     (b, hq, _, d), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
+    sizes, dtype, score, mask, asked, plan_ = _of_kind(spec, (b, hq, hk, d, dv), call.q.dtype, plan)
+    seed = (_DRAWN if spec.dropout else 0) if call.seed is None else call.seed
+    if own_tiles and call.tiles is not None:
+        mask = _hash([mask, *[_content(t) for t in call.tiles.flatten()]])
+    tensors, ints, floats = call.captured
+    return [
+        1, *digests, sizes, dtype, score, mask, asked,
+        _hash((ints, floats)) if ints or floats else 0,
+        _of_tensors(tensors, fixed) if tensors else 0, seed, plan_, int(trains),
+    ]  # fmt: skip
+
+
+@lru_cache(256)
+def _of_kind(
+    spec: Spec, sizes: tuple[int, ...], dtype: torch.dtype, plan: tuple
+) -> tuple[int, ...]:
+    """Those fields that are the same for all calls of a kind: sizes, dtype, score, mask, what is
+    asked for, and the plan."""
     asked = [
         spec.scale, spec.dropout, spec.sink, spec.max_logit, spec.row_max, spec.partial,
         spec.deterministic, spec.tiles,
     ]  # fmt: skip
-    seed = (_DRAWN if spec.dropout else 0) if call.seed is None else call.seed
-    own = call.tiles.flatten() if own_tiles and call.tiles is not None else []
-    mask = spec.mask, [_content(t) for t in own]
-    return [
-        1, *digests, _hash((b, hq, hk, d, dv)), _hash(str(call.q.dtype)),
-        _hash(spec.score), _hash(mask), _hash(asked),
-        _hash((call.captured.ints, call.captured.floats)),
-        _of_tensors(call.captured.tensors, fixed), seed, _hash(plan), int(trains),
-    ]  # fmt: skip
+    of = sizes, str(dtype), spec.score, spec.mask, asked, plan
+    return tuple(map(_hash, of))
 
 
 class Agreement:
     """The comparison of a call's fields with those of all ranks, which begins here: at every call,
     since a rank cannot know that another one makes a call of a kind that is new. On the CPU, so
-    that no device is waited for.
+    that no device is waited for: where ranks are of one host they see whether they are alike on a
+    board, and else, or to say what differs, they send each other their fields.
 
     - `group`: that compares.
     """
 
-    def __init__(self, fields: list[int | Tensor], group: Any, device: torch.device) -> None:
-        self.group, where = _comparing(group, device)
-        self.mine = torch.tensor([int(f) for f in fields], dtype=torch.int64, device=where)
-        self.gathered = self.mine.new_empty((group.size(), len(fields)))
-        # The group's own method: `dist.all_gather` takes the host three times as long.
-        self.work = self.group.allgather([list(self.gathered.unbind())], [self.mine])
+    def __init__(self, fields: Sequence[int | Tensor], group: Any, device: torch.device) -> None:
+        self.fields = [int(f) for f in fields]
+        self.group, self.device, self.board = _comparing(group, device)
         self.waiting = True
         self.failure: Exception | None = None
+        if self.board is None:
+            self._send()
+        else:
+            self.board.say(hash(tuple(self.fields)))  # of numbers: the same in every process
 
     def wait(self) -> None:
         """Until all ranks have said theirs.
@@ -86,12 +101,26 @@ class Agreement:
         if self.waiting:
             self.waiting = False
             try:
-                self.work.wait()
-                _compare(self.gathered.tolist())
+                self._compared()
             except Exception as error:  # noqa: BLE001 raised below, whenever it is asked for
                 self.failure = error
         if self.failure is not None:
             raise self.failure
+
+    def _compared(self) -> None:
+        if self.board is not None:
+            if self.board.alike() and self.fields[0]:
+                return
+            self._send()  # all ranks have found that
+        self.work.wait()
+        _compare(self.gathered.tolist())
+
+    def _send(self) -> None:
+        mine = torch.tensor(self.fields, dtype=torch.int64, device=self.device)
+        self.gathered = mine.new_empty((self.group.size(), len(mine)))
+        # The group's own method: `dist.all_gather` takes the host three times as long.
+        self.work = self.group.allgather([list(self.gathered.unbind())], [mine])
+        self.sent = mine  # until it has been
 
 
 def _compare(found: list[list[int]]) -> None:
@@ -116,28 +145,39 @@ def _compare(found: list[list[int]]) -> None:
             )
 
 
+class _Comparing(NamedTuple):
+    """How the ranks of a group compare: the group whose collectives do, where its tensors are, and
+    the board of a host."""
+
+    group: Any
+    device: torch.device
+    board: Board | None
+
+
 # By the group itself: one that is made anew has a companion of its own.
-_companions: Cache[Any] = Cache(64)
+_companions: Cache[_Comparing] = Cache(64)
 _CPU = torch.device("cpu")
 
 
-def _comparing(group: Any, device: torch.device) -> tuple[Any, torch.device]:
-    """The group that compares, and where its tensors are: the group itself where it has
-    collectives on the CPU ("cpu:gloo,cuda:nccl"), else one of the same ranks, which is made once.
-    Without gloo, the group on its device, for which the host then waits at every call."""
-    if _has_cpu(group):
-        return group, _CPU
-    if not dist.is_gloo_available():
-        return group, device
+def _comparing(group: Any, device: torch.device) -> _Comparing:
+    """By the group itself where it has collectives on the CPU ("cpu:gloo,cuda:nccl"), else by one
+    of the same ranks, which is made once. Without gloo, by the group on its device, for which the
+    host then waits at every call."""
     found = _companions.get(group)
-    if found is None:
-        options = getattr(group._get_backend(device), "options", None)
+    if found is not None:
+        return found
+    if not _has_cpu(group) and not dist.is_gloo_available():
+        return _companions.put(group, _Comparing(group, device, None))
+    at = _CPU if _has_cpu(group) else device
+    options = getattr(group._get_backend(at), "options", None)
+    timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
+    made = group
+    if not _has_cpu(group):
         made = dist.new_group(
-            dist.get_process_group_ranks(group), getattr(options, "_timeout", None), "gloo",
-            use_local_synchronization=True,
-        )  # fmt: skip
-        found = _companions.put(group, made)
-    return found, _CPU
+            dist.get_process_group_ranks(group), timeout, "gloo", use_local_synchronization=True
+        )
+    board = board_of(made, timeout.total_seconds())
+    return _companions.put(group, _Comparing(made, _CPU, board))
 
 
 def _has_cpu(group: Any) -> bool:
@@ -166,15 +206,20 @@ _contents: Cache[tuple[Any, int]] = Cache(256)
 
 
 def _content(t: Tensor) -> int:
+    return read_once(t, None, _checksum)
+
+
+def read_once(t: Tensor, key: Any, read: Callable[[Tensor], int]) -> int:
+    """What is read of a tensor, for readers of that key, while nobody writes into it."""
     import weakref
 
     if t.is_inference():
-        return _checksum(t)
-    key = (id(t), t._version)
-    found = _contents.get(key)
+        return read(t)
+    known = id(t), t._version, key
+    found = _contents.get(known)
     if found is not None and found[0]() is t:
         return found[1]
-    return _contents.put(key, (weakref.ref(t), _checksum(t)))[1]
+    return _contents.put(known, (weakref.ref(t), read(t)))[1]
 
 
 def _checksum(t: Tensor) -> int:

@@ -29,14 +29,13 @@ from .agreement import Agreement
 from .collective import Collective, all_gather
 from .routes import (
     Arriving,
+    Copies,
     Parts,
     Returning,
     Routes,
     Transport,
     beginnings,
-    copy,
     message,
-    rows_of,
     stacked,
     unstacked,
     view_at,
@@ -48,11 +47,11 @@ class _Exchange(NamedTuple):
     """An exchange of tensors of one kind, as worked out for the memory that `own` is of, which has
     room for it.
 
-    - `spans`: of rows to be laid out in `mine`; `copies`: of what others have laid out.
+    - `laying`: rows out in `mine`; `copies`: of what others have laid out.
     """
 
     own: Tensor
-    spans: list[tuple[int, int]]
+    laying: Copies
     mine: Parts
     copies: list[Copy]
 
@@ -113,8 +112,7 @@ class Pull(Transport):
             key = back, memory.turn % 2, *key[2:]  # new memory begins with another turn
             routes.known[key] = found
         memory.begin()
-        for span in found.spans:
-            copy(rows_of(parts, *span), rows_of(found.mine, *span))
+        found.laying.make(parts, found.mine)
         memory.exchange(found.copies, to)
 
     def _prepared(
@@ -141,7 +139,8 @@ class Pull(Transport):
             x = regions[t.rank][t.part][:, :, t.first : t.first + t.y.shape[2]]
             if x.numel():
                 copies.append(Copy.of(x, t.to, t.y, t.y.data_ptr() - to[t.to].data_ptr()))
-        return _Exchange(memory.own, _joined(laid), unstacked(regions[memory.me], parts), copies)
+        spans = [(first, first, size) for first, size in _joined(laid)]
+        return _Exchange(memory.own, Copies(spans), unstacked(regions[memory.me], parts), copies)
 
 
 class _Target(NamedTuple):

@@ -108,6 +108,7 @@ class Routes:
                 continue
             found = _segments(rank, at, to, size)
             self.own = [s for s in found if s.rank == r]
+            self.own_copies = Copies([s[1:] for s in self.own])
             self.incoming = sorted([s for s in found if s.rank != r], key=lambda s: (s.rank, s.to))
         self.received = sum(s.size for s in self.incoming)
 
@@ -117,8 +118,7 @@ class Routes:
 
     def copy_own(self, parts: Parts, out: Parts) -> None:
         """The rows that this rank reads of itself."""
-        for s in self.own:
-            copy(rows_of(parts, s.at, s.size), rows_of(out, s.to, s.size))
+        self.own_copies.make(parts, out)
 
 
 def _segments(*columns: np.ndarray) -> list[Segment]:
@@ -150,6 +150,27 @@ def copy(parts: Parts, to: Parts) -> None:
     """`to` becomes `parts`."""
     for x, y in zip(parts, to, strict=True):
         y.copy_(x)
+
+
+class Copies:
+    """Copies of some rows, on a GPU by one kernel.
+
+    - `spans`: of each copy the first row, the first row where it is copied to, and their number.
+    """
+
+    def __init__(self, spans: list[tuple[int, int, int]]) -> None:
+        self.spans = spans
+        self.known: dict[Any, Any] = {}
+
+    def make(self, parts: Parts, to: Parts) -> None:
+        """Rows of `parts` become rows of `to`, of the same dtype."""
+        if parts[0].is_cuda:
+            from ...backends.gpu.rank_copies import copy_rows
+
+            if copy_rows(self.spans, self.known, parts, to):
+                return
+        for first, there, size in self.spans:
+            copy(rows_of(parts, first, size), rows_of(to, there, size))
 
 
 class Arriving:

@@ -60,8 +60,8 @@ def backward_of_rows(
     """A backend's backward, kernel by kernel."""
     found = [
         get(spec.backend).backward(
-            *_part(spec, call, part), out[:, :, part.rows], lse[:, :, part.rows],
-            dout[:, :, part.rows], None if dlse is None else dlse[:, :, part.rows], needs,
+            *_part(spec, call, part), _here(out, part), _here(lse, part), _here(dout, part),
+            None if dlse is None else _here(dlse, part), needs,
         )
         for part in parts
     ]  # fmt: skip
@@ -69,9 +69,14 @@ def backward_of_rows(
 
 
 def _part(spec: Spec, call: Call, part: Rows) -> tuple[Spec, Call]:
-    q = call.q[:, :, part.rows]
-    call = call.replace(q=q, coords=part.coords, tiles=part.tiles)
-    return replace(spec, tiles=part.known), call
+    call = call.replace(q=_here(call.q, part), coords=part.coords, tiles=part.tiles)
+    return spec.replace(tiles=part.known), call
+
+
+def _here(x: Tensor, part: Rows) -> Tensor:
+    """Of x (b, h, tokens, ...) the rows of a part; a view takes the host as long as ten lines."""
+    rows = part.rows
+    return x if rows.stop - rows.start == x.shape[2] else x[:, :, rows]
 
 
 def in_pieces(s: Setting, kv_pos: Tensor | None) -> bool:
@@ -148,4 +153,4 @@ def all_tokens(s: Setting) -> Here:
     tiles = known = None
     if s.whole is not None and s.whole.in_order:
         tiles, known = s.whole.tiles, (s.whole.b, s.whole.h, *s.whole.tile)
-    return Here("here", s, [Rows(slice(None), Coords(*s.offsets), tiles, known)])
+    return Here("here", s, [Rows(slice(0, s.q.length), Coords(*s.offsets), tiles, known)])

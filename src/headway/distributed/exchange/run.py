@@ -13,7 +13,7 @@ from ...errors import ArgumentError
 from ...operators import call_of
 from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..layout import digest
-from .agreement import UNPLANNED, Agreement, fields_of
+from .agreement import UNPLANNED, Agreement, fields_of, read_once
 from .move import resolved
 from .nodes import Nodes, node_of
 from .plans import plan_of
@@ -88,11 +88,13 @@ def _settle(agreement: Agreement, wire: Wire, call: Call) -> None:
 
 def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> list:
     of_q, of_kv = tables
-    queries = keys = digest(of_q, wire.group.size())
+    ranks = wire.group.size()
+    of = lambda table: read_once(table, ranks, lambda t: digest(t, ranks))
+    queries = keys = of(of_q)
     if wire.plan == "local":
         keys = call.k.shape[2]
     elif of_kv is not of_q:
-        keys = digest(of_kv, wire.group.size())
+        keys = of(of_kv)
     if wire.drawn:
         call = call.replace(seed=None)
     digests = queries, keys

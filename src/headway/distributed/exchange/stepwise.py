@@ -75,7 +75,7 @@ class ByHeads(Plan):
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         acc = acc_dtype(call.q.dtype)
         dtype, of_kv = spec.grad_dtypes(call.q.dtype)
-        spec = replace(spec, exact_kv=True)
+        spec = spec.replace(exact_kv=True)
         sinks: list[Tensor] = []
         captured: list[list[Tensor | None]] = []
         dq: list[Tensor] = []  # one
@@ -84,13 +84,14 @@ class ByHeads(Plan):
         for step, kv in self._arriving(self.steps_back, call, transport):
             h, kv_heads = self._of_q(step), _heads(step)
             grads = backward_of_rows(
-                spec, self._call(step, call, *kv), step.parts, out[:, h], lse[:, h], dout[:, h],
-                None if dlse is None else dlse[:, h], needs,
+                spec, self._call(step, call, *kv), step.parts,
+                _of_heads(out, h), _of_heads(lse, h), _of_heads(dout, h),
+                None if dlse is None else _of_heads(dlse, h), needs,
             )  # fmt: skip
             before = going
             going = (
                 transport.home(step.routes, (grads.k.to(acc), grads.v.to(acc))),
-                (dk[:, kv_heads], dv[:, kv_heads]),
+                (_of_heads(dk, kv_heads), _of_heads(dv, kv_heads)),
             )
             _write(before)  # beside this step's, which is on its way
             _put(dq, [in_dtype(grads.q, dtype)], h, call.q.shape[1])
@@ -108,7 +109,7 @@ class ByHeads(Plan):
 
         def fetch(step: Step) -> Arriving:
             h = _heads(step)
-            return transport.fetch(step.routes, (call.k[:, h], call.v[:, h]))
+            return transport.fetch(step.routes, (_of_heads(call.k, h), _of_heads(call.v, h)))
 
         return _ahead(steps, fetch)
 
@@ -118,7 +119,7 @@ class ByHeads(Plan):
     def _call(self, step: Step, call: Call, k: Tensor, v: Tensor) -> Call:
         h = self._of_q(step)
         sink = None if call.sink is None else call.sink[h]
-        return call.replace(q=call.q[:, h], k=k, v=v, sink=sink)
+        return call.replace(q=_of_heads(call.q, h), k=k, v=v, sink=sink)
 
 
 def _put(whole: list[Tensor], part: Iterable[Tensor], h: slice, heads: int) -> None:
@@ -135,6 +136,11 @@ def _put(whole: list[Tensor], part: Iterable[Tensor], h: slice, heads: int) -> N
 
 def _heads(step: Step) -> slice:
     return slice(step.heads.start, step.heads.stop)
+
+
+def _of_heads(x: Tensor, h: slice) -> Tensor:
+    """Of x (b, heads, ...) those heads."""
+    return x if h.stop - h.start == x.shape[1] else x[:, h]
 
 
 # -- ring -----------------------------------------------------------------------------------------
@@ -162,7 +168,7 @@ class Ring(Plan):
 
     def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
-        spec = replace(spec, partial=True, tiles=None)
+        spec = spec.replace(partial=True, tiles=None)
         merged, found = None, []
         for step, kv in self._arriving(call, transport):
             part = get(spec.backend).forward(*self._part(spec, call, step, *kv))
@@ -176,7 +182,7 @@ class Ring(Plan):
         return Forward(*merged, *stats)
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
-        spec = replace(spec, partial=True, tiles=None)
+        spec = spec.replace(partial=True, tiles=None)
         acc = acc_dtype(call.q.dtype)
         dq, found, going = None, [], None
         dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (call.k, call.v))
@@ -204,7 +210,7 @@ class Ring(Plan):
         call = call.replace(
             k=k, v=v, sink=call.sink if first else None, coords=step.parts[0].coords, tiles=None
         )
-        return (spec if first else replace(spec, sink=False)), call
+        return (spec if first else spec.replace(sink=False)), call
 
 
 # -- what both do ----------------------------------------------------------------------------------

@@ -33,7 +33,11 @@ class Memory:
         self.members = frozenset(dist.get_process_group_ranks(group))
         self.turn, self.capacity = 0, 0
         self.copies = torch.cuda.Stream(device)
+        self.index = self.copies.device_index
+        self.laid = torch.cuda.Event()  # when rows were laid out
         self.passed = torch.cuda.Event()  # when all ranks had said the last turn
+        for event in (self.laid, self.passed):
+            event.record(self.copies)  # which makes it
         self.reserve(1)
 
     def reserve(self, count: int) -> None:
@@ -66,13 +70,14 @@ class Memory:
 
     def begin(self) -> None:
         """Before something is laid out in the current stream: its region has been read."""
-        torch.cuda.current_stream(self.device).wait_event(self.passed)
+        _wait(self._here(), self.passed)
 
     def exchange(self, copies: list["Copy"], to: list[Tensor]) -> None:
         """Say that everything is laid out, and when all ranks have said so, copy; in the stream of
         copies, which the current stream does not wait for."""
         self.turn += 1
-        self.copies.wait_stream(torch.cuda.current_stream(self.device))
+        _record(self.laid, self._here())
+        _wait(self.copies.cuda_stream, self.laid)
         self.meet()
         self.passed.record(self.copies)
         targets, stream = [y.data_ptr() for y in to], self.copies.cuda_stream
@@ -85,7 +90,10 @@ class Memory:
         """What makes the current stream, when called, wait for the copies until now."""
         event = torch.cuda.Event()
         event.record(self.copies)
-        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+        return lambda: _wait(self._here(), event)
+
+    def _here(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self.index)
 
     def meet(self) -> None:
         """Say this turn to all ranks, and wait until all have, in the stream of copies."""
@@ -140,12 +148,25 @@ class Copy(NamedTuple):
         )  # fmt: skip
 
 
-# -- the driver ------------------------------------------------------------------------------------
+# -- the driver, which takes the host less time than PyTorch's objects --------------------------
+
+
+def _record(event: torch.cuda.Event, stream: int) -> None:
+    _checked("cuEventRecord", event.cuda_event, stream)
+
+
+def _wait(stream: int, event: torch.cuda.Event) -> None:
+    """A stream waits for what an event has recorded last."""
+    _checked("cuStreamWaitEvent", stream, event.cuda_event, 0)
 
 
 def _call(name: str, stream: int, address: int, value: int) -> None:
     """Write, or wait until what stands there is `value` or later."""
-    failed = getattr(driver(), name)(stream, address, value & 0xFFFF_FFFF, 0)
+    _checked(name, stream, address, value & 0xFFFF_FFFF, 0)
+
+
+def _checked(name: str, *given: int) -> None:
+    failed = getattr(driver(), name)(*given)
     if failed:
         raise RuntimeError(f"{name} failed with CUDA error {failed}")
 
@@ -158,6 +179,8 @@ def driver() -> ctypes.CDLL:
         if hasattr(found, name):
             given = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
             getattr(found, name).argtypes = given
+    found.cuEventRecord.argtypes = ctypes.c_void_p, ctypes.c_void_p
+    found.cuStreamWaitEvent.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint
     found.cuMemcpy2DAsync_v2.argtypes = ctypes.POINTER(_Copy2D), ctypes.c_void_p
     return found
 

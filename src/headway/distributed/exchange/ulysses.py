@@ -1,7 +1,6 @@
 """The plan of all tokens and some heads, among all ranks or inside of a node."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,7 +85,7 @@ class Ulysses(Plan):
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         acc = acc_dtype(call.q.dtype)
-        spec = replace(spec, exact_kv=True)
+        spec = spec.replace(exact_kv=True)
         # The owner of a row knows its delta = rowsum(dout∘out) − dlse: with an out of 0, whose
         # product is 0, the gradient of lse that gives it is −delta. So out is not sent.
         rows = torch.stack([lse, delta_of(out, dout, dlse, acc)], -1)

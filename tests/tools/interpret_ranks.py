@@ -1,5 +1,5 @@
-"""Sums over ranks in Triton's interpreter, next to PyTorch's: the last line printed is {case: what
-is wrong}."""
+"""Sums over ranks, and copies of rows, in Triton's interpreter, next to PyTorch's: the last line
+printed is {case: what is wrong}."""
 
 import json
 import random
@@ -12,8 +12,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from headway.backends.gpu.rank_copies import copy_rows
 from headway.backends.gpu.rank_sums import write_sums
-from headway.distributed.exchange.routes import Returning, Segment, message
+from headway.distributed.exchange.routes import Copies, Returning, Segment, message
 
 DTYPES = torch.float32, torch.float64, torch.float16  # NumPy has no bfloat16
 
@@ -28,7 +29,7 @@ def segments(ranks: list[int], here: int, there: int) -> list[Segment]:
     return found
 
 
-def wrong(seed: int) -> str:
+def wrong_sums(seed: int) -> str:
     """What is wrong with the sums of random segments."""
     random.seed(seed)
     torch.manual_seed(seed)
@@ -51,7 +52,39 @@ def wrong(seed: int) -> str:
     return "" if same else f"{dtype} {widths} {routes.own} {routes.outgoing}"
 
 
+def wrong_copies(seed: int) -> str:
+    """What is wrong with copies of random rows, of tensors that are views of larger ones."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    b, h, tokens, dtype = 2, 3, random.choice([1, 64, 200]), random.choice(DTYPES)
+    widths = random.choice([(8, 8), (8, 12), (5, 16), (4,)])
+    spans, there = [], random.randint(0, 3)
+    for s in segments([0, 1], tokens, 0):
+        spans.append((s.at, there, s.size))
+        there += s.size + random.randint(0, 2)
+    around = lambda n, w: torch.randn(b, n + 1, h + 2, w, dtype=dtype).transpose(1, 2)
+    inside = lambda of, n: tuple([x[:, 1:-1, :n] for x in of])
+    parts = inside([around(tokens, w) for w in widths], tokens)
+    mine, right = ([torch.full_like(around(there, w), 7.0) for w in widths] for _ in range(2))
+    known = {}
+    for _ in range(2):
+        if not copy_rows(spans, known, parts, inside(mine, there)):
+            return "refused"
+    Copies(spans).make(parts, inside(right, there))
+    same = all(torch.equal(x, y) for x, y in zip(mine, right, strict=True))
+    columns = [x[..., ::2] for x in mine]
+    if copy_rows(spans, known, columns, columns):
+        return "took rows whose numbers are apart"
+    return "" if same else f"{dtype} {widths} {spans}"
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print(json.dumps({seed: said for seed in range(20) if (said := wrong(seed))}))
+    found = {}
+    for wrong in (wrong_sums, wrong_copies):
+        for seed in range(20):
+            said = wrong(seed)
+            if said:
+                found[f"{wrong.__name__} {seed}"] = said
+    print(json.dumps(found))

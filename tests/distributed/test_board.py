@@ -1,0 +1,145 @@
+"""Ranks of one host that see whether they are alike."""
+
+import os
+import random
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import headway as hw
+from headway.distributed import Layout
+from headway.distributed.exchange import agreement
+from headway.distributed.exchange.board import _WORDS, Board, board_of
+from processes import run_ranks
+
+from .test_agreement import every_field
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "board"
+    file.write_bytes(bytes(Board.size(3)))
+    return str(file)
+
+
+def turns(world: int, rank: int) -> None:
+    """Alike exactly where all numbers are, however late a rank is."""
+    draw, late = random.Random(0), random.Random(rank)
+    at = board_of(dist.group.WORLD, SECONDS)
+    assert at is not None
+    for _ in range(2000):
+        numbers = [draw.choice([-7, 7, 1 << 70])] * world
+        if draw.random() < 0.3:
+            numbers[draw.randrange(world)] = 3
+        at.say(numbers[rank])
+        if late.random() < 0.01:
+            time.sleep(2e-3)
+        assert at.alike() == (len(set(numbers)) == 1)
+    assert not list(Path(tempfile.gettempdir()).glob("headway-*"))
+    assert not list(Path("/dev/shm").glob("headway-*"))
+
+
+def left(world: int, rank: int) -> None:
+    """A rank that ends is missed at once, not when time is up."""
+    at = board_of(dist.group.WORLD, 60.0)
+    assert at is not None
+    if rank == 1:
+        os._exit(0)
+    at.say(1)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 has left"):
+        at.alike()
+    assert time.monotonic() - began < 10
+
+
+def not_shared(world: int, rank: int) -> None:
+    """Ranks that have no board in common compare by messages, and say the same."""
+    real = Board.__init__
+
+    def apart(self, path, *given):  # a file of that name, of another host
+        if rank == 1:
+            path += "-apart"
+            Path(path).write_bytes(bytes(Board.size(world)))
+        real(self, path, *given)
+        if rank == 1:
+            Path(path).unlink()
+
+    def none(self, path, *given):
+        if rank == 1:
+            raise OSError("no locks here")
+        real(self, path, *given)
+
+    for fault in (apart, none):
+        agreement._companions.clear()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Board, "__init__", fault)
+            layout = Layout.zigzag(64, dist.group.WORLD)
+            q = torch.randn(1, 2, layout.local, 8)
+            hw.attention(q, q, q, layout=layout)
+            (how,) = agreement._companions.values()
+            assert how.board is None
+    every_field(world, rank)
+    agreement._companions.clear()
+
+
+def test_ranks(tmp_path):
+    run_ranks(3, (turns,), tmp_path)
+
+
+def test_by_messages(tmp_path):
+    run_ranks(2, (not_shared,), tmp_path)
+
+
+def test_left(tmp_path):
+    run_ranks(2, (left,), tmp_path)
+
+
+def test_in_time(path):
+    """A rank that is there and makes no call."""
+    mine = Board(path, 0, 3, 0.3)
+    mine.say(1)
+    mine._left = lambda r: False  # of one process, which locks nothing for itself
+    with pytest.raises(RuntimeError, match="rank 1 made no call"):
+        mine.alike()
+
+
+def test_every_turn_begins_anew(path):
+    """What a rank has said before counts for no later turn, when the words come round too."""
+    boards = [Board(path, r, 3, SECONDS) for r in range(3)]
+    for turn in range(3 * _WORDS):
+        for b in boards[1:]:
+            b.say(turn)
+        assert not boards[1].complete()
+        boards[0].say(turn)
+        assert all(b.complete() and b.alike() for b in boards)
+
+
+def test_one_turn_ahead(path):
+    """A fast rank's next turn does not hide this one from a slow rank."""
+    fast, slow, third = (Board(path, r, 3, SECONDS) for r in range(3))
+    for turn in range(50):
+        for b in (fast, slow, third):
+            b.say(turn)
+        assert fast.alike()
+        assert third.alike()
+        fast.say(turn + 1)
+        third.say(turn + 1)
+        assert slow.alike()
+        slow.say(turn + 1)
+        assert all(b.alike() for b in (fast, slow, third))
+
+
+def test_waits_for_the_last(path):
+    boards = [Board(path, r, 2, SECONDS) for r in range(2)]
+    boards[0].say(5)
+    later = threading.Timer(0.05, lambda: boards[1].say(5))
+    later.start()
+    assert boards[0].alike()
+    later.join()
