@@ -183,7 +183,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, *learned):
-        spec, (q, k, v, sink, seed, captured, tiles, at, signature, _) = run.spec, run.call
+        spec, (q, k, v, sink, seed, captured, tiles, at, signature, *_) = run.spec, run.call
         tensors, ints, floats = captured
         exact, lse, run.max_logit, run.row_max = get(spec.backend).forward(spec, run.call)
         out = _rounded(spec.exact_out, exact, q)
@@ -386,7 +386,7 @@ def infer(spec: Spec, call: Call) -> Forward:
 
 def _alone(spec: Spec, call: Call) -> Forward:
     """`attention` where nobody watches."""
-    q, k, v, sink, _, (tensors, _, _), _, _, signature, _ = call
+    q, k, v, sink, _, (tensors, _, _), _, _, signature, *_ = call
     learned = tensors[: spec.score_tensors]
     trained = signature.trained if signature is not None else _learns([q, k, v, sink, *learned])
     if not (trained and torch.is_grad_enabled()):

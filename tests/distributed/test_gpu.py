@@ -18,6 +18,7 @@ if torch.cuda.device_count() < 2:
 import headway as hw
 from cases import CASES, Case, problem
 from checks import compare, gradients
+from headway.distributed.exchange import plans, run
 from headway.errors import ArgumentError
 from tools.on_gpu import moved
 
@@ -125,6 +126,37 @@ def many_calls(world: int, rank: int) -> None:
             assert torch.equal(_over(at, q, k, v, hw.causal()), right)
 
 
+def in_lanes(world: int, rank: int) -> None:
+    """Steps in lanes: the bits of steps in one stream, for new masks at every call, while memory is
+    taken and written by others."""
+    torch.manual_seed(0)
+    n = 1500 * world
+    q, k, v = (torch.randn(1, h, n, 128, **BF16) for h in (16, 4, 4))
+    layout = layout_of("zigzag", n, world, 0)
+    mine = [layout.shard(x, 2).contiguous().requires_grad_() for x in (q, k, v)]
+    with pytest.MonkeyPatch.context() as patched:
+        steps = {False: [1, 2, 1], True: [3, 1]}
+        patched.setattr(plans, "heads_of_steps", lambda setting, back, link: steps[back])
+        run._plans.clear()
+        for turn in range(20):
+            cut = torch.tensor([0, 400 + 37 * turn, 900 + 11 * turn], device="cuda")
+            ids = torch.searchsorted(cut, torch.arange(n, device="cuda"), right=True)
+            found = []
+            for transport in ("pull", "collective"):
+                if turn % world == rank:
+                    torch.cuda._sleep(1_000_000)  # one is late
+                at = layout.using("heads", transport)
+                out = hw.attention(
+                    *mine, mask=hw.causal() & hw.document(ids), layout=at, deterministic=True
+                )
+                grads = torch.autograd.grad(out, mine, torch.ones_like(out))
+                noise = [torch.full_like(x, float("nan")) for x in (*mine, out)]
+                found.append([x.detach().clone() for x in (out, *grads)])
+                del noise, out, grads
+            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), turn
+        run._plans.clear()
+
+
 def compiled(world: int, rank: int) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, 2048, 64, **BF16) for h in (8, 4, 4))
@@ -132,8 +164,8 @@ def compiled(world: int, rank: int) -> None:
     mine = [layout.shard(x, 2).contiguous().requires_grad_() for x in (q, k, v)]
     call = lambda q, k, v: hw.attention(q, k, v, hw.alibi(8), hw.causal(), layout=layout).sin()
     results = []
-    for run in (call, torch.compile(call, fullgraph=True)):
-        out = run(*mine)
+    for program in (call, torch.compile(call, fullgraph=True)):
+        out = program(*mine)
         results.append([out, *torch.autograd.grad(out.sum(), mine)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
@@ -154,7 +186,7 @@ def disagree(world: int, rank: int) -> None:
     assert torch.equal(_over(layout, q, k, v, known), out)
 
 
-ALL = table, long_ones, nodes, many_calls, compiled, disagree
+ALL = many_calls, in_lanes, long_ones, nodes, compiled, disagree, table
 
 
 def _rank(rank: int, world: int, store: str) -> None:

@@ -5,7 +5,7 @@ import ctypes
 import itertools
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 import headway as hw
+from headway.backends import get
 from headway.distributed import Layout
-from headway.distributed.exchange import pull, run
-from headway.distributed.exchange.pull import Pull, told, transport_of
+from headway.distributed.exchange import pull, rows, run, stepwise
+from headway.distributed.exchange.lanes import Lanes
+from headway.distributed.exchange.pull import REGIONS, Pull, told, transport_of
 from headway.errors import ArgumentError
 from processes import run_ranks
 
@@ -27,16 +29,17 @@ ROOM = 1 << 22  # bytes of a region
 class Shared:
     """`pull.Memory` on the CPU, where copies are made at once.
 
-    - `regions`: 2; with 1 what is read may be overwritten.
+    - `regions`: with 1 what is read may be overwritten.
     - `late`: seconds that a rank takes before it reads.
     """
 
-    def __init__(self, folder: Path, regions: int = 2, late: float = 0.0) -> None:
+    def __init__(self, folder: Path, regions: int = REGIONS, late: float = 0.0) -> None:
         self.me, self.ranks = dist.get_rank(), dist.get_world_size()
         self.turn, self.regions, self.late = 0, regions, late
         files = [str(folder / f"memory-{r}") for r in range(self.ranks)]
         self.bytes = [
-            torch.from_file(file, shared=True, size=2 * ROOM, dtype=torch.uint8) for file in files
+            torch.from_file(file, shared=True, size=REGIONS * ROOM, dtype=torch.uint8)
+            for file in files
         ]
         self.own, self.capacity = self.bytes[self.me], ROOM
         dist.barrier()
@@ -66,6 +69,38 @@ class Shared:
         return lambda: None
 
 
+class InTurn(Lanes):
+    """Lanes of the CPU, where all is done in turn: fetched before the first kernel, as for lanes."""
+
+    def __init__(self) -> None:
+        self.streams = [None]
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def next(self):
+        return nullcontext()
+
+
+class WritesInto:
+    """A backend that writes into the memory it is given."""
+
+    def __init__(self, name: str) -> None:
+        self.backend = get(name)
+
+    def forward(self, spec, call):
+        found = self.backend.forward(spec, call)
+        return found._replace(**self.moved(call, found, ("out", "lse")))
+
+    def backward(self, spec, call, *more):
+        found = self.backend.backward(spec, call, *more)
+        return found._replace(**self.moved(call, found, ("q", "k", "v")))
+
+    def moved(self, call, found, names) -> dict:
+        pairs = zip(names, call.into, strict=False)
+        return {name: x.copy_(getattr(found, name)) for name, x in pairs}
+
+
 def results(layout: Layout, q, k, v, dout, mask) -> list[torch.Tensor]:
     mine = [layout.shard(x, 2).detach().requires_grad_() for x in (q, k, v)]
     out = hw.attention(*mine, hw.alibi(q.shape[1]), mask, layout=layout)
@@ -76,7 +111,7 @@ def compared(folder: Path, **how) -> bool:
     """Whether pulls give the bits of collectives, in every layout and plan that has them."""
     torch.manual_seed(0)
     n, same = 301, True
-    q, k, v = (torch.randn(2, h, n, 8) for h in (4, 2, 2))
+    q, k, v = (torch.randn(1, h, n, 8) for h in (6, 3, 3))
     narrow = v[..., :4]
     dout, usual = torch.randn_like(q), run.transport_of
     mask = hw.causal() & hw.document.from_lengths([70, 131, 1, 99])
@@ -110,6 +145,24 @@ def right(world: int, rank: int) -> None:
         assert compared(folder, late=0.01)
 
 
+def in_lanes(world: int, rank: int) -> None:
+    """All fetched at once, and results written where they belong and gradients where they leave."""
+    with shared_folder() as folder, pytest.MonkeyPatch.context() as patched:
+        usual = stepwise.ByHeads._lanes
+        made = []
+
+        def lanes(self, steps, call, transport):
+            if not isinstance(transport, Pull) or len(steps) < 2:
+                return usual(self, steps, call, transport)
+            made.append(InTurn())
+            return made[-1]
+
+        patched.setattr(stepwise.ByHeads, "_lanes", lanes)
+        patched.setattr(rows, "get", WritesInto)
+        assert compared(folder, late=0.003)
+        assert made
+
+
 def overwritten(world: int, rank: int) -> None:
     """With one region for all turns it is seen that a late rank reads what comes next."""
     with shared_folder() as folder:
@@ -118,7 +171,9 @@ def overwritten(world: int, rank: int) -> None:
     assert wrong
 
 
-@pytest.mark.parametrize(("world", "case"), [(2, right), (3, right), (3, overwritten)])
+@pytest.mark.parametrize(
+    ("world", "case"), [(2, right), (3, right), (2, in_lanes), (3, in_lanes), (3, overwritten)]
+)
 def test_pulls(world, case, tmp_path):
     run_ranks(world, (case,), tmp_path)
 

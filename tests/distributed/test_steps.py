@@ -12,7 +12,7 @@ from headway.distributed import Layout
 from headway.distributed.exchange import steps
 from headway.distributed.exchange.cost import Sizes
 from headway.distributed.exchange.routes import Pieces
-from headway.distributed.exchange.setting import setting_of
+from headway.distributed.exchange.setting import MOST, setting_of
 
 LINK = 250e9
 
@@ -26,6 +26,7 @@ def setting(hq: int, hk: int, length: int, share: float, longest: float, needed:
         sizes=Sizes(1, hq, hk, 128, 128, 2), device=torch.device("cuda"),
         q=SimpleNamespace(sizes=held), kv=SimpleNamespace(sizes=held),
         needed=[int(needed * length)] * 4, work=np.full(4, share * length * length / 4),
+        bytes_of_token=512, together=hk * int(needed * length) * 512 <= MOST,
         longest=(128 * length * longest, 128 * length / 4 * group * longest),
     )  # fmt: skip
 
@@ -39,7 +40,7 @@ def test_all_heads_once(heads, length, backward):
     found = steps.heads_of_steps(s, backward, LINK)
     assert sum(found) == heads[1]
     assert min(found) > 0
-    assert max(found) == 1 or max(found) * length * 256 * 2 <= steps._MOST
+    assert max(found) == 1 or max(found) * length * 256 * 2 <= MOST
 
 
 def test_ends_are_small():
@@ -52,11 +53,16 @@ def test_ends_are_small():
     assert last < 4
 
 
-def test_long_documents_are_one_step():
+def test_long_documents_are_few_steps():
     """Where one column has most of a head's work, kernels of few heads would take as long as one
-    of all."""
+    of all; in lanes only the last one has nothing beside it."""
+    s = setting(64, 8, 1 << 17, 0.07, 0.8)
+    assert not s.together
+    assert min(steps.heads_of_steps(s, True, LINK)) > 1
     s = setting(64, 8, 32768, 0.07, 0.8, needed=0.6)
-    assert steps.heads_of_steps(s, True, LINK) == [8]
+    assert s.together
+    *_, last = steps.heads_of_steps(s, True, LINK)
+    assert last > 4
 
 
 def test_host_keeps_up():

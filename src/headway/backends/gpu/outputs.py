@@ -12,6 +12,18 @@ from .preprocess import deltas
 from .runtime.call_plan import empty_result
 
 
+def memory_for(
+    call: Call, n: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Tensor:  # fmt: skip
+    """Memory for a result: number n of what the call brings (`Call.into`), if it is as new memory
+    would be, on which launches of one kind depend."""
+    if n < len(call.into):
+        x = call.into[n]
+        if x.shape == shape and x.dtype == dtype and x.is_contiguous() and not x.data_ptr() % 16:
+            return x
+    return torch.empty(shape, dtype=dtype, device=call.q.device)
+
+
 def of_forward(
     spec: Spec, out: Tensor, lse: Tensor, row_max: Tensor | None, top: Tensor | None
 ) -> Forward:

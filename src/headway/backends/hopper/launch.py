@@ -24,8 +24,8 @@ def forward(spec: Spec, call: Call) -> Forward:
     q, k, v = matrices = aligned(*call[:3])
     b, hq, q_len, _ = q.shape
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
-    out = new(b, hq, q_len, v.shape[3], dtype=spec.out_dtype(q.dtype))
-    lse = new(b, hq, q_len)
+    out = outputs.memory_for(call, 0, (b, hq, q_len, v.shape[3]), spec.out_dtype(q.dtype))
+    lse = outputs.memory_for(call, 1, (b, hq, q_len))
     row_max = new(b, hq, q_len) if spec.row_max else None
     max_logit = None
     if lse.numel() and k.shape[2]:
@@ -63,7 +63,7 @@ def backward(
             plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
         )
     workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
-    dk, dv_ = plan.new()
+    dk, dv_ = plan.new(call)
     grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
     dq = plan.launch(call, *plan.tma_readable(matrices), workspace, dk, dv_, grads)
     if plan.heads > plan.hk:

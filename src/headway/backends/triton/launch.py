@@ -27,8 +27,8 @@ def forward(spec: Spec, call: Call) -> Forward:
     q, k, v = _rows(call.q), _rows(call.k), _rows(call.v)
     b, hq, q_len, _ = q.shape
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
-    out = new(b, hq, q_len, v.shape[3], dtype=spec.out_dtype(q.dtype))
-    lse = new(b, hq, q_len)
+    out = outputs.memory_for(call, 0, (b, hq, q_len, v.shape[3]), spec.out_dtype(q.dtype))
+    lse = outputs.memory_for(call, 1, (b, hq, q_len))
     row_max = new(b, hq, q_len) if spec.row_max else None
     top = None
     if lse.numel():

@@ -7,8 +7,8 @@ would take multiprocessors from attention; copy engines take none.
     main stream   lay n+1 out | kernel n                          | wait for n+1 | kernel n+1
     copy stream               | say it, wait for all | pull n+1
 
-Nobody waits on the host (`symmetric.py`). There are two regions in turns: what is laid out at turn
-t was read before every rank said t - 1, since each pulls before it speaks again.
+Nobody waits on the host (`symmetric.py`). There are some regions in turns: what was laid out at
+turn t has been read when every rank has said t + 1, since each pulls before it speaks again.
 
 A call runs ahead of the agreement that all ranks make it (`agreement.py`): a comparison takes the
 host as long as some kernels take. Where ranks turn out not to agree, or one has left, each lets go
@@ -30,6 +30,7 @@ from .collective import Collective, all_gather
 from .routes import (
     Arriving,
     Copies,
+    Leaving,
     Parts,
     Returning,
     Routes,
@@ -40,7 +41,7 @@ from .routes import (
     unstacked,
     view_at,
 )
-from .symmetric import Copy, Memory, driver, together
+from .symmetric import REGIONS, Copy, Memory, driver, together
 
 
 class _Exchange(NamedTuple):
@@ -62,6 +63,8 @@ class Pull(Transport):
     - `agreement`: of a call that does not wait for it (`Transport.ahead_of`).
     """
 
+    beside_kernels = True
+
     def __init__(self, memory: Any, agreement: Agreement | None = None) -> None:
         self.memory, self.agreement = memory, agreement
 
@@ -78,42 +81,54 @@ class Pull(Transport):
                 for n, y in enumerate(to):
                     yield _Target(s.rank, s.at, n, n, y[:, :, s.to : s.to + s.size])
 
-        self._pull(routes, False, parts, to, targets)
+        exchange = self._begun(routes, False, parts, to, targets)
+        exchange.laying.make(parts, exchange.mine)
+        self.memory.exchange(exchange.copies, to)
         out = unstacked(to, parts)
         routes.copy_own(parts, out)
         return Arriving(out, self.memory.mark())
 
     def home(self, routes: Routes, parts: Parts) -> Returning:
         """See `Transport`."""
-        came = message(routes.outgoing, parts)
+        return self.leaving(routes, parts).send(parts)
+
+    def leaving(self, routes: Routes, like: Parts) -> Leaving:
+        """See `Transport`. What is made in the room need not be laid out."""
+        came = message(routes.outgoing, like)
 
         def targets() -> Iterator[_Target]:
-            for s, begins in beginnings(routes.outgoing, parts):
-                for n, shape in enumerate(stacked(parts, s.size)):
+            for s, begins in beginnings(routes.outgoing, like):
+                for n, shape in enumerate(stacked(like, s.size)):
                     yield _Target(s.rank, s.to, n, 0, view_at(came, begins[n], shape))
 
-        self._pull(routes, True, parts, [came], targets)
-        return Returning(routes, parts, self.memory.mark(), came)
+        exchange = self._begun(routes, True, like, [came], targets)
 
-    def _pull(
+        def send(parts: Parts) -> Returning:
+            if any(x is not y for x, y in zip(parts, exchange.mine, strict=True)):
+                exchange.laying.make(parts, exchange.mine)
+            self.memory.exchange(exchange.copies, [came])
+            return Returning(routes, parts, self.memory.mark(), came)
+
+        return Leaving(exchange.mine, send)
+
+    def _begun(
         self, routes: Routes, back: bool, parts: Parts, to: list[Tensor],
         targets: Callable[[], Iterable["_Target"]],
-    ) -> None:  # fmt: skip
-        """Lay rows of `parts` out and copy into `to` what others have.
+    ) -> _Exchange:  # fmt: skip
+        """The exchange of rows of `parts`, when they may be laid out, into `to`.
 
         - `back`: whether these are contributions to what was read, on their way home.
         """
         memory = self.memory
         shapes = tuple([(*x.shape[:2], x.shape[3]) for x in parts])
-        key = back, memory.turn % 2, shapes, parts[0].dtype
+        key = back, memory.turn % REGIONS, shapes, parts[0].dtype
         found = routes.known.get(key)
         if found is None or found.own is not memory.own:
             found = self._prepared(routes, back, parts, to, targets())
-            key = back, memory.turn % 2, *key[2:]  # new memory begins with another turn
+            key = back, memory.turn % REGIONS, *key[2:]  # new memory begins with another turn
             routes.known[key] = found
         memory.begin()
-        found.laying.make(parts, found.mine)
-        memory.exchange(found.copies, to)
+        return found
 
     def _prepared(
         self, routes: Routes, back: bool, parts: Parts, to: list[Tensor],
@@ -132,7 +147,8 @@ class Pull(Transport):
                 self.agreement.wait()  # all ranks make new memory, or none
             memory.reserve(each * max(rows))
         regions = [
-            memory.of(r, memory.turn % 2, stacked(parts, n), dtype) for r, n in enumerate(rows)
+            memory.of(r, memory.turn % REGIONS, stacked(parts, n), dtype)
+            for r, n in enumerate(rows)
         ]
         copies = []
         for t in sorted(targets, key=lambda t: (t.rank - memory.me) % memory.ranks):
@@ -262,7 +278,7 @@ def _pull_of(group: Any, device: torch.device) -> Transport | str:
 
 def _try_out(memory: Memory) -> None:
     """Read a number of every rank. RuntimeError where it is another one."""
-    shape, region = (1, 2, 8, 16), memory.turn % 2
+    shape, region = (1, 2, 8, 16), memory.turn % REGIONS
     of = lambda rank: memory.of(rank, region, [shape], torch.float32)[0]
     memory.begin()
     of(memory.me).fill_(memory.me)

@@ -266,8 +266,24 @@ def _of_token(x: Tensor) -> int:
     return x.shape[0] * x.shape[1] * x.shape[3]
 
 
+class Leaving:
+    """Contributions that will go home.
+
+    - `room`: memory for them, from which they leave as they are; None: anywhere.
+    - `send`: begins to send them.
+    """
+
+    def __init__(self, room: Parts | None, send: Callable[[Parts], Returning]) -> None:
+        self.room, self.send = room, send
+
+
 class Transport:
-    """How rows travel."""
+    """How rows travel.
+
+    - `beside_kernels`: whether they take no multiprocessors, and wait for no kernel.
+    """
+
+    beside_kernels = False
 
     def ahead_of(self, agreement: Any) -> "Transport":
         """For a call on which ranks may not have agreed yet (`agreement.Agreement`); here, when
@@ -282,3 +298,8 @@ class Transport:
     def home(self, routes: Routes, parts: Parts) -> Returning:
         """Begin to send contributions to the rows that were read to those who hold them."""
         raise NotImplementedError
+
+    def leaving(self, routes: Routes, like: Parts) -> Leaving:
+        """Before contributions like these (of any number of rows) are made that will go home; there
+        is no other exchange in between."""
+        return Leaving(None, lambda parts: self.home(routes, parts))

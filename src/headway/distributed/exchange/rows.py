@@ -69,7 +69,9 @@ def backward_of_rows(
 
 
 def _part(spec: Spec, call: Call, part: Rows) -> tuple[Spec, Call]:
-    call = call.replace(q=_here(call.q, part), coords=part.coords, tiles=part.tiles)
+    q = _here(call.q, part)
+    into = call.into if q is call.q else ()  # memory of all rows
+    call = call.replace(q=q, coords=part.coords, tiles=part.tiles, into=into)
     return spec.replace(tiles=part.known), call
 
 

@@ -16,6 +16,7 @@ from .needs import Whole, stretches_of, whole_of
 from .routes import Pieces, Transport
 
 Needs = tuple[bool, ...]
+MOST = 256 << 20  # bytes of the keys and values of a step
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,17 @@ class Setting:
         needed = (self._visits if alike else self.whole.visits(heads, self.q.ranks)) > 0
         tile, length = self.whole.tile[1], self.kv.length
         return [stretches_of(of, tile, length) for of in needed], needed[self.rank]
+
+    @property
+    def bytes_of_token(self) -> int:
+        """Of its key and value, for one key/value head."""
+        s = self.sizes
+        return s.b * (s.d + s.dv) * s.itemsize
+
+    @property
+    def together(self) -> bool:
+        """Whether the keys that any rank needs, of all heads, may be there at once."""
+        return self.sizes.hk * max(self.needed, default=0) * self.bytes_of_token <= MOST
 
     @cached_property
     def needed(self) -> list[int]:

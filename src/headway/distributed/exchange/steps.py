@@ -4,21 +4,25 @@ Keys of one step travel beside the kernel of the step before. What nothing hides
 first step's keys, and in the backward that of the last step's gradients. But a step costs
 something by itself, the host must keep up, and a kernel takes no less than its longest work tile:
 of documents, whose lengths differ, one of few heads takes as long as one of many.
+
+Where the keys of all steps fit, kernels are in lanes (`lanes.py`): the next one's work tiles begin
+where this one's leave multiprocessors free.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .cost import away, seconds
-from .setting import Setting
+from .setting import MOST, Setting
 
-# Seconds, in the forward and in the backward, measured on four H100s and H200s at 32k tokens: what
-# a step costs a card; and the host for a call, and for each step of it.
+# Seconds, in the forward and in the backward, measured on two and four H100s and H200s: what a step
+# costs a card, in one stream and in lanes; and the host for a call, and for each step of it.
 _STEP = 150e-6, 250e-6
-_HOST = (1.0e-3, 0.6e-3), (0.5e-3, 0.85e-3)
+_STEP_IN_LANES = 15e-6, 60e-6
+_TAIL = 0.2  # of the longest work tile, which a step in lanes takes longer: fewer heads fill a card
+_HOST = (0.2e-3, 0.65e-3), (0.4e-3, 1.0e-3)
 _PROCESSORS = 132  # of a card as fast as `cost` says: not this rank's, since all ranks choose alike
 _BACKWARD = 2.5  # forwards
-_MOST = 256 << 20  # bytes of the keys and values of a step
 _SMALL = 4  # heads of a first or a last step, at most
 
 
@@ -37,8 +41,8 @@ def heads_of_steps(setting: Setting, backward: bool, link: float) -> list[int]:
     s = setting.sizes
     if setting.device.type != "cuda":
         return [1] * s.hk
-    of_head = s.b * (s.d + s.dv) * s.itemsize  # bytes of a token
-    most = max(1, _MOST // max(1, max(setting.needed) * of_head))
+    of_head = setting.bytes_of_token
+    most = max(1, MOST // max(1, max(setting.needed) * of_head))
     way = away(setting.needed, setting.kv.sizes) * of_head / link
     factor = _BACKWARD if backward else 1.0
     times = _Times(
@@ -50,12 +54,16 @@ def heads_of_steps(setting: Setting, backward: bool, link: float) -> list[int]:
     call, step = _HOST[backward]
 
     def took(sizes: list[int]) -> float:
-        return max(_card(sizes, times, _STEP[backward]), call + step * len(sizes))
+        if setting.together:
+            card = _in_lanes(sizes, times, _STEP_IN_LANES[backward] + _TAIL * times.longest)
+        else:
+            card = _in_one_stream(sizes, times, _STEP[backward])
+        return max(card, call + step * len(sizes))
 
     return min(_ways(s.hk, most), key=took)
 
 
-def _card(sizes: Sequence[int], of: _Times, step: float) -> float:
+def _in_one_stream(sizes: Sequence[int], of: _Times, step: float) -> float:
     """Seconds of a card. Copies are made one after the other, each as soon as may be: the next
     step's keys when a kernel begins, a step's gradients when it has ended."""
     end = 0.0
@@ -66,6 +74,19 @@ def _card(sizes: Sequence[int], of: _Times, step: float) -> float:
             copies = here = max(copies, begin) + of.keys * sizes[n + 1]
         end = begin + max(of.kernel * heads, of.longest) + step
         copies = max(copies, end) + of.gradients * heads
+    return copies if of.gradients else end
+
+
+def _in_lanes(sizes: Sequence[int], of: _Times, step: float) -> float:
+    """Seconds of a card where all keys are on their way at once, and a kernel begins when those
+    before it have no more work tiles to give."""
+    here = begin = end = copies = 0.0
+    for heads in sizes:
+        here += of.keys * heads
+        begin = max(begin, here)
+        end = max(end, begin + max(of.kernel * heads, of.longest)) + step
+        copies = max(copies, end) + of.gradients * heads
+        begin += of.kernel * heads + step
     return copies if of.gradients else end
 
 

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from ...backends import get
 from ...backends.base import Call
+from ...operators import results_like
 from ...types import Coords, Forward, Grads, Spec, acc_dtype, in_dtype
 from ..merge import merge
+from .lanes import Lanes
 from .needs import positions_of
 from .routes import Arriving, Parts, Returning, Routes, Transport
 from .rows import Rows, backward_of_rows, forward_of_rows, rows_of_queries
 from .setting import Plan, Setting, added
+from .symmetric import REGIONS
 
 # -- heads and gather -----------------------------------------------------------------------------
 
@@ -42,6 +45,7 @@ class ByHeads(Plan):
         self.received = sum(
             step.routes.received * len(step.heads) * s.b * (s.d + s.dv) for step in self.steps
         )
+        self.together = setting.together
 
     def _steps(self, s: Setting, sizes: list[int]) -> Iterator[Step]:
         shared: Any = None
@@ -65,73 +69,95 @@ class ByHeads(Plan):
 
     def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
-        whole: list[Tensor] = []
-        for step, kv in self._arriving(self.steps, call, transport):
-            found = forward_of_rows(spec, self._call(step, call, *kv), step.parts)
-            _put(whole, found, self._of_q(step), call.q.shape[1])
-            del kv, found  # before those of the next step but one are fetched
+        whole = list(results_like(spec.text, call.q, call.v, call.q.shape[0]))
+        kept = []
+        with self._lanes(self.steps, call, transport) as lanes:
+            for step, coming in self._arriving(self.steps, call, transport, lanes):
+                h = self._of_q(step)
+                with lanes.next():
+                    kv = coming.wait()
+                    into = tuple([_of_heads(x, h) for x in whole[:2]])
+                    found = forward_of_rows(spec, self._call(step, call, kv, into), step.parts)
+                    _put(whole, found, h)
+                if lanes.streams:
+                    kept.append(kv)
+                del coming, kv, found  # before those of the next step but one are fetched
         return Forward(*whole)
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
         acc = acc_dtype(call.q.dtype)
-        dtype, of_kv = spec.grad_dtypes(call.q.dtype)
+        of_q, of_kv = spec.grad_dtypes(call.q.dtype)
         spec = spec.replace(exact_kv=True)
         sinks: list[Tensor] = []
         captured: list[list[Tensor | None]] = []
-        dq: list[Tensor] = []  # one
+        dq = [call.q.new_empty(call.q.shape, dtype=of_q)]
         dk, dv = (x.new_empty(x.shape, dtype=of_kv) for x in (call.k, call.v))
-        going: tuple[Returning, Parts] | None = None
-        for step, kv in self._arriving(self.steps_back, call, transport):
-            h, kv_heads = self._of_q(step), _heads(step)
-            grads = backward_of_rows(
-                spec, self._call(step, call, *kv), step.parts,
-                _of_heads(out, h), _of_heads(lse, h), _of_heads(dout, h),
-                None if dlse is None else _of_heads(dlse, h), needs,
-            )  # fmt: skip
-            before = going
-            going = (
-                transport.home(step.routes, (grads.k.to(acc), grads.v.to(acc))),
-                (_of_heads(dk, kv_heads), _of_heads(dv, kv_heads)),
-            )
-            _write(before)  # beside this step's, which is on its way
-            _put(dq, [in_dtype(grads.q, dtype)], h, call.q.shape[1])
-            if grads.sink is not None:
-                sinks.append(grads.sink)
-            captured.append(grads.captured)
-            del kv, grads
-        _write(going)
+        going: list[tuple[Returning, Parts]] = []
+        kept = []
+        with self._lanes(self.steps_back, call, transport) as lanes:
+            for step, coming in self._arriving(self.steps_back, call, transport, lanes):
+                h, kv_heads = self._of_q(step), _heads(step)
+                to = _of_heads(dk, kv_heads), _of_heads(dv, kv_heads)
+                with lanes.next():
+                    kv = coming.wait()
+                    like = tuple(
+                        [x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=acc) for x in kv]
+                    )
+                    leaving = transport.leaving(step.routes, like)
+                    into = (_of_heads(dq[0], h), *(leaving.room or ()))
+                    grads = backward_of_rows(
+                        spec, self._call(step, call, kv, into), step.parts,
+                        _of_heads(out, h), _of_heads(lse, h), _of_heads(dout, h),
+                        None if dlse is None else _of_heads(dlse, h), needs,
+                    )  # fmt: skip
+                    going.append((leaving.send((grads.k.to(acc), grads.v.to(acc))), to))
+                    _put(dq, [in_dtype(grads.q, of_q)], h)
+                if lanes.streams:
+                    kept.append(kv)
+                elif len(going) > 1:
+                    _write(going.pop(0))  # beside this step's, which is on its way
+                if grads.sink is not None:
+                    sinks.append(grads.sink)
+                captured.append(grads.captured)
+                del coming, kv, grads, leaving, into
+        for last in going:
+            _write(last)
         return Grads(dq[0], dk, dv, torch.cat(sinks) if sinks else None, added(captured))
 
+    def _lanes(self, steps: list[Step], call: Call, transport: Transport) -> Lanes:
+        """Of steps whose keys all fit, and whose gradients have a region each."""
+        several = self.together and 1 < len(steps) <= REGIONS
+        return Lanes(call.q.device, several and transport.beside_kernels and call.q.is_cuda)
+
     def _arriving(
-        self, steps: list[Step], call: Call, transport: Transport
-    ) -> Iterator[tuple[Step, Parts]]:
-        """Every step with its keys and values."""
+        self, steps: list[Step], call: Call, transport: Transport, lanes: Lanes
+    ) -> Iterator[tuple[Step, Arriving]]:
+        """Every step with its keys and values, on their way: of the next step too, or, for lanes,
+        of all steps."""
 
         def fetch(step: Step) -> Arriving:
             h = _heads(step)
             return transport.fetch(step.routes, (_of_heads(call.k, h), _of_heads(call.v, h)))
 
-        return _ahead(steps, fetch)
+        return _ahead(steps, fetch, len(steps) if lanes.streams else 1)
 
     def _of_q(self, step: Step) -> slice:
         return slice(step.heads.start * self.group_size, step.heads.stop * self.group_size)
 
-    def _call(self, step: Step, call: Call, k: Tensor, v: Tensor) -> Call:
+    def _call(self, step: Step, call: Call, kv: Parts, into: tuple[Tensor, ...]) -> Call:
         h = self._of_q(step)
         sink = None if call.sink is None else call.sink[h]
-        return call.replace(q=_of_heads(call.q, h), k=k, v=v, sink=sink)
+        return call.replace(q=_of_heads(call.q, h), k=kv[0], v=kv[1], sink=sink, into=into)
 
 
-def _put(whole: list[Tensor], part: Iterable[Tensor], h: slice, heads: int) -> None:
-    """Write results `(b, h, ...)` of some heads into those of all, which the first ones make, and
-    are where they are of all; what was not asked for has one dimension, and stays empty."""
-    first = not whole
+def _put(whole: list[Tensor], part: Iterable[Tensor], h: slice) -> None:
+    """Results `(b, h, ...)` of some heads become those of all: written where they belong, where
+    they are not there already. What was not asked for has one dimension, and stays empty."""
     for n, x in enumerate(part):
-        complete = x.dim() == 1 or x.shape[1] == heads
-        if first:
-            whole.append(x if complete else x.new_empty((x.shape[0], heads, *x.shape[2:])))
-        if not complete:
-            whole[n][:, h] = x
+        if x.dim() > 1 and x.shape[1] == whole[n].shape[1]:
+            whole[n] = x
+        elif x.dim() > 1 and x.data_ptr() != (there := whole[n][:, h]).data_ptr():
+            there.copy_(x)
 
 
 def _heads(step: Step) -> slice:
@@ -170,7 +196,8 @@ class Ring(Plan):
         """See `Plan`."""
         spec = spec.replace(partial=True, tiles=None)
         merged, found = None, []
-        for step, kv in self._arriving(call, transport):
+        for step, coming in self._arriving(call, transport):
+            kv = coming.wait()
             part = get(spec.backend).forward(*self._part(spec, call, step, *kv))
             pair = part.out, part.lse
             merged = pair if merged is None else merge(merged, pair)
@@ -186,7 +213,8 @@ class Ring(Plan):
         acc = acc_dtype(call.q.dtype)
         dq, found, going = None, [], None
         dk, dv = (torch.zeros(x.shape, dtype=acc, device=x.device) for x in (call.k, call.v))
-        for step, kv in self._arriving(call, transport):
+        for step, coming in self._arriving(call, transport):
+            kv = coming.wait()
             spec_, part = self._part(spec, call, step, *kv)
             grads = get(spec.backend).backward(spec_, part, out, lse, dout, dlse, needs)
             dq = grads.q if dq is None else dq + grads.q
@@ -201,8 +229,8 @@ class Ring(Plan):
         sink = next((g.sink for g in found if g.sink is not None), None)
         return Grads(dq, dk, dv, sink, added([g.captured for g in found]))
 
-    def _arriving(self, call: Call, transport: Transport) -> Iterator[tuple[Step, Parts]]:
-        return _ahead(self.steps, lambda step: transport.fetch(step.routes, (call.k, call.v)))
+    def _arriving(self, call: Call, transport: Transport) -> Iterator[tuple[Step, Arriving]]:
+        return _ahead(self.steps, lambda step: transport.fetch(step.routes, (call.k, call.v)), 1)
 
     def _part(self, spec: Spec, call: Call, step: Step, k: Tensor, v: Tensor) -> tuple[Spec, Call]:
         """The sink joins the first softmax alone."""
@@ -217,23 +245,23 @@ class Ring(Plan):
 
 
 def _ahead(
-    steps: list[Step], fetch: Callable[[Step], Arriving]
-) -> Iterator[tuple[Step, Parts]]:  # fmt: skip
-    """Every step with the keys and values that it waited for, the next one's on their way: these
-    are laid out while it waits."""
-    coming = fetch(steps[0])
+    steps: list[Step], fetch: Callable[[Step], Arriving], count: int
+) -> Iterator[tuple[Step, Arriving]]:
+    """Every step with its keys and values, while those of the next `count` are on their way: these
+    are laid out before anything waits."""
+    coming: list[Arriving] = []
+    fetched = 0
     for n, step in enumerate(steps):
-        here = coming  # and no other step's is kept
-        if n + 1 < len(steps):
-            coming = fetch(steps[n + 1])
-        yield step, here.wait()
+        for s in steps[fetched : n + 1 + count]:
+            coming.append(fetch(s))
+            fetched += 1
+        yield step, coming.pop(0)  # and no other step's is kept
 
 
-def _write(going: tuple[Returning, Parts] | None) -> None:
+def _write(going: tuple[Returning, Parts]) -> None:
     """Write the gradients of a step's heads, of what came home and this rank's own."""
-    if going is not None:
-        home, to = going
-        home.write(to)
+    home, to = going
+    home.write(to)
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> np.ndarray:

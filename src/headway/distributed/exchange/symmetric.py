@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+REGIONS = 4
 _FLAGS = 4096  # bytes in front of the regions: a uint32 of every rank
 _GRAIN = 1 << 21  # memory grows by multiples of this
 
@@ -23,7 +24,7 @@ _GRAIN = 1 << 21  # memory grows by multiples of this
 class Memory:
     """Symmetric memory of a group: as much on every rank, which all of them see.
 
-    - `turn`: how often something was laid out. Region `turn % 2` is the next.
+    - `turn`: how often something was laid out, which ranks say; region `turn % REGIONS` is next.
     - `members`: the group's ranks, by their numbers in the whole.
     """
 
@@ -35,8 +36,8 @@ class Memory:
         self.copies = torch.cuda.Stream(device)
         self.index = self.copies.device_index
         self.laid = torch.cuda.Event()  # when rows were laid out
-        self.passed = torch.cuda.Event()  # when all ranks had said the last turn
-        for event in (self.laid, self.passed):
+        self.passed = [torch.cuda.Event() for _ in range(REGIONS)]  # when all ranks said a turn
+        for event in (self.laid, *self.passed):
             event.record(self.copies)  # which makes it
         self.reserve(1)
 
@@ -56,7 +57,7 @@ class Memory:
         self.pointers = list(handle.buffer_ptrs)
 
     def _empty(self, symmetric: Any, capacity: int) -> Tensor:
-        made = symmetric.empty(_FLAGS + 2 * capacity, dtype=torch.uint8, device=self.device)
+        made = symmetric.empty(_FLAGS + REGIONS * capacity, dtype=torch.uint8, device=self.device)
         made[:_FLAGS].zero_()
         return made
 
@@ -69,8 +70,9 @@ class Memory:
         return found
 
     def begin(self) -> None:
-        """Before something is laid out in the current stream: its region has been read."""
-        _wait(self._here(), self.passed)
+        """Before something is laid out in the current stream: its region has been read. What was
+        laid there was read before its ranks said the turn after."""
+        _wait(self._here(), self.passed[(self.turn + 2) % REGIONS])
 
     def exchange(self, copies: list["Copy"], to: list[Tensor]) -> None:
         """Say that everything is laid out, and when all ranks have said so, copy; in the stream of
@@ -79,7 +81,7 @@ class Memory:
         _record(self.laid, self._here())
         _wait(self.copies.cuda_stream, self.laid)
         self.meet()
-        self.passed.record(self.copies)
+        self.passed[self.turn % REGIONS].record(self.copies)
         targets, stream = [y.data_ptr() for y in to], self.copies.cuda_stream
         for x in copies:
             _copy(x, targets[x.target], stream)
@@ -87,10 +89,20 @@ class Memory:
             y.record_stream(self.copies)
 
     def mark(self) -> Callable[[], None]:
-        """What makes the current stream, when called, wait for the copies until now."""
-        event = torch.cuda.Event()
-        event.record(self.copies)
-        return lambda: _wait(self._here(), event)
+        """What makes the then current stream, when called, wait for the copies until now, and for
+        what the stream that is current now has until now."""
+        copied, done = torch.cuda.Event(), torch.cuda.Event()
+        copied.record(self.copies)
+        done.record()
+        here = self._here()
+
+        def wait() -> None:
+            then = self._here()
+            _wait(then, copied)
+            if then != here:
+                _wait(then, done)
+
+        return wait
 
     def _here(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self.index)

@@ -53,7 +53,7 @@ def suits(spec: Spec, call: Call) -> bool:
     the tiles of a block mask: few queries leave most of such a tile empty, but a mask with holes
     (documents, dilated windows) leaves keys out.
     """
-    q, k, v, sink, _, captured, _, coords, signature, _ = call
+    q, k, v, sink, _, captured, _, coords, signature, *_ = call
     if q.shape[2] * (q.shape[1] // k.shape[1]) > FEW or not k.shape[2]:
         return False
     if spec.dropout or spec.tiles is not None or spec.exact_out or q.dtype not in DTYPES:

@@ -1,4 +1,5 @@
-"""The device of launches, which for Triton is the current one; and work outside of CUDA graphs."""
+"""The device of launches, which for Triton is the current one; work outside of CUDA graphs; and
+what is made in one stream and read in others."""
 
 import ctypes
 import sys
@@ -62,9 +63,13 @@ def outside_capture(device: torch.device, make: Callable[[], T]) -> T:
             made = make()
             stream.synchronize()
         return made
-    if device.type == "cuda" and _WARMS_UP in sys.modules:
-        return _in_a_thread(device, make)
-    return make()
+    if device.type != "cuda":
+        return make()
+    with on(device):  # what it reads may be another stream's
+        wait_for_makers(device)
+    made = _in_a_thread(device, make) if _WARMS_UP in sys.modules else make()
+    _made_here(device)
+    return made
 
 
 # `torch.compile(mode="reduce-overhead")` runs a program once before it captures it; whatever its
@@ -124,3 +129,36 @@ def _exchange() -> Callable[[Any], int] | None:
         return None
     exchange.argtypes = [ctypes.POINTER(ctypes.c_int)]
     return exchange
+
+
+# -- streams --------------------------------------------------------------------------------------
+#
+# What is kept from call to call is made in the stream of the call that needs it first. A call in
+# another stream may come before it is there.
+
+_makers: dict[tuple[int, int], torch.cuda.Event] = {}  # by device and stream: when it last made one
+_waited: dict[tuple[int, int], int] = {}  # by device and stream: for how many of all it has waited
+_count = 0
+
+
+def _made_here(device: torch.device) -> None:
+    global _count
+    stream = torch.cuda.current_stream(device)
+    assert stream.device_index is not None
+    event = torch.cuda.Event()
+    event.record(stream)
+    _makers[stream.device_index, stream.cuda_stream] = event
+    _count += 1
+
+
+def wait_for_makers(device: torch.device) -> None:
+    """Before a launch in the current stream of a device: it waits for what others have made."""
+    index = torch._C._cuda_getDevice() if device.index is None else device.index
+    here = index, torch._C._cuda_getCurrentRawStream(index)
+    if _waited.get(here) == _count or torch.cuda.is_current_stream_capturing():
+        return  # (a capture begins when the device has done everything)
+    count = _count
+    for maker, event in list(_makers.items()):
+        if maker[0] == index and maker != here:
+            torch.cuda.current_stream(index).wait_event(event)
+    _waited[here] = count

@@ -14,7 +14,7 @@ from triton import knobs
 
 from . import kernel_cache
 from .cuda_launch import Launch, launch_of, placeholders
-from .device_guard import on
+from .device_guard import on, wait_for_makers
 from .parallel_compile import record_launch, rehearsals, wait_for_begun
 from .triton_startup import wait_to_launch
 
@@ -67,6 +67,8 @@ class KernelLauncher:
         if self.cuda and self.index != torch._C._cuda_getDevice():
             with on(self.device):
                 return self(tensors, arguments)
+        if self.cuda:
+            wait_for_makers(self.device)
         addresses = [x.data_ptr() for x in tensors if x is not None]
         addresses += arguments.addresses
         if (

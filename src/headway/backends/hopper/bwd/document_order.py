@@ -3,7 +3,7 @@
 Longest column first (LPT) would put columns of many documents side by side, each with queries of
 its own, which then are read from memory and not from the L2 cache. So documents come one after the
 other, the one with the longest column first: their columns are those whose queries end together.
-Then as many heads as four waves hold may be interleaved, and short documents of all of them come
+Then as many heads as eight waves hold may be interleaved, and short documents of all of them come
 last.
 """
 
@@ -14,7 +14,7 @@ from ....blocks import Tiles
 from ....blocks.runs import Runs, pick
 from ...gpu.runtime.call_plan import Walk, Walks
 
-WAVES = 4  # of CTAs, whose heads are interleaved
+WAVES = 8  # of CTAs, whose heads are interleaved
 
 
 class DocumentWalks(Walks):

@@ -9,6 +9,7 @@ from torch import Tensor
 from ....mods.derivative import joint
 from ....types import Spec
 from ...base import Call
+from ...gpu.outputs import memory_for
 from ...gpu.preprocess import BackwardWorkspace
 from ...gpu.runtime.call_plan import Walks
 from ...gpu.runtime.launcher import KernelLauncher
@@ -215,13 +216,10 @@ class BackwardPlan(Plan):
             self.segment_plan = SegmentPlan(self.segments, spec, call, *given)
         return self.segment_plan
 
-    def new(self) -> tuple[Tensor, Tensor]:
+    def new(self, call: Call) -> tuple[Tensor, Tensor]:
         """dK and dV, with spare columns where TMA needs rows of whole 16 bytes."""
-        (dk, dv), dtype, device = self.grads, self.grads_dtype, self.device
-        return (
-            torch.empty(*dk, dtype=dtype, device=device),
-            torch.empty(*dv, dtype=dtype, device=device),
-        )
+        dk, dv = self.grads
+        return memory_for(call, 1, dk, self.grads_dtype), memory_for(call, 2, dv, self.grads_dtype)
 
     def launch(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, workspace: Tensor,
@@ -236,9 +234,9 @@ class BackwardPlan(Plan):
                 call, self.walks, work.visit_bits, work.items, walk=work.walk
             )
             shape = *q.shape[:3], -(-self.d // 8) * 8
-            dq = (torch.empty if work.everywhere else torch.zeros)(
-                shape, dtype=self.dtype, device=self.device
-            )
+            dq = memory_for(call, 0, shape, self.dtype)
+            if not work.everywhere:
+                dq.zero_()
             segment = torch.empty(self.segment_accum, dtype=torch.float32, device=self.device), dq
         elif self.ordered is None:
             given = self.known_arguments(self.walks) or self.call_arguments(call, self.walks)
@@ -255,7 +253,7 @@ class BackwardPlan(Plan):
         if segment:
             return segment[1]
         dtype, _ = self.spec.grad_dtypes(self.dtype)
-        dq = torch.empty(*q.shape, dtype=dtype, device=self.device)
+        dq = memory_for(call, 0, tuple(q.shape), dtype)
         self.postprocess((workspace, dq))
         return dq
 

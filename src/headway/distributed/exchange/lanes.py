@@ -1,0 +1,44 @@
+"""Streams for the kernels of steps, in turns.
+
+A kernel's last work tiles leave multiprocessors idle, and in one stream the next kernel waits for
+the very last. In another one its CTAs take them as they become free.
+
+What is made in a lane is used in the caller's stream when that has waited for the lane; and before
+a lane is used again it waits for the caller's (`routes.Arriving`), so that memory that was freed in
+between is given to nobody too early.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+
+import torch
+
+_COUNT = 2
+
+
+class Lanes:
+    """Lanes of a card for one call; without any, everything is in the caller's stream. When they
+    are left, the caller's stream waits for all of them."""
+
+    def __init__(self, device: torch.device, wanted: bool) -> None:
+        self.streams = _streams(device) if wanted else []
+        self.used = 0
+
+    def __enter__(self) -> "Lanes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self.streams[: self.used]:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def next(self) -> AbstractContextManager:
+        """Inside, the next lane is the current stream."""
+        if not self.streams:
+            return nullcontext()
+        self.used += 1
+        return torch.cuda.stream(self.streams[self.used % len(self.streams) - 1])
+
+
+@lru_cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(_COUNT)]
