@@ -8,6 +8,7 @@ from headway.bench.case import BACKWARD, FORWARD
 from headway.bench.cases import every, select
 from headway.bench.ranks import ONE_CARD, Ranks, measure
 from headway.bench.ranks_cases import documents
+from headway.bench.ranks_process import idle
 from headway.bench.results import WRONG
 from headway.bench.run import bench
 
@@ -23,6 +24,16 @@ def test_two_ranks():
     names = "headway", "headway, gather", "headway, ring", "headway, ulysses", ONE_CARD
     assert found == {(d, name) for d in (FORWARD, BACKWARD) for name in names}
     assert "plan: heads" in next(r.note for r in results if r.contestant == "headway")
+
+
+def test_idle():
+    """Of whole calls: each has a short kernel, a wait of 2, a long one and a wait of 3; two long ones
+    that overlap are one; and what comes before the first and after the last counts for nothing."""
+    calls = [(at + x, at + y) for at in range(0, 400, 100) for x, y in ((0, 10), (12, 97))]
+    assert idle([(-500.0, -450.0), *calls, (900.0, 910.0)]) == pytest.approx(0.05)
+    assert idle([*calls, *[(start + 2, end - 20) for start, end in calls]]) == pytest.approx(0.05)
+    assert idle(calls[:2]) == 0.0
+    assert idle([]) == 0.0
 
 
 def test_only_when_asked():

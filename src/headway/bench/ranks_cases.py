@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..mods import Mask, alibi, causal, document, prefix, sliding_window
+from ..mods import Mask, Score, alibi, causal, document, prefix, sliding_window
+from ..mods.scores import alibi_slopes
 from .case import Case, learned_bias
 
 WINDOW = 4096
@@ -38,6 +39,11 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 }  # fmt: skip
 
 
+def _alibi(heads: int) -> Score:
+    """With slopes on the default device, for the definition too."""
+    return alibi(alibi_slopes(heads).to(torch.get_default_device()))
+
+
 def _case(name: str, hq: int, hk: int, length: int, **more: Any) -> Case:
     mask = partial(MASKS[name], length) if name in MASKS else causal
     given: dict[str, Any] = {
@@ -52,7 +58,7 @@ def _case(name: str, hq: int, hk: int, length: int, **more: Any) -> Case:
 def _grid(length: int) -> list[Case]:
     """What is asked for more cards than two, at a length."""
     scores: dict[int, dict[str, Any]] = {
-        heads: {"alibi": partial(alibi, heads), "bias": partial(learned_bias, heads, length)}
+        heads: {"alibi": partial(_alibi, heads), "bias": partial(learned_bias, heads, length)}
         for heads in (32, 64)
     }
     names = "causal", "documents", "window", "prefix", "alibi", "bias"
