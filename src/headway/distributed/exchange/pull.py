@@ -107,7 +107,8 @@ class Pull(Transport):
             if any(x is not y for x, y in zip(parts, exchange.mine, strict=True)):
                 exchange.laying.make(parts, exchange.mine)
             self.memory.exchange(exchange.copies, [came])
-            return Returning(routes, parts, self.memory.mark(), came)
+            # A later, larger step may make new memory before these are added.
+            return Returning(routes, parts, self.memory.mark(), came, exchange.own)
 
         return Leaving(exchange.mine, send)
 

@@ -198,12 +198,15 @@ class Returning:
 
     - `parts`: this rank's, to all rows that it has read; `came`: a `message` with those of others,
       when `done` has waited for them.
+    - `memory`: whose lifetime is that of `parts`, where these do not keep it.
     """
 
     def __init__(
-        self, routes: Routes, parts: Parts, done: Callable[[], Any], came: Tensor
+        self, routes: Routes, parts: Parts, done: Callable[[], Any], came: Tensor,
+        memory: Any = None,
     ) -> None:  # fmt: skip
         self.routes, self.parts, self.done, self.came = routes, parts, done, came
+        self.memory = memory
 
     def write(self, to: Parts) -> None:
         """`to`, of any dtype, becomes the sums for all rows held here."""
