@@ -21,6 +21,7 @@ class Cuda:
 
     def __init__(self) -> None:
         self.current, self.next, self.mode, self.log = 7, 7, 0, []
+        self.waits = []  # (stream, stream it waited for)
 
     def Stream(self, card):
         self.next += 1
@@ -30,6 +31,16 @@ class Cuda:
 
     def stream(self, stream):
         return mock.patch.object(self, "current", stream.number)
+
+    def Event(self):
+        made = mock.Mock()
+        made.record = lambda stream: setattr(made, "of", stream.cuda_stream)
+        return made
+
+    def current_stream(self, card=None):
+        here = self.current
+        waits = lambda event: self.waits.append((here, event.of))
+        return mock.Mock(cuda_stream=here, device_index=0, wait_event=waits)
 
     def is_current_stream_capturing(self):
         return self.current == 7
@@ -46,9 +57,14 @@ def cuda():
     with (
         mock.patch.multiple(
             torch.cuda, Stream=made.Stream, stream=made.stream,
+            Event=made.Event, current_stream=made.current_stream,
             is_current_stream_capturing=made.is_current_stream_capturing,
         ),
         mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=0),
+        mock.patch.object(
+            torch._C, "_cuda_getCurrentRawStream", create=True, side_effect=lambda _: made.current
+        ),
+        mock.patch.multiple(device_guard, _makers={}, _waited={}),
         mock.patch.object(device_guard, "_exchange", return_value=made.exchange),
         mock.patch.object(device_guard, "_kept_alive", {}),
     ):  # fmt: skip
@@ -91,3 +107,26 @@ def test_without_the_driver_it_is_refused_with_the_way_out(cuda):
         pytest.raises(BackendRefused, match="error 1"),
     ):
         device_guard.outside_capture(CARD, list)
+
+
+def test_a_launch_waits_once_for_what_another_stream_has_made(cuda):
+    launch = lambda stream: (
+        setattr(cuda, "current", stream), device_guard.wait_for_makers(CARD), cuda.waits[:],
+        cuda.waits.clear(),
+    )[2]  # fmt: skip
+    make = lambda: device_guard.outside_capture(CARD, lambda: None)
+    cuda.current = 1
+    make()
+    assert launch(1) == []
+    assert launch(2) == [(2, 1)]
+    assert launch(2) == []
+    make()  # in 2: what it reads may have been made in 1, for which it has waited
+    assert launch(2) == []
+    assert launch(3) == [(3, 1), (3, 2)]
+    assert launch(1) == [(1, 2)]
+    assert launch(1) == []
+    cuda.current = 4
+    make()
+    assert cuda.waits == [(4, 1), (4, 2)]  # before it is made
+    cuda.waits.clear()
+    assert launch(7) == []  # captured: when the capture began, the device had done everything

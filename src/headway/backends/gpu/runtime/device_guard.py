@@ -147,8 +147,12 @@ def _made_here(device: torch.device) -> None:
     assert stream.device_index is not None
     event = torch.cuda.Event()
     event.record(stream)
-    _makers[stream.device_index, stream.cuda_stream] = event
+    here = stream.device_index, stream.cuda_stream
+    _makers[here] = event
+    knows_all = _waited.get(here) == _count
     _count += 1
+    if knows_all:
+        _waited[here] = _count
 
 
 def wait_for_makers(device: torch.device) -> None:
