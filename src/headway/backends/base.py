@@ -5,14 +5,12 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..blocks import Tiles
-from ..errors import BackendRefused
 from ..mods import causal, lower_mod
 from ..mods.graph import Graph, parse
 from ..types import KV, Captured, Coords, Forward, Grads, Spec, constant_under_compile, in_dtype
@@ -50,6 +48,7 @@ class Call(NamedTuple):
     kv: KV | None = None  # of `infer`
     # Memory for results, out and lse or dq, dk and dv, which a backend may use, and then returns.
     into: tuple[Tensor, ...] = ()
+    prepared: Any = None  # what the backend's `prepare` has found for this backward
 
     def replace(self, **fields: Any) -> "Call":
         """The call with other fields. Its signature is dropped, since it describes the old ones."""
@@ -75,7 +74,7 @@ class CapabilityKey(NamedTuple):
 def capability_key(call: Call, score_tensors: int) -> tuple:
     """The fields of a call's `CapabilityKey`; the score captures the first `score_tensors` tensors.
     Plain code that Dynamo can trace."""
-    q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos), _, kv, _ = call
+    q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos), _, kv, *_ = call
     learned = score_tensors > 0 and any(t.requires_grad for t in tensors[:score_tensors])
     trained = q.requires_grad or k.requires_grad or v.requires_grad or learned
     trained = trained or (sink is not None and sink.requires_grad)
@@ -129,6 +128,21 @@ class Backend(Protocol):
         """
         ...
 
+    def prepare(
+        self,
+        spec: Spec,
+        call: Call,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: tuple[bool, ...],
+    ) -> Any:
+        """What `backward` of the same call, with this as `Call.prepared`, need not compute any
+        more, while nothing is in its k and v yet; None where there is nothing.
+        """
+        ...
+
     def infer(self, spec: Spec, call: Call) -> Forward:
         """`forward` of a call over a cache, `call.kv`: the queries of a row are its last ones.
 
@@ -164,9 +178,8 @@ def no_operator(spec: Spec, call: Call, hook: Hook) -> None:
     """`native` of a backend for whose calls PyTorch has no operator."""
 
 
-def no_cache(spec: Spec, call: Call) -> Forward:
-    """`infer` of a backend whose `reasons_against` refuse every call with a cache."""
-    raise BackendRefused("this backend has no inference over a cache")
+def nothing_prepared(*given: Any) -> None:
+    """`prepare` of a backend whose backward begins with the keys."""
 
 
 def graph_text(spec: Spec, call: Call) -> str:
@@ -174,26 +187,18 @@ def graph_text(spec: Spec, call: Call) -> str:
     return "\n\n".join(text for text in (spec.score, spec.mask) if text is not None)
 
 
-def launched(package: str) -> tuple[Callable[..., Forward], Callable[..., Grads]]:
-    """`forward` and `backward` of a backend whose kernels are launched by its module `launch`.
+def launched(package: str, name: str) -> Callable[..., Any]:
+    """`forward`, `backward` or `prepare` of a backend whose kernels are launched by its module
+    `launch`.
 
-    That module loads Triton. It is imported when one of the two is first called.
+    That module loads Triton. It is imported when one of them is first called.
     """
 
     @lru_cache(maxsize=1)
-    def launch() -> ModuleType:
-        return importlib.import_module(".launch", package)
+    def function() -> Callable[..., Any]:
+        return getattr(importlib.import_module(".launch", package), name)
 
-    def forward(spec: Spec, call: Call) -> Forward:
-        return launch().forward(spec, call)
-
-    def backward(
-        spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-        needs: tuple[bool, ...],
-    ) -> Grads:  # fmt: skip
-        return launch().backward(spec, call, out, lse, dout, dlse, needs)
-
-    return forward, backward
+    return lambda *given: function()(*given)
 
 
 def graphs(spec: Spec) -> tuple[Graph | None, Graph | None]:

@@ -18,13 +18,14 @@ from .base import (
     graphs,
     no_limits,
     no_operator,
+    nothing_prepared,
     scatter,
     split,
 )  # fmt: skip
 from .cache_rows import rows_of
 
 name = "reference"
-limits, native, code = no_limits, no_operator, graph_text
+limits, native, code, prepare = no_limits, no_operator, graph_text, nothing_prepared
 
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ...types import Forward, Grads, Spec, acc_dtype
-from ..base import Call, CapabilityKey, graph_text, no_limits
+from ..base import Call, CapabilityKey, graph_text, no_limits, nothing_prepared
 from . import few, flash, tiled
 from .maxima import row_maxima
 
@@ -49,4 +49,4 @@ def backward(
 
 
 native, plain, infer = flash.native, flash.plain, few.infer
-limits, accumulates, code = no_limits, acc_dtype, graph_text
+limits, accumulates, code, prepare = no_limits, acc_dtype, graph_text, nothing_prepared

@@ -106,7 +106,9 @@ def _by_query(score: str) -> bool:
     return float_gathers(parse(score), "rows") != []
 
 
-forward, backward = launched(__name__)
+forward, backward, prepare = (
+    launched(__name__, part) for part in ("forward", "backward", "prepare")
+)
 accumulates, native, infer = acc_dtype, no_operator, inference.infer
 
 

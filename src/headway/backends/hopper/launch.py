@@ -1,6 +1,7 @@
 """From a call to kernel launches: what is allocated, and how results are put together."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,14 +56,15 @@ def backward(
         return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
 
     wanted = captured_grads.wanted(spec.score, needs) if needs else ()
-    plan = plan_for(BackwardPlan, spec, call, wanted, *matrices).suited(
-        spec, call, wanted, matrices
-    )
-    if plan.uncompiled:
-        parallel_compile.compile_backward(
-            plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
-        )
-    workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
+    if call.prepared is None:
+        plan = _backward_plan(spec, call, wanted, matrices)
+        if plan.uncompiled:
+            parallel_compile.compile_backward(
+                plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
+            )
+        workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
+    else:
+        plan, workspace = call.prepared
     dk, dv_ = plan.new(call)
     grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
     dq = plan.launch(call, *plan.tma_readable(matrices), workspace, dk, dv_, grads)
@@ -76,6 +78,29 @@ def backward(
         less_delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
         dsink = -captured_grads.of_sink(call.sink, lse, less_delta)
     return Grads(dq, dk, dv_, dsink, captured)
+
+
+def prepare(
+    spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    needs: tuple[bool, ...],
+) -> tuple[BackwardPlan, Tensor] | None:  # fmt: skip
+    """The plan, and the preprocess. None where kernels are not compiled yet, or `aligned` would
+    copy the keys."""
+    matrices = (*call[:3], dout)
+    if not (lse.numel() and call.k.shape[2]) or any(x.data_ptr() % 16 for x in matrices):
+        return None
+    wanted = captured_grads.wanted(spec.score, needs) if needs else ()
+    plan = _backward_plan(spec, call, wanted, matrices)
+    if plan.uncompiled:
+        return None
+    return plan, run_preprocess(plan.workspace, out, dout, dlse, lse)
+
+
+def _backward_plan(
+    spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
+) -> BackwardPlan:  # fmt: skip
+    plan = plan_for(BackwardPlan, spec, call, wanted, *matrices)
+    return plan.suited(spec, call, wanted, matrices)
 
 
 def _first(x: Tensor, columns: int) -> Tensor:

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from ...types import Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, launched, no_operator
+from ..base import Call, CapabilityKey, launched, no_operator, nothing_prepared
 from ..gpu import inference
 from ..gpu import limits as limits
 from ..gpu.named_card import named_card
@@ -43,8 +43,9 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     return reasons
 
 
-forward, backward = launched(__name__)
+forward, backward = (launched(__name__, part) for part in ("forward", "backward"))
 accumulates, native, infer = acc_dtype, no_operator, inference.infer
+prepare = nothing_prepared
 
 
 def code(spec: Spec, call: Call) -> str:

@@ -4,8 +4,8 @@ A kernel's last work tiles leave multiprocessors idle, and in one stream the nex
 the very last. In another one its CTAs take them as they become free.
 
 What is made in a lane is used in the caller's stream when that has waited for the lane; and before
-a lane is used again it waits for the caller's (`routes.Arriving`), so that memory that was freed in
-between is given to nobody too early.
+a lane is used again it waits for the caller's, so that memory that was freed in between is given to
+nobody too early.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -22,21 +22,21 @@ class Lanes:
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
         self.streams = _streams(device) if wanted else []
-        self.used = 0
 
     def __enter__(self) -> "Lanes":
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stream in self.streams[: self.used]:
+        for stream in self.streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    def next(self) -> AbstractContextManager:
-        """Inside, the next lane is the current stream."""
+    def of(self, step: int) -> AbstractContextManager:
+        """Inside, a step's lane is the current stream."""
         if not self.streams:
             return nullcontext()
-        self.used += 1
-        return torch.cuda.stream(self.streams[self.used % len(self.streams) - 1])
+        return torch.cuda.stream(self.streams[step % len(self.streams)])
 
 
 @lru_cache

@@ -1,6 +1,7 @@
 """A backend's pair for a rank's queries: one kernel for all, or one for each straight piece."""
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,18 +54,40 @@ def forward_of_rows(spec: Spec, call: Call, parts: list[Rows]) -> Forward:
     return _of_all_rows(found)
 
 
+class Given(NamedTuple):
+    """What a backward is given besides its call."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+    needs: tuple[bool, ...]
+
+    def of(self, part: Rows) -> "Given":
+        """For the rows of a part."""
+        dlse = None if self.dlse is None else _here(self.dlse, part)
+        out, lse, dout = (_here(x, part) for x in (self.out, self.lse, self.dout))
+        return Given(out, lse, dout, dlse, self.needs)
+
+
+def prepare_rows(spec: Spec, call: Call, parts: list[Rows], given: Given) -> list[Any]:
+    """A backend's `prepare`, kernel by kernel."""
+    prepare = get(spec.backend).prepare
+    return [prepare(*_part(spec, call, part), *given.of(part)) for part in parts]
+
+
 def backward_of_rows(
-    spec: Spec, call: Call, parts: list[Rows], out: Tensor, lse: Tensor, dout: Tensor,
-    dlse: Tensor | None, needs: tuple[bool, ...],
-) -> Grads:  # fmt: skip
-    """A backend's backward, kernel by kernel."""
-    found = [
-        get(spec.backend).backward(
-            *_part(spec, call, part), _here(out, part), _here(lse, part), _here(dout, part),
-            None if dlse is None else _here(dlse, part), needs,
-        )
-        for part in parts
-    ]  # fmt: skip
+    spec: Spec, call: Call, parts: list[Rows], given: Given, prepared: list[Any] | None = None
+) -> Grads:
+    """A backend's backward, kernel by kernel.
+
+    - `prepared`: from `prepare_rows`.
+    """
+    found = []
+    for part, known in zip(parts, prepared or [None] * len(parts), strict=True):
+        spec_, call_ = _part(spec, call, part)
+        call_ = call_._replace(prepared=known)
+        found.append(get(spec.backend).backward(spec_, call_, *given.of(part)))
     return _added_grads(found)
 
 
@@ -140,7 +163,7 @@ class Here(Plan):
         return forward_of_rows(spec, call, self.parts)
 
     def backward(self, spec, call, transport, out, lse, dout, dlse, needs):
-        return backward_of_rows(spec, call, self.parts, out, lse, dout, dlse, needs)
+        return backward_of_rows(spec, call, self.parts, Given(out, lse, dout, dlse, needs))
 
 
 def local(s: Setting) -> Here:

@@ -16,7 +16,7 @@ from ..merge import merge
 from .lanes import Lanes
 from .needs import positions_of
 from .routes import Arriving, Parts, Returning, Routes, Transport
-from .rows import Rows, backward_of_rows, forward_of_rows, rows_of_queries
+from .rows import Given, Rows, backward_of_rows, forward_of_rows, prepare_rows, rows_of_queries
 from .setting import Plan, Setting, added
 from .symmetric import REGIONS
 
@@ -72,9 +72,10 @@ class ByHeads(Plan):
         whole = list(results_like(spec.text, call.q, call.v, call.q.shape[0]))
         kept = []
         with self._lanes(self.steps, call, transport) as lanes:
+            n = -1  # `enumerate` would keep the keys of a step until it has those of the next
             for step, coming in self._arriving(self.steps, call, transport, lanes):
-                h = self._of_q(step)
-                with lanes.next():
+                n, h = n + 1, self._of_q(step)
+                with lanes.of(n):
                     kv = coming.wait()
                     into = tuple([_of_heads(x, h) for x in whole[:2]])
                     found = forward_of_rows(spec, self._call(step, call, kv, into), step.parts)
@@ -94,32 +95,47 @@ class ByHeads(Plan):
         dk, dv = (x.new_empty(x.shape, dtype=of_kv) for x in (call.k, call.v))
         going: list[tuple[Returning, Parts]] = []
         kept = []
+
+        def begun(n: int, step: Step, coming: Arriving) -> tuple[Given, list[Any]]:
+            h = self._of_q(step)
+            given = Given(
+                _of_heads(out, h), _of_heads(lse, h), _of_heads(dout, h),
+                None if dlse is None else _of_heads(dlse, h), needs,
+            )  # fmt: skip
+            with lanes.of(n):
+                part = self._call(step, call, coming.out, ())
+                return given, prepare_rows(spec, part, step.parts, given)
+
         with self._lanes(self.steps_back, call, transport) as lanes:
-            for step, coming in self._arriving(self.steps_back, call, transport, lanes):
+            arriving, early = self._arriving(self.steps_back, call, transport, lanes), []
+            if lanes.streams:  # before the first kernel, which lets nothing in
+                arriving = list(arriving)
+                early = [begun(n, *of) for n, of in enumerate(arriving)]
+            n = -1
+            for step, coming in arriving:
+                n += 1
+                given, prepared = early[n] if early else begun(n, step, coming)
                 h, kv_heads = self._of_q(step), _heads(step)
                 to = _of_heads(dk, kv_heads), _of_heads(dv, kv_heads)
-                with lanes.next():
+                with lanes.of(n):
                     kv = coming.wait()
                     like = tuple(
                         [x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=acc) for x in kv]
                     )
                     leaving = transport.leaving(step.routes, like)
                     into = (_of_heads(dq[0], h), *(leaving.room or ()))
-                    grads = backward_of_rows(
-                        spec, self._call(step, call, kv, into), step.parts,
-                        _of_heads(out, h), _of_heads(lse, h), _of_heads(dout, h),
-                        None if dlse is None else _of_heads(dlse, h), needs,
-                    )  # fmt: skip
+                    part = self._call(step, call, kv, into)
+                    grads = backward_of_rows(spec, part, step.parts, given, prepared)
                     going.append((leaving.send((grads.k.to(acc), grads.v.to(acc))), to))
                     _put(dq, [in_dtype(grads.q, of_q)], h)
                 if lanes.streams:
-                    kept.append(kv)
+                    kept.append((kv, prepared))
                 elif len(going) > 1:
                     _write(going.pop(0))  # beside this step's, which is on its way
                 if grads.sink is not None:
                     sinks.append(grads.sink)
                 captured.append(grads.captured)
-                del coming, kv, grads, leaving, into
+                del coming, kv, part, prepared, grads, leaving, into
         for last in going:
             _write(last)
         return Grads(dq[0], dk, dv, torch.cat(sinks) if sinks else None, added(captured))

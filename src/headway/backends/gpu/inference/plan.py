@@ -43,7 +43,7 @@ def planned(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
     """The plan for a call whose q, k and v have rows without gaps, and the integers in which calls
     of one kind differ, `disguised`: `Sizes`, `Coords`, sizes and strides of captured tensors,
     captured integers. It is called at every launch, so it asks tensors little."""
-    q, k, v, _, _, (tensors, ints, _), _, at, _, kv, _ = call
+    q, k, v, _, _, (tensors, ints, _), _, at, _, kv, *_ = call
     kv = kv or _NO_CACHE
     (b, hq, q_len, d), (q_b, q_h, q_row, _) = q.shape, q.stride()
     (pages, hk, keys, _), (k_b, k_h, k_row, _) = k.shape, k.stride()
