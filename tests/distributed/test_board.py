@@ -143,3 +143,13 @@ def test_waits_for_the_last(path):
     later.start()
     assert boards[0].alike()
     later.join()
+
+
+def test_ends(path):
+    """Nothing is left open, and the lock is gone."""
+    made, other = Board(path, 0, 3, SECONDS), Board(path, 1, 3, SECONDS)
+    file = made.file
+    del made
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(file)
+    del other

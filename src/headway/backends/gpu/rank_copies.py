@@ -13,6 +13,7 @@ import triton
 from .runtime.launcher import KernelLauncher
 
 _BLOCK = 64  # rows of a program
+_WIDEST = 512
 
 
 def copy_rows(
@@ -20,7 +21,8 @@ def copy_rows(
     to: Sequence[Tensor],
 ) -> bool:  # fmt: skip
     """Rows of `parts`, one or two of (b, h, tokens, width), become rows of `to`, of the same dtype.
-    False where numbers of a row are not next to each other.
+    False where it is not for them: rows that are wider than keys are, whose numbers are not next to
+    each other, or of integers.
 
     - `spans`: first row, first row in `to`, and number of rows, of each copy.
     - `known`: what was worked out before, for these spans.
@@ -42,7 +44,8 @@ def _launcher(
 ) -> tuple[KernelLauncher, Tensor] | bool:
     """The kernel and its table: of every block of rows the first row, the first row in `to`, and
     their number. What to return instead where there is none."""
-    if any(t.stride(3) != 1 for t in (x, w, y, z)):
+    wide = max(x.shape[3], w.shape[3]) > _WIDEST
+    if wide or not x.is_floating_point() or any(t.stride(3) != 1 for t in (x, w, y, z)):
         return False
     table = [
         (first + n, there + n, min(_BLOCK, size - n))

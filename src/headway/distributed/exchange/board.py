@@ -12,6 +12,7 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Board:
 
         self.rank, self.ranks, self.timeout, self.turn = rank, ranks, timeout, 0
         self.file = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, self.file)
         self.words = memoryview(mmap.mmap(self.file, Board.size(ranks))).cast("Q")
         fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
@@ -83,7 +85,7 @@ class Board:
             if now - began < _AWAKE:
                 _let_others_run()
                 continue
-            time.sleep(0)
+            time.sleep(0 if now - began < _PATIENCE else 1e-3)
             if now - asked > _PATIENCE:
                 asked = now
                 # Once more: it may have written and left.
