@@ -102,12 +102,12 @@ def test_left(tmp_path):
 
 
 def test_in_time(path):
-    """A rank that is there and makes no call."""
-    mine = Board(path, 0, 3, 0.3)
-    mine.say(1)
-    mine._left = lambda r: False  # of one process, which locks nothing for itself
+    """A rank that is there, here as a thread would be, and makes no call."""
+    boards = [Board(path, r, 3, 0.3) for r in range(3)]
+    boards[0].say(1)
+    assert not boards[0].complete()
     with pytest.raises(RuntimeError, match="rank 1 made no call"):
-        mine.alike()
+        boards[0].alike()
 
 
 def test_every_turn_begins_anew(path):
@@ -139,9 +139,9 @@ def test_one_turn_ahead(path):
 def test_waits_for_the_last(path):
     boards = [Board(path, r, 2, SECONDS) for r in range(2)]
     boards[0].say(5)
-    later = threading.Timer(0.05, lambda: boards[1].say(5))
+    later = threading.Timer(0.3, lambda: boards[1].say(5))
     later.start()
-    assert boards[0].alike()
+    assert boards[0].alike()  # ranks that are threads of one process have not left
     later.join()
 
 

@@ -41,13 +41,15 @@ class Board:
         self.rank, self.ranks, self.timeout, self.turn = rank, ranks, timeout, 0
         self.file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self.file)
-        self.words = memoryview(mmap.mmap(self.file, Board.size(ranks))).cast("Q")
+        everything = memoryview(mmap.mmap(self.file, Board.size(ranks))).cast("Q")
+        self.processes, self.words = everything[:ranks], everything[ranks:]
+        self.processes[rank] = os.getpid()
         fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     @staticmethod
     def size(ranks: int) -> int:
         """Bytes of a board's file."""
-        return 8 * _WORDS * ranks
+        return 8 * (_WORDS + 1) * ranks
 
     def say(self, number: int) -> None:
         """Write this rank's number, of which some bits count, for the next turn."""
@@ -95,9 +97,12 @@ class Board:
                     raise RuntimeError(f"rank {r} made no call in {self.timeout:.0f} s")
 
     def _left(self, r: int) -> bool:
-        """Whether rank r has let go of its lock, as processes that end do."""
+        """Whether rank r has let go of its lock, as processes that end do; one that is a thread of
+        this process is here."""
         import fcntl
 
+        if self.processes[r] == os.getpid():
+            return False
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, r)
         except OSError:
