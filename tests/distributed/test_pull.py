@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import tempfile
 import time
+import weakref
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -73,7 +74,7 @@ class InTurn(Lanes):
     """Lanes of the CPU, where all is done in turn: fetched before the first kernel, as for lanes."""
 
     def __init__(self) -> None:
-        self.streams = [None]
+        self.streams, self.kept = [None], []
 
     def __enter__(self):
         return self
@@ -118,7 +119,7 @@ def compared(folder: Path, **how) -> bool:
     """Whether pulls give the bits of collectives, in every layout and plan that has them."""
     torch.manual_seed(0)
     n, same = 301, True
-    q, k, v = (torch.randn(1, h, n, 8) for h in (6, 3, 3))
+    q, k, v = (torch.randn(2, h, n, 8) for h in (6, 3, 3))
     narrow = v[..., :4]
     dout, usual = torch.randn_like(q), run.transport_of
     mask = hw.causal() & hw.document.from_lengths([70, 131, 1, 99])
@@ -170,6 +171,27 @@ def in_lanes(world: int, rank: int) -> None:
         assert made
 
 
+def two_steps(world: int, rank: int) -> None:
+    """When the keys of the next step are fetched, those of one step are there, and no other's."""
+    alive: list[weakref.ref] = []
+    fetch = Pull.fetch
+
+    def counted(self, *given):
+        assert sum(of() is not None for of in alive) <= 1
+        coming = fetch(self, *given)
+        alive.append(weakref.ref(coming.out[0]))
+        return coming
+
+    with shared_folder() as folder, pytest.MonkeyPatch.context() as patched:
+        memory = Shared(folder)
+        patched.setattr(Pull, "fetch", counted)
+        patched.setattr(run, "transport_of", lambda *of: Pull(memory))
+        q, k, v = (torch.randn(1, h, 64, 8) for h in (10, 5, 5))
+        layout = Layout.zigzag(64, dist.group.WORLD).using("heads")
+        results(layout, q, k, v, torch.randn_like(q), hw.causal())
+        assert len(alive) == 2 * 5
+
+
 def overwritten(world: int, rank: int) -> None:
     """With one region for all turns it is seen that a late rank reads what comes next."""
     with shared_folder() as folder:
@@ -179,7 +201,8 @@ def overwritten(world: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "case"), [(2, right), (3, right), (2, in_lanes), (3, in_lanes), (3, overwritten)]
+    ("world", "case"),
+    [(2, right), (3, right), (2, in_lanes), (3, in_lanes), (2, two_steps), (3, overwritten)],
 )
 def test_pulls(world, case, tmp_path):
     run_ranks(world, (case,), tmp_path)

@@ -128,18 +128,9 @@ class Backend(Protocol):
         """
         ...
 
-    def prepare(
-        self,
-        spec: Spec,
-        call: Call,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        needs: tuple[bool, ...],
-    ) -> Any:
-        """What `backward` of the same call, with this as `Call.prepared`, need not compute any
-        more, while nothing is in its k and v yet; None where there is nothing.
+    def prepare(self, spec: Spec, call: Call, *given: Any) -> Any:
+        """Of what `backward` is given, while nothing is in the call's k and v yet: what it need not
+        compute any more with this as `Call.prepared`; None where there is nothing.
         """
         ...
 

@@ -324,8 +324,8 @@ def _without_kernels(call: Callable[[], object]) -> float:
 
 def idle(spans: list[tuple[float, float]]) -> float:
     """The share of the time of calls that are alike in which none of the kernels (start, end) runs:
-    from the first call's longest kernel on until the last call's, which are whole calls, wherever a
-    trace begins and ends."""
+    from the end of the first longest kernel to that of the last, which are whole calls (or steps
+    that are alike), wherever a trace begins and ends."""
     spans = sorted(spans)
     longest = max((end - start for start, end in spans), default=0.0)
     ends = [end for start, end in spans if end - start > 0.8 * longest]

@@ -11,7 +11,7 @@ together, over the keys that any of them sees.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -475,7 +475,7 @@ class _Rows:
             tiles=None, kv=None,
             coords=call.coords._replace(b=call.coords.b + row.n, q=row.first),
         )  # fmt: skip
-        out, lse, max_logit, row_max = forward(replace(self.spec, tiles=None), one)
+        out, lse, max_logit, row_max = forward(self.spec.replace(tiles=None), one)
         return (
             out[0], lse[0], max_logit[0] if self.spec.max_logit else None,
             row_max[0] if self.spec.row_max else None,

@@ -166,13 +166,12 @@ def _comparing(group: Any, device: torch.device) -> _Comparing:
     found = _companions.get(group)
     if found is not None:
         return found
-    if not _has_cpu(group) and not dist.is_gloo_available():
+    made, on_cpu = group, _has_cpu(group)
+    if not on_cpu and not dist.is_gloo_available():
         return _companions.put(group, _Comparing(group, device, None))
-    at = _CPU if _has_cpu(group) else device
-    options = getattr(group._get_backend(at), "options", None)
+    options = getattr(group._get_backend(_CPU if on_cpu else device), "options", None)
     timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
-    made = group
-    if not _has_cpu(group):
+    if not on_cpu:
         made = dist.new_group(
             dist.get_process_group_ranks(group), timeout, "gloo", use_local_synchronization=True
         )

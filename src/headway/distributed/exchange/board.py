@@ -135,16 +135,13 @@ def _on_all(flag: bool, group: Any) -> bool:
 
 def _made(group: Any) -> str:
     """The name of a new file that the first rank makes; where it cannot, one that nothing has."""
-    name = torch.zeros(1024, dtype=torch.uint8, device="cpu")
+    name = [tempfile.gettempdir() + "/headway-none"]
     if group.rank() == 0:
         memory = "/dev/shm"
-        path = tempfile.gettempdir() + "/headway-none"
         with suppress(OSError):
             folder = memory if os.access(memory, os.W_OK) else None
-            file, path = tempfile.mkstemp(prefix="headway-", dir=folder)
+            file, name[0] = tempfile.mkstemp(prefix="headway-", dir=folder)
             os.truncate(file, Board.size(group.size()))
             os.close(file)
-        encoded = path.encode()
-        name[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
-    dist.broadcast(name, group=group, group_src=0)
-    return bytes(name.tolist()).rstrip(b"\0").decode()
+    dist.broadcast_object_list(name, group=group, device=torch.device("cpu"), group_src=0)
+    return name[0]

@@ -22,6 +22,7 @@ class Lanes:
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
         self.streams = _streams(device) if wanted else []
+        self.kept: list[object] = []
 
     def __enter__(self) -> "Lanes":
         for stream in self.streams:
@@ -31,6 +32,12 @@ class Lanes:
     def __exit__(self, *_: object) -> None:
         for stream in self.streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self.kept.clear()
+
+    def keep(self, *read: object) -> None:
+        """Memory of the caller's stream, until that has waited for the lanes that read it."""
+        if self.streams:
+            self.kept += read
 
     def of(self, step: int) -> AbstractContextManager:
         """Inside, a step's lane is the current stream."""

@@ -76,12 +76,12 @@ class Pull(Transport):
         """See `Transport`."""
         to = routes.empty(parts)
 
-        def targets() -> Iterator[_Target]:
+        def targets(to: list[Tensor]) -> Iterator[_Target]:
             for s in routes.incoming:
                 for n, y in enumerate(to):
                     yield _Target(s.rank, s.at, n, n, y[:, :, s.to : s.to + s.size])
 
-        exchange = self._begun(routes, False, parts, to, targets)
+        exchange = self._begun(routes, False, parts, lambda: to, targets)
         exchange.laying.make(parts, exchange.mine)
         self.memory.exchange(exchange.copies, to)
         out = unstacked(to, parts)
@@ -94,16 +94,17 @@ class Pull(Transport):
 
     def leaving(self, routes: Routes, like: Parts) -> Leaving:
         """See `Transport`. What is made in the room need not be laid out."""
-        came = message(routes.outgoing, like)
+        to = lambda: [message(routes.outgoing, like)]
 
-        def targets() -> Iterator[_Target]:
+        def targets(to: list[Tensor]) -> Iterator[_Target]:
             for s, begins in beginnings(routes.outgoing, like):
                 for n, shape in enumerate(stacked(like, s.size)):
-                    yield _Target(s.rank, s.to, n, 0, view_at(came, begins[n], shape))
+                    yield _Target(s.rank, s.to, n, 0, view_at(to[0], begins[n], shape))
 
-        exchange = self._begun(routes, True, like, [came], targets)
+        exchange = self._begun(routes, True, like, to, targets)
 
         def send(parts: Parts) -> Returning:
+            (came,) = to()  # when what a kernel needs beside its results is free again
             if any(x is not y for x, y in zip(parts, exchange.mine, strict=True)):
                 exchange.laying.make(parts, exchange.mine)
             self.memory.exchange(exchange.copies, [came])
@@ -113,27 +114,27 @@ class Pull(Transport):
         return Leaving(exchange.mine, send)
 
     def _begun(
-        self, routes: Routes, back: bool, parts: Parts, to: list[Tensor],
-        targets: Callable[[], Iterable["_Target"]],
+        self, routes: Routes, back: bool, parts: Parts, to: Callable[[], list[Tensor]],
+        targets: "_Targets",
     ) -> _Exchange:  # fmt: skip
-        """The exchange of rows of `parts`, when they may be laid out, into `to`.
+        """The exchange of rows of `parts`, when they may be laid out.
 
         - `back`: whether these are contributions to what was read, on their way home.
+        - `to`: tensors like those that rows are copied into; `targets`: where in them.
         """
         memory = self.memory
         shapes = tuple([(*x.shape[:2], x.shape[3]) for x in parts])
         key = back, memory.turn % REGIONS, shapes, parts[0].dtype
         found = routes.known.get(key)
         if found is None or found.own is not memory.own:
-            found = self._prepared(routes, back, parts, to, targets())
+            found = self._prepared(routes, back, parts, to(), targets)
             key = back, memory.turn % REGIONS, *key[2:]  # new memory begins with another turn
             routes.known[key] = found
         memory.begin()
         return found
 
     def _prepared(
-        self, routes: Routes, back: bool, parts: Parts, to: list[Tensor],
-        targets: Iterable["_Target"],
+        self, routes: Routes, back: bool, parts: Parts, to: list[Tensor], targets: "_Targets"
     ) -> _Exchange:  # fmt: skip
         """The exchange of a turn, with room for it. A rank begins with the next one's rows: if all
         began with those of the first, they would share what its links give."""
@@ -152,7 +153,7 @@ class Pull(Transport):
             for r, n in enumerate(rows)
         ]
         copies = []
-        for t in sorted(targets, key=lambda t: (t.rank - memory.me) % memory.ranks):
+        for t in sorted(targets(to), key=lambda t: (t.rank - memory.me) % memory.ranks):
             x = regions[t.rank][t.part][:, :, t.first : t.first + t.y.shape[2]]
             if x.numel():
                 copies.append(Copy.of(x, t.to, t.y, t.y.data_ptr() - to[t.to].data_ptr()))
@@ -169,6 +170,9 @@ class _Target(NamedTuple):
     part: int
     to: int
     y: Tensor
+
+
+_Targets = Callable[[list[Tensor]], Iterable[_Target]]
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

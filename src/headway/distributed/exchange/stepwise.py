@@ -25,8 +25,12 @@ from .symmetric import REGIONS
 
 @dataclass(frozen=True)
 class Step:
-    """Key/value heads `heads`, and a kernel for each of `parts`, which are all queries together."""
+    """Key/value heads `heads`, and a kernel for each of `parts`, which are all queries together.
 
+    - `number`: among the steps of its plan.
+    """
+
+    number: int
     heads: range
     routes: Routes
     parts: list[Rows]
@@ -50,7 +54,7 @@ class ByHeads(Plan):
     def _steps(self, s: Setting, sizes: list[int]) -> Iterator[Step]:
         shared: Any = None
         stop = 0
-        for size in sizes:
+        for number, size in enumerate(sizes):
             heads = range(stop, stop := stop + size)
             of_q = range(heads.start * self.group_size, heads.stop * self.group_size)
             if shared is None or (s.whole is not None and s.whole.h > 1):
@@ -58,7 +62,7 @@ class ByHeads(Plan):
             routes, parts = shared
             h = s.offsets[1] + of_q.start
             here = [replace(part, coords=part.coords._replace(h=h)) for part in parts]
-            yield Step(heads, routes, here)
+            yield Step(number, heads, routes, here)
 
     def _keys(self, s: Setting, of_q: range) -> tuple[Routes, list[Rows]]:
         """The way of the keys that query heads read, and the kernels of these heads."""
@@ -70,18 +74,15 @@ class ByHeads(Plan):
     def forward(self, spec: Spec, call: Call, transport: Transport) -> Forward:
         """See `Plan`."""
         whole = list(results_like(spec.text, call.q, call.v, call.q.shape[0]))
-        kept = []
         with self._lanes(self.steps, call, transport) as lanes:
-            n = -1  # `enumerate` would keep the keys of a step until it has those of the next
             for step, coming in self._arriving(self.steps, call, transport, lanes):
-                n, h = n + 1, self._of_q(step)
-                with lanes.of(n):
+                h = self._of_q(step)
+                with lanes.of(step.number):
                     kv = coming.wait()
                     into = tuple([_of_heads(x, h) for x in whole[:2]])
                     found = forward_of_rows(spec, self._call(step, call, kv, into), step.parts)
                     _put(whole, found, h)
-                if lanes.streams:
-                    kept.append(kv)
+                lanes.keep(kv)
                 del coming, kv, found  # before those of the next step but one are fetched
         return Forward(*whole)
 
@@ -94,15 +95,14 @@ class ByHeads(Plan):
         dq = [call.q.new_empty(call.q.shape, dtype=of_q)]
         dk, dv = (x.new_empty(x.shape, dtype=of_kv) for x in (call.k, call.v))
         going: list[tuple[Returning, Parts]] = []
-        kept = []
 
-        def begun(n: int, step: Step, coming: Arriving) -> tuple[Given, list[Any]]:
+        def begun(step: Step, coming: Arriving) -> tuple[Given, list[Any]]:
             h = self._of_q(step)
             given = Given(
                 _of_heads(out, h), _of_heads(lse, h), _of_heads(dout, h),
                 None if dlse is None else _of_heads(dlse, h), needs,
             )  # fmt: skip
-            with lanes.of(n):
+            with lanes.of(step.number):
                 part = self._call(step, call, coming.out, ())
                 return given, prepare_rows(spec, part, step.parts, given)
 
@@ -110,14 +110,12 @@ class ByHeads(Plan):
             arriving, early = self._arriving(self.steps_back, call, transport, lanes), []
             if lanes.streams:  # before the first kernel, which lets nothing in
                 arriving = list(arriving)
-                early = [begun(n, *of) for n, of in enumerate(arriving)]
-            n = -1
+                early = [begun(*of) for of in arriving]
             for step, coming in arriving:
-                n += 1
-                given, prepared = early[n] if early else begun(n, step, coming)
+                given, prepared = early[step.number] if early else begun(step, coming)
                 h, kv_heads = self._of_q(step), _heads(step)
                 to = _of_heads(dk, kv_heads), _of_heads(dv, kv_heads)
-                with lanes.of(n):
+                with lanes.of(step.number):
                     kv = coming.wait()
                     like = tuple(
                         [x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=acc) for x in kv]
@@ -128,9 +126,8 @@ class ByHeads(Plan):
                     grads = backward_of_rows(spec, part, step.parts, given, prepared)
                     going.append((leaving.send((grads.k.to(acc), grads.v.to(acc))), to))
                     _put(dq, [in_dtype(grads.q, of_q)], h)
-                if lanes.streams:
-                    kept.append((kv, prepared))
-                elif len(going) > 1:
+                lanes.keep(kv, prepared)
+                if not lanes.streams and len(going) > 1:
                     _write(going.pop(0))  # beside this step's, which is on its way
                 if grads.sink is not None:
                     sinks.append(grads.sink)
@@ -204,7 +201,7 @@ class Ring(Plan):
             kv, kv_pos = positions_of(stretches, s.device)
             coords = Coords(*s.offsets, q, kv, q_pos, kv_pos)
             routes = Routes(s.kv, wanted, s.group, step=n)
-            self.steps.append(Step(range(s.sizes.hk), routes, [Rows(slice(None), coords)]))
+            self.steps.append(Step(n, range(s.sizes.hk), routes, [Rows(slice(None), coords)]))
         each = s.sizes.b * s.sizes.hk * (s.sizes.d + s.sizes.dv)
         self.received = sum(step.routes.received for step in self.steps) * each
 
