@@ -40,14 +40,15 @@ def call_of(
         q, k, v, sink, seed,
         Captured(list(tensors), list(ints), list(floats)),
         Tiles.unflatten(list(tiles)) if tiles else None,
-        Coords(offsets[0], offsets[1], offsets[2], offsets[3], q_pos, kv_pos),
+        Coords(offsets[0], offsets[1], offsets[2], offsets[3], q_pos, kv_pos, offsets[4]),
     )  # fmt: skip
 
 
 def flat(call: Call) -> tuple:
     """The inputs of the operators after the spec: what `call_of` takes."""
-    q, k, v, sink, seed, captured, tiles, (*offsets, q_pos, kv_pos), *_ = call
+    q, k, v, sink, seed, captured, tiles, (*offsets, q_pos, kv_pos, straight_below), *_ = call
     given = [] if tiles is None else tiles.flatten()
+    offsets.append(straight_below)
     return q, k, v, sink, seed, *captured, given, offsets, q_pos, kv_pos
 
 

@@ -327,7 +327,7 @@ def _call_seen(call: Call) -> bool:
     """`_seen`, of a call; those that are known have plain tensors."""
     if call.signature is not None and (call.seed is None or type(call.seed) is Tensor):
         return _seen_by_modes()
-    q, k, v, sink, seed, (tensors, _, _), tiles, (_, _, _, _, q_pos, kv_pos), *_ = call
+    q, k, v, sink, seed, (tensors, _, _), tiles, (_, _, _, _, q_pos, kv_pos, _), *_ = call
     given = () if tiles is None else tiles.flatten()
     return _seen(q, k, v, sink, seed, q_pos, kv_pos, *tensors, *given)
 

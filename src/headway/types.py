@@ -206,6 +206,10 @@ class Coords(NamedTuple):
     # Integers: the position of every query and key, on q's device (`arguments.check_coords`).
     q_pos: Tensor | None = None  # (q_len,) or (b, q_len)
     kv_pos: Tensor | None = None  # (kv_len,) or (b, kv_len)
+    # A promise that lets kernels count where they would read: of q_pos and of kv_pos, positions
+    # follow one another within every 128 rows, counted from the first, and are at least 0 and below
+    # this number. 0: no promise.
+    straight_below: int = 0
 
     def positions(self, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """int64 positions of queries and keys, `(1 or b, length)` each."""

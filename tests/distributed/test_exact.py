@@ -13,6 +13,7 @@ from headway.arguments import seed_of
 from headway.blocks import from_dense
 from headway.distributed import Layout
 from headway.distributed.exchange import collective, rows, run
+from headway.distributed.exchange.needs import in_order
 from headway.distributed.exchange.stepwise import ByHeads
 from headway.errors import ArgumentError
 from processes import run_ranks
@@ -107,10 +108,10 @@ def table(world: int, rank: int) -> None:
 def in_pieces(world: int, rank: int) -> None:
     """A kernel for each straight piece of a rank's queries, as on GPUs where there is a score."""
 
-    def everywhere(setting, kv_pos):
+    def everywhere(setting, stretches):
         whole = setting.whole
         split = len(setting.q.of(setting.rank)) > 1 and (whole is None or whole.in_order)
-        seen.append(split and kv_pos is None)
+        seen.append(split and in_order(stretches))
         return split
 
     seen: list[bool] = []

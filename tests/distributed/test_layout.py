@@ -2,12 +2,14 @@
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import headway as hw
 from headway.distributed import Layout
+from headway.distributed.exchange.needs import coords_of
 from headway.errors import ArgumentError
 from processes import run_ranks
 
@@ -137,3 +139,27 @@ def test_explained():
     named = hw.explain(q, k, v, layout=layout.using("gather"))
     assert any("plan: gather, as named" in line for line in named.over_ranks)
     assert hw.explain(q, k, v).over_ranks == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_positions_in_tiles(seed):
+    """What kernels are promised of positions holds, wherever they read the first of 128 alone; and
+    of pieces that are cut between tiles it is promised."""
+    draw = np.random.default_rng(seed)
+    unit = (1, 64, 128)[seed % 3]
+    sides = []
+    for _ in range(2):
+        cuts = np.sort(draw.choice(40, 2 * draw.integers(1, 6), replace=False)) * unit
+        sides.append(cuts.reshape(-1, 2))
+    q, kv = sides
+    at = coords_of((3, 5), q, kv, torch.device("cpu"))
+    tables = at.positions(*((x[:, 1] - x[:, 0]).sum() for x in (q, kv)), torch.device("cpu"))
+    for x, (found,) in zip(sides, tables, strict=True):
+        assert found.tolist() == [n for a, b in x for n in range(a, b)]
+        if at.straight_below:
+            for part in found.split(128):
+                assert (part - part[0] == torch.arange(len(part))).all()
+            assert found.max() < at.straight_below
+    read = at.q_pos is not None or at.kv_pos is not None
+    assert at[:2] == (3, 5)
+    assert not read or unit < 128 or at.straight_below > 0

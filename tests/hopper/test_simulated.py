@@ -158,6 +158,32 @@ def test_positions_one_by_one(what, monkeypatch):
     assert compare(case, torch.bfloat16, made, True) == []
 
 
+IN_TILES = {
+    "causal": ("long_causal", "pipelined", {}),
+    "late": ("long_700_300_late", "at once", {}),
+    "window": ("long_causal_window", "at once", {}),
+    "prefix": ("long_prefix", "segments", {}),
+    "documents": ("long_causal_document", "at once", {}),
+    "by head": ("long_by_head", "at once", {}),
+    "score": ("long_score_alibi_softcap", "at once", {}),
+    "alibi": ("std_5_long", "at once", {}),
+    "pairs": ("long_score_bias_square", "at once", {}),
+    "dense": ("long_dense", "at once", {}),
+    "192": ("long_causal", "pipelined", {"d": 192, "dv": 128}),
+    "256": ("long_causal_window", "at once", {"d": 256, "dv": 256}),
+}
+
+
+@pytest.mark.parametrize("what", IN_TILES)
+def test_positions_in_tiles(what, monkeypatch):
+    """Tiles in any order, in which kernels count positions from the first."""
+    name, way, changes = IN_TILES[what]
+    choose(monkeypatch, way)
+    case = replace(BY_NAME[name], **changes)
+    made = scattered(case, torch.bfloat16, "hopper", case.b > 1, 128)
+    assert compare(case, torch.bfloat16, made, True) == []
+
+
 @pytest.mark.parametrize(("q_len", "kv_len"), [(0, 5), (5, 0)])
 def test_positions_of_nothing(q_len, kv_len):
     q, k, v = (

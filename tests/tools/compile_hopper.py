@@ -32,6 +32,7 @@ from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.gpu.runtime import call_plan, parallel_compile
 from headway.backends.hopper import launch_plan
+from headway.types import Coords
 from tools.assembler import assembled, up_to_ptx
 from tools.sass import early, in_flight, loops, products, spilled, unwritten
 
@@ -70,6 +71,7 @@ CALLS = {
     "shared": {"length": 2048, "batch": 1},
     "band": {"mask": hw.causal() & hw.sliding_window(256), "length": 2048},
     "longest": {"mask": hw.causal(), "length": 8192},
+    "in_tiles": {"mask": hw.causal() & hw.sliding_window(256), "length": 2048, "in_tiles": True},
     "sink": {"mask": hw.causal(), "sink": True},
     "in_turn": {"mask": hw.causal(), "deterministic": True},
     "many": {"mask": hw.causal(), "heads": 4, "batch": 33},
@@ -125,13 +127,15 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
 
 
 def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=LENGTH, heads=2,
-          batch=2, sink=False, deterministic=False):  # fmt: skip
+          batch=2, sink=False, deterministic=False, in_tiles=False):  # fmt: skip
     shapes = (4, d), (heads, d), (heads, dv)
     q, k, v = (torch.randn(batch, h, length, w).to(dtype) for h, w in shapes)
     sink = torch.zeros(4) if sink else None
+    at = torch.arange(length)
+    coords = Coords(q_pos=at, kv_pos=at, straight_below=length) if in_tiles else None
     spec, call = prepare(
         q, k, v, score, mask, sink=sink, backend="hopper", max_logit=sink is not None,
-        deterministic=deterministic,
+        deterministic=deterministic, coords=coords,
     )  # fmt: skip
     if direction == "forward":
         hopper.forward(spec, call)

@@ -74,7 +74,7 @@ class CapabilityKey(NamedTuple):
 def capability_key(call: Call, score_tensors: int) -> tuple:
     """The fields of a call's `CapabilityKey`; the score captures the first `score_tensors` tensors.
     Plain code that Dynamo can trace."""
-    q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos), _, kv, *_ = call
+    q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos, _), _, kv, *_ = call
     learned = score_tensors > 0 and any(t.requires_grad for t in tensors[:score_tensors])
     trained = q.requires_grad or k.requires_grad or v.requires_grad or learned
     trained = trained or (sink is not None and sink.requires_grad)

@@ -238,6 +238,9 @@ class How:
     # Type of positions: gl.int32 or gl.int64.
     index_type: Any
 
+    # Positions that are read follow one another within a block (`Coords.straight_below`).
+    straight: bool = False
+
     # Forward: scale > 0.
     positive_scale: bool = True
 

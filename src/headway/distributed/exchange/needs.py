@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...blocks import Runs, Tiles, cached_build
+from ...blocks import TILE, Runs, Tiles, cached_build
 from ...blocks.runs import cover
 from ...mods.graph import Graph
 from ...types import Captured, Coords
@@ -90,7 +90,7 @@ def whole_of(
     """The whole of a mask, for `sizes` (b, hq) from `offsets` on; `tiles` and `known` (b, h, tile)
     of a given block mask. None where those tiles are no use, since pieces cut through them."""
     shape = (*sizes, q.length, kv.length)
-    tile = (128, 128) if known is None else known[2:]
+    tile = TILE if known is None else known[2:]
     lines, width = -(-q.length // tile[0]), -(-kv.length // tile[1])
     inside = ((q.start % tile[0] != 0) & (q.stop > q.start)).any()
     if not inside:
@@ -116,12 +116,34 @@ def stretches_of(needed: np.ndarray, tile: int, length: int) -> np.ndarray:
     return np.minimum(found, length)
 
 
-def positions_of(stretches: np.ndarray, device: torch.device) -> tuple[int, Tensor | None]:
-    """Positions in stretches: the first of one run and None, or one by one."""
-    if len(stretches) == 0:
-        return 0, None
-    if (stretches[1:, 0] == stretches[:-1, 1]).all():
-        return int(stretches[0, 0]), None
+def coords_of(
+    offsets: tuple[int, int], q: np.ndarray, kv: np.ndarray, device: torch.device
+) -> Coords:
+    """The coordinates of queries and of keys in stretches of positions (start, stop), from the
+    batch row and query head `offsets` on."""
+    (i, q_pos), (j, kv_pos) = _positions(q, device), _positions(kv, device)
+    below = 0
+    if not (q_pos is None is kv_pos) and in_tiles(q) and in_tiles(kv):
+        below = int(max(x[:, 1].max(initial=0) for x in (q, kv)))
+    return Coords(*offsets, i, j, q_pos, kv_pos, below)
+
+
+def in_order(stretches: np.ndarray) -> bool:
+    """Whether positions in stretches follow one another."""
+    return bool((stretches[1:, 0] == stretches[:-1, 1]).all())
+
+
+def in_tiles(stretches: np.ndarray) -> bool:
+    """Whether positions in stretches follow one another within every tile of rows."""
+    begins = (stretches[:, 1] - stretches[:, 0]).cumsum()[:-1]
+    breaks = stretches[1:, 0] != stretches[:-1, 1]
+    return bool((begins[breaks] % TILE[0] == 0).all())
+
+
+def _positions(stretches: np.ndarray, device: torch.device) -> tuple[int, Tensor | None]:
+    """The first position and None, or positions one by one."""
+    if in_order(stretches):
+        return int(stretches[:1, 0].sum()), None
     found = np.concatenate([np.arange(a, b) for a, b in stretches.tolist()])
     return 0, torch.from_numpy(found).to(device)
 

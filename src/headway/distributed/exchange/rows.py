@@ -11,7 +11,7 @@ from ...backends import get
 from ...backends.base import Call
 from ...blocks import Tiles
 from ...types import Coords, Forward, Grads, Spec
-from .needs import positions_of
+from .needs import coords_of, in_order, in_tiles
 from .routes import Transport
 from .setting import Plan, Setting, added
 
@@ -34,16 +34,14 @@ def rows_of_queries(
 ) -> list[Rows]:
     """The kernels of a rank's queries, of some heads, over the keys in `stretches`, of which the
     mask needs the tiles `needed` (None: all are there). Their coordinates lack the head."""
-    kv, kv_pos = positions_of(stretches, s.device)
     pieces, known = s.q.of(s.rank), None
     if s.whole is not None:
         known = (s.whole.b, len(heads) if s.whole.h > 1 else 1, *s.whole.tile)
     parts, stop = [], 0
-    for piece in np.split(pieces, len(pieces)) if in_pieces(s, kv_pos) else [pieces]:
-        q, q_pos = positions_of(piece, s.device)
+    for piece in np.split(pieces, len(pieces)) if in_pieces(s, stretches) else [pieces]:
         rows = slice(stop, stop := stop + int((piece[:, 1] - piece[:, 0]).sum()))
         tiles = None if s.whole is None else s.whole.of(heads, s.rank, needed, piece)
-        coords = Coords(s.offsets[0], 0, q, kv, q_pos, kv_pos)
+        coords = coords_of((s.offsets[0], 0), piece, stretches, s.device)
         parts.append(Rows(rows, coords, tiles, known))
     return parts
 
@@ -104,16 +102,16 @@ def _here(x: Tensor, part: Rows) -> Tensor:
     return x if rows.stop - rows.start == x.shape[2] else x[:, :, rows]
 
 
-def in_pieces(s: Setting, kv_pos: Tensor | None) -> bool:
+def in_pieces(s: Setting, stretches: np.ndarray) -> bool:
     """Whether each piece of a rank's queries has a kernel of its own, in which positions follow one
-    another. Kernels are then faster for scores of positions: they add straight lines by tensor
-    cores, read biases by distance, and use indices of 32 bits. A mask alone costs the same with a
-    position per token."""
+    another, as those of the keys in `stretches` do. Kernels then read biases by distance; and where
+    pieces are cut inside of tiles, they add straight lines by tensor cores, and compute positions
+    in 32 bits."""
     pieces = s.q.of(s.rank)
     return (
-        s.placed
+        (s.by_distance if in_tiles(pieces) else s.placed)
         and s.device.type == "cuda"
-        and kv_pos is None
+        and in_order(stretches)
         and (s.whole is None or s.whole.in_order)
         and 1 < len(pieces) <= 4
         and int((pieces[:, 1] - pieces[:, 0]).min()) >= _LONG

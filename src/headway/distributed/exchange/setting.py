@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...backends.base import Call, graphs, split
+from ...backends.gpu.codegen.function import diagonal_gathers
 from ...errors import ArgumentError
 from ...types import Forward, Grads, Spec
 from .cost import Sizes
@@ -26,7 +27,8 @@ class Setting:
     - `q`, `kv`: the pieces of queries and of keys; `rank`, `group`: of this process.
     - `whole`: the block mask of all ranks; None without a mask.
     - `offsets`: global indices of the first batch row and query head here.
-    - `placed`: whether there is a score that depends on positions.
+    - `placed`: whether there is a score that depends on positions; `by_distance`: one that reads
+      numbers by the distance of a pair.
     """
 
     sizes: Sizes
@@ -38,6 +40,7 @@ class Setting:
     whole: Whole | None
     offsets: tuple[int, int]
     placed: bool
+    by_distance: bool
 
     def wanted(self, heads: range) -> tuple[list[np.ndarray], np.ndarray | None]:
         """Stretches of keys that every rank's queries read, and this rank's needed tiles."""
@@ -156,7 +159,8 @@ def setting_of(
             whole = whole_of(mask, captured, None, None, *at)  # type: ignore[arg-type]
     sizes = Sizes(b, hq, hk, d, dv, call.q.dtype.itemsize)
     placed = score is not None and (score.uses("q_idx") or score.uses("kv_idx"))
-    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets, placed)
+    by_distance = score is not None and bool(diagonal_gathers(score))
+    return Setting(sizes, q, kv, rank, group, call.q.device, whole, offsets, placed, by_distance)
 
 
 # -- gradients ------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from torch import Tensor
 from ...backends import get
 from ...backends.base import Call
 from ...operators import results_like
-from ...types import Coords, Forward, Grads, Spec, acc_dtype, in_dtype
+from ...types import Forward, Grads, Spec, acc_dtype, in_dtype
 from ..merge import merge
 from .lanes import Lanes
-from .needs import positions_of
+from .needs import coords_of
 from .routes import Arriving, Parts, Returning, Routes, Transport
 from .rows import Given, Rows, backward_of_rows, forward_of_rows, prepare_rows, rows_of_queries
 from .setting import Plan, Setting, added
@@ -193,13 +193,11 @@ class Ring(Plan):
     def __init__(self, setting: Setting) -> None:
         s, self.group = setting, setting.group
         wanted, _ = s.wanted(range(s.sizes.hq))
-        q, q_pos = positions_of(s.q.of(s.rank), s.device)
         self.steps = []
         for n in range(s.q.ranks):
             source = s.kv.of((s.rank - n) % s.q.ranks)
             stretches = _common(wanted[s.rank], source)
-            kv, kv_pos = positions_of(stretches, s.device)
-            coords = Coords(*s.offsets, q, kv, q_pos, kv_pos)
+            coords = coords_of(s.offsets, s.q.of(s.rank), stretches, s.device)
             routes = Routes(s.kv, wanted, s.group, step=n)
             self.steps.append(Step(n, range(s.sizes.hk), routes, [Rows(slice(None), coords)]))
         each = s.sizes.b * s.sizes.hk * (s.sizes.d + s.sizes.dv)

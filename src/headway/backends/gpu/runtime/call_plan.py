@@ -77,7 +77,7 @@ def key_of(spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[T
     """The kind of a call; `matrices` are q, k, v and, for a backward, dout."""
     at, (tensors, ints, _) = call.coords, call.captured
     if not consecutive(at):
-        at = (at[:4], *[None if p is None else p.shape for p in at[4:]])
+        at = (at[:4], *[None if p is None else p.shape for p in at[4:6]], at.straight_below)
     key = [spec, wanted, at, matrices[0].dtype, matrices[0].device, *ints]
     for x in matrices:
         key += x.shape, x.stride()
@@ -164,7 +164,8 @@ class BasePlan:
     - `sources`: the modules of its kernels, in the order of their cache keys (`fix_cache_keys`).
     - `diagonals`: whether its kernels can read and sum a tile by diagonals.
     - `approx_tanh`, `affine`, `hoist`, `bias_tables`: as in `Text`; `affine` and `bias_tables`
-      only where positions are small and consecutive.
+      only where positions are small and consecutive, or for `affine` straight.
+    - `straight`: positions are read, and follow one another within tiles (`Coords`).
     - `uses_distance_sign`: whether `Text.distance_sign` is looked for.
     """
 
@@ -181,7 +182,8 @@ class BasePlan:
         self.dv, self.spec, self.dtype, self.device = v.shape[3], spec, q.dtype, q.device
         self.mask = graphs(spec)[1]
         at, in_order = call.coords, consecutive(call.coords)
-        narrow = in_order and _narrow(at, q, k, call.captured.ints)
+        self.straight = not in_order and at.straight_below > 0
+        narrow = (in_order or self.straight) and _narrow(at, q, k, call.captured.ints)
         wide_offsets = tuple(map(far, call.captured.tensors))
         sign = 0
         if uses_distance_sign and self.mask:
@@ -191,15 +193,15 @@ class BasePlan:
             consecutive=diagonals and in_order,
             wide_offsets=wide_offsets,
             approx_tanh=approx_tanh,
-            per_diagonal=(diagonals or bias_tables) and narrow,
+            per_diagonal=(diagonals or bias_tables) and narrow and in_order,
             affine=affine and narrow,
             hoist=hoist,
-            bias_tables=bias_tables and narrow,
+            bias_tables=bias_tables and narrow and in_order,
             distance_sign=sign,
         )  # fmt: skip
         self.generated = functions(self.text)
         fix_cache_keys(self.generated)
-        self.at, self.scattered = at[:4], tuple([p is not None for p in at[4:]])
+        self.at, self.scattered = at[:4], tuple([p is not None for p in at[4:6]])
         self.captured = call.captured.ints, len(call.captured.tensors)
         # Whether Triton has not yet compiled for such calls. Of lengths it matters whether blocks,
         # of 16 to 128, are whole.
@@ -258,7 +260,7 @@ class BasePlan:
         """
         walk = walk or walks(call)
         tensors = [readable(t, self.device) for t in call.captured.tensors]
-        tensors += [_positions(p) for p in call.coords[4:] if p is not None]
+        tensors += [_positions(p) for p in call.coords[4:6] if p is not None]
         given = CallArguments.of([*walk.tensors(), *tensors, *more], call.captured.floats)
         if self.constant_tiles and not tensors and not more and not given.floats:
             walks.arguments = given
@@ -334,9 +336,10 @@ class Walks:
 
 
 def _narrow(at: Coords, q: Tensor, k: Tensor, ints: Sequence[int]) -> bool:
-    """Whether positions and captured ints are known to be small."""
+    """Whether positions and captured ints are known to be small, those of rows past the end too."""
     ends = at.b + q.shape[0], at.h + q.shape[1], at.q + q.shape[2], at.kv + k.shape[2]
-    return max(map(abs, (*at[:4], *ends, *ints))) <= POSITION_LIMIT
+    straight = at.straight_below + TILE[0] if at.straight_below else 0
+    return max(map(abs, (*at[:4], *ends, straight, *ints))) <= POSITION_LIMIT
 
 
 def far(t: Tensor) -> bool:

@@ -19,6 +19,7 @@ from ..device.mma import (
     LOG2E,
     ROWS,
     acc_layout,
+    first_position,
     positions,
     produce_rows,
     tma_load_pieces,
@@ -165,10 +166,10 @@ def opaque_zero(n, share):
 @gluon.jit
 def locate_keys(first_key, b, coords, kv_len, HOW: gl.constexpr):
     """Which of the 64 keys from `first_key` on there are, and their positions."""
-    row = first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(HOW.block)))
-    live = row < kv_len
-    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, b, row, live, HOW.index_type)
-    return live, kv_idx
+    pos, stride, n = coords.kv_pos, coords.kv_stride, first_key
+    span = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout(HOW.block)))
+    first = first_position(pos, stride, coords.kv, b, n, kv_len, HOW)
+    return n + span < kv_len, positions(pos, stride, first, b, n, span, kv_len, HOW)
 
 
 @gluon.jit
@@ -182,41 +183,40 @@ def hoist_keys(head, kv_idx, first_key, mods, HOW: gl.constexpr):
 
 @gluon.jit
 def hoist_queries(n, pairs, PARTIAL: gl.constexpr, HOW: gl.constexpr):
-    """What score and mask need of the queries from n on."""
-    mods, coords = pairs.mods, pairs.mods.coords
-    i = n + gl.arange(0, HOW.block, layout=hoist_layout())
-    at = positions(
-        coords.q_pos, coords.q_stride, coords.q, pairs.head.b, i, i < pairs.q_len, HOW.index_type
-    )
-    b = gl.cast(coords.b, HOW.index_type) + pairs.head.b
+    """Of the queries from n on, the position of the first, and what score and mask need of all."""
+    mods, coords, b = pairs.mods, pairs.mods.coords, pairs.head.b
+    pos, stride = coords.q_pos, coords.q_stride
+    span = gl.arange(0, HOW.block, layout=hoist_layout())
+    first = first_position(pos, stride, coords.q, b, n, pairs.q_len, HOW)
+    at = positions(pos, stride, first, b, n, span, pairs.q_len, HOW)
+    b = gl.cast(coords.b, HOW.index_type) + b
     h = gl.cast(coords.h, HOW.index_type) + pairs.head.h
-    return hoist_columns(b, h, at, pairs.hoisted, mods.score, mods.mask, False, PARTIAL, HOW)
+    columns = hoist_columns(b, h, at, pairs.hoisted, mods.score, mods.mask, False, PARTIAL, HOW)
+    return first, columns
 
 
 @gluon.jit
 def probabilities(
-    s, lse, n, zero, columns, pairs, PARTIAL: gl.constexpr,
+    s, lse, n, zero, queries, pairs, PARTIAL: gl.constexpr,
     DERIVATIVE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """P of the queries from n on, from Sᵀ.
 
-    - `zero`: from `opaque_zero`; `columns`: from `hoist_queries`; `pairs`: a `PairContext`.
+    - `zero`: from `opaque_zero`; `queries`: from `hoist_queries`; `pairs`: a `PairContext`.
 
     **Returns:** Pᵀ; Pᵀ times dT/dS, or Pᵀ alone where dT/dS is one number for all pairs
     (HOW.constant_dscore: `ModArgs.rate` has it); all that DERIVATIVE gives; and what SCATTER takes
     of the pairs: S, batch row, head, positions of queries and keys.
     """
-    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
     mods, coords, hoisted = pairs.mods, pairs.mods.coords, pairs.hoisted
-    i = n + gl.arange(0, HOW.block, layout=cols)
-    in_rows = i < pairs.q_len
+    first, columns = queries
+    span = gl.arange(0, HOW.block, layout=gl.SliceLayout(0, acc_layout(HOW.block)))
     q_idx = positions(
-        coords.q_pos, coords.q_stride, coords.q, pairs.head.b, i, in_rows, HOW.index_type
-    )
+        coords.q_pos, coords.q_stride, first, pairs.head.b, n, span, pairs.q_len, HOW
+    )  # fmt: skip
     kv_idx = pairs.kv_idx + zero
     b = gl.cast(coords.b, HOW.index_type) + pairs.head.b
     h = gl.cast(coords.h, HOW.index_type) + pairs.head.h
-    first = gl.cast(coords.q, HOW.index_type) + n
     if DERIVATIVE is None:
         dscore = ()
         p = gl.exp2(s * (mods.scale * LOG2E) - lse[None, :])

@@ -358,7 +358,7 @@ def mma_q_block(
     # A fence waits for what was read before it: what a mask needs is read after it.
     READS: gl.constexpr = PARTIAL and HOW.mask_pairs is not None
     if not READS:
-        columns = hoist_queries(n, pairs, PARTIAL, HOW)
+        queries = hoist_queries(n, pairs, PARTIAL, HOW)
     visit = state.visit
     if HOW.owns_segment:
         store_visit(state.dq, visit, context.segment, smem.dq[0].index(W), ring[0], dq_at)
@@ -366,7 +366,7 @@ def mma_q_block(
         store_dq(state.dq, smem.dq[LAST].index(W), ring[LAST], dq_at)
     if READS:
         dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, HOW)
-        columns = hoist_queries(n, pairs, PARTIAL, HOW)
+        queries = hoist_queries(n, pairs, PARTIAL, HOW)
     lse = inputs.lse.index(q_at.stage).load(cols)
     consumer_wait(of_inputs.dout, dout_at)
     if not (HOW.dp_after_p or WIDE):
@@ -376,7 +376,7 @@ def mma_q_block(
 
     # P times the derivative now, so that only the product stays in registers.
     p, p_dscore, dscore, at = probabilities(
-        s, lse, n, zero, columns, pairs, PARTIAL, DERIVATIVE, MASK, HOW
+        s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, HOW
     )
     p16 = p.to(dtype)
     neg_delta = inputs.neg_delta.index(dout_at.stage).load(cols)

@@ -69,7 +69,7 @@ def mma_q_block_pipelined(
     has_before = begun > 0
     q_before, ds_before = previous(q_at, HOW.stages), previous(dout_at, DO_STAGES)
 
-    columns = hoist_queries(n, pairs, PARTIAL, HOW)
+    queries = hoist_queries(n, pairs, PARTIAL, HOW)
     consumer_wait(of_inputs.q, q_at)
     if FREE:
         lse = inputs.lse.index(q_at.stage).load(cols)
@@ -86,7 +86,7 @@ def mma_q_block_pipelined(
     else:
         s = warpgroup_mma_wait(2, deps=[s])
     p, p_dscore, _, _ = probabilities(
-        s, lse, n, zero, columns, pairs, PARTIAL, DERIVATIVE, MASK, HOW
+        s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, HOW
     )
     p16 = materialize(p.to(dtype))
     if HOW.constant_dscore:  # noqa: SIM108

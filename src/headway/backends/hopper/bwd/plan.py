@@ -192,7 +192,7 @@ class BackwardPlan(Plan):
     def _how(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> How:
         """What the kernel is compiled for."""
         return How(
-            row.block, row.stages, self.walks.sub, self.index_type,
+            row.block, row.stages, self.walks.sub, self.index_type, self.straight,
             even_kv=self.kv_len % (row.keys * self.walks.sub) == 0,
             dp_after_p=self.gathers_per_pair,
             scarce_smem=len(row.d) == 2, deterministic=self.ordered is not None,

@@ -201,9 +201,9 @@ def dv_q_block(
     zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
     zero = opaque_zero(n, context.share)
     lse = inputs.lse.index(q_at.stage).load(cols)
-    columns = hoist_queries(n, pairs, PARTIAL, HOW)
+    queries = hoist_queries(n, pairs, PARTIAL, HOW)
     p, p_dscore, _, _ = probabilities(
-        s, lse, n, zero, columns, pairs, PARTIAL, DERIVATIVE, MASK, HOW
+        s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, HOW
     )
     p16 = materialize(p.to(inputs.v.dtype))
     if SCATTER is None:
@@ -279,11 +279,11 @@ def dk_q_block(
         p_dscore = upcast(smem.p.index(p_at.stage).load(acc_layout(HOW.block)))
     else:  # P once more, for all that it is multiplied with
         s = wgmma_abt(at_stage(inputs.k, zero), at_stage(inputs.q, q_at.stage), zero_tile)
-        columns = hoist_queries(n, pairs, PARTIAL, HOW)
+        queries = hoist_queries(n, pairs, PARTIAL, HOW)
         s = warpgroup_mma_wait(0, deps=[s])
         lse = inputs.lse.index(q_at.stage).load(cols)
         p, p_dscore, dscore, at = probabilities(
-            s, lse, n, zero, columns, pairs, PARTIAL, DERIVATIVE, MASK, HOW
+            s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, HOW
         )
         grads = captured_values_grads(p, dscore, dp, HOW.unbounded_dscore)
         SCATTER(context.captured_grads, grads, *at, pairs.mods.score)

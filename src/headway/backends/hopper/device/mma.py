@@ -250,13 +250,26 @@ def broadcast_row(x, like):
 
 
 @gluon.jit
-def positions(pos, stride, offset, b, index, live, INDEX: gl.constexpr):
-    """Global positions of rows: read from `pos` where `live`, or `offset + index` if it is None."""
+def first_position(pos, stride, offset, b, n, length, HOW: gl.constexpr):
+    """The global position of the first row n of a block, from which on those of the others follow;
+    where they do not, a number of no use."""
     if pos is None:
-        return gl.cast(offset, INDEX) + index
+        return gl.cast(offset, HOW.index_type) + n
+    elif HOW.straight:
+        at = pos + gl.cast(b, gl.int64) * stride + n
+        return gl.cast(gl.load(at, mask=n < length, other=0), HOW.index_type)
     else:
-        at = pos + gl.cast(b, gl.int64) * stride + index
-        return gl.load(at, mask=live, other=0).to(INDEX)
+        return gl.cast(0, HOW.index_type)
+
+
+@gluon.jit
+def positions(pos, stride, first, b, n, span, length, HOW: gl.constexpr):
+    """Global positions of the rows `n + span`: they follow `first`, of row n, or are read."""
+    if pos is None or HOW.straight:
+        return first + span
+    else:
+        at = pos + gl.cast(b, gl.int64) * stride + (n + span)
+        return gl.load(at, mask=n + span < length, other=0).to(HOW.index_type)
 
 
 @gluon.jit

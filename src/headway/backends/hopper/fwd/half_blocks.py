@@ -50,10 +50,9 @@ def masked_columns(HOW, FIRST, PARTIAL):
 
 
 @gluon.jit
-def masked_positions(offset, n, MASKED: gl.constexpr, LAYOUT: gl.constexpr, HOW: gl.constexpr):
-    """Positions of the masked columns; n is the row of the first live key, `offset` the position of
-    key 0."""
-    return gl.cast(offset, HOW.index_type) + n + MASKED[0] + gl.arange(0, MASKED[1], layout=LAYOUT)
+def masked_positions(first, MASKED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Positions of the masked columns; `first` is that of the first live key."""
+    return first + MASKED[0] + gl.arange(0, MASKED[1], layout=LAYOUT)
 
 
 @gluon.jit
@@ -74,7 +73,7 @@ def apply_mask(
         left, right = split_halves(t)
         half = left if MASKED[0] == 0 else right
         layout: gl.constexpr = gl.SliceLayout(0, acc_layout(COLUMNS))
-        kv_idx = masked_positions(first, 0, MASKED, layout, HOW)
+        kv_idx = masked_positions(first, MASKED, layout)
         q_idx, of_rows = row_vector(q_idx, COLUMNS), rows_for_width(rows.mask, COLUMNS)
         keep = evaluate_mask(
             half, b, h, q_idx, kv_idx, first + MASKED[0], Rows((), of_rows, ()), columns, of_mask,

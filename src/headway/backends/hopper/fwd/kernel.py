@@ -44,6 +44,7 @@ from ..device.mma import (
     alloc_stages,
     apply_score,
     at_stage,
+    first_position,
     lhs_layout,
     materialize,
     pieces,
@@ -270,13 +271,14 @@ def locate_queries(work, i, inputs, q_len, HOW: gl.constexpr):
     INDEX: gl.constexpr = HOW.index_type
     coords = inputs.coords
     batch, head, first_row = work.batch, work.head, work.first_row
-    row = first_row + i
-    q_idx = positions(coords.q_pos, coords.q_stride, coords.q, batch, row, row < q_len, INDEX)
+    n = first_row + HOW.consumer * ROWS
+    span = i - HOW.consumer * ROWS
+    first_q = first_position(coords.q_pos, coords.q_stride, coords.q, batch, n, q_len, HOW)
+    q_idx = positions(coords.q_pos, coords.q_stride, first_q, batch, n, span, q_len, HOW)
     b, h = gl.cast(coords.b, INDEX) + batch, gl.cast(coords.h, INDEX) + head
     rows = hoist_rows(b, h, q_idx, inputs.of_score, inputs.of_mask, True, HOW)
-    bias = locate_bias(inputs.bias_tables, batch, head, first_row + HOW.consumer * ROWS)
-    rows = Rows(rows.score, rows.mask, bias)
-    return b, h, q_idx, batch, rows, gl.cast(coords.q, INDEX) + first_row
+    rows = Rows(rows.score, rows.mask, locate_bias(inputs.bias_tables, batch, head, n))
+    return b, h, q_idx, batch, rows, first_q
 
 
 @gluon.jit
@@ -363,7 +365,8 @@ def softmax_step(
     n += LIVE[0]
 
     # While S is in flight, read what score and mask need of the keys.
-    columns = columns_of_block(tile, n, LIVE, MASKED, PARTIAL, HOW)
+    first = first_key(tile, n, HOW)
+    columns = columns_of_block(tile, first, n, LIVE, MASKED, PARTIAL, HOW)
     of_score = tile.inputs.of_score
     if HOW.relative_biases > 0:
         of_score = of_score + (load_bias(tile.rows.bias, n, LIVE[1]),)  # noqa: RUF005
@@ -380,7 +383,7 @@ def softmax_step(
 
     # P, while the tensor cores compute P V of the block before.
     t, unit, s, by_row = score_block(
-        s, ops, tile, columns, n, of_score, MASKED, PARTIAL, SCORE, MASK, HOW
+        s, ops, tile, columns, first, n, of_score, MASKED, PARTIAL, SCORE, MASK, HOW
     )
     e, m, l, max_s, rescale = online_softmax(
         t, unit, s, by_row, state, FIRST or MAYBE_FIRST, HOW
@@ -409,21 +412,30 @@ def softmax_step(
 
 
 @gluon.jit
+def first_key(tile, n, HOW: gl.constexpr):
+    """`first_position` of the keys from row n on."""
+    at = tile.inputs.coords
+    return first_position(at.kv_pos, at.kv_stride, at.kv, tile.batch, n, tile.kv_len, HOW)
+
+
+@gluon.jit
 def columns_of_block(
-    tile, n, LIVE: gl.constexpr, MASKED: gl.constexpr, PARTIAL: gl.constexpr, HOW: gl.constexpr
-):
+    tile, first, n, LIVE: gl.constexpr, MASKED: gl.constexpr, PARTIAL: gl.constexpr,
+    HOW: gl.constexpr,
+):  # fmt: skip
     """The hoisted operands of a block's live columns, and of its masked ones for the mask; read
-    while S is in flight."""
-    inputs, coords = tile.inputs, tile.inputs.coords
-    j = n + gl.arange(0, LIVE[1], layout=hoist_layout())
-    kv_idx = positions(
-        coords.kv_pos, coords.kv_stride, coords.kv, tile.batch, j, j < tile.kv_len, HOW.index_type
-    )
+    while S is in flight.
+
+    - `first`: `first_key` of n.
+    """
+    inputs, at = tile.inputs, tile.inputs.coords
+    span = gl.arange(0, LIVE[1], layout=hoist_layout())
+    kv_idx = positions(at.kv_pos, at.kv_stride, first, tile.batch, n, span, tile.kv_len, HOW)
     columns = hoist_columns(
         tile.b, tile.h, kv_idx, tile.rows, inputs.of_score, inputs.of_mask, True, PARTIAL, HOW
     )
     if MASKED[1] < LIVE[1]:
-        kv_idx = masked_positions(coords.kv, n, MASKED, hoist_layout(), HOW)
+        kv_idx = masked_positions(first, MASKED, hoist_layout())
         masked = hoist_columns(
             tile.b, tile.h, kv_idx, tile.rows, inputs.of_score, inputs.of_mask, True, PARTIAL, HOW
         )
@@ -445,24 +457,22 @@ def wait_for_qk(s, ops, FIRST: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit
 def score_block(
-    s, ops, tile, columns, n, of_score, MASKED: gl.constexpr, PARTIAL: gl.constexpr,
+    s, ops, tile, columns, first, n, of_score, MASKED: gl.constexpr, PARTIAL: gl.constexpr,
     SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
     """Apply score and mask. **Returns:** T in some unit, less `by_row`, and -inf where the mask
     does not keep a pair; the unit over log 2; S; and `by_row` over log 2, of an affine score."""
     COLUMNS: gl.constexpr = s.shape[1]
-    INDEX: gl.constexpr = HOW.index_type
-    scale, coords, _, _, of_mask = tile.inputs
-    j = n + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, acc_layout(COLUMNS)))
-    live = j < tile.kv_len
-    kv_idx = positions(coords.kv_pos, coords.kv_stride, coords.kv, tile.batch, j, live, INDEX)
+    scale, at, _, _, of_mask = tile.inputs
+    span = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, acc_layout(COLUMNS)))
+    live = n + span < tile.kv_len
+    kv_idx = positions(at.kv_pos, at.kv_stride, first, tile.batch, n, span, tile.kv_len, HOW)
     # Plus an opaque 0: or LLVM would keep the distances of all pairs in registers.
     q_idx = row_vector(tile.q_idx + ((n + tile.kv_len) >> 31), COLUMNS)
     of_rows = tile.rows
     rows = Rows(
         rows_for_width(of_rows.score, COLUMNS), rows_for_width(of_rows.mask, COLUMNS), of_rows.bias
     )
-    kv_first = gl.cast(coords.kv, INDEX) + n
     if HOW.affine is None:
         t, unit, s = apply_score(
             s, scale, tile.b, tile.h, q_idx[:, None], kv_idx[None, :], of_score,
@@ -472,13 +482,13 @@ def score_block(
     else:
         captured = affine_operands(of_score, rows, columns, True, COLUMNS, HOW)
         t, unit, by_row = affine_scores(
-            s, scale, tile.b, tile.h, q_idx, kv_idx, tile.first_q, kv_first, captured,
+            s, scale, tile.b, tile.h, q_idx, kv_idx, tile.first_q, first, captured,
             len(ops.slope) > 0, HOW,
         )  # fmt: skip
         s = s * scale
     if PARTIAL and MASK is not None:
         t = apply_mask(
-            t, tile.b, tile.h, q_idx, kv_idx, kv_first, rows, columns, of_mask, MASKED, MASK, HOW
+            t, tile.b, tile.h, q_idx, kv_idx, first, rows, columns, of_mask, MASKED, MASK, HOW
         )
     if PARTIAL and not HOW.even_kv:
         t = gl.where(live[None, :], t, float("-inf"))

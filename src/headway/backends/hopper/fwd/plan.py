@@ -102,7 +102,7 @@ class ForwardPlan(Plan):
         """What the kernel is compiled for."""
         how, spec = self.how, self.spec
         return How(
-            self.block, how.stages, self.walks.sub, self.index_type,
+            self.block, how.stages, self.walks.sub, self.index_type, self.straight,
             positive_scale=spec.scale > 0, even_kv=self.kv_len % self.block == 0,
             v_stages=how.v_stages, q_stages=how.q_stages,
             early_q_release=how.early_q_release, q_in_registers=how.q_in_registers,
