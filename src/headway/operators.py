@@ -40,7 +40,10 @@ def call_of(
         q, k, v, sink, seed,
         Captured(list(tensors), list(ints), list(floats)),
         Tiles.unflatten(list(tiles)) if tiles else None,
-        Coords(offsets[0], offsets[1], offsets[2], offsets[3], q_pos, kv_pos, offsets[4]),
+        Coords(
+            offsets[0], offsets[1], offsets[2], offsets[3], q_pos, kv_pos,
+            offsets[4] if len(offsets) > 4 else 0,  # who calls an operator may leave it out
+        ),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headway as hw
 from headway.api import prepare
 from headway.mods import lowering
+from headway.operators import flat
 
 B, HQ, HK, LENGTH, D = 2, 4, 2, 40, 8
 
@@ -550,21 +551,7 @@ def test_opcheck(qkv, backend, kind):
         options["mask"] = hw.block_mask(hw.causal(), 1, 1, LENGTH, LENGTH, tile=(8, 8))
     q, k, v = (x.detach() for x in qkv)
     spec, call = prepare(q, k, v, **options)
-    *offsets, q_pos, kv_pos = call.coords
-    tiles = [] if call.tiles is None else call.tiles.flatten()
-    inputs = (
-        spec.text,
-        q,
-        k,
-        v,
-        call.sink,
-        call.seed,
-        *call.captured,
-        tiles,
-        offsets,
-        q_pos,
-        kv_pos,
-    )
+    inputs = spec.text, *flat(call)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.headway.forward.default, inputs, test_utils=checks)
     out, lse, *_ = torch.ops.headway.forward(*inputs)

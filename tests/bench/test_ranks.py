@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from headway.api import prepare
 from headway.bench import Options
 from headway.bench.case import BACKWARD, FORWARD
 from headway.bench.cases import every, select
 from headway.bench.ranks import ONE_CARD, Ranks, measure
-from headway.bench.ranks_cases import documents
-from headway.bench.ranks_process import idle
+from headway.bench.ranks_cases import RANK_CASES, documents
+from headway.bench.ranks_process import idle, shortened
 from headway.bench.results import WRONG
 from headway.bench.run import bench
 
@@ -24,6 +25,19 @@ def test_two_ranks():
     names = "headway", "headway, gather", "headway, ring", "headway, ulysses", ONE_CARD
     assert found == {(d, name) for d in (FORWARD, BACKWARD) for name in names}
     assert "plan: heads" in next(r.note for r in results if r.contestant == "headway")
+
+
+@pytest.mark.parametrize("case", [c for c in RANK_CASES if c.length <= 32768], ids=lambda c: c.name)
+def test_one_card_has_a_sequence_that_can_be(case):
+    """Masks and scores of its length, and a window as wide as before."""
+    short = shortened(case, 4)
+    assert short.length < case.length
+    zeros = torch.zeros(1).expand
+    q, k, v = (zeros(1, h, short.length, 128) for h in (case.hq, case.hk, case.hk))
+    score = None if short.score is None else short.score()
+    prepare(q, k, v, score, short.mask())
+    if "window" in case.name:
+        assert str(short.mask()) == str(case.mask())
 
 
 def test_idle():

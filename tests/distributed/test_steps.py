@@ -33,7 +33,7 @@ def setting(hq: int, hk: int, length: int, share: float, longest: float, needed:
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("heads", [(4, 1), (12, 3), (32, 8), (64, 8), (32, 32), (30, 15)])
-@pytest.mark.parametrize("length", [2000, 32768, 1 << 20])
+@pytest.mark.parametrize("length", [2000, 32768, 100_000, 1 << 18, 1 << 20])
 def test_all_heads_once(heads, length, backward):
     """And no step has more keys and values than it may, where one head has not."""
     s = setting(*heads, length, 0.5, 1.0)

@@ -26,17 +26,12 @@ def documents(length: int) -> Mask:
     return causal() & document.from_lengths(lengths)
 
 
-def _window(length: int) -> Mask:
-    return causal() & sliding_window(min(WINDOW, length // 4))
+def _window() -> Mask:
+    return causal() & sliding_window(WINDOW)
 
 
 def _prefix(length: int) -> Mask:
     return causal() | prefix(length // 8)
-
-
-MASKS: dict[str, Callable[[int], Mask]] = {
-    "documents": documents, "window": _window, "prefix": _prefix,
-}  # fmt: skip
 
 
 def _alibi(heads: int) -> Score:
@@ -45,13 +40,16 @@ def _alibi(heads: int) -> Score:
 
 
 def _case(name: str, hq: int, hk: int, length: int, **more: Any) -> Case:
-    mask = partial(MASKS[name], length) if name in MASKS else causal
+    masks: dict[str, Callable[[], Mask]] = {
+        "documents": partial(documents, length), "prefix": partial(_prefix, length),
+        "window": _window,
+    }  # fmt: skip
     given: dict[str, Any] = {
         "dtype": "bfloat16", "tags": ("ranks", name), "devices": ("cuda",),
     }  # fmt: skip
     return Case(
-        f"ranks-{name}-{hq}-{hk}-{length >> 10}k", 1, hq, hk, length, 128, mask=mask,
-        measure="ranks", **given | more,
+        f"ranks-{name}-{hq}-{hk}-{length >> 10}k", 1, hq, hk, length, 128,
+        mask=masks.get(name, causal), measure="ranks", **given | more,
     )  # fmt: skip
 
 

@@ -175,19 +175,26 @@ def _try(
 
 
 def one_card(case: Case, ranks: int, device: str) -> Contestant:
-    """A sequence so short that a card has as many pairs as a rank has: of a mask that keeps a share
-    of the square, by the root of the number of ranks; of windows and documents, by that number."""
-    local = any(word in case.name for word in ("window", "documents"))
-    length = round(case.length / (ranks if local else ranks**0.5) / 128) * 128
-    short = replace(case, length=length)
-    short = replace(short, mask=_remade(case.mask, length), score=_remade(case.score, length))
+    """What `shortened` says, on a card by itself."""
+    short = shortened(case, ranks)
     x = inputs(short, device)
     return Contestant(x.headway, x, Size(*(n * ranks for n in size(short, x.mask))))
 
 
-def _remade(make: Any, length: int) -> Any:
-    """What makes a mask or score of a length, for another one."""
-    return partial(make.func, *make.args[:-1], length) if isinstance(make, partial) else make
+def shortened(case: Case, ranks: int) -> Case:
+    """A sequence so short that a card has about as many pairs as a rank has: of a mask that keeps a
+    share of the square, by the root of the number of ranks; of windows and documents, by that
+    number. A window is as wide as before."""
+    local = any(word in case.name for word in ("window", "documents"))
+    length = round(case.length / (ranks if local else ranks**0.5) / 128) * 128
+
+    def remade(make: Any) -> Any:
+        """What makes a mask or score, for this length."""
+        if not isinstance(make, partial):
+            return make
+        return partial(make.func, *[length if n == case.length else n for n in make.args])
+
+    return replace(case, length=length, mask=remade(case.mask), score=remade(case.score))
 
 
 def _anywhere(flag: bool) -> bool:

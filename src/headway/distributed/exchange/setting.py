@@ -17,7 +17,8 @@ from .needs import Whole, stretches_of, whole_of
 from .routes import Pieces, Transport
 
 Needs = tuple[bool, ...]
-MOST = 256 << 20  # bytes of the keys and values of a step
+# Bytes of the keys and values of a step: room for some 2^n tokens and the edge of a window.
+MOST = 288 << 20
 
 
 @dataclass(frozen=True)

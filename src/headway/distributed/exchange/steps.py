@@ -23,7 +23,8 @@ _TAIL = 0.2  # of the longest work tile, which a step in lanes takes longer: few
 _HOST = (0.2e-3, 0.65e-3), (0.4e-3, 1.0e-3)
 _PROCESSORS = 132  # of a card as fast as `cost` says: not this rank's, since all ranks choose alike
 _BACKWARD = 2.5  # forwards
-_SMALL = 4  # heads of a first or a last step, at most
+# Heads of a small first or last step: in a backward of one all CTAs add to the dQ of few heads.
+_LEAST, _SMALL = (1, 2), 4
 
 
 class _Times(NamedTuple):
@@ -60,7 +61,7 @@ def heads_of_steps(setting: Setting, backward: bool, link: float) -> list[int]:
             card = _in_one_stream(sizes, times, _STEP[backward])
         return max(card, call + step * len(sizes))
 
-    return min(_ways(s.hk, most), key=took)
+    return min(_ways(s.hk, most, _LEAST[backward]), key=took)
 
 
 def _in_one_stream(sizes: Sequence[int], of: _Times, step: float) -> float:
@@ -90,10 +91,10 @@ def _in_lanes(sizes: Sequence[int], of: _Times, step: float) -> float:
     return copies if of.gradients else end
 
 
-def _ways(heads: int, most: int) -> Iterator[list[int]]:
-    """Heads in steps of at most `most`, fewest steps first: the first and the last step small, or
-    as large as those between."""
-    few = range(min(_SMALL, most, heads) + 1)
+def _ways(heads: int, most: int, least: int) -> Iterator[list[int]]:
+    """Heads in steps of at most `most`, fewest steps first: the first and the last step small, from
+    `least` to `_SMALL`, or as large as those between."""
+    few = 0, *range(least, min(_SMALL, most, heads) + 1)
     for first in few:
         for last in few:
             between = heads - first - last
