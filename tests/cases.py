@@ -251,8 +251,9 @@ def _table() -> tuple[Case, ...]:
     shape = {"b": 1, "hq": 2, "hk": 1, "d": 16, "dv": 16, "q_len": 512, "kv_len": 512}
     add("long_checker_even", "long", "mask", "half", **shape, mask="checker")
     tall = {"b": 1, "hq": 2, "hk": 2, "d": 8, "dv": 24}
-    for score in ("alibi_softcap", "twice", "bias_square", "undefined", "outside", "holes"):
-        mask = {"outside": "causal_window", "undefined": "causal"}.get(score, "checker")
+    for score in ("alibi_softcap", "twice", "bias_square", "undefined", "outside", "holes", "ends"):
+        masks = {"outside": "causal_window", "undefined": "causal", "ends": "causal"}
+        mask = masks.get(score, "checker")
         n, m = (521, 521) if score == "outside" else (521, 300)
         shape = {**tall, "q_len": n, "kv_len": m, "sink": True}
         add(f"long_score_{score}", "long", **shape, score=score, mask=mask)

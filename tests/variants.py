@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import headway as hw
 
@@ -442,6 +443,15 @@ SCORES: dict[str, Variant] = {
     "undefined": user(  # NaN, and an infinite derivative, at pairs that a causal mask does not keep
         lambda c, t: lambda s, b, h, i, j: s - t.gain[h] * (1.0 * (i - j) + 0.5).sqrt(),
         gain=table("hq"),
+    ),
+    "ends": user(  # NaN past the last query and past the last key, as its derivatives are
+        lambda c, t: lambda s, b, h, i, j: s * ((c.q_len - i - 0.5) / c.q_len).sqrt()
+        - t.gain[h] * ((c.q_len - i - 0.5) / c.q_len).log()
+        + ((c.kv_len - j - 0.5) / c.kv_len).log()
+        + t.unfinished[i],
+        gain=table("hq"),
+        frozen=("unfinished",),
+        unfinished=lambda c: F.pad(torch.randn(c.q_len).double(), (0, 70), value=torch.nan),
     ),
     "constant": user(  # does not see the logit: dq = dk = 0
         lambda c, t: lambda s, b, h, i, j: t.table[h, (i * j) % 5], table=table("hq", 5)

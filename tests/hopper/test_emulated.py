@@ -59,6 +59,14 @@ def test_positions_one_by_one(monkeypatch):
     assert compare(case, torch.bfloat16, made, True) == []
 
 
+def test_positions_in_tiles(monkeypatch):
+    choose(monkeypatch, "at once")
+    case = replace(BY_NAME["long_causal_window"], q_len=140, kv_len=260)
+    with emulating("sm_90", hopper):
+        made = scattered(case, torch.bfloat16, "hopper", tile=128)
+    assert compare(case, torch.bfloat16, made, True) == []
+
+
 def test_the_shortest_tile_rows_come_last(monkeypatch):
     choose(monkeypatch, "at once")
     changes = {"b": 2, "hq": 2, "hk": 1, "q_len": 900, "kv_len": 900}

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import headway as hw
+from headway.backends.gpu.codegen.dependence import finite_past_the_end
+from headway.mods import lower_mod
 from tools.simulator import simulating
 
 
@@ -32,3 +34,42 @@ def test_keys_past_the_end_get_no_gradient(widths, kv_len, tile):
     assert (found["hopper"] - found["reference"]).abs().max() < 0.02 * found[
         "reference"
     ].abs().max()
+
+
+N = 100  # queries: the last block has some, and some that are past the end
+UNFINISHED = torch.full((200,), torch.nan).index_fill(0, torch.arange(N), 0.5)
+TABLE = torch.randn(2, 2 * N - 1)
+UNDEFINED = {
+    "position": lambda s, b, h, i, j: s + (1.0 * (N - i)).log(),
+    "derivative": lambda s, b, h, i, j: s * (N - 0.5 - i).sqrt(),
+    "quotient": lambda s, b, h, i, j: s / (N - 0.5 - i).abs().sqrt() / (N - i),
+    "table": lambda s, b, h, i, j: s + UNFINISHED[i],
+    "score": lambda s, b, h, i, j: s + s.log(),
+    "relative": hw.relative_bias(TABLE),
+}
+DEFINED = {
+    "alibi": hw.alibi(2),
+    "softcap": hw.softcap(5.0) >> hw.alibi(2),
+    "keys": lambda s, b, h, i, j: s / (1.0 + j).log1p() + TABLE[h, j] + 0.01 * (i - j),
+}
+
+
+@pytest.mark.parametrize("name", UNDEFINED | DEFINED)
+def test_queries_past_the_end_give_nothing(name):
+    """Whatever a score is there: their logits are 0, and their positions beyond all others."""
+    torch.manual_seed(0)
+    score = (UNDEFINED | DEFINED)[name]
+    graph, _ = lower_mod("score", score, torch.float32)
+    assert finite_past_the_end(graph) == (name in DEFINED)
+    q, k = (torch.rand(1, 2, N, 64).bfloat16().requires_grad_() for _ in range(2))
+    v, dout = (torch.randn(1, 2, N, 64).bfloat16() for _ in range(2))
+    v.requires_grad_()
+    found = {}
+    for backend in ("reference", "hopper"):
+        with simulating():
+            out = hw.attention(q, k, v, score, backend=backend)
+        with simulating():
+            grads = torch.autograd.grad(out, (q, k, v), dout)
+        found[backend] = out, *grads
+    for x, y in zip(found["hopper"], found["reference"], strict=True):
+        assert (x - y).abs().max() < 0.03 * y.abs().max()

@@ -34,11 +34,12 @@ def test_table(name, simulated):
     assert compare(BY_NAME[name], torch.bfloat16, made, True) == []
 
 
+@pytest.mark.parametrize("tile", [1, 128], ids=["one_by_one", "in_tiles"])
 @pytest.mark.parametrize("per_batch", [False, True], ids=["one_order", "order_per_batch"])
 @pytest.mark.parametrize("name", [case.name for case in CASES])
-def test_positions_one_by_one(name, per_batch, simulated):
+def test_positions(name, per_batch, tile, simulated):
     try:
-        made = scattered(BY_NAME[name], torch.bfloat16, "hopper", per_batch)
+        made = scattered(BY_NAME[name], torch.bfloat16, "hopper", per_batch, tile)
     except BackendRefused:
         pytest.skip("not what this backend does")
     assert compare(BY_NAME[name], torch.bfloat16, made, True) == []

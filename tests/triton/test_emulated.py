@@ -81,6 +81,14 @@ def test_positions_one_by_one(how, monkeypatch):
     assert compare(case, torch.bfloat16, made, True) == []
 
 
+def test_positions_in_tiles():
+    """Positions are small, as is known of those in tiles."""
+    case = replace(BY_NAME["long_causal_window"], hq=1, hk=1, q_len=30, kv_len=140)
+    with emulating("sm_80", backend), guarded():
+        made = scattered(case, torch.bfloat16, "triton", tile=128)
+    assert compare(case, torch.bfloat16, made, True) == []
+
+
 def test_lengths_one_after_the_other():
     """Whole blocks of wide rows, of which more is known, and then lengths of any kind: no plan, tile
     or kernel of an earlier one is taken. The sink's gradient reads the rows of the workspace."""

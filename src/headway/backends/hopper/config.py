@@ -279,6 +279,9 @@ class How:
     # Backward: the derivative of the score may be infinite where P is 0.
     unbounded_dscore: bool = False
 
+    # Backward: the score may be NaN for queries past the end, which the last block has.
+    score_past_end: bool = False
+
     # A few hundred bytes of shared memory are left for conversions of layouts.
     scarce_smem: bool = False
 

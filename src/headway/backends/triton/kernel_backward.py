@@ -131,7 +131,9 @@ def backward_q(
     i = tl.arange(0, BLOCK_M)
     live = first + i < tl.minimum(end, q_len)
     q_at = tile.head(q, q_strides, b64, h64) + tl.cast(first, tl.int64) * q_strides[2]
-    q_tile = tile.load(q_at, i, q_strides[2], live, HOW.d)
+    # Rows past the end are the last query, for which a score is defined: their P is 0, and not NaN.
+    within = tl.minimum(i, tl.minimum(end, q_len) - 1 - first)
+    q_tile = tile.load(q_at, within, q_strides[2], None, HOW.d)
     dout_at = tile.head(dout, dout_strides, b64, h64)
     dout_at += tl.cast(first, tl.int64) * dout_strides[2]
     dout_tile = tile.load(dout_at, i, dout_strides[2], live, HOW.dv)
@@ -149,7 +151,8 @@ def backward_q(
     if transposed is not None:
         transposed = tile.transposed_heads(transposed, b64, h64 // group)
     keys = Keys(k_at, v_at, k_strides[2], v_strides[2], transposed)
-    q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, b, first + i, live, INDEX)
+    at = first + within
+    q_idx = tile.positions(coords.q_pos, coords.q_stride, coords.q, b, at, None, INDEX)
     rows = tile.Rows(
         tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, q_idx[:, None], b, first
     )

@@ -7,9 +7,15 @@ row or column where it depends on one, and along diagonals where it depends on t
 
 from collections.abc import Sequence
 
-from ....mods.graph import Arg, Graph
+from ....mods.graph import FLOATS, Arg, Graph
 
 KINDS = ("one", "rows", "cols", "diagonals", "pairs")
+
+# Of finite numbers these make finite ones, but where they overflow.
+_FINITE = frozenset(
+    "add sub mul neg abs sign max min where to floor ceil round trunc exp exp2 expm1 tanh sigmoid "
+    "erf sin cos detach".split()
+)
 
 
 def dependence_of(graph: Graph, indices: Sequence[Arg]) -> str:
@@ -25,6 +31,25 @@ def kinds(graph: Graph) -> dict[str, str]:
     `kv_idx - q_idx` only; "pairs": on both otherwise, or on the score.
     """
     return _walk(graph)[0]
+
+
+def finite_past_the_end(graph: Graph) -> bool:
+    """Whether a score is finite for a query past the end, whose S is 0 and whose position is beyond
+    all others, wherever it is finite for those that exist.
+
+    What is read by position is not: nobody need have written what no query reads. Nor are
+    quotients, roots and logarithms of what depends on the query.
+    """
+    varies: set[Arg] = {"q_idx", "score"}
+    for n, node in enumerate(graph.nodes):
+        if varies.isdisjoint(node.args):
+            continue
+        varies.add(f"%{n}")
+        if node.dtype not in FLOATS or node.op in _FINITE:
+            continue
+        if node.op != "div" or node.args[1] in varies or node.args[1] == 0:
+            return False
+    return True
 
 
 def slopes(graph: Graph) -> dict[str, tuple[int, int]]:

@@ -241,6 +241,8 @@ def probabilities(
     q_idx, kv_idx = q_idx[None, :], kv_idx[:, None]
     if not HOW.even_kv:
         p = gl.where(pairs.live[:, None], p, 0.0)
+    if HOW.score_past_end:  # where it may be NaN; else an lse of inf makes P 0
+        p = gl.where((n + span < pairs.q_len)[None, :], p, 0.0)
     if HOW.constant_dscore:  # noqa: SIM108
         p_dscore = p
     else:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ....mods.derivative import joint
 from ....types import Spec
-from ...base import Call
+from ...base import Call, graphs
+from ...gpu.codegen.dependence import finite_past_the_end
 from ...gpu.outputs import memory_for
 from ...gpu.preprocess import BackwardWorkspace
 from ...gpu.runtime.call_plan import Walks
@@ -199,9 +200,15 @@ class BackwardPlan(Plan):
             pipelined=row.pipelined, owns_segment=self.owned_segments is not None,
             named_barriers=row.named_barriers, constant_dscore=self.score_gain is not None,
             unbounded_dscore=spec.score is not None and joint(spec.score, wanted).unbounded,
+            score_past_end=self._undefined_past_the_end(row.block),
             relative_biases=len(self.bias_tables.depends),
             bias_grads=self.bias_tables.grad_tables, **self.affine, **self.hoisted,
         )  # fmt: skip
+
+    def _undefined_past_the_end(self, block: int) -> bool:
+        """Whether there are queries past the end, for which the score may be NaN."""
+        score, _ = graphs(self.spec)
+        return score is not None and self.q_len % block > 0 and not finite_past_the_end(score)
 
     def suits(self, segments: Segments) -> bool:
         """Whether CTAs shall own segments: their dQ-accum stays in the cache, and few CTAs idle."""
