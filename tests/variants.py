@@ -453,6 +453,11 @@ SCORES: dict[str, Variant] = {
         frozen=("unfinished",),
         unfinished=lambda c: F.pad(torch.randn(c.q_len).double(), (0, 70), value=torch.nan),
     ),
+    "added": user(  # neither branch is more than a number
+        lambda c, t: lambda s, b, h, i, j: s * t.gain[h]
+        + torch.where((i + 2 * j) % 4 == 0, float("-inf"), 0.0),
+        gain=table("hq"),
+    ),
     "constant": user(  # does not see the logit: dq = dk = 0
         lambda c, t: lambda s, b, h, i, j: t.table[h, (i * j) % 5], table=table("hq", 5)
     ),

@@ -45,6 +45,8 @@ UNDEFINED = {
     "quotient": lambda s, b, h, i, j: s / (N - 0.5 - i).abs().sqrt() / (N - i),
     "table": lambda s, b, h, i, j: s + UNFINISHED[i],
     "score": lambda s, b, h, i, j: s + s.log(),
+    "steep": lambda s, b, h, i, j: s - s * (i - 0.13 * N).exp() * 1e-38,
+    "infinite": lambda s, b, h, i, j: s * torch.where(i < N, 1.0, torch.inf),
     "relative": hw.relative_bias(TABLE),
 }
 DEFINED = {

@@ -6,16 +6,18 @@ row or column where it depends on one, and along diagonals where it depends on t
 """
 
 from collections.abc import Sequence
+from math import isfinite
 
 from ....mods.graph import FLOATS, Arg, Graph
 
 KINDS = ("one", "rows", "cols", "diagonals", "pairs")
 
-# Of finite numbers these make finite ones, but where they overflow.
+# Of finite numbers these make finite ones; but `_STEEP` soon overflow.
 _FINITE = frozenset(
-    "add sub mul neg abs sign max min where to floor ceil round trunc exp exp2 expm1 tanh sigmoid "
-    "erf sin cos detach".split()
+    "add sub mul neg abs sign max min where to floor ceil round trunc tanh sigmoid erf sin cos "
+    "exp exp2 expm1 detach".split()
 )
+_STEEP = frozenset(("exp", "exp2", "expm1"))
 
 
 def dependence_of(graph: Graph, indices: Sequence[Arg]) -> str:
@@ -38,16 +40,22 @@ def finite_past_the_end(graph: Graph) -> bool:
     all others, wherever it is finite for those that exist.
 
     What is read by position is not: nobody need have written what no query reads. Nor are
-    quotients, roots and logarithms of what depends on the query.
+    quotients, roots and logarithms of what depends on the query, powers of positions, and what is
+    written as infinite.
     """
     varies: set[Arg] = {"q_idx", "score"}
-    for n, node in enumerate(graph.nodes):
-        if varies.isdisjoint(node.args):
+    placed: set[Arg] = {"q_idx"}
+    for n, (op, args) in enumerate((node.op, node.args) for node in graph.nodes):
+        if varies.isdisjoint(args):
             continue
         varies.add(f"%{n}")
-        if node.dtype not in FLOATS or node.op in _FINITE:
+        if not placed.isdisjoint(args):
+            placed.add(f"%{n}")
+        if graph.nodes[n].dtype not in FLOATS:
             continue
-        if node.op != "div" or node.args[1] in varies or node.args[1] == 0:
+        steep = op in _STEEP and not placed.isdisjoint(args)
+        known = op in _FINITE or (op == "div" and args[1] not in varies and args[1] != 0)
+        if steep or not known or any(isinstance(a, float) and not isfinite(a) for a in args):
             return False
     return True
 

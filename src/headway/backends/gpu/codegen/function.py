@@ -253,7 +253,7 @@ class Function:
             return self._gather(node)
         if node.op == "to":
             return self._to(n, node)
-        of = self._dtype(node)
+        of = node.dtype if node.op == "where" else self._dtype(node)
         args = [self._arg(a, of) for a in node.args]
         if node.op == "where":
             args[0] = self._arg(node.args[0], "bool")
