@@ -212,5 +212,8 @@ def score(draw: random.Random, dtype: str, lows: list[float]) -> Function:
         other = "float('-inf')"
         if lows and draw.random() < 0.5:
             other, w.low = "LOW", draw.choice(lows)
-        steps.append(f"torch.where({w.boolean(1)}, s, {other})")
+        if other != "LOW" and draw.random() < 0.5:
+            steps.append(f"s + torch.where({w.boolean(1)}, 0.0, {other})")
+        else:
+            steps.append(f"torch.where({w.boolean(1)}, s, {other})")
     return Function("\n".join(steps), w.tables, low=w.low)
