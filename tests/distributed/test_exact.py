@@ -126,10 +126,11 @@ def in_pieces(world: int, rank: int) -> None:
                 one_case(case, torch.float64, (q, kv))
             except Exception as error:
                 raise AssertionError(f"{case.name} over {world} ranks, {name}, {plan}") from error
+        n = 256 * world  # in whole tiles
         long = Case(
-            "long", b=2, hq=4, hk=2, q_len=1024, kv_len=1024, score="alibi_softcap", mask="causal"
+            "long", b=2, hq=4, hk=2, q_len=n, kv_len=n, score="alibi_softcap", mask="causal"
         )
-        layout = Layout.zigzag(1024, dist.group.WORLD)
+        layout = Layout.zigzag(n, dist.group.WORLD)
         one_case(long, torch.float64, (layout, layout))
         assert any(seen) or rank == world - 1  # whose pieces touch
     run._plans.clear()
