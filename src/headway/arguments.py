@@ -216,8 +216,8 @@ def usable_device(device: Any) -> torch.device:
 def check_coords(coords: Coords, q: Tensor, k: Tensor) -> None:
     """Integers, and where positions are given one by one, one for every query or key: a kernel
     reads as many as there are."""
-    integers = *coords._fields[:4], "straight_below"
-    for name, offset in ((name, getattr(coords, name)) for name in integers):
+    for name in (*coords._fields[:4], "straight_below"):
+        offset = getattr(coords, name)
         if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
             raise ArgumentError(f"coords: {name}={offset!r} must be an integer")
     (b, _, q_len, _), kv_len = q.shape, k.shape[2]

@@ -32,7 +32,6 @@ from .operators import (
 from .types import (
     NAMESPACE,
     Captured,
-    Coords,
     Forward,
     Spec,
     constant_under_compile,
@@ -189,7 +188,7 @@ class _Direct(torch.autograd.Function):
         out = _rounded(spec.exact_out, exact, q)
         ctx.save_for_backward(exact, lse, q, k, v, sink, seed, at[4], at[5], *tensors)
         if signature is None:
-            at = Coords(*at[:4])
+            at = at._replace(q_pos=None, kv_pos=None)
         ctx.rest = spec, ints, floats, tiles, at, signature
         ctx.set_materialize_grads(False)
         return out, lse

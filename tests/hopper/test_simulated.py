@@ -21,9 +21,11 @@ from headway.backends import first_use, hopper, reference
 from headway.backends.gpu.runtime import call_plan as plans
 from headway.backends.hopper import launch_plan
 from headway.backends.hopper.bwd import plan as plan_backward
+from headway.backends.hopper.config import BACKWARD, FORWARD
 from headway.backends.hopper.fwd import plan as plan_forward
 from headway.backends.hopper.fwd import stream_k, tile_table
 from headway.backends.hopper.fwd.plan import ForwardPlan
+from headway.blocks import TILE
 from headway.errors import BackendRefused
 from headway.types import Coords
 from learned import SMALL, errors
@@ -172,6 +174,11 @@ IN_TILES = {
     "192": ("long_causal", "pipelined", {"d": 192, "dv": 128}),
     "256": ("long_causal_window", "at once", {"d": 256, "dv": 256}),
 }
+
+
+def test_blocks_lie_within_tiles():
+    """In which positions are straight, where kernels read the first of a block alone."""
+    assert all(TILE[0] % row.block == 0 for row in (*FORWARD, *BACKWARD))
 
 
 @pytest.mark.parametrize("what", IN_TILES)

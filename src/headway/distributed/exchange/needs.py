@@ -130,14 +130,18 @@ def coords_of(
 
 def in_order(stretches: np.ndarray) -> bool:
     """Whether positions in stretches follow one another."""
-    return bool((stretches[1:, 0] == stretches[:-1, 1]).all())
+    return len(_jumps(stretches)) == 0
 
 
 def in_tiles(stretches: np.ndarray) -> bool:
     """Whether positions in stretches follow one another within every tile of rows."""
+    return not (_jumps(stretches) % TILE[0]).any()
+
+
+def _jumps(stretches: np.ndarray) -> np.ndarray:
+    """The rows whose positions do not follow that of the row before."""
     begins = (stretches[:, 1] - stretches[:, 0]).cumsum()[:-1]
-    breaks = stretches[1:, 0] != stretches[:-1, 1]
-    return bool((begins[breaks] % TILE[0] == 0).all())
+    return begins[stretches[1:, 0] != stretches[:-1, 1]]
 
 
 def _positions(stretches: np.ndarray, device: torch.device) -> tuple[int, Tensor | None]:

@@ -261,11 +261,8 @@ def _ahead(
     """Every step with its keys and values, while those of the next `count` are on their way: these
     are laid out before anything waits."""
     coming: list[Arriving] = []
-    fetched = 0
     for n, step in enumerate(steps):
-        for s in steps[fetched : n + 1 + count]:
-            coming.append(fetch(s))
-            fetched += 1
+        coming += map(fetch, steps[n + len(coming) : n + 1 + count])
         yield step, coming.pop(0)  # and no other step's is kept
 
 

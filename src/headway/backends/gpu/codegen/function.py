@@ -253,7 +253,7 @@ class Function:
             return self._gather(node)
         if node.op == "to":
             return self._to(n, node)
-        of = node.dtype if node.op == "where" else self._dtype(node)
+        of = self._dtype(node)
         args = [self._arg(a, of) for a in node.args]
         if node.op == "where":
             args[0] = self._arg(node.args[0], "bool")
@@ -343,7 +343,9 @@ class Function:
         ].format(*args)  # fmt: skip
 
     def _dtype(self, node: Node) -> str:
-        """The dtype that an op's operands share."""
+        """The dtype that an op's operands share; of a `where`, its branches."""
+        if node.op == "where":
+            return node.dtype
         for a in reversed(node.args):
             if isinstance(a, str) and a in self.dtypes:
                 return self.dtypes[a]

@@ -109,7 +109,7 @@ class Tile(NamedTuple):
     q_idx: Any  # positions of this consumer's queries
     batch: Any  # batch row of the tensors
     rows: Any  # `Rows` of device/hoisted.py
-    first_q: Any  # position near the queries: of the first one, if positions are consecutive
+    first_q: Any  # position of this consumer's first query (`first_position` of device/mma.py)
 
 
 class Previous(NamedTuple):
