@@ -9,7 +9,7 @@ from headway.bench.case import BACKWARD, FORWARD
 from headway.bench.cases import every, select
 from headway.bench.ranks import ONE_CARD, Ranks, measure
 from headway.bench.ranks_cases import RANK_CASES, documents
-from headway.bench.ranks_process import idle, shortened
+from headway.bench.ranks_process import PLANS, idle, shortened
 from headway.bench.results import WRONG
 from headway.bench.run import bench
 
@@ -22,7 +22,7 @@ def test_two_ranks():
     assert path is None
     assert not [r for r in results if r.verdict == WRONG]
     found = {(r.direction, r.contestant) for r in results if r.gflops}
-    names = "headway", "headway, gather", "headway, ring", "headway, ulysses", ONE_CARD
+    names = "headway", *(f"headway, {plan}" for plan in PLANS), ONE_CARD
     assert found == {(d, name) for d in (FORWARD, BACKWARD) for name in names}
     assert "plan: heads" in next(r.note for r in results if r.contestant == "headway")
 

@@ -73,6 +73,8 @@ _ALL = (
     _case("causal", 32, 8, 64 * _K),
     _case("documents", 32, 8, 64 * _K),
     _case("causal", 64, 8, 16 * _K),
+    _case("causal", 32, 32, 16 * _K),
+    _case("causal", 64, 64, 16 * _K),
     _case("causal", 32, 8, 512 * _K),
     *_grid(32 * _K), *_grid(256 * _K), *_grid(16 * _K), *_grid(128 * _K), *_grid(64 * _K),
     *_grid(512 * _K),

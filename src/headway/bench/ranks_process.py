@@ -36,7 +36,7 @@ from .ranks_peers import KERNELS, context_parallel, flex, sdpa
 from .results import NOT_RUN, WRONG, Result
 from .timing import Timing, between, mark, wait
 
-PLANS = "gather", "ring", "ulysses"
+PLANS = "gather", "heads", "ring", "ulysses"  # beside that of "auto"
 EVERY_PLAN = "causal", "documents-64"  # names of cases; the others have the first plan alone
 LONGEST = 1 << 17  # tokens: beyond, nothing is checked
 PEERS = 1 << 17  # tokens: beyond, the first plan alone, no peers and no traces
