@@ -10,6 +10,7 @@ from ..errors import ArgumentError
 from ..stability.adapters import Adapter, Projection, find_layers, matrices
 from ..stability.logit_stats import Group
 from ..stability.qk_clip import Clipped, GQARule, Masters, QKClip
+from ..stability.rows import local_part
 
 # What models call their output head, whose matrix is not Muon's (Jordan 2024; Kimi K2).
 HEADS = ("lm_head", "head", "output", "unembedding")
@@ -39,8 +40,9 @@ class MuonClip(torch.optim.Optimizer):
     - `tau`, `alpha`, `gqa`, `group`, `adapters`, `masters`: as in `QKClip`; `tau=None` is Muon
       without the clip.
 
-    Groups of parameters: `param_groups[0]` is Muon's, `[1]` AdamW's with decay, `[2]` without;
-    schedulers, `state_dict` and `load_state_dict` work as with any optimizer. `clipped` is what
+    Groups of parameters: `param_groups[0]` is Muon's, then AdamW's with decay and AdamW's without;
+    a group that would have no parameters is left out. Schedulers, `state_dict`, `load_state_dict`
+    and `torch.distributed.checkpoint.state_dict` work as with any optimizer. `clipped` is what
     the last step clipped, None before the first. With gradient accumulation, call `step()` once
     after the last micro-batch: it clips by the maximum over them all.
 
@@ -79,6 +81,8 @@ class MuonClip(torch.optim.Optimizer):
         # Two optimizers do the work; this one holds their groups and their state.
         self._muon = _BlockMuon([groups[0]], self.blocks, lr=lr, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(groups[1:], lr=lr)
+        # torch.distributed.checkpoint takes no more than one group without parameters.
+        self._adamw.param_groups = [g for g in self._adamw.param_groups if g["params"]]
         super().__init__(self._muon.param_groups + self._adamw.param_groups, {"lr": lr})
         self._share()
         self.clip = (
@@ -95,18 +99,31 @@ class MuonClip(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        only_state = self._only_makes_state()
         self._muon.step()
         self._adamw.step()
-        if self.clip is not None:
+        if self.clip is not None and not only_state:
             self.clipped = self.clip.step()
         return loss
 
+    def _only_makes_state(self) -> bool:
+        """Whether this step only makes the state of an optimizer that has none, as
+        `torch.distributed.checkpoint` lets one do before it loads: with learning rates and
+        gradients of 0. No forward belongs to it, so there is nothing to clip by. (A warm-up may
+        begin with a rate of 0, but has gradients; nothing waits for them at any other step.)"""
+        if self.state or any(group["lr"] != 0 for group in self.param_groups):
+            return False
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        grads = [local_part(p.grad) for p in parameters if p.grad is not None]
+        return any(g.numel() for g in grads) and not any(bool(g.any()) for g in grads)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        groups = [group for group in state_dict["param_groups"] if group["params"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if len(self.param_groups) == 3:
+        if len(self.param_groups) == len(self._muon.param_groups + self._adamw.param_groups):
             raise ArgumentError(
                 "MuonClip finds its groups in the model; make a new one after changing the model"
             )
