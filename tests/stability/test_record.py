@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import headway
 from headway.errors import BackendRefused
 from headway.nn import MLA, Attention, Rotary
-from headway.stability import MaxLogit, QKClip, logit_stats, reset_logit_stats
+from headway.stability import LogitError, MaxLogit, QKClip, logit_stats, reset_logit_stats
 
 INF = math.inf
 
@@ -172,6 +173,40 @@ def test_the_record_is_no_buffer_and_keeps_its_precision():
         assert torch.equal(module.max_logit.value, value)
         assert not module.max_logit.empty
     assert not layer.max_logit.value.requires_grad
+
+
+@pytest.mark.parametrize("through", ["deepcopy", "pickle"])
+def test_copies_know_whether_they_hold_a_record(through):
+    copied = copy.deepcopy if through == "deepcopy" else lambda x: pickle.loads(pickle.dumps(x))
+    net = Attention(16, 2)
+    x = torch.randn(2, 7, 16)
+    assert copied(net).max_logit.empty
+    net(x)  # the first record
+    largest = logit_stats(net)
+    found = QKClip(copied(net), tau=0.01).step().max_logit
+    assert list(found) == list(largest)
+    assert all(torch.equal(found[name], largest[name]) for name in largest)
+    QKClip(net, tau=0.01).step()
+    with pytest.raises(LogitError, match="no logits were recorded"):
+        QKClip(copied(net), tau=0.01).step()
+    assert copy.copy(net.max_logit).empty
+    net(x)
+    assert not copied(copied(net)).max_logit.empty
+    assert not copy.copy(net.max_logit).empty
+
+
+def test_a_copied_clip_scales_the_weights_of_its_own_model():
+    net = Attention(16, 2)
+    clip = QKClip(net, tau=0.01)
+    x = torch.randn(2, 7, 16)
+    net(x)
+    clip.step()
+    other, own = copy.deepcopy((net, clip))
+    before = net.q_proj.weight.clone()
+    other(3 * x)
+    assert own.step().count > 0
+    assert torch.equal(net.q_proj.weight, before)
+    assert not torch.equal(other.q_proj.weight, before)
 
 
 @pytest.mark.parametrize("recompute", ["no", "saved"])

@@ -61,7 +61,7 @@ class _Plan(NamedTuple):
     key_power: Tensor  # (K,)
     index: Tensor  # (rows,) into [1 | query factors | γ | key factors], for the rows of all targets
     sizes: list[int]  # rows of each target
-    targets: list[Callable[[], Tensor]]  # what to scale: this rank's part of a weight, bias, master
+    targets: list[Tensor]  # what to scale: this rank's part of these weights, biases and masters
     heads: list[int]  # of each layer, on this rank
     first: list[int]  # of each layer, the global number of this rank's first head
 
@@ -146,7 +146,7 @@ class QKClip:
         over = (packed > self.tau) & (packed < math.inf)
         gamma = torch.where(over, self.tau / packed, 1.0)
         factors = self._factors(plan, gamma).split(plan.sizes)
-        targets = [target() for target in plan.targets]
+        targets = [local_part(target) for target in plan.targets]
         torch._foreach_mul_(
             targets,
             [f if t.dim() == 1 else f[:, None] for t, f in zip(targets, factors, strict=True)],
@@ -248,14 +248,11 @@ class QKClip:
             first,
         )  # fmt: skip
 
-    def _targets(
-        self, layer: Layer, parameter: nn.Parameter
-    ) -> list[tuple[Callable[[], Tensor], Tensor]]:
+    def _targets(self, layer: Layer, parameter: nn.Parameter) -> list[tuple[Tensor, Tensor]]:
         rows = local_rows(parameter)
-        found: list[tuple[Callable[[], Tensor], Tensor]] = [(lambda: local_part(parameter), rows)]
         master = None if self.masters is None else self.masters(parameter)
         if master is None:
-            return found
+            return [(parameter, rows)]
         here = local_part(parameter).shape
         if local_part(master).shape != here:
             raise ArgumentError(
@@ -263,7 +260,7 @@ class QKClip:
                 f"{tuple(master.shape)}, the part of the parameter on this rank {tuple(here)}; "
                 "masters must return the same part, not flattened"
             )
-        return [*found, (lambda: local_part(master), rows)]
+        return [(parameter, rows), (master, rows)]
 
     def _check_parameters(self) -> None:
         for layer, parameters in zip(self.layers, self._parameters, strict=True):

@@ -1,6 +1,7 @@
 """The running maximum of every head's logits: what an attention module records as it trains."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,14 @@ class MaxLogit(nn.Module):
         was_empty = self.empty
         self.value = self.value.to(device)
         self._fresh = self.value._version if was_empty else -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy counts its writes anew, so it is told whether it holds a record."""
+        return vars(self) | {"_fresh": self.empty}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._fresh = self.value._version if state["_fresh"] else -1
 
     def extra_repr(self) -> str:
         return f"heads={len(self.value)}"
