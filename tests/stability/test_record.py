@@ -3,11 +3,13 @@
 import copy
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import func, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import headway
@@ -207,6 +209,68 @@ def test_a_copied_clip_scales_the_weights_of_its_own_model():
     assert own.step().count > 0
     assert torch.equal(net.q_proj.weight, before)
     assert not torch.equal(other.q_proj.weight, before)
+
+
+def _summed(net, parameters, x):
+    return functional_call(net, parameters, (x,)).square().sum()
+
+
+TRANSFORMED = {
+    "grad": lambda net, p, x: func.grad(partial(_summed, net))(p, x.flatten(0, 1)),
+    "vjp": lambda net, p, x: func.vjp(net, x.flatten(0, 1))[1],
+    "jacrev": lambda net, p, x: func.jacrev(lambda y: net(y).sum((0, 2)))(x.flatten(0, 1)),
+    "vmap": lambda net, p, x: func.vmap(net)(x),
+    "vmap, last": lambda net, p, x: func.vmap(net, in_dims=3)(x.movedim(0, 3)),
+    "vmap of vmap": lambda net, p, x: func.vmap(func.vmap(lambda y: net(y[None])), 1)(x),
+    "each sample": lambda net, p, x: func.vmap(
+        func.grad(partial(_summed, net)), (None, 0)
+    )(p, x),
+    "grad of vmap": lambda net, p, x: func.grad(
+        lambda p: func.vmap(partial(_summed, net), (None, 0))(p, x).sum()
+    )(p),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_records_beneath_the_transforms_of_torch_func(name):
+    net = Net()
+    x = torch.randn(3, 2, 7, 32)
+    net(x.flatten(0, 1))
+    expected = {n: s.clone() for n, s in logit_stats(net).items()}
+    reset_logit_stats(net)
+    TRANSFORMED[name](net, dict(net.named_parameters()), x)
+    for n, s in logit_stats(net).items():
+        torch.testing.assert_close(s, expected[n])
+    assert QKClip(net, tau=0.01).step().count > 0
+
+
+def test_compiled_vmap_runs_as_it_is():
+    layer, x = Attention(16, 2), torch.randn(3, 2, 7, 16)
+    layer(x.flatten(0, 1))
+    expected = layer.max_logit.value.clone()
+    layer.max_logit.reset()
+    torch.compile(func.vmap(layer), backend="eager")(x)
+    torch.testing.assert_close(layer.max_logit.value, expected)
+
+
+def test_gradients_in_training_mode_are_those_of_backward():
+    net = Net()
+    x = torch.randn(2, 7, 32)
+    net(x).square().sum().backward()
+    found = func.grad(partial(_summed, net))(dict(net.named_parameters()), x)
+    for n, p in net.named_parameters():
+        torch.testing.assert_close(found[n], p.grad)
+
+
+def test_an_ensemble_on_the_meta_device_records_all_its_members():
+    nets = [Net() for _ in range(3)]
+    x = torch.randn(3, 2, 7, 32)
+    parameters, buffers = func.stack_module_state(nets)
+    base = copy.deepcopy(nets[0]).to("meta")
+    func.vmap(lambda p, b, x: functional_call(base, (p, b), (x,)))(parameters, buffers, x)
+    stats = [(net(y), logit_stats(net))[1] for net, y in zip(nets, x, strict=True)]
+    for n, s in logit_stats(base).items():
+        torch.testing.assert_close(s, torch.stack([of[n] for of in stats]).amax(0))
 
 
 @pytest.mark.parametrize("recompute", ["no", "saved"])

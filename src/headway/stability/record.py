@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from ..types import inlined_or_eager
 from .rows import local_part
 
 
@@ -15,8 +17,9 @@ class MaxLogit(nn.Module):
     A child of the attention module whose logits it records: it follows its `.train()`, `.eval()`
     and device. Called with `max_logit` `(b, heads)` of a forward, it takes the maximum over the
     batch and over the calls before, on the device, without waiting for it; of a DTensor, over the
-    part of this rank. It records in training mode with gradients enabled only, so evaluation leaves
-    no trace; activations that are computed again give the same maximum again.
+    part of this rank; under `torch.func.vmap` over its batches, too. It records in training mode
+    with gradients enabled only, so evaluation leaves no trace; activations that are computed again
+    give the same maximum again.
 
     `value` is `(heads,)` float32: NaN for a head of which nothing was recorded (on a rank of a
     tensor-parallel group the first heads are its own and the rest stay NaN), +inf for one with NaN
@@ -49,16 +52,39 @@ class MaxLogit(nn.Module):
         if not self.recording:
             return
         with torch.no_grad():
-            max_logit = local_part(max_logit)
-            if self.value.device != max_logit.device:  # fully_shard moves parameters, not this
-                self._move(max_logit.device)
-            here = self.value[: max_logit.shape[1]]
-            if max_logit.shape[0]:
-                largest = max_logit.amax(0).float()
-                largest = largest.nan_to_num(math.inf, math.inf, -math.inf)
-            else:  # an empty batch keeps no pair
-                largest = torch.full_like(here, -math.inf)
-            here.copy_(torch.fmax(here, largest))  # fmax: of NaN and a number, the number
+            if torch._C._are_functorch_transforms_active():
+                self._record_beneath(max_logit)
+            else:
+                self._record(local_part(max_logit))
+
+    @inlined_or_eager
+    def _record_beneath(self, max_logit: Tensor) -> None:
+        """`_record`, of what `torch.func` has wrapped: transforms let nothing be written to from
+        inside of them. Their batches count as rows of the batch."""
+        functorch = torch._C._functorch
+        heads = 1  # the dimension
+        while functorch.is_functorch_wrapped_tensor(max_logit):
+            batched = functorch.is_batchedtensor(max_logit)
+            heads += batched and functorch.maybe_get_bdim(max_logit) <= heads
+            max_logit = functorch.get_unwrapped(max_logit)
+        with temporarily_clear_interpreter_stack():
+            self._record(max_logit.movedim(heads, -1).flatten(0, -2))
+
+    _record_beneath._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _record_beneath._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "MaxLogit records beneath the transforms of torch.func"
+    )
+
+    def _record(self, max_logit: Tensor) -> None:
+        if self.value.device != max_logit.device:  # fully_shard moves parameters, not this
+            self._move(max_logit.device)
+        here = self.value[: max_logit.shape[1]]
+        if max_logit.shape[0]:
+            largest = max_logit.amax(0).float()
+            largest = largest.nan_to_num(math.inf, math.inf, -math.inf)
+        else:  # an empty batch keeps no pair
+            largest = torch.full_like(here, -math.inf)
+        here.copy_(torch.fmax(here, largest))  # fmax: of NaN and a number, the number
 
     def reset(self) -> None:
         """Forget what was recorded."""
@@ -74,17 +100,15 @@ class MaxLogit(nn.Module):
     def _apply(self, fn, recurse=True):
         # Follows `.to(device)` and `.to_empty(device=...)`, never a change of dtype.
         super()._apply(fn, recurse)
-        device = fn(self.value).device
-        if self.value.is_meta:
-            self.value = torch.full(self.value.shape, math.nan, dtype=torch.float32, device=device)
-            self._fresh = self.value._version
-        else:
-            self._move(device)
+        self._move(fn(self.value).device)
         return self
 
     def _move(self, device: torch.device) -> None:
-        was_empty = self.empty
-        self.value = self.value.to(device)
+        was_empty = self.empty or self.value.is_meta
+        if self.value.is_meta:  # a model without numbers, given its parameters from outside
+            self.value = torch.full(self.value.shape, math.nan, dtype=torch.float32, device=device)
+        else:
+            self.value = self.value.to(device)
         self._fresh = self.value._version if was_empty else -1
 
     def __getstate__(self) -> dict[str, Any]:
