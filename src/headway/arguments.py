@@ -4,20 +4,24 @@ Everything here runs at every call, before any work; `torch.compile` traces it.
 """
 
 import math
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .blocks import BlockMask
+from .dropout import draw_seed, not_kept
 from .errors import ArgumentError, ModError
 from .mods import Captured, Mask, Score, causal
 from .mods.base import Both, Either, Mod, Not, Then
 from .mods.lowering import GUARDS_CLASSES
 from .mods.meant import meant
-from .types import KV, Coords, fixed, real, whole
+from .operators import draw_seed_op
+from .types import KV, Coords, constant_under_compile, fixed, real, whole
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -120,7 +124,11 @@ def dropout_of(dropout: Any) -> float:
 def seed_of(seed: Any, device: torch.device) -> Tensor:
     """The seed as a 0-d int64 tensor, drawn if None."""
     if seed is None:
-        return torch.randint(2**62, (), dtype=torch.int64, device=device)
+        if not is_compiling():
+            return draw_seed(device)
+        if _keeps_nothing():
+            raise not_kept("torch._functorch.config.activation_memory_budget")
+        return draw_seed_op(device)
     if isinstance(seed, Tensor):
         if seed.dim() or seed.dtype != torch.int64:
             raise ArgumentError(f"seed must be an integer or a 0-d int64 tensor, got {shown(seed)}")
@@ -129,6 +137,15 @@ def seed_of(seed: Any, device: torch.device) -> Tensor:
     if number is None or not -(2**63) <= number < 2**63:
         raise ArgumentError(f"seed={seed!r} must be a 64-bit integer or a 0-d int64 tensor")
     return torch.tensor(number, dtype=torch.int64, device=device)
+
+
+def _keeps_nothing() -> bool:
+    """Whether a compiled program keeps none but its inputs for its backward."""
+    config = sys.modules.get("torch._functorch.config")
+    return config is not None and config.activation_memory_budget == 0
+
+
+constant_under_compile(_keeps_nothing)
 
 
 def check_function(kind: str, mod: Any, sizes: tuple[int, int, int, int] | None) -> None:

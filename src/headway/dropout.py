@@ -13,6 +13,8 @@ A pair is kept where its word is at least p * 2^32.
 import torch
 from torch import Tensor
 
+from .errors import BackendRefused
+
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
@@ -34,6 +36,19 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
         )
         k0, k1 = k0 + _W0 & _LOW, k1 + _W1 & _LOW
     return c0, c1, c2, c3
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed, 0-d int64, from PyTorch's generator of the device."""
+    return torch.randint(2**62, (), dtype=torch.int64, device=device)
+
+
+def not_kept(budget: str) -> BackendRefused:
+    """The error where a compiled program keeps nothing but its inputs for its backward."""
+    return BackendRefused(
+        f"{budget} is 0, with which the backward of a compiled program draws the seed of the "
+        "dropout again: pass seed=, a number or a 0-d int64 tensor, or use a budget above 0"
+    )
 
 
 def threshold(p: float) -> int:

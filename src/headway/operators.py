@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy
 
 from .backends import get
 from .backends.base import Call
 from .blocks import Tiles, check_tiles
+from .dropout import draw_seed, not_kept
 from .types import KV, NAMESPACE, Captured, Coords, Forward, Spec, acc_dtype
 
 _INPUTS = (
@@ -30,6 +33,7 @@ library.define(
     "-> Tensor[]"
 )
 library.define(f"infer({_INPUTS}, {_CACHE}) -> (Tensor, Tensor, Tensor, Tensor)")
+library.define("draw_seed(Device device) -> Tensor")
 
 
 def call_of(
@@ -84,6 +88,25 @@ def backward(spec: str, *inputs: Any) -> list[Tensor]:
     out, lse, dout, dlse, needs = inputs[12:]
     grads = get(parsed.backend).backward(parsed, call, out, lse, dout, dlse, tuple(needs))
     return [g for g in (*grads[:4], *grads.captured) if g is not None]
+
+
+def _draw_seed(device: torch.device) -> Tensor:
+    """`dropout.draw_seed` in a compiled program. Its backward needs the forward's seed, but where
+    activations have a budget of memory, PyTorch's partitioner draws a number again rather than save
+    it. So the number is marked as one to save."""
+    meta = traceback.current_meta  # what the nodes that are traced here are marked with
+    if (meta.get("custom") or {}).get("_region_activation_memory_budget") == 0:
+        raise not_kept("torch.autograd.graph.region_activation_memory_budget")
+    given = {name: meta[name] for name in ("recompute",) if name in meta}
+    meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        return draw_seed(device)
+    finally:
+        del meta["recompute"]
+        meta.update(given)
+
+
+library.impl("draw_seed", _draw_seed, "CompositeImplicitAutograd")
 
 
 # As operators they return what the fakes promise: tensors without gaps. (By themselves they do not:
@@ -170,5 +193,6 @@ def _entry(x: Any, dim: Any, n: int) -> Any:
 _ours = getattr(torch.ops, NAMESPACE)
 forward_op, backward_op, infer_op = _ours.forward, _ours.backward, _ours.infer
 _forward_op, _backward_op = forward_op.default, backward_op.default
+draw_seed_op = _ours.draw_seed
 torch.library.register_vmap(f"{NAMESPACE}::forward", _one_by_one(_forward_op), lib=library)
 torch.library.register_vmap(f"{NAMESPACE}::backward", _one_by_one(_backward_op), lib=library)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 
 import headway as hw
 import oracle
@@ -147,6 +148,46 @@ def test_without_a_seed_pytorchs_generator_draws_one(tensors):
     assert not torch.equal(first, second)
     torch.manual_seed(5)
     assert torch.equal(first, hw.attention(*tensors, dropout=0.5))
+
+
+def _compiled(budget, fullgraph=True):
+    """out and dv of a compiled call without a seed under a budget of memory for activations."""
+    q, k, v = torch.randn(2, 3, 40, 16).sin(), torch.randn(2, 3, 40, 16), torch.randn(2, 3, 40, 16)
+    torch._dynamo.reset()
+    with functorch_config.patch(activation_memory_budget=budget):
+        call = torch.compile(
+            lambda v: hw.attention(q, k, v.sin(), dropout=0.3),
+            backend="aot_eager_decomp_partition", fullgraph=fullgraph,
+        )  # fmt: skip
+        out = call(v.requires_grad_())
+        dout = torch.randn_like(out)
+        out.backward(dout)
+    return out, dout, v
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_a_drawn_seed_is_not_drawn_again_in_the_backward(budget):
+    """out is linear in v.sin(), so <dout, out> = <d(v.sin()), v.sin()>, whatever was dropped."""
+    out, dout, v = _compiled(budget, fullgraph=budget > 0)
+    torch.testing.assert_close(
+        (v.grad / v.cos() * v.sin()).sum(), (dout * out).sum(), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_a_budget_of_nothing_is_refused_where_it_would_draw_again():
+    with pytest.raises(Exception, match=r"activation_memory_budget is 0, with which.* pass seed="):
+        _compiled(0.0)
+    region = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
+    if region is None:  # before PyTorch 2.13
+        return
+    x = torch.randn(1, 1, 20, 8, requires_grad=True)
+
+    def call(x):
+        with region(0.0):
+            return hw.attention(x, x, x.sin(), dropout=0.3)
+
+    with pytest.raises(Exception, match=r"region_activation_memory_budget is 0, .* pass seed="):
+        torch.compile(call, backend="aot_eager_decomp_partition", fullgraph=True)(x)
 
 
 def test_without_dropout_nothing_is_drawn(tensors):
