@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.recipe.corpus import BOUNDARY, Corpus, Packed, load_corpus
+from headway.recipe.corpus import BOUNDARY, Corpus, Packed, listing, load_corpus
 from headway.recipe.errors import CorpusError
 
 
@@ -68,6 +68,46 @@ def test_too_little_text(tmp_path: Path) -> None:
         load_corpus(tmp_path)
     with pytest.raises(CorpusError, match="not a folder"):
         load_corpus(tmp_path / "missing")
+
+
+def test_packages(tmp_path: Path) -> None:
+    """Every file of sources and notes once, whole families held out."""
+    files = {
+        "torch/a.py": b"a = 1",
+        "torch/notes.md": "# é".encode(),
+        "torch/copy.py": b"a = 1",  # as a.py
+        "torch/__pycache__/x.py": b"cached",
+        "torch/latin.txt": b"\xe9",
+        "torch/zero.txt": b"a\0",
+        "torch/data.csv": b"1,2",
+        "torch/long.txt": b"x" * 1_000_001,
+        "torch/empty.py": b"",
+        "torchvision/b.rst": b"b",
+        "six.py": b"six",
+        "timm/c.py": b"c",
+        "timm/copy.py": b"a = 1",  # is trained on
+        "timm-1.0.dist-info/top.txt": b"d",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(text)
+    corpus = load_corpus(tmp_path, "packages")
+    assert corpus.train_names == ("six.py", "torch/a.py", "torch/notes.md", "torchvision/b.rst")
+    assert corpus.held_out_names == ("timm-1.0.dist-info/top.txt", "timm/c.py")
+    assert corpus.train_texts[1] == b"a = 1"
+    header, *lines = listing(corpus).splitlines()
+    assert header == "package,part,files,bytes,sha256"
+    assert [line.rpartition(",")[0] for line in lines] == [
+        "six.py,train,1,3", "timm,held out,1,1", "timm-1.0.dist-info,held out,1,1",
+        "torch,train,2,9", "torchvision,train,1,1",
+    ]  # fmt: skip
+
+
+def test_no_packages(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"0 source files of packages under .*--corpus"):
+        load_corpus(tmp_path, "packages")
+    with pytest.raises(CorpusError, match="not a folder"):
+        load_corpus(tmp_path / "missing", "packages")
 
 
 @pytest.mark.parametrize("seed", [None, 3])

@@ -80,7 +80,7 @@ def pictures() -> None:
 @pytest.fixture(autouse=True)
 def _short_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("headway.recipe.train")
-    monkeypatch.setattr(module, "samples", lambda model: "")
+    monkeypatch.setattr(module, "samples", lambda *_: "")
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(module.plots, "draw", lambda *_: None)
 
@@ -94,7 +94,7 @@ def test_the_folder_of_a_run(unbroken: Trained) -> None:
     assert unbroken.stopped_by is None
     there = {path.name for path in run.folder.iterdir()} - {".lock"}
     assert there == {
-        "config.json", "metrics.jsonl", "checkpoints", "model.safetensors", "loss.png",
+        "config.json", "corpus.csv", "metrics.jsonl", "checkpoints", "model.safetensors", "loss.png",
         "max_logit.png", "sample.txt",
     }  # fmt: skip
     assert [p.name for p in list_checkpoints(run.checkpoints)] == [
@@ -441,6 +441,11 @@ def test_depth_alone_makes_a_run(depth: int) -> None:
         ({"seed": -1}, "--seed"),
         ({"save_every": 0}, "--save-every"),
         ({"eval_every": 0}, "--eval-every"),
+        ({"sample_bytes": -1}, "--sample-bytes"),
+        ({"softcap": 0.0}, "--softcap"),
+        ({"implementation": "sdpa"}, "sdpa with --mask documents"),
+        ({"implementation": "sdpa", "mask": "causal", "softcap": 30.0}, "sdpa with --softcap"),
+        ({"implementation": "sdpa", "mask": "causal", "qk_clip_tau": 9.0}, "sdpa with --qk-clip"),
     ],
 )
 def test_settings_that_cannot_be(wrong: dict[str, Any], named: str, tiny: TrainConfig) -> None:

@@ -3,11 +3,13 @@
 import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 
 from ..recipe import TrainConfig, train
+from ..recipe.presets import preset
 from ..recipe.ranks import is_first, started
 from ..recipe.report import say
 from ..recipe.run import Run
@@ -15,13 +17,17 @@ from ..recipe.run import Run
 
 @dataclass(frozen=True)
 class Arguments(TrainConfig):
-    """Train a byte-level transformer on the source of Python's standard library.
+    """Train a byte-level transformer on source code that this machine has.
 
     Whole files are packed into sequences under a document mask, whole other files are held out.
     Weights, metrics, pictures and a sample of what it writes are put into runs/NAME. Ctrl-C saves
     and stops; --resume continues, with the same losses as if it had never stopped.
     """
 
+    preset: Annotated[
+        str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")
+    ] = None
+    """Start from the settings of a long run on a GPU: 60m, 60m-explode or 19m."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
     """Continue the run of this name from its last checkpoint, with the settings it began with."""
 
@@ -35,6 +41,9 @@ class Arguments(TrainConfig):
 def main(arguments: list[str]) -> int:
     """Exit status 0, or 128 + the number of the signal that stopped it, as shells count."""
     asked = _parse(arguments, Arguments())
+    if asked.preset is not None and not asked.resume:
+        # Parsed again over the settings of the preset: what is given counts.
+        asked = _parse(arguments, Arguments(**vars(preset(asked.preset))))
     if asked.resume:
         # Parsed again over the settings of the run: what is not given keeps the run's value, and
         # what is given and differs is refused by `train`.

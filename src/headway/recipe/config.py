@@ -9,7 +9,8 @@ import torch
 import tyro
 
 from ..errors import ArgumentError
-from .model import Kind, ModelConfig, Scaling
+from .corpus import Text
+from .model import Implementation, Kind, MaskKind, ModelConfig, Scaling
 
 HEAD_WIDTH = 32
 # Learning rates by depth: deeper runs are longer. Kimi K2's Muon multiplies steps by the root of
@@ -18,6 +19,7 @@ RATES = {
     "muon": lambda depth: 0.04 / math.sqrt(depth),
     "muonclip": lambda depth: 0.03 / depth,
     "adamw": lambda depth: 0.01 / math.sqrt(depth),
+    "adafactor": lambda depth: 0.06 / math.sqrt(depth),
 }
 SHORTEST = 8  # bytes of context: below, there is next to nothing to attend to, at any cost
 HIGHEST_RATE = 1e6  # nothing learns there; float32 overflows far above
@@ -53,9 +55,15 @@ class TrainConfig:
     """Grouped-query attention, or multi-head latent attention (DeepSeek)."""
     qk_norm: tyro.conf.FlagCreatePairsOff[bool] = False
     """Normalise queries and keys in every head (gqa)."""
+    softcap: Annotated[float | None, _or("none", "FLOAT")] = None
+    """Bound on the logits: cap * tanh(logit / cap), as in Gemma 2."""
+    mask: MaskKind = "documents"
+    """What a byte attends to: earlier bytes of its own file, or of the whole sequence."""
+    implementation: Implementation = "headway"
+    """Who computes attention; sdpa is PyTorch's F.scaled_dot_product_attention, a baseline."""
     scaling: Scaling = "logits"
-    """Where 1/sqrt(head width) lives: in the logits, the queries, or their initial weights."""
-    optimizer: Literal["muon", "adamw", "muonclip"] = "muon"
+    """Where 1/sqrt(head width) lives: logits, queries, their initial weights, or nowhere (none)."""
+    optimizer: Literal["muon", "adamw", "muonclip", "adafactor"] = "muon"
     """Of the matrices inside the blocks; muonclip is Muon as Kimi K2 has it, with QK-Clip."""
     qk_clip_tau: Annotated[float | None, _or("100 for muonclip, else no clip", "FLOAT")] = None
     """QK-Clip: after a step, scale down the heads whose largest logit passed this."""
@@ -65,7 +73,11 @@ class TrainConfig:
     """Sequences in a step."""
     lr: Annotated[
         float | None,
-        _or("muon: 0.04 / sqrt(depth), muonclip: 0.03 / depth, adamw: 0.01 / sqrt(depth)", "FLOAT"),
+        _or(
+            "muon: 0.04 / sqrt(depth), muonclip: 0.03 / depth, adamw: 0.01 / sqrt(depth), "
+            "adafactor: 0.06 / sqrt(depth)",
+            "FLOAT",
+        ),
     ] = None
     """Learning rate of the matrices inside the blocks."""
     embedding_lr: float = 0.05
@@ -84,8 +96,10 @@ class TrainConfig:
     """Steps between checkpoints; one is also written at the end, on Ctrl-C and on SIGTERM."""
     seed: int = 0
     """Of the initial weights and of the order of the data."""
-    corpus: Annotated[Path | None, _or("the standard library of this Python", "FOLDER")] = None
-    """Folder whose .py files are the text."""
+    text: Text = "library"
+    """The .py files of Python's standard library, or sources and notes of installed packages."""
+    corpus: Annotated[Path | None, _or("where this Python has them", "FOLDER")] = None
+    """Folder to read the text from instead."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to train."""
     devices: int = 1
@@ -96,6 +110,8 @@ class TrainConfig:
     """Of activations and products; bfloat16 (autocast) pays only where the hardware has it."""
     threads: Annotated[int | None, _or("PyTorch's choice")] = None
     """CPU threads."""
+    sample_bytes: int = 240
+    """Bytes that the trained model writes after each of three prompts; 0 for none."""
     runs: Path = Path("runs")
     """Folder that holds the runs."""
 
@@ -146,6 +162,7 @@ class Settings(TrainConfig):
         return ModelConfig(
             self.depth, self.width, self.heads, self.kv_heads, self.context,
             attention=self.attention, scaling=self.scaling, qk_norm=self.qk_norm,
+            mask=self.mask, softcap=self.softcap, implementation=self.implementation,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -161,6 +178,7 @@ class Settings(TrainConfig):
         ):
             _at_least(name, getattr(self, name), 1)
         _at_least("context", self.context, SHORTEST)
+        _at_least("sample_bytes", self.sample_bytes, 0)
         over = self.devices if self.context_parallel is None else self.context_parallel
         if over < 1 or self.devices % over or self.batch % (self.devices // over):
             raise ArgumentError(
@@ -200,6 +218,10 @@ class Settings(TrainConfig):
                     "--qk-norm bounds logits whatever the size of the weights that QK-Clip scales; "
                     "leave out --qk-clip-tau, and choose --optimizer muon or adamw"
                 )
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ArgumentError(f"--softcap {self.softcap} must be above 0")
+        if self.implementation == "sdpa":
+            self._check_sdpa()
         for name in ("lr", "embedding_lr", "head_lr"):
             if not 0 < (value := getattr(self, name)) <= HIGHEST_RATE:
                 raise ArgumentError(f"{_flag(name)} {value} must be above 0, to {HIGHEST_RATE:g}")
@@ -208,6 +230,20 @@ class Settings(TrainConfig):
         for name in ("warmup", "cooldown"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ArgumentError(f"{_flag(name)} {value} must be a share, from 0 to 1")
+
+    def _check_sdpa(self) -> None:
+        for flag, there in {
+            "--mask documents": self.mask == "documents",
+            "--softcap": self.softcap is not None,
+            "--attention mla": self.attention == "mla",
+            "--qk-clip-tau or --optimizer muonclip": self.qk_clip_tau is not None,
+            "--devices above 1": self.devices > 1,
+        }.items():
+            if there:
+                raise ArgumentError(
+                    f"--implementation sdpa with {flag}: PyTorch's F.sdpa is the baseline of "
+                    "--mask causal alone; leave one of the two out"
+                )
 
 
 def learning_rate(config: Settings, step: int) -> float:
@@ -227,8 +263,17 @@ def to_json(config: Settings) -> dict[str, Any]:
 
 def from_json(values: dict[str, Any]) -> Settings:
     """Raises TypeError if a setting is unknown or missing."""
-    # Runs from before there were these have none.
-    values = dict[str, Any](devices=1, context_parallel=None) | values
+    # Runs from before there were these have none: they had what is the default now.
+    later = (
+        "devices",
+        "context_parallel",
+        "softcap",
+        "mask",
+        "implementation",
+        "text",
+        "sample_bytes",
+    )
+    values = {name: getattr(TrainConfig, name) for name in later} | values
     if missing := {field.name for field in fields(Settings)} - set(values):
         raise TypeError(f"settings missing: {', '.join(sorted(missing))}")
     paths: dict[str, Any] = {k: values[k] and Path(values[k]) for k in ("corpus", "runs")}

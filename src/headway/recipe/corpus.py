@@ -1,4 +1,5 @@
-"""Real text that every machine has: the source of Python's standard library, as bytes.
+"""Real text that a machine has, as bytes: the source of Python's standard library, or of all
+installed packages.
 
 A token is a byte; one more token, BOUNDARY, opens every file and so closes the one before it.
 Files are laid end to end and cut into sequences of one length; `ids` says which file each
@@ -7,11 +8,18 @@ files, which are held out, in what order they are read) is a function of the fil
 there is no reader state, so batch `step` is the same in an unbroken run and in a resumed one.
 """
 
+import csv
 import hashlib
+import io
 import math
+import re
 import sysconfig
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +45,13 @@ EXCLUDED_FOLDERS = {
 }
 HELD_OUT_ONE_IN = 32
 
+Text = Literal["library", "packages"]
+# Of packages: what people wrote to be read, and no table of data.
+SUFFIXES = {".py", ".pyi", ".md", ".rst", ".txt"}
+LARGEST_FILE = 1_000_000
+FAMILY_LETTERS = 3
+FAMILIES_HELD_OUT_ONE_IN = 24
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -61,7 +76,36 @@ class Corpus:
         return sum(map(len, self.held_out_texts))
 
 
-def load_corpus(root: Path | None = None) -> Corpus:
+def load_corpus(root: Path | None = None, text: Text = "library") -> Corpus:
+    """The text that a run trains on: `library_corpus` or `packages_corpus` of a folder."""
+    return library_corpus(root) if text == "library" else packages_corpus(root)
+
+
+def packages_corpus(root: Path | None = None) -> Corpus:
+    """Read the sources and notes (`SUFFIXES`) of every package under `root` (default: this
+    Python's site-packages) that are UTF-8 of at most a megabyte. Of files with the same bytes the
+    first is kept, one to train on before one that is held out.
+
+    Whole families of packages are held out: those whose first three letters have a SHA-256 that
+    says so (one in 24). `torch`, `torchvision` and `torchgen` are one family, `jax` and `jaxlib`
+    another, so that no release's files lie on both sides. Raises CorpusError as `library_corpus`.
+    """
+    root = Path(sysconfig.get_paths()["purelib"]) if root is None else Path(root)
+    _check_folder(root, "packages")
+    paths = (path for path in root.rglob("*") if path.suffix in SUFFIXES)
+    texts = _read(root, (path for path in paths if "__pycache__" not in path.parts))
+    seen: set[bytes] = set()
+    kept: dict[str, bytes] = {}
+    for name in sorted(texts, key=lambda name: (_family_is_held_out(name), name)):
+        text = texts[name]
+        digest = hashlib.sha256(text).digest()
+        if len(text) <= LARGEST_FILE and digest not in seen and _is_utf8(text):
+            seen.add(digest)
+            kept[name] = text
+    return _corpus(root, kept, _family_is_held_out, "source files of packages")
+
+
+def library_corpus(root: Path | None = None) -> Corpus:
     """Read every `.py` file under `root` (default: this Python's standard library).
 
     A file is held out if the SHA-256 of its relative path says so (one in 32), so that adding a
@@ -69,30 +113,48 @@ def load_corpus(root: Path | None = None) -> Corpus:
     hold a file out.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else Path(root)
-    if not root.is_dir():
-        raise CorpusError(f"corpus: {root} is not a folder; give one that holds .py files")
-    texts: dict[str, bytes] = {}
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
+    _check_folder(root, ".py files")
+    paths = (
+        path
+        for path in root.rglob("*.py")
         # _sysconfigdata_* records how this interpreter was built: flags and paths, not source.
-        if EXCLUDED_FOLDERS.intersection(relative.parts) or path.name.startswith("_sysconfigdata"):
-            continue
+        if not EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts)
+        and not path.name.startswith("_sysconfigdata")
+    )
+    return _corpus(root, _read(root, paths), _is_held_out, ".py files")
+
+
+def _check_folder(root: Path, kind: str) -> None:
+    if not root.is_dir():
+        raise CorpusError(f"corpus: {root} is not a folder; give one that holds {kind}")
+
+
+def _read(root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
+    """The texts that are not empty, by relative path."""
+
+    def text(path: Path) -> tuple[str, bytes]:
         try:
-            text = path.read_bytes()
+            return path.relative_to(root).as_posix(), path.read_bytes()
         except OSError as error:
             raise CorpusError(f"corpus: cannot read {path}: {error.strerror}") from error
-        if text:
-            texts[relative.as_posix()] = text
+
+    with ThreadPoolExecutor() as pool:  # a disk serves many readers sooner than one
+        return {name: found for name, found in pool.map(text, paths) if found}
+
+
+def _corpus(
+    root: Path, texts: dict[str, bytes], is_held_out: Callable[[str], bool], kind: str
+) -> Corpus:
     names = sorted(texts)
     digest = hashlib.sha256()
     for name in names:
         digest.update(f"{name}\0{len(texts[name])}\0".encode() + texts[name])
-    train = tuple(name for name in names if not _is_held_out(name))
-    held_out = tuple(name for name in names if _is_held_out(name))
+    train = tuple(name for name in names if not is_held_out(name))
+    held_out = tuple(name for name in names if is_held_out(name))
     if not train or not held_out:
         raise CorpusError(
-            f"corpus: {len(names)} .py files under {root}, {len(held_out)} of them held out for "
-            "validation; both parts need one at least. Give --corpus a folder with more .py files"
+            f"corpus: {len(names)} {kind} under {root}, {len(held_out)} of them held out for "
+            f"validation; both parts need one at least. Give --corpus a folder with more {kind}"
             " (some Python distributions ship the standard library without its source)."
         )
     return Corpus(
@@ -104,8 +166,49 @@ def load_corpus(root: Path | None = None) -> Corpus:
     )
 
 
+def listing(corpus: Corpus) -> str:
+    """CSV: of every package (or file) at the root of the corpus the part that it is in, its files,
+    their bytes, and a SHA-256 of their names and contents."""
+    tops: dict[tuple[str, str], list[tuple[str, bytes]]] = defaultdict(list)
+    for part, names, texts in (
+        ("train", corpus.train_names, corpus.train_texts),
+        ("held out", corpus.held_out_names, corpus.held_out_texts),
+    ):
+        for name, text in zip(names, texts, strict=True):
+            tops[name.partition("/")[0], part].append((name, text))
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(("package", "part", "files", "bytes", "sha256"))
+    for (top, part), files in sorted(tops.items()):
+        digest = hashlib.sha256()
+        for name, text in files:
+            digest.update(f"{name}\0{len(text)}\0".encode() + text)
+        size = sum(len(text) for _, text in files)
+        table.writerow((top, part, len(files), size, digest.hexdigest()))
+    return out.getvalue()
+
+
 def _is_held_out(name: str) -> bool:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % HELD_OUT_ONE_IN == 0
+    return _one_in(HELD_OUT_ONE_IN, name)
+
+
+def _family_is_held_out(name: str) -> bool:
+    first = name.partition("/")[0].lower().lstrip("_")
+    letters = re.match("[a-z]*", first)
+    assert letters is not None
+    return _one_in(FAMILIES_HELD_OUT_ONE_IN, (letters[0] or first)[:FAMILY_LETTERS])
+
+
+def _one_in(number: int, name: str) -> bool:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % number == 0
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in text
 
 
 @dataclass(frozen=True)
@@ -136,10 +239,8 @@ class Packed:
         self.seed = seed
         lengths = torch.tensor([len(texts[n]) + 1 for n in order])
         starts = lengths.cumsum(0) - lengths
-        stream = torch.empty(int(lengths.sum()) + 1, dtype=torch.int16)
-        for n, start in zip(order, starts.tolist(), strict=True):
-            text = torch.frombuffer(bytearray(texts[n]), dtype=torch.uint8)
-            stream[start + 1 : start + 1 + len(text)] = text
+        joined = b"".join(b"\0" + texts[n] for n in order) + b"\0"
+        stream = torch.frombuffer(bytearray(joined), dtype=torch.uint8).to(torch.int16)
         stream[starts] = BOUNDARY
         stream[-1] = BOUNDARY
         self.stream = stream

@@ -6,7 +6,7 @@ latent attention, a GELU MLP. Axes: B batch, L length, C width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +21,9 @@ from .corpus import VOCAB
 
 Mask = headway.Mask | headway.BlockMask
 Kind = Literal["gqa", "mla"]
-Scaling = Literal["logits", "query", "init"]
+MaskKind = Literal["documents", "causal"]
+Implementation = Literal["headway", "sdpa"]
+Scaling = Literal["logits", "query", "init", "none"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,32 @@ class ModelConfig:
     attention: Kind = "gqa"
     scaling: Scaling = "logits"
     qk_norm: bool = False
+    mask: MaskKind = "documents"
+    softcap: float | None = None
+    implementation: Implementation = "headway"
+
+
+class PlainAttention(Attention):
+    """The baseline: the same module, and PyTorch's kernel of causal attention. It knows no
+    maximum of the logits."""
+
+    def trained(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, start: int = 0,
+        layout: Any = None,
+    ) -> Tensor:  # fmt: skip
+        if start:
+            return super().trained(q, k, v, mask, score, start, layout)
+        q, options = self._scaled(q)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=options["scale"], enable_gqa=k.shape[1] < q.shape[1]
+        )
 
 
 def attention(config: ModelConfig, rotary: Rotary) -> Attention | MLA:
     """The attention of a layer; its output starts at zero. MLA's query and key are as wide as a
     head, half of it rotary, and its latent is half as wide as the model."""
-    options = {"rotary": rotary, "scaling": config.scaling, "init": _keep_size}
+    options: dict[str, Any] = {"rotary": rotary, "init": _keep_size}
+    options |= {"scale": 1.0} if config.scaling == "none" else {"scaling": config.scaling}
     head = config.width // config.heads
     if config.attention == "mla":
         made = MLA(
@@ -50,7 +72,8 @@ def attention(config: ModelConfig, rotary: Rotary) -> Attention | MLA:
             nope_width=head - rotary.width, rope_width=rotary.width, value_width=head, **options,
         )  # fmt: skip
     else:
-        made = Attention(
+        module = PlainAttention if config.implementation == "sdpa" else Attention
+        made = module(
             config.width, config.heads, config.kv_heads, qk_norm=config.qk_norm, **options
         )
     nn.init.zeros_(made.o_proj.weight)
@@ -82,6 +105,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, rotary: Rotary):
         super().__init__()
         self.attention = attention(config, rotary)
+        self.score = None if config.softcap is None else headway.softcap(config.softcap)
         self.mlp = MLP(config)
 
     def forward(
@@ -93,7 +117,7 @@ class Block(nn.Module):
         layout: Layout | None = None,
     ) -> Tensor:
         """x (B, L, C) -> (B, L, C)"""
-        x = x + self.attention(norm(x), mask, angles=angles, past=past, layout=layout)
+        x = x + self.attention(norm(x), mask, self.score, angles=angles, past=past, layout=layout)
         return x + self.mlp(norm(x))
 
 
@@ -115,16 +139,19 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, ids: Tensor, layout: Layout | None = None) -> Tensor:
         """Logits (B, L, vocab) from tokens, ids (B, L) int64, L at most the context. A position
-        sees the positions before it, and itself, that have its id: no byte reaches another file.
-        With a layout, tokens are those that this rank has of sequences whose ids these are."""
+        sees the positions before it, and itself, that have its id: no byte reaches another file
+        (unless the mask is causal alone). With a layout, tokens are those that this rank has of
+        sequences whose ids these are."""
         length = ids.shape[1]
-        mask = headway.causal() & headway.document(ids)
-        # Tiles are decided once for all layers and heads.
-        blocks = headway.block_mask(mask, len(ids), 1, length, length, device=ids.device)
+        mask: Mask = headway.causal()
+        if self.config.mask == "documents":
+            own = headway.causal() & headway.document(ids)
+            # Tiles are decided once for all layers and heads.
+            mask = headway.block_mask(own, len(ids), 1, length, length, device=ids.device)
         positions = positions_of(None, length, tokens.device)
         if layout is not None:
             positions = layout.positions
-        return self._run(tokens, blocks, positions, [None] * len(self.blocks), layout)
+        return self._run(tokens, mask, positions, [None] * len(self.blocks), layout)
 
     def decode(self, tokens: Tensor, pasts: Sequence[Past | Layer]) -> Tensor:
         """The same for positions that follow those in `pasts`, one Past per layer, which grow by

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..optim import MuonClip
 from ..optim.muonclip import parameter_groups
@@ -90,9 +90,20 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
+def _of_matrices(
+    name: str, matrices: list[nn.Parameter], lr: float, decay: float
+) -> torch.optim.Optimizer:
+    if name == "muon":
+        return Muon(matrices, lr=lr, weight_decay=decay)
+    if name == "adamw":
+        return torch.optim.AdamW(matrices, lr=lr, betas=(0.9, 0.95), weight_decay=decay)
+    # With parameter scaling (arXiv 1804.04235). PyTorch squares the first epsilon.
+    return torch.optim.Adafactor(matrices, lr=lr, eps=(1e-16, 1e-3), weight_decay=decay)
+
+
 class Optimizers:
-    """Muon, AdamW or MuonClip for the blocks, AdamW for embedding and head, and QK-Clip, as one;
-    `state` names every tensor for a checkpoint."""
+    """Muon, AdamW, MuonClip or Adafactor for the blocks, AdamW for embedding and head, and QK-Clip,
+    as one; `state` names every tensor for a checkpoint."""
 
     def __init__(self, model: Transformer, settings: Settings, group: Any = None):
         matrices, _, gains = parameter_groups(model.blocks)
@@ -109,13 +120,7 @@ class Optimizers:
         else:
             if gains:
                 ends.append({"params": gains, "lr": settings.head_lr})
-            inside = (
-                Muon(matrices, lr=settings.lr, weight_decay=decay)
-                if settings.optimizer == "muon"
-                else torch.optim.AdamW(
-                    matrices, lr=settings.lr, betas=(0.9, 0.95), weight_decay=decay
-                )
-            )
+            inside = _of_matrices(settings.optimizer, matrices, settings.lr, decay)
             self.clip = None if tau is None else QKClip(model.blocks, tau, group=group)
         self.all = (inside, torch.optim.AdamW(ends, betas=(0.9, 0.95), weight_decay=0.0))
         self.rates = [[group["lr"] for group in o.param_groups] for o in self.all]

@@ -18,7 +18,9 @@ def draw(records: list[dict[str, Any]], folder: Path, tau: float | None = None) 
     matplotlib."""
     if not records:
         return
-    figures = {"loss": loss_figure(records), "max_logit": max_logit_figure(records, tau)}
+    figures = {"loss": loss_figure(records)}
+    if records[0]["max_logit"]:  # F.sdpa knows none
+        figures["max_logit"] = max_logit_figure(records, tau)
     for name, figure in figures.items():
         figure.suptitle(folder.name, fontsize=10, color=INK)
         write_beside(folder / f"{name}.png", lambda p, f=figure: f.savefig(p, format="png"))

@@ -43,6 +43,7 @@ class Ranks:
         self.rank = dist.get_rank() if self.count > 1 else 0
         self.group: Any = None
         self.context, self.device = settings.context, settings.device
+        self.documents = settings.mask == "documents"
         if self.count == 1:
             return
         from torch.distributed.device_mesh import init_device_mesh
@@ -80,7 +81,8 @@ class Ranks:
             parts = [x[self.row * size : (self.row + 1) * size] for x in parts]
         tokens, targets, ids = parts
         tile = max(1, min(TILE, self.context // (4 * self.cp.size())))
-        layout = Layout.of_lengths([_lengths(row) for row in ids.cpu()], self.cp, tile=tile)
+        lengths = [_lengths(row) if self.documents else [self.context] for row in ids.cpu()]
+        layout = Layout.of_lengths(lengths, self.cp, tile=tile)
         return Batch(layout.shard(tokens), layout.shard(targets), ids), layout
 
     def total(self, x: Tensor, all_rows: bool = False) -> Tensor:

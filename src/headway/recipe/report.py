@@ -63,8 +63,12 @@ class Report:
         text = (
             f"loss {record['loss']:.3f}  {record['bits_per_byte']:.3f} bits/byte  "
             f"{self.held_out}"
-            f"{record['tokens_per_second']:,.0f} tokens/s  "
-            f"max logit {max(map(max, record['max_logit'])):.1f}"
+            f"{record['tokens_per_second']:,.0f} tokens/s"
+            + (
+                f"  max logit {max(map(max, record['max_logit'])):.1f}"
+                if record["max_logit"]
+                else ""
+            )
             + (f", {record['clipped_heads']} clipped" if record.get("clipped_heads") else "")
         )
         self.bar.update(self.task, completed=step, description=text)

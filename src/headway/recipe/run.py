@@ -2,6 +2,7 @@
 
 runs/<name>/
   config.json             every setting, the corpus, the versions
+  corpus.csv              the packages or files of the text, their sizes and SHA-256
   metrics.jsonl           one line of JSON per step
   checkpoints/            the last two: weights, optimizer, step
   model.safetensors       the newest weights alone
@@ -28,7 +29,7 @@ import headway
 from ..errors import CheckpointError
 from .checkpoint import list_checkpoints, write_text
 from .config import Settings, from_json, to_json
-from .corpus import Corpus
+from .corpus import Corpus, listing
 from .errors import CorpusError, RunError
 
 
@@ -135,6 +136,7 @@ class Run:
         }
         text = json.dumps(description, indent=2) + "\n"
         write_text(self.folder / "config.json", text)
+        write_text(self.folder / "corpus.csv", listing(corpus))
 
     def newest_checkpoint(self) -> Path:
         """Raises CheckpointError if there is none."""

@@ -53,10 +53,16 @@ class Trained:
     stopped_by: signal.Signals | None
 
 
-def train(config: TrainConfig, resume: bool = False, console: Console | None = None) -> Trained:
+def train(
+    config: TrainConfig,
+    resume: bool = False,
+    console: Console | None = None,
+    corpus: Corpus | None = None,
+) -> Trained:
     """Train to the last step, or until Ctrl-C or SIGTERM: then the step under way is finished and
     saved. With `resume`, continue the run of that name from its newest checkpoint: the losses are
-    those of an unbroken run, to the last bit.
+    those of an unbroken run, to the last bit. `corpus` is what `load_corpus` gave for these
+    settings, where several runs share it.
 
     Raises ArgumentError (a setting), RunError (the folder), CorpusError (the text), CheckpointError
     (a file that cannot be read or written). What was saved before an error stays.
@@ -64,7 +70,8 @@ def train(config: TrainConfig, resume: bool = False, console: Console | None = N
     console = console or Console()
     settings = config.resolved()
     check_device(settings.device)
-    corpus = load_corpus(settings.corpus)
+    if corpus is None:
+        corpus = load_corpus(settings.corpus, settings.text)
     with ranks_of(settings) as ranks:
         if not ranks.first:
             console = Console(quiet=True)
@@ -116,6 +123,7 @@ def _loop(
     held_out = Packed(corpus.held_out_texts, settings.context)
     log = MetricsLog(run.metrics) if ranks.first else None
     step = saved = start
+    loop_began = time.perf_counter()
 
     def save() -> int:
         if log is not None:
@@ -135,9 +143,11 @@ def _loop(
                 loss = nats.sum() / real
                 (loss * ranks.count).backward()
                 total = ranks.total(nats.detach().sum())
-                stats = logit_stats(model, ranks.group)
+                recorded = settings.implementation == "headway"
+                stats = logit_stats(model, ranks.group) if recorded else {}
                 clipped = optimizers.step(learning_rate(settings, step))
-                reset_logit_stats(model)
+                if recorded:
+                    reset_logit_stats(model)
                 step += 1
                 record = {
                     "step": step,
@@ -146,6 +156,7 @@ def _loop(
                     "max_logit": [s.tolist() for s in stats.values()],
                     "tokens": batch.tokens.numel(),
                     "tokens_per_second": batch.tokens.numel() / (time.perf_counter() - began),
+                    "seconds": time.perf_counter() - loop_began,
                 }
                 if clipped is not None:
                     record["gamma"] = [g.tolist() for g in clipped.gamma.values()]
@@ -220,8 +231,9 @@ def _finish(run: Run, model: Transformer, console: Console, sample: bool) -> Non
             f"no loss.png and max_logit.png: matplotlib is not installed; pip install "
             f"'headway[plot]', then `headway train --name {run.name} --resume` draws them",
         )
-    if sample:
-        write_text(run.folder / "sample.txt", samples(model))
+    length = run.settings().sample_bytes
+    if sample and length:
+        write_text(run.folder / "sample.txt", samples(model, length))
 
 
 # -- saving and continuing ------------------------------------------------------------------------
