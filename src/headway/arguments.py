@@ -21,6 +21,7 @@ from .mods.base import Both, Either, Mod, Not, Then
 from .mods.lowering import GUARDS_CLASSES
 from .mods.meant import meant
 from .operators import draw_seed_op
+from .surroundings import learns
 from .types import KV, Coords, constant_under_compile, fixed, real, whole
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -209,7 +210,7 @@ def check_captured(kind: str, captured: Captured, device: torch.device) -> None:
                 f"the {kind} captures a tensor {shown(t)} on {t.device}, but q is on {device}; "
                 "move it with .to()"
             )
-        if kind == "mask" and t.requires_grad and t.is_floating_point():
+        if kind == "mask" and learns(t) and t.is_floating_point():
             raise ArgumentError(
                 f"the mask captures a tensor {shown(t)} that requires grad, but a mask has no "
                 "gradient; put it in the score, or capture tensor.detach()"

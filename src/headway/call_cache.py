@@ -20,6 +20,7 @@ from .mods.base import Mod
 from .mods.capture import Reads, reads, shared
 from .mods.constants import brought
 from .mods.lowering import Lowered, Parts, parts_of
+from .surroundings import transforms
 from .types import WHOLE, Captured, Request, Spec
 
 _known: Cache[CallSignature] = Cache(4096)
@@ -42,6 +43,8 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
         partial, _, kv, layout,
     ) = request  # fmt: skip
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
+        return None, None, []
+    if transforms():  # what they have wrapped in a tensor is not told here
         return None, None, []
     if not (type(dropout) is float and type(deterministic) is bool and type(scale) in _SCALES):
         return None, None, []

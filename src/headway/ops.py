@@ -29,6 +29,7 @@ from .operators import (
     infer_op,
     library,
 )
+from .surroundings import has_tangent, is_wrapped, learns, transforms
 from .types import (
     NAMESPACE,
     Captured,
@@ -160,7 +161,7 @@ def _refuse_forward_mode(what: str) -> None:
 
 def refuse_tangents(*inputs: Tensor | None) -> None:
     """For a call that drops tangents: refused, if one of its inputs has one."""
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+    if any(x is not None and has_tangent(x) for x in inputs):
         _refuse_forward_mode("an input of the call")
 
 
@@ -234,7 +235,7 @@ def _once(ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | Non
     """The gradients of a call, which may not be differentiated."""
     if is_compiling():
         return gradients(ctx, *grad_outputs)
-    if forward_ad._current_level >= 0 and any(map(_has_tangent, grad_outputs)):
+    if any(x is not None and has_tangent(x) for x in grad_outputs):
         _refuse_forward_mode("the gradient of a result")
     if any(map(_is_batched, grad_outputs)):
         return _one_by_one(ctx, gradients, *grad_outputs)
@@ -244,10 +245,6 @@ def _once(ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | Non
         grads = gradients(ctx, *grad_outputs)
     # create_graph=True: a second derivative must not be dropped in silence.
     return _not_twice(grads, *grad_outputs, *ctx.saved_tensors)
-
-
-def _has_tangent(x: Tensor | None) -> bool:
-    return x is not None and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _is_batched(x: Tensor | None) -> bool:
@@ -298,8 +295,7 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 # Asked at every call, so looked up once.
-_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._are_functorch_transforms_active
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_modes = torch._C._len_torch_dispatch_stack
 _tracing, _profiled = torch._C._is_tracing, torch.autograd._profiler_enabled
 _included, _PRE_DISPATCH = (
     torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
@@ -335,7 +331,7 @@ def _seen_by_modes() -> bool:
     """`_seen`, whatever the tensors."""
     return (
         _modes() > 0
-        or _transforms()
+        or transforms()
         or _included(_PRE_DISPATCH)
         or _tracing()
         or _profiled()
@@ -353,7 +349,7 @@ def _distinct(inputs: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _learns(inputs: list[Tensor | None]) -> bool:
-    return any(x is not None and x.requires_grad for x in inputs)
+    return any(x is not None and learns(x) for x in inputs)
 
 
 def save_ops() -> list[Any]:
@@ -379,6 +375,9 @@ def attention(spec: Spec, call: Call) -> Forward:
 def infer(spec: Spec, call: Call) -> Forward:
     """`attention` over a cache, `call.kv`. Has no gradient."""
     if is_compiling() or _call_seen(call):
+        if not is_compiling():
+            scales = () if call.kv is None else (call.kv.k_scale, call.kv.v_scale)
+            refuse_tangents(call.q, call.k, call.v, call.sink, *scales, *call.captured.tensors)
         return Forward(*infer_op(spec.text, *flat_kv(call)))
     return get(spec.backend).infer(spec, call)
 
@@ -390,7 +389,7 @@ def _alone(spec: Spec, call: Call) -> Forward:
     trained = signature.trained if signature is not None else _learns([q, k, v, sink, *learned])
     if not (trained and torch.is_grad_enabled()):
         return get(spec.backend).forward(spec, call)
-    if _wrapped(q) or _wrapped(k) or _wrapped(v):  # by a transform that has ended
+    if any(map(is_wrapped, (q, k, v, *learned))):  # by a transform that has ended
         return _watched_over(spec, call)
     register_flops()
     run = _Run(spec, call)
@@ -406,27 +405,29 @@ def _watched_over(spec: Spec, call: Call) -> Forward:
     learning = torch.is_grad_enabled() and _learns(inputs)
     compiling = is_compiling()
     if not compiling:
+        refuse_tangents(*inputs)
         register_flops()
     elif _differentiated():
         raise BackendRefused(
             "torch.compile would lose the gradients of this call, which torch.func takes inside of "
             "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
         )
-    if not learning and forward_ad._current_level < 0:
+    if not learning and (not compiling or forward_ad._current_level < 0):
         out, *stats = forward_op(spec.text, *given)
         results = _rounded(spec.exact_out, out, q), *stats
     else:
         counts = spec.score_tensors, len(tensors), spec.exact_out
         if compiling:
             inputs = _distinct(inputs)
-        function = _Attention if forward_ad._current_level < 0 else _Dual
+        dual = compiling and forward_ad._current_level >= 0
+        function = _Dual if dual else _Attention
         *results, _ = function.apply(spec.text, ints, floats, offsets, counts, *inputs)
     return Forward(*results)
 
 
 def _differentiated() -> bool:
     """Whether `torch.func` differentiates what is compiled."""
-    if not torch._C._are_functorch_transforms_active():
+    if not transforms():
         return False
     kinds = {layer.key() for layer in torch._C._functorch.get_interpreter_stack() or ()}
     return not kinds <= {torch._C._functorch.TransformType.Vmap}
@@ -480,7 +481,7 @@ def plain_step(
 
 def _opaque() -> bool:
     """Whether a compiler is to see our operators: in programs that are exported, and below vmap."""
-    transformed = torch._C._are_functorch_transforms_active() and not _differentiated()
+    transformed = transforms() and not _differentiated()
     return transformed or torch.compiler.is_exporting()
 
 

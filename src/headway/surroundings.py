@@ -5,15 +5,23 @@ of that is part of the caller's program, whatever the caller has switched on.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch import Tensor
+from torch._functorch.pyfunctorch import (
+    temporarily_clear_interpreter_stack,
+    temporarily_pop_interpreter_stack,
+)
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.autograd import forward_ad
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-_autograd = torch._C._autograd
+_autograd, _functorch = torch._C._autograd, torch._C._functorch
+# Whether a transform has wrapped a tensor, and whether any is active. Asked at every call.
+is_wrapped = _functorch.is_functorch_wrapped_tensor
+transforms = torch._C._are_functorch_transforms_active
 
 
 @contextmanager
@@ -34,7 +42,7 @@ def alone() -> Iterator[None]:
         hooks.append(pair)
         _autograd._pop_saved_tensors_default_hooks()
     others = torch._C._len_torch_dispatch_stack() + _len_torch_dispatch_stack_pre_dispatch()
-    transformed = torch._C._are_functorch_transforms_active()
+    transformed = transforms()
     try:
         with (
             _disable_current_modes() if others else nullcontext(),
@@ -48,3 +56,32 @@ def alone() -> Iterator[None]:
             _autograd._push_saved_tensors_default_hooks(*pair)
         for mode in reversed(functions):
             _push_mode(mode)
+
+
+def learns(x: Tensor) -> bool:
+    """Return whether autograd or any transform records gradients of `x`. `x.requires_grad` answers
+    for the innermost transform alone: a tensor inside `vmap` says False."""
+    if torch.compiler.is_compiling():
+        return x.requires_grad
+    while not x.requires_grad:
+        if not is_wrapped(x):
+            return False
+        x = _functorch.get_unwrapped(x)
+    return True
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Return whether forward-mode AD is on and `x` has a tangent in any transform. A level can only
+    be asked while no level above it is active, and `vmap` has no rule for the question."""
+    if forward_ad._current_level < 0:
+        return False
+    with ExitStack() as above:
+        while True:
+            level = max(_functorch.maybe_get_level(x), 0)
+            while (top := _functorch.peek_interpreter_stack()) is not None and top.level() > level:
+                above.enter_context(temporarily_pop_interpreter_stack())
+            if not _functorch.is_batchedtensor(x) and forward_ad.unpack_dual(x).tangent is not None:
+                return True
+            if not is_wrapped(x):
+                return False
+            x = _functorch.get_unwrapped(x)

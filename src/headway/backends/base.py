@@ -13,6 +13,7 @@ from torch import Tensor
 from ..blocks import Tiles
 from ..mods import causal, lower_mod
 from ..mods.graph import Graph, parse
+from ..surroundings import learns
 from ..types import KV, Captured, Coords, Forward, Grads, Spec, constant_under_compile, in_dtype
 
 
@@ -75,9 +76,9 @@ def capability_key(call: Call, score_tensors: int) -> tuple:
     """The fields of a call's `CapabilityKey`; the score captures the first `score_tensors` tensors.
     Plain code that Dynamo can trace."""
     q, k, v, sink, _, (tensors, _, _), _, (_, _, _, _, q_pos, kv_pos, _), _, kv, *_ = call
-    learned = score_tensors > 0 and any(t.requires_grad for t in tensors[:score_tensors])
-    trained = q.requires_grad or k.requires_grad or v.requires_grad or learned
-    trained = trained or (sink is not None and sink.requires_grad)
+    learned = score_tensors > 0 and any(learns(t) for t in tensors[:score_tensors])
+    trained = learns(q) or learns(k) or learns(v) or learned
+    trained = trained or (sink is not None and learns(sink))
     # Widths are constants of a compiled program, lengths are not.
     d, dv = operator.index(q.shape[3]), operator.index(v.shape[3])
     scattered = q_pos is not None or kv_pos is not None

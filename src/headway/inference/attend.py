@@ -15,6 +15,7 @@ from ..errors import ArgumentError, CapturedIndexError
 from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
 from ..sharded import Sharded, any_sharded
+from ..surroundings import learns
 from ..types import (
     KV,
     NAMESPACE,
@@ -210,7 +211,7 @@ def _check_no_grad(spec: Spec, call: Call) -> None:
         **{f"a tensor {shown(t)} that the score captures": t for t in captured.tensors},
     }  # fmt: skip
     for name, x in given.items():
-        if x is not None and x.requires_grad:
+        if x is not None and learns(x):
             raise ArgumentError(
                 f"{name} requires grad, but inference has no gradient; call it under "
                 "torch.inference_mode() or torch.no_grad(), or train with headway.attention"

@@ -46,6 +46,7 @@ class _Indexing(TorchFunctionMode):
         self.tracer = tracer
 
     def __torch_function__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
+        kwargs = kwargs or {}
         if func is Tensor.__getitem__:
             table, index = args[0], args[1]
             items = index if isinstance(index, tuple) else (index,)
@@ -62,9 +63,9 @@ class _Indexing(TorchFunctionMode):
             if any(map(self.tracer.knows, args)):
                 self.tracer.refuse_decision()
             with _disable_current_modes():
-                result = func(*args, **(kwargs or {}))
+                result = func(*args, **kwargs)
         else:
-            result = func(*args, **(kwargs or {}))
+            result = self.tracer.call(func, args, kwargs)
         if not isinstance(result, Tensor):
             self.note(func, args)
         return result

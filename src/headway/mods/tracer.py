@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ModError
+from ..surroundings import is_wrapped
 from .graph import BINARY, COMPARISONS, DTYPE_NAMES, DTYPES, UNARY, Arg, Builder, Input
 from .places import Place, quote, user_place
 
@@ -84,6 +86,7 @@ class Tracer(TorchDispatchMode):
         self.cut_by_mode = False  # something was made under `torch.no_grad`
         self._args: dict[int, Arg] = {}  # id of a symbol -> its value in the graph
         self._partial: dict[int, tuple[int, tuple]] = {}  # table[h], still to be indexed further
+        self._numbers: set[int] = set()  # ids of the symbols of captured 0-d tensors
         self._made: dict[int, Tensor] = {}  # real tensors that the function made
         self._alive: list[Tensor] = []  # ids are only valid while the tensors live
 
@@ -140,6 +143,39 @@ class Tracer(TorchDispatchMode):
         self.captured.append(tensor)
         return len(self.captured) - 1
 
+    def call(self, func, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch's. A captured 0-d tensor that a transform wrapped, or that may
+        have a tangent, takes part as a symbol: the dispatcher, where no transform is active while
+        we trace, would see through it to another tensor."""
+        # By their ids. Whether one has a tangent cannot be asked here: that is an op as well.
+        symbols = {
+            id(x): self.number(x)
+            for x in _flatten(args, kwargs)
+            if self.is_captured(x)
+            and (is_wrapped(x) or forward_ad._current_level >= 0)
+            and x.dim() == 0
+        }
+        if not symbols:
+            return func(*args, **kwargs)
+
+        def symbolic(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(map(symbolic, value))
+            return symbols.get(id(value), value)
+
+        result = func(
+            *map(symbolic, args), **{name: symbolic(value) for name, value in kwargs.items()}
+        )
+        if any(isinstance(x, Tensor) for x in _flatten((result,), {})):
+            return result
+        return func(*args, **kwargs)  # a property of the tensor, or its value
+
+    def number(self, tensor: Tensor) -> Tensor:
+        """The symbol of a captured 0-d tensor."""
+        symbol = self._emit("gather", (f"t{self.capture(tensor)}",), tensor.dtype)
+        self._numbers.add(id(symbol))
+        return symbol
+
     def gather(self, table: Tensor, index: Any) -> Tensor:
         """`table[index]` with indices that are numbers or symbols, all dimensions in the end."""
         items = index if isinstance(index, tuple) else (index,)
@@ -189,8 +225,10 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name in ("_local_scalar_dense", "is_nonzero", "item", "equal"):
-            if any(self.knows(a) for a in args):
+            if any(self.knows(a) and id(a) not in self._numbers for a in args):
                 self.refuse_decision()
+            if any(self.knows(a) for a in args):
+                return func(*map(_sample, args), **kwargs)  # `call` asks the tensor itself
             if any(map(self.is_captured, args)):
                 self.reads_value()
             return func(*args, **kwargs)
@@ -232,8 +270,7 @@ class Tracer(TorchDispatchMode):
             self.refuse("uses a tensor without data", "capture real tensors")
         if not self.is_captured(value):
             return value.item()  # a constant made inside the function
-        symbol = self._emit("gather", (f"t{self.capture(value)}",), value.dtype)
-        return self._args[id(symbol)]
+        return self._args[id(self.number(value))]
 
     def _record(self, func, name, args, kwargs):
         inplace = name.endswith("_") and not name.endswith("__")
@@ -243,7 +280,7 @@ class Tracer(TorchDispatchMode):
             arg = self._args[id(result)]
             if result.dtype != target.dtype:
                 arg = self.builder.emit("to", (arg,), DTYPE_NAMES[target.dtype], self._line())
-            if not self.knows(target):
+            if not self.knows(target) or id(target) in self._numbers:
                 self.refuse("changes a captured tensor in place", "a score or mask only computes")
             if self.cuts and not torch.is_grad_enabled() and target.is_floating_point():
                 self.refuse(

@@ -1,0 +1,155 @@
+"""What a transform of `torch.func` wraps in an input or in a captured tensor counts, however the
+same function was called before."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import headway as hw
+from headway import call_cache
+from headway.errors import ArgumentError, BackendRefused
+from headway.mods import lowering
+
+N, D = 7, 8
+Q, K, V = (torch.randn(1, 2, N, D, generator=torch.Generator().manual_seed(7)) for _ in range(3))
+Q, K, V = Q.double(), K.double() + 0.5, V.double() * 0.5
+
+SCORES = {
+    "number": lambda t: lambda s, b, h, i, j: s * t,
+    "many": lambda t: (
+        lambda s, b, h, i, j: (
+            torch.where(s > t, s * t.detach() * t, t.exp()) + torch.broadcast_tensors(s, t)[1] * i
+        )
+    ),
+    "table": lambda t: lambda s, b, h, i, j: s * t[h] + t[i - i],
+}
+
+
+def table_of(name: str) -> Tensor:
+    return torch.tensor([0.3, 0.8] if name == "table" else 0.3, dtype=torch.float64)
+
+
+def loss(t: Tensor, name: str, q: Tensor = Q) -> Tensor:
+    return hw.attention(q, K, V, SCORES[name](t), hw.causal()).sin().sum()
+
+
+def dense(t: Tensor, name: str, q: Tensor = Q) -> Tensor:
+    """By definition: the function on tensors of positions, then a softmax."""
+    h, i, j = torch.arange(2)[:, None, None], torch.arange(N)[:, None], torch.arange(N)
+    score = SCORES[name](t)(q @ K.mT / math.sqrt(D), torch.zeros(()).long(), h, i, j)
+    return (score.masked_fill(j > i, -math.inf).softmax(-1) @ V).sin().sum()
+
+
+BEFORE = {
+    "nothing": lambda t, name: None,
+    "a plain call": loss,
+    "training": lambda t, name: loss(t.clone().requires_grad_(), name),
+}
+REVERSE = {
+    "grad": lambda f, t: torch.func.grad(f)(t),
+    "vmap of grad": lambda f, t: torch.vmap(torch.func.grad(f))(torch.stack([t, 2 * t])),
+    "grad of vmap": lambda f, t: torch.func.grad(
+        lambda t: torch.vmap(f)(torch.stack([t, 2 * t])).sum()
+    )(t),
+    "grad of a leaf": lambda f, t: torch.func.grad(f)(t.clone().requires_grad_()).detach(),
+}
+
+
+def by_hand(f, t):
+    with forward_ad.dual_level():
+        return f(forward_ad.make_dual(t, torch.ones_like(t)))
+
+
+FORWARD = {
+    "jvp": lambda f, t: torch.func.jvp(f, (t,), (torch.ones_like(t),)),
+    "jvp of grad": lambda f, t: torch.func.jvp(torch.func.grad(f), (t,), (torch.ones_like(t),)),
+    "jvp of vmap": lambda f, t: torch.func.jvp(
+        lambda t: torch.vmap(f)(torch.stack([t, t])), (t,), (torch.ones_like(t),)
+    ),
+    "make_dual": by_hand,
+}
+
+
+def forget() -> None:
+    lowering._lowered.clear()
+    call_cache._known.clear()
+
+
+# What was called before matters for what is looked up; one score shows it.
+STATES = [
+    (name, before) for name in SCORES for before in BEFORE if before < "o" or name == "number"
+]
+
+
+@pytest.mark.parametrize(("name", "before"), STATES)
+def test_gradients_of_captured_tensors(name, before):
+    for way in REVERSE.values():
+        t = table_of(name)
+        forget()
+        BEFORE[before](t, name)
+        ours = way(lambda t: loss(t, name), t)
+        torch.testing.assert_close(ours, way(lambda t: dense(t, name), t))
+
+
+@pytest.mark.parametrize(("name", "before"), STATES)
+def test_tangents_of_captured_tensors_are_refused(name, before):
+    for way in FORWARD.values():
+        t = table_of(name)
+        forget()
+        BEFORE[before](t, name)
+        with pytest.raises(BackendRefused, match="no derivative in forward mode"):
+            way(lambda t: loss(t, name), t)
+
+
+def test_grad_of_vmap_of_an_input():
+    """Inside `vmap`, a tensor that learns says that it requires no grad."""
+    q, t = torch.stack([Q, Q * 2]), table_of("number")
+    each = lambda f: lambda q, t: torch.vmap(lambda q: f(t, "number", q))(q).sum()
+    ours = torch.func.grad(each(loss), (0, 1))(q, t)
+    for one, right in zip(ours, torch.func.grad(each(dense), (0, 1))(q, t), strict=True):
+        torch.testing.assert_close(one, right)
+
+
+def test_the_value_of_a_wrapped_number():
+    """It is read as PyTorch reads it, and what is beside it still learns."""
+    t = table_of("number")
+
+    def ours(t, read):
+        score = lambda s, *_: s * read(t) * t if t.dim() == 0 and t.dtype == Q.dtype else s
+        return hw.attention(Q, K, V, score).sin().sum()
+
+    def right(t, read):
+        score = Q @ K.mT / math.sqrt(D) * read(t) * t
+        return (score.softmax(-1) @ V).sin().sum()
+
+    for read in (float, Tensor.tolist):
+        torch.testing.assert_close(torch.func.grad(ours)(t, read), torch.func.grad(right)(t, read))
+
+
+def test_masks_with_wrapped_numbers():
+    q, k, v = Q.float(), K.float(), V.float()
+    near = lambda w: hw.attention(q, k, v, mask=lambda b, h, i, j: (i - j).abs() < w)
+    widths = torch.tensor([1, 3, 9])
+    torch.testing.assert_close(torch.vmap(near)(widths), torch.stack([near(w) for w in widths]))
+
+
+@pytest.mark.parametrize("name", ["number", "table", "q"])
+def test_inference_refuses_gradients_and_tangents(name):
+    lengths = torch.tensor([N], dtype=torch.int32)
+
+    def f(t):
+        if name == "q":
+            return hw.inference.attention(t, K, V, mask=hw.causal(), lengths=lengths).sum()
+        return hw.inference.attention(Q, K, V, SCORES[name](t), lengths=lengths).sum()
+
+    t = Q[:, :, -2:] if name == "q" else table_of(name)
+    for refused, ways in (((BackendRefused, ArgumentError), FORWARD), (ArgumentError, REVERSE)):
+        for way in ways.values():
+            forget()
+            for _ in range(2):
+                with pytest.raises(refused, match=r"no derivative in forward|has no gradient"):
+                    way(f, t)
+                f(t)
