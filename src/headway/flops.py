@@ -35,7 +35,7 @@ def _over_ranks(work):
     return formula
 
 
-_AFTER = {_forward: 0, _backward: 5}  # arguments of the operator behind its table of the keys
+_AFTER = {_forward: 0, _backward: 6}  # arguments of the operator behind its table of the keys
 
 
 def register_flops() -> None:

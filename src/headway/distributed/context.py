@@ -4,7 +4,8 @@
     headway::cp_backward  this rank's gradients; those of sinks and captured tensors are its share
 
 To compilers they are opaque. Which rank holds what is in a tensor, so that another layout is no
-other program.
+other program. The forward's last result is the call's number, by which ranks see that they are in
+the backward of the same call.
 """
 
 from typing import Any, NamedTuple
@@ -26,10 +27,10 @@ _INPUTS = (
     "Tensor[] tensors, SymInt[] ints, float[] floats, Tensor[] tiles, SymInt[] offsets, "
     "Tensor q_table, Tensor kv_table"
 )
-library.define(f"cp_forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+library.define(f"cp_forward({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 library.define(
-    f"cp_backward({_INPUTS}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs) "
-    "-> Tensor[]"
+    f"cp_backward({_INPUTS}, Tensor number, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
+    "bool[] needs) -> Tensor[]"
 )
 
 
@@ -104,13 +105,13 @@ def attention(
     tables = at.table, (layouts.kv or at).table
     if not trains:
         run = forward_op if _watched(q, k, v, *tensors) else _forward
-        out, *stats = run(spec.text, wire, *given[:10], *tables)
+        out, *stats, _ = run(spec.text, wire, *given[:10], *tables)
         return Forward(in_dtype(out, _given_dtype(spec, q)), *stats)
     counts = spec.score_tensors, len(tensors), _given_dtype(spec, q)
     inputs = [q, k, v, sink, seed, *tables, *tensors, *tiles]
     if is_compiling():
         inputs = _distinct(inputs)
-    *results, _ = _Context.apply(spec.text, wire, ints, floats, offsets, counts, *inputs)
+    *results, _, _ = _Context.apply(spec.text, wire, ints, floats, offsets, counts, *inputs)
     return Forward(*results)
 
 
@@ -135,20 +136,20 @@ class _Context(torch.autograd.Function):
         q_table, kv_table, *tensors = rest
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
         run = forward_op if _watched(q, k, v, *tensors) else _forward
-        exact, *stats = run(
+        exact, *stats, number = run(
             spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
             kv_table,
         )  # fmt: skip
         out = in_dtype(exact, counts[2])
-        return out, *stats, out.new_empty(0) if out is exact else exact
+        return out, *stats, number, out.new_empty(0) if out is exact else exact
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         spec, wire, ints, floats, offsets, counts, *tensors = inputs
-        out, lse, max_logit, row_max, exact = output
+        out, lse, max_logit, row_max, number, exact = output
         ctx.known = spec, wire, ints, floats, offsets, counts
-        ctx.save_for_backward(out if exact.dtype == out.dtype else exact, lse, *tensors)
-        ctx.mark_non_differentiable(max_logit, row_max, exact)
+        ctx.save_for_backward(out if exact.dtype == out.dtype else exact, lse, number, *tensors)
+        ctx.mark_non_differentiable(max_logit, row_max, number, exact)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -158,7 +159,7 @@ class _Context(torch.autograd.Function):
     @staticmethod
     def gradients(ctx, dout, dlse, *_):
         """The gradients of every input of `forward`."""
-        out, lse, q, k, v, sink, seed, q_table, kv_table, *tensors = ctx.saved_tensors
+        out, lse, number, q, k, v, sink, seed, q_table, kv_table, *tensors = ctx.saved_tensors
         spec, wire, ints, floats, offsets, counts = ctx.known
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
         needs = [
@@ -170,7 +171,7 @@ class _Context(torch.autograd.Function):
         run = backward_op if _watched(q, k, v, dout, *tensors) else _backward
         results = run(
             spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
-            kv_table, out, lse, dout, dlse, needs,
+            kv_table, number, out, lse, dout, dlse, needs,
         )  # fmt: skip
         grads = in_order(results, q, k, v, sink, captured, needs)
         return (*(None,) * 6, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
@@ -179,7 +180,7 @@ class _Context(torch.autograd.Function):
 # -- the operators --------------------------------------------------------------------------------
 
 
-def _forward(*inputs: Any) -> Forward:
+def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     from .exchange import run  # needs NumPy, which nothing else does that is loaded at the start
 
     return run.forward(*inputs)
@@ -191,8 +192,9 @@ def _backward(*inputs: Any) -> list[Tensor]:
     return run.backward(*inputs)
 
 
-def _forward_fake(spec: str, wire: str, q, k, v, *rest: Any) -> Forward:
-    return results_like(spec, q, v, q.shape[0])
+def _forward_fake(spec: str, wire: str, q, k, v, *rest: Any) -> tuple[Tensor, ...]:
+    number = torch.empty((), dtype=torch.int64, device="cpu")
+    return *results_like(spec, q, v, q.shape[0]), number
 
 
 def _backward_fake(spec: str, wire: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:

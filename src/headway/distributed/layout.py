@@ -1,15 +1,16 @@
 """Which rank holds which tokens of a sequence."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..arguments import count_of, number_of
 from ..errors import ArgumentError
-from ..types import whole
 from .place import place_of
 
 if TYPE_CHECKING:
@@ -229,43 +230,58 @@ class Layout:
     # -- tensors -----------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of a tensor that all ranks have, along `dim`, `(b, length, ...)` to
-        `(b, local, ...)` of any dtype: nothing is sent.
+        """Return this rank's part of a tensor that all ranks have, along `dim`: `(b, length, ...)`
+        to `(b, local, ...)`, of any dtype. Nothing of it is sent.
+
+        All ranks of the mesh call it: they compare layout, shape and dtype first. A layout made
+        from `(rank, ranks)` asks nobody: use one in a worker of a `DataLoader`, in a thread that
+        prefetches, or where one rank alone looks at its part.
 
         Differentiable: the gradient of `x` is this rank's, zero elsewhere. (Of a loss that is the
         sum of the ranks' losses the gradient is the sum of theirs.)
+
+        **Raises:** `ArgumentError` where `x` has another length, and on every rank where ranks
+        differ.
         """
-        self._check_size(x, dim, self.length, "the whole sequence")
+        # In a compiled program nobody is asked: a call that uses the part compares the layout. Nor
+        # in a fork of the process that is a rank, as a worker of a DataLoader is.
+        if self.group_name and not is_compiling() and self._process == os.getpid():
+            from .exchange.move import shard
+
+            shard(self, x, dim)
+        check_size(x, dim, self.length, "the whole sequence")
         if self.positions.device == x.device:
             return x.index_select(dim, self.positions)
         return x.index_select(dim, self.positions.to(x.device))
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole of a tensor of which every rank has its part, along `dim`, on every rank:
-        `(b, local, ...)` to `(b, length, ...)`, of any dtype.
+        """Return the whole of a tensor of which every rank has its part, along `dim`, on every
+        rank: `(b, local, ...)` to `(b, length, ...)`, of any dtype. All ranks call it.
 
-        Differentiable: gradients of all ranks are added up, in the order of ranks.
+        Differentiable, once: gradients of all ranks are added up, in the order of ranks.
+
+        **Raises:** `ArgumentError` where `x` has another length, and on every rank where ranks
+        differ in layout, shape, dtype, `dim`, or in whose backward they are.
         """
         from .exchange.move import unshard
 
-        self._check_size(x, dim, self.local, "this rank's part")
         return unshard(self, x, dim)
 
     def shift(self, x: Tensor, by: int = 1, dim: int = 1, fill: float = 0) -> Tensor:
-        """Of this rank's part of a tensor, along `dim`, `(b, local, ...)` of any dtype, that of the
-        same tensor moved by `by` positions of the whole: `result[p] = x[p + by]`, and `fill` where
-        there is no such position.
+        """Return, of this rank's part of a tensor, along `dim`, `(b, local, ...)` of any dtype,
+        that of the same tensor moved by `by` positions of the whole: `result[p] = x[p + by]`, and
+        `fill` where there is no such position. All ranks call it.
 
         Labels are `layout.shift(tokens, 1, fill=-100)`; those of the n-th multi-token prediction
-        are shifted by n. Differentiable. Only tokens that other ranks hold are sent.
+        are shifted by n. Differentiable, once. Only tokens that other ranks hold are sent.
+
+        **Raises:** `ArgumentError` where `by` is not an integer or `x` has another length, and on
+        every rank where ranks differ in layout, shape, dtype, `dim`, `by`, `fill`, or in whose
+        backward they are.
         """
         from .exchange.move import shift
 
-        self._check_size(x, dim, self.local, "this rank's part")
-        by_ = whole(by)
-        if by_ is None:
-            raise ArgumentError(f"by={by!r} must be an integer")
-        return shift(self, x, by_, dim, fill)
+        return shift(self, x, by, dim, fill)
 
     # -- below -------------------------------------------------------------------------------------
 
@@ -279,6 +295,7 @@ class Layout:
         self.rank, self.ranks, self._device = place.rank, place.ranks, place.device
         self.group_name, self.node = place.group, place.node
         self.inside_name, self.between_name = place.inside, place.between
+        self._process = os.getpid()
 
     def _find_positions(self) -> None:
         mine = self.table[self.table[:, 0] == self.rank]
@@ -303,12 +320,14 @@ class Layout:
                 "a gap, or go past the end"
             )
 
-    def _check_size(self, x: Tensor, dim: int, size: int, what: str) -> None:
-        if x.shape[dim] != size:
-            raise ArgumentError(
-                f"x {tuple(x.shape)} has {x.shape[dim]} along dim={dim}, but {what} has {size} "
-                "tokens; name the dimension of the sequence by dim="
-            )
+
+def check_size(x: Tensor, dim: int, size: int, what: str) -> None:
+    """Raise where x has not `size` tokens along `dim`, as `what` has."""
+    if x.shape[dim] != size:
+        raise ArgumentError(
+            f"x {tuple(x.shape)} has {x.shape[dim]} along dim={dim}, but {what} has {size} "
+            "tokens; name the dimension of the sequence by dim="
+        )
 
 
 def digest(table: Tensor, *numbers: int) -> int:

@@ -1,13 +1,15 @@
-"""Ranks compare what they are about to compute, before they exchange anything.
+"""Ranks compare what they are about to do, before they exchange anything.
 
 A call of which one rank has another mask, length, dtype or seed would give wrong numbers, or wait
-forever. So before its first exchange a call gathers a few numbers from all ranks, one for each
-field; where they differ, every rank raises, and says which rank differs in what.
+forever; so would the backwards of two calls in another order. So before its first exchange every
+call, and every backward, gathers a few numbers from all ranks, one for each field; where they
+differ, every rank raises, and says which rank differs in what.
 """
 
 import hashlib
+import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,15 +23,25 @@ from ...errors import ArgumentError
 from ...types import Spec
 from .board import Board, board_of
 
-FIELDS = (
-    "its local length", "the layout", "the layout of its keys", "the sizes (b, heads, widths)",
-    "dtype", "the score", "the mask", "scale, dropout, sink or what is asked for",
+# What ranks do, and what they compare of it.
+ATTENTION, SHARD, UNSHARD, SHIFT = "attention", "layout.shard", "layout.unshard", "layout.shift"
+_CALL = (
+    "the layout", "the layout of its keys", "the sizes (b, heads, widths)", "dtype or device",
+    "the score", "the mask", "scale, dropout, sink or what is asked for",
     "numbers that score and mask capture", "tensors that score and mask capture", "the seed",
     "the plan", "whether it trains",
 )  # fmt: skip
+_MOVE = (
+    "the layout", "the sizes beside the sequence", "dtype or device", "dim", "by or fill",
+    "whether it trains",
+)  # fmt: skip
+_FIELDS = {ATTENTION: _CALL, SHARD: _MOVE, UNSHARD: _MOVE, SHIFT: _MOVE}
+_DONE = [(name, back) for name in _FIELDS for back in (False, True)]
+_BEFORE = 3  # numbers before the fields: whether the call fits, what is done, of which call
+_NUMBERS = _BEFORE + max(map(len, _FIELDS.values()))  # that every rank sends, whatever it does
 
-
-UNPLANNED = 0, 10, 12  # fields on which no plan depends
+# Fields on which a plan depends.
+PLANNED = [n for n, name in enumerate(_CALL) if name not in ("the seed", "whether it trains")]
 _DRAWN = 1 << 62  # a seed that the first rank draws
 
 
@@ -42,56 +54,75 @@ def fields_of(
     own_tiles: bool,
     fixed: tuple[bool, ...],
 ) -> list[int | Tensor]:
-    """A number for every one of `FIELDS`; the first is 1. A mask whose tiles are the caller's own
-    is these tiles too.
+    """A number for every field of a call. A mask whose tiles are the caller's own is these tiles
+    too.
 
     - `fixed`: which captured tensors do not learn.
     """
     (b, hq, _, d), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
-    sizes, dtype, score, mask, asked, plan_ = _of_kind(spec, (b, hq, hk, d, dv), call.q.dtype, plan)
+    sizes = b, hq, hk, d, dv
+    sizes, dtype, score, mask, asked, plan_ = _of_kind(
+        spec, sizes, call.q.dtype, call.q.device, plan
+    )
     seed = (_DRAWN if spec.dropout else 0) if call.seed is None else call.seed
     if own_tiles and call.tiles is not None:
-        mask = _hash([mask, *[_content(t) for t in call.tiles.flatten()]])
+        mask = hash_of([mask, *[_content(t) for t in call.tiles.flatten()]])
     tensors, ints, floats = call.captured
     return [
-        1, *digests, sizes, dtype, score, mask, asked,
-        _hash((ints, floats)) if ints or floats else 0,
+        *digests, sizes, dtype, score, mask, asked,
+        hash_of((ints, floats)) if ints or floats else 0,
         _of_tensors(tensors, fixed) if tensors else 0, seed, plan_, int(trains),
     ]  # fmt: skip
 
 
 @lru_cache(256)
 def _of_kind(
-    spec: Spec, sizes: tuple[int, ...], dtype: torch.dtype, plan: tuple
+    spec: Spec, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, plan: tuple
 ) -> tuple[int, ...]:
-    """Those fields that are the same for all calls of a kind: sizes, dtype, score, mask, what is
-    asked for, and the plan."""
+    """Those fields that are the same for all calls of a kind: sizes, dtype and device, score, mask,
+    what is asked for, and the plan."""
     asked = [
         spec.scale, spec.dropout, spec.sink, spec.max_logit, spec.row_max, spec.partial,
         spec.deterministic, spec.tiles,
     ]  # fmt: skip
-    of = sizes, str(dtype), spec.score, spec.mask, asked, plan
-    return tuple(map(_hash, of))
+    of = sizes, (str(dtype), device.type), spec.score, spec.mask, asked, plan
+    return tuple(map(hash_of, of))
+
+
+def fields_of_move(digest: int, x: Tensor, dim: int, options: Any, trains: bool) -> list[int]:
+    """A number for every field of a layout's call on a tensor, along `dim` (0 or more)."""
+    sizes = (*x.shape[:dim], *x.shape[dim + 1 :])
+    kind = str(x.dtype), x.device.type
+    return [digest, hash_of(sizes), hash_of(kind), dim, hash_of(options), int(trains)]
 
 
 class Agreement:
-    """The comparison of a call's fields with those of all ranks, which begins here: at every call,
-    since a rank cannot know that another one makes a call of a kind that is new. On the CPU, so
+    """The comparison of what this rank is about to do with what all ranks are, which begins here:
+    every time, since a rank cannot know that another one does something that is new. On the CPU, so
     that no device is waited for: where ranks are of one host they see whether they are alike on a
-    board, and else, or to say what differs, they send each other their fields.
+    board, and else, or to say what differs, they send each other their numbers.
 
+    - `does`: one of the names above.
+    - `fields`: of the call; None where this rank refuses it.
     - `group`: that compares.
+    - `of`: in a backward, the `number` of the call that it is of; else 0.
+    - `number`: which comparison of the group it is, the same on all ranks.
     """
 
-    def __init__(self, fields: Sequence[int | Tensor], group: Any, device: torch.device) -> None:
-        self.fields = [int(f) for f in fields]
-        self.group, self.device, self.board = _comparing(group, device)
+    def __init__(
+        self, does: str, fields: Sequence[int | Tensor] | None, group: Any, device: torch.device,
+        of: int = 0,
+    ) -> None:  # fmt: skip
+        self.group, self.device, self.board, numbers = _comparing(group, device)
+        self.number = next(numbers)
+        start = int(fields is not None), _DONE.index((does, of > 0)), of
+        self.numbers = [*start, *map(int, fields or ())]
         self.waiting = True
         self.failure: Exception | None = None
         if self.board is None:
             self._send()
         else:
-            self.board.say(hash(tuple(self.fields)))  # of numbers: the same in every process
+            self.board.say(hash(tuple(self.numbers)))  # of numbers: the same in every process
 
     def wait(self) -> None:
         """Until all ranks have said theirs.
@@ -109,14 +140,15 @@ class Agreement:
 
     def _compared(self) -> None:
         if self.board is not None:
-            if self.board.alike() and self.fields[0]:
+            if self.board.alike() and self.numbers[0]:
                 return
             self._send()  # all ranks have found that
         self.work.wait()
         _compare(self.gathered.tolist())
 
     def _send(self) -> None:
-        mine = torch.tensor(self.fields, dtype=torch.int64, device=self.device)
+        padded = self.numbers + [0] * (_NUMBERS - len(self.numbers))
+        mine = torch.tensor(padded, dtype=torch.int64, device=self.device)
         self.gathered = mine.new_empty((self.group.size(), len(mine)))
         # The group's own method: `dist.all_gather` takes the host three times as long.
         self.work = self.group.allgather([list(self.gathered.unbind())], [mine])
@@ -131,27 +163,41 @@ def _compare(found: list[list[int]]) -> None:
     if unfit:
         raise ArgumentError(
             f"{_ranks(unfit)}: the local length does not fit the layout, or the call was refused "
-            "there; the error that this rank raised says more. Cut every tensor with layout.shard()"
+            "there; see the error on that rank. Cut every tensor with layout.shard()"
         )
-    for n, name in enumerate(FIELDS):
+    done = [_DONE[of[1]] for of in found]
+    if any(x != done[0] for x in done) or any(of[2] != found[0][2] for of in found):
+        each = "; ".join(f"rank {r}: {_told(*done[r], of[2])}" for r, of in enumerate(found))
+        raise ArgumentError(
+            f"ranks do not make the same call: {each}. All ranks of a layout make the same calls "
+            "in the same order, and call backward in the same order"
+        )
+    for n, name in enumerate(_FIELDS[done[0][0]], _BEFORE):
         column = [of[n] for of in found]
         usual = max(column, key=column.count)
         others = [r for r, x in enumerate(column) if x != usual]
         if others:
+            differ = f"{_ranks(others)} differ{'s' * (len(others) == 1)} from the others"
+            if len(found) == 2:  # neither is the usual one
+                differ = "ranks 0 and 1 differ"
             raise ArgumentError(
-                f"ranks do not make the same call: {_ranks(others)} differs from the others in "
-                f"{name}; all ranks of a layout pass the same mask, score and options, with "
-                "tensors that are the same everywhere"
+                f"ranks do not make the same call: {differ} in {name}; all ranks of a layout pass "
+                "the same mask, score and options, with tensors that are the same everywhere"
             )
 
 
+def _told(does: str, back: bool, of: int) -> str:
+    return f"the backward of {does}, call {of} over these ranks" if back else does
+
+
 class _Comparing(NamedTuple):
-    """How the ranks of a group compare: the group whose collectives do, where its tensors are, and
-    the board of a host."""
+    """How the ranks of a group compare: the group whose collectives do, where its tensors are, the
+    board of a host, and the numbers of comparisons."""
 
     group: Any
     device: torch.device
     board: Board | None
+    numbers: Iterator[int]
 
 
 # By the group itself: one that is made anew has a companion of its own.
@@ -168,7 +214,7 @@ def _comparing(group: Any, device: torch.device) -> _Comparing:
         return found
     made, on_cpu = group, _has_cpu(group)
     if not on_cpu and not dist.is_gloo_available():
-        return _companions.put(group, _Comparing(group, device, None))
+        return _companions.put(group, _Comparing(group, device, None, itertools.count(1)))
     options = getattr(group._get_backend(_CPU if on_cpu else device), "options", None)
     timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
     if not on_cpu:
@@ -176,7 +222,7 @@ def _comparing(group: Any, device: torch.device) -> _Comparing:
             dist.get_process_group_ranks(group), timeout, "gloo", use_local_synchronization=True
         )
     board = board_of(made, timeout.total_seconds())
-    return _companions.put(group, _Comparing(made, _CPU, board))
+    return _companions.put(group, _Comparing(made, _CPU, board, itertools.count(1)))
 
 
 def _has_cpu(group: Any) -> bool:
@@ -187,7 +233,8 @@ def _ranks(numbers: list[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
-def _hash(value: Any) -> int:
+def hash_of(value: Any) -> int:
+    """A number, 63 bits, the same in every process."""
     found = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     return int.from_bytes(found, "little") >> 1
 
@@ -197,7 +244,7 @@ def _of_tensors(tensors: Sequence[Tensor], fixed: tuple[bool, ...]) -> int:
     to read them would be to wait for the device."""
     parts: list[Any] = [(tuple(t.shape), str(t.dtype)) for t in tensors]
     parts += [_content(t) for t, here in zip(tensors, fixed, strict=True) if here]
-    return _hash(parts)
+    return hash_of(parts)
 
 
 # By identity and version: a tensor is read once.

@@ -10,10 +10,10 @@ would take multiprocessors from attention; copy engines take none.
 Nobody waits on the host (`symmetric.py`). There are some regions in turns: what was laid out at
 turn t has been read when every rank has said t + 1, since each pulls before it speaks again.
 
-A call runs ahead of the agreement that all ranks make it (`agreement.py`): a comparison takes the
-host as long as some kernels take. Where ranks turn out not to agree, or one has left, each lets go
-of its waits (`Memory.let_go`) and raises. A rank that leaves in a backward makes the others wait in
-their streams, until the time limit of a later collective.
+A call, and a backward, runs ahead of the agreement that all ranks make it (`agreement.py`): a
+comparison takes the host as long as some kernels take. Where ranks turn out not to agree, or one
+has left, each lets go of its waits (`Memory.let_go`) and raises. A rank that leaves when all have
+agreed makes the others wait in their streams, until the time limit of a later collective.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -224,13 +224,13 @@ def transport_of(
     return found if agreement is None else found.ahead_of(agreement)
 
 
-def abandon(group: Any, device: torch.device, agreement: Agreement, anew: bool) -> None:
+def abandon(agreement: Agreement, anew: bool) -> None:
     """Let go of a call that some ranks of a group have begun and others have not, whatever
     transport each of them had in mind, and among whichever ranks of the group.
 
     - `anew`: all ranks call this, and will make other calls.
     """
-    ranks = set(dist.get_process_group_ranks(group))
+    ranks = set(dist.get_process_group_ranks(agreement.group))
     mine = [
         made.memory
         for made in _made.values()

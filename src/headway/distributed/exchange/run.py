@@ -1,8 +1,10 @@
 """The pair of functions over ranks, for a call of plain tensors: what the operators do."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,15 +13,15 @@ from ...blocks import check_tiles
 from ...caches import Cache
 from ...errors import ArgumentError
 from ...operators import call_of
-from ...types import Forward, Spec, acc_dtype, in_dtype
-from ..layout import digest
-from .agreement import UNPLANNED, Agreement, fields_of, read_once
-from .move import resolved
+from ...types import Spec, acc_dtype, in_dtype
+from .agreement import ATTENTION, PLANNED, Agreement, fields_of
+from .move import check_place, digest_of, resolved
 from .nodes import Nodes, node_of
 from .plans import plan_of
-from .pull import abandon, transport_of
-from .routes import Pieces, pieces_of
+from .pull import transport_of
+from .routes import Pieces, Transport, pieces_of
 from .setting import Plan, setting_of
+from .settle import settle
 
 
 class Wire(NamedTuple):
@@ -58,43 +60,55 @@ _plans: Cache[tuple[Plan, tuple[Pieces, Pieces], Any]] = Cache(64)
 
 
 def _begun(
-    spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]
+    spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor], of: int
 ) -> tuple[Plan, Agreement]:
     """The plan of a call that all ranks make alike, and the agreement that they do. A rank on which
-    it fails, for whatever reason, tells the others so, before it raises."""
-    fields = _fields(spec, call, wire, tables)
-    plan: Plan | Exception
+    it fails, for whatever reason, tells the others so, before it raises.
+
+    - `of`: in a backward, the number of the call; else 0.
+    """
+    does, group, device = ATTENTION, wire.group, call.q.device
     try:
+        if call.tiles is not None and not of:
+            check_tiles(call.tiles)
+        fields = _fields(spec, call, wire, tables)
         plan = _planned(spec, call, wire, tables, fields)
-    except Exception as failed:  # noqa: BLE001 raised again, when all know of it
-        plan, fields[0] = failed, 0
-    agreement = Agreement(fields, wire.group, call.q.device)
-    if isinstance(plan, Exception):
+    except Exception:
         with suppress(ArgumentError):
-            _settle(agreement, wire, call)
-        raise plan
-    return plan, agreement
-
-
-def _settle(agreement: Agreement, wire: Wire, call: Call) -> None:
-    """Wait for the agreement; where there is none, let go of what was begun."""
-    try:
-        agreement.wait()
-    except Exception as error:
-        everyone = isinstance(error, ArgumentError)  # else a rank is not there any more
-        abandon(wire.group, call.q.device, agreement, everyone)
+            settle(Agreement(does, None, group, device, of))
         raise
+    return plan, Agreement(does, fields, group, device, of)
+
+
+@contextmanager
+def _agreed(
+    spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor], of: int = 0
+) -> Iterator[tuple[Plan, Transport, int]]:
+    """The plan of a call, what rows travel by, and the call's number. Where ranks turn out to
+    differ, whatever was made inside is let go of. (A backward in which nothing travels waits for
+    nobody.)"""
+    if of and wire.plan == "local" and not wire.drawn:
+        fields = _fields(spec, call, wire, tables)
+        yield _planned(spec, call, wire, tables, fields), Transport(), of
+        return
+    plan, agreement = _begun(spec, call, wire, tables, of)
+    try:
+        if wire.drawn or not plan.runs_ahead:
+            agreement.wait()
+        transport = transport_of(wire.transport, plan.group, call.q.device, agreement)
+        yield plan, transport, agreement.number
+    finally:
+        settle(agreement)
 
 
 def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> list:
     of_q, of_kv = tables
     ranks = wire.group.size()
-    of = lambda table: read_once(table, ranks, lambda t: digest(t, ranks))
-    queries = keys = of(of_q)
+    queries = keys = digest_of(of_q, ranks)
     if wire.plan == "local":
         keys = call.k.shape[2]
     elif of_kv is not of_q:
-        keys = of(of_kv)
+        keys = digest_of(of_kv, ranks)
     if wire.drawn:
         call = call.replace(seed=None)
     digests = queries, keys
@@ -109,13 +123,8 @@ def _planned(
     own = None if call.tiles is None else tuple(id(t) for t in call.tiles.flatten())
     # By the group itself: one that is made anew has the old one's name, and maybe other ranks.
     where = wire.way, group, wire.nodes, device, call.coords[:2]
-    key = (spec, own, where, *[f for n, f in enumerate(fields) if n not in UNPLANNED])
-    rank, ranks = group.rank(), group.size()
-    if (rank, ranks) != (wire.rank, wire.ranks):
-        raise ArgumentError(
-            f"the layout is of rank {wire.rank} of {wire.ranks}, but this is rank {rank} of "
-            f"{ranks}: the process group was made anew; make the layout again"
-        )
+    key = (spec, own, where, *[fields[n] for n in PLANNED])
+    rank, ranks = check_place(group, wire.rank, wire.ranks)
     found = _plans.get(key)
     kv = None if wire.plan == "local" else tables[1]
     pieces = pieces_of(tables[0], kv, call, rank, ranks) if found is None else found[1]
@@ -154,34 +163,25 @@ def _of_one_seed(call: Call, wire: Wire) -> Call:
     return call.replace(seed=seed)
 
 
-def forward(spec: str, wire: str, *inputs: Any) -> Forward:
+def forward(spec: str, wire: str, *inputs: Any) -> tuple[Tensor, ...]:
     """What `headway::cp_forward` does."""
     parsed, told, call = Spec.parse(spec), Wire.parse(wire), _call_of(inputs)
-    if call.tiles is not None:
-        check_tiles(call.tiles)
-    plan, agreement = _begun(parsed, call, told, inputs[10:12])
-    try:
-        if told.drawn or not plan.runs_ahead:
-            agreement.wait()
-        transport = transport_of(told.transport, plan.group, call.q.device, agreement)
+    with _agreed(parsed, call, told, inputs[10:12]) as (plan, transport, number):
         found = plan.forward(parsed, _of_one_seed(call, told), transport)
-    finally:
-        _settle(agreement, told, call)
     out = in_dtype(found.out, parsed.out_dtype(call.q.dtype))
     if parsed.max_logit:
         dist.all_reduce(found.max_logit, dist.ReduceOp.MAX, group=told.group)
-    return Forward(*[x.contiguous() for x in (out, *found[1:])])
+    stats = [x.contiguous() for x in (out, *found[1:])]
+    return *stats, torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
 def backward(spec: str, wire: str, *inputs: Any) -> list[Tensor]:
     """What `headway::cp_backward` does."""
     parsed, told, call = Spec.parse(spec), Wire.parse(wire), _call_of(inputs)
-    out, lse, dout, dlse, needs = inputs[12:]
-    tables = inputs[10:12]
-    plan = _planned(parsed, call, told, tables, _fields(parsed, call, told, tables))
-    transport = transport_of(told.transport, plan.group, call.q.device, None)
-    call = _of_one_seed(call, told)
-    grads = plan.backward(parsed, call, transport, out, lse, dout, dlse, tuple(needs))
+    number, out, lse, dout, dlse, needs = inputs[12:]
+    with _agreed(parsed, call, told, inputs[10:12], int(number)) as (plan, transport, _):
+        call = _of_one_seed(call, told)
+        grads = plan.backward(parsed, call, transport, out, lse, dout, dlse, tuple(needs))
     dtype = acc_dtype(call.q.dtype) if parsed.partial else call.q.dtype
     found = [in_dtype(g, dtype) for g in grads[:3]]
     found += [g for g in (grads.sink, *grads.captured) if g is not None]
