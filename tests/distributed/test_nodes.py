@@ -12,10 +12,11 @@ from cases import BY_NAME, CASES, Case
 from headway.blocks import from_dense
 from headway.distributed import Layout
 from headway.distributed.exchange import collective, run
-from headway.distributed.exchange.cost import Grid, Sizes, cheapest
+from headway.distributed.exchange.cost import cheapest
 from headway.errors import ArgumentError
 from processes import run_ranks
 
+from .test_cost import set_on_cards
 from .test_exact import NAMES, _over, layout_of, one_case, uneven
 
 PLAN = "ulysses*heads"
@@ -168,12 +169,12 @@ def test_values():
 
 def test_chosen():
     """Where a link between nodes would be waited for, and only with nodes."""
-    ranks, length = 64, 1 << 17
-    held = torch.full((ranks,), length // ranks).numpy()
-    work = torch.full((ranks,), length**2 / 2 / ranks, dtype=torch.float64).numpy()
-    given = Sizes(1, 32, 8, 128, 128, 2), held, held, [length] * ranks, work, "cuda"
-    grid = Grid(8, [length] * 8, 8 * work[:8])
-    assert cheapest(*given, grid, False) == PLAN
-    assert cheapest(*given, None, False) != PLAN
-    near = Sizes(1, 32, 8, 128, 128, 2), held, held, [4096] * ranks, work, "cuda"
-    assert cheapest(*near, Grid(8, [length // 8 + 4096] * 8, 8 * work[:8]), False) == "heads"
+    length, zero = 1 << 17, torch.zeros((), dtype=torch.bfloat16)
+    whole = [zero.expand(1, h, length, 128) for h in (32, 8, 8)]
+    grid = 7, (8, 8)
+    setting, node = set_on_cards(Layout.zigzag(length, grid), hw.causal(), *whole)
+    assert cheapest(setting, node, False) == PLAN
+    assert cheapest(setting, None, False) != PLAN
+    near = hw.causal() & hw.sliding_window(4096)
+    layout = Layout.contiguous(length, grid)
+    assert cheapest(*set_on_cards(layout, near, *whole), False) == "heads"

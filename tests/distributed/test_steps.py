@@ -10,9 +10,8 @@ import headway as hw
 from headway.api import prepare
 from headway.distributed import Layout
 from headway.distributed.exchange import steps
-from headway.distributed.exchange.cost import Sizes
 from headway.distributed.exchange.routes import Pieces
-from headway.distributed.exchange.setting import MOST, setting_of
+from headway.distributed.exchange.setting import MOST, Sizes, setting_of
 
 LINK = 250e9
 

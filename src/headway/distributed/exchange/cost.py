@@ -1,93 +1,109 @@
 """What a plan costs: bytes, and a guess of the time, by which "auto" chooses.
 
-Times are of the rank that has most to do, from what links and cards reach (copy engines between
-four cards of one host, 10 Gb/s for gloo). They tell plans apart where these differ much; name a
-plan where you have measured.
+A plan that runs in steps takes what `steps.py` says of the steps that it would run in. Times are of
+the rank that has most to do, forward and backward together, since a call has one plan for both.
+They tell plans apart where these differ much; name a plan where you have measured.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-# Bytes and flops in a second.
-LINK = {"cuda": 250e9, "cpu": 1.2e9}
-BETWEEN = {"cuda": 45e9, "cpu": 1.2e9}  # nodes, for every card: 400 Gb/s
-_SPEED = {"cuda": 600e12, "cpu": 50e9}
-_EXCHANGE = {"cuda": 30e-6, "cpu": 300e-6}  # seconds until an exchange has begun
+from .nodes import Node, only
+from .setting import Setting, Sizes
+from .steps import BETWEEN, EXCHANGE, LINK, away, heads_of_steps, host, kernels, one_step, seconds
 
-
-class Sizes(NamedTuple):
-    """Batch, query and key/value heads, widths, and bytes of a number."""
-
-    b: int
-    hq: int
-    hk: int
-    d: int
-    dv: int
-    itemsize: int
-
-
-class Grid(NamedTuple):
-    """Of a mesh of two dimensions: the ranks of a node, and by node the tokens of keys that it
-    needs, and its pairs."""
-
-    size: int
-    needed: list[int]
-    work: np.ndarray
+# Bytes in a second: of a card's memory, and of an all-to-all with the copies before and behind it
+# (two H100s and H200s: some 90e9, four: 180e9).
+_MEMORY = {"cuda": 3e12, "cpu": 5e9}
+_ALL_TO_ALL = {"cuda": 100e9, "cpu": 1.2e9}
+_MERGE = 16, 6  # how often a merge of a ring reads or writes results, forward and backward
+_DIRECTIONS = False, True  # forward, backward
 
 
 class Cost(NamedTuple):
-    """Of the forward: bytes that the busiest rank is sent, and seconds."""
+    """Bytes that the busiest rank is sent in the forward; seconds of forward and backward."""
 
     received: int
     seconds: float
 
 
-def away(needed: list[int], held: np.ndarray) -> int:
-    """Tokens of others that a rank is sent, the rank that is sent most, of those that each needs
-    and holds."""
-    return max(n - min(n, own) for n, own in zip(needed, held.tolist(), strict=True))
-
-
-def seconds(s: Sizes, pairs: float, device: str) -> float:
-    """What a forward's kernels take for so many pairs of a head."""
-    return 2.0 * s.b * s.hq * (s.d + s.dv) * pairs / _SPEED.get(device, 1e14)
-
-
-def costs(
-    s: Sizes, q: np.ndarray, kv: np.ndarray, needed: list[int], work: np.ndarray, device: str,
-    grid: Grid | None = None,
-) -> dict[str, Cost]:  # fmt: skip
-    """Every plan's, of tokens of queries and keys by rank, of keys that every rank needs, and of
-    its pairs; with a grid also that of two dimensions, and all others then cross nodes."""
-    ranks, row = len(q), s.b * (s.d + s.dv) * s.itemsize
+def costs(setting: Setting, node: Node | None) -> dict[str, Cost]:
+    """Every plan's; with a node also that of two dimensions, and all others then cross nodes."""
+    s, device = setting.sizes, setting.device.type
+    q, kv, ranks = setting.q.sizes, setting.kv.sizes, setting.q.ranks
     inside, between = LINK.get(device, 200e9), BETWEEN.get(device, 40e9)
-    start = _EXCHANGE.get(device, 1e-4)
-    away_ = (ranks - grid.size) / max(1, ranks - 1) if grid else 0.0  # of other ranks
-    link = 1 / ((1 - away_) / inside + away_ / between)
-    compute, mean = (seconds(s, float(x), device) for x in (work.max(), work.mean()))
-    most = away(needed, kv) * s.hk * row
-    all_ = int(kv.sum() - kv.min()) * s.hk * row
-    heads, _, over = _all_to_all(s, q, kv, ranks)
-    spread = mean * ranks * heads / s.hq
-    merging = (
-        3.0 * ranks * int(q.max()) * s.b * s.hq * s.dv * 4 / (3e12 if device == "cuda" else 5e9)
-    )
-    wire = most / link
+    size = ranks if node is None else node.q.ranks
+    others = (ranks - size) / max(1, ranks - 1)  # of the other ranks, those of other nodes
+    link = 1 / ((1 - others) / inside + others / between)
+    apart = _ALL_TO_ALL.get(device, 100e9)
+    over_all = 1 / ((1 - others) / apart + others / between)
+    row = s.hk * setting.bytes_of_token
+    most = away(setting.needed, kv) * row
+    everything = [int(kv.sum())] * ranks
+    _, _, over = _all_to_all(s, q, kv, ranks)
     found = {
-        "heads": Cost(most, max(compute, wire) + wire / s.hk + start * s.hk),
-        "gather": Cost(all_, compute + all_ / link + start),
-        "ring": Cost(most, max(compute, wire) + merging + start * ranks),
-        "ulysses": Cost(over, spread + over / link + 3 * start),
+        "heads": Cost(most, _in_steps(setting, inside, link)),
+        "gather": Cost(
+            int(kv.sum() - kv.min()) * row,
+            sum(seconds(setting, [s.hk], back, link, everything) for back in _DIRECTIONS),
+        ),
+        "ring": Cost(most, sum(_ring(setting, back, most / link) for back in _DIRECTIONS)),
+        "ulysses": Cost(over, sum(_ulysses(setting, back, over_all) for back in _DIRECTIONS)),
     }
-    if grid:
-        heads, of_kv, over = _all_to_all(s, q, kv, grid.size)
-        most = away(grid.needed, _of_nodes(kv, grid.size).sum(1)) * of_kv * row
-        wire = most / between
-        compute = seconds(s, float(grid.work.max()), device) * heads / s.hq
-        took = max(compute, wire) + wire / of_kv + over / inside + start * (of_kv + 3)
-        found["ulysses*heads"] = Cost(over + most, took)
+    if node is not None:
+        of_node = node.setting
+        heads, of_kv, over = _all_to_all(s, q, kv, size)
+        part = only(of_node, range(heads), range(of_kv))
+        sent = away(of_node.needed, of_node.kv.sizes) * of_kv * setting.bytes_of_token
+        moved = sum(_exchanges(s, over, back, apart, device) for back in _DIRECTIONS)
+        took = _in_steps(part, between, between) + moved
+        found["ulysses*heads"] = Cost(over + sent, took)
     return found
+
+
+def cheapest(setting: Setting, node: Node | None, own_tiles: bool) -> str:
+    """The plan that takes least time; "heads", unless another is a tenth faster."""
+    found = costs(setting, node)
+    if own_tiles:
+        del found["ring"]
+    best = min(found, key=lambda name: found[name].seconds)
+    return best if found[best].seconds < 0.9 * found["heads"].seconds else "heads"
+
+
+def _in_steps(setting: Setting, planned: float, link: float) -> float:
+    """Of the steps that are planned for one link, over another."""
+    return sum(
+        seconds(setting, heads_of_steps(setting, back, planned), back, link, setting.needed)
+        for back in _DIRECTIONS
+    )
+
+
+def _ring(setting: Setting, backward: bool, wire: float) -> float:
+    """A kernel for every source of keys, and a merge of the results behind all but the first."""
+    s, device, ranks = setting.sizes, setting.device.type, setting.q.ranks
+    results = 4 * s.b * s.hq * int(setting.q.sizes.max()) * (s.d if backward else s.dv)
+    merging = (ranks - 1) * _MERGE[backward] * results / _MEMORY.get(device, 1e12)
+    wire *= 1 + 4 / s.itemsize if backward else 1
+    compute = kernels(s, float(setting.work.max()), device, backward)
+    took = max(compute, wire) + merging + ranks * one_step(backward, device)
+    return max(took, host(ranks, backward, device))
+
+
+def _ulysses(setting: Setting, backward: bool, link: float) -> float:
+    """All tokens of some heads, of which ranks have as many pairs, and the exchanges."""
+    s, device, ranks = setting.sizes, setting.device.type, setting.q.ranks
+    heads, _, over = _all_to_all(s, setting.q.sizes, setting.kv.sizes, ranks)
+    pairs = float(setting.work.mean()) * ranks * heads / s.hq
+    took = kernels(s, pairs, device, backward) + _exchanges(s, over, backward, link, device)
+    return max(took, host(3, backward, device))
+
+
+def _exchanges(s: Sizes, over: int, backward: bool, link: float, device: str) -> float:
+    """All-to-alls: a backward's are those of the forward, with the gradient of out for out, and
+    those of gradients in the accumulation dtype."""
+    sent = over + over * 4 // s.itemsize if backward else over
+    return sent / link + 3 * EXCHANGE.get(device, 1e-4)
 
 
 def _all_to_all(s: Sizes, q: np.ndarray, kv: np.ndarray, size: int) -> tuple[int, int, int]:
@@ -102,15 +118,3 @@ def _all_to_all(s: Sizes, q: np.ndarray, kv: np.ndarray, size: int) -> tuple[int
 
 def _of_nodes(tokens: np.ndarray, size: int) -> np.ndarray:
     return tokens.reshape(-1, size)
-
-
-def cheapest(
-    s: Sizes, q: np.ndarray, kv: np.ndarray, needed: list[int], work: np.ndarray, device: str,
-    grid: Grid | None, own_tiles: bool,
-) -> str:  # fmt: skip
-    """The plan that takes least time; "heads", unless another is a tenth faster."""
-    found = costs(s, q, kv, needed, work, device, grid)
-    if own_tiles:
-        del found["ring"]
-    best = min(found, key=lambda name: found[name].seconds)
-    return best if found[best].seconds < 0.9 * found["heads"].seconds else "heads"

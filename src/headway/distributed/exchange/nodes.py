@@ -15,7 +15,6 @@ import torch
 from ...backends.base import Call
 from ...types import Spec
 from ..layout import merged
-from .cost import Grid
 from .routes import Pieces
 from .setting import Setting, setting_of
 
@@ -41,10 +40,6 @@ class Node(NamedTuple):
     q: Pieces
     kv: Pieces
     setting: Setting
-
-    def grid(self) -> Grid:
-        """What the cost of a plan of two dimensions depends on."""
-        return Grid(self.q.ranks, self.setting.needed, self.setting.work)
 
 
 def node_of(spec: Spec, call: Call, whole: Setting, nodes: Nodes, own_tiles: bool) -> Node:

@@ -23,11 +23,11 @@ those that have nothing to send.
 """
 
 from ...errors import ArgumentError
-from .cost import BETWEEN, LINK, cheapest
+from .cost import cheapest
 from .nodes import Node
 from .rows import all_tokens, local
 from .setting import Plan, Setting
-from .steps import heads_of_steps
+from .steps import BETWEEN, LINK, heads_of_steps
 from .stepwise import ByHeads, Ring
 from .ulysses import Ulysses
 
@@ -39,9 +39,7 @@ def name_of(name: str, setting: Setting, node: Node | None, own_tiles: bool) -> 
     "ulysses*heads" where no nodes are known.
     """
     if name == "auto":
-        held, asked = (setting.q.sizes, setting.kv.sizes), (setting.needed, setting.work)
-        grid = None if node is None else node.grid()
-        return cheapest(setting.sizes, *held, *asked, setting.device.type, grid, own_tiles)
+        return cheapest(setting, node, own_tiles)
     if name == "ring" and own_tiles:
         raise ArgumentError(
             "the tiles of this block mask are its own (lists of blocks), and a ring cuts keys "

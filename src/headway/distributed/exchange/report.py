@@ -5,21 +5,21 @@ import numpy as np
 from ...backends.base import Call
 from ...types import Spec
 from ..layout import Layout
-from .cost import away, costs
+from .cost import costs
 from .move import resolved
 from .nodes import Nodes, node_of
 from .plans import name_of
 from .pull import told
 from .routes import pieces_of
 from .setting import setting_of
+from .steps import away
 
 
 def report(spec: Spec, call: Call, q: Layout, kv: Layout | None, own_tiles: bool) -> list[str]:
     """Balance, bytes, and what every plan would take. Nothing is sent."""
     pieces = pieces_of(q.table, None if kv is None else kv.table, call, q.rank, q.ranks)
     setting = setting_of(spec, call, *pieces, None, q.rank, own_tiles)
-    s, ranks = setting.sizes, q.ranks
-    needed, work = setting.needed, setting.work
+    ranks, needed, work = q.ranks, setting.needed, setting.work
     if kv is None:
         return [
             _balance(q, work),
@@ -27,8 +27,7 @@ def report(spec: Spec, call: Call, q: Layout, kv: Layout | None, own_tiles: bool
             "are each rank's share",
         ]
     node = node_of(spec, call, setting, Nodes(q.node, None, None), own_tiles) if q.node else None
-    given = s, pieces[0].sizes, pieces[1].sizes, needed, work, setting.device.type
-    found = costs(*given, None if node is None else node.grid())
+    found = costs(setting, node)
     name = name_of(q.plan, setting, node, own_tiles)
     sent = away(needed, pieces[1].sizes)
     lines = [
@@ -39,12 +38,12 @@ def report(spec: Spec, call: Call, q: Layout, kv: Layout | None, own_tiles: bool
         f"the busiest rank {_size(found[name].received)}",
     ]
     if node is not None:
-        load = node.grid()
-        over = away(load.needed, node.setting.kv.sizes)
+        of_nodes = node.setting.work
+        over = away(node.setting.needed, node.setting.kv.sizes)
         lines.append(
             f"nodes: {ranks // q.node} of {q.node} ranks; one is sent keys of at most {over:,} "
             f"tokens of others ({over / max(1, kv.length):.1%}), every rank those of some heads; "
-            f"the busiest has {load.work.max() / max(float(load.work.mean()), 1e-30):.2f} of the "
+            f"the busiest has {of_nodes.max() / max(float(of_nodes.mean()), 1e-30):.2f} of the "
             "mean work"
         )
     lines.append(f"transport: {_transport(name, q, call)}")

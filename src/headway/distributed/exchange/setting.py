@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,13 +12,23 @@ from ...backends.base import Call, graphs, split
 from ...backends.gpu.codegen.function import diagonal_gathers
 from ...errors import ArgumentError
 from ...types import Forward, Grads, Spec
-from .cost import Sizes
 from .needs import Whole, stretches_of, whole_of
 from .routes import Pieces, Transport
 
 Needs = tuple[bool, ...]
 # Bytes of the keys and values of a step: room for some 2^n tokens and the edge of a window.
 MOST = 288 << 20
+
+
+class Sizes(NamedTuple):
+    """Batch, query and key/value heads, widths, and bytes of a number."""
+
+    b: int
+    hq: int
+    hk: int
+    d: int
+    dv: int
+    itemsize: int
 
 
 @dataclass(frozen=True)
