@@ -411,6 +411,14 @@ SCORES: dict[str, Variant] = {
         ),
         table=table("hq", 7),
     ),
+    "cancelled": user(  # positions that cancel: indices depend on less than they read
+        lambda c, t: (
+            lambda s, b, h, i, j: s * t.gain[i * 0] + t.shift[h, (i - j) * 0] + t.keys[i + j - i]
+        ),
+        gain=table(1),
+        shift=table("hq", 1),
+        keys=table("kv_len"),
+    ),
     "in_place": user(_in_place, gain=table("hq"), table=table("hq", 5)),
     "holes": user(_holes, gain=table("hq")),
     "walls": Variant(

@@ -138,6 +138,12 @@ def test_compiles(direction, widths, name):
     assert all(made[n] <= limit for n, limit in most.items()), made
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_positions_that_cancel(direction):
+    """What they index depends on less than it reads, and has the shape of all that it reads."""
+    assert direction in dict(compiled(direction, 64, 64, "cancelled"))
+
+
 def test_nothing_is_added_twice():
     """A tensor that is 1 long along an axis may lie in a thread's registers several times."""
     for call in ("rows", "columns", "numbers"):

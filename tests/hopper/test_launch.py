@@ -3,6 +3,7 @@
 The driver is a stand-in for a GPU's: kernels are compiled for it, and launches are written down.
 """
 
+import random
 from dataclasses import fields
 from importlib.util import find_spec
 from unittest import mock
@@ -21,8 +22,11 @@ from triton.runtime.jit import JITFunction
 from headway import backends
 from headway.api import prepare
 from headway.backends import hopper
+from headway.backends.gpu import captured_grads
+from headway.backends.gpu.preprocess import BackwardWorkspace
 from headway.backends.gpu.runtime import call_plan as plans
 from headway.backends.gpu.runtime import parallel_compile, tile_counter
+from headway.backends.gpu.runtime.launcher import KernelLauncher
 from headway.backends.hopper import launch, launch_plan
 from headway.backends.hopper.bwd import segment_table
 from headway.backends.hopper.bwd.plan import BackwardPlan
@@ -126,6 +130,42 @@ def test_a_cta_owns_short_documents(device, uncompiled):
         x = torch.zeros(2, heads, ids.shape[-1], 128).bfloat16()
         launched, _ = launches(device, x, mask=hw.causal() & hw.document(ids))
         assert [name for name, _ in launched] == names
+
+
+def test_grids_have_one_axis_whatever_the_sizes(device, monkeypatch):
+    """A launch has 2^31 - 1 programs along the first axis, and 65,535 along the others."""
+    made, init = [], KernelLauncher.__init__
+
+    def note(self, *given):
+        init(self, *given)
+        made.append(self)
+
+    monkeypatch.setattr(KernelLauncher, "__init__", note)
+    sizes = random.Random(7)
+    for _ in range(5):
+        heads = 2 ** sizes.randrange(17, 24)
+        b = 2 ** sizes.randrange(17)
+        h, length = heads // b + sizes.randrange(3), 2 ** sizes.randrange(8) + sizes.randrange(3)
+        table = torch.zeros(1).expand(h, 9)
+        x = torch.zeros(1, dtype=torch.bfloat16).expand(b, h, length, 8 * sizes.randrange(1, 33))
+        score = lambda s, b, h, i, j, t=table: s + t[h, (i - j).clamp(-4, 4) + 4]
+        spec, call = prepare(x, x, x, score, backend="hopper")
+        launch_plan.plan_for(ForwardPlan, spec, call, (), x, x, x)
+        wanted = captured_grads.wanted(spec.score, (True,))
+        plan = launch_plan.plan_for(BackwardPlan, spec, call, wanted, x, x, x, x)
+        plan.workspace.kernel()
+        assert made[-1].grid[0] == b * h * -(-plan.q_rows // 32)
+    names = {kernel.fn.__name__ for kernel in made}
+    assert {"preprocess_kernel", "fill_bias_table", "collect_bias_grad", "postprocess_dq"} < names
+    assert {kernel.grid[1:] for kernel in made} == {(1, 1)}
+    plans.clear()
+
+
+def test_more_programs_than_a_launch_has_are_refused():
+    rows = BackwardWorkspace((2**20, 2**11, 1, 8), 1, 0, torch.device("cpu"))
+    said = r"takes 2,147,483,648 programs of the kernel preprocess_kernel, .* 2,147,483,647; split"
+    with pytest.raises(BackendRefused, match=said):
+        rows.kernel()
 
 
 def test_segments_are_looked_for_once_for_a_mask(device, uncompiled, monkeypatch):

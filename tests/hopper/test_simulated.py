@@ -38,7 +38,7 @@ from tools import simulator
 CASES = (
     "length_1", "lengths_1_257_causal", "width_100_100", "heads_6_3_score",
     "layout_expanded", "scale_-0.5_score", "mask_nothing", "mask_by_batch_sink", "score_bias_rows",
-    "score_bias_keys_masked", "score_undefined", "score_ends", "score_added", "score_walls", "std_5_long_sink",
+    "score_bias_keys_masked", "score_undefined", "score_ends", "score_added", "score_walls", "score_cancelled_masked", "std_5_long_sink",
 )  # fmt: skip
 
 

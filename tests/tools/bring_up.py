@@ -92,6 +92,10 @@ CHECKS = {
     "whole_packed": ((1, 16, 16, 8192, 8192, 128, 128), {"mask": "packed", "exact": False}),
     "whole_packed_64": ((2, 16, 16, 4000, 4000, 64, 64), {"mask": "packed", **TURNS}),
     "whole_in_turn": ((64, 16, 16, 512, 512, 128, 128), {"mask": "causal", **TURNS}),
+    # More heads than a grid has programs along its second axis.
+    "many_rows": ((70_000, 1, 1, 20, 20, 64, 64), {"mask": "causal"}),
+    "many_heads": ((1, 70_000, 35_000, 9, 40, 64, 64), {"score": "relative"}),
+    "many_wide": ((35, 2_000, 2_000, 5, 7, 256, 256), {}),
     "first_use": (),  # the small case that every process runs first
 }
 # Forwards with thousands of ranks: what happens once in 10,000 is not seen in two calls.

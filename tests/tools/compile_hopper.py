@@ -45,7 +45,7 @@ def _table(*size: int) -> torch.Tensor:
 
 IDS = torch.arange(2 * LENGTH).reshape(2, LENGTH) // 100
 DENSE = torch.rand(4, LENGTH, LENGTH) < 0.5
-BIAS, LEARNED, GAIN = _table(4, LENGTH, 1), _table(4, LENGTH), _table()
+BIAS, LEARNED, GAIN, ONE = _table(4, LENGTH, 1), _table(4, LENGTH), _table(), _table(1)
 KEYS, QUERIES = torch.rand(4, LENGTH), torch.rand(4, LENGTH)
 CALLS = {
     "plain": {},
@@ -61,6 +61,9 @@ CALLS = {
     "rows": {"score": lambda s, b, h, i, j: s + BIAS[h, i, 0]},
     "columns": {"score": lambda s, b, h, i, j: s + LEARNED[h, j]},
     "numbers": {"score": lambda s, b, h, i, j: s * GAIN.exp() + GAIN * LEARNED[h, i]},
+    "cancelled": {
+        "score": lambda s, b, h, i, j: s * ONE[i * 0] + ONE[(j - i) * 0] + LEARNED[h, i + j - i]
+    },
     "keys": {"score": lambda s, b, h, i, j: s + KEYS[h, j] - QUERIES[h, i]},
     "ragged": {"mask": hw.causal(), "length": LENGTH - 5},
     "equal_heads": {"mask": hw.causal(), "heads": 4},

@@ -29,7 +29,8 @@ from tools.interpreter import quicker
 CASES = (
     "length_1", "length_65_causal", "width_40_40_score", "layout_strided", "dropout_0.1_all",
     "mask_no_row_sink", "mask_document_cross", "score_twice", "score_bias_rows",
-    "score_bias_number", "score_outside", "score_walls", "score_ends", "score_added", "width_3_5", "long_checker",
+    "score_bias_number", "score_outside", "score_walls", "score_ends", "score_added", "score_cancelled", "width_3_5",
+    "long_checker",
 )  # fmt: skip
 HALF = ("score_relative",)
 OTHERWISE = ("length_65_causal", "width_40_40_score", "long_checker")  # tails, groups, pieces, runs

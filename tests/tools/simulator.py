@@ -419,6 +419,7 @@ class Language(types.ModuleType):
     join = staticmethod(lambda a, b: torch.stack([a, b], -1))
     broadcast = staticmethod(torch.broadcast_tensors)
     broadcast_to = staticmethod(lambda x, shape: torch.as_tensor(x).broadcast_to(shape))
+    cdiv = staticmethod(lambda a, b: -(-a // b))
     program_id = staticmethod(lambda axis: here.program[0][axis])
     num_programs = staticmethod(lambda axis: here.program[1][axis])
 

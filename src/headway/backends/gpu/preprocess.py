@@ -72,8 +72,8 @@ class BackwardWorkspace:
         options = {
             "BLOCK": _BLOCK, "WIDTH": width, "COLUMNS": self.columns, "NEGATIVE": self.negative,
         }  # fmt: skip
-        grid = -(-self.rows // _BLOCK), self.b * self.heads, 1
-        return KernelLauncher(preprocess_kernel, self.device, options, grid, self.arrange)
+        programs = self.b * self.heads * -(-self.rows // _BLOCK)
+        return KernelLauncher(preprocess_kernel, self.device, options, programs, self.arrange)
 
 
 def run_preprocess(
@@ -113,8 +113,10 @@ def preprocess_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of one head. `strides` are those of dout."""
-    head = tl.cast(tl.program_id(1), tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(rows, BLOCK)
+    head = tl.cast(tl.program_id(0) // blocks, tl.int64)
+    block = tl.program_id(0) % blocks
+    i = block * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
     live = i < q_len
     inside = live[:, None] & (column < width)[None, :]
@@ -137,9 +139,8 @@ def preprocess_kernel(
         for n in tl.static_range(COLUMNS // 64):
             tl.store(strip + n * 64, tl.zeros([BLOCK, 64], tl.float32), mask=(i < rows)[:, None])
     if counters is not None:
-        first = tl.program_id(0) == 0
-        tl.store(counters + head, 0, mask=first)
-        tl.store(counters + tl.num_programs(1), 0, mask=first & (head == 0))
+        tl.store(counters + head, 0, mask=block == 0)
+        tl.store(counters + tl.num_programs(0) // blocks, 0, mask=tl.program_id(0) == 0)
 
 
 @triton.jit

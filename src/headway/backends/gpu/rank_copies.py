@@ -56,25 +56,28 @@ def _launcher(
     if not table or not b * h * max(x.shape[3], w.shape[3]):
         return True
     found = torch.tensor(table, dtype=torch.int64, device=x.device)
-    sizes = h, b * h, x.shape[3], w.shape[3], *[n for t in (x, w, y, z) for n in t.stride()[:3]]
+    of_x = len(table) * b * h  # programs
+    strides = [n for t in (x, w, y, z) for n in t.stride()[:3]]
+    sizes = of_x, h, b * h, x.shape[3], w.shape[3], *strides
     options = {
         "BLOCK": _BLOCK, "WIDTH": triton.next_power_of_2(max(x.shape[3], w.shape[3])),
     }  # fmt: skip
-    grid = len(table) * b * h, count, 1
     arrange = lambda tensors, *_: (*tensors, *sizes)
-    return KernelLauncher(copy_kernel, x.device, options, grid, arrange), found
+    return KernelLauncher(copy_kernel, x.device, options, of_x * count, arrange), found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["of_x"])
 def copy_kernel(
-    x, w, y, z, table, heads, all_heads, x_width, w_width, x_b, x_h, x_row, w_b, w_h, w_row, y_b,
-    y_h, y_row, z_b, z_h, z_row, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    x, w, y, z, table, of_x, heads, all_heads, x_width, w_width, x_b, x_h, x_row, w_b, w_h, w_row,
+    y_b, y_h, y_row, z_b, z_h, z_row, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head: of x to y, or of w to z."""
-    entry = table + 3 * (tl.program_id(0) // all_heads)
-    head = tl.cast(tl.program_id(0) % all_heads, tl.int64)
+    """A block of rows of one head: of x to y in the first `of_x` programs, or of w to z."""
+    pid = tl.program_id(0)
+    number = pid % of_x
+    entry = table + 3 * (number // all_heads)
+    head = tl.cast(number % all_heads, tl.int64)
     b, h = head // heads, head % heads
-    if tl.program_id(1) == 0:
+    if pid < of_x:
         from_x, to_y = x + b * x_b + h * x_h, y + b * y_b + h * y_h
         _copy(from_x, to_y, entry, x_row, y_row, x_width, BLOCK, WIDTH)
     else:

@@ -50,10 +50,10 @@ def _launcher(
             begin += b * x.shape[1] * s.size * x.shape[3]
     found = torch.tensor(table, dtype=torch.int64, device=y.device).reshape(-1, 4)
     sizes = len(routes.own), len(table), h, y.shape[2], width, *y.stride()[:3]
-    grid = -(-y.shape[2] // _BLOCK), b * h, 1
+    programs = b * h * -(-y.shape[2] // _BLOCK)
     options = {"BLOCK": _BLOCK, "WIDTH": triton.next_power_of_2(width)}
     arrange = lambda tensors, *_: (*tensors, *sizes)
-    return KernelLauncher(sum_kernel, y.device, options, grid, arrange), found
+    return KernelLauncher(sum_kernel, y.device, options, programs, arrange), found
 
 
 @triton.jit
@@ -62,8 +62,9 @@ def sum_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of one head."""
-    head = tl.cast(tl.program_id(1), tl.int64)
-    first = tl.program_id(0) * BLOCK
+    blocks = tl.cdiv(tokens, BLOCK)
+    head = tl.cast(tl.program_id(0) // blocks, tl.int64)
+    first = tl.program_id(0) % blocks * BLOCK
     i = first + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
     total = tl.zeros([BLOCK, WIDTH], own.dtype.element_ty)

@@ -103,8 +103,8 @@ class BiasTables:
             kernel, per = collect_bias_grad, 64 * _BLOCK
             options = {"OFFSET": plan.function(f"offset{k}")}
         options["BLOCK"] = _BLOCK if fill else per
-        grid = -(-self.count // per), self._heads(b, h), 1
-        return KernelLauncher(kernel, plan.device, options, grid, arrange)
+        programs = self._heads(b, h) * -(-self.count // per)
+        return KernelLauncher(kernel, plan.device, options, programs, arrange)
 
 
 def _depends(graph: Graph, n: int) -> tuple[bool, bool]:

@@ -129,7 +129,7 @@ class Launcher:
         block, step = (how.m, how.n) if self.queries else (how.n, how.m)
         self.walks = Walks(plan, queries=self.queries, block=block)
         self.slots = self.walks.tile_rows * self.walks.sub  # programs of one head
-        self.grid = (self.slots * plan.b * plan.hq, 1, 1)
+        self.programs = self.slots * plan.b * plan.hq
         self.length = plan.kv_len if self.queries else plan.q_len  # of a tile row
         self.last_walk: tuple[object, bool] = None, False  # and whether it is scattered
         whole = self.length % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
@@ -176,7 +176,7 @@ class Launcher:
             if kernel is None:
                 options = self.options | {"SCATTERED": key[1]}
                 kernel = self.kernels[key] = KernelLauncher(
-                    self.fn, plan.device, options, self.grid, self.arrange
+                    self.fn, plan.device, options, self.programs, self.arrange
                 )
             try:
                 kernel(own, given)

@@ -31,6 +31,9 @@ def kinds(graph: Graph) -> dict[str, str]:
 
     "one": it depends on neither position; "rows": on q_idx; "cols": on kv_idx; "diagonals": on
     `kv_idx - q_idx` only; "pairs": on both otherwise, or on the score.
+
+    A position counts wherever it is read: `q_idx * 0` has the kind "rows", since kernels compute it
+    for every row, in a tile of that shape.
     """
     return _walk(graph)[0]
 
@@ -87,7 +90,8 @@ def _walk(graph: Graph) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
         )  # fmt: skip
         if of is not None:
             affine[name] = of
-            kinds[name] = _kind_of(of)
+            if kinds[name] == "pairs" and of[0] == -of[1]:
+                kinds[name] = "diagonals"
         elif kinds[name] == "one":
             affine[name] = (0, 0)
     return kinds, affine
@@ -110,13 +114,6 @@ def _slope(op: str, args: Sequence[Arg], slopes: list) -> tuple[int, int] | None
             if isinstance(number, int):
                 return e * number, f * number
     return None
-
-
-def _kind_of(slope: tuple[int, int]) -> str:
-    q, kv = slope
-    if q == 0 or kv == 0:
-        return "one" if q == kv else "rows" if q else "cols"
-    return "diagonals" if q == -kv else "pairs"
 
 
 def _join(kinds: list[str]) -> str:

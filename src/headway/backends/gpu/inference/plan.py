@@ -164,9 +164,7 @@ class Plan:
             "HOW": How(**self.how, n=how.n, least=-(-KEYS // how.n)), "FIRST_COUNTER": FIRST_FLAG,
             "num_warps": how.warps, "num_stages": stages,
         }  # fmt: skip
-        self.kernel = KernelLauncher(
-            kernel.infer, self.device, options, (self.ctas, 1, 1), self.arrange
-        )
+        self.kernel = KernelLauncher(kernel.infer, self.device, options, self.ctas, self.arrange)
 
     def launch(
         self, call: Call, integers: list[int], out: Tensor, lse: Tensor, row_max: Tensor | None,

@@ -12,6 +12,7 @@ from triton.runtime import driver
 import triton
 from triton import knobs
 
+from ....errors import BackendRefused
 from . import kernel_cache
 from .cuda_launch import Launch, launch_of, placeholders
 from .device_guard import on, wait_for_makers
@@ -33,6 +34,9 @@ class CallArguments(NamedTuple):
 
 NO_ARGUMENTS = CallArguments([], (), [])
 
+# A CUDA grid has this many programs along its first axis, and 65,535 along each of the others.
+MAX_PROGRAMS = 2**31 - 1
+
 
 class KernelLauncher:
     """A kernel for calls of one kind.
@@ -43,16 +47,22 @@ class KernelLauncher:
     3.9).
 
     - `options`: the kernel's last parameters by name, which are constants; and Triton's options.
+    - `programs`: how many there are, along the only axis of the grid.
     - `arrange`: makes the other arguments of the kernel's own `tensors`, and of the tensors and
       floats of `CallArguments`. It depends on shapes and strides alone.
     """
 
     def __init__(
-        self, fn: Any, device: torch.device, options: dict[str, Any], grid: tuple[int, int, int],
+        self, fn: Any, device: torch.device, options: dict[str, Any], programs: int,
         arrange: Callable[[Sequence[Any], Sequence[Any], Sequence[float]], tuple],
     ) -> None:  # fmt: skip
+        if programs > MAX_PROGRAMS:
+            raise BackendRefused(
+                f"the call takes {programs:,} programs of the kernel {fn.__name__}, a launch has "
+                f"at most {MAX_PROGRAMS:,}; split the call along batch or heads"
+            )
         self.fn, self.device, self.options = fn, device, options
-        self.grid, self.arrange = grid, arrange
+        self.grid, self.arrange = (programs, 1, 1), arrange
         self.index, self.cuda = device.index or 0, device.type == "cuda"
         self.constants = tuple(options[p] for p in fn.arg_names if p in options)
         self.compiled: Any = None

@@ -131,7 +131,7 @@ class BackwardPlan(Plan):
         self.ordered = OrderedWalks(self.walks, self.q_len) if ordered else None
         tiles_per_head = self.walks.tile_rows * self.walks.sub
         work_tiles = self.b * self.heads * tiles_per_head
-        self.grid = (work_tiles if self.is_wide else min(work_tiles, self.processors), 1, 1)
+        self.ctas = work_tiles if self.is_wide else min(work_tiles, self.processors)
         # Those that CTAs take from a counter.
         self.work_tiles = None if self.is_wide else work_tiles
         # The shortest columns come last: 8k takes 0.986 of the time at 64 columns, 0.992 at 128, 5k
@@ -162,7 +162,7 @@ class BackwardPlan(Plan):
         zeroing = not (owns or self.is_wide) and len(row.d) == 1
         self.zero_rows = dq_tiles(ZERO_ROWS.value) if zeroing else None
         rows = min(self.q_rows, self.max_blocks * ROWS)
-        self.segment_accum = self.grid[0] * self.share * rows * self.columns  # numbers
+        self.segment_accum = self.ctas * self.share * rows * self.columns  # numbers
         self.segment_dq = matrix_tiles(row.block, (self.columns // 2,))
 
     def _plan_launches(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> None:
@@ -183,11 +183,11 @@ class BackwardPlan(Plan):
             else (backward_kernel, _START_REGISTERS)
         )
         options |= ptxas_options(registers, row.register_usage_level)
-        self.kernel = KernelLauncher(kernel, self.device, options, self.grid, self.arrange)
+        self.kernel = KernelLauncher(kernel, self.device, options, self.ctas, self.arrange)
         strips = self.columns // CHUNK.value
-        grid = self.b * self.hq * self.q_rows * self.columns // CHUNK_SIZE.value, 1, 1
+        chunks = self.b * self.hq * self.q_rows * self.columns // CHUNK_SIZE.value
         self.postprocess = KernelLauncher(
-            postprocess_dq, self.device, {"STRIPS": strips}, grid, self.arrange_postprocess
+            postprocess_dq, self.device, {"STRIPS": strips}, chunks, self.arrange_postprocess
         )
 
     def _how(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> How:

@@ -199,8 +199,9 @@ def fill_bias_table(
     - `SIGN`: 1 where columns are keys; else -1.
     - `BAND`: the generated function of a distance.
     """
-    row = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK * 64 + tl.arange(0, BLOCK * 64)
+    blocks = tl.cdiv(count, BLOCK * 16)
+    row = tl.program_id(0) // blocks
+    at = tl.program_id(0) % blocks * BLOCK * 64 + tl.arange(0, BLOCK * 64)
     sixteen, slot, octet, one = at // 64, at // 4 % 16, at // 2 % 2, at % 2
     x = sixteen * 16 - zero + slot - 7 + octet * 8 + one
     captured = (tensors, numbers)
@@ -216,8 +217,9 @@ def collect_bias_grad(
 ):  # fmt: skip
     """Add the sums of all distances to a gradient; `OFFSET`: the generated function of a distance
     that says where."""
-    row = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(count, BLOCK)
+    row = tl.program_id(0) // blocks
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     there = at < count
     x = tl.load(sums + tl.cast(row, tl.int64) * count + at, mask=there, other=0.0)
     captured = (tensors, numbers)

@@ -49,7 +49,7 @@ class ForwardPlan(Plan):
             "HOW": self._compiled_for(call),
         }  # fmt: skip
         options |= ptxas_options(how.registers[0], how.register_usage_level)
-        self.kernel = KernelLauncher(forward_kernel, self.device, options, self.grid, self.arrange)
+        self.kernel = KernelLauncher(forward_kernel, self.device, options, self.ctas, self.arrange)
 
     def _order_work(self) -> None:
         """The order of work tiles, and what describes them to the kernel."""
@@ -83,7 +83,7 @@ class ForwardPlan(Plan):
         last_rows = int(shortest_last) * self.tiles_per_head // 4
         tickets, *stream_k = shares
         self.schedule = tickets, last_rows, *stream_k
-        self.grid = (min(tickets, ctas), 1, 1)
+        self.ctas = min(tickets, ctas)
 
     def _describe_operands(self) -> None:
         """TMA descriptors, and sizes."""
