@@ -11,6 +11,7 @@ import concepts
 import gallery
 import rotary
 import speed
+import training
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -23,16 +24,21 @@ def drawn() -> dict[str, str]:
         for entry in gallery.MASKS + gallery.SCORES
         if not entry.plain
     }
-    pages = {"gallery.md": gallery.page(), "performance.md": performance()}
-    return entries | concepts.pictures() | rotary.pictures() | speed.pictures() | pages
+    pages = {
+        "gallery.md": gallery.page(),
+        "performance.md": filled("performance.md", speed.said()),
+        "training.md": filled("training.md", training.said()),
+    }
+    plots = speed.pictures() | training.pictures()
+    return entries | concepts.pictures() | rotary.pictures() | plots | pages
 
 
-def performance() -> str:
-    """docs/performance.md with the numbers between its marks as the results have them."""
-    text = (DOCS / "performance.md").read_text(encoding="utf-8")
-    for name, words in speed.said().items():
+def filled(page: str, said: dict[str, str]) -> str:
+    """A page of docs/ with what lies between its marks as the results have it."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for name, words in said.items():
         marks = re.compile(rf"(<!-- drawn: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert marks.search(text), f"docs/performance.md has no place for {name}"
+        assert marks.search(text), f"docs/{page} has no place for {name}"
         text = marks.sub(lambda m, words=words: f"{m[1]}{words}\n{m[2]}", text)
     return text
 

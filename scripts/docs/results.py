@@ -26,7 +26,7 @@ def rows() -> tuple[Row, ...]:
     found: list[Row] = []
     for path in sorted((ROOT / "bench" / "results").rglob("*.csv")):
         with path.open(encoding="utf-8", newline="") as file:
-            found += csv.DictReader(file)
+            found += (row for row in csv.DictReader(file) if "case" in row)
     return tuple(sorted(found, key=lambda row: row.get("date", ""), reverse=True))
 
 
