@@ -190,7 +190,7 @@ FUNCTIONS = {
     _number: ("mask", "returned a torch.int64", "boolean"),
     _nothing: ("mask", "returned NoneType", "boolean"),
     _boolean: ("score", "returned a boolean", "mask="),
-    _random: ("score", "calls rand_like", "pointwise"),
+    _random: ("score", "calls rand_like", "drawn once"),
     _fresh_random: ("score", "rand"),
     _reduction: ("score", "sum", "outside the function"),
     _row: ("score", "shape (33,)", "table[h, q_idx - kv_idx]"),

@@ -57,6 +57,8 @@ class _Indexing(TorchFunctionMode):
                         "indexes a value that is one number", "index captured tensors only"
                     )
                 return self.tracer.gather(table, index)
+        if getattr(func, "__name__", "") in ("__set__", "detach_") and self.tracer.knows(args[0]):
+            self.tracer.refuse("changes an attribute of a value in place", "use x = x.detach()")
         if func is torch.nn.functional.embedding:
             self.tracer.refuse("calls embedding", "index the table: table[idx, h]")
         if func in _MEMORY:

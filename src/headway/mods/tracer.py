@@ -17,46 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ModError
 from ..surroundings import is_wrapped
-from .graph import BINARY, COMPARISONS, DTYPE_NAMES, DTYPES, UNARY, Arg, Builder, Input
+from .aten import CREATION, FILLED, IDENTITY, OPS, Arguments, full_name, sample
+from .graph import COMPARISONS, DTYPE_NAMES, DTYPES, Arg, Builder, Input
 from .places import Place, quote, user_place
 
 aten = torch.ops.aten
 
-# aten's names where they differ from ours.
-_RENAMED = {
-    "remainder": "mod",
-    "maximum": "max",
-    "minimum": "min",
-    "sgn": "sign",
-    "logical_not": "not",
-    "bitwise_not": "invert",
-    "bitwise_and": "and",
-    "bitwise_or": "or",
-    "bitwise_xor": "xor",
-    "bitwise_left_shift": "shl",
-    "bitwise_right_shift": "shr",
-    "__lshift__": "shl",
-    "__rshift__": "shr",
-    "floor_divide": "floordiv",
-    "clamp_min": "max",
-    "clamp_max": "min",
-    "square": "square",
-}
-# On one number these return it unchanged.
-_IDENTITY = frozenset(
-    "alias clone lift_fresh lift_fresh_copy view reshape _unsafe_view expand expand_as "
-    "squeeze unsqueeze contiguous view_as_real positive".split()
-)
-_CREATION = {
-    "zeros_like": 0,
-    "ones_like": 1,
-    "zeros": 0,
-    "ones": 1,
-    "new_zeros": 0,
-    "new_ones": 1,
-    "_efficientzerotensor": 0,
-}
-_FILLED = ("full_like", "new_full", "full")  # the value is the last argument
 _LIFTED = ("lift_fresh", "lift_fresh_copy")  # torch.tensor(...), made where no mode sees it
 
 
@@ -228,7 +194,7 @@ class Tracer(TorchDispatchMode):
             if any(self.knows(a) and id(a) not in self._numbers for a in args):
                 self.refuse_decision()
             if any(self.knows(a) for a in args):
-                return func(*map(_sample, args), **kwargs)  # `call` asks the tensor itself
+                return func(*map(sample, args), **kwargs)  # `call` asks the tensor itself
             if any(map(self.is_captured, args)):
                 self.reads_value()
             return func(*args, **kwargs)
@@ -240,10 +206,7 @@ class Tracer(TorchDispatchMode):
                 if kwargs.get("device") == torch.device("meta") and name != "empty":
                     return self._record(func, name, args, kwargs)  # autograd's own constants
                 if torch.Tag.nondeterministic_seeded in func.tags:
-                    self.refuse(
-                        f"calls {name}, which would be drawn once and kept",
-                        "draw outside the function and capture the tensor",
-                    )
+                    self._refuse_random(func)
                 return self.made(func(*args, **kwargs))  # a constant made inside the function
             if not all(t.dim() == 0 for t in flat):
                 self.refuse(
@@ -273,6 +236,10 @@ class Tracer(TorchDispatchMode):
         return self._args[id(self.number(value))]
 
     def _record(self, func, name, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._refuse_random(func)
+        if any(a.is_out and a.kwarg_only for a in func._schema.arguments):
+            self.refuse(f"calls {full_name(func)} with out=", "use what the op returns")
         inplace = name.endswith("_") and not name.endswith("__")
         result = self._translate(func, name[:-1] if inplace else name, args, kwargs)
         if inplace:
@@ -291,69 +258,128 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _translate(self, func, name, args, kwargs) -> Tensor:
-        if name in _IDENTITY:
-            value = args[0]
+        """What an op of PyTorch makes of symbols; `name` is without the mark of ops in place."""
+        given = Arguments(func, args, kwargs)
+        if func.namespace != "aten":
+            return self._decompose(func, args, kwargs)
+        if name in IDENTITY or name == "detach":
+            value = given.take("self")
+            given.shape()
             if id(value) in self._partial:
                 self.refuse(f"calls {name} on a row of a captured tensor", "index it to one number")
-            return self.symbol(self._cut(self.arg(value), value.dtype), value.dtype)
-        if name == "detach":
-            return self.symbol(self._cut(self.arg(args[0]), args[0].dtype, True), args[0].dtype)
-        if name in ("_to_copy", "to", "_to_dtype"):
-            dtype = kwargs.get("dtype") or args[0].dtype
-            return self._emit("to", (self.arg(args[0]),), dtype)
-        if name in _CREATION or name in _FILLED or name == "scalar_tensor":
-            value = _CREATION.get(name, args[0] if name == "scalar_tensor" else args[-1])
-            dtype = self._dtype_of(func, args, kwargs)
+            arg = self.arg(value)
+            self._result(func, args, kwargs, given)
+            return self.symbol(self._cut(arg, value.dtype, name == "detach"), value.dtype)
+        if name == "_to_copy":
+            value, dtype = given.take("self"), given.take("dtype")
+            self._check(func, given)
+            return self._emit("to", (self.arg(value),), dtype or value.dtype)
+        if name in CREATION or name in FILLED or name == "scalar_tensor":
+            value = CREATION.get(name)
+            if value is None:
+                value = given.take("s" if name == "scalar_tensor" else "fill_value")
+            for of in ("self", "dtype"):
+                given.take(of)
+            given.shape()
+            dtype = self._result(func, args, kwargs, given)
             return self.symbol(_number(value, dtype), dtype)
         if name == "copy":  # (self, src): src in self's place
-            return self._emit("to", (self.arg(args[1]),), args[0].dtype)
-        if name == "where":
-            return self._emit(
-                "where", tuple(map(self.arg, args)), self._dtype_of(func, args, kwargs)
-            )
+            into, value = given.take("self"), given.take("src")
+            self._check(func, given)
+            return self._emit("to", (self.arg(value),), into.dtype)
+        if name == "where" and given.has(("condition", "self", "other")):
+            values = tuple(given.take(of) for of in ("condition", "self", "other"))
+            dtype = self._result(func, args, kwargs, given)
+            return self._emit("where", tuple(map(self.arg, values)), dtype)
         if name == "relu":
-            return self._emit("max", (self.arg(args[0]), 0), args[0].dtype)
+            value = given.take("self")
+            dtype = self._result(func, args, kwargs, given)
+            if not (self.cuts and dtype.is_floating_point):
+                return self._binary("max", value, 0, dtype)
+            none = self._again(aten.le.Scalar, value, 0)  # at 0 the derivative is 0
+            return self._emit("where", (self.arg(none), 0.0, self.arg(value)), dtype)
         if name == "square":
-            return self._emit("mul", (self.arg(args[0]),) * 2, args[0].dtype)
-        if name in ("clamp", "clip"):
-            return self._clamp(func, args, kwargs)
-        if name in ("add", "sub", "rsub") and len(args) == 2:
-            a, b = args
-            if (alpha := kwargs.get("alpha", 1)) != 1:
-                b = (
-                    b * alpha
-                    if not isinstance(b, Tensor)
-                    else self._again(aten.mul.Tensor, b, alpha)
-                )
-            if name == "rsub":
+            value = given.take("self")
+            return self._binary("mul", value, value, self._result(func, args, kwargs, given))
+        if name in ("clamp", "clamp_min", "clamp_max"):
+            value, low, high = map(given.take, ("self", "min", "max"))
+            dtype = self._result(func, args, kwargs, given)
+            return self._clamp(value, low, high, dtype)
+        if name in ("add", "sub", "rsub") and given.has(("self", "other")):
+            a, b, alpha = map(given.take, ("self", "other", "alpha"))
+            dtype = self._result(func, args, kwargs, given)
+            if name == "rsub":  # other - alpha * self
                 a, b, name = b, a, "sub"
-            return self._binary(name, a, b, self._dtype_of(func, args, {}))
-        if name in ("div", "divide", "true_divide"):
-            mode = kwargs.get("rounding_mode")
+            if alpha != 1:
+                of = isinstance(b, Tensor)
+                b = self._again(aten.mul.Tensor, b, alpha) if of else b * alpha
+            return self._binary(name, a, b, dtype)
+        if name == "div":
+            a, b, mode = map(given.take, ("self", "other", "rounding_mode"))
             ours = {None: "div", "floor": "floordiv", "trunc": "truncdiv"}[mode]
-            return self._binary(ours, args[0], args[1], self._dtype_of(func, args, kwargs))
+            return self._binary(ours, a, b, self._result(func, args, kwargs, given))
+        if name == "round" and "decimals" in given.given:
+            value, decimals = given.take("self"), given.take("decimals")
+            self._result(func, args, kwargs, given)
+            scale = 10.0 ** abs(decimals)
+            there, back = (aten.mul, aten.div) if decimals > 0 else (aten.div, aten.mul)
+            rounded = self._again(aten.round.default, self._again(there.Tensor, value, scale))
+            return self._again(back.Tensor, rounded, scale)
         if name.startswith("logical_") and name != "logical_not":
-            a, b = (self._again(aten.ne.Scalar, x, 0) if x.dtype != torch.bool else x for x in args)
+            a, b = map(given.take, ("self", "other"))
+            self._result(func, args, kwargs, given)
+            a, b = (
+                self._again(aten.ne.Scalar, x, 0) if x.dtype != torch.bool else x for x in (a, b)
+            )
             return self._binary(name.removeprefix("logical_"), a, b, torch.bool)
-        ours = _RENAMED.get(name, name)
-        if ours == "invert" and args[0].dtype == torch.bool:
+        ours, operands = OPS.get(name, ("", ()))
+        if not operands or not given.has(operands):
+            return self._decompose(func, args, kwargs)
+        values = [given.take(of) for of in operands]
+        dtype = self._result(func, args, kwargs, given)
+        if ours == "invert" and values[0].dtype == torch.bool:
             ours = "not"
-        if ours in UNARY and len(args) == 1:
-            return self._unary(ours, args[0], self._dtype_of(func, args, kwargs))
-        if ours in BINARY and len(args) == 2:
-            return self._binary(ours, args[0], args[1], self._dtype_of(func, args, kwargs))
-        return self._decompose(func, name, args, kwargs)
+        if len(values) == 1:
+            return self._unary(ours, values[0], dtype)
+        return self._binary(ours, values[0], values[1], dtype)
 
-    def _clamp(self, func, args, kwargs) -> Tensor:
-        names = ("self", "min", "max")
-        bound = dict(zip(names, args, strict=False)) | kwargs
-        value, dtype = args[0], self._dtype_of(func, args, kwargs)
-        for op, limit in (("max", bound.get("min")), ("min", bound.get("max"))):
-            if limit is not None:
-                value = self._binary(op, value, limit, dtype)
+    def _check(self, func, given: Arguments) -> None:
+        """Refuse a call with an argument that was not taken into account."""
+        left = given.left()
+        if left is not None:
+            value = describe_value(left[1]) if isinstance(left[1], Tensor) else repr(left[1])
+            self.refuse(
+                f"calls {full_name(func)} with {left[0]}={value}",
+                "leave the argument out, or write what it does with arithmetic and torch.where",
+            )
+
+    def _result(self, func, args, kwargs, given: Arguments) -> torch.dtype:
+        """The dtype of a call's result, which has to be one number. Its arguments are known."""
+        self._check(func, given)
+        result = func(*map(sample, args), **{n: sample(x) for n, x in kwargs.items()})
+        if result.numel() != 1:
+            self.refuse(
+                f"makes {tuple(result.shape)} numbers of one with {full_name(func)}",
+                "compute one number per pair",
+            )
+        return result.dtype
+
+    def _clamp(self, value: Any, low: Any, high: Any, dtype: torch.dtype) -> Tensor:
+        """At a bound the whole derivative is the value's, and not half of it as of `maximum`."""
+        for op, test, limit in (("max", aten.ge, low), ("min", aten.le, high)):
+            if limit is None:
+                continue
+            bounded = self._binary(op, value, limit, dtype)
+            if self.cuts and dtype.is_floating_point:
+                inside = self._again(
+                    test.Tensor if isinstance(limit, Tensor) else test.Scalar, value, limit
+                )
+                args = self.arg(inside), self._cast(value, dtype), self.arg(bounded)
+                bounded = self._emit("where", args, dtype)
+            value = bounded
         return value
 
-    def _decompose(self, func, name, args, kwargs):
+    def _decompose(self, func, args, kwargs):
         from torch._decomp import decomposition_table
 
         if func in decomposition_table:
@@ -364,15 +390,12 @@ class Tracer(TorchDispatchMode):
         if result is not NotImplemented:
             return result
         self.refuse(
-            f"calls {name}",
+            f"calls {full_name(func)}",
             "use pointwise arithmetic, comparisons, torch.where and indexing of captured tensors",
         )
 
     def _again(self, func, *args) -> Tensor:
         return self._record(func, func.overloadpacket.__name__, args, {})
-
-    def _dtype_of(self, func, args, kwargs) -> torch.dtype:
-        return func(*map(_sample, args), **kwargs).dtype
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Arg:
         arg = self.arg(value)
@@ -389,7 +412,7 @@ class Tracer(TorchDispatchMode):
     def _binary(self, op: str, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
         common = dtype
         if op in COMPARISONS:
-            common = torch.result_type(*map(_sample, (a, b)))
+            common = torch.result_type(*map(sample, (a, b)))
         return self._emit(op, (self._cast(a, common), self._cast(b, common)), dtype)
 
     def _emit(self, op: str, args: tuple[Arg, ...], dtype: torch.dtype) -> Tensor:
@@ -426,17 +449,15 @@ class Tracer(TorchDispatchMode):
             "use torch.where(condition, a, b), and & | ~ in place of and, or, not",
         )
 
+    def _refuse_random(self, func) -> None:
+        self.refuse(
+            f"calls {full_name(func)}, which would be drawn once and kept",
+            "draw outside the function and capture the tensor",
+        )
+
     def refuse(self, what: str, way_out: str):
         place = (self.outer and user_place(self.outer)) or self.place
         raise ModError(f"the {self.what} {what}; {way_out}{quote(place)}")
-
-
-def _sample(value: Any) -> Any:
-    """A real 0-d tensor in place of a symbol, to ask torch for a result's dtype. (Ops on meta
-    tensors would do, but some of them load torch's compiler.)"""
-    if isinstance(value, Tensor):
-        return torch.ones((), dtype=value.dtype)
-    return type(value)(map(_sample, value)) if isinstance(value, list | tuple) else value
 
 
 def _number(value: Any, dtype: torch.dtype) -> Any:
