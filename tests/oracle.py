@@ -59,7 +59,7 @@ def scores(
 ) -> Pairs:
     (b, hq, q_len, d), kv_len = q.shape, k.shape[2]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = 1 / math.sqrt(d) if scale is None else scale
+    scale = 1 / math.sqrt(d or 1) if scale is None else scale
     s = scale * (q @ to_heads(k, hq).mT).to(dtype)
     kept = torch.ones_like(s, dtype=torch.bool)
     if mask is not None:

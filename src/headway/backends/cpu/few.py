@@ -78,14 +78,15 @@ class _Rows:
     def __init__(
         self, spec: Spec, call: Call, rows: list[Row], firsts: list[int], kv_first: int
     ) -> None:
-        self.spec, self.call, self.rows, self.kv = spec, call, rows, call.kv
+        self.hk, self.g = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
+        self.spec, self.call, self.kv = spec, call, call.kv
+        self.rows = rows if self.g else []  # without heads there is nothing to compute
         self.first = {row.n: first for row, first in zip(rows, firsts, strict=True)}
         self.kv_first = kv_first
         self.score, self.mask = graphs(spec)
         self.of_score, self.of_mask = split(spec, call.captured)
         self.acc = acc_dtype(call.q.dtype)
         self.keys = Keys(call)
-        self.hk, self.g = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
 
     @cached_property
     def bound_score(self) -> dict:
@@ -323,7 +324,8 @@ class _Rows:
             return None
         if self._small(sum(own[0].stop - own[0].start for own in ranges if own)):
             return None
-        q = call.q.reshape(call.q.shape[0], self.hk, -1, call.q.shape[3])
+        b, _, count, d = call.q.shape
+        q = call.q.reshape(b, self.hk, self.g * count, d)
         seen = [own[0] if own else None for own in ranges]
         found = by_pages(q, call.k, call.v, kv.page_table, seen, self.spec.scale)
         if found is None:
@@ -348,7 +350,7 @@ class _Rows:
             if kept is None:
                 return None
         given, keys = call.q[part.at], slice(start, stop)
-        q = given.reshape(rows, self.hk, -1, given.shape[3])
+        q = given.reshape(rows, self.hk, self.g * part.count, given.shape[3])
         heads = slice(0, self.hk)
         k, v = (self.keys.as_it_is(x, part.of, heads, keys) for x in (call.k, call.v))
         bias = None
@@ -390,7 +392,7 @@ class _Rows:
         """By blocks of torch ops, each with a softmax of its own, which are merged."""
         call, acc, hk, g = self.call, self.acc, self.hk, self.g
         of_heads, count, dv = (len(part.rows), hk, g), part.count, call.v.shape[3]
-        q = call.q[part.at].to(acc).reshape(*of_heads, count, -1)
+        q = call.q[part.at].to(acc).reshape(*of_heads, count, call.q.shape[3])
         blocks = [x for x in self._blocks(part) if x.keys.start < x.keys.stop]
         if len(blocks) == 1 and (blocks[0].heads, blocks[0].g) == (slice(0, hk), slice(0, g)):
             m, total, out, largest = self._block(part, q, blocks[0])
@@ -434,8 +436,9 @@ class _Rows:
         shape = *q.shape[:4], keys
         k = self.keys.k(part.of, block.heads, block.keys)
         s = self.keys.scratch("s", shape, acc)
-        flat = s.view(len(k), -1, keys)
-        of_q = q.reshape(len(k), -1, q.shape[4])
+        queries = q.shape[2] * q.shape[3]  # of a key head
+        flat = s.view(len(k), queries, keys)
+        of_q = q.reshape(len(k), queries, q.shape[4])
         torch.baddbmm(flat, of_q, k.mT, beta=0, alpha=spec.scale, out=flat)
         positions, kept, t, largest = None, None, s, None
         if self.score is not None or (self.mask is not None and not block.full):
@@ -457,7 +460,7 @@ class _Rows:
         p = _exp(torch.sub(t, base, out=self.keys.scratch("p", shape, acc)))
         total = p.sum(-1, keepdim=True)
         v = self.keys.v(part.of, block.heads, block.keys)
-        out = torch.bmm(p.view(len(v), -1, keys), v).view(*q.shape[:4], -1)
+        out = torch.bmm(p.view(len(v), queries, keys), v).view(*q.shape[:4], v.shape[2])
         return m, total, out, largest
 
     def _by_itself(self, row: Row) -> tuple:

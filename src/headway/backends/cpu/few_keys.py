@@ -62,10 +62,11 @@ class Keys:
             pages = pages.clamp(0, count - 1)
         h = torch.arange(heads.start, heads.stop, device="cpu")[:, None]
         if x.is_contiguous():  # a page of a head is one piece
-            pieces, at = x.view(-1, page * width), pages[:, None] * hk + h
+            pieces, at = x.view(count * hk, page * width), pages[:, None] * hk + h
         elif x.transpose(1, 2).is_contiguous():  # a key of a head is
             of_keys = (pages[..., None] * page + torch.arange(page, device="cpu")).flatten(1)
-            pieces, at = x.transpose(1, 2).view(-1, width), of_keys[:, None] * hk + h
+            pieces = x.transpose(1, 2).view(count * page * hk, width)
+            at = of_keys[:, None] * hk + h
         else:
             pieces, at = None, h
         if pieces is None:
@@ -74,5 +75,5 @@ class Keys:
         else:
             own = self.scratch(memory, (at.numel(), pieces.shape[1]), x.dtype)
             torch.index_select(pieces, 0, at.flatten(), out=own)
-        own = own.reshape(len(pages), len(h), -1, width).view(dtype)
+        own = own.reshape(len(pages), len(h), pages.shape[1] * page, width).view(dtype)
         return own[:, :, keys.start - start * page : keys.stop - start * page]
