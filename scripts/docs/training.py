@@ -42,6 +42,17 @@ class Arm(NamedTuple):
     def peak(self) -> float:
         return max(map(largest, self.lines))
 
+    @property
+    def late_peak(self) -> float:
+        """The largest logit after the warm-up."""
+        warm = round(self.head["config"]["warmup"] * self.head["config"]["steps"])
+        before = [0, *(line["step"] for line in self.lines)]
+        return max(largest(line) for n, line in enumerate(self.lines) if before[n] >= warm)
+
+    @property
+    def speed(self) -> float:
+        return self.head["tokens_per_second"]
+
 
 @cache
 def arms() -> Mapping[str, Arm]:
@@ -165,7 +176,8 @@ def said() -> dict[str, str]:
         if not there:
             return MISSING
         path = f"pictures/training-{name}.svg"
-        return table(there) + (f"\n\n![{alt}]({path})" if path in drawn else "")
+        parts = [table(there), reading(name), f"![{alt}]({path})" if path in drawn else ""]
+        return "\n\n".join(part for part in parts if part)
 
     return {
         "made-by": made_by(),
@@ -186,6 +198,29 @@ def said() -> dict[str, str]:
             if "pictures/training-scaling.svg" in drawn else ""
         ),
     }  # fmt: skip
+
+
+def reading(name: str) -> str:
+    """The numbers of a section that its claims are about."""
+    if name == "baseline" and {"sdpa-0", "sdpa-1", "headway-0", "headway-1"} <= arms().keys():
+        seeds = (0, 1)
+        faster = [arms()[f"headway-{n}"].speed / arms()[f"sdpa-{n}"].speed for n in seeds]
+        apart = [arms()[f"headway-{n}"].held_out - arms()[f"sdpa-{n}"].held_out for n in seeds]
+        spread = arms()["sdpa-1"].held_out - arms()["sdpa-0"].held_out
+        return (
+            f"Headway's tokens/s are {faster[0]:.3f} and {faster[1]:.3f} times those of F.sdpa "
+            f"(seeds 0 and 1). Its held-out bits per byte differ by {_signed(apart[0])} and "
+            f"{_signed(apart[1])}; the two seeds of F.sdpa differ by {_signed(spread)}."
+        )
+    if name == "logits":
+        clipped = {kind: arms().get(f"explode-{kind}-clip") for kind in ("gqa", "mla")}
+        said = [f"{arm.late_peak:.0f} ({kind.upper()})" for kind, arm in clipped.items() if arm]
+        if said:
+            return (
+                "With QK-Clip the largest logit of any step after the warm-up is "
+                f"{' and '.join(said)}: tau is {TAU:g}."
+            )
+    return ""
 
 
 def table(names: Sequence[str]) -> str:
@@ -338,6 +373,10 @@ class _Axis:
         )
         first = math.ceil(self._low / step)
         return [n * step for n in range(first, math.floor(self._high / step) + 1)]
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", "−")
 
 
 def _words(value: float) -> str:

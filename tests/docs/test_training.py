@@ -22,7 +22,7 @@ def write(runs: Path, arm: str, loss: float, logit: float | None = 20.0, lines: 
     head = {
         "arm": arm, "command": f"train {arm}", "device": "GPU", "commit": "abc",
         "date": "2026-01-01", "triton": "3", "seconds": 90.0, "seconds_training": 60.0,
-        "tokens_per_second": 1234,
+        "tokens_per_second": 1234, "config": {"warmup": 0.1, "steps": 12},
         "versions": {"torch": "2", "python": "3"},
         "corpus": {"sha256": "f" * 64, "train": {"files": 2, "bytes": 9},
                    "held_out": {"files": 1, "bytes": 3}},
@@ -62,6 +62,9 @@ def test_what_was_run_is_drawn(runs: Path) -> None:
     )
     assert "| sdpa-0 | 1.0000 | 1,234 | 60 s | 90 s |  |" in said["baseline"]
     assert "(pictures/training-baseline.svg)" in said["baseline"]
+    assert "1.000 and 1.000 times" in said["baseline"]
+    assert "differ by +0.0200 and +0.0200" in said["baseline"]
+    assert "after the warm-up is 108 (GQA) and 108 (MLA): tau is 100" in said["logits"]
     assert said["variants"] == training.MISSING
     assert "| AdamW, 0.001 |  |  |  | 1.3000 (240) |" in said["scaling"]
     assert "10 runs, 15 minutes in all" in said["made-by"]

@@ -81,6 +81,8 @@ def test_a_preset_is_where_the_command_starts_from(tiny: TrainConfig) -> None:
     ):
         command.main(["--preset", "19m", "--lr", "0.5", "--runs", str(tiny.runs)])
     assert asked == [replace(PRESETS["19m"], lr=0.5, runs=tiny.runs)]
+    with pytest.raises(ArgumentError, match="--preset 19m with --resume"):
+        command.main(["--preset", "19m", "--resume"])
 
 
 def test_an_arm_leaves_a_small_file(text_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from ..errors import ArgumentError
 from ..recipe import TrainConfig, train
 from ..recipe.presets import preset
 from ..recipe.ranks import is_first, started
@@ -41,7 +42,12 @@ class Arguments(TrainConfig):
 def main(arguments: list[str]) -> int:
     """Exit status 0, or 128 + the number of the signal that stopped it, as shells count."""
     asked = _parse(arguments, Arguments())
-    if asked.preset is not None and not asked.resume:
+    if asked.preset is not None:
+        if asked.resume:
+            raise ArgumentError(
+                f"--preset {asked.preset} with --resume: a run goes on with the settings that it "
+                "was started with; leave out --preset"
+            )
         # Parsed again over the settings of the preset: what is given counts.
         asked = _parse(arguments, Arguments(**vars(preset(asked.preset))))
     if asked.resume:
