@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import headway as hw
 from headway.distributed import Layout
@@ -199,6 +200,15 @@ def backwards(world: int, rank: int) -> None:
     both = out.backward, lambda: hw.attention(x, x, x, layout=layout)
     with pytest.raises(ArgumentError, match=r"0: the backward of attention.*rank 1: attention"):
         both[rank]()
+    # Computed again while a backward runs.
+    call = lambda x: hw.attention(x.sin(), x, x, mask=hw.causal(), layout=layout).cos()
+    for reentrant in (False, True):
+        outs = [checkpoint(call, x, use_reentrant=reentrant) for x in leaves]
+        with pytest.raises(ArgumentError, match=r"rank 0: attention, again .* behind call \d+"):
+            outs[rank == 1].sum().backward()
+        outs = [checkpoint(call, x, use_reentrant=reentrant) for x in leaves]
+        for out in outs[::-1]:
+            out.sum().backward()
     # Compiled: the number is a result of the operator.
     call = lambda x: hw.attention(x, x, x, mask=hw.causal(), layout=layout)
     program = torch.compile(call, fullgraph=True, backend="aot_eager")

@@ -7,9 +7,9 @@ differ, every rank raises, and says which rank differs in what.
 """
 
 import hashlib
-import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -36,7 +36,11 @@ _MOVE = (
     "whether it trains",
 )  # fmt: skip
 _FIELDS = {ATTENTION: _CALL, SHARD: _MOVE, UNSHARD: _MOVE, SHIFT: _MOVE}
-_DONE = [(name, back) for name in _FIELDS for back in (False, True)]
+# A call, its backward, or the call once more while a backward runs, as checkpointing computes it.
+_TOLD = ("{}", "the backward of {}, call {} over these ranks", "{}, again for a backward behind "
+         "call {} over these ranks")  # fmt: skip
+_CALLED, _BACKWARD, _AGAIN = range(3)
+_DONE = [(name, how) for name in _FIELDS for how in range(len(_TOLD))]
 _BEFORE = 3  # numbers before the fields: whether the call fits, what is done, of which call
 _NUMBERS = _BEFORE + max(map(len, _FIELDS.values()))  # that every rank sends, whatever it does
 
@@ -114,8 +118,9 @@ class Agreement:
         of: int = 0,
     ) -> None:  # fmt: skip
         self.group, self.device, self.board, numbers = _comparing(group, device)
-        self.number = next(numbers)
-        start = int(fields is not None), _DONE.index((does, of > 0)), of
+        self.number, behind = numbers.following()
+        how = _BACKWARD if of else _CALLED if behind is None else _AGAIN
+        start = int(fields is not None), _DONE.index((does, how)), of or behind or 0
         self.numbers = [*start, *map(int, fields or ())]
         self.waiting = True
         self.failure: Exception | None = None
@@ -167,7 +172,8 @@ def _compare(found: list[list[int]]) -> None:
         )
     done = [_DONE[of[1]] for of in found]
     if any(x != done[0] for x in done) or any(of[2] != found[0][2] for of in found):
-        each = "; ".join(f"rank {r}: {_told(*done[r], of[2])}" for r, of in enumerate(found))
+        told = [_TOLD[how].format(name, of[2]) for (name, how), of in zip(done, found, strict=True)]
+        each = "; ".join(f"rank {r}: {what}" for r, what in enumerate(told))
         raise ArgumentError(
             f"ranks do not make the same call: {each}. All ranks of a layout make the same calls "
             "in the same order, and call backward in the same order"
@@ -186,8 +192,34 @@ def _compare(found: list[list[int]]) -> None:
             )
 
 
-def _told(does: str, back: bool, of: int) -> str:
-    return f"the backward of {does}, call {of} over these ranks" if back else does
+class _Numbers:
+    """Numbers of a group's comparisons.
+
+    A checkpoint computes its calls again while a backward runs, and these have new numbers, so that
+    the backwards of two checkpoints would look alike. What tells them apart is the autograd node
+    that is running: of all nodes autograd knows the order in which they were made.
+    """
+
+    most = 1024  # as far back a call is known
+
+    def __init__(self) -> None:
+        self.count = 0
+        # Of calls outside of backwards: their place in autograd's order, and their number.
+        self.made: list[tuple[int, int]] = []
+
+    def following(self) -> tuple[int, int | None]:
+        """Return the next number, and, where a backward runs, the number of the last call that was
+        made before the node that is running; 0 where that is not known."""
+        self.count += 1
+        if torch._C._current_graph_task_id() < 0:
+            self.made.append((torch.autograd._get_sequence_nr(), self.count))
+            if len(self.made) > 2 * self.most:
+                del self.made[: self.most]
+            return self.count, None
+        node = torch._C._current_autograd_node()
+        before = 0 if node is None else bisect_right(self.made, (node._sequence_nr(), self.count))
+        number = self.made[before - 1][1] if before else 0
+        return self.count, number if number > self.count - self.most else 0
 
 
 class _Comparing(NamedTuple):
@@ -197,7 +229,7 @@ class _Comparing(NamedTuple):
     group: Any
     device: torch.device
     board: Board | None
-    numbers: Iterator[int]
+    numbers: _Numbers
 
 
 # By the group itself: one that is made anew has a companion of its own.
@@ -214,7 +246,7 @@ def _comparing(group: Any, device: torch.device) -> _Comparing:
         return found
     made, on_cpu = group, _has_cpu(group)
     if not on_cpu and not dist.is_gloo_available():
-        return _companions.put(group, _Comparing(group, device, None, itertools.count(1)))
+        return _companions.put(group, _Comparing(group, device, None, _Numbers()))
     options = getattr(group._get_backend(_CPU if on_cpu else device), "options", None)
     timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
     if not on_cpu:
@@ -222,7 +254,7 @@ def _comparing(group: Any, device: torch.device) -> _Comparing:
             dist.get_process_group_ranks(group), timeout, "gloo", use_local_synchronization=True
         )
     board = board_of(made, timeout.total_seconds())
-    return _companions.put(group, _Comparing(made, _CPU, board, itertools.count(1)))
+    return _companions.put(group, _Comparing(made, _CPU, board, _Numbers()))
 
 
 def _has_cpu(group: Any) -> bool:
