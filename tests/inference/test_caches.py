@@ -1,12 +1,17 @@
 """Caches: what is appended is what is attended to, in pages or without."""
 
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 
 import headway as hw
+from graphs import recording
 from headway import inference
 from headway.errors import ArgumentError, CacheFull
 from headway.inference import Cache, Level, PagedCache
+from headway.inference import cache as cache_module
 
 HQ, HK, D = 6, 2, 16
 
@@ -147,6 +152,121 @@ def test_wrong_arguments_of_caches():
         PagedCache(1, 3, 4, HK, D, rows=2, dtype=torch.int8)
     with pytest.raises(ArgumentError, match="row 0 has 0 keys, not 2"):
         cache.truncate(0, 2)
+
+
+def both_kinds(layers: int = 1, rows: int = 2) -> list:
+    return [Cache(layers, rows, 1, 2, capacity=8), PagedCache(layers, 4, 4, 1, 2, rows=rows)]
+
+
+def of(number: float, tokens: int = 1, rows: int = 2) -> torch.Tensor:
+    return torch.full((rows, 1, tokens, 2), number)
+
+
+def test_reserving_row_by_row_is_reserving_at_once():
+    for cache in both_kinds():
+        for _ in range(2):
+            for row in range(2):
+                cache.reserve(row, 1)
+            cache[0].append(of(5.0), of(5.0))
+        cache.reserve(0, 1)
+        cache.reserve(0, 1)
+        cache[0].append(of(5.0, 2), of(5.0, 2))
+        out = inference.attention(of(0.0), *cache[0].kv, **cache[0].options)
+        assert torch.equal(out, of(5.0))
+        assert cache.row_lengths == [4, 2]
+
+
+def test_other_calls_between_reserve_and_append():
+    """They change what they name and no more."""
+    cache = PagedCache(1, 6, 4, 1, 2, rows=4)
+    cache.reserve([0, 1], [3, 2])
+    cache[0].append(of(1.0, 3, 4), of(1.0, 3, 4))
+    cache.reserve([0, 1], 1)
+    cache.free(1)
+    assert [cache.fork(1), cache.fork(1)] == [2, 3], "empty rows are rows"
+    cache.truncate(0, 4)
+    cache[0].append(of(7.0, 1, 4), of(7.0, 1, 4))
+    out = inference.attention(of(0.0, 1, 4), *cache[0].kv, **cache[0].options)
+    assert torch.equal(out[:, 0, 0, 0], torch.tensor([2.5, 0.0, 0.0, 0.0]))
+
+
+def test_what_was_not_reserved_is_refused_before_anything_is_written():
+    for cache in both_kinds(layers=2):
+        for x in cache.stored:
+            x.fill_(777.0)
+        with pytest.raises(ArgumentError, match="nothing was reserved for layer 0 since it last"):
+            cache[0].append(of(1.0), of(1.0))
+        cache.reserve([0, 1], [3, 1])
+        with pytest.raises(ArgumentError, match="3 tokens were reserved for row 0, got 1"):
+            cache[0].append(of(1.0), of(1.0))
+        short = of(1.0, 3, 1)
+        ends = torch.tensor([0, 2, 4], dtype=torch.int32)
+        with pytest.raises(ArgumentError, match=r"4 tokens were reserved \(row 0: 3, row 1: 1\)"):
+            cache[0].append(short, short, cu_q=ends)
+        with pytest.raises(ArgumentError, match=r"3 tokens were reserved for row 0, but cu_q .* 2"):
+            cache[0].append(of(1.0, 4, 1), of(1.0, 4, 1), cu_q=ends)
+        with pytest.raises(ArgumentError, match=r"layer 1 has not appended .* append first"):
+            cache[1].options  # noqa: B018
+        assert all((x == 777.0).all() for x in cache.stored)
+        cache[0].append(of(1.0, 3), of(1.0, 3))
+        with pytest.raises(ArgumentError, match="nothing was reserved for layer 0"):
+            cache[0].append(of(2.0, 3), of(2.0, 3))
+        with pytest.raises(ArgumentError, match=r"layer 1 has not appended .*, but others have"):
+            cache.reserve(0, 1)
+        with pytest.raises(ArgumentError, match="some layers have appended and others have not"):
+            cache.truncate(0, 1)
+        if isinstance(cache, PagedCache):
+            cache = PagedCache(2, 6, 4, 1, 2, rows=2)
+            cache.reserve(0, 3)
+            with pytest.raises(ArgumentError, match="fork: 3 tokens are reserved for row 0"):
+                cache.fork(0)
+        cache.truncate(0, 0)  # what was begun is given up
+        cache.truncate(1, 0)
+        cache.reserve(0, 1)
+        assert cache.row_lengths == [1, 0]
+
+
+def test_rows_and_tokens_are_integers_of_anybody():
+    for cache in both_kinds():
+        cache.reserve(np.int64(1), np.int32(2))
+        assert cache.row_lengths == [0, 2]
+        for rows, tokens, words in (
+            (0, 1.0, "reserve: tokens must be an integer or a sequence of integers, got 1.0"),
+            (torch.tensor([0]), 1, "reserve: rows must be an integer or a sequence"),
+            (-1, 1, "reserve: row -1 of a cache of 2 rows; rows are integers, 0 to 1"),
+            ([True], 1, "row True of a cache"),
+        ):
+            with pytest.raises(ArgumentError, match=words):
+                cache.reserve(rows, tokens)
+        with pytest.raises(ArgumentError, match="truncate: row 2 of a cache of 2 rows"):
+            cache.truncate(2, 0)
+
+
+def test_replays_of_a_graph_run_no_python():
+    """The device counts what was reserved, by itself, replay by replay; and what the host cannot
+    know it does not refuse."""
+    for cache in both_kinds(layers=2):
+        k, q = of(0.0), of(0.0)
+        cache.reserve([0, 1], 1)
+        with (
+            mock.patch.object(cache_module, "may_be_replayed", return_value=True),
+            recording() as graph,
+        ):
+            for n in range(2):
+                cache[n].append(k, k)
+        for number, rows in ((1.0, [0, 1]), (2.0, [1]), (3.0, [0]), (4.0, [0, 1])):
+            for row in rows:
+                cache.reserve(row, 1)
+            k.fill_(number)
+            graph.replay()
+            if number == 2.0:
+                cache.truncate(1, cache.row_lengths[1])
+        cache.reserve(0, 2)
+        cache[0].append(of(5.0, 2), of(5.0, 2))
+        assert cache.row_lengths == [6, 4]
+        out = inference.attention(q, *cache[0].kv, **cache[0].options)
+        wanted = [(0 + 1 + 3 + 4 + 5 + 5) / 6, (0 + 1 + 2 + 4) / 4]
+        torch.testing.assert_close(out[:, 0, 0, 0], torch.tensor(wanted))
 
 
 @pytest.mark.parametrize("q_len", [1, 3])

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headway as hw
 from headway import call_cache, inference
+from headway.errors import ArgumentError
 from headway.inference import Cache, Level, PagedCache
 from headway.mods import lowering
 
@@ -48,8 +49,9 @@ def test_no_number_comes_back_to_the_host(paged):
         cache[0].append(k, v)
         inference.attention_with_stats(q, *cache[0].kv, score, mask, **cache[0].options)
         packed = new(1, HQ, 4, D)
-        inference.attention(packed, *cache[0].kv, cu_q=cu_q, max_q=3, **cache[0].options)
+        cache.reserve([0, 1], [3, 1])
         cache[0].append(new(1, HK, 4, D), new(1, HK, 4, D), cu_q=cu_q)
+        inference.attention(packed, *cache[0].kv, cu_q=cu_q, max_q=3, **cache[0].options)
         level = Level(new(2, HK, 9, D), new(2, HK, 9, D), cache.lengths, None, rows)
         own = (*cache[0].kv, cache.lengths, cache.page_table)
         inference.cascade(q, [level, own], score, mask)
@@ -123,6 +125,37 @@ def test_a_compiled_step_is_one_graph():
             eager = inference.attention(q, *layer.kv, hw.alibi(HQ), hw.causal(), **layer.options)
             torch.testing.assert_close(out, eager, atol=1e-6, rtol=1e-6)
     assert len(graphs) == 1
+
+
+def test_a_compiled_step_keeps_count():
+    """One graph for every layer and one for any number of tokens; what was not reserved is refused."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def append(layer, k):
+        layer.append(k, k)
+        return layer.options["lengths"] + 1
+
+    cache = Cache(5, 2, HK, D, capacity=64, max_capacity=64)
+    with torch.inference_mode(False), torch.no_grad():
+        for tokens in (1, 1, 5, 3, 7, 2):
+            cache.reserve(0, 1)
+            cache.reserve([0, 1], tokens)
+            k = new(2, HK, tokens + 1, D)
+            for layer in cache:
+                after = append(layer, k).tolist()
+                assert after == [n + 1 for n in cache.row_lengths]
+        assert len(graphs) <= 4, "one token or more, layer 0 or another"
+        with pytest.raises(ArgumentError, match="nothing was reserved for layer 3"):
+            append(cache[3], k)
+        cache.reserve(0, 4)
+        with pytest.raises(ArgumentError, match="4 tokens were reserved for row 0, got 3"):
+            append(cache[3], k)
+        torch.testing.assert_close(cache.keys[:, 0, :, 22:25], k[:1].expand(5, -1, -1, -1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,8 @@
 A step has two halves. The host says how many tokens come: `reserve` finds room for them, and moves
 `lengths` (and the page table) on the device, in place, so that a captured CUDA graph sees it. Then
 every layer writes its keys and values to the last positions of the rows, `append`, and attends:
-both are work of the device alone, and no number comes back to the host.
+both are work of the device alone, and no number comes back to the host. On the host, `Step` keeps
+count of what is reserved and which layers have appended; on the device, `written` does.
 
     cache.reserve([0, 3], 1)                    # rows 0 and 3 get a token
     for n, layer in enumerate(model.layers):
@@ -12,7 +13,7 @@ both are work of the device alone, and no number comes back to the host.
         out = inference.attention(q, *cache[n].kv, mask=headway.causal(), **cache[n].options)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from ..arguments import DTYPES, count_of, shown
 from ..errors import ArgumentError, CacheFull
+from ..types import whole
+from .step import Step, check_offsets, may_be_replayed
 
 _LARGEST = 448.0  # float8_e4m3fn has no larger number, and no infinity
 
@@ -29,6 +32,7 @@ class Layer:
 
     def __init__(self, cache: "_Cache", n: int) -> None:
         self.cache, self.n = cache, n
+        self.turn = cache.step.turns[n]
 
     @property
     def k(self) -> Tensor:
@@ -47,8 +51,13 @@ class Layer:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `attention` takes besides: lengths, page_table and scales."""
+        """What `attention` takes besides: lengths, page_table and scales.
+
+        **Raises:** `ArgumentError` where this layer has not appended what was reserved: attention
+        would read what lies there.
+        """
         cache = self.cache
+        cache.step.check_read(self.n, self.turn)
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
         return {
             "lengths": cache.lengths,
@@ -61,15 +70,19 @@ class Layer:
         at = torch.arange(-length, 0, device=self.cache.lengths.device)
         return self.cache.lengths[:, None] + at
 
-    @torch.no_grad()
     def append(self, k: Tensor, v: Tensor | None = None, *, cu_q: Tensor | None = None) -> None:
-        """Write what was reserved: the last keys and values of every row.
+        """Write what was reserved since the last step: the last keys and values of every row. Every
+        layer appends once after `reserve`.
 
         `k` is `(rows, hk, tokens, d)` and `v` `(rows, hk, tokens, dv)`; of a row that reserved
         fewer tokens only the last so many are written. Or packed, `(1, hk, tokens, ·)`, with `cu_q`
         `(rows + 1,)` as in `attention`. Numbers are converted to the cache's dtype, float8 ones
         divided by its scales before. `v` may be missing where the cache has no values (`dv=0`).
         Device work alone, and without a gradient.
+
+        **Raises:** `ArgumentError`, before anything is written, where nothing was reserved since
+        the layer's last append, or more than is given. What `cu_q` gives to each row is compared on
+        the CPU; on a GPU it is not read.
         """
         cache = self.cache
         of_k, of_v = (x[self.n] for x in cache.stored)
@@ -77,29 +90,44 @@ class Layer:
         if v is not None or of_v.shape[-1]:
             pairs.append(("v", v, of_v, cache.v_scale))
         tokens = cache.check_new(pairs, cu_q)
-        pages, at = cache.slots(tokens, cu_q)
-        for _, new, kept, scale in pairs:
-            if scale is not None:
-                of_layer = scale if scale.dim() == 0 else scale[self.n]
-                new = new / of_layer.reshape(-1, 1, 1).to(new.dtype)
-            if kept.dtype == torch.float8_e4m3fn:
-                new = new.clamp(-_LARGEST, _LARGEST)
-            new = new.to(kept.dtype).transpose(1, 2).flatten(0, 1)  # (tokens, hk, width)
-            if kept.dtype.itemsize == 1:  # PyTorch writes no float8 by index
-                kept, new = kept.view(torch.uint8), new.view(torch.uint8)
-            kept.transpose(1, 2)[pages, at] = new
+        replayed = may_be_replayed(cache.lengths)
+        if replayed:
+            cache.step.replayed = True
+        else:
+            cache.step.check_append(self.n, self.turn, tokens, cu_q)
+        with torch.no_grad():
+            made = [(kept, self._stored(new, kept, scale)) for _, new, kept, scale in pairs]
+            places = cache.places(self.n, tokens, cu_q)
+            for kept, new in made:
+                if kept.dtype.itemsize == 1:  # PyTorch writes no float8 by index
+                    kept, new = kept.view(torch.uint8), new.view(torch.uint8)
+                kept.transpose(1, 2)[places] = new.transpose(1, 2)
+            cache.written[self.n].copy_(cache.lengths)
+        if not replayed:  # a capture writes nothing yet
+            self.turn.due = False
+
+    def _stored(self, new: Tensor, kept: Tensor, scale: Tensor | None) -> Tensor:
+        """New numbers as the cache stores them."""
+        if scale is not None:
+            of_layer = scale if scale.dim() == 0 else scale[self.n]
+            new = new / of_layer.reshape(-1, 1, 1).to(new.dtype)
+        if kept.dtype == torch.float8_e4m3fn:
+            new = new.clamp(-_LARGEST, _LARGEST)
+        return new.to(kept.dtype)
 
 
 class _Cache:
-    """What both caches share: keys and values as they are stored, `(layers, ...)`, and `new`
-    `(rows,)`, the tokens of this step."""
+    """What both caches share: keys and values as they are stored, `(layers, ...)`; on the device,
+    `lengths` and how many keys of every row each layer has `written`, `(layers, rows)`."""
 
     stored: tuple[Tensor, Tensor]
     lengths: Tensor
+    written: Tensor
     page_table: Tensor | None
-    new: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
+    row_lengths: list[int]
+    step: Step
 
     def _scales(self, layers: int, hk: int, k_scale: Any, v_scale: Any) -> None:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -112,6 +140,12 @@ class _Cache:
                 )
         self.k_scale, self.v_scale = k_scale, v_scale
 
+    def _counters(self, layers: int, rows: int, device: Any) -> None:
+        with torch.inference_mode(False):
+            self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+            self.written = torch.zeros(layers, rows, dtype=torch.int32, device=device)
+        self.row_lengths, self.step = [0] * rows, Step(layers, rows)
+
     @property
     def keys(self) -> Tensor:
         """Of all layers, `(layers, ...)`."""
@@ -123,21 +157,25 @@ class _Cache:
         return self.stored[1]
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.stored[0])
 
     def __getitem__(self, n: int) -> Layer:
-        if not 0 <= n < len(self.keys):
-            raise IndexError(f"layer {n} of a cache of {len(self.keys)} layers")
+        if not 0 <= n < len(self):
+            raise IndexError(f"layer {n} of a cache of {len(self)} layers")
         return Layer(self, n)
 
     def check_new(self, pairs: list, cu_q: Tensor | None) -> int:
         """New keys and values fit; how many tokens there are to a row, or in all."""
+        if cu_q is not None:
+            check_offsets(cu_q, len(self.lengths), self.lengths.device)
         rows = len(self.lengths) if cu_q is None else 1
         tokens = None
         for name, new, kept, _ in pairs:
             hk, width = kept.shape[1], kept.shape[3]
-            if not isinstance(new, Tensor) or new.dim() != 4:
-                raise ArgumentError(f"{name} must be (rows, hk, tokens, width), got {shown(new)}")
+            if not isinstance(new, Tensor) or new.dim() != 4 or not new.is_floating_point():
+                raise ArgumentError(
+                    f"{name} must be floats (rows, hk, tokens, width), got {shown(new)}"
+                )
             tokens = new.shape[2] if tokens is None else tokens
             if tuple(new.shape) != (rows, hk, tokens, width):
                 raise ArgumentError(
@@ -148,54 +186,75 @@ class _Cache:
                 raise ArgumentError(f"{name} is on {new.device}, the cache on {kept.device}")
         return tokens or 0
 
-    def slots(self, tokens: int, cu_q: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Where the tokens go: pages (or rows) and places in them, `(rows * tokens,)`. What is
-        nobody's goes to the last page, which is no row's (or place)."""
-        device = self.lengths.device
-        rows = torch.arange(len(self.lengths), device=device)
+    def places(self, n: int, tokens: int, cu_q: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Where the tokens of layer n go: pages (or rows) and places in them, `(rows, tokens)` or
+        `(1, tokens)`. What a row has already, and what is nobody's, goes to the last page, which is
+        no row's (or place)."""
+        device, written = self.lengths.device, self.written[n]
         if cu_q is None:
-            row = rows[:, None].expand(-1, tokens)
-            back = tokens - torch.arange(tokens, device=device).expand(len(rows), tokens)
+            row = torch.arange(len(self.lengths), device=device)[:, None]
+            position = self.lengths[:, None] + torch.arange(-tokens, 0, device=device)
+            new = position >= written[:, None]
         else:
-            at = torch.arange(tokens, device=device)
-            row = torch.searchsorted(cu_q, at.to(cu_q.dtype), right=True) - 1
-            outside = row >= len(rows)
-            row = row.clamp(0, len(rows) - 1)
-            back = cu_q[row + 1] - at
-            back = torch.where(outside, len(self.lengths) + 2**30, back)
-        row, back = row.flatten(), back.flatten()
-        position = self.lengths[row].to(torch.int64) - back
-        position = torch.where((back <= self.new[row]) & (position >= 0), position, -1)
-        return self._slots(row, position)
+            at, last = torch.arange(tokens, device=device), len(self.lengths) - 1
+            found = torch.searchsorted(cu_q, at.to(cu_q.dtype), right=True)[None] - 1
+            row = found.clamp(0, last)
+            position = self.lengths[row] - cu_q[row + 1] + at
+            new = (position >= written[row]) & (found == row)
+        return self._places(row, position, new)
 
-    def _slots(self, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def _places(self, row: Tensor, position: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def _counts(self, rows: Any, tokens: Any, most: int) -> dict[int, int]:
+    def _rows(self, call: str, rows: Any) -> list[int]:
+        """One row or several, as Python's integers."""
+        one = whole(rows)
+        given = [rows] if one is not None else _listed(call, "rows", rows)
+        found = [whole(row) for row in given]
+        most = len(self.row_lengths)
+        for row, number in zip(given, found, strict=True):
+            if number is None or not 0 <= number < most:
+                raise ArgumentError(
+                    f"{call}: row {row!r} of a cache of {most} rows; rows are integers, 0 to "
+                    f"{most - 1}"
+                )
+        return found
+
+    def _counts(self, rows: Any, tokens: Any) -> dict[int, int]:
         """Tokens by row."""
-        rows = [rows] if isinstance(rows, int) else list(rows)
-        each = [tokens] * len(rows) if isinstance(tokens, int) else list(tokens)
-        if len(each) != len(rows) or len(set(rows)) != len(rows):
+        found = self._rows("reserve", rows)
+        one = whole(tokens)
+        each = [tokens] * len(found) if one is not None else _listed("reserve", "tokens", tokens)
+        if len(each) != len(found) or len(set(found)) != len(found):
             raise ArgumentError(
                 f"reserve: rows={rows} must be different, with one number of tokens each, "
                 f"got {tokens!r}"
             )
-        for row in rows:
-            if not 0 <= count_of("row", row) < most:
-                raise ArgumentError(f"reserve: row {row} of a cache of {most} rows")
-        return dict(zip(rows, (count_of("tokens", n) for n in each), strict=True))
+        return dict(zip(found, (count_of("tokens", n) for n in each), strict=True))
 
-    def _advance(self, lengths: list[int], counts: dict[int, int]) -> None:
-        """The device's lengths and new tokens, in place, from the host's."""
-        new = [counts.get(row, 0) for row in range(len(lengths))]
-        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32, device="cpu"))
-        self.new.copy_(torch.tensor(new, dtype=torch.int32, device="cpu"))
+    def _tell_lengths(self, shorter: bool = False) -> None:
+        """The device's lengths, in place, from the host's; layers have written no more."""
+        self.lengths.copy_(torch.tensor(self.row_lengths, dtype=torch.int32, device="cpu"))
+        if shorter:
+            self.written.copy_(torch.minimum(self.written, self.lengths))
+
+    def _shorten(self, row: int, length: int) -> int:
+        """Forget the keys of a row from `length` on; the row."""
+        (row,) = self._rows("truncate", [row])
+        before, length = self.row_lengths[row], count_of("length", length)
+        if length > before:
+            raise ArgumentError(f"truncate: row {row} has {before} keys, not {length}")
+        self.step.shorten(row, before - length)
+        self.row_lengths[row] = length
+        return row
 
 
-def _counters(rows: int, device: Any) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):
-        one, other = (torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2))
-    return one, other
+def _listed(call: str, name: str, given: Any) -> list:
+    if isinstance(given, Tensor | str) or not isinstance(given, Iterable):
+        raise ArgumentError(
+            f"{call}: {name} must be an integer or a sequence of integers, got {shown(given)}"
+        )
+    return list(given)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
@@ -238,8 +297,7 @@ class Cache(_Cache):
         self._widths = count_of("d", d), d if dv is None else count_of("dv", dv)
         self._scales(layers, hk, k_scale, v_scale)
         self.stored = self._made(capacity, dtype, device)
-        self.lengths, self.new = _counters(b, device)
-        self.row_lengths = [0] * b
+        self._counters(layers, b, device)
 
     def _made(self, capacity: int, dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):
@@ -267,12 +325,13 @@ class Cache(_Cache):
 
     def reserve(self, rows: int | Sequence[int], tokens: int | Sequence[int]) -> None:
         """Make room for the next tokens of these rows (one number for all, or one for each), and
-        count them: `append` writes them, and rows that are not named get none.
+        count them. Calls add up until the layers append.
 
-        **Raises:** `CacheFull` where a row would be longer than `max_capacity`; then nothing has
-        changed.
+        **Raises:** `CacheFull` where a row would be longer than `max_capacity`, `ArgumentError`
+        while some layers have appended and others have not; then nothing has changed.
         """
-        counts = self._counts(rows, tokens, len(self.row_lengths))
+        counts = self._counts(rows, tokens)
+        self.step.check_reserve()
         after = [n + counts.get(row, 0) for row, n in enumerate(self.row_lengths)]
         longest = max(after, default=0)
         if self.max_capacity is not None and longest > self.max_capacity:
@@ -288,27 +347,24 @@ class Cache(_Cache):
             for x, before in zip(self.stored, old, strict=True):
                 x[:, :, :, : before.shape[3]].copy_(before)
         self.row_lengths = after
-        self._advance(after, counts)
+        self.step.reserve(counts)
+        self._tell_lengths()
 
-    def clear(self, rows: Sequence[int] | None = None) -> None:
+    def clear(self, rows: int | Sequence[int] | None = None) -> None:
         """Forget these rows, or all."""
-        for row in range(len(self.row_lengths)) if rows is None else rows:
+        found = list(range(len(self.row_lengths))) if rows is None else self._rows("clear", rows)
+        for row in found:
             self.row_lengths[row] = 0
-        self._advance(self.row_lengths, {})
+        self.step.forget(found)
+        self._tell_lengths(shorter=True)
 
     def truncate(self, row: int, length: int) -> None:
         """Forget the keys of a row from `length` on, such as drafts that were not accepted."""
-        self.row_lengths[row] = _shorter(row, self.row_lengths[row], length)
-        self._advance(self.row_lengths, {})
+        self._shorten(row, length)
+        self._tell_lengths(shorter=True)
 
-    def _slots(self, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        return row, torch.where(position < 0, self.capacity, position)
-
-
-def _shorter(row: int, before: int, length: int) -> int:
-    if not 0 <= count_of("length", length) <= before:
-        raise ArgumentError(f"truncate: row {row} has {before} keys, not {length}")
-    return length
+    def _places(self, row: Tensor, position: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        return row, torch.where(new, position, self.capacity)
 
 
 class PagedCache(_Cache):
@@ -349,9 +405,9 @@ class PagedCache(_Cache):
                 (rows, self.max_pages), pages, dtype=torch.int32, device=device
             )
         self.stored = k, v
-        self.lengths, self.new = _counters(rows, device)
-        self.row_lengths = [0] * rows
+        self._counters(layers, rows, device)
         self._pages: list[list[int]] = [[] for _ in range(rows)]
+        self._in_use = [False] * rows
         self._users = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
 
@@ -362,12 +418,14 @@ class PagedCache(_Cache):
 
     def reserve(self, rows: int | Sequence[int], tokens: int | Sequence[int]) -> None:
         """Find pages for the next tokens of these rows (one number for all, or one for each), and
-        count them: `append` writes them, and rows that are not named get none. A page that rows
-        share is copied for the one that writes to it.
+        count them. Calls add up until the layers append. A page that rows share is copied for the
+        one that writes to it.
 
-        **Raises:** `CacheFull` where there are too few pages; then nothing has changed.
+        **Raises:** `CacheFull` where there are too few pages, `ArgumentError` while some layers
+        have appended and others have not; then nothing has changed.
         """
-        counts = self._counts(rows, tokens, len(self.row_lengths))
+        counts = self._counts(rows, tokens)
+        self.step.check_reserve()
         needed, copies = {}, {}
         users = dict[int, int]()  # of pages that are copied: who still needs them
         for row, count in counts.items():
@@ -397,6 +455,7 @@ class PagedCache(_Cache):
             self._pages[row] += [self._take() for _ in range(more)]
         for row, count in counts.items():
             self.row_lengths[row] += count
+            self._in_use[row] |= count > 0
         if copies:
             old = torch.tensor(list(copies.values()), device="cpu").to(self.keys.device)
             new = [self._pages[row][(self.row_lengths[row] - counts[row]) // self.page]
@@ -406,44 +465,51 @@ class PagedCache(_Cache):
                 bits = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
                 bits[:, to] = bits[:, old]
         self._tell([row for row in counts if needed[row] or row in copies])
-        self._advance(self.row_lengths, counts)
+        self.step.reserve(counts)
+        self._tell_lengths()
 
     def fork(self, row: int) -> int:
-        """A row that shares the pages of this one; its number. Pages are copied when one of the two
-        writes to them.
+        """Return the number of a row that shares the pages of this one, and is in use until
+        `free`. Pages are copied when one of the two writes to them.
 
-        **Raises:** `CacheFull` where no row is free.
+        **Raises:** `CacheFull` where no row is free, `ArgumentError` where tokens of this one are
+        reserved that not every layer has appended.
         """
-        taken = [n for n, own in enumerate(self._pages) if not own and n != row]
-        if not taken:
+        (row,) = self._rows("fork", [row])
+        unused = [n for n, used in enumerate(self._in_use) if not used and n != row]
+        if not unused:
             raise CacheFull(f"all {len(self._pages)} rows are in use; free() one that has ended")
-        new = taken[0]
+        self.step.check_fork(row)
+        new = unused[0]
+        self._in_use[row] = self._in_use[new] = True
         self._pages[new], self.row_lengths[new] = list(self._pages[row]), self.row_lengths[row]
         for page in self._pages[new]:
             self._users[page] += 1
         self._tell([new])
-        self._advance(self.row_lengths, {})
+        self.written[:, new] = self.written[:, row]
+        self._tell_lengths()
         return new
 
     def free(self, rows: int | Sequence[int]) -> None:
-        """Give the pages of these rows back."""
-        rows = [rows] if isinstance(rows, int) else list(rows)
-        for row in rows:
+        """Give the pages of these rows back, and the rows themselves."""
+        found = self._rows("free", rows)
+        for row in found:
             for page in self._pages[row]:
                 self._release(page)
-            self._pages[row], self.row_lengths[row] = [], 0
-        self._tell(rows)
-        self._advance(self.row_lengths, {})
+            self._pages[row], self.row_lengths[row], self._in_use[row] = [], 0, False
+        self.step.forget(found)
+        self._tell(found)
+        self._tell_lengths(shorter=True)
 
     def truncate(self, row: int, length: int) -> None:
         """Forget the keys of a row from `length` on, such as drafts that were not accepted."""
-        self.row_lengths[row] = _shorter(row, self.row_lengths[row], length)
-        kept = -(-length // self.page)
+        row = self._shorten(row, length)
+        kept = -(-self.row_lengths[row] // self.page)
         for page in self._pages[row][kept:]:
             self._release(page)
         del self._pages[row][kept:]
         self._tell([row])
-        self._advance(self.row_lengths, {})
+        self._tell_lengths(shorter=True)
 
     def _take(self) -> int:
         page = self._free.pop()
@@ -466,7 +532,7 @@ class PagedCache(_Cache):
         at = torch.tensor(rows, device="cpu").to(device)
         self.page_table[at] = torch.tensor(table, dtype=torch.int32, device="cpu").to(device)
 
-    def _slots(self, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def _places(self, row: Tensor, position: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
         at = position.clamp(0)
         page = self.page_table[row, at // self.page]
-        return torch.where(position < 0, len(self._users), page).long(), at % self.page
+        return torch.where(new, page, len(self._users)).long(), at % self.page
