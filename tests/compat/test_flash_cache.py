@@ -89,7 +89,7 @@ def test_rotary_leftpad_and_rows_of_the_cache(interleaved):
         return torch.cat((part, x[..., 8:]), -1)
 
     for row, length in enumerate((LENGTHS + 4).tolist()):
-        at = torch.arange(2) + length - int(pad[row])
+        at = torch.arange(2) + length  # a position in the cache, whatever the padding before
         keys = torch.cat((before_k[rows[row], pad[row] : length], turned(k[row], at)))
         values = torch.cat((before_v[rows[row], pad[row] : length], v[row]))
         wanted = flash_attn_func(turned(q[row], at)[None], keys[None], values[None], causal=True)
@@ -138,6 +138,13 @@ def test_what_is_refused():
         flash_attn_with_kvcache(q, k_cache, v_cache, qv=q)
     with pytest.raises(RuntimeError, match="k and v go together"):
         flash_attn_with_kvcache(q, k_cache, v_cache, k)
+    table, idx = torch.zeros(B, 2, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"block_table with cache_batch_idx.*name it page_table"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, block_table=table, cache_batch_idx=idx)
+    with pytest.raises(RuntimeError, match="two names of one argument"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, block_table=table, page_table=table)
+    with pytest.raises(RuntimeError, match=r"cache_batch_idx must be int32 \(b,\) = \(3,\)"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, page_table=table, cache_batch_idx=idx[1:])
     with pytest.raises(ArgumentError, match=r"lengths\[0\] = 40"):
         flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=40)
 
@@ -150,6 +157,20 @@ def test_what_is_refused():
         ({"cache_seqlens": 3, "cache_batch_idx": [0, -1]}, "row of the cache.* -1"),
         ({"cache_seqlens": 3, "block_table": [[0], [7]]}, "page .* 7, which is none"),
         ({"cache_seqlens": 3, "rotary_cos": 20, "rotary_sin": 20}, "at least the 32 positions"),
+        (
+            {
+                "cache_seqlens": 3,
+                "rotary_cos": 32,
+                "rotary_sin": 32,
+                "causal": True,
+                "rotary_seqlens": [3, 31],
+            },
+            "have 32 positions, but a query or new key is at 32",
+        ),
+        (
+            {"cache_seqlens": 3, "page_table": [[0], [1]], "cache_batch_idx": [0, 2]},
+            r"cache_batch_idx\[1\] = 2 is no row of page_table, which has 2",
+        ),
     ],
 )
 def test_what_has_no_place_is_written_nowhere(options, words):

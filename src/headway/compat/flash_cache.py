@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import inference
+from ..arguments import shown
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods import causal as lower_right
@@ -95,10 +96,11 @@ def flash_attn_with_kvcache(
       place.
     - `k`, `v`: `(b, new, hk, ·)`, written to positions `cache_seqlens[b]` and on before attending.
     - `cache_seqlens`: int32 `(b,)`, or one number, of the keys that are there; None: all.
-    - `cache_batch_idx`: int32 `(b,)`, the row of the cache of every row of q.
+    - `cache_batch_idx`: int32 `(b,)`, the row of the cache, or of `page_table`, of every row of q.
     - `cache_leftpad`: int32 `(b,)`, the first key of every row.
-    - `rotary_cos`, `rotary_sin`: `(positions, rotary / 2)`; q and the new keys are turned, a query
-      by its position if `causal` or in a window, else by that of the first new key.
+    - `rotary_cos`, `rotary_sin`: `(positions, rotary / 2)`; q and the new keys are turned by their
+      positions in the cache, from `cache_seqlens` on, whatever `cache_leftpad`; or from
+      `rotary_seqlens` on, `(b,)`. All queries by the first of them, unless `causal` or in a window.
     - `causal`, `window_size`: aligned bottom-right; `softcap`, `alibi_slopes`: as in
       `flash_attn_func`; `learnable_sink`: `(hq,)`, as in flash-attn 4.
     - `cu_seqlens_q`, `max_seqlen_q`: q is `(tokens, hq, d)`; `cu_seqlens_k_new`: so are k and v.
@@ -115,7 +117,6 @@ def flash_attn_with_kvcache(
     _refuse(qv, attention_chunk)
     _check_places(rotary_cos, rotary_sin, cache_batch_idx)
     is_causal, want_lse = flag("causal", causal), flag("return_softmax_lse", return_softmax_lse)
-    pages = block_table if page_table is None else page_table
     packed = cu_seqlens_q is not None
     axes = "(tokens, heads, width)" if packed else "(b, length, heads, width)"
     if not isinstance(q, Tensor) or q.dim() != (3 if packed else 4):
@@ -124,9 +125,8 @@ def flash_attn_with_kvcache(
         if not isinstance(x, Tensor) or x.dim() != 4:
             raise CallError(f"{name} must be (rows, length, heads, width), got {_shown(x)}")
     b = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
+    pages = _table(block_table, page_table, cache_batch_idx, b)
     lengths = _lengths(cache_seqlens, b, k_cache, pages)
-    if cache_batch_idx is not None:  # a row is a page as long as the capacity
-        pages = cache_batch_idx.to(torch.int32)[:, None]
     limits = limits_of(is_causal, window_size)
     if rotary_cos is not None and rotary_sin is not None:
         capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
@@ -137,8 +137,6 @@ def flash_attn_with_kvcache(
                 f"{_shown(rotary_sin)}"
             )
         base = lengths if rotary_seqlens is None else rotary_seqlens
-        if cache_leftpad is not None:
-            base = base - cache_leftpad
         turn = _Turn(rotary_cos, rotary_sin, flag("rotary_interleaved", rotary_interleaved))
         moving = limits != (None, None)
         q = turn(q, base, cu_seqlens_q, moving)
@@ -213,12 +211,23 @@ class _Turn:
         else:
             token = torch.arange(x.shape[0], device=x.device)
             row = _row_of(cu, token)
-            at = ((token - cu[row]) * moving + base[row])[None]
+            at = torch.where(token < cu[-1], (token - cu[row]) * moving + base[row], 0)[None]
             x = x[None]
+        if at.is_cpu and not torch.compiler.is_compiling():
+            self._check(at)
         at = at.clamp(0, self.cos.shape[0] - 1).long()
         angles = Angles(self.cos[at].float(), self.sin[at].float())
         turned = self.rotary.rotate(x.transpose(1, 2), angles).transpose(1, 2)
         return turned if cu is None else turned[0]
+
+    def _check(self, at: Tensor) -> None:
+        """Where the host sees it: positions have angles."""
+        wrong = at[(at < 0) | (at >= self.cos.shape[0])]
+        if wrong.numel():
+            raise CallError(
+                f"rotary_cos and rotary_sin have {self.cos.shape[0]} positions, but a query or new "
+                f"key is at {int(wrong[0])}; give a longer table, or other rotary_seqlens"
+            )
 
 
 def _row_of(cu: Tensor, token: Tensor) -> Tensor:
@@ -273,6 +282,34 @@ def _check_pages(page: Tensor, row: Tensor, pages: int) -> None:
             f"a new key of row {int(row[n])} belongs to page (or row of the cache) {int(page[n])}, "
             f"which is none of the {pages}; nothing was written"
         )
+
+
+def _table(block_table: Any, page_table: Any, rows: Tensor | None, b: int) -> Any:
+    """The pages of every row of q. Without pages, a row of the cache is one, as long as the
+    capacity."""
+    if block_table is not None and page_table is not None:
+        raise CallError("block_table and page_table are two names of one argument; give one")
+    if rows is None:
+        return block_table if page_table is None else page_table
+    if block_table is not None:
+        raise CallError(
+            "block_table with cache_batch_idx: flash-attn 2 has no such call; in flash-attn 3 "
+            "cache_batch_idx says which rows of page_table belong to q: name it page_table"
+        )
+    if tuple(rows.shape) != (b,) or rows.is_floating_point():
+        raise CallError(f"cache_batch_idx must be int32 (b,) = ({b},), got {shown(rows)}")
+    if page_table is None:
+        return rows.to(torch.int32)[:, None]
+    if not isinstance(page_table, Tensor) or page_table.dim() != 2:
+        raise CallError(f"page_table must be (rows, max_pages), got {_shown(page_table)}")
+    last = page_table.shape[0] - 1
+    there = (rows >= 0) & (rows <= last)
+    if rows.is_cpu and not torch.compiler.is_compiling() and not bool(there.all()):
+        n = int((~there).nonzero()[0, 0])
+        raise CallError(
+            f"cache_batch_idx[{n}] = {int(rows[n])} is no row of page_table, which has {last + 1}"
+        )
+    return torch.where(there[:, None], page_table[rows.clamp(0, last)], -1)
 
 
 def _lengths(given: Any, b: int, k_cache: Tensor, pages: Tensor | None) -> Tensor:
