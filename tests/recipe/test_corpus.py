@@ -91,6 +91,8 @@ def test_packages(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(text)
+    (tmp_path / "torch" / "folder.py").mkdir()
+    (tmp_path / "torch" / "dangling.py").symlink_to("nowhere")
     corpus = load_corpus(tmp_path, "packages")
     assert corpus.train_names == ("six.py", "torch/a.py", "torch/notes.md", "torchvision/b.rst")
     assert corpus.held_out_names == ("timm-1.0.dist-info/top.txt", "timm/c.py")

@@ -92,8 +92,12 @@ def packages_corpus(root: Path | None = None) -> Corpus:
     """
     root = Path(sysconfig.get_paths()["purelib"]) if root is None else Path(root)
     _check_folder(root, "packages")
-    paths = (path for path in root.rglob("*") if path.suffix in SUFFIXES)
-    texts = _read(root, (path for path in paths if "__pycache__" not in path.parts))
+    paths = (
+        path
+        for path in root.rglob("*")
+        if path.suffix in SUFFIXES and "__pycache__" not in path.parts and path.is_file()
+    )
+    texts = _read(root, paths)
     seen: set[bytes] = set()
     kept: dict[str, bytes] = {}
     for name in sorted(texts, key=lambda name: (_family_is_held_out(name), name)):
