@@ -14,7 +14,7 @@ _ON_A_GPU: dict[str, Any] = {
     "device": "cuda",
     "dtype": "bfloat16",
     "mask": "causal",
-    "eval_every": 100,
+    "eval_every": 400,
     "save_every": 100_000,  # the first step and the last
     "sample_bytes": 0,
 }
