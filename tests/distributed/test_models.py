@@ -116,6 +116,10 @@ def compiled(world: int, rank: int) -> None:
         for a, b in zip(*grads, strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
+    # A call's number is a result of the operator: backwards in another order are found.
+    outs = [program(*leaves, ids, layout)[0] for _ in range(2)]
+    with pytest.raises(ArgumentError, match="the backward of attention"):
+        outs[rank == 1].sum().backward()
 
 
 def checkpointed(world: int, rank: int) -> None:

@@ -93,11 +93,19 @@ def _of_kind(
     return tuple(map(hash_of, of))
 
 
-def fields_of_move(digest: int, x: Tensor, dim: int, options: Any, trains: bool) -> list[int]:
+def fields_of_move(
+    digest: int, x: Tensor, dim: int, options: tuple[float, ...], trains: bool
+) -> list[int]:
     """A number for every field of a layout's call on a tensor, along `dim` (0 or more)."""
-    sizes = (*x.shape[:dim], *x.shape[dim + 1 :])
-    kind = str(x.dtype), x.device.type
-    return [digest, hash_of(sizes), hash_of(kind), dim, hash_of(options), int(trains)]
+    of = _of_tensor((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype, x.device.type, options)
+    return [digest, *of[:2], dim, of[2], int(trains)]
+
+
+@lru_cache(256)
+def _of_tensor(
+    sizes: tuple[int, ...], dtype: torch.dtype, device: str, options: tuple[float, ...]
+) -> tuple[int, ...]:
+    return hash_of(sizes), hash_of((str(dtype), device)), hash_of(options)
 
 
 class Agreement:

@@ -73,7 +73,9 @@ class Made(NamedTuple):
             check_size(x, dim, size, "the whole sequence" if does == SHARD else "this rank's part")
             trains = torch.is_grad_enabled() and x.requires_grad and does != SHARD
             at = digest_of(layout.table, layout.ranks)
-            return fields_of_move(at, x, dim % x.dim(), [f() for f in options], trains)
+            return fields_of_move(
+                at, x, dim % x.dim(), tuple([float(f()) for f in options]), trains
+            )
 
         return Made(does, agree(does, fields, group, device), group, device)
 
