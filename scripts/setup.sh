@@ -116,6 +116,9 @@ else
 fi
 say "installing headway and its tools"
 pip_install -c constraints.txt -e ".[cli,dev,docs,hf,plot]"
+# Beside the newest transformers its oldest supported version, for tests that put it first.
+rm -rf "$venv/oldest"
+pip_install --no-deps --target "$venv/oldest" -r constraints-transformers.txt
 
 key >"$stamp.new"
 mv "$stamp.new" "$stamp"

@@ -235,6 +235,17 @@ def test_constraints_name_every_dependency() -> None:
     assert pinned == wanted
 
 
+def test_the_oldest_transformers_is_the_one_that_is_tested() -> None:
+    """And the other one is newer."""
+    pinned = [
+        tuple(map(int, re.findall(r"^transformers==([\d.]+)$", text, re.MULTILINE)[0].split(".")))
+        for text in ((ROOT / f"constraints{x}.txt").read_text() for x in ("-transformers", ""))
+    ]
+    (asked,) = PROJECT["optional-dependencies"]["hf"]
+    assert asked == "transformers>=" + ".".join(map(str, pinned[0][:2]))
+    assert pinned[0] < pinned[1]
+
+
 # -- what a code host reads ----------------------------------------------------------------------
 
 

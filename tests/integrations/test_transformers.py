@@ -9,8 +9,9 @@ import pytest
 import torch
 
 hf = pytest.importorskip("transformers", reason="transformers 5 is not installed")
-if int(hf.__version__.split(".")[0]) < 5:
-    pytest.skip(f"transformers {hf.__version__} is older than 5", allow_module_level=True)
+VERSION = tuple(int(part) for part in hf.__version__.split(".")[:2])
+if VERSION < (5, 17):
+    pytest.skip(f"transformers {hf.__version__} is older than 5.17", allow_module_level=True)
 
 from headway import call_cache  # noqa: E402
 from headway.errors import ArgumentError, BackendRefused  # noqa: E402
@@ -130,14 +131,6 @@ def test_packed_sequences(name, tokens):
         packed = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
         alone = model(input_ids=tokens[:, 6:14], use_cache=False).logits
         torch.testing.assert_close(packed[:, 6:14], alone, **TOLERANCE)
-
-
-def test_packing_that_transformers_ignores_is_warned_about(tokens):
-    positions = torch.cat([torch.arange(6), torch.arange(11)]).expand(2, -1)
-    model = DECODERS["llama"]()
-    model.set_attn_implementation("headway")
-    with pytest.warns(UserWarning, match="documents see each other"):
-        model(input_ids=tokens, position_ids=positions)
 
 
 def test_packed_sequences_by_their_offsets(tokens):
@@ -261,6 +254,8 @@ def test_autocast(tokens):
 # Mistral and Qwen 3 compile as Llama does: a window is a mask, a norm is theirs.
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in ("mistral", "qwen3")])
 def test_compiles_whole(name, tokens):
+    if name in ("gpt_oss", "deepseek_v3") and VERSION < (5, 23):
+        pytest.skip("its experts do not compile whole, nor with its own attention")
     torch._dynamo.reset()
 
     def run(model):
@@ -805,26 +800,3 @@ def test_padded_keys_are_not_seen(keys, dtype):
         torch.testing.assert_close(out.double(), truth, atol=1e-2, rtol=1e-2)
     if dtype == torch.float32:
         torch.testing.assert_close(after.double(), truth, atol=1e-6, rtol=1e-6)
-
-
-def test_continuous_batching_is_that_of_sdpa(tokens):
-    """By transformers' manager, which takes no other name than its own: a user registers there."""
-    from transformers import AttentionInterface, ContinuousBatchingConfig
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    model = DECODERS["llama"]().eval()
-    model.set_attn_implementation("sdpa")
-    prompts = [row[: 3 + 4 * n].tolist() for n, row in enumerate(tokens)]
-    config = hf.GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    # Without a size its cache takes all memory, half a minute for each.
-    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-    texts = []
-    for forward in (sdpa_attention_forward, integration.attention_forward):
-        AttentionInterface.register("sdpa", forward)
-        try:
-            out = model.generate_batch(prompts, config, small, progress_bar=False)
-        finally:
-            AttentionInterface.register("sdpa", sdpa_attention_forward)
-        texts.append(sorted(tuple(x.generated_tokens) for x in out.values()))
-    assert texts[0] == texts[1]
-    assert len(texts[0]) == len(prompts)

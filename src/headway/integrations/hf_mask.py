@@ -48,7 +48,8 @@ class AttentionMask(Tensor):
     _mask: MaskFn | None
     _later: Callable[[], MaskFn | None] | None  # makes the mask at its first use
     sizes: tuple[int, ...]
-    packed: bool  # documents are apart, or positions have been looked at
+    documents: bool  # packed documents do not see each other
+    kept: Callable[[], Tensor] | None  # bool (batch, queries): tokens that are no padding
     taken: bool  # the square is in the hands of others, and is all that counts
     looked_at: Tensor | None  # the positions that were compared with the layout's
     over_ranks: Layout | None  # which tokens these are, where the sequence is cut over ranks
@@ -61,20 +62,21 @@ class AttentionMask(Tensor):
     def of(
         mask: MaskFn | None,
         sizes: tuple[int, ...],
-        packed: bool,
+        documents: bool,
         make: Callable[[], Tensor],
         dtype: torch.dtype,
         device: torch.device | str | None,
         later: Callable[[], MaskFn | None] | None = None,
         step: Callable[[], tuple[MaskFn | None, Tensor]] | None = None,
         near: tuple[int, Tensor | None] | None = None,
+        kept: Callable[[], Tensor] | None = None,
     ) -> "AttentionMask":
         """A mask of these sizes; `make` makes the square, and `later` the mask, where making it
         waits for the device."""
         nothing = torch.full((), math.nan, dtype=dtype, device=device).expand(sizes)
         new = nothing.as_subclass(AttentionMask)
         new._mask, new._later, new._step, new.near = mask, later, step, near
-        new.sizes, new.packed = sizes, packed
+        new.sizes, new.documents, new.kept = sizes, documents, kept
         new.taken, new._make, new._made, new._moved = False, make, None, {}
         new.over_ranks = new.looked_at = new._bias = new._stepped = None
         return new
@@ -99,6 +101,11 @@ class AttentionMask(Tensor):
             assert self._step is not None
             self._stepped = self._step()
         return self._stepped
+
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether anyone has asked for its numbers."""
+        return self._made is not None
 
     def square(self) -> Tensor:
         """The mask as a plain tensor."""
@@ -162,7 +169,16 @@ class AttentionMask(Tensor):
             step = (lambda: self.step) if here and self.is_step else None
             near = self.near if here else None
             new = AttentionMask.of(
-                None, self.sizes, self.packed, make, dtype, device, later, step, near
+                None,
+                self.sizes,
+                self.documents,
+                make,
+                dtype,
+                device,
+                later,
+                step,
+                near,
+                self.kept,
             )
             new.over_ranks = self.over_ranks
             self._moved[dtype, device] = new
@@ -185,7 +201,7 @@ class GraphMask:
     ) -> None:
         self.later, self.shape, self.sizes = later, shape, shape
         self.step, self.is_step = step, step is not None
-        self.packed, self.taken = True, False
+        self.taken = False
 
     @property
     def mask(self) -> MaskFn | None:

@@ -4,6 +4,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import cache, wraps
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any
@@ -11,57 +12,140 @@ from typing import Any
 import torch
 
 from ..errors import BackendRefused
+from . import hf_calls
 
 # Models ask this table of transformers for the function that is to run their attention.
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 _NOT_A_MODEL = re.compile(r"(torch|builtins|transformers(?!\.models\b))(\.|$)")
+_SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
 _names: set[str] = set()
 _warned: set[type] = set()
 
 
 def watch(name: str) -> None:
-    """From now on, look at every model that is made, for whether `attn_implementation=name` reaches
-    its attention.
+    """From now on, look at every model that is made or set to an attention, for whether
+    `attn_implementation=name` reaches its attention.
 
     transformers lets a model of any kind take the name and tells no one. PyTorch calls those who
     ask when a module becomes part of another: for a model, before its layers exist.
     """
     if not _names:
         torch.nn.modules.module.register_module_module_registration_hook(_grows)
+        _watch_settings()
     _names.add(name)
+
+
+def _watch_settings() -> None:
+    """A model that was made before is met when its attention is set: of that, no one is told."""
+    from transformers import PreTrainedModel
+
+    plain = PreTrainedModel.set_attn_implementation
+
+    @wraps(plain)
+    def set_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        for part in self.modules():
+            if isinstance(part, PreTrainedModel):
+                _watch_calls(part)
+
+    PreTrainedModel.set_attn_implementation = set_attn_implementation  # type: ignore[method-assign]
 
 
 def _grows(parent: Any, name: str, child: Any) -> None:
     """A module becomes part of another: the first one of a model shows the model."""
     from transformers import PreTrainedModel
 
-    if isinstance(parent, PreTrainedModel) and _first_use not in parent._forward_pre_hooks.values():
+    if isinstance(parent, PreTrainedModel) and _before not in parent._forward_pre_hooks.values():
         if (implementation := _implementation(parent)) in _names:
             _refuse_unknown(type(parent), implementation)
-        parent.register_forward_pre_hook(_first_use)
+        _watch_calls(parent)
+
+
+def _watch_calls(model: torch.nn.Module) -> None:
+    if _before not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_before, with_kwargs=True)
+        model.register_forward_hook(_after, always_call=True)
+        model.register_forward_pre_hook(_first_use)
+
+
+def _before(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _implementation(model) in _names:
+        _refuse_weights(model, args, kwargs)
+    hf_calls.begin(model, args, kwargs)
+
+
+def _after(model: torch.nn.Module, args: tuple, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        hf_calls.end(model)
 
 
 def _implementation(model: Any) -> str:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
 
 
+def _refuse_weights(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A model may collect weights from its layers and say nothing of it to its attention."""
+    name = "output_attentions"
+    asked = hf_calls.given(model, args, kwargs, name)
+    if asked is None:
+        asked = getattr(model.config, name, None)
+    if asked and any(asks(type(part)) for part in model.modules()):
+        raise BackendRefused(
+            f"output_attentions={asked} of {type(model).__name__}: the weights are never made; "
+            'set attn_implementation="eager" for a model whose weights you need'
+        )
+
+
 def _first_use(model: torch.nn.Module, args: Any) -> None:
-    """Before the first forward with Headway: is there anything in the model that it will run?"""
+    """Before the first forward with Headway: is there attention that it will not run?"""
     if torch.compiler.is_compiling() or (implementation := _implementation(model)) not in _names:
         return
-    parts = list(model.modules())
-    own = {type(part).__name__ for part in parts if "Attention" in type(part).__name__}
-    alone = bool(own) and not any(asks(type(part)) for part in parts)
-    for part in parts if alone else [model]:  # what is true of all is said once
+    from transformers import PreTrainedModel
+
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    models = [m for m in models if _implementation(m) in _names]
+    own = {name for part in models for name in _own_attention(part)}
+    others_ask = own and any(asks(type(part)) for part in model.modules())
+    for part in models:  # what is true of all is said once
         _forget(part)
-    if alone and type(model) not in _warned:
+    if own and type(model) not in _warned:
         _warned.add(type(model))
         warnings.warn(
             f"{type(model).__name__} is set to attn_implementation={implementation!r}, but runs "
-            f"attention of its own ({', '.join(sorted(own)[:3])}) and asks for no other: "
-            "headway is not used in it",
+            f"attention of its own ({', '.join(sorted(own)[:3])}) that asks for no other: "
+            f"headway is not used in it{', but in the rest of the model' if others_ask else ''}",
             stacklevel=3,
         )
+
+
+def _own_attention(model: torch.nn.Module) -> set[str]:
+    """Names of the classes that run attention in a model, short of models inside of it, and do not
+    ask for another one. Where others ask, a class counts if it computes a softmax: a linear
+    attention is no one else's to run."""
+    from transformers import PreTrainedModel
+
+    found: set[type] = set()
+
+    def look(part: torch.nn.Module, asked: bool) -> tuple[bool, bool]:
+        """Whether a part or one inside of it asks, and whether one was found."""
+        cls = type(part)
+        asking = asks(cls)
+        below = [
+            look(child, asked or asking)
+            for child in part.children()
+            if not isinstance(child, PreTrainedModel)
+        ]
+        asking = asking or any(a for a, _ in below)
+        if "Attention" not in cls.__name__ or asked or asking:
+            return asking, any(f for _, f in below)
+        if not any(f for _, f in below):
+            found.add(cls)
+        return asking, True
+
+    others_ask, _ = look(model, False)
+    return {cls.__name__ for cls in found if not others_ask or _computes_softmax(cls)}
 
 
 def _forget(module: torch.nn.Module) -> None:
@@ -70,9 +154,15 @@ def _forget(module: torch.nn.Module) -> None:
         hooks.pop(key, None)
 
 
+@cache
 def asks(cls: type) -> bool:
     """Whether the code of a module asks transformers' table for its attention."""
     return any(_TABLE in names for names in _named([*_methods(cls)], classes=False))
+
+
+def _computes_softmax(cls: type) -> bool:
+    names = {name for names in _named([*_methods(cls)], classes=False) for name in names}
+    return issubclass(cls, torch.nn.MultiheadAttention) or not _SOFTMAX.isdisjoint(names)
 
 
 def _refuse_unknown(cls: type, implementation: str) -> None:

@@ -13,7 +13,6 @@ read there).
 With this attention, `headway.stability.QKClip(model)` works on Llama-like and DeepSeek models.
 """
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -32,11 +31,11 @@ from ..mods.base import Both, MaskFn, Not, Then
 from ..mods.pointwise import Positions, mask_at
 from ..ops import plain_step
 from ..stability import MaxLogit
-from . import hf_models
+from . import hf_calls, hf_models
 from .hf_mask import AttentionMask, GraphMask, kept
 from .hf_translate import graph_mask, joined, of_padding, only_past, sees_all, shift, translate
 
-_OF_CACHE = ("block_table", "read_index", "write_index")
+_OF_CACHE = ("block_table", "read_index", "write_index", "k_cache", "v_cache")
 _FEW = 16  # new tokens of a step over a cache
 
 # What a model or a caller may pass down and that would change its attention, but is not honoured.
@@ -44,11 +43,11 @@ _FEW = 16  # new tokens of a step over a cache
 _REFUSED = frozenset(
     # which keys a query sees
     "indices block_indices topk_indices sparse_indices block_mask mask_mod attn_mask "
-    "key_padding_mask attention_chunk_size window_size "
+    "key_padding_mask attention_chunk_size window_size seq_idx "
     # what is added to a score or multiplies it
     "head_mask layer_head_mask cross_attn_head_mask score_mod alibi alibi_slopes attn_bias "
-    "attention_bias relative_position_bias rel_pos_bias bias scale softmax_scale logit_cap "
-    "logits_soft_cap dropout_p q_descale k_descale v_descale "
+    "attention_bias position_bias relative_position_bias rel_pos_bias bias scale softmax_scale "
+    "logit_cap logits_soft_cap dropout_p q_descale k_descale v_descale "
     # where keys and values are
     "cache block_table page_table k_cache v_cache cache_seqlens seqused_q seqused_k read_index "
     "write_index".split()
@@ -142,9 +141,18 @@ def attention_mask(
     if isinstance(q_offset, Tensor):  # the counter of a static cache, which counts on in place
         q_offset = int(q_offset) if q_offset.is_cpu else q_offset.clone()
     whole, packed = translate(mask_function)
+    call = hf_calls.current()
     few = q_length <= _FEW and not packed and not torch.is_grad_enabled() and only_past(whole)
     seen = q_offset + q_length if few and isinstance(q_offset, int) else None
     padding = _padding(attention_mask, kv_length, kv_offset, seen)
+    if (
+        whole is None is padding
+        and hints.get("allow_is_bidirectional_skip")
+        and not getattr(hints.get("config"), "is_causal", False)
+        and call is not None
+        and call.none_keeps_all
+    ):
+        return None  # as "eager" has it: models compare a mask's sizes with their own
 
     @cache
     def kept() -> MaskFn | None:
@@ -166,7 +174,6 @@ def attention_mask(
             near = keys, _near(*step(), keys)
         else:
             near = keys, None if padding is None else padding[:, None, None, :keys]
-    packed = packed or padding is not None
 
     def square() -> Tensor:
         from transformers.masking_utils import bidirectional_mask_function, eager_mask
@@ -179,7 +186,18 @@ def attention_mask(
 
     dtype = hints.get("dtype") or torch.float32
     of_step = step if few else None
-    return AttentionMask.of(None, shape, packed, square, dtype, device, later, of_step, near)
+
+    def of_queries() -> Tensor:
+        assert padding is not None
+        return padding[:, int(q_offset) - kv_offset :][:, :q_length]
+
+    mask = AttentionMask.of(
+        None, shape, packed, square, dtype, device, later, of_step, near,
+        None if padding is None else of_queries,
+    )  # fmt: skip
+    if call is not None:
+        call.made.append(mask)
+    return mask
 
 
 def _padding(
@@ -250,14 +268,22 @@ def attention_forward(
     **Raises:** `BackendRefused` (a `NotImplementedError`) for arguments that would change attention
     and are not honoured, `ArgumentError` for a mask of other sizes than the call's.
     """
-    if (cache := kwargs.pop("cache", None)) is not None:  # of continuous batching
-        _refuse(output_attentions, {n: x for n, x in kwargs.items() if n not in _OF_CACHE})
+    cache = kwargs.pop("cache", None)  # of continuous batching
+    updated = kwargs.get("read_index") is not None and isinstance(cu_seq_lens_k, Tensor)
+    if cache is not None or updated:
+        others = {n: x for n, x in kwargs.items() if n not in _OF_CACHE}
+        _refuse(output_attentions, {**others, "position_bias": position_bias, "seq_idx": seq_idx})
         return _continuous(
             query, key, value, cache, {**kwargs, "cu_seq_lens_k": cu_seq_lens_k}, cu_seq_lens_q,
             module, scaling, sliding_window, softcap, s_aux if sinks is None else sinks,
         ), None  # fmt: skip
     _refuse(output_attentions, kwargs)
     q_len, kv_len = query.shape[2], key.shape[2]
+    if not torch.compiler.is_compiling():
+        call = hf_calls.current()
+        if call is not None and not call.judged:
+            told = not (seq_idx is None and cu_seq_lens_q is None is cu_seq_lens_k)
+            call.look(attention_mask, q_len, kv_len, told)
     if (
         isinstance(attention_mask, AttentionMask | GraphMask) and attention_mask.is_step
         and not (dropout or torch.is_grad_enabled() or attention_mask.taken)
@@ -289,8 +315,6 @@ def attention_forward(
         mask = joined(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
     if seq_idx is not None:
         mask = joined(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
-    elif cu_seq_lens_q is None and isinstance(attention_mask, AttentionMask):
-        _look_at_positions(attention_mask, kwargs.get("position_ids"), q_len, kv_len)
     if softcap is not None:
         score = capped(softcap) if score is None else Then(capped(softcap), score)
     if position_bias is not None:
@@ -362,15 +386,17 @@ def _continuous(
     softcap: float | None, sink: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """transformers' continuous batching: requests of different lengths, packed, each causal in
-    itself. The cache gives all their keys, packed too: a key is a page of one."""
+    itself. The cache gives all their keys, packed too: a key is a page of one. Since transformers
+    5.24 the model has asked it for them, and `cache` is None."""
     if words.get("block_table") is not None or cu_q is None:
         raise BackendRefused(
             "a cache of continuous batching that comes with a block_table, which is for flash-attn "
             "alone; set max_blocks_per_request=0 in its ContinuousBatchingConfig"
         )
-    key, value = cache.update(
-        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=words
-    )
+    if cache is not None:
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=words
+        )
     cu_k = words["cu_seq_lens_k"]
     at = torch.arange(int(words["max_length_k"]), device=key.device)
     table = (cu_k[:-1, None] + at).clamp(max=key.shape[2] - 1).to(torch.int32)
@@ -451,23 +477,6 @@ def _sequences(ids: Tensor, batch: int, q_len: int, kv_len: int) -> MaskFn:
     if ids.shape[0] < batch:
         ids = ids[0]
     return document(ids) if q_len == kv_len else document(ids[..., -q_len:], ids)
-
-
-def _look_at_positions(
-    mask: AttentionMask, position_ids: Tensor | None, q_len: int, kv_len: int
-) -> None:
-    """transformers reads packing off `position_ids` only where nothing else is given."""
-    if torch.compiler.is_compiling() or mask.packed:
-        return
-    mask.packed = True  # look once, not in every layer
-    if position_ids is None or position_ids.dim() != 2 or q_len != kv_len:
-        return
-    if bool((position_ids.diff() < 0).any()):
-        warnings.warn(
-            "position_ids restart inside a row, but transformers made a mask in which the packed "
-            "documents see each other: call the model with use_cache=False and no attention_mask",
-            stacklevel=2,
-        )
 
 
 def _check_over_ranks(layout: Layout, mask: AttentionMask, position_ids: Tensor | None) -> None:
