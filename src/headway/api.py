@@ -27,6 +27,7 @@ from .arguments import (
     count_of,
     default_scale,
     dropout_of,
+    flag_of,
     scale_of,
     seed_of,
     usable_device,
@@ -122,7 +123,8 @@ def attention(
     if unknown:
         raise unknown_keywords(attention, unknown)
     mask = mask if layout is not None else _or_none(mask, k)
-    if layout is None and score is None and sink is None and (mask is None or type(mask) is causal):
+    plainest = layout is None and score is None and sink is None and type(deterministic) is bool
+    if plainest and (mask is None or type(mask) is causal):
         out = _plain(q, k, v, mask, scale, dropout, backend)
         if out is not None:
             return out
@@ -326,6 +328,8 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     else:
         check_cache(q, k, v, kv)
         check_global(mask)
+    if type(request.deterministic) is not bool:
+        request = request._replace(deterministic=flag_of("deterministic", request.deterministic))
     if scale is not None:
         scale = scale_of(scale)
     if sink is not None:

@@ -22,7 +22,7 @@ from .mods.lowering import GUARDS_CLASSES
 from .mods.meant import meant
 from .operators import draw_seed_op
 from .surroundings import learns
-from .types import KV, Coords, constant_under_compile, fixed, real, whole
+from .types import KV, Coords, constant_under_compile, fixed, real, truth, whole
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,6 +30,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def shown(value: Any) -> str:
     """A value as messages show it: a tensor by its shape and dtype."""
     if isinstance(value, Tensor):
+        if value.is_nested:
+            return "a nested tensor"
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return repr(value)
 
@@ -39,6 +41,8 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         name, x = next((n, x) for n, x in zip("qkv", (q, k, v), strict=True) if not _is_tensor(x))
         raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
+    if q.is_nested or k.is_nested or v.is_nested:
+        check_dense(q=q, k=k, v=v)
     if not q.dim() == k.dim() == v.dim() == 4:
         name, x = next((n, x) for n, x in zip("qkv", (q, k, v), strict=True) if x.dim() != 4)
         raise ArgumentError(
@@ -70,6 +74,18 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
         raise ArgumentError(f"k and v must have the same length: {_shapes(q, k, v)}")
     if d != d_k:
         raise ArgumentError(f"q and k must have the same width: {_shapes(q, k, v)}")
+
+
+def check_dense(**tensors: Any) -> None:
+    """None of the tensors, by their names, is a nested one."""
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.is_nested:
+            raise ArgumentError(
+                f"{name} is a nested tensor, which attention does not take; pack its sequences "
+                "into one, one after the other, and pass mask=headway.document(ids), or use "
+                "headway.compat.flash.flash_attn_varlen_func; or pad them and pass "
+                "mask=headway.padding(lengths)"
+            )
 
 
 def check_dtype(dtype: torch.dtype, name: str = "q") -> None:
@@ -108,6 +124,7 @@ def default_scale(d: int) -> float:
 def check_sink(sink: Any, q: Tensor) -> None:
     """One float per query head, on q's device."""
     hq = q.shape[1]
+    check_dense(sink=sink)
     if not isinstance(sink, Tensor) or sink.shape != (hq,) or not sink.is_floating_point():
         raise ArgumentError(f"sink must be a float tensor (hq,) = ({hq},), got {shown(sink)}")
     if sink.device != q.device:
@@ -167,6 +184,14 @@ def count_of(name: str, number: Any, least: int = 0) -> int:
     return found
 
 
+def flag_of(name: str, flag: Any) -> bool:
+    """A flag, as Python's bool."""
+    found = truth(flag)
+    if found is None:
+        raise ArgumentError(f"{name}={shown(flag)} must be True or False")
+    return found
+
+
 def number_of(name: str, number: Any) -> float:
     """A real number, as a float."""
     found = real(number)
@@ -205,6 +230,10 @@ def check_sizes(mod: Any, b: int, h: int, q_len: int, kv_len: int) -> None:
 def check_captured(kind: str, captured: Captured, device: torch.device) -> None:
     """On q's device, and nothing in a mask that wants a gradient."""
     for t in captured.tensors:
+        if t.is_nested:
+            raise ArgumentError(
+                f"the {kind} captures a nested tensor; pad it, or capture its parts"
+            )
         if t.device != device and t.dim():
             raise ArgumentError(
                 f"the {kind} captures a tensor {shown(t)} on {t.device}, but q is on {device}; "
@@ -266,6 +295,7 @@ def check_cache(q: Any, k: Any, v: Any, kv: KV) -> None:
     for name, x in (("q", q), ("k", k), ("v", v), ("lengths", kv.lengths)):
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_dense(q=q, k=k, v=v, lengths=kv.lengths, page_table=kv.page_table, cu_q=kv.cu_q)
     pages = kv.page_table is not None
     lies = "(pages, hk, page, width)" if pages else "(b, hk, capacity, width)"
     for name, x, axes in (("q", q, "(b, hq, q_len, d)"), ("k", k, lies), ("v", v, lies)):

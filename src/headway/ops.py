@@ -6,6 +6,7 @@ Tensor), it is a `torch.autograd.Function` above the operators, so that `torch.f
 is, and calls the backend.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -378,6 +379,7 @@ def infer(spec: Spec, call: Call) -> Forward:
         if not is_compiling():
             scales = () if call.kv is None else (call.kv.k_scale, call.kv.v_scale)
             refuse_tangents(call.q, call.k, call.v, call.sink, *scales, *call.captured.tensors)
+            warn_traced()
         return Forward(*infer_op(spec.text, *flat_kv(call)))
     return get(spec.backend).infer(spec, call)
 
@@ -406,6 +408,7 @@ def _watched_over(spec: Spec, call: Call) -> Forward:
     compiling = is_compiling()
     if not compiling:
         refuse_tangents(*inputs)
+        warn_traced()
         register_flops()
     elif _differentiated():
         raise BackendRefused(
@@ -423,6 +426,18 @@ def _watched_over(spec: Spec, call: Call) -> Forward:
         function = _Dual if dual else _Attention
         *results, _ = function.apply(spec.text, ints, floats, offsets, counts, *inputs)
     return Forward(*results)
+
+
+def warn_traced() -> None:
+    """For a call that `torch.jit.trace` sees: what is not an operator is not in its graph."""
+    if _tracing():
+        warnings.warn(
+            "torch.jit.trace keeps the score and the mask of this call, what they capture, and "
+            "all that was worked out from lengths as constants: the traced function may be wrong "
+            "for other inputs. Use torch.export or torch.compile",
+            torch.jit.TracerWarning,
+            stacklevel=4,
+        )
 
 
 def _differentiated() -> bool:

@@ -310,6 +310,17 @@ def real(number: Any) -> Any:
     return None if isinstance(number, bool) or not isinstance(number, Real) else float(number)
 
 
+def truth(x: Any) -> bool | None:
+    """True or False, of Python's or NumPy's, or 1 or 0, as Python's bool. None for anything else: a
+    string or a tensor says nothing by being true."""
+    if type(x) is bool:
+        return x
+    if type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_"):
+        return bool(x)
+    number = whole(x)
+    return bool(number) if type(number) is int and number in (0, 1) else None
+
+
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The accumulation dtype: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -22,7 +22,7 @@ from ..mods.base import Both, MaskFn, Not, value
 from .errors import CallError, NotSupported
 from .flash_cache import flash_attn_combine as flash_attn_combine
 from .flash_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
-from .flash_parts import Window, Words, limits_of, score_of, words_of
+from .flash_parts import Window, Words, check_dense, heads_swapped, limits_of, score_of, words_of
 
 
 @value
@@ -72,7 +72,7 @@ def flash_attn_func(
     words = words_of(dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
     offset = k.shape[1] - q.shape[1]
     mask = _mask(limits_of(words.causal, window_size), offset)
-    score = score_of(words.softcap, alibi_slopes, offset, q.shape[0])
+    score = score_of(words.softcap, alibi_slopes, offset, q.shape[0], q.shape[2])
     out, lse = _attend(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score, mask, learnable_sink, words
     )
@@ -170,7 +170,7 @@ def flash_attn_varlen_func(
     mask, diagonal = _spans(
         cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], limits_of(words.causal, window_size)
     )
-    score = score_of(words.softcap, alibi_slopes, diagonal, 1)
+    score = score_of(words.softcap, alibi_slopes, diagonal, 1, q.shape[1])
     out, lse = _attend(
         q[None].transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2), score, mask,
         learnable_sink, words,
@@ -188,7 +188,7 @@ def _attend(
             deterministic=words.deterministic,
         )  # fmt: skip
     except ArgumentError as error:
-        raise CallError(str(error)) from error
+        raise CallError(f"{error}{heads_swapped(q, k, sink)}") from error
     return ops.attention(spec, call)[:2] if words.want_lse else (ops.output(spec, call), None)
 
 
@@ -243,6 +243,7 @@ def _new_spans(
 
 def _check(qkv: tuple, axes: tuple[str, ...]) -> None:
     for name, x in zip("qkv", qkv, strict=True):
+        check_dense(**{name: x})
         if not isinstance(x, Tensor) or x.dim() != len(axes):
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise CallError(f"{name} must be ({', '.join(axes)}), got {got}")
@@ -269,6 +270,7 @@ def _check_packed(name: str, offsets: Any, x: Tensor, longest: int) -> None:
 
 
 def _unpack(name: str, x: Any, parts: int) -> tuple[Tensor, ...]:
+    check_dense(**{name: x})
     if not isinstance(x, Tensor) or x.dim() != 5 or x.shape[2] != parts:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise CallError(f"{name} must be (b, length, {parts}, heads, width), got {got}")

@@ -13,7 +13,7 @@ from ..mods import causal as lower_right
 from ..mods.base import Both, MaskFn, value
 from ..nn.rotary import Angles, Rotary
 from .errors import CallError, NotSupported
-from .flash_parts import Window, flag, limits_of, number, score_of
+from .flash_parts import Window, check_dense, flag, limits_of, number, score_of
 
 
 @value
@@ -115,6 +115,7 @@ def flash_attn_with_kvcache(
     `attention_chunk`.
     """
     _refuse(qv, attention_chunk)
+    check_dense(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     _check_places(rotary_cos, rotary_sin, cache_batch_idx)
     is_causal, want_lse = flag("causal", causal), flag("return_softmax_lse", return_softmax_lse)
     packed = cu_seqlens_q is not None
@@ -152,7 +153,7 @@ def flash_attn_with_kvcache(
         mask = lower_right() if limits == (None, 0) else within(*limits)
     if cache_leftpad is not None:
         mask = begins(cache_leftpad) if mask is None else Both(mask, begins(cache_leftpad))
-    score = score_of(float(number("softcap", softcap)), alibi_slopes, 0, b)
+    score = score_of(float(number("softcap", softcap)), alibi_slopes, 0, b, q.shape[-2])
     heads_first = (q[None] if packed else q).transpose(1, 2)
     try:
         out, lse, _ = inference.attention_with_stats(

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import arguments
+from ..errors import ArgumentError
 from ..mods import Score
 from ..mods import softcap as capped
 from ..mods.base import Then, value
+from ..types import truth
 from .errors import CallError, NotSupported
 
 Window = tuple[int | None, int | None]
@@ -58,15 +61,44 @@ def _limit(n: Any) -> int | None:
     return None if n == -1 else n
 
 
-def score_of(cap: float, slopes: Tensor | None, offset: int | Tensor, batch: int) -> Score | None:
+def check_dense(**tensors: Any) -> None:
+    """None of the tensors, by their names, is a nested one."""
+    try:
+        arguments.check_dense(**tensors)
+    except ArgumentError as error:
+        raise CallError(str(error)) from None
+
+
+def heads_swapped(q: Tensor, k: Tensor, sink: Tensor | None) -> str:
+    """What to say of `(b, heads, length, width)` where the shapes show that heads and lengths were
+    swapped: the heads do not fit, but would if they were the lengths. Nothing elsewhere."""
+    of_sink = (q.shape[1], q.shape[2]) if sink is None else (sink.numel(),) * 2
+    fits = [
+        k.shape[n] > 0 and q.shape[n] % k.shape[n] == 0 and q.shape[n] == of_sink[n - 1]
+        for n in (1, 2)
+    ]
+    if fits != [False, True]:
+        return ""
+    return (
+        ". These functions take (batch, length, heads, width), and the shapes fit (batch, heads, "
+        "length, width): pass q.transpose(1, 2), and k and v likewise"
+    )
+
+
+def score_of(
+    cap: float, slopes: Tensor | None, offset: int | Tensor, batch: int, heads: int
+) -> Score | None:
     """Softcap and ALiBi, its slopes `(heads,)` or `(batch, heads)`."""
     score: Score | None = capped(float(cap)) if cap else None
     if slopes is None:
         return score
     fits = isinstance(slopes, Tensor) and slopes.dim() in (1, 2)
-    if not fits or (slopes.dim() == 2 and slopes.shape[0] != batch):
+    if not fits or tuple(slopes.shape) not in ((heads,), (batch, heads)):
         got = tuple(slopes.shape) if isinstance(slopes, Tensor) else repr(slopes)
-        raise CallError(f"alibi_slopes must be a tensor (heads,) or (batch, heads), got {got}")
+        raise CallError(
+            f"alibi_slopes must be a tensor (heads,) or (batch, heads), here ({heads},) or "
+            f"({batch}, {heads}), got {got}; q is (batch, length, heads, width)"
+        )
     further = distance_bias(slopes, offset)
     return further if score is None else Then(score, further)
 
@@ -118,11 +150,10 @@ def number(name: str, x: Any) -> Any:
 
 def flag(name: str, x: Any) -> bool:
     """True or False, or 1 or 0."""
-    if isinstance(x, bool):
-        return x
-    if isinstance(x, int) and x in (0, 1):
-        return bool(x)
-    raise _misplaced(name, x, "True or False")
+    found = truth(x)
+    if found is None:
+        raise _misplaced(name, x, "True or False")
+    return found
 
 
 def _misplaced(name: str, x: Any, wanted: str) -> CallError:

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import ops
 from ..api import block_mask as _block_mask
 from ..api import prepare
+from ..arguments import flag_of
 from ..errors import ArgumentError, ModError
 from ..mods import lower_mod
 from ..mods.base import Both, Either, MaskFn, Mod, Not, ScoreFn
@@ -100,6 +101,8 @@ def flex_attention(
     **Raises:** the original's types: `ValueError` for shapes, dtypes and heads,
     `NotImplementedError` for ranks other than 4, `RuntimeError` for a sliced mask.
     """
+    enable_gqa = flag_of("enable_gqa", enable_gqa)
+    return_lse = flag_of("return_lse", return_lse)
     _check(query, key, value, block_mask, enable_gqa)
     if return_lse and return_aux is not None:
         raise ArgumentError(
@@ -167,6 +170,7 @@ def create_block_mask(
         )
     if not isinstance(dq_kv_order, bool):
         raise ArgumentError("dq_kv_order must be a bool")
+    separate_full_blocks = flag_of("separate_full_blocks", separate_full_blocks)
     b, h = 1 if B is None else B, 1 if H is None else H
     for name, n in (("B", b), ("H", h), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
         if not isinstance(n, int):

@@ -60,7 +60,7 @@ def scaled_dot_product_attention(
             scaled_dot_product_attention, tensors, query, key, value, attn_mask=attn_mask,
             dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
-    _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(scale, Tensor):
         scale = scale.item()
     elif isinstance(scale, bool):
@@ -197,13 +197,15 @@ def _constant(x: Any) -> bool:
 
 
 def _check(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any
-) -> None:
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
+    enable_gqa: Any,
+) -> None:  # fmt: skip
     for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if not isinstance(x, Tensor) and not (x is None and name == "attn_mask"):
             raise CallTypeError(f"argument {name!r} must be Tensor, not {type(x).__name__}")
-    if not isinstance(is_causal, bool):
-        raise CallTypeError(f"argument 'is_causal' must be bool, not {type(is_causal).__name__}")
+    for name, x in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(x, bool):
+            raise CallTypeError(f"argument {name!r} must be bool, not {type(x).__name__}")
     for name, x in (("dropout_p", dropout_p), ("scale", scale)):
         number = isinstance(x, bool) or real(x) is not None
         if not number and not (name == "scale" and (x is None or _constant(x))):

@@ -8,7 +8,7 @@ from torch.profiler import record_function
 
 from .. import ops
 from ..api import autocast_somewhere, resolve, with_place
-from ..arguments import count_of, shown
+from ..arguments import check_dense, count_of, shown
 from ..backends.base import Call
 from ..blocks import BlockMask
 from ..errors import ArgumentError, CapturedIndexError
@@ -160,6 +160,7 @@ def _kv(
     v_scale: Any,
 ) -> KV:  # fmt: skip
     """Where the keys of every row lie; `check_cache` looks at it together with q, k and v."""
+    check_dense(q=q)
     if cu_q is None:
         if max_q is not None:
             raise ArgumentError(f"max_q={max_q!r} goes with cu_q; without it, q tells")

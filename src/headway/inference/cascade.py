@@ -6,7 +6,7 @@ from typing import NamedTuple, Never
 import torch
 from torch import Tensor
 
-from ..arguments import check_function, shown
+from ..arguments import check_dense, check_function, shown
 from ..distributed import merge
 from ..errors import ArgumentError
 from ..keywords import unknown_keywords
@@ -97,6 +97,7 @@ def cascade(
     if unknown:
         raise unknown_keywords(cascade, unknown)
     all_levels: list[Level] = [Level(*level) for level in levels]  # type: ignore[bad-argument-type]
+    check_dense(q=q)
     if not all_levels or not isinstance(q, Tensor) or q.dim() != 4:
         raise ArgumentError(
             f"cascade takes q (b, hq, q_len, d) and a level or more, got {shown(q)}"

@@ -7,7 +7,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from ..arguments import count_of, number_of
+from ..arguments import count_of, flag_of, number_of
 from ..blocks import BlockMask
 from ..distributed.layout import Layout
 from ..errors import ArgumentError
@@ -83,6 +83,8 @@ class Attention(ScaledAttention):
             count_of("head_width", head_width, 1),
             number_of("norm_eps", norm_eps),
         )
+        fused, bias = flag_of("fused", fused), flag_of("bias", bias)
+        out_bias, qk_norm = flag_of("out_bias", out_bias), flag_of("qk_norm", qk_norm)
         check_rotary(rotary)
         if rotary is not None and rotary.width > head_width:
             raise ArgumentError(f"{rotary} turns more channels than a head has, {head_width}")

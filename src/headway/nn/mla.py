@@ -7,7 +7,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from ..arguments import count_of, number_of
+from ..arguments import count_of, flag_of, number_of
 from ..blocks import BlockMask
 from ..distributed.layout import Layout
 from ..errors import ArgumentError
@@ -70,6 +70,7 @@ class MLA(ScaledAttention):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
+        bias = flag_of("bias", bias)
         width, heads = count_of("width", width, 1), count_of("heads", heads, 1)
         q_lora_rank = None if q_lora_rank is None else count_of("q_lora_rank", q_lora_rank, 1)
         kv_lora_rank = count_of("kv_lora_rank", kv_lora_rank, 1)

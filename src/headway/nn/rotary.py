@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import count_of, number_of
+from ..arguments import count_of, flag_of, number_of
 from ..errors import ArgumentError
 
 
@@ -100,6 +100,7 @@ class Rotary:
         object.__setattr__(self, "width", count_of("width", self.width))
         object.__setattr__(self, "base", number_of("base", self.base))
         object.__setattr__(self, "axes", count_of("axes", self.axes, 1))
+        object.__setattr__(self, "interleaved", flag_of("interleaved", self.interleaved))
         if self.width < 2 or self.width % 2:
             raise ArgumentError(f"Rotary(width={self.width!r}): width must be even and positive")
         if self.width % (2 * self.axes):

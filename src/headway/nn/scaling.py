@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import inference
 from ..api import _run as run
 from ..api import attention, attention_with_stats
-from ..arguments import dropout_of, number_of
+from ..arguments import check_dense, dropout_of, flag_of, number_of
 from ..distributed.layout import Layout
 from ..errors import ArgumentError
 from ..inference import Layer
@@ -69,6 +69,7 @@ class ScaledAttention(nn.Module):
         self.dropout = dropout_of(dropout)
         self.backend = backend
         self.init = init
+        sink = flag_of("sink", sink)
         self.sink = nn.Parameter(torch.empty(heads, device=device, dtype=dtype)) if sink else None
         self.max_logit = MaxLogit(heads, device)
         self.register_load_state_dict_pre_hook(_check_scaling)
@@ -151,6 +152,7 @@ class ScaledAttention(nn.Module):
 
     def check_input(self, x: Tensor) -> None:
         """x is `(b, length, width)`."""
+        check_dense(x=x)
         if x.dim() != 3 or x.shape[-1] != self.width:
             raise ArgumentError(
                 f"x must be (batch, length, width) with width={self.width}, got {tuple(x.shape)}"

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import flag_of
 from ..errors import ArgumentError
 from ..stability.adapters import Adapter, Projection, find_layers, matrices
 from ..stability.logit_stats import Group
@@ -68,6 +69,7 @@ class MuonClip(torch.optim.Optimizer):
         adapters: dict[type, Adapter | None] | None = None,
         masters: Masters | None = None,
     ):
+        per_head = flag_of("per_head", per_head)
         muon, decayed, rest = parameter_groups(model, adamw)
         if not muon:
             raise ArgumentError(f"{type(model).__name__} holds no nn.Linear for Muon to train")

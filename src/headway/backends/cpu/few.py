@@ -324,8 +324,7 @@ class _Rows:
             return None
         if self._small(sum(own[0].stop - own[0].start for own in ranges if own)):
             return None
-        b, _, count, d = call.q.shape
-        q = call.q.reshape(b, self.hk, self.g * count, d)
+        q = call.q.unflatten(1, (self.hk, self.g)).flatten(2, 3)
         seen = [own[0] if own else None for own in ranges]
         found = by_pages(q, call.k, call.v, kv.page_table, seen, self.spec.scale)
         if found is None:
@@ -436,9 +435,8 @@ class _Rows:
         shape = *q.shape[:4], keys
         k = self.keys.k(part.of, block.heads, block.keys)
         s = self.keys.scratch("s", shape, acc)
-        queries = q.shape[2] * q.shape[3]  # of a key head
-        flat = s.view(len(k), queries, keys)
-        of_q = q.reshape(len(k), queries, q.shape[4])
+        of_q = q.flatten(2, 3).flatten(0, 1)
+        flat = s.view(*of_q.shape[:2], keys)
         torch.baddbmm(flat, of_q, k.mT, beta=0, alpha=spec.scale, out=flat)
         positions, kept, t, largest = None, None, s, None
         if self.score is not None or (self.mask is not None and not block.full):
@@ -460,7 +458,7 @@ class _Rows:
         p = _exp(torch.sub(t, base, out=self.keys.scratch("p", shape, acc)))
         total = p.sum(-1, keepdim=True)
         v = self.keys.v(part.of, block.heads, block.keys)
-        out = torch.bmm(p.view(len(v), queries, keys), v).view(*q.shape[:4], v.shape[2])
+        out = torch.bmm(p.view(flat.shape), v).view(*q.shape[:4], v.shape[2])
         return m, total, out, largest
 
     def _by_itself(self, row: Row) -> tuple:
