@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -184,7 +185,7 @@ class Transformer(nn.Module):
         # Rotary positions run through the sequence, whatever files it holds: only differences of
         # positions enter a logit, and within a file they are the same wherever the file begins.
         angles = self.rotary.angles(positions)
-        x = norm(self.embedding(tokens))
+        x = F.rms_norm(self.embedding(tokens), (self.config.width,))
         for block, past in zip(self.blocks, pasts, strict=True):
             x = block(x, mask, angles, past, layout)
         return self.head(norm(x))
@@ -203,5 +204,9 @@ def linear(inputs: int, outputs: int, zero: bool = False) -> nn.Linear:
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMSNorm over the width (Zhang & Sennrich 2019), no gain: the next matrix can hold one."""
-    return F.rms_norm(x, (x.shape[-1],))
+    """RMSNorm over the width (Zhang & Sennrich 2019), no gain: the next matrix can hold one. Under
+    autocast in the dtype of the products that read it, once for all of them."""
+    x = F.rms_norm(x, (x.shape[-1],))
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return x

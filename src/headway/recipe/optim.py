@@ -19,8 +19,9 @@ class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised: every singular value of a matrix's step is near one.
 
     The same update as `torch.optim.Muon` (Jordan 2024, kellerjordan.github.io/posts/muon), but in
-    float32: PyTorch's always multiplies in bfloat16, which took 30 times longer than this on a CPU
-    without bfloat16 units, and longer than the rest of the step. Matrices of one shape go together.
+    float32 on a CPU: PyTorch's always multiplies in bfloat16, which took 30 times longer than this
+    on one without bfloat16 units, and longer than the rest of the step. Matrices of one shape go
+    together.
     """
 
     def __init__(
@@ -79,15 +80,18 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
     Newton-Schulz: the odd polynomial 3.4445 x - 4.7750 x³ + 2.0315 x⁵, iterated, takes every
     singular value in (0, 1] into about [0.7, 1.2] (Jordan 2024: steep at 0 rather than exact at 1).
+    On a GPU in bfloat16, as he has it.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    if x.is_cuda and x.dtype == torch.float32:
+        x = x.bfloat16()
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + torch.baddbmm(gram, gram, gram, beta=b, alpha=c) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).to(matrices.dtype)
 
 
 def _of_matrices(

@@ -135,10 +135,11 @@ def _loop(
         with _stop_signals() as stop, Report(console, settings.steps, start) as report:
             while step < settings.steps and not _any(ranks, stop):
                 began = time.perf_counter()
-                batch = data.batch(step, settings.batch).to(device)
-                here, layout = ranks.cut(batch)
+                batch = data.batch(step, settings.batch)
+                # Counted on the host, so that nothing waits for the device before the step's end.
+                real, size = int((batch.targets >= 0).sum()), _count_bytes(batch.targets)
+                here, layout = ranks.cut(batch.to(device))
                 nats = _forward(model, here, settings, layout)
-                real = int((batch.targets >= 0).sum())
                 # The mean over the predictions of all ranks; FSDP divides by the number of ranks.
                 loss = nats.sum() / real
                 (loss * ranks.count).backward()
@@ -152,7 +153,7 @@ def _loop(
                 record = {
                     "step": step,
                     "loss": total.item() / real,
-                    "bits_per_byte": _bits_per_byte(total.item(), batch.targets),
+                    "bits_per_byte": total.item() / math.log(2) / max(1, size),
                     "max_logit": [s.tolist() for s in stats.values()],
                     "tokens": batch.tokens.numel(),
                     "tokens_per_second": batch.tokens.numel() / (time.perf_counter() - began),
@@ -193,8 +194,8 @@ def evaluate(
     nats, size = 0.0, 0
     with torch.no_grad():
         for part in rows.split(settings.batch):
-            batch = held_out.rows(part).to(torch.device(settings.device))
-            here, layout = ranks.cut(batch, all_rows=True)
+            batch = held_out.rows(part)
+            here, layout = ranks.cut(batch.to(torch.device(settings.device)), all_rows=True)
             found = _forward(model, here, settings, layout).sum()
             nats += ranks.total(found, all_rows=True).item()
             size += _count_bytes(batch.targets)
@@ -202,17 +203,11 @@ def evaluate(
 
 
 def _forward(model: Transformer, batch: Batch, settings: Settings, layout: Layout | None) -> Tensor:
-    """The loss of every real position in nats, shape (positions,)."""
+    """The loss of every position in nats, shape (positions,); that of padding is zero."""
     with torch.autocast(settings.device, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
         logits = model(batch.tokens, batch.ids, layout)
-    real = batch.targets.flatten() >= 0
     logits = logits.flatten(0, 1).to(acc_dtype(logits.dtype))
-    nats = F.cross_entropy(logits, batch.targets.flatten(), reduction="none")
-    return nats[real]
-
-
-def _bits_per_byte(nats: float, targets: Tensor) -> float:
-    return nats / math.log(2) / max(1, _count_bytes(targets))
+    return F.cross_entropy(logits, batch.targets.flatten(), reduction="none")
 
 
 def _count_bytes(targets: Tensor) -> int:
