@@ -7,6 +7,7 @@ text. An arm's settings are those of `headway train` with the options that --lis
 """
 
 import argparse
+import hashlib
 import json
 import platform
 import statistics
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import headway
 from headway.errors import HeadwayError
 from headway.recipe.corpus import Corpus, load_corpus
 from headway.recipe.presets import preset
@@ -143,9 +145,20 @@ def machine(commit: str | None, device: str) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
         "commit": commit,
+        "source": source(),
         "date": time.strftime("%Y-%m-%d"),
         **versions,
     }
+
+
+def source() -> str:
+    """A SHA-256 of the code that runs, whatever --commit says."""
+    root = Path(headway.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()[:16]
 
 
 def main() -> int:
@@ -164,6 +177,7 @@ def main() -> int:
     ]
     if asked.list or not asked.arms or not chosen:
         print("\n".join(f"{arm:32} {command_of(arm)}" for arm in chosen or arms()))
+        print(f"source {source()}")
         return 0 if asked.list else 2
     changes = {name: json.loads(value) for name, value in (s.split("=", 1) for s in asked.set)}
     changes = {n: Path(v) if n == "corpus" else v for n, v in changes.items()}

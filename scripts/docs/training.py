@@ -226,8 +226,9 @@ def reading(name: str) -> str:
 def table(names: Sequence[str]) -> str:
     """A row per arm."""
     rows = [
-        "| arm | held-out bits per byte | tokens/s | training | whole | largest logit | command |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| arm | held-out bits per byte | tokens/s | training | whole | largest logit | commit | "
+        "command |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in names:
         arm = arms()[name]
@@ -235,6 +236,7 @@ def table(names: Sequence[str]) -> str:
         rows.append(
             f"| {name} | {arm.held_out:.4f} | {head['tokens_per_second']:,} | "
             f"{head['seconds_training']:.0f} s | {head['seconds']:.0f} s | {peak} | "
+            f"`{head['commit'][:7]}` | "
             f"`{head['command']}` |"
         )
     return "\n".join(rows)
