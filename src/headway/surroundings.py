@@ -25,7 +25,7 @@ transforms = torch._C._are_functorch_transforms_active
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def alone(as_called: bool = False) -> Iterator[None]:
     """Without what the caller has switched on and what would see, change or keep what runs here:
 
     - modes that see functions (a default device is one) or operators (fake tensors, counters);
@@ -35,8 +35,11 @@ def alone() -> Iterator[None]:
 
     The default dtype stays: it is part of what a user's function means. So does anomaly mode, which
     is one switch for all threads of a process: to turn it off here would do so for all of them.
+    With `as_called`, what a function can ask torch for stays as well: modes that see functions,
+    inference mode and autocast.
     """
-    functions = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    count = 0 if as_called else torch._C._len_torch_function_stack()
+    functions = [_pop_mode() for _ in range(count)]
     hooks = []
     while (pair := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(pair)
@@ -47,8 +50,8 @@ def alone() -> Iterator[None]:
         with (
             _disable_current_modes() if others else nullcontext(),
             temporarily_clear_interpreter_stack() if transformed else nullcontext(),
-            torch._C._DisableAutocast(),
-            torch.inference_mode(False),
+            nullcontext() if as_called else torch._C._DisableAutocast(),
+            nullcontext() if as_called else torch.inference_mode(False),
         ):
             yield
     finally:

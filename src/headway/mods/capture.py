@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from .base import Mod
 from .fixed import (
@@ -45,6 +46,7 @@ from .fixed import (
 )
 from .names import code_of
 from .places import Place, quote
+from .watch import has_backward_hooks
 
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
@@ -127,6 +129,8 @@ class _Walk:
                     holder.looked += 1
                     self.look(holder, name)
                     more = True
+        if _has_any_global_hook():
+            self.miss("may call a module, and global hooks of modules are registered")
         for module in self.fixed:
             for name in STATES & self.names.keys() & vars(module).keys():
                 self.miss(f"reads {module.__name__}.{name}")
@@ -210,10 +214,7 @@ class _Walk:
         elif kind in CONTAINERS:
             self.container(value, kind, path, above)
         elif kind in _KINDS_OF_C:
-            key.append(value)
-            self.guard(path, "is")
-            if not is_fixed_builtin(value):
-                self.miss(f"reads {self.label}, the built-in {shown(value)}")
+            self.builtin(value, kind, path, above)
         elif issubclass(kind, Mod) and kind.of_library:
             key.append(kind)
             self.guard(path, "is")
@@ -227,6 +228,18 @@ class _Walk:
             self.guard(path, "is")
         else:
             self.instance(value, kind, path, above)
+
+    def builtin(self, value: Any, kind: type, path: Path, above: tuple) -> None:
+        """A function written in C, and the object that it is bound to, which it reads."""
+        self.guard(path, "is")
+        if not is_fixed_builtin(value):
+            self.miss(f"reads {self.label}, the built-in {shown(value)}")
+        owner = getattr(value, "__self__", None)
+        if owner is None or issubclass(type(owner), types.ModuleType | type):
+            self.found.key.append(value)
+            return
+        self.found.key.append((kind, value.__name__))
+        self.visit(owner, (*path, ("attr", "__self__")), above)
 
     def container(self, value: Any, kind: type, path: Path, above: tuple) -> None:
         key = self.found.key
@@ -253,7 +266,9 @@ class _Walk:
             self.miss(f"reads {self.label}, whose class has a __getattr__ of its own")
             return
         base, of_torch = base_of(kind), issubclass(kind, torch.nn.Module)
-        if of_torch and (value._forward_hooks or value._forward_pre_hooks):
+        if of_torch and (
+            value._forward_hooks or value._forward_pre_hooks or has_backward_hooks(value)
+        ):
             self.miss(f"reads {self.label}, a module with hooks")
         if of_torch and is_fixed_class(kind):
             self.module(value, path, above)

@@ -29,10 +29,13 @@ _FIXED = frozenset(
 _FIXED_ROOTS = (_MODS + ".", "torch.nn.modules.", "torch._ops.", "torch.ops.")
 # ... but for these: they stand for a state, or read by names that are not in the code.
 STATES = frozenset(
-    "random cuda distributed backends utils compiler accelerator mps xpu initial_seed seed "
-    "get_rng_state get_num_threads get_default_device is_autocast_enabled get_autocast_dtype "
-    "get_float32_matmul_precision are_deterministic_algorithms_enabled attrgetter methodcaller "
+    "random cuda distributed backends utils compiler accelerator mps xpu attrgetter methodcaller "
     "lru_cache cache singledispatch".split()
+)
+# What runs around functions and modules of torch's, and reads nothing for them.
+_AROUND = frozenset(
+    "torch._ops torch._jit_internal torch._library.custom_ops torch.utils._contextlib "
+    "torch.autograd.function".split()
 )
 
 
@@ -42,10 +45,19 @@ def is_fixed_module(name: str) -> bool:
     return name in _FIXED or name.startswith(_FIXED_ROOTS)
 
 
+@functools.lru_cache(maxsize=1024)
+def is_fixed_code(module: str | None) -> bool:
+    """Whether functions of a module written in Python read their arguments alone. In `torch` itself
+    they tell or set how torch is set up; its ops are written in C, or are in modules below it."""
+    return (
+        module != "torch" and module is not None and (is_fixed_module(module) or module in _AROUND)
+    )
+
+
 def is_fixed_function(fn: types.FunctionType) -> bool:
     """Whether a function written in Python is of such a module."""
     name = fn.__module__
-    if name is None or not is_fixed_module(name):
+    if not is_fixed_code(name):
         return False
     return getattr(sys.modules.get(name), "__dict__", None) is fn.__globals__  # it may say anything
 
@@ -95,14 +107,23 @@ _IMPURE = frozenset(
 _PLAIN_TYPES = (*BY_VALUE, *BY_TEXT, *CONTAINERS)
 
 
+def asks_of_torch(fn: Any) -> bool:
+    """Whether a function written in C is one of `torch._C` itself: its ops are elsewhere. (The
+    default dtype is part of what a function means, and compared with all that it reads.)"""
+    return getattr(fn, "__self__", None) is torch._C and fn is not torch.get_default_dtype
+
+
 def is_fixed_builtin(fn: Any) -> bool:
-    """Whether a function written in C depends on its arguments alone."""
+    """Whether a function written in C depends on its arguments alone, and on what it is bound to:
+    whoever meets it follows that, too."""
     name, owner = getattr(fn, "__name__", ""), getattr(fn, "__self__", None)
     if isinstance(fn, types.MethodDescriptorType | types.WrapperDescriptorType):
         return not fn.__objclass__.__flags__ & _HEAP_TYPE and name not in ("format", "format_map")
     if isinstance(owner, type):
         return is_fixed_class(owner)
     if owner is None or isinstance(owner, types.ModuleType):
+        if asks_of_torch(fn):
+            return False
         module = getattr(fn, "__module__", None) if owner is None else owner.__name__
         return isinstance(module, str) and is_fixed_module(module) and name not in _IMPURE
     if isinstance(owner, Tensor):

@@ -181,11 +181,10 @@ def _lower(
     def with_numbers(tracer: Tracer) -> Callable:
         return _rebuild(structure, tracer, functions, library)
 
-    bare, watch = not isinstance(mod, Mod), Watch()
-    made = trace(
-        kind, mod, DTYPES[dtype], numbers=None if bare else with_numbers,
-        watch=watch if functions else None,
-    )  # fmt: skip
+    numbers, watch = with_numbers if isinstance(mod, Mod) else None, Watch()
+    made = trace(kind, mod, DTYPES[dtype], numbers, watch if functions else None)
+    if watch.asked:
+        made = trace(kind, mod, DTYPES[dtype], numbers, Watch(), as_called=True)
     # The library's tensors come first, used or not; then the functions' that the graph reads.
     used = [(n, t) for n, t in enumerate(made.captured) if made.graph.uses(f"t{n}")]
     theirs = [t for _, t in used if not any(t is x for x in library)]

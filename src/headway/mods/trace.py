@@ -105,6 +105,7 @@ def trace(
     dtype: torch.dtype,
     numbers: Callable[[Tracer], Callable[..., Tensor]] | None = None,
     watch: Watch | None = None,
+    as_called: bool = False,
 ) -> Trace:
     """Trace `fn` as a score or a mask.
 
@@ -114,13 +115,17 @@ def trace(
     - `dtype`: of the score, float32 or float64.
     - `numbers`: given the tracer, adds run-time numbers as inputs and returns the function to run.
     - `watch`: looks on while the function runs.
+    - `as_called`: it asks torch for what surrounds it, so the caller's grad mode, autocast,
+      inference mode and default device stay. Its graph is then for this call alone.
 
     **Raises:** `ModError`, naming the user's file, line and op.
     """
-    tracer = Tracer(f"{kind} function {_name(fn)}", cuts=kind == "score")
+    learning = torch.is_grad_enabled()
+    grad = learning or not as_called
+    tracer = Tracer(f"{kind} function {_name(fn)}", cuts=kind == "score" and grad)
     code = getattr(fn, "__code__", None)
     tracer.place = (code.co_filename, code.co_firstlineno) if code else None
-    with alone(), torch.enable_grad():
+    with alone(as_called), torch.set_grad_enabled(grad):
         values = [tracer.add_input("score", DTYPE_NAMES[dtype])] if kind == "score" else []
         values += [tracer.add_input(name, "i64") for name in POSITIONS]
         run = fn if numbers is None else numbers(tracer)
@@ -140,6 +145,12 @@ def trace(
                 "(or uses torch.no_grad while a profiler runs, when it cannot be told from one); "
                 "write the derivative with detach: x + (f(x) - x).detach() has the value of f and "
                 f"the derivative of x{watch.applied or quote(tracer.place)}"
+            )
+        if watch is not None and watch.hooked and kind == "score" and learning:
+            raise ModError(
+                f"the {tracer.what} calls a module with a backward hook, which would be lost; "
+                "remove the hook, write its effect with detach: x + (f(x) - x).detach() has the "
+                f"value of f and the derivative of x, or call under torch.no_grad(){watch.hooked}"
             )
         output = _output(tracer, kind, result, dtype)
     tensors = tuple(
