@@ -35,7 +35,7 @@ class Step:
         self.tokens = [0] * rows
         self.turns = [Turn() for _ in range(layers)]
         self.replayed = False
-        self._recount()
+        self.sizes = _empty(0, 0)
 
     @property
     def most(self) -> int:
@@ -138,13 +138,17 @@ class Step:
         self._recount()
 
     def _recount(self) -> None:
-        with torch.inference_mode(False):
-            self.sizes = torch.empty(
-                max(self.tokens, default=0), sum(self.tokens), 0, dtype=torch.uint8, device="cpu"
-            )
+        most, total = max(self.tokens, default=0), sum(self.tokens)
+        if (most, total) != (self.most, self.total):
+            self.sizes = _empty(most, total)
 
     def _all(self) -> str:
         return ", ".join(f"row {row}: {n}" for row, n in enumerate(self.tokens) if n)
+
+
+def _empty(most: int, total: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(most, total, 0, dtype=torch.uint8, device="cpu")
 
 
 def may_be_replayed(x: Tensor) -> bool:
