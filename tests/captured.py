@@ -6,6 +6,7 @@ Shared by the GPU backends: on the CPU a stand-in captures (graphs.py), on a GPU
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,18 +14,21 @@ from torch import Tensor
 import headway as hw
 from headway import backends
 from headway.api import prepare
+from headway.compat import flash
 from headway.types import Coords
 
 B, HQ, HK = 2, 2, 1
 
 
 class Captured(NamedTuple):
-    """A mask, and what it reads: `write` puts other numbers there."""
+    """A mask, or a function of no arguments that a call makes it by, and what it reads: `write` puts
+    other numbers there."""
 
     mask: Any
     reads: list[Tensor]
     write: Callable[[], None]
     coords: Coords | None = None
+    made_by_call: bool = False
 
 
 def _of(mask: Any, *made: tuple[Tensor, Callable[[], Tensor]], coords: Any = None) -> Captured:
@@ -89,7 +93,24 @@ def positions(q: int, kv: int, device: str) -> Captured:
     return _of(hw.causal(), (q_pos, new_q), (kv_pos, new_kv), coords=coords)
 
 
-MASKS = (padding, causal_padding, documents, window, number, either, positions)
+def packed(q: int, kv: int, device: str) -> Captured:
+    """Sequences of `flash_attn_varlen_func`: what a call makes of offsets is made in the graph."""
+
+    def cuts(length: int) -> Tensor:
+        inner = sorted(random.choices(range(length + 1), k=4))
+        return torch.tensor([0, *inner, length], dtype=torch.int32, device=device)
+
+    cu_q, cu_k = cuts(q), cuts(kv)
+    of = _of(None, (cu_q, lambda: cuts(q)), (cu_k, lambda: cuts(kv)))
+
+    def spans() -> Any:
+        with mock.patch.object(flash, "_check_lengths"):  # on a GPU nobody reads them
+            return flash._spans(cu_q, cu_k, (q, kv), (q, kv), (30, 0))[0]
+
+    return of._replace(mask=spans, made_by_call=True)
+
+
+MASKS = (padding, causal_padding, documents, window, number, either, positions, packed)
 
 
 class Step:
@@ -111,7 +132,7 @@ class Step:
             self.k,
             self.v,
             self.score,
-            self.of.mask,
+            self.of.mask() if self.of.made_by_call else self.of.mask,
             coords=self.of.coords,
             backend=name,
             **self.options,

@@ -6,6 +6,7 @@ memory. As in a capture, the host may not read what a tensor holds; and what is 
 is not written down.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from headway import caches
 from headway.backends.gpu.runtime import call_plan, launcher
 from headway.backends.hopper.bwd import dq_semaphore, segment_table
 from headway.backends.hopper.fwd import tile_table
@@ -99,7 +101,8 @@ def recording() -> Iterator[Graph]:
         for module in (call_plan, tile_table, dq_semaphore, segment_table):
             stack.enter_context(mock.patch.object(module, "outside_capture", graph.outside_capture))
             stack.enter_context(mock.patch.object(module, "keep_alive", graph.keep_alive))
-        stack.enter_context(mock.patch.object(call_plan, "capturing", graph.is_capturing))
+        for module in (call_plan, caches, sys.modules["headway.blocks.build"]):
+            stack.enter_context(mock.patch.object(module, "capturing", graph.is_capturing))
         stack.enter_context(
             mock.patch.object(
                 launcher.KernelLauncher, "__call__",

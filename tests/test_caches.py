@@ -1,19 +1,22 @@
 """What is remembered is bounded, and any number of threads may use it."""
 
+import gc
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 
 import headway as hw
-from headway import call_cache
+from headway import caches, call_cache
 from headway.blocks import cached_build, clear_block_cache
 from headway.blocks.build import _cache
-from headway.caches import Cache
+from headway.caches import Cache, TensorCache
 from headway.mods import lower_mod
 from headway.types import Captured
 
@@ -78,6 +81,92 @@ def test_what_cannot_be_hashed_is_no_key():
     with pytest.raises(TypeError):
         cache.put([], 1)
     assert len(cache) == 0
+
+
+# -- what was made of tensors ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_tensors():
+    """A cache, and a look into it that counts what is made."""
+    cache: TensorCache[int] = TensorCache(8)
+    made = []
+
+    def of(*tensors, key=None):
+        return cache.of(tensors, key, lambda: made.append(len(made)) or len(made))
+
+    yield cache, of
+    TensorCache._all.remove(cache)
+
+
+def test_what_was_made_of_tensors_is_found_until_one_is_written_to(of_tensors):
+    cache, of = of_tensors
+    a, b = torch.zeros(3), torch.zeros(3)
+    assert [of(a, b), of(a, b), of(b, a), of(a, b, key=1), of(a, b)] == [1, 1, 2, 3, 1]
+    for _ in range(20):
+        b[1:].add_(1)
+        first = of(a, b)
+        assert of(a, b) == first > 3
+    assert len(cache) == 3  # one version of each
+    a.data.add_(1)
+    assert of(a, b) == first
+    clear_block_cache()
+    assert of(a, b) == first + 1
+    assert [of(), of()] == [first + 2] * 2
+
+
+def test_what_was_made_of_a_tensor_goes_with_it(of_tensors):
+    cache, of = of_tensors
+    stays = torch.zeros(3)
+    for _ in range(5):  # new tensors are likely to be given the same address
+        goes = torch.zeros(3)
+        assert of(stays, goes) == of(stays, goes)
+        of(goes, goes)
+        assert len(cache) == 2
+        ref = weakref.ref(goes)
+        del goes
+        gc.collect()
+        assert ref() is None
+        assert len(cache) == 0
+
+
+def test_nothing_is_known_of_tensors_whose_writes_nobody_counts(of_tensors):
+    cache, of = of_tensors
+    with torch.inference_mode():
+        a = torch.zeros(3)
+    assert [of(a), of(a), of(a, torch.zeros(3)), len(cache)] == [1, 2, 3, 0]
+
+
+def test_while_a_graph_is_captured_nothing_is_found_and_nothing_kept(of_tensors):
+    cache, of = of_tensors
+    a = torch.zeros(3)
+    of(a)
+    with mock.patch.object(caches, "capturing", lambda device: device == a.device):
+        assert [of(a), of(a), of(torch.zeros(3)), of()] == [2, 3, 4, 5]
+        assert of() == 5  # the same whatever tensors hold
+    assert [of(a), len(cache)] == [1, 2]
+    host: TensorCache[int] = TensorCache(8, in_captures=True)
+    TensorCache._all.remove(host)
+    with mock.patch.object(caches, "capturing", return_value=True):
+        assert [host.of([a], None, lambda n=n: n) for n in range(3)] == [0, 0, 0]
+
+
+def test_threads_and_what_dies_meanwhile(restless):
+    cache: TensorCache[int] = TensorCache(4)
+    stay = [torch.tensor(n) for n in range(6)]
+
+    def work(seed: int) -> None:
+        order = random.Random(seed)
+        for _ in range(1500):
+            n = order.randrange(9)
+            t = stay[n] if n < 6 else torch.tensor(n)
+            assert cache.of([t], None, lambda n=n: n) == n
+            assert len(cache) <= 4
+
+    try:
+        at_once(work)
+    finally:
+        TensorCache._all.remove(cache)
 
 
 class Key:

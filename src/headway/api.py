@@ -180,7 +180,8 @@ def block_mask(
     **Arguments:**
 
     - `mask`: a function or a value of the library, as for `attention`.
-    - `b`, `h`: batch and query heads; 1, or None, broadcasts, for a mask that ignores them.
+    - `b`, `h`: batch and query heads; 1, or None, broadcasts, for a mask that ignores them. (A call
+      of more rows or heads refuses a block mask whose mask depends on them.)
     - `q_len`, `kv_len`: lengths; no multiple of the tile is needed.
     - `device`: of the result; that of the tensors that the mask captures, or the CPU, if None.
     - `tile`: queries and keys in a tile; a number stands for both.
@@ -203,7 +204,7 @@ def block_mask(
         device = captured.tensors[0].device if captured.tensors else "cpu"
     device = usable_device(device)
     check_captured("mask", captured, device)
-    decided = Decided(graph.text, captured.tensors)
+    decided = Decided(graph, captured.tensors)
     try:
         tiles, mask_b, mask_h = cached_build(graph, captured, sizes, tile, device)
     except CapturedIndexError as error:

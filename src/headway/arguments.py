@@ -399,6 +399,7 @@ def check_cache_block_mask(
             f"the block mask is for batch {b} and heads {h}, but the call has {(rows, hq)}; each "
             "must be equal or 1"
         )
+    mask.check_rows(rows, hq)
 
 
 def check_block_mask(mask: BlockMask, q: Tensor, lengths: tuple[int, int]) -> None:
@@ -414,6 +415,7 @@ def check_block_mask(mask: BlockMask, q: Tensor, lengths: tuple[int, int]) -> No
             f"the block mask is for batch {b} and heads {h}, but q has {tuple(q.shape[:2])}; "
             "each must be equal or 1"
         )
+    mask.check_rows(*q.shape[:2])
     if mask.device != q.device:
         raise ArgumentError(
             f"the block mask is on {mask.device}, q on {q.device}; move it with .to()"

@@ -77,7 +77,7 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
         key.append(None)
         if mask is not None:
             if type(mask) is BlockMask:
-                key += mask.shape, mask.tile, mask.device
+                key += mask.shape, mask.tile, mask.device, mask.decided is None
                 mask = mask.mask
             of_mask = _add_contents(key, mask, q.device)
         known = tuple(key)

@@ -394,8 +394,9 @@ def _alone(spec: Spec, call: Call) -> Forward:
     if any(map(is_wrapped, (q, k, v, *learned))):  # by a transform that has ended
         return _watched_over(spec, call)
     register_flops()
-    run = _Run(spec, call)
-    out, lse = _direct(run, q, k, v, sink, *learned)
+    run = _Run(spec, _savable_call(call))
+    learned = run.call.captured.tensors[: spec.score_tensors]
+    out, lse = _direct(run, q, k, v, run.call.sink, *learned)
     return Forward(out, lse, run.max_logit, run.row_max)
 
 
@@ -422,6 +423,8 @@ def _watched_over(spec: Spec, call: Call) -> Forward:
         counts = spec.score_tensors, len(tensors), spec.exact_out
         if compiling:
             inputs = _distinct(inputs)
+        else:
+            inputs[3:] = map(savable, inputs[3:])
         dual = compiling and forward_ad._current_level >= 0
         function = _Dual if dual else _Attention
         *results, _ = function.apply(spec.text, ints, floats, offsets, counts, *inputs)
@@ -438,6 +441,23 @@ def warn_traced() -> None:
             torch.jit.TracerWarning,
             stacklevel=4,
         )
+
+
+def savable(x: Any) -> Any:
+    """A tensor that autograd may save: a copy of one made in inference mode. (PyTorch refuses q, k
+    and v that were made there.)"""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
+def _savable_call(call: Call) -> Call:
+    """A call of `_Direct`, of tensors that may be saved."""
+    _, _, _, sink, seed, (tensors, ints, floats), _, at, *_ = call
+    given = sink, seed, at.q_pos, at.kv_pos, *tensors
+    if not any(x is not None and x.is_inference() for x in given):
+        return call
+    sink, seed, q_pos, kv_pos, *tensors = map(savable, given)
+    at = at._replace(q_pos=q_pos, kv_pos=kv_pos)
+    return call.replace(sink=sink, seed=seed, captured=Captured(tensors, ints, floats), coords=at)
 
 
 def _differentiated() -> bool:

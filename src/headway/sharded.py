@@ -76,6 +76,8 @@ class Sharded:
                 f"the block mask has batch and heads {tuple(mask.shape[:2])}, those of all ranks; "
                 "pass its mask instead, or build it with b=1 and h=1"
             )
+        if isinstance(mask, BlockMask):
+            mask.check_rows(*q.shape[:2])
         _, offset = compute_local_shape_and_global_offset(q.shape, self.mesh, self.placements)
         self.coords = Coords(b=offset[0], h=offset[1])
         self.sizes = q.shape

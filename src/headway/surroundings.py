@@ -1,7 +1,8 @@
 """What surrounds a call, and what of it does not reach what the library runs for itself.
 
 A score or mask is traced on tensors that hold no numbers, and its derivative is taken there. None
-of that is part of the caller's program, whatever the caller has switched on.
+of that is part of the caller's program, whatever the caller has switched on. A CUDA graph that is
+being captured is another matter: what runs then is run again, on other numbers.
 """
 
 from collections.abc import Iterator
@@ -22,6 +23,22 @@ _autograd, _functorch = torch._C._autograd, torch._C._functorch
 # Whether a transform has wrapped a tensor, and whether any is active. Asked at every call.
 is_wrapped = _functorch.is_functorch_wrapped_tensor
 transforms = torch._C._are_functorch_transforms_active
+
+
+def elsewhere(device: torch.device) -> bool:
+    """Whether the current device is another. (`torch.cuda.current_device` also checks whether CUDA
+    is initialised, and takes five times as long; where there are tensors it is.)"""
+    return device.type == "cuda" and device.index != torch._C._cuda_getDevice()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured in the device's current stream."""
+    if device.type != "cuda":
+        return False
+    if elsewhere(device):
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import io
 import operator
 import pickle
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -586,6 +587,64 @@ def test_tensors_made_in_inference_mode(length):
         *(x.clone() for x in (q, k, v)), None, hw.causal() & hw.document(ids.clone())
     )
     torch.testing.assert_close(inside.clone(), right)
+
+
+def in_inference_mode(make):
+    with torch.inference_mode():
+        return make()
+
+
+ids = lambda: torch.arange(300) // 37
+kept = lambda: torch.rand(300, 300, generator=torch.Generator().manual_seed(0)) < 0.7
+# What a call captures: made by `made`, which is in inference mode or not.
+CAPTURES = {
+    "ids": lambda made: {"mask": hw.causal() & hw.document(made(ids))},
+    "function": lambda made: (
+        lambda t: {"mask": lambda b, h, i, j: t[i] == t[j], "score": lambda s, b, h, i, j: s * t[i]}
+    )(made(ids)),
+    "dense": lambda made: {"mask": hw.dense(made(kept))},
+    "bias": lambda made: {"score": hw.bias(made(lambda: kept() * 1.0))},
+    "number": lambda made: (lambda t: {"score": lambda s, b, h, i, j: s * t})(
+        made(lambda: torch.tensor(0.3))
+    ),
+    "sink": lambda made: {"sink": made(lambda: torch.ones(HQ))},
+    "seed": lambda made: {"dropout": 0.3, "seed": made(lambda: torch.tensor(7))},
+    "block mask": lambda made: {
+        "mask": made(lambda: hw.block_mask(hw.document(ids()), 1, 1, 300, 300, tile=32))
+    },
+    "part": lambda made: {
+        "mask": made(lambda: hw.block_mask(hw.document(ids()), 1, 1, 300, 300, tile=32)[:, :, 0:])
+    },
+    "top k": lambda made: {
+        "mask": made(lambda: hw.top_k_blocks(torch.arange(5).expand(1, 1, 10, 5), 30))
+    },
+}
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("name", CAPTURES)
+def test_what_was_made_in_inference_mode_may_be_captured_in_training(name, watched):
+    leaves = [torch.randn(1, h, 300, D, requires_grad=True) for h in (HQ, HK, HK)]
+    results = []
+    for made in (in_inference_mode, lambda make: make()):
+        given = CAPTURES[name](made)
+        for _ in range(2):
+            with torch.profiler.profile() if watched else nullcontext():
+                out = hw.attention(*leaves, **given)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for other in results[:-1]:
+        for x, y in zip(other, results[-1], strict=True):
+            torch.testing.assert_close(x, y)
+
+
+def test_a_write_in_inference_mode_before_the_backward_changes_no_gradient():
+    """What was captured is copied then: the gradient is that of the forward."""
+    t = in_inference_mode(ids)
+    q = torch.randn(1, 2, 300, D, requires_grad=True)
+    out = hw.attention(q, q, q, lambda s, b, h, i, j: s * t[i], hw.document(t))
+    (right,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    in_inference_mode(t.zero_)
+    assert torch.equal(torch.autograd.grad(out.sum(), q)[0], right)
 
 
 def test_backward_twice_with_retain_graph(qkv):

@@ -257,6 +257,64 @@ def test_varlen(qkv):
         torch.testing.assert_close(out[start:stop], alone[0], **HALF)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+def test_offsets_of_a_varlen_graph_are_read_at_its_replay(known):
+    """Forward and backward, with a window, ALiBi and the log-sum-exp."""
+    total, longest = 700, 700
+    q, k, v = (
+        torch.randn(total, h, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h in (HQ, HK, HK)
+    )
+    slopes = torch.rand(HQ, device="cuda")
+
+    def cuts():
+        inner = sorted(random.choices(range(total + 1), k=4))
+        return torch.tensor([0, *inner, total], device="cuda", dtype=torch.int32)
+
+    def step(cu_q, cu_k):
+        made = flash.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, longest, longest, causal=True, window_size=(200, 0),
+            alibi_slopes=slopes, return_attn_probs=True,
+        )[:2]  # fmt: skip
+        seen = [x.masked_fill(x.isneginf(), 0) for x in made]
+        return [*seen, *torch.autograd.grad(seen, (q, k, v), [torch.ones_like(x) for x in seen])]
+
+    for own in (True, False):
+        cu_q = cuts()
+        cu_k = cu_q if own else cuts()
+        if known:
+            step(cu_q, cu_k)
+        graph, made = record(lambda a=cu_q, b=cu_k: step(a, b))
+        before = [x.clone() for x in step(cu_q, cu_k)]  # finds nothing that is the graph's
+        for _ in range(3):
+            cu_q.copy_(cuts())
+            if not own:
+                cu_k.copy_(cuts())
+            graph.replay()
+            for a, b in zip(made, step(cu_q.clone(), cu_k.clone()), strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * b.abs().max().item())
+        assert not torch.equal(before[0], made[0])
+
+
+def test_steps_of_new_offsets_and_block_masks_keep_no_memory():
+    q = torch.randn(20_000, 1, 64, device="cuda", dtype=torch.bfloat16)
+
+    def step(n):
+        cu = torch.tensor([0, 5000 + n, len(q)], device="cuda", dtype=torch.int32)
+        flash.flash_attn_varlen_func(q, q, q, cu, cu, len(q), len(q), causal=True)
+        kept = torch.ones(1, 1, 1000, 1000, dtype=torch.bool, device="cuda").tril()
+        hw.block_mask(hw.dense(kept), 1, 1, 1000, 1000)
+
+    held = []
+    for first in (0, 200):
+        for n in range(first, first + 100):
+            step(n)
+        gc.collect()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[1] - held[0] < 2**20
+
+
 def test_several_gradients_at_once(qkv):
     """The engine's thread of a GPU does not know the nesting of the caller's `vmap`."""
     table, score = learned()

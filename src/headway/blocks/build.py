@@ -1,15 +1,15 @@
 """Build the tiles of a mask, once."""
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch.profiler import record_function
 
-from ..caches import Cache
+from ..caches import TensorCache
 from ..errors import ArgumentError
 from ..mods.graph import Graph
+from ..surroundings import capturing
 from ..types import NAMESPACE, Captured, Coords
 from .axis_bounds import Axis, Groups
 from .quadtree import Search
@@ -18,7 +18,7 @@ from .tiles import Tiles
 TILE = (128, 128)  # queries and keys of a tile, where nobody asks for another size
 _INT32 = 2**31 - 1
 
-Built = tuple[Tiles, int, int]
+Built = tuple[Tiles, int, int]  # with the b and h that they were built for
 
 
 def build(
@@ -73,8 +73,7 @@ def _check(shape: tuple[int, ...], tile: tuple[int, ...]) -> None:
 
 # -- cache ----------------------------------------------------------------------------------------
 
-# What was captured beside the tiles, and the b and h that they were built for.
-_cache: Cache[tuple[list[weakref.ref], tuple[Tiles, int, int]]] = Cache(64)
+_cache: TensorCache[Built] = TensorCache(64)
 
 
 def cached_build(
@@ -93,33 +92,36 @@ def cached_build(
     see `clear_block_cache`.
 
     - `run`: runs `build`, where it has to be kept apart from what goes on.
+
+    **Raises:** as `build`; `ArgumentError` for a mask that captures tensors while a CUDA graph is
+    being captured.
     """
-    make = partial(build, graph, captured, shape, tile, device, coords)
     tensors = [*captured.tensors, *(p for p in (coords.q_pos, coords.kv_pos) if p is not None)]
-    if any(t.is_inference() for t in tensors):
-        return run(make)
-    known = tuple((id(t), t._version) for t in tensors)
+
+    def make() -> Built:
+        if any(capturing(t.device) for t in tensors):
+            raise ArgumentError(
+                "the tiles of a mask that captures tensors cannot be found while a CUDA graph is "
+                "being captured: every replay would use them, whatever the tensors hold by then. "
+                "Pass the mask itself to the call, or build the block mask before the capture"
+            )
+        return run(partial(build, graph, captured, shape, tile, device, coords))
+
     first = coords.b * graph.uses("b"), coords.h * graph.uses("h"), coords.q, coords.kv
     numbers = (*captured.ints, *map(repr, captured.floats), *first)
     scattered = coords.q_pos is not None, coords.kv_pos is not None
-    key = (graph, shape, tile, device, numbers, known, scattered)
-    found = _cache.get(key)
-    if found is not None:
-        refs, result = found
-        if all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
-            return result
-    result = run(make)
-    _cache.put(key, ([weakref.ref(t) for t in tensors], result))
-    return result
+    return _cache.of(tensors, (graph, shape, tile, device, numbers, scattered), make)
 
 
 def clear_block_cache() -> None:
-    """Forget the tiles of every mask seen so far.
+    """Forget what was made of tensors: the tiles of masks, the sequences of `cu_seqlens`, and what
+    the lists of FlexAttention's block masks name.
 
-    They are remembered (up to 64) by the mask's formula and numbers, the sizes, the device, and
-    the identity and version counter of the tensors that it captures, so that a write in place makes
-    them anew. Call this after a write that the counter misses: through `tensor.data`, or through a
-    NumPy array that shares the tensor's memory. Tiles of masks that capture a tensor made in
-    inference mode, which has no counter, are not remembered.
+    The tiles of up to 64 masks are cached by the mask's formula and numbers, the sizes, the device,
+    and the identity and version counter of the tensors that it captures, for as long as these live.
+    A write in place makes them anew. Call this after a write that PyTorch does not count: through
+    `tensor.data`, or through whatever else shares the tensor's memory (a NumPy array, DLPack, its
+    storage). A `BlockMask` of yours keeps its tiles: build it again. Tensors made in inference mode
+    have no version counter, so nothing that is made of them is cached.
     """
-    _cache.clear()
+    TensorCache.clear_all()

@@ -6,35 +6,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from ..caches import version_of
 from ..errors import ArgumentError
+from ..mods.graph import Graph
 from ..mods.lowering import lower_mod
+from ..surroundings import capturing
 
 _AGAIN = "build the block mask again, block_mask(mask, b, h, q_len, kv_len), after such a change"
 
 
 class Decided:
-    """A mask's formula, and the tensors that it captures with their version counters.
+    """A mask's formula, and the tensors that it captures: which they are, not themselves, and what
+    tells of a write. That is the version counter, or where there is none, as of tensors made in
+    inference mode, a copy.
 
-    Writes that the counter misses go unnoticed: through `tensor.data`, through a NumPy array that
-    shares the memory, and to tensors made in inference mode, which have none.
+    Writes that the counter misses go unnoticed: see `clear_block_cache`.
+
+    - `depends`: whether the mask depends on b, and on h.
     """
 
-    def __init__(self, formula: str, tensors: Sequence[Tensor]) -> None:
-        self.formula = formula
-        self.tensors = {id(t): (t, _version(t)) for t in tensors}
+    def __init__(self, graph: Graph, tensors: Sequence[Tensor]) -> None:
+        self.formula = graph.text
+        self.depends = graph.uses("b"), graph.uses("h")
+        self.tensors = {id(t): (TensorWeakRef(t), _stamp(t)) for t in tensors}
 
     @staticmethod
     def by(mask: Callable) -> "Decided":
         """By a mask as it is now."""
         graph, captured = lower_mod("mask", mask, torch.float32)
-        return Decided(graph.text, captured.tensors)
+        return Decided(graph, captured.tensors)
 
     def check(self) -> None:
         """**Raises:** `ArgumentError` where a tensor was written to since."""
-        for t, version in self.tensors.values():
-            if version is not None and t._version != version:
+        for ref, stamp in self.tensors.values():
+            t = ref()  # nobody writes to what is gone
+            if t is not None and _written(t, stamp):
                 raise ArgumentError(
                     f"the mask of this block mask captures a tensor {tuple(t.shape)} {t.dtype} "
                     f"that was written to since its tiles were found; {_AGAIN}"
@@ -50,7 +58,7 @@ class Decided:
             )
         known = self.tensors
         for t in tensors:
-            if id(t) not in known:
+            if id(t) not in known or known[id(t)][0]() is not t:
                 raise ArgumentError(
                     f"the mask function of this block mask captures another tensor "
                     f"{tuple(t.shape)} {t.dtype} than when its tiles were found; {_AGAIN}"
@@ -59,8 +67,25 @@ class Decided:
             self.check()
 
 
-def _version(t: Tensor) -> int | None:
-    return None if t.is_inference() else t._version
+def _stamp(t: Tensor) -> int | Tensor:
+    version = version_of(t)
+    return t.clone() if version is None else version
+
+
+def _written(t: Tensor, stamp: int | Tensor) -> bool:
+    """Whether a tensor was written to since it had this stamp."""
+    if not isinstance(stamp, Tensor):
+        return t._version != stamp
+    if capturing(t.device):
+        raise ArgumentError(
+            f"the mask of this block mask captures a tensor {tuple(t.shape)} {t.dtype} made in "
+            "inference mode, which is compared with what it held; that is impossible while a CUDA "
+            "graph is being captured. Pass the mask itself, or make the tensor under "
+            "torch.inference_mode(False)"
+        )
+    if t.shape != stamp.shape:
+        return True
+    return not torch.isclose(t, stamp, rtol=0, atol=0, equal_nan=True).all()
 
 
 # -- compiled programs ----------------------------------------------------------------------------

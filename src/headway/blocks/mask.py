@@ -34,7 +34,8 @@ class BlockMask:
     A call refuses a block mask whose mask captures a tensor that was written to since, or captures
     others now: old tiles and a new mask are no mask at all. Build it again then. (Not noticed: the
     writes that `clear_block_cache` names, and those between replays of a CUDA graph, in which the
-    tiles are used as they are given.)
+    tiles are used as they are given.) It also refuses one that was built for one batch row or head,
+    is used for more, and depends on which.
     """
 
     mask: MaskFn
@@ -51,6 +52,23 @@ class BlockMask:
         """That the tiles are those of its mask, whose formula and tensors are these now."""
         if self.decided is not None:
             self.decided.check_call(formula, tensors)
+
+    def check_rows(self, b: int, h: int) -> None:
+        """That the tiles hold for b batch rows and h heads, where they were built for one.
+
+        **Raises:** `ArgumentError` where the mask depends on which.
+        """
+        if self.decided is None:  # the caller says so
+            return
+        for name, built, used, depends in zip(
+            "bh", self.shape[:2], (b, h), self.decided.depends, strict=True
+        ):
+            if built == 1 and used > 1 and depends:
+                raise ArgumentError(
+                    f"the block mask was built with {name}=1, but its mask depends on {name}, and "
+                    f"it is used for {name}={used}; build it with block_mask(mask, ..., "
+                    f"{name}={used})"
+                )
 
     def _decided_by(self, mask: MaskFn, *others: "BlockMask") -> Decided | None:
         """What decided the tiles of a block mask made of this one and others."""
@@ -247,6 +265,7 @@ class BlockMask:
         runs = self.tiles[:4]
         if (b, h) == self.shape[:2]:
             return runs
+        self.check_rows(b, h)
         at = torch.arange(self.shape[0] * self.shape[1], device=self.device)
         group = at.view(*self.shape[:2], 1).expand(b, h, 1)
         lines = [group * n + torch.arange(n, device=self.device) for n in self.grid]

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import ops
 from ..api import prepare
+from ..caches import TensorCache
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods import causal as lower_right
@@ -146,7 +146,8 @@ def flash_attn_varlen_func(
 
     **Arguments:** as `flash_attn_func`, and
 
-    - `cu_seqlens_q`, `cu_seqlens_k`: int `(sequences + 1,)`, from 0 to the totals.
+    - `cu_seqlens_q`, `cu_seqlens_k`: int `(sequences + 1,)`, from 0 to the totals. You may write to
+      them between replays of a CUDA graph, whose calls visit every tile.
     - `max_seqlen_q`, `max_seqlen_k`: no sequence is longer; not needed, but checked on CPU.
     - `block_table`: paged keys; refused.
     - `alibi_slopes`: `(hq,)`; one set per sequence is refused.
@@ -160,16 +161,16 @@ def flash_attn_varlen_func(
     words = words_of(dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs)
     if isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() != 1:
         raise NotSupported("alibi_slopes per sequence are not supported; pass (heads,)")
-    _check_packed("q", cu_seqlens_q, q, max_seqlen_q)
-    _check_packed("k", cu_seqlens_k, k, max_seqlen_k)
+    _check_offsets("q", cu_seqlens_q, q)
+    _check_offsets("k", cu_seqlens_k, k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise CallError(
             f"cu_seqlens_q {tuple(cu_seqlens_q.shape)} and cu_seqlens_k "
             f"{tuple(cu_seqlens_k.shape)} count different numbers of sequences"
         )
-    mask, diagonal = _spans(
-        cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], limits_of(words.causal, window_size)
-    )
+    limits = limits_of(words.causal, window_size)
+    sizes = (q.shape[0], k.shape[0]), (max_seqlen_q, max_seqlen_k)
+    mask, diagonal = _spans(cu_seqlens_q, cu_seqlens_k, *sizes, limits)
     score = score_of(words.softcap, alibi_slopes, diagonal, 1, q.shape[1])
     out, lse = _attend(
         q[None].transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2), score, mask,
@@ -204,25 +205,39 @@ def _mask(limits: tuple[int | None, int | None], offset: int) -> MaskFn | None:
     return mask
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+def _stamp(offsets: Tensor) -> Any:
+    """The offsets themselves where reading them waits for nothing, or where nobody counts writes:
+    they are few."""
+    if offsets.is_cpu or offsets.is_inference():
+        return offsets.tolist()
+    return offsets._version
+
+
+_known: TensorCache[tuple[Mask, Tensor]] = TensorCache(64, _stamp)
 
 
 def _spans(
-    cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, limits: tuple[int | None, int | None]
-) -> tuple[Mask, Tensor]:
-    """The keys that every packed query sees, and the key on its diagonal. Remembered while the
-    offsets live and are not written to: every layer of a model asks for the same."""
+    cu_q: Tensor, cu_k: Tensor, totals: tuple[int, int], longest: tuple[int, int],
+    limits: tuple[int | None, int | None],
+) -> tuple[Mask, Tensor]:  # fmt: skip
+    """The keys that every packed query sees, and the key on its diagonal. Cached while the offsets
+    live and stay the same: every layer of a model asks for them."""
     if torch.compiler.is_compiling():
-        return _new_spans(cu_q, cu_k, total_q, total_k, limits)
-    stamp = (id(cu_k), cu_q._version, cu_k._version, total_q, total_k, limits)
-    spans = _known.setdefault(cu_q, {})
-    if stamp not in spans or spans[stamp][0] is not cu_k:
-        spans[stamp] = cu_k, _new_spans(cu_q, cu_k, total_q, total_k, limits)
-    return spans[stamp][1]
+        return _new_spans(cu_q, cu_k, totals[0], limits)
+
+    def make() -> tuple[Mask, Tensor]:
+        for name, offsets, total, most in zip("qk", (cu_q, cu_k), totals, longest, strict=True):
+            if offsets.is_cpu:
+                _check_lengths(name, offsets, total, most)
+        with torch.inference_mode(False):  # fit to be saved for a backward, and to be known
+            return _new_spans(cu_q, cu_k, totals[0], limits)
+
+    checked = tuple(map(int, longest)) if cu_q.is_cpu else None
+    return _known.of((cu_q, cu_k), (totals, checked, limits), make)
 
 
 def _new_spans(
-    cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, limits: tuple[int | None, int | None]
+    cu_q: Tensor, cu_k: Tensor, total_q: int, limits: tuple[int | None, int | None]
 ) -> tuple[Mask, Tensor]:
     cu_q, cu_k = cu_q.long(), cu_k.long()
     at = torch.arange(total_q, device=cu_q.device)
@@ -249,24 +264,26 @@ def _check(qkv: tuple, axes: tuple[str, ...]) -> None:
             raise CallError(f"{name} must be ({', '.join(axes)}), got {got}")
 
 
-def _check_packed(name: str, offsets: Any, x: Tensor, longest: int) -> None:
+def _check_offsets(name: str, offsets: Any, x: Tensor) -> None:
     if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.shape[0] < 2:
         raise CallError(f"cu_seqlens_{name} must be an int tensor (sequences + 1,)")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise CallError(f"cu_seqlens_{name} must be int32, got {offsets.dtype}")
     if offsets.device != x.device:
         raise CallError(f"cu_seqlens_{name} is on {offsets.device}, {name} on {x.device}")
-    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
-        lengths = offsets.diff()
-        if int(offsets[0]) or int(offsets[-1]) != x.shape[0] or bool((lengths < 0).any()):
-            raise CallError(
-                f"cu_seqlens_{name} must rise from 0 to {x.shape[0]}, the length of {name}, got "
-                f"{offsets.tolist() if len(offsets) < 12 else (int(offsets[0]), int(offsets[-1]))}"
-            )
-        if int(lengths.max()) > longest:
-            raise CallError(
-                f"max_seqlen_{name}={longest}, but the longest sequence has {int(lengths.max())}"
-            )
+
+
+def _check_lengths(name: str, offsets: Tensor, total: int, longest: int) -> None:
+    lengths = offsets.diff()
+    if int(offsets[0]) or int(offsets[-1]) != total or bool((lengths < 0).any()):
+        raise CallError(
+            f"cu_seqlens_{name} must rise from 0 to {total}, the length of {name}, got "
+            f"{offsets.tolist() if len(offsets) < 12 else (int(offsets[0]), int(offsets[-1]))}"
+        )
+    if int(lengths.max()) > longest:
+        raise CallError(
+            f"max_seqlen_{name}={longest}, but the longest sequence has {int(lengths.max())}"
+        )
 
 
 def _unpack(name: str, x: Any, parts: int) -> tuple[Tensor, ...]:

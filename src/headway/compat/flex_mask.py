@@ -11,9 +11,11 @@ from torch.utils import _pytree as pytree
 
 from ..blocks import BlockMask as TileMask
 from ..blocks import Decided, from_dense
+from ..caches import TensorCache, version_of
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods.base import MaskFn, value
+from ..surroundings import capturing
 from ..types import PACKAGE
 from .errors import CallAssertionError, CallError, CallTypeError
 
@@ -123,6 +125,7 @@ class BlockMask:
         # one, there are all four of keys, which then say what the state is.
         self._out: dict[str, tuple[Tensor | None, float | None]] = {}
         self._former: list[tuple[str, Any, float | None]] = []  # references to what counts no more
+        self._clears = TensorCache.clears  # how often caches had been cleared at the last look
         self._batch: tuple[int, ...] = tuple(state.shape[:-2]) if state is not None else ()
         self._seq_lengths, self._block, self._mask_mod = seq_lengths, block, mask_mod
         return self
@@ -274,9 +277,12 @@ class BlockMask:
         new = {
             name for name, (tensor, seen) in out.items() if seen is None or _version(tensor) != seen
         }
+        if out and self._clears != TensorCache.clears:  # after writes that no version tells of
+            self._clears, before = TensorCache.clears, self._known()
+            same = torch.equal(self._listed().view_as(before), before)
+            new |= (set(_Q_LISTS) if same else set(_KV_LISTS)) & out.keys()
         if new.intersection(_KV_LISTS):
-            lists: list[Any] = [self._list(name) for name in _KV_LISTS]
-            state = _state(lists, _columns(lists[1], self._seq_lengths, self._block))
+            state = self._listed()
             self._state, self._tiles, self._batch = state, None, tuple(state.shape[:-2])
             self._decided = None  # but by the caller
             for name in [name for name in _Q_LISTS if name in out and name not in new]:
@@ -294,6 +300,13 @@ class BlockMask:
                 )
         for name in new:
             out[name] = out[name][0], _version(out[name][0])
+
+    def _listed(self) -> Tensor:
+        """The state of every block as the lists of keys have it."""
+        lists = [self._list(name) for name in _KV_LISTS]
+        indices = lists[1]
+        assert indices is not None
+        return _state(lists, _columns(indices, self._seq_lengths, self._block))
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """Lengths, the eight lists, block sizes and mask, in the original's order."""
@@ -430,31 +443,37 @@ for _name in _KV_LISTS + _Q_LISTS:
 
 def as_tiles(mask: Any) -> TileMask | Mask:
     """What to give to `headway.attention` for a `BlockMask`, ours or PyTorch's."""
-    if isinstance(mask, BlockMask):
-        if mask.mask_mod is sliced_mask:
-            sliced_mask()
-        if torch.compiler.is_compiling() and mask._out:  # whoever has them may write to them
-            lists = [mask._list(name) for name in _KV_LISTS]
-            return _at_run_time(lists, mask.seq_lengths, mask.BLOCK_SIZE, mask.mask_mod)
-        return mask.tiles
     if isinstance(mask, TileMask):
         return mask
-    if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+    ours = isinstance(mask, BlockMask)
+    if mask.mask_mod is sliced_mask or (
+        not ours and getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error"
+    ):
         sliced_mask()
-    lists = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
-    if torch.compiler.is_compiling():  # no weak references there: tiles are found at run time
-        return _at_run_time(lists, mask.seq_lengths, mask.BLOCK_SIZE, mask.mask_mod)
-    stamp = (mask.mask_mod, mask.seq_lengths, [(id(x), x._version) for x in lists if x is not None])
-    known = _converted.get(mask)
-    if known is None or known[0] != stamp:
-        ours = BlockMask(
-            mask.seq_lengths, *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod
-        )
-        known = _converted[mask] = stamp, ours.tiles
-    return known[1]
+    if ours and not mask._out:  # no one else can write to its blocks
+        return mask.tiles
+    lists: list[Any] = [mask._list(x) if ours else getattr(mask, x) for x in _KV_LISTS]
+    how = mask.seq_lengths, mask.BLOCK_SIZE, mask.mask_mod
+    if _recorded(lists[0]):
+        if ours and not torch.compiler.is_compiling():
+            mask._still()
+        return _at_run_time(lists, *how)
+    if ours:
+        return mask.tiles
+    given = [x for x in lists if x is not None]
+    # What is cached holds the mask function, so that no other one has its address.
+    key = id(mask.mask_mod), tuple(mask.seq_lengths), tuple(mask.BLOCK_SIZE), len(given)
+    make = lambda: BlockMask(how[0], *lists, BLOCK_SIZE=how[1], mask_mod=how[2]).tiles
+    return _converted.of(given, key, make)
 
 
-_converted: "weakref.WeakKeyDictionary[Any, tuple[Any, TileMask]]" = weakref.WeakKeyDictionary()
+_converted: TensorCache[TileMask] = TensorCache(64)
+
+
+def _recorded(lists: Tensor) -> bool:
+    """Whether what is made of lists is part of a program, which finds other blocks in them when it
+    is run."""
+    return torch.compiler.is_compiling() or capturing(lists.device)
 
 
 def is_block_mask(mask: Any) -> bool:
@@ -475,18 +494,18 @@ def _columns(indices: Tensor, lengths: tuple[int, int], block: tuple[int, int]) 
 
 def _version(tensor: Tensor | None) -> float:
     """What changes with every write; like nothing else, itself included, where nobody counts."""
-    if tensor is None:
-        return -1
-    return math.nan if tensor.is_inference() else tensor._version
+    version = -1 if tensor is None else version_of(tensor)
+    return math.nan if version is None else version
 
 
 def _state(lists: Any, columns: int) -> Tensor:
     """uint8 (..., rows, columns): 0 empty, 1 partial, 2 full."""
     num_blocks, indices, full_num, full_indices = lists
-    state = _dense(num_blocks, indices, columns)
-    if full_num is None or full_indices is None:
-        return state
-    return torch.maximum(state, 2 * _dense(full_num, full_indices, columns))
+    with torch.inference_mode(False):  # fit to be captured
+        state = _dense(num_blocks, indices, columns)
+        if full_num is None or full_indices is None:
+            return state
+        return torch.maximum(state, 2 * _dense(full_num, full_indices, columns))
 
 
 def _dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
@@ -494,7 +513,7 @@ def _dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
     named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     # What comes after a row's blocks is undefined: send it to one column too many.
     at = torch.where(named, indices.long(), columns)
-    if not torch.compiler.is_compiling() and at.numel() and at.device.type != "meta":
+    if not _recorded(at) and at.numel() and at.device.type != "meta":
         least, most = (int(n) for n in torch.where(named, at, 0).aminmax())
         if least < 0 or most >= columns:
             raise CallError(

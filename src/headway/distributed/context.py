@@ -18,7 +18,7 @@ from ..backends.base import Call
 from ..errors import ArgumentError
 from ..flops import register_flops
 from ..operators import flat, grads_like, library, results_like
-from ..ops import _once, _watched, in_order, refuse_tangents
+from ..ops import _once, _watched, in_order, refuse_tangents, savable
 from ..types import NAMESPACE, Forward, Spec, acc_dtype, in_dtype
 from .layout import NO_MESH, Layout
 
@@ -111,6 +111,8 @@ def attention(
     inputs = [q, k, v, sink, seed, *tables, *tensors, *tiles]
     if is_compiling():
         inputs = _distinct(inputs)
+    else:
+        inputs[3:] = map(savable, inputs[3:])
     *results, _, _ = _Context.apply(spec.text, wire, ints, floats, offsets, counts, *inputs)
     return Forward(*results)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...backends.base import Call
-from ...caches import Cache
+from ...caches import Cache, TensorCache
 from ...errors import ArgumentError
 from ...types import Spec
 from .board import Board, board_of
@@ -287,8 +287,8 @@ def _of_tensors(tensors: Sequence[Tensor], fixed: tuple[bool, ...]) -> int:
     return hash_of(parts)
 
 
-# By identity and version: a tensor is read once.
-_contents: Cache[tuple[Any, int]] = Cache(256)
+# A tensor is read once. (In a capture nothing can be read: what the host knew before is the plan.)
+_contents: TensorCache[int] = TensorCache(256, in_captures=True)
 
 
 def _content(t: Tensor) -> int:
@@ -297,15 +297,7 @@ def _content(t: Tensor) -> int:
 
 def read_once(t: Tensor, key: Any, read: Callable[[Tensor], int]) -> int:
     """What is read of a tensor, for readers of that key, while nobody writes into it."""
-    import weakref
-
-    if t.is_inference():
-        return read(t)
-    known = id(t), t._version, key
-    found = _contents.get(known)
-    if found is not None and found[0]() is t:
-        return found[1]
-    return _contents.put(known, (weakref.ref(t), read(t)))[1]
+    return _contents.of([t], key, lambda: read(t))
 
 
 def _checksum(t: Tensor) -> int:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from ....blocks import TILE, Tiles, cached_build, undecided
 from ....caches import Cache
+from ....surroundings import capturing
 from ....types import Coords, Spec
 from ...base import Call, graphs, split
 from ..codegen.affine import distance_sign
 from ..codegen.emit import Text, functions
 from ..codegen.int_ranges import POSITION_LIMIT
-from .device_guard import capturing, keep_alive, outside_capture
+from .device_guard import keep_alive, outside_capture
 from .launcher import CallArguments
 from .parallel_compile import fix_cache_keys
 from .triton_startup import start_triton

@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from ....errors import BackendRefused
+from ....surroundings import capturing, elsewhere
 
 T = TypeVar("T")
-
-
-def elsewhere(device: torch.device) -> bool:
-    """Whether the current device is another. (`torch.cuda.current_device` also checks whether CUDA
-    is initialised, and takes five times as long; where there are tensors it is.)"""
-    return device.type == "cuda" and device.index != torch._C._cuda_getDevice()
 
 
 def on(device: torch.device) -> AbstractContextManager:
@@ -36,16 +31,6 @@ def on(device: torch.device) -> AbstractContextManager:
 # must live as long as the graph, whose end is not announced.
 
 _kept_alive: dict[int, Tensor] = {}
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured in the device's current stream."""
-    if device.type != "cuda":
-        return False
-    if elsewhere(device):
-        with torch.cuda.device(device):
-            return torch.cuda.is_current_stream_capturing()
-    return torch.cuda.is_current_stream_capturing()
 
 
 def keep_alive(device: torch.device, tensors: Iterable[Tensor]) -> None:

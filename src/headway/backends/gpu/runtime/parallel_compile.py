@@ -26,9 +26,10 @@ from triton.runtime.errors import OutOfResources
 
 import triton
 
+from ....surroundings import capturing
 from ....types import Spec
 from ...base import Call
-from .device_guard import capturing, on
+from .device_guard import on
 from .kernel_cache import in_processes, is_ready
 from .triton_startup import wait_to_compile
 
