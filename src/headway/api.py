@@ -21,6 +21,7 @@ from .arguments import (
     check_function,
     check_global,
     check_made_outside,
+    check_offset,
     check_sink,
     check_sizes,
     check_tensors,
@@ -122,7 +123,7 @@ def attention(
     """
     if unknown:
         raise unknown_keywords(attention, unknown)
-    mask = mask if layout is not None else _or_none(mask, k)
+    mask = mask if layout is not None else _or_none(mask, q, k)
     plainest = layout is None and score is None and sink is None and type(deterministic) is bool
     if plainest and (mask is None or type(mask) is causal):
         out = _plain(q, k, v, mask, scale, dropout, backend)
@@ -156,7 +157,7 @@ def attention_with_stats(
     """
     if unknown:
         raise unknown_keywords(attention_with_stats, unknown)
-    mask = mask if layout is not None else _or_none(mask, k)
+    mask = mask if layout is not None else _or_none(mask, q, k)
     request = Request(
         q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True
     )
@@ -212,12 +213,13 @@ def block_mask(
     return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles, decided)
 
 
-def _or_none(mask: Any, k: Any) -> Any:
-    """No mask for `causal(n)` where every query sees every key, as that of a decoding step."""
-    far = type(mask) is causal and mask.offset > 0 and not is_compiling()
-    if far and isinstance(k, Tensor) and k.dim() == 4 and mask.offset >= k.shape[2] - 1:
-        return None
-    return mask
+def _or_none(mask: Any, q: Any, k: Any) -> Any:
+    """No mask for the `causal(n)` of a decoding step, whose one query sees every key."""
+    if type(mask) is not causal or mask.offset <= 0 or is_compiling():
+        return mask
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):
+        return mask
+    return None if q.shape[2] <= 1 and mask.offset >= k.shape[2] - 1 else mask
 
 
 def _plain(
@@ -347,6 +349,8 @@ def resolve(request: Request) -> tuple[Spec, Call]:
         if kv is None:
             check_block_mask(mask, q, lengths)
         mask = mask.mask
+    if kv is None and request.coords is None and type(mask) is causal:
+        check_offset(mask, *lengths)
     double = request.backend == "reference" or q.dtype == torch.float64
     whole = request.coords is None  # else q and k are a part of what the mods are made for
     sizes = (q.shape[0], q.shape[1], *lengths)
@@ -383,7 +387,8 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     else:
         # The first call on a card goes without: its kernels are compiled while the card is checked.
         spec = None if unchecked(q.device) else _cached_spec(*capability, *asked)
-        if key is not None and spec is not None:
+        again = kv is None and isinstance(mask, Mod) and mask.checks_values()
+        if key is not None and spec is not None and not again:
             call = remember(key, spec, capability, call, [of_score, of_mask])
     if spec is None:
         spec = _resolve_spec(capability, asked, call)

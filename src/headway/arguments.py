@@ -22,7 +22,7 @@ from .mods.lowering import GUARDS_CLASSES
 from .mods.meant import meant
 from .operators import draw_seed_op
 from .surroundings import learns
-from .types import KV, Coords, constant_under_compile, fixed, real, truth, whole
+from .types import KV, Coords, constant_under_compile, fixed, real, surely, truth, whole
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -370,6 +370,18 @@ def check_global(mask: Any) -> None:
                 f"{part!r}: queries of a cache are at their global positions, lengths - q_len + i, "
                 "so that the mask of training works as it is: write causal()"
             )
+
+
+def check_offset(mask: causal, q_len: int, kv_len: int) -> None:
+    """A `causal(n)` of several queries masks something out: else n was taken for the length."""
+    n = mask.offset
+    if n > 0 and surely(q_len > 1) and surely(kv_len > 0) and surely(n >= kv_len - 1):
+        raise ArgumentError(
+            f"mask=causal({n}) masks nothing out: each of {q_len} queries sees all {kv_len} keys, "
+            "since the number shifts the diagonal and is no length; write causal(), or "
+            "causal(kv_len - q_len) to align the last query with the last key, or mask=None to see "
+            "every key"
+        )
 
 
 def leaves_of(mod: Any) -> list[Any]:

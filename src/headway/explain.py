@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from .api import prepare
+from .arguments import leaves_of
 from .backends import NAMES, get, order, reasons_against, slower
 from .backends.base import CapabilityKey, capability_key, split
 from .blocks import BlockMask, cached_build
 from .distributed.context import Layouts
 from .distributed.layout import Layout
 from .keywords import unknown_keywords
-from .mods import retraced
+from .mods import causal, retraced
 from .mods.graph import parse
 from .mods.interval import why_elements
 from .types import Spec, acc_dtype
@@ -37,6 +38,8 @@ class Explanation:
     - `limits`: where that backend's results are not those of every other.
     - `over_ranks`: of a layout: how even it is, what it sends, and the plans; none without one.
     - `code`: what runs for the score and the mask.
+    - `alignment`: where queries are fewer than keys: which positions they have, and what `causal()`
+      means there; empty elsewhere.
     """
 
     backend: str | None
@@ -49,9 +52,15 @@ class Explanation:
     code: str
     kernels: list[str] = field(default_factory=list)
     over_ranks: list[str] = field(default_factory=list)
+    alignment: str = ""
 
     def __str__(self) -> str:
-        lines = [self.call, "", f"backend: {self.backend or 'none can run this call'}"]
+        lines = [
+            self.call,
+            *[self.alignment] * bool(self.alignment),
+            "",
+            f"backend: {self.backend or 'none can run this call'}",
+        ]
         for name, reasons in self.reasons.items():
             if name == self.backend:
                 continue
@@ -136,7 +145,26 @@ def explain(
         over = report(spec, call, *layouts, own_tiles)
     again, tiles = _retraced(score, mask, acc_dtype(q.dtype)), _tiles(spec, call, lengths)
     return Explanation(
-        chosen, reasons, shapes + shown, tiles, again, elements, limits, code, kernels, over
+        chosen, reasons, shapes + shown, tiles, again, elements, limits, code, kernels, over,
+        _alignment(mask, *lengths),
+    )  # fmt: skip
+
+
+def _alignment(mask: Any, q_len: int, kv_len: int) -> str:
+    """Where fewer queries than keys are."""
+    if not 0 < q_len < kv_len:
+        return ""
+    end = causal(kv_len - q_len)
+    mask = mask.mask if isinstance(mask, BlockMask) else mask
+    if any(type(part) is causal and part == end for part in leaves_of(mask)):
+        return (
+            f"{q_len} queries, {kv_len} keys: {end} aligns them at the bottom right, so query i "
+            f"sees keys 0 to i + {kv_len - q_len}"
+        )
+    return (
+        f"{q_len} queries, {kv_len} keys: aligned at the top left, so queries are at positions 0 "
+        f"to {q_len - 1} and causal() lets query i see keys 0 to i; {end} aligns the last query "
+        "with the last key (bottom right)"
     )
 
 

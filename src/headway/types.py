@@ -130,6 +130,15 @@ def fixed(number: Any) -> float:
     return float(number)
 
 
+def surely(condition: Any) -> bool:
+    """Whether a condition on sizes holds; False where a compiler cannot know it."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
 def _spec_text(*values: object) -> str:
     return _spec_json(values)
 

@@ -182,7 +182,8 @@ class Writer:
 
 
 LIBRARY = (  # the same, as a value and as a formula; n and m are numbers, T is a table of such axes
-    ("hw.causal({n})", "(j - {n} <= i)", ""),
+    # Not bare, since a bare one that masks nothing out is refused.
+    ("hw.causal({n}) & hw.causal(20)", "(j - {n} <= i)", ""),
     ("hw.sliding_window({m})", "((i - j).abs() < {m})", ""),
     ("hw.causal() & hw.sliding_window({m})", "((j <= i) & (i - j < {m}))", ""),
     ("hw.causal() | hw.prefix({m})", "((j <= i) | (j < {m}))", ""),

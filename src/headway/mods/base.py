@@ -50,6 +50,11 @@ class Mod:
             if isinstance(part, Mod):
                 part.check_sizes(b, h, q_len, kv_len)
 
+    def checks_values(self) -> bool:
+        """Whether `check_sizes` looks at what is in a tensor, which may differ in the next call."""
+        parts = (getattr(self, name) for name in self.fields)
+        return any(part.checks_values() for part in parts if isinstance(part, Mod))
+
     def __bool__(self) -> bool:
         raise ArgumentError(
             f"{self!r} is neither true nor false; write & | ~ in place of and, or, not"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..types import whole
+from ..types import surely, whole
 from .base import Mask, MaskFn, Score, check_broadcasts, check_shape, value
 from .meant import meant
 from .packing import ends_of, packed
@@ -23,8 +23,9 @@ class causal(Mask):
     """`j <= i + offset`: a query sees itself and what came before.
 
     `offset` moves the diagonal: `causal(kv_len - q_len)` aligns the last query with the last key,
-    as decoding against a cache of keys needs. (Vaswani et al. 2017, arXiv 1706.03762,
-    section 3.2.3)
+    as decoding against a cache of keys needs. A bare `causal(offset)` of several queries that masks
+    nothing out is an `ArgumentError`: the number is no length. (Vaswani et al. 2017, arXiv
+    1706.03762, section 3.2.3)
     """
 
     offset: int = 0
@@ -291,7 +292,9 @@ class tree(Mask):
     -1 where it has none; a parent comes before its children. Node n stands at position
     `start + n`, and `start`, a number, a 0-d int tensor or `(batch,)`, is where the tree begins:
     for drafts at the end of a cache, `lengths - nodes`. Positions before it are causal, those
-    after the tree see nothing. Tensors are read when the mask is made.
+    after the tree see nothing. `parents` is read when the mask is made, `start` at every call.
+    Raises `ArgumentError` for a parent that is its own child or comes later, and, in a call without
+    a cache, where the tree begins after the last query.
     (Miao et al. 2023, SpecInfer, arXiv 2305.09781, section 4.2; Cai et al. 2024, Medusa,
     arXiv 2401.10774)
     """
@@ -309,6 +312,7 @@ class tree(Mask):
             _set_whole(self, "start", least=0)
         nodes = parents.shape[-1]
         at = torch.arange(nodes, device=parents.device)
+        _check_parents(parents, at)
         sees = at[:, None] == at  # itself
         sees = sees.expand(*parents.shape, nodes)
         up = parents.long()
@@ -323,6 +327,31 @@ class tree(Mask):
             check_shape("tree", "parents", self._ancestors[..., 0], b=b, nodes=None)
         if isinstance(self.start, Tensor) and self.start.dim():
             check_shape("tree", "start", self.start, b=b)
+        if q_len is None:  # over a cache
+            return
+        start = self._first_start() if isinstance(self.start, Tensor) else self.start
+        if start is not None and surely(q_len > 0) and surely(start >= q_len):
+            raise ArgumentError(
+                f"tree(start={start}): no query is in the tree, since the {q_len} queries of this "
+                f"call are at positions 0 to {q_len - 1}, and the mask would be causal(); give the "
+                "queries from position 0 on, or the keys as a cache to "
+                "headway.inference.attention, where the queries come last"
+            )
+
+    def checks_values(self):
+        return isinstance(self.start, Tensor)
+
+    def _first_start(self) -> int | None:
+        """The smallest start of all rows, read again once it was written to; None where the host
+        cannot know it."""
+        start = self.start
+        assert isinstance(start, Tensor)
+        if not _readable(start):
+            return None
+        version = None if start.is_inference() else start._version
+        if version is None or self.__dict__.get("_read", (None,))[0] != version:
+            self.__dict__["_read"] = version, int(start.min()) if start.numel() else None
+        return self.__dict__["_read"][1]
 
     def __call__(self, b, h, q_idx, kv_idx):
         start = self.start  # a number is a symbol, a 0-d tensor, during tracing
@@ -614,6 +643,28 @@ def _set_whole(mask: Mask, name: str, least: int | None) -> None:
     number = _whole(type(mask).__name__, name, given, least)
     if number is not given:
         object.__setattr__(mask, name, number)
+
+
+def _check_parents(parents: Tensor, at: Tensor) -> None:
+    """Every parent comes before its children."""
+    if not _readable(parents) or not (late := parents >= at).any():
+        return
+    place = tuple(late.nonzero()[0].tolist())
+    raise ArgumentError(
+        f"tree: parents[{', '.join(map(str, place))}] is {parents[place].item()}, but a parent "
+        f"comes before its children, with a number below {place[-1]}; number the nodes from the "
+        "root on, and write -1 where there is no parent"
+    )
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether the host may look at what is in a tensor: no compiler or transform stands before it,
+    and no CUDA graph is being captured."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.is_meta:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _ids(mask: str, name: str, tensor: object, shape: str, dims: tuple[int, ...]) -> None:
