@@ -67,6 +67,21 @@ def test_builtin_methods_of_what_changes(name):
     assert (hw.attention(Q, K, V, mask=mask) - before).abs().max() > 1e-2
 
 
+def test_builtin_methods_under_compile():
+    """A graph break, and refused by name where there may be none."""
+    held, get, change = BOUND["dict.get"]()
+    mask = near(lambda: get())
+    call = lambda: hw.attention(Q, K, V, mask=mask)
+    compiled = torch.compile(call, backend="eager")
+    torch.testing.assert_close(compiled(), call())
+    change()
+    torch.testing.assert_close(compiled(), call())
+    assert held
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"the built-in dict.get of an object"):
+        torch.compile(call, backend="eager", fullgraph=True)()
+
+
 def test_a_builtin_method_of_a_tensor_captures_it():
     table = torch.tensor([1.5]).requires_grad_()
     look = table.__getitem__

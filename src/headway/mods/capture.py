@@ -239,6 +239,8 @@ class _Walk:
             self.found.key.append(value)
             return
         self.found.key.append((kind, value.__name__))
+        if self.guarding:  # Dynamo does not guard what such an object holds
+            self.miss(f"reads {self.label}, the built-in {shown(value)} of an object")
         self.visit(owner, (*path, ("attr", "__self__")), above)
 
     def container(self, value: Any, kind: type, path: Path, above: tuple) -> None:

@@ -49,9 +49,9 @@ def is_fixed_module(name: str) -> bool:
 def is_fixed_code(module: str | None) -> bool:
     """Whether functions of a module written in Python read their arguments alone. In `torch` itself
     they tell or set how torch is set up; its ops are written in C, or are in modules below it."""
-    return (
-        module != "torch" and module is not None and (is_fixed_module(module) or module in _AROUND)
-    )
+    if module is None or module == "torch":
+        return False
+    return is_fixed_module(module) or module in _AROUND or module.startswith("torch._dynamo.")
 
 
 def is_fixed_function(fn: types.FunctionType) -> bool:
