@@ -105,3 +105,13 @@ def has_tangent(x: Tensor) -> bool:
             if not is_wrapped(x):
                 return False
             x = _functorch.get_unwrapped(x)
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether the host may look at what is in a tensor: no compiler or transform stands before it,
+    and no CUDA graph is being captured."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.is_meta:
+        return False
+    return not is_wrapped(tensor) and not (
+        tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    )

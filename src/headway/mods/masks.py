@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..surroundings import readable
 from ..types import surely, whole
 from .base import Mask, MaskFn, Score, check_broadcasts, check_shape, value
 from .meant import meant
@@ -329,7 +330,8 @@ class tree(Mask):
             check_shape("tree", "start", self.start, b=b)
         if q_len is None:  # over a cache
             return
-        start = self._first_start() if isinstance(self.start, Tensor) else self.start
+        start = self.start
+        start = self._first(start) if isinstance(start, Tensor) else start
         if start is not None and surely(q_len > 0) and surely(start >= q_len):
             raise ArgumentError(
                 f"tree(start={start}): no query is in the tree, since the {q_len} queries of this "
@@ -341,16 +343,14 @@ class tree(Mask):
     def checks_values(self):
         return isinstance(self.start, Tensor)
 
-    def _first_start(self) -> int | None:
+    def _first(self, start: Tensor) -> int | None:
         """The smallest start of all rows, read again once it was written to; None where the host
         cannot know it."""
-        start = self.start
-        assert isinstance(start, Tensor)
-        if not _readable(start):
+        if not readable(start) or not start.numel():
             return None
         version = None if start.is_inference() else start._version
         if version is None or self.__dict__.get("_read", (None,))[0] != version:
-            self.__dict__["_read"] = version, int(start.min()) if start.numel() else None
+            self.__dict__["_read"] = version, int(start.min())
         return self.__dict__["_read"][1]
 
     def __call__(self, b, h, q_idx, kv_idx):
@@ -647,7 +647,7 @@ def _set_whole(mask: Mask, name: str, least: int | None) -> None:
 
 def _check_parents(parents: Tensor, at: Tensor) -> None:
     """Every parent comes before its children."""
-    if not _readable(parents) or not (late := parents >= at).any():
+    if not readable(parents) or not (late := parents >= at).any():
         return
     place = tuple(late.nonzero()[0].tolist())
     raise ArgumentError(
@@ -655,16 +655,6 @@ def _check_parents(parents: Tensor, at: Tensor) -> None:
         f"comes before its children, with a number below {place[-1]}; number the nodes from the "
         "root on, and write -1 where there is no parent"
     )
-
-
-def _readable(tensor: Tensor) -> bool:
-    """Whether the host may look at what is in a tensor: no compiler or transform stands before it,
-    and no CUDA graph is being captured."""
-    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.is_meta:
-        return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _ids(mask: str, name: str, tensor: object, shape: str, dims: tuple[int, ...]) -> None:
