@@ -266,7 +266,7 @@ def made_by() -> str:
         return MISSING
     heads = [arm.head for arm in arms().values()]
     lines = sorted({
-        f"{h['device']}, {h['date']}, commit `{h['commit']}`, PyTorch {h['versions']['torch']}, "
+        f"{h['device']}, {h['date']}, PyTorch {h['versions']['torch']}, "
         f"Triton {h['triton']}, Python {h['versions']['python']}" for h in heads
     })  # fmt: skip
     texts = sorted({
