@@ -53,10 +53,13 @@ def call_of(
 
 def flat(call: Call) -> tuple:
     """The inputs of the operators after the spec: what `call_of` takes."""
-    q, k, v, sink, seed, captured, tiles, (*offsets, q_pos, kv_pos, straight_below), *_ = call
-    given = [] if tiles is None else tiles.flatten()
-    offsets.append(straight_below)
-    return q, k, v, sink, seed, *captured, given, offsets, q_pos, kv_pos
+    tiles = [] if call.tiles is None else call.tiles.flatten()
+    at = call.coords
+    offsets = [at.b, at.h, at.q, at.kv, at.straight_below]
+    return (
+        call.q, call.k, call.v, call.sink, call.seed, *call.captured, tiles, offsets, at.q_pos,
+        at.kv_pos,
+    )  # fmt: skip
 
 
 def flat_kv(call: Call) -> tuple:

@@ -84,13 +84,14 @@ def block_masks(dtype: torch.dtype, device: str = "cpu") -> float:
 
     def masks(device: str) -> list[Any]:
         own = lambda b, h, i, j: (i - j >= 4 * h) & (i - j < 30 + b) & (h != 1)
+        of_heads = lambda b, h, i, j: (i - j >= 4 * h) & (i - j < 30) & (h != 1)
         return [
             chosen(device, 6, room, 8), chosen(device, 1, room, 8),
             hw.block_mask(
                 hw.causal() & hw.sliding_window(9), 1, 1, room, room, tile=16, device=device
             ),
             hw.block_mask(own, len(LENGTHS), 6, room, room, tile=(8, 128), device=device),
-            hw.block_mask(own, 1, 6, room, room, tile=(64, 16), device=device),
+            hw.block_mask(of_heads, 1, 6, room, room, tile=(64, 16), device=device),
         ]  # fmt: skip
 
     pairs = list(zip(masks(device), masks("cpu"), strict=True))

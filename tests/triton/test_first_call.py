@@ -4,6 +4,7 @@ The driver is a stand-in for a GPU's: kernels are compiled for it, and launches 
 """
 
 import gc
+import subprocess
 import sys
 import threading
 import traceback
@@ -255,3 +256,26 @@ def test_keys_of_kernels_do_not_depend_on_what_a_process_calls_first():
 
     both = [kernel_forward.forward, kernel_backward.backward_kv]
     assert keys(both) == keys(both[::-1])
+
+
+ENDS = """
+import torch
+from headway.backends.gpu.runtime import parallel_compile
+
+def compile(*given, **options):
+    for _ in range(10_000):
+        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+    with parallel_compile.ThreadPoolExecutor(1) as pool:
+        pool.submit(int)
+
+parallel_compile._make_ready, parallel_compile._rehearsed = compile, lambda steps: []
+parallel_compile.begin(torch.device("cpu"), lambda: None)
+"""
+
+
+def test_a_process_may_end_while_kernels_are_being_compiled_for_it():
+    """Python stops daemon threads inside C++: the process then aborts."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -134,7 +134,9 @@ def begin(device: torch.device, steps: Callable[[], object]) -> None:
     first launch of any kernel waits until that is done (`wait_for_begun`)."""
     if get_ident() in rehearsals or capturing(device):
         return
-    begun = Thread(target=_make_ready, args=(device, _rehearsed(steps), True), daemon=True)
+    # No daemon: when a process ends, Python stops daemons inside the compiler's C++, which aborts
+    # the process ("terminate called without an active exception").
+    begun = Thread(target=_make_ready_ahead, args=(device, _rehearsed(steps)))
     _begun.append(begun)
     begun.start()
 
@@ -209,6 +211,12 @@ def _make_ready(
                 wait(begun[-1:], _HEAD_START)
         for compiling in begun:
             compiling.result()
+
+
+def _make_ready_ahead(device: torch.device, kernels: Sequence[Recorded]) -> None:
+    """`_make_ready` while other work goes on."""
+    with suppress(RuntimeError):  # the process ends: no pool takes more work
+        _make_ready(device, kernels, apart=True)
 
 
 def record_launch(
