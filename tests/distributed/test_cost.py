@@ -37,7 +37,7 @@ def measured() -> Iterator[tuple[Run, dict[str, dict[str, float]]]]:
         ranks = next(n for word, n in CARDS.items() if f"-{word}-" in path.name)
         with path.open() as file:
             rows = [row for row in csv.DictReader(file) if row["unit"] == "ms" and row["median"]]
-        for name in {row["case"] for row in rows}:
+        for name in sorted({row["case"] for row in rows}):
             run = path.parent.name, ranks, name
             here = [row for row in rows if row["case"] == name]
             if newest.get(run, "") > here[0]["date"]:
