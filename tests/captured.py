@@ -13,8 +13,8 @@ from torch import Tensor
 
 import headway as hw
 from headway import backends
-from headway.api import prepare
 from headway.compat import flash
+from headway.resolve import prepare
 from headway.types import Coords
 
 B, HQ, HK = 2, 2, 1

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import headway as hw
-from headway.api import prepare
 from headway.backends import get
+from headway.resolve import prepare
 
 
 @dataclass(frozen=True)

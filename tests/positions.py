@@ -6,7 +6,7 @@ from torch import Tensor
 from cases import Case, problem
 from checks import gradients
 from headway import ops
-from headway.api import prepare
+from headway.resolve import prepare
 from headway.types import Coords
 
 
@@ -34,7 +34,7 @@ def scattered(
         ordered(given.q, q_pos), ordered(given.k, kv_pos), ordered(given.v, kv_pos),
         given.score(), given.mask(), scale=case.scale, sink=given.sink, dropout=case.dropout,
         seed=given.seed if case.dropout else None, backend=backend, max_logit=True,
-        coords=Coords(
+        keys=Coords(
             q_pos=q_pos if per_batch else q_pos[0], kv_pos=kv_pos if per_batch else kv_pos[0],
             straight_below=max(case.q_len, case.kv_len) * (tile == 128),
         ), **options,

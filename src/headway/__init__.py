@@ -36,10 +36,10 @@ from .mods import tiled as tiled
 from .mods import tree as tree
 from .mods import window_bias as window_bias
 from .ops import save_ops as save_ops
-from .sigmoid import sigmoid_attention as sigmoid_attention
-from .top_k import top_k_blocks as top_k_blocks
 from .types import AttentionOutput as AttentionOutput
+from .variants.sigmoid import sigmoid_attention as sigmoid_attention
+from .variants.top_k import top_k_blocks as top_k_blocks
+from .variants.weights import attention_weights as attention_weights
 from .warm import warm as warm
-from .weights import attention_weights as attention_weights
 
 __version__ = "0.2.0"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from .backends.base import Call
 from .blocks import BlockMask
 from .dropout import draw_seed, not_kept
 from .errors import ArgumentError, ModError
@@ -357,6 +358,23 @@ def _check_ints(name: str, x: Any, shape: tuple[int, ...], axes: str, device: to
         raise ArgumentError(
             f"{name} is on {x.device}, q on {device}; keep it there: a copy waits for the device"
         )
+
+
+def check_no_gradient(call: Call) -> None:
+    """Refuse a call over a cache of which something requires grad, where gradients are recorded."""
+    cache = call.kv
+    assert cache is not None
+    given = {
+        "q": call.q, "k": call.k, "v": call.v, "sink": call.sink, "k_scale": cache.k_scale,
+        "v_scale": cache.v_scale,
+        **{f"a tensor {shown(t)} that the score captures": t for t in call.captured.tensors},
+    }  # fmt: skip
+    for name, x in given.items():
+        if x is not None and learns(x):
+            raise ArgumentError(
+                f"{name} requires grad, but inference has no gradient; call it under "
+                "torch.inference_mode() or torch.no_grad(), or train with headway.attention"
+            )
 
 
 def check_global(mask: Any) -> None:

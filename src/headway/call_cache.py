@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .arguments import seed_of
 from .backends.base import Call, CallSignature, CapabilityKey
 from .blocks import BlockMask
 from .caches import Cache
@@ -21,7 +22,7 @@ from .mods.capture import Reads, reads, shared
 from .mods.constants import brought
 from .mods.lowering import Lowered, Parts, parts_of
 from .surroundings import transforms
-from .types import WHOLE, Captured, Request, Spec
+from .types import KV, WHOLE, Captured, Request, Spec
 
 _known: Cache[CallSignature] = Cache(4096)
 
@@ -38,10 +39,9 @@ Contents = tuple[Parts, list[Tensor], list[Reads]]
 def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[Contents | None]]:
     """The key of a call, its signature if the key is known, and the contents of score and mask. No
     key where none tells such calls apart."""
-    (
-        q, k, v, score, mask, scale, sink, dropout, _, deterministic, backend, max_logit, row_max,
-        partial, _, kv, layout,
-    ) = request  # fmt: skip
+    q, k, v, mask, keys = request.q, request.k, request.v, request.mask, request.keys
+    dropout, scale, deterministic = request.dropout, request.scale, request.deterministic
+    cache = keys if type(keys) is KV else None
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None, None, []
     if transforms():  # what they have wrapped in a tensor is not told here
@@ -52,28 +52,30 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
         key = [
             q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
             k.dtype, k.device, k.requires_grad, v.dtype, v.device, v.requires_grad,
-            scale, dropout, deterministic, backend, max_logit, row_max, partial,
-            torch.is_grad_enabled(),
+            scale, dropout, deterministic, request.backend, request.max_logit, request.row_max,
+            request.partial, torch.is_grad_enabled(),
         ]  # fmt: skip
-        if kv is None or kv.page_table is not None or type(mask) is BlockMask:
+        if cache is None or cache.page_table is not None or type(mask) is BlockMask:
             key += k.shape, k.stride(), v.shape, v.stride()
         else:  # nothing depends on the capacity of a cache, which may grow with every step
             key += k.shape[2:3] == v.shape[2:3], k.stride()[2:], v.stride()[2:]
             key += k.shape[:2], k.shape[3:], v.shape[:2], v.shape[3:]
-        if kv is not None:
-            key.append(kv.max_q)
-            for t in (kv.lengths, kv.page_table, kv.cu_q, kv.k_scale, kv.v_scale):
+        if cache is not None:
+            key.append(cache.max_q)
+            for t in (
+                cache.lengths, cache.page_table, cache.cu_q, cache.k_scale, cache.v_scale
+            ):  # fmt: skip
                 if t is None:
                     key.append(None)
                 else:
                     _add_tensor(key, t)
-        if layout is not None:  # the spec depends on no more of it
-            key += "over ranks", *[of and of.length for of in layout]
+        elif keys is not None:  # the spec depends on no more of the layouts of queries and keys
+            key += "over ranks", *[layout and layout.length for layout in keys]  # type: ignore[attr-defined]
         of_score = of_mask = None
-        if sink is not None:
-            _add_tensor(key, sink)
-        if score is not None:
-            of_score = _add_contents(key, score, q.device)
+        if request.sink is not None:
+            _add_tensor(key, request.sink)
+        if request.score is not None:
+            of_score = _add_contents(key, request.score, q.device)
         key.append(None)
         if mask is not None:
             if type(mask) is BlockMask:
@@ -86,9 +88,7 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
         return None, None, []
 
 
-def recall(
-    request: Request, seed: Tensor | None, signature: CallSignature, contents: list[Contents | None]
-) -> Call:
+def recall(request: Request, signature: CallSignature, contents: list[Contents | None]) -> Call:
     """A call of a known signature.
 
     **Raises:** `ArgumentError` where a block mask's tiles are no longer those of its mask.
@@ -108,22 +108,20 @@ def recall(
     if type(mask) is BlockMask:
         tiles, spec = mask.tiles, signature.spec
         mask.check_decided(spec.mask, captured.tensors[spec.score_tensors :])
+    seed = seed_of(request.seed, request.q.device) if request.dropout else None
+    cache = request.keys if type(request.keys) is KV else None
     return Call(
-        request.q,
-        request.k,
-        request.v,
-        request.sink,
-        seed,
-        captured,
-        tiles,
-        WHOLE,
-        signature,
-        request.kv,
-    )
+        request.q, request.k, request.v, request.sink, seed, captured, tiles, WHOLE, signature,
+        cache,
+    )  # fmt: skip
 
 
 def remember(
-    key: tuple, spec: Spec, capability: CapabilityKey, call: Call, lowered: list[Lowered | None]
+    key: tuple,
+    spec: Spec,
+    capability: CapabilityKey,
+    call: Call,
+    lowered: tuple[Lowered | None, Lowered | None],
 ) -> Call:
     """The call with its signature, which is known from now on: it has passed all checks, and this
     is its spec. The call as it is where nothing can be remembered."""

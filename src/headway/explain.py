@@ -7,7 +7,6 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from .api import prepare
 from .arguments import leaves_of
 from .backends import NAMES, get, order, reasons_against, slower
 from .backends.base import CapabilityKey, capability_key, split
@@ -18,6 +17,7 @@ from .keywords import unknown_keywords
 from .mods import causal, retraced
 from .mods.graph import parse
 from .mods.interval import why_elements
+from .resolve import prepare
 from .types import Spec, acc_dtype
 
 
@@ -111,7 +111,8 @@ def explain(
     if unknown:
         raise unknown_keywords(explain, unknown)
     given = q, k, v, score, mask, scale, sink, dropout, seed, deterministic
-    spec, call = prepare(*given, backend="reference", layout=layout)
+    layouts = None if layout is None else Layouts.of(layout)
+    spec, call = prepare(*given, backend="reference", keys=layouts)
     key = CapabilityKey(*capability_key(call, spec.score_tensors))
     reasons = {name: reasons_against(name, spec, key) for name in NAMES}
     allowed = order(backend, spec, key)
@@ -124,7 +125,7 @@ def explain(
     code, limits, kernels = "", [], []
     if chosen is not None:
         limits = get(chosen).limits(spec)
-        spec, call = prepare(*given, backend=chosen, layout=layout)
+        spec, call = prepare(*given, backend=chosen, keys=layouts)
         code = get(chosen).code(spec, call)
         kernels = _kernels(spec, call)
     shapes = ", ".join(
@@ -136,10 +137,9 @@ def explain(
     )
     elements = [] if spec.mask is None else why_elements(parse(spec.mask))
     lengths, over = (q.shape[2], k.shape[2]), []
-    if layout is not None:
+    if layouts is not None:
         from .distributed.exchange.report import report
 
-        layouts = Layouts.of(layout)
         lengths = layouts.lengths(k)
         own_tiles = isinstance(mask, BlockMask) and mask.decided is None
         over = report(spec, call, *layouts, own_tiles)

@@ -15,7 +15,7 @@ from .blocks import BlockMask
 from .distributed.context import Layouts
 from .distributed.layout import Layout
 from .errors import ArgumentError
-from .types import KV, Coords, Forward, Request
+from .types import KV, Forward, Request
 
 
 def any_sharded(q: Any, k: Any, v: Any) -> bool:
@@ -64,7 +64,7 @@ class Sharded:
                     f"{q.shape[1]} query heads and {k.shape[1]} key heads must be multiples of the "
                     f"{ranks} ranks that they are sharded over"
                 )
-        if request.kv is not None and not {Shard(1), Replicate()}.issuperset(self.placements):
+        if type(request.keys) is KV and not {Shard(1), Replicate()}.issuperset(self.placements):
             raise ArgumentError(
                 f"placements {self.placements}: a cache is sharded along its heads, Shard(1); rows "
                 "of a batch are a rank's own: call it with .to_local()"
@@ -79,17 +79,17 @@ class Sharded:
         if isinstance(mask, BlockMask):
             mask.check_rows(*q.shape[:2])
         _, offset = compute_local_shape_and_global_offset(q.shape, self.mesh, self.placements)
-        self.coords = Coords(b=offset[0], h=offset[1])
+        self.offsets = offset[0], offset[1]
         self.sizes = q.shape
-        self.layout = self._layout(request)
+        self.layouts = self._layouts(request)
 
-    def _layout(self, request: Request) -> Layouts | None:
+    def _layouts(self, request: Request) -> Layouts | None:
         """Which tokens these are, where the sequence is sharded."""
         from torch.distributed.tensor import Shard
 
         over = [n for n, place in enumerate(self.placements) if place == Shard(2)]
         if not over:
-            if request.layout is not None:
+            if type(request.keys) is Layouts:
                 raise ArgumentError(
                     f"a layout was given, but no placement of {self.placements} is Shard(2)"
                 )
@@ -100,10 +100,10 @@ class Sharded:
                 "mesh; flatten two of them with mesh._flatten()"
             )
         group = self.mesh.get_group(over[0])
-        if request.layout is None:
+        if type(request.keys) is not Layouts:
             made = {n: _chunked(n, group) for n in {request.q.shape[2], request.k.shape[2]}}
             return Layouts(made[request.q.shape[2]], made[request.k.shape[2]])
-        layouts = Layouts.of(request.layout)
+        layouts = request.keys
         if layouts.kv is None:
             raise ArgumentError(
                 "layout=(layout, None) takes plain tensors: q.to_local(), and all of k and v"
@@ -117,20 +117,22 @@ class Sharded:
 
     def local_request(self, request: Request) -> Request:
         """The request for this rank's shards. What the score captures: see `local_call`."""
-        q, k, v, score, mask, scale, sink = request[:7]
-        return Request(
-            q.to_local(), k.to_local(), v.to_local(), score, mask, scale, self._local_sink(sink),
-            *request[7:14], self.coords, self._local_kv(request.kv, k), self.layout,
+        keys = request.keys if self.layouts is None else self.layouts
+        if type(keys) is KV:
+            keys = self._local_cache(keys, request.k)
+        return request._replace(
+            q=request.q.to_local(), k=request.k.to_local(), v=request.v.to_local(),
+            sink=self._local_sink(request.sink), keys=keys, offsets=self.offsets,
         )  # fmt: skip
 
-    def _local_kv(self, kv: KV | None, k: Any) -> KV | None:
-        """The scales of this rank's key heads."""
-        if kv is None or (kv.k_scale is None and kv.v_scale is None):
-            return kv
+    def _local_cache(self, cache: KV, k: Any) -> KV:
+        """Return the cache with the scales of this rank's key heads."""
+        if cache.k_scale is None and cache.v_scale is None:
+            return cache
         count = k.to_local().shape[1]
-        first = self.coords.h * k.shape[1] // self.sizes[1]
+        first = self.offsets[1] * k.shape[1] // self.sizes[1]
         mine = lambda x: None if x is None else x[:, first : first + count]
-        return kv._replace(k_scale=mine(kv.k_scale), v_scale=mine(kv.v_scale))
+        return cache._replace(k_scale=mine(cache.k_scale), v_scale=mine(cache.v_scale))
 
     def _local_sink(self, sink: Any) -> Any:
         """The sinks of this rank's heads."""

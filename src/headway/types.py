@@ -165,8 +165,11 @@ class Request(NamedTuple):
     - `max_logit`, `row_max`: whether to compute the largest logit of every head, and the largest
       score of every row.
     - `partial`: results in the accumulation dtype.
-    - `coords`: where these tensors stand in the whole (shards, decoding); None: they are the whole.
-    - `layout`: which tokens these are, where the sequence is cut over ranks; None: it is not.
+    - `keys`: where the keys are. None: here, all of them. `Coords`: here, and these tensors are a
+      part of the whole (a shard, a decode step). `KV`: in a cache (`headway.inference`). `Layouts`
+      of `headway.distributed`: over ranks.
+    - `offsets`: of a shard of batch and heads, the global indices of its first batch row and query
+      head; None: it is no shard.
     """
 
     q: Any
@@ -183,9 +186,8 @@ class Request(NamedTuple):
     max_logit: bool = False
     row_max: bool = False
     partial: bool = False
-    coords: "Coords | None" = None
-    kv: "KV | None" = None  # k and v are a cache (`headway.inference`)
-    layout: Any = None  # a headway.distributed.Layout, or two, of queries and keys (or None)
+    keys: "Coords | KV | Any | None" = None
+    offsets: tuple[int, int] | None = None
 
 
 class Captured(NamedTuple):

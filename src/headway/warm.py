@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .api import resolve
 from .backends import first_use, get, order, reference
 from .backends.base import Call, CapabilityKey, capability_key
 from .backends.gpu.named_card import Card, card_of, compiling_for
 from .errors import ArgumentError, BackendRefused
+from .resolve import resolve
 from .types import Request, Spec
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import headway as hw
 import oracle
-from headway.api import prepare
 from headway.backends import cpu
+from headway.resolve import prepare
 
 IDS = torch.arange(5000) // 173
 

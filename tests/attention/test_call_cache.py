@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import headway as hw
 from headway import call_cache
-from headway.api import prepare
 from headway.errors import ArgumentError, BackendRefused
+from headway.resolve import prepare
 
 TABLE, OTHER = torch.randn(2, 4), torch.randn(2, 4)
 
@@ -176,7 +176,7 @@ def test_a_call_that_was_changed_is_not_known():
     assert call.signature.spec is spec
     assert call.replace(q=q[:, :, :3]).signature is None
     assert prepare(q, k, v, hw.softcap(5.0), deterministic=True)[1].signature is not call.signature
-    assert prepare(q, k, v, hw.softcap(5.0), coords=hw.types.Coords(q=1))[1].signature is None
+    assert prepare(q, k, v, hw.softcap(5.0), keys=hw.types.Coords(q=1))[1].signature is None
     assert replace(spec) is not spec
 
 

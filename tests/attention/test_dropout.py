@@ -9,8 +9,8 @@ import torch._functorch.config as functorch_config
 import headway as hw
 import oracle
 from headway import dropout
-from headway.api import prepare
 from headway.backends import reference
+from headway.resolve import prepare
 from headway.types import Coords
 
 SEED = 0x0123456789ABCDEF
@@ -228,7 +228,7 @@ def test_large_positions():
     """Counters are 32 bits of the position, whatever the offset of the shard."""
     q, k, v = (torch.randn(1, 1, 4, 4, dtype=torch.float64) for _ in range(3))
     far = Coords(b=2**20, h=2**10, q=2**31 - 2, kv=2**31 + 5)
-    spec, call = prepare(q, k, v, dropout=0.5, seed=SEED, backend="reference", coords=far)
+    spec, call = prepare(q, k, v, dropout=0.5, seed=SEED, backend="reference", keys=far)
     out = reference.forward(spec, call).out
     at = [torch.arange(4) + start for start in (far.q, far.kv)]
     kept = oracle.keep(

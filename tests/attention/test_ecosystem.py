@@ -21,9 +21,9 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import headway as hw
-from headway.api import prepare
 from headway.mods import lowering
 from headway.operators import flat
+from headway.resolve import prepare
 
 B, HQ, HK, LENGTH, D = 2, 4, 2, 40, 8
 

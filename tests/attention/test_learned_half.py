@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import headway as hw
-from headway.api import prepare
 from headway.backends import cpu
+from headway.resolve import prepare
 
 HALF = (torch.bfloat16, torch.float16)
 

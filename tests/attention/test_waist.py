@@ -18,9 +18,9 @@ import oracle
 from cases import BY_NAME, Problem, problem
 from checks import compare, poisoned
 from headway import backends, ops
-from headway.api import prepare
 from headway.backends.base import Call
 from headway.errors import ArgumentError
+from headway.resolve import prepare
 from headway.types import Coords, Spec
 from positions import scattered
 
@@ -52,7 +52,7 @@ class Shard(NamedTuple):
             q[b, h, i], k[b, self.hk, self.j], v[b, self.hk, self.j], given.score(), given.mask(),
             scale=case.scale, sink=sink, dropout=case.dropout,
             seed=given.seed if case.dropout else None, backend=backend, partial=True,
-            coords=Coords(b.start, h.start, i.start, self.j.start), **asked,
+            keys=Coords(b.start, h.start, i.start, self.j.start), **asked,
         )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_a_shard_may_be_empty(backend, q_len, kv_len, given):
     for mask in (None, *masks):
         for score in (None, hw.alibi(slopes)):
             spec, call = prepare(
-                q, k, v, score, mask, backend=backend, max_logit=True, coords=Coords(**at)
+                q, k, v, score, mask, backend=backend, max_logit=True, keys=Coords(**at)
             )
             out, lse, max_logit, _ = ops.attention(spec, call)
             assert out.shape == (2, 2, q_len, 8)
@@ -198,7 +198,7 @@ def test_positions_are_checked(what):
     at, said = WRONG[what]
     q, k, v = (torch.randn(2, 2, n, 8) for n in (5, 7, 7))
     with pytest.raises(ArgumentError, match=said):
-        prepare(q, k, v, None, hw.causal(), coords=Coords(**at))
+        prepare(q, k, v, None, hw.causal(), keys=Coords(**at))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
@@ -208,7 +208,7 @@ def test_positions_of_any_whole_number(backend, dtype):
     made = []
     for of in (torch.int64, dtype):
         at = Coords(q_pos=torch.arange(3, 8).to(of), kv_pos=torch.arange(7).to(of))
-        call = prepare(q, k, v, None, hw.causal(), backend=backend, coords=at)
+        call = prepare(q, k, v, None, hw.causal(), backend=backend, keys=at)
         made.append(ops.attention(*call).out)
     assert torch.equal(*made)
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from headway.api import prepare
 from headway.bench import Options
 from headway.bench.case import BACKWARD, FORWARD
 from headway.bench.cases import every, select
@@ -12,6 +11,7 @@ from headway.bench.ranks_cases import RANK_CASES, documents
 from headway.bench.ranks_process import PLANS, idle, shortened
 from headway.bench.results import WRONG
 from headway.bench.run import bench
+from headway.resolve import prepare
 
 
 def test_two_ranks():

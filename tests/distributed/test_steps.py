@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import headway as hw
-from headway.api import prepare
 from headway.distributed import Layout
 from headway.distributed.exchange import steps
 from headway.distributed.exchange.routes import Pieces
 from headway.distributed.exchange.setting import MOST, Sizes, setting_of
+from headway.resolve import prepare
 
 LINK = 250e9
 

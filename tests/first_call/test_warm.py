@@ -98,7 +98,7 @@ def test_a_cpu_has_no_kernels_to_explain():
 def keys_of(given: dict, card) -> list[str]:
     """The keys of all kernels of a call of the Hopper backend, on a card of one kind or another."""
     request = warm_module._requested(given, card_of("sm_90"))
-    spec, call = hw.api.resolve(request._replace(backend="cpu"))
+    spec, call = hw.resolve.resolve(request._replace(backend="cpu"))
     steps = parallel_compile.steps_of(spec, call, hopper.forward, hopper.backward)
     found: list[str] = []
     files, kernel_cache.Entry.files = (

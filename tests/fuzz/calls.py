@@ -22,7 +22,7 @@ import headway as hw
 import oracle
 from cases import LAYOUTS, Case, Problem
 from headway import ops
-from headway.api import prepare
+from headway.resolve import prepare
 from headway.types import Coords
 from variants import MASKS, SCORES, Variant
 
@@ -283,7 +283,7 @@ def results(f: Fuzz, given: Problem, backend: str) -> dict[str, Tensor]:
         places = _positions(f, device) if f.places else (None, None)
         spec, call = prepare(
             given.q, given.k, given.v, given.score(), of_mask, max_logit=f.stats,
-            coords=Coords(b, h, q, kv, *places), **options,
+            keys=Coords(b, h, q, kv, *places), **options,
         )  # fmt: skip
         made = ops.attention(spec, call)
         values = {"out": made.out}

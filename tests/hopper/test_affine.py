@@ -11,12 +11,12 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import headway as hw
-from headway.api import prepare
 from headway.backends.gpu.codegen import emit
 from headway.backends.gpu.codegen.affine import distance_sign
 from headway.backends.gpu.runtime import call_plan
 from headway.backends.hopper.config import How
 from headway.mods.graph import parse
+from headway.resolve import prepare
 from tools import simulator
 
 from .test_simulated import simulated  # noqa: F401  (a fixture)

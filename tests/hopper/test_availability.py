@@ -11,9 +11,9 @@ import torch
 
 import headway as hw
 from headway import backends
-from headway.api import prepare
 from headway.backends import first_use, hopper
 from headway.backends.base import CapabilityKey, capability_key
+from headway.resolve import prepare
 
 ASK = """
 import json, sys

@@ -13,9 +13,9 @@ import captured
 import graphs
 import headway as hw
 from headway import backends
-from headway.api import prepare
 from headway.backends.hopper.fwd.plan import ForwardPlan
 from headway.backends.hopper.launch_plan import plan_for
+from headway.resolve import prepare
 from tools import simulator
 
 

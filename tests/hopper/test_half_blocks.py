@@ -11,7 +11,6 @@ if find_spec("triton") is None:
 
 import headway as hw
 from blocks.dense import dense_mask
-from headway.api import prepare
 from headway.backends import hopper, reference
 from headway.backends.base import graphs, split
 from headway.backends.gpu.runtime.call_plan import Walk
@@ -19,6 +18,7 @@ from headway.backends.hopper.fwd import plan
 from headway.backends.hopper.fwd.half_block_table import EMPTY, FULL, MIXED, half_block_table
 from headway.backends.hopper.fwd.tile_table import table
 from headway.blocks import cached_build
+from headway.resolve import prepare
 from headway.types import Coords
 from tools import simulator
 from tools.emulator.launch import emulating
@@ -154,7 +154,7 @@ def test_simulated(name):
 def test_a_shard(shift, far):
     """Queries and keys that stand somewhere in the whole: another coverage, or none."""
     q, k, v = (torch.randn(1, 2, n, 128).bfloat16() for n in (384, 640, 640))
-    place = {"coords": Coords(q=far + 1280 + shift, kv=far + 1024)}
+    place = {"keys": Coords(q=far + 1280 + shift, kv=far + 1024)}
     made, true = (
         run(*prepare(q, k, v, None, MASKS["window"], backend=backend, **place))
         for run, backend in ((hopper.forward, "hopper"), (reference.forward, "reference"))

@@ -10,13 +10,13 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import headway as hw
-from headway.api import prepare
 from headway.backends.gpu.codegen import emit
 from headway.backends.gpu.codegen.hoist import hoist_mask
 from headway.backends.gpu.codegen.int_ranges import IntRanges
 from headway.backends.gpu.runtime import call_plan
 from headway.backends.hopper.launch_plan import HOISTED
 from headway.mods.graph import parse
+from headway.resolve import prepare
 from tools import simulator
 
 from .test_simulated import simulated  # noqa: F401  (a fixture)

@@ -20,7 +20,6 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from headway import backends
-from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.gpu import captured_grads
 from headway.backends.gpu.preprocess import BackwardWorkspace
@@ -34,6 +33,7 @@ from headway.backends.hopper.device.gluon_compat import TensorDescriptor
 from headway.backends.hopper.fwd.plan import ForwardPlan
 from headway.backends.hopper.tma import aligned, with_tma_strides
 from headway.errors import BackendRefused
+from headway.resolve import prepare
 from tools import bring_up
 from tools.compile_triton import launching
 from triton import knobs

@@ -9,11 +9,11 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import headway as hw
-from headway.api import prepare
 from headway.backends import hopper, reference
 from headway.backends.hopper.bwd.plan import BackwardPlan
 from headway.backends.hopper.fwd.plan import ForwardPlan
 from headway.backends.hopper.launch_plan import plan_for
+from headway.resolve import prepare
 from headway.types import Coords
 
 from .test_simulated import simulated  # noqa: F401  (a fixture)
@@ -67,7 +67,7 @@ def test_a_part_of_a_whole(simulated):  # noqa: F811
     another, diagonals of a tile are nothing in particular, and pairs are read one by one."""
     torch.manual_seed(0)
     q, k = torch.randn(1, H, 40, 64).bfloat16(), torch.randn(1, H, 140, 64).bfloat16()
-    part = lambda name, at: prepare(q, k, k, hw.relative_bias(MANY), backend=name, coords=at)
+    part = lambda name, at: prepare(q, k, k, hw.relative_bias(MANY), backend=name, keys=at)
     q.requires_grad_()  # the kernels of training
     made = []
     for backend in (hopper, reference):

@@ -16,7 +16,6 @@ import headway as hw
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run, yardstick
 from headway import ops
-from headway.api import prepare
 from headway.backends import first_use, hopper, reference
 from headway.backends.gpu.runtime import call_plan as plans
 from headway.backends.hopper import launch_plan
@@ -27,6 +26,7 @@ from headway.backends.hopper.fwd import stream_k, tile_table
 from headway.backends.hopper.fwd.plan import ForwardPlan
 from headway.blocks import TILE
 from headway.errors import BackendRefused
+from headway.resolve import prepare
 from headway.types import Coords
 from learned import SMALL, errors
 from positions import scattered
@@ -198,7 +198,7 @@ def test_positions_of_nothing(q_len, kv_len):
     )
     at = Coords(q_pos=torch.arange(q_len).expand(2, -1), kv_pos=torch.arange(kv_len))
     out, lse, *_ = ops.attention(
-        *prepare(q, k, v, hw.alibi(2), hw.causal(), backend="hopper", coords=at)
+        *prepare(q, k, v, hw.alibi(2), hw.causal(), backend="hopper", keys=at)
     )
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
@@ -351,7 +351,7 @@ def test_the_maxima_of_rows_under_a_straight_line(issued):
     q, k, v = (torch.randn(1, 2, n, 64).bfloat16() for n in (150, 400, 400))
     bias = 5 * torch.randn(2, 5000)
     score = lambda s, b, h, i, j: 0.7 * s + bias[h, i] - 0.1 * (h + 1) * (i - j) + 2
-    place = {"row_max": True, "coords": Coords(q=4000, kv=3800)}
+    place = {"row_max": True, "keys": Coords(q=4000, kv=3800)}
     made = hopper.forward(*prepare(q, k, v, score, hw.causal(), backend="hopper", **place))
     true = reference.forward(
         *prepare(

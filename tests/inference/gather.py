@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headway import ops
-from headway.api import prepare
+from headway.resolve import prepare
 from headway.types import Coords
 
 
@@ -72,7 +72,7 @@ def by_rows(c: Caches, score: Any = None, mask: Any = None, **options: Any) -> A
         coords = Coords(b=row, q_pos=at)
         spec, call = prepare(
             c.q[row : row + 1].double(), c.keys[row].double(), c.values[row].double(), score, mask,
-            backend="reference", coords=coords, max_logit=True, **options,
+            backend="reference", keys=coords, max_logit=True, **options,
         )  # fmt: skip
         results.append(ops.attention(spec, call))
     return [torch.cat(x) for x in list(zip(*results, strict=True))[:3]]

@@ -22,13 +22,13 @@ from triton.runtime.jit import JITFunction
 
 import headway as hw
 from headway import backends, inference
-from headway.api import resolve
 from headway.backends import triton as backend
 from headway.backends.base import Call, CapabilityKey, capability_key
 from headway.backends.gpu.inference import plan
 from headway.backends.gpu.inference.listed import listed
 from headway.backends.gpu.runtime.launcher import KernelLauncher
 from headway.blocks import Tiles
+from headway.resolve import resolve
 from headway.types import KV, Captured, Coords, Request, Spec
 from tools.compile_triton import _resources, compiling
 from tools.emulator.launch import emulating
@@ -116,7 +116,7 @@ def test_nothing_outside_of_the_tensors_is_touched(numbers, mask):
     blocks = hw.top_k_blocks(torch.tensor([[[[0, 2]]], [[[1, -1]]]]), 16, 1, room)
     blocks = blocks if mask == "block mask" else None
     with emulating("sm_90", backend):
-        spec, call = resolve(Request(q, c.k, c.v, None, blocks, backend="triton", kv=kv))
+        spec, call = resolve(Request(q, c.k, c.v, None, blocks, backend="triton", keys=kv))
         if numbers == "lengths below 0":
             c.lengths.copy_(torch.tensor([-5, 10_000]))
         elif numbers == "pages out of range":
@@ -166,7 +166,7 @@ def test_a_cache_is_not_what_first_use_checks():
     compiled before."""
     c = caches([40], 4, 2, page=16, dtype=torch.bfloat16)
     kv = KV(c.lengths, c.page_table)
-    spec, call = resolve(Request(c.q, c.k, c.v, backend="reference", kv=kv))
+    spec, call = resolve(Request(c.q, c.k, c.v, backend="reference", keys=kv))
     kind = CapabilityKey(*capability_key(call, 0))
     with (
         mock.patch.object(backends.hopper, "unavailable", return_value=""),

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 import captured
 import headway as hw
 from headway import ops
-from headway.api import prepare
 from headway.compat import flash, flex, torch_sdpa
 from headway.errors import ArgumentError
+from headway.resolve import prepare
 from headway.types import Coords
 
 if find_spec("triton") is None or not torch.cuda.is_available():
@@ -396,7 +396,7 @@ def test_positions_one_by_one(backend, per_batch):
     q_pos, kv_pos = (x if per_batch else x[0] for x in orders)
     out, *_ = ops.attention(
         *prepare(
-            q, k, v, score, hw.causal(), backend=backend, coords=Coords(q_pos=q_pos, kv_pos=kv_pos)
+            q, k, v, score, hw.causal(), backend=backend, keys=Coords(q_pos=q_pos, kv_pos=kv_pos)
         )
     )
     out = out.take_along_dim(at[0].argsort(2), 2)

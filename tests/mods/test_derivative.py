@@ -7,10 +7,10 @@ import torch
 
 import headway as hw
 from fuzz.functions import score as random_score
-from headway.api import prepare
 from headway.mods.derivative import joint
 from headway.mods.evaluate import evaluate
 from headway.mods.graph import parse
+from headway.resolve import prepare
 
 LENGTH, HEADS = 37, 3
 SIZES = {"b": 1, "h": HEADS, "p": LENGTH, "q": LENGTH, "k": LENGTH, "r": 13}

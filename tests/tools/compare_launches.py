@@ -29,12 +29,12 @@ from triton.runtime import driver
 
 import headway as hw
 from headway import backends, inference
-from headway.api import prepare
 from headway.backends import hopper
 from headway.backends import triton as portable
 from headway.backends.gpu.runtime import call_plan, launcher
 from headway.backends.gpu.runtime.cuda_launch import Launch
 from headway.backends.hopper import launch_plan as hopper_plan
+from headway.resolve import prepare
 
 loads: list[bytes] = []
 

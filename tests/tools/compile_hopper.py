@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import headway as hw
 from headway import backends
-from headway.api import prepare
 from headway.backends import hopper
 from headway.backends.gpu.runtime import call_plan, parallel_compile
 from headway.backends.hopper import launch_plan
+from headway.resolve import prepare
 from headway.types import Coords
 from tools.assembler import assembled, up_to_ptx
 from tools.sass import early, in_flight, loops, products, spilled, unwritten
@@ -138,7 +138,7 @@ def _call(direction, d, dv, score=None, mask=None, dtype=torch.bfloat16, length=
     coords = Coords(q_pos=at, kv_pos=at, straight_below=length) if in_tiles else None
     spec, call = prepare(
         q, k, v, score, mask, sink=sink, backend="hopper", max_logit=sink is not None,
-        deterministic=deterministic, coords=coords,
+        deterministic=deterministic, keys=coords,
     )  # fmt: skip
     if direction == "forward":
         hopper.forward(spec, call)

@@ -12,8 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import headway as hw
-from headway.api import prepare
 from headway.backends import triton as backend
+from headway.resolve import prepare
 from tools import compile_triton
 
 LENGTH, HEADS = 1024, 4

@@ -28,9 +28,9 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import headway as hw
-from headway.api import prepare
 from headway.backends import triton as backend
 from headway.backends.gpu.runtime import call_plan
+from headway.resolve import prepare
 from tools.assembler import assembled, up_to_ptx
 from tools.emulator import launch as emulated
 from tools.sass import in_flight, spilled, unwritten

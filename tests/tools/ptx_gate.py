@@ -6,7 +6,7 @@ instructions are, and what the assembler and the launch are told besides: option
 how tiles of a tensor are copied, the grid. Comments, lines and files of the source, sections for debuggers
 and the names of functions and labels do not count: kernels may be renamed, and their modules moved.
 
-This file compiles both sides, so it may rely on little that a refactoring moves: `headway.api.prepare`,
+This file compiles both sides, so it may rely on little that a refactoring moves: `prepare`,
 `forward` and `backward` of a backend, and what Triton calls when it launches. A name that it needs from
 within the backends is looked for in all their modules (`replaced`).
 
@@ -234,11 +234,21 @@ def compiled(kind: Kind) -> list[tuple[str, str]]:
     return found
 
 
+def _prepare() -> tuple[Any, str]:
+    """`prepare`, and what it calls the coordinates: sources before 2026-11-28 have other names."""
+    try:
+        from headway.resolve import prepare
+    except ImportError:
+        from headway.api import prepare
+
+        return prepare, "coords"
+    return prepare, "keys"
+
+
 def _call(kind: Kind) -> None:
     import torch
 
-    from headway.api import prepare
-
+    prepare, keys = _prepare()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high" if kind.dtype == "tf32" else "highest")
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}.get(kind.dtype, torch.float32)
@@ -252,6 +262,8 @@ def _call(kind: Kind) -> None:
     with ExitStack() as stack:
         if call.pop("one_pass", False):
             stack.enter_context(replaced("one_pass", lambda *of: True))
+        if "coords" in call:
+            call[keys] = call.pop("coords")
         spec, given = prepare(q, k, v, **call)  # which backend could run it here does not matter
         if kind.steps != "backward":
             backend.forward(spec, given)

@@ -25,13 +25,13 @@ import torch
 from triton.runtime.errors import PTXASError
 
 import headway as hw
-from headway.api import prepare
 from headway.backends.gpu import captured_grads
 from headway.backends.gpu.products import bits_of
 from headway.backends.triton import launch
 from headway.backends.triton.config import Config, passes
 from headway.backends.triton.plan import planned
 from headway.backends.triton.tuning import NO_ROOM
+from headway.resolve import prepare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools import compile_triton

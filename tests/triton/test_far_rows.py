@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import headway as hw
-from headway.api import prepare
 from headway.backends import get
 from headway.backends.gpu import MAX_LSE, limits
+from headway.resolve import prepare
 
 TOOLS = Path(__file__).parents[1] / "tools"
 

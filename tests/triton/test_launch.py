@@ -13,12 +13,12 @@ import headway as hw
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from headway.api import prepare
 from headway.backends import triton as backend
 from headway.backends.gpu import captured_grads, inference
 from headway.backends.gpu.runtime import call_plan
 from headway.backends.triton import plan as backend_plan
 from headway.backends.triton.plan import planned
+from headway.resolve import prepare
 from headway.types import Coords
 from tools.compile_triton import launching, lost
 
@@ -66,7 +66,7 @@ def test_the_second_launch_goes_straight_to_the_kernel_with_the_same_arguments(d
         {"x": rows(33)},
         {"x": rows(spare=16)},
         {"mask": hw.causal(offset=1)},
-        {"coords": Coords(q=16)},
+        {"keys": Coords(q=16)},
         {"scale": 2.0},
         {"row_max": True},
     ],

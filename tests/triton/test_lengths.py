@@ -19,12 +19,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headway import backends
-from headway.api import prepare
 from headway.backends import hopper
 from headway.backends import triton as portable
 from headway.backends.gpu import inference
 from headway.backends.gpu.runtime import call_plan, parallel_compile
 from headway.backends.hopper import launch_plan
+from headway.resolve import prepare
 from tools.compile_triton import launching
 
 KINDS = {

@@ -11,10 +11,10 @@ from headway.errors import ArgumentError
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from headway.api import prepare
 from headway.backends.triton import saved, tuning
 from headway.backends.triton.config import Config, configs, key, one_pass
 from headway.cli import tune
+from headway.resolve import prepare
 from tools.compile_triton import launching
 
 SMALL, LARGE = Config(16, 16, 4, 1), Config(32, 32, 4, 1)

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api import attention, resolve
+from ..api import attention
 from ..backends import get
 from ..mods import causal
+from ..resolve import resolve
 from ..types import Request
 from .case import FORWARD, Case, Inputs, inputs
 from .results import Result

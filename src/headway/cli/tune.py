@@ -10,10 +10,10 @@ import torch
 import tyro
 from rich.console import Console
 
-from ..api import prepare
 from ..bench.timing import seconds
 from ..errors import ArgumentError
 from ..mods import causal, softcap
+from ..resolve import prepare
 
 if TYPE_CHECKING:
     from ..backends.triton.tuning import Problem, Trial

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..api import prepare
 from ..caches import TensorCache
 from ..errors import ArgumentError
 from ..mods import Mask
 from ..mods import causal as lower_right
 from ..mods.base import Both, MaskFn, Not, value
+from ..run import run, run_out
+from ..types import Request
 from .errors import CallError, NotSupported
 from .flash_cache import flash_attn_combine as flash_attn_combine
 from .flash_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
@@ -183,14 +183,14 @@ def flash_attn_varlen_func(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, sink: Tensor | None, words: "Words"
 ) -> tuple[Tensor, Tensor | None]:
+    request = Request(
+        q, k, v, score, mask, scale=words.scale, sink=sink, dropout=words.dropout,
+        deterministic=words.deterministic,
+    )  # fmt: skip
     try:
-        spec, call = prepare(
-            q, k, v, score, mask, scale=words.scale, sink=sink, dropout=words.dropout,
-            deterministic=words.deterministic,
-        )  # fmt: skip
+        return run(request)[:2] if words.want_lse else (run_out(request), None)
     except ArgumentError as error:
         raise CallError(f"{error}{heads_swapped(q, k, sink)}") from error
-    return ops.attention(spec, call)[:2] if words.want_lse else (ops.output(spec, call), None)
 
 
 # -- masks and scores -----------------------------------------------------------------------------

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..api import block_mask as _block_mask
-from ..api import prepare
 from ..arguments import flag_of
 from ..errors import ArgumentError, ModError
 from ..mods import lower_mod
 from ..mods.base import Both, Either, MaskFn, Mod, Not, ScoreFn
 from ..mods.pointwise import Positions, mask_at, score_at
+from ..run import run, run_out
+from ..types import Request
 from .errors import (
     CallAssertionError,
     CallAttributeError,
@@ -114,18 +114,18 @@ def flex_attention(
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     everything = block_mask is None or _holds_everywhere(block_mask)
     mask = None if everything else as_tiles(block_mask)
+    request = Request(
+        query, key, value, score_mod, mask, scale=scale,
+        row_max=return_aux is not None and return_aux.max_scores,
+    )  # fmt: skip
     try:
-        spec, call = prepare(
-            query, key, value, score_mod, mask, scale=scale,
-            row_max=return_aux is not None and return_aux.max_scores,
-        )  # fmt: skip
+        if return_aux is None and not return_lse:
+            return run_out(request)
+        out, lse, _, row_max = run(request)
     except ArgumentError as error:
         raise CallError(str(error)) from error
     except ModError as error:
         raise CallModError(str(error)) from error
-    if return_aux is None and not return_lse:
-        return ops.output(spec, call)
-    out, lse, _, row_max = ops.attention(spec, call)
     if return_aux is not None:
         return out, AuxOutput(
             lse if return_aux.lse else None, row_max if return_aux.max_scores else None

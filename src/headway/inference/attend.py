@@ -2,29 +2,15 @@
 
 from typing import Any, Never
 
-import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-from .. import ops
-from ..api import autocast_somewhere, resolve, with_place
 from ..arguments import check_dense, count_of, shown
-from ..backends.base import Call
 from ..blocks import BlockMask
-from ..errors import ArgumentError, CapturedIndexError
+from ..errors import ArgumentError
 from ..keywords import unknown_keywords
 from ..mods.base import MaskFn, ScoreFn
-from ..sharded import Sharded, any_sharded
-from ..surroundings import learns
-from ..types import (
-    KV,
-    NAMESPACE,
-    AttentionOutput,
-    Forward,
-    Request,
-    Spec,
-    inlined_or_eager,
-)
+from ..run import run, run_out
+from ..types import KV, AttentionOutput, Request
 
 
 def attention(
@@ -87,8 +73,8 @@ def attention(
     """
     if unknown:
         raise unknown_keywords(attention, unknown)
-    kv = _kv(q, k, v, lengths, page_table, cu_q, max_q, k_scale, v_scale)
-    return _run(Request(q, k, v, score, mask, scale, sink, backend=backend, kv=kv)).out
+    cache = cache_of(q, k, v, lengths, page_table, cu_q, max_q, k_scale, v_scale)
+    return run_out(Request(q, k, v, score, mask, scale, sink, backend=backend, keys=cache))
 
 
 def attention_with_stats(
@@ -116,50 +102,18 @@ def attention_with_stats(
     """
     if unknown:
         raise unknown_keywords(attention_with_stats, unknown)
-    kv = _kv(q, k, v, lengths, page_table, cu_q, max_q, k_scale, v_scale)
-    out, lse, max_logit, _ = _run(
-        Request(q, k, v, score, mask, scale, sink, backend=backend, max_logit=True, kv=kv)
+    cache = cache_of(q, k, v, lengths, page_table, cu_q, max_q, k_scale, v_scale)
+    out, lse, max_logit, _ = run(
+        Request(q, k, v, score, mask, scale, sink, backend=backend, max_logit=True, keys=cache)
     )
     return AttentionOutput(out, lse, max_logit)
 
 
-@inlined_or_eager
-def _run(request: Request) -> Forward:
-    """The call; a profiler sees it as a range."""
-    if not torch.compiler.is_compiling() and torch.autograd._profiler_enabled():
-        with record_function(f"{NAMESPACE}::attention"):
-            return _run_request(request)
-    return _run_request(request)
-
-
-@inlined_or_eager
-def _run_request(request: Request) -> Forward:
-    sharded = None
-    if not type(request.q) is type(request.k) is type(request.v) is Tensor and any_sharded(
-        request.q, request.k, request.v
-    ):
-        sharded = Sharded(request)
-        request = sharded.local_request(request)
-    if (torch.compiler.is_compiling() or autocast_somewhere()) and torch.is_autocast_enabled(
-        request.q.device.type
-    ):  # the cache stays as it is
-        request = request._replace(q=_autocast(request.q, request.k))
-    spec, call = resolve(request)
-    if torch.is_grad_enabled():
-        _check_no_grad(spec, call)
-    try:
-        if sharded is None:
-            return ops.infer(spec, call)
-        return sharded.whole(ops.infer(spec, sharded.local_call(call)))
-    except CapturedIndexError as error:
-        raise with_place(error, request.score, request.mask) from None
-
-
-def _kv(
+def cache_of(
     q: Any, k: Any, v: Any, lengths: Any, page_table: Any, cu_q: Any, max_q: Any, k_scale: Any,
     v_scale: Any,
 ) -> KV:  # fmt: skip
-    """Where the keys of every row lie; `check_cache` looks at it together with q, k and v."""
+    """Return where the keys of every row lie. `check_cache` looks at it with q, k and v."""
     check_dense(q=q)
     if cu_q is None:
         if max_q is not None:
@@ -192,28 +146,3 @@ def _scale(name: str, scale: Any, k: Any, lengths: Any) -> Tensor | None:
     if scale.device != k.device:
         raise ArgumentError(f"{name} is on {scale.device}, k on {k.device}; move it with .to()")
     return scale.float().expand(shape)
-
-
-def _autocast(q: Any, k: Any) -> Any:
-    """Under autocast, q takes the cache's dtype, or, over float8, the autocast dtype."""
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor)) or q.dtype == torch.float64:
-        return q
-    eight = k.dtype == torch.float8_e4m3fn
-    return q.to(torch.get_autocast_dtype(q.device.type) if eight else k.dtype)
-
-
-def _check_no_grad(spec: Spec, call: Call) -> None:
-    """Nothing that wants a gradient, where gradients are recorded."""
-    kv, captured = call.kv, call.captured
-    assert kv is not None
-    given = {
-        "q": call.q, "k": call.k, "v": call.v, "sink": call.sink, "k_scale": kv.k_scale,
-        "v_scale": kv.v_scale,
-        **{f"a tensor {shown(t)} that the score captures": t for t in captured.tensors},
-    }  # fmt: skip
-    for name, x in given.items():
-        if x is not None and learns(x):
-            raise ArgumentError(
-                f"{name} requires grad, but inference has no gradient; call it under "
-                "torch.inference_mode() or torch.no_grad(), or train with headway.attention"
-            )

@@ -11,8 +11,9 @@ from ..distributed import merge
 from ..errors import ArgumentError
 from ..keywords import unknown_keywords
 from ..mods.base import Mask, MaskFn, Score, ScoreFn, value
+from ..run import run
 from ..types import Request
-from .attend import _kv, _run
+from .attend import cache_of
 
 
 class Level(NamedTuple):
@@ -129,13 +130,13 @@ def cascade(
             first - level.lengths + count, order.repeat_interleave(q_len),
             positions[order].flatten(), before, b * q_len - 1,
         )  # fmt: skip
-        result = _run(
+        result = run(
             Request(
                 packed, level.k, level.v, None if score is None else ScoreOfLevel(score, *at),
                 None if mask is None else MaskOfLevel(mask, *at), scale, sink if n == 0 else None,
                 backend=backend, partial=True,
-                kv=_kv(packed, level.k, level.v, level.lengths, level.page_table, cu_q, max_q,
-                       None, None),
+                keys=cache_of(packed, level.k, level.v, level.lengths, level.page_table, cu_q,
+                              max_q, None, None),
             )
         )  # fmt: skip
         out, lse = result.out, result.lse

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import inference
-from ..api import _run as run
 from ..api import attention, attention_with_stats
 from ..arguments import check_dense, dropout_of, flag_of, number_of
 from ..distributed.layout import Layout
 from ..errors import ArgumentError
 from ..inference import Layer
+from ..run import run, run_out
 from ..stability.record import MaxLogit
 from ..stability.rows import local_part, local_rows
 from ..types import Coords, Request
@@ -114,11 +114,10 @@ class ScaledAttention(nn.Module):
         q, options = self._scaled(q)
         options["dropout"] = self.dropout if self.training else 0.0
         if start:
-            coords = Coords(q=start)
-            stats = self.max_logit.recording
-            result = run(Request(q, k, v, score, mask, max_logit=stats, coords=coords, **options))
-            if not stats:
-                return result
+            request = Request(q, k, v, score, mask, keys=Coords(q=start), **options)
+            if not self.max_logit.recording:
+                return run_out(request)
+            result = run(request._replace(max_logit=True))
             self.max_logit(result.max_logit)
             return result.out
         options["layout"] = layout

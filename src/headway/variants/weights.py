@@ -6,15 +6,16 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from .api import prepare, with_place
-from .arguments import check_tensors, count_of
-from .backends import reference
-from .blocks import BlockMask
-from .errors import ArgumentError, CapturedIndexError
-from .keywords import unknown_keywords
-from .mods.base import MaskFn, ScoreFn
-from .sharded import any_sharded
-from .types import Coords, acc_dtype, whole
+from ..arguments import check_tensors, count_of
+from ..backends import reference
+from ..blocks import BlockMask
+from ..errors import ArgumentError, CapturedIndexError
+from ..keywords import unknown_keywords
+from ..mods.base import MaskFn, ScoreFn
+from ..resolve import prepare
+from ..run import with_place
+from ..sharded import any_sharded
+from ..types import Coords, acc_dtype, whole
 
 
 def attention_weights(

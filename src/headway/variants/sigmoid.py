@@ -4,12 +4,12 @@ from typing import Never
 
 from torch import Tensor
 
-from .api import attention_with_stats
-from .arguments import check_function, check_tensors
-from .blocks import BlockMask
-from .keywords import unknown_keywords
-from .mods import log_sigmoid
-from .mods.base import MaskFn, ScoreFn
+from ..api import attention_with_stats
+from ..arguments import check_function, check_tensors
+from ..blocks import BlockMask
+from ..keywords import unknown_keywords
+from ..mods import log_sigmoid
+from ..mods.base import MaskFn, ScoreFn
 
 
 def sigmoid_attention(

@@ -6,14 +6,14 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from .api import block_mask
-from .arguments import check_function, count_of, shown
-from .blocks import BlockMask, Decided, from_dense
-from .blocks.mask import tile_of
-from .errors import ArgumentError
-from .keywords import unknown_keywords
-from .mods import block_table
-from .mods.base import MaskFn
+from ..api import block_mask
+from ..arguments import check_function, count_of, shown
+from ..blocks import BlockMask, Decided, from_dense
+from ..blocks.mask import tile_of
+from ..errors import ArgumentError
+from ..keywords import unknown_keywords
+from ..mods import block_table
+from ..mods.base import MaskFn
 
 
 def top_k_blocks(

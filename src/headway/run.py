@@ -1,0 +1,113 @@
+"""One way to run a request, of training and of inference: shards, resolve, the pair, DTensors."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.profiler import record_function
+
+from . import ops
+from .arguments import DTYPES, check_no_gradient, check_tensors, scale_of
+from .backends.base import Call
+from .blocks import BlockMask
+from .distributed.context import Layouts
+from .distributed.context import attention as attention_over_ranks
+from .errors import CapturedIndexError
+from .mods import causal, describe
+from .mods.places import place_of_line, quote
+from .resolve import cast, resolve
+from .sharded import Sharded, any_sharded
+from .types import KV, NAMESPACE, Forward, Request, Spec, inlined_or_eager
+
+_Result = TypeVar("_Result", Tensor, Forward)
+
+
+@inlined_or_eager
+def run(request: Request) -> Forward:
+    """Run a call: all results, of which those that were not asked for are empty."""
+    return _ranged(request, _results)
+
+
+@inlined_or_eager
+def run_out(request: Request) -> Tensor:
+    """Run a call: its out alone, by PyTorch's own operator where a backend prefers it."""
+    return _ranged(request, _out)
+
+
+def run_plain(
+    q: Any, k: Any, v: Any, mask: causal | None, scale: Any, dropout: Any, backend: Any
+) -> Tensor | None:
+    """Run the call that is made most, with as little around the kernel as there can be, and as few
+    things for `torch.compile` to guard: `causal()` or no mask, on the CPU. None for any other, and
+    for what `run_out` refuses."""
+    if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu):
+        return None
+    if mask is not None and mask.offset != 0:
+        return None
+    if dropout != 0 or type(dropout) is not float or (backend != "auto" and backend != "cpu"):
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+    check_tensors(q, k, v)
+    if q.dtype not in DTYPES:
+        return None
+    return ops.plain(q, k, v, mask is not None, None if scale is None else scale_of(scale))
+
+
+_profiled = torch.autograd._profiler_enabled
+
+
+@inlined_or_eager
+def _ranged(request: Request, compute: Callable[[Request, Spec, Call], _Result]) -> _Result:
+    """Run the call; a profiler sees it as a range."""
+    if not is_compiling() and _profiled():
+        with record_function(f"{NAMESPACE}::attention"):
+            return _run(request, compute)
+    return _run(request, compute)
+
+
+@inlined_or_eager
+def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) -> _Result:
+    shards = None
+    if not type(request.q) is type(request.k) is type(request.v) is Tensor and any_sharded(
+        request.q, request.k, request.v
+    ):
+        shards = Sharded(request)
+        request = shards.local_request(request)
+    spec, call = resolve(request)
+    try:
+        if shards is None:
+            return compute(request, spec, call)
+        return shards.whole(compute(request, spec, shards.local_call(call)))
+    except CapturedIndexError as error:
+        raise with_place(error, request.score, request.mask) from None
+
+
+def _out(request: Request, spec: Spec, call: Call) -> Tensor:
+    if type(request.keys) is KV or type(request.keys) is Layouts:
+        return _results(request, spec, call).out
+    return ops.output(spec, call)
+
+
+def _results(request: Request, spec: Spec, call: Call) -> Forward:
+    if type(request.keys) is KV:
+        if torch.is_grad_enabled():
+            check_no_gradient(call)
+        return ops.infer(spec, call)
+    if type(request.keys) is Layouts:
+        mask = request.mask
+        own_tiles = isinstance(mask, BlockMask) and mask.decided is None
+        drawn = bool(request.dropout) and request.seed is None
+        return attention_over_ranks(spec, call, request.keys, own_tiles, drawn)
+    return ops.attention(spec, call)
+
+
+def with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
+    """Return the error with the file and line of the user's function that it comes from."""
+    given = [mod.mask if isinstance(mod, BlockMask) else mod for mod in mods if mod is not None]
+    functions = [fn for mod in given for fn in describe(mod).functions]
+    place = place_of_line(functions, error.line)
+    return CapturedIndexError(f"{error}{quote(place)}", error.line) if place else error

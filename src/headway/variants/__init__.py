@@ -1,0 +1,1 @@
+"""Attention by other means, made of the calls of `api`."""
