@@ -143,7 +143,7 @@ def test_auto_passes_over_it_and_by_name_it_is_refused(monkeypatch):
     monkeypatch.setattr(backends, "_BACKENDS", others)
     monkeypatch.setattr(backends, "NAMES", tuple(others))
     q = torch.randn(1, 2, 8, 16)
-    spec, call = hw.api.prepare(q, q, q)
+    spec, call = hw.resolve.prepare(q, q, q)
     assert backends.choose("auto", spec, CapabilityKey(*capability_key(call, 0))) == "cpu"
     with pytest.raises(BackendRefused, match=r"wrong: a small case .*dk is off .*please report"):
         hw.attention(q, q, q, backend="wrong")

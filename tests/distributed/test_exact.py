@@ -160,7 +160,7 @@ def same_bits(world: int, rank: int) -> None:
     (part,) = step.parts
     read = step.routes.rows[rank]
     keys = part.coords.positions(layout.local, read, q.device)[1][0]
-    spec, call = hw.api.prepare(
+    spec, call = hw.resolve.prepare(
         layout.shard(q, 2), k[:, :, keys], v[:, :, keys], mask=mask,
         coords=part.coords._replace(q_pos=layout.positions, kv_pos=keys),
     )  # fmt: skip

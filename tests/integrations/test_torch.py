@@ -124,7 +124,7 @@ def test_forward_mode_is_refused_not_zero():
 
 def test_operators_called_by_themselves_are_differentiable():
     q, k, v = qkv(requires_grad=True)
-    spec, call = hw.api.prepare(q, k, v, mask=hw.causal())
+    spec, call = hw.resolve.prepare(q, k, v, mask=hw.causal())
     raw = torch.ops.headway.forward(
         spec.text, q, k, v, None, None, [], call.captured.ints, [], [], [0, 0, 0, 0], None, None
     )[0]

@@ -112,7 +112,7 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
 def test_what_was_begun_is_waited_for_and_compiled_once(device, compiled):
     """As the kernels of a call whose card is being checked."""
     x = heads().requires_grad_()
-    spec, call = hw.api.prepare(x, x, x, mask=hw.causal(), backend="triton")
+    spec, call = hw.resolve.prepare(x, x, x, mask=hw.causal(), backend="triton")
     backend = get("triton")
     steps = parallel_compile.steps_of(spec, call, backend.forward, backend.backward)
     with torch.no_grad():
