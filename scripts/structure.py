@@ -301,7 +301,9 @@ class Trip:
                         if kind:
                             (itself if kind == "value" else holders).add(target.id)
                     elif isinstance(target, ast.Tuple):
-                        inner = node.value.args if isinstance(node.value, ast.Call) else [node.value]
+                        inner = (
+                            node.value.args if isinstance(node.value, ast.Call) else [node.value]
+                        )
                         for name in target.elts:
                             if ast.unparse(name) == self.value and any(map(carries, inner)):
                                 itself.add(self.value)
@@ -321,7 +323,8 @@ class Trip:
     def climbs(self) -> int:
         """Count the moves from one floor to a higher one."""
         return sum(
-            above > below for (below, _), (above, _) in zip(self.stays, self.stays[1:], strict=False)
+            above > below
+            for (below, _), (above, _) in zip(self.stays, self.stays[1:], strict=False)
         )
 
 
@@ -371,7 +374,9 @@ CHECKS = dict(zip(LIMITS, (
 
 def main() -> int:
     """Print every count beside its limit; 1 if one is above it."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--places", action="store_true", help="name the places of all counts")
     arguments = arguments.parse_args()
     modules = [Module(path) for path in sorted(SOURCE.rglob("*.py"))]

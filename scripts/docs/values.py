@@ -1,6 +1,6 @@
 """For the reference, which is written from the source: what the source does not say by itself.
 
-`@value` (headway.mods.base) makes a dataclass of a mask or score, at run time: its arguments are its
+`@value` (headway.mods.mod) makes a dataclass of a mask or score, at run time: its arguments are its
 fields. `**unknown` catches keywords of other libraries for a better error: it is no argument.
 """
 

@@ -20,7 +20,7 @@ from .errors import ArgumentError, ModError
 from .mods import Captured, Mask, Score, causal
 from .mods.base import Both, Either, Mod, Not, Then
 from .mods.lowering import GUARDS_CLASSES
-from .mods.meant import meant
+from .mods.suggest import suggestion
 from .operators import draw_seed_op
 from .surroundings import learns
 from .types import KV, Coords, constant_under_compile, fixed, real, surely, truth, whole
@@ -171,7 +171,7 @@ def check_function(kind: str, mod: Any, sizes: tuple[int, int, int, int] | None)
     """A function or a value of the library that can be a `kind`, "score" or "mask". An error shows
     the way out for a call of these sizes (b, h, q_len, kv_len), where they are known."""
     if not callable(mod) or isinstance(mod, _NEVER[kind]):
-        raise ArgumentError(meant(kind, mod, sizes))
+        raise ArgumentError(suggestion(kind, mod, sizes))
 
 
 _NEVER: dict[str, tuple[type, ...]] = {"score": (Mask, type), "mask": (Score, type)}

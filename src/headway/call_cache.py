@@ -18,9 +18,9 @@ from .backends.base import Call, CallSignature, CapabilityKey
 from .blocks import BlockMask
 from .caches import Cache
 from .mods.base import Mod
-from .mods.capture import Reads, reads, shared
-from .mods.constants import brought
+from .mods.library.constants import brought
 from .mods.lowering import Lowered, Parts, parts_of
+from .mods.tracing.capture import Reads, reads, shared
 from .surroundings import transforms
 from .types import KV, WHOLE, Captured, Request, Spec
 

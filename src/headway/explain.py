@@ -15,8 +15,8 @@ from .distributed.context import Layouts
 from .distributed.layout import Layout
 from .keywords import unknown_keywords
 from .mods import causal, retraced
+from .mods.bounds.interval import why_elements
 from .mods.graph import parse
-from .mods.interval import why_elements
 from .resolve import prepare
 from .types import Spec, acc_dtype
 

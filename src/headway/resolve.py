@@ -41,8 +41,8 @@ from .distributed.context import Layouts
 from .errors import HeadwayError, ModError
 from .mods import captured_under_compile, causal, lower, lower_guarded, take_apart
 from .mods.base import Mod
-from .mods.constants import brought
 from .mods.graph import parse
+from .mods.library.constants import brought
 from .mods.lowering import Lowered
 from .types import (
     KV,

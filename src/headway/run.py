@@ -16,7 +16,7 @@ from .distributed.context import Layouts
 from .distributed.context import attention as attention_over_ranks
 from .errors import CapturedIndexError
 from .mods import causal, describe
-from .mods.places import place_of_line, quote
+from .mods.tracing.locations import place_of_line, quote
 from .resolve import cast, resolve
 from .sharded import Sharded, any_sharded
 from .types import KV, NAMESPACE, Forward, Request, Spec, inlined_or_eager

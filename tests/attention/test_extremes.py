@@ -15,7 +15,7 @@ from torch import Tensor
 
 import headway as hw
 from headway.mods import lower_mod
-from headway.mods.derivative import differentiable_gathers, joint
+from headway.mods.evaluation.derivative import differentiable_gathers, joint
 
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 NARROW = torch.bfloat16, torch.float16

@@ -20,7 +20,7 @@ import headway as hw
 import headway.nn
 from headway.caches import Cache
 from headway.errors import BackendRefused
-from headway.mods.derivative import joint
+from headway.mods.evaluation.derivative import joint
 
 # -- what is called -------------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ MAKERS = set(
 OF_DEFAULT_DTYPE = set("empty eye full linspace ones rand randn scalar_tensor zeros".split())
 SOURCE = Path(hw.__file__).parent
 # `tracer.py` makes samples where nothing is around it.
-EXEMPT = {"recipe", "bench", "experiments", "cli", "mods/tracer.py"}
+EXEMPT = {"recipe", "bench", "experiments", "cli", "mods/tracing/tracer.py"}
 
 
 def test_every_tensor_that_the_library_makes_names_its_device():

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from headway.blocks import Tiles, quadtree
 from headway.blocks.build import build
+from headway.mods.evaluation.pointwise import Positions, mask_at
 from headway.mods.graph import Graph
-from headway.mods.pointwise import Positions, mask_at
 from headway.types import Captured, Coords
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import headway
 from headway.blocks import build, cached_build, clear_block_cache, quadtree
 from headway.errors import ArgumentError, CapturedIndexError, ModError
 from headway.mods import lower_mod
-from headway.mods.interval import split, why_elements
+from headway.mods.bounds.interval import split, why_elements
 from headway.types import Captured, Coords
 
 from .dense import CPU, check_build, dense_mask, dense_state, tiles_state
@@ -129,7 +129,7 @@ def test_small_chunks_change_nothing(monkeypatch):
 
 
 def test_large_tables_are_read_in_blocks(monkeypatch):
-    monkeypatch.setattr("headway.mods.ranges._MOST", 300)
+    monkeypatch.setattr("headway.mods.bounds.table_bounds._MOST", 300)
     for name in ("layout of blocks", "table of distances"):
         check(common_masks()[name], (1, 2, 130, 90), (8, 8))
 

@@ -7,8 +7,8 @@ import torch
 
 import headway as hw
 from fuzz.functions import score as random_score
-from headway.mods.derivative import joint
-from headway.mods.evaluate import evaluate
+from headway.mods.evaluation.derivative import joint
+from headway.mods.evaluation.evaluate import evaluate
 from headway.mods.graph import parse
 from headway.resolve import prepare
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.mods import rules
+from headway.mods.bounds import rules
+from headway.mods.bounds.rules import Bounds
 from headway.mods.graph import BINARY, COMPARISONS, DTYPES, FLOATS, UNARY, Graph, Input, Node, apply
-from headway.mods.rules import Bounds
 
 BOXES, POINTS = 400, 40
 ON_BOOL = {"and", "or", "xor", "not", "eq", "ne"}

@@ -25,7 +25,7 @@ from headway.mods import (
     tiled,
     window_bias,
 )
-from headway.mods.interval import why_elements
+from headway.mods.bounds.interval import why_elements
 
 
 def kept(mask, q_len: int, kv_len: int, b: int = 1) -> torch.Tensor:

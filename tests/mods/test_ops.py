@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.errors import ModError
-from headway.mods.derivative import joint
-from headway.mods.evaluate import evaluate
-from headway.mods.trace import trace
+from headway.mods.evaluation.derivative import joint
+from headway.mods.evaluation.evaluate import evaluate
+from headway.mods.tracing.trace import trace
 
 aten = torch.ops.aten
 NUMBERS = [0.8, -1.3, 2.6, 0.31]

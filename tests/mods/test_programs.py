@@ -28,7 +28,8 @@ from torch import Tensor
 from headway import call_cache
 from headway.compat import flex
 from headway.errors import ModError
-from headway.mods import capture, lowering
+from headway.mods import lowering
+from headway.mods.tracing import capture
 
 from .programs import KV_LEN, NUMBERS, Q_LEN, B, H, Program, program
 

@@ -8,11 +8,12 @@ import torch
 import headway as hw
 import oracle
 from cases import BY_NAME, Case, problem
-from headway.mods import lower_mod, trace
-from headway.mods.derivative import differentiable_gathers, joint
-from headway.mods.evaluate import evaluate
+from headway.mods import lower_mod
+from headway.mods.evaluation.derivative import differentiable_gathers, joint
+from headway.mods.evaluation.evaluate import evaluate
+from headway.mods.evaluation.pointwise import Positions, mask_at, score_at
 from headway.mods.graph import parse
-from headway.mods.pointwise import Positions, mask_at, score_at
+from headway.mods.tracing import trace
 from variants import MASKS, SCORES
 
 CASE = Case("trace", q_len=48, kv_len=48)

@@ -10,8 +10,8 @@ import headway as hw
 import oracle
 from headway import causal, global_tokens, prefix, sliding_window, softcap
 from headway.mods import lower_mod
-from headway.mods.constants import brought
-from headway.mods.pointwise import Positions, mask_at
+from headway.mods.evaluation.pointwise import Positions, mask_at
+from headway.mods.library.constants import brought
 
 
 def odd(b, h, q_idx, kv_idx):

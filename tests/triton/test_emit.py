@@ -8,7 +8,7 @@ import torch
 
 import headway as hw
 from headway.mods import lower_mod
-from headway.mods.derivative import differentiable_gathers
+from headway.mods.evaluation.derivative import differentiable_gathers
 from headway.mods.graph import parse
 
 if find_spec("triton") is None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..dropout import keep
-from ..mods.derivative import differentiable_gathers, joint
-from ..mods.pointwise import Positions, mask_at, score_at
+from ..mods.evaluation.derivative import differentiable_gathers, joint
+from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..types import KV, Coords, Forward, Grads, Spec, acc_dtype
 from .base import (
     LARGE_LSE,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..mods import Mask, Score, alibi, causal, document, prefix, sliding_window
-from ..mods.scores import alibi_slopes
+from ..mods.library.scores import alibi_slopes
 from .case import Case, learned_bias
 
 WINDOW = 4096

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..mods.evaluate import evaluate
+from ..mods.bounds.interval import POSITION
+from ..mods.bounds.rules import Bounds
+from ..mods.evaluation.evaluate import evaluate
+from ..mods.evaluation.pointwise import Gathers
 from ..mods.graph import Graph
-from ..mods.interval import POSITION
-from ..mods.pointwise import Gathers
-from ..mods.rules import Bounds
 from .runs import pick
 
 SPLIT = 4  # a box has 4 x 4 boxes of the level below, and a level 4 times fewer bounds

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mods import interval
-from ..mods.evaluate import evaluate
+from ..mods.bounds import interval
+from ..mods.bounds.rules import Bounds
+from ..mods.bounds.table_bounds import TableBounds
+from ..mods.evaluation.evaluate import evaluate
+from ..mods.evaluation.pointwise import Gathers
 from ..mods.graph import Graph
-from ..mods.pointwise import Gathers
-from ..mods.ranges import TableBounds
-from ..mods.rules import Bounds
 from .axis_bounds import Axis, Groups, Level, bounds_along
 
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
 from ..mods.base import Both, Either, MaskFn, Mod, Shifted
-from ..mods.capture import reads
 from ..mods.lowering import describe, restore
+from ..mods.tracing.capture import reads
 from ..types import PACKAGE, whole
 from . import file, report
 from .decided import Decided, tell

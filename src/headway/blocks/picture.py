@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..mods.base import MaskFn, Mod, ScoreFn
+from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..mods.lowering import lower_mod
-from ..mods.pointwise import Positions, mask_at, score_at
 from ..types import whole
 from .tiles import Tiles
 

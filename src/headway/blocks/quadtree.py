@@ -14,8 +14,8 @@ pair prove it partial; then at all pairs, in chunks.
 import torch
 from torch import Tensor
 
+from ..mods.evaluation.pointwise import Positions, bind, mask_at
 from ..mods.graph import Graph
-from ..mods.pointwise import Positions, bind, mask_at
 from ..types import Captured
 from .axis_bounds import SPLIT, Axis, Groups
 from .bounds import BoxBounds

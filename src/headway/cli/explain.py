@@ -11,7 +11,7 @@ import tyro
 import headway
 
 from ..errors import ArgumentError
-from ..mods.meant import TAKES
+from ..mods.suggest import TAKES
 from .files import from_file
 from .mask import parse
 

@@ -20,7 +20,7 @@ from ..arguments import flag_of
 from ..errors import ArgumentError, ModError
 from ..mods import lower_mod
 from ..mods.base import Both, Either, MaskFn, Mod, Not, ScoreFn
-from ..mods.pointwise import Positions, mask_at, score_at
+from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..run import run, run_out
 from ..types import Request
 from .errors import (

@@ -28,7 +28,7 @@ from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, bias, causal, dense, document, lower_mod
 from ..mods import softcap as capped
 from ..mods.base import Both, MaskFn, Not, Then
-from ..mods.pointwise import Positions, mask_at
+from ..mods.evaluation.pointwise import Positions, mask_at
 from ..ops import plain_step
 from ..stability import MaxLogit
 from . import hf_calls, hf_models

@@ -21,11 +21,11 @@ from ..caches import Cache
 from ..errors import HeadwayError, ModError
 from ..types import Captured, constant_under_compile, fixed
 from .base import Mod
-from .capture import Guard, Path, Reads, holds, reads, resolve, shared
 from .graph import DTYPE_NAMES, DTYPES, Graph, Input, parse
-from .trace import trace
-from .tracer import Tracer
-from .watch import Watch
+from .tracing.call_recorder import Watch
+from .tracing.capture import Guard, Path, Reads, holds, reads, resolve, shared
+from .tracing.trace import trace
+from .tracing.tracer import Tracer
 
 # Whether Dynamo guards the attributes of classes, and takes methods for constants.
 GUARDS_CLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)

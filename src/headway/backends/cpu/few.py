@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CapturedIndexError
-from ...mods.pointwise import Positions, bind, mask_at, score_at
+from ...mods.evaluation.pointwise import Positions, bind, mask_at, score_at
 from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..base import Call, graphs, split
 from ..cache_rows import Row, rows_of

@@ -20,7 +20,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ...mods.pointwise import Positions, mask_at
+from ...mods.evaluation.pointwise import Positions, mask_at
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile, in_dtype
 from ..base import Call, Hook, causal_text, delta_of, graphs, split
 from .tile_plan import Segment, index_tensors, pieces

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ...mods.bounds.interval import part
 from ...mods.graph import Graph
-from ...mods.interval import part
 from ...types import Captured
 
 _ALTERNATIVES = 4  # more are not told apart

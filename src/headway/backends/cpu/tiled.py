@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...dropout import keep
-from ...mods.derivative import differentiable_gathers, joint
+from ...mods.evaluation.derivative import differentiable_gathers, joint
+from ...mods.evaluation.pointwise import Gathers, Positions, bind, mask_at, score_at
 from ...mods.graph import Graph
-from ...mods.pointwise import Gathers, Positions, bind, mask_at, score_at
 from ...types import Forward, Grads, Spec, acc_dtype
 from ..base import LARGE_LSE, Call, delta_of, graphs, scatter, split
 from .tile_plan import Piece, Segment, index_tensors, pieces

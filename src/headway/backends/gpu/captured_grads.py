@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...mods.derivative import differentiable_gathers
+from ...mods.evaluation.derivative import differentiable_gathers
 from ...mods.graph import parse
 from .codegen.emit import Text
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mods.derivative import joint
+from ...mods.evaluation.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
 from ..gpu import captured_grads, inference, outputs

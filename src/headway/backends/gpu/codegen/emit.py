@@ -15,7 +15,7 @@ import linecache
 import types
 from functools import lru_cache
 
-from ....mods.derivative import joint
+from ....mods.evaluation.derivative import joint
 from ....mods.graph import POSITIONS, Builder, Graph, parse
 from ....types import PACKAGE
 from .affine import affine_score

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....mods.derivative import joint
+from ....mods.evaluation.derivative import joint
 from ....types import Spec
 from ...base import Call, graphs
 from ...gpu.codegen.dependence import finite_past_the_end

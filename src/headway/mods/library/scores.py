@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
-from ..types import real, whole
-from .base import Score, check_broadcasts, check_shape, value
+from ...errors import ArgumentError
+from ...types import real, whole
+from ..base import Score, check_broadcasts, check_shape, value
 from .constants import constant
 from .masks import by_axes
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .fixed import is_fixed_module
-from .places import Place
+from .locations import Place
+from .purity import is_fixed_module
 
 _DUNDERS = frozenset(
     "__class__ __call__ __getitem__ __len__ __contains__ __and__ __or__ __xor__ __invert__ __add__ "

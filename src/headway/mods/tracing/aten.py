@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .graph import BINARY, UNARY
+from ..graph import BINARY, UNARY
 
 # aten's names where they differ from ours.
 _RENAMED = {

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..surroundings import alone
+from ...surroundings import alone
+from ..graph import DTYPES, FLOATS, Graph, apply, parse
+from ..tracing.tracer import Tracer
 from .evaluate import evaluate
-from .graph import DTYPES, FLOATS, Graph, apply, parse
-from .tracer import Tracer
 
 _HALVES = {torch.bfloat16, torch.float16}
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import torch
 
-from .graph import DTYPES, FLOATS, Builder, Graph, Input, Node, Number
+from ..graph import DTYPES, FLOATS, Builder, Graph, Input, Node, Number
 from .rules import HUGE, Bounds, node_bounds, operand_dtype, rule_of
 
 POSITION = "position"  # of a query or of a key, in a part of a graph that has one of them

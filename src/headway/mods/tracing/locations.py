@@ -4,6 +4,7 @@ import linecache
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 Place = tuple[str, int]  # file, line
 
-PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+PACKAGE = str(Path(__file__).parents[2]) + os.sep
 TORCH = os.path.dirname(torch.__file__) + os.sep
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..errors import CapturedIndexError
-from ..types import Captured
+from ...errors import CapturedIndexError
+from ...types import Captured
+from ..graph import DTYPES, Graph
 from .evaluate import evaluate
-from .graph import DTYPES, Graph
 
 _FEW = 1 << 15  # numbers that PyTorch gives to one thread
 

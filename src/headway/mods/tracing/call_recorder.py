@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as _modules
 
-from .fixed import asks_of_torch, is_fixed_builtin, is_fixed_code, shown
-from .places import PACKAGE, TORCH, Place, quote
+from .locations import PACKAGE, TORCH, Place, quote
+from .purity import asks_of_torch, is_fixed_builtin, is_fixed_code, shown
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 # Written in Python up to PyTorch 2.13.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .graph import DTYPE_NAMES
+from ..graph import DTYPE_NAMES
 from .rules import Bounds, anything
 
 _MOST = 64 << 20  # bytes of one sparse table

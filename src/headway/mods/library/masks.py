@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
-from ..surroundings import readable
-from ..types import surely, whole
-from .base import Mask, MaskFn, Score, check_broadcasts, check_shape, value
-from .meant import meant
+from ...errors import ArgumentError
+from ...surroundings import readable
+from ...types import surely, whole
+from ..base import Mask, MaskFn, Score, check_broadcasts, check_shape, value
+from ..suggest import suggestion
 from .packing import ends_of, packed
 
 
@@ -533,7 +533,7 @@ class tiled(Mask):
         if any(n % t for n, t in zip(shape, tile, strict=True)):
             raise ArgumentError(f"tiled: tile={tile} must divide shape={shape}")
         if not callable(mask) or isinstance(mask, Score | type):
-            raise ArgumentError(f"tiled: {meant('mask', mask)}")
+            raise ArgumentError(f"tiled: {suggestion('mask', mask)}")
         object.__setattr__(self, "mask", mask)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "tile", tile)

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import ModError
-from ..surroundings import alone
-from .graph import DTYPE_NAMES, POSITIONS, Arg, Graph, Input
-from .places import place_in_traceback, quote
+from ...errors import ModError
+from ...surroundings import alone
+from ..graph import DTYPE_NAMES, POSITIONS, Arg, Graph, Input
+from .call_recorder import Watch
+from .locations import place_in_traceback, quote
 from .tracer import Tracer, describe_value
-from .watch import Watch
 
 # What may be asked of a captured tensor: its sizes, and what is part of its type.
 _SIZES = {

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MODS = __name__.rpartition(".")[0]
-_ROOT = _MODS.rpartition(".")[0]
+_ROOT = __name__.partition(".")[0]
+_MODS = _ROOT + ".mods"
 
 # Compared by value; floats by their text, which tells -0.0 from 0.0 and NaN from nothing.
 BY_VALUE = {

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .graph import DTYPES, FLOATS, Graph, Node, Number, apply
+from ..graph import DTYPES, FLOATS, Graph, Node, Number, apply
 
 
 class Bounds(NamedTuple):

@@ -28,8 +28,11 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from .base import Mod
-from .fixed import (
+from ..base import Mod
+from .bytecode import code_of
+from .call_recorder import has_backward_hooks
+from .locations import Place, quote
+from .purity import (
     BY_TEXT,
     BY_VALUE,
     CONTAINERS,
@@ -44,9 +47,6 @@ from .fixed import (
     shown,
     word,
 )
-from .names import code_of
-from .places import Place, quote
-from .watch import has_backward_hooks
 
 Step = tuple[str, Any]
 Path = tuple[Step, ...]

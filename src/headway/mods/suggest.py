@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .base import Mask, Mod, Score
+from .mod import Mod
 
 Sizes = tuple[int, int, int, int]
 
@@ -14,7 +14,7 @@ TAKES = {"score": "(score, b, h, q_idx, kv_idx)", "mask": "(b, h, q_idx, kv_idx)
 _EXAMPLE = {"score": "softcap(30.0)", "mask": "causal()"}
 
 
-def meant(kind: str, given: Any, sizes: Sizes | None = None) -> str:
+def suggestion(kind: str, given: Any, sizes: Sizes | None = None) -> str:
     """The message for a `kind`, "score" or "mask", that is none, in a call of these sizes."""
     if isinstance(given, Tensor) or _is_array(given):
         return f"{kind} is {_tensor_as(kind, given, sizes, f'pass {kind}=')}"
@@ -24,7 +24,7 @@ def meant(kind: str, given: Any, sizes: Sizes | None = None) -> str:
     return f"{kind}={_shown(given)} is {_as(kind, given, f'pass {kind}=')}"
 
 
-def no_operand(sign: str, given: Any) -> str:
+def not_an_operand(sign: str, given: Any) -> str:
     """The message for an operand of `sign` that is none."""
     kind = "score" if sign == ">>" else "mask"
     if isinstance(given, Tensor) or _is_array(given):
@@ -39,18 +39,18 @@ def no_operand(sign: str, given: Any) -> str:
 
 def _as(kind: str, given: Any, write: str) -> str:
     """What something is, and what to write for it."""
-    if isinstance(given, Mask | Score):
-        other, text = _kind(type(given)), repr(given)
+    if isinstance(given, Mod):
+        other, text = given.role, repr(given)
         return f"a {other}; pass it as {other}=" + (text if "<" not in text else "")
-    if isinstance(given, type) and issubclass(given, Mask | Score):
-        if (other := _kind(given)) != kind:
+    if isinstance(given, type) and issubclass(given, Mod):
+        if (other := given.role) != kind:
             return f"the class of a {other}; pass {other}={_call(given)}"
         return f"a class; {write}{_call(given)}"
     if isinstance(given, type):
         return f"a class; {write}{given.__qualname__}(...), an object of it"
     named = Mod.kinds.get(given) if isinstance(given, str) and given.islower() else None
     if named is not None:
-        other = _kind(named)
+        other = named.role
         return f"a text; {write if other == kind else f'pass {other}='}headway.{_call(named)}"
     flag = "; PyTorch's is_causal=True is mask=headway.causal()" if given is True else ""
     return (
@@ -67,7 +67,7 @@ def _tensor_as(kind: str, given: Any, sizes: Sizes | None, write: str) -> str:
     start = f"a {'NumPy array' if _is_array(given) else 'tensor'} {shape} {dtype}"
     if dtype.startswith("complex"):
         return f"{start}; a {kind} is made of a bool or float tensor"
-    found = laid_over(shape, sizes)
+    found = layouts_of(shape, sizes)
     if not found:
         whole = "(b, h, q_len, kv_len)" + (f" = {sizes}" if sizes else "")
         return (
@@ -98,7 +98,7 @@ def _made(kind: str, dtype: str, m: str, write: str) -> list[str]:
     return [added] if kind == "score" else [f"{added} if it is added to the scores", kept]
 
 
-def laid_over(shape: tuple[int, ...], sizes: Sizes | None) -> list[tuple[str, str]]:
+def layouts_of(shape: tuple[int, ...], sizes: Sizes | None) -> list[tuple[str, str]]:
     """How a tensor can lie over a call of these sizes, any if None: what its axes then are, and the
     index that makes it broadcast to (b, h, q_len, kv_len)."""
     ways = [(("batch", "heads", "q_len", "kv_len")[-len(shape) :] if shape else (), "", shape)]
@@ -122,10 +122,6 @@ def laid_over(shape: tuple[int, ...], sizes: Sizes | None) -> list[tuple[str, st
 
 def _broadcasts(shape: tuple[int, ...], sizes: Sizes | None) -> bool:
     return sizes is None or all(n in (1, size) for n, size in zip(shape, sizes, strict=True))
-
-
-def _kind(cls: type) -> str:
-    return "mask" if issubclass(cls, Mask) else "score"
 
 
 def _call(cls: type) -> str:

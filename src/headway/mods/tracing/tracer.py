@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import ModError
-from ..surroundings import is_wrapped
+from ...errors import ModError
+from ...surroundings import is_wrapped
+from ..graph import COMPARISONS, DTYPE_NAMES, DTYPES, Arg, Builder, Input
 from .aten import CREATION, FILLED, IDENTITY, OPS, Arguments, full_name, sample
-from .graph import COMPARISONS, DTYPE_NAMES, DTYPES, Arg, Builder, Input
-from .places import Place, quote, user_place
+from .locations import Place, quote, user_place
 
 aten = torch.ops.aten
 

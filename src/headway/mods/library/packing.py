@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
-from ..types import whole
+from ...errors import ArgumentError
+from ...types import whole
 
 Ends = Tensor | list[Tensor]  # where each document ends; for a batch, row by row
 

@@ -1,0 +1,1 @@
+"""Bounds of a graph's values over whole boxes of pairs, by interval arithmetic."""

@@ -1,0 +1,1 @@
+"""Evaluation of graphs with torch, and their derivatives."""

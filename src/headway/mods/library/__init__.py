@@ -1,0 +1,1 @@
+"""The library's own masks and scores, each a value with its formula."""

@@ -1,0 +1,99 @@
+"""Scores and masks as values: they print, compare, hash and combine.
+
+A value is a small frozen dataclass. Its fields say what it is made of, by type:
+
+- a `Tensor` is captured, and may require grad;
+- an `int` or `float` is a run-time number: changing it does not recompile a kernel;
+- a `str` or `bool` or `None` is part of the formula;
+- a tuple is its items;
+- another value, or a user's function, is a part to combine.
+
+`lowering.py` takes values apart into these and turns them into graphs.
+"""
+
+import dataclasses
+import inspect
+from typing import Any, ClassVar, dataclass_transform
+
+from torch import Tensor
+
+from ..errors import ArgumentError
+from .graph import DTYPE_NAMES
+
+_ROOT = __name__.rpartition(".")[0].rpartition(".")[0] + "."
+
+
+@dataclass_transform(frozen_default=True)
+class Mod:
+    """Base of `Mask` and `Score`. Subclasses are frozen dataclasses with `__call__`."""
+
+    kinds: ClassVar[dict[str, type["Mod"]]] = {}  # the library's own values, by name
+    role: ClassVar[str] = ""  # "mask" or "score": the argument of a call that takes the value
+    of_library: ClassVar[bool] = True  # else it is read as any object of the user's
+    fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.fields = tuple(inspect.get_annotations(cls))
+        cls.of_library = (cls.__module__ + ".").startswith(_ROOT)
+        if cls.of_library:
+            Mod.kinds[cls.__name__] = cls
+
+    def check_sizes(self, b: int, h: int, q_len: int | None, kv_len: int | None) -> None:
+        """Refuse a call of other sizes than those that the captured tensors were made for. A length
+        of None fits: positions of a cache are looked at one by one."""
+        for name in self.fields:
+            part = getattr(self, name)
+            if isinstance(part, Mod):
+                part.check_sizes(b, h, q_len, kv_len)
+
+    def checks_values(self) -> bool:
+        """Whether `check_sizes` looks at what is in a tensor, which may differ in the next call."""
+        parts = (getattr(self, name) for name in self.fields)
+        return any(part.checks_values() for part in parts if isinstance(part, Mod))
+
+    def __bool__(self) -> bool:
+        raise ArgumentError(
+            f"{self!r} is neither true nor false; write & | ~ in place of and, or, not"
+        )
+
+    def _key(self) -> tuple:
+        """Numbers by value, tensors by identity. (A compiler may ask while the value is made.)"""
+        values = (getattr(self, name, None) for name in self.fields)
+        return type(self), *(id(v) if isinstance(v, Tensor) else v for v in values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mod) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold what the value is made of, and nothing that was worked out."""
+        return {name: getattr(self, name) for name in self.fields}
+
+    def __repr__(self) -> str:
+        shown = [
+            show(getattr(self, name))
+            for name in self.fields
+            if name[0] != "_" and not _is_default(self, name)
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def value(cls: type) -> Any:
+    """Class decorator of the library's own values: a frozen dataclass with `Mod`'s identity."""
+    return dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+
+
+def _is_default(mod: Mod, name: str) -> bool:
+    item = getattr(mod, name)
+    return not isinstance(item, Tensor) and item == getattr(type(mod), name, mod)
+
+
+def show(item: Any) -> str:
+    """Return how a field of a value is printed: a tensor by dtype and shape, a function by name."""
+    if isinstance(item, Tensor):
+        return f"{DTYPE_NAMES.get(item.dtype, item.dtype)}{list(item.shape)}"
+    if isinstance(item, Mod):
+        return repr(item)
+    return getattr(item, "__qualname__", None) or repr(item)

@@ -1,0 +1,1 @@
+"""Tracing of users' functions: from Python to a graph, and what the function read meanwhile."""
