@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cases import Case, problem
 from checks import gradients
-from headway import ops
+from headway import autograd
 from headway.resolve import prepare
 from headway.types import Coords
 
@@ -39,7 +39,7 @@ def scattered(
             straight_below=max(case.q_len, case.kv_len) * (tile == 128),
         ), **options,
     )  # fmt: skip
-    out, lse, max_logit, _ = ops.attention(spec, call)
+    out, lse, max_logit, _ = autograd.attention(spec, call)
     out, lse = (ordered(x, q_pos.argsort(-1)) for x in (out, lse))
     made = {"out": out, "lse": lse, "max_logit": max_logit}
     return {n: x.detach() for n, x in made.items()} | gradients(given, out, lse)

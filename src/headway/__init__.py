@@ -6,6 +6,7 @@ from . import mods as mods
 from .api import attention as attention
 from .api import attention_with_stats as attention_with_stats
 from .api import block_mask as block_mask
+from .autograd import save_ops as save_ops
 from .blocks import BlockMask as BlockMask
 from .blocks import clear_block_cache as clear_block_cache
 from .distributed import merge as merge
@@ -35,7 +36,6 @@ from .mods import t5_bias as t5_bias
 from .mods import tiled as tiled
 from .mods import tree as tree
 from .mods import window_bias as window_bias
-from .ops import save_ops as save_ops
 from .types import AttentionOutput as AttentionOutput
 from .variants.sigmoid import sigmoid_attention as sigmoid_attention
 from .variants.top_k import top_k_blocks as top_k_blocks

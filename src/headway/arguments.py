@@ -23,7 +23,7 @@ from .mods.lowering import GUARDS_CLASSES
 from .mods.suggest import suggestion
 from .operators import draw_seed_op
 from .surroundings import learns
-from .types import KV, Coords, constant_under_compile, fixed, real, surely, truth, whole
+from .types import KV, Coords, as_bool, as_int, as_real, constant_under_compile, fixed, surely
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -110,7 +110,7 @@ def scale_of(scale: Any) -> float:
             "scale is a tensor; pass a number, or multiply q by the tensor and pass scale=1.0, "
             "which lets it learn"
         )
-    number = real(scale)
+    number = as_real(scale)
     # No math.isfinite: under torch.compile the number may be a symbol.
     if number is None or not -math.inf < number < math.inf:
         raise ArgumentError(f"scale={scale!r} must be a finite number, or None for 1/sqrt(d)")
@@ -134,7 +134,7 @@ def check_sink(sink: Any, q: Tensor) -> None:
 
 def dropout_of(dropout: Any) -> float:
     """A probability."""
-    number = real(dropout)
+    number = as_real(dropout)
     if number is None or not 0.0 <= number <= 1.0:
         raise ArgumentError(f"dropout={dropout!r} must be a probability, from 0 to 1")
     return fixed(number) if number else 0.0
@@ -152,7 +152,7 @@ def seed_of(seed: Any, device: torch.device) -> Tensor:
         if seed.dim() or seed.dtype != torch.int64:
             raise ArgumentError(f"seed must be an integer or a 0-d int64 tensor, got {shown(seed)}")
         return seed
-    number = whole(seed)
+    number = as_int(seed)
     if number is None or not -(2**63) <= number < 2**63:
         raise ArgumentError(f"seed={seed!r} must be a 64-bit integer or a 0-d int64 tensor")
     return torch.tensor(number, dtype=torch.int64, device=device)
@@ -179,7 +179,7 @@ _NEVER: dict[str, tuple[type, ...]] = {"score": (Mask, type), "mask": (Score, ty
 
 def count_of(name: str, number: Any, least: int = 0) -> int:
     """An integer that is `least` or more, as Python's int."""
-    found = whole(number)
+    found = as_int(number)
     if found is None or found < least:
         raise ArgumentError(f"{name}={number!r} must be an integer, {least} or more")
     return found
@@ -187,7 +187,7 @@ def count_of(name: str, number: Any, least: int = 0) -> int:
 
 def flag_of(name: str, flag: Any) -> bool:
     """A flag, as Python's bool."""
-    found = truth(flag)
+    found = as_bool(flag)
     if found is None:
         raise ArgumentError(f"{name}={shown(flag)} must be True or False")
     return found
@@ -195,7 +195,7 @@ def flag_of(name: str, flag: Any) -> bool:
 
 def number_of(name: str, number: Any) -> float:
     """A real number, as a float."""
-    found = real(number)
+    found = as_real(number)
     if found is None:
         raise ArgumentError(f"{name}={number!r} must be a number")
     return float(found)

@@ -125,7 +125,7 @@ def remember(
 ) -> Call:
     """The call with its signature, which is known from now on: it has passed all checks, and this
     is its spec. The call as it is where nothing can be remembered."""
-    if call.q.device.type not in ("cuda", "cpu"):  # others may be watched (`ops`)
+    if call.q.device.type not in ("cuda", "cpu"):  # others may be watched (`autograd`)
         return call
     if any(low is not None and low.again is not None for low in lowered):
         return call

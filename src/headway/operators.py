@@ -1,7 +1,8 @@
 """The pair as PyTorch operators: schemas, fakes, rules of vmap.
 
 They are opaque to compilers (`torch.library.define` / `impl`): what they do is decided by the
-spec's text and the shapes. Autograd is above them, in `ops`, where `headway::forward` is completed.
+spec's text and the shapes. The gradient is above them, in `autograd`, where `headway::forward` is
+completed.
 """
 
 from collections.abc import Callable

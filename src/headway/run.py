@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.profiler import record_function
 
-from . import ops
+from . import autograd
 from .arguments import DTYPES, check_no_gradient, check_tensors, scale_of
 from .backends.base import Call
 from .blocks import BlockMask
@@ -54,7 +54,7 @@ def run_plain(
     check_tensors(q, k, v)
     if q.dtype not in DTYPES:
         return None
-    return ops.plain(q, k, v, mask is not None, None if scale is None else scale_of(scale))
+    return autograd.plain(q, k, v, mask is not None, None if scale is None else scale_of(scale))
 
 
 _profiled = torch.autograd._profiler_enabled
@@ -89,20 +89,20 @@ def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) ->
 def _out(request: Request, spec: Spec, call: Call) -> Tensor:
     if type(request.keys) is KV or type(request.keys) is Layouts:
         return _results(request, spec, call).out
-    return ops.output(spec, call)
+    return autograd.output(spec, call)
 
 
 def _results(request: Request, spec: Spec, call: Call) -> Forward:
     if type(request.keys) is KV:
         if torch.is_grad_enabled():
             check_no_gradient(call)
-        return ops.infer(spec, call)
+        return autograd.infer(spec, call)
     if type(request.keys) is Layouts:
         mask = request.mask
         own_tiles = isinstance(mask, BlockMask) and mask.decided is None
         drawn = bool(request.dropout) and request.seed is None
         return attention_over_ranks(spec, call, request.keys, own_tiles, drawn)
-    return ops.attention(spec, call)
+    return autograd.attention(spec, call)
 
 
 def with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:

@@ -296,7 +296,7 @@ class AttentionOutput(NamedTuple):
     max_logit: Tensor
 
 
-def whole(number: Any) -> Any:
+def as_int(number: Any) -> Any:
     """An integer, of NumPy's say, as Python's int, or a compiler's symbol as it is. None for
     anything else: booleans and tensors do not count as integers."""
     if type(number) is int:
@@ -311,9 +311,9 @@ def whole(number: Any) -> Any:
         return None
 
 
-def real(number: Any) -> Any:
+def as_real(number: Any) -> Any:
     """Any real number as Python's own int or float, or a compiler's symbol as it is. None for
-    anything else, as `whole`."""
+    anything else, as `as_int`."""
     if type(number) is float or type(number) is int:
         return number
     if isinstance(number, torch.SymInt | torch.SymFloat):
@@ -321,14 +321,14 @@ def real(number: Any) -> Any:
     return None if isinstance(number, bool) or not isinstance(number, Real) else float(number)
 
 
-def truth(x: Any) -> bool | None:
+def as_bool(x: Any) -> bool | None:
     """True or False, of Python's or NumPy's, or 1 or 0, as Python's bool. None for anything else: a
     string or a tensor says nothing by being true."""
     if type(x) is bool:
         return x
     if type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_"):
         return bool(x)
-    number = whole(x)
+    number = as_int(x)
     return bool(number) if type(number) is int and number in (0, 1) else None
 
 

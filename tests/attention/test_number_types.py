@@ -11,7 +11,7 @@ import headway as hw
 from headway.compat.torch_sdpa import scaled_dot_product_attention
 from headway.errors import ArgumentError
 from headway.nn import MLA, Attention, Rotary, YaRN
-from headway.types import real, whole
+from headway.types import as_int, as_real
 
 WHOLE = [np.int8, np.int32, np.int64, np.uint16, np.uint64, np.array]
 REAL = [np.float16, np.float32, np.float64, fractions.Fraction]
@@ -23,15 +23,15 @@ class Size(enum.IntEnum):
 
 def test_whole_and_real():
     for make in WHOLE:
-        assert (whole(make(5)), type(whole(make(5)))) == (5, int)
-    assert type(whole(Size.WINDOW)) is int
+        assert (as_int(make(5)), type(as_int(make(5)))) == (5, int)
+    assert type(as_int(Size.WINDOW)) is int
     for make in [*REAL, *WHOLE[:-1]]:
-        assert real(make(2)) == 2
-        assert type(real(make(2))) in (int, float)
+        assert as_real(make(2)) == 2
+        assert type(as_real(make(2))) in (int, float)
     for no in (True, np.True_, 2.0, np.float32(2), "2", None, torch.tensor(2), np.ones(2, int)):
-        assert whole(no) is None
+        assert as_int(no) is None
     for no in (True, np.True_, "2", None, torch.tensor(2.0), 2j, np.ones(2)):
-        assert real(no) is None
+        assert as_real(no) is None
 
 
 @pytest.mark.parametrize("n", WHOLE, ids=lambda kind: kind.__name__)

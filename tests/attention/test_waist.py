@@ -17,7 +17,7 @@ import headway as hw
 import oracle
 from cases import BY_NAME, Problem, problem
 from checks import compare, poisoned
-from headway import backends, ops
+from headway import autograd, backends
 from headway.backends.base import Call
 from headway.errors import ArgumentError
 from headway.resolve import prepare
@@ -162,7 +162,7 @@ def test_a_shard_may_be_empty(backend, q_len, kv_len, given):
             spec, call = prepare(
                 q, k, v, score, mask, backend=backend, max_logit=True, keys=Coords(**at)
             )
-            out, lse, max_logit, _ = ops.attention(spec, call)
+            out, lse, max_logit, _ = autograd.attention(spec, call)
             assert out.shape == (2, 2, q_len, 8)
             assert (out == 0).all()
             assert lse.shape == (2, 2, q_len)
@@ -209,7 +209,7 @@ def test_positions_of_any_whole_number(backend, dtype):
     for of in (torch.int64, dtype):
         at = Coords(q_pos=torch.arange(3, 8).to(of), kv_pos=torch.arange(7).to(of))
         call = prepare(q, k, v, None, hw.causal(), backend=backend, keys=at)
-        made.append(ops.attention(*call).out)
+        made.append(autograd.attention(*call).out)
     assert torch.equal(*made)
 
 

@@ -21,7 +21,7 @@ import checks
 import headway as hw
 import oracle
 from cases import LAYOUTS, Case, Problem
-from headway import ops
+from headway import autograd
 from headway.resolve import prepare
 from headway.types import Coords
 from variants import MASKS, SCORES, Variant
@@ -285,7 +285,7 @@ def results(f: Fuzz, given: Problem, backend: str) -> dict[str, Tensor]:
             given.q, given.k, given.v, given.score(), of_mask, max_logit=f.stats,
             keys=Coords(b, h, q, kv, *places), **options,
         )  # fmt: skip
-        made = ops.attention(spec, call)
+        made = autograd.attention(spec, call)
         values = {"out": made.out}
         if f.stats:
             values |= {"lse": made.lse, "max_logit": made.max_logit}

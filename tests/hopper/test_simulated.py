@@ -15,7 +15,7 @@ if find_spec("triton") is None:
 import headway as hw
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run, yardstick
-from headway import ops
+from headway import autograd
 from headway.backends import first_use, hopper, reference
 from headway.backends.gpu.runtime import call_plan as plans
 from headway.backends.hopper import launch_plan
@@ -197,7 +197,7 @@ def test_positions_of_nothing(q_len, kv_len):
         torch.randn(2, 2, n, 64).bfloat16().requires_grad_() for n in (q_len, kv_len, kv_len)
     )
     at = Coords(q_pos=torch.arange(q_len).expand(2, -1), kv_pos=torch.arange(kv_len))
-    out, lse, *_ = ops.attention(
+    out, lse, *_ = autograd.attention(
         *prepare(q, k, v, hw.alibi(2), hw.causal(), backend="hopper", keys=at)
     )
     assert (out == 0).all()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headway import ops
+from headway import autograd
 from headway.resolve import prepare
 from headway.types import Coords
 
@@ -74,7 +74,7 @@ def by_rows(c: Caches, score: Any = None, mask: Any = None, **options: Any) -> A
             c.q[row : row + 1].double(), c.keys[row].double(), c.values[row].double(), score, mask,
             backend="reference", keys=coords, max_logit=True, **options,
         )  # fmt: skip
-        results.append(ops.attention(spec, call))
+        results.append(autograd.attention(spec, call))
     return [torch.cat(x) for x in list(zip(*results, strict=True))[:3]]
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import captured
 import headway as hw
-from headway import ops
+from headway import autograd
 from headway.compat import flash, flex, torch_sdpa
 from headway.errors import ArgumentError
 from headway.resolve import prepare
@@ -394,7 +394,7 @@ def test_positions_one_by_one(backend, per_batch):
     at = [x.expand(2, -1)[:, None, :, None] for x in orders]
     q, k, v = (x.take_along_dim(at[n > 0], 2) for n, x in enumerate(qkv))
     q_pos, kv_pos = (x if per_batch else x[0] for x in orders)
-    out, *_ = ops.attention(
+    out, *_ = autograd.attention(
         *prepare(
             q, k, v, score, hw.causal(), backend=backend, keys=Coords(q_pos=q_pos, kv_pos=kv_pos)
         )

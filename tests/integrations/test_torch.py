@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import headway as hw
-from headway import ops
+from headway import autograd
 
 
 def qkv(**kwargs):
@@ -128,7 +128,7 @@ def test_operators_called_by_themselves_are_differentiable():
     raw = torch.ops.headway.forward(
         spec.text, q, k, v, None, None, [], call.captured.ints, [], [], [0, 0, 0, 0], None, None
     )[0]
-    expected = torch.autograd.grad(ops.attention(spec, call).out.sum(), q)[0]
+    expected = torch.autograd.grad(autograd.attention(spec, call).out.sum(), q)[0]
     torch.testing.assert_close(torch.autograd.grad(raw.sum(), q)[0], expected)
 
 

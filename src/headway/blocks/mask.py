@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..mods.base import Both, Either, MaskFn, Mod, Shifted
 from ..mods.lowering import describe, restore
 from ..mods.tracing.capture import reads
-from ..types import PACKAGE, whole
+from ..types import PACKAGE, as_int
 from . import file, report
 from .decided import Decided, tell
 from .picture import draw, inline, text
@@ -320,7 +320,7 @@ class BlockMask:
 
 def tile_of(tile: Any, name: str = "tile") -> tuple[int, int]:
     """Queries and keys in a tile; a number stands for both."""
-    found = tuple([whole(n) for n in (tile if isinstance(tile, tuple | list) else (tile, tile))])
+    found = tuple([as_int(n) for n in (tile if isinstance(tile, tuple | list) else (tile, tile))])
     if len(found) != 2 or any(n is None or n < 1 for n in found):
         raise ArgumentError(f"{name}={tile!r} must be one or two positive integers")
     return found
@@ -351,7 +351,7 @@ def _check_pair(one: BlockMask, other: object, sign: str) -> None:
 
 def _limits(at: int | slice, size: int, name: str) -> tuple[int, int]:
     """First and end of an index into one dimension."""
-    if (n := whole(at)) is not None:
+    if (n := as_int(at)) is not None:
         if not -size <= n < size:
             raise ArgumentError(f"{name} index {at} is out of range for {size}")
         return n % size, n % size + 1

@@ -14,7 +14,7 @@ from ..errors import ArgumentError
 from ..mods.base import MaskFn, Mod, ScoreFn
 from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..mods.lowering import lower_mod
-from ..types import whole
+from ..types import as_int
 from .tiles import Tiles
 
 CPU = torch.device("cpu")
@@ -276,7 +276,7 @@ def of_block_mask(
 
 def text(mask: Tiled, rows: int) -> str:
     """The first batch and head as lines of text, at most `rows` of them."""
-    most = whole(rows)
+    most = as_int(rows)
     if most is None or most < 1:
         raise ArgumentError(f"rows={rows!r} must be a positive integer")
     return of_block_mask(mask, most, 1).text()

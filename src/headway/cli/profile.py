@@ -31,7 +31,7 @@ _PARTS = {
     _NATIVE: FORWARD,
     f"{_NATIVE}_backward": BACKWARD,
 }
-_NODES = ("_Attention", "_Dual", "_Direct")  # `ops`
+_NODES = ("_Attention", "_Dual", "_Direct")  # `autograd`
 _PARTS |= {name: HOST for node in _NODES for name in (node, f"{node}Backward")}
 _PARTS |= {f"autograd::engine::evaluate_function: {node}Backward": HOST for node in _NODES}
 _STEP = "headway profile: step"

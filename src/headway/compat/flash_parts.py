@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from ..mods import Score
 from ..mods import softcap as capped
 from ..mods.base import Then, value
-from ..types import truth
+from ..types import as_bool
 from .errors import CallError, NotSupported
 
 Window = tuple[int | None, int | None]
@@ -150,7 +150,7 @@ def number(name: str, x: Any) -> Any:
 
 def flag(name: str, x: Any) -> bool:
     """True or False, or 1 or 0."""
-    found = truth(x)
+    found = as_bool(x)
     if found is None:
         raise _misplaced(name, x, "True or False")
     return found

@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..api import attention
 from ..errors import ArgumentError
 from ..mods import Mask, Score, bias, causal, dense
-from ..types import real
+from ..types import as_real
 from .errors import CallError, CallTypeError
 
 
@@ -207,7 +207,7 @@ def _check(
         if not isinstance(x, bool):
             raise CallTypeError(f"argument {name!r} must be bool, not {type(x).__name__}")
     for name, x in (("dropout_p", dropout_p), ("scale", scale)):
-        number = isinstance(x, bool) or real(x) is not None
+        number = isinstance(x, bool) or as_real(x) is not None
         if not number and not (name == "scale" and (x is None or _constant(x))):
             raise CallTypeError(f"argument {name!r} must be a number, not {type(x).__name__}")
     if not 0 <= dropout_p <= 1:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ..autograd import _once, _watched, in_order, refuse_tangents, savable
 from ..backends.base import Call
 from ..errors import ArgumentError
 from ..flops import register_flops
 from ..operators import flat, grads_like, library, results_like
-from ..ops import _once, _watched, in_order, refuse_tangents, savable
 from ..types import NAMESPACE, Forward, Spec, acc_dtype, in_dtype
 from .layout import NO_MESH, Layout
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError
-from ..types import whole
+from ..types import as_int
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,7 +65,7 @@ def place_of(mesh: Any) -> Place:
 def _of_pair(mesh: Any) -> Place:
     """Of (rank, ranks) or (rank, (nodes, ranks of a node))."""
     shape = mesh[1] if isinstance(mesh[1], tuple | list) else [mesh[1]]
-    rank, sizes = whole(mesh[0]), [whole(n) for n in shape]
+    rank, sizes = as_int(mesh[0]), [as_int(n) for n in shape]
     known = [n for n in sizes if n is not None and n > 0]
     if len(known) == len(sizes) and len(sizes) in (1, 2):
         ranks = known[0] * known[-1] if len(sizes) == 2 else known[0]

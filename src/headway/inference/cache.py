@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..arguments import DTYPES, count_of, shown
 from ..errors import ArgumentError, CacheFull
-from ..types import whole
+from ..types import as_int
 from .step import Step, check_offsets, may_be_replayed
 
 _LARGEST = 448.0  # float8_e4m3fn has no larger number, and no infinity
@@ -208,9 +208,9 @@ class _Cache:
 
     def _rows(self, call: str, rows: Any) -> list[int]:
         """One row or several, as Python's integers."""
-        one = whole(rows)
+        one = as_int(rows)
         given = [rows] if one is not None else _listed(call, "rows", rows)
-        found = [whole(row) for row in given]
+        found = [as_int(row) for row in given]
         most = len(self.row_lengths)
         for row, number in zip(given, found, strict=True):
             if number is None or not 0 <= number < most:
@@ -223,7 +223,7 @@ class _Cache:
     def _counts(self, rows: Any, tokens: Any) -> dict[int, int]:
         """Tokens by row."""
         found = self._rows("reserve", rows)
-        one = whole(tokens)
+        one = as_int(tokens)
         each = [tokens] * len(found) if one is not None else _listed("reserve", "tokens", tokens)
         if len(each) != len(found) or len(set(found)) != len(found):
             raise ArgumentError(

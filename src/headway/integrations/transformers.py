@@ -23,13 +23,13 @@ from torch import Tensor
 from .. import inference
 from ..api import attention, attention_with_stats
 from ..arguments import scale_of
+from ..autograd import plain_step
 from ..distributed.layout import Layout
 from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, bias, causal, dense, document, lower_mod
 from ..mods import softcap as capped
 from ..mods.base import Both, MaskFn, Not, Then
 from ..mods.evaluation.pointwise import Positions, mask_at
-from ..ops import plain_step
 from ..stability import MaxLogit
 from . import hf_calls, hf_models
 from .hf_mask import AttentionMask, GraphMask, kept

@@ -15,7 +15,7 @@ from ..mods.base import MaskFn, ScoreFn
 from ..resolve import prepare
 from ..run import with_place
 from ..sharded import any_sharded
-from ..types import Coords, acc_dtype, whole
+from ..types import Coords, acc_dtype, as_int
 
 
 def attention_weights(
@@ -107,7 +107,7 @@ def _numbers(name: str, given: Any, size: int) -> list[int]:
         )
     found = []
     for item in given:
-        n = whole(item)
+        n = as_int(item)
         if n is None or not -size <= n < size:
             raise ArgumentError(f"{name}: {item!r} must be an integer from {-size} to {size - 1}")
         found.append(n % size)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import ArgumentError
-from ...types import acc_dtype, whole
+from ...types import acc_dtype, as_int
 from ..layout import NO_MESH, Layout, check_size, digest
 from .agreement import SHARD, SHIFT, UNSHARD, fields_of_move, read_once
 from .collective import Collective
@@ -114,7 +114,7 @@ def shift(layout: Layout, x: Tensor, by: Any, dim: int, fill: float) -> Tensor:
 
 
 def _integer(by: Any) -> int:
-    found = whole(by)
+    found = as_int(by)
     if found is None:
         raise ArgumentError(f"by={by!r} must be an integer")
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import ArgumentError
 from ...surroundings import readable
-from ...types import surely, whole
+from ...types import as_int, surely
 from ..base import Mask, MaskFn, Score, check_broadcasts, check_shape, value
 from ..suggest import suggestion
 from .packing import ends_of, packed
@@ -442,7 +442,7 @@ class block_table(Mask):
                 f"the first two dimensions may be missing, got {got}"
             )
         sizes = tuple(
-            [whole(n) for n in (block if isinstance(block, tuple | list) else (block,) * 2)]
+            [as_int(n) for n in (block if isinstance(block, tuple | list) else (block,) * 2)]
         )
         if len(sizes) != 2 or any(n is None or n < 1 for n in sizes):
             raise ArgumentError(
@@ -630,7 +630,7 @@ def _on_grid(mask: str, shape: tuple[int, ...], q_len: int | None, kv_len: int |
 
 def _whole(mask: str, name: str, number: object, least: int | None) -> int:
     """The number as an int, of at least so much."""
-    given, number = number, whole(number)
+    given, number = number, as_int(number)
     if number is None or (least is not None and number < least):
         what = "an integer" if least is None else f"an integer >= {least}"
         raise ArgumentError(f"{mask}({name}={given!r}): {name} must be {what}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
-from ...types import whole
+from ...types import as_int
 
 Ends = Tensor | list[Tensor]  # where each document ends; for a batch, row by row
 
@@ -37,7 +37,7 @@ def _ids_of(ends: Ends, name: str, length: int | None) -> Tensor:
     """The document of every position, int32; -1 past the last."""
     rows = ends if isinstance(ends, list) else [ends]
     longest = max(int(row[-1]) if len(row) else 0 for row in rows)
-    given, length = length, whole(length)
+    given, length = length, as_int(length)
     if given is not None and length is None:
         raise ArgumentError(f"document: {name}={given!r} must be an integer")
     if length is not None and length < longest:

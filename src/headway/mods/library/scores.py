@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
-from ...types import real, whole
+from ...types import as_int, as_real
 from ..base import Score, check_broadcasts, check_shape, value
 from .constants import constant
 from .masks import by_axes
@@ -28,7 +28,7 @@ class alibi(Score):
     slopes: Tensor
 
     def __init__(self, slopes: int | Tensor) -> None:
-        heads = whole(slopes)
+        heads = as_int(slopes)
         if heads is not None and heads > 0:
             slopes = constant(alibi_slopes(heads))
         _floats("alibi", "slopes", slopes, "a number of heads or a float tensor (heads,)", (1,))
@@ -60,7 +60,7 @@ class softcap(Score):
     cap: float
 
     def __post_init__(self) -> None:
-        cap = real(self.cap)
+        cap = as_real(self.cap)
         if cap is None or not cap > 0:
             raise ArgumentError(f"softcap(cap={self.cap!r}): cap must be a number above 0")
         object.__setattr__(self, "cap", float(cap))
@@ -142,7 +142,7 @@ def _t5_buckets(n_buckets: int, most: int, bidirectional: bool) -> tuple[Tensor,
             f"t5_bias: table has {n_buckets} rows; it needs an even number, at least "
             f"{4 if bidirectional else 2}, one per bucket"
         )
-    max_distance = whole(most)
+    max_distance = as_int(most)
     if max_distance is None or max_distance <= exact:
         raise ArgumentError(
             f"t5_bias(max_distance={most!r}): max_distance must be an integer above "
@@ -184,7 +184,7 @@ class window_bias(Score):
 
     def __init__(self, table: Tensor, window: tuple[int, int]) -> None:
         _floats("window_bias", "table", table, "a float tensor (offsets, heads)", (2,))
-        sizes = tuple([whole(n) for n in window]) if isinstance(window, tuple | list) else ()
+        sizes = tuple([as_int(n) for n in window]) if isinstance(window, tuple | list) else ()
         if len(sizes) != 2 or any(n is None or n < 1 for n in sizes):
             raise ArgumentError(
                 f"window_bias(window={window!r}): window must be two integers of at least 1, "
@@ -241,7 +241,7 @@ class log_sigmoid(Score):
             what = "a number or a float tensor () or (heads,)"
             _floats("log_sigmoid", "bias", self.bias, what, (0, 1))
             return
-        number = real(self.bias)
+        number = as_real(self.bias)
         if number is None or not -math.inf < number < math.inf:
             raise ArgumentError(
                 f"log_sigmoid(bias={self.bias!r}): bias must be a finite number or a float tensor "
