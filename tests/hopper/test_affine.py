@@ -50,7 +50,7 @@ def functions(score, side=0):
     """The generated module, and what its functions are given."""
     q = torch.zeros(1, HEADS, 8, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, score, None, backend="hopper")
-    text = emit.Text(
+    text = emit.CodegenSpec(
         spec.score, None, wide_offsets=(False,) * 9, affine=True, hoist=True, distance_sign=side
     )
     tensors = call_plan._with_sizes(call.captured.tensors)

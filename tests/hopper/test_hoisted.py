@@ -54,7 +54,9 @@ def taken_apart(mask, apart=True):
     """What a mask is taken apart into, the generated functions, and what they are given."""
     q = torch.zeros(BATCH, 1, LENGTH, 16, dtype=torch.bfloat16)
     spec, call = prepare(q, q, q, None, mask, backend="hopper")
-    text = emit.Text(None, spec.mask, (), apart, apart, (False,) * 9, affine=apart, hoist=True)
+    text = emit.CodegenSpec(
+        None, spec.mask, (), apart, apart, (False,) * 9, affine=apart, hoist=True
+    )
     tensors = call_plan._with_sizes(call.captured.tensors)
     captured = simulator._argument(tensors), (*call.captured.ints, *call.captured.floats)
     graph = parse(spec.mask)

@@ -612,7 +612,7 @@ LOADED = _load()
 
 
 def _functions(text):
-    """What `emit.functions` gives, of the same source."""
+    """What `emit.load_module` gives, of the same source."""
     from headway.backends.gpu.codegen import emit
 
     code = "\n".join(
@@ -700,7 +700,7 @@ def simulating():
         mock.patch.object(
             LOADED.preprocess, "preprocess_kernel", Kernel(LOADED.preprocess.preprocess_kernel)
         ),
-        mock.patch.object(plans, "functions", _functions),
+        mock.patch.object(plans, "load_module", _functions),
     ):
         yield
     plans.clear()

@@ -45,7 +45,7 @@ GOLDEN = {
 }
 
 
-def text_of(score, mask, learn: bool = True, narrow: bool = True) -> emit.Text:
+def text_of(score, mask, learn: bool = True, narrow: bool = True) -> emit.CodegenSpec:
     graphs = [
         None if mod is None else lower_mod(kind, mod, torch.float32)[0]
         for kind, mod in (("score", score), ("mask", mask))
@@ -55,7 +55,7 @@ def text_of(score, mask, learn: bool = True, narrow: bool = True) -> emit.Text:
     if learn and graphs[0] is not None:
         wanted = differentiable_gathers(graphs[0], range(len(graphs[0].tensors)))
     texts = [None if g is None else g.text for g in graphs]
-    return emit.Text(*texts, wanted, narrow=narrow, wide_offsets=(False,) * count)
+    return emit.CodegenSpec(*texts, wanted, narrow=narrow, wide_offsets=(False,) * count)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -72,8 +72,8 @@ def test_golden_of_a_hoisted_mask(golden):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_functions_are_found_by_name(name):
     text = text_of(*GOLDEN[name])
-    module = emit.functions(text)
-    assert emit.functions(text) is module
+    module = emit.load_module(text)
+    assert emit.load_module(text) is module
     assert hasattr(module, "score") == (GOLDEN[name][0] is not None)
     assert hasattr(module, "mask")
 

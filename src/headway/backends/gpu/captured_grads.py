@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...mods.evaluation.derivative import differentiable_gathers
 from ...mods.graph import parse
-from .codegen.emit import Text
+from .codegen.spec import CodegenSpec
 
 
 @lru_cache(maxsize=1024)
@@ -28,7 +28,7 @@ def zeros(tensors: Sequence[Tensor], needs: tuple[bool, ...], device: torch.devi
     ]
 
 
-def by_gather(text: Text, grads: Sequence[Tensor | None]) -> tuple:
+def by_gather(text: CodegenSpec, grads: Sequence[Tensor | None]) -> tuple:
     """The gradient of its tensor for every gather that needs one."""
     if not text.wanted:
         return ()

@@ -21,8 +21,12 @@ from ...types import Spec, acc_dtype, constant_under_compile
 from ..base import Call, CapabilityKey, launched, no_operator, plainly_masked
 from ..gpu import inference
 from ..gpu import limits as limits
-from ..gpu.codegen.dependence import dependence_of
-from ..gpu.codegen.function import diagonal_gathers, float_gathers, gathers_in_kernel
+from ..gpu.codegen.dependence import (
+    dependence_of,
+    diagonal_gathers,
+    float_gathers,
+    gathers_in_kernel,
+)
 from ..gpu.named_card import named_card
 from .config import BACKWARD, FORWARD, first_fit
 
@@ -121,7 +125,7 @@ def code(spec: Spec, call: Call) -> str:
     count = len(call.captured.tensors)
     wide_offsets = (False,) * count
     return emit.source(
-        emit.Text(
+        emit.CodegenSpec(
             spec.score,
             spec.mask,
             wide_offsets=wide_offsets,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...mods.graph import Graph, parse
-from ..gpu.codegen.function import diagonal_gathers
+from ..gpu.codegen.dependence import diagonal_gathers
 from ..gpu.runtime.call_plan import BasePlan, Walks
 from ..gpu.runtime.launcher import CallArguments, KernelLauncher
 from .device.relative_bias import collect_bias_grad, fill_bias_table

@@ -14,8 +14,7 @@ from ...mods.graph import Graph
 from ...types import Spec
 from ..base import Call, graphs, plainly_masked
 from ..gpu import preprocess
-from ..gpu.codegen.dependence import dependence_of
-from ..gpu.codegen.function import gathers_in_kernel
+from ..gpu.codegen.dependence import dependence_of, gathers_in_kernel
 from ..gpu.device import diagonals, gradients, maths
 from ..gpu.named_card import named_card
 from ..gpu.runtime.call_plan import BasePlan, plan_of

@@ -55,7 +55,7 @@ def code(spec: Spec, call: Call) -> str:
     from ..gpu.codegen import emit
 
     count = len(call.captured.tensors)
-    return emit.source(emit.Text(spec.score, spec.mask, wide_offsets=(False,) * count))
+    return emit.source(emit.CodegenSpec(spec.score, spec.mask, wide_offsets=(False,) * count))
 
 
 def unavailable(device: str, index: int | None) -> str:

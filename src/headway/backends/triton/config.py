@@ -10,7 +10,7 @@ from typing import Any
 
 from ...types import Spec
 from ..base import Call, graphs
-from ..gpu.codegen.function import float_gathers
+from ..gpu.codegen.dependence import float_gathers
 from ..gpu.widths import pieces as pieces
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...backends.base import Call, graphs, split
-from ...backends.gpu.codegen.function import diagonal_gathers
+from ...backends.gpu.codegen.dependence import diagonal_gathers
 from ...errors import ArgumentError
 from ...types import Forward, Grads, Spec
 from .needs import Whole, stretches_of, whole_of

@@ -1,1 +1,1 @@
-"""Code generation: the graph of a score or mask becomes the text of device functions."""
+"""Code generation: the graph of a score or mask becomes the source of device functions."""

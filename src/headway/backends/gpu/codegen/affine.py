@@ -12,6 +12,9 @@ where all numbers are small. For an integer L that is affine in both positions
 
 is exact, so nothing cancels in floats: the error stays within one rounding of the multiple of the
 distance and one of that of a tile's length. An absolute value |L| is computed per pair.
+
+What it buys: on Hopper, causal ALiBi reaches 0.94 of the speed of a plain causal call; it reached
+0.85 when |i - j| was computed per pair (docs/lab/forward.md).
 """
 
 import math
@@ -21,12 +24,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ....mods.graph import Arg, Graph, Node
-from .dependence import kinds, slopes
+from .dependence import dependences, has_reciprocal, slopes
 from .int_ranges import IntRanges
 
 
 class Term(NamedTuple):
-    """`sign` times the product of `factors` times `value`.
+    """A product: `sign` times `factors` times `value`.
 
     - `factors`: (number that all pairs share, whether it is divided by).
     """
@@ -37,16 +40,16 @@ class Term(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """`sign` times the product of `factors` times an integer that is affine in the positions.
+    """A product: `sign` times `factors` times an integer that is affine in the positions.
 
-    - `of`: the integer as a sum: (sign, name of a value).
+    - `integers`: the integer as a sum: (sign, name of a value).
     - `slope`: the integer's coefficients of q_idx and kv_idx.
     - `has_abs`: the integer's absolute value is taken.
     """
 
     sign: int
     factors: tuple[tuple[Arg, bool], ...]
-    of: tuple[tuple[int, str], ...]
+    integers: tuple[tuple[int, str], ...]
     slope: tuple[int, int]
     has_abs: bool
 
@@ -69,23 +72,23 @@ class AffineScore:
 
     @property
     def has_abs(self) -> bool:
-        """Whether there is an absolute value."""
+        """Check that a distance has an absolute value."""
         return any(distance.has_abs for distance in self.distances)
 
     @property
     def abs_only(self) -> bool:
-        """Whether an absolute value is the only term beside S."""
-        others = self.shared, self.of_q, self.of_kv
-        return self.has_abs and len(self.distances) == 1 and not any(others)
+        """Check that an absolute value is the only term besides S."""
+        other_terms = self.shared, self.of_q, self.of_kv
+        return self.has_abs and len(self.distances) == 1 and not any(other_terms)
 
     @property
     def slope_only(self) -> bool:
-        """Whether the terms that depend on the key, beside S, are multiples of distances."""
+        """Check that only multiples of distances, besides S, depend on the key."""
         return bool(self.distances) and not self.has_abs and not self.of_kv
 
     @property
     def constant_gain(self) -> float | None:
-        """The gain, if it is a finite constant."""
+        """Return the gain, if it is a finite constant."""
         total = 0.0
         for sign, factors, _ in self.gain:
             for number, divides in factors:
@@ -97,67 +100,70 @@ class AffineScore:
 
 
 def affine_score(graph: Graph, ranges: IntRanges, sign: int = 0) -> AffineScore | None:
-    """The terms of a score; None where it is not affine in S, or nothing would be gained.
+    """Return the terms of a score; None if it is not affine in S.
 
-    - `sign`: that of q_idx - kv_idx in all pairs that matter, from `distance_sign`.
+    - `sign`: the sign of q_idx - kv_idx in all kept pairs, from `distance_sign`.
     """
-    found = _AffineBuilder(graph, ranges).build()
-    if found is None or not sign:
-        return found
-    return replace(
-        found, distances=tuple(_without_abs(distance, graph, sign) for distance in found.distances)
-    )
+    score = _AffineBuilder(graph, ranges).build()
+    if score is None or not sign:
+        return score
+    distances = tuple(_without_abs(distance, graph, sign) for distance in score.distances)
+    return replace(score, distances=distances)
 
 
 def _without_abs(distance: Distance, graph: Graph, distance_sign: int) -> Distance:
-    """The same for pairs of one sign, where the absolute value of a distance is affine."""
-    node = graph.nodes[int(distance.of[0][1][1:])] if distance.of[0][1][0] == "%" else None
+    """Return a distance for pairs of one sign, where its absolute value is affine."""
+    _, name = distance.integers[0]
+    node = graph.nodes[int(name[1:])] if name[0] == "%" else None
     if not distance.has_abs or node is None or node.op != "sub":
         return distance
     if set(node.args) != {"q_idx", "kv_idx"}:
         return distance
     sign = distance.sign * distance_sign * (1 if node.args[0] == "q_idx" else -1)
     q, kv = distance.slope
-    return Distance(1, distance.factors, ((sign, distance.of[0][1]),), (sign * q, sign * kv), False)
+    return Distance(1, distance.factors, ((sign, name),), (sign * q, sign * kv), False)
 
 
 def distance_sign(mask: Graph, ints: Sequence[int]) -> int:
-    """1 if a mask keeps only pairs with `kv_idx <= q_idx`, as causal ones; -1 if only pairs with
-    `kv_idx >= q_idx`; else 0.
+    """Return 1 if a mask keeps only pairs with `kv_idx <= q_idx`, -1 if only pairs with
+    `kv_idx >= q_idx`, else 0.
 
-    - `ints`: the integers that it captures.
+    - `ints`: the captured integers.
     """
-    known = slopes(mask)
+    slope_of = slopes(mask)
     names = [i.name for i in mask.inputs if i.name[0] == "n"]
     values = {"q_idx": 0, "kv_idx": 0} | dict(zip(names, ints, strict=True))
 
-    def at_zero(arg: Arg) -> int | None:
-        """The value of an affine integer where both positions are 0."""
+    def value_at_origin(arg: Arg) -> int | None:
+        """Return the value of an affine integer where both positions are 0."""
         if not isinstance(arg, str) or arg[0] != "%":
             return values.get(arg) if isinstance(arg, str) else int(arg)
         node = mask.nodes[int(arg[1:])]
-        args = [at_zero(a) for a in node.args] if node.op in _AFFINE_OPS else [None]
-        found = [a for a in args if a is not None]
-        return _AFFINE_OPS[node.op](*found) if len(found) == len(args) else None
+        operands = [value_at_origin(a) for a in node.args] if node.op in _AFFINE_OPS else [None]
+        integers = [operand for operand in operands if operand is not None]
+        return _AFFINE_OPS[node.op](*integers) if len(integers) == len(operands) else None
 
     def slope(arg: Arg) -> tuple[int, int] | None:
-        return known.get(arg) if isinstance(arg, str) else (0, 0)
+        return slope_of.get(arg) if isinstance(arg, str) else (0, 0)
 
-    def sign_of(name: Arg) -> int:
-        node = mask.nodes[int(name[1:])] if isinstance(name, str) and name[0] == "%" else None
+    def kept_sign(condition: Arg) -> int:
+        """Return the sign of the pairs that a condition keeps; 0 if unknown."""
+        is_node = isinstance(condition, str) and condition[0] == "%"
+        node = mask.nodes[int(condition[1:])] if is_node else None  # type: ignore[index]
         if node is not None and node.op == "and" and node.dtype == "bool":
-            return next(filter(None, map(sign_of, node.args)), 0)
+            return next(filter(None, map(kept_sign, node.args)), 0)
         if node is None or node.op not in ("le", "lt", "ge", "gt"):
             return 0
         a, b = node.args if node.op in ("le", "lt") else node.args[::-1]
-        slope_a, slope_b, at_a, at_b = slope(a), slope(b), at_zero(a), at_zero(b)
-        if slope_a is None or slope_b is None or at_a is None or at_b is None:
+        slope_a, slope_b = slope(a), slope(b)
+        origin_a, origin_b = value_at_origin(a), value_at_origin(b)
+        if slope_a is None or slope_b is None or origin_a is None or origin_b is None:
             return 0
         # a - b = q (q_idx - kv_idx) + c with c >= 0, and the mask keeps a - b <= 0.
         q, kv = slope_a[0] - slope_b[0], slope_a[1] - slope_b[1]
-        return (q < 0) - (q > 0) if q == -kv and at_a >= at_b else 0
+        return (q < 0) - (q > 0) if q == -kv and origin_a >= origin_b else 0
 
-    return sign_of(mask.outputs[0])
+    return kept_sign(mask.outputs[0])
 
 
 _AFFINE_OPS: dict[str, Callable[..., int]] = {
@@ -171,17 +177,22 @@ class _NotAffine(Exception):
 
 
 class _AffineBuilder:
+    """Splits a score into the terms of an `AffineScore`."""
+
     def __init__(self, graph: Graph, ranges: IntRanges) -> None:
         self.graph, self.ranges = graph, ranges
-        self.kinds, self.slopes = kinds(graph), slopes(graph)
-        self.has_score = {"score"}
+        self.dependences, self.slopes = dependences(graph), slopes(graph)
+        self.has_score = {"score"}  # values that depend on S
         for n, node in enumerate(graph.nodes):
             if any(a in self.has_score for a in node.args):
                 self.has_score.add(f"%{n}")
         self.distances: list[Distance] = []
-        self.terms: dict[str, list[Term]] = {"gain": [], "one": [], "rows": [], "cols": []}
+        self.terms: dict[str, list[Term]] = {  # by dependence
+            "gain": [], "one": [], "rows": [], "cols": [],
+        }  # fmt: skip
 
     def build(self) -> AffineScore | None:
+        """Return the terms of the score; None if it is not affine in S."""
         try:
             for term in self._terms(Term(1, (), self.graph.outputs[0]), with_score=True):
                 if term.value == "score":
@@ -198,87 +209,90 @@ class _AffineBuilder:
         return AffineScore(gain, tuple(self.distances), shared, of_q, of_kv)
 
     def _terms(self, term: Term, with_score: bool) -> list[Term]:
-        """The terms that sum to this one. `with_score`: only terms with S are split."""
+        """Return the terms that sum to this one. `with_score`: split only terms that have S."""
         sign, factors, value = term
         node = self._node(value)
         if node is None or node.dtype != "f32" or (with_score and value not in self.has_score):
             return [term]
-        more: Sequence[Term] = ()
+        addends: Sequence[Term] = ()
         if node.op in ("add", "sub"):
             a, b = node.args
-            more = Term(sign, factors, a), Term(sign if node.op == "add" else -sign, factors, b)
+            addends = Term(sign, factors, a), Term(sign if node.op == "add" else -sign, factors, b)
         elif node.op == "neg":
-            more = (Term(-sign, factors, node.args[0]),)
+            addends = (Term(-sign, factors, node.args[0]),)
         elif node.op == "mul":
-            for number, rest in (node.args, node.args[::-1]):
-                if self._kind(number) == "one":
-                    more = (Term(sign, (*factors, (number, False)), rest),)
-        elif node.op == "div" and self._has_reciprocal(node.args[1]):
-            more = (Term(sign, (*factors, (node.args[1], True)), node.args[0]),)
+            for number, multiplicand in (node.args, node.args[::-1]):
+                if self._dependence(number) == "one":
+                    addends = (Term(sign, (*factors, (number, False)), multiplicand),)
+        elif node.op == "div" and has_reciprocal(node.args[1], self.dependences):
+            addends = (Term(sign, (*factors, (node.args[1], True)), node.args[0]),)
         elif node.op == "to" and self._dtype(node.args[0]) == "f32":
-            more = (Term(sign, factors, node.args[0]),)
-        if not more:
+            addends = (Term(sign, factors, node.args[0]),)
+        if not addends:
             return [term]
-        return [x for m in more for x in self._terms(m, with_score)]
+        return [part for addend in addends for part in self._terms(addend, with_score)]
 
     def _add(self, term: Term) -> None:
         """Add a term without S: as distances, or by its dependence."""
         if self._add_distances(term):
             return
-        kind = self._kind(term.value)
-        if kind not in self.terms:
+        dependence = self._dependence(term.value)
+        if dependence not in self.terms:
             raise _NotAffine
-        self.terms[kind].append(term)
+        self.terms[dependence].append(term)
 
     def _add_distances(self, term: Term) -> bool:
         """Add a term to the distances, if it is a sum of multiples of affine integers and of
-        numbers that all pairs share. Integers with the same factors are summed as integers, since
-        they may cancel."""
-        found: dict[tuple, list[tuple[int, str]]] = {}
+        numbers that all pairs share.
+
+        Integers with the same factors are summed as integers, since they may cancel.
+        """
+        by_factors: dict[tuple, list[tuple[int, str]]] = {}
         shared = []
-        for piece in self._terms(term, with_score=False):
-            integer, has_abs = self._affine_integer(piece.value)
+        for part in self._terms(term, with_score=False):
+            integer, has_abs = self._affine_integer(part.value)
             if integer is not None:
-                key = (*sorted(piece.factors, key=repr), has_abs)
-                found.setdefault(key, []).append((piece.sign, integer))
-            elif self._kind(piece.value) == "one":
-                shared.append(piece)
+                key = (*sorted(part.factors, key=repr), has_abs)
+                by_factors.setdefault(key, []).append((part.sign, integer))
+            elif self._dependence(part.value) == "one":
+                shared.append(part)
             else:
                 return False
         distances = []
-        for (*factors, has_abs), of in found.items():
-            if has_abs and len(of) > 1:
+        for (*factors, has_abs), integers in by_factors.items():
+            if has_abs and len(integers) > 1:
                 return False
-            sign = of[0][0] if has_abs else 1
-            of = [(1, of[0][1])] if has_abs else of
-            each = [(s, self.slopes[name]) for s, name in of]
-            slope = sum(s * q for s, (q, _) in each), sum(s * kv for s, (_, kv) in each)
-            distances.append(Distance(sign, tuple(factors), tuple(of), slope, has_abs))
+            sign = integers[0][0] if has_abs else 1
+            integers = [(1, integers[0][1])] if has_abs else integers
+            signed_slopes = [(s, *self.slopes[name]) for s, name in integers]
+            slope = (
+                sum(s * q for s, q, _ in signed_slopes),
+                sum(s * kv for s, _, kv in signed_slopes),
+            )
+            distances.append(Distance(sign, tuple(factors), tuple(integers), slope, has_abs))
         if distances:
             self.distances += distances
             self.terms["one"] += shared
         return bool(distances)
 
     def _affine_integer(self, value: Arg) -> tuple[str | None, bool]:
-        """The affine integer that a float is, or None; and whether its absolute value."""
+        """Return the affine integer that a float is, or None; and whether it is its absolute
+        value."""
         has_abs = False
         node = self._node(value)
         while node is not None and (node.op == "abs" or (node.op, node.dtype) == ("to", "f32")):
             has_abs |= node.op == "abs"
             value = node.args[0]
             node = self._node(value)
-        found = value in self.slopes and self._kind(value) != "one" and self._is_int32(value)
-        return (value if found else None), has_abs  # type: ignore[return-value]
+        varies = value in self.slopes and self._dependence(value) != "one"
+        return (value if varies and self._is_int32(value) else None), has_abs  # type: ignore[return-value]
 
     def _is_int32(self, name: Arg) -> bool:
         assert isinstance(name, str)
         return self._dtype(name) == "i64" and self.ranges.type(name) == "tl.int32"
 
-    def _has_reciprocal(self, by: Arg) -> bool:
-        return self._kind(by) == "one" and (isinstance(by, str) or 1e-30 < abs(by) < 1e30)
-
-    def _kind(self, arg: Arg) -> str:
-        return self.kinds[arg] if isinstance(arg, str) else "one"
+    def _dependence(self, arg: Arg) -> str:
+        return self.dependences[arg] if isinstance(arg, str) else "one"
 
     def _node(self, arg: Arg) -> Node | None:
         return self.graph.nodes[int(arg[1:])] if isinstance(arg, str) and arg[0] == "%" else None

@@ -1,349 +1,322 @@
-"""One graph as one Triton function: a line per operation, the user's source lines as comments."""
+"""Lowering: a graph becomes one Triton function, a statement per node, below the user's lines.
+
+Node n is lowered to a statement `v{n} = ...`. Statements that the result does not depend on are
+left out, and so are captured values that no statement reads.
+"""
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 
 from ....errors import ModError
 from ....mods.graph import FLOATS, POSITIONS, Arg, Graph, Node
 from .affine import AffineScore, Distance, Term
-from .dependence import dependence_of, kinds
+from .dependence import dependences, diagonal_gathers, has_reciprocal
 from .formulas import FLOAT_FORMULAS, INFIX, INT_FORMULAS, TYPES
-from .hoist import Comparison, Hoisted
+from .hoist import Comparison, HoistedNames
 from .int_ranges import IntRanges, as_floats
+from .spec import CodegenSpec
 
 
-@dataclass(frozen=True)
-class Text:
-    """The input of code generation, hashable: the key of the cache of generated modules.
+class FunctionEmitter:
+    """The emitter of one function that evaluates a graph.
 
-    - `score`, `mask`: texts of graphs, or None.
-    - `wanted`: which gathers of the score (by node index) want a gradient.
-    - `narrow`: positions and captured ints are below `SMALL` in magnitude.
-    - `consecutive`: positions are consecutive, and so are the diagonals of a tile.
-    - `wide_offsets`: for every captured tensor, the score's then the mask's, whether an offset into
-      it may need 64 bits.
-    - `approx_tanh`: tanh is the hardware's approximate instruction, wrong by up to 2^-11 of its
-      value: a quarter of what rounding P to bfloat16 does.
-    - `per_diagonal`: what depends on `kv_idx - q_idx` only is read once per diagonal of a tile; the
-      kernel passes its first positions as `captured[2]` (diagonals.py).
-    - `affine`: a score that is affine in S is also generated term by term (affine.py).
-    - `hoist`: a mask is also generated with its loop-invariant parts hoisted (hoist.py).
-    - `bias_tables`: the kernel reads relative biases from tables, and passes the value of every
-      pair as `captured[2]`.
-    - `distance_sign`: the sign of q_idx - kv_idx in all pairs that the mask keeps, 0 if unknown
-      (`affine.distance_sign`).
-    - `limits`: the first and the last key that a mask lets a query see are also generated
-      (limits.py).
-    """
-
-    score: str | None
-    mask: str | None
-    wanted: tuple[int, ...] = ()
-    narrow: bool = True
-    consecutive: bool = True
-    wide_offsets: tuple[bool, ...] = ()
-    approx_tanh: bool = False
-    per_diagonal: bool = False
-    affine: bool = False
-    hoist: bool = False
-    bias_tables: bool = False
-    distance_sign: int = 0
-    limits: bool = False
-
-
-class Function:
-    """The text of a function that evaluates a graph.
-
+    - `name`: the function's name.
     - `wide_offsets`: for every captured tensor, whether an offset into it may need 64 bits.
     """
 
-    def __init__(self, name: str, graph: Graph, text: Text, wide_offsets: tuple[bool, ...]) -> None:
-        self.name, self.graph, self.wide_offsets, self.approx_tanh = (
-            name,
-            graph,
-            wide_offsets,
-            text.approx_tanh,
-        )
+    def __init__(
+        self, name: str, graph: Graph, codegen_spec: CodegenSpec, wide_offsets: tuple[bool, ...]
+    ) -> None:
+        self.name, self.graph, self.wide_offsets = name, graph, wide_offsets
+        self.approx_tanh, self.bias_tables = codegen_spec.approx_tanh, codegen_spec.bias_tables
         # These functions are called with a tile of pairs; others may get single positions.
-        self.per_diagonal = (
-            diagonal_gathers(graph) if text.per_diagonal and name in ("score", "derivative") else []
-        )
-        self.bias_tables = text.bias_tables
-        self.ranges, self.kinds = IntRanges(graph, text.narrow), kinds(graph)
+        takes_tile = codegen_spec.per_diagonal and name in ("score", "derivative")
+        self.per_diagonal = diagonal_gathers(graph) if takes_tile else []
+        self.ranges = IntRanges(graph, codegen_spec.narrow)
+        self.dependences = dependences(graph)
         self.dtypes = {i.name: i.dtype for i in graph.inputs if i.ndim is None}
-        self.names = {i.name for i in graph.inputs}
-        self.values: list[tuple[str, str]] = []  # per node: the user's line, and its text
+        self.statements: list[tuple[str, str]] = []  # per node: the user's line, the statement
 
-    def outputs(self) -> str:
-        """A function that returns the graph's outputs; scores have the shape of S."""
-        self._body(self.graph.nodes)
+    def emit_outputs(self) -> str:
+        """Emit a function that returns the graph's outputs; scores have the shape of S."""
+        self._lower_nodes(self.graph.nodes)
         outputs = [self._output(a) for a in self.graph.outputs]
-        return self._text(outputs[0] if self.graph.kind != "joint" else f"({', '.join(outputs)})")
+        joint = self.graph.kind == "joint"
+        return self._function_source(f"({', '.join(outputs)})" if joint else outputs[0])
 
-    def value(self) -> str:
-        """A function that returns the last node as it is."""
-        self._body(self.graph.nodes)
-        return self._text(f"v{len(self.graph.nodes) - 1}")
+    def emit_last_node(self) -> str:
+        """Emit a function that returns the last node's value."""
+        self._lower_nodes(self.graph.nodes)
+        return self._function_source(f"v{len(self.graph.nodes) - 1}")
 
-    def offset(self) -> str:
-        """A function that returns the offset at which the last node, a gather, reads a contiguous
-        tensor."""
+    def emit_offset(self) -> str:
+        """Emit a function that returns the offset at which the last node, a gather, reads a
+        contiguous tensor."""
         *nodes, gather = self.graph.nodes
-        self._body(nodes)
+        self._lower_nodes(nodes)
         table, *indices = gather.args
         offset = "0"
         for dim, index in enumerate(indices):
-            at = self._clamped_index(str(table), dim, index)
+            clamped = self._clamped_index(str(table), dim, index)
             if dim == 0 and self.wide_offsets[int(str(table)[1:])]:
-                at = f"tl.cast({at}, tl.int64)"
-            offset = at if dim == 0 else f"({offset}) * {table}_size{dim} + {at}"
-        return self._text(offset)
+                clamped = f"tl.cast({clamped}, tl.int64)"
+            offset = clamped if dim == 0 else f"({offset}) * {table}_size{dim} + {clamped}"
+        return self._function_source(offset)
 
-    def integer_sum(self, of: tuple[tuple[int, str], ...]) -> str:
-        """A function that returns the sum of some integers."""
-        self._body(self.graph.nodes)
-        return self._text(" + ".join(f"({sign}) * {self._arg(a, 'i64')}" for sign, a in of))
+    def emit_integer_sum(self, integers: tuple[tuple[int, str], ...]) -> str:
+        """Emit a function that returns the sum of some integers, each with its sign."""
+        self._lower_nodes(self.graph.nodes)
+        addends = (f"({sign}) * {self._operand(name, 'i64')}" for sign, name in integers)
+        return self._function_source(" + ".join(addends))
 
-    def affine(self, found: AffineScore, hoisted: Hoisted | None) -> str:
-        """A function that returns the terms of an affine score, each a sum:
+    def emit_affine(self, score: AffineScore, hoisted: HoistedNames | None) -> str:
+        """Emit a function that returns the terms of an affine score, each a sum:
 
         - the gain of S;
-        - the distances without absolute value, at the pair (q_at, kv_at), and what all pairs share;
+        - the distances without absolute value, at the pair (q_at, kv_at), and the shared terms;
         - their slope along the columns, which are keys, or queries unless `QUERIES`;
         - the distance under the absolute value, at that pair; its slope; and its factor;
         - the terms of q_idx, and those of kv_idx.
 
-        A term that is missing is -0.0: compilers know that adding it changes nothing. The hoisted
-        values are passed behind the captured ones.
+        A missing term is -0.0: compilers know that adding it changes nothing. The hoisted values
+        are passed after the captured ones.
         """
-        self._body(self.graph.nodes)
+        self._lower_nodes(self.graph.nodes)
         for k, names in enumerate(hoisted[:3] if hoisted else ()):
-            self._take_all(f"captured[{k + 2}]", names)
-        plain = [(n, x) for n, x in enumerate(found.distances) if not x.has_abs]
-        absolute = [(n, x) for n, x in enumerate(found.distances) if x.has_abs]
-        at = "tl.cast(distance{}(0.0, b, h, q_at, kv_at, captured), tl.float32)".format
+            self._bind_all(f"captured[{k + 2}]", names)
+        signed = [(n, d) for n, d in enumerate(score.distances) if not d.has_abs]
+        absolute = [(n, d) for n, d in enumerate(score.distances) if d.has_abs]
+        distance = "tl.cast(distance{}(0.0, b, h, q_at, kv_at, captured), tl.float32)".format
         slope = "({!r} if QUERIES else {!r})".format
         shared, of_q, of_kv = (
-            [f"{self._product(p)} * {self._arg(p.value, 'f32')}" for p in of]
-            for of in (found.shared, found.of_q, found.of_kv)
+            [f"{self._factor_product(term)} * {self._operand(term.value, 'f32')}" for term in terms]
+            for terms in (score.shared, score.of_q, score.of_kv)
         )
-        parts = [
-            [self._product(p) for p in found.gain],
-            [f"{self._product(x)} * {at(n)}" for n, x in plain] + shared,
-            [f"{self._product(x)} * {slope(*map(float, x.slope))}" for _, x in plain],
-            [at(n) for n, _ in absolute],
-            [slope(*map(float, x.slope)) for _, x in absolute],
-            [self._product(x) for _, x in absolute],
+        sums = [
+            [self._factor_product(term) for term in score.gain],
+            [f"{self._factor_product(d)} * {distance(n)}" for n, d in signed] + shared,
+            [f"{self._factor_product(d)} * {slope(*map(float, d.slope))}" for _, d in signed],
+            [distance(n) for n, _ in absolute],
+            [slope(*map(float, d.slope)) for _, d in absolute],
+            [self._factor_product(d) for _, d in absolute],
             of_q,
             of_kv,
         ]
-        result = ", ".join(" + ".join(part or ["(-0.0)"]) for part in parts)
-        return self._text(f"({result})", (*POSITIONS, "q_at", "kv_at", "QUERIES: tl.constexpr"))
+        result = ", ".join(" + ".join(addends or ["(-0.0)"]) for addends in sums)
+        parameters = *POSITIONS, "q_at", "kv_at", "QUERIES: tl.constexpr"
+        return self._function_source(f"({result})", parameters)
 
-    def hoisted(self, hoisted: Hoisted, which: str) -> str:
-        """A function that returns hoisted values, those of the field `which`: booleans as int32. Of
-        every group of comparisons it returns the number that must be <= 0, and its slope along the
-        columns, which are keys if `QUERIES` and else queries."""
-        self._body(self.graph.nodes)
-        self._take_all("shared", hoisted.shared if which != "shared" else ())
-        parts, args = [], ["b", "h"]
-        if which == "steps":
-            args += ["q_idx", "kv_idx", "QUERIES: tl.constexpr"]
-            for steps in hoisted.steps:
-                numbers, (q, kv) = [self._comparison(step) for step in steps], steps[0].slope
-                parts += [reduce("tl.maximum({}, {})".format, numbers)]
-                parts += [f"{kv} if QUERIES else {q}"]
+    def emit_hoisted(self, hoisted: HoistedNames, field: str) -> str:
+        """Emit a function that returns the hoisted values of a field, booleans as int32.
+
+        Of every group of comparisons it returns the number that must be <= 0, and its slope along
+        the columns, which are keys if `QUERIES` and else queries.
+        """
+        self._lower_nodes(self.graph.nodes)
+        self._bind_all("shared", hoisted.shared if field != "shared" else ())
+        results, parameters = [], ["b", "h"]
+        if field == "steps":
+            parameters += ["q_idx", "kv_idx", "QUERIES: tl.constexpr"]
+            for comparisons in hoisted.steps:
+                numbers, (q, kv) = map(self._comparison, comparisons), comparisons[0].slope
+                results += [reduce("tl.maximum({}, {})".format, numbers)]
+                results += [f"{kv} if QUERIES else {q}"]
         else:
-            args += [f"{which[3:]}_idx"] if which != "shared" else []
-            for name in getattr(hoisted, which):
-                value = self._arg(name, "")
-                truth = self.dtypes[name] == "bool"
-                parts.append(f"tl.cast({value}, tl.int32)" if truth else value)
-        args += ["shared"] if which != "shared" else []
-        return self._text(f"({', '.join(parts)}{',' * (len(parts) == 1)})", args)
+            parameters += [f"{field[3:]}_idx"] if field != "shared" else []
+            for name in getattr(hoisted, field):
+                operand = self._operand(name, "")
+                is_bool = self.dtypes[name] == "bool"
+                results.append(f"tl.cast({operand}, tl.int32)" if is_bool else operand)
+        parameters += ["shared"] if field != "shared" else []
+        comma = "," if len(results) == 1 else ""
+        return self._function_source(f"({', '.join(results)}{comma})", parameters)
 
-    def pairs(self, hoisted: Hoisted) -> str:
-        """The function of pairs, which takes the hoisted values."""
-        self._body(self.graph.nodes)
-        self._take_all("shared", hoisted.shared)
-        self._take_all("of_q", hoisted.of_q)
-        self._take_all("of_kv", hoisted.of_kv)
-        for k, steps in enumerate(hoisted.steps):
-            for step in steps:
-                self._take(step.name, f"steps[{k}]")
-        return self._text(self._output(self.graph.outputs[0]), (*POSITIONS, *hoisted._fields))
+    def emit_pairs(self, hoisted: HoistedNames) -> str:
+        """Emit the function of pairs, which takes the hoisted values."""
+        self._lower_nodes(self.graph.nodes)
+        self._bind_all("shared", hoisted.shared)
+        self._bind_all("of_q", hoisted.of_q)
+        self._bind_all("of_kv", hoisted.of_kv)
+        for k, comparisons in enumerate(hoisted.steps):
+            for comparison in comparisons:
+                self._bind(comparison.name, f"steps[{k}]")
+        parameters = *POSITIONS, *hoisted._fields
+        return self._function_source(self._output(self.graph.outputs[0]), parameters)
 
-    def _comparison(self, step: Comparison) -> str:
-        a, b = map(self._small_integer, self.graph.nodes[int(step.name[1:])].args[:: step.sign])
-        return f"{a} - {b} + 1" if step.more else f"{a} - {b}"
+    def _comparison(self, comparison: Comparison) -> str:
+        node = self.graph.nodes[int(comparison.name[1:])]
+        a, b = map(self._small_integer, node.args[:: comparison.sign])
+        return f"{a} - {b} + 1" if comparison.more else f"{a} - {b}"
 
     def _small_integer(self, arg: Arg) -> str:
-        """An integer, clamped for the comparison with one below 2^29."""
-        text = self._arg(arg, "i64")
-        return text if self.ranges.is_small(arg) else f"maths.clamp_small({text})"
+        """Return an integer operand, clamped if it may be larger than the 2^29 that it is compared
+        with."""
+        operand = self._operand(arg, "i64")
+        return operand if self.ranges.is_small(arg) else f"maths.clamp_small({operand})"
 
-    def _take_all(self, where: str, names: tuple[str, ...]) -> None:
-        """Read some values from a tuple."""
+    def _bind_all(self, source: str, names: tuple[str, ...]) -> None:
+        """Replace the statements of some values by reads from the tuple `source`."""
         for k, name in enumerate(names):
-            self._take(name, f"{where}[{k}]{' != 0' if self.dtypes[name] == 'bool' else ''}")
+            self._bind(name, f"{source}[{k}]{' != 0' if self.dtypes[name] == 'bool' else ''}")
 
-    def _take(self, name: str, value: str) -> None:
+    def _bind(self, name: str, expression: str) -> None:
+        """Replace the statement of a value."""
         n = int(name[1:])
-        self.values[n] = (self.values[n][0], f"v{n} = {value}")
+        line, _ = self.statements[n]
+        self.statements[n] = line, f"v{n} = {expression}"
 
-    def _product(self, part: Term | Distance) -> str:
-        factors = ["1.0"] if part.sign > 0 else ["-1.0"]
-        for a, divided in part.factors:
-            factors.append(f"(1 / {self._arg(a, 'f32')})" if divided else self._arg(a, "f32"))
+    def _factor_product(self, term: Term | Distance) -> str:
+        """Return the product of a term's sign and factors."""
+        factors = ["1.0"] if term.sign > 0 else ["-1.0"]
+        for number, divides in term.factors:
+            operand = self._operand(number, "f32")
+            factors.append(f"(1 / {operand})" if divides else operand)
         return " * ".join(factors)
 
-    def _text(self, result: str, args: Sequence[str] = ()) -> str:
-        """The whole function: its head, the captured values it uses, its body and its result."""
-        lines = self._needed(result)
-        args = args or ((["score"] if self.graph.kind != "mask" else []) + list(POSITIONS))
-        head = ["@triton.jit", f"def {self.name}({', '.join(args)}, captured):"]
-        tensors, numbers = [], []
+    def _function_source(self, result: str, parameters: Sequence[str] = ()) -> str:
+        """Return the function: its head, the captured values that it reads, its body, `result`."""
+        body = self._live_lines(result)
+        if not parameters:
+            parameters = [*(["score"] if self.graph.kind != "mask" else []), *POSITIONS]
+        head = ["@triton.jit", f"def {self.name}({', '.join(parameters)}, captured):"]
+        tensors = []
         for item in self.graph.tensors:
             tensors.append(item.name)
             for dim in range(item.ndim or 0):
                 tensors += [f"{item.name}_size{dim}", f"{item.name}_stride{dim}"]
-        numbers += [i.name for i in self.graph.inputs if i.name[0] in "nx"]
-        used = "\n".join(lines)
-        unpack = []
-        for which, names in enumerate((tensors, numbers)):
-            for at, name in enumerate(names):
-                if re.search(rf"\b{name}\b", used):
-                    value = f"captured[{which}][{at}]"
+        numbers = [i.name for i in self.graph.inputs if i.name[0] in "nx"]
+        body_text = "\n".join(body)
+        reads = []
+        for k, names in enumerate((tensors, numbers)):
+            for index, name in enumerate(names):
+                if re.search(rf"\b{name}\b", body_text):
+                    value = f"captured[{k}][{index}]"
                     if name[0] == "n":
                         value = f"tl.cast({value}, {self.ranges.type(name)})"
-                    unpack.append(f"{name} = {value}")
-        return "\n".join(head + [f"    {line}" for line in unpack + lines]) + "\n"
+                    reads.append(f"{name} = {value}")
+        return "\n".join(head + [f"    {line}" for line in reads + body]) + "\n"
 
-    def _needed(self, result: str) -> list[str]:
-        """The lines of the values that the result depends on, each below the user's line; and the
-        result."""
-        used, kept = result, []
-        for line, value in reversed(self.values):
-            if re.search(rf"\b{value.partition(' ')[0]}\b", used):
-                kept.append((line, value))
-                used += f" {value.partition('= ')[2]}"
-        lines, last = [], ""
-        for line, value in reversed(kept):
-            if line and line != last:
+    def _live_lines(self, result: str) -> list[str]:
+        """Return the statements that the result depends on, each below the user's line, and the
+        return statement."""
+        uses, live = result, []
+        for line, statement in reversed(self.statements):
+            if re.search(rf"\b{statement.partition(' ')[0]}\b", uses):
+                live.append((line, statement))
+                uses += f" {statement.partition('= ')[2]}"
+        lines, last_line = [], ""
+        for line, statement in reversed(live):
+            if line and line != last_line:
                 lines.append(f"# {line}")
-                last = line
-            lines.append(value)
+                last_line = line
+            lines.append(statement)
         return [*lines, f"return {result}"]
 
-    def _body(self, nodes: Sequence[Node]) -> None:
+    def _lower_nodes(self, nodes: Sequence[Node]) -> None:
         for n, node in enumerate(nodes):
             self.dtypes[f"%{n}"] = node.dtype
-            self.values.append((node.line, f"v{n} = {self._node(n, node)}"))
+            self.statements.append((node.line, f"v{n} = {self._lower_node(n, node)}"))
 
-    def _node(self, n: int, node: Node) -> str:
+    def _lower_node(self, n: int, node: Node) -> str:
+        """Return the expression of a node."""
         if node.op == "gather":
-            if n in self.per_diagonal and self.bias_tables:
-                given = f"captured[2][{self.per_diagonal.index(n)}]"
-                return given if node.dtype == "f32" else f"{given}.to({TYPES[node.dtype]})"
-            if n in self.per_diagonal:
-                band = f"bias{self.per_diagonal.index(n)}"
-                return f"diagonals.expand({band}, {', '.join(POSITIONS)}, captured)"
-            return self._gather(node)
+            return self._lower_gather(n, node)
         if node.op == "to":
-            return self._to(n, node)
-        of = self._dtype(node)
-        args = [self._arg(a, of) for a in node.args]
+            return self._lower_cast(n, node)
+        operand_dtype = self._operand_dtype(node)
+        operands = [self._operand(a, operand_dtype) for a in node.args]
         if node.op == "where":
-            args[0] = self._arg(node.args[0], "bool")
-            condition, *rest = [
-                self._typed(x, a, node) for x, a in zip(args, node.args, strict=True)
+            operands[0] = self._operand(node.args[0], "bool")
+            typed = [self._typed(o, a, node) for o, a in zip(operands, node.args, strict=True)]
+            return f"tl.where({', '.join(typed)})"
+        half_precision = operand_dtype in ("bf16", "f16")
+        if half_precision:  # as PyTorch does: computed in float32, rounded to the dtype
+            operands = [
+                f"{operand}.to(tl.float32)" if isinstance(arg, str) else operand
+                for operand, arg in zip(operands, node.args, strict=True)
             ]
-            return f"tl.where({', '.join([condition, *rest])})"
-        low = of in ("bf16", "f16")
-        if low:  # as PyTorch does: computed in float32, rounded to the dtype
-            args = [
-                f"{a}.to(tl.float32)" if isinstance(x, str) else a
-                for a, x in zip(args, node.args, strict=True)
-            ]
-        text = self._formula(node, of, args)
-        if low and node.dtype == of:
-            return f"({text}).to({TYPES[of]})"
-        if of == "i64" and node.dtype == "i64" and self.ranges.widens(n):
-            args[0] = f"tl.cast({args[0]}, tl.int64)"  # the result needs more bits than these have
-            text = self._formula(node, of, args)
-        return text
+        expression = self._lower_op(node, operand_dtype, operands)
+        if half_precision and node.dtype == operand_dtype:
+            return f"({expression}).to({TYPES[operand_dtype]})"
+        if operand_dtype == "i64" and node.dtype == "i64" and self.ranges.widens(n):
+            # The result needs more bits than the operands have.
+            operands[0] = f"tl.cast({operands[0]}, tl.int64)"
+            expression = self._lower_op(node, operand_dtype, operands)
+        return expression
 
-    def _formula(self, node: Node, of: str, args: list[str]) -> str:
+    def _lower_op(self, node: Node, dtype: str, operands: list[str]) -> str:
+        """Return the expression of an op on operands of a dtype."""
         op = node.op
-        if of == "bool":
+        if dtype == "bool":
             if op in ("not", "invert"):
-                return f"~{args[0]}"
+                return f"~{operands[0]}"
             op = {"max": "or", "min": "and", "mul": "and", "add": "or"}.get(op, op)
-        if op == "div" and of in ("f32", "bf16", "f16") and self._has_reciprocal(node.args[1]):
-            return f"{args[0]} * (1 / {args[1]})"  # one division for all pairs
+        divides = op == "div" and dtype in ("f32", "bf16", "f16")
+        if divides and has_reciprocal(node.args[1], self.dependences):
+            return f"{operands[0]} * (1 / {operands[1]})"  # one division for all pairs
         if op == "tanh" and self.approx_tanh:
-            return f"maths.approx_tanh({args[0]})"
-        if op == "pow" and (short := _short_power(args[0], node.args[1], of)):
-            return short
+            return f"maths.approx_tanh({operands[0]})"
+        if op == "pow" and (product := _power_as_product(operands[0], node.args[1], dtype)):
+            return product
         if op in INFIX:
-            return f"{args[0]} {INFIX[op]} {args[1]}"
-        formulas = FLOAT_FORMULAS if of in FLOATS else INT_FORMULAS
+            return f"{operands[0]} {INFIX[op]} {operands[1]}"
+        formulas = FLOAT_FORMULAS if dtype in FLOATS else INT_FORMULAS
         if op not in formulas:
-            raise ModError(f"a score or mask uses {op} on {of}, which kernels cannot compute")
-        return formulas[op].format(*args)
+            raise ModError(f"a score or mask uses {op} on {dtype}, which kernels cannot compute")
+        return formulas[op].format(*operands)
 
-    def _has_reciprocal(self, by: Arg) -> bool:
-        """Whether all pairs are divided by one number, whose reciprocal is finite."""
-        return self.kinds[by] == "one" if isinstance(by, str) else 1e-30 < abs(by) < 1e30
-
-    def _gather(self, node: Node) -> str:
+    def _lower_gather(self, n: int, node: Node) -> str:
+        """Return a load of a captured tensor, or the value that the kernel read by diagonals."""
+        if n in self.per_diagonal and self.bias_tables:
+            bias = f"captured[2][{self.per_diagonal.index(n)}]"
+            return bias if node.dtype == "f32" else f"{bias}.to({TYPES[node.dtype]})"
+        if n in self.per_diagonal:
+            bias = f"bias{self.per_diagonal.index(n)}"
+            return f"diagonals.expand({bias}, {', '.join(POSITIONS)}, captured)"
         table, *indices = node.args
         assert isinstance(table, str)
         wide_offsets = self.wide_offsets[int(table[1:])]
         pointer = table
         for dim, index in enumerate(indices):
-            at = self._clamped_index(table, dim, index)
-            at = f"tl.cast({at}, tl.int64)" if wide_offsets else at
-            pointer += f" + {at} * {table}_stride{dim}"
+            clamped = self._clamped_index(table, dim, index)
+            clamped = f"tl.cast({clamped}, tl.int64)" if wide_offsets else clamped
+            pointer += f" + {clamped} * {table}_stride{dim}"
         loaded = f"tl.load({pointer})"
         return f"{loaded} != 0" if node.dtype == "bool" else loaded
 
     def _clamped_index(self, table: str, dim: int, index: Arg) -> str:
-        index = self._arg(index, "i64")
-        return f"maths.clamp_index({index}, {table}_size{dim})"
+        return f"maths.clamp_index({self._operand(index, 'i64')}, {table}_size{dim})"
 
-    def _to(self, n: int, node: Node) -> str:
-        have = self._dtype(node)
-        arg = self._arg(node.args[0], have)
+    def _lower_cast(self, n: int, node: Node) -> str:
+        arg = node.args[0]
+        operand = self._operand(arg, self._operand_dtype(node))
         if node.dtype == "bool":
-            return f"{arg} != 0"
-        source = node.args[0]
-        if node.dtype == "f32" and isinstance(source, str) and self._exact_in_float32(source):
-            return self._in_float32(source)
-        kind = self.ranges.type(f"%{n}") if node.dtype == "i64" else TYPES[node.dtype]
-        return f"tl.cast({arg}, {kind})"
+            return f"{operand} != 0"
+        if node.dtype == "f32" and isinstance(arg, str) and self._exact_in_float32(arg):
+            return self._float32_operand(arg)
+        target = self.ranges.type(f"%{n}") if node.dtype == "i64" else TYPES[node.dtype]
+        return f"tl.cast({operand}, {target})"
 
     def _exact_in_float32(self, name: str) -> bool:
-        """Whether an integer varies by pair and has the same value computed in float32."""
-        varies = self.kinds[name] in ("diagonals", "pairs")
+        """Check that an integer varies by pair and has the same value computed in float32."""
+        varies = self.dependences[name] in ("diagonals", "pairs")
         return varies and as_floats(self.graph, self.ranges, name)
 
-    def _in_float32(self, arg: Arg) -> str:
-        """Such an integer, computed from positions converted to float32."""
+    def _float32_operand(self, arg: Arg) -> str:
+        """Return such an integer, computed from positions converted to float32."""
         if not isinstance(arg, str):
             return repr(float(arg))
         if arg[0] != "%":
             return f"tl.cast({arg}, tl.float32)"
         node = self.graph.nodes[int(arg[1:])]
-        args = [self._in_float32(a) for a in node.args]
-        return f"({args[0]} {INFIX[node.op]} {args[1]})" if node.op in INFIX else FLOAT_FORMULAS[
-            node.op
-        ].format(*args)  # fmt: skip
+        operands = [self._float32_operand(a) for a in node.args]
+        if node.op in INFIX:
+            return f"({operands[0]} {INFIX[node.op]} {operands[1]})"
+        return FLOAT_FORMULAS[node.op].format(*operands)
 
-    def _dtype(self, node: Node) -> str:
-        """The dtype that an op's operands share; of a `where`, its branches."""
+    def _operand_dtype(self, node: Node) -> str:
+        """Return the dtype that an op's operands share; of a `where`, its branches."""
         if node.op == "where":
             return node.dtype
         for a in reversed(node.args):
@@ -351,7 +324,8 @@ class Function:
                 return self.dtypes[a]
         return node.dtype
 
-    def _arg(self, arg: Arg, dtype: str) -> str:
+    def _operand(self, arg: Arg, dtype: str) -> str:
+        """Return a value's name, or a number as a literal of a dtype."""
         if isinstance(arg, str):
             return f"v{arg[1:]}" if arg[0] == "%" else arg
         if dtype in FLOATS and not isinstance(arg, bool):
@@ -361,53 +335,27 @@ class Function:
             return repr(value) if value >= 0 else f"({value!r})"
         return repr(arg) if arg >= 0 else f"({arg!r})"
 
-    def _typed(self, text: str, arg: Arg, node: Node) -> str:
-        """A branch of a `where`, which has the node's type even if both are numbers."""
+    def _typed(self, operand: str, arg: Arg, node: Node) -> str:
+        """Return an operand of a `where`, which has the node's type even if both branches are
+        numbers."""
         if isinstance(arg, str) or node.dtype in ("bool", "f32"):
-            return text
-        return f"tl.cast({text}, {TYPES[node.dtype]})"
+            return operand
+        return f"tl.cast({operand}, {TYPES[node.dtype]})"
 
     def _output(self, arg: Arg) -> str:
         # A number takes its shape and layout from a tensor: Gluon creates none without a layout.
         if self.graph.kind == "mask":
             if isinstance(arg, str):
-                return self._arg(arg, "bool")
+                return self._operand(arg, "bool")
             return f"tl.where(kv_idx == kv_idx, {arg}, {arg})"
-        value = self._arg(arg, "f32")
-        if isinstance(arg, str) and self.kinds[arg] != "one":
-            return f"tl.broadcast_to({value}, score.shape)"
-        return f"tl.where(score == score, {value}, {value})"
+        operand = self._operand(arg, "f32")
+        if isinstance(arg, str) and self.dependences[arg] != "one":
+            return f"tl.broadcast_to({operand}, score.shape)"
+        return f"tl.where(score == score, {operand}, {operand})"
 
 
-def _short_power(base: str, exponent: Arg, dtype: str) -> str | None:
-    """A small integer power as products."""
+def _power_as_product(base: str, exponent: Arg, dtype: str) -> str | None:
+    """Return a small integer power as a product; None for other exponents."""
     if isinstance(exponent, str) or exponent != int(exponent) or not 0 <= exponent <= 8:
         return f"tl.sqrt({base})" if exponent == 0.5 and dtype in FLOATS else None
     return " * ".join([base] * int(exponent)) if exponent else f"{base} * 0 + 1"
-
-
-def float_gathers(graph: Graph, kind: str) -> list[int]:
-    """The gathers of floats whose indices have this kind of dependence (dependence.py)."""
-    return [
-        n for n, node in graph.gathers
-        if node.dtype in FLOATS and dependence_of(graph, node.args[1:]) == kind
-    ]  # fmt: skip
-
-
-def diagonal_gathers(graph: Graph) -> list[int]:
-    """The gathers of floats that read one number per diagonal of a tile."""
-    return float_gathers(graph, "diagonals")
-
-
-def gathers_in_kernel(graph: Graph) -> list[int]:
-    """The gathers left to the kernel where those of `diagonal_gathers` come from tables."""
-    cut = set(diagonal_gathers(graph))
-    seen: set[Arg] = set()
-    todo = list(graph.outputs)
-    while todo:
-        name = todo.pop()
-        if not isinstance(name, str) or name[0] != "%" or name in seen or int(name[1:]) in cut:
-            continue
-        seen.add(name)
-        todo += graph.nodes[int(name[1:])].args
-    return [n for n, _ in graph.gathers if f"%{n}" in seen]

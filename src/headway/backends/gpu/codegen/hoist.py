@@ -1,6 +1,7 @@
-"""Loop-invariant hoisting: a mask split by what its values depend on. `ids[q_idx] == ids[kv_idx]`
-loads one number per query and one per key, and only compares them per pair; `kv_idx <= q_idx` is a
-limit per query.
+"""Loop-invariant hoisting: a mask split by the positions that its values depend on.
+
+`ids[q_idx] == ids[kv_idx]` loads one number per query and one per key, and only compares them per
+pair; `kv_idx <= q_idx` is a limit per query.
 
 In the register layout of a product every thread has half of a tile's columns: a load by column is
 repeated by some sixty threads, after the product has been waited for. So a kernel gets functions of
@@ -8,6 +9,7 @@ one position, which it calls earlier and once per column, and a function of pair
 results.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -22,7 +24,7 @@ _PAIR = frozenset({"q_idx", "kv_idx"})
 
 
 class Comparison(NamedTuple):
-    """A comparison of integers that are affine in the positions: `sign (a - b) + more <= 0`."""
+    """A comparison of affine integers: `sign (a - b) + more <= 0`."""
 
     name: str
     sign: int
@@ -30,34 +32,45 @@ class Comparison(NamedTuple):
     slope: tuple[int, int]  # of `sign (a - b)`: its coefficients of q_idx and kv_idx
 
 
-class Hoisted(NamedTuple):
-    """The names of the values that are computed before pairs are."""
+class HoistedNames(NamedTuple):
+    """The names of the values that are computed before the pairs."""
 
-    shared: tuple[str, ...]  # that depend on neither position
-    of_q: tuple[str, ...]  # that depend on the query
-    of_kv: tuple[str, ...]  # that depend on the key
-    steps: tuple[tuple[Comparison, ...], ...]  # those of a group hold where one maximum is <= 0
+    shared: tuple[str, ...]  # values that depend on neither position
+    of_q: tuple[str, ...]  # values that depend on the query
+    of_kv: tuple[str, ...]  # values that depend on the key
+    steps: tuple[tuple[Comparison, ...], ...]  # a group holds where its maximum is <= 0
 
 
-def hoist_mask(graph: Graph, ranges: IntRanges | None) -> Hoisted | None:
-    """The hoisted values of a mask; None where nothing is gained.
+class _HoistSets(NamedTuple):
+    """The names of values to hoist, in any order."""
 
-    Values that are loaded or take more than the cheapest instructions are hoisted, each as large as
-    it can be.
+    shared: set[str]
+    of_q: set[str]
+    of_kv: set[str]
+    comparisons: set[str]
 
-    - `ranges`: of a graph whose positions are consecutive and small; None: comparisons stay per
-      pair.
+
+def hoist_mask(graph: Graph, ranges: IntRanges | None) -> HoistedNames | None:
+    """Return the hoisted values of a mask; None if there are none.
+
+    Loads and all but the cheapest instructions are hoisted, each in the largest expression of the
+    same positions.
+
+    - `ranges`: the integer ranges of a graph whose positions are consecutive and small; None:
+      comparisons stay per pair.
     """
     return _Hoister(graph, ranges).hoist(graph.outputs)
 
 
-def hoist_score(graph: Graph, names: Iterable[object]) -> Hoisted | None:
-    """The hoisted values of a score from which the values `names` are computed; None where those
-    cost next to nothing."""
+def hoist_score(graph: Graph, names: Iterable[object]) -> HoistedNames | None:
+    """Return the hoisted values from which the values `names` of a score are computed; None if
+    there are none."""
     return _Hoister(graph, None).hoist(names)
 
 
 class _Hoister:
+    """Collects the values of a graph that kernels compute before the pairs."""
+
     def __init__(self, graph: Graph, ranges: IntRanges | None) -> None:
         self.graph = graph
         self.reads = {name: frozenset({name}) for name in _PAIR}
@@ -67,19 +80,20 @@ class _Hoister:
             self.reads[name] = frozenset().union(*(self._reads(a) for a in args))
             if node.op not in _CHEAP or any(a in self.costly and self._reads(a) for a in args):
                 self.costly.add(name)
-        self.steps = {} if ranges is None else _comparisons(graph, ranges)
-        self.found: list[set[str]] = [set(), set(), set(), set()]
+        self.comparisons = {} if ranges is None else _comparisons(graph, ranges)
+        self.hoisted = _HoistSets(set(), set(), set(), set())
 
-    def hoist(self, names: Iterable[object]) -> Hoisted | None:
-        self._visit(names)
-        shared, of_q, of_kv, steps = (
-            tuple(sorted(x, key=lambda a: int(a[1:]))) for x in self.found
+    def hoist(self, names: Iterable[object]) -> HoistedNames | None:
+        """Return the hoisted values from which the values `names` are computed, or None."""
+        self._collect(names)
+        shared, of_q, of_kv, comparisons = (
+            tuple(sorted(values, key=lambda name: int(name[1:]))) for values in self.hoisted
         )
-        made = Hoisted(shared, of_q, of_kv, self._merged(steps))
-        return made if any(made) else None
+        hoisted = HoistedNames(shared, of_q, of_kv, self._grouped(comparisons))
+        return hoisted if any(hoisted) else None
 
-    def _merged(self, steps: Iterable[str]) -> tuple[tuple[Comparison, ...], ...]:
-        """Comparisons of one conjunction that have the same slope and no other use form a group."""
+    def _grouped(self, names: Iterable[str]) -> tuple[tuple[Comparison, ...], ...]:
+        """Group the comparisons of one conjunction that have the same slope and no other use."""
         uses = Counter(self.graph.outputs)
         for node in self.graph.nodes:
             uses.update(node.args)
@@ -89,31 +103,33 @@ class _Hoister:
                 if uses[a] == 1:
                     conjunction[a] = conjunction.get(f"%{n}", f"%{n}")
         groups: dict[object, list[Comparison]] = {}
-        for name in steps:
-            key = conjunction.get(name, name), self.steps[name].slope
-            groups.setdefault(key, []).append(self.steps[name])
+        for name in names:
+            key = conjunction.get(name, name), self.comparisons[name].slope
+            groups.setdefault(key, []).append(self.comparisons[name])
         return tuple(map(tuple, groups.values()))
 
-    def _visit(self, names: Iterable) -> None:
-        """Find what pairs need of these values."""
+    def _collect(self, names: Iterable) -> None:
+        """Collect the values that pairs read in order to compute the values `names`."""
         for name in names:
             reads = self._reads(name)
-            if name in self.steps:
-                self.found[3].add(name)
-                self._shared(self._args(name))
+            if name in self.comparisons:
+                self.hoisted.comparisons.add(name)
+                self._collect_shared(self._args(name))
+            elif name in self.costly and not reads:
+                self.hoisted.shared.add(name)
             elif name in self.costly and reads != _PAIR:
-                self.found[0 if not reads else 1 if "q_idx" in reads else 2].add(name)
-                self._shared(self._args(name) if reads else ())
+                (self.hoisted.of_q if "q_idx" in reads else self.hoisted.of_kv).add(name)
+                self._collect_shared(self._args(name))
             else:
-                self._visit(self._args(name))
+                self._collect(self._args(name))
 
-    def _shared(self, names: Iterable) -> None:
-        """Find what the values of one position need of those of neither."""
+    def _collect_shared(self, names: Iterable) -> None:
+        """Collect the values that depend on neither position among the operands of others."""
         for name in names:
             if name in self.costly and not self._reads(name):
-                self.found[0].add(name)
+                self.hoisted.shared.add(name)
             else:
-                self._shared(self._args(name))
+                self._collect_shared(self._args(name))
 
     def _args(self, name: object) -> list[str]:
         if not isinstance(name, str) or name[0] != "%":
@@ -125,18 +141,20 @@ class _Hoister:
 
 
 def _comparisons(graph: Graph, ranges: IntRanges) -> dict[str, Comparison]:
-    known, found = slopes(graph), {}
-    of = lambda a: known.get(a) if isinstance(a, str) else (0, 0)
+    """Return the comparisons of affine integers of a graph, by name."""
+    slope_of, comparisons = slopes(graph), {}
     for n, node in enumerate(graph.nodes):
-        a, *b = map(of, node.args)
-        b = b[-1] if b else None
-        if node.op not in ("le", "lt", "ge", "gt") or a is None or b is None or a == b:
+        if node.op not in ("le", "lt", "ge", "gt"):
+            continue
+        a, b = (slope_of.get(arg) if isinstance(arg, str) else (0, 0) for arg in node.args)
+        if a is None or b is None or a == b:
             continue
         # A number that all pairs share may be large: it is clamped to just beyond the other.
-        small = [ranges.is_small(x) for x in node.args]
-        if not all(x or y == (0, 0) for x, y in zip(small, (a, b), strict=True)) or not any(small):
+        small = [ranges.is_small(arg) for arg in node.args]
+        shared = [slope == (0, 0) for slope in (a, b)]
+        if not any(small) or not all(map(operator.or_, small, shared)):
             continue
         sign = 1 if node.op in ("le", "lt") else -1
         slope = sign * (a[0] - b[0]), sign * (a[1] - b[1])
-        found[f"%{n}"] = Comparison(f"%{n}", sign, int(node.op in ("lt", "gt")), slope)
-    return found
+        comparisons[f"%{n}"] = Comparison(f"%{n}", sign, int(node.op in ("lt", "gt")), slope)
+    return comparisons

@@ -9,13 +9,15 @@ positions converted once, where that gives the same bits.
 
 from ....mods.graph import POSITIONS, Arg, Graph
 
-POSITION_LIMIT = 1 << 24  # every position and captured int is below it, if `Text.narrow`
+POSITION_LIMIT = 1 << 24  # every position and captured int is below it, if `CodegenSpec.narrow`
 _FLOAT32_INTEGERS = 1 << 24  # float32 represents every integer up to it
 
 
 class IntRanges:
-    """The bounds of a graph's integers, given those of positions and captured ints. int64 values
-    whose bounds stay within int32 may be computed in int32."""
+    """The bounds of a graph's integers, from those of positions and captured integers.
+
+    int64 values whose bounds stay within int32 may be computed in int32.
+    """
 
     def __init__(self, graph: Graph, narrow: bool) -> None:
         limit = (-POSITION_LIMIT, POSITION_LIMIT) if narrow else None
@@ -29,8 +31,8 @@ class IntRanges:
             if node.dtype != "i64":
                 self.bounds[name] = _DTYPE_RANGES.get(node.dtype)
                 continue
-            given = [self._of(a) for a in node.args] if node.op != "gather" else [None]
-            bounds = None if None in given else _bounds(node.op, given)
+            operands = [self._of(a) for a in node.args] if node.op != "gather" else [None]
+            bounds = None if None in operands else _bounds(node.op, operands)
             from_wide = any(isinstance(a, str) and a in self.wide for a in node.args)
             self.bounds[name] = bounds
             if bounds is None or max(-bounds[0], bounds[1]) >= 1 << 31 or from_wide:
@@ -39,12 +41,12 @@ class IntRanges:
                     self._widening.add(n)
 
     def exact(self, name: str) -> bool:
-        """Whether float32 represents each of its values."""
+        """Check that float32 represents each value of an integer."""
         bounds = self.bounds.get(name)
         return bounds is not None and max(-bounds[0], bounds[1]) <= _FLOAT32_INTEGERS
 
     def is_small(self, arg: Arg) -> bool:
-        """Whether it is below 2^29: sums of a few such integers stay within int32."""
+        """Check that an integer is below 2^29: sums of a few such integers stay within int32."""
         bounds = self._of(arg) if not isinstance(arg, float) else None
         return bounds is not None and max(-bounds[0], bounds[1]) < 1 << 29
 
@@ -52,15 +54,16 @@ class IntRanges:
         return self.bounds.get(arg) if isinstance(arg, str) else (int(arg), int(arg))
 
     def type(self, name: str) -> str:
+        """Return the type in which an integer is computed."""
         return "tl.int64" if name in self.wide else "tl.int32"
 
     def widens(self, n: int) -> bool:
-        """Whether node n needs more bits than its operands have."""
+        """Check whether node n needs more bits than its operands have."""
         return n in self._widening
 
 
 def as_floats(graph: Graph, ranges: IntRanges, name: str) -> bool:
-    """Whether a value converted to float32 equals the value computed in float32 from positions.
+    """Check that a value converted to float32 equals the value computed in float32 from positions.
 
     A sum or product of numbers that float32 represents is rounded once, as by the conversion; a
     negation, absolute value, maximum or minimum of such results is not rounded.
@@ -70,21 +73,21 @@ def as_floats(graph: Graph, ranges: IntRanges, name: str) -> bool:
     node = graph.nodes[int(name[1:])]
     operands = [a for a in node.args if isinstance(a, str)]
     if node.op in ("add", "sub", "mul"):
-        within = all(map(ranges.exact, operands)) and all(
+        exact = all(map(ranges.exact, operands)) and all(
             abs(a) <= _FLOAT32_INTEGERS for a in node.args if not isinstance(a, str)
         )
     else:
-        within = node.op in ("neg", "abs", "max", "min")
-    return within and all(as_floats(graph, ranges, a) for a in operands)
+        exact = node.op in ("neg", "abs", "max", "min")
+    return exact and all(as_floats(graph, ranges, a) for a in operands)
 
 
 _DTYPE_RANGES = {"bool": (0, 1), "u8": (0, 255), "i8": (-128, 127), "i16": (-32768, 32767),
           "i32": (-(1 << 31), (1 << 31) - 1)}  # fmt: skip
 
 
-def _bounds(op: str, given: list) -> tuple[int, int] | None:
-    """The bounds of a result for operands within theirs; None where unknown."""
-    (a, b), (c, d) = given[0], given[-1]
+def _bounds(op: str, operands: list) -> tuple[int, int] | None:
+    """Return the bounds of an op's result from those of its operands; None if unknown."""
+    (a, b), (c, d) = operands[0], operands[-1]
     if op == "neg":
         return -b, -a
     if op == "abs":
@@ -102,12 +105,12 @@ def _bounds(op: str, given: list) -> tuple[int, int] | None:
         pick = max if op == "max" else min
         return pick(a, c), pick(b, d)
     if op in ("floordiv", "truncdiv"):
-        size = max(abs(a), abs(b)) + 1
-        return -size, size
+        magnitude = max(abs(a), abs(b)) + 1
+        return -magnitude, magnitude
     if op in ("mod", "fmod"):
-        size = max(abs(c), abs(d))
-        return -size, size
+        magnitude = max(abs(c), abs(d))
+        return -magnitude, magnitude
     if op == "where":
-        (e, f) = given[1]
+        (e, f) = operands[1]
         return min(c, e), max(d, f)
     return None

@@ -73,7 +73,7 @@ def code(spec: Spec, call: Call) -> str:
     from ..codegen import emit
 
     wide_offsets = (False,) * len(call.captured.tensors)
-    text = emit.Text(
+    text = emit.CodegenSpec(
         spec.score, spec.mask, consecutive=False, wide_offsets=wide_offsets, limits=True
     )
     return (

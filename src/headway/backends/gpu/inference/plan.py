@@ -15,8 +15,9 @@ import triton
 from ....errors import BackendRefused
 from ....types import KV, Spec
 from ...base import Call
-from ..codegen.emit import Text, functions
+from ..codegen.emit import load_module
 from ..codegen.int_ranges import POSITION_LIMIT
+from ..codegen.spec import CodegenSpec
 from ..counters import FIRST_FLAG, FLAGS
 from ..device import maths, softmax, tiles
 from ..products import bits_of
@@ -119,14 +120,14 @@ class Plan:
         m, narrow, self.page = made.m, made.narrow, made.page
         self.spec, self.device = spec, q.device
         self.hk, self.d, self.dv = k.shape[1], k.shape[3], v.shape[3]
-        text = Text(
+        text = CodegenSpec(
             spec.score, spec.mask, (), narrow,
             consecutive=False,
             wide_offsets=tuple(map(far, call.captured.tensors)),
             approx_tanh=q.dtype == torch.bfloat16 and _target(self.device) is not None,
             limits=spec.tiles is None,
         )  # fmt: skip
-        self.generated = functions(text)
+        self.generated = load_module(text)
         fix_cache_keys(self.generated)
         d, dv = pieces(self.d), pieces(self.dv)
         self.how: dict[str, Any] = {

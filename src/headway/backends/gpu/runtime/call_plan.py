@@ -21,8 +21,9 @@ from ....surroundings import capturing
 from ....types import Coords, Spec
 from ...base import Call, graphs, split
 from ..codegen.affine import distance_sign
-from ..codegen.emit import Text, functions
+from ..codegen.emit import load_module
 from ..codegen.int_ranges import POSITION_LIMIT
+from ..codegen.spec import CodegenSpec
 from .device_guard import keep_alive, outside_capture
 from .launcher import CallArguments
 from .parallel_compile import fix_cache_keys
@@ -164,10 +165,10 @@ class BasePlan:
 
     - `sources`: the modules of its kernels, in the order of their cache keys (`fix_cache_keys`).
     - `diagonals`: whether its kernels can read and sum a tile by diagonals.
-    - `approx_tanh`, `affine`, `hoist`, `bias_tables`: as in `Text`; `affine` and `bias_tables`
-      only where positions are small and consecutive, or for `affine` straight.
+    - `approx_tanh`, `affine`, `hoist`, `bias_tables`: as in `CodegenSpec`; `affine` and
+      `bias_tables` only where positions are small and consecutive, or for `affine` straight.
     - `straight`: positions are read, and follow one another within tiles (`Coords`).
-    - `uses_distance_sign`: whether `Text.distance_sign` is looked for.
+    - `uses_distance_sign`: whether `CodegenSpec.distance_sign` is looked for.
     """
 
     sources: tuple[ModuleType, ...] = ()
@@ -189,7 +190,7 @@ class BasePlan:
         sign = 0
         if uses_distance_sign and self.mask:
             sign = distance_sign(self.mask, call.captured.ints[spec.score_ints :])
-        self.text = Text(
+        self.text = CodegenSpec(
             spec.score, spec.mask, wanted, narrow,
             consecutive=diagonals and in_order,
             wide_offsets=wide_offsets,
@@ -200,7 +201,7 @@ class BasePlan:
             bias_tables=bias_tables and narrow and in_order,
             distance_sign=sign,
         )  # fmt: skip
-        self.generated = functions(self.text)
+        self.generated = load_module(self.text)
         fix_cache_keys(self.generated)
         self.at, self.scattered = at[:4], tuple([p is not None for p in at[4:6]])
         self.captured = call.captured.ints, len(call.captured.tensors)
