@@ -23,9 +23,9 @@ from rich.console import Console
 
 import headway
 from headway.errors import HeadwayError
-from headway.recipe.corpus import Corpus, load_corpus
-from headway.recipe.presets import preset
-from headway.recipe.train import TrainConfig, train
+from headway_lab.recipe.corpus import Corpus, load_corpus
+from headway_lab.recipe.presets import preset
+from headway_lab.recipe.train import TrainConfig, train
 
 LINES = 200  # of an arm's file
 WARM_UP = 20  # steps that compile, not counted into tokens per second

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import shlex
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 from headway import cli
 from headway.cli.mask import parse
 from headway.errors import ArgumentError
+
+COMMANDS = cli.find_commands()
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -31,14 +34,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, *arguments)
     assert status == 0
-    for name, line in cli.COMMANDS.items():
+    for name, (_, line) in COMMANDS.items():
         assert f"  {name} " in out
         assert line in out
 
 
-@pytest.mark.parametrize("name", list(cli.COMMANDS))
+@pytest.mark.parametrize("name", list(COMMANDS))
 def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert callable(importlib.import_module(f"headway.cli.{name}").main)
+    assert callable(importlib.import_module(COMMANDS[name][0]).main)
     status, out, _ = run(capsys, name, "--help")
     assert status == 0
     assert f"headway {name}" in out
@@ -51,6 +54,27 @@ def test_help_of_train_says_what_defaults_mean(capsys: pytest.CaptureFixture[str
     assert "None" not in out
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_workshop_is_found_with_and_without_metadata(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its entry point, or in a checkout on PYTHONPATH; another package's commands are beside."""
+    table = {"fly": "away"}
+    monkeypatch.setitem(sys.modules, "birds", SimpleNamespace(COMMANDS=table))
+    points = [importlib.metadata.EntryPoint("birds", "birds:COMMANDS", cli._GROUP)]
+    monkeypatch.setattr(cli, "entry_points", lambda group: [*points, *[cli._WORKSHOP] * installed])
+    commands = cli.find_commands()
+    assert commands["fly"] == ("birds.fly", "away")
+    assert commands["train"][0] == "headway_lab.cli.train"
+    assert {"mask", "train", "sample", "bench", "experiment"} <= set(commands)
+
+
+def test_without_the_workshop_the_library_has_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "entry_points", lambda group: [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert set(cli.find_commands()) == set(cli.COMMANDS)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version")[:2] == (
         0,
@@ -61,7 +85,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["tain"], "no command 'tain'; there are: train"),
+        (["tain"], "no command 'tain'; there are: mask"),
         (["train", "--depht", "2"], "--depht"),
         (["train", "--depth", "two"], "two"),
         (["train", "--depth", "0"], "--depth 0"),
@@ -104,7 +128,7 @@ def test_listing_commands_loads_none_of_them() -> None:
     """Nor the libraries that only commands use."""
     code = (
         "import sys; from headway.cli import main; main(['--help']); main(['--version'])\n"
-        "heavy = {'tyro', 'rich', 'matplotlib', 'triton', 'headway.recipe', 'headway.cli.train'}\n"
+        "heavy = {'tyro', 'rich', 'matplotlib', 'triton', 'headway_lab.recipe', 'headway_lab.cli.train'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -29,7 +29,10 @@ sys.modules.update(dict.fromkeys(sys.argv[1].split(), None))  # an import of the
 for name in ("fork", "sysconf", "getuid", "getloadavg", "sched_getaffinity", "O_DIRECTORY"):
     vars(os).pop(name, None)
 import headway
-for module in pkgutil.walk_packages(headway.__path__, "headway."):
+import headway_lab
+walk = pkgutil.walk_packages
+modules = [*walk(headway.__path__, "headway."), *walk(headway_lab.__path__, "headway_lab.")]
+for module in modules:
     parts = module.name.split(".")
     if parts[1] != "backends" and parts[-1] != "__main__":
         importlib.import_module(module.name)

@@ -40,15 +40,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"wheel": next(folder.glob("*.whl")), "sdist": next(folder.glob("*.tar.gz"))}
 
 
-def test_the_wheel_is_small_and_holds_the_package_alone(built: dict[str, Path]) -> None:
+def test_the_wheel_is_small_and_holds_the_two_packages_alone(built: dict[str, Path]) -> None:
     assert built["wheel"].stat().st_size < MOST
     assert built["wheel"].name == f"headway-{headway.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(built["wheel"]) as file:
         names = file.namelist()
         about = next(n for n in names if n.endswith(".dist-info/METADATA"))
         asked = message_from_bytes(file.read(about))
-    assert {n.split("/")[0] for n in names} == {"headway", about.split("/")[0]}
-    assert {"headway/py.typed", "headway/blocks/report.html"} <= set(names)
+    assert {n.split("/")[0] for n in names} == {"headway", "headway_lab", about.split("/")[0]}
+    assert {"headway/py.typed", "headway_lab/py.typed", "headway/blocks/report.html"} <= set(names)
     assert any(n.endswith("licenses/LICENSE") for n in names)
     sources = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src").rglob("*.py")}
     assert {n for n in names if n.endswith(".py")} == sources
@@ -189,10 +189,12 @@ def test_the_core_alone_attends_and_trains(built: dict[str, Path], tmp_path: Pat
 @pytest.mark.skipif(os.name != "posix", reason="packages are lent by symbolic links")
 def test_the_command_line_needs_its_extra_alone(built: dict[str, Path], tmp_path: Path) -> None:
     scripts = environment(tmp_path, built["wheel"], "cli")
-    commands = [path.stem for path in (ROOT / "src/headway/cli").glob("[a-z]*.py")]
-    imports = "".join(f"import headway.cli.{name}\n" for name in sorted(commands))
+    files = sorted((ROOT / "src").glob("*/cli/[a-z]*.py"))
+    imports = "".join(f"import {file.parts[-3]}.cli.{file.stem}\n" for file in files)
     code = f"{imports}headway.cli.main(['mask', 'causal()', '--length', '64'])"
     assert "▒▒··" in run(scripts, "python", "-c", code)
+    for name in ("train", "sample", "bench", "experiment"):  # of headway_lab, by its entry point
+        assert f"headway {name}" in run(scripts, "headway", name, "--help")
 
 
 # -- what is written in more than one place -----------------------------------------------------

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import headway
-from headway.bench import cases as table
-from headway.bench import child, machine, measure, overhead, report, run, stability, timing
-from headway.bench.case import BACKWARD, BUILD, FORWARD, Case, Inputs, Target, inputs, size
-from headway.bench.cases import select
-from headway.bench.check import Truth
-from headway.bench.peers import PEERS, Unavailable
-from headway.bench.results import Book, Result, describe
 from headway.errors import ArgumentError
+from headway_lab.bench import cases as table
+from headway_lab.bench import child, machine, measure, overhead, report, run, stability, timing
+from headway_lab.bench.case import BACKWARD, BUILD, FORWARD, Case, Inputs, Target, inputs, size
+from headway_lab.bench.cases import select
+from headway_lab.bench.check import Truth
+from headway_lab.bench.peers import PEERS, Unavailable
+from headway_lab.bench.results import Book, Result, describe
 
 TINY = Case("tiny", b=2, hq=4, hk=2, length=150, d=16, mask=headway.causal, peers=("sdpa",))
 SCORED = replace(
@@ -510,7 +510,7 @@ def test_peak_memory_is_the_most_a_process_had_not_its_parents():
     ours = torch.ones(1 << 26)  # 256 MB here
     code = """
 import torch
-from headway.bench.machine import peak
+from headway_lab.bench.machine import peak
 before = peak("cpu")
 torch.ones(before // 4 + (1 << 24))  # 64 MB more than there ever was
 print(before, peak("cpu") - before)"""

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from headway.bench import first_call
-from headway.bench.case import Case
-from headway.bench.gpu_cases import GPU_CASES
-from headway.bench.results import FAIL, NOT_RUN, PASS
+from headway_lab.bench import first_call
+from headway_lab.bench.case import Case
+from headway_lab.bench.gpu_cases import GPU_CASES
+from headway_lab.bench.results import FAIL, NOT_RUN, PASS
 
 TINY = Case("first-call-16-bias", 1, 2, 2, 64, 16, dtype="bfloat16", measure="first call")
 

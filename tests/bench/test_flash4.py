@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import headway
-from headway.bench import flash4, measure, peers, report, timing
-from headway.bench.case import BACKWARD, FORWARD, Case, Target, Unavailable, inputs
-from headway.bench.cases import select
-from headway.bench.gpu_cases import GPU_CASES
-from headway.bench.peers import PEERS
+from headway_lab.bench import flash4, measure, peers, report, timing
+from headway_lab.bench.case import BACKWARD, FORWARD, Case, Target, Unavailable, inputs
+from headway_lab.bench.cases import select
+from headway_lab.bench.gpu_cases import GPU_CASES
+from headway_lab.bench.peers import PEERS
 
 NAME = "flash-attention-4"
 CASE = Case(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.picture import CASES, draw, read
 from headway.errors import ArgumentError
+from headway_lab.bench.picture import CASES, draw, read
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "h100" / "bench-2026-11-25.csv"

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from headway.bench import Options
-from headway.bench.case import BACKWARD, FORWARD
-from headway.bench.cases import every, select
-from headway.bench.ranks import ONE_CARD, Ranks, measure
-from headway.bench.ranks_cases import RANK_CASES, documents
-from headway.bench.ranks_process import PLANS, idle, shortened
-from headway.bench.results import WRONG
-from headway.bench.run import bench
 from headway.resolve import prepare
+from headway_lab.bench import Options
+from headway_lab.bench.case import BACKWARD, FORWARD
+from headway_lab.bench.cases import every, select
+from headway_lab.bench.ranks import ONE_CARD, Ranks, measure
+from headway_lab.bench.ranks_cases import RANK_CASES, documents
+from headway_lab.bench.ranks_process import PLANS, idle, shortened
+from headway_lab.bench.results import WRONG
+from headway_lab.bench.run import bench
 
 
 def test_two_ranks():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.table import CASES, main, table
-from headway.bench.table import __name__ as module
 from headway.errors import ArgumentError
+from headway_lab.bench.table import CASES, main, table
+from headway_lab.bench.table import __name__ as module
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guide-speed.md"

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from headway.cli.experiment import main
 from headway.errors import ArgumentError
-from headway.experiments import qk_clip, scaling, train
-from headway.experiments.report import Check, Experiment
-from headway.experiments.train import Run
+from headway_lab.cli.experiment import main
+from headway_lab.experiments import qk_clip, scaling, train
+from headway_lab.experiments.report import Check, Experiment
+from headway_lab.experiments.train import Run
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headway.recipe import TrainConfig
-from headway.recipe.machine import threads
+from headway_lab.recipe import TrainConfig
+from headway_lab.recipe.machine import threads
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.recipe.corpus import BOUNDARY, Corpus, Packed, listing, load_corpus
-from headway.recipe.errors import CorpusError
+from headway_lab.recipe.corpus import BOUNDARY, Corpus, Packed, listing, load_corpus
+from headway_lab.recipe.errors import CorpusError
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from headway.recipe import TrainConfig
-from headway.recipe.model import Transformer
-from headway.recipe.optim import Muon, Optimizers, orthogonalise
+from headway_lab.recipe import TrainConfig
+from headway_lab.recipe.model import Transformer
+from headway_lab.recipe.optim import Muon, Optimizers, orthogonalise
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (64, 16), (16, 64), (1, 8), (48, 33)])

@@ -11,12 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from headway.cli import train as command
 from headway.errors import ArgumentError
-from headway.recipe import TrainConfig, plots, train
-from headway.recipe.model import Transformer
-from headway.recipe.presets import PRESETS, preset
-from headway.recipe.run import Run
+from headway_lab.cli import train as command
+from headway_lab.recipe import TrainConfig, plots, train
+from headway_lab.recipe.model import Transformer
+from headway_lab.recipe.presets import PRESETS, preset
+from headway_lab.recipe.run import Run
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 

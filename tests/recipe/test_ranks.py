@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from headway.cli import train as command
 from headway.errors import ArgumentError
-from headway.recipe import TrainConfig, train
-from headway.recipe.run import Run
+from headway_lab.cli import train as command
+from headway_lab.recipe import TrainConfig, train
+from headway_lab.recipe.run import Run
 from processes import run_ranks
 
 QUIET = Console(quiet=True)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from headway.recipe import plots
-from headway.recipe.checkpoint import load_model, save_model
-from headway.recipe.model import ModelConfig, Transformer
-from headway.recipe.report import Report
+from headway_lab.recipe import plots
+from headway_lab.recipe.checkpoint import load_model, save_model
+from headway_lab.recipe.model import ModelConfig, Transformer
+from headway_lab.recipe.report import Report
 
 
 def test_equal_weights_make_equal_files(tmp_path):

@@ -10,8 +10,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from headway.errors import ArgumentError
-from headway.recipe import train
-from headway.recipe.checkpoint import list_checkpoints
+from headway_lab.recipe import train
+from headway_lab.recipe.checkpoint import list_checkpoints
 
 SMALL = 1e-3
 CHOICES = [
@@ -25,7 +25,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(map(str, c.values())))
 def test_records_clips_and_resumes_to_the_same_bits(choice, tiny_in, tmp_path: Path, monkeypatch):
-    module = importlib.import_module("headway.recipe.train")
+    module = importlib.import_module("headway_lab.recipe.train")
     monkeypatch.setattr(module.plots, "draw", lambda *_: None)
     config = replace(tiny_in(tmp_path), **choice)
     run = train(config, console=Console(quiet=True)).run

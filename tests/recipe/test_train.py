@@ -23,11 +23,11 @@ from rich.console import Console
 
 from headway import cli
 from headway.errors import ArgumentError, CheckpointError, HeadwayError
-from headway.recipe import TrainConfig, Trained, report, train
-from headway.recipe.checkpoint import list_checkpoints, load_checkpoint, load_model, write_text
-from headway.recipe.config import from_json, learning_rate, to_json
-from headway.recipe.errors import CorpusError, RunError
-from headway.recipe.run import Run
+from headway_lab.recipe import TrainConfig, Trained, report, train
+from headway_lab.recipe.checkpoint import list_checkpoints, load_checkpoint, load_model, write_text
+from headway_lab.recipe.config import from_json, learning_rate, to_json
+from headway_lab.recipe.errors import CorpusError, RunError
+from headway_lab.recipe.run import Run
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
@@ -79,7 +79,7 @@ def pictures() -> None:
 
 @pytest.fixture(autouse=True)
 def _short_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("headway.recipe.train")
+    module = importlib.import_module("headway_lab.recipe.train")
     monkeypatch.setattr(module, "samples", lambda *_: "")
     if "pictures" not in request.fixturenames:
         monkeypatch.setattr(module.plots, "draw", lambda *_: None)
@@ -122,7 +122,7 @@ def test_it_learns(tiny: TrainConfig, quiet: Console) -> None:
 
 def test_held_out_bits_are_those_of_the_saved_model(unbroken: Trained, text_folder: Path) -> None:
     """Computed here again from the files, one whole sequence after the other."""
-    from headway.recipe.corpus import load_corpus
+    from headway_lab.recipe.corpus import load_corpus
 
     corpus = load_corpus(text_folder)
     model = load_model(unbroken.run.model)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from headway.errors import ArgumentError
-from headway.recipe import generate, generate_many
-from headway.recipe.model import ModelConfig, Past, Transformer
 from headway.stability import logit_stats
+from headway_lab.recipe import generate, generate_many
+from headway_lab.recipe.model import ModelConfig, Past, Transformer
 
 CONFIG = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, context=160)
 

@@ -28,8 +28,8 @@ import headway as hw
 from headway import inference
 from headway.backends.gpu.inference import plan
 from headway.backends.gpu.inference.config import Config
-from headway.bench import decode
-from headway.bench.timing import compare
+from headway_lab.bench import decode
+from headway_lab.bench.timing import compare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools import compile_triton

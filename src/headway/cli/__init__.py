@@ -1,23 +1,42 @@
-"""The command line: `headway COMMAND ...`. Each command is a module here, imported when it runs."""
+"""The command line: `headway COMMAND ...`.
+
+A command is a module with a function `main(arguments) -> exit status`, imported when it runs. Those
+of the library lie in this package. Other packages add theirs by the entry-point group
+"headway.commands": an entry point names a table like `COMMANDS`, whose modules lie beside it.
+"""
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 
-# The one table: a command is the module of that name in this package, with a function
-# `main(arguments) -> exit status`, and a line for `headway --help`.
+# A command, and its line for `headway --help`.
 COMMANDS = {
-    "train": "train a small language model on text that every Python brings",
-    "sample": "let a trained model write",
     "mask": "draw a mask or a score in the terminal: which queries see which keys",
     "explain": "what would run for your score or mask function, and why",
     "profile": "where the time of your training step goes: attention, masks, host, the rest",
-    "bench": "time forward and backward against what else you could use",
     "warm": "compile kernels ahead, for any card, into a folder that may be copied",
     "tune": "search for the fastest tiles of the GPU kernels on this card",
-    "experiment": "claims about stable training that check themselves: scaling, qk-clip",
     "doctor": "versions, devices, backends, and why each is or is not available",
 }
+
+_GROUP = "headway.commands"
+# The workshop's entry point, as pyproject.toml has it: a checkout on PYTHONPATH has no metadata.
+_WORKSHOP = EntryPoint("workshop", "headway_lab.cli:COMMANDS", _GROUP)
+
+
+def find_commands() -> dict[str, tuple[str, str]]:
+    """Return every command's module and its line for `headway --help`, of other packages too."""
+    points = {point.name: point for point in entry_points(group=_GROUP)}
+    if _WORKSHOP.name not in points and importlib.util.find_spec(_WORKSHOP.module.split(".")[0]):
+        points[_WORKSHOP.name] = _WORKSHOP
+    tables = {__name__: COMMANDS, **{point.module: point.load() for point in points.values()}}
+    return {
+        name: (f"{package}.{name}", line)
+        for package, table in tables.items()
+        for name, line in table.items()
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,13 +51,15 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(f"headway {__version__}")
         return 0
-    if name not in COMMANDS:
-        print(f"headway: no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+    commands = find_commands()
+    if name not in commands:
+        print(f"headway: no command {name!r}; there are: {', '.join(commands)}", file=sys.stderr)
         return 2
+    module, _ = commands[name]
     try:
-        command = importlib.import_module(f"{__name__}.{name}").main
+        command = importlib.import_module(module).main
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == __name__.partition(".")[0]:
+        if error.name is None or error.name.partition(".")[0] in ("headway", module.split(".")[0]):
             raise
         print(
             f"headway {name}: {error.name} is not installed, which the command line needs: "
@@ -50,9 +71,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """What `headway --help` prints."""
-    width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name:{width}}  {line}" for name, line in COMMANDS.items())
+    """Return what `headway --help` prints."""
+    commands = find_commands()
+    width = max(map(len, commands))
+    listed = "\n".join(f"  {name:{width}}  {line}" for name, (_, line) in commands.items())
     return (
         "usage: headway COMMAND [options]\n\n"
         "Exact attention that trains: any score function, any mask, forward and backward.\n\n"

@@ -72,7 +72,7 @@ def _versions() -> dict[str, str]:
 
     versions = {
         "headway": f"{headway.__version__} ({_home()})",
-        "commit": _guard(_commit),
+        "commit": _guard(lambda: commit() or _installed_commit() or "unknown: not from git"),
         "python": f"{platform.python_version()} ({sys.executable})",
     }
     for name in _PACKAGES:
@@ -85,15 +85,26 @@ def _home() -> Path:
     return Path(__file__).resolve().parents[1]
 
 
-def _commit() -> str:
-    """Of the checkout that it runs from, or that pip installed from."""
-    from ..bench.machine import commit
+def commit() -> str:
+    """Return the commit of the checkout that the package runs from, or "" outside of one."""
 
-    return commit() or _installed_commit() or "unknown: not from git"
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True
+            )
+        except OSError:  # no git
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return ""  # not in a checkout, or in somebody else's
+    dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return f"{git('rev-parse', '--short=12', 'HEAD')}{dirty}"
 
 
 def _installed_commit() -> str:
-    """What pip wrote down: it keeps the commit of `pip install git+...`."""
+    """Return the commit that pip wrote down, as it does for `pip install git+...`."""
     try:
         found = importlib.metadata.distribution("headway")
     except importlib.metadata.PackageNotFoundError:
@@ -116,13 +127,14 @@ def _installed(name: str) -> str:
 def _machine() -> dict[str, str]:
     return {
         "system": platform.platform(),
-        "processor": _guard(_processor),
+        "processor": _guard(processor),
         "cores": _guard(lambda: str(os.cpu_count())),
         "memory": _guard(_memory),
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of the CPU."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:

@@ -10,7 +10,6 @@ import torch
 import tyro
 from rich.console import Console
 
-from ..bench.timing import seconds
 from ..errors import ArgumentError
 from ..mods import causal, softcap
 from ..resolve import prepare
@@ -134,11 +133,21 @@ def _compile_part(given: tuple[list[tuple], int, int]) -> None:
 
 
 def _timer(call) -> float:
-    """The best of a few samples: what disturbs a GPU only makes it slower."""
+    """Return the best of a few samples: what disturbs a GPU only makes it slower."""
     call()
-    once = seconds(call, "cuda")
-    number = max(1, round(5e-3 / once))
-    return min(seconds(call, "cuda", number) for _ in range(5))
+    calls = max(1, round(5e-3 / _seconds(call, 1)))
+    return min(_seconds(call, calls) for _ in range(5))
+
+
+def _seconds(call, calls: int) -> float:
+    """Return the GPU's seconds per call, over several."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
 
 
 def _line(what: tuple, trial: "Trial") -> str:

@@ -1,0 +1,106 @@
+"""Measurements that want a process of their own: peak memory, and a CPU with less in it.
+
+Run as `python -m headway_lab.bench.child`: a question as JSON on standard input, the answer as JSON
+on standard output.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from headway.errors import HeadwayError
+
+from . import block_masks
+from .case import Case, inputs
+from .cases import CASES
+from .check import Truth
+from .machine import Machine, environment, here, peak
+from .measure import measure_time
+from .results import WRONG, Result
+
+# How a CPU is kept from using what it has. Both are needed: PyTorch multiplies half precision by
+# oneDNN or by MKL, depending on the layout. Neither changes what `torch.cpu` says of the CPU, so
+# the child makes it say the same (`_hide_amx`).
+LIMITS = {
+    "AVX512_CORE_VNNI": {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+    }
+}
+
+
+class ChildFailed(HeadwayError, RuntimeError):
+    """A measurement in a process of its own ended without an answer."""
+
+
+def ask(case: Case, device: str, repeats: int, isa: str = "") -> tuple[Machine, list[Result]]:
+    """Measure a case in a fresh process, with this process's number of threads."""
+    question = {"case": case.name, "device": device, "repeats": repeats, "isa": isa}
+    question["threads"] = torch.get_num_threads()
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(question), capture_output=True, text=True,
+        env=environment(**LIMITS.get(isa, {})),
+    )  # fmt: skip
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["nothing on standard error"]
+        raise ChildFailed(
+            f"{case.name}: the process that measured it ended with {done.returncode}: {last[0]}"
+        )
+    answer = json.loads(done.stdout)
+    return Machine(**answer["machine"]), [Result(**result) for result in answer["results"]]
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """What `ask` gets, in the fresh process."""
+    torch.set_num_threads(question["threads"])
+    if question["isa"]:
+        _hide_amx()
+    case = next(case for case in CASES if case.name == question["case"])
+    if case.measure in MEMORY:
+        results = [MEMORY[case.measure](case, question["device"])]
+    else:
+        results = measure_time(case, question["device"], question["repeats"])
+    machine = here(question["device"], question["isa"])
+    return {"machine": asdict(machine), "results": [asdict(result) for result in results]}
+
+
+def _hide_amx() -> None:
+    torch.cpu._is_amx_tile_supported = lambda: False  # type: ignore[assignment]
+
+
+def memory(case: Case, device: str) -> Result:
+    """Peak memory of inputs, forward and backward, above what the imports take.
+
+    It is checked afterwards, since the check takes memory too; a wrong result has no figure.
+    """
+    result = Result(case.name, "forward + backward", "headway", unit="MB", runs=1)
+    before = peak(device)
+    x = inputs(case, device)
+    torch.autograd.grad(x.headway(), (x.q, x.k, x.v, *x.learned), x.dout)
+    used = (peak(device) - before) / 1e6
+    errors = Truth(case, x).errors(x.headway, backward=True)
+    worst = max(errors, key=lambda e: e.error / e.limit if e.passed else float("inf"))
+    result = replace(result, error=worst.error, limit=worst.limit)
+    if not all(e.passed for e in errors):
+        return replace(result, verdict=WRONG, note=f"{worst.what} is wrong")
+    result = replace(
+        result, median=round(used, 1), note=f"{before / 1e6:.0f} MB before, after the imports"
+    )
+    if case.most is None:
+        return result
+    return result.asked(f"<= {case.most:g} MB", used <= case.most)
+
+
+MEMORY: dict[str, Callable[[Case, str], Result]] = {
+    "memory": memory,
+    "block mask, memory": block_masks.memory,
+}
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(answer(json.load(sys.stdin))))

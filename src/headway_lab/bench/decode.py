@@ -1,0 +1,219 @@
+"""Decoding over a cache, on a GPU: one query per row, against the memory that has to be read.
+
+Every contestant is captured in a CUDA graph, as serving engines run it, so that kernels are timed
+and Python is not. What is read is the keys and values of every row, once; how fast memory can be
+read is measured beside them, by a copy.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from headway.api import attention
+from headway.inference import attention as over_cache
+from headway.mods import alibi, causal, padding, sliding_window, softcap
+
+from .case import FORWARD, Case, Unavailable
+from .results import NOT_RUN, WRONG, Result
+from .timing import Tick, Timing, compare
+
+Call = Callable[[], Tensor]
+OURS, COPY = "headway", "copy"
+PAGES = 16, 64
+WINDOW = 4096
+COPIED = 1 << 30  # bytes
+LIMIT = 0.02  # of out, next to the definition in float64, where values are normal numbers
+
+
+def decode(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
+    """Headway plain, with scores, masks and pages; F.sdpa and FlexAttention plain; and a copy."""
+    q, k, v = _tensors(case, device)
+    n = torch.full((case.b,), case.length, dtype=torch.int32, device=device)
+    calls: dict[str, Call] = {OURS: lambda: over_cache(q, k, v, lengths=n)}
+    plain = [OURS]
+    if case.dv is None:
+        calls |= _mods(case, q, k, v, n) | _paged(q, k, v, n)
+        plain += [*(peers := _peers(q, k, v))]
+        calls |= peers
+        plain += [f"{OURS}, pages of {page}" for page in PAGES]
+    source = torch.empty(COPIED // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    calls[COPY] = lambda: target.copy_(source)
+    right = _definition(q, k, v)
+    results, graphs = [], {}
+    for name, call in calls.items():
+        result = Result(case.name, FORWARD, name)
+        try:
+            graph, out = _captured(call)
+        except Exception as error:  # noqa: BLE001  (the table says it)
+            why = str(Unavailable.because(error))
+            results.append(replace(result, verdict=NOT_RUN, note=why))
+            continue
+        if name in plain:
+            graph.replay()
+            error = (out[0].double() - right).abs().max().item()
+            if not error <= LIMIT:
+                note = f"out is off by {error:.1e}, {LIMIT:.1e} are allowed"
+                results.append(replace(result, error=error, limit=LIMIT, verdict=WRONG, note=note))
+                continue
+        graphs[name] = graph
+    times = compare({name: graph.replay for name, graph in graphs.items()}, repeats, device, tick)
+    copied = COPIED / times[COPY].median
+    return results + [_judged(case, name, times, copied, _bytes(case)) for name in times]
+
+
+def grows(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
+    """Microseconds of Python per step of a plain call whose keys are one more at every step."""
+    q, k, v = _tensors(case, device)
+    lengths = range(case.length - 300, case.length)
+    calls = {
+        "headway, one length": lambda n: attention(q, k, v, mask=causal(case.length - 1)),
+        "headway": lambda n: attention(q, k[:, :, :n], v[:, :, :n], mask=causal(n - 1)),
+        "sdpa": lambda n: F.scaled_dot_product_attention(
+            q, k[:, :, :n], v[:, :, :n], enable_gqa=case.hq != case.hk
+        ),
+    }
+    results = []
+    with torch.inference_mode():
+        for name, call in calls.items():
+            call(lengths[0])
+            torch.cuda.synchronize()
+            samples = []
+            for n in lengths:
+                start = time.perf_counter()
+                call(n)
+                samples.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+            results.append(Result(case.name, FORWARD, name).timed(Timing.of(samples), "µs"))
+    most, ours = (next(r.median for r in results if r.contestant == x)
+                  for x in ("headway, one length", OURS))  # fmt: skip
+    assert most is not None
+    assert ours is not None
+    asked = lambda r: r.asked("<= 1.2 of one length", ours <= 1.2 * most)
+    return [asked(r) if r.contestant == OURS else r for r in results]
+
+
+def _tensors(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q of one position per row, and a full cache; of MLA v is the first columns of k."""
+    generator = torch.Generator(device).manual_seed(0)
+    new = lambda *shape: torch.randn(shape, generator=generator, device=device).to(
+        getattr(torch, case.dtype)
+    )
+    q, k = new(case.b, case.hq, 1, case.d), new(case.b, case.hk, case.length, case.d)
+    return q, k, new(*k.shape) if case.dv is None else k[..., : case.dv]
+
+
+def _mods(case: Case, q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> dict[str, Call]:
+    """With a score or a mask; the keys of `padding` are all there, those of a window are few."""
+    slopes = torch.exp2(-torch.arange(1, case.hq + 1, device=q.device) * 0.25)
+
+    def user(score, b, h, q_idx, kv_idx):
+        return 1.1 * score + slopes[h] * (kv_idx - q_idx)
+
+    of: dict[str, dict[str, Any]] = {
+        "softcap": {"score": softcap(20.0)}, "alibi": {"score": alibi(slopes)},
+        "user": {"score": user}, "causal": {"mask": causal()}, "padding": {"mask": padding(n)},
+        "window": {"mask": causal() & sliding_window(WINDOW)},
+    }  # fmt: skip
+    return {
+        f"{OURS}, {name}": partial(over_cache, q, k, v, lengths=n, **given)
+        for name, given in of.items()
+    }
+
+
+def _paged(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> dict[str, Call]:
+    """The cache in pages, in any order."""
+    found: dict[str, Call] = {}
+    b, hk, length, d = k.shape
+    for page in PAGES:
+        count = length // page
+        order = torch.randperm(b * count, device=k.device)
+        table = order.argsort().view(b, count).int()
+        k_pages, v_pages = (
+            x.view(b, hk, count, page, d).transpose(1, 2).reshape(-1, hk, page, d)[order]
+            for x in (k, v)
+        )
+        found[f"{OURS}, pages of {page}"] = partial(
+            over_cache, q, k_pages, v_pages, lengths=n, page_table=table
+        )
+    return found
+
+
+def _peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
+    torch.compiler.reset()
+    compiled, gqa = torch.compile(flex.flex_attention, dynamic=False), q.shape[1] != k.shape[1]
+    return {
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=gqa),
+        "flex": lambda: compiled(q, k, v, enable_gqa=gqa),
+    }
+
+
+def _definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """out of the first row, in float64."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x[0].double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    return ((q @ k.mT) / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
+def _captured(call: Call) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """The call in a graph, and what it writes."""
+    with torch.inference_mode(), _aside():
+        for _ in range(3):
+            call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Inside, calls go to a stream of their own."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def _bytes(case: Case) -> int:
+    """Of all keys and values; a latent is both."""
+    widths = case.d if case.dv is not None else 2 * case.d
+    return case.b * case.hk * case.length * widths * getattr(torch, case.dtype).itemsize
+
+
+def _judged(
+    case: Case, name: str, times: dict[str, Timing], copied: float, size: int
+) -> Result:  # fmt: skip
+    """One line, with terabytes of the cache read per second and, for MLA, TFLOP/s."""
+    timing, ours = times[name], times[OURS].median
+    result = Result(case.name, FORWARD, name).timed(timing, "µs")
+    if name == COPY:
+        return replace(result, note=f"{copied / 1e12:.2f} TB/s read and written")
+    flops = 2 * case.b * case.hq * case.length * sum(case.widths) / timing.median
+    note = f"{size / timing.median / 1e12:.2f} TB/s, {size / timing.median / copied:.0%} of a copy"
+    if case.dv is not None:
+        note += f", {flops / 1e12:.0f} TFLOP/s"
+    result = replace(result, note=note, ratio=round(timing.median / ours, 4))
+    peers = [times[peer].median for peer in ("sdpa", "flex") if peer in times]
+    if name == OURS and peers:
+        return result.asked(">= 0.97x the best peer", min(peers) >= 0.97 * ours)
+    if name == OURS and case.dv is not None:
+        reached = flops >= 450e12 if case.hq >= 64 else size / timing.median >= 2.4e12
+        return result.asked("450 TFLOP/s" if case.hq >= 64 else "2.4 TB/s", reached)
+    if name.startswith(f"{OURS}, pages of"):
+        least = 0.97 if name.endswith("64") else 0.9
+        return result.asked(f">= {least}x contiguous", ours >= least * timing.median)
+    if name.startswith(f"{OURS}, "):
+        return result.asked("<= 1.15 of plain", timing.median <= 1.15 * ours)
+    return result

@@ -1,0 +1,145 @@
+"""Microseconds per call, beyond the kernel's own, where tensors are too small to cost anything.
+
+The kernel is what PyTorch itself would run, called without anything around it. Where PyTorch has no
+kernel for the call (a score, a mask that is not causal), it is Headway's own pair of forward and
+backward, called with a spec and data that are known; and what comes before it is timed by itself:
+checks, reading the functions, the call cache.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headway.api import attention
+from headway.backends import get
+from headway.mods import causal
+from headway.resolve import resolve
+from headway.types import Request
+
+from .case import FORWARD, Case, Inputs, inputs
+from .results import Result
+from .timing import compare
+
+BOTH = "forward + backward"
+NOTHING = "an operator that does nothing"
+RESOLVE = "headway, resolve alone"
+Call = Callable[[], object]
+
+
+def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) -> list[Result]:
+    """Headway's, and F.scaled_dot_product_attention's where it computes the same: forward, and
+    forward with backward. Beside the first, what has no kernel and of which all time counts: an
+    operator that does nothing, compiled; and `resolve`, of calls that PyTorch has no kernel for.
+    """
+    x = inputs(case, device)
+
+    def headway(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, x.score, x.mask)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=x.mask is not None)
+
+    def resolved(q: Tensor, k: Tensor, v: Tensor) -> object:
+        return resolve(Request(q, k, v, x.score, x.mask))
+
+    native = _is_native(x)
+    functions: dict[str, Callable] = {"headway": headway}
+    functions |= {"sdpa": sdpa} if native else {RESOLVE: resolved}
+    if compiled:
+        torch.compiler.reset()
+        functions[NOTHING] = _nothing  # below this nobody gets
+        functions = {name: torch.compile(f, fullgraph=True) for name, f in functions.items()}
+    results: list[Result] = []
+    what, judged = ("kernel", "headway") if native else ("the pair", RESOLVE)
+    for direction in (FORWARD, BOTH):
+        training = direction == BOTH
+        if training:
+            for name in (NOTHING, RESOLVE):  # which have no gradient
+                functions.pop(name, None)
+        calls: dict[str, Call] = {"kernel": kernel(x, training)}
+        for name, function in functions.items():
+            calls[name] = _call(function, x, training)
+        with torch.set_grad_enabled(training):
+            for call in calls.values():  # what compiles does so now
+                call()
+            # One sample is about 2 ms of calls: many samples are cheap, and the noise wants them.
+            times = compare(calls, 20 * repeats, device, tick)
+        base = times.pop("kernel").median
+        for name, timing in times.items():
+            alone = name in (NOTHING, RESOLVE)
+            less, note = (0.0, "") if alone else (base, f"{what} {base * 1e6:.1f} µs")
+            above = timing._replace(
+                median=timing.median - less, low=timing.low - less, high=timing.high - less
+            )
+            result = Result(case.name, direction, name, note=note).timed(above, "µs")
+            if name == judged and not training and case.most is not None:
+                result = result.asked(f"<= {case.most:g} µs", above.median * 1e6 <= case.most)
+            results.append(result)
+    return results
+
+
+_library = torch.library.Library("headway_bench", "DEF")
+_library.define("nothing(Tensor q, Tensor k, Tensor v) -> Tensor")
+_library.impl("nothing", lambda q, k, v: torch.empty_like(q), "CompositeExplicitAutograd")
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.headway_bench.nothing(q, k, v)
+
+
+def _call(function: Callable[..., Tensor], x: Inputs, training: bool) -> Call:
+    tensors: Sequence[Tensor] = (x.q, x.k, x.v)
+    if not training:
+        return lambda: function(*tensors)
+    return lambda: torch.autograd.grad(function(*tensors), tensors, x.dout)
+
+
+def _is_native(x: Inputs) -> bool:
+    """Whether PyTorch has a kernel for the call."""
+    return x.score is None and (x.mask is None or x.mask == causal())
+
+
+def kernel(x: Inputs, training: bool) -> Call:
+    """What computes these inputs, called directly: PyTorch's flash kernels, or Headway's pair."""
+    return _of_pytorch(x, training) if _is_native(x) else _pair(x, training)
+
+
+def _pair(x: Inputs, training: bool) -> Call:
+    spec, call = resolve(Request(x.q, x.k, x.v, x.score, x.mask))
+    backend = get(spec.backend)
+
+    @torch.no_grad()
+    def run() -> object:
+        out, lse, *_ = backend.forward(spec, call)
+        return backend.backward(spec, call, out, lse, x.dout, None, ()) if training else out
+
+    return run
+
+
+def _of_pytorch(x: Inputs, training: bool) -> Call:
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    is_causal = x.mask is not None
+    if q.device.type == "cuda":
+        forward = torch.ops.aten._scaled_dot_product_flash_attention
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+        def on_gpu() -> object:
+            out, lse, *rest = forward(q, k, v, 0.0, is_causal)
+            if not training:
+                return out
+            cu_q, cu_k, max_q, max_k, seed, unused, _ = rest
+            return backward(
+                x.dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, is_causal, seed, unused
+            )
+
+        return on_gpu
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def on_cpu() -> object:
+        out, lse = forward(q, k, v, 0.0, is_causal)
+        return backward(x.dout, q, k, v, out, lse, 0.0, is_causal) if training else out
+
+    return on_cpu

@@ -1,0 +1,139 @@
+"""Running the table: select, measure, write down."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from headway.errors import ArgumentError
+
+from . import block_masks, child, decode, first_call, gpu, ranks
+from .case import Case
+from .cases import select
+from .machine import Machine, has_amx, here, load
+from .measure import measure_time
+from .models import training
+from .overhead import overhead
+from .results import NOT_RUN, Book, Result
+from .stability import recording
+from .timing import Tick
+
+Show = Callable[[Case, list[Result]], object]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run, and how."""
+
+    cases: tuple[str, ...] = ()
+    """Names, parts of names, or tags; all cases if none is given."""
+    device: str = "cpu"
+    """cpu, or cuda."""
+    context_parallel: bool = False
+    """The cases of one sequence over all cards of this machine, and no others."""
+    threads: int = 2
+    """Of PyTorch, on the CPU."""
+    repeats: int = 7
+    """Runs of every contestant; two, where one takes seconds."""
+    output: Path | None = None
+    """The CSV to write, or an existing folder, for FOLDER/CARD/bench-DATE.csv; else none."""
+    seconds: float | None = None
+    """Begin no case after this time; the order is that of `--list`."""
+    resume: bool = False
+    """Leave out the cases that the CSV of --output has already, and add the others to it."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "repeats"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"--{name} {getattr(self, name)} must be 1 or more")
+        if self.seconds is not None and not self.seconds >= 0:
+            raise ArgumentError(f"--seconds {self.seconds:g} must be 0 or more")
+        if self.resume and (self.output is None or self.output.is_dir()):
+            given = "no --output" if self.output is None else f"--output {self.output}, a folder"
+            raise ArgumentError(f"--resume with {given}: name the CSV that is to go on")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ArgumentError(f"--device {self.device!r}: {error}") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ArgumentError(f"--device {self.device}: PyTorch sees no GPU (`headway doctor`)")
+        if device.type not in ("cpu", "cuda"):
+            raise ArgumentError(f"--device {self.device}: there are cases for cpu and cuda only")
+
+
+def bench(
+    options: Options,
+    show: Show = lambda case, results: None,
+    begin: Callable[[Case], object] = lambda case: None,
+    tick: Tick = lambda: None,
+) -> tuple[Path | None, list[Result]]:
+    """Run the selected cases; the path of the CSV, None where none was asked for, and every result.
+
+    `begin` is called before a case, `tick` after every round of timings, `show` after a case, when
+    its lines are in the CSV. PyTorch's number of threads is put back afterwards.
+    """
+    cases = select(options.cases, options.device, options.context_parallel)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        machine = here(options.device)
+        path = place(options.output, machine)
+        every: list[Result] = []
+        start = time.monotonic()
+        with Book(path, options.resume) as book:
+            for case in cases:
+                if case.name in book.done:
+                    continue
+                if options.seconds is not None and time.monotonic() - start > options.seconds:
+                    break
+                begin(case)
+                used, results = measure(case, machine, options, tick)
+                book.add(used, load(), case, results)
+                show(case, results)
+                every += results
+        return path, every
+    finally:
+        torch.set_num_threads(threads)
+
+
+def place(output: Path | None, machine: Machine) -> Path | None:
+    """The CSV that `--output` means: in a folder a new one, among those of its card."""
+    if output is None or not output.is_dir():
+        return output
+    stamp = machine.date[:19].replace(":", "")
+    return output / machine.card / f"bench-{stamp}.csv"
+
+
+def measure(
+    case: Case, machine: Machine, options: Options, tick: Tick
+) -> tuple[Machine, list[Result]]:
+    """Measure one case, here or in a process of its own; with the machine as it was there."""
+    device, repeats = options.device, options.repeats
+    if case.isa and not has_amx():
+        return machine, [
+            Result(case.name, "", "headway", verdict=NOT_RUN, note="this CPU has no AMX to hide")
+        ]
+    if case.isa or case.measure in child.MEMORY:
+        return child.ask(case, device, repeats, case.isa)
+    return machine, MEASURES[case.measure](case, device, repeats, tick)
+
+
+MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
+    "time": measure_time,
+    "recording": recording,
+    "overhead": partial(overhead, compiled=False),
+    "overhead, compiled": partial(overhead, compiled=True),
+    "host": gpu.host,
+    "graph": gpu.graph,
+    "first call": first_call.measure,
+    "long": gpu.long,
+    "train": gpu.train,
+    "decode": decode.decode,
+    "decode, host": decode.grows,
+    "block mask": block_masks.measure,
+    "training": training,
+    "ranks": ranks.measure,
+}

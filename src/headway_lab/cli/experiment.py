@@ -1,0 +1,85 @@
+"""`headway experiment`."""
+
+import importlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from headway.errors import ArgumentError
+
+from ..experiments import Experiment
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Train small models from scratch to see whether a claim holds, and say so.
+
+    scaling: folding 1/sqrt(d) into the initial query weights is the same as scaling logits under
+    Adafactor, and a higher learning rate for the queries under Adam.
+
+    qk-clip: QK-Clip keeps attention logits from exploding, and the loss is no worse.
+
+    Prints a table, draws the curves, and exits with status 1 if the claim does not hold here.
+    """
+
+    name: Annotated[Literal["scaling", "qk-clip"], tyro.conf.Positional]
+    """Which claim."""
+    steps: int | None = None
+    """Training steps of every run. [120 for scaling, 200 for qk-clip: minutes on two cores; the
+    checks are made for these]"""
+    threads: int | None = None
+    """CPU threads. [PyTorch's choice]"""
+    out: Path = Path("experiments")
+    """Folder for the picture."""
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 0 if every check passed, else 1."""
+    asked = tyro.cli(Arguments, args=arguments, prog="headway experiment")
+    for option, number in (("--steps", asked.steps), ("--threads", asked.threads)):
+        if number is not None and number < 1:
+            raise ArgumentError(f"{option} {number} must be at least 1")
+    path = asked.out / f"{asked.name}.png"
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)  # before the minutes that it takes
+    except OSError as error:
+        raise ArgumentError(f"--out {asked.out}: {error.strerror}; name another folder") from error
+    if asked.threads is not None:
+        torch.set_num_threads(asked.threads)
+    console = Console()
+    module = importlib.import_module(f"headway_lab.experiments.{asked.name.replace('-', '_')}")
+    began = time.perf_counter()
+    with console.status("...") as status:
+        log = lambda text: status.update(f"{text} ({time.perf_counter() - began:.0f} s)")
+        steps = {} if asked.steps is None else {"steps": asked.steps}
+        found: Experiment = module.run(log=log, **steps)
+    _print(console, found, time.perf_counter() - began)
+    try:
+        found.draw(path)
+        console.print(f"curves: {path}", highlight=False)
+    except ModuleNotFoundError as error:
+        console.print(f"no curves: {error.name} is not installed; pip install 'headway[plot]'")
+    except OSError as error:
+        console.print(f"no curves: {path} could not be written ({error.strerror})", highlight=False)
+    return 0 if found.passed else 1
+
+
+def _print(console: Console, found: Experiment, seconds: float) -> None:
+    table = Table(title=found.title, title_justify="left")
+    for number, column in enumerate(found.columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in found.rows:
+        table.add_row(*row)
+    console.print(table)
+    for check in found.checks:
+        mark = "[green]holds[/]" if check.passed else "[bold red]fails[/]"
+        console.print(f"  {mark}  {check.statement}", highlight=False)
+    console.print(f"\n{found.reading}\n", highlight=False)
+    passed = sum(check.passed for check in found.checks)
+    console.print(f"{passed} of {len(found.checks)} checks hold, {seconds:.0f} s", highlight=False)

@@ -1,0 +1,103 @@
+"""`headway train`."""
+
+import shlex
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from headway.errors import ArgumentError
+
+from ..recipe import TrainConfig, train
+from ..recipe.presets import preset
+from ..recipe.ranks import is_first, started
+from ..recipe.report import say
+from ..recipe.run import Run
+
+
+@dataclass(frozen=True)
+class Arguments(TrainConfig):
+    """Train a byte-level transformer on source code that this machine has.
+
+    Whole files are packed into sequences under a document mask, whole other files are held out.
+    Weights, metrics, pictures and a sample of what it writes are put into runs/NAME. Ctrl-C saves
+    and stops; --resume continues, with the same losses as if it had never stopped.
+    """
+
+    preset: Annotated[
+        str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")
+    ] = None
+    """Start from the settings of a long run on a GPU: 60m, 60m-explode or 19m."""
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Continue the run of this name from its last checkpoint, with the settings it began with."""
+
+    def config(self) -> TrainConfig:
+        """The settings alone."""
+        return TrainConfig(
+            **{field.name: getattr(self, field.name) for field in fields(TrainConfig)}
+        )
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 0, or 128 + the number of the signal that stopped it, as shells count."""
+    asked = _parse(arguments, Arguments())
+    if asked.preset is not None:
+        if asked.resume:
+            raise ArgumentError(
+                f"--preset {asked.preset} with --resume: a run goes on with the settings that it "
+                "was started with; leave out --preset"
+            )
+        # Parsed again over the settings of the preset: what is given counts.
+        asked = _parse(arguments, Arguments(**vars(preset(asked.preset))))
+    if asked.resume:
+        # Parsed again over the settings of the run: what is not given keeps the run's value, and
+        # what is given and differs is refused by `train`.
+        run = Run.find(asked.runs, asked.name)
+        saved = replace(run.settings(), name=run.name, runs=asked.runs)
+        asked = _parse(arguments, Arguments(**vars(saved)))
+    if asked.devices > 1 and not started():
+        return _start(arguments, asked.devices)
+    if started() > 1 and asked.devices == 1:  # by torchrun, which says how many
+        asked = replace(asked, devices=started())
+    console = Console()
+    trained = train(asked.config(), asked.resume, console)
+    if not is_first():
+        return 128 + trained.stopped_by if trained.stopped_by else 0
+    folder, steps = trained.run.folder, trained.run.settings().steps
+    if trained.stopped_by:
+        say(
+            console,
+            f"stopped by {trained.stopped_by.name} and saved after step {trained.step}/{steps}; "
+            f"continue with: headway train --name {folder.name} --resume{_runs(folder)}",
+        )
+        return 128 + trained.stopped_by
+    last = trained.run.read_metrics()[-1]
+    say(
+        console,
+        f"done: {last['held_out_bits_per_byte']:.3f} bits per byte on the "
+        f"{last['held_out_bytes']:,} held-out bytes; see {folder}, or let it write: "
+        f'headway sample {folder.name} --prompt "def "{_runs(folder)}',
+    )
+    return 0
+
+
+def _start(arguments: list[str], devices: int) -> int:
+    """Start as many processes of this command, which torchrun's agent looks after."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=devices, run_id="headway-train",
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0, start_method="spawn",
+    )  # fmt: skip
+    return elastic_launch(config, main)(arguments)[0]
+
+
+def _runs(folder: Path) -> str:
+    """The option without which the next command would not find the run."""
+    return "" if folder.parent == Path("runs") else f" --runs {shlex.quote(str(folder.parent))}"
+
+
+def _parse(arguments: list[str], default: Arguments) -> Arguments:
+    return tyro.cli(Arguments, args=arguments, default=default, prog="headway train")

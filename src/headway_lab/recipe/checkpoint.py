@@ -1,0 +1,184 @@
+"""Saved weights and checkpoints: safetensors files, written beside and renamed.
+
+A checkpoint is one file: weights ("model/..."), optimizer tensors ("optimizer/...") and, as
+metadata, the step and a SHA-256 of all tensors. There is nothing else to save: the data order and
+the learning rate are functions of the step, and no random numbers are drawn while training. One
+file is renamed in one stroke, needs no unpickling, and a damaged one is recognised. (State that is
+spread over processes is written by PyTorch's distributed checkpoint, a folder: `shards.py`.)
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from headway.errors import CheckpointError
+
+from .model import ModelConfig, Transformer
+
+KEEP = 2  # the newest, and one more in case the newest turns out damaged
+
+
+class State(NamedTuple):
+    """What a checkpoint holds."""
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def write_beside(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` on a file beside `path`, flush it to the disk, rename it to `path`.
+
+    At every moment `path` is the old file or the new one, whole. If writing fails the file beside
+    is removed and CheckpointError says why and that the old one is there.
+    """
+    beside = path.with_name(path.name + ".partial")
+    try:
+        write(beside)
+        with open(beside, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        _flush_folder(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise CheckpointError(_failure(path, error)) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_beside` for text."""
+    write_beside(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def save_checkpoint(folder: Path, state: State) -> Path:
+    """Write `step-000100.safetensors` for step 100 and drop all but the last two.
+
+    Raises CheckpointError if a tensor is not finite or the file cannot be written; the checkpoints
+    that are there stay.
+    """
+    tensors = {f"model/{name}": t for name, t in state.model.items()}
+    tensors |= {f"optimizer/{name}": t for name, t in state.optimizer.items()}
+    for name, t in tensors.items():
+        if not t.isfinite().all():
+            raise CheckpointError(
+                f"{name} holds NaN or infinity after step {state.step}: not saved. The last good "
+                f"checkpoints are in {folder}; start a new run with a smaller --lr"
+            )
+    tensors = {name: t.contiguous().cpu() for name, t in tensors.items()}
+    metadata = {"step": str(state.step), "sha256": _digest(tensors)}
+    path = folder / f"step-{state.step:06d}.safetensors"
+    _write_tensors(path, tensors, metadata)
+    for old in list_checkpoints(folder)[:-KEEP]:
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    return path
+
+
+def load_checkpoint(path: Path) -> State:
+    """Raises CheckpointError if the file cannot be read or is not what was written."""
+    try:
+        tensors, metadata = _read(path)
+        step = int(metadata["step"])
+        if _digest(tensors) != metadata["sha256"]:
+            raise ValueError("its tensors do not have the checksum that was saved with them")
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError) as error:
+        others = [p.name for p in list_checkpoints(path.parent) if p != path]
+        way_out = (
+            f"delete or move it, and --resume continues from {others[-1]}"
+            if others
+            else "there is no other checkpoint: start a new run under another --name"
+        )
+        raise CheckpointError(f"checkpoint {path} is damaged ({error}); {way_out}") from error
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    for key, tensor in tensors.items():
+        part, name = key.split("/", 1)
+        parts[part][name] = tensor
+    return State(step, parts["model"], parts["optimizer"])
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Oldest first. Those of several devices are folders (`shards.py`)."""
+    there = [p for p in folder.glob("step-*") if p.suffix == ".safetensors" or p.is_dir()]
+    return sorted(there, key=lambda p: int(p.stem.split("-")[1]))
+
+
+def save_model(path: Path, config: ModelConfig, weights: dict[str, Tensor], step: int) -> None:
+    """The weights alone, with the sizes of the network as metadata: all that sampling needs."""
+    metadata = {"step": str(step), "model": json.dumps(asdict(config))}
+    tensors = {name: t.contiguous().cpu() for name, t in weights.items()}
+    _write_tensors(path, tensors, metadata)
+
+
+def load_model(path: Path) -> Transformer:
+    """Raises CheckpointError if the file cannot be read or does not hold such a model."""
+    try:
+        tensors, metadata = _read(path)
+        model = Transformer(ModelConfig(**json.loads(metadata["model"])))
+        model.load_state_dict(tensors)
+    except (OSError, safetensors.SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"cannot read a model from {path}: {error}") from error
+    except RuntimeError as error:  # names or shapes of load_state_dict
+        raise CheckpointError(f"{path} holds the weights of another model: {error}") from error
+    return model
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    # Through memory: safetensors' own `save_file` makes files that only their owner may read.
+    data = _in_order(safetensors.torch.save(tensors, metadata))
+    write_beside(path, lambda beside: beside.write_bytes(data))
+
+
+def _in_order(data: bytes) -> bytes:
+    """The same file with its header's entries sorted: safetensors writes metadata in an order that
+    differs from process to process, and equal runs should have equal files."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:start]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[start:]
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safetensors.safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118 not a dict
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        t = tensors[name]
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)}".encode())
+        digest.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _failure(path: Path, error: OSError) -> str:
+    way_out = (
+        "free some space"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        else "check that the folder is there and may be written to"
+    )
+    return (
+        f"could not write {path} ({error.strerror}): {way_out}. What was saved before is whole; "
+        "continue with --resume"
+    )
+
+
+def _flush_folder(folder: Path) -> None:
+    """A rename lasts through a power cut only once its folder is on the disk."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,302 @@
+"""Every setting of a training run, and the one dial that sets most of them."""
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from headway.errors import ArgumentError
+
+from .corpus import Text
+from .model import Implementation, Kind, MaskKind, ModelConfig, Scaling
+
+HEAD_WIDTH = 32
+# Learning rates by depth: deeper runs are longer. Kimi K2's Muon multiplies steps by the root of
+# the width, which grows with depth.
+RATES = {
+    "muon": lambda depth: 0.04 / math.sqrt(depth),
+    "muonclip": lambda depth: 0.03 / depth,
+    "adamw": lambda depth: 0.01 / math.sqrt(depth),
+    "adafactor": lambda depth: 0.06 / math.sqrt(depth),
+}
+SHORTEST = 8  # bytes of context: below, there is next to nothing to attend to, at any cost
+HIGHEST_RATE = 1e6  # nothing learns there; float32 overflows far above
+
+
+def _or(default: str, metavar: str = "INT") -> Any:
+    """For the command line: an option whose default, None, stands for what is said here."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Every setting of a run; `headway train --help` is made from it.
+
+    A setting that is None follows from `depth` or from the machine: `resolved` says how.
+    """
+
+    depth: int = 4
+    """Layers: the one dial that sets width, heads, learning rate and steps (4: two minutes)."""
+    name: Annotated[str | None, _or("run-1, run-2, ...; with --resume, the last saved", "NAME")] = (
+        None
+    )
+    """The run's folder under --runs. A name that exists is refused unless --resume is given."""
+    steps: Annotated[int | None, _or("18 * depth²")] = None
+    """Training steps."""
+    width: Annotated[int | None, _or("32 * depth")] = None
+    """Width of the residual stream."""
+    heads: Annotated[int | None, _or("width / 32")] = None
+    """Query heads."""
+    kv_heads: Annotated[int | None, _or("half of heads, or the next divisor below")] = None
+    """Key and value heads; each serves heads / kv-heads query heads (gqa alone)."""
+    attention: Kind = "gqa"
+    """Grouped-query attention, or multi-head latent attention (DeepSeek)."""
+    qk_norm: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Normalise queries and keys in every head (gqa)."""
+    softcap: Annotated[float | None, _or("none", "FLOAT")] = None
+    """Bound on the logits: cap * tanh(logit / cap), as in Gemma 2."""
+    mask: MaskKind = "documents"
+    """What a byte attends to: earlier bytes of its own file, or of the whole sequence."""
+    implementation: Implementation = "headway"
+    """Who computes attention; sdpa is PyTorch's F.scaled_dot_product_attention, a baseline."""
+    scaling: Scaling = "logits"
+    """Where 1/sqrt(head width) lives: logits, queries, their initial weights, or nowhere (none)."""
+    optimizer: Literal["muon", "adamw", "muonclip", "adafactor"] = "muon"
+    """Of the matrices inside the blocks; muonclip is Muon as Kimi K2 has it, with QK-Clip."""
+    qk_clip_tau: Annotated[float | None, _or("100 for muonclip, else no clip", "FLOAT")] = None
+    """QK-Clip: after a step, scale down the heads whose largest logit passed this."""
+    context: int = 256
+    """Bytes in a sequence: how far back attention can look."""
+    batch: int = 8
+    """Sequences in a step."""
+    lr: Annotated[
+        float | None,
+        _or(
+            "muon: 0.04 / sqrt(depth), muonclip: 0.03 / depth, adamw: 0.01 / sqrt(depth), "
+            "adafactor: 0.06 / sqrt(depth)",
+            "FLOAT",
+        ),
+    ] = None
+    """Learning rate of the matrices inside the blocks."""
+    embedding_lr: float = 0.05
+    """Learning rate of the byte embedding (AdamW)."""
+    head_lr: float = 0.01
+    """Learning rate of the output head (AdamW)."""
+    weight_decay: float = 0.1
+    """Decay of the matrices inside the blocks; a step shrinks them by this times --lr."""
+    warmup: float = 0.02
+    """Share of the steps, at the start, over which learning rates rise from zero."""
+    cooldown: float = 0.7
+    """Share of the steps, at the end, over which they fall back to zero."""
+    eval_every: int = 50
+    """Steps between looks at a part of the held-out files; the last step looks at all of them."""
+    save_every: int = 100
+    """Steps between checkpoints; one is also written at the end, on Ctrl-C and on SIGTERM."""
+    seed: int = 0
+    """Of the initial weights and of the order of the data."""
+    text: Text = "library"
+    """The .py files of Python's standard library, or sources and notes of installed packages."""
+    corpus: Annotated[Path | None, _or("where this Python has them", "FOLDER")] = None
+    """Folder to read the text from instead."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to train."""
+    devices: int = 1
+    """GPUs, or processes on the CPU, that train together; torchrun may start them, too."""
+    context_parallel: Annotated[int | None, _or("all devices")] = None
+    """Of the devices, how many hold a sequence together; groups of so many share out the batch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations and products; bfloat16 (autocast) pays only where the hardware has it."""
+    threads: Annotated[int | None, _or("PyTorch's choice")] = None
+    """CPU threads."""
+    sample_bytes: int = 240
+    """Bytes that the trained model writes after each of three prompts; 0 for none."""
+    runs: Path = Path("runs")
+    """Folder that holds the runs."""
+
+    def resolved(self) -> "Settings":
+        """This configuration with nothing left open, checked.
+
+        From `depth` d: width 32 d, one head per 32 of width, half as many key heads, 18 d² steps
+        (so the text read grows almost as fast as the weights), and a learning rate that falls as
+        1 / sqrt(d) because deeper runs are longer. Raises ArgumentError.
+        """
+        _at_least("depth", self.depth, 1)
+        width = HEAD_WIDTH * self.depth if self.width is None else self.width
+        _at_least("width", width, 1)
+        heads = max(1, width // HEAD_WIDTH) if self.heads is None else self.heads
+        _at_least("heads", heads, 1)
+        own = heads if self.attention == "mla" else _kv_heads(heads)
+        settings = Settings(
+            **vars(self)
+            | {
+                "width": width,
+                "heads": heads,
+                "kv_heads": own if self.kv_heads is None else self.kv_heads,
+                "steps": 18 * self.depth**2 if self.steps is None else self.steps,
+                "lr": RATES[self.optimizer](self.depth) if self.lr is None else self.lr,
+                "qk_clip_tau": 100.0
+                if self.qk_clip_tau is None and self.optimizer == "muonclip"
+                else self.qk_clip_tau,
+                "threads": torch.get_num_threads() if self.threads is None else self.threads,
+            }
+        )
+        settings.check()
+        return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TrainConfig):
+    """A `TrainConfig` with nothing left open: what a run is made from, and its config.json."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    steps: int
+    lr: float
+    threads: int
+
+    def model(self) -> ModelConfig:
+        """The sizes of the network."""
+        return ModelConfig(
+            self.depth, self.width, self.heads, self.kv_heads, self.context,
+            attention=self.attention, scaling=self.scaling, qk_norm=self.qk_norm,
+            mask=self.mask, softcap=self.softcap, implementation=self.implementation,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises ArgumentError naming the first setting that cannot be."""
+        for name in (
+            "kv_heads",
+            "steps",
+            "batch",
+            "eval_every",
+            "save_every",
+            "threads",
+            "devices",
+        ):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("context", self.context, SHORTEST)
+        _at_least("sample_bytes", self.sample_bytes, 0)
+        over = self.devices if self.context_parallel is None else self.context_parallel
+        if over < 1 or self.devices % over or self.batch % (self.devices // over):
+            raise ArgumentError(
+                f"--context-parallel {over} must divide --devices {self.devices}, and the groups "
+                f"of devices, {self.devices / max(1, over):g}, the sequences of a step, "
+                f"--batch {self.batch}"
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ArgumentError(f"--seed {self.seed} must be from 0 to 2³² - 1")
+        if self.width % self.heads or self.width // self.heads % 2:
+            raise ArgumentError(
+                f"--width {self.width} with --heads {self.heads}: the width of a head, "
+                f"{self.width / self.heads:g}, must be whole and even (rotary positions turn pairs)"
+                f"; for example --width {self.heads * HEAD_WIDTH}"
+            )
+        if self.heads % self.kv_heads:
+            raise ArgumentError(
+                f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}"
+            )
+        if self.attention == "mla" and self.kv_heads != self.heads:
+            raise ArgumentError(
+                f"--kv-heads {self.kv_heads} is for --attention gqa: in MLA every one of the "
+                f"{self.heads} heads has keys of its own; leave it out"
+            )
+        if self.attention == "mla" and self.qk_norm:
+            raise ArgumentError("--qk-norm is for --attention gqa: MLA normalises its latents")
+        if self.attention == "mla" and self.width // self.heads < 4:
+            raise ArgumentError(
+                f"--attention mla with heads of {self.width // self.heads}: 4 at least, half of "
+                "them rotary"
+            )
+        if self.qk_clip_tau is not None:
+            if not 0 < self.qk_clip_tau < math.inf:
+                raise ArgumentError(f"--qk-clip-tau {self.qk_clip_tau} must be above 0")
+            if self.qk_norm:
+                raise ArgumentError(
+                    "--qk-norm bounds logits whatever the size of the weights that QK-Clip scales; "
+                    "leave out --qk-clip-tau, and choose --optimizer muon or adamw"
+                )
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ArgumentError(f"--softcap {self.softcap} must be above 0")
+        if self.implementation == "sdpa":
+            self._check_sdpa()
+        for name in ("lr", "embedding_lr", "head_lr"):
+            if not 0 < (value := getattr(self, name)) <= HIGHEST_RATE:
+                raise ArgumentError(f"{_flag(name)} {value} must be above 0, to {HIGHEST_RATE:g}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ArgumentError(f"--weight-decay {self.weight_decay} must be zero or more")
+        for name in ("warmup", "cooldown"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ArgumentError(f"{_flag(name)} {value} must be a share, from 0 to 1")
+
+    def _check_sdpa(self) -> None:
+        for flag, there in {
+            "--mask documents": self.mask == "documents",
+            "--softcap": self.softcap is not None,
+            "--attention mla": self.attention == "mla",
+            "--qk-clip-tau or --optimizer muonclip": self.qk_clip_tau is not None,
+            "--devices above 1": self.devices > 1,
+        }.items():
+            if there:
+                raise ArgumentError(
+                    f"--implementation sdpa with {flag}: PyTorch's F.sdpa is the baseline of "
+                    "--mask causal alone; leave one of the two out"
+                )
+
+
+def learning_rate(config: Settings, step: int) -> float:
+    """The factor on every learning rate at step 0, 1, ...: up, level, and down to zero.
+
+    It depends on the step alone, so that a resumed run follows the same curve.
+    """
+    up = min(1.0, (step + 1) / max(1, round(config.warmup * config.steps)))
+    down = min(1.0, (config.steps - step) / max(1, round(config.cooldown * config.steps)))
+    return up * down
+
+
+def to_json(config: Settings) -> dict[str, Any]:
+    """As plain JSON values; `from_json` is the way back."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
+
+
+def from_json(values: dict[str, Any]) -> Settings:
+    """Raises TypeError if a setting is unknown or missing."""
+    # Runs from before there were these have none: they had what is the default now.
+    later = (
+        "devices",
+        "context_parallel",
+        "softcap",
+        "mask",
+        "implementation",
+        "text",
+        "sample_bytes",
+    )
+    values = {name: getattr(TrainConfig, name) for name in later} | values
+    if missing := {field.name for field in fields(Settings)} - set(values):
+        raise TypeError(f"settings missing: {', '.join(sorted(missing))}")
+    paths: dict[str, Any] = {k: values[k] and Path(values[k]) for k in ("corpus", "runs")}
+    return Settings(**values | paths)
+
+
+def changed(config: Settings, saved: Settings) -> str:
+    """The settings that differ, as a user writes them; empty if none does."""
+    pairs = [(f.name, getattr(config, f.name), getattr(saved, f.name)) for f in fields(TrainConfig)]
+    return ", ".join(
+        f"{_flag(name)} {new} (the run has {old})" for name, new, old in pairs if new != old
+    )
+
+
+def _kv_heads(heads: int) -> int:
+    return max((m for m in range(1, heads // 2 + 1) if heads % m == 0), default=1)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(name: str, number: int, least: int) -> None:
+    if number < least:
+        raise ArgumentError(f"{_flag(name)} {number} must be an integer, {least} or more")

@@ -1,0 +1,115 @@
+"""Checkpoints of a run on several devices: PyTorch's distributed checkpoint, a folder.
+
+Every rank writes and reads its own shards, and a run may be resumed on another number of devices.
+(`checkpoint.py` has those of one device: one file.)
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from headway.errors import CheckpointError
+
+from .checkpoint import KEEP, State, list_checkpoints
+
+
+def save_shards(folder: Path, state: State, first: bool) -> Path:
+    """Write `step-000100` for step 100 and drop all but the last two. All ranks call it.
+
+    Raises CheckpointError if a tensor is not finite or the folder cannot be written.
+    """
+    path = folder / f"step-{state.step:06d}"
+    beside = folder / f".step-{state.step:06d}.partial"
+    tensors = _flat(state)
+    finite = all(bool(_local(t).isfinite().all()) for t in tensors.values())
+    if not _all(finite):
+        raise CheckpointError(
+            f"a tensor holds NaN or infinity after step {state.step}: not saved. The last good "
+            f"checkpoints are in {folder}; start a new run with a smaller --lr"
+        )
+    try:
+        dcp.save(tensors, checkpoint_id=beside)
+    except Exception as error:
+        raise CheckpointError(f"could not write {path}: {error}") from error
+    if first:
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(beside, path)
+        for old in list_checkpoints(folder)[:-KEEP]:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+    _all(True)  # the others go on when it is there
+    return path
+
+
+def load_shards(path: Path, model: torch.nn.Module) -> State:
+    """The state in a folder, cut as the model's parameters are now.
+
+    Raises CheckpointError if it cannot be read or is not what was written.
+    """
+    try:
+        found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        ours = {f"model/{name}": t for name, t in model.state_dict().items()}
+        params = dict(model.named_parameters())
+        tensors: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.int64)}
+        for key, about in found.items():
+            if key == "step":
+                continue
+            like = ours.get(key)
+            if like is None:
+                like = params.get(key.removeprefix("optimizer/").rpartition("/")[0])
+            size, dtype = about.size, about.properties.dtype  # type: ignore[union-attr]
+            tensors[key] = (
+                torch.zeros_like(like, dtype=dtype)
+                if like is not None and like.shape == size
+                else torch.zeros(size, dtype=dtype)
+            )
+        dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint {path} is damaged ({error}): delete or move it"
+        ) from error
+    step = int(tensors.pop("step"))
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    for key, tensor in tensors.items():
+        part, name = key.split("/", 1)
+        parts[part][name] = tensor
+    return State(step, parts["model"], parts["optimizer"])
+
+
+def whole(t: Tensor) -> Tensor:
+    """A tensor in one piece, on every rank. All ranks call it."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t  # type: ignore[attr-defined]
+
+
+def placed(tensor: Tensor, like: Any) -> Tensor:
+    """A whole tensor, cut as `like` is; one that is cut, as it is."""
+    if not hasattr(like, "device_mesh") or hasattr(tensor, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+def _flat(state: State) -> dict[str, Tensor]:
+    tensors = {f"model/{name}": t for name, t in state.model.items()}
+    tensors |= {f"optimizer/{name}": t for name, t in state.optimizer.items()}
+    return tensors | {"step": torch.tensor(state.step)}
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t  # type: ignore[attr-defined]
+
+
+def _all(mine: bool) -> bool:
+    """Whether it is so on every rank."""
+    if not dist.is_initialized():
+        return mine
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return all(found)
