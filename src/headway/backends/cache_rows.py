@@ -1,4 +1,4 @@
-"""The rows of a call over a cache, as the host sees them where tensors are on the CPU."""
+"""Read the rows of a call over a cache on the host, where its tensors are on the CPU."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,24 +11,24 @@ from ..types import KV
 from .base import Call
 
 
-class Row(NamedTuple):
-    """One row of the batch with queries."""
+class CacheRow(NamedTuple):
+    """A row of the batch that has queries."""
 
-    n: int  # its number
-    of: int  # where its queries are: q[of, :, i]
-    i: slice
-    length: int  # its keys, the queries' own among them
+    index: int  # in the batch and in the cache
+    q_row: int  # its queries are q[q_row, :, queries]
+    queries: slice
+    length: int  # number of its keys, with those of its queries
 
     @property
-    def first(self) -> int:
-        """The position of its first query."""
-        return self.length - (self.i.stop - self.i.start)
+    def first_position(self) -> int:
+        """Return the position of its first query."""
+        return self.length - (self.queries.stop - self.queries.start)
 
 
-def rows_of(call: Call) -> list[Row]:
-    """The rows that have queries.
+def rows_of(call: Call) -> list[CacheRow]:
+    """Return the rows that have queries.
 
-    **Raises:** `ArgumentError` for lengths, offsets and pages that cannot be.
+    **Raises:** `ArgumentError` for invalid lengths, offsets and pages.
     """
     kv = call.kv
     assert kv is not None
@@ -42,34 +42,36 @@ def rows_of(call: Call) -> list[Row]:
         _check_pages(kv, kv.page_table, call.k)
     q_len = call.q.shape[2]
     if kv.cu_q is None:
-        whole = slice(0, q_len)
-        return [Row(n, n, whole, length) for n, length in enumerate(lengths) if q_len]
-    ends = kv.cu_q.tolist()
-    counts = [stop - start for start, stop in pairwise(ends)]
+        all_queries = slice(0, q_len)
+        return [CacheRow(n, n, all_queries, length) for n, length in enumerate(lengths) if q_len]
+    cu_q = kv.cu_q.tolist()
+    counts = [stop - start for start, stop in pairwise(cu_q)]
     if (
-        ends[0]
-        or ends[-1] > q_len
+        cu_q[0]
+        or cu_q[-1] > q_len
         or min(counts, default=0) < 0
         or max(counts, default=0) > kv.max_q
     ):
         raise ArgumentError(
             f"cu_q must rise from 0 to {q_len} tokens at most, by no more than max_q={kv.max_q}, "
-            f"got {ends if len(ends) < 12 else (ends[0], ends[-1])}"
+            f"got {cu_q if len(cu_q) < 12 else (cu_q[0], cu_q[-1])}"
         )
     return [
-        Row(n, 0, slice(start, stop), length)
-        for n, (start, stop, length) in enumerate(zip(ends, ends[1:], lengths, strict=False))
+        CacheRow(n, 0, slice(start, stop), length)
+        for n, (start, stop, length) in enumerate(zip(cu_q, cu_q[1:], lengths, strict=False))
         if stop > start
     ]
 
 
-def _check_pages(kv: KV, table: Tensor, k: Tensor) -> None:
-    pages, page = k.shape[0], k.shape[2]
-    used = torch.arange(table.shape[1], device=table.device) * page < kv.lengths[:, None]
-    wrong = used & ((table < 0) | (table >= pages))
-    if bool(wrong.any()):
-        row, at = wrong.nonzero()[0].tolist()
+def _check_pages(kv: KV, page_table: Tensor, k: Tensor) -> None:
+    """Raise for an entry of the page table that a row needs and that names no page."""
+    page_count, page_len = k.shape[0], k.shape[2]
+    first_keys = torch.arange(page_table.shape[1], device=page_table.device) * page_len
+    invalid = (page_table < 0) | (page_table >= page_count)
+    invalid &= first_keys < kv.lengths[:, None]
+    if bool(invalid.any()):
+        row, n = invalid.nonzero()[0].tolist()
         raise ArgumentError(
-            f"page_table[{row}, {at}] = {int(table[row, at])} is none of the {pages} pages, but "
-            f"row {row} has {int(kv.lengths[row])} keys in pages of {page}"
+            f"page_table[{row}, {n}] = {int(page_table[row, n])} is none of the {page_count} "
+            f"pages, but row {row} has {int(kv.lengths[row])} keys in pages of {page_len}"
         )

@@ -1,4 +1,4 @@
-"""The definition, in float64 and without tiles: every other backend is compared with it."""
+"""Compute the definition, in float64 and without tiles; tests compare other backends with it."""
 
 import math
 
@@ -76,29 +76,30 @@ def infer(spec: Spec, call: Call) -> Forward:
         new((rows, hq) if spec.max_logit else (0,), -math.inf, acc),
         new(shape if spec.row_max else (0,), -math.inf, acc),
     )
-    for row, of, i, length in rows_of(call):
-        count = i.stop - i.start
-        one = call.replace(
-            q=call.q[of : of + 1, :, i],
-            k=_row(call.k, kv.k_scale, kv, row, length),
-            v=_row(call.v, kv.v_scale, kv, row, length),
+    for row, q_row, queries, length in rows_of(call):
+        q_len = queries.stop - queries.start
+        row_call = call.replace(
+            q=call.q[q_row : q_row + 1, :, queries],
+            k=_row_keys(call.k, kv.k_scale, kv, row, length),
+            v=_row_keys(call.v, kv.v_scale, kv, row, length),
             tiles=None,
             coords=call.coords._replace(
                 b=call.coords.b + row,
-                q_pos=torch.arange(length - count, length, device=call.q.device),
+                q_pos=torch.arange(length - q_len, length, device=call.q.device),
             ),
             kv=None,
         )
-        of_row = forward(spec, one)
-        result.out[of, :, i], result.lse[of, :, i] = of_row.out[0], of_row.lse[0]
+        row_result = forward(spec, row_call)
+        result.out[q_row, :, queries] = row_result.out[0]
+        result.lse[q_row, :, queries] = row_result.lse[0]
         if spec.max_logit:
-            result.max_logit[row] = of_row.max_logit[0]
+            result.max_logit[row] = row_result.max_logit[0]
         if spec.row_max:
-            result.row_max[of, :, i] = of_row.row_max[0]
+            result.row_max[q_row, :, queries] = row_result.row_max[0]
     return result
 
 
-def _row(x: Tensor, scale: Tensor | None, kv: KV, row: int, length: int) -> Tensor:
+def _row_keys(x: Tensor, scale: Tensor | None, kv: KV, row: int, length: int) -> Tensor:
     """The keys or values of a row, `(1, hk, length, width)`, in float64."""
     if kv.page_table is None:
         own = x[row, :, :length].double()
@@ -221,7 +222,7 @@ def _to_heads(x: Tensor, hq: int) -> Tensor:
 def softmax(t: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """P, and the sink's share of every row, without lse: near a lse of -1e30 the logarithm of the
     sum is lost."""
-    s = _of_rows(t, sink)
+    s = _row_results(t, sink)
     m = torch.maximum(s, t.amax(-1)) if t.shape[-1] else s
     m = m.masked_fill(m == -math.inf, 0)
     p, of_sink = (t - m[..., None]).exp(), (s - m).exp()
@@ -234,10 +235,10 @@ def _by_lse(t: Tensor, sink: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor
     """P and the sink's share from the lse of all keys; 0 in a row that sees nothing, whose lse is
     −inf."""
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    return (t - lse[..., None]).exp(), (_of_rows(t, sink) - lse).exp()
+    return (t - lse[..., None]).exp(), (_row_results(t, sink) - lse).exp()
 
 
-def _of_rows(t: Tensor, sink: Tensor | None) -> Tensor:
+def _row_results(t: Tensor, sink: Tensor | None) -> Tensor:
     if sink is None:
         return t.new_full(t.shape[:-1], -math.inf)
     return sink.double()[:, None].expand(t.shape[:-1])
