@@ -50,12 +50,12 @@ TRIPS = (
     ("headway.api:attention", "q"),
     ("headway.api:attention", "mask"),
     ("headway.api:attention", "layout"),
-    ("headway.api:_run", "request"),
-    ("headway.api:_run_request", "request"),
+    ("headway.run:run", "request"),
+    ("headway.run:run_out", "request"),
     ("headway.api:block_mask", "mask"),
     ("headway.inference.attend:attention", "mask"),
     ("headway.inference.attend:attention", "lengths"),
-    ("headway.inference.attend:_run", "request"),
+    ("headway.resolve:resolve", "request"),
     ("headway.explain:explain", "mask"),
 )
 

@@ -15,7 +15,7 @@ from .errors import CapturedIndexError
 from .keywords import unknown_keywords
 from .mods import causal, lower_mod
 from .mods.base import MaskFn, ScoreFn
-from .run import run, run_out, run_plain, with_place
+from .run import run, run_cpu_native, run_out, with_place
 from .types import AttentionOutput, Request
 
 
@@ -75,7 +75,7 @@ def attention(
     mask = mask if layout is not None else _or_none(mask, q, k)
     plainest = layout is None and score is None and sink is None and type(deterministic) is bool
     if plainest and (mask is None or type(mask) is causal):
-        out = run_plain(q, k, v, mask, scale, dropout, backend)
+        out = run_cpu_native(q, k, v, mask, scale, dropout, backend)
         if out is not None:
             return out
     request = Request(q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend)

@@ -1,9 +1,8 @@
-"""The pair under autograd.
+"""The pair of forward and backward under autograd.
 
-Where something watches (a compiler, a mode, a transform, a tracer, a profiler, a subclass of
-Tensor), it is a `torch.autograd.Function` above the operators, so that `torch.func` and
-`torch.compile` see its `setup_context`. Where nothing does, it is one that is given the call as it
-is, and calls the backend.
+Where something observes the operators (a compiler, a mode, a transform, a tracer, a profiler, a
+subclass of Tensor), `_Attention` runs them, so that `torch.func` and `torch.compile` see its
+`setup_context`. Otherwise `_Direct` calls the backend, which saves a tenth of a millisecond a call.
 """
 
 import warnings
@@ -42,25 +41,25 @@ from .types import (
 
 
 def _forward_operator(spec: str, *inputs: Any) -> Forward:
+    """Run `headway::forward`, with gradients where an exported program calls it by itself."""
     call = call_of(*inputs)
-    # An exported program calls the operator by itself: then it has to be differentiable itself.
-    if torch.is_grad_enabled() and _learns([*call[:5], *call.captured.tensors]):
-        asked = Spec.parse(spec)
-        out, *stats = attention(asked, call)
-        return Forward(in_dtype(out, asked.out_dtype(call.q.dtype)), *stats)
+    if torch.is_grad_enabled() and _any_learns(_inputs(call)):
+        parsed = Spec.parse(spec)
+        out, *stats = attention(parsed, call)
+        return Forward(in_dtype(out, parsed.out_dtype(call.q.dtype)), *stats)
     return Forward(*[x.contiguous() for x in forward(spec, *inputs)])
 
 
 library.impl("forward", _forward_operator, "CompositeExplicitAutograd")
 
 
-class _NotTwice(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
     """A gradient that refuses to be differentiated."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad, *on):
+    def forward(grad, *differentiable):
         return grad.view_as(grad)
 
     @staticmethod
@@ -88,60 +87,55 @@ class _Attention(torch.autograd.Function):
     def forward(*inputs):
         spec, ints, floats, offsets, counts, q, k, v, sink, seed, q_pos, kv_pos, *tensors = inputs
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
-        run = forward_op if _watched(q, k, v, *tensors) else forward
-        exact, *stats = run(
+        run = forward_op if needs_operators(q, k, v, *tensors) else forward
+        exact_out, *stats = run(
             spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_pos, kv_pos
         )
-        out = _rounded(counts[2], exact, q)
-        return out, *stats, out.new_empty(0) if out is exact else exact
+        out = _round_out(counts[2], exact_out, q)
+        return out, *stats, out.new_empty(0) if out is exact_out else exact_out
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         spec, ints, floats, offsets, counts, *tensors = inputs
-        out, lse, max_logit, row_max, exact = output
-        if exact.dtype != out.dtype:  # what the backward is given
-            out = exact
-        ctx.spec, ctx.ints, ctx.floats, ctx.offsets, ctx.counts = (
-            spec,
-            ints,
-            floats,
-            offsets,
-            counts,
-        )
+        out, lse, max_logit, row_max, exact_out = output
+        if exact_out.dtype != out.dtype:  # the backward takes the exact one
+            out = exact_out
+        ctx.spec, ctx.ints, ctx.floats = spec, ints, floats
+        ctx.offsets, ctx.counts = offsets, counts
         ctx.save_for_backward(out, lse, *tensors)
-        ctx.mark_non_differentiable(max_logit, row_max, exact)
+        ctx.mark_non_differentiable(max_logit, row_max, exact_out)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
-        return _once(ctx, _Attention.gradients, *grad_outputs)
+        return differentiate_once(ctx, _Attention.gradients, *grad_outputs)
 
     @staticmethod
     def gradients(ctx, dout, dlse, *_):
-        """The gradients of every input of `forward`."""
+        """Return the gradients of every input of `forward`."""
         out, lse, q, k, v, sink, seed, q_pos, kv_pos, *tensors = ctx.saved_tensors
-        of_score, count, exact = ctx.counts
-        captured, tiles = tensors[:count], tensors[count:]
+        score_tensors, captured_tensors, exact_out = ctx.counts
+        captured, tiles = tensors[:captured_tensors], tensors[captured_tensors:]
         needs = [
             ctx.needs_input_grad[12 + n] and t.is_floating_point()
-            for n, t in enumerate(captured[:of_score])
+            for n, t in enumerate(captured[:score_tensors])
         ]
         if dout is None:
-            dout = torch.zeros_like(_rounded(exact, out, q))
-        run = backward_op if _watched(q, k, v, dout, *tensors) else backward
+            dout = torch.zeros_like(_round_out(exact_out, out, q))
+        run = backward_op if needs_operators(q, k, v, dout, *tensors) else backward
         if run is not backward and not is_compiling():
             register_flops()  # a counter may be there for the backward alone
         results = run(
             ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,
             ctx.offsets, q_pos, kv_pos, out, lse, dout, dlse, needs,
         )  # fmt: skip
-        grads = in_order(results, q, k, v, sink, captured, needs)
+        grads = grads_of_inputs(results, q, k, v, sink, captured, needs)
         return (*(None,) * 5, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
 
 
 class _Dual(_Attention):
-    """`_Attention` where forward-mode AD is on: refused, if an input of the call has a tangent. (By
-    itself, since Dynamo takes no function with a `jvp`.)"""
+    """`_Attention` under forward-mode AD, which refuses inputs that have a tangent. (It is a class
+    of its own because Dynamo refuses functions that have a `jvp`.)"""
 
     generate_vmap_rule = True
 
@@ -161,14 +155,14 @@ def _refuse_forward_mode(what: str) -> None:
 
 
 def refuse_tangents(*inputs: Tensor | None) -> None:
-    """For a call that drops tangents: refused, if one of its inputs has one."""
+    """Refuse inputs that have a tangent, which the call would drop."""
     if any(x is not None and has_tangent(x) for x in inputs):
         _refuse_forward_mode("an input of the call")
 
 
-class _Run:
-    """A call on its way through autograd, which is to see its tensors and nothing else; and what
-    comes of it and carries no gradient."""
+class _DirectCall:
+    """A call that `_Direct` is given as one argument, of which autograd sees the tensors alone, and
+    its results that carry no gradient."""
 
     __slots__ = ("call", "max_logit", "row_max", "spec")
     max_logit: Tensor
@@ -179,42 +173,45 @@ class _Run:
 
 
 class _Direct(torch.autograd.Function):
-    """`_Attention` where nobody watches: nothing is taken apart. `torch.func` and compilers do not
-    take a function of this older style."""
+    """`_Attention` where nothing observes the operators: it takes the call as it is. `torch.func`
+    and compilers do not accept a function of this older style."""
 
     @staticmethod
     def forward(ctx, run, *learned):
-        spec, (q, k, v, sink, seed, captured, tiles, at, signature, *_) = run.spec, run.call
-        tensors, ints, floats = captured
-        exact, lse, run.max_logit, run.row_max = get(spec.backend).forward(spec, run.call)
-        out = _rounded(spec.exact_out, exact, q)
-        ctx.save_for_backward(exact, lse, q, k, v, sink, seed, at[4], at[5], *tensors)
-        if signature is None:
-            at = at._replace(q_pos=None, kv_pos=None)
-        ctx.rest = spec, ints, floats, tiles, at, signature
+        spec, call = run.spec, run.call
+        captured, coords, signature = call.captured, call.coords, call.signature
+        exact_out, lse, run.max_logit, run.row_max = get(spec.backend).forward(spec, call)
+        out = _round_out(spec.exact_out, exact_out, call.q)
+        ctx.save_for_backward(
+            exact_out, lse, call.q, call.k, call.v, call.sink, call.seed, coords.q_pos,
+            coords.kv_pos, *captured.tensors,
+        )  # fmt: skip
+        if signature is None:  # positions are saved above, not kept alive here
+            coords = coords._replace(q_pos=None, kv_pos=None)
+        ctx.rest = spec, captured.ints, captured.floats, call.tiles, coords, signature
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
-        return _once(ctx, _Direct.gradients, *grad_outputs)
+        return differentiate_once(ctx, _Direct.gradients, *grad_outputs)
 
     @staticmethod
     def gradients(ctx, dout, dlse):
-        """The gradients of every input of `forward`."""
+        """Return the gradients of every input of `forward`."""
         out, lse, q, k, v, sink, seed, q_pos, kv_pos, *tensors = ctx.saved_tensors
-        spec, ints, floats, tiles, at, signature = ctx.rest
+        spec, ints, floats, tiles, coords, signature = ctx.rest
         if signature is None:
-            at = at._replace(q_pos=q_pos, kv_pos=kv_pos)
-        call = Call(q, k, v, sink, seed, Captured(tensors, ints, floats), tiles, at, signature)
+            coords = coords._replace(q_pos=q_pos, kv_pos=kv_pos)
+        captured = Captured(tensors, ints, floats)
+        call = Call(q, k, v, sink, seed, captured, tiles, coords, signature)
         needs = ctx.needs_input_grad[5:]
         if dout is None:
-            dout = torch.zeros_like(_rounded(spec.exact_out, out, q))
-        if _watched(q, k, v, dout, *tensors):
+            dout = torch.zeros_like(_round_out(spec.exact_out, out, q))
+        if needs_operators(q, k, v, dout, *tensors):
             register_flops()  # a counter may be there for the backward alone
-            run = backward_op
-            results = run(spec.text, *flat(call), out, lse, dout, dlse, needs)
-            return None, *in_order(results, q, k, v, sink, tensors[: len(needs)], needs)
+            results = backward_op(spec.text, *flat(call), out, lse, dout, dlse, needs)
+            return None, *grads_of_inputs(results, q, k, v, sink, tensors[: len(needs)], needs)
         dq, dk, dv, dsink, dcaptured = get(spec.backend).backward(
             spec, call, out, lse, dout, dlse, needs
         )
@@ -222,80 +219,94 @@ class _Direct(torch.autograd.Function):
         return None, *[g if g is None else in_dtype(g, x.dtype) for g, x in pairs]
 
 
-def _rounded(exact: bool, out: Tensor, q: Tensor) -> Tensor:
-    """out as the caller gets it. Where a captured tensor learns, narrow inputs have an exact out: a
-    learned number adds up the errors of all rows, and that of delta is out's rounding."""
+def _round_out(exact: bool, out: Tensor, q: Tensor) -> Tensor:
+    """Return out in the dtype of q. Where a captured tensor is trained, the backend returns an
+    exact out for 16-bit inputs: the gradient of the tensor adds up delta's error in all rows, and
+    rounding out is that error."""
     return in_dtype(out, q.dtype) if exact else out
 
 
-# `Function.apply`, less what it does for transforms, which are none of `_Direct`'s.
+# `Function.apply` without its work for transforms, which `_Direct` never meets.
 _direct = super(torch.autograd.Function, _Direct).apply  # type: ignore[misc]
 
 
-def _once(ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | None) -> tuple:
-    """The gradients of a call, which may not be differentiated."""
+def differentiate_once(
+    ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | None
+) -> tuple:
+    """Return the gradients of a call, which refuse to be differentiated."""
     if is_compiling():
         return gradients(ctx, *grad_outputs)
     if any(x is not None and has_tangent(x) for x in grad_outputs):
         _refuse_forward_mode("the gradient of a result")
     if any(map(_is_batched, grad_outputs)):
-        return _one_by_one(ctx, gradients, *grad_outputs)
+        return _gradients_one_by_one(ctx, gradients, *grad_outputs)
     if not torch.is_grad_enabled():
         return gradients(ctx, *grad_outputs)
     with torch.no_grad():
         grads = gradients(ctx, *grad_outputs)
     # create_graph=True: a second derivative must not be dropped in silence.
-    return _not_twice(grads, *grad_outputs, *ctx.saved_tensors)
+    return _once_differentiable(grads, *grad_outputs, *ctx.saved_tensors)
 
 
 def _is_batched(x: Tensor | None) -> bool:
     return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
 
 
-def _one_by_one(ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | None) -> tuple:
-    """`_once` for several gradients of the results at once, as `is_grads_batched=True` and
-    `jacobian(vectorize=True)` give them: by a `vmap` older than `torch.func`'s, which has no rule
-    for what is not PyTorch's."""
-    level = next(_level(x) for x in grad_outputs if x is not None and _is_batched(x))
-    size = max(_apart(x, level, 1).shape[0] for x in grad_outputs if x is not None)
-    apart = [[None] * size if x is None else _apart(x, level, size) for x in grad_outputs]
-    found = [_once(ctx, gradients, *of) for of in zip(*apart, strict=True)]
+def _gradients_one_by_one(
+    ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | None
+) -> tuple:
+    """Return the gradients for a batch of gradients of the results, one after another.
+
+    `is_grads_batched=True` and `jacobian(vectorize=True)` give such batches by a `vmap` older than
+    `torch.func`'s, which has no rule for functions other than PyTorch's.
+    """
+    level = next(_batch_level(x) for x in grad_outputs if x is not None and _is_batched(x))
+    size = max(_unbatched(x, level, 1).shape[0] for x in grad_outputs if x is not None)
+    rows = [[None] * size if x is None else _unbatched(x, level, size) for x in grad_outputs]
+    grads_of_rows = [differentiate_once(ctx, gradients, *row) for row in zip(*rows, strict=True)]
     return tuple([
         None if grads[0] is None else torch._add_batch_dim(torch.stack(grads), 0, level)
-        for grads in zip(*found, strict=True)
+        for grads in zip(*grads_of_rows, strict=True)
     ])  # fmt: skip
 
 
-def _apart(x: Tensor, level: int, size: int) -> Tensor:
-    """With what is batched at this nesting as its first dimension; of `size`, if nothing is."""
+def _unbatched(x: Tensor, level: int, size: int) -> Tensor:
+    """Return x with the batch of this nesting level as its first dimension, expanded to `size` if
+    there is none."""
     return torch._remove_batch_dim(x, level, size, 0)
 
 
-def _level(x: Tensor) -> int:
-    """The nesting at which x is batched. It is asked by trying: where it is not, any size does.
-    (The thread of a device does not know how deep its caller is.)"""
-    return next(n for n in range(1, 65) if len(_apart(x, n, 2)) == len(_apart(x, n, 3)))
+def _batch_level(x: Tensor) -> int:
+    """Return the nesting level at which x is batched, found by trying: at any other, `_unbatched`
+    expands to whatever size it is given. (A device's thread does not know the level of its caller.)
+    """
+    return next(n for n in range(1, 65) if len(_unbatched(x, n, 2)) == len(_unbatched(x, n, 3)))
 
 
-def _not_twice(grads: Sequence[Tensor | None], *of: Tensor | None) -> tuple:
-    """Gradients that refuse to be differentiated, as functions of those of `of` that could be."""
-    on = [x for x in of if x is not None and x.requires_grad]
-    return tuple([None if g is None else _NotTwice.apply(g, *on) for g in grads])
+def _once_differentiable(grads: Sequence[Tensor | None], *inputs: Tensor | None) -> tuple:
+    """Return gradients that refuse to be differentiated with respect to any of `inputs`."""
+    differentiable = [x for x in inputs if x is not None and x.requires_grad]
+    return tuple([
+        None if g is None else _OnceDifferentiable.apply(g, *differentiable) for g in grads
+    ])  # fmt: skip
 
 
-def in_order(results: Sequence[Tensor], q, k, v, sink, captured, needs) -> list[Tensor | None]:
-    """The operator's gradients as those of q, k, v, sink and all captured tensors."""
-    each = iter(results)
-    grads = [None if x is None else in_dtype(next(each), x.dtype) for x in (q, k, v, sink)]
+def grads_of_inputs(
+    results: Sequence[Tensor], q, k, v, sink, captured, needs
+) -> list[Tensor | None]:
+    """Return the operator's gradients as those of q, k, v, sink and all captured tensors, None for
+    those that need none."""
+    remaining = iter(results)
+    grads = [None if x is None else in_dtype(next(remaining), x.dtype) for x in (q, k, v, sink)]
     for need, t in zip(needs, captured, strict=False):
-        grads.append(in_dtype(next(each), t.dtype) if need else None)
+        grads.append(in_dtype(next(remaining), t.dtype) if need else None)
     return grads + [None] * (len(captured) - len(needs))
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
-# Asked at every call, so looked up once.
+# Every call asks these, so they are looked up once.
 _modes = torch._C._len_torch_dispatch_stack
 _tracing, _profiled = torch._C._is_tracing, torch.autograd._profiler_enabled
 _included, _PRE_DISPATCH = (
@@ -303,33 +314,37 @@ _included, _PRE_DISPATCH = (
 )  # fmt: skip
 
 
-def _watched(*tensors: Tensor | None) -> bool:
-    """Whether something has to see the operators: a compiler, a mode, a transform, a tracer, a
-    profiler, a subclass of Tensor. Where nothing has, they are skipped: a tenth of a millisecond
-    counts where tensors are small."""
-    return is_compiling() or _seen(*tensors)
+def needs_operators(*tensors: Tensor | None) -> bool:
+    """Return whether a compiler, a mode, a transform, a tracer, a profiler or a subclass of Tensor
+    observes the operators. Otherwise the backend is called directly, which saves a tenth of a
+    millisecond."""
+    return is_compiling() or _observed(*tensors)
 
 
-def _seen(*tensors: Tensor | None) -> bool:
-    """`_watched`, less compilers."""
+def _observed(*tensors: Tensor | None) -> bool:
+    """Return `needs_operators` for calls outside of compilers."""
     return (
-        _seen_by_modes()
+        _observed_by_modes()
         or tensors[0].is_meta  # type: ignore[union-attr]
         or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
-def _call_seen(call: Call) -> bool:
-    """`_seen`, of a call; those that are known have plain tensors."""
+def _call_observed(call: Call) -> bool:
+    """Return `_observed` of a call. A call with a signature has plain tensors."""
     if call.signature is not None and (call.seed is None or type(call.seed) is Tensor):
-        return _seen_by_modes()
-    q, k, v, sink, seed, (tensors, _, _), tiles, (_, _, _, _, q_pos, kv_pos, _), *_ = call
-    given = () if tiles is None else tiles.flatten()
-    return _seen(q, k, v, sink, seed, q_pos, kv_pos, *tensors, *given)
+        return _observed_by_modes()
+    tiles = () if call.tiles is None else call.tiles.flatten()
+    return _observed(*_inputs(call), call.coords.q_pos, call.coords.kv_pos, *tiles)
 
 
-def _seen_by_modes() -> bool:
-    """`_seen`, whatever the tensors."""
+def _inputs(call: Call) -> list[Tensor | None]:
+    """Return the tensors of a call less its positions and tiles."""
+    return [call.q, call.k, call.v, call.sink, call.seed, *call.captured.tensors]
+
+
+def _observed_by_modes() -> bool:
+    """Return `_observed` for plain tensors."""
     return (
         _modes() > 0
         or transforms()
@@ -340,22 +355,23 @@ def _seen_by_modes() -> bool:
     )
 
 
-def _distinct(inputs: list[Tensor | None]) -> list[Tensor | None]:
-    """Each tensor once: `torch.compile` refuses an autograd function that gets one twice."""
-    seen: list[Tensor | None] = []
+def _without_repeats(inputs: list[Tensor | None]) -> list[Tensor | None]:
+    """Return the inputs with views in place of repeated tensors: `torch.compile` refuses an
+    autograd function that gets a tensor twice."""
+    distinct: list[Tensor | None] = []
     for x in inputs:
-        again = x is not None and any(x is y for y in seen)
-        seen.append(x.view_as(x) if again else x)
-    return seen
+        repeated = x is not None and any(x is y for y in distinct)
+        distinct.append(x.view_as(x) if repeated else x)
+    return distinct
 
 
-def _learns(inputs: list[Tensor | None]) -> bool:
+def _any_learns(inputs: list[Tensor | None]) -> bool:
     return any(x is not None and learns(x) for x in inputs)
 
 
 def save_ops() -> list[Any]:
-    """The operators (ours, and PyTorch's in their place) whose results are worth keeping under
-    selective activation checkpointing:
+    """Return the operators (ours, and PyTorch's in their place) whose results are worth saving
+    under selective activation checkpointing:
 
         policy = lambda: create_selective_checkpoint_contexts(headway.save_ops())
         checkpoint(block, x, use_reentrant=False, context_fn=policy)
@@ -368,14 +384,14 @@ def save_ops() -> list[Any]:
 
 
 def attention(spec: Spec, call: Call) -> Forward:
-    """The pair under autograd."""
-    watched = is_compiling() or _call_seen(call)
-    return (_watched_over if watched else _alone)(spec, call)
+    """Run the pair of forward and backward under autograd."""
+    by_operators = is_compiling() or _call_observed(call)
+    return (_attention_by_operators if by_operators else _attention_direct)(spec, call)
 
 
 def infer(spec: Spec, call: Call) -> Forward:
-    """`attention` over a cache, `call.kv`. Has no gradient."""
-    if is_compiling() or _call_seen(call):
+    """Run `attention` over the cache `call.kv`. It has no gradient."""
+    if is_compiling() or _call_observed(call):
         if not is_compiling():
             scales = () if call.kv is None else (call.kv.k_scale, call.kv.v_scale)
             refuse_tangents(call.q, call.k, call.v, call.sink, *scales, *call.captured.tensors)
@@ -384,45 +400,45 @@ def infer(spec: Spec, call: Call) -> Forward:
     return get(spec.backend).infer(spec, call)
 
 
-def _alone(spec: Spec, call: Call) -> Forward:
-    """`attention` where nobody watches."""
-    q, k, v, sink, _, (tensors, _, _), _, _, signature, *_ = call
-    learned = tensors[: spec.score_tensors]
-    trained = signature.trained if signature is not None else _learns([q, k, v, sink, *learned])
+def _attention_direct(spec: Spec, call: Call) -> Forward:
+    """Run `attention` where nothing observes the operators."""
+    q, k, v, sink, signature = call.q, call.k, call.v, call.sink, call.signature
+    learned = call.captured.tensors[: spec.score_tensors]
+    trained = signature.trained if signature is not None else _any_learns([q, k, v, sink, *learned])
     if not (trained and torch.is_grad_enabled()):
         return get(spec.backend).forward(spec, call)
     if any(map(is_wrapped, (q, k, v, *learned))):  # by a transform that has ended
-        return _watched_over(spec, call)
+        return _attention_by_operators(spec, call)
     register_flops()
-    run = _Run(spec, _savable_call(call))
+    run = _DirectCall(spec, _savable_call(call))
     learned = run.call.captured.tensors[: spec.score_tensors]
     out, lse = _direct(run, q, k, v, run.call.sink, *learned)
     return Forward(out, lse, run.max_logit, run.row_max)
 
 
-def _watched_over(spec: Spec, call: Call) -> Forward:
-    """`attention` where something has to see the operators."""
-    given = flat(call)
-    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos = given
+def _attention_by_operators(spec: Spec, call: Call) -> Forward:
+    """Run `attention` where something observes the operators."""
+    operator_inputs = flat(call)
+    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos = operator_inputs
     inputs = [q, k, v, sink, seed, q_pos, kv_pos, *tensors, *tiles]
-    learning = torch.is_grad_enabled() and _learns(inputs)
+    trained = torch.is_grad_enabled() and _any_learns(inputs)
     compiling = is_compiling()
     if not compiling:
         refuse_tangents(*inputs)
         warn_traced()
         register_flops()
-    elif _differentiated():
+    elif _differentiated_in_compile():
         raise BackendRefused(
             "torch.compile would lose the gradients of this call, which torch.func takes inside of "
             "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
         )
-    if not learning and (not compiling or forward_ad._current_level < 0):
-        out, *stats = forward_op(spec.text, *given)
-        results = _rounded(spec.exact_out, out, q), *stats
+    if not trained and (not compiling or forward_ad._current_level < 0):
+        out, *stats = forward_op(spec.text, *operator_inputs)
+        results = _round_out(spec.exact_out, out, q), *stats
     else:
         counts = spec.score_tensors, len(tensors), spec.exact_out
         if compiling:
-            inputs = _distinct(inputs)
+            inputs = _without_repeats(inputs)
         else:
             inputs[3:] = map(savable, inputs[3:])
         dual = compiling and forward_ad._current_level >= 0
@@ -432,7 +448,7 @@ def _watched_over(spec: Spec, call: Call) -> Forward:
 
 
 def warn_traced() -> None:
-    """For a call that `torch.jit.trace` sees: what is not an operator is not in its graph."""
+    """Warn under `torch.jit.trace`, whose graph holds operators and nothing else."""
     if _tracing():
         warnings.warn(
             "torch.jit.trace keeps the score and the mask of this call, what they capture, and "
@@ -444,65 +460,67 @@ def warn_traced() -> None:
 
 
 def savable(x: Any) -> Any:
-    """A tensor that autograd may save: a copy of one made in inference mode. (PyTorch refuses q, k
-    and v that were made there.)"""
+    """Return a tensor that autograd may save: a copy, if it was made in inference mode. (PyTorch
+    refuses q, k and v that were made there.)"""
     return x.clone() if x is not None and x.is_inference() else x
 
 
 def _savable_call(call: Call) -> Call:
-    """A call of `_Direct`, of tensors that may be saved."""
-    _, _, _, sink, seed, (tensors, ints, floats), _, at, *_ = call
-    given = sink, seed, at.q_pos, at.kv_pos, *tensors
-    if not any(x is not None and x.is_inference() for x in given):
+    """Return the call with tensors that autograd may save."""
+    captured, coords = call.captured, call.coords
+    tensors = call.sink, call.seed, coords.q_pos, coords.kv_pos, *captured.tensors
+    if not any(x is not None and x.is_inference() for x in tensors):
         return call
-    sink, seed, q_pos, kv_pos, *tensors = map(savable, given)
-    at = at._replace(q_pos=q_pos, kv_pos=kv_pos)
-    return call.replace(sink=sink, seed=seed, captured=Captured(tensors, ints, floats), coords=at)
+    sink, seed, q_pos, kv_pos, *tensors = map(savable, tensors)
+    coords = coords._replace(q_pos=q_pos, kv_pos=kv_pos)
+    captured = captured._replace(tensors=tensors)
+    return call.replace(sink=sink, seed=seed, captured=captured, coords=coords)
 
 
-def _differentiated() -> bool:
-    """Whether `torch.func` differentiates what is compiled."""
+def _differentiated_in_compile() -> bool:
+    """Return whether `torch.func` differentiates inside of the compiled function."""
     if not transforms():
         return False
     kinds = {layer.key() for layer in torch._C._functorch.get_interpreter_stack() or ()}
     return not kinds <= {torch._C._functorch.TransformType.Vmap}
 
 
-constant_under_compile(_differentiated)
+constant_under_compile(_differentiated_in_compile)
 
 
-def output(spec: Spec, call: Call) -> Tensor:
-    """`attention(spec, call).out`, by the backend's `native` where nobody watches for our
-    operators. A compiler does not: PyTorch's it knows better."""
+def attention_out(spec: Spec, call: Call) -> Tensor:
+    """Return `attention(spec, call).out`, by the backend's `native` where nothing observes our
+    operators. A compiler gets it too: it knows PyTorch's operators better than ours."""
     compiling = is_compiling()
-    if _opaque() if compiling else _call_seen(call):
-        return _watched_over(spec, call).out
-    out = get(spec.backend).native(spec, call, None if compiling else _refuse_twice)
+    if _compiler_needs_operators() if compiling else _call_observed(call):
+        return _attention_by_operators(spec, call).out
+    out = get(spec.backend).native(spec, call, None if compiling else _refuse_second_derivative)
     if out is None:
-        return (_watched_over if compiling else _alone)(spec, call).out
+        return (_attention_by_operators if compiling else _attention_direct)(spec, call).out
     if out.requires_grad and not compiling:
         register_flops()  # a counter may be there for the backward alone
     return out
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor | None:
-    """`output` of a call without score, sink and dropout, causal or without a mask, on the CPU, by
-    that backend's `plain`; None where that does not do it."""
+def cpu_native(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor | None:
+    """Return `attention_out` of a call on the CPU that is causal or has no mask, without score,
+    sink and dropout, by PyTorch's own operator; None where `cpu.plain` refuses it."""
     compiling = is_compiling()
-    if _opaque() if compiling else _seen_by_modes():
+    if _compiler_needs_operators() if compiling else _observed_by_modes():
         return None
-    out = cpu.plain(q, k, v, causal, scale, None if compiling else _refuse_twice)
+    out = cpu.plain(q, k, v, causal, scale, None if compiling else _refuse_second_derivative)
     if not compiling and out is not None and out.requires_grad:
         register_flops()
     return out
 
 
-def plain_step(
+def cpu_native_step(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor | None
 ) -> Tensor | None:
-    """`plain` of one query a row, outside of compilers and without gradients, to whose scores
-    `bias` `(b, 1, 1, kv_len)` is added, 0 and -inf; None also for what does not fit together."""
-    if _seen_by_modes() or not type(q) is type(k) is type(v) is Tensor:
+    """Return `cpu_native` of one query per row, outside of compilers and without gradients, with
+    `bias` `(b, 1, 1, kv_len)` of 0 and -inf added to the scores; None also for shapes that do not
+    fit together."""
+    if _observed_by_modes() or not type(q) is type(k) is type(v) is Tensor:
         return None
     (b, hq, q_len, d), kv = q.shape, k.shape
     if not (kv == v.shape and kv[0] == b and kv[3] == d and q_len == 1 and hq % (kv[1] or 1) == 0):
@@ -511,18 +529,18 @@ def plain_step(
         return None
     if not (q.is_cpu and k.is_cpu and v.is_cpu and q.dtype == k.dtype == v.dtype):
         return None
-    return cpu.plain(q, k, v, False, scale, _refuse_twice, bias)
+    return cpu.plain(q, k, v, False, scale, _refuse_second_derivative, bias)
 
 
-def _opaque() -> bool:
-    """Whether a compiler is to see our operators: in programs that are exported, and below vmap."""
-    transformed = transforms() and not _differentiated()
+def _compiler_needs_operators() -> bool:
+    """Return whether a compiler has to see our operators: in exported programs, and below vmap."""
+    transformed = transforms() and not _differentiated_in_compile()
     return transformed or torch.compiler.is_exporting()
 
 
-constant_under_compile(_opaque)
+constant_under_compile(_compiler_needs_operators)
 
 
-def _refuse_twice(grads: Any, grad_outputs: Any) -> Any:
-    """A hook of the node of PyTorch's operator: what `_Attention.backward` does for ours."""
-    return _not_twice(grads, *grad_outputs) if torch.is_grad_enabled() else None
+def _refuse_second_derivative(grads: Any, grad_outputs: Any) -> Any:
+    """Refuse second derivatives, as a hook of PyTorch's operator: see `_Attention.backward`."""
+    return _once_differentiable(grads, *grad_outputs) if torch.is_grad_enabled() else None

@@ -36,7 +36,7 @@ def run_out(request: Request) -> Tensor:
     return _ranged(request, _out)
 
 
-def run_plain(
+def run_cpu_native(
     q: Any, k: Any, v: Any, mask: causal | None, scale: Any, dropout: Any, backend: Any
 ) -> Tensor | None:
     """Run the call that is made most, with as little around the kernel as there can be, and as few
@@ -54,7 +54,9 @@ def run_plain(
     check_tensors(q, k, v)
     if q.dtype not in DTYPES:
         return None
-    return autograd.plain(q, k, v, mask is not None, None if scale is None else scale_of(scale))
+    return autograd.cpu_native(
+        q, k, v, mask is not None, None if scale is None else scale_of(scale)
+    )
 
 
 _profiled = torch.autograd._profiler_enabled
@@ -89,7 +91,7 @@ def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) ->
 def _out(request: Request, spec: Spec, call: Call) -> Tensor:
     if type(request.keys) is KV or type(request.keys) is Layouts:
         return _results(request, spec, call).out
-    return autograd.output(spec, call)
+    return autograd.attention_out(spec, call)
 
 
 def _results(request: Request, spec: Spec, call: Call) -> Forward:

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..autograd import _once, _watched, in_order, refuse_tangents, savable
+from ..autograd import (
+    differentiate_once,
+    grads_of_inputs,
+    needs_operators,
+    refuse_tangents,
+    savable,
+)
 from ..backends.base import Call
 from ..errors import ArgumentError
 from ..flops import register_flops
@@ -104,7 +110,7 @@ def attention(
     wire = f"{way}|{flags}|{groups}"
     tables = at.table, (layouts.kv or at).table
     if not trains:
-        run = forward_op if _watched(q, k, v, *tensors) else _forward
+        run = forward_op if needs_operators(q, k, v, *tensors) else _forward
         out, *stats, _ = run(spec.text, wire, *given[:10], *tables)
         return Forward(in_dtype(out, _given_dtype(spec, q)), *stats)
     counts = spec.score_tensors, len(tensors), _given_dtype(spec, q)
@@ -137,7 +143,7 @@ class _Context(torch.autograd.Function):
         spec, wire, ints, floats, offsets, counts, q, k, v, sink, seed, *rest = inputs
         q_table, kv_table, *tensors = rest
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
-        run = forward_op if _watched(q, k, v, *tensors) else _forward
+        run = forward_op if needs_operators(q, k, v, *tensors) else _forward
         exact, *stats, number = run(
             spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
             kv_table,
@@ -156,7 +162,7 @@ class _Context(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
-        return _once(ctx, _Context.gradients, *grad_outputs)
+        return differentiate_once(ctx, _Context.gradients, *grad_outputs)
 
     @staticmethod
     def gradients(ctx, dout, dlse, *_):
@@ -170,12 +176,12 @@ class _Context(torch.autograd.Function):
         ]
         if dout is None:
             dout = torch.zeros_like(out, dtype=counts[2])
-        run = backward_op if _watched(q, k, v, dout, *tensors) else _backward
+        run = backward_op if needs_operators(q, k, v, dout, *tensors) else _backward
         results = run(
             spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
             kv_table, number, out, lse, dout, dlse, needs,
         )  # fmt: skip
-        grads = in_order(results, q, k, v, sink, captured, needs)
+        grads = grads_of_inputs(results, q, k, v, sink, captured, needs)
         return (*(None,) * 6, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
 
 

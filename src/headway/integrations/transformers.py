@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import inference
 from ..api import attention, attention_with_stats
 from ..arguments import scale_of
-from ..autograd import plain_step
+from ..autograd import cpu_native_step
 from ..distributed.layout import Layout
 from ..errors import ArgumentError, BackendRefused
 from ..mods import Score, bias, causal, dense, document, lower_mod
@@ -293,7 +293,9 @@ def attention_forward(
         sink = s_aux if sinks is None else sinks
         out = None
         if attention_mask.near is not None:
-            out = _plain_step(query, key, value, attention_mask, module, scaling, softcap, sink)
+            out = _cpu_native_step(
+                query, key, value, attention_mask, module, scaling, softcap, sink
+            )
         if out is None:
             step = attention_mask.step
             assert step is not None
@@ -340,7 +342,7 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _plain_step(
+def _cpu_native_step(
     query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, module: torch.nn.Module,
     scaling: float | None, softcap: float | None, sink: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
@@ -356,7 +358,7 @@ def _plain_step(
     keys, added = mask.near[0], mask.bias(query.dtype)
     if keys < key.shape[2]:
         key, value = key[:, :, :keys], value[:, :, :keys]
-    out = plain_step(query, key, value, scaling, added)
+    out = cpu_native_step(query, key, value, scaling, added)
     return None if out is None else out.transpose(1, 2).contiguous()
 
 
