@@ -71,11 +71,12 @@ ptx: setup ## prove that GPU kernels compile to the PTX that they do at BASE=com
 	@$(PY) tests/tools/ptx_gate.py $(BASE) $(ARGS)
 
 .PHONY: check
-check: setup ## formatting, lint, types, and who may import whom
+check: setup ## formatting, lint, types, who may import whom, and what makes source hard to read
 	@$(PY) -m ruff format --check
 	@$(PY) -m ruff check
 	@.venv/bin/pyrefly check --summary=none
 	@.venv/bin/lint-imports --no-logo
+	@$(PY) scripts/structure.py
 
 .PHONY: format
 format: setup ## format the code and sort its imports
