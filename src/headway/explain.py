@@ -172,10 +172,10 @@ def _kernels(spec: Spec, call: Any) -> list[str]:
     """The kernels of a backend that compiles some."""
     if spec.backend not in ("hopper", "triton"):
         return []
-    from .backends.gpu.runtime.parallel_compile import states_of
+    from .backends.gpu.runtime.parallel_compile import compile_states
 
     with suppress(Exception):  # the call says what is wrong, or finds room
-        return states_of(spec, call, get(spec.backend).forward, get(spec.backend).backward)
+        return compile_states(spec, call, get(spec.backend).forward, get(spec.backend).backward)
     return []
 
 

@@ -20,7 +20,7 @@ from .resolve import resolve
 from .types import Request, Spec
 
 if TYPE_CHECKING:
-    from .backends.gpu.runtime.parallel_compile import Recorded
+    from .backends.gpu.runtime.parallel_compile import RecordedLaunch
 
 _COMPILED = ("hopper", "triton")  # backends
 _OPTIONS = (
@@ -91,16 +91,15 @@ def warm(
         raise BackendRefused("no kernels without Triton: pip install 'headway[triton]'")
     made = [_requested(call, card) for call in _flat(calls)]
     from .backends.gpu.runtime import kernel_cache
-    from .backends.gpu.runtime.triton_startup import start_triton, wait_to_compile
+    from .backends.gpu.runtime.triton_startup import wait_for_triton
 
     with ExitStack() as stack:
         if out is not None:
-            stack.enter_context(kernel_cache.into(Path(out)))
+            stack.enter_context(kernel_cache.use_folder(Path(out)))
         if card is not None:
             stack.enter_context(compiling_for(card))
         found = [_resolved(request) for request in made]
-        start_triton()
-        wait_to_compile()
+        wait_for_triton()
         where = found[0][1].q.device if found else torch.device("cpu")
         steps = [_steps(spec, call) for spec, call in found]
         if any(spec.backend == "hopper" for spec, _ in found):
@@ -226,9 +225,9 @@ def _compile(
     """Compile all that the steps launch."""
     from .backends.gpu.runtime.device_guard import on
     from .backends.gpu.runtime.kernel_cache import in_processes
-    from .backends.gpu.runtime.parallel_compile import look, no_garbage_collected
+    from .backends.gpu.runtime.parallel_compile import no_garbage_collected
 
-    def compile_one(kernel: "Recorded") -> None:
+    def compile_one(kernel: "RecordedLaunch") -> None:
         with on(device), in_processes():  # the current device is a thread's own
             kernel.compile()
 

@@ -19,7 +19,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime import driver
 
 from headway.backends.gpu.runtime import compile_apart, kernel_cache
-from headway.backends.gpu.runtime.parallel_compile import Recorded, _make_ready
+from headway.backends.gpu.runtime.parallel_compile import RecordedLaunch, _compile_and_load
 
 from . import tiny
 
@@ -60,7 +60,7 @@ def double(folder: Path):
     """The kernel, and whether it was compiled."""
     tiny.double.device_caches.clear()
     kernel_cache.adopt(tiny.double)
-    with kernel_cache.into(folder):
+    with kernel_cache.use_folder(folder):
         kernel = tiny.double.warmup(tiny.Pointer(), 16, SIZE=64, grid=(1, 1, 1))
     return kernel, kernel_cache.log[-1].compiled
 
@@ -95,7 +95,7 @@ def test_a_holder_that_is_stuck_is_not_waited_for(tmp_path, card, monkeypatch):
     kernel, _ = double(tmp_path / "first")
     stuck = kernel_cache.Entry(tmp_path / "second", kernel.hash)
     assert stuck.get_group("double.json") is None
-    monkeypatch.setattr(kernel_cache, "_PATIENCE", 0.1)
+    monkeypatch.setattr(kernel_cache, "_LOCK_TIMEOUT", 0.1)
     assert double(tmp_path / "second")[1]
     stuck.close()
 
@@ -149,7 +149,7 @@ def test_an_entry_that_is_not_what_was_written_is_compiled_anew(tmp_path, card, 
 def test_a_kernel_of_another_source_is_another(tmp_path, card, monkeypatch):
     """What device functions of the library say counts, too."""
     assert double(tmp_path)[1]
-    monkeypatch.setattr(kernel_cache, "_helpers", lambda: "other functions")
+    monkeypatch.setattr(kernel_cache, "_helper_hash", lambda: "other functions")
     assert double(tmp_path)[1]
 
 
@@ -163,21 +163,21 @@ def test_a_folder_that_cannot_be_written_to_is_read(tmp_path, card, monkeypatch)
 
 
 def test_triton_that_was_told_to_keep_kernels_elsewhere_does(tmp_path, card, monkeypatch):
-    assert kernel_cache.known()
+    assert kernel_cache.is_supported()
     monkeypatch.setattr(kernel_cache.knobs.cache, "manager_class", object)
-    assert not kernel_cache.known()
+    assert not kernel_cache.is_supported()
 
 
 def test_what_would_be_compiled_is_told_without_compiling(tmp_path, card):
     kernel_cache.adopt(tiny.double)
     given = tiny.double, (tiny.Pointer(), 16), {"SIZE": 64}
-    with kernel_cache.into(tmp_path):
-        assert kernel_cache.is_ready(*given) == ""
+    with kernel_cache.use_folder(tmp_path):
+        assert kernel_cache.state_of(*given) == ""
         assert not list(tmp_path.iterdir())
         double(tmp_path)
-        assert kernel_cache.is_ready(*given) == "loaded"
+        assert kernel_cache.state_of(*given) == "loaded"
         tiny.double.device_caches.clear()
-        assert kernel_cache.is_ready(*given) == "cached"
+        assert kernel_cache.state_of(*given) == "cached"
 
 
 # -- in processes of their own --------------------------------------------------------------------
@@ -187,7 +187,7 @@ def count(folder: Path):
     tiny.count.device_caches.clear()
     kernel_cache.adopt(tiny.count)
     given = tiny.Pointer(), tiny.Shape(8)
-    with kernel_cache.into(folder):
+    with kernel_cache.use_folder(folder):
         return tiny.count.warmup(*given, SIZE=32, num_warps=1, grid=(1, 1, 1))
 
 
@@ -206,7 +206,7 @@ def test_several_kernels_of_gluon_have_a_process_each(tmp_path, card):
 
     def recorded(fn, *args, **options):
         kernel_cache.adopt(fn)
-        return Recorded(fn, args, options, lambda compiled: True)  # and not loaded
+        return RecordedLaunch(fn, args, options, lambda compiled: True)  # and not loaded
 
     one = [
         recorded(tiny.count, tiny.Pointer(), tiny.Shape(8), SIZE=32, num_warps=1),
@@ -216,8 +216,8 @@ def test_several_kernels_of_gluon_have_a_process_each(tmp_path, card):
     for kernels, apart in ((one, 0), (two, 2)):
         card()
         kernel_cache.log.clear()
-        with kernel_cache.into(tmp_path / str(apart)):
-            _make_ready(torch.device("cpu"), kernels)
+        with kernel_cache.use_folder(tmp_path / str(apart)):
+            _compile_and_load(torch.device("cpu"), kernels)
         stages = [set(made.stages) != {"all"} for made in kernel_cache.log if made.name == "count"]
         assert len(kernel_cache.log) == len(kernels)
         assert sum(stages) == apart
@@ -235,7 +235,7 @@ def test_an_error_of_the_compiler_is_raised_where_the_kernel_is_wanted(tmp_path,
         kernel_cache.adopt(tiny.count)
         tiny.count.warmup(tiny.Pointer(), 3, SIZE=32, num_warps=1, grid=(1, 1, 1))
 
-    with kernel_cache.in_processes(), kernel_cache.into(tmp_path):
+    with kernel_cache.in_processes(), kernel_cache.use_folder(tmp_path):
         with pytest.raises(CompilationError, match="rows"):
             wrong()  # 3 has no rows
         with pytest.raises(CompilationError, match="rows"):

@@ -1,9 +1,11 @@
 """Kernels compiled ahead, for a card that is named: what calls need later, and nothing of it twice."""
 
 import sys
+import time
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from triton.runtime import driver
 
 from headway.backends import hopper
 from headway.backends.gpu.named_card import card_of, compiling_for, named_card
-from headway.backends.gpu.runtime import call_plan, kernel_cache, parallel_compile, progress
+from headway.backends.gpu.runtime import call_plan, kernel_cache, parallel_compile
 from headway.backends.hopper import launch_plan
 from headway.backends.triton import kernel_backward, kernel_forward
 from tools.assembler import up_to_ptx
@@ -67,7 +69,7 @@ def test_what_was_compiled_without_a_card_is_found_by_calls_on_one(tmp_path, for
     forgetful()
     x = torch.randn(1, 48, 2, 16, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
     given = x, x, x, score, small()["mask"]
-    with kernel_cache.into(tmp_path), launching("sm_90") as card:
+    with kernel_cache.use_folder(tmp_path), launching("sm_90") as card:
         told = hw.explain(*given, backend="triton")
         assert told.kernels == [f"{fn.__name__}: compiled, on disk" for fn in KERNELS]
         assert "kernel forward: compiled, on disk" in str(told)
@@ -82,7 +84,7 @@ def test_what_was_compiled_without_a_card_is_found_by_calls_on_one(tmp_path, for
 
 def test_explain_compiles_nothing_and_calls_are_rehearsed_all_the_same(tmp_path, forgetful):
     x = torch.randn(1, 2, 48, 16, dtype=torch.bfloat16, requires_grad=True)
-    with kernel_cache.into(tmp_path), launching("sm_90"):
+    with kernel_cache.use_folder(tmp_path), launching("sm_90"):
         told = hw.explain(x, x, x, backend="triton")
         assert told.kernels == [f"{fn.__name__}: to be compiled" for fn in KERNELS]
         assert not list(tmp_path.iterdir())
@@ -107,8 +109,8 @@ def keys_of(given: dict, card) -> list[str]:
     )
     try:
         with card, torch.no_grad(), parallel_compile.no_garbage_collected:
-            for kernel in parallel_compile.look(steps):
-                kernel_cache.is_ready(kernel.fn, kernel.args, kernel.options)
+            for kernel in parallel_compile.inspect_launches(steps):
+                kernel_cache.state_of(kernel.fn, kernel.args, kernel.options)
     finally:
         kernel_cache.Entry.files = files
     return found
@@ -242,38 +244,47 @@ class Terminal:
 
 
 @pytest.fixture
-def line(monkeypatch):
-    monkeypatch.setattr(progress, "_line", progress.Line())
-    monkeypatch.setattr(progress, "_EVERY", 0.01)
+def announced(monkeypatch, tmp_path):
+    """Compile a kernel for some seconds, and return what a terminal, or a pipe, shows of it."""
 
-    def compiles(seconds: float, is_one: bool = True) -> str:
-        terminal = Terminal(is_one)
+    def compile_slowly(seconds: float, is_terminal: bool = True, cached: bool = False) -> str:
+        def compile(src, **options):
+            time.sleep(seconds)
+            return SimpleNamespace(hash="00")
+
+        def patched(key, entry_of):
+            entry = entry_of("00")
+            if cached:
+                monkeypatch.setattr(kernel_cache.Entry, "files", lambda self, name: {name: "there"})
+            entry.get_group("metadata")
+            return compile
+
+        terminal = Terminal(is_terminal)
         monkeypatch.setattr(sys, "stderr", terminal)
-        with progress.Kernel("forward") as one, progress.Kernel("backward") as two:
-            one.begin()
-            two.begin()
-            thread = progress._line.thread
-            if thread is not None:
-                thread.join(seconds)
-        if thread is not None:
-            thread.join(10)
+        monkeypatch.setattr(kernel_cache, "_patched", patched)
+        with kernel_cache.use_folder(tmp_path):
+            kernel_cache.compile_kernel(SimpleNamespace(name="forward"))
         return terminal.said
 
-    return compiles
+    return compile_slowly
 
 
-def test_after_a_second_a_line_says_what_is_compiled_and_goes(line, monkeypatch):
-    assert progress._AFTER == 1.0
-    monkeypatch.setattr(progress, "_AFTER", 0.01)
-    said = line(0.1)
-    assert "headway: compiling kernels, 0 of 2 done, 0 s: forward, backward" in said
-    assert said.endswith("\r\x1b[K")
+def test_after_a_second_a_line_says_which_kernel_is_compiled(announced, monkeypatch):
+    assert kernel_cache._SILENT_SECONDS == 1.0
+    monkeypatch.setattr(kernel_cache, "_SILENT_SECONDS", 0.01)
+    line = "headway: compiling the kernel forward, once for calls like this\n"
+    assert announced(0.5) == line
 
 
-def test_what_takes_less_than_a_second_says_nothing(line):
-    assert line(0.0) == ""
+def test_what_takes_less_than_a_second_says_nothing(announced):
+    assert announced(0.0) == ""
 
 
-def test_in_a_pipe_nothing_is_said(line, monkeypatch):
-    monkeypatch.setattr(progress, "_AFTER", 0.0)
-    assert line(0.05, is_one=False) == ""
+def test_a_kernel_that_is_read_says_nothing(announced, monkeypatch):
+    monkeypatch.setattr(kernel_cache, "_SILENT_SECONDS", 0.0)
+    assert announced(0.05, cached=True) == ""
+
+
+def test_in_a_pipe_nothing_is_said(announced, monkeypatch):
+    monkeypatch.setattr(kernel_cache, "_SILENT_SECONDS", 0.0)
+    assert announced(0.05, is_terminal=False) == ""

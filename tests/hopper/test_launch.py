@@ -254,8 +254,8 @@ def test_every_stream_has_a_zero_of_its_own_and_so_has_every_capture():
     }
     with (
         mock.patch.multiple(torch._C, create=True, **fakes),
-        mock.patch.object(tile_counter, "_free", return_value=list(own)),
-        mock.patch.object(tile_counter, "_zeros", {}),
+        mock.patch.object(tile_counter, "_unused_counters", return_value=list(own)),
+        mock.patch.object(tile_counter, "_counters", {}),
         mock.patch.object(torch, "zeros", side_effect=lambda *size, **options: object()),
     ):
         first = tile_counter.zeroed_counter(card)

@@ -91,7 +91,7 @@ launch = launcher.KernelLauncher.__call__
 def both(self, tensors, given=launcher.NO_ARGUMENTS):
     """Launch both ways."""
     own = self.launch
-    if own is None or launcher.rehearsals:
+    if own is None or launcher.dry_runs:
         return launch(self, tensors, given)
     found, before = [], launches.value
     for self.launch in (own, None):
@@ -182,8 +182,8 @@ def threads(own: Launch) -> None:
         for thread in several:
             step(thread)
     assert launches.value == before + 2000
-    assert 1 <= len(own.free) <= 5
-    assert len({id(laid[0]) for laid in own.free}) == len(own.free)
+    assert 1 <= len(own.free_buffers) <= 5
+    assert len({id(laid[0]) for laid in own.free}) == len(own.free_buffers)
 
 
 with ExitStack() as stack:

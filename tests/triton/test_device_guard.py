@@ -64,9 +64,9 @@ def cuda():
         mock.patch.object(
             torch._C, "_cuda_getCurrentRawStream", create=True, side_effect=lambda _: made.current
         ),
-        mock.patch.multiple(device_guard, _makers={}, _waited={}),
-        mock.patch.object(device_guard, "_exchange", return_value=made.exchange),
-        mock.patch.object(device_guard, "_kept_alive", {}),
+        mock.patch.multiple(device_guard, _last_results={}, _seen_results={}),
+        mock.patch.object(device_guard, "_capture_mode_exchange", return_value=made.exchange),
+        mock.patch.object(device_guard, "_read_by_graphs", {}),
     ):  # fmt: skip
         yield made
 
@@ -89,21 +89,21 @@ def test_nothing_is_done_where_nothing_is_captured(cuda):
     cuda.current, x = 1, torch.zeros(3)
     assert device_guard.outside_capture(CARD, lambda: cuda.current) == 1
     device_guard.keep_alive(CARD, [x])
-    assert (cuda.next, cuda.mode, device_guard._kept_alive) == (7, 0, {})
+    assert (cuda.next, cuda.mode, device_guard._read_by_graphs) == (7, 0, {})
     cuda.current = 7
     assert not device_guard.capturing(torch.device("cpu"))
     device_guard.keep_alive(CARD, [x, x])
-    assert [*device_guard._kept_alive.values()] == [x]
+    assert [*device_guard._read_by_graphs.values()] == [x]
 
 
 def test_without_the_driver_it_is_refused_with_the_way_out(cuda):
     with (
-        mock.patch.object(device_guard, "_exchange", return_value=None),
+        mock.patch.object(device_guard, "_capture_mode_exchange", return_value=None),
         pytest.raises(BackendRefused, match="make the same call once before"),
     ):
         device_guard.outside_capture(CARD, list)
     with (
-        mock.patch.object(device_guard, "_exchange", return_value=lambda pointer: 1),
+        mock.patch.object(device_guard, "_capture_mode_exchange", return_value=lambda pointer: 1),
         pytest.raises(BackendRefused, match="error 1"),
     ):
         device_guard.outside_capture(CARD, list)
@@ -111,7 +111,7 @@ def test_without_the_driver_it_is_refused_with_the_way_out(cuda):
 
 def test_a_launch_waits_once_for_what_another_stream_has_made(cuda):
     launch = lambda stream: (
-        setattr(cuda, "current", stream), device_guard.wait_for_makers(CARD), cuda.waits[:],
+        setattr(cuda, "current", stream), device_guard.wait_for_producers(CARD), cuda.waits[:],
         cuda.waits.clear(),
     )[2]  # fmt: skip
     make = lambda: device_guard.outside_capture(CARD, lambda: None)

@@ -84,7 +84,7 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
 
     def meet(self, *args, **kwargs):
         if threading.get_ident() == here:
-            failed.append(f"{self.__name__} was not rehearsed")
+            failed.append(f"{self.__name__} was not in the dry run")
         else:
             together.wait()
         try:
@@ -106,7 +106,7 @@ def test_a_call_that_is_trained_compiles_its_kernels_side_by_side(device, compil
     out.backward(heads())
     assert len(compiled) == 3
     assert [name for name, _ in device.launches] == ALL
-    assert not parallel_compile.rehearsals
+    assert not parallel_compile.dry_runs
 
 
 def test_what_was_begun_is_waited_for_and_compiled_once(device, compiled):
@@ -116,11 +116,11 @@ def test_what_was_begun_is_waited_for_and_compiled_once(device, compiled):
     backend = get("triton")
     steps = parallel_compile.steps_of(spec, call, backend.forward, backend.backward)
     with torch.no_grad():
-        parallel_compile.begin(x.device, steps)
-    assert parallel_compile._begun
+        parallel_compile.precompile(x.device, steps)
+    assert parallel_compile._precompiling
     assert device.launches == []
     attend().backward(heads())
-    assert not parallel_compile._begun
+    assert not parallel_compile._precompiling
     assert sorted(name for name, _ in compiled) == sorted(ALL)
     assert [name for name, _ in device.launches] == ALL
 
@@ -188,14 +188,14 @@ def test_what_is_not_trained_compiles_one_kernel_where_it_is_called(device, comp
 
 
 def test_calls_that_differ_in_length_alone_are_rehearsed_once(device, compiled, monkeypatch):
-    rehearsed = []
+    dry_runs = []
     monkeypatch.setattr(
-        parallel_compile, "compile_in_parallel", lambda *given: rehearsed.append(given)
+        parallel_compile, "compile_in_parallel", lambda *given: dry_runs.append(given)
     )
     for length in (48, 80, 112, 81):
         x = torch.randn(1, 2, length, 16, dtype=torch.bfloat16, requires_grad=True)
         hw.attention(x, x, x, backend="triton")
-    assert len(rehearsed) == 2  # 48, 80 and 112 are multiples of 16 alike
+    assert len(dry_runs) == 2  # 48, 80 and 112 are multiples of 16 alike
 
 
 def test_an_error_of_the_compiler_is_raised_where_the_kernel_is_launched(compiled, monkeypatch):
@@ -210,7 +210,7 @@ def test_an_error_of_the_compiler_is_raised_where_the_kernel_is_launched(compile
     out = attend()
     with pytest.raises(ValueError, match="out of registers"):
         out.backward(heads())
-    assert not parallel_compile.rehearsals
+    assert not parallel_compile.dry_runs
 
 
 def test_a_backward_that_finds_no_memory_does_not_fail_the_forward(device, compiled, monkeypatch):
@@ -222,7 +222,7 @@ def test_a_backward_that_finds_no_memory_does_not_fail_the_forward(device, compi
     assert [name for name, _ in device.launches] == ["forward"]
     with pytest.raises(torch.OutOfMemoryError):
         out.backward(heads())
-    assert not parallel_compile.rehearsals
+    assert not parallel_compile.dry_runs
 
 
 def test_a_tile_that_does_not_fit_is_found_out_at_the_launch(device, compiled, monkeypatch):
@@ -250,7 +250,7 @@ def test_keys_of_kernels_do_not_depend_on_what_a_process_calls_first():
     def keys(kernels):
         for fn in functions:
             fn.hash, fn.used_global_vals = None, {}
-        parallel_compile._fixed.clear()
+        parallel_compile._fixed_modules.clear()
         parallel_compile.fix_cache_keys(*modules)
         return {fn.__name__: fn.cache_key for fn in kernels}
 
@@ -268,8 +268,9 @@ def compile(*given, **options):
     with parallel_compile.ThreadPoolExecutor(1) as pool:
         pool.submit(int)
 
-parallel_compile._make_ready, parallel_compile._rehearsed = compile, lambda steps: []
-parallel_compile.begin(torch.device("cpu"), lambda: None)
+parallel_compile._compile_and_load = compile
+parallel_compile._dry_run = lambda steps: []
+parallel_compile.precompile(torch.device("cpu"), lambda: None)
 """
 
 

@@ -92,9 +92,9 @@ def parts_in(found: dict[str, Any]) -> Iterator[None]:
     for module, name, part in (
         (resolve, "lower", "tracing"),
         (build, "build", "block masks"),
-        (parallel_compile, "wait_to_compile", "Triton's start"),
-        (parallel_compile, "_make_ready", "compiling"),
-        (cuda_launch, "_loaded", "loading"),
+        (parallel_compile, "wait_for_triton", "Triton's start"),
+        (parallel_compile, "_compile_and_load", "compiling"),
+        (cuda_launch, "_load", "loading"),
         (first_use, "_verdict", "the check at first use"),
     ):
         original = getattr(module, name)

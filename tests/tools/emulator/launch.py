@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 from headway import backends
 from headway.backends.gpu.runtime import call_plan
 from headway.backends.gpu.runtime.cuda_launch import _FORMATS
-from headway.backends.gpu.runtime.cuda_launch import _leaves as flat
+from headway.backends.gpu.runtime.cuda_launch import _flatten as flat
 
 from ..assembler import up_to_ptx
 from .copies import Map

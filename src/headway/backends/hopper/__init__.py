@@ -183,4 +183,5 @@ def compile_ahead(spec: Spec, call: Call) -> None:
     """Begin to compile the kernels of a call, and of its backward, if there will be one."""
     from ..gpu.runtime import parallel_compile
 
-    parallel_compile.begin(call.q.device, parallel_compile.steps_of(spec, call, forward, backward))
+    steps = parallel_compile.steps_of(spec, call, forward, backward)
+    parallel_compile.precompile(call.q.device, steps)

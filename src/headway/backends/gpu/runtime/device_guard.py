@@ -1,5 +1,4 @@
-"""The device of launches, which for Triton is the current one; work outside of CUDA graphs; and
-what is made in one stream and read in others."""
+"""Guards of launches: the current device, captures of CUDA graphs, and streams that share data."""
 
 import ctypes
 import sys
@@ -19,50 +18,54 @@ T = TypeVar("T")
 
 
 def on(device: torch.device) -> AbstractContextManager:
-    """Inside, launches go to `device`."""
+    """Return a context in which launches go to `device`, since Triton takes the current one."""
     return torch.cuda.device(device) if elsewhere(device) else nullcontext()
 
 
 # -- CUDA graphs ----------------------------------------------------------------------------------
 #
 # Launches in a captured graph run at its replay: on other numbers, maybe long after. So values that
-# the host reads during a capture do not hold at the replay; results of captured launches do not
-# exist before the replay, and later calls cannot use them; and whatever a captured launch reads
-# must live as long as the graph, whose end is not announced.
+# the host reads during a capture do not hold at the replay. Results of captured launches do not
+# exist before the replay, and later calls cannot use them. Whatever a captured launch reads must
+# live as long as the graph. PyTorch tells nobody which `CUDAGraph` a stream is captured into, nor
+# calls anything when one is freed. So these tensors stay until the process ends: the tables of
+# every block mask that was captured, once each, however many graphs read them.
 
-_kept_alive: dict[int, Tensor] = {}
+_read_by_graphs: dict[int, Tensor] = {}  # by id
 
 
 def keep_alive(device: torch.device, tensors: Iterable[Tensor]) -> None:
-    """During a capture, keep tensors that a launch reads and the graph does not own, for good."""
+    """Keep tensors for good if a launch that is being captured reads them from outside the graph's
+    memory."""
     if capturing(device):
-        _kept_alive.update((id(x), x) for x in tensors)
+        _read_by_graphs.update((id(tensor), tensor) for tensor in tensors)
 
 
 def outside_capture(device: torch.device, make: Callable[[], T]) -> T:
-    """`make()`, whose result outlives the call, outside of a graph that is being captured or is
-    about to be. It runs at once, in memory that is not the graph's. It may wait for the GPU, and
-    read tensors as they were when the capture began."""
+    """Return `make()`, whose result outlives the call, computed outside of any CUDA graph.
+
+    It runs at once, in memory that belongs to no graph that is being captured or warmed up. It may
+    wait for the GPU, and it reads tensors as they were when the capture began."""
     if capturing(device):
-        with _relaxed_capture(), torch.cuda.stream(stream := _uncaptured(device)):
-            made = make()
+        with _relaxed_capture(), torch.cuda.stream(stream := _uncaptured_stream(device)):
+            result = make()
             stream.synchronize()
-        return made
+        return result
     if device.type != "cuda":
         return make()
-    with on(device):  # what it reads may be another stream's
-        wait_for_makers(device)
-    made = _in_a_thread(device, make) if _WARMS_UP in sys.modules else make()
-    _made_here(device)
-    return made
+    with on(device):  # `make` may read results of another stream
+        wait_for_producers(device)
+    result = _call_in_thread(device, make) if _GRAPH_TREES in sys.modules else make()
+    _record_producer(device)
+    return result
 
 
-# `torch.compile(mode="reduce-overhead")` runs a program once before it captures it; whatever its
+# `torch.compile(mode="reduce-overhead")` runs a program once before it captures it. Whatever its
 # thread allocates meanwhile belongs to the graph.
-_WARMS_UP = "torch._inductor.cudagraph_trees"
+_GRAPH_TREES = "torch._inductor.cudagraph_trees"
 
 
-def _in_a_thread(device: torch.device, make: Callable[[], T]) -> T:
+def _call_in_thread(device: torch.device, make: Callable[[], T]) -> T:
     stream = torch.cuda.current_stream(device)
 
     def run() -> T:
@@ -73,9 +76,9 @@ def _in_a_thread(device: torch.device, make: Callable[[], T]) -> T:
         return pool.submit(run).result()
 
 
-def _uncaptured(device: torch.device) -> torch.cuda.Stream:
-    """A stream that is not being captured. PyTorch hands out its few streams in turn, so a new one
-    may be the captured one."""
+def _uncaptured_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream that is not being captured. PyTorch hands out its few streams in turn, so a
+    new one may be the captured one."""
     while True:
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
@@ -85,69 +88,70 @@ def _uncaptured(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _relaxed_capture() -> Iterator[None]:
-    """Inside, this thread may wait for other streams than the captured one."""
-    exchange = _exchange()
-    if exchange is None:
+    """Let this thread wait for other streams than the captured one."""
+    exchange_mode = _capture_mode_exchange()
+    if exchange_mode is None:
         raise BackendRefused(
             "this call needs the tiles of its mask, which cannot be found while a CUDA graph is "
             "being captured without NVIDIA's driver; make the same call once before, or give it a "
             "block mask"
         )
     mode = ctypes.c_int(_RELAXED)
-    if failed := exchange(ctypes.byref(mode)):
-        raise BackendRefused(f"the driver refuses to find tiles beside a capture: error {failed}")
+    if error := exchange_mode(ctypes.byref(mode)):
+        raise BackendRefused(f"the driver refuses to find tiles beside a capture: error {error}")
     try:
         yield
     finally:
-        exchange(ctypes.byref(mode))
+        exchange_mode(ctypes.byref(mode))
 
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @lru_cache(maxsize=1)
-def _exchange() -> Callable[[Any], int] | None:
-    """The driver's function that exchanges the capture mode of this thread."""
+def _capture_mode_exchange() -> Callable[[Any], int] | None:
+    """Return the driver's function that exchanges the capture mode of this thread."""
     try:
-        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        exchange_mode = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
         return None
-    exchange.argtypes = [ctypes.POINTER(ctypes.c_int)]
-    return exchange
+    exchange_mode.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    return exchange_mode
 
 
 # -- streams --------------------------------------------------------------------------------------
 #
-# What is kept from call to call is made in the stream of the call that needs it first. A call in
-# another stream may come before it is there.
+# Data that is cached between calls is computed in the stream of the call that needs it first. A
+# call in another stream may come before it is ready.
 
-_makers: dict[tuple[int, int], torch.cuda.Event] = {}  # by device and stream: when it last made one
-_waited: dict[tuple[int, int], int] = {}  # by device and stream: for how many of all it has waited
-_count = 0
+_last_results: dict[tuple[int, int], torch.cuda.Event] = {}  # by device and stream
+_seen_results: dict[tuple[int, int], int] = {}  # by device and stream: the count it waited for
+_result_count = 0
 
 
-def _made_here(device: torch.device) -> None:
-    global _count
+def _record_producer(device: torch.device) -> None:
+    """Record that the current stream of a device has computed a result that is kept."""
+    global _result_count
     stream = torch.cuda.current_stream(device)
     assert stream.device_index is not None
     event = torch.cuda.Event()
     event.record(stream)
-    here = stream.device_index, stream.cuda_stream
-    _makers[here] = event
-    knows_all = _waited.get(here) == _count
-    _count += 1
-    if knows_all:
-        _waited[here] = _count
+    current = stream.device_index, stream.cuda_stream
+    _last_results[current] = event
+    has_seen_all = _seen_results.get(current) == _result_count
+    _result_count += 1
+    if has_seen_all:
+        _seen_results[current] = _result_count
 
 
-def wait_for_makers(device: torch.device) -> None:
-    """Before a launch in the current stream of a device: it waits for what others have made."""
+def wait_for_producers(device: torch.device) -> None:
+    """Let the current stream of a device wait for kept results of other streams."""
     index = torch._C._cuda_getDevice() if device.index is None else device.index
-    here = index, torch._C._cuda_getCurrentRawStream(index)
-    if _waited.get(here) == _count or torch.cuda.is_current_stream_capturing():
+    current = index, torch._C._cuda_getCurrentRawStream(index)
+    if _seen_results.get(current) == _result_count or torch.cuda.is_current_stream_capturing():
         return  # (a capture begins when the device has done everything)
-    count = _count
-    for maker, event in list(_makers.items()):
-        if maker[0] == index and maker != here:
+    count = _result_count
+    for producer, event in list(_last_results.items()):
+        if producer[0] == index and producer != current:
             torch.cuda.current_stream(index).wait_event(event)
-    _waited[here] = count
+    _seen_results[current] = count

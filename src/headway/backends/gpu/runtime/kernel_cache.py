@@ -1,21 +1,19 @@
-"""Compiled kernels on disk: Triton's cache, with entries that are checked, and locks.
+"""Compiled kernels on disk: Triton's cache, with checked entries and with locks.
 
-Kernels lie where Triton keeps its own (`TRITON_CACHE_DIR`, else `~/.triton/cache`), in Triton's
-form, under Triton's key: the source of a kernel and of all that it calls, the types of its
-arguments, its options, the capability, and the versions of Triton (a hash of its library) and of
-the assembler. What is different:
+A warm cache turns a first call of 5 to 6 s into one of 0.5 s on an H100 (docs/lab/host.md,
+2026-11-26). Kernels lie where Triton keeps its own (`TRITON_CACHE_DIR`, else `~/.triton/cache`), in
+Triton's format, under Triton's key. The key covers the sources, the argument types, the options,
+the capability, and the versions of Triton and of the assembler. It differs from Triton's cache so:
 
-- An entry names its key and the SHA-256 of every file. Where one of them does not fit, the kernel
-  is compiled anew, and the entry is replaced. So an entry that was cut short, damaged, or put under
-  another key is never loaded.
-- An entry holds no path of its own, so that a folder of kernels may be copied to other machines.
-- Of processes that want a kernel at once, one compiles it, and the others wait for it. They meet at
-  a file lock (`flock`), which the system lets go of when its holder dies. Where a file system has
-  no such locks, or the holder takes minutes, they all compile; entries are whole all the same,
-  since every file is renamed into its place.
-- Where the folder cannot be written to, new kernels go to a temporary one of this process.
+- An entry names its key and the SHA-256 of every file. If one does not match, the kernel is
+  compiled again and the entry replaced. A truncated, damaged or misplaced entry is never loaded.
+- An entry holds no path of its own, so a folder of kernels can be copied to other machines.
+- If several processes want a kernel at once, one compiles it and the others wait at a file lock
+  (`flock`). The system releases the lock when its holder dies. Without such locks, or if the holder
+  takes minutes, they all compile. Entries stay complete, because every file is renamed into place.
+- If the folder is not writable, new kernels go to a temporary folder of this process.
 
-Nothing here imports PyTorch: `compile_apart.py` loads it in processes that have none.
+Nothing here imports PyTorch: `compile_apart.py` loads this module in processes without it.
 """
 
 import atexit
@@ -24,6 +22,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -40,18 +39,19 @@ from triton.runtime import cache
 from triton import knobs
 
 from . import compile_apart
-from .progress import Kernel
 
-_PATIENCE = 300.0  # seconds, after which the holder of a lock is taken to be stuck
+_LOCK_TIMEOUT = 300.0  # seconds, after which the holder of a lock is taken to be stuck
+_SILENT_SECONDS = 1.0  # of a compilation, before a line on the terminal
 _LOCK = "headway.lock"
 _COMPILE: Any = compiler.compile
 
 
-class Made(NamedTuple):
+class CompileRecord(NamedTuple):
     """A kernel that this process has compiled or read.
 
-    - `key`: of its entry; `seconds`: that it took.
-    - `stages`: seconds of the compiler by stage, empty for a kernel that was read.
+    - `key`: the key of its entry.
+    - `seconds`: the time to compile or read it.
+    - `stages`: seconds of the compiler by stage; empty for a kernel that was read.
     """
 
     name: str
@@ -61,32 +61,32 @@ class Made(NamedTuple):
 
     @property
     def compiled(self) -> bool:
-        """Whether it was compiled, and not read."""
+        """Return True if the kernel was compiled, False if it was read."""
         return bool(self.stages)
 
 
-log: list[Made] = []  # of this process, in the order in which they were ready
-# Of a thread: `in_processes`, and `looks`, where it asks for a kernel and wants none.
+log: list[CompileRecord] = []  # of this process, in the order in which kernels became ready
+# Flags of a thread: `in_processes`; `lookup_only`, if it asks where a kernel is and wants none.
 _thread = threading.local()
-_into: list[Path] = []  # the folder in place of Triton's
+_folders: list[Path] = []  # the last one is used in place of Triton's
 
 
 # -- folders --------------------------------------------------------------------------------------
 
 
 def folder() -> Path:
-    """The folder of the kernels."""
-    return _into[-1] if _into else Path(knobs.cache.dir)
+    """Return the folder of the kernels."""
+    return _folders[-1] if _folders else Path(knobs.cache.dir)
 
 
 @contextmanager
-def into(path: Path) -> Iterator[None]:
-    """Inside, all threads read and write kernels in another folder."""
-    _into.append(path)
+def use_folder(path: Path) -> Iterator[None]:
+    """Let all threads read and write kernels in another folder."""
+    _folders.append(path)
     try:
         yield
     finally:
-        _into.remove(path)
+        _folders.remove(path)
 
 
 @lru_cache(maxsize=1)
@@ -102,42 +102,45 @@ def _temporary() -> Path:
 class Entry(cache.CacheManager):
     """The files of one kernel, as Triton's compiler asks for them.
 
-    - `key`: SHA-256 in hexadecimal, of what decides the kernel.
-    - `make`: makes the entry of a folder in another process; False where that fails.
-    - `missed`: called once it is known that the kernel has to be compiled, under the lock.
+    - `key`: a SHA-256 in hexadecimal of everything that decides the kernel.
+    - `compile_apart`: compile the entry into a folder in another process; False if that fails.
+    - `on_miss`: called under the lock, before the kernel is compiled.
+    - `locked`: False if another process holds the lock for this one.
     """
 
     def __init__(
-        self, root: Path, key: str, make: Callable[[Path], bool] | None = None,
-        missed: Callable[[], None] | None = None, alone: bool = False,
+        self, root: Path, key: str, compile_apart: Callable[[Path], bool] | None = None,
+        on_miss: Callable[[], None] | None = None, locked: bool = True,
     ) -> None:  # fmt: skip
-        self.root, self.key, self.make, self.missed, self.alone = root, key, make, missed, alone
+        self.root, self.key, self.locked = root, key, locked
+        self.compile_apart, self.on_miss = compile_apart, on_miss
         self.hashes: dict[str, str] = {}
         self.lock: Any = None
 
     @property
     def path(self) -> Path:
-        """Of its folder: the key as Triton writes it."""
+        """The entry's folder, named by the key as Triton writes it."""
         return self.root / base64.b32encode(bytes.fromhex(self.key)).decode().rstrip("=")
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """The paths of all files, if all are what was written; None where the kernel has to be
-        compiled, which the caller then does alone, until `close`."""
-        found = self.files(filename)
-        if found is None and not self.alone:
-            self._take_turns()
-            found = self.files(filename)  # another process may have made it meanwhile
-            if found is None:
-                if self.missed is not None:
-                    self.missed()
-                if self.make is not None and self.make(self.root):
-                    found = self.files(filename)
-            if found is not None:
+        """Return the paths of all files, or None if the caller has to compile the kernel. It then
+        holds the lock until `close`."""
+        paths = self.files(filename)
+        if paths is None and self.locked:
+            self._acquire_lock()
+            paths = self.files(filename)  # another process may have compiled it meanwhile
+            if paths is None:
+                if self.on_miss is not None:
+                    self.on_miss()
+                if self.compile_apart is not None and self.compile_apart(self.root):
+                    paths = self.files(filename)
+            if paths is not None:
                 self.close()
-        return found
+        return paths
 
     def files(self, filename: str) -> dict[str, str] | None:
-        """The paths of all files; None if one is not there, or is not what was written."""
+        """Return the paths of all files; None if one is missing or differs from what was
+        written."""
         try:
             group = json.loads((self.path / _group(filename)).read_text())
             if group["key"] != self.key or filename not in group["sha256"]:
@@ -160,27 +163,27 @@ class Entry(cache.CacheManager):
         return str(self.path / filename)
 
     def put_group(self, filename: str, group: dict[str, str]) -> None:
-        """The file that makes the others an entry, written last. `child_paths` is for Triton, which
-        looks for it where this module does not know Triton's compiler."""
+        """Write the file that completes the entry, after all others. `child_paths` is read by
+        Triton itself if this module does not know Triton's compiler."""
         hashes = {name: self.hashes[name] for name in group}
         text = {"key": self.key, "sha256": hashes, "child_paths": group}
         self.put(json.dumps(text), _group(filename))
 
     def close(self) -> None:
-        """Let others have the lock."""
+        """Release the lock."""
         if self.lock is not None:
             with suppress(OSError):
                 self.lock.release()
             self.lock = None
 
     def _write(self, filename: str, data: bytes) -> None:
-        part = f".{filename}.{os.getpid()}.{threading.get_ident()}"
-        self._writable()
-        (self.path / part).write_bytes(data)
-        os.replace(self.path / part, self.path / filename)
+        draft = f".{filename}.{os.getpid()}.{threading.get_ident()}"
+        self._ensure_writable()
+        (self.path / draft).write_bytes(data)
+        os.replace(self.path / draft, self.path / filename)
 
-    def _writable(self) -> None:
-        """See to it that the folder can be written to, or take a temporary one."""
+    def _ensure_writable(self) -> None:
+        """Create the folder, or switch to a temporary one if it is not writable."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if os.access(self.path, os.W_OK):
@@ -190,14 +193,14 @@ class Entry(cache.CacheManager):
         self.root = _temporary()
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def _take_turns(self) -> None:
-        """Wait for the lock of the entry, where there are locks."""
-        self._writable()
+    def _acquire_lock(self) -> None:
+        """Wait for the lock of the entry, if the file system has locks."""
+        self._ensure_writable()
         try:
             import filelock  # PyTorch brings it; a process that has none takes no locks
 
             lock = filelock.FileLock(self.path / _LOCK)
-            lock.acquire(timeout=_PATIENCE)
+            lock.acquire(timeout=_LOCK_TIMEOUT)
         except (ImportError, OSError, NotImplementedError):  # a timeout is an OSError
             return
         self.lock = lock
@@ -217,123 +220,132 @@ def _sha256(data: bytes) -> str:
 def adopt(fn: Any) -> None:
     """Let Triton compile a kernel through this cache."""
     caches = fn.device_caches
-    if getattr(caches.default_factory, "func", None) is _bound:
+    if getattr(caches.default_factory, "func", None) is _device_cache:
         return
     if hasattr(fn, "compile"):
         fn.compile = compile_kernel
-    caches.default_factory = partial(_bound, fn, caches.default_factory)
+    caches.default_factory = partial(_device_cache, fn, caches.default_factory)
 
 
-def _bound(fn: Any, make: Callable[[], Any]) -> Any:
-    found = make()  # sets `compile`
+def _device_cache(fn: Any, make: Callable[[], Any]) -> Any:
+    device_cache = make()  # sets `compile`
     fn.compile = compile_kernel
-    return found
+    return device_cache
 
 
 @contextmanager
 def in_processes() -> Iterator[None]:
-    """Inside, Gluon's kernels of this thread are compiled in processes of their own. Their front
-    end is written in Python and takes a second, in which it would keep all other threads waiting.
+    """Compile this thread's Gluon kernels in processes of their own. Gluon's front end holds
+    Python's lock for a second, in which all other threads would wait.
     """
-    before = getattr(_thread, "in_processes", False)
+    outer = getattr(_thread, "in_processes", False)
     _thread.in_processes = True
     try:
         yield
     finally:
-        _thread.in_processes = before
+        _thread.in_processes = outer
 
 
 def compile_kernel(src: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
-    """Triton's `compile`, with entries of this cache in the place of Triton's own."""
-    if not known():
+    """Compile or read a kernel: Triton's `compile`, with this cache in place of Triton's own."""
+    if not is_supported():
         return _COMPILE(src, target=target, options=options, **more)
-    began, entries = time.perf_counter(), list[Entry]()
+    start, entries = time.perf_counter(), list[Entry]()
     stages: dict[str, float] = {}
+    announcement = threading.Timer(_SILENT_SECONDS, _announce, [src.name])
+    announcement.daemon = True
 
-    def entry(key: str) -> Entry:
-        if getattr(_thread, "looks", False):
-            raise _Found(Entry(folder(), key, alone=True), f"{src.name[:150]}.json")
-        make = None
+    def entry_of(key: str) -> Entry:
+        if getattr(_thread, "lookup_only", False):
+            raise _LookupOnly(Entry(folder(), key, locked=False), f"{src.name[:150]}.json")
+        compile_apart = None
         if getattr(_thread, "in_processes", False) and src.fn.is_gluon():
-            make = partial(_make_apart, src, target, options, key, stages)
-        entries.append(Entry(folder(), key, make, kernel.begin))
+            compile_apart = partial(_compile_apart, src, target, options, key, stages)
+        entries.append(Entry(folder(), key, compile_apart, announcement.start))
         return entries[-1]
 
-    with Kernel(src.name) as kernel:
-        try:
-            compiled = _with(_key, entry)(src, target=target, options=options, **more)
-        finally:
-            for one in entries:
-                one.close()
-    seconds = time.perf_counter() - began
-    if kernel.begun and not stages:
+    try:
+        compiled = _patched(_key, entry_of)(src, target=target, options=options, **more)
+    finally:
+        announcement.cancel()
+        for entry in entries:
+            entry.close()
+    seconds = time.perf_counter() - start
+    if announcement.ident is not None and not stages:
         stages["all"] = seconds
-    log.append(Made(src.name, compiled.hash, seconds, stages))
+    log.append(CompileRecord(src.name, compiled.hash, seconds, stages))
     return compiled
 
 
-def known() -> bool:
-    """Whether this Triton's compiler is one that this module knows, and nobody has told it to do
-    otherwise: to keep kernels elsewhere, to dump or to replace what it makes."""
-    told = knobs.cache.manager_class, knobs.compilation.always_compile
-    told += knobs.compilation.override, knobs.compilation.dump_ir
+def _announce(name: str) -> None:
+    """Tell a person at a terminal why the call takes long."""
+    with suppress(OSError, ValueError):  # the terminal is gone
+        if sys.stderr is not None and sys.stderr.isatty():
+            sys.stderr.write(f"headway: compiling the kernel {name}, once for calls like this\n")
+
+
+def is_supported() -> bool:
+    """Return True if this Triton's compiler is one that this module knows, and no setting makes
+    Triton keep kernels elsewhere, dump them or replace them."""
+    settings = knobs.cache.manager_class, knobs.compilation.always_compile
+    settings += knobs.compilation.override, knobs.compilation.dump_ir
     names = compiler.compile.__code__.co_names
-    return compiler.compile is _COMPILE and not any(told) and {
+    return compiler.compile is _COMPILE and not any(settings) and {
         "get_cache_manager", "get_cache_key"
     } <= set(names)  # fmt: skip
 
 
-def _with(key: Callable[..., str], entry: Callable[[str], Entry]) -> Callable[..., Any]:
-    """Triton's `compile` with two functions of its module replaced."""
+def _patched(key: Callable[..., str], entry: Callable[[str], Entry]) -> Callable[..., Any]:
+    """Return Triton's `compile` with two functions of its module replaced."""
     names = {**_COMPILE.__globals__, "get_cache_key": key, "get_cache_manager": entry}
     code, defaults = _COMPILE.__code__, _COMPILE.__defaults__
     return FunctionType(code, names, "compile", defaults, _COMPILE.__closure__)
 
 
-def _key(*given: Any, **named: Any) -> str:
-    return f"{compiler.get_cache_key(*given, **named)}-{_helpers()}"
+def _key(*args: Any, **options: Any) -> str:
+    return f"{compiler.get_cache_key(*args, **options)}-{_helper_hash()}"
 
 
 @lru_cache(maxsize=1)
-def _helpers() -> str:
-    """A hash of what decides kernels beside what Triton's key knows: functions that generated ones
-    call, where a constant's text alone names these, and the class of those constants."""
+def _helper_hash() -> str:
+    """Return a hash of sources that Triton's key misses: device functions that generated code names
+    only in a constant's text, and the class of those constants."""
     backends = Path(__file__).parents[2]
     files = [*sorted((backends / "gpu" / "device").glob("*.py")), backends / "hopper" / "config.py"]
     return _sha256(b"".join(file.read_bytes() for file in files if file.exists()))
 
 
-class _Found(Exception):
-    """The entry of a kernel, and the name of its metadata, instead of the kernel."""
+class _LookupOnly(Exception):
+    """A kernel's entry and the name of its metadata, raised instead of compiling the kernel."""
 
 
-def is_ready(fn: Any, args: tuple, options: dict[str, Any]) -> str:
-    """Whether a kernel has to be compiled for a launch: "loaded" where this process has it,
-    "cached" where it is on disk, else ""."""
-    if not known():
+def state_of(fn: Any, args: tuple, options: dict[str, Any]) -> str:
+    """Return "loaded" if this process has the kernel of a launch, "cached" if it is on disk, and ""
+    if it has to be compiled."""
+    if not is_supported():
         return ""
     adopt(fn)
-    _thread.looks = True
+    _thread.lookup_only = True
     try:
         fn.warmup(*args, grid=(1, 1, 1), **options)
-    except _Found as found:
-        entry, filename = found.args
+    except _LookupOnly as lookup:
+        entry, filename = lookup.args
         return "cached" if entry.files(filename) else ""
     finally:
-        _thread.looks = False
+        _thread.lookup_only = False
     return "loaded"
 
 
-def _make_apart(
+def _compile_apart(
     src: Any, target: Any, options: Any, key: str, stages: dict[str, float], root: Path
 ) -> bool:  # fmt: skip
-    found = compile_apart.run(src, target, dict(options or {}), key, str(root))
-    stages.update(found or {})
-    return found is not None
+    stage_seconds = compile_apart.run(src, target, dict(options or {}), key, str(root))
+    stages.update(stage_seconds or {})
+    return stage_seconds is not None
 
 
-def make(src: Any, target: Any, options: Any, key: str, root: str) -> dict[str, float]:
-    """Compile a kernel into a folder; another process has the lock, and has looked.
+def compile_into(src: Any, target: Any, options: Any, key: str, root: str) -> dict[str, float]:
+    """Compile a kernel into a folder, for a process that holds the lock of its entry.
 
     **Returns:** seconds by stage; `front end` is Python's.
     """
@@ -341,9 +353,9 @@ def make(src: Any, target: Any, options: Any, key: str, root: str) -> dict[str, 
 
     def listen(*, times: Any, **_: Any) -> None:
         stages["front end"] = times.ir_initialization / 1e6
-        stages.update((stage, taken / 1e6) for stage, taken in times.lowering_stages)
+        stages.update((stage, micros / 1e6) for stage, micros in times.lowering_stages)
 
     knobs.compilation.listener = listen
-    entry = Entry(Path(root), key, alone=True)
-    _with(lambda *given, **named: "", lambda hash: entry)(src, target=target, options=options)
+    entry = Entry(Path(root), key, locked=False)
+    _patched(lambda *args, **more: "", lambda key: entry)(src, target=target, options=options)
     return stages

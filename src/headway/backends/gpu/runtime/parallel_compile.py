@@ -1,14 +1,13 @@
-"""The first call of a kind: its kernels are compiled in parallel.
+"""Compile all kernels of a first call in parallel: 6.4 s became 2.5 s on an H200 (docs/lab/host.md).
 
-Triton compiles a kernel at its first launch, a second or more of one core; a forward and a backward
-launch four kernels, one after the other. So the first call of a kind is rehearsed: buffers are
-allocated, and launches only recorded. Then every kernel has a thread that compiles it (or reads it
-from the cache on disk) and loads it. Triton's passes, LLVM and the assembler release Python's lock;
-the front end holds it, so where several of Gluon's kernels are to be compiled, each has a process
-(`compile_apart.py`).
-All threads end before the call goes on and launches as usual. A kernel that failed to compile is
-tried again there, and raises its own error. (Kernels that are launched without Triton's launcher
-get none, which saves half a second of a C compiler after the slowest kernel.)
+Triton compiles a kernel at its first launch, which takes seconds of one core. A forward and a
+backward launch four kernels, one after the other. So the first call of a kind does a dry run:
+buffers are allocated, and launches only recorded. Then one thread per kernel compiles it, or reads
+it from the cache on disk, and loads it. Triton's passes, LLVM and the assembler release Python's
+lock. The front end holds it, so several Gluon kernels get a process each (`compile_apart.py`).
+
+The call waits for all threads, then launches as usual. A kernel that failed to compile is tried
+again by its launch, which raises the error.
 """
 
 import gc
@@ -30,14 +29,14 @@ from ....surroundings import capturing
 from ....types import Spec
 from ...base import Call
 from .device_guard import on
-from .kernel_cache import in_processes, is_ready
-from .triton_startup import wait_to_compile
+from .kernel_cache import in_processes, state_of
+from .triton_startup import wait_for_triton
 
 
-class Recorded(NamedTuple):
-    """A launch of a rehearsal.
+class RecordedLaunch(NamedTuple):
+    """A launch of a dry run.
 
-    - `use_driver`: prepares to launch what is compiled without Triton's launcher; False where that
+    - `use_driver`: prepare launches of the compiled kernel without Triton's launcher; False if that
       is impossible.
     """
 
@@ -47,10 +46,10 @@ class Recorded(NamedTuple):
     use_driver: Callable[[Any], bool] | None
 
     def compile(self) -> Any:
-        """The compiled kernel, which is not loaded."""
+        """Compile the kernel without loading it, and return it."""
         return self.fn.warmup(*self.args, grid=(1, 1, 1), **self.options)
 
-    def ready(self) -> None:
+    def compile_and_load(self) -> None:
         """Compile the kernel and load it. The launch raises errors again."""
         try:
             compiled = self.compile()
@@ -61,25 +60,25 @@ class Recorded(NamedTuple):
                 compiled[1, 1, 1]  # loads it
 
 
-rehearsals: dict[int, list[Recorded]] = {}  # by thread that rehearses
-# Threads that rehearse and compile nothing afterwards, and for what room in shared memory.
-_looking: dict[int, int | None] = {}
-_begun: list[Thread] = []  # that compile for calls to come
-_fixed: set[str] = set()  # modules
-_lock = Lock()  # each module once, in the order of one thread
+dry_runs: dict[int, list[RecordedLaunch]] = {}  # by thread
+# Threads in `inspect_launches`, and the shared memory that their kernels may have.
+_inspecting: dict[int, int | None] = {}
+_precompiling: list[Thread] = []  # threads that compile kernels of later calls
+_fixed_modules: set[str] = set()
+_fixed_lock = Lock()  # one thread fixes each module once
 # Seconds in which a thread has Python's lock to itself. If all start at once they take turns, and
 # none reaches LLVM before all have nearly done so.
 _HEAD_START = 0.1
-_LATE = "triton.experimental.gluon.nvidia.hopper"  # Triton imports it for its first argument
+_LATE_IMPORT = "triton.experimental.gluon.nvidia.hopper"  # by Triton, for its first argument
 
-Forward, Backward = Callable[..., Any], Callable[..., Any]  # of a backend
+BackendForward, BackendBackward = Callable[..., Any], Callable[..., Any]
 
 
 def compile_training(
-    plan: Any, spec: Spec, call: Call, forward: Forward, backward: Backward
+    plan: Any, spec: Spec, call: Call, forward: BackendForward, backward: BackendBackward
 ) -> None:
     """Compile the kernels of a forward, and of its backward if there will be one."""
-    if get_ident() in _looking:
+    if get_ident() in _inspecting:
         return
     plan.uncompiled = False
     if _is_trained(spec, call):
@@ -88,19 +87,19 @@ def compile_training(
 
 def compile_backward(plan: Any, backward: Callable[[], object]) -> None:
     """Compile the kernels of a backward."""
-    if get_ident() in _looking:
+    if get_ident() in _inspecting:
         return
     plan.uncompiled = False
     compile_in_parallel(plan.device, backward)
 
 
 def steps_of(
-    spec: Spec, call: Call, forward: Forward, backward: Backward
+    spec: Spec, call: Call, forward: BackendForward, backward: BackendBackward
 ) -> Callable[[], object]:  # fmt: skip
-    """The forward of a call, and its backward if there will be one.
+    """Return a function that runs the forward of a call, and its backward if there will be one.
 
-    The memory layout of the gradient of out is not known yet. It is taken to be q's, as it is where
-    modules split and merge heads. Otherwise the backward compiles its own kernels.
+    The memory layout of the gradient of out is unknown yet. It is assumed to be q's, as in modules
+    that split and merge heads. For another layout the backward compiles its own kernels.
     """
     tensors = call.captured.tensors[: spec.score_tensors]
 
@@ -108,60 +107,63 @@ def steps_of(
         out, lse, *_ = forward(spec, call)
         if _is_trained(spec, call):
             needs = tuple([t.requires_grad and t.is_floating_point() for t in tensors])
+            dout = _empty_like_q(call.q, call.v.shape[3])
             with suppress(Exception):  # the backward raises it
-                backward(spec, call, out, lse, _like(call.q, call.v.shape[3]), None, needs)
+                backward(spec, call, out, lse, dout, None, needs)
 
     return steps
 
 
 def _is_trained(spec: Spec, call: Call) -> bool:
-    tensors = call.captured.tensors[: spec.score_tensors]
-    return any(x is not None and x.requires_grad for x in (*call[:4], *tensors))
+    inputs = call.q, call.k, call.v, call.sink, *call.captured.tensors[: spec.score_tensors]
+    return any(tensor is not None and tensor.requires_grad for tensor in inputs)
 
 
 def compile_in_parallel(device: torch.device, steps: Callable[[], object]) -> None:
-    """Compile and load the kernels that `steps` launches; nothing runs. Nested calls add theirs to
-    the outer one."""
-    if get_ident() in rehearsals or capturing(device):
+    """Compile and load the kernels that `steps` launches, without running them. A call within
+    `steps` adds its kernels to the outer ones."""
+    if get_ident() in dry_runs or capturing(device):
         return
-    kernels = _rehearsed(steps)
-    if len(kernels) > 1:
-        _make_ready(device, kernels)
+    launches = _dry_run(steps)
+    if len(launches) > 1:
+        _compile_and_load(device, launches)
 
 
-def begin(device: torch.device, steps: Callable[[], object]) -> None:
-    """Begin to compile and load the kernels that `steps` launches, for a call that is to come; the
-    first launch of any kernel waits until that is done (`wait_for_begun`)."""
-    if get_ident() in rehearsals or capturing(device):
+def precompile(device: torch.device, steps: Callable[[], object]) -> None:
+    """Start to compile and load the kernels that `steps` launches, for a later call. The first
+    launch of any kernel waits for them (`wait_for_precompiled`)."""
+    if get_ident() in dry_runs or capturing(device):
         return
     # No daemon: when a process ends, Python stops daemons inside the compiler's C++, which aborts
     # the process ("terminate called without an active exception").
-    begun = Thread(target=_make_ready_ahead, args=(device, _rehearsed(steps)))
-    _begun.append(begun)
-    begun.start()
+    thread = Thread(target=_compile_in_background, args=(device, _dry_run(steps)))
+    _precompiling.append(thread)
+    thread.start()
 
 
-def wait_for_begun() -> None:
-    """Wait until all that was begun is done."""
-    for begun in list(_begun):
-        begun.join()
+def wait_for_precompiled() -> None:
+    """Wait until everything that `precompile` started is compiled."""
+    for thread in list(_precompiling):
+        thread.join()
         with suppress(ValueError):  # another thread has waited, too
-            _begun.remove(begun)
+            _precompiling.remove(thread)
 
 
-def look(steps: Callable[[], object], room: int | None = None) -> list[Recorded]:
-    """The launches of `steps`, of which nothing runs and nothing is compiled.
+def inspect_launches(
+    steps: Callable[[], object], shared_memory: int | None = None
+) -> list[RecordedLaunch]:
+    """Return the launches of `steps`, without running or compiling any.
 
-    - `room`: bytes of shared memory of a CTA. Every kernel is then compiled, one after the other;
-      what needs more is refused, as a launch would refuse it.
+    - `shared_memory`: bytes that a CTA may have. If given, every kernel is compiled, one after the
+      other, and refused as its launch would be if it needs more.
     """
-    me = get_ident()
-    _looking[me] = room
+    thread_id = get_ident()
+    _inspecting[thread_id] = shared_memory
     try:
         with no_garbage_collected:
-            return _rehearsed(steps)
+            return _dry_run(steps)
     finally:
-        del _looking[me]
+        del _inspecting[thread_id]
 
 
 _STATES = {
@@ -170,120 +172,121 @@ _STATES = {
 
 
 @torch.no_grad()
-def states_of(spec: Spec, call: Call, forward: Forward, backward: Backward) -> list[str]:
-    """The kernels of a call, each with whether it is compiled. Nothing is computed."""
-    if get_ident() in rehearsals or capturing(call.q.device):
+def compile_states(
+    spec: Spec, call: Call, forward: BackendForward, backward: BackendBackward
+) -> list[str]:
+    """Return a line for every kernel of a call that says whether it is compiled. Nothing runs."""
+    if get_ident() in dry_runs or capturing(call.q.device):
         return []
-    kernels = look(steps_of(spec, call, forward, backward))
-    wait_to_compile()
+    launches = inspect_launches(steps_of(spec, call, forward, backward))
+    wait_for_triton()
     with no_garbage_collected:
-        found = [(x.fn.__name__, is_ready(x.fn, x.args, x.options)) for x in kernels]
-    return [f"{name}: {_STATES[state]}" for name, state in dict.fromkeys(found)]
+        states = [(one.fn.__name__, state_of(one.fn, one.args, one.options)) for one in launches]
+    return [f"{name}: {_STATES[state]}" for name, state in dict.fromkeys(states)]
 
 
-def _rehearsed(steps: Callable[[], object]) -> list[Recorded]:
-    kernels = rehearsals[get_ident()] = []
+def _dry_run(steps: Callable[[], object]) -> list[RecordedLaunch]:
+    launches = dry_runs[get_ident()] = []
     try:
         steps()
     finally:
-        del rehearsals[get_ident()]
-    return kernels
+        del dry_runs[get_ident()]
+    return launches
 
 
-def _make_ready(
-    device: torch.device, kernels: Sequence[Recorded], apart: bool = False
+def _compile_and_load(
+    device: torch.device, launches: Sequence[RecordedLaunch], in_background: bool = False
 ) -> None:  # fmt: skip
-    """Compile and load kernels, each in a thread; with `apart`, or if there are several of Gluon,
-    these each in a process."""
-    # Done once here and not by every thread, and while Triton starts.
+    """Compile and load kernels, each in a thread. Gluon kernels get a process each if there are
+    several, or if the call goes on meanwhile."""
+    # Imported once, and not by every thread at the same time.
     with suppress(Exception):
-        import_module(_LATE)
-    wait_to_compile()
+        import_module(_LATE_IMPORT)
+    wait_for_triton()
     # In reverse order: the last ones take longest.
-    gluon = [kernel for kernel in kernels[::-1] if kernel.fn.is_gluon()]
-    rest = [kernel for kernel in kernels[::-1] if not kernel.fn.is_gluon()]
-    apart = apart or len(gluon) > 1
-    with no_garbage_collected, ThreadPoolExecutor(max(len(kernels), 1)) as pool:
-        begun = []
-        for kernel in (*gluon, *rest):
-            begun.append(pool.submit(_on, device, kernel.ready, apart))
-            if not (apart and kernel.fn.is_gluon()):
-                wait(begun[-1:], _HEAD_START)
-        for compiling in begun:
-            compiling.result()
+    gluon = [launch for launch in launches[::-1] if launch.fn.is_gluon()]
+    others = [launch for launch in launches[::-1] if not launch.fn.is_gluon()]
+    use_processes = in_background or len(gluon) > 1
+    with no_garbage_collected, ThreadPoolExecutor(max(len(launches), 1)) as pool:
+        compilations = []
+        for launch in (*gluon, *others):
+            compilations.append(pool.submit(_compile_on, device, launch, use_processes))
+            if not (use_processes and launch.fn.is_gluon()):
+                wait(compilations[-1:], _HEAD_START)
+        for compilation in compilations:
+            compilation.result()
 
 
-def _make_ready_ahead(device: torch.device, kernels: Sequence[Recorded]) -> None:
-    """`_make_ready` while other work goes on."""
+def _compile_in_background(device: torch.device, launches: Sequence[RecordedLaunch]) -> None:
     with suppress(RuntimeError):  # the process ends: no pool takes more work
-        _make_ready(device, kernels, apart=True)
+        _compile_and_load(device, launches, in_background=True)
 
 
 def record_launch(
     fn: Any, args: tuple, options: dict[str, Any], use_driver: Callable[[Any], bool] | None
 ) -> None:
-    """Record a launch of the rehearsal; the interpreter compiles nothing."""
+    """Record a launch of the dry run; the interpreter compiles nothing."""
     if isinstance(fn, triton.JITFunction):
-        found = Recorded(fn, args, options, use_driver)
-        room = _looking.get(get_ident())
-        if room is not None and (needed := found.compile().metadata.shared) > room:
-            raise OutOfResources(needed, room, "shared memory")
-        rehearsals[get_ident()].append(found)
+        launch = RecordedLaunch(fn, args, options, use_driver)
+        limit = _inspecting.get(get_ident())
+        if limit is not None and (needed := launch.compile().metadata.shared) > limit:
+            raise OutOfResources(needed, limit, "shared memory")
+        dry_runs[get_ident()].append(launch)
 
 
 def fix_cache_keys(*modules: ModuleType) -> None:
-    """Let Triton compute the cache keys of all functions of some modules now, in this order.
+    """Compute Triton's cache keys of all functions of some modules now, in this order.
 
-    The key of a function contains the constants of the functions it calls if those have keys
-    already, and else does not. If keys depended on the order of calls, a process would not find the
-    kernels that an earlier one left in Triton's cache.
+    The key of a function contains the constants of the functions it calls only if those have keys
+    already. If keys depended on the order of calls, a process would miss kernels that an earlier
+    one left in Triton's cache.
     """
-    with _lock:
+    with _fixed_lock:
         for module in modules:
-            if module.__name__ in _fixed:
+            if module.__name__ in _fixed_modules:
                 continue
-            _fixed.add(module.__name__)
+            _fixed_modules.add(module.__name__)
             for fn in list(vars(module).values()):
                 if isinstance(fn, triton.JITFunction) and fn.__module__ == module.__name__:
                     fn.cache_key  # noqa: B018
 
 
 class _NoGarbageCollected:
-    """Inside, garbage is not collected, until the last thread has left: all share one collector.
+    """A context that disables garbage collection until the last thread has left it.
 
-    Triton parses the kernels' source. If garbage is collected meanwhile, finalizers let other
+    Triton parses the kernels' source. A collection meanwhile runs finalizers, which let other
     threads run. CPython (seen with 3.11) counts the depth of all threads' parsers in one number,
     and raises "AST constructor recursion depth mismatch".
     """
 
     def __init__(self) -> None:
-        self.lock, self.inside, self.collects = Lock(), 0, False
+        self.lock, self.threads, self.was_enabled = Lock(), 0, False
 
     def __enter__(self) -> None:
         with self.lock:
-            if not self.inside:
-                self.collects = gc.isenabled()
+            if not self.threads:
+                self.was_enabled = gc.isenabled()
                 gc.disable()
-            self.inside += 1
+            self.threads += 1
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
-            self.inside -= 1
-            if not self.inside and self.collects:
+            self.threads -= 1
+            if not self.threads and self.was_enabled:
                 gc.enable()
 
 
 no_garbage_collected = _NoGarbageCollected()
 
 
-def _on(device: torch.device, call: Callable[[], None], apart: bool) -> None:
-    with on(device), in_processes() if apart else nullcontext():
-        call()
+def _compile_on(device: torch.device, launch: RecordedLaunch, in_process: bool) -> None:
+    with on(device), in_processes() if in_process else nullcontext():
+        launch.compile_and_load()
 
 
-def _like(q: Tensor, width: int) -> Tensor:
-    """A gradient of out with the memory layout of q."""
-    b, h, length = q.shape[:3]
+def _empty_like_q(q: Tensor, width: int) -> Tensor:
+    """Return an empty gradient of out with the memory layout of q."""
+    b, h, q_len = q.shape[:3]
     if q.stride(1) < q.stride(2):
-        return q.new_empty(b, length, h, width).transpose(1, 2)
-    return q.new_empty(b, h, length, width)
+        return q.new_empty(b, q_len, h, width).transpose(1, 2)
+    return q.new_empty(b, h, q_len, width)

@@ -1,4 +1,4 @@
-"""The counter from which the CTAs of a persistent kernel fetch tickets: dynamic scheduling."""
+"""The counter from which the CTAs of a persistent kernel take tickets: dynamic scheduling."""
 
 from functools import lru_cache
 
@@ -7,33 +7,33 @@ from torch import Tensor
 
 from ..counters import FIRST_FLAG, FLAGS
 
-_zeros: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_counters: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _STREAMS = 1024
-_COUNT = FIRST_FLAG + FLAGS
+_SIZE = FIRST_FLAG + FLAGS
 
 
 def zeroed_counter(device: torch.device) -> Tensor:
-    """A counter and flags, int32 zeros, for a kernel that leaves them at 0. All launches of a
-    stream share one, since they follow one another. A CUDA graph has its own, because it may be
+    """Return a counter and flags, int32 zeros, for a kernel that leaves them at 0. All launches of
+    a stream share one, since they follow one another. A CUDA graph has its own, because it may be
     replayed in any stream."""
     index, cuda = device.index, torch._C
     if index is None or index != cuda._cuda_getDevice() or cuda._cuda_isCurrentStreamCapturing():
-        return torch.zeros(_COUNT, dtype=torch.int32, device=device)
+        return torch.zeros(_SIZE, dtype=torch.int32, device=device)
     key = index, cuda._cuda_getCurrentRawStream(index)
-    found = _zeros.get(key)
-    if found is None:
+    counter = _counters.get(key)
+    if counter is None:
         try:  # another thread may take the last one
-            found = _zeros[key] = _free(device).pop()
+            counter = _counters[key] = _unused_counters(device).pop()
         except IndexError:
-            return torch.zeros(_COUNT, dtype=torch.int32, device=device)
-    return found
+            return torch.zeros(_SIZE, dtype=torch.int32, device=device)
+    return counter
 
 
 @lru_cache
-def _free(device: torch.device) -> list[Tensor]:
-    """Counters for many streams. They are allocated at once, and early (when the first use of a
-    card is checked): a stream may make its first launch where nothing allocated may stay."""
+def _unused_counters(device: torch.device) -> list[Tensor]:
+    """Return counters for many streams. They are allocated together, in the self-test of a GPU: a
+    stream may make its first launch where no allocation may stay."""
     with torch.inference_mode(False):
-        found = torch.zeros(_STREAMS, _COUNT, dtype=torch.int32, device=device)
+        counters = torch.zeros(_STREAMS, _SIZE, dtype=torch.int32, device=device)
     torch.cuda.current_stream(device).synchronize()  # other streams will use them too
-    return list(found)
+    return list(counters)
