@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of the calls that need them, also for a card that is not there."""
+"""Compile kernels ahead of the calls that need them, also for a GPU that is not there."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -30,10 +30,10 @@ _KEYS = ("q", "k", "v", "dtype", "train", *_OPTIONS)
 
 
 class Kernel(NamedTuple):
-    """A kernel that `warm` has seen to.
+    """A kernel that `warm` has compiled or found.
 
-    - `compiled`: whether it was compiled; else it was there already.
-    - `seconds`: that this took.
+    - `compiled`: True if it was compiled, False if it was there already.
+    - `seconds`: the time that this took.
     """
 
     name: str
@@ -89,7 +89,7 @@ def warm(
         raise ArgumentError(f"jobs={jobs!r} must be an integer, 1 or more")
     if find_spec("triton") is None:
         raise BackendRefused("no kernels without Triton: pip install 'headway[triton]'")
-    made = [_requested(call, card) for call in _flat(calls)]
+    requests = [_request_of(call, card) for call in _flatten(calls)]
     from .backends.gpu.runtime import kernel_cache
     from .backends.gpu.runtime.triton_startup import wait_for_triton
 
@@ -98,15 +98,16 @@ def warm(
             stack.enter_context(kernel_cache.use_folder(Path(out)))
         if card is not None:
             stack.enter_context(compiling_for(card))
-        found = [_resolved(request) for request in made]
+        resolved = [_resolve_for_gpu(request) for request in requests]
         wait_for_triton()
-        where = found[0][1].q.device if found else torch.device("cpu")
-        steps = [_steps(spec, call) for spec, call in found]
-        if any(spec.backend == "hopper" for spec, _ in found):
-            steps.append(_checked(where))
-        before = len(kernel_cache.log)
-        _compile(steps, where, _room(card), jobs or os.cpu_count() or 1)
-        return [Kernel(x.name, x.compiled, x.seconds) for x in kernel_cache.log[before:]]
+        device_of_calls = resolved[0][1].q.device if resolved else torch.device("cpu")
+        steps = [_steps(spec, call) for spec, call in resolved]
+        if any(spec.backend == "hopper" for spec, _ in resolved):
+            steps.append(_self_test_steps(device_of_calls))
+        log_start = len(kernel_cache.log)
+        _compile(steps, device_of_calls, _shared_memory(card), jobs or os.cpu_count() or 1)
+        records = kernel_cache.log[log_start:]
+        return [Kernel(record.name, record.compiled, record.seconds) for record in records]
 
 
 # -- calls ----------------------------------------------------------------------------------------
@@ -123,15 +124,15 @@ def _card(device: str | None) -> Card | None:
     return None
 
 
-def _flat(calls: Any) -> Iterable[Mapping[str, Any]]:
-    """The dicts of all calls."""
+def _flatten(calls: Any) -> Iterable[Mapping[str, Any]]:
+    """Yield the dict of every call."""
     if isinstance(calls, Mapping):
         yield calls
     elif callable(calls):
-        yield from _flat(calls())
+        yield from _flatten(calls())
     elif isinstance(calls, Iterable) and not isinstance(calls, str):
         for call in calls:
-            yield from _flat(call)
+            yield from _flatten(call)
     else:
         raise ArgumentError(
             f"calls: {calls!r} is neither a dict of a call's arguments nor a function that makes "
@@ -139,8 +140,8 @@ def _flat(calls: Any) -> Iterable[Mapping[str, Any]]:
         )
 
 
-def _requested(call: Mapping[str, Any], card: Card | None) -> Request:
-    """A call with tensors that hold no numbers."""
+def _request_of(call: Mapping[str, Any], card: Card | None) -> Request:
+    """Return the request of a call, with empty tensors."""
     for name in call:
         if name not in _KEYS:
             raise ArgumentError(f"calls: a call has {name!r}; it may have {', '.join(_KEYS)}")
@@ -148,42 +149,47 @@ def _requested(call: Mapping[str, Any], card: Card | None) -> Request:
         raise ArgumentError("calls: a call has no 'q', a shape (b, hq, q_len, d) or a tensor")
     q = call["q"]
     k = call.get("k", q)
-    given = q, k, call.get("v", k)
+    shapes = q, k, call.get("v", k)
     dtype, train = call.get("dtype", torch.bfloat16), call.get("train", True)
     device = torch.device("cuda", torch.cuda.current_device()) if card is None else "cpu"
-    q, k, v = (_empty(n, x, dtype, train, device) for n, x in zip("qkv", given, strict=True))
-    return Request(q, k, v, **{n: call[n] for n in _OPTIONS if n in call})
+    q, k, v = (
+        _empty(name, shape, dtype, train, device) for name, shape in zip("qkv", shapes, strict=True)
+    )
+    return Request(q, k, v, **{name: call[name] for name in _OPTIONS if name in call})
 
 
-def _empty(name: str, x: Any, dtype: torch.dtype, train: bool, device: Any) -> Tensor:
-    if isinstance(x, Tensor):
-        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+def _empty(name: str, shape: Any, dtype: torch.dtype, train: bool, device: Any) -> Tensor:
+    if isinstance(shape, Tensor):
+        like = shape
+        empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     else:
         try:
-            like = torch.empty(tuple(x), dtype=dtype, device=device)
+            empty = torch.empty(tuple(shape), dtype=dtype, device=device)
         except (TypeError, RuntimeError) as error:
-            raise ArgumentError(f"calls: {name}={x!r}, dtype={dtype!r}: {error}") from error
-    return like.requires_grad_(bool(train))
+            raise ArgumentError(f"calls: {name}={shape!r}, dtype={dtype!r}: {error}") from error
+    return empty.requires_grad_(bool(train))
 
 
-def _resolved(request: Request) -> tuple[Spec, Call]:
-    """What the card would compute."""
+def _resolve_for_gpu(request: Request) -> tuple[Spec, Call]:
+    """Return the spec and the call that the GPU would compute."""
     if request.q.is_cuda:
         spec, call = resolve(request)
     else:
-        asked = request.backend
-        get("cpu" if asked == "auto" else asked)  # a name that is not known is an error
+        wanted = request.backend
+        get("cpu" if wanted == "auto" else wanted)  # an unknown name is an error
         spec, call = resolve(request._replace(backend="cpu"))
         key = CapabilityKey(*capability_key(call, spec.score_tensors))
-        refused = {}
-        for name in order(asked, spec, key):
-            if name in _COMPILED and not (why := get(name).reasons_against(spec, key)):
+        reasons = ""
+        for name in order(wanted, spec, key):
+            refusals = ["it compiles no kernels"]
+            if name in _COMPILED and not (refusals := get(name).reasons_against(spec, key)):
                 return replace(spec, backend=name), call
-            refused[name] = why if name in _COMPILED else ["it compiles no kernels"]
-        reasons = "".join(f"\n  - {n}: {why}" for n, whys in refused.items() for why in whys)
-        raise BackendRefused(f"backend={asked!r} has no kernels for this call:{reasons}")
+            reasons += "".join(f"\n  - {name}: {reason}" for reason in refusals)
+        raise BackendRefused(f"backend={wanted!r} has no kernels for this call:{reasons}")
     if spec.backend not in _COMPILED:
-        raise BackendRefused(f"this call is one for backend='{spec.backend}', which compiles none")
+        raise BackendRefused(
+            f"this call runs on backend='{spec.backend}', which compiles no kernels"
+        )
     return spec, call
 
 
@@ -197,8 +203,8 @@ def _steps(spec: Spec, call: Call) -> Callable[[], object]:
     return steps_of(spec, call, backend.forward, backend.backward)
 
 
-def _checked(device: torch.device) -> Callable[[], object]:
-    """The small case that the Hopper backend computes at its first use."""
+def _self_test_steps(device: torch.device) -> Callable[[], object]:
+    """Return a function that runs the self-test of the Hopper backend's first use."""
     hopper = get("hopper")
     assert hopper is not reference
     spec, call, dout, dlse = first_use.case(hopper, device)
@@ -210,8 +216,8 @@ def _checked(device: torch.device) -> Callable[[], object]:
     return steps
 
 
-def _room(card: Card | None) -> int:
-    """Bytes of shared memory that a CTA may have."""
+def _shared_memory(card: Card | None) -> int:
+    """Return the bytes of shared memory that a CTA may have."""
     if card is not None:
         return card.shared
     properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -220,21 +226,21 @@ def _room(card: Card | None) -> int:
 
 @torch.no_grad()
 def _compile(
-    steps: list[Callable[[], object]], device: torch.device, room: int, jobs: int
+    steps: list[Callable[[], object]], device: torch.device, shared_memory: int, jobs: int
 ) -> None:  # fmt: skip
-    """Compile all that the steps launch."""
+    """Compile every kernel that the steps launch."""
     from .backends.gpu.runtime.device_guard import on
     from .backends.gpu.runtime.kernel_cache import in_processes
-    from .backends.gpu.runtime.parallel_compile import no_garbage_collected
+    from .backends.gpu.runtime.parallel_compile import inspect_launches, no_garbage_collected
 
-    def compile_one(kernel: "RecordedLaunch") -> None:
+    def compile_one(launch: "RecordedLaunch") -> None:
         with on(device), in_processes():  # the current device is a thread's own
-            kernel.compile()
+            launch.compile()
 
-    kernels = [kernel for step in steps for kernel in look(step)]
+    launches = [launch for step in steps for launch in inspect_launches(step)]
     with no_garbage_collected, ThreadPoolExecutor(jobs) as pool:
         # The last ones take longest.
-        for done in [pool.submit(compile_one, kernel) for kernel in kernels[::-1]]:
-            done.result()
-    for step in steps:  # where a kernel needs too much shared memory, a smaller tile is launched
-        look(step, room)
+        for compilation in [pool.submit(compile_one, launch) for launch in launches[::-1]]:
+            compilation.result()
+    for step in steps:  # if a kernel needs too much shared memory, a smaller tile is launched
+        inspect_launches(step, shared_memory)

@@ -99,7 +99,7 @@ def test_a_cpu_has_no_kernels_to_explain():
 
 def keys_of(given: dict, card) -> list[str]:
     """The keys of all kernels of a call of the Hopper backend, on a card of one kind or another."""
-    request = warm_module._requested(given, card_of("sm_90"))
+    request = warm_module._request_of(given, card_of("sm_90"))
     spec, call = hw.resolve.resolve(request._replace(backend="cpu"))
     steps = parallel_compile.steps_of(spec, call, hopper.forward, hopper.backward)
     found: list[str] = []
@@ -141,7 +141,7 @@ def test_the_check_at_first_use_is_compiled_ahead_too(forgetful, monkeypatch):
 
 def test_where_a_tile_has_no_room_the_smaller_one_is_compiled_too(tmp_path, forgetful, monkeypatch):
     given = {"q": (1, 2, 256, 64), "backend": "triton", "train": False}
-    monkeypatch.setattr(warm_module, "_room", lambda card: 20_000)
+    monkeypatch.setattr(warm_module, "_shared_memory", lambda card: 20_000)
     with up_to_ptx():
         made = hw.warm(given, device="sm_80", out=tmp_path)
     assert len([k for k in made if k.compiled]) > 1

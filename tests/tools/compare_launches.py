@@ -137,7 +137,7 @@ def over_a_cache(n: int) -> None:
 
 def kernels() -> list[launcher.KernelLauncher]:
     """Those that are launched directly: the one whose score captures a float is the last."""
-    plans = [p for p in call_plan._known.values() if isinstance(p, call_plan.BasePlan)]
+    plans = [p for p in call_plan._plans.values() if isinstance(p, call_plan.BasePlan)]
     found = [d for p in plans for d in vars(p).values() if isinstance(d, launcher.KernelLauncher)]
     found += [d for p in plans if hasattr(p, "workspace") for d in p.workspace.kernels.values()]
     launchers = [l for p in plans for l in getattr(p, "launchers", {}).values()]
@@ -183,7 +183,7 @@ def threads(own: Launch) -> None:
             step(thread)
     assert launches.value == before + 2000
     assert 1 <= len(own.free_buffers) <= 5
-    assert len({id(laid[0]) for laid in own.free}) == len(own.free_buffers)
+    assert len({id(laid[0]) for laid in own.free_buffers}) == len(own.free_buffers)
 
 
 with ExitStack() as stack:

@@ -94,7 +94,7 @@ def test_another_kind_of_call_goes_through_triton_once(device, other):
 def test_many_short_runs_of_full_tiles_are_one_loop(device, mask, many):
     x = torch.randn(1, 1, 1024, 16, dtype=torch.bfloat16)
     hw.attention(x, x, x, mask=mask, backend="triton")
-    (made,) = [p for p in call_plan._known.values() if isinstance(p, backend_plan.Plan)][-1:]
+    (made,) = [p for p in call_plan._plans.values() if isinstance(p, backend_plan.Plan)][-1:]
     (kernel,) = made.launchers["forward"].kernels.values()
     assert kernel.options["SCATTERED"] is many
 
@@ -168,11 +168,11 @@ def test_a_number_may_change_between_direct_launches(device):
 
 
 def test_plans_are_few(device, monkeypatch):
-    monkeypatch.setattr(call_plan._known, "most", 3)
+    monkeypatch.setattr(call_plan._plans, "most", 3)
     call_plan.clear()
     for length in range(16, 24):
         planned(*prepare(*[rows(length)] * 3, backend="triton"), (), *[rows(length)] * 3)
-    assert len(call_plan._known) == 3
+    assert len(call_plan._plans) == 3
 
 
 def test_a_backward_goes_by_the_strides_of_what_hooks_of_saved_tensors_hand_back(device):

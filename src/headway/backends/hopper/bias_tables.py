@@ -88,7 +88,7 @@ class BiasTables:
 
     def _kernel(self, k: int, own: tuple[bool, bool], *, fill: bool) -> KernelLauncher:
         plan, (b, h) = self.plan, own
-        of_b, of_h, of_q, of_kv = plan.at
+        of_b, of_h, of_q, of_kv = plan.offsets
         heads = plan.hq if h else 1
         places = (self.zero, self.count, heads, of_b, of_h, of_kv - of_q)
 

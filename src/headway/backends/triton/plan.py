@@ -20,7 +20,7 @@ from ..gpu import preprocess
 from ..gpu.device import diagonals, gradients, maths, softmax, tiles
 from ..gpu.preprocess import BackwardWorkspace
 from ..gpu.products import bits_of, product_precision
-from ..gpu.runtime.call_plan import BasePlan, Walks, disguised, plan_of
+from ..gpu.runtime.call_plan import BasePlan, Walks, plan_of, unspecialized
 from ..gpu.runtime.launcher import KernelLauncher
 from . import kernel_backward, kernel_forward, saved, tile, walk
 from .config import LEARNED, Config, configs, kind_of, one_pass, passes, pieces
@@ -224,7 +224,7 @@ def _strides(x: Tensor) -> tuple:
     `tile.load` take them. That of rows is a constant: the addresses within a tile are then one
     address plus constants. That of columns, if not 1, depends on the length."""
     batch, head, row, column = x.stride()
-    heads = disguised(batch // 8), disguised(head // 8)
+    heads = unspecialized(batch // 8), unspecialized(head // 8)
     return *heads, tl.constexpr(row), None if column == 1 else column
 
 

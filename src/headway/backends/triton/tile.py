@@ -76,7 +76,7 @@ class Dropout(NamedTuple):
 @triton.jit
 def head(base, strides, b, h):
     """A pointer to the first row of a head. The strides of batch and head, which depend on the
-    length, are passed divided by 8 and `disguised`: the compiler knows that 8 divides them and
+    length, are passed divided by 8 and `unspecialized`: the compiler knows that 8 divides them and
     nothing else, and loads are 16 bytes wide and pipelined (`launch._rows`)."""
     return base + (b * (strides[0] >> 2) + h * (strides[1] >> 2)) * 8
 

@@ -104,8 +104,8 @@ def infer(
 
     - `partials`: memory for two partial results of every CTA; `counters`: int32 zeros, one for
       every CTA, from `FIRST_COUNTER` on. They are left at 0.
-    - `integers`: the fields of `Sizes`, then b, h, q and kv of `Coords`. All integers are disguised
-      (`work.plain`).
+    - `integers`: the fields of `Sizes`, then b, h, q and kv of `Coords`. All integers are
+      `unspecialized` (`work.plain`).
     """
     x = plain(integers)
     sizes = Sizes(

@@ -21,7 +21,7 @@ from ..codegen.spec import CodegenSpec
 from ..counters import FIRST_FLAG, FLAGS
 from ..device import maths, softmax, tiles
 from ..products import bits_of
-from ..runtime.call_plan import cached, disguised, far, readable
+from ..runtime.call_plan import cached, needs_wide_offsets, readable, unspecialized
 from ..runtime.launcher import CallArguments, KernelLauncher
 from ..runtime.parallel_compile import fix_cache_keys
 from ..runtime.tile_counter import zeroed_counter
@@ -35,14 +35,14 @@ from .work import Cache, Coords, Sizes
 
 _SOURCES = maths, tiles, softmax, work, merge, kernel
 _E4M3 = torch.float8_e4m3fn
-INT32 = 1 << 29  # smaller integers are of 32 bits, `disguised` too
+INT32 = 1 << 29  # smaller integers are of 32 bits, `unspecialized` too
 _LIST_SIZES = Sizes._fields.index("list_tiles")
 _NO_CACHE = KV(None)  # type: ignore[arg-type]
 
 
 def planned(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
     """The plan for a call whose q, k and v have rows without gaps, and the integers in which calls
-    of one kind differ, `disguised`: `Sizes`, `Coords`, sizes and strides of captured tensors,
+    of one kind differ, `unspecialized`: `Sizes`, `Coords`, sizes and strides of captured tensors,
     captured integers. It is called at every launch, so it asks tensors little."""
     q, k, v, _, _, (tensors, ints, _), _, at, _, kv, *_ = call
     kv = kv or _NO_CACHE
@@ -91,11 +91,11 @@ def planned(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
         Plan, spec, dtype, kv_dtype, q.device, hq, hk, d, dv, bits, rows, q_unit, unit, k_row,
         v_row, shared, page, lengths is None, cu_q is None, k_scale is None, v_scale is None,
         narrow, small or tuple([abs(n) < INT32 for n in found]),
-        *[(t.dtype, t.dim(), far(t)) for t in tensors],
+        *[(t.dtype, t.dim(), needs_wide_offsets(t)) for t in tensors],
     )  # fmt: skip
     made = Made(rows, bits, q_unit, unit, shared, page, narrow)
     plan = cached(key, lambda: Plan(spec, call, made))
-    return plan, list(map(disguised, found))
+    return plan, list(map(unspecialized, found))
 
 
 class Made(NamedTuple):
@@ -123,7 +123,7 @@ class Plan:
         text = CodegenSpec(
             spec.score, spec.mask, (), narrow,
             consecutive=False,
-            wide_offsets=tuple(map(far, call.captured.tensors)),
+            wide_offsets=tuple(map(needs_wide_offsets, call.captured.tensors)),
             approx_tanh=q.dtype == torch.bfloat16 and _target(self.device) is not None,
             limits=spec.tiles is None,
         )  # fmt: skip
@@ -180,7 +180,7 @@ class Plan:
             lists = (None,) * 3
             if self.spec.tiles is not None:
                 lists = listed(self.spec, call, self.how["m"], self.rows[self.row].n)
-                sizes = map(disguised, lists.blocks.shape[2:])
+                sizes = map(unspecialized, lists.blocks.shape[2:])
                 integers[_LIST_SIZES : _LIST_SIZES + 2] = sizes
             given = CallArguments.of(captured, (*integers, *floats))
             size = self.ctas * 2 * self.partial

@@ -79,14 +79,14 @@ class Row(NamedTuple):
 
 
 @triton.jit
-def plain(disguised):
-    """Integers that were `disguised`, in a tuple with pointers."""
+def plain(unspecialized):
+    """Integers that were `unspecialized`, in a tuple with pointers."""
     found = ()
-    for n in tl.static_range(len(disguised)):
-        if disguised[n].dtype.is_int():
-            found = found + (disguised[n] >> 2,)  # noqa: RUF005
+    for n in tl.static_range(len(unspecialized)):
+        if unspecialized[n].dtype.is_int():
+            found = found + (unspecialized[n] >> 2,)  # noqa: RUF005
         else:
-            found = found + (disguised[n],)  # noqa: RUF005
+            found = found + (unspecialized[n],)  # noqa: RUF005
     return found
 
 

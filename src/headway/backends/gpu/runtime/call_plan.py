@@ -1,9 +1,9 @@
 """The plan of a kind of call, made once, so that a launch takes microseconds.
 
-A kind is all that a kernel's text or its integer arguments depend on: the spec, dtypes, shapes,
-strides, positions. A backend's plan holds the arguments of a kind; a launch adds the tensors of a
-call. Triton compiles a kernel at its first launch; later launches go to the compiled kernel
-(`launcher.py`).
+A plan key holds everything that a kernel's source or its integer arguments depend on: the spec,
+dtypes, shapes, strides, positions. Calls with the same key are of one kind. A backend's plan holds
+the arguments of a kind, and a launch adds the tensors of a call. Triton compiles a kernel at its
+first launch. Later launches go to the compiled kernel (`launcher.py`).
 """
 
 import math
@@ -30,72 +30,80 @@ from .parallel_compile import fix_cache_keys
 from .triton_startup import start_triton
 
 T = TypeVar("T")
-_known: Cache[Any] = Cache(512)  # plans by kind and by call signature
+_plans: Cache[Any] = Cache(512)  # by plan key and by call signature
 
 
 def cached(key: tuple, make: Callable[[], T]) -> T:
-    """The value made for a key; the last few hundred are kept."""
-    found = _known.get(key)
-    if found is None:
-        found = _known.put(key, make())
-    return found
+    """Return the value for a key, made once; the last few hundred are kept."""
+    value = _plans.get(key)
+    if value is None:
+        value = _plans.put(key, make())
+    return value
 
 
 def plan_of(
-    of: tuple, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
+    name: tuple, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor],
     make: Callable[..., T],
 ) -> T:  # fmt: skip
-    """The plan for a call: `make(spec, call, wanted, matrices)` for the first of its kind.
+    """Return the plan of a call: `make(spec, call, wanted, matrices)`, once for every plan key.
 
-    Calls with a known signature skip the computation of their kind.
+    Calls with a known signature skip the computation of their key.
 
-    - `of`: the first part of the key: which plan.
-    - `wanted`: the gathers that need a gradient; `matrices`: q, k, v and, for a backward, dout.
+    - `name`: the first part of the key; it names the plan among those of one call.
+    - `wanted`: the gathers that need a gradient.
+    - `matrices`: q, k, v and, for a backward, dout.
     """
-    signature, (q, k, v, *dout), short = call.signature, matrices, None
+    signature, (q, k, v, *dout), short_key = call.signature, matrices, None
     if undecidable(spec, call):  # the plan of other calls keeps the tiles of one moment
-        of = *of, undecidable
-    same = q is call.q and k is call.k and v is call.v
-    if same and signature is not None and signature.spec is spec:
-        short = (of, signature)
+        name = *name, undecidable
+    describes_call = q is call.q and k is call.k and v is call.v
+    if describes_call and signature is not None and signature.spec is spec:
+        short_key = (name, signature)
         if dout:  # saved tensors may have come back with other strides (`saved_tensors_hooks`)
-            strides = [x.stride() for x in (*matrices, *call.captured.tensors)]
-            short = (of, signature, wanted, *strides)
-        plan = _known.get(short)
+            strides = [tensor.stride() for tensor in (*matrices, *call.captured.tensors)]
+            short_key = (name, signature, wanted, *strides)
+        plan = _plans.get(short_key)
         if plan is not None:
             return plan
     start_triton()
-    key = (of, *key_of(spec, call, wanted, matrices))
+    key = (name, *plan_key(spec, call, wanted, matrices))
     plan = cached(key, lambda: make(spec, call, wanted, matrices))
-    return plan if short is None else cached(short, lambda: plan)
+    return plan if short_key is None else cached(short_key, lambda: plan)
 
 
 def clear() -> None:
     """Forget every plan and every compiled kernel."""
-    _known.clear()
+    _plans.clear()
 
 
-def key_of(spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]) -> tuple:
-    """The kind of a call; `matrices` are q, k, v and, for a backward, dout."""
-    at, (tensors, ints, _) = call.coords, call.captured
-    if not consecutive(at):
-        at = (at[:4], *[None if p is None else p.shape for p in at[4:6]], at.straight_below)
-    key = [spec, wanted, at, matrices[0].dtype, matrices[0].device, *ints]
-    for x in matrices:
-        key += x.shape, x.stride()
-    for t in tensors:
-        key += t.shape, t.stride(), t.dtype
+def plan_key(spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]) -> tuple:
+    """Return everything that a call's plan depends on, but for its name."""
+    coords: Any = call.coords
+    tensors, ints, _ = call.captured
+    if not consecutive(coords):
+        shapes = [None if pos is None else pos.shape for pos in (coords.q_pos, coords.kv_pos)]
+        coords = (offsets_of(coords), *shapes, coords.straight_below)
+    key = [spec, wanted, coords, matrices[0].dtype, matrices[0].device, *ints]
+    for matrix in matrices:
+        key += matrix.shape, matrix.stride()
+    for tensor in tensors:
+        key += tensor.shape, tensor.stride(), tensor.dtype
     return tuple(key)
 
 
-def consecutive(at: Coords) -> bool:
-    """Whether positions follow one another."""
-    return at.q_pos is None and at.kv_pos is None
+def offsets_of(coords: Coords) -> tuple[int, int, int, int]:
+    """Return the offsets of batch rows, heads, queries and keys."""
+    return coords.b, coords.h, coords.q, coords.kv
+
+
+def consecutive(coords: Coords) -> bool:
+    """Return True if positions follow one another."""
+    return coords.q_pos is None and coords.kv_pos is None
 
 
 def undecidable(spec: Spec, call: Call) -> bool:
-    """Whether the tiles of a call are unknown: a CUDA graph is being captured, and the tensors on
-    which its mask depends may change before the replay. (The tiles of a given block mask are the
+    """Return True if the tiles of a call are unknown: a CUDA graph is being captured, and tensors
+    that its mask reads may change before the replay. (The tiles of a given block mask are the
     caller's responsibility.)"""
     if spec.mask is None or spec.tiles is not None:
         return False
@@ -105,8 +113,8 @@ def undecidable(spec: Spec, call: Call) -> bool:
 
 @lru_cache
 def empty_result(device: torch.device) -> Tensor:
-    """An empty tensor for results that were not asked for. All calls share it, since nothing can
-    be written to it."""
+    """Return an empty tensor for results that were not asked for. All calls share it, since nothing
+    can be written to it."""
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.float32, device=device)
 
@@ -114,15 +122,15 @@ def empty_result(device: torch.device) -> Tensor:
 # -- arguments of kernels -------------------------------------------------------------------------
 
 
-def disguised(n: int) -> int:
-    """An integer for which Triton compiles nothing of its own, as it does for 1 and for multiples
-    of 16, among them those in tuples (where `do_not_specialize` says nothing). A kernel shifts it
-    back: n is `disguised(n) >> 2`."""
+def unspecialized(n: int) -> int:
+    """Encode an integer so that Triton compiles no kernel of its own for it, as it does for 1 and
+    for multiples of 16. `do_not_specialize` does not reach integers in tuples. A kernel shifts it
+    back: n is `unspecialized(n) >> 2`."""
     return 4 * n + 2
 
 
 class KernelCoords(NamedTuple):
-    """`headway.types.Coords` as kernels take it: where the tensors stand in the whole."""
+    """The `Coords` of a call as kernels take them: offsets of its tensors, and positions."""
 
     b: Any
     h: Any
@@ -143,21 +151,22 @@ class Walk(NamedTuple):
     order: Any  # of tile rows: the longest first
     b: Any  # batch rows for which the tiles were built; 1: all share them
     h: Any  # heads for which the tiles were built; 1: all share them
-    tile_rows: Any  # of one batch row and head; without a block mask, blocks. Kernels: `disguised`
+    tile_rows: Any  # of one batch row and head, in kernels `unspecialized`; without a mask, blocks
     size: Any  # rows of a tile
     step: Any  # columns of a tile
     swizzle: Any  # heads that are interleaved, tile row by tile row, to share keys in the L2 cache
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Its tensors as a flat tuple."""
+        """Return its tensors as a flat tuple."""
         return () if self.full is None else (*self.full, *self.partial, self.order)
 
     def of(self, tensors: Sequence[Any]) -> tuple["Walk", list[Any]]:
-        """This walk with the first of `tensors` in the place of its own, and the rest of them."""
+        """Return this walk with the first of `tensors` in place of its own, and the remaining
+        tensors."""
         if self.full is None:
             return self, list(tensors)
-        full, partial, (order, *rest) = tuple(tensors[:3]), tuple(tensors[3:6]), tensors[6:]
-        return self._replace(full=full, partial=partial, order=order), rest
+        full, partial, (order, *remaining) = tuple(tensors[:3]), tuple(tensors[3:6]), tensors[6:]
+        return self._replace(full=full, partial=partial, order=order), remaining
 
 
 class BasePlan:
@@ -166,9 +175,9 @@ class BasePlan:
     - `sources`: the modules of its kernels, in the order of their cache keys (`fix_cache_keys`).
     - `diagonals`: whether its kernels can read and sum a tile by diagonals.
     - `approx_tanh`, `affine`, `hoist`, `bias_tables`: as in `CodegenSpec`; `affine` and
-      `bias_tables` only where positions are small and consecutive, or for `affine` straight.
+      `bias_tables` only if positions are small and consecutive, or for `affine` straight.
     - `straight`: positions are read, and follow one another within tiles (`Coords`).
-    - `uses_distance_sign`: whether `CodegenSpec.distance_sign` is looked for.
+    - `uses_distance_sign`: whether to derive `CodegenSpec.distance_sign`.
     """
 
     sources: tuple[ModuleType, ...] = ()
@@ -183,10 +192,10 @@ class BasePlan:
         (self.b, self.hq, self.q_len, self.d), (self.hk, self.kv_len) = q.shape, k.shape[1:3]
         self.dv, self.spec, self.dtype, self.device = v.shape[3], spec, q.dtype, q.device
         self.mask = graphs(spec)[1]
-        at, in_order = call.coords, consecutive(call.coords)
-        self.straight = not in_order and at.straight_below > 0
-        narrow = (in_order or self.straight) and _narrow(at, q, k, call.captured.ints)
-        wide_offsets = tuple(map(far, call.captured.tensors))
+        coords, in_order = call.coords, consecutive(call.coords)
+        self.straight = not in_order and coords.straight_below > 0
+        narrow = (in_order or self.straight) and _is_narrow(coords, q, k, call.captured.ints)
+        wide_offsets = tuple(map(needs_wide_offsets, call.captured.tensors))
         sign = 0
         if uses_distance_sign and self.mask:
             sign = distance_sign(self.mask, call.captured.ints[spec.score_ints :])
@@ -203,49 +212,50 @@ class BasePlan:
         )  # fmt: skip
         self.generated = load_module(self.text)
         fix_cache_keys(self.generated)
-        self.at, self.scattered = at[:4], tuple([p is not None for p in at[4:6]])
+        self.offsets = offsets_of(coords)
+        self.scattered = coords.q_pos is not None, coords.kv_pos is not None
         self.captured = call.captured.ints, len(call.captured.tensors)
-        # Whether Triton has not yet compiled for such calls. Of lengths it matters whether blocks,
-        # of 16 to 128, are whole.
+        # Kernels depend on lengths only by whether these fill blocks, of 16 to 128.
         mark, lengths = object(), (math.gcd(n, 128) // 16 for n in (self.q_len, self.kv_len))
-        like = (BasePlan, type(self), spec, self.text, self.dtype, self.device, self.d, self.dv,
-                *[x.stride(2) for x in matrices], *lengths)  # fmt: skip
-        self.uncompiled = cached(like, lambda: mark) is mark
+        kernels_key = (BasePlan, type(self), spec, self.text, self.dtype, self.device, self.d,
+                       self.dv, *[matrix.stride(2) for matrix in matrices], *lengths)  # fmt: skip
+        self.uncompiled = cached(kernels_key, lambda: mark) is mark
         self.tile: tuple[int, int] | None = None
         if spec.tiles is not None:
             self.tile = spec.tiles[2:]
         elif self.mask is not None and min(self.b, self.hq, self.q_len, self.kv_len):
             self.tile = TILE
         self.counts = spec.score_tensors, spec.score_ints, spec.score_floats
-        # Whether the kind alone determines the tiles.
+        # True if the plan key alone determines the tiles.
         _, (tensors, _, floats) = split(spec, call.captured)
         self.constant_tiles = in_order and spec.tiles is None and not tensors and not floats
         self.undecided: dict | None = {} if undecidable(spec, call) else None  # tiles by floats
 
     def function(self, name: str) -> Any:
-        """A generated function; None if the call has no such function."""
+        """Return a generated function; None if the call has no such function."""
         return getattr(self.generated, name, None)
 
     def tiles(self, call: Call) -> tuple[Tiles | None, int, int]:
-        """The live tiles of a call, and the batch rows and heads for which they were built."""
+        """Return the live tiles of a call, and the batch rows and heads they were built for."""
         if self.tile is None:
             return None, 1, 1
         if call.tiles is not None and self.spec.tiles is not None:
             return call.tiles, *self.spec.tiles[:2]
         assert self.mask is not None
         shape = (self.b, self.hq, self.q_len, self.kv_len)
-        of_mask = split(self.spec, call.captured)[1]
-        of = self.mask, of_mask, shape, self.tile, self.device, call.coords
+        mask_captured = split(self.spec, call.captured)[1]
+        mask_inputs = self.mask, mask_captured, shape, self.tile, self.device, call.coords
         if self.undecided is None:
-            return cached_build(*of, partial(outside_capture, self.device))
-        known = self.tile, *map(repr, of_mask.floats)
-        found = self.undecided.get(known)
-        if found is None:
-            found = self.undecided[known] = outside_capture(self.device, lambda: undecided(*of))
-        return found
+            return cached_build(*mask_inputs, partial(outside_capture, self.device))
+        key = self.tile, *map(repr, mask_captured.floats)
+        tiles = self.undecided.get(key)
+        if tiles is None:
+            tiles = outside_capture(self.device, lambda: undecided(*mask_inputs))
+            self.undecided[key] = tiles
+        return tiles
 
     def known_arguments(self, walks: "Walks") -> "CallArguments | None":
-        """The `call_arguments` that all calls share, if there are. A captured call computes them
+        """Return the `call_arguments` that all calls share, or None. A captured call computes them
         again, so that they are kept alive."""
         if walks.arguments is not None and (self.tile is None or not capturing(self.device)):
             return walks.arguments
@@ -254,45 +264,47 @@ class BasePlan:
     def call_arguments(
         self, call: Call, walks: "Walks", *more: Tensor, walk: Walk | None = None
     ) -> "CallArguments":
-        """The arguments of a call besides its matrices, for `arranged`. They are kept in
+        """Return the arguments of a call besides its matrices, for `arranged`. They are kept in
         `walks.arguments` if all calls share them.
 
-        - `more`: tensors that a kernel takes besides, for its `arrange`.
-        - `walk`: in the place of that of `walks`.
+        - `more`: other tensors that the kernel takes.
+        - `walk`: the walk to use instead of `walks(call)`.
         """
         walk = walk or walks(call)
-        tensors = [readable(t, self.device) for t in call.captured.tensors]
-        tensors += [_positions(p) for p in call.coords[4:6] if p is not None]
-        given = CallArguments.of([*walk.tensors(), *tensors, *more], call.captured.floats)
-        if self.constant_tiles and not tensors and not more and not given.floats:
-            walks.arguments = given
-        return given
+        tensors = [readable(tensor, self.device) for tensor in call.captured.tensors]
+        positions = call.coords.q_pos, call.coords.kv_pos
+        tensors += [_contiguous_int64(pos) for pos in positions if pos is not None]
+        arguments = CallArguments.of([*walk.tensors(), *tensors, *more], call.captured.floats)
+        if self.constant_tiles and not tensors and not more and not arguments.floats:
+            walks.arguments = arguments
+        return arguments
 
     def arranged(
         self, walks: "Walks", tensors: Sequence[Tensor], floats: Sequence[float]
     ) -> tuple[KernelCoords, Walk, tuple, list[Tensor]]:
-        """The flat `call_arguments` as kernels take them: coordinates, the walk, captured values
-        (tensors of score and mask, then their numbers), and the tensors that a kernel takes
-        besides."""
-        walk, rest = walks.last[1].of(tensors)
-        walk = walk._replace(tile_rows=disguised(walk.tile_rows))
-        (t, n, x), (ints, count) = self.counts, self.captured
-        of_score, of_mask = _with_sizes(rest[:t]), _with_sizes(rest[t:count])
+        """Return the flat `call_arguments` as kernels take them: coordinates, the walk, captured
+        values (tensors of score and mask, then their numbers), and the other tensors of the
+        kernel."""
+        walk, remaining = walks.last[1].of(tensors)
+        walk = walk._replace(tile_rows=unspecialized(walk.tile_rows))
+        (score_tensors, score_ints, score_floats), (ints, count) = self.counts, self.captured
         captured = (
-            of_score, of_mask, (*ints[:n], *floats[:x]), (*ints[n:], *floats[x:])
+            _with_sizes(remaining[:score_tensors]), _with_sizes(remaining[score_tensors:count]),
+            (*ints[:score_ints], *floats[:score_floats]),
+            (*ints[score_ints:], *floats[score_floats:]),
         )  # fmt: skip
-        rest = rest[count:]
+        remaining = remaining[count:]
         positions: list[Any] = []
         for scattered in self.scattered:
-            p = rest.pop(0) if scattered else None
-            positions += p, _batch_stride(p)
-        return KernelCoords(*self.at, *positions), walk, captured, rest
+            pos = remaining.pop(0) if scattered else None
+            positions += pos, _batch_stride(pos)
+        return KernelCoords(*self.offsets, *positions), walk, captured, remaining
 
 
 class Walks:
     """The `Walk`s of a plan's calls.
 
-    - `queries`: whether tile rows are those of the mask; else its columns.
+    - `queries`: True if tile rows are rows of the mask's tiles, False if they are columns.
     - `block`: rows of one program; a tile row has `sub` programs.
     - `swizzle`: `Walk.swizzle`.
     """
@@ -310,13 +322,13 @@ class Walks:
         )  # fmt: skip
 
     def __call__(self, call: Call) -> Walk:
-        """The walk of a call, made once for the tiles of a block mask."""
-        known, walk = self.last
-        if known is None or not self.plan.constant_tiles:
+        """Return the walk of a call, made once for the tiles of a block mask."""
+        last_tiles, walk = self.last
+        if last_tiles is None or not self.plan.constant_tiles:
             tiles, b, h = self.plan.tiles(call)
             if tiles is None:
                 return walk
-            if known is None or not _same(tiles, known):
+            if last_tiles is None or not _are_same(tiles, last_tiles):
                 walk = outside_capture(self.plan.device, partial(self._of, tiles, b, h))
                 self.last = tiles, walk
         keep_alive(self.plan.device, walk.tensors())
@@ -337,37 +349,39 @@ class Walks:
 # -- details --------------------------------------------------------------------------------------
 
 
-def _narrow(at: Coords, q: Tensor, k: Tensor, ints: Sequence[int]) -> bool:
-    """Whether positions and captured ints are known to be small, those of rows past the end too."""
-    ends = at.b + q.shape[0], at.h + q.shape[1], at.q + q.shape[2], at.kv + k.shape[2]
-    straight = at.straight_below + TILE[0] if at.straight_below else 0
-    return max(map(abs, (*at[:4], *ends, straight, *ints))) <= POSITION_LIMIT
+def _is_narrow(coords: Coords, q: Tensor, k: Tensor, ints: Sequence[int]) -> bool:
+    """Return True if positions and captured ints are small, those of rows past the end too."""
+    offsets = offsets_of(coords)
+    sizes = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    last_straight = coords.straight_below + TILE[0] if coords.straight_below else 0
+    return max(map(abs, (*offsets, *ends, last_straight, *ints))) <= POSITION_LIMIT
 
 
-def far(t: Tensor) -> bool:
-    """Whether an offset into a tensor may need 64 bits."""
-    pairs = zip(t.shape, t.stride(), strict=True)
-    return sum((size - 1) * abs(step) for size, step in pairs) >= 2**31
+def needs_wide_offsets(tensor: Tensor) -> bool:
+    """Return True if an offset into a tensor may need 64 bits."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * abs(stride) for size, stride in dims) >= 2**31
 
 
-def readable(t: Tensor, device: torch.device) -> Tensor:
-    """A captured tensor in memory that a kernel can read."""
-    if not t.numel():  # a pair that is not kept may still read it
-        return torch.zeros([1] * t.dim(), dtype=t.dtype, device=device)
-    return t if t.device == device else t.to(device)
+def readable(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a captured tensor in memory that a kernel can read."""
+    if not tensor.numel():  # masked-out pairs may still read it
+        return torch.zeros([1] * tensor.dim(), dtype=tensor.dtype, device=device)
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def _with_sizes(tensors: Sequence[Tensor]) -> tuple:
-    """For every tensor its pointer, then the size and stride of every dimension."""
-    found: list[Any] = []
-    for t in tensors:
-        found.append(t)
-        for size, stride in zip(t.shape, t.stride(), strict=True):
-            found += [size, stride]
-    return tuple(found)
+    """Return every tensor, followed by the size and stride of each of its dimensions."""
+    arguments: list[Any] = []
+    for tensor in tensors:
+        arguments.append(tensor)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            arguments += [size, stride]
+    return tuple(arguments)
 
 
-def _positions(pos: Tensor) -> Tensor:
+def _contiguous_int64(pos: Tensor) -> Tensor:
     return pos.to(torch.int64).contiguous()
 
 
@@ -375,11 +389,11 @@ def _batch_stride(pos: Tensor | None) -> int:
     return pos.shape[-1] if pos is not None and pos.dim() == 2 and len(pos) > 1 else 0
 
 
-def _aligned(x: Tensor) -> Tensor:
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _same(tiles: Tiles, known: Tiles) -> bool:
-    return tiles is known or all(
-        a is b for a, b in zip(tiles.flatten(), known.flatten(), strict=True)
+def _are_same(tiles: Tiles, others: Tiles) -> bool:
+    return tiles is others or all(
+        a is b for a, b in zip(tiles.flatten(), others.flatten(), strict=True)
     )

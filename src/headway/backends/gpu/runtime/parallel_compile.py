@@ -1,4 +1,4 @@
-"""Compile all kernels of a first call in parallel: 6.4 s became 2.5 s on an H200 (docs/lab/host.md).
+"""Compile all kernels of a first call in parallel: 2.5 s, not 6.4, on an H200 (docs/lab/runs.md).
 
 Triton compiles a kernel at its first launch, which takes seconds of one core. A forward and a
 backward launch four kernels, one after the other. So the first call of a kind does a dry run:
