@@ -94,7 +94,7 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
         assert all(same(a, b) for a, b in zip(before, after, strict=True))
     # The descriptors are of this call's tensors, and the plan keeps none of them alive.
     assert again[0][1][0].base is other
-    for found in plans._known.values():
+    for found in plans._plans.values():
         if isinstance(found, ForwardPlan):
             assert not any(hasattr(kind, "base") for kind in found.q.kinds)
 
