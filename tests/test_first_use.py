@@ -41,7 +41,7 @@ def forgetful():
 def test_a_right_backend_is_checked_once():
     tested = like_reference()
     for _ in range(3):
-        assert first_use.why_not(tested, reference, CPU) == ""
+        assert first_use.failure_reason(tested, reference, CPU) == ""
     assert tested.forwards == 1
 
 
@@ -55,21 +55,21 @@ def kept(folder, **changes):
 def test_that_it_came_out_right_is_written_down(tmp_path):
     for forwards in (1, 0, 0):
         tested = kept(tmp_path)
-        assert first_use.why_not(tested, reference, CPU) == ""
+        assert first_use.failure_reason(tested, reference, CPU) == ""
         assert tested.forwards == forwards
 
 
 @pytest.mark.parametrize("what", ["card", "driver", "compiler"])
 def test_where_anything_is_different_it_is_checked_again(tmp_path, what):
-    assert first_use.why_not(kept(tmp_path), reference, CPU) == ""
+    assert first_use.failure_reason(kept(tmp_path), reference, CPU) == ""
     other = kept(tmp_path, **{what: "another"})
-    assert first_use.why_not(other, reference, CPU) == ""
+    assert first_use.failure_reason(other, reference, CPU) == ""
     assert other.forwards == 1
 
 
 @pytest.mark.parametrize("damage", ["cut short", "of something else", "gone"])
 def test_what_is_written_down_has_to_say_all_of_it(tmp_path, damage):
-    first_use.why_not(kept(tmp_path), reference, CPU)
+    first_use.failure_reason(kept(tmp_path), reference, CPU)
     (file,) = tmp_path.iterdir()
     if damage == "gone":
         file.unlink()
@@ -77,20 +77,20 @@ def test_what_is_written_down_has_to_say_all_of_it(tmp_path, damage):
         text = file.read_text()
         file.write_text(text[:-5] if damage == "cut short" else text.replace('"A"', '"B"'))
     tested = kept(tmp_path)
-    assert first_use.why_not(tested, reference, CPU) == ""
+    assert first_use.failure_reason(tested, reference, CPU) == ""
     assert tested.forwards == 1
 
 
 def test_that_it_came_out_wrong_is_not_written_down(tmp_path):
     wrong = like_reference(proof=lambda device: (tmp_path, {}), backward=one_row_wrong)
-    assert first_use.why_not(wrong, reference, CPU)
+    assert first_use.failure_reason(wrong, reference, CPU)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_reason_against_it(tmp_path):
     (tmp_path / "file").touch()
     tested = kept(tmp_path / "file")
-    assert first_use.why_not(tested, reference, CPU) == ""
+    assert first_use.failure_reason(tested, reference, CPU) == ""
 
 
 def test_meanwhile_the_kernels_of_the_call_are_compiled_unless_nothing_is_checked(tmp_path):
@@ -101,7 +101,7 @@ def test_meanwhile_the_kernels_of_the_call_are_compiled_unless_nothing_is_checke
         raise RuntimeError("the call raises it")
 
     for _ in range(2):
-        assert first_use.why_not(kept(tmp_path), reference, CPU, meanwhile) == ""
+        assert first_use.failure_reason(kept(tmp_path), reference, CPU, meanwhile) == ""
     assert len(seen) == 1
     assert seen[0] != threading.get_ident()
 
@@ -132,12 +132,12 @@ def broken(spec, call):
     ids=["one row", "nan", "exception"],
 )  # fmt: skip
 def test_a_wrong_backend_says_what_differs_and_with_which_versions(changes, says):
-    said = first_use.why_not(like_reference(**changes), reference, CPU)
+    said = first_use.failure_reason(like_reference(**changes), reference, CPU)
     assert re.search(f"{says}.*PyTorch {torch.__version__[:4]}.*, cpu", said), said
 
 
 def test_auto_passes_over_it_and_by_name_it_is_refused(monkeypatch):
-    monkeypatch.setattr(backends, "_CHECKED", ("wrong",))
+    monkeypatch.setattr(backends, "_SELF_TESTED", ("wrong",))
     wrong = like_reference(backward=one_row_wrong)
     others = {"wrong": wrong, **backends._BACKENDS}
     monkeypatch.setattr(backends, "_BACKENDS", others)
@@ -162,7 +162,7 @@ def test_no_mode_of_the_caller_reaches_it_and_it_reaches_nothing_of_the_callers(
 
     before = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu"), FakeTensorMode():
-        assert first_use.why_not(like_reference(forward=look), reference, CPU) == ""
+        assert first_use.failure_reason(like_reference(forward=look), reference, CPU) == ""
     assert torch.equal(before, torch.get_rng_state())
     ((kind, inference, thread),) = seen
     assert (kind, inference) == (torch.Tensor, False)
@@ -172,21 +172,21 @@ def test_no_mode_of_the_caller_reaches_it_and_it_reaches_nothing_of_the_callers(
 def test_while_a_graph_is_captured_it_waits():
     tested, card = like_reference(), torch.device("cuda", 0)
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-        assert "make the call once before" in first_use.why_not(tested, reference, card)
+        assert "make the call once before" in first_use.failure_reason(tested, reference, card)
     assert tested.forwards == 0
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(torch.cuda, "current_stream"),
         mock.patch.object(first_use, "_verdict", return_value=""),
     ):
-        assert first_use.why_not(tested, reference, card) == ""
+        assert first_use.failure_reason(tested, reference, card) == ""
 
 
 def test_kernels_of_the_call_that_asks_are_compiled_beside_those_of_the_check(monkeypatch):
     """Once: with the spec that is run, and outside of the caller's modes."""
-    monkeypatch.setattr(backends, "_CHECKED", ("wrong",))
+    monkeypatch.setattr(backends, "_SELF_TESTED", ("wrong",))
     monkeypatch.setattr(
-        hw.api, "unchecked", lambda device: not first_use.is_settled(tested, device)
+        hw.resolve, "needs_self_test", lambda device: not first_use.has_verdict(tested, device)
     )
     ahead = []
 
@@ -204,11 +204,11 @@ def test_kernels_of_the_call_that_asks_are_compiled_beside_those_of_the_check(mo
 
 
 def test_a_cpu_is_never_unchecked():
-    assert not backends.unchecked(CPU)
+    assert not backends.needs_self_test(CPU)
 
 
 def test_compiled_programs_are_checked_while_they_are_traced(monkeypatch):
-    monkeypatch.setattr(backends, "_CHECKED", ("wrong",))
+    monkeypatch.setattr(backends, "_SELF_TESTED", ("wrong",))
     tested = like_reference()
     monkeypatch.setitem(backends._BACKENDS, "wrong", tested)
     q = torch.randn(1, 2, 8, 16)

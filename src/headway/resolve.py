@@ -33,7 +33,7 @@ from .arguments import (
     scale_of,
     seed_of,
 )
-from .backends import choose, unchecked
+from .backends import choose, needs_self_test
 from .backends.base import Call, CapabilityKey, capability_key
 from .blocks import BlockMask
 from .call_cache import lookup, recall, remember
@@ -97,7 +97,7 @@ def resolve(request: Request) -> tuple[Spec, Call]:
     if compiling:
         values = _cached_spec_values(*capability, *asked)
         spec = None if values is None else Spec(*values)
-    elif not unchecked(call.q.device):
+    elif not needs_self_test(call.q.device):
         # The first call on a card goes without: its kernels are compiled while the card is checked.
         spec = _cached_spec(*capability, *asked)
         if key is not None and spec is not None and not _checks_values(request):

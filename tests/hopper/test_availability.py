@@ -71,7 +71,7 @@ def row():
 
 @pytest.mark.parametrize("wrong", ["", "a small case came out wrong"])
 def test_on_a_hopper_gpu_the_small_case_decides(card, monkeypatch, wrong):
-    monkeypatch.setattr(first_use, "why_not", lambda *asked: wrong)
+    monkeypatch.setattr(first_use, "failure_reason", lambda *asked: wrong)
     assert row().available is (not wrong)
     assert (wrong or "default for bfloat16 and float16") in row().reason
 
@@ -81,7 +81,7 @@ def test_a_triton_that_it_is_not_written_for_is_named(card, monkeypatch, version
     import triton
 
     monkeypatch.setattr(triton, "__version__", version)
-    monkeypatch.setattr(first_use, "why_not", lambda *asked: pytest.fail("nothing to check"))
+    monkeypatch.setattr(first_use, "failure_reason", lambda *asked: pytest.fail("nothing to check"))
     assert row().reason == f"Triton {version}: the kernels are written for 3.6 to 3.9"
 
 

@@ -205,7 +205,7 @@ def check(name: str) -> str:
     if name == "first_use":
         from headway.backends import first_use, hopper, reference
 
-        return first_use.why_not(hopper, reference, torch.device("cuda", 0)) or "ok"
+        return first_use.failure_reason(hopper, reference, torch.device("cuda", 0)) or "ok"
     shape, options = CHECKS[name]
     inputs = made(shape, **options)
     other = "reference" if options.get("exact", True) else "triton"
@@ -305,7 +305,9 @@ def child(what: str, names: list[str]) -> None:
     """Run some, in this process."""
     from headway import backends
 
-    with mock.patch.object(backends, "_CHECKED", ()):  # to see what is wrong, not that something is
+    with mock.patch.object(
+        backends, "_SELF_TESTED", ()
+    ):  # to see what is wrong, not that something is
         for name in names:
             start = time.perf_counter()
             print(f"start {name}", flush=True)

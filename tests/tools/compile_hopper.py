@@ -116,7 +116,7 @@ def compiled(direction: str, d: int, dv: int, name: str) -> list[tuple]:
 
     with (
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(backends, "_SELF_TESTED", ()),
         mock.patch.object(hopper, "unavailable", return_value=""),
         mock.patch.object(launch_plan, "processors", return_value=132),
         mock.patch.object(parallel_compile, "compile_in_parallel"),  # which loads what it compiles

@@ -57,5 +57,5 @@ def main(part: int = 0, parts: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(backends, "_CHECKED", ()):  # no rehearsal of a small case
+    with mock.patch.object(backends, "_SELF_TESTED", ()):  # no rehearsal of a small case
         main(*map(int, sys.argv[1:]))

@@ -679,7 +679,7 @@ def simulating():
     sys.setswitchinterval(1e-5)  # partitions take turns as often as they can
     plans.clear()
     with (
-        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(backends, "_SELF_TESTED", ()),
         mock.patch.object(hopper, "unavailable", return_value=""),
         mock.patch.object(launch_plan, "processors", return_value=3),
         mock.patch.object(fwd_plan, "forward_kernel", Kernel(LOADED.forward.forward)),

@@ -1,4 +1,4 @@
-"""The table of backends, and the choice among them."""
+"""Choose a backend for a call: the table of backends, and the order in which they are asked."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,11 +22,11 @@ _BACKENDS: dict[str, Backend] = {
     "reference": reference,  # type: ignore[dict-item]
 }
 NAMES = tuple(_BACKENDS)
-_CHECKED = ("hopper",)  # these run a small case before their first use (`first_use`)
+_SELF_TESTED = ("hopper",)  # before their first use (`first_use`)
 
 
 class Available(NamedTuple):
-    """One row of `table()`."""
+    """A row of `table()`."""
 
     name: str
     available: bool
@@ -34,7 +34,7 @@ class Available(NamedTuple):
 
 
 def get(name: str) -> Backend:
-    """The backend of that name."""
+    """Return the backend of that name."""
     if name not in _BACKENDS:
         raise ArgumentError(
             f"backend={name!r} is not known; choose one of 'auto', {', '.join(map(repr, NAMES))}"
@@ -43,10 +43,10 @@ def get(name: str) -> Backend:
 
 
 def choose(name: str, spec: Spec, kind: CapabilityKey, call: Call | None = None) -> str:
-    """The backend to run: the named one, if it can run the call; with "auto" the first that can,
-    unless it is slower at such calls than the next.
+    """Return the backend to run: the named one, if it can run the call; with "auto" the first that
+    can, unless it is slower at such calls than the next.
 
-    **Raises:** `BackendRefused` with the call and every reason of every backend that was asked.
+    **Raises:** `BackendRefused` with the call and every reason of every backend asked.
     """
     refusals = []
     for candidate in order(name, spec, kind):
@@ -58,7 +58,7 @@ def choose(name: str, spec: Spec, kind: CapabilityKey, call: Call | None = None)
 
 
 def order(name: str, spec: Spec, kind: CapabilityKey) -> tuple[str, ...]:
-    """The backends to ask, the preferred one first."""
+    """Return the backends to ask, the preferred one first."""
     if name != "auto":
         return (name,)
     *fast, last = NAMES
@@ -66,30 +66,30 @@ def order(name: str, spec: Spec, kind: CapabilityKey) -> tuple[str, ...]:
 
 
 def slower(name: str, spec: Spec, kind: CapabilityKey) -> str:
-    """Why "auto" prefers another backend to it for such calls; empty if it does not."""
+    """Return why "auto" prefers another backend for such calls; empty if it does not."""
     return hopper.slower(spec, kind) if name == "hopper" else ""
 
 
 def reasons_against(
     name: str, spec: Spec, kind: CapabilityKey, call: Call | None = None
 ) -> list[str]:
-    """Why a backend cannot run such calls; empty if it can. A backend is checked before its first
-    use on a card; meanwhile the kernels of `call` are compiled. Over a cache it runs a kernel that
-    is not its own, and is not checked."""
+    """Return why a backend cannot run such calls; empty if it can. A backend is self-tested before
+    its first use on a GPU, while the kernels of `call` compile. Calls over a cache run another
+    backend's kernel and need no self-test."""
     reasons = get(name).reasons_against(spec, kind)
-    if not reasons and name in _CHECKED and not kind.cache:
+    if not reasons and name in _SELF_TESTED and not kind.cache:
         if call is not None and not is_compiling() and type(call.q) is torch.Tensor:
-            _check(name, kind.device, partial(_compile_ahead, name, spec, call))
-        wrong = _wrong(name, kind.device.type, kind.device.index)
-        return [wrong] if wrong else []
+            _self_test(name, kind.device, partial(_compile_ahead, name, spec, call))
+        failure = _self_test_failure(name, kind.device.type, kind.device.index)
+        return [failure] if failure else []
     return reasons
 
 
-def unchecked(device: torch.device) -> bool:
-    """Whether a backend will be checked at a call on a card."""
+def needs_self_test(device: torch.device) -> bool:
+    """Return whether the next call on this GPU will run a self-test."""
     return device.type == "cuda" and any(
-        not first_use.is_settled(_checked(name), device) and _runs_on(name, device)
-        for name in _CHECKED
+        not first_use.has_verdict(_self_tested(name), device) and _runs_on(name, device)
+        for name in _SELF_TESTED
     )
 
 
@@ -98,38 +98,40 @@ def _runs_on(name: str, device: torch.device) -> bool:
     return not get(name).unavailable(device.type, device.index)  # type: ignore[attr-defined]
 
 
-def _check(name: str, device: torch.device, meanwhile: Callable[[], None] | None = None) -> str:
-    return first_use.why_not(_checked(name), _BACKENDS["reference"], device, meanwhile)
+def _self_test(
+    name: str, device: torch.device, precompile: Callable[[], None] | None = None
+) -> str:
+    return first_use.failure_reason(_self_tested(name), _BACKENDS["reference"], device, precompile)
 
 
-def _checked(name: str) -> first_use.Checked:
+def _self_tested(name: str) -> first_use.SelfTested:
     return get(name)  # type: ignore[return-value]
 
 
 @torch.no_grad()
 def _compile_ahead(name: str, spec: Spec, call: Call) -> None:
-    _checked(name).compile_ahead(replace(spec, backend=name), call)
+    _self_tested(name).compile_ahead(replace(spec, backend=name), call)
 
 
-def _wrong(name: str, device: str, index: int | None) -> str:
-    return _check(name, torch.device(device, index))  # type: ignore[arg-type]
+def _self_test_failure(name: str, device: str, index: int | None) -> str:
+    return _self_test(name, torch.device(device, index))  # type: ignore[arg-type]
 
 
-constant_under_compile(_wrong)
+constant_under_compile(_self_test_failure)
 
 
 def _refusal(name: str, call: Call | None, refusals: list[str]) -> str:
     shown = ", ".join(
         f"{n} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
-        for n, t in zip("qkv", [] if call is None else call[:3], strict=False)
+        for n, t in zip("qkv", [] if call is None else (call.q, call.k, call.v), strict=False)
     )
     listed = "".join(f"\n  - {r}" for r in refusals)
     return f"backend={name!r} cannot run this call ({shown}):{listed}"
 
 
 def table() -> list[Available]:
-    """Every backend, and whether this machine can run it."""
-    no_hopper, no_triton = _why_on_no_gpu(hopper), _why_on_no_gpu(triton)
+    """Return every backend, and whether this machine can run it."""
+    no_hopper, no_triton = _why_unavailable(hopper), _why_unavailable(triton)
     return [
         Available("cpu", True, "the default where tensors are on the CPU"),
         Available(
@@ -144,8 +146,8 @@ def table() -> list[Available]:
     ]  # fmt: skip
 
 
-def _why_on_no_gpu(backend: ModuleType) -> str:
-    """Why a backend runs on no GPU of this machine; empty if it runs on one."""
+def _why_unavailable(backend: ModuleType) -> str:
+    """Return why a backend runs on no GPU of this machine; empty if it runs on one."""
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         return (
@@ -153,10 +155,14 @@ def _why_on_no_gpu(backend: ModuleType) -> str:
             if built
             else "this PyTorch is built for the CPU only: https://pytorch.org has builds for GPUs"
         )
-    reasons = [_why_not_on(backend, n) for n in range(torch.cuda.device_count())]
+    reasons = [_why_unavailable_on(backend, n) for n in range(torch.cuda.device_count())]
     return "" if "" in reasons else reasons[0]
 
 
-def _why_not_on(backend: ModuleType, index: int) -> str:
-    why = backend.unavailable("cuda", index)
-    return _wrong(backend.name, "cuda", index) if not why and backend.name in _CHECKED else why
+def _why_unavailable_on(backend: ModuleType, index: int) -> str:
+    reason = backend.unavailable("cuda", index)
+    return (
+        _self_test_failure(backend.name, "cuda", index)
+        if not reason and backend.name in _SELF_TESTED
+        else reason
+    )

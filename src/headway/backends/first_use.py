@@ -1,14 +1,14 @@
-"""A backend's first use on a card: a small case is compared with the definition.
+"""Self-test a backend before its first use on a GPU, and refuse it if a result is wrong.
 
 Compilers miscompile, experimental ones more often than others, and kernels that are right with one
-version of Triton, its assembler and the driver may be wrong with the next. So such a backend
-computes a small case before its first use on a card (causal, bfloat16, an odd length, two query
-heads over one key head; forward and backward), which is compared with the definition in float64.
+version of Triton, its assembler and the driver may be wrong with the next. The self-test is a small
+case (causal, bfloat16, an odd length, two query heads over one key head; forward and backward),
+compared with the definition in float64.
 
-This takes the time to compile its kernels, which are compiled side by side with those of the call
-that is to come. That it came out right is written down beside the kernels, with everything that it
-depends on (`Checked.proof`); processes to which all of that applies do not compute it again. What
-came out wrong is not written down: the next process checks again.
+It takes the time to compile its kernels, which compile beside those of the caller's call. A pass is
+recorded on disk beside the kernels, with everything that it depends on (`SelfTested.proof`), so
+processes to which all of that applies skip the test. A failure is not recorded: the next process
+tests again.
 """
 
 import json
@@ -38,13 +38,12 @@ _verdicts: dict[tuple[str, torch.device], str] = {}
 _lock = threading.Lock()
 
 
-class Checked(Backend, Protocol):
-    """A backend that is checked at its first use."""
+class SelfTested(Backend, Protocol):
+    """A backend that is self-tested before its first use."""
 
     def proof(self, device: torch.device) -> tuple[Path, dict[str, str]] | None:
-        """The folder where it is written down that the check on a card came out right; and by name
-        all that this depends on: the card, the driver, the compilers, the sources. None where one
-        of them is not known.
+        """Return the folder of recorded passes; and by name all that a pass on this GPU depends on:
+        the GPU, the driver, the compilers, the sources. Return None if one of them is unknown.
         """
         ...
 
@@ -53,86 +52,88 @@ class Checked(Backend, Protocol):
         ...
 
 
-def why_not(
-    tested: Checked, trusted: Backend, device: torch.device,
-    meanwhile: Callable[[], object] | None = None,
+def failure_reason(
+    tested: SelfTested, trusted: Backend, device: torch.device,
+    precompile: Callable[[], object] | None = None,
 ) -> str:  # fmt: skip
-    """What is wrong with a backend on a card; empty if nothing is.
+    """Return why a backend is wrong on a GPU; empty if it is right.
 
-    The case runs in a thread of its own, which no mode of the caller's (autocast, fake tensors, a
+    The test runs in a thread of its own, which no mode of the caller (autocast, fake tensors, a
     tracing compiler, inference mode) reaches. It cannot run while a CUDA graph is being captured:
-    the backend is then refused this time, and checked the next time.
+    the backend is then refused, and tested at the next call.
 
-    - `meanwhile`: begins to compile what the caller needs next. It is called in that thread, in the
-      caller's stream, if the case has to be computed.
+    - `precompile`: begins to compile what the caller needs next. If the test has to run, it is
+      called in that thread, in the caller's stream.
     """
     key = tested.name, device
-    found = _verdicts.get(key)
-    if found is None:
+    verdict = _verdicts.get(key)
+    if verdict is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return (
-                "its first use is checked on a small case, which a CUDA graph that is being "
+                "its first use runs a self-test, which a CUDA graph that is being "
                 "captured does not allow: make the call once before"
             )
-        with _lock:  # another thread may have been faster
-            found = _verdicts.get(key)
-            if found is None:
+        with _lock:  # another thread may have tested it
+            verdict = _verdicts.get(key)
+            if verdict is None:
                 stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
                 with ThreadPoolExecutor(1) as pool:
-                    given = tested, trusted, device, stream, meanwhile
-                    found = pool.submit(_verdict, *given).result()
-                _verdicts[key] = found
-    return found
+                    test_args = tested, trusted, device, stream, precompile
+                    verdict = pool.submit(_verdict, *test_args).result()
+                _verdicts[key] = verdict
+    return verdict
 
 
-def is_settled(tested: Checked, device: torch.device) -> bool:
-    """Whether a backend was checked on a card."""
+def has_verdict(tested: SelfTested, device: torch.device) -> bool:
+    """Return whether the verdict on a backend on this GPU is known."""
     return (tested.name, device) in _verdicts
 
 
 def forget() -> None:
-    """Check every backend again at its next use, or read again that it was."""
+    """Drop all verdicts: the next use tests again, or reads the recorded pass again."""
     _verdicts.clear()
 
 
 def _verdict(
-    tested: Checked, trusted: Backend, device: torch.device, stream: Any,
-    meanwhile: Callable[[], object] | None,
+    tested: SelfTested, trusted: Backend, device: torch.device, stream: Any,
+    precompile: Callable[[], object] | None,
 ) -> str:  # fmt: skip
+    """Run the test, unless a pass is recorded, and return what is wrong."""
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
-        kept = _Kept(tested, device)
-        if kept.says_right():
+        record = _PassRecord(tested, device)
+        if record.exists():
             return ""
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            if meanwhile is not None:
-                with suppress(Exception):  # the call raises it
-                    meanwhile()
-            wrong = differences(tested, trusted, device)
-        if not wrong:
-            kept.write()
+            if precompile is not None:
+                with suppress(Exception):  # the caller's call raises it
+                    precompile()
+            failures = differences(tested, trusted, device)
+        if not failures:
+            record.write()
     except torch.OutOfMemoryError:
-        raise  # it says nothing about the kernels
-    except Exception as error:  # noqa: BLE001  (whatever a compiler raises is a reason)
-        first = str(error).strip().partition("\n")[0]
-        wrong = [f"{type(error).__name__}: {first}"]
-    if not wrong:
+        raise  # the kernels may be right
+    except Exception as error:  # noqa: BLE001  (any error of a compiler is a reason)
+        message = str(error).strip().partition("\n")[0]
+        failures = [f"{type(error).__name__}: {message}"]
+    if not failures:
         return ""
     return (
-        f"a small case that is checked at its first use came out wrong ({', '.join(wrong)}) with "
-        f"{_versions(device)}: please report it; backend='triton' runs the same calls"
+        "a small case that is checked at its first use came out wrong "
+        f"({', '.join(failures)}) with {_versions(device)}: please report it; backend='triton' "
+        "runs the same calls"
     )
 
 
-class _Kept:
-    """The file that says that a backend's case came out right on such a card, with all that this
-    depends on; there is none where the backend does not know that (`Checked.proof`)."""
+class _PassRecord:
+    """A file that records that a backend passed on such a GPU, with all that this depends on. There
+    is none if the backend does not know its dependences (`SelfTested.proof`)."""
 
-    def __init__(self, tested: Checked, device: torch.device) -> None:
+    def __init__(self, tested: SelfTested, device: torch.device) -> None:
         self.path: Path | None = None
         proof = None
-        with suppress(Exception):  # nothing is known: it is computed
+        with suppress(Exception):  # without a proof the test runs
             proof = tested.proof(device)
         if proof is not None:
             self.folder, facts = proof
@@ -144,51 +145,54 @@ class _Kept:
             name = sha256(self.text.encode()).hexdigest()[:32]
             self.path = self.folder / f"headway-checked-{name}.json"
 
-    def says_right(self) -> bool:
-        """Whether it says so of the very same things."""
+    def exists(self) -> bool:
+        """Return whether a pass is recorded with the very same dependences."""
         try:
             return self.path is not None and self.path.read_text() == self.text
         except (OSError, ValueError):
             return False
 
     def write(self) -> None:
-        """Say so, where that is possible."""
+        """Record a pass, if the folder is writable."""
         if self.path is None:
             return
-        part = self.path.with_suffix(f".{os.getpid()}.part")
+        temporary = self.path.with_suffix(f".{os.getpid()}.part")
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(self.text)
-            os.replace(part, self.path)
+            temporary.write_text(self.text)
+            os.replace(temporary, self.path)
 
 
 def differences(tested: Backend, trusted: Backend, device: torch.device) -> list[str]:
-    """The results of the small case that differ by more than bfloat16's rounding. The definition is
-    computed on the CPU, while kernels are compiled."""
+    """Return the results of the small case that differ by more than bfloat16's rounding. The
+    definition is computed on the CPU while kernels compile."""
     with ThreadPoolExecutor(1) as pool:
-        defined = pool.submit(_results, trusted, torch.device("cpu"))
-        found, right = _results(tested, device), defined.result()
-    wrong = []
-    for name, x in right.items():
-        off, limit = _far(found[name].cpu(), x), 1e-3 if name == "lse" else _TOLERANCE
-        if not off <= limit:  # NaN is wrong as well
-            wrong.append(f"{name} is off by {off:.1e} where {limit:.1e} would be rounding")
-    return wrong
+        expected_results = pool.submit(_results, trusted, torch.device("cpu"))
+        results, expected = _results(tested, device), expected_results.result()
+    failures = []
+    for name, expected_result in expected.items():
+        error, limit = (
+            _row_error(results[name].cpu(), expected_result),
+            1e-3 if name == "lse" else _TOLERANCE,
+        )
+        if not error <= limit:  # NaN is wrong as well
+            failures.append(f"{name} is off by {error:.1e} where {limit:.1e} would be rounding")
+    return failures
 
 
-def _far(x: Tensor, right: Tensor) -> float:
-    """The largest error of a row, relative to the norm of that row plus the mean norm."""
-    x, right = x.double(), right.double()
-    if x.shape != right.shape:
+def _row_error(result: Tensor, expected: Tensor) -> float:
+    """Return the largest error of a row, relative to the norm of that row plus the mean norm."""
+    result, expected = result.double(), expected.double()
+    if result.shape != expected.shape:
         return math.inf
-    if x.dim() == 3:  # a number per row
-        x, right = x[..., None], right[..., None]
-    size = right.norm(dim=-1)
-    return ((x - right).norm(dim=-1) / (size + size.mean())).max().item()
+    if result.dim() == 3:  # a number per row
+        result, expected = result[..., None], expected[..., None]
+    row_norm = expected.norm(dim=-1)
+    return ((result - expected).norm(dim=-1) / (row_norm + row_norm.mean())).max().item()
 
 
 def _results(backend: Backend, device: torch.device) -> dict[str, Tensor]:
-    """The results of the small case; not rounded, if the backend computes in float64."""
+    """Return the results of the small case; not rounded, if the backend computes in float64."""
     spec, call, dout, dlse = case(backend, device)
     with torch.no_grad():
         out, lse, *_ = backend.forward(spec, call)
@@ -197,27 +201,27 @@ def _results(backend: Backend, device: torch.device) -> dict[str, Tensor]:
 
 
 def case(backend: Backend, device: torch.device) -> tuple[Spec, Call, Tensor, Tensor]:
-    """The small case, and the gradients of out and of lse."""
-    exact = backend.accumulates(torch.bfloat16) == torch.float64
-    mask, (_, ints, _) = _causal()
-    spec = Spec(1 / math.sqrt(_WIDTH), mask=mask, partial=exact, backend=backend.name)
+    """Return the small case, and the gradients of out and of lse."""
+    in_float64 = backend.accumulates(torch.bfloat16) == torch.float64
+    mask, (_, ints, _) = _causal_mask()
+    spec = Spec(1 / math.sqrt(_WIDTH), mask=mask, partial=in_float64, backend=backend.name)
     generator = torch.Generator(device="cpu").manual_seed(0)
-    plain: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
+    float32_on_cpu: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
     q, k, v, dout = (
-        torch.randn(1, h, _LENGTH, _WIDTH, generator=generator, **plain).bfloat16()
-        for h in (2, 1, 1, 2)
+        torch.randn(1, heads, _LENGTH, _WIDTH, generator=generator, **float32_on_cpu).bfloat16()
+        for heads in (2, 1, 1, 2)
     )
     # The last queries have much larger logits at the first keys, so that sums are rescaled.
     q[:, :, 512:] += 2.0
     k[:, :, :128] += 0.32
-    dlse = torch.randn(1, 2, _LENGTH, generator=generator, **plain)
-    q, k, v, dout, dlse = (x.to(device) for x in (q, k, v, dout, dlse))
+    dlse = torch.randn(1, 2, _LENGTH, generator=generator, **float32_on_cpu)
+    q, k, v, dout, dlse = (tensor.to(device) for tensor in (q, k, v, dout, dlse))
     q.requires_grad_()  # so that the kernels of both directions are compiled in parallel
     return spec, Call(q, k, v, None, None, Captured([], ints, []), None, Coords()), dout, dlse
 
 
 @lru_cache(maxsize=1)
-def _causal() -> tuple[str, Captured]:
+def _causal_mask() -> tuple[str, Captured]:
     graph, captured = lower_mod("mask", causal(), torch.float32)
     return graph.text, captured
 

@@ -29,52 +29,52 @@ limits, native, code, prepare = no_limits, no_operator, graph_text, nothing_prep
 
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
-    """It runs every call, slowly and with all pairs in memory."""
+    """Accept every call; it is slow and holds all pairs in memory."""
     return []
 
 
 def accumulates(dtype: torch.dtype) -> torch.dtype:
-    """Always float64."""
+    """Return float64, always."""
     return torch.float64
 
 
 def forward(spec: Spec, call: Call) -> Forward:
-    """softmax(score(scale q kᵀ) where kept) v, and its statistics."""
+    """Return softmax(score(scale q kᵀ) where kept) v, and its statistics."""
     v = _to_heads(call.v, call.q.shape[1])
-    s, t, kept, keep_ = scores(spec, call)
+    s, t, kept, dropout_factor = scores(spec, call)
     row_max = t.amax(-1) if t.shape[-1] else t.new_full(t.shape[:-1], -math.inf)
     lse = torch.logsumexp(t, -1) if t.shape[-1] else row_max
     if call.sink is not None:
         lse = torch.logaddexp(lse, call.sink.double()[:, None])
-    p = softmax(t, call.sink)[0] * keep_
+    p = softmax(t, call.sink)[0] * dropout_factor
     dtype = call.q.dtype
     acc = acc_dtype(dtype)
     logits = s.masked_fill(~kept, -math.inf)
-    largest = logits.amax((2, 3)) if min(s.shape[2:]) else s.new_full(s.shape[:2], -math.inf)
+    max_logit = logits.amax((2, 3)) if min(s.shape[2:]) else s.new_full(s.shape[:2], -math.inf)
     return Forward(
         (p @ v).to(spec.out_dtype(dtype)),
         lse.to(acc),
-        largest.to(acc) if spec.max_logit else s.new_empty(0, dtype=acc),
+        max_logit.to(acc) if spec.max_logit else s.new_empty(0, dtype=acc),
         row_max.to(acc) if spec.row_max else s.new_empty(0, dtype=acc),
     )
 
 
 def infer(spec: Spec, call: Call) -> Forward:
-    """`forward` of every row by itself, over its own keys, gathered from their pages."""
+    """Return `forward` of every row by itself, over its own keys, gathered from their pages."""
     kv = call.kv
     assert kv is not None
     hq, dv, acc = call.q.shape[1], call.v.shape[3], acc_dtype(call.q.dtype)
     rows = kv.lengths.shape[0]
-    new = lambda shape, value, dtype: call.q.new_full(shape, value, dtype=dtype)
+    filled = lambda shape, value, dtype: call.q.new_full(shape, value, dtype=dtype)
     shape = call.q.shape[:3]
-    lse = new(shape, -math.inf, acc)
+    lse = filled(shape, -math.inf, acc)
     if call.sink is not None:
         lse.copy_(call.sink.to(acc)[:, None])
     result = Forward(
-        new((*shape, dv), 0, spec.out_dtype(call.q.dtype)),
+        filled((*shape, dv), 0, spec.out_dtype(call.q.dtype)),
         lse,
-        new((rows, hq) if spec.max_logit else (0,), -math.inf, acc),
-        new(shape if spec.row_max else (0,), -math.inf, acc),
+        filled((rows, hq) if spec.max_logit else (0,), -math.inf, acc),
+        filled(shape if spec.row_max else (0,), -math.inf, acc),
     )
     for row, q_row, queries, length in rows_of(call):
         q_len = queries.stop - queries.start
@@ -99,15 +99,15 @@ def infer(spec: Spec, call: Call) -> Forward:
     return result
 
 
-def _row_keys(x: Tensor, scale: Tensor | None, kv: KV, row: int, length: int) -> Tensor:
-    """The keys or values of a row, `(1, hk, length, width)`, in float64."""
+def _row_keys(cache: Tensor, scale: Tensor | None, kv: KV, row: int, length: int) -> Tensor:
+    """Return the keys or values of a row, `(1, hk, length, width)`, in float64."""
     if kv.page_table is None:
-        own = x[row, :, :length].double()
+        row_keys = cache[row, :, :length].double()
     else:
-        page = x.shape[2]
-        at = kv.page_table[row, : -(-length // page)].long()
-        own = x[at].transpose(0, 1).flatten(1, 2)[:, :length].double()
-    return (own if scale is None else own * scale[row].double()[:, None, None])[None]
+        page_len = cache.shape[2]
+        page_ids = kv.page_table[row, : -(-length // page_len)].long()
+        row_keys = cache[page_ids].transpose(0, 1).flatten(1, 2)[:, :length].double()
+    return (row_keys if scale is None else row_keys * scale[row].double()[:, None, None])[None]
 
 
 def backward(
@@ -119,87 +119,87 @@ def backward(
     dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:
-    """dv = Pᵀ dout, dS = P∘(dP − delta)∘score'(S), dq = scale dS k, dk = scale dSᵀ q."""
+    """Compute dv = Pᵀ dout, dS = P∘(dP − delta)∘score'(S), dq = scale dS k, dk = scale dSᵀ q."""
     hq, hk = call.q.shape[1], call.k.shape[1]
     acc = acc_dtype(call.q.dtype)
-    of_q, of_kv = spec.grad_dtypes(call.q.dtype)
+    q_dtype, kv_dtype = spec.grad_dtypes(call.q.dtype)
     delta = delta_of(out, dout, dlse, torch.float64)
     q, dout, lse = (x.double() for x in (call.q, dout, lse))
     k, v = (_to_heads(x, hq) for x in (call.k, call.v))
-    s, t, kept, keep_ = scores(spec, call)
-    p, of_sink = _by_lse(t, call.sink, lse)
+    s, t, kept, dropout_factor = scores(spec, call)
+    p, sink_p = _softmax_by_lse(t, call.sink, lse)
     if not spec.partial:  # a merged lse includes keys that are not here
-        large = (lse.abs() > LARGE_LSE) & (lse.abs() != math.inf)
-        exact = softmax(t, call.sink)
-        p = torch.where(large[..., None], exact[0], p)
-        of_sink = torch.where(large, exact[1], of_sink)
-    dt = p * ((dout @ v.mT) * keep_ - delta[..., None])
+        large_lse = (lse.abs() > LARGE_LSE) & (lse.abs() != math.inf)
+        exact_shares = softmax(t, call.sink)
+        p = torch.where(large_lse[..., None], exact_shares[0], p)
+        sink_p = torch.where(large_lse, exact_shares[1], sink_p)
+    dt = p * ((dout @ v.mT) * dropout_factor - delta[..., None])
     ds: Tensor = dt
-    captured: list[Tensor | None] = [None] * spec.score_tensors
+    captured_grads: list[Tensor | None] = [None] * spec.score_tensors
     if spec.score is not None:
-        ds, grads = _through_score(spec, call, s, kept, dt, needs)
-        captured = [None if g is None else g.to(acc) for g in grads]
-    group = lambda x: x.unflatten(1, (hk, hq // hk)).sum(2)
+        ds, grads = _score_gradients(spec, call, s, kept, dt, needs)
+        captured_grads = [None if g is None else g.to(acc) for g in grads]
+    sum_groups = lambda x: x.unflatten(1, (hk, hq // hk)).sum(2)
     dsink = None
     if call.sink is not None:
-        dsink = -(of_sink * delta).sum((0, 2)).to(acc)
+        dsink = -(sink_p * delta).sum((0, 2)).to(acc)
     return Grads(
-        (spec.scale * ds @ k).to(of_q),
-        group(spec.scale * ds.mT @ q).to(of_kv),
-        group((p * keep_).mT @ dout).to(of_kv),
+        (spec.scale * ds @ k).to(q_dtype),
+        sum_groups(spec.scale * ds.mT @ q).to(kv_dtype),
+        sum_groups((p * dropout_factor).mT @ dout).to(kv_dtype),
         dsink,
-        captured,
+        captured_grads,
     )
 
 
 def scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """S, T (-inf where not kept), kept, and the dropout factor, of all pairs."""
+    """Return S, T (-inf where masked), the kept pairs, and the dropout factor, of all pairs."""
     score, mask = graphs(spec)
-    of_score, of_mask = split(spec, call.captured)
-    at = _positions(call.q, call.k, call.coords)
+    score_captured, mask_captured = split(spec, call.captured)
+    positions = _positions(call.q, call.k, call.coords)
     s = spec.scale * call.q.double() @ _to_heads(call.k, call.q.shape[1]).mT
     kept = torch.ones_like(s, dtype=torch.bool)
     if mask is not None:
-        kept = kept & mask_at(mask, of_mask, at)
+        kept = kept & mask_at(mask, mask_captured, positions)
     t = s
     if score is not None:
-        (t,), _ = score_at(score, of_score, at, s, kept)
+        (t,), _ = score_at(score, score_captured, positions, s, kept)
         t = torch.as_tensor(t, dtype=s.dtype, device=s.device).expand_as(s)
     t = t.masked_fill(~kept, -math.inf)
     kept = kept & (t != -math.inf)
     factor = torch.ones_like(s)
     if spec.dropout > 0:
         assert call.seed is not None
-        factor = keep(spec.dropout, call.seed, **at.values).to(s.dtype)
+        factor = keep(spec.dropout, call.seed, **positions.values).to(s.dtype)
         factor /= max(1 - spec.dropout, 1e-300)
     return s, t, kept, factor
 
 
-def _through_score(
+def _score_gradients(
     spec: Spec, call: Call, s: Tensor, kept: Tensor, dt: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """dS and the gradients of captured tensors, from dT."""
+    """Return dS and the gradients of captured tensors, from dT."""
     score, _ = graphs(spec)
     assert score is not None
-    of_score, _ = split(spec, call.captured)
-    wanted = differentiable_gathers(score, [n for n, need in enumerate(needs) if need])
-    derivative = joint(spec.score, wanted)  # type: ignore[arg-type]
-    at = _positions(call.q, call.k, call.coords)
-    (_, by_s, *by_gather), gathers = score_at(derivative, of_score, at, s, kept)
+    score_captured, _ = split(spec, call.captured)
+    trained_gathers = differentiable_gathers(score, [n for n, need in enumerate(needs) if need])
+    derivative = joint(spec.score, trained_gathers)  # type: ignore[arg-type]
+    positions = _positions(call.q, call.k, call.coords)
+    (_, dt_ds, *dt_dgathers), gathers = score_at(derivative, score_captured, positions, s, kept)
     # Where a pair is not kept dT is 0, and the derivative may be anything, infinity included.
-    times = lambda by: torch.where(kept, dt * by, 0.0)
+    times_dt = lambda derivative_values: torch.where(kept, dt * derivative_values, 0.0)
     grads: list[Tensor | None] = [
         torch.zeros(t.shape, dtype=dt.dtype, device=dt.device) if need else None
-        for t, need in zip(of_score.tensors, needs, strict=True)
+        for t, need in zip(score_captured.tensors, needs, strict=True)
     ]
-    in_order = [n for n, _ in derivative.gathers]
-    original = [n for n, _ in score.gathers]
-    for n, by in zip(wanted, by_gather, strict=True):
+    joint_gathers = [n for n, _ in derivative.gathers]
+    score_gathers = [n for n, _ in score.gathers]
+    for n, derivative_values in zip(trained_gathers, dt_dgathers, strict=True):
         node = score.nodes[n]
         grad = grads[int(node.args[0][1:])]  # type: ignore[index]
-        indices = gathers.indices.get(in_order[original.index(n)], ())
-        scatter(grad, indices, times(by))  # type: ignore[arg-type]
-    return times(by_s), grads
+        indices = gathers.indices.get(joint_gathers[score_gathers.index(n)], ())
+        scatter(grad, indices, times_dt(derivative_values))  # type: ignore[arg-type]
+    return times_dt(dt_ds), grads
 
 
 def _positions(q: Tensor, k: Tensor, coords: Coords) -> Positions:
@@ -215,30 +215,30 @@ def _positions(q: Tensor, k: Tensor, coords: Coords) -> Positions:
 
 
 def _to_heads(x: Tensor, hq: int) -> Tensor:
-    """Query head h reads key head h // (hq // hk)."""
+    """Repeat k or v so that query head h reads key head h // (hq // hk)."""
     return x.double().repeat_interleave(hq // x.shape[1], dim=1)
 
 
 def softmax(t: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """P, and the sink's share of every row, without lse: near a lse of -1e30 the logarithm of the
-    sum is lost."""
-    s = _row_results(t, sink)
-    m = torch.maximum(s, t.amax(-1)) if t.shape[-1] else s
+    """Return P, and the sink's share of every row, without lse: near a lse of -1e30 the logarithm
+    of the sum is lost."""
+    sink_logits = _sink_by_row(t, sink)
+    m = torch.maximum(sink_logits, t.amax(-1)) if t.shape[-1] else sink_logits
     m = m.masked_fill(m == -math.inf, 0)
-    p, of_sink = (t - m[..., None]).exp(), (s - m).exp()
-    total = p.sum(-1) + of_sink
+    p, sink_p = (t - m[..., None]).exp(), (sink_logits - m).exp()
+    total = p.sum(-1) + sink_p
     total = total.masked_fill(total == 0, 1)  # a row that sees nothing
-    return p / total[..., None], of_sink / total
+    return p / total[..., None], sink_p / total
 
 
-def _by_lse(t: Tensor, sink: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """P and the sink's share from the lse of all keys; 0 in a row that sees nothing, whose lse is
-    −inf."""
+def _softmax_by_lse(t: Tensor, sink: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return P and the sink's share from the lse of all keys; 0 in a row that sees nothing, whose
+    lse is −inf."""
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    return (t - lse[..., None]).exp(), (_row_results(t, sink) - lse).exp()
+    return (t - lse[..., None]).exp(), (_sink_by_row(t, sink) - lse).exp()
 
 
-def _row_results(t: Tensor, sink: Tensor | None) -> Tensor:
+def _sink_by_row(t: Tensor, sink: Tensor | None) -> Tensor:
     if sink is None:
         return t.new_full(t.shape[:-1], -math.inf)
     return sink.double()[:, None].expand(t.shape[:-1])

@@ -169,7 +169,7 @@ def wrong_triton() -> str:
 constant_under_compile(unavailable)
 
 
-# -- its first use on a card (`first_use.Checked`) ------------------------------------------------
+# -- its first use on a card (`first_use.SelfTested`) ----------------------------------------------
 
 
 def proof(device: torch.device) -> tuple[Path, dict[str, str]] | None:
