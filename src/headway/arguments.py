@@ -22,7 +22,7 @@ from .mods.base import Both, Either, Mod, Not, Then
 from .mods.lowering import GUARDS_CLASSES
 from .mods.suggest import suggestion
 from .operators import draw_seed_op
-from .surroundings import learns
+from .surroundings import requires_grad
 from .types import KV, Coords, as_bool, as_int, as_real, constant_under_compile, fixed, surely
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -240,7 +240,7 @@ def check_captured(kind: str, captured: Captured, device: torch.device) -> None:
                 f"the {kind} captures a tensor {shown(t)} on {t.device}, but q is on {device}; "
                 "move it with .to()"
             )
-        if kind == "mask" and learns(t) and t.is_floating_point():
+        if kind == "mask" and requires_grad(t) and t.is_floating_point():
             raise ArgumentError(
                 f"the mask captures a tensor {shown(t)} that requires grad, but a mask has no "
                 "gradient; put it in the score, or capture tensor.detach()"
@@ -370,7 +370,7 @@ def check_no_gradient(call: Call) -> None:
         **{f"a tensor {shown(t)} that the score captures": t for t in call.captured.tensors},
     }  # fmt: skip
     for name, x in given.items():
-        if x is not None and learns(x):
+        if x is not None and requires_grad(x):
             raise ArgumentError(
                 f"{name} requires grad, but inference has no gradient; call it under "
                 "torch.inference_mode() or torch.no_grad(), or train with headway.attention"

@@ -29,7 +29,7 @@ from .operators import (
     infer_op,
     library,
 )
-from .surroundings import has_tangent, is_wrapped, learns, transforms
+from .surroundings import has_tangent, is_wrapped, requires_grad, transforms
 from .types import (
     NAMESPACE,
     Captured,
@@ -366,7 +366,7 @@ def _without_repeats(inputs: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def _any_learns(inputs: list[Tensor | None]) -> bool:
-    return any(x is not None and learns(x) for x in inputs)
+    return any(x is not None and requires_grad(x) for x in inputs)
 
 
 def save_ops() -> list[Any]:

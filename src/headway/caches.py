@@ -1,4 +1,8 @@
-"""What is remembered from call to call: bounded, and for any number of threads."""
+"""Bounded caches that any number of threads may use.
+
+`Cache` keeps values by key; `TensorCache` keeps values computed from tensors until one of these is
+modified or freed.
+"""
 
 import threading
 import weakref
@@ -14,126 +18,129 @@ V = TypeVar("V")
 
 
 class Cache(Generic[V]):
-    """What was made last, by key, and `most` of it. Where there is no room, an eighth is forgotten:
-    what nobody has asked for the longest.
+    """A cache of at most `capacity` values. A full cache drops the least recently used eighth.
 
-        found = cache.get(key)
-        if found is None:
-            found = cache.put(key, make())
+        value = cache.get(key)
+        if value is None:
+            value = cache.put(key, compute())
 
-    There is no `key in cache` and no `cache[key]`: what is there may be gone at the next look.
-    Threads that look for one key at once may each make what it stands for; the last one's stays.
+    There is no `key in cache` and no `cache[key]`: an entry may be gone at the next access. Threads
+    that miss the same key at once may each compute the value; the last one is kept.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        # Values, each with when it was last asked for. A look-up is one `dict.get`, which is whole
-        # by itself in every Python, and takes no lock; whatever changes the dictionary takes turns.
-        self._kept: dict[Hashable, list] = {}
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        # [value, time of its last use]. A look-up is one `dict.get`, which is atomic in every
+        # Python and takes no lock; whatever changes the dictionary does.
+        self._entries: dict[Hashable, list] = {}
         # Reentrant: a user's `__eq__` may compare keys, and finalizers run anywhere.
-        self._turn = threading.RLock()
-        self._now = 0  # threads may count as one: that blurs an order, and breaks nothing
+        self._lock = threading.RLock()
+        self._clock = 0  # threads may read the same time: the order is then approximate
 
     def get(self, key: Hashable) -> V | None:
-        """What was made for this key, if it is remembered. TypeError if it cannot be hashed."""
-        found = self._kept.get(key)
-        if found is None:
+        """Return the value of a key, or None. Raises TypeError if the key cannot be hashed."""
+        entry = self._entries.get(key)
+        if entry is None:
             return None
-        self._now = found[1] = self._now + 1
-        return found[0]
+        self._clock = entry[1] = self._clock + 1
+        return entry[0]
 
     def put(self, key: Hashable, value: V) -> V:
-        """Remember it for this key, in the place of what was."""
-        with self._turn:
-            self._kept.pop(key, None)
-            if len(self._kept) >= self.most:
-                self._forget(len(self._kept) - self.most + max(1, self.most // 8))
-            self._now += 1
-            self._kept[key] = [value, self._now]
+        """Store a value for a key, replacing the old one; return the value."""
+        with self._lock:
+            self._entries.pop(key, None)
+            if len(self._entries) >= self.capacity:
+                self._drop_oldest(len(self._entries) - self.capacity + max(1, self.capacity // 8))
+            self._clock += 1
+            self._entries[key] = [value, self._clock]
         return value
 
-    def _forget(self, count: int) -> None:
-        # A copy is made at once; what dies meanwhile may take entries out.
-        oldest = sorted(self._kept.copy().items(), key=lambda item: item[1][1])
+    def _drop_oldest(self, count: int) -> None:
+        # Copying is atomic; finalizers may remove entries meanwhile.
+        oldest = sorted(self._entries.copy().items(), key=lambda item: item[1][1])
         for key, _ in oldest[:count]:
-            self._kept.pop(key, None)
+            self._entries.pop(key, None)
 
     def discard(self, key: Hashable) -> None:
-        """Forget what was made for this key. Takes no lock: finalizers may call it."""
-        self._kept.pop(key, None)
+        """Remove a key, if present. Takes no lock, since finalizers may call it."""
+        self._entries.pop(key, None)
 
     def clear(self) -> None:
-        """Forget all of it."""
-        with self._turn:
-            self._kept.clear()
+        """Remove all entries."""
+        with self._lock:
+            self._entries.clear()
 
     def values(self) -> list[V]:
-        """All that is remembered."""
-        with self._turn:
-            return [value for value, _ in self._kept.copy().values()]
+        """Return all values."""
+        with self._lock:
+            return [value for value, _ in self._entries.copy().values()]
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
 
 def version_of(t: Tensor) -> int | None:
-    """What changes with every write that PyTorch counts. None for a tensor made in inference mode:
-    nobody counts its writes."""
+    """Return a counter that changes with every write that PyTorch counts.
+
+    None for a tensor made in inference mode, whose writes are not counted.
+    """
     return None if t.is_inference() else t._version
 
 
 class TensorCache(Cache[tuple[list[weakref.ref], list, V]]):
-    """What was made of tensors, by key, and `most` of it: while they live and are not written to.
+    """A cache of values computed from tensors, valid while these live and are not modified.
 
-        made = cache.of(tensors, key, make)
+        value = cache.of(tensors, key, compute)
 
-    A tensor is known by its identity and its stamp. A write makes the value anew, in the place of
-    what was; where one of its tensors dies, the value goes with it.
+    A tensor is identified by its id and its stamp. After a write the value is computed again and
+    replaces the old one; when one of its tensors is freed, the entry is removed.
 
-    While a CUDA graph is being captured nothing is looked up and nothing is kept: a replay finds
-    other numbers in the same tensors, so that what is made of them has to be part of the graph.
+    While a CUDA graph is being captured, the cache is not used: a replay finds other numbers in the
+    same tensors, so the computation has to be part of the graph.
 
-    - `stamp`: what changes with every write to a tensor; None where nothing does, so that the value
-      is made anew each time.
-    - `in_captures`: values are found and kept then, too: they are the host's, which cannot read.
+    - `stamp`: returns a value that changes with every write to a tensor, or None where none does.
+      With None the value is computed each time.
+    - `in_captures`: use the cache during captures too, for values that do not depend on data.
     """
 
-    clears: ClassVar[int] = 0  # how often all of them were cleared
+    clears: ClassVar[int] = 0  # how often `clear_all` was called
     _all: ClassVar[list["TensorCache"]] = []
 
     def __init__(
-        self, most: int, stamp: Callable[[Tensor], Any] = version_of, in_captures: bool = False
+        self, capacity: int, stamp: Callable[[Tensor], Any] = version_of, in_captures: bool = False
     ) -> None:
-        super().__init__(most)
+        super().__init__(capacity)
         self._stamp, self._in_captures = stamp, in_captures
         self._all.append(self)
 
-    def of(self, tensors: Sequence[Tensor], key: Hashable, make: Callable[[], V]) -> V:
-        """What was made of these tensors for this key; `make()` where that is not known."""
+    def of(self, tensors: Sequence[Tensor], key: Hashable, compute: Callable[[], V]) -> V:
+        """Return the cached value of these tensors for this key, or `compute()` and cache it."""
         if not self._in_captures and any(capturing(t.device) for t in tensors):
-            return make()
+            return compute()
         stamps = [self._stamp(t) for t in tensors]
         if None in stamps:
-            return make()
-        known = key, *[id(t) for t in tensors]
-        found = self.get(known)
-        if found is not None:
-            refs, before, made = found
-            if before == stamps and all(ref() is t for ref, t in zip(refs, tensors, strict=True)):
-                return made
-        made = make()
-        died = partial(self._died, known)
-        self.put(known, ([weakref.ref(t, died) for t in tensors], stamps, made))
-        return made
+            return compute()
+        full_key = key, *[id(t) for t in tensors]
+        entry = self.get(full_key)
+        if entry is not None:
+            refs, cached_stamps, value = entry
+            pairs = zip(refs, tensors, strict=True)
+            if cached_stamps == stamps and all(ref() is t for ref, t in pairs):
+                return value
+        value = compute()
+        on_free = partial(self._drop_freed, full_key)
+        self.put(full_key, ([weakref.ref(t, on_free) for t in tensors], stamps, value))
+        return value
 
-    def _died(self, known: Hashable, ref: weakref.ref) -> None:
-        found = self.get(known)
-        if found is not None and any(of is ref for of in found[0]):  # not of others at its address
-            self.discard(known)
+    def _drop_freed(self, full_key: Hashable, ref: weakref.ref) -> None:
+        entry = self.get(full_key)
+        # The entry may be of other tensors at the same addresses.
+        if entry is not None and any(other is ref for other in entry[0]):
+            self.discard(full_key)
 
     @classmethod
     def clear_all(cls) -> None:
-        """Forget what was made of any tensors."""
+        """Clear all caches of this class."""
         cls.clears += 1
         for cache in cls._all:
             cache.clear()

@@ -18,9 +18,9 @@ from .backends.base import Call, CallSignature, CapabilityKey
 from .blocks import BlockMask
 from .caches import Cache
 from .mods.base import Mod
-from .mods.library.constants import brought
+from .mods.library.constants import to_device_cached
 from .mods.lowering import Lowered, Parts, parts_of
-from .mods.tracing.capture import Reads, reads, shared
+from .mods.tracing.capture import FunctionReads, aliasing_pattern, collect_reads
 from .surroundings import transforms
 from .types import KV, WHOLE, Captured, Request, Spec
 
@@ -33,7 +33,7 @@ _FUNCTIONS = {FunctionType, MethodType}
 
 # What a score or mask consists of at one call: its parts, the tensors of the values in it on q's
 # device, and what the functions in it read. (No class: this is made at every call.)
-Contents = tuple[Parts, list[Tensor], list[Reads]]
+Contents = tuple[Parts, list[Tensor], list[FunctionReads]]
 
 
 def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[Contents | None]]:
@@ -127,9 +127,9 @@ def remember(
     is its spec. The call as it is where nothing can be remembered."""
     if call.q.device.type not in ("cuda", "cpu"):  # others may be watched (`autograd`)
         return call
-    if any(low is not None and low.again is not None for low in lowered):
+    if any(low is not None and low.retrace_reason is not None for low in lowered):
         return call
-    picks = [() if low is None else low.picks for low in lowered]
+    picks = [() if low is None else low.capture_sources for low in lowered]
     tensors, _, floats = call.captured
     signature = CallSignature(
         spec, capability.trained, picks, None if tensors or floats else call.captured
@@ -159,15 +159,15 @@ def _add_contents(key: list, mod: Any, device: torch.device) -> Contents:
     if ints:
         key += ints
     if tensors:
-        tensors = [t if t.device == device else brought(t, device) for t in tensors]
+        tensors = [t if t.device == device else to_device_cached(t, device) for t in tensors]
         for t in tensors:
             _add_tensor(key, t)
     if not functions:
         return parts, tensors, []
     key.append(torch.get_default_dtype())
-    found = [reads(fn) for fn in functions]
+    found = [collect_reads(fn) for fn in functions]
     for of in found:
-        if of.unseen is not None:
+        if of.opaque_read is not None:
             raise _Unknown
         key.append(tuple(of.key))
         for _, t in of.tensors:
@@ -175,5 +175,5 @@ def _add_contents(key: list, mod: Any, device: torch.device) -> Contents:
                 raise _Unknown
             _add_tensor(key, t)
     if len(found) > 1:
-        key.append(shared(found))
+        key.append(aliasing_pattern(found))
     return parts, tensors, found

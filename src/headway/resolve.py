@@ -42,7 +42,7 @@ from .errors import HeadwayError, ModError
 from .mods import captured_under_compile, causal, lower, lower_guarded, take_apart
 from .mods.base import Mod
 from .mods.graph import parse
-from .mods.library.constants import brought
+from .mods.library.constants import to_device_cached
 from .mods.lowering import Lowered
 from .types import (
     KV,
@@ -231,7 +231,9 @@ def _lower(
         lowered, theirs = lower(kind, structure, dtype, *functions)
         captured = captured._replace(tensors=captured.tensors + theirs)
     if captured.tensors:
-        captured = captured._replace(tensors=[brought(t, device) for t in captured.tensors])
+        captured = captured._replace(
+            tensors=[to_device_cached(t, device) for t in captured.tensors]
+        )
         check_captured(kind, captured, device)
     return lowered, captured
 

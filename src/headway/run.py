@@ -16,7 +16,7 @@ from .distributed.context import Layouts
 from .distributed.context import attention as attention_over_ranks
 from .errors import CapturedIndexError
 from .mods import causal, describe
-from .mods.tracing.locations import place_of_line, quote
+from .mods.tracing.locations import find_line, quote
 from .resolve import cast, resolve
 from .sharded import Sharded, any_sharded
 from .types import KV, NAMESPACE, Forward, Request, Spec, inlined_or_eager
@@ -111,5 +111,5 @@ def with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
     """Return the error with the file and line of the user's function that it comes from."""
     given = [mod.mask if isinstance(mod, BlockMask) else mod for mod in mods if mod is not None]
     functions = [fn for mod in given for fn in describe(mod).functions]
-    place = place_of_line(functions, error.line)
+    place = find_line(functions, error.line)
     return CapturedIndexError(f"{error}{quote(place)}", error.line) if place else error

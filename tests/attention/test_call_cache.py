@@ -194,7 +194,7 @@ def test_a_method_is_known_and_its_object_is_read_at_every_call():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(call_cache._known, "most", 3)
+    monkeypatch.setattr(call_cache._known, "capacity", 3)
     call_cache._known.clear()
     q, k, v = tensors()
     for length in range(1, 9):

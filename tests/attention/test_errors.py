@@ -82,7 +82,7 @@ OPTIONS = {
         {"dropout": 0.5, "seed": torch.tensor(1, dtype=torch.int32)}, ("seed", "() int32")
     ),
     "backend": ({"backend": "cuda"}, ("backend='cuda'", "'auto'", "'cpu'", "'reference'")),
-    "mask, a text": ({"mask": "causal"}, ("mask='causal' is a text", "mask=headway.causal()")),
+    "mask, a text": ({"mask": "causal"}, ("mask='causal' is a string", "mask=headway.causal()")),
     "mask, a score's name": ({"mask": "alibi"}, ("mask='alibi'", "score=headway.alibi(slopes)")),
     "mask, another text": ({"mask": "causal & x"}, ("mask='causal & x'", "(b, h, q_idx, kv_idx)")),
     "mask, a yes": ({"mask": True}, ("mask=True", "is_causal=True is mask=headway.causal()")),
@@ -524,7 +524,7 @@ def test_tensors_in_block_masks_and_operands():
 def test_complex_and_strange_tensors():
     with _raises(ArgumentError, "complex64", "bool or float tensor"):
         hw.attention(*_qkv(), mask=torch.zeros(33, 33, dtype=torch.cfloat))
-    with _raises(ArgumentError, "mask=array(", "no function"):
+    with _raises(ArgumentError, "mask=array(", "not callable"):
         hw.attention(*_qkv(), mask=np.array(["a"]))
     with _raises(ArgumentError, "as (q_len, kv_len) pass mask=headway.dense(torch.from_numpy(m))"):
         hw.attention(*_qkv(), mask=np.ones((33, 33), dtype=bool)[::-1])
@@ -647,7 +647,7 @@ VALUES = {
     ),
     "tiled(causal, 4, 2)": ("tiled: mask=causal is a class; pass mask=causal()",),
     "tiled(softcap(3.0), 4, 2)": ("tiled: mask=softcap(3.0) is a score",),
-    "tiled('causal', 4, 2)": ("tiled: mask='causal' is a text",),
+    "tiled('causal', 4, 2)": ("tiled: mask='causal' is a string",),
     "padding(3)": ("padding(lengths=", "int tensor (batch,)"),
     "softcap(0)": ("softcap(cap=0)", "above 0"),
     "softcap('a')": ("softcap(cap='a')", "above 0"),
@@ -665,7 +665,7 @@ VALUES = {
     "softcap(3.0) | causal()": ("|", "softcap(3.0) is a score"),
     "softcap(3.0) >> causal()": (">>", "causal() is a mask; pass it as mask=causal()"),
     "causal() >> softcap(3.0)": (">>", "causal() is a mask"),
-    "causal() & 'causal'": ("&", "'causal' is a text; write headway.causal()"),
+    "causal() & 'causal'": ("&", "'causal' is a string; write headway.causal()"),
     "sliding_window(torch.tensor(3))": ("sliding_window(window=tensor(3))", "an integer"),
     "causal(1.0)": ("causal(offset=1.0)", "an integer"),
     "causal(True)": ("causal(offset=True)", "an integer"),

@@ -129,7 +129,7 @@ def test_small_chunks_change_nothing(monkeypatch):
 
 
 def test_large_tables_are_read_in_blocks(monkeypatch):
-    monkeypatch.setattr("headway.mods.bounds.table_bounds._MOST", 300)
+    monkeypatch.setattr("headway.mods.bounds.table_bounds._MAX_BYTES", 300)
     for name in ("layout of blocks", "table of distances"):
         check(common_masks()[name], (1, 2, 130, 90), (8, 8))
 
@@ -364,7 +364,7 @@ def test_only_ops_on_both_positions_are_mixed():
     cut = split(graph)
     # And those whose bounds are as good as numbers: `i > 7`.
     assert [graph.nodes[n].op for n in cut.mixed] == ["gt", "and", "gt", "and"]
-    assert len(cut.fixed) == len(cut.cols) == 1
+    assert len(cut.head_values) == len(cut.cols) == 1
     assert len(cut.rows) == 2
 
 

@@ -180,7 +180,7 @@ def test_spans_of_batches_and_of_other_keys():
         (lambda: neighborhood((4, 0), (1, 1)), r"neighborhood\(shape=0\)"),
         (lambda: neighborhood((4, 4), (5, 1)), r"kernel=\(5, 1\) is larger than shape=\(4, 4\)"),
         (lambda: tiled(causal(), (10, 10), (3, 5)), r"tile=\(3, 5\) must divide shape=\(10, 10\)"),
-        (lambda: tiled(3, (10,), (5,)), "tiled: mask=3 is no function"),
+        (lambda: tiled(3, (10,), (5,)), "tiled: mask=3 is not callable"),
     ],
 )
 def test_wrong_numbers_are_named(make, message):

@@ -380,15 +380,15 @@ def test_a_fresh_process_says_the_same(tmp_path):
 
 def _less(patch: pytest.MonkeyPatch, method: str, part: Callable[[list, int, tuple], None]) -> None:
     """A walk whose method leaves something out of what it adds to the key: `part(key, at, args)`."""
-    real = getattr(capture._Walk, method)
+    real = getattr(capture._ReadWalker, method)
 
     def walk(self, *args):
-        at = len(self.found.key)
+        at = len(self.reads.key)
         result = real(self, *args)
-        part(self.found.key, at, args)
+        part(self.reads.key, at, args)
         return result
 
-    patch.setattr(capture._Walk, method, walk)
+    patch.setattr(capture._ReadWalker, method, walk)
 
 
 def _without_numbers(patch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def _without_numbers(patch: pytest.MonkeyPatch) -> None:
         if type(args[0]) in capture.BY_VALUE | capture.BY_TEXT:
             del key[at:]
 
-    _less(patch, "visit", part)
+    _less(patch, "follow", part)
 
 
 def _without_identity(patch: pytest.MonkeyPatch) -> None:
@@ -406,11 +406,11 @@ def _without_identity(patch: pytest.MonkeyPatch) -> None:
         if at < len(key) and type(key[at]) is int:
             key[at] = "again"
 
-    _less(patch, "visit", part)
+    _less(patch, "follow", part)
 
 
 def _without_code(patch: pytest.MonkeyPatch) -> None:
-    _less(patch, "function", lambda key, at, args: key.__delitem__(at))
+    _less(patch, "follow_function", lambda key, at, args: key.__delitem__(at))
 
 
 def _without_shapes(patch: pytest.MonkeyPatch) -> None:
@@ -418,16 +418,16 @@ def _without_shapes(patch: pytest.MonkeyPatch) -> None:
         kind, dtype, shape, *rest = key[at]
         key[at] = kind, dtype, len(shape), *rest
 
-    _less(patch, "tensor", part)
+    _less(patch, "follow_tensor", part)
 
 
 def _without_attributes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture._Walk, "attribute", lambda *_: None)
-    patch.setattr(lowering, "_pick", lambda found, tensor: None)  # which would notice
+    patch.setattr(capture._ReadWalker, "follow_attribute", lambda *_: None)
+    patch.setattr(lowering, "_find_source", lambda reads, tensor: None)  # which would notice
 
 
 def _without_classes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture, "is_fixed_class", lambda cls: True)
+    patch.setattr(capture, "is_constant_class", lambda cls: True)
     _unwatched(patch)
 
 
@@ -442,7 +442,7 @@ def _without_default_dtype(patch: pytest.MonkeyPatch) -> None:
 
 def _unwatched(patch: pytest.MonkeyPatch) -> None:
     """Whatever runs, nobody looks on."""
-    patch.setattr(lowering.Watch, "unfollowed", lambda *_: None)
+    patch.setattr(lowering.CallRecorder, "untracked_call", lambda *_: None)
 
 
 def _without_values(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import oracle
 from headway import causal, global_tokens, prefix, sliding_window, softcap
 from headway.mods import lower_mod
 from headway.mods.evaluation.pointwise import Positions, mask_at
-from headway.mods.library.constants import brought
+from headway.mods.library.constants import to_device_cached
 
 
 def odd(b, h, q_idx, kv_idx):
@@ -149,8 +149,8 @@ def test_alibi_slopes(heads, powers):
 
 def test_what_the_library_made_goes_to_the_device_of_q_once():
     meta, score = torch.device("meta"), hw.alibi(4)
-    assert brought(score.slopes, torch.device("cpu")) is score.slopes
-    assert brought(score.slopes, meta).device == meta
-    assert brought(score.slopes, meta) is brought(score.slopes, meta)
+    assert to_device_cached(score.slopes, torch.device("cpu")) is score.slopes
+    assert to_device_cached(score.slopes, meta).device == meta
+    assert to_device_cached(score.slopes, meta) is to_device_cached(score.slopes, meta)
     given = torch.rand(4)
-    assert brought(hw.alibi(given).slopes, meta) is given  # the user's: refused later
+    assert to_device_cached(hw.alibi(given).slopes, meta) is given  # the user's: refused later

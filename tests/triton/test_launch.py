@@ -168,7 +168,7 @@ def test_a_number_may_change_between_direct_launches(device):
 
 
 def test_plans_are_few(device, monkeypatch):
-    monkeypatch.setattr(call_plan._plans, "most", 3)
+    monkeypatch.setattr(call_plan._plans, "capacity", 3)
     call_plan.clear()
     for length in range(16, 24):
         planned(*prepare(*[rows(length)] * 3, backend="triton"), (), *[rows(length)] * 3)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..blocks import Tiles
 from ..mods import causal, lower_mod
 from ..mods.graph import Graph, parse
-from ..surroundings import learns
+from ..surroundings import requires_grad
 from ..types import KV, Captured, Coords, Forward, Grads, Spec, constant_under_compile, in_dtype
 
 
@@ -76,9 +76,9 @@ def capability_key(call: Call, score_tensors: int) -> tuple:
     """Return the fields of a call's `CapabilityKey`; the score captures the first `score_tensors`
     tensors. Dynamo traces this code."""
     q, k, v, sink, coords = call.q, call.k, call.v, call.sink, call.coords
-    learned = score_tensors > 0 and any(learns(t) for t in call.captured.tensors[:score_tensors])
-    trained = learns(q) or learns(k) or learns(v) or learned
-    trained = trained or (sink is not None and learns(sink))
+    learned = score_tensors > 0 and any(requires_grad(t) for t in call.captured.tensors[:score_tensors])
+    trained = requires_grad(q) or requires_grad(k) or requires_grad(v) or learned
+    trained = trained or (sink is not None and requires_grad(sink))
     # Widths are constants of a compiled program, lengths are not.
     d, dv = operator.index(q.shape[3]), operator.index(v.shape[3])
     scattered = coords.q_pos is not None or coords.kv_pos is not None

@@ -33,7 +33,7 @@ class BoxBounds:
         self.graph, self.groups, self.device = graph, groups, device
         self.shape = groups.b, groups.h, q.boxes(0), kv.boxes(0)
         cut = self._cut = interval.split(graph)
-        numbers = evaluate(interval.part(graph, cut.numbers), values, Gathers(graph))
+        numbers = evaluate(interval.subgraph(graph, cut.numbers), values, Gathers(graph))
         known: dict[str, Any] = {**values, **dict(zip(cut.numbers, numbers, strict=True))}
         self._numbers = {name: Bounds(*[known[name].item()] * 2) for name in cut.numbers}
         self._values = {k: v.to(device) if v.dim() == 0 else v for k, v in known.items()}
@@ -42,15 +42,15 @@ class BoxBounds:
             for n in cut.mixed
             if graph.nodes[n].op == "gather"
         }
-        self._fits = interval.fitting(graph, self._sizes(values, q, kv))
-        rows = interval.part(graph, cut.rows, q.name)
-        cols = interval.part(graph, cut.cols, kv.name)
+        self._fits = interval.nodes_in_range(graph, self._sizes(values, q, kv))
+        rows = interval.subgraph(graph, cut.rows, q.name)
+        cols = interval.subgraph(graph, cut.cols, kv.name)
         given = self._values, groups, device
         along_q = bounds_along(q, rows, *given)
         # Most masks read the same of keys as of queries: `ids[q_idx] == ids[kv_idx]`.
         along_kv = along_q if rows == cols and q.is_at(kv) else bounds_along(kv, cols, *given)
-        fixed = bounds_along(None, interval.part(graph, cut.fixed), *given)
-        self._axes = (cut.fixed, fixed), (cut.rows, along_q), (cut.cols, along_kv)
+        fixed = bounds_along(None, interval.subgraph(graph, cut.head_values), *given)
+        self._axes = (cut.head_values, fixed), (cut.rows, along_q), (cut.cols, along_kv)
 
     def __call__(
         self, level: int, g: Tensor, r: Tensor, c: Tensor

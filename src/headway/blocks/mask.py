@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ArgumentError
 from ..mods.base import Both, Either, MaskFn, Mod, Shifted
 from ..mods.lowering import describe, restore
-from ..mods.tracing.capture import reads
+from ..mods.tracing.capture import collect_reads
 from ..types import PACKAGE, as_int
 from . import file, report
 from .decided import Decided, tell
@@ -289,7 +289,7 @@ class BlockMask:
         device = torch.device(device)
         parts = describe(self.mask)
         for fn in parts.functions:
-            for _, t in reads(fn).tensors:
+            for _, t in collect_reads(fn).tensors:
                 if t.dim() and t.device != torch.empty(0, dtype=torch.uint8, device=device).device:
                     raise ArgumentError(
                         f"the mask function {getattr(fn, '__qualname__', fn)} captures a tensor "

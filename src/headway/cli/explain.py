@@ -11,11 +11,11 @@ import tyro
 import headway
 
 from ..errors import ArgumentError
-from ..mods.suggest import TAKES
+from ..mods.suggest import SIGNATURES
 from .files import from_file
 from .mask import parse
 
-_OF_COUNT = {len(takes.split(",")): kind for kind, takes in TAKES.items()}  # of parameters
+_OF_COUNT = {len(takes.split(",")): kind for kind, takes in SIGNATURES.items()}  # of parameters
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,6 @@ def kind_of(text: str, mod: Callable[..., Any]) -> str:
         raise ArgumentError(f"{text!r} is no function, but {type(mod).__name__}") from None
     needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(needed) not in _OF_COUNT:
-        takes = " and ".join(f"a {kind} {takes}" for kind, takes in TAKES.items())
+        takes = " and ".join(f"a {kind} {takes}" for kind, takes in SIGNATURES.items())
         raise ArgumentError(f"{text!r} takes {len(needed)} arguments; {takes}")
     return _OF_COUNT[len(needed)]

@@ -17,7 +17,7 @@ ScoreFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Mask(Mod):
-    """Which pairs are kept: a function `(b, h, q_idx, kv_idx) -> bool`.
+    """A function `(b, h, q_idx, kv_idx) -> bool` that says which pairs are kept.
 
     Combine with `&`, `|`, `~`; a plain function with the same signature may stand on either side.
     """
@@ -44,7 +44,7 @@ class Mask(Mod):
 
 
 class Score(Mod):
-    """How a logit changes: a function `(score, b, h, q_idx, kv_idx) -> score`.
+    """A function `(score, b, h, q_idx, kv_idx) -> score` that changes a logit.
 
     `first >> then` applies `first`, then `then`; a plain function may stand on either side.
     """
@@ -63,33 +63,35 @@ class Score(Mod):
         return Then(_operand(first, ">>"), self)
 
 
-def _named(cls: type) -> Any:
-    """Class decorator of combinations of masks: as functions do, they take a `__name__` and what
-    `functools.wraps` writes. It is no part of what they are."""
+def _wrappable(cls: type) -> Any:
+    """Let instances take a `__name__` and the attributes that `functools.wraps` sets.
+
+    These are ignored when instances are compared.
+    """
     names = (*functools.WRAPPER_ASSIGNMENTS, "__wrapped__")
-    frozen: Any = cls.__setattr__
-    state: Any = cls.__getstate__
+    set_field: Any = cls.__setattr__
+    get_fields: Any = cls.__getstate__
 
     def __setattr__(self: Any, name: str, item: Any) -> None:
         if name in names:
             object.__setattr__(self, name, item)
         else:
-            frozen(self, name, item)
+            set_field(self, name, item)
 
     def __getattr__(self: Any, name: str) -> Any:
-        if name == "__name__":  # a class's own is not its instances'
+        if name == "__name__":  # instances do not inherit their class's
             return cls.__name__
         raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
 
     def __getstate__(self: Any) -> dict[str, Any]:
-        return state(self) | {name: vars(self)[name] for name in names if name in vars(self)}
+        return get_fields(self) | {name: vars(self)[name] for name in names if name in vars(self)}
 
     for method in (__setattr__, __getattr__, __getstate__):
         setattr(cls, method.__name__, method)
     return cls
 
 
-@_named
+@_wrappable
 @value
 class Both(Mask):
     """`first & second`."""
@@ -104,7 +106,7 @@ class Both(Mask):
         return f"{_show_factor(self.first)} & {_show_factor(self.second)}"
 
 
-@_named
+@_wrappable
 @value
 class Either(Mask):
     """`first | second`."""
@@ -119,7 +121,7 @@ class Either(Mask):
         return f"{show(self.first)} | {show(self.second)}"
 
 
-@_named
+@_wrappable
 @value
 class Not(Mask):
     """`~mask`."""
@@ -136,7 +138,7 @@ class Not(Mask):
 
 @value
 class Shifted(Mask):
-    """`mask` of a part: local indices 0, 1, ... are b, h, q_idx, kv_idx and on of the whole."""
+    """`mask` moved: index 0 of the batch, the heads or a length is index b, h, ... of `mask`."""
 
     mask: MaskFn
     b: int = 0
@@ -145,19 +147,19 @@ class Shifted(Mask):
     kv_idx: int = 0
 
     def check_sizes(self, b, h, q_len, kv_len):
-        """The mask was made for the whole, whose sizes are not known here."""
+        """Accept any sizes: those that the inner mask was made for are not known here."""
 
     def __call__(self, b, h, q_idx, kv_idx):
         return self.mask(b + self.b, h + self.h, q_idx + self.q_idx, kv_idx + self.kv_idx)
 
     def __repr__(self) -> str:
-        by = [f"{name}={n}" for name in self.fields[1:] if (n := getattr(self, name))]
-        return f"Shifted({', '.join([show(self.mask), *by])})"
+        shifts = [f"{name}={n}" for name in self.fields[1:] if (n := getattr(self, name))]
+        return f"Shifted({', '.join([show(self.mask), *shifts])})"
 
 
 @value
 class Then(Score):
-    """`first >> second`: the second sees what the first made of the score."""
+    """`first >> second`: the second changes the result of the first."""
 
     first: ScoreFn
     second: ScoreFn
@@ -180,13 +182,13 @@ def _operand(other: Any, sign: str) -> Any:
 
 
 def check_shape(mod: str, name: str, tensor: Tensor, **sizes: int | None) -> None:
-    """Refuse a captured tensor that is not of the call's sizes; None fits any."""
-    wanted = tuple(sizes.values())
-    if None in wanted and tensor.dim() == len(wanted):
-        wanted = tuple([
-            n if w is None else w for w, n in zip(wanted, tensor.shape, strict=True)
+    """Refuse a captured tensor whose shape is not the call's sizes; None fits any."""
+    expected = tuple(sizes.values())
+    if None in expected and tensor.dim() == len(expected):
+        expected = tuple([
+            n if w is None else w for w, n in zip(expected, tensor.shape, strict=True)
         ])  # fmt: skip
-    if tuple(tensor.shape) != wanted:
+    if tuple(tensor.shape) != expected:
         raise ArgumentError(
             f"{mod}: {name} has shape {tuple(tensor.shape)}, but this call has "
             f"({', '.join(sizes)}) = {tuple(sizes.values())}"
@@ -197,15 +199,15 @@ def check_broadcasts(
     mod: str, tensor: Tensor, b: int, h: int, q_len: int | None, kv_len: int | None
 ) -> None:
     """Refuse a captured tensor that does not broadcast to (b, h, q_len, kv_len)."""
-    whole = (b, h, q_len, kv_len)
-    for size, own in zip(whole[4 - tensor.dim() :], tensor.shape, strict=True):
-        if size is not None and own != 1 and own != size:
-            known: Any = None if None in whole else whole
+    sizes = (b, h, q_len, kv_len)
+    for call_size, size in zip(sizes[4 - tensor.dim() :], tensor.shape, strict=True):
+        if call_size is not None and size != 1 and size != call_size:
+            known_sizes: Any = None if None in sizes else sizes
             ways = [
                 f"; as {axes} write {mod}(m{index})"
-                for axes, index in layouts_of(tuple(tensor.shape), known)
+                for axes, index in layouts_of(tuple(tensor.shape), known_sizes)
             ]
             raise ArgumentError(
                 f"{mod}: the tensor has shape {tuple(tensor.shape)}, which does not broadcast to "
-                f"(b, h, q_len, kv_len) = {whole}{''.join(ways)}"
+                f"(b, h, q_len, kv_len) = {sizes}{''.join(ways)}"
             )

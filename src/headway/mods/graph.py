@@ -1,7 +1,7 @@
 """The small language that score and mask functions become: a straight line of pointwise ops.
 
-A `Graph` is what tracing (`trace.py`) produces and what every backend consumes: evaluated with
-torch on broadcast tiles (`evaluate.py`), printed as kernel source, or walked with intervals. It is
+Tracing (`tracing/trace.py`) produces a `Graph`, and every backend consumes it: it is evaluated with
+torch on broadcast tiles (`evaluation/`), printed as kernel source, or bounded by intervals. It is
 frozen, hashable, free of tensors and closures, and has one text form that `parse` reads back, so
 the text alone can cross an operator boundary, key a cache, or be kept as a golden file:
 
@@ -46,7 +46,7 @@ FLOATS = frozenset({"f64", "f32", "bf16", "f16"})
 Number = int | float | bool
 Arg = str | Number  # a str names an input or a node ("%3"); a number is a constant
 
-# Indices come first in every graph's inputs; a mask has no score.
+# In every graph's inputs the positions come first, after the score if there is one.
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
 
 UNARY: dict[str, Callable[..., Tensor]] = {
@@ -102,8 +102,8 @@ BINARY: dict[str, Callable[..., Tensor]] = {
     "shr": torch.bitwise_right_shift,
 }
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_SAME_SIZE = frozenset("neg abs floor ceil round trunc to".split())
-_UNIT_SIZE = frozenset("tanh sigmoid erf sign".split())
+_KEEPS_MAGNITUDE = frozenset("neg abs floor ceil round trunc to".split())
+_WITHIN_ONE = frozenset("tanh sigmoid erf sign".split())
 _QUOTIENTS = frozenset("div floordiv truncdiv".split())
 OTHER = frozenset({"to", "where", "gather"})
 
@@ -162,18 +162,20 @@ class Graph:
 
     @cached_property
     def unbounded(self) -> bool:
-        """Whether a derivative, of a joint graph, may be infinite or NaN for a finite S: captured
-        tensors may hold anything, and numbers any but NaN. At a pair that counts nothing it is then
-        left out: times 0 it would be NaN."""
-        sizes = _sizes(self)
-        return not all(math.isfinite(_size(a, sizes)) for a in self.outputs[1:])
+        """Return whether a derivative in a joint graph may be infinite or NaN for a finite S.
+
+        Captured tensors may hold anything, run-time numbers anything but NaN. Backends then skip
+        the derivative at masked pairs, where 0 times it would be NaN.
+        """
+        magnitudes = _magnitudes(self)
+        return not all(math.isfinite(_magnitude(a, magnitudes)) for a in self.outputs[1:])
 
     def uses(self, name: str) -> bool:
-        """Whether any op (or the result) reads the input `name`."""
-        return name in self._used
+        """Return whether any op or output reads the input `name`."""
+        return name in self._names_read
 
     @cached_property
-    def _used(self) -> frozenset[Arg]:
+    def _names_read(self) -> frozenset[Arg]:
         return frozenset([a for node in self.nodes for a in node.args]) | frozenset(self.outputs)
 
     @cached_property
@@ -182,68 +184,68 @@ class Graph:
         return {a: n for n, node in enumerate(self.nodes) for a in node.args if isinstance(a, str)}
 
 
-def _sizes(graph: Graph) -> dict[str, float]:
-    """How far from 0 every value may be: inf for what may be infinite, NaN for what may be NaN."""
-    sizes: dict[str, float] = {}
+def _magnitudes(graph: Graph) -> dict[str, float]:
+    """Return a bound of every value's magnitude: inf or NaN if the value may be infinite or NaN."""
+    magnitudes: dict[str, float] = {}
     for item in graph.inputs:
-        if item.ndim is None:  # numbers at run time may be infinite, and are no NaN
-            sizes[item.name] = math.inf if item.name[0] == "x" else _largest(item.dtype)
+        if item.ndim is None:  # numbers at run time may be infinite, but not NaN
+            magnitudes[item.name] = math.inf if item.name[0] == "x" else _largest(item.dtype)
     for n, node in enumerate(graph.nodes):
-        most = _largest(node.dtype)
-        size = most
+        largest = _largest(node.dtype)
+        magnitude = largest
         if node.dtype in FLOATS:
-            size = math.nan if node.op == "gather" else _size_of(node, sizes)
-        sizes[f"%{n}"] = math.inf if size > most else size
-    return sizes
+            magnitude = math.nan if node.op == "gather" else _magnitude_of(node, magnitudes)
+        magnitudes[f"%{n}"] = math.inf if magnitude > largest else magnitude
+    return magnitudes
 
 
 def _largest(dtype: str) -> float:
-    """The largest finite number of a dtype."""
+    """Return the largest finite number of a dtype."""
     if dtype == "bool":
         return 1.0
     info = torch.finfo if dtype in FLOATS else torch.iinfo
     return float(info(DTYPES[dtype]).max)
 
 
-def _size(arg: Arg, sizes: dict[str, float]) -> float:
-    return sizes[arg] if isinstance(arg, str) else abs(float(arg))
+def _magnitude(arg: Arg, magnitudes: dict[str, float]) -> float:
+    return magnitudes[arg] if isinstance(arg, str) else abs(float(arg))
 
 
-def _size_of(node: Node, sizes: dict[str, float]) -> float:
-    """The size of what an op makes of floats; NaN for ops that are not known here."""
+def _magnitude_of(node: Node, magnitudes: dict[str, float]) -> float:
+    """Return a bound of the magnitude of an op on floats; NaN for an op without a rule here."""
     op, args = node.op, node.args[node.op == "where" :]
-    of = [_size(a, sizes) for a in args]
-    if any(map(math.isnan, of)):
+    operands = [_magnitude(a, magnitudes) for a in args]
+    if any(map(math.isnan, operands)):
         return math.nan
-    if op in _UNIT_SIZE:
+    if op in _WITHIN_ONE:
         return 1.0
-    if op in _SAME_SIZE or op in ("where", "max", "min"):
-        return max(of)
+    if op in _KEEPS_MAGNITUDE or op in ("where", "max", "min"):
+        return max(operands)
     if op in ("sin", "cos"):
-        return 1.0 if math.isfinite(of[0]) else math.nan
+        return 1.0 if math.isfinite(operands[0]) else math.nan
     if op in ("add", "sub"):
-        return sum(of) if of.count(math.inf) < 2 else math.nan
+        return sum(operands) if operands.count(math.inf) < 2 else math.nan
     if op == "mul":
-        steady = any(not isinstance(a, str) and 0 < abs(a) < math.inf for a in args)
-        return math.nan if math.inf in of and not steady else math.prod(of)
-    if op in _QUOTIENTS:  # a number that is given at run time is not 0
+        by_constant = any(not isinstance(a, str) and 0 < abs(a) < math.inf for a in args)
+        return math.nan if math.inf in operands and not by_constant else math.prod(operands)
+    if op in _QUOTIENTS:  # a run-time number is never 0
         if isinstance(args[1], str):
-            return math.inf if args[1][0] == "x" and of[0] < math.inf else math.nan
-        return of[0] / of[1] if 0 < of[1] < math.inf else math.nan
+            return math.inf if args[1][0] == "x" and operands[0] < math.inf else math.nan
+        return operands[0] / operands[1] if 0 < operands[1] < math.inf else math.nan
     if op in ("mod", "fmod"):
-        known = not isinstance(args[1], str) and of[1] > 0 and of[0] < math.inf
-        return of[1] if known else math.nan
+        by_constant = not isinstance(args[1], str) and operands[1] > 0 and operands[0] < math.inf
+        return operands[1] if by_constant else math.nan
     return math.nan
 
 
 def _text(graph: Graph) -> str:
     head = f"{graph.kind}({', '.join(map(str, graph.inputs))})"
-    lines, last = [head], ""
+    lines, source_line = [head], ""
     for n, node in enumerate(graph.nodes):
         line = f"  %{n} {node.dtype} = {node.op}({', '.join(map(_arg_text, node.args))})"
-        if node.line != last:  # a bare "#" ends what the line above it made
+        if node.line != source_line:  # a bare "#": nodes from here on have no source line
             line = f"{line:<44}# {node.line}".rstrip()
-            last = node.line
+            source_line = node.line
         lines.append(line)
     lines.append(f"  return {', '.join(map(_arg_text, graph.outputs))}")
     return "\n".join(lines)
@@ -275,44 +277,44 @@ def parse(text: str) -> Graph:
     for item in filter(None, match[2].split(", ")):
         name, dtype, ndim = re.fullmatch(r"(\w+) (\w+)(?:\[(\d+)\])?", item).groups()  # type: ignore[union-attr]
         inputs.append(Input(name, dtype, None if ndim is None else int(ndim)))
-    nodes, outputs, last = [], (), ""
-    for raw in body:
-        code, mark, comment = raw.partition("#")
-        last = comment.strip() if mark else last
+    nodes, outputs, source_line = [], (), ""
+    for line in body:
+        code, mark, comment = line.partition("#")
+        source_line = comment.strip() if mark else source_line
         if code.startswith("  return "):
             outputs = tuple(map(_parse_arg, filter(None, code[9:].strip().split(", "))))
             continue
         dtype, op, args = re.fullmatch(r"  %\d+ (\w+) = (\w+)\((.*)\)\s*", code).groups()  # type: ignore[union-attr]
         values = tuple(map(_parse_arg, filter(None, args.split(", "))))
-        nodes.append(Node(op, values, dtype, last))
+        nodes.append(Node(op, values, dtype, source_line))
     return Graph(kind, tuple(inputs), tuple(nodes), outputs)
 
 
 class Builder:
-    """Collects nodes, sharing equal ones and folding what is constant or does nothing."""
+    """A list of nodes under construction: equal nodes are shared, constants and no-ops folded."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self._known: dict[tuple, Arg] = {}
+        self._args_by_key: dict[tuple, Arg] = {}
 
     def emit(self, op: str, args: tuple[Arg, ...], dtype: str, line: str = "") -> Arg:
-        simple = _simplify(op, args, dtype, self.product)
-        if simple is not None:
-            return simple
+        simplified = _simplify(op, args, dtype, self.product)
+        if simplified is not None:
+            return simplified
         if op == "pow" and not isinstance(args[1], str) and args[1] == 2:
             op, args = "mul", (args[0], args[0])
         # repr tells 1 from 1.0 and True, and -0.0 from 0.0, which compare equal.
         key = (op, tuple(map(repr, args)), dtype)
-        if key not in self._known:
-            self._known[key] = f"%{len(self.nodes)}"
+        if key not in self._args_by_key:
+            self._args_by_key[key] = f"%{len(self.nodes)}"
             self.nodes.append(Node(op, args, dtype, line))
-        return self._known[key]
+        return self._args_by_key[key]
 
     def dtype(self, arg: Arg) -> str | None:
         return self.nodes[int(arg[1:])].dtype if isinstance(arg, str) and arg[0] == "%" else None
 
     def product(self, arg: Arg) -> tuple[Arg, ...]:
-        """The factors of a product; nothing for anything else."""
+        """Return the factors of a product; an empty tuple for anything else."""
         node = self.nodes[int(arg[1:])] if isinstance(arg, str) and arg[0] == "%" else None
         return node.args if node is not None and node.op == "mul" else ()
 
@@ -323,44 +325,51 @@ class Builder:
             if f"%{n}" in live:
                 live.update(a for a in self.nodes[n].args if isinstance(a, str))
         names: dict[Arg, str] = {}
-        kept = []
+        nodes = []
         for n, node in enumerate(self.nodes):
             if f"%{n}" in live:
-                names[f"%{n}"] = f"%{len(kept)}"
+                names[f"%{n}"] = f"%{len(nodes)}"
                 args = tuple(names.get(a, a) if isinstance(a, str) else a for a in node.args)
-                kept.append(Node(node.op, args, node.dtype, node.line))
+                nodes.append(Node(node.op, args, node.dtype, node.line))
         renamed = tuple(names.get(a, a) if isinstance(a, str) else a for a in outputs)
-        return Graph(kind, inputs, tuple(kept), renamed)
+        return Graph(kind, inputs, tuple(nodes), renamed)
 
 
 def _simplify(
     op: str, args: tuple[Arg, ...], dtype: str, product: Callable[[Arg], tuple[Arg, ...]]
 ) -> Arg | None:
-    """The value of a constant op, or of one that returns its operand; None where neither holds."""
-    numbers = [not isinstance(a, str) for a in args]
-    if op != "gather" and all(numbers):
-        exact = [
+    """Return the value of a constant op or the operand that an op returns; None otherwise."""
+    is_number = [not isinstance(a, str) for a in args]
+    if op != "gather" and all(is_number):
+        operands = [
             torch.tensor(a, dtype=torch.float64 if isinstance(a, float) else None, device="cpu")
             for a in args
         ]
-        value = apply(op, tuple(exact), DTYPES[dtype])
+        value = apply(op, tuple(operands), DTYPES[dtype])
         return value.to(DTYPES[dtype]).item()
-    if op == "where" and numbers[0]:
+    if op == "where" and is_number[0]:
         return args[1] if args[0] else args[2]
     if len(args) == 2:
         a, b = args
-        if op == "mul" and numbers[1] and b == 1:
+        if op == "mul" and is_number[1] and b == 1:
             return a
-        if op == "mul" and numbers[0] and a == 1:
+        if op == "mul" and is_number[0] and a == 1:
             return b
-        if op == "div" and numbers[1] and b == 1 and dtype in FLOATS:
+        if op == "div" and is_number[1] and b == 1 and dtype in FLOATS:
             return a
-        if op in ("add", "sub") and numbers[1] and b == 0:
+        if op in ("add", "sub") and is_number[1] and b == 0:
             return a
-        if op == "add" and numbers[0] and a == 0:
+        if op == "add" and is_number[0] and a == 0:
             return b
-        if op == "div" and isinstance(b, str) and b[0] == "x" and (of := product(a)) and b in of:
-            return of[1] if of[0] == b else of[0]  # (x0 * y) / x0, as derivatives often have it
+        if (
+            op == "div"
+            and isinstance(b, str)
+            and b[0] == "x"
+            and (factors := product(a))
+            and b in factors
+        ):
+            # (x0 * y) / x0, which is common in derivatives
+            return factors[1] if factors[0] == b else factors[0]
         if op == "and" and dtype == "bool" and True in (a, b):
             return b if a is True else a
         if op == "or" and dtype == "bool" and False in (a, b):
@@ -369,26 +378,28 @@ def _simplify(
 
 
 def apply(op: str, args: tuple, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """One op (not a gather) with torch; numbers among `args` are constants of the op's dtype."""
-    into = {} if out is None else {"out": out}
+    """Run one op (not a gather) with torch; numbers in `args` are constants of the op's dtype."""
+    out_kwargs = {} if out is None else {"out": out}
     if op == "to":
         value = args[0]
         if dtype == torch.bool:
             return value != 0
         return value.to(dtype)
     if op in UNARY:
-        return UNARY[op](args[0], **into)
+        return UNARY[op](args[0], **out_kwargs)
     if op == "where":
         cond, a, b = args
-        return torch.where(cond, _as_tensor(a, args, dtype), _as_tensor(b, args, dtype), **into)
+        return torch.where(
+            cond, _as_tensor(a, args, dtype), _as_tensor(b, args, dtype), **out_kwargs
+        )
     a, b = args
     if op in ("max", "min", "pow", "shl", "shr") or not isinstance(a, Tensor):
         a, b = _as_tensor(a, args), _as_tensor(b, args)
-    return BINARY[op](a, b, **into)
+    return BINARY[op](a, b, **out_kwargs)
 
 
 def _as_tensor(x: "Tensor | Number", args: tuple, dtype: torch.dtype | None = None) -> Tensor:
-    """A number as a 0-d tensor like the last tensor among `args`; a tensor as it is."""
+    """Return a number as a 0-d tensor like the last tensor in `args`; a tensor unchanged."""
     if isinstance(x, Tensor):
         return x
     like = next(a for a in args[::-1] if isinstance(a, Tensor))

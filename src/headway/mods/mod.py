@@ -1,4 +1,4 @@
-"""Scores and masks as values: they print, compare, hash and combine.
+"""The base class of scores and masks: values that print, compare, hash and combine.
 
 A value is a small frozen dataclass. Its fields say what it is made of, by type:
 
@@ -29,7 +29,7 @@ class Mod:
 
     kinds: ClassVar[dict[str, type["Mod"]]] = {}  # the library's own values, by name
     role: ClassVar[str] = ""  # "mask" or "score": the argument of a call that takes the value
-    of_library: ClassVar[bool] = True  # else it is read as any object of the user's
+    of_library: ClassVar[bool] = True  # False for a user's subclass, which is traced as any object
     fields: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -39,17 +39,19 @@ class Mod:
             Mod.kinds[cls.__name__] = cls
 
     def check_sizes(self, b: int, h: int, q_len: int | None, kv_len: int | None) -> None:
-        """Refuse a call of other sizes than those that the captured tensors were made for. A length
-        of None fits: positions of a cache are looked at one by one."""
+        """Refuse a call whose sizes do not fit the captured tensors.
+
+        A length of None always fits: over a cache, positions are checked when they are read.
+        """
         for name in self.fields:
-            part = getattr(self, name)
-            if isinstance(part, Mod):
-                part.check_sizes(b, h, q_len, kv_len)
+            item = getattr(self, name)
+            if isinstance(item, Mod):
+                item.check_sizes(b, h, q_len, kv_len)
 
     def checks_values(self) -> bool:
-        """Whether `check_sizes` looks at what is in a tensor, which may differ in the next call."""
-        parts = (getattr(self, name) for name in self.fields)
-        return any(part.checks_values() for part in parts if isinstance(part, Mod))
+        """Return whether `check_sizes` reads a tensor's values, which may change between calls."""
+        items = (getattr(self, name) for name in self.fields)
+        return any(item.checks_values() for item in items if isinstance(item, Mod))
 
     def __bool__(self) -> bool:
         raise ArgumentError(
@@ -57,7 +59,10 @@ class Mod:
         )
 
     def _key(self) -> tuple:
-        """Numbers by value, tensors by identity. (A compiler may ask while the value is made.)"""
+        """Return the fields to compare: numbers by value, tensors by identity.
+
+        A compiler may compare a value before all fields are set.
+        """
         values = (getattr(self, name, None) for name in self.fields)
         return type(self), *(id(v) if isinstance(v, Tensor) else v for v in values)
 
@@ -68,20 +73,20 @@ class Mod:
         return hash(self._key())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles hold what the value is made of, and nothing that was worked out."""
+        """Return the fields alone: copies and pickles hold nothing that was cached."""
         return {name: getattr(self, name) for name in self.fields}
 
     def __repr__(self) -> str:
-        shown = [
+        fields = [
             show(getattr(self, name))
             for name in self.fields
             if name[0] != "_" and not _is_default(self, name)
         ]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(fields)})"
 
 
 def value(cls: type) -> Any:
-    """Class decorator of the library's own values: a frozen dataclass with `Mod`'s identity."""
+    """Make a class of the library's a frozen dataclass that compares and prints as `Mod` does."""
     return dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
 
 

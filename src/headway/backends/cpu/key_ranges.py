@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ...mods.bounds.interval import part
+from ...mods.bounds.interval import subgraph
 from ...mods.graph import Graph
 from ...types import Captured
 
@@ -117,7 +117,7 @@ def _kv_factor(graph: Graph, name: object) -> int | None:
 
 def _reads_head(graph: Graph, name: object) -> bool:
     """Return whether a value depends on the head."""
-    return isinstance(name, str) and part(graph, (name,)).uses("h")
+    return isinstance(name, str) and subgraph(graph, (name,)).uses("h")
 
 
 class KeyRange(NamedTuple):
@@ -194,10 +194,10 @@ class _Step(NamedTuple):
 def _program(graph: Graph, limit: Limit) -> _Program:
     """Compile the program of a limit."""
     ends = limit.left, limit.right
-    subgraph = part(graph, tuple([x for x in ends if isinstance(x, str)]))
-    outputs = iter(subgraph.outputs)
+    needed = subgraph(graph, tuple([x for x in ends if isinstance(x, str)]))
+    outputs = iter(needed.outputs)
     left, right = (next(outputs) if isinstance(x, str) else x for x in ends)
-    operands = [node.args[1:] if node.op == "gather" else node.args for node in subgraph.nodes]
+    operands = [node.args[1:] if node.op == "gather" else node.args for node in needed.nodes]
     is_computed = lambda x: isinstance(x, str) and (x[0] == "%" or x in ("b", "q_idx"))
     leaf_names = [x for args in (*operands, (left, right)) for x in args if not is_computed(x)]
     leaves = tuple(dict.fromkeys(leaf_names))

@@ -1,9 +1,9 @@
-"""Interval rules: from bounds of an op's operands to bounds of its result.
+"""Interval rules, which compute bounds of an op's result from bounds of its operands.
 
 A rule may be loose but never wrong:
 
-- an op without a rule, a division by what may be zero, or an integer that may leave its dtype's
-  range (and then wraps) may be anything its dtype can hold;
+- an op without a rule, a division by a number that may be zero, and an integer that may leave its
+  dtype's range (and wrap) may be anything its dtype can hold;
 - a float that may be NaN has NaN for its bounds, and a comparison with NaN bounds is unknown;
 - float bounds are computed in the op's own dtype by the op itself: rounding keeps order. Where an
   implementation may not (exp, tanh, ...), the bounds are widened by 16 units of rounding.
@@ -21,7 +21,7 @@ from ..graph import DTYPES, FLOATS, Graph, Node, Number, apply
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest that a value can be: tensors, or numbers for a constant.
+    """The least and the greatest number that a value can be: tensors, or numbers for a constant.
 
     Integers of any width are held as int64.
     """
@@ -31,7 +31,7 @@ class Bounds(NamedTuple):
 
 
 def anything(dtype: str) -> Bounds:
-    """Bounds of what is not known at all."""
+    """Return the bounds of an unknown value of a dtype."""
     if dtype in FLOATS:
         return Bounds(torch.nan, torch.nan)
     if dtype == "bool":
@@ -39,40 +39,40 @@ def anything(dtype: str) -> Bounds:
     return Bounds(torch.iinfo(DTYPES[dtype]).min, torch.iinfo(DTYPES[dtype]).max)
 
 
-def node_bounds(graph: Graph, node: Node, args: list[Bounds], fits: bool = False) -> Bounds:
-    """Bounds of what an op makes of its operands.
+def node_bounds(graph: Graph, node: Node, args: list[Bounds], in_range: bool = False) -> Bounds:
+    """Return the bounds of an op's result from those of its operands.
 
-    `fits`: an integer that is known to stay in its dtype's range, bounds included.
+    `in_range`: the result is known to stay in its dtype's range, bounds included.
     """
     rule = rule_of(graph, node)
     bounds = _by_points(node, args) if rule is None else rule(node, *args)
     if node.dtype in FLOATS:
-        bad = _is_nan(bounds.lo) | _is_nan(bounds.hi)
-        return Bounds(_where(bad, torch.nan, bounds.lo), _where(bad, torch.nan, bounds.hi))
-    if node.dtype == "bool" or fits:
+        is_nan = _is_nan(bounds.lo) | _is_nan(bounds.hi)
+        return Bounds(_where(is_nan, torch.nan, bounds.lo), _where(is_nan, torch.nan, bounds.hi))
+    if node.dtype == "bool" or in_range:
         return bounds
-    bad = _may_leave_int64(node, args)
+    may_wrap = _may_leave_int64(node, args)
     low, high = anything(node.dtype)
     if node.dtype != "i64":
-        bad = bad | (bounds.lo < low) | (bounds.hi > high)
-    return _unless(bad, bounds, node.dtype)
+        may_wrap = may_wrap | (bounds.lo < low) | (bounds.hi > high)
+    return _unless(may_wrap, bounds, node.dtype)
 
 
 def _may_leave_int64(node: Node, args: list[Bounds]) -> Tensor | bool:
-    """Where the result of an op, or what its rule computes on the way, may be no int64."""
-    bad = False
+    """Return where the result of an op, or an intermediate of its rule, may not fit int64."""
+    may_wrap = False
     if node.op in _GROWING:
-        for x in args:
-            bad = bad | (x.lo < -HUGE) | (x.hi > HUGE)
+        for operand in args:
+            may_wrap = may_wrap | (operand.lo < -HUGE) | (operand.hi > HUGE)
     if node.op == "mul":
-        for x in args[0]:
-            for y in args[1]:
-                bad = bad | ((_tensor(x, torch.float64) * y).abs() >= HUGE)
-    return bad
+        for a in args[0]:
+            for b in args[1]:
+                may_wrap = may_wrap | ((_tensor(a, torch.float64) * b).abs() >= HUGE)
+    return may_wrap
 
 
 def _by_points(node: Node, args: list[Bounds]) -> Bounds:
-    """For an op without a rule: itself where every operand is known exactly, else anything."""
+    """Bound an op without a rule: its value where every operand is one number, else anything."""
     exact = _all(*((a.lo == a.hi) for a in args))
     value = apply(node.op, tuple(a.lo for a in args), DTYPES[node.dtype])
     if node.dtype not in FLOATS and node.dtype != "bool":
@@ -85,19 +85,19 @@ def _by_points(node: Node, args: list[Bounds]) -> Bounds:
 
 Rule = Callable[..., Bounds]
 
-HUGE = 1 << 62  # integers beyond it might leave int64 in the next op
+HUGE = 1 << 62  # larger integers may leave int64 in the next op
 _GROWING = frozenset("add sub mul neg abs floordiv truncdiv mod fmod".split())  # these, of ints
 
 
 def rule_of(graph: Graph, node: Node) -> Rule | None:
-    """The rule of an op for the dtype that it computes in, if there is one."""
+    """Return the rule of an op for the dtype that it computes in, or None."""
     dtype = operand_dtype(graph, node)
     kind = "float" if dtype in FLOATS else "bool" if dtype == "bool" else "int"
     return _RULES.get((node.op, kind)) or _RULES.get((node.op, "any"))
 
 
 def operand_dtype(graph: Graph, node: Node) -> str:
-    """The dtype that an op computes in: of its first operand that is not a constant."""
+    """Return the dtype that an op computes in: that of its first operand that is not a constant."""
     args = node.args[1:] if node.op == "where" else node.args
     for arg in args:
         if isinstance(arg, str):
@@ -108,7 +108,7 @@ def operand_dtype(graph: Graph, node: Node) -> str:
 
 
 def _tensor(x: Tensor | Number, dtype: torch.dtype | None = None) -> Tensor:
-    """As a tensor; numbers are on the CPU, whatever the caller's default device and dtype are."""
+    """Return a tensor; numbers go to the CPU, whatever the caller's default device and dtype."""
     if isinstance(x, Tensor):
         return x if dtype is None else x.to(dtype)
     if dtype is None and isinstance(x, float):
@@ -117,7 +117,7 @@ def _tensor(x: Tensor | Number, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _where(cond: Any, a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """`torch.where` that keeps the dtype of the operand that is a tensor."""
+    """Run `torch.where`, keeping the dtype of the operand that is a tensor."""
     like = next((x for x in (a, b) if isinstance(x, Tensor)), None)
     if like is None:
         return torch.where(cond, _tensor(a), _tensor(b))
@@ -137,20 +137,20 @@ def _is_nan(x: Tensor | Number) -> Tensor:
 
 
 def _span(*values: Tensor) -> Bounds:
-    """The least and the greatest of some values."""
+    """Return the least and the greatest of some values."""
     lo = hi = values[0]
     for value in values[1:]:
         lo, hi = torch.minimum(lo, value), torch.maximum(hi, value)
     return Bounds(lo, hi)
 
 
-def _unless(bad: Tensor | bool, bounds: Bounds, dtype: str) -> Bounds:
-    """The bounds, but of anything where `bad`."""
-    if bad is False:
+def _unless(unknown: Tensor | bool, bounds: Bounds, dtype: str) -> Bounds:
+    """Return the bounds, replaced by those of anything where `unknown`."""
+    if unknown is False:
         return bounds
     low, high = anything(dtype)
-    bad = _tensor(bad)
-    return Bounds(_where(bad, low, bounds.lo), _where(bad, high, bounds.hi))
+    unknown = _tensor(unknown)
+    return Bounds(_where(unknown, low, bounds.lo), _where(unknown, high, bounds.hi))
 
 
 def _add_int(node: Node, a: Bounds, b: Bounds) -> Bounds:
@@ -163,7 +163,7 @@ def _sub_int(node: Node, a: Bounds, b: Bounds) -> Bounds:
 
 def _mul_int(node: Node, a: Bounds, b: Bounds) -> Bounds:
     values = _span(*(_tensor(x) * y for x in a for y in b))
-    if node.args[0] == node.args[1]:  # a square: what it multiplies has one sign at a time
+    if node.args[0] == node.args[1]:  # a square is not negative
         lo = torch.where((a.lo <= 0) & (a.hi >= 0), 0, values.lo.clamp_min(0))
         values = Bounds(lo, values.hi)
     return values
@@ -182,7 +182,7 @@ def _abs(node: Node, a: Bounds) -> Bounds:
 
 
 def _quotients(op: str, a: Bounds, b: Bounds) -> Bounds:
-    """`a / b` for b of one sign (elsewhere meaningless): monotone in each, so at the corners."""
+    """Return `a / b` for b of one sign, where it is monotone in each, so extreme at the corners."""
     mode = {"floordiv": "floor", "truncdiv": "trunc"}[op]
     corners = []
     for divisor in b:
@@ -203,32 +203,32 @@ def _divide_int(node: Node, a: Bounds, b: Bounds) -> Bounds:
 
 
 def _mod_int(node: Node, a: Bounds, b: Bounds) -> Bounds:
-    # Within [b.lo + 1, 0] or [0, b.hi - 1]; and where a // b is one number q, it is a - q b.
+    # Within [b.lo + 1, 0] or [0, b.hi - 1]. Where a // b is one number q, it is a - q b.
     quotient = _quotients("floordiv", a, b)
-    one = _all(b.lo == b.hi, quotient.lo == quotient.hi)
+    one_quotient = _all(b.lo == b.hi, quotient.lo == quotient.hi)
     positive = _tensor(b.lo > 0)
     lo = _where(positive, 0, _tensor(b.lo) + 1)
     hi = _where(positive, _tensor(b.hi) - 1, 0)
-    lo = torch.where(one, a.lo - quotient.lo * b.lo, lo)
-    hi = torch.where(one, a.hi - quotient.lo * b.lo, hi)
+    lo = torch.where(one_quotient, a.lo - quotient.lo * b.lo, lo)
+    hi = torch.where(one_quotient, a.hi - quotient.lo * b.lo, hi)
     return _unless(_may_be_zero(b), Bounds(lo, hi), "i64")
 
 
 def _fmod_int(node: Node, a: Bounds, b: Bounds) -> Bounds:
-    # The sign of a, and smaller than b; where a / b truncates to one number q, it is a - q b.
+    # It has the sign of a and is smaller than b. Where a / b truncates to one q, it is a - q b.
     quotient = _quotients("truncdiv", a, b)
-    one = _all(b.lo == b.hi, quotient.lo == quotient.hi)
-    most = torch.maximum(_tensor(b.lo).abs(), _tensor(b.hi).abs()) - 1
-    lo = torch.where(one, a.lo - quotient.lo * b.lo, torch.where(a.lo >= 0, 0, -most))
-    hi = torch.where(one, a.hi - quotient.lo * b.lo, torch.where(a.hi <= 0, 0, most))
+    one_quotient = _all(b.lo == b.hi, quotient.lo == quotient.hi)
+    limit = torch.maximum(_tensor(b.lo).abs(), _tensor(b.hi).abs()) - 1
+    lo = torch.where(one_quotient, a.lo - quotient.lo * b.lo, torch.where(a.lo >= 0, 0, -limit))
+    hi = torch.where(one_quotient, a.hi - quotient.lo * b.lo, torch.where(a.hi <= 0, 0, limit))
     return _unless(_may_be_zero(b), Bounds(lo, hi), "i64")
 
 
 def _shift_right(node: Node, a: Bounds, b: Bounds) -> Bounds:
     steps = _tensor(b.lo)
-    known = _all(b.lo == b.hi, steps >= 0, steps < 8 * DTYPES[node.dtype].itemsize)
-    steps = torch.where(known, steps, 0)
-    return _unless(~known, Bounds(a.lo >> steps, a.hi >> steps), node.dtype)
+    is_valid = _all(b.lo == b.hi, steps >= 0, steps < 8 * DTYPES[node.dtype].itemsize)
+    steps = torch.where(is_valid, steps, 0)
+    return _unless(~is_valid, Bounds(a.lo >> steps, a.hi >> steps), node.dtype)
 
 
 def _finite(*operands: Bounds) -> Tensor:
@@ -236,20 +236,20 @@ def _finite(*operands: Bounds) -> Tensor:
 
 
 def _float(node: Node, a: Bounds, b: Bounds) -> Bounds:
-    """+ - * / of floats: monotone in each operand, so at the corners; inf may make a NaN."""
-    known = _finite(a, b)
+    """Bound + - * / of floats, monotone in each operand, at the corners; inf may make a NaN."""
+    finite = _finite(a, b)
     if node.op == "div":
-        known = known & ~_tensor(_may_be_zero(b))
+        finite = finite & ~_tensor(_may_be_zero(b))
     dtype = DTYPES[node.dtype]
     values = _span(*(apply(node.op, (x, y), dtype) for x in a for y in b))
     if node.op == "mul" and node.args[0] == node.args[1]:
         lo = torch.where((a.lo <= 0) & (a.hi >= 0), 0, values.lo.clamp_min(0))
         values = Bounds(lo.to(dtype), values.hi)
-    return Bounds(_where(known, values.lo, torch.nan), _where(known, values.hi, torch.nan))
+    return Bounds(_where(finite, values.lo, torch.nan), _where(finite, values.hi, torch.nan))
 
 
 def _rising(node: Node, *args: Bounds) -> Bounds:
-    """An op that never falls when an operand rises."""
+    """Bound an op that never falls when an operand rises."""
     dtype = DTYPES[node.dtype]
     return Bounds(*(apply(node.op, tuple(a[end] for a in args), dtype) for end in (0, 1)))
 
@@ -268,7 +268,7 @@ def _rising_about(node: Node, a: Bounds) -> Bounds:
 
 
 def _falling_about(node: Node, a: Bounds) -> Bounds:
-    """1/x and 1/sqrt(x), which fall where x > 0."""
+    """Bound 1/x and 1/sqrt(x), which fall where x > 0."""
     lo, hi = _widened(Bounds(*_rising(node, a)[::-1]))
     positive = _tensor(a.lo > 0)
     return Bounds(_where(positive, lo, torch.nan), _where(positive, hi, torch.nan))
@@ -276,13 +276,13 @@ def _falling_about(node: Node, a: Bounds) -> Bounds:
 
 def _wave(node: Node, a: Bounds) -> Bounds:
     one = torch.ones((), dtype=DTYPES[node.dtype], device="cpu")
-    known = _finite(a)
-    return Bounds(_where(known, -one, torch.nan), _where(known, one, torch.nan))
+    finite = _finite(a)
+    return Bounds(_where(finite, -one, torch.nan), _where(finite, one, torch.nan))
 
 
 def _sign_float(node: Node, a: Bounds) -> Bounds:
     lo, hi = _rising(node, a)
-    nan = _is_nan(a.lo) | _is_nan(a.hi)  # of which torch's sign is 0
+    nan = _is_nan(a.lo) | _is_nan(a.hi)  # torch's sign of NaN is 0
     return Bounds(_where(nan, -1.0, lo), _where(nan, 1.0, hi))
 
 
@@ -292,12 +292,12 @@ def _isnan(node: Node, a: Bounds) -> Bounds:
 
 
 def _isinf(node: Node, a: Bounds) -> Bounds:
-    same = _tensor((a.lo == a.hi) & ~_finite(a))
-    return Bounds(same, ~_finite(a))
+    always = _tensor((a.lo == a.hi) & ~_finite(a))
+    return Bounds(always, ~_finite(a))
 
 
 def _less(node: Node, a: Bounds, b: Bounds) -> Bounds:
-    """lt, le, gt, ge. Written so that NaN bounds give (False, True)."""
+    """Bound lt, le, gt and ge; written so that NaN bounds give (False, True)."""
     if node.op in ("gt", "ge"):
         a, b = b, a
     if node.op in ("lt", "gt"):
@@ -310,7 +310,7 @@ def _less(node: Node, a: Bounds, b: Bounds) -> Bounds:
 def _equal(node: Node, a: Bounds, b: Bounds) -> Bounds:
     never = _tensor((a.hi < b.lo) | (a.lo > b.hi))
     maybe = ~never
-    # Two single numbers that do not miss each other. So put, most operands here are small.
+    # Two single numbers that are not apart; this order keeps most operands here small.
     always = maybe & (a.lo == a.hi) & (b.lo == b.hi)
     return Bounds(always, maybe) if node.op == "eq" else Bounds(never, ~always)
 
@@ -327,9 +327,9 @@ def _nonzero(a: Bounds) -> Bounds:
 
 
 def _xor_bool(node: Node, a: Bounds, b: Bounds) -> Bounds:
-    known = _all(a.lo == a.hi, b.lo == b.hi)
+    exact = _all(a.lo == a.hi, b.lo == b.hi)
     value = a.lo ^ b.lo
-    return Bounds(known & value, ~known | value)
+    return Bounds(exact & value, ~exact | value)
 
 
 def _select(node: Node, cond: Bounds, a: Bounds, b: Bounds) -> Bounds:
@@ -338,11 +338,11 @@ def _select(node: Node, cond: Bounds, a: Bounds, b: Bounds) -> Bounds:
         dtype = torch.int64
     always, maybe = (_tensor(x) for x in cond)
     ends = []
-    for end, least in ((0, torch.minimum), (1, torch.maximum)):
+    for end, extreme in ((0, torch.minimum), (1, torch.maximum)):
         x, y = (_tensor(v[end], dtype) for v in (a, b))
         either = torch.logical_and(x, y) if end == 0 else torch.logical_or(x, y)
-        both = either if dtype == torch.bool else least(x, y)
-        ends.append(torch.where(always, x, torch.where(maybe, both, y)))
+        mixed = either if dtype == torch.bool else extreme(x, y)
+        ends.append(torch.where(always, x, torch.where(maybe, mixed, y)))
     return Bounds(*ends)
 
 
@@ -353,7 +353,7 @@ def _convert(node: Node, a: Bounds) -> Bounds:
         return _nonzero(Bounds(lo, hi))
     if dtype.is_floating_point:
         return Bounds(lo.to(dtype), hi.to(dtype))
-    if lo.is_floating_point():  # towards zero; what an int cannot hold is undefined
+    if lo.is_floating_point():  # towards zero; undefined if it does not fit an int
         fits = (lo > -HUGE) & (hi < HUGE)
         low, high = anything(node.dtype)
         zero = torch.zeros((), dtype=lo.dtype, device="cpu")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...surroundings import alone
+from ...surroundings import isolated
 from ..graph import DTYPES, FLOATS, Graph, apply, parse
 from ..tracing.tracer import Tracer
 from .evaluate import evaluate
@@ -15,9 +15,8 @@ from .evaluate import evaluate
 _HALVES = {torch.bfloat16, torch.float16}
 
 
-class _Backward(Tracer):
-    """A recorder beside which autograd may look for NaN, as it does in anomaly mode: no numbers, no
-    NaN."""
+class _BackwardTracer(Tracer):
+    """A tracer that answers autograd's search for NaN in anomaly mode: symbols hold no NaN."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -26,12 +25,12 @@ class _Backward(Tracer):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class _Rounded(torch.autograd.Function):
-    """A number as one of half precision for what follows; the derivative passes as it is.
+class _RoundToHalf(torch.autograd.Function):
+    """Rounding to half precision, whose derivative is not rounded.
 
-    PyTorch would round the derivative to half precision as well: for a captured 0-d tensor once, of
-    the sum over all pairs. Here sums come last, and every pair's part would be rounded: of a sum
-    that cancels, little would be left.
+    PyTorch rounds a derivative to half precision too: for a captured 0-d tensor once, after the sum
+    over all pairs. Here the sum comes last, so every pair's part would be rounded, and a sum that
+    cancels would lose its digits.
     """
 
     @staticmethod
@@ -45,28 +44,28 @@ class _Rounded(torch.autograd.Function):
 
 
 def _in_float32(op: str, args: tuple, dtype: torch.dtype, out: None) -> Tensor:
-    """One op; in half precision as PyTorch computes it: in float32, then rounded."""
+    """Run one op; in half precision as PyTorch does, in float32 and then rounded."""
     if dtype not in _HALVES:
         return apply(op, args, dtype, out)
-    whole = args[0] if op == "to" else apply(op, args, torch.float32)
-    return _Rounded.apply(whole, dtype)
+    value = args[0] if op == "to" else apply(op, args, torch.float32)
+    return _RoundToHalf.apply(value, dtype)
 
 
 @lru_cache(maxsize=1024)
 def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
-    """The score and its derivatives in one graph, by autograd on the score's own graph.
+    """Return the score and its derivatives in one graph, by autograd on the score's own graph.
 
     With the graph cut at its gathers, a score is a pure function of S and the gathered values, so
     its outputs are T, dT/dS, and dT/dg for every gather g (by node index) in `wanted`. A
     derivative that is zero everywhere is the number 0. Gathers keep their order, so the n-th
     gather of the joint graph is the n-th of the score's. Numbers of half precision are rounded
-    as the score rounds them; their derivatives are not (`_Rounded`).
+    as the score rounds them; their derivatives are not (`_RoundToHalf`).
     """
     graph = parse(text)
     dtype = next(i.dtype for i in graph.inputs if i.name == "score")
-    tracer = _Backward("derivative of the score function")
+    tracer = _BackwardTracer("derivative of the score function")
     leaves: dict[int, Tensor] = {}
-    with alone(), torch.enable_grad():
+    with isolated(), torch.enable_grad():
         values: dict[str, Any] = {}
         for item in graph.inputs:
             if item.ndim is None:
@@ -89,11 +88,11 @@ def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
 
         with tracer:
             (t,) = evaluate(graph, values, gather, compute=_in_float32)
-            on = [score] + [leaves[n] for n in wanted]
+            variables = [score] + [leaves[n] for n in wanted]
             if not isinstance(t, Tensor) or not t.requires_grad:
-                grads: Sequence[Tensor | None] = [None] * len(on)
+                grads: Sequence[Tensor | None] = [None] * len(variables)
             else:
-                grads = torch.autograd.grad(t, on, torch.ones_like(t), allow_unused=True)
+                grads = torch.autograd.grad(t, variables, torch.ones_like(t), allow_unused=True)
         outputs = [tracer._cast(t, DTYPES[dtype])]
         outputs += [0 if g is None else tracer._cast(g, DTYPES[dtype]) for g in grads]
     tensors = tuple(i for i in graph.inputs if i.ndim is not None)
@@ -101,6 +100,6 @@ def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
 
 
 def differentiable_gathers(graph: Graph, tensors: Sequence[int]) -> tuple[int, ...]:
-    """Indices of the gathers that read one of the captured tensors numbered in `tensors`."""
+    """Return the nodes of the float gathers from the captured tensors numbered in `tensors`."""
     names = {f"t{n}" for n in tensors}
     return tuple(n for n, node in graph.gathers if node.args[0] in names and node.dtype in FLOATS)

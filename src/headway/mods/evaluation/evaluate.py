@@ -1,4 +1,4 @@
-"""Run a graph with torch: op after op, on tensors that broadcast against each other."""
+"""Run a graph with torch, op after op, on tensors that broadcast against each other."""
 
 from collections.abc import Callable, Iterable
 
@@ -24,19 +24,18 @@ def evaluate(
     **Arguments:**
 
     - `values`: tensors (or numbers) of the inputs, by name; captured tensors under "t0", "t1", ...
-    - `gather`: `(node index, captured tensor, indices) -> values`; the one op whose meaning (range
-      checks, clamping, recording of indices) belongs to the caller.
-    - `scratch`: gives a buffer of the size of `values["score"]` to write a full-sized
-      intermediate to. Buffers whose value is dead are used again, in place, so a long score costs
-      few tiles of memory.
-    - `overwrite`: `values["score"]` is such a buffer too.
-    - `only`: the numbers of the nodes to run, in their order, where `values` has all that they read
-      of others ("%3").
-    - `compute`: `(op, arguments, dtype, out) -> values`, of every op but `gather`.
+    - `gather`: `(node index, captured tensor, indices) -> values`. The caller implements this op:
+      its range checks, clamping, and the recording of indices.
+    - `scratch`: `dtype -> buffer` of the shape of `values["score"]`, for full-sized intermediates.
+      Buffers of dead values are reused, so a long score needs few tiles of memory.
+    - `overwrite`: whether `values["score"]` is such a buffer too.
+    - `only`: the numbers of the nodes to run, in order. `values` then holds all that they read of
+      other nodes ("%3").
+    - `compute`: `(op, arguments, dtype, out) -> values`, for every op but `gather`.
     """
     env: dict[str, Tensor | Number] = dict(values)
     buffers = None if scratch is None else _Buffers(graph, env, scratch, overwrite)
-    read = env.get  # a number among the arguments is no key, and stands for itself
+    read = env.get  # read(arg, arg): a name's value, or the number itself
     for n in range(len(graph.nodes)) if only is None else only:
         node = graph.nodes[n]
         args = tuple(map(read, node.args, node.args))  # type: ignore[no-matching-overload]
@@ -51,42 +50,42 @@ def evaluate(
 
 
 class _Buffers:
-    """Where full-sized intermediate values go: over an operand that dies, else to a free buffer."""
+    """Buffers for full-sized intermediates: a dying operand's, else a free one, else a new one."""
 
     def __init__(
         self, graph: Graph, env: dict, scratch: Callable[[torch.dtype], Tensor], overwrite: bool
     ) -> None:
         self.env, self.scratch, self.last_use = env, scratch, graph.last_use
-        self.full = env["score"].shape
-        self.kept = set(graph.outputs)
-        self.owned = {"score"} if overwrite else set()
+        self.full_shape = env["score"].shape
+        self.output_names = set(graph.outputs)
+        self.in_buffers = {"score"} if overwrite else set()
         self.free: list[Tensor] = []
 
     def dying(self, n: int, node: Node) -> list[str]:
         return [
             a for a in dict.fromkeys(node.args)
-            if a in self.owned and self.last_use[a] == n and a not in self.kept
+            if a in self.in_buffers and self.last_use[a] == n and a not in self.output_names
         ]  # fmt: skip
 
     def take(self, n: int, node: Node, args: tuple) -> Tensor | None:
-        """A buffer for the node's value, if it is full-sized and floating."""
+        """Return a buffer for the node's value, if it is full-sized and floating."""
         dtype = DTYPES[node.dtype]
         if node.op == "to" or not dtype.is_floating_point:
             return None
-        if not any(isinstance(a, Tensor) and a.shape == self.full for a in args):
+        if not any(isinstance(a, Tensor) and a.shape == self.full_shape for a in args):
             return None
-        self.owned.add(f"%{n}")
-        # Every op is pointwise: it may write over what it reads.
-        over = [a for a in self.dying(n, node) if self.env[a].dtype == dtype]
-        if over:
-            self.owned.discard(over[0])
-            return self.env[over[0]]
+        self.in_buffers.add(f"%{n}")
+        # Every op is pointwise, so it may overwrite its operands.
+        dying = [a for a in self.dying(n, node) if self.env[a].dtype == dtype]
+        if dying:
+            self.in_buffers.discard(dying[0])
+            return self.env[dying[0]]
         fits = [x for x in self.free if x.dtype == dtype]
         self.free = [x for x in self.free if not fits or x is not fits[0]]
         return fits[0] if fits else self.scratch(dtype)
 
     def release(self, n: int, node: Node) -> None:
-        """After the node: what died in it may be used again."""
+        """Free the buffers of the operands that are not read after this node."""
         for a in self.dying(n, node):
             self.free.append(self.env[a])
-            self.owned.discard(a)
+            self.in_buffers.discard(a)

@@ -15,7 +15,7 @@ from ...types import Captured
 from ..graph import DTYPES, Graph
 from .evaluate import evaluate
 
-_FEW = 1 << 15  # numbers that PyTorch gives to one thread
+_SINGLE_THREAD = 1 << 15  # numbers that PyTorch gives to one thread
 
 
 class Positions:
@@ -26,23 +26,23 @@ class Positions:
 
 
 class Gathers:
-    """Reads captured tensors, clamping indices into range and remembering which were outside."""
+    """A reader of captured tensors that clamps indices and records which were out of range."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        # Where an index was outside; the index, the line, the dimension, the tensor's shape.
+        # (whether out of range, index, source line, dimension, shape of the tensor)
         self.outside: list[tuple[Tensor, Tensor, str, int, tuple[int, ...]]] = []
         self.indices: dict[int, tuple[Tensor | int, ...]] = {}
 
     def __call__(self, n: int, table: Tensor, indices: tuple[Tensor | int, ...]) -> Tensor:
         if not indices:
             return table
-        inside: list[Tensor | int] = []
+        clamped: list[Tensor | int] = []
         for dim, index in enumerate(indices):
             size = table.shape[dim]
             if not isinstance(index, Tensor):
                 if -size <= index < size:
-                    inside.append(index % size)
+                    clamped.append(index % size)
                     continue
                 index = torch.tensor(index, device=table.device)
             low, high = index.aminmax() if index.numel() else (index.new_zeros(()),) * 2
@@ -50,21 +50,21 @@ class Gathers:
                 index = torch.where(index < 0, index + size, index)
                 low, high = index.aminmax()
             if int(low) < 0 or int(high) >= size:
-                outside = (index < 0) | (index >= size)
+                out_of_range = (index < 0) | (index >= size)
                 self.outside.append(
-                    (outside, index, self.graph.nodes[n].line, dim, tuple(table.shape))
+                    (out_of_range, index, self.graph.nodes[n].line, dim, tuple(table.shape))
                 )
                 index = index.clamp(0, max(size - 1, 0))
-            inside.append(index)
-        self.indices[n] = tuple(inside)
+            clamped.append(index)
+        self.indices[n] = tuple(clamped)
         if table.numel() == 0:  # every index is outside
-            return table.new_zeros(_broadcast(inside))
-        return _read(table, inside)
+            return table.new_zeros(_broadcast(clamped))
+        return _read(table, clamped)
 
     def check(self, kept: Tensor) -> None:
-        """Raise if a pair that is kept read out of range."""
-        for outside, index, line, dim, shape in self.outside:
-            bad = outside & kept
+        """Raise `CapturedIndexError` if a pair that is kept read out of range."""
+        for out_of_range, index, line, dim, shape in self.outside:
+            bad = out_of_range & kept
             if bool(bad.any()):
                 example = int(index.expand_as(bad)[bad][0])
                 raise CapturedIndexError(
@@ -77,44 +77,44 @@ class Gathers:
 
 def _read(table: Tensor, indices: list[Tensor | int]) -> Tensor:
     shape = _broadcast(indices)
-    if table.device.type == "cpu" and math.prod(shape) < _FEW and table.is_contiguous():
-        # PyTorch's own indexing wakes every thread for a few thousand numbers.
-        flat: Tensor | int = 0
-        for index, step in zip(indices, table.stride(), strict=True):
+    if table.device.type == "cpu" and math.prod(shape) < _SINGLE_THREAD and table.is_contiguous():
+        # PyTorch's own indexing starts every thread for a few thousand numbers.
+        offset: Tensor | int = 0
+        for index, stride in zip(indices, table.stride(), strict=True):
             if not isinstance(index, int) or index:
-                part = index if step == 1 else index * step
-                flat = part if type(flat) is int and flat == 0 else flat + part
-        if isinstance(flat, int):
-            return table.view(-1)[flat]
-        return table.view(-1).index_select(0, flat.expand(shape).reshape(-1)).view(shape)
+                term = index if stride == 1 else index * stride
+                offset = term if type(offset) is int and offset == 0 else offset + term
+        if isinstance(offset, int):
+            return table.view(-1)[offset]
+        return table.view(-1).index_select(0, offset.expand(shape).reshape(-1)).view(shape)
     return table[tuple(indices)]
 
 
 def _broadcast(indices: list[Tensor | int]) -> tuple[int, ...]:
-    """The shape of all of them. (PyTorch's own takes as long as a small product.)"""
+    """Return the shape that indices broadcast to. PyTorch's own takes as long as a small matmul."""
     shapes = [index.shape for index in indices if isinstance(index, Tensor)]
     if len(shapes) == 1:
         return tuple(shapes[0])
     shape = [1] * max(map(len, shapes), default=0)
-    for own in shapes:
-        for n in range(-len(own), 0):
-            if own[n] != 1:
-                shape[n] = own[n]
+    for index_shape in shapes:
+        for n in range(-len(index_shape), 0):
+            if index_shape[n] != 1:
+                shape[n] = index_shape[n]
     return tuple(shape)
 
 
 def bind(graph: Graph, captured: Captured | dict) -> dict:
-    """The graph's captured inputs by name."""
+    """Return the graph's captured inputs by name."""
     if isinstance(captured, dict):
         return captured
-    given: dict = {}
+    by_name: dict = {}
     for letter, items in zip("tnx", captured, strict=True):
         for n, item in enumerate(items):
-            given[f"{letter}{n}"] = item
+            by_name[f"{letter}{n}"] = item
     values: dict = {}
     for i in graph.inputs:
-        if i.name in given:
-            value = given[i.name]
+        if i.name in by_name:
+            value = by_name[i.name]
             if i.ndim is None:
                 value = torch.full((), value, dtype=DTYPES[i.dtype], device="cpu")
             values[i.name] = value
@@ -122,9 +122,9 @@ def bind(graph: Graph, captured: Captured | dict) -> dict:
 
 
 def mask_at(graph: Graph, captured: Captured | dict, at: Positions) -> Tensor:
-    """The mask at some pairs, bool, of the shape that the positions broadcast to (or less).
+    """Return the mask at some pairs: bool, of a shape that broadcasts to that of the positions.
 
-    Who asks often binds once: `captured` may be the result of `bind`.
+    `captured` may be the result of `bind`, which saves time over many calls.
     """
     gathers = Gathers(graph)
     (kept,) = evaluate(graph, {**bind(graph, captured), **at.values}, gathers)
@@ -143,10 +143,10 @@ def score_at(
     scratch: Callable[[torch.dtype], Tensor] | None = None,
     overwrite: bool = False,
 ) -> tuple[list, Gathers]:
-    """The outputs of a score's graph (or of its joint graph) at some pairs, and its gathers.
+    """Return the outputs of a score's graph, or joint graph, at some pairs, and its gathers.
 
-    Indices out of range are clamped where `kept` is False (legal: `table[q_idx - kv_idx]` under a
-    causal mask) and refused elsewhere. `kept` None means all.
+    Where `kept` is False, indices out of range are clamped, as in `table[q_idx - kv_idx]` under a
+    causal mask. Elsewhere they raise `CapturedIndexError`. `kept` None means all pairs.
     """
     gathers = Gathers(graph)
     values = {**bind(graph, captured), **at.values, "score": score}

@@ -1,7 +1,7 @@
-"""Tensors that the library makes itself, such as ALiBi's slopes for a number of heads.
+"""Copies of the library's own tensors, such as ALiBi's slopes, on the devices of calls.
 
-They have no place of their own: a call brings them to the device of q, once, and the copy stays
-with them. (Tensors that the user captures are the user's to place.)
+The first call on a device copies the tensor to it, and the copy is kept with the tensor. Tensors
+that the user captures are not moved.
 """
 
 import torch
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def constant(t: Tensor) -> Tensor:
-    """Mark a tensor that the library made and nobody writes to."""
+    """Mark a tensor that the library made and that nobody modifies."""
     t.headway_copies = {}  # type: ignore[attr-defined]
     return t
 
 
-def brought(t: Tensor, device: torch.device) -> Tensor:
-    """A tensor, or if it is a constant elsewhere, its copy on the device."""
+def to_device_cached(t: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor, or the copy on the device of one that is marked as a constant."""
     if t.device == device:
         return t
     copies = getattr(t, "headway_copies", None)

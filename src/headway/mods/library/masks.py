@@ -1,4 +1,4 @@
-"""The library's masks: which query may attend to which key.
+"""The library's masks, which say which query may attend to which key.
 
 Each is a formula over `q_idx` (i) and `kv_idx` (j); True keeps the pair. Combine them:
 `causal() & sliding_window(1024) | prefix(64)`.
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ...errors import ArgumentError
-from ...surroundings import readable
+from ...surroundings import host_can_read
 from ...types import as_int, surely
 from ..base import Mask, MaskFn, Score, check_broadcasts, check_shape, value
 from ..suggest import suggestion
-from .packing import ends_of, packed
+from .packing import document_ids, ends_of
 
 
 @value
@@ -32,7 +32,7 @@ class causal(Mask):
     offset: int = 0
 
     def __post_init__(self) -> None:
-        _set_whole(self, "offset", least=None)
+        _set_int(self, "offset", minimum=None)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return kv_idx <= q_idx + self.offset
@@ -49,7 +49,7 @@ class sliding_window(Mask):
     window: int
 
     def __post_init__(self) -> None:
-        _set_whole(self, "window", least=1)
+        _set_int(self, "window", minimum=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -68,8 +68,8 @@ class dilated(Mask):
     step: int
 
     def __post_init__(self) -> None:
-        _set_whole(self, "window", least=1)
-        _set_whole(self, "step", least=1)
+        _set_int(self, "window", minimum=1)
+        _set_int(self, "step", minimum=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -87,7 +87,7 @@ class strided(Mask):
     stride: int
 
     def __post_init__(self) -> None:
-        _set_whole(self, "stride", least=1)
+        _set_int(self, "stride", minimum=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -105,7 +105,7 @@ class chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        _set_whole(self, "size", least=1)
+        _set_int(self, "size", minimum=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return q_idx // self.size == kv_idx // self.size
@@ -132,7 +132,7 @@ class block_causal(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        _set_whole(self, "size", least=1)
+        _set_int(self, "size", minimum=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return kv_idx // self.size <= q_idx // self.size
@@ -150,9 +150,9 @@ class prefix(Mask):
 
     def __post_init__(self) -> None:
         if isinstance(self.length, Tensor):
-            _ids("prefix", "length", self.length, "(batch,)", (1,))
+            _check_ids_tensor("prefix", "length", self.length, "(batch,)", (1,))
         else:
-            _set_whole(self, "length", least=0)
+            _set_int(self, "length", minimum=0)
 
     def check_sizes(self, b, h, q_len, kv_len):
         if isinstance(self.length, Tensor):
@@ -178,9 +178,11 @@ class document(Mask):
     kv_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _ids("document", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
+        _check_ids_tensor("document", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
         if self.kv_ids is not None:
-            _ids("document", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2))
+            _check_ids_tensor(
+                "document", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2)
+            )
 
     def check_sizes(self, b, h, q_len, kv_len):
         _check_ids("document", self.ids, self.kv_ids, b, q_len, kv_len)
@@ -198,7 +200,7 @@ class document(Mask):
         kv_len: int | None = None,
         device: torch.device | str | None = None,
     ) -> "document":
-        """Packed documents of these lengths, one after the other.
+        """Return the mask of packed documents of these lengths, one after the other.
 
         **Arguments:**
 
@@ -210,9 +212,10 @@ class document(Mask):
         - `device`: of the ids; that of the lengths if they are tensors, or the CPU, if None.
         """
         ends = ends_of("lengths", lengths, device, cumulative=False)
-        kv = kv_lengths
-        kv_ends = None if kv is None else ends_of("kv_lengths", kv, device, cumulative=False)
-        return document(*packed(ends, kv_ends, q_len, kv_len))
+        kv_ends = None
+        if kv_lengths is not None:
+            kv_ends = ends_of("kv_lengths", kv_lengths, device, cumulative=False)
+        return document(*document_ids(ends, kv_ends, q_len, kv_len))
 
     @staticmethod
     def from_cu_seqlens(
@@ -222,14 +225,17 @@ class document(Mask):
         q_len: int | None = None,
         kv_len: int | None = None,
     ) -> "document":
-        """Packed documents from the cumulative lengths `[0, n0, n0 + n1, ...]` of variable-length
-        attention: an int tensor `(documents + 1,)`, and for a batch one such tensor per row, or
-        `(batch, documents + 1)`. The other arguments are those of `from_lengths`.
+        """Return the mask of packed documents from cumulative lengths `[0, n0, n0 + n1, ...]`.
+
+        These are an int tensor `(documents + 1,)` as variable-length attention takes it. For a
+        batch: one such tensor per row, or `(batch, documents + 1)`. The other arguments are as in
+        `from_lengths`.
         """
         ends = ends_of("cu_seqlens", cu_seqlens, None, cumulative=True)
-        k = cu_seqlens_k
-        kv_ends = None if k is None else ends_of("cu_seqlens_k", k, None, cumulative=True)
-        return document(*packed(ends, kv_ends, q_len, kv_len))
+        kv_ends = None
+        if cu_seqlens_k is not None:
+            kv_ends = ends_of("cu_seqlens_k", cu_seqlens_k, None, cumulative=True)
+        return document(*document_ids(ends, kv_ends, q_len, kv_len))
 
 
 @value
@@ -248,9 +254,11 @@ class spans(Mask):
     kv_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _ids("spans", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
+        _check_ids_tensor("spans", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
         if self.kv_ids is not None:
-            _ids("spans", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2))
+            _check_ids_tensor(
+                "spans", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2)
+            )
 
     def check_sizes(self, b, h, q_len, kv_len):
         _check_ids("spans", self.ids, self.kv_ids, b, q_len, kv_len)
@@ -276,7 +284,7 @@ class padding(Mask):
                 "of (batch, kv_len) is dense(m[:, None, None].bool()) or, where every row keeps "
                 "its first keys, padding(m.bool().sum(-1))"
             )
-        _ids("padding", "lengths", self.lengths, "(batch,)", (1,))
+        _check_ids_tensor("padding", "lengths", self.lengths, "(batch,)", (1,))
 
     def check_sizes(self, b, h, q_len, kv_len):
         check_shape("padding", "lengths", self.lengths, b=b)
@@ -305,22 +313,23 @@ class tree(Mask):
     _nodes: int
 
     def __init__(self, parents: Tensor, start: int | Tensor = 0) -> None:
-        _ids("tree", "parents", parents, "(nodes,) or (batch, nodes)", (1, 2))
+        _check_ids_tensor("tree", "parents", parents, "(nodes,) or (batch, nodes)", (1, 2))
         object.__setattr__(self, "start", start)
         if isinstance(start, Tensor):
-            _ids("tree", "start", start, "() or (batch,)", (0, 1))
+            _check_ids_tensor("tree", "start", start, "() or (batch,)", (0, 1))
         else:
-            _set_whole(self, "start", least=0)
+            _set_int(self, "start", minimum=0)
         nodes = parents.shape[-1]
-        at = torch.arange(nodes, device=parents.device)
-        _check_parents(parents, at)
-        sees = at[:, None] == at  # itself
-        sees = sees.expand(*parents.shape, nodes)
-        up = parents.long()
+        node = torch.arange(nodes, device=parents.device)
+        _check_parents(parents, node)
+        is_ancestor = node[:, None] == node  # every node sees itself
+        is_ancestor = is_ancestor.expand(*parents.shape, nodes)
+        ancestor = parents.long()
         for _ in range(nodes - 1):  # one step up the tree; a root stays without a parent
-            sees = sees | ((up[..., None] == at) & (up >= 0)[..., None])
-            up = torch.where(up >= 0, parents.long().gather(-1, up.clamp(0)), -1)
-        object.__setattr__(self, "_ancestors", sees.contiguous())
+            is_ancestor = is_ancestor | ((ancestor[..., None] == node) & (ancestor >= 0)[..., None])
+            grandparent = parents.long().gather(-1, ancestor.clamp(0))
+            ancestor = torch.where(ancestor >= 0, grandparent, -1)
+        object.__setattr__(self, "_ancestors", is_ancestor.contiguous())
         object.__setattr__(self, "_nodes", nodes)
 
     def check_sizes(self, b, h, q_len, kv_len):
@@ -331,7 +340,7 @@ class tree(Mask):
         if q_len is None:  # over a cache
             return
         start = self.start
-        start = self._first(start) if isinstance(start, Tensor) else start
+        start = self._smallest_start(start) if isinstance(start, Tensor) else start
         if start is not None and surely(q_len > 0) and surely(start >= q_len):
             raise ArgumentError(
                 f"tree(start={start}): no query is in the tree, since the {q_len} queries of this "
@@ -343,15 +352,17 @@ class tree(Mask):
     def checks_values(self):
         return isinstance(self.start, Tensor)
 
-    def _first(self, start: Tensor) -> int | None:
-        """The smallest start of all rows, read again once it was written to; None where the host
-        cannot know it."""
-        if not readable(start) or not start.numel():
+    def _smallest_start(self, start: Tensor) -> int | None:
+        """Return the smallest start of all rows, or None where the host cannot read it.
+
+        Cached until the tensor is modified.
+        """
+        if not host_can_read(start) or not start.numel():
             return None
         version = None if start.is_inference() else start._version
-        if version is None or self.__dict__.get("_read", (None,))[0] != version:
-            self.__dict__["_read"] = version, int(start.min())
-        return self.__dict__["_read"][1]
+        if version is None or self.__dict__.get("_cached_start", (None,))[0] != version:
+            self.__dict__["_cached_start"] = version, int(start.min())
+        return self.__dict__["_cached_start"][1]
 
     def __call__(self, b, h, q_idx, kv_idx):
         start = self.start  # a number is a symbol, a 0-d tensor, during tracing
@@ -377,7 +388,7 @@ class global_tokens(Mask):
     count: int
 
     def __post_init__(self) -> None:
-        _set_whole(self, "count", least=0)
+        _set_int(self, "count", minimum=0)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return (q_idx < self.count) | (kv_idx < self.count)
@@ -417,7 +428,7 @@ class dense(Mask):
 
 @value
 class block_table(Mask):
-    """`table[b, h, i // block_q, j // block_kv]`: which blocks of pairs are kept, as a bool tensor.
+    """`table[b, h, i // block_q, j // block_kv]`: a bool tensor of the blocks that are kept.
 
     `table` broadcasts to `(batch, heads, rows, columns)` of blocks; any of its dimensions may be
     1, and the first two may be missing. `block` is a number, or `(block_q, block_kv)`. Where the
@@ -460,11 +471,11 @@ class block_table(Mask):
             None if n is None else -(-n // size)
             for n, size in zip((q_len, kv_len), self.block, strict=True)
         )
-        for own, name, n in zip(
+        for table_size, name, n in zip(
             reversed(self.table.shape), ("columns", "rows", "heads", "batch"),
             (columns, rows, h, b), strict=False,
         ):  # fmt: skip
-            if own not in (1, n) and n is not None:
+            if table_size not in (1, n) and n is not None:
                 raise ArgumentError(
                     f"block_table: the table has shape {tuple(self.table.shape)}, but b, h, q_len, "
                     f"kv_len = {(b, h, q_len, kv_len)} in blocks of {self.block} have {n} {name}"
@@ -490,14 +501,14 @@ class neighborhood(Mask):
     kernel: tuple[int, ...]
 
     def __init__(self, shape: int | Sequence[int], kernel: int | Sequence[int]) -> None:
-        shape, kernel = _grid("neighborhood", shape=shape, kernel=kernel)
+        shape, kernel = _grid_sizes("neighborhood", shape=shape, kernel=kernel)
         if any(k > n for k, n in zip(kernel, shape, strict=True)):
             raise ArgumentError(f"neighborhood: kernel={kernel} is larger than shape={shape}")
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "kernel", kernel)
 
     def check_sizes(self, b, h, q_len, kv_len):
-        _on_grid("neighborhood", self.shape, q_len, kv_len)
+        _check_on_grid("neighborhood", self.shape, q_len, kv_len)
 
     def __call__(self, b, h, q_idx, kv_idx):
         kept = None
@@ -529,7 +540,7 @@ class tiled(Mask):
     tile: tuple[int, ...]
 
     def __init__(self, mask: MaskFn, shape: int | Sequence[int], tile: int | Sequence[int]) -> None:
-        shape, tile = _grid("tiled", shape=shape, tile=tile)
+        shape, tile = _grid_sizes("tiled", shape=shape, tile=tile)
         if any(n % t for n, t in zip(shape, tile, strict=True)):
             raise ArgumentError(f"tiled: tile={tile} must divide shape={shape}")
         if not callable(mask) or isinstance(mask, Score | type):
@@ -540,13 +551,13 @@ class tiled(Mask):
 
     def check_sizes(self, b, h, q_len, kv_len):
         super().check_sizes(b, h, q_len, kv_len)
-        _on_grid("tiled", self.shape, q_len, kv_len)
+        _check_on_grid("tiled", self.shape, q_len, kv_len)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return self.mask(b, h, self._row_major(q_idx), self._row_major(kv_idx))
 
     def _row_major(self, index: Tensor) -> Tensor:
-        """The place in rows of a place in tiles."""
+        """Return the row-major index of an index in tile order."""
         size = math.prod(self.tile)
         grid = [n // t for n, t in zip(self.shape, self.tile, strict=True)]
         place: Any = 0
@@ -556,14 +567,14 @@ class tiled(Mask):
         return place
 
     def order(self, device: torch.device | str | None = None) -> Tensor:
-        """The row-after-row place of every point in tile order, int64 `(points,)`."""
+        """Return the row-major index of every point in tile order, int64 `(points,)`."""
         return self._row_major(torch.arange(math.prod(self.shape), device=device))
 
 
 def _check_ids(
     mask: str, ids: Tensor, kv_ids: Tensor | None, b: int, q_len: int | None, kv_len: int | None
 ) -> None:
-    """Ids of every query and key of a call."""
+    """Refuse ids that do not cover every query and key of a call."""
     batch = {"b": b} if ids.dim() == 2 else {}
     check_shape(mask, "ids", ids, **batch, q_len=q_len)
     name = "kv_ids"
@@ -576,7 +587,7 @@ def _check_ids(
 def _pair_of_ids(
     ids: Tensor, kv_ids: Tensor | None, b: Tensor, q_idx: Tensor, kv_idx: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The ids of a query and of a key."""
+    """Return the ids of a query and of a key."""
     kv_ids = ids if kv_ids is None else kv_ids
     mine = ids[b, q_idx] if ids.dim() == 2 else ids[q_idx]
     theirs = kv_ids[b, kv_idx] if kv_ids.dim() == 2 else kv_ids[kv_idx]
@@ -584,7 +595,7 @@ def _pair_of_ids(
 
 
 def _point(index: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """The coordinates of the index-th point of a grid, row after row."""
+    """Return the coordinates of the index-th point of a grid, row after row."""
     point = []
     for n in reversed(shape[1:]):
         point.append(index % n)
@@ -593,8 +604,10 @@ def _point(index: Tensor, shape: Sequence[int]) -> list[Tensor]:
 
 
 def by_axes(tensor: Tensor) -> tuple[Tensor, str]:
-    """A tensor that broadcasts to (b, h, q, k), and what its dimensions run over: "1hqk", "qk", ...
-    One of a single number loses its dimensions."""
+    """Return a tensor that broadcasts to (b, h, q, k), and its axes: "1hqk", "qk", ...
+
+    A tensor of one number is returned without dimensions, and "".
+    """
     names = "bhqk"[4 - tensor.dim() :]
     varies = "".join([n if s != 1 else "1" for n, s in zip(names, tensor.shape, strict=True)])
     return (tensor, varies) if varies.strip("1") else (tensor.reshape(()), "")
@@ -603,8 +616,8 @@ def by_axes(tensor: Tensor) -> tuple[Tensor, str]:
 # -- checks and helpers ----------------------------------------------------------------------------
 
 
-def _grid(mask: str, **sizes: int | Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Check sizes of 1 to 3 dimensions, equally many; a number is one dimension."""
+def _grid_sizes(mask: str, **sizes: int | Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return two checked sizes of 1 to 3 dimensions, equally many; a number is one dimension."""
     (shape_name, shape), (name, size) = sizes.items()
     numbers: Any = shape, size
     shape, size = (tuple(x) if hasattr(x, "__iter__") else (x,) for x in numbers)
@@ -613,13 +626,15 @@ def _grid(mask: str, **sizes: int | Sequence[int]) -> tuple[tuple[int, ...], ...
             f"{mask}: {shape_name}={shape} and {name}={size} must be 1 to 3 sizes, equally many"
         )
     return (
-        tuple([_whole(mask, shape_name, number, least=1) for number in shape]),
-        tuple([_whole(mask, name, number, least=1) for number in size]),
+        tuple([_checked_int(mask, shape_name, number, minimum=1) for number in shape]),
+        tuple([_checked_int(mask, name, number, minimum=1) for number in size]),
     )
 
 
-def _on_grid(mask: str, shape: tuple[int, ...], q_len: int | None, kv_len: int | None) -> None:
-    """No position lies past the end of a grid, where it would have no neighbours."""
+def _check_on_grid(
+    mask: str, shape: tuple[int, ...], q_len: int | None, kv_len: int | None
+) -> None:
+    """Refuse positions past the end of a grid, where they would have no neighbours."""
     points = math.prod(shape)
     if (q_len or 0) > points or (kv_len or 0) > points:
         raise ArgumentError(
@@ -628,36 +643,38 @@ def _on_grid(mask: str, shape: tuple[int, ...], q_len: int | None, kv_len: int |
         )
 
 
-def _whole(mask: str, name: str, number: object, least: int | None) -> int:
-    """The number as an int, of at least so much."""
-    given, number = number, as_int(number)
-    if number is None or (least is not None and number < least):
-        what = "an integer" if least is None else f"an integer >= {least}"
-        raise ArgumentError(f"{mask}({name}={given!r}): {name} must be {what}")
+def _checked_int(mask: str, name: str, number: object, minimum: int | None) -> int:
+    """Return a number as an int, checked to be at least `minimum`."""
+    argument, number = number, as_int(number)
+    if number is None or (minimum is not None and number < minimum):
+        what = "an integer" if minimum is None else f"an integer >= {minimum}"
+        raise ArgumentError(f"{mask}({name}={argument!r}): {name} must be {what}")
     return number
 
 
-def _set_whole(mask: Mask, name: str, least: int | None) -> None:
-    """Check a field, and make Python's int of another kind of integer."""
-    given = getattr(mask, name)
-    number = _whole(type(mask).__name__, name, given, least)
-    if number is not given:
+def _set_int(mask: Mask, name: str, minimum: int | None) -> None:
+    """Check a field, and replace other kinds of integers by Python's int."""
+    field = getattr(mask, name)
+    number = _checked_int(type(mask).__name__, name, field, minimum)
+    if number is not field:
         object.__setattr__(mask, name, number)
 
 
-def _check_parents(parents: Tensor, at: Tensor) -> None:
-    """Every parent comes before its children."""
-    if not readable(parents) or not (late := parents >= at).any():
+def _check_parents(parents: Tensor, node: Tensor) -> None:
+    """Refuse a parent that does not come before its children."""
+    if not host_can_read(parents) or not (out_of_order := parents >= node).any():
         return
-    place = tuple(late.nonzero()[0].tolist())
+    index = tuple(out_of_order.nonzero()[0].tolist())
     raise ArgumentError(
-        f"tree: parents[{', '.join(map(str, place))}] is {parents[place].item()}, but a parent "
-        f"comes before its children, with a number below {place[-1]}; number the nodes from the "
+        f"tree: parents[{', '.join(map(str, index))}] is {parents[index].item()}, but a parent "
+        f"comes before its children, with a number below {index[-1]}; number the nodes from the "
         "root on, and write -1 where there is no parent"
     )
 
 
-def _ids(mask: str, name: str, tensor: object, shape: str, dims: tuple[int, ...]) -> None:
+def _check_ids_tensor(
+    mask: str, name: str, tensor: object, shape: str, dims: tuple[int, ...]
+) -> None:
     if not isinstance(tensor, Tensor):
         raise ArgumentError(
             f"{mask}({name}={type(tensor).__name__}): {name} must be an int tensor {shape}"

@@ -1,4 +1,4 @@
-"""Packed documents: from lengths, or cumulative lengths, to the document of every position."""
+"""Convert lengths, or cumulative lengths, of packed documents to the document of every position."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from ...types import as_int
 Ends = Tensor | list[Tensor]  # where each document ends; for a batch, row by row
 
 
-def packed(
+def document_ids(
     ends: Ends, kv_ends: Ends | None, q_len: int | None, kv_len: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The ids of queries, and of keys where they differ, from the ends of the documents."""
+    """Return the document of every query, and of every key where these differ."""
     if kv_ends is None and kv_len not in (None, q_len):
         kv_ends = ends
     if kv_ends is not None and _documents(ends) != _documents(kv_ends):
@@ -26,7 +26,7 @@ def packed(
     kv_ids = ids if kv_ends is None else _ids_of(kv_ends, "kv_len", kv_len)
     if kv_ends is None and bool((ids >= 0).all()):
         return ids, None
-    return ids, torch.where(kv_ids < 0, -2, kv_ids)  # no padding is like another
+    return ids, torch.where(kv_ids < 0, -2, kv_ids)  # so that padded queries do not see padded keys
 
 
 def _documents(ends: Ends) -> int | list[int]:
@@ -34,12 +34,12 @@ def _documents(ends: Ends) -> int | list[int]:
 
 
 def _ids_of(ends: Ends, name: str, length: int | None) -> Tensor:
-    """The document of every position, int32; -1 past the last."""
+    """Return the document of every position, int32; -1 past the last."""
     rows = ends if isinstance(ends, list) else [ends]
     longest = max(int(row[-1]) if len(row) else 0 for row in rows)
-    given, length = length, as_int(length)
-    if given is not None and length is None:
-        raise ArgumentError(f"document: {name}={given!r} must be an integer")
+    argument, length = length, as_int(length)
+    if argument is not None and length is None:
+        raise ArgumentError(f"document: {name}={argument!r} must be an integer")
     if length is not None and length < longest:
         raise ArgumentError(f"document: {name}={length}, but the documents have {longest} tokens")
     position = torch.arange(longest if length is None else length, device=rows[0].device)
@@ -49,7 +49,7 @@ def _ids_of(ends: Ends, name: str, length: int | None) -> Tensor:
 
 
 def ends_of(name: str, value: Any, device: torch.device | str | None, cumulative: bool) -> Ends:
-    """Check lengths or cumulative lengths, and turn them into ends, int64."""
+    """Check lengths or cumulative lengths, and convert them to ends, int64."""
     if isinstance(value, Tensor):
         batch = value.dim() == 2
     else:
@@ -77,8 +77,10 @@ def _row_ends(name: str, value: Any, device: torch.device | str | None, cumulati
         raise ArgumentError(f"document: {name} must start with 0, got {row[:4].tolist()}")
     lengths = torch.diff(row) if cumulative else row
     if bool((lengths < 0).any()):
-        at = int((lengths < 0).nonzero()[0])
-        what = "falls" if cumulative else "is negative"
-        shown = row[max(at - 3, 0) : at + 3].tolist()
-        raise ArgumentError(f"document: {name} {what} at index {at + cumulative}: ...{shown}...")
+        index = int((lengths < 0).nonzero()[0])
+        problem = "falls" if cumulative else "is negative"
+        excerpt = row[max(index - 3, 0) : index + 3].tolist()
+        raise ArgumentError(
+            f"document: {name} {problem} at index {index + cumulative}: ...{excerpt}..."
+        )
     return lengths.long().cumsum(0)

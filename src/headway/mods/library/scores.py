@@ -1,4 +1,4 @@
-"""The library's scores: how a logit changes before the softmax.
+"""The library's scores, which change a logit before the softmax.
 
 Each is a formula over the scaled logit `score` and the positions; `first >> second` composes:
 `alibi(8) >> softcap(30.0)`.
@@ -31,7 +31,9 @@ class alibi(Score):
         heads = as_int(slopes)
         if heads is not None and heads > 0:
             slopes = constant(alibi_slopes(heads))
-        _floats("alibi", "slopes", slopes, "a number of heads or a float tensor (heads,)", (1,))
+        _check_floats(
+            "alibi", "slopes", slopes, "a number of heads or a float tensor (heads,)", (1,)
+        )
         object.__setattr__(self, "slopes", slopes)
 
     def check_sizes(self, b, h, q_len, kv_len):
@@ -42,12 +44,17 @@ class alibi(Score):
 
 
 def alibi_slopes(n_heads: int) -> Tensor:
-    """ALiBi's slopes, `(n_heads,)` float32: 2^(-8/n), 2^(-16/n), ...; where n is not a power of
-    two, those of the next lower power, then every other one of twice that power."""
-    lower = 2 ** math.floor(math.log2(n_heads))
-    powers = [-8 * (k + 1) / lower for k in range(lower)]
-    powers += [-4 * (2 * k + 1) / lower for k in range(n_heads - lower)]
-    return torch.tensor([2.0**p for p in powers], dtype=torch.float32, device="cpu")
+    """Return ALiBi's slopes, `(n_heads,)` float32: 2^(-8/n), 2^(-16/n), ...
+
+    Where n is not a power of two: those of the next lower power, then every other one of twice
+    that power.
+    """
+    lower_power = 2 ** math.floor(math.log2(n_heads))
+    exponents = [-8 * (k + 1) / lower_power for k in range(lower_power)]
+    exponents += [-4 * (2 * k + 1) / lower_power for k in range(n_heads - lower_power)]
+    return torch.tensor(
+        [2.0**exponent for exponent in exponents], dtype=torch.float32, device="cpu"
+    )
 
 
 @value
@@ -81,7 +88,7 @@ class relative_bias(Score):
     _most: int
 
     def __init__(self, table: Tensor) -> None:
-        _floats("relative_bias", "table", table, "a float tensor (heads, 2m + 1)", (2,))
+        _check_floats("relative_bias", "table", table, "a float tensor (heads, 2m + 1)", (2,))
         if table.shape[1] % 2 == 0:
             raise ArgumentError(
                 f"relative_bias: table must be (heads, 2m + 1), one column per distance from -m "
@@ -115,7 +122,7 @@ class t5_bias(Score):
     _most: int
 
     def __init__(self, table: Tensor, max_distance: int = 128, bidirectional: bool = True) -> None:
-        _floats("t5_bias", "table", table, "a float tensor (buckets, heads)", (2,))
+        _check_floats("t5_bias", "table", table, "a float tensor (buckets, heads)", (2,))
         buckets, max_distance = _t5_buckets(table.shape[0], max_distance, bidirectional)
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "_buckets", buckets.to(table.device))
@@ -129,11 +136,11 @@ class t5_bias(Score):
         return score + self.table[self._buckets[distance + self._most], h]
 
 
-def _t5_buckets(n_buckets: int, most: int, bidirectional: bool) -> tuple[Tensor, int]:
-    """The bucket of every distance j - i from -most to most, int64; and `most`, as an int.
+def _t5_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> tuple[Tensor, int]:
+    """Return the bucket of every distance j - i up to `max_distance`, int64; and that, as an int.
 
-    In float32, in the order of T5's own code: a table, because a kernel's logarithm may fall on the
-    other side of a bucket's edge.
+    Computed in float32 in the order of T5's own code. It is a table because a kernel's logarithm
+    may fall on the other side of a bucket's edge.
     """
     side = n_buckets // 2 if bidirectional else n_buckets
     exact = side // 2  # distances below it have a bucket each
@@ -142,10 +149,10 @@ def _t5_buckets(n_buckets: int, most: int, bidirectional: bool) -> tuple[Tensor,
             f"t5_bias: table has {n_buckets} rows; it needs an even number, at least "
             f"{4 if bidirectional else 2}, one per bucket"
         )
-    max_distance = as_int(most)
+    argument, max_distance = max_distance, as_int(max_distance)
     if max_distance is None or max_distance <= exact:
         raise ArgumentError(
-            f"t5_bias(max_distance={most!r}): max_distance must be an integer above "
+            f"t5_bias(max_distance={argument!r}): max_distance must be an integer above "
             f"{exact}, the distances that have a bucket each"
         )
     distance = torch.arange(-max_distance, max_distance + 1, device="cpu")
@@ -183,7 +190,7 @@ class window_bias(Score):
     _token: bool
 
     def __init__(self, table: Tensor, window: tuple[int, int]) -> None:
-        _floats("window_bias", "table", table, "a float tensor (offsets, heads)", (2,))
+        _check_floats("window_bias", "table", table, "a float tensor (offsets, heads)", (2,))
         sizes = tuple([as_int(n) for n in window]) if isinstance(window, tuple | list) else ()
         if len(sizes) != 2 or any(n is None or n < 1 for n in sizes):
             raise ArgumentError(
@@ -239,7 +246,7 @@ class log_sigmoid(Score):
     def __post_init__(self) -> None:
         if isinstance(self.bias, Tensor):
             what = "a number or a float tensor () or (heads,)"
-            _floats("log_sigmoid", "bias", self.bias, what, (0, 1))
+            _check_floats("log_sigmoid", "bias", self.bias, what, (0, 1))
             return
         number = as_real(self.bias)
         if number is None or not -math.inf < number < math.inf:
@@ -272,7 +279,9 @@ class bias(Score):
     _varies: str
 
     def __init__(self, tensor: Tensor) -> None:
-        _floats("bias", "tensor", tensor, "a float tensor of at most 4 dimensions", (0, 1, 2, 3, 4))
+        _check_floats(
+            "bias", "tensor", tensor, "a float tensor of at most 4 dimensions", (0, 1, 2, 3, 4)
+        )
         tensor, varies = by_axes(tensor)
         object.__setattr__(self, "tensor", tensor)
         object.__setattr__(self, "_varies", varies)
@@ -287,7 +296,7 @@ class bias(Score):
         return score + self.tensor[tuple(at[name] for name in self._varies)]
 
 
-def _floats(score: str, name: str, tensor: object, what: str, dims: tuple[int, ...]) -> None:
+def _check_floats(score: str, name: str, tensor: object, what: str, dims: tuple[int, ...]) -> None:
     if not isinstance(tensor, Tensor):
         raise ArgumentError(f"{score}({name}={tensor!r}): {name} must be {what}")
     if tensor.dim() not in dims or not tensor.dtype.is_floating_point:

@@ -1,8 +1,8 @@
-"""Which op of a graph an op of PyTorch is: by its full name and by all of its arguments.
+"""Map ops of PyTorch to ops of a graph, by full name and by all of their arguments.
 
-An op whose name is in `OPS` is an op of ours if every argument of the call is one of our operands,
-or has the default of its schema, or only says where a number lies. So an unknown overload, or an
-unknown argument of a known one, is refused. An op of another library never counts as PyTorch's.
+An op whose name is in `OPS` is an op of a graph if every argument of the call is an operand, or has
+the default of its schema, or only says where a number is stored. Unknown overloads and unknown
+arguments are refused. An op of another library never counts as PyTorch's.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..graph import BINARY, UNARY
 
-# aten's names where they differ from ours.
+# aten's names where they differ from the graph's.
 _RENAMED = {
     "not": ("logical_not",),
     "invert": ("bitwise_not",),
@@ -35,7 +35,7 @@ _OPERANDS = {
     "clamp_max": ("self", "max"),
 }
 
-# aten's name -> our op, and the arguments that are its operands.
+# aten's name -> the graph's op, and the arguments that are its operands.
 OPS = {
     name: (op, _OPERANDS.get(name, ("self", "other") if op in BINARY else ("self",)))
     for op in (*UNARY, *BINARY)
@@ -46,9 +46,9 @@ IDENTITY = frozenset(
     "alias clone lift_fresh lift_fresh_copy view reshape _unsafe_view expand expand_as "
     "squeeze unsqueeze contiguous positive".split()
 )
-_SHAPES = frozenset({"size", "shape", "dim", "implicit", "other"})
-# They say where a number lies, and not which it is.
-_PLACES = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
+_SHAPE_ARGUMENTS = frozenset({"size", "shape", "dim", "implicit", "other"})
+# Arguments that say where a number is stored, and do not change it.
+_STORAGE_ARGUMENTS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 CREATION = {
     "zeros_like": 0,
     "ones_like": 1,
@@ -62,31 +62,34 @@ FILLED = ("full_like", "new_full", "full")
 
 
 class Arguments:
-    """The arguments of one call of an op by their names in its schema."""
+    """The arguments of one call of an op, by their names in its schema.
+
+    `pending` are those that the translation has not taken into account yet.
+    """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         schema = func._schema.arguments
-        self.given = dict(zip([a.name for a in schema], args, strict=False)) | kwargs
+        self.pending = dict(zip([a.name for a in schema], args, strict=False)) | kwargs
         self.defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
 
     def has(self, names: tuple[str, ...]) -> bool:
-        """Whether all of them were given."""
-        return all(name in self.given for name in names)
+        """Return whether all of them were passed and are still pending."""
+        return all(name in self.pending for name in names)
 
     def take(self, name: str) -> Any:
-        """The value of an argument, which has then been taken into account."""
-        return self.given.pop(name, self.defaults.get(name))
+        """Return the value of an argument, and take it into account."""
+        return self.pending.pop(name, self.defaults.get(name))
 
-    def shape(self) -> None:
-        """Take what shapes one number."""
-        for name in _SHAPES & self.given.keys():
-            del self.given[name]
+    def take_shape(self) -> None:
+        """Take the arguments that shape a result of one number into account."""
+        for name in _SHAPE_ARGUMENTS & self.pending.keys():
+            del self.pending[name]
 
-    def left(self) -> tuple[str, Any] | None:
-        """An argument that nobody has taken and that may change the result, with its value."""
-        for name, value in self.given.items():
+    def unused(self) -> tuple[str, Any] | None:
+        """Return a pending argument that may change the result, with its value; None if none."""
+        for name, value in self.pending.items():
             default = self.defaults.get(name)
-            if name not in _PLACES and value is not None and not _same(value, default):
+            if name not in _STORAGE_ARGUMENTS and value is not None and not _same(value, default):
                 return name, value
         return None
 
@@ -96,13 +99,15 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def full_name(func: Any) -> str:
-    """As messages name an op: `gelu`, `round.decimals`, `acme::sigmoid`."""
+    """Return the name of an op for messages: `gelu`, `round.decimals`, `acme::sigmoid`."""
     return func.name().removeprefix("aten::")
 
 
 def sample(value: Any) -> Any:
-    """A real 0-d tensor in place of a symbol, to ask torch for a result's dtype and shape. (Ops on
-    meta tensors would do, but some of them load torch's compiler.)"""
+    """Return a 0-d tensor with data in place of a symbol, to compute a result's dtype and shape.
+
+    Meta tensors would do, but some ops on them load torch's compiler.
+    """
     if isinstance(value, Tensor):
         return torch.ones((), dtype=value.dtype, device="cpu")
     return type(value)(map(sample, value)) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""What code reads by name: globals and attributes, once for a code object and those inside it."""
+"""List the globals and attributes that byte code reads by name, nested functions included."""
 
 import dis
 import types
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .locations import Place
-from .purity import is_fixed_module
+from .locations import Location
+from .purity import is_constant_module
 
 _DUNDERS = frozenset(
     "__class__ __call__ __getitem__ __len__ __contains__ __and__ __or__ __xor__ __invert__ __add__ "
@@ -16,67 +16,79 @@ _DUNDERS = frozenset(
 )
 
 
-class Code(NamedTuple):
-    """Of a code object and the functions inside it: the names of globals and attributes that they
-    read, and what in them cannot be followed, with its place. Compared by identity: one of equal
-    code objects stands for all."""
+class CodeNames(NamedTuple):
+    """The names that a code object and the functions nested in it read.
 
-    all: tuple[types.CodeType, ...]
-    globals: tuple[tuple[str, Place], ...]
+    - `codes`: these code objects.
+    - `globals`: names of globals, each with its first location.
+    - `attributes`: names of attributes.
+    - `opaque_read`: the first instruction that cannot be followed, with its location.
+    - `location`: the first line of the code.
+
+    Compared by identity: equal code objects share one object.
+    """
+
+    codes: tuple[types.CodeType, ...]
+    globals: tuple[tuple[str, Location], ...]
     attributes: tuple[str, ...]
-    unseen: tuple[str, Place] | None
-    place: Place
+    opaque_read: tuple[str, Location] | None
+    location: Location
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
 
-_codes: dict[int, tuple[types.CodeType, Code]] = {}
+# By identity: a code object hashes all of its constants each time. The value holds the code object,
+# so that its id stays valid.
+_names_by_id: dict[int, tuple[types.CodeType, CodeNames]] = {}
 
 
-def code_of(code: types.CodeType) -> Code:
-    """Looked up by identity, since a code object hashes all of its constants each time."""
-    known = _codes.get(id(code))
-    if known is None:
-        if len(_codes) >= 4096:
-            _codes.clear()
-        known = _codes[id(code)] = code, _names(code)  # holds the code: the id stays its own
-    return known[1]
+def names_in_code(code: types.CodeType) -> CodeNames:
+    """Return the names that code reads; scanned once for a code object."""
+    cached = _names_by_id.get(id(code))
+    if cached is None:
+        if len(_names_by_id) >= 4096:
+            _names_by_id.clear()
+        cached = _names_by_id[id(code)] = code, _scan(code)
+    return cached[1]
 
 
 @lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> Code:
+def _scan(code: types.CodeType) -> CodeNames:
     codes = list(_nested(code))
-    names: dict[str, dict[str, Place]] = {"global": {}, "attr": {}}
-    unseen: tuple[str, Place] | None = None
-    for of in codes:
-        line = of.co_firstlineno
-        for step in dis.get_instructions(of):
-            line = step.starts_line if type(step.starts_line) is int else line
-            line = getattr(step, "line_number", None) or line
-            what = _NAMING.get(step.opname)
-            if what in names:
-                names[what].setdefault(step.argval, (of.co_filename, line))
-            elif what is None and step.opcode in dis.hasname:
-                unseen = unseen or (f"has the instruction {step.opname}", (of.co_filename, line))
-            odd = what == "attr" and step.argval[:2] == "__" and step.argval not in _DUNDERS
-            odd |= what == "import" and not is_fixed_module(step.argval)
-            if odd or step.opname in _OPAQUE:
-                what = f"reads {step.argval}" if odd else f"has the instruction {step.opname}"
-                unseen = unseen or (what, (of.co_filename, line))
-    place = code.co_filename, code.co_firstlineno
-    named = tuple(names["global"].items()), tuple(names["attr"])
-    return Code(tuple(codes), *named, unseen, place)
+    names: dict[str, dict[str, Location]] = {"global": {}, "attr": {}}
+    opaque_read: tuple[str, Location] | None = None
+    for nested in codes:
+        line = nested.co_firstlineno
+        for op in dis.get_instructions(nested):
+            line = op.starts_line if type(op.starts_line) is int else line
+            line = getattr(op, "line_number", None) or line
+            location = nested.co_filename, line
+            access = _ACCESS.get(op.opname)
+            if access in names:
+                names[access].setdefault(op.argval, location)
+            elif access is None and op.opcode in dis.hasname:
+                opaque_read = opaque_read or (f"has the instruction {op.opname}", location)
+            by_dunder = access == "attr" and op.argval[:2] == "__" and op.argval not in _DUNDERS
+            if by_dunder or (access == "import" and not is_constant_module(op.argval)):
+                opaque_read = opaque_read or (f"reads {op.argval}", location)
+            elif op.opname in _OPAQUE_OPCODES:
+                opaque_read = opaque_read or (f"has the instruction {op.opname}", location)
+    location = code.co_filename, code.co_firstlineno
+    return CodeNames(
+        tuple(codes), tuple(names["global"].items()), tuple(names["attr"]), opaque_read, location
+    )
 
 
-# What is written is no read (and a trace that changes what it reads is not kept: `lowering`).
-_NAMING = {
+# Instructions with a name, and what they read: "" for writes. (`lowering` does not keep a trace
+# that changes what it reads.)
+_ACCESS = {
     "LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_ATTR": "attr", "LOAD_METHOD": "attr",
     "LOAD_SUPER_ATTR": "attr", "IMPORT_FROM": "attr", "IMPORT_NAME": "import",
     "STORE_ATTR": "", "STORE_GLOBAL": "", "STORE_NAME": "", "DELETE_ATTR": "", "DELETE_GLOBAL": "",
     "DELETE_NAME": "",
 }  # fmt: skip
-_OPAQUE = {"MATCH_CLASS", "LOAD_BUILD_CLASS", "LOAD_LOCALS", "IMPORT_STAR"}
+_OPAQUE_OPCODES = {"MATCH_CLASS", "LOAD_BUILD_CLASS", "LOAD_LOCALS", "IMPORT_STAR"}
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

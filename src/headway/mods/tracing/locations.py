@@ -1,4 +1,4 @@
-"""Where in the user's code we are, for messages and for comments in generated kernels."""
+"""Find the user's source line, for messages and for comments in generated kernels."""
 
 import linecache
 import os
@@ -10,54 +10,55 @@ from typing import Any
 
 import torch
 
-Place = tuple[str, int]  # file, line
+Location = tuple[str, int]  # file, line
 
 PACKAGE = str(Path(__file__).parents[2]) + os.sep
 TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
-def user_place(stop: CodeType) -> Place | None:
-    """The innermost line of the user's that is running, below the frame of `stop`."""
+def user_location(stop: CodeType) -> Location | None:
+    """Return the innermost line of the user's that is running, below the frame of `stop`."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not stop:
         file = frame.f_code.co_filename
-        if not _is_machinery(file):
+        if not _is_internal_file(file):
             return file, frame.f_lineno
         frame = frame.f_back
     return None
 
 
-def _is_machinery(file: str) -> bool:
-    """torch, and this package except the library's own masks and scores."""
+def _is_internal_file(file: str) -> bool:
+    """Return whether a file is torch's or this package's, but not one of masks or scores."""
     if file.startswith(PACKAGE):
         return os.path.basename(file) not in ("masks.py", "scores.py")
     return file.startswith((TORCH, "<")) or os.path.basename(file) == "contextlib.py"
 
 
-def place_in_traceback(error: BaseException) -> Place | None:
-    """The innermost line of the user's that an exception went through."""
-    tb, place = error.__traceback__, None
-    while tb is not None:
-        if not _is_machinery(tb.tb_frame.f_code.co_filename):
-            place = tb.tb_frame.f_code.co_filename, tb.tb_lineno
-        tb = tb.tb_next
-    return place
+def location_in_traceback(error: BaseException) -> Location | None:
+    """Return the innermost line of the user's that an exception went through."""
+    traceback, location = error.__traceback__, None
+    while traceback is not None:
+        if not _is_internal_file(traceback.tb_frame.f_code.co_filename):
+            location = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return location
 
 
-def place_of_line(functions: Iterable[Any], line: str) -> Place | None:
-    """Where a line of source, stripped, stands in functions or what they define inside."""
+def find_line(functions: Iterable[Any], line: str) -> Location | None:
+    """Return the location of a stripped source line in functions, nested ones included."""
     codes = [code for fn in functions if (code := getattr(fn, "__code__", None)) is not None]
     while codes:
         code = codes.pop()
-        for at in sorted({n for _, _, n in code.co_lines() if n}):
-            if linecache.getline(code.co_filename, at).strip() == line:
-                return code.co_filename, at
+        for number in sorted({n for _, _, n in code.co_lines() if n}):
+            if linecache.getline(code.co_filename, number).strip() == line:
+                return code.co_filename, number
         codes += [const for const in code.co_consts if isinstance(const, CodeType)]
     return None
 
 
-def quote(place: Place | None) -> str:
-    """A place as Python's tracebacks show it, to end an error message with."""
-    if not place:
+def quote(location: Location | None) -> str:
+    """Return a location as Python's tracebacks show it, to end an error message with."""
+    if not location:
         return ""
-    return f'\n  File "{place[0]}", line {place[1]}\n    {linecache.getline(*place).strip()}'
+    source = linecache.getline(*location).strip()
+    return f'\n  File "{location[0]}", line {location[1]}\n    {source}'

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ....errors import BackendRefused
-from ....surroundings import capturing, elsewhere
+from ....surroundings import capturing, is_other_device
 
 T = TypeVar("T")
 
 
 def on(device: torch.device) -> AbstractContextManager:
     """Return a context in which launches go to `device`, since Triton takes the current one."""
-    return torch.cuda.device(device) if elsewhere(device) else nullcontext()
+    return torch.cuda.device(device) if is_other_device(device) else nullcontext()
 
 
 # -- CUDA graphs ----------------------------------------------------------------------------------
