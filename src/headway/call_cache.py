@@ -3,7 +3,7 @@
 The key of a call holds all that its checks, its `Spec` and the plans of backends depend on: the
 options, everything about the tensors but what is in them (and the capacity of a cache, on which
 nothing depends), and what score and mask consist of. A user's function is read at every call
-(`mods.capture`): what it captures may change.
+(`mods.tracing.capture`): what it captures may change.
 """
 
 from types import FunctionType, MethodType

@@ -76,7 +76,9 @@ def capability_key(call: Call, score_tensors: int) -> tuple:
     """Return the fields of a call's `CapabilityKey`; the score captures the first `score_tensors`
     tensors. Dynamo traces this code."""
     q, k, v, sink, coords = call.q, call.k, call.v, call.sink, call.coords
-    learned = score_tensors > 0 and any(requires_grad(t) for t in call.captured.tensors[:score_tensors])
+    learned = score_tensors > 0 and any(
+        requires_grad(t) for t in call.captured.tensors[:score_tensors]
+    )
     trained = requires_grad(q) or requires_grad(k) or requires_grad(v) or learned
     trained = trained or (sink is not None and requires_grad(sink))
     # Widths are constants of a compiled program, lengths are not.

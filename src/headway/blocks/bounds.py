@@ -1,7 +1,7 @@
 """Bounds of a mask's graph over boxes of tiles, on every level.
 
 Values that depend on one position alone have exact bounds (`axis_bounds.py`); interval rules
-(`mods.interval`) combine those of queries and keys. The values at the ends of tiles give the mask
+(`mods.bounds`) combine those of queries and keys. The values at the ends of tiles give the mask
 at their four corners.
 """
 

@@ -194,10 +194,10 @@ class _Step(NamedTuple):
 def _program(graph: Graph, limit: Limit) -> _Program:
     """Compile the program of a limit."""
     ends = limit.left, limit.right
-    needed = subgraph(graph, tuple([x for x in ends if isinstance(x, str)]))
-    outputs = iter(needed.outputs)
+    limit_graph = subgraph(graph, tuple([x for x in ends if isinstance(x, str)]))
+    outputs = iter(limit_graph.outputs)
     left, right = (next(outputs) if isinstance(x, str) else x for x in ends)
-    operands = [node.args[1:] if node.op == "gather" else node.args for node in needed.nodes]
+    operands = [node.args[1:] if node.op == "gather" else node.args for node in limit_graph.nodes]
     is_computed = lambda x: isinstance(x, str) and (x[0] == "%" or x in ("b", "q_idx"))
     leaf_names = [x for args in (*operands, (left, right)) for x in args if not is_computed(x)]
     leaves = tuple(dict.fromkeys(leaf_names))
@@ -209,10 +209,10 @@ def _program(graph: Graph, limit: Limit) -> _Program:
             node.args[0] if node.op == "gather" else _OPS[node.op],  # type: ignore[arg-type]
             tuple([places[x] for x in args]), *_DTYPE_SPANS[node.dtype],
         )
-        for node, args in zip(subgraph.nodes, operands, strict=True)
+        for node, args in zip(limit_graph.nodes, operands, strict=True)
     ])  # fmt: skip
     leaf_values = tuple([0 if x == "kv_idx" else x for x in leaves])
-    return _Program(leaf_values, steps, places[left], places[right], subgraph.uses("b"))  # type: ignore[arg-type]
+    return _Program(leaf_values, steps, places[left], places[right], limit_graph.uses("b"))  # type: ignore[arg-type]
 
 
 def _limit_rests(
