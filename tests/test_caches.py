@@ -16,7 +16,7 @@ import headway as hw
 from headway import caches, call_cache
 from headway.blocks import cached_build, clear_block_cache
 from headway.blocks.build import _cache
-from headway.caches import Cache, TensorCache
+from headway.caches import LRUCache, TensorCache
 from headway.mods import lower_mod
 from headway.types import Captured
 
@@ -46,7 +46,7 @@ def at_once(work: Callable[[int], None]) -> None:
 
 
 def test_what_was_asked_for_stays():
-    cache: Cache[int] = Cache(3)
+    cache: LRUCache[int] = LRUCache(3)
     for n in range(3):
         cache.put(n, n)
     assert cache.get(0) == 0
@@ -57,7 +57,7 @@ def test_what_was_asked_for_stays():
 
 
 def test_what_is_new_stays_though_all_else_was_asked_for():
-    cache: Cache[int] = Cache(3)
+    cache: LRUCache[int] = LRUCache(3)
     for n in range(9):
         cache.put(n, n)
         assert [cache.get(k) for k in range(n + 1)][-1] == n
@@ -65,7 +65,7 @@ def test_what_is_new_stays_though_all_else_was_asked_for():
 
 
 def test_a_value_takes_the_place_of_the_one_before():
-    cache: Cache[str] = Cache(2)
+    cache: LRUCache[str] = LRUCache(2)
     cache.put(1, "a")
     cache.put(2, "b")
     assert cache.put(2, "c") == "c"
@@ -75,7 +75,7 @@ def test_a_value_takes_the_place_of_the_one_before():
 
 
 def test_what_cannot_be_hashed_is_no_key():
-    cache: Cache[int] = Cache(2)
+    cache: LRUCache[int] = LRUCache(2)
     with pytest.raises(TypeError):
         cache.get([])
     with pytest.raises(TypeError):
@@ -172,7 +172,7 @@ def test_threads_and_what_dies_meanwhile(restless):
 class Key:
     """Compared in Python, where threads change turns, and by way of the cache itself."""
 
-    def __init__(self, n: int, cache: Cache) -> None:
+    def __init__(self, n: int, cache: LRUCache) -> None:
         self.n, self.cache = n, cache
 
     def __hash__(self) -> int:
@@ -184,7 +184,7 @@ class Key:
 
 
 def test_threads_use_one_cache(restless):
-    cache: Cache[int] = Cache(16)
+    cache: LRUCache[int] = LRUCache(16)
     cache.put(0, -1)
 
     def work(seed: int) -> None:

@@ -17,7 +17,7 @@ from .surroundings import capturing
 V = TypeVar("V")
 
 
-class Cache(Generic[V]):
+class LRUCache(Generic[V]):
     """A cache of at most `capacity` values. A full cache drops the least recently used eighth.
 
         value = cache.get(key)
@@ -87,7 +87,7 @@ def version_of(t: Tensor) -> int | None:
     return None if t.is_inference() else t._version
 
 
-class TensorCache(Cache[tuple[list[weakref.ref], list, V]]):
+class TensorCache(LRUCache[tuple[list[weakref.ref], list, V]]):
     """A cache of values computed from tensors, valid while these live and are not modified.
 
         value = cache.of(tensors, key, compute)

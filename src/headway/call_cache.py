@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from .arguments import seed_of
 from .backends.base import Call, CallSignature, CapabilityKey
 from .blocks import BlockMask
-from .caches import Cache
+from .caches import LRUCache
 from .mods.base import Mod
 from .mods.library.constants import to_device_cached
 from .mods.lowering import Lowered, Parts, parts_of
@@ -24,7 +24,7 @@ from .mods.tracing.capture import FunctionReads, aliasing_pattern, collect_reads
 from .surroundings import transforms
 from .types import KV, WHOLE, Captured, Request, Spec
 
-_known: Cache[CallSignature] = Cache(4096)
+_known: LRUCache[CallSignature] = LRUCache(4096)
 
 _PLAIN = {Tensor, Parameter}  # a subclass may be anything
 _SCALES = {type(None), float, int}

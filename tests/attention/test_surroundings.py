@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headway as hw
 import headway.nn
-from headway.caches import Cache
+from headway.caches import LRUCache
 from headway.errors import BackendRefused
 from headway.mods.evaluation.derivative import joint
 
@@ -206,7 +206,7 @@ def forget() -> None:
             for x in list(vars(of).values()):
                 if hasattr(x, "cache_clear"):
                     x.cache_clear()
-                elif isinstance(x, Cache | OrderedDict):
+                elif isinstance(x, LRUCache | OrderedDict):
                     x.clear()
 
 

@@ -27,17 +27,17 @@ class Mask(Mod):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def __and__(self, other: MaskFn) -> "Mask":
-        return Both(self, _operand(other, "&"))
+    def __and__(self, operand: MaskFn) -> "Mask":
+        return Both(self, _operand(operand, "&"))
 
-    def __rand__(self, other: MaskFn) -> "Mask":
-        return Both(_operand(other, "&"), self)
+    def __rand__(self, operand: MaskFn) -> "Mask":
+        return Both(_operand(operand, "&"), self)
 
-    def __or__(self, other: MaskFn) -> "Mask":
-        return Either(self, _operand(other, "|"))
+    def __or__(self, operand: MaskFn) -> "Mask":
+        return Either(self, _operand(operand, "|"))
 
-    def __ror__(self, other: MaskFn) -> "Mask":
-        return Either(_operand(other, "|"), self)
+    def __ror__(self, operand: MaskFn) -> "Mask":
+        return Either(_operand(operand, "|"), self)
 
     def __invert__(self) -> "Mask":
         return Not(self)
@@ -175,10 +175,10 @@ def _show_factor(item: Any) -> str:
     return f"({item!r})" if isinstance(item, Either) else show(item)
 
 
-def _operand(other: Any, sign: str) -> Any:
-    if not callable(other) or isinstance(other, (type, Mask if sign == ">>" else Score)):
-        raise ArgumentError(not_an_operand(sign, other))
-    return other
+def _operand(operand: Any, sign: str) -> Any:
+    if not callable(operand) or isinstance(operand, (type, Mask if sign == ">>" else Score)):
+        raise ArgumentError(not_an_operand(sign, operand))
+    return operand
 
 
 def check_shape(mod: str, name: str, tensor: Tensor, **sizes: int | None) -> None:

@@ -398,9 +398,9 @@ def apply(op: str, args: tuple, dtype: torch.dtype, out: Tensor | None = None) -
     return BINARY[op](a, b, **out_kwargs)
 
 
-def _as_tensor(x: "Tensor | Number", args: tuple, dtype: torch.dtype | None = None) -> Tensor:
+def _as_tensor(value: "Tensor | Number", args: tuple, dtype: torch.dtype | None = None) -> Tensor:
     """Return a number as a 0-d tensor like the last tensor in `args`; a tensor unchanged."""
-    if isinstance(x, Tensor):
-        return x
-    like = next(a for a in args[::-1] if isinstance(a, Tensor))
-    return like.new_full((), x, dtype=dtype)
+    if isinstance(value, Tensor):
+        return value
+    tensor = next(a for a in args[::-1] if isinstance(a, Tensor))
+    return tensor.new_full((), value, dtype=dtype)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..caches import Cache
+from ..caches import LRUCache
 from ..errors import HeadwayError, ModError
 from ..types import Captured, constant_under_compile, fixed
 from .base import Mod
@@ -164,7 +164,7 @@ class Lowered(NamedTuple):
     retrace_reason: str | None = None
 
 
-_lowered: Cache[Lowered] = Cache(1024)
+_lowered: LRUCache[Lowered] = LRUCache(1024)
 
 
 def lower(

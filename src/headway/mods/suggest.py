@@ -46,18 +46,18 @@ def not_an_operand(sign: str, argument: Any) -> str:
 def _remedy(kind: str, argument: Any, write: str) -> str:
     """Return what a value is, and what to write instead of it."""
     if isinstance(argument, Mod):
-        other, text = argument.role, repr(argument)
-        return f"a {other}; pass it as {other}=" + (text if "<" not in text else "")
+        role, text = argument.role, repr(argument)
+        return f"a {role}; pass it as {role}=" + (text if "<" not in text else "")
     if isinstance(argument, type) and issubclass(argument, Mod):
-        if (other := argument.role) != kind:
-            return f"the class of a {other}; pass {other}={_call(argument)}"
+        if (role := argument.role) != kind:
+            return f"the class of a {role}; pass {role}={_call(argument)}"
         return f"a class; {write}{_call(argument)}"
     if isinstance(argument, type):
         return f"a class; {write}{argument.__qualname__}(...), an object of it"
     cls = Mod.kinds.get(argument) if isinstance(argument, str) and argument.islower() else None
     if cls is not None:
-        other = cls.role
-        return f"a string; {write if other == kind else f'pass {other}='}headway.{_call(cls)}"
+        role = cls.role
+        return f"a string; {write if role == kind else f'pass {role}='}headway.{_call(cls)}"
     flag = "; PyTorch's is_causal=True is mask=headway.causal()" if argument is True else ""
     signature = SIGNATURES[kind]
     return (

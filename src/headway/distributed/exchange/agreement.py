@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...backends.base import Call
-from ...caches import Cache, TensorCache
+from ...caches import LRUCache, TensorCache
 from ...errors import ArgumentError
 from ...types import Spec
 from .board import Board, board_of
@@ -241,7 +241,7 @@ class _Comparing(NamedTuple):
 
 
 # By the group itself: one that is made anew has a companion of its own.
-_companions: Cache[_Comparing] = Cache(64)
+_companions: LRUCache[_Comparing] = LRUCache(64)
 _CPU = torch.device("cpu")
 
 

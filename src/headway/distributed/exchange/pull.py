@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...caches import Cache
+from ...caches import LRUCache
 from ...errors import ArgumentError
 from .agreement import Agreement
 from .collective import Collective, all_gather
@@ -189,7 +189,7 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 # -- which one -------------------------------------------------------------------------------------
 
-_made: Cache[Transport | str] = Cache(64)
+_made: LRUCache[Transport | str] = LRUCache(64)
 
 
 def transport_of(

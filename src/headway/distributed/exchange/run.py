@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...backends.base import Call
 from ...blocks import check_tiles
-from ...caches import Cache
+from ...caches import LRUCache
 from ...errors import ArgumentError
 from ...operators import call_of
 from ...types import Spec, acc_dtype, in_dtype
@@ -56,7 +56,7 @@ class Wire(NamedTuple):
 
 
 # Of the plans; tiles that are known by identity are kept with them.
-_plans: Cache[tuple[Plan, tuple[Pieces, Pieces], Any]] = Cache(64)
+_plans: LRUCache[tuple[Plan, tuple[Pieces, Pieces], Any]] = LRUCache(64)
 
 
 def _begun(

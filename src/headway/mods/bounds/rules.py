@@ -118,10 +118,10 @@ def _tensor(x: Tensor | Number, dtype: torch.dtype | None = None) -> Tensor:
 
 def _where(cond: Any, a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Run `torch.where`, keeping the dtype of the operand that is a tensor."""
-    like = next((x for x in (a, b) if isinstance(x, Tensor)), None)
-    if like is None:
+    tensor = next((x for x in (a, b) if isinstance(x, Tensor)), None)
+    if tensor is None:
         return torch.where(cond, _tensor(a), _tensor(b))
-    a, b = (x if isinstance(x, Tensor) else like.new_full((), x) for x in (a, b))
+    a, b = (x if isinstance(x, Tensor) else tensor.new_full((), x) for x in (a, b))
     return torch.where(cond, a, b)
 
 
@@ -132,8 +132,8 @@ def _all(*conditions: Tensor | bool) -> Tensor:
     return _tensor(result)
 
 
-def _is_nan(x: Tensor | Number) -> Tensor:
-    return _tensor(x != x)
+def _is_nan(value: Tensor | Number) -> Tensor:
+    return _tensor(value != value)
 
 
 def _span(*values: Tensor) -> Bounds:
@@ -189,8 +189,8 @@ def _quotients(op: str, a: Bounds, b: Bounds) -> Bounds:
         divisor = _tensor(divisor)
         divisor = torch.where(divisor == 0, 1, divisor)
         # The processor faults on the least int64 divided by -1.
-        values = [_tensor(x).clamp(-HUGE, HUGE) for x in a]
-        corners += [torch.div(x, divisor, rounding_mode=mode) for x in values]
+        values = [_tensor(dividend).clamp(-HUGE, HUGE) for dividend in a]
+        corners += [torch.div(dividend, divisor, rounding_mode=mode) for dividend in values]
     return _span(*corners)
 
 
@@ -232,7 +232,7 @@ def _shift_right(node: Node, a: Bounds, b: Bounds) -> Bounds:
 
 
 def _finite(*operands: Bounds) -> Tensor:
-    return _all(*((x - x == 0) for bounds in operands for x in bounds))
+    return _all(*((end - end == 0) for bounds in operands for end in bounds))
 
 
 def _float(node: Node, a: Bounds, b: Bounds) -> Bounds:
@@ -275,9 +275,9 @@ def _falling_about(node: Node, a: Bounds) -> Bounds:
 
 
 def _wave(node: Node, a: Bounds) -> Bounds:
-    one = torch.ones((), dtype=DTYPES[node.dtype], device="cpu")
+    unit = torch.ones((), dtype=DTYPES[node.dtype], device="cpu")
     finite = _finite(a)
-    return Bounds(_where(finite, -one, torch.nan), _where(finite, one, torch.nan))
+    return Bounds(_where(finite, -unit, torch.nan), _where(finite, unit, torch.nan))
 
 
 def _sign_float(node: Node, a: Bounds) -> Bounds:
@@ -336,19 +336,19 @@ def _select(node: Node, cond: Bounds, a: Bounds, b: Bounds) -> Bounds:
     dtype = DTYPES[node.dtype]
     if node.dtype not in FLOATS and node.dtype != "bool":
         dtype = torch.int64
-    always, maybe = (_tensor(x) for x in cond)
+    always, maybe = _tensor(cond.lo), _tensor(cond.hi)
     ends = []
     for end, extreme in ((0, torch.minimum), (1, torch.maximum)):
-        x, y = (_tensor(v[end], dtype) for v in (a, b))
-        either = torch.logical_and(x, y) if end == 0 else torch.logical_or(x, y)
-        mixed = either if dtype == torch.bool else extreme(x, y)
-        ends.append(torch.where(always, x, torch.where(maybe, mixed, y)))
+        a_end, b_end = (_tensor(v[end], dtype) for v in (a, b))
+        either = torch.logical_and(a_end, b_end) if end == 0 else torch.logical_or(a_end, b_end)
+        mixed = either if dtype == torch.bool else extreme(a_end, b_end)
+        ends.append(torch.where(always, a_end, torch.where(maybe, mixed, b_end)))
     return Bounds(*ends)
 
 
 def _convert(node: Node, a: Bounds) -> Bounds:
     dtype = DTYPES[node.dtype]
-    lo, hi = (_tensor(x) for x in a)
+    lo, hi = (_tensor(end) for end in a)
     if node.dtype == "bool":
         return _nonzero(Bounds(lo, hi))
     if dtype.is_floating_point:
@@ -357,7 +357,7 @@ def _convert(node: Node, a: Bounds) -> Bounds:
         fits = (lo > -HUGE) & (hi < HUGE)
         low, high = anything(node.dtype)
         zero = torch.zeros((), dtype=lo.dtype, device="cpu")
-        lo, hi = (torch.where(fits, x, zero).to(torch.int64) for x in (lo, hi))
+        lo, hi = (torch.where(fits, end, zero).to(torch.int64) for end in (lo, hi))
         return Bounds(_where(fits, lo, low), _where(fits, hi, high))
     return Bounds(lo.to(torch.int64), hi.to(torch.int64))
 

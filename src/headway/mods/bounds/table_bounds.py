@@ -126,6 +126,6 @@ def _all_windows(combine: Callable, table: Tensor, dims: tuple[int, ...]) -> Ten
     return table
 
 
-def _as_int64(x: Tensor) -> Tensor:
+def _as_int64(values: Tensor) -> Tensor:
     """Return integers as int64, as all bounds are; other dtypes unchanged."""
-    return x if x.is_floating_point() or x.dtype == torch.bool else x.long()
+    return values if values.is_floating_point() or values.dtype == torch.bool else values.long()

@@ -52,11 +52,11 @@ def _in_float32(op: str, args: tuple, dtype: torch.dtype, out: None) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
+def joint(text: str, gathers: tuple[int, ...] = ()) -> Graph:
     """Return the score and its derivatives in one graph, by autograd on the score's own graph.
 
     With the graph cut at its gathers, a score is a pure function of S and the gathered values, so
-    its outputs are T, dT/dS, and dT/dg for every gather g (by node index) in `wanted`. A
+    its outputs are T, dT/dS, and dT/dg for every gather g (by node index) in `gathers`. A
     derivative that is zero everywhere is the number 0. Gathers keep their order, so the n-th
     gather of the joint graph is the n-th of the score's. Numbers of half precision are rounded
     as the score rounds them; their derivatives are not (`_RoundToHalf`).
@@ -88,7 +88,7 @@ def joint(text: str, wanted: tuple[int, ...] = ()) -> Graph:
 
         with tracer:
             (t,) = evaluate(graph, values, gather, compute=_in_float32)
-            variables = [score] + [leaves[n] for n in wanted]
+            variables = [score] + [leaves[n] for n in gathers]
             if not isinstance(t, Tensor) or not t.requires_grad:
                 grads: Sequence[Tensor | None] = [None] * len(variables)
             else:

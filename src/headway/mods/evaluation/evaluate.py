@@ -35,10 +35,10 @@ def evaluate(
     """
     env: dict[str, Tensor | Number] = dict(values)
     buffers = None if scratch is None else _Buffers(graph, env, scratch, overwrite)
-    read = env.get  # read(arg, arg): a name's value, or the number itself
+    value_of = env.get  # value_of(arg, arg): a name's value, or the number itself
     for n in range(len(graph.nodes)) if only is None else only:
         node = graph.nodes[n]
-        args = tuple(map(read, node.args, node.args))  # type: ignore[no-matching-overload]
+        args = tuple(map(value_of, node.args, node.args))  # type: ignore[no-matching-overload]
         if node.op == "gather":
             env[f"%{n}"] = gather(n, args[0], args[1:])  # type: ignore[arg-type]
             continue
@@ -46,7 +46,7 @@ def evaluate(
         env[f"%{n}"] = compute(node.op, args, DTYPES[node.dtype], out)
         if buffers is not None:
             buffers.release(n, node)
-    return list(map(read, graph.outputs, graph.outputs))  # type: ignore[arg-type]
+    return list(map(value_of, graph.outputs, graph.outputs))  # type: ignore[arg-type]
 
 
 class _Buffers:
@@ -80,8 +80,8 @@ class _Buffers:
         if dying:
             self.in_buffers.discard(dying[0])
             return self.env[dying[0]]
-        fits = [x for x in self.free if x.dtype == dtype]
-        self.free = [x for x in self.free if not fits or x is not fits[0]]
+        fits = [buffer for buffer in self.free if buffer.dtype == dtype]
+        self.free = [buffer for buffer in self.free if not fits or buffer is not fits[0]]
         return fits[0] if fits else self.scratch(dtype)
 
     def release(self, n: int, node: Node) -> None:

@@ -61,12 +61,12 @@ class Gathers:
             return table.new_zeros(_broadcast(clamped))
         return _read(table, clamped)
 
-    def check(self, kept: Tensor) -> None:
+    def check(self, keep: Tensor) -> None:
         """Raise `CapturedIndexError` if a pair that is kept read out of range."""
         for out_of_range, index, line, dim, shape in self.outside:
-            bad = out_of_range & kept
-            if bool(bad.any()):
-                example = int(index.expand_as(bad)[bad][0])
+            violations = out_of_range & keep
+            if bool(violations.any()):
+                example = int(index.expand_as(violations)[violations][0])
                 raise CapturedIndexError(
                     f"a score or mask reads index {example} of dimension {dim} of a captured "
                     f"tensor of shape {shape}, at a pair that is kept; make the tensor cover every "
@@ -121,38 +121,38 @@ def bind(graph: Graph, captured: Captured | dict) -> dict:
     return values
 
 
-def mask_at(graph: Graph, captured: Captured | dict, at: Positions) -> Tensor:
+def mask_at(graph: Graph, captured: Captured | dict, positions: Positions) -> Tensor:
     """Return the mask at some pairs: bool, of a shape that broadcasts to that of the positions.
 
     `captured` may be the result of `bind`, which saves time over many calls.
     """
     gathers = Gathers(graph)
-    (kept,) = evaluate(graph, {**bind(graph, captured), **at.values}, gathers)
-    kept = kept if isinstance(kept, Tensor) else at.values["q_idx"].new_full((), kept).bool()
+    (keep,) = evaluate(graph, {**bind(graph, captured), **positions.values}, gathers)
+    keep = keep if isinstance(keep, Tensor) else positions.values["q_idx"].new_full((), keep).bool()
     if gathers.outside:
-        gathers.check(kept)
-    return kept
+        gathers.check(keep)
+    return keep
 
 
 def score_at(
     graph: Graph,
     captured: Captured | dict,
-    at: Positions,
+    positions: Positions,
     score: Tensor,
-    kept: Tensor | None,
+    keep: Tensor | None,
     scratch: Callable[[torch.dtype], Tensor] | None = None,
     overwrite: bool = False,
 ) -> tuple[list, Gathers]:
     """Return the outputs of a score's graph, or joint graph, at some pairs, and its gathers.
 
-    Where `kept` is False, indices out of range are clamped, as in `table[q_idx - kv_idx]` under a
-    causal mask. Elsewhere they raise `CapturedIndexError`. `kept` None means all pairs.
+    Where `keep` is False, indices out of range are clamped, as in `table[q_idx - kv_idx]` under a
+    causal mask. Elsewhere they raise `CapturedIndexError`. `keep` None means all pairs.
     """
     gathers = Gathers(graph)
-    values = {**bind(graph, captured), **at.values, "score": score}
+    values = {**bind(graph, captured), **positions.values, "score": score}
     outputs = evaluate(graph, values, gathers, scratch, overwrite)
     if gathers.outside:
         gathers.check(
-            torch.ones((), dtype=torch.bool, device=score.device) if kept is None else kept
+            torch.ones((), dtype=torch.bool, device=score.device) if keep is None else keep
         )
     return outputs, gathers

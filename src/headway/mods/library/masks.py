@@ -620,7 +620,10 @@ def _grid_sizes(mask: str, **sizes: int | Sequence[int]) -> tuple[tuple[int, ...
     """Return two checked sizes of 1 to 3 dimensions, equally many; a number is one dimension."""
     (shape_name, shape), (name, size) = sizes.items()
     numbers: Any = shape, size
-    shape, size = (tuple(x) if hasattr(x, "__iter__") else (x,) for x in numbers)
+    shape, size = (
+        tuple(size_or_sizes) if hasattr(size_or_sizes, "__iter__") else (size_or_sizes,)
+        for size_or_sizes in numbers
+    )
     if not 1 <= len(shape) <= 3 or len(size) != len(shape):
         raise ArgumentError(
             f"{mask}: {shape_name}={shape} and {name}={size} must be 1 to 3 sizes, equally many"
@@ -647,8 +650,8 @@ def _checked_int(mask: str, name: str, number: object, minimum: int | None) -> i
     """Return a number as an int, checked to be at least `minimum`."""
     argument, number = number, as_int(number)
     if number is None or (minimum is not None and number < minimum):
-        what = "an integer" if minimum is None else f"an integer >= {minimum}"
-        raise ArgumentError(f"{mask}({name}={argument!r}): {name} must be {what}")
+        expected = "an integer" if minimum is None else f"an integer >= {minimum}"
+        raise ArgumentError(f"{mask}({name}={argument!r}): {name} must be {expected}")
     return number
 
 

@@ -159,8 +159,8 @@ def _t5_buckets(n_buckets: int, max_distance: int, bidirectional: bool) -> tuple
     offset = (distance > 0) * side if bidirectional else 0
     distance = distance.abs() if bidirectional else (-distance).clamp(min=0)
     ratio = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
-    far = (exact + (ratio * (side - exact)).long()).clamp(max=side - 1)
-    return offset + torch.where(distance < exact, distance, far), max_distance
+    log_bucket = (exact + (ratio * (side - exact)).long()).clamp(max=side - 1)
+    return offset + torch.where(distance < exact, distance, log_bucket), max_distance
 
 
 @value
@@ -214,10 +214,10 @@ class window_bias(Score):
         points = self.window[0] * self.window[1] + self._token
         for name, length in (("q_len", q_len), ("kv_len", kv_len)):
             if length is not None and length > points and (self._token or length % points):
-                what = "with the class token" if self._token else "or a multiple of it"
+                limit = "with the class token" if self._token else "or a multiple of it"
                 raise ArgumentError(
-                    f"window_bias: window={self.window} is for at most {points} positions, {what}, "
-                    f"but this call has {name}={length}"
+                    f"window_bias: window={self.window} is for at most {points} positions, "
+                    f"{limit}, but this call has {name}={length}"
                 )
 
     def __call__(self, score, b, h, q_idx, kv_idx):
@@ -245,8 +245,8 @@ class log_sigmoid(Score):
 
     def __post_init__(self) -> None:
         if isinstance(self.bias, Tensor):
-            what = "a number or a float tensor () or (heads,)"
-            _check_floats("log_sigmoid", "bias", self.bias, what, (0, 1))
+            expected = "a number or a float tensor () or (heads,)"
+            _check_floats("log_sigmoid", "bias", self.bias, expected, (0, 1))
             return
         number = as_real(self.bias)
         if number is None or not -math.inf < number < math.inf:
@@ -296,10 +296,12 @@ class bias(Score):
         return score + self.tensor[tuple(at[name] for name in self._varies)]
 
 
-def _check_floats(score: str, name: str, tensor: object, what: str, dims: tuple[int, ...]) -> None:
+def _check_floats(
+    score: str, name: str, tensor: object, expected: str, dims: tuple[int, ...]
+) -> None:
     if not isinstance(tensor, Tensor):
-        raise ArgumentError(f"{score}({name}={tensor!r}): {name} must be {what}")
+        raise ArgumentError(f"{score}({name}={tensor!r}): {name} must be {expected}")
     if tensor.dim() not in dims or not tensor.dtype.is_floating_point:
         raise ArgumentError(
-            f"{score}: {name} must be {what}, got {tensor.dtype} of shape {tuple(tensor.shape)}"
+            f"{score}: {name} must be {expected}, got {tensor.dtype} of shape {tuple(tensor.shape)}"
         )

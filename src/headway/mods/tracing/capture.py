@@ -49,6 +49,9 @@ from .purity import (
     key_by_value,
 )
 
+# One of: ("cell", n), ("default", n), ("kwdefault", name), ("global", name), ("attr", name),
+# ("item", key), or an attribute of the n-th base of a class, or of an object's class:
+# ("class", (n, name)), ("type", (n, name)).
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
 Guard = tuple[Path, str, Any]  # path to an object, how it is tested, the expected value

@@ -149,14 +149,14 @@ def trace(
             recorder.autograd_function or (recorder.profiler_active and tracer.no_grad_used)
         ):
             raise ModError(
-                f"the {tracer.what} calls a torch.autograd.Function, whose backward would be lost "
-                "(or uses torch.no_grad while a profiler runs, when it cannot be told from one); "
-                "write the derivative with detach: x + (f(x) - x).detach() has the value of f and "
-                f"the derivative of x{recorder.autograd_function or quote(tracer.location)}"
+                f"the {tracer.subject} calls a torch.autograd.Function, whose backward would be "
+                "lost (or uses torch.no_grad while a profiler runs, when it cannot be told from "
+                "one); write the derivative with detach: x + (f(x) - x).detach() has the value of "
+                f"f and the derivative of x{recorder.autograd_function or quote(tracer.location)}"
             )
         if recorder is not None and recorder.hooked_module and kind == "score" and grad_enabled:
             raise ModError(
-                f"the {tracer.what} calls a module with a backward hook, which would be lost; "
+                f"the {tracer.subject} calls a module with a backward hook, which would be lost; "
                 "remove the hook, write its effect with detach: x + (f(x) - x).detach() has the "
                 "value of f and the derivative of x, or call under torch.no_grad()"
                 f"{recorder.hooked_module}"
@@ -175,13 +175,13 @@ def _error_message(kind: str, tracer: Tracer, error: Exception) -> str:
     if isinstance(error, TypeError) and location is None:
         other = "mask" if kind == "score" else "score"
         return (
-            f"the {tracer.what} cannot be called as a {kind}: {error}; a score takes (score, "
+            f"the {tracer.subject} cannot be called as a {kind}: {error}; a score takes (score, "
             f"{takes}), a mask ({takes}): if it is a {other}, pass it as {other}="
             f"{quote(tracer.location)}"
         )
     takes = f"score, {takes}" if kind == "score" else takes
     return (
-        f"the {tracer.what} failed on symbols: {type(error).__name__}: {error}; it must "
+        f"the {tracer.subject} failed on symbols: {type(error).__name__}: {error}; it must "
         f"take {takes} (each one number) and return one number{quote(location or tracer.location)}"
     )
 

@@ -39,9 +39,9 @@ class Tracer(TorchDispatchMode):
         """Return False, so that torch does not load its compiler to skip this mode."""
         return False
 
-    def __init__(self, what: str, record_detach: bool = False) -> None:
+    def __init__(self, subject: str, record_detach: bool = False) -> None:
         super().__init__()
-        self.what = what
+        self.subject = subject
         self.record_detach = record_detach
         self.location: Location | None = None  # the function's first line
         self.outer: CodeType | None = None  # the code that called the traced function
@@ -126,11 +126,11 @@ class Tracer(TorchDispatchMode):
         """
         # By id. Asking whether a tensor has a tangent would be an op of its own.
         symbols = {
-            id(x): self.symbol_of_number(x)
-            for x in _flatten(args, kwargs)
-            if self.is_captured(x)
-            and (is_wrapped(x) or forward_ad._current_level >= 0)
-            and x.dim() == 0
+            id(arg): self.symbol_of_number(arg)
+            for arg in _flatten(args, kwargs)
+            if self.is_captured(arg)
+            and (is_wrapped(arg) or forward_ad._current_level >= 0)
+            and arg.dim() == 0
         }
         if not symbols:
             return func(*args, **kwargs)
@@ -143,7 +143,7 @@ class Tracer(TorchDispatchMode):
         result = func(
             *map(symbolic, args), **{name: symbolic(value) for name, value in kwargs.items()}
         )
-        if any(isinstance(x, Tensor) for x in _flatten((result,), {})):
+        if any(isinstance(arg, Tensor) for arg in _flatten((result,), {})):
             return result
         return func(*args, **kwargs)  # a property of the tensor, or its value
 
@@ -305,6 +305,10 @@ class Tracer(TorchDispatchMode):
             values = tuple(arguments.take(name) for name in ("condition", "self", "other"))
             dtype = self._result_dtype(func, args, kwargs, arguments)
             return self._emit("where", tuple(map(self.arg, values)), dtype)
+        return self._translate_arithmetic(func, name, args, kwargs, arguments)
+
+    def _translate_arithmetic(self, func, name, args, kwargs, arguments: Arguments) -> Tensor:
+        """Emit the nodes of an op that computes; decompose one that a graph does not have."""
         if name == "relu":
             value = arguments.take("self")
             dtype = self._result_dtype(func, args, kwargs, arguments)
@@ -375,7 +379,7 @@ class Tracer(TorchDispatchMode):
     def _result_dtype(self, func, args, kwargs, arguments: Arguments) -> torch.dtype:
         """Return the dtype of a call's result; refuse unused arguments and more than one number."""
         self._refuse_unused(func, arguments)
-        result = func(*map(sample, args), **{n: sample(x) for n, x in kwargs.items()})
+        result = func(*map(sample, args), **{n: sample(value) for n, value in kwargs.items()})
         if result.numel() != 1:
             self.refuse(
                 f"makes {tuple(result.shape)} numbers of one with {full_name(func)}",
@@ -474,9 +478,9 @@ class Tracer(TorchDispatchMode):
             "draw outside the function and capture the tensor",
         )
 
-    def refuse(self, what: str, remedy: str):
+    def refuse(self, problem: str, remedy: str):
         location = (self.outer and user_location(self.outer)) or self.location
-        raise ModError(f"the {self.what} {what}; {remedy}{quote(location)}")
+        raise ModError(f"the {self.subject} {problem}; {remedy}{quote(location)}")
 
 
 def _constant(value: Any, dtype: torch.dtype) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....blocks import TILE, Tiles, cached_build, undecided
-from ....caches import Cache
+from ....caches import LRUCache
 from ....surroundings import capturing
 from ....types import Coords, Spec
 from ...base import Call, graphs, split
@@ -30,7 +30,7 @@ from .parallel_compile import fix_cache_keys
 from .triton_startup import start_triton
 
 T = TypeVar("T")
-_plans: Cache[Any] = Cache(512)  # by plan key and by call signature
+_plans: LRUCache[Any] = LRUCache(512)  # by plan key and by call signature
 
 
 def cached(key: tuple, make: Callable[[], T]) -> T:
