@@ -28,7 +28,7 @@ import headway as hw
 from headway.backends.gpu import captured_grads
 from headway.backends.gpu.products import bits_of
 from headway.backends.triton import launch
-from headway.backends.triton.config import Config, passes
+from headway.backends.triton.config import Tiling, passes
 from headway.backends.triton.plan import planned
 from headway.backends.triton.tuning import NO_ROOM
 from headway.resolve import prepare
@@ -158,20 +158,20 @@ class Bench:
         several = passes(bits_of(self.q.dtype), *self.case.shape[4:])
         return ["forward", *several, *(["backward"] if one else [])]
 
-    def configs(self, kernel: str) -> list[Config]:
+    def configs(self, kernel: str) -> list[Tiling]:
         """The table's first, then the case's."""
-        found = [launch.LAUNCHERS[kernel](self.plan(kernel)).rows[0]]
+        found = [launch.LAUNCHERS[kernel](self.plan(kernel)).candidates[0]]
         for text in self.case.tiles.get(kernel, "").split(","):
             if text:
-                found.append(Config(*map(int, text.split())))
+                found.append(Tiling(*map(int, text.split())))
         return list(dict.fromkeys(found))
 
-    def launcher(self, kernel: str, how: Config):
+    def launcher(self, kernel: str, how: Tiling):
         """What launches a kernel with these tiles, into the same tensors each time."""
         plan = self.plan(kernel)
         known = launch.LAUNCHERS[kernel](plan)
-        known.take(how)
-        plan.suit([how])  # the block mask suits these tiles alone
+        known.use_tiling(how)
+        plan.choose_mask_tile([how])  # the block mask suits these tiles alone
         known.choose(0)
         if kernel == "forward":
             return lambda: launch.forward(self.spec, self.call)
@@ -244,7 +244,7 @@ def seconds(run) -> float:
     return median(sample(number) for _ in range(3 if once < 0.02 else 1))
 
 
-def compile_one(given: tuple[str, str, Config]) -> str:
+def compile_one(given: tuple[str, str, Tiling]) -> str:
     """Compile a kernel of a case into Triton's cache, on tensors that are never touched."""
     name, kernel, how = given
     try:

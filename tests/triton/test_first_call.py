@@ -217,7 +217,7 @@ def test_a_backward_that_finds_no_memory_does_not_fail_the_forward(device, compi
     def full(*given):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("headway.backends.triton.launch._backward_q", full)
+    monkeypatch.setattr("headway.backends.triton.launch._backward_q_launcher", full)
     out = attend()
     assert [name for name, _ in device.launches] == ["forward"]
     with pytest.raises(torch.OutOfMemoryError):

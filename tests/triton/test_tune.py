@@ -12,13 +12,13 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from headway.backends.triton import saved, tuning
-from headway.backends.triton.config import Config, configs, key, one_pass
+from headway.backends.triton.config import Tiling, one_pass, saved_key, tilings
 from headway.cli import tune
 from headway.resolve import prepare
 from tools.compile_triton import launching
 
-SMALL, LARGE = Config(16, 16, 4, 1), Config(32, 32, 4, 1)
-NO_ROOM = Config(128, 128, 4, 4)
+SMALL, LARGE = Tiling(16, 16, 4, 1), Tiling(32, 32, 4, 1)
+NO_ROOM = Tiling(128, 128, 4, 4)
 
 
 @pytest.fixture
@@ -51,9 +51,9 @@ def search(problem, monkeypatch, times, tiles=(SMALL, LARGE)):
 def test_the_fastest_wins_is_saved_and_goes_first(cache, problem, monkeypatch):
     # forward, dq, dk and dv, all in one: two tiles each
     tried = search(problem, monkeypatch, [2.0, 1.0, 1.0, 2.0, 5.0, 4.0, 3.5, 4.5])
-    assert [t.how for t in tried] == [SMALL, LARGE] * 4
+    assert [t.tiling for t in tried] == [SMALL, LARGE] * 4
     found = tuning.winners(problem, tried)
-    of = lambda kernel: key(kernel, 16, 16, 16, "masked")
+    of = lambda kernel: saved_key(kernel, 16, 16, 16, "masked")
     assert [found[of(k)] for k in problem.kernels] == [LARGE, SMALL, LARGE, SMALL]
     assert found[of("one pass")] is True
     assert not one_pass(16, 16, 16, "masked", {})
@@ -61,10 +61,10 @@ def test_the_fastest_wins_is_saved_and_goes_first(cache, problem, monkeypatch):
     again = saved.load("a-card")
     assert again == found
     assert one_pass(16, 16, 16, "masked", again)
-    first, *rest = configs("forward", 16, 16, 16, "masked", again)
+    first, *rest = tilings("forward", 16, 16, 16, "masked", again)
     assert first == LARGE
-    assert tuple(rest) == configs("forward", 16, 16, 16, "plain", {})
-    assert configs("forward", 16, 16, 16, "score", again) == configs(
+    assert tuple(rest) == tilings("forward", 16, 16, 16, "plain", {})
+    assert tilings("forward", 16, 16, 16, "score", again) == tilings(
         "forward", 16, 16, 16, "score", {}
     )
 
@@ -106,13 +106,13 @@ def test_masks_that_read_tensors_are_a_kind_of_their_own(mask, kind):
     with launching("sm_90"):
         found = tuning.Problem(*prepare(x, x, x, None, mask, backend="triton"), x)
     assert found.key("backward_kv").endswith(kind)
-    of = lambda kernel, kind: configs(kernel, 16, 128, 128, kind, {})[0]
+    of = lambda kernel, kind: tilings(kernel, 16, 128, 128, kind, {})[0]
     assert of("backward_kv", "reading") != of("backward_kv", "masked")
     assert of("backward_q", "reading") == of("backward_q", "masked")
 
 
 @pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize("kernel", tuning._HALF)
+@pytest.mark.parametrize("kernel", tuning._HALF_PRECISION)
 @pytest.mark.parametrize("bits", [16, 19, 32])
 def test_there_is_something_to_try_at_every_width(kernel, bits, widths):
     found = tuning.candidates(kernel, bits, *widths)

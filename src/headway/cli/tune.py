@@ -116,7 +116,7 @@ def _compile_part(given: tuple[list[tuple], int, int]) -> None:
     problems, part, parts = given
     for what in problems:
         problem = _problem(*what)
-        ready = problem.prepared()
+        ready = problem.run_forward()
         q, v = problem.call.q, problem.call.v
         every = [
             (kernel, how)
@@ -125,7 +125,7 @@ def _compile_part(given: tuple[list[tuple], int, int]) -> None:
         ]
         for kernel, how in every[part::parts]:
             try:
-                ready.take(kernel, how)
+                ready.use_tiling(kernel, how)
                 ready.run(kernel)()
             except NO_ROOM:
                 continue
@@ -152,7 +152,7 @@ def _seconds(call, calls: int) -> float:
 
 def _line(what: tuple, trial: "Trial") -> str:
     (_, _, _, d, dv), dtype, mods = what
-    how = trial.how
+    how = trial.tiling
     edge = f", {how.edge} at edges" if how.edge else ""
     taken = "no room" if trial.seconds is None else f"{trial.seconds * 1e3:9.3f} ms"
     return (

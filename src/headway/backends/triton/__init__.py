@@ -20,12 +20,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
-    """It runs on GPUs, in float32, bfloat16 and float16, up to a width of 512; over a cache, what
-    `gpu.inference` does."""
+    """Return why a call cannot run here: other devices than GPUs, dtypes than float32, bfloat16 and
+    float16, widths above 512; over a cache, the reasons of `gpu.inference`."""
     reasons = []
-    why = unavailable(kind.device.type, kind.device.index)
-    if why:
-        reasons.append(why)
+    device_reason = unavailable(kind.device.type, kind.device.index)
+    if device_reason:
+        reasons.append(device_reason)
     if kind.cache:
         return reasons + inference.reasons_against(spec, kind)
     if kind.dtype not in DTYPES:
@@ -49,7 +49,7 @@ prepare = nothing_prepared
 
 
 def code(spec: Spec, call: Call) -> str:
-    """The functions generated for the score and the mask."""
+    """Return the functions generated for the score and the mask."""
     if call.kv is not None or inference.suits(spec, call):
         return inference.code(spec, call)
     from ..gpu.codegen import emit
@@ -59,7 +59,7 @@ def code(spec: Spec, call: Call) -> str:
 
 
 def unavailable(device: str, index: int | None) -> str:
-    """Why kernels cannot run on a device; empty if they can."""
+    """Return why kernels cannot run on a device; empty if they can."""
     if named_card() is not None or device == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "Triton is not installed: pip install 'headway[triton]'"

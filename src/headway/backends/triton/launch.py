@@ -19,46 +19,45 @@ from .plan import Launcher, Plan, planned
 
 
 def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel; for `max_logit` also the maximum over its programs. That of inference, where it
-    suits."""
+    """Run the forward kernel, or the kernel of inference where it suits."""
     if inference.suits(spec, call):
         return inference.infer(spec, call)
-    width = call.v.shape[3]
-    q, k, v = _rows(call.q), _rows(call.k), _rows(call.v)
+    dv = call.v.shape[3]
+    q, k, v = _aligned_rows(call.q), _aligned_rows(call.k), _aligned_rows(call.v)
     b, hq, q_len, _ = q.shape
-    new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
+    empty = partial(torch.empty, dtype=torch.float32, device=q.device)
     out = outputs.memory_for(call, 0, (b, hq, q_len, v.shape[3]), spec.out_dtype(q.dtype))
     lse = outputs.memory_for(call, 1, (b, hq, q_len))
-    row_max = new(b, hq, q_len) if spec.row_max else None
-    top = None
+    row_max = empty(b, hq, q_len) if spec.row_max else None
+    max_logits = None
     if lse.numel():
         plan = planned(spec, call, (), q, k, v)
         if plan.uncompiled:
             parallel_compile.compile_training(plan, spec, call, forward, backward)
-        launcher = _forward(plan)
+        launcher = _forward_launcher(plan)
         sink = _contiguous(call.sink)
         (k_transposed,) = transposed(plan, k)
         k = k if k_transposed is None else k_transposed
 
         def arguments(slots: int) -> tuple:
-            top = new(b, hq, slots) if spec.max_logit else None
-            return q, k, v, out, lse, row_max, top, sink
+            max_logits = empty(b, hq, slots) if spec.max_logit else None
+            return q, k, v, out, lse, row_max, max_logits, sink
 
-        top = launcher(call, arguments)[6]
-    return outputs.of_forward(spec, _cut(out, width), lse, row_max, top)
+        *_, max_logits, _ = launcher(call, arguments)
+    return outputs.of_forward(spec, _first_columns(out, dv), lse, row_max, max_logits)
 
 
 def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
-    """One kernel for dq and the gradients of captured tensors, and one or two for dk and dv; or one
-    kernel for all."""
-    widths = call.q.shape[3], call.v.shape[3]
-    q, k, v, out, dout = (_rows(x) for x in (*call[:3], out, dout))
+    """Run one kernel for dq and the gradients of captured tensors, and one or two for dk and dv; or
+    one kernel for all."""
+    d, dv_width = call.q.shape[3], call.v.shape[3]
+    q, k, v, out, dout = map(_aligned_rows, (call.q, call.k, call.v, out, dout))
     lse = lse.contiguous()
     b, hq, kv_len = *q.shape[:2], k.shape[2]
-    of_q, of_kv = spec.grad_dtypes(q.dtype)
+    dq_dtype, dkv_dtype = spec.grad_dtypes(q.dtype)
     captured = captured_grads.zeros(call.captured.tensors, needs, q.device) if needs else []
     if not lse.numel() or not kv_len:
         return outputs.of_no_pairs(spec, call, out, lse, dout, dlse, captured)
@@ -69,68 +68,67 @@ def backward(
         parallel_compile.compile_backward(
             plan, lambda: backward(spec, call, out, lse, dout, dlse, needs)
         )
-    new = lambda *shape, dtype=of_q: torch.empty(*shape, dtype=dtype, device=q.device)
+    empty = partial(torch.empty, dtype=dq_dtype, device=q.device)
     # Query heads that share a key head run in parallel, and their results are summed here.
-    shared = hq != k.shape[1]
-    dk, dv = (
-        new(b, hq, kv_len, x.shape[3], dtype=torch.float32 if shared else of_kv) for x in (k, v)
-    )
+    grouped = hq != k.shape[1]
+    head_dtype = torch.float32 if grouped else dkv_dtype
+    dk, dv = (empty(b, hq, kv_len, x.shape[3], dtype=head_dtype) for x in (k, v))
     if plan.one_pass:
         workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        own = q, k, v, dout, *transposed(plan, q, dout), workspace, dk, dv, dq
-        LAUNCHERS["backward"](plan)(call, lambda slots: own)
-        dq = torch.mul(dq, spec.scale, out=new(*q.shape))
+        arguments = q, k, v, dout, *transposed(plan, q, dout), workspace, dk, dv, dq
+        LAUNCHERS["backward"](plan)(call, lambda slots: arguments)
+        dq = torch.mul(dq, spec.scale, out=empty(*q.shape))
     else:
-        dq, workspace = new(*q.shape), new(plan.workspace.size, dtype=torch.float32)
+        dq, workspace = empty(*q.shape), empty(plan.workspace.size, dtype=torch.float32)
         grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
-        of_rows = out.contiguous(), lse, _contiguous(dlse)
-        _backward_q(plan)(
-            call,
-            lambda slots: (q, k, v, dout, *transposed(plan, k, v), workspace, *of_rows, dq, *grads),
-            (out.dtype, dlse is None),
-        )
+        rows = out.contiguous(), lse, _contiguous(dlse)
+        q_arguments = q, k, v, dout, *transposed(plan, k, v), workspace, *rows, dq, *grads
+        _backward_q_launcher(plan)(call, lambda slots: q_arguments, (out.dtype, dlse is None))
         matrices = q, k, v, dout, *transposed(plan, q, dout), workspace
-        made = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
+        kv_grads = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
         for name in plan.passes[1:]:
-            own = *matrices, *made[name], None
-            LAUNCHERS[name](plan)(call, lambda slots, own=own: own)
+            arguments = *matrices, *kv_grads[name], None
+            LAUNCHERS[name](plan)(call, lambda slots, arguments=arguments: arguments)
     dsink = None
     if call.sink is not None:
         delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
         dsink = captured_grads.of_sink(call.sink, lse, delta)
-    if shared:
-        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(of_kv) for x in (dk, dv))
-    return Grads(_cut(dq, widths[0]), _cut(dk, widths[0]), _cut(dv, widths[1]), dsink, captured)
+    if grouped:
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dkv_dtype) for x in (dk, dv))
+    dq, dk, dv = _first_columns(dq, d), _first_columns(dk, d), _first_columns(dv, dv_width)
+    return Grads(dq, dk, dv, dsink, captured)
 
 
-def _forward(plan: Plan) -> Launcher:
+def _forward_launcher(plan: Plan) -> Launcher:
     return plan.launchers.get("forward") or plan.launcher(
         "forward", forward_kernel, SCORE=plan.function("score")
     )
 
 
-def _backward_q(plan: Plan) -> Launcher:
+def _backward_q_launcher(plan: Plan) -> Launcher:
     return plan.launchers.get("backward_q") or plan.launcher(
-        "backward_q", backward_q, SCATTER=plan.function("scatter"), **_derivative(plan)
+        "backward_q", backward_q, SCATTER=plan.function("scatter"), **_derivative_constants(plan)
     )
 
 
-def _backward_kv(name: str, plan: Plan) -> Launcher:
-    return plan.launchers.get(name) or plan.launcher(name, backward_kv, **_derivative(plan))
+def _backward_kv_launcher(name: str, plan: Plan) -> Launcher:
+    return plan.launchers.get(name) or plan.launcher(
+        name, backward_kv, **_derivative_constants(plan)
+    )
 
 
 LAUNCHERS: dict[str, Callable[[Plan], Launcher]] = {
-    "forward": _forward,
-    "backward_q": _backward_q,
+    "forward": _forward_launcher,
+    "backward_q": _backward_q_launcher,
     **{
-        name: partial(_backward_kv, name)
+        name: partial(_backward_kv_launcher, name)
         for name in ("backward_kv", "backward_k", "backward_v", "backward")
     },
 }
 
 
-def _derivative(plan: Plan) -> dict[str, Any]:
+def _derivative_constants(plan: Plan) -> dict[str, Any]:
     score = plan.text.score
     return {
         "DERIVATIVE": plan.function("derivative"),
@@ -138,17 +136,17 @@ def _derivative(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x with contiguous rows of a multiple of 8 numbers, zeros past the end, each row at a multiple
-    of 16 bytes: x itself or a copy.
+def _aligned_rows(x: Tensor) -> Tensor:
+    """Return x, or a copy, with contiguous rows of a multiple of 8 numbers, padded by 0, each at a
+    multiple of 16 bytes.
 
-    Narrower loads cannot be pipelined. Of a kernel without pipelined loads the ptxas of CUDA 12.8
-    (Triton 3.6 and 3.7) makes wrong code for Hopper: its tiles of k and v have the same address in
-    every iteration, and values that it hoists out of the loop get lost.
+    Narrower loads cannot be pipelined. The ptxas of CUDA 12.8 (Triton 3.6 and 3.7) miscompiles a
+    kernel without pipelined loads for Hopper: its tiles of k and v have the same address in every
+    iteration, and values that it hoists out of the loop get lost.
     """
-    batch, head, row, one = x.stride()
+    batch, head, row, column = x.stride()
     width = x.shape[3]
-    if one == 1 and not (batch | head | row | width) & 7 and not x.data_ptr() & 15:
+    if column == 1 and not (batch | head | row | width) & 7 and not x.data_ptr() & 15:
         return x
     if width & 7:
         return torch.nn.functional.pad(x, (0, -width % 8))
@@ -156,24 +154,24 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def transposed(plan: Plan, *matrices: Tensor) -> list[Tensor | None]:
-    """Copies with contiguous columns, padded to a multiple of 16 rows; None where products use
-    tensor cores and take no such copies.
+    """Return copies with contiguous columns, padded to a multiple of 16 rows; None where products
+    use tensor cores and need no copies.
 
     Without tensor cores neighbouring threads multiply by neighbouring columns of a right factor. In
     `tile.outer` those are rows of a matrix, a multiple of 128 bytes apart: all in the same banks of
     shared memory, and Triton does not pad a factor of such a product.
     """
-    return [_transposed(x) if plan.transposes else None for x in matrices]
+    return [_transpose(x) if plan.transposes else None for x in matrices]
 
 
-def _transposed(x: Tensor) -> Tensor:
+def _transpose(x: Tensor) -> Tensor:
     b, h, length, width = x.shape
     columns = x.new_empty(b, h, width, -(-length // 16) * 16)
     return columns[..., :length].mT.copy_(x)
 
 
-def _cut(x: Tensor, width: int) -> Tensor:
-    """The first `width` columns."""
+def _first_columns(x: Tensor, width: int) -> Tensor:
+    """Return the first `width` columns."""
     return x if x.shape[3] == width else x[..., :width].contiguous()
 
 

@@ -23,17 +23,17 @@ from ..gpu.products import bits_of, product_precision
 from ..gpu.runtime.call_plan import BasePlan, Walks, plan_of, unspecialized
 from ..gpu.runtime.launcher import KernelLauncher
 from . import kernel_backward, kernel_forward, saved, tile, walk
-from .config import LEARNED, Config, configs, kind_of, one_pass, passes, pieces
+from .config import LEARNED, Tiling, call_kind, one_pass, passes, pieces, tilings
 
 
 def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) -> "Plan":
-    """The plan for a call; `matrices` are q, k, v and, for a backward, dout."""
-    of = Plan, product_precision(matrices[0].dtype)
-    return plan_of(of, spec, call, wanted, matrices, Plan)
+    """Return the plan for a call; `matrices` are q, k, v and, for a backward, dout."""
+    variant = Plan, product_precision(matrices[0].dtype)
+    return plan_of(variant, spec, call, wanted, matrices, Plan)
 
 
 class Plan(BasePlan):
-    """Calls of one kind."""
+    """The plan of one kind of calls."""
 
     sources = (
         maths, diagonals, gradients, tiles, softmax, preprocess, tile, walk, kernel_forward,
@@ -49,17 +49,17 @@ class Plan(BasePlan):
         )
         self.launchers: dict[str, Launcher] = {}
         self.saved = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
-        self.size, self.kind = (bits_of(q.dtype), self.d, self.dv), kind_of(spec, call)
+        self.table_key, self.kind = (bits_of(q.dtype), self.d, self.dv), call_kind(spec, call)
         kinds = (self.kind, LEARNED) if spec.score_tensors else (self.kind,)
-        # The kernel of dq also makes the gradients of what the score captures; and it alone sums in
-        # a fixed order.
+        # The kernel of dq also computes the gradients of captured tensors, and only it sums in a
+        # fixed order.
         self.one_pass = not (wanted or spec.deterministic) and one_pass(
-            *self.size, self.kind, self.saved
+            *self.table_key, self.kind, self.saved
         )
-        self.passes = passes(*self.size)
+        self.passes = passes(*self.table_key)
         backward = ("backward",) if self.one_pass else self.passes
         names = "forward", *backward
-        self.suit([self.configs(name, kind)[0] for name in names for kind in kinds])
+        self.choose_mask_tile([self.tilings(n, kind)[0] for n in names for kind in kinds])
         if wanted:
             self.kind = LEARNED
         self.transposes = bits_of(q.dtype) == 32  # `launch.transposed`
@@ -81,26 +81,29 @@ class Plan(BasePlan):
             "D": d[0], "D_REST": d[1], "DV": dv[0], "DV_REST": dv[1],
         }  # fmt: skip
 
-    def configs(self, name: str, kind: str) -> Sequence[Config]:
-        """The tile sizes for a kernel, best first."""
+    def tilings(self, name: str, kind: str) -> Sequence[Tiling]:
+        """Return the tile sizes for a kernel, best first."""
         if triton.knobs.runtime.interpret:
-            return (Config(32, 32, 2, 1, 16),)
-        return configs(name, *self.size, kind, self.saved)
+            return (Tiling(32, 32, 2, 1, 16),)
+        return tilings(name, *self.table_key, kind, self.saved)
 
     def launcher(self, name: str, fn: Any, **constants: Any) -> "Launcher":
-        """The launcher of a kernel, made at its first use."""
-        found = self.launchers.get(name)
-        if found is None:
-            found = self.launchers[name] = Launcher(self, name, fn, constants)
-        return found
+        """Return the launcher of a kernel, created at its first use."""
+        launcher = self.launchers.get(name)
+        if launcher is None:
+            launcher = self.launchers[name] = Launcher(self, name, fn, constants)
+        return launcher
 
-    def suit(self, blocks: Iterable[Config]) -> None:
-        """Choose the tile of the block mask: no larger than the largest of the kernels' blocks,
-        since smaller tiles skip more; at least 64 x 64, since smaller tiles cost more to find.
-        Forward and backward choose the same tile, and share the block mask."""
+    def choose_mask_tile(self, blocks: Iterable[Tiling]) -> None:
+        """Choose the tile of the block mask.
+
+        It is no larger than the largest of the kernels' blocks, since smaller tiles skip more, and
+        at least 64 x 64, since smaller tiles cost more to find. Forward and backward choose the
+        same tile and share the block mask.
+        """
         if self.tile is not None and self.spec.tiles is None:
-            every = [Config(64, 64, 0, 0), *blocks]
-            self.tile = max(how.m for how in every), max(how.n for how in every)
+            candidates = [Tiling(64, 64, 0, 0), *blocks]
+            self.tile = max(c.m for c in candidates), max(c.n for c in candidates)
 
 
 class Launcher:
@@ -109,43 +112,47 @@ class Launcher:
     def __init__(self, plan: Plan, name: str, fn: Any, constants: dict[str, Any]) -> None:
         self.plan, self.name, self.fn = plan, name, fn
         self.queries = name in ("forward", "backward_q")  # a program keeps queries; else keys
-        self.rows = plan.configs(name, plan.kind)
+        self.candidates = plan.tilings(name, plan.kind)
         self.constants = plan.constants | constants
         self.choose(0)
 
-    def take(self, how: Config) -> None:
-        """Take these tile sizes and no others, to time them. The block mask gets tiles that suit
-        every kernel, so that kernels do not depend on each other's sizes."""
-        self.rows, self.n = (how,), 0
+    def use_tiling(self, tiling: Tiling) -> None:
+        """Use these tile sizes and no others, to time them.
+
+        The block mask gets tiles that suit every kernel, so that kernels do not depend on each
+        other's tiling.
+        """
+        self.candidates, self.choice = (tiling,), 0
         if self.plan.spec.tiles is None and self.plan.tile is not None:
             self.plan.tile = TILE
         for launcher in self.plan.launchers.values():
-            launcher.choose(launcher.n)
+            launcher.choose(launcher.choice)
 
-    def choose(self, n: int) -> None:
-        """Take the n-th row of the table."""
-        plan, how = self.plan, self.rows[n]
-        self.n = n
-        block, step = (how.m, how.n) if self.queries else (how.n, how.m)
+    def choose(self, choice: int) -> None:
+        """Use one of the candidates, by its index."""
+        plan, tiling = self.plan, self.candidates[choice]
+        self.choice = choice
+        block, step = (tiling.m, tiling.n) if self.queries else (tiling.n, tiling.m)
         self.walks = Walks(plan, queries=self.queries, block=block)
         self.slots = self.walks.tile_rows * self.walks.sub  # programs of one head
         self.programs = self.slots * plan.b * plan.hq
         self.length = plan.kv_len if self.queries else plan.q_len  # of a tile row
         self.last_walk: tuple[object, bool] = None, False  # and whether it is scattered
-        whole = self.length % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
-        # What is known of rows matters where columns cost nothing, and rows are wide; 64 wide it
-        # costs a register, and 8 bytes are spilled for sm_100.
+        even = self.length % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
+        # That rows are even helps where columns are too, and rows are wide; at width 64 it costs a
+        # register, and 8 bytes are spilled for sm_100.
         rows = plan.q_len if self.queries else plan.kv_len
         wide = max(plan.d, plan.dv) > 64
-        even_rows = whole and wide and rows % tile.EVEN_ROWS == 0
+        even_rows = even and wide and rows % tile.EVEN_ROWS == 0
         self.options = self.constants | {
-            "BLOCK_M": how.m, "BLOCK_N": how.n, "num_warps": how.warps, "num_stages": how.stages,
-            "EVEN": whole, "EVEN_ROWS": even_rows, "BLOCK_EDGE": how.edge or step,
+            "BLOCK_M": tiling.m, "BLOCK_N": tiling.n, "num_warps": tiling.warps,
+            "num_stages": tiling.stages, "EVEN": even, "EVEN_ROWS": even_rows,
+            "BLOCK_EDGE": tiling.edge or step,
             "SUB": self.walks.sub,
         }  # fmt: skip
         if (
             plan.transposes
-            and how.m * how.n >= 512 * how.warps
+            and tiling.m * tiling.n >= 512 * tiling.warps
             and plan.d + plan.dv > 64
             and on_cuda(plan.device)
         ):
@@ -157,20 +164,22 @@ class Launcher:
     def __call__(
         self, call: Call, tensors: Callable[[int], tuple], variant: Hashable = None
     ) -> tuple:
-        """Launch on `tensors(slots)` (`arrange`), which are returned.
+        """Launch on `tensors(slots)` (`arrange`), and return them.
 
-        - `variant`: what may differ in these tensors between calls of this kind: a dtype, or
-          whether there is one.
+        - `variant`: the properties of these tensors that may differ between calls of this kind:
+          a dtype, or whether a tensor is there.
         """
-        plan, more = self.plan, ()
+        plan, seed = self.plan, ()
         if plan.spec.dropout > 0:
             assert call.seed is not None
-            more = (call.seed.to(plan.device),)
+            seed = (call.seed.to(plan.device),)
         while True:
-            own = tensors(self.slots)
-            given = plan.known_arguments(self.walks) or plan.call_arguments(call, self.walks, *more)
-            if self.last_walk[0] is not (made := self.walks.last[1]):
-                self.last_walk = made, walk.scattered(made, self.length)
+            matrices = tensors(self.slots)
+            call_arguments = plan.known_arguments(self.walks) or plan.call_arguments(
+                call, self.walks, *seed
+            )
+            if self.last_walk[0] is not (current := self.walks.last[1]):
+                self.last_walk = current, walk.scattered(current, self.length)
             key = variant, self.last_walk[1]
             kernel = self.kernels.get(key)
             if kernel is None:
@@ -179,62 +188,73 @@ class Launcher:
                     self.fn, plan.device, options, self.programs, self.arrange
                 )
             try:
-                kernel(own, given)
+                kernel(matrices, call_arguments)
             except OutOfResources as error:
-                self.smaller(error)
+                self.use_smaller(error)
                 continue
-            return own
+            return matrices
 
-    def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
-        """The arguments of the kernel.
+    def arrange(
+        self, matrices: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]
+    ) -> tuple:
+        """Return the arguments of the kernel.
 
-        - `own`: for the forward, its first arguments. For a backward q, k, v, dout, two transposed
-          copies or None, the workspace; for `backward_q` also out, lse and dlse, of which it makes
-          the workspace; and the gradients, those of captured tensors last.
+        - `matrices`: for the forward, its first arguments. For a backward q, k, v, dout, two
+          transposed copies or None, the workspace; for `backward_q` also out, lse and dlse, from
+          which it fills the workspace; and the gradients, those of captured tensors last.
         """
         plan, grads = self.plan, ()
-        layout: tuple = tuple(map(_strides, own[:3]))
+        layout: tuple = tuple(map(_strides, matrices[:3]))
         coords, walk, captured, seed = plan.arranged(self.walks, tensors, floats)
         if self.name != "forward":
-            q, k, v, dout, one, two, workspace, *to = own
-            transposed = None if one is None else ((one, _strides(one)), (two, _strides(two)))
+            q, k, v, dout, first, second, workspace, *results = matrices
+            transposed = None
+            if first is not None:
+                transposed = (first, _strides(first)), (second, _strides(second))
             layout = *layout, _strides(dout), transposed
             delta, lse2, *_ = plan.workspace.split(workspace)
             if self.name == "backward_q":
-                *of_rows, dq = to[:4]
-                own, grads = (q, k, v, dout, *of_rows, lse2, delta, dq), (tuple(to[4:]),)
+                out, lse, dlse, dq, *captured_grads = results
+                matrices = q, k, v, dout, out, lse, dlse, lse2, delta, dq
+                grads = (tuple(captured_grads),)
             else:
-                own = q, k, v, dout, lse2, delta, *to
+                matrices = q, k, v, dout, lse2, delta, *results
         dropout = tile.Dropout(seed[0], *plan.dropout) if seed else None
-        return (*own, *layout, *plan.static, coords, dropout, walk, *captured, *grads)
+        return (*matrices, *layout, *plan.static, coords, dropout, walk, *captured, *grads)
 
-    def smaller(self, error: OutOfResources) -> None:
-        """Take the next row of the table. The compiler says whether a tile fits, before anything
-        runs: a score may need shared memory of its own."""
-        if self.n + 1 == len(self.rows):
+    def use_smaller(self, error: OutOfResources) -> None:
+        """Use the next candidate.
+
+        The compiler says whether a tile fits before anything runs: a score may need shared memory
+        of its own.
+        """
+        if self.choice + 1 == len(self.candidates):
             raise BackendRefused(
                 f"backend='triton' has no tile small enough for this GPU: {error}; "
                 "use a smaller width, or backend='reference'"
             ) from error
-        self.choose(self.n + 1)
+        self.choose(self.choice + 1)
 
 
 def _strides(x: Tensor) -> tuple:
-    """The strides of batch and head, of rows, and of columns (None: 1), as `tile.head` and
-    `tile.load` take them. That of rows is a constant: the addresses within a tile are then one
-    address plus constants. That of columns, if not 1, depends on the length."""
+    """Return the strides of batch and head, of rows, and of columns (None: 1), for `tile.head` and
+    `tile.load`.
+
+    The stride of rows is a constant: the addresses within a tile are then one address plus
+    constants. The stride of columns, if not 1, depends on the length.
+    """
     batch, head, row, column = x.stride()
-    heads = unspecialized(batch // 8), unspecialized(head // 8)
-    return *heads, tl.constexpr(row), None if column == 1 else column
+    outer = unspecialized(batch // 8), unspecialized(head // 8)
+    return *outer, tl.constexpr(row), None if column == 1 else column
 
 
 def approximates_tanh(q: Tensor) -> bool:
-    """Whether the GPU has the approximate tanh, and its error is below that of q's dtype."""
+    """Check that the GPU has the approximate tanh, and its error is below that of q's dtype."""
     return q.dtype == torch.bfloat16 and on_cuda(q.device)
 
 
 def on_cuda(device: torch.device) -> bool:
-    """Whether kernels are compiled for an NVIDIA GPU."""
+    """Check that kernels are compiled for an NVIDIA GPU."""
     if triton.knobs.runtime.interpret:
         return False
     if device.type == "cuda":

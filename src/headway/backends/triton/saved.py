@@ -1,7 +1,7 @@
-"""Tile sizes that `headway tune` found on the user's card: a JSON file per kind of card.
+"""Tile sizes that `headway tune` found on the user's GPU: a JSON file per GPU model.
 
-It lies in the user's cache folder, is read once per process, and takes precedence over the table in
-config.py. Deleting it is always safe.
+The file is in the user's cache folder. It is read once per process and takes precedence over the
+table in config.py. Deleting it is always safe.
 """
 
 import json
@@ -13,35 +13,35 @@ from pathlib import Path
 import torch
 
 from ...errors import ArgumentError
-from .config import Config
+from .config import Tiling
 
-Tiles = dict[str, Config | bool]  # by `config.key`; "one pass ...": whether one kernel is faster
+TunedTilings = dict[str, Tiling | bool]  # by `saved_key`; "one pass": whether one kernel is faster
 
 
 def folder() -> Path:
-    """The folder of the files: in the cache folder of a user of Linux, where Triton is."""
+    """Return the folder of the files, in the user's cache folder (on Linux, like Triton)."""
     cache = os.environ.get("XDG_CACHE_HOME", "").strip() or "~/.cache"
     return Path(cache).expanduser() / "headway" / "tiles"
 
 
 def card(device: torch.device) -> str:
-    """The name of a GPU, as a file name."""
+    """Return the name of a GPU, as a file name."""
     name = torch.cuda.get_device_name(device)
     return "-".join("".join(c if c.isalnum() else " " for c in name).lower().split())
 
 
 @lru_cache(maxsize=64)
-def load(name: str) -> Tiles:
-    """The sizes found for a card; empty if there are none.
+def load(name: str) -> TunedTilings:
+    """Return the sizes found for a GPU; empty if there are none.
 
     **Raises:** `ArgumentError` if the file does not read as tile sizes.
     """
     path = folder() / f"{name}.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8"))
         return {
-            key: value if isinstance(value, bool) else Config(*map(int, value))
-            for key, value in found.items()
+            key: value if isinstance(value, bool) else Tiling(*map(int, value))
+            for key, value in entries.items()
         }
     except FileNotFoundError:
         return {}
@@ -52,15 +52,15 @@ def load(name: str) -> Tiles:
         ) from error
 
 
-def store(name: str, found: Tiles) -> Path:
-    """Add sizes to the card's file. Other processes may write to it at the same time."""
-    import filelock  # PyTorch brings it; only `headway tune` comes here
+def store(name: str, tuned: TunedTilings) -> Path:
+    """Add sizes to the GPU's file. Other processes may write to it at the same time."""
+    import filelock  # installed with PyTorch; only `headway tune` needs it
 
     folder().mkdir(parents=True, exist_ok=True)
     path = folder() / f"{name}.json"
     with filelock.FileLock(path.with_suffix(".lock")):
         load.cache_clear()
-        merged = load(name) | found
+        merged = load(name) | tuned
         flat = {
             key: value if isinstance(value, bool) else astuple(value)
             for key, value in sorted(merged.items())

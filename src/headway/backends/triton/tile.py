@@ -1,5 +1,7 @@
-"""Tile primitives of the forward and the backward: loads, products, work tiles, dropout; those of
-`gpu/device/tiles.py` among them."""
+"""Tile primitives of the forward and the backward: loads, products, work tiles, dropout.
+
+Those of `gpu/device/tiles.py` are re-exported.
+"""
 
 from typing import Any, NamedTuple
 
@@ -18,28 +20,38 @@ from ..gpu.device.tiles import times as times
 from ..gpu.device.tiles import zeros as zeros
 
 WORKSPACE_ROWS = 16  # rows of a head in the workspace are a multiple of these
-EVEN_ROWS = 16  # see `rows_in_all`
+EVEN_ROWS = 16  # see `known_even`
 
 
-class WorkTile(NamedTuple):
-    """The work of one program."""
+class ProgramTile(NamedTuple):
+    """The work tile of one program."""
 
     tile_row: Any  # of the block mask
-    slot: Any  # number among the programs of its head
-    first: Any  # row
-    end: Any  # of the rows
+    slot: Any  # index among the programs of its head
+    first: Any  # first row
+    end: Any  # end of rows
     h: Any  # head
     b: Any  # batch row
 
 
-class Rows(NamedTuple):
-    """The rows that a program keeps: queries, or keys."""
+class RowCoords(NamedTuple):
+    """The coordinates of the rows that a program keeps: queries, or keys."""
 
     b: Any  # global batch row
     h: Any  # global query head
     idx: Any  # global positions, along the rows of a tile of pairs
     batch: Any  # batch row in the tensors
-    first: Any  # row
+    first: Any  # first row
+
+
+class KeyPointers(NamedTuple):
+    """Pointers to the first row of k and v of one head, strides, and transposed copies."""
+
+    k: Any
+    v: Any
+    k_strides: Any
+    v_strides: Any
+    transposed: Any
 
 
 class Pairs(NamedTuple):
@@ -51,19 +63,19 @@ class Pairs(NamedTuple):
     kv_idx: Any
 
 
-class Mods(NamedTuple):
+class ModArguments(NamedTuple):
     """The arguments of the score, the mask and dropout."""
 
     scale: Any
     coords: Any
     dropout: Any  # `Dropout`, or None
-    score: Any  # captured: (tensors, numbers), and `with_tile_origin`
-    mask: Any  # captured: (tensors, numbers)
+    score: Any  # captured values: (tensors, numbers), for `with_tile_origin`
+    mask: Any  # captured values: (tensors, numbers)
     grads: Any  # gradients of the tensors that the score captures, or None
 
 
 class Dropout(NamedTuple):
-    """`headway.dropout`: words of Philox below `threshold` drop."""
+    """The arguments of dropout: a pair whose Philox word is below `threshold` is dropped."""
 
     seed: Any  # pointer
     threshold: Any
@@ -75,40 +87,57 @@ class Dropout(NamedTuple):
 
 @triton.jit
 def head(base, strides, b, h):
-    """A pointer to the first row of a head. The strides of batch and head, which depend on the
-    length, are passed divided by 8 and `unspecialized`: the compiler knows that 8 divides them and
-    nothing else, and loads are 16 bytes wide and pipelined (`launch._rows`)."""
+    """Return a pointer to the first row of a head.
+
+    The strides of batch and head, which depend on the length, are passed divided by 8 and
+    `unspecialized`. So the compiler knows that 8 divides them and nothing else, and loads are 16
+    bytes wide and pipelined (`launch._aligned_rows`).
+    """
     return base + (b * (strides[0] >> 2) + h * (strides[1] >> 2)) * 8
 
 
 @triton.jit
+def row(base, strides, b, h, first):
+    """Return a pointer to row `first` of a head."""
+    return head(base, strides, b, h) + tl.cast(first, tl.int64) * strides[2]
+
+
+@triton.jit
 def workspace_row(head, q_len):
-    """Row of the workspace where a head begins (`plan.Plan.workspace`). Heads have whole
-    `WORKSPACE_ROWS`: so the compiler knows, at any length, that numbers of neighbouring rows are
-    read 16 bytes at a time."""
+    """Return the row of the workspace where a head begins (`plan.Plan.workspace`).
+
+    A head has a multiple of `WORKSPACE_ROWS`. So the compiler knows, at any length, that numbers of
+    neighbouring rows may be read 16 bytes at a time.
+    """
     return head * ((q_len + (_WORKSPACE_ROWS - 1)) // _WORKSPACE_ROWS * _WORKSPACE_ROWS)
 
 
 @triton.jit
-def load_vector(at, live, other):
-    """One number per row. `live` None: all rows exist."""
+def load_vector(pointers, live, other):
+    """Load one number per row. `live` None: all rows exist."""
     if live is None:
-        return tl.load(at)
+        return tl.load(pointers)
     else:
-        return tl.load(at, mask=live, other=other)
+        return tl.load(pointers, mask=live, other=other)
 
 
 @triton.jit
 def transposed_heads(transposed, b, h):
-    """A pointer to a head in each of two transposed copies (`launch.transposed`), and strides."""
-    one, two = transposed
-    return (head(one[0], one[1], b, h), one[1]), (head(two[0], two[1], b, h), two[1])
+    """Return a pointer to a head in each of two transposed copies (`launch.transposed`), with
+    strides."""
+    first, second = transposed
+    return (
+        (head(first[0], first[1], b, h), first[1]),
+        (head(second[0], second[1], b, h), second[1]),
+    )
 
 
 @triton.jit
 def right_factor(x, transposed, WHICH: tl.constexpr, n, rows, live, WIDTH: tl.constexpr):
-    """The right factor of `outer`: rows n + `rows` of a transposed copy. Without one, x, which has
-    the same rows of the matrix."""
+    """Load the right factor of `outer`, rows n + `rows` of a transposed copy.
+
+    Without a copy, return x, the same rows of the matrix.
+    """
     if transposed is None:
         return x
     else:
@@ -119,16 +148,16 @@ def right_factor(x, transposed, WHICH: tl.constexpr, n, rows, live, WIDTH: tl.co
 @triton.jit
 def atomic_add(base, rows, live, x, WIDTH: tl.constexpr):
     """Add the pieces of x to a float32 matrix to which other programs add as well."""
-    to = base + rows[:, None] * WIDTH.columns
+    pointers = base + rows[:, None] * WIDTH.columns
     for n in tl.static_range(len(x)):
         cols = n * WIDTH.piece + tl.arange(0, x[n].shape[1])
         inside = live[:, None] & (cols < WIDTH.columns)[None, :]
-        tl.atomic_add(to + cols[None, :], x[n], mask=inside, sem="relaxed")
+        tl.atomic_add(pointers + cols[None, :], x[n], mask=inside, sem="relaxed")
 
 
 @triton.jit
 def inner(p, x, PRECISION: tl.constexpr):
-    """pᵀ x, piece by piece."""
+    """Return pᵀ x, piece by piece."""
     p = tl.trans(p.to(x[0].dtype))
     first = tl.dot(p, x[0], input_precision=PRECISION)
     if len(x) == 1:
@@ -139,7 +168,7 @@ def inner(p, x, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums(x, dx):
-    """rowsum(x∘dx) over the pieces, in float32."""
+    """Return rowsum(x∘dx) over the pieces, in float32."""
     total = preprocess.sums(x[0], dx[0])
     if len(x) == 2:
         total += preprocess.sums(x[1], dx[1])
@@ -150,10 +179,13 @@ def sums(x, dx):
 
 
 @triton.jit
-def rows_in_all(length, EVEN: tl.constexpr):
-    """The number of rows, of which the compiler knows that it is a multiple of `EVEN_ROWS` if EVEN.
-    Which rows exist is then the same for so many neighbours, and takes a register instead of 16:
-    128 wide for sm_90, `backward_kv` spills 20 bytes outside of its loops, and else 140."""
+def known_even(length, EVEN: tl.constexpr):
+    """Return a number of rows; if EVEN, the compiler knows that it is a multiple of `EVEN_ROWS`.
+
+    The predicate of a row is then the same for so many neighbours and takes one register instead
+    of 16. At width 128 on sm_90 `backward_kv` spills 20 bytes outside of its loops, and 140
+    without this.
+    """
     if EVEN:
         return length // _EVEN_ROWS * _EVEN_ROWS
     else:
@@ -162,7 +194,7 @@ def rows_in_all(length, EVEN: tl.constexpr):
 
 @triton.jit
 def map_work_tile(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
-    """The `WorkTile` of this program: ROWS rows, SUB programs to a tile row.
+    """Return the `ProgramTile` of this program: ROWS rows, SUB programs per tile row.
 
     Programs of a head are neighbours, so that they share its keys in the L2 cache. They start with
     the longest tile row (LPT), so that the last programs are short. Where the block mask differs
@@ -172,13 +204,13 @@ def map_work_tile(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
     tile_rows = walk.tile_rows >> 2
     if walk.full is None:
         slot = pid % tile_rows
-        rest = pid // tile_rows
+        head_idx = pid // tile_rows
         first = slot * ROWS
-        return WorkTile(slot, slot, first, first + ROWS, rest % heads, rest // heads)
+        return ProgramTile(slot, slot, first, first + ROWS, head_idx % heads, head_idx // heads)
     else:
-        work_tiles = tile_rows * walk.b * walk.h * SUB  # of all that the mask tells apart
+        work_tiles = tile_rows * walk.b * walk.h * SUB  # of all heads and batch rows of the mask
         tile_idx = pid % work_tiles
-        rest = pid // work_tiles
+        head_idx = pid // work_tiles
         tile_row = tl.load(walk.order + tile_idx // SUB)
         mask_idx = tile_row // tile_rows
         tile = tile_row % tile_rows
@@ -186,31 +218,39 @@ def map_work_tile(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
         end = tl.minimum(first + ROWS, (tile + 1) * walk.size)
         # Heads or batch rows that share the mask are numbered by the rest of the program's id.
         if walk.h == 1:
-            h = rest % heads
-            rest = rest // heads
+            h = head_idx % heads
+            head_idx = head_idx // heads
         else:
             h = mask_idx % walk.h
-        b = rest if walk.b == 1 else mask_idx // walk.h
-        return WorkTile(tile_row, tile * SUB + tile_idx % SUB, first, end, h, b)
+        b = head_idx if walk.b == 1 else mask_idx // walk.h
+        return ProgramTile(tile_row, tile * SUB + tile_idx % SUB, first, end, h, b)
 
 
 @triton.jit
 def positions(pos, stride, offset, b, index, live, INDEX: tl.constexpr):
-    """Global positions of some rows: read from `pos`, or `offset + index`. `live` None: all rows
-    exist."""
+    """Return global positions of some rows: loaded from `pos`, or `offset + index`.
+
+    `live` None: all rows exist.
+    """
     if pos is None:
         return tl.cast(offset, INDEX) + index
     else:
-        at = pos + tl.cast(b, tl.int64) * stride + index
-        if live is None:
-            return tl.load(at).to(INDEX)
-        else:
-            return tl.load(at, mask=live, other=0).to(INDEX)
+        pointers = pos + tl.cast(b, tl.int64) * stride + index
+        return load_vector(pointers, live, 0).to(INDEX)
+
+
+@triton.jit
+def row_coords(coords, b, h, idx, first, INDEX: tl.constexpr):
+    """Return the `RowCoords` of rows with global positions `idx`."""
+    return RowCoords(
+        tl.cast(coords.b, INDEX) + b, tl.cast(coords.h, INDEX) + h, idx[:, None], b, first
+    )
 
 
 @triton.jit
 def with_tile_origin(captured, coords, q_index, kv_index):
-    """What a score captures; and, if positions are consecutive, the first ones of its tile."""
+    """Return the captured values of a score and, if positions are consecutive, the first positions
+    of its tile."""
     if coords.q_pos is None and coords.kv_pos is None:
         return captured[0], captured[1], (coords.q + q_index, coords.kv + kv_index)
     else:
@@ -222,15 +262,16 @@ def with_tile_origin(captured, coords, q_index, kv_index):
 
 @triton.jit
 def dropout_keep(dropout, pairs):
-    """Which pairs survive: Philox-4x32 on (j / 4, i, h, b), word j mod 4 (`headway.dropout`)."""
+    """Return the pairs that survive: Philox-4x32 on (j / 4, i, h, b), word j mod 4
+    (`headway.dropout`)."""
     j = (pairs.kv_idx & 3).to(tl.int32)
     group, i = tl.broadcast((pairs.kv_idx >> 2).to(tl.int32), pairs.q_idx.to(tl.int32))
     head = group * 0 + tl.cast(pairs.h, tl.int32)
     row = group * 0 + tl.cast(pairs.b, tl.int32)
     words = tl.philox(tl.load(dropout.seed), group, i, head, row, _ROUNDS)
-    low = tl.where(j == 0, words[0], words[1])
-    high = tl.where(j == 2, words[2], words[3])
-    return tl.where(j < 2, low, high).to(tl.uint32).to(tl.int64) >= dropout.threshold
+    low_word = tl.where(j == 0, words[0], words[1])
+    high_word = tl.where(j == 2, words[2], words[3])
+    return tl.where(j < 2, low_word, high_word).to(tl.uint32).to(tl.int64) >= dropout.threshold
 
 
 _ROUNDS = tl.constexpr(ROUNDS)

@@ -11,12 +11,14 @@ import triton
 
 @triton.jit
 def expand(BIAS: tl.constexpr, b, h, q_idx, kv_idx, captured):
-    """`BIAS(score, b, h, q_idx, kv_idx, captured)` for every pair of the tile, whose positions are
-    consecutive from `captured[2]`: the first query and the first key."""
+    """Return `BIAS(score, b, h, q_idx, kv_idx, captured)` for every pair of a tile.
+
+    Its positions are consecutive from `captured[2]`: the first query and the first key.
+    """
     Q: tl.constexpr = q_idx.shape[0] * q_idx.shape[1]
     KV: tl.constexpr = kv_idx.shape[0] * kv_idx.shape[1]
     q_first, kv_first = captured[2]
-    across = tl.arange(0, 2 * (Q if Q > KV else KV))
-    values = BIAS(0.0, b, h, q_first, kv_first - (Q - 1) + across, captured)
-    at = ((kv_idx - kv_first) - (q_idx - q_first) + (Q - 1)).to(tl.int32)
-    return tl.reshape(tl.gather(values, tl.reshape(at, [Q * KV]), 0), at.shape)
+    diagonals = tl.arange(0, 2 * (Q if Q > KV else KV))
+    values = BIAS(0.0, b, h, q_first, kv_first - (Q - 1) + diagonals, captured)
+    diagonal = ((kv_idx - kv_first) - (q_idx - q_first) + (Q - 1)).to(tl.int32)
+    return tl.reshape(tl.gather(values, tl.reshape(diagonal, [Q * KV]), 0), diagonal.shape)

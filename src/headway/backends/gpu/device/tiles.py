@@ -22,7 +22,7 @@ class Width(NamedTuple):
 
 @triton.jit
 def load(base, rows, stride, live, WIDTH: tl.constexpr, column_stride=None):
-    """Rows of a matrix, in one or two pieces.
+    """Load rows of a matrix, in one or two pieces.
 
     - `live`: which rows exist; None: all.
     - `column_stride`: None: 1.
@@ -43,35 +43,35 @@ def _load(
 ):  # fmt: skip
     cols = START + tl.arange(0, SIZE)
     if column_stride is None:
-        at = base + rows[:, None] * stride + cols[None, :]
+        pointers = base + rows[:, None] * stride + cols[None, :]
     else:
-        at = base + rows[:, None] * stride + cols[None, :] * tl.cast(column_stride, tl.int64)
+        pointers = base + rows[:, None] * stride + cols[None, :] * tl.cast(column_stride, tl.int64)
     if COLUMNS >= START + SIZE:
         if live is None:
-            return tl.load(at)
+            return tl.load(pointers)
         else:
-            return tl.load(at, mask=live[:, None], other=0.0)
+            return tl.load(pointers, mask=live[:, None], other=0.0)
     else:
         inside = (cols < COLUMNS)[None, :]
         if live is None:
-            return tl.load(at, mask=inside, other=0.0)
+            return tl.load(pointers, mask=inside, other=0.0)
         else:
-            return tl.load(at, mask=live[:, None] & inside, other=0.0)
+            return tl.load(pointers, mask=live[:, None] & inside, other=0.0)
 
 
 @triton.jit
 def store(base, rows, live, x, WIDTH: tl.constexpr):
-    """Write the pieces of x to a matrix whose rows are contiguous; never past a row or column."""
-    to = base + rows[:, None] * WIDTH.columns
+    """Store the pieces of x to a matrix whose rows are contiguous; never past a row or column."""
+    pointers = base + rows[:, None] * WIDTH.columns
     for n in tl.static_range(len(x)):
         cols = n * WIDTH.piece + tl.arange(0, x[n].shape[1])
         inside = live[:, None] & (cols < WIDTH.columns)[None, :]
-        tl.store(to + cols[None, :], x[n].to(base.dtype.element_ty), mask=inside)
+        tl.store(pointers + cols[None, :], x[n].to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """An accumulator in pieces."""
+    """Return an accumulator of zeros in pieces."""
     if WIDTH.rest == 0:
         return (tl.zeros([ROWS, WIDTH.piece], tl.float32),)
     else:
@@ -80,7 +80,7 @@ def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def outer(a, b, PRECISION: tl.constexpr):
-    """a bᵀ, summed over the pieces: S, and dP."""
+    """Return a bᵀ, summed over the pieces: S or dP."""
     s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     if len(a) == 2:
         s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=PRECISION)
@@ -89,7 +89,7 @@ def outer(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_product(acc, p, x, PRECISION: tl.constexpr):
-    """acc + p x, piece by piece. p is rounded to x's dtype, which tensor cores multiply."""
+    """Return acc + p x, piece by piece. p is rounded to the dtype of x, for tensor cores."""
     p = p.to(x[0].dtype)
     first = tl.dot(p, x[0], acc[0], input_precision=PRECISION)
     if len(acc) == 1:
@@ -100,7 +100,7 @@ def add_product(acc, p, x, PRECISION: tl.constexpr):
 
 @triton.jit
 def times(acc, factor):
-    """Every piece times a factor: a number, or a column of one per row."""
+    """Return every piece times a factor: a number, or a column with one number per row."""
     if len(acc) == 1:
         return (acc[0] * factor,)
     else:

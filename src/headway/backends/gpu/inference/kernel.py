@@ -20,11 +20,11 @@ from ..device.softmax import (
     LN2,
     LOG2E,
     Softmax,
+    empty_softmax,
     log_sum_exp,
-    nothing,
     or_nan,
     reciprocal,
-    weigh,
+    update_softmax,
     with_sink,
 )
 from .merge import merged, put
@@ -207,7 +207,7 @@ def attend(
         scale = scale * tl.load(cache.k_scale + of_k, mask=tile.row < sizes.b, other=0.0)
     shift = coords.kv if cache.lengths is None else 0
 
-    state = nothing(M, DV)
+    state = empty_softmax(M, DV)
     for at_block in tl.range(from_block, to_block):
         block = at_block
         if cache.blocks is not None:
@@ -233,7 +233,7 @@ def attend(
             kept = HOW.mask(tile.b_idx, tile.h_idx[:, None], tile.q_idx[:, None], kv_idx, mods.mask)
             t = tl.where(kept, t, float("-inf"))
         t = tl.where(live[None, :], t, float("-inf"))
-        p, rescale, state = weigh(state, t, unit, s, HOW.track_max)
+        p, rescale, state = update_softmax(state, t, unit, s, HOW.track_max)
         if HOW.shared:
             v_tile = (k_tile[0],)
         else:
