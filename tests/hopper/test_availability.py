@@ -99,7 +99,7 @@ def test_a_gluon_that_lacks_a_name_is_no_crash(card, monkeypatch):
 def test_it_goes_before_triton():
     order = backends.NAMES
     assert order.index("hopper") < order.index("triton")
-    assert hopper.name in backends._CHECKED
+    assert hopper.name in backends._SELF_TESTED
 
 
 BIAS = hw.relative_bias(torch.randn(2, 15))

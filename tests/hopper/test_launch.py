@@ -44,7 +44,7 @@ def device():
     """The launches so far, as (kernel, arguments); and how many went through Triton."""
     with (
         launching("sm_90") as seen,
-        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(backends, "_SELF_TESTED", ()),
         mock.patch.object(hopper, "unavailable", return_value=""),
         mock.patch.object(launch_plan, "processors", return_value=132),
     ):

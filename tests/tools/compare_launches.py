@@ -189,7 +189,7 @@ def threads(own: Launch) -> None:
 with ExitStack() as stack:
     for where, what, by in (
         (portable, "unavailable", lambda *_: ""), (hopper, "unavailable", lambda *_: ""),
-        (backends, "_CHECKED", ()), (hopper_plan, "processors", lambda *_: 132),
+        (backends, "_SELF_TESTED", ()), (hopper_plan, "processors", lambda *_: 132),
     ):  # fmt: skip
         stack.enter_context(mock.patch.object(where, what, by))
     driver.set_active(Driver())

@@ -51,7 +51,7 @@ def variants(monkeypatch):
 
     with (
         launching("sm_90"),
-        mock.patch.object(backends, "_CHECKED", ()),
+        mock.patch.object(backends, "_SELF_TESTED", ()),
         mock.patch.object(hopper, "unavailable", return_value=""),
         mock.patch.object(launch_plan, "processors", return_value=132),
     ):

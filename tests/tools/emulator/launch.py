@@ -102,7 +102,7 @@ def emulating(
         stack.enter_context(up_to_ptx())
         stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", load))
         stack.enter_context(mock.patch.object(backend, "unavailable", return_value=""))
-        stack.enter_context(mock.patch.object(backends, "_CHECKED", ()))
+        stack.enter_context(mock.patch.object(backends, "_SELF_TESTED", ()))
         if backend.name == "hopper":
             where = "headway.backends.hopper.launch_plan.processors"
             stack.enter_context(mock.patch(where, return_value=PROCESSORS))

@@ -236,14 +236,14 @@ def backward_kv(
     )
     first, b, h, b64, h64 = program.first, program.b, program.h, program.b64, program.h64
     j, live = program.index, program.live
-    k_rows = tile.row(k, k_strides, b64, h64 // group, first)
-    v_rows = tile.row(v, v_strides, b64, h64 // group, first)
+    first64 = tl.cast(first, tl.int64)
+    k_rows = tile.head(k, k_strides, b64, h64 // group) + first64 * k_strides[2]
+    v_rows = tile.head(v, v_strides, b64, h64 // group) + first64 * v_strides[2]
     k_tile = tile.load(k_rows, j, k_strides[2], live, CONFIG.d)
     v_tile = ()
     if dk is not None:
         v_tile = tile.load(v_rows, j, v_strides[2], live, CONFIG.dv)
     kv_idx = tile.positions(coords.kv_pos, coords.kv_stride, coords.kv, b, first + j, live, INDEX)
-    rows = tile.row_coords(coords, b, h, kv_idx, first, INDEX)
     mods = tile.ModArguments(
         scale, coords, dropout, (score_tensors, score_numbers), (mask_tensors, mask_numbers), None
     )
@@ -259,6 +259,7 @@ def backward_kv(
         q_head, dout_head, q_strides[2], dout_strides[2], transposed, lse2 + workspace_row,
         delta + workspace_row, dq, dq_row, q_len,
     )  # fmt: skip
+    rows = tile.row_coords(coords, b, h, kv_idx, first, INDEX)
 
     dk_acc, dv_acc = (), ()
     if dk is not None:
@@ -349,8 +350,8 @@ def differentiate(s, mods, pairs, captured, MASK: tl.constexpr, CONFIG: tl.const
         derivatives = CONFIG.derivative(s, pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, captured)
         t = derivatives[0] * LOG2E
         if MASK is not None:
-            kept = MASK(pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, mods.mask)
-            t = tl.where(kept, t, float("-inf"))
+            keep = MASK(pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, mods.mask)
+            t = tl.where(keep, t, float("-inf"))
     return ScoreTile(s, t, derivatives)
 
 

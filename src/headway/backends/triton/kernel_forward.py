@@ -159,6 +159,6 @@ def scores(
         if SCORE is not None:
             t = SCORE(s, pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, captured)
     if MASK is not None:
-        kept = MASK(pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, mods.mask)
-        t = tl.where(kept, t, float("-inf"))
+        keep = MASK(pairs.b, pairs.h, pairs.q_idx, pairs.kv_idx, mods.mask)
+        t = tl.where(keep, t, float("-inf"))
     return t, unit, s

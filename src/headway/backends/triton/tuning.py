@@ -133,15 +133,15 @@ def trials(
     problem: Problem, timer: Timer, kernels: tuple[str, ...] | None = None
 ) -> Iterator[Trial]:
     """Time every candidate of every kernel; each kernel keeps its best while the next is timed."""
-    ready = problem.run_forward()
+    prepared = problem.run_forward()
     q, v = problem.call.q, problem.call.v
     for kernel in problem.kernels if kernels is None else kernels:
         best: tuple[float, Tiling] | None = None
         for tiling in candidates(kernel, bits_of(q.dtype), q.shape[3], v.shape[3]):
             seconds = None
             try:
-                ready.use_tiling(kernel, tiling)
-                run = ready.run(kernel)
+                prepared.use_tiling(kernel, tiling)
+                run = prepared.run(kernel)
                 run()
                 seconds = timer(run)
             except NO_ROOM:
@@ -150,7 +150,7 @@ def trials(
                 best = seconds, tiling
             yield Trial(kernel, tiling, seconds)
         if best is not None:
-            ready.use_tiling(kernel, best[1])
+            prepared.use_tiling(kernel, best[1])
 
 
 def winners(problem: Problem, tried: list[Trial]) -> dict[str, Tiling | bool]:

@@ -87,13 +87,14 @@ def begin_program(
 
 @triton.jit
 def visit(
-    state, kept, streamed, rows, mods, walk, program, length, STEP: tl.constexpr,
+    state, stationary, streamed, rows, mods, walk, program, length, STEP: tl.constexpr,
     MASK: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr, SCATTERED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Return `state` after STEP has visited every live block of the program's tile row.
 
-    - `kept`, `streamed`: the tiles that the program keeps, and the pointers to those it loads.
+    - `stationary`: the tiles that stay in registers.
+    - `streamed`: pointers to the tiles that STEP loads.
     - `length`: the number of rows that the blocks are cut from.
     """
     # How many kinds of tiles, of partial and full ones, have one loop over all blocks.
@@ -103,8 +104,8 @@ def visit(
         blocks, cursor = program.full if FULL else program.partial
         for _ in tl.range(0, blocks):
             state = STEP(
-                state, kept, streamed, cursor.row, cursor.stop, rows, mods, None if FULL else MASK,
-                BLOCK if FULL else EDGE, CONFIG,
+                state, stationary, streamed, cursor.row, cursor.stop, rows, mods,
+                None if FULL else MASK, BLOCK if FULL else EDGE, CONFIG,
             )  # fmt: skip
             cursor = advance(runs, cursor, walk.step, length, BLOCK if FULL else EDGE)
     if BLOCK_LOOPS < 2:
@@ -112,7 +113,7 @@ def visit(
             start, stop = rows_of(walk, program.full, run, length)
             for n in tl.range(start, stop, BLOCK):
                 state = STEP(
-                    state, kept, streamed, n, stop, rows, mods,
+                    state, stationary, streamed, n, stop, rows, mods,
                     MASK if walk.full is None else None, BLOCK, CONFIG,
                 )  # fmt: skip
     return state

@@ -200,13 +200,13 @@ class FunctionEmitter:
     def _live_lines(self, result: str) -> list[str]:
         """Return the statements that the result depends on, each below the user's line, and the
         return statement."""
-        uses, live = result, []
+        uses, live_statements = result, []
         for line, statement in reversed(self.statements):
             if re.search(rf"\b{statement.partition(' ')[0]}\b", uses):
-                live.append((line, statement))
+                live_statements.append((line, statement))
                 uses += f" {statement.partition('= ')[2]}"
         lines, last_line = [], ""
-        for line, statement in reversed(live):
+        for line, statement in reversed(live_statements):
             if line and line != last_line:
                 lines.append(f"# {line}")
                 last_line = line
