@@ -99,7 +99,7 @@ gpu-bench: setup ## the same on the GPU, against FlexAttention, cuDNN and FlashA
 
 .PHONY: picture
 picture: setup ## draw the README's picture of speed anew, from bench/results
-	@$(PY) -m headway_lab.bench.picture bench/results/h100/bench-2026-11-25.csv docs/pictures/speed.svg
+	@$(PY) -m headway_lab.bench.figures picture bench/results/h100/bench-2026-11-25.csv docs/pictures/speed.svg
 
 .PHONY: package
 package: setup ## build the wheel and the sdist in dist

@@ -13,12 +13,14 @@ import torch
 import headway
 from headway.errors import ArgumentError
 from headway_lab.bench import cases as table
-from headway_lab.bench import child, machine, measure, overhead, report, run, stability, timing
-from headway_lab.bench.case import BACKWARD, BUILD, FORWARD, Case, Inputs, Target, inputs, size
+from headway_lab.bench import child, measure, overhead, run, timing, training
+from headway_lab.bench import results as book
+from headway_lab.bench.case import BACKWARD, BUILD, FORWARD, Case, CaseInputs, Target, inputs, size
 from headway_lab.bench.cases import select
-from headway_lab.bench.check import Truth
+from headway_lab.bench.measure import Truth
 from headway_lab.bench.peers import PEERS, Unavailable
 from headway_lab.bench.results import Book, Result, describe
+from headway_lab.cli import bench as terminal
 
 TINY = Case("tiny", b=2, hq=4, hk=2, length=150, d=16, mask=headway.causal, peers=("sdpa",))
 SCORED = replace(
@@ -56,14 +58,14 @@ RECORDED = replace(TINY, hk=4, length=20, measure="recording", most=3.0)
 def test_recording_and_clipping_are_measured_apart(monkeypatch):
     def step(self, first, *, clip=False):  # layers differ, and the machine slows down
         step.slower += 0.01
-        layers = [0.1 + 0.01 * n + step.slower for n in range(stability.LAYERS)]
+        layers = [0.1 + 0.01 * n + step.slower for n in range(training.LAYERS)]
         whole = 10.0 + 8 * step.slower
         layers[first::2] = [seconds + 0.01 for seconds in layers[first::2]]
-        return stability.Times(whole + 0.04, layers, 0.05 if clip else 0.0)
+        return training.StepTimes(whole + 0.04, layers, 0.05 if clip else 0.0)
 
     step.slower = 0.0
-    monkeypatch.setattr(stability.Steps, "step", step)
-    step_, recorded, clipped = stability.recording(RECORDED, "cpu", 3, lambda: None)
+    monkeypatch.setattr(training.Steps, "step", step)
+    step_, recorded, clipped = training.recording(RECORDED, "cpu", 3, lambda: None)
     base = step_.median / 1e3
     assert 10 < base < 11.5
     assert recorded.median == pytest.approx(100 * 0.08 / base, rel=1e-4)
@@ -73,7 +75,7 @@ def test_recording_and_clipping_are_measured_apart(monkeypatch):
 
 
 def test_steps_record_in_turns():
-    steps = stability.Steps(RECORDED, "cpu")
+    steps = training.Steps(RECORDED, "cpu")
     attentions = steps.model.attentions
     even = steps.step(0)
     assert [a.max_logit.empty for a in attentions] == [False, True] * 4
@@ -82,7 +84,7 @@ def test_steps_record_in_turns():
     both = steps.step(0, clip=True)
     assert all(a.max_logit.empty for a in attentions)  # clipping begins a new record
     for whole, parts, _ in (even, odd, both):
-        assert len(parts) == stability.LAYERS
+        assert len(parts) == training.LAYERS
         assert min(parts) > 0
         assert sum(parts) < whole
     assert even.clip < both.clip
@@ -264,7 +266,7 @@ def test_wrong_results_are_never_timed(fast, monkeypatch):
     calls = []
     monkeypatch.setattr(measure, "compare", lambda *a, **k: calls.append(a))
     wrong = lambda case, x: lambda: headway.attention(x.q, x.k, x.v, x.score)
-    monkeypatch.setattr(Inputs, "headway", lambda x: wrong(None, x)())
+    monkeypatch.setattr(CaseInputs, "headway", lambda x: wrong(None, x)())
     (result,) = measure.measure_time(TINY, "cpu", 3)[:1]
     assert not calls
     assert result.verdict == "wrong"
@@ -314,7 +316,7 @@ def test_csv_has_machine_versions_and_commit(fast, monkeypatch, tmp_path):
         rows = list(csv.DictReader(file))
     assert len(rows) == len(results) == 4 + 6
     row = rows[-1]
-    assert row["device"] == machine.processor()
+    assert row["device"] == book.processor()
     assert row["torch"] == torch.__version__
     assert row["threads"] == "1"
     assert row["headway"] == headway.__version__
@@ -322,7 +324,7 @@ def test_csv_has_machine_versions_and_commit(fast, monkeypatch, tmp_path):
     assert row["score"] == str(headway.alibi(4))
     assert row["mask"] == "causal()"
     assert float(row["median"]) > 0
-    assert row["commit"] == machine.commit()
+    assert row["commit"] == book.commit()
     with pytest.raises(ArgumentError, match="exists"), Book(path):
         pass
 
@@ -332,14 +334,17 @@ def test_wrong_results_give_exit_status_one(fast, monkeypatch, tmp_path, capsys)
 
     monkeypatch.setattr(table, "CASES", (TINY, SCORED))
     options = run.Options(repeats=2, output=tmp_path / "a.csv")
-    assert report.run(options, Console(width=120)) == 0
+    assert terminal.run_in_terminal(options, Console(width=120)) == 0
     shown = capsys.readouterr().out
     assert "scored" in shown
     assert ">= 1e+06x fail" in shown
     assert str(tmp_path) in shown
     bad = [Result("tiny", "", "headway", error=1.0, limit=0.1, verdict="wrong", note="dq is off")]
     monkeypatch.setitem(run.MEASURES, "time", lambda *a: bad)
-    assert report.run(replace(options, output=tmp_path / "b.csv"), Console(width=120)) == 1
+    assert (
+        terminal.run_in_terminal(replace(options, output=tmp_path / "b.csv"), Console(width=120))
+        == 1
+    )
     assert "wrong" in capsys.readouterr().out
 
 
@@ -348,14 +353,14 @@ def test_nothing_is_written_unless_asked(fast, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(table, "CASES", (TINY,))
     monkeypatch.chdir(tmp_path)
-    assert report.run(run.Options(threads=1, repeats=2), Console(width=120)) == 0
+    assert terminal.run_in_terminal(run.Options(threads=1, repeats=2), Console(width=120)) == 0
     shown = capsys.readouterr().out
     assert "nothing is written: --output FILE" in shown
     assert "sdpa" in shown
     assert list(tmp_path.iterdir()) == []
     path, _ = run.bench(run.Options(threads=1, repeats=2, output=tmp_path))
     assert path is not None
-    assert path.parent == tmp_path / machine.here("cpu").card
+    assert path.parent == tmp_path / book.here("cpu").card
     assert path.match("bench-20*.csv")
     assert path.exists()
 
@@ -372,7 +377,7 @@ def test_nothing_is_written_unless_asked(fast, monkeypatch, tmp_path, capsys):
     ],
 )
 def test_a_card_has_a_folder(device: str, capability: str, card: str):
-    assert replace(machine.here("cpu"), device=device, capability=capability).card == card
+    assert replace(book.here("cpu"), device=device, capability=capability).card == card
 
 
 @pytest.mark.parametrize(
@@ -401,7 +406,7 @@ def test_cuda_without_a_gpu_is_refused():
 
 def test_commit_is_that_of_the_checkout():
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    found = machine.commit().removesuffix("-dirty")
+    found = book.commit().removesuffix("-dirty")
     assert found == "" or done.stdout.startswith(found)
 
 
@@ -460,7 +465,7 @@ def test_memory_has_a_figure_only_if_the_result_is_right(monkeypatch):
     assert result.verdict == "pass"
     assert result.median >= 0
     assert result.error <= result.limit
-    monkeypatch.setattr(Inputs, "headway", lambda x: headway.attention(x.q, x.k, x.v))
+    monkeypatch.setattr(CaseInputs, "headway", lambda x: headway.attention(x.q, x.k, x.v))
     result = child.memory(case, "cpu")
     assert result.verdict == "wrong"
     assert result.median is None
@@ -510,13 +515,13 @@ def test_peak_memory_is_the_most_a_process_had_not_its_parents():
     ours = torch.ones(1 << 26)  # 256 MB here
     code = """
 import torch
-from headway_lab.bench.machine import peak
+from headway_lab.bench.timing import peak
 before = peak("cpu")
 torch.ones(before // 4 + (1 << 24))  # 64 MB more than there ever was
 print(before, peak("cpu") - before)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     before, more = map(int, done.stdout.split())
-    assert before < machine.peak("cpu") - 64e6
+    assert before < timing.peak("cpu") - 64e6
     assert 60e6 < more < 2 * before
     assert ours.sum() == 1 << 26
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import headway
-from headway_lab.bench import flash4, measure, peers, report, timing
+from headway_lab.bench import measure, peers, timing
 from headway_lab.bench.case import BACKWARD, FORWARD, Case, Target, Unavailable, inputs
 from headway_lab.bench.cases import select
 from headway_lab.bench.gpu_cases import GPU_CASES
 from headway_lab.bench.peers import PEERS
+from headway_lab.cli import bench as terminal
 
 NAME = "flash-attention-4"
 CASE = Case(
@@ -97,7 +98,7 @@ REFUSED = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_it_has_no_option_for_is_said(why):
     with pytest.raises(Unavailable, match=why):
-        flash4.options(inputs(replace(CASE, **REFUSED[why])))
+        peers.flash4_options(inputs(replace(CASE, **REFUSED[why])))
 
 
 def test_what_it_raises_becomes_a_line(package):
@@ -131,9 +132,9 @@ def test_where_it_is_not_installed_it_is_left_out(monkeypatch):
     monkeypatch.setattr(peers.metadata, "version", missing)
     results = measure.measure_time(CASE, "cpu", 1)
     assert {r.contestant for r in results} == {"headway"}
-    assert "left out: flash-attn-4 is not installed" in report.listing()
+    assert "left out: flash-attn-4 is not installed" in terminal.listing()
     monkeypatch.setattr(peers.metadata, "version", lambda name: "4.0")
-    assert "(flash-attn-4 4.0)" in report.listing()
+    assert "(flash-attn-4 4.0)" in terminal.listing()
 
 
 def test_it_is_asked_of_every_row_that_it_can_run():
@@ -142,7 +143,7 @@ def test_it_is_asked_of_every_row_that_it_can_run():
     for case in GPU_CASES:
         assert {t.peer for t in case.targets} <= set(case.peers), case.name
         if NAME in case.peers and case.name != "documents-causal":  # that one has 8192 positions
-            flash4.options(inputs(replace(case, b=1, length=64)))
+            peers.flash4_options(inputs(replace(case, b=1, length=64)))
         of = {t.direction: t.times for t in case.targets if t.peer == NAME}
         if "softcap" in case.name:
             assert of == {FORWARD: 1.5, BACKWARD: 1.3}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headway.errors import ArgumentError
-from headway_lab.bench.picture import CASES, draw, read
+from headway_lab.bench.figures import BARS, draw, read
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "h100" / "bench-2026-11-25.csv"
@@ -26,7 +26,7 @@ def test_the_picture_of_the_readme_shows_the_results_that_are_kept(tmp_path: Pat
     expected = sorted(f"{speed:.0f}" for speed in speeds.values() if round(speed) % 100)
     assert shown(kept) == shown(tmp_path / "new.svg") == expected
     assert device in kept.read_text(encoding="utf-8")
-    assert {case for case, _, _ in speeds} == set(CASES)
+    assert {case for case, _, _ in speeds} == set(BARS)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from headway.resolve import prepare
 from headway_lab.bench import Options
 from headway_lab.bench.case import BACKWARD, FORWARD
 from headway_lab.bench.cases import every, select
-from headway_lab.bench.ranks import ONE_CARD, Ranks, measure
-from headway_lab.bench.ranks_cases import RANK_CASES, documents
+from headway_lab.bench.gpu_cases import RANK_CASES, uneven_documents
+from headway_lab.bench.ranks import ONE_CARD, RankProcesses, measure
 from headway_lab.bench.ranks_process import PLANS, idle, shortened
 from headway_lab.bench.results import WRONG
 from headway_lab.bench.run import bench
@@ -18,7 +18,7 @@ def test_two_ranks():
     try:
         path, results = bench(Options(context_parallel=True, repeats=1))
     finally:
-        Ranks.of("cpu").end()
+        RankProcesses.of("cpu").end()
     assert path is None
     assert not [r for r in results if r.verdict == WRONG]
     found = {(r.direction, r.contestant) for r in results if r.gflops}
@@ -57,13 +57,13 @@ def test_only_when_asked():
 
 def test_a_rank_that_ends(monkeypatch):
     """The case is not measured, the table says why, and nothing is left running."""
-    made = Ranks("cpu")
+    made = RankProcesses("cpu")
     rows, error = made.ask({"case": "no such case", "repeats": 1})
     assert "KeyError" in error
     assert rows == []
     assert made.processes == []
     case = next(case for case in every() if case.measure == "ranks")
-    monkeypatch.setattr(Ranks, "of", lambda device: Ranks("cuda"))
+    monkeypatch.setattr(RankProcesses, "of", lambda device: RankProcesses("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     (row,) = measure(case, "cuda", 1, lambda: None)
     assert "two or more" in row.note
@@ -71,7 +71,7 @@ def test_a_rank_that_ends(monkeypatch):
 
 @pytest.mark.parametrize("length", [2048, 65536])
 def test_documents(length):
-    mask = documents(length)
+    mask = uneven_documents(length)
     i = torch.arange(length)
     starts = ~mask(0, 0, i[1:], i[:-1])
     sizes = torch.diff(torch.cat([torch.tensor([0]), starts.nonzero()[:, 0] + 1, i[-1:] + 1]))

@@ -17,7 +17,7 @@ from headway.distributed.exchange.plans import name_of
 from headway.distributed.exchange.routes import Pieces
 from headway.distributed.exchange.setting import Setting, setting_of
 from headway.resolve import prepare
-from headway_lab.bench.ranks_cases import RANK_CASES
+from headway_lab.bench.gpu_cases import RANK_CASES
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 CASES = {case.name: case for case in RANK_CASES}

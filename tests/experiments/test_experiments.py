@@ -9,7 +9,7 @@ from headway.errors import ArgumentError
 from headway_lab.cli.experiment import main
 from headway_lab.experiments import qk_clip, scaling, train
 from headway_lab.experiments.report import Check, Experiment
-from headway_lab.experiments.train import Run
+from headway_lab.experiments.train import TrainingCurves
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_qk_clip_runs_and_an_idle_clip_changes_no_bit():
 
 def test_what_an_experiment_concludes_follows_from_its_checks():
     def said(peak, passed):
-        quiet, wild = Run([1.0], [5.0]), Run([2.0], [peak])
+        quiet, wild = TrainingCurves([1.0], [5.0]), TrainingCurves([2.0], [peak])
         muon = {"no clip": wild, "clip": quiet, "QK-norm": quiet}
         adamw = {"no clip": wild, "clip": quiet}
         return qk_clip._reading(muon, adamw, quiet, [Check("one", True), Check("two", passed)])
@@ -56,7 +56,7 @@ def test_what_an_experiment_concludes_follows_from_its_checks():
 
 def test_the_picture_has_a_line_at_tau_and_plain_ticks(tmp_path):
     pytest.importorskip("matplotlib")
-    runs = {"no clip": Run([3.0, 2.0, 1.5], [2.0, 6.0, 9.0])}
+    runs = {"no clip": TrainingCurves([3.0, 2.0, 1.5], [2.0, 6.0, 9.0])}
     Experiment("t", (), [], {"MHA": runs}, [], "", ("tau 30", 30.0)).draw(tmp_path / "t.svg")
     drawn = (tmp_path / "t.svg").read_text()
     assert "<!-- tau 30 -->" in drawn
@@ -80,6 +80,9 @@ def test_the_command_says_whether_the_claim_holds(tmp_path, capsys):
 
 
 def test_distance_is_over_all_steps():
-    a, b = Run([1.0, 2.0, 3.0], [5.0, 7.0, 6.0]), Run([1.0, 2.5, 3.0], [0.0] * 3)
+    a, b = (
+        TrainingCurves([1.0, 2.0, 3.0], [5.0, 7.0, 6.0]),
+        TrainingCurves([1.0, 2.5, 3.0], [0.0] * 3),
+    )
     assert a.distance(b) == 0.5
     assert (a.loss, a.peak) == (3.0, 7.0)

@@ -1,4 +1,4 @@
-"""What a case is: shapes, mask, score, peers, what must be reached; its inputs and its size."""
+"""Cases: shapes, mask, score, peers and targets; their inputs, and how much a mask keeps."""
 
 import zlib
 from collections.abc import Callable
@@ -16,19 +16,19 @@ FORWARD, BACKWARD, BUILD = "forward", "backward", "build"  # of a block mask
 
 
 class Unavailable(Exception):
-    """Why a peer is not timed on a case: it goes into the table and the CSV."""
+    """The reason why a peer is not timed on a case; it goes into the table and the CSV."""
 
     @staticmethod
     def because(error: Exception) -> "Unavailable":
-        """With the first line of what a peer raised."""
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
-        return Unavailable(f"could not run: {type(error).__name__}: {first[:200]}")
+        """Return the reason, from the first line of what a peer raised."""
+        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+        return Unavailable(f"could not run: {type(error).__name__}: {first_line[:200]}")
 
 
 @dataclass(frozen=True)
 class Target:
-    """At least `times` the speed of a peer (a name in `peers.PEERS`), in one direction, asked of
-    Headway or of another contestant."""
+    """A target: at least `times` the speed of a peer (a name in `peers.PEERS`) in one direction,
+    for Headway or another contestant."""
 
     direction: str
     peer: str
@@ -38,18 +38,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. `mask` and `score` make their values when the case is run.
+    """A row of the table. `mask` and `score` make their values when the case is run.
 
     - `dv`: width of v, if it is not d.
     - `std`: of q and k; at 5 most of a row's terms underflow, which some code pays for.
     - `stats`: measure `attention_with_stats`.
     - `peers`: names in `peers.PEERS`.
     - `isa`: run as on a CPU with no more than this (see `child.py`); "" for the CPU as it is.
-    - `measure`: what is measured, a name in `run.MEASURES`: "time" against the peers, what
-      "recording" and clipping add to a training step, in percent (`stability.py`), "training", the
-      steps of a model of `models.MODELS`, "memory" in MB, "overhead" and "overhead, compiled" in µs
-      beside the kernel of a call (`overhead.py`), or "block mask" and "block mask, memory": ms and
-      MB of building one.
+    - `measure`: what is measured, a name in `run.MEASURES`: "time" against the peers; what
+      "recording" and clipping add to a training step, in percent; "training", the steps of a model
+      of `training.MODELS`; "memory" in MB; "overhead" and "overhead, compiled" in µs beside the
+      kernel of a call; "block mask" and "block mask, memory", the ms and MB of building one.
     - `most`: the largest value allowed, for what is not a ratio.
     """
 
@@ -75,21 +74,21 @@ class Case:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of q and k, and of v."""
+        """The head dimensions of q and k, and of v."""
         return self.d, self.d if self.dv is None else self.dv
 
     def __str__(self) -> str:
         return self.name
 
     def target(self, direction: str, peer: str) -> float | None:
-        """How many times the peer's speed is asked of Headway."""
-        asked = (direction, peer, "headway")
-        found = (t.times for t in self.targets if (t.direction, t.peer, t.of) == asked)
-        return next(found, None)
+        """Return how many times the peer's speed Headway must reach, or None."""
+        wanted_key = (direction, peer, "headway")
+        factors = (t.times for t in self.targets if (t.direction, t.peer, t.of) == wanted_key)
+        return next(factors, None)
 
 
-class Inputs(NamedTuple):
-    """What every contestant of a case is given."""
+class CaseInputs(NamedTuple):
+    """The tensors and functions that every contestant of a case computes on."""
 
     q: Tensor  # (b, hq, length, d), requires grad, as do k and v
     k: Tensor  # (b, hk, length, d)
@@ -101,18 +100,18 @@ class Inputs(NamedTuple):
 
     @property
     def learned(self) -> tuple[Tensor, ...]:
-        """Tensors of the score that want a gradient."""
+        """The tensors of the score that require a gradient."""
         parts = () if self.score is None else vars(self.score).values()
         return tuple(x for x in parts if isinstance(x, Tensor) and x.requires_grad)
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What a backward is taken to."""
+        """The tensors that the backward differentiates."""
         return self.q, self.k, self.v, *self.learned
 
-    def by_rows(self) -> "Inputs":
-        """The same numbers under the same shapes, but as FlashAttention's users hold them in
-        memory: (b, length, heads, width)."""
+    def by_rows(self) -> "CaseInputs":
+        """Return the same numbers and shapes in the memory order of FlashAttention's users:
+        (b, length, heads, width)."""
 
         def turned(x: Tensor) -> Tensor:
             rows = x.detach().transpose(1, 2).contiguous().transpose(1, 2)
@@ -123,15 +122,15 @@ class Inputs(NamedTuple):
         )
 
     def headway(self, **changes: MaskFn | None) -> Tensor:
-        """The call that is measured."""
+        """Compute attention with Headway: the call that is measured."""
         call = {"score": self.score, "mask": self.mask, **changes}
         if self.stats:
             return attention_with_stats(self.q, self.k, self.v, **call).out  # type: ignore[arg-type]
         return attention(self.q, self.k, self.v, **call)  # type: ignore[arg-type]
 
 
-def inputs(case: Case, device: str = "cpu") -> Inputs:
-    """Normal numbers that follow from the case's name."""
+def inputs(case: Case, device: str = "cpu") -> CaseInputs:
+    """Draw the inputs of a case: normal numbers, seeded by its name."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
     dtype, (d, dv) = getattr(torch, case.dtype), case.widths
     shapes = [
@@ -145,32 +144,32 @@ def inputs(case: Case, device: str = "cpu") -> Inputs:
     with torch.device(device):
         mask = None if case.mask is None else case.mask()
         score = None if case.score is None else case.score()
-    return Inputs(
+    return CaseInputs(
         q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout, mask, score, case.stats
     )  # fmt: skip
 
 
 def learned_bias(heads: int, length: int) -> Score:
-    """A relative bias that learns, `(heads, 2 length - 1)`."""
+    """Return a trainable relative bias, `(heads, 2 length - 1)`."""
     n = 2 * length - 1
-    at = torch.arange(heads * n, dtype=torch.float32)
-    return relative_bias(at.view(heads, n).sin_().requires_grad_())
+    index = torch.arange(heads * n, dtype=torch.float32)
+    return relative_bias(index.view(heads, n).sin_().requires_grad_())
 
 
 class Size(NamedTuple):
-    """How much of the square a mask keeps, over all batches and heads."""
+    """The pairs and tiles that a mask leaves, over all batches and heads."""
 
     pairs: int
     tiles: int  # live tiles of 128 x 128
 
     def flops(self, direction: str, d: int, dv: int | None = None) -> int:
-        """Products only, two per forward pair and five per backward pair; masked pairs are free."""
+        """Count the matrix products: two per forward pair, five per backward pair."""
         dv = d if dv is None else dv
         return self.pairs * 2 * (d + dv if direction == FORWARD else 3 * d + 2 * dv)
 
 
 def size(case: Case, mask: MaskFn | None) -> Size:
-    """Counted exactly: full tiles by area, pairs of partial tiles one by one."""
+    """Count pairs and tiles exactly: full tiles by area, pairs of partial tiles one by one."""
     n, tile, heads = case.length, 128, case.b * case.hq
     if mask is None:
         return Size(heads * n * n, heads * (-(-n // tile)) ** 2)
@@ -178,11 +177,13 @@ def size(case: Case, mask: MaskFn | None) -> Size:
     state = blocks.to_dense().cpu()
     inside = torch.arange(state.shape[2]).mul(-tile).add(n).clamp(max=tile)
     pairs = int(((state == 2) * inside[:, None] * inside).sum())
-    at = torch.arange(tile)
+    offsets = torch.arange(tile)
     for chunk in (state == 1).nonzero().split(256):
         b, h, row, col = (x[:, None, None].to(blocks.device) for x in chunk.T)
-        i, j = row * tile + at[:, None].to(row.device), col * tile + at.to(row.device)
-        kept = mask(b, h, i.clamp(max=n - 1), j.clamp(max=n - 1))  # ids end where the lengths end
-        pairs += int((kept & (i < n) & (j < n)).sum())
+        i, j = row * tile + offsets[:, None].to(row.device), col * tile + offsets.to(row.device)
+        attended = mask(
+            b, h, i.clamp(max=n - 1), j.clamp(max=n - 1)
+        )  # ids end where the lengths end
+        pairs += int((attended & (i < n) & (j < n)).sum())
     shared = heads // (state.shape[0] * state.shape[1])
     return Size(shared * pairs, shared * int((state > 0).sum()))

@@ -20,45 +20,44 @@ from headway.mods import (
 from headway.mods.base import ScoreFn
 
 from .case import BACKWARD, BUILD, FORWARD, Case, Target, learned_bias
-from .gpu_cases import GPU_CASES
-from .ranks_cases import RANK_CASES
+from .gpu_cases import GPU_CASES, RANK_CASES
 
 
 def every() -> tuple[Case, ...]:
-    """The cases for the CPU, those for a GPU, those for several."""
+    """Return all cases: for the CPU, for a GPU, for several GPUs."""
     return (*CASES, *GPU_CASES, *RANK_CASES)
 
 
-def select(wanted: tuple[str, ...], device: str, ranks: bool = False) -> list[Case]:
-    """The cases for a device with one of these words as name, part of the name, or tag.
+def select(words: tuple[str, ...], device: str, ranks: bool = False) -> list[Case]:
+    """Return the cases for a device with one of these words as name, part of the name, or tag.
 
     - `ranks`: those of one sequence over many cards, and no others.
     """
-    here = [
+    cases = [
         case for case in every()
         if torch.device(device).type in case.devices and (case.measure == "ranks") == ranks
     ]  # fmt: skip
-    if not wanted:
-        return here
-    for word in wanted:
-        if not any(word in case.name or word in case.tags for case in here):
-            tags = sorted({tag for case in here for tag in case.tags})
+    if not words:
+        return cases
+    for word in words:
+        if not any(word in case.name or word in case.tags for case in cases):
+            tags = sorted({tag for case in cases for tag in case.tags})
             raise ArgumentError(
                 f"--cases: no case for {device} is named or tagged {word!r}; there are the tags "
-                f"{', '.join(tags)} and the names {', '.join(case.name for case in here)}"
+                f"{', '.join(tags)} and the names {', '.join(case.name for case in cases)}"
             )
-    return [c for c in here if any(word in c.name or word in c.tags for word in wanted)]
+    return [c for c in cases if any(word in c.name or word in c.tags for word in words)]
 
 
 def _packed(n: int) -> Mask:
-    """Documents of about n tokens, none of them a multiple of a tile, in 4096 positions."""
+    """Return documents of about n tokens, no multiples of a tile, in 4096 positions."""
     lengths = [n + (37 * k) % (n // 2) - n // 4 for k in range(1, 2 * 4096 // n)]
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return causal() & document(ids[:4096])
 
 
 def documents(length: int) -> Mask:
-    """Packed documents of 1 to 4,000 tokens, 2,000 in the mean."""
+    """Return packed documents of 1 to 4,000 tokens, 2,000 on average."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 4000, (length // 1000 + 8,), generator=generator, device="cpu")
     ids = torch.repeat_interleave(lengths)[:length]
@@ -103,11 +102,21 @@ class _Near(torch.nn.Module):
         return (q_idx >= kv_idx) & (q_idx - kv_idx < self.window)
 
 
-def _overhead(what: str = "", measure: str = "overhead", most: float = 40.0, **mods: Any) -> Case:
-    """A call so small that all of it is what Python does around the kernel."""
+def _overhead(
+    what: str = "", measure: str = "overhead", limit_us: float = 40.0, **mods: Any
+) -> Case:
+    """Return a call so small that Python takes all of its time."""
     name = "overhead-16-32" + (f"-{what}" if what else "")
     return Case(
-        name, hq=4, hk=4, length=16, d=32, measure=measure, most=most, tags=("overhead",), **mods
+        name,
+        hq=4,
+        hk=4,
+        length=16,
+        d=32,
+        measure=measure,
+        most=limit_us,
+        tags=("overhead",),
+        **mods,
     )
 
 

@@ -15,13 +15,11 @@ import torch
 
 from headway.errors import HeadwayError
 
-from . import block_masks
 from .case import Case, inputs
 from .cases import CASES
-from .check import Truth
-from .machine import Machine, environment, here, peak
-from .measure import measure_time
-from .results import WRONG, Result
+from .measure import Truth, build_memory, measure_time
+from .results import WRONG, Machine, Result, environment, here
+from .timing import peak
 
 # How a CPU is kept from using what it has. Both are needed: PyTorch multiplies half precision by
 # oneDNN or by MKL, depending on the layout. Neither changes what `torch.cpu` says of the CPU, so
@@ -42,22 +40,23 @@ def ask(case: Case, device: str, repeats: int, isa: str = "") -> tuple[Machine, 
     """Measure a case in a fresh process, with this process's number of threads."""
     question = {"case": case.name, "device": device, "repeats": repeats, "isa": isa}
     question["threads"] = torch.get_num_threads()
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps(question), capture_output=True, text=True,
         env=environment(**LIMITS.get(isa, {})),
     )  # fmt: skip
-    if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:] or ["nothing on standard error"]
+    if process.returncode != 0:
+        last_line = process.stderr.strip().splitlines()[-1:] or ["nothing on standard error"]
         raise ChildFailed(
-            f"{case.name}: the process that measured it ended with {done.returncode}: {last[0]}"
+            f"{case.name}: the process that measured it ended with {process.returncode}: "
+            f"{last_line[0]}"
         )
-    answer = json.loads(done.stdout)
+    answer = json.loads(process.stdout)
     return Machine(**answer["machine"]), [Result(**result) for result in answer["results"]]
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """What `ask` gets, in the fresh process."""
+    """Measure the case of a question, in the fresh process."""
     torch.set_num_threads(question["threads"])
     if question["isa"]:
         _hide_amx()
@@ -75,7 +74,7 @@ def _hide_amx() -> None:
 
 
 def memory(case: Case, device: str) -> Result:
-    """Peak memory of inputs, forward and backward, above what the imports take.
+    """Measure the peak memory of inputs, forward and backward, above that of the imports.
 
     It is checked afterwards, since the check takes memory too; a wrong result has no figure.
     """
@@ -83,23 +82,23 @@ def memory(case: Case, device: str) -> Result:
     before = peak(device)
     x = inputs(case, device)
     torch.autograd.grad(x.headway(), (x.q, x.k, x.v, *x.learned), x.dout)
-    used = (peak(device) - before) / 1e6
+    used_mb = (peak(device) - before) / 1e6
     errors = Truth(case, x).errors(x.headway, backward=True)
     worst = max(errors, key=lambda e: e.error / e.limit if e.passed else float("inf"))
     result = replace(result, error=worst.error, limit=worst.limit)
     if not all(e.passed for e in errors):
         return replace(result, verdict=WRONG, note=f"{worst.what} is wrong")
     result = replace(
-        result, median=round(used, 1), note=f"{before / 1e6:.0f} MB before, after the imports"
+        result, median=round(used_mb, 1), note=f"{before / 1e6:.0f} MB before, after the imports"
     )
     if case.most is None:
         return result
-    return result.asked(f"<= {case.most:g} MB", used <= case.most)
+    return result.asked(f"<= {case.most:g} MB", used_mb <= case.most)
 
 
 MEMORY: dict[str, Callable[[Case, str], Result]] = {
     "memory": memory,
-    "block mask, memory": block_masks.memory,
+    "block mask, memory": build_memory,
 }
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ LIMIT = 0.02  # of out, next to the definition in float64, where values are norm
 
 
 def decode(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
-    """Headway plain, with scores, masks and pages; F.sdpa and FlexAttention plain; and a copy."""
+    """Time Headway plain, with scores, masks and pages; F.sdpa and FlexAttention; and a copy."""
     q, k, v = _tensors(case, device)
     n = torch.full((case.b,), case.length, dtype=torch.int32, device=device)
     calls: dict[str, Call] = {OURS: lambda: over_cache(q, k, v, lengths=n)}
@@ -72,7 +72,7 @@ def decode(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
 
 
 def grows(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
-    """Microseconds of Python per step of a plain call whose keys are one more at every step."""
+    """Time Python per step, in microseconds, of a call that has one more key at every step."""
     q, k, v = _tensors(case, device)
     lengths = range(case.length - 300, case.length)
     calls = {
@@ -94,26 +94,26 @@ def grows(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
                 samples.append(time.perf_counter() - start)
             torch.cuda.synchronize()
             results.append(Result(case.name, FORWARD, name).timed(Timing.of(samples), "µs"))
-    most, ours = (next(r.median for r in results if r.contestant == x)
+    fixed_length_us, ours = (next(r.median for r in results if r.contestant == x)
                   for x in ("headway, one length", OURS))  # fmt: skip
-    assert most is not None
+    assert fixed_length_us is not None
     assert ours is not None
-    asked = lambda r: r.asked("<= 1.2 of one length", ours <= 1.2 * most)
-    return [asked(r) if r.contestant == OURS else r for r in results]
+    judge = lambda r: r.asked("<= 1.2 of one length", ours <= 1.2 * fixed_length_us)
+    return [judge(r) if r.contestant == OURS else r for r in results]
 
 
 def _tensors(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q of one position per row, and a full cache; of MLA v is the first columns of k."""
+    """Return q of one position per row, and a full cache; in MLA v is the first columns of k."""
     generator = torch.Generator(device).manual_seed(0)
-    new = lambda *shape: torch.randn(shape, generator=generator, device=device).to(
+    random = lambda *shape: torch.randn(shape, generator=generator, device=device).to(
         getattr(torch, case.dtype)
     )
-    q, k = new(case.b, case.hq, 1, case.d), new(case.b, case.hk, case.length, case.d)
-    return q, k, new(*k.shape) if case.dv is None else k[..., : case.dv]
+    q, k = random(case.b, case.hq, 1, case.d), random(case.b, case.hk, case.length, case.d)
+    return q, k, random(*k.shape) if case.dv is None else k[..., : case.dv]
 
 
 def _mods(case: Case, q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> dict[str, Call]:
-    """With a score or a mask; the keys of `padding` are all there, those of a window are few."""
+    """Return calls with a score or a mask: `padding` keeps all keys, the window few."""
     slopes = torch.exp2(-torch.arange(1, case.hq + 1, device=q.device) * 0.25)
 
     def user(score, b, h, q_idx, kv_idx):
@@ -125,14 +125,14 @@ def _mods(case: Case, q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> dict[str, C
         "window": {"mask": causal() & sliding_window(WINDOW)},
     }  # fmt: skip
     return {
-        f"{OURS}, {name}": partial(over_cache, q, k, v, lengths=n, **given)
-        for name, given in of.items()
+        f"{OURS}, {name}": partial(over_cache, q, k, v, lengths=n, **mods)
+        for name, mods in of.items()
     }
 
 
 def _paged(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> dict[str, Call]:
-    """The cache in pages, in any order."""
-    found: dict[str, Call] = {}
+    """Return calls over the cache in shuffled pages."""
+    calls: dict[str, Call] = {}
     b, hk, length, d = k.shape
     for page in PAGES:
         count = length // page
@@ -142,10 +142,10 @@ def _paged(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> dict[str, Call]:
             x.view(b, hk, count, page, d).transpose(1, 2).reshape(-1, hk, page, d)[order]
             for x in (k, v)
         )
-        found[f"{OURS}, pages of {page}"] = partial(
+        calls[f"{OURS}, pages of {page}"] = partial(
             over_cache, q, k_pages, v_pages, lengths=n, page_table=table
         )
-    return found
+    return calls
 
 
 def _peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
@@ -158,7 +158,7 @@ def _peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
 
 
 def _definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """out of the first row, in float64."""
+    """Return out of the first row, in float64."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (x[0].double() for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
@@ -166,7 +166,7 @@ def _definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _captured(call: Call) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """The call in a graph, and what it writes."""
+    """Capture the call in a CUDA graph; return the graph and its output."""
     with torch.inference_mode(), _aside():
         for _ in range(3):
             call()
@@ -178,7 +178,7 @@ def _captured(call: Call) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 @contextmanager
 def _aside() -> Iterator[None]:
-    """Inside, calls go to a stream of their own."""
+    """Run the body on a side stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -187,7 +187,7 @@ def _aside() -> Iterator[None]:
 
 
 def _bytes(case: Case) -> int:
-    """Of all keys and values; a latent is both."""
+    """Return the bytes of all keys and values; an MLA latent is both."""
     widths = case.d if case.dv is not None else 2 * case.d
     return case.b * case.hk * case.length * widths * getattr(torch, case.dtype).itemsize
 
@@ -195,7 +195,7 @@ def _bytes(case: Case) -> int:
 def _judged(
     case: Case, name: str, times: dict[str, Timing], copied: float, size: int
 ) -> Result:  # fmt: skip
-    """One line, with terabytes of the cache read per second and, for MLA, TFLOP/s."""
+    """Return one line, with terabytes of the cache read per second and, for MLA, TFLOP/s."""
     timing, ours = times[name], times[OURS].median
     result = Result(case.name, FORWARD, name).timed(timing, "µs")
     if name == COPY:
@@ -212,8 +212,8 @@ def _judged(
         reached = flops >= 450e12 if case.hq >= 64 else size / timing.median >= 2.4e12
         return result.asked("450 TFLOP/s" if case.hq >= 64 else "2.4 TB/s", reached)
     if name.startswith(f"{OURS}, pages of"):
-        least = 0.97 if name.endswith("64") else 0.9
-        return result.asked(f">= {least}x contiguous", ours >= least * timing.median)
+        required = 0.97 if name.endswith("64") else 0.9
+        return result.asked(f">= {required}x contiguous", ours >= required * timing.median)
     if name.startswith(f"{OURS}, "):
         return result.asked("<= 1.15 of plain", timing.median <= 1.15 * ours)
     return result

@@ -21,7 +21,7 @@ import headway as hw
 
 
 def score_of(kind: str, heads: int, length: int, device: str) -> tuple[Any, tuple]:
-    """The score of a kind, and what it learns."""
+    """Return the score of a kind, and the tensors that it trains."""
     if kind == "plain":
         return None, ()
     if kind == "score":
@@ -31,7 +31,7 @@ def score_of(kind: str, heads: int, length: int, device: str) -> tuple[Any, tupl
 
 
 def call_of(contestant: str, score: Any, length: int, device: str) -> Callable[..., torch.Tensor]:
-    """A causal call of a contestant."""
+    """Return a causal call of a contestant."""
     if contestant != "flex":
         return lambda q, k, v: hw.attention(q, k, v, score, hw.causal(), backend=contestant)
     from torch.nn.attention import flex_attention as flex
@@ -46,20 +46,20 @@ def call_of(contestant: str, score: Any, length: int, device: str) -> Callable[.
     return run
 
 
-def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """Time it."""
-    device, (b, h, n, d) = asked["device"], asked["shape"]
+def main(question: dict[str, Any]) -> dict[str, Any]:
+    """Time the first call, and one of another kind after it."""
+    device, (b, h, n, d) = question["device"], question["shape"]
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     dtype = torch.bfloat16
     q, k, v = (
         torch.randn(b, h, n, d, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
     )
-    made = q @ q.mT[..., :8]
-    torch.autograd.grad(made, q, made.detach())  # imports what autograd takes, sympy too
-    score, learned = score_of(asked["kind"], h, n, device)
-    call = call_of(asked["contestant"], score, n, device)
+    warm_up = q @ q.mT[..., :8]
+    torch.autograd.grad(warm_up, q, warm_up.detach())  # imports what autograd takes, sympy too
+    score, learned_tensors = score_of(question["kind"], h, n, device)
+    call = call_of(question["contestant"], score, n, device)
     capped = lambda s, b, h, i, j: 20.0 * (s / 20.0).tanh()
-    other = call_of(asked["contestant"], capped, n, device)
+    second_call = call_of(question["contestant"], capped, n, device)
     seconds: dict[str, Any] = {}
 
     def step(call: Callable[..., torch.Tensor], leaves: tuple) -> tuple[float, float]:
@@ -72,14 +72,14 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         wait()
         return middle - start, time.perf_counter() - start
 
-    with parts_in(seconds) if asked["parts"] else nullcontext():
-        seconds["forward"], seconds["both"] = step(call, (q, k, v, *learned))
-    seconds["second"] = step(other, (q, k, v))[1]
+    with parts_in(seconds) if question["parts"] else nullcontext():
+        seconds["forward"], seconds["both"] = step(call, (q, k, v, *learned_tensors))
+    seconds["second"] = step(second_call, (q, k, v))[1]
     return seconds
 
 
 @contextmanager
-def parts_in(found: dict[str, Any]) -> Iterator[None]:
+def parts_in(seconds: dict[str, Any]) -> Iterator[None]:
     """Time parts of Headway's first call. Triton is imported before it, so its whole is not that
     of others. Parts overlap: kernels are compiled beside the rest, and beside each other."""
     from headway import resolve
@@ -87,7 +87,7 @@ def parts_in(found: dict[str, Any]) -> Iterator[None]:
     from headway.backends.gpu.runtime import cuda_launch, kernel_cache, parallel_compile
 
     build = import_module("headway.blocks.build")  # the package has a function of that name
-    parts = found["parts"] = {}
+    parts = seconds["parts"] = {}
     undo = []
     for module, name, part in (
         (resolve, "lower", "tracing"),
@@ -111,7 +111,7 @@ def parts_in(found: dict[str, Any]) -> Iterator[None]:
     yield
     for module, name, original in undo:
         setattr(module, name, original)
-    found["kernels"] = [[x.name, x.seconds, x.stages] for x in kernel_cache.log]
+    seconds["kernels"] = [[x.name, x.seconds, x.stages] for x in kernel_cache.log]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""The cases for a GPU: what FlexAttention, cuDNN, FlashAttention-4 (where it is installed) and
-Headway take, in one run; the dear ones last.
+"""The cases for a GPU, and for several: what FlexAttention, cuDNN, FlashAttention-4 (where it is
+installed) and Headway take, in one run; the expensive ones last.
 
-Shapes and targets are those of the design: bfloat16, and the speed that the peers have.
+Shapes and targets are those of the design: bfloat16, and the speed that the peers have. Lengths of
+context parallel are of all ranks: on two, four and eight cards 16k, 32k and 64k tokens are 8k a
+card, 128k, 256k and 512k are 64k a card.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from headway.mods import (
     softcap,
 )
 from headway.mods.base import value
+from headway.mods.library.scores import alibi_slopes
 
 from .case import BACKWARD, FORWARD, Case, Target, learned_bias
 
@@ -36,12 +40,12 @@ def _than(peer: str, forward: float, backward: float, of: str = "headway") -> tu
 def _flex(
     forward: float = 1.0, backward: float = 1.0, ours: tuple[float, float] = (1.3, 1.4)
 ) -> tuple[Target, ...]:
-    """Of the Triton backend, and of what is the default on the card (`ours`)."""
+    """Return targets next to FlexAttention, for Triton and for the default (`ours`)."""
     return *_than("flex", forward, backward, _TRITON), *_than("flex", *ours)
 
 
 def _fixed(forward: float = 1.0, backward: float = 1.0) -> tuple[Target, ...]:
-    """Of the better of the kernels that are made for one mask."""
+    """Return targets next to cuDNN and FlashAttention-4, which are made for one mask."""
     return *_than("cudnn", forward, backward), *_than(_FLASH4, forward, backward)
 
 
@@ -52,17 +56,17 @@ _SOFTCAP = _flex(1.5, 1.5, (2, 2)) + _than(_FLASH4, 1.5, 1.3)
 def _case(name: str, shape: tuple[int, ...], **more: Any) -> Case:
     """`shape`: b, hq, hk, length, d and, where it differs, dv."""
     b, hq, hk, length, d, *dv = shape
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dtype": "bfloat16",
         "peers": _ALL,
         "targets": _MAIN,
         "devices": ("cuda",),
     } | more
-    return Case(name, b, hq, hk, length, d, dv=dv[0] if dv else None, **given)
+    return Case(name, b, hq, hk, length, d, dv=dv[0] if dv else None, **options)
 
 
 def _pair(name: str, shape: tuple[int, ...], *tags: str, **more: Any) -> tuple[Case, ...]:
-    """A shape with a causal mask, and with none."""
+    """Return a shape with a causal mask, and without."""
     return (
         _case(f"{name}-causal", shape, mask=causal, tags=("gpu", *tags), **more),
         _case(f"{name}-full", shape, tags=("gpu", *tags), **more),
@@ -81,21 +85,21 @@ def _scored(
 
 
 def _decode(*shape: int) -> Case:
-    """One query per row over a cache of `length` keys."""
+    """Return a case of one query per row over a cache of `length` keys."""
     b, hq, hk, length, d = shape[:5]
     name = f"decode-{b}-{hq}-{hk}-{length >> 10}k-{d}"
     return _case(name, shape, measure="decode", peers=(), targets=(), tags=("gpu", "decode"))
 
 
 def _documents() -> Mask:
-    """Twelve documents of uneven lengths in 8192 positions."""
+    """Return twelve documents of uneven lengths in 8192 positions."""
     lengths = [97 + (911 * k) % 1171 for k in range(1, 13)]
     lengths[-1] = 8192 - sum(lengths[:-1])
     return causal() & document.from_lengths(lengths)
 
 
 def _packed(count: int, length: int) -> Mask:
-    """So many documents of one length, in one row."""
+    """Return `count` documents of one length, in one row."""
     return causal() & document.from_lengths([length] * count)
 
 
@@ -137,7 +141,7 @@ _RELATIVE = _than("headway plain", 0.7, 0.7)
 
 
 def _first_calls() -> tuple[Case, ...]:
-    """Plain, with a user's score, with a bias that learns; 64 and 128 wide."""
+    """Return first calls: plain, with a user's score, with a trainable bias; 64 and 128 wide."""
     return tuple(
         _case(f"first-call-{d}{kind}", (2, 2048 // d, 2048 // d, 8192, d), mask=causal,
               measure="first call", peers=(), targets=(), tags=("gpu", "first"))
@@ -203,3 +207,74 @@ GPU_CASES: tuple[Case, ...] = (
           tags=("gpu", "train")),
 )
 # fmt: on
+
+
+WINDOW = 4096
+
+
+def uneven_documents(length: int) -> Mask:
+    """Packed uneven_documents, an eighth of the sequence in the mean and a quarter at most."""
+    draw = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while sum(lengths) < length:
+        share = 0.005 + 0.245 * float(torch.rand((), generator=draw, device="cpu"))
+        lengths.append(max(1, int(share * length)))
+    lengths[-1] -= sum(lengths) - length
+    return causal() & document.from_lengths(lengths)
+
+
+def _rank_window() -> Mask:
+    return causal() & sliding_window(WINDOW)
+
+
+def _prefix(length: int) -> Mask:
+    return causal() | prefix(length // 8)
+
+
+def _alibi(heads: int) -> Score:
+    """Return ALiBi with slopes on the default device, for the definition too."""
+    return alibi(alibi_slopes(heads).to(torch.get_default_device()))
+
+
+def _rank_case(name: str, hq: int, hk: int, length: int, **more: Any) -> Case:
+    masks: dict[str, Callable[[], Mask]] = {
+        "documents": partial(uneven_documents, length), "prefix": partial(_prefix, length),
+        "window": _rank_window,
+    }  # fmt: skip
+    options: dict[str, Any] = {
+        "dtype": "bfloat16", "tags": ("ranks", name), "devices": ("cuda",),
+    }  # fmt: skip
+    return Case(
+        f"ranks-{name}-{hq}-{hk}-{length >> 10}k", 1, hq, hk, length, 128,
+        mask=masks.get(name, causal), measure="ranks", **options | more,
+    )  # fmt: skip
+
+
+def _grid(length: int) -> list[Case]:
+    """Return the cases for more than two GPUs, at one length."""
+    scores: dict[int, dict[str, Any]] = {
+        heads: {"alibi": partial(_alibi, heads), "bias": partial(learned_bias, heads, length)}
+        for heads in (32, 64)
+    }
+    names = "causal", "documents", "window", "prefix", "alibi", "bias"
+    return [
+        _rank_case(name, heads, 8, length, score=scores[heads].get(name))
+        for name in names
+        for heads in (64, 32)
+    ]
+
+
+_K = 1 << 10
+_RANK_TABLE = (
+    _rank_case("causal", 32, 8, 16 * _K),
+    _rank_case("causal", 32, 8, 64 * _K),
+    _rank_case("documents", 32, 8, 64 * _K),
+    _rank_case("causal", 64, 8, 16 * _K),
+    _rank_case("causal", 32, 32, 16 * _K),
+    _rank_case("causal", 64, 64, 16 * _K),
+    _rank_case("causal", 32, 8, 512 * _K),
+    *_grid(32 * _K), *_grid(256 * _K), *_grid(16 * _K), *_grid(128 * _K), *_grid(64 * _K),
+    *_grid(512 * _K),
+    _rank_case("causal", 4, 2, 2 * _K, dtype="float32", devices=("cpu",)),
+)  # fmt: skip
+RANK_CASES = tuple({case.name: case for case in _RANK_TABLE}.values())

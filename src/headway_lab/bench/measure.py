@@ -1,21 +1,113 @@
-"""Headway and its peers on one case: checked against float64, timed in turns, judged."""
+"""Headway and its peers on one case: checked against float64, timed in turns, judged.
 
+The whole square does not fit at long lengths, and need not: the gradient of the output is zero but
+for some rows of every head, so that those rows alone give the exact gradients of all keys. A block
+mask is built by `headway.block_mask` as a user would, with nothing cached, in tiles of 128.
+"""
+
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch
 
+from headway.api import block_mask
+from headway.blocks import BlockMask, clear_block_cache
 from headway.mods import causal
 
-from .case import BACKWARD, FORWARD, Case, Inputs, Size, Unavailable, inputs, size
-from .check import Truth
-from .machine import roof
+from .case import BACKWARD, BUILD, FORWARD, Case, CaseInputs, Size, Unavailable, inputs, size
 from .peers import PEERS, Peer
-from .results import NOT_RUN, WRONG, Result
-from .timing import Tick, Timing, compare
+from .results import FAIL, NOT_RUN, PASS, WRONG, Result
+from .timing import Tick, Timing, compare, peak, roof, seconds
+
+PAIRS = 1 << 23  # pairs looked at in one case, over all heads: 64 MB of float64 a matrix
+FACTOR = 3.0  # times the error of plain PyTorch in the same dtype that are allowed ...
+FLOOR = 5e-6  # ... or up to this: PyTorch's flash kernels take a faster, rougher exp
+
+
+class Error(NamedTuple):
+    """The error of a result, |x - truth| / |truth| of the worst head, and its limit."""
+
+    what: str
+    error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """True within the limit; NaN does not pass."""
+        return self.error <= self.limit
+
+
+def definition(case: Case, x: CaseInputs, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+    """Return softmax(score(scale q kᵀ) where mask) v for some rows, in plain PyTorch."""
+    k, v = (t.repeat_interleave(case.hq // case.hk, dim=1) for t in (k, v))
+    s = (q[:, :, rows] @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(case.d)
+    index = (
+        torch.arange(case.b, device=q.device)[:, None, None, None],
+        torch.arange(case.hq, device=q.device)[:, None, None],
+        rows[:, None],
+        torch.arange(case.length, device=q.device),
+    )
+    if x.score is not None:
+        s = x.score(s, *index)
+    if x.mask is not None:
+        s = s.masked_fill(~x.mask(*index), -math.inf)
+    return s.softmax(-1).to(v.dtype) @ v
+
+
+class Truth:
+    """The right results of a case on some rows, and how far plain PyTorch is from them."""
+
+    def __init__(self, case: Case, x: CaseInputs) -> None:
+        count = max(4, min(256, PAIRS // (case.b * case.hq * case.length)))
+        inner = torch.randperm(case.length, generator=torch.Generator().manual_seed(1))[:count]
+        ends = torch.tensor([0, case.length - 1])  # where tails go wrong
+        self.rows = torch.cat([inner, ends]).unique().to(x.q.device)
+        self.dout = torch.zeros_like(x.dout)
+        self.dout[:, :, self.rows] = x.dout[:, :, self.rows]
+        self.inputs = x
+        self.exact = self._plain(case, torch.float64)
+        plain = self._plain(case, x.q.dtype)
+        self.limits = [
+            max(FACTOR * distance(a, b), FLOOR) for a, b in zip(plain, self.exact, strict=True)
+        ]
+
+    def _plain(self, case: Case, dtype: torch.dtype) -> list[Tensor]:
+        x = self.inputs
+        q, k, v = (t.detach().to(dtype).requires_grad_() for t in (x.q, x.k, x.v))
+        out = definition(case, x, q, k, v, self.rows)
+        dout = x.dout[:, :, self.rows].to(dtype)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v, *x.learned), dout)]
+
+    def errors(
+        self, forward: Callable[[], Tensor], backward: bool, inputs: CaseInputs | None = None
+    ) -> list[Error]:
+        """Return the errors of a contestant's output, and of its gradients if it has a backward.
+        `given`: the tensors that it computes on, if they are copies."""
+        leaves = (self.inputs if inputs is None else inputs).leaves
+        with torch.set_grad_enabled(backward):
+            out = forward()
+        results = [out.detach()[:, :, self.rows]]
+        if backward:
+            results += torch.autograd.grad(out, leaves, self.dout)
+        learned_names = (f"d(learned {n})" for n in range(len(leaves) - 3))
+        names = ("out", "dq", "dk", "dv", *learned_names)
+        return [
+            Error(name, distance(a, b), limit)
+            for name, a, b, limit in zip(names, results, self.exact, self.limits, strict=False)
+        ]
+
+
+def distance(x: Tensor, exact: Tensor) -> float:
+    """Return |x - exact| / |exact| of the worst head, or of all of it without heads."""
+    x, exact = x.double(), exact.double()
+    if x.dim() < 3:
+        return float((x - exact).norm() / exact.norm())
+    return float(((x - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))).max())
 
 
 @dataclass(frozen=True)
@@ -23,17 +115,17 @@ class Contestant:
     """A call to time, the tensors that it computes on, and whether it has a backward."""
 
     forward: Callable[[], Tensor]
-    given: Inputs
+    given: CaseInputs
     backward: bool
     peer: Peer | None = None  # None for Headway
 
     @property
     def package(self) -> str:
-        """What it is a version of, where it has one of its own."""
+        """The package of the peer and its version, or ""."""
         return (self.peer.installed or "") if self.peer else ""
 
     def grads(self) -> Callable[[], object]:
-        """The backward to time."""
+        """Run a forward, and return the backward to time."""
         return partial(
             torch.autograd.grad, self.forward(), self.given.leaves, self.given.dout,
             retain_graph=True, allow_unused=True,
@@ -43,7 +135,7 @@ class Contestant:
 # A compiled peer's backward is timed many times on one forward, whose buffers must last.
 @functorch.patch(donated_buffer=False)
 def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: None) -> list[Result]:
-    """Headway and every peer: checked against float64, then timed in turns, in both directions."""
+    """Check Headway and every peer against float64, then time them in turns, both directions."""
     x = inputs(case, device)
     contestants, notes = _contestants(case, x)
     truth = Truth(case, x)
@@ -82,22 +174,24 @@ def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: Non
     return results + notes
 
 
-def _contestants(case: Case, x: Inputs) -> tuple[dict[str, Contestant], list[Result]]:
-    """Who is timed, Headway first, and a line for every peer that cannot take part; those that are
-    not installed are passed over."""
-    found = {"headway": Contestant(x.headway, x, backward=True)}
+def _contestants(case: Case, x: CaseInputs) -> tuple[dict[str, Contestant], list[Result]]:
+    """Return the contestants, Headway first, and a line for every peer that cannot take part.
+    Peers that are not installed are skipped."""
+    contestants = {"headway": Contestant(x.headway, x, backward=True)}
     notes = []
     for name in case.peers:
         peer = PEERS[name]
         if peer.installed is None:
             continue
-        given = x.by_rows() if peer.by_rows else x
+        peer_inputs = x.by_rows() if peer.by_rows else x
         backward = x.q.device.type in peer.backward
         try:
-            found[name] = Contestant(peer.prepare(case, given), given, backward, peer)
+            contestants[name] = Contestant(
+                peer.prepare(case, peer_inputs), peer_inputs, backward, peer
+            )
         except Unavailable as why:
             notes.append(Result(case.name, "", name, verdict=NOT_RUN, note=str(why)))
-    return found, notes
+    return contestants, notes
 
 
 def _calls(contestants: dict[str, Contestant], direction: str) -> dict[str, Callable[[], object]]:
@@ -110,7 +204,7 @@ def _judge(
     case: Case, direction: str, checked: Result, times: dict[str, Timing], measured: Size,
     device: str,
 ) -> Result:  # fmt: skip
-    """One line: the numbers, the ratio to Headway, and the target if there is one."""
+    """Return one line: the numbers, the ratio to Headway, and the target if there is one."""
     name = checked.contestant
     peer, timing, ours = PEERS.get(name), times[name], times["headway"]
     result = replace(checked, direction=direction).timed(timing)
@@ -126,15 +220,120 @@ def _judge(
         return result
     ratio, target = timing.median / ours.median, case.target(direction, name)
     if peer.per_tile:
-        whole = size(case, causal())
-        theirs, each = timing.median / whole.tiles, ours.median / measured.tiles
+        causal_size = size(case, causal())
+        theirs, each = timing.median / causal_size.tiles, ours.median / measured.tiles
         ratio = theirs / each
         note = f"{theirs * 1e6:.1f} µs per live tile, here {each * 1e6:.1f} µs"
-        result = replace(result, pairs=whole.pairs, tiles=whole.tiles, note=note)
+        result = replace(result, pairs=causal_size.pairs, tiles=causal_size.tiles, note=note)
     result = replace(result, ratio=round(ratio, 4))
-    for other in case.targets:
-        if (other.of, other.direction) == (name, direction) and other.peer in times:
-            faster = times[other.peer].median / timing.median
-            result = replace(result, note=f"{faster:.2f}x {other.peer}")
-            return result.asked(f">= {other.times:g}x {other.peer}", faster >= other.times)
+    for rival in case.targets:
+        if (rival.of, rival.direction) == (name, direction) and rival.peer in times:
+            faster = times[rival.peer].median / timing.median
+            result = replace(result, note=f"{faster:.2f}x {rival.peer}")
+            return result.asked(f">= {rival.times:g}x {rival.peer}", faster >= rival.times)
     return result if target is None else result.asked(f">= {target:g}x", ratio >= target)
+
+
+def measure_long(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
+    """Measure a call of a million tokens and one of half as many: memory must grow linearly."""
+    results, used_mb = [], {}
+    for length in (case.length // 2, case.length):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        part = replace(case, length=length)
+        x = inputs(part, device)
+        step = lambda x=x: torch.autograd.grad(x.headway(), (x.q, x.k, x.v), x.dout)
+        step()  # compiles, and builds the block mask
+        used_mb[length] = torch.cuda.max_memory_allocated() / 1e6
+        timing = Timing.of([seconds(step, device) for _ in range(3)])
+        result = Result(case.name, "forward + backward", f"headway, {length} tokens").timed(timing)
+        result = replace(result, note=f"{used_mb[length]:.0f} MB at most")
+        worst = max(Truth(part, x).errors(x.headway, True), key=lambda e: e.error / e.limit)
+        verdict = PASS if worst.passed else WRONG
+        results.append(replace(result, error=worst.error, limit=worst.limit, verdict=verdict))
+        del x, step
+    ratio = used_mb[case.length] / used_mb[case.length // 2]
+    results.append(
+        Result(
+            case.name, "memory", "headway", "ratio", round(ratio, 3), target="<= 2.1",
+            verdict=PASS if ratio <= 2.1 else FAIL,
+        )
+    )  # fmt: skip
+    return results
+
+
+TILE = (128, 128)
+
+
+def build(case: Case, x: CaseInputs) -> BlockMask:
+    """Build the block mask of a case, with an empty cache."""
+    assert x.mask is not None
+    clear_block_cache()
+    return block_mask(
+        x.mask, case.b, case.hq, case.length, case.length, device=x.q.device, tile=TILE
+    )
+
+
+def measure_build(case: Case, device: str, repeats: int, tick: Tick = lambda: None) -> list[Result]:
+    """Time the build in milliseconds; compare the tiles of a peer's result one by one."""
+    x = inputs(case, device)
+    results: dict[str, object] = {}
+
+    def kept(name: str, call: Callable[[], object]) -> Callable[[], None]:
+        return lambda: results.update({name: call()})
+
+    calls = {"headway": kept("headway", lambda: build(case, x))}
+    calls |= {name: kept(name, PEERS[name].prepare(case, x)) for name in case.peers}
+    times = compare(calls, repeats, device, tick)
+    ours = results.pop("headway")
+    assert isinstance(ours, BlockMask)
+    full, partial, empty = ours.counts()
+    size = sum(t.numel() * t.element_size() for t in ours.tiles.flatten())
+    note = f"{full:,} full, {partial:,} partial, {empty:,} empty; {size / 1e6:.3g} MB"
+    ours_line = Result(case.name, BUILD, "headway", tiles=full + partial, note=note)
+    ours_line = ours_line.timed(times["headway"])
+    if case.most is not None:
+        limit = case.most
+        ours_line = ours_line.asked(f"<= {limit:g} ms", times["headway"].median * 1e3 <= limit)
+    lines = [ours_line]
+    for name, theirs in results.items():
+        line = Result(case.name, BUILD, name)
+        if not torch.equal(state(theirs, ours.grid), ours.to_dense()[0, 0].cpu()):
+            lines.append(Result(case.name, BUILD, name, verdict=WRONG, note="other tiles are live"))
+            continue
+        ratio = times[name].median / times["headway"].median
+        line = Result(
+            case.name, BUILD, name, tiles=ours_line.tiles, ratio=round(ratio, 1), note="equal tiles"
+        ).timed(times[name])
+        target = case.target(BUILD, name)
+        lines.append(line if target is None else line.asked(f">= {target:g}x", ratio >= target))
+    return lines
+
+
+def state(theirs: object, grid: tuple[int, int]) -> Tensor:
+    """Return FlexAttention's block mask, uint8 `(tile_rows, tile_cols)`: 0 empty, 1 partial,
+    2 full."""
+    states = torch.zeros(grid, dtype=torch.uint8)
+    for value, prefix in ((1, ""), (2, "full_")):
+        counts, indices = (
+            getattr(theirs, f"{prefix}{name}").cpu() for name in ("kv_num_blocks", "kv_indices")
+        )
+        for r, n in enumerate(counts[0, 0].tolist()):
+            states[r, indices[0, 0, r, :n].long()] = value
+    return states
+
+
+def build_memory(case: Case, device: str) -> Result:
+    """Measure the peak memory of a build, above that of a process that built a small one."""
+    x = inputs(case, device)
+    block_mask(causal(), 1, 1, 256, 256, device=device)  # what a first call loads
+    before = peak(device)
+    full, partial, _ = build(case, x).counts()
+    used_mb = (peak(device) - before) / 1e6
+    result = Result(
+        case.name, BUILD, "headway", unit="MB", median=round(used_mb, 1), runs=1,
+        tiles=full + partial, note=f"{before / 1e6:.0f} MB before",
+    )  # fmt: skip
+    if case.most is None:
+        return result
+    return result.asked(f"<= {case.most:g} MB", used_mb <= case.most)

@@ -3,14 +3,17 @@
 The kernel is what PyTorch itself would run, called without anything around it. Where PyTorch has no
 kernel for the call (a score, a mask that is not causal), it is Headway's own pair of forward and
 backward, called with a spec and data that are known; and what comes before it is timed by itself:
-checks, reading the functions, the call cache.
+checks, reading the functions, the call cache. On a GPU, `host` times Python until a call returns,
+and `graph` replays a step from a CUDA graph.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import flex_attention as flex
 
 from headway.api import attention
 from headway.backends import get
@@ -18,9 +21,9 @@ from headway.mods import causal
 from headway.resolve import resolve
 from headway.types import Request
 
-from .case import FORWARD, Case, Inputs, inputs
+from .case import FORWARD, Case, CaseInputs, inputs
 from .results import Result
-from .timing import compare
+from .timing import Timing, compare, seconds
 
 BOTH = "forward + backward"
 NOTHING = "an operator that does nothing"
@@ -29,9 +32,11 @@ Call = Callable[[], object]
 
 
 def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) -> list[Result]:
-    """Headway's, and F.scaled_dot_product_attention's where it computes the same: forward, and
-    forward with backward. Beside the first, what has no kernel and of which all time counts: an
-    operator that does nothing, compiled; and `resolve`, of calls that PyTorch has no kernel for.
+    """Time the overhead of Headway, and of F.scaled_dot_product_attention if it has the case.
+
+    Both are timed forward, and forward with backward. Two more have no kernel, so that all their
+    time counts: an operator that does nothing, compiled; and `resolve`, for calls that PyTorch has
+    no kernel for.
     """
     x = inputs(case, device)
 
@@ -89,24 +94,24 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.ops.headway_bench.nothing(q, k, v)
 
 
-def _call(function: Callable[..., Tensor], x: Inputs, training: bool) -> Call:
+def _call(function: Callable[..., Tensor], x: CaseInputs, training: bool) -> Call:
     tensors: Sequence[Tensor] = (x.q, x.k, x.v)
     if not training:
         return lambda: function(*tensors)
     return lambda: torch.autograd.grad(function(*tensors), tensors, x.dout)
 
 
-def _is_native(x: Inputs) -> bool:
-    """Whether PyTorch has a kernel for the call."""
+def _is_native(x: CaseInputs) -> bool:
+    """Return True if PyTorch has a kernel for the call."""
     return x.score is None and (x.mask is None or x.mask == causal())
 
 
-def kernel(x: Inputs, training: bool) -> Call:
-    """What computes these inputs, called directly: PyTorch's flash kernels, or Headway's pair."""
+def kernel(x: CaseInputs, training: bool) -> Call:
+    """Return a direct call of PyTorch's flash kernels, or of Headway's forward and backward."""
     return _of_pytorch(x, training) if _is_native(x) else _pair(x, training)
 
 
-def _pair(x: Inputs, training: bool) -> Call:
+def _pair(x: CaseInputs, training: bool) -> Call:
     spec, call = resolve(Request(x.q, x.k, x.v, x.score, x.mask))
     backend = get(spec.backend)
 
@@ -118,7 +123,7 @@ def _pair(x: Inputs, training: bool) -> Call:
     return run
 
 
-def _of_pytorch(x: Inputs, training: bool) -> Call:
+def _of_pytorch(x: CaseInputs, training: bool) -> Call:
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
     is_causal = x.mask is not None
     if q.device.type == "cuda":
@@ -143,3 +148,75 @@ def _of_pytorch(x: Inputs, training: bool) -> Call:
         return backward(x.dout, q, k, v, out, lse, 0.0, is_causal) if training else out
 
     return on_cpu
+
+
+def host(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:
+    """Time Python until the call returns, in microseconds, with an idle GPU."""
+    x = inputs(case, device)
+    results = []
+    for name, function in causal_functions(x).items():
+        forward = lambda function=function: function(x.q, x.k, x.v)
+        step = lambda forward=forward: torch.autograd.grad(forward(), (x.q, x.k, x.v), x.dout)
+        for direction, call in ((FORWARD, forward), (BOTH, step)):
+            result = Result(case.name, direction, name).timed(_host_time(call, repeats), "µs")
+            if name == "headway" and direction == FORWARD and case.most is not None:
+                assert result.median is not None
+                result = result.asked(f"<= {case.most:g} µs", result.median <= case.most)
+            results.append(result)
+    return results
+
+
+def _host_time(call: Call, repeats: int, number: int = 50) -> Timing:
+    for _ in range(5):
+        call()
+    samples = []
+    for _ in range(3 * repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        samples.append((time.perf_counter() - start) / number)
+    torch.cuda.synchronize()
+    return Timing.of(samples)
+
+
+def causal_functions(x: CaseInputs) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Return causal attention of Headway, F.sdpa and FlexAttention."""
+    n, mask = x.q.shape[2], x.mask
+    torch.compiler.reset()
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    blocks = flex.create_block_mask(
+        lambda b, h, i, j: i >= j, None, None, n, n, device=x.q.device
+    )  # fmt: skip
+    return {
+        "headway": lambda q, k, v: attention(q, k, v, mask=mask),
+        "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "flex": lambda q, k, v: compiled(q, k, v, block_mask=blocks),
+    }
+
+
+def graph(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:
+    """Capture forward and backward in a CUDA graph, replay it on new numbers, and compare."""
+    x = inputs(case, device)
+    leaves = (x.q, x.k, x.v)
+
+    def step() -> tuple[Tensor, ...]:
+        out = x.headway()
+        return out, *torch.autograd.grad(out, leaves, x.dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        results = step()
+    with torch.no_grad():
+        x.q.copy_(torch.randn_like(x.q))
+    captured.replay()
+    same = all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
+    samples = [seconds(captured.replay, device, 20) for _ in range(3 * repeats)]
+    result = Result(case.name, BOTH, "headway, replayed").timed(Timing.of(samples), "µs")
+    return [result.asked("the same bits as without a graph", same)]

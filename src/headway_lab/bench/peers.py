@@ -1,5 +1,10 @@
-"""What a user would pick instead: each peer prepares what it needs, and gives a call to time."""
+"""Peers: what a user would pick instead. Each prepares its tensors and returns a call to time.
 
+FlashAttention-4's tensors are (b, length, heads, width), or (tokens, heads, width) where documents
+are packed. PyTorch's context parallel is a peer of its own, at the end.
+"""
+
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -7,17 +12,94 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 
 from headway.api import attention
-from headway.mods import causal
+from headway.distributed import Layout
+from headway.mods import causal, document, sliding_window, softcap
 from headway.mods.base import Both, Either, MaskFn
 
-from . import flash4
-from .case import Case, Inputs, Unavailable
+from .case import Case, CaseInputs, Unavailable
+
+
+def _flash4(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
+    """Return the call, compiled; `x` should lie in memory as `CaseInputs.by_rows` returns it."""
+    options = flash4_options(x)
+    try:
+        flash = importlib.import_module("flash_attn.cute.interface")
+        call = (
+            _flash4_varlen(flash, x, options)
+            if "cu_seqlens_q" in options
+            else _flash4_dense(flash, x, options)
+        )
+        call()
+    except Exception as error:  # of its compiler too
+        raise Unavailable.because(error) from error
+    return call
+
+
+def _flash4_dense(flash: Any, x: CaseInputs, options: dict[str, Any]) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        out, _ = flash.flash_attn_func(*(t.transpose(1, 2) for t in (x.q, x.k, x.v)), **options)
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _flash4_varlen(flash: Any, x: CaseInputs, options: dict[str, Any]) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        tokens = (t.transpose(1, 2).flatten(0, 1) for t in (x.q, x.k, x.v))
+        out, _ = flash.flash_attn_varlen_func(*tokens, **options)
+        return out.unflatten(0, (x.q.shape[0], -1)).transpose(1, 2)
+
+    return call
+
+
+def flash4_options(x: CaseInputs) -> dict[str, Any]:
+    """Return the arguments of FlashAttention-4 for a mask and score, or raise `Unavailable`."""
+    options: dict[str, Any] = {}
+    if isinstance(x.score, softcap):
+        options["softcap"] = x.score.cap
+    elif x.score is not None:
+        raise Unavailable("of the scores it has softcap only")
+    for part in _conjuncts(x.mask):
+        if part == causal():
+            options["causal"] = True
+        elif isinstance(part, sliding_window) and "window_size" not in options:
+            options["window_size"] = (part.window - 1, part.window - 1)
+        elif isinstance(part, document) and "cu_seqlens_q" not in options:
+            options |= _cu_seqlens(part, x.q.shape[0])
+        else:
+            raise Unavailable("of the masks it has causal, windows, documents and their &")
+    if options.get("causal") and "window_size" in options:
+        options["window_size"] = (options["window_size"][0], 0)
+    return options
+
+
+def _conjuncts(mask: object) -> list[object]:
+    """Return the masks that a chain of `&` joins."""
+    if isinstance(mask, Both):
+        return _conjuncts(mask.first) + _conjuncts(mask.second)
+    return [] if mask is None else [mask]
+
+
+def _cu_seqlens(documents: document, b: int) -> dict[str, Any]:
+    """Return cumulative lengths and the longest document, over concatenated rows."""
+    ids = documents.ids
+    if ids.dim() != 1 or documents.kv_ids is not None:
+        raise Unavailable("its documents here are those of one row, the same for queries and keys")
+    of_runs, lengths = torch.unique_consecutive(ids, return_counts=True)
+    if len(of_runs) != len(ids.unique()):
+        raise Unavailable("a document of its is in one piece")
+    ends = torch.nn.functional.pad(lengths.repeat(b).cumsum(0), (1, 0)).int()
+    names = {"cu_seqlens": ends, "max_seqlen": int(lengths.max())}
+    return {f"{name}_{side}": value for name, value in names.items() for side in "qk"}
+
 
 MOST_BIAS = 1 << 30  # bytes of an explicit mask that a user might still afford
 
@@ -29,11 +111,11 @@ class Peer:
     - `same`: it computes what Headway computes; its results are checked as well.
     - `backward`: on these device types it has one.
     - `per_tile`: compared by the time per live tile (of causal for the peer), not per call.
-    - `by_rows`: it computes on copies that lie in memory as `Inputs.by_rows` says.
+    - `by_rows`: it computes on copies that lie in memory as `CaseInputs.by_rows` says.
     - `package`: where it comes from, if not with PyTorch; a peer that is not installed is left out.
     """
 
-    prepare: Callable[[Case, Inputs], Callable[[], Any]]
+    prepare: Callable[[Case, CaseInputs], Callable[[], Any]]
     note: str
     same: bool = True
     backward: tuple[str, ...] = ("cpu", "cuda")
@@ -50,7 +132,7 @@ class Peer:
             return None
 
 
-def _sdpa(case: Case, x: Inputs) -> Callable[[], Tensor]:
+def _sdpa(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     gqa = case.hk != case.hq
     if x.score is None and (x.mask is None or x.mask == causal()):
         is_causal = x.mask is not None
@@ -62,16 +144,20 @@ def _sdpa(case: Case, x: Inputs) -> Callable[[], Tensor]:
     )
 
 
-def _bias(case: Case, x: Inputs) -> Tensor:
-    """Mask, and score if it only adds a term, as one tensor (1 or b, 1 or hq, length, length)."""
+def _bias(case: Case, x: CaseInputs) -> Tensor:
+    """Return mask and additive score as one tensor, (1 or b, 1 or hq, length, length)."""
     n, device, dtype = case.length, x.q.device, x.q.dtype
     heads = 1 if x.score is None else case.hq
     size = heads * n * n * dtype.itemsize
     if size > MOST_BIAS:
         raise Unavailable(f"its mask would take {size / 2**30:.0f} GiB")
-    at = torch.arange(n, device=device)
-    index = (torch.zeros(1, 1, 1, 1, device=device, dtype=torch.int64),
-             torch.arange(heads, device=device)[:, None, None], at[:, None], at)  # fmt: skip
+    positions = torch.arange(n, device=device)
+    index = (
+        torch.zeros(1, 1, 1, 1, device=device, dtype=torch.int64),
+        torch.arange(heads, device=device)[:, None, None],
+        positions[:, None],
+        positions,
+    )
     with torch.no_grad():
         bias = torch.zeros(1, heads, n, n, device=device, dtype=dtype)
         if x.score is not None:
@@ -81,14 +167,14 @@ def _bias(case: Case, x: Inputs) -> Tensor:
     return bias
 
 
-def _sdpa_causal(case: Case, x: Inputs) -> Callable[[], Tensor]:
+def _sdpa_causal(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     return partial(
         F.scaled_dot_product_attention, x.q, x.k, x.v, is_causal=True,
         enable_gqa=case.hk != case.hq,
     )  # fmt: skip
 
 
-def _flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
+def _flex(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     score, mask, n = x.score, x.mask, case.length
     blocks = score_mod = None
     if mask is not None:
@@ -114,8 +200,8 @@ def _flex(case: Case, x: Inputs) -> Callable[[], Tensor]:
 
 
 def mask_mod(mask: MaskFn) -> Callable[..., Tensor]:
-    """A mask as FlexAttention's users write it: it inspects functions, and torch 2.11 asks a value
-    that it calls whether it is true."""
+    """Return a mask as a plain function: FlexAttention inspects functions, and torch 2.11 takes
+    the truth of a value that it calls."""
     if isinstance(mask, Both | Either):
         of_parts = [mask_mod(part) for part in (mask.first, mask.second)]
         join = flex.and_masks if isinstance(mask, Both) else flex.or_masks
@@ -124,7 +210,7 @@ def mask_mod(mask: MaskFn) -> Callable[..., Tensor]:
     return lambda b, h, i, j: of_mask(b, h, i, j)
 
 
-def _create_block_mask(case: Case, x: Inputs) -> Callable[[], Any]:
+def _create_block_mask(case: Case, x: CaseInputs) -> Callable[[], Any]:
     assert x.mask is not None
     return partial(
         flex.create_block_mask, x.mask, None, None, case.length, case.length, x.q.device,
@@ -132,7 +218,7 @@ def _create_block_mask(case: Case, x: Inputs) -> Callable[[], Any]:
     )  # fmt: skip
 
 
-def _cudnn(case: Case, x: Inputs) -> Callable[[], Tensor]:
+def _cudnn(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     if x.score is not None or x.mask not in (None, causal()):
         raise Unavailable("it takes a causal mask or none")
     call = _sdpa(case, x)
@@ -148,17 +234,17 @@ def _cudnn(case: Case, x: Inputs) -> Callable[[], Tensor]:
     return cudnn
 
 
-def _plain(case: Case, x: Inputs) -> Callable[[], Tensor]:
+def _plain(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     return lambda: attention(x.q, x.k, x.v, mask=x.mask)
 
 
-def _triton(case: Case, x: Inputs) -> Callable[[], Tensor]:
+def _triton(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     if case.stats:
         raise Unavailable("without statistics only")
     return lambda: attention(x.q, x.k, x.v, x.score, x.mask, backend="triton")
 
 
-def _causal_per_tile(case: Case, x: Inputs) -> Callable[[], Tensor]:
+def _causal_per_tile(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     return partial(x.headway, mask=causal())
 
 
@@ -178,7 +264,7 @@ PEERS = {
         backward=("cuda",),
     ),
     "flash-attention-4": Peer(
-        flash4.prepare,
+        _flash4,
         "flash_attn.cute, on a GPU: causal, window, documents, softcap",
         backward=("cuda",),
         by_rows=True,
@@ -207,3 +293,69 @@ PEERS = {
         per_tile=True,
     ),
 }
+
+
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def context_parallel() -> Any:
+    """Return PyTorch's context parallel. In it `F.scaled_dot_product_attention` is over ranks, in
+    the order of its load balancing, which is that of `Layout.zigzag`."""
+    from torch.distributed.tensor import experimental
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (ranks,), mesh_dim_names=("cp",))
+    # It cuts buffers up. The bench's are cut already; this one is of no use.
+    dummy = torch.empty(1, 2 * ranks, device="cuda")
+    return experimental.context_parallel(mesh, buffers=[dummy], buffer_seq_dims=[1])
+
+
+def sdpa_over_ranks(mine: CaseInputs, kernel: str) -> Callable[[], Tensor]:
+    """Return a causal `F.scaled_dot_product_attention` of one kernel, in `context_parallel`."""
+    grouped = mine.q.shape[1] != mine.k.shape[1]
+
+    def run() -> Tensor:
+        with sdpa_kernel(KERNELS[kernel]):
+            return F.scaled_dot_product_attention(
+                mine.q, mine.k, mine.v, is_causal=True, enable_gqa=grouped
+            )
+
+    return run
+
+
+def flex_over_ranks(mine: CaseInputs, layout: Layout) -> Callable[[], Tensor]:
+    """Return compiled FlexAttention over keys that are all-gathered first."""
+    try:
+        from torch.distributed.tensor.experimental._context_parallel._attention import (
+            flex_cp_allgather as gather,
+        )
+    except ImportError:
+        raise Unavailable("this PyTorch has no context parallel of FlexAttention") from None
+    if mine.mask is None:
+        raise Unavailable("timed with masks only")
+    mask, name = mask_mod(mine.mask), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    sizes = torch.tensor(layout.sizes)
+    if bool((sizes != sizes[0]).any()):
+        raise Unavailable("its ranks hold as many tokens each")
+    q_positions = layout.positions.to("cuda")
+    gathered = [torch.empty_like(q_positions) for _ in sizes]
+    dist.all_gather(gathered, q_positions)
+    kv_positions = torch.cat(gathered)
+
+    def attends(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return mask(b, h, q_positions[i], kv_positions[j])
+
+    blocks = torch.compile(flex.create_block_mask)(
+        attends, None, None, len(q_positions), len(kv_positions), device="cuda"
+    )
+    # A backward is timed many times on one forward.
+    torch._functorch.config.donated_buffer = False  # type: ignore[bad-assignment]
+    attend = torch.compile(flex.flex_attention)
+
+    def run() -> Tensor:
+        k, v = gather(mine.k, mine.v, 2, name)
+        return attend(
+            mine.q, k, v, block_mask=blocks, enable_gqa=mine.q.shape[1] != mine.k.shape[1]
+        )
+
+    return run

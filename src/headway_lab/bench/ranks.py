@@ -22,8 +22,7 @@ from typing import IO, Any
 import torch
 
 from .case import BACKWARD, FORWARD, Case
-from .machine import environment
-from .results import NOT_RUN, Result
+from .results import NOT_RUN, Result, environment
 from .timing import Tick
 
 TAG = "context parallel"
@@ -32,19 +31,19 @@ PATIENCE = 300.0  # seconds for a case, whose kernels compile first
 
 
 def measure(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
-    """The rows of a case: every contestant, forward and backward, and the memory."""
-    ranks = Ranks.of(device)
+    """Return the rows of a case: every contestant, forward and backward, and the memory."""
+    ranks = RankProcesses.of(device)
     rows, error = ranks.ask({"case": case.name, "repeats": repeats})
     tick()
     results = [Result(**row) for row in rows]
-    found = [judged(case, r, results, len(ranks.processes)) for r in results]
+    judged_results = [judged(case, r, results, len(ranks.processes)) for r in results]
     if error:
-        found.append(Result(case.name, "", "headway", verdict=NOT_RUN, note=error))
-    return found
+        judged_results.append(Result(case.name, "", "headway", verdict=NOT_RUN, note=error))
+    return judged_results
 
 
 def judged(case: Case, result: Result, results: list[Result], ranks: int) -> Result:
-    """With what is asked of Headway, next to the better of its peers."""
+    """Return the result with the targets of Headway, next to the better of its peers."""
     if result.contestant != "headway" or result.gflops is None:
         return result
     speed = {
@@ -54,52 +53,56 @@ def judged(case: Case, result: Result, results: list[Result], ranks: int) -> Res
     }
     local = "documents" in case.name
     few = ranks <= 2
-    least = {FORWARD: 0.97, BACKWARD: 0.95} if few else {FORWARD: 0.95, BACKWARD: 0.93}
+    required = {FORWARD: 0.97, BACKWARD: 0.95} if few else {FORWARD: 0.95, BACKWARD: 0.93}
     if local:
-        least = dict.fromkeys(least, 0.90 if few else 0.85)
-    asked = []
+        required = dict.fromkeys(required, 0.90 if few else 0.85)
+    targets = []
     if ONE_CARD in speed:
-        asked.append((least[result.direction], ONE_CARD, speed[ONE_CARD]))
-    peers = {name: x for name, x in speed.items() if name.startswith("torch")}
+        targets.append((required[result.direction], ONE_CARD, speed[ONE_CARD]))
+    peers = {
+        name: speed_of_peer for name, speed_of_peer in speed.items() if name.startswith("torch")
+    }
     if peers:
         best = max(peers, key=peers.__getitem__)
         times = 1.4 if case.length // ranks <= 8192 else {FORWARD: 1.15, BACKWARD: 1.2}[
             result.direction
         ]  # fmt: skip
-        asked.append((times, best, peers[best]))
-    if not asked:
+        targets.append((times, best, peers[best]))
+    if not targets:
         return result
-    words = ", ".join(f">= {times}x {name}" for times, name, _ in asked)
-    return result.asked(words, all(result.gflops >= times * x for times, _, x in asked))
+    words = ", ".join(f">= {times}x {name}" for times, name, _ in targets)
+    return result.asked(
+        words, all(result.gflops >= times * speed_of_peer for times, _, speed_of_peer in targets)
+    )
 
 
-class Ranks:
-    """Processes that form a group, as long as they answer."""
+class RankProcesses:
+    """The processes of a group, restarted after one fails to answer."""
 
     def __init__(self, device: str) -> None:
         self.device, self.processes = device, []  # type: ignore[var-annotated]
 
     @staticmethod
     @lru_cache
-    def of(device: str) -> "Ranks":
-        """Those of a device, for all cases."""
-        made = Ranks(device)
-        atexit.register(made.end)
-        return made
+    def of(device: str) -> "RankProcesses":
+        """Return the processes of a device, shared by all cases."""
+        processes = RankProcesses(device)
+        atexit.register(processes.end)
+        return processes
 
     def start(self) -> None:
-        """One process per card; two on the CPU."""
+        """Start one process per GPU; two on the CPU."""
         count = torch.cuda.device_count() if self.device == "cuda" else 2
         if count < 2:
             raise RuntimeError("one sequence over many cards wants two or more; here is one")
         self.folder = tempfile.TemporaryDirectory()
         for rank in range(count):
-            asked = {
+            question = {
                 "rank": rank, "ranks": count, "device": self.device,
                 "store": str(Path(self.folder.name) / "store"),
             }  # fmt: skip
             process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.ranks_process", json.dumps(asked)],
+                [sys.executable, "-m", f"{__package__}.ranks_process", json.dumps(question)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 stderr=open(Path(self.folder.name) / f"{rank}.txt", "w"),  # noqa: SIM115
                 env=environment(),
@@ -109,7 +112,7 @@ class Ranks:
         threading.Thread(target=self.read, args=[self.processes[0].stdout], daemon=True).start()
 
     def ask(self, question: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """The rows that the first rank says; and an error, where one ends or no more come in
+        """Return the rows of the first rank, and an error if a process ends or no answer comes in
         time."""
         if not self.processes:
             try:
@@ -126,14 +129,13 @@ class Ranks:
             if row is None:
                 return rows, ""
             rows.append(row)
-        said = [(Path(self.folder.name) / f"{n}.txt").read_text().strip().splitlines()[-1:]
+        last_lines = [(Path(self.folder.name) / f"{n}.txt").read_text().strip().splitlines()[-1:]
                 for n in range(len(self.processes))]  # fmt: skip
         self.end()
-        return rows, f"no more answers; the ranks' last words: {said}"[:400]
+        return rows, f"no more answers; the ranks' last words: {last_lines}"[:400]
 
     def line(self, until: float) -> str:
-        """A line of the first rank; empty if it ends, another one ends, or it is later than
-        `until`."""
+        """Return a line of the first rank, or "" if a process ends or `until` passes."""
         while time.monotonic() < until:
             with suppress(queue.Empty):
                 return self.lines.get(timeout=1.0)
@@ -142,13 +144,13 @@ class Ranks:
         return ""
 
     def read(self, output: IO[str]) -> None:
-        """Take the lines of a process as they come; an empty one is the end."""
+        """Queue the lines of a process as they come, and "" at its end."""
         for line in output:
             self.lines.put(line)
         self.lines.put("")
 
     def end(self) -> None:
-        """Kill what is left of them."""
+        """Kill the processes that still run."""
         for process in self.processes:
             process.kill()
             process.wait()

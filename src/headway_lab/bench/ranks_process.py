@@ -3,8 +3,8 @@ standard output.
 
 Every rank makes the whole tensors from the case's seed and keeps its own part. A contestant is
 checked first: out of some rows of every head, and the gradients that follow from these rows, next
-to the definition in float64 (`check.py`). Then contestants are timed in turns; a sample is the time
-of the slowest rank. Backwards are timed on one forward.
+to the definition in float64 (`measure.py`). Then contestants are timed in turns; a sample is the
+time of the slowest rank. Backwards are timed on one forward.
 """
 
 import json
@@ -29,11 +29,11 @@ from headway.distributed import Layout
 from headway.distributed.exchange.pull import reserved
 from headway.mods import causal
 
-from .case import BACKWARD, FORWARD, Case, Inputs, Size, Unavailable, inputs, size
+from .case import BACKWARD, FORWARD, Case, CaseInputs, Size, Unavailable, inputs, size
 from .cases import every
-from .check import Truth, distance
+from .measure import Truth, distance
+from .peers import KERNELS, context_parallel, flex_over_ranks, sdpa_over_ranks
 from .ranks import ONE_CARD
-from .ranks_peers import KERNELS, context_parallel, flex, sdpa
 from .results import NOT_RUN, WRONG, Result
 from .timing import Timing, between, mark, wait
 
@@ -44,7 +44,7 @@ PEERS = 1 << 17  # tokens: beyond, the first plan alone, no peers and no traces
 BUSY = 20e-3  # seconds of a sample
 
 
-class Contestant(NamedTuple):
+class RankContestant(NamedTuple):
     """A call on this rank's tensors.
 
     - `given`: this rank's part of the tensors, as the call sees them.
@@ -52,26 +52,26 @@ class Contestant(NamedTuple):
     """
 
     forward: Callable[[], Tensor]
-    given: Inputs
+    given: CaseInputs
     size: Size
 
 
-def main(question: dict[str, Any]) -> None:
-    """Answer until standard input ends."""
-    rank, ranks, device = question["rank"], question["ranks"], question["device"]
+def main(setup: dict[str, Any]) -> None:
+    """Join the group, and answer until standard input ends."""
+    rank, ranks, device = setup["rank"], setup["ranks"], setup["device"]
     if device == "cuda":
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
     backend = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}[device]
     dist.init_process_group(
-        backend, init_method=f"file://{question['store']}", rank=rank, world_size=ranks,
+        backend, init_method=f"file://{setup['store']}", rank=rank, world_size=ranks,
         timeout=timedelta(seconds=60),
     )  # fmt: skip
     cases = {case.name: case for case in every()}
     for line in sys.stdin:
-        asked = json.loads(line)
-        for row in answer(cases[asked["case"]], device, asked["repeats"]):
+        question = json.loads(line)
+        for row in answer(cases[question["case"]], device, question["repeats"]):
             _say(asdict(row), rank)
         _say(None, rank)  # that was all
 
@@ -83,114 +83,130 @@ def _say(row: dict[str, Any] | None, rank: int) -> None:
 
 
 def answer(case: Case, device: str, repeats: int) -> Iterator[Result]:
-    """The rows of a case, as they come."""
-    whole = inputs(case, device)
-    layout = layout_of(case, whole)
-    measured = size(case, whole.mask)
+    """Yield the rows of a case."""
+    full_inputs = inputs(case, device)
+    layout = layout_of(case, full_inputs)
+    measured = size(case, full_inputs.mask)
     rows: list[Result] = []
     with ExitStack() as stack:
-        found = contestants(case, whole, layout, measured, stack, rows)
+        one_by_name = contestants(case, full_inputs, layout, measured, stack, rows)
         if case.length <= LONGEST:
-            truth = Truth(case, whole)
-            for name, one in list(found.items()):
+            truth = Truth(case, full_inputs)
+            for name, one in list(one_by_name.items()):
                 if name == ONE_CARD:
                     continue
-                said = checked(case, name, one, whole, layout, truth)
-                if said is not None:
-                    rows.append(said)
-                    del found[name]
+                failure = checked(case, name, one, full_inputs, layout, truth)
+                if failure is not None:
+                    rows.append(failure)
+                    del one_by_name[name]
             del truth
-        del whole
+        del full_inputs
         yield from rows
-        told = explained(found["headway"].given, layout) if "headway" in found else ""
+        explanation = (
+            explained(one_by_name["headway"].given, layout) if "headway" in one_by_name else ""
+        )
         for direction in (FORWARD, BACKWARD):
-            for row in timed(case, found, direction, device, repeats):
-                yield replace(row, note=told) if row.contestant == "headway" else row
-        if device == "cuda" and "headway" in found:
-            yield from memory(case, found["headway"])
+            for row in timed(case, one_by_name, direction, device, repeats):
+                yield replace(row, note=explanation) if row.contestant == "headway" else row
+        if device == "cuda" and "headway" in one_by_name:
+            yield from memory(case, one_by_name["headway"])
             if case.length <= PEERS:
-                yield from exposed(case, found["headway"])
+                yield from exposed(case, one_by_name["headway"])
 
 
-def layout_of(case: Case, whole: Inputs) -> Layout:
-    """Documents and windows balanced, all else zigzag."""
+def layout_of(case: Case, full_inputs: CaseInputs) -> Layout:
+    """Return a balanced layout for documents and windows, zigzag for all others."""
     group = dist.group.WORLD
     if "documents" in case.name or "window" in case.name:
-        return Layout.balanced(case.length, group, whole.mask)
+        return Layout.balanced(case.length, group, full_inputs.mask)
     return Layout.zigzag(case.length, group)
 
 
-def explained(x: Inputs, layout: Layout) -> str:
-    """What the layout and the plan do."""
-    told = ("layout:", "keys:", "plan:", "transport:")
+def explained(x: CaseInputs, layout: Layout) -> str:
+    """Describe the layout and the plan in one line."""
+    headings = ("layout:", "keys:", "plan:", "transport:")
     lines = map(str.strip, str(explain(x.q, x.k, x.v, x.score, x.mask, layout=layout)).splitlines())
-    return "; ".join(line for line in lines if line.startswith(told))
+    return "; ".join(line for line in lines if line.startswith(headings))
 
 
-def part(whole: Inputs, layout: Layout) -> Inputs:
-    """This rank's tensors; what scores learn is everybody's."""
+def part(full_inputs: CaseInputs, layout: Layout) -> CaseInputs:
+    """Return this rank's shards; tensors of a score are shared by all ranks."""
     cut = lambda x: layout.shard(x.detach(), 2).contiguous()
-    q, k, v = (cut(x).requires_grad_() for x in (whole.q, whole.k, whole.v))
-    return whole._replace(q=q, k=k, v=v, dout=cut(whole.dout))
+    q, k, v = (cut(x).requires_grad_() for x in (full_inputs.q, full_inputs.k, full_inputs.v))
+    return full_inputs._replace(q=q, k=k, v=v, dout=cut(full_inputs.dout))
 
 
 def contestants(
-    case: Case, whole: Inputs, layout: Layout, measured: Size, stack: ExitStack, rows: list[Result]
-) -> dict[str, Contestant]:
-    """Headway, its plans, one card, and PyTorch's."""
-    mine = part(whole, layout)
+    case: Case,
+    full_inputs: CaseInputs,
+    layout: Layout,
+    measured: Size,
+    stack: ExitStack,
+    rows: list[Result],
+) -> dict[str, RankContestant]:
+    """Return the contestants: Headway, its plans, one GPU, and PyTorch's."""
+    mine = part(full_inputs, layout)
     ours = lambda at: lambda: attention(mine.q, mine.k, mine.v, mine.score, mine.mask, layout=at)
-    found = {"headway": Contestant(ours(layout), mine, measured)}
-    found[ONE_CARD] = one_card(case, layout.ranks, whole.q.device.type)
+    by_name = {"headway": RankContestant(ours(layout), mine, measured)}
+    by_name[ONE_CARD] = one_card(case, layout.ranks, full_inputs.q.device.type)
     every_plan = case.length <= PEERS and any(name in case.name for name in EVERY_PLAN)
     for plan in PLANS if every_plan else PLANS[:1]:
-        found[f"headway, {plan}"] = Contestant(ours(layout.using(plan)), mine, measured)
-    if not every_plan or not whole.q.is_cuda:
-        return found
-    if case.score is None and str(whole.mask) == str(causal()):
+        by_name[f"headway, {plan}"] = RankContestant(ours(layout.using(plan)), mine, measured)
+    if not every_plan or not full_inputs.q.is_cuda:
+        return by_name
+    if case.score is None and str(full_inputs.mask) == str(causal()):
         stack.enter_context(context_parallel())
         for kernel in KERNELS:
-            make = partial(sdpa, mine, kernel)
-            _try(case, f"torch {kernel}", make, mine, measured, found, rows)
+            make = partial(sdpa_over_ranks, mine, kernel)
+            _try(case, f"torch {kernel}", make, mine, measured, by_name, rows)
     if case.score is None and case.hq > 32 and case.length <= 1 << 16:  # compiles for long
-        _try(case, "torch flex", partial(flex, mine, layout), mine, measured, found, rows)
-    return found
+        _try(
+            case,
+            "torch flex",
+            partial(flex_over_ranks, mine, layout),
+            mine,
+            measured,
+            by_name,
+            rows,
+        )
+    return by_name
 
 
 def _try(
-    case: Case, name: str, make: Callable[[], Callable[[], Tensor]], given: Inputs, measured: Size,
-    found: dict[str, Contestant], rows: list[Result],
+    case: Case, name: str, make: Callable[[], Callable[[], Tensor]], local_inputs: CaseInputs,
+    measured: Size, by_name: dict[str, RankContestant], rows: list[Result],
 ) -> None:  # fmt: skip
     """Add a peer that works on all ranks."""
     try:
         forward, why = make(), ""
         out = forward()
-        torch.autograd.grad(out, given.leaves[:3], given.dout)
+        torch.autograd.grad(out, local_inputs.leaves[:3], local_inputs.dout)
     except Exception as error:  # noqa: BLE001 the table says it
         why = str(Unavailable.because(error))
     if _anywhere(bool(why)):
         note = why or "could not run on another rank"
         rows.append(Result(case.name, "", name, verdict=NOT_RUN, note=note))
     else:
-        found[name] = Contestant(forward, given, measured)
+        by_name[name] = RankContestant(forward, local_inputs, measured)
 
 
-def one_card(case: Case, ranks: int, device: str) -> Contestant:
-    """What `shortened` says, on a card by itself."""
+def one_card(case: Case, ranks: int, device: str) -> RankContestant:
+    """Return the `shortened` case on one GPU."""
     short = shortened(case, ranks)
     x = inputs(short, device)
-    return Contestant(x.headway, x, Size(*(n * ranks for n in size(short, x.mask))))
+    return RankContestant(x.headway, x, Size(*(n * ranks for n in size(short, x.mask))))
 
 
 def shortened(case: Case, ranks: int) -> Case:
-    """A sequence so short that a card has about as many pairs as a rank has: of a mask that keeps a
-    share of the square, by the root of the number of ranks; of windows and documents, by that
-    number. A window is as wide as before."""
+    """Return the case with a sequence so short that one GPU has as many pairs as a rank has.
+
+    The length is divided by the root of the number of ranks, and for windows and documents by that
+    number. A window keeps its width."""
     local = any(word in case.name for word in ("window", "documents"))
     length = round(case.length / (ranks if local else ranks**0.5) / 128) * 128
 
     def remade(make: Any) -> Any:
-        """What makes a mask or score, for this length."""
+        """Return the function that makes a mask or score, for this length."""
         if not isinstance(make, partial):
             return make
         return partial(make.func, *[length if n == case.length else n for n in make.args])
@@ -199,10 +215,10 @@ def shortened(case: Case, ranks: int) -> Case:
 
 
 def _anywhere(flag: bool) -> bool:
-    """Whether it is so on any rank."""
-    at = torch.tensor(int(flag), device=_device())
-    dist.all_reduce(at, dist.ReduceOp.MAX)
-    return bool(at)
+    """Return True if the flag is set on any rank."""
+    flags = torch.tensor(int(flag), device=_device())
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
 
 
 def _device() -> str:
@@ -210,9 +226,14 @@ def _device() -> str:
 
 
 def checked(
-    case: Case, name: str, one: Contestant, whole: Inputs, layout: Layout, truth: Truth
+    case: Case,
+    name: str,
+    one: RankContestant,
+    full_inputs: CaseInputs,
+    layout: Layout,
+    truth: Truth,
 ) -> Result | None:
-    """A row if out or a gradient is wrong."""
+    """Return a row if out or a gradient is wrong, else None."""
     dout = layout.shard(truth.dout, 2).contiguous()
     out = one.forward()
     grads = list(torch.autograd.grad(out, one.given.leaves, dout, allow_unused=True))
@@ -231,41 +252,40 @@ def checked(
 
 
 def timed(
-    case: Case, found: dict[str, Contestant], direction: str, device: str, repeats: int
+    case: Case, by_name: dict[str, RankContestant], direction: str, device: str, repeats: int
 ) -> list[Result]:
-    """A row for every contestant, of one direction."""
+    """Time one direction, and return a row for every contestant."""
     calls: dict[str, Callable[[], object]] = {}
-    for name, one in found.items():
+    for name, one in by_name.items():
         calls[name] = one.forward
         if direction == BACKWARD:
-            out, given = one.forward(), one.given
-            calls[name] = lambda out=out, x=given: torch.autograd.grad(
+            out, local_inputs = one.forward(), one.given
+            calls[name] = lambda out=out, x=local_inputs: torch.autograd.grad(
                 out, x.leaves, x.dout, retain_graph=True, allow_unused=True
             )
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    number = {}
+    calls_per_sample = {}
     with torch.set_grad_enabled(direction == BACKWARD):
         for name, call in calls.items():
             call()
-            number[name] = max(1, round(BUSY / sample(call, 1, device)))
+            calls_per_sample[name] = max(1, round(BUSY / sample(call, 1, device)))
         for turn in range(repeats):
             for name in list(calls)[:: 1 if turn % 2 else -1]:
-                if sum(samples[name]) * number[name] < 3.0:
-                    samples[name].append(sample(calls[name], number[name], device))
+                if sum(samples[name]) * calls_per_sample[name] < 3.0:
+                    samples[name].append(sample(calls[name], calls_per_sample[name], device))
     rows, ranks = [], dist.get_world_size()
-    for name, of in samples.items():
-        flops = found[name].size.flops(direction, *case.widths) / ranks
-        speed = flops / statistics.median(of) / 1e9
-        row = Result(case.name, direction, name, gflops=speed).timed(Timing.of(of))
+    for name, times in samples.items():
+        flops = by_name[name].size.flops(direction, *case.widths) / ranks
+        speed = flops / statistics.median(times) / 1e9
+        row = Result(case.name, direction, name, gflops=speed).timed(Timing.of(times))
         rows.append(row)
     ours = next((r.gflops for r in rows if r.contestant == "headway"), None)
     return [replace(r, ratio=ours / r.gflops) if ours else r for r in rows]  # type: ignore[operator]
 
 
 def sample(call: Callable[[], object], number: int, device: str) -> float:
-    """Seconds per call of the slowest rank, one call after the other as layers are. Before several
-    there is one that does not count, in which ranks that are not there at once wait for each
-    other."""
+    """Return seconds per call of the slowest rank, one call after the other as layers are. Several
+    calls begin with one that does not count, in which ranks wait for each other."""
     dist.barrier()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -280,9 +300,9 @@ def sample(call: Callable[[], object], number: int, device: str) -> float:
     return float(took)
 
 
-def exposed(case: Case, one: Contestant) -> list[Result]:
-    """The share of a call in which a card runs no kernel, from a trace of calls one after the
-    other: of the card that has most to do, which waits for rows and not for other cards."""
+def exposed(case: Case, one: RankContestant) -> list[Result]:
+    """Measure the share of a call in which the busiest GPU runs no kernel: the time that it waits
+    for rows, and not for other GPUs."""
     x, out = one.given, one.forward()
     calls: dict[str, Callable[[], object]] = {
         FORWARD: one.forward,
@@ -309,9 +329,10 @@ def exposed(case: Case, one: Contestant) -> list[Result]:
 
 
 def _without_kernels(call: Callable[[], object]) -> float:
-    """The share of the time of some calls in which no kernel runs on this card; they are queued
-    while it is kept busy, so that it does not wait for the host; and when all ranks trace, of which
-    some begin half a second late."""
+    """Trace calls, and return the share of their time in which this GPU runs no kernel.
+
+    Calls are queued while it is busy, so that it does not wait for the host, and only when all
+    ranks trace: some begin half a second late."""
     from torch.profiler import ProfilerActivity, profile
 
     call()
@@ -331,52 +352,53 @@ def _without_kernels(call: Callable[[], object]) -> float:
 
 
 def idle(spans: list[tuple[float, float]]) -> float:
-    """The share of the time of calls that are alike in which none of the kernels (start, end) runs:
-    from the end of the first longest kernel to that of the last, which are whole calls (or steps
-    that are alike), wherever a trace begins and ends."""
+    """Return the share of time in which none of the kernels (start, end) of equal calls runs.
+
+    It is taken from the end of the first longest kernel to that of the last: these are complete
+    calls, wherever the trace begins and ends."""
     spans = sorted(spans)
     longest = max((end - start for start, end in spans), default=0.0)
     ends = [end for start, end in spans if end - start > 0.8 * longest]
     if len(ends) < 2:
         return 0.0
-    begin, last = ends[0], ends[-1]
-    busy, until = 0.0, begin
+    window_start, window_end = ends[0], ends[-1]
+    busy, until = 0.0, window_start
     for start, end in spans:
-        busy += max(0.0, min(end, last) - max(start, until))
-        until = max(until, min(end, last))
-    return 1 - busy / (last - begin)
+        busy += max(0.0, min(end, window_end) - max(start, until))
+        until = max(until, min(end, window_end))
+    return 1 - busy / (window_end - window_start)
 
 
-def memory(case: Case, one: Contestant) -> list[Result]:
-    """MB beyond what the call is given and gives back, without the symmetric memory: that is kept,
-    and made for the largest call."""
+def memory(case: Case, one: RankContestant) -> list[Result]:
+    """Measure the MB beyond inputs and results, without symmetric memory, which is shared by all
+    calls and sized for the largest."""
     x, rows = one.given, []
     torch.cuda.synchronize()
     keys = case.b * case.hk * case.length * sum(case.widths) * x.k.element_size()
 
-    def row(direction: str, before: int, kept: int) -> Result:
-        most = torch.cuda.max_memory_allocated() - before - kept
-        used = torch.tensor(float(most), device="cuda")
-        dist.all_reduce(used, dist.ReduceOp.MAX)
+    def row(direction: str, before: int, result_bytes: int) -> Result:
+        extra_bytes = torch.cuda.max_memory_allocated() - before - result_bytes
+        largest_bytes = torch.tensor(float(extra_bytes), device="cuda")
+        dist.all_reduce(largest_bytes, dist.ReduceOp.MAX)
         note = (
-            f"{float(used) / keys:.2f} of the keys and values of the sequence; and "
+            f"{float(largest_bytes) / keys:.2f} of the keys and values of the sequence; and "
             f"{reserved() / 1e6:,.0f} MB of symmetric memory, for all calls so far"
         )
         return Result(
-            case.name, f"{direction}, memory", "headway", unit="MB", median=float(used) / 1e6,
-            note=note,
+            case.name, f"{direction}, memory", "headway", unit="MB",
+            median=float(largest_bytes) / 1e6, note=note,
         )  # fmt: skip
 
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     out = one.forward()
-    kept = torch.cuda.memory_allocated() - before
-    rows.append(row(FORWARD, before, kept))
+    result_bytes = torch.cuda.memory_allocated() - before
+    rows.append(row(FORWARD, before, result_bytes))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     grads = torch.autograd.grad(out, x.leaves, x.dout)
-    kept = sum(g.numel() * g.element_size() for g in grads)
-    rows.append(row(BACKWARD, before, kept))
+    result_bytes = sum(g.numel() * g.element_size() for g in grads)
+    rows.append(row(BACKWARD, before, result_bytes))
     return rows
 
 

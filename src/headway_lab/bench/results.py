@@ -1,23 +1,93 @@
-"""What one measurement is, and the CSV that keeps it."""
+"""One measurement, the machine that it was made on, and the CSV that keeps both."""
 
 import csv
+import os
+import platform
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
+import torch
+
+from headway.cli.doctor import commit as commit
+from headway.cli.doctor import processor as processor
 from headway.errors import ArgumentError
 
 from .case import Case
-from .machine import Machine
 from .timing import Timing
+
+UNTOLD = re.compile(r"nvidia|cpu|processor|\d+gb|hbm\d*e?")  # words that tell no card from another
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine: columns that every line of the CSV has."""
+
+    date: str  # UTC
+    commit: str  # "" where the package is not in a git checkout; "-dirty" with local changes
+    headway: str
+    torch: str
+    python: str
+    system: str
+    device: str  # name of the CPU or GPU
+    cores: int
+    threads: int
+    capability: str  # the instruction set that PyTorch uses, or the GPU's compute capability
+    isa: str  # a limit on instruction sets (see child.py); "" for none
+
+    @property
+    def card(self) -> str:
+        """A name for a folder: h200, a100-sxm4, cpu-intel-xeon-amx."""
+        name = re.sub(r"\(\w+\)|@.*", " ", self.device.lower())  # (R), (TM); the clock
+        words = [w for w in re.findall("[a-z0-9]+", name) if not UNTOLD.fullmatch(w)]
+        if not self.capability.startswith("sm_"):
+            words = ["cpu", *words, *self.capability.lower().split()[-1:]]
+        return "-".join(words)
+
+
+def here(device: str, isa: str = "") -> Machine:
+    """Describe this machine, with PyTorch's current number of threads."""
+    from headway import __version__
+
+    if torch.device(device).type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    else:
+        name, capability = processor(), torch.backends.cpu.get_cpu_capability()
+        if has_amx():
+            capability += " AMX"
+    return Machine(
+        datetime.now(UTC).isoformat(timespec="seconds"), commit(), __version__, torch.__version__,
+        platform.python_version(), platform.platform(), name, os.cpu_count() or 0,
+        torch.get_num_threads(), capability, isa,
+    )  # fmt: skip
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a process that finds this package in the same place."""
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | more
+
+
+def has_amx() -> bool:
+    """Return True if this CPU has AMX, which multiplies bfloat16 in tiles."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+
+
+def load() -> float:
+    """Return the load average of the last minute, this process included; 0.0 if unknown."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
 
 PASS, FAIL, WRONG, NOT_RUN = "pass", "fail", "wrong", "not run"
 
 
 @dataclass(frozen=True)
 class Result:
-    """One contestant in one direction of one case. What does not apply is None or ""."""
+    """A contestant in one direction of one case. Fields that do not apply are None or ""."""
 
     case: str
     direction: str
@@ -31,7 +101,7 @@ class Result:
     roof: float | None = None  # GFLOP/s of a matrix product, in this dtype or float32
     pairs: int | None = None  # that the mask keeps, over batches and heads
     tiles: int | None = None  # live, of 128 x 128
-    error: float | None = None  # of the worst output; see check.py
+    error: float | None = None  # of the worst output; see measure.py
     limit: float | None = None
     ratio: float | None = None  # this contestant's time over Headway's: above 1, Headway is faster
     target: str = ""
@@ -39,18 +109,18 @@ class Result:
     note: str = ""
 
     def timed(self, timing: Timing, unit: str = "ms") -> "Result":
-        """With the numbers of a timing: seconds, or for "%" a share."""
+        """Return the result with the numbers of a timing: seconds, or for "%" a share."""
         factor = {"ms": 1e3, "µs": 1e6, "%": 1e2}[unit]
         median, low, high = (round(factor * t, 5) for t in timing[:3])
         return replace(self, unit=unit, median=median, low=low, high=high, runs=timing.runs)
 
     def asked(self, target: str, passed: bool) -> "Result":
-        """With a target and whether it was reached."""
+        """Return the result with a target and its verdict."""
         return replace(self, target=target, verdict=PASS if passed else FAIL)
 
 
 def describe(case: Case) -> dict[str, object]:
-    """The columns that say what a case is."""
+    """Return the columns that describe a case."""
     shape = {
         name: getattr(case, name)
         for name in ("b", "hq", "hk", "length", "d", "dtype", "std", "stats")
@@ -60,7 +130,7 @@ def describe(case: Case) -> dict[str, object]:
 
 
 def _name(mod: Callable) -> str:
-    """A value of the library as it prints; a function by its name."""
+    """Return the text of a value of the library, or the name of a function."""
     return getattr(mod, "__qualname__", None) or str(mod)
 
 
@@ -69,7 +139,7 @@ Speeds = dict[tuple[str, str, str], float]
 
 
 def speeds_in(path: Path) -> tuple[str, Speeds]:
-    """The device of a file of results, and all speeds in it. Raises ArgumentError."""
+    """Return the device and all speeds of a file of results. Raises ArgumentError."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
@@ -125,7 +195,7 @@ class Book:
             self.file.close()
 
     def add(self, machine: Machine, load: float, case: Case, results: Iterable[Result]) -> None:
-        """The lines of one case."""
+        """Write the lines of one case."""
         if self.file is None:
             return
         common = asdict(machine) | {"load": round(load, 2), "measure": case.measure}

@@ -1,4 +1,4 @@
-"""Running the table: select, measure, write down."""
+"""Run the table: select cases, measure them, write the CSV."""
 
 import time
 from collections.abc import Callable
@@ -10,23 +10,21 @@ import torch
 
 from headway.errors import ArgumentError
 
-from . import block_masks, child, decode, first_call, gpu, ranks
+from . import child, decode, first_call, ranks
 from .case import Case
 from .cases import select
-from .machine import Machine, has_amx, here, load
-from .measure import measure_time
-from .models import training
-from .overhead import overhead
-from .results import NOT_RUN, Book, Result
-from .stability import recording
+from .measure import measure_build, measure_long, measure_time
+from .overhead import graph, host, overhead
+from .results import NOT_RUN, Book, Machine, Result, has_amx, here, load
 from .timing import Tick
+from .training import recording, train, training
 
 Show = Callable[[Case, list[Result]], object]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to run, and how."""
+    """The options of `headway bench`."""
 
     cases: tuple[str, ...] = ()
     """Names, parts of names, or tags; all cases if none is given."""
@@ -52,8 +50,8 @@ class Options:
         if self.seconds is not None and not self.seconds >= 0:
             raise ArgumentError(f"--seconds {self.seconds:g} must be 0 or more")
         if self.resume and (self.output is None or self.output.is_dir()):
-            given = "no --output" if self.output is None else f"--output {self.output}, a folder"
-            raise ArgumentError(f"--resume with {given}: name the CSV that is to go on")
+            shown = "no --output" if self.output is None else f"--output {self.output}, a folder"
+            raise ArgumentError(f"--resume with {shown}: name the CSV that is to go on")
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
@@ -70,7 +68,7 @@ def bench(
     begin: Callable[[Case], object] = lambda case: None,
     tick: Tick = lambda: None,
 ) -> tuple[Path | None, list[Result]]:
-    """Run the selected cases; the path of the CSV, None where none was asked for, and every result.
+    """Run the selected cases; return the path of the CSV, or None, and every result.
 
     `begin` is called before a case, `tick` after every round of timings, `show` after a case, when
     its lines are in the CSV. PyTorch's number of threads is put back afterwards.
@@ -81,7 +79,7 @@ def bench(
     try:
         machine = here(options.device)
         path = place(options.output, machine)
-        every: list[Result] = []
+        all_results: list[Result] = []
         start = time.monotonic()
         with Book(path, options.resume) as book:
             for case in cases:
@@ -90,17 +88,17 @@ def bench(
                 if options.seconds is not None and time.monotonic() - start > options.seconds:
                     break
                 begin(case)
-                used, results = measure(case, machine, options, tick)
-                book.add(used, load(), case, results)
+                case_machine, results = measure(case, machine, options, tick)
+                book.add(case_machine, load(), case, results)
                 show(case, results)
-                every += results
-        return path, every
+                all_results += results
+        return path, all_results
     finally:
         torch.set_num_threads(threads)
 
 
 def place(output: Path | None, machine: Machine) -> Path | None:
-    """The CSV that `--output` means: in a folder a new one, among those of its card."""
+    """Return the CSV that `--output` means: a new one of the machine, if it is a folder."""
     if output is None or not output.is_dir():
         return output
     stamp = machine.date[:19].replace(":", "")
@@ -110,7 +108,7 @@ def place(output: Path | None, machine: Machine) -> Path | None:
 def measure(
     case: Case, machine: Machine, options: Options, tick: Tick
 ) -> tuple[Machine, list[Result]]:
-    """Measure one case, here or in a process of its own; with the machine as it was there."""
+    """Measure one case, here or in another process; return the machine and the results."""
     device, repeats = options.device, options.repeats
     if case.isa and not has_amx():
         return machine, [
@@ -126,14 +124,14 @@ MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "recording": recording,
     "overhead": partial(overhead, compiled=False),
     "overhead, compiled": partial(overhead, compiled=True),
-    "host": gpu.host,
-    "graph": gpu.graph,
+    "host": host,
+    "graph": graph,
     "first call": first_call.measure,
-    "long": gpu.long,
-    "train": gpu.train,
+    "long": measure_long,
+    "train": train,
     "decode": decode.decode,
     "decode, host": decode.grows,
-    "block mask": block_masks.measure,
+    "block mask": measure_build,
     "training": training,
     "ranks": ranks.measure,
 }

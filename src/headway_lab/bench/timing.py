@@ -1,8 +1,13 @@
-"""Contestants in turns: what disturbs one disturbs all, and medians forget what is left."""
+"""Time and memory of calls.
+
+Contestants are timed in turns: what disturbs one disturbs all, and medians forget what is left.
+"""
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -36,8 +41,9 @@ Mark = float | torch.cuda.Event
 
 
 def mark(device: str) -> Mark:
-    """A moment: on a GPU's stream; on the CPU of processor time where PyTorch has one thread, which
-    other programs disturb less, else by the clock."""
+    """Return the present: an event on a GPU's stream, or on the CPU a time in seconds.
+
+    With one thread it is processor time, which other programs disturb less."""
     if torch.device(device).type != "cuda":
         return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -46,7 +52,7 @@ def mark(device: str) -> Mark:
 
 
 def between(start: Mark, end: Mark) -> float:
-    """Seconds from one moment to the other. Waits for a GPU to get there."""
+    """Return the seconds between two marks. Waits for the GPU to reach them."""
     if isinstance(start, float) or isinstance(end, float):
         return end - start  # type: ignore[operator]
     end.synchronize()
@@ -60,7 +66,7 @@ def wait(device: str) -> None:
 
 
 def seconds(call: Callable[[], object], device: str, number: int = 1) -> float:
-    """Seconds per call, over `number` calls."""
+    """Return the seconds per call, over `number` calls."""
     start = mark(device)
     for _ in range(number):
         call()
@@ -80,20 +86,43 @@ def compare(
     is called after every round.
 
     On a GPU the calls of a sample are issued while it waits, as they are in training, where Python
-    is ahead of it: what counts is the GPU's time. (`gpu.host` measures Python's.)
+    is ahead of it: what counts is the GPU's time. (`overhead.host` measures Python's.)
     """
-    number = {}
+    calls_per_sample = {}
     for name, call in contestants.items():
-        first = seconds(call, device)
-        again = first if first > 100 * SHORTEST else seconds(call, device)
-        number[name] = max(1, round(SHORTEST / max(again, 1e-7)))
+        seconds_once = seconds(call, device)
+        seconds_warm = seconds_once if seconds_once > 100 * SHORTEST else seconds(call, device)
+        calls_per_sample[name] = max(1, round(SHORTEST / max(seconds_warm, 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     order = list(contestants)
     for _ in range(repeats):
         for name in order:
             if sum(samples[name]) < PATIENCE:
                 wait(device)
-                samples[name].append(seconds(contestants[name], device, number[name]))
+                samples[name].append(seconds(contestants[name], device, calls_per_sample[name]))
         order.reverse()
         tick()
-    return {name: Timing.of(taken) for name, taken in samples.items()}
+    return {name: Timing.of(contestant_samples) for name, contestant_samples in samples.items()}
+
+
+def peak(device: str) -> int:
+    """Return the peak memory of this process in bytes: resident, or allocated on its GPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not `ru_maxrss`: on Linux that begins with the parent's peak in a process it has started.
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+@cache
+def roof(dtype: str, device: str) -> float:
+    """Return the FLOP/s of a square matrix product in this dtype."""
+    n = 8192 if torch.device(device).type == "cuda" else 1024
+    a = torch.randn(n, n).to(device, getattr(torch, dtype))
+    timing = compare({"mm": lambda: a @ a}, 5, device)["mm"]
+    return 2 * n**3 / timing.low

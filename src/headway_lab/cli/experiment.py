@@ -41,45 +41,49 @@ class Arguments:
 
 def main(arguments: list[str]) -> int:
     """Exit status 0 if every check passed, else 1."""
-    asked = tyro.cli(Arguments, args=arguments, prog="headway experiment")
-    for option, number in (("--steps", asked.steps), ("--threads", asked.threads)):
+    options = tyro.cli(Arguments, args=arguments, prog="headway experiment")
+    for option, number in (("--steps", options.steps), ("--threads", options.threads)):
         if number is not None and number < 1:
             raise ArgumentError(f"{option} {number} must be at least 1")
-    path = asked.out / f"{asked.name}.png"
+    path = options.out / f"{options.name}.png"
     try:
-        asked.out.mkdir(parents=True, exist_ok=True)  # before the minutes that it takes
+        options.out.mkdir(parents=True, exist_ok=True)  # before the minutes that it takes
     except OSError as error:
-        raise ArgumentError(f"--out {asked.out}: {error.strerror}; name another folder") from error
-    if asked.threads is not None:
-        torch.set_num_threads(asked.threads)
+        raise ArgumentError(
+            f"--out {options.out}: {error.strerror}; name another folder"
+        ) from error
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     console = Console()
-    module = importlib.import_module(f"headway_lab.experiments.{asked.name.replace('-', '_')}")
+    module = importlib.import_module(f"headway_lab.experiments.{options.name.replace('-', '_')}")
     began = time.perf_counter()
     with console.status("...") as status:
         log = lambda text: status.update(f"{text} ({time.perf_counter() - began:.0f} s)")
-        steps = {} if asked.steps is None else {"steps": asked.steps}
-        found: Experiment = module.run(log=log, **steps)
-    _print(console, found, time.perf_counter() - began)
+        steps = {} if options.steps is None else {"steps": options.steps}
+        experiment: Experiment = module.run(log=log, **steps)
+    _print(console, experiment, time.perf_counter() - began)
     try:
-        found.draw(path)
+        experiment.draw(path)
         console.print(f"curves: {path}", highlight=False)
     except ModuleNotFoundError as error:
         console.print(f"no curves: {error.name} is not installed; pip install 'headway[plot]'")
     except OSError as error:
         console.print(f"no curves: {path} could not be written ({error.strerror})", highlight=False)
-    return 0 if found.passed else 1
+    return 0 if experiment.passed else 1
 
 
-def _print(console: Console, found: Experiment, seconds: float) -> None:
-    table = Table(title=found.title, title_justify="left")
-    for number, column in enumerate(found.columns):
+def _print(console: Console, experiment: Experiment, seconds: float) -> None:
+    table = Table(title=experiment.title, title_justify="left")
+    for number, column in enumerate(experiment.columns):
         table.add_column(column, justify="right" if number else "left")
-    for row in found.rows:
+    for row in experiment.rows:
         table.add_row(*row)
     console.print(table)
-    for check in found.checks:
+    for check in experiment.checks:
         mark = "[green]holds[/]" if check.passed else "[bold red]fails[/]"
         console.print(f"  {mark}  {check.statement}", highlight=False)
-    console.print(f"\n{found.reading}\n", highlight=False)
-    passed = sum(check.passed for check in found.checks)
-    console.print(f"{passed} of {len(found.checks)} checks hold, {seconds:.0f} s", highlight=False)
+    console.print(f"\n{experiment.reading}\n", highlight=False)
+    passed = sum(check.passed for check in experiment.checks)
+    console.print(
+        f"{passed} of {len(experiment.checks)} checks hold, {seconds:.0f} s", highlight=False
+    )

@@ -37,32 +37,32 @@ class Arguments:
 
 def main(arguments: list[str]) -> int:
     """Exit status 0."""
-    asked = tyro.cli(Arguments, args=arguments, prog="headway sample")
-    path = Path(asked.run)
+    options = tyro.cli(Arguments, args=arguments, prog="headway sample")
+    path = Path(options.run)
     if not path.is_file():
-        path = Run.find(asked.runs, asked.run).model
-    model, prompts = load_model(path), asked.prompt or ("",)
+        path = Run.find(options.runs, options.run).model
+    model, prompts = load_model(path), options.prompt or ("",)
     encoded = [prompt.encode(errors="replace") for prompt in prompts]
     start = time.perf_counter()
     with threads(1):  # one byte is too little work to share
-        steps = generate_many(model, encoded, asked.length, asked.temperature, asked.seed)
-        done = _stream(prompts[0], steps) if len(prompts) == 1 else list(steps)
+        steps = generate_many(model, encoded, options.length, options.temperature, options.seed)
+        generated = _stream(prompts[0], steps) if len(prompts) == 1 else list(steps)
     seconds = time.perf_counter() - start
     if len(prompts) > 1:
         for row, prompt in enumerate(prompts):
-            print(f"--- prompt: {prompt!r}\n{prompt}{text_of(done, row)}\n")
-    count = sum(byte is not None for step in done for byte in step)
+            print(f"--- prompt: {prompt!r}\n{prompt}{text_of(generated, row)}\n")
+    count = sum(byte is not None for step in generated for byte in step)
     print(f"{count} bytes, {count / seconds:,.0f} a second", file=sys.stderr)
     return 0
 
 
 def _stream(prompt: str, steps: Iterable[list[int | None]]) -> list[list[int | None]]:
     """Print one text as it comes."""
-    text, done = codecs.getincrementaldecoder("utf-8")("replace"), []
+    text, generated = codecs.getincrementaldecoder("utf-8")("replace"), []
     sys.stdout.write(prompt)
     for step in steps:
-        done.append(step)
+        generated.append(step)
         sys.stdout.write(text.decode(bytes([byte for byte in step if byte is not None])))
         sys.stdout.flush()
     print(text.decode(b"", final=True))
-    return done
+    return generated

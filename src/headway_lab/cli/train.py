@@ -42,27 +42,27 @@ class Arguments(TrainConfig):
 
 def main(arguments: list[str]) -> int:
     """Exit status 0, or 128 + the number of the signal that stopped it, as shells count."""
-    asked = _parse(arguments, Arguments())
-    if asked.preset is not None:
-        if asked.resume:
+    options = _parse(arguments, Arguments())
+    if options.preset is not None:
+        if options.resume:
             raise ArgumentError(
-                f"--preset {asked.preset} with --resume: a run goes on with the settings that it "
+                f"--preset {options.preset} with --resume: a run goes on with the settings that it "
                 "was started with; leave out --preset"
             )
         # Parsed again over the settings of the preset: what is given counts.
-        asked = _parse(arguments, Arguments(**vars(preset(asked.preset))))
-    if asked.resume:
+        options = _parse(arguments, Arguments(**vars(preset(options.preset))))
+    if options.resume:
         # Parsed again over the settings of the run: what is not given keeps the run's value, and
         # what is given and differs is refused by `train`.
-        run = Run.find(asked.runs, asked.name)
-        saved = replace(run.settings(), name=run.name, runs=asked.runs)
-        asked = _parse(arguments, Arguments(**vars(saved)))
-    if asked.devices > 1 and not started():
-        return _start(arguments, asked.devices)
-    if started() > 1 and asked.devices == 1:  # by torchrun, which says how many
-        asked = replace(asked, devices=started())
+        run = Run.find(options.runs, options.name)
+        saved = replace(run.settings(), name=run.name, runs=options.runs)
+        options = _parse(arguments, Arguments(**vars(saved)))
+    if options.devices > 1 and not started():
+        return _start(arguments, options.devices)
+    if started() > 1 and options.devices == 1:  # by torchrun, which says how many
+        options = replace(options, devices=started())
     console = Console()
-    trained = train(asked.config(), asked.resume, console)
+    trained = train(options.config(), options.resume, console)
     if not is_first():
         return 128 + trained.stopped_by if trained.stopped_by else 0
     folder, steps = trained.run.folder, trained.run.settings().steps
@@ -73,11 +73,11 @@ def main(arguments: list[str]) -> int:
             f"continue with: headway train --name {folder.name} --resume{_runs(folder)}",
         )
         return 128 + trained.stopped_by
-    last = trained.run.read_metrics()[-1]
+    last_record = trained.run.read_metrics()[-1]
     say(
         console,
-        f"done: {last['held_out_bits_per_byte']:.3f} bits per byte on the "
-        f"{last['held_out_bytes']:,} held-out bytes; see {folder}, or let it write: "
+        f"done: {last_record['held_out_bits_per_byte']:.3f} bits per byte on the "
+        f"{last_record['held_out_bytes']:,} held-out bytes; see {folder}, or let it write: "
         f'headway sample {folder.name} --prompt "def "{_runs(folder)}',
     )
     return 0

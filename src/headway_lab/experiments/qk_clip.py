@@ -14,7 +14,7 @@ from headway.optim.muonclip import parameter_groups
 from headway.stability import QKClip
 
 from .report import Check, Experiment
-from .train import Model, Run, gqa, mla, train
+from .train import Model, TrainingCurves, gqa, mla, train
 
 TAU = 30.0
 # Learning rates: of the matrices under Muon and AdamW, high enough to explode within 200 steps; of
@@ -59,7 +59,7 @@ def adamw(lr: float, tau: float | None) -> Optimizer:
 def run(steps: int = 200, log: Callable[[str], None] = lambda text: None) -> Experiment:
     """MHA and MLA, Muon and AdamW, with the clip and without; QK-norm; and a quiet run."""
 
-    def one(name: str, optimizer: Optimizer, module: Any = gqa, **options: Any) -> Run:
+    def one(name: str, optimizer: Optimizer, module: Any = gqa, **options: Any) -> TrainingCurves:
         log(name)
         if module is gqa:
             options["heads"] = 4
@@ -110,28 +110,33 @@ def run(steps: int = 200, log: Callable[[str], None] = lambda text: None) -> Exp
     )
 
 
-def _reading(muon: dict[str, Run], adamw: dict[str, Run], quiet: Run, checks: list[Check]) -> str:
-    """What the runs show: of a claim that failed here, nothing is said but that."""
+def _reading(
+    muon: dict[str, TrainingCurves],
+    adamw: dict[str, TrainingCurves],
+    quiet: TrainingCurves,
+    checks: list[Check],
+) -> str:
+    """Describe what the runs show; of a claim that failed, only that it failed."""
     free, clipped, normed = muon.values()
     failed = sum(not check.passed for check in checks)
     if failed:
-        said = (
+        text = (
             f"The claim does not hold in these runs: {failed} of {len(checks)} checks fail. They "
             "are made for the default number of steps; in fewer, logits may not explode yet. "
         )
     else:
-        said = "The clip holds the logits to within a step's growth, and the loss is no worse. "
+        text = "The clip holds the logits to within a step's growth, and the loss is no worse. "
     if next(iter(adamw.values())).peak > 10 * TAU:
-        said += (
+        text += (
             "But at this scale AdamW explodes as well: 'Muon explodes where Adam does not' is not "
             "shown. "
         )
-    return said + (
+    return text + (
         f"In MHA under Muon no clip ends at a loss of {free.loss:.2f}, the clip at "
         f"{clipped.loss:.2f}, and QK-norm, the alternative, at {normed.loss:.2f}; a low learning "
         f"rate, with no logit above {quiet.peak:.0f}, at {quiet.loss:.2f}."
     )
 
 
-def _row(name: str, run: Run) -> tuple[str, ...]:
+def _row(name: str, run: TrainingCurves) -> tuple[str, ...]:
     return name, f"{run.loss:.4f}", f"{run.peak:.0f}", f"{run.max_logits[-1]:.0f}"

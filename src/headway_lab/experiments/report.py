@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .train import Run
+from .train import TrainingCurves
 
 
 class Check(NamedTuple):
@@ -23,7 +23,7 @@ class Experiment:
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
-    curves: dict[str, dict[str, Run]]
+    curves: dict[str, dict[str, TrainingCurves]]
     checks: list[Check]
     reading: str
     level: tuple[str, float] | None = None

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from .report import Check, Experiment
-from .train import Model, Run, gqa, started_as, train
+from .train import Model, TrainingCurves, gqa, started_as, train
 
 ROOT = 8.0  # sqrt(head width 64)
 Optimizer = Callable[[Model], torch.optim.Optimizer]
 
 
 def adafactor(floor: float = 1e-3) -> Optimizer:
-    """With parameter scaling; `floor` on the root mean square of the weights. PyTorch squares the
+    """Return Adafactor with parameter scaling; `floor` bounds the weights' RMS. PyTorch squares the
     first epsilon: 1e-30 would give 0/0 for embeddings that got no gradient."""
     return lambda model: torch.optim.Adafactor(
         model.parameters(), lr=1e-2, eps=(1e-16, floor), weight_decay=0.0
@@ -32,8 +32,8 @@ def adamw(query: float = 1.0) -> Optimizer:
 
     def make(model: Model) -> torch.optim.Optimizer:
         queries = [a.q_proj.weight for a in model.attentions]  # type: ignore[union-attr]
-        chosen = set(queries)
-        rest = [p for p in model.parameters() if p not in chosen]
+        query_set = set(queries)
+        rest = [p for p in model.parameters() if p not in query_set]
         lr, eps, decay = 1e-3, 1e-8, 0.1
         return torch.optim.AdamW(
             [
@@ -56,7 +56,7 @@ def run(steps: int = 120, log: Callable[[str], None] = lambda text: None) -> Exp
 
     def pair(
         name: str, optimizer: Optimizer, fused: bool = False, **options: Any
-    ) -> tuple[Run, Run]:
+    ) -> tuple[TrainingCurves, TrainingCurves]:
         make = lambda: Model(gqa, heads=2, fused=fused)
         log(name)
         logits, init = (
@@ -65,7 +65,7 @@ def run(steps: int = 120, log: Callable[[str], None] = lambda text: None) -> Exp
         )
         return logits, init
 
-    pairs: dict[str, tuple[Run, Run]] = {
+    pairs: dict[str, tuple[TrainingCurves, TrainingCurves]] = {
         "Adafactor": pair("Adafactor", adafactor()),
         "Adafactor, fused QKV": pair("Adafactor, fused QKV", adafactor(), fused=True),
         "Adafactor, global clipping": pair(
@@ -77,6 +77,30 @@ def run(steps: int = 120, log: Callable[[str], None] = lambda text: None) -> Exp
     log("AdamW, queries at 8 lr, eps/8, wd/8")
     faster = train(lambda: Model(gqa, heads=2), adamw(ROOT), steps)
     pairs["AdamW, queries × 8"] = faster, pairs["AdamW"][1]
+    rows, checks = _compare(pairs)
+    panels = {
+        name: {"logits": a, "init": b}
+        for name, (a, b) in pairs.items()
+        if name in ("Adafactor", "Adafactor, fused QKV", "AdamW")
+    }
+    panels["AdamW"]["logits, queries × 8"] = faster
+    return Experiment(
+        "Where 1/sqrt(d) lives",
+        ("optimizer", "loss: logits", "init", "max logit: logits", "init", "|Δ loss|"),
+        rows,
+        panels,
+        checks,
+        "Folding the scale into the initial query weights is the same as scaling logits under "
+        "Adafactor with parameter scaling, to the last bit, until something sees the size of the "
+        "query's weights or gradients next to others'. Under Adam it is sqrt(d) times the learning "
+        "rate for the queries, no more and no less: with theirs, and epsilon and decay divided by "
+        "it (the row of × 8), the two are bit-equal. Which of the two learns better is not shown: "
+        "one small model, one seed.",
+    )
+
+
+def _compare(pairs: dict[str, tuple[TrainingCurves, TrainingCurves]]) -> tuple[list, list[Check]]:
+    """Return a row and a check for every pair of runs."""
     expected = {
         "Adafactor": "equal",
         "AdamW, queries × 8": "equal",
@@ -97,22 +121,4 @@ def run(steps: int = 120, log: Callable[[str], None] = lambda text: None) -> Exp
                 "bit-equal" if distance == 0 else f"{distance:.1e}",
             )
         )  # fmt: skip
-    panels = {
-        name: {"logits": a, "init": b}
-        for name, (a, b) in pairs.items()
-        if name in ("Adafactor", "Adafactor, fused QKV", "AdamW")
-    }
-    panels["AdamW"]["logits, queries × 8"] = faster
-    return Experiment(
-        "Where 1/sqrt(d) lives",
-        ("optimizer", "loss: logits", "init", "max logit: logits", "init", "|Δ loss|"),
-        rows,
-        panels,
-        checks,
-        "Folding the scale into the initial query weights is the same as scaling logits under "
-        "Adafactor with parameter scaling, to the last bit, until something sees the size of the "
-        "query's weights or gradients next to others'. Under Adam it is sqrt(d) times the learning "
-        "rate for the queries, no more and no less: with theirs, and epsilon and decay divided by "
-        "it (the row of × 8), the two are bit-equal. Which of the two learns better is not shown: "
-        "one small model, one seed.",
-    )
+    return rows, checks

@@ -61,7 +61,7 @@ def mla(**options: Any) -> MLA:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingCurves:
     """One training run: the loss in nats and the largest max logit of any head, at every step."""
 
     losses: list[float]
@@ -77,7 +77,7 @@ class Run:
     def peak(self) -> float:
         return max(self.max_logits)
 
-    def distance(self, other: "Run") -> float:
+    def distance(self, other: "TrainingCurves") -> float:
         """The largest difference of the losses at any step; 0.0 is bit-equal."""
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
@@ -89,7 +89,7 @@ def train(
     seed: int = 0,
     warmup: int = 0,
     clip_norm: float | None = None,
-) -> Run:
+) -> TrainingCurves:
     """Train one model. `warmup`: steps over which the learning rates rise; `clip_norm`: bound on
     the norm of all gradients together."""
     torch.manual_seed(seed)
@@ -114,7 +114,7 @@ def train(
         optimiser.zero_grad()
         reset_logit_stats(model)
         losses.append(loss.item())
-    return Run(losses, max_logits)
+    return TrainingCurves(losses, max_logits)
 
 
 def started_as(make: Callable[[], Model], scaling: Any) -> Callable[[], Model]:

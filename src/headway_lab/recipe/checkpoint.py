@@ -30,8 +30,8 @@ from .model import ModelConfig, Transformer
 KEEP = 2  # the newest, and one more in case the newest turns out damaged
 
 
-class State(NamedTuple):
-    """What a checkpoint holds."""
+class TrainingState(NamedTuple):
+    """The content of a checkpoint."""
 
     step: int
     model: dict[str, Tensor]
@@ -62,7 +62,7 @@ def write_text(path: Path, text: str) -> None:
     write_beside(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
-def save_checkpoint(folder: Path, state: State) -> Path:
+def save_checkpoint(folder: Path, state: TrainingState) -> Path:
     """Write `step-000100.safetensors` for step 100 and drop all but the last two.
 
     Raises CheckpointError if a tensor is not finite or the file cannot be written; the checkpoints
@@ -80,12 +80,12 @@ def save_checkpoint(folder: Path, state: State) -> Path:
     metadata = {"step": str(state.step), "sha256": _digest(tensors)}
     path = folder / f"step-{state.step:06d}.safetensors"
     _write_tensors(path, tensors, metadata)
-    for old in list_checkpoints(folder)[:-KEEP]:
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
+    for outdated in list_checkpoints(folder)[:-KEEP]:
+        shutil.rmtree(outdated) if outdated.is_dir() else outdated.unlink()
     return path
 
 
-def load_checkpoint(path: Path) -> State:
+def load_checkpoint(path: Path) -> TrainingState:
     """Raises CheckpointError if the file cannot be read or is not what was written."""
     try:
         tensors, metadata = _read(path)
@@ -104,13 +104,13 @@ def load_checkpoint(path: Path) -> State:
     for key, tensor in tensors.items():
         part, name = key.split("/", 1)
         parts[part][name] = tensor
-    return State(step, parts["model"], parts["optimizer"])
+    return TrainingState(step, parts["model"], parts["optimizer"])
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Oldest first. Those of several devices are folders (`shards.py`)."""
-    there = [p for p in folder.glob("step-*") if p.suffix == ".safetensors" or p.is_dir()]
-    return sorted(there, key=lambda p: int(p.stem.split("-")[1]))
+    paths = [p for p in folder.glob("step-*") if p.suffix == ".safetensors" or p.is_dir()]
+    return sorted(paths, key=lambda p: int(p.stem.split("-")[1]))
 
 
 def save_model(path: Path, config: ModelConfig, weights: dict[str, Tensor], step: int) -> None:

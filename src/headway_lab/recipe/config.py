@@ -27,7 +27,7 @@ HIGHEST_RATE = 1e6  # nothing learns there; float32 overflows far above
 
 
 def _or(default: str, metavar: str = "INT") -> Any:
-    """For the command line: an option whose default, None, stands for what is said here."""
+    """Annotate an option of the command line whose default is None, with words for it."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
@@ -128,13 +128,13 @@ class TrainConfig:
         _at_least("width", width, 1)
         heads = max(1, width // HEAD_WIDTH) if self.heads is None else self.heads
         _at_least("heads", heads, 1)
-        own = heads if self.attention == "mla" else _kv_heads(heads)
+        default_kv_heads = heads if self.attention == "mla" else _kv_heads(heads)
         settings = Settings(
             **vars(self)
             | {
                 "width": width,
                 "heads": heads,
-                "kv_heads": own if self.kv_heads is None else self.kv_heads,
+                "kv_heads": default_kv_heads if self.kv_heads is None else self.kv_heads,
                 "steps": 18 * self.depth**2 if self.steps is None else self.steps,
                 "lr": RATES[self.optimizer](self.depth) if self.lr is None else self.lr,
                 "qk_clip_tau": 100.0
@@ -189,6 +189,19 @@ class Settings(TrainConfig):
             )
         if not 0 <= self.seed < 2**32:
             raise ArgumentError(f"--seed {self.seed} must be from 0 to 2³² - 1")
+        self._check_attention()
+        if self.implementation == "sdpa":
+            self._check_sdpa()
+        for name in ("lr", "embedding_lr", "head_lr"):
+            if not 0 < (value := getattr(self, name)) <= HIGHEST_RATE:
+                raise ArgumentError(f"{_flag(name)} {value} must be above 0, to {HIGHEST_RATE:g}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ArgumentError(f"--weight-decay {self.weight_decay} must be zero or more")
+        for name in ("warmup", "cooldown"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ArgumentError(f"{_flag(name)} {value} must be a share, from 0 to 1")
+
+    def _check_attention(self) -> None:
         if self.width % self.heads or self.width // self.heads % 2:
             raise ArgumentError(
                 f"--width {self.width} with --heads {self.heads}: the width of a head, "
@@ -221,26 +234,16 @@ class Settings(TrainConfig):
                 )
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ArgumentError(f"--softcap {self.softcap} must be above 0")
-        if self.implementation == "sdpa":
-            self._check_sdpa()
-        for name in ("lr", "embedding_lr", "head_lr"):
-            if not 0 < (value := getattr(self, name)) <= HIGHEST_RATE:
-                raise ArgumentError(f"{_flag(name)} {value} must be above 0, to {HIGHEST_RATE:g}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ArgumentError(f"--weight-decay {self.weight_decay} must be zero or more")
-        for name in ("warmup", "cooldown"):
-            if not 0 <= (value := getattr(self, name)) <= 1:
-                raise ArgumentError(f"{_flag(name)} {value} must be a share, from 0 to 1")
 
     def _check_sdpa(self) -> None:
-        for flag, there in {
+        for flag, is_set in {
             "--mask documents": self.mask == "documents",
             "--softcap": self.softcap is not None,
             "--attention mla": self.attention == "mla",
             "--qk-clip-tau or --optimizer muonclip": self.qk_clip_tau is not None,
             "--devices above 1": self.devices > 1,
         }.items():
-            if there:
+            if is_set:
                 raise ArgumentError(
                     f"--implementation sdpa with {flag}: PyTorch's F.sdpa is the baseline of "
                     "--mask causal alone; leave one of the two out"
@@ -258,7 +261,7 @@ def learning_rate(config: Settings, step: int) -> float:
 
 
 def to_json(config: Settings) -> dict[str, Any]:
-    """As plain JSON values; `from_json` is the way back."""
+    """Return plain JSON values; `from_json` is the way back."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(config).items()}
 
 
@@ -275,8 +278,8 @@ def from_json(values: dict[str, Any]) -> Settings:
         "sample_bytes",
     )
     values = {name: getattr(TrainConfig, name) for name in later} | values
-    if missing := {field.name for field in fields(Settings)} - set(values):
-        raise TypeError(f"settings missing: {', '.join(sorted(missing))}")
+    if absent := {field.name for field in fields(Settings)} - set(values):
+        raise TypeError(f"settings missing: {', '.join(sorted(absent))}")
     paths: dict[str, Any] = {k: values[k] and Path(values[k]) for k in ("corpus", "runs")}
     return Settings(**values | paths)
 
@@ -285,7 +288,9 @@ def changed(config: Settings, saved: Settings) -> str:
     """The settings that differ, as a user writes them; empty if none does."""
     pairs = [(f.name, getattr(config, f.name), getattr(saved, f.name)) for f in fields(TrainConfig)]
     return ", ".join(
-        f"{_flag(name)} {new} (the run has {old})" for name, new, old in pairs if new != old
+        f"{_flag(name)} {value} (the run has {saved_value})"
+        for name, value, saved_value in pairs
+        if value != saved_value
     )
 
 
@@ -297,6 +302,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _at_least(name: str, number: int, least: int) -> None:
-    if number < least:
-        raise ArgumentError(f"{_flag(name)} {number} must be an integer, {least} or more")
+def _at_least(name: str, number: int, minimum: int) -> None:
+    if number < minimum:
+        raise ArgumentError(f"{_flag(name)} {number} must be an integer, {minimum} or more")

@@ -98,15 +98,15 @@ def packages_corpus(root: Path | None = None) -> Corpus:
         if path.suffix in SUFFIXES and "__pycache__" not in path.parts and path.is_file()
     )
     texts = _read(root, paths)
-    seen: set[bytes] = set()
-    kept: dict[str, bytes] = {}
+    digests: set[bytes] = set()
+    texts_by_name: dict[str, bytes] = {}
     for name in sorted(texts, key=lambda name: (_family_is_held_out(name), name)):
         text = texts[name]
         digest = hashlib.sha256(text).digest()
-        if len(text) <= LARGEST_FILE and digest not in seen and _is_utf8(text):
-            seen.add(digest)
-            kept[name] = text
-    return _corpus(root, kept, _family_is_held_out, "source files of packages")
+        if len(text) <= LARGEST_FILE and digest not in digests and _is_utf8(text):
+            digests.add(digest)
+            texts_by_name[name] = text
+    return _corpus(root, texts_by_name, _family_is_held_out, "source files of packages")
 
 
 def library_corpus(root: Path | None = None) -> Corpus:
@@ -143,7 +143,7 @@ def _read(root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
             raise CorpusError(f"corpus: cannot read {path}: {error.strerror}") from error
 
     with ThreadPoolExecutor() as pool:  # a disk serves many readers sooner than one
-        return {name: found for name, found in pool.map(text, paths) if found}
+        return {name: content for name, content in pool.map(text, paths) if content}
 
 
 def _corpus(
@@ -197,10 +197,10 @@ def _is_held_out(name: str) -> bool:
 
 
 def _family_is_held_out(name: str) -> bool:
-    first = name.partition("/")[0].lower().lstrip("_")
-    letters = re.match("[a-z]*", first)
+    package = name.partition("/")[0].lower().lstrip("_")
+    letters = re.match("[a-z]*", package)
     assert letters is not None
-    return _one_in(FAMILIES_HELD_OUT_ONE_IN, (letters[0] or first)[:FAMILY_LETTERS])
+    return _one_in(FAMILIES_HELD_OUT_ONE_IN, (letters[0] or package)[:FAMILY_LETTERS])
 
 
 def _one_in(number: int, name: str) -> bool:
@@ -253,21 +253,21 @@ class Packed:
 
     def batch(self, step: int, batch_size: int) -> Batch:
         """The batch of one training step: sequences in an order drawn anew for every epoch."""
-        at = torch.arange(step * batch_size, (step + 1) * batch_size)
-        rows = torch.empty_like(at)
-        for epoch in (at // self.sequences).unique().tolist():
-            here = at // self.sequences == epoch
-            rows[here] = self._order(epoch)[at[here] % self.sequences]
+        numbers = torch.arange(step * batch_size, (step + 1) * batch_size)
+        rows = torch.empty_like(numbers)
+        for epoch in (numbers // self.sequences).unique().tolist():
+            in_epoch = numbers // self.sequences == epoch
+            rows[in_epoch] = self._order(epoch)[numbers[in_epoch] % self.sequences]
         return self.rows(rows)
 
     def rows(self, rows: Tensor) -> Batch:
         """The sequences with these numbers, shape (len(rows), context)."""
-        at = rows[:, None] * self.context + torch.arange(self.context)
-        real = at < len(self.ids)
-        at = at.clamp(max=len(self.ids) - 1)
-        tokens = self.stream[at].long()
-        targets = self.stream[at + 1].long().masked_fill(~real, -100)
-        return Batch(tokens, targets, self.ids[at].long())
+        positions = rows[:, None] * self.context + torch.arange(self.context)
+        real = positions < len(self.ids)
+        positions = positions.clamp(max=len(self.ids) - 1)
+        tokens = self.stream[positions].long()
+        targets = self.stream[positions + 1].long().masked_fill(~real, -100)
+        return Batch(tokens, targets, self.ids[positions].long())
 
     def _order(self, epoch: int) -> Tensor:
         if self.seed is None:

@@ -68,17 +68,17 @@ def attention(config: ModelConfig, rotary: Rotary) -> Attention | MLA:
     options |= {"scale": 1.0} if config.scaling == "none" else {"scaling": config.scaling}
     head = config.width // config.heads
     if config.attention == "mla":
-        made = MLA(
+        layer = MLA(
             config.width, config.heads, kv_lora_rank=_latent(config),
             nope_width=head - rotary.width, rope_width=rotary.width, value_width=head, **options,
         )  # fmt: skip
     else:
         module = PlainAttention if config.implementation == "sdpa" else Attention
-        made = module(
+        layer = module(
             config.width, config.heads, config.kv_heads, qk_norm=config.qk_norm, **options
         )
-    nn.init.zeros_(made.o_proj.weight)
-    return made
+    nn.init.zeros_(layer.o_proj.weight)
+    return layer
 
 
 def _latent(config: ModelConfig) -> int:
@@ -100,7 +100,7 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, rotary: Rotary):
@@ -135,7 +135,9 @@ class Transformer(nn.Module):
         self.embedding = nn.Embedding(config.vocab, config.width)
         head = config.width // config.heads
         self.rotary = Rotary(head // 4 * 2 if config.attention == "mla" else head)
-        self.blocks = nn.ModuleList(Block(config, self.rotary) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(
+            TransformerBlock(config, self.rotary) for _ in range(config.depth)
+        )
         self.head = linear(config.width, config.vocab, zero=True)
 
     def forward(self, tokens: Tensor, ids: Tensor, layout: Layout | None = None) -> Tensor:
@@ -146,9 +148,9 @@ class Transformer(nn.Module):
         length = ids.shape[1]
         mask: Mask = headway.causal()
         if self.config.mask == "documents":
-            own = headway.causal() & headway.document(ids)
+            same_file = headway.causal() & headway.document(ids)
             # Tiles are decided once for all layers and heads.
-            mask = headway.block_mask(own, len(ids), 1, length, length, device=ids.device)
+            mask = headway.block_mask(same_file, len(ids), 1, length, length, device=ids.device)
         positions = positions_of(None, length, tokens.device)
         if layout is not None:
             positions = layout.positions

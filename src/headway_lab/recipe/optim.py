@@ -66,7 +66,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _as(update: Tensor, p: Any) -> Tensor:
-    """What every rank has whole, as the parameter is cut."""
+    """Shard an update that every rank has in full, like its parameter."""
     if not hasattr(p, "device_mesh"):
         return update
     from torch.distributed.tensor import DTensor, Replicate

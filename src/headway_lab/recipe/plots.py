@@ -33,12 +33,12 @@ def loss_figure(records: list[dict[str, Any]]) -> "Figure":
     bits = [r["bits_per_byte"] for r in records]
     axis.plot(steps, bits, color=PALE, linewidth=0.7)
     axis.plot(steps, _smooth(bits), color=INK, linewidth=1.6, label="training text (smoothed)")
-    seen = [r for r in records if "held_out_bits_per_byte" in r]
-    if seen:
-        at, held_out = ([r[key] for r in seen] for key in ("step", "held_out_bits_per_byte"))
-        axis.plot(at, held_out, "o-", color=ACCENT, markersize=3, linewidth=1.2, label="held out")
+    looks = [r for r in records if "held_out_bits_per_byte" in r]
+    if looks:
+        x, held_out = ([r[key] for r in looks] for key in ("step", "held_out_bits_per_byte"))
+        axis.plot(x, held_out, "o-", color=ACCENT, markersize=3, linewidth=1.2, label="held out")
         axis.annotate(
-            f" {held_out[-1]:.2f}", (at[-1], held_out[-1]), (3, 0), textcoords="offset points",
+            f" {held_out[-1]:.2f}", (x[-1], held_out[-1]), (3, 0), textcoords="offset points",
             color=ACCENT, weight="bold", va="center", annotation_clip=False,
         )  # fmt: skip
     axis.set(xlabel="step", ylabel="bits per byte", ylim=(0, min(8.6, max(bits) * 1.07)))

@@ -26,12 +26,12 @@ TILE = 128  # sequences are cut at multiples of it, where they are long enough
 
 
 def started() -> int:
-    """How many processes torchrun has started, of which this is one; 0 without torchrun."""
+    """Return the number of processes that torchrun started; 0 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 0
 
 
 def is_first() -> bool:
-    """Whether this is the process that says and writes what is said and written once."""
+    """Return True in the process that prints and writes files for all."""
     return not dist.is_torchelastic_launched() or os.environ["RANK"] == "0"
 
 
@@ -58,7 +58,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes files and speaks."""
+        """True in the process that prints and writes files."""
         return self.rank == 0
 
     def shard(self, model: Transformer) -> None:
@@ -100,24 +100,24 @@ class Ranks:
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
-    def agree(self, made: Callable[[], Any]) -> Any:
-        """What the first process makes, on all; and if that fails, all fail."""
+    def agree(self, compute: Callable[[], Any]) -> Any:
+        """Compute on the first process and broadcast the result; if it fails, all fail."""
         if self.count == 1:
-            return made()
-        found: list[Any] = [None, None]
+            return compute()
+        outcome: list[Any] = [None, None]
         error = None
         if self.first:
             try:
-                found[0] = made()
+                outcome[0] = compute()
             except Exception as raised:  # noqa: BLE001 raised again, when all know of it
                 error = raised
-                found[1] = f"{type(raised).__name__}: {raised}"
-        dist.broadcast_object_list(found, src=0, group=self.group)
+                outcome[1] = f"{type(raised).__name__}: {raised}"
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
         if error is not None:
             raise error
-        if found[1] is not None:
-            raise RunError(f"rank 0 could not go on: {found[1]}")
-        return found[0]
+        if outcome[1] is not None:
+            raise RunError(f"rank 0 could not go on: {outcome[1]}")
+        return outcome[0]
 
 
 @contextmanager
@@ -146,5 +146,5 @@ def ranks_of(settings: Settings) -> Iterator[Ranks]:
 
 
 def _lengths(ids: Tensor) -> list[int]:
-    """Of the documents of one sequence, from the number of each token's."""
+    """Return the lengths of the documents of one sequence, from their ids."""
     return torch.unique_consecutive(ids, return_counts=True)[1].tolist()

@@ -73,14 +73,14 @@ class Report:
         )
         self.bar.update(self.task, completed=step, description=text)
         if not self.console.is_terminal and (step % self.every == 0 or step == self.total):
-            left = (self.total - step) * record["tokens"] / record["tokens_per_second"]
-            say(self.console, f"step {step}/{self.total}  {text}  {left:.0f} s left")
+            seconds_left = (self.total - step) * record["tokens"] / record["tokens_per_second"]
+            say(self.console, f"step {step}/{self.total}  {text}  {seconds_left:.0f} s left")
 
 
 def print_start(
     console: Console, run: Run, s: Settings, corpus: Corpus, model: Transformer, start: int
 ) -> None:
-    """What will be trained on what, in four lines."""
+    """Print what will be trained on what, in four lines."""
     weights = sum(p.numel() for p in model.parameters())
     files, held_out = len(corpus.train_names), len(corpus.held_out_names)
     for line in (

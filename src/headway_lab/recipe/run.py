@@ -77,7 +77,7 @@ class Run:
     @staticmethod
     def find(runs: Path, name: str | None) -> "Run":
         """The run of that name, or the one saved last. Raises RunError with the names there are."""
-        known = sorted(
+        folders = sorted(
             (path.parent for path in runs.glob("*/config.json")),
             key=lambda folder: (
                 (folder / "metrics.jsonl").stat().st_mtime
@@ -85,20 +85,20 @@ class Run:
                 else 0
             ),
         )
-        if name is None and known:
-            return Run(known[-1])
-        if name is not None and runs / name in known:
+        if name is None and folders:
+            return Run(folders[-1])
+        if name is not None and runs / name in folders:
             return Run(runs / name)
         if name is not None and (runs / name).is_dir():
             raise RunError(
                 f"{runs / name} is no run: config.json, which says what was trained, is missing"
             )
-        there = ", ".join(sorted(folder.name for folder in known)) or "none"
-        asked = f"no run {name!r} in {runs}" if name else f"no run in {runs}"
-        raise RunError(f"{asked} (there: {there}); --runs names another folder")
+        names = ", ".join(sorted(folder.name for folder in folders)) or "none"
+        problem = f"no run {name!r} in {runs}" if name else f"no run in {runs}"
+        raise RunError(f"{problem} (there: {names}); --runs names another folder")
 
     def settings(self) -> Settings:
-        """What it was started with. Raises RunError if config.json is damaged."""
+        """Return the settings of the run. Raises RunError if config.json is damaged."""
         try:
             return from_json(self._description()["config"])
         except (TypeError, KeyError) as error:
@@ -140,13 +140,13 @@ class Run:
 
     def newest_checkpoint(self) -> Path:
         """Raises CheckpointError if there is none."""
-        there = list_checkpoints(self.checkpoints)
-        if not there:
+        checkpoints = list_checkpoints(self.checkpoints)
+        if not checkpoints:
             raise CheckpointError(
                 f"no checkpoint in {self.checkpoints}: the run cannot be resumed; start a new one "
                 "under another --name"
             )
-        return there[-1]
+        return checkpoints[-1]
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -184,8 +184,8 @@ class Run:
 
     def cut_metrics(self, step: int) -> None:
         """Drop what came after `step`: a resumed run records it again, with equal losses."""
-        kept = [record for record in self.read_metrics() if record["step"] <= step]
-        text = "".join(json.dumps(record) + "\n" for record in kept)
+        records = [record for record in self.read_metrics() if record["step"] <= step]
+        text = "".join(json.dumps(record) + "\n" for record in records)
         write_text(self.metrics, text)
 
     def _description(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class MetricsLog:
         self._guard(lambda: self.file.write((json.dumps(record) + "\n").encode()))
 
     def flush(self) -> None:
-        """On the disk: called before a checkpoint, which must never be ahead of the metrics."""
+        """Flush to disk before a checkpoint, which must never be ahead of the metrics."""
         self._guard(lambda: os.fsync(self.file.fileno()))
 
     def close(self) -> None:
@@ -230,5 +230,5 @@ def _damaged(path: Path, error: Exception) -> RunError:
 
 
 def _free_name(runs: Path) -> str:
-    taken = {path.name for path in runs.glob("run-*")}
-    return next(f"run-{n}" for n in range(1, len(taken) + 2) if f"run-{n}" not in taken)
+    names = {path.name for path in runs.glob("run-*")}
+    return next(f"run-{n}" for n in range(1, len(names) + 2) if f"run-{n}" not in names)

@@ -49,34 +49,37 @@ def generate_many(
     cache = model.cache(len(prompts))
     layers = [cache[n] for n in range(len(cache))]
     draws = [torch.Generator().manual_seed(seed) for _ in prompts]
-    seen = [[BOUNDARY, *prompt] for prompt in prompts]
-    new = {row: text[-context:] for row, text in enumerate(seen)}  # of those that go on
+    read_bytes = [[BOUNDARY, *prompt] for prompt in prompts]
+    written = {row: text[-context:] for row, text in enumerate(read_bytes)}  # of those that go on
     for _ in range(length):
-        for row, tokens in new.items():
+        for row, tokens in written.items():
             if cache.row_lengths[row] + len(tokens) > context:
                 cache.free(row)
-                new[row] = seen[row][-max(1, context // 2) :]
-        cache.reserve(list(new), [len(tokens) for tokens in new.values()])
-        logits = model.decode(_aligned(new, len(prompts)).to(device), layers)[:, -1].float().cpu()
+                written[row] = read_bytes[row][-max(1, context // 2) :]
+        cache.reserve(list(written), [len(tokens) for tokens in written.values()])
+        logits = (
+            model.decode(_aligned(written, len(prompts)).to(device), layers)[:, -1].float().cpu()
+        )
         step: list[int | None] = [None] * len(prompts)
-        for row in list(new):
+        for row in list(written):
             token = _draw(logits[row], temperature, draws[row])
             if token == BOUNDARY:
                 cache.free(row)
-                del new[row]
+                del written[row]
                 continue
-            step[row], new[row] = token, [token]
-            seen[row].append(token)
-        if not new:
+            step[row], written[row] = token, [token]
+            read_bytes[row].append(token)
+        if not written:
             return
         yield step
 
 
-def _aligned(new: dict[int, list[int]], rows: int) -> Tensor:
+def _aligned(fresh: dict[int, list[int]], rows: int) -> Tensor:
     """Tokens by row, `(rows, most)`, their last ones under each other."""
-    most = max(map(len, new.values()))
+    longest = max(map(len, fresh.values()))
     return torch.tensor([
-        [BOUNDARY] * (most - len(new.get(row, ()))) + list(new.get(row, ())) for row in range(rows)
+        [BOUNDARY] * (longest - len(fresh.get(row, ()))) + list(fresh.get(row, ()))
+        for row in range(rows)
     ])  # fmt: skip
 
 
@@ -97,5 +100,5 @@ def samples(model: Transformer, length: int = 240, temperature: float = 0.8) -> 
 
 
 def text_of(steps: Sequence[Sequence[int | None]], row: int) -> str:
-    """What was written for one prompt."""
+    """Return the text that was generated for one prompt."""
     return bytes([step[row] for step in steps if step[row] is not None]).decode(errors="replace")  # type: ignore[misc]

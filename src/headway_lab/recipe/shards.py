@@ -16,10 +16,10 @@ from torch import Tensor
 
 from headway.errors import CheckpointError
 
-from .checkpoint import KEEP, State, list_checkpoints
+from .checkpoint import KEEP, TrainingState, list_checkpoints
 
 
-def save_shards(folder: Path, state: State, first: bool) -> Path:
+def save_shards(folder: Path, state: TrainingState, first: bool) -> Path:
     """Write `step-000100` for step 100 and drop all but the last two. All ranks call it.
 
     Raises CheckpointError if a tensor is not finite or the folder cannot be written.
@@ -41,32 +41,32 @@ def save_shards(folder: Path, state: State, first: bool) -> Path:
         if path.exists():
             shutil.rmtree(path)
         os.replace(beside, path)
-        for old in list_checkpoints(folder)[:-KEEP]:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for outdated in list_checkpoints(folder)[:-KEEP]:
+            shutil.rmtree(outdated) if outdated.is_dir() else outdated.unlink()
     _all(True)  # the others go on when it is there
     return path
 
 
-def load_shards(path: Path, model: torch.nn.Module) -> State:
+def load_shards(path: Path, model: torch.nn.Module) -> TrainingState:
     """The state in a folder, cut as the model's parameters are now.
 
     Raises CheckpointError if it cannot be read or is not what was written.
     """
     try:
-        found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         ours = {f"model/{name}": t for name, t in model.state_dict().items()}
         params = dict(model.named_parameters())
         tensors: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.int64)}
-        for key, about in found.items():
+        for key, about in metadata.items():
             if key == "step":
                 continue
-            like = ours.get(key)
-            if like is None:
-                like = params.get(key.removeprefix("optimizer/").rpartition("/")[0])
+            template = ours.get(key)
+            if template is None:
+                template = params.get(key.removeprefix("optimizer/").rpartition("/")[0])
             size, dtype = about.size, about.properties.dtype  # type: ignore[union-attr]
             tensors[key] = (
-                torch.zeros_like(like, dtype=dtype)
-                if like is not None and like.shape == size
+                torch.zeros_like(template, dtype=dtype)
+                if template is not None and template.shape == size
                 else torch.zeros(size, dtype=dtype)
             )
         dcp.load(tensors, checkpoint_id=path, no_dist=not dist.is_initialized())
@@ -79,7 +79,7 @@ def load_shards(path: Path, model: torch.nn.Module) -> State:
     for key, tensor in tensors.items():
         part, name = key.split("/", 1)
         parts[part][name] = tensor
-    return State(step, parts["model"], parts["optimizer"])
+    return TrainingState(step, parts["model"], parts["optimizer"])
 
 
 def whole(t: Tensor) -> Tensor:
@@ -87,16 +87,16 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t  # type: ignore[attr-defined]
 
 
-def placed(tensor: Tensor, like: Any) -> Tensor:
+def placed(tensor: Tensor, template: Any) -> Tensor:
     """A whole tensor, cut as `like` is; one that is cut, as it is."""
-    if not hasattr(like, "device_mesh") or hasattr(tensor, "device_mesh"):
+    if not hasattr(template, "device_mesh") or hasattr(tensor, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+    return distribute_tensor(tensor.to(template.device), template.device_mesh, template.placements)
 
 
-def _flat(state: State) -> dict[str, Tensor]:
+def _flat(state: TrainingState) -> dict[str, Tensor]:
     tensors = {f"model/{name}": t for name, t in state.model.items()}
     tensors |= {f"optimizer/{name}": t for name, t in state.optimizer.items()}
     return tensors | {"step": torch.tensor(state.step)}
@@ -107,9 +107,9 @@ def _local(t: Tensor) -> Tensor:
 
 
 def _all(mine: bool) -> bool:
-    """Whether it is so on every rank."""
+    """Return True if the flag is set on every rank."""
     if not dist.is_initialized():
         return mine
-    found = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return all(found)
+    flag = [mine] * dist.get_world_size()
+    dist.all_gather_object(flag, mine)
+    return all(flag)

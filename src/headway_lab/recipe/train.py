@@ -22,7 +22,7 @@ from headway.types import acc_dtype
 
 from . import plots
 from .checkpoint import (
-    State,
+    TrainingState,
     load_checkpoint,
     load_model,
     save_checkpoint,
@@ -47,7 +47,7 @@ GLANCE = 64
 
 @dataclass(frozen=True)
 class Trained:
-    """What `train` returns: the run, its last step, and the signal that ended it early, if any."""
+    """The result of `train`: the run, its last step, and the signal that ended it early, if any."""
 
     run: Run
     step: int
@@ -119,7 +119,6 @@ def _loop(
     console: Console,
     ranks: Ranks,
 ) -> tuple[int, signal.Signals | None]:
-    device = torch.device(settings.device)
     data = Packed(corpus.train_texts, settings.context, settings.seed)
     held_out = Packed(corpus.held_out_texts, settings.context)
     log = MetricsLog(run.metrics) if ranks.first else None
@@ -137,41 +136,21 @@ def _loop(
             while step < settings.steps and not _any(ranks, stop):
                 began = time.perf_counter()
                 batch = data.batch(step, settings.batch)
-                # Counted on the host, so that nothing waits for the device before the step's end.
-                real, size = int((batch.targets >= 0).sum()), _count_bytes(batch.targets)
-                here, layout = ranks.cut(batch.to(device))
-                nats = _forward(model, here, settings, layout)
-                # The mean over the predictions of all ranks; FSDP divides by the number of ranks.
-                loss = nats.sum() / real
-                (loss * ranks.count).backward()
-                total = ranks.total(nats.detach().sum())
-                recorded = settings.implementation == "headway"
-                stats = logit_stats(model, ranks.group) if recorded else {}
-                clipped = optimizers.step(learning_rate(settings, step))
-                if recorded:
-                    reset_logit_stats(model)
+                record: dict[str, Any] = {"step": step + 1}
+                record |= _train_step(model, optimizers, batch, step, settings, ranks)
                 step += 1
-                record = {
-                    "step": step,
-                    "loss": total.item() / real,
-                    "bits_per_byte": total.item() / math.log(2) / max(1, size),
-                    "max_logit": [s.tolist() for s in stats.values()],
-                    "tokens": batch.tokens.numel(),
-                    "tokens_per_second": batch.tokens.numel() / (time.perf_counter() - began),
-                    "seconds": time.perf_counter() - loop_began,
-                }
-                if clipped is not None:
-                    record["gamma"] = [g.tolist() for g in clipped.gamma.values()]
-                    record["clipped_heads"] = int(clipped.count)
+                now = time.perf_counter()
+                record["tokens_per_second"] = record["tokens"] / (now - began)
+                record["seconds"] = now - loop_began
                 if not math.isfinite(record["loss"]):
                     raise RunError(
                         f"the loss is {record['loss']} at step {step}: the run has diverged. The "
                         f"checkpoint of step {saved} is kept; start a new run with a smaller --lr"
                     )
-                last = step == settings.steps
-                if last or step % settings.eval_every == 0:
+                is_last = step == settings.steps
+                if is_last or step % settings.eval_every == 0:
                     rows = torch.arange(held_out.sequences)
-                    rows = rows if last else rows[:: math.ceil(len(rows) / GLANCE)]
+                    rows = rows if is_last else rows[:: math.ceil(len(rows) / GLANCE)]
                     record |= evaluate(model, held_out, rows, settings, ranks)
                 if log is not None:
                     log.write(record)
@@ -188,6 +167,40 @@ def _loop(
     return step, stop[0] if stop else signal.SIGTERM  # another rank's
 
 
+def _train_step(
+    model: Transformer,
+    optimizers: Optimizers,
+    batch: Batch,
+    step: int,
+    settings: Settings,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """Update the weights once, and return what the step records."""
+    # Counted on the host, so that nothing waits for the device before the step's end.
+    predictions, text_bytes = int((batch.targets >= 0).sum()), _count_bytes(batch.targets)
+    local_batch, layout = ranks.cut(batch.to(torch.device(settings.device)))
+    nats = _forward(model, local_batch, settings, layout)
+    # The mean over the predictions of all ranks; FSDP divides by the number of ranks.
+    loss = nats.sum() / predictions
+    (loss * ranks.count).backward()
+    total = ranks.total(nats.detach().sum())
+    has_stats = settings.implementation == "headway"
+    stats = logit_stats(model, ranks.group) if has_stats else {}
+    clipped = optimizers.step(learning_rate(settings, step))
+    if has_stats:
+        reset_logit_stats(model)
+    record: dict[str, Any] = {
+        "loss": total.item() / predictions,
+        "bits_per_byte": total.item() / math.log(2) / max(1, text_bytes),
+        "max_logit": [s.tolist() for s in stats.values()],
+        "tokens": batch.tokens.numel(),
+    }
+    if clipped is not None:
+        record["gamma"] = [g.tolist() for g in clipped.gamma.values()]
+        record["clipped_heads"] = int(clipped.count)
+    return record
+
+
 def evaluate(
     model: Transformer, held_out: Packed, rows: Tensor, settings: Settings, ranks: Ranks
 ) -> dict[str, float]:
@@ -196,9 +209,9 @@ def evaluate(
     with torch.no_grad():
         for part in rows.split(settings.batch):
             batch = held_out.rows(part)
-            here, layout = ranks.cut(batch.to(torch.device(settings.device)), all_rows=True)
-            found = _forward(model, here, settings, layout).sum()
-            nats += ranks.total(found, all_rows=True).item()
+            local_batch, layout = ranks.cut(batch.to(torch.device(settings.device)), all_rows=True)
+            batch_nats = _forward(model, local_batch, settings, layout).sum()
+            nats += ranks.total(batch_nats, all_rows=True).item()
             size += _count_bytes(batch.targets)
     return {"held_out_bits_per_byte": nats / math.log(2) / size, "held_out_bytes": size}
 
@@ -236,7 +249,7 @@ def _finish(run: Run, model: Transformer, console: Console, sample: bool) -> Non
 
 
 def _save(run: Run, model: Transformer, optimizers: Optimizers, step: int, ranks: Ranks) -> None:
-    state = State(step, model.state_dict(), optimizers.state())
+    state = TrainingState(step, model.state_dict(), optimizers.state())
     if ranks.count == 1:
         save_checkpoint(run.checkpoints, state)
     else:
@@ -264,8 +277,8 @@ def _restore(run: Run, model: Transformer, optimizers: Optimizers, ranks: Ranks)
 def _check_unchanged(run: Run, settings: Settings) -> None:
     # Where the run lies is no setting of it: folders can be moved and renamed. Nor is on how many
     # devices it goes on.
-    here = {"name": run.name, "runs": settings.runs, "devices": 1, "context_parallel": None}
-    if difference := changed(replace(settings, **here), replace(run.settings(), **here)):
+    ignored = {"name": run.name, "runs": settings.runs, "devices": 1, "context_parallel": None}
+    if difference := changed(replace(settings, **ignored), replace(run.settings(), **ignored)):
         raise RunError(
             f"--resume continues {run.name} as it was started, but asked for {difference}; leave "
             "these out, or start a new run under another --name"
@@ -273,7 +286,7 @@ def _check_unchanged(run: Run, settings: Settings) -> None:
 
 
 def _any(ranks: Ranks, stop: list) -> bool:
-    """Whether a signal came, on any rank: all finish the same step."""
+    """Return True if any rank got a signal: all finish the same step."""
     return bool(ranks.largest(torch.tensor(float(bool(stop)), device=ranks.device)))
 
 
