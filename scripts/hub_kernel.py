@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "headway"
-LEFT_OUT = ("cli", "recipe", "bench", "experiments")  # they need packages that a kernel may not
+LEFT_OUT = ("cli",)  # it needs packages that a kernel may not
 
 
 def lay_out(folder: Path, source: Path = SOURCE) -> Path:

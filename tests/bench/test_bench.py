@@ -15,11 +15,20 @@ from headway.errors import ArgumentError
 from headway_lab.bench import cases as table
 from headway_lab.bench import child, measure, overhead, run, timing, training
 from headway_lab.bench import results as book
-from headway_lab.bench.case import BACKWARD, BUILD, FORWARD, Case, CaseInputs, Target, inputs, size
+from headway_lab.bench.case import (
+    BACKWARD,
+    BUILD,
+    FORWARD,
+    Case,
+    CaseInputs,
+    Target,
+    make_inputs,
+    size,
+)
 from headway_lab.bench.cases import select
 from headway_lab.bench.measure import Truth
 from headway_lab.bench.peers import PEERS, Unavailable
-from headway_lab.bench.results import Book, Result, describe
+from headway_lab.bench.results import Result, ResultsFile, describe
 from headway_lab.cli import bench as terminal
 
 TINY = Case("tiny", b=2, hq=4, hk=2, length=150, d=16, mask=headway.causal, peers=("sdpa",))
@@ -119,7 +128,7 @@ def test_select_by_name_part_and_tag():
 @pytest.mark.parametrize("name", MASKS)
 def test_size_counts_every_pair_once(name: str):
     case = replace(TINY, mask=MASKS[name])
-    mask = inputs(case).mask
+    mask = make_inputs(case).mask
     b, h = torch.arange(2)[:, None, None, None], torch.arange(4)[:, None, None]
     i, j = torch.arange(150)[:, None], torch.arange(150)
     kept = torch.ones(2, 4, 150, 150, dtype=torch.bool)
@@ -132,7 +141,7 @@ def test_size_counts_every_pair_once(name: str):
 
 
 def test_inputs_are_the_same_every_time_and_differ_between_cases():
-    first, again, other = inputs(TINY), inputs(TINY), inputs(SCORED)
+    first, again, other = make_inputs(TINY), make_inputs(TINY), make_inputs(SCORED)
     assert all(torch.equal(a, b) for a, b in zip(first[:4], again[:4], strict=True))
     assert not torch.equal(first.q, other.q)
     assert first.k.shape == (2, 2, 150, 16)
@@ -158,7 +167,7 @@ FAULTS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [TINY, SCORED, PACKED, PEAKED], ids=str)
 def test_right_results_pass(case: Case, dtype: str):
-    x = inputs(replace(case, dtype=dtype))
+    x = make_inputs(replace(case, dtype=dtype))
     errors = Truth(replace(case, dtype=dtype), x).errors(x.headway, backward=True)
     assert [e.what for e in errors] == ["out", "dq", "dk", "dv"]
     assert all(e.passed for e in errors), errors
@@ -166,7 +175,7 @@ def test_right_results_pass(case: Case, dtype: str):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_caught(fault: str):
-    x = inputs(SCORED)
+    x = make_inputs(SCORED)
     errors = Truth(SCORED, x).errors(lambda: FAULTS[fault](x), backward=True)
     assert not all(e.passed for e in errors)
 
@@ -174,7 +183,7 @@ def test_every_fault_is_caught(fault: str):
 def test_learned_tensors_are_checked_too():
     weight = torch.randn(4, 299).requires_grad_()
     case = replace(TINY, score=lambda: headway.relative_bias(weight))
-    x = inputs(case)
+    x = make_inputs(case)
     assert x.learned[0] is weight
     truth = Truth(case, x)
     errors = truth.errors(x.headway, backward=True)
@@ -294,7 +303,7 @@ def test_a_wrong_peer_and_one_that_cannot_run_leave_a_line_each(fast, monkeypatc
 
 def test_explicit_masks_that_do_not_fit_are_refused():
     case = replace(PACKED, length=100_000)
-    x = inputs(TINY)._replace(mask=headway.causal() & headway.sliding_window(5))
+    x = make_inputs(TINY)._replace(mask=headway.causal() & headway.sliding_window(5))
     with pytest.raises(Unavailable, match="37 GiB"):
         PEERS["sdpa"].prepare(case, x)
 
@@ -325,7 +334,7 @@ def test_csv_has_machine_versions_and_commit(fast, monkeypatch, tmp_path):
     assert row["mask"] == "causal()"
     assert float(row["median"]) > 0
     assert row["commit"] == book.commit()
-    with pytest.raises(ArgumentError, match="exists"), Book(path):
+    with pytest.raises(ArgumentError, match="exists"), ResultsFile(path):
         pass
 
 
@@ -415,7 +424,7 @@ def test_commit_is_that_of_the_checkout():
 
 @pytest.mark.parametrize("mask", [None, headway.causal], ids=["full", "causal"])
 def test_the_kernel_of_the_overhead_is_the_same_function(mask):
-    x = inputs(replace(TINY, hk=4, mask=mask))
+    x = make_inputs(replace(TINY, hk=4, mask=mask))
     out = headway.attention(x.q, x.k, x.v, mask=x.mask)
     torch.testing.assert_close(overhead.kernel(x, training=False)(), out)
     grads = torch.autograd.grad(out, (x.q, x.k, x.v), x.dout)
@@ -425,7 +434,7 @@ def test_the_kernel_of_the_overhead_is_the_same_function(mask):
 @pytest.mark.parametrize("name", ["window", "document", "closure-score", "method-mask"])
 def test_without_a_kernel_of_pytorch_overhead_is_what_is_above_our_own_pair(name, monkeypatch):
     (case,) = (c for c in table.CASES if c.name == f"overhead-16-32-{name}")
-    x = inputs(case)
+    x = make_inputs(case)
     out = headway.attention(x.q, x.k, x.v, x.score, x.mask)
     torch.testing.assert_close(overhead.kernel(x, training=False)(), out)
     grads = torch.autograd.grad(out, (x.q, x.k, x.v), x.dout)

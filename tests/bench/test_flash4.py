@@ -9,7 +9,7 @@ import torch
 
 import headway
 from headway_lab.bench import measure, peers, timing
-from headway_lab.bench.case import BACKWARD, FORWARD, Case, Target, Unavailable, inputs
+from headway_lab.bench.case import BACKWARD, FORWARD, Case, Target, Unavailable, make_inputs
 from headway_lab.bench.cases import select
 from headway_lab.bench.gpu_cases import GPU_CASES
 from headway_lab.bench.peers import PEERS
@@ -98,7 +98,7 @@ REFUSED = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_it_has_no_option_for_is_said(why):
     with pytest.raises(Unavailable, match=why):
-        peers.flash4_options(inputs(replace(CASE, **REFUSED[why])))
+        peers.flash4_options(make_inputs(replace(CASE, **REFUSED[why])))
 
 
 def test_what_it_raises_becomes_a_line(package):
@@ -143,7 +143,7 @@ def test_it_is_asked_of_every_row_that_it_can_run():
     for case in GPU_CASES:
         assert {t.peer for t in case.targets} <= set(case.peers), case.name
         if NAME in case.peers and case.name != "documents-causal":  # that one has 8192 positions
-            peers.flash4_options(inputs(replace(case, b=1, length=64)))
+            peers.flash4_options(make_inputs(replace(case, b=1, length=64)))
         of = {t.direction: t.times for t in case.targets if t.peer == NAME}
         if "softcap" in case.name:
             assert of == {FORWARD: 1.5, BACKWARD: 1.3}

@@ -23,16 +23,16 @@ _PACKAGES = (
 
 # This command alone is written without tyro and rich: it has to run on the barest installation.
 def main(arguments: list[str]) -> int:
-    """Exit status 0, whatever is found: it reports, it does not judge."""
+    """Run `headway doctor`; return exit status 0, whatever the report says."""
     parser = argparse.ArgumentParser(
         "headway doctor",
         description="Print what Headway finds on this machine: paste it into a bug report.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="as one JSON object")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     findings = examine()
-    if asked.json:
+    if options.json:
         print(json.dumps(findings, indent=2))
         return 0
     for section, entries in findings.items():
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Every section of the report. A probe that fails leaves its error in place of its answer."""
+    """Return every section of the report. A probe that fails leaves its error as the answer."""
     return {
         section: _guard(probe)
         for section, probe in (
@@ -81,7 +81,7 @@ def _versions() -> dict[str, str]:
 
 
 def _home() -> Path:
-    """The folder of the package that runs."""
+    """Return the folder of the package that runs."""
     return Path(__file__).resolve().parents[1]
 
 
@@ -90,12 +90,12 @@ def commit() -> str:
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True
             )
         except OSError:  # no git
             return None
-        return done.stdout.strip() if done.returncode == 0 else None
+        return process.stdout.strip() if process.returncode == 0 else None
 
     if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return ""  # not in a checkout, or in somebody else's
@@ -106,22 +106,22 @@ def commit() -> str:
 def _installed_commit() -> str:
     """Return the commit that pip wrote down, as it does for `pip install git+...`."""
     try:
-        found = importlib.metadata.distribution("headway")
+        package = importlib.metadata.distribution("headway")
     except importlib.metadata.PackageNotFoundError:
         return ""
-    if Path(str(found.locate_file("headway"))).resolve() != _home():
+    if Path(str(package.locate_file("headway"))).resolve() != _home():
         return ""  # another installation than the one that runs
-    said = json.loads(found.read_text("direct_url.json") or "{}")
-    return said.get("vcs_info", {}).get("commit_id", "")
+    origin = json.loads(package.read_text("direct_url.json") or "{}")
+    return origin.get("vcs_info", {}).get("commit_id", "")
 
 
 def _installed(name: str) -> str:
-    """The version from the package's metadata: the package itself is not imported."""
+    """Return the version in the package's metadata, without importing the package."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        found = importlib.util.find_spec(name)
-        return "not installed" if found is None else "found, but with no version"
+        module = importlib.util.find_spec(name)
+        return "not installed" if module is None else "found, but with no version"
 
 
 def _machine() -> dict[str, str]:
@@ -176,13 +176,13 @@ def _devices() -> dict[str, str]:
 
 
 def _driver() -> str:
-    """NVIDIA's, and the newest CUDA that it runs."""
+    """Return NVIDIA's driver, and the newest CUDA that it runs."""
     import torch
 
     if shutil.which("nvidia-smi") is None:
         return "no nvidia-smi here"
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    words = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout.split()
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    words = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split()
     driver = words[0] if words else "nvidia-smi says nothing"
     if not torch.version.cuda:
         return driver
@@ -207,7 +207,7 @@ def _backends() -> dict[str, str]:
 
 
 def _tuned() -> str:
-    """Where `headway tune` keeps what it found, and for which cards it found something."""
+    """Describe where `headway tune` keeps its results, and for which GPUs there are some."""
     from headway.backends.triton import saved
 
     files = sorted(path.stem for path in saved.folder().glob("*.json"))
@@ -215,7 +215,7 @@ def _tuned() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Variables that matter, as they are set."""
+    """Return the environment variables that matter, as they are set."""
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)} or {
         "": "no variable of CUDA, OpenMP, PyTorch or Triton is set"
     }

@@ -64,38 +64,38 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0, or 1 where no backend can run the call."""
-    asked = tyro.cli(Arguments, args=arguments, prog="headway explain")
+    """Run `headway explain`; return 1 if no backend can run the call, else 0."""
+    options = tyro.cli(Arguments, args=arguments, prog="headway explain")
     for name in ("batch", "heads", "kv_heads", "length", "kv_length", "width", "value_width"):
-        number = getattr(asked, name)
+        number = getattr(options, name)
         if number is not None and number < 1:
             option = name.replace("_", "-")
             raise ArgumentError(f"--{option} {number} must be an integer, 1 or more")
-    found: dict[str, Any] = {}
-    for text in asked.mods:
+    mods: dict[str, Any] = {}
+    for text in options.mods:
         mod = find(text)
         kind = kind_of(text, mod)
-        if kind in found:
+        if kind in mods:
             raise ArgumentError(f"{text!r} is a second {kind}; there is one at most")
-        found[kind] = mod
-    explanation = headway.explain(*_inputs(asked), **found, backend=asked.backend)
+        mods[kind] = mod
+    explanation = headway.explain(*_inputs(options), **mods, backend=options.backend)
     print(explanation)
     return 0 if explanation.backend is not None else 1
 
 
-def _inputs(asked: Arguments) -> list[torch.Tensor]:
-    """q, k and v, which are never computed with."""
-    kv_heads, kv_length = asked.kv_heads or asked.heads, asked.kv_length or asked.length
-    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def _inputs(options: Arguments) -> list[torch.Tensor]:
+    """Return empty q, k and v of the sizes asked for."""
+    kv_heads, kv_length = options.kv_heads or options.heads, options.kv_length or options.length
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     shapes = (
-        (asked.batch, asked.heads, asked.length, asked.width),
-        (asked.batch, kv_heads, kv_length, asked.width),
-        (asked.batch, kv_heads, kv_length, asked.value_width or asked.width),
+        (options.batch, options.heads, options.length, options.width),
+        (options.batch, kv_heads, kv_length, options.width),
+        (options.batch, kv_heads, kv_length, options.value_width or options.width),
     )
     try:
         return [
             torch.empty(
-                s, dtype=getattr(torch, asked.dtype), device=device, requires_grad=asked.train
+                s, dtype=getattr(torch, options.dtype), device=device, requires_grad=options.train
             )
             for s in shapes
         ]
@@ -104,14 +104,14 @@ def _inputs(asked: Arguments) -> list[torch.Tensor]:
 
 
 def find(text: str) -> Any:
-    """What FILE:NAME or an expression names."""
+    """Return the object that FILE:NAME or an expression names."""
     if ":" not in text and not text.endswith(".py"):
         return parse(text)
     return from_file(text)
 
 
 def kind_of(text: str, mod: Callable[..., Any]) -> str:
-    """What it is, "score" or "mask", by its type or how many arguments it takes."""
+    """Return "score" or "mask", by the type of a mod or its number of arguments."""
     if isinstance(mod, headway.Score):
         return "score"
     if isinstance(mod, headway.Mask | headway.BlockMask):
@@ -120,8 +120,8 @@ def kind_of(text: str, mod: Callable[..., Any]) -> str:
         parameters = inspect.signature(mod).parameters.values()
     except (TypeError, ValueError):
         raise ArgumentError(f"{text!r} is no function, but {type(mod).__name__}") from None
-    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(needed) not in _OF_COUNT:
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(required) not in _OF_COUNT:
         takes = " and ".join(f"a {kind} {takes}" for kind, takes in SIGNATURES.items())
-        raise ArgumentError(f"{text!r} takes {len(needed)} arguments; {takes}")
-    return _OF_COUNT[len(needed)]
+        raise ArgumentError(f"{text!r} takes {len(required)} arguments; {takes}")
+    return _OF_COUNT[len(required)]

@@ -20,7 +20,7 @@ from ..mods.base import Mod
 
 
 def _block_table(table: torch.Tensor, block: Any) -> headway.Mask:
-    """Of 0 and 1, since an expression has no True."""
+    """Make a block table of zeros and ones, since an expression has no True."""
     if isinstance(table, torch.Tensor) and bool(((table == 0) | (table == 1)).all()):
         table = table.bool()
     return headway.block_table(table, block)
@@ -118,30 +118,30 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0."""
-    asked = tyro.cli(Arguments, args=arguments, prog="headway mask")
-    for name, number in (("--length", asked.length), ("--tile", asked.tile)):
+    """Run `headway mask`; return exit status 0."""
+    options = tyro.cli(Arguments, args=arguments, prog="headway mask")
+    for name, number in (("--length", options.length), ("--tile", options.tile)):
         if number < 1:
             raise ArgumentError(f"{name} {number} must be an integer, 1 or more")
-    shown = parse(asked.expression)
-    mask: Any = shown if isinstance(shown, headway.Mask) else None
-    score = None if mask is not None else shown
-    if asked.score is not None:
-        score = parse(asked.score)
+    mod = parse(options.expression)
+    mask: Any = mod if isinstance(mod, headway.Mask) else None
+    score = None if mask is not None else mod
+    if options.score is not None:
+        score = parse(options.score)
         if mask is None or not isinstance(score, headway.Score):
             raise ArgumentError("--score takes a score, and goes with a mask: causal() --score ...")
-    for path in asked.out:
+    for path in options.out:
         if score is not None and _is_page(path):
             raise ArgumentError(f"--out {path} is of a mask alone; a score has .svg, .png and .pdf")
-    sizes = *_groups(mask, score), asked.length, asked.length
+    sizes = *_groups(mask, score), options.length, options.length
     console = Console(highlight=False)
     blocks = None
     if score is None:
-        blocks = headway.block_mask(mask, *sizes, tile=asked.tile)
+        blocks = headway.block_mask(mask, *sizes, tile=options.tile)
         draw = _draw_mask(console, mask, blocks)
     else:
         draw = _draw_score(console, score, mask, sizes)
-    for path in asked.out:
+    for path in options.out:
         if blocks is not None and _is_page(path):
             blocks.save_report(path)
         else:
@@ -186,7 +186,7 @@ def _more(console: Console, groups: int) -> None:
 
 
 def _groups(*mods: Any) -> tuple[int, int]:
-    """The batches and heads of the tensors in a mask and a score."""
+    """Return the batches and heads of the tensors in a mask and a score."""
     b, h = 1, 1
     for mod in mods:
         if isinstance(mod, Mod):
@@ -226,7 +226,7 @@ def _of_tensors(mod: Mod) -> tuple[int, int]:
 
 
 def parse(expression: str) -> Any:
-    """The mask or score that an expression names. It is read, never run: only the library's masks
+    """Return the mask or score of an expression. It is read, never run: only the library's masks
     and scores, & | ~ >>, numbers and lists of numbers have a meaning here. Raises ArgumentError."""
     try:
         tree = ast.parse(expression.strip(), mode="eval")
@@ -241,11 +241,11 @@ def parse(expression: str) -> Any:
 def _mod(node: ast.expr) -> Any:
     match node:
         case ast.BinOp(left, ast.BitAnd() | ast.BitOr() | ast.RShift() as joint, right):
-            first, second = _mod(left), _mod(right)
+            left_mod, right_mod = _mod(left), _mod(right)
             kind = headway.Score if isinstance(joint, ast.RShift) else headway.Mask
-            if not isinstance(first, kind) and not isinstance(second, kind):
+            if not isinstance(left_mod, kind) and not isinstance(right_mod, kind):
                 raise ArgumentError(f"{ast.unparse(node)}: & and | join masks, >> joins scores")
-            return JOINTS[type(joint)](first, second)
+            return JOINTS[type(joint)](left_mod, right_mod)
         case ast.UnaryOp(ast.Invert(), operand):
             inner = _mod(operand)
             if isinstance(inner, headway.Score):
@@ -253,10 +253,10 @@ def _mod(node: ast.expr) -> Any:
             return ~inner
         case ast.Call(function, positional, keywords) if ast.unparse(function) in MASKS | SCORES:
             name = ast.unparse(function)
-            given = [_argument(item, name) for item in positional]
+            values = [_argument(item, name) for item in positional]
             named = {item.arg or "**": _argument(item.value, name) for item in keywords}
             try:
-                return (MASKS | SCORES)[name](*given, **named)
+                return (MASKS | SCORES)[name](*values, **named)
             except TypeError as error:
                 raise ArgumentError(f"{ast.unparse(node)}: {error}") from error
         case ast.Name(name) if name in MASKS | SCORES:
@@ -284,7 +284,7 @@ def _argument(node: ast.expr, of: str) -> Any:
 
 
 def _number_or_list(node: ast.expr) -> Any:
-    """A number, or a list of them, with + - and *: [0]*200 + [1]*312."""
+    """Return a number, or a list of them, with + - and *: [0]*200 + [1]*312."""
     match node:
         case ast.Constant(int(value) | float(value)) if not isinstance(value, bool):
             return value

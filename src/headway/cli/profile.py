@@ -61,8 +61,8 @@ class Arguments:
 
 @dataclass
 class Times:
-    """Where the time of some steps went, in ms: on the host, which waits for the device at the end
-    of each, and on the device."""
+    """The time of steps in ms: on the host, which waits for the device after each, and on the
+    device."""
 
     whole: float  # from the start of each step to its end
     host: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -70,67 +70,67 @@ class Times:
     calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
 
     def on_host(self) -> dict[str, float]:
-        """All parts: what is left over is everything else."""
+        """Return the time of all parts; the rest is everything else."""
         return {**self.host, "everything else": self.whole - sum(self.host.values())}
 
     def on_device(self) -> dict[str, float]:
-        """All parts: what is left over is time without a kernel."""
+        """Return the time of all parts; the rest is time without a kernel."""
         *parts, rest = self.device.values()
-        found = dict(zip(PARTS, parts, strict=True))
-        return {**found, "everything else": rest, "idle": self.whole - sum(parts) - rest}
+        by_part = dict(zip(PARTS, parts, strict=True))
+        return {**by_part, "everything else": rest, "idle": self.whole - sum(parts) - rest}
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0."""
-    asked = tyro.cli(Arguments, args=arguments, prog="headway profile")
-    if asked.steps < 1:
-        raise ArgumentError(f"--steps {asked.steps} must be an integer, 1 or more")
-    if asked.trace is not None and not asked.trace.name.endswith((".json", ".json.gz")):
-        raise ArgumentError(f"--trace {asked.trace} must end in .json or .json.gz")
-    step = _step(asked.function)
-    first = times_of(_profiled(step))
-    if not any(first.calls.values()):
+    """Run `headway profile`; return exit status 0."""
+    options = tyro.cli(Arguments, args=arguments, prog="headway profile")
+    if options.steps < 1:
+        raise ArgumentError(f"--steps {options.steps} must be an integer, 1 or more")
+    if options.trace is not None and not options.trace.name.endswith((".json", ".json.gz")):
+        raise ArgumentError(f"--trace {options.trace} must end in .json or .json.gz")
+    step = _step(options.function)
+    first_step = times_of(_profiled(step))
+    if not any(first_step.calls.values()):
         raise ArgumentError(
-            f"{asked.function} made no call of headway's attention, so there is nothing to tell"
+            f"{options.function} made no call of headway's attention, so there is nothing to tell"
         )
-    bare = _seconds(step, asked.steps)
-    seen = [_profiled(step) for _ in range(asked.steps)]
-    if asked.trace is not None:
+    unprofiled_seconds = _seconds(step, options.steps)
+    profiles = [_profiled(step) for _ in range(options.steps)]
+    if options.trace is not None:
         try:
-            seen[-1].export_chrome_trace(str(asked.trace))
+            profiles[-1].export_chrome_trace(str(options.trace))
         except (OSError, RuntimeError) as error:
-            raise ArgumentError(f"cannot write to {asked.trace}: {error}") from error
-    later = mean([times_of(run) for run in seen])
-    print(f"{asked.function}, {_where(later)}\n")
-    print(table(first, later, asked.steps))
-    print(f"\nWithout the profiler a step takes {1e3 * bare:.2f} ms.")
-    if asked.trace is not None:
-        print(f"wrote {asked.trace}")
+            raise ArgumentError(f"cannot write to {options.trace}: {error}") from error
+    later_steps = mean([times_of(run) for run in profiles])
+    print(f"{options.function}, {_where(later_steps)}\n")
+    print(table(first_step, later_steps, options.steps))
+    print(f"\nWithout the profiler a step takes {1e3 * unprofiled_seconds:.2f} ms.")
+    if options.trace is not None:
+        print(f"wrote {options.trace}")
     return 0
 
 
 def _step(text: str) -> Callable[[], Any]:
-    """The function, run as a user's: what goes wrong in it is told in one line."""
-    found = from_file(text)
-    if not callable(found):
-        raise ArgumentError(f"{text!r} is no function, but {type(found).__name__}")
+    """Return the user's function, whose errors become a message of one line."""
+    function = from_file(text)
+    if not callable(function):
+        raise ArgumentError(f"{text!r} is no function, but {type(function).__name__}")
     try:
-        needed = [
+        required = [
             p.name
-            for p in inspect.signature(found).parameters.values()
+            for p in inspect.signature(function).parameters.values()
             if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         ]
     except (TypeError, ValueError):
-        needed = []
-    if needed:
+        required = []
+    if required:
         raise ArgumentError(
-            f"{text!r} takes {', '.join(needed)}; write a function without arguments that does one "
-            "step, as lambda: step(model, batch)"
+            f"{text!r} takes {', '.join(required)}; write a function without arguments that does "
+            "one step, as lambda: step(model, batch)"
         )
 
     def step() -> None:
         try:
-            found()
+            function()
         except HeadwayError:
             raise
         except Exception as error:
@@ -145,29 +145,29 @@ def _profiled(step: Callable[[], Any]) -> profile:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, acc_events=True) as seen, record_function(_STEP):
+    with profile(activities=activities, acc_events=True) as profiler, record_function(_STEP):
         step()
-    return seen
+    return profiler
 
 
 def _seconds(step: Callable[[], Any], steps: int) -> float:
-    """Of a step that nobody watches: the fastest."""
-    found = []
+    """Return the seconds of the fastest step without the profiler."""
+    samples = []
     for _ in range(steps):
         start = time.perf_counter()
         step()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        samples.append(time.perf_counter() - start)
+    return min(samples)
 
 
 # -- what the profiler saw ------------------------------------------------------------------------
 
 
-def times_of(seen: Any) -> Times:
-    """From the events of a profiler, of one step."""
-    events = [event for event in seen.events() if event.device_type == DeviceType.CPU]
-    whole = sum(event.cpu_time_total for event in events if event.name == _STEP)
-    times = Times(whole / 1e3)
+def times_of(profiler: Any) -> Times:
+    """Return the times of one step, from the events of a profiler."""
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CPU]
+    step_us = sum(event.cpu_time_total for event in events if event.name == _STEP)
+    times = Times(step_us / 1e3)
     roots = (event for event in events if event.cpu_parent is None)
     for event, part, above in _in_parts(roots):
         # What our operators do themselves, and not by PyTorch's, is Python: plans and launches.
@@ -182,8 +182,8 @@ def times_of(seen: Any) -> Times:
 
 
 def _in_parts(events: Iterable[Any]) -> Iterator[tuple[Any, str | None, str | None]]:
-    """Events and all below them, each with its part: its own, or that of the nearest above it; and
-    the part above it."""
+    """Yield events and all below them, each with its part (or the nearest above it) and the part
+    above that."""
     todo: list[tuple[Any, str | None]] = [(event, None) for event in events]
     while todo:
         event, above = todo.pop()
@@ -192,14 +192,14 @@ def _in_parts(events: Iterable[Any]) -> Iterator[tuple[Any, str | None, str | No
         todo += [(child, part) for child in event.cpu_children]
 
 
-def mean(found: list[Times]) -> Times:
-    """Of several steps."""
-    n = len(found)
+def mean(steps: list[Times]) -> Times:
+    """Return the mean times of several steps."""
+    n = len(steps)
     return Times(
-        sum(x.whole for x in found) / n,
-        {part: sum(x.host[part] for x in found) / n for part in found[0].host},
-        {part: sum(x.device[part] for x in found) / n for part in found[0].device},
-        {part: sum(x.calls[part] for x in found) // n for part in found[0].calls},
+        sum(x.whole for x in steps) / n,
+        {part: sum(x.host[part] for x in steps) / n for part in steps[0].host},
+        {part: sum(x.device[part] for x in steps) / n for part in steps[0].device},
+        {part: sum(x.calls[part] for x in steps) // n for part in steps[0].calls},
     )
 
 
@@ -213,26 +213,30 @@ def _where(times: Times) -> str:
     return f"on the CPU, {threads} thread{'s' * (threads > 1)}, with the profiler on"
 
 
-def table(first: Times, later: Times, steps: int) -> str:
-    """The first step beside the mean of those after it; of a GPU's kernels, then of the host."""
-    host = first.on_host(), later.on_host(), later, steps
-    if not any(later.device.values()):
+def table(first_step: Times, later_steps: Times, steps: int) -> str:
+    """Return tables of the first step beside the mean of the others: GPU kernels, then host."""
+    host = first_step.on_host(), later_steps.on_host(), later_steps, steps
+    if not any(later_steps.device.values()):
         return _table("", *host)
-    kernels = _table("kernels", first.on_device(), later.on_device(), later, steps)
+    kernels = _table("kernels", first_step.on_device(), later_steps.on_device(), later_steps, steps)
     return f"{kernels}\n\n{_table('host', *host)}"
 
 
 def _table(
-    title: str, first: dict[str, float], later: dict[str, float], times: Times, steps: int
+    title: str,
+    first_step: dict[str, float],
+    later_steps: dict[str, float],
+    times: Times,
+    steps: int,
 ) -> str:
     head = f"{title:22}{'first step':>18}{f'mean of {steps} more':>20}{'calls':>8}"
     lines = [head, f"{'':22}{'ms':>10}{'share':>8}{'ms':>12}{'share':>8}"]
-    for name in [*first, "all"]:
+    for name in [*first_step, "all"]:
         cells = [f"{('attention: ' if name in PARTS else '') + name:22}"]
-        for of, width in ((first, 10), (later, 12)):
-            whole = sum(of.values())
-            ms = whole if name == "all" else of[name]
-            cells.append(f"{ms:{width}.2f}{ms / max(whole, 1e-9):8.1%}")
+        for of, width in ((first_step, 10), (later_steps, 12)):
+            total = sum(of.values())
+            ms = total if name == "all" else of[name]
+            cells.append(f"{ms:{width}.2f}{ms / max(total, 1e-9):8.1%}")
         calls = times.calls.get(name)
         cells.append(f"{calls:8}" if calls else "")
         lines.append("".join(cells))

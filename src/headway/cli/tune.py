@@ -41,8 +41,8 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0."""
-    asked = tyro.cli(Arguments, args=arguments, prog="headway tune")
+    """Run `headway tune`; return exit status 0."""
+    options = tyro.cli(Arguments, args=arguments, prog="headway tune")
     if not torch.cuda.is_available():
         raise ArgumentError("PyTorch sees no GPU (`headway doctor`)")
     from ..backends.triton import saved
@@ -50,31 +50,31 @@ def main(arguments: list[str]) -> int:
 
     console, start = Console(), time.monotonic()
     name = saved.card(torch.device("cuda"))
-    problems, width = _problems(asked), None
-    for what in problems:
-        if what[0] != width:  # all kinds of calls of a width together
-            width = what[0]
+    problems, width = _problems(options), None
+    for problem in problems:
+        if problem[0] != width:  # all kinds of calls of a width together
+            width = problem[0]
             with console.status(f"compiling for widths {width[3]}/{width[4]}"):
-                _compile([other for other in problems if other[0] == width], asked.jobs)
-        call, tried = _problem(*what), []
+                _compile([other for other in problems if other[0] == width], options.jobs)
+        call, timed_trials = _problem(*problem), []
         for trial in trials(call, _timer):
-            tried.append(trial)
-            console.print(_line(what, trial), highlight=False, soft_wrap=True)
-            if asked.seconds is not None and time.monotonic() - start > asked.seconds:
+            timed_trials.append(trial)
+            console.print(_line(problem, trial), highlight=False, soft_wrap=True)
+            if options.seconds is not None and time.monotonic() - start > options.seconds:
                 break
-        found = winners(call, tried)
-        path = saved.store(name, found)
-        for key, value in found.items():
+        best = winners(call, timed_trials)
+        path = saved.store(name, best)
+        for key, value in best.items():
             console.print(f"best: {key}: {value}", style="bold", highlight=False)
-        if asked.seconds is not None and time.monotonic() - start > asked.seconds:
+        if options.seconds is not None and time.monotonic() - start > options.seconds:
             break
     console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return 0
 
 
-def _problems(asked: Arguments) -> list[tuple]:
-    found = []
-    for width in asked.widths:
+def _problems(options: Arguments) -> list[tuple]:
+    problems = []
+    for width in options.widths:
         try:
             d, dv = map(int, width.split("/")) if "/" in width else (int(width), int(width))
         except ValueError:
@@ -82,12 +82,12 @@ def _problems(asked: Arguments) -> list[tuple]:
                 f"--widths {width!r}: a number, or two as 192/128 for d and dv"
             ) from None
         heads = max(1, 32 * 128 // max(d, dv))
-        shape = (1, heads, asked.length, d, dv)
-        if asked.score != "softcap":
-            found += [(shape, asked.dtype, mods) for mods in ("plain", "causal")]
-        if asked.score != "none":
-            found.append((shape, asked.dtype, "softcap"))
-    return found
+        shape = (1, heads, options.length, d, dv)
+        if options.score != "softcap":
+            problems += [(shape, options.dtype, mods) for mods in ("plain", "causal")]
+        if options.score != "none":
+            problems.append((shape, options.dtype, "softcap"))
+    return problems
 
 
 def _problem(shape: tuple[int, ...], dtype: str, mods: str) -> "Problem":
@@ -109,11 +109,11 @@ def _compile(problems: list[tuple], jobs: int) -> None:
         list(pool.map(_compile_part, [(problems, part, jobs) for part in range(jobs)]))
 
 
-def _compile_part(given: tuple[list[tuple], int, int]) -> None:
+def _compile_part(share: tuple[list[tuple], int, int]) -> None:
     from ..backends.gpu.products import bits_of
     from ..backends.triton.tuning import NO_ROOM, candidates
 
-    problems, part, parts = given
+    problems, part, parts = share
     for what in problems:
         problem = _problem(*what)
         ready = problem.run_forward()
@@ -154,8 +154,8 @@ def _line(what: tuple, trial: "Trial") -> str:
     (_, _, _, d, dv), dtype, mods = what
     how = trial.tiling
     edge = f", {how.edge} at edges" if how.edge else ""
-    taken = "no room" if trial.seconds is None else f"{trial.seconds * 1e3:9.3f} ms"
+    duration = "no room" if trial.seconds is None else f"{trial.seconds * 1e3:9.3f} ms"
     return (
         f"{d}/{dv} {dtype} {mods}  {trial.kernel:12} "
-        f"{how.m:4} x {how.n:<4} {how.warps} warps {how.stages} stages{edge}  {taken}"
+        f"{how.m:4} x {how.n:<4} {how.warps} warps {how.stages} stages{edge}  {duration}"
     )

@@ -71,35 +71,37 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0."""
-    asked = tyro.cli(Arguments, args=arguments, prog="headway warm")
+    """Run `headway warm`; return exit status 0."""
+    options = tyro.cli(Arguments, args=arguments, prog="headway warm")
     for name in ("batch", "heads", "kv_heads", "length", "width", "value_width"):
-        number = getattr(asked, name)
+        number = getattr(options, name)
         if number is not None and number < 1:
             option = name.replace("_", "-")
             raise ArgumentError(f"--{option} {number} must be an integer, 1 or more")
-    made = headway.warm(_calls(asked), device=asked.device, out=asked.output, jobs=asked.jobs)
-    for kernel in made:
+    kernels = headway.warm(
+        _calls(options), device=options.device, out=options.output, jobs=options.jobs
+    )
+    for kernel in kernels:
         print(kernel)
-    compiled = sum(kernel.compiled for kernel in made)
-    print(f"{compiled} compiled, {len(made) - compiled} there already")
+    compiled = sum(kernel.compiled for kernel in kernels)
+    print(f"{compiled} compiled, {len(kernels) - compiled} there already")
     return 0
 
 
-def _calls(asked: Arguments) -> list[Any]:
-    found, mods = [], {}
-    for text in asked.calls:
+def _calls(options: Arguments) -> list[Any]:
+    calls, mods = [], {}
+    for text in options.calls:
         thing = find(text)
         if _makes_calls(thing):
-            found.append(thing)
+            calls.append(thing)
             continue
         kind = kind_of(text, thing)
         if kind in mods:
             raise ArgumentError(f"{text!r} is a second {kind}; there is one at most")
         mods[kind] = thing
-    if found and mods:
+    if calls and mods:
         raise ArgumentError("calls bring their own score and mask: give one or the other")
-    return found or [_of_sizes(asked) | mods]
+    return calls or [_of_sizes(options) | mods]
 
 
 def _makes_calls(thing: Any) -> bool:
@@ -108,13 +110,13 @@ def _makes_calls(thing: Any) -> bool:
     return inspect.isfunction(thing) and not inspect.signature(thing).parameters
 
 
-def _of_sizes(asked: Arguments) -> dict[str, Any]:
-    b, kv_heads = asked.batch, asked.kv_heads or asked.heads
+def _of_sizes(options: Arguments) -> dict[str, Any]:
+    b, kv_heads = options.batch, options.kv_heads or options.heads
     return {
-        "q": (b, asked.heads, asked.length, asked.width),
-        "k": (b, kv_heads, asked.length, asked.width),
-        "v": (b, kv_heads, asked.length, asked.value_width or asked.width),
-        "dtype": getattr(torch, asked.dtype),
-        "train": asked.train,
-        "backend": asked.backend,
+        "q": (b, options.heads, options.length, options.width),
+        "k": (b, kv_heads, options.length, options.width),
+        "v": (b, kv_heads, options.length, options.value_width or options.width),
+        "dtype": getattr(torch, options.dtype),
+        "train": options.train,
+        "backend": options.backend,
     }

@@ -129,7 +129,7 @@ class CaseInputs(NamedTuple):
         return attention(self.q, self.k, self.v, **call)  # type: ignore[arg-type]
 
 
-def inputs(case: Case, device: str = "cpu") -> CaseInputs:
+def make_inputs(case: Case, device: str = "cpu") -> CaseInputs:
     """Draw the inputs of a case: normal numbers, seeded by its name."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
     dtype, (d, dv) = getattr(torch, case.dtype), case.widths

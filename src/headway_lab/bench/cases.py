@@ -102,9 +102,7 @@ class _Near(torch.nn.Module):
         return (q_idx >= kv_idx) & (q_idx - kv_idx < self.window)
 
 
-def _overhead(
-    what: str = "", measure: str = "overhead", limit_us: float = 40.0, **mods: Any
-) -> Case:
+def _overhead(what: str = "", measure: str = "overhead", most: float = 40.0, **mods: Any) -> Case:
     """Return a call so small that Python takes all of its time."""
     name = "overhead-16-32" + (f"-{what}" if what else "")
     return Case(
@@ -114,7 +112,7 @@ def _overhead(
         length=16,
         d=32,
         measure=measure,
-        most=limit_us,
+        most=most,
         tags=("overhead",),
         **mods,
     )

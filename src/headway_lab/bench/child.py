@@ -15,7 +15,7 @@ import torch
 
 from headway.errors import HeadwayError
 
-from .case import Case, inputs
+from .case import Case, make_inputs
 from .cases import CASES
 from .measure import Truth, build_memory, measure_time
 from .results import WRONG, Machine, Result, environment, here
@@ -80,10 +80,12 @@ def memory(case: Case, device: str) -> Result:
     """
     result = Result(case.name, "forward + backward", "headway", unit="MB", runs=1)
     before = peak(device)
-    x = inputs(case, device)
-    torch.autograd.grad(x.headway(), (x.q, x.k, x.v, *x.learned), x.dout)
+    inputs = make_inputs(case, device)
+    torch.autograd.grad(
+        inputs.headway(), (inputs.q, inputs.k, inputs.v, *inputs.learned), inputs.dout
+    )
     used_mb = (peak(device) - before) / 1e6
-    errors = Truth(case, x).errors(x.headway, backward=True)
+    errors = Truth(case, inputs).errors(inputs.headway, backward=True)
     worst = max(errors, key=lambda e: e.error / e.limit if e.passed else float("inf"))
     result = replace(result, error=worst.error, limit=worst.limit)
     if not all(e.passed for e in errors):

@@ -54,7 +54,7 @@ _SOFTCAP = _flex(1.5, 1.5, (2, 2)) + _than(_FLASH4, 1.5, 1.3)
 
 
 def _case(name: str, shape: tuple[int, ...], **more: Any) -> Case:
-    """`shape`: b, hq, hk, length, d and, where it differs, dv."""
+    """Return a case of a `shape`: b, hq, hk, length, d and, where it differs, dv."""
     b, hq, hk, length, d, *dv = shape
     options: dict[str, Any] = {
         "dtype": "bfloat16",
@@ -213,7 +213,7 @@ WINDOW = 4096
 
 
 def uneven_documents(length: int) -> Mask:
-    """Packed uneven_documents, an eighth of the sequence in the mean and a quarter at most."""
+    """Return packed documents, an eighth of the sequence on average and a quarter at most."""
     draw = torch.Generator().manual_seed(0)
     lengths: list[int] = []
     while sum(lengths) < length:

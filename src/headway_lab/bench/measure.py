@@ -19,7 +19,7 @@ from headway.api import block_mask
 from headway.blocks import BlockMask, clear_block_cache
 from headway.mods import causal
 
-from .case import BACKWARD, BUILD, FORWARD, Case, CaseInputs, Size, Unavailable, inputs, size
+from .case import BACKWARD, BUILD, FORWARD, Case, CaseInputs, Size, Unavailable, make_inputs, size
 from .peers import PEERS, Peer
 from .results import FAIL, NOT_RUN, PASS, WRONG, Result
 from .timing import Tick, Timing, compare, peak, roof, seconds
@@ -42,7 +42,9 @@ class Error(NamedTuple):
         return self.error <= self.limit
 
 
-def definition(case: Case, x: CaseInputs, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+def definition(
+    case: Case, inputs: CaseInputs, q: Tensor, k: Tensor, v: Tensor, rows: Tensor
+) -> Tensor:
     """Return softmax(score(scale q kᵀ) where mask) v for some rows, in plain PyTorch."""
     k, v = (t.repeat_interleave(case.hq // case.hk, dim=1) for t in (k, v))
     s = (q[:, :, rows] @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(case.d)
@@ -52,42 +54,42 @@ def definition(case: Case, x: CaseInputs, q: Tensor, k: Tensor, v: Tensor, rows:
         rows[:, None],
         torch.arange(case.length, device=q.device),
     )
-    if x.score is not None:
-        s = x.score(s, *index)
-    if x.mask is not None:
-        s = s.masked_fill(~x.mask(*index), -math.inf)
+    if inputs.score is not None:
+        s = inputs.score(s, *index)
+    if inputs.mask is not None:
+        s = s.masked_fill(~inputs.mask(*index), -math.inf)
     return s.softmax(-1).to(v.dtype) @ v
 
 
 class Truth:
     """The right results of a case on some rows, and how far plain PyTorch is from them."""
 
-    def __init__(self, case: Case, x: CaseInputs) -> None:
+    def __init__(self, case: Case, inputs: CaseInputs) -> None:
         count = max(4, min(256, PAIRS // (case.b * case.hq * case.length)))
         inner = torch.randperm(case.length, generator=torch.Generator().manual_seed(1))[:count]
         ends = torch.tensor([0, case.length - 1])  # where tails go wrong
-        self.rows = torch.cat([inner, ends]).unique().to(x.q.device)
-        self.dout = torch.zeros_like(x.dout)
-        self.dout[:, :, self.rows] = x.dout[:, :, self.rows]
-        self.inputs = x
+        self.rows = torch.cat([inner, ends]).unique().to(inputs.q.device)
+        self.dout = torch.zeros_like(inputs.dout)
+        self.dout[:, :, self.rows] = inputs.dout[:, :, self.rows]
+        self.inputs = inputs
         self.exact = self._plain(case, torch.float64)
-        plain = self._plain(case, x.q.dtype)
+        plain = self._plain(case, inputs.q.dtype)
         self.limits = [
             max(FACTOR * distance(a, b), FLOOR) for a, b in zip(plain, self.exact, strict=True)
         ]
 
     def _plain(self, case: Case, dtype: torch.dtype) -> list[Tensor]:
-        x = self.inputs
-        q, k, v = (t.detach().to(dtype).requires_grad_() for t in (x.q, x.k, x.v))
-        out = definition(case, x, q, k, v, self.rows)
-        dout = x.dout[:, :, self.rows].to(dtype)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v, *x.learned), dout)]
+        inputs = self.inputs
+        q, k, v = (t.detach().to(dtype).requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+        out = definition(case, inputs, q, k, v, self.rows)
+        dout = inputs.dout[:, :, self.rows].to(dtype)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v, *inputs.learned), dout)]
 
     def errors(
         self, forward: Callable[[], Tensor], backward: bool, inputs: CaseInputs | None = None
     ) -> list[Error]:
         """Return the errors of a contestant's output, and of its gradients if it has a backward.
-        `given`: the tensors that it computes on, if they are copies."""
+        `inputs`: the tensors that it computes on, if they are copies."""
         leaves = (self.inputs if inputs is None else inputs).leaves
         with torch.set_grad_enabled(backward):
             out = forward()
@@ -115,7 +117,7 @@ class Contestant:
     """A call to time, the tensors that it computes on, and whether it has a backward."""
 
     forward: Callable[[], Tensor]
-    given: CaseInputs
+    inputs: CaseInputs
     backward: bool
     peer: Peer | None = None  # None for Headway
 
@@ -127,7 +129,7 @@ class Contestant:
     def grads(self) -> Callable[[], object]:
         """Run a forward, and return the backward to time."""
         return partial(
-            torch.autograd.grad, self.forward(), self.given.leaves, self.given.dout,
+            torch.autograd.grad, self.forward(), self.inputs.leaves, self.inputs.dout,
             retain_graph=True, allow_unused=True,
         )  # fmt: skip
 
@@ -136,16 +138,16 @@ class Contestant:
 @functorch.patch(donated_buffer=False)
 def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: None) -> list[Result]:
     """Check Headway and every peer against float64, then time them in turns, both directions."""
-    x = inputs(case, device)
-    contestants, notes = _contestants(case, x)
-    truth = Truth(case, x)
+    inputs = make_inputs(case, device)
+    contestants, notes = _contestants(case, inputs)
+    truth = Truth(case, inputs)
     checked: dict[str, Result] = {}
     for name, one in list(contestants.items()):
         checked[name] = Result(case.name, "", name, note=one.package)
         if one.peer is not None and not one.peer.same:
             continue
         try:
-            errors = truth.errors(one.forward, one.backward, one.given)
+            errors = truth.errors(one.forward, one.backward, one.inputs)
         except Exception as error:
             if one.peer is None:
                 raise
@@ -162,7 +164,7 @@ def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: Non
     del truth
     if "headway" not in contestants:
         return notes
-    measured = size(case, x.mask)
+    measured = size(case, inputs.mask)
     results = []
     for direction in (FORWARD, BACKWARD):
         calls = _calls(contestants, direction)
@@ -174,17 +176,17 @@ def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: Non
     return results + notes
 
 
-def _contestants(case: Case, x: CaseInputs) -> tuple[dict[str, Contestant], list[Result]]:
+def _contestants(case: Case, inputs: CaseInputs) -> tuple[dict[str, Contestant], list[Result]]:
     """Return the contestants, Headway first, and a line for every peer that cannot take part.
     Peers that are not installed are skipped."""
-    contestants = {"headway": Contestant(x.headway, x, backward=True)}
+    contestants = {"headway": Contestant(inputs.headway, inputs, backward=True)}
     notes = []
     for name in case.peers:
         peer = PEERS[name]
         if peer.installed is None:
             continue
-        peer_inputs = x.by_rows() if peer.by_rows else x
-        backward = x.q.device.type in peer.backward
+        peer_inputs = inputs.by_rows() if peer.by_rows else inputs
+        backward = inputs.q.device.type in peer.backward
         try:
             contestants[name] = Contestant(
                 peer.prepare(case, peer_inputs), peer_inputs, backward, peer
@@ -241,17 +243,21 @@ def measure_long(case: Case, device: str, repeats: int, tick: Tick) -> list[Resu
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         part = replace(case, length=length)
-        x = inputs(part, device)
-        step = lambda x=x: torch.autograd.grad(x.headway(), (x.q, x.k, x.v), x.dout)
+        inputs = make_inputs(part, device)
+        step = lambda inputs=inputs: torch.autograd.grad(
+            inputs.headway(), (inputs.q, inputs.k, inputs.v), inputs.dout
+        )
         step()  # compiles, and builds the block mask
         used_mb[length] = torch.cuda.max_memory_allocated() / 1e6
         timing = Timing.of([seconds(step, device) for _ in range(3)])
         result = Result(case.name, "forward + backward", f"headway, {length} tokens").timed(timing)
         result = replace(result, note=f"{used_mb[length]:.0f} MB at most")
-        worst = max(Truth(part, x).errors(x.headway, True), key=lambda e: e.error / e.limit)
+        worst = max(
+            Truth(part, inputs).errors(inputs.headway, True), key=lambda e: e.error / e.limit
+        )
         verdict = PASS if worst.passed else WRONG
         results.append(replace(result, error=worst.error, limit=worst.limit, verdict=verdict))
-        del x, step
+        del inputs, step
     ratio = used_mb[case.length] / used_mb[case.length // 2]
     results.append(
         Result(
@@ -265,25 +271,25 @@ def measure_long(case: Case, device: str, repeats: int, tick: Tick) -> list[Resu
 TILE = (128, 128)
 
 
-def build(case: Case, x: CaseInputs) -> BlockMask:
+def build(case: Case, inputs: CaseInputs) -> BlockMask:
     """Build the block mask of a case, with an empty cache."""
-    assert x.mask is not None
+    assert inputs.mask is not None
     clear_block_cache()
     return block_mask(
-        x.mask, case.b, case.hq, case.length, case.length, device=x.q.device, tile=TILE
+        inputs.mask, case.b, case.hq, case.length, case.length, device=inputs.q.device, tile=TILE
     )
 
 
 def measure_build(case: Case, device: str, repeats: int, tick: Tick = lambda: None) -> list[Result]:
     """Time the build in milliseconds; compare the tiles of a peer's result one by one."""
-    x = inputs(case, device)
+    inputs = make_inputs(case, device)
     results: dict[str, object] = {}
 
     def kept(name: str, call: Callable[[], object]) -> Callable[[], None]:
         return lambda: results.update({name: call()})
 
-    calls = {"headway": kept("headway", lambda: build(case, x))}
-    calls |= {name: kept(name, PEERS[name].prepare(case, x)) for name in case.peers}
+    calls = {"headway": kept("headway", lambda: build(case, inputs))}
+    calls |= {name: kept(name, PEERS[name].prepare(case, inputs)) for name in case.peers}
     times = compare(calls, repeats, device, tick)
     ours = results.pop("headway")
     assert isinstance(ours, BlockMask)
@@ -325,10 +331,10 @@ def state(theirs: object, grid: tuple[int, int]) -> Tensor:
 
 def build_memory(case: Case, device: str) -> Result:
     """Measure the peak memory of a build, above that of a process that built a small one."""
-    x = inputs(case, device)
+    inputs = make_inputs(case, device)
     block_mask(causal(), 1, 1, 256, 256, device=device)  # what a first call loads
     before = peak(device)
-    full, partial, _ = build(case, x).counts()
+    full, partial, _ = build(case, inputs).counts()
     used_mb = (peak(device) - before) / 1e6
     result = Result(
         case.name, BUILD, "headway", unit="MB", median=round(used_mb, 1), runs=1,

@@ -21,7 +21,7 @@ from headway.mods import causal
 from headway.resolve import resolve
 from headway.types import Request
 
-from .case import FORWARD, Case, CaseInputs, inputs
+from .case import FORWARD, Case, CaseInputs, make_inputs
 from .results import Result
 from .timing import Timing, compare, seconds
 
@@ -38,18 +38,18 @@ def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) 
     time counts: an operator that does nothing, compiled; and `resolve`, for calls that PyTorch has
     no kernel for.
     """
-    x = inputs(case, device)
+    inputs = make_inputs(case, device)
 
     def headway(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, x.score, x.mask)
+        return attention(q, k, v, inputs.score, inputs.mask)
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=x.mask is not None)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=inputs.mask is not None)
 
     def resolved(q: Tensor, k: Tensor, v: Tensor) -> object:
-        return resolve(Request(q, k, v, x.score, x.mask))
+        return resolve(Request(q, k, v, inputs.score, inputs.mask))
 
-    native = _is_native(x)
+    native = _is_native(inputs)
     functions: dict[str, Callable] = {"headway": headway}
     functions |= {"sdpa": sdpa} if native else {RESOLVE: resolved}
     if compiled:
@@ -63,9 +63,9 @@ def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) 
         if training:
             for name in (NOTHING, RESOLVE):  # which have no gradient
                 functions.pop(name, None)
-        calls: dict[str, Call] = {"kernel": kernel(x, training)}
+        calls: dict[str, Call] = {"kernel": kernel(inputs, training)}
         for name, function in functions.items():
-            calls[name] = _call(function, x, training)
+            calls[name] = _call(function, inputs, training)
         with torch.set_grad_enabled(training):
             for call in calls.values():  # what compiles does so now
                 call()
@@ -94,38 +94,38 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.ops.headway_bench.nothing(q, k, v)
 
 
-def _call(function: Callable[..., Tensor], x: CaseInputs, training: bool) -> Call:
-    tensors: Sequence[Tensor] = (x.q, x.k, x.v)
+def _call(function: Callable[..., Tensor], inputs: CaseInputs, training: bool) -> Call:
+    tensors: Sequence[Tensor] = (inputs.q, inputs.k, inputs.v)
     if not training:
         return lambda: function(*tensors)
-    return lambda: torch.autograd.grad(function(*tensors), tensors, x.dout)
+    return lambda: torch.autograd.grad(function(*tensors), tensors, inputs.dout)
 
 
-def _is_native(x: CaseInputs) -> bool:
+def _is_native(inputs: CaseInputs) -> bool:
     """Return True if PyTorch has a kernel for the call."""
-    return x.score is None and (x.mask is None or x.mask == causal())
+    return inputs.score is None and (inputs.mask is None or inputs.mask == causal())
 
 
-def kernel(x: CaseInputs, training: bool) -> Call:
+def kernel(inputs: CaseInputs, training: bool) -> Call:
     """Return a direct call of PyTorch's flash kernels, or of Headway's forward and backward."""
-    return _of_pytorch(x, training) if _is_native(x) else _pair(x, training)
+    return _of_pytorch(inputs, training) if _is_native(inputs) else _pair(inputs, training)
 
 
-def _pair(x: CaseInputs, training: bool) -> Call:
-    spec, call = resolve(Request(x.q, x.k, x.v, x.score, x.mask))
+def _pair(inputs: CaseInputs, training: bool) -> Call:
+    spec, call = resolve(Request(inputs.q, inputs.k, inputs.v, inputs.score, inputs.mask))
     backend = get(spec.backend)
 
     @torch.no_grad()
     def run() -> object:
         out, lse, *_ = backend.forward(spec, call)
-        return backend.backward(spec, call, out, lse, x.dout, None, ()) if training else out
+        return backend.backward(spec, call, out, lse, inputs.dout, None, ()) if training else out
 
     return run
 
 
-def _of_pytorch(x: CaseInputs, training: bool) -> Call:
-    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
-    is_causal = x.mask is not None
+def _of_pytorch(inputs: CaseInputs, training: bool) -> Call:
+    q, k, v = (t.detach() for t in (inputs.q, inputs.k, inputs.v))
+    is_causal = inputs.mask is not None
     if q.device.type == "cuda":
         forward = torch.ops.aten._scaled_dot_product_flash_attention
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -136,7 +136,20 @@ def _of_pytorch(x: CaseInputs, training: bool) -> Call:
                 return out
             cu_q, cu_k, max_q, max_k, seed, unused, _ = rest
             return backward(
-                x.dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, 0.0, is_causal, seed, unused
+                inputs.dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                cu_q,
+                cu_k,
+                max_q,
+                max_k,
+                0.0,
+                is_causal,
+                seed,
+                unused,
             )
 
         return on_gpu
@@ -145,18 +158,20 @@ def _of_pytorch(x: CaseInputs, training: bool) -> Call:
 
     def on_cpu() -> object:
         out, lse = forward(q, k, v, 0.0, is_causal)
-        return backward(x.dout, q, k, v, out, lse, 0.0, is_causal) if training else out
+        return backward(inputs.dout, q, k, v, out, lse, 0.0, is_causal) if training else out
 
     return on_cpu
 
 
 def host(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:
     """Time Python until the call returns, in microseconds, with an idle GPU."""
-    x = inputs(case, device)
+    inputs = make_inputs(case, device)
     results = []
-    for name, function in causal_functions(x).items():
-        forward = lambda function=function: function(x.q, x.k, x.v)
-        step = lambda forward=forward: torch.autograd.grad(forward(), (x.q, x.k, x.v), x.dout)
+    for name, function in causal_functions(inputs).items():
+        forward = lambda function=function: function(inputs.q, inputs.k, inputs.v)
+        step = lambda forward=forward: torch.autograd.grad(
+            forward(), (inputs.q, inputs.k, inputs.v), inputs.dout
+        )
         for direction, call in ((FORWARD, forward), (BOTH, step)):
             result = Result(case.name, direction, name).timed(_host_time(call, repeats), "µs")
             if name == "headway" and direction == FORWARD and case.most is not None:
@@ -180,13 +195,13 @@ def _host_time(call: Call, repeats: int, number: int = 50) -> Timing:
     return Timing.of(samples)
 
 
-def causal_functions(x: CaseInputs) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+def causal_functions(inputs: CaseInputs) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Return causal attention of Headway, F.sdpa and FlexAttention."""
-    n, mask = x.q.shape[2], x.mask
+    n, mask = inputs.q.shape[2], inputs.mask
     torch.compiler.reset()
     compiled = torch.compile(flex.flex_attention, dynamic=False)
     blocks = flex.create_block_mask(
-        lambda b, h, i, j: i >= j, None, None, n, n, device=x.q.device
+        lambda b, h, i, j: i >= j, None, None, n, n, device=inputs.q.device
     )  # fmt: skip
     return {
         "headway": lambda q, k, v: attention(q, k, v, mask=mask),
@@ -197,12 +212,12 @@ def causal_functions(x: CaseInputs) -> dict[str, Callable[[Tensor, Tensor, Tenso
 
 def graph(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:
     """Capture forward and backward in a CUDA graph, replay it on new numbers, and compare."""
-    x = inputs(case, device)
-    leaves = (x.q, x.k, x.v)
+    inputs = make_inputs(case, device)
+    leaves = (inputs.q, inputs.k, inputs.v)
 
     def step() -> tuple[Tensor, ...]:
-        out = x.headway()
-        return out, *torch.autograd.grad(out, leaves, x.dout)
+        out = inputs.headway()
+        return out, *torch.autograd.grad(out, leaves, inputs.dout)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -214,7 +229,7 @@ def graph(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:
     with torch.cuda.graph(captured):
         results = step()
     with torch.no_grad():
-        x.q.copy_(torch.randn_like(x.q))
+        inputs.q.copy_(torch.randn_like(inputs.q))
     captured.replay()
     same = all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
     samples = [seconds(captured.replay, device, 20) for _ in range(3 * repeats)]

@@ -27,15 +27,15 @@ from headway.mods.base import Both, Either, MaskFn
 from .case import Case, CaseInputs, Unavailable
 
 
-def _flash4(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
+def _flash4(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     """Return the call, compiled; `x` should lie in memory as `CaseInputs.by_rows` returns it."""
-    options = flash4_options(x)
+    options = flash4_options(inputs)
     try:
         flash = importlib.import_module("flash_attn.cute.interface")
         call = (
-            _flash4_varlen(flash, x, options)
+            _flash4_varlen(flash, inputs, options)
             if "cu_seqlens_q" in options
-            else _flash4_dense(flash, x, options)
+            else _flash4_dense(flash, inputs, options)
         )
         call()
     except Exception as error:  # of its compiler too
@@ -43,37 +43,39 @@ def _flash4(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     return call
 
 
-def _flash4_dense(flash: Any, x: CaseInputs, options: dict[str, Any]) -> Callable[[], Tensor]:
+def _flash4_dense(flash: Any, inputs: CaseInputs, options: dict[str, Any]) -> Callable[[], Tensor]:
     def call() -> Tensor:
-        out, _ = flash.flash_attn_func(*(t.transpose(1, 2) for t in (x.q, x.k, x.v)), **options)
+        out, _ = flash.flash_attn_func(
+            *(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), **options
+        )
         return out.transpose(1, 2)
 
     return call
 
 
-def _flash4_varlen(flash: Any, x: CaseInputs, options: dict[str, Any]) -> Callable[[], Tensor]:
+def _flash4_varlen(flash: Any, inputs: CaseInputs, options: dict[str, Any]) -> Callable[[], Tensor]:
     def call() -> Tensor:
-        tokens = (t.transpose(1, 2).flatten(0, 1) for t in (x.q, x.k, x.v))
+        tokens = (t.transpose(1, 2).flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
         out, _ = flash.flash_attn_varlen_func(*tokens, **options)
-        return out.unflatten(0, (x.q.shape[0], -1)).transpose(1, 2)
+        return out.unflatten(0, (inputs.q.shape[0], -1)).transpose(1, 2)
 
     return call
 
 
-def flash4_options(x: CaseInputs) -> dict[str, Any]:
+def flash4_options(inputs: CaseInputs) -> dict[str, Any]:
     """Return the arguments of FlashAttention-4 for a mask and score, or raise `Unavailable`."""
     options: dict[str, Any] = {}
-    if isinstance(x.score, softcap):
-        options["softcap"] = x.score.cap
-    elif x.score is not None:
+    if isinstance(inputs.score, softcap):
+        options["softcap"] = inputs.score.cap
+    elif inputs.score is not None:
         raise Unavailable("of the scores it has softcap only")
-    for part in _conjuncts(x.mask):
+    for part in _conjuncts(inputs.mask):
         if part == causal():
             options["causal"] = True
         elif isinstance(part, sliding_window) and "window_size" not in options:
             options["window_size"] = (part.window - 1, part.window - 1)
         elif isinstance(part, document) and "cu_seqlens_q" not in options:
-            options |= _cu_seqlens(part, x.q.shape[0])
+            options |= _cu_seqlens(part, inputs.q.shape[0])
         else:
             raise Unavailable("of the masks it has causal, windows, documents and their &")
     if options.get("causal") and "window_size" in options:
@@ -132,22 +134,32 @@ class Peer:
             return None
 
 
-def _sdpa(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
+def _sdpa(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     gqa = case.hk != case.hq
-    if x.score is None and (x.mask is None or x.mask == causal()):
-        is_causal = x.mask is not None
+    if inputs.score is None and (inputs.mask is None or inputs.mask == causal()):
+        is_causal = inputs.mask is not None
         return partial(
-            F.scaled_dot_product_attention, x.q, x.k, x.v, is_causal=is_causal, enable_gqa=gqa
+            F.scaled_dot_product_attention,
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            is_causal=is_causal,
+            enable_gqa=gqa,
         )
     return partial(
-        F.scaled_dot_product_attention, x.q, x.k, x.v, attn_mask=_bias(case, x), enable_gqa=gqa
+        F.scaled_dot_product_attention,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        attn_mask=_bias(case, inputs),
+        enable_gqa=gqa,
     )
 
 
-def _bias(case: Case, x: CaseInputs) -> Tensor:
+def _bias(case: Case, inputs: CaseInputs) -> Tensor:
     """Return mask and additive score as one tensor, (1 or b, 1 or hq, length, length)."""
-    n, device, dtype = case.length, x.q.device, x.q.dtype
-    heads = 1 if x.score is None else case.hq
+    n, device, dtype = case.length, inputs.q.device, inputs.q.dtype
+    heads = 1 if inputs.score is None else case.hq
     size = heads * n * n * dtype.itemsize
     if size > MOST_BIAS:
         raise Unavailable(f"its mask would take {size / 2**30:.0f} GiB")
@@ -160,39 +172,39 @@ def _bias(case: Case, x: CaseInputs) -> Tensor:
     )
     with torch.no_grad():
         bias = torch.zeros(1, heads, n, n, device=device, dtype=dtype)
-        if x.score is not None:
-            bias.copy_(x.score(bias, *index))
-        if x.mask is not None:
-            bias.masked_fill_(~x.mask(*index), -torch.inf)
+        if inputs.score is not None:
+            bias.copy_(inputs.score(bias, *index))
+        if inputs.mask is not None:
+            bias.masked_fill_(~inputs.mask(*index), -torch.inf)
     return bias
 
 
-def _sdpa_causal(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
+def _sdpa_causal(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     return partial(
-        F.scaled_dot_product_attention, x.q, x.k, x.v, is_causal=True,
+        F.scaled_dot_product_attention, inputs.q, inputs.k, inputs.v, is_causal=True,
         enable_gqa=case.hk != case.hq,
     )  # fmt: skip
 
 
-def _flex(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
-    score, mask, n = x.score, x.mask, case.length
+def _flex(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+    score, mask, n = inputs.score, inputs.mask, case.length
     blocks = score_mod = None
     if mask is not None:
-        blocks = flex.create_block_mask(mask_mod(mask), None, None, n, n, device=x.q.device)
+        blocks = flex.create_block_mask(mask_mod(mask), None, None, n, n, device=inputs.q.device)
     if score is not None:
         of_score = score.__call__
         score_mod = lambda s, b, h, i, j: of_score(s, b, h, i, j)
     # A fresh start: past eight mods the compiler gives up on a function, and shapes become dynamic.
     torch.compiler.reset()
     compiled = torch.compile(flex.flex_attention, fullgraph=True, dynamic=False)
-    tensors = (x.q, x.k, x.v)
-    if x.q.device.type == "cpu":
+    tensors = (inputs.q, inputs.k, inputs.v)
+    if inputs.q.device.type == "cpu":
         tensors = tuple(t.detach() for t in tensors)
     call = partial(
         compiled, *tensors, score_mod=score_mod, block_mask=blocks, enable_gqa=case.hk != case.hq
     )
     try:
-        with torch.set_grad_enabled(x.q.device.type != "cpu"):
+        with torch.set_grad_enabled(inputs.q.device.type != "cpu"):
             call()
     except Exception as error:
         raise Unavailable.because(error) from error
@@ -210,18 +222,18 @@ def mask_mod(mask: MaskFn) -> Callable[..., Tensor]:
     return lambda b, h, i, j: of_mask(b, h, i, j)
 
 
-def _create_block_mask(case: Case, x: CaseInputs) -> Callable[[], Any]:
-    assert x.mask is not None
+def _create_block_mask(case: Case, inputs: CaseInputs) -> Callable[[], Any]:
+    assert inputs.mask is not None
     return partial(
-        flex.create_block_mask, x.mask, None, None, case.length, case.length, x.q.device,
+        flex.create_block_mask, inputs.mask, None, None, case.length, case.length, inputs.q.device,
         BLOCK_SIZE=128,
     )  # fmt: skip
 
 
-def _cudnn(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
-    if x.score is not None or x.mask not in (None, causal()):
+def _cudnn(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+    if inputs.score is not None or inputs.mask not in (None, causal()):
         raise Unavailable("it takes a causal mask or none")
-    call = _sdpa(case, x)
+    call = _sdpa(case, inputs)
 
     def cudnn() -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -234,18 +246,20 @@ def _cudnn(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
     return cudnn
 
 
-def _plain(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
-    return lambda: attention(x.q, x.k, x.v, mask=x.mask)
+def _plain(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+    return lambda: attention(inputs.q, inputs.k, inputs.v, mask=inputs.mask)
 
 
-def _triton(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
+def _triton(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     if case.stats:
         raise Unavailable("without statistics only")
-    return lambda: attention(x.q, x.k, x.v, x.score, x.mask, backend="triton")
+    return lambda: attention(
+        inputs.q, inputs.k, inputs.v, inputs.score, inputs.mask, backend="triton"
+    )
 
 
-def _causal_per_tile(case: Case, x: CaseInputs) -> Callable[[], Tensor]:
-    return partial(x.headway, mask=causal())
+def _causal_per_tile(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
+    return partial(inputs.headway, mask=causal())
 
 
 PEERS = {

@@ -29,7 +29,7 @@ from headway.distributed import Layout
 from headway.distributed.exchange.pull import reserved
 from headway.mods import causal
 
-from .case import BACKWARD, FORWARD, Case, CaseInputs, Size, Unavailable, inputs, size
+from .case import BACKWARD, FORWARD, Case, CaseInputs, Size, Unavailable, make_inputs, size
 from .cases import every
 from .measure import Truth, distance
 from .peers import KERNELS, context_parallel, flex_over_ranks, sdpa_over_ranks
@@ -47,12 +47,12 @@ BUSY = 20e-3  # seconds of a sample
 class RankContestant(NamedTuple):
     """A call on this rank's tensors.
 
-    - `given`: this rank's part of the tensors, as the call sees them.
+    - `inputs`: this rank's part of the tensors, as the call sees them.
     - `size`: what all ranks keep together.
     """
 
     forward: Callable[[], Tensor]
-    given: CaseInputs
+    inputs: CaseInputs
     size: Size
 
 
@@ -84,7 +84,7 @@ def _say(row: dict[str, Any] | None, rank: int) -> None:
 
 def answer(case: Case, device: str, repeats: int) -> Iterator[Result]:
     """Yield the rows of a case."""
-    full_inputs = inputs(case, device)
+    full_inputs = make_inputs(case, device)
     layout = layout_of(case, full_inputs)
     measured = size(case, full_inputs.mask)
     rows: list[Result] = []
@@ -103,7 +103,7 @@ def answer(case: Case, device: str, repeats: int) -> Iterator[Result]:
         del full_inputs
         yield from rows
         explanation = (
-            explained(one_by_name["headway"].given, layout) if "headway" in one_by_name else ""
+            explained(one_by_name["headway"].inputs, layout) if "headway" in one_by_name else ""
         )
         for direction in (FORWARD, BACKWARD):
             for row in timed(case, one_by_name, direction, device, repeats):
@@ -122,10 +122,15 @@ def layout_of(case: Case, full_inputs: CaseInputs) -> Layout:
     return Layout.zigzag(case.length, group)
 
 
-def explained(x: CaseInputs, layout: Layout) -> str:
+def explained(inputs: CaseInputs, layout: Layout) -> str:
     """Describe the layout and the plan in one line."""
     headings = ("layout:", "keys:", "plan:", "transport:")
-    lines = map(str.strip, str(explain(x.q, x.k, x.v, x.score, x.mask, layout=layout)).splitlines())
+    lines = map(
+        str.strip,
+        str(
+            explain(inputs.q, inputs.k, inputs.v, inputs.score, inputs.mask, layout=layout)
+        ).splitlines(),
+    )
     return "; ".join(line for line in lines if line.startswith(headings))
 
 
@@ -193,8 +198,10 @@ def _try(
 def one_card(case: Case, ranks: int, device: str) -> RankContestant:
     """Return the `shortened` case on one GPU."""
     short = shortened(case, ranks)
-    x = inputs(short, device)
-    return RankContestant(x.headway, x, Size(*(n * ranks for n in size(short, x.mask))))
+    inputs = make_inputs(short, device)
+    return RankContestant(
+        inputs.headway, inputs, Size(*(n * ranks for n in size(short, inputs.mask)))
+    )
 
 
 def shortened(case: Case, ranks: int) -> Case:
@@ -236,7 +243,7 @@ def checked(
     """Return a row if out or a gradient is wrong, else None."""
     dout = layout.shard(truth.dout, 2).contiguous()
     out = one.forward()
-    grads = list(torch.autograd.grad(out, one.given.leaves, dout, allow_unused=True))
+    grads = list(torch.autograd.grad(out, one.inputs.leaves, dout, allow_unused=True))
     for g in grads[3:]:
         dist.all_reduce(g)
     full = [layout.unshard(x.detach(), 2) for x in (out, *grads[:3])]
@@ -259,7 +266,7 @@ def timed(
     for name, one in by_name.items():
         calls[name] = one.forward
         if direction == BACKWARD:
-            out, local_inputs = one.forward(), one.given
+            out, local_inputs = one.forward(), one.inputs
             calls[name] = lambda out=out, x=local_inputs: torch.autograd.grad(
                 out, x.leaves, x.dout, retain_graph=True, allow_unused=True
             )
@@ -303,7 +310,7 @@ def sample(call: Callable[[], object], number: int, device: str) -> float:
 def exposed(case: Case, one: RankContestant) -> list[Result]:
     """Measure the share of a call in which the busiest GPU runs no kernel: the time that it waits
     for rows, and not for other GPUs."""
-    x, out = one.given, one.forward()
+    x, out = one.inputs, one.forward()
     calls: dict[str, Callable[[], object]] = {
         FORWARD: one.forward,
         BACKWARD: lambda: torch.autograd.grad(out, x.leaves, x.dout, retain_graph=True),
@@ -372,7 +379,7 @@ def idle(spans: list[tuple[float, float]]) -> float:
 def memory(case: Case, one: RankContestant) -> list[Result]:
     """Measure the MB beyond inputs and results, without symmetric memory, which is shared by all
     calls and sized for the largest."""
-    x, rows = one.given, []
+    x, rows = one.inputs, []
     torch.cuda.synchronize()
     keys = case.b * case.hk * case.length * sum(case.widths) * x.k.element_size()
 

@@ -154,7 +154,7 @@ def speeds_in(path: Path) -> tuple[str, Speeds]:
         raise ArgumentError(f"{path} is not a file of `headway bench`: {error!r}") from error
 
 
-class Book:
+class ResultsFile:
     """A CSV file that gets every line as soon as it is known: what was measured is never lost.
 
     With None for a path nothing is kept.
@@ -165,7 +165,7 @@ class Book:
         self.file: TextIO | None = None
         self.done: frozenset[str] = frozenset()
 
-    def __enter__(self) -> "Book":
+    def __enter__(self) -> "ResultsFile":
         if self.path is None:
             return self
         try:

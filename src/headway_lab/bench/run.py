@@ -15,7 +15,7 @@ from .case import Case
 from .cases import select
 from .measure import measure_build, measure_long, measure_time
 from .overhead import graph, host, overhead
-from .results import NOT_RUN, Book, Machine, Result, has_amx, here, load
+from .results import NOT_RUN, Machine, Result, ResultsFile, has_amx, here, load
 from .timing import Tick
 from .training import recording, train, training
 
@@ -81,7 +81,7 @@ def bench(
         path = place(options.output, machine)
         all_results: list[Result] = []
         start = time.monotonic()
-        with Book(path, options.resume) as book:
+        with ResultsFile(path, options.resume) as book:
             for case in cases:
                 if case.name in book.done:
                     continue

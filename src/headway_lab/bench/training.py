@@ -28,7 +28,7 @@ from headway.mods import causal
 from headway.nn import Attention, Rotary
 from headway.stability import QKClip
 
-from .case import Case, inputs
+from .case import Case, make_inputs
 from .overhead import causal_functions
 from .results import NOT_RUN, WRONG, Result
 from .timing import Mark, Tick, Timing, between, mark, seconds
@@ -51,7 +51,7 @@ class AttentionStack(nn.Module):
         self.downs = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, L, C) -> (b, L, C)"""
+        """Apply all layers, (b, L, C) -> (b, L, C)."""
         norm = lambda x: F.rms_norm(x, (x.shape[-1],))
         angles = self.rotary.angles(torch.arange(x.shape[1], device=x.device))
         for attention, up, down in zip(self.attentions, self.ups, self.downs, strict=True):
@@ -245,9 +245,9 @@ def _step(net: Any, name: str, tokens: Tensor, optimizer: torch.optim.Optimizer)
 
 def train(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
     """Measure tokens per second of the same compiled transformer with each attention."""
-    x = inputs(case, device)
+    inputs = make_inputs(case, device)
     results, speeds = [], {}
-    for name, function in causal_functions(x).items():
+    for name, function in causal_functions(inputs).items():
         torch.manual_seed(0)
         model = nn.Sequential(*[_TrainBlock(case.hq, case.d, function) for _ in range(8)])
         model = model.to(device, torch.bfloat16)

@@ -30,7 +30,7 @@ class Arguments(Options):
     """Print the cases, their tags and the peers, and run nothing."""
 
     def __post_init__(self) -> None:
-        """The options are checked where they are made: the parser would frame what is said."""
+        """Skip the checks: `Options` makes them, where the parser does not frame their messages."""
 
 
 def main(arguments: list[str]) -> int:

@@ -40,7 +40,7 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0 if every check passed, else 1."""
+    """Run `headway experiment`; return 0 if every check passed, else 1."""
     options = tyro.cli(Arguments, args=arguments, prog="headway experiment")
     for option, number in (("--steps", options.steps), ("--threads", options.threads)):
         if number is not None and number < 1:

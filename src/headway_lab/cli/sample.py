@@ -36,7 +36,7 @@ class Arguments:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0."""
+    """Run `headway sample`; return exit status 0."""
     options = tyro.cli(Arguments, args=arguments, prog="headway sample")
     path = Path(options.run)
     if not path.is_file():

@@ -34,14 +34,14 @@ class Arguments(TrainConfig):
     """Continue the run of this name from its last checkpoint, with the settings it began with."""
 
     def config(self) -> TrainConfig:
-        """The settings alone."""
+        """Return the settings alone."""
         return TrainConfig(
             **{field.name: getattr(self, field.name) for field in fields(TrainConfig)}
         )
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0, or 128 + the number of the signal that stopped it, as shells count."""
+    """Run `headway train`; return 0, or 128 + the number of the signal that stopped it."""
     options = _parse(arguments, Arguments())
     if options.preset is not None:
         if options.resume:
@@ -95,7 +95,7 @@ def _start(arguments: list[str], devices: int) -> int:
 
 
 def _runs(folder: Path) -> str:
-    """The option without which the next command would not find the run."""
+    """Return the option that the next command needs to find the run."""
     return "" if folder.parent == Path("runs") else f" --runs {shlex.quote(str(folder.parent))}"
 
 

@@ -24,7 +24,7 @@ Optimizer = Callable[[Model], torch.optim.Optimizer]
 
 
 def muon(lr: float, tau: float | None) -> Optimizer:
-    """MuonClip; AdamW's parameters at their own, ordinary learning rate."""
+    """Return MuonClip, with AdamW's parameters at their own, ordinary learning rate."""
 
     def make(model: Model) -> torch.optim.Optimizer:
         optimizer = MuonClip(model, lr, weight_decay=0.0, tau=tau)
@@ -36,7 +36,7 @@ def muon(lr: float, tau: float | None) -> Optimizer:
 
 
 def adamw(lr: float, tau: float | None) -> Optimizer:
-    """AdamW for the same matrices, and the clip after it."""
+    """Return AdamW for the same matrices, and the clip after it."""
 
     def make(model: Model) -> torch.optim.Optimizer:
         matrices, *rest = parameter_groups(model)
@@ -57,7 +57,7 @@ def adamw(lr: float, tau: float | None) -> Optimizer:
 
 
 def run(steps: int = 200, log: Callable[[str], None] = lambda text: None) -> Experiment:
-    """MHA and MLA, Muon and AdamW, with the clip and without; QK-norm; and a quiet run."""
+    """Train MHA and MLA, Muon and AdamW, with and without clip; QK-norm; and a quiet run."""
 
     def one(name: str, optimizer: Optimizer, module: Any = gqa, **options: Any) -> TrainingCurves:
         log(name)

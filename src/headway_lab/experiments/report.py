@@ -33,7 +33,7 @@ class Experiment:
         return all(check.passed for check in self.checks)
 
     def draw(self, path: Path) -> None:
-        """Loss above, max logit below, a column per panel. Needs matplotlib."""
+        """Draw loss above, max logit below, a column per panel. Needs matplotlib."""
         from matplotlib.figure import Figure  # slow to import, and an extra
         from matplotlib.ticker import LogFormatter, MaxNLocator
 
@@ -66,13 +66,13 @@ class Experiment:
 
 
 def _last(axis: Any) -> tuple[list, list]:
-    """The legend of what was drawn last; of the curves there is one above."""
+    """Return the legend of the last line alone: the curves have theirs above."""
     handles, labels = axis.get_legend_handles_labels()
     return handles[-1:], labels[-1:]
 
 
 def _smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:
-    """Exponential moving average, free of the bias of its start."""
+    """Compute an exponential moving average, free of the bias of its start."""
     average, weight, out = 0.0, 0.0, []
     for value in values:
         average, weight = keep * average + (1 - keep) * value, keep * weight + 1 - keep

@@ -28,7 +28,8 @@ def adafactor(floor: float = 1e-3) -> Optimizer:
 
 
 def adamw(query: float = 1.0) -> Optimizer:
-    """AdamW, with the queries at `query` times the learning rate, epsilon and decay divided."""
+    """Return AdamW, with the queries at `query` times the learning rate, epsilon and decay
+    divided."""
 
     def make(model: Model) -> torch.optim.Optimizer:
         queries = [a.q_proj.weight for a in model.attentions]  # type: ignore[union-attr]
@@ -52,7 +53,7 @@ def adamw(query: float = 1.0) -> Optimizer:
 
 
 def run(steps: int = 120, log: Callable[[str], None] = lambda text: None) -> Experiment:
-    """Seven comparisons of the two, each trained from the same weights on the same batches."""
+    """Compare the two seven times, from the same weights on the same batches."""
 
     def pair(
         name: str, optimizer: Optimizer, fused: bool = False, **options: Any

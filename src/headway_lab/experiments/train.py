@@ -35,7 +35,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(b, L) int64 -> (b, L, 256) logits."""
+        """Return logits (b, L, 256) of tokens (b, L) int64."""
         x = self.embedding(tokens)
         for attention, up, down in zip(self.attentions, self.ups, self.downs, strict=True):
             x = x + attention(_norm(x), causal())
@@ -48,12 +48,12 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def gqa(heads: int, **options: Any) -> Attention:
-    """`Attention` of the model's width."""
+    """Return `Attention` of the model's width."""
     return Attention(WIDTH, heads, **options)
 
 
 def mla(**options: Any) -> MLA:
-    """A small `MLA`: 4 heads of 24 + 8, a latent of 64."""
+    """Return a small `MLA`: 4 heads of 24 + 8, a latent of 64."""
     return MLA(
         WIDTH, 4, q_lora_rank=96, kv_lora_rank=64, nope_width=24, rope_width=8, value_width=32,
         **options,
@@ -78,7 +78,7 @@ class TrainingCurves:
         return max(self.max_logits)
 
     def distance(self, other: "TrainingCurves") -> float:
-        """The largest difference of the losses at any step; 0.0 is bit-equal."""
+        """Return the largest difference of the losses at any step; 0.0 is bit-equal."""
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
 
@@ -118,7 +118,7 @@ def train(
 
 
 def started_as(make: Callable[[], Model], scaling: Any) -> Callable[[], Model]:
-    """`make`, then its scale moved: the same weights but for the scale."""
+    """Return `make` followed by `rescale`: the same weights, with the scale moved."""
 
     def made() -> Model:
         model = make()
@@ -130,6 +130,6 @@ def started_as(make: Callable[[], Model], scaling: Any) -> Callable[[], Model]:
 
 @lru_cache(maxsize=1)
 def _text(size: int = 3_000_000) -> Tensor:
-    """The first bytes of the training files, in a fixed order."""
+    """Return the first bytes of the training files, in a fixed order."""
     joined = b"".join(load_corpus().train_texts)[:size]
     return torch.frombuffer(bytearray(joined), dtype=torch.uint8)

@@ -58,7 +58,7 @@ def write_beside(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """`write_beside` for text."""
+    """Write text as `write_beside` does."""
     write_beside(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
@@ -86,7 +86,7 @@ def save_checkpoint(folder: Path, state: TrainingState) -> Path:
 
 
 def load_checkpoint(path: Path) -> TrainingState:
-    """Raises CheckpointError if the file cannot be read or is not what was written."""
+    """Read a checkpoint, or raise CheckpointError if it cannot be read or was changed."""
     try:
         tensors, metadata = _read(path)
         step = int(metadata["step"])
@@ -108,20 +108,21 @@ def load_checkpoint(path: Path) -> TrainingState:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Oldest first. Those of several devices are folders (`shards.py`)."""
+    """Return the checkpoints, oldest first. Those of several devices are folders (`shards.py`)."""
     paths = [p for p in folder.glob("step-*") if p.suffix == ".safetensors" or p.is_dir()]
     return sorted(paths, key=lambda p: int(p.stem.split("-")[1]))
 
 
 def save_model(path: Path, config: ModelConfig, weights: dict[str, Tensor], step: int) -> None:
-    """The weights alone, with the sizes of the network as metadata: all that sampling needs."""
+    """Save the weights alone, with the sizes of the network as metadata: all that sampling
+    needs."""
     metadata = {"step": str(step), "model": json.dumps(asdict(config))}
     tensors = {name: t.contiguous().cpu() for name, t in weights.items()}
     _write_tensors(path, tensors, metadata)
 
 
 def load_model(path: Path) -> Transformer:
-    """Raises CheckpointError if the file cannot be read or does not hold such a model."""
+    """Read a model, or raise CheckpointError if the file does not hold one."""
     try:
         tensors, metadata = _read(path)
         model = Transformer(ModelConfig(**json.loads(metadata["model"])))
@@ -140,8 +141,8 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
 
 
 def _in_order(data: bytes) -> bytes:
-    """The same file with its header's entries sorted: safetensors writes metadata in an order that
-    differs from process to process, and equal runs should have equal files."""
+    """Sort the entries of a file's header, so that equal runs have equal files: safetensors writes
+    metadata in an order that differs from process to process."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.dumps(json.loads(data[8:start]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -175,7 +176,7 @@ def _failure(path: Path, error: OSError) -> str:
 
 
 def _flush_folder(folder: Path) -> None:
-    """A rename lasts through a power cut only once its folder is on the disk."""
+    """Flush a folder to disk: only then does a rename survive a power cut."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:

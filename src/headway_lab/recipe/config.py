@@ -117,7 +117,7 @@ class TrainConfig:
     """Folder that holds the runs."""
 
     def resolved(self) -> "Settings":
-        """This configuration with nothing left open, checked.
+        """Check this configuration, and return it with nothing left open.
 
         From `depth` d: width 32 d, one head per 32 of width, half as many key heads, 18 d² steps
         (so the text read grows almost as fast as the weights), and a learning rate that falls as
@@ -159,7 +159,7 @@ class Settings(TrainConfig):
     threads: int
 
     def model(self) -> ModelConfig:
-        """The sizes of the network."""
+        """Return the sizes of the network."""
         return ModelConfig(
             self.depth, self.width, self.heads, self.kv_heads, self.context,
             attention=self.attention, scaling=self.scaling, qk_norm=self.qk_norm,
@@ -167,7 +167,7 @@ class Settings(TrainConfig):
         )  # fmt: skip
 
     def check(self) -> None:
-        """Raises ArgumentError naming the first setting that cannot be."""
+        """Raise ArgumentError for the first invalid setting."""
         for name in (
             "kv_heads",
             "steps",
@@ -251,7 +251,7 @@ class Settings(TrainConfig):
 
 
 def learning_rate(config: Settings, step: int) -> float:
-    """The factor on every learning rate at step 0, 1, ...: up, level, and down to zero.
+    """Return the factor on every learning rate at step 0, 1, ...: up, level, and down to zero.
 
     It depends on the step alone, so that a resumed run follows the same curve.
     """
@@ -266,7 +266,7 @@ def to_json(config: Settings) -> dict[str, Any]:
 
 
 def from_json(values: dict[str, Any]) -> Settings:
-    """Raises TypeError if a setting is unknown or missing."""
+    """Read settings, or raise TypeError if one is unknown or missing."""
     # Runs from before there were these have none: they had what is the default now.
     later = (
         "devices",
@@ -285,7 +285,7 @@ def from_json(values: dict[str, Any]) -> Settings:
 
 
 def changed(config: Settings, saved: Settings) -> str:
-    """The settings that differ, as a user writes them; empty if none does."""
+    """Return the settings that differ, as a user writes them; empty if none does."""
     pairs = [(f.name, getattr(config, f.name), getattr(saved, f.name)) for f in fields(TrainConfig)]
     return ", ".join(
         f"{_flag(name)} {value} (the run has {saved_value})"

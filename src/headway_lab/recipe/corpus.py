@@ -77,7 +77,7 @@ class Corpus:
 
 
 def load_corpus(root: Path | None = None, text: Text = "library") -> Corpus:
-    """The text that a run trains on: `library_corpus` or `packages_corpus` of a folder."""
+    """Load the text that a run trains on: `library_corpus` or `packages_corpus` of a folder."""
     return library_corpus(root) if text == "library" else packages_corpus(root)
 
 
@@ -134,7 +134,7 @@ def _check_folder(root: Path, kind: str) -> None:
 
 
 def _read(root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
-    """The texts that are not empty, by relative path."""
+    """Read the texts that are not empty, by relative path."""
 
     def text(path: Path) -> tuple[str, bytes]:
         try:
@@ -171,8 +171,8 @@ def _corpus(
 
 
 def listing(corpus: Corpus) -> str:
-    """CSV: of every package (or file) at the root of the corpus the part that it is in, its files,
-    their bytes, and a SHA-256 of their names and contents."""
+    """Return a CSV with a line for every package (or file) at the root of the corpus: its part, its
+    files, their bytes, and a SHA-256 of their names and contents."""
     tops: dict[tuple[str, str], list[tuple[str, bytes]]] = defaultdict(list)
     for part, names, texts in (
         ("train", corpus.train_names, corpus.train_texts),
@@ -252,7 +252,8 @@ class Packed:
         self.sequences = math.ceil(len(self.ids) / context)
 
     def batch(self, step: int, batch_size: int) -> Batch:
-        """The batch of one training step: sequences in an order drawn anew for every epoch."""
+        """Return the batch of one training step: sequences in an order drawn anew for every
+        epoch."""
         numbers = torch.arange(step * batch_size, (step + 1) * batch_size)
         rows = torch.empty_like(numbers)
         for epoch in (numbers // self.sequences).unique().tolist():
@@ -261,7 +262,7 @@ class Packed:
         return self.rows(rows)
 
     def rows(self, rows: Tensor) -> Batch:
-        """The sequences with these numbers, shape (len(rows), context)."""
+        """Return the sequences with these numbers, shape (len(rows), context)."""
         positions = rows[:, None] * self.context + torch.arange(self.context)
         real = positions < len(self.ids)
         positions = positions.clamp(max=len(self.ids) - 1)

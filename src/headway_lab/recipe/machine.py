@@ -9,7 +9,7 @@ from headway.errors import ArgumentError
 
 
 def check_device(device: str) -> None:
-    """Raises ArgumentError if there is no such device."""
+    """Raise ArgumentError if there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(
             f"--device cuda: PyTorch {torch.__version__} sees no CUDA device; use --device cpu, or "

@@ -62,8 +62,8 @@ class PlainAttention(Attention):
 
 
 def attention(config: ModelConfig, rotary: Rotary) -> Attention | MLA:
-    """The attention of a layer; its output starts at zero. MLA's query and key are as wide as a
-    head, half of it rotary, and its latent is half as wide as the model."""
+    """Make the attention of a layer; its output starts at zero. MLA's query and key are as wide as
+    a head, half of it rotary, and its latent is half as wide as the model."""
     options: dict[str, Any] = {"rotary": rotary, "init": _keep_size}
     options |= {"scale": 1.0} if config.scaling == "none" else {"scaling": config.scaling}
     head = config.width // config.heads
@@ -82,7 +82,7 @@ def attention(config: ModelConfig, rotary: Rotary) -> Attention | MLA:
 
 
 def _latent(config: ModelConfig) -> int:
-    """The width of MLA's latents."""
+    """Return the width of MLA's latents."""
     return max(1, config.width // 2)
 
 
@@ -96,7 +96,7 @@ class MLP(nn.Module):
         self.down = linear(4 * config.width, config.width, zero=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., C)"""
+        """Apply the MLP, (..., C) -> (..., C)"""
         return self.down(F.gelu(self.up(x)))
 
 
@@ -117,7 +117,7 @@ class TransformerBlock(nn.Module):
         past: Past | Layer | None,
         layout: Layout | None = None,
     ) -> Tensor:
-        """x (B, L, C) -> (B, L, C)"""
+        """Apply the block, x (B, L, C) -> (B, L, C)"""
         x = x + self.attention(norm(x), mask, self.score, angles=angles, past=past, layout=layout)
         return x + self.mlp(norm(x))
 
@@ -141,10 +141,10 @@ class Transformer(nn.Module):
         self.head = linear(config.width, config.vocab, zero=True)
 
     def forward(self, tokens: Tensor, ids: Tensor, layout: Layout | None = None) -> Tensor:
-        """Logits (B, L, vocab) from tokens, ids (B, L) int64, L at most the context. A position
-        sees the positions before it, and itself, that have its id: no byte reaches another file
-        (unless the mask is causal alone). With a layout, tokens are those that this rank has of
-        sequences whose ids these are."""
+        """Return logits (B, L, vocab) from tokens, ids (B, L) int64, L at most the context. A
+        position sees the positions before it, and itself, that have its id: no byte reaches another
+        file (unless the mask is causal alone). With a layout, tokens are those that this rank has
+        of sequences whose ids these are."""
         length = ids.shape[1]
         mask: Mask = headway.causal()
         if self.config.mask == "documents":
@@ -157,14 +157,14 @@ class Transformer(nn.Module):
         return self._run(tokens, mask, positions, [None] * len(self.blocks), layout)
 
     def decode(self, tokens: Tensor, pasts: Sequence[Past | Layer]) -> Tensor:
-        """The same for positions that follow those in `pasts`, one Past per layer, which grow by
-        them, or the layers of a cache that has reserved them. Past and tokens together may be as
+        """Return logits of positions that follow those in `pasts`, one Past per layer, which grow
+        by them, or the layers of a cache that has reserved them. Past and tokens together may be as
         long as the context, and are one file."""
         positions = positions_of(pasts[0], tokens.shape[1], tokens.device)
         return self._run(tokens, headway.causal(), positions, pasts)
 
     def cache(self, rows: int, pages: int | None = None, page: int = 32) -> PagedCache:
-        """A paged cache for as many files at once, by default with room for a context each."""
+        """Make a paged cache for `rows` files at once, by default with room for a context each."""
         c = self.config
         pages = rows * -(-c.context // page) if pages is None else pages
         heads, width, of_values = c.kv_heads, c.width // c.heads, None
@@ -194,20 +194,20 @@ class Transformer(nn.Module):
 
 
 def _keep_size(weight: Tensor) -> None:
-    """A matrix that keeps the size of what it reads."""
+    """Draw a matrix that keeps the size of what it reads."""
     nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
 
 def linear(inputs: int, outputs: int, zero: bool = False) -> nn.Linear:
-    """A matrix without bias, that keeps the size of what it reads, or starts at zero."""
+    """Make a matrix without bias, that keeps the size of what it reads, or starts at zero."""
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=0.0 if zero else inputs**-0.5)
     return layer
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMSNorm over the width (Zhang & Sennrich 2019), no gain: the next matrix can hold one. Under
-    autocast in the dtype of the products that read it, once for all of them."""
+    """Apply RMSNorm over the width (Zhang & Sennrich 2019), no gain: the next matrix can hold one.
+    Under autocast in the dtype of the products that read it, once for all of them."""
     x = F.rms_norm(x, (x.shape[-1],))
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))

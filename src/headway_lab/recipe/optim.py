@@ -77,7 +77,7 @@ def _as(update: Tensor, p: Any) -> Tensor:
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """(n, rows, columns) with each matrix U S Vᵀ replaced by about U Vᵀ.
+    """Replace each matrix U S Vᵀ of (n, rows, columns) by about U Vᵀ.
 
     Newton-Schulz: the odd polynomial 3.4445 x - 4.7750 x³ + 2.0315 x⁵, iterated, takes every
     singular value in (0, 1] into about [0.7, 1.2] (Jordan 2024: steep at 0 rather than exact at 1).
@@ -132,7 +132,7 @@ class Optimizers:
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
 
     def step(self, factor: float) -> Clipped | None:
-        """One update with every learning rate times `factor`; clears the gradients. Returns what
+        """Update with every learning rate times `factor`; clears the gradients. Returns what
         QK-Clip did, where there is one."""
         for optimizer, rates in zip(self.all, self.rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -144,7 +144,7 @@ class Optimizers:
         return getattr(self.all[0], "clipped", None)
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor that the next step depends on: "parameter/kind" -> tensor."""
+        """Return every tensor that the next step depends on: "parameter/kind" -> tensor."""
         return {
             f"{self.names[p]}/{kind}": tensor
             for optimizer in self.all
@@ -153,7 +153,7 @@ class Optimizers:
         }
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """The inverse of `state`. Raises KeyError if a parameter is not of this model."""
+        """Load what `state` returned. Raises KeyError if a parameter is not of this model."""
         params = {name: p for p, name in self.names.items()}
         home = {p: o for o in self.all for group in o.param_groups for p in group["params"]}
         for key, tensor in state.items():

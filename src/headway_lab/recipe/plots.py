@@ -27,7 +27,7 @@ def draw(records: list[dict[str, Any]], folder: Path, tau: float | None = None) 
 
 
 def loss_figure(records: list[dict[str, Any]]) -> "Figure":
-    """Bits per byte over the steps, on the text trained on and on the held-out files."""
+    """Draw bits per byte over the steps, on the text trained on and on the held-out files."""
     figure, (axis,) = _figure(1)
     steps = [r["step"] for r in records]
     bits = [r["bits_per_byte"] for r in records]
@@ -49,7 +49,8 @@ def loss_figure(records: list[dict[str, Any]]) -> "Figure":
 
 
 def max_logit_figure(records: list[dict[str, Any]], tau: float | None = None) -> "Figure":
-    """The largest logit of every layer over the steps, and of every head over the last tenth."""
+    """Draw the largest logit of every layer over the steps, and of every head over the last
+    tenth."""
     import matplotlib
 
     figure, (lines, heat) = _figure(2)
@@ -105,8 +106,8 @@ def _whole_steps(axis: "Axes") -> None:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Mean over a window around each value, a thirtieth of all; narrower at the start, where values
-    fall fast, so that it lags nowhere."""
+    """Return the mean over a window around each value, a thirtieth of all; narrower at the start,
+    where values fall fast, so that it lags nowhere."""
     sums = [0.0, *accumulate(values)]
     reach = len(values) // 60
     out = []

@@ -45,7 +45,7 @@ PRESETS = {
 
 
 def preset(name: str) -> TrainConfig:
-    """The settings of that name. Raises ArgumentError with the names there are."""
+    """Return the settings of that name. Raises ArgumentError with the names there are."""
     if name not in PRESETS:
         raise ArgumentError(f"--preset {name!r}: there are {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -72,8 +72,8 @@ class Ranks:
         fully_shard(model, mesh=self.whole)
 
     def cut(self, batch: Batch, all_rows: bool = False) -> tuple[Batch, Layout | None]:
-        """This rank's part of a batch that all ranks have: its group's sequences (every sequence if
-        `all_rows`), and of those its tokens. `ids` stay those of whole sequences."""
+        """Return this rank's part of a batch that all ranks have: its group's sequences (every
+        sequence if `all_rows`), and of those its tokens. `ids` stay those of whole sequences."""
         if self.count == 1:
             return batch, None
         parts = batch.tokens, batch.targets, batch.ids
@@ -87,14 +87,15 @@ class Ranks:
         return Batch(layout.shard(tokens), layout.shard(targets), ids), layout
 
     def total(self, x: Tensor, all_rows: bool = False) -> Tensor:
-        """The sum over ranks; over those of one sequence if `all_rows`, which all groups have."""
+        """Return the sum over ranks; over those of one sequence if `all_rows`, which all groups
+        have."""
         if self.count > 1:
             x = x.clone()
             dist.all_reduce(x, group=self.cp.get_group() if all_rows else self.group)
         return x
 
     def largest(self, x: Tensor) -> Tensor:
-        """The maximum over ranks."""
+        """Return the maximum over ranks."""
         if self.count > 1:
             x = x.clone()
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
@@ -122,7 +123,7 @@ class Ranks:
 
 @contextmanager
 def ranks_of(settings: Settings) -> Iterator[Ranks]:
-    """The ranks of a run, which are there between `with` and its end.
+    """Join the ranks of a run, and leave them at the end of `with`.
 
     **Raises:** `ArgumentError` where torchrun has started another number than --devices.
     """

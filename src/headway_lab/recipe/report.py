@@ -56,7 +56,7 @@ class Report:
         self.bar.stop()
 
     def step(self, record: dict[str, Any]) -> None:
-        """`record` is a line of metrics.jsonl."""
+        """Show a `record`, a line of metrics.jsonl."""
         step = record["step"]
         if "held_out_bits_per_byte" in record:
             self.held_out = f"held out {record['held_out_bits_per_byte']:.3f} at step {step}  "

@@ -49,7 +49,7 @@ class Run:
 
     @staticmethod
     def create(settings: Settings, corpus: Corpus) -> "Run":
-        """A new folder for this configuration. Raises RunError if the name is taken."""
+        """Make a new folder for this configuration. Raises RunError if the name is taken."""
         name = _free_name(settings.runs) if settings.name is None else settings.name
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise RunError(
@@ -76,7 +76,8 @@ class Run:
 
     @staticmethod
     def find(runs: Path, name: str | None) -> "Run":
-        """The run of that name, or the one saved last. Raises RunError with the names there are."""
+        """Return the run of that name, or the one saved last. Raises RunError with the names there
+        are."""
         folders = sorted(
             (path.parent for path in runs.glob("*/config.json")),
             key=lambda folder: (
@@ -105,7 +106,7 @@ class Run:
             raise _damaged(self.folder / "config.json", error) from error
 
     def check_corpus(self, corpus: Corpus) -> None:
-        """Raises CorpusError if this is not the text that the run was trained on."""
+        """Raise CorpusError if this is not the text that the run was trained on."""
         then = self._description()
         if then["corpus"]["sha256"] != corpus.sha256:
             raise CorpusError(
@@ -116,7 +117,7 @@ class Run:
             )
 
     def write_config(self, settings: Settings, corpus: Corpus) -> None:
-        """Everything needed to know what was trained on what."""
+        """Write everything needed to know what was trained on what."""
         description = {
             "config": to_json(settings),
             "corpus": {
@@ -139,7 +140,7 @@ class Run:
         write_text(self.folder / "corpus.csv", listing(corpus))
 
     def newest_checkpoint(self) -> Path:
-        """Raises CheckpointError if there is none."""
+        """Return the newest checkpoint, or raise CheckpointError if there is none."""
         checkpoints = list_checkpoints(self.checkpoints)
         if not checkpoints:
             raise CheckpointError(
@@ -150,7 +151,7 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Raises RunError if another process is training this run."""
+        """Lock the run, or raise RunError if another process is training this run."""
         lock = filelock.FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)
@@ -164,8 +165,8 @@ class Run:
             lock.release()
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The records of all steps. A last line that was cut off in writing is left out; RunError
-        if the file is missing or damaged elsewhere."""
+        """Return the records of all steps. A last line that was cut off in writing is left out;
+        RunError if the file is missing or damaged elsewhere."""
         records = []
         try:
             lines = self.metrics.read_text().splitlines()
@@ -204,7 +205,7 @@ class MetricsLog:
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 closed by `close`
 
     def write(self, record: dict[str, Any]) -> None:
-        """Raises CheckpointError if the disk is full."""
+        """Append a record, or raise CheckpointError if the disk is full."""
         self._guard(lambda: self.file.write((json.dumps(record) + "\n").encode()))
 
     def flush(self) -> None:
@@ -212,7 +213,7 @@ class MetricsLog:
         self._guard(lambda: os.fsync(self.file.fileno()))
 
     def close(self) -> None:
-        """No more records."""
+        """Close the file."""
         self.file.close()
 
     def _guard(self, write: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ PROMPTS = ("", "class ", "    def __init__(self, ")
 def generate(
     model: Transformer, prompt: bytes, length: int, temperature: float = 0.8, seed: int = 0
 ) -> Iterator[int]:
-    """The bytes that follow one prompt: see `generate_many`."""
+    """Yield the bytes that follow one prompt: see `generate_many`."""
     for (byte,) in generate_many(model, [prompt], length, temperature, seed):
         assert byte is not None
         yield byte
@@ -31,8 +31,8 @@ def generate_many(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> Iterator[list[int | None]]:
-    """Up to `length` bytes that follow each prompt; fewer where the model ends the file. Every
-    item has a byte for each prompt, None where it has ended.
+    """Yield up to `length` bytes that follow each prompt; fewer where the model ends the file.
+    Every item has a byte for each prompt, None where it has ended.
 
     Each is drawn from softmax(logits / temperature), at temperature 0 the likeliest. A byte is
     predicted from those before it: at least half as many as the model was trained to see. When
@@ -75,7 +75,7 @@ def generate_many(
 
 
 def _aligned(fresh: dict[int, list[int]], rows: int) -> Tensor:
-    """Tokens by row, `(rows, most)`, their last ones under each other."""
+    """Return tokens by row, `(rows, longest)`, aligned at their last."""
     longest = max(map(len, fresh.values()))
     return torch.tensor([
         [BOUNDARY] * (longest - len(fresh.get(row, ()))) + list(fresh.get(row, ()))
@@ -90,7 +90,7 @@ def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int
 
 
 def samples(model: Transformer, length: int = 240, temperature: float = 0.8) -> str:
-    """A few samples as one text, each under the prompt that it continues."""
+    """Return a few samples as one text, each under the prompt that it continues."""
     with threads(1):  # one byte is too little work to share
         steps = list(generate_many(model, [p.encode() for p in PROMPTS], length, temperature))
     return "\n".join(

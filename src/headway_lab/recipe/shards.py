@@ -48,7 +48,7 @@ def save_shards(folder: Path, state: TrainingState, first: bool) -> Path:
 
 
 def load_shards(path: Path, model: torch.nn.Module) -> TrainingState:
-    """The state in a folder, cut as the model's parameters are now.
+    """Read the state in a folder, cut as the model's parameters are now.
 
     Raises CheckpointError if it cannot be read or is not what was written.
     """
@@ -83,12 +83,12 @@ def load_shards(path: Path, model: torch.nn.Module) -> TrainingState:
 
 
 def whole(t: Tensor) -> Tensor:
-    """A tensor in one piece, on every rank. All ranks call it."""
+    """Return a tensor in one piece, on every rank. All ranks call it."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t  # type: ignore[attr-defined]
 
 
 def placed(tensor: Tensor, template: Any) -> Tensor:
-    """A whole tensor, cut as `like` is; one that is cut, as it is."""
+    """Shard a full tensor like `template`; return a sharded one as it is."""
     if not hasattr(template, "device_mesh") or hasattr(tensor, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor

@@ -204,7 +204,8 @@ def _train_step(
 def evaluate(
     model: Transformer, held_out: Packed, rows: Tensor, settings: Settings, ranks: Ranks
 ) -> dict[str, float]:
-    """Bits per byte on these sequences of the held-out files, and how many bytes they hold."""
+    """Measure bits per byte on these sequences of the held-out files, and how many bytes they
+    hold."""
     nats, size = 0.0, 0
     with torch.no_grad():
         for part in rows.split(settings.batch):
@@ -217,7 +218,7 @@ def evaluate(
 
 
 def _forward(model: Transformer, batch: Batch, settings: Settings, layout: Layout | None) -> Tensor:
-    """The loss of every position in nats, shape (positions,); that of padding is zero."""
+    """Return the loss of every position in nats, shape (positions,); that of padding is zero."""
     with torch.autocast(settings.device, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
         logits = model(batch.tokens, batch.ids, layout)
     logits = logits.flatten(0, 1).to(acc_dtype(logits.dtype))
@@ -225,12 +226,13 @@ def _forward(model: Transformer, batch: Batch, settings: Settings, layout: Layou
 
 
 def _count_bytes(targets: Tensor) -> int:
-    """Predictions of a byte. Those of a file's end cost bits too, but are no bytes of the text."""
+    """Count predictions of a byte. Those of a file's end cost bits too, but are no bytes of the
+    text."""
     return int(((targets >= 0) & (targets != BOUNDARY)).sum())
 
 
 def _finish(run: Run, model: Transformer, console: Console, sample: bool) -> None:
-    """The pictures, and if asked the text, that tell at a glance how the run went."""
+    """Draw the pictures, and if asked write the sample, that show how the run went."""
     records = run.read_metrics()
     try:
         plots.draw(records, run.folder, run.settings().qk_clip_tau)
@@ -292,7 +294,7 @@ def _any(ranks: Ranks, stop: list) -> bool:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[signal.Signals]]:
-    """Collects the first Ctrl-C or SIGTERM; a second one interrupts at once, as usual."""
+    """Collect the first Ctrl-C or SIGTERM; a second one interrupts at once, as usual."""
     received: list[signal.Signals] = []
     usual: dict[signal.Signals, Any] = {}
 
