@@ -45,7 +45,7 @@ GOLDEN = {
 }
 
 
-def text_of(score, mask, learn: bool = True, narrow: bool = True) -> emit.CodegenSpec:
+def codegen_spec_of(score, mask, learn: bool = True, narrow: bool = True) -> emit.CodegenSpec:
     graphs = [
         None if mod is None else lower_mod(kind, mod, torch.float32)[0]
         for kind, mod in (("score", score), ("mask", mask))
@@ -60,28 +60,28 @@ def text_of(score, mask, learn: bool = True, narrow: bool = True) -> emit.Codege
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden(name, golden):
-    golden(f"triton/{name}.py", emit.source(text_of(*GOLDEN[name])))
+    golden(f"triton/{name}.py", emit.source(codegen_spec_of(*GOLDEN[name])))
 
 
 def test_golden_of_a_hoisted_mask(golden):
     mask = hw.causal() & hw.sliding_window(1024) & hw.document(IDS) | hw.prefix(LENGTHS)
-    text = dataclasses.replace(text_of(None, mask), affine=True, hoist=True)
-    golden("triton/hoisted_mask.py", emit.source(text))
+    codegen_spec = dataclasses.replace(codegen_spec_of(None, mask), affine=True, hoist=True)
+    golden("triton/hoisted_mask.py", emit.source(codegen_spec))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_functions_are_found_by_name(name):
-    text = text_of(*GOLDEN[name])
-    module = emit.load_module(text)
-    assert emit.load_module(text) is module
+    codegen_spec = codegen_spec_of(*GOLDEN[name])
+    module = emit.load_module(codegen_spec)
+    assert emit.load_module(codegen_spec) is module
     assert hasattr(module, "score") == (GOLDEN[name][0] is not None)
     assert hasattr(module, "mask")
 
 
 def test_products_of_positions_are_wide():
-    narrow = emit.source(text_of(*GOLDEN["far_product"]))
+    narrow = emit.source(codegen_spec_of(*GOLDEN["far_product"]))
     assert "tl.cast(q_idx, tl.int64) * kv_idx" in narrow
-    assert "int64" not in emit.source(text_of(*GOLDEN["steps"]))
+    assert "int64" not in emit.source(codegen_spec_of(*GOLDEN["steps"]))
 
 
 KINDS = {
@@ -95,23 +95,27 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_summed_first(kind):
-    graph = parse(text_of(KINDS[kind], None).score)
+    graph = parse(codegen_spec_of(KINDS[kind], None).score)
     ((_, gather),) = graph.gathers
     assert dependence_of(graph, gather.args[1:]) == kind
 
 
 def test_an_index_made_of_the_score_varies_by_pair():
-    graph = parse(text_of(lambda s, b, h, i, j: s + TABLE[h, s.long().clamp(0, 8)], None).score)
+    graph = parse(
+        codegen_spec_of(lambda s, b, h, i, j: s + TABLE[h, s.long().clamp(0, 8)], None).score
+    )
     ((_, gather),) = graph.gathers
     assert dependence_of(graph, gather.args[1:]) == "pairs"
 
 
 def test_one_number_divides_all_pairs_as_its_reciprocal():
-    text = emit.source(text_of(lambda s, b, h, i, j: s / 30.0 / SLOPES[h] / (i + 1), None, False))
+    text = emit.source(
+        codegen_spec_of(lambda s, b, h, i, j: s / 30.0 / SLOPES[h] / (i + 1), None, False)
+    )
     assert "score * (1 / 30.0)" in text
     assert "* (1 / v1)" in text
     assert "v5 = v2 / v4" in text
-    assert "/ 0.0" in emit.source(text_of(lambda s, b, h, i, j: s / 0.0, None, False))
+    assert "/ 0.0" in emit.source(codegen_spec_of(lambda s, b, h, i, j: s / 0.0, None, False))
 
 
 DISTANCES = {
@@ -126,7 +130,7 @@ DISTANCES = {
 @pytest.mark.parametrize("name", DISTANCES)
 def test_distances_are_computed_in_float32_where_that_is_the_same(name):
     distance, same = DISTANCES[name]
-    score = emit.source(text_of(lambda s, b, h, i, j: s * distance(i, j), None, False))
+    score = emit.source(codegen_spec_of(lambda s, b, h, i, j: s * distance(i, j), None, False))
     assert ("tl.cast(q_idx, tl.float32)" in score.split("def derivative")[0]) == same
 
 
@@ -144,17 +148,19 @@ def test_the_rough_tanh_costs_less_than_bfloat16():
     exact = attend(torch.float64)
     off = lambda x: ((x.double() - exact).norm() / exact.norm()).item()
     assert off(attend(torch.float64, 2**-11)) < 0.5 * off(attend(torch.bfloat16))
-    rough = dataclasses.replace(text_of(*GOLDEN["alibi_softcap"]), approx_tanh=True)
+    rough = dataclasses.replace(codegen_spec_of(*GOLDEN["alibi_softcap"]), approx_tanh=True)
     assert "maths.approx_tanh" in emit.source(rough)
 
 
 def test_diagonals_are_read_once_where_the_kernel_has_tiles():
-    text = dataclasses.replace(text_of(*GOLDEN["relative_bias"]), per_diagonal=True)
-    source = emit.source(text)
+    codegen_spec = dataclasses.replace(codegen_spec_of(*GOLDEN["relative_bias"]), per_diagonal=True)
+    source = emit.source(codegen_spec)
     assert source.count("tl.load") == 1  # in bias0; where gradients go, nothing is read
     assert source.count("diagonals.expand(bias0, ") == 2  # score and derivative
     nested = lambda s, b, h, i, j: s + TABLE[h, IDS[0, (i - j).clamp(0, 31)]]
-    assert emit.source(text_of(nested, None, False)).count("tl.load") == 4
+    assert emit.source(codegen_spec_of(nested, None, False)).count("tl.load") == 4
     # The bucket is read along the diagonal as well.
-    banded = emit.source(dataclasses.replace(text_of(nested, None, False), per_diagonal=True))
+    banded = emit.source(
+        dataclasses.replace(codegen_spec_of(nested, None, False), per_diagonal=True)
+    )
     assert banded.split("def score")[1].count("tl.load") == 0

@@ -6,7 +6,9 @@ each run has a loop of its own (`FullRuns`) that carries a row and nothing else:
 other loop costs registers, and ptxas schedules it worse. Where a mask has many short runs of full
 tiles (`scattered`), one loop visits those as well.
 
-For dk and dv a tile row is a column of the mask's tiles, and its blocks are queries.
+One loop for the runs took a window's forward from 260 to 280 TFLOP/s on an H200
+(docs/lab/triton.md). For dk and dv a tile row is a column of the mask's tiles, and its blocks are
+queries.
 """
 
 from typing import Any, NamedTuple

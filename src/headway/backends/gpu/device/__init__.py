@@ -1,1 +1,1 @@
-"""Device functions that generated text and kernels call, in Triton and in Gluon."""
+"""Device functions that generated functions and kernels call, in Triton and in Gluon."""
