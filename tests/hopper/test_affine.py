@@ -14,7 +14,7 @@ import headway as hw
 from headway.backends.gpu.codegen import emit
 from headway.backends.gpu.codegen.affine import distance_sign
 from headway.backends.gpu.runtime import call_plan
-from headway.backends.hopper.config import How
+from headway.backends.hopper.config import FwdKernelConfig
 from headway.mods.graph import parse
 from headway.resolve import prepare
 from tools import simulator
@@ -87,8 +87,10 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
     known = {x: getattr(module, x, None) for x in ("score_shared", "score_of_q", "score_of_kv")}
     assert (known["score_shared"] is not None) == any(x in name for x in READ)
     rising = (module.constant_gain or 0.0) > 1e-6
-    how = How(128, 2, 1, torch.int32, affine=module.affine, has_abs=module.has_abs, abs_only=module.abs_only,
-              monotone=rising, **known)  # fmt: skip
+    config = FwdKernelConfig(
+        block=128, stages=2, subtiles=1, index_type=torch.int32, affine=module.affine,
+        has_abs=module.has_abs, abs_only=module.abs_only, monotone=rising, **known,
+    )  # fmt: skip
     assert module.slope_only == (name in STRAIGHT or (name == "alibi" and on != 0))
     hoisted = simulator.LOADED.hoisted
     exact = make(SLOPES.double(), BIAS.double())
@@ -102,11 +104,11 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
                 (first_q + rows, first_kv + cols) if queries else (first_q + cols, first_kv + rows)
             )
             row, column = (q, kv) if queries else (kv, q)
-            of_rows = hoisted.hoist_rows(0, h, row, captured, (), queries, how)
+            of_rows = hoisted.hoist_rows(0, h, row, captured, (), queries, config)
             of_columns = hoisted.hoist_columns(
-                0, h, column, of_rows, captured, (), queries, False, how
+                0, h, column, of_rows, captured, (), queries, False, config
             )
-            given = hoisted.affine_operands(captured, of_rows, of_columns, queries, 128, how)
+            given = hoisted.affine_operands(captured, of_rows, of_columns, queries, 128, config)
             i, j = (q[:, None], kv[None, :]) if queries else (q[None, :], kv[:, None])
             i, j = i.long(), j.long()
             want = exact(s.double() * scale, 0, h, i, j)
@@ -117,21 +119,21 @@ def test_as_exact_as_the_definition(name, on, simulated):  # noqa: F811
             if queries and module.slope_only and rising:
                 ways += [(True, False), (True, True)]
             for product, in_s in ways:
-                how = replace(how, slope_mma=product)
+                config = replace(config, slope_mma=product)
                 at = 0, h, q, kv
                 if queries:
                     added = of_rank = torch.zeros(())
                     if product:
-                        added, of_rank = of_a_rank(scale, h, q, first_q, captured, of_rows, how)
+                        added, of_rank = of_a_rank(scale, h, q, first_q, captured, of_rows, config)
                     t, unit, by_row = simulator.LOADED.affine_score.affine_scores(
-                        s + added * in_s, scale, *at, first_q, first_kv, given, in_s, how
+                        s + added * in_s, scale, *at, first_q, first_kv, given, in_s, config
                     )
                     by_row = torch.as_tensor(by_row).double() + of_rank.double()
                     t = t.double() * unit + by_row[..., None]
                 else:
                     less = torch.zeros(128)
                     t = simulator.LOADED.affine_score.affine_exponent(
-                        s, scale, less, *at, first_q, given, how
+                        s, scale, less, *at, first_q, given, config
                     )
                 made = t.double() / 1.4426950408889634
                 off = ((made - want).abs() / size * counts).max()
@@ -146,13 +148,13 @@ def test_a_gain_of_known_numbers(score, gain, simulated):  # noqa: F811
     assert functions(score)[0].constant_gain == gain
 
 
-def of_a_rank(scale, h, q, first_q, captured, of_rows, how):
+def of_a_rank(scale, h, q, first_q, captured, of_rows, config):
     """What tensor cores add to S, and what is added for its rows when a work tile ends."""
     kernel = simulator.LOADED.affine_score
     given = simulator.LOADED.hoisted.affine_operands(
-        captured, of_rows, simulator.LOADED.hoisted.Columns((), ()), True, 128, how
+        captured, of_rows, simulator.LOADED.hoisted.HoistedColumns((), ()), True, 128, config
     )
-    a, by_row = kernel.slope_lhs(scale, 0, h, q, first_q, given, 128, how)
+    a, by_row = kernel.slope_lhs(scale, 0, h, q, first_q, given, 128, config)
     with mock.patch.multiple(simulator.here, create=True, all=[], name="0"):
         c = kernel.slope_rhs(128)
     assert a.dtype == c.dtype == torch.bfloat16

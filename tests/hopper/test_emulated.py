@@ -78,7 +78,7 @@ def test_the_shortest_tile_rows_come_last(monkeypatch):
 def test_stream_k(widths, monkeypatch):
     """Three work tiles for five CTAs, one share of each: of one tile, or of two."""
     choose(monkeypatch, "at once")
-    monkeypatch.setattr(stream_k, "LEAST", 1)
+    monkeypatch.setattr(stream_k, "MIN_SAVED_BLOCKS", 1)
     parts = torch.full((100_000,), torch.nan)
     monkeypatch.setattr(ForwardPlan, "new_partials", lambda plan: parts[: plan.partials])
     d, dv = widths

@@ -16,7 +16,7 @@ from headway.backends.base import graphs, split
 from headway.backends.gpu.runtime.call_plan import Walk
 from headway.backends.hopper.fwd import plan
 from headway.backends.hopper.fwd.half_block_table import EMPTY, FULL, MIXED, half_block_table
-from headway.backends.hopper.fwd.tile_table import table
+from headway.backends.hopper.fwd.tile_table import tile_table
 from headway.blocks import cached_build
 from headway.resolve import prepare
 from headway.types import Coords
@@ -53,7 +53,7 @@ def found(mask, q_len, kv_len):
     tiles, b, h = cached_build(graph, captured, shape, TILE, torch.device("cpu"), call.coords)
     rows = -(-q_len // 128)
     walk = Walk(tiles.rows_full, tiles.rows_partial, tiles.row_order, b, h, rows, 128, 128, 1)
-    work = [(x[3], x[2], x[0], x[4]) for x in table(walk, 1, kv_len, 128, 128).tolist()]
+    work = [(x[3], x[2], x[0], x[4]) for x in tile_table(walk, 1, kv_len, 128, 128).tolist()]
     kept = dense_mask(graph, captured, (b, h, q_len, kv_len))
     return made or ((MIXED, MIXED),) * 4, kept, work
 
@@ -92,7 +92,7 @@ def coverage_of(mask, length=640, kv_len=None):
     """What a call is compiled for, at lengths for which a work tile is of two consumers."""
     q, k = (torch.zeros(1, 2, n, 128).bfloat16() for n in (length, kv_len or length))
     spec, call = prepare(q, k, k, None, mask, backend="hopper")
-    return plan.ForwardPlan(spec, call, (), (q, k, k)).kernel.options["HOW"].half_blocks
+    return plan.ForwardPlan(spec, call, (), (q, k, k)).kernel.options["CONFIG"].half_blocks
 
 
 @pytest.fixture

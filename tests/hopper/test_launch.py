@@ -96,7 +96,7 @@ def test_later_launches_go_straight_to_the_kernels_with_the_same_arguments(devic
     assert again[0][1][0].base is other
     for found in plans._plans.values():
         if isinstance(found, ForwardPlan):
-            assert not any(hasattr(kind, "base") for kind in found.q.kinds)
+            assert not any(hasattr(kind, "base") for kind in found.q.classes)
 
 
 def test_a_cta_owns_whole_heads_where_they_are_short_and_many(device, uncompiled):
@@ -202,7 +202,7 @@ def test_which_consumers_a_call_gets(device):
         x, v = torch.zeros(1, 2, length, width), torch.zeros(1, 2, length, min(width, 128))
         given = x.bfloat16(), x.bfloat16(), v.bfloat16()
         spec, call = prepare(*given, backend="hopper", **options)
-        how = launch_plan.plan_for(ForwardPlan, spec, call, (), *given).kernel.options["HOW"]
+        how = launch_plan.plan_for(ForwardPlan, spec, call, (), *given).kernel.options["CONFIG"]
         assert (how.consumers, how.q_in_registers) == wanted, (width, length, options)
 
 
@@ -280,7 +280,7 @@ def test_checks_of_whole_heads_are_of_whole_heads(device, name):
     in_turn = options.get("deterministic", False)
     spec, call = prepare(q, k, v, None, mask, backend="hopper", deterministic=in_turn)
     made = launch_plan.plan_for(BackwardPlan, spec, call, (), q, k, v, dout)
-    assert made.suited(spec, call, (), (q, k, v, dout)).owned_segments is not None
+    assert made.with_segments(spec, call, (), (q, k, v, dout)).owned_segments is not None
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -20,7 +20,7 @@ from headway.backends import first_use, hopper, reference
 from headway.backends.gpu.runtime import call_plan as plans
 from headway.backends.hopper import launch_plan
 from headway.backends.hopper.bwd import plan as plan_backward
-from headway.backends.hopper.config import BACKWARD, FORWARD
+from headway.backends.hopper.config import BWD_TILE_SHAPES, FWD_TILE_SHAPES
 from headway.backends.hopper.fwd import plan as plan_forward
 from headway.backends.hopper.fwd import stream_k, tile_table
 from headway.backends.hopper.fwd.plan import ForwardPlan
@@ -178,7 +178,7 @@ IN_TILES = {
 
 def test_blocks_lie_within_tiles():
     """In which positions are straight, where kernels read the first of a block alone."""
-    assert all(TILE[0] % row.block == 0 for row in (*FORWARD, *BACKWARD))
+    assert all(TILE[0] % row.block == 0 for row in (*FWD_TILE_SHAPES, *BWD_TILE_SHAPES))
 
 
 @pytest.mark.parametrize("what", IN_TILES)
@@ -282,7 +282,7 @@ def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
     """The last ranks in shares of a few blocks: out, lse and the largest logits, with a score that
     has a gradient or none, and a sink, whatever stood in the memory for parts before."""
     monkeypatch.setattr(simulator.Kernel, "abreast", abreast)
-    monkeypatch.setattr(stream_k, "LEAST", 1)
+    monkeypatch.setattr(stream_k, "MIN_SAVED_BLOCKS", 1)
     suits = mock.patch.object(
         ForwardPlan, "suits", lambda _, how: how.consumers == consumers and not how.slope_mma
     )
@@ -405,8 +405,8 @@ def test_the_shortest_lines_are_dealt_last(d, dv, length, monkeypatch):
         plan_forward.ForwardPlan, "head_swizzle", lambda self, heads, *_: heads // 2
     )
     told = []
-    table = tile_table.table
-    monkeypatch.setattr(tile_table, "table", lambda *args: told.append(table(*args)) or told[-1])
+    table = tile_table.tile_table
+    monkeypatch.setattr(tile_table, "tile_table", lambda *args: told.append(table(*args)) or told[-1])
     q, k, v = (torch.randn(2, 4, length, w).bfloat16() for w in (d, d, dv))
     made = hw.attention_with_stats(q, k, v, mask=hw.causal(), backend="hopper")
     true = hw.attention_with_stats(
@@ -420,11 +420,11 @@ def test_the_shortest_lines_are_dealt_last(d, dv, length, monkeypatch):
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_many_short_ranks(consumers):
     """Taken ahead but for the last ones; with one, two and three consumers."""
-    table = tuple(replace(row, consumers=consumers) for row in plan_forward.FORWARD)
+    table = tuple(replace(row, consumers=consumers) for row in plan_forward.FWD_TILE_SHAPES)
     by_head = hw.causal() & (lambda b, h, i, j: i - j < 50 * (h + 1))
     q, k, v = (torch.randn(4, 2, 384, 16).bfloat16() for _ in range(3))
     all_suit = mock.patch.object(ForwardPlan, "suits", return_value=True)
-    with mock.patch.object(plan_forward, "FORWARD", table), all_suit:
+    with mock.patch.object(plan_forward, "FWD_TILE_SHAPES", table), all_suit:
         for mask in (None, by_head):
             made = hw.attention(q, k, v, mask=mask, backend="hopper")
             true = hw.attention(q, k, v, mask=mask, backend="reference")
@@ -465,8 +465,8 @@ def test_a_first_block_among_partial_ones(name, length):
     made, suits = [], mock.patch.object(ForwardPlan, "suits", return_value=True)
     for merged in (False, True):
         plans.clear()
-        row = replace(plan_forward.FORWARD[0], first_block_in_loop=merged)
-        with mock.patch.object(plan_forward, "FORWARD", (row,)), suits:
+        row = replace(plan_forward.FWD_TILE_SHAPES[0], first_block_in_loop=merged)
+        with mock.patch.object(plan_forward, "FWD_TILE_SHAPES", (row,)), suits:
             made += [hw.attention_with_stats(q, k, v, None, mask, backend="hopper")]
     assert all(map(torch.equal, made[0], made[1]))
     true = hw.attention(q, k, v, None, mask, backend="reference")

@@ -52,7 +52,7 @@ def test_triton_float32(case):
 @pytest.mark.parametrize("case", [case for case in CASES if case.mask is None], ids=str)
 def test_hopper_shares(case, monkeypatch):
     """Ranks are shared out wherever they do not fill a round of five CTAs."""
-    monkeypatch.setattr(stream_k, "LEAST", 1)
+    monkeypatch.setattr(stream_k, "MIN_SAVED_BLOCKS", 1)
     with mock.patch("tools.emulator.launch.PROCESSORS", 5):
         test_hopper(case)
 

@@ -34,7 +34,7 @@ from headway.backends.gpu.runtime import call_plan as plans
 from headway.backends.gpu.runtime import launcher
 from headway.backends.hopper import bias_tables, launch, launch_plan
 from headway.backends.hopper.bwd import plan as bwd_plan
-from headway.backends.hopper.config import How
+from headway.backends.hopper.config import KernelConfig
 from headway.backends.hopper.device import mma
 from headway.backends.hopper.fwd import plan as fwd_plan
 
@@ -654,7 +654,7 @@ class Kernel:
 def _argument(x, inside=False):
     if isinstance(x, torch.Tensor):
         return Pointer(x.detach())
-    if isinstance(x, How):  # types are Triton's there, and PyTorch's here
+    if isinstance(x, KernelConfig):  # types are Triton's there, and PyTorch's here
         return replace(x, index_type=getattr(Language, x.index_type.name))
     if isinstance(x, tuple):
         made = [_argument(y, True) for y in x]

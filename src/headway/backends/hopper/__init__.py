@@ -1,5 +1,5 @@
 """The Hopper backend: warp-specialised kernels for compute capability 9.0, into which scores and
-masks are compiled as they are into the Triton backend's.
+masks are compiled. docs/performance.md compares it with cuDNN and FlexAttention.
 
 Importing it loads no Triton. Asking whether it can run loads Gluon only on a machine with such a
 GPU.
@@ -28,7 +28,7 @@ from ..gpu.codegen.dependence import (
     gathers_in_kernel,
 )
 from ..gpu.named_card import named_card
-from .config import BACKWARD, FORWARD, first_fit
+from .config import BWD_TILE_SHAPES, FWD_TILE_SHAPES, first_fit
 
 name = "hopper"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -36,22 +36,22 @@ OLDEST, NEWEST = (3, 6), (3, 9)  # Triton; Gluon is experimental, and its names 
 
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
-    """It runs on compute capability 9.0, in bfloat16 and float16, up to a width of 256; over a
-    cache, what `gpu.inference` does."""
+    """Return the reasons why it cannot run a call. It runs on compute capability 9.0, in bfloat16
+    and float16, up to a width of 256; over a cache, it runs what `gpu.inference` runs."""
     d, dv = kind.d, kind.dv
     reasons = []
-    why = unavailable(kind.device.type, kind.device.index)
-    if why:
-        reasons.append(why)
+    reason = unavailable(kind.device.type, kind.device.index)
+    if reason:
+        reasons.append(reason)
     if kind.cache:
         return reasons + inference.reasons_against(spec, kind)
     if kind.dtype not in DTYPES:
         reasons.append(f"{kind.dtype} is not bfloat16 or float16, which its tensor cores multiply")
-    if first_fit(FORWARD, d, dv) is None:
+    if first_fit(FWD_TILE_SHAPES, d, dv) is None:
         reasons.append(f"widths d = {d}, dv = {dv}: at most 256 fit in shared memory")
     elif (
         spec.score is not None and kind.learned
-        and len(first_fit(BACKWARD, d, dv).d) == 2 and _by_query(spec.score)
+        and len(first_fit(BWD_TILE_SHAPES, d, dv).d) == 2 and _by_query(spec.score)
     ):  # fmt: skip
         reasons.append(
             f"widths d = {d}, dv = {dv}, and a captured tensor that requires grad, where the score "
@@ -73,7 +73,7 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
 
 
 def slower(spec: Spec, kind: CapabilityKey) -> str:
-    """What the Triton backend is faster at; empty if nothing.
+    """Say why the Triton backend is faster at a call; empty if it is not.
 
     It reads every tensor by relative position once per diagonal of a tile. These kernels do so for
     floats only, and at widths 129 to 192 have no registers left for their gradient.
@@ -95,8 +95,8 @@ def slower(spec: Spec, kind: CapabilityKey) -> str:
 
 @lru_cache(maxsize=1024)
 def _by_distance(score: str) -> tuple[bool, bool]:
-    """Whether a score reads floats by relative position; and whether it reads integers so, which
-    are not indices of the former."""
+    """Return whether a score reads floats by relative position, and whether it reads integers so
+    that are not indices of the former."""
     graph = parse(score)
     others = (graph.nodes[n] for n in gathers_in_kernel(graph))
     return diagonal_gathers(graph) != [], any(
@@ -106,7 +106,7 @@ def _by_distance(score: str) -> tuple[bool, bool]:
 
 @lru_cache(maxsize=1024)
 def _by_query(score: str) -> bool:
-    """Whether a score reads a float for each query, which may want a gradient."""
+    """Return whether a score reads a float for each query, which may want a gradient."""
     return float_gathers(parse(score), "rows") != []
 
 
@@ -117,7 +117,7 @@ accumulates, native, infer = acc_dtype, no_operator, inference.infer
 
 
 def code(spec: Spec, call: Call) -> str:
-    """The functions generated for the score and the mask."""
+    """Return the source of the functions generated for the score and the mask."""
     if call.kv is not None or inference.suits(spec, call):
         return inference.code(spec, call)
     from ..gpu.codegen import emit
@@ -138,7 +138,7 @@ def code(spec: Spec, call: Call) -> str:
 
 
 def unavailable(device: str, index: int | None) -> str:
-    """Why kernels cannot run on a device; empty if they can."""
+    """Say why kernels cannot run on a device; empty if they can."""
     card = named_card()
     if card is None and device != "cuda":
         return f"the tensors are on {device}: move them to a GPU of compute capability 9.0"
@@ -153,7 +153,7 @@ def unavailable(device: str, index: int | None) -> str:
 
 
 def wrong_triton() -> str:
-    """Why the installed Triton cannot compile these kernels; empty if it can."""
+    """Say why the installed Triton cannot compile these kernels; empty if it can."""
     import triton
 
     if not OLDEST <= tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST:
@@ -173,7 +173,7 @@ constant_under_compile(unavailable)
 
 
 def proof(device: torch.device) -> tuple[Path, dict[str, str]] | None:
-    """What a check of the kernels on a card depends on."""
+    """Return the facts on which a check of the kernels on a GPU depends."""
     from ..gpu.runtime.proof import proof_of
 
     return proof_of(device)

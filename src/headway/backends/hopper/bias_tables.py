@@ -30,90 +30,98 @@ class BiasTables:
         self.plan, self.walks, self.queries = plan, walks, queries
         text = plan.text
         graph = parse(text.score) if text.score is not None and text.bias_tables else None
-        self.found = [] if graph is None else diagonal_gathers(graph)
-        self.depends = [_depends(graph, n) for n in self.found] if graph is not None else []
+        self.gathers = [] if graph is None else diagonal_gathers(graph)
+        self.depends = [_depends(graph, n) for n in self.gathers] if graph is not None else []
         # Which of the gathers that want a gradient have a table.
-        self.grad_tables = tuple(k for k, n in enumerate(wanted) if n in self.found)
-        self.grad_depends = [self.depends[self.found.index(wanted[k])] for k in self.grad_tables]
+        self.grad_tables = tuple(k for k, n in enumerate(wanted) if n in self.gathers)
+        self.grad_depends = [self.depends[self.gathers.index(wanted[k])] for k in self.grad_tables]
         rows, columns = (-(-n // _TILE) * _TILE for n in (plan.q_len, plan.kv_len))
         if not queries:
             rows, columns = columns, rows
         self.zero, self.count = rows, rows + columns  # index of distance 0, and how many distances
-        self.fills = [self._kernel(k, own, fill=True) for k, own in enumerate(self.depends)]
+        self.fills = [self._kernel(k, on, fill=True) for k, on in enumerate(self.depends)]
         self.collects = [
-            self._kernel(k, own, fill=False)
-            for k, own in zip(self.grad_tables, self.grad_depends, strict=True)
+            self._kernel(k, on, fill=False)
+            for k, on in zip(self.grad_tables, self.grad_depends, strict=True)
         ]  # fmt: skip
 
-    def fill(self, given: CallArguments) -> list[Tensor]:
-        """The tables of a call, float32."""
-        made = []
+    def fill(self, call_args: CallArguments) -> list[Tensor]:
+        """Return the tables of a call, float32."""
+        tables = []
         for (b, h), fill in zip(self.depends, self.fills, strict=True):
-            x = torch.empty(
+            table = torch.empty(
                 self._heads(b, h), 4 * self.count, dtype=torch.float32, device=self.plan.device
             )
-            fill((x,), given)
-            made.append(x)
-        return made
+            fill((table,), call_args)
+            tables.append(table)
+        return tables
 
     def new_sums(self) -> list[Tensor]:
-        """The sums of gradients, float32 zeros, to which the kernel adds."""
+        """Return the sums of gradients, float32 zeros, to which the kernel adds."""
         return [
-            torch.zeros(self._heads(*own), self.count, dtype=torch.float32, device=self.plan.device)
-            for own in self.grad_depends
+            torch.zeros(self._heads(*on), self.count, dtype=torch.float32, device=self.plan.device)
+            for on in self.grad_depends
         ]
 
     def collect(
-        self, sums: Sequence[Tensor], grads: Sequence[Tensor], given: CallArguments
+        self, sums: Sequence[Tensor], grads: Sequence[Tensor], call_args: CallArguments
     ) -> None:
         """Add sums to the gradients of what the gathers read; `grads`: of all gathers."""
         for x, k, kernel in zip(sums, self.grad_tables, self.collects, strict=True):
-            kernel((x, grads[k]), given)
+            kernel((x, grads[k]), call_args)
 
     def kernel_args(self, tensors: Sequence[Any]) -> tuple[tuple, tuple, tuple]:
-        """Tables and sums as kernels take them (`locate_bias`), and the other tensors, from all of
-        them in a row."""
+        """Return tables and sums as kernels take them (`locate_bias`), and the other tensors, from
+        all of them in a row."""
         n, m = len(self.depends), len(self.depends) + len(self.grad_tables)
-        tables = self._of(tensors[:n], self.depends, 4 * self.count)
-        return tables, self._of(tensors[n:m], self.grad_depends, self.count), tuple(tensors[m:])
+        tables = self._with_strides(tensors[:n], self.depends, 4 * self.count)
+        return (
+            tables,
+            self._with_strides(tensors[n:m], self.grad_depends, self.count),
+            tuple(tensors[m:]),
+        )
 
-    def _of(self, tensors: Sequence[Any], own: Sequence[tuple[bool, bool]], row: int) -> tuple:
-        found: list[Any] = [self.zero] if own else []
-        for x, (b, h) in zip(tensors, own, strict=True):
-            found += x, row * b * (self.plan.hq if h else 1), row * h
-        return tuple(found)
+    def _with_strides(
+        self, tensors: Sequence[Any], depends: Sequence[tuple[bool, bool]], row: int
+    ) -> tuple:
+        arguments: list[Any] = [self.zero] if depends else []
+        for x, (b, h) in zip(tensors, depends, strict=True):
+            arguments += x, row * b * (self.plan.hq if h else 1), row * h
+        return tuple(arguments)
 
     def _heads(self, b: bool, h: bool) -> int:
         return (self.plan.b if b else 1) * (self.plan.hq if h else 1)
 
-    def _kernel(self, k: int, own: tuple[bool, bool], *, fill: bool) -> KernelLauncher:
-        plan, (b, h) = self.plan, own
-        of_b, of_h, of_q, of_kv = plan.offsets
+    def _kernel(self, k: int, depends: tuple[bool, bool], *, fill: bool) -> KernelLauncher:
+        plan, (b, h) = self.plan, depends
+        first_b, first_h, first_q, first_kv = plan.offsets
         heads = plan.hq if h else 1
-        places = (self.zero, self.count, heads, of_b, of_h, of_kv - of_q)
+        places = (self.zero, self.count, heads, first_b, first_h, first_kv - first_q)
 
-        def arrange(given: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
-            of_score, _, numbers, _ = plan.arranged(self.walks, tensors, floats)[2]
-            return (*given, of_score, numbers, *places)
+        def arrange(
+            operands: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]
+        ) -> tuple:
+            score_tensors, _, score_numbers, _ = plan.arranged(self.walks, tensors, floats)[2]
+            return (*operands, score_tensors, score_numbers, *places)
 
         if fill:
-            kernel, per = fill_bias_table, 16 * _BLOCK
+            kernel, distances = fill_bias_table, 16 * _BLOCK  # of a program
             options = {"BAND": plan.function(f"bias{k}"), "SIGN": 1 if self.queries else -1}
         else:
-            kernel, per = collect_bias_grad, 64 * _BLOCK
+            kernel, distances = collect_bias_grad, 64 * _BLOCK
             options = {"OFFSET": plan.function(f"offset{k}")}
-        options["BLOCK"] = _BLOCK if fill else per
-        programs = self._heads(b, h) * -(-self.count // per)
+        options["BLOCK"] = _BLOCK if fill else distances
+        programs = self._heads(b, h) * -(-self.count // distances)
         return KernelLauncher(kernel, plan.device, options, programs, arrange)
 
 
 def _depends(graph: Graph, n: int) -> tuple[bool, bool]:
-    """Whether what a gather reads depends on the batch row, and on the head."""
-    seen, todo = set(), [f"%{n}"]
+    """Return whether a gather depends on the batch row, and whether it depends on the head."""
+    visited, todo = set(), [f"%{n}"]
     while todo:
         name = todo.pop()
-        seen.add(name)
+        visited.add(name)
         if name[0] == "%":
             args = [a for a in graph.nodes[int(name[1:])].args if isinstance(a, str)]
-            todo += [a for a in args if a not in seen]
-    return "b" in seen, "h" in seen
+            todo += [a for a in args if a not in visited]
+    return "b" in visited, "h" in visited

@@ -1,18 +1,33 @@
-"""Tile shapes: what the kernels are compiled for, by head dimension; and named barriers.
+"""Tile shapes by head dimension, named barriers, and the configurations that kernels are compiled
+with.
 
-Each row is what fits 227 KB of shared memory and the registers of a warpgroup, found by compiling.
+A row of a table fits 227 KB of shared memory and the registers of a warpgroup, as compiling it has
+shown. The tables buy what the comments of their columns say: between 0.97 and 1.0 of the time for a
+column, up to 0.7 for tiles of one consumer (H200).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 from ..gpu.counters import FIRST_FLAG as FIRST_FLAG
 from ..gpu.counters import FLAGS as FLAGS
 
+WARPGROUP = 4  # warps that issue a WGMMA together: a consumer
+ONE_WARP = 1  # producers, schedulers, reduce warps
+
+# Registers of a thread. A kernel's threads all start with as many; once its partitions run, those
+# of one warp keep `MIN_REGISTERS`, and the consumers share what these give away.
 REGISTERS_PER_SM = 65536
-MIN_REGISTERS = 24  # of a thread: what producer and scheduler keep
+MIN_REGISTERS = 24
+BWD_START_REGISTERS = 168  # bwd/kernel.py: two consumers
+BWD_CONSUMER_REGISTERS = 240
+WIDE_START_REGISTERS = 128  # bwd/wide.py: three; the consumer of dV has what the others leave
+WIDE_DK_REGISTERS = 208
+WIDE_DQ_REGISTERS = 72
+
+DO_STAGES = 2  # blocks of dout in shared memory, in the backward
 # `--register-usage-level` of ptxas: 0 to 3 make the same code, 4 and 5 (the default), and 6 to 10.
 # Nothing but a clock tells which is faster.
 LOW_USAGE, DEFAULT_USAGE, HIGH_USAGE = 0, 5, 6
@@ -22,9 +37,9 @@ LOW_USAGE, DEFAULT_USAGE, HIGH_USAGE = 0, 5, 6
 
 
 @dataclass(frozen=True)
-class Forward:
-    """A tile shape of the forward (fwd/kernel.py). The first row of FORWARD that fits the head
-    dimensions and suits the call (`ForwardPlan.suits`) is taken. Times are of an H200.
+class FwdTileShape:
+    """A tile shape of the forward (fwd/kernel.py). A plan takes the first row of FWD_TILE_SHAPES
+    that fits the head dimensions and suits the call (`ForwardPlan.suits`). Times are of an H200.
     """
 
     # Head dimensions of q and k, and of v, in pieces (device/mma.py).
@@ -68,12 +83,13 @@ class Forward:
     # so 128 wide with Q in registers.
     stream_k_gain: float = 1 / 16
 
-    # Consumer warpgroups, of 64 queries each: three for long tile rows (`ForwardPlan.in_threes`).
+    # Consumer warpgroups, of 64 queries each: three for long tile rows
+    # (`ForwardPlan.wants_three_consumers`).
     consumers: int = 2
 
     # CTAs of a multiprocessor; each may have 228 KB / `ctas` less 1 KB of shared memory. Several of
-    # one consumer, for short tile rows (`ForwardPlan.in_ones`): they share an instruction cache,
-    # which their code does not fit twice.
+    # one consumer, for short tile rows (`ForwardPlan.wants_one_consumer`): they share an
+    # instruction cache, which their code does not fit twice.
     ctas: int = 1
 
     # Of ptxas.
@@ -81,15 +97,18 @@ class Forward:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread: at the start, and of a consumer's once producer and scheduler,
-        which together count as one more warpgroup, have given theirs away but `MIN_REGISTERS`.
-        They come in eights."""
-        each = REGISTERS_PER_SM // (128 * (self.consumers + 1) * self.ctas) // 8 * 8
-        return each, (each * (self.consumers + 1) - MIN_REGISTERS) // self.consumers // 8 * 8
+        """Return the registers of a thread: at the start, and of a consumer's thread afterwards.
+
+        Producer and scheduler together count as one more warpgroup, which keeps `MIN_REGISTERS`.
+        Registers come in eights."""
+        warpgroups = self.consumers + 1
+        at_start = REGISTERS_PER_SM // (128 * warpgroups * self.ctas) // 8 * 8
+        of_consumer = (at_start * warpgroups - MIN_REGISTERS) // self.consumers // 8 * 8
+        return at_start, of_consumer
 
 
-FORWARD = (
-    Forward(
+FWD_TILE_SHAPES = (
+    FwdTileShape(
         (64,),
         (64,),
         stages=3,
@@ -98,7 +117,7 @@ FORWARD = (
         consumers=3,
         register_usage_level=LOW_USAGE,
     ),
-    Forward(
+    FwdTileShape(
         (64,),
         (64,),
         block=64,
@@ -108,10 +127,10 @@ FORWARD = (
         ctas=3,
         register_usage_level=LOW_USAGE,
     ),
-    Forward((64,), (64,), stages=3, v_stages=3, slope_mma=True),
-    Forward((64,), (64,), stages=3, v_stages=3),
-    Forward((64, 32), (64, 32)),
-    Forward(
+    FwdTileShape((64,), (64,), stages=3, v_stages=3, slope_mma=True),
+    FwdTileShape((64,), (64,), stages=3, v_stages=3),
+    FwdTileShape((64, 32), (64, 32)),
+    FwdTileShape(
         (128,),
         (128,),
         block=64,
@@ -122,7 +141,7 @@ FORWARD = (
         ctas=2,
         register_usage_level=HIGH_USAGE,
     ),
-    Forward(
+    FwdTileShape(
         (128,),
         (128,),
         v_stages=3,
@@ -132,7 +151,7 @@ FORWARD = (
         stream_k_gain=0,
         register_usage_level=HIGH_USAGE,
     ),
-    Forward(
+    FwdTileShape(
         (128,),
         (128,),
         out_columns=64,
@@ -140,17 +159,17 @@ FORWARD = (
         named_barriers=True,
         register_usage_level=LOW_USAGE,
     ),
-    Forward((128,), (128,), named_barriers=True, register_usage_level=LOW_USAGE),
-    Forward((128,), (128,), register_usage_level=LOW_USAGE),
-    Forward((128, 64), (128,), q_stages=1, early_q_release=True, out_columns=64),
-    Forward((256,), (256,), block=64, q_stages=1, out_columns=128),
+    FwdTileShape((128,), (128,), named_barriers=True, register_usage_level=LOW_USAGE),
+    FwdTileShape((128,), (128,), register_usage_level=LOW_USAGE),
+    FwdTileShape((128, 64), (128,), q_stages=1, early_q_release=True, out_columns=64),
+    FwdTileShape((256,), (256,), block=64, q_stages=1, out_columns=128),
 )
 
 
 @dataclass(frozen=True)
-class Backward:
-    """A tile shape of the backward. The first row of BACKWARD that fits the head dimensions is
-    taken, of those that `BackwardPlan` wants. Times are of an H200."""
+class BwdTileShape:
+    """A tile shape of the backward. Of the rows that `BackwardPlan` wants, it takes the first one
+    of BWD_TILE_SHAPES that fits the head dimensions. Times are of an H200."""
 
     # Head dimensions of q and k, and of v, in pieces (device/mma.py).
     d: tuple[int, ...]
@@ -178,15 +197,15 @@ class Backward:
     register_usage_level: int = DEFAULT_USAGE
 
 
-BACKWARD = (
-    Backward(
+BWD_TILE_SHAPES = (
+    BwdTileShape(
         (64,), (64,), block=128, pipelined=True, named_barriers=True, register_usage_level=LOW_USAGE
     ),
-    Backward((64,), (64,), named_barriers=True, register_usage_level=LOW_USAGE),
-    Backward((128,), (128,), pipelined=True, register_usage_level=LOW_USAGE),
-    Backward((128,), (128,), named_barriers=True, register_usage_level=LOW_USAGE),
-    Backward((128, 64), (128,), stages=2, named_barriers=True),
-    Backward((256,), (256,), stages=2, keys=64),
+    BwdTileShape((64,), (64,), named_barriers=True, register_usage_level=LOW_USAGE),
+    BwdTileShape((128,), (128,), pipelined=True, register_usage_level=LOW_USAGE),
+    BwdTileShape((128,), (128,), named_barriers=True, register_usage_level=LOW_USAGE),
+    BwdTileShape((128, 64), (128,), stages=2, named_barriers=True),
+    BwdTileShape((256,), (256,), stages=2, keys=64),
 )
 
 
@@ -214,7 +233,7 @@ class NamedBarriers:
     threads: int
 
     def ptx(self, kind: str) -> str:
-        """PTX for the barrier whose id is `$1`, if `$2`; `kind`: bar.sync or bar.arrive."""
+        """Return PTX for the barrier whose id is `$1`, if `$2`; `kind`: bar.sync or bar.arrive."""
         meet = f"@p {kind} $1, {self.threads};"
         return f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; {meet} mov.u32 $0, $1; }}"
 
@@ -222,9 +241,10 @@ class NamedBarriers:
 # -- what a kernel is compiled for ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class How:
-    """What a kernel is compiled for, besides its score and mask; `HOW` in device code."""
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """The configuration that a kernel is compiled for, besides score and mask; `CONFIG` in device
+    code."""
 
     # Rows of a block of the side that moves: keys in the forward, queries in the backward.
     block: int
@@ -241,82 +261,28 @@ class How:
     # Positions that are read follow one another within a block (`Coords.straight_below`).
     straight: bool = False
 
-    # Forward: scale > 0.
-    positive_scale: bool = True
-
-    # Stages of V, or of dO in the backward.
-    v_stages: int = 2
-
-    # Forward: the last work tiles are shared out (fwd/stream_k.py).
-    stream_k: bool = False
-
-    # Forward, as in `Forward`.
-    q_stages: int = 1
-    early_q_release: bool = False
-    q_in_registers: bool = False
-
     # Release the blocks of the side that moves by named barriers.
     named_barriers: bool = False
 
-    # Forward, as in `Forward`.
-    first_block_in_loop: bool = False
-
-    # Consumer warpgroups, of 64 queries or keys each.
+    # Consumer warpgroups, of 64 queries or keys each; and the one that this is compiled for.
     consumers: int = 2
-
-    # Forward: registers of a consumer's thread.
-    registers: int = 240
+    consumer: int = 0
 
     # Keys come in whole blocks; backward: in whole tiles of the block mask.
     even_kv: bool = True
 
-    # Backward: issue dP after P is computed, which then has more registers.
-    dp_after_p: bool = False
-
-    # Backward: dT / dS is one known number, as it is without a score.
-    constant_dscore: bool = False
-
-    # Backward: the derivative of the score may be infinite where P is 0.
-    unbounded_dscore: bool = False
-
-    # Backward: the score may be NaN for queries past the end, which the last block has.
-    score_past_end: bool = False
-
     # A few hundred bytes of shared memory are left for conversions of layouts.
     scarce_smem: bool = False
-
-    # Backward: blocks in ascending order, and CTAs add to dQ in turn (bwd/dq_semaphore.py).
-    deterministic: bool = False
-
-    # Backward, as in `Backward`.
-    pipelined: bool = False
-
-    # Backward: a CTA takes all work tiles of a segment, and so owns its dQ (bwd/segments.py).
-    owns_segment: bool = False
-
-    # Forward: what each consumer sees of the left and of the right half of the KV block that a work
-    # tile visits first, then of other partial ones (fwd/half_blocks.py). Empty: not known.
-    half_blocks: tuple[tuple[int, int], ...] = ()
-
-    # Which consumer this is compiled for.
-    consumer: int = 0
-
-    # Keep row maxima of S, where T is not S.
-    track_max: bool = False
 
     # Relative-bias tables that the score reads (device/relative_bias.py).
     relative_biases: int = 0
 
-    # Backward: which of the gathers that want a gradient are relative biases.
-    bias_grads: tuple[int, ...] = ()
-
     # An affine score (device/affine_score.py): its generated function; whether it has an absolute
-    # value; whether it has nothing else beside S; whether tensor cores add its slope; and whether
-    # it grows with S, by a factor known to be well above 0.
+    # value; whether it has nothing else beside S; and whether it grows with S, by a factor known to
+    # be well above 0.
     affine: Any = None
     has_abs: bool = False
     abs_only: bool = False
-    slope_mma: bool = False
     monotone: bool = False
 
     # The generated functions of a mask with hoisted operands (device/hoisted.py).
@@ -331,46 +297,113 @@ class How:
     score_of_q: Any = None
     score_of_kv: Any = None
 
-    def for_consumer(self, consumer: int) -> "How":
-        """The same for one consumer."""
+    def for_consumer(self, consumer: int) -> Self:
+        """Return the configuration of one consumer, which is compiled apart from the others."""
         return replace(self, consumer=consumer)
 
+    def _barriers(self, first: int) -> "NamedBarriers | None":
+        """Return the named barriers of a ring, from an id on; None if it has mbarriers."""
+        return NamedBarriers(first, 128 * self.consumers + 32) if self.named_barriers else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdKernelConfig(KernelConfig):
+    """The configuration of the forward kernel; fields without a comment are those of
+    `FwdTileShape`."""
+
+    v_stages: int = 2
+    q_stages: int = 1
+    early_q_release: bool = False
+    q_in_registers: bool = False
+    first_block_in_loop: bool = False
+    slope_mma: bool = False
+
+    # Registers of a consumer's thread.
+    registers: int = 240
+
+    # scale > 0.
+    positive_scale: bool = True
+
+    # The last work tiles are shared out (fwd/stream_k.py).
+    stream_k: bool = False
+
+    # What each consumer sees of the left and of the right half of the KV block that a work tile
+    # visits first, then of other partial ones (fwd/half_blocks.py). Empty: not known.
+    half_blocks: tuple[tuple[int, int], ...] = ()
+
+    # Keep row maxima of S, where T is not S.
+    track_max: bool = False
+
     def k_barriers(self) -> "NamedBarriers | None":
-        """Of the ring of K, or of Q in the backward; None if it has mbarriers."""
+        """Return the named barriers of the ring of K; None if it has mbarriers."""
         return self._barriers(NamedBarrierId.PING_PONG - self.stages)
 
     def v_barriers(self) -> "NamedBarriers | None":
-        """Of the ring of V, or of dO in the backward."""
+        """Return the named barriers of the ring of V; None if it has mbarriers."""
         return self._barriers(NamedBarrierId.PING_PONG - self.stages - self.v_stages)
 
-    q_barriers, do_barriers = k_barriers, v_barriers
-
-    def _barriers(self, first: int) -> "NamedBarriers | None":
-        return NamedBarriers(first, 128 * self.consumers + 32) if self.named_barriers else None
-
     def ping_pong_ptx(self, kind: str, consumer: int) -> str:
-        """PTX for the barrier of a consumer's turn, where it meets the consumer before."""
+        """Return PTX for the barrier of a consumer's turn, where it meets the consumer before."""
         return f"{kind} {NamedBarrierId.PING_PONG + consumer}, 256; mov.u32 $0, $1;"
 
 
+@dataclass(frozen=True, kw_only=True)
+class BwdKernelConfig(KernelConfig):
+    """The configuration of the backward kernels."""
+
+    # As in `BwdTileShape`.
+    pipelined: bool = False
+
+    # Issue dP after P is computed, which then has more registers.
+    dp_after_p: bool = False
+
+    # dT / dS is one known number, as it is without a score.
+    constant_dscore: bool = False
+
+    # The derivative of the score may be infinite where P is 0.
+    unbounded_dscore: bool = False
+
+    # The score may be NaN for queries past the end, which the last block has.
+    score_past_end: bool = False
+
+    # Visit blocks in ascending order, and let CTAs add to dQ in turn (bwd/dq_semaphore.py).
+    deterministic: bool = False
+
+    # A CTA takes all work tiles of a segment, and so owns its dQ (bwd/segments.py).
+    owns_segment: bool = False
+
+    # Which of the gathers that want a gradient are relative biases.
+    bias_grads: tuple[int, ...] = ()
+
+    def q_barriers(self) -> "NamedBarriers | None":
+        """Return the named barriers of the ring of Q; None if it has mbarriers."""
+        return self._barriers(NamedBarrierId.PING_PONG - self.stages)
+
+    def do_barriers(self) -> "NamedBarriers | None":
+        """Return the named barriers of the ring of dO; None if it has mbarriers."""
+        return self._barriers(NamedBarrierId.PING_PONG - self.stages - DO_STAGES)
+
+
 def ptxas_options(registers: int, level: int) -> dict[str, Any]:
-    """Triton's options for a kernel: warps of its first partition, registers that every thread
-    starts with, and ptxas's register usage level."""
+    """Return Triton's options for a kernel: warps of its first partition, registers that every
+    thread starts with, and ptxas's register usage level."""
     options = f"--register-usage-level={level}"
-    return {"num_warps": 4, "maxnreg": registers, "ptx_options": options}
+    return {"num_warps": WARPGROUP, "maxnreg": registers, "ptx_options": options}
 
 
-def first_fit(table: Iterable, d: int, dv: int) -> Any:
-    """The first row whose pieces hold these head dimensions; None where there is none."""
-    return next((row for row in table if sum(row.d) >= d and sum(row.dv) >= dv), None)
+def first_fit(shapes: Iterable, d: int, dv: int) -> Any:
+    """Return the first tile shape whose pieces hold these head dimensions, or None."""
+    return next((shape for shape in shapes if sum(shape.d) >= d and sum(shape.dv) >= dv), None)
 
 
 def head_swizzle(heads: int, group: int, tiles: int, processors: int) -> int:
-    """How many heads the scheduler interleaves, for L2: each gives its longest work tile, then each
-    its next. As many as run at the same time anyway, so that short tiles come last and heads add to
-    dQ in different places. A divisor of `heads`, and whole groups that share keys.
+    """Return how many heads the scheduler interleaves, for L2.
+
+    Each head gives its longest work tile, then each its next. As many heads are interleaved as run
+    at the same time anyway, so that short tiles come last and heads add to dQ in different places.
+    The number divides `heads`, and has whole groups that share keys.
 
     - `group`: query heads that share keys; `tiles`: of a head; `processors`: of the GPU.
     """
-    fit = [n for n in range(group, heads + 1, group) if heads % n == 0 and n * tiles <= processors]
-    return max(fit, default=group)
+    counts = [n for n in range(group, heads + 1, group) if heads % n == 0]
+    return max((n for n in counts if n * tiles <= processors), default=group)

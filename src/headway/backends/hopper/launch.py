@@ -1,4 +1,4 @@
-"""From a call to kernel launches: what is allocated, and how results are put together."""
+"""Launch the kernels of a call: allocate what they write, and put results together."""
 
 import math
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from .tma import aligned
 
 
 def forward(spec: Spec, call: Call) -> Forward:
-    """One kernel; and for the largest logit, the maximum over its work tiles. That of inference,
-    where it suits."""
+    """Run one kernel, and for the largest logit take the maximum over its work tiles. Where the
+    kernel of inference suits, run that."""
     if inference.suits(spec, call):
         return inference.infer(spec, call)
-    q, k, v = matrices = aligned(*call[:3])
+    q, k, v = matrices = aligned(call.q, call.k, call.v)
     b, hq, q_len, _ = q.shape
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=q.device)
     out = outputs.memory_for(call, 0, (b, hq, q_len, v.shape[3]), spec.out_dtype(q.dtype))
@@ -33,7 +33,7 @@ def forward(spec: Spec, call: Call) -> Forward:
         plan = plan_for(ForwardPlan, spec, call, (), *matrices)
         if plan.uncompiled:
             parallel_compile.compile_training(plan, spec, call, forward, backward)
-        max_logit = new(b, hq, plan.slots) if spec.max_logit else None
+        max_logit = new(b, hq, plan.max_logit_parts) if spec.max_logit else None
         plan.launch(call, *plan.tma_readable(matrices), out, lse, row_max, max_logit)
     else:
         out.zero_()
@@ -47,9 +47,9 @@ def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
-    """One kernel for all gradients; before it the preprocess of the rows of out and dout; after it
-    one that puts dq in order, but where CTAs own whole segments."""
-    q, k, _, dout = matrices = aligned(*call[:3], dout)
+    """Run one kernel for all gradients. Before it runs the preprocess of the rows of out and dout;
+    after it, unless CTAs own whole segments, one that puts dq in order."""
+    q, k, _, dout = matrices = aligned(call.q, call.k, call.v, dout)
     _, dtype = spec.grad_dtypes(q.dtype)
     captured = captured_grads.zeros(call.captured.tensors, needs, q.device) if needs else []
     if not lse.numel() or not k.shape[2]:
@@ -65,28 +65,29 @@ def backward(
         workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
     else:
         plan, workspace = call.prepared
-    dk, dv_ = plan.new(call)
+    dk, dv = plan.new_key_grads(call)
     grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
-    dq = plan.launch(call, *plan.tma_readable(matrices), workspace, dk, dv_, grads)
+    dq = plan.launch(call, *plan.tma_readable(matrices), workspace, dk, dv, grads)
     if plan.heads > plan.hk:
-        dk, dv_ = (x.unflatten(1, (plan.hk, -1)).sum(2) for x in (dk, dv_))
+        dk, dv = (x.unflatten(1, (plan.hk, -1)).sum(2) for x in (dk, dv))
     if not plan.exact:
-        dk, dv_ = _first(in_dtype(dk, dtype), plan.d), _first(in_dtype(dv_, dtype), plan.dv)
-        dq = _first(dq, plan.d)
+        dk = _first_columns(in_dtype(dk, dtype), plan.d)
+        dv = _first_columns(in_dtype(dv, dtype), plan.dv)
+        dq = _first_columns(dq, plan.d)
     dsink = None
     if call.sink is not None:
-        less_delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
-        dsink = -captured_grads.of_sink(call.sink, lse, less_delta)
-    return Grads(dq, dk, dv_, dsink, captured)
+        neg_delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
+        dsink = -captured_grads.of_sink(call.sink, lse, neg_delta)
+    return Grads(dq, dk, dv, dsink, captured)
 
 
 def prepare(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[BackwardPlan, Tensor] | None:  # fmt: skip
-    """The plan, and the preprocess. None where kernels are not compiled yet, or `aligned` would
-    copy the keys."""
-    matrices = (*call[:3], dout)
+    """Return the plan, and the workspace after the preprocess; None where kernels are not compiled
+    yet, or `aligned` would copy the keys."""
+    matrices = (call.q, call.k, call.v, dout)
     if not (lse.numel() and call.k.shape[2]) or any(x.data_ptr() % 16 for x in matrices):
         return None
     wanted = captured_grads.wanted(spec.score, needs) if needs else ()
@@ -100,8 +101,8 @@ def _backward_plan(
     spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
 ) -> BackwardPlan:  # fmt: skip
     plan = plan_for(BackwardPlan, spec, call, wanted, *matrices)
-    return plan.suited(spec, call, wanted, matrices)
+    return plan.with_segments(spec, call, wanted, matrices)
 
 
-def _first(x: Tensor, columns: int) -> Tensor:
+def _first_columns(x: Tensor, columns: int) -> Tensor:
     return x if x.shape[3] == columns else x[..., :columns].contiguous()

@@ -32,7 +32,7 @@ from .device import (
 from .device.gluon_compat import gl
 from .tma import strides_fit, with_tma_strides
 
-# Fields of `How` for hoisted operands, and the generated functions that they hold
+# Fields of `config.KernelConfig` for hoisted operands, and the generated functions that they hold
 # (gpu/codegen/hoist.py); None where a call has none.
 HOISTED = {
     "mask_shared": "shared", "mask_of_q": "of_q", "mask_of_kv": "of_kv", "mask_steps": "steps",
@@ -46,18 +46,18 @@ DEVICE = (
     hoisted, relative_bias,
 )  # fmt: skip
 
-P = TypeVar("P", bound="Plan")
+P = TypeVar("P", bound="HopperPlan")
 
 
 def plan_for(
-    kind: type[P], spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor
+    plan_class: type[P], spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor
 ) -> P:
-    """The plan for a call; `matrices` are q, k, v and, for a backward, dout."""
-    return plan_of((kind,), spec, call, wanted, matrices, kind)
+    """Return the plan for a call; `matrices` are q, k, v and, for a backward, dout."""
+    return plan_of((plan_class,), spec, call, wanted, matrices, plan_class)
 
 
-class Plan(BasePlan):
-    """What forward and backward have in common."""
+class HopperPlan(BasePlan):
+    """A plan of the Hopper backend: what forward and backward have in common."""
 
     # Whether an absolute distance is simplified by the side of the diagonal that the mask keeps
     # (`side` of gpu/codegen/affine.py). For causal ALiBi the forward takes 47 instructions less per
@@ -95,38 +95,38 @@ class Plan(BasePlan):
             dependence_of(graph, graph.nodes[n].args[1:]) in ("pairs", "diagonals")
             for graph in graphs(spec)
             if graph is not None
-            for n in self.own_gathers(graph)
+            for n in self.kernel_gathers(graph)
         )
 
-    def own_gathers(self, graph: Graph) -> list[int]:
-        """The gathers that a kernel itself makes."""
+    def kernel_gathers(self, graph: Graph) -> list[int]:
+        """Return the gathers that a kernel itself makes."""
         if graph.kind != "mask" and self.text.bias_tables:
             return gathers_in_kernel(graph)
         return [n for n, _ in graph.gathers]
 
     def is_long(self, length: int = 2048) -> bool:
-        """Whether tile rows span `length` rows and few of their tiles are partial, as far as can be
-        said before the tiles are known."""
-        long = min(self.q_len, self.kv_len) >= length
-        return long and not self.gathers_per_pair and plainly_masked(self.spec)
+        """Return whether tile rows span `length` rows and few of their tiles are partial, as far as
+        can be said before the tiles are known."""
+        spans = min(self.q_len, self.kv_len) >= length
+        return spans and not self.gathers_per_pair and plainly_masked(self.spec)
 
     def compares_captures(self) -> bool:
-        """Whether the mask compares what it captures of queries with what it captures of keys, as
-        documents do: most tile rows are short."""
+        """Return whether the mask compares what it captures of queries with what it captures of
+        keys, as documents do: most tile rows are short."""
         mask = graphs(self.spec)[1]
         if mask is None:
             return False
-        kinds = {dependence_of(mask, mask.nodes[n].args[1:]) for n in self.own_gathers(mask)}
+        kinds = {dependence_of(mask, mask.nodes[n].args[1:]) for n in self.kernel_gathers(mask)}
         return {"rows", "cols"} <= kinds
 
-    def launch_kernel(self, own: Sequence[Tensor | None], given: CallArguments) -> None:
+    def launch_kernel(self, operands: Sequence[Tensor | None], call_args: CallArguments) -> None:
         """Launch the kernel. The compiler says, before anything runs, whether shared memory holds
         what a score or a mask needs beside the tiles.
 
         Raises `BackendRefused` where it does not.
         """
         try:
-            self.kernel(own, given)
+            self.kernel(operands, call_args)
         except OutOfResources as error:
             raise BackendRefused(
                 "backend='hopper' has not enough shared memory for this score or mask at widths "
@@ -135,15 +135,15 @@ class Plan(BasePlan):
             ) from error
 
     def tma_readable(self, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The matrices as TMA can read them: a copy where strides do not fit."""
+        """Return the matrices as TMA can read them: a copy where strides do not fit."""
         return matrices if self.strides_fit else list(map(with_tma_strides, matrices))
 
     def is_causal(self) -> bool:
-        """Whether the mask is `causal()`: tile rows are of all lengths."""
+        """Return whether the mask is `causal()`: tile rows are of all lengths."""
         return self.mask is not None and plainly_masked(self.spec)
 
     def head_swizzle(self, heads: int, tiles: int, waves: int = 1) -> int:
-        """How many of `heads` heads the scheduler interleaves (`config.head_swizzle`).
+        """Return how many of `heads` heads the scheduler interleaves (`config.head_swizzle`).
 
         - `tiles`: work tiles of a head; `waves`: of CTAs, whose heads share the L2 cache.
         """
@@ -153,7 +153,7 @@ class Plan(BasePlan):
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     card = named_card()
     return _processors(device) if card is None else card.processors
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 # -- what a kernel reads and writes ---------------------------------------------------------------
 
 
-class Inputs(NamedTuple):
-    """TMA descriptors."""
+class InputDescriptors(NamedTuple):
+    """The TMA descriptors of what the kernels read."""
 
     q: Any  # in pieces (device/mma.py)
     k: Any  # in pieces
@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
     neg_delta: Any  # -delta
 
 
-class Sizes(NamedTuple):
+class BwdSizes(NamedTuple):
     """The sizes of the problem, and how query heads share keys."""
 
     heads: Any  # query heads of a batch row
@@ -31,19 +31,19 @@ class Sizes(NamedTuple):
     kv_len: Any
 
 
-class ModArgs(NamedTuple):
-    """What score and mask are computed from, besides q and k."""
+class BwdModArgs(NamedTuple):
+    """The operands of score and mask besides q and k."""
 
     scale: Any  # of S
-    rate: Any  # what dK and dQ are multiplied by: `scale`, times dT/dS if HOW.constant_dscore
+    rate: Any  # what dK and dQ are multiplied by: `scale`, times dT/dS if CONFIG.constant_dscore
     coords: Any
     bias_tables: Any  # for `relative_bias.begin`
-    score: Any  # captured tensors and numbers of the score
-    mask: Any  # captured tensors and numbers of the mask
+    score_args: Any  # captured tensors and numbers of the score
+    mask_args: Any  # captured tensors and numbers of the mask
 
 
 class KeyLoads(NamedTuple):
-    """What the producer loads once for a work tile."""
+    """The loads that the producer makes once for a work tile."""
 
     k: Any  # descriptors, shared memory, ring
     v: Any
@@ -53,9 +53,9 @@ class KeyLoads(NamedTuple):
 
 
 class LoadContext(NamedTuple):
-    """What the producer needs for all blocks of queries of a head."""
+    """The operands of the producer for all blocks of queries of a head."""
 
-    inputs: Any  # Inputs
+    inputs: Any  # InputDescriptors
     smem: Any  # InputSmem
     rings: Any  # InputRings
     b: Any
@@ -64,9 +64,9 @@ class LoadContext(NamedTuple):
     keys: Any  # KeyLoads
 
 
-class KeyGrads(NamedTuple):
-    """Where dK and dV go: rounded, by TMA (descriptors), or in float32 (pointers). Either pair is
-    None."""
+class KeyGradOutputs(NamedTuple):
+    """The outputs for dK and dV: rounded, by TMA (descriptors), or in float32 (pointers). Either
+    pair is None."""
 
     dk: Any  # in pieces
     dv: Any
@@ -77,16 +77,16 @@ class KeyGrads(NamedTuple):
 
 
 class ConsumerOutputs(NamedTuple):
-    """What consumers write by themselves."""
+    """The outputs that consumers write by themselves."""
 
-    key_grads: Any  # KeyGrads
+    key_grads: Any  # KeyGradOutputs
     captured_grads: Any  # of the tensors that the score captures
     bias_sums: Any  # for `relative_bias.begin`
     segment_dq: Any  # descriptor of dQ, where a CTA owns segments; else None
 
 
 class ReduceOutputs(NamedTuple):
-    """What the dQ reduce warps write."""
+    """The outputs that the dQ reduce warps write."""
 
     dq_accum: Any  # in pieces
     dk: Any  # in pieces
@@ -101,7 +101,7 @@ class ReduceOutputs(NamedTuple):
 
 
 class InputSmem(NamedTuple):
-    """The shared memory of `Inputs`, stage by stage."""
+    """The shared memory of what `InputDescriptors` describe, stage by stage."""
 
     k: Any  # in pieces
     v: Any
@@ -120,8 +120,8 @@ class InputRings(NamedTuple):
     dout: Any  # and -delta
 
 
-class Smem(NamedTuple):
-    """All shared memory of bwd/kernel.py."""
+class BwdSmem(NamedTuple):
+    """The shared memory of bwd/kernel.py."""
 
     inputs: Any  # InputSmem
     ds: Any  # dS of both consumers, stage by stage
@@ -129,8 +129,8 @@ class Smem(NamedTuple):
     work: Any  # work tiles
 
 
-class Rings(NamedTuple):
-    """All pipelines of bwd/kernel.py."""
+class BwdRings(NamedTuple):
+    """The pipelines of bwd/kernel.py."""
 
     inputs: Any  # InputRings
     ds: Any  # from both consumers to both
@@ -139,14 +139,14 @@ class Rings(NamedTuple):
 
 
 class WideSmem(NamedTuple):
-    """All shared memory of bwd/wide.py."""
+    """The shared memory of bwd/wide.py."""
 
     inputs: Any  # InputSmem
     p: Any  # P, and dS in the same place
 
 
 class WideRings(NamedTuple):
-    """All pipelines of bwd/wide.py."""
+    """The pipelines of bwd/wide.py."""
 
     inputs: Any  # InputRings
     p: Any  # from the consumer of dV to that of dK
@@ -154,7 +154,7 @@ class WideRings(NamedTuple):
 
 
 class Cursors(NamedTuple):
-    """Where a consumer stands in its pipelines."""
+    """The cursors of a consumer in its pipelines."""
 
     q: Any
     dout: Any
@@ -162,7 +162,7 @@ class Cursors(NamedTuple):
 
 
 class LoadCursors(NamedTuple):
-    """Where the producer stands in its pipelines."""
+    """The cursors of the producer in its pipelines."""
 
     kv: Any
     q: Any
@@ -172,18 +172,18 @@ class LoadCursors(NamedTuple):
 # -- work tiles -----------------------------------------------------------------------------------
 
 
-class WorkTile(NamedTuple):
-    """128 keys of a head (bwd/wide.py: 64)."""
+class KeyTile(NamedTuple):
+    """A work tile of the backward: 128 keys of a head (bwd/wide.py: 64)."""
 
     tile_col: Any  # column of the block mask's tiles; -1: no more work
-    n_block: Any  # which work tile of its head
+    tile_in_head: Any  # its number among the tiles of its head
     first_key: Any
-    h: Any  # the first of `Sizes.share` query heads
+    h: Any  # the first of `BwdSizes.share` query heads
     b: Any
 
 
-class TileKeys(NamedTuple):
-    """The part of a `WorkTile` that says where its dK and dV go."""
+class KeyLocation(NamedTuple):
+    """The part of a `KeyTile` that says where its dK and dV go."""
 
     first_key: Any
     h: Any
@@ -191,7 +191,7 @@ class TileKeys(NamedTuple):
 
 
 class SegmentVisits(NamedTuple):
-    """Which visits of a work tile are the first and the last of a block of queries."""
+    """The visits of a work tile that are the first and the last of a block of queries."""
 
     first_bits: Any  # a bit for each block of the segment
     last_bits: Any
@@ -199,7 +199,7 @@ class SegmentVisits(NamedTuple):
 
 
 class SegmentHeader(NamedTuple):
-    """What `segment_table.Segments.items` begins with."""
+    """The header of `segment_table.Segments.items`."""
 
     total: Any  # segments of all heads
     equal_heads: Any  # heads with the same mask, and so the same segments
@@ -207,16 +207,16 @@ class SegmentHeader(NamedTuple):
 
 
 class SegmentItem(NamedTuple):
-    """What follows it for each segment: consecutive tile columns, whose queries no other column
-    visits."""
+    """A segment in `segment_table.Segments.items`: consecutive tile columns, whose queries no other
+    column visits."""
 
     first_tile: Any  # which work tile, of all of the mask's heads
     tiles: Any  # work tiles
     first_block: Any  # of queries
 
 
-class Segment(NamedTuple):
-    """What a CTA owns: a segment, for one of the equal heads."""
+class HeadSegment(NamedTuple):
+    """A segment, for one of the equal heads, that a CTA owns."""
 
     item: Any  # SegmentItem
     nth_head: Any
@@ -225,13 +225,13 @@ class Segment(NamedTuple):
 class SegmentTile(NamedTuple):
     """A work tile of a segment."""
 
-    tile: Any  # WorkTile
+    tile: Any  # KeyTile
     index: Any  # which work tile, of all of the mask's heads
     first_block: Any  # of the segment's queries
 
 
 class SegmentContext(NamedTuple):
-    """What a consumer needs to write dQ of its segment."""
+    """The operands of a consumer that writes dQ of its segment."""
 
     dq: Any  # descriptor
     visits: Any  # SegmentVisits
@@ -241,7 +241,7 @@ class SegmentContext(NamedTuple):
 # -- a block of queries ---------------------------------------------------------------------------
 
 
-class Head(NamedTuple):
+class QueryHead(NamedTuple):
     """A query head, and its batch row."""
 
     h: Any
@@ -249,21 +249,21 @@ class Head(NamedTuple):
 
 
 class PairContext(NamedTuple):
-    """What P is computed from, besides S and lse: of the pairs of a work tile and a head."""
+    """The operands of P besides S and lse, of the pairs of a work tile and a head."""
 
-    head: Any  # Head
+    head: Any  # QueryHead
     kv_idx: Any  # positions of the keys
     live: Any  # which keys are there
-    hoisted: Any  # `hoisted.Rows` of the keys
-    mods: Any  # ModArgs
+    hoisted: Any  # `hoisted.HoistedRows` of the keys
+    mods: Any  # BwdModArgs
     q_len: Any
 
 
 class QBlockContext(NamedTuple):
-    """What is the same for all blocks of queries of a work tile and a head, in bwd/kernel.py."""
+    """The operands that all blocks of queries of a work tile and a head share, in bwd/kernel.py."""
 
-    smem: Any  # Smem
-    rings: Any  # Rings
+    smem: Any  # BwdSmem
+    rings: Any  # BwdRings
     dq_ring: Any  # of this consumer
     pairs: Any  # PairContext
     captured_grads: Any
@@ -273,7 +273,7 @@ class QBlockContext(NamedTuple):
 
 
 class ReduceContext(NamedTuple):
-    """What a dQ reduce warp needs for all blocks of queries of a work tile and a head."""
+    """The operands of a dQ reduce warp for all blocks of queries of a work tile and a head."""
 
     dq_accum: Any  # descriptors, in pieces
     dq_smem: Any  # of one consumer, in pieces
@@ -281,12 +281,12 @@ class ReduceContext(NamedTuple):
     consumer: Any
     first_row: Any  # of the head, in dQ-accum
     semaphore: Any
-    tile: Any  # WorkTile
+    tile: Any  # KeyTile
     step: Any  # queries of a tile of the block mask
 
 
 class SegmentReduceContext(NamedTuple):
-    """The same, where a CTA owns segments."""
+    """The operands of a dQ reduce warp where a CTA owns segments."""
 
     dq_accum: Any  # descriptor
     dq: Any  # descriptor
@@ -295,15 +295,15 @@ class SegmentReduceContext(NamedTuple):
     consumer: Any
     first_row: Any  # of the segment, in dQ-accum, less its first block's
     visits: Any  # SegmentVisits
-    head: Any  # Head
+    head: Any  # QueryHead
 
 
 class MainloopState(NamedTuple):
-    """What bwd/kernel.py's main loop carries from block to block."""
+    """The state that bwd/kernel.py's main loop carries from block to block."""
 
     s: Any  # S of this block
     dq: Any  # the last piece of dQ of the block before, which is still to be stored
-    visit: Any  # what that block's visit was (bwd/segments.py)
+    visit: Any  # the kind of that block's visit (bwd/segments.py)
     dk: Any  # accumulator, in pieces
     dv: Any  # accumulator
     q_at: Any
@@ -312,10 +312,10 @@ class MainloopState(NamedTuple):
 
 
 class PipelinedState(NamedTuple):
-    """What the software-pipelined main loop (bwd/mainloop.py) carries."""
+    """The state that the software-pipelined main loop (bwd/mainloop.py) carries."""
 
     ds: Any  # dS of the block before, as a left operand
-    begun: Any  # 1 if there was one
+    has_previous: Any  # 1 if there was one
     dk: Any  # accumulator, in pieces, without that block's
     dv: Any  # accumulator
     q_at: Any
@@ -324,7 +324,7 @@ class PipelinedState(NamedTuple):
 
 
 class WideContext(NamedTuple):
-    """What is the same for all blocks of queries of a head, in bwd/wide.py."""
+    """The operands that all blocks of queries of a head share, in bwd/wide.py."""
 
     smem: Any  # WideSmem
     rings: Any  # WideRings
@@ -335,7 +335,7 @@ class WideContext(NamedTuple):
 
 
 class WideReduceContext(NamedTuple):
-    """What the consumer of dQ needs for all blocks of queries of a head, in bwd/wide_dq.py."""
+    """The operands of the consumer of dQ for all blocks of queries of a head, in bwd/wide_dq.py."""
 
     dq_accum: Any  # pointer
     smem: Any  # WideSmem
@@ -343,12 +343,12 @@ class WideReduceContext(NamedTuple):
     first_row: Any  # of the head, in dQ-accum
     share: Any
     semaphore: Any
-    tile: Any  # WorkTile
+    tile: Any  # KeyTile
     step: Any  # queries of a tile of the block mask
 
 
 class WideState(NamedTuple):
-    """What the consumers of dV and dK carry from block to block, in bwd/wide.py."""
+    """The state that the consumers of dV and dK carry from block to block, in bwd/wide.py."""
 
     product: Any  # S or dP of this block
     acc: Any  # dV or dK, its two halves of the columns

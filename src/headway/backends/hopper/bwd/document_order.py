@@ -1,4 +1,4 @@
-"""In which order CTAs take the tile columns of documents.
+"""The order in which CTAs take the tile columns of documents.
 
 Longest column first (LPT) would put columns of many documents side by side, each with queries of
 its own, which then are read from memory and not from the L2 cache. So documents come one after the
@@ -25,13 +25,10 @@ class DocumentWalks(Walks):
         return walk._replace(order=by_documents(walk, self.plan.q_len))
 
 
-def by_documents(walk: Walk, length: int) -> Tensor:
-    """The tile columns of a walk in this order, int32.
-
-    - `length`: of the queries.
-    """
+def by_documents(walk: Walk, q_len: int) -> Tensor:
+    """Return the tile columns of a walk, document after document, int32."""
     full, partial = Runs(*walk.full), Runs(*walk.partial)
-    width = -(-length // walk.step) + 1
+    width = -(-q_len // walk.step) + 1
     work = full.per_row() + partial.per_row()
     end = torch.maximum(full.ends(), partial.ends())
     groups = full.rows // walk.tile_rows * width

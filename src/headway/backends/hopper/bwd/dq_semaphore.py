@@ -29,13 +29,13 @@ from ...gpu.runtime.device_guard import keep_alive, outside_capture
 
 
 class DqSemaphore(NamedTuple):
-    """What a kernel needs without a block mask: the ticket of a tile column is its number."""
+    """The semaphore of a kernel without a block mask: the ticket of a tile column is its number."""
 
     counters: Any  # int32, 4 for each 64 queries: how many have added (a part of) a block
 
 
 class MaskedDqSemaphore(NamedTuple):
-    """What it needs with a block mask."""
+    """The semaphore of a kernel with a block mask."""
 
     counters: Any
     first: Any  # int64: where the tickets of a tile column begin
@@ -43,7 +43,7 @@ class MaskedDqSemaphore(NamedTuple):
 
 
 class OrderedWalks:
-    """The walks of a plan, in this order.
+    """The walks of a plan, whose tile columns visit their blocks in ascending order.
 
     - `length`: queries, whose blocks tile columns visit.
     """
@@ -55,7 +55,7 @@ class OrderedWalks:
     def __call__(
         self, call: Call, counters: Tensor
     ) -> tuple[Walk, DqSemaphore | MaskedDqSemaphore]:
-        """The walk for a call, and its semaphore, with counters that are 0."""
+        """Return the walk for a call, and its semaphore, with counters that are 0."""
         walk = self.walks(call)
         if walk.full is None:
             return walk, DqSemaphore(counters)
@@ -68,10 +68,10 @@ class OrderedWalks:
 
 
 def order_walk(walk: Walk, width: int) -> tuple[Walk, Tensor, Tensor]:
-    """A walk whose n-th runs of partial and of full tiles come one after the other, in ascending
-    order; where the tickets of a column begin; and the tickets (`MaskedDqSemaphore`): 4 bytes for
-    each live tile. Every column has a tile: one with no live tile its first, which the mask
-    empties.
+    """Return a walk whose n-th runs of partial and of full tiles come one after the other, in
+    ascending order; where the tickets of a column begin; and the tickets (`MaskedDqSemaphore`): 4
+    bytes for each live tile. Every column has a tile: one with no live tile its first, which the
+    mask empties.
 
     - `width`: tiles of a column.
     """
@@ -80,8 +80,8 @@ def order_walk(walk: Walk, width: int) -> tuple[Walk, Tensor, Tensor]:
     (empty,) = (full.per_row() + partial.per_row() == 0).nonzero(as_tuple=True)
     key = torch.cat([full.keys(width), partial.keys(width), empty * (width + 1)])
     count = torch.cat([full.count, partial.count, torch.ones_like(empty, dtype=torch.int32)])
-    key, at = key.sort()
-    count, is_full = count[at], at < len(full.start)
+    key, order = key.sort()
+    count, is_full = count[order], order < len(full.start)
     column, start = key // (width + 1), (key % (width + 1)).to(torch.int32)
 
     # Full tiles that follow partial ones, in a column, share their number.
@@ -90,32 +90,34 @@ def order_walk(walk: Walk, width: int) -> tuple[Walk, Tensor, Tensor]:
     number = opens.cumsum(0) - 1
     offsets = _offsets(column[opens], columns).to(torch.int32)
 
-    def runs_of(mine: Tensor) -> Runs:
-        none = torch.zeros(int(number[-1]) + 1, dtype=torch.int32, device=device)
-        at = (number[mine],)
-        return Runs(offsets, none.index_put(at, start[mine]), none.index_put(at, count[mine]))
+    def runs_of(kind: Tensor) -> Runs:
+        zeros = torch.zeros(int(number[-1]) + 1, dtype=torch.int32, device=device)
+        index = (number[kind],)
+        return Runs(
+            offsets, zeros.index_put(index, start[kind]), zeros.index_put(index, count[kind])
+        )
 
-    order = walk.order.flip(0)
+    launch_order = walk.order.flip(0)
     # All tiles, column after column: which row of tiles, and when the column is launched.
     tiles = Runs(_offsets(column, columns), start, count)
     per_column = tiles.per_row()
     column = torch.repeat_interleave(torch.arange(columns, device=device), per_column)
-    when = torch.empty_like(order, dtype=torch.int64)
-    when[order.long()] = torch.arange(columns, device=device)
+    when = torch.empty_like(launch_order, dtype=torch.int64)
+    when[launch_order.long()] = torch.arange(columns, device=device)
     tile_row = column // walk.tile_rows * width + tiles.tiles()
-    tile_row, at = (tile_row * columns + when[column]).sort()
+    tile_row, order = (tile_row * columns + when[column]).sort()
     tile_row //= columns
-    nth = torch.arange(len(at), device=device)
+    nth = torch.arange(len(order), device=device)
     begins = torch.cat([tile_row.new_ones(1, dtype=torch.bool), tile_row[1:] != tile_row[:-1]])
-    tickets = torch.empty(len(at), dtype=torch.int32, device=device)
-    tickets[at] = (nth - torch.where(begins, nth, 0).cummax(0).values).to(torch.int32)
+    tickets = torch.empty(len(order), dtype=torch.int32, device=device)
+    tickets[order] = (nth - torch.where(begins, nth, 0).cummax(0).values).to(torch.int32)
     walk = walk._replace(
-        full=tuple(runs_of(is_full)), partial=tuple(runs_of(~is_full)), order=order
+        full=tuple(runs_of(is_full)), partial=tuple(runs_of(~is_full)), order=launch_order
     )
     return walk, per_column.cumsum(0) - per_column, tickets
 
 
 def _offsets(column: Tensor, columns: int) -> Tensor:
-    """Where each of some sorted columns begins, and where the last ends."""
+    """Return where each of some sorted columns begins, and where the last ends."""
     ends = torch.bincount(column, minlength=columns).cumsum(0)
     return torch.cat([ends.new_zeros(1), ends])

@@ -20,16 +20,17 @@ from ..device.pipeline import (
     mbarrier_ring,
     semaphore_wait,
 )
-from ..device.work_tile import WORK_STAGES
-from .common import ACCUM_WIDTH, read_work_tile
+from ..device.work_tile import ONE_WARP, WORK_STAGES
+from .common import ACCUM_WIDTH, read_key_tile
 
+READERS = gl.constexpr(4)  # of a work tile: two consumers, two reduce warps
 ZERO_ROWS = gl.constexpr(4)  # rows of dQ-accum, that one copy zeroes
 AHEAD = gl.constexpr(1)  # work tiles of each CTA, whose heads are zeroed before they are needed
 
 
 @gluon.jit
 def zero_buffer(zero_rows):
-    """Shared memory for zeros; none where dQ-accum is zeroed before this kernel."""
+    """Allocate shared memory for zeros; none where dQ-accum is zeroed before this kernel."""
     if zero_rows is None:
         return ()
     else:
@@ -38,18 +39,18 @@ def zero_buffer(zero_rows):
 
 @gluon.jit
 def work_ring(zero_rows):
-    """The pipeline of work tiles, to the consumers, the reduce warps, and this warp, where it
+    """Make the pipeline of work tiles, to the consumers, the reduce warps, and this warp, where it
     writes zeros."""
     if zero_rows is None:
-        return mbarrier_ring(WORK_STAGES, 1, 4)
+        return mbarrier_ring(WORK_STAGES, 1, READERS)
     else:
-        return mbarrier_ring(WORK_STAGES, 1, 5)
+        return mbarrier_ring(WORK_STAGES, 1, READERS + 1)
 
 
 @gluon.jit
 def write_zeros(
     zero_rows, zeroed, zeros, work_smem, ring, sizes, total, walk, COLUMNS: gl.constexpr,
-    HOW: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Zero dQ-accum of all heads, together with the other CTAs.
 
@@ -58,7 +59,7 @@ def write_zeros(
       how many blocks are taken.
     """
     if zero_rows is not None:
-        tiles_per_head = (walk.tile_rows >> 2) * HOW.subtiles
+        tiles_per_head = (walk.tile_rows >> 2) * CONFIG.subtiles
         mask_batch = walk.b  # batch rows of the mask: their work tiles go through these first
         all_heads = total // tiles_per_head * sizes.share
         ahead = (AHEAD * gl.num_programs(0) // tiles_per_head + 1) * sizes.share
@@ -67,20 +68,20 @@ def write_zeros(
         layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
         zeros.store(gl.full(zeros.shape, 0.0, gl.float32, layout=layout))
         fence_async_shared()
-        at = first_stage()
-        consumer_wait(ring, at)
-        tile = read_work_tile(work_smem, at, 1)
+        work_at = first_stage()
+        consumer_wait(ring, work_at)
+        tile = read_key_tile(work_smem, work_at, ONE_WARP)
         while tile.tile_col >= 0:
             # The condition is always true; it makes the release wait until these numbers are read.
-            consumer_release(ring, at, tile.tile_col + tile.h + tile.b >= 0)
-            at = advance(at, WORK_STAGES)
+            consumer_release(ring, work_at, tile.tile_col + tile.h + tile.b >= 0)
+            work_at = advance(work_at, WORK_STAGES)
             # The last head of the work tile, in that order.
             last_head = (
                 tile.b // mask_batch * sizes.heads + tile.h + sizes.share - 1
             ) * mask_batch + tile.b % mask_batch
-            needed = gl.minimum(last_head + 1 + ahead, all_heads) * blocks
-            taken = gl.load(zeroed + all_heads, volatile=True)
-            while taken < needed:
+            needed_blocks = gl.minimum(last_head + 1 + ahead, all_heads) * blocks
+            taken_blocks = gl.load(zeroed + all_heads, volatile=True)
+            while taken_blocks < needed_blocks:
                 block = gl.atomic_add(zeroed + all_heads, 1, sem="relaxed")
                 if block < all_heads * blocks:
                     n = block // blocks
@@ -90,9 +91,9 @@ def write_zeros(
                         tma_store(zero_rows, [first + row, 0], zeros)
                     tma_store_wait_visible()
                     gl.atomic_add(zeroed + head, 1, sem="release")
-                taken = block + 1
-            consumer_wait(ring, at)
-            tile = read_work_tile(work_smem, at, 1)
+                taken_blocks = block + 1
+            consumer_wait(ring, work_at)
+            tile = read_key_tile(work_smem, work_at, ONE_WARP)
 
 
 @gluon.jit

@@ -45,6 +45,7 @@ Shared stores stand before the products that they would otherwise queue behind, 
 flight over the loop's end, which the assembler would serialise.
 """
 
+from .. import config
 from ..device.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..device.mma import (
     ROWS,
@@ -73,12 +74,13 @@ from ..device.pipeline import (
     producer_commit,
     stage_of,
 )
-from ..device.relative_bias import add_bias_grad as add_along
-from ..device.relative_bias import locate_bias
+from ..device.relative_bias import add_bias_grad, locate_bias
 from ..device.work_tile import (
     BWD_FIELDS,
+    ONE_WARP,
+    WARPGROUP,
     WORK_STAGES,
-    read_runs,
+    read_q_runs,
     visit_q_blocks,
     work_buffer,
 )
@@ -91,29 +93,29 @@ from .common import (
     locate_keys,
     opaque_zero,
     probabilities,
+    read_key_location,
+    read_key_tile,
     read_segment_visits,
     read_tile_col,
-    read_tile_keys,
-    read_work_tile,
     widen,
 )
 from .context import (
+    BwdModArgs,
+    BwdRings,
+    BwdSizes,
+    BwdSmem,
     ConsumerOutputs,
     Cursors,
-    Head,
+    InputDescriptors,
     InputRings,
-    Inputs,
     InputSmem,
-    KeyGrads,
+    KeyGradOutputs,
     MainloopState,
-    ModArgs,
     PairContext,
     QBlockContext,
+    QueryHead,
     ReduceOutputs,
-    Rings,
     SegmentContext,
-    Sizes,
-    Smem,
 )
 from .dq import dq_buffers, dq_rings, issue_dq, issue_dq_strip, store_dq, zero_dq
 from .dq_reduce import reduce_dq
@@ -123,10 +125,14 @@ from .mainloop import drain, mma_q_block_pipelined, prologue
 from .producer import produce
 from .segments import commit_dq, reduce_segments, store_gradient, store_visit
 
+# Registers of the threads of a consumer, and of those that are one warp.
+CONSUMER_REGISTERS = gl.constexpr(config.BWD_CONSUMER_REGISTERS)
+MIN_REGISTERS = gl.constexpr(config.MIN_REGISTERS)
+
 
 @gluon.jit(
     do_not_specialize=[
-        "total", "last", "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width",
+        "total", "last_columns", "heads", "group", "share", "q_len", "q_rows", "kv_len", "d_width",
         "dv_width", "score_numbers", "mask_numbers",
     ]
 )  # fmt: skip
@@ -139,17 +145,17 @@ def backward(
     dk_float32, dv_float32, captured_grads,  # pointers
     bias_tables, bias_sums,  # read and summed along diagonals (device/relative_bias.py)
     counter, total,  # of work tiles, or segments: the next one (0, before and after); how many
-    last,  # tile columns, times HOW.subtiles, whose work tiles come last
+    last_columns,  # tile columns, times CONFIG.subtiles, whose work tiles come last
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width,
-    scale, rate,  # see `ModArgs`
+    scale, rate,  # see `BwdModArgs`
     coords, walk, semaphore,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 128 keys from `share` query heads, and what these keys add to dQ."""
-    BLOCK: gl.constexpr = HOW.block
+    """Compute dK and dV of 128 keys from `share` query heads, and what these keys add to dQ."""
+    BLOCK: gl.constexpr = CONFIG.block
     COLUMNS: gl.constexpr = k0.block_shape[3]
-    STAGES: gl.constexpr = HOW.stages
+    STAGES: gl.constexpr = CONFIG.stages
     # Launchers take descriptors one by one, and not in tuples.
     q, k = pieces(q0, q1), pieces(k0, k1)
     dq_accum, dk = pieces(dq_accum0, dq_accum1), pieces(dk0, dk1)
@@ -168,9 +174,9 @@ def backward(
     zeros_smem = zero_buffer(zero_rows)
     k_ring = mbarrier_ring(1, 1, 2)
     v_ring = mbarrier_ring(1, 1, 2)
-    q_ring = mbarrier_ring(STAGES, 1, 2, HOW.q_barriers())
-    do_ring = mbarrier_ring(DO_STAGES, 1, 2, HOW.do_barriers())
-    rings = Rings(
+    q_ring = mbarrier_ring(STAGES, 1, 2, CONFIG.q_barriers())
+    do_ring = mbarrier_ring(DO_STAGES, 1, 2, CONFIG.do_barriers())
+    rings = BwdRings(
         inputs=InputRings(k=k_ring, v=v_ring, q=q_ring, dout=do_ring),
         ds=ds_ring(DS_STAGES),
         dq=(dq_rings(dq_accum), dq_rings(dq_accum)),
@@ -180,38 +186,39 @@ def backward(
     input_smem = InputSmem(
         k=k_smem, v=v_smem, q=q_smem, dout=do_smem, lse=lse_smem, neg_delta=delta_smem
     )
-    smem = Smem(inputs=input_smem, ds=ds_smem, dq=dq_smem, work=work_smem)
-    sizes = Sizes(heads, group, share, q_len, q_rows, kv_len)
-    inputs = Inputs(q=q, k=k, v=v, dout=dout, lse=lse, neg_delta=neg_delta)
-    key_grads = KeyGrads(dk, dv, dk_float32, dv_float32, d_width, dv_width)
+    smem = BwdSmem(inputs=input_smem, ds=ds_smem, dq=dq_smem, work=work_smem)
+    sizes = BwdSizes(heads, group, share, q_len, q_rows, kv_len)
+    inputs = InputDescriptors(q=q, k=k, v=v, dout=dout, lse=lse, neg_delta=neg_delta)
+    key_grads = KeyGradOutputs(dk, dv, dk_float32, dv_float32, d_width, dv_width)
     outputs = ConsumerOutputs(key_grads, captured_grads, bias_sums, segment_dq)
-    score, mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
-    mods = ModArgs(scale, rate, coords, bias_tables, score, mask)
-    reduced = ReduceOutputs(dq_accum, dk, dv, segment_dq, segments, zero_rows, zeroed)
+    score_args, mask_args = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
+    mods = BwdModArgs(scale, rate, coords, bias_tables, score_args, mask_args)
+    reduce_outputs = ReduceOutputs(dq_accum, dk, dv, segment_dq, segments, zero_rows, zeroed)
     gl.warp_specialize(
         [
             (consumer, (outputs, smem, rings, sizes, mods, walk, gl.constexpr(0),
-                        DERIVATIVE, SCATTER, MASK, HOW)),
+                        DERIVATIVE, SCATTER, MASK, CONFIG)),
             (consumer, (outputs, smem, rings, sizes, mods, walk, gl.constexpr(1),
-                        DERIVATIVE, SCATTER, MASK, HOW)),
-            (produce, (inputs, smem, rings, counter, total, last, visit_bits, segments, sizes, walk,
-                       HOW)),
-            (reduce_segments if HOW.owns_segment else reduce_dq,
-                      (reduced, smem, rings, sizes, walk, semaphore, gl.constexpr(0), HOW)),
-            (reduce_segments if HOW.owns_segment else reduce_dq,
-                      (reduced, smem, rings, sizes, walk, semaphore, gl.constexpr(1), HOW)),
+                        DERIVATIVE, SCATTER, MASK, CONFIG)),
+            (produce, (inputs, smem, rings, counter, total, last_columns, visit_bits, segments,
+                       sizes, walk, CONFIG)),
+            (reduce_segments if CONFIG.owns_segment else reduce_dq,
+             (reduce_outputs, smem, rings, sizes, walk, semaphore, gl.constexpr(0), CONFIG)),
+            (reduce_segments if CONFIG.owns_segment else reduce_dq,
+             (reduce_outputs, smem, rings, sizes, walk, semaphore, gl.constexpr(1), CONFIG)),
             (write_zeros, (zero_rows, zeroed, zeros_smem, work_smem, rings.work, sizes, total, walk,
-                           COLUMNS, HOW)),
+                           COLUMNS, CONFIG)),
         ],
-        [4, 1, 1, 1, 1],  # warps of the partitions after the first
-        [240, 24, 24, 24, 24],  # registers of their threads
+        # Warps of the partitions after the first, and registers of their threads.
+        [WARPGROUP, ONE_WARP, ONE_WARP, ONE_WARP, ONE_WARP],
+        [CONSUMER_REGISTERS, MIN_REGISTERS, MIN_REGISTERS, MIN_REGISTERS, MIN_REGISTERS],
     )  # fmt: skip
 
 
 @gluon.jit
 def ds_ring(STAGES: gl.constexpr):
-    """The pipeline of dS. With two stages, the stage before is read when the next is written: both
-    consumers have written that."""
+    """Make the pipeline of dS. With two stages, the stage before is read when the next is written:
+    both consumers have written that."""
     if STAGES == 1:
         return mbarrier_ring(1, 2, 2)
     else:
@@ -219,14 +226,14 @@ def ds_ring(STAGES: gl.constexpr):
 
 
 @gluon.constexpr_function
-def config_of(HOW, W):
-    """The configuration for consumer W."""
-    return HOW.for_consumer(W)
+def config_of(CONFIG, W):
+    """Return the configuration for consumer W."""
+    return CONFIG.for_consumer(W)
 
 
 @gluon.constexpr_function
 def ds_stages(k):
-    """Stages of dS: a row in two pieces leaves memory for one."""
+    """Return the stages of dS: a row in two pieces leaves memory for one."""
     return 3 - len(k)
 
 
@@ -235,83 +242,100 @@ def ds_stages(k):
 
 @gluon.jit
 def consumer(
-    to, smem, rings, sizes, mods, walk, W: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    outputs, smem, rings, sizes, mods, walk, W: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of keys 64 W to 64 W + 63 of every work tile, and this consumer's tiles of dQ."""
+    """Compute dK and dV of keys 64 W to 64 W + 63 of every work tile, and this consumer's tiles of
+    dQ."""
     dq = zero_dq(smem.dq)
-    at = Cursors(first_stage(), first_stage(), first_stage())
-    done = gl.to_tensor(0)  # work tiles
+    cursors = Cursors(first_stage(), first_stage(), first_stage())
+    tiles_done = gl.to_tensor(0)
     consumer_wait(rings.work, first_stage())
-    consumer_release_all(HOW.stages, HOW.q_barriers())
-    consumer_release_all(DO_STAGES, HOW.do_barriers())
-    tile_col = read_tile_col(smem.work, first_stage(), 4)
+    consumer_release_all(CONFIG.stages, CONFIG.q_barriers())
+    consumer_release_all(DO_STAGES, CONFIG.do_barriers())
+    tile_col = read_tile_col(smem.work, first_stage(), WARPGROUP)
     while tile_col >= 0:
-        dq, at = consume_tile(
-            dq, at, done, to, smem, rings, sizes, mods, walk, W, DERIVATIVE, SCATTER, MASK, HOW
+        dq, cursors = consume_tile(
+            dq,
+            cursors,
+            tiles_done,
+            outputs,
+            smem,
+            rings,
+            sizes,
+            mods,
+            walk,
+            W,
+            DERIVATIVE,
+            SCATTER,
+            MASK,
+            CONFIG,
         )
-        consumer_release(rings.work, stage_of(done, WORK_STAGES))
-        done += 1
-        consumer_wait(rings.work, stage_of(done, WORK_STAGES))
-        tile_col = read_tile_col(smem.work, stage_of(done, WORK_STAGES), 4)
-    if not (HOW.pipelined or HOW.owns_segment):
+        consumer_release(rings.work, stage_of(tiles_done, WORK_STAGES))
+        tiles_done += 1
+        consumer_wait(rings.work, stage_of(tiles_done, WORK_STAGES))
+        tile_col = read_tile_col(smem.work, stage_of(tiles_done, WORK_STAGES), WARPGROUP)
+    if not (CONFIG.pipelined or CONFIG.owns_segment):
         LAST: gl.constexpr = len(smem.dq) - 1
-        store_dq(dq, smem.dq[LAST].index(W), rings.dq[W][LAST], at.dq)
+        store_dq(dq, smem.dq[LAST].index(W), rings.dq[W][LAST], cursors.dq)
         fence_async_shared()
-        producer_commit(rings.dq[W][LAST], at.dq)
+        producer_commit(rings.dq[W][LAST], cursors.dq)
 
 
 @gluon.jit
 def consume_tile(
-    dq, at, done, to, smem, rings, sizes, mods, walk, W: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    dq, cursors, tiles_done, outputs, smem, rings, sizes, mods, walk, W: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """A work tile, after `done` others. `dq` is the last piece of dQ before it, still to be stored.
-    **Returns:** that of this work tile, and the cursors."""
-    inputs, of_inputs = smem.inputs, rings.inputs
-    tile = read_work_tile(smem.work, stage_of(done, WORK_STAGES), 4)
+    """Compute a work tile, after `tiles_done` others. `dq` is the last piece of dQ before it, still
+    to be stored. **Returns:** that of this work tile, and the cursors."""
+    inputs, input_rings = smem.inputs, rings.inputs
+    tile = read_key_tile(smem.work, stage_of(tiles_done, WORK_STAGES), WARPGROUP)
     first_key = tile.first_key + W * ROWS
-    live, kv_idx = locate_keys(first_key, tile.b, mods.coords, sizes.kv_len, HOW)
+    live, kv_idx = locate_keys(first_key, tile.b, mods.coords, sizes.kv_len, CONFIG)
     dk = zero_acc(ROWS, inputs.k)
     dv = zero_acc(ROWS, (inputs.v,))[0]
-    consumer_wait(of_inputs.k, stage_of(done, 1))
-    if HOW.pipelined:
-        state = prologue(dk, dv, at, inputs.k, HOW)
+    consumer_wait(input_rings.k, stage_of(tiles_done, 1))
+    if CONFIG.pipelined:
+        state = prologue(dk, dv, cursors, inputs.k, CONFIG)
     else:
-        zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
-        consumer_wait(of_inputs.q, at.q)
-        s = wgmma_abt(at_stage(inputs.k, W), at_stage(inputs.q, at.q.stage), zero_tile)
+        zero_tile = gl.full([ROWS, CONFIG.block], 0.0, gl.float32, layout=acc_layout(CONFIG.block))
+        consumer_wait(input_rings.q, cursors.q)
+        s = wgmma_abt(at_stage(inputs.k, W), at_stage(inputs.q, cursors.q.stage), zero_tile)
         s = warpgroup_mma_wait(0, deps=[s])
-        state = MainloopState(s, dq, gl.to_tensor(0), dk, dv, at.q, at.dout, at.dq)
-    if HOW.owns_segment:
-        visits = read_segment_visits(smem.work, stage_of(done, WORK_STAGES), 4)
-        segment = SegmentContext(to.segment_dq, visits, mods.rate)
+        state = MainloopState(
+            s=s, dq=dq, visit=gl.to_tensor(0), dk=dk, dv=dv, q_at=cursors.q, dout_at=cursors.dout,
+            dq_at=cursors.dq,
+        )  # fmt: skip
+    if CONFIG.owns_segment:
+        visits = read_segment_visits(smem.work, stage_of(tiles_done, WORK_STAGES), WARPGROUP)
+        segment = SegmentContext(outputs.segment_dq, visits, mods.rate)
     else:
-        segment = SegmentContext(to.segment_dq, (), mods.rate)
-    consumer_wait(of_inputs.v, stage_of(done, 1))
-    runs = read_runs(smem.work, stage_of(done, WORK_STAGES), walk, 4, HOW)
-    # A constexpr in a tuple is no constexpr afterwards.
-    OWN: gl.constexpr = config_of(HOW, W)
+        segment = SegmentContext(outputs.segment_dq, (), mods.rate)
+    consumer_wait(input_rings.v, stage_of(tiles_done, 1))
+    runs = read_q_runs(smem.work, stage_of(tiles_done, WORK_STAGES), walk, WARPGROUP, CONFIG)
+    # The number of the consumer goes with its configuration: in a tuple it would be no constexpr.
+    CONFIG_W: gl.constexpr = config_of(CONFIG, W)
     for n in range(sizes.share):
-        head = Head(tile.h + n, tile.b)
-        hoisted = hoist_keys(head, kv_idx, first_key, mods, HOW)
+        head = QueryHead(tile.h + n, tile.b)
+        hoisted = hoist_keys(head, kv_idx, first_key, mods, CONFIG)
         pairs = PairContext(head, kv_idx, live, hoisted, mods, sizes.q_len)
-        bias_sums = locate_bias(to.bias_sums, head.b, head.h, first_key)
+        bias_sums = locate_bias(outputs.bias_sums, head.b, head.h, first_key)
         context = QBlockContext(
-            smem, rings, rings.dq[W], pairs, to.captured_grads, bias_sums, sizes.share, segment
+            smem, rings, rings.dq[W], pairs, outputs.captured_grads, bias_sums, sizes.share, segment
         )
         state = visit_q_blocks(
             state, context, walk, tile.tile_col, runs, sizes.q_len, sizes.share - 1 - n,
-            mma_q_block_pipelined if HOW.pipelined else mma_q_block,
-            DERIVATIVE, SCATTER, MASK, OWN,
+            mma_q_block_pipelined if CONFIG.pipelined else mma_q_block,
+            DERIVATIVE, SCATTER, MASK, CONFIG_W,
         )  # fmt: skip
-    if HOW.pipelined:
+    if CONFIG.pipelined:
         zero = tile.first_key >> 31  # see `opaque_zero`
-        dk, dv, at = drain(state, smem, rings, rings.dq[W], zero, W, HOW)
+        dk, dv, cursors = drain(state, smem, rings, rings.dq[W], zero, W, CONFIG)
     else:
         dk, dv = state.dk, state.dv
         dq_at = state.dq_at
-        if HOW.owns_segment:
+        if CONFIG.owns_segment:
             ring = rings.dq[W][0]
             store_visit(state.dq, state.visit, segment, smem.dq[0].index(W), ring, dq_at)
             fence_async_shared()
@@ -319,34 +343,34 @@ def consume_tile(
             dq_at = advance(dq_at, 1)
         else:
             dq = state.dq
-        at = Cursors(state.q_at, state.dout_at, dq_at)
-    consumer_release(of_inputs.k, stage_of(done, 1))
-    consumer_release(of_inputs.v, stage_of(done, 1))
+        cursors = Cursors(state.q_at, state.dout_at, dq_at)
+    consumer_release(input_rings.k, stage_of(tiles_done, 1))
+    consumer_release(input_rings.v, stage_of(tiles_done, 1))
     # Read again, so that they were in no registers until now.
-    keys = read_tile_keys(smem.work, stage_of(done, WORK_STAGES), 4)
-    if to.key_grads.dv is None:
-        store_dkdv_float32(dk, dv, to.key_grads, keys, sizes, mods.rate, W)
-        dq_at = at.dq
-    elif HOW.owns_segment:
+    keys = read_key_location(smem.work, stage_of(tiles_done, WORK_STAGES), WARPGROUP)
+    if outputs.key_grads.dv is None:
+        store_dkdv_float32(dk, dv, outputs.key_grads, keys, sizes, mods.rate, W)
+        dq_at = cursors.dq
+    elif CONFIG.owns_segment:
         dq_smem, ring = smem.dq[0].index(W), rings.dq[W][0]
-        dq_at = store_gradient(dv, inputs.v.index(W), dq_smem, ring, at.dq)
+        dq_at = store_gradient(dv, inputs.v.index(W), dq_smem, ring, cursors.dq)
         dq_at = store_gradient(dk[0] * mods.rate, inputs.k[0].index(W), dq_smem, ring, dq_at)
     else:
-        dq_at = store_dkdv(dk, dv, smem, rings.dq[W], at.dq, mods.rate, W)
-    return dq, Cursors(at.q, at.dout, dq_at)
+        dq_at = store_dkdv(dk, dv, smem, rings.dq[W], cursors.dq, mods.rate, W)
+    return dq, Cursors(cursors.q, cursors.dout, dq_at)
 
 
 @gluon.jit
 def mma_q_block(
-    state, context, n, more, PARTIAL: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    state, context, n, has_next, PARTIAL: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The block of queries from n on."""
+    """Compute the block of queries from n on. See the steps in the docstring of this file."""
     smem, rings, pairs, ring = context.smem, context.rings, context.pairs, context.dq_ring
-    inputs, of_inputs = smem.inputs, rings.inputs
+    inputs, input_rings = smem.inputs, rings.inputs
     s, q_at, dout_at, dq_at = state.s, state.q_at, state.dout_at, state.dq_at
-    W: gl.constexpr = HOW.consumer
-    BLOCK: gl.constexpr = HOW.block
+    W: gl.constexpr = CONFIG.consumer
+    BLOCK: gl.constexpr = CONFIG.block
     DV: gl.constexpr = inputs.v.shape[2]
     WIDE: gl.constexpr = len(inputs.k) == 2
     LAST: gl.constexpr = len(smem.dq) - 1
@@ -356,39 +380,39 @@ def mma_q_block(
     zero = opaque_zero(n, context.share)
 
     # A fence waits for what was read before it: what a mask needs is read after it.
-    READS: gl.constexpr = PARTIAL and HOW.mask_pairs is not None
-    if not READS:
-        queries = hoist_queries(n, pairs, PARTIAL, HOW)
+    MASK_READS: gl.constexpr = PARTIAL and CONFIG.mask_pairs is not None
+    if not MASK_READS:
+        queries = hoist_queries(n, pairs, PARTIAL, CONFIG)
     visit = state.visit
-    if HOW.owns_segment:
+    if CONFIG.owns_segment:
         store_visit(state.dq, visit, context.segment, smem.dq[0].index(W), ring[0], dq_at)
     else:
         store_dq(state.dq, smem.dq[LAST].index(W), ring[LAST], dq_at)
-    if READS:
-        dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, HOW)
-        queries = hoist_queries(n, pairs, PARTIAL, HOW)
+    if MASK_READS:
+        dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, CONFIG)
+        queries = hoist_queries(n, pairs, PARTIAL, CONFIG)
     lse = inputs.lse.index(q_at.stage).load(cols)
-    consumer_wait(of_inputs.dout, dout_at)
-    if not (HOW.dp_after_p or WIDE):
+    consumer_wait(input_rings.dout, dout_at)
+    if not (CONFIG.dp_after_p or WIDE):
         dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), zero_tile, False)
-    if not READS:
-        dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, HOW)
+    if not MASK_READS:
+        dq_at, visit = commit_dq(ring[LAST], dq_at, visit, n, context.segment, CONFIG)
 
     # P times the derivative now, so that only the product stays in registers.
-    p, p_dscore, dscore, at = probabilities(
-        s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, HOW
+    p, p_dscore, dscore, pair_args = probabilities(
+        s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, CONFIG
     )
     p16 = p.to(dtype)
     neg_delta = inputs.neg_delta.index(dout_at.stage).load(cols)
     if WIDE:  # and rounded; the product begins with -delta
         p16 = materialize(p16)
-        if HOW.constant_dscore:  # noqa: SIM108
+        if CONFIG.constant_dscore:  # noqa: SIM108
             p_dscore = p16
         else:
             p_dscore = materialize(p_dscore.to(dtype))
         neg_delta = broadcast_row(neg_delta, zero_tile)
         dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), neg_delta, True)
-    elif HOW.dp_after_p:
+    elif CONFIG.dp_after_p:
         dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), zero_tile, False)
     p16 = gl.convert_layout(p16, lhs_layout(DV))
     dv = warpgroup_mma(p16, inputs.dout.index(dout_at.stage), state.dv, is_async=True)
@@ -396,10 +420,10 @@ def mma_q_block(
     dp = warpgroup_mma_wait(1, deps=[dp])
     if not WIDE:
         dp = dp + neg_delta[None, :]
-    ds = widen(p_dscore, HOW.constant_dscore) * dp
+    ds = widen(p_dscore, CONFIG.constant_dscore) * dp
     if SCATTER is not None:
-        grads = captured_values_grads(p, dscore, dp, HOW.unbounded_dscore)
-        SCATTER(context.captured_grads, grads, *at, pairs.mods.score)
+        grads = captured_values_grads(p, dscore, dp, CONFIG.unbounded_dscore)
+        SCATTER(context.captured_grads, grads, *pair_args, pairs.mods.score_args)
     ds16 = ds.to(dtype)
     if WIDE:
         ds_at = dq_at
@@ -415,21 +439,21 @@ def mma_q_block(
         dv, dk0, dk1, _, _ = warpgroup_mma_wait(0, deps=[dv, dk[0], dk[1], p16, ds16])
     else:
         dv, _ = warpgroup_mma_wait(1, deps=[dv, p16])
-    consumer_release(of_inputs.dout, dout_at, True, HOW.do_barriers())
+    consumer_release(input_rings.dout, dout_at, True, CONFIG.do_barriers())
 
     consumer_wait(rings.ds, ds_at)
     dq = issue_dq(smem.ds, ds_at.stage, inputs.k, zero, W)
-    next_q = advance(q_at, HOW.stages)
+    next_q = advance(q_at, CONFIG.stages)
     if WIDE:
         second = issue_dq_strip(smem.ds, ds_at.stage, inputs.k[1], zero, W)
         dq = warpgroup_mma_wait(2, deps=[dq])
         store_dq(dq, smem.dq[0].index(W), ring[0], dq_at)
         fence_async_shared()
         producer_commit(ring[0], dq_at)
-    consumer_wait(of_inputs.q, next_q, more)
+    consumer_wait(input_rings.q, next_q, has_next)
     s = wgmma_abt(at_stage(inputs.k, zero + W), at_stage(inputs.q, next_q.stage), zero_tile)
     if SCATTER is not None:  # while these are multiplied
-        add_along(context.bias_sums, n, grads, HOW)
+        add_bias_grad(context.bias_sums, n, grads, CONFIG)
     if WIDE:
         s, dq = warpgroup_mma_wait(0, deps=[s, second])
         dk = (dk0, dk1)
@@ -437,7 +461,10 @@ def mma_q_block(
     else:
         s, dq, dk0, _ = warpgroup_mma_wait(0, deps=[s, dq, dk[0], ds16])
         dk = (dk0,)
-    consumer_release(of_inputs.q, q_at, True, HOW.q_barriers())
-    if not HOW.owns_segment:
+    consumer_release(input_rings.q, q_at, True, CONFIG.q_barriers())
+    if not CONFIG.owns_segment:
         dq_at = advance(dq_at, 1)
-    return MainloopState(s, dq, visit, dk, dv, next_q, advance(dout_at, DO_STAGES), dq_at)
+    return MainloopState(
+        s=s, dq=dq, visit=visit, dk=dk, dv=dv, q_at=next_q, dout_at=advance(dout_at, DO_STAGES),
+        dq_at=dq_at,
+    )  # fmt: skip

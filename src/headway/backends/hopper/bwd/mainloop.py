@@ -26,12 +26,12 @@ from ..device.mma import (
     wgmma_abt,
 )
 from ..device.pipeline import (
-    Cursor,
+    RingCursor,
     advance,
     consumer_release,
     consumer_wait,
-    previous,
     producer_commit,
+    step_back,
 )
 from .common import DO_STAGES, hoist_queries, issue_dp, opaque_zero, probabilities, widen
 from .context import Cursors, PipelinedState
@@ -39,66 +39,67 @@ from .dq import issue_dq, store_dq
 
 
 @gluon.jit
-def prologue(dk, dv, at, k_smem, HOW: gl.constexpr):
-    """The state before the first block of a work tile: dS is 0, as that of no block."""
-    zero = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+def prologue(dk, dv, cursors, k_smem, CONFIG: gl.constexpr):
+    """Return the state before the first block of a work tile: dS is 0, as that of no block."""
+    zero = gl.full([ROWS, CONFIG.block], 0.0, gl.float32, layout=acc_layout(CONFIG.block))
     ds16 = gl.convert_layout(zero.to(k_smem[0].dtype), lhs_layout(k_smem[0].shape[2]))
-    return PipelinedState(ds16, gl.to_tensor(0), dk, dv, at.q, at.dout, at.dq)
+    return PipelinedState(ds16, gl.to_tensor(0), dk, dv, cursors.q, cursors.dout, cursors.dq)
 
 
 @gluon.jit
 def mma_q_block_pipelined(
-    state, context, n, more, PARTIAL: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    state, context, n, has_next, PARTIAL: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The block of queries from n on, except for its dK and dQ; and those of the block before."""
+    """Compute the block of queries from n on, except for its dK and dQ; and those of the block
+    before."""
     smem, rings, pairs, ring = context.smem, context.rings, context.pairs, context.dq_ring
-    inputs, of_inputs = smem.inputs, rings.inputs
-    ds16, begun = state.ds, state.begun
+    inputs, input_rings = smem.inputs, rings.inputs
+    ds16, has_previous = state.ds, state.has_previous
     q_at, dout_at, dq_at = state.q_at, state.dout_at, state.dq_at
-    W: gl.constexpr = HOW.consumer
-    BLOCK: gl.constexpr = HOW.block
+    W: gl.constexpr = CONFIG.consumer
+    BLOCK: gl.constexpr = CONFIG.block
     cols: gl.constexpr = gl.SliceLayout(0, acc_layout(BLOCK))
     dtype: gl.constexpr = inputs.v.dtype
     zero_tile = gl.full([ROWS, BLOCK], 0.0, gl.float32, layout=acc_layout(BLOCK))
     zero = opaque_zero(n, context.share)
-    # Whether there are registers for products in flight while P is computed.
-    FREE: gl.constexpr = (not PARTIAL) and (DERIVATIVE is None or HOW.affine is not None)
+    # There are registers for products in flight while P is computed.
+    OVERLAPS: gl.constexpr = (not PARTIAL) and (DERIVATIVE is None or CONFIG.affine is not None)
     # Without a block before, dK is 0 times these queries, and dQ, of whatever is in dS's memory, is
     # not committed.
-    has_before = begun > 0
-    q_before, ds_before = previous(q_at, HOW.stages), previous(dout_at, DO_STAGES)
+    has_before = has_previous > 0
+    q_before, ds_before = step_back(q_at, CONFIG.stages), step_back(dout_at, DO_STAGES)
 
-    queries = hoist_queries(n, pairs, PARTIAL, HOW)
-    consumer_wait(of_inputs.q, q_at)
-    if FREE:
+    queries = hoist_queries(n, pairs, PARTIAL, CONFIG)
+    consumer_wait(input_rings.q, q_at)
+    if OVERLAPS:
         lse = inputs.lse.index(q_at.stage).load(cols)
     s = wgmma_abt(at_stage(inputs.k, zero + W), at_stage(inputs.q, q_at.stage), zero_tile)
     q_stage = gl.where(has_before, q_before.stage, q_at.stage)
     dk = wgmma_ab(state.dk, ds16, at_stage(inputs.q, q_stage))
     consumer_wait(rings.ds, ds_before, has_before)
     dq = issue_dq(smem.ds, ds_before.stage, inputs.k, zero, W)
-    if not FREE:
+    if not OVERLAPS:
         s, dk0, dq, _ = warpgroup_mma_wait(0, deps=[s, dk[0], dq, ds16])
-        consumer_release(of_inputs.q, q_before, has_before, HOW.q_barriers())
+        consumer_release(input_rings.q, q_before, has_before, CONFIG.q_barriers())
         store_dq(dq, smem.dq[0].index(W), ring[0], dq_at)
         lse = inputs.lse.index(q_at.stage).load(cols)
     else:
         s = warpgroup_mma_wait(2, deps=[s])
     p, p_dscore, _, _ = probabilities(
-        s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, HOW
+        s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, CONFIG
     )
     p16 = materialize(p.to(dtype))
-    if HOW.constant_dscore:  # noqa: SIM108
+    if CONFIG.constant_dscore:  # noqa: SIM108
         p_dscore = p16
     else:
         p_dscore = materialize(p_dscore.to(dtype))
-    if FREE:
+    if OVERLAPS:
         dk0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, ds16])
-        consumer_release(of_inputs.q, q_before, has_before, HOW.q_barriers())
+        consumer_release(input_rings.q, q_before, has_before, CONFIG.q_barriers())
         store_dq(dq, smem.dq[0].index(W), ring[0], dq_at)
 
-    consumer_wait(of_inputs.dout, dout_at)
+    consumer_wait(input_rings.dout, dout_at)
     neg_delta = broadcast_row(inputs.neg_delta.index(dout_at.stage).load(cols), zero_tile)
     dp = issue_dp(inputs.v.index(zero + W), inputs.dout.index(dout_at.stage), neg_delta, True)
     p16 = gl.convert_layout(p16, lhs_layout(inputs.v.shape[2]))
@@ -107,30 +108,31 @@ def mma_q_block_pipelined(
     producer_commit(ring[0], dq_at, has_before)
 
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds16 = (widen(p_dscore, HOW.constant_dscore) * dp).to(dtype)
+    ds16 = (widen(p_dscore, CONFIG.constant_dscore) * dp).to(dtype)
     # In as many stages as dout; what fills one twice has been read in between.
     smem.ds.index(dout_at.stage * 2 + W).store(ds16)
     fence_async_shared()
     producer_commit(rings.ds, dout_at)
     ds16 = gl.convert_layout(ds16, lhs_layout(inputs.k[0].shape[2]))
     dv, _ = warpgroup_mma_wait(0, deps=[dv, p16])
-    consumer_release(of_inputs.dout, dout_at, True, HOW.do_barriers())
+    consumer_release(input_rings.dout, dout_at, True, CONFIG.do_barriers())
     return PipelinedState(
-        ds16, gl.to_tensor(1), (dk0,), dv, advance(q_at, HOW.stages), advance(dout_at, DO_STAGES),
-        Cursor(dq_at.stage, dq_at.phase ^ begun),
+        ds16, gl.to_tensor(1), (dk0,), dv, advance(q_at, CONFIG.stages),
+        advance(dout_at, DO_STAGES),
+        RingCursor(dq_at.stage, dq_at.phase ^ has_previous),
     )  # fmt: skip
 
 
 @gluon.jit
-def drain(state, smem, rings, ring, zero, W: gl.constexpr, HOW: gl.constexpr):
-    """dK and dQ of the last block of a work tile. **Returns:** dK, dV and the cursors."""
-    inputs, of_inputs = smem.inputs, rings.inputs
-    q_before, ds_before = previous(state.q_at, HOW.stages), previous(state.dout_at, DO_STAGES)
+def drain(state, smem, rings, ring, zero, W: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute dK and dQ of the last block of a work tile. **Returns:** dK, dV and the cursors."""
+    inputs, input_rings = smem.inputs, rings.inputs
+    q_before, ds_before = step_back(state.q_at, CONFIG.stages), step_back(state.dout_at, DO_STAGES)
     dk = wgmma_ab(state.dk, state.ds, at_stage(inputs.q, q_before.stage))
     consumer_wait(rings.ds, ds_before)
     dq = issue_dq(smem.ds, ds_before.stage, inputs.k, zero, W)
     dk0, dq, _ = warpgroup_mma_wait(0, deps=[dk[0], dq, state.ds])
-    consumer_release(of_inputs.q, q_before, True, HOW.q_barriers())
+    consumer_release(input_rings.q, q_before, True, CONFIG.q_barriers())
     store_dq(dq, smem.dq[0].index(W), ring[0], state.dq_at)
     fence_async_shared()
     producer_commit(ring[0], state.dq_at)

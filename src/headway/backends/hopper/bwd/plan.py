@@ -16,8 +16,16 @@ from ...gpu.runtime.call_plan import Walks
 from ...gpu.runtime.launcher import KernelLauncher
 from ...gpu.runtime.tile_counter import zeroed_counter
 from ..bias_tables import BiasTables
-from ..config import BACKWARD, Backward, How, first_fit, ptxas_options
-from ..launch_plan import DEVICE, Plan
+from ..config import (
+    BWD_START_REGISTERS,
+    BWD_TILE_SHAPES,
+    WIDE_START_REGISTERS,
+    BwdKernelConfig,
+    BwdTileShape,
+    first_fit,
+    ptxas_options,
+)
+from ..launch_plan import DEVICE, HopperPlan
 from ..tma import dq_tiles, matrix_tiles, row_vectors
 from . import (
     common,
@@ -40,10 +48,6 @@ from .kernel import backward as backward_kernel
 from .segment_table import MAX_BLOCKS, ROWS, Segments, SegmentWalk
 from .wide import backward_wide
 
-# Registers that every thread of a kernel starts with; the consumers get the producer's share.
-_START_REGISTERS = 168
-_START_REGISTERS_WIDE = 128  # with a third consumer
-
 # Bytes of dQ-accum of all CTAs that own segments; with what else is read, the L2 has 50 MB. (Timed
 # on an H200: 17 MB 0.79 of the time without segments, 34 MB 1.12; causal, which visits half, 34 MB
 # 0.92, 69 MB 1.16.)
@@ -52,8 +56,8 @@ SEGMENT_ACCUM_BYTES = 20 << 20
 SEGMENT_IDLE = 1 / 8
 
 
-class BackwardPlan(Plan):
-    """The backward."""
+class BackwardPlan(HopperPlan):
+    """The plan of the backward for calls of one kind."""
 
     # In this order Triton works out the keys of its cache.
     sources = (
@@ -67,24 +71,24 @@ class BackwardPlan(Plan):
         self, spec: Spec, call: Call, wanted: tuple[int, ...], matrices: Sequence[Tensor]
     ) -> None:
         super().__init__(spec, call, wanted, matrices)
-        row = self._config(spec)
-        self.is_wide = row.keys == 64  # bwd/wide.py
+        shape = self._tile_shape(spec)
+        self.is_wide = shape.keys == 64  # bwd/wide.py
         self._plan_heads(spec)
-        self._plan_walks(spec, row, wanted)
-        self._plan_segments(spec, row)
+        self._plan_walks(spec, shape, wanted)
+        self._plan_segments(spec, shape)
         self._plan_grid(spec)
-        self._plan_arguments(spec, row)
-        self._plan_launches(spec, row, wanted)
+        self._plan_arguments(spec, shape)
+        self._plan_launches(spec, shape, wanted)
 
-    def _config(self, spec: Spec) -> Backward:
-        """The kernel's configuration."""
+    def _tile_shape(self, spec: Spec) -> BwdTileShape:
+        """Return the tile shape of the kernel."""
         faster = self.gathers_per_pair if max(self.d, self.dv) > 64 else self.is_long()
         pipelined = spec.score is None and faster
-        rows = BACKWARD if pipelined else tuple(row for row in BACKWARD if not row.pipelined)
-        return first_fit(rows, self.d, self.dv)
+        shapes = (shape for shape in BWD_TILE_SHAPES if pipelined or not shape.pipelined)
+        return first_fit(shapes, self.d, self.dv)
 
     def _plan_heads(self, spec: Spec) -> None:
-        """Which query heads share dK and dV, and the shapes of these."""
+        """Choose which query heads share dK and dV, and the shapes of these."""
         group = self.hq // self.hk
         # The query heads of a key head stay in one CTA, if all have the same mask.
         self.share = group if self.heads_share_mask else 1
@@ -96,37 +100,37 @@ class BackwardPlan(Plan):
         # Whether they are the results as they are.
         self.exact = not self.float32_out and widths == [self.d, self.dv]
 
-    def _plan_walks(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> None:
-        """The tile columns, and what they visit."""
-        waves, walks = 1, Walks
+    def _plan_walks(self, spec: Spec, shape: BwdTileShape, wanted: tuple[int, ...]) -> None:
+        """Choose the tile columns, and what they visit."""
+        waves, walks_class = 1, Walks
         if self.tile is not None and self.compares_captures():
-            waves, walks = WAVES, DocumentWalks
+            waves, walks_class = WAVES, DocumentWalks
             if spec.tiles is None:
                 # Where documents begin anywhere, finer tiles leave out more.
-                self.tile = row.block, self.tile[1]
-        near = self.head_swizzle(self.heads, -(-self.kv_len // row.keys), waves)
+                self.tile = shape.block, self.tile[1]
+        swizzle = self.head_swizzle(self.heads, -(-self.kv_len // shape.keys), waves)
         self.walks = (
-            walks(self, queries=False, block=row.keys, swizzle=near)
+            walks_class(self, queries=False, block=shape.keys, swizzle=swizzle)
             if self.owned_segments is None
             else self.owned_segments.walks
         )
         self.bias_tables = BiasTables(self, self.walks, wanted, queries=False)
-        self.q_rows = -(-self.q_len // row.block) * row.block
-        self.columns = sum(row.d)
+        self.q_rows = -(-self.q_len // shape.block) * shape.block
+        self.columns = sum(shape.d)
 
-    def _plan_segments(self, spec: Spec, row: Backward) -> None:
-        """Whether CTAs may own segments, and how long those may be."""
+    def _plan_segments(self, spec: Spec, shape: BwdTileShape) -> None:
+        """Find out whether CTAs may own segments, and how long those may be."""
         owns = self.owned_segments is not None
         # Their dQ-accum is to stay in the cache.
         block_bytes = 4 * self.share * ROWS * self.columns * self.processors
         budget = SEGMENT_ACCUM_BYTES if self.mask is None else 2 * SEGMENT_ACCUM_BYTES
         self.max_blocks = min(budget // block_bytes, MAX_BLOCKS)
-        able = not (owns or self.is_wide or row.pipelined or spec.partial) and len(row.d) == 1
+        able = not (owns or self.is_wide or shape.pipelined or spec.partial) and len(shape.d) == 1
         heads = self.b * self.heads
         self.segments = SegmentWalk(self.walks, heads, self.q_len, self.suits) if able else None
 
     def _plan_grid(self, spec: Spec) -> None:
-        """The work tiles, and in which order CTAs take them and add to dQ."""
+        """Count the work tiles, and choose in which order CTAs take them and add to dQ."""
         ordered = spec.deterministic and self.owned_segments is None
         self.ordered = OrderedWalks(self.walks, self.q_len) if ordered else None
         tiles_per_head = self.walks.tile_rows * self.walks.sub
@@ -137,52 +141,54 @@ class BackwardPlan(Plan):
         # The shortest columns come last: 8k takes 0.986 of the time at 64 columns, 0.992 at 128, 5k
         # 0.975. A fourth of all for a sixth: 5k 0.95, but 1k 1.03, where many add to the same dQ at
         # once.
-        last = self.is_causal() and not spec.deterministic
-        self.last = int(last) * tiles_per_head // 6
+        shortest_last = self.is_causal() and not spec.deterministic
+        self.last_columns = int(shortest_last) * tiles_per_head // 6
 
-    def _plan_arguments(self, spec: Spec, row: Backward) -> None:
-        """Descriptors, and the numbers that the kernel takes."""
+    def _plan_arguments(self, spec: Spec, shape: BwdTileShape) -> None:
+        """Make the descriptors, and the numbers that the kernel takes."""
         # A known gain multiplies dK and dQ, and not every pair.
         self.rate = spec.scale if self.score_gain is None else self.score_gain * spec.scale
         self.scalars = (
             self.hq, self.hq // self.hk, self.share, self.q_len, self.q_rows, self.kv_len, self.d,
             self.dv, spec.scale, self.rate,
         )  # fmt: skip
-        self.q, self.dout = matrix_tiles(row.block, row.d), matrix_tiles(row.block, row.dv)
-        self.k, self.v, self.dk, self.dv_ = (matrix_tiles(64, w) for w in (row.d, row.dv) * 2)
-        self.lse, self.neg_delta = row_vectors(row.block), row_vectors(row.block)
+        self.q, self.dout = matrix_tiles(shape.block, shape.d), matrix_tiles(shape.block, shape.dv)
+        self.k, self.v, self.dk, self.dv_ = (matrix_tiles(ROWS, w) for w in (shape.d, shape.dv) * 2)
+        self.lse, self.neg_delta = row_vectors(shape.block), row_vectors(shape.block)
         # Pieces of dQ-accum as a consumer stores them, 64 x 64 numbers or half of them. The wide
         # kernel needs no descriptor.
-        first = row.block * min(self.columns, 128) // 512
+        first_rows = shape.block * min(self.columns, 128) // 512
         self.dq_accum = (
-            (lambda x: (x, None)) if self.is_wide else dq_tiles(first, 8 if len(row.d) == 2 else 0)
+            (lambda x: (x, None))
+            if self.is_wide
+            else dq_tiles(first_rows, 8 if len(shape.d) == 2 else 0)
         )
         # Where there is shared memory for it, the kernel itself zeroes dQ-accum.
         owns = self.owned_segments is not None
-        zeroing = not (owns or self.is_wide) and len(row.d) == 1
+        zeroing = not (owns or self.is_wide) and len(shape.d) == 1
         self.zero_rows = dq_tiles(ZERO_ROWS.value) if zeroing else None
         rows = min(self.q_rows, self.max_blocks * ROWS)
         self.segment_accum = self.ctas * self.share * rows * self.columns  # numbers
-        self.segment_dq = matrix_tiles(row.block, (self.columns // 2,))
+        self.segment_dq = matrix_tiles(shape.block, (self.columns // 2,))
 
-    def _plan_launches(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> None:
-        """The three kernels: before, the backward itself, and after."""
+    def _plan_launches(self, spec: Spec, shape: BwdTileShape, wanted: tuple[int, ...]) -> None:
+        """Make the launchers of the three kernels: before, the backward itself, and after."""
         owns = self.owned_segments is not None
-        shape, columns = (self.b, self.hq, self.q_len, self.dv), 0 if owns else self.columns
+        out_shape, columns = (self.b, self.hq, self.q_len, self.dv), 0 if owns else self.columns
         counted = self.zero_rows is not None
         self.workspace = BackwardWorkspace(
-            shape, self.q_rows, columns, self.device, counted, negative=True
+            out_shape, self.q_rows, columns, self.device, counted, negative=True
         )
         options = {
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
-            "MASK": self.function("mask"), "HOW": self._how(spec, row, wanted),
+            "MASK": self.function("mask"), "CONFIG": self._config(spec, shape, wanted),
         }  # fmt: skip
         kernel, registers = (
-            (backward_wide, _START_REGISTERS_WIDE)
+            (backward_wide, WIDE_START_REGISTERS)
             if self.is_wide
-            else (backward_kernel, _START_REGISTERS)
+            else (backward_kernel, BWD_START_REGISTERS)
         )
-        options |= ptxas_options(registers, row.register_usage_level)
+        options |= ptxas_options(registers, shape.register_usage_level)
         self.kernel = KernelLauncher(kernel, self.device, options, self.ctas, self.arrange)
         strips = self.columns // CHUNK.value
         chunks = self.b * self.hq * self.q_rows * self.columns // CHUNK_SIZE.value
@@ -190,41 +196,43 @@ class BackwardPlan(Plan):
             postprocess_dq, self.device, {"STRIPS": strips}, chunks, self.arrange_postprocess
         )
 
-    def _how(self, spec: Spec, row: Backward, wanted: tuple[int, ...]) -> How:
-        """What the kernel is compiled for."""
-        return How(
-            row.block, row.stages, self.walks.sub, self.index_type, self.straight,
-            even_kv=self.kv_len % (row.keys * self.walks.sub) == 0,
+    def _config(self, spec: Spec, shape: BwdTileShape, wanted: tuple[int, ...]) -> BwdKernelConfig:
+        """Return the configuration that the kernel is compiled for."""
+        return BwdKernelConfig(
+            block=shape.block, stages=shape.stages, subtiles=self.walks.sub,
+            index_type=self.index_type, straight=self.straight,
+            even_kv=self.kv_len % (shape.keys * self.walks.sub) == 0,
             dp_after_p=self.gathers_per_pair,
-            scarce_smem=len(row.d) == 2, deterministic=self.ordered is not None,
-            pipelined=row.pipelined, owns_segment=self.owned_segments is not None,
-            named_barriers=row.named_barriers, constant_dscore=self.score_gain is not None,
+            scarce_smem=len(shape.d) == 2, deterministic=self.ordered is not None,
+            pipelined=shape.pipelined, owns_segment=self.owned_segments is not None,
+            named_barriers=shape.named_barriers, constant_dscore=self.score_gain is not None,
             unbounded_dscore=spec.score is not None and joint(spec.score, wanted).unbounded,
-            score_past_end=self._undefined_past_the_end(row.block),
+            score_past_end=self._undefined_past_the_end(shape.block),
             relative_biases=len(self.bias_tables.depends),
             bias_grads=self.bias_tables.grad_tables, **self.affine, **self.hoisted,
         )  # fmt: skip
 
     def _undefined_past_the_end(self, block: int) -> bool:
-        """Whether there are queries past the end, for which the score may be NaN."""
+        """Return whether there are queries past the end, for which the score may be NaN."""
         score, _ = graphs(self.spec)
         return score is not None and self.q_len % block > 0 and not finite_past_the_end(score)
 
     def suits(self, segments: Segments) -> bool:
-        """Whether CTAs shall own segments: their dQ-accum stays in the cache, and few CTAs idle."""
+        """Return whether CTAs shall own segments: their dQ-accum stays in the cache, and few CTAs
+        idle."""
         fits = segments.span <= self.max_blocks
         return fits and segments.balanced(self.processors, SEGMENT_IDLE)
 
-    def suited(self, spec: Spec, call: Call, *given: Any) -> "BackwardPlan":
-        """This plan, or the one for a call whose segments suit."""
+    def with_segments(self, spec: Spec, call: Call, *arguments: Any) -> "BackwardPlan":
+        """Return the plan for a call whose segments suit, or this plan."""
         if self.segments is None or self.segments(call) is None:
             return self
         if not hasattr(self, "segment_plan"):
-            self.segment_plan = SegmentPlan(self.segments, spec, call, *given)
+            self.segment_plan = SegmentPlan(self.segments, spec, call, *arguments)
         return self.segment_plan
 
-    def new(self, call: Call) -> tuple[Tensor, Tensor]:
-        """dK and dV, with spare columns where TMA needs rows of whole 16 bytes."""
+    def new_key_grads(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Allocate dK and dV, with spare columns where TMA needs rows of whole 16 bytes."""
         dk, dv = self.grads
         return memory_for(call, 1, dk, self.grads_dtype), memory_for(call, 2, dv, self.grads_dtype)
 
@@ -232,12 +240,12 @@ class BackwardPlan(Plan):
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, workspace: Tensor,
         dk: Tensor, dv: Tensor, grads: tuple,
     ) -> Tensor:  # fmt: skip
-        """Write dK and dV (from `new`), and add to `grads`. **Returns:** dQ."""
+        """Write dK and dV (from `new_key_grads`), and add to `grads`. **Returns:** dQ."""
         segment: tuple[Tensor, ...] = ()
         if self.owned_segments is not None:
             work = self.owned_segments(call)
             assert work is not None
-            given = self.call_arguments(
+            call_args = self.call_arguments(
                 call, self.walks, work.visit_bits, work.items, walk=work.walk
             )
             shape = *q.shape[:3], -(-self.d // 8) * 8
@@ -246,17 +254,17 @@ class BackwardPlan(Plan):
                 dq.zero_()
             segment = torch.empty(self.segment_accum, dtype=torch.float32, device=self.device), dq
         elif self.ordered is None:
-            given = self.known_arguments(self.walks) or self.call_arguments(call, self.walks)
+            call_args = self.known_arguments(self.walks) or self.call_arguments(call, self.walks)
         else:
             chunks = self.b * self.hq * self.q_rows // CHUNK.value
             counters = workspace.new_zeros(chunks * COUNTERS.value, dtype=torch.int32)
             walk, semaphore = self.ordered(call, counters)
-            given = self.call_arguments(call, self.walks, *semaphore, walk=walk)
+            call_args = self.call_arguments(call, self.walks, *semaphore, walk=walk)
         counter = () if self.work_tiles is None else (zeroed_counter(self.device),)
-        bands, sums = self.bias_tables.fill(given), self.bias_tables.new_sums()
-        own = q, k, v, dout, workspace, dk, dv, *counter, *segment, *bands, *sums, *grads
-        self.launch_kernel(own, given)
-        self.bias_tables.collect(sums, grads, given)
+        bands, sums = self.bias_tables.fill(call_args), self.bias_tables.new_sums()
+        operands = q, k, v, dout, workspace, dk, dv, *counter, *segment, *bands, *sums, *grads
+        self.launch_kernel(operands, call_args)
+        self.bias_tables.collect(sums, grads, call_args)
         if segment:
             return segment[1]
         dtype, _ = self.spec.grad_dtypes(self.dtype)
@@ -264,48 +272,53 @@ class BackwardPlan(Plan):
         self.postprocess((workspace, dq))
         return dq
 
-    def arrange(self, own: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]) -> tuple:
-        """The arguments of the kernel."""
-        q, k, v, dout, workspace, dk, dv, *rest = own
-        coords, walk, captured, more = self.arranged(self.walks, tensors, floats)
+    def arrange(
+        self, operands: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]
+    ) -> tuple:
+        """Return the arguments of the kernel."""
+        q, k, v, dout, workspace, dk, dv, *others = operands
+        coords, walk, captured, order_tensors = self.arranged(self.walks, tensors, floats)
         neg_delta, lse2, dq_accum, zeroed = self.workspace.split(workspace)
         # The wide kernel has no parameters for segments, zeros and work tiles.
         counter: tuple[Any, ...] = ()
         segment: tuple[Any, ...] = ()
         zeros: tuple[Any, ...] = ()
         if self.work_tiles is not None:
-            counter = rest.pop(0), self.work_tiles, self.last
+            counter = others.pop(0), self.work_tiles, self.last_columns
             segment, zeros = (None, None, None), (None, None)
         semaphore = None
         if self.owned_segments is not None:
-            dq_accum, dq, *rest = rest
-            segment = self.segment_dq(dq[..., : self.d])[0], *more
-        elif more:
-            semaphore = DqSemaphore(*more) if len(more) == 1 else MaskedDqSemaphore(*more)
+            dq_accum, dq, *others = others
+            segment = self.segment_dq(dq[..., : self.d])[0], *order_tensors
+        elif len(order_tensors) == 1:
+            semaphore = DqSemaphore(*order_tensors)
+        elif order_tensors:
+            semaphore = MaskedDqSemaphore(*order_tensors)
         assert dq_accum is not None
         if self.zero_rows is not None:
             zeros = self.zero_rows(dq_accum)[0], zeroed
-        bands, sums, grads = self.bias_tables.kernel_args(rest)
+        bands, sums, grads = self.bias_tables.kernel_args(others)
         if self.float32_out:
-            to: tuple[Any, ...] = (None, None, None, dk, dv)
+            key_grads: tuple[Any, ...] = (None, None, None, dk, dv)
         else:
-            to = (*self.dk(dk[..., : self.d]), self.dv_(dv[..., : self.dv])[0], None, None)
+            key_grads = (*self.dk(dk[..., : self.d]), self.dv_(dv[..., : self.dv])[0], None, None)
         return (
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
-            *self.neg_delta(neg_delta), *self.dq_accum(dq_accum), *segment, *zeros, *to, grads,
+            *self.neg_delta(neg_delta), *self.dq_accum(dq_accum), *segment, *zeros, *key_grads,
+            grads,
             bands, sums, *counter, *self.scalars, coords, walk, semaphore, *captured,
         )  # fmt: skip
 
-    def arrange_postprocess(self, own: Sequence[Any], *_: object) -> tuple:
-        """The arguments of the kernel that makes dQ of dQ-accum."""
-        workspace, dq = own
+    def arrange_postprocess(self, operands: Sequence[Any], *_: object) -> tuple:
+        """Return the arguments of the kernel that makes dQ of dQ-accum."""
+        workspace, dq = operands
         dq_accum = self.workspace.split(workspace)[2]
         return dq_accum, dq, self.rate, self.q_len, self.q_rows, self.d
 
 
 class SegmentPlan(BackwardPlan):
-    """The backward by CTAs that own segments."""
+    """The plan of the backward by CTAs that own segments."""
 
-    def __init__(self, segments: SegmentWalk, *given: Any) -> None:
+    def __init__(self, segments: SegmentWalk, *arguments: Any) -> None:
         self.owned_segments = segments
-        super().__init__(*given)
+        super().__init__(*arguments)

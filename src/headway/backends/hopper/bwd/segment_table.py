@@ -1,7 +1,8 @@
-"""Segments: consecutive tile columns whose queries no other column of their head visits. A segment
-is at most a head; a document that begins and ends with tiles is one too. This finds them for the
-kernels whose CTAs own segments (bwd/segments.py), and which visits of a block of queries are its
-first and its last."""
+"""Find segments, for the kernels whose CTAs own them (bwd/segments.py), and which visits of a block
+of queries are its first and its last.
+
+A segment is a run of tile columns whose queries no other column of their head visits. It is at most
+a head; a document that begins and ends with tiles is one too."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -25,7 +26,7 @@ VISIT, FIRST, LAST = kernel.VISIT.value, kernel.FIRST.value, kernel.LAST.value
 
 
 class SegmentWork(NamedTuple):
-    """What a kernel is given of some segments."""
+    """The tensors of some segments that a kernel reads."""
 
     walk: Walk
     items: Tensor  # `Segments.items`
@@ -56,26 +57,26 @@ class Segments:
         start = np.concatenate([start, np.zeros_like(empty)])
         count = np.concatenate([count, np.ones_like(empty)])
         # A segment begins where all columns before have ended, and none after comes back.
-        of_head = -1, walk.tile_rows
-        ended = np.maximum.accumulate(high.reshape(of_head), 1)
-        begun = np.minimum.accumulate(low.reshape(of_head)[:, ::-1], 1)[:, ::-1]
-        opens = np.ones(ended.shape, bool)
-        opens[:, 1:] = ended[:, :-1] <= begun[:, 1:]
+        by_head = -1, walk.tile_rows
+        end_so_far = np.maximum.accumulate(high.reshape(by_head), 1)
+        start_from_here = np.minimum.accumulate(low.reshape(by_head)[:, ::-1], 1)[:, ::-1]
+        opens = np.ones(end_so_far.shape, bool)
+        opens[:, 1:] = end_so_far[:, :-1] <= start_from_here[:, 1:]
         self.first = np.flatnonzero(opens)  # column
         self.end = np.append(self.first[1:], self.columns)
         self.block = np.minimum.reduceat(low, self.first) * per_tile
-        last = np.minimum(np.maximum.reduceat(high, self.first) * per_tile, self.blocks)
-        self.span = int((last - self.block).max())  # blocks of the longest segment
+        end_block = np.minimum(np.maximum.reduceat(high, self.first) * per_tile, self.blocks)
+        self.span = int((end_block - self.block).max())  # blocks of the longest segment
         self.runs = column, start * per_tile, (start + count) * per_tile
 
     @property
     def total(self) -> int:
-        """How many segments all heads have."""
+        """Return how many segments all heads have."""
         return len(self.first) * self.equal_heads
 
     @cached_property
     def visits(self) -> np.ndarray:
-        """Which blocks of its segment a column visits, `(columns, span)`."""
+        """Return which blocks of its segment a column visits, `(columns, span)`."""
         column, start, end = self.runs
         block = np.repeat(self.block, self.end - self.first)[column]
         end = np.minimum(end, self.blocks)
@@ -83,56 +84,56 @@ class Segments:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """How many blocks the columns of every segment visit."""
+        """Return how many blocks the columns of every segment visit."""
         return np.add.reduceat(self.visits.sum(1), self.first)
 
     def balanced(self, processors: int, idle: float) -> bool:
-        """Whether processors that each take the next segment when they are done take at most
-        `1 + idle` times as long as processors that share every segment."""
+        """Return whether processors that each take the next segment when they are done take at
+        most `1 + idle` times as long as processors that share every segment."""
         sizes = np.sort(self.sizes)[::-1].repeat(self.equal_heads)
         rounds = sizes[::processors].sum()  # none is longer than its first segment
         return bool(rounds * processors <= sizes.sum() * (1 + idle))
 
     @cached_property
     def kinds(self) -> np.ndarray:
-        """Of every work tile and block of its segment, int32 `(work tiles, span)`: 0, or VISIT, and
-        FIRST and LAST in the order of work tiles."""
-        seen = self.visits.repeat(self.sub, 0)
+        """Return the kind of visit of every work tile and block of its segment, int32 `(work tiles,
+        span)`: 0, or VISIT, and FIRST and LAST in the order of work tiles."""
+        visited = self.visits.repeat(self.sub, 0)
         first, end = self.first * self.sub, self.end * self.sub
-        so_far = np.concatenate([np.zeros_like(seen[:1]), seen.cumsum(0)])
-        before, after = (so_far[at].repeat(end - first, 0) for at in (first, end))
+        so_far = np.concatenate([np.zeros_like(visited[:1]), visited.cumsum(0)])
+        before, after = (so_far[tile].repeat(end - first, 0) for tile in (first, end))
         is_first, is_last = so_far[1:] == before + 1, so_far[1:] == after
-        return (seen * (VISIT + FIRST * is_first + LAST * is_last)).astype(np.int32)
+        return (visited * (VISIT + FIRST * is_first + LAST * is_last)).astype(np.int32)
 
     def visit_bits(self) -> np.ndarray:
-        """The same in two numbers for every work tile, int32 `(work tiles, 2)`: which blocks of its
+        """Return two numbers for every work tile, int32 `(work tiles, 2)`: which blocks of its
         segment are FIRST, and which LAST, a bit for each; of segments of at most `MAX_BLOCKS`."""
         bits = 1 << np.arange(self.span)
-        found = [(self.kinds & kind > 0) @ bits for kind in (FIRST, LAST)]
-        return np.stack(found, 1).astype(np.uint32).view(np.int32)
+        first_and_last = [(self.kinds & kind > 0) @ bits for kind in (FIRST, LAST)]
+        return np.stack(first_and_last, 1).astype(np.uint32).view(np.int32)
 
     def items(self) -> np.ndarray:
-        """int32: a `SegmentHeader`; then a `SegmentItem` for every segment, those with most work
-        first."""
+        """Return a `SegmentHeader`, then a `SegmentItem` for every segment, those with most work
+        first: int32."""
         order = (-self.sizes).argsort(kind="stable")
-        own = SegmentItem(
+        columns = SegmentItem(
             first_tile=self.first * self.sub,
             tiles=(self.end - self.first) * self.sub,
             first_block=self.block,
         )
-        items = np.stack(own, 1)[order].flatten()
+        items = np.stack(columns, 1)[order].flatten()
         header = SegmentHeader(self.total, self.equal_heads, self.span)
         return np.concatenate([header, items]).astype(np.int32)
 
     def work(self, device: torch.device) -> SegmentWork:
-        """What a kernel is given."""
+        """Return the tensors that a kernel reads."""
         everywhere = (self.kinds >= LAST).sum() == self.walk.b * self.walk.h * self.blocks
         items, bits = (torch.from_numpy(x).to(device) for x in (self.items(), self.visit_bits()))
         return SegmentWork(self.walk, items, bits, bool(everywhere))
 
 
 def _runs(walk: Walk, tiles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All runs of live tiles: column, start, count."""
+    """Return all runs of live tiles: column, start, count."""
     if walk.full is None:
         return (
             np.arange(walk.tile_rows),
@@ -141,28 +142,29 @@ def _runs(walk: Walk, tiles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         )
     parts = [*walk.full, *walk.partial]
     ends = np.cumsum([len(x) for x in parts])[:-1]
-    found = np.split(torch.cat(parts).cpu().numpy().astype(int), ends)  # the host waits once
-    columns = [np.arange(len(x) - 1).repeat(np.diff(x)) for x in found[::3]]
+    arrays = np.split(torch.cat(parts).cpu().numpy().astype(int), ends)  # the host waits once
+    columns = [np.arange(len(x) - 1).repeat(np.diff(x)) for x in arrays[::3]]
     return (
-        np.concatenate(columns), np.concatenate(found[1::3]), np.concatenate(found[2::3])
+        np.concatenate(columns), np.concatenate(arrays[1::3]), np.concatenate(arrays[2::3])
     )  # fmt: skip
 
 
 class SegmentWalk:
-    """What kernels are given of the segments of a plan's walks, found once for the tiles of a block
-    mask; None where the plan shall not use them.
+    """The segments of a plan's walks as kernels read them, found once for the tiles of a block
+    mask.
 
     - `heads`: heads of dK and dV, times batch rows; `length`: queries.
-    - `suit`: whether a plan shall use some segments.
+    - `suits`: returns whether a plan shall use some segments.
     """
 
     def __init__(
-        self, walks: Walks, heads: int, length: int, suit: Callable[[Segments], bool]
+        self, walks: Walks, heads: int, length: int, suits: Callable[[Segments], bool]
     ) -> None:
-        self.walks, self.heads, self.length, self.suit = walks, heads, length, suit
+        self.walks, self.heads, self.length, self.suits = walks, heads, length, suits
         self.cached: tuple[Walk, SegmentWork | None] | None = None
 
     def __call__(self, call: Call) -> SegmentWork | None:
+        """Return the segments of a call; None where the plan shall not use them."""
         walk, device = self.walks(call), self.walks.plan.device
         if self.cached is None or self.cached[0] is not walk:
             self.cached = walk, outside_capture(device, lambda: self._work(walk, device))
@@ -172,5 +174,5 @@ class SegmentWalk:
         return work
 
     def _work(self, walk: Walk, device: torch.device) -> SegmentWork | None:
-        found = Segments(walk, self.walks.sub, self.heads, self.length)
-        return found.work(device) if self.suit(found) else None
+        segments = Segments(walk, self.walks.sub, self.heads, self.length)
+        return segments.work(device) if self.suits(segments) else None

@@ -31,7 +31,7 @@ from ..device.gluon_compat import (
 )
 from ..device.mma import ROWS, acc_layout, matrix_layout
 from ..device.pipeline import (
-    Cursor,
+    RingCursor,
     advance,
     consumer_release,
     consumer_wait,
@@ -39,28 +39,28 @@ from ..device.pipeline import (
     producer_accept,
     producer_commit,
 )
-from ..device.work_tile import WORK_STAGES, read_runs, visit_q_blocks
+from ..device.work_tile import ONE_WARP, WORK_STAGES, read_q_runs, visit_q_blocks
 from .common import (
     ACCUM_LAYOUT,
     from_accum_order,
+    read_key_tile,
     read_segment_visits,
-    read_work_tile,
     to_accum_order,
 )
 from .context import (
-    Head,
-    Segment,
+    HeadSegment,
+    KeyTile,
+    QueryHead,
     SegmentHeader,
     SegmentItem,
     SegmentReduceContext,
     SegmentTile,
     SegmentVisits,
-    WorkTile,
 )
 from .dq_reduce import accum_row
 from .epilogue import seen_as_keys
 
-# What a visit of a block is (`visit_kind`): VISIT, and FIRST or LAST or both; 0 is no visit.
+# The kind of a visit of a block (`visit_kind`): VISIT, and FIRST or LAST or both; 0 is no visit.
 VISIT = gl.constexpr(1)
 FIRST = gl.constexpr(2)
 LAST = gl.constexpr(4)
@@ -74,35 +74,35 @@ ITEM = gl.constexpr(len(SegmentItem._fields))
 
 
 @gluon.jit
-def load_segment(segments, taken):
-    """The segment that a CTA has taken."""
-    equal = gl.load(segments + EQUAL_HEADS)
-    item = segments + HEADER + taken // equal * ITEM
+def load_segment(segments, ticket):
+    """Load the segment of a ticket that a CTA has taken."""
+    equal_heads = gl.load(segments + EQUAL_HEADS)
+    item = segments + HEADER + ticket // equal_heads * ITEM
     item = SegmentItem(gl.load(item), gl.load(item + 1), gl.load(item + 2))
-    return Segment(item, taken % equal)
+    return HeadSegment(item, ticket % equal_heads)
 
 
 @gluon.jit
 def locate_in_segment(segment, n, walk, sizes, SUB: gl.constexpr):
-    """The n-th work tile of a segment, whose `h` is the head of dK and dV."""
+    """Return the n-th work tile of a segment, whose `h` is the head of dK and dV."""
     heads = sizes.heads // sizes.share
     tiles_per_head = (walk.tile_rows >> 2) * SUB
     index = segment.item.first_tile + n
-    of_mask, n_block = index // tiles_per_head, index % tiles_per_head
-    free = walk.h == 1
-    rest = segment.nth_head
-    h = gl.where(free, rest % heads, of_mask % walk.h)
-    rest = gl.where(free, rest // heads, rest)
-    b = gl.where(walk.b == 1, rest, of_mask // walk.h)
-    tile = WorkTile(index // SUB, n_block, n_block * (2 * ROWS), h, b)
+    mask_head, tile_in_head = index // tiles_per_head, index % tiles_per_head
+    any_head = walk.h == 1  # the mask is one for all heads
+    nth = segment.nth_head
+    h = gl.where(any_head, nth % heads, mask_head % walk.h)
+    nth = gl.where(any_head, nth // heads, nth)
+    b = gl.where(walk.b == 1, nth, mask_head // walk.h)
+    tile = KeyTile(index // SUB, tile_in_head, tile_in_head * (2 * ROWS), h, b)
     return SegmentTile(tile, index, segment.item.first_block)
 
 
 @gluon.jit
-def visits_to_write(visit_bits, tile, HOW: gl.constexpr):
-    """The `SegmentVisits` of a work tile, from `locate_in_segment`; where CTAs own no segments,
-    nothing reads them."""
-    if HOW.owns_segment:
+def visits_to_write(visit_bits, tile, CONFIG: gl.constexpr):
+    """Return the `SegmentVisits` of a work tile, from `locate_in_segment`; where CTAs own no
+    segments, nothing reads them."""
+    if CONFIG.owns_segment:
         first_bits = gl.load(visit_bits + 2 * tile.index)
         last_bits = gl.load(visit_bits + 2 * tile.index + 1)
         return SegmentVisits(first_bits, last_bits, tile.first_block)
@@ -112,14 +112,14 @@ def visits_to_write(visit_bits, tile, HOW: gl.constexpr):
 
 @gluon.jit
 def visit_kind(visits, n):
-    """What the visit of the block of queries from n on is."""
-    at = n // ROWS - visits.first_block
-    return VISIT + FIRST * (visits.first_bits >> at & 1) + LAST * (visits.last_bits >> at & 1)
+    """Return the kind of the visit of the block of queries from n on."""
+    block = n // ROWS - visits.first_block
+    return VISIT + FIRST * (visits.first_bits >> block & 1) + LAST * (visits.last_bits >> block & 1)
 
 
 @gluon.jit
 def seen_as_dq(dq_smem, desc):
-    """The shared memory of a dQ tile, as what TMA stores to dQ."""
+    """Return the shared memory of a dQ tile, as what TMA stores to dQ."""
     shape: gl.constexpr = [desc.block_shape[2], desc.block_shape[3]]
     return reinterpret(dq_smem, desc.dtype, shape, matrix_layout(desc.layout))
 
@@ -128,11 +128,11 @@ def seen_as_dq(dq_smem, desc):
 
 
 @gluon.jit
-def store_visit(dq, kind, segment, dq_smem, ring, at):
+def store_visit(dq, kind, segment, dq_smem, ring, dq_at):
     """Store the part of dQ that a visit of some kind has computed; or, if it is the last visit, dQ
     itself."""
     WIDTH: gl.constexpr = dq.shape[1]
-    producer_accept(ring, at, kind > 0)
+    producer_accept(ring, dq_at, kind > 0)
     if kind >= LAST:
         x = gl.convert_layout(to_accum_order(dq), ACCUM_LAYOUT)
         if kind == VISIT + LAST:
@@ -144,27 +144,27 @@ def store_visit(dq, kind, segment, dq_smem, ring, at):
 
 
 @gluon.jit
-def commit_dq(ring, at, kind, n, segment, HOW: gl.constexpr):
+def commit_dq(ring, dq_at, kind, n, segment, CONFIG: gl.constexpr):
     """Commit the last piece of dQ of the block before; in a segment, if there was a block.
     **Returns:** the cursor, and the kind of the visit from n on."""
     fence_async_shared()
-    if HOW.owns_segment:
-        producer_commit(ring, at, kind > 0)
-        at = Cursor(at.stage, at.phase ^ (kind & VISIT))
+    if CONFIG.owns_segment:
+        producer_commit(ring, dq_at, kind > 0)
+        dq_at = RingCursor(dq_at.stage, dq_at.phase ^ (kind & VISIT))
         kind = visit_kind(segment.visits, n)
     else:
-        producer_commit(ring, at)
-    return at, kind
+        producer_commit(ring, dq_at)
+    return dq_at, kind
 
 
 @gluon.jit
-def store_gradient(x, k, dq_smem, ring, at):
+def store_gradient(x, k, dq_smem, ring, dq_at):
     """Store dK or dV for the reduce warp; `k`: the keys or values. **Returns:** the cursor."""
-    producer_accept(ring, at)
+    producer_accept(ring, dq_at)
     seen_as_keys(dq_smem, k).store(x.to(k.dtype))
     fence_async_shared()
-    producer_commit(ring, at)
-    return advance(at, 1)
+    producer_commit(ring, dq_at)
+    return advance(dq_at, 1)
 
 
 # -- the reduce warps -----------------------------------------------------------------------------
@@ -172,55 +172,56 @@ def store_gradient(x, k, dq_smem, ring, at):
 
 @gluon.jit
 def reduce_segments(
-    to, smem, rings, sizes, walk, semaphore, W: gl.constexpr, HOW: gl.constexpr
+    outputs, smem, rings, sizes, walk, semaphore, W: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Write and add the parts of dQ of consumer W, and then dQ, dV and dK."""
     inputs, dq_smem, ring = smem.inputs, smem.dq[0].index(W), rings.dq[W][0]
-    span = gl.load(to.segments + SPAN)
-    work_at, at = first_stage(), first_stage()
+    span = gl.load(outputs.segments + SPAN)
+    work_at, dq_at = first_stage(), first_stage()
     consumer_wait(rings.work, work_at)
-    tile = read_work_tile(smem.work, work_at, 1)
-    visits = read_segment_visits(smem.work, work_at, 1)
+    tile = read_key_tile(smem.work, work_at, ONE_WARP)
+    visits = read_segment_visits(smem.work, work_at, ONE_WARP)
     while tile.tile_col >= 0:
-        runs = read_runs(smem.work, work_at, walk, 1, HOW)
+        runs = read_q_runs(smem.work, work_at, walk, ONE_WARP, CONFIG)
         # What earlier work tiles wrote has landed; within one, no block is visited twice.
         tma_store_wait_visible()
         for n in range(sizes.share):
-            own = gl.program_id(0) * sizes.share + n
-            first_row = (own * span - visits.first_block) * ROWS
-            head = Head(tile.h + n, tile.b)
+            accum_head = gl.program_id(0) * sizes.share + n  # in the memory of all CTAs
+            first_row = (accum_head * span - visits.first_block) * ROWS
+            head = QueryHead(tile.h + n, tile.b)
             context = SegmentReduceContext(
-                to.dq_accum[0], to.segment_dq, dq_smem, ring, W, first_row, visits, head
+                outputs.dq_accum[0], outputs.segment_dq, dq_smem, ring, W, first_row, visits, head
             )
-            at = visit_q_blocks(
-                at, context, walk, tile.tile_col, runs, sizes.q_len, 0, _reduce_visit,
-                None, None, None, HOW,
+            dq_at = visit_q_blocks(
+                dq_at, context, walk, tile.tile_col, runs, sizes.q_len, 0, _reduce_visit,
+                None, None, None, CONFIG,
             )  # fmt: skip
-        if to.dv is not None:
+        if outputs.dv is not None:
             coord = [tile.b, tile.h // sizes.share, tile.first_key + W * ROWS, 0]
-            at = copy_gradient_out(to.dv, coord, inputs.v.index(W), dq_smem, ring, at)
-            at = copy_gradient_out(to.dk[0], coord, inputs.k[0].index(W), dq_smem, ring, at)
+            dq_at = copy_gradient_out(outputs.dv, coord, inputs.v.index(W), dq_smem, ring, dq_at)
+            k = inputs.k[0].index(W)
+            dq_at = copy_gradient_out(outputs.dk[0], coord, k, dq_smem, ring, dq_at)
         consumer_release(rings.work, work_at)
         work_at = advance(work_at, WORK_STAGES)
         consumer_wait(rings.work, work_at)
-        tile = read_work_tile(smem.work, work_at, 1)
-        visits = read_segment_visits(smem.work, work_at, 1)
+        tile = read_key_tile(smem.work, work_at, ONE_WARP)
+        visits = read_segment_visits(smem.work, work_at, ONE_WARP)
 
 
 @gluon.jit
-def copy_gradient_out(to, coord, k, dq_smem, ring, at):
+def copy_gradient_out(desc, coord, k, dq_smem, ring, dq_at):
     """Release the dQ tile's memory for dK or dV, and store that. **Returns:** the cursor."""
-    consumer_release(ring, at)
-    consumer_wait(ring, at)
-    tma_store(to, coord, seen_as_keys(dq_smem, k))
+    consumer_release(ring, dq_at)
+    consumer_wait(ring, dq_at)
+    tma_store(desc, coord, seen_as_keys(dq_smem, k))
     tma_store_wait(0)
-    return advance(at, 1)
+    return advance(dq_at, 1)
 
 
 @gluon.jit
 def _reduce_visit(
-    at, context, n, more, PARTIAL: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    dq_at, context, n, has_next, PARTIAL: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Release the dQ tile's memory for the block of queries from n on, with what is to be read
     there; and store or add what the consumer makes of it."""
@@ -228,13 +229,13 @@ def _reduce_visit(
     ring, W, head = context.ring, context.consumer, context.head
     COLUMNS: gl.constexpr = dq.block_shape[3]
     kind = visit_kind(context.visits, n)
-    coord = [accum_row(context.first_row + n, W, 0, (dq_smem,), HOW), 0]
+    coord = [accum_row(context.first_row + n, W, 0, (dq_smem,), CONFIG), 0]
     reads = kind == VISIT + LAST
-    empty = ring.empty.index(at.stage)
+    empty = ring.empty.index(dq_at.stage)
     mbarrier.expect(empty, 4 * dq_smem.shape[0] * dq_smem.shape[1], pred=reads)
     tma_load(dq_accum, coord, empty, dq_smem, pred=reads)
-    consumer_release(ring, at, kind != VISIT + LAST)
-    consumer_wait(ring, at)
+    consumer_release(ring, dq_at, kind != VISIT + LAST)
+    consumer_wait(ring, dq_at)
     if kind >= LAST:
         tma_store(dq, [head.b, head.h, n, W * COLUMNS], seen_as_dq(dq_smem, dq))
     elif kind >= FIRST:
@@ -242,4 +243,4 @@ def _reduce_visit(
     else:
         tma_reduce_add(dq_accum, coord, dq_smem)
     tma_store_wait(0)
-    return advance(at, 1)
+    return advance(dq_at, 1)

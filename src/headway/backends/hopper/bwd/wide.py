@@ -12,6 +12,7 @@ of its own, and the third computes dQ:
 They meet only in a ring of stages for P, and so one computes exponentials while others multiply.
 """
 
+from .. import config
 from ..device.gluon_compat import (
     fence_async_shared,
     gl,
@@ -35,8 +36,8 @@ from ..device.mma import (
     wgmma_wait,
 )
 from ..device.pipeline import (
-    Cursor,
-    Ring,
+    MbarrierRing,
+    RingCursor,
     advance,
     consumer_release,
     consumer_wait,
@@ -47,9 +48,8 @@ from ..device.pipeline import (
     producer_acquire,
     producer_commit,
 )
-from ..device.relative_bias import add_bias_grad as add_along
-from ..device.relative_bias import locate_bias
-from ..device.work_tile import locate_tile, visit_q_blocks
+from ..device.relative_bias import add_bias_grad, locate_bias
+from ..device.work_tile import ONE_WARP, WARPGROUP, locate_tile, visit_q_blocks
 from .common import (
     DO_STAGES,
     captured_values_grads,
@@ -63,21 +63,26 @@ from .common import (
     store_float32,
 )
 from .context import (
-    Head,
+    BwdModArgs,
+    BwdSizes,
+    InputDescriptors,
     InputRings,
-    Inputs,
     InputSmem,
+    KeyTile,
     LoadCursors,
-    ModArgs,
     PairContext,
-    Sizes,
+    QueryHead,
     WideContext,
     WideRings,
     WideSmem,
     WideState,
-    WorkTile,
 )
 from .wide_dq import P_STAGES, consume_dq
+
+# Registers of the threads of the consumers of dK and dQ, and of the producer.
+DK_REGISTERS = gl.constexpr(config.WIDE_DK_REGISTERS)
+DQ_REGISTERS = gl.constexpr(config.WIDE_DQ_REGISTERS)
+MIN_REGISTERS = gl.constexpr(config.MIN_REGISTERS)
 
 _HALF = gl.constexpr(128)  # columns
 
@@ -95,14 +100,14 @@ def backward_wide(
     dk_float32, dv_float32, captured_grads,  # pointers
     bias_tables, bias_sums,  # read and summed along diagonals (device/relative_bias.py)
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width,
-    scale, rate,  # see `ModArgs`
+    scale, rate,  # see `BwdModArgs`
     coords, walk, semaphore,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of 64 keys from `share` query heads, and what these keys add to dQ."""
-    BLOCK: gl.constexpr = HOW.block
-    STAGES: gl.constexpr = HOW.stages
+    """Compute dK and dV of 64 keys from `share` query heads, and what these keys add to dQ."""
+    BLOCK: gl.constexpr = CONFIG.block
+    STAGES: gl.constexpr = CONFIG.stages
     k_smem = alloc_stages(1, (k,))
     v_smem = alloc_stages(1, (v,))[0]
     q_smem = alloc_stages(STAGES, (q,))
@@ -120,7 +125,7 @@ def backward_wide(
         # From the consumer of dV to that of dK; the consumer of dQ releases the stage.
         p_ring = mbarrier_ring(P_STAGES, 1, 1)
     else:  # P goes nowhere
-        p_ring = Ring((), full_barriers(P_STAGES, 1).full)
+        p_ring = MbarrierRing((), full_barriers(P_STAGES, 1).full)
     ds_ring = full_barriers(P_STAGES, 1)  # dS in the same stages
     rings = WideRings(inputs=input_rings, p=p_ring, ds=ds_ring)
     fence_barrier_init()
@@ -128,35 +133,35 @@ def backward_wide(
         k=k_smem, v=v_smem, q=q_smem, dout=do_smem, lse=lse_smem, neg_delta=delta_smem
     )
     smem = WideSmem(inputs=input_smem, p=p_smem)
-    tile = WorkTile(
+    tile = KeyTile(
         *locate_tile(
-            gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, HOW.subtiles, ROWS
+            gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, CONFIG.subtiles, ROWS
         )
     )
-    tile = WorkTile(tile.tile_col, tile.n_block, tile.first_key, tile.h * share, tile.b)
-    sizes = Sizes(heads, group, share, q_len, q_rows, kv_len)
-    score, mask = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
-    mods = ModArgs(scale, rate, coords, bias_tables, score, mask)
-    inputs = Inputs(q=(q,), k=(k,), v=v, dout=dout, lse=lse, neg_delta=neg_delta)
+    tile = KeyTile(tile.tile_col, tile.tile_in_head, tile.first_key, tile.h * share, tile.b)
+    sizes = BwdSizes(heads, group, share, q_len, q_rows, kv_len)
+    score_args, mask_args = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
+    mods = BwdModArgs(scale, rate, coords, bias_tables, score_args, mask_args)
+    inputs = InputDescriptors(q=(q,), k=(k,), v=v, dout=dout, lse=lse, neg_delta=neg_delta)
     gl.warp_specialize(
         [
             (consume_dv, ((dv, dv_float32, dv_width), smem, rings, tile, sizes, mods, walk,
-                          DERIVATIVE, SCATTER, MASK, HOW)),
+                          DERIVATIVE, SCATTER, MASK, CONFIG)),
             (consume_dk, ((dk, dk_float32, d_width), captured_grads, bias_sums, smem, rings, tile,
-                          sizes, mods, walk, DERIVATIVE, SCATTER, MASK, HOW)),
-            (consume_dq, (dq_accum, smem, rings, tile, sizes, walk, semaphore, HOW)),
-            (produce, (inputs, input_smem, input_rings, tile, sizes, walk, HOW)),
+                          sizes, mods, walk, DERIVATIVE, SCATTER, MASK, CONFIG)),
+            (consume_dq, (dq_accum, smem, rings, tile, sizes, walk, semaphore, CONFIG)),
+            (produce, (inputs, input_smem, input_rings, tile, sizes, walk, CONFIG)),
         ],
-        [4, 4, 1],  # warps of the partitions after the first
-        [208, 72, 24],  # registers of their threads
+        [WARPGROUP, WARPGROUP, ONE_WARP],  # warps of the partitions after the first
+        [DK_REGISTERS, DQ_REGISTERS, MIN_REGISTERS],  # registers of their threads
     )  # fmt: skip
 
 
 @gluon.jit
-def produce(inputs, smem, rings, tile, sizes, walk, HOW: gl.constexpr):
+def produce(inputs, smem, rings, tile, sizes, walk, CONFIG: gl.constexpr):
     """Load what the CTA's one work tile needs."""
-    at = LoadCursors(first_stage(), first_stage(), first_stage())
-    load_work_tile(at, inputs, smem, rings, tile, (), sizes, walk, HOW)
+    cursors = LoadCursors(first_stage(), first_stage(), first_stage())
+    load_work_tile(cursors, inputs, smem, rings, tile, (), sizes, walk, CONFIG)
 
 
 # -- dV -------------------------------------------------------------------------------------------
@@ -164,65 +169,65 @@ def produce(inputs, smem, rings, tile, sizes, walk, HOW: gl.constexpr):
 
 @gluon.jit
 def consume_dv(
-    to, smem, rings, tile, sizes, mods, walk,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    output, smem, rings, tile, sizes, mods, walk,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """P, and dV."""
-    inputs, of_inputs = smem.inputs, rings.inputs
-    keys = locate_keys(tile.first_key, tile.b, mods.coords, sizes.kv_len, HOW)
-    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+    """Compute P and dV of the CTA's work tile."""
+    inputs, input_rings = smem.inputs, rings.inputs
+    keys = locate_keys(tile.first_key, tile.b, mods.coords, sizes.kv_len, CONFIG)
+    zero_tile = gl.full([ROWS, CONFIG.block], 0.0, gl.float32, layout=acc_layout(CONFIG.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, dout_at, p_at = first_stage(), first_stage(), first_stage()
-    consumer_wait(of_inputs.k, Cursor(0, 0))
-    consumer_wait(of_inputs.q, q_at)
+    consumer_wait(input_rings.k, RingCursor(0, 0))
+    consumer_wait(input_rings.q, q_at)
     s = wgmma_abt(at_stage(inputs.k, 0), at_stage(inputs.q, 0), zero_tile)
     s = warpgroup_mma_wait(0, deps=[s])
     state = WideState(s, (half, half), q_at, dout_at, p_at)
     state = visit_heads(
         state, keys, None, (), smem, rings, tile, sizes, mods, walk, dv_q_block, True,
-        DERIVATIVE, SCATTER, MASK, HOW,
+        DERIVATIVE, SCATTER, MASK, CONFIG,
     )  # fmt: skip
     # In the place of the last block of dout, when both consumers have released it.
     dout_at = advance(state.dout_at, DO_STAGES)
-    producer_acquire(of_inputs.dout, dout_at)
-    store_gradient(state.acc, 1.0, to, inputs.dout, dout_at.stage, tile, sizes)
+    producer_acquire(input_rings.dout, dout_at)
+    store_gradient(state.acc, 1.0, output, inputs.dout, dout_at.stage, tile, sizes)
 
 
 @gluon.jit
 def dv_q_block(
-    state, context, n, more, PARTIAL: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    state, context, n, has_next, PARTIAL: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """P of the block of queries from n on, and its part of dV."""
+    """Compute P of the block of queries from n on, and its part of dV."""
     smem, rings, pairs = context.smem, context.rings, context.pairs
-    inputs, of_inputs = smem.inputs, rings.inputs
+    inputs, input_rings = smem.inputs, rings.inputs
     s, q_at, dout_at, p_at = state.product, state.q_at, state.dout_at, state.p_at
-    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
-    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(CONFIG.block))
+    zero_tile = gl.full([ROWS, CONFIG.block], 0.0, gl.float32, layout=acc_layout(CONFIG.block))
     zero = opaque_zero(n, context.share)
     lse = inputs.lse.index(q_at.stage).load(cols)
-    queries = hoist_queries(n, pairs, PARTIAL, HOW)
+    queries = hoist_queries(n, pairs, PARTIAL, CONFIG)
     p, p_dscore, _, _ = probabilities(
-        s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, HOW
+        s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, CONFIG
     )
     p16 = materialize(p.to(inputs.v.dtype))
     if SCATTER is None:
         producer_acquire(rings.p, p_at)
-        if HOW.constant_dscore:
+        if CONFIG.constant_dscore:
             smem.p.index(p_at.stage).store(p16)
         else:
             smem.p.index(p_at.stage).store(p_dscore.to(inputs.v.dtype))
         producer_commit(rings.p, p_at)
-    consumer_release(of_inputs.q, q_at)
+    consumer_release(input_rings.q, q_at)
     p16 = gl.convert_layout(p16, lhs_layout(_HALF))
-    consumer_wait(of_inputs.dout, dout_at)
+    consumer_wait(input_rings.dout, dout_at)
     dv = wgmma_ab(state.acc, p16, column_halves(inputs.dout, dout_at.stage))
-    q_at = advance(q_at, HOW.stages)
-    consumer_wait(of_inputs.q, q_at, more)
+    q_at = advance(q_at, CONFIG.stages)
+    consumer_wait(input_rings.q, q_at, has_next)
     # Not both at a time: the assembler of Triton 3.9 finds no registers for it. Others multiply.
     dv = wgmma_wait(dv, p16, 0)
     s = wgmma_abt(at_stage(inputs.k, zero), at_stage(inputs.q, q_at.stage), zero_tile)
-    consumer_release(of_inputs.dout, dout_at)
+    consumer_release(input_rings.dout, dout_at)
     s = warpgroup_mma_wait(0, deps=[s])
     return WideState(s, dv, q_at, advance(dout_at, DO_STAGES), advance(p_at, P_STAGES))
 
@@ -232,62 +237,62 @@ def dv_q_block(
 
 @gluon.jit
 def consume_dk(
-    to, captured_grads, bias_sums, smem, rings, tile, sizes, mods, walk,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    output, captured_grads, bias_sums, smem, rings, tile, sizes, mods, walk,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """dS, and dK."""
-    inputs, of_inputs = smem.inputs, rings.inputs
-    keys = locate_keys(tile.first_key, tile.b, mods.coords, sizes.kv_len, HOW)
-    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+    """Compute dS and dK of the CTA's work tile."""
+    inputs, input_rings = smem.inputs, rings.inputs
+    keys = locate_keys(tile.first_key, tile.b, mods.coords, sizes.kv_len, CONFIG)
+    zero_tile = gl.full([ROWS, CONFIG.block], 0.0, gl.float32, layout=acc_layout(CONFIG.block))
     half = gl.full([ROWS, _HALF], 0.0, gl.float32, layout=acc_layout(_HALF))
     q_at, dout_at, p_at = first_stage(), first_stage(), first_stage()
     if SCATTER is not None:
-        consumer_wait(of_inputs.k, Cursor(0, 0))
-    consumer_wait(of_inputs.v, Cursor(0, 0))
-    consumer_wait(of_inputs.dout, dout_at)
+        consumer_wait(input_rings.k, RingCursor(0, 0))
+    consumer_wait(input_rings.v, RingCursor(0, 0))
+    consumer_wait(input_rings.dout, dout_at)
     dp = issue_dp(inputs.v.index(0), inputs.dout.index(0), zero_tile, False)
     dp = warpgroup_mma_wait(0, deps=[dp])
     state = WideState(dp, (half, half), q_at, dout_at, p_at)
     state = visit_heads(
         state, keys, captured_grads, bias_sums, smem, rings, tile, sizes, mods, walk, dk_q_block,
-        SCATTER is not None, DERIVATIVE, SCATTER, MASK, HOW,
+        SCATTER is not None, DERIVATIVE, SCATTER, MASK, CONFIG,
     )  # fmt: skip
     # In the place of the last block of queries, when both consumers have released it.
-    q_at = advance(state.q_at, HOW.stages)
-    producer_acquire(of_inputs.q, q_at)
-    store_gradient(state.acc, mods.rate, to, inputs.q[0], q_at.stage, tile, sizes)
+    q_at = advance(state.q_at, CONFIG.stages)
+    producer_acquire(input_rings.q, q_at)
+    store_gradient(state.acc, mods.rate, output, inputs.q[0], q_at.stage, tile, sizes)
 
 
 @gluon.jit
 def dk_q_block(
-    state, context, n, more, PARTIAL: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    state, context, n, has_next, PARTIAL: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """dS of the block of queries from n on, and its part of dK."""
+    """Compute dS of the block of queries from n on, and its part of dK."""
     smem, rings, pairs = context.smem, context.rings, context.pairs
-    inputs, of_inputs = smem.inputs, rings.inputs
+    inputs, input_rings = smem.inputs, rings.inputs
     q_at, dout_at, p_at = state.q_at, state.dout_at, state.p_at
-    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(HOW.block))
-    zero_tile = gl.full([ROWS, HOW.block], 0.0, gl.float32, layout=acc_layout(HOW.block))
+    cols: gl.constexpr = gl.SliceLayout(0, acc_layout(CONFIG.block))
+    zero_tile = gl.full([ROWS, CONFIG.block], 0.0, gl.float32, layout=acc_layout(CONFIG.block))
     zero = opaque_zero(n, context.share)
     neg_delta = inputs.neg_delta.index(dout_at.stage).load(cols)
     dp = state.product + neg_delta[None, :]
-    consumer_release(of_inputs.dout, dout_at)
-    consumer_wait(of_inputs.q, q_at)
+    consumer_release(input_rings.dout, dout_at)
+    consumer_wait(input_rings.q, q_at)
     if SCATTER is None:
         consumer_wait(rings.p, p_at)
-        p_dscore = upcast(smem.p.index(p_at.stage).load(acc_layout(HOW.block)))
-    else:  # P once more, for all that it is multiplied with
+        p_dscore = upcast(smem.p.index(p_at.stage).load(acc_layout(CONFIG.block)))
+    else:  # P once has_next, for all that it is multiplied with
         s = wgmma_abt(at_stage(inputs.k, zero), at_stage(inputs.q, q_at.stage), zero_tile)
-        queries = hoist_queries(n, pairs, PARTIAL, HOW)
+        queries = hoist_queries(n, pairs, PARTIAL, CONFIG)
         s = warpgroup_mma_wait(0, deps=[s])
         lse = inputs.lse.index(q_at.stage).load(cols)
-        p, p_dscore, dscore, at = probabilities(
-            s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, HOW
+        p, p_dscore, dscore, pair_args = probabilities(
+            s, lse, n, zero, queries, pairs, PARTIAL, DERIVATIVE, MASK, CONFIG
         )
-        grads = captured_values_grads(p, dscore, dp, HOW.unbounded_dscore)
-        SCATTER(context.captured_grads, grads, *at, pairs.mods.score)
-        add_along(context.bias_sums, n, grads, HOW)
+        grads = captured_values_grads(p, dscore, dp, CONFIG.unbounded_dscore)
+        SCATTER(context.captured_grads, grads, *pair_args, pairs.mods.score_args)
+        add_bias_grad(context.bias_sums, n, grads, CONFIG)
         producer_acquire(rings.p, p_at)
     ds16 = (p_dscore * dp).to(inputs.v.dtype)
     smem.p.index(p_at.stage).store(ds16)
@@ -296,11 +301,11 @@ def dk_q_block(
     producer_commit(rings.ds, p_at)
     dk = wgmma_ab(state.acc, ds16, column_halves(inputs.q[0], q_at.stage))
     dout_at = advance(dout_at, DO_STAGES)
-    consumer_wait(of_inputs.dout, dout_at, more)
+    consumer_wait(input_rings.dout, dout_at, has_next)
     dp = issue_dp(inputs.v.index(zero), inputs.dout.index(dout_at.stage), zero_tile, False)
     dp, dk0, dk1, _ = warpgroup_mma_wait(0, deps=[dp, dk[0], dk[1], ds16])
-    consumer_release(of_inputs.q, q_at)
-    return WideState(dp, (dk0, dk1), advance(q_at, HOW.stages), dout_at, advance(p_at, P_STAGES))
+    consumer_release(input_rings.q, q_at)
+    return WideState(dp, (dk0, dk1), advance(q_at, CONFIG.stages), dout_at, advance(p_at, P_STAGES))
 
 
 # -- dV and dK ------------------------------------------------------------------------------------
@@ -310,15 +315,15 @@ def dk_q_block(
 def visit_heads(
     state, keys, captured_grads, bias_sums, smem, rings, tile, sizes, mods, walk,
     BODY: gl.constexpr, NEEDS_P: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """`BODY` on every live block of queries of every head. `keys`: from `locate_keys`; `NEEDS_P`:
-    whether it computes P."""
+    """Call `BODY` for every live block of queries of every head. `keys`: from `locate_keys`;
+    `NEEDS_P`: whether it computes P."""
     live, kv_idx = keys
     for n in range(sizes.share):
-        head = Head(tile.h + n, tile.b)
+        head = QueryHead(tile.h + n, tile.b)
         if NEEDS_P:
-            hoisted = hoist_keys(head, kv_idx, tile.first_key, mods, HOW)
+            hoisted = hoist_keys(head, kv_idx, tile.first_key, mods, CONFIG)
             pairs = PairContext(head, kv_idx, live, hoisted, mods, sizes.q_len)
         else:
             pairs = None
@@ -326,26 +331,26 @@ def visit_heads(
         context = WideContext(smem, rings, pairs, sizes.share, captured_grads, sums)
         state = visit_q_blocks(
             state, context, walk, tile.tile_col, (), sizes.q_len, sizes.share - 1 - n, BODY,
-            DERIVATIVE, SCATTER, MASK, HOW,
+            DERIVATIVE, SCATTER, MASK, CONFIG,
         )  # fmt: skip
     return state
 
 
 @gluon.jit
 def column_halves(smem, stage):
-    """The halves of the columns of one stage. (A product of 256 columns has more registers than the
-    kernel starts with, which the assembler refuses.)"""
+    """Return the halves of the columns of one stage. (A product of 256 columns has more registers
+    than the kernel starts with, which the assembler refuses.)"""
     x = reinterpret(smem, smem.dtype, [2 * smem.shape[0], ROWS, _HALF], matrix_layout(smem.layout))
     return x.index(2 * stage), x.index(2 * stage + 1)
 
 
 @gluon.jit
-def store_gradient(acc, factor, to, smem, stage, tile, sizes):
+def store_gradient(acc, factor, output, smem, stage, tile, sizes):
     """Store dK or dV, through a stage of shared memory; or in float32, straight from registers.
 
-    - `to`: descriptor, or None and a pointer; and the width.
+    - `output`: descriptor, or None and a pointer; and the width.
     """
-    desc, float32, width = to
+    desc, ptr, width = output
     if desc is not None:
         halves = column_halves(smem, stage)
         for n in gl.static_range(2):
@@ -358,6 +363,6 @@ def store_gradient(acc, factor, to, smem, stage, tile, sizes):
         base = (gl.cast(tile.b, gl.int64) * heads + tile.h // sizes.share) * sizes.kv_len
         for n in gl.static_range(2):
             store_float32(
-                acc[n] * factor, float32 + base * width, tile.first_key, sizes.kv_len, width,
+                acc[n] * factor, ptr + base * width, tile.first_key, sizes.kv_len, width,
                 n * _HALF,
             )  # fmt: skip

@@ -3,7 +3,7 @@
 from ..device.gluon_compat import gl, gluon, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from ..device.mma import ROWS, acc_layout, matrix_layout
 from ..device.pipeline import (
-    Cursor,
+    RingCursor,
     advance,
     consumer_release,
     consumer_wait,
@@ -29,31 +29,31 @@ P_STAGES = gl.constexpr(3)  # of P, which becomes dS
 
 
 @gluon.jit
-def consume_dq(dq_accum, smem, rings, tile, sizes, walk, semaphore, HOW: gl.constexpr):
-    """dQ."""
-    consumer_wait(rings.inputs.k, Cursor(0, 0))
-    at = first_stage()
+def consume_dq(dq_accum, smem, rings, tile, sizes, walk, semaphore, CONFIG: gl.constexpr):
+    """Compute dQ of the CTA's work tile, and add it to dQ-accum."""
+    consumer_wait(rings.inputs.k, RingCursor(0, 0))
+    ds_at = first_stage()
     for n in range(sizes.share):
         first_row = (tile.b * sizes.heads + tile.h + n) * sizes.q_rows
         context = WideReduceContext(
             dq_accum, smem, rings, first_row, sizes.share, semaphore, tile, walk.step
         )
-        state = (at, gl.to_tensor(0))
+        state = (ds_at, gl.to_tensor(0))
         state = visit_q_blocks(
             state, context, walk, tile.tile_col, (), sizes.q_len, 0, dq_q_block,
-            None, None, None, HOW,
+            None, None, None, CONFIG,
         )  # fmt: skip
-        at = state[0]
+        ds_at = state[0]
 
 
 @gluon.jit
 def dq_q_block(
-    state, context, n, more, PARTIAL: gl.constexpr,
-    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    state, context, n, has_next, PARTIAL: gl.constexpr,
+    DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """What the work tile adds to dQ of the queries from n on, 64 columns at a time."""
+    """Add the work tile's part of dQ of the queries from n on, 64 columns at a time."""
     smem, rings, semaphore = context.smem, context.rings, context.semaphore
-    at, visited = state
+    ds_at, visited = state
     k = smem.inputs.k[0]
     STRIPS: gl.constexpr = k.shape[2] // CHUNK
     zero = opaque_zero(n, context.share)
@@ -62,27 +62,27 @@ def dq_q_block(
     k = reinterpret(k, k.dtype, [STRIPS, ROWS, CHUNK], matrix_layout(k.layout))
     zero_tile = gl.full([ROWS, CHUNK], 0.0, gl.float32, layout=acc_layout(CHUNK))
     if semaphore is not None:
-        ticket = ticket_of(semaphore, context.tile, visited // context.step, HOW)
-    consumer_wait(rings.ds, at)
+        ticket = ticket_of(semaphore, context.tile, visited // context.step, CONFIG)
+    consumer_wait(rings.ds, ds_at)
     if semaphore is not None:
         semaphore_wait(counter_of(semaphore, row, 0), ticket)
-    ds = smem.p.index(at.stage).permute((1, 0))
+    ds = smem.p.index(ds_at.stage).permute((1, 0))
     # A loop that cannot be unrolled: the assembler would compute the next columns into registers
     # that it does not have.
     for strip in range(zero, STRIPS):
         x = warpgroup_mma(ds, k.index(strip), zero_tile, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(0, deps=[x])
         add_chunk(context.dq_accum + (chunk + strip) * CHUNK_SIZE, x)
-    consumer_release(rings.p, at)
+    consumer_release(rings.p, ds_at)
     if semaphore is not None:
         semaphore_release(counter_of(semaphore, row, 0), ticket)
-    return advance(at, P_STAGES), visited + HOW.block
+    return advance(ds_at, P_STAGES), visited + CONFIG.block
 
 
 @gluon.jit
-def add_chunk(to, x):
+def add_chunk(ptr, x):
     """Add 64 x 64 numbers to global memory: 16 bytes of a thread, threads adjacent."""
     x = gl.convert_layout(to_accum_order(x), ACCUM_LAYOUT)
     rows = gl.arange(0, CHUNK_ROWS, layout=gl.SliceLayout(1, ACCUM_LAYOUT))[:, None]
     columns = gl.arange(0, ACCUM_WIDTH, layout=gl.SliceLayout(0, ACCUM_LAYOUT))[None, :]
-    gl.atomic_add(to + rows * ACCUM_WIDTH + columns, x, sem="relaxed")
+    gl.atomic_add(ptr + rows * ACCUM_WIDTH + columns, x, sem="relaxed")

@@ -17,7 +17,7 @@ ROWS = gl.constexpr(64)  # of one WGMMA: what a consumer multiplies at a time
 
 @gluon.constexpr_function
 def acc_layout(columns):
-    """The layout of a 64 x columns accumulator of one warpgroup."""
+    """Return the layout of a 64 x columns accumulator of one warpgroup."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
@@ -25,13 +25,13 @@ def acc_layout(columns):
 
 @gluon.constexpr_function
 def lhs_layout(columns):
-    """The layout of the left operand in registers, for such an accumulator."""
+    """Return the layout of the left operand in registers, for such an accumulator."""
     return gl.DotOperandLayout(operand_index=0, parent=acc_layout(columns), k_width=2)
 
 
 @gluon.constexpr_function
 def matrix_layout(layout):
-    """The shared-memory layout of a matrix, from that of a descriptor of (batch, head, row,
+    """Return the shared-memory layout of a matrix, from that of a descriptor of (batch, head, row,
     column)."""
     return gl.NVMMASharedLayout(
         swizzle_byte_width=layout.swizzle_byte_width,
@@ -45,7 +45,7 @@ def matrix_layout(layout):
 
 @gluon.jit
 def pieces(a, b):
-    """The pieces that exist, of two descriptors or None."""
+    """Return the pieces that exist, of two descriptors or None."""
     if a is None:
         return ()
     elif b is None:
@@ -56,7 +56,7 @@ def pieces(a, b):
 
 @gluon.jit
 def alloc_stages(STAGES: gl.constexpr, descs):
-    """Shared memory for `STAGES` blocks of each descriptor."""
+    """Allocate shared memory for `STAGES` blocks of each descriptor."""
     if len(descs) == 1:
         return (_buffer(STAGES, descs[0]),)
     else:
@@ -70,40 +70,41 @@ def _buffer(STAGES: gl.constexpr, desc):
 
 
 @gluon.jit
-def tma_load_pieces(descs, b, h, row, bar, to, n):
+def tma_load_pieces(descs, b, h, row, bar, smem, n):
     """Issue TMA loads of the rows of one head, from `row` on, into buffer n of every piece."""
     column = 0
     for i in gl.static_range(len(descs)):
-        tma_load(descs[i], [b, h, row, column], bar, to[i].index(n))
-        column += to[i].shape[2]
+        tma_load(descs[i], [b, h, row, column], bar, smem[i].index(n))
+        column += smem[i].shape[2]
 
 
 @gluon.jit
 def produce_rows(
-    at, to, b, h, row,
+    cursor, target, b, h, row,
     BUFFERS: gl.constexpr, STAGES: gl.constexpr, BARRIERS: gl.constexpr = None,
     FIRST: gl.constexpr = 0,
 ):  # fmt: skip
     """Acquire a stage and load the rows of one head into it, from `row` on.
 
-    - `to`: descriptors, shared memory and ring.
+    - `target`: descriptors, shared memory and ring.
     - `BUFFERS`: of a stage; `FIRST`: the first one of stage 0; `BARRIERS`: of the ring.
 
     **Returns:** the cursor of the next stage.
     """
-    descs, smem, ring = to
-    producer_acquire(ring, at, BARRIERS)
-    full = ring.full.index(at.stage)
+    descs, smem, ring = target
+    producer_acquire(ring, cursor, BARRIERS)
+    full = ring.full.index(cursor.stage)
     mbarrier.expect(full, tx_bytes(smem, BUFFERS))
     for n in gl.static_range(BUFFERS):
-        buffer = FIRST + BUFFERS * at.stage + n
+        buffer = FIRST + BUFFERS * cursor.stage + n
         tma_load_pieces(descs, b, h, row + n * smem[0].shape[1], full, smem, buffer)
-    return advance(at, STAGES)
+    return advance(cursor, STAGES)
 
 
 @gluon.constexpr_function
 def tx_bytes(smem, count):
-    """Bytes that TMA writes to `count` buffers of 16-bit pieces: zeros past the end included."""
+    """Return the bytes that TMA writes to `count` buffers of 16-bit pieces, zeros past the end
+    included."""
     return sum(2 * count * x.shape[1] * x.shape[2] for x in smem)
 
 
@@ -118,7 +119,7 @@ def wgmma_abt(a, b, zero):
 
 @gluon.jit
 def at_stage(smem, n):
-    """Buffer n of every piece."""
+    """Return buffer n of every piece."""
     if len(smem) == 1:
         return (smem[0].index(n),)
     else:
@@ -127,7 +128,7 @@ def at_stage(smem, n):
 
 @gluon.jit
 def zero_acc(ROWS: gl.constexpr, smem):
-    """A zero accumulator, with pieces as wide as those of smem."""
+    """Return a zero accumulator, with pieces as wide as those of smem."""
     if len(smem) == 1:
         return (_zeros(ROWS, smem[0].shape[2]),)
     else:
@@ -164,7 +165,7 @@ def wgmma_wait(acc, p, OUTSTANDING: gl.constexpr):
 
 @gluon.jit
 def split_halves(x):
-    """The left and the right half of the columns, each in the layout of its width."""
+    """Return the left and the right half of the columns, each in the layout of its width."""
     HALF: gl.constexpr = x.shape[1] // 2
     a, b = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, HALF]), [0, 2, 1]))
     return gl.convert_layout(a, acc_layout(HALF)), gl.convert_layout(b, acc_layout(HALF))
@@ -178,7 +179,7 @@ def row_vector(x, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def join_halves(a, b):
-    """The inverse of `split_halves`."""
+    """Join the halves of `split_halves`."""
     WIDTH: gl.constexpr = 2 * a.shape[1]
     x = gl.reshape(gl.permute(gl.join(a, b), [0, 2, 1]), [a.shape[0], WIDTH])
     return gl.convert_layout(x, acc_layout(WIDTH))
@@ -186,7 +187,7 @@ def join_halves(a, b):
 
 @gluon.jit
 def slice_rows(tiles, SPAN: gl.constexpr):
-    """Rows of every piece; `SPAN`: the first row, and how many."""
+    """Return rows of every piece; `SPAN`: the first row, and how many."""
     if SPAN[1] == tiles[0].shape[0]:
         return tiles
     elif len(tiles) == 1:
@@ -198,15 +199,15 @@ def slice_rows(tiles, SPAN: gl.constexpr):
 
 @gluon.jit
 def materialize(x):
-    """x, in registers as pairs of 16 bits. The compiler cannot see where they come from, so it
-    keeps them alive, and not the float32 that they were rounded from."""
+    """Return x, in registers as pairs of 16 bits. The compiler cannot see where they come from, so
+    it keeps them alive, and not the float32 that they were rounded from."""
     return gl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
 def upcast(x):
-    """x in float32. bfloat16 is the upper half of float32; left alone, ptxas splits pairs first and
-    needs twice the instructions."""
+    """Return x in float32. bfloat16 is the upper half of float32; left alone, ptxas splits pairs
+    first and needs twice the instructions."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             _HALVES, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
@@ -222,17 +223,17 @@ _HALVES = gl.constexpr(
 
 
 @gluon.jit
-def add_acc(acc, more):
-    """acc + more, by pieces."""
+def add_acc(acc, other):
+    """Return the sum of two accumulators, by pieces."""
     if len(acc) == 1:
-        return (acc[0] + more[0],)
+        return (acc[0] + other[0],)
     else:
-        return (acc[0] + more[0], acc[1] + more[1])
+        return (acc[0] + other[0], acc[1] + other[1])
 
 
 @gluon.jit
 def scale_rows(acc, factor):
-    """Every piece times a row vector."""
+    """Multiply every piece by a row vector."""
     a = acc[0] * row_vector(factor, acc[0].shape[1])[:, None]
     if len(acc) == 1:
         return (a,)
@@ -242,7 +243,7 @@ def scale_rows(acc, factor):
 
 @gluon.jit
 def broadcast_row(x, like):
-    """A column vector repeated in every row: an accumulator to start from, shaped as `like`."""
+    """Repeat a column vector in every row: an accumulator to start from, shaped as `like`."""
     return gl.broadcast(x[None, :], like)[0]
 
 
@@ -250,50 +251,52 @@ def broadcast_row(x, like):
 
 
 @gluon.jit
-def first_position(pos, stride, offset, b, n, length, HOW: gl.constexpr):
-    """The global position of the first row n of a block, from which on those of the others follow;
-    where they do not, a number of no use."""
+def first_position(pos, stride, offset, b, n, length, CONFIG: gl.constexpr):
+    """Return the global position of row n, the first of a block, if those of the others follow it;
+    else a number that nobody uses."""
     if pos is None:
-        return gl.cast(offset, HOW.index_type) + n
-    elif HOW.straight:
-        at = pos + gl.cast(b, gl.int64) * stride + n
-        return gl.cast(gl.load(at, mask=n < length, other=0), HOW.index_type)
+        return gl.cast(offset, CONFIG.index_type) + n
+    elif CONFIG.straight:
+        ptr = pos + gl.cast(b, gl.int64) * stride + n
+        return gl.cast(gl.load(ptr, mask=n < length, other=0), CONFIG.index_type)
     else:
-        return gl.cast(0, HOW.index_type)
+        return gl.cast(0, CONFIG.index_type)
 
 
 @gluon.jit
-def positions(pos, stride, first, b, n, span, length, HOW: gl.constexpr):
-    """Global positions of the rows `n + span`: they follow `first`, of row n, or are read."""
-    if pos is None or HOW.straight:
+def positions(pos, stride, first, b, n, span, length, CONFIG: gl.constexpr):
+    """Return global positions of the rows `n + span`, which follow `first` of row n or are read."""
+    if pos is None or CONFIG.straight:
         return first + span
     else:
-        at = pos + gl.cast(b, gl.int64) * stride + (n + span)
-        return gl.load(at, mask=n + span < length, other=0).to(HOW.index_type)
+        ptr = pos + gl.cast(b, gl.int64) * stride + (n + span)
+        return gl.load(ptr, mask=n + span < length, other=0).to(CONFIG.index_type)
 
 
 @gluon.jit
 def apply_score(
-    s, scale, b, h, q_idx, kv_idx, of_score, SCORE: gl.constexpr, POSITIVE: gl.constexpr
+    s, scale, b, h, q_idx, kv_idx, score_args, SCORE: gl.constexpr, POSITIVE: gl.constexpr
 ):
-    """Apply the score. **Returns:** T in some unit, that unit over log 2, and S.
+    """Apply the score. **Returns:** t, `scale_log2` and S, where t times `scale_log2` is T over
+    log 2: exp(T) = exp2(t scale_log2).
 
-    Without a score T is S, and a positive scale does not change which T is largest. The scale then
-    stays in the unit, where it costs nothing. (A scale of 0 would make NaN of 0 times -inf.)
+    Without a score t is q kᵀ, and a positive scale does not change which t is largest. The scale
+    then stays in `scale_log2`, where it costs nothing. (A scale of 0 would make NaN of 0 times
+    -inf.)
     """
     if SCORE is None and POSITIVE:
         t = s
-        unit = scale * LOG2E
+        scale_log2 = scale * LOG2E
     else:
         s = s * scale
         t = s
-        unit = gl.to_tensor(LOG2E)
+        scale_log2 = gl.to_tensor(LOG2E)
         if SCORE is not None:
-            t = SCORE(s, b, h, q_idx, kv_idx, of_score)
-    return t, unit, s
+            t = SCORE(s, b, h, q_idx, kv_idx, score_args)
+    return t, scale_log2, s
 
 
 @gluon.jit
 def propagate_nan(x, l):
-    """A row maximum x, or NaN where the row sum l is: a maximum skips NaN, which would hide it."""
+    """Return a row maximum x, or NaN where the row sum l is NaN, which a maximum skips."""
     return gl.where((l != l) & (x != float("inf")), float("nan"), x)

@@ -44,15 +44,15 @@ from typing import Any, NamedTuple
 from .gluon_compat import barrier, fence_async_shared, fence_global, gl, gluon, inline_ptx, mbarrier
 
 
-class Ring(NamedTuple):
+class MbarrierRing(NamedTuple):
     """mbarriers in shared memory, int64 `(STAGES, 1)` each."""
 
     full: Any
     empty: Any  # (): something else says when a stage is empty
 
 
-class Cursor(NamedTuple):
-    """Where one side of a ring is."""
+class RingCursor(NamedTuple):
+    """The position of one side of a ring: `k_at` is the cursor of the ring of K, and so on."""
 
     stage: Any
     phase: Any
@@ -66,26 +66,26 @@ def mbarrier_ring(
     STAGES: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr,
     BARRIERS: gl.constexpr = None,
 ):  # fmt: skip
-    """A ring. `full` counts the arrivals of producers (a TMA load is one), `empty` those of
+    """Make a ring. `full` counts the arrivals of producers (a TMA load is one), `empty` those of
     consumers. Both have to be used (`full_barriers`).
 
     - `BARRIERS`: named barriers in place of `empty`, or None.
     """
     if BARRIERS is None:
-        return Ring(_mbarriers(STAGES, PRODUCERS), _mbarriers(STAGES, CONSUMERS))
+        return MbarrierRing(_mbarriers(STAGES, PRODUCERS), _mbarriers(STAGES, CONSUMERS))
     else:
         return full_barriers(STAGES, PRODUCERS)
 
 
 @gluon.jit
 def full_barriers(STAGES: gl.constexpr, PRODUCERS: gl.constexpr):
-    """A ring without `empty`, where something else that is awaited says that a stage is empty.
+    """Make a ring without `empty`: something else that is awaited says that a stage is empty.
 
     Never initialise an mbarrier that no partition uses: Triton reuses its shared memory, which PTX
     forbids without `mbarrier.inval`; on an H200 the numbers that stood there were overwritten, once
     in 10,000 work tiles.
     """
-    return Ring(_mbarriers(STAGES, PRODUCERS), ())
+    return MbarrierRing(_mbarriers(STAGES, PRODUCERS), ())
 
 
 @gluon.jit
@@ -104,72 +104,72 @@ def fence_barrier_init():
 
 @gluon.jit
 def first_stage():
-    """The cursor of the first tile."""
-    return Cursor(gl.to_tensor(0), gl.to_tensor(0))
+    """Return the cursor of the first tile."""
+    return RingCursor(gl.to_tensor(0), gl.to_tensor(0))
 
 
 @gluon.jit
-def advance(at, STAGES: gl.constexpr):
-    """The cursor of the next tile."""
-    stage, phase = at
+def advance(cursor, STAGES: gl.constexpr):
+    """Return the cursor of the next tile."""
+    stage, phase = cursor
     if STAGES == 1:
-        return Cursor(stage, phase ^ 1)
+        return RingCursor(stage, phase ^ 1)
     elif STAGES == 2:
-        return Cursor(stage ^ 1, phase ^ stage)
+        return RingCursor(stage ^ 1, phase ^ stage)
     else:
         last = stage == STAGES - 1
-        return Cursor(gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase))
+        return RingCursor(gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase))
 
 
 @gluon.jit
-def previous(at, STAGES: gl.constexpr):
-    """The cursor of the tile before."""
-    stage, phase = at
+def step_back(cursor, STAGES: gl.constexpr):
+    """Return the cursor of the tile before."""
+    stage, phase = cursor
     first = stage == 0
-    return Cursor(gl.where(first, STAGES - 1, stage - 1), gl.where(first, phase ^ 1, phase))
+    return RingCursor(gl.where(first, STAGES - 1, stage - 1), gl.where(first, phase ^ 1, phase))
 
 
 @gluon.jit
 def stage_of(n, STAGES: gl.constexpr):
-    """The cursor of tile n: one number to keep instead of two, where registers are short."""
-    return Cursor(n % STAGES, n // STAGES % 2)
+    """Return the cursor of tile n: one number to keep instead of two, where registers are short."""
+    return RingCursor(n % STAGES, n // STAGES % 2)
 
 
 @gluon.jit
-def producer_acquire(ring, at, BARRIERS: gl.constexpr = None):
+def producer_acquire(ring, cursor, BARRIERS: gl.constexpr = None):
     """Wait until the stage may be written."""
     if BARRIERS is None:
-        mbarrier.wait(ring.empty.index(at.stage), at.phase ^ 1)
+        mbarrier.wait(ring.empty.index(cursor.stage), cursor.phase ^ 1)
     else:
-        inline_ptx(BARRIERS.ptx("bar.sync"), BARRIERS.first + at.stage)
+        inline_ptx(BARRIERS.ptx("bar.sync"), BARRIERS.first + cursor.stage)
 
 
 @gluon.jit
-def producer_accept(ring, at, condition=True):
+def producer_accept(ring, cursor, condition=True):
     """Wait until the stage is offered, if `condition` holds."""
-    mbarrier.wait(ring.empty.index(at.stage), at.phase, pred=condition)
+    mbarrier.wait(ring.empty.index(cursor.stage), cursor.phase, pred=condition)
 
 
 @gluon.jit
-def producer_commit(ring, at, condition=True):
+def producer_commit(ring, cursor, condition=True):
     """Signal that the stage, written by ordinary stores, holds this round's tile, if `condition`
     holds."""
-    mbarrier.arrive(ring.full.index(at.stage), count=1, pred=condition)
+    mbarrier.arrive(ring.full.index(cursor.stage), count=1, pred=condition)
 
 
 @gluon.jit
-def consumer_wait(ring, at, condition=True):
+def consumer_wait(ring, cursor, condition=True):
     """Wait until the stage holds this round's tile, if `condition` holds."""
-    mbarrier.wait(ring.full.index(at.stage), at.phase, pred=condition)
+    mbarrier.wait(ring.full.index(cursor.stage), cursor.phase, pred=condition)
 
 
 @gluon.jit
-def consumer_release(ring, at, condition=True, BARRIERS: gl.constexpr = None):
+def consumer_release(ring, cursor, condition=True, BARRIERS: gl.constexpr = None):
     """Let the producer write the stage again, if `condition` holds."""
     if BARRIERS is None:
-        mbarrier.arrive(ring.empty.index(at.stage), count=1, pred=condition)
+        mbarrier.arrive(ring.empty.index(cursor.stage), count=1, pred=condition)
     else:
-        inline_ptx(BARRIERS.ptx("bar.arrive"), BARRIERS.first + at.stage, condition)
+        inline_ptx(BARRIERS.ptx("bar.arrive"), BARRIERS.first + cursor.stage, condition)
 
 
 @gluon.jit
@@ -177,7 +177,7 @@ def consumer_release_all(STAGES: gl.constexpr, BARRIERS: gl.constexpr):
     """Release every stage of a ring with named barriers, before the first round."""
     if BARRIERS is not None:
         for n in gl.static_range(STAGES):
-            consumer_release(None, Cursor(n, 0), True, BARRIERS)
+            consumer_release(None, RingCursor(n, 0), True, BARRIERS)
 
 
 # -- semaphores in global memory ------------------------------------------------------------------
@@ -203,21 +203,21 @@ def semaphore_release(counter, ticket):
 
 
 @gluon.jit
-def ping_pong_init(HOW: gl.constexpr):
+def ping_pong_init(CONFIG: gl.constexpr):
     """Give the first turn to consumer 0. A single consumer takes no turns."""
-    if HOW.consumers > 1 and HOW.consumer == 0:
-        inline_ptx(HOW.ping_pong_ptx("bar.arrive", 0))
+    if CONFIG.consumers > 1 and CONFIG.consumer == 0:
+        inline_ptx(CONFIG.ping_pong_ptx("bar.arrive", 0))
 
 
 @gluon.jit
-def ping_pong_wait(HOW: gl.constexpr):
+def ping_pong_wait(CONFIG: gl.constexpr):
     """Wait for this consumer's turn."""
-    if HOW.consumers > 1:
-        inline_ptx(HOW.ping_pong_ptx("bar.sync", HOW.consumer))
+    if CONFIG.consumers > 1:
+        inline_ptx(CONFIG.ping_pong_ptx("bar.sync", CONFIG.consumer))
 
 
 @gluon.jit
-def ping_pong_pass(HOW: gl.constexpr):
+def ping_pong_pass(CONFIG: gl.constexpr):
     """Pass the turn to the next consumer."""
-    if HOW.consumers > 1:
-        inline_ptx(HOW.ping_pong_ptx("bar.arrive", (HOW.consumer + 1) % HOW.consumers))
+    if CONFIG.consumers > 1:
+        inline_ptx(CONFIG.ping_pong_ptx("bar.arrive", (CONFIG.consumer + 1) % CONFIG.consumers))

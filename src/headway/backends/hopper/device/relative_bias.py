@@ -23,7 +23,9 @@ import triton
 
 from .affine_score import octet_layout
 from .gluon_compat import gl, gluon
-from .mma import acc_layout
+from .mma import ROWS, acc_layout
+
+GRAD_COLUMNS = gl.constexpr(64)  # of an accumulator whose diagonals are summed
 
 
 class BiasRows(NamedTuple):
@@ -38,7 +40,7 @@ class BiasRows(NamedTuple):
 
 @gluon.jit
 def locate_bias(tables, b, h, row):
-    """The `BiasRows` of a head, for an accumulator whose first row is `row`.
+    """Return the `BiasRows` of a head, for an accumulator whose first row is `row`.
 
     - `tables`: the index of distance 0; then of every table a pointer, and its strides from one
       batch row and from one head to the next.
@@ -54,49 +56,53 @@ def locate_bias(tables, b, h, row):
 
 @gluon.jit
 def load_bias(bias, column, COLUMNS: gl.constexpr):
-    """The values of every table for a 64 x COLUMNS accumulator whose first column is `column`.
+    """Load the values of every table for a 64 x COLUMNS accumulator whose first column is `column`.
 
     - `bias`: from `locate_bias`.
     """
     # Rows before the first may lie anywhere: they read other values.
-    at = gl.maximum((column + bias.shift) & -16, 64)
-    row, one = _rows_and_columns(COLUMNS)
-    at = ((one & 6) - (row & 7) + 7) * 4 + (at - (row & 48)) * 4
-    found = ()
+    offset = gl.maximum((column + bias.shift) & -16, 64)
+    row, col = _rows_and_columns(COLUMNS)
+    offset = ((col & 6) - (row & 7) + 7) * 4 + (offset - (row & 48)) * 4
+    values = ()
     for n in gl.static_range(len(bias.starts)):
         x = gl.inline_asm_elementwise(
-            loads(COLUMNS), operands(COLUMNS, "=f", "l"), [bias.starts[n] + at],
+            loads(COLUMNS), operands(COLUMNS, "=f", "l"), [bias.starts[n] + offset],
             dtype=gl.float32, is_pure=False, pack=COLUMNS // 2,
         )  # fmt: skip
-        found = found + (gl.convert_layout(x.reshape([64, COLUMNS]), acc_layout(COLUMNS)),)  # noqa: RUF005
-    return found
+        x = gl.convert_layout(x.reshape([64, COLUMNS]), acc_layout(COLUMNS))
+        values = values + (x,)  # noqa: RUF005
+    return values
 
 
 @gluon.jit
-def add_bias_grad(sums, column, values, HOW: gl.constexpr):
-    """Add what the 64 x 64 pairs of an accumulator have to the sums of their distances.
+def add_bias_grad(sums, column, values, CONFIG: gl.constexpr):
+    """Add the values of the 64 x 64 pairs of an accumulator to the sums of their distances.
 
-    - `sums`: from `locate_bias`, of tables of sums; `HOW.bias_grads` says which values go to each.
+    - `sums`: from `locate_bias`, of tables of sums.
+    - `CONFIG.bias_grads` says which values go to each.
     """
-    at = gl.maximum(column + sums.shift, 64)
-    row, one = _rows_and_columns(64)
-    at = at - (row & 48) + (row & 7) + ((one & 2) >> 1) * 16 + ((one & 4) >> 2) * 40 - 16
+    offset = gl.maximum(column + sums.shift, 64)
+    row, col = _rows_and_columns(GRAD_COLUMNS)
+    offset = offset - (row & 48) + (row & 7) + ((col & 2) >> 1) * 16 + ((col & 4) >> 2) * 40 - 16
     for n in gl.static_range(len(sums.starts)):
-        x = gl.convert_layout(values[_bias_grad(HOW, n)].reshape([64, 8, 8]), octet_layout(64))
+        x = values[_bias_grad(CONFIG, n)].reshape([ROWS, GRAD_COLUMNS // 8, 8])
+        x = gl.convert_layout(x, octet_layout(GRAD_COLUMNS))
         gl.inline_asm_elementwise(
-            ADDS, operands(64, "=r", "l", "f"), [(sums.starts[n] + at).to(gl.int64), x],
+            ADDS, operands(GRAD_COLUMNS, "=r", "l", "f"),
+            [(sums.starts[n] + offset).to(gl.int64), x],
             dtype=gl.int32, is_pure=False, pack=32,
         )  # fmt: skip
 
 
 @gluon.constexpr_function
-def _bias_grad(HOW, n):
-    return HOW.bias_grads[n]
+def _bias_grad(CONFIG, n):
+    return CONFIG.bias_grads[n]
 
 
 @gluon.jit
 def _rows_and_columns(COLUMNS: gl.constexpr):
-    """Row and column of every pair, in `octet_layout`."""
+    """Return row and column of every pair, in `octet_layout`."""
     octets: gl.constexpr = octet_layout(COLUMNS)
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, octets)))[:, None, None]
     over = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, octets)))
@@ -110,13 +116,13 @@ def _rows_and_columns(COLUMNS: gl.constexpr):
 
 @gluon.constexpr_function
 def operands(columns, *kinds):
-    """The constraints of inline PTX whose every operand has columns / 2 registers."""
+    """Return the constraints of inline PTX whose every operand has columns / 2 registers."""
     return ",".join(kind for kind in kinds for _ in range(columns // 2))
 
 
 @gluon.constexpr_function
 def loads(columns):
-    """PTX: the values of a thread's pairs, from its place in a table."""
+    """Return PTX that loads the values of a thread's pairs, from its place in a table."""
     count = columns // 2
     at, lines = f"${count}", []
     for t in range(columns // 16):
@@ -130,7 +136,7 @@ def loads(columns):
 
 
 def _adds() -> str:
-    """PTX: add the values of a thread's pairs to the sums of their distances."""
+    """Return PTX that adds the values of a thread's pairs to the sums of their distances."""
     pair = lambda a, k, e: f"${64 + e + 2 * a + 4 * k}"
     lines = [
         ".reg .pred low<2>, left, right;",

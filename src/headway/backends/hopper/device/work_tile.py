@@ -12,6 +12,7 @@ consecutive tiles, those of full and of partial tiles apart (`Walk`).
 
 from typing import Any, NamedTuple
 
+from .. import config
 from .gluon_compat import gl, gluon
 from .pipeline import advance, producer_acquire, producer_commit
 
@@ -19,19 +20,24 @@ from .pipeline import advance, producer_acquire, producer_commit
 
 WORK_STAGES = gl.constexpr(4)  # of the ring of work tiles: this one, the one before, and ahead
 
+# Warps of the partition that reads a work tile.
+WARPGROUP = gl.constexpr(config.WARPGROUP)
+ONE_WARP = gl.constexpr(config.ONE_WARP)
+
 
 class FwdTile(NamedTuple):
     """A work tile of the forward: the queries of one CTA. In shared memory the fields from FWD_RUNS
-    on follow: `KVRuns` under a block mask, else `Share`, of which without stream-K only the first
+    on follow: `KVRuns` under a block mask, else `StreamKPart`,
+    of which without stream-K only the first
     field is written."""
 
-    slot: Any  # its number among the tiles of its head; -1: a sentinel tile
+    tile_in_head: Any  # its number among the tiles of its head; -1: a sentinel, the end of the work
     first_row: Any  # of its queries
     head: Any
     batch: Any
     first_block: Any  # first row of the KV block that is visited first
     kv_head: Any
-    twice_blocks: Any  # 2 * KV blocks; + 1 where the next tile is fetched before they are loaded
+    packed_blocks: Any  # KV blocks, and whether the next tile was fetched early (`pack_blocks`)
 
 
 class KVRuns(NamedTuple):
@@ -48,14 +54,12 @@ class KVRuns(NamedTuple):
     partial_count: Any
 
 
-class Share(NamedTuple):
+class StreamKPart(NamedTuple):
     """The part of a work tile that a CTA computes (fwd/stream_k.py)."""
 
-    blocks: Any  # KV blocks of it
-    number: Any  # of the share that it belongs to
-    others: (
-        Any  # parts of this tile, of the shares before, to combine with it; -1: another CTA does
-    )
+    blocks: Any  # KV blocks of the part
+    share: Any  # number of the share that the part belongs to
+    earlier_parts: Any  # parts of earlier shares to combine with this one; -1: another CTA combines
 
 
 class BwdTile(NamedTuple):
@@ -63,7 +67,7 @@ class BwdTile(NamedTuple):
     BWD_RUNS on."""
 
     column: Any  # n_block column of the block mask
-    slot: Any  # its number among the tiles of its head
+    tile_in_head: Any  # its number among the tiles of its head
     first_row: Any  # of its keys
     head: Any
     batch: Any
@@ -92,66 +96,85 @@ BWD_RUNS = gl.constexpr(len(BwdTile._fields))
 BWD_FIELDS = gl.constexpr(len(BwdTile._fields) + len(QRuns._fields))
 
 
+@gluon.jit
+def pack_blocks(blocks, fetched_early):
+    """Return one number for a count of KV blocks and a flag, in bit 0: 1 where the next work tile
+    is fetched before these blocks are loaded."""
+    return 2 * blocks + fetched_early
+
+
+@gluon.jit
+def count_blocks(packed_blocks):
+    """Return the KV blocks of `pack_blocks`."""
+    return packed_blocks // 2
+
+
+@gluon.jit
+def fetched_early(packed_blocks):
+    """Return the flag of `pack_blocks`, as a condition."""
+    return packed_blocks % 2 == 1
+
+
 # -- from a ticket to a work tile -----------------------------------------------------------------
 
 
 @gluon.jit
 def map_work_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr):
-    """The tile row of a ticket, in the order of the mask, and its head and batch row, as far as the
-    mask is one for all of them.
+    """Return the tile row of a ticket, in the order of the mask; and its head and batch row, if one
+    mask serves all of them.
 
     Head swizzle for L2: the tiles of `walk.swizzle` heads follow one another, longest tile row
     first (LPT), then those of the next section of heads: what runs at a time shares keys in the L2
     cache. Under a mask the tiles of the `last_rows` shortest rows come after those of all heads:
     with long tiles at the end some CTAs would be busy while others have nothing to do.
     """
-    near = walk.swizzle
+    swizzle = walk.swizzle
     if walk.full is None:
-        n, section, within = _swizzle(ticket, walk.tile_rows >> 2, near)
+        n, section, head = _swizzle(ticket, walk.tile_rows >> 2, swizzle)
     else:
         rows = (walk.tile_rows >> 2) * walk.b * walk.h * SUBTILES
         tiles_of_row = total // rows
         first_rows = rows - last_rows
-        behind = ticket - first_rows * tiles_of_row
-        if behind < 0:
-            n, section, within = _swizzle(ticket, first_rows, near)
+        ticket_of_last = ticket - first_rows * tiles_of_row
+        if ticket_of_last < 0:
+            n, section, head = _swizzle(ticket, first_rows, swizzle)
         else:
-            n, _, within = _swizzle(behind, last_rows, tiles_of_row)
-            section, within = within // near, within % near
+            n, _, head = _swizzle(ticket_of_last, last_rows, tiles_of_row)
+            section, head = head // swizzle, head % swizzle
             n += first_rows
-    sections = heads // near  # of a batch row
+    sections = heads // swizzle  # of a batch row
     b = section // sections
-    h = (section - b * sections) * near + within
+    h = (section - b * sections) * swizzle + head
     return n, h, gl.where(walk.h == 1, b, section)
 
 
 @gluon.jit
-def _swizzle(ticket, rows, near):
-    """The tile row of a ticket, where a section of `near` heads goes through all tile rows before
-    the next one; the section; and the head within it."""
-    tiles = rows * near
+def _swizzle(ticket, rows, swizzle):
+    """Return the tile row of a ticket, the section of its head, and the head within the section. A
+    section of `swizzle` heads goes through all tile rows before the next one."""
+    tiles = rows * swizzle
     section = ticket // tiles
-    of_section = ticket - section * tiles
-    n = of_section // near
-    return n, section, of_section - n * near
+    tile_in_section = ticket - section * tiles
+    n = tile_in_section // swizzle
+    return n, section, tile_in_section - n * swizzle
 
 
 @gluon.jit
 def locate_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr, ROWS: gl.constexpr):
-    """The work tile of a ticket in the backward: its n_block column of the block mask, its number
-    among the tiles of its head, first row, head, batch row."""
+    """Return the work tile of a ticket in the backward: its n_block column of the block mask, its
+    number among the tiles of its head, first row, head, batch row."""
     n, h, b = map_work_tile(ticket, total, last_rows, walk, heads, SUBTILES)
     if walk.full is None:
         return n, n, n * ROWS, h, b
     else:
         column = gl.load(walk.order + n // SUBTILES)
         tile = column % (walk.tile_rows >> 2)
-        slot = tile * SUBTILES + n % SUBTILES
-        first = tile * walk.size + n % SUBTILES * ROWS
-        of_mask = column // (walk.tile_rows >> 2)
-        h = gl.where(walk.h == 1, h, of_mask % walk.h)
-        b = gl.where(walk.b == 1, b, of_mask // walk.h)
-        return column, slot, first, h, b
+        tile_in_head = tile * SUBTILES + n % SUBTILES
+        first_row = tile * walk.size + n % SUBTILES * ROWS
+        mask_head = column // (walk.tile_rows >> 2)
+        h = gl.where(walk.h == 1, h, mask_head % walk.h)
+        b = gl.where(walk.b == 1, b, mask_head // walk.h)
+        return column, tile_in_head, first_row, h, b
 
 
 # -- publishing it --------------------------------------------------------------------------------
@@ -159,31 +182,34 @@ def locate_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr, R
 
 @gluon.jit
 def work_buffer(FIELDS: gl.constexpr):
-    """Shared memory for `WORK_STAGES` work tiles."""
+    """Allocate shared memory for `WORK_STAGES` work tiles."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     return gl.allocate_shared_memory(gl.int32, [WORK_STAGES * FIELDS, 1], layout)
 
 
 @gluon.jit
-def write_work(at, work_smem, ring, fields):
+def write_work(cursor, work_smem, ring, fields):
     """Publish a work tile: `fields`, and the runs behind them. **Returns:** the next cursor."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     FIELDS: gl.constexpr = work_smem.shape[0] // WORK_STAGES
-    producer_acquire(ring, at)
+    producer_acquire(ring, cursor)
     for n in gl.static_range(len(fields)):
-        field = gl.full([1], fields[n], gl.int32, layout=one)
-        work_smem.index(at.stage * FIELDS + n).store(field)
-    producer_commit(ring, at)
-    return advance(at, WORK_STAGES)
+        field = gl.full([1], fields[n], gl.int32, layout=layout)
+        work_smem.index(cursor.stage * FIELDS + n).store(field)
+    producer_commit(ring, cursor)
+    return advance(cursor, WORK_STAGES)
 
 
 @gluon.jit
-def read_work(work_smem, at, FROM: gl.constexpr, TO: gl.constexpr, WARPS: gl.constexpr):
-    """Fields FROM to TO - 1 of the published work tile; `WARPS`: of the partition that reads."""
+def read_work(work_smem, cursor, FROM: gl.constexpr, TO: gl.constexpr, WARPS: gl.constexpr):
+    """Return fields FROM to TO - 1 of the published work tile.
+
+    - `WARPS`: `WARPGROUP` or `ONE_WARP`, of the partition that reads.
+    """
     FIELDS: gl.constexpr = work_smem.shape[0] // WORK_STAGES
     fields = ()
     for n in gl.static_range(FROM, TO):
-        fields = fields + (_read_field(work_smem, at.stage * FIELDS + n, WARPS),)  # noqa: RUF005
+        fields = fields + (_read_field(work_smem, cursor.stage * FIELDS + n, WARPS),)  # noqa: RUF005
     return fields
 
 
@@ -193,24 +219,24 @@ def _read_field(work_smem, n, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def read_fwd_tile(work_smem, at, WARPS: gl.constexpr):
-    """The published `FwdTile`. Fields that nobody uses are not read."""
-    return FwdTile(*read_work(work_smem, at, 0, FWD_RUNS, WARPS))
+def read_fwd_tile(work_smem, cursor, WARPS: gl.constexpr):
+    """Return the published `FwdTile`. Fields that nobody uses are not read."""
+    return FwdTile(*read_work(work_smem, cursor, 0, FWD_RUNS, WARPS))
 
 
 @gluon.jit
-def read_share(work_smem, at, WARPS: gl.constexpr):
-    """The published `Share`, where HOW.stream_k."""
-    return Share(*read_work(work_smem, at, FWD_RUNS, FWD_RUNS + 3, WARPS))
+def read_part(work_smem, cursor, WARPS: gl.constexpr):
+    """Return the published `StreamKPart`, where CONFIG.stream_k."""
+    return StreamKPart(*read_work(work_smem, cursor, FWD_RUNS, FWD_RUNS + 3, WARPS))
 
 
 @gluon.jit
-def read_kv_runs(work_smem, at, walk, WARPS: gl.constexpr):
-    """The runs of the published `FwdTile`; without a block mask, how many KV blocks there are."""
+def read_kv_runs(work_smem, cursor, walk, WARPS: gl.constexpr):
+    """Return the runs of the published `FwdTile`; without a block mask, the number of KV blocks."""
     if walk.full is None:
-        return read_work(work_smem, at, FWD_RUNS, FWD_RUNS + 1, WARPS)
+        return read_work(work_smem, cursor, FWD_RUNS, FWD_RUNS + 1, WARPS)
     else:
-        return KVRuns(*read_work(work_smem, at, FWD_RUNS, FWD_FIELDS, WARPS))
+        return KVRuns(*read_work(work_smem, cursor, FWD_RUNS, FWD_FIELDS, WARPS))
 
 
 # -- KV blocks of a work tile ---------------------------------------------------------------------
@@ -218,46 +244,46 @@ def read_kv_runs(work_smem, at, walk, WARPS: gl.constexpr):
 
 @gluon.jit
 def visit_kv_blocks(
-    state, given, walk, first_block, runs, length, FIRST: gl.constexpr,
-    BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    state, context, walk, first_block, runs, kv_len, FIRST: gl.constexpr,
+    BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Call `BODY(state, given, row, PARTIAL, SCORE, MASK, HOW)` for every live KV block of a tile
-    row, and return the last state: partial blocks, then full ones, each kind from the last to the
-    first.
+    """Call `BODY(state, context, row, PARTIAL, SCORE, MASK, CONFIG)` for every live KV block of a
+    tile row, and return the last state. Partial blocks come first, then full ones, each kind from
+    the last to the first.
 
-    - `first_block`: first row of the block that comes before them all, as if it were partial. Only
-      where FIRST; else the caller has visited it.
-    - `runs`: from `read_kv_runs`; `length`: of keys.
+    - `first_block`: first row of the block that comes before them all, as if it were partial. It is
+      visited only if FIRST; else the caller has visited it.
+    - `runs`: from `read_kv_runs`.
     """
-    BLOCK: gl.constexpr = HOW.block
+    BLOCK: gl.constexpr = CONFIG.block
     if walk.full is None:
         if FIRST:
-            state = BODY(state, given, first_block, True, SCORE, MASK, HOW)
+            state = BODY(state, context, first_block, True, SCORE, MASK, CONFIG)
         for i in range(1, runs[0]):
-            state = BODY(state, given, first_block - i * BLOCK, False, SCORE, MASK, HOW)
+            state = BODY(state, context, first_block - i * BLOCK, False, SCORE, MASK, CONFIG)
     else:
-        from_full = _first_is_full(runs, HOW)
+        first_is_full = _first_is_full(runs, CONFIG)
         if FIRST:  # The partial loop visits it, whatever it is.
-            more, less = from_full, 0
+            extra_visit, skip = first_is_full, 0
         else:
-            more, less = 0, 1 - from_full
+            extra_visit, skip = 0, 1 - first_is_full
         state = _visit_runs(
-            state, given, walk, walk.partial, first_block, runs.partial_end, runs.partial_runs,
-            runs.partial_start, runs.partial_count, more, less, length, True,
-            BODY, SCORE, MASK, HOW,
+            state, context, walk, walk.partial, first_block, runs.partial_end, runs.partial_runs,
+            runs.partial_start, runs.partial_count, extra_visit, skip, kv_len, True,
+            BODY, SCORE, MASK, CONFIG,
         )  # fmt: skip
         state = _visit_runs(
-            state, given, walk, walk.full, first_block, runs.full_end, runs.full_runs,
-            runs.full_start, runs.full_count, 0, from_full, length, False,
-            BODY, SCORE, MASK, HOW,
+            state, context, walk, walk.full, first_block, runs.full_end, runs.full_runs,
+            runs.full_start, runs.full_count, 0, first_is_full, kv_len, False,
+            BODY, SCORE, MASK, CONFIG,
         )  # fmt: skip
     return state
 
 
 @gluon.jit
-def _first_is_full(runs, HOW: gl.constexpr):
-    """1 where the block that is visited first is of a full tile (fwd/tile_table.py), else 0."""
-    if HOW.even_kv:
+def _first_is_full(runs, CONFIG: gl.constexpr):
+    """Return 1 where the first visited block is of a full tile (fwd/tile_table.py), else 0."""
+    if CONFIG.even_kv:
         return gl.where(runs.partial_runs == 0, 1, 0)
     else:
         return gl.where((runs.full_runs > 0) | (runs.partial_runs == 0), 1, 0)
@@ -265,21 +291,24 @@ def _first_is_full(runs, HOW: gl.constexpr):
 
 @gluon.jit
 def _visit_runs(
-    state, given, walk, kind, first_block, end, runs, start, count, more, less, length,
+    state, context, walk, tiles, first_block, end, runs, start, count, extra_visit, skip, kv_len,
     PARTIAL: gl.constexpr, BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr,
-    HOW: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """The part of `visit_kv_blocks` for one kind of tiles, `walk.full` or `walk.partial`.
+    """Visit the blocks of one kind of tiles, for `visit_kv_blocks`.
 
-    - `more`: 1 to visit `first_block` before them; `less`: 1 to leave out the last block of the run
-      that comes first, which was visited already.
+    - `tiles`: `walk.full` or `walk.partial`.
+    - `extra_visit`: 1 to visit `first_block` before them.
+    - `skip`: 1 to leave out the last block of the run that comes first, which was visited already.
     """
-    for r in range(0 - more, runs):
-        first, blocks = _rows_of_run(kind, end - 1 - r, r, start, count, walk, length, HOW.block)
+    for r in range(0 - extra_visit, runs):
+        first, blocks = _rows_of_run(
+            tiles, end - 1 - r, r, start, count, walk, kv_len, CONFIG.block
+        )
         first, blocks = gl.where(r >= 0, first, first_block), gl.where(r >= 0, blocks, 1)
-        for i in range(gl.where(r == 0, less, 0), blocks):
-            at = first + (blocks - 1 - i) * HOW.block
-            state = BODY(state, given, at, PARTIAL, SCORE, MASK, HOW)
+        for i in range(gl.where(r == 0, skip, 0), blocks):
+            row = first + (blocks - 1 - i) * CONFIG.block
+            state = BODY(state, context, row, PARTIAL, SCORE, MASK, CONFIG)
     return state
 
 
@@ -288,91 +317,98 @@ def _visit_runs(
 
 @gluon.jit
 def visit_q_blocks(
-    state, given, walk, column, runs, length, after,
+    state, context, walk, column, runs, q_len, calls_after,
     BODY: gl.constexpr, DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr,
-    HOW: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Call `BODY(state, given, row, more, PARTIAL, ...)` for every live Q block of an n_block
-    column, and return the last state: partial blocks, then full ones, each kind from the first to
-    the last; or if HOW.deterministic, all from the first to the last. A column with no live tile
-    gets its first, which the mask empties.
+    """Call `BODY(state, context, row, has_next, PARTIAL, ...)` for every live Q block of an n_block
+    column, and return the last state. Partial blocks come first, then full ones, each kind from the
+    first to the last; if CONFIG.deterministic, all go from the first to the last. A column with no
+    live tile gets its first, which the mask empties.
 
-    - `more`: whether another call follows, of this column or because `after` > 0.
-    - `runs`: from `load_runs`, or () to load them here; `length`: of queries.
+    - `has_next`: whether another call follows, of this column or because `calls_after` > 0.
+    - `runs`: from `load_runs`, or () to load them here.
     """
-    BLOCK: gl.constexpr = HOW.block
+    BLOCK: gl.constexpr = CONFIG.block
     if walk.full is None:
-        blocks = (length + BLOCK - 1) // BLOCK
+        blocks = (q_len + BLOCK - 1) // BLOCK
         for i in range(0, blocks):
-            more = (i + 1 < blocks) | (after > 0)
+            has_next = (i + 1 < blocks) | (calls_after > 0)
             state = BODY(
-                state, given, i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
+                state, context, i * BLOCK, has_next, False, DERIVATIVE, SCATTER, MASK, CONFIG
             )  # fmt: skip
-    elif HOW.deterministic:
+    elif CONFIG.deterministic:
         begin = gl.load(walk.full[0] + column)
         end = gl.load(walk.full[0] + column + 1)
         for r in range(begin, end):
-            after_run = (r + 1 < end) | (after > 0)
-            first, blocks = _rows(*_run(walk.partial, r, True), walk, length, BLOCK)
-            first_f, blocks_f = _rows(*_run(walk.full, r, True), walk, length, BLOCK)
+            next_after_run = (r + 1 < end) | (calls_after > 0)
+            first, blocks = _rows(*_load_run(walk.partial, r, True), walk, q_len, BLOCK)
+            first_full, full_blocks = _rows(*_load_run(walk.full, r, True), walk, q_len, BLOCK)
             for i in range(0, blocks):
-                more = (i + 1 < blocks) | (blocks_f > 0) | after_run
+                has_next = (i + 1 < blocks) | (full_blocks > 0) | next_after_run
                 state = BODY(
-                    state, given, first + i * BLOCK, more, True, DERIVATIVE, SCATTER, MASK, HOW
+                    state, context, first + i * BLOCK, has_next, True, DERIVATIVE, SCATTER, MASK,
+                    CONFIG
                 )  # fmt: skip
-            for i in range(0, blocks_f):
-                more = (i + 1 < blocks_f) | after_run
+            for i in range(0, full_blocks):
+                has_next = (i + 1 < full_blocks) | next_after_run
                 state = BODY(
-                    state, given, first_f + i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
+                    state, context, first_full + i * BLOCK, has_next, False, DERIVATIVE, SCATTER,
+                    MASK, CONFIG
                 )  # fmt: skip
     else:
         if len(runs) == 0:
             runs = load_runs(walk, column)
-        p0, runs_p, start_p, count_p, f0, runs_f, start_f, count_f = runs
-        runs_p = gl.where(runs_p + runs_f == 0, 1, runs_p)
-        for r in range(0, runs_p):
+        full_runs = runs.full_runs
+        partial_runs = gl.where(runs.partial_runs + full_runs == 0, 1, runs.partial_runs)
+        for r in range(0, partial_runs):
             first, blocks = _rows_of_run(
-                walk.partial, p0 + r, r, start_p, count_p, walk, length, BLOCK
-            )
+                walk.partial, runs.partial_first + r, r, runs.partial_start, runs.partial_count,
+                walk, q_len, BLOCK,
+            )  # fmt: skip
             for i in range(0, blocks):
-                more = (i + 1 < blocks) | (r + 1 < runs_p) | (runs_f > 0) | (after > 0)
+                in_run, in_partial = i + 1 < blocks, r + 1 < partial_runs
+                has_next = in_run | in_partial | (full_runs > 0) | (calls_after > 0)
                 state = BODY(
-                    state, given, first + i * BLOCK, more, True, DERIVATIVE, SCATTER, MASK, HOW
+                    state, context, first + i * BLOCK, has_next, True, DERIVATIVE, SCATTER, MASK,
+                    CONFIG
                 )  # fmt: skip
-        for r in range(0, runs_f):
+        for r in range(0, full_runs):
             first, blocks = _rows_of_run(
-                walk.full, f0 + r, r, start_f, count_f, walk, length, BLOCK
-            )
+                walk.full, runs.full_first + r, r, runs.full_start, runs.full_count, walk, q_len,
+                BLOCK,
+            )  # fmt: skip
             for i in range(0, blocks):
-                more = (i + 1 < blocks) | (r + 1 < runs_f) | (after > 0)
+                has_next = (i + 1 < blocks) | (r + 1 < full_runs) | (calls_after > 0)
                 state = BODY(
-                    state, given, first + i * BLOCK, more, False, DERIVATIVE, SCATTER, MASK, HOW
+                    state, context, first + i * BLOCK, has_next, False, DERIVATIVE, SCATTER, MASK,
+                    CONFIG
                 )  # fmt: skip
     return state
 
 
 @gluon.constexpr_function
-def broadcasts_runs(full, HOW):
-    """Whether the backward's producer publishes the runs of a column, which it loads ahead of the
-    TMA loads that every other partition's load would queue behind; else `visit_q_blocks` loads them
-    itself. `full`: of the walk."""
-    return full is not None and not HOW.deterministic
+def broadcasts_runs(full, CONFIG):
+    """Return whether the backward's producer publishes the runs of a column. It loads them ahead of
+    the TMA loads, which every other partition's load would queue behind. If not, `visit_q_blocks`
+    loads them itself. `full`: of the walk."""
+    return full is not None and not CONFIG.deterministic
 
 
 @gluon.jit
-def runs_to_write(walk, column, HOW: gl.constexpr):
-    """What the producer publishes of the runs of a column."""
-    if broadcasts_runs(walk.full, HOW):
+def runs_to_write(walk, column, CONFIG: gl.constexpr):
+    """Return the runs of a column that the producer publishes; () where it publishes none."""
+    if broadcasts_runs(walk.full, CONFIG):
         return load_runs(walk, column)
     else:
         return ()
 
 
 @gluon.jit
-def read_runs(work_smem, at, walk, WARPS: gl.constexpr, HOW: gl.constexpr):
-    """The same, as published."""
-    if broadcasts_runs(walk.full, HOW):
-        return read_work(work_smem, at, BWD_RUNS, BWD_FIELDS, WARPS)
+def read_q_runs(work_smem, cursor, walk, WARPS: gl.constexpr, CONFIG: gl.constexpr):
+    """Return the published `QRuns` of a column; () where the producer publishes none."""
+    if broadcasts_runs(walk.full, CONFIG):
+        return QRuns(*read_work(work_smem, cursor, BWD_RUNS, BWD_FIELDS, WARPS))
     else:
         return ()
 
@@ -382,40 +418,43 @@ def read_runs(work_smem, at, walk, WARPS: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit
 def load_runs(walk, column):
-    """The `QRuns` of a column, from global memory."""
-    p0 = gl.load(walk.partial[0] + column)
-    f0 = gl.load(walk.full[0] + column)
-    runs_p = gl.load(walk.partial[0] + column + 1) - p0
-    runs_f = gl.load(walk.full[0] + column + 1) - f0
-    start_p, count_p = _run(walk.partial, p0, runs_p > 0)
-    start_f, count_f = _run(walk.full, f0, runs_f > 0)
-    return QRuns(p0, runs_p, start_p, count_p, f0, runs_f, start_f, count_f)
+    """Load the `QRuns` of a column from global memory."""
+    partial_first = gl.load(walk.partial[0] + column)
+    full_first = gl.load(walk.full[0] + column)
+    partial_runs = gl.load(walk.partial[0] + column + 1) - partial_first
+    full_runs = gl.load(walk.full[0] + column + 1) - full_first
+    partial_start, partial_count = _load_run(walk.partial, partial_first, partial_runs > 0)
+    full_start, full_count = _load_run(walk.full, full_first, full_runs > 0)
+    return QRuns(
+        partial_first, partial_runs, partial_start, partial_count,
+        full_first, full_runs, full_start, full_count,
+    )  # fmt: skip
 
 
 @gluon.jit
-def _run(runs, n, exists):
-    """Start and count of run n, in tiles; the first tile where it does not exist."""
-    start = gl.load(runs[1] + n, mask=exists, other=0)
-    return start, gl.load(runs[2] + n, mask=exists, other=1)
+def _load_run(tiles, n, exists):
+    """Return start and count of run n, in tiles; the first tile where it does not exist."""
+    start = gl.load(tiles[1] + n, mask=exists, other=0)
+    return start, gl.load(tiles[2] + n, mask=exists, other=1)
 
 
 @gluon.jit
 def _rows(start, count, walk, length, BLOCK: gl.constexpr):
-    """First row and number of blocks of some tiles."""
+    """Return the first row and the number of blocks of some tiles."""
     first = start * walk.step
     end = gl.minimum(first + count * walk.step, length)
     return first, (end - first + BLOCK - 1) // BLOCK
 
 
 @gluon.jit
-def _rows_of_run(runs, n, r, start, count, walk, length, BLOCK: gl.constexpr):
-    """First row and number of blocks of run n, which is visited as the r-th. Start and count of the
-    first one that is visited are known.
+def _rows_of_run(tiles, n, r, start, count, walk, length, BLOCK: gl.constexpr):
+    """Return the first row and the number of blocks of run n, which is visited as the r-th. `start`
+    and `count` are those of the run that is visited first.
 
     (Any other run is loaded when it begins. Loaded one ahead, the loop over runs would carry its
     count, and nothing but the loop's end would use it: see `rows_of` in the Triton backend's
-    device/work_tile.py.)
+    walk.py.)
     """
-    next_start, next_count = _run(runs, n, r > 0)
+    next_start, next_count = _load_run(tiles, n, r > 0)
     start, count = gl.where(r > 0, next_start, start), gl.where(r > 0, next_count, count)
     return _rows(start, count, walk, length, BLOCK)

@@ -17,7 +17,7 @@ FIRST_FLAG = gl.constexpr(config.FIRST_FLAG)
 
 
 class Partial(NamedTuple):
-    """One consumer's part of a work tile: fields as of `State`."""
+    """The part of a work tile that one consumer has computed: fields as of `SoftmaxState`."""
 
     acc: Any
     m: Any
@@ -26,62 +26,62 @@ class Partial(NamedTuple):
 
 
 @gluon.jit
-def combine_parts(part, number, others, i, partials, counter, HOW: gl.constexpr):
-    """Write a part down for another CTA (`others` < 0), or add to it the parts of as many shares,
-    whose numbers come before this one's. **Returns:** the part.
+def combine_parts(part, share, earlier_parts, rows, partials, counter, CONFIG: gl.constexpr):
+    """Write a part down for another CTA (`earlier_parts` < 0), or add to it the parts of as many
+    earlier shares. **Returns:** the part.
 
-    - `number`: of the share; `i`: rows of the work tile.
+    - `share`: its number; `rows`: of the work tile.
     - `partials`: memory for parts, per share and consumer.
     """
-    W: gl.constexpr = HOW.consumer
-    own = number * HOW.consumers + W
-    if others < 0:
-        _write(partials, own, part, i, HOW)
-        semaphore_release(counter + FIRST_FLAG + own, number)
+    W: gl.constexpr = CONFIG.consumer
+    idx = share * CONFIG.consumers + W
+    if earlier_parts < 0:
+        _write(partials, idx, part, rows, CONFIG)
+        semaphore_release(counter + FIRST_FLAG + idx, share)
     acc, m, l, max_s = part
-    for n in range(0, others):
-        at = (number - others + n) * HOW.consumers + W
-        semaphore_wait(counter + FIRST_FLAG + at, 1)
-        acc, m, l, max_s = _add(partials, at, acc, m, l, max_s, i, HOW)
+    for n in range(0, earlier_parts):
+        earlier = (share - earlier_parts + n) * CONFIG.consumers + W
+        semaphore_wait(counter + FIRST_FLAG + earlier, 1)
+        acc, m, l, max_s = _add(partials, earlier, acc, m, l, max_s, rows, CONFIG)
         barrier()
-        gl.store(counter + FIRST_FLAG + at, 0)
+        gl.store(counter + FIRST_FLAG + earlier, 0)
     return Partial(acc, m, l, max_s)
 
 
 @gluon.jit
-def _write(partials, at, part, i, HOW: gl.constexpr):
-    pieces, of_row = _pointers(partials, at, part.acc, i, HOW)
+def _write(partials, idx, part, rows, CONFIG: gl.constexpr):
+    pieces, row_values = _pointers(partials, idx, part.acc, rows, CONFIG)
     for n in gl.static_range(len(part.acc)):
         gl.store(pieces[n], part.acc[n])
-    gl.store(of_row, part.m)
-    gl.store(of_row + 1, part.l)
-    if HOW.track_max:
-        gl.store(of_row + 2, part.max_s)
+    gl.store(row_values, part.m)
+    gl.store(row_values + 1, part.l)
+    if CONFIG.track_max:
+        gl.store(row_values + 2, part.max_s)
 
 
 @gluon.jit
-def _add(partials, at, acc, m, l, max_s, i, HOW: gl.constexpr):
-    pieces, of_row = _pointers(partials, at, acc, i, HOW)
-    other_m = gl.load(of_row)
+def _add(partials, idx, acc, m, l, max_s, rows, CONFIG: gl.constexpr):
+    pieces, row_values = _pointers(partials, idx, acc, rows, CONFIG)
+    other_m = gl.load(row_values)
     new_m = gl.maximum(m, other_m)
     base = gl.where(new_m == float("-inf"), 0.0, new_m)
-    mine, theirs = gl.exp2(m - base), gl.exp2(other_m - base)
-    l = l * mine + gl.load(of_row + 1) * theirs
-    if HOW.track_max:
-        max_s = gl.maximum(max_s, gl.load(of_row + 2))
-    acc = scale_rows(acc, mine)
-    other = ()
+    factor, other_factor = gl.exp2(m - base), gl.exp2(other_m - base)
+    l = l * factor + gl.load(row_values + 1) * other_factor
+    if CONFIG.track_max:
+        max_s = gl.maximum(max_s, gl.load(row_values + 2))
+    acc = scale_rows(acc, factor)
+    other_acc = ()
     for n in gl.static_range(len(acc)):
-        other = other + (gl.load(pieces[n]),)  # noqa: RUF005
-    return add_acc(acc, scale_rows(other, theirs)), new_m, l, max_s
+        other_acc = other_acc + (gl.load(pieces[n]),)  # noqa: RUF005
+    return add_acc(acc, scale_rows(other_acc, other_factor)), new_m, l, max_s
 
 
 @gluon.jit
-def _pointers(partials, at, acc, i, HOW: gl.constexpr):
-    """A part is stored by rows: acc, then m, l and max_s. **Returns:** pointers to the pieces of
-    acc, and to what follows them in every row."""
+def _pointers(partials, idx, acc, rows, CONFIG: gl.constexpr):
+    """Return pointers to the pieces of acc of a part, and to what follows them in every row: m, l
+    and max_s."""
     WIDTH: gl.constexpr = acc_width(acc)
-    row = (gl.cast(at, gl.int64) * ROWS + i - HOW.consumer * ROWS) * (WIDTH + 4)
+    row = (gl.cast(idx, gl.int64) * ROWS + rows - CONFIG.consumer * ROWS) * (WIDTH + 4)
     pieces = ()
     column = 0
     for n in gl.static_range(len(acc)):
@@ -92,12 +92,12 @@ def _pointers(partials, at, acc, i, HOW: gl.constexpr):
 
 @gluon.jit
 def _offsets(row, column, WIDTH: gl.constexpr):
-    """Of a piece of acc, from the rows' offsets."""
+    """Return the offsets of a piece of acc, from the offsets of its rows."""
     j = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc_layout(WIDTH)))
     return row_vector(row, WIDTH)[:, None] + (column + j)[None, :]
 
 
 @gluon.constexpr_function
 def acc_width(acc):
-    """Columns of all pieces."""
+    """Return the columns of all pieces."""
     return sum(x.shape[1] for x in acc)

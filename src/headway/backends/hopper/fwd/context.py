@@ -1,4 +1,4 @@
-"""What the partitions of the forward kernel share, and what a consumer carries: names, no code."""
+"""The named tuples that the partitions of the forward kernel share and that a consumer carries."""
 
 from typing import Any, NamedTuple
 
@@ -7,8 +7,8 @@ from ..device.gluon_compat import gl
 # -- of the CTA -----------------------------------------------------------------------------------
 
 
-class Smem(NamedTuple):
-    """Shared memory; matrices in pieces (device/mma.py)."""
+class FwdSmem(NamedTuple):
+    """The shared memory of a CTA; matrices in pieces (device/mma.py)."""
 
     work: Any  # fields of work tiles (device/work_tile.py)
     q: Any
@@ -18,18 +18,18 @@ class Smem(NamedTuple):
     slope: Any  # c of device/affine_score.py, or ()
 
 
-class Rings(NamedTuple):
-    """Pipelines between the partitions (device/pipeline.py)."""
+class FwdRings(NamedTuple):
+    """The pipelines between the partitions (device/pipeline.py)."""
 
     work: Any  # scheduler -> producer and consumers
-    q: Any  # producer -> consumers: one ring for all; if HOW.early_q_release, one for each
+    q: Any  # producer -> consumers: one ring for all; if CONFIG.early_q_release, one for each
     k: Any  # producer -> consumers
     v: Any
     next_tile: Any  # producer -> scheduler: fetch the next work tile
 
 
-class Sizes(NamedTuple):
-    """Sizes of the call."""
+class FwdSizes(NamedTuple):
+    """The sizes of the call."""
 
     heads: Any
     group: Any  # query heads of a key head
@@ -38,31 +38,31 @@ class Sizes(NamedTuple):
     dv: Any
 
 
-class Inputs(NamedTuple):
-    """What scores and masks read."""
+class FwdModArgs(NamedTuple):
+    """The operands of scores and masks besides q and k."""
 
     scale: Any
     coords: Any  # `Coords` of gpu/runtime/call_plan.py
     bias_tables: Any  # device/relative_bias.py
-    of_score: Any  # what the score captures: tensors, numbers
-    of_mask: Any
+    score_args: Any  # what the score captures: tensors, numbers
+    mask_args: Any  # likewise the mask
 
 
-class Outputs(NamedTuple):
-    """What the epilogue writes, and what it reads for that; all but lse may be None."""
+class FwdOutputs(NamedTuple):
+    """The tensors of the epilogue; all but lse may be None."""
 
     out: Any  # descriptors of pieces; None where `wide_out` is given
     wide_out: Any  # float32
     lse: Any
     row_max: Any
-    max_logit: Any  # of every consumer's part of every work tile
+    max_logit: Any  # one for every consumer's part of every work tile
     sink: Any  # read: one logit per head
     partials: Any  # stream-K: memory for parts of work tiles
     counter: Any  # its flags stand behind the counter of tickets
 
 
-class StreamK(NamedTuple):
-    """`stream_k.Shares`."""
+class StreamKArgs(NamedTuple):
+    """The numbers of `stream_k.StreamKShares` that the scheduler reads."""
 
     whole_tiles: Any  # computed by one CTA each; tickets behind them are shares
     share_blocks: Any  # KV blocks of a share
@@ -72,24 +72,25 @@ class StreamK(NamedTuple):
 # -- of a consumer --------------------------------------------------------------------------------
 
 
-class State(NamedTuple):
-    """What a consumer carries from block to block. Row vectors are laid out as rows of S."""
+class SoftmaxState(NamedTuple):
+    """The state that a consumer carries from block to block. Row vectors are laid out as rows of
+    S."""
 
     acc: Any  # O, in pieces; a WGMMA may be in flight
     m: Any  # row maxima of T over log 2
     l: Any  # row sums of exp2(T / log 2 - m)
-    max_s: Any  # row maxima of S, if HOW.track_max
+    max_s: Any  # row maxima of S, if CONFIG.track_max
     p: Any  # P of the block before, the left operand of the next WGMMA
     k_at: Any  # cursors
     v_at: Any
     is_first: Any  # 1 before the first block of a work tile, where that is computed in the loop
-    blocks_left: Any  # if HOW.early_q_release
+    blocks_left: Any  # if CONFIG.early_q_release
 
 
-class Operands(NamedTuple):
-    """What the WGMMAs of a work tile read."""
+class WgmmaOperands(NamedTuple):
+    """The operands of the WGMMAs of a work tile."""
 
-    q: Any  # this consumer's rows, in pieces: shared memory, or registers if HOW.q_in_registers
+    q: Any  # this consumer's rows, in pieces: shared memory, or registers if CONFIG.q_in_registers
     k: Any  # shared memory of all stages
     v: Any
     k_ring: Any
@@ -99,25 +100,25 @@ class Operands(NamedTuple):
     slope: Any  # (a, c) of device/affine_score.py, or ()
 
 
-class Tile(NamedTuple):
-    """What scores and masks read of a work tile."""
+class TileContext(NamedTuple):
+    """A work tile as scores and masks see it: the rows of one consumer."""
 
     kv_len: Any
-    inputs: Any  # `Inputs`
+    mods: Any  # `FwdModArgs`
     b: Any  # batch row and head, as scores and masks see them
     h: Any
     q_idx: Any  # positions of this consumer's queries
     batch: Any  # batch row of the tensors
-    rows: Any  # `Rows` of device/hoisted.py
+    rows: Any  # `HoistedRows` of device/hoisted.py
     first_q: Any  # position of this consumer's first query (`first_position` of device/mma.py)
 
 
-class Previous(NamedTuple):
-    """The work tile before, whose output is stored while this one has begun."""
+class PreviousTile(NamedTuple):
+    """The work tile before, whose output is stored after this one has begun."""
 
     work_at: Any  # cursor of its fields
-    row: Any  # this consumer's rows of a tile
-    by_row: Any  # what the slope adds to m, if HOW.slope_mma
+    rows: Any  # this consumer's rows of a tile
+    row_log2: Any  # what the slope adds to m, if CONFIG.slope_mma
     smem: Any
     rings: Any
     outputs: Any
@@ -129,10 +130,10 @@ class Previous(NamedTuple):
 
 
 class TableEntry(NamedTuple):
-    """A work tile under a block mask: columns of the table (fwd/tile_table.py). `KVRuns` of
+    """A row of the work-tile table (fwd/tile_table.py): a work tile under a block mask. `KVRuns` of
     device/work_tile.py follow, from TABLE_RUNS on."""
 
-    slot: Any  # its number among the tiles of its head
+    tile_in_head: Any  # its number among the tiles of its head
     first_row: Any
     head: Any  # of the mask
     batch: Any

@@ -14,16 +14,17 @@ from . import half_blocks as kernel
 EMPTY, MIXED, FULL = kernel.EMPTY.value, kernel.MIXED.value, kernel.FULL.value
 MAX_TILES = 1 << 15  # partial tiles that are examined
 
-HalfBlocks = tuple[tuple[int, int], ...]  # `config.How.half_blocks`
+HalfBlocks = tuple[tuple[int, int], ...]  # `config.FwdKernelConfig.half_blocks`
 
 
 def half_block_table(
     mask: Graph, captured: Captured, shape: tuple[int, int, int, int], tile: tuple[int, int],
     coords: Coords,
 ) -> HalfBlocks:  # fmt: skip
-    """What is seen of the left and of the right half, EMPTY, MIXED or FULL: by the first and by the
-    second consumer, of the block that a work tile visits first (`tile_table.table`); then by both,
-    of all other partial blocks. `()` where nothing is the same in all tile rows.
+    """Return what is seen of the left and of the right half: EMPTY, MIXED or FULL. It is seen by
+    the first and by the second consumer, of the block that a work tile visits first
+    (`tile_table.tile_table`); then by both, of all other partial blocks. `()` where nothing is the
+    same in all tile rows.
 
     - `mask`: captures integers only.
     - `shape`: batch rows, heads, queries, and keys, in whole tiles. (With other lengths the last
@@ -33,28 +34,30 @@ def half_block_table(
     tiles, *_ = build(mask, captured, shape, tile, host, coords)
     if tiles.rows_partial.per_row().sum() > MAX_TILES:
         return ()
-    fine, *_ = build(mask, captured, shape, (tile[0] // 2, tile[1] // 2), host, coords)
+    half_tiles, *_ = build(mask, captured, shape, (tile[0] // 2, tile[1] // 2), host, coords)
     rows, columns = (-(-n * 2 // side) for n, side in zip(shape[2:], tile, strict=True))
     # The last tile of every row; -1 where there is none.
     full, partial = (x.ends().numpy() - 1 for x in (tiles.rows_full, tiles.rows_partial))
     first = np.where(partial >= 0, partial, full).clip(0)
     tile_row = tiles.rows_partial.row().numpy().repeat(tiles.rows_partial.count)
-    at = tiles.rows_partial.tiles().numpy()
-    rest = at != first[tile_row]
+    column = tiles.rows_partial.tiles().numpy()
+    others = column != first[tile_row]
     tile_rows = -(-shape[2] // tile[0])
-    found = []
-    for in_row, in_column in ((np.arange(len(first)), first), (tile_row[rest], at[rest])):
+    coverage = []
+    first_blocks, other_blocks = (np.arange(len(first)), first), (tile_row[others], column[others])
+    for block_rows, block_columns in (first_blocks, other_blocks):
         for consumer in (0, 1):
-            row = 2 * (in_row % tile_rows) + consumer
-            there = row < rows  # queries past the end keep nothing
-            row = (in_row // tile_rows * rows + row)[there]
-            left, right = (2 * in_column[there] + n for n in (0, 1))
-            found.append((_common(fine, row, left, columns), _common(fine, row, right, columns)))
-    return tuple(found) if any(x != MIXED for pair in found for x in pair) else ()
+            row = 2 * (block_rows % tile_rows) + consumer
+            exists = row < rows  # queries past the end keep nothing
+            row = (block_rows // tile_rows * rows + row)[exists]
+            halves = (2 * block_columns[exists] + n for n in (0, 1))
+            left, right = (_common(half_tiles, row, half, columns) for half in halves)
+            coverage.append((left, right))
+    return tuple(coverage) if any(x != MIXED for pair in coverage for x in pair) else ()
 
 
 def _common(tiles: Tiles, row: np.ndarray, column: np.ndarray, width: int) -> int:
-    """What all of some tiles are (no tiles are FULL), or MIXED."""
+    """Return what all of some tiles are (no tiles are FULL), or MIXED."""
     full = _inside(tiles.rows_full, row, column, width)
     if full.all():
         return FULL
@@ -64,7 +67,7 @@ def _common(tiles: Tiles, row: np.ndarray, column: np.ndarray, width: int) -> in
 
 
 def _inside(runs: Runs, row: np.ndarray, column: np.ndarray, width: int) -> np.ndarray:
-    """Which tiles belong to a run."""
+    """Return which tiles belong to a run."""
     keys = runs.keys(width).numpy()
     if not len(keys):
         return np.zeros(len(row), bool)

@@ -7,7 +7,10 @@ from ..device.gluon_compat import gl, gluon
 from ..device.mma import ROWS, produce_rows
 from ..device.pipeline import advance, consumer_release, consumer_wait, first_stage, producer_commit
 from ..device.work_tile import (
+    ONE_WARP,
     WORK_STAGES,
+    count_blocks,
+    fetched_early,
     read_fwd_tile,
     read_kv_runs,
     read_work,
@@ -15,7 +18,7 @@ from ..device.work_tile import (
 )
 
 
-class Loads(NamedTuple):
+class TileLoads(NamedTuple):
     """The loads of a work tile. `q`, `k`, `v`: descriptors, shared memory and ring, or rings."""
 
     q: Any
@@ -28,8 +31,8 @@ class Loads(NamedTuple):
     next_ring: Any
 
 
-class Loaded(NamedTuple):
-    """How far the producer is."""
+class LoadState(NamedTuple):
+    """The progress of the producer."""
 
     k_at: Any  # cursors
     v_at: Any
@@ -39,74 +42,81 @@ class Loaded(NamedTuple):
 
 
 @gluon.jit
-def produce(q, k, v, smem, rings, sizes, walk, HOW: gl.constexpr):
+def produce(q, k, v, smem, rings, sizes, walk, CONFIG: gl.constexpr):
     """Load what each work tile needs; `q`, `k`, `v`: descriptors of pieces."""
     consumer_release(rings.work, first_stage())  # the first sentinel tile
     work_at = advance(first_stage(), WORK_STAGES)
     q_at = first_stage()
-    to_q, to_k, to_v = (q, smem.q, rings.q), (k, smem.k, rings.k), (v, smem.v, rings.v)
+    q_target, k_target, v_target = (q, smem.q, rings.q), (k, smem.k, rings.k), (v, smem.v, rings.v)
     # The first sentinel tile multiplies P V once, the last one Q Kᵀ.
     kv_at = (
         first_stage(),
-        produce_rows(first_stage(), to_v, 0, 0, 0, 1, HOW.v_stages, HOW.v_barriers()),
+        produce_rows(first_stage(), v_target, 0, 0, 0, 1, CONFIG.v_stages, CONFIG.v_barriers()),
     )
     consumer_wait(rings.work, work_at)
-    (slot,) = read_work(smem.work, work_at, 0, 1, 1)
-    while slot >= 0:
-        tile = read_fwd_tile(smem.work, work_at, 1)
-        fetched = tile.twice_blocks % 2 == 1
-        countdown = gl.where(fetched, 0, gl.maximum(tile.twice_blocks // 2 - 1, 1))
-        runs = read_kv_runs(smem.work, work_at, walk, 1)
+    (tile_in_head,) = read_work(smem.work, work_at, 0, 1, ONE_WARP)
+    while tile_in_head >= 0:
+        tile = read_fwd_tile(smem.work, work_at, ONE_WARP)
+        early = fetched_early(tile.packed_blocks)
+        countdown = gl.where(early, 0, gl.maximum(count_blocks(tile.packed_blocks) - 1, 1))
+        runs = read_kv_runs(smem.work, work_at, walk, ONE_WARP)
         consumer_release(rings.work, work_at)
         work_at = advance(work_at, WORK_STAGES)
-        if not HOW.early_q_release:
-            q_at = load_queries(q_at, to_q, tile.batch, tile.head, tile.first_row, HOW)
-        loads = Loads(
-            to_q, to_k, to_v, tile.batch, tile.head, tile.first_row, tile.kv_head, rings.next_tile
+        if not CONFIG.early_q_release:
+            q_at = load_queries(q_at, q_target, tile.batch, tile.head, tile.first_row, CONFIG)
+        loads = TileLoads(
+            q_target,
+            k_target,
+            v_target,
+            tile.batch,
+            tile.head,
+            tile.first_row,
+            tile.kv_head,
+            rings.next_tile,
         )
-        state = Loaded(kv_at[0], kv_at[1], countdown, q_at, gl.to_tensor(True))
+        state = LoadState(kv_at[0], kv_at[1], countdown, q_at, gl.to_tensor(True))
         state = visit_kv_blocks(
             state, loads, walk, tile.first_block, runs, sizes.kv_len, True,
-            load_block, None, None, HOW,
+            load_block, None, None, CONFIG,
         )  # fmt: skip
         kv_at = (state.k_at, state.v_at)
         q_at = state.q_at
         consumer_wait(rings.work, work_at)
-        (slot,) = read_work(smem.work, work_at, 0, 1, 1)
-    load_queries(q_at, to_q, 0, 0, sizes.q_len, HOW)
-    produce_rows(kv_at[0], to_k, 0, 0, 0, 1, HOW.stages, HOW.k_barriers())
+        (tile_in_head,) = read_work(smem.work, work_at, 0, 1, ONE_WARP)
+    load_queries(q_at, q_target, 0, 0, sizes.q_len, CONFIG)
+    produce_rows(kv_at[0], k_target, 0, 0, 0, 1, CONFIG.stages, CONFIG.k_barriers())
 
 
 @gluon.jit
 def load_block(
     state, loads, n, PARTIAL: gl.constexpr,
-    SCORE: gl.constexpr, MASK: gl.constexpr, HOW: gl.constexpr,
+    SCORE: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Load the keys and values from row n on. With one buffer for Q, K of the first block is loaded
     before the buffer is free, so Q comes second."""
     k_at, v_at, countdown, q_at, is_first = state
     producer_commit(loads.next_ring, first_stage(), countdown == 1)
     k_at = produce_rows(
-        k_at, loads.k, loads.batch, loads.kv_head, n, 1, HOW.stages, HOW.k_barriers()
+        k_at, loads.k, loads.batch, loads.kv_head, n, 1, CONFIG.stages, CONFIG.k_barriers()
     )
-    if HOW.early_q_release:  # noqa: SIM102  (known when this is compiled)
+    if CONFIG.early_q_release:  # noqa: SIM102  (known when this is compiled)
         if is_first:
-            q_at = load_queries(q_at, loads.q, loads.batch, loads.head, loads.first_row, HOW)
+            q_at = load_queries(q_at, loads.q, loads.batch, loads.head, loads.first_row, CONFIG)
     v_at = produce_rows(
-        v_at, loads.v, loads.batch, loads.kv_head, n, 1, HOW.v_stages, HOW.v_barriers()
+        v_at, loads.v, loads.batch, loads.kv_head, n, 1, CONFIG.v_stages, CONFIG.v_barriers()
     )
-    return Loaded(k_at, v_at, countdown - 1, q_at, gl.to_tensor(False))
+    return LoadState(k_at, v_at, countdown - 1, q_at, gl.to_tensor(False))
 
 
 @gluon.jit
-def load_queries(at, to_q, b, h, first, HOW: gl.constexpr):
+def load_queries(q_at, q_target, b, h, first_row, CONFIG: gl.constexpr):
     """Load the queries of a work tile: for all consumers at once; or, where each has a ring, for
     each as it releases its rows."""
-    q, q_smem, rings = to_q
+    q, q_smem, rings = q_target
     COUNT: gl.constexpr = len(rings)
-    EACH: gl.constexpr = HOW.consumers // COUNT
+    EACH: gl.constexpr = CONFIG.consumers // COUNT
     for n in gl.static_range(COUNT):
-        to = (q, q_smem, rings[n])
-        row = first + n * EACH * ROWS
-        produce_rows(at, to, b, h, row, EACH, HOW.q_stages, FIRST=n * EACH)
-    return advance(at, HOW.q_stages)
+        target = (q, q_smem, rings[n])
+        row = first_row + n * EACH * ROWS
+        produce_rows(q_at, target, b, h, row, EACH, CONFIG.q_stages, FIRST=n * EACH)
+    return advance(q_at, CONFIG.q_stages)

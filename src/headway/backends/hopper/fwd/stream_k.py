@@ -15,12 +15,12 @@ deadlock. Parts are combined in the order of their numbers: the same bits in eve
 from math import isqrt
 from typing import NamedTuple
 
-from ..config import FLAGS, Forward
+from ..config import FLAGS, FwdTileShape
 
-LEAST = 8  # blocks that a CTA must save: to begin a part and to combine it takes as long as three
+MIN_SAVED_BLOCKS = 8  # by a CTA: to begin a part and to combine it takes as long as three blocks
 
 
-class Shares(NamedTuple):
+class StreamKShares(NamedTuple):
     """The tickets that CTAs fetch: work tiles, then shares."""
 
     tickets: int
@@ -29,15 +29,15 @@ class Shares(NamedTuple):
     shared_blocks: int  # KV blocks of all shares
 
     @staticmethod
-    def of(tiles: int, blocks: int, ctas: int, how: Forward) -> "Shares":
-        """For `tiles` work tiles of `blocks` KV blocks each. 0 blocks: of any number, which are not
-        shared out."""
-        last = tiles % ctas
-        several = last * blocks
+    def of(tiles: int, blocks: int, ctas: int, shape: FwdTileShape) -> "StreamKShares":
+        """Share out `tiles` work tiles of `blocks` KV blocks each. With 0 blocks, tiles have any
+        number of them, and are not shared out."""
+        last_tiles = tiles % ctas
+        shared_blocks = last_tiles * blocks
         # Combining parts takes about as long as computing them, block for part.
-        share = max(-(-several // ctas), isqrt(blocks), 1)
-        tickets = -(-several // share)
-        least = max(LEAST, how.stream_k_gain * -(-tiles // ctas) * blocks)
-        if not last or blocks - share < least or tickets * how.consumers > FLAGS:
-            return Shares(tiles, tiles, 0, 0)
-        return Shares(tiles - last + tickets, tiles - last, share, several)
+        share = max(-(-shared_blocks // ctas), isqrt(blocks), 1)
+        tickets = -(-shared_blocks // share)
+        min_saved = max(MIN_SAVED_BLOCKS, shape.stream_k_gain * -(-tiles // ctas) * blocks)
+        if not last_tiles or blocks - share < min_saved or tickets * shape.consumers > FLAGS:
+            return StreamKShares(tiles, tiles, 0, 0)
+        return StreamKShares(tiles - last_tiles + tickets, tiles - last_tiles, share, shared_blocks)

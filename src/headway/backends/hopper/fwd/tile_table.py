@@ -1,5 +1,5 @@
-"""The work-tile table of a block mask, computed once: the forward's scheduler reads one row of it,
-where it would follow offsets to runs while the other partitions wait.
+"""The work-tile table of a block mask, computed once. The forward's scheduler reads one row of it
+for a work tile, and need not follow offsets to runs while the other partitions wait.
 """
 
 import torch
@@ -14,65 +14,66 @@ COLUMNS, RUNS = context.TABLE_COLUMNS.value, context.TABLE_RUNS.value
 
 
 class TileTable:
-    """The walks of a plan, with a work-tile table (`table`) in the place of their `order`.
+    """The walks of a plan, with a work-tile table in the place of their `order`.
 
-    - `length`, `block`, `rows`: as for `table`.
+    - `kv_len`, `block`, `rows`: as for `tile_table`.
     """
 
-    def __init__(self, walks: Walks, length: int, block: int, rows: int) -> None:
-        self.walks, self.sizes = walks, (length, block, rows)
-        self.made: tuple[Walk, Walk] | None = None  # a walk, and that with its table
+    def __init__(self, walks: Walks, kv_len: int, block: int, rows: int) -> None:
+        self.walks, self.sizes = walks, (kv_len, block, rows)
+        self.cached: tuple[Walk, Walk] | None = None  # a walk, without and with its table
 
     def __call__(self, call: Call) -> Walk:
-        """The walk for a call."""
+        """Return the walk for a call."""
         walk = self.walks(call)
         if walk.full is None:
             return walk
         device = self.walks.plan.device
-        if self.made is None or self.made[0] is not walk:
-            made = outside_capture(device, lambda: table(walk, self.walks.sub, *self.sizes))
-            self.made = walk, walk._replace(order=made)
-        found = self.made[1]
-        keep_alive(device, [found.order])
-        return found
+        if self.cached is None or self.cached[0] is not walk:
+            table = outside_capture(device, lambda: tile_table(walk, self.walks.sub, *self.sizes))
+            self.cached = walk, walk._replace(order=table)
+        walk_with_table = self.cached[1]
+        keep_alive(device, [walk_with_table.order])
+        return walk_with_table
 
 
-def table(walk: Walk, sub: int, length: int, block: int, rows: int) -> Tensor:
-    """Every work tile in the order of work, int32 `(tiles, COLUMNS)`: `context.TableEntry`, and
-    from column RUNS on `KVRuns` (device/work_tile.py).
+def tile_table(walk: Walk, sub: int, kv_len: int, block: int, rows: int) -> Tensor:
+    """Return all work tiles in the order of work, int32 `(tiles, COLUMNS)`: `context.TableEntry`,
+    and from column RUNS on `KVRuns` (device/work_tile.py).
 
     The last block of a kind is visited first: of the partial tiles, so that no full block is masked
     in vain; but where blocks may reach past the end, of the full ones, since then only this block
     does. A row with no live tile visits its first block, which the mask empties.
 
     - `sub`: work tiles of one tile of the mask; `rows`: queries of a work tile.
-    - `length`: of keys; `block`: keys of a KV block.
+    - `block`: keys of a KV block.
     """
-    (of_full, *full), (of_partial, *partial) = walk.full, walk.partial
+    (full_offsets, *full), (partial_offsets, *partial) = walk.full, walk.partial
     # All runs, and one more for rows that have none.
     start = torch.cat([full[0], partial[0], full[0].new_zeros(1)])
     count = torch.cat([full[1], partial[1], full[1].new_ones(1)])
     first = start * walk.step
-    blocks = ((first + count * walk.step).clamp_max(length) - first + block - 1) // block
+    blocks = ((first + count * walk.step).clamp_max(kv_len) - first + block - 1) // block
     blocks[-1] = 1
-    before = blocks.cumsum(0) - blocks
+    blocks_before = blocks.cumsum(0) - blocks
     tile_row = walk.order.long()
-    offsets = torch.stack([of_full, of_partial + len(full[0])])
+    offsets = torch.stack([full_offsets, partial_offsets + len(full[0])])
     begin, end = offsets[:, tile_row], offsets[:, tile_row + 1]
     runs = end - begin
-    visited = (before[end] - before[begin]).sum(0).clamp_min(1)
-    last = torch.where(runs > 0, end - 1, len(start) - 1)
-    from_full = runs[1] == 0 if length % block == 0 else runs[0] > 0
-    last_full, last_partial = (first + (blocks - 1) * block)[last]
+    visited = (blocks_before[end] - blocks_before[begin]).sum(0).clamp_min(1)
+    last_run = torch.where(runs > 0, end - 1, len(start) - 1)
+    from_full = runs[1] == 0 if kv_len % block == 0 else runs[0] > 0
+    last_full, last_partial = (first + (blocks - 1) * block)[last_run]
     first_block = torch.where(from_full, last_full, last_partial)
     end[1] -= len(full[0])
-    tile, of_mask = tile_row % walk.tile_rows, tile_row // walk.tile_rows
-    head, batch = of_mask % walk.h, of_mask // walk.h
+    tile, mask_head = tile_row % walk.tile_rows, tile_row // walk.tile_rows
+    head, batch = mask_head % walk.h, mask_head // walk.h
     entry = context.TableEntry(
         tile * sub, tile * walk.size, head, batch, first_block, visited
     )  # fmt: skip
-    found = [*entry, *[torch.zeros_like(tile_row)] * (RUNS - len(entry))]
-    found += [x[kind] for kind in (0, 1) for x in (end, runs, start[last], count[last])]
+    columns = [*entry, *[torch.zeros_like(tile_row)] * (RUNS - len(entry))]
+    runs_of_rows = end, runs, start[last_run], count[last_run]
+    columns += [x[kind] for kind in (0, 1) for x in runs_of_rows]
     subtile = torch.arange(sub, device=tile_row.device)[:, None]
-    of_sub = torch.cat([subtile, subtile * rows, subtile.new_zeros(sub, COLUMNS - 2)], 1)
-    return (torch.stack(found, 1)[:, None] + of_sub).to(torch.int32).view(-1, COLUMNS)
+    subtile_offsets = torch.cat([subtile, subtile * rows, subtile.new_zeros(sub, COLUMNS - 2)], 1)
+    return (torch.stack(columns, 1)[:, None] + subtile_offsets).to(torch.int32).view(-1, COLUMNS)
