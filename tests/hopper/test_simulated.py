@@ -406,7 +406,9 @@ def test_the_shortest_lines_are_dealt_last(d, dv, length, monkeypatch):
     )
     told = []
     table = tile_table.tile_table
-    monkeypatch.setattr(tile_table, "tile_table", lambda *args: told.append(table(*args)) or told[-1])
+    monkeypatch.setattr(
+        tile_table, "tile_table", lambda *args: told.append(table(*args)) or told[-1]
+    )
     q, k, v = (torch.randn(2, 4, length, w).bfloat16() for w in (d, d, dv))
     made = hw.attention_with_stats(q, k, v, mask=hw.causal(), backend="hopper")
     true = hw.attention_with_stats(

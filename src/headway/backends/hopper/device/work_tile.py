@@ -98,9 +98,9 @@ BWD_FIELDS = gl.constexpr(len(BwdTile._fields) + len(QRuns._fields))
 
 @gluon.jit
 def pack_blocks(blocks, fetched_early):
-    """Return one number for a count of KV blocks and a flag, in bit 0: 1 where the next work tile
-    is fetched before these blocks are loaded."""
-    return 2 * blocks + fetched_early
+    """Return one number for a count of KV blocks and, in bit 0, whether the next work tile is
+    fetched before these blocks are loaded."""
+    return 2 * blocks + gl.where(fetched_early, 1, 0)
 
 
 @gluon.jit
@@ -130,21 +130,21 @@ def map_work_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr)
     """
     swizzle = walk.swizzle
     if walk.full is None:
-        n, section, head = _swizzle(ticket, walk.tile_rows >> 2, swizzle)
+        n, section, section_head = _swizzle(ticket, walk.tile_rows >> 2, swizzle)
     else:
         rows = (walk.tile_rows >> 2) * walk.b * walk.h * SUBTILES
         tiles_of_row = total // rows
         first_rows = rows - last_rows
         ticket_of_last = ticket - first_rows * tiles_of_row
         if ticket_of_last < 0:
-            n, section, head = _swizzle(ticket, first_rows, swizzle)
+            n, section, section_head = _swizzle(ticket, first_rows, swizzle)
         else:
-            n, _, head = _swizzle(ticket_of_last, last_rows, tiles_of_row)
-            section, head = head // swizzle, head % swizzle
+            n, _, section_head = _swizzle(ticket_of_last, last_rows, tiles_of_row)
+            section, section_head = section_head // swizzle, section_head % swizzle
             n += first_rows
     sections = heads // swizzle  # of a batch row
     b = section // sections
-    h = (section - b * sections) * swizzle + head
+    h = (section - b * sections) * swizzle + section_head
     return n, h, gl.where(walk.h == 1, b, section)
 
 

@@ -16,7 +16,7 @@ from ..device.work_tile import FwdTile, KVRuns, StreamKPart, map_work_tile, pack
 from .context import TABLE_COLUMNS, TABLE_FIELDS, TABLE_RUNS, TableEntry
 
 SHORT_TILE = gl.constexpr(4)  # KV blocks of a tile that is no loss to other CTAs
-ONE_BLOCK = gl.constexpr(2)  # `pack_blocks(1, 0)`
+ONE_BLOCK = gl.constexpr(2)  # `pack_blocks(1, False)`
 LAST_WAVES = gl.constexpr(4)  # tickets of each CTA, at the end, that are never fetched early
 
 
@@ -36,7 +36,7 @@ def schedule_tiles(
             tile_idx, low, high, share = _share_of_ticket(ticket, stream_k, sizes, CONFIG)
             if low < 0:  # a part of two tiles: of the later one first (stream_k.py)
                 tile, part = _part(tile_idx, 0, high, share, stream_k, sizes, walk, CONFIG)
-                fields = tile + (pack_blocks(high, 1),) + part  # noqa: RUF005
+                fields = tile + (pack_blocks(high, True),) + part  # noqa: RUF005
                 work_at = write_work(work_at, smem.work, rings.work, fields)
                 tile_idx -= 1
                 high = _kv_blocks(sizes, CONFIG)
@@ -47,7 +47,7 @@ def schedule_tiles(
             blocks, tile, runs = _describe_tile(ticket, tickets, last_rows, walk, sizes, CONFIG)
         # Behind a short tile fetch the next one now; not behind the last ones.
         early = (blocks <= SHORT_TILE) & (ticket + LAST_WAVES * gl.num_programs(0) < tickets)
-        packed_blocks = pack_blocks(blocks, gl.where(early, 1, 0))
+        packed_blocks = pack_blocks(blocks, early)
         fields = tile + (packed_blocks,) + runs  # noqa: RUF005
         work_at = write_work(work_at, smem.work, rings.work, fields)
         if not early:
