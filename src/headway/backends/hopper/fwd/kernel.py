@@ -215,7 +215,7 @@ def consumer(
     BLOCK: gl.constexpr = CONFIG.block
     row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout(BLOCK))
     q_ring = rings.q[W % len(rings.q)]
-    q_len, kv_len = sizes.q_len, sizes.kv_len
+    _, _, q_len, kv_len, _ = sizes
 
     # The first sentinel tile: no P, no output.
     previous_at, q_at, k_at, v_at = first_stage(), first_stage(), first_stage(), first_stage()
@@ -287,8 +287,7 @@ def consumer(
             CONFIG.first_block_in_loop, attend_block, SCORE, MASK, CONFIG,
         )  # fmt: skip
 
-        acc, m, l, max_s, p = state.acc, state.m, state.l, state.max_s, state.p
-        k_at, v_at = state.k_at, state.v_at
+        acc, m, l, max_s, p, k_at, v_at, _, _ = state
         previous_at, work_at = work_at, advance(work_at, WORK_STAGES)
         if not (CONFIG.q_in_registers or CONFIG.early_q_release):
             consumer_release(q_ring, q_at)
