@@ -25,7 +25,7 @@ from headway import backends, inference
 from headway.backends import triton as backend
 from headway.backends.base import Call, CapabilityKey, capability_key
 from headway.backends.gpu.inference import plan
-from headway.backends.gpu.inference.listed import listed
+from headway.backends.gpu.inference.block_lists import key_block_lists
 from headway.backends.gpu.runtime.launcher import KernelLauncher
 from headway.blocks import Tiles
 from headway.resolve import resolve
@@ -136,7 +136,7 @@ def test_lists_wait_for_nothing():
         spec = Spec(1.0, tiles=(2, 1, 64, 128))
         kv = KV(new(2), None, None, 3)
         call = Call(q, k, k, None, None, Captured([], [], []), tiles, Coords(), None, kv)
-        found = listed(spec, call, 16, 64)
+        found = key_block_lists(spec, call, 16, 64)
     assert [tuple(x.shape) for x in found] == [(2, 2, 1, 5), (2, 2, 1), (2,)]
 
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import headway as hw
 from headway import inference
 from headway.backends.gpu.inference import plan
-from headway.backends.gpu.inference.config import Config
+from headway.backends.gpu.inference.config import LaunchConfig
 from headway_lab.bench import decode
 from headway_lab.bench.timing import compare
 
@@ -71,7 +71,7 @@ ROWS = {
 
 class Variant(NamedTuple):
     keys: int = 256
-    how: Config | None = None
+    config: LaunchConfig | None = None
 
 
 def variants(row: Row) -> dict[str, Variant]:
@@ -89,8 +89,8 @@ def variants(row: Row) -> dict[str, Variant]:
         tiles[128] = (64, 4, 2, 2), (32, 4, 3, 2), (32, 4, 4, 2)
     if row.hq == 128:
         tiles[576] = ((32, 8, 3, 1), (32, 8, 4, 1))
-    for how in tiles[row.d]:
-        found[" ".join(map(str, how))] = Variant(how=Config(*how))
+    for sizes in tiles[row.d]:
+        found[" ".join(map(str, sizes))] = Variant(config=LaunchConfig(*sizes))
     return found
 
 
@@ -121,10 +121,12 @@ class Calls:
             )
 
     def call(self, variant: Variant) -> torch.Tensor:
-        configs = plan.configs if variant.how is None else lambda *of: (variant.how,)
+        configs = plan.launch_configs
+        if variant.config is not None:
+            configs = lambda *given: (variant.config,)
         with ExitStack() as stack:
             for name, by in (
-                ("KEYS", variant.keys), ("configs", configs),
+                ("MIN_KEYS", variant.keys), ("launch_configs", configs),
                 ("cached", partial(self.cached, variant)),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(plan, name, by))

@@ -42,7 +42,7 @@ def main() -> None:
         start = time.perf_counter()
         torch.manual_seed(n)
         try:
-            with mock.patch.dict(config._ROWS, {(32, 128): (16,)}):
+            with mock.patch.dict(config._TILE_ROWS, {(32, 128): (16,)}):
                 error = case(dtype=torch.float32)
             if not error < 1e-5:
                 wrong[str(case)] = f"off by {error}"

@@ -1,4 +1,4 @@
-"""From a call to a launch: what is allocated, and how results are put together."""
+"""Run a call: allocate its results, launch the kernel, and reduce the largest logits."""
 
 import math
 
@@ -8,53 +8,56 @@ from torch import Tensor
 from ....types import Forward, Spec
 from ...base import Call
 from ..runtime.call_plan import empty_result
-from .plan import planned
+from .plan import plan_and_integers
 
 
 def infer(spec: Spec, call: Call) -> Forward:
-    """One kernel; and for the largest logit, the maximum over the queries of a row."""
-    q = _rows(call.q)
-    k, v = (_columns(x) for x in call[1:3])
+    """Launch the kernel for a call; `Backend.infer`."""
+    q = _with_wide_rows(call.q)
+    k, v = _with_contiguous_rows(call.k), _with_contiguous_rows(call.v)
     sink = None if call.sink is None else call.sink.contiguous()
     call = call._replace(q=q, k=k, v=v, sink=sink)
-    of_queries = lambda: torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    per_query = lambda: torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     shape, dtype = (*q.shape[:3], v.shape[3]), spec.out_dtype(q.dtype)
-    out, lse = torch.empty(shape, dtype=dtype, device=q.device), of_queries()
-    row_max = of_queries() if spec.row_max else None
-    top = of_queries() if spec.max_logit else None
+    out, lse = torch.empty(shape, dtype=dtype, device=q.device), per_query()
+    row_max = per_query() if spec.row_max else None
+    query_logits = per_query() if spec.max_logit else None
     if lse.numel():
-        plan, integers = planned(spec, call)
-        plan.launch(call, integers, out, lse, row_max, top)
-    none = empty_result(q.device)
-    max_logit = none if top is None else _of_rows(call, top)
-    return Forward(out, lse, max_logit, none if row_max is None else row_max)
+        plan, integers = plan_and_integers(spec, call)
+        plan.launch(call, integers, out, lse, row_max, query_logits)
+    empty = empty_result(q.device)
+    max_logit = empty if query_logits is None else _max_logit_of_rows(call, query_logits)
+    return Forward(out, lse, max_logit, empty if row_max is None else row_max)
 
 
-def _of_rows(call: Call, top: Tensor) -> Tensor:
-    """The largest logit of every row and head, of those of its queries. It waits for nothing."""
+def _max_logit_of_rows(call: Call, query_logits: Tensor) -> Tensor:
+    """Return the largest logit of every row and head, without waiting for the GPU.
+
+    - `query_logits`: the largest of every query.
+    """
     kv = call.kv
     if kv is None or kv.cu_q is None:
-        if not top.shape[2]:
-            return top.new_full(top.shape[:2], -math.inf)
-        return top.amax(-1)
-    rows, hq, tokens = len(kv.lengths), *top.shape[1:]
-    at = torch.arange(tokens, device=top.device)
-    row = torch.searchsorted(kv.cu_q[1:].contiguous(), at, right=True, out_int32=False)
-    found = top.new_full((rows + 1, hq), -math.inf)
-    found.scatter_reduce_(0, row[:, None].expand(-1, hq), top[0].mT, "amax")
-    return found[:rows]
+        if not query_logits.shape[2]:
+            return query_logits.new_full(query_logits.shape[:2], -math.inf)
+        return query_logits.amax(-1)
+    rows, hq, tokens = len(kv.lengths), *query_logits.shape[1:]
+    token = torch.arange(tokens, device=query_logits.device)
+    row = torch.searchsorted(kv.cu_q[1:].contiguous(), token, right=True, out_int32=False)
+    max_logit = query_logits.new_full((rows + 1, hq), -math.inf)
+    max_logit.scatter_reduce_(0, row[:, None].expand(-1, hq), query_logits[0].mT, "amax")
+    return max_logit[:rows]
 
 
-def _rows(q: Tensor) -> Tensor:
-    """q with contiguous rows that wide loads can read: itself, or a copy."""
-    batch, head, row, one = q.stride()
-    if one == 1 and not (batch | head | row) & 7 and not q.data_ptr() & 15:
+def _with_wide_rows(q: Tensor) -> Tensor:
+    """Return q, or a copy, with contiguous rows that wide loads can read."""
+    batch, head, row, column = q.stride()
+    if column == 1 and not (batch | head | row) & 7 and not q.data_ptr() & 15:
         return q
     if q.shape[3] & 7:
         return torch.nn.functional.pad(q, (0, -q.shape[3] % 8))[..., : q.shape[3]]
     return q.clone(memory_format=torch.contiguous_format)
 
 
-def _columns(x: Tensor) -> Tensor:
-    """k or v with contiguous rows: itself, or, where columns are apart, a copy."""
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+def _with_contiguous_rows(k: Tensor) -> Tensor:
+    """Return k or v, or a copy with contiguous rows."""
+    return k if k.stride(3) == 1 or k.shape[3] == 1 else k.contiguous()

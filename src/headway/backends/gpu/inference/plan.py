@@ -1,5 +1,8 @@
-"""The plan of calls of a kind: code, tile sizes, the launch. A kind has no lengths: these, strides,
-and the integers that scores and masks capture are arguments that nothing is compiled for."""
+"""The plan of calls of a kind: generated code, tile sizes and the launch.
+
+A kind has no lengths. Lengths, strides, offsets and the integers that scores and masks capture are
+arguments of the kernel that Triton compiles nothing for. So a cache that grows keeps its plan.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,231 +24,266 @@ from ..codegen.spec import CodegenSpec
 from ..counters import FIRST_FLAG, FLAGS
 from ..device import maths, softmax, tiles
 from ..products import bits_of
-from ..runtime.call_plan import cached, needs_wide_offsets, readable, unspecialized
+from ..runtime.call_plan import cached, needs_wide_offsets, offsets_of, readable, unspecialized
 from ..runtime.launcher import CallArguments, KernelLauncher
 from ..runtime.parallel_compile import fix_cache_keys
 from ..runtime.tile_counter import zeroed_counter
 from ..runtime.triton_startup import start_triton
 from ..widths import pieces
 from . import kernel, merge, work
-from .config import KEYS, Config, configs, rows_of_tile
-from .kernel import How, Pointers
-from .listed import listed
-from .work import Cache, Coords, Sizes
+from .block_lists import key_block_lists
+from .config import MIN_KEYS, LaunchConfig, launch_configs, tile_rows_for
+from .kernel import DecodeConfig, Pointers
+from .work import CachePointers, DecodeSizes, Offsets
 
 _SOURCES = maths, tiles, softmax, work, merge, kernel
 _E4M3 = torch.float8_e4m3fn
-INT32 = 1 << 29  # smaller integers are of 32 bits, `unspecialized` too
-_LIST_SIZES = Sizes._fields.index("list_tiles")
+_INT32_LIMIT = 1 << 29  # smaller integers have 32 bits, also when they are `unspecialized`
 _NO_CACHE = KV(None)  # type: ignore[arg-type]
 
 
-def planned(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
-    """The plan for a call whose q, k and v have rows without gaps, and the integers in which calls
-    of one kind differ, `unspecialized`: `Sizes`, `Coords`, sizes and strides of captured tensors,
-    captured integers. It is called at every launch, so it asks tensors little."""
-    q, k, v, _, _, (tensors, ints, _), _, at, _, kv, *_ = call
-    kv = kv or _NO_CACHE
-    (b, hq, q_len, d), (q_b, q_h, q_row, _) = q.shape, q.stride()
-    (pages, hk, keys, _), (k_b, k_h, k_row, _) = k.shape, k.stride()
-    dv, (v_b, v_h, v_row, _), dtype, kv_dtype = v.shape[3], v.stride(), q.dtype, k.dtype
-    lengths, table, cu_q, most, k_scale, v_scale = kv
-    page = table_row = 0
-    if lengths is not None:
-        b = lengths.shape[0]
-    if table is not None:
-        page, table_row, keys = keys, table.stride(0), table.shape[1] * keys
-    most = most if cu_q is not None else q_len
-    bits = bits_of(dtype)
-    q_unit = 8 if not (q_b | q_h | q_row) & 7 and not q.data_ptr() & 15 else 1
-    # As many numbers as 16 bytes have (8 of float32), if they divide all strides: wide loads need
-    # that.
-    unit, k_at, v_at = 16 if kv_dtype.itemsize == 1 else 8, k.data_ptr(), v.data_ptr()
-    if (k_b | k_h | k_row | v_b | v_h | v_row) & (unit - 1) or (k_at | v_at) & 15:
-        unit = 1
-    rows = rows_of_tile(bits, max(d, dv), most * (hq // hk))
-    if unit == 1 or kv_dtype != dtype:
-        # Loads that do not run ahead, and keys that are converted: of products of 64 rows with
-        # such factors the ptxas of CUDA 12.8 makes wrong code for Hopper.
-        rows = min(rows, 32)
-    # Whether v is the columns of k that a kernel holds as one piece.
-    shared = k_at == v_at and (k_b, k_h, k_row) == (v_b, v_h, v_row)
-    shared = shared and dv == pieces(dv)[0] == pieces(d)[0]
-    ends = at.b + b, at.h + hq, at.q + q_len, at.kv + keys
-    narrow = max(map(abs, (*at[:4], *ends, *ints))) <= POSITION_LIMIT
-    found = [
-        b, q_len, keys, pages, table_row, q_b // q_unit, q_h // q_unit, q_row // q_unit,
-        k_b // unit, k_h // unit, v_b // unit, v_h // unit,
-        *((0, 0) if k_scale is None else k_scale.stride()),
-        *((0, 0) if v_scale is None else v_scale.stride()),
-        0, 0,  # of lists, which `Plan.launch` knows
-        *at[:4],
-    ]  # fmt: skip
-    for t in tensors:
-        for size, stride in zip(t.shape, t.stride(), strict=True):
-            # A tensor without numbers is replaced by one of sizes of 1.
-            found += (size, stride) if t.numel() else (1, 1)
-    found += ints
-    small = max(map(abs, found)) < INT32
-    key = (
-        Plan, spec, dtype, kv_dtype, q.device, hq, hk, d, dv, bits, rows, q_unit, unit, k_row,
-        v_row, shared, page, lengths is None, cu_q is None, k_scale is None, v_scale is None,
-        narrow, small or tuple([abs(n) < INT32 for n in found]),
-        *[(t.dtype, t.dim(), needs_wide_offsets(t)) for t in tensors],
-    )  # fmt: skip
-    made = Made(rows, bits, q_unit, unit, shared, page, narrow)
-    plan = cached(key, lambda: Plan(spec, call, made))
-    return plan, list(map(unspecialized, found))
+class CallIntegers(NamedTuple):
+    """The integers in which calls of one kind differ."""
+
+    sizes: DecodeSizes
+    offsets: Offsets
+    captured_sizes: list[int]  # size and stride of every dimension of every captured tensor
+    captured: Sequence[int]
+
+    def flatten(self) -> list[int]:
+        """Return all integers in the order of the kernel's arguments."""
+        return [*self.sizes, *self.offsets, *self.captured_sizes, *self.captured]
 
 
-class Made(NamedTuple):
-    """What `planned` has found of a kind, for the plan."""
+class TileLayout(NamedTuple):
+    """The shape of a kind's tiles, and how wide its loads are."""
 
-    m: int  # rows of a tile
-    bits: int  # of the factors of a product
-    q_unit: int
-    unit: int
-    shared: bool
-    page: int
+    tile_rows: int
+    factor_bits: int  # of the factors of a product: 16, 19 (tf32) or 32
+    q_unit: int  # numbers that divide q's strides; a load reads as many at once
+    kv_unit: int
+    v_in_k: bool  # v is the columns of k that the kernel holds as one piece
+    page_keys: int  # 0: there are no pages
     narrow: bool  # positions and captured integers are small
 
 
-class Plan:
-    """Calls of one kind."""
+def plan_and_integers(spec: Spec, call: Call) -> "tuple[Plan, CallIntegers]":
+    """Return the plan of a call whose q, k and v have contiguous rows, and the call's integers.
 
-    def __init__(self, spec: Spec, call: Call, made: Made) -> None:
+    Every launch calls it, so it reads each shape and stride once.
+    """
+    q, k, v, kv = call.q, call.k, call.v, call.kv or _NO_CACHE
+    tensors, captured_ints, _ = call.captured
+    (b, hq, q_len, d), (q_b, q_h, q_row, _) = q.shape, q.stride()
+    (pages, hk, capacity, _), (k_b, k_h, k_row, _) = k.shape, k.stride()
+    dv, (v_b, v_h, v_row, _) = v.shape[3], v.stride()
+    page_keys = table_stride = 0
+    if kv.lengths is not None:
+        b = kv.lengths.shape[0]
+    if kv.page_table is not None:
+        page_keys, table_stride = capacity, kv.page_table.stride(0)
+        capacity *= kv.page_table.shape[1]
+    max_q = kv.max_q if kv.cu_q is not None else q_len
+
+    # A load reads a unit at once: 8 numbers, or 16 of one byte, if that divides all strides and
+    # addresses are multiples of 16 bytes. Otherwise it reads number by number.
+    q_unit = 8 if not (q_b | q_h | q_row) & 7 and not q.data_ptr() & 15 else 1
+    kv_unit, k_address, v_address = 16 if k.dtype.itemsize == 1 else 8, k.data_ptr(), v.data_ptr()
+    if (k_b | k_h | k_row | v_b | v_h | v_row) & (kv_unit - 1) or (k_address | v_address) & 15:
+        kv_unit = 1
+    factor_bits = bits_of(q.dtype)
+    tile_rows = tile_rows_for(factor_bits, max(d, dv), max_q * (hq // hk))
+    if kv_unit == 1 or k.dtype != q.dtype:
+        # Such loads do not run ahead, or keys are converted. For products of 64 rows with these
+        # factors the ptxas of CUDA 12.8 generates wrong code on Hopper.
+        tile_rows = min(tile_rows, 32)
+    v_in_k = k_address == v_address and (k_b, k_h, k_row) == (v_b, v_h, v_row)
+    v_in_k = v_in_k and dv == pieces(dv)[0] == pieces(d)[0]
+
+    offsets = Offsets(*offsets_of(call.coords))
+    ends = offsets.b + b, offsets.h + hq, offsets.q + q_len, offsets.kv + capacity
+    narrow = max(map(abs, (*offsets, *ends, *captured_ints))) <= POSITION_LIMIT
+    k_scale_b, k_scale_h = (0, 0) if kv.k_scale is None else kv.k_scale.stride()
+    v_scale_b, v_scale_h = (0, 0) if kv.v_scale is None else kv.v_scale.stride()
+    sizes = DecodeSizes(
+        b=b, q_len=q_len, kv_len=capacity, pages=pages, table_stride=table_stride,
+        q_b=q_b // q_unit, q_h=q_h // q_unit, q_row=q_row // q_unit,
+        k_b=k_b // kv_unit, k_h=k_h // kv_unit, v_b=v_b // kv_unit, v_h=v_h // kv_unit,
+        k_scale_b=k_scale_b, k_scale_h=k_scale_h, v_scale_b=v_scale_b, v_scale_h=v_scale_h,
+        list_tiles=0, list_width=0,
+    )  # fmt: skip
+    captured_sizes: list[int] = []
+    for tensor in tensors:
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            # `readable` replaces an empty tensor by one of sizes of 1.
+            captured_sizes += (size, stride) if tensor.numel() else (1, 1)
+    integers = CallIntegers(sizes, offsets, captured_sizes, captured_ints)
+    flat = integers.flatten()
+    all_int32 = max(map(abs, flat)) < _INT32_LIMIT
+    layout = TileLayout(tile_rows, factor_bits, q_unit, kv_unit, v_in_k, page_keys, narrow)
+    key = (
+        Plan, spec, layout, q.dtype, k.dtype, q.device, hq, hk, d, dv, k_row, v_row,
+        kv.lengths is None, kv.cu_q is None, kv.k_scale is None, kv.v_scale is None,
+        all_int32 or tuple([abs(n) < _INT32_LIMIT for n in flat]),
+        *[(tensor.dtype, tensor.dim(), needs_wide_offsets(tensor)) for tensor in tensors],
+    )  # fmt: skip
+    return cached(key, lambda: Plan(spec, call, layout)), integers
+
+
+class Plan:
+    """The kernel of calls of one kind, and the sizes it is compiled for."""
+
+    def __init__(self, spec: Spec, call: Call, layout: TileLayout) -> None:
         start_triton()
         fix_cache_keys(*_SOURCES)
-        q, k, v, *_ = call
-        m, narrow, self.page = made.m, made.narrow, made.page
-        self.spec, self.device = spec, q.device
-        self.hk, self.d, self.dv = k.shape[1], k.shape[3], v.shape[3]
-        text = CodegenSpec(
-            spec.score, spec.mask, (), narrow,
-            consecutive=False,
-            wide_offsets=tuple(map(needs_wide_offsets, call.captured.tensors)),
-            approx_tanh=q.dtype == torch.bfloat16 and _target(self.device) is not None,
-            limits=spec.tiles is None,
+        q, k, v = call.q, call.k, call.v
+        self.spec, self.device, self.page_keys = spec, q.device, layout.page_keys
+        self.d, self.dv = k.shape[3], v.shape[3]
+        self.generated = load_module(
+            CodegenSpec(
+                spec.score, spec.mask, (), layout.narrow,
+                consecutive=False,
+                wide_offsets=tuple(map(needs_wide_offsets, call.captured.tensors)),
+                approx_tanh=q.dtype == torch.bfloat16 and _cuda_target() is not None,
+                limits=spec.tiles is None,
+            )
         )  # fmt: skip
-        self.generated = load_module(text)
         fix_cache_keys(self.generated)
-        d, dv = pieces(self.d), pieces(self.dv)
-        self.how: dict[str, Any] = {
+        self.tile_rows, dv_pieces = layout.tile_rows, pieces(self.dv)
+        self.constants: dict[str, Any] = {
             "score": self.function("score"), "mask": self.function("mask"),
-            "limits": self.function("limits"), "index": tl.int32 if narrow else tl.int64,
-            "precision": "tf32" if made.bits == 19 else "ieee", "positive": spec.scale > 0,
-            "track_max": spec.max_logit and spec.score is not None, "m": m,
-            "group": q.shape[1] // self.hk, "hk": self.hk,
-            "d": tiles.Width(*map(tl.constexpr, (self.d, *d))),
-            "dv": tiles.Width(*map(tl.constexpr, (self.dv, *dv))), "page": self.page,
-            "q_unit": made.q_unit, "unit": made.unit, "k_row": k.stride(2), "v_row": v.stride(2),
-            "shared": made.shared, "decode": k.dtype == _E4M3 and not _converts(self.device),
-            "merge": max(1, min(8, 8192 // (m * sum(dv)))),
+            "limits": self.function("limits"), "index": tl.int32 if layout.narrow else tl.int64,
+            "precision": "tf32" if layout.factor_bits == 19 else "ieee",
+            "positive_scale": spec.scale > 0,
+            "track_max": spec.max_logit and spec.score is not None, "tile_rows": self.tile_rows,
+            "group": q.shape[1] // k.shape[1], "kv_heads": k.shape[1],
+            "d": _width(self.d), "dv": _width(self.dv), "page_keys": layout.page_keys,
+            "q_unit": layout.q_unit, "kv_unit": layout.kv_unit,
+            "k_row_stride": k.stride(2), "v_row_stride": v.stride(2), "v_in_k": layout.v_in_k,
+            "decode_e4m3": k.dtype == _E4M3 and not _converts_e4m3(),
+            "merged_at_once": max(1, min(8, 8192 // (self.tile_rows * sum(dv_pieces)))),
         }  # fmt: skip
-        self.ints = spec.score_ints, len(call.captured.ints) - spec.score_ints
-        self.partial = m * (sum(dv) + 4)  # numbers of a partial result
-        # On the CPU there is Triton's interpreter, which needs no speed.
-        self.rows = configs(made.bits, max(self.d, self.dv), m)
-        if triton.knobs.runtime.interpret:
-            self.rows = (Config(32, 4, 1, 1),)
-        self.choose(0)
+        self.mask_ints = len(call.captured.ints) - spec.score_ints
+        self.partial_size = self.tile_rows * (sum(dv_pieces) + 4)  # `merge.partial_size`
+        self.configs = launch_configs(layout.factor_bits, max(self.d, self.dv), self.tile_rows)
+        if triton.knobs.runtime.interpret:  # on the CPU, for tests
+            self.configs = (LaunchConfig(32, 4, 1, 1),)
+        self.use_config(0)
 
     def function(self, name: str) -> Any:
-        """A generated function; None if the call has no such function."""
+        """Return a generated function; None if the call has no such function."""
         return getattr(self.generated, name, None)
 
-    def choose(self, n: int) -> None:
-        """Take the n-th row of the table."""
-        self.row, how = n, self.rows[n]
-        stages = how.stages
-        if self.page % how.n:  # numbers of pages take as many stages as the keys on them
+    def use_config(self, number: int) -> None:
+        """Launch with a config of the list from now on."""
+        self.number, self.config = number, self.configs[number]
+        block_keys, stages = self.config.block_keys, self.config.stages
+        if self.page_keys % block_keys:  # page numbers take as many stages as the keys on them
             stages = 2 * stages - 1
-        self.ctas = min(processors(self.device) * how.ctas, FLAGS)
+        self.ctas = min(processors(self.device) * self.config.ctas_per_processor, FLAGS)
+        min_blocks = -(-MIN_KEYS // block_keys)
         options = {
-            "HOW": How(**self.how, n=how.n, least=-(-KEYS // how.n)), "FIRST_COUNTER": FIRST_FLAG,
-            "num_warps": how.warps, "num_stages": stages,
+            "CONFIG": DecodeConfig(**self.constants, block_keys=block_keys, min_blocks=min_blocks),
+            "FIRST_COUNTER": FIRST_FLAG,
+            "num_warps": self.config.warps, "num_stages": stages,
         }  # fmt: skip
         self.kernel = KernelLauncher(kernel.infer, self.device, options, self.ctas, self.arrange)
 
     def launch(
-        self, call: Call, integers: list[int], out: Tensor, lse: Tensor, row_max: Tensor | None,
-        top: Tensor | None,
+        self, call: Call, integers: CallIntegers, out: Tensor, lse: Tensor,
+        row_max: Tensor | None, max_logit: Tensor | None,
     ) -> None:  # fmt: skip
-        """Write out and lse; and the largest score and logit of every query, if given."""
-        q, k, v, sink, _, (tensors, _, floats), *_ = call
-        kv = call.kv or _NO_CACHE
-        captured = [readable(t, self.device) for t in tensors]
+        """Write out and lse; and the largest score and logit of every query, if asked for.
+
+        A GPU with too little shared memory for a config gets the next one.
+        """
+        k, v, kv = call.k, call.v, call.kv or _NO_CACHE
+        if self.constants["decode_e4m3"]:
+            k, v = k.view(torch.uint8), v.view(torch.uint8)
+        captured = [readable(tensor, self.device) for tensor in call.captured.tensors]
         counters = zeroed_counter(self.device)
         while True:
-            lists = (None,) * 3
+            lists: tuple[Tensor | None, ...] = (None,) * 3
             if self.spec.tiles is not None:
-                lists = listed(self.spec, call, self.how["m"], self.rows[self.row].n)
-                sizes = map(unspecialized, lists.blocks.shape[2:])
-                integers[_LIST_SIZES : _LIST_SIZES + 2] = sizes
-            given = CallArguments.of(captured, (*integers, *floats))
-            size = self.ctas * 2 * self.partial
+                lists = key_block_lists(self.spec, call, self.tile_rows, self.config.block_keys)
+                list_tiles, list_width = lists.blocks.shape[2:]
+                sizes = integers.sizes._replace(list_tiles=list_tiles, list_width=list_width)
+                integers = integers._replace(sizes=sizes)
+            numbers = *map(unspecialized, integers.flatten()), *call.captured.floats
+            arguments = CallArguments.of(captured, numbers)
+            size = 2 * self.ctas * self.partial_size
             partials = torch.empty(size, dtype=torch.float32, device=self.device)
-            if k.dtype == _E4M3 and self.how["decode"]:
-                k, v = k.view(torch.uint8), v.view(torch.uint8)
-            own = (
-                q, k, v, out, lse, row_max, top, sink, kv.lengths, kv.page_table, kv.cu_q,
-                kv.k_scale, kv.v_scale, *lists, partials, counters,
+            tensors = (
+                *Pointers(call.q, k, v, out, lse, row_max, max_logit, call.sink),
+                *CachePointers(
+                    kv.lengths, kv.page_table, kv.cu_q, kv.k_scale, kv.v_scale, *lists
+                ),
+                partials, counters,
             )  # fmt: skip
             try:
-                self.kernel(own, given)
+                self.kernel(tensors, arguments)
                 return
             except OutOfResources as error:
-                if self.row + 1 == len(self.rows):
+                if self.number + 1 == len(self.configs):
                     raise BackendRefused(
                         "inference has no tile small enough for this GPU at widths "
                         f"d = {self.d}, dv = {self.dv}: {error}; use backend='reference'"
                     ) from error
-                self.choose(self.row + 1)
+                self.use_config(self.number + 1)
 
-    def arrange(self, own: Sequence[Any], tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple:
-        """The arguments of the kernel."""
-        *pointers, partials, counters = own
-        of_cache = len(Pointers._fields)
-        given = iter(numbers)
-        take = lambda count: tuple([next(given) for _ in range(count)])
-        integers = take(len(Sizes._fields) + len(Coords._fields))
-        of_score: list[Any] = []
-        of_mask: list[Any] = []
-        for n, t in enumerate(tensors):
-            (of_score if n < self.spec.score_tensors else of_mask).extend((t, *take(2 * t.dim())))
-        ints = [take(count) for count in self.ints]
-        x, floats = self.spec.score_floats, tuple(given)
+    def arrange(
+        self, tensors: Sequence[Any], captured: Sequence[Any], numbers: Sequence[Any]
+    ) -> tuple:
+        """Return the arguments of the kernel, from those of `KernelLauncher`."""
+        *pointers, partials, counters = tensors
+        cache_start = len(Pointers._fields)
+        remaining = iter(numbers)
+        take = lambda count: tuple([next(remaining) for _ in range(count)])
+        sizes = DecodeSizes(*take(len(DecodeSizes._fields)))
+        offsets = Offsets(*take(len(Offsets._fields)))
+        score_tensors: list[Any] = []
+        mask_tensors: list[Any] = []
+        for n, tensor in enumerate(captured):
+            of_mod = score_tensors if n < self.spec.score_tensors else mask_tensors
+            of_mod.extend((tensor, *take(2 * tensor.dim())))
+        score_ints, mask_ints = take(self.spec.score_ints), take(self.mask_ints)
+        score_floats, mask_floats = take(self.spec.score_floats), tuple(remaining)
         return (
-            Pointers(*pointers[:of_cache]), Cache(*pointers[of_cache:]),
-            partials, counters, self.spec.scale, integers, tuple(of_score), tuple(of_mask), *ints,
-            floats[:x], floats[x:],
+            Pointers(*pointers[:cache_start]), CachePointers(*pointers[cache_start:]),
+            partials, counters, self.spec.scale, sizes, offsets,
+            tuple(score_tensors), tuple(mask_tensors), score_ints, mask_ints,
+            score_floats, mask_floats,
         )  # fmt: skip
 
 
-# -- what a kind depends on -----------------------------------------------------------------------
+# -- properties of the GPU ------------------------------------------------------------------------
 
 
 @lru_cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU. On the CPU, where there are an interpreter and an emulator for
-    tests, a few."""
+    """Return the multiprocessors of a GPU. The CPU, where tests interpret and emulate kernels, has
+    three."""
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _target(device: torch.device) -> Any:
-    """The GPU that kernels are compiled for, if it is NVIDIA's."""
+def _cuda_target() -> Any:
+    """Return the GPU that kernels are compiled for, if it is NVIDIA's."""
     if triton.knobs.runtime.interpret:
         return None
     target = triton.runtime.driver.active.get_current_target()
     return target if target is not None and target.backend == "cuda" else None
 
 
-def _converts(device: torch.device) -> bool:
-    """Whether Triton converts e4m3 numbers there: on compute capability 8.9, and in the
+def _converts_e4m3() -> bool:
+    """Return True if Triton converts e4m3 numbers: from compute capability 8.9 on, and in the
     interpreter."""
     if triton.knobs.runtime.interpret:
         return True
-    target = _target(device)
+    target = _cuda_target()
     return target is None or target.arch >= 89
+
+
+def _width(columns: int) -> tiles.Width:
+    return tiles.Width(*map(tl.constexpr, (columns, *pieces(columns))))

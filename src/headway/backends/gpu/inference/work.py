@@ -3,12 +3,12 @@
 The rows of a tile are the (query, head of the group) pairs of one key head and one row of the
 batch. A **unit** is such a tile with all its key blocks. The blocks of all units, one unit after
 the other, are cut into as many equal shares as there are CTAs (Osama et al. 2023, Stream-K,
-arXiv 2301.03598). How many blocks there are, only the device knows: every CTA adds them up, and
-finds its share, from `lengths`, `cu_q` and the key limits of the mask. So the grid depends on the
-GPU alone, and a captured launch is right for whatever lengths it finds.
+arXiv 2301.03598). Only the device knows how many blocks there are: every CTA counts them, and finds
+its share, from `lengths`, `cu_q` and the key limits of the mask. So the grid depends on the GPU
+alone, and a captured launch is right for any lengths.
 
-Counting need not be exact. A unit's share of the blocks is worked out from its row's first and last
-query; the tile itself goes by the limits of all of its rows, in proportion.
+The count need not be exact. A unit's share of the blocks follows from the first and last query of
+its row. The tile itself uses the limits of all of its rows, in proportion.
 """
 
 from typing import Any, NamedTuple
@@ -17,22 +17,25 @@ import triton.language as tl
 
 import triton
 
-ROWS = tl.constexpr(128)  # of the batch, that are looked at at once
+ROWS_AT_ONCE = tl.constexpr(128)  # of the batch, whose blocks are counted together
 
 
-class Sizes(NamedTuple):
-    """Lengths and strides."""
+class DecodeSizes(NamedTuple):
+    """Lengths and strides of a decode call, `unspecialized` on their way to the kernel.
+
+    Strides of q are in units of `DecodeConfig.q_unit` numbers, those of k and v in units of
+    `DecodeConfig.kv_unit` numbers.
+    """
 
     b: Any  # rows of the batch
     q_len: Any  # queries of a row, or of all rows if they are packed
-    kv_len: Any  # keys that a row has room for
+    kv_len: Any  # the capacity of a row
     pages: Any  # pages in memory
-    table: Any  # stride of rows of the page table
-    # Strides: of q in units of `How.q_unit` numbers, of k and v in units of `How.unit` numbers.
+    table_stride: Any  # between rows of the page table
     q_b: Any
     q_h: Any
     q_row: Any
-    k_b: Any  # of batch rows, or pages
+    k_b: Any  # between batch rows, or pages
     k_h: Any
     v_b: Any
     v_h: Any
@@ -40,13 +43,12 @@ class Sizes(NamedTuple):
     k_scale_h: Any
     v_scale_b: Any
     v_scale_h: Any
-    # Of lists of key blocks (`listed.py`): tiles of a key head, and entries of a list.
-    list_tiles: Any
-    list_width: Any
+    list_tiles: Any  # tiles of a key head in the lists of key blocks (`block_lists.py`)
+    list_width: Any  # entries of such a list
 
 
-class Cache(NamedTuple):
-    """The pointers of `types.KV` and of `listed.Listed`; each may be None."""
+class CachePointers(NamedTuple):
+    """The pointers of `types.KV` and of `block_lists.KeyBlockLists`; each may be None."""
 
     lengths: Any
     page_table: Any
@@ -55,11 +57,11 @@ class Cache(NamedTuple):
     v_scale: Any
     blocks: Any
     counts: Any
-    most: Any
+    max_counts: Any
 
 
-class Coords(NamedTuple):
-    """The integers of `types.Coords`."""
+class Offsets(NamedTuple):
+    """The offsets of a call's batch rows, heads, queries and keys: the integers of `Coords`."""
 
     b: Any
     h: Any
@@ -67,102 +69,103 @@ class Coords(NamedTuple):
     kv: Any
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """A row of the batch, or several."""
 
-    length: Any  # keys
-    start: Any  # its first query
+    kv_len: Any
+    first_query: Any  # among those of all rows
     q_len: Any
-    past: Any  # position of its first query
+    first_position: Any  # of its first query
     units: Any
     blocks: Any  # of each unit, at least 1
 
 
 @triton.jit
-def plain(unspecialized):
-    """Integers that were `unspecialized`, in a tuple with pointers."""
-    found = ()
-    for n in tl.static_range(len(unspecialized)):
-        if unspecialized[n].dtype.is_int():
-            found = found + (unspecialized[n] >> 2,)  # noqa: RUF005
+def decode_ints(encoded):
+    """Return a tuple with its `unspecialized` integers decoded; pointers stay."""
+    decoded = ()
+    for n in tl.static_range(len(encoded)):
+        if encoded[n].dtype.is_int():
+            decoded = decoded + (encoded[n] >> 2,)  # noqa: RUF005
         else:
-            found = found + (unspecialized[n],)  # noqa: RUF005
-    return found
+            decoded = decoded + (encoded[n],)  # noqa: RUF005
+    return decoded
 
 
 @triton.jit
-def row_of(n, sizes, cache, coords, of_mask, HOW: tl.constexpr):
-    """The `Row` with number n; behind those of the batch, where queries are packed, one of the
-    queries that belong to no row."""
+def row_of(n, sizes, cache, offsets, mask_values, CONFIG: tl.constexpr):
+    """Return the n-th `BatchRow`. If queries are packed, one more row has those of no row."""
     if cache.lengths is None:
-        length = n * 0 + sizes.kv_len
+        kv_len = n * 0 + sizes.kv_len
     else:
-        length = tl.load(cache.lengths + n, mask=n < sizes.b, other=0).to(tl.int32)
-        length = tl.minimum(tl.maximum(length, 0), sizes.kv_len)
+        kv_len = tl.load(cache.lengths + n, mask=n < sizes.b, other=0).to(tl.int32)
+        kv_len = tl.minimum(tl.maximum(kv_len, 0), sizes.kv_len)
     if cache.cu_q is None:
-        start = n * 0
+        first_query = n * 0
         q_len = tl.where(n < sizes.b, sizes.q_len, 0)
     else:
-        start = tl.load(cache.cu_q + n, mask=n <= sizes.b, other=sizes.q_len).to(tl.int32)
-        stop = tl.load(cache.cu_q + n + 1, mask=n < sizes.b, other=sizes.q_len).to(tl.int32)
-        start = tl.minimum(tl.maximum(start, 0), sizes.q_len)
-        q_len = tl.minimum(tl.maximum(stop - start, 0), sizes.q_len - start)
-    past = length - q_len if cache.lengths is not None else n * 0 + coords.q
-    first, stop = length * 0, length
-    if HOW.limits is not None:
-        b, h = tl.cast(coords.b + n, HOW.index), tl.cast(coords.h + n * 0, HOW.index)
-        q_idx = tl.cast(past, HOW.index)
-        of_first = HOW.limits(b, h, q_idx, of_mask)
-        of_last = HOW.limits(b, h, q_idx + tl.maximum(q_len - 1, 0), of_mask)
-        first, stop = inside(
+        first_query = tl.load(cache.cu_q + n, mask=n <= sizes.b, other=sizes.q_len).to(tl.int32)
+        end = tl.load(cache.cu_q + n + 1, mask=n < sizes.b, other=sizes.q_len).to(tl.int32)
+        first_query = tl.minimum(tl.maximum(first_query, 0), sizes.q_len)
+        q_len = tl.minimum(tl.maximum(end - first_query, 0), sizes.q_len - first_query)
+    first_position = kv_len - q_len if cache.lengths is not None else n * 0 + offsets.q
+    first_key, end_key = kv_len * 0, kv_len
+    if CONFIG.limits is not None:
+        b, h = tl.cast(offsets.b + n, CONFIG.index), tl.cast(offsets.h + n * 0, CONFIG.index)
+        q_idx = tl.cast(first_position, CONFIG.index)
+        of_first = CONFIG.limits(b, h, q_idx, mask_values)
+        of_last = CONFIG.limits(b, h, q_idx + tl.maximum(q_len - 1, 0), mask_values)
+        first_key, end_key = clamp_keys(
             tl.minimum(of_first[0], of_last[0]), tl.maximum(of_first[1], of_last[1]),
-            length, cache, coords,
+            kv_len, cache, offsets,
         )  # fmt: skip
-    if cache.most is not None:
-        blocks = tl.maximum(tl.load(cache.most + n, mask=n < sizes.b, other=0), 1)
+    N: tl.constexpr = CONFIG.block_keys
+    if cache.max_counts is not None:
+        blocks = tl.maximum(tl.load(cache.max_counts + n, mask=n < sizes.b, other=0), 1)
     else:
-        blocks = tl.maximum((stop + (HOW.n - 1)) // HOW.n - first // HOW.n, 1)
-    units = (q_len * HOW.group + (HOW.m - 1)) // HOW.m * HOW.hk
-    return Row(length, start, q_len, past, units, blocks)
+        blocks = tl.maximum((end_key + (N - 1)) // N - first_key // N, 1)
+    M: tl.constexpr = CONFIG.tile_rows
+    units = (q_len * CONFIG.group + (M - 1)) // M * CONFIG.kv_heads
+    return BatchRow(kv_len, first_query, q_len, first_position, units, blocks)
 
 
 @triton.jit
-def inside(first, last, length, cache, coords):
-    """The keys of a row between two positions: the first, and the end; the first is at most the
-    end."""
-    shift = coords.kv if cache.lengths is None else 0
-    stop = tl.minimum(tl.maximum(last + 1 - shift, 0), length)
-    first = tl.minimum(tl.maximum(first - shift, 0), stop)
-    return first.to(tl.int32), stop.to(tl.int32)
+def clamp_keys(first_position, last_position, kv_len, cache, offsets):
+    """Return the first key of a row between two positions, and the end of its keys there, which is
+    at least the first."""
+    shift = offsets.kv if cache.lengths is None else 0
+    end = tl.minimum(tl.maximum(last_position + 1 - shift, 0), kv_len)
+    first = tl.minimum(tl.maximum(first_position - shift, 0), end)
+    return first.to(tl.int32), end.to(tl.int32)
 
 
 @triton.jit
-def rows_of_batch(sizes, cache):
-    """Rows, with that of the queries of no row."""
+def count_rows(sizes, cache):
+    """Return the number of rows, with the one for queries of no row."""
     return sizes.b if cache.cu_q is None else sizes.b + 1
 
 
 @triton.jit
-def all_blocks(sizes, cache, coords, of_mask, HOW: tl.constexpr):
-    """The blocks of all units."""
+def count_blocks(sizes, cache, offsets, mask_values, CONFIG: tl.constexpr):
+    """Return the number of blocks of all units."""
     total = tl.full([], 0, tl.int64)
-    for n in tl.range(0, rows_of_batch(sizes, cache), ROWS):
-        row = row_of(n + tl.arange(0, ROWS), sizes, cache, coords, of_mask, HOW)
+    for n in tl.range(0, count_rows(sizes, cache), ROWS_AT_ONCE):
+        row = row_of(n + tl.arange(0, ROWS_AT_ONCE), sizes, cache, offsets, mask_values, CONFIG)
         total += tl.sum(row.units.to(tl.int64) * row.blocks, 0)
     return total
 
 
 @triton.jit
-def find(block, sizes, cache, coords, of_mask, HOW: tl.constexpr):
-    """The row that has a block, and the row's first block."""
+def find_row(block, sizes, cache, offsets, mask_values, CONFIG: tl.constexpr):
+    """Return the row that has a block, and the row's first block."""
     before = tl.full([], 0, tl.int64)
-    first = tl.full([], 0, tl.int64)
-    found = tl.full([], 0, tl.int32)
-    for n in tl.range(0, rows_of_batch(sizes, cache), ROWS):
-        row = row_of(n + tl.arange(0, ROWS), sizes, cache, coords, of_mask, HOW)
+    first_block = tl.full([], 0, tl.int64)
+    row_number = tl.full([], 0, tl.int32)
+    for n in tl.range(0, count_rows(sizes, cache), ROWS_AT_ONCE):
+        row = row_of(n + tl.arange(0, ROWS_AT_ONCE), sizes, cache, offsets, mask_values, CONFIG)
         ends = before + tl.cumsum(row.units.to(tl.int64) * row.blocks, 0)
         passed = ends <= block
-        found += tl.sum(passed.to(tl.int32), 0)
-        first = tl.maximum(first, tl.max(tl.where(passed, ends, 0), 0))
+        row_number += tl.sum(passed.to(tl.int32), 0)
+        first_block = tl.maximum(first_block, tl.max(tl.where(passed, ends, 0), 0))
         before = tl.max(ends, 0)
-    return found, first
+    return row_number, first_block
