@@ -163,8 +163,8 @@ def test_nothing_of_the_card_is_left(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("calls", "options", "says"),
     [
-        ({"q": (1, 2, 8, 16)}, {"device": "h100"}, r"device='h100' is no card .*sm_90"),
-        ({"q": (1, 2, 8, 16)}, {"device": "sm_90:0"}, r"is no card"),
+        ({"q": (1, 2, 8, 16)}, {"device": "h100"}, r"device='h100' is not a known GPU.*sm_90"),
+        ({"q": (1, 2, 8, 16)}, {"device": "sm_90:0"}, r"is not a known GPU"),
         ({"q": (1, 2, 8, 16)}, {"jobs": 0}, r"jobs=0 must be"),
         ({"k": (1, 2, 8, 16)}, {}, r"has no 'q'"),
         ({"q": (1, 2, 8, 16), "length": 3}, {}, r"a call has 'length'; it may have q, k"),

@@ -8,7 +8,7 @@ from .precision import MAX_LSE
 
 
 def limits(spec: Spec) -> list[str]:
-    """The limits of kernels that compute T - lse in float32, in units of log 2."""
+    """Return the limits of kernels that compute T - lse in float32, in units of log 2."""
     if spec.score is None:
         return []
     return [

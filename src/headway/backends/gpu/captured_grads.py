@@ -14,22 +14,25 @@ from .codegen.spec import CodegenSpec
 
 @lru_cache(maxsize=1024)
 def wanted(score: str | None, needs: tuple[bool, ...]) -> tuple[int, ...]:
-    """The gathers of the score that need a gradient. `needs`: which of its tensors need one."""
+    """Return the gathers of the score that need a gradient.
+
+    - `needs`: for every tensor of the score, True if it needs one.
+    """
     if score is None or not any(needs):
         return ()
     return differentiable_gathers(parse(score), [n for n, need in enumerate(needs) if need])
 
 
 def zeros(tensors: Sequence[Tensor], needs: tuple[bool, ...], device: torch.device) -> list:
-    """A gradient of zeros for every tensor of the score that needs one, else None."""
+    """Return a gradient of zeros for every tensor of the score that needs one, else None."""
     return [
-        torch.zeros(t.shape, dtype=torch.float32, device=device) if need else None
-        for t, need in zip(tensors, needs, strict=False)
+        torch.zeros(tensor.shape, dtype=torch.float32, device=device) if need else None
+        for tensor, need in zip(tensors, needs, strict=False)
     ]
 
 
 def by_gather(text: CodegenSpec, grads: Sequence[Tensor | None]) -> tuple:
-    """The gradient of its tensor for every gather that needs one."""
+    """Return the gradient of its tensor for every gather that needs one."""
     if not text.wanted:
         return ()
     graph = parse(text.score)  # type: ignore[arg-type]
@@ -37,6 +40,6 @@ def by_gather(text: CodegenSpec, grads: Sequence[Tensor | None]) -> tuple:
 
 
 def of_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """dsink = −Σ_i exp(sink − lse) delta."""
-    seen = lse.masked_fill(lse == -math.inf, math.inf)
-    return -((sink.float()[:, None] - seen).exp() * delta).sum((0, 2))
+    """Return dsink = −Σ_i exp(sink − lse) delta."""
+    finite_lse = lse.masked_fill(lse == -math.inf, math.inf)  # exp(sink - inf) = 0
+    return -((sink.float()[:, None] - finite_lse).exp() * delta).sum((0, 2))

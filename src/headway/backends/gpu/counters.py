@@ -1,4 +1,4 @@
-"""Where things lie among the int32 zeros that `runtime/tile_counter.py` hands out: the counter of
-tickets has a cache line of its own; flags follow, of stream-K and of inference."""
+"""Offsets in the int32 zeros of `runtime/tile_counter.py`. The ticket counter has a cache line of
+its own. The flags of stream-K and of inference follow."""
 
 FIRST_FLAG, FLAGS = 32, 480

@@ -1,4 +1,4 @@
-"""A card that is named and need not be there: kernels are compiled for it, and none is launched."""
+"""A GPU that is named and need not be there: kernels are compiled for it, none is launched."""
 
 import re
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ from ...errors import ArgumentError
 
 
 class Card(NamedTuple):
-    """What kernels and their plans depend on.
+    """A GPU, by the properties that kernels and their plans depend on.
 
-    - `shared`: bytes of shared memory that a CTA may have; `processors`: multiprocessors.
+    - `shared`: bytes of shared memory that a CTA may have.
+    - `processors`: the number of multiprocessors.
     """
 
     name: str
@@ -32,33 +33,32 @@ CARDS = {
         Card("sm_120", (12, 0), 99 << 10, 170),  # RTX 5090
     )
 }
-_now: list[Card] = []
-_one = Lock()
+_named: list[Card] = []  # the one that is being compiled for, or none
+_lock = Lock()  # one at a time
 
 
 def card_of(name: str) -> Card:
-    """The card of a name: "sm_90"; "sm_90:114" has as many multiprocessors.
+    """Return the GPU of a name, such as "sm_90"; "sm_90:114" has 114 multiprocessors.
 
-    **Raises:** `ArgumentError` for a name that is not known.
+    **Raises:** `ArgumentError` for an unknown name.
     """
-    found = re.fullmatch(r"(sm_\d+)(?::(\d+))?", name) if isinstance(name, str) else None
-    if found is None or found[1] not in CARDS or found[2] == "0":
+    match = re.fullmatch(r"(sm_\d+)(?::(\d+))?", name) if isinstance(name, str) else None
+    if match is None or match[1] not in CARDS or match[2] == "0":
         raise ArgumentError(
-            f"device={name!r} is no card that is known: {', '.join(CARDS)}; a number of "
+            f"device={name!r} is not a known GPU: use one of {', '.join(CARDS)}; a number of "
             "multiprocessors may follow, as in 'sm_90:114' for an H100 PCIe"
         )
-    card = CARDS[found[1]]
-    return card if found[2] is None else card._replace(processors=int(found[2]))
+    card = CARDS[match[1]]
+    return card if match[2] is None else card._replace(processors=int(match[2]))
 
 
 def named_card() -> Card | None:
-    """The card for which kernels are being compiled on tensors of the CPU; None: that of the
-    tensors."""
-    return _now[-1] if _now else None
+    """Return the GPU that kernels are compiled for on tensors of the CPU, or None."""
+    return _named[-1] if _named else None
 
 
-class _Driver:
-    """As much of Triton's driver as compiling needs."""
+class _CompileOnlyDriver:
+    """The part of Triton's driver that compiling needs."""
 
     def __init__(self, card: Card) -> None:
         self.card = card
@@ -78,19 +78,19 @@ class _Driver:
 
 @contextmanager
 def compiling_for(card: Card) -> Iterator[None]:
-    """Inside, the kernels of calls on the CPU are those for a card. No thread may launch any."""
+    """Compile the kernels of calls on the CPU for a GPU. No thread may launch any meanwhile."""
     from triton.runtime import driver
 
     from .runtime import call_plan
 
-    with _one:
-        before = driver._active
-        driver.set_active(_Driver(card))  # type: ignore[arg-type]
-        _now.append(card)
+    with _lock:
+        outer_driver = driver._active
+        driver.set_active(_CompileOnlyDriver(card))  # type: ignore[arg-type]
+        _named.append(card)
         call_plan.clear()
         try:
             yield
         finally:
             call_plan.clear()
-            _now.pop()
-            driver._active = before
+            _named.pop()
+            driver._active = outer_driver

@@ -15,41 +15,44 @@ from .runtime.call_plan import empty_result
 def memory_for(
     call: Call, n: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:  # fmt: skip
-    """Memory for a result: number n of what the call brings (`Call.into`), if it is as new memory
-    would be, on which launches of one kind depend."""
+    """Return memory for a result: the n-th of `Call.into` if launches of this kind can write to it,
+    else new memory."""
     if n < len(call.into):
-        x = call.into[n]
-        if x.shape == shape and x.dtype == dtype and x.is_contiguous() and not x.data_ptr() % 16:
-            return x
+        out = call.into[n]
+        matches = out.shape == shape and out.dtype == dtype and out.is_contiguous()
+        if matches and not out.data_ptr() % 16:
+            return out
     return torch.empty(shape, dtype=dtype, device=call.q.device)
 
 
 def of_forward(
-    spec: Spec, out: Tensor, lse: Tensor, row_max: Tensor | None, top: Tensor | None
+    spec: Spec, out: Tensor, lse: Tensor, row_max: Tensor | None, program_logits: Tensor | None
 ) -> Forward:
-    """The results of a forward; those that were not asked for are empty.
+    """Return the results of a forward; those that were not asked for are empty.
 
-    - `top`: (b, hq, slots), the largest logits that each program of a head found; None if no kernel
-      ran, since there was no pair.
+    - `program_logits`: (b, hq, programs), the largest logit that each program of a head saw; None
+      if no kernel ran, since there was no pair.
     """
-    none = empty_result(out.device)
-    max_logit = none
-    if spec.max_logit:
-        max_logit = lse.new_full(lse.shape[:2], -math.inf) if top is None else top.amax(-1)
-    return Forward(out, lse, max_logit, none if row_max is None else row_max)
+    empty = max_logit = empty_result(out.device)
+    if spec.max_logit and program_logits is not None:
+        max_logit = program_logits.amax(-1)
+    elif spec.max_logit:
+        max_logit = lse.new_full(lse.shape[:2], -math.inf)
+    return Forward(out, lse, max_logit, empty if row_max is None else row_max)
 
 
 def of_no_pairs(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     captured: list,
 ) -> Grads:  # fmt: skip
-    """The gradients of a call without queries or without keys: zeros, except the sink's.
+    """Return the gradients of a call without queries or without keys: zeros, except the sink's.
 
     - `captured`: from `captured_grads.zeros`.
     """
-    of_q, of_kv = spec.grad_dtypes(call.q.dtype)
-    zero = lambda x, dtype: torch.zeros(x.shape, dtype=dtype, device=x.device)
+    q_dtype, kv_dtype = spec.grad_dtypes(call.q.dtype)
     dsink = None
     if call.sink is not None:
         dsink = captured_grads.of_sink(call.sink, lse, deltas(out, dout, dlse))
-    return Grads(zero(call.q, of_q), zero(call.k, of_kv), zero(call.v, of_kv), dsink, captured)
+    zeros = lambda like, dtype: torch.zeros(like.shape, dtype=dtype, device=like.device)
+    dq, dk, dv = zeros(call.q, q_dtype), zeros(call.k, kv_dtype), zeros(call.v, kv_dtype)
+    return Grads(dq, dk, dv, dsink, captured)

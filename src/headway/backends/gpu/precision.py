@@ -3,4 +3,4 @@
 # Kernels keep scores in units of log 2: the hardware has exp2, and the factor log2(e) costs nothing
 # where it joins the scale.
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
-MAX_LSE = float(1 << 22)  # beyond it, lse in units of log 2 is rounded to so much as half of P
+MAX_LSE = float(1 << 22)  # beyond it, rounding lse in units of log 2 changes P by up to half

@@ -18,20 +18,21 @@ _LOG2E, _MAX_LSE = tl.constexpr(precision.LOG2E), tl.constexpr(precision.MAX_LSE
 
 
 class BackwardWorkspace:
-    """The layout of a float32 buffer: delta, then lse over log 2, then an accumulator of dq; for
-    the backwards of one kind of call.
+    """The layout of a float32 buffer for the backwards of one kind of call: delta, then lse over
+    log 2, then an accumulator of dq.
 
-    The accumulator is zero; or, with counters, uninitialised, and followed by one int32 counter per
-    head and one more, which are 0.
+    The accumulator is zero. With counters it is uninitialised, and one int32 counter per head and
+    one more follow, which are 0.
 
-    Rows past the end of out have delta = 0 and lse = inf, so that their P is 0. So have queries
-    that see nothing, whose lse is -inf, and those whose |lse| is too large (`in_log2`).
+    Rows past the end of out have delta = 0 and lse = inf, so that their P is 0. The same holds for
+    queries without any key, whose lse is -inf, and for those whose |lse| is too large (`in_log2`).
 
-    - `shape`: of out.
-    - `rows`: of a head in the buffer.
-    - `columns`: of the accumulator, (b, hq, rows, columns): a multiple of 64; 0: there is none.
-    - `counted`: whether there are counters, and no zeros.
-    - `negative`: whether -delta is stored, with which the product dP can be initialised.
+    - `shape`: the shape of out.
+    - `rows`: the rows of a head in the buffer.
+    - `columns`: those of the accumulator (b, hq, rows, columns), a multiple of 64; 0: no
+      accumulator.
+    - `counted`: True for counters, and no zeros.
+    - `negative`: True to store -delta, which the product dP can be initialised with.
     """
 
     def __init__(
@@ -46,19 +47,19 @@ class BackwardWorkspace:
         self.kernels: dict[tuple, KernelLauncher] = {}
 
     def split(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """delta and lse2, (b, hq, rows); the accumulator (b, hq, rows, columns), or None; the
-        counters (b hq + 1,), int32, or None."""
+        """Return delta and lse2, (b, hq, rows); the accumulator (b, hq, rows, columns), or None;
+        the int32 counters (b hq + 1,), or None."""
         shape, term_size = (self.b, self.heads, self.rows), self.term_size
-        n = self.b * self.heads * self.rows
-        delta, lse2 = (workspace[at : at + n].view(shape) for at in (0, term_size))
-        memory, counters = workspace[2 * term_size :].split((n * self.columns, self.counters))
+        count = self.b * self.heads * self.rows
+        delta, lse2 = (workspace[start : start + count].view(shape) for start in (0, term_size))
+        dq, counters = workspace[2 * term_size :].split((count * self.columns, self.counters))
         return (
-            delta, lse2, memory.view(*shape, self.columns) if self.columns else None,
+            delta, lse2, dq.view(*shape, self.columns) if self.columns else None,
             counters.view(torch.int32) if self.counters else None,
         )  # fmt: skip
 
     def arrange(self, tensors: Sequence[Any], *_: object) -> tuple:
-        """The arguments of `preprocess_kernel`."""
+        """Return the arguments of `preprocess_kernel`."""
         out, dout, dlse, workspace, lse = tensors
         delta, lse2, zeros, counters = self.split(workspace)
         zeros = None if counters is not None else zeros
@@ -67,7 +68,8 @@ class BackwardWorkspace:
         return out, dout, dlse, delta, lse, lse2, zeros, counters, dout.stride(), *sizes
 
     def kernel(self) -> KernelLauncher:
-        """The launcher for tensors of the same dtypes and strides, None in the same places."""
+        """Return the launcher for tensors of the same dtypes and strides, None in the same
+        places."""
         width = triton.next_power_of_2(max(self.width, 1))
         options = {
             "BLOCK": _BLOCK, "WIDTH": width, "COLUMNS": self.columns, "NEGATIVE": self.negative,
@@ -99,10 +101,7 @@ def run_preprocess(
 
 
 def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """delta = rowsum(dout∘out) − dlse in float32, in one pass over both.
-
-    **Returns:** (b, hq, q_len).
-    """
+    """Return delta = rowsum(dout∘out) − dlse in float32, (b, hq, q_len), in one pass over both."""
     workspace = BackwardWorkspace(out.shape, out.shape[2], 0, out.device)
     return workspace.split(run_preprocess(workspace, out, dout, dlse, None))[0]
 
@@ -112,7 +111,7 @@ def preprocess_kernel(
     out, dout, dlse, delta, lse, lse2, zeros, counters, strides, heads, q_len, rows, width,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows of one head. `strides` are those of dout."""
+    """Preprocess BLOCK rows of one head. `strides` are those of dout."""
     blocks = tl.cdiv(rows, BLOCK)
     head = tl.cast(tl.program_id(0) // blocks, tl.int64)
     block = tl.program_id(0) % blocks
@@ -120,22 +119,21 @@ def preprocess_kernel(
     column = tl.arange(0, WIDTH)
     live = i < q_len
     inside = live[:, None] & (column < width)[None, :]
-    at = head * q_len + i
-    x = tl.load(out + at[:, None] * width + column[None, :], mask=inside, other=0.0)
+    out_row = head * q_len + i
+    out_tile = tl.load(out + out_row[:, None] * width + column[None, :], mask=inside, other=0.0)
     dout += head // heads * strides[0] + head % heads * strides[1]
-    rows_at = tl.cast(i, tl.int64)[:, None] * strides[2] + column[None, :] * strides[3]
-    dx = tl.load(dout + rows_at, mask=inside, other=0.0)
-    total = sums(x, dx)
+    dout_at = tl.cast(i, tl.int64)[:, None] * strides[2] + column[None, :] * strides[3]
+    dout_tile = tl.load(dout + dout_at, mask=inside, other=0.0)
+    total = sums(out_tile, dout_tile)
     if dlse is not None:
-        total -= tl.load(dlse + at, mask=live, other=0.0)
-    to = head * rows + i
-    tl.store(delta + to, -total if NEGATIVE else total, mask=i < rows)
+        total -= tl.load(dlse + out_row, mask=live, other=0.0)
+    row = head * rows + i
+    tl.store(delta + row, -total if NEGATIVE else total, mask=i < rows)
     if lse is not None:
-        tl.store(
-            lse2 + to, in_log2(tl.load(lse + at, mask=live, other=float("inf"))), mask=i < rows
-        )
+        lse_rows = tl.load(lse + out_row, mask=live, other=float("inf"))
+        tl.store(lse2 + row, in_log2(lse_rows), mask=i < rows)
     if zeros is not None:
-        strip = zeros + to[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
+        strip = zeros + row[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
         for n in tl.static_range(COLUMNS // 64):
             tl.store(strip + n * 64, tl.zeros([BLOCK, 64], tl.float32), mask=(i < rows)[:, None])
     if counters is not None:
@@ -144,13 +142,13 @@ def preprocess_kernel(
 
 
 @triton.jit
-def sums(x, dx):
-    """rowsum(x∘dx) of two tiles, in float32."""
-    return tl.sum(x.to(tl.float32) * dx.to(tl.float32), 1)
+def sums(out, dout):
+    """Return rowsum(out∘dout) of two tiles, in float32."""
+    return tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
 
 
 @triton.jit
 def in_log2(lse):
-    """lse over log 2. It is inf, and so P = 0, for a query that sees nothing, and for one whose P
+    """Return lse over log 2. It is inf, so P = 0, for a query without any key, and for one whose P
     is lost to rounding: T log2(e) minus a rounded lse of -1e9 would be off by 2^64."""
     return tl.where(tl.abs(lse) > _MAX_LSE, float("inf"), lse) * _LOG2E

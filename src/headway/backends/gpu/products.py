@@ -1,15 +1,15 @@
-"""How exact the products of the kernels are: of the factors' bits, the kinds of kernels follow."""
+"""The precision of the kernels' products. Tile sizes follow from the bits of the factors."""
 
 import torch
 
 
 def bits_of(dtype: torch.dtype) -> int:
-    """The bits of the factors of a product: 16; 19 for tf32; 32 for IEEE, without tensor cores."""
+    """Return the bits of a product's factors: 16, 19 (tf32) or 32 (IEEE, without tensor cores)."""
     return 19 if product_precision(dtype) == "tf32" else 8 * dtype.itemsize
 
 
 def product_precision(dtype: torch.dtype) -> str:
-    """float32 products as `torch.matmul` makes them: `torch.set_float32_matmul_precision`."""
+    """Return "tf32" if `torch.set_float32_matmul_precision` allows it, else "ieee"."""
     if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest":
         return "ieee"
     return "tf32"

@@ -1,4 +1,5 @@
-"""Gradients of keys, to which several ranks contribute, added in one kernel and one order."""
+"""Sums of key gradients of several ranks, in one kernel and one order: 100 us, where fills, adds
+and casts took 280 (docs/lab/ranks.md)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,64 +15,67 @@ from .runtime.launcher import KernelLauncher
 _BLOCK = 32  # rows of a program
 
 
-def write_sums(routes: Any, parts: Sequence[Tensor], came: Tensor, to: Sequence[Tensor]) -> None:
-    """`to`, (b, h, tokens, width) of any dtype, become the sums of this rank's own contributions
-    and of those that came, rank after rank; 0 where there are none. Every sum is rounded once.
+def write_sums(
+    routes: Any, parts: Sequence[Tensor], received: Tensor, to: Sequence[Tensor]
+) -> None:
+    """Write the sums of this rank's contributions and of the received ones, rank after rank, to
+    `to`, (b, h, tokens, width) of any dtype. Every sum is rounded once; it is 0 without any.
 
-    - `routes`: `distributed.exchange.routes.Routes`, by which they came.
+    - `routes`: the rows that ranks exchange.
     - `parts`: this rank's contributions to all rows that it has read.
-    - `came`: a message (`routes.message`).
+    - `received`: a message (`routes.message`).
     """
-    parts = [x.contiguous() for x in parts]
-    for n, (own, y) in enumerate(zip(parts, to, strict=True)):
-        if not y.numel():
+    parts = [part.contiguous() for part in parts]
+    for n, (part, total) in enumerate(zip(parts, to, strict=True)):
+        if not total.numel():
             continue
-        shapes = tuple([tuple(x.shape) for x in parts])
-        key = "sums", n, shapes, y.stride(), y.dtype, own.dtype
+        shapes = tuple([tuple(part.shape) for part in parts])
+        key = "sums", n, shapes, total.stride(), total.dtype, part.dtype
         launcher = routes.known.get(key)
         if launcher is None:
-            launcher = routes.known[key] = _launcher(routes, parts, n, y)
+            launcher = routes.known[key] = _launcher(routes, parts, n, total)
         kernel, table = launcher
-        kernel((own, came if came.numel() else own, y, table))
+        kernel((part, received if received.numel() else part, total, table))
 
 
 def _launcher(
-    routes: Any, parts: Sequence[Tensor], n: int, y: Tensor
+    routes: Any, parts: Sequence[Tensor], n: int, total: Tensor
 ) -> tuple[KernelLauncher, Tensor]:
-    """The kernel for part n, and its table: of each contribution the first row here, the number of
-    rows, where they begin, and how far its heads are apart, in numbers."""
+    """Return the kernel for part n, and its table: for each contribution the first row here, the
+    number of rows, the offset of the first one, and the stride of heads."""
     b, h, rows, width = parts[n].shape
-    table = [(s.at, s.size, s.to * width, rows * width) for s in routes.own]
+    entries = [(s.at, s.size, s.to * width, rows * width) for s in routes.own]
     begin = 0
     for s in routes.outgoing:
         for m, x in enumerate(parts):
             if m == n:
-                table.append((s.at, s.size, begin, s.size * width))
+                entries.append((s.at, s.size, begin, s.size * width))
             begin += b * x.shape[1] * s.size * x.shape[3]
-    found = torch.tensor(table, dtype=torch.int64, device=y.device).reshape(-1, 4)
-    sizes = len(routes.own), len(table), h, y.shape[2], width, *y.stride()[:3]
-    programs = b * h * -(-y.shape[2] // _BLOCK)
+    table = torch.tensor(entries, dtype=torch.int64, device=total.device).reshape(-1, 4)
+    sizes = len(routes.own), len(entries), h, total.shape[2], width, *total.stride()[:3]
+    programs = b * h * -(-total.shape[2] // _BLOCK)
     options = {"BLOCK": _BLOCK, "WIDTH": triton.next_power_of_2(width)}
     arrange = lambda tensors, *_: (*tensors, *sizes)
-    return KernelLauncher(sum_kernel, y.device, options, programs, arrange), found
+    return KernelLauncher(sum_kernel, total.device, options, programs, arrange), table
 
 
 @triton.jit
 def sum_kernel(
-    own, came, out, table, own_count, count, heads, tokens, width, stride_b, stride_h, stride_row,
+    local, received, out, table, local_count, count, heads, tokens, width, stride_b, stride_h,
+    stride_row,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows of one head."""
+    """Sum BLOCK rows of one head."""
     blocks = tl.cdiv(tokens, BLOCK)
     head = tl.cast(tl.program_id(0) // blocks, tl.int64)
     first = tl.program_id(0) % blocks * BLOCK
     i = first + tl.arange(0, BLOCK)
     column = tl.arange(0, WIDTH)
-    total = tl.zeros([BLOCK, WIDTH], own.dtype.element_ty)
-    for n in range(own_count):
-        total += _rows(own, table + 4 * n, head, first, i, column, width)
-    for n in range(own_count, count):
-        total += _rows(came, table + 4 * n, head, first, i, column, width)
+    total = tl.zeros([BLOCK, WIDTH], local.dtype.element_ty)
+    for n in range(local_count):
+        total += _rows(local, table + 4 * n, head, first, i, column, width)
+    for n in range(local_count, count):
+        total += _rows(received, table + 4 * n, head, first, i, column, width)
     at = out + head // heads * stride_b + head % heads * stride_h
     at += tl.cast(i, tl.int64)[:, None] * stride_row + column[None, :]
     live = (i < tokens)[:, None] & (column < width)[None, :]
@@ -80,7 +84,7 @@ def sum_kernel(
 
 @triton.jit
 def _rows(x, entry, head, first, i, column, width):
-    """Those of one contribution, 0 where it has none."""
+    """Return the rows of one contribution, 0 where it has none."""
     start, size = tl.load(entry), tl.load(entry + 1)
     at = x + tl.load(entry + 2) + head * tl.load(entry + 3)
     row = i - start
