@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .arguments import check_captured, check_function, check_sizes, count_of, usable_device
-from .blocks import BlockMask, Decided, cached_build
+from .blocks import BlockMask, Provenance, cached_build
 from .blocks.mask import tile_of
 from .distributed.context import Layouts
 from .distributed.layout import Layout
@@ -156,12 +156,12 @@ def block_mask(
         device = captured.tensors[0].device if captured.tensors else "cpu"
     device = usable_device(device)
     check_captured("mask", captured, device)
-    decided = Decided(graph, captured.tensors)
+    provenance = Provenance(graph, captured.tensors)
     try:
         tiles, mask_b, mask_h = cached_build(graph, captured, sizes, tile, device)
     except CapturedIndexError as error:
         raise with_place(error, mask) from None
-    return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles, decided)
+    return BlockMask(mask, (mask_b, mask_h, *sizes[2:]), tile, tiles, provenance)
 
 
 def _or_none(mask: Any, q: Any, k: Any) -> Any:

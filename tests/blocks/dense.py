@@ -67,7 +67,7 @@ def check_build(
     """Build, all tiles at once and from coarse to fine, and hold rows, columns and their orders to
     the definition."""
     want = dense_state(dense_mask(graph, captured, shape, coords), tile)
-    with patch.object(quadtree, "_WHOLE", 0):
+    with patch.object(quadtree, "_SMALL_GRID", 0):
         coarse_to_fine, *_ = build(graph, captured, shape, tile, CPU, coords)
     tiles, b, h = build(graph, captured, shape, tile, CPU, coords)
     for one, other in zip(tiles.flatten(), coarse_to_fine.flatten(), strict=True):

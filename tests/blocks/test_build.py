@@ -170,10 +170,10 @@ def seen(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("whole", [0, quadtree._WHOLE], ids=["coarse to fine", "at once"])
+@pytest.mark.parametrize("whole", [0, quadtree._SMALL_GRID], ids=["coarse to fine", "at once"])
 def test_one_kept_and_one_dropped_pair_prove_a_tile_partial(seen, monkeypatch, whole):
     """Four corners of each partial tile; no pair of a tile that bounds decide."""
-    monkeypatch.setattr(quadtree, "_WHOLE", whole)
+    monkeypatch.setattr(quadtree, "_SMALL_GRID", whole)
     corners, cornered = quadtree.BoxBounds.corners, []
     monkeypatch.setattr(
         quadtree.BoxBounds,

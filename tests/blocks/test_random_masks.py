@@ -53,8 +53,8 @@ def test_tiles_equal_the_dense_result(problem):
     try:
         dense_mask(graph, captured, shape, coords)
     except CapturedIndexError:
-        for whole in (0, quadtree._WHOLE):
-            with pytest.raises(CapturedIndexError), patch.object(quadtree, "_WHOLE", whole):
+        for whole in (0, quadtree._SMALL_GRID):
+            with pytest.raises(CapturedIndexError), patch.object(quadtree, "_SMALL_GRID", whole):
                 build(graph, captured, shape, tile, CPU, coords)
         return
     check_build(graph, captured, shape, tile, coords)

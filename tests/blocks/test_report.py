@@ -80,14 +80,14 @@ def test_a_million_tokens_are_a_small_file(tmp_path):
 def test_a_file_has_a_limit(monkeypatch):
     mask = random(1, 1, (1100, 1100))
     whole = told(report.page(mask))["grids"]
-    for name, limit in (("_BYTES", 4000), ("_RUNS", 9000)):
+    for name, limit in (("_MAX_BYTES", 4000), ("_MAX_RUNS", 9000)):
         with monkeypatch.context() as lower:
             lower.setattr(report, name, limit)
             data = told(report.page(mask))
         assert 0 < len(data["grids"]) < len(whole)
         assert data["grids"] == whole[-len(data["grids"]) :]  # the coarser ones
         assert data["groups"][0]["counts"] == list(mask.counts())  # of tiles, as ever
-    monkeypatch.setattr(report, "_BYTES", 0)
+    monkeypatch.setattr(report, "_MAX_BYTES", 0)
     assert len(told(report.page(mask))["grids"]) == 1
 
 

@@ -4,10 +4,10 @@ from .build import TILE as TILE
 from .build import build as build
 from .build import cached_build as cached_build
 from .build import clear_block_cache as clear_block_cache
-from .decided import Decided as Decided
-from .decided import check_tiles as check_tiles
-from .loose import undecided as undecided
 from .mask import BlockMask as BlockMask
 from .mask import from_dense as from_dense
+from .provenance import Provenance as Provenance
+from .provenance import check_tiles as check_tiles
 from .runs import Runs as Runs
+from .superset import superset_tiles as superset_tiles
 from .tiles import Tiles as Tiles

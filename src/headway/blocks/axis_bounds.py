@@ -1,9 +1,9 @@
-"""Per-axis bounds: the values of a mask that depend on the query, on the key, or on neither.
+"""Compute per-axis bounds: of mask values that depend on the query, on the key, or on neither.
 
 Values that depend on one position alone (`document_id[q_idx]`, `q_idx // 128`, a table by head) are
-computed once per position, and reduced to a minimum and a maximum per tile. The bounds of a box of
-tiles are those of its tiles, so every level is computed from the one below. The values at the ends
-of every tile are kept as well.
+computed once per position, and reduced to a lower and an upper bound per tile. The bounds of a
+box of tiles are those of its tiles, so every level is computed from the one below. The values at
+the ends of every tile are stored as well.
 """
 
 from dataclasses import dataclass
@@ -34,29 +34,29 @@ class Axis:
     positions: Tensor | None  # (length,) or (batch, length), in place of start, start + 1, ...
 
     def boxes(self, level: int) -> int:
-        """Number of boxes of SPLIT^level tiles."""
+        """Return the number of boxes of SPLIT^level tiles."""
         return -(-self.length // (self.tile * SPLIT**level))
 
     @property
     def furthest(self) -> int:
-        """The largest distance of a position from 0, where they are consecutive."""
+        """Return the largest distance of a position from 0, if positions are consecutive."""
         return max(abs(self.start), abs(self.start + self.length))
 
-    def is_at(self, other: "Axis") -> bool:
-        """Whether both have the same positions in the same tiles."""
+    def same_positions(self, other: "Axis") -> bool:
+        """Return whether both have the same positions in the same tiles."""
         return self.positions is other.positions and (
             (self.length, self.tile, self.start) == (other.length, other.tile, other.start)
         )
 
-    def tiles(self, device: torch.device) -> "Level":
-        """The bounds, tile by tile, of consecutive positions from `start` on."""
+    def tiles(self, device: torch.device) -> "LevelBounds":
+        """Return the bounds, tile by tile, of consecutive positions from `start` on."""
         lo = torch.arange(self.start, self.start + self.length, self.tile, device=device)
         lo = lo.view(1, 1, -1)
         hi = (lo + (self.tile - 1)).clamp_max(self.start + self.length - 1)
-        return Level(lo, hi, (lo, hi))
+        return LevelBounds(lo, hi, (lo, hi))
 
     def at(self, index: Tensor, b: Tensor) -> Tensor:
-        """The positions at some indices of some batch rows, int64; the two broadcast."""
+        """Return the positions at some indices of some batch rows, int64; the two broadcast."""
         if self.positions is None:
             return index + self.start
         if self.positions.dim() == 1:
@@ -70,19 +70,20 @@ class Groups:
 
     b: int
     h: int
-    first_b: int = 0  # of the whole's
+    first_b: int = 0  # global index of the first batch row
     first_h: int = 0
 
     @property
     def count(self) -> int:
+        """Return the number of groups."""
         return self.b * self.h
 
     def split(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """The local batch row and head of some groups."""
+        """Return the local batch row and head of some groups."""
         return (g // self.h, g % self.h) if self.count > 1 else (g, g)
 
 
-class Level(NamedTuple):
+class LevelBounds(NamedTuple):
     """The bounds of one value over all boxes of a level: `(b or 1, h or 1, boxes)`.
 
     - `ends`: of single tiles, the values at the first and at the last position.
@@ -93,65 +94,69 @@ class Level(NamedTuple):
     ends: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
-    def over(x: Tensor, n: int) -> "Level":
-        """The bounds of every n values of `(..., m)`: `(..., m / n)`."""
-        x = _rows(x, n)
-        # The amin of int64 takes ten times as long as its amax, and aminmax wakes every thread.
+    def over(x: Tensor, n: int) -> "LevelBounds":
+        """Return the bounds of every n values of `(..., m)`: `(..., m / n)`."""
+        x = _split_padded(x, n)
+        # On int64 amin takes ten times as long as amax, and aminmax wakes every thread.
         lo = ~(~x).amax(-1) if x.dtype == torch.int64 else x.amin(-1)
         hi = x.amax(-1)
         if not x.is_floating_point() and x.dtype != torch.bool:
             lo, hi = lo.long(), hi.long()
-        return Level(lo, hi, (x[..., 0], x[..., -1]))
+        return LevelBounds(lo, hi, (x[..., 0], x[..., -1]))
 
     @staticmethod
-    def cat(parts: "list[Level]") -> "Level":
-        """Levels of neighbouring boxes as one."""
+    def cat(parts: "list[LevelBounds]") -> "LevelBounds":
+        """Concatenate the levels of neighbouring boxes."""
         if len(parts) == 1:
             return parts[0]
         lo, hi, ends = zip(*parts, strict=True)
         first, last = zip(*ends, strict=True)
-        return Level(
+        return LevelBounds(
             torch.cat(lo, -1), torch.cat(hi, -1), (torch.cat(first, -1), torch.cat(last, -1))
         )
 
-    def up(self) -> "Level":
-        return Level(_rows(self.lo, SPLIT).amin(-1), _rows(self.hi, SPLIT).amax(-1))
+    def up(self) -> "LevelBounds":
+        """Return the bounds of the next coarser level."""
+        return LevelBounds(
+            _split_padded(self.lo, SPLIT).amin(-1), _split_padded(self.hi, SPLIT).amax(-1)
+        )
 
     def at(self, b: Tensor, h: Tensor, box: Tensor) -> Bounds:
+        """Return the bounds of some boxes."""
         index = self._index(b, h, box)
         return Bounds(pick(self.lo.reshape(-1), index), pick(self.hi.reshape(-1), index))
 
     def ends_at(self, b: Tensor, h: Tensor, box: Tensor) -> Tensor:
-        """The values at the ends of single tiles, `(2, tiles)`."""
+        """Return the values at the ends of single tiles, `(2, tiles)`."""
         assert self.ends is not None
         index = self._index(b, h, box)
         return torch.stack([pick(x.reshape(-1), index) for x in self.ends])
 
     def _index(self, b: Tensor, h: Tensor, box: Tensor) -> Tensor:
-        many_b, many_h, boxes = self.lo.shape
-        if many_b != 1:
-            box = box + b * (many_h * boxes)
-        return box if many_h == 1 else box + h * boxes
+        b_size, h_size, boxes = self.lo.shape
+        if b_size != 1:
+            box = box + b * (h_size * boxes)
+        return box if h_size == 1 else box + h * boxes
 
 
-def _rows(x: Tensor, n: int) -> Tensor:
-    """`(..., m)` as `(..., m / n, n)`; the last row is filled up with the last value."""
-    if short := -x.shape[-1] % n:
-        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], short)], -1)
+def _split_padded(x: Tensor, n: int) -> Tensor:
+    """Return `(..., m)` as `(..., m / n, n)`; the last value pads the last row."""
+    if pad := -x.shape[-1] % n:
+        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], pad)], -1)
     return x.unflatten(-1, (-1, n))
 
 
 class AxisBounds(NamedTuple):
-    """The bounds of a mask's values along one axis: per level one `Level` for every value.
+    """The bounds of a mask's values along one axis: per level one `LevelBounds` for every value.
 
     - `outside`: whether a gather reads outside of its tensor; empty if none does.
     """
 
-    levels: list[list[Level]]
-    outside: list[Level]
+    levels: list[list[LevelBounds]]
+    outside: list[LevelBounds]
 
-    def at(self, level: int) -> tuple[list[Level], list[Level]]:
-        """The values of a level, and `outside` of it (one or none)."""
+    def at(self, level: int) -> tuple[list[LevelBounds], list[LevelBounds]]:
+        """Return the values of a level, and its `outside` (one or none)."""
         while len(self.levels) <= level:
             self.levels.append([x.up() for x in self.levels[-1]])
             if self.outside:
@@ -160,73 +165,83 @@ class AxisBounds(NamedTuple):
 
 
 # A tensor of consecutive indices: start, length, dimension among (b, h, position).
-Run = tuple[int, int, int]
+IndexRange = tuple[int, int, int]
 
 
 class _SlicedGathers(Gathers):
-    """Gathers along an axis: at consecutive indices they are slices."""
+    """Gathers along an axis: slices where the indices are consecutive."""
 
-    def __init__(self, graph: Graph, runs: dict[int, Run]) -> None:
-        """`runs`: by the id of a tensor of indices."""
+    def __init__(self, graph: Graph, index_ranges: dict[int, IndexRange]) -> None:
+        """Take `index_ranges` by the id of a tensor of indices."""
         super().__init__(graph)
-        self.runs = runs
+        self.index_ranges = index_ranges
 
     def __call__(self, n: int, table: Tensor, indices: tuple[Tensor | int, ...]) -> Tensor:
-        shape, cut = [1, 1, 1], []
+        shape, slices = [1, 1, 1], []
         for index, size in zip(indices, table.shape, strict=False):
-            start, length, dim = self.runs.get(id(index), (-1, 0, 0))
+            start, length, dim = self.index_ranges.get(id(index), (-1, 0, 0))
             if start < 0 or start + length > size or max(shape[dim:]) > 1:
                 return super().__call__(n, table, indices)
             shape[dim] = length
-            cut.append(slice(start, start + length))
-        return table[tuple(cut)].reshape(shape) if cut else table
+            slices.append(slice(start, start + length))
+        return table[tuple(slices)].reshape(shape) if slices else table
 
 
 def bounds_along(
     axis: Axis | None, part: Graph, values: dict, groups: Groups, device: torch.device
 ) -> AxisBounds:
-    """The bounds of a part of a mask's graph (`interval.part`) over the tiles of an axis.
+    """Return the bounds of a part of a mask's graph (`interval.part`) over the tiles of an axis.
 
-    - `axis`: None: the part depends on no position.
+    - `axis`: None if the part depends on no position.
     - `values`: the captured values, by name.
     """
     length, tile = (1, 1) if axis is None else (axis.length, axis.tile)
-    # The bounds of consecutive positions need no evaluation.
-    plain = axis if axis is not None and axis.positions is None else None
-    computed = [name for name in part.outputs if plain is None or name != POSITION]
-    found: list[list[Level]] = []
+    # Consecutive positions need no evaluation.
+    consecutive_axis = axis if axis is not None and axis.positions is None else None
+    computed = [name for name in part.outputs if consecutive_axis is None or name != POSITION]
+    chunk_levels: list[list[LevelBounds]] = []
     outside: Tensor | None = None
     step = tile * max(1, _POSITIONS // (groups.count * tile))
     for start in range(0, length, step) if computed else ():
         stop = min(start + step, length)
-        runs: dict[str, Run] = {
+        index_ranges: dict[str, IndexRange] = {
             "b": (groups.first_b, groups.b, 0), "h": (groups.first_h, groups.h, 1)
         }  # fmt: skip
-        if plain is not None:
-            runs[POSITION] = plain.start + start, stop - start, 2
-        at = {
+        if consecutive_axis is not None:
+            index_ranges[POSITION] = consecutive_axis.start + start, stop - start, 2
+        indices = {
             name: torch.arange(first, first + n, device=device).view(-1, *[1] * (2 - dim))
-            for name, (first, n, dim) in runs.items()
+            for name, (first, n, dim) in index_ranges.items()
             if part.uses(name)
         }
-        gathers = _SlicedGathers(part, {id(index): runs[name] for name, index in at.items()})
+        gathers = _SlicedGathers(
+            part, {id(index): index_ranges[name] for name, index in indices.items()}
+        )
         if axis is not None and axis.positions is not None:
-            some = axis.positions[..., start:stop].long()
-            at[POSITION] = some if some.dim() == 1 else some[:, None]
-        results = zip(part.outputs, evaluate(part, {**values, **at}, gathers), strict=True)
-        found.append([_level(x, tile, device) for name, x in results if name in computed])
-        for left, *_ in gathers.outside:
+            chunk_positions = axis.positions[..., start:stop].long()
+            indices[POSITION] = (
+                chunk_positions if chunk_positions.dim() == 1 else chunk_positions[:, None]
+            )
+        results = zip(part.outputs, evaluate(part, {**values, **indices}, gathers), strict=True)
+        chunk_levels.append(
+            [_level(value, tile, device) for name, value in results if name in computed]
+        )
+        for reads_outside, *_ in gathers.outside:
             if outside is None:
-                outside = left.new_zeros(groups.b, groups.h, length)
-            outside[:, :, start:stop] |= left
-    levels = {name: Level.cat(list(x)) for name, *x in zip(computed, *found, strict=True)}
-    if plain is not None and POSITION in part.outputs:
-        levels[POSITION] = plain.tiles(device)
+                outside = reads_outside.new_zeros(groups.b, groups.h, length)
+            outside[:, :, start:stop] |= reads_outside
+    levels = {
+        name: LevelBounds.cat(list(value))
+        for name, *value in zip(computed, *chunk_levels, strict=True)
+    }
+    if consecutive_axis is not None and POSITION in part.outputs:
+        levels[POSITION] = consecutive_axis.tiles(device)
     at_tiles = [levels[name] for name in part.outputs]
-    return AxisBounds([at_tiles], [] if outside is None else [Level.over(outside, tile)])
+    return AxisBounds([at_tiles], [] if outside is None else [LevelBounds.over(outside, tile)])
 
 
-def _level(x: Tensor | float, tile: int, device: torch.device) -> Level:
+def _level(x: Tensor | float, tile: int, device: torch.device) -> LevelBounds:
+    """Return the bounds of a value per tile."""
     dtype = torch.float32 if isinstance(x, float) else None
     x = torch.as_tensor(x, dtype=dtype, device=device)
-    return Level.over(x.reshape((1,) * (3 - x.dim()) + x.shape), tile)
+    return LevelBounds.over(x.reshape((1,) * (3 - x.dim()) + x.shape), tile)

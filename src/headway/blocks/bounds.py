@@ -1,4 +1,4 @@
-"""Bounds of a mask's graph over boxes of tiles, on every level.
+"""Compute the bounds of a mask's graph over boxes of tiles, on every level.
 
 Values that depend on one position alone have exact bounds (`axis_bounds.py`); interval rules
 (`mods.bounds`) combine those of queries and keys. The values at the ends of tiles give the mask
@@ -17,7 +17,7 @@ from ..mods.bounds.table_bounds import TableBounds
 from ..mods.evaluation.evaluate import evaluate
 from ..mods.evaluation.pointwise import Gathers
 from ..mods.graph import Graph
-from .axis_bounds import Axis, Groups, Level, bounds_along
+from .axis_bounds import Axis, Groups, LevelBounds, bounds_along
 
 
 class BoxBounds:
@@ -29,94 +29,101 @@ class BoxBounds:
     def __init__(
         self, graph: Graph, values: dict, groups: Groups, q: Axis, kv: Axis, device: torch.device
     ) -> None:
-        """`values`: the captured values, by name (`pointwise.bind`)."""
+        """Take the captured `values` by name (`pointwise.bind`)."""
         self.graph, self.groups, self.device = graph, groups, device
         self.shape = groups.b, groups.h, q.boxes(0), kv.boxes(0)
-        cut = self._cut = interval.split(graph)
-        numbers = evaluate(interval.subgraph(graph, cut.numbers), values, Gathers(graph))
-        known: dict[str, Any] = {**values, **dict(zip(cut.numbers, numbers, strict=True))}
-        self._numbers = {name: Bounds(*[known[name].item()] * 2) for name in cut.numbers}
-        self._values = {k: v.to(device) if v.dim() == 0 else v for k, v in known.items()}
+        parts = self._parts = interval.split(graph)
+        numbers = evaluate(interval.subgraph(graph, parts.numbers), values, Gathers(graph))
+        all_values: dict[str, Any] = {**values, **dict(zip(parts.numbers, numbers, strict=True))}
+        self._numbers = {name: Bounds(*[all_values[name].item()] * 2) for name in parts.numbers}
+        self._values = {k: v.to(device) if v.dim() == 0 else v for k, v in all_values.items()}
         self._tables = {
             n: TableBounds(self._values[graph.nodes[n].args[0]])  # type: ignore[index]
-            for n in cut.mixed
+            for n in parts.mixed
             if graph.nodes[n].op == "gather"
         }
         self._fits = interval.nodes_in_range(graph, self._sizes(values, q, kv))
-        rows = interval.subgraph(graph, cut.rows, q.name)
-        cols = interval.subgraph(graph, cut.cols, kv.name)
-        given = self._values, groups, device
-        along_q = bounds_along(q, rows, *given)
-        # Most masks read the same of keys as of queries: `ids[q_idx] == ids[kv_idx]`.
-        along_kv = along_q if rows == cols and q.is_at(kv) else bounds_along(kv, cols, *given)
-        fixed = bounds_along(None, interval.subgraph(graph, cut.head_values), *given)
-        self._axes = (cut.head_values, fixed), (cut.rows, along_q), (cut.cols, along_kv)
+        rows = interval.subgraph(graph, parts.rows, q.name)
+        cols = interval.subgraph(graph, parts.cols, kv.name)
+        bounds_args = self._values, groups, device
+        along_q = bounds_along(q, rows, *bounds_args)
+        # Most masks read the same values of keys and queries: `ids[q_idx] == ids[kv_idx]`.
+        along_kv = (
+            along_q
+            if rows == cols and q.same_positions(kv)
+            else bounds_along(kv, cols, *bounds_args)
+        )
+        fixed = bounds_along(None, interval.subgraph(graph, parts.head_values), *bounds_args)
+        self._axes = (parts.head_values, fixed), (parts.rows, along_q), (parts.cols, along_kv)
 
     def __call__(
         self, level: int, g: Tensor, r: Tensor, c: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Whether all pairs are kept, whether some may be, and whether a gather may read outside of
-        its tensor (None: none does). Where it may, not all pairs are known to be kept."""
+        """Return whether all pairs are kept, whether some may be, and whether a gather may read
+        outside of its tensor (None: none does). Where one may, the first is false."""
         b, h, *boxes = self._places(g, r, c)
-        known = self._kept(level, lambda axis, x: x.at(b, h, boxes[axis]))
-        always, maybe, outside = (x if x is None else x.expand(len(g)) for x in known)
-        return always, maybe, outside  # type: ignore[return-value]
+        mask_bounds = self._mask_bounds(level, lambda axis, bound: bound.at(b, h, boxes[axis]))
+        all_kept, maybe_live, outside = (
+            bound if bound is None else bound.expand(len(g)) for bound in mask_bounds
+        )
+        return all_kept, maybe_live, outside  # type: ignore[return-value]
 
     def of_all_tiles(self) -> tuple[Tensor, Tensor | None]:
-        """For all single tiles, `(b, h, rows, columns)`: uint8, 0 if no pair is kept, 2 if all are,
-        1 if unknown; and bool, whether a gather may read outside of its tensor (None: none does).
+        """Return the state of all single tiles, uint8 `(b, h, rows, columns)`: 0 if no pair is
+        kept, 2 if all are, 1 if unresolved; and whether a gather may read outside of its tensor,
+        bool of the same shape (None: none does).
         """
         dims = 3, 3, 2
 
-        def place(axis: int, x: Level) -> Bounds:
+        def place(axis: int, x: LevelBounds) -> Bounds:
             return Bounds(x.lo.unsqueeze(dims[axis]), x.hi.unsqueeze(dims[axis]))
 
-        always, maybe, outside = self._kept(0, place)
-        state = always.view(torch.uint8) + maybe.view(torch.uint8)
+        all_kept, maybe_live, outside = self._mask_bounds(0, place)
+        state = all_kept.view(torch.uint8) + maybe_live.view(torch.uint8)
         state = state.expand(self.shape).contiguous()
         return state, outside if outside is None else outside.expand(self.shape)
 
     def corners(self, g: Tensor, r: Tensor, c: Tensor) -> Tensor:
-        """The mask at the corners of single tiles, bool `(2, 2, boxes)`; invalid where a gather
-        reads outside of its tensor."""
+        """Return the mask at the corners of single tiles, bool `(2, 2, boxes)`; invalid where a
+        gather reads outside of its tensor."""
         b, h, *boxes = self._places(g, r, c)
         values, dims = dict(self._values), (1, 1, 0)
-        for axis, (names, read) in enumerate(self._axes):
-            for name, x in zip(names, read.at(0)[0], strict=True):
-                values[name] = x.ends_at(b, h, boxes[axis]).unsqueeze(dims[axis])
-        (kept,) = evaluate(self.graph, values, Gathers(self.graph), only=self._cut.mixed)
+        for axis, (names, axis_bounds) in enumerate(self._axes):
+            for name, level_bounds in zip(names, axis_bounds.at(0)[0], strict=True):
+                values[name] = level_bounds.ends_at(b, h, boxes[axis]).unsqueeze(dims[axis])
+        (kept,) = evaluate(self.graph, values, Gathers(self.graph), only=self._parts.mixed)
         return torch.as_tensor(kept, device=self.device).expand(2, 2, len(g))
 
     def _places(self, g: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, ...]:
-        """Batch row, head, and the box along no axis, along queries and along keys."""
+        """Return batch row, head, and the box along no axis, along queries and along keys."""
         return *self.groups.split(g), torch.zeros((), dtype=torch.int64, device=self.device), r, c
 
-    def _kept(
-        self, level: int, place: Callable[[int, Level], Bounds]
+    def _mask_bounds(
+        self, level: int, place: Callable[[int, LevelBounds], Bounds]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The result of `__call__`; `place` gives the bounds of an axis's values."""
-        known, outside = dict(self._numbers), []
-        for axis, (names, read) in enumerate(self._axes):
-            values, left = read.at(level if axis else 0)
-            known.update((name, place(axis, x)) for name, x in zip(names, values, strict=True))
-            outside += [place(axis, x).hi for x in left]
+        """Return the result of `__call__`; `place` gives the bounds of an axis's values."""
+        bounds, outside = dict(self._numbers), []
+        for axis, (names, axis_bounds) in enumerate(self._axes):
+            values, reads_outside = axis_bounds.at(level if axis else 0)
+            bounds.update((name, place(axis, x)) for name, x in zip(names, values, strict=True))
+            outside += [place(axis, x).hi for x in reads_outside]
 
         def gather(n: int, indices: list[Bounds]) -> Bounds:
-            found, leaves = self._tables[n](indices)
+            mask_bounds, leaves = self._tables[n](indices)
             outside.append(leaves)
-            return found
+            return mask_bounds
 
-        found = interval.evaluate(self.graph, known, gather, self._fits)
-        always, maybe = (torch.as_tensor(x, device=self.device) for x in found)
+        mask_bounds = interval.evaluate(self.graph, bounds, gather, self._fits)
+        all_kept, maybe_live = (torch.as_tensor(x, device=self.device) for x in mask_bounds)
         if not outside:
-            return always, maybe, None
-        left = outside[0]
-        for other in outside[1:]:
-            left = left | other
-        return always & ~left, maybe, left
+            return all_kept, maybe_live, None
+        reads_outside = outside[0]
+        for other_outside in outside[1:]:
+            reads_outside = reads_outside | other_outside
+        return all_kept & ~reads_outside, maybe_live, reads_outside
 
     def _sizes(self, values: dict, *axes: Axis) -> tuple[tuple[str, int], ...]:
-        """The largest magnitudes of the graph's inputs, where these are known without a read."""
+        """Return the largest magnitudes of the graph's inputs that are known without a read."""
         groups = self.groups
         return (
             ("b", groups.first_b + groups.b),

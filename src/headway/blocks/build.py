@@ -1,4 +1,4 @@
-"""Build the tiles of a mask, once."""
+"""Build the tiles of a mask, and cache them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +15,10 @@ from .axis_bounds import Axis, Groups
 from .quadtree import Search
 from .tiles import Tiles
 
-TILE = (128, 128)  # queries and keys of a tile, where nobody asks for another size
+TILE = (128, 128)  # default queries and keys of a tile
 _INT32 = 2**31 - 1
 
-Built = tuple[Tiles, int, int]  # with the b and h that they were built for
+TilesForShape = tuple[Tiles, int, int]  # with the b and h that they were built for
 
 
 def build(
@@ -29,12 +29,12 @@ def build(
     device: torch.device,
     coords: Coords = Coords(),
 ) -> tuple[Tiles, int, int]:
-    """The tiles of a mask's graph over `(b, h, q_len, kv_len)`. A profiler sees a range.
+    """Return the tiles of a mask's graph over `(b, h, q_len, kv_len)`. A profiler sees a range.
 
     **Returns:** the tiles, and the b and h that they were built for: 1 where the mask does not
     depend on it.
 
-    **Raises:** `ArgumentError` for lengths or tiles that cannot be, or a device with no room;
+    **Raises:** `ArgumentError` for invalid lengths or tiles, or a device out of memory;
     `CapturedIndexError` where a kept pair reads past the end of a captured tensor.
     """
     _check(shape, tile)
@@ -49,9 +49,9 @@ def build(
             "tiles than an int32 counts; use larger tiles"
         )
     try:
-        # Whatever the caller's mode, the result is made of plain tensors, fit to be kept and saved.
-        seen = record_function(f"{NAMESPACE}::block_mask")
-        with torch.inference_mode(False), torch.no_grad(), seen:
+        # The result is plain tensors in any mode of the caller, so it can be cached and saved.
+        profiler_range = record_function(f"{NAMESPACE}::block_mask")
+        with torch.inference_mode(False), torch.no_grad(), profiler_range:
             search = Search(graph, captured, Groups(b, h, coords.b, coords.h), q, kv, device)
             return search.run(), b, h
     except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -73,7 +73,7 @@ def _check(shape: tuple[int, ...], tile: tuple[int, ...]) -> None:
 
 # -- cache ----------------------------------------------------------------------------------------
 
-_cache: TensorCache[Built] = TensorCache(64)
+_cache: TensorCache[TilesForShape] = TensorCache(64)
 
 
 def cached_build(
@@ -83,22 +83,22 @@ def cached_build(
     tile: tuple[int, int],
     device: torch.device,
     coords: Coords = Coords(),
-    run: Callable[[Callable[[], Built]], Built] = lambda make: make(),
-) -> Built:
-    """`build`, remembered while the captured tensors live and are not written to.
+    run: Callable[[Callable[[], TilesForShape]], TilesForShape] = lambda build_now: build_now(),
+) -> TilesForShape:
+    """Return what `build` does, cached while the captured tensors live and are not written to.
 
-    Tensors are known by identity and version counter. Tensors made in inference mode have no
-    version counter, so masks that capture one are built anew each time. What writes go unnoticed:
-    see `clear_block_cache`.
+    The cache identifies tensors by identity and version counter. Tensors made in inference mode
+    have no version counter, so masks that capture one are built each time. `clear_block_cache`
+    names the writes that go unnoticed.
 
-    - `run`: runs `build`, where it has to be kept apart from what goes on.
+    - `run`: runs `build`, for callers that have to isolate it.
 
     **Raises:** as `build`; `ArgumentError` for a mask that captures tensors while a CUDA graph is
     being captured.
     """
     tensors = [*captured.tensors, *(p for p in (coords.q_pos, coords.kv_pos) if p is not None)]
 
-    def make() -> Built:
+    def build_now() -> TilesForShape:
         if any(capturing(t.device) for t in tensors):
             raise ArgumentError(
                 "the tiles of a mask that captures tensors cannot be found while a CUDA graph is "
@@ -110,18 +110,18 @@ def cached_build(
     first = coords.b * graph.uses("b"), coords.h * graph.uses("h"), coords.q, coords.kv
     numbers = (*captured.ints, *map(repr, captured.floats), *first)
     scattered = coords.q_pos is not None, coords.kv_pos is not None
-    return _cache.of(tensors, (graph, shape, tile, device, numbers, scattered), make)
+    return _cache.of(tensors, (graph, shape, tile, device, numbers, scattered), build_now)
 
 
 def clear_block_cache() -> None:
-    """Forget what was made of tensors: the tiles of masks, the sequences of `cu_seqlens`, and what
-    the lists of FlexAttention's block masks name.
+    """Clear what is cached for tensors: the tiles of masks, the sequences of `cu_seqlens`, and the
+    tiles that the lists of FlexAttention's block masks name.
 
     The tiles of up to 64 masks are cached by the mask's formula and numbers, the sizes, the device,
     and the identity and version counter of the tensors that it captures, for as long as these live.
-    A write in place makes them anew. Call this after a write that PyTorch does not count: through
-    `tensor.data`, or through whatever else shares the tensor's memory (a NumPy array, DLPack, its
+    A write in place builds them again. Call this after a write that PyTorch does not count: through
+    `tensor.data`, or through anything that shares the tensor's memory (a NumPy array, DLPack, its
     storage). A `BlockMask` of yours keeps its tiles: build it again. Tensors made in inference mode
-    have no version counter, so nothing that is made of them is cached.
+    have no version counter, so nothing is cached for them.
     """
     TensorCache.clear_all()

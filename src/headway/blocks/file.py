@@ -1,4 +1,4 @@
-"""Block masks in safetensors files: numbers and text, nothing that runs when it is read."""
+"""Save block masks to safetensors files, which hold numbers and text but no code."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ArgumentError, CheckpointError
 from ..mods.base import MaskFn
 from ..mods.lowering import Parts, describe, restore
-from .decided import Decided
+from .provenance import Provenance
 from .runs import Runs
 from .tiles import Tiles
 
@@ -28,7 +28,7 @@ def save(
     tile: tuple[int, int],
     tiles: Tiles,
 ) -> None:
-    """Write beside the file and rename, so that no half of a file is ever found.
+    """Write beside the file and rename it, so that no reader sees an incomplete file.
 
     **Raises:** `ArgumentError` for a mask with a Python function in it, `CheckpointError` where the
     file cannot be written.
@@ -41,38 +41,38 @@ def save(
             f"the mask holds Python code that no file can hold: {names}; make it of the library's "
             "values to save it, or build the block mask again where it is needed"
         )
-    # A tensor that the mask holds twice is written once, and is one tensor again when read.
+    # A tensor that the mask holds twice is written once, and is one tensor when read.
     distinct = list({id(t): t for t in parts.tensors}.values())
-    known = {id(t): n for n, t in enumerate(distinct)}
+    number_of = {id(t): n for n, t in enumerate(distinct)}
     head = {
         "format": _FORMAT,
         "shape": shape,
         "tile": tile,
         "structure": parts.structure,
-        "tensors": [known[id(t)] for t in parts.tensors],
+        "tensors": [number_of[id(t)] for t in parts.tensors],
         "ints": list(map(int, parts.ints)),
         "floats": [x.hex() for x in map(float, parts.floats)],
     }
     tensors = {f"tiles.{n}": t for n, t in enumerate(tiles.flatten())}
     tensors |= {f"mask.{n}": t.detach() for n, t in enumerate(distinct)}
-    # A view or a shared storage would be refused; copies are small.
+    # Safetensors refuses views and shared storage; copies are small.
     tensors = {name: t.cpu().contiguous().clone() for name, t in tensors.items()}
-    beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")
+    temporary = Path(f"{os.fspath(path)}.{os.getpid()}.part")
     try:
-        save_file(tensors, beside, {"headway": json.dumps(head)})
-        os.replace(beside, path)
+        save_file(tensors, temporary, {"headway": json.dumps(head)})
+        os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the block mask could not be written to {path}: {error}") from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def load(
     path: str | PathLike, device: torch.device | str
-) -> tuple[MaskFn, Shape, tuple[int, int], Tiles, Decided]:
-    """Read what `save` was given, and what decides such tiles.
+) -> tuple[MaskFn, Shape, tuple[int, int], Tiles, Provenance]:
+    """Read the arguments of `save`, and derive the provenance of the tiles.
 
-    **Raises:** `CheckpointError` for a file that is not a whole block mask.
+    **Raises:** `CheckpointError` for a file that is no complete block mask.
     """
     SafetensorError, safe_open, _ = _safetensors()
     try:
@@ -85,22 +85,22 @@ def load(
         raise CheckpointError(f"{path} holds no block mask of a format this version reads")
     try:
         tiles = Tiles.unflatten([tensors[f"tiles.{n}"] for n in range(14)])
-        of_mask = [tensors[f"mask.{n}"] for n in head["tensors"]]
+        mask_tensors = [tensors[f"mask.{n}"] for n in head["tensors"]]
         floats = [float.fromhex(x) for x in head["floats"]]
-        parts = Parts(head["structure"], [], of_mask, head["ints"], floats)
+        parts = Parts(head["structure"], [], mask_tensors, head["ints"], floats)
         mask = restore(parts)
-        decided = Decided.by(mask)
+        provenance = Provenance.of(mask)
         (b, h, q_len, kv_len), (tile_q, tile_kv) = head["shape"], head["tile"]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} holds only a part of a block mask: {error!r}") from error
     grid = -(-q_len // tile_q), -(-kv_len // tile_kv)
     if not _fit(tiles, b * h, *grid):
         raise CheckpointError(f"{path} holds a block mask whose tiles do not fit its shape")
-    return mask, (b, h, q_len, kv_len), (tile_q, tile_kv), tiles, decided
+    return mask, (b, h, q_len, kv_len), (tile_q, tile_kv), tiles, provenance
 
 
 def _safetensors() -> tuple[Any, Any, Any]:
-    """The package's exception, its reader and its writer."""
+    """Return the package's exception, its reader and its writer."""
     try:
         import safetensors
         import safetensors.torch
@@ -112,19 +112,20 @@ def _safetensors() -> tuple[Any, Any, Any]:
 
 
 def _fit(t: Tiles, groups: int, rows: int, cols: int) -> bool:
-    """Whether tiles fit a grid. Kernels trust the runs of a block mask; a file is not to be
-    trusted."""
+    """Return whether tiles fit a grid. Kernels trust the runs of a block mask, so those of a file
+    are checked."""
     return (
-        _whole(t.rows_full, groups * rows, cols)
-        and _whole(t.rows_partial, groups * rows, cols)
-        and _whole(t.cols_full, groups * cols, rows)
-        and _whole(t.cols_partial, groups * cols, rows)
+        _are_valid_runs(t.rows_full, groups * rows, cols)
+        and _are_valid_runs(t.rows_partial, groups * rows, cols)
+        and _are_valid_runs(t.cols_full, groups * cols, rows)
+        and _are_valid_runs(t.cols_partial, groups * cols, rows)
         and _is_order(t.row_order, groups * rows)
         and _is_order(t.col_order, groups * cols)
     )
 
 
-def _whole(runs: Runs, rows: int, width: int) -> bool:
+def _are_valid_runs(runs: Runs, rows: int, width: int) -> bool:
+    """Return whether runs are ordered, and stay within rows and width."""
     if any(x.dtype != torch.int32 or x.dim() != 1 for x in runs):
         return False
     offsets, start, count = (x.long() for x in runs)
@@ -141,6 +142,7 @@ def _whole(runs: Runs, rows: int, width: int) -> bool:
 
 
 def _is_order(order: Tensor, n: int) -> bool:
+    """Return whether a tensor is an order of n rows."""
     return order.dtype == torch.int32 and torch.equal(
         order.long().sort().values, torch.arange(n, device=order.device)
     )

@@ -1,4 +1,4 @@
-"""Block masks: a mask together with its tiles, full, partial or empty (`tiles.py`)."""
+"""Define block masks: a mask together with its full, partial and empty tiles (`tiles.py`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from ..mods.lowering import describe, restore
 from ..mods.tracing.capture import collect_reads
 from ..types import PACKAGE, as_int
 from . import file, report
-from .decided import Decided, tell
 from .picture import draw, inline, text
+from .provenance import Provenance, record_provenance
 from .runs import Runs, coarser, combine
 from .tiles import Tiles
 
@@ -29,32 +29,31 @@ class BlockMask:
     - `shape`: `(b, h, q_len, kv_len)`; b and h may be 1 and then hold for every batch or head.
     - `tile`: `(tile_q, tile_kv)`.
     - `tiles`: the runs of full and partial tiles, int32.
-    - `decided`: what the tiles were decided by; None where they are the caller's own.
+    - `decided`: the provenance of the tiles; None where the caller made them.
 
-    A call refuses a block mask whose mask captures a tensor that was written to since, or captures
-    others now: old tiles and a new mask are no mask at all. Build it again then. (Not noticed: the
-    writes that `clear_block_cache` names, and those between replays of a CUDA graph, in which the
-    tiles are used as they are given.) It also refuses one that was built for one batch row or head,
-    is used for more, and depends on which.
+    A call refuses a block mask whose mask captures other tensors now, or one that was written to
+    since: build it again then. It does not notice the writes that `clear_block_cache` names, nor
+    those between replays of a CUDA graph. It also refuses a block mask that was built for one batch
+    row or head, is used for more, and depends on which.
     """
 
     mask: MaskFn
     shape: tuple[int, int, int, int]
     tile: tuple[int, int]
     tiles: Tiles
-    decided: Decided | None = None
+    decided: Provenance | None = None
 
     def __post_init__(self) -> None:
         if self.decided is not None and not torch.compiler.is_compiling():
-            tell(self.tiles, self.decided)
+            record_provenance(self.tiles, self.decided)
 
     def check_decided(self, formula: str | None, tensors: Sequence[Tensor]) -> None:
-        """That the tiles are those of its mask, whose formula and tensors are these now."""
+        """Check that the tiles are those of a mask with this formula and these tensors."""
         if self.decided is not None:
             self.decided.check_call(formula, tensors)
 
     def check_rows(self, b: int, h: int) -> None:
-        """That the tiles hold for b batch rows and h heads, where they were built for one.
+        """Check that tiles that were built for one batch row or head hold for b and h of them.
 
         **Raises:** `ArgumentError` where the mask depends on which.
         """
@@ -70,29 +69,29 @@ class BlockMask:
                     f"{name}={used})"
                 )
 
-    def _decided_by(self, mask: MaskFn, *others: "BlockMask") -> Decided | None:
-        """What decided the tiles of a block mask made of this one and others."""
-        given = [m.decided for m in (self, *others) if m.decided is not None]
-        if not given or torch.compiler.is_compiling():
+    def _derived_provenance(self, mask: MaskFn, *others: "BlockMask") -> Provenance | None:
+        """Return the provenance of a block mask that is derived from this one and others."""
+        provenances = [m.decided for m in (self, *others) if m.decided is not None]
+        if not provenances or torch.compiler.is_compiling():
             return self.decided if mask is self.mask else None
-        for decided in given:
-            decided.check()
-        return Decided.by(mask)
+        for provenance in provenances:
+            provenance.check()
+        return Provenance.of(mask)
 
     def __getstate__(self) -> dict:
-        """Copies know what decided them; what counters say is said of one process."""
+        """Return the state without version counters, which count in one process only."""
         if self.decided is not None:
             self.decided.check()
         return self.__dict__ | {"decided": self.decided is not None}
 
     def __setstate__(self, state: dict) -> None:
-        decided = Decided.by(state["mask"]) if state.pop("decided", False) else None
-        self.__dict__.update(state, decided=decided)
+        provenance = Provenance.of(state["mask"]) if state.pop("decided", False) else None
+        self.__dict__.update(state, decided=provenance)
         self.__post_init__()
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Number of tiles along queries and keys."""
+        """Return the numbers of tiles along queries and keys."""
         return -(-self.shape[2] // self.tile[0]), -(-self.shape[3] // self.tile[1])
 
     @property
@@ -102,32 +101,32 @@ class BlockMask:
     # -- what it holds -----------------------------------------------------------------------------
 
     def counts(self) -> tuple[int, int, int]:
-        """Numbers of full, partial and empty tiles."""
+        """Return the numbers of full, partial and empty tiles."""
         full = int(self.tiles.rows_full.count.sum(dtype=torch.int64))
         partial = int(self.tiles.rows_partial.count.sum(dtype=torch.int64))
         rows, cols = self.grid
         return full, partial, self.shape[0] * self.shape[1] * rows * cols - full - partial
 
     def sparsity(self) -> float:
-        """The share of tiles that are empty, from 0 to 1."""
+        """Return the share of empty tiles, from 0 to 1."""
         full, partial, empty = self.counts()
         return empty / max(full + partial + empty, 1)
 
     def to_dense(self) -> Tensor:
-        """uint8 `(b, h, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
+        """Return uint8 `(b, h, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
         rows, cols = self.grid
         state = self.tiles.rows_full.dense(cols).to(torch.uint8) * 2
         state += self.tiles.rows_partial.dense(cols)
         return state.view(*self.shape[:2], rows, cols)
 
     def name(self) -> str:
-        """The mask as it prints: `causal() & sliding_window(1024)`, or a function's name."""
+        """Return the mask as it prints: `causal() & sliding_window(1024)`, or a function's name."""
         if isinstance(self.mask, Mod):
             return repr(self.mask)
         return getattr(self.mask, "__qualname__", None) or repr(self.mask)
 
     def summary(self) -> str:
-        """One line: the mask, its shape and tiles, and how many are full, partial and empty."""
+        """Return one line: the mask, its shape, and the counts of full, partial and empty tiles."""
         full, partial, empty = self.counts()
         return (
             f"BlockMask({self.name()}, shape={self.shape}, tile={self.tile}, full={full}, "
@@ -135,9 +134,9 @@ class BlockMask:
         )
 
     def picture(self, rows: int = 32) -> str:
-        """The tiles of the first batch and head as text of at most `rows` lines.
+        """Return the tiles of the first batch and head as text of at most `rows` lines.
 
-        `██` full, `▒▒` partial, `··` empty; where there are more tiles than lines, a cell stands
+        `██` is full, `▒▒` partial, `··` empty; where there are more tiles than lines, a cell stands
         for a square of them. Another head: `block_mask[b, h].picture()`.
         """
         return text(self, rows)
@@ -166,17 +165,17 @@ class BlockMask:
         return "\n".join([*lines, self.picture(16)])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the picture, as an image that asks nothing of any network."""
+        """Return the picture as an SVG for notebooks, which loads nothing from a network."""
         return inline(self)
 
     # -- parts and combinations --------------------------------------------------------------------
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> "BlockMask":
-        """The block mask of a part: `block_mask[b, h, query_tiles, key_tiles]`.
+        """Return the block mask of a part: `block_mask[b, h, query_tiles, key_tiles]`.
 
         Each index is a number, whose dimension stays, or a slice without a step; trailing ones may
-        be left out. Queries and keys are cut at whole tiles. The part is right by itself: its mask
-        sees the indices of the whole, and its tensors are numbered from 0.
+        be omitted. Queries and keys are cut at tiles. The part is a block mask in its own right:
+        its mask sees the original indices, and its tensors are numbered from 0.
         """
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > 4:
@@ -186,22 +185,22 @@ class BlockMask:
             )
         sizes = (*self.shape[:2], *self.grid)
         (b0, b1), (h0, h1), (r0, r1), (c0, c1) = (
-            _limits(at, size, name)
-            for at, size, name in zip(
+            _limits(part, size, name)
+            for part, size, name in zip(
                 (*index, *[slice(None)] * (4 - len(index))), sizes,
                 ("batch", "head", "query tile", "key tile"), strict=True,
             )
         )  # fmt: skip
         t = self.tiles
-        rows = self._lines(range(b0, b1), range(h0, h1), range(r0, r1), self.grid[0])
-        cols = self._lines(range(b0, b1), range(h0, h1), range(c0, c1), self.grid[1])
+        rows = self._tile_rows(range(b0, b1), range(h0, h1), range(r0, r1), self.grid[0])
+        cols = self._tile_rows(range(b0, b1), range(h0, h1), range(c0, c1), self.grid[1])
         tiles = Tiles.of_runs(
             t.rows_full.take(rows).cut(c0, c1), t.rows_partial.take(rows).cut(c0, c1),
             t.cols_full.take(cols).cut(r0, r1), t.cols_partial.take(cols).cut(r0, r1),
         )  # fmt: skip
         q0, q1, kv0, kv1 = (
-            min(at * tile, length)
-            for at, tile, length in zip(
+            min(n * tile, length)
+            for n, tile, length in zip(
                 (r0, r1, c0, c1), (*self.tile[:1] * 2, *self.tile[1:] * 2),
                 (*self.shape[2:3] * 2, *self.shape[3:] * 2), strict=True,
             )
@@ -209,10 +208,10 @@ class BlockMask:
         first = (b0, h0, q0, kv0)
         mask = Shifted(self.mask, *first) if any(first) else self.mask
         shape = b1 - b0, h1 - h0, q1 - q0, kv1 - kv0
-        return BlockMask(mask, shape, self.tile, tiles, self._decided_by(mask))
+        return BlockMask(mask, shape, self.tile, tiles, self._derived_provenance(mask))
 
     def __and__(self, other: "BlockMask") -> "BlockMask":
-        """Pairs kept by both; lengths and tiles must be equal, b and h equal or 1.
+        """Return the pairs kept by both; lengths and tiles must be equal, b and h equal or 1.
 
         Tiles partial in both stay partial, even where together they keep nothing.
         """
@@ -225,7 +224,7 @@ class BlockMask:
         )
 
     def __or__(self, other: "BlockMask") -> "BlockMask":
-        """Pairs kept by either; lengths and tiles must be equal, b and h equal or 1.
+        """Return the pairs kept by either; lengths and tiles must be equal, b and h equal or 1.
 
         Tiles partial in both stay partial, even where together they keep every pair.
         """
@@ -246,46 +245,52 @@ class BlockMask:
     ) -> "BlockMask":
         pairs = zip(self.shape[:2], other.shape[:2], strict=True)
         b, h = (a if c == 1 else c for a, c in pairs)
-        mine, theirs = self._expanded(b, h), other._expanded(b, h)
+        self_runs, other_runs = self._expanded(b, h), other._expanded(b, h)
         runs = []
         for n, width in ((0, self.grid[1]), (2, self.grid[0])):
-            where = combine([*mine[n : n + 2], *theirs[n : n + 2]], width)
-            runs.append(where(lambda covered: full(*covered)))
-            runs.append(where(lambda covered: live(*covered) & ~full(*covered)))
-        shape, decided = (b, h, *self.shape[2:]), self._decided_by(mask, other)
-        return BlockMask(mask, shape, self.tile, Tiles.of_runs(*runs), decided)
+            select_runs = combine([*self_runs[n : n + 2], *other_runs[n : n + 2]], width)
+            runs.append(select_runs(lambda covered: full(*covered)))
+            runs.append(select_runs(lambda covered: live(*covered) & ~full(*covered)))
+        shape, provenance = (b, h, *self.shape[2:]), self._derived_provenance(mask, other)
+        return BlockMask(mask, shape, self.tile, Tiles.of_runs(*runs), provenance)
 
-    def _lines(self, b: range, h: range, line: range, lines: int) -> Tensor:
-        """The numbers of some rows (or columns) of some batches and heads, int64."""
-        b_, h_, line_ = (torch.arange(r.start, r.stop, device=self.device) for r in (b, h, line))
-        return ((b_[:, None, None] * self.shape[1] + h_[:, None]) * lines + line_).flatten()
+    def _tile_rows(self, b: range, h: range, tile_rows: range, row_count: int) -> Tensor:
+        """Return the numbers of tile rows (or columns) of some batches and heads, int64."""
+        b_idx, h_idx, row_idx = (
+            torch.arange(r.start, r.stop, device=self.device) for r in (b, h, tile_rows)
+        )
+        return (
+            (b_idx[:, None, None] * self.shape[1] + h_idx[:, None]) * row_count + row_idx
+        ).flatten()
 
     def _expanded(self, b: int, h: int) -> tuple[Runs, ...]:
-        """The four runs for b batches and h heads, where there may be 1."""
+        """Return the four runs for b batches and h heads, where this mask may have one."""
         runs = self.tiles[:4]
         if (b, h) == self.shape[:2]:
             return runs
         self.check_rows(b, h)
-        at = torch.arange(self.shape[0] * self.shape[1], device=self.device)
-        group = at.view(*self.shape[:2], 1).expand(b, h, 1)
-        lines = [group * n + torch.arange(n, device=self.device) for n in self.grid]
-        return tuple(r.take(lines[n // 2].flatten()) for n, r in enumerate(runs))
+        group_idx = torch.arange(self.shape[0] * self.shape[1], device=self.device)
+        group = group_idx.view(*self.shape[:2], 1).expand(b, h, 1)
+        tile_rows = [group * n + torch.arange(n, device=self.device) for n in self.grid]
+        return tuple(r.take(tile_rows[n // 2].flatten()) for n, r in enumerate(runs))
 
     def retile(self, tile: int | tuple[int, int]) -> "BlockMask":
-        """The same mask in tiles of a multiple of the size, without looking at the mask again."""
-        given, tile = tile, tile_of(tile)
+        """Return the same mask in tiles of a multiple of the size; the mask is not evaluated."""
+        requested, tile = tile, tile_of(tile)
         if any(n % m for n, m in zip(tile, self.tile, strict=True)):
-            raise ArgumentError(f"tile={given!r} must be multiples of the current tile {self.tile}")
+            raise ArgumentError(
+                f"tile={requested!r} must be multiples of the current tile {self.tile}"
+            )
         (rows, cols), t = self.grid, self.tiles
         by_q, by_kv = tile[0] // self.tile[0], tile[1] // self.tile[1]
         runs = (*coarser(t.rows_full, t.rows_partial, (rows, cols), (by_q, by_kv)),
                 *coarser(t.cols_full, t.cols_partial, (cols, rows), (by_kv, by_q)))  # fmt: skip
         return BlockMask(self.mask, self.shape, tile, Tiles.of_runs(*runs), self.decided)
 
-    # -- elsewhere ---------------------------------------------------------------------------------
+    # -- other devices and files ----------------------------------------------------------------
 
     def to(self, device: torch.device | str) -> "BlockMask":
-        """On another device, together with the tensors that the mask's library values hold."""
+        """Return a copy on another device, with the tensors that the mask's library values hold."""
         device = torch.device(device)
         parts = describe(self.mask)
         for fn in parts.functions:
@@ -298,7 +303,7 @@ class BlockMask:
                     )
         mask = restore(parts._replace(tensors=[t.to(device) for t in parts.tensors]))
         tiles = Tiles.unflatten([t.to(device) for t in self.tiles.flatten()])
-        return BlockMask(mask, self.shape, self.tile, tiles, self._decided_by(mask))
+        return BlockMask(mask, self.shape, self.tile, tiles, self._derived_provenance(mask))
 
     def save(self, path: str | PathLike) -> None:
         """Write to a safetensors file: tiles, and the mask where it is made of library values.
@@ -311,23 +316,23 @@ class BlockMask:
 
     @staticmethod
     def load(path: str | PathLike, device: torch.device | str = "cpu") -> "BlockMask":
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
-        **Raises:** `CheckpointError` for a file that is not a whole block mask.
+        **Raises:** `CheckpointError` for a file that is no complete block mask.
         """
         return BlockMask(*file.load(path, device))
 
 
 def tile_of(tile: Any, name: str = "tile") -> tuple[int, int]:
-    """Queries and keys in a tile; a number stands for both."""
-    found = tuple([as_int(n) for n in (tile if isinstance(tile, tuple | list) else (tile, tile))])
-    if len(found) != 2 or any(n is None or n < 1 for n in found):
+    """Return the queries and keys of a tile; a number stands for both."""
+    sizes = tuple([as_int(n) for n in (tile if isinstance(tile, tuple | list) else (tile, tile))])
+    if len(sizes) != 2 or any(n is None or n < 1 for n in sizes):
         raise ArgumentError(f"{name}={tile!r} must be one or two positive integers")
-    return found
+    return sizes
 
 
 def _check_pair(one: BlockMask, other: object, sign: str) -> None:
-    """Two block masks that `sign` may combine."""
+    """Raise unless `sign` may combine two block masks."""
     if not isinstance(other, BlockMask):
         raise ArgumentError(
             f"{sign} combines a block mask with another, not with {type(other).__name__}; combine "
@@ -349,22 +354,22 @@ def _check_pair(one: BlockMask, other: object, sign: str) -> None:
         )
 
 
-def _limits(at: int | slice, size: int, name: str) -> tuple[int, int]:
-    """First and end of an index into one dimension."""
-    if (n := as_int(at)) is not None:
-        if not -size <= n < size:
-            raise ArgumentError(f"{name} index {at} is out of range for {size}")
-        return n % size, n % size + 1
-    if not isinstance(at, slice) or at.step not in (None, 1):
-        raise ArgumentError(f"{name} index {at!r} must be a number or a slice without a step")
-    start, stop, _ = at.indices(size)
+def _limits(index: int | slice, size: int, name: str) -> tuple[int, int]:
+    """Return the first position and the end of an index into one dimension."""
+    if (position := as_int(index)) is not None:
+        if not -size <= position < size:
+            raise ArgumentError(f"{name} index {index} is out of range for {size}")
+        return position % size, position % size + 1
+    if not isinstance(index, slice) or index.step not in (None, 1):
+        raise ArgumentError(f"{name} index {index!r} must be a number or a slice without a step")
+    start, stop, _ = index.indices(size)
     return start, max(start, stop)
 
 
 def from_dense(
     state: Tensor, mask: MaskFn, lengths: tuple[int, ...], tile: tuple[int, int]
 ) -> BlockMask:
-    """A block mask from uint8 `(b, h, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
+    """Return a block mask from uint8 `(b, h, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
     tiles = Tiles.of_dense(state.flatten(0, 1).cpu().numpy(), state.device)
     return BlockMask(mask, (*state.shape[:2], *lengths), tile, tiles)  # type: ignore[arg-type]
 

@@ -1,14 +1,15 @@
-"""Which tiles of a mask are full and partial, found from coarse to fine.
+"""Classify the tiles of a mask as empty, full or partial, from coarse to fine.
 
-The square of tiles is cut into boxes of 4^n x 4^n tiles. Interval evaluation (`bounds.py`) calls a
-box empty, full or unknown; unknown boxes are cut into 16, down to single tiles, all boxes of a
-level at once. So the work follows the edge of the mask, not its area: of a causal million tokens,
-with 33.6 million live tiles, some 40 thousand boxes are looked at. The tiles of a small square are
-looked at all at once: what a step costs is then the calls of it, not the tiles in it.
+The grid of tiles is cut into boxes of 4^n x 4^n tiles. Interval evaluation (`bounds.py`) calls a
+box empty, full or unresolved; unresolved boxes are cut into 16, down to single tiles, all boxes of
+a level at once. So the work follows the edge of the mask, not its area: a causal million tokens,
+with 33.6 million live tiles, takes some 40 thousand boxes. In a small grid all tiles are one step,
+since a step then costs its calls, not its tiles: half the time (docs/lab/block-masks.md).
 
-A tile that is unknown to the end is looked at pair by pair: at its corners first, then along its
-edges, where every distance i - j and every sum i + j is found, because one kept and one dropped
-pair prove it partial; then at all pairs, in chunks.
+A tile that stays unresolved is evaluated pair by pair: at its corners first, then along its edges,
+which hold every distance i - j and every sum i + j, because one kept and one masked pair prove it
+partial; then at all pairs, in chunks. At 16,384 tokens this takes 2 to 3 ms where PyTorch's
+`create_block_mask` takes 1.4 to 4.0 s (docs/performance.md).
 """
 
 import torch
@@ -22,37 +23,37 @@ from .bounds import BoxBounds
 from .runs import Runs, merge, pick, rectangles
 from .tiles import Tiles
 
-_BOXES = 1 << 14  # boxes looked at together: what one thread does without waking the others
-_WHOLE = 1 << 15  # tiles in a square that is small
-_PAIRS = 1 << 20  # pairs evaluated together, where all of a tile are
+_BOXES = 1 << 14  # evaluated together: what one thread does without waking the others
+_SMALL_GRID = 1 << 15  # tiles
+_PAIRS = 1 << 20  # evaluated together, where a tile takes all its pairs
 
 
-class Found:
-    """Collects full or partial boxes as runs along rows and along columns."""
+class BoxCollector:
+    """A collector of full or partial boxes, which become runs along tile rows and columns."""
 
     def __init__(self, q: Axis, kv: Axis, device: torch.device) -> None:
         self.q, self.kv = q.boxes(0), kv.boxes(0)
         none = torch.zeros(0, dtype=torch.int64, device=device)
         self.rows = self.cols = (none, none)  # keys and counts of runs
-        self.boxes: list[Tensor] = []  # (4, boxes): group, row, column and size, not yet among them
-        self.held, self.most = 0, _BOXES
+        self.boxes: list[Tensor] = []  # (4, boxes): group, row, column and size, not yet in runs
+        self.pending, self.max_pending = 0, _BOXES
 
     def add(self, level: int, boxes: Tensor) -> None:
-        """Boxes of a level, `(3, boxes)`; none overlaps another."""
+        """Add boxes of a level, `(3, boxes)`, which do not overlap."""
         if boxes.shape[1]:
             size = SPLIT**level
             sizes = torch.full_like(boxes[:1], size)
             self.boxes.append(torch.cat([boxes[:1], boxes[1:] * size, sizes]))
-            # What lies side by side becomes one run, now and then: memory follows the runs.
-            self.held += boxes.shape[1] * size
-            if self.held > self.most:
+            # Neighbours are joined to runs now and then, so that memory follows the runs.
+            self.pending += boxes.shape[1] * size
+            if self.pending > self.max_pending:
                 rows, cols = self._keys()
                 self.rows, self.cols = merge(*rows), merge(*cols)
-                self.boxes, self.held = [], len(self.rows[0]) + len(self.cols[0])
-                self.most = max(_BOXES, 2 * self.held)
+                self.boxes, self.pending = [], len(self.rows[0]) + len(self.cols[0])
+                self.max_pending = max(_BOXES, 2 * self.pending)
 
     def _keys(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """All runs so far, along rows and along columns, as they come."""
+        """Return all runs so far, along rows and along columns, unsorted."""
         if not self.boxes:
             return self.rows, self.cols
         g, r0, c0, size = torch.cat(self.boxes, 1)
@@ -60,10 +61,10 @@ class Found:
         up, left = g * self.q, g * self.kv
         rows = rectangles(up + r0, up + r1, c0, c1, self.kv)
         cols = rectangles(left + c0, left + c1, r0, r1, self.q)
-        return _joined(self.rows, rows), _joined(self.cols, cols)
+        return _concat_runs(self.rows, rows), _concat_runs(self.cols, cols)
 
     def runs(self, groups: int) -> tuple[Runs, Runs]:
-        """Along rows, and along columns."""
+        """Return the runs along rows, and along columns."""
         rows, cols = self._keys()
         return (
             Runs.of_keys(rows[0], rows[1], groups * self.q, self.kv),
@@ -71,12 +72,13 @@ class Found:
         )
 
 
-def _joined(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _concat_runs(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Concatenate two lists of keys and counts."""
     return torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]])
 
 
 class Search:
-    """Finds the tiles of one mask; see the module's docstring."""
+    """A search for the tiles of one mask; see the module's docstring."""
 
     def __init__(
         self, graph: Graph, captured: Captured, groups: Groups, q: Axis, kv: Axis,
@@ -86,76 +88,84 @@ class Search:
         self.groups, self.q, self.kv, self.device = groups, q, kv, device
 
     def run(self) -> Tiles:
-        """Full and partial tiles, along rows and along columns."""
+        """Return full and partial tiles, along rows and along columns."""
         tiles = self.groups.count * self.q.boxes(0) * self.kv.boxes(0)
         if tiles:
-            small = tiles <= _WHOLE
-            near = torch.device("cpu") if small and self._numbers_alone() else self.device
-            self.bounds = BoxBounds(self.graph, self.values, self.groups, self.q, self.kv, near)
+            small = tiles <= _SMALL_GRID
+            on_cpu = small and not self._reads_tensors()
+            bounds_device = torch.device("cpu") if on_cpu else self.device
+            self.bounds = BoxBounds(
+                self.graph, self.values, self.groups, self.q, self.kv, bounds_device
+            )
             if small:
-                return self._whole()
-        self.full, self.partial = (Found(self.q, self.kv, self.device) for _ in range(2))
+                return self._all_tiles()
+        self.full, self.partial = (BoxCollector(self.q, self.kv, self.device) for _ in range(2))
         if tiles:
             self._coarse_to_fine()
         (rows_full, cols_full), (rows_partial, cols_partial) = (
-            found.runs(self.groups.count) for found in (self.full, self.partial)
+            collector.runs(self.groups.count) for collector in (self.full, self.partial)
         )
         return Tiles.of_runs(rows_full, rows_partial, cols_full, cols_partial)
 
-    def _numbers_alone(self) -> bool:
-        """Whether the mask depends on numbers, and on no tensor."""
+    def _reads_tensors(self) -> bool:
+        """Return whether the mask depends on tensors, and not on numbers only."""
         tensors = any(x.dim() for x in self.values.values())
-        return not tensors and self.q.positions is None and self.kv.positions is None
+        return tensors or self.q.positions is not None or self.kv.positions is not None
 
-    def _whole(self) -> Tiles:
-        """All tiles of a small square at once: fewer steps than from coarse to fine.
+    def _all_tiles(self) -> Tiles:
+        """Classify all tiles of a small grid at once: fewer steps than from coarse to fine.
 
-        Of a mask that depends on no tensor the host finds what bounds and corners tell: it waits
-        for no GPU then, and a GPU loads none of the kernels for it (0.1 s of a first call).
+        For a mask that reads no tensor, bounds and corners are computed on the host, which then
+        waits for no GPU. The GPU loads no kernels for them, which take 0.1 s of a first call.
         """
         import numpy as np  # as in `runs.of_dense`
 
         state, outside = self.bounds.of_all_tiles()
-        found = state.flatten(0, 1).cpu().numpy()  # (groups, rows, columns)
-        unknown = np.flatnonzero(found == 1)
-        if len(unknown):
-            line, column = np.divmod(unknown, found.shape[2])
-            places = (unknown, *np.divmod(line, found.shape[1]), column)
-            at, g, r, c = (torch.from_numpy(x).to(state.device) for x in places)
-            seen = self._look(g, r, c, outside if outside is None else outside.take(at))
-            found.reshape(-1)[unknown] = seen.cpu().numpy()
-        return Tiles.of_dense(found, self.device)
+        dense = state.flatten(0, 1).cpu().numpy()  # (groups, rows, columns)
+        unresolved = np.flatnonzero(dense == 1)
+        if len(unresolved):
+            row, column = np.divmod(unresolved, dense.shape[2])
+            places = (unresolved, *np.divmod(row, dense.shape[1]), column)
+            tiles, g, r, c = (torch.from_numpy(x).to(state.device) for x in places)
+            exact = self._classify_tiles(
+                g, r, c, outside if outside is None else outside.take(tiles)
+            )
+            dense.reshape(-1)[unresolved] = exact.cpu().numpy()
+        return Tiles.of_dense(dense, self.device)
 
     def _coarse_to_fine(self) -> None:
+        """Search from the coarsest level down."""
         level = 0
         while max(self.q.boxes(level), self.kv.boxes(level)) > SPLIT:
             level += 1
         counts = self.groups.count, self.q.boxes(level), self.kv.boxes(level)
         boxes = torch.cartesian_prod(*(torch.arange(n, device=self.device) for n in counts)).T
-        for some in boxes.split(_BOXES, 1):
-            self._search(level, some)
+        for chunk in boxes.split(_BOXES, 1):
+            self._search(level, chunk)
 
     def _search(self, level: int, boxes: Tensor) -> None:
-        """Depth first, so that a mask that is unknown everywhere holds few boxes at a time.
+        """Search depth first, so that a mask that is unresolved everywhere has few boxes at once.
 
         `boxes` holds the groups, rows and columns of boxes of a level, int64 `(3, boxes)`.
         """
-        full, maybe, outside = self.bounds(level, *boxes)
+        full, maybe_live, outside = self.bounds(level, *boxes)
         self.full.add(level, _where(boxes, full))
-        unknown = maybe & ~full
-        boxes = _where(boxes, unknown)
+        unresolved = maybe_live & ~full
+        boxes = _where(boxes, unresolved)
         if level:
-            for some in boxes.split(_BOXES // SPLIT**2, 1):
-                if some.shape[1]:
-                    self._search(level - 1, self._cut(level, some))
+            for chunk in boxes.split(_BOXES // SPLIT**2, 1):
+                if chunk.shape[1]:
+                    self._search(level - 1, self._cut(level, chunk))
         elif boxes.shape[1]:
             g, r, c = boxes
-            state = self._look(g, r, c, outside if outside is None else pick(outside, unknown))
+            state = self._classify_tiles(
+                g, r, c, outside if outside is None else pick(outside, unresolved)
+            )
             self.full.add(0, _where(boxes, state == 2))
             self.partial.add(0, _where(boxes, state == 1))
 
     def _cut(self, level: int, boxes: Tensor) -> Tensor:
-        """The boxes of the next finer level."""
+        """Return the boxes of the next finer level."""
         part = torch.arange(SPLIT, device=self.device)
         g, r, c = boxes[:, :, None, None]
         r, c = r * SPLIT + part[:, None], c * SPLIT + part
@@ -163,45 +173,45 @@ class Search:
         inside = (cut[1] < self.q.boxes(level - 1)) & (cut[2] < self.kv.boxes(level - 1))
         return _where(cut, inside)
 
-    def _look(self, g: Tensor, r: Tensor, c: Tensor, outside: Tensor | None) -> Tensor:
-        """Single tiles as uint8: 0 empty, 1 partial, 2 full."""
+    def _classify_tiles(self, g: Tensor, r: Tensor, c: Tensor, outside: Tensor | None) -> Tensor:
+        """Return the state of single tiles, uint8: 0 empty, 1 partial, 2 full."""
         steps = range(0, len(g), _BOXES // 4)
-        tiles = ((x[n : n + _BOXES // 4] for x in (g, r, c)) for n in steps)
-        kept = torch.cat([self.bounds.corners(*some) for some in tiles], 2).flatten(0, 1)
-        todo = kept.all(0) | ~kept.any(0)
+        chunks = ((x[n : n + _BOXES // 4] for x in (g, r, c)) for n in steps)
+        kept = torch.cat([self.bounds.corners(*chunk) for chunk in chunks], 2).flatten(0, 1)
+        unresolved = kept.all(0) | ~kept.any(0)
         if outside is not None:
-            todo = todo | outside
+            unresolved = unresolved | outside
         state = torch.ones_like(g, dtype=torch.uint8)
-        at = todo.nonzero().flatten()
-        if len(at):
-            g, r, c = (pick(x, at).to(self.device) for x in (g, r, c))
-            outside = outside if outside is None else pick(outside, at).to(self.device)
-            seen = self._pair_by_pair(g, r, c, outside)
-            state.index_copy_(0, at, seen.to(state.device))
+        tiles = unresolved.nonzero().flatten()
+        if len(tiles):
+            g, r, c = (pick(x, tiles).to(self.device) for x in (g, r, c))
+            outside = outside if outside is None else pick(outside, tiles).to(self.device)
+            exact = self._evaluate_pairs(g, r, c, outside)
+            state.index_copy_(0, tiles, exact.to(state.device))
         return state
 
-    def _pair_by_pair(self, g: Tensor, r: Tensor, c: Tensor, outside: Tensor | None) -> Tensor:
-        """What `_look` returns, of tiles whose corners do not tell."""
+    def _evaluate_pairs(self, g: Tensor, r: Tensor, c: Tensor, outside: Tensor | None) -> Tensor:
+        """Return the state of single tiles that their corners leave unresolved."""
         if outside is None:
             outside = torch.zeros_like(g, dtype=torch.bool)
-        some, every = torch.zeros_like(outside), torch.ones_like(outside)
+        any_kept, all_kept = torch.zeros_like(outside), torch.ones_like(outside)
         q, kv = (min(axis.tile, axis.length) for axis in (self.q, self.kv))
         for samples in (2, kv), (q, 2), (q, kv):
-            # Where a gather may leave its tensor every pair is seen, and refused if it is kept.
-            todo = (~(some & ~every) | outside).nonzero().flatten()
-            if not len(todo):
+            # Where a gather may leave its tensor all pairs are evaluated: a kept one raises.
+            unresolved = (~(any_kept & ~all_kept) | outside).nonzero().flatten()
+            if not len(unresolved):
                 break
-            for at in todo.split(max(1, _PAIRS // (samples[0] * samples[1]))):
-                tiles = pick(g, at), pick(r, at), pick(c, at)
-                of_some, of_every = self._pairs(tiles, samples)
-                some.index_copy_(0, at, of_some | pick(some, at))
-                every.index_copy_(0, at, of_every & pick(every, at))
-        return some.to(torch.uint8) + (some & every)
+            for chunk in unresolved.split(max(1, _PAIRS // (samples[0] * samples[1]))):
+                tiles = pick(g, chunk), pick(r, chunk), pick(c, chunk)
+                sample_any, sample_all = self._sample_pairs(tiles, samples)
+                any_kept.index_copy_(0, chunk, sample_any | pick(any_kept, chunk))
+                all_kept.index_copy_(0, chunk, sample_all & pick(all_kept, chunk))
+        return any_kept.to(torch.uint8) + (any_kept & all_kept)
 
-    def _pairs(
+    def _sample_pairs(
         self, tiles: tuple[Tensor, Tensor, Tensor], samples: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Whether some, and whether all of the sampled pairs of single tiles are kept."""
+        """Return whether any, and whether all of the sampled pairs of single tiles are kept."""
         g, r, c = tiles
         b, h = self.groups.split(g)
         q, kv = (
@@ -209,25 +219,26 @@ class Search:
             for axis, box, n in ((self.q, r, samples[0]), (self.kv, c, samples[1]))
         )
         b, h = b[:, None, None] + self.groups.first_b, h[:, None, None] + self.groups.first_h
-        some, every = g < 0, g >= 0
-        wide = min(samples[1], _PAIRS)  # in case one tile is more than fits
-        for i in q.split(max(1, _PAIRS // (wide * len(g))), 1):
-            for j in kv.split(wide, 1):
-                at = Positions(b, h, i[:, :, None], j[:, None, :])
-                kept = mask_at(self.graph, self.values, at)
+        any_kept, all_kept = g < 0, g >= 0
+        chunk_keys = min(samples[1], _PAIRS)  # one tile may be too large
+        for i in q.split(max(1, _PAIRS // (chunk_keys * len(g))), 1):
+            for j in kv.split(chunk_keys, 1):
+                positions = Positions(b, h, i[:, :, None], j[:, None, :])
+                kept = mask_at(self.graph, self.values, positions)
                 kept = kept.expand(len(g), i.shape[1], j.shape[1]).flatten(1)
-                some, every = some | kept.any(1), every & kept.all(1)
-        return some, every
+                any_kept, all_kept = any_kept | kept.any(1), all_kept & kept.all(1)
+        return any_kept, all_kept
 
 
 def _where(boxes: Tensor, keep: Tensor) -> Tensor:
+    """Return the boxes for which `keep` is true."""
     return boxes.index_select(1, keep.nonzero().flatten())
 
 
 def _spread(axis: Axis, box: Tensor, n: int) -> Tensor:
-    """n indices spread evenly over each tile, both ends included: `(tiles, n)`.
+    """Return n indices spread evenly over each tile, both ends included: `(tiles, n)`.
 
-    Where n is not below the tile's size, these are all of its indices, some of them twice.
+    If n is at least the tile's size, these are all its indices, some of them twice.
     """
     first = box[:, None] * axis.tile
     last = (first + axis.tile).clamp_max(axis.length) - 1

@@ -1,8 +1,8 @@
-"""A block mask as a page: one HTML file that zooms, from all of a million tokens to one tile.
+"""Write a block mask as a page: one HTML file that zooms from a million tokens to one tile.
 
 The file holds runs of tiles, never pairs: on a grid of whole tiles and on coarser ones, each half
-as fine along each side as the one before. `report.html` is the page around them; it asks nothing of
-any network.
+as fine along each side as the one before. `report.html` is the page around them; it loads
+nothing from a network.
 """
 
 import base64
@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ArgumentError
-from .picture import COLOURS, Tiled, group_labels
+from .picture import COLOURS, DrawableMask, group_labels
 from .runs import Runs
 
 if TYPE_CHECKING:
     import numpy as np
 
 _PAGE = Path(__file__).with_name("report.html")
-_BYTES = 2 << 20  # of all grids, compressed; where the tiles need more, the finest is coarser
-_RUNS = 1 << 22  # a grid of more is not tried
+_MAX_BYTES = 2 << 20  # of all grids, compressed; the finest grids are dropped to fit
+_MAX_RUNS = 1 << 22  # of a grid; finer grids are not tried
 _COARSEST = 128  # cells along a side
-GROUPS = 64  # the most batches and heads in a page
+MAX_GROUPS = 64  # batches and heads in a page
 
 
-def save(mask: Tiled, path: str | PathLike, title: str | None = None) -> None:
-    """Write the page, which is called .html."""
+def save(mask: DrawableMask, path: str | PathLike, title: str | None = None) -> None:
+    """Write the page to a path that ends in .html."""
     if not fspath(path).lower().endswith((".html", ".htm")):
         raise ArgumentError(f"{fspath(path)!r} must end in .html; save_picture draws PNG, SVG, PDF")
     text = page(mask, title)
@@ -41,8 +41,8 @@ def save(mask: Tiled, path: str | PathLike, title: str | None = None) -> None:
         raise ArgumentError(f"cannot write to {path}: {error}") from error
 
 
-def page(mask: Tiled, title: str | None = None) -> str:
-    """The text of the page."""
+def page(mask: DrawableMask, title: str | None = None) -> str:
+    """Return the text of the page."""
     if 0 in mask.shape:
         raise ArgumentError(f"a block mask of shape {mask.shape} has no pair to draw")
     title = title or mask.name()
@@ -55,23 +55,28 @@ def page(mask: Tiled, title: str | None = None) -> str:
         _PAGE.read_text(encoding="utf-8")
         .replace("/*COLOURS*/", colours)
         .replace("<!--TITLE-->", html.escape(title))
-        .replace("/*DATA*/null", data.replace("<", "\\u003c"))  # no text in it ends the script
+        .replace("/*DATA*/null", data.replace("<", "\\u003c"))  # no text ends the script
     )
 
 
-def contents(mask: Tiled, title: str) -> dict[str, Any]:
-    """What the page is told: sizes, and for each batch and head its counts and grids."""
+def contents(mask: DrawableMask, title: str) -> dict[str, Any]:
+    """Return the data of the page: sizes, and for each batch and head its counts and grids."""
     labels = group_labels(*mask.shape[:2])
-    grids, by = [], 1
+    grids, factor = [], 1
     while True:
-        coarse = mask if by == 1 else mask.retile((mask.tile[0] * by, mask.tile[1] * by))
-        if len(coarse.tiles.rows_full.start) + len(coarse.tiles.rows_partial.start) <= _RUNS:
-            parts = [coarse[b, h] for _, b, h in labels[:GROUPS]]
-            grids.append((by, coarse.grid, [_packed(part) for part in parts]))
-        if max(coarse.grid) <= _COARSEST:
+        coarse_mask = (
+            mask if factor == 1 else mask.retile((mask.tile[0] * factor, mask.tile[1] * factor))
+        )
+        if (
+            len(coarse_mask.tiles.rows_full.start) + len(coarse_mask.tiles.rows_partial.start)
+            <= _MAX_RUNS
+        ):
+            parts = [coarse_mask[b, h] for _, b, h in labels[:MAX_GROUPS]]
+            grids.append((factor, coarse_mask.grid, [_pack_runs(part) for part in parts]))
+        if max(coarse_mask.grid) <= _COARSEST:
             break
-        by *= 2
-    while len(grids) > 1 and sum(len(x) for _, _, packed in grids for x in packed) > _BYTES:
+        factor *= 2
+    while len(grids) > 1 and sum(len(x) for _, _, packed in grids for x in packed) > _MAX_BYTES:
         del grids[0]
     groups = [
         {
@@ -79,7 +84,7 @@ def contents(mask: Tiled, title: str) -> dict[str, Any]:
             "counts": mask[b, h].counts(),
             "grids": [base64.b64encode(packed[n]).decode() for _, _, packed in grids],
         }
-        for n, (label, b, h) in enumerate(labels[:GROUPS])
+        for n, (label, b, h) in enumerate(labels[:MAX_GROUPS])
     ]
     return {
         "title": title,
@@ -87,39 +92,47 @@ def contents(mask: Tiled, title: str) -> dict[str, Any]:
         "tile": mask.tile,
         "groups": groups,
         "left_out": len(labels) - len(groups),
-        "grids": [{"by": by, "rows": rows, "columns": columns} for by, (rows, columns), _ in grids],
+        "grids": [
+            {"by": factor, "rows": rows, "columns": columns} for factor, (rows, columns), _ in grids
+        ],
     }
 
 
-def _packed(mask: Tiled) -> bytes:
-    """The runs of one batch and head, row after row: how many a row has, then the starts, the
-    counts, and 1 for a partial or 2 for a full one, all int32 but compressed.
+def _pack_runs(mask: DrawableMask) -> bytes:
+    """Return the runs of one batch and head, compressed int32 numbers, row after row: how many a
+    row has, then the starts, the counts, and 1 for a partial or 2 for a full one.
 
-    Starts and counts are told as differences to the same run of the row before: most rows are the
+    Starts and counts are differences to the same run of the row before: most rows are the
     row before, shifted. Bytes of one significance are side by side, which compresses well.
     """
-    import numpy as np  # where it is needed: a copy on the Hugging Face Hub imports only PyTorch
+    import numpy as np  # imported here: a copy on the Hugging Face Hub imports only PyTorch
 
-    row, start, count, kind = (x.cpu().numpy() for x in _joined(mask))
-    runs = np.bincount(row, minlength=mask.grid[0])
-    first = runs.cumsum() - runs  # of each row
-    within = np.arange(len(row)) - first[row]
-    above = np.where((row > 0) & (within < runs[row - 1]), first[row - 1] + within, len(row))
-    parts = [runs, *(x - np.append(x, 0)[above] for x in (start, count)), kind]
-    return zlib.compress(b"".join(map(_planes, parts)), 9)
+    row, start, count, kind = (x.cpu().numpy() for x in _all_runs(mask))
+    runs_per_row = np.bincount(row, minlength=mask.grid[0])
+    first_run = runs_per_row.cumsum() - runs_per_row  # of each row
+    run_in_row = np.arange(len(row)) - first_run[row]
+    run_above = np.where(
+        (row > 0) & (run_in_row < runs_per_row[row - 1]), first_run[row - 1] + run_in_row, len(row)
+    )
+    parts = [runs_per_row, *(x - np.append(x, 0)[run_above] for x in (start, count)), kind]
+    return zlib.compress(b"".join(map(_byte_planes, parts)), 9)
 
 
-def _joined(mask: Tiled) -> list[torch.Tensor]:
-    """Row, start, count and kind of all runs, in their order."""
-    both: list[tuple[Runs, int]] = [(mask.tiles.rows_full, 2), (mask.tiles.rows_partial, 1)]
-    keys = torch.cat([runs.keys(mask.grid[1]) for runs, _ in both])
+def _all_runs(mask: DrawableMask) -> list[torch.Tensor]:
+    """Return row, start, count and kind of all runs, in their order."""
+    runs_and_kinds: list[tuple[Runs, int]] = [
+        (mask.tiles.rows_full, 2),
+        (mask.tiles.rows_partial, 1),
+    ]
+    keys = torch.cat([runs.keys(mask.grid[1]) for runs, _ in runs_and_kinds])
     order = keys.argsort()
-    row = torch.cat([runs.row() for runs, _ in both])
-    start = torch.cat([runs.start for runs, _ in both])
-    count = torch.cat([runs.count for runs, _ in both])
-    kind = torch.cat([torch.full_like(runs.start, n) for runs, n in both])
+    row = torch.cat([runs.row() for runs, _ in runs_and_kinds])
+    start = torch.cat([runs.start for runs, _ in runs_and_kinds])
+    count = torch.cat([runs.count for runs, _ in runs_and_kinds])
+    kind = torch.cat([torch.full_like(runs.start, n) for runs, n in runs_and_kinds])
     return [x[order] for x in (row, start, count, kind)]
 
 
-def _planes(x: "np.ndarray") -> bytes:
+def _byte_planes(x: "np.ndarray") -> bytes:
+    """Return the bytes of int32 numbers, those of one significance side by side."""
     return x.astype("<i4").view("u1").reshape(-1, 4).T.tobytes()

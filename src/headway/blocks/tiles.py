@@ -1,4 +1,4 @@
-"""The tiles of a block mask, as runs.
+"""Define the tiles of a block mask, as runs of live tiles.
 
 A tile is empty (no pair kept: skipped), full (every pair kept: the mask is not evaluated) or
 partial (the mask is evaluated inside). Live tiles of a row are mostly contiguous, so a row holds
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Tiles(NamedTuple):
-    """The tensors of a block mask, as kernels want them.
+    """The tensors of a block mask, as kernels take them.
 
     Rows are numbered `(b * h_size + h) * tile_rows + row`, over query tiles in `rows_*` (for the
     forward and dq) and over key tiles in `cols_*` (their transpose, for dk and dv). `row_order`
@@ -34,11 +34,13 @@ class Tiles(NamedTuple):
     col_order: Tensor  # int32 (columns,)
 
     def flatten(self) -> list[Tensor]:
+        """Return all tensors, in the order that `unflatten` takes."""
         return [*self.rows_full, *self.rows_partial, *self.cols_full, *self.cols_partial,
                 self.row_order, self.col_order]  # fmt: skip
 
     @staticmethod
     def unflatten(tensors: list[Tensor]) -> "Tiles":
+        """Return the tiles that `flatten` turned into a list."""
         a, b, c, d = (Runs(*tensors[n : n + 3]) for n in (0, 3, 6, 9))
         return Tiles(a, b, c, d, *tensors[12:])
 
@@ -55,7 +57,7 @@ class Tiles(NamedTuple):
 
     @staticmethod
     def of_dense(state: "np.ndarray", device: torch.device) -> "Tiles":
-        """From uint8 `(groups, tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
+        """Return the tiles of uint8 `(groups, tile_rows, tile_cols)`, as `from_dense` takes it."""
         groups, rows, cols = state.shape
         by_row = of_dense(state.reshape(groups * rows, cols), device)
         by_col = of_dense(state.transpose(0, 2, 1).reshape(groups * cols, rows), device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..blocks import BlockMask as TileMask
-from ..blocks import Decided, from_dense
+from ..blocks import Provenance, from_dense
 from ..caches import TensorCache, version_of
 from ..errors import ArgumentError
 from ..mods import Mask
@@ -116,7 +116,7 @@ class BlockMask:
 
     # What its lists were decided by; None where they are the caller's own, as they are where the
     # caller sets the mask.
-    _decided: Decided | None = None
+    _decided: Provenance | None = None
 
     def _set(self, state, seq_lengths, block, mask_mod, tiles) -> "BlockMask":
         self._state: Tensor | None = state  # uint8 (..., rows, columns): 0 empty, 1 partial, 2 full
@@ -137,7 +137,7 @@ class BlockMask:
         new._batch, new._decided = batch, tiles.decided
         return new
 
-    def _still(self) -> Decided | None:
+    def _still(self) -> Provenance | None:
         """What its lists were decided by, which is still so."""
         if self._decided is not None:
             self._decided.check()
@@ -150,7 +150,7 @@ class BlockMask:
         return vars(self) | {"_out": {}, "_former": [], "_decided": self._still() is not None}
 
     def __setstate__(self, state: dict) -> None:
-        decided = Decided.by(state["_mask_mod"]) if state.pop("_decided", False) else None
+        decided = Provenance.of(state["_mask_mod"]) if state.pop("_decided", False) else None
         self.__dict__.update(state, _decided=decided)
 
     @classmethod
@@ -203,7 +203,7 @@ class BlockMask:
             used = state[:, :, : -(-lengths[0] // block[0]), : -(-lengths[1] // block[1])]
             self._tiles = from_dense(used, mask, lengths, block)
             if self._still() is not None and not torch.compiler.is_compiling():
-                self._tiles = replace(self._tiles, decided=Decided.by(mask))
+                self._tiles = replace(self._tiles, decided=Provenance.of(mask))
         return self._tiles
 
     def _square(self) -> Tensor:

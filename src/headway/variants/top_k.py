@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..api import block_mask
 from ..arguments import check_function, count_of, shown
-from ..blocks import BlockMask, Decided, from_dense
+from ..blocks import BlockMask, Provenance, from_dense
 from ..blocks.mask import tile_of
 from ..errors import ArgumentError
 from ..keywords import unknown_keywords
@@ -84,7 +84,7 @@ def top_k_blocks(
     if mask is not None:
         inside = block_mask(mask, b, h, q_len, kv_len, device=indices.device, tile=block)
         kept, state = kept & mask, torch.where(table, inside.to_dense(), 0)
-    return replace(from_dense(state, kept, (q_len, kv_len), block), decided=Decided.by(kept))
+    return replace(from_dense(state, kept, (q_len, kv_len), block), decided=Provenance.of(kept))
 
 
 def _table(indices: Tensor, columns: int, kv_len: int, block: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ....blocks import TILE, Tiles, cached_build, undecided
+from ....blocks import TILE, Tiles, cached_build, superset_tiles
 from ....caches import LRUCache
 from ....surroundings import capturing
 from ....types import Coords, Spec
@@ -229,7 +229,9 @@ class BasePlan:
         # True if the plan key alone determines the tiles.
         _, (tensors, _, floats) = split(spec, call.captured)
         self.constant_tiles = in_order and spec.tiles is None and not tensors and not floats
-        self.undecided: dict | None = {} if undecidable(spec, call) else None  # tiles by floats
+        self.superset_tiles: dict | None = (
+            {} if undecidable(spec, call) else None
+        )  # tiles by floats
 
     def function(self, name: str) -> Any:
         """Return a generated function; None if the call has no such function."""
@@ -245,13 +247,13 @@ class BasePlan:
         shape = (self.b, self.hq, self.q_len, self.kv_len)
         mask_captured = split(self.spec, call.captured)[1]
         mask_inputs = self.mask, mask_captured, shape, self.tile, self.device, call.coords
-        if self.undecided is None:
+        if self.superset_tiles is None:
             return cached_build(*mask_inputs, partial(outside_capture, self.device))
         key = self.tile, *map(repr, mask_captured.floats)
-        tiles = self.undecided.get(key)
+        tiles = self.superset_tiles.get(key)
         if tiles is None:
-            tiles = outside_capture(self.device, lambda: undecided(*mask_inputs))
-            self.undecided[key] = tiles
+            tiles = outside_capture(self.device, lambda: superset_tiles(*mask_inputs))
+            self.superset_tiles[key] = tiles
         return tiles
 
     def known_arguments(self, walks: "Walks") -> "CallArguments | None":

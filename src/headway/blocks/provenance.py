@@ -1,5 +1,8 @@
-"""What the tiles of a block mask were decided by. Inside partial tiles a mask is evaluated anew at
-every call: were its tensors or its numbers others by then, old tiles would meet a new mask."""
+"""Check the provenance of tiles: the mask function and the tensors from which they were derived.
+
+Inside partial tiles every call evaluates the mask again. If its tensors or numbers changed since,
+the tiles would be those of another mask.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,13 +17,12 @@ from ..mods.graph import Graph
 from ..mods.lowering import lower_mod
 from ..surroundings import capturing
 
-_AGAIN = "build the block mask again, block_mask(mask, b, h, q_len, kv_len), after such a change"
+_REBUILD = "build the block mask again, block_mask(mask, b, h, q_len, kv_len), after such a change"
 
 
-class Decided:
-    """A mask's formula, and the tensors that it captures: which they are, not themselves, and what
-    tells of a write. That is the version counter, or where there is none, as of tensors made in
-    inference mode, a copy.
+class Provenance:
+    """The formula of a mask, the identities of the tensors that it captures, and a stamp of each
+    that reveals writes: its version counter, or a copy where it has none (inference mode).
 
     Writes that the counter misses go unnoticed: see `clear_block_cache`.
 
@@ -33,54 +35,54 @@ class Decided:
         self.tensors = {id(t): (TensorWeakRef(t), _stamp(t)) for t in tensors}
 
     @staticmethod
-    def by(mask: Callable) -> "Decided":
-        """By a mask as it is now."""
+    def of(mask: Callable) -> "Provenance":
+        """Return the provenance of tiles that are derived from a mask now."""
         graph, captured = lower_mod("mask", mask, torch.float32)
-        return Decided(graph, captured.tensors)
+        return Provenance(graph, captured.tensors)
 
     def check(self) -> None:
         """**Raises:** `ArgumentError` where a tensor was written to since."""
         for ref, stamp in self.tensors.values():
-            t = ref()  # nobody writes to what is gone
+            t = ref()  # a freed tensor is written to no more
             if t is not None and _written(t, stamp):
                 raise ArgumentError(
                     f"the mask of this block mask captures a tensor {tuple(t.shape)} {t.dtype} "
-                    f"that was written to since its tiles were found; {_AGAIN}"
+                    f"that was written to since its tiles were found; {_REBUILD}"
                 )
 
     def check_call(self, formula: str | None, tensors: Sequence[Tensor]) -> None:
-        """`check`, and that the mask is still the same, which captures these tensors now."""
+        """Check also that the mask has the same formula, and captures the same tensors, as then."""
         if formula != self.formula:
             raise ArgumentError(
                 "the mask function of this block mask has changed since its tiles were found: it "
-                f"captures another number or function; {_AGAIN}\n"
+                f"captures another number or function; {_REBUILD}\n"
                 f"{self.formula}\n{formula}"
             )
-        known = self.tensors
         for t in tensors:
-            if id(t) not in known or known[id(t)][0]() is not t:
+            if id(t) not in self.tensors or self.tensors[id(t)][0]() is not t:
                 raise ArgumentError(
                     f"the mask function of this block mask captures another tensor "
-                    f"{tuple(t.shape)} {t.dtype} than when its tiles were found; {_AGAIN}"
+                    f"{tuple(t.shape)} {t.dtype} than when its tiles were found; {_REBUILD}"
                 )
-        if known:
+        if self.tensors:
             self.check()
 
 
 def _stamp(t: Tensor) -> int | Tensor:
+    """Return the version counter of a tensor, or a copy where it has none."""
     version = version_of(t)
     return t.clone() if version is None else version
 
 
 def _written(t: Tensor, stamp: int | Tensor) -> bool:
-    """Whether a tensor was written to since it had this stamp."""
+    """Return whether a tensor was written to since it had this stamp."""
     if not isinstance(stamp, Tensor):
         return t._version != stamp
     if capturing(t.device):
         raise ArgumentError(
             f"the mask of this block mask captures a tensor {tuple(t.shape)} {t.dtype} made in "
-            "inference mode, which is compared with what it held; that is impossible while a CUDA "
-            "graph is being captured. Pass the mask itself, or make the tensor under "
+            "inference mode, which is compared with a copy; that is impossible while a CUDA graph "
+            "is being captured. Pass the mask itself, or make the tensor under "
             "torch.inference_mode(False)"
         )
     if t.shape != stamp.shape:
@@ -90,19 +92,19 @@ def _written(t: Tensor, stamp: int | Tensor) -> bool:
 
 # -- compiled programs ----------------------------------------------------------------------------
 #
-# A program calls the operator with tensors alone: tiles tell there what decided them.
+# A compiled program calls the operator with tensors only, so tiles lead to their provenance.
 
-_of_tiles: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by one of the tensors
+_by_row_order: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def tell(tiles: Any, decided: Decided) -> None:
-    """Remember what decided some tiles, for as long as they live."""
-    _of_tiles[tiles.row_order] = decided
+def record_provenance(tiles: Any, provenance: Provenance) -> None:
+    """Record the provenance of tiles, for as long as they live."""
+    _by_row_order[tiles.row_order] = provenance
 
 
 def check_tiles(tiles: Any) -> None:
-    """`Decided.check` for tiles that are given to a compiled program. (The tensors of a CUDA graph
-    are copies, and nobody is asked when it is replayed.)"""
-    decided = _of_tiles.get(tiles.row_order)
-    if decided is not None:
-        decided.check()
+    """Check the provenance of tiles that a compiled program takes. (A CUDA graph holds copies of
+    the tensors, and its replays check nothing.)"""
+    provenance = _by_row_order.get(tiles.row_order)
+    if provenance is not None:
+        provenance.check()

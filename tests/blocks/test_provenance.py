@@ -14,7 +14,7 @@ import torch
 import headway as hw
 import headway.inference
 from headway import caches
-from headway.blocks import decided
+from headway.blocks import provenance
 from headway.compat import flex
 from headway.errors import ArgumentError
 
@@ -196,7 +196,7 @@ def test_while_a_graph_is_captured_nothing_is_compared(q):
         ids = documents()
         made = build(hw.document(ids))
     with (
-        mock.patch.object(decided, "capturing", return_value=True),
+        mock.patch.object(provenance, "capturing", return_value=True),
         pytest.raises(
             ArgumentError, match=r"made in inference mode.*being captured\. Pass the mask"
         ),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import headway as hw
-from headway.blocks import undecided
+from headway.blocks import superset_tiles
 from headway.errors import CapturedIndexError
 from headway.mods import lower_mod
 
@@ -14,7 +14,7 @@ from .test_random_masks import problems
 
 
 def state_of(graph, captured, shape, tile, coords=hw.types.Coords()):
-    tiles, b, h = undecided(graph, captured, shape, tile, CPU, coords)
+    tiles, b, h = superset_tiles(graph, captured, shape, tile, CPU, coords)
     grid = tuple(-(-n // t) for n, t in zip(shape[2:], tile, strict=True))
     by_row, by_col = tiles_state(tiles, b, h, grid)
     assert torch.equal(by_row, by_col)
