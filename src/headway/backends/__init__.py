@@ -121,12 +121,13 @@ constant_under_compile(_self_test_failure)
 
 
 def _refusal(name: str, call: Call | None, refusals: list[str]) -> str:
-    shown = ", ".join(
-        f"{n} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
-        for n, t in zip("qkv", [] if call is None else (call.q, call.k, call.v), strict=False)
+    matrices = [] if call is None else (call.q, call.k, call.v)
+    shapes = ", ".join(
+        f"{letter} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
+        for letter, t in zip("qkv", matrices, strict=False)
     )
     listed = "".join(f"\n  - {r}" for r in refusals)
-    return f"backend={name!r} cannot run this call ({shown}):{listed}"
+    return f"backend={name!r} cannot run this call ({shapes}):{listed}"
 
 
 def table() -> list[Available]:
@@ -149,10 +150,10 @@ def table() -> list[Available]:
 def _why_unavailable(backend: ModuleType) -> str:
     """Return why a backend runs on no GPU of this machine; empty if it runs on one."""
     if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
+        gpu_runtime = torch.version.cuda or torch.version.hip
         return (
             "PyTorch sees no GPU"
-            if built
+            if gpu_runtime
             else "this PyTorch is built for the CPU only: https://pytorch.org has builds for GPUs"
         )
     reasons = [_why_unavailable_on(backend, n) for n in range(torch.cuda.device_count())]

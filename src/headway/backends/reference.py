@@ -41,7 +41,7 @@ def accumulates(dtype: torch.dtype) -> torch.dtype:
 def forward(spec: Spec, call: Call) -> Forward:
     """Return softmax(score(scale q kᵀ) where kept) v, and its statistics."""
     v = _to_heads(call.v, call.q.shape[1])
-    s, t, kept, dropout_factor = scores(spec, call)
+    s, t, keep_mask, dropout_factor = scores(spec, call)
     row_max = t.amax(-1) if t.shape[-1] else t.new_full(t.shape[:-1], -math.inf)
     lse = torch.logsumexp(t, -1) if t.shape[-1] else row_max
     if call.sink is not None:
@@ -49,7 +49,7 @@ def forward(spec: Spec, call: Call) -> Forward:
     p = softmax(t, call.sink)[0] * dropout_factor
     dtype = call.q.dtype
     acc = acc_dtype(dtype)
-    logits = s.masked_fill(~kept, -math.inf)
+    logits = s.masked_fill(~keep_mask, -math.inf)
     max_logit = logits.amax((2, 3)) if min(s.shape[2:]) else s.new_full(s.shape[:2], -math.inf)
     return Forward(
         (p @ v).to(spec.out_dtype(dtype)),
@@ -126,7 +126,7 @@ def backward(
     delta = delta_of(out, dout, dlse, torch.float64)
     q, dout, lse = (x.double() for x in (call.q, dout, lse))
     k, v = (_to_heads(x, hq) for x in (call.k, call.v))
-    s, t, kept, dropout_factor = scores(spec, call)
+    s, t, keep_mask, dropout_factor = scores(spec, call)
     p, sink_p = _softmax_by_lse(t, call.sink, lse)
     if not spec.partial:  # a merged lse includes keys that are not here
         large_lse = (lse.abs() > LARGE_LSE) & (lse.abs() != math.inf)
@@ -137,7 +137,7 @@ def backward(
     ds: Tensor = dt
     captured_grads: list[Tensor | None] = [None] * spec.score_tensors
     if spec.score is not None:
-        ds, grads = _score_gradients(spec, call, s, kept, dt, needs)
+        ds, grads = _score_gradients(spec, call, s, keep_mask, dt, needs)
         captured_grads = [None if g is None else g.to(acc) for g in grads]
     sum_groups = lambda x: x.unflatten(1, (hk, hq // hk)).sum(2)
     dsink = None
@@ -158,25 +158,25 @@ def scores(spec: Spec, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     score_captured, mask_captured = split(spec, call.captured)
     positions = _positions(call.q, call.k, call.coords)
     s = spec.scale * call.q.double() @ _to_heads(call.k, call.q.shape[1]).mT
-    kept = torch.ones_like(s, dtype=torch.bool)
+    keep_mask = torch.ones_like(s, dtype=torch.bool)
     if mask is not None:
-        kept = kept & mask_at(mask, mask_captured, positions)
+        keep_mask = keep_mask & mask_at(mask, mask_captured, positions)
     t = s
     if score is not None:
-        (t,), _ = score_at(score, score_captured, positions, s, kept)
+        (t,), _ = score_at(score, score_captured, positions, s, keep_mask)
         t = torch.as_tensor(t, dtype=s.dtype, device=s.device).expand_as(s)
-    t = t.masked_fill(~kept, -math.inf)
-    kept = kept & (t != -math.inf)
+    t = t.masked_fill(~keep_mask, -math.inf)
+    keep_mask = keep_mask & (t != -math.inf)
     factor = torch.ones_like(s)
     if spec.dropout > 0:
         assert call.seed is not None
         factor = keep(spec.dropout, call.seed, **positions.values).to(s.dtype)
         factor /= max(1 - spec.dropout, 1e-300)
-    return s, t, kept, factor
+    return s, t, keep_mask, factor
 
 
 def _score_gradients(
-    spec: Spec, call: Call, s: Tensor, kept: Tensor, dt: Tensor, needs: tuple[bool, ...]
+    spec: Spec, call: Call, s: Tensor, keep_mask: Tensor, dt: Tensor, needs: tuple[bool, ...]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return dS and the gradients of captured tensors, from dT."""
     score, _ = graphs(spec)
@@ -185,9 +185,11 @@ def _score_gradients(
     trained_gathers = differentiable_gathers(score, [n for n, need in enumerate(needs) if need])
     derivative = joint(spec.score, trained_gathers)  # type: ignore[arg-type]
     positions = _positions(call.q, call.k, call.coords)
-    (_, dt_ds, *dt_dgathers), gathers = score_at(derivative, score_captured, positions, s, kept)
+    (_, dt_ds, *dt_dgathers), gathers = score_at(
+        derivative, score_captured, positions, s, keep_mask
+    )
     # Where a pair is not kept dT is 0, and the derivative may be anything, infinity included.
-    times_dt = lambda derivative_values: torch.where(kept, dt * derivative_values, 0.0)
+    times_dt = lambda derivative_values: torch.where(keep_mask, dt * derivative_values, 0.0)
     grads: list[Tensor | None] = [
         torch.zeros(t.shape, dtype=dt.dtype, device=dt.device) if need else None
         for t, need in zip(score_captured.tensors, needs, strict=True)

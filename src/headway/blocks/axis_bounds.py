@@ -94,15 +94,15 @@ class LevelBounds(NamedTuple):
     ends: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
-    def over(x: Tensor, n: int) -> "LevelBounds":
-        """Return the bounds of every n values of `(..., m)`: `(..., m / n)`."""
-        x = _split_padded(x, n)
+    def over(values: Tensor, per_group: int) -> "LevelBounds":
+        """Return the bounds of every `per_group` values of `(..., m)`: `(..., m / per_group)`."""
+        values = _split_padded(values, per_group)
         # On int64 amin takes ten times as long as amax, and aminmax wakes every thread.
-        lo = ~(~x).amax(-1) if x.dtype == torch.int64 else x.amin(-1)
-        hi = x.amax(-1)
-        if not x.is_floating_point() and x.dtype != torch.bool:
+        lo = ~(~values).amax(-1) if values.dtype == torch.int64 else values.amin(-1)
+        hi = values.amax(-1)
+        if not values.is_floating_point() and values.dtype != torch.bool:
             lo, hi = lo.long(), hi.long()
-        return LevelBounds(lo, hi, (x[..., 0], x[..., -1]))
+        return LevelBounds(lo, hi, (values[..., 0], values[..., -1]))
 
     @staticmethod
     def cat(parts: "list[LevelBounds]") -> "LevelBounds":
@@ -110,9 +110,11 @@ class LevelBounds(NamedTuple):
         if len(parts) == 1:
             return parts[0]
         lo, hi, ends = zip(*parts, strict=True)
-        first, last = zip(*ends, strict=True)
+        first_values, last_values = zip(*ends, strict=True)
         return LevelBounds(
-            torch.cat(lo, -1), torch.cat(hi, -1), (torch.cat(first, -1), torch.cat(last, -1))
+            torch.cat(lo, -1),
+            torch.cat(hi, -1),
+            (torch.cat(first_values, -1), torch.cat(last_values, -1)),
         )
 
     def up(self) -> "LevelBounds":
@@ -139,11 +141,11 @@ class LevelBounds(NamedTuple):
         return box if h_size == 1 else box + h * boxes
 
 
-def _split_padded(x: Tensor, n: int) -> Tensor:
+def _split_padded(values: Tensor, n: int) -> Tensor:
     """Return `(..., m)` as `(..., m / n, n)`; the last value pads the last row."""
-    if pad := -x.shape[-1] % n:
-        x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], pad)], -1)
-    return x.unflatten(-1, (-1, n))
+    if pad := -values.shape[-1] % n:
+        values = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], pad)], -1)
+    return values.unflatten(-1, (-1, n))
 
 
 class AxisBounds(NamedTuple):
@@ -210,8 +212,10 @@ def bounds_along(
         if consecutive_axis is not None:
             index_ranges[POSITION] = consecutive_axis.start + start, stop - start, 2
         indices = {
-            name: torch.arange(first, first + n, device=device).view(-1, *[1] * (2 - dim))
-            for name, (first, n, dim) in index_ranges.items()
+            name: torch.arange(range_start, range_start + range_length, device=device).view(
+                -1, *[1] * (2 - dim)
+            )
+            for name, (range_start, range_length, dim) in index_ranges.items()
             if part.uses(name)
         }
         gathers = _SlicedGathers(
@@ -240,8 +244,8 @@ def bounds_along(
     return AxisBounds([at_tiles], [] if outside is None else [LevelBounds.over(outside, tile)])
 
 
-def _level(x: Tensor | float, tile: int, device: torch.device) -> LevelBounds:
+def _level(values: Tensor | float, tile: int, device: torch.device) -> LevelBounds:
     """Return the bounds of a value per tile."""
-    dtype = torch.float32 if isinstance(x, float) else None
-    x = torch.as_tensor(x, dtype=dtype, device=device)
-    return LevelBounds.over(x.reshape((1,) * (3 - x.dim()) + x.shape), tile)
+    dtype = torch.float32 if isinstance(values, float) else None
+    values = torch.as_tensor(values, dtype=dtype, device=device)
+    return LevelBounds.over(values.reshape((1,) * (3 - values.dim()) + values.shape), tile)

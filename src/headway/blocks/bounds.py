@@ -91,8 +91,8 @@ class BoxBounds:
         for axis, (names, axis_bounds) in enumerate(self._axes):
             for name, level_bounds in zip(names, axis_bounds.at(0)[0], strict=True):
                 values[name] = level_bounds.ends_at(b, h, boxes[axis]).unsqueeze(dims[axis])
-        (kept,) = evaluate(self.graph, values, Gathers(self.graph), only=self._parts.mixed)
-        return torch.as_tensor(kept, device=self.device).expand(2, 2, len(g))
+        (keep_mask,) = evaluate(self.graph, values, Gathers(self.graph), only=self._parts.mixed)
+        return torch.as_tensor(keep_mask, device=self.device).expand(2, 2, len(g))
 
     def _places(self, g: Tensor, r: Tensor, c: Tensor) -> tuple[Tensor, ...]:
         """Return batch row, head, and the box along no axis, along queries and along keys."""
@@ -105,8 +105,11 @@ class BoxBounds:
         bounds, outside = dict(self._numbers), []
         for axis, (names, axis_bounds) in enumerate(self._axes):
             values, reads_outside = axis_bounds.at(level if axis else 0)
-            bounds.update((name, place(axis, x)) for name, x in zip(names, values, strict=True))
-            outside += [place(axis, x).hi for x in reads_outside]
+            bounds.update(
+                (name, place(axis, level_bounds))
+                for name, level_bounds in zip(names, values, strict=True)
+            )
+            outside += [place(axis, level_bounds).hi for level_bounds in reads_outside]
 
         def gather(n: int, indices: list[Bounds]) -> Bounds:
             mask_bounds, leaves = self._tables[n](indices)
@@ -114,7 +117,9 @@ class BoxBounds:
             return mask_bounds
 
         mask_bounds = interval.evaluate(self.graph, bounds, gather, self._fits)
-        all_kept, maybe_live = (torch.as_tensor(x, device=self.device) for x in mask_bounds)
+        all_kept, maybe_live = (
+            torch.as_tensor(level_bounds, device=self.device) for level_bounds in mask_bounds
+        )
         if not outside:
             return all_kept, maybe_live, None
         reads_outside = outside[0]

@@ -107,8 +107,8 @@ def cached_build(
             )
         return run(partial(build, graph, captured, shape, tile, device, coords))
 
-    first = coords.b * graph.uses("b"), coords.h * graph.uses("h"), coords.q, coords.kv
-    numbers = (*captured.ints, *map(repr, captured.floats), *first)
+    offsets = coords.b * graph.uses("b"), coords.h * graph.uses("h"), coords.q, coords.kv
+    numbers = (*captured.ints, *map(repr, captured.floats), *offsets)
     scattered = coords.q_pos is not None, coords.kv_pos is not None
     return _cache.of(tensors, (graph, shape, tile, device, numbers, scattered), build_now)
 

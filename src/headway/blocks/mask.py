@@ -59,14 +59,14 @@ class BlockMask:
         """
         if self.decided is None:  # the caller says so
             return
-        for name, built, used, depends in zip(
+        for name, built_for, used_for, depends in zip(
             "bh", self.shape[:2], (b, h), self.decided.depends, strict=True
         ):
-            if built == 1 and used > 1 and depends:
+            if built_for == 1 and used_for > 1 and depends:
                 raise ArgumentError(
                     f"the block mask was built with {name}=1, but its mask depends on {name}, and "
-                    f"it is used for {name}={used}; build it with block_mask(mask, ..., "
-                    f"{name}={used})"
+                    f"it is used for {name}={used_for}; build it with block_mask(mask, ..., "
+                    f"{name}={used_for})"
                 )
 
     def _derived_provenance(self, mask: MaskFn, *others: "BlockMask") -> Provenance | None:
@@ -205,8 +205,8 @@ class BlockMask:
                 (*self.shape[2:3] * 2, *self.shape[3:] * 2), strict=True,
             )
         )  # fmt: skip
-        first = (b0, h0, q0, kv0)
-        mask = Shifted(self.mask, *first) if any(first) else self.mask
+        offsets = (b0, h0, q0, kv0)
+        mask = Shifted(self.mask, *offsets) if any(offsets) else self.mask
         shape = b1 - b0, h1 - h0, q1 - q0, kv1 - kv0
         return BlockMask(mask, shape, self.tile, tiles, self._derived_provenance(mask))
 
@@ -331,25 +331,27 @@ def tile_of(tile: Any, name: str = "tile") -> tuple[int, int]:
     return sizes
 
 
-def _check_pair(one: BlockMask, other: object, sign: str) -> None:
+def _check_pair(mask: BlockMask, other: object, sign: str) -> None:
     """Raise unless `sign` may combine two block masks."""
     if not isinstance(other, BlockMask):
         raise ArgumentError(
             f"{sign} combines a block mask with another, not with {type(other).__name__}; combine "
             "the masks first and build one block mask of the result"
         )
-    if one.shape[2:] != other.shape[2:] or one.tile != other.tile:
+    if mask.shape[2:] != other.shape[2:] or mask.tile != other.tile:
         raise ArgumentError(
-            f"block masks combine only with equal lengths and tiles: {one.shape[2:]} with tile "
-            f"{one.tile}, and {other.shape[2:]} with tile {other.tile}; retile() the finer"
+            f"block masks combine only with equal lengths and tiles: {mask.shape[2:]} with tile "
+            f"{mask.tile}, and {other.shape[2:]} with tile {other.tile}; retile() the finer"
         )
-    if one.device != other.device:
+    if mask.device != other.device:
         raise ArgumentError(
-            f"block masks on {one.device} and {other.device} do not combine; move one with .to()"
+            f"block masks on {mask.device} and {other.device} do not combine; move one with .to()"
         )
-    if any(a != b and 1 not in (a, b) for a, b in zip(one.shape[:2], other.shape[:2], strict=True)):
+    if any(
+        a != b and 1 not in (a, b) for a, b in zip(mask.shape[:2], other.shape[:2], strict=True)
+    ):
         raise ArgumentError(
-            f"block masks combine only where batch and heads are equal or 1: {one.shape[:2]} and "
+            f"block masks combine only where batch and heads are equal or 1: {mask.shape[:2]} and "
             f"{other.shape[:2]}"
         )
 

@@ -131,12 +131,12 @@ class Picture:
             f'{height / max(q_len, 1):.6g})" shape-rendering="crispEdges">',
         ]
         paths: dict[int, list[str]] = {}
-        for row, (first, last) in enumerate(_spans(panel.cells.shape[0], panel.side[0], q_len)):
+        for row, (top, bottom) in enumerate(_spans(panel.cells.shape[0], panel.side[0], q_len)):
             for colour, start, stop in _colour_stretches(panel.cells[row].tolist()):
                 if colour:
-                    left, right = (min(at * panel.side[1], kv_len) for at in (start, stop))
-                    across, down = right - left, last - first
-                    shape = f"M{left:g} {first:g}h{across:g}v{down:g}h{-across:g}z"
+                    left, right = (min(cell * panel.side[1], kv_len) for cell in (start, stop))
+                    across, down = right - left, bottom - top
+                    shape = f"M{left:g} {top:g}h{across:g}v{down:g}h{-across:g}z"
                     paths.setdefault(colour, []).append(shape)
         for colour, shapes in sorted(paths.items()):
             parts.append(f'<path fill="{self.colours[colour]}" d="{"".join(shapes)}"/>')
@@ -158,8 +158,8 @@ class Picture:
                 "drawing needs matplotlib: pip install 'headway[plot]'; an .svg file does not"
             ) from error
 
-        one, across = len(self.panels) == 1, self._panel_columns()
-        size = (6.4, 6.8) if one else (2.6 * across + 0.6, 2.6 * self._panel_rows() + 1.2)
+        single_panel, across = len(self.panels) == 1, self._panel_columns()
+        size = (6.4, 6.8) if single_panel else (2.6 * across + 0.6, 2.6 * self._panel_rows() + 1.2)
         figure = Figure(figsize=size, dpi=200, layout="constrained")
         FigureCanvasAgg(figure)  # its own canvas: no window, no global state
         q_len, kv_len = self.lengths
@@ -174,13 +174,13 @@ class Picture:
                 aspect="equal" if even else "auto",
             )  # fmt: skip
             axes.set(xlim=(0, kv_len), ylim=(q_len, 0))
-            if one:
+            if single_panel:
                 axes.set(xlabel="key position", ylabel="query position")
             else:
                 axes.set_title(panel.label, fontsize=8)
-            if one and max(rows, columns) <= _GRID and len(self.colours) == len(COLOURS):
+            if single_panel and max(rows, columns) <= _GRID and len(self.colours) == len(COLOURS):
                 _grid_lines(axes, (rows, columns), side)
-            axes.tick_params(labelsize=8 if one else 6)
+            axes.tick_params(labelsize=8 if single_panel else 6)
         figure.legend(
             handles=[Patch(facecolor=colour, edgecolor="#888888", linewidth=0.5, label=meaning)
                      for colour, meaning in self.legend],
@@ -258,10 +258,10 @@ def of_block_mask(
 ) -> Picture:
     """Return a picture of the tiles of the first batches and heads."""
     groups = group_labels(*mask.shape[:2])
-    drawn = [(label, *cells(mask, max_cells, b, h)) for label, b, h in groups[:panels]]
-    step = drawn[0][2] if drawn else cells(mask, max_cells)[1]
+    drawn_cells = [(label, *cells(mask, max_cells, b, h)) for label, b, h in groups[:panels]]
+    step = drawn_cells[0][2] if drawn_cells else cells(mask, max_cells)[1]
     side = mask.tile[0] * step, mask.tile[1] * step
-    panel_list = [Panel(label, state, side) for label, state, _ in drawn]
+    panel_list = [Panel(label, state, side) for label, state, _ in drawn_cells]
     full, partial, empty = mask.counts() if len(groups) > 1 else mask[0, 0].counts()
     total = max(full + partial + empty, 1)
     names = zip(COLOURS, ("empty", "partial", "full"), (empty, partial, full), strict=True)
@@ -334,12 +334,12 @@ def of_score(
         row, head = torch.tensor(n, device=CPU), torch.tensor(m, device=CPU)
         positions = Positions(row, head, q_idx[:, None], kv_idx)
         zero = torch.zeros(rows, columns, dtype=torch.float32, device=CPU)
-        kept = torch.ones(rows, columns, dtype=torch.bool, device=CPU)
+        keep_mask = torch.ones(rows, columns, dtype=torch.bool, device=CPU)
         if lowered_mask is not None:
-            kept = mask_at(*lowered_mask, positions).expand(rows, columns)
-        (t,), _ = score_at(graph, captured, positions, zero, kept)
+            keep_mask = mask_at(*lowered_mask, positions).expand(rows, columns)
+        (t,), _ = score_at(graph, captured, positions, zero, keep_mask)
         t = torch.as_tensor(t, dtype=torch.float32, device=CPU).detach().expand(rows, columns)
-        values.append(t.masked_fill(~kept, -torch.inf))
+        values.append(t.masked_fill(~keep_mask, -torch.inf))
     t = torch.stack(values)
     finite = t[t.isfinite()]
     low, high = (float(x) for x in finite.aminmax()) if len(finite) else (0.0, 0.0)

@@ -41,7 +41,7 @@ class Provenance:
         return Provenance(graph, captured.tensors)
 
     def check(self) -> None:
-        """**Raises:** `ArgumentError` where a tensor was written to since."""
+        """Check that no tensor was written to since; raise `ArgumentError` if one was."""
         for ref, stamp in self.tensors.values():
             t = ref()  # a freed tensor is written to no more
             if t is not None and _written(t, stamp):

@@ -58,9 +58,9 @@ class BoxCollector:
             return self.rows, self.cols
         g, r0, c0, size = torch.cat(self.boxes, 1)
         r1, c1 = (r0 + size).clamp_max(self.q), (c0 + size).clamp_max(self.kv)
-        up, left = g * self.q, g * self.kv
-        rows = rectangles(up + r0, up + r1, c0, c1, self.kv)
-        cols = rectangles(left + c0, left + c1, r0, r1, self.q)
+        row_base, col_base = g * self.q, g * self.kv
+        rows = rectangles(row_base + r0, row_base + r1, c0, c1, self.kv)
+        cols = rectangles(col_base + c0, col_base + c1, r0, r1, self.q)
         return _concat_runs(self.rows, rows), _concat_runs(self.cols, cols)
 
     def runs(self, groups: int) -> tuple[Runs, Runs]:
@@ -177,8 +177,8 @@ class Search:
         """Return the state of single tiles, uint8: 0 empty, 1 partial, 2 full."""
         steps = range(0, len(g), _BOXES // 4)
         chunks = ((x[n : n + _BOXES // 4] for x in (g, r, c)) for n in steps)
-        kept = torch.cat([self.bounds.corners(*chunk) for chunk in chunks], 2).flatten(0, 1)
-        unresolved = kept.all(0) | ~kept.any(0)
+        keep_mask = torch.cat([self.bounds.corners(*chunk) for chunk in chunks], 2).flatten(0, 1)
+        unresolved = keep_mask.all(0) | ~keep_mask.any(0)
         if outside is not None:
             unresolved = unresolved | outside
         state = torch.ones_like(g, dtype=torch.uint8)
@@ -224,9 +224,9 @@ class Search:
         for i in q.split(max(1, _PAIRS // (chunk_keys * len(g))), 1):
             for j in kv.split(chunk_keys, 1):
                 positions = Positions(b, h, i[:, :, None], j[:, None, :])
-                kept = mask_at(self.graph, self.values, positions)
-                kept = kept.expand(len(g), i.shape[1], j.shape[1]).flatten(1)
-                any_kept, all_kept = any_kept | kept.any(1), all_kept & kept.all(1)
+                keep_mask = mask_at(self.graph, self.values, positions)
+                keep_mask = keep_mask.expand(len(g), i.shape[1], j.shape[1]).flatten(1)
+                any_kept, all_kept = any_kept | keep_mask.any(1), all_kept & keep_mask.all(1)
         return any_kept, all_kept
 
 
@@ -240,6 +240,8 @@ def _spread(axis: Axis, box: Tensor, n: int) -> Tensor:
 
     If n is at least the tile's size, these are all its indices, some of them twice.
     """
-    first = box[:, None] * axis.tile
-    last = (first + axis.tile).clamp_max(axis.length) - 1
-    return first + (last - first) * torch.arange(n, device=box.device) // max(n - 1, 1)
+    first_index = box[:, None] * axis.tile
+    last_index = (first_index + axis.tile).clamp_max(axis.length) - 1
+    return first_index + (last_index - first_index) * torch.arange(n, device=box.device) // max(
+        n - 1, 1
+    )

@@ -150,9 +150,9 @@ def merge(key: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     if not len(key):
         return key, count
     starts_run = key[1:] != stop[:-1]
-    one = starts_run.new_ones(1)
-    key = pick(key, torch.cat([one, starts_run]))
-    return key, pick(stop, torch.cat([starts_run, one])) - key
+    true = starts_run.new_ones(1)
+    key = pick(key, torch.cat([true, starts_run]))
+    return key, pick(stop, torch.cat([starts_run, true])) - key
 
 
 def sweep(key: Tensor, stop: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,8 +178,8 @@ def combine(runs: list[Runs], width: int) -> Callable[[Callable[[list[Tensor]], 
     covered = [(cover >> n) & 1 == 1 for n in range(len(runs))]
 
     def select_runs(keep: Callable[[list[Tensor]], Tensor]) -> Runs:
-        kept = keep(covered)
-        return Runs.of_keys(pick(key, kept), pick(count, kept), runs[0].rows, width)
+        keep_mask = keep(covered)
+        return Runs.of_keys(pick(key, keep_mask), pick(count, keep_mask), runs[0].rows, width)
 
     return select_runs
 
@@ -204,10 +204,10 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
     )
 
 
-def _sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0, x[0], x[0] + x[1], ...: one more number than x has."""
-    sums = torch.zeros(len(x) + 1, dtype=dtype, device=x.device)
-    torch.cumsum(x, 0, dtype=dtype, out=sums[1:])
+def _sums(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0, counts[0], counts[0] + counts[1], ...: one number more than `counts` has."""
+    sums = torch.zeros(len(counts) + 1, dtype=dtype, device=counts.device)
+    torch.cumsum(counts, 0, dtype=dtype, out=sums[1:])
     return sums
 
 

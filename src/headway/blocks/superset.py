@@ -26,13 +26,15 @@ def superset_mask(graph: Graph, unknown: frozenset[str] = frozenset()) -> Graph:
     """
     hidden = {i.name for i in graph.inputs if i.ndim is not None} | unknown
     builder = Builder()
-    known: dict[Arg, Arg] = {}  # new names of values that depend on no hidden input
+    new_names: dict[Arg, Arg] = {}  # new names of values that depend on no hidden input
     bounds: dict[Arg, BoolBounds] = {}  # of bools that depend on one
 
     def bounds_of(arg: Arg) -> BoolBounds:
         if not isinstance(arg, str):
             return bool(arg), bool(arg)
-        return (known[arg], known[arg]) if arg in known else bounds.get(arg, (True, False))
+        return (
+            (new_names[arg], new_names[arg]) if arg in new_names else bounds.get(arg, (True, False))
+        )
 
     def emit(op: str, *args: Arg) -> Arg:
         return builder.emit(op, args, "bool")
@@ -44,12 +46,12 @@ def superset_mask(graph: Graph, unknown: frozenset[str] = frozenset()) -> Graph:
         return True if a is True or b is True else emit("or", a, b)
 
     for name in (i.name for i in graph.inputs if i.name not in hidden):
-        known[name] = name
+        new_names[name] = name
     for n, node in enumerate(graph.nodes):
         name, args = f"%{n}", node.args
-        if all(a in known for a in args if isinstance(a, str)):
-            new_args = tuple(known[a] if isinstance(a, str) else a for a in args)
-            known[name] = builder.emit(node.op, new_args, node.dtype, node.line)
+        if all(a in new_names for a in args if isinstance(a, str)):
+            new_args = tuple(new_names[a] if isinstance(a, str) else a for a in args)
+            new_names[name] = builder.emit(node.op, new_args, node.dtype, node.line)
         elif node.dtype != "bool":
             continue
         elif node.op in ("and", "or"):

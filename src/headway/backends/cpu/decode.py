@@ -214,18 +214,18 @@ class _DecodeCall:
             for row, count in zip(rows, counts, strict=True)
             for _ in range(count)
         ]
-        first = self.first_key_position
-        lengths = [first + row.length for row in rows]
+        first_key = self.first_key_position
+        lengths = [first_key + row.length for row in rows]
         row_ranges = key_ranges(
             self.mask, self.mask_captured, batch_indices, q_positions, counts, lengths
         )
-        if not first:
+        if not first_key:
             return row_ranges
         return [
             [
-                KeyRange(max(0, start - first), stop - first, exact)
+                KeyRange(max(0, start - first_key), stop - first_key, exact)
                 for start, stop, exact in ranges
-                if max(0, start - first) < stop - first
+                if max(0, start - first_key) < stop - first_key
             ]
             for ranges in row_ranges
         ]
@@ -242,15 +242,17 @@ class _DecodeCall:
         else:
             b = b.view(-1, 1, 1, 1, 1)
             start = start.view(b.shape) if len(set(first_positions)) > 1 else start[0]
-        first = self.first_key_position
-        kv_idx = torch.arange(keys.start + first, keys.stop + first, device="cpu")
+        first_key = self.first_key_position
+        kv_idx = torch.arange(keys.start + first_key, keys.stop + first_key, device="cpu")
         return Positions(b, heads, q_idx + start, kv_idx)
 
     @cached_property
     def heads(self) -> Tensor:
         """Return the query heads, (key heads, heads of a group, 1, 1)."""
-        first, count = self.call.coords.h, self.hk * self.g
-        return torch.arange(first, first + count, device="cpu").view(self.hk, self.g, 1, 1)
+        first_head, head_count = self.call.coords.h, self.hk * self.g
+        return torch.arange(first_head, first_head + head_count, device="cpu").view(
+            self.hk, self.g, 1, 1
+        )
 
     def _mask_block(self, batch: RowBatch, positions: Positions | None, keys: slice) -> Tensor:
         """Return which pairs are kept: bool, broadcasting to (rows, key heads, heads of a group,
@@ -261,15 +263,17 @@ class _DecodeCall:
         if all(len(ranges) <= 1 and (not ranges or ranges[0].exact) for ranges in row_ranges):
             limits = [ranges[0][:2] if ranges else (0, 0) for ranges in row_ranges]
             starts, stops = zip(*limits, strict=True)
-            kept = key_idx < per_row(stops)
-            return kept if max(starts) <= keys.start else kept & (key_idx >= per_row(starts))
+            keep_mask = key_idx < per_row(stops)
+            return (
+                keep_mask if max(starts) <= keys.start else keep_mask & (key_idx >= per_row(starts))
+            )
         assert self.mask is not None
         if positions is None:
             positions = self._positions(batch, self.heads, keys)
-        kept = mask_at(self.mask, self.bound_mask, positions)
+        keep_mask = mask_at(self.mask, self.bound_mask, positions)
         if batch.ragged:
-            kept = kept & (key_idx < per_row([row.length for row in batch.rows]))
-        return kept
+            keep_mask = keep_mask & (key_idx < per_row([row.length for row in batch.rows]))
+        return keep_mask
 
     def _key_blocks(self, batch: RowBatch) -> Iterator[_KeyBlock]:
         """Yield the blocks to visit; those of the same heads follow each other."""
@@ -309,13 +313,13 @@ class _DecodeCall:
             yield slice(0, hk), slice(0, g), batch.ranges
             return
         mask_b, mask_h, tile_q, tile_kv = spec.tiles
-        row, first = batch.rows[0], self.first_position[batch.rows[0].index]
+        row, first_position = batch.rows[0], self.first_position[batch.rows[0].index]
         mask_row = row.index if mask_b > 1 else 0
         capacity = self.call.kv.capacity(self.call.k) if self.call.kv is not None else 0
         for h in range(mask_h):
             segments = segments_of_row(
                 spec, self.call.tiles, (tile_q, tile_kv), mask_row * mask_h + h, mask_b * mask_h,
-                slice(max(first, 0), first + batch.q_len), capacity,
+                slice(max(first_position, 0), first_position + batch.q_len), capacity,
             )  # fmt: skip
             ranges = [
                 KeyRange(segment.start, min(segment.stop, row.length), segment.full)
@@ -403,25 +407,25 @@ class _DecodeCall:
         call, row_count, start, stop = self.call, len(batch.rows), batch.start, batch.stop
         if start == stop:
             return None
-        kept = None
+        keep_mask = None
         if len(batch.ranges) != 1 or not batch.ranges[0].exact:
-            kept = self._dense_mask(batch)
-            if kept is None:
+            keep_mask = self._dense_mask(batch)
+            if keep_mask is None:
                 return None
         q_rows, keys = call.q[batch.q_index], slice(start, stop)
         q = q_rows.reshape(row_count, self.hk, self.g * batch.q_len, q_rows.shape[3])
         all_heads = slice(0, self.hk)
         k, v = (self.keys.stored(x, batch.cache_rows, all_heads, keys) for x in (call.k, call.v))
         bias = None
-        if kept is not None:
-            bias = torch.zeros(kept.shape, dtype=q.dtype, device="cpu")
-            bias.masked_fill_(~kept, -math.inf)
+        if keep_mask is not None:
+            bias = torch.zeros(keep_mask.shape, dtype=q.dtype, device="cpu")
+            bias.masked_fill_(~keep_mask, -math.inf)
         out, lse = _forward(q, k, v, 0.0, False, attn_mask=bias, scale=self.spec.scale)
-        if kept is not None and not math.isfinite(out.sum(dtype=self.acc) + lse.sum()):
+        if keep_mask is not None and not math.isfinite(out.sum(dtype=self.acc) + lse.sum()):
             return None  # a mask that is added lets NaN and inf through
         if _some_zero(lse):
-            if kept is not None:  # of a row that sees nothing
-                lse = lse.masked_fill(~kept.any(-1), -math.inf)
+            if keep_mask is not None:  # of a row that sees nothing
+                lse = lse.masked_fill(~keep_mask.any(-1), -math.inf)
             if _some_zero(lse) and not (_finite(q) and _finite(k)):
                 return None
         out, lse = out.reshape(q_rows.shape), lse.reshape(q_rows.shape[:3])
@@ -438,14 +442,14 @@ class _DecodeCall:
         if size > _BIAS_NUMBERS or 2 * live_keys < stop - start:
             return None
         try:
-            kept = self._mask_block(batch, None, slice(start, stop))
+            keep_mask = self._mask_block(batch, None, slice(start, stop))
         except CapturedIndexError:
             return None
-        kept = kept.view((1,) * (5 - kept.dim()) + kept.shape)
-        if kept.shape[1:4] == (1, 1, 1):
-            return kept[:, :, 0]
-        rows, heads = kept.shape[:2]
-        return kept.expand(rows, heads, self.g, batch.q_len, stop - start).flatten(2, 3)
+        keep_mask = keep_mask.view((1,) * (5 - keep_mask.dim()) + keep_mask.shape)
+        if keep_mask.shape[1:4] == (1, 1, 1):
+            return keep_mask[:, :, 0]
+        rows, heads = keep_mask.shape[:2]
+        return keep_mask.expand(rows, heads, self.g, batch.q_len, stop - start).flatten(2, 3)
 
     def _attend_by_blocks(self, batch: RowBatch) -> _Results:
         """Return the results by blocks of torch ops, and merge the softmaxes of the blocks."""
@@ -457,11 +461,11 @@ class _DecodeCall:
         if len(blocks) == 1 and (blocks[0].kv_heads, blocks[0].group_heads) == all_heads:
             m, total, out, max_logit = self._attend_block(batch, q, blocks[0])
         else:
-            new = lambda value, *shape: torch.full(
+            filled = lambda value, *shape: torch.full(
                 (*heads_shape, *shape), value, dtype=acc, device="cpu"
             )
-            out, total = new(0.0, q_len, dv), new(0.0, q_len, 1)
-            m, max_logit = new(-math.inf, q_len, 1), new(-math.inf)
+            out, total = filled(0.0, q_len, dv), filled(0.0, q_len, 1)
+            m, max_logit = filled(-math.inf, q_len, 1), filled(-math.inf)
             for block in blocks:
                 heads = slice(None), block.kv_heads, block.group_heads
                 update = self._attend_block(batch, q[heads], block)
@@ -496,18 +500,18 @@ class _DecodeCall:
         group_q = q.flatten(2, 3).flatten(0, 1)
         flat_s = s.view(*group_q.shape[:2], shape[4])
         torch.baddbmm(flat_s, group_q, k.mT, beta=0, alpha=spec.scale, out=flat_s)
-        positions, kept, t, max_logit = None, None, s, None
+        positions, keep_mask, t, max_logit = None, None, s, None
         if self.score is not None or (self.mask is not None and not block.full):
             heads = self.heads[block.kv_heads, block.group_heads]
             positions = self._positions(batch, heads, block.keys)
         if not block.full:
-            kept = self._mask_block(batch, positions, block.keys)
+            keep_mask = self._mask_block(batch, positions, block.keys)
         if self.score is not None:
             logits = s.clone() if spec.max_logit else s
-            (t,), _ = score_at(self.score, self.bound_score, positions, logits, kept)  # type: ignore[arg-type]
+            (t,), _ = score_at(self.score, self.bound_score, positions, logits, keep_mask)  # type: ignore[arg-type]
             t = torch.as_tensor(t, dtype=acc, device="cpu").expand(shape)
-        if kept is not None:
-            t = t.masked_fill(~kept, -math.inf)
+        if keep_mask is not None:
+            t = t.masked_fill(~keep_mask, -math.inf)
         if spec.max_logit:
             logits = t if self.score is None else s.masked_fill(t == -math.inf, -math.inf)
             max_logit = logits.amax((3, 4))

@@ -48,19 +48,19 @@ def attend_by_page(
     page_len = k.shape[2]
     if page_len * k.element_size() < _MIN_COLUMN_BYTES:
         return None
-    seen = _seen_pages(page_table, ranges, page_len)
+    seen_pages = _seen_pages(page_table, ranges, page_len)
     page_numbers = page_len * k.shape[1] * (k.shape[3] + v.shape[3])
-    stretches = _stretches(seen.whole_ids, page_numbers)
+    stretches = _stretches(seen_pages.whole_ids, page_numbers)
     if stretches is None:
         return None
-    results, places = _attend_whole_pages(q, k, v, seen, stretches, scale)
+    results, places = _attend_whole_pages(q, k, v, seen_pages, stretches, scale)
     page_count = sum(stop - start for start, stop in stretches)
-    if seen.cut:
-        results.append(_attend_cut_pages(q, k, v, page_table, seen.cut, scale))
-        cut_places = torch.arange(page_count, page_count + len(seen.cut), device="cpu")
+    if seen_pages.cut:
+        results.append(_attend_cut_pages(q, k, v, page_table, seen_pages.cut, scale))
+        cut_places = torch.arange(page_count, page_count + len(seen_pages.cut), device="cpu")
         places = torch.cat([places, cut_places])
-        page_count += len(seen.cut)
-    return _merge_pages(q, k, seen, results, places, page_count)
+        page_count += len(seen_pages.cut)
+    return _merge_pages(q, k, seen_pages, results, places, page_count)
 
 
 def _seen_pages(page_table: Tensor, ranges: list[KeyRange | None], page_len: int) -> _SeenPages:
@@ -73,14 +73,14 @@ def _seen_pages(page_table: Tensor, ranges: list[KeyRange | None], page_len: int
     for row, key_range in enumerate(ranges):
         if key_range is None:
             continue
-        first, last = -(-key_range.start // page_len), key_range.stop // page_len
-        count = max(0, last - first)
+        first_whole, end_whole = -(-key_range.start // page_len), key_range.stop // page_len
+        count = max(0, end_whole - first_whole)
         if count:
-            whole_ids.append(page_table[row, first:last])
+            whole_ids.append(page_table[row, first_whole:end_whole])
             rows += [row] * count
             slots += range(count)
         for n in sorted({key_range.start // page_len, (key_range.stop - 1) // page_len}):
-            if not first <= n < last:
+            if not first_whole <= n < end_whole:
                 start, stop = key_range.start - n * page_len, key_range.stop - n * page_len
                 cut.append(_CutPage(row, n, max(start, 0), min(stop, page_len)))
                 cut_slots.append(count)
@@ -108,13 +108,13 @@ def _stretches(page_ids: Tensor, page_numbers: int) -> list[tuple[int, int]] | N
 
 
 def _attend_whole_pages(
-    q: Tensor, k: Tensor, v: Tensor, seen: _SeenPages, stretches: list[tuple[int, int]],
+    q: Tensor, k: Tensor, v: Tensor, seen_pages: _SeenPages, stretches: list[tuple[int, int]],
     scale: float,
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:  # fmt: skip
     """Return out and lse of all pages of each stretch, and the place of every seen page among
     them."""
-    ids = seen.whole_ids
-    row_of_page = torch.tensor(seen.rows[: len(ids)], dtype=torch.int64, device="cpu")
+    ids = seen_pages.whole_ids
+    row_of_page = torch.tensor(seen_pages.rows[: len(ids)], dtype=torch.int64, device="cpu")
     places = torch.empty_like(ids)
     results: list[tuple[Tensor, Tensor]] = []
     first_place = 0
@@ -146,18 +146,18 @@ def _attend_cut_pages(
 
 
 def _merge_pages(
-    q: Tensor, k: Tensor, seen: _SeenPages, results: list[tuple[Tensor, Tensor]], places: Tensor,
-    page_count: int,
+    q: Tensor, k: Tensor, seen_pages: _SeenPages, results: list[tuple[Tensor, Tensor]],
+    places: Tensor, page_count: int,
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """Merge the results of each row's pages by their log-sum-exp; return None where the kernel may
     have hidden a NaN."""
-    slot_count = 1 + max(seen.slots, default=0)
-    if len(seen.rows) < len(q) * slot_count:  # one more result, of no keys, fills empty slots
+    slot_count = 1 + max(seen_pages.slots, default=0)
+    if len(seen_pages.rows) < len(q) * slot_count:  # one more result, of no keys, fills empty slots
         no_out = q.new_zeros(1, *q.shape[1:])
         no_lse = torch.full(no_out.shape[:3], -math.inf, dtype=acc_dtype(q.dtype), device="cpu")
         results.append((no_out, no_lse))
     index = torch.full((len(q), slot_count), page_count, dtype=torch.int64, device="cpu")
-    index[seen.rows, seen.slots] = places
+    index[seen_pages.rows, seen_pages.slots] = places
     outs, lses = (
         (parts[0] if len(parts) == 1 else torch.cat(parts)).index_select(0, index.flatten())
         for parts in zip(*results, strict=True)

@@ -37,10 +37,10 @@ def suits(spec: Spec, call: Call) -> bool:
     return _kernels_support(spec, call) and _finite(call.q)
 
 
-def _finite(x: Tensor) -> bool:
+def _finite(values: Tensor) -> bool:
     """Return whether the sum, and so every number, is finite. A sum that overflows counts as not
     finite."""
-    return math.isfinite(x.sum(dtype=torch.float32))
+    return math.isfinite(values.sum(dtype=torch.float32))
 
 
 def _some_zero(lse: Tensor) -> bool:
@@ -309,15 +309,17 @@ def _segments_with_bias(spec: Spec, call: Call, dtype: torch.dtype):
                 or mask.uses("h")
                 or max(map(len, positions)) > 1
             ):
-                kept = mask_at(
+                keep_mask = mask_at(
                     mask, captured, Positions(**index_tensors(call, item, *positions, keys))
                 )
-                kept = kept.expand(
-                    *kept.shape[:-2], item.queries.stop - item.queries.start, stop - start
+                keep_mask = keep_mask.expand(
+                    *keep_mask.shape[:-2], item.queries.stop - item.queries.start, stop - start
                 )
-                bias = torch.zeros(kept.shape, dtype=dtype, device=kept.device)
-                bias.masked_fill_(~kept, -math.inf)
-                biases = {key: (bias, kept.any(-1))}  # the next heads of the same rows share it
+                bias = torch.zeros(keep_mask.shape, dtype=dtype, device=keep_mask.device)
+                bias.masked_fill_(~keep_mask, -math.inf)
+                biases = {
+                    key: (bias, keep_mask.any(-1))
+                }  # the next heads of the same rows share it
             yield item, keys, *biases[key]
 
 

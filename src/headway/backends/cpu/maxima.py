@@ -100,10 +100,12 @@ def _split_by_batch_row(
     done."""
     head = kv_heads.start
     while head < kv_heads.stop:
-        batch_row, first = divmod(head, heads_per_row)
-        stop = min(first + heads_at_once, heads_per_row, first + kv_heads.stop - head)
-        yield batch_row, slice(first, stop)
-        head = batch_row * heads_per_row + stop
+        batch_row, first_in_row = divmod(head, heads_per_row)
+        end_in_row = min(
+            first_in_row + heads_at_once, heads_per_row, first_in_row + kv_heads.stop - head
+        )
+        yield batch_row, slice(first_in_row, end_in_row)
+        head = batch_row * heads_per_row + end_in_row
 
 
 def _largest(s: Tensor, upper_bounds: Tensor | None, heads: slice) -> Tensor:
@@ -130,10 +132,12 @@ def _masked_blocks(block: PairBlock, item: WorkItem) -> KeyBlocks:
     """Yield the blocks of a work item."""
     for segment in item.segments:
         block.enter(item, segment)
-        kept = block.kept()
-        if kept is not None:
-            kept = torch.where(kept, math.inf, -math.inf).to(block.acc).permute(0, 3, 1, 2)
-        yield block.keys, kept
+        keep_mask = block.keep_mask()
+        if keep_mask is not None:
+            keep_mask = (
+                torch.where(keep_mask, math.inf, -math.inf).to(block.acc).permute(0, 3, 1, 2)
+            )
+        yield block.keys, keep_mask
 
 
 def _causal_rows(

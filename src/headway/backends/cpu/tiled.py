@@ -82,7 +82,7 @@ class PairBlock:
         """Return an uninitialised block of the accumulation dtype."""
         return self.buffers(self.acc)
 
-    def kept(self) -> Tensor | None:
+    def keep_mask(self) -> Tensor | None:
         """Return which pairs the mask keeps; None for all."""
         if self.mask is None or self.segment.full:
             return None
@@ -96,19 +96,19 @@ class PairBlock:
         return self._cached_masks[key]
 
     def scores(
-        self, graph: Graph, s: Tensor, kept: Tensor | None, *, overwrite: bool
+        self, graph: Graph, s: Tensor, keep_mask: Tensor | None, *, overwrite: bool
     ) -> tuple[list, Gathers]:
         """Return the outputs of the score's graph, or of its joint graph, on logits S."""
         return score_at(
-            graph, self.bound_score, self.pair_positions, s, kept, self.buffers, overwrite
+            graph, self.bound_score, self.pair_positions, s, keep_mask, self.buffers, overwrite
         )
 
     def dropout_factors(self) -> Tensor:
         """Return keep / (1 - p)."""
         p = self.spec.dropout
         assert self.call.seed is not None
-        kept = keep(p, self.call.seed, **self.pair_positions.values)
-        return kept.to(self.acc).mul_(1 / (1 - p) if p < 1 else 0.0)
+        keep_mask = keep(p, self.call.seed, **self.pair_positions.values)
+        return keep_mask.to(self.acc).mul_(1 / (1 - p) if p < 1 else 0.0)
 
     def full_sized(self, t: Tensor | float, distinct_from: list | None = None) -> Tensor:
         """Return a score as a block that may be overwritten and is none of `distinct_from`."""
@@ -141,10 +141,10 @@ class ScoreGradients:
         gather_nodes = [n for n, _ in pairs.score.gathers]
         self.trained_gathers = [self.graph.gathers[gather_nodes.index(n)] for n in trained_gathers]
 
-    def scores(self, s: Tensor, kept: Tensor | None) -> Tensor:
+    def scores(self, s: Tensor, keep_mask: Tensor | None) -> Tensor:
         """Return T in a block that may be overwritten; the derivatives are stored for
         `gradient`."""
-        outputs, self.gathers = self.pairs.scores(self.graph, s, kept, overwrite=True)
+        outputs, self.gathers = self.pairs.scores(self.graph, s, keep_mask, overwrite=True)
         t, self.dt_ds, *self.dt_dgathers = outputs
         return self.pairs.full_sized(t, [self.dt_ds, *self.dt_dgathers])
 
@@ -196,12 +196,12 @@ def _score_block(
     in the same block unless `separate`."""
     s, score = pairs.new(), pairs.score
     torch.baddbmm(flat(s), q_block, k.mT, beta=0, alpha=pairs.spec.scale, out=flat(s))
-    t, kept = s, pairs.kept()
+    t, keep_mask = s, pairs.keep_mask()
     if score is not None:
-        (t,), _ = pairs.scores(score, s, kept, overwrite=not separate)
+        (t,), _ = pairs.scores(score, s, keep_mask, overwrite=not separate)
         t = pairs.full_sized(t)
-    if kept is not None:
-        t.masked_fill_(~kept, -math.inf)
+    if keep_mask is not None:
+        t.masked_fill_(~keep_mask, -math.inf)
     return t, s
 
 
@@ -271,9 +271,9 @@ def forward(spec: Spec, call: Call) -> Forward:
     q, k, v = (by_kv_head(x, hk, acc) for x in (call.q, call.k, call.v))
     k, v = k[:, 0], v[:, 0]
     sink = _sinks_by_row(call.sink, b, hk, g, acc)
-    new = partial(torch.empty, device="cpu")
-    out = new(b * hk, g, q_len, dv, dtype=spec.out_dtype(call.q.dtype))
-    lse, row_max = (new(b * hk, g, q_len, dtype=acc) for _ in range(2))
+    empty = partial(torch.empty, device="cpu")
+    out = empty(b * hk, g, q_len, dv, dtype=spec.out_dtype(call.q.dtype))
+    lse, row_max = (empty(b * hk, g, q_len, dtype=acc) for _ in range(2))
     max_logit = torch.full((b * hk, g), -math.inf, dtype=acc, device="cpu")
     for item in work_items(spec, call):
         heads, group_heads, queries = item.kv_heads, item.group_heads, item.queries
@@ -351,11 +351,11 @@ def backward(
             torch.baddbmm(
                 flat(s), q_block, k[heads, keys].mT, beta=0, alpha=spec.scale, out=flat(s)
             )
-            t, kept = s, pairs.kept()
+            t, keep_mask = s, pairs.keep_mask()
             if pairs.score is not None:
-                t = score_grads.scores(s, kept)
-            if kept is not None:
-                t.masked_fill_(~kept, -math.inf)
+                t = score_grads.scores(s, keep_mask)
+            if keep_mask is not None:
+                t.masked_fill_(~keep_mask, -math.inf)
             p = _exp(t.sub_(lse[heads, group_heads, queries]))
             if share is not None:
                 p.mul_(share[heads, group_heads, queries])
