@@ -399,7 +399,9 @@ class _DecodeCall:
         if results is None:
             return None
         out, lse = results[0].reshape(call.q.shape), results[1].reshape(call.q.shape[:3])
-        return _Results(*add_sink(out, lse, call.sink))
+        if call.sink is not None:
+            out, lse = add_sink(out, lse, call.sink)
+        return _Results(out, lse)
 
     def _attend_by_flash(self, batch: RowBatch) -> _Results | None:
         """Return the results by PyTorch's flash kernel; None where it cannot compute them, or a row
@@ -429,7 +431,9 @@ class _DecodeCall:
             if _some_zero(lse) and not (_finite(q) and _finite(k)):
                 return None
         out, lse = out.reshape(q_rows.shape), lse.reshape(q_rows.shape[:3])
-        return _Results(*add_sink(out, lse, call.sink))
+        if call.sink is not None:
+            out, lse = add_sink(out, lse, call.sink)
+        return _Results(out, lse)
 
     def _dense_mask(self, batch: RowBatch) -> Tensor | None:
         """Return which pairs are kept, broadcasting to (rows, key heads, queries of a group, keys);

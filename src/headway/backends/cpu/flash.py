@@ -181,15 +181,14 @@ def forward(spec: Spec, call: Call) -> Forward | None:
         return None
     if out.shape != call.q.shape:
         out, lse = out.reshape(b, hq, q_len, d), lse.reshape(b, hq, q_len)
-    out, lse = add_sink(out, lse, call.sink)
+    if call.sink is not None:
+        out, lse = add_sink(out, lse, call.sink)
     out = in_dtype(out, acc if spec.partial else call.q.dtype)
     return Forward(out, lse, lse.new_empty(0), lse.new_empty(0))
 
 
-def add_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Return out and lse with the sink's logit in the softmax of every row."""
-    if sink is None:
-        return out, lse
     total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
     base = total.masked_fill(total == -math.inf, 0)
     return out * (lse - base).exp_()[..., None], total

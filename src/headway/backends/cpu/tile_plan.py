@@ -176,9 +176,11 @@ def index_tensors(
     """Return global b, h, q_idx, kv_idx of a work item's pairs; they broadcast to (kv heads, group
     heads, queries, keys)."""
     hk, g = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
-    indices = lambda s: torch.arange(s.start, s.stop, device=q_idx.device)
-    kv_heads = indices(item.kv_heads)[:, None, None, None]
-    group_heads = indices(item.group_heads)[:, None, None]
+    device = q_idx.device
+    kv_heads = torch.arange(item.kv_heads.start, item.kv_heads.stop, device=device)
+    kv_heads = kv_heads[:, None, None, None]
+    group_heads = torch.arange(item.group_heads.start, item.group_heads.stop, device=device)
+    group_heads = group_heads[:, None, None]
     batch_row = kv_heads // hk
     q = q_idx[:, item.queries] if len(q_idx) == 1 else q_idx[batch_row.flatten(), item.queries]
     kv = kv_idx[:, keys] if len(kv_idx) == 1 else kv_idx[batch_row.flatten(), keys]
