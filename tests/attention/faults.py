@@ -469,13 +469,13 @@ class NoDerivativeOfScore(Right):
     hides = f"{FORWARD} v"
 
     def backward(self, spec, call, out, lse, dout, dlse, needs):
-        through = reference._through_score
+        through = reference._score_gradients
 
         def identity(spec, call, s, kept, dt, needs):
             return dt, through(spec, call, s, kept, dt, needs)[1]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reference, "_through_score", identity)
+            patch.setattr(reference, "_score_gradients", identity)
             return super().backward(spec, call, out, lse, dout, dlse, needs)
 
 

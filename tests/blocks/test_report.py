@@ -92,7 +92,7 @@ def test_a_file_has_a_limit(monkeypatch):
 
 
 def test_more_groups_than_are_drawn(monkeypatch):
-    monkeypatch.setattr(report, "GROUPS", 2)
+    monkeypatch.setattr(report, "MAX_GROUPS", 2)
     data = told(report.page(random(1, 3, (8, 8))))
     assert [len(data["groups"]), data["left_out"]] == [2, 1]
 

@@ -171,6 +171,6 @@ def test_a_cache_is_not_what_first_use_checks():
     with (
         mock.patch.object(backends.hopper, "unavailable", return_value=""),
         mock.patch.object(backends, "_self_test_failure", side_effect=AssertionError),
-        mock.patch.object(backends, "_check", side_effect=AssertionError),
+        mock.patch.object(backends, "_self_test", side_effect=AssertionError),
     ):
         assert backends.reasons_against("hopper", spec, kind) == []

@@ -17,7 +17,7 @@ def gpu(monkeypatch, *capabilities, hip=None):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda n: capabilities[n])
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(backends.first_use, "why_not", lambda *asked: "")
+    monkeypatch.setattr(backends.first_use, "failure_reason", lambda *asked: "")
     monkeypatch.setattr(backends.triton.importlib.util, "find_spec", lambda name: "there")
 
 
