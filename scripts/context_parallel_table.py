@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 import headway as hw
-from headway.distributed.deal import OfRuns, RowRuns, deal_documents, deal_masks, row_runs
+from headway.distributed.balance import RunChunks, RowRuns, balance_documents, balance_masks, row_runs
 from headway.distributed.layout import Layout
 
 LENGTH, TILE = 1 << 20, 128
@@ -44,7 +44,7 @@ def main() -> None:
         runs = row_runs([mask], (1, 1, LENGTH, LENGTH), TILE)
         for ranks in (8, 64, 1024):
             began = time.perf_counter()
-            balanced = deal_masks([mask], (1, 1, LENGTH, LENGTH), ranks, TILE, 0.03)
+            balanced = balance_masks([mask], (1, 1, LENGTH, LENGTH), ranks, TILE, 0.03)
             took = time.perf_counter() - began
             row = [
                 shown(Layout.contiguous(LENGTH, (0, ranks)), runs),
@@ -53,7 +53,7 @@ def main() -> None:
             ]
             if lengths is not None:
                 began = time.perf_counter()
-                pieces = deal_documents([lengths], ranks, TILE, 0.03)
+                pieces = balance_documents([lengths], ranks, TILE, 0.03)
                 also = time.perf_counter() - began
                 row.append(exact(lengths, pieces, ranks))
                 print(f"{name}, {ranks}: {also * 1e3:.0f} ms of_lengths", file=sys.stderr)
@@ -67,8 +67,8 @@ def shown(layout: Layout, runs: RowRuns) -> str:
     """Of a layout that cuts at tiles."""
     cuts = np.unique(np.concatenate([layout.table[:, 1], [LENGTH]]))
     rows = np.unique(cuts // TILE)
-    share = OfRuns(rows, runs).share(owners(layout.table.numpy(), rows), layout.ranks)
-    return f"{share.work:.2f}, {share.moved:.1%}"
+    stats = RunChunks(rows, runs).stats(owners(layout.table.numpy(), rows), layout.ranks)
+    return f"{stats.work:.2f}, {stats.received:.1%}"
 
 
 def owners(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -80,13 +80,13 @@ def owners(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def exact(lengths: list[int], pieces: list, ranks: int) -> str:
     """Of a layout that need not cut at tiles: kept pairs, and tokens."""
-    from headway.distributed.deal import _of_documents
+    from headway.distributed.balance import _document_chunks
 
     starts = np.concatenate([[0], np.cumsum(lengths)])
     table = np.array(sorted(pieces, key=lambda p: p[1]))
     cuts = np.append(table[:, 1], LENGTH)
-    share = _of_documents(cuts, [starts]).share(table[:, 0], ranks)
-    return f"{share.work:.2f}, {share.moved:.1%} (tokens {share.tokens:.2f})"
+    stats = _document_chunks(cuts, [starts]).stats(table[:, 0], ranks)
+    return f"{stats.work:.2f}, {stats.received:.1%} (tokens {stats.tokens:.2f})"
 
 
 if __name__ == "__main__":

@@ -100,7 +100,12 @@ def test_two_versions_run_side_by_side(tmp_path: Path, lay_out) -> None:
 
 
 # Loaded when a GPU plans a call, and when a sequence is first cut over ranks.
-LATE = ("backends/hopper/", "distributed/deal.py", "distributed/exchange/")
+LATE = (
+    "backends/hopper/",
+    "distributed/balance.py",
+    "distributed/report.py",
+    "distributed/exchange/",
+)
 
 
 def test_only_pytorch_and_triton_are_imported_at_the_start(tmp_path: Path, lay_out) -> None:

@@ -355,7 +355,7 @@ def _observed_by_modes() -> bool:
     )
 
 
-def _without_repeats(inputs: list[Tensor | None]) -> list[Tensor | None]:
+def without_repeats(inputs: list[Tensor | None]) -> list[Tensor | None]:
     """Return the inputs with views in place of repeated tensors: `torch.compile` refuses an
     autograd function that gets a tensor twice."""
     distinct: list[Tensor | None] = []
@@ -438,7 +438,7 @@ def _attention_by_operators(spec: Spec, call: Call) -> Forward:
     else:
         counts = spec.score_tensors, len(tensors), spec.exact_out
         if compiling:
-            inputs = _without_repeats(inputs)
+            inputs = without_repeats(inputs)
         else:
             inputs[3:] = map(savable, inputs[3:])
         dual = compiling and forward_ad._current_level >= 0

@@ -138,7 +138,7 @@ def explain(
     elements = [] if spec.mask is None else why_elements(parse(spec.mask))
     lengths, over = (q.shape[2], k.shape[2]), []
     if layouts is not None:
-        from .distributed.exchange.report import report
+        from .distributed.report import report
 
         lengths = layouts.lengths(k)
         own_tiles = isinstance(mask, BlockMask) and mask.decided is None

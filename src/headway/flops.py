@@ -8,7 +8,7 @@ import sys
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .types import NAMESPACE
+from .types import NAMESPACE, REPLICATED_KV, Spec
 
 
 def _forward(q, k, v, *args, **kwargs) -> int:
@@ -25,10 +25,11 @@ def _over_ranks(work):
     """That of this rank's queries and all keys: a table of pieces says how many these are, or they
     are here."""
 
-    def formula(spec, wire, q, k, *given, **kwargs) -> int:
+    def formula(spec, q, k, *given, **kwargs) -> int:
         table = given[-1 - _AFTER[work]]
         length = int(table[:, 2].max()) if len(table) else 0
-        if wire.startswith("local|"):
+        exchange = Spec.parse(spec).exchange
+        if exchange is not None and exchange.plan == REPLICATED_KV:
             length = k.shape[2]
         return work(q.shape, (*k.shape[:2], length), given[0].shape)
 

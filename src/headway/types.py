@@ -28,6 +28,40 @@ PACKAGE = __name__.rpartition(".")[0]
 NAMESPACE = re.sub(r"\W", "_", PACKAGE)
 
 
+REPLICATED_KV = "replicated_kv"  # the plan of a call whose keys every rank has
+
+
+class ExchangeSpec(NamedTuple):
+    """How the ranks of a call exchange keys and values: a part of its `Spec`, of plain constants.
+
+    - `plan`, `transport`: as `Layout.using` names them; "replicated_kv" where every rank has all
+      keys and values, and nothing is exchanged.
+    - `own_tiles`: the tiles of the block mask are the caller's lists of blocks.
+    - `trains`: whether a gradient is asked for.
+    - `draws_seed`: every rank drew a seed of dropout; the first rank's is used.
+    - `constants`: for each captured tensor, whether it is not trained. Ranks compare the contents
+      of these.
+    - `rank`, `ranks`: of the layout.
+    - `group`: name of the process group of all ranks.
+    - `node_size`: ranks of a node on a mesh of two dimensions; 0 on a mesh of one.
+    - `intra_node`, `inter_node`: names of the groups of this node's ranks, and of the ranks with
+      this rank's place in every node.
+    """
+
+    plan: str
+    transport: str
+    own_tiles: bool
+    trains: bool
+    draws_seed: bool
+    constants: tuple[bool, ...]
+    rank: int
+    ranks: int
+    group: str
+    node_size: int
+    intra_node: str
+    inter_node: str
+
+
 @dataclass(frozen=True)
 class Spec:
     """What to compute, without the data: frozen, hashable, self-contained, with a text form.
@@ -54,6 +88,7 @@ class Spec:
     score_floats: int = 0
     exact_out: bool = False  # the forward's out in the accumulation dtype, for the backward's delta
     exact_kv: bool = False  # dk and dv in the accumulation dtype, for sums over ranks
+    exchange: ExchangeSpec | None = None  # of a call over ranks; backends get None
 
     def __hash__(self) -> int:
         """Worked out once: every call looks its plans up by its spec."""
@@ -78,12 +113,20 @@ class Spec:
     @property
     def text(self) -> str:
         """The spec as text; `Spec.parse(spec.text) == spec`."""
-        return _spec_text(*self.values)
+        *values, exchange = self.values
+        # Dynamo makes a constant of a plain tuple, but not of a NamedTuple.
+        return _spec_text(*values, None if exchange is None else tuple(exchange))
 
     @property
     def values(self) -> list[Any]:
         """Of the fields, in their order; `Spec(*spec.values) == spec`."""
         return [getattr(self, name) for name in _FIELDS]
+
+    def over_ranks(self, exchange: ExchangeSpec) -> "Spec":
+        """Return the spec of the same call over ranks. (Dynamo does not trace `replace`.)"""
+        values = self.values
+        values[-1] = exchange  # the last field
+        return Spec(*values)
 
     @staticmethod
     def parse(text: str) -> "Spec":
@@ -148,7 +191,11 @@ constant_under_compile(_spec_text)
 
 @lru_cache(maxsize=4096)
 def _spec_json(values: tuple) -> str:
-    return json.dumps(dict(zip(_FIELDS, values, strict=True)))
+    named = dict(zip(_FIELDS, values, strict=True))
+    exchange = named.pop("exchange")
+    if exchange is not None:
+        named["exchange"] = ExchangeSpec(*exchange)._asdict()
+    return json.dumps(named)
 
 
 @lru_cache(maxsize=4096)
@@ -156,6 +203,9 @@ def _spec_parse(text: str) -> Spec:
     values = json.loads(text)
     if values["tiles"] is not None:
         values["tiles"] = tuple(values["tiles"])
+    if "exchange" in values:
+        exchange = ExchangeSpec(**values["exchange"])
+        values["exchange"] = exchange._replace(constants=tuple(exchange.constants))
     return Spec(**values)
 
 

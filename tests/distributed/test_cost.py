@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from headway.distributed import Layout
+from headway.distributed.exchange.comm_plan import SequenceShards
 from headway.distributed.exchange.cost import costs
-from headway.distributed.exchange.nodes import Node, Nodes, node_of
-from headway.distributed.exchange.plans import name_of
-from headway.distributed.exchange.routes import Pieces
-from headway.distributed.exchange.setting import Setting, setting_of
+from headway.distributed.exchange.nodes import LocalNode, NodeGroups, local_node
+from headway.distributed.exchange.plan_inputs import PlanInputs, plan_inputs
+from headway.distributed.exchange.plans import plan_name
 from headway.resolve import prepare
 from headway_lab.bench.gpu_cases import RANK_CASES
 
@@ -59,7 +59,7 @@ def measured() -> Iterator[tuple[Run, dict[str, dict[str, float]]]]:
 
 
 @lru_cache
-def on_cards(name: str, ranks: int) -> Setting:
+def on_cards(name: str, ranks: int) -> PlanInputs:
     """The setting of a case of the bench on so many cards, none of which is here."""
     case, zero = CASES[name], torch.zeros((), dtype=torch.bfloat16)
     mask = case.mask()
@@ -73,15 +73,15 @@ def on_cards(name: str, ranks: int) -> Setting:
     return set_on_cards(layout, mask, *(zero.expand(1, h, case.length, case.d) for h in heads))[0]
 
 
-def set_on_cards(layout: Layout, mask, q, k, v) -> tuple[Setting, Node | None]:
+def set_on_cards(layout: Layout, mask, q, k, v) -> tuple[PlanInputs, LocalNode | None]:
     spec, call = prepare(q, k, v, mask=mask)
-    pieces = Pieces(layout.table, layout.ranks)
+    pieces = SequenceShards(layout.table, layout.ranks)
     cards = lambda s: replace(s, device=torch.device("cuda"))
-    setting = setting_of(spec, call, pieces, pieces, None, 0, False)
+    inputs = plan_inputs(spec, call, pieces, pieces, None, 0, False)
     if not layout.node:
-        return cards(setting), None
-    node = node_of(spec, call, setting, Nodes(layout.node, None, None), False)
-    return cards(setting), node._replace(setting=cards(node.setting))
+        return cards(inputs), None
+    node = local_node(spec, call, inputs, NodeGroups(layout.node, None, None), False)
+    return cards(inputs), node._replace(inputs=cards(node.inputs))
 
 
 MEASURED = dict(measured())
@@ -91,7 +91,7 @@ MEASURED = dict(measured())
 def test_the_plan_is_the_best_that_was_timed(run):
     """Within 5 %, forward and backward together, since a call has one plan for both."""
     _, ranks, name = run
-    chosen = name_of("auto", on_cards(name, ranks), None, False)
+    chosen = plan_name("auto", on_cards(name, ranks), None)
     both = defaultdict(float)
     for of in MEASURED[run].values():
         for plan, ms in of.items():
@@ -103,14 +103,14 @@ def test_the_plan_is_the_best_that_was_timed(run):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_as_many_key_heads(name, ranks):
     """The plan of heads runs in a few steps, not in one for every key/value head."""
-    assert name_of("auto", on_cards(name, ranks), None, False) in ("heads", "gather")
+    assert plan_name("auto", on_cards(name, ranks), None) in ("heads", "gather")
 
 
-def test_steps_are_asked(monkeypatch):
-    """What the model says of a plan is what it says of the steps that the plan runs in."""
+def test_chunks_are_asked(monkeypatch):
+    """What the model says of a plan is what it says of the chunks that the plan runs in."""
     from headway.distributed.exchange import cost
 
     s = on_cards("ranks-causal-32-32-16k", 2)
     usual = costs(s, None)["heads"].seconds
-    monkeypatch.setattr(cost, "heads_of_steps", lambda s, back, link: [1] * s.sizes.hk)
+    monkeypatch.setattr(cost, "chunk_heads", lambda s, back, link: [1] * s.sizes.hk)
     assert costs(s, None)["heads"].seconds > 1.5 * usual

@@ -12,13 +12,13 @@ from cases import CASES, Case, problem
 from headway.arguments import seed_of
 from headway.blocks import from_dense
 from headway.distributed import Layout
-from headway.distributed.exchange import collective, rows, run
-from headway.distributed.exchange.needs import in_order
-from headway.distributed.exchange.stepwise import ByHeads
+from headway.distributed.exchange import collective, query_shards, run
+from headway.distributed.exchange.global_mask import are_contiguous
+from headway.distributed.exchange.headwise import HeadwiseAllGather
 from headway.errors import ArgumentError
 from processes import run_ranks
 
-PLANS = ("heads", "gather", "ring", "ulysses", "auto")
+PLANS = ("heads", "gather", "ulysses", "auto")
 
 
 def uneven(length: int, ranks: int, seed: int) -> Layout:
@@ -108,16 +108,18 @@ def table(world: int, rank: int) -> None:
 def in_pieces(world: int, rank: int) -> None:
     """A kernel for each straight piece of a rank's queries, as on GPUs where there is a score."""
 
-    def everywhere(setting, stretches):
-        whole = setting.whole
-        split = len(setting.q.of(setting.rank)) > 1 and (whole is None or whole.in_order)
-        seen.append(split and in_order(stretches))
+    def everywhere(inputs, kv_ranges):
+        mask = inputs.mask
+        split = len(inputs.q.ranges_of(inputs.rank)) > 1 and (
+            mask is None or mask.in_sequence_order
+        )
+        seen.append(split and are_contiguous(kv_ranges))
         return split
 
     seen: list[bool] = []
     run._plans.clear()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rows, "in_pieces", everywhere)
+        patched.setattr(query_shards, "splits_queries", everywhere)
         for n, case in enumerate(CASES[world :: {2: 12, 3: 25}[world]]):
             name, plan = ("zigzag", "balanced")[n % 2], ("heads", "gather")[n // 2 % 2]
             q = layout_of(name, case.q_len, world, n).using(plan)
@@ -155,16 +157,16 @@ def same_bits(world: int, rank: int) -> None:
     whole = hw.attention(q, k, v, mask=hw.block_mask(mask, 1, 1, 700, 700))
     torch.testing.assert_close(out, layout.shard(whole, 2), rtol=0, atol=2e-6)
     (plan, *_) = run._plans.values()[-1]
-    assert isinstance(plan, ByHeads)
-    step = plan.steps[0]
-    (part,) = step.parts
-    read = step.routes.rows[rank]
+    assert isinstance(plan, HeadwiseAllGather)
+    chunk = plan.chunks[0]
+    (part,) = chunk.shards
+    read = chunk.comm.tokens_read[rank]
     keys = part.coords.positions(layout.local, read, q.device)[1][0]
     spec, call = hw.resolve.prepare(
         layout.shard(q, 2), k[:, :, keys], v[:, :, keys], mask=mask,
-        coords=part.coords._replace(q_pos=layout.positions, kv_pos=keys),
+        keys=part.coords._replace(q_pos=layout.positions, kv_pos=keys),
     )  # fmt: skip
-    spec, call = replace(spec, tiles=part.known), call.replace(tiles=part.tiles)
+    spec, call = replace(spec, tiles=part.tile_info), call.replace(tiles=part.tiles)
     assert torch.equal(hw.backends.get(spec.backend).forward(spec, call).out, out)
 
 
@@ -289,7 +291,7 @@ def block_masks(world: int, rank: int) -> None:
         if given is own and name == "balanced":
             layout = Layout.balanced(300, dist.group.WORLD, hw.causal(), tile=32).using(plan)
         expected = hw.attention(q, k, v, mask=given)
-        if given is own and (name == "uneven" or plan == "ring"):
+        if given is own and name == "uneven":
             with pytest.raises(ArgumentError, match="its own"):
                 _over(layout, q, k, v, given)
             continue

@@ -127,18 +127,18 @@ def many_calls(world: int, rank: int) -> None:
             assert torch.equal(_over(at, q, k, v, hw.causal()), right)
 
 
-def in_lanes(world: int, rank: int) -> None:
-    """Steps in lanes: the bits of steps in one stream, for new masks at every call, while memory is
+def in_streams(world: int, rank: int) -> None:
+    """Chunks in two streams: the bits of chunks in one, for new masks at every call, while memory is
     taken and written by others."""
     torch.manual_seed(0)
     n = 1500 * world
     q, k, v = (torch.randn(1, h, n, 128, **BF16) for h in (16, 4, 4))
-    group = dist.new_group(list(range(world)))  # whose symmetric memory has to grow between steps
+    group = dist.new_group(list(range(world)))  # whose symmetric memory has to grow between chunks
     layout = Layout.zigzag(n, group)
     mine = [layout.shard(x, 2).contiguous().requires_grad_() for x in (q, k, v)]
     with pytest.MonkeyPatch.context() as patched:
-        steps = {False: [1, 2, 1], True: [1, 3]}
-        patched.setattr(plans, "heads_of_steps", lambda setting, back, link: steps[back])
+        chunks = {False: [1, 2, 1], True: [1, 3]}
+        patched.setattr(plans, "chunk_heads", lambda inputs, back, bandwidth: chunks[back])
         run._plans.clear()
         for turn in range(20):
             cut = torch.tensor([0, 400 + 37 * turn, 900 + 11 * turn], device="cuda")
@@ -188,7 +188,7 @@ def disagree(world: int, rank: int) -> None:
     assert torch.equal(_over(layout, q, k, v, known), out)
 
 
-ALL = many_calls, in_lanes, long_ones, nodes, compiled, disagree, table
+ALL = many_calls, in_streams, long_ones, nodes, compiled, disagree, table
 
 
 def _rank(rank: int, world: int, store: str) -> None:

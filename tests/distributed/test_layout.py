@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import headway as hw
 from headway.distributed import Layout
-from headway.distributed.exchange.needs import coords_of
+from headway.distributed.exchange.global_mask import coords_of
 from headway.errors import ArgumentError
 from processes import run_ranks
 
@@ -30,9 +30,9 @@ def test_every_token_once(length, ranks):
         positions = torch.cat([layout.positions for layout in layouts])
         assert torch.equal(positions.sort().values, torch.arange(length))
         assert layouts[0].sizes == tuple(layout.local for layout in layouts)
-        again = pickle.loads(pickle.dumps(layouts[-1].using("ring")))
+        again = pickle.loads(pickle.dumps(layouts[-1].using("ulysses")))
         assert again == layouts[-1]
-        assert (again.rank, again.plan) == (ranks - 1, "ring")
+        assert (again.rank, again.plan) == (ranks - 1, "ulysses")
         assert torch.equal(again.positions, layouts[-1].positions)
 
 
@@ -52,6 +52,8 @@ def test_errors_say_the_way_out():
     layout = Layout.contiguous(8, (0, 2))
     with pytest.raises(ArgumentError, match="must be one of"):
         layout.using("rings")
+    with pytest.raises(ArgumentError, match=r'was removed.*using\("heads"\)'):
+        layout.using("ring")
     with pytest.raises(ArgumentError, match="dim="):
         layout.shard(torch.zeros(8, 3))
     with pytest.raises(ArgumentError, match="for 2 ranks"):
@@ -135,7 +137,7 @@ def test_explained():
     text = str(hw.explain(q, k, v, mask=hw.causal() & hw.sliding_window(100), layout=layout))
     assert "1,000 tokens over 4 ranks; rank 1 holds 250 in 2 pieces" in text
     assert ", the cheapest; the forward sends" in text
-    assert "not ring: " in text
+    assert "not ulysses: " in text
     named = hw.explain(q, k, v, layout=layout.using("gather"))
     assert any("plan: gather, as named" in line for line in named.over_ranks)
     assert hw.explain(q, k, v).over_ranks == []

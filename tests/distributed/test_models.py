@@ -321,7 +321,7 @@ def cross(world: int, rank: int) -> None:
         Layout.contiguous(33, dist.group.WORLD),
         Layout(33, [(1, 0, 33)], dist.group.WORLD),
     ):
-        for plan in ("heads", "gather", "ring", "ulysses"):
+        for plan in ("heads", "gather", "ulysses"):
             pair = of_q.using(plan), of_kv
             found = hw.attention(
                 of_q.shard(q, 2), of_kv.shard(k, 2), of_kv.shard(v, 2), mask=mask, layout=pair

@@ -172,9 +172,9 @@ def test_chosen():
     length, zero = 1 << 17, torch.zeros((), dtype=torch.bfloat16)
     whole = [zero.expand(1, h, length, 128) for h in (32, 8, 8)]
     grid = 7, (8, 8)
-    setting, node = set_on_cards(Layout.zigzag(length, grid), hw.causal(), *whole)
-    assert cheapest(setting, node, False) == PLAN
-    assert cheapest(setting, None, False) != PLAN
+    inputs, node = set_on_cards(Layout.zigzag(length, grid), hw.causal(), *whole)
+    assert cheapest(inputs, node) == PLAN
+    assert cheapest(inputs, None) != PLAN
     near = hw.causal() & hw.sliding_window(4096)
     layout = Layout.contiguous(length, grid)
-    assert cheapest(*set_on_cards(layout, near, *whole), False) == "heads"
+    assert cheapest(*set_on_cards(layout, near, *whole)) == "heads"

@@ -103,7 +103,7 @@ def action(draw: random.Random, pending: int) -> tuple:
         draw.choice((3, 4)), draw.random() < 0.1,
     )  # fmt: skip
     more = {
-        "attention": (draw.choice(("heads", "gather", "ring", "ulysses")),),
+        "attention": (draw.choice(("heads", "gather", "ulysses")),),
         "unshard": (draw.choice((0, 1)),),
         "shift": (draw.choice((1, -2)), draw.choice((0.0, -7.0))),
         "shard": (),
@@ -182,7 +182,7 @@ def backwards(world: int, rank: int) -> None:
     """Calls that are alike in all but their numbers, whose backwards are in another order."""
     group = dist.new_group(timeout=timedelta(seconds=60))
     layout = Layout.zigzag(LENGTH, group)
-    for plan in ("heads", "ring", "ulysses"):
+    for plan in ("heads", "gather", "ulysses"):
         leaves = [torch.randn(1, 2, layout.local, 4).requires_grad_() for _ in range(2)]
         outs = [hw.attention(x, x, x, mask=hw.causal(), layout=layout.using(plan)) for x in leaves]
         for out in outs if rank == 0 else outs[::-1]:

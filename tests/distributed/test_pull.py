@@ -16,9 +16,9 @@ import torch.distributed as dist
 import headway as hw
 from headway.backends import get
 from headway.distributed import Layout
-from headway.distributed.exchange import pull, rows, run, stepwise
-from headway.distributed.exchange.lanes import Lanes
-from headway.distributed.exchange.pull import REGIONS, Pull, told, transport_of
+from headway.distributed.exchange import headwise, pull, query_shards, run
+from headway.distributed.exchange.pull import REGIONS, Pull, describe_transport, transport_of
+from headway.distributed.exchange.streams import StreamPool
 from headway.errors import ArgumentError
 from processes import run_ranks
 
@@ -28,24 +28,24 @@ ROOM = 1 << 22  # bytes of a region
 
 
 class Shared:
-    """`pull.Memory` on the CPU, where copies are made at once.
+    """`pull.SymmetricMemory` on the CPU, where copies are made at once.
 
     - `regions`: with 1 what is read may be overwritten.
     - `late`: seconds that a rank takes before it reads.
     """
 
     def __init__(self, folder: Path, regions: int = REGIONS, late: float = 0.0) -> None:
-        self.me, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.turn, self.regions, self.late = 0, regions, late
         files = [str(folder / f"memory-{r}") for r in range(self.ranks)]
         self.bytes = [
             torch.from_file(file, shared=True, size=REGIONS * ROOM, dtype=torch.uint8)
             for file in files
         ]
-        self.own, self.capacity = self.bytes[self.me], ROOM
+        self.local, self.capacity = self.bytes[self.rank], ROOM
         dist.barrier()
 
-    def of(self, rank, region, shapes, dtype):
+    def tensors(self, rank, region, shapes, dtype):
         at, found = region % self.regions * ROOM, []
         for shape in shapes:
             size = torch.Size(shape).numel() * dtype.itemsize
@@ -53,28 +53,28 @@ class Shared:
             at += size
         return found
 
-    def begin(self) -> None:
+    def wait_for_region(self) -> None:
         pass
 
     def exchange(self, copies, to) -> None:
         self.turn += 1
         dist.barrier()
-        time.sleep(self.late * (self.turn % self.ranks == self.me))
+        time.sleep(self.late * (self.turn % self.ranks == self.rank))
         for x in copies:
-            target = to[x.target].data_ptr() + x.at
+            target = to[x.target].data_ptr() + x.offset
             for n in range(x.height):
                 line = target + n * x.target_pitch, x.source + n * x.source_pitch
                 ctypes.memmove(*line, x.width)
 
-    def mark(self):
+    def wait_function(self):
         return lambda: None
 
 
-class InTurn(Lanes):
-    """Lanes of the CPU, where all is done in turn: fetched before the first kernel, as for lanes."""
+class InTurn(StreamPool):
+    """Streams of the CPU, where all is done in turn: keys are fetched before the first kernel."""
 
     def __init__(self) -> None:
-        self.streams, self.kept = [None], []
+        self.streams, self.kept_alive = [None], []
 
     def __enter__(self):
         return self
@@ -82,7 +82,7 @@ class InTurn(Lanes):
     def __exit__(self, *_) -> None:
         pass
 
-    def of(self, step: int):
+    def stream(self, chunk: int):
         return nullcontext()
 
 
@@ -124,7 +124,7 @@ def compared(folder: Path, **how) -> bool:
     dout, usual = torch.randn_like(q), run.transport_of
     mask = hw.causal() & hw.document.from_lengths([70, 131, 1, 99])
     memory = Shared(folder, **how)
-    for name, plan in itertools.product(NAMES, ("heads", "gather", "ring")):
+    for name, plan in itertools.product(NAMES, ("heads", "gather")):
         layout = layout_of(name, n, dist.get_world_size(), 5).using(plan)
         if name == "zigzag":  # keys and values that are not alike
             v, dout = narrow, dout[..., :4]
@@ -153,20 +153,20 @@ def right(world: int, rank: int) -> None:
         assert compared(folder, late=0.01)
 
 
-def in_lanes(world: int, rank: int) -> None:
+def in_streams(world: int, rank: int) -> None:
     """All fetched at once, and results written where they belong and gradients where they leave."""
     with shared_folder() as folder, pytest.MonkeyPatch.context() as patched:
-        usual = stepwise.ByHeads._lanes
+        usual = headwise.HeadwiseAllGather._stream_pool
         made = []
 
-        def lanes(self, steps, call, transport):
-            if not isinstance(transport, Pull) or len(steps) < 2:
-                return usual(self, steps, call, transport)
+        def stream_pool(self, chunks, call, transport):
+            if not isinstance(transport, Pull) or len(chunks) < 2:
+                return usual(self, chunks, call, transport)
             made.append(InTurn())
             return made[-1]
 
-        patched.setattr(stepwise.ByHeads, "_lanes", lanes)
-        patched.setattr(rows, "get", WritesInto)
+        patched.setattr(headwise.HeadwiseAllGather, "_stream_pool", stream_pool)
+        patched.setattr(query_shards, "get", WritesInto)
         assert compared(folder, late=0.003)
         assert made
 
@@ -174,17 +174,17 @@ def in_lanes(world: int, rank: int) -> None:
 def two_steps(world: int, rank: int) -> None:
     """When the keys of the next step are fetched, those of one step are there, and no other's."""
     alive: list[weakref.ref] = []
-    fetch = Pull.fetch
+    gather = Pull.gather
 
     def counted(self, *given):
         assert sum(of() is not None for of in alive) <= 1
-        coming = fetch(self, *given)
-        alive.append(weakref.ref(coming.out[0]))
-        return coming
+        pending = gather(self, *given)
+        alive.append(weakref.ref(pending.buffers[0]))
+        return pending
 
     with shared_folder() as folder, pytest.MonkeyPatch.context() as patched:
         memory = Shared(folder)
-        patched.setattr(Pull, "fetch", counted)
+        patched.setattr(Pull, "gather", counted)
         patched.setattr(run, "transport_of", lambda *of: Pull(memory))
         q, k, v = (torch.randn(1, h, 64, 8) for h in (10, 5, 5))
         layout = Layout.zigzag(64, dist.group.WORLD).using("heads")
@@ -202,7 +202,7 @@ def overwritten(world: int, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("world", "case"),
-    [(2, right), (3, right), (2, in_lanes), (3, in_lanes), (2, two_steps), (3, overwritten)],
+    [(2, right), (3, right), (2, in_streams), (3, in_streams), (2, two_steps), (3, overwritten)],
 )
 def test_pulls(world, case, tmp_path):
     run_ranks(world, (case,), tmp_path)
@@ -214,13 +214,13 @@ def test_explained():
     said = str(hw.explain(q, k, k, mask=hw.causal(), layout=layout))
     assert "transport: collectives, tensors are on cpu" in said
     cuda = torch.device("cuda", 0)
-    assert told("collective", None, cuda) == "collectives, as named"
-    assert told("auto", None, cuda).startswith("pulled by copy engines, if")
-    pull._made.put(("group", cuda), "ranks share a card")
-    assert told("auto", "group", cuda) == "collectives: ranks share a card"
-    pull._made.put(("group", cuda), Pull(None))
-    assert told("pull", "group", cuda) == "pulled by copy engines"
-    pull._made.clear()
+    assert describe_transport("collective", None, cuda) == "collectives, as named"
+    assert describe_transport("auto", None, cuda).startswith("pulled by copy engines, if")
+    pull._transports.put(("group", cuda), "ranks share a card")
+    assert describe_transport("auto", "group", cuda) == "collectives: ranks share a card"
+    pull._transports.put(("group", cuda), Pull(None))
+    assert describe_transport("pull", "group", cuda) == "pulled by copy engines"
+    pull._transports.clear()
 
 
 def test_by_name():

@@ -20,16 +20,18 @@ from ..autograd import (
     needs_operators,
     refuse_tangents,
     savable,
+    without_repeats,
 )
 from ..backends.base import Call
 from ..errors import ArgumentError
 from ..flops import register_flops
 from ..operators import flat, grads_like, library, results_like
-from ..types import NAMESPACE, Forward, Spec, acc_dtype, in_dtype
-from .layout import NO_MESH, Layout
+from ..types import NAMESPACE, REPLICATED_KV, ExchangeSpec, Forward, Spec, acc_dtype, in_dtype
+from .layout import Layout
+from .shard_table import NO_MESH
 
 _INPUTS = (
-    "str spec, str wire, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, "
+    "str spec, Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? seed, "
     "Tensor[] tensors, SymInt[] ints, float[] floats, Tensor[] tiles, SymInt[] offsets, "
     "Tensor q_table, Tensor kv_table"
 )
@@ -51,7 +53,7 @@ class Layouts(NamedTuple):
 
     @staticmethod
     def of(layout: Any) -> "Layouts":
-        """From what a caller gives.
+        """Return the layouts of a call from its argument `layout`.
 
         **Raises:** `ArgumentError` for anything but a layout, or two of the same ranks, and for a
         named plan of keys that nothing moves.
@@ -75,64 +77,70 @@ class Layouts(NamedTuple):
                     f'layout.using({q.plan!r}, {q.transport!r}) says how: leave both "auto"'
                 )
             return Layouts(q, None)
-        places = [(x.group_name, x.ranks, x.rank, x.node) for x in (q, kv)]
-        if places[0] != places[1]:
+        q_place, kv_place = ((x.group_name, x.ranks, x.rank, x.node) for x in (q, kv))
+        if q_place != kv_place:
             raise ArgumentError("the layouts of queries and of keys are on different meshes")
         return Layouts(q, kv)
 
     def lengths(self, k: Tensor) -> tuple[int, int]:
-        """Of the whole: queries and keys."""
+        """Return the lengths of the whole sequences of queries and of keys."""
         return self.q.length, k.shape[2] if self.kv is None else self.kv.length
 
 
 def attention(
-    spec: Spec, call: Call, layouts: Layouts, own_tiles: bool, drawn: bool
+    spec: Spec, call: Call, layouts: Layouts, own_tiles: bool, draws_seed: bool
 ) -> Forward:  # fmt: skip
-    """out, lse, max_logit (of all ranks' rows) and row_max for this rank's queries, under autograd.
+    """Return out, lse, max_logit (over all ranks' queries) and row_max of this rank's queries,
+    under autograd.
 
-    - `own_tiles`: the tiles of the block mask are the caller's own, and not only its mask's.
-    - `drawn`: nobody gave the seed: that of the first rank counts.
+    - `own_tiles`: the tiles of the block mask are the caller's lists of blocks.
+    - `draws_seed`: the caller gave no seed; the one that the first rank drew is used.
     """
     if not layouts.q.group_name:
         raise ArgumentError(NO_MESH)
-    given = flat(call)
-    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, _, _ = given
-    learned = [q, k, v, sink, *tensors[: spec.score_tensors]]
+    operands = flat(call)
+    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, _, _ = operands
+    trainable = [q, k, v, sink, *tensors[: spec.score_tensors]]
     if not is_compiling():
-        refuse_tangents(*learned)
+        refuse_tangents(*trainable)
         register_flops()
-    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned)
-    at = layouts.q
-    fixed = "".join(str(int(not t.requires_grad)) for t in tensors)
-    flags = f"{int(own_tiles)}|{int(trains)}|{int(drawn)}|{fixed}|{at.rank}|{at.ranks}"
-    groups = f"{at.group_name}|{at.node}|{at.inside_name}|{at.between_name}"
-    way = f"{at.plan}|{at.transport}" if layouts.kv is not None else "local|collective"
-    wire = f"{way}|{flags}|{groups}"
-    tables = at.table, (layouts.kv or at).table
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trainable)
+    exchange = _exchange_of(layouts, own_tiles, trains, draws_seed, tensors)
+    text = spec.over_ranks(exchange).text
+    tables = layouts.q.table, (layouts.kv or layouts.q).table
     if not trains:
         run = forward_op if needs_operators(q, k, v, *tensors) else _forward
-        out, *stats, _ = run(spec.text, wire, *given[:10], *tables)
-        return Forward(in_dtype(out, _given_dtype(spec, q)), *stats)
-    counts = spec.score_tensors, len(tensors), _given_dtype(spec, q)
+        out, *stats, _ = run(text, *operands[:10], *tables)
+        return Forward(in_dtype(out, _out_dtype(spec, q)), *stats)
+    counts = spec.score_tensors, len(tensors), _out_dtype(spec, q)
     inputs = [q, k, v, sink, seed, *tables, *tensors, *tiles]
     if is_compiling():
-        inputs = _distinct(inputs)
+        inputs = without_repeats(inputs)
     else:
         inputs[3:] = map(savable, inputs[3:])
-    *results, _, _ = _Context.apply(spec.text, wire, ints, floats, offsets, counts, *inputs)
+    *results, _, _ = _Context.apply(text, ints, floats, offsets, counts, *inputs)
     return Forward(*results)
 
 
-def _given_dtype(spec: Spec, q: Tensor) -> torch.dtype:
+def _exchange_of(
+    layouts: Layouts, own_tiles: bool, trains: bool, draws_seed: bool, captured: list[Tensor]
+) -> ExchangeSpec:
+    """Return the part of the spec that says how keys and values are exchanged."""
+    q = layouts.q
+    plan, transport = q.plan, q.transport
+    if layouts.kv is None:
+        plan, transport = REPLICATED_KV, "collective"
+    constants = tuple([not tensor.requires_grad for tensor in captured])
+    # Dynamo may make symbols of a layout's integers; their text is a constant again.
+    rank, ranks, node_size = int(str(q.rank)), int(str(q.ranks)), int(str(q.node))
+    return ExchangeSpec(
+        plan, transport, own_tiles, trains, draws_seed, constants, rank, ranks, q.group_name,
+        node_size, q.inside_name, q.between_name,
+    )  # fmt: skip
+
+
+def _out_dtype(spec: Spec, q: Tensor) -> torch.dtype:
     return acc_dtype(q.dtype) if spec.partial else q.dtype
-
-
-def _distinct(inputs: list[Tensor | None]) -> list[Tensor | None]:
-    seen: list[Tensor | None] = []
-    for x in inputs:
-        again = x is not None and any(x is y for y in seen)
-        seen.append(x.view_as(x) if again else x)
-    return seen
 
 
 class _Context(torch.autograd.Function):
@@ -140,12 +148,12 @@ class _Context(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs):
-        spec, wire, ints, floats, offsets, counts, q, k, v, sink, seed, *rest = inputs
+        spec, ints, floats, offsets, counts, q, k, v, sink, seed, *rest = inputs
         q_table, kv_table, *tensors = rest
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
         run = forward_op if needs_operators(q, k, v, *tensors) else _forward
         exact, *stats, number = run(
-            spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
+            spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
             kv_table,
         )  # fmt: skip
         out = in_dtype(exact, counts[2])
@@ -153,9 +161,9 @@ class _Context(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        spec, wire, ints, floats, offsets, counts, *tensors = inputs
+        spec, ints, floats, offsets, counts, *tensors = inputs
         out, lse, max_logit, row_max, number, exact = output
-        ctx.known = spec, wire, ints, floats, offsets, counts
+        ctx.known = spec, ints, floats, offsets, counts
         ctx.save_for_backward(out if exact.dtype == out.dtype else exact, lse, number, *tensors)
         ctx.mark_non_differentiable(max_logit, row_max, number, exact)
         ctx.set_materialize_grads(False)
@@ -168,21 +176,21 @@ class _Context(torch.autograd.Function):
     def gradients(ctx, dout, dlse, *_):
         """The gradients of every input of `forward`."""
         out, lse, number, q, k, v, sink, seed, q_table, kv_table, *tensors = ctx.saved_tensors
-        spec, wire, ints, floats, offsets, counts = ctx.known
+        spec, ints, floats, offsets, counts = ctx.known
         captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
         needs = [
-            ctx.needs_input_grad[13 + n] and t.is_floating_point()
+            ctx.needs_input_grad[12 + n] and t.is_floating_point()
             for n, t in enumerate(captured[: counts[0]])
         ]
         if dout is None:
             dout = torch.zeros_like(out, dtype=counts[2])
         run = backward_op if needs_operators(q, k, v, dout, *tensors) else _backward
         results = run(
-            spec, wire, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
+            spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
             kv_table, number, out, lse, dout, dlse, needs,
         )  # fmt: skip
         grads = grads_of_inputs(results, q, k, v, sink, captured, needs)
-        return (*(None,) * 6, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
+        return (*(None,) * 5, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
 
 
 # -- the operators --------------------------------------------------------------------------------
@@ -200,12 +208,12 @@ def _backward(*inputs: Any) -> list[Tensor]:
     return run.backward(*inputs)
 
 
-def _forward_fake(spec: str, wire: str, q, k, v, *rest: Any) -> tuple[Tensor, ...]:
+def _forward_fake(spec: str, q, k, v, *rest: Any) -> tuple[Tensor, ...]:
     number = torch.empty((), dtype=torch.int64, device="cpu")
     return *results_like(spec, q, v, q.shape[0]), number
 
 
-def _backward_fake(spec: str, wire: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:
+def _backward_fake(spec: str, q, k, v, sink, seed, tensors, *rest: Any) -> list[Tensor]:
     return grads_like(spec, q, k, v, sink, tensors, rest[-1])
 
 

@@ -1,6 +1,5 @@
-"""Which rank holds which tokens of a sequence."""
+"""Layouts: the assignment of a sequence's tokens to ranks."""
 
-import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,20 +11,18 @@ from torch.compiler import is_compiling
 from ..arguments import count_of, number_of
 from ..errors import ArgumentError
 from .place import place_of
+from .shard_table import ShardTable, check_size, merge_pieces, table_digest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-NO_MESH = (
-    'the layout was made from (rank, ranks) and has no mesh yet; give it one: layout.on(mesh["cp"])'
-)
-PLANS = ("auto", "heads", "gather", "ring", "ulysses", "ulysses*heads")
+PLANS = ("auto", "heads", "gather", "ulysses", "ulysses*heads")
 TRANSPORTS = ("auto", "collective", "pull")
 
 
-class Layout:
-    """Which rank holds which tokens of a sequence of `length`: one value, equal on all ranks.
+class Layout(ShardTable):
+    """The assignment of a sequence's tokens to ranks: one value, equal on all ranks.
 
     It is made from a one-dimensional `DeviceMesh` (`mesh["cp"]`), from one of two dimensions, nodes
     and the ranks of a node (`mesh["between", "inside"]`: rank after rank, node after node), from a
@@ -59,17 +56,10 @@ class Layout:
     **Raises:** `ArgumentError` where the pieces do not cover the sequence once.
     """
 
-    length: int
-    rank: int
-    ranks: int
-    local: int
     sizes: tuple[int, ...]
-    table: Tensor  # int64 (pieces, 3), on the CPU
-    positions: Tensor
-    group_name: str  # of the process group; empty until a mesh is known
     node: int
-    inside_name: str  # of the group of this node's ranks, and
-    between_name: str  # of those with this rank's place in theirs
+    inside_name: str  # of the group of this node's ranks
+    between_name: str  # of the group of ranks with this rank's place in every node
     plan: str
     transport: str
 
@@ -77,29 +67,29 @@ class Layout:
         self.length = count_of("length", length)
         self.plan = self.transport = "auto"
         self._place(mesh)
-        given = pieces if isinstance(pieces, Tensor) else list(pieces)
-        table = torch.as_tensor(given, dtype=torch.int64, device="cpu").reshape(-1, 3)
-        self.table = _dynamic(merged(table[table[:, 2] > table[:, 1]]))
+        values = pieces if isinstance(pieces, Tensor) else list(pieces)
+        table = torch.as_tensor(values, dtype=torch.int64, device="cpu").reshape(-1, 3)
+        self.table = _dynamic(merge_pieces(table[table[:, 2] > table[:, 1]]))
         self._check()
         rank, start, stop = self.table.unbind(1)
         sizes = torch.zeros(self.ranks, dtype=torch.int64, device="cpu")
         self.sizes = tuple(sizes.index_add_(0, rank, stop - start).tolist())
         self._find_positions()
 
-    # -- ways to deal ------------------------------------------------------------------------------
+    # -- constructors ------------------------------------------------------------------------------
 
     @staticmethod
     def contiguous(length: int, mesh: Any) -> "Layout":
-        """One piece for each rank, in order, as even as may be (`torch.tensor_split`)."""
+        """Return a layout of one piece for each rank, in order, as `torch.tensor_split` cuts."""
         length, ranks = count_of("length", length), place_of(mesh).ranks
         cuts = [length * n // ranks for n in range(ranks + 1)]
         return Layout(length, [(n, *cuts[n : n + 2]) for n in range(ranks)], mesh)
 
     @staticmethod
     def zigzag(length: int, mesh: Any) -> "Layout":
-        """Two pieces for each rank, n and 2 ranks - 1 - n of twice as many: all ranks have as much
-        to do under a causal mask. (Zhu 2024, zigzag ring attention; Llama 3, arXiv 2407.21783,
-        section 3.3.2)"""
+        """Return a layout of two pieces for each rank, n and 2 ranks - 1 - n of twice as many:
+        under a causal mask all ranks have equal work. (Zhu 2024, zigzag ring attention; Llama 3,
+        arXiv 2407.21783, section 3.3.2)"""
         length, ranks = count_of("length", length), place_of(mesh).ranks
         cuts = [length * n // (2 * ranks) for n in range(2 * ranks + 1)]
         return Layout(
@@ -114,8 +104,8 @@ class Layout:
         tile: int = 128,
         slack: float = 0.03,
     ) -> "Layout":
-        """For packed documents that are causal: whole documents where balance allows, and parts of
-        one where it does not.
+        """Return a layout for packed causal documents. It keeps documents whole where balance
+        allows it, and cuts the others.
 
         - `documents`: the lengths of the documents, integers or a tensor `(documents,)`; or of
           every row of the batch, whose sums are equal.
@@ -123,10 +113,10 @@ class Layout:
         - `slack`: of tokens and of kept pairs no rank has more than this above the mean, where that
           can be reached.
         """
-        from .deal import deal_documents
+        from .balance import balance_documents
 
         rows = _rows_of(documents)
-        pieces = deal_documents(rows, place_of(mesh).ranks, *_dealt(tile, slack))
+        pieces = balance_documents(rows, place_of(mesh).ranks, *_balance_options(tile, slack))
         return Layout(int(sum(rows[0])), pieces, mesh)
 
     @staticmethod
@@ -140,30 +130,32 @@ class Layout:
         tile: int = 128,
         slack: float = 0.03,
     ) -> "Layout":
-        """For any mask: no rank has more than `slack` above the mean number of live tiles, where
-        that can be reached, and of such layouts the one that moves the fewest bytes.
+        """Return a layout for any mask: no rank has more than `slack` above the mean number of live
+        tiles, where that can be reached. Of such layouts it is the one that moves the fewest bytes.
 
         - `masks`: one mask, or a list of those that a model's layers have, for self-attention over
           `length` tokens: functions, values of the library, or block masks.
         - `b`, `h`: batch and heads, for masks that look at them. (Block masks know theirs.)
         - `tile`: pieces are cut at multiples of it.
         """
-        from .deal import deal_masks
+        from .balance import balance_masks
 
         length, ranks = count_of("length", length), place_of(mesh).ranks
         masks = list(masks) if isinstance(masks, list | tuple) else [masks]
         sizes = count_of("b", b, 1), count_of("h", h, 1), length, length
-        return Layout(length, deal_masks(masks, sizes, ranks, *_dealt(tile, slack)), mesh)
+        return Layout(
+            length, balance_masks(masks, sizes, ranks, *_balance_options(tile, slack)), mesh
+        )
 
     # -- the value ---------------------------------------------------------------------------------
 
     @property
     def pieces(self) -> tuple[tuple[int, int, int], ...]:
-        """`(rank, start, stop)` of all ranks, rank after rank."""
+        """Return `(rank, start, stop)` of all pieces, rank after rank."""
         return tuple(tuple(piece) for piece in self.table.tolist())  # type: ignore[misc]
 
     def on(self, mesh: "DeviceMesh | ProcessGroup | tuple") -> "Layout":
-        """The same layout on this mesh, of as many ranks.
+        """Return the same layout on this mesh, of as many ranks.
 
         **Raises:** `ArgumentError` where the mesh has another number of ranks.
         """
@@ -178,21 +170,26 @@ class Layout:
         return new
 
     def using(self, plan: str = "auto", transport: str = "auto") -> "Layout":
-        """The same layout, its keys and values travelling in this way.
+        """Return the same layout with a plan and a transport for keys and values.
 
-        - `plan`: which of them, in which order: "heads", "gather", "ring", "ulysses",
-          "ulysses*heads" (on a mesh of two dimensions: "ulysses" inside of a node, "heads" between
-          nodes), or "auto", the cheapest (see `headway.distributed.exchange.plans`).
+        - `plan`: "heads" (all-gather by chunks of heads), "gather" (in one chunk), "ulysses"
+          (all-to-all), "ulysses*heads" (on a mesh of two dimensions: "ulysses" inside of a node,
+          "heads" between nodes), or "auto", the cheapest (see
+          `headway.distributed.exchange.plans`).
         - `transport`: "collective", by `torch.distributed`'s collectives; "pull", out of the memory
           of the other cards of one host, by copy engines, which take no multiprocessor from
           attention; "auto": pulls where all cards of the group are of one host and reach each
           other, but for the all-to-alls of "ulysses", and collectives elsewhere and while a CUDA
           graph is captured.
         """
-        for name, value, among in (("plan", plan, PLANS), ("transport", transport, TRANSPORTS)):
-            if value not in among:
+        if plan == "ring":
+            raise ArgumentError(
+                'plan="ring" was removed, since "heads" is faster; use layout.using("heads")'
+            )
+        for name, value, choices in (("plan", plan, PLANS), ("transport", transport, TRANSPORTS)):
+            if value not in choices:
                 raise ArgumentError(
-                    f"{name}={value!r} must be one of {', '.join(map(repr, among))}"
+                    f"{name}={value!r} must be one of {', '.join(map(repr, choices))}"
                 )
         if plan == "ulysses" and transport == "pull":
             raise ArgumentError('plan="ulysses" sends by collectives alone; leave transport out')
@@ -201,8 +198,8 @@ class Layout:
         return new
 
     def digest(self) -> int:
-        """A number, 63 bits, that other layouts do not have."""
-        return digest(self.table, self.length, self.ranks)
+        """Return a number of 63 bits that no other layout has."""
+        return table_digest(self.table, self.length, self.ranks)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -215,10 +212,10 @@ class Layout:
         return self.digest()
 
     def __reduce__(self) -> tuple:
-        """Without the mesh, which is of one process: `on` gives the copy one."""
+        """Pickle the layout without its mesh, which belongs to one process; see `on`."""
         shape = (self.ranks // self.node, self.node) if self.node else self.ranks
-        place, way = (self.rank, shape), (self.plan, self.transport)
-        return _restored, (self.length, self.table.tolist(), place, way)
+        place, names = (self.rank, shape), (self.plan, self.transport)
+        return _unpickled, (self.length, self.table.tolist(), place, names)
 
     def __repr__(self) -> str:
         return (
@@ -246,7 +243,7 @@ class Layout:
         # In a compiled program nobody is asked: a call that uses the part compares the layout. Nor
         # in a fork of the process that is a rank, as a worker of a DataLoader is.
         if self.group_name and not is_compiling() and self._process == os.getpid():
-            from .exchange.move import shard
+            from .exchange.resharding import shard
 
             shard(self, x, dim)
         check_size(x, dim, self.length, "the whole sequence")
@@ -263,7 +260,7 @@ class Layout:
         **Raises:** `ArgumentError` where `x` has another length, and on every rank where ranks
         differ in layout, shape, dtype, `dim`, or in whose backward they are.
         """
-        from .exchange.move import unshard
+        from .exchange.resharding import unshard
 
         return unshard(self, x, dim)
 
@@ -279,7 +276,7 @@ class Layout:
         every rank where ranks differ in layout, shape, dtype, `dim`, `by`, `fill`, or in whose
         backward they are.
         """
-        from .exchange.move import shift
+        from .exchange.resharding import shift
 
         return shift(self, x, by, dim, fill)
 
@@ -298,10 +295,12 @@ class Layout:
         self._process = os.getpid()
 
     def _find_positions(self) -> None:
-        mine = self.table[self.table[:, 0] == self.rank]
-        parts = [torch.arange(start, stop, device="cpu") for _, start, stop in mine.tolist()]
-        found = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
-        self.positions, self.local = found.to(self._device), len(found)
+        pieces = self.table[self.table[:, 0] == self.rank].tolist()
+        ranges = [torch.arange(start, stop, device="cpu") for _, start, stop in pieces]
+        positions = torch.zeros(0, dtype=torch.int64, device="cpu")
+        if ranges:
+            positions = torch.cat(ranges)
+        self.positions, self.local = positions.to(self._device), len(positions)
 
     def _check(self) -> None:
         rank, start, stop = self.table.unbind(1)
@@ -314,43 +313,15 @@ class Layout:
         ends = torch.cat([stop.new_zeros(1), stop])
         begins = torch.cat([start, start.new_full((1,), self.length)])
         if not torch.equal(ends, begins):
-            at = int(torch.minimum(ends, begins)[ends != begins][0])
+            position = int(torch.minimum(ends, begins)[ends != begins][0])
             raise ArgumentError(
-                f"pieces must cover positions 0 to {self.length} once: at {at} they overlap, leave "
-                "a gap, or go past the end"
+                f"pieces must cover positions 0 to {self.length} once: at {position} they overlap, "
+                "leave a gap, or go past the end"
             )
 
 
-def check_size(x: Tensor, dim: int, size: int, what: str) -> None:
-    """Raise where x has not `size` tokens along `dim`, as `what` has."""
-    if x.shape[dim] != size:
-        raise ArgumentError(
-            f"x {tuple(x.shape)} has {x.shape[dim]} along dim={dim}, but {what} has {size} "
-            "tokens; name the dimension of the sequence by dim="
-        )
-
-
-def digest(table: Tensor, *numbers: int) -> int:
-    """A number, 63 bits, that other tables of pieces do not have."""
-    found = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
-    found.update(table.numpy().tobytes())
-    return int.from_bytes(found.digest(), "little") >> 1
-
-
-def _restored(length: int, pieces: list, place: tuple, way: tuple[str, str]) -> Layout:
-    return Layout(length, pieces, place).using(*way)
-
-
-def merged(table: Tensor) -> Tensor:
-    """Sorted by rank and start; pieces that touch are one."""
-    table = table[table[:, 1].sort(stable=True).indices]
-    table = table[table[:, 0].sort(stable=True).indices]
-    if len(table) < 2:
-        return table
-    apart = (table[1:, 0] != table[:-1, 0]) | (table[1:, 1] != table[:-1, 2])
-    one = apart.new_ones(1)
-    first, last = torch.cat([one, apart]), torch.cat([apart, one])
-    return torch.cat([table[first][:, :2], table[last][:, 2:]], 1)
+def _unpickled(length: int, pieces: list, place: tuple, names: tuple[str, str]) -> Layout:
+    return Layout(length, pieces, place).using(*names)
 
 
 def _dynamic(table: Tensor) -> Tensor:
@@ -361,7 +332,7 @@ def _dynamic(table: Tensor) -> Tensor:
 
 
 def _rows_of(documents: Any) -> list[list[int]]:
-    """The lengths of the documents of every row of the batch."""
+    """Return the lengths of the documents of every row of the batch."""
     if isinstance(documents, Tensor):
         documents = documents.tolist()
     documents = list(documents)
@@ -375,7 +346,7 @@ def _rows_of(documents: Any) -> list[list[int]]:
     return rows
 
 
-def _dealt(tile: Any, slack: Any) -> tuple[int, float]:
+def _balance_options(tile: Any, slack: Any) -> tuple[int, float]:
     slack = number_of("slack", slack)
     if slack < 0:
         raise ArgumentError(f"slack={slack!r} must be 0 or more")

@@ -1,4 +1,4 @@
-"""Which rank of how many a process is, by what a layout is given as its mesh."""
+"""The place of a process among ranks, from the mesh that a layout is given."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Rank, ranks, and the device of a mesh; the names of its process groups, empty where there are
-    none yet.
+    """A rank, the number of ranks, their device, and the names of process groups, which are empty
+    where there are none yet.
 
-    - `node`: how many ranks a node has, of a mesh of two dimensions (nodes, ranks of a node): rank
-      r is of node r // node. 0 for a mesh of one.
-    - `group`, `inside`, `between`: of all ranks, of those of this node, and of those with this
-      rank's place in theirs.
+    - `node`: ranks of a node on a mesh of two dimensions (nodes, ranks of a node): rank r is in
+      node r // node. 0 on a mesh of one.
+    - `group`, `inside`, `between`: of all ranks, of this node's ranks, and of the ranks with this
+      rank's place in every node.
     """
 
     rank: int
@@ -31,7 +31,8 @@ class Place(NamedTuple):
 
 
 def place_of(mesh: Any) -> Place:
-    """From a `DeviceMesh` of one dimension or two, a process group, or a pair.
+    """Return the place that a `DeviceMesh` of one dimension or two, a process group, or a pair
+    gives to this process.
 
     **Raises:** `ArgumentError` for anything else.
     """
@@ -39,9 +40,9 @@ def place_of(mesh: Any) -> Place:
         return _of_pair(mesh)
     import torch.distributed as dist
 
-    kind, node, names = None, 0, ("", "")
+    device_type, node, names = None, 0, ("", "")
     if hasattr(mesh, "get_group") and hasattr(mesh, "mesh_dim_names"):  # a DeviceMesh
-        kind, node = mesh.device_type, mesh.size(1) if mesh.ndim == 2 else 0
+        device_type, node = mesh.device_type, mesh.size(1) if mesh.ndim == 2 else 0
         if mesh.ndim == 2:
             names = mesh.get_group(1).group_name, mesh.get_group(0).group_name
         mesh = _flat(mesh).get_group()
@@ -53,24 +54,27 @@ def place_of(mesh: Any) -> Place:
     rank, ranks = dist.get_rank(mesh), dist.get_world_size(mesh)
     if rank < 0:
         raise ArgumentError("this process is not one of the mesh's ranks")
-    if kind is None:  # gloo's own groups serve every device: then the accelerator, if there is one
-        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kinds = {d.type for d in mesh._device_types}
-        kind = here.type if here is not None and here.type in kinds else "cpu"
-    index = None if kind == "cpu" else torch.accelerator.current_device_index()
-    device = torch.device("cpu") if index is None else torch.device(kind, index)
+    if device_type is None:  # gloo's groups serve every device: then the accelerator, if any
+        device_type, served = "cpu", {device.type for device in mesh._device_types}
+        if torch.accelerator.is_available():
+            accelerator = torch.accelerator.current_accelerator()
+            if accelerator is not None and accelerator.type in served:
+                device_type = accelerator.type
+    device = torch.device("cpu")
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.accelerator.current_device_index())
     return Place(rank, ranks, device, mesh.group_name, node, *names)
 
 
 def _of_pair(mesh: Any) -> Place:
-    """Of (rank, ranks) or (rank, (nodes, ranks of a node))."""
+    """Return the place of (rank, ranks) or (rank, (nodes, ranks of a node))."""
     shape = mesh[1] if isinstance(mesh[1], tuple | list) else [mesh[1]]
     rank, sizes = as_int(mesh[0]), [as_int(n) for n in shape]
-    known = [n for n in sizes if n is not None and n > 0]
-    if len(known) == len(sizes) and len(sizes) in (1, 2):
-        ranks = known[0] * known[-1] if len(sizes) == 2 else known[0]
+    positive = [n for n in sizes if n is not None and n > 0]
+    if len(positive) == len(sizes) and len(sizes) in (1, 2):
+        ranks = positive[0] * positive[-1] if len(sizes) == 2 else positive[0]
         if rank is not None and 0 <= rank < ranks:
-            node = known[1] if len(sizes) == 2 else 0
+            node = positive[1] if len(sizes) == 2 else 0
             return Place(rank, ranks, torch.device("cpu"), node=node)
     raise ArgumentError(
         f"mesh={mesh!r}: as a pair it is (rank, ranks), 0 <= rank < ranks, or "
@@ -79,7 +83,7 @@ def _of_pair(mesh: Any) -> Place:
 
 
 def _flat(mesh: "DeviceMesh") -> "DeviceMesh":
-    """The mesh of one dimension with all of its ranks.
+    """Flatten a mesh to one dimension with all of its ranks.
 
     **Raises:** `ArgumentError` for more than two dimensions, and for two that have no names or
     whose ranks are not in ascending order, node after node.

@@ -26,7 +26,7 @@ from torch import Tensor
 from headway import explain
 from headway.api import attention
 from headway.distributed import Layout
-from headway.distributed.exchange.pull import reserved
+from headway.distributed.exchange.pull import reserved_bytes
 from headway.mods import causal
 
 from .case import BACKWARD, FORWARD, Case, CaseInputs, Size, Unavailable, make_inputs, size
@@ -37,7 +37,7 @@ from .ranks import ONE_CARD
 from .results import NOT_RUN, WRONG, Result
 from .timing import Timing, between, mark, wait
 
-PLANS = "gather", "heads", "ring", "ulysses"  # beside that of "auto"
+PLANS = "gather", "heads", "ulysses"  # beside that of "auto"
 EVERY_PLAN = "causal", "documents-64"  # names of cases; the others have the first plan alone
 LONGEST = 1 << 17  # tokens: beyond, nothing is checked
 PEERS = 1 << 17  # tokens: beyond, the first plan alone, no peers and no traces
@@ -389,7 +389,7 @@ def memory(case: Case, one: RankContestant) -> list[Result]:
         dist.all_reduce(largest_bytes, dist.ReduceOp.MAX)
         note = (
             f"{float(largest_bytes) / keys:.2f} of the keys and values of the sequence; and "
-            f"{reserved() / 1e6:,.0f} MB of symmetric memory, for all calls so far"
+            f"{reserved_bytes() / 1e6:,.0f} MB of symmetric memory, for all calls so far"
         )
         return Result(
             case.name, f"{direction}, memory", "headway", unit="MB",

@@ -15,15 +15,13 @@ from .runtime.launcher import KernelLauncher
 _BLOCK = 32  # rows of a program
 
 
-def write_sums(
-    routes: Any, parts: Sequence[Tensor], received: Tensor, to: Sequence[Tensor]
-) -> None:
+def write_sums(comm: Any, parts: Sequence[Tensor], received: Tensor, to: Sequence[Tensor]) -> None:
     """Write the sums of this rank's contributions and of the received ones, rank after rank, to
     `to`, (b, h, tokens, width) of any dtype. Every sum is rounded once; it is 0 without any.
 
-    - `routes`: the rows that ranks exchange.
+    - `comm`: the `CommPlan` of the exchange.
     - `parts`: this rank's contributions to all rows that it has read.
-    - `received`: a message (`routes.message`).
+    - `received`: a message (`comm_plan.empty_message`).
     """
     parts = [part.contiguous() for part in parts]
     for n, (part, total) in enumerate(zip(parts, to, strict=True)):
@@ -31,28 +29,28 @@ def write_sums(
             continue
         shapes = tuple([tuple(part.shape) for part in parts])
         key = "sums", n, shapes, total.stride(), total.dtype, part.dtype
-        launcher = routes.known.get(key)
+        launcher = comm.launch_cache.get(key)
         if launcher is None:
-            launcher = routes.known[key] = _launcher(routes, parts, n, total)
+            launcher = comm.launch_cache[key] = _launcher(comm, parts, n, total)
         kernel, table = launcher
         kernel((part, received if received.numel() else part, total, table))
 
 
 def _launcher(
-    routes: Any, parts: Sequence[Tensor], n: int, total: Tensor
+    comm: Any, parts: Sequence[Tensor], n: int, total: Tensor
 ) -> tuple[KernelLauncher, Tensor]:
     """Return the kernel for part n, and its table: for each contribution the first row here, the
     number of rows, the offset of the first one, and the stride of heads."""
     b, h, rows, width = parts[n].shape
-    entries = [(s.at, s.size, s.to * width, rows * width) for s in routes.own]
+    entries = [(s.holder_start, s.size, s.reader_start * width, rows * width) for s in comm.local]
     begin = 0
-    for s in routes.outgoing:
+    for s in comm.outgoing:
         for m, x in enumerate(parts):
             if m == n:
-                entries.append((s.at, s.size, begin, s.size * width))
+                entries.append((s.holder_start, s.size, begin, s.size * width))
             begin += b * x.shape[1] * s.size * x.shape[3]
     table = torch.tensor(entries, dtype=torch.int64, device=total.device).reshape(-1, 4)
-    sizes = len(routes.own), len(entries), h, total.shape[2], width, *total.stride()[:3]
+    sizes = len(comm.local), len(entries), h, total.shape[2], width, *total.stride()[:3]
     programs = b * h * -(-total.shape[2] // _BLOCK)
     options = {"BLOCK": _BLOCK, "WIDTH": triton.next_power_of_2(width)}
     arrange = lambda tensors, *_: (*tensors, *sizes)

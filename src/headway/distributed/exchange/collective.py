@@ -1,5 +1,7 @@
-"""Rows travel by collectives of `torch.distributed`: one uneven all-to-all, whose sizes all ranks
-know. (A chain of sends and receives would wait forever where a rank has left.)"""
+"""The transport by collectives of `torch.distributed`: one uneven all-to-all per exchange.
+
+All ranks know all sizes. (A chain of sends and receives would wait forever where a rank has left.)
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,65 +9,74 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .routes import (
-    Arriving,
+from .comm_plan import (
+    CommPlan,
     Parts,
-    Returning,
-    Routes,
-    Segment,
+    PendingGather,
+    PendingReduce,
+    RowRange,
     Transport,
-    copy,
+    copy_parts,
+    empty_message,
     in_message,
-    message,
-    rows_of,
-    unstacked,
+    select_rows,
+    unstack,
 )
 
 
 class Collective(Transport):
-    """Any backend, any machines."""
+    """A transport for any backend of `torch.distributed`, within a host and between hosts."""
 
-    def fetch(self, routes: Routes, parts: Parts) -> Arriving:
+    def gather(self, comm: CommPlan, parts: Parts) -> PendingGather:
         """See `Transport`."""
-        out = unstacked(routes.empty(parts), parts)
-        sent, came = message(routes.outgoing, parts), message(routes.incoming, parts)
-        for s, rows in in_message(sent, routes.outgoing, parts):
-            copy(rows_of(parts, s.at, s.size), rows)
-        done = _exchange(routes, came, routes.incoming, sent, routes.outgoing)
-        routes.copy_own(parts, out)
-        return Arriving(out, done, in_message(came, routes.incoming, parts))
+        buffers = unstack(comm.empty_buffers(parts), parts)
+        sent, received = empty_message(comm.outgoing, parts), empty_message(comm.incoming, parts)
+        for rows, target in in_message(sent, comm.outgoing, parts):
+            copy_parts(select_rows(parts, rows.holder_start, rows.size), target)
+        wait = _exchange(comm, received, comm.incoming, sent, comm.outgoing)
+        comm.copy_local(parts, buffers)
+        return PendingGather(buffers, wait, in_message(received, comm.incoming, parts))
 
-    def home(self, routes: Routes, parts: Parts) -> Returning:
+    def reduce_scatter(self, comm: CommPlan, parts: Parts) -> PendingReduce:
         """See `Transport`."""
-        sent, came = message(routes.incoming, parts), message(routes.outgoing, parts)
-        for s, rows in in_message(sent, routes.incoming, parts):
-            copy(rows_of(parts, s.to, s.size), rows)
-        done = _exchange(routes, came, routes.outgoing, sent, routes.incoming)
-        return Returning(routes, parts, done, came)
+        sent, received = empty_message(comm.incoming, parts), empty_message(comm.outgoing, parts)
+        for rows, target in in_message(sent, comm.incoming, parts):
+            copy_parts(select_rows(parts, rows.reader_start, rows.size), target)
+        wait = _exchange(comm, received, comm.outgoing, sent, comm.incoming)
+        return PendingReduce(comm, parts, wait, received)
 
 
 def _exchange(
-    routes: Routes, came: Tensor, incoming: list[Segment], sent: Tensor, outgoing: list[Segment]
-) -> Callable[[], Any]:
-    """Send and receive messages; what waits for it, and keeps `sent` until then."""
-    to_get, to_give = _counts(routes, came, incoming), _counts(routes, sent, outgoing)
-    work = all_to_all(came, sent, to_get, to_give, routes.group)
+    comm: CommPlan, received: Tensor, to_receive: list[RowRange], sent: Tensor,
+    to_send: list[RowRange],
+) -> Callable[[], Any]:  # fmt: skip
+    """Begin to send and receive messages; return a function that waits for it. The function keeps
+    `sent` alive until then."""
+    receive_sizes, send_sizes = (
+        _elements_per_rank(comm, message, row_ranges)
+        for message, row_ranges in ((received, to_receive), (sent, to_send))
+    )
+    work = all_to_all(received, sent, receive_sizes, send_sizes, comm.group)
     return lambda sent=sent: work.wait()
 
 
-def _counts(routes: Routes, message: Tensor, segments: list[Segment]) -> list[int]:
-    """Numbers of a message by the other rank."""
-    tokens = [0] * routes.ranks
-    for s in segments:
-        tokens[s.rank] += s.size
-    each = message.numel() // max(1, sum(tokens))
-    return [n * each for n in tokens]
+def _elements_per_rank(comm: CommPlan, message: Tensor, row_ranges: list[RowRange]) -> list[int]:
+    """Return how many elements of a message are exchanged with each rank."""
+    tokens = [0] * comm.ranks
+    for row_range in row_ranges:
+        tokens[row_range.peer] += row_range.size
+    row_size = message.numel() // max(1, sum(tokens))
+    return [count * row_size for count in tokens]
 
 
 # PyTorch 2.13 gave it a new name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def all_to_all(out: Tensor, given: Tensor, to_get: list, to_give: list, group: Any) -> Any:
-    """Begin an exchange of which every rank knows the sizes; what to wait for."""
-    return dist.all_to_all_single(out, given, to_get, to_give, group=group, async_op=True)
+def all_to_all(
+    received: Tensor, sent: Tensor, receive_sizes: list, send_sizes: list, group: Any
+) -> Any:
+    """Begin an all-to-all of which every rank knows the sizes; return its handle."""
+    return dist.all_to_all_single(
+        received, sent, receive_sizes, send_sizes, group=group, async_op=True
+    )

@@ -1,120 +1,133 @@
-"""What a plan costs: bytes, and a guess of the time, by which "auto" chooses.
+"""The cost model of plans: bytes and estimated seconds, by which "auto" chooses.
 
-A plan that runs in steps takes what `steps.py` says of the steps that it would run in. Times are of
-the rank that has most to do, forward and backward together, since a call has one plan for both.
-They tell plans apart where these differ much; name a plan where you have measured.
+A headwise plan takes what `head_chunks.py` says of the chunks that it would run in. Times are those
+of the busiest rank, forward and backward together, since a call has one plan for both. The
+estimates tell plans apart where these differ much; name a plan where you have measured.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from .nodes import Node, only
-from .setting import Setting, Sizes
-from .steps import BETWEEN, EXCHANGE, LINK, away, heads_of_steps, host, kernels, one_step, seconds
+from .head_chunks import (
+    EXCHANGE_LATENCY,
+    INTER_NODE_BANDWIDTH,
+    LINK_BANDWIDTH,
+    chunk_heads,
+    headwise_seconds,
+    host_seconds,
+    kernel_seconds,
+    most_received,
+)
+from .nodes import LocalNode, select_heads
+from .plan_inputs import CallSizes, PlanInputs
 
-# Bytes in a second: of a card's memory, and of an all-to-all with the copies before and behind it
-# (two H100s and H200s: some 90e9, four: 180e9).
-_MEMORY = {"cuda": 3e12, "cpu": 5e9}
-_ALL_TO_ALL = {"cuda": 100e9, "cpu": 1.2e9}
-_MERGE = 16, 6  # how often a merge of a ring reads or writes results, forward and backward
+# Bytes per second of an all-to-all with the copies before and behind it (two H100s and H200s: some
+# 90e9, four: 180e9).
+_ALL_TO_ALL_BANDWIDTH = {"cuda": 100e9, "cpu": 1.2e9}
 _DIRECTIONS = False, True  # forward, backward
 
 
 class Cost(NamedTuple):
-    """Bytes that the busiest rank is sent in the forward; seconds of forward and backward."""
+    """Bytes that the busiest rank receives in the forward; seconds of forward and backward."""
 
     received: int
     seconds: float
 
 
-def costs(setting: Setting, node: Node | None) -> dict[str, Cost]:
-    """Every plan's; with a node also that of two dimensions, and all others then cross nodes."""
-    s, device = setting.sizes, setting.device.type
-    q, kv, ranks = setting.q.sizes, setting.kv.sizes, setting.q.ranks
-    inside, between = LINK.get(device, 200e9), BETWEEN.get(device, 40e9)
-    size = ranks if node is None else node.q.ranks
-    others = (ranks - size) / max(1, ranks - 1)  # of the other ranks, those of other nodes
-    link = 1 / ((1 - others) / inside + others / between)
-    apart = _ALL_TO_ALL.get(device, 100e9)
-    over_all = 1 / ((1 - others) / apart + others / between)
-    row = s.hk * setting.bytes_of_token
-    most = away(setting.needed, kv) * row
-    everything = [int(kv.sum())] * ranks
-    _, _, over = _all_to_all(s, q, kv, ranks)
-    found = {
-        "heads": Cost(most, _in_steps(setting, inside, link)),
-        "gather": Cost(
-            int(kv.sum() - kv.min()) * row,
-            sum(seconds(setting, [s.hk], back, link, everything) for back in _DIRECTIONS),
-        ),
-        "ring": Cost(most, sum(_ring(setting, back, most / link) for back in _DIRECTIONS)),
-        "ulysses": Cost(over, sum(_ulysses(setting, back, over_all) for back in _DIRECTIONS)),
+class _AllToAll(NamedTuple):
+    """Query and key/value heads of a rank after an all-to-all, and the bytes that it receives:
+    queries, keys, values and results."""
+
+    q_heads: int
+    kv_heads: int
+    received: int
+
+
+def costs(inputs: PlanInputs, node: LocalNode | None) -> dict[str, Cost]:
+    """Return the cost of every plan. With a node, "ulysses*heads" is one of them, and the others
+    are charged for crossing nodes."""
+    sizes, device = inputs.sizes, inputs.device.type
+    q_sizes, kv_sizes, ranks = inputs.q.sizes, inputs.kv.sizes, inputs.q.ranks
+    intra_node = LINK_BANDWIDTH.get(device, 200e9)
+    inter_node = INTER_NODE_BANDWIDTH.get(device, 40e9)
+    all_to_all_bandwidth = _ALL_TO_ALL_BANDWIDTH.get(device, 100e9)
+    node_size = ranks if node is None else node.q.ranks
+    remote = (ranks - node_size) / max(1, ranks - 1)  # share of the peers that are on other nodes
+    bandwidth = 1 / ((1 - remote) / intra_node + remote / inter_node)
+    over_all_ranks = 1 / ((1 - remote) / all_to_all_bandwidth + remote / inter_node)
+    kv_row = sizes.hk * inputs.kv_bytes_per_token
+    received = most_received(inputs.kv_tokens_read, kv_sizes) * kv_row
+    one_chunk = sum(headwise_seconds(inputs, [sizes.hk], back, bandwidth) for back in _DIRECTIONS)
+    ulysses = sum(_ulysses_seconds(inputs, back, over_all_ranks) for back in _DIRECTIONS)
+    by_plan = {
+        "heads": Cost(received, _chunked_seconds(inputs, intra_node, bandwidth)),
+        "gather": Cost(received, one_chunk),
+        "ulysses": Cost(_all_to_all(sizes, q_sizes, kv_sizes, ranks).received, ulysses),
     }
     if node is not None:
-        of_node = node.setting
-        heads, of_kv, over = _all_to_all(s, q, kv, size)
-        part = only(of_node, range(heads), range(of_kv))
-        sent = away(of_node.needed, of_node.kv.sizes) * of_kv * setting.bytes_of_token
-        moved = sum(_exchanges(s, over, back, apart, device) for back in _DIRECTIONS)
-        took = _in_steps(part, between, between) + moved
-        found["ulysses*heads"] = Cost(over + sent, took)
-    return found
+        exchange = _all_to_all(sizes, q_sizes, kv_sizes, node_size)
+        part = select_heads(node.inputs, range(exchange.q_heads), range(exchange.kv_heads))
+        tokens = most_received(node.inputs.kv_tokens_read, node.inputs.kv.sizes)
+        between = tokens * exchange.kv_heads * inputs.kv_bytes_per_token
+        inside = sum(
+            _all_to_all_seconds(sizes, exchange.received, back, all_to_all_bandwidth, device)
+            for back in _DIRECTIONS
+        )
+        seconds = _chunked_seconds(part, inter_node, inter_node) + inside
+        by_plan["ulysses*heads"] = Cost(exchange.received + between, seconds)
+    return by_plan
 
 
-def cheapest(setting: Setting, node: Node | None, own_tiles: bool) -> str:
-    """The plan that takes least time; "heads", unless another is a tenth faster."""
-    found = costs(setting, node)
-    if own_tiles:
-        del found["ring"]
-    best = min(found, key=lambda name: found[name].seconds)
-    return best if found[best].seconds < 0.9 * found["heads"].seconds else "heads"
+def cheapest(inputs: PlanInputs, node: LocalNode | None) -> str:
+    """Return the name of the fastest plan: "heads", unless another is a tenth faster."""
+    by_plan = costs(inputs, node)
+    fastest = min(by_plan, key=lambda name: by_plan[name].seconds)
+    return fastest if by_plan[fastest].seconds < 0.9 * by_plan["heads"].seconds else "heads"
 
 
-def _in_steps(setting: Setting, planned: float, link: float) -> float:
-    """Of the steps that are planned for one link, over another."""
+def _chunked_seconds(inputs: PlanInputs, planned_bandwidth: float, bandwidth: float) -> float:
+    """Return the seconds of the chunks that are planned for one bandwidth, at another."""
     return sum(
-        seconds(setting, heads_of_steps(setting, back, planned), back, link, setting.needed)
+        headwise_seconds(inputs, chunk_heads(inputs, back, planned_bandwidth), back, bandwidth)
         for back in _DIRECTIONS
     )
 
 
-def _ring(setting: Setting, backward: bool, wire: float) -> float:
-    """A kernel for every source of keys, and a merge of the results behind all but the first."""
-    s, device, ranks = setting.sizes, setting.device.type, setting.q.ranks
-    results = 4 * s.b * s.hq * int(setting.q.sizes.max()) * (s.d if backward else s.dv)
-    merging = (ranks - 1) * _MERGE[backward] * results / _MEMORY.get(device, 1e12)
-    wire *= 1 + 4 / s.itemsize if backward else 1
-    compute = kernels(s, float(setting.work.max()), device, backward)
-    took = max(compute, wire) + merging + ranks * one_step(backward, device)
-    return max(took, host(ranks, backward, device))
+def _ulysses_seconds(inputs: PlanInputs, backward: bool, bandwidth: float) -> float:
+    """Return the seconds of all tokens of some heads and of the all-to-alls. Every rank then has as
+    many pairs."""
+    sizes, device, ranks = inputs.sizes, inputs.device.type, inputs.q.ranks
+    exchange = _all_to_all(sizes, inputs.q.sizes, inputs.kv.sizes, ranks)
+    pairs = float(inputs.rank_pairs.mean()) * ranks * exchange.q_heads / sizes.hq
+    seconds = kernel_seconds(sizes, pairs, device, backward)
+    seconds += _all_to_all_seconds(sizes, exchange.received, backward, bandwidth, device)
+    return max(seconds, host_seconds(3, backward, device))
 
 
-def _ulysses(setting: Setting, backward: bool, link: float) -> float:
-    """All tokens of some heads, of which ranks have as many pairs, and the exchanges."""
-    s, device, ranks = setting.sizes, setting.device.type, setting.q.ranks
-    heads, _, over = _all_to_all(s, setting.q.sizes, setting.kv.sizes, ranks)
-    pairs = float(setting.work.mean()) * ranks * heads / s.hq
-    took = kernels(s, pairs, device, backward) + _exchanges(s, over, backward, link, device)
-    return max(took, host(3, backward, device))
+def _all_to_all_seconds(
+    sizes: CallSizes, received: int, backward: bool, bandwidth: float, device: str
+) -> float:
+    """Return the seconds of the all-to-alls. A backward repeats those of the forward, with the
+    gradient of out for out, and adds those of gradients in the accumulation dtype."""
+    moved = received + received * 4 // sizes.itemsize if backward else received
+    return moved / bandwidth + 3 * EXCHANGE_LATENCY.get(device, 1e-4)
 
 
-def _exchanges(s: Sizes, over: int, backward: bool, link: float, device: str) -> float:
-    """All-to-alls: a backward's are those of the forward, with the gradient of out for out, and
-    those of gradients in the accumulation dtype."""
-    sent = over + over * 4 // s.itemsize if backward else over
-    return sent / link + 3 * EXCHANGE.get(device, 1e-4)
-
-
-def _all_to_all(s: Sizes, q: np.ndarray, kv: np.ndarray, size: int) -> tuple[int, int, int]:
-    """Query heads and key/value heads of a rank whose node has `size`, and bytes that it is sent
-    inside of the node: queries, keys and values, and results."""
-    heads, row = -(-s.hq // size), s.b * (s.d + s.dv) * s.itemsize
-    of_kv = min(s.hk, -(-heads // max(1, s.hq // s.hk)) + int(s.hk % size != 0 and s.hk > size))
-    others = [(x.sum(1) - x.min(1)).max() for x in (_of_nodes(q, size), _of_nodes(kv, size))]
-    over = int(others[0]) * s.b * heads * s.d * s.itemsize + int(others[1]) * of_kv * row
-    return heads, of_kv, over + int(q.max()) * (s.hq - heads) * s.b * s.dv * s.itemsize
-
-
-def _of_nodes(tokens: np.ndarray, size: int) -> np.ndarray:
-    return tokens.reshape(-1, size)
+def _all_to_all(
+    sizes: CallSizes, q_sizes: np.ndarray, kv_sizes: np.ndarray, node_size: int
+) -> _AllToAll:
+    """Return what a rank of a node of so many ranks has after an all-to-all inside of it."""
+    q_heads = -(-sizes.hq // node_size)
+    kv_token = sizes.b * (sizes.d + sizes.dv) * sizes.itemsize
+    kv_heads = -(-q_heads // max(1, sizes.hq // sizes.hk))
+    uneven = sizes.hk % node_size != 0 and sizes.hk > node_size
+    kv_heads = min(sizes.hk, kv_heads + int(uneven))
+    q_remote, kv_remote = (
+        int((tokens.sum(1) - tokens.min(1)).max())
+        for tokens in (q_sizes.reshape(-1, node_size), kv_sizes.reshape(-1, node_size))
+    )
+    q_bytes = q_remote * sizes.b * q_heads * sizes.d * sizes.itemsize
+    result_heads = sizes.hq - q_heads
+    out_bytes = int(q_sizes.max()) * result_heads * sizes.b * sizes.dv * sizes.itemsize
+    return _AllToAll(q_heads, kv_heads, q_bytes + kv_remote * kv_heads * kv_token + out_bytes)

@@ -1,9 +1,9 @@
-"""Ranks that form nodes: what the ranks of one share, and nodes as ranks.
+"""Ranks grouped into nodes: the shards of one node, and the nodes as ranks of a smaller exchange.
 
-A node holds what its ranks hold. Inside of it an all-to-all gives every rank all of that, of some
-heads (`ulysses.py`); then the ranks with the same place in their nodes are as many ranks of a
-layout whose pieces are those of nodes, and any plan may run among them: of these heads, with the
-block mask of a node's queries.
+A node holds what its ranks hold. An all-to-all inside of it gives every rank all tokens of the node
+and some heads (`ulysses.py`). The ranks with the same place in their nodes then exchange keys as
+the ranks of any layout do: the shards are those of nodes, the heads those of the rank, the mask
+that of a node's queries.
 """
 
 from dataclasses import replace
@@ -14,66 +14,72 @@ import torch
 
 from ...backends.base import Call
 from ...types import Spec
-from ..layout import merged
-from .routes import Pieces
-from .setting import Setting, setting_of
+from ..shard_table import merge_pieces
+from .comm_plan import SequenceShards
+from .plan_inputs import PlanInputs, plan_inputs
 
 
-class Nodes(NamedTuple):
-    """Nodes of `size` ranks; the groups of this node's ranks and of those with this rank's place in
-    theirs. Rank r is number r % size of node r // size."""
+class NodeGroups(NamedTuple):
+    """The process groups of nodes of `size` ranks: rank r is number r % size of node r // size.
+
+    - `intra_node`: of this node's ranks; `inter_node`: of the ranks with this rank's place in every
+      node.
+    """
 
     size: int
-    inside: Any
-    between: Any
+    intra_node: Any
+    inter_node: Any
 
 
-class Node(NamedTuple):
+class LocalNode(NamedTuple):
     """The node of this rank.
 
-    - `group`, `rank`: of its ranks, and the place of this one among them; `q`, `kv`: their pieces.
-    - `setting`: of this rank's place in all nodes: its ranks are nodes.
+    - `group`, `rank`: of the node's ranks, and this rank's place among them.
+    - `q`, `kv`: the shards of the node's ranks.
+    - `inputs`: of the exchange between nodes, whose ranks are nodes.
     """
 
     group: Any
     rank: int
-    q: Pieces
-    kv: Pieces
-    setting: Setting
+    q: SequenceShards
+    kv: SequenceShards
+    inputs: PlanInputs
 
 
-def node_of(spec: Spec, call: Call, whole: Setting, nodes: Nodes, own_tiles: bool) -> Node:
-    """The node of a rank, of the setting of all ranks; the mask is decided for nodes.
+def local_node(
+    spec: Spec, call: Call, inputs: PlanInputs, groups: NodeGroups, own_tiles: bool
+) -> LocalNode:
+    """Return the node of this rank from the inputs of all ranks; builds the block mask of nodes.
 
-    **Raises:** `ArgumentError` as `setting_of` does.
+    **Raises:** `ArgumentError` as `plan_inputs` does.
     """
-    number, place = divmod(whole.rank, nodes.size)
-    q, kv = _as_ranks(whole.q, nodes.size), _as_ranks(whole.kv, nodes.size)
-    setting = setting_of(spec, call, q, kv, nodes.between, number, own_tiles)
-    shared = lambda pieces: _inside(pieces, nodes.size, number)
-    return Node(nodes.inside, place, shared(whole.q), shared(whole.kv), setting)
+    node, place = divmod(inputs.rank, groups.size)
+    q, kv = _shards_of_nodes(inputs.q, groups.size), _shards_of_nodes(inputs.kv, groups.size)
+    between = plan_inputs(spec, call, q, kv, groups.inter_node, node, own_tiles)
+    q, kv = (_shards_in_node(shards, groups.size, node) for shards in (inputs.q, inputs.kv))
+    return LocalNode(groups.intra_node, place, q, kv, between)
 
 
-def only(whole: Setting, heads: range, kv_heads: range) -> Setting:
-    """The setting of some query heads and the key/value heads that they read."""
-    mask, (b, h) = whole.whole, whole.offsets
+def select_heads(inputs: PlanInputs, q_heads: range, kv_heads: range) -> PlanInputs:
+    """Return the inputs of some query heads and the key/value heads that they read."""
+    mask, (b, h) = inputs.mask, inputs.offsets
     if mask is not None and mask.h > 1:
-        mask = mask._replace(tiles=mask.of(heads, None, None), h=len(heads))
-    sizes = whole.sizes._replace(hq=len(heads), hk=len(kv_heads))
-    return replace(whole, sizes=sizes, whole=mask, offsets=(b, h + heads.start))
+        mask = mask._replace(tiles=mask.select(q_heads, None, None), h=len(q_heads))
+    sizes = inputs.sizes._replace(hq=len(q_heads), hk=len(kv_heads))
+    return replace(inputs, sizes=sizes, mask=mask, offsets=(b, h + q_heads.start))
 
 
-def _as_ranks(pieces: Pieces, size: int) -> Pieces:
-    """The pieces of nodes."""
-    return _made(pieces.rank // size, pieces, pieces.ranks // size)
+def _shards_of_nodes(shards: SequenceShards, size: int) -> SequenceShards:
+    """Return the shards with nodes in place of ranks."""
+    return _with_ranks(shards.rank // size, shards, shards.ranks // size)
 
 
-def _inside(pieces: Pieces, size: int, node: int) -> Pieces:
-    """Those of one node's ranks; together they need not cover the sequence."""
-    return _made(pieces.rank - node * size, pieces, size)
+def _shards_in_node(shards: SequenceShards, size: int, node: int) -> SequenceShards:
+    """Return the shards of one node's ranks, which need not cover the sequence."""
+    return _with_ranks(shards.rank - node * size, shards, size)
 
 
-def _made(rank: np.ndarray, pieces: Pieces, ranks: int) -> Pieces:
-    table = np.stack([rank, pieces.start, pieces.stop], 1)
+def _with_ranks(rank: np.ndarray, shards: SequenceShards, ranks: int) -> SequenceShards:
+    table = np.stack([rank, shards.start, shards.stop], 1)
     table = table[(rank >= 0) & (rank < ranks)]
-    return Pieces(merged(torch.from_numpy(table)), ranks)
+    return SequenceShards(merge_pieces(torch.from_numpy(table)), ranks)

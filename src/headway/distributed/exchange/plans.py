@@ -1,50 +1,43 @@
-"""How keys and values travel: plans of one kind of call, on one rank.
+"""The plans of an exchange: how keys and values reach the queries that read them.
 
-- "heads": some key/value heads after the other, only the tiles that the rank's mask needs, the next
-  on their way while these are computed. Rows are complete, nothing is merged, and what is gathered
-  is a few heads' at a time.
-- "gather": all heads at once, of all tokens, by an all-gather.
-- "ring": one rank's keys after the other's, the rank's own first; partial results in the
-  accumulation dtype, which merge. (Liu et al. 2023, Ring Attention, arXiv 2310.01889)
-- "ulysses": queries, keys and values of all tokens and some heads, by all-to-all; key/value heads
-  are sent to several ranks where there are fewer than ranks. (Jacobs et al. 2023, DeepSpeed
-  Ulysses, arXiv 2309.14509)
-- "ulysses*heads": ranks form nodes, by a mesh of two dimensions. Inside of a node "ulysses", over
-  the fast links: every rank has all tokens of the node and some heads; of these the ranks with the
-  same place in their nodes exchange the keys as "heads" does. A byte of keys crosses to a node
-  once, where there are as many key/value heads as ranks in it. (Fang and Zhao 2024, USP, arXiv
-  2405.07719; Gu et al. 2024, LoongTrain, arXiv 2406.18485: they have a ring between nodes)
+- "heads": all-gather of keys and values by chunks of heads, of the tiles alone that a rank's mask
+  needs; the next chunk is prefetched (`headwise.py`). "gather": the same with one chunk.
+- "ulysses": all-to-all, so that every rank has all tokens of some heads. Key/value heads are sent
+  to several ranks where there are fewer heads than ranks. (Jacobs et al. 2023, DeepSpeed Ulysses,
+  arXiv 2309.14509)
+- "ulysses*heads": "ulysses" between the ranks of a node, "heads" between nodes, on a mesh of two
+  dimensions. A key crosses to a node once, where a node has as many ranks as there are key/value
+  heads. (Fang and Zhao 2024, USP, arXiv 2405.07719; Gu et al. 2024, LoongTrain, arXiv 2406.18485:
+  both run a ring between nodes)
+- "replicated_kv": every rank has all keys; nothing is exchanged, and dK and dV are each rank's
+  share.
 
-- "local": every rank has all keys; nothing travels, and dK and dV are each rank's share.
+The backward gathers again: no gathered keys are kept. dK and dV are reduced to the ranks of the
+keys in the accumulation dtype and in one order. All ranks make the same exchanges in the same
+order, also a rank that has nothing to send.
 
-The backward fetches again: nothing that was gathered is kept. dK and dV go home in the accumulation
-dtype and are added in one order. All ranks make the same exchanges in the same order, also
-those that have nothing to send.
+A plan "ring" (Liu et al. 2023, arXiv 2310.01889) was slower than "heads" in every committed run:
+causal over four H100s with 64/8 heads 15.9 ms forward, and 6.85 ms by "heads" (docs/lab/ranks.md).
 """
 
 from ...errors import ArgumentError
+from ...types import REPLICATED_KV
 from .cost import cheapest
-from .nodes import Node
-from .rows import all_tokens, local
-from .setting import Plan, Setting
-from .steps import BETWEEN, LINK, heads_of_steps
-from .stepwise import ByHeads, Ring
+from .head_chunks import INTER_NODE_BANDWIDTH, LINK_BANDWIDTH, chunk_heads
+from .headwise import HeadwiseAllGather
+from .nodes import LocalNode
+from .plan_inputs import Plan, PlanInputs
+from .query_shards import all_tokens_plan, replicated_kv_plan
 from .ulysses import Ulysses
 
 
-def name_of(name: str, setting: Setting, node: Node | None, own_tiles: bool) -> str:
-    """The name of a plan that is possible: that one, or of "auto" the cheapest.
+def plan_name(name: str, inputs: PlanInputs, node: LocalNode | None) -> str:
+    """Return the name of a plan that is possible: `name`, or for "auto" the cheapest.
 
-    **Raises:** `ArgumentError` for "ring" where the tiles of the mask are the caller's own, and for
-    "ulysses*heads" where no nodes are known.
+    **Raises:** `ArgumentError` for "ulysses*heads" on a mesh of one dimension.
     """
     if name == "auto":
-        return cheapest(setting, node, own_tiles)
-    if name == "ring" and own_tiles:
-        raise ArgumentError(
-            "the tiles of this block mask are its own (lists of blocks), and a ring cuts keys "
-            'where ranks do; use layout.using("heads") or "ulysses"'
-        )
+        return cheapest(inputs, node)
     if name == "ulysses*heads" and node is None:
         raise ArgumentError(
             'plan="ulysses*heads" needs to know which ranks form a node, and the layout has a mesh '
@@ -54,27 +47,27 @@ def name_of(name: str, setting: Setting, node: Node | None, own_tiles: bool) -> 
     return name
 
 
-def plan_of(name: str, setting: Setting, node: Node | None, own_tiles: bool) -> Plan:
-    """The plan of that name, or the cheapest.
+def make_plan(name: str, inputs: PlanInputs, node: LocalNode | None) -> Plan:
+    """Return the plan of that name, or for "auto" the cheapest.
 
-    - `node`: of this rank; None for a mesh of one dimension.
+    - `node`: of this rank; None on a mesh of one dimension.
 
-    **Raises:** `ArgumentError` where that is impossible.
+    **Raises:** `ArgumentError` where the plan is not possible.
     """
-    if name == "local":
-        return local(setting)
-    s, name = setting, name_of(name, setting, node, own_tiles)
-    if name == "ring":
-        return Ring(s)
-    if name == "ulysses":  # all ranks are one node
-        return Ulysses(name, Node(s.group, s.rank, s.q, s.kv, s), all_tokens)
+    if name == REPLICATED_KV:
+        return replicated_kv_plan(inputs)
+    name = plan_name(name, inputs, node)
+    if name == "ulysses":  # all ranks count as one node
+        everyone = LocalNode(inputs.group, inputs.rank, inputs.q, inputs.kv, inputs)
+        return Ulysses(name, everyone, all_tokens_plan)
     if node is not None and name == "ulysses*heads":
-        return Ulysses(name, node, lambda part: _by_heads(part, BETWEEN))
+        return Ulysses(name, node, lambda part: _headwise(part, INTER_NODE_BANDWIDTH))
     if name == "gather":
-        return ByHeads(name, s, [s.sizes.hk], [s.sizes.hk])
-    return _by_heads(s, LINK)
+        return HeadwiseAllGather(name, inputs, [inputs.sizes.hk], [inputs.sizes.hk])
+    return _headwise(inputs, LINK_BANDWIDTH)
 
 
-def _by_heads(s: Setting, links: dict[str, float]) -> ByHeads:
-    link = links.get(s.device.type, 200e9)
-    return ByHeads("heads", s, *[heads_of_steps(s, back, link) for back in (False, True)])
+def _headwise(inputs: PlanInputs, bandwidths: dict[str, float]) -> HeadwiseAllGather:
+    bandwidth = bandwidths.get(inputs.device.type, 200e9)
+    chunks, backward_chunks = (chunk_heads(inputs, back, bandwidth) for back in (False, True))
+    return HeadwiseAllGather("heads", inputs, chunks, backward_chunks)

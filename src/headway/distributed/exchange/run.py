@@ -1,4 +1,4 @@
-"""The pair of functions over ranks, for a call of plain tensors: what the operators do."""
+"""The pair of functions over ranks, as `headway::cp_forward` and `headway::cp_backward` run it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,176 +13,188 @@ from ...blocks import check_tiles
 from ...caches import LRUCache
 from ...errors import ArgumentError
 from ...operators import call_of
-from ...types import Spec, acc_dtype, in_dtype
-from .agreement import ATTENTION, PLANNED, Agreement, fields_of
-from .move import check_place, digest_of, resolved
-from .nodes import Nodes, node_of
-from .plans import plan_of
+from ...types import REPLICATED_KV, ExchangeSpec, Spec, acc_dtype, in_dtype
+from .abort import wait_or_abort
+from .comm_plan import SequenceShards, Transport, sequence_shards
+from .consistency import ATTENTION, PLAN_FIELDS, ConsistencyCheck, fields_of
+from .nodes import NodeGroups, local_node
+from .plan_inputs import Plan, plan_inputs
+from .plans import make_plan
 from .pull import transport_of
-from .routes import Pieces, Transport, pieces_of
-from .setting import Plan, setting_of
-from .settle import settle
+from .resharding import check_place, digest_of, resolve_group
+
+# The plan of a call, the shards of its queries and keys, and its tiles: tiles are compared by
+# identity, so they have to live as long as their key.
+_plans: LRUCache[tuple[Plan, tuple[SequenceShards, SequenceShards], Any]] = LRUCache(64)
 
 
-class Wire(NamedTuple):
-    """What an operator is told of the exchange."""
+class RankCall(NamedTuple):
+    """One call of this rank, as the operators receive it.
 
-    plan: str
-    transport: str
-    own_tiles: bool
-    trains: bool
-    drawn: bool  # the seed, by every rank
-    fixed: tuple[bool, ...]  # of captured tensors: they do not learn
-    rank: int  # of the layout
-    ranks: int
+    - `spec`: without its exchange, as backends take it.
+    - `tables`: the pieces of the queries and of the keys, by rank.
+    - `group`, `nodes`: the process groups that `exchange` names.
+    """
+
+    spec: Spec
+    exchange: ExchangeSpec
+    call: Call
+    tables: tuple[Tensor, Tensor]
     group: Any
-    nodes: Nodes | None
+    nodes: NodeGroups | None
 
     @staticmethod
-    def parse(text: str) -> "Wire":
-        """From the text that crosses the operator's boundary."""
-        *start, group, node, inside, between = text.split("|")
-        plan, transport, own_tiles, trains, drawn, fixed, rank, ranks = start
-        nodes = Nodes(int(node), resolved(inside), resolved(between)) if int(node) else None
-        return Wire(
-            plan, transport, own_tiles == "1", trains == "1", drawn == "1",
-            tuple([x == "1" for x in fixed]), int(rank), int(ranks), resolved(group), nodes,
-        )  # fmt: skip
+    def parse(spec_text: str, inputs: tuple) -> "RankCall":
+        """Read the operators' inputs; `inputs` begin with q."""
+        spec = Spec.parse(spec_text)
+        exchange = spec.exchange
+        if exchange is None:
+            raise ArgumentError("the spec of a call over ranks has no exchange; use layout=")
+        nodes = None
+        if exchange.node_size:
+            intra_node = resolve_group(exchange.intra_node)
+            inter_node = resolve_group(exchange.inter_node)
+            nodes = NodeGroups(exchange.node_size, intra_node, inter_node)
+        call = call_of(*[*inputs[:10], None, None])
+        group = resolve_group(exchange.group)
+        return RankCall(spec.replace(exchange=None), exchange, call, inputs[10:12], group, nodes)
 
     @property
-    def way(self) -> tuple[str, str, int]:
-        """What ranks agree on."""
-        return self.plan, self.transport, self.nodes.size if self.nodes else 0
+    def replicates_kv(self) -> bool:
+        """Return whether every rank has all keys and values."""
+        return self.exchange.plan == REPLICATED_KV
 
+    @property
+    def plan_request(self) -> tuple[str, str, int]:
+        """Return plan, transport and node size, which have to be equal on all ranks."""
+        return self.exchange.plan, self.exchange.transport, self.exchange.node_size
 
-# Of the plans; tiles that are known by identity are kept with them.
-_plans: LRUCache[tuple[Plan, tuple[Pieces, Pieces], Any]] = LRUCache(64)
+    def fields(self) -> list:
+        """Return the numbers that all ranks compare."""
+        q_table, kv_table = self.tables
+        ranks = self.group.size()
+        q_digest = kv_digest = digest_of(q_table, ranks)
+        if self.replicates_kv:
+            kv_digest = self.call.k.shape[2]
+        elif kv_table is not q_table:
+            kv_digest = digest_of(kv_table, ranks)
+        exchange, call = self.exchange, self.call
+        if exchange.draws_seed:
+            call = call.replace(seed=None)
+        return fields_of(
+            self.spec, call, (q_digest, kv_digest), self.plan_request, exchange.trains,
+            exchange.own_tiles, exchange.constants,
+        )  # fmt: skip
 
-
-def _begun(
-    spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor], of: int
-) -> tuple[Plan, Agreement]:
-    """The plan of a call that all ranks make alike, and the agreement that they do. A rank on which
-    it fails, for whatever reason, tells the others so, before it raises.
-
-    - `of`: in a backward, the number of the call; else 0.
-    """
-    does, group, device = ATTENTION, wire.group, call.q.device
-    try:
-        if call.tiles is not None and not of:
-            check_tiles(call.tiles)
-        fields = _fields(spec, call, wire, tables)
-        plan = _planned(spec, call, wire, tables, fields)
-    except Exception:
-        with suppress(ArgumentError):
-            settle(Agreement(does, None, group, device, of))
-        raise
-    return plan, Agreement(does, fields, group, device, of)
-
-
-@contextmanager
-def _agreed(
-    spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor], of: int = 0
-) -> Iterator[tuple[Plan, Transport, int]]:
-    """The plan of a call, what rows travel by, and the call's number. Where ranks turn out to
-    differ, whatever was made inside is let go of. (A backward in which nothing travels waits for
-    nobody.)"""
-    if of and wire.plan == "local" and not wire.drawn:
-        fields = _fields(spec, call, wire, tables)
-        yield _planned(spec, call, wire, tables, fields), Transport(), of
-        return
-    plan, agreement = _begun(spec, call, wire, tables, of)
-    try:
-        if wire.drawn or not plan.runs_ahead:
-            agreement.wait()
-        transport = transport_of(wire.transport, plan.group, call.q.device, agreement)
-        yield plan, transport, agreement.number
-    finally:
-        settle(agreement)
-
-
-def _fields(spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor]) -> list:
-    of_q, of_kv = tables
-    ranks = wire.group.size()
-    queries = keys = digest_of(of_q, ranks)
-    if wire.plan == "local":
-        keys = call.k.shape[2]
-    elif of_kv is not of_q:
-        keys = digest_of(of_kv, ranks)
-    if wire.drawn:
-        call = call.replace(seed=None)
-    digests = queries, keys
-    return fields_of(spec, call, digests, wire.way, wire.trains, wire.own_tiles, wire.fixed)
-
-
-def _planned(
-    spec: Spec, call: Call, wire: Wire, tables: tuple[Tensor, Tensor], fields: list
-) -> Plan:
-    """The plan of a call, made once for all of its kind, layers and steps alike."""
-    group, device = wire.group, call.q.device
-    own = None if call.tiles is None else tuple(id(t) for t in call.tiles.flatten())
-    # By the group itself: one that is made anew has the old one's name, and maybe other ranks.
-    where = wire.way, group, wire.nodes, device, call.coords[:2]
-    key = (spec, own, where, *[fields[n] for n in PLANNED])
-    rank, ranks = check_place(group, wire.rank, wire.ranks)
-    found = _plans.get(key)
-    kv = None if wire.plan == "local" else tables[1]
-    pieces = pieces_of(tables[0], kv, call, rank, ranks) if found is None else found[1]
-    _check_local(call, rank, *pieces)
-    if found is None:
-        given = pieces[0], pieces[1], group, rank, wire.own_tiles
-        setting = setting_of(spec, call, *given)
+    def plan(self, fields: list) -> Plan:
+        """Return the plan of this call. Layers and steps with equal fields share one plan."""
+        call, exchange, group = self.call, self.exchange, self.group
+        tile_ids = None if call.tiles is None else tuple(id(t) for t in call.tiles.flatten())
+        # The group itself, not its name: a new group of the same name may have other ranks.
+        place = self.plan_request, group, self.nodes, call.q.device, call.coords.b, call.coords.h
+        key = (self.spec, tile_ids, place, *[fields[n] for n in PLAN_FIELDS])
+        rank, ranks = check_place(group, exchange.rank, exchange.ranks)
+        cached = _plans.get(key)
+        if cached is not None:
+            plan, shards, _ = cached
+            _check_local_lengths(call, rank, *shards)
+            return plan
+        q_table, kv_table = self.tables
+        shards = sequence_shards(
+            q_table, None if self.replicates_kv else kv_table, call, rank, ranks
+        )
+        _check_local_lengths(call, rank, *shards)
+        inputs = plan_inputs(self.spec, call, *shards, group, rank, exchange.own_tiles)
         node = None
-        if wire.nodes is not None and wire.plan != "local":
-            node = node_of(spec, call, setting, wire.nodes, given[-1])
-        plan = plan_of(wire.plan, setting, node, wire.own_tiles)
-        found = _plans.put(key, (plan, pieces, call.tiles))
-    return found[0]
+        if self.nodes is not None and not self.replicates_kv:
+            node = local_node(self.spec, call, inputs, self.nodes, exchange.own_tiles)
+        plan = make_plan(exchange.plan, inputs, node)
+        _plans.put(key, (plan, shards, call.tiles))
+        return plan
+
+    def with_shared_seed(self) -> Call:
+        """Return the call with the first rank's seed, where every rank has drawn its own."""
+        if not self.exchange.draws_seed or self.call.seed is None:
+            return self.call
+        seed = self.call.seed.clone()
+        dist.broadcast(seed, group=self.group, group_src=0)
+        return self.call.replace(seed=seed)
 
 
-def _check_local(call: Call, rank: int, q: Pieces, kv: Pieces) -> None:
-    for name, x, pieces in (("q", call.q, q), ("k", call.k, kv)):
-        if x.shape[2] != pieces.sizes[rank]:
+def _check_local_lengths(
+    call: Call, rank: int, q_shards: SequenceShards, kv_shards: SequenceShards
+) -> None:
+    for name, tensor, shards in (("q", call.q, q_shards), ("k", call.k, kv_shards)):
+        if tensor.shape[2] != shards.sizes[rank]:
             raise ArgumentError(
-                f"{name} {tuple(x.shape)} has {x.shape[2]} tokens, but rank {rank} holds "
-                f"{pieces.sizes[rank]} of {pieces.length} by the layout; cut tensors with "
+                f"{name} {tuple(tensor.shape)} has {tensor.shape[2]} tokens, but rank {rank} holds "
+                f"{shards.sizes[rank]} of {shards.length} by the layout; cut tensors with "
                 "layout.shard(x, dim), or make a layout of this length"
             )
 
 
-def _call_of(inputs: tuple) -> Call:
-    return call_of(*[*inputs[:10], None, None])
+def _plan_and_check(rank_call: RankCall, forward_number: int) -> tuple[Plan, ConsistencyCheck]:
+    """Return the plan of a call and the consistency check of all ranks, which has begun. If either
+    fails on this rank, it tells the others before it raises."""
+    call, group = rank_call.call, rank_call.group
+    try:
+        if call.tiles is not None and not forward_number:
+            check_tiles(call.tiles)
+        fields = rank_call.fields()
+        plan = rank_call.plan(fields)
+    except Exception:
+        with suppress(ArgumentError):
+            wait_or_abort(ConsistencyCheck(ATTENTION, None, group, call.q.device, forward_number))
+        raise
+    return plan, ConsistencyCheck(ATTENTION, fields, group, call.q.device, forward_number)
 
 
-def _of_one_seed(call: Call, wire: Wire) -> Call:
-    """The call with the first rank's seed, where every rank has drawn one."""
-    if not wire.drawn or call.seed is None:
-        return call
-    seed = call.seed.clone()
-    dist.broadcast(seed, group=wire.group, group_src=0)
-    return call.replace(seed=seed)
+@contextmanager
+def _consistent(
+    rank_call: RankCall, forward_number: int = 0
+) -> Iterator[tuple[Plan, Transport, int]]:
+    """Yield the plan of a call, its transport and its number, and check on exit that all ranks made
+    the same call. A backward that exchanges nothing waits for nobody.
+
+    - `forward_number`: in a backward, the number of its forward; else 0.
+    """
+    exchange = rank_call.exchange
+    if forward_number and rank_call.replicates_kv and not exchange.draws_seed:
+        yield rank_call.plan(rank_call.fields()), Transport(), forward_number
+        return
+    plan, check = _plan_and_check(rank_call, forward_number)
+    try:
+        if exchange.draws_seed or not plan.runs_ahead:
+            check.wait()
+        device = rank_call.call.q.device
+        transport = transport_of(exchange.transport, plan.group, device, check)
+        yield plan, transport, check.number
+    finally:
+        wait_or_abort(check)
 
 
-def forward(spec: str, wire: str, *inputs: Any) -> tuple[Tensor, ...]:
-    """What `headway::cp_forward` does."""
-    parsed, told, call = Spec.parse(spec), Wire.parse(wire), _call_of(inputs)
-    with _agreed(parsed, call, told, inputs[10:12]) as (plan, transport, number):
-        found = plan.forward(parsed, _of_one_seed(call, told), transport)
-    out = in_dtype(found.out, parsed.out_dtype(call.q.dtype))
-    if parsed.max_logit:
-        dist.all_reduce(found.max_logit, dist.ReduceOp.MAX, group=told.group)
-    stats = [x.contiguous() for x in (out, *found[1:])]
-    return *stats, torch.tensor(number, dtype=torch.int64, device="cpu")
+def forward(spec_text: str, *inputs: Any) -> tuple[Tensor, ...]:
+    """Run `headway::cp_forward`."""
+    rank_call = RankCall.parse(spec_text, inputs)
+    spec = rank_call.spec
+    with _consistent(rank_call) as (plan, transport, number):
+        results = plan.forward(spec, rank_call.with_shared_seed(), transport)
+    out = in_dtype(results.out, spec.out_dtype(rank_call.call.q.dtype))
+    if spec.max_logit:
+        dist.all_reduce(results.max_logit, dist.ReduceOp.MAX, group=rank_call.group)
+    tensors = [x.contiguous() for x in (out, *results[1:])]
+    return *tensors, torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
-def backward(spec: str, wire: str, *inputs: Any) -> list[Tensor]:
-    """What `headway::cp_backward` does."""
-    parsed, told, call = Spec.parse(spec), Wire.parse(wire), _call_of(inputs)
+def backward(spec_text: str, *inputs: Any) -> list[Tensor]:
+    """Run `headway::cp_backward`."""
+    rank_call = RankCall.parse(spec_text, inputs)
+    spec = rank_call.spec
     number, out, lse, dout, dlse, needs = inputs[12:]
-    with _agreed(parsed, call, told, inputs[10:12], int(number)) as (plan, transport, _):
-        call = _of_one_seed(call, told)
-        grads = plan.backward(parsed, call, transport, out, lse, dout, dlse, tuple(needs))
-    dtype = acc_dtype(call.q.dtype) if parsed.partial else call.q.dtype
-    found = [in_dtype(g, dtype) for g in grads[:3]]
-    found += [g for g in (grads.sink, *grads.captured) if g is not None]
-    return [g.contiguous() for g in found]
+    with _consistent(rank_call, int(number)) as (plan, transport, _):
+        call = rank_call.with_shared_seed()
+        grads = plan.backward(spec, call, transport, out, lse, dout, dlse, tuple(needs))
+    dtype = acc_dtype(call.q.dtype) if spec.partial else call.q.dtype
+    tensors = [in_dtype(grad, dtype) for grad in grads[:3]]
+    tensors += [grad for grad in (grads.sink, *grads.captured) if grad is not None]
+    return [grad.contiguous() for grad in tensors]

@@ -13,60 +13,64 @@ import torch.distributed as dist
 
 import headway as hw
 from headway.distributed import Layout
-from headway.distributed.exchange import agreement
-from headway.distributed.exchange.board import _WORDS, Board, board_of
+from headway.distributed.exchange import consistency
+from headway.distributed.exchange.shared_memory import (
+    _SLOTS,
+    SharedMemoryCompare,
+    shared_memory_compare,
+)
 from processes import run_ranks
 
-from .test_agreement import every_field
+from .test_consistency import every_field
 
 SECONDS = 20.0
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    file = tmp_path / "board"
-    file.write_bytes(bytes(Board.size(3)))
+    file = tmp_path / "slots"
+    file.write_bytes(bytes(SharedMemoryCompare.size(3)))
     return str(file)
 
 
 def turns(world: int, rank: int) -> None:
     """Alike exactly where all numbers are, however late a rank is."""
     draw, late = random.Random(0), random.Random(rank)
-    at = board_of(dist.group.WORLD, SECONDS)
+    at = shared_memory_compare(dist.group.WORLD, SECONDS)
     assert at is not None
     for _ in range(2000):
         numbers = [draw.choice([-7, 7, 1 << 70])] * world
         if draw.random() < 0.3:
             numbers[draw.randrange(world)] = 3
-        at.say(numbers[rank])
+        at.write(numbers[rank])
         if late.random() < 0.01:
             time.sleep(2e-3)
-        assert at.alike() == (len(set(numbers)) == 1)
+        assert at.all_equal() == (len(set(numbers)) == 1)
     assert not list(Path(tempfile.gettempdir()).glob("headway-*"))
     assert not list(Path("/dev/shm").glob("headway-*"))
 
 
 def left(world: int, rank: int) -> None:
     """A rank that ends is missed at once, not when time is up."""
-    at = board_of(dist.group.WORLD, 60.0)
+    at = shared_memory_compare(dist.group.WORLD, 60.0)
     assert at is not None
     if rank == 1:
         os._exit(0)
-    at.say(1)
+    at.write(1)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 has left"):
-        at.alike()
+        at.all_equal()
     assert time.monotonic() - began < 10
 
 
 def not_shared(world: int, rank: int) -> None:
-    """Ranks that have no board in common compare by messages, and say the same."""
-    real = Board.__init__
+    """Ranks that share no memory compare by messages, and say the same."""
+    real = SharedMemoryCompare.__init__
 
     def apart(self, path, *given):  # a file of that name, of another host
         if rank == 1:
             path += "-apart"
-            Path(path).write_bytes(bytes(Board.size(world)))
+            Path(path).write_bytes(bytes(SharedMemoryCompare.size(world)))
         real(self, path, *given)
         if rank == 1:
             Path(path).unlink()
@@ -77,16 +81,16 @@ def not_shared(world: int, rank: int) -> None:
         real(self, path, *given)
 
     for fault in (apart, none):
-        agreement._companions.clear()
+        consistency._channels.clear()
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Board, "__init__", fault)
+            patched.setattr(SharedMemoryCompare, "__init__", fault)
             layout = Layout.zigzag(64, dist.group.WORLD)
             q = torch.randn(1, 2, layout.local, 8)
             hw.attention(q, q, q, layout=layout)
-            (how,) = agreement._companions.values()
-            assert how.board is None
+            (how,) = consistency._channels.values()
+            assert how.shared_memory is None
     every_field(world, rank)
-    agreement._companions.clear()
+    consistency._channels.clear()
 
 
 def test_ranks(tmp_path):
@@ -103,51 +107,51 @@ def test_left(tmp_path):
 
 def test_in_time(path):
     """A rank that is there, here as a thread would be, and makes no call."""
-    boards = [Board(path, r, 3, 0.3) for r in range(3)]
-    boards[0].say(1)
-    assert not boards[0].complete()
+    compares = [SharedMemoryCompare(path, r, 3, 0.3) for r in range(3)]
+    compares[0].write(1)
+    assert not compares[0].complete()
     with pytest.raises(RuntimeError, match="rank 1 made no call"):
-        boards[0].alike()
+        compares[0].all_equal()
 
 
 def test_every_turn_begins_anew(path):
-    """What a rank has said before counts for no later turn, when the words come round too."""
-    boards = [Board(path, r, 3, SECONDS) for r in range(3)]
-    for turn in range(3 * _WORDS):
-        for b in boards[1:]:
-            b.say(turn)
-        assert not boards[1].complete()
-        boards[0].say(turn)
-        assert all(b.complete() and b.alike() for b in boards)
+    """What a rank has said before counts for no later turn, when the slots come round too."""
+    compares = [SharedMemoryCompare(path, r, 3, SECONDS) for r in range(3)]
+    for turn in range(3 * _SLOTS):
+        for b in compares[1:]:
+            b.write(turn)
+        assert not compares[1].complete()
+        compares[0].write(turn)
+        assert all(b.complete() and b.all_equal() for b in compares)
 
 
 def test_one_turn_ahead(path):
     """A fast rank's next turn does not hide this one from a slow rank."""
-    fast, slow, third = (Board(path, r, 3, SECONDS) for r in range(3))
+    fast, slow, third = (SharedMemoryCompare(path, r, 3, SECONDS) for r in range(3))
     for turn in range(50):
         for b in (fast, slow, third):
-            b.say(turn)
-        assert fast.alike()
-        assert third.alike()
-        fast.say(turn + 1)
-        third.say(turn + 1)
-        assert slow.alike()
-        slow.say(turn + 1)
-        assert all(b.alike() for b in (fast, slow, third))
+            b.write(turn)
+        assert fast.all_equal()
+        assert third.all_equal()
+        fast.write(turn + 1)
+        third.write(turn + 1)
+        assert slow.all_equal()
+        slow.write(turn + 1)
+        assert all(b.all_equal() for b in (fast, slow, third))
 
 
 def test_waits_for_the_last(path):
-    boards = [Board(path, r, 2, SECONDS) for r in range(2)]
-    boards[0].say(5)
-    later = threading.Timer(0.3, lambda: boards[1].say(5))
+    compares = [SharedMemoryCompare(path, r, 2, SECONDS) for r in range(2)]
+    compares[0].write(5)
+    later = threading.Timer(0.3, lambda: compares[1].write(5))
     later.start()
-    assert boards[0].alike()  # ranks that are threads of one process have not left
+    assert compares[0].all_equal()  # ranks that are threads of one process have not left
     later.join()
 
 
 def test_ends(path):
     """Nothing is left open, and the lock is gone."""
-    made, other = Board(path, 0, 3, SECONDS), Board(path, 1, 3, SECONDS)
+    made, other = SharedMemoryCompare(path, 0, 3, SECONDS), SharedMemoryCompare(path, 1, 3, SECONDS)
     file = made.file
     del made
     with pytest.raises(OSError, match="Bad file"):

@@ -60,7 +60,7 @@ def block_masks(world: int, rank: int) -> None:
 def refused(world: int, rank: int) -> None:
     layout = Layout.zigzag(64, dist.group.WORLD)
     q, k = torch.randn(1, 2, layout.local, 8), torch.randn(1, 2, 40, 8)
-    for way in ({"plan": "ring"}, {"plan": "heads"}, {"transport": "collective"}):
+    for way in ({"plan": "ulysses"}, {"plan": "heads"}, {"transport": "collective"}):
         with pytest.raises(ArgumentError, match="do not travel"):
             hw.attention(q, k, k, layout=(layout.using(**way), None))
     with pytest.raises(ArgumentError, match="layout is of type"):

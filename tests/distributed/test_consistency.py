@@ -11,7 +11,7 @@ import torch.distributed as dist
 import headway as hw
 from headway.blocks import from_dense
 from headway.distributed import Layout
-from headway.distributed.exchange import agreement
+from headway.distributed.exchange import consistency
 from headway.errors import ArgumentError, CapturedIndexError
 from processes import run_ranks
 
@@ -45,7 +45,7 @@ def every_field(world: int, rank: int) -> None:
         "the seed": {"dropout": 0.1, "seed": 3 + rank},
         "scale": {"scale": 0.5 + other},
         "the plan": {
-            "layout": Layout.contiguous(LENGTH, group).using("ring" if other else "heads")
+            "layout": Layout.contiguous(LENGTH, group).using("ulysses" if other else "heads")
         },
         "whether it trains": {"learns": other},
     }
@@ -106,18 +106,18 @@ def device_group(world: int, rank: int) -> None:
     call = lambda window: hw.attention(
         q, k, v, mask=hw.causal() & hw.sliding_window(window), layout=layout
     )
-    agreement._companions.clear()
+    consistency._channels.clear()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(agreement, "_has_cpu", lambda group: False)
+        patched.setattr(consistency, "_has_cpu", lambda group: False)
         out = call(20)
-        (made,) = [how.group for how in agreement._companions.values()]
+        (made,) = [channel.group for channel in consistency._channels.values()]
         assert made is not dist.group.WORLD
         assert dist.get_world_size(made) == world
         with pytest.raises(ArgumentError, match=r"rank.*numbers that score and mask capture"):
             call(20 if rank else 30)  # known to one rank, new on the other
         assert torch.equal(call(20), out)
-        assert len(agreement._companions.values()) == 1
-    agreement._companions.clear()
+        assert len(consistency._channels.values()) == 1
+    consistency._channels.clear()
 
 
 def stale(world: int, rank: int) -> None:
