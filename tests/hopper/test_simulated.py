@@ -56,7 +56,7 @@ def choose(monkeypatch, way: str) -> None:
     """Whether the main loop is software-pipelined, as where tile columns are long, or CTAs own
     segments, as where these are short and many."""
     monkeypatch.setattr(
-        launch_plan.Plan,
+        launch_plan.HopperPlan,
         "is_long",
         lambda self, length=0: way == "pipelined" and not self.gathers_per_pair,
     )
