@@ -127,7 +127,7 @@ def block_mask(
     tile: int | tuple[int, int] = (128, 128),
     **unknown: Never,
 ) -> BlockMask:
-    """Decide once which tiles of a mask are empty, full or partial, to use it in many calls.
+    """Compute once which tiles of a mask are empty, full or partial, to share them across calls.
 
     **Arguments:**
 
@@ -139,8 +139,8 @@ def block_mask(
     - `tile`: queries and keys in a tile; a number stands for both.
 
     **Returns:** a `BlockMask`; its size follows the runs of live tiles, not `q_len * kv_len`. The
-    tiles of the same mask, sizes, device and unwritten tensors are found once: see
-    `clear_block_cache`, also for the writes that go unnoticed.
+    tiles are cached by mask, sizes and device until a captured tensor is written to. See
+    `clear_block_cache`, also for writes that go unnoticed.
     """
     if unknown:
         raise unknown_keywords(block_mask, unknown)
@@ -165,7 +165,8 @@ def block_mask(
 
 
 def _or_none(mask: Any, q: Any, k: Any) -> Any:
-    """No mask for the `causal(n)` of a decoding step, whose one query sees every key."""
+    """Return None for the `causal(n)` of a decoding step, whose one query sees every key, and any
+    other mask unchanged."""
     if type(mask) is not causal or mask.offset <= 0 or is_compiling():
         return mask
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k)):

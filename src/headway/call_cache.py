@@ -1,9 +1,12 @@
 """The call cache: calls of one signature are checked and resolved once, then looked up.
 
-The key of a call holds all that its checks, its `Spec` and the plans of backends depend on: the
-options, everything about the tensors but what is in them (and the capacity of a cache, on which
-nothing depends), and what score and mask consist of. A user's function is read at every call
-(`mods.tracing.capture`): what it captures may change.
+It halves the host time of `resolve` in a repeated call: 18.5 to 8.3 us with a closure as mask, 8.7
+to 3.1 us with a mask of the library (two-core CPU, November 2026).
+
+The key of a call holds everything that its checks, its `Spec` and the plans of backends depend on:
+the options, the metadata of the tensors, and the structure of score and mask. It leaves out the
+capacity of a KV cache, on which nothing depends. A user's function is read at every call
+(`mods.tracing.capture`), since what it captures may change.
 """
 
 from types import FunctionType, MethodType
@@ -24,27 +27,27 @@ from .mods.tracing.capture import FunctionReads, aliasing_pattern, collect_reads
 from .surroundings import transforms
 from .types import KV, WHOLE, Captured, Request, Spec
 
-_known: LRUCache[CallSignature] = LRUCache(4096)
+_signatures: LRUCache[CallSignature] = LRUCache(4096)
 
 _PLAIN = {Tensor, Parameter}  # a subclass may be anything
 _SCALES = {type(None), float, int}
 _FUNCTIONS = {FunctionType, MethodType}
 
 
-# What a score or mask consists of at one call: its parts, the tensors of the values in it on q's
-# device, and what the functions in it read. (No class: this is made at every call.)
+# The contents of a score or mask at one call: its parts, the tensors of its library values on q's
+# device, and the reads of its functions. (A tuple and no class, since every call makes one.)
 Contents = tuple[Parts, list[Tensor], list[FunctionReads]]
 
 
 def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[Contents | None]]:
-    """The key of a call, its signature if the key is known, and the contents of score and mask. No
-    key where none tells such calls apart."""
+    """Return the key of a call, its signature if the key is cached, and the contents of score and
+    mask. The key is None for calls that are not cached."""
     q, k, v, mask, keys = request.q, request.k, request.v, request.mask, request.keys
     dropout, scale, deterministic = request.dropout, request.scale, request.deterministic
     cache = keys if type(keys) is KV else None
     if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
         return None, None, []
-    if transforms():  # what they have wrapped in a tensor is not told here
+    if transforms():  # a key does not say what they have wrapped in a tensor
         return None, None, []
     if not (type(dropout) is float and type(deterministic) is bool and type(scale) in _SCALES):
         return None, None, []
@@ -69,27 +72,27 @@ def lookup(request: Request) -> tuple[tuple | None, CallSignature | None, list[C
                     key.append(None)
                 else:
                     _add_tensor(key, t)
-        elif keys is not None:  # the spec depends on no more of the layouts of queries and keys
+        elif keys is not None:  # the spec depends on the lengths of the layouts alone
             key += "over ranks", *[layout and layout.length for layout in keys]  # type: ignore[attr-defined]
-        of_score = of_mask = None
+        score_contents = mask_contents = None
         if request.sink is not None:
             _add_tensor(key, request.sink)
         if request.score is not None:
-            of_score = _add_contents(key, request.score, q.device)
+            score_contents = _add_contents(key, request.score, q.device)
         key.append(None)
         if mask is not None:
             if type(mask) is BlockMask:
                 key += mask.shape, mask.tile, mask.device, mask.decided is None
                 mask = mask.mask
-            of_mask = _add_contents(key, mask, q.device)
-        known = tuple(key)
-        return known, _known.get(known), [of_score, of_mask]
-    except (_Unknown, RuntimeError, TypeError):  # RuntimeError: it has no strides
+            mask_contents = _add_contents(key, mask, q.device)
+        frozen = tuple(key)
+        return frozen, _signatures.get(frozen), [score_contents, mask_contents]
+    except (_NotCached, RuntimeError, TypeError):  # RuntimeError: a tensor has no strides
         return None, None, []
 
 
-def recall(request: Request, signature: CallSignature, contents: list[Contents | None]) -> Call:
-    """A call of a known signature.
+def call_of(request: Request, signature: CallSignature, contents: list[Contents | None]) -> Call:
+    """Return the data of a call whose signature is cached.
 
     **Raises:** `ArgumentError` where a block mask's tiles are no longer those of its mask.
     """
@@ -116,16 +119,16 @@ def recall(request: Request, signature: CallSignature, contents: list[Contents |
     )  # fmt: skip
 
 
-def remember(
+def store(
     key: tuple,
     spec: Spec,
     capability: CapabilityKey,
     call: Call,
     lowered: tuple[Lowered | None, Lowered | None],
 ) -> Call:
-    """The call with its signature, which is known from now on: it has passed all checks, and this
-    is its spec. The call as it is where nothing can be remembered."""
-    if call.q.device.type not in ("cuda", "cpu"):  # others may be watched (`autograd`)
+    """Cache the signature of a call that has passed all checks. Return the call with its signature,
+    or unchanged where such calls cannot be cached."""
+    if call.q.device.type not in ("cuda", "cpu"):  # others may be observed (`autograd`)
         return call
     if any(low is not None and low.retrace_reason is not None for low in lowered):
         return call
@@ -134,25 +137,25 @@ def remember(
     signature = CallSignature(
         spec, capability.trained, picks, None if tensors or floats else call.captured
     )
-    _known.put(key, signature)
+    _signatures.put(key, signature)
     return call._replace(signature=signature)
 
 
-class _Unknown(Exception):
-    """A key does not tell this."""
+class _NotCached(Exception):
+    """A key cannot tell calls apart that differ in this."""
 
 
 def _add_tensor(key: list, t: Any) -> None:
-    """Everything about a tensor but what is in it goes into the key."""
+    """Add a tensor's metadata to the key."""
     if type(t) not in _PLAIN:
-        raise _Unknown
+        raise _NotCached
     key += t.shape, t.stride(), t.dtype, t.device, t.requires_grad
 
 
 def _add_contents(key: list, mod: Any, device: torch.device) -> Contents:
-    """The contents of a score or mask; all of them but values of numbers go into the key."""
+    """Add a score or mask to the key, except the values of floats, and return its contents."""
     if type(mod) not in _FUNCTIONS and not isinstance(mod, Mod):
-        raise _Unknown
+        raise _NotCached
     parts = parts_of(mod)  # type: ignore[bad-argument-type]
     structure, functions, tensors, ints, _ = parts
     key.append(structure)
@@ -168,11 +171,11 @@ def _add_contents(key: list, mod: Any, device: torch.device) -> Contents:
     found = [collect_reads(fn) for fn in functions]
     for of in found:
         if of.opaque_read is not None:
-            raise _Unknown
+            raise _NotCached
         key.append(tuple(of.key))
         for _, t in of.tensors:
             if t.device != device:
-                raise _Unknown
+                raise _NotCached
             _add_tensor(key, t)
     if len(found) > 1:
         key.append(aliasing_pattern(found))

@@ -1,8 +1,8 @@
-"""The pair as PyTorch operators: schemas, fakes, rules of vmap.
+"""Forward, backward and inference as PyTorch operators: schemas, fakes and rules of vmap.
 
-They are opaque to compilers (`torch.library.define` / `impl`): what they do is decided by the
-spec's text and the shapes. The gradient is above them, in `autograd`, where `headway::forward` is
-completed.
+They are opaque to compilers (`torch.library.define` / `impl`): the spec's text and the shapes
+determine what they do. The gradient is above them, in `autograd`, which completes
+`headway::forward`.
 """
 
 from collections.abc import Callable
@@ -40,37 +40,37 @@ library.define("draw_seed(Device device) -> Tensor")
 def call_of(
     q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos
 ) -> Call:  # fmt: skip
-    """The call from the inputs of the operators after the spec."""
+    """Return the call of the operators' inputs after the spec."""
     return Call(
         q, k, v, sink, seed,
         Captured(list(tensors), list(ints), list(floats)),
         Tiles.unflatten(list(tiles)) if tiles else None,
         Coords(
             offsets[0], offsets[1], offsets[2], offsets[3], q_pos, kv_pos,
-            offsets[4] if len(offsets) > 4 else 0,  # who calls an operator may leave it out
+            offsets[4] if len(offsets) > 4 else 0,  # callers of an operator may leave it out
         ),
     )  # fmt: skip
 
 
 def flat(call: Call) -> tuple:
-    """The inputs of the operators after the spec: what `call_of` takes."""
+    """Return the inputs of the operators after the spec, which `call_of` takes."""
     tiles = [] if call.tiles is None else call.tiles.flatten()
-    at = call.coords
-    offsets = [at.b, at.h, at.q, at.kv, at.straight_below]
+    coords = call.coords
+    offsets = [coords.b, coords.h, coords.q, coords.kv, coords.straight_below]
     return (
-        call.q, call.k, call.v, call.sink, call.seed, *call.captured, tiles, offsets, at.q_pos,
-        at.kv_pos,
+        call.q, call.k, call.v, call.sink, call.seed, *call.captured, tiles, offsets,
+        coords.q_pos, coords.kv_pos,
     )  # fmt: skip
 
 
 def flat_kv(call: Call) -> tuple:
-    """The inputs of `headway::infer` after the spec: those of the others, then the cache."""
+    """Return the inputs of `headway::infer` after the spec: those of `flat`, then the cache."""
     assert call.kv is not None
     return *flat(call), *call.kv
 
 
 def infer(spec: str, *inputs: Any) -> Forward:
-    """`headway::infer` without the dispatcher."""
+    """Run `headway::infer` without the dispatcher."""
     count = len(KV._fields)
     parsed, call = Spec.parse(spec), call_of(*inputs[:-count])
     if call.tiles is not None:
@@ -79,7 +79,7 @@ def infer(spec: str, *inputs: Any) -> Forward:
 
 
 def forward(spec: str, *inputs: Any) -> Forward:
-    """`headway::forward` without the dispatcher."""
+    """Run `headway::forward` without the dispatcher."""
     parsed, call = Spec.parse(spec), call_of(*inputs)
     if call.tiles is not None:
         check_tiles(call.tiles)
@@ -87,7 +87,7 @@ def forward(spec: str, *inputs: Any) -> Forward:
 
 
 def backward(spec: str, *inputs: Any) -> list[Tensor]:
-    """`headway::backward` without the dispatcher."""
+    """Run `headway::backward` without the dispatcher."""
     parsed, call = Spec.parse(spec), call_of(*inputs[:12])
     out, lse, dout, dlse, needs = inputs[12:]
     grads = get(parsed.backend).backward(parsed, call, out, lse, dout, dlse, tuple(needs))
@@ -95,26 +95,25 @@ def backward(spec: str, *inputs: Any) -> list[Tensor]:
 
 
 def _draw_seed(device: torch.device) -> Tensor:
-    """`dropout.draw_seed` in a compiled program. Its backward needs the forward's seed, but where
-    activations have a budget of memory, PyTorch's partitioner draws a number again rather than save
-    it. So the number is marked as one to save."""
+    """Draw a seed in a compiled program, and mark it as one to save: the backward needs it, and
+    under a memory budget PyTorch's partitioner would draw another."""
     meta = traceback.current_meta  # what the nodes that are traced here are marked with
     if (meta.get("custom") or {}).get("_region_activation_memory_budget") == 0:
         raise not_kept("torch.autograd.graph.region_activation_memory_budget")
-    given = {name: meta[name] for name in ("recompute",) if name in meta}
+    previous = {name: meta[name] for name in ("recompute",) if name in meta}
     meta["recompute"] = CheckpointPolicy.MUST_SAVE
     try:
         return draw_seed(device)
     finally:
         del meta["recompute"]
-        meta.update(given)
+        meta.update(previous)
 
 
 library.impl("draw_seed", _draw_seed, "CompositeImplicitAutograd")
 
 
-# As operators they return what the fakes promise: tensors without gaps. (By themselves they do not:
-# a model's transposed heads would be copied twice.)
+# The operators return contiguous tensors, as their fakes promise. The functions above do not: they
+# would copy a model's transposed heads a second time.
 
 
 def _backward_operator(spec: str, *inputs: Any) -> list[Tensor]:
@@ -126,7 +125,7 @@ def _infer_operator(spec: str, *inputs: Any) -> Forward:
 
 
 def results_like(spec: str, q: Tensor, v: Tensor, rows: int) -> Forward:
-    """Empty results of a forward, as the spec promises them; `rows` of the batch have a maximum."""
+    """Return empty results of a forward; `rows` is the batch size of max_logit."""
     parsed = Spec.parse(spec)
     b, hq, q_len, _ = q.shape
     acc = acc_dtype(q.dtype)
@@ -139,7 +138,7 @@ def results_like(spec: str, q: Tensor, v: Tensor, rows: int) -> Forward:
 
 
 def grads_like(spec: str, q, k, v, sink, tensors, needs) -> list[Tensor]:
-    """Empty results of a backward."""
+    """Return empty results of a backward."""
     parsed = Spec.parse(spec)
     acc = acc_dtype(q.dtype)
     dtype = acc if parsed.partial else q.dtype
@@ -174,10 +173,10 @@ torch.library.register_fake(f"{NAMESPACE}::infer", _infer_fake, lib=library)
 
 
 def _one_by_one(op: Any) -> Callable:
-    """The rule of `torch.vmap`: the operator for every entry of the batch, with what belongs to it.
+    """Return the rule of `torch.vmap`: it calls the operator for every entry of the batch.
 
-    Batches of q, k and v could be folded into one call; batches of captured tensors, sinks and
-    seeds could not, nor the gradients of what is shared.
+    A batch of q, k and v could be folded into one call. Batches of captured tensors, sinks and
+    seeds could not, nor could the gradients of shared tensors.
     """
 
     def rule(info, in_dims, *inputs):

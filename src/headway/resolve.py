@@ -1,9 +1,9 @@
-"""From a request to what a backend is given: look the call up, or check it, lower it, choose.
+"""Resolve a request: from the caller's arguments to the `Spec` and `Call` that a backend takes.
 
-    Request -> normalize -> look up -> check -> lower -> Spec and Call
+    Request -> normalize -> look up -> check -> lower -> choose a backend -> Spec and Call
 
-Each step calls what lies below it and none calls back. A call whose signature is in the call cache
-ends after the second.
+Each step calls the layers below it, and none calls back. A call whose signature is in the call
+cache ends after the second step.
 """
 
 from dataclasses import replace
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from . import call_cache
 from .arguments import (
     check_block_mask,
     check_cache,
@@ -36,7 +37,6 @@ from .arguments import (
 from .backends import choose, needs_self_test
 from .backends.base import Call, CapabilityKey, capability_key
 from .blocks import BlockMask
-from .call_cache import lookup, recall, remember
 from .distributed.context import Layouts
 from .errors import HeadwayError, ModError
 from .mods import captured_under_compile, causal, lower, lower_guarded, take_apart
@@ -69,41 +69,41 @@ class LoweredMods(NamedTuple):
 
 
 @inlined_or_eager
-def prepare(*given: Any, **options: Any) -> tuple[Spec, Call]:
-    """Return the spec and the data of a call, to run it in parts or elsewhere: `resolve` of
-    `Request(...)`."""
-    return resolve(Request(*given, **options))
+def prepare(*arguments: Any, **options: Any) -> tuple[Spec, Call]:
+    """Return the spec and the data of a call, to run it in parts or elsewhere. The arguments are
+    those of `Request`."""
+    return resolve(Request(*arguments, **options))
 
 
 @inlined_or_eager
 def resolve(request: Request) -> tuple[Spec, Call]:
-    """Check a request and say what to compute: the arguments of the pair of pure functions.
+    """Return the arguments of a backend's pure functions for a request, checked.
 
-    A call whose signature is in the call cache is neither checked nor resolved again.
+    A call whose signature is in the call cache is not checked again.
     """
     compiling = is_compiling()
     if compiling or autocast_somewhere():
         request = _autocast(request)
-    key, contents = None, []
-    if not compiling and _is_whole(request):
-        key, signature, contents = lookup(request)
+    key = None
+    if not compiling and not _is_part(request):
+        key, signature, contents = call_cache.lookup(request)
         if signature is not None:
-            return signature.spec, recall(request, signature, contents)
-    request = _checked(request)
-    lowered = _lowered(request, compiling)
-    call = _call(request, lowered.captured)
-    capability, asked = _asked(request, call, lowered)
+            return signature.spec, call_cache.call_of(request, signature, contents)
+    request = _check(request)
+    lowered = _lower_mods(request, compiling)
+    call = _call_of(request, lowered.captured)
+    capability, spec_values = _spec_inputs(request, call, lowered)
     spec = None
     if compiling:
-        values = _cached_spec_values(*capability, *asked)
+        values = _cached_spec_values(*capability, *spec_values)
         spec = None if values is None else Spec(*values)
     elif not needs_self_test(call.q.device):
-        # The first call on a card goes without: its kernels are compiled while the card is checked.
-        spec = _cached_spec(*capability, *asked)
+        # The first call on a GPU is not cached: its kernels are compiled during the self-test.
+        spec = _cached_spec(*capability, *spec_values)
         if key is not None and spec is not None and not _checks_values(request):
-            call = remember(key, spec, capability, call, (lowered.score, lowered.mask))
+            call = call_cache.store(key, spec, capability, call, (lowered.score, lowered.mask))
     if spec is None:
-        spec = _resolve_spec(capability, asked, call)
+        spec = _choose_backend(capability, spec_values, call)
     return spec, call
 
 
@@ -111,8 +111,8 @@ autocast_somewhere = torch._C._is_any_autocast_enabled
 
 
 def _autocast(request: Request) -> Request:
-    """Under autocast, attention runs in the autocast dtype, as PyTorch's own does; over a cache,
-    which stays as it is, q takes the cache's dtype, or, over float8, the autocast dtype."""
+    """Return the request in the autocast dtype, as PyTorch's own attention does. A KV cache stays
+    as it is: q takes its dtype, or the autocast dtype over a float8 cache."""
     q, k, v = request.q, request.k, request.v
     if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
         return request
@@ -126,14 +126,14 @@ def _autocast(request: Request) -> Request:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x as autocast has it: float64 and what is no float stay as they are."""
+    """Return x in the autocast dtype; float64 tensors and integers are not converted."""
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-def _checked(request: Request) -> Request:
-    """Return the request with its numbers as Python's own.
+def _check(request: Request) -> Request:
+    """Return the request with its numbers as Python's int, float and bool.
 
-    **Raises:** `ArgumentError` for tensors, options and block masks that do not go together.
+    **Raises:** `ArgumentError` for tensors, options and block masks that do not fit together.
     """
     q, k, v, mask, keys = request.q, request.k, request.v, request.mask, request.keys
     if type(keys) is KV:
@@ -150,7 +150,7 @@ def _checked(request: Request) -> Request:
     dropout = dropout_of(dropout) if dropout or type(dropout) is not float else 0.0
     if isinstance(mask, BlockMask) and type(keys) is not KV:
         check_block_mask(mask, q, _sizes(request)[2:])  # type: ignore[arg-type]
-    if type(keys) is not KV and _is_whole(request) and type(formula := _formula(mask)) is causal:
+    if type(keys) is not KV and not _is_part(request) and type(formula := _formula(mask)) is causal:
         check_offset(formula, *_sizes(request)[2:])  # type: ignore[arg-type]
     return request._replace(
         scale=scale, dropout=dropout,
@@ -159,7 +159,8 @@ def _checked(request: Request) -> Request:
 
 
 def _sizes(request: Request) -> tuple[int, int, int | None, int | None]:
-    """Return b, h, q_len and kv_len of the whole sequence; a cache has no lengths on the host."""
+    """Return b, h, q_len and kv_len over all ranks. The lengths are None over a KV cache, whose
+    lengths are on the device."""
     (b, hq, q_len, _), keys = request.q.shape, request.keys
     if type(keys) is KV:
         return keys.lengths.shape[0], hq, None, None
@@ -168,57 +169,58 @@ def _sizes(request: Request) -> tuple[int, int, int | None, int | None]:
     return b, hq, q_len, request.k.shape[2]
 
 
-def _is_whole(request: Request) -> bool:
-    """Return whether q and k are all that score and mask are made for, and no part of it."""
-    return request.offsets is None and type(request.keys) is not Coords
+def _is_part(request: Request) -> bool:
+    """Return whether q and k are a part of the tensors whose coordinates score and mask see."""
+    return request.offsets is not None or type(request.keys) is Coords
 
 
 def _formula(mask: Any) -> Any:
-    """Return a mask without its tiles."""
+    """Return the mask function or value, that of a block mask too."""
     return mask.mask if isinstance(mask, BlockMask) else mask
 
 
 def _checks_values(request: Request) -> bool:
-    """Return whether a value of the library has to look at its tensors at every call."""
+    """Return whether a mask of the library has to check its tensors at every call."""
     mask = _formula(request.mask)
     return type(request.keys) is not KV and isinstance(mask, Mod) and mask.checks_values()
 
 
-def _lowered(request: Request, compiling: bool) -> LoweredMods:
+def _lower_mods(request: Request, compiling: bool) -> LoweredMods:
     """Return the graphs of score and mask.
 
-    **Raises:** `ModError` for a function that cannot be traced; `ArgumentError` for what a call of
-    these sizes cannot use, and for a block mask whose mask has changed since it was built.
+    **Raises:** `ModError` for a function that cannot be traced; `ArgumentError` for a score or mask
+    that does not fit these sizes, and for a block mask whose mask has changed since it was built.
     """
-    score, mask, blocks = request.score, request.mask, None
+    score, mask, block_mask = request.score, request.mask, None
     sizes, captured, score_counts = _sizes(request), Captured([], [], []), (0, 0, 0)
-    of_score = of_mask = None
+    lowered_score = lowered_mask = None
     if score is not None:
-        of_score, captured = _lower("score", score, request, sizes)
+        lowered_score, captured = _lower("score", score, request, sizes)
         score_counts = len(captured.tensors), len(captured.ints), len(captured.floats)
     if isinstance(mask, BlockMask):
-        blocks, mask = mask, mask.mask
+        block_mask, mask = mask, mask.mask
     if mask is not None:
-        of_mask, more = _lower("mask", mask, request, sizes)
-        if blocks is not None and type(request.keys) is KV:
-            by_query = parse(of_mask.text).uses("q_idx")
-            check_cache_block_mask(blocks, by_query, *sizes[:2], request.keys.capacity(request.k))
-        if blocks is not None and not compiling:  # a compiled program asks when it is run
-            blocks.check_decided(of_mask.text, more.tensors)
-        captured = more if score is None else captured.and_then(more)
-    return LoweredMods(of_score, of_mask, captured, score_counts)
+        lowered_mask, mask_captured = _lower("mask", mask, request, sizes)
+        if block_mask is not None and type(request.keys) is KV:
+            uses_query = parse(lowered_mask.text).uses("q_idx")
+            capacity = request.keys.capacity(request.k)
+            check_cache_block_mask(block_mask, uses_query, *sizes[:2], capacity)
+        if block_mask is not None and not compiling:  # a compiled program checks when it runs
+            block_mask.check_decided(lowered_mask.text, mask_captured.tensors)
+        captured = mask_captured if score is None else captured.and_then(mask_captured)
+    return LoweredMods(lowered_score, lowered_mask, captured, score_counts)
 
 
 def _lower(
     kind: str, mod: Any, request: Request, sizes: tuple[int, int, int | None, int | None]
 ) -> tuple[Lowered, Captured]:
-    """Return the graph of a score or mask and what it captures, checked for a call of these sizes
-    (b, h, q_len, kv_len)."""
+    """Return the graph of a score or mask and the values that it captures, checked for a call of
+    these sizes (b, h, q_len, kv_len)."""
     double = request.backend == "reference" or request.q.dtype == torch.float64
     device = request.q.device
     check_function(kind, mod, None if None in sizes else sizes)  # type: ignore[arg-type]
     structure, functions, captured = take_apart(mod)
-    if _is_whole(request) and isinstance(mod, Mod) and captured.tensors:
+    if not _is_part(request) and isinstance(mod, Mod) and captured.tensors:
         mod.check_sizes(*sizes)  # type: ignore[arg-type]
     dtype = "f64" if double else "f32"
     if is_compiling():
@@ -228,8 +230,8 @@ def _lower(
             raise ModError(lowered)
         captured = captured_under_compile(functions, captured, lowered)
     else:
-        lowered, theirs = lower(kind, structure, dtype, *functions)
-        captured = captured._replace(tensors=captured.tensors + theirs)
+        lowered, function_tensors = lower(kind, structure, dtype, *functions)
+        captured = captured._replace(tensors=captured.tensors + function_tensors)
     if captured.tensors:
         captured = captured._replace(
             tensors=[to_device_cached(t, device) for t in captured.tensors]
@@ -238,7 +240,7 @@ def _lower(
     return lowered, captured
 
 
-def _call(request: Request, captured: Captured) -> Call:
+def _call_of(request: Request, captured: Captured) -> Call:
     """Return the data of a request."""
     q, keys, mask = request.q, request.keys, request.mask
     coords = keys if type(keys) is Coords else WHOLE
@@ -254,39 +256,41 @@ def _call(request: Request, captured: Captured) -> Call:
     )  # fmt: skip
 
 
-def _asked(
+def _spec_inputs(
     request: Request, call: Call, lowered: LoweredMods
 ) -> tuple[CapabilityKey, tuple[Any, ...]]:
-    """Return the properties on which a backend may refuse the call, and the values of its spec, of
-    which the backend is the one that was asked for."""
+    """Return the properties on which a backend may refuse the call, and the values of its spec: the
+    scale may be None, and the backend is the requested one."""
     mask, counts = request.mask, lowered.score_counts
     capability = CapabilityKey(*capability_key(call, counts[0]))
     if type(request.keys) is Layouts:  # on some rank at least
         capability = capability._replace(scattered=True)
-    shape = (*mask.shape[:2], *mask.tile) if isinstance(mask, BlockMask) else None
+    tiles = (*mask.shape[:2], *mask.tile) if isinstance(mask, BlockMask) else None
     return capability, (
         request.scale, lowered.score and lowered.score.text, lowered.mask and lowered.mask.text,
         request.dropout, request.sink is not None, request.max_logit, request.row_max,
-        request.partial, request.deterministic, shape, request.backend, *counts,
+        request.partial, request.deterministic, tiles, request.backend, *counts,
         capability.learned and call.q.dtype.itemsize == 2 and torch.is_grad_enabled(),
     )  # fmt: skip
 
 
-def _cached_spec(*known: Any) -> Spec | None:
-    """The spec of calls of one capability key that ask for the same: worked out once, then looked
-    up. None for what is refused, and while a CUDA graph is captured, when a backend may be refused
-    for the time being."""
-    if known[1].type == "cuda" and torch.cuda.is_current_stream_capturing():
+def _cached_spec(*inputs: Any) -> Spec | None:
+    """Return the spec for a capability key and spec values, passed one by one. None for calls that
+    are refused, and while a CUDA graph is captured, when a backend may be refused for a time."""
+    if inputs[_DEVICE].type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     try:
-        return _resolve_once(*known)
+        return _spec_once(*inputs)
     except (HeadwayError, TypeError):
         return None
 
 
-def _cached_spec_values(*known: Any) -> tuple | None:
-    """`_cached_spec` at compile time, where constants are plain values."""
-    spec = _cached_spec(*known)
+_DEVICE = CapabilityKey._fields.index("device")
+
+
+def _cached_spec_values(*inputs: Any) -> tuple | None:
+    """Return the values of `_cached_spec`: `torch.compile` keeps constants of plain types alone."""
+    spec = _cached_spec(*inputs)
     return None if spec is None else tuple(spec.values)
 
 
@@ -294,15 +298,16 @@ constant_under_compile(_cached_spec_values)
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _resolve_once(*known: Any) -> Spec:
+def _spec_once(*inputs: Any) -> Spec:
     count = len(CapabilityKey._fields)
-    return _resolve_spec(CapabilityKey(*known[:count]), known[count:])
+    return _choose_backend(CapabilityKey(*inputs[:count]), inputs[count:])
 
 
-def _resolve_spec(key: CapabilityKey, asked: tuple, call: Call | None = None) -> Spec:
-    """The spec of what is asked, its values in their order, with the scale and the backend decided.
-    An error shows the call."""
-    check_dtype(key.dtype)
-    scale, *rest = asked
-    spec = Spec(default_scale(key.d) if scale is None else scale, *rest)
-    return replace(spec, backend=choose(spec.backend, spec, key, call))
+def _choose_backend(
+    capability: CapabilityKey, spec_values: tuple, call: Call | None = None
+) -> Spec:
+    """Return the spec with its scale and a backend that takes it. An error shows the call."""
+    check_dtype(capability.dtype)
+    scale, *rest = spec_values
+    spec = Spec(default_scale(capability.d) if scale is None else scale, *rest)
+    return replace(spec, backend=choose(spec.backend, spec, capability, call))

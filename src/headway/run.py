@@ -1,4 +1,4 @@
-"""One way to run a request, of training and of inference: shards, resolve, the pair, DTensors."""
+"""Run a request, of training or of inference: local shards, `resolve`, the backend, DTensors."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -26,22 +26,22 @@ _Result = TypeVar("_Result", Tensor, Forward)
 
 @inlined_or_eager
 def run(request: Request) -> Forward:
-    """Run a call: all results, of which those that were not asked for are empty."""
-    return _ranged(request, _results)
+    """Return all results of a call; those that were not requested are empty."""
+    return _profile(request, _results)
 
 
 @inlined_or_eager
 def run_out(request: Request) -> Tensor:
-    """Run a call: its out alone, by PyTorch's own operator where a backend prefers it."""
-    return _ranged(request, _out)
+    """Return the out of a call, by PyTorch's own operator where a backend prefers it."""
+    return _profile(request, _out)
 
 
 def run_cpu_native(
     q: Any, k: Any, v: Any, mask: causal | None, scale: Any, dropout: Any, backend: Any
 ) -> Tensor | None:
-    """Run the call that is made most, with as little around the kernel as there can be, and as few
-    things for `torch.compile` to guard: `causal()` or no mask, on the CPU. None for any other, and
-    for what `run_out` refuses."""
+    """Return the out of the most frequent call, `causal()` or no mask on the CPU, with the least
+    host work and the fewest guards for `torch.compile`. None for other calls, and for those that
+    `run_out` refuses."""
     if not (type(q) is type(k) is type(v) is Tensor and q.is_cpu):
         return None
     if mask is not None and mask.offset != 0:
@@ -63,8 +63,8 @@ _profiled = torch.autograd._profiler_enabled
 
 
 @inlined_or_eager
-def _ranged(request: Request, compute: Callable[[Request, Spec, Call], _Result]) -> _Result:
-    """Run the call; a profiler sees it as a range."""
+def _profile(request: Request, compute: Callable[[Request, Spec, Call], _Result]) -> _Result:
+    """Run the call, as a range of its own in a profiler's trace."""
     if not is_compiling() and _profiled():
         with record_function(f"{NAMESPACE}::attention"):
             return _run(request, compute)
@@ -83,7 +83,7 @@ def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) ->
     try:
         if shards is None:
             return compute(request, spec, call)
-        return shards.whole(compute(request, spec, shards.local_call(call)))
+        return shards.as_dtensors(compute(request, spec, shards.local_call(call)))
     except CapturedIndexError as error:
         raise with_place(error, request.score, request.mask) from None
 
@@ -101,15 +101,15 @@ def _results(request: Request, spec: Spec, call: Call) -> Forward:
         return autograd.infer(spec, call)
     if type(request.keys) is Layouts:
         mask = request.mask
-        own_tiles = isinstance(mask, BlockMask) and mask.decided is None
-        drawn = bool(request.dropout) and request.seed is None
-        return attention_over_ranks(spec, call, request.keys, own_tiles, drawn)
+        custom_tiles = isinstance(mask, BlockMask) and mask.decided is None
+        draws_seed = bool(request.dropout) and request.seed is None
+        return attention_over_ranks(spec, call, request.keys, custom_tiles, draws_seed)
     return autograd.attention(spec, call)
 
 
 def with_place(error: CapturedIndexError, *mods: Any) -> CapturedIndexError:
     """Return the error with the file and line of the user's function that it comes from."""
-    given = [mod.mask if isinstance(mod, BlockMask) else mod for mod in mods if mod is not None]
-    functions = [fn for mod in given for fn in describe(mod).functions]
+    formulas = [mod.mask if isinstance(mod, BlockMask) else mod for mod in mods if mod is not None]
+    functions = [fn for formula in formulas for fn in describe(formula).functions]
     place = find_line(functions, error.line)
     return CapturedIndexError(f"{error}{quote(place)}", error.line) if place else error

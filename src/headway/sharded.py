@@ -1,8 +1,8 @@
-"""DTensors whose batch or heads are sharded (data and tensor parallel), without communication, and
-whose sequence is (context parallel), by a layout.
+"""Attention of DTensors: data and tensor parallel without communication, context parallel by a
+layout.
 
-A score or mask that looks at `b` or `h` sees the indices of the whole, not of the shard, and a
-learned tensor that it captures gets the gradient of all shards.
+A score or mask sees global indices `b` and `h`, not those of the shard. A trained tensor that it
+captures gets the gradient of all shards.
 """
 
 from typing import Any
@@ -19,18 +19,19 @@ from .types import KV, Forward, Request
 
 
 def any_sharded(q: Any, k: Any, v: Any) -> bool:
-    """Whether any of them is a DTensor; asked by name, since importing it takes a second."""
+    """Return whether any of them is a DTensor, by the name of its class: its import takes a
+    second."""
     return "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__)
 
 
 class Sharded:
-    """What every rank does with its shards of a call.
+    """A call of DTensors as its rank computes it.
 
-    q, k and v have one mesh and the same placements, each `Shard(0)` (batch), `Shard(1)` (heads:
-    those of q and of k must divide evenly), `Replicate()`, or, once, `Shard(2)`: the sequence, in
-    pieces as DTensors have them, or as the call's layout says for that dimension of the mesh. What
-    the score captures and learns is a DTensor replicated on that mesh; a sink is one of any
-    placement. With dropout, all ranks need one seed.
+    q, k and v have one mesh and the same placements: `Shard(0)` (batch), `Shard(1)` (heads, which
+    must divide evenly), `Replicate()`, and at most once `Shard(2)` (sequence). The sequence is cut
+    as DTensors are, or as the call's layout says for that dimension of the mesh. Trained tensors
+    that the score captures are DTensors replicated on the mesh. A sink may have any placement. With
+    dropout, all ranks need one seed.
 
     **Raises:** `ArgumentError` for anything else.
     """
@@ -84,25 +85,26 @@ class Sharded:
         self.layouts = self._layouts(request)
 
     def _layouts(self, request: Request) -> Layouts | None:
-        """Which tokens these are, where the sequence is sharded."""
+        """Return the layouts of queries and keys; None where the sequence is not sharded."""
         from torch.distributed.tensor import Shard
 
-        over = [n for n, place in enumerate(self.placements) if place == Shard(2)]
-        if not over:
+        mesh_dims = [n for n, place in enumerate(self.placements) if place == Shard(2)]
+        if not mesh_dims:
             if type(request.keys) is Layouts:
                 raise ArgumentError(
                     f"a layout was given, but no placement of {self.placements} is Shard(2)"
                 )
             return None
-        if len(over) > 1:
+        if len(mesh_dims) > 1:
             raise ArgumentError(
                 f"placements {self.placements}: the sequence is sharded over one dimension of the "
                 "mesh; flatten two of them with mesh._flatten()"
             )
-        group = self.mesh.get_group(over[0])
+        group = self.mesh.get_group(mesh_dims[0])
         if type(request.keys) is not Layouts:
-            made = {n: _chunked(n, group) for n in {request.q.shape[2], request.k.shape[2]}}
-            return Layouts(made[request.q.shape[2]], made[request.k.shape[2]])
+            q_len, kv_len = request.q.shape[2], request.k.shape[2]
+            q_layout = _chunk_layout(q_len, group)
+            return Layouts(q_layout, q_layout if q_len == kv_len else _chunk_layout(kv_len, group))
         layouts = request.keys
         if layouts.kv is None:
             raise ArgumentError(
@@ -111,12 +113,12 @@ class Sharded:
         if layouts.q.group_name != group.group_name:
             raise ArgumentError(
                 "the layout is on another mesh than the dimension that shards the sequence, number "
-                f"{over[0]} of {self.mesh}"
+                f"{mesh_dims[0]} of {self.mesh}"
             )
         return layouts
 
     def local_request(self, request: Request) -> Request:
-        """The request for this rank's shards. What the score captures: see `local_call`."""
+        """Return the request for this rank's shards; `local_call` converts the captured tensors."""
         keys = request.keys if self.layouts is None else self.layouts
         if type(keys) is KV:
             keys = self._local_cache(keys, request.k)
@@ -131,11 +133,11 @@ class Sharded:
             return cache
         count = k.to_local().shape[1]
         first = self.offsets[1] * k.shape[1] // self.sizes[1]
-        mine = lambda x: None if x is None else x[:, first : first + count]
-        return cache._replace(k_scale=mine(cache.k_scale), v_scale=mine(cache.v_scale))
+        local = lambda scale: None if scale is None else scale[:, first : first + count]
+        return cache._replace(k_scale=local(cache.k_scale), v_scale=local(cache.v_scale))
 
     def _local_sink(self, sink: Any) -> Any:
-        """The sinks of this rank's heads."""
+        """Return the sinks of this rank's heads."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         if sink is None:
@@ -153,11 +155,11 @@ class Sharded:
         return sink.redistribute(placements=by_head).to_local(grad_placements=grads)
 
     def local_call(self, call: Call) -> Call:
-        """The call with the captured tensors as every rank sees them: whole."""
-        tensors = [self._whole(t) for t in call.captured.tensors]
+        """Return the call with captured DTensors as local tensors."""
+        tensors = [self._replicated(t) for t in call.captured.tensors]
         return call.replace(captured=call.captured._replace(tensors=tensors))
 
-    def _whole(self, captured: Any) -> Tensor:
+    def _replicated(self, captured: Any) -> Tensor:
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         if not isinstance(captured, DTensor):
@@ -168,26 +170,26 @@ class Sharded:
                     "distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim)"
                 )
             return captured
-        whole = (Replicate(),) * self.mesh.ndim
-        if captured.device_mesh != self.mesh or captured.placements != whole:
+        replicated = (Replicate(),) * self.mesh.ndim
+        if captured.device_mesh != self.mesh or captured.placements != replicated:
             raise ArgumentError(
                 f"a captured DTensor has placements {captured.placements}; replicate it on q's mesh"
             )
         grads = [Replicate() if p == Replicate() else Partial() for p in self.placements]
         return captured.to_local(grad_placements=grads)
 
-    def whole(self, result: Any) -> Any:
-        """A result, or all of them, as DTensors placed as q."""
+    def as_dtensors(self, result: Any) -> Any:
+        """Return a result, or all of them, as DTensors placed as q."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if isinstance(result, Forward):
-            return Forward(*[self.whole(x) for x in result])
+            return Forward(*[self.as_dtensors(x) for x in result])
         if result.dim() == 1:
             return result
-        # max_logit is of all tokens.
-        gone = Shard(2) if result.dim() == 2 else None
-        places = [Replicate() if p == gone else p for p in self.placements]
-        # Given, since shards of uneven sizes do not tell it.
+        # max_logit has no sequence: it is over all tokens.
+        reduced = Shard(2) if result.dim() == 2 else None
+        places = [Replicate() if p == reduced else p for p in self.placements]
+        # Shards of uneven sizes do not determine the global shape.
         shape = torch.Size([
             self.sizes[n] if Shard(n) in places else size for n, size in enumerate(result.shape)
         ])  # fmt: skip
@@ -197,8 +199,8 @@ class Sharded:
         )
 
 
-def _chunked(length: int, group: Any) -> Layout:
-    """As DTensors are cut: `torch.chunk`."""
+def _chunk_layout(length: int, group: Any) -> Layout:
+    """Return the layout of a sequence that is cut as DTensors are, by `torch.chunk`."""
     ranks = group.size()
     size = -(-length // ranks)
     cuts = [min(n * size, length) for n in range(ranks + 1)]

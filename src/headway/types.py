@@ -1,4 +1,4 @@
-"""What every layer shares: axes, the `Request`, its `Spec`, coordinates and results.
+"""Types that all layers share: `Request`, `Spec`, coordinates, caches and results.
 
 Axes: `b` batch, `h` query head (`hq` of them), `hk` key/value heads, `i` query position (`q_len`),
 `j` key position (`kv_len`), `d` head width of q and k, `dv` width of v. Query head h reads key head
@@ -64,10 +64,11 @@ class ExchangeSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What to compute, without the data: frozen, hashable, self-contained, with a text form.
+    """A description of what to compute, without the data: frozen, hashable, with a text form.
 
-    The text crosses the operator boundary, and (less what is passed at run time) keys the caches
-    of compiled kernels. `score` and `mask` are the texts of their graphs (`mods.graph`).
+    The text crosses the operator boundary. The caches of compiled kernels are keyed by it, less the
+    values that are passed at run time. `score` and `mask` are the texts of their graphs
+    (`mods.graph`).
     """
 
     scale: float
@@ -91,22 +92,22 @@ class Spec:
     exchange: ExchangeSpec | None = None  # of a call over ranks; backends get None
 
     def __hash__(self) -> int:
-        """Worked out once: every call looks its plans up by its spec."""
-        found = self.__dict__.get("hash")
-        if found is None:
-            found = self.__dict__["hash"] = hash(tuple(self.values))
-        return found
+        """Return the hash, computed once: every call looks its plans up by its spec."""
+        value = self.__dict__.get("hash")
+        if value is None:
+            value = self.__dict__["hash"] = hash(tuple(self.values))
+        return value
 
     def __reduce__(self) -> tuple:
-        """Without the hash, which is another in another process."""
+        """Pickle the fields without the hash, which differs between processes."""
         return Spec, tuple(self.values)
 
     def out_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """That of the forward's out for inputs of `dtype`."""
+        """Return the dtype of the forward's out for inputs of `dtype`."""
         return acc_dtype(dtype) if self.partial or self.exact_out else dtype
 
     def grad_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Those of the backward's dq, and of dk and dv, for inputs of `dtype`."""
+        """Return the dtypes of dq, and of dk and dv, for inputs of `dtype`."""
         acc = acc_dtype(dtype)
         return acc if self.partial else dtype, acc if self.partial or self.exact_kv else dtype
 
@@ -119,7 +120,7 @@ class Spec:
 
     @property
     def values(self) -> list[Any]:
-        """Of the fields, in their order; `Spec(*spec.values) == spec`."""
+        """Return the fields' values in their order; `Spec(*spec.values) == spec`."""
         return [getattr(self, name) for name in _FIELDS]
 
     def over_ranks(self, exchange: ExchangeSpec) -> "Spec":
@@ -135,7 +136,7 @@ class Spec:
 
     @lru_cache(maxsize=4096)  # noqa: B019 of a value: no spec is kept that has no equal in use
     def replace(self, **fields: Any) -> "Spec":
-        """The spec with other fields; the same one for the same, whose hash is known."""
+        """Return the spec with other fields, cached together with its hash."""
         return replace(self, **fields)
 
 
@@ -155,8 +156,8 @@ def constant_under_compile(fn: Callable) -> None:
 
 
 def inlined_or_eager(fn: _Fn) -> _Fn:
-    """Decorates a function that `torch.compile` traces as a part of a program, or not at all: where
-    its caller is not compiled (a graph break, say), it runs as it is, with all that it calls."""
+    """Decorate a function that `torch.compile` inlines into its caller, but never compiles by
+    itself: after a graph break it runs eagerly, and so does everything that it calls."""
     skip = _FrameAction.SKIP
     set_code_exec_strategy(
         fn.__code__,  # type: ignore[attr-defined]
@@ -166,15 +167,16 @@ def inlined_or_eager(fn: _Fn) -> _Fn:
 
 
 def fixed(number: Any) -> float:
-    """The number as a constant of a compiled program; `dynamic=True` would make it a symbol."""
+    """Return the number as a constant of a compiled program: `dynamic=True` would make it a
+    symbol."""
     if torch.compiler.is_compiling():
-        above, below = float(number).as_integer_ratio()
-        return above / below
+        numerator, denominator = float(number).as_integer_ratio()
+        return numerator / denominator
     return float(number)
 
 
 def surely(condition: Any) -> bool:
-    """Whether a condition on sizes holds; False where a compiler cannot know it."""
+    """Return whether a condition on sizes holds, False where a compiler cannot know it."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -210,16 +212,16 @@ def _spec_parse(text: str) -> Spec:
 
 
 class Request(NamedTuple):
-    """One call as the caller wrote it: the arguments of `headway.attention`, none of them checked.
+    """A call as the caller wrote it: the arguments of `headway.attention`, not yet checked.
 
     - `max_logit`, `row_max`: whether to compute the largest logit of every head, and the largest
       score of every row.
     - `partial`: results in the accumulation dtype.
-    - `keys`: where the keys are. None: here, all of them. `Coords`: here, and these tensors are a
-      part of the whole (a shard, a decode step). `KV`: in a cache (`headway.inference`). `Layouts`
-      of `headway.distributed`: over ranks.
-    - `offsets`: of a shard of batch and heads, the global indices of its first batch row and query
-      head; None: it is no shard.
+    - `keys`: where the keys are. None: all of them are in k and v. `Coords`: k and v hold a part,
+      at these positions. `KV`: in a KV cache (`headway.inference`). `Layouts` of
+      `headway.distributed`: over ranks.
+    - `offsets`: the global indices of the first batch row and query head of a shard; None for calls
+      that are not sharded.
     """
 
     q: Any
@@ -241,23 +243,23 @@ class Request(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """What scores and masks capture, at run time, in the order of their graphs' inputs."""
+    """Values that scores and masks capture, at run time, in the order of their graphs' inputs."""
 
     tensors: list[Tensor]
     ints: list[int]
     floats: list[float]
 
-    def and_then(self, more: "Captured") -> "Captured":
-        """What the score captures, then what the mask does."""
+    def and_then(self, other: "Captured") -> "Captured":
+        """Return the values of both, these first."""
         return Captured(
-            self.tensors + more.tensors, self.ints + more.ints, self.floats + more.floats
+            self.tensors + other.tensors, self.ints + other.ints, self.floats + other.floats
         )
 
 
 class Coords(NamedTuple):
-    """Where the local tensors stand in the whole: what score, mask and dropout see as b, h, i, j.
+    """Global coordinates of local tensors: what score, mask and dropout see as b, h, i and j.
 
-    A shard, a decode step or a packed layout is a set of coordinates, not a kernel of its own.
+    A shard, a decode step and a packed layout differ in coordinates alone, not in kernels.
     """
 
     b: int = 0  # global batch index of the first row of the batch
@@ -267,13 +269,13 @@ class Coords(NamedTuple):
     # Integers: the position of every query and key, on q's device (`arguments.check_coords`).
     q_pos: Tensor | None = None  # (q_len,) or (b, q_len)
     kv_pos: Tensor | None = None  # (kv_len,) or (b, kv_len)
-    # A promise that lets kernels count where they would read: of q_pos and of kv_pos, positions
-    # follow one another within every 128 rows, counted from the first, and are at least 0 and below
-    # this number. 0: no promise.
+    # The caller promises that positions are consecutive within every 128 rows, and in 0 to this
+    # number, which is not included. Kernels then count instead of reading q_pos and kv_pos. 0: no
+    # promise.
     straight_below: int = 0
 
     def positions(self, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """int64 positions of queries and keys, `(1 or b, length)` each."""
+        """Return int64 positions of queries and keys, `(1 or b, length)` each."""
         pairs = ((self.q_pos, self.q, q_len), (self.kv_pos, self.kv, kv_len))
         q, kv = (
             torch.arange(start, start + length, device=device)[None]
@@ -288,13 +290,12 @@ WHOLE = Coords()
 
 
 class KV(NamedTuple):
-    """Where the keys and values of every row of the batch lie: a cache, with room for more keys
-    than are there.
+    """A KV cache: how many keys every row of the batch has, and where they are.
 
-    kv_idx is the logical position of a key in its row, wherever it lies in memory; keys from the
-    row's length on do not exist, and nothing of them is read. The queries of a row are its last
-    ones: q_idx = lengths[b] - (queries of the row) + i. Kernels and plans depend on the capacity,
-    never on a length.
+    kv_idx is the logical position of a key in its row, also where pages are scattered in memory.
+    Nothing from the row's length on is read. The queries are the last positions of their row:
+    q_idx = lengths[b] - (queries of the row) + i. Kernels and plans depend on the capacity, never
+    on a length.
     """
 
     lengths: Tensor  # (b,) int32 on q's device: keys of every row; the host never reads it
@@ -308,12 +309,12 @@ class KV(NamedTuple):
     v_scale: Tensor | None = None  # (b, hk) float32, any strides: multiplies v
 
     def capacity(self, k: Tensor) -> int:
-        """How many keys a row has room for."""
+        """Return how many keys a row has room for."""
         return k.shape[2] * (1 if self.page_table is None else self.page_table.shape[1])
 
 
 class Forward(NamedTuple):
-    """Results of the pair's forward; what was not asked for is an empty tensor."""
+    """Results of a forward; those that were not requested are empty tensors."""
 
     out: Tensor  # (b, hq, q_len, dv)
     lse: Tensor  # (b, hq, q_len) natural log, float32 (float64 for float64 inputs)
@@ -322,7 +323,7 @@ class Forward(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Results of the pair's backward; `captured` has one entry per tensor of the score."""
+    """Results of a backward; `captured` has one entry per tensor of the score."""
 
     q: Tensor
     k: Tensor
@@ -332,7 +333,7 @@ class Grads(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """What `attention_with_stats` returns.
+    """Results of `attention_with_stats`.
 
     - `out`: `(b, hq, q_len, dv)`, the dtype of q.
     - `lse`: `(b, hq, q_len)`, natural-log sum of exponentials over the kept keys and the sink;
@@ -347,8 +348,8 @@ class AttentionOutput(NamedTuple):
 
 
 def as_int(number: Any) -> Any:
-    """An integer, of NumPy's say, as Python's int, or a compiler's symbol as it is. None for
-    anything else: booleans and tensors do not count as integers."""
+    """Return an integer (NumPy's too) as Python's int, and a compiler's symbol unchanged. None for
+    anything else: booleans and tensors are not integers."""
     if type(number) is int:
         return number
     if isinstance(number, bool | Tensor):
@@ -362,8 +363,8 @@ def as_int(number: Any) -> Any:
 
 
 def as_real(number: Any) -> Any:
-    """Any real number as Python's own int or float, or a compiler's symbol as it is. None for
-    anything else, as `as_int`."""
+    """Return a real number as Python's int or float, and a compiler's symbol unchanged. None for
+    anything else, as in `as_int`."""
     if type(number) is float or type(number) is int:
         return number
     if isinstance(number, torch.SymInt | torch.SymFloat):
@@ -372,8 +373,8 @@ def as_real(number: Any) -> Any:
 
 
 def as_bool(x: Any) -> bool | None:
-    """True or False, of Python's or NumPy's, or 1 or 0, as Python's bool. None for anything else: a
-    string or a tensor says nothing by being true."""
+    """Return a boolean of Python or NumPy, 1 or 0 as Python's bool. None for anything else: strings
+    and tensors are not flags."""
     if type(x) is bool:
         return x
     if type(x).__module__ == "numpy" and type(x).__name__ in ("bool", "bool_"):
@@ -383,10 +384,10 @@ def as_bool(x: Any) -> bool | None:
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The accumulation dtype: float64 for float64, else float32."""
+    """Return the accumulation dtype: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, which takes a microsecond to do nothing where x has the dtype already."""
+    """Return `x.to(dtype)`, without the microsecond that it takes where x has that dtype."""
     return x if x.dtype == dtype else x.to(dtype)
