@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from .backends.base import Call
 from .blocks import BlockMask
-from .dropout import draw_seed, not_kept
+from .dropout import draw_seed, seed_not_saved
 from .errors import ArgumentError, ModError
 from .mods import Captured, Mask, Score, causal
 from .mods.base import Both, Either, Mod, Not, Then
@@ -29,7 +29,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: a tensor by its shape and dtype."""
+    """Return a value as messages show it: a tensor by its shape and dtype."""
     if isinstance(value, Tensor):
         if value.is_nested:
             return "a nested tensor"
@@ -38,7 +38,7 @@ def shown(value: Any) -> str:
 
 
 def check_tensors(q: Any, k: Any, v: Any) -> None:
-    """Ranks, dtypes, devices and sizes that go together."""
+    """Check that ranks, dtypes, devices and sizes of q, k and v fit together."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         name, x = next((n, x) for n, x in zip("qkv", (q, k, v), strict=True) if not _is_tensor(x))
         raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -78,7 +78,7 @@ def check_tensors(q: Any, k: Any, v: Any) -> None:
 
 
 def check_dense(**tensors: Any) -> None:
-    """None of the tensors, by their names, is a nested one."""
+    """Refuse nested tensors, given by their names."""
     for name, x in tensors.items():
         if isinstance(x, Tensor) and x.is_nested:
             raise ArgumentError(
@@ -90,7 +90,7 @@ def check_dense(**tensors: Any) -> None:
 
 
 def check_dtype(dtype: torch.dtype, name: str = "q") -> None:
-    """One of those that attention is computed for."""
+    """Check that attention is computed for a dtype."""
     if dtype not in DTYPES:
         raise ArgumentError(f"{name} is {dtype}; use float32, bfloat16, float16 or float64")
 
@@ -104,7 +104,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def scale_of(scale: Any) -> float:
-    """The scale as a number."""
+    """Return the scale as a float."""
     if isinstance(scale, Tensor):
         raise ArgumentError(
             "scale is a tensor; pass a number, or multiply q by the tensor and pass scale=1.0, "
@@ -118,12 +118,12 @@ def scale_of(scale: Any) -> float:
 
 
 def default_scale(d: int) -> float:
-    """For heads of width d."""
+    """Return the scale of heads of width d, 1/sqrt(d)."""
     return 1 / math.sqrt(d) if d else 1.0
 
 
 def check_sink(sink: Any, q: Tensor) -> None:
-    """One float per query head, on q's device."""
+    """Check that a sink has one float per query head, on q's device."""
     hq = q.shape[1]
     check_dense(sink=sink)
     if not isinstance(sink, Tensor) or sink.shape != (hq,) or not sink.is_floating_point():
@@ -133,7 +133,7 @@ def check_sink(sink: Any, q: Tensor) -> None:
 
 
 def dropout_of(dropout: Any) -> float:
-    """A probability."""
+    """Return the dropout as a float, a probability."""
     number = as_real(dropout)
     if number is None or not 0.0 <= number <= 1.0:
         raise ArgumentError(f"dropout={dropout!r} must be a probability, from 0 to 1")
@@ -141,12 +141,12 @@ def dropout_of(dropout: Any) -> float:
 
 
 def seed_of(seed: Any, device: torch.device) -> Tensor:
-    """The seed as a 0-d int64 tensor, drawn if None."""
+    """Return the seed as a 0-d int64 tensor, drawn if None."""
     if seed is None:
         if not is_compiling():
             return draw_seed(device)
-        if _keeps_nothing():
-            raise not_kept("torch._functorch.config.activation_memory_budget")
+        if _recomputes_everything():
+            raise seed_not_saved("torch._functorch.config.activation_memory_budget")
         return draw_seed_op(device)
     if isinstance(seed, Tensor):
         if seed.dim() or seed.dtype != torch.int64:
@@ -158,51 +158,52 @@ def seed_of(seed: Any, device: torch.device) -> Tensor:
     return torch.tensor(number, dtype=torch.int64, device=device)
 
 
-def _keeps_nothing() -> bool:
-    """Whether a compiled program keeps none but its inputs for its backward."""
+def _recomputes_everything() -> bool:
+    """Return whether a compiled program saves nothing but its inputs for its backward."""
     config = sys.modules.get("torch._functorch.config")
     return config is not None and config.activation_memory_budget == 0
 
 
-constant_under_compile(_keeps_nothing)
+constant_under_compile(_recomputes_everything)
 
 
 def check_function(kind: str, mod: Any, sizes: tuple[int, int, int, int] | None) -> None:
-    """A function or a value of the library that can be a `kind`, "score" or "mask". An error shows
-    the way out for a call of these sizes (b, h, q_len, kv_len), where they are known."""
-    if not callable(mod) or isinstance(mod, _NEVER[kind]):
+    """Check that a function or a value of the library can be a "score" or a "mask". The error
+    suggests what to write for a call of these sizes (b, h, q_len, kv_len), where they are known."""
+    if not callable(mod) or isinstance(mod, _WRONG_KIND[kind]):
         raise ArgumentError(suggestion(kind, mod, sizes))
 
 
-_NEVER: dict[str, tuple[type, ...]] = {"score": (Mask, type), "mask": (Score, type)}
+_WRONG_KIND: dict[str, tuple[type, ...]] = {"score": (Mask, type), "mask": (Score, type)}
 
 
 def count_of(name: str, number: Any, least: int = 0) -> int:
-    """An integer that is `least` or more, as Python's int."""
-    found = as_int(number)
-    if found is None or found < least:
+    """Return an integer that is `least` or more, as Python's int."""
+    count = as_int(number)
+    if count is None or count < least:
         raise ArgumentError(f"{name}={number!r} must be an integer, {least} or more")
-    return found
+    return count
 
 
 def flag_of(name: str, flag: Any) -> bool:
-    """A flag, as Python's bool."""
-    found = as_bool(flag)
-    if found is None:
+    """Return a flag as Python's bool."""
+    value = as_bool(flag)
+    if value is None:
         raise ArgumentError(f"{name}={shown(flag)} must be True or False")
-    return found
+    return value
 
 
 def number_of(name: str, number: Any) -> float:
-    """A real number, as a float."""
-    found = as_real(number)
-    if found is None:
+    """Return a real number as a float."""
+    value = as_real(number)
+    if value is None:
         raise ArgumentError(f"{name}={number!r} must be a number")
-    return float(found)
+    return float(value)
 
 
 def check_made_outside(kind: str, functions: list[Callable]) -> None:
-    """`torch.compile` cannot look inside a closure that is created while it traces."""
+    """Refuse functions that `torch.compile` cannot look into: closures that are created while it
+    traces, and methods before PyTorch 2.13."""
     for fn in functions:
         if not GUARDS_CLASSES and isinstance(fn, types.MethodType):
             raise ModError(
@@ -223,13 +224,14 @@ def check_made_outside(kind: str, functions: list[Callable]) -> None:
 
 
 def check_sizes(mod: Any, b: int, h: int, q_len: int, kv_len: int) -> None:
-    """A value of the library captures tensors of the call's sizes, no smaller and no larger."""
+    """Check that a value of the library captures tensors of exactly the call's sizes."""
     if isinstance(mod, Mod):
         mod.check_sizes(b, h, q_len, kv_len)
 
 
 def check_captured(kind: str, captured: Captured, device: torch.device) -> None:
-    """On q's device, and nothing in a mask that wants a gradient."""
+    """Check that captured tensors are on q's device, and that a mask captures none that requires
+    grad."""
     for t in captured.tensors:
         if t.is_nested:
             raise ArgumentError(
@@ -248,22 +250,22 @@ def check_captured(kind: str, captured: Captured, device: torch.device) -> None:
 
 
 def usable_device(device: Any) -> torch.device:
-    """A device that holds numbers: it exists here, and is not "meta". With the index that tensors
-    have there: "cuda" is the current one."""
+    """Return a device that exists here and is not "meta", with its index: "cuda" is the current
+    one."""
     try:
-        found = torch.device(device)
-        if found.type != "meta":
-            found = torch.empty(0, dtype=torch.uint8, device=found).device
+        usable = torch.device(device)
+        if usable.type != "meta":
+            usable = torch.empty(0, dtype=torch.uint8, device=usable).device
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise ArgumentError(f"device={device!r} cannot be used here: {error}") from error
-    if found.type == "meta":
+    if usable.type == "meta":
         raise ArgumentError("device='meta' holds no numbers, and a block mask needs them")
-    return found
+    return usable
 
 
 def check_coords(coords: Coords, q: Tensor, k: Tensor) -> None:
-    """Integers, and where positions are given one by one, one for every query or key: a kernel
-    reads as many as there are."""
+    """Check that coordinates are integers, with one position for every query and key where they are
+    tensors."""
     for name in (*coords._fields[:4], "straight_below"):
         offset = getattr(coords, name)
         if isinstance(offset, bool) or not isinstance(offset, int | torch.SymInt):
@@ -291,15 +293,15 @@ def check_coords(coords: Coords, q: Tensor, k: Tensor) -> None:
 
 
 def check_cache(q: Any, k: Any, v: Any, kv: KV) -> None:
-    """A cache and the queries of its rows: ranks, dtypes, devices and sizes that go together. What
-    is in the tensors is not looked at."""
+    """Check that ranks, dtypes, devices and sizes of a KV cache and its queries fit together,
+    without reading the tensors."""
     for name, x in (("q", q), ("k", k), ("v", v), ("lengths", kv.lengths)):
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{name} must be a tensor, got {type(x).__name__}")
     check_dense(q=q, k=k, v=v, lengths=kv.lengths, page_table=kv.page_table, cu_q=kv.cu_q)
     pages = kv.page_table is not None
-    lies = "(pages, hk, page, width)" if pages else "(b, hk, capacity, width)"
-    for name, x, axes in (("q", q, "(b, hq, q_len, d)"), ("k", k, lies), ("v", v, lies)):
+    kv_axes = "(pages, hk, page, width)" if pages else "(b, hk, capacity, width)"
+    for name, x, axes in (("q", q, "(b, hq, q_len, d)"), ("k", k, kv_axes), ("v", v, kv_axes)):
         if x.dim() != 4:
             raise ArgumentError(f"{name} must be {axes}, got {shown(x)}")
     check_dtype(q.dtype)
@@ -333,7 +335,7 @@ def check_cache(q: Any, k: Any, v: Any, kv: KV) -> None:
 
 
 def _rows(q: Tensor, kv: KV) -> int:
-    """How many rows `lengths`, `cu_q` and `page_table` must speak of."""
+    """Return how many rows `lengths`, `cu_q` and `page_table` must have."""
     if kv.cu_q is None:
         return q.shape[0]
     if q.shape[0] != 1:
@@ -347,12 +349,13 @@ def _rows(q: Tensor, kv: KV) -> int:
 
 
 def _check_ints(name: str, x: Any, shape: tuple[int, ...], axes: str, device: torch.device) -> None:
-    """An int32 tensor of this shape, on q's device."""
+    """Check for an int32 tensor of this shape, on q's device."""
     if not isinstance(x, Tensor) or x.dtype != torch.int32 or tuple(x.shape) != shape:
-        way = "; convert it once, with .int()" if getattr(x, "dtype", None) == torch.int64 else ""
+        is_int64 = getattr(x, "dtype", None) == torch.int64
+        advice = "; convert it once, with .int()" if is_int64 else ""
         raise ArgumentError(
             f"{name} must be an int32 tensor {axes} with b = {shape[0] - (name == 'cu_q')}, got "
-            f"{shown(x)}{way}"
+            f"{shown(x)}{advice}"
         )
     if x.device != device:
         raise ArgumentError(
@@ -361,15 +364,15 @@ def _check_ints(name: str, x: Any, shape: tuple[int, ...], axes: str, device: to
 
 
 def check_no_gradient(call: Call) -> None:
-    """Refuse a call over a cache of which something requires grad, where gradients are recorded."""
+    """Refuse tensors that require grad in a call over a KV cache."""
     cache = call.kv
     assert cache is not None
-    given = {
+    inputs = {
         "q": call.q, "k": call.k, "v": call.v, "sink": call.sink, "k_scale": cache.k_scale,
         "v_scale": cache.v_scale,
         **{f"a tensor {shown(t)} that the score captures": t for t in call.captured.tensors},
     }  # fmt: skip
-    for name, x in given.items():
+    for name, x in inputs.items():
         if x is not None and requires_grad(x):
             raise ArgumentError(
                 f"{name} requires grad, but inference has no gradient; call it under "
@@ -378,8 +381,8 @@ def check_no_gradient(call: Call) -> None:
 
 
 def check_global(mask: Any) -> None:
-    """Positions of a cache are global: no `causal(n)` with n > 0, which was the way to say that
-    queries stand n keys further on."""
+    """Refuse `causal(n)` with n > 0 over a KV cache, where query positions are global and need no
+    offset."""
     if isinstance(mask, BlockMask):
         mask = mask.mask
     for part in leaves_of(mask):
@@ -391,7 +394,7 @@ def check_global(mask: Any) -> None:
 
 
 def check_offset(mask: causal, q_len: int, kv_len: int) -> None:
-    """A `causal(n)` of several queries masks something out: else n was taken for the length."""
+    """Refuse a `causal(n)` of several queries that masks nothing out: n was meant as a length."""
     n = mask.offset
     if n > 0 and surely(q_len > 1) and surely(kv_len > 0) and surely(n >= kv_len - 1):
         raise ArgumentError(
@@ -403,23 +406,24 @@ def check_offset(mask: causal, q_len: int, kv_len: int) -> None:
 
 
 def leaves_of(mod: Any) -> list[Any]:
-    """The values in a score or mask that combine nothing themselves, and the functions."""
+    """Return the values of a score or mask that combine no others, and its functions."""
     if not isinstance(mod, Both | Either | Not | Then):
         return [mod]
     return [part for name in mod.fields for part in leaves_of(getattr(mod, name))]
 
 
 def check_cache_block_mask(
-    mask: BlockMask, by_query: bool, rows: int, hq: int, capacity: int
+    mask: BlockMask, uses_query: bool, rows: int, hq: int, capacity: int
 ) -> None:
-    """Built over the positions of a cache; `by_query`: it depends on q_idx."""
+    """Check that a block mask covers the positions of a cache; `uses_query`: it depends on
+    q_idx."""
     b, h, q_len, kv_len = mask.shape
     if kv_len != capacity:
         raise ArgumentError(
             f"the block mask is for {kv_len} keys, the cache has room for {capacity}: build it for "
             "the capacity"
         )
-    if q_len != capacity and (by_query or q_len > mask.tile[0]):
+    if q_len != capacity and (uses_query or q_len > mask.tile[0]):
         raise ArgumentError(
             f"the block mask is for q_len={q_len}. Over a cache q_idx is a position: build it with "
             f"q_len={capacity}, or with one row of tiles and a mask that ignores q_idx"
@@ -433,7 +437,7 @@ def check_cache_block_mask(
 
 
 def check_block_mask(mask: BlockMask, q: Tensor, lengths: tuple[int, int]) -> None:
-    """Built for the call's sizes and device; `lengths` of queries and keys."""
+    """Check that a block mask has the call's sizes and device; `lengths` of queries and keys."""
     b, h, q_len, kv_len = mask.shape
     if (q_len, kv_len) != lengths:
         raise ArgumentError(

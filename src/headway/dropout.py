@@ -22,7 +22,7 @@ ROUNDS = 7
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four 32-bit words (in int64 tensors) from a four-word counter and a two-word key."""
+    """Return four 32-bit words (in int64 tensors) from a four-word counter and a two-word key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -39,12 +39,13 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed, 0-d int64, from PyTorch's generator of the device."""
+    """Return a seed, 0-d int64, from PyTorch's generator of the device."""
     return torch.randint(2**62, (), dtype=torch.int64, device=device)
 
 
-def not_kept(budget: str) -> BackendRefused:
-    """The error where a compiled program keeps nothing but its inputs for its backward."""
+def seed_not_saved(budget: str) -> BackendRefused:
+    """Return the error for a compiled program that saves nothing but its inputs for its
+    backward."""
     return BackendRefused(
         f"{budget} is 0, with which the backward of a compiled program draws the seed of the "
         "dropout again: pass seed=, a number or a 0-d int64 tensor, or use a budget above 0"
@@ -52,12 +53,13 @@ def not_kept(budget: str) -> BackendRefused:
 
 
 def threshold(p: float) -> int:
-    """Words below this drop."""
+    """Return the number below which a word drops its pair."""
     return round(p * 2**32)
 
 
 def keep(p: float, seed: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Which pairs survive dropout with probability `p`: bool, of the shape of the positions."""
+    """Return which pairs survive dropout with probability `p`, bool, of the shape of the
+    positions."""
     seed = seed.to(torch.int64)
     key = (seed & _LOW, seed >> 32 & _LOW)
     rest = (q_idx & _LOW, h & _LOW, b & _LOW)
@@ -65,8 +67,8 @@ def keep(p: float, seed: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Te
         # One counter serves four keys: compute each once, then pick the words.
         groups, which = torch.unique(kv_idx.flatten() >> 2, return_inverse=True)
         words = philox(torch.broadcast_tensors(groups & _LOW, *rest), key)
-        at = which * 4 + (kv_idx.flatten() & 3)
-        return torch.stack(words, dim=-1).flatten(-2)[..., at] >= threshold(p)
+        columns = which * 4 + (kv_idx.flatten() & 3)
+        return torch.stack(words, dim=-1).flatten(-2)[..., columns] >= threshold(p)
     words = philox(torch.broadcast_tensors(kv_idx >> 2 & _LOW, *rest), key)
-    mine = (kv_idx & 3).expand_as(words[0])[..., None]
-    return torch.stack(words, dim=-1).gather(-1, mine)[..., 0] >= threshold(p)
+    word_index = (kv_idx & 3).expand_as(words[0])[..., None]
+    return torch.stack(words, dim=-1).gather(-1, word_index)[..., 0] >= threshold(p)

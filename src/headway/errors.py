@@ -1,7 +1,8 @@
-"""What can go wrong, one class per kind of mistake.
+"""Error classes, one per kind of mistake.
 
-Every message names the argument, the values seen and the way out. Each class also derives from the
-built-in exception that Python users would reach for, so `except ValueError` works.
+Every message names the argument, the value that was seen, and what to write instead. Each class
+also derives from the built-in exception that Python users would reach for, so `except ValueError`
+works.
 """
 
 
@@ -20,12 +21,13 @@ class UnknownKeyword(ArgumentError, TypeError):
 class ModError(HeadwayError, ValueError):
     """A score or mask function does something that cannot become part of a kernel.
 
-    Not a `TypeError`: torch's operators take one for "this operand is not mine" and hide it.
+    It is no `TypeError`: Python's operators would hide one and try the other operand.
     """
 
 
 class CapturedIndexError(HeadwayError, IndexError):
-    """A score or mask function indexed a captured tensor out of range at a pair that is kept.
+    """A score or mask function indexed a captured tensor out of range at a pair that is not masked
+    out.
 
     `line` is the line of source that did it, where it is known.
     """
@@ -40,7 +42,7 @@ class BackendRefused(HeadwayError, NotImplementedError):
 
 
 class CacheFull(HeadwayError, RuntimeError):
-    """A cache of keys and values has no room for what was to come; nothing was written."""
+    """A KV cache has no room for more tokens; nothing was written."""
 
 
 class CheckpointError(HeadwayError, OSError):

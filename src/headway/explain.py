@@ -1,4 +1,4 @@
-"""What would run, and why: the first thing to look at when a call is slow or refused."""
+"""Explain what a call runs, and why: start here when a call is slow or refused."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,13 +26,13 @@ class Explanation:
     """The answer of `explain`; print it.
 
     - `backend`: the one that would run; None if none can.
-    - `reasons`: for every backend, why it does not run (empty: it could, and comes later).
+    - `reasons`: for every backend, why it does not run (empty: it could, at a lower priority).
     - `tiles`: numbers of full, partial and empty tiles of 128 x 128 pairs, over the batches and
       heads that the mask distinguishes; None without a mask.
-    - `retraced`: of the score and the mask, why one is traced at every call (some 0.4 ms), with the
-      line that reads what cannot be seen to stay the same; none, usually.
-    - `elements`: the mask's ops, with their lines, that say nothing about a whole tile, so that
-      tiles which hang on them are decided pair by pair: right, and slower; none, usually.
+    - `retraced`: why score or mask is traced at every call (some 0.4 ms), with the line whose reads
+      cannot be proved unchanged; usually empty.
+    - `elements`: the mask's ops, with their lines, that have no rule for a whole tile. Their tiles
+      are evaluated pair by pair, which is right and slower; usually empty.
     - `kernels`: of a GPU backend, forward and (where something requires grad) backward, each with
       whether it is compiled, by this process or on disk (`headway.warm`).
     - `limits`: where that backend's results are not those of every other.
@@ -101,8 +101,8 @@ def explain(
     layout: Layout | tuple[Layout, Layout | None] | None = None,
     **unknown: Never,
 ) -> Explanation:
-    """The backend that `attention` would run, given the same, every reason against the others, the
-    live tiles of the mask, and the code of the score and the mask.
+    """Return the backend that `attention` would run, the reasons against the others, the mask's
+    live tiles, and the code of score and mask.
 
     Takes `attention`'s arguments, and raises as it does for wrong ones; a call that no backend can
     run is explained, not raised. A layout is explained without anything being sent, so that it
@@ -110,9 +110,9 @@ def explain(
     """
     if unknown:
         raise unknown_keywords(explain, unknown)
-    given = q, k, v, score, mask, scale, sink, dropout, seed, deterministic
+    arguments = q, k, v, score, mask, scale, sink, dropout, seed, deterministic
     layouts = None if layout is None else Layouts.of(layout)
-    spec, call = prepare(*given, backend="reference", keys=layouts)
+    spec, call = prepare(*arguments, backend="reference", keys=layouts)
     key = CapabilityKey(*capability_key(call, spec.score_tensors))
     reasons = {name: reasons_against(name, spec, key) for name in NAMES}
     allowed = order(backend, spec, key)
@@ -125,7 +125,7 @@ def explain(
     code, limits, kernels = "", [], []
     if chosen is not None:
         limits = get(chosen).limits(spec)
-        spec, call = prepare(*given, backend=chosen, keys=layouts)
+        spec, call = prepare(*arguments, backend=chosen, keys=layouts)
         code = get(chosen).code(spec, call)
         kernels = _kernels(spec, call)
     shapes = ", ".join(
@@ -136,22 +136,23 @@ def explain(
         f", {n} = {_name(m)}" for n, m in (("score", score), ("mask", mask)) if m is not None
     )
     elements = [] if spec.mask is None else why_elements(parse(spec.mask))
-    lengths, over = (q.shape[2], k.shape[2]), []
+    lengths, over_ranks = (q.shape[2], k.shape[2]), []
     if layouts is not None:
         from .distributed.report import report
 
         lengths = layouts.lengths(k)
-        own_tiles = isinstance(mask, BlockMask) and mask.decided is None
-        over = report(spec, call, *layouts, own_tiles)
-    again, tiles = _retraced(score, mask, acc_dtype(q.dtype)), _tiles(spec, call, lengths)
+        custom_tiles = isinstance(mask, BlockMask) and mask.decided is None
+        over_ranks = report(spec, call, *layouts, custom_tiles)
+    reasons_to_retrace = _retraced(score, mask, acc_dtype(q.dtype))
+    tiles = _tiles(spec, call, lengths)
     return Explanation(
-        chosen, reasons, shapes + shown, tiles, again, elements, limits, code, kernels, over,
-        _alignment(mask, *lengths),
+        chosen, reasons, shapes + shown, tiles, reasons_to_retrace, elements, limits, code, kernels,
+        over_ranks, _alignment(mask, *lengths),
     )  # fmt: skip
 
 
 def _alignment(mask: Any, q_len: int, kv_len: int) -> str:
-    """Where fewer queries than keys are."""
+    """Return how queries align with keys, where they are fewer; "" elsewhere."""
     if not 0 < q_len < kv_len:
         return ""
     end = causal(kv_len - q_len)
@@ -169,7 +170,7 @@ def _alignment(mask: Any, q_len: int, kv_len: int) -> str:
 
 
 def _kernels(spec: Spec, call: Any) -> list[str]:
-    """The kernels of a backend that compiles some."""
+    """Return the states of the kernels of a GPU backend."""
     if spec.backend not in ("hopper", "triton"):
         return []
     from .backends.gpu.runtime.parallel_compile import compile_states
@@ -201,10 +202,10 @@ def _tiles(spec: Spec, call: Any, lengths: tuple[int, int]) -> tuple[int, int, i
     if tiles is not None and spec.tiles is not None:
         b, h, *tile = spec.tiles  # type: ignore[assignment]
     else:
-        _, of_mask = split(spec, call.captured)
+        _, mask_captured = split(spec, call.captured)
         shape = (b, h, q_len, kv_len)
         tiles, b, h = cached_build(
-            parse(spec.mask), of_mask, shape, tile, call.q.device, call.coords
+            parse(spec.mask), mask_captured, shape, tile, call.q.device, call.coords
         )
     full, partial = (
         int(runs.count.sum(dtype=torch.int64)) for runs in (tiles.rows_full, tiles.rows_partial)

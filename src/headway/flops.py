@@ -1,6 +1,6 @@
-"""The work of a call, as `torch.utils.flop_counter.FlopCounterMode` counts it.
+"""Formulas of our operators for `torch.utils.flop_counter.FlopCounterMode`.
 
-Whole squares, as PyTorch counts its own attention; the shapes do not say what a mask skips.
+They count every pair, as PyTorch does for its own attention: shapes do not say what a mask skips.
 """
 
 import sys
@@ -40,8 +40,8 @@ _AFTER = {_forward: 0, _backward: 6}  # arguments of the operator behind its tab
 
 
 def register_flops() -> None:
-    """Teach `FlopCounterMode` the formulas of our operators, and of PyTorch's that may run in their
-    place, once it is there: importing it loads Triton."""
+    """Register formulas of our operators, and of PyTorch's that may run in their place, once
+    `FlopCounterMode` is imported: its import loads Triton."""
     counter = sys.modules.get("torch.utils.flop_counter")
     if counter is None:
         return

@@ -1,7 +1,7 @@
-"""Keywords of other libraries' attention, and what is written for them here.
+"""Errors for keywords of other libraries' attention, which say what to write here.
 
-The public calls end in `**unknown: Never`: a type checker refuses what is not theirs, and so do
-they, before anything else, with a sentence that Python would not have.
+The public calls end in `**unknown: Never`. A type checker refuses unknown keywords, and the calls
+raise before anything else, with the replacement that Python's own error would lack.
 """
 
 import difflib
@@ -68,12 +68,12 @@ _WAYS: dict[str, tuple[str, str]] = {
 
 
 def unknown_keywords(fn: Callable[..., Any], unknown: Iterable[str]) -> UnknownKeyword:
-    """The error for the first of the keywords that `fn` was given and does not have."""
+    """Return the error for the first of the keywords that `fn` does not have."""
     name = next(iter(unknown))
     kinds = inspect.signature(fn).parameters.items()
     known = [n for n, p in kinds if p.kind is not p.VAR_KEYWORD and n != "self"]
-    needs, way = _WAYS.get(name, ("", ""))
-    if needs not in known:
+    parameter, way = _WAYS.get(name, ("", ""))
+    if parameter not in known:
         alike = difflib.get_close_matches(name, known, n=1)
         way = f"did you mean {alike[0]}=?" if alike else f"it takes {', '.join(known)}"
     return UnknownKeyword(f"{fn.__name__}() got an unexpected keyword argument {name!r}; {way}")

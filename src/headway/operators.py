@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .backends import get
 from .backends.base import Call
 from .blocks import Tiles, check_tiles
-from .dropout import draw_seed, not_kept
+from .dropout import draw_seed, seed_not_saved
 from .types import KV, NAMESPACE, Captured, Coords, Forward, Spec, acc_dtype
 
 _INPUTS = (
@@ -99,7 +99,7 @@ def _draw_seed(device: torch.device) -> Tensor:
     under a memory budget PyTorch's partitioner would draw another."""
     meta = traceback.current_meta  # what the nodes that are traced here are marked with
     if (meta.get("custom") or {}).get("_region_activation_memory_budget") == 0:
-        raise not_kept("torch.autograd.graph.region_activation_memory_budget")
+        raise seed_not_saved("torch.autograd.graph.region_activation_memory_budget")
     previous = {name: meta[name] for name in ("recompute",) if name in meta}
     meta["recompute"] = CheckpointPolicy.MUST_SAVE
     try:

@@ -106,9 +106,9 @@ def test_whatever_changes_is_noticed():
     runs = [change() for change in CHANGES.values()]
     alone = []
     for run in runs:
-        call_cache._known.clear()
+        call_cache._signatures.clear()
         alone.append(run())
-    call_cache._known.clear()
+    call_cache._signatures.clear()
     for step in (1, -1):
         for name, run, want in [*zip(CHANGES, runs, alone, strict=True)][::step]:
             got = run()
@@ -194,12 +194,12 @@ def test_a_method_is_known_and_its_object_is_read_at_every_call():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(call_cache._known, "capacity", 3)
-    call_cache._known.clear()
+    monkeypatch.setattr(call_cache._signatures, "capacity", 3)
+    call_cache._signatures.clear()
     q, k, v = tensors()
     for length in range(1, 9):
         prepare(q[:, :, :length], k, v)
-    assert len(call_cache._known) == 3
+    assert len(call_cache._signatures) == 3
 
 
 # -- autograd -------------------------------------------------------------------------------------

@@ -51,10 +51,10 @@ class Layer:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `attention` takes besides: lengths, page_table and scales.
+        """Return the other arguments of `attention`: lengths, page_table and scales.
 
-        **Raises:** `ArgumentError` where this layer has not appended what was reserved: attention
-        would read what lies there.
+        **Raises:** `ArgumentError` where this layer has not appended the reserved tokens: attention
+        would read uninitialized keys.
         """
         cache = self.cache
         cache.step.check_read(self.n, self.turn)
@@ -117,8 +117,8 @@ class Layer:
 
 
 class _Cache:
-    """What both caches share: keys and values as they are stored, `(layers, ...)`; on the device,
-    `lengths` and how many keys of every row each layer has `written`, `(layers, rows)`."""
+    """A base of both caches: the `stored` keys and values, `(layers, ...)`, and on the device
+    `lengths`, and `written`, how many keys of every row each layer has, `(layers, rows)`."""
 
     stored: tuple[Tensor, Tensor]
     lengths: Tensor
@@ -148,12 +148,12 @@ class _Cache:
 
     @property
     def keys(self) -> Tensor:
-        """Of all layers, `(layers, ...)`."""
+        """Return the keys of all layers, `(layers, ...)`."""
         return self.stored[0]
 
     @property
     def values(self) -> Tensor:
-        """Of all layers, `(layers, ...)`."""
+        """Return the values of all layers, `(layers, ...)`."""
         return self.stored[1]
 
     def __len__(self) -> int:
@@ -187,9 +187,9 @@ class _Cache:
         return tokens or 0
 
     def places(self, n: int, tokens: int, cu_q: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Where the tokens of layer n go: pages (or rows) and places in them, `(rows, tokens)` or
-        `(1, tokens)`. What a row has already, and what is nobody's, goes to the last page, which is
-        no row's (or place)."""
+        """Return the destinations of the tokens of layer n: pages (or rows) and offsets in them,
+        `(rows, tokens)` or `(1, tokens)`. Tokens that a row has already, and tokens of no row, go
+        to the last page (or offset), which no row uses."""
         device, written = self.lengths.device, self.written[n]
         if cu_q is None:
             row = torch.arange(len(self.lengths), device=device)[:, None]
@@ -310,12 +310,12 @@ class Cache(_Cache):
 
     @property
     def keys(self) -> Tensor:
-        """Of all layers, `(layers, b, hk, capacity, d)`."""
+        """Return the keys of all layers, `(layers, b, hk, capacity, d)`."""
         return self.stored[0][:, :, :, :-1]
 
     @property
     def values(self) -> Tensor:
-        """Of all layers, `(layers, b, hk, capacity, dv)`."""
+        """Return the values of all layers, `(layers, b, hk, capacity, dv)`."""
         return self.stored[1][:, :, :, :-1]
 
     @property
@@ -413,7 +413,7 @@ class PagedCache(_Cache):
 
     @property
     def free_pages(self) -> int:
-        """How many pages are nobody's."""
+        """Return how many pages are free."""
         return len(self._free)
 
     def reserve(self, rows: int | Sequence[int], tokens: int | Sequence[int]) -> None:

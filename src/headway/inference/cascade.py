@@ -150,7 +150,7 @@ def cascade(
 
 
 def _of_rows(level: Level, b: int) -> Tensor:
-    """How many keys of a level every row has, int64 `(b,)`."""
+    """Return how many keys of a level every row has, int64 `(b,)`."""
     lengths = level.lengths.long()
     if level.rows is not None:
         if tuple(level.rows.shape) != (b,) or level.rows.dtype != torch.int32:

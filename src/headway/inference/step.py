@@ -14,8 +14,8 @@ from ..errors import ArgumentError
 
 
 class Turn:
-    """Of one layer: `due` from `reserve` until it has appended. An object of its own: a compiled
-    block, which is given it, serves every layer."""
+    """A flag of one layer: `due` from `reserve` until it has appended. It is an object so that one
+    compiled block can serve every layer."""
 
     def __init__(self) -> None:
         self.due = False
@@ -89,7 +89,7 @@ class Step:
             )
 
     def _check_ends(self, ends: list[int], tokens: int) -> None:
-        """Where the host sees them: packed rows have what was reserved."""
+        """Check, where the host can read them, that packed rows have the reserved tokens."""
         if ends[0] != 0 or ends[-1] > tokens:
             raise ArgumentError(f"cu_q must rise from 0 to at most {tokens} tokens, got {ends}")
         for row, reserved in enumerate(self.tokens):
@@ -152,13 +152,13 @@ def _empty(most: int, total: int) -> Tensor:
 
 
 def may_be_replayed(x: Tensor) -> bool:
-    """Whether what is done with x now may become part of a CUDA graph. A compiled program is traced
-    once, and may be captured later."""
+    """Return whether work on x may become part of a CUDA graph. A compiled program is traced once,
+    and may be captured later."""
     return x.is_cuda and (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
 
 
 def check_offsets(cu_q: Any, rows: int, device: torch.device) -> None:
-    """Of packed tokens: integers, one more than rows, where the cache is."""
+    """Check the offsets of packed tokens: integers, one more than rows, on the cache's device."""
     if (
         not isinstance(cu_q, Tensor)
         or tuple(cu_q.shape) != (rows + 1,)

@@ -164,10 +164,11 @@ class MLA(ScaledAttention):
         layout: Layout | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """As `Attention.forward`, of `(b, length, width)`. `past` keeps a latent and a rotary key
-        of every token, `(b, 1, length, kv_lora_rank + rope_width)`; a cache for it has one key head
-        of that width, and `dv=0`. With a `layout` latents travel, while the keys and values of all
-        heads and tokens take at most 2 GiB; beyond, keys and values do, head by head."""
+        """Return `(b, length, width)`, as `Attention.forward` does. `past` keeps a latent and a
+        rotary key of every token, `(b, 1, length, kv_lora_rank + rope_width)`; a cache for it has
+        one key head of that width, and `dv=0`. With a `layout` latents travel, while the keys and
+        values of all heads and tokens take at most 2 GiB; beyond, keys and values do, head by
+        head."""
         if unknown:
             raise unknown_keywords(type(self).forward, unknown)
         self.check_input(x)
@@ -199,9 +200,9 @@ class MLA(ScaledAttention):
         )
 
     def _latents_travel(self, layout: Layout, latent: Tensor) -> bool:
-        """Whether every rank fetches the latents of all tokens, and expands them by itself, where
-        they are smaller than keys and values of all heads (1.2 kB a token for 82 kB in
-        DeepSeek-V3), and these fit: a rank has those of all tokens then."""
+        """Return whether ranks exchange latents and expand them locally, instead of exchanging keys
+        and values. Latents are smaller (1.2 kB a token for 82 kB in DeepSeek-V3), but every rank
+        then needs room for the keys and values of all tokens."""
         expanded = self.heads * (self.nope_width + self.rope_width + self.value_width)
         there = len(latent) * layout.length * expanded * latent.element_size()
         return self.kv_lora_rank + self.rope_width < expanded and there <= _EXPANDED

@@ -64,7 +64,7 @@ class Past:
         return room
 
     def _like(self, k: Tensor, v: Tensor) -> bool:
-        """Whether new keys and values go with the old ones as they are."""
+        """Return whether new keys and values have the dtype, batch, heads and width of the old."""
         assert self._room is not None
         return all(
             x.dtype == y.dtype and x.shape[:2] == y.shape[:2] and x.shape[3] == y.shape[3]
@@ -72,13 +72,13 @@ class Past:
         )
 
     def keep(self, k: Tensor, v: Tensor, length: int) -> None:
-        """What `extended` returned, `(b, heads, capacity, width)`, of which the first `length`
-        positions count."""
+        """Store what `extended` returned, `(b, heads, capacity, width)`, with `length` valid
+        positions."""
         self._room, self.length = (k, v), length
 
 
 def length_of(past: Any) -> int:
-    """How many positions come before."""
+    """Return how many positions the past holds."""
     if past is None:
         return 0
     if not isinstance(past, Past):

@@ -49,14 +49,14 @@ class YaRN:
 
     @property
     def rotation_factor(self) -> float:
-        """What cos and sin are multiplied by; 1 in DeepSeek-V2, V3 and Kimi K2."""
+        """Return the factor of cos and sin; 1 in DeepSeek-V2, V3 and Kimi K2."""
         if self.mscale and self.mscale_all_dim:
             return self._m(self.mscale) / self._m(self.mscale_all_dim)
         return self._m(1.0)
 
     @property
     def softmax_factor(self) -> float:
-        """What MLA's softmax scale is multiplied by: m², m = 0.1 mscale_all_dim ln(factor) + 1."""
+        """Return the factor of MLA's softmax scale: m², m = 0.1 mscale_all_dim ln(factor) + 1."""
         return self._m(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _m(self, mscale: float) -> float:
@@ -134,7 +134,7 @@ class Rotary:
 
     @property
     def coordinates(self) -> int:
-        """How many numbers a position is made of."""
+        """Return how many numbers a position is made of."""
         return self.axes if self.sections is None else len(self.sections)
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:

@@ -36,8 +36,8 @@ _KEY = "_extra_state"  # under which PyTorch keeps what `get_extra_state` return
 
 
 class ScaledAttention(nn.Module):
-    """What `Attention` and `MLA` share: the call of the kernel with the scale it must apply, the
-    record of max logits, and the choice of scaling in the state dict.
+    """A base of `Attention` and `MLA`: it calls attention with the right scale, records max logits,
+    and keeps the choice of scaling in the state dict.
 
     Attributes: `width`, of the input and output; `scaling`; `scale`, what the logits are multiplied
     by wherever it happens; and `max_logit`, the `MaxLogit` of the heads.
@@ -161,8 +161,8 @@ class ScaledAttention(nn.Module):
     def angles_of(
         rotary: Rotary, x: Tensor, past: "Past | Layer | None", layout: Layout | None = None
     ) -> Angles:
-        """Of the positions of x `(b, length, width)`: those of the layout, or what follows those of
-        the past."""
+        """Return the angles of the positions of x `(b, length, width)`: those of the layout, or the
+        next after the past."""
         if layout is not None:
             return rotary.angles(layout.positions.to(x.device))
         return rotary.angles(positions_of(past, x.shape[1], x.device))

@@ -109,10 +109,10 @@ class MuonClip(torch.optim.Optimizer):
         return loss
 
     def _only_makes_state(self) -> bool:
-        """Whether this step only makes the state of an optimizer that has none, as
-        `torch.distributed.checkpoint` lets one do before it loads: with learning rates and
-        gradients of 0. No forward belongs to it, so there is nothing to clip by. (A warm-up may
-        begin with a rate of 0, but has gradients; nothing waits for them at any other step.)"""
+        """Return whether this step only creates the optimizer's state, as before
+        `torch.distributed.checkpoint` loads: learning rates and gradients are 0. No forward
+        precedes such a step, so there is nothing to clip. (A warm-up may begin with a rate of 0,
+        but it has gradients. The host waits for them at no other step.)"""
         if self.state or any(group["lr"] != 0 for group in self.param_groups):
             return False
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -189,7 +189,7 @@ def parameter_groups(
 
 
 def _inside(name: str, parts: tuple[str, ...]) -> bool:
-    """Whether a module's path goes through one of these names."""
+    """Return whether a module's path goes through one of these names."""
     return any(f".{part}." in f".{name}." for part in parts)
 
 

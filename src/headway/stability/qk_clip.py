@@ -41,7 +41,7 @@ class LogitError(HeadwayError, ArithmeticError):
 
 @dataclass(frozen=True)
 class Clipped:
-    """What a `QKClip.step` saw and did, on the device.
+    """The max logits and factors of a `QKClip.step`, on the device.
 
     - `max_logit`, `gamma`: by layer, `(heads,)` float32; the heads of this rank under tensor
       parallelism.
@@ -54,7 +54,7 @@ class Clipped:
 
 
 class _Plan(NamedTuple):
-    """Where each factor goes, worked out once."""
+    """A plan of which row each factor multiplies, computed once."""
 
     groups: Tensor  # (N,) of the N query heads of all layers: the packed key head that each reads
     query_power: Tensor  # (N,)
@@ -283,8 +283,8 @@ def _parameters(layer: Layer) -> list[nn.Parameter]:
 
 
 def _rows(layer: Layer, offsets: dict[str, tuple[int, int, int]]) -> list[Tensor]:
-    """For every parameter of `_parameters`, the place of each row's factor: `offsets` gives a
-    role's start in the table, its first head on this rank and how many there are."""
+    """Return the index of each row's factor, for every parameter of `_parameters`. `offsets` gives
+    a role's start in the table, its first head on this rank and its number of heads."""
     found = []
     for linear, blocks in layer.layout.projections:
         rows = []

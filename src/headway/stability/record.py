@@ -38,12 +38,12 @@ class MaxLogit(nn.Module):
 
     @property
     def recording(self) -> bool:
-        """Whether a forward now would be recorded."""
+        """Return whether a forward would be recorded now."""
         return self.training and torch.is_grad_enabled()
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was recorded since the reset: the host knows, without asking a device."""
+        """Return whether nothing was recorded since the reset, without waiting for a device."""
         # Every write counts up the version of a tensor, also one inside a compiled graph. (A flag
         # set here would be a side effect, which torch.compile refuses inside of a checkpoint.)
         return self.value._version == self._fresh
@@ -91,8 +91,8 @@ class MaxLogit(nn.Module):
         reset([self])
 
     def heads_here(self) -> int:
-        """How many heads this rank has, known once something was recorded: all of them, or its
-        own under tensor parallelism. Waits for the device the first time, and only then."""
+        """Return how many heads this rank has, once something was recorded: its share under tensor
+        parallelism, else all. The first call waits for the device."""
         if self._heads_here is None:
             self._heads_here = int((~self.value.isnan()).sum())
         return self._heads_here

@@ -45,5 +45,5 @@ def _nesting(placements: tuple[Any, ...]) -> list[int]:
 
 
 def is_strided(placement: Any) -> bool:
-    """Whether it is the cut of FSDP2 over rows that tensor parallelism has cut before."""
+    """Return whether FSDP2 shards rows that tensor parallelism has sharded before."""
     return hasattr(placement, "split_factor")

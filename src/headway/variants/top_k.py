@@ -88,7 +88,7 @@ def top_k_blocks(
 
 
 def _table(indices: Tensor, columns: int, kv_len: int, block: int) -> Tensor:
-    """Which blocks are named, bool `(b, h, rows, columns)`."""
+    """Return which blocks the indices name, bool `(b, h, rows, columns)`."""
     with torch.inference_mode(False), torch.no_grad():
         at = indices.to(torch.int64)
         if at.numel():
