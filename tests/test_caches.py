@@ -227,7 +227,7 @@ def test_threads_build_block_masks_and_attend(restless, monkeypatch):
     clear_block_cache()
     # What is forgotten has to be looked for at that moment: there is room for nearly all.
     monkeypatch.setattr(_cache, "capacity", 55)
-    monkeypatch.setattr(call_cache._known, "capacity", 55)
+    monkeypatch.setattr(call_cache._signatures, "capacity", 55)
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 24, 8)
     ids = [torch.randint(0, 3, (24,)).sort().values for _ in range(20)]

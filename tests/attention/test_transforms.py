@@ -75,7 +75,7 @@ FORWARD = {
 
 def forget() -> None:
     lowering._lowered.clear()
-    call_cache._known.clear()
+    call_cache._signatures.clear()
 
 
 # What was called before matters for what is looked up; one score shows it.

@@ -74,10 +74,10 @@ def test_nothing_is_made_for_a_length(monkeypatch):
         inference.attention(q, *cache[0].kv, score, mask, **cache[0].options)
 
     step()
-    before = len(call_cache._known), len(traces)
+    before = len(call_cache._signatures), len(traces)
     for _ in range(300):
         step()
-    assert (len(call_cache._known), len(traces)) == before
+    assert (len(call_cache._signatures), len(traces)) == before
     assert builds == []
 
 
@@ -93,10 +93,10 @@ def test_a_cache_that_is_made_anew_is_the_same_call():
         lengths=torch.full((2,), k.shape[2], dtype=torch.int32),
     )
     step(k[:, :, :20].clone(), k[:, :, :20].clone())
-    before = len(call_cache._known)
+    before = len(call_cache._signatures)
     for n in range(21, 90):
         out = step(k[:, :, :n].clone(), k[:, :, :n].clone())
-    assert len(call_cache._known) == before
+    assert len(call_cache._signatures) == before
     wanted = hw.attention(q, k[:, :, :89], k[:, :, :89], hw.softcap(20.0))
     torch.testing.assert_close(out, wanted, atol=1e-6, rtol=1e-6)
     with pytest.raises(hw.errors.ArgumentError, match="differ before their width"):

@@ -704,10 +704,10 @@ def test_a_step_makes_no_mask_and_no_plan(name, cache, tokens, monkeypatch):
     model.set_attn_implementation("headway")
     options = {"do_sample": False, "use_cache": True, "cache_implementation": cache}
     model.generate(tokens[:, :5], max_new_tokens=3, **options)
-    before, known = len(made), len(call_cache._known)
+    before, known = len(made), len(call_cache._signatures)
     model.generate(tokens[:, :5], max_new_tokens=60, **options)
     assert len(made) <= before + (cache is not None)  # a prompt, into a cache of another size
-    assert len(call_cache._known) <= known + 4
+    assert len(call_cache._signatures) <= known + 4
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -470,7 +470,7 @@ MOST = 600  # programs that a mutant may live through
 def forget() -> None:
     """Nothing was ever traced."""
     lowering._lowered.clear()
-    call_cache._known.clear()
+    call_cache._signatures.clear()
 
 
 @pytest.mark.parametrize("name", MUTANTS)
