@@ -99,12 +99,12 @@ def call_of(request: Request, signature: CallSignature, contents: list[Contents 
     captured = signature.captured
     if captured is None:
         captured = Captured([], [], [])
-        for of, picks in zip(contents, signature.picks, strict=True):
-            if of is not None:
-                parts, tensors, found = of
+        for of_mod, sources in zip(contents, signature.capture_sources, strict=True):
+            if of_mod is not None:
+                parts, tensors, reads = of_mod
                 captured.tensors.extend(tensors)
-                for n, at in picks:
-                    captured.tensors.append(found[n].tensors[at][1])
+                for function, number in sources:
+                    captured.tensors.append(reads[function].tensors[number][1])
                 captured.ints.extend(parts.ints)
                 captured.floats.extend(parts.floats)
     mask, tiles = request.mask, None
@@ -132,10 +132,10 @@ def store(
         return call
     if any(low is not None and low.retrace_reason is not None for low in lowered):
         return call
-    picks = [() if low is None else low.capture_sources for low in lowered]
+    sources = [() if low is None else low.capture_sources for low in lowered]
     tensors, _, floats = call.captured
     signature = CallSignature(
-        spec, capability.trained, picks, None if tensors or floats else call.captured
+        spec, capability.trained, sources, None if tensors or floats else call.captured
     )
     _signatures.put(key, signature)
     return call._replace(signature=signature)
@@ -168,15 +168,15 @@ def _add_contents(key: list, mod: Any, device: torch.device) -> Contents:
     if not functions:
         return parts, tensors, []
     key.append(torch.get_default_dtype())
-    found = [collect_reads(fn) for fn in functions]
-    for of in found:
-        if of.opaque_read is not None:
+    reads = [collect_reads(fn) for fn in functions]
+    for of_function in reads:
+        if of_function.opaque_read is not None:
             raise _NotCached
-        key.append(tuple(of.key))
-        for _, t in of.tensors:
+        key.append(tuple(of_function.key))
+        for _, t in of_function.tensors:
             if t.device != device:
                 raise _NotCached
             _add_tensor(key, t)
-    if len(found) > 1:
-        key.append(aliasing_pattern(found))
-    return parts, tensors, found
+    if len(reads) > 1:
+        key.append(aliasing_pattern(reads))
+    return parts, tensors, reads

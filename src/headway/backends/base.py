@@ -23,14 +23,14 @@ class CallSignature:
     in numbers that kernels take as arguments. Backends cache their plans by it.
 
     - `trained`: something requires grad.
-    - `picks`: for the score and for the mask, the tensors that their functions capture, as (number
-      of the function, number among the tensors that it sees).
+    - `capture_sources`: for the score and for the mask, the tensors that their functions capture,
+      as (number of the function, number among the tensors that it sees).
     - `captured`: the captured values, where they are the same for all such calls.
     """
 
     spec: Spec
     trained: bool
-    picks: list[tuple[tuple[int, int], ...]]
+    capture_sources: list[tuple[tuple[int, int], ...]]
     captured: Captured | None
 
 

@@ -4,7 +4,7 @@ from ..errors import ArgumentError, BackendRefused, ModError
 
 
 class CallError(ArgumentError, RuntimeError):
-    """What the original refuses with a `RuntimeError`."""
+    """An error for calls that the original refuses with a `RuntimeError`."""
 
 
 class CallTypeError(ArgumentError, TypeError):
@@ -12,7 +12,7 @@ class CallTypeError(ArgumentError, TypeError):
 
 
 class CallAssertionError(ArgumentError, AssertionError):
-    """What the original refuses with an `AssertionError`."""
+    """An error for calls that the original refuses with an `AssertionError`."""
 
 
 class CallAttributeError(ArgumentError, AttributeError):
@@ -24,4 +24,5 @@ class CallModError(ModError, RuntimeError, AssertionError):
 
 
 class NotSupported(BackendRefused):
-    """What the original refuses with a `NotImplementedError`, or what only it can do."""
+    """An error for calls that the original refuses with a `NotImplementedError`, or that only it
+    supports."""

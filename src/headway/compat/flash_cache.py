@@ -222,7 +222,7 @@ class _Turn:
         return turned if cu is None else turned[0]
 
     def _check(self, at: Tensor) -> None:
-        """Where the host sees it: positions have angles."""
+        """Check, where the host can read positions, that they have angles."""
         wrong = at[(at < 0) | (at >= self.cos.shape[0])]
         if wrong.numel():
             raise CallError(
@@ -265,7 +265,7 @@ def _append(
 
 
 def _check_written(at: Tensor, row: Tensor, capacity: int) -> None:
-    """Where the host sees it: new keys have room."""
+    """Check, where the host can read positions, that new keys have room."""
     wrong = (at < 0) | (at >= capacity)
     if bool(wrong.any()):
         n = int(wrong.nonzero()[0, 0])

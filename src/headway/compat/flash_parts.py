@@ -62,7 +62,7 @@ def _limit(n: Any) -> int | None:
 
 
 def check_dense(**tensors: Any) -> None:
-    """None of the tensors, by their names, is a nested one."""
+    """Refuse nested tensors, given by their names."""
     try:
         arguments.check_dense(**tensors)
     except ArgumentError as error:
@@ -70,8 +70,8 @@ def check_dense(**tensors: Any) -> None:
 
 
 def heads_swapped(q: Tensor, k: Tensor, sink: Tensor | None) -> str:
-    """What to say of `(b, heads, length, width)` where the shapes show that heads and lengths were
-    swapped: the heads do not fit, but would if they were the lengths. Nothing elsewhere."""
+    """Return a hint where shapes `(b, heads, length, width)` show that heads and lengths are
+    swapped: the heads do not fit, but the lengths would. "" elsewhere."""
     of_sink = (q.shape[1], q.shape[2]) if sink is None else (sink.numel(),) * 2
     fits = [
         k.shape[n] > 0 and q.shape[n] % k.shape[n] == 0 and q.shape[n] == of_sink[n - 1]

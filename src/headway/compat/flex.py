@@ -42,14 +42,14 @@ __all__ = [
 
 
 class AuxRequest(NamedTuple):
-    """What to return besides the output."""
+    """A request for results besides the output."""
 
     lse: bool = False
     max_scores: bool = False
 
 
 class AuxOutput(NamedTuple):
-    """What was asked for, None otherwise: `(b, hq, q_len)`, float32 (float64 for float64)."""
+    """The requested results, `(b, hq, q_len)`, float32 (float64 for float64); None for others."""
 
     lse: Tensor | None = None  # natural log, differentiable
     max_scores: Tensor | None = None  # the largest score of every query, without gradient

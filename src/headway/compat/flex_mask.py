@@ -29,7 +29,7 @@ def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) ->
 
 
 def sliced_mask(*_: Tensor) -> Tensor:
-    """In place of the mask of a sliced `BlockMask`, whose positions are no longer known."""
+    """Raise: this stands for the mask of a sliced `BlockMask`, whose positions are unknown."""
     raise CallError(
         "Cannot use mask_mod from a sliced BlockMask: set block_mask.mask_mod to one that sees the "
         "positions of the part, and block_mask.seq_lengths to its lengths"
@@ -64,12 +64,12 @@ class in_blocks(Mask):
 
 
 class BlockMask:
-    """Which blocks of the (query, key) square are empty, full or partial, as FlexAttention has it.
+    """A block mask with FlexAttention's interface: which blocks are empty, full or partial.
 
-    The lists (`kv_num_blocks`, `kv_indices`, ..., int32) are made when something asks for them.
-    They may be set, or written to in place: those of keys say what is visited. Those of queries
-    are the same blocks the other way round; ones that say something else are refused. `mask_mod`
-    and `seq_lengths` may be set, which sliced masks need.
+    The lists (`kv_num_blocks`, `kv_indices`, ..., int32) are created on first use. You may set them
+    or write to them in place. The lists of keys determine the visited blocks. Those of queries must
+    name the same blocks, or are refused. `mask_mod` and `seq_lengths` may be set, which sliced
+    masks need.
 
     - `seq_lengths`: `(q_len, kv_len)`.
     - `BLOCK_SIZE`: `(queries, keys)` in a block.
@@ -147,7 +147,11 @@ class BlockMask:
         """Copies are apart from the lists that are out. They know what decided them; what counters
         say is said of one process."""
         self._look_at_lists()
-        return vars(self) | {"_out": {}, "_former": [], "_decided": self._still() is not None}
+        return vars(self) | {
+            "_out": {},
+            "_former": [],
+            "_decided": self._still() is not None,
+        }
 
     def __setstate__(self, state: dict) -> None:
         decided = Provenance.of(state["_mask_mod"]) if state.pop("_decided", False) else None
@@ -265,7 +269,7 @@ class BlockMask:
         return made
 
     def _look_at_lists(self) -> None:
-        """What was set or written to since the last look becomes the state."""
+        """Update the state from lists that were set or written to since the last look."""
         self._former = [entry for entry in self._former if entry[1]() is not None]
         for name, former, version in self._former:
             if _version(former()) != version:
@@ -331,7 +335,7 @@ class BlockMask:
 
     @property
     def device(self) -> torch.device:
-        """Where the blocks are."""
+        """Return the device of the blocks."""
         return self._tiles.device if self._tiles is not None else self._square().device
 
     def numel(self) -> int:
@@ -415,7 +419,7 @@ class BlockMask:
         return BlockMask.of_tiles(replace(only, decided=tiles.decided), self._batch)
 
     def to(self, device: torch.device | str) -> "BlockMask":
-        """On another device; what the mask captures stays where it is."""
+        """Return the block mask on another device; captured tensors are not moved."""
         state = self._square().to(device)
         new = BlockMask.__new__(BlockMask)
         new._decided = self._still()
@@ -442,7 +446,7 @@ for _name in _KV_LISTS + _Q_LISTS:
 
 
 def as_tiles(mask: Any) -> TileMask | Mask:
-    """What to give to `headway.attention` for a `BlockMask`, ours or PyTorch's."""
+    """Return the mask that `headway.attention` takes for a `BlockMask`, ours or PyTorch's."""
     if isinstance(mask, TileMask):
         return mask
     ours = isinstance(mask, BlockMask)
@@ -471,8 +475,8 @@ _converted: TensorCache[TileMask] = TensorCache(64)
 
 
 def _recorded(lists: Tensor) -> bool:
-    """Whether what is made of lists is part of a program, which finds other blocks in them when it
-    is run."""
+    """Return whether a compiled program reads the lists, which may hold other blocks when it
+    runs."""
     return torch.compiler.is_compiling() or capturing(lists.device)
 
 
@@ -488,12 +492,12 @@ def _at_run_time(lists: list, lengths: Any, block: tuple[int, int], mask_mod: Ma
 
 
 def _columns(indices: Tensor, lengths: tuple[int, int], block: tuple[int, int]) -> int:
-    """How many blocks of keys there are: a list need not have room for all of them."""
+    """Return how many blocks of keys there are: a list need not have room for all of them."""
     return max(indices.shape[-1], -(-lengths[1] // block[1]))
 
 
 def _version(tensor: Tensor | None) -> float:
-    """What changes with every write; like nothing else, itself included, where nobody counts."""
+    """Return a number that changes with every write; NaN for tensors that count no writes."""
     version = -1 if tensor is None else version_of(tensor)
     return math.nan if version is None else version
 

@@ -42,7 +42,8 @@ class Call:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether positions restart inside of a row, between two tokens that are not padding."""
+        """Return whether positions restart within a row, between two tokens that are not
+        padding."""
         positions = self.positions
         assert positions is not None
         # Of time, height and width, tokens of an image share the first.
@@ -98,7 +99,7 @@ class Call:
 
     @property
     def none_keeps_all(self) -> bool:
-        """Whether no attention of the model is causal where it is given no mask."""
+        """Return whether no attention of the model is causal without a mask."""
         if self.model not in _causal:
             _causal[self.model] = any(
                 getattr(part, "is_causal", False) for part in self.model.modules()
@@ -113,7 +114,7 @@ def current() -> Call | None:
 
 
 def begin(model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-    """Before a model's forward."""
+    """Record a call, before the model's forward."""
     calls = _running.__dict__.setdefault("calls", [])
     # What was interrupted and never ended is no longer running.
     for at, call in enumerate(calls):
@@ -124,14 +125,14 @@ def begin(model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 def end(model: torch.nn.Module) -> None:
-    """After it, or after an exception in it."""
+    """Forget the call, after the forward or an exception in it."""
     calls = getattr(_running, "calls", None)
     if calls and calls[-1].model is model:
         calls.pop()
 
 
 def given(model: torch.nn.Module, args: tuple, kwargs: dict, name: str) -> Any:
-    """What a model is given by this name, or in its place; None where it is not."""
+    """Return the argument of a model's call, by name or position; None where it is missing."""
     if name in kwargs or not args:
         return kwargs.get(name)
     place = _places(type(model)).get(name)

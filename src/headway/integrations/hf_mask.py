@@ -90,13 +90,13 @@ class AttentionMask(Tensor):
 
     @property
     def is_step(self) -> bool:
-        """Whether this is for few new tokens after what a cache holds."""
+        """Return whether this is for a few new tokens after those of a cache."""
         return self._step is not None
 
     @property
     def step(self) -> tuple[MaskFn | None, Tensor]:
-        """Of few new tokens after what a cache holds: the mask of positions, None for none, and
-        where the queries stand, `(b,)` int32. No number of the device is read for it."""
+        """Return, for a few new tokens after those of a cache, the mask of positions (or None) and
+        the positions of the queries, `(b,)` int32, without reading the device."""
         if self._stepped is None:
             assert self._step is not None
             self._stepped = self._step()
@@ -104,7 +104,7 @@ class AttentionMask(Tensor):
 
     @property
     def is_looked_at(self) -> bool:
-        """Whether anyone has asked for its numbers."""
+        """Return whether its numbers have been requested."""
         return self._made is not None
 
     def square(self) -> Tensor:
@@ -114,7 +114,7 @@ class AttentionMask(Tensor):
         return self._made
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """What `near` adds to scores: 0 and -inf; None for nothing."""
+        """Return what `near` adds to scores, 0 and -inf; None for nothing."""
         seen = None if self.near is None else self.near[1]
         if seen is not None and (self._bias is None or self._bias.dtype != dtype):
             zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
@@ -189,7 +189,7 @@ class AttentionMask(Tensor):
 
 
 class GraphMask:
-    """What stands for an `AttentionMask` under `torch.compile`: it cannot be looked at."""
+    """A stand-in for `AttentionMask` under `torch.compile`, without its numbers."""
 
     ndim, near = 4, None
 
@@ -205,7 +205,7 @@ class GraphMask:
 
     @property
     def mask(self) -> MaskFn | None:
-        """As of an `AttentionMask`: made where it is asked for."""
+        """Return the mask, created on first use, as that of an `AttentionMask`."""
         return self.later()
 
     def dim(self) -> int:
@@ -244,7 +244,7 @@ def kept(square: Tensor) -> Tensor:
 
 
 def _shares(out: Any, square: Tensor) -> bool:
-    """Whether what came of the square leads back to its memory."""
+    """Return whether a result of the square shares its memory."""
     if out is None or isinstance(out, bool | int | float | complex | str | torch.dtype):
         return False
     leaves = pytree.tree_leaves(out)

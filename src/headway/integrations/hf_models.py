@@ -23,11 +23,11 @@ _warned: set[type] = set()
 
 
 def watch(name: str) -> None:
-    """From now on, look at every model that is made or set to an attention, for whether
-    `attn_implementation=name` reaches its attention.
+    """Check every new model, and every change of attention, for whether `attn_implementation=name`
+    reaches its attention.
 
-    transformers lets a model of any kind take the name and tells no one. PyTorch calls those who
-    ask when a module becomes part of another: for a model, before its layers exist.
+    transformers accepts the name for any model, without a warning. PyTorch calls a hook when a
+    module becomes part of another: for a model, before its layers exist.
     """
     if not _names:
         torch.nn.modules.module.register_module_module_registration_hook(_grows)
@@ -99,7 +99,7 @@ def _refuse_weights(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any])
 
 
 def _first_use(model: torch.nn.Module, args: Any) -> None:
-    """Before the first forward with Headway: is there attention that it will not run?"""
+    """Check, before the first forward with Headway, for attention that it will not run."""
     if torch.compiler.is_compiling() or (implementation := _implementation(model)) not in _names:
         return
     from transformers import PreTrainedModel
@@ -129,7 +129,7 @@ def _own_attention(model: torch.nn.Module) -> set[str]:
     found: set[type] = set()
 
     def look(part: torch.nn.Module, asked: bool) -> tuple[bool, bool]:
-        """Whether a part or one inside of it asks, and whether one was found."""
+        """Return whether a part or one inside of it asks, and whether one was found."""
         cls = type(part)
         asking = asks(cls)
         below = [
@@ -156,7 +156,7 @@ def _forget(module: torch.nn.Module) -> None:
 
 @cache
 def asks(cls: type) -> bool:
-    """Whether the code of a module asks transformers' table for its attention."""
+    """Return whether a module's code looks its attention up in transformers' table."""
     return any(_TABLE in names for names in _named([*_methods(cls)], classes=False))
 
 
@@ -202,7 +202,7 @@ def _named(waiting: list[FunctionType], classes: bool) -> Iterator[tuple[str, ..
 
 
 def _methods(cls: type, name: str | None = None) -> Iterator[FunctionType]:
-    """What a model's file, or its parents', says of a class: all methods, or those of one name."""
+    """Return the methods of a class and its parents, all or those of one name."""
     for base in cls.__mro__:
         if _NOT_A_MODEL.match(base.__module__):
             continue

@@ -66,7 +66,7 @@ def _without_remapping(fn: Callable) -> Callable:
 
 
 def _relative(mask: Any) -> bool:
-    """Whether a mask depends on nothing but kv_idx - q_idx."""
+    """Return whether a mask depends on nothing but kv_idx - q_idx."""
     if isinstance(mask, Both | Either):
         return _relative(mask.first) and _relative(mask.second)
     if isinstance(mask, Not):
@@ -86,14 +86,14 @@ def shift(mask: MaskFn | None, q_offset: int, kv_offset: int) -> MaskFn | None:
 
 
 def only_past(mask: Any) -> bool:
-    """Whether no query sees a key behind it."""
+    """Return whether no query sees a later key."""
     if isinstance(mask, Both):
         return only_past(mask.first) or only_past(mask.second)
     return isinstance(mask, causal) and mask.offset <= 0
 
 
 def sees_all(mask: Any, before: int) -> bool:
-    """Whether a query surely sees its own key and all of so many before it."""
+    """Return whether a query surely sees its own key and the `before` keys before it."""
     if isinstance(mask, Both):
         return sees_all(mask.first, before) and sees_all(mask.second, before)
     if isinstance(mask, Not):
@@ -127,7 +127,7 @@ def graph_mask(
     fn: Callable | None, shape: tuple, q_offset: Any, kv_offset: int, use_vmap: bool, device: Any,
     padding: Tensor | None,
 ) -> GraphMask:  # fmt: skip
-    """Under `torch.compile`, where the functions that transformers creates cannot be read."""
+    """Return a mask under `torch.compile`, where transformers' own functions cannot be traced."""
     from transformers import masking_utils as hf
 
     kept = None if padding is None else of_padding(padding)
@@ -143,7 +143,7 @@ def graph_mask(
 def _in_graph(
     fn: Callable | None, shape: tuple, q_offset: Any, kv_offset: int, use_vmap: bool, device: Any
 ) -> MaskFn | None:
-    """Under `torch.compile`: causal as a value, everything else as a bool square in the graph."""
+    """Return causal masks as a value, and all others as a bool square in the graph."""
     from transformers import masking_utils as hf
 
     if fn is None or fn is hf.bidirectional_mask_function:

@@ -219,7 +219,8 @@ def _padding(
 
 
 def _near(mask: MaskFn | None, lengths: Tensor, keys: int) -> Tensor | None:
-    """Which of the first keys one query a row sees, bool `(b, 1, 1, keys)`; None for all."""
+    """Return which of the first keys one query per row sees, bool `(b, 1, 1, keys)`; None for
+    all."""
     if mask is None:
         return None
     graph, captured = lower_mod("mask", mask, torch.float32)
@@ -301,7 +302,7 @@ def attention_forward(
             assert step is not None
             out = _decode(query, key, value, step, module, scaling, softcap, sink)
         return out, None
-    mask, score = _given(attention_mask, (*query.shape[:3], kv_len))
+    mask, score = _as_mask_and_score(attention_mask, (*query.shape[:3], kv_len))
     layout = attention_mask.over_ranks if isinstance(attention_mask, AttentionMask) else None
     if layout is not None:
         _check_over_ranks(layout, attention_mask, kwargs.get("position_ids"))
@@ -412,8 +413,8 @@ def _continuous(
     return out.transpose(1, 2).contiguous()
 
 
-def _given(mask: Any, sizes: tuple[int, ...]) -> tuple[MaskFn | None, Score | None]:
-    """What an `attention_mask` means for a call of these sizes, as a mask and a score."""
+def _as_mask_and_score(mask: Any, sizes: tuple[int, ...]) -> tuple[MaskFn | None, Score | None]:
+    """Return an `attention_mask` as a mask and a score of a call of these sizes."""
     if mask is None:
         return None, None
     if isinstance(mask, AttentionMask | GraphMask):
