@@ -403,16 +403,18 @@ def infer(spec: Spec, call: Call) -> Forward:
 def _attention_direct(spec: Spec, call: Call) -> Forward:
     """Run `attention` where nothing observes the operators."""
     q, k, v, sink, signature = call.q, call.k, call.v, call.sink, call.signature
-    learned = call.captured.tensors[: spec.score_tensors]
-    trained = signature.trained if signature is not None else _any_learns([q, k, v, sink, *learned])
+    score_tensors = call.captured.tensors[: spec.score_tensors]
+    trained = (
+        signature.trained if signature is not None else _any_learns([q, k, v, sink, *score_tensors])
+    )
     if not (trained and torch.is_grad_enabled()):
         return get(spec.backend).forward(spec, call)
-    if any(map(is_wrapped, (q, k, v, *learned))):  # by a transform that has ended
+    if any(map(is_wrapped, (q, k, v, *score_tensors))):  # by a transform that has ended
         return _attention_by_operators(spec, call)
     register_flops()
     run = _DirectCall(spec, _savable_call(call))
-    learned = run.call.captured.tensors[: spec.score_tensors]
-    out, lse = _direct(run, q, k, v, run.call.sink, *learned)
+    score_tensors = run.call.captured.tensors[: spec.score_tensors]
+    out, lse = _direct(run, q, k, v, run.call.sink, *score_tensors)
     return Forward(out, lse, run.max_logit, run.row_max)
 
 

@@ -116,23 +116,23 @@ def explain(
     key = CapabilityKey(*capability_key(call, spec.score_tensors))
     reasons = {name: reasons_against(name, spec, key) for name in NAMES}
     allowed = order(backend, spec, key)
-    chosen = next((name for name in allowed if not reasons[name]), None)
+    chosen_backend = next((name for name in allowed if not reasons[name]), None)
     for name in allowed:
-        if name != chosen and not reasons[name] and (why := slower(name, spec, key)):
+        if name != chosen_backend and not reasons[name] and (why := slower(name, spec, key)):
             reasons[name] = [why]
     for name in set(NAMES) - set(allowed):
         reasons[name] = reasons[name] or [f"backend={backend!r} was asked for"]
     code, limits, kernels = "", [], []
-    if chosen is not None:
-        limits = get(chosen).limits(spec)
-        spec, call = prepare(*arguments, backend=chosen, keys=layouts)
-        code = get(chosen).code(spec, call)
+    if chosen_backend is not None:
+        limits = get(chosen_backend).limits(spec)
+        spec, call = prepare(*arguments, backend=chosen_backend, keys=layouts)
+        code = get(chosen_backend).code(spec, call)
         kernels = _kernels(spec, call)
     shapes = ", ".join(
         f"{n} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
         for n, x in zip("qkv", (q, k, v), strict=True)
     )
-    shown = "".join(
+    mods_text = "".join(
         f", {n} = {_name(m)}" for n, m in (("score", score), ("mask", mask)) if m is not None
     )
     elements = [] if spec.mask is None else why_elements(parse(spec.mask))
@@ -146,8 +146,8 @@ def explain(
     reasons_to_retrace = _retraced(score, mask, acc_dtype(q.dtype))
     tiles = _tiles(spec, call, lengths)
     return Explanation(
-        chosen, reasons, shapes + shown, tiles, reasons_to_retrace, elements, limits, code, kernels,
-        over_ranks, _alignment(mask, *lengths),
+        chosen_backend, reasons, shapes + mods_text, tiles, reasons_to_retrace, elements, limits,
+        code, kernels, over_ranks, _alignment(mask, *lengths),
     )  # fmt: skip
 
 

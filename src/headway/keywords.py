@@ -71,9 +71,9 @@ def unknown_keywords(fn: Callable[..., Any], unknown: Iterable[str]) -> UnknownK
     """Return the error for the first of the keywords that `fn` does not have."""
     name = next(iter(unknown))
     kinds = inspect.signature(fn).parameters.items()
-    known = [n for n, p in kinds if p.kind is not p.VAR_KEYWORD and n != "self"]
+    parameters = [n for n, p in kinds if p.kind is not p.VAR_KEYWORD and n != "self"]
     parameter, way = _WAYS.get(name, ("", ""))
-    if parameter not in known:
-        alike = difflib.get_close_matches(name, known, n=1)
-        way = f"did you mean {alike[0]}=?" if alike else f"it takes {', '.join(known)}"
+    if parameter not in parameters:
+        alike = difflib.get_close_matches(name, parameters, n=1)
+        way = f"did you mean {alike[0]}=?" if alike else f"it takes {', '.join(parameters)}"
     return UnknownKeyword(f"{fn.__name__}() got an unexpected keyword argument {name!r}; {way}")

@@ -189,7 +189,7 @@ def _one_by_one(op: Any) -> Callable:
 
 def _entry(x: Any, dim: Any, n: int) -> Any:
     if isinstance(x, list | tuple):
-        return [_entry(item, at, n) for item, at in zip(x, dim, strict=True)]
+        return [_entry(item, item_dim, n) for item, item_dim in zip(x, dim, strict=True)]
     return x if dim is None else x.select(dim, n)
 
 

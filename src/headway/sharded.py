@@ -132,8 +132,8 @@ class Sharded:
         if cache.k_scale is None and cache.v_scale is None:
             return cache
         count = k.to_local().shape[1]
-        first = self.offsets[1] * k.shape[1] // self.sizes[1]
-        local = lambda scale: None if scale is None else scale[:, first : first + count]
+        first_head = self.offsets[1] * k.shape[1] // self.sizes[1]
+        local = lambda scale: None if scale is None else scale[:, first_head : first_head + count]
         return cache._replace(k_scale=local(cache.k_scale), v_scale=local(cache.v_scale))
 
     def _local_sink(self, sink: Any) -> Any:

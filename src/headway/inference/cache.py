@@ -96,24 +96,26 @@ class Layer:
         else:
             cache.step.check_append(self.n, self.turn, tokens, cu_q)
         with torch.no_grad():
-            made = [(kept, self._stored(new, kept, scale)) for _, new, kept, scale in pairs]
+            writes = [
+                (stored, self._stored(update, stored, scale)) for _, update, stored, scale in pairs
+            ]
             places = cache.places(self.n, tokens, cu_q)
-            for kept, new in made:
-                if kept.dtype.itemsize == 1:  # PyTorch writes no float8 by index
-                    kept, new = kept.view(torch.uint8), new.view(torch.uint8)
-                kept.transpose(1, 2)[places] = new.transpose(1, 2)
+            for stored, update in writes:
+                if stored.dtype.itemsize == 1:  # PyTorch writes no float8 by index
+                    stored, update = stored.view(torch.uint8), update.view(torch.uint8)
+                stored.transpose(1, 2)[places] = update.transpose(1, 2)
             cache.written[self.n].copy_(cache.lengths)
         if not replayed:  # a capture writes nothing yet
             self.turn.due = False
 
-    def _stored(self, new: Tensor, kept: Tensor, scale: Tensor | None) -> Tensor:
+    def _stored(self, new: Tensor, stored: Tensor, scale: Tensor | None) -> Tensor:
         """New numbers as the cache stores them."""
         if scale is not None:
             of_layer = scale if scale.dim() == 0 else scale[self.n]
             new = new / of_layer.reshape(-1, 1, 1).to(new.dtype)
-        if kept.dtype == torch.float8_e4m3fn:
+        if stored.dtype == torch.float8_e4m3fn:
             new = new.clamp(-_LARGEST, _LARGEST)
-        return new.to(kept.dtype)
+        return new.to(stored.dtype)
 
 
 class _Cache:
@@ -170,8 +172,8 @@ class _Cache:
             check_offsets(cu_q, len(self.lengths), self.lengths.device)
         rows = len(self.lengths) if cu_q is None else 1
         tokens = None
-        for name, new, kept, _ in pairs:
-            hk, width = kept.shape[1], kept.shape[3]
+        for name, new, stored, _ in pairs:
+            hk, width = stored.shape[1], stored.shape[3]
             if not isinstance(new, Tensor) or new.dim() != 4 or not new.is_floating_point():
                 raise ArgumentError(
                     f"{name} must be floats (rows, hk, tokens, width), got {shown(new)}"
@@ -182,8 +184,8 @@ class _Cache:
                     f"{name} must be (rows, hk, tokens, width) = {(rows, hk, tokens, width)}, got "
                     f"{shown(new)}"
                 )
-            if new.device != kept.device:
-                raise ArgumentError(f"{name} is on {new.device}, the cache on {kept.device}")
+            if new.device != stored.device:
+                raise ArgumentError(f"{name} is on {new.device}, the cache on {stored.device}")
         return tokens or 0
 
     def places(self, n: int, tokens: int, cu_q: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -194,43 +196,45 @@ class _Cache:
         if cu_q is None:
             row = torch.arange(len(self.lengths), device=device)[:, None]
             position = self.lengths[:, None] + torch.arange(-tokens, 0, device=device)
-            new = position >= written[:, None]
+            is_new = position >= written[:, None]
         else:
-            at, last = torch.arange(tokens, device=device), len(self.lengths) - 1
-            found = torch.searchsorted(cu_q, at.to(cu_q.dtype), right=True)[None] - 1
-            row = found.clamp(0, last)
-            position = self.lengths[row] - cu_q[row + 1] + at
-            new = (position >= written[row]) & (found == row)
-        return self._places(row, position, new)
+            token, last_row = torch.arange(tokens, device=device), len(self.lengths) - 1
+            packed_row = torch.searchsorted(cu_q, token.to(cu_q.dtype), right=True)[None] - 1
+            row = packed_row.clamp(0, last_row)
+            position = self.lengths[row] - cu_q[row + 1] + token
+            is_new = (position >= written[row]) & (packed_row == row)
+        return self._places(row, position, is_new)
 
-    def _places(self, row: Tensor, position: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    def _places(self, row: Tensor, position: Tensor, is_new: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
     def _rows(self, call: str, rows: Any) -> list[int]:
         """One row or several, as Python's integers."""
         one = as_int(rows)
-        given = [rows] if one is not None else _listed(call, "rows", rows)
-        found = [as_int(row) for row in given]
-        most = len(self.row_lengths)
-        for row, number in zip(given, found, strict=True):
-            if number is None or not 0 <= number < most:
+        items = [rows] if one is not None else _listed(call, "rows", rows)
+        numbers = [as_int(row) for row in items]
+        row_count = len(self.row_lengths)
+        for row, number in zip(items, numbers, strict=True):
+            if number is None or not 0 <= number < row_count:
                 raise ArgumentError(
-                    f"{call}: row {row!r} of a cache of {most} rows; rows are integers, 0 to "
-                    f"{most - 1}"
+                    f"{call}: row {row!r} of a cache of {row_count} rows; rows are integers, 0 to "
+                    f"{row_count - 1}"
                 )
-        return found
+        return numbers
 
     def _counts(self, rows: Any, tokens: Any) -> dict[int, int]:
         """Tokens by row."""
-        found = self._rows("reserve", rows)
+        row_numbers = self._rows("reserve", rows)
         one = as_int(tokens)
-        each = [tokens] * len(found) if one is not None else _listed("reserve", "tokens", tokens)
-        if len(each) != len(found) or len(set(found)) != len(found):
+        token_counts = (
+            [tokens] * len(row_numbers) if one is not None else _listed("reserve", "tokens", tokens)
+        )
+        if len(token_counts) != len(row_numbers) or len(set(row_numbers)) != len(row_numbers):
             raise ArgumentError(
                 f"reserve: rows={rows} must be different, with one number of tokens each, "
                 f"got {tokens!r}"
             )
-        return dict(zip(found, (count_of("tokens", n) for n in each), strict=True))
+        return dict(zip(row_numbers, (count_of("tokens", n) for n in token_counts), strict=True))
 
     def _tell_lengths(self, shorter: bool = False) -> None:
         """The device's lengths, in place, from the host's; layers have written no more."""
@@ -249,12 +253,12 @@ class _Cache:
         return row
 
 
-def _listed(call: str, name: str, given: Any) -> list:
-    if isinstance(given, Tensor | str) or not isinstance(given, Iterable):
+def _listed(call: str, name: str, items: Any) -> list:
+    if isinstance(items, Tensor | str) or not isinstance(items, Iterable):
         raise ArgumentError(
-            f"{call}: {name} must be an integer or a sequence of integers, got {shown(given)}"
+            f"{call}: {name} must be an integer or a sequence of integers, got {shown(items)}"
         )
-    return list(given)
+    return list(items)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
@@ -352,10 +356,12 @@ class Cache(_Cache):
 
     def clear(self, rows: int | Sequence[int] | None = None) -> None:
         """Forget these rows, or all."""
-        found = list(range(len(self.row_lengths))) if rows is None else self._rows("clear", rows)
-        for row in found:
+        row_numbers = (
+            list(range(len(self.row_lengths))) if rows is None else self._rows("clear", rows)
+        )
+        for row in row_numbers:
             self.row_lengths[row] = 0
-        self.step.forget(found)
+        self.step.forget(row_numbers)
         self._tell_lengths(shorter=True)
 
     def truncate(self, row: int, length: int) -> None:
@@ -363,8 +369,8 @@ class Cache(_Cache):
         self._shorten(row, length)
         self._tell_lengths(shorter=True)
 
-    def _places(self, row: Tensor, position: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        return row, torch.where(new, position, self.capacity)
+    def _places(self, row: Tensor, position: Tensor, is_new: Tensor) -> tuple[Tensor, Tensor]:
+        return row, torch.where(is_new, position, self.capacity)
 
 
 class PagedCache(_Cache):
@@ -426,45 +432,46 @@ class PagedCache(_Cache):
         """
         counts = self._counts(rows, tokens)
         self.step.check_reserve()
-        needed, copies = {}, {}
+        new_pages, copies = {}, {}
         users = dict[int, int]()  # of pages that are copied: who still needs them
         for row, count in counts.items():
-            length, own = self.row_lengths[row], self._pages[row]
+            length, row_pages = self.row_lengths[row], self._pages[row]
             total = -(-(length + count) // self.page)
             if total > self.max_pages:
                 raise CacheFull(
                     f"row {row} would have {length + count} keys, more than max_pages="
                     f"{self.max_pages} pages of {self.page} hold"
                 )
-            needed[row] = total - len(own)
-            last = own[length // self.page] if count and length % self.page else None
-            if last is not None and users.get(last, self._users[last]) > 1:
-                copies[row] = last
-                users[last] = users.get(last, self._users[last]) - 1
-        wanted = sum(needed.values()) + len(copies)
-        if wanted > len(self._free):
+            new_pages[row] = total - len(row_pages)
+            shared_page = row_pages[length // self.page] if count and length % self.page else None
+            if shared_page is not None and users.get(shared_page, self._users[shared_page]) > 1:
+                copies[row] = shared_page
+                users[shared_page] = users.get(shared_page, self._users[shared_page]) - 1
+        pages_needed = sum(new_pages.values()) + len(copies)
+        if pages_needed > len(self._free):
             raise CacheFull(
-                f"{wanted} pages are needed for {sum(counts.values())} tokens, {len(self._free)} "
-                f"of {len(self._users)} are free; free() rows that have ended, or wait"
+                f"{pages_needed} pages are needed for {sum(counts.values())} tokens, "
+                f"{len(self._free)} of {len(self._users)} are free; free() rows that have ended, "
+                "or wait"
             )
-        for row, last in copies.items():
-            own = self._pages[row]
-            own[own.index(last)] = self._take()
-            self._release(last)
-        for row, more in needed.items():
-            self._pages[row] += [self._take() for _ in range(more)]
+        for row, shared_page in copies.items():
+            row_pages = self._pages[row]
+            row_pages[row_pages.index(shared_page)] = self._take()
+            self._release(shared_page)
+        for row, page_count in new_pages.items():
+            self._pages[row] += [self._take() for _ in range(page_count)]
         for row, count in counts.items():
             self.row_lengths[row] += count
             self._in_use[row] |= count > 0
         if copies:
-            old = torch.tensor(list(copies.values()), device="cpu").to(self.keys.device)
+            source = torch.tensor(list(copies.values()), device="cpu").to(self.keys.device)
             new = [self._pages[row][(self.row_lengths[row] - counts[row]) // self.page]
                    for row in copies]  # fmt: skip
-            to = torch.tensor(new, device="cpu").to(self.keys.device)
+            destination = torch.tensor(new, device="cpu").to(self.keys.device)
             for x in (self.keys, self.values):
                 bits = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-                bits[:, to] = bits[:, old]
-        self._tell([row for row in counts if needed[row] or row in copies])
+                bits[:, destination] = bits[:, source]
+        self._tell([row for row in counts if new_pages[row] or row in copies])
         self.step.reserve(counts)
         self._tell_lengths()
 
@@ -476,38 +483,41 @@ class PagedCache(_Cache):
         reserved that not every layer has appended.
         """
         (row,) = self._rows("fork", [row])
-        unused = [n for n, used in enumerate(self._in_use) if not used and n != row]
+        unused = [n for n, in_use in enumerate(self._in_use) if not in_use and n != row]
         if not unused:
             raise CacheFull(f"all {len(self._pages)} rows are in use; free() one that has ended")
         self.step.check_fork(row)
-        new = unused[0]
-        self._in_use[row] = self._in_use[new] = True
-        self._pages[new], self.row_lengths[new] = list(self._pages[row]), self.row_lengths[row]
-        for page in self._pages[new]:
+        fork_row = unused[0]
+        self._in_use[row] = self._in_use[fork_row] = True
+        self._pages[fork_row], self.row_lengths[fork_row] = (
+            list(self._pages[row]),
+            self.row_lengths[row],
+        )
+        for page in self._pages[fork_row]:
             self._users[page] += 1
-        self._tell([new])
-        self.written[:, new] = self.written[:, row]
+        self._tell([fork_row])
+        self.written[:, fork_row] = self.written[:, row]
         self._tell_lengths()
-        return new
+        return fork_row
 
     def free(self, rows: int | Sequence[int]) -> None:
         """Give the pages of these rows back, and the rows themselves."""
-        found = self._rows("free", rows)
-        for row in found:
+        row_numbers = self._rows("free", rows)
+        for row in row_numbers:
             for page in self._pages[row]:
                 self._release(page)
             self._pages[row], self.row_lengths[row], self._in_use[row] = [], 0, False
-        self.step.forget(found)
-        self._tell(found)
+        self.step.forget(row_numbers)
+        self._tell(row_numbers)
         self._tell_lengths(shorter=True)
 
     def truncate(self, row: int, length: int) -> None:
         """Forget the keys of a row from `length` on, such as drafts that were not accepted."""
         row = self._shorten(row, length)
-        kept = -(-self.row_lengths[row] // self.page)
-        for page in self._pages[row][kept:]:
+        page_count = -(-self.row_lengths[row] // self.page)
+        for page in self._pages[row][page_count:]:
             self._release(page)
-        del self._pages[row][kept:]
+        del self._pages[row][page_count:]
         self._tell([row])
         self._tell_lengths(shorter=True)
 
@@ -525,14 +535,14 @@ class PagedCache(_Cache):
         """The device's table of these rows, in place, from the host's."""
         if not rows:
             return
-        nobody = len(self._users)
-        table = [self._pages[row] + [nobody] * (self.max_pages - len(self._pages[row]))
+        unused_page = len(self._users)
+        table = [self._pages[row] + [unused_page] * (self.max_pages - len(self._pages[row]))
                  for row in rows]  # fmt: skip
         device = self.page_table.device
-        at = torch.tensor(rows, device="cpu").to(device)
-        self.page_table[at] = torch.tensor(table, dtype=torch.int32, device="cpu").to(device)
+        row_index = torch.tensor(rows, device="cpu").to(device)
+        self.page_table[row_index] = torch.tensor(table, dtype=torch.int32, device="cpu").to(device)
 
-    def _places(self, row: Tensor, position: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        at = position.clamp(0)
-        page = self.page_table[row, at // self.page]
-        return torch.where(new, page, len(self._users)).long(), at % self.page
+    def _places(self, row: Tensor, position: Tensor, is_new: Tensor) -> tuple[Tensor, Tensor]:
+        offset = position.clamp(0)
+        page = self.page_table[row, offset // self.page]
+        return torch.where(is_new, page, len(self._users)).long(), offset % self.page

@@ -108,32 +108,34 @@ def cascade(
     if mask is not None:
         check_function("mask", mask, None)
     b, hq, q_len, d = q.shape
-    own = [_of_rows(level, b) for level in all_levels]
-    total = sum(own[1:], start=own[0])
+    level_lengths = [_of_rows(level, b) for level in all_levels]
+    total = sum(level_lengths[1:], start=level_lengths[0])
     before, parts = torch.zeros_like(total), []
     positions = total[:, None] - q_len + torch.arange(q_len, device=q.device)
     for n, level in enumerate(all_levels):
         groups = level.lengths.shape[0]
         if level.rows is None:
             order = torch.arange(b, device=q.device)
-            first = torch.arange(groups, device=q.device) * q_len
+            first_query = torch.arange(groups, device=q.device) * q_len
             packed, cu_q, max_q = q, None, None
-            count = torch.full_like(first, q_len)
+            count = torch.full_like(first_query, q_len)
         else:  # the queries of a group follow each other
             order = level.rows.argsort(stable=True)
             edges = torch.arange(groups + 1, dtype=level.rows.dtype, device=q.device)
             cu_q = torch.searchsorted(level.rows[order], edges).to(torch.int32) * q_len
             packed = q[order].transpose(0, 1).reshape(1, hq, b * q_len, d)
             max_q = b * q_len
-            first, count = cu_q[:-1].long(), cu_q.diff()
-        at = (
-            first - level.lengths + count, order.repeat_interleave(q_len),
+            first_query, count = cu_q[:-1].long(), cu_q.diff()
+        level_coords = (
+            first_query - level.lengths + count, order.repeat_interleave(q_len),
             positions[order].flatten(), before, b * q_len - 1,
         )  # fmt: skip
         result = run(
             Request(
-                packed, level.k, level.v, None if score is None else ScoreOfLevel(score, *at),
-                None if mask is None else MaskOfLevel(mask, *at), scale, sink if n == 0 else None,
+                packed, level.k, level.v,
+                None if score is None else ScoreOfLevel(score, *level_coords),
+                None if mask is None else MaskOfLevel(mask, *level_coords),
+                scale, sink if n == 0 else None,
                 backend=backend, partial=True,
                 keys=cache_of(packed, level.k, level.v, level.lengths, level.page_table, cu_q,
                               max_q, None, None),
@@ -145,7 +147,7 @@ def cascade(
             out = out[0].unflatten(1, (b, q_len)).transpose(0, 1)[back]
             lse = lse[0].unflatten(1, (b, q_len)).transpose(0, 1)[back]
         parts.append((out, lse))
-        before = before + own[n]
+        before = before + level_lengths[n]
     return merge(*parts)[0].to(q.dtype)
 
 

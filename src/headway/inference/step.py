@@ -49,10 +49,10 @@ class Step:
 
     def check_reserve(self) -> None:
         """Refuse while some layers have appended and others have not."""
-        due = [turn.due for turn in self.turns]
-        if self.total and not self.replayed and any(due) and not all(due):
+        due_layers = [turn.due for turn in self.turns]
+        if self.total and not self.replayed and any(due_layers) and not all(due_layers):
             raise ArgumentError(
-                f"reserve: layer {due.index(True)} has not appended the tokens that were reserved "
+                f"reserve: layer {due_layers.index(True)} has not appended the tokens that were reserved "
                 f"before ({self._all()}), but others have; append once in every layer, or "
                 "truncate the rows to what they had"
             )
@@ -121,14 +121,14 @@ class Step:
 
     def shorten(self, row: int, by: int) -> None:
         """A row loses its last `by` keys, those that were reserved first of all."""
-        left = max(0, self.waiting(row) - by)
-        if by and left and not self.replayed and not all(turn.due for turn in self.turns):
+        remaining = max(0, self.waiting(row) - by)
+        if by and remaining and not self.replayed and not all(turn.due for turn in self.turns):
             raise ArgumentError(
                 f"truncate: {self.waiting(row)} tokens are reserved for row {row} that some layers "
                 "have appended and others have not; append in every layer first, or truncate all "
                 "of them"
             )
-        self.tokens[row] = left
+        self.tokens[row] = remaining
         self._recount()
 
     def forget(self, rows: list[int]) -> None:

@@ -118,8 +118,8 @@ class MLA(ScaledAttention):
             getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         )
         kind = rope.get("rope_type", rope.get("type", "default"))
-        known = {*_ROPE_KEYS, *(_YARN_KEYS if kind == "yarn" else ())}
-        if unknown := {key for key, value in rope.items() if value is not None} - known:
+        known_keys = {*_ROPE_KEYS, *(_YARN_KEYS if kind == "yarn" else ())}
+        if unknown := {key for key, value in rope.items() if value is not None} - known_keys:
             raise ArgumentError(
                 f"MLA does not know {sorted(unknown)} of the configuration's {rope}"
             )
@@ -204,8 +204,8 @@ class MLA(ScaledAttention):
         and values. Latents are smaller (1.2 kB a token for 82 kB in DeepSeek-V3), but every rank
         then needs room for the keys and values of all tokens."""
         expanded = self.heads * (self.nope_width + self.rope_width + self.value_width)
-        there = len(latent) * layout.length * expanded * latent.element_size()
-        return self.kv_lora_rank + self.rope_width < expanded and there <= _EXPANDED
+        expanded_bytes = len(latent) * layout.length * expanded * latent.element_size()
+        return self.kv_lora_rank + self.rope_width < expanded and expanded_bytes <= _EXPANDED
 
     def _expanded(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every head from latents `(b, length, rank)` and the shared rotary keys

@@ -37,9 +37,9 @@ class Past:
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add new positions, `(b, heads, new, width)`; returns the keys and values of all."""
         self.keep(*self.extended(k, v), self.length + k.shape[2])
-        found = self.keys_values
-        assert found is not None
-        return found
+        keys_values = self.keys_values
+        assert keys_values is not None
+        return keys_values
 
     def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of all, these `(b, heads, new, width)` too, first in
@@ -55,10 +55,10 @@ class Past:
         room = self._room
         if total > room[0].shape[2] or any(x.requires_grad for x in room):
             with torch.inference_mode(False):  # written to in any mode
-                new = [x.new_empty(*x.shape[:2], 2 * total, x.shape[3]) for x in room]
-            for to, x in zip(new, room, strict=True):
+                larger_room = [x.new_empty(*x.shape[:2], 2 * total, x.shape[3]) for x in room]
+            for to, x in zip(larger_room, room, strict=True):
                 to[:, :, : self.length] = x[:, :, : self.length]
-            room = new[0], new[1]
+            room = larger_room[0], larger_room[1]
         for to, x in zip(room, (k, v), strict=True):
             to[:, :, self.length : total] = x
         return room

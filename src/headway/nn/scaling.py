@@ -256,12 +256,12 @@ def rescale(model: nn.Module, scaling: Scaling) -> None:
     """
     if scaling not in SCALINGS:
         raise ArgumentError(f"scaling={scaling!r} must be one of {', '.join(map(repr, SCALINGS))}")
-    found = [m for m in model.modules() if isinstance(m, ScaledAttention)]
-    if not found:
+    modules = [m for m in model.modules() if isinstance(m, ScaledAttention)]
+    if not modules:
         raise ArgumentError(
             f"{type(model).__name__} holds no headway.nn.Attention or MLA to rescale"
         )
-    for module in found:
+    for module in modules:
         if module.scaling != scaling and "init" in (module.scaling, scaling):
             module._scale_queries(module.scale if scaling == "init" else 1 / module.scale)
         module.scaling = scaling

@@ -197,7 +197,7 @@ def _blocks(
     model: nn.Module, per_head: bool, adapters: dict[type, Adapter | None] | None
 ) -> dict[Any, list[int]]:
     """Rows of the matrices in each weight of an attention that is not one matrix."""
-    found: dict[Any, list[int]] = {}
+    blocks: dict[Any, list[int]] = {}
     for layer in find_layers(model, adapters):
         for projection in layer.layout.projections:
             weight = projection.linear.weight
@@ -209,8 +209,8 @@ def _blocks(
                     f"{layer.name}: per-head or fused orthogonalisation needs whole rows, but a "
                     "weight is a DTensor; use per_head=False and fused=False"
                 )
-            found[weight] = sizes
-    return found
+            blocks[weight] = sizes
+    return blocks
 
 
 def _heads(projection: Projection) -> Iterator[int]:

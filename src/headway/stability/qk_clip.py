@@ -173,16 +173,18 @@ class QKClip:
             return
         assert self._plan is not None
         names = [
-            f"{layer.name} head {first + head}"
-            for layer, here, first in zip(
+            f"{layer.name} head {first_head + head}"
+            for layer, local_heads, first_head in zip(
                 self.layers, self._plan.heads, self._plan.first, strict=True
             )
-            for head in range(here)
+            for head in range(local_heads)
         ]
         where = [names[n] for n in bad]
-        shown = ", ".join(where[:8]) + (f" and {len(where) - 8} more" if len(where) > 8 else "")
+        heads_text = ", ".join(where[:8]) + (
+            f" and {len(where) - 8} more" if len(where) > 8 else ""
+        )
         raise LogitError(
-            f"NaN or infinite logits in the last step: {shown}. Their weights were left as they "
+            f"NaN or infinite logits in the last step: {heads_text}. Their weights were left as they "
             "were; NaN in activations or weights, or an overflow in half precision, came before"
         )
 
@@ -212,40 +214,44 @@ class QKClip:
 
     def _make_plan(self, heads: list[int], device: torch.device) -> _Plan:
         total = sum(heads)
-        groups, query_power, key_power, first = [], [], [], []
+        groups, query_power, key_power, first_heads = [], [], [], []
         index, sizes, targets = [], [], []
         start = 0
-        for layer, parameters, here in zip(self.layers, self._parameters, heads, strict=True):
+        for layer, parameters, local_heads in zip(
+            self.layers, self._parameters, heads, strict=True
+        ):
             layout = layer.layout
             per_key = layout.heads // layout.kv_heads
-            if here % per_key:
+            if local_heads % per_key:
                 raise ArgumentError(
-                    f"{layer.name}: this rank has {here} of {layout.heads} query heads, not "
+                    f"{layer.name}: this rank has {local_heads} of {layout.heads} query heads, not "
                     f"a multiple of the {per_key} that share a key head"
                 )
-            at = 0 if here == layout.heads else _first_head(layer, parameters, here)
+            first_head = (
+                0 if local_heads == layout.heads else _first_head(layer, parameters, local_heads)
+            )
             kv_start = len(key_power)
-            groups += [kv_start + h // per_key for h in range(here)]
+            groups += [kv_start + h // per_key for h in range(local_heads)]
             alone = per_key > 1 and self.gqa == "query"
-            query_power += [1.0 if alone else self.alpha] * here
-            key_power += [0.0 if alone else 1 - self.alpha] * (here // per_key)
+            query_power += [1.0 if alone else self.alpha] * local_heads
+            key_power += [0.0 if alone else 1 - self.alpha] * (local_heads // per_key)
             offsets = {
-                "query": (1 + start, at, here),
-                "query_rope": (1 + total + start, at, here),
-                "key": (1 + 2 * total + kv_start, at // per_key, here // per_key),
+                "query": (1 + start, first_head, local_heads),
+                "query_rope": (1 + total + start, first_head, local_heads),
+                "key": (1 + 2 * total + kv_start, first_head // per_key, local_heads // per_key),
             }
             for parameter, rows in zip(parameters, _rows(layer, offsets), strict=True):
                 for target, local in self._targets(layer, parameter):
                     targets.append(target)
                     index.append(rows[local])
                     sizes.append(len(local))
-            first.append(at)
-            start += here
+            first_heads.append(first_head)
+            start += local_heads
         floats = {"dtype": torch.float32, "device": device}
         return _Plan(
             torch.tensor(groups, device=device), torch.tensor(query_power, **floats),
             torch.tensor(key_power, **floats), torch.cat(index).to(device), sizes, targets, heads,
-            first,
+            first_heads,
         )  # fmt: skip
 
     def _targets(self, layer: Layer, parameter: nn.Parameter) -> list[tuple[Tensor, Tensor]]:
@@ -253,11 +259,11 @@ class QKClip:
         master = None if self.masters is None else self.masters(parameter)
         if master is None:
             return [(parameter, rows)]
-        here = local_part(parameter).shape
-        if local_part(master).shape != here:
+        local_shape = local_part(parameter).shape
+        if local_part(master).shape != local_shape:
             raise ArgumentError(
                 f"{layer.name}: the master of a {tuple(parameter.shape)} parameter has shape "
-                f"{tuple(master.shape)}, the part of the parameter on this rank {tuple(here)}; "
+                f"{tuple(master.shape)}, the part of the parameter on this rank {tuple(local_shape)}; "
                 "masters must return the same part, not flattened"
             )
         return [(parameter, rows), (master, rows)]
@@ -285,39 +291,43 @@ def _parameters(layer: Layer) -> list[nn.Parameter]:
 def _rows(layer: Layer, offsets: dict[str, tuple[int, int, int]]) -> list[Tensor]:
     """Return the index of each row's factor, for every parameter of `_parameters`. `offsets` gives
     a role's start in the table, its first head on this rank and its number of heads."""
-    found = []
+    row_tensors = []
     for linear, blocks in layer.layout.projections:
         rows = []
         for role, head, count in blocks:
-            start, first, here = offsets.get(role, (0, 0, 0))
-            known = first <= head < first + here
-            rows += [start + head - first if known else 0] * count
+            start, first_head, local_heads = offsets.get(role, (0, 0, 0))
+            is_local = first_head <= head < first_head + local_heads
+            rows += [start + head - first_head if is_local else 0] * count
         if any(block.role in offsets for block in blocks):
             bias = linear._parameters.get("bias")
-            found += [torch.tensor(rows, device="cpu")] * (1 if bias is None else 2)
-    return found
+            row_tensors += [torch.tensor(rows, device="cpu")] * (1 if bias is None else 2)
+    return row_tensors
 
 
-def _first_head(layer: Layer, parameters: Sequence[nn.Parameter], here: int) -> int:
+def _first_head(layer: Layer, parameters: Sequence[nn.Parameter], local_heads: int) -> int:
     """The global number of the first head on this rank of a tensor-parallel group: the weights say
     where the heads are cut, by a `Shard(0)` that is not FSDP's."""
     for parameter in parameters:
         placements = getattr(parameter, "placements", ())
         cuts = [n for n, p in enumerate(placements) if p.is_shard(0) and not is_strided(p)]
         mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and len(cuts) == 1 and mesh.size(cuts[0]) * here == layer.layout.heads:
-            return mesh.get_local_rank(cuts[0]) * here
+        if (
+            mesh is not None
+            and len(cuts) == 1
+            and mesh.size(cuts[0]) * local_heads == layer.layout.heads
+        ):
+            return mesh.get_local_rank(cuts[0]) * local_heads
     raise ArgumentError(
-        f"{layer.name}: {here} of {layer.layout.heads} heads were recorded, but its weights are "
+        f"{layer.name}: {local_heads} of {layer.layout.heads} heads were recorded, but its weights are "
         "not cut by head over a mesh (ColwiseParallel), so that it is unknown which they are"
     )
 
 
 def _check_unshared(layers: list[Layer], parameters: list[list[nn.Parameter]]) -> None:
     owners: dict[int, Layer] = {}
-    for layer, own in zip(layers, parameters, strict=True):
-        for parameter in own:
-            if (other := owners.setdefault(id(parameter), layer)) is not layer:
+    for layer, layer_parameters in zip(layers, parameters, strict=True):
+        for parameter in layer_parameters:
+            if (owner := owners.setdefault(id(parameter), layer)) is not layer:
                 raise ArgumentError(
-                    f"{other.name} and {layer.name} share a parameter, which would be clipped twice"
+                    f"{owner.name} and {layer.name} share a parameter, which would be clipped twice"
                 )

@@ -78,13 +78,13 @@ class MaxLogit(nn.Module):
     def _record(self, max_logit: Tensor) -> None:
         if self.value.device != max_logit.device:  # fully_shard moves parameters, not this
             self._move(max_logit.device)
-        here = self.value[: max_logit.shape[1]]
+        local_value = self.value[: max_logit.shape[1]]
         if max_logit.shape[0]:
             largest = max_logit.amax(0).float()
             largest = largest.nan_to_num(math.inf, math.inf, -math.inf)
         else:  # an empty batch keeps no pair
-            largest = torch.full_like(here, -math.inf)
-        here.copy_(torch.fmax(here, largest))  # fmax: of NaN and a number, the number
+            largest = torch.full_like(local_value, -math.inf)
+        local_value.copy_(torch.fmax(local_value, largest))  # fmax: of NaN and a number, the number
 
     def reset(self) -> None:
         """Forget what was recorded."""

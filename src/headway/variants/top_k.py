@@ -80,7 +80,7 @@ def top_k_blocks(
         check_function("mask", mask, (b, h, q_len, kv_len))
     columns = -(-kv_len // block[1])
     table = _table(indices, columns, kv_len, block[1])
-    kept, state = block_table(table, block), table.to(torch.uint8) * 2
+    chosen_mask, state = block_table(table, block), table.to(torch.uint8) * 2
     if mask is not None:
         inside = block_mask(mask, b, h, q_len, kv_len, device=indices.device, tile=block)
         kept, state = kept & mask, torch.where(table, inside.to_dense(), 0)
@@ -90,15 +90,17 @@ def top_k_blocks(
 def _table(indices: Tensor, columns: int, kv_len: int, block: int) -> Tensor:
     """Return which blocks the indices name, bool `(b, h, rows, columns)`."""
     with torch.inference_mode(False), torch.no_grad():
-        at = indices.to(torch.int64)
-        if at.numel():
-            least, most = (int(n) for n in at.aminmax())
-            if least < -1 or most >= columns:
+        block_indices = indices.to(torch.int64)
+        if block_indices.numel():
+            smallest, largest = (int(n) for n in block_indices.aminmax())
+            if smallest < -1 or largest >= columns:
                 raise ArgumentError(
-                    f"indices: {least if least < -1 else most} is no block: kv_len={kv_len} in "
+                    f"indices: {smallest if smallest < -1 else largest} is no block: kv_len={kv_len} in "
                     f"blocks of {block} has {columns}, numbered from 0; -1 names none"
                 )
         # One column more, where -1 goes; a copy without it.
-        table = torch.zeros(*at.shape[:3], columns + 1, dtype=torch.bool, device=at.device)
-        table.scatter_(3, torch.where(at < 0, columns, at), True)
+        table = torch.zeros(
+            *block_indices.shape[:3], columns + 1, dtype=torch.bool, device=block_indices.device
+        )
+        table.scatter_(3, torch.where(block_indices < 0, columns, block_indices), True)
         return table[..., :columns].contiguous()

@@ -67,18 +67,20 @@ def attention_weights(
     check_tensors(q, k, k)
     (b, hq, q_len, _), (hk, kv_len) = q.shape, k.shape[1:3]
     of_heads = _numbers("heads", heads, hq)
-    at = _numbers("queries", queries, q_len)
-    numbers = b * len(of_heads) * len(at) * kv_len
+    query_rows = _numbers("queries", queries, q_len)
+    numbers = b * len(of_heads) * len(query_rows) * kv_len
     if numbers > count_of("limit", limit):
         raise ArgumentError(
-            f"the weights of {b} batch rows, {len(of_heads)} heads, {len(at)} queries and {kv_len} "
+            f"the weights of {b} batch rows, {len(of_heads)} heads, {len(query_rows)} queries and {kv_len} "
             f"keys are {numbers} numbers, more than limit={limit}; look at a part, such as "
             "heads=[0], queries=range(256), and q[:1], k[:1] of the batch; or give a larger limit"
         )
     with torch.no_grad():
         spec, call = prepare(q, k, k, score, mask, scale, sink, backend="reference")
-        weights = q.new_empty(b, len(of_heads), len(at), kv_len, dtype=acc_dtype(call.q.dtype))
-        q_pos = torch.tensor(at, dtype=torch.int64, device=q.device)
+        weights = q.new_empty(
+            b, len(of_heads), len(query_rows), kv_len, dtype=acc_dtype(call.q.dtype)
+        )
+        q_pos = torch.tensor(query_rows, dtype=torch.int64, device=q.device)
         for row in range(b):
             for n, h in enumerate(of_heads):
                 of_k = call.k[row : row + 1, h // (hq // hk)][:, None]
@@ -95,20 +97,20 @@ def attention_weights(
     return weights
 
 
-def _numbers(name: str, given: Any, size: int) -> list[int]:
+def _numbers(name: str, requested: Any, size: int) -> list[int]:
     """The numbers that are asked for, each below `size`; all of them if None."""
-    if given is None:
+    if requested is None:
         return list(range(size))
-    if isinstance(given, Tensor) and given.dim() == 1:
-        given = given.tolist()
-    if not hasattr(given, "__iter__") or isinstance(given, str | Tensor):
+    if isinstance(requested, Tensor) and requested.dim() == 1:
+        requested = requested.tolist()
+    if not hasattr(requested, "__iter__") or isinstance(requested, str | Tensor):
         raise ArgumentError(
-            f"{name}={given!r} must be integers, such as range(4) or [0, 3]; None is all"
+            f"{name}={requested!r} must be integers, such as range(4) or [0, 3]; None is all"
         )
-    found = []
-    for item in given:
+    numbers = []
+    for item in requested:
         n = as_int(item)
         if n is None or not -size <= n < size:
             raise ArgumentError(f"{name}: {item!r} must be an integer from {-size} to {size - 1}")
-        found.append(n % size)
-    return found
+        numbers.append(n % size)
+    return numbers
