@@ -52,8 +52,8 @@ class Step:
         due_layers = [turn.due for turn in self.turns]
         if self.total and not self.replayed and any(due_layers) and not all(due_layers):
             raise ArgumentError(
-                f"reserve: layer {due_layers.index(True)} has not appended the tokens that were reserved "
-                f"before ({self._all()}), but others have; append once in every layer, or "
+                f"reserve: layer {due_layers.index(True)} has not appended the tokens that were "
+                f"reserved before ({self._all()}), but others have; append once in every layer, or "
                 "truncate the rows to what they had"
             )
 

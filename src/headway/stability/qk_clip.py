@@ -184,8 +184,8 @@ class QKClip:
             f" and {len(where) - 8} more" if len(where) > 8 else ""
         )
         raise LogitError(
-            f"NaN or infinite logits in the last step: {heads_text}. Their weights were left as they "
-            "were; NaN in activations or weights, or an overflow in half precision, came before"
+            f"NaN or infinite logits in the last step: {heads_text}. Their weights were left as "
+            "they were; NaN in activations or weights, or an overflow in half precision, came before"
         )
 
     def _remember(self, packed: Tensor) -> None:
@@ -263,8 +263,8 @@ class QKClip:
         if local_part(master).shape != local_shape:
             raise ArgumentError(
                 f"{layer.name}: the master of a {tuple(parameter.shape)} parameter has shape "
-                f"{tuple(master.shape)}, the part of the parameter on this rank {tuple(local_shape)}; "
-                "masters must return the same part, not flattened"
+                f"{tuple(master.shape)}, the part of the parameter on this rank "
+                f"{tuple(local_shape)}; masters must return the same part, not flattened"
             )
         return [(parameter, rows), (master, rows)]
 
