@@ -185,7 +185,8 @@ class QKClip:
         )
         raise LogitError(
             f"NaN or infinite logits in the last step: {heads_text}. Their weights were left as "
-            "they were; NaN in activations or weights, or an overflow in half precision, came before"
+            "they were; NaN in activations or weights, or an overflow in half precision, came "
+            "before"
         )
 
     def _remember(self, packed: Tensor) -> None:
@@ -318,8 +319,8 @@ def _first_head(layer: Layer, parameters: Sequence[nn.Parameter], local_heads: i
         ):
             return mesh.get_local_rank(cuts[0]) * local_heads
     raise ArgumentError(
-        f"{layer.name}: {local_heads} of {layer.layout.heads} heads were recorded, but its weights are "
-        "not cut by head over a mesh (ColwiseParallel), so that it is unknown which they are"
+        f"{layer.name}: {local_heads} of {layer.layout.heads} heads were recorded, but its weights "
+        "are not cut by head over a mesh (ColwiseParallel), so that it is unknown which they are"
     )
 
 

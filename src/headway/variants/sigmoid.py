@@ -53,13 +53,13 @@ def sigmoid_attention(
     """
     if unknown:
         raise unknown_keywords(sigmoid_attention, unknown)
-    bias_term = log_sigmoid(bias)
+    sigmoid_score = log_sigmoid(bias)
     if score is not None:
         check_tensors(q, k, v)
         check_function("score", score, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-        bias_term = score >> bias_term
+        sigmoid_score = score >> sigmoid_score
     out, lse, _ = attention_with_stats(
-        q, k, v, bias_term, mask, scale=scale, dropout=dropout, seed=seed, deterministic=deterministic,
-        backend=backend,
+        q, k, v, sigmoid_score, mask, scale=scale, dropout=dropout, seed=seed,
+        deterministic=deterministic, backend=backend,
     )  # fmt: skip
     return (out * lse.exp()[..., None]).to(out.dtype)
