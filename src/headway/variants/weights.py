@@ -72,8 +72,9 @@ def attention_weights(
     if numbers > count_of("limit", limit):
         raise ArgumentError(
             f"the weights of {b} batch rows, {len(of_heads)} heads, {len(query_rows)} queries and "
-            f"{kv_len} keys are {numbers} numbers, more than limit={limit}; look at a part, such as "
-            "heads=[0], queries=range(256), and q[:1], k[:1] of the batch; or give a larger limit"
+            f"{kv_len} keys are {numbers} numbers, more than limit={limit}; look at a part, such "
+            "as heads=[0], queries=range(256), and q[:1], k[:1] of the batch; or give a larger "
+            "limit"
         )
     with torch.no_grad():
         spec, call = prepare(q, k, k, score, mask, scale, sink, backend="reference")
