@@ -399,10 +399,10 @@ def local_names(modules: list[Module]) -> tuple[float, float]:
 # What is counted, how, and how many there may be.
 CHECKS = (
     ("folders with more than 20 files", crowded_folders, 2),
-    ("class names defined in several files", repeated_classes, 37),
-    ("calls and requests read by position", positional_reads, 16),
-    ("docstrings that begin with a fragment", fragments, 426),
-    ("host functions above 60 lines", long_functions, 6),
+    ("class names defined in several files", repeated_classes, 28),
+    ("calls and requests read by position", positional_reads, 9),
+    ("docstrings that begin with a fragment", fragments, 230),
+    ("host functions above 60 lines", long_functions, 5),
     ("circles of imports", circles, 1),
     ("numbers for positions", bare_numbers, 24),
     ("trips of a parameter that climb up more than 3 times", climbing_trips, 0),
