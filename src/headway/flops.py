@@ -22,8 +22,8 @@ def _backward(q, k, v, *args, **kwargs) -> int:
 
 
 def _over_ranks(work):
-    """That of this rank's queries and all keys: a table of pieces says how many these are, or they
-    are here."""
+    """Return the formula for this rank's queries and all keys, whose number is that of a table of
+    shards, or the length of k."""
 
     def formula(spec, q, k, *given, **kwargs) -> int:
         table = given[-1 - _AFTER[work]]

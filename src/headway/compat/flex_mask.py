@@ -173,8 +173,8 @@ class BlockMask:
         dq_write_order_full: Tensor | None = None,
         dq_kv_order: Tensor | bool | None = None,
     ) -> "BlockMask":
-        """From the blocks of every row: `kv_num_blocks` `(b, h, rows)` and `kv_indices`
-        `(b, h, rows, columns)`, of which each row's first `kv_num_blocks` are read.
+        """Return a block mask of the blocks of every row: `kv_num_blocks` `(b, h, rows)` and
+        `kv_indices` `(b, h, rows, columns)`, of which each row's first `kv_num_blocks` are read.
 
         `compute_q_blocks` is accepted and changes nothing: the transposed lists are always known.
         """

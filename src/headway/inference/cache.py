@@ -3,8 +3,8 @@
 A step has two halves. The host says how many tokens come: `reserve` finds room for them, and moves
 `lengths` (and the page table) on the device, in place, so that a captured CUDA graph sees it. Then
 every layer writes its keys and values to the last positions of the rows, `append`, and attends:
-both are work of the device alone, and no number comes back to the host. On the host, `Step` keeps
-count of what is reserved and which layers have appended; on the device, `written` does.
+both are work of the device alone, and no number comes back to the host. On the host, `Reservation`
+keeps count of what is reserved and which layers have appended; on the device, `written` does.
 
     cache.reserve([0, 3], 1)                    # rows 0 and 3 get a token
     for n, layer in enumerate(model.layers):
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..arguments import DTYPES, count_of, shown
 from ..errors import ArgumentError, CacheFull
 from ..types import as_int
-from .step import Step, check_offsets, may_be_replayed
+from .step import Reservation, check_offsets, may_be_replayed
 
 _LARGEST = 448.0  # float8_e4m3fn has no larger number, and no infinity
 
@@ -129,7 +129,7 @@ class _Cache:
     k_scale: Tensor | None
     v_scale: Tensor | None
     row_lengths: list[int]
-    step: Step
+    step: Reservation
 
     def _scales(self, layers: int, hk: int, k_scale: Any, v_scale: Any) -> None:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
@@ -146,7 +146,7 @@ class _Cache:
         with torch.inference_mode(False):
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
             self.written = torch.zeros(layers, rows, dtype=torch.int32, device=device)
-        self.row_lengths, self.step = [0] * rows, Step(layers, rows)
+        self.row_lengths, self.step = [0] * rows, Reservation(layers, rows)
 
     @property
     def keys(self) -> Tensor:

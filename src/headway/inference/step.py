@@ -21,7 +21,7 @@ class Turn:
         self.due = False
 
 
-class Step:
+class Reservation:
     """`tokens` are those reserved since the last step, by row. `sizes` is an empty tensor, the most
     of a row by all of them: a compiler takes sizes as variable, where it would compile anew for
     every number.

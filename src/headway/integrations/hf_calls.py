@@ -20,10 +20,12 @@ _causal: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
 _DOCUMENTS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
-class Call:
+class ModelCall:
     """A forward of a model, from when it begins to when it ends."""
 
-    def __init__(self, model: torch.nn.Module, args: tuple, kwargs: dict, outer: "Call | None"):
+    def __init__(
+        self, model: torch.nn.Module, args: tuple, kwargs: dict, outer: "ModelCall | None"
+    ):
         self.model = model
         mask = given(model, args, kwargs, "attention_mask")
         masks = [*mask.values()] if isinstance(mask, dict) else [mask]
@@ -107,7 +109,7 @@ class Call:
         return not _causal[self.model]
 
 
-def current() -> Call | None:
+def current() -> ModelCall | None:
     """The innermost call that is running in this thread."""
     calls = getattr(_running, "calls", None)
     return calls[-1] if calls else None
@@ -121,7 +123,7 @@ def begin(model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         if call.model is model:
             del calls[at:]
             break
-    calls.append(Call(model, args, kwargs, calls[-1] if calls else None))
+    calls.append(ModelCall(model, args, kwargs, calls[-1] if calls else None))
 
 
 def end(model: torch.nn.Module) -> None:
