@@ -399,9 +399,9 @@ def local_names(modules: list[Module]) -> tuple[float, float]:
 # What is counted, how, and how many there may be.
 CHECKS = (
     ("folders with more than 20 files", crowded_folders, 1),
-    ("class names defined in several files", repeated_classes, 9),
-    ("calls and requests read by position", positional_reads, 6),
-    ("docstrings that begin with a fragment", fragments, 84),
+    ("class names defined in several files", repeated_classes, 4),
+    ("calls and requests read by position", positional_reads, 1),
+    ("docstrings that begin with a fragment", fragments, 50),
     ("host functions above 60 lines", long_functions, 2),
     ("circles of imports", circles, 1),
     ("numbers for positions", bare_numbers, 0),

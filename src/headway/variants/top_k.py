@@ -83,8 +83,10 @@ def top_k_blocks(
     chosen_mask, state = block_table(table, block), table.to(torch.uint8) * 2
     if mask is not None:
         inside = block_mask(mask, b, h, q_len, kv_len, device=indices.device, tile=block)
-        kept, state = kept & mask, torch.where(table, inside.to_dense(), 0)
-    return replace(from_dense(state, kept, (q_len, kv_len), block), decided=Provenance.of(kept))
+        chosen_mask, state = chosen_mask & mask, torch.where(table, inside.to_dense(), 0)
+    return replace(
+        from_dense(state, chosen_mask, (q_len, kv_len), block), decided=Provenance.of(chosen_mask)
+    )
 
 
 def _table(indices: Tensor, columns: int, kv_len: int, block: int) -> Tensor:
