@@ -10,7 +10,13 @@ import time
 import numpy as np
 
 import headway as hw
-from headway.distributed.balance import RunChunks, RowRuns, balance_documents, balance_masks, row_runs
+from headway.distributed.balance import (
+    RowRuns,
+    RunChunks,
+    balance_documents,
+    balance_masks,
+    row_runs,
+)
 from headway.distributed.layout import Layout
 
 LENGTH, TILE = 1 << 20, 128

@@ -113,7 +113,7 @@ class Spec:
 
     @property
     def text(self) -> str:
-        """The spec as text; `Spec.parse(spec.text) == spec`."""
+        """Return the spec as text; `Spec.parse(spec.text) == spec`."""
         *values, exchange = self.values
         # Dynamo makes a constant of a plain tuple, but not of a NamedTuple.
         return _spec_text(*values, None if exchange is None else tuple(exchange))
