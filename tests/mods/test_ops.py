@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import headway as hw
 from headway.errors import ModError
 from headway.mods.evaluation.derivative import joint
 from headway.mods.evaluation.evaluate import evaluate
@@ -268,3 +269,11 @@ def test_an_op_of_another_library_is_not_pytorchs():
     made = trace("score", lambda s, *_: torch.ops.headway_test.square(s), torch.float64)
     (cube,) = evaluate(made.graph, {"score": torch.tensor(2.0).double()}, None)
     assert cube == 8
+
+
+def test_alpha_multiplies_in_the_dtype_of_the_result():
+    q, k, v = torch.randn(3, 1, 1, 9, 4, dtype=torch.float64)
+    score = lambda s, b, h, i, j: torch.sub(s, j * 0.1, alpha=-3.0)
+    b, h, i, j = torch.meshgrid(*map(torch.arange, (1, 1, 9, 9)), indexing="ij")
+    right = score(q @ k.mT / 2, b, h, i, j).softmax(-1) @ v
+    torch.testing.assert_close(hw.attention(q, k, v, score), right, rtol=1e-13, atol=1e-13)

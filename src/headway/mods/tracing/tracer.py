@@ -331,8 +331,8 @@ class Tracer(TorchDispatchMode):
             if name == "rsub":  # other - alpha * self
                 a, b, name = b, a, "sub"
             if alpha != 1:
-                is_tensor = isinstance(b, Tensor)
-                b = self._record_op(aten.mul.Tensor, b, alpha) if is_tensor else b * alpha
+                is_tensor = isinstance(b, Tensor)  # its product with alpha has the result's dtype
+                b = self._binary("mul", b, alpha, dtype) if is_tensor else b * alpha
             return self._binary(name, a, b, dtype)
         if name == "div":
             a, b, mode = map(arguments.take, ("self", "other", "rounding_mode"))
