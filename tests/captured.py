@@ -133,7 +133,7 @@ class Step:
             self.v,
             self.score,
             self.of.mask() if self.of.made_by_call else self.of.mask,
-            coords=self.of.coords,
+            keys=self.of.coords,
             backend=name,
             **self.options,
         )

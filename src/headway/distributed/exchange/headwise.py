@@ -108,7 +108,7 @@ class HeadwiseAllGather(Plan):
                     chunk_results = forward_shards(spec, chunk_call, chunk.shards)
                     _store_heads(results, chunk_results, chunk.q_slice)
                 pool.keep(kv)
-                # Free this chunk's keys before those of the next chunk but one are fetched.
+                # Without streams: free these keys before those of the next chunk but one arrive.
                 del pending, kv, chunk_call, chunk_results
         return Forward(*results)
 
@@ -124,13 +124,13 @@ class HeadwiseAllGather(Plan):
                 fetches = list(fetches)
                 preprocessed = [backward.preprocess(*fetch, pool) for fetch in fetches]
             for chunk, pending in fetches:
-                prepared = (
-                    preprocessed[chunk.number]
+                chunk_preprocessed = (
+                    preprocessed[chunk.number]  # the number of a chunk is its place in the list
                     if preprocessed
                     else backward.preprocess(chunk, pending, pool)
                 )
-                backward.run(chunk, pending, prepared, pool)
-                del pending, prepared
+                backward.run(chunk, pending, chunk_preprocessed, pool)
+                del pending, chunk_preprocessed
         return backward.finish()
 
     def _stream_pool(self, chunks: list[HeadChunk], call: Call, transport: Transport) -> StreamPool:
@@ -159,19 +159,20 @@ class _BackwardPass:
         self, spec: Spec, call: Call, transport: Transport, inputs: BackwardInputs
     ) -> None:
         self.call, self.transport, self.inputs = call, transport, inputs
-        self.spec = spec.replace(exact_kv=True)
+        self.spec = spec.replace(exact_kv=True)  # dK, dV unrounded: they are summed over ranks
         self.dq_dtype, kv_dtype = spec.grad_dtypes(call.q.dtype)
+        # In a list: a result of all heads takes its place (`_store_heads`).
         self.dq = [call.q.new_empty(call.q.shape, dtype=self.dq_dtype)]
         self.dk, self.dv = (x.new_empty(x.shape, dtype=kv_dtype) for x in (call.k, call.v))
         self.dsinks: list[Tensor] = []
         self.dcaptured: list[list[Tensor | None]] = []
-        self.in_flight: list[tuple[PendingReduce, Parts]] = []
+        self.in_flight: list[tuple[PendingReduce, Parts]] = []  # and the slices of dK, dV to fill
 
     def preprocess(
         self, chunk: HeadChunk, pending: PendingGather, pool: StreamPool
     ) -> tuple[BackwardInputs, list[Any]]:
-        """Launch the backend's preprocess of a chunk, which reads no keys. (`pending.buffers` have
-        the keys' shapes before they have their numbers.)"""
+        """Launch the backend's preprocess of a chunk. It reads no keys: only the shapes of
+        `pending.buffers` count, and their data may not have arrived."""
         chunk_inputs = self.inputs.select_heads(chunk.q_slice)
         with pool.stream(chunk.number):
             chunk_call = chunk.call(self.call, pending.buffers, ())
@@ -181,19 +182,21 @@ class _BackwardPass:
         self, chunk: HeadChunk, pending: PendingGather, preprocessed: tuple, pool: StreamPool
     ) -> None:
         """Launch a chunk's kernels, and begin to send its dK and dV to the ranks of the keys."""
-        chunk_inputs, prepared = preprocessed
+        chunk_inputs, shard_states = preprocessed
         acc = acc_dtype(self.call.q.dtype)
         with pool.stream(chunk.number):
             kv = pending.wait()
-            like = tuple([x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=acc) for x in kv])
-            sender = self.transport.reduce_sender(chunk.comm, like)
+            # Batch, heads, width and dtype of the gradients; `chunk.comm` knows how many rows.
+            templates = tuple([x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=acc) for x in kv])
+            sender = self.transport.reduce_sender(chunk.comm, templates)
+            # Kernels write dK and dV straight into symmetric memory, where there is some.
             buffers = _select_heads(self.dq[0], chunk.q_slice), *(sender.send_buffers or ())
             chunk_call = chunk.call(self.call, kv, buffers)
-            grads = backward_shards(self.spec, chunk_call, chunk.shards, chunk_inputs, prepared)
+            grads = backward_shards(self.spec, chunk_call, chunk.shards, chunk_inputs, shard_states)
             targets = tuple([_select_heads(x, chunk.kv_slice) for x in (self.dk, self.dv)])
             self.in_flight.append((sender.send((grads.k.to(acc), grads.v.to(acc))), targets))
             _store_heads(self.dq, [in_dtype(grads.q, self.dq_dtype)], chunk.q_slice)
-        pool.keep(kv, prepared)
+        pool.keep(kv, shard_states)
         if not pool.streams and len(self.in_flight) > 1:
             self._receive()  # the previous chunk's, while this chunk's are sent
         if grads.sink is not None:

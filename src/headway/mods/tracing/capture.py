@@ -50,11 +50,13 @@ from .purity import (
 )
 
 # One of: ("cell", n), ("default", n), ("kwdefault", name), ("global", name), ("attr", name),
-# ("item", key), or an attribute of the n-th base of a class, or of an object's class:
+# ("item", key), or an attribute of the n-th class in the MRO of a class, or of an object's class:
 # ("class", (n, name)), ("type", (n, name)).
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
-Guard = tuple[Path, str, Any]  # path to an object, how it is tested, the expected value
+# Path to an object, how it is tested, the expected value. "exists" and "touch_code" always hold:
+# reading the object, or its code, is what makes Dynamo guard it.
+Guard = tuple[Path, str, Any]
 
 _MAX_OBJECTS = 2000  # a function that can read more is traced at every call
 
@@ -200,7 +202,7 @@ class _ReadWalker:
             (kind, tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad)
         )
         if self.guarding:
-            self.guard(path, "is")
+            self.guard(path, "exists")
         if kind not in _TENSORS:
             self.mark_opaque(f"reads {self.label}, a {kind.__name__}, which may be anything")
         elif tensor.__dict__:
@@ -211,14 +213,14 @@ class _ReadWalker:
         # issubclass of the type: isinstance would ask the object, whose __class__ may lie.
         if issubclass(kind, types.ModuleType):
             key.append(value)
-            self.guard(path, "is")
+            self.guard(path, "exists")
             if is_constant_module(value.__name__):
                 self.constant_modules.append(value)
             else:
                 self.defer_attributes(value, path, ancestors)
         elif issubclass(kind, type):
             key.append(value)
-            self.guard(path, "is")
+            self.guard(path, "exists")
             if not is_constant_class(value):
                 if type(value) not in _METACLASSES:
                     self.mark_opaque(f"reads {self.label}, a class with a metaclass of its own")
@@ -237,7 +239,7 @@ class _ReadWalker:
             self.follow_builtin(value, kind, path, ancestors)
         elif issubclass(kind, Mod) and kind.of_library:
             key.append(kind)
-            self.guard(path, "is")
+            self.guard(path, "exists")
             for name in kind.fields:
                 self.follow(getattr(value, name), (*path, ("attr", name)), ancestors)
         elif is_numpy_scalar(kind):
@@ -245,13 +247,13 @@ class _ReadWalker:
             self.guard(path, "value", value)
         elif kind.__module__.startswith("torch._ops"):
             key.append(value)
-            self.guard(path, "is")
+            self.guard(path, "exists")
         else:
             self.follow_instance(value, kind, path, ancestors)
 
     def follow_builtin(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
         """Follow a function written in C to the object that it is bound to, which it reads."""
-        self.guard(path, "is")
+        self.guard(path, "exists")
         if not is_pure_builtin(value):
             self.mark_opaque(f"reads {self.label}, the built-in {display_name(value)}")
         owner = getattr(value, "__self__", None)
@@ -283,7 +285,7 @@ class _ReadWalker:
     def follow_instance(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
         """Follow an object of a class that is written in Python."""
         self.reads.key.append(kind)
-        self.guard(path, "is")
+        self.guard(path, "exists")
         if has_dynamic_attributes(kind):
             self.mark_opaque(f"reads {self.label}, whose class has a __getattr__ of its own")
             return
@@ -340,7 +342,7 @@ class _ReadWalker:
         else:
             self.numbers[id(value)] = len(self.numbers), value
             self.reads.key.append(kind)
-            self.guard(path, "is")
+            self.guard(path, "exists")
             self.defer_attributes(value, path, (*ancestors, id(value)) if self.guarding else ())
 
     # -- names --------------------------------------------------------------------------------
@@ -350,11 +352,11 @@ class _ReadWalker:
         names, key = names_in_code(fn.__code__), self.reads.key
         if is_pure_function(fn):
             key.append(fn)
-            self.guard(path, "is")
+            self.guard(path, "exists")
             return
         key.append(names)
         if self.guarding:
-            self.guard(path, "code")
+            self.guard(path, "touch_code")
         self.reads.codes.update(names.codes)
         self.location = names.location
         if names.opaque_read is not None:
@@ -492,7 +494,7 @@ def guard_holds(fn: Any, guard: Guard) -> bool:
         return current is expected or current == expected or current != current  # the last: NaN
     if test == "size":
         return len(current) == expected
-    if test == "code":
+    if test == "touch_code":
         return current.__code__ is not None
     if test == "shape":
         return tuple(current.shape) == expected

@@ -1,7 +1,8 @@
 """The plan of calls of a kind: generated code, tile sizes and the launch.
 
-A kind has no lengths. Lengths, strides, offsets and the integers that scores and masks capture are
-arguments of the kernel that Triton compiles nothing for. So a cache that grows keeps its plan.
+A kind is all calls that have one plan key, and so one compiled kernel. It has no lengths: lengths,
+strides, offsets and the integers that scores and masks capture are arguments whose values Triton
+does not specialize for; only whether they fit 32 bits counts. So a growing cache keeps its plan.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ from .work import CachePointers, DecodeSizes, Offsets
 
 _SOURCES = maths, tiles, softmax, work, merge, kernel
 _E4M3 = torch.float8_e4m3fn
-_INT32_LIMIT = 1 << 29  # smaller integers have 32 bits, also when they are `unspecialized`
-_NO_CACHE = KV(None)  # type: ignore[arg-type]
+_INT32_LIMIT = 1 << 29  # `unspecialized` encodes n as about 4 n, which then fits 32 bits
+_NO_CACHE = KV(None)  # type: ignore[arg-type]  # of a call whose k and v are plain tensors
 
 
 class CallIntegers(NamedTuple):
@@ -59,12 +60,12 @@ class TileLayout(NamedTuple):
     """The shape of a kind's tiles, and how wide its loads are."""
 
     tile_rows: int
-    factor_bits: int  # of the factors of a product: 16, 19 (tf32) or 32
-    q_unit: int  # numbers that divide q's strides; a load reads as many at once
+    factor_bits: int  # of the operands of a product: 16, 19 (tf32) or 32
+    q_unit: int  # elements of a vector load of q: all of q's strides are multiples of it
     kv_unit: int
-    v_in_k: bool  # v is the columns of k that the kernel holds as one piece
+    v_in_k: bool  # v is the first columns of k (MLA), and is not loaded again
     page_keys: int  # 0: there are no pages
-    narrow: bool  # positions and captured integers are small
+    narrow: bool  # positions and captured integers are small enough for 32-bit arithmetic
 
 
 def plan_and_integers(spec: Spec, call: Call) -> "tuple[Plan, CallIntegers]":
