@@ -18,6 +18,7 @@ from ..mods.base import MaskFn, value
 from ..surroundings import capturing
 from ..types import PACKAGE
 from .errors import CallAssertionError, CallError, CallTypeError
+from .flex_lists import block_pair, count_columns, refuse_write_order
 
 _KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
@@ -101,10 +102,10 @@ class BlockMask:
             raise CallAssertionError(
                 "full_kv_num_blocks and full_kv_indices must be both provided or omitted"
             )
-        _no_write_order(dq_write_order, dq_write_order_full, dq_kv_order)
-        block = _pair(BLOCK_SIZE)
+        refuse_write_order(dq_write_order, dq_write_order_full, dq_kv_order)
+        block = block_pair(BLOCK_SIZE)
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        state = _state(lists, _columns(kv_indices, seq_lengths, block))
+        state = _state(lists, count_columns(kv_indices, seq_lengths, block))
         self._set(state, tuple(seq_lengths), block, mask_mod, None)
         for name, given in zip(_KV_LISTS, lists, strict=True):
             self._out[name] = given, _version(given)
@@ -178,7 +179,7 @@ class BlockMask:
 
         `compute_q_blocks` is accepted and changes nothing: the transposed lists are always known.
         """
-        block = _pair(BLOCK_SIZE)
+        block = block_pair(BLOCK_SIZE)
         if seq_lengths is None:
             rows, cols = kv_indices.shape[-2:] if kv_indices.dim() > 1 else (0, 0)  # refused below
             seq_lengths = rows * block[0], cols * block[1]
@@ -310,7 +311,7 @@ class BlockMask:
         lists = [self._list(name) for name in _KV_LISTS]
         indices = lists[1]
         assert indices is not None
-        return _state(lists, _columns(indices, self._seq_lengths, self._block))
+        return _state(lists, count_columns(indices, self._seq_lengths, self._block))
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """Lengths, the eight lists, block sizes and mask, in the original's order."""
@@ -488,12 +489,7 @@ def is_block_mask(mask: Any) -> bool:
 
 
 def _at_run_time(lists: list, lengths: Any, block: tuple[int, int], mask_mod: MaskFn) -> Mask:
-    return in_blocks(mask_mod, _state(lists, _columns(lists[1], lengths, block)), block)
-
-
-def _columns(indices: Tensor, lengths: tuple[int, int], block: tuple[int, int]) -> int:
-    """Return how many blocks of keys there are: a list need not have room for all of them."""
-    return max(indices.shape[-1], -(-lengths[1] // block[1]))
+    return in_blocks(mask_mod, _state(lists, count_columns(lists[1], lengths, block)), block)
 
 
 def _version(tensor: Tensor | None) -> float:
@@ -526,19 +522,6 @@ def _dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
             )
     out = torch.zeros(*at.shape[:-1], columns + 1, dtype=torch.uint8, device=at.device)
     return out.scatter(-1, at, 1)[..., :columns]
-
-
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
-
-
-def _no_write_order(*given: Any) -> None:
-    if any(x is not None for x in given):
-        raise ArgumentError(
-            "dq_write_order, dq_write_order_full and dq_kv_order schedule FlashAttention's "
-            "kernels, which do not run here; leave them out: deterministic gradients are "
-            "headway.attention(..., deterministic=True)"
-        )
 
 
 pytree.register_pytree_node(

@@ -12,8 +12,6 @@ whose gathering alone would cost F.sdpa 1.4 to 7 times as much (docs/lab/cpu.md,
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,20 +19,17 @@ import torch
 from torch import Tensor
 
 from ...errors import CapturedIndexError
-from ...mods.evaluation.pointwise import Positions, bind, mask_at, score_at
-from ...types import Forward, Spec, acc_dtype, in_dtype
-from ..base import Call, graphs, split
+from ...mods.evaluation.pointwise import score_at
+from ...types import Forward, Spec, in_dtype
+from ..base import Call
 from ..cache_rows import CacheRow, rows_of
 from .decode_batches import RowBatch, batch_rows, one_batch_per_row
-from .decode_keys import KeyReader
+from .decode_inputs import COPIED_NUMBERS, DecodeInputs, KeyBlock
 from .decode_pages import attend_by_page
 from .flash import MAX_DECODE_QUERIES, _finite, _forward, _some_zero, add_sink, in_half
-from .key_ranges import KeyRange, key_ranges
-from .tile_plan import segments_of_row
+from .key_ranges import KeyRange
 from .tiled import _exp
 
-_BLOCK_PAIRS = 1 << 20  # 4 MB of float32, the caches of two cores
-_COPIED_NUMBERS = 1 << 19  # of a block of keys that is copied
 _BIAS_NUMBERS = 1 << 22  # of a mask that is added
 
 
@@ -74,16 +69,6 @@ class _Results(NamedTuple):
     row_max: Tensor | None = None
 
 
-@dataclass
-class _KeyBlock:
-    """Some keys of a batch of rows, and the heads that see them."""
-
-    kv_heads: slice
-    group_heads: slice  # query heads of each key head
-    keys: slice
-    full: bool  # every pair is kept
-
-
 class _PartialSoftmax(NamedTuple):
     """Attention over a block of keys, before its division."""
 
@@ -93,34 +78,8 @@ class _PartialSoftmax(NamedTuple):
     max_logit: Tensor | None  # of every head, where the spec asks for it
 
 
-class _DecodeCall:
+class _DecodeCall(DecodeInputs):
     """A call with few queries, computed a batch of rows at a time."""
-
-    def __init__(
-        self, spec: Spec, call: Call, rows: list[CacheRow], first_positions: list[int],
-        first_key_position: int,
-    ) -> None:  # fmt: skip
-        self.hk, self.g = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
-        self.spec, self.call, self.kv = spec, call, call.kv
-        self.rows = rows if self.g else []  # without heads there is nothing to compute
-        self.first_position = {
-            row.index: position for row, position in zip(rows, first_positions, strict=True)
-        }
-        self.first_key_position = first_key_position
-        self.score, self.mask = graphs(spec)
-        self.score_captured, self.mask_captured = split(spec, call.captured)
-        self.acc = acc_dtype(call.q.dtype)
-        self.keys = KeyReader(call)
-
-    @cached_property
-    def bound_score(self) -> dict:
-        """Return the values that the score captures, by name."""
-        return {} if self.score is None else bind(self.score, self.score_captured)
-
-    @cached_property
-    def bound_mask(self) -> dict:
-        """Return the values that the mask captures, by name."""
-        return {} if self.mask is None else bind(self.mask, self.mask_captured)
 
     def run(self) -> Forward:
         """Return the results of all rows."""
@@ -129,7 +88,7 @@ class _DecodeCall:
             row for row in self.rows
             if row.queries.stop - row.queries.start <= MAX_DECODE_QUERIES
         ]  # fmt: skip
-        row_ranges = self._row_ranges(decode_rows)
+        row_ranges = self.row_ranges(decode_rows)
         results, batches = self._attend_by_page(decode_rows, row_ranges), []
         if results is None:
             batches = self._batches(decode_rows, row_ranges)
@@ -195,140 +154,8 @@ class _DecodeCall:
         if not (self.fits_flash or self.keys.copied or _rows_and_heads_join(call.k, call.v)):
             return one_batch_per_row(rows, row_ranges)
         key_width = self.hk * (call.k.shape[3] + call.v.shape[3])
-        max_numbers = None if self.fits_flash else 2 * _COPIED_NUMBERS
+        max_numbers = None if self.fits_flash else 2 * COPIED_NUMBERS
         return batch_rows(rows, row_ranges, key_width, max_numbers)
-
-    def _row_ranges(self, rows: list[CacheRow]) -> list[list[KeyRange]]:
-        """Return the ranges of keys that each row may see."""
-        if self.mask is None or not rows or self.spec.tiles is not None:
-            exact = self.mask is None
-            return [[KeyRange(0, row.length, exact)] if row.length else [] for row in rows]
-        counts = [row.queries.stop - row.queries.start for row in rows]
-        q_positions = [
-            self.first_position[row.index] + i
-            for row, count in zip(rows, counts, strict=True)
-            for i in range(count)
-        ]
-        batch_indices = [
-            row.index + self.call.coords.b
-            for row, count in zip(rows, counts, strict=True)
-            for _ in range(count)
-        ]
-        first_key = self.first_key_position
-        lengths = [first_key + row.length for row in rows]
-        row_ranges = key_ranges(
-            self.mask, self.mask_captured, batch_indices, q_positions, counts, lengths
-        )
-        if not first_key:
-            return row_ranges
-        return [
-            [
-                KeyRange(max(0, start - first_key), stop - first_key, exact)
-                for start, stop, exact in ranges
-                if max(0, start - first_key) < stop - first_key
-            ]
-            for ranges in row_ranges
-        ]
-
-    def _positions(self, batch: RowBatch, heads: Tensor, keys: slice) -> Positions:
-        """Return the positions of (rows, key heads, heads of a group, queries, keys)."""
-        first_positions = [self.first_position[row.index] for row in batch.rows]
-        q_idx = torch.arange(batch.q_len, device="cpu")[:, None]
-        cache_rows = torch.arange(batch.cache_rows.start, batch.cache_rows.stop, device="cpu")
-        b = cache_rows + self.call.coords.b
-        start = torch.tensor(first_positions, device="cpu")
-        if len(first_positions) == 1:
-            b = b[0]
-        else:
-            b = b.view(-1, 1, 1, 1, 1)
-            start = start.view(b.shape) if len(set(first_positions)) > 1 else start[0]
-        first_key = self.first_key_position
-        kv_idx = torch.arange(keys.start + first_key, keys.stop + first_key, device="cpu")
-        return Positions(b, heads, q_idx + start, kv_idx)
-
-    @cached_property
-    def heads(self) -> Tensor:
-        """Return the query heads, (key heads, heads of a group, 1, 1)."""
-        first_head, head_count = self.call.coords.h, self.hk * self.g
-        return torch.arange(first_head, first_head + head_count, device="cpu").view(
-            self.hk, self.g, 1, 1
-        )
-
-    def _mask_block(self, batch: RowBatch, positions: Positions | None, keys: slice) -> Tensor:
-        """Return which pairs are kept: bool, broadcasting to (rows, key heads, heads of a group,
-        queries, keys)."""
-        per_row = lambda numbers: torch.tensor(numbers, device="cpu").view(-1, 1, 1, 1, 1)
-        key_idx = torch.arange(keys.start, keys.stop, device="cpu")
-        row_ranges = batch.row_ranges
-        if all(len(ranges) <= 1 and (not ranges or ranges[0].exact) for ranges in row_ranges):
-            limits = [ranges[0][:2] if ranges else (0, 0) for ranges in row_ranges]
-            starts, stops = zip(*limits, strict=True)
-            keep_mask = key_idx < per_row(stops)
-            return (
-                keep_mask if max(starts) <= keys.start else keep_mask & (key_idx >= per_row(starts))
-            )
-        assert self.mask is not None
-        if positions is None:
-            positions = self._positions(batch, self.heads, keys)
-        keep_mask = mask_at(self.mask, self.bound_mask, positions)
-        if batch.ragged:
-            keep_mask = keep_mask & (key_idx < per_row([row.length for row in batch.rows]))
-        return keep_mask
-
-    def _key_blocks(self, batch: RowBatch) -> Iterator[_KeyBlock]:
-        """Yield the blocks to visit; those of the same heads follow each other."""
-        row_count, copied = len(batch.rows), self.keys.copied
-        row_width = row_count * max(self.call.k.shape[3], self.call.v.shape[3], 1)
-        page_len = self.call.k.shape[2] if self.keys.paged else 1
-        for kv_heads, group_heads, ranges in self._ranges_by_head(batch):
-            longest = max((key_range.stop - key_range.start for key_range in ranges), default=0)
-            if not longest:
-                yield _KeyBlock(kv_heads, group_heads, slice(0, 0), True)
-                continue
-            heads_per_block = kv_heads.stop - kv_heads.start
-            if copied:  # as few heads at a time as give long stretches of keys
-                fitting_heads = max(1, _COPIED_NUMBERS // (row_width * longest))
-                heads_per_block = min(heads_per_block, fitting_heads)
-            group_size = group_heads.stop - group_heads.start
-            queries = row_count * heads_per_block * group_size * batch.q_len
-            keys_per_block = max(128, _BLOCK_PAIRS // queries)
-            if copied:
-                fitting_keys = max(128, _COPIED_NUMBERS // (row_width * heads_per_block))
-                keys_per_block = min(keys_per_block, fitting_keys)
-            keys_per_block = max(page_len, keys_per_block - keys_per_block % page_len)
-            for h in range(kv_heads.start, kv_heads.stop, heads_per_block):
-                block_heads = slice(h, min(h + heads_per_block, kv_heads.stop))
-                for range_start, range_stop, exact in ranges:
-                    start = range_start
-                    while start < range_stop:
-                        page_start = (start // page_len) * page_len
-                        stop = min(page_start + keys_per_block, range_stop)
-                        yield _KeyBlock(block_heads, group_heads, slice(start, stop), exact)
-                        start = stop
-
-    def _ranges_by_head(self, batch: RowBatch) -> Iterator[tuple[slice, slice, list[KeyRange]]]:
-        """Yield key heads and heads of their groups that see the same keys, and those keys."""
-        hk, g, spec = self.hk, self.g, self.spec
-        if spec.tiles is None or self.call.tiles is None:
-            yield slice(0, hk), slice(0, g), batch.ranges
-            return
-        mask_b, mask_h, tile_q, tile_kv = spec.tiles
-        row, first_position = batch.rows[0], self.first_position[batch.rows[0].index]
-        mask_row = row.index if mask_b > 1 else 0
-        capacity = self.call.kv.capacity(self.call.k) if self.call.kv is not None else 0
-        for h in range(mask_h):
-            segments = segments_of_row(
-                spec, self.call.tiles, (tile_q, tile_kv), mask_row * mask_h + h, mask_b * mask_h,
-                slice(max(first_position, 0), first_position + batch.q_len), capacity,
-            )  # fmt: skip
-            ranges = [
-                KeyRange(segment.start, min(segment.stop, row.length), segment.full)
-                for segment in segments if segment.start < row.length
-            ]  # fmt: skip
-            if mask_h == 1:
-                yield slice(0, hk), slice(0, g), ranges
-            else:
-                yield slice(h // g, h // g + 1), slice(h % g, h % g + 1), ranges
 
     # -- the ways to compute a batch ---------------------------------------------------------------
 
@@ -375,7 +202,7 @@ class _DecodeCall:
     def _fits_caches(self, key_count: int) -> bool:
         """Return whether so many keys of all heads, with their values, fit into the caches."""
         numbers = key_count * self.hk * (self.call.k.shape[3] + self.call.v.shape[3])
-        return numbers <= 2 * _COPIED_NUMBERS
+        return numbers <= 2 * COPIED_NUMBERS
 
     @cached_property
     def fits_flash(self) -> bool:
@@ -446,7 +273,7 @@ class _DecodeCall:
         if size > _BIAS_NUMBERS or 2 * live_keys < stop - start:
             return None
         try:
-            keep_mask = self._mask_block(batch, None, slice(start, stop))
+            keep_mask = self.mask_block(batch, None, slice(start, stop))
         except CapturedIndexError:
             return None
         keep_mask = keep_mask.view((1,) * (5 - keep_mask.dim()) + keep_mask.shape)
@@ -460,7 +287,7 @@ class _DecodeCall:
         call, acc, hk, g = self.call, self.acc, self.hk, self.g
         heads_shape, q_len, dv = (len(batch.rows), hk, g), batch.q_len, call.v.shape[3]
         q = call.q[batch.q_index].to(acc).reshape(*heads_shape, q_len, call.q.shape[3])
-        blocks = [b for b in self._key_blocks(batch) if b.keys.start < b.keys.stop]
+        blocks = [b for b in self.key_blocks(batch) if b.keys.start < b.keys.stop]
         all_heads = slice(0, hk), slice(0, g)
         if len(blocks) == 1 and (blocks[0].kv_heads, blocks[0].group_heads) == all_heads:
             m, total, out, max_logit = self._attend_block(batch, q, blocks[0])
@@ -495,7 +322,7 @@ class _DecodeCall:
             row_max[..., 0].flatten(1, 2) if self.spec.row_max else None,
         )  # fmt: skip
 
-    def _attend_block(self, batch: RowBatch, q: Tensor, block: _KeyBlock) -> _PartialSoftmax:
+    def _attend_block(self, batch: RowBatch, q: Tensor, block: KeyBlock) -> _PartialSoftmax:
         """Return attention of q `(rows, key heads, heads of a group, queries, d)` over a block."""
         spec, acc = self.spec, self.acc
         shape = *q.shape[:4], block.keys.stop - block.keys.start
@@ -507,9 +334,9 @@ class _DecodeCall:
         positions, keep_mask, t, max_logit = None, None, s, None
         if self.score is not None or (self.mask is not None and not block.full):
             heads = self.heads[block.kv_heads, block.group_heads]
-            positions = self._positions(batch, heads, block.keys)
+            positions = self.positions_of(batch, heads, block.keys)
         if not block.full:
-            keep_mask = self._mask_block(batch, positions, block.keys)
+            keep_mask = self.mask_block(batch, positions, block.keys)
         if self.score is not None:
             logits = s.clone() if spec.max_logit else s
             (t,), _ = score_at(self.score, self.bound_score, positions, logits, keep_mask)  # type: ignore[arg-type]

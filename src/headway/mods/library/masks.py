@@ -16,6 +16,13 @@ from ...surroundings import host_can_read
 from ...types import as_int, surely
 from ..base import Mask, MaskFn, Score, check_broadcasts, check_shape, value
 from ..suggest import suggestion
+from .checks import (
+    check_ids_tensor,
+    check_on_grid,
+    check_parents,
+    grid_sizes,
+    set_int,
+)
 from .packing import document_ids, ends_of
 
 
@@ -32,7 +39,7 @@ class causal(Mask):
     offset: int = 0
 
     def __post_init__(self) -> None:
-        _set_int(self, "offset", minimum=None)
+        set_int(self, "offset", minimum=None)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return kv_idx <= q_idx + self.offset
@@ -49,7 +56,7 @@ class sliding_window(Mask):
     window: int
 
     def __post_init__(self) -> None:
-        _set_int(self, "window", minimum=1)
+        set_int(self, "window", minimum=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -68,8 +75,8 @@ class dilated(Mask):
     step: int
 
     def __post_init__(self) -> None:
-        _set_int(self, "window", minimum=1)
-        _set_int(self, "step", minimum=1)
+        set_int(self, "window", minimum=1)
+        set_int(self, "step", minimum=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -87,7 +94,7 @@ class strided(Mask):
     stride: int
 
     def __post_init__(self) -> None:
-        _set_int(self, "stride", minimum=1)
+        set_int(self, "stride", minimum=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         distance = q_idx - kv_idx
@@ -105,7 +112,7 @@ class chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        _set_int(self, "size", minimum=1)
+        set_int(self, "size", minimum=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return q_idx // self.size == kv_idx // self.size
@@ -132,7 +139,7 @@ class block_causal(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        _set_int(self, "size", minimum=1)
+        set_int(self, "size", minimum=1)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return kv_idx // self.size <= q_idx // self.size
@@ -150,9 +157,9 @@ class prefix(Mask):
 
     def __post_init__(self) -> None:
         if isinstance(self.length, Tensor):
-            _check_ids_tensor("prefix", "length", self.length, "(batch,)", (1,))
+            check_ids_tensor("prefix", "length", self.length, "(batch,)", (1,))
         else:
-            _set_int(self, "length", minimum=0)
+            set_int(self, "length", minimum=0)
 
     def check_sizes(self, b, h, q_len, kv_len):
         if isinstance(self.length, Tensor):
@@ -178,9 +185,9 @@ class document(Mask):
     kv_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_ids_tensor("document", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
+        check_ids_tensor("document", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
         if self.kv_ids is not None:
-            _check_ids_tensor(
+            check_ids_tensor(
                 "document", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2)
             )
 
@@ -254,11 +261,9 @@ class spans(Mask):
     kv_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_ids_tensor("spans", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
+        check_ids_tensor("spans", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
         if self.kv_ids is not None:
-            _check_ids_tensor(
-                "spans", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2)
-            )
+            check_ids_tensor("spans", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2))
 
     def check_sizes(self, b, h, q_len, kv_len):
         _check_ids("spans", self.ids, self.kv_ids, b, q_len, kv_len)
@@ -284,7 +289,7 @@ class padding(Mask):
                 "of (batch, kv_len) is dense(m[:, None, None].bool()) or, where every row keeps "
                 "its first keys, padding(m.bool().sum(-1))"
             )
-        _check_ids_tensor("padding", "lengths", self.lengths, "(batch,)", (1,))
+        check_ids_tensor("padding", "lengths", self.lengths, "(batch,)", (1,))
 
     def check_sizes(self, b, h, q_len, kv_len):
         check_shape("padding", "lengths", self.lengths, b=b)
@@ -313,15 +318,15 @@ class tree(Mask):
     _nodes: int
 
     def __init__(self, parents: Tensor, start: int | Tensor = 0) -> None:
-        _check_ids_tensor("tree", "parents", parents, "(nodes,) or (batch, nodes)", (1, 2))
+        check_ids_tensor("tree", "parents", parents, "(nodes,) or (batch, nodes)", (1, 2))
         object.__setattr__(self, "start", start)
         if isinstance(start, Tensor):
-            _check_ids_tensor("tree", "start", start, "() or (batch,)", (0, 1))
+            check_ids_tensor("tree", "start", start, "() or (batch,)", (0, 1))
         else:
-            _set_int(self, "start", minimum=0)
+            set_int(self, "start", minimum=0)
         nodes = parents.shape[-1]
         node = torch.arange(nodes, device=parents.device)
-        _check_parents(parents, node)
+        check_parents(parents, node)
         is_ancestor = node[:, None] == node  # every node sees itself
         is_ancestor = is_ancestor.expand(*parents.shape, nodes)
         ancestor = parents.long()
@@ -388,7 +393,7 @@ class global_tokens(Mask):
     count: int
 
     def __post_init__(self) -> None:
-        _set_int(self, "count", minimum=0)
+        set_int(self, "count", minimum=0)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return (q_idx < self.count) | (kv_idx < self.count)
@@ -501,14 +506,14 @@ class neighborhood(Mask):
     kernel: tuple[int, ...]
 
     def __init__(self, shape: int | Sequence[int], kernel: int | Sequence[int]) -> None:
-        shape, kernel = _grid_sizes("neighborhood", shape=shape, kernel=kernel)
+        shape, kernel = grid_sizes("neighborhood", shape=shape, kernel=kernel)
         if any(k > n for k, n in zip(kernel, shape, strict=True)):
             raise ArgumentError(f"neighborhood: kernel={kernel} is larger than shape={shape}")
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "kernel", kernel)
 
     def check_sizes(self, b, h, q_len, kv_len):
-        _check_on_grid("neighborhood", self.shape, q_len, kv_len)
+        check_on_grid("neighborhood", self.shape, q_len, kv_len)
 
     def __call__(self, b, h, q_idx, kv_idx):
         kept = None
@@ -540,7 +545,7 @@ class tiled(Mask):
     tile: tuple[int, ...]
 
     def __init__(self, mask: MaskFn, shape: int | Sequence[int], tile: int | Sequence[int]) -> None:
-        shape, tile = _grid_sizes("tiled", shape=shape, tile=tile)
+        shape, tile = grid_sizes("tiled", shape=shape, tile=tile)
         if any(n % t for n, t in zip(shape, tile, strict=True)):
             raise ArgumentError(f"tiled: tile={tile} must divide shape={shape}")
         if not callable(mask) or isinstance(mask, Score | type):
@@ -551,7 +556,7 @@ class tiled(Mask):
 
     def check_sizes(self, b, h, q_len, kv_len):
         super().check_sizes(b, h, q_len, kv_len)
-        _check_on_grid("tiled", self.shape, q_len, kv_len)
+        check_on_grid("tiled", self.shape, q_len, kv_len)
 
     def __call__(self, b, h, q_idx, kv_idx):
         return self.mask(b, h, self._row_major(q_idx), self._row_major(kv_idx))
@@ -611,79 +616,3 @@ def by_axes(tensor: Tensor) -> tuple[Tensor, str]:
     names = "bhqk"[4 - tensor.dim() :]
     varies = "".join([n if s != 1 else "1" for n, s in zip(names, tensor.shape, strict=True)])
     return (tensor, varies) if varies.strip("1") else (tensor.reshape(()), "")
-
-
-# -- checks and helpers ----------------------------------------------------------------------------
-
-
-def _grid_sizes(mask: str, **sizes: int | Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return two checked sizes of 1 to 3 dimensions, equally many; a number is one dimension."""
-    (shape_name, shape), (name, size) = sizes.items()
-    numbers: Any = shape, size
-    shape, size = (
-        tuple(size_or_sizes) if hasattr(size_or_sizes, "__iter__") else (size_or_sizes,)
-        for size_or_sizes in numbers
-    )
-    if not 1 <= len(shape) <= 3 or len(size) != len(shape):
-        raise ArgumentError(
-            f"{mask}: {shape_name}={shape} and {name}={size} must be 1 to 3 sizes, equally many"
-        )
-    return (
-        tuple([_checked_int(mask, shape_name, number, minimum=1) for number in shape]),
-        tuple([_checked_int(mask, name, number, minimum=1) for number in size]),
-    )
-
-
-def _check_on_grid(
-    mask: str, shape: tuple[int, ...], q_len: int | None, kv_len: int | None
-) -> None:
-    """Refuse positions past the end of a grid, where they would have no neighbours."""
-    points = math.prod(shape)
-    if (q_len or 0) > points or (kv_len or 0) > points:
-        raise ArgumentError(
-            f"{mask}: shape={shape} has {points} points, but this call has q_len={q_len} and "
-            f"kv_len={kv_len}; give the shape that the positions are laid out in"
-        )
-
-
-def _checked_int(mask: str, name: str, number: object, minimum: int | None) -> int:
-    """Return a number as an int, checked to be at least `minimum`."""
-    argument, number = number, as_int(number)
-    if number is None or (minimum is not None and number < minimum):
-        expected = "an integer" if minimum is None else f"an integer >= {minimum}"
-        raise ArgumentError(f"{mask}({name}={argument!r}): {name} must be {expected}")
-    return number
-
-
-def _set_int(mask: Mask, name: str, minimum: int | None) -> None:
-    """Check a field, and replace other kinds of integers by Python's int."""
-    field = getattr(mask, name)
-    number = _checked_int(type(mask).__name__, name, field, minimum)
-    if number is not field:
-        object.__setattr__(mask, name, number)
-
-
-def _check_parents(parents: Tensor, node: Tensor) -> None:
-    """Refuse a parent that does not come before its children."""
-    if not host_can_read(parents) or not (out_of_order := parents >= node).any():
-        return
-    index = tuple(out_of_order.nonzero()[0].tolist())
-    raise ArgumentError(
-        f"tree: parents[{', '.join(map(str, index))}] is {parents[index].item()}, but a parent "
-        f"comes before its children, with a number below {index[-1]}; number the nodes from the "
-        "root on, and write -1 where there is no parent"
-    )
-
-
-def _check_ids_tensor(
-    mask: str, name: str, tensor: object, shape: str, dims: tuple[int, ...]
-) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ArgumentError(
-            f"{mask}({name}={type(tensor).__name__}): {name} must be an int tensor {shape}"
-        )
-    if tensor.dim() not in dims or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
-        raise ArgumentError(
-            f"{mask}: {name} must be an int tensor {shape}, "
-            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
-        )

@@ -19,7 +19,8 @@ from ...surroundings import isolated
 from ..graph import DTYPE_NAMES, POSITIONS, Arg, Graph, Input
 from .call_recorder import CallRecorder
 from .locations import location_in_traceback, quote
-from .tracer import Tracer, describe_value
+from .tracer import Tracer
+from .values import describe_value
 
 # Queries that a captured tensor answers by its sizes, and by its type.
 _SIZE_QUERIES = {

@@ -6,7 +6,6 @@ tensors is refused with the user's file, line and op.
 """
 
 import linecache
-import math
 from types import CodeType
 from typing import Any
 
@@ -20,6 +19,7 @@ from ...surroundings import is_wrapped
 from ..graph import COMPARISONS, DTYPE_NAMES, DTYPES, Arg, Builder, Input
 from .aten import CREATION, FILLED, IDENTITY, OPS, Arguments, full_name, sample
 from .locations import Location, quote, user_location
+from .values import as_constant, describe_value, flatten_arguments
 
 aten = torch.ops.aten
 
@@ -127,7 +127,7 @@ class Tracer(TorchDispatchMode):
         # By id. Asking whether a tensor has a tangent would be an op of its own.
         symbols = {
             id(arg): self.symbol_of_number(arg)
-            for arg in _flatten(args, kwargs)
+            for arg in flatten_arguments(args, kwargs)
             if self.is_captured(arg)
             and (is_wrapped(arg) or forward_ad._current_level >= 0)
             and arg.dim() == 0
@@ -143,7 +143,7 @@ class Tracer(TorchDispatchMode):
         result = func(
             *map(symbolic, args), **{name: symbolic(value) for name, value in kwargs.items()}
         )
-        if any(isinstance(arg, Tensor) for arg in _flatten((result,), {})):
+        if any(isinstance(arg, Tensor) for arg in flatten_arguments((result,), {})):
             return result
         return func(*args, **kwargs)  # a property of the tensor, or its value
 
@@ -212,7 +212,7 @@ class Tracer(TorchDispatchMode):
             if any(map(self.is_captured, args)):
                 self.note_value_read()
             return func(*args, **kwargs)
-        flat = [a for a in _flatten(args, kwargs) if isinstance(a, Tensor)]
+        flat = [a for a in flatten_arguments(args, kwargs) if isinstance(a, Tensor)]
         if name in _LIFTED and not self.is_symbol(args[0]):
             self.note_own(args[0])
         if not any(self.is_symbol(t) for t in flat):
@@ -296,7 +296,7 @@ class Tracer(TorchDispatchMode):
                 arguments.take(operand)
             arguments.take_shape()
             dtype = self._result_dtype(func, args, kwargs, arguments)
-            return self.symbol(_constant(value, dtype), dtype)
+            return self.symbol(as_constant(value, dtype), dtype)
         if name == "copy":  # (self, src): src with the dtype of self
             target, value = arguments.take("self"), arguments.take("src")
             self._refuse_unused(func, arguments)
@@ -481,27 +481,3 @@ class Tracer(TorchDispatchMode):
     def refuse(self, problem: str, remedy: str):
         location = (self.outer and user_location(self.outer)) or self.location
         raise ModError(f"the {self.subject} {problem}; {remedy}{quote(location)}")
-
-
-def _constant(value: Any, dtype: torch.dtype) -> Any:
-    """Return a constant as Python's number of a dtype: `1` of a bool tensor is True."""
-    if isinstance(value, Tensor):
-        return value
-    return value != 0 if dtype == torch.bool else float(value) if dtype.is_floating_point else value
-
-
-def describe_value(value: Any) -> str:
-    """Return a value as messages show it."""
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, float) and math.isnan(value):
-        return "nan"
-    return f"{type(value).__name__} {value!r}"
-
-
-def _flatten(args, kwargs):
-    for arg in (*args, *kwargs.values()):
-        if isinstance(arg, list | tuple):
-            yield from arg
-        else:
-            yield arg
