@@ -235,7 +235,7 @@ def compiled(kind: Kind) -> list[tuple[str, str]]:
 
 
 def _prepare() -> tuple[Any, str]:
-    """`prepare`, and what it calls the coordinates: sources before 2026-11-28 have other names."""
+    """`prepare`, and what it calls the coordinates: older sources have other names."""
     try:
         from headway.resolve import prepare
     except ImportError:
