@@ -30,7 +30,7 @@ from headway_lab.recipe.train import TrainConfig, train
 LINES = 200  # of an arm's file
 WARM_UP = 20  # steps that compile, not counted into tokens per second
 SCALINGS = ("logits", "query", "init", "none")
-RATES = {"adamw": (0.001, 0.003, 0.01), "adafactor": (0.01, 0.03, 0.1)}
+RATES = {"adamw": (0.0003, 0.001, 0.003, 0.01), "adafactor": (0.01, 0.03, 0.1)}
 
 
 def arms() -> dict[str, tuple[str, dict[str, Any]]]:
