@@ -490,7 +490,7 @@ def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "explain", "--backend", "triton", "--device", "cpu")[0] == 1
     for name, words in {
         "other": "takes 2 arguments",
-        "number": "is no function, but int",
+        "number": "is not a callable object",
         "none": "there are window, score, mask, other",
     }.items():
         status, out, error = run(capsys, "explain", f"{file}:{name}")

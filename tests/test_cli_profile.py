@@ -101,7 +101,7 @@ def test_masks_that_are_built_at_every_step_show(
         (["{}:nothing"], "made no call of headway's attention"),
         (["{}:takes"], "takes batch; write a function without arguments"),
         (["{}:fails"], "failed: ValueError: no data"),
-        (["{}:x"], "is no function, but Tensor"),
+        (["{}:x"], "is not callable, but of type Tensor"),
         (["{}:no"], "has no 'no'; there are"),
         (["{}"], "is a file; write"),
         (["{}:step", "--steps", "0"], "--steps 0"),

@@ -1,13 +1,13 @@
 """The pair of forward and backward under autograd.
 
 Where something observes the operators (a compiler, a mode, a transform, a tracer, a profiler, a
-subclass of Tensor), `_Attention` runs them, so that `torch.func` and `torch.compile` see its
-`setup_context`. Otherwise `_Direct` calls the backend, which saves a tenth of a millisecond a call.
+subclass of Tensor), `_Attention` runs them (`_Operators`), on one device or over ranks. Otherwise
+it calls the backend (`_Direct`), which saves a tenth of a millisecond a call.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from .backends import cpu, get
-from .backends.base import Call
+from .backends.base import Call, CallSignature
+from .blocks import Tiles
 from .errors import BackendRefused
 from .flops import register_flops
 from .operators import (
@@ -33,8 +34,10 @@ from .surroundings import has_tangent, is_wrapped, requires_grad, transforms
 from .types import (
     NAMESPACE,
     Captured,
+    Coords,
     Forward,
     Spec,
+    acc_dtype,
     constant_under_compile,
     in_dtype,
 )
@@ -77,7 +80,12 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Differentiable in q, k, v, sink, the tensors captured by the score, and through lse."""
+    """Differentiable in q, k, v, sink, the tensors captured by the score, and through lse.
+
+    The first input is what runs the call, `_Operators` or `_Direct`. The others are tensors or
+    None: q, k, v, sink, seed, two that say where queries and keys are, what score and mask capture,
+    and the tiles.
+    """
 
     generate_vmap_rule = True
 
@@ -85,52 +93,48 @@ class _Attention(torch.autograd.Function):
     # with names costs more than the call.
     @staticmethod
     def forward(*inputs):
-        spec, ints, floats, offsets, counts, q, k, v, sink, seed, q_pos, kv_pos, *tensors = inputs
-        captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
-        run = forward_op if needs_operators(q, k, v, *tensors) else forward
-        exact_out, *stats = run(
-            spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_pos, kv_pos
-        )
-        out = _round_out(counts[2], exact_out, q)
-        return out, *stats, out.new_empty(0) if out is exact_out else exact_out
+        runner, *tensors = inputs
+        exact_out, *others = runner.forward(*tensors)
+        same = exact_out.dtype == runner.out_dtype
+        out = exact_out if same else exact_out.to(runner.out_dtype)
+        return out, *others, out.new_empty(0) if same else exact_out
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        spec, ints, floats, offsets, counts, *tensors = inputs
-        out, lse, max_logit, row_max, exact_out = output
-        if exact_out.dtype != out.dtype:  # the backward takes the exact one
-            out = exact_out
-        ctx.spec, ctx.ints, ctx.floats = spec, ints, floats
-        ctx.offsets, ctx.counts = offsets, counts
-        ctx.save_for_backward(out, lse, *tensors)
-        ctx.mark_non_differentiable(max_logit, row_max, exact_out)
+        ctx.runner, *tensors = inputs
+        out, lse, *others = output  # the largest logits and scores, a call's number, the exact out
+        exact_out = others[-1]
+        # The backward takes the exact out where a captured tensor is trained: its gradient adds up
+        # delta's error in all rows, and rounding out is that error.
+        exact_out = exact_out if exact_out.dtype != out.dtype else out
+        ctx.save_for_backward(*tensors, exact_out, lse, *others[2:-1])
+        ctx.mark_non_differentiable(*others)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
-        return differentiate_once(ctx, _Attention.gradients, *grad_outputs)
+    def backward(ctx, dout, dlse, *_):  # pyrefly: ignore[bad-override]
+        return _differentiate_once(ctx, dout, dlse)
 
     @staticmethod
-    def gradients(ctx, dout, dlse, *_):
+    def gradients(ctx, dout, dlse):
         """Return the gradients of every input of `forward`."""
-        out, lse, q, k, v, sink, seed, q_pos, kv_pos, *tensors = ctx.saved_tensors
-        score_tensors, captured_tensors, exact_out = ctx.counts
-        captured, tiles = tensors[:captured_tensors], tensors[captured_tensors:]
-        needs = [
-            ctx.needs_input_grad[12 + n] and t.is_floating_point()
-            for n, t in enumerate(captured[:score_tensors])
-        ]
+        runner, saved, count = ctx.runner, ctx.saved_tensors, len(ctx.needs_input_grad) - 1
+        tensors, (out, lse, *number) = saved[:count], saved[count:]
+        last = _CAPTURED + runner.score_tensors
+        learned = zip(ctx.needs_input_grad[1 + _CAPTURED :], tensors[_CAPTURED:last], strict=False)
+        needs = tuple([need and t.is_floating_point() for need, t in learned])
         if dout is None:
-            dout = torch.zeros_like(_round_out(exact_out, out, q))
-        run = backward_op if needs_operators(q, k, v, dout, *tensors) else backward
-        if run is not backward and not is_compiling():
-            register_flops()  # a counter may be there for the backward alone
-        results = run(
-            ctx.spec, q, k, v, sink, seed, captured, ctx.ints, ctx.floats, tiles,
-            ctx.offsets, q_pos, kv_pos, out, lse, dout, dlse, needs,
-        )  # fmt: skip
-        grads = grads_of_inputs(results, q, k, v, sink, captured, needs)
-        return (*(None,) * 5, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
+            dout = torch.zeros_like(out, dtype=runner.out_dtype)
+        results = runner.backward(tensors, *number, out, lse, dout, dlse, needs)
+        grads: list[Tensor | None] = [None] * count
+        remaining = iter(results)
+        for n, x in enumerate(tensors[:last]):
+            if needs[n - _CAPTURED] if n >= _CAPTURED else n < _SEED and x is not None:
+                grads[n] = in_dtype(next(remaining), x.dtype)
+        return None, *grads
+
+
+_SEED, _CAPTURED = 4, 7  # where tensors without a gradient begin, and the captured ones
 
 
 class _Dual(_Attention):
@@ -154,107 +158,107 @@ def _refuse_forward_mode(what: str) -> None:
     )
 
 
-def refuse_tangents(*inputs: Tensor | None) -> None:
-    """Refuse inputs that have a tangent, which the call would drop."""
-    if any(x is not None and has_tangent(x) for x in inputs):
-        _refuse_forward_mode("an input of the call")
+def _refuse_tangents(what: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors that have a tangent, which the call would drop."""
+    if forward_ad._current_level >= 0 and any(x is not None and has_tangent(x) for x in tensors):
+        _refuse_forward_mode(what)
 
 
-class _DirectCall:
-    """A call that `_Direct` is given as one argument, of which autograd sees the tensors alone, and
-    its results that carry no gradient."""
+class Pair(NamedTuple):
+    """Forward and backward as operators, and the functions that these run."""
 
-    __slots__ = ("call", "max_logit", "row_max", "spec")
-    max_logit: Tensor
-    row_max: Tensor
-
-    def __init__(self, spec: Spec, call: Call) -> None:
-        self.spec, self.call = spec, call
+    forward_op: Any
+    backward_op: Any
+    forward: Callable
+    backward: Callable
 
 
-class _Direct(torch.autograd.Function):
-    """`_Attention` where nothing observes the operators: it takes the call as it is. `torch.func`
-    and compilers do not accept a function of this older style."""
+ON_ONE_DEVICE = Pair(forward_op, backward_op, forward, backward)
 
-    @staticmethod
-    def forward(ctx, run, *learned):
-        spec, call = run.spec, run.call
-        captured, coords, signature = call.captured, call.coords, call.signature
-        exact_out, lse, run.max_logit, run.row_max = get(spec.backend).forward(spec, call)
-        out = _round_out(spec.exact_out, exact_out, call.q)
-        ctx.save_for_backward(
-            exact_out, lse, call.q, call.k, call.v, call.sink, call.seed, coords.q_pos,
-            coords.kv_pos, *captured.tensors,
-        )  # fmt: skip
-        if signature is None:  # positions are saved above, not kept alive here
-            coords = coords._replace(q_pos=None, kv_pos=None)
-        ctx.rest = spec, captured.ints, captured.floats, call.tiles, coords, signature
-        ctx.set_materialize_grads(False)
-        return out, lse
 
-    @staticmethod
-    def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
-        return differentiate_once(ctx, _Direct.gradients, *grad_outputs)
+class _Operators(NamedTuple):
+    """A pair of operators, and what one call passes to it beside its tensors."""
 
-    @staticmethod
-    def gradients(ctx, dout, dlse):
-        """Return the gradients of every input of `forward`."""
-        out, lse, q, k, v, sink, seed, q_pos, kv_pos, *tensors = ctx.saved_tensors
-        spec, ints, floats, tiles, coords, signature = ctx.rest
-        if signature is None:
-            coords = coords._replace(q_pos=q_pos, kv_pos=kv_pos)
-        captured = Captured(tensors, ints, floats)
-        call = Call(q, k, v, sink, seed, captured, tiles, coords, signature)
-        needs = ctx.needs_input_grad[5:]
-        if dout is None:
-            dout = torch.zeros_like(_round_out(spec.exact_out, out, q))
-        if needs_operators(q, k, v, dout, *tensors):
+    pair: Pair
+    spec: str
+    out_dtype: torch.dtype
+    score_tensors: int
+    captured: int  # number of tensors
+    ints: list
+    floats: list
+    offsets: list
+
+    def forward(self, *tensors):
+        run = self.pair.forward_op if needs_operators(*tensors) else self.pair.forward
+        return run(self.spec, *self._operands(*tensors))
+
+    def backward(self, tensors, *saved):
+        *_, dout, _, _ = saved
+        run = self.pair.backward_op if needs_operators(dout, *tensors) else self.pair.backward
+        if run is self.pair.backward_op and not is_compiling():
             register_flops()  # a counter may be there for the backward alone
-            results = backward_op(spec.text, *flat(call), out, lse, dout, dlse, needs)
-            return None, *grads_of_inputs(results, q, k, v, sink, tensors[: len(needs)], needs)
-        dq, dk, dv, dsink, dcaptured = get(spec.backend).backward(
-            spec, call, out, lse, dout, dlse, needs
-        )
-        pairs = zip((dq, dk, dv, dsink, *dcaptured), (q, k, v, sink, *tensors), strict=False)
-        return None, *[g if g is None else in_dtype(g, x.dtype) for g, x in pairs]
+        return run(self.spec, *self._operands(*tensors), *saved)
+
+    def _operands(self, q, k, v, sink, seed, of_queries, of_keys, *tensors):
+        captured, tiles = tensors[: self.captured], tensors[self.captured :]
+        return (
+            q, k, v, sink, seed, captured, self.ints, self.floats, tiles, self.offsets, of_queries,
+            of_keys,
+        )  # fmt: skip
 
 
-def _round_out(exact: bool, out: Tensor, q: Tensor) -> Tensor:
-    """Return out in the dtype of q. Where a captured tensor is trained, the backend returns an
-    exact out for 16-bit inputs: the gradient of the tensor adds up delta's error in all rows, and
-    rounding out is that error."""
-    return in_dtype(out, q.dtype) if exact else out
+class _Direct(NamedTuple):
+    """The backend of a call that nothing observes, and what the call has beside its tensors."""
+
+    spec: Spec
+    out_dtype: torch.dtype
+    score_tensors: int
+    ints: list
+    floats: list
+    tiles: Tiles | None
+    coords: Coords  # without positions, which autograd saves
+    signature: CallSignature | None
+
+    def forward(self, *tensors):
+        return get(self.spec.backend).forward(self.spec, self._call(*tensors))
+
+    def backward(self, tensors, *saved):
+        *_, dout, _, _ = saved
+        call = self._call(*tensors)
+        if needs_operators(dout, *tensors):
+            register_flops()  # a counter may be there for the backward alone
+            return backward_op(self.spec.text, *flat(call), *saved)
+        grads = get(self.spec.backend).backward(self.spec, call, *saved)
+        return [g for g in (*grads[:4], *grads.captured) if g is not None]
+
+    def _call(self, q, k, v, sink, seed, q_pos, kv_pos, *captured):
+        coords = self.coords
+        if q_pos is not None or kv_pos is not None:
+            coords = coords._replace(q_pos=q_pos, kv_pos=kv_pos)
+        tensors = Captured(list(captured), self.ints, self.floats)
+        return Call(q, k, v, sink, seed, tensors, self.tiles, coords, self.signature)
 
 
-# `Function.apply` without its work for transforms, which `_Direct` never meets.
-_direct = super(torch.autograd.Function, _Direct).apply  # type: ignore[misc]
+# `Function.apply` without its work for transforms, which direct calls never meet.
+_apply_direct = super(torch.autograd.Function, _Attention).apply  # type: ignore[misc]
 
 
-def differentiate_once(
-    ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | None
-) -> tuple:
+def _differentiate_once(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
     """Return the gradients of a call, which refuse to be differentiated."""
     if is_compiling():
-        return gradients(ctx, *grad_outputs)
-    if any(x is not None and has_tangent(x) for x in grad_outputs):
-        _refuse_forward_mode("the gradient of a result")
-    if any(map(_is_batched, grad_outputs)):
-        return _gradients_one_by_one(ctx, gradients, *grad_outputs)
+        return _Attention.gradients(ctx, *grad_outputs)
+    _refuse_tangents("the gradient of a result", *grad_outputs)
+    if any([x is not None and _is_batched(x) for x in grad_outputs]):  # noqa: C419
+        return _gradients_one_by_one(ctx, *grad_outputs)
     if not torch.is_grad_enabled():
-        return gradients(ctx, *grad_outputs)
+        return _Attention.gradients(ctx, *grad_outputs)
     with torch.no_grad():
-        grads = gradients(ctx, *grad_outputs)
+        grads = _Attention.gradients(ctx, *grad_outputs)
     # create_graph=True: a second derivative must not be dropped in silence.
     return _once_differentiable(grads, *grad_outputs, *ctx.saved_tensors)
 
 
-def _is_batched(x: Tensor | None) -> bool:
-    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
-
-
-def _gradients_one_by_one(
-    ctx: Any, gradients: Callable[..., tuple], *grad_outputs: Tensor | None
-) -> tuple:
+def _gradients_one_by_one(ctx: Any, *grad_outputs: Tensor | None) -> tuple:
     """Return the gradients for a batch of gradients of the results, one after another.
 
     `is_grads_batched=True` and `jacobian(vectorize=True)` give such batches by a `vmap` older than
@@ -263,7 +267,7 @@ def _gradients_one_by_one(
     level = next(_batch_level(x) for x in grad_outputs if x is not None and _is_batched(x))
     size = max(_unbatched(x, level, 1).shape[0] for x in grad_outputs if x is not None)
     rows = [[None] * size if x is None else _unbatched(x, level, size) for x in grad_outputs]
-    grads_of_rows = [differentiate_once(ctx, gradients, *row) for row in zip(*rows, strict=True)]
+    grads_of_rows = [_differentiate_once(ctx, *row) for row in zip(*rows, strict=True)]
     return tuple([
         None if grads[0] is None else torch._add_batch_dim(torch.stack(grads), 0, level)
         for grads in zip(*grads_of_rows, strict=True)
@@ -291,22 +295,11 @@ def _once_differentiable(grads: Sequence[Tensor | None], *inputs: Tensor | None)
     ])  # fmt: skip
 
 
-def grads_of_inputs(
-    results: Sequence[Tensor], q, k, v, sink, captured, needs
-) -> list[Tensor | None]:
-    """Return the operator's gradients as those of q, k, v, sink and all captured tensors, None for
-    those that need none."""
-    remaining = iter(results)
-    grads = [None if x is None else in_dtype(next(remaining), x.dtype) for x in (q, k, v, sink)]
-    for need, t in zip(needs, captured, strict=False):
-        grads.append(in_dtype(next(remaining), t.dtype) if need else None)
-    return grads + [None] * (len(captured) - len(needs))
-
-
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 # Every call asks these, so they are looked up once.
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _modes = torch._C._len_torch_dispatch_stack
 _tracing, _profiled = torch._C._is_tracing, torch.autograd._profiler_enabled
 _included, _PRE_DISPATCH = (
@@ -355,7 +348,7 @@ def _observed_by_modes() -> bool:
     )
 
 
-def without_repeats(inputs: list[Tensor | None]) -> list[Tensor | None]:
+def _without_repeats(inputs: list[Tensor | None]) -> list[Tensor | None]:
     """Return the inputs with views in place of repeated tensors: `torch.compile` refuses an
     autograd function that gets a tensor twice."""
     distinct: list[Tensor | None] = []
@@ -394,7 +387,15 @@ def infer(spec: Spec, call: Call) -> Forward:
     if is_compiling() or _call_observed(call):
         if not is_compiling():
             scales = () if call.kv is None else (call.kv.k_scale, call.kv.v_scale)
-            refuse_tangents(call.q, call.k, call.v, call.sink, *scales, *call.captured.tensors)
+            _refuse_tangents(
+                "an input of the call",
+                call.q,
+                call.k,
+                call.v,
+                call.sink,
+                *scales,
+                *call.captured.tensors,
+            )
             warn_traced()
         return Forward(*infer_op(spec.text, *flat_kv(call)))
     return get(spec.backend).infer(spec, call)
@@ -403,7 +404,8 @@ def infer(spec: Spec, call: Call) -> Forward:
 def _attention_direct(spec: Spec, call: Call) -> Forward:
     """Run `attention` where nothing observes the operators."""
     q, k, v, sink, signature = call.q, call.k, call.v, call.sink, call.signature
-    score_tensors = call.captured.tensors[: spec.score_tensors]
+    captured, coords = call.captured, call.coords
+    score_tensors = captured.tensors[: spec.score_tensors]
     trained = (
         signature.trained if signature is not None else _any_learns([q, k, v, sink, *score_tensors])
     )
@@ -412,41 +414,54 @@ def _attention_direct(spec: Spec, call: Call) -> Forward:
     if any(map(is_wrapped, (q, k, v, *score_tensors))):  # by a transform that has ended
         return _attention_by_operators(spec, call)
     register_flops()
-    run = _DirectCall(spec, _savable_call(call))
-    score_tensors = run.call.captured.tensors[: spec.score_tensors]
-    out, lse = _direct(run, q, k, v, run.call.sink, *score_tensors)
-    return Forward(out, lse, run.max_logit, run.row_max)
+    inputs = [q, k, v, sink, call.seed, coords.q_pos, coords.kv_pos, *captured.tensors]
+    if _copy_unsavable(inputs):
+        signature = None
+    if signature is None:  # positions are saved by autograd, not kept alive here
+        coords = coords._replace(q_pos=None, kv_pos=None)
+    runner = _Direct(
+        spec, acc_dtype(q.dtype) if spec.partial else q.dtype, len(score_tensors), captured.ints,
+        captured.floats, call.tiles, coords, signature,
+    )  # fmt: skip
+    *results, _ = _apply_direct(runner, *inputs)
+    return Forward(*results)
 
 
 def _attention_by_operators(spec: Spec, call: Call) -> Forward:
     """Run `attention` where something observes the operators."""
-    operator_inputs = flat(call)
-    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, q_pos, kv_pos = operator_inputs
-    inputs = [q, k, v, sink, seed, q_pos, kv_pos, *tensors, *tiles]
+    if not is_compiling():
+        warn_traced()
+    return run_operators(ON_ONE_DEVICE, spec, *flat(call))
+
+
+def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
+    """Run a pair of operators, given their operands after the spec, under autograd."""
+    q, k, v, sink, seed, captured, ints, floats, tiles, offsets, *where = operands
+    inputs = [q, k, v, sink, seed, *where, *captured, *tiles]
     trained = torch.is_grad_enabled() and _any_learns(inputs)
     compiling = is_compiling()
     if not compiling:
-        refuse_tangents(*inputs)
-        warn_traced()
+        _refuse_tangents("an input of the call", *inputs)
         register_flops()
     elif _differentiated_in_compile():
         raise BackendRefused(
             "torch.compile would lose the gradients of this call, which torch.func takes inside of "
             "what is compiled; use torch.autograd.grad there, or leave out fullgraph=True"
         )
-    if not trained and (not compiling or forward_ad._current_level < 0):
-        out, *stats = forward_op(spec.text, *operator_inputs)
-        results = _round_out(spec.exact_out, out, q), *stats
+    out_dtype = acc_dtype(q.dtype) if spec.partial else q.dtype
+    runner = _Operators(
+        pair, spec.text, out_dtype, spec.score_tensors, len(captured), ints, floats, offsets
+    )
+    dual = compiling and forward_ad._current_level >= 0
+    if not trained and not dual:
+        out, *stats = runner.forward(*inputs)
+        return Forward(in_dtype(out, out_dtype), *stats[:3])
+    if compiling:
+        inputs = _without_repeats(inputs)
     else:
-        counts = spec.score_tensors, len(tensors), spec.exact_out
-        if compiling:
-            inputs = without_repeats(inputs)
-        else:
-            inputs[3:] = map(savable, inputs[3:])
-        dual = compiling and forward_ad._current_level >= 0
-        function = _Dual if dual else _Attention
-        *results, _ = function.apply(spec.text, ints, floats, offsets, counts, *inputs)
-    return Forward(*results)
+        _copy_unsavable(inputs)
+    out, *stats = (_Dual if dual else _Attention).apply(runner, *inputs)
+    return Forward(out, *stats[:3])
 
 
 def warn_traced() -> None:
@@ -461,22 +476,15 @@ def warn_traced() -> None:
         )
 
 
-def savable(x: Any) -> Any:
-    """Return a tensor that autograd may save: a copy, if it was made in inference mode. (PyTorch
-    refuses q, k and v that were made there.)"""
-    return x.clone() if x is not None and x.is_inference() else x
-
-
-def _savable_call(call: Call) -> Call:
-    """Return the call with tensors that autograd may save."""
-    captured, coords = call.captured, call.coords
-    tensors = call.sink, call.seed, coords.q_pos, coords.kv_pos, *captured.tensors
-    if not any(x is not None and x.is_inference() for x in tensors):
-        return call
-    sink, seed, q_pos, kv_pos, *tensors = map(savable, tensors)
-    coords = coords._replace(q_pos=q_pos, kv_pos=kv_pos)
-    captured = captured._replace(tensors=tensors)
-    return call.replace(sink=sink, seed=seed, captured=captured, coords=coords)
+def _copy_unsavable(inputs: list[Tensor | None]) -> bool:
+    """Replace the inputs of a call that were made in inference mode by copies, since autograd does
+    not save them. Return whether there were any. (PyTorch refuses q, k and v that were made there.)
+    """
+    copied = False
+    for n, x in enumerate(inputs):
+        if n >= 3 and x is not None and x.is_inference():
+            inputs[n], copied = x.clone(), True
+    return copied
 
 
 def _differentiated_in_compile() -> bool:

@@ -134,8 +134,8 @@ def test_moba_as_documented():
 @pytest.mark.parametrize(
     ("indices", "options", "message"),
     [
-        (torch.tensor([[[[4]]]]), {"kv_len": 64}, "4 is no block: kv_len=64 in blocks of 16 has 4"),
-        (torch.tensor([[[[-2]]]]), {}, "-2 is no block"),
+        (torch.tensor([[[[4]]]]), {"kv_len": 64}, "4 is not a valid block index: kv_len=64 in blocks of 16 has 4"),
+        (torch.tensor([[[[-2]]]]), {}, "-2 is not a valid block index"),
         (torch.zeros(1, 1, 1), {}, r"\(b, h, rows, k\), got \(1, 1, 1\) float32"),
         ([[0]], {}, "got list"),
         (torch.zeros(1, 1, 2, 1).long(), {"q_len": 64}, "have 2 rows, but q_len=64 .* has 4"),

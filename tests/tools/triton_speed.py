@@ -182,7 +182,12 @@ class Bench:
         copied = (k, v) if kernel == "backward_q" else (q, dout)
         fixed = q, k, v, dout, *launch.transposed(plan, *copied), workspace
         given = {
-            "backward_q": (*fixed, *of_rows, dq, *captured_grads.by_gather(plan.text, captured)),
+            "backward_q": (
+                *fixed,
+                *of_rows,
+                dq,
+                *captured_grads.by_gather(plan.codegen_spec, captured),
+            ),
             "backward_kv": (*fixed, dk, dv, None),
             "backward_k": (*fixed, dk, None, None),
             "backward_v": (*fixed, None, dv, None),

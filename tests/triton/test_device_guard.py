@@ -1,6 +1,7 @@
 """Work beside a capture: how the driver is asked, and which stream it goes to. CUDA is played."""
 
 import ctypes
+import weakref
 from importlib.util import find_spec
 from unittest import mock
 
@@ -93,7 +94,62 @@ def test_nothing_is_done_where_nothing_is_captured(cuda):
     cuda.current = 7
     assert not device_guard.capturing(torch.device("cpu"))
     device_guard.keep_alive(CARD, [x, x])
-    assert [*device_guard._read_by_graphs.values()] == [x]
+    assert [[*graph.tensors] for graph in device_guard._read_by_graphs.values()] == [[id(x)]]
+
+
+class Driver:
+    """What the driver does with graphs: it calls the function of a user object when the graph that
+    retains it is freed, with the object's pointer."""
+
+    def __init__(self) -> None:
+        self.number, self.objects, self.retained = 1, {}, {}
+        self.refuses = False
+
+    def cuStreamGetCaptureInfo_v2(self, stream, status, number, graph, *edges):
+        assert stream.value == 7
+        number._obj.value, graph._obj.value = self.number, 100 + self.number
+        return 0
+
+    def cuUserObjectCreate(self, made, pointer, destroy, count, flags):
+        assert (count, flags) == (1, 1)
+        made._obj.value = 200 + self.number
+        self.objects[made._obj.value] = destroy, pointer
+        return 0
+
+    def cuGraphRetainUserObject(self, graph, made, count, flags):
+        assert (count, flags) == (1, 1)
+        self.retained[graph.value] = self.objects[made.value]
+        return int(self.refuses)
+
+    def free(self, number):
+        destroy, pointer = self.retained.pop(100 + number)
+        destroy(pointer)
+
+
+def test_tensors_are_kept_as_long_as_the_graph_that_reads_them(cuda):
+    driver, refs = Driver(), []
+
+    def capture(number):
+        driver.number, x = number, torch.zeros(number)
+        refs.append(weakref.ref(x))
+        for _ in range(3):
+            device_guard.keep_alive(CARD, [x])
+
+    alive = lambda: [n for n, ref in enumerate(refs, 1) if ref() is not None]
+    with mock.patch.object(device_guard, "_driver", return_value=driver):
+        capture(1)
+        capture(2)
+        assert (alive(), len(driver.retained)) == ([1, 2], 2)
+        driver.free(1)
+        capture(3)
+        assert alive() == [2, 3]
+        driver.free(3)
+        driver.free(2)
+        driver.refuses = True
+        capture(4)
+        assert alive() == [4]
+        capture(5)
+        assert alive() == [4, 5]  # nothing says when: they stay
 
 
 def test_without_the_driver_it_is_refused_with_the_way_out(cuda):

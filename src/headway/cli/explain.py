@@ -118,8 +118,8 @@ def kind_of(text: str, mod: Callable[..., Any]) -> str:
         return "mask"
     try:
         parameters = inspect.signature(mod).parameters.values()
-    except (TypeError, ValueError):
-        raise ArgumentError(f"{text!r} is no function, but {type(mod).__name__}") from None
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{text!r} cannot be a score or a mask: {error}") from None
     required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(required) not in _OF_COUNT:
         takes = " and ".join(f"a {kind} {takes}" for kind, takes in SIGNATURES.items())

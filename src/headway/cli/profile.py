@@ -31,7 +31,7 @@ _PARTS = {
     _NATIVE: FORWARD,
     f"{_NATIVE}_backward": BACKWARD,
 }
-_NODES = ("_Attention", "_Dual", "_Direct")  # `autograd`
+_NODES = ("_Attention", "_Dual")  # `autograd`
 _PARTS |= {name: HOST for node in _NODES for name in (node, f"{node}Backward")}
 _PARTS |= {f"autograd::engine::evaluate_function: {node}Backward": HOST for node in _NODES}
 _STEP = "headway profile: step"
@@ -113,7 +113,7 @@ def _step(text: str) -> Callable[[], Any]:
     """Return the user's function, whose errors become a message of one line."""
     function = from_file(text)
     if not callable(function):
-        raise ArgumentError(f"{text!r} is no function, but {type(function).__name__}")
+        raise ArgumentError(f"{text!r} is not callable, but of type {type(function).__name__}")
     try:
         required = [
             p.name

@@ -12,21 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from ..autograd import (
-    differentiate_once,
-    grads_of_inputs,
-    needs_operators,
-    refuse_tangents,
-    savable,
-    without_repeats,
-)
+from ..autograd import Pair, run_operators
 from ..backends.base import Call
 from ..errors import ArgumentError
-from ..flops import register_flops
 from ..operators import flat, grads_like, library, results_like
-from ..types import NAMESPACE, REPLICATED_KV, ExchangeSpec, Forward, Spec, acc_dtype, in_dtype
+from ..types import NAMESPACE, REPLICATED_KV, ExchangeSpec, Forward, Spec
 from .layout import Layout
 from .shard_table import NO_MESH
 
@@ -98,28 +89,12 @@ def attention(
     """
     if not layouts.q.group_name:
         raise ArgumentError(NO_MESH)
-    operands = flat(call)
-    q, k, v, sink, seed, tensors, ints, floats, tiles, offsets, _, _ = operands
-    trainable = [q, k, v, sink, *tensors[: spec.score_tensors]]
-    if not is_compiling():
-        refuse_tangents(*trainable)
-        register_flops()
+    *operands, _, _ = flat(call)
+    trainable = [call.q, call.k, call.v, call.sink, *call.captured.tensors[: spec.score_tensors]]
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trainable)
-    exchange = _exchange_of(layouts, own_tiles, trains, draws_seed, tensors)
-    text = spec.over_ranks(exchange).text
+    exchange = _exchange_of(layouts, own_tiles, trains, draws_seed, call.captured.tensors)
     tables = layouts.q.table, (layouts.kv or layouts.q).table
-    if not trains:
-        run = forward_op if needs_operators(q, k, v, *tensors) else _forward
-        out, *stats, _ = run(text, *operands[:10], *tables)
-        return Forward(in_dtype(out, _out_dtype(spec, q)), *stats)
-    counts = spec.score_tensors, len(tensors), _out_dtype(spec, q)
-    inputs = [q, k, v, sink, seed, *tables, *tensors, *tiles]
-    if is_compiling():
-        inputs = without_repeats(inputs)
-    else:
-        inputs[3:] = map(savable, inputs[3:])
-    *results, _, _ = _Context.apply(text, ints, floats, offsets, counts, *inputs)
-    return Forward(*results)
+    return run_operators(_OVER_RANKS, spec.over_ranks(exchange), *operands, *tables)
 
 
 def _exchange_of(
@@ -137,60 +112,6 @@ def _exchange_of(
         plan, transport, own_tiles, trains, draws_seed, constants, rank, ranks, q.group_name,
         node_size, q.inside_name, q.between_name,
     )  # fmt: skip
-
-
-def _out_dtype(spec: Spec, q: Tensor) -> torch.dtype:
-    return acc_dtype(q.dtype) if spec.partial else q.dtype
-
-
-class _Context(torch.autograd.Function):
-    """Differentiable in q, k, v, sink, the tensors captured by the score, and through lse."""
-
-    @staticmethod
-    def forward(*inputs):
-        spec, ints, floats, offsets, counts, q, k, v, sink, seed, *rest = inputs
-        q_table, kv_table, *tensors = rest
-        captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
-        run = forward_op if needs_operators(q, k, v, *tensors) else _forward
-        exact, *stats, number = run(
-            spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
-            kv_table,
-        )  # fmt: skip
-        out = in_dtype(exact, counts[2])
-        return out, *stats, number, out.new_empty(0) if out is exact else exact
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        spec, ints, floats, offsets, counts, *tensors = inputs
-        out, lse, max_logit, row_max, number, exact = output
-        ctx.known = spec, ints, floats, offsets, counts
-        ctx.save_for_backward(out if exact.dtype == out.dtype else exact, lse, number, *tensors)
-        ctx.mark_non_differentiable(max_logit, row_max, number, exact)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):  # pyrefly: ignore[bad-override]
-        return differentiate_once(ctx, _Context.gradients, *grad_outputs)
-
-    @staticmethod
-    def gradients(ctx, dout, dlse, *_):
-        """The gradients of every input of `forward`."""
-        out, lse, number, q, k, v, sink, seed, q_table, kv_table, *tensors = ctx.saved_tensors
-        spec, ints, floats, offsets, counts = ctx.known
-        captured, tiles = tensors[: counts[1]], tensors[counts[1] :]
-        needs = [
-            ctx.needs_input_grad[12 + n] and t.is_floating_point()
-            for n, t in enumerate(captured[: counts[0]])
-        ]
-        if dout is None:
-            dout = torch.zeros_like(out, dtype=counts[2])
-        run = backward_op if needs_operators(q, k, v, dout, *tensors) else _backward
-        results = run(
-            spec, q, k, v, sink, seed, captured, ints, floats, tiles, offsets, q_table,
-            kv_table, number, out, lse, dout, dlse, needs,
-        )  # fmt: skip
-        grads = grads_of_inputs(results, q, k, v, sink, captured, needs)
-        return (*(None,) * 5, *grads[:4], None, None, None, *grads[4:], *(None,) * len(tiles))
 
 
 # -- the operators --------------------------------------------------------------------------------
@@ -225,3 +146,4 @@ torch.library.register_fake(f"{NAMESPACE}::cp_forward", _forward_fake, lib=libra
 torch.library.register_fake(f"{NAMESPACE}::cp_backward", _backward_fake, lib=library)
 _ours = getattr(torch.ops, NAMESPACE)
 forward_op, backward_op = _ours.cp_forward, _ours.cp_backward
+_OVER_RANKS = Pair(forward_op, backward_op, _forward, _backward)

@@ -97,9 +97,9 @@ def _table(indices: Tensor, columns: int, kv_len: int, block: int) -> Tensor:
             smallest, largest = (int(n) for n in block_indices.aminmax())
             if smallest < -1 or largest >= columns:
                 raise ArgumentError(
-                    f"indices: {smallest if smallest < -1 else largest} is no block: "
-                    f"kv_len={kv_len} in blocks of {block} has {columns}, numbered from 0; -1 "
-                    "names none"
+                    f"indices: {smallest if smallest < -1 else largest} is not a valid block "
+                    f"index: kv_len={kv_len} in blocks of {block} has {columns}, numbered from 0; "
+                    "-1 names none"
                 )
         # One column more, where -1 goes; a copy without it.
         table = torch.zeros(

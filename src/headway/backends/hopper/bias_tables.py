@@ -28,7 +28,7 @@ class BiasTables:
         self, plan: BasePlan, walks: Walks, wanted: tuple[int, ...] = (), *, queries: bool
     ) -> None:
         self.plan, self.walks, self.queries = plan, walks, queries
-        text = plan.text
+        text = plan.codegen_spec
         graph = parse(text.score) if text.score is not None and text.bias_tables else None
         self.gathers = [] if graph is None else diagonal_gathers(graph)
         self.depends = [_depends(graph, n) for n in self.gathers] if graph is not None else []

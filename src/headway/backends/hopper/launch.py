@@ -66,7 +66,7 @@ def backward(
     else:
         plan, workspace = call.prepared
     dk, dv = plan.new_key_grads(call)
-    grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
+    grads = captured_grads.by_gather(plan.codegen_spec, captured) if wanted else ()
     dq = plan.launch(call, *plan.tma_readable(matrices), workspace, dk, dv, grads)
     if plan.heads > plan.hk:
         dk, dv = (x.unflatten(1, (plan.hk, -1)).sum(2) for x in (dk, dv))

@@ -75,7 +75,7 @@ class HopperPlan(BasePlan):
             spec, call, wanted, matrices, diagonals=False, approx_tanh=half, affine=True,
             hoist=True, bias_tables=True, uses_distance_sign=self.uses_distance_sign,
         )  # fmt: skip
-        self.index_type = gl.int32 if self.text.narrow else gl.int64
+        self.index_type = gl.int32 if self.codegen_spec.narrow else gl.int64
         self.heads_share_mask = self.tiles(call)[2] == 1  # the mask is one for all heads
         affine = self.function("affine")
         # By how much T grows with S everywhere, where that is known.
@@ -100,7 +100,7 @@ class HopperPlan(BasePlan):
 
     def kernel_gathers(self, graph: Graph) -> list[int]:
         """Return the gathers that a kernel itself makes."""
-        if graph.kind != "mask" and self.text.bias_tables:
+        if graph.kind != "mask" and self.codegen_spec.bias_tables:
             return gathers_in_kernel(graph)
         return [n for n, _ in graph.gathers]
 

@@ -81,7 +81,7 @@ def backward(
         dq = torch.mul(dq, spec.scale, out=empty(*q.shape))
     else:
         dq, workspace = empty(*q.shape), empty(plan.workspace.size, dtype=torch.float32)
-        grads = captured_grads.by_gather(plan.text, captured) if wanted else ()
+        grads = captured_grads.by_gather(plan.codegen_spec, captured) if wanted else ()
         rows = out.contiguous(), lse, _contiguous(dlse)
         q_arguments = q, k, v, dout, *transposed(plan, k, v), workspace, *rows, dq, *grads
         _backward_q_launcher(plan)(call, lambda slots: q_arguments, (out.dtype, dlse is None))
@@ -129,10 +129,10 @@ LAUNCHERS: dict[str, Callable[[Plan], Launcher]] = {
 
 
 def _derivative_constants(plan: Plan) -> dict[str, Any]:
-    score = plan.text.score
+    score = plan.codegen_spec.score
     return {
         "DERIVATIVE": plan.function("derivative"),
-        "UNBOUNDED": score is not None and joint(score, plan.text.wanted).unbounded,
+        "UNBOUNDED": score is not None and joint(score, plan.codegen_spec.wanted).unbounded,
     }
 
 

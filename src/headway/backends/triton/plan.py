@@ -75,7 +75,7 @@ class Plan(BasePlan):
         d, dv = pieces(self.d), pieces(self.dv)
         self.constants = {
             "MASK": self.function("mask"),
-            "INDEX": tl.int32 if self.text.narrow else tl.int64,
+            "INDEX": tl.int32 if self.codegen_spec.narrow else tl.int64,
             "PRECISION": product_precision(q.dtype),
             "POSITIVE": spec.scale > 0,
             "D": d[0], "D_REST": d[1], "DV": dv[0], "DV_REST": dv[1],

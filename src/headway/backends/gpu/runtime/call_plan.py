@@ -199,7 +199,7 @@ class BasePlan:
         sign = 0
         if uses_distance_sign and self.mask:
             sign = distance_sign(self.mask, call.captured.ints[spec.score_ints :])
-        self.text = CodegenSpec(
+        self.codegen_spec = CodegenSpec(
             spec.score, spec.mask, wanted, narrow,
             consecutive=diagonals and in_order,
             wide_offsets=wide_offsets,
@@ -210,15 +210,17 @@ class BasePlan:
             bias_tables=bias_tables and narrow and in_order,
             distance_sign=sign,
         )  # fmt: skip
-        self.generated = load_module(self.text)
+        self.generated = load_module(self.codegen_spec)
         fix_cache_keys(self.generated)
         self.offsets = offsets_of(coords)
         self.scattered = coords.q_pos is not None, coords.kv_pos is not None
         self.captured = call.captured.ints, len(call.captured.tensors)
         # Kernels depend on lengths only by whether these fill blocks, of 16 to 128.
         mark, lengths = object(), (math.gcd(n, 128) // 16 for n in (self.q_len, self.kv_len))
-        kernels_key = (BasePlan, type(self), spec, self.text, self.dtype, self.device, self.d,
-                       self.dv, *[matrix.stride(2) for matrix in matrices], *lengths)  # fmt: skip
+        kernels_key = (
+            BasePlan, type(self), spec, self.codegen_spec, self.dtype, self.device, self.d, self.dv,
+            *[matrix.stride(2) for matrix in matrices], *lengths,
+        )  # fmt: skip
         self.uncompiled = cached(kernels_key, lambda: mark) is mark
         self.tile: tuple[int, int] | None = None
         if spec.tiles is not None:

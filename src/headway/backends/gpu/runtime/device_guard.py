@@ -2,11 +2,12 @@
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,18 +28,97 @@ def on(device: torch.device) -> AbstractContextManager:
 # Launches in a captured graph run at its replay: on other numbers, maybe long after. So values that
 # the host reads during a capture do not hold at the replay. Results of captured launches do not
 # exist before the replay, and later calls cannot use them. Whatever a captured launch reads must
-# live as long as the graph. PyTorch tells nobody which `CUDAGraph` a stream is captured into, nor
-# calls anything when one is freed. So these tensors stay until the process ends: the tables of
-# every block mask that was captured, once each, however many graphs read them.
+# live as long as the graph: the driver calls a function when the last executable copy of a graph is
+# gone, which marks what was kept for it. The next capture frees that. (Where the driver has no such
+# function, on AMD, these tensors stay until the process ends.)
 
-_read_by_graphs: dict[int, Tensor] = {}  # by id
+
+class _ReadByGraph(NamedTuple):
+    """The tensors that one graph reads from outside its memory, by id.
+
+    - `freed`: address of a semaphore of the C library, which the driver raises when the graph is
+      gone, in a thread of its own where no Python may run; None where the driver cannot.
+    """
+
+    tensors: dict[int, Tensor]
+    freed: int | None
+
+
+_read_by_graphs: dict[int, _ReadByGraph] = {}  # by the number of the capture
+_lock = threading.RLock()  # freeing a tensor may run Python
 
 
 def keep_alive(device: torch.device, tensors: Iterable[Tensor]) -> None:
-    """Keep tensors for good if a launch that is being captured reads them from outside the graph's
-    memory."""
-    if capturing(device):
-        _read_by_graphs.update((id(tensor), tensor) for tensor in tensors)
+    """Keep tensors as long as the graph, if a launch that is being captured reads them from outside
+    the graph's memory."""
+    if not capturing(device):
+        return
+    index = torch._C._cuda_getDevice() if device.index is None else device.index
+    number, handle = _captured_graph(torch._C._cuda_getCurrentRawStream(index))
+    with _lock:
+        _forget_freed_graphs()
+        graph = _read_by_graphs.get(number)
+        if graph is None:
+            graph = _read_by_graphs[number] = _ReadByGraph({}, _raised_when_freed(handle))
+        graph.tensors.update((id(tensor), tensor) for tensor in tensors)
+
+
+def _forget_freed_graphs() -> None:
+    for number, (_, freed) in list(_read_by_graphs.items()):
+        if freed is not None and _libc().sem_trywait(ctypes.c_void_p(freed)) == 0:
+            del _read_by_graphs[number]
+            _libc().free(ctypes.c_void_p(freed))
+
+
+def _captured_graph(stream: int) -> tuple[int, ctypes.c_void_p | None]:
+    """Return the number of the capture of a stream, and the graph. (-1, None) if the driver does
+    not say."""
+    status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    driver = _driver()
+    if driver is None or driver.cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph),
+        None, None,
+    ):  # fmt: skip
+        return -1, None
+    return number.value, graph
+
+
+def _raised_when_freed(graph: ctypes.c_void_p | None) -> int | None:
+    """Return the address of a semaphore that the driver raises when the graph is freed. It is no
+    memory of Python's: graphs may outlive the interpreter."""
+    driver = _driver()
+    if driver is None or graph is None:
+        return None
+    freed, user_object = _libc().malloc(64), ctypes.c_void_p()  # (a sem_t has 32 bytes)
+    _libc().sem_init(ctypes.c_void_p(freed), 0, 0)
+    error = driver.cuUserObjectCreate(
+        ctypes.byref(user_object), ctypes.c_void_p(freed), _libc().sem_post, 1, _NO_SYNC
+    )
+    if error or driver.cuGraphRetainUserObject(graph, user_object, 1, _MOVE):
+        return None
+    return freed
+
+
+_NO_SYNC, _MOVE = 1, 1  # CU_USER_OBJECT_NO_DESTRUCTOR_SYNC, CU_GRAPH_USER_OBJECT_MOVE
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    return libc
+
+
+@lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL | None:
+    """Return NVIDIA's driver, or None where it or one of these functions is missing."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        for name in ("StreamGetCaptureInfo_v2", "UserObjectCreate", "GraphRetainUserObject"):
+            getattr(driver, f"cu{name}")
+    except (OSError, AttributeError):
+        return None
+    return driver
 
 
 def outside_capture(device: torch.device, make: Callable[[], T]) -> T:
