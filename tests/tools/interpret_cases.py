@@ -67,12 +67,11 @@ def few_heads(name: str) -> Case:
 
 
 def otherwise(names: tuple[str, ...]) -> dict[str, str]:
-    """The backward in one kernel and in three, and runs of full tiles in one loop, whatever the
+    """The backward in three kernels, and runs of full tiles in one loop, whatever the
     tables and the mask say; between guard bands."""
     wrong = {}
     three = "backward_q", "backward_k", "backward_v"
     for module, how in (
-        (plan, {"one_pass": lambda *size: True}),
         (plan, {"passes": lambda *size: three}),
         (walk, {"scattered": lambda *of: True}),
     ):

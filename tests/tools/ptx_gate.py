@@ -111,7 +111,6 @@ KINDS = {
         Kind("triton", "both", 192, 128, "causal"),
         Kind("triton", "both", 256, 256, "causal"),  # dk and dv from a kernel each
         Kind("triton", "both", 64, 64, "dropout"),
-        Kind("triton", "both", 64, 64, "one_pass"),
         Kind("triton", "both", 64, 64, "positions"),
         Kind("triton", "both", 64, 64, "causal", "f32"),
         Kind("triton", "both", 64, 64, "causal", capability=80),
@@ -126,7 +125,7 @@ KINDS = {
 
 def calls(length: int = 384) -> dict[str, dict[str, Any]]:
     """What calls bring besides q, k and v: arguments of `prepare`, and sizes that are not the usual
-    ones (`length`, `batch`, key `heads`); `one_pass`: a backward in one kernel."""
+    ones (`length`, `batch`, key `heads`)."""
     import torch
 
     import headway as hw
@@ -159,7 +158,6 @@ def calls(length: int = 384) -> dict[str, dict[str, Any]]:
         "in_turn": {"mask": hw.causal(), "deterministic": True},
         "dropout": {"mask": hw.causal(), "dropout": 0.25, "seed": 1},
         "positions": {"mask": hw.causal(), "coords": hw.types.Coords(q_pos=places, kv_pos=places)},
-        "one_pass": {"mask": hw.causal(), "one_pass": True},
     }
 
 
@@ -259,19 +257,16 @@ def _call(kind: Kind) -> None:
     shapes = (4, kind.d), (heads, kind.d), (heads, kind.dv)
     q, k, v = (torch.randn(batch, h, length, width).to(dtype) for h, width in shapes)
     backend = importlib.import_module(f"headway.backends.{kind.backend}")
-    with ExitStack() as stack:
-        if call.pop("one_pass", False):
-            stack.enter_context(replaced("one_pass", lambda *of: True))
-        if "coords" in call:
-            call[keys] = call.pop("coords")
-        spec, given = prepare(q, k, v, **call)  # which backend could run it here does not matter
-        if kind.steps != "backward":
-            backend.forward(spec, given)
-        if kind.steps != "forward":
-            rows, dout = torch.zeros(q.shape[:3]), torch.zeros(batch, 4, length, kind.dv).to(dtype)
-            needs = tuple(t.requires_grad for t in given.captured.tensors[: spec.score_tensors])
-            out = dout.to(spec.out_dtype(dtype))
-            backend.backward(spec, given, out, rows, dout, rows, needs)
+    if "coords" in call:
+        call[keys] = call.pop("coords")
+    spec, given = prepare(q, k, v, **call)  # which backend could run it here does not matter
+    if kind.steps != "backward":
+        backend.forward(spec, given)
+    if kind.steps != "forward":
+        rows, dout = torch.zeros(q.shape[:3]), torch.zeros(batch, 4, length, kind.dv).to(dtype)
+        needs = tuple(t.requires_grad for t in given.captured.tensors[: spec.score_tensors])
+        out = dout.to(spec.out_dtype(dtype))
+        backend.backward(spec, given, out, rows, dout, rows, needs)
 
 
 @contextmanager

@@ -159,7 +159,7 @@ def test_kinds():
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_a_name_that_no_backend_has_is_an_error():
     """In a process of its own: it loads all modules of the backends."""
-    code = "import ptx_gate\nwith ptx_gate.replaced('one_pass', None): print('found')\n"
+    code = "import ptx_gate\nwith ptx_gate.replaced('passes', None): print('found')\n"
     code += "with ptx_gate.replaced('two_pass', None): pass"
     folder = Path(ptx_gate.__file__).parent
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)

@@ -65,8 +65,7 @@ MASKED = {
     "backward_kv": "64 128 8 3, 64 64 4 2, 32 64 4 3",
 }
 CASES = {
-    "128 causal": Case((2, 16, 16, 8192, 128, 128), BF16, "causal", {
-        **MASKED, "backward": "64 128 8 2"}),
+    "128 causal": Case((2, 16, 16, 8192, 128, 128), BF16, "causal", MASKED),
     "window": Case((2, 16, 16, 8192, 128, 128), BF16, "window", MASKED),
     "documents": Case((2, 16, 16, 8192, 128, 128), BF16, "documents", MASKED),
     "128 full": Case((2, 16, 16, 8192, 128, 128), BF16, "full", {
@@ -154,9 +153,7 @@ class Bench:
         return planned(self.spec, self.call, wanted, *given, self.dout)
 
     def kernels(self) -> list[str]:
-        one = not any(self.needs) and self.case.dtype == BF16 and "backward" in self.case.tiles
-        several = passes(bits_of(self.q.dtype), *self.case.shape[4:])
-        return ["forward", *several, *(["backward"] if one else [])]
+        return ["forward", *passes(bits_of(self.q.dtype), *self.case.shape[4:])]
 
     def configs(self, kernel: str) -> list[Tiling]:
         """The table's first, then the case's."""
@@ -188,10 +185,9 @@ class Bench:
                 dq,
                 *captured_grads.by_gather(plan.codegen_spec, captured),
             ),
-            "backward_kv": (*fixed, dk, dv, None),
-            "backward_k": (*fixed, dk, None, None),
-            "backward_v": (*fixed, None, dv, None),
-            "backward": (*fixed, dk, dv, self.dq32),
+            "backward_kv": (*fixed, dk, dv),
+            "backward_k": (*fixed, dk, None),
+            "backward_v": (*fixed, None, dv),
         }[kernel]
         return lambda: known(self.call, lambda slots: given)
 
@@ -206,7 +202,6 @@ class Bench:
         shared = hq != self.k.shape[1]
         dtype = F32 if shared else self.q.dtype
         new = lambda width, dtype: torch.empty(b, hq, n, width, dtype=dtype, device=self.device)
-        self.dq32 = torch.zeros(b, hq, n, d, device=self.device)
         tensors = self.call.captured.tensors
         captured = captured_grads.zeros(tensors, self.needs, torch.device(self.device))
         fixed = (self.q, self.k, self.v, self.dout, workspace)
@@ -301,11 +296,10 @@ def measure(name: str, failed: dict[tuple, str]) -> None:
     forward, five = (bench.flops(kernel) / 1e12 for kernel in ("forward", "backward"))
     several = [k for k in bench.kernels() if k.startswith("backward_")]
     two = lambda t: five / sum(t.get(k, inf) for k in several)
-    one = f", in one pass {five / best['backward']:.0f}" if "backward" in best else ""
     print(
         f"{name:11} forward {forward / table.get('forward', inf):.0f}, best "
         f"{forward / best.get('forward', inf):.0f}; "
-        f"backward {two(table):.0f}, best {two(best):.0f}{one}", flush=True,
+        f"backward {two(table):.0f}, best {two(best):.0f}", flush=True,
     )  # fmt: skip
 
 

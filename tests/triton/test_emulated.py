@@ -53,10 +53,9 @@ def test_other_numbers(target, dtype):
 
 @pytest.mark.parametrize(
     ("name", "module", "how"),
-    [("width_100_100", plan, {"one_pass": lambda *size: True}),
-     ("width_100_100", plan, {"passes": lambda *size: THREE}),
+    [("width_100_100", plan, {"passes": lambda *size: THREE}),
      ("long_checker_even", walk, {"scattered": lambda *of: True})],
-    ids=["one pass", "three kernels", "one loop"],
+    ids=["three kernels", "one loop"],
 )  # fmt: skip
 def test_otherwise(name, module, how, monkeypatch):
     """Between guard bands, and each tensor is all that may be touched."""
@@ -66,12 +65,10 @@ def test_otherwise(name, module, how, monkeypatch):
         check(few_heads(name), "triton", torch.bfloat16)
 
 
-@pytest.mark.parametrize("how", ["as it is", "one pass", "three kernels", "whole tiles"])
+@pytest.mark.parametrize("how", ["as it is", "three kernels", "whole tiles"])
 def test_positions_one_by_one(how, monkeypatch):
     """Another order in every row of the batch; and each tensor is all that may be touched."""
-    if how == "one pass":
-        monkeypatch.setattr(plan, "one_pass", lambda *size: True)
-    elif how == "three kernels":
+    if how == "three kernels":
         monkeypatch.setattr(plan, "passes", lambda *size: THREE)
     case = replace(BY_NAME["mask_by_batch_sink"], hq=2, hk=1)
     if how == "whole tiles":  # no row is past the end

@@ -82,19 +82,6 @@ _TABLE: dict[tuple[str, int, int], tuple[Tiling, ...]] = {
                               Tiling(32, 32, 4, 1)),
     ("backward_v", 16, 256): (Tiling(64, 128, 8, 2), Tiling(32, 128, 8, 2), Tiling(32, 64, 4, 2),
                               Tiling(32, 32, 4, 1)),
-    ("backward", 16, 64): (Tiling(64, 128, 8, 2), Tiling(64, 64, 4, 2), Tiling(32, 64, 4, 1)),
-    ("backward", 16, 128): (Tiling(32, 128, 8, 2), Tiling(32, 64, 4, 2), Tiling(32, 64, 4, 1)),
-    ("backward", 16, 192): (Tiling(32, 64, 8, 2), Tiling(32, 64, 4, 2), Tiling(32, 32, 4, 1)),
-    ("backward", 16, 256): (Tiling(32, 64, 8, 2), Tiling(32, 32, 4, 2), Tiling(16, 32, 4, 1)),
-    ("backward", 16, 512): (Tiling(32, 32, 8, 1), Tiling(16, 16, 4, 1)),
-    ("backward", 19, 64): (Tiling(32, 32, 4, 2), Tiling(16, 16, 4, 1)),
-    ("backward", 19, 128): (Tiling(32, 32, 4, 1), Tiling(16, 16, 4, 1)),
-    ("backward", 19, 256): (Tiling(16, 16, 4, 1),),
-    ("backward", 19, 512): (Tiling(16, 16, 4, 1),),
-    ("backward", 32, 64): (Tiling(32, 32, 4, 2), Tiling(16, 16, 4, 1)),
-    ("backward", 32, 128): (Tiling(32, 32, 4, 1), Tiling(16, 16, 4, 1)),
-    ("backward", 32, 256): (Tiling(16, 16, 4, 1),),
-    ("backward", 32, 512): (Tiling(16, 16, 4, 1),),
 }  # fmt: skip
 # The tilings that go first for these kinds of calls. Under a mask small blocks waste less at its
 # edges; with a score function they leave registers for its values.
@@ -117,17 +104,9 @@ LEARNED = "learned"  # a backward whose kernel of dq makes gradients of captured
 _FALLBACKS = {LEARNED: ("biased", "score"), "biased": ("score",), "reading": ("masked",)}
 WIDEST = 512
 
-# Widths, by bits of a factor, whose backward is one kernel ("backward") and not several.
-_ONE_PASS: dict[int, tuple[int, ...]] = {}
 # Widths with separate kernels for dk and dv. Both accumulators of 64 keys, 256 wide, take the
 # registers of 8 warps; a product of 64 rows occupies 4 of them, and the others would repeat it.
 _SPLIT_KV: dict[int, tuple[int, ...]] = {16: (256,)}
-
-
-def one_pass(bits: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]) -> bool:
-    """Check whether one kernel computes dq, dk and dv: five products, dq summed in any order."""
-    tuned = saved.get(saved_key("one pass", bits, d, dv, kind))
-    return max(d, dv) in _ONE_PASS.get(bits, ()) if tuned is None else tuned
 
 
 def passes(bits: int, d: int, dv: int) -> tuple[str, ...]:
@@ -167,7 +146,7 @@ def _table_width(kernel: str, bits: int, d: int, dv: int) -> int:
 def tilings(
     kernel: str, bits: int, d: int, dv: int, kind: str, saved: Mapping[str, Any]
 ) -> tuple[Tiling, ...]:
-    """Return the tile sizes for a kernel ("forward", one of `passes`, "backward"), best first.
+    """Return the tile sizes for a kernel ("forward", or one of `passes`), best first.
 
     - `bits`: of the factors: 16, 32, or 19 (tf32).
     - `d`, `dv`: widths; between two of the table, the larger row holds.

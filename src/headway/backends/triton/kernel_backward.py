@@ -1,4 +1,4 @@
-"""The backward kernels: one for dq (and what the score captures), one for dk, dv, both, or all.
+"""The backward kernels: one for dq (and what the score captures), one for dk, dv, or both.
 
 With P = exp(T − lse), T = score(S), S = scale q kᵀ, out = (P∘K) v, where K = keep / (1 − p):
 
@@ -16,9 +16,7 @@ Two kernels compute S and dP twice: seven products instead of five. In return no
 programs: no atomics, and the same bits at every run. The first kernel, for dq, has the rows of dout
 in registers: it computes delta and lse in units of log 2, and stores them for the second.
 `backward_kv` computes those of dk and dv for which it gets memory: one at a time, in eight
-products, where registers do not suffice for both. With a dq of float32 zeros it adds dS k to it as
-well: five products, and a sum over keys in any order. delta and lse then come from a kernel before
-it (`gpu.preprocess`).
+products, where registers do not suffice for both.
 """
 
 from typing import Any, NamedTuple
@@ -75,9 +73,6 @@ class QueryPointers(NamedTuple):
     transposed: Any
     lse: Any  # over log 2
     delta: Any
-    dq: Any  # of all heads, or None
-    dq_row: Any  # the head's first row in dq
-    length: Any
 
 
 class KeyGradTiles(NamedTuple):
@@ -206,7 +201,7 @@ def add_dq(
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "score_numbers", "mask_numbers"])
 def backward_kv(
-    q, k, v, dout, lse2, delta, dk, dv_, dq,  # of the last three, None is not computed
+    q, k, v, dout, lse2, delta, dk, dv_,  # of the last two, None is not computed
     q_strides, k_strides, v_strides, dout_strides, transposed,  # copies of q and dout, or None
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
     scale, coords, dropout, walk,
@@ -219,9 +214,8 @@ def backward_kv(
 ):  # fmt: skip
     """Compute dk and dv of BLOCK_N keys from one query head, or one of the two.
 
-    The caller sums over the query heads of a key head, and multiplies dq by the scale. Tiles are
-    transposed, keys by queries, so that Pᵀ and dSᵀ are left factors as they are. `walk` is that of
-    the transposed block mask.
+    The caller sums over the query heads of a key head. Tiles are transposed, keys by queries, so
+    that Pᵀ and dSᵀ are left factors as they are. `walk` is that of the transposed block mask.
     """
     # lse and delta are loaded late where registers are short: under masks, and with wide rows (with
     # a softcap that loses 2 %).
@@ -251,13 +245,12 @@ def backward_kv(
 
     q_head = tile.head(q, q_strides, b64, h64)
     dout_head = tile.head(dout, dout_strides, b64, h64)
-    dq_row = (b64 * heads + h) * q_len
     workspace_row = tile.workspace_row(b64 * heads + h, q_len)
     if transposed is not None:
         transposed = tile.transposed_heads(transposed, b64, h64)
     queries = QueryPointers(
         q_head, dout_head, q_strides[2], dout_strides[2], transposed, lse2 + workspace_row,
-        delta + workspace_row, dq, dq_row, q_len,
+        delta + workspace_row,
     )  # fmt: skip
     rows = tile.row_coords(coords, b, h, kv_idx, first, INDEX)
 
@@ -301,7 +294,7 @@ def add_dkdv(
     acc, keys, queries, n, stop, rows, mods,
     MASK: tl.constexpr, BLOCK_M: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Return (dk + dSᵀ q, dv + Pᵀ dout) over the queries from n to n + BLOCK_M; and dq += dS k.
+    """Return (dk + dSᵀ q, dv + Pᵀ dout) over the queries from n to n + BLOCK_M.
 
     Queries from `stop` on do not count. () stays ().
     """
@@ -346,11 +339,6 @@ def add_dkdv(
         if CONFIG.derivative is not None:
             ds = chain(ds, derivatives[1], p, CONFIG.unbounded)
         dk = tile.add_product(dk, ds, q_tile, CONFIG.precision)
-        if queries.dq is not None:
-            exists = n + i < queries.length if live is None else live
-            dq_rows = queries.dq + (queries.dq_row + n64) * CONFIG.d.columns
-            ds_k = tile.inner(ds, keys.k, CONFIG.precision)
-            tile.atomic_add(dq_rows, i, exists, ds_k, CONFIG.d)
     return KeyGradTiles(dk, dv)
 
 

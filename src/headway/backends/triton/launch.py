@@ -11,7 +11,6 @@ from ...mods.evaluation.derivative import joint
 from ...types import Forward, Grads, Spec
 from ..base import Call
 from ..gpu import captured_grads, inference, outputs
-from ..gpu.preprocess import run_preprocess
 from ..gpu.runtime import parallel_compile
 from .kernel_backward import backward_kv, backward_q
 from .kernel_forward import forward as forward_kernel
@@ -51,8 +50,7 @@ def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Grads:  # fmt: skip
-    """Run one kernel for dq and the gradients of captured tensors, and one or two for dk and dv; or
-    one kernel for all."""
+    """Run one kernel for dq and the gradients of captured tensors, and one or two for dk and dv."""
     d, dv_width = call.q.shape[3], call.v.shape[3]
     q, k, v, out, dout = map(_aligned_rows, (call.q, call.k, call.v, out, dout))
     lse = lse.contiguous()
@@ -73,23 +71,16 @@ def backward(
     grouped = hq != k.shape[1]
     head_dtype = torch.float32 if grouped else dkv_dtype
     dk, dv = (empty(b, hq, kv_len, x.shape[3], dtype=head_dtype) for x in (k, v))
-    if plan.one_pass:
-        workspace = run_preprocess(plan.workspace, out, dout, dlse, lse)
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        arguments = q, k, v, dout, *transposed(plan, q, dout), workspace, dk, dv, dq
-        LAUNCHERS["backward"](plan)(call, lambda slots: arguments)
-        dq = torch.mul(dq, spec.scale, out=empty(*q.shape))
-    else:
-        dq, workspace = empty(*q.shape), empty(plan.workspace.size, dtype=torch.float32)
-        grads = captured_grads.by_gather(plan.codegen_spec, captured) if wanted else ()
-        rows = out.contiguous(), lse, _contiguous(dlse)
-        q_arguments = q, k, v, dout, *transposed(plan, k, v), workspace, *rows, dq, *grads
-        _backward_q_launcher(plan)(call, lambda slots: q_arguments, (out.dtype, dlse is None))
-        matrices = q, k, v, dout, *transposed(plan, q, dout), workspace
-        kv_grads = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
-        for name in plan.passes[1:]:
-            arguments = *matrices, *kv_grads[name], None
-            LAUNCHERS[name](plan)(call, lambda slots, arguments=arguments: arguments)
+    dq, workspace = empty(*q.shape), empty(plan.workspace.size, dtype=torch.float32)
+    grads = captured_grads.by_gather(plan.codegen_spec, captured) if wanted else ()
+    rows = out.contiguous(), lse, _contiguous(dlse)
+    q_arguments = q, k, v, dout, *transposed(plan, k, v), workspace, *rows, dq, *grads
+    _backward_q_launcher(plan)(call, lambda slots: q_arguments, (out.dtype, dlse is None))
+    matrices = q, k, v, dout, *transposed(plan, q, dout), workspace
+    kv_grads = {"backward_kv": (dk, dv), "backward_k": (dk, None), "backward_v": (None, dv)}
+    for name in plan.passes[1:]:
+        arguments = *matrices, *kv_grads[name]
+        LAUNCHERS[name](plan)(call, lambda slots, arguments=arguments: arguments)
     dsink = None
     if call.sink is not None:
         delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
@@ -123,7 +114,7 @@ LAUNCHERS: dict[str, Callable[[Plan], Launcher]] = {
     "backward_q": _backward_q_launcher,
     **{
         name: partial(_backward_kv_launcher, name)
-        for name in ("backward_kv", "backward_k", "backward_v", "backward")
+        for name in ("backward_kv", "backward_k", "backward_v")
     },
 }
 

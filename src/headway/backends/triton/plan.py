@@ -23,7 +23,7 @@ from ..gpu.products import bits_of, product_precision
 from ..gpu.runtime.call_plan import BasePlan, Walks, plan_of, unspecialized
 from ..gpu.runtime.launcher import KernelLauncher
 from . import kernel_backward, kernel_forward, saved, tile, walk
-from .config import LEARNED, Tiling, call_kind, one_pass, passes, pieces, tilings
+from .config import LEARNED, Tiling, call_kind, passes, pieces, tilings
 
 
 def planned(spec: Spec, call: Call, wanted: tuple[int, ...], *matrices: Tensor) -> "Plan":
@@ -51,14 +51,8 @@ class Plan(BasePlan):
         self.saved = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
         self.table_key, self.kind = (bits_of(q.dtype), self.d, self.dv), call_kind(spec, call)
         kinds = (self.kind, LEARNED) if spec.score_tensors else (self.kind,)
-        # The kernel of dq also computes the gradients of captured tensors, and only it sums in a
-        # fixed order.
-        self.one_pass = not (wanted or spec.deterministic) and one_pass(
-            *self.table_key, self.kind, self.saved
-        )
         self.passes = passes(*self.table_key)
-        backward = ("backward",) if self.one_pass else self.passes
-        names = "forward", *backward
+        names = "forward", *self.passes
         self.choose_mask_tile([self.tilings(n, kind)[0] for n in names for kind in kinds])
         if wanted:
             self.kind = LEARNED

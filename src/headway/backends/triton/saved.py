@@ -15,7 +15,7 @@ import torch
 from ...errors import ArgumentError
 from .config import Tiling
 
-TunedTilings = dict[str, Tiling | bool]  # by `saved_key`; "one pass": whether one kernel is faster
+TunedTilings = dict[str, Tiling]  # by `saved_key`
 
 
 def folder() -> Path:
@@ -39,10 +39,9 @@ def load(name: str) -> TunedTilings:
     path = folder() / f"{name}.json"
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            key: value if isinstance(value, bool) else Tiling(*map(int, value))
-            for key, value in entries.items()
-        }
+        # Files of version 0.2 may hold booleans besides.
+        items = [(key, value) for key, value in entries.items() if not isinstance(value, bool)]
+        return {key: Tiling(*map(int, value)) for key, value in items}
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, AttributeError) as error:
@@ -61,11 +60,7 @@ def store(name: str, tuned: TunedTilings) -> Path:
     with filelock.FileLock(path.with_suffix(".lock")):
         load.cache_clear()
         merged = load(name) | tuned
-        flat = {
-            key: value if isinstance(value, bool) else astuple(value)
-            for key, value in sorted(merged.items())
-        }
-        text = json.dumps(flat, indent=1)
+        text = json.dumps({key: astuple(merged[key]) for key in sorted(merged)}, indent=1)
         part = path.with_suffix(".part")
         part.write_text(text + "\n", encoding="utf-8")
         os.replace(part, path)  # a reader sees the old file or the new one

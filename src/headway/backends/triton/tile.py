@@ -146,27 +146,6 @@ def right_factor(x, transposed, WHICH: tl.constexpr, n, rows, live, WIDTH: tl.co
 
 
 @triton.jit
-def atomic_add(base, rows, live, x, WIDTH: tl.constexpr):
-    """Add the pieces of x to a float32 matrix to which other programs add as well."""
-    pointers = base + rows[:, None] * WIDTH.columns
-    for n in tl.static_range(len(x)):
-        cols = n * WIDTH.piece + tl.arange(0, x[n].shape[1])
-        inside = live[:, None] & (cols < WIDTH.columns)[None, :]
-        tl.atomic_add(pointers + cols[None, :], x[n], mask=inside, sem="relaxed")
-
-
-@triton.jit
-def inner(p, x, PRECISION: tl.constexpr):
-    """Return pᵀ x, piece by piece."""
-    p = tl.trans(p.to(x[0].dtype))
-    first = tl.dot(p, x[0], input_precision=PRECISION)
-    if len(x) == 1:
-        return (first,)
-    else:
-        return (first, tl.dot(p, x[1], input_precision=PRECISION))
-
-
-@triton.jit
 def sums(x, dx):
     """Return rowsum(x∘dx) over the pieces, in float32."""
     total = preprocess.sums(x[0], dx[0])

@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.runtime.errors import PTXASError
 
 from ...errors import BackendRefused
-from ...types import Grads, Spec
+from ...types import Spec
 from ..base import Call
 from ..gpu.products import bits_of
 from . import launch
@@ -26,7 +26,6 @@ _HALF_PRECISION = {
     "backward_kv": ((64, 64, 4), (64, 128, 8), (32, 128, 8), (64, 64, 8), (32, 64, 8), (32, 64, 4)),
     "backward_k": ((32, 128, 8), (64, 128, 8), (64, 64, 4), (32, 64, 4)),
     "backward_v": ((64, 128, 8), (32, 128, 8), (64, 64, 4), (32, 64, 4)),
-    "backward": ((64, 128, 8), (32, 128, 8), (64, 64, 4), (32, 64, 8), (32, 64, 4)),
 }  # fmt: skip
 _FLOAT32 = ((32, 32, 4), (64, 32, 4), (32, 64, 4), (64, 32, 8), (64, 64, 8), (64, 64, 4),
            (32, 32, 2), (32, 32, 8), (16, 16, 4), (32, 16, 4))  # fmt: skip
@@ -78,7 +77,7 @@ class Problem:
     def kernels(self) -> tuple[str, ...]:
         """Return the kernels to tune, in order."""
         q, v = self.call.q, self.call.v
-        return "forward", *passes(bits_of(q.dtype), q.shape[3], v.shape[3]), "backward"
+        return "forward", *passes(bits_of(q.dtype), q.shape[3], v.shape[3])
 
     def key(self, kernel: str) -> str:
         """Return the key of a kernel's tile sizes."""
@@ -99,16 +98,10 @@ class ProblemWithForward(NamedTuple):
         problem = self.problem
         if kernel == "forward":
             return lambda: launch.forward(problem.spec, problem.call)
-        plan = self.plan(kernel)
-
-        def backward() -> Grads:
-            plan.one_pass = kernel == "backward"
-            return launch.backward(
-                problem.spec, problem.call, self.out, self.lse, problem.dout, None,
-                (False,) * problem.spec.score_tensors,
-            )  # fmt: skip
-
-        return backward
+        needs = (False,) * problem.spec.score_tensors
+        return lambda: launch.backward(
+            problem.spec, problem.call, self.out, self.lse, problem.dout, None, needs
+        )
 
     def plan(self, kernel: str) -> Plan:
         """Return the plan that those calls use."""
@@ -153,21 +146,8 @@ def trials(
             prepared.use_tiling(kernel, best[1])
 
 
-def winners(problem: Problem, tried: list[Trial]) -> dict[str, Tiling | bool]:
-    """Return the fastest sizes of every kernel, and whether one backward kernel beats several.
-
-    The result is what `saved.store` takes.
-    """
-    fastest: dict[str, Tiling | bool] = {}
-    times: dict[str, float] = {}
-    for kernel in problem.kernels:
-        timed = [
-            (t.seconds, t.tiling) for t in tried if t.kernel == kernel and t.seconds is not None
-        ]
-        if timed:
-            times[kernel], fastest[problem.key(kernel)] = min(timed, key=lambda pair: pair[0])
-    # The last of several kernels was timed together with the others at their best sizes.
-    *_, last_of_several, single = problem.kernels
-    if single in times and last_of_several in times:
-        fastest[problem.key("one pass")] = times[single] < times[last_of_several]
-    return fastest
+def winners(problem: Problem, tried: list[Trial]) -> dict[str, Tiling]:
+    """Return the fastest sizes of every kernel, for `saved.store`."""
+    timed = [(t.seconds, t.kernel, t.tiling) for t in tried if t.seconds is not None]
+    slowest_first = sorted(timed, key=lambda trial: trial[0])[::-1]
+    return {problem.key(kernel): tiling for _, kernel, tiling in slowest_first}
