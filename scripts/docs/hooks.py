@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+NOT_ON_THE_SITE = ROOT / "docs" / "lab"
 
 
 def on_config(config: Any) -> Any:
@@ -32,8 +33,8 @@ def _with_folders(nav: list[Any], docs: Path) -> list[Any]:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Links to files of the repository outside docs/ lead to its address on the network, if
-    pyproject.toml names one; else only their words stay."""
+    """Links to files of the repository that are not on the site lead to its address on the network,
+    if pyproject.toml names one; else only their words stay."""
     folder = (Path(config.docs_dir) / page.file.src_uri).parent
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
     source = urls.get("Source", "").rstrip("/")
@@ -43,7 +44,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         path = (folder / to.partition("#")[0]).resolve()
         if to.startswith(("#", "http:", "https:")) or not path.exists():
             return found[0]
-        if not path.is_relative_to(ROOT) or path.is_relative_to(config.docs_dir):
+        on_site = path.is_relative_to(config.docs_dir) and not path.is_relative_to(NOT_ON_THE_SITE)
+        if on_site or not path.is_relative_to(ROOT):
             return found[0]
         kind = "tree" if path.is_dir() else "blob"
         at = path.relative_to(ROOT).as_posix()

@@ -1,5 +1,6 @@
 """The site builds, its links lead somewhere, and a page asks no network for anything."""
 
+import json
 import re
 import subprocess
 import sys
@@ -33,7 +34,8 @@ def site(tmp_path_factory) -> Path:
 
 def test_every_page_is_built(site: Path):
     pages = [p.relative_to(ROOT / "docs") for p in (ROOT / "docs").rglob("*.md")]
-    assert [p for p in pages if not (site / p.with_suffix(".html")).exists()] == []
+    built = [p for p in pages if (site / p.with_suffix(".html")).exists()]
+    assert built == [p for p in pages if p.parts[0] != "lab"]
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path):
@@ -53,3 +55,32 @@ def test_search_has_its_index_for_files(site: Path):
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     assert index.startswith("var __index = ")
     assert "Sliding window" in index
+    assert "lab/" not in re.findall(r'"location": ?"([a-z-]*/?)', index)
+
+
+# What people type, and the page that must hold all of its words.
+SYNONYMS = {
+    "varlen": "recipes/packing.html", "cu_seqlens": "recipes/packing.html",
+    "THD": "recipes/packing.html", "ragged": "recipes/packing.html",
+    "jagged": "recipes/packing.html", "packed documents": "recipes/packing.html",
+    "KV cache": "recipes/serving.html", "paged attention": "recipes/serving.html",
+    "context parallel": "recipes/context-parallel.html", "CP": "recipes/context-parallel.html",
+    "ring attention": "recipes/context-parallel.html",
+    "Ulysses": "recipes/context-parallel.html",
+    "attention sink": "recipes/sliding-window.html", "NSA": "recipes/top-k-blocks.html",
+    "MoBA": "recipes/top-k-blocks.html", "M-RoPE": "recipes/positions.html",
+    "attn_mask": "migration.html", "padding mask": "recipes/packing.html",
+    "why is my mask slow": "performance.html", "FlexAttention": "compare.html",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", SYNONYMS)
+def test_the_page_has_the_words_that_people_type(site: Path, typed: str):
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    page = " ".join(
+        f"{entry['title']} {entry['text']}"
+        for entry in index["docs"]
+        if entry["location"].partition("#")[0] == SYNONYMS[typed]
+    )
+    words = set(re.findall(r"[\w-]+", re.sub("<[^>]+>", " ", page).lower()))
+    assert set(typed.lower().split()) <= words
