@@ -238,8 +238,25 @@ def test_rows_and_tokens_are_integers_of_anybody():
         ):
             with pytest.raises(ArgumentError, match=words):
                 cache.reserve(rows, tokens)
-        with pytest.raises(ArgumentError, match="truncate: row 2 of a cache of 2 rows"):
-            cache.truncate(2, 0)
+        for row in (2, -1):
+            with pytest.raises(ArgumentError, match=f"truncate: row {row} of a cache of 2 rows"):
+                cache.truncate(row, 0)
+            forget = cache.clear if isinstance(cache, Cache) else cache.free
+            with pytest.raises(ArgumentError, match=f": row {row} of a cache of 2 rows"):
+                forget(row)
+        assert cache[np.int64(0)].n == 0
+        for n in (1, -1):
+            with pytest.raises(IndexError, match=rf"cache\[{n}\]: a layer is an integer, 0 to 0"):
+                cache[n]
+        for n in ("0", 0.0, slice(1), True):
+            with pytest.raises(ArgumentError, match="a layer is an integer, 0 to 0"):
+                cache[n]
+        with pytest.raises(ArgumentError, match="length=-1 must be an integer, 0 or more"):
+            cache[0].positions(-1)
+    pages = PagedCache(1, 4, 4, 1, 2, rows=3)
+    assert [pages.fork(np.int64(0)), pages.fork(0)] == [1, 2]
+    with pytest.raises(ArgumentError, match="fork: row -1 of a cache of 3 rows"):
+        pages.fork(-1)
 
 
 def test_replays_of_a_graph_run_no_python():

@@ -11,6 +11,7 @@ from headway import call_cache, inference
 from headway.errors import ArgumentError
 from headway.inference import Cache, Level, PagedCache
 from headway.mods import lowering
+from headway.nn import Attention, Rotary
 
 HQ, HK, D = 4, 2, 16
 
@@ -54,7 +55,8 @@ def test_no_number_comes_back_to_the_host(paged):
         inference.attention(packed, *cache[0].kv, cu_q=cu_q, max_q=3, **cache[0].options)
         level = Level(new(2, HK, 9, D), new(2, HK, 9, D), cache.lengths, None, rows)
         own = (*cache[0].kv, cache.lengths, cache.page_table)
-        inference.cascade(q, [level, own], score, mask)
+        inference.cascade_with_stats(q, [level, own], score, mask)
+        inference.cascade_with_stats(packed, [level, own], score, mask, cu_q=cu_q, max_q=3)
 
 
 def test_nothing_is_made_for_a_length(monkeypatch):
@@ -125,6 +127,50 @@ def test_a_compiled_step_is_one_graph():
             eager = inference.attention(q, *layer.kv, hw.alibi(HQ), hw.causal(), **layer.options)
             torch.testing.assert_close(out, eager, atol=1e-6, rtol=1e-6)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [("paged", "append"), ("fixed", "past"), ("growing", "past")]
+)
+def test_a_compiled_model_indexes_its_cache(kind, form):
+    """`cache[n]` inside of a graph: one token, any number of them, and another capacity."""
+    graphs = []
+    with torch.inference_mode(False):
+        modules = [Attention(HQ * D, HQ, HK, rotary=Rotary(D)).eval() for _ in range(2)]
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def append(cache, x):
+        for n, module in enumerate(modules):
+            q, k, v = module._project(x)
+            cache[n].append(k, v)
+            out = inference.attention(q, *cache[n].kv, mask=hw.causal(), **cache[n].options)
+            x = x + out.transpose(1, 2).flatten(2)
+        return x
+
+    def past(cache, x):
+        for n, module in enumerate(modules):
+            x = x + module(x, hw.causal(), past=cache[n])
+        return x
+
+    def made():
+        if kind == "paged":
+            return PagedCache(2, 16, 4, HK, D, rows=2)
+        capacity, most = (4, None) if kind == "growing" else (16, 16)
+        return Cache(2, 2, HK, D, capacity=capacity, max_capacity=most)
+
+    forward = {"append": append, "past": past}[form]
+    compiled, cache, right = torch.compile(forward, backend=backend, fullgraph=True), made(), made()
+    with torch.inference_mode(False), torch.no_grad():
+        for tokens in (1, 3, 2):
+            x = new(2, tokens, HQ * D)
+            for c in (cache, right):
+                c.reserve([0, 1], tokens)
+            torch.testing.assert_close(compiled(cache, x), forward(right, x), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(cache.keys, right.keys, atol=1e-6, rtol=1e-5)
+    assert len(graphs) <= (3 if kind == "growing" else 2)
 
 
 def test_a_compiled_step_keeps_count():

@@ -2,7 +2,7 @@
 
 - `attention`, `attention_with_stats`: decoding, chunked prefill and ragged batches.
 - `Cache`, `PagedCache`: keys and values in one stretch of memory for every row, or in pages.
-- `cascade`: keys that many rows share, read once.
+- `cascade`, `cascade_with_stats`: keys that many rows share, read once.
 """
 
 from .attend import attention as attention
@@ -12,3 +12,4 @@ from .cache import Layer as Layer
 from .cache import PagedCache as PagedCache
 from .cascade import Level as Level
 from .cascade import cascade as cascade
+from .cascade import cascade_with_stats as cascade_with_stats

@@ -67,8 +67,8 @@ class Layer:
 
     def positions(self, length: int) -> Tensor:
         """The positions of the last `length` tokens of every row, `(rows, length)` int64."""
-        at = torch.arange(-length, 0, device=self.cache.lengths.device)
-        return self.cache.lengths[:, None] + at
+        steps = torch.arange(-count_of("length", length), 0, device=self.cache.lengths.device)
+        return self.cache.lengths[:, None] + steps
 
     def append(self, k: Tensor, v: Tensor | None = None, *, cu_q: Tensor | None = None) -> None:
         """Write what was reserved since the last step: the last keys and values of every row. Every
@@ -162,9 +162,12 @@ class _Cache:
         return len(self.stored[0])
 
     def __getitem__(self, n: int) -> Layer:
-        if not 0 <= n < len(self):
-            raise IndexError(f"layer {n} of a cache of {len(self)} layers")
-        return Layer(self, n)
+        number = as_int(n)
+        if number is None:
+            raise ArgumentError(f"cache[{n!r}]: a layer is an integer, 0 to {len(self) - 1}")
+        if not 0 <= number < len(self):  # an IndexError, since it ends `for layer in cache`
+            raise IndexError(f"cache[{n!r}]: a layer is an integer, 0 to {len(self) - 1}")
+        return Layer(self, number)
 
     def check_new(self, pairs: list, cu_q: Tensor | None) -> int:
         """New keys and values fit; how many tokens there are to a row, or in all."""

@@ -1,5 +1,6 @@
 """Keys that many rows share, read once: attention level by level, merged."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Never
 
@@ -12,14 +13,16 @@ from ..errors import ArgumentError
 from ..keywords import unknown_keywords
 from ..mods.base import Mask, MaskFn, Score, ScoreFn, value
 from ..run import run
-from ..types import Request
+from ..types import AttentionOutput, Forward, Request
 from .attend import cache_of
+from .step import check_offsets
 
 
 class Level(NamedTuple):
     """Some keys of every row, after those of the levels before.
 
-    - `k`, `v`, `lengths`, `page_table`: a cache of groups, as `attention` takes one of rows.
+    - `k`, `v`, `lengths`, `page_table`, `k_scale`, `v_scale`: a cache of groups, as `attention`
+      takes one of rows.
     - `rows`: `(b,)` int32, the group whose keys a row reads; None where every row has its own.
     """
 
@@ -28,6 +31,8 @@ class Level(NamedTuple):
     lengths: Tensor
     page_table: Tensor | None = None
     rows: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 @value
@@ -72,12 +77,28 @@ class ScoreOfLevel(Score):
         return self.score(score, row, h, self.at[token], kv_idx + self.before[row])
 
 
+@value
+class LogitWhereKept(Score):
+    """The logit itself, except where `score` masks the pair out."""
+
+    score: ScoreFn
+
+    def check_sizes(self, b, h, q_len, kv_len):
+        if isinstance(self.score, Score):
+            self.score.check_sizes(b, h, q_len, kv_len)
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return torch.where(self.score(score, b, h, q_idx, kv_idx) == -math.inf, -math.inf, score)
+
+
 def cascade(
-    q: Tensor,  # (b, hq, q_len, d)
+    q: Tensor,  # (b, hq, q_len, d) or, with cu_q, (1, hq, tokens, d)
     levels: Sequence[Level | tuple],
     score: ScoreFn | None = None,
     mask: MaskFn | None = None,
     *,
+    cu_q: Tensor | None = None,  # (b + 1,) int32
+    max_q: int | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,  # (hq,)
     backend: str = "auto",
@@ -88,67 +109,156 @@ def cascade(
 
     **Arguments:** as `attention`, and
 
-    - `levels`: `(k, v, lengths, page_table, rows)` each, see `Level`; the last one holds the keys
-      of the queries themselves. Score and mask see positions in the whole row.
+    - `levels`: `(k, v, lengths, page_table, rows, k_scale, v_scale)` each, see `Level`; the last
+      one holds the keys of the queries themselves. Score and mask see positions in the whole row.
 
-    **Returns:** `(b, hq, q_len, dv)`, the dtype of q.
+    **Returns:** `(b, hq, q_len, dv)`, or `(1, hq, tokens, dv)`, the dtype of q.
 
     (Juravsky et al. 2024, Hydragen, arXiv 2402.05099; Ye et al. 2025, FlashInfer, arXiv 2501.01005)
     """
     if unknown:
         raise unknown_keywords(cascade, unknown)
+    return _cascade(q, levels, score, mask, cu_q, max_q, scale, sink, backend, False).out
+
+
+def cascade_with_stats(
+    q: Tensor,  # (b, hq, q_len, d) or, with cu_q, (1, hq, tokens, d)
+    levels: Sequence[Level | tuple],
+    score: ScoreFn | None = None,
+    mask: MaskFn | None = None,
+    *,
+    cu_q: Tensor | None = None,  # (b + 1,) int32
+    max_q: int | None = None,
+    scale: float | None = None,
+    sink: Tensor | None = None,  # (hq,)
+    backend: str = "auto",
+    **unknown: Never,
+) -> AttentionOutput:
+    """`cascade`, with the log-sum-exp of every query over all levels, `(b, hq, q_len)` or
+    `(1, hq, tokens)`, and the largest logit of every row and head, `(b, hq)`: see
+    `headway.AttentionOutput`. With a score, the largest logits take a second pass over the keys.
+
+    The same arguments and errors as `cascade`.
+    """
+    if unknown:
+        raise unknown_keywords(cascade_with_stats, unknown)
+    return _cascade(q, levels, score, mask, cu_q, max_q, scale, sink, backend, True)
+
+
+class _Queries(NamedTuple):
+    """The queries of a cascade, which are also counted one after the other, as tokens.
+
+    - `cu_q`, `max_q`: as the caller gave them; None where q is not packed.
+    - `ends`: `(b + 1,)`, where the tokens of every row begin, and where the last ones end.
+    - `row`: `(tokens,)` int64, the row of every token; b for tokens of no row.
+    """
+
+    q: Tensor
+    cu_q: Tensor | None
+    max_q: int | None
+    ends: Tensor
+    row: Tensor
+
+    @staticmethod
+    def of(q: Tensor, cu_q: Tensor | None, max_q: int | None, rows: int) -> "_Queries":
+        """Return the queries of so many rows."""
+        b, _, q_len, _ = q.shape
+        if cu_q is None:
+            tokens, ends = b * q_len, torch.arange(b + 1, dtype=torch.int32, device=q.device)
+            ends = ends * q_len
+        else:
+            check_offsets(cu_q, rows, q.device)
+            tokens, ends = q_len, cu_q
+        token = torch.arange(tokens, dtype=ends.dtype, device=q.device)
+        return _Queries(q, cu_q, max_q, ends, torch.searchsorted(ends, token, right=True) - 1)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Return values of queries, `(b, hq, q_len, ·)`, as `(1, hq, tokens, ·)`."""
+        return x if self.cu_q is not None else x.transpose(0, 1).flatten(1, 2)[None]
+
+    def from_tokens(self, x: Tensor) -> Tensor:
+        """Return values of tokens, `(1, hq, tokens, ...)`, in the form of q."""
+        b, _, q_len, _ = self.q.shape
+        return x if self.cu_q is not None else x[0].unflatten(1, (b, q_len)).transpose(0, 1)
+
+    def by_group(self, level: Level) -> tuple["_Queries", Tensor]:
+        """Return the queries packed so that those of a group follow each other, and the order in
+        which their tokens were taken."""
+        groups, rows = level.lengths.shape[0], level.rows
+        assert rows is not None
+        group = torch.where(self.row < len(rows), rows[self.row.clamp(max=len(rows) - 1)], groups)
+        order = group.argsort(stable=True)
+        edges = torch.arange(groups + 1, dtype=group.dtype, device=group.device)
+        ends = torch.searchsorted(group[order], edges).to(torch.int32)
+        packed = self.tokens(self.q)[:, :, order]
+        return _Queries(packed, ends, len(order), ends, self.row[order]), order
+
+    def largest_by_row(self, of_queries: Tensor) -> Tensor:
+        """Return the largest of `(b, hq, q_len)` in every row, `(rows, hq)`."""
+        of_tokens = self.tokens(of_queries[..., None])[0, :, :, 0]
+        rows, hq = len(self.ends) - 1, len(of_tokens)
+        largest = of_tokens.new_full((rows + 1, hq), -math.inf)
+        index = self.row[:, None].expand(-1, hq)
+        return largest.scatter_reduce_(0, index, of_tokens.mT, "amax")[:rows]
+
+
+def _cascade(
+    q: Tensor, levels: Sequence[Level | tuple], score: ScoreFn | None, mask: MaskFn | None,
+    cu_q: Tensor | None, max_q: int | None, scale: float | None, sink: Tensor | None, backend: str,
+    stats: bool,
+) -> AttentionOutput:  # fmt: skip
+    """Return the results of `cascade_with_stats`; max_logit is empty without `stats`."""
     all_levels: list[Level] = [Level(*level) for level in levels]  # type: ignore[bad-argument-type]
     check_dense(q=q)
     if not all_levels or not isinstance(q, Tensor) or q.dim() != 4:
         raise ArgumentError(
             f"cascade takes q (b, hq, q_len, d) and a level or more, got {shown(q)}"
         )
-    if score is not None:
-        check_function("score", score, None)
-    if mask is not None:
-        check_function("mask", mask, None)
-    b, hq, q_len, d = q.shape
+    for kind, mod in (("score", score), ("mask", mask)):
+        if mod is not None:
+            check_function(kind, mod, None)
+    cache_of(q, None, None, None, None, cu_q, max_q, None, None)  # cu_q and max_q go together
+    first = all_levels[0]
+    b = len(q) if cu_q is None else len(first.lengths if first.rows is None else first.rows)
+    queries = _Queries.of(q, cu_q, max_q, b)
     level_lengths = [_of_rows(level, b) for level in all_levels]
     total = sum(level_lengths[1:], start=level_lengths[0])
-    before, parts = torch.zeros_like(total), []
-    positions = total[:, None] - q_len + torch.arange(q_len, device=q.device)
+    row = queries.row.clamp(max=b - 1)
+    position = total[row] - queries.ends[row + 1] + torch.arange(len(row), device=q.device)
+    before, parts, maxima = torch.zeros_like(total), [], []
     for n, level in enumerate(all_levels):
-        groups = level.lengths.shape[0]
-        if level.rows is None:
-            order = torch.arange(b, device=q.device)
-            first_query = torch.arange(groups, device=q.device) * q_len
-            packed, cu_q, max_q = q, None, None
-            count = torch.full_like(first_query, q_len)
-        else:  # the queries of a group follow each other
-            order = level.rows.argsort(stable=True)
-            edges = torch.arange(groups + 1, dtype=level.rows.dtype, device=q.device)
-            cu_q = torch.searchsorted(level.rows[order], edges).to(torch.int32) * q_len
-            packed = q[order].transpose(0, 1).reshape(1, hq, b * q_len, d)
-            max_q = b * q_len
-            first_query, count = cu_q[:-1].long(), cu_q.diff()
-        level_coords = (
-            first_query - level.lengths + count, order.repeat_interleave(q_len),
-            positions[order].flatten(), before, b * q_len - 1,
+        of_level, order = (queries, None) if level.rows is None else queries.by_group(level)
+        places = (
+            of_level.ends[1:].long() - level.lengths, row if order is None else row[order],
+            position if order is None else position[order], before, len(row) - 1,
         )  # fmt: skip
-        result = run(
-            Request(
-                packed, level.k, level.v,
-                None if score is None else ScoreOfLevel(score, *level_coords),
-                None if mask is None else MaskOfLevel(mask, *level_coords),
-                scale, sink if n == 0 else None,
-                backend=backend, partial=True,
-                keys=cache_of(packed, level.k, level.v, level.lengths, level.page_table, cu_q,
-                              max_q, None, None),
+        keys = cache_of(
+            of_level.q, *level[:4], of_level.cu_q, of_level.max_q, level.k_scale, level.v_scale
+        )
+        request = Request(
+            of_level.q, level.k, level.v,
+            None if score is None else ScoreOfLevel(score, *places),
+            None if mask is None else MaskOfLevel(mask, *places),
+            scale, sink if n == 0 else None,
+            backend=backend, partial=True, keys=keys, row_max=stats and score is None,
+        )  # fmt: skip
+        results = run(request)
+        if stats and score is not None:
+            logits = ScoreOfLevel(LogitWhereKept(score), *places)
+            results = results._replace(
+                row_max=run(request._replace(score=logits, row_max=True)).row_max
             )
-        )  # fmt: skip
-        out, lse = result.out, result.lse
-        if cu_q is not None:
+        if order is not None:
             back = order.argsort()
-            out = out[0].unflatten(1, (b, q_len)).transpose(0, 1)[back]
-            lse = lse[0].unflatten(1, (b, q_len)).transpose(0, 1)[back]
-        parts.append((out, lse))
+            results = Forward(
+                *[queries.from_tokens(x[:, :, back]) if x.dim() > 2 else x for x in results]
+            )
+        parts.append((results.out, results.lse))
+        maxima.append(results.row_max)
         before = before + level_lengths[n]
-    return merge(*parts)[0].to(q.dtype)
+    out, lse = merge(*parts)
+    largest = queries.largest_by_row(torch.stack(maxima).amax(0)) if stats else maxima[0]
+    return AttentionOutput(out.to(q.dtype), lse, largest)
 
 
 def _of_rows(level: Level, b: int) -> Tensor:
