@@ -53,6 +53,10 @@ gpu-sanitize: setup ## the Triton backend's odd shapes under compute-sanitizer: 
 hopper-test: setup ## simulate and compile the Hopper kernels for every case: half an hour
 	@$(PYTEST) tests/long/hopper.py $(ARGS)
 
+.PHONY: sweeps
+sweeps: setup ## random programs, 20,000 where `make test` has 320: half an hour
+	@$(PYTEST) tests/long/sweeps.py $(ARGS)
+
 .PHONY: emulate
 emulate: setup ## run the whole table as compiled for each GPU, with no GPU: an hour
 	@$(PYTEST) tests/long/emulated.py $(ARGS)

@@ -41,16 +41,19 @@ class Yardstick(NamedTuple):
     exact: dict[str, Tensor]
     tolerance: dict[str, float]  # of any element
     rms: dict[str, float]  # of out, dq, dk, dv in half precision, over all elements
-    rms_of_narrow_factors: dict[str, float]  # the same where P and dS are rounded for products
+    dtypes: dict[str, torch.dtype]  # that the results must have
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=128)  # of a few numbers and small tensors: faults run over the same cases
 @torch.enable_grad()
-def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
+def yardstick(
+    case: Case, dtype: torch.dtype, narrow_factors: bool = False
+) -> dict[bool, Yardstick]:
     """With statistics (True; the gradient of lse is sent too) and without: the exact results in
     float64, of the very numbers that the dtype can hold, and tolerances: twice the error of plain
     PyTorch in that dtype, and a rounding of the largest terms; in half precision, for all elements
-    together, 1.3 times what rounding does to what was accumulated exactly."""
+    together, 1.3 times what rounding does to what was accumulated exactly. `narrow_factors`: P and
+    dS are rounded, too, before they are multiplied."""
     given, keep = problem(case, dtype), None
     if case.dropout:
         at = oracle.grid(case.b, case.hq, case.q_len, case.kv_len)
@@ -71,8 +74,8 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
         of = given.copy(dtype)
         return dense(of, plainly(of))
 
-    def farther(part: dict[str, float], made: dict, right: dict) -> None:
-        for n, error in _distances(made, right).items():
+    def farther(part: dict[str, float], errors: dict[str, float]) -> None:
+        for n, error in errors.items():
             part[n] = max(part[n], error)
 
     wide = given.copy(torch.float64)
@@ -87,7 +90,7 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
             # logits that may be lost by chance.
             own = replace(wide, captured=given.copy().captured)
             for part, rounded, right in zip(apart, dense(own, plainly(own)), exact, strict=True):
-                farther(part, rounded, right)
+                farther(part, _distances(rounded, right))
     if dtype in _NARROW:
         # A backward is given `out` in the narrow dtype. In delta = rowsum(dout∘out) − dlse its
         # error is one of dlse, so plain PyTorch can say what it does to gradients: the error of
@@ -99,9 +102,9 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
         for _ in range(4):
             sign = torch.randn(off.shape, generator=draw).sign()
             of_sign = replace(wide, dlse=wide.dlse + sign * off)
-            rounded = gradients(of_sign, exactly.out, exactly.lse)
+            errors = _distances(gradients(of_sign, exactly.out, exactly.lse), exact[1])
             for part in apart[1:]:
-                farther(part, rounded, exact[1])
+                farther(part, errors)
     sizes = oracle.magnitudes(
         *(t.detach() for t in (wide.q, wide.k, wide.v)),
         wide.score(plain=True), wide.mask(plain=True), case.scale,
@@ -112,20 +115,21 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
     def tolerance(name: str, error: float, right: Tensor) -> float:
         accumulated = torch.finfo(torch.float32 if dtype in _NARROW else dtype).eps
         roundings = 16 if dtype == torch.float64 else 1
-        floor = torch.finfo(_dtype_of(name, given)).eps * _largest(right)
+        floor = torch.finfo(dtypes[name]).eps * _largest(right)
         return 2 * error + floor + roundings * accumulated * sizes[name.removeprefix("grad ")]
 
     # Shorter sums do not lose much, and so few numbers have no spread.
     summed = dtype in _NARROW and min(case.q_len, case.kv_len) >= 64
     single = plain_in(torch.float32) if summed else None
 
-    def rms(factors: torch.dtype | None) -> list[dict[str, float]]:
+    def rms() -> list[dict[str, float]]:
         if single is None:
             return [{}, {}, {}]
         mixed = replace(wide, captured=given.copy().captured)  # which scores compute with as it is
+        factors = dtype if narrow_factors else None
         near, of_delta = _rounded(mixed, plainly(mixed, factors), exact, dtype)
         # Where factors are rounded the signs of out's errors are a kernel's own.
-        luck = 0.0 if factors is None else 1.0
+        luck = 1.0 if narrow_factors else 0.0
         return [
             {
                 n: 1.3 * _rms(x - right[n]) + luck * of_delta[n] + 4 * _rms(f32[n] - right[n])
@@ -134,13 +138,14 @@ def yardstick(case: Case, dtype: torch.dtype) -> dict[bool, Yardstick]:
             for part, right, f32 in zip(near, exact, single, strict=True)
         ]
 
-    rms_of = [rms(factors) for factors in (None, dtype)]
+    dtypes = _dtypes(given)
+    spread = rms()
     answer = {}
     for stats, part in ((True, 1), (False, 2)):
         values = exact[0] if stats else {"out": exact[0]["out"]}
         rights, errors = values | exact[part], apart[0] | apart[part]
         limits = {n: tolerance(n, errors[n], right) for n, right in rights.items()}
-        answer[stats] = Yardstick(rights, limits, *(x[0] | x[part] for x in rms_of))
+        answer[stats] = Yardstick(rights, limits, spread[0] | spread[part], dtypes)
     return answer
 
 
@@ -161,13 +166,11 @@ def _rounded(
     return near, {"out": 0.0} | {n: _rms(x) for n, x in of_delta.items()}
 
 
-def _dtype_of(name: str, given: Problem) -> torch.dtype:
-    """The dtype that a result must have."""
-    if name in ("lse", "max_logit"):
-        return torch.float64 if given.q.dtype == torch.float64 else torch.float32
-    if name == "out":
-        return given.q.dtype
-    return given.leaves()[name.removeprefix("grad ")].dtype
+def _dtypes(given: Problem) -> dict[str, torch.dtype]:
+    """The dtype that each result must have."""
+    wide = torch.float64 if given.q.dtype == torch.float64 else torch.float32
+    grads = {f"grad {name}": leaf.dtype for name, leaf in given.leaves().items()}
+    return {"out": given.q.dtype, "lse": wide, "max_logit": wide} | grads
 
 
 def _distances(got: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
@@ -175,14 +178,13 @@ def _distances(got: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, fl
 
 
 def _rms(x: Tensor) -> float:
-    finite = x[x.isfinite()]
-    return finite.square().mean().sqrt().item() if finite.numel() else 0.0
+    finite = x.isfinite()
+    return (x.where(finite, 0).square().sum() / finite.sum().clamp(min=1)).sqrt().item()
 
 
 def _largest(x: Tensor) -> float:
     """The largest size of a finite element."""
-    finite = x[x.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
+    return x.where(x.isfinite(), 0).abs().max().item() if x.numel() else 0.0
 
 
 @contextmanager
@@ -249,12 +251,10 @@ def compare(
 ) -> list[str]:
     """What is wrong with these results, a line for each. `narrow_factors`: P and dS may be rounded
     to the dtype before they are multiplied, as tensor cores want it."""
-    given = problem(case, dtype)
-    exact, tolerance, *rms = yardstick(case, dtype)[stats]
-    rms = rms[narrow_factors]
+    exact, tolerance, rms, dtypes = yardstick(case, dtype, narrow_factors)[stats]
     wrong = []
     for name, right in exact.items():
-        got, final = made[name], _dtype_of(name, given)
+        got, final = made[name], dtypes[name]
         if got.dtype != final or got.shape != right.shape:
             wrong.append(
                 f"{name}: {got.dtype} {tuple(got.shape)}, should be {final} {tuple(right.shape)}"

@@ -317,11 +317,11 @@ def yardstick(f: Fuzz) -> checks.Yardstick:
 def ratios(f: Fuzz, made: dict[str, Tensor]) -> dict[str, float]:
     """The largest error of each result, in tolerances; infinite where it has no number, or other
     infinities, or another shape or dtype."""
-    exact, tolerance, *_ = yardstick(f)
-    given, found = problem_of(f), {}
+    exact, tolerance, _, dtypes = yardstick(f)
+    found = {}
     for name, right in exact.items():
         got = made[name]
-        if got.shape != right.shape or got.dtype != checks._dtype_of(name, given):
+        if got.shape != right.shape or got.dtype != dtypes[name]:
             found[name] = math.inf
             continue
         # Of pairs beside a sink whose every score is LOW, the oracle has a little more than nothing.

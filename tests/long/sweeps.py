@@ -1,0 +1,10 @@
+"""Random sweeps with many more draws than `make test` has: `make sweeps`."""
+
+import pytest
+
+from mods.test_programs import check_programs
+
+
+@pytest.mark.parametrize("part", range(100))
+def test_changed_programs(part):
+    check_programs(range(200 * part, 200 * (part + 1)))
