@@ -10,7 +10,8 @@ GPU.
 """
 
 import importlib.util
-from functools import lru_cache
+from functools import lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -114,27 +115,7 @@ forward, backward, prepare = (
     launched(__name__, part) for part in ("forward", "backward", "prepare")
 )
 accumulates, native, infer = acc_dtype, no_operator, inference.infer
-
-
-def code(spec: Spec, call: Call) -> str:
-    """Return the source of the functions generated for the score and the mask."""
-    if call.kv is not None or inference.suits(spec, call):
-        return inference.code(spec, call)
-    from ..gpu.codegen import emit
-
-    count = len(call.captured.tensors)
-    wide_offsets = (False,) * count
-    return emit.source(
-        emit.CodegenSpec(
-            spec.score,
-            spec.mask,
-            wide_offsets=wide_offsets,
-            per_diagonal=True,
-            affine=True,
-            hoist=True,
-            bias_tables=True,
-        )
-    )
+code = partial(inference.code, per_diagonal=True, affine=True, hoist=True, bias_tables=True)
 
 
 def unavailable(device: str, index: int | None) -> str:
@@ -169,14 +150,37 @@ def wrong_triton() -> str:
 constant_under_compile(unavailable)
 
 
-# -- its first use on a card (`first_use.SelfTested`) ----------------------------------------------
+# -- its first use on a card (`first_use.SelfTested`) ---------------------------------------------
 
 
 def proof(device: torch.device) -> tuple[Path, dict[str, str]] | None:
-    """Return the facts on which a check of the kernels on a GPU depends."""
-    from ..gpu.runtime.proof import proof_of
+    """Return the folder of the kernels, and by name everything but the inputs on which their
+    results depend on a GPU. Return None if the version of the driver is unknown."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import get_cache_invalidating_env_vars, make_backend
+    from triton.runtime import cache
 
-    return proof_of(device)
+    from ..gpu.runtime import kernel_cache
+    from ..gpu.runtime.triton_startup import wait_for_triton
+
+    wait_for_triton()
+    driver, package = Path("/proc/driver/nvidia/version"), Path(__file__).parents[2]
+    if not driver.exists():
+        return None
+    gpu, sources = torch.cuda.get_device_properties(device), sha256()
+    for folder in ("backends", "blocks", "mods"):
+        for file in sorted((package / folder).rglob("*.py")):
+            sources.update(file.relative_to(package).as_posix().encode() + b"\0")
+            sources.update(file.read_bytes())
+    return kernel_cache.folder(), {
+        "card": f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count}",
+        "driver": driver.read_text().strip(),
+        "CUDA of PyTorch": str(torch.version.cuda),
+        "Triton": sha256(cache.triton_key().encode()).hexdigest(),
+        "assembler": make_backend(GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)).hash(),
+        "options of Triton": repr(sorted(get_cache_invalidating_env_vars().items())),
+        "sources": sources.hexdigest(),
+    }
 
 
 def compile_ahead(spec: Spec, call: Call) -> None:

@@ -109,61 +109,33 @@ class FwdTileShape:
 
 FWD_TILE_SHAPES = (
     FwdTileShape(
-        (64,),
-        (64,),
-        stages=3,
-        v_stages=3,
-        first_block_in_loop=True,
-        consumers=3,
+        (64,), (64,), stages=3, v_stages=3, first_block_in_loop=True, consumers=3,
         register_usage_level=LOW_USAGE,
     ),
     FwdTileShape(
-        (64,),
-        (64,),
-        block=64,
-        stages=3,
-        v_stages=3,
-        consumers=1,
-        ctas=3,
+        (64,), (64,), block=64, stages=3, v_stages=3, consumers=1, ctas=3,
         register_usage_level=LOW_USAGE,
     ),
     FwdTileShape((64,), (64,), stages=3, v_stages=3, slope_mma=True),
     FwdTileShape((64,), (64,), stages=3, v_stages=3),
     FwdTileShape((64, 32), (64, 32)),
     FwdTileShape(
-        (128,),
-        (128,),
-        block=64,
-        v_stages=3,
-        q_stages=1,
-        q_in_registers=True,
-        consumers=1,
-        ctas=2,
+        (128,), (128,), block=64, v_stages=3, q_stages=1, q_in_registers=True, consumers=1, ctas=2,
         register_usage_level=HIGH_USAGE,
     ),
     FwdTileShape(
-        (128,),
-        (128,),
-        v_stages=3,
-        q_stages=1,
-        q_in_registers=True,
-        named_barriers=True,
-        stream_k_gain=0,
-        register_usage_level=HIGH_USAGE,
+        (128,), (128,), v_stages=3, q_stages=1, q_in_registers=True, named_barriers=True,
+        stream_k_gain=0, register_usage_level=HIGH_USAGE,
     ),
     FwdTileShape(
-        (128,),
-        (128,),
-        out_columns=64,
-        slope_mma=True,
-        named_barriers=True,
+        (128,), (128,), out_columns=64, slope_mma=True, named_barriers=True,
         register_usage_level=LOW_USAGE,
     ),
     FwdTileShape((128,), (128,), named_barriers=True, register_usage_level=LOW_USAGE),
     FwdTileShape((128,), (128,), register_usage_level=LOW_USAGE),
     FwdTileShape((128, 64), (128,), q_stages=1, early_q_release=True, out_columns=64),
     FwdTileShape((256,), (256,), block=64, q_stages=1, out_columns=128),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from ...types import Spec, acc_dtype, constant_under_compile
-from ..base import Call, CapabilityKey, launched, no_operator, nothing_prepared
+from ..base import CapabilityKey, launched, no_operator, nothing_prepared
 from ..gpu import inference
 from ..gpu import limits as limits
 from ..gpu.named_card import named_card
@@ -45,17 +45,7 @@ def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
 
 forward, backward = (launched(__name__, part) for part in ("forward", "backward"))
 accumulates, native, infer = acc_dtype, no_operator, inference.infer
-prepare = nothing_prepared
-
-
-def code(spec: Spec, call: Call) -> str:
-    """Return the functions generated for the score and the mask."""
-    if call.kv is not None or inference.suits(spec, call):
-        return inference.code(spec, call)
-    from ..gpu.codegen import emit
-
-    count = len(call.captured.tensors)
-    return emit.source(emit.CodegenSpec(spec.score, spec.mask, wide_offsets=(False,) * count))
+prepare, code = nothing_prepared, inference.code
 
 
 def unavailable(device: str, index: int | None) -> str:

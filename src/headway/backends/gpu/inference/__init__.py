@@ -8,6 +8,8 @@ train (`suits`). Importing it loads no Triton.
 - config.py: tile sizes. plan.py: the plan of a kind of call. launch.py: runs a call.
 """
 
+from typing import Any
+
 import torch
 
 from ....types import Forward, Spec
@@ -67,15 +69,21 @@ def suits(spec: Spec, call: Call) -> bool:
     return not trained and (spec.mask is None or is_range(spec.mask))
 
 
-def code(spec: Spec, call: Call) -> str:
-    """Return the functions generated for the score and the mask of a call that runs here."""
+def code(spec: Spec, call: Call, **training: Any) -> str:
+    """Return the functions generated for the score and the mask.
+
+    - `training`: fields of `CodegenSpec` for calls that do not run here.
+    """
     from ..codegen import emit
 
+    here = call.kv is not None or suits(spec, call)
+    options: dict[str, Any] = {"consecutive": False, "limits": True} if here else training
     wide_offsets = (False,) * len(call.captured.tensors)
-    text = emit.CodegenSpec(
-        spec.score, spec.mask, consecutive=False, wide_offsets=wide_offsets, limits=True
-    )
-    return (
-        "# the kernel of inference: the queries of a group are the rows of one tile, and keys are "
-        "split over the GPU\n" + emit.source(text)
-    )
+    codegen_spec = emit.CodegenSpec(spec.score, spec.mask, wide_offsets=wide_offsets, **options)
+    return (_TITLE if here else "") + emit.source(codegen_spec)
+
+
+_TITLE = (
+    "# the kernel of inference: the queries of a group are the rows of one tile, and keys are "
+    "split over the GPU\n"
+)

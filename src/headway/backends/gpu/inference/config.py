@@ -25,52 +25,26 @@ _TILE_ROWS = {(16, 128): (16, 32, 64, 128), (16, 256): (16, 32, 64), (16, 576): 
 # memory takes the first that fits. 19 bits are tf32, 32 are without tensor cores. Some 64 KB of
 # keys and values in flight on every multiprocessor keep the memory of an H100 busy.
 _CONFIGS: dict[tuple[int, int, int], tuple[LaunchConfig, ...]] = {
-    (16, 64, 32): (LaunchConfig(128, 4, 3, 2), LaunchConfig(64, 4, 3, 2)),
-    (16, 64, 64): (LaunchConfig(64, 4, 3, 2), LaunchConfig(64, 4, 2, 2)),
-    (16, 64, 128): (LaunchConfig(64, 8, 3, 2), LaunchConfig(64, 8, 2, 1)),
-    (16, 128, 32): (
-        LaunchConfig(64, 4, 3, 2),
-        LaunchConfig(64, 4, 2, 2),
-        LaunchConfig(32, 4, 2, 2),
-    ),
-    (16, 128, 64): (
-        LaunchConfig(64, 4, 3, 2),
-        LaunchConfig(64, 4, 2, 1),
-        LaunchConfig(32, 4, 2, 1),
-    ),
-    (16, 128, 128): (
-        LaunchConfig(64, 8, 3, 1),
-        LaunchConfig(64, 8, 2, 1),
-        LaunchConfig(32, 8, 2, 1),
-    ),
-    (16, 256, 32): (LaunchConfig(32, 4, 3, 2), LaunchConfig(32, 4, 2, 1)),
-    (16, 256, 64): (
-        LaunchConfig(64, 8, 2, 1),
-        LaunchConfig(32, 8, 2, 1),
-        LaunchConfig(16, 8, 2, 1),
-    ),
-    (16, 576, 32): (
-        LaunchConfig(64, 8, 3, 1),
-        LaunchConfig(64, 8, 2, 1),
-        LaunchConfig(32, 4, 2, 1),
-        LaunchConfig(16, 4, 2, 1),
-    ),
-    (16, 576, 64): (
-        LaunchConfig(64, 8, 2, 1),
-        LaunchConfig(32, 8, 2, 1),
-        LaunchConfig(16, 8, 2, 1),
-    ),
-    (19, 128, 64): (
-        LaunchConfig(32, 4, 3, 1),
-        LaunchConfig(32, 4, 2, 1),
-        LaunchConfig(16, 4, 2, 1),
-    ),
-    (19, 256, 32): (LaunchConfig(32, 4, 2, 1), LaunchConfig(16, 4, 2, 1)),
-    (19, 576, 16): (LaunchConfig(16, 4, 2, 1), LaunchConfig(16, 4, 1, 1)),
-    (32, 128, 32): (LaunchConfig(32, 4, 2, 2), LaunchConfig(16, 4, 2, 1)),
-    (32, 256, 16): (LaunchConfig(16, 4, 2, 1), LaunchConfig(16, 4, 1, 1)),
-    (32, 576, 16): (LaunchConfig(16, 4, 1, 1),),
-}
+    key: tuple([LaunchConfig(*sizes) for sizes in best_first])
+    for key, best_first in {
+        (16, 64, 32): [(128, 4, 3, 2), (64, 4, 3, 2)],
+        (16, 64, 64): [(64, 4, 3, 2), (64, 4, 2, 2)],
+        (16, 64, 128): [(64, 8, 3, 2), (64, 8, 2, 1)],
+        (16, 128, 32): [(64, 4, 3, 2), (64, 4, 2, 2), (32, 4, 2, 2)],
+        (16, 128, 64): [(64, 4, 3, 2), (64, 4, 2, 1), (32, 4, 2, 1)],
+        (16, 128, 128): [(64, 8, 3, 1), (64, 8, 2, 1), (32, 8, 2, 1)],
+        (16, 256, 32): [(32, 4, 3, 2), (32, 4, 2, 1)],
+        (16, 256, 64): [(64, 8, 2, 1), (32, 8, 2, 1), (16, 8, 2, 1)],
+        (16, 576, 32): [(64, 8, 3, 1), (64, 8, 2, 1), (32, 4, 2, 1), (16, 4, 2, 1)],
+        (16, 576, 64): [(64, 8, 2, 1), (32, 8, 2, 1), (16, 8, 2, 1)],
+        (19, 128, 64): [(32, 4, 3, 1), (32, 4, 2, 1), (16, 4, 2, 1)],
+        (19, 256, 32): [(32, 4, 2, 1), (16, 4, 2, 1)],
+        (19, 576, 16): [(16, 4, 2, 1), (16, 4, 1, 1)],
+        (32, 128, 32): [(32, 4, 2, 2), (16, 4, 2, 1)],
+        (32, 256, 16): [(16, 4, 2, 1), (16, 4, 1, 1)],
+        (32, 576, 16): [(16, 4, 1, 1)],
+    }.items()
+}  # fmt: skip
 # Keys that a CTA has at least, if there are as many: merging takes as long as some blocks.
 MIN_KEYS = 256
 

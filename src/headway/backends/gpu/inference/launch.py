@@ -16,7 +16,8 @@ def infer(spec: Spec, call: Call) -> Forward:
     q = _with_wide_rows(call.q)
     k, v = _with_contiguous_rows(call.k), _with_contiguous_rows(call.v)
     sink = None if call.sink is None else call.sink.contiguous()
-    call = call._replace(q=q, k=k, v=v, sink=sink)
+    if not (q is call.q and k is call.k and v is call.v and sink is call.sink):
+        call = call._replace(q=q, k=k, v=v, sink=sink)
     per_query = lambda: torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     shape, dtype = (*q.shape[:3], v.shape[3]), spec.out_dtype(q.dtype)
     out, lse = torch.empty(shape, dtype=dtype, device=q.device), per_query()

@@ -25,7 +25,7 @@ from ..codegen.spec import CodegenSpec
 from ..counters import FIRST_FLAG, FLAGS
 from ..device import maths, softmax, tiles
 from ..products import bits_of
-from ..runtime.call_plan import cached, needs_wide_offsets, offsets_of, readable, unspecialized
+from ..runtime.call_plan import cached, needs_wide_offsets, offsets_of, readable
 from ..runtime.launcher import CallArguments, KernelLauncher
 from ..runtime.parallel_compile import fix_cache_keys
 from ..runtime.tile_counter import zeroed_counter
@@ -40,20 +40,8 @@ from .work import CachePointers, DecodeSizes, Offsets
 _SOURCES = maths, tiles, softmax, work, merge, kernel
 _E4M3 = torch.float8_e4m3fn
 _INT32_LIMIT = 1 << 29  # `unspecialized` encodes n as about 4 n, which then fits 32 bits
+_LISTS_AT = DecodeSizes._fields.index("list_tiles")
 _NO_CACHE = KV(None)  # type: ignore[arg-type]  # of a call whose k and v are plain tensors
-
-
-class CallIntegers(NamedTuple):
-    """The integers in which calls of one kind differ."""
-
-    sizes: DecodeSizes
-    offsets: Offsets
-    captured_sizes: list[int]  # size and stride of every dimension of every captured tensor
-    captured: Sequence[int]
-
-    def flatten(self) -> list[int]:
-        """Return all integers in the order of the kernel's arguments."""
-        return [*self.sizes, *self.offsets, *self.captured_sizes, *self.captured]
 
 
 class TileLayout(NamedTuple):
@@ -68,8 +56,10 @@ class TileLayout(NamedTuple):
     narrow: bool  # positions and captured integers are small enough for 32-bit arithmetic
 
 
-def plan_and_integers(spec: Spec, call: Call) -> "tuple[Plan, CallIntegers]":
-    """Return the plan of a call whose q, k and v have contiguous rows, and the call's integers.
+def plan_and_integers(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
+    """Return the plan of a call whose q, k and v have contiguous rows, and the integers in which
+    calls of one kind differ: `DecodeSizes`, `Offsets`, size and stride of every dimension of every
+    captured tensor, and captured integers.
 
     Every launch calls it, so it reads each shape and stride once.
     """
@@ -118,14 +108,13 @@ def plan_and_integers(spec: Spec, call: Call) -> "tuple[Plan, CallIntegers]":
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             # `readable` replaces an empty tensor by one of sizes of 1.
             captured_sizes += (size, stride) if tensor.numel() else (1, 1)
-    integers = CallIntegers(sizes, offsets, captured_sizes, captured_ints)
-    flat = integers.flatten()
-    all_int32 = max(map(abs, flat)) < _INT32_LIMIT
+    integers = [*sizes, *offsets, *captured_sizes, *captured_ints]
+    all_int32 = max(integers) < _INT32_LIMIT and min(integers) > -_INT32_LIMIT
     layout = TileLayout(tile_rows, factor_bits, q_unit, kv_unit, v_in_k, page_keys, narrow)
     key = (
         Plan, spec, layout, q.dtype, k.dtype, q.device, hq, hk, d, dv, k_row, v_row,
         kv.lengths is None, kv.cu_q is None, kv.k_scale is None, kv.v_scale is None,
-        all_int32 or tuple([abs(n) < _INT32_LIMIT for n in flat]),
+        all_int32 or tuple([abs(n) < _INT32_LIMIT for n in integers]),
         *[(tensor.dtype, tensor.dim(), needs_wide_offsets(tensor)) for tensor in tensors],
     )  # fmt: skip
     return cached(key, lambda: Plan(spec, call, layout)), integers
@@ -191,7 +180,7 @@ class Plan:
         self.kernel = KernelLauncher(kernel.infer, self.device, options, self.ctas, self.arrange)
 
     def launch(
-        self, call: Call, integers: CallIntegers, out: Tensor, lse: Tensor,
+        self, call: Call, integers: list[int], out: Tensor, lse: Tensor,
         row_max: Tensor | None, max_logit: Tensor | None,
     ) -> None:  # fmt: skip
         """Write out and lse; and the largest score and logit of every query, if asked for.
@@ -207,10 +196,9 @@ class Plan:
             lists: tuple[Tensor | None, ...] = (None,) * 3
             if self.spec.tiles is not None:
                 lists = key_block_lists(self.spec, call, self.tile_rows, self.config.block_keys)
-                list_tiles, list_width = lists.blocks.shape[2:]
-                sizes = integers.sizes._replace(list_tiles=list_tiles, list_width=list_width)
-                integers = integers._replace(sizes=sizes)
-            numbers = *map(unspecialized, integers.flatten()), *call.captured.floats
+                integers[_LISTS_AT : _LISTS_AT + 2] = lists.blocks.shape[2:]
+            # (`unspecialized`, without a call for each.)
+            numbers = *[4 * n + 2 for n in integers], *call.captured.floats
             arguments = CallArguments.of(captured, numbers)
             size = 2 * self.ctas * self.partial_size
             partials = torch.empty(size, dtype=torch.float32, device=self.device)
