@@ -18,7 +18,7 @@ SOURCES = sorted((Path(__file__).parents[1] / "src").rglob("*.py"))
 LONGEST = 400  # lines of code in one file: what one reads in a sitting
 KERNEL = 600  # of one that is a kernel, from its arguments to its end
 
-LAZY = ("triton", "matplotlib", "rich", "tyro", "transformers", "safetensors")
+LAZY = ("triton", "matplotlib", "rich", "tyro", "transformers", "safetensors", "sympy")
 
 # Modules that only Unix has: with none of them everything is imported, as on Windows.
 UNIX = ("fcntl", "grp", "pwd", "resource", "termios", "tty", "pty", "syslog")
@@ -50,9 +50,10 @@ before = set(sys.modules)
 import headway
 imported = set(sys.modules)
 q = torch.randn(1, 2, 8, 4, requires_grad=True)
-out = headway.attention(q, q, q, mask=headway.causal())
-out.sum().backward()
-assert q.grad.isfinite().all()
+table = torch.zeros(2, 9, requires_grad=True)
+for score in (None, lambda s, b, h, i, j: s * s.exp() + table[h, (i - j).clamp(0, 8)]):
+    headway.attention(q, q, q, score, headway.causal()).sum().backward()
+assert q.grad.isfinite().all() and table.grad.abs().max() > 0
 print(json.dumps([sorted(imported - before), sorted(set(sys.modules) - before)]))
 """
 

@@ -248,5 +248,5 @@ def scatter(grad: Tensor, indices: tuple[Tensor | int, ...], values: Tensor) -> 
     for index, stride in zip(indices, grad.stride(), strict=True):
         flat_index = flat_index + index * stride
     flat_index = flat_index.reshape((1,) * (values.dim() - flat_index.dim()) + flat_index.shape)
-    values = values.sum_to_size(torch.broadcast_shapes(flat_index.shape, (1,) * values.dim()))
+    values = values.sum_to_size(flat_index.shape)
     grad.view(-1).index_add_(0, flat_index.flatten(), values.flatten())

@@ -92,7 +92,8 @@ def joint(text: str, gathers: tuple[int, ...] = ()) -> Graph:
             if not isinstance(t, Tensor) or not t.requires_grad:
                 grads: Sequence[Tensor | None] = [None] * len(variables)
             else:
-                grads = torch.autograd.grad(t, variables, torch.ones_like(t), allow_unused=True)
+                # With `grad_outputs`, PyTorch would import sympy: seconds in a fresh process.
+                grads = torch.autograd.grad(t, variables, allow_unused=True)
         outputs = [tracer._cast(t, DTYPES[dtype])]
         outputs += [0 if g is None else tracer._cast(g, DTYPES[dtype]) for g in grads]
     tensors = tuple(i for i in graph.inputs if i.ndim is not None)
