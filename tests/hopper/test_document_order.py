@@ -9,23 +9,25 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import headway as hw
-from headway.backends.gpu.runtime.call_plan import Walk
+from headway.backends.gpu.runtime.call_plan import TileSchedule
 from headway.backends.hopper.bwd.document_order import by_documents
 
-from .test_segments import LENGTH, MASKS, TILE, walk_of
+from .test_segments import LENGTH, MASKS, TILE, schedule_of
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_by_documents(name):
     """Every column once; those whose queries end together follow each other, longest first, and of
     these groups the one with the longest column comes first."""
-    walk = walk_of(MASKS[name], 2, 3)
-    order = by_documents(walk, LENGTH).tolist()
-    assert sorted(order) == list(range(walk.tile_rows * walk.b * walk.h))
-    live = walk.full.dense(-(-LENGTH // TILE[0])) | walk.partial.dense(-(-LENGTH // TILE[0]))
+    schedule = schedule_of(MASKS[name], 2, 3)
+    order = by_documents(schedule, LENGTH).tolist()
+    assert sorted(order) == list(range(schedule.tile_rows * schedule.b * schedule.h))
+    live = schedule.full.dense(-(-LENGTH // TILE[0])) | schedule.partial.dense(
+        -(-LENGTH // TILE[0])
+    )
     work = live.sum(1)
     group = [
-        (c // walk.tile_rows, int(live[c].nonzero().max()) + 1 if work[c] else 0) for c in order
+        (c // schedule.tile_rows, int(live[c].nonzero().max()) + 1 if work[c] else 0) for c in order
     ]
     first = [n for n in range(len(order)) if n == 0 or group[n] != group[n - 1]]
     assert len(first) == len(set(group))
@@ -39,6 +41,8 @@ def test_documents_of_one_size():
     ids = torch.arange(2048) // 512
     mask = hw.block_mask(hw.causal() & hw.document(ids), 1, 1, 2048, 2048, tile=(128, 128))
     tiles = mask.tiles
-    walk = Walk(tiles.cols_full, tiles.cols_partial, tiles.col_order, 1, 1, 16, 128, 128, 1)
-    assert by_documents(walk, 2048).tolist() == list(range(16))
+    schedule = TileSchedule(
+        tiles.cols_full, tiles.cols_partial, tiles.col_order, 1, 1, 16, 128, 128, 1
+    )
+    assert by_documents(schedule, 2048).tolist() == list(range(16))
     assert tiles.col_order[:4].tolist() == [0, 4, 8, 12]

@@ -56,10 +56,10 @@ def test_every_tile_of_a_captured_call_is_partial():
         spec, call = prepare(q, q, q, None, mask, backend="hopper")
 
         def live(spec=spec, call=call):
-            walks = plan_for(ForwardPlan, spec, call, (), q, q, q).walks
-            assert walks.plan.tile == (64, 64)
-            walk = walks(call)
-            return [runs[2] for runs in (walk.full, walk.partial)]
+            schedules = plan_for(ForwardPlan, spec, call, (), q, q, q).schedules
+            assert schedules.plan.tile == (64, 64)
+            schedule = schedules(call)
+            return [runs[2] for runs in (schedule.full, schedule.partial)]
 
         beside = [x.sum() for x in live()]
         with graphs.recording():

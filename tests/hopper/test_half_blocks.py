@@ -13,7 +13,7 @@ import headway as hw
 from blocks.dense import dense_mask
 from headway.backends import hopper, reference
 from headway.backends.base import graphs, split
-from headway.backends.gpu.runtime.call_plan import Walk
+from headway.backends.gpu.runtime.call_plan import TileSchedule
 from headway.backends.hopper.fwd import plan
 from headway.backends.hopper.fwd.half_block_table import EMPTY, FULL, MIXED, half_block_table
 from headway.backends.hopper.fwd.tile_table import tile_table
@@ -52,8 +52,10 @@ def found(mask, q_len, kv_len):
     made = half_block_table(graph, captured, shape, TILE, call.coords)
     tiles, b, h = cached_build(graph, captured, shape, TILE, torch.device("cpu"), call.coords)
     rows = -(-q_len // 128)
-    walk = Walk(tiles.rows_full, tiles.rows_partial, tiles.row_order, b, h, rows, 128, 128, 1)
-    work = [(x[3], x[2], x[0], x[4]) for x in tile_table(walk, 1, kv_len, 128, 128).tolist()]
+    schedule = TileSchedule(
+        tiles.rows_full, tiles.rows_partial, tiles.row_order, b, h, rows, 128, 128, 1
+    )
+    work = [(x[3], x[2], x[0], x[4]) for x in tile_table(schedule, 1, kv_len, 128, 128).tolist()]
     kept = dense_mask(graph, captured, (b, h, q_len, kv_len))
     return made or ((MIXED, MIXED),) * 4, kept, work
 

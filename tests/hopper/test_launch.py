@@ -225,7 +225,7 @@ def test_a_mask_is_worked_out_again_when_what_it_captures_is_written_to(device):
         if cut == 128 and not ids.any():
             ids[cut:] = 1
         launched, _ = launches(device, x, mask=lambda b, h, i, j: ids[i] == ids[j])
-        full += [next(a for a in launched[0][1] if isinstance(a, plans.Walk)).full]
+        full += [next(a for a in launched[0][1] if isinstance(a, plans.TileSchedule)).full]
     assert [runs[2].tolist() for runs in full] == [[4] * 4, [2] * 4, [2] * 4]  # of 64 x 64
     assert all(a is b for a, b in zip(full[1], full[2], strict=True))
 

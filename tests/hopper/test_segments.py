@@ -10,7 +10,7 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import headway as hw
-from headway.backends.gpu.runtime.call_plan import Walk
+from headway.backends.gpu.runtime.call_plan import TileSchedule
 from headway.backends.hopper.bwd.segment_table import FIRST, LAST, ROWS, VISIT, Segments
 
 LENGTH = 1000
@@ -30,11 +30,11 @@ MASKS = {
 }
 
 
-def walk_of(mask, b: int, h: int) -> Walk:
+def schedule_of(mask, b: int, h: int) -> TileSchedule:
     made = hw.block_mask(mask, b, h, LENGTH, LENGTH, tile=TILE)
     tiles, (b, h), columns = made.tiles, made.shape[:2], made.grid[1]
     runs = tiles.cols_full, tiles.cols_partial, tiles.col_order
-    return Walk(*runs, b, h, columns, TILE[1], TILE[0], 1)
+    return TileSchedule(*runs, b, h, columns, TILE[1], TILE[0], 1)
 
 
 @pytest.mark.parametrize("sub", [1, 2])
@@ -43,20 +43,22 @@ def test_segments(name, sub):
     """Every block of queries is visited within one segment only, and as often and in the order that
     its kinds say; and no segment could be cut."""
     b, h = 2, 3
-    walk = walk_of(MASKS[name], b, h)
-    made = Segments(walk, sub, b * h, LENGTH)
+    schedule = schedule_of(MASKS[name], b, h)
+    made = Segments(schedule, sub, b * h, LENGTH)
     work = made.work(torch.device("cpu"))
     kinds, per, blocks = torch.from_numpy(made.kinds), TILE[0] // ROWS, -(-LENGTH // ROWS)
     # What a work tile visits, as kernels do.
-    live = walk.full.dense(-(-LENGTH // TILE[0])) | walk.partial.dense(-(-LENGTH // TILE[0]))
+    live = schedule.full.dense(-(-LENGTH // TILE[0])) | schedule.partial.dense(
+        -(-LENGTH // TILE[0])
+    )
     live[:, 0] |= ~live.any(1)
     visits = live.repeat_interleave(per, 1)[:, :blocks].repeat_interleave(sub, 0)
     total, equal, span = work.items[:3].tolist()
     items = work.items[3:].view(-1, 3).tolist()
     assert total == equal * len(items) == made.total
-    assert equal * walk.b * walk.h == b * h
+    assert equal * schedule.b * schedule.h == b * h
     assert span == made.span == kinds.shape[1]
-    of_head = walk.tile_rows * sub
+    of_head = schedule.tile_rows * sub
     owner: dict[tuple[int, int], int] = {}
     tiles_seen, sizes = [], []
     for n, (first, many, block) in enumerate(items):
@@ -82,13 +84,13 @@ def test_segments(name, sub):
     for kind, bits in zip((FIRST, LAST), work.visit_bits.T, strict=True):
         assert torch.equal(bits[:, None] >> torch.arange(span) & 1, kinds // kind % 2)
     assert sizes == sorted(sizes, reverse=True)
-    every = {(g, at) for g in range(walk.b * walk.h) for at in range(blocks)}
+    every = {(g, at) for g in range(schedule.b * schedule.h) for at in range(blocks)}
     assert work.everywhere == (set(owner) == every)
 
 
 def test_without_a_mask_a_head_is_a_segment():
-    walk = Walk(None, None, None, 1, 1, 4, 128, 64, 1)
-    made = Segments(walk, 1, 6, 500)
+    schedule = TileSchedule(None, None, None, 1, 1, 4, 128, 64, 1)
+    made = Segments(schedule, 1, 6, 500)
     work = made.work(torch.device("cpu"))
     assert work.items.tolist() == [6, 6, 8, 0, 4, 0]
     assert made.kinds.tolist() == [[VISIT + FIRST] * 8, *[[VISIT] * 8] * 2, [VISIT + LAST] * 8]

@@ -19,7 +19,7 @@ import triton  # noqa: F401  (on the CPU the backend is there for whom loads Tri
 from cases import BY_NAME, Case
 from checks import check
 from headway.backends.gpu.runtime.call_plan import clear
-from headway.backends.triton import plan, walk
+from headway.backends.triton import main_loop, plan
 from learned import SMALL, errors
 from tools.guard_bands import guarded
 from tools.interpreter import quicker
@@ -73,7 +73,7 @@ def otherwise(names: tuple[str, ...]) -> dict[str, str]:
     three = "backward_q", "backward_k", "backward_v"
     for module, how in (
         (plan, {"passes": lambda *size: three}),
-        (walk, {"scattered": lambda *of: True}),
+        (main_loop, {"scattered": lambda *of: True}),
     ):
         clear()
         with mock.patch.multiple(module, **how):

@@ -30,7 +30,7 @@ $L__func_begin0:
 	.loc	1 89 0                          // kernel_forward.py:89:0
 	ld.param.b64 	%rd1, [forward_param_0];
 $L__tmp1:
-	.loc	1 120 16, function_name $L__info_string0, inlined_at 1 89 0 // walk.py:3:4
+	.loc	1 120 16, function_name $L__info_string0, inlined_at 1 89 0 // schedule.py:3:4
 	mov.b32 	%forward, 1; /* one */
 	setp.lt.s32 	%p1, %r1, 3;
 	@%p1 bra 	$L__BB0_2;

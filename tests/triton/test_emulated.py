@@ -13,7 +13,7 @@ if find_spec("triton") is None:
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run
 from headway.backends import triton as backend
-from headway.backends.triton import plan, walk
+from headway.backends.triton import main_loop, plan
 from positions import scattered
 from tools.emulator.launch import Without, emulating
 from tools.emulator.values import Fault
@@ -54,7 +54,7 @@ def test_other_numbers(target, dtype):
 @pytest.mark.parametrize(
     ("name", "module", "how"),
     [("width_100_100", plan, {"passes": lambda *size: THREE}),
-     ("long_checker_even", walk, {"scattered": lambda *of: True})],
+     ("long_checker_even", main_loop, {"scattered": lambda *of: True})],
     ids=["three kernels", "one loop"],
 )  # fmt: skip
 def test_otherwise(name, module, how, monkeypatch):

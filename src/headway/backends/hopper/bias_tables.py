@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...mods.graph import Graph, parse
 from ..gpu.codegen.dependence import diagonal_gathers
-from ..gpu.runtime.call_plan import BasePlan, Walks
+from ..gpu.runtime.call_plan import BasePlan, TileSchedules
 from ..gpu.runtime.launcher import CallArguments, KernelLauncher
 from .device.relative_bias import collect_bias_grad, fill_bias_table
 
@@ -25,9 +25,14 @@ class BiasTables:
     """
 
     def __init__(
-        self, plan: BasePlan, walks: Walks, wanted: tuple[int, ...] = (), *, queries: bool
+        self,
+        plan: BasePlan,
+        schedules: TileSchedules,
+        wanted: tuple[int, ...] = (),
+        *,
+        queries: bool,
     ) -> None:
-        self.plan, self.walks, self.queries = plan, walks, queries
+        self.plan, self.schedules, self.queries = plan, schedules, queries
         text = plan.codegen_spec
         graph = parse(text.score) if text.score is not None and text.bias_tables else None
         self.gathers = [] if graph is None else diagonal_gathers(graph)
@@ -101,7 +106,7 @@ class BiasTables:
         def arrange(
             operands: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]
         ) -> tuple:
-            score_tensors, _, score_numbers, _ = plan.arranged(self.walks, tensors, floats)[2]
+            score_tensors, _, score_numbers, _ = plan.arranged(self.schedules, tensors, floats)[2]
             return (*operands, score_tensors, score_numbers, *places)
 
         if fill:

@@ -28,7 +28,7 @@ import triton
 from ..gpu.preprocess import in_log2
 from . import tile
 from .kernel_forward import LOG2E, scores
-from .walk import advance, begin_program, rows_of, visit
+from .main_loop import advance, begin_program, rows_of, visit
 
 
 class TritonBwdConfig(NamedTuple):
@@ -95,7 +95,7 @@ def backward_q(
     q, k, v, dout, out, lse, dlse, lse2, delta, dq,  # dlse may be None
     q_strides, k_strides, v_strides, dout_strides, transposed,  # copies of k and v, or None
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
-    scale, coords, dropout, walk,
+    scale, coords, dropout, schedule,
     score_tensors, mask_tensors, score_numbers, mask_numbers, grads,
     DERIVATIVE: tl.constexpr, SCATTER: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
@@ -114,7 +114,7 @@ def backward_q(
     )  # fmt: skip
     q_len = tile.known_even(q_len, EVEN_ROWS)
     program = begin_program(
-        walk, heads, q_len, kv_len, SUB, BLOCK_M, BLOCK_EDGE, BLOCK_N, SCATTERED
+        schedule, heads, q_len, kv_len, SUB, BLOCK_M, BLOCK_EDGE, BLOCK_N, SCATTERED
     )
     first, b, h, b64, h64 = program.first, program.b, program.h, program.b64, program.h64
     i, live = program.index, program.live
@@ -130,7 +130,9 @@ def backward_q(
     delta_i = tile.sums(tile.load(out + row * dv, i, dv, live, CONFIG.dv), dout_tile)
     if dlse is not None:
         delta_i -= tl.load(dlse + row + i, mask=live, other=0.0)
-    if walk.full is None:  # else below: the place of these stores decides how ptxas orders loops
+    if (
+        schedule.full is None
+    ):  # else below: the place of these stores decides how ptxas orders loops
         tl.store(lse2 + workspace_row + i, lse_i, mask=live)
         tl.store(delta + workspace_row + i, delta_i, mask=live)
     k_head = tile.head(k, k_strides, b64, h64 // group)
@@ -148,10 +150,10 @@ def backward_q(
     queries = QueryTiles(q_tile, dout_tile, lse_i, delta_i, live)
 
     acc = visit(
-        tile.zeros(BLOCK_M, CONFIG.d), queries, keys, rows, mods, walk, program, kv_len, add_dq,
+        tile.zeros(BLOCK_M, CONFIG.d), queries, keys, rows, mods, schedule, program, kv_len, add_dq,
         MASK, BLOCK_N, BLOCK_EDGE, SCATTERED, CONFIG,
     )  # fmt: skip
-    if walk.full is not None:
+    if schedule.full is not None:
         tl.store(lse2 + workspace_row + i, lse_i, mask=live)
         tl.store(delta + workspace_row + i, delta_i, mask=live)
     tile.store(dq + row * d, i, live, tile.times(acc, scale), CONFIG.d)
@@ -204,7 +206,7 @@ def backward_kv(
     q, k, v, dout, lse2, delta, dk, dv_,  # of the last two, None is not computed
     q_strides, k_strides, v_strides, dout_strides, transposed,  # copies of q and dout, or None
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
-    scale, coords, dropout, walk,
+    scale, coords, dropout, schedule,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: tl.constexpr, MASK: tl.constexpr,
     UNBOUNDED: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr, POSITIVE: tl.constexpr,
@@ -215,18 +217,18 @@ def backward_kv(
     """Compute dk and dv of BLOCK_N keys from one query head, or one of the two.
 
     The caller sums over the query heads of a key head. Tiles are transposed, keys by queries, so
-    that Pᵀ and dSᵀ are left factors as they are. `walk` is that of the transposed block mask.
+    that Pᵀ and dSᵀ are left factors as they are. `schedule` is that of the transposed block mask.
     """
     # lse and delta are loaded late where registers are short: under masks, and with wide rows (with
     # a softcap that loses 2 %).
-    LATE: tl.constexpr = walk.full is not None or (DERIVATIVE is None and D > 64)
+    LATE: tl.constexpr = schedule.full is not None or (DERIVATIVE is None and D > 64)
     CONFIG: tl.constexpr = TritonBwdConfig(
         DERIVATIVE, None, UNBOUNDED, INDEX, PRECISION, POSITIVE, EVEN, LATE,
         tile.Width(d, D, D_REST), tile.Width(dv, DV, DV_REST),
     )  # fmt: skip
     kv_len = tile.known_even(kv_len, EVEN_ROWS)
     program = begin_program(
-        walk, heads, kv_len, q_len, SUB, BLOCK_N, BLOCK_EDGE, BLOCK_M, SCATTERED
+        schedule, heads, kv_len, q_len, SUB, BLOCK_N, BLOCK_EDGE, BLOCK_M, SCATTERED
     )
     first, b, h, b64, h64 = program.first, program.b, program.h, program.b64, program.h64
     j, live = program.index, program.live
@@ -259,25 +261,25 @@ def backward_kv(
         dk_acc = tile.zeros(BLOCK_N, CONFIG.d)
     if dv_ is not None:
         dv_acc = tile.zeros(BLOCK_N, CONFIG.dv)
-    # The loops of `walk.visit`, written out: called, they spill 52 bytes for 20 at a width of 128.
+    # The loops of `main_loop.visit`, written out: called, they spill 52 bytes for 20 at width 128.
     acc = KeyGradTiles(dk_acc, dv_acc)
-    BLOCK_LOOPS: tl.constexpr = 0 if walk.full is None else (2 if SCATTERED else 1)
+    BLOCK_LOOPS: tl.constexpr = 0 if schedule.full is None else (2 if SCATTERED else 1)
     for FULL in tl.static_range(BLOCK_LOOPS):
-        runs = walk.full if FULL else walk.partial
+        runs = schedule.full if FULL else schedule.partial
         blocks, cursor = program.full if FULL else program.partial
         for _ in tl.range(0, blocks):
             acc = add_dkdv(
                 acc, keys, queries, cursor.row, cursor.stop, rows, mods, None if FULL else MASK,
                 BLOCK_M if FULL else BLOCK_EDGE, CONFIG,
             )  # fmt: skip
-            cursor = advance(runs, cursor, walk.step, q_len, BLOCK_M if FULL else BLOCK_EDGE)
+            cursor = advance(runs, cursor, schedule.step, q_len, BLOCK_M if FULL else BLOCK_EDGE)
     if BLOCK_LOOPS < 2:
         for run in tl.range(program.full.first, program.full.last):
-            start, stop = rows_of(walk, program.full, run, q_len)
+            start, stop = rows_of(schedule, program.full, run, q_len)
             for n in tl.range(start, stop, BLOCK_M):
                 acc = add_dkdv(
-                    acc, keys, queries, n, stop, rows, mods, MASK if walk.full is None else None,
-                    BLOCK_M, CONFIG,
+                    acc, keys, queries, n, stop, rows, mods,
+                    MASK if schedule.full is None else None, BLOCK_M, CONFIG,
                 )  # fmt: skip
     row = (b64 * heads + h) * kv_len + first
     if dk is not None:

@@ -25,7 +25,7 @@ from ..gpu.device.softmax import (
     with_sink,
 )
 from . import tile
-from .walk import begin_program, visit
+from .main_loop import begin_program, visit
 
 
 class TritonFwdConfig(NamedTuple):
@@ -48,7 +48,7 @@ def forward(
     q, k, v, out, lse, row_max, max_logits, sink,  # pointers; the last three may be None
     q_strides, k_strides, v_strides,  # batch / 8, head / 8, row; and of a transposed k, column
     heads, group, q_len, kv_len, d: tl.constexpr, dv: tl.constexpr,
-    scale, coords, dropout, walk,
+    scale, coords, dropout, schedule,
     score_tensors, mask_tensors, score_numbers, mask_numbers,  # captured values
     SCORE: tl.constexpr, MASK: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
     POSITIVE: tl.constexpr,  # scale > 0
@@ -67,7 +67,7 @@ def forward(
     )  # fmt: skip
     q_len = tile.known_even(q_len, EVEN_ROWS)
     program = begin_program(
-        walk, heads, q_len, kv_len, SUB, BLOCK_M, BLOCK_EDGE, BLOCK_N, SCATTERED
+        schedule, heads, q_len, kv_len, SUB, BLOCK_M, BLOCK_EDGE, BLOCK_N, SCATTERED
     )
     first, b, h, b64, h64 = program.first, program.b, program.h, program.b64, program.h64
     i, live = program.index, program.live
@@ -84,8 +84,8 @@ def forward(
 
     state = empty_softmax(BLOCK_M, CONFIG.dv)
     state = visit(
-        state, q_tile, keys, rows, mods, walk, program, kv_len, attend, MASK, BLOCK_N, BLOCK_EDGE,
-        SCATTERED, CONFIG,
+        state, q_tile, keys, rows, mods, schedule, program, kv_len, attend, MASK, BLOCK_N,
+        BLOCK_EDGE, SCATTERED, CONFIG,
     )  # fmt: skip
 
     row = (b64 * heads + h) * q_len + first
@@ -96,7 +96,7 @@ def forward(
         largest = tl.where(live, or_nan(largest, state.l), float("-inf"))
         has_nan = tl.max((largest != largest).to(tl.int32), 0)
         largest = tl.where(has_nan > 0, float("nan"), tl.max(largest, 0))
-        programs = (walk.tile_rows >> 2) * SUB
+        programs = (schedule.tile_rows >> 2) * SUB
         tl.store(max_logits + (b64 * heads + h) * programs + program.slot, largest)
     if sink is not None:
         state = with_sink(state, tl.load(sink + h))

@@ -20,9 +20,9 @@ from ..gpu import preprocess
 from ..gpu.device import diagonals, gradients, maths, softmax, tiles
 from ..gpu.preprocess import BackwardWorkspace
 from ..gpu.products import bits_of, product_precision
-from ..gpu.runtime.call_plan import BasePlan, Walks, plan_of, unspecialized
+from ..gpu.runtime.call_plan import BasePlan, TileSchedules, plan_of, unspecialized
 from ..gpu.runtime.launcher import KernelLauncher
-from . import kernel_backward, kernel_forward, saved, tile, walk
+from . import kernel_backward, kernel_forward, main_loop, saved, tile
 from .config import LEARNED, Tiling, call_kind, passes, pieces, tilings
 
 
@@ -36,7 +36,7 @@ class Plan(BasePlan):
     """The plan of one kind of calls."""
 
     sources = (
-        maths, diagonals, gradients, tiles, softmax, preprocess, tile, walk, kernel_forward,
+        maths, diagonals, gradients, tiles, softmax, preprocess, tile, main_loop, kernel_forward,
         kernel_backward,
     )  # fmt: skip
 
@@ -127,11 +127,11 @@ class Launcher:
         plan, tiling = self.plan, self.candidates[choice]
         self.choice = choice
         block, step = (tiling.m, tiling.n) if self.queries else (tiling.n, tiling.m)
-        self.walks = Walks(plan, queries=self.queries, block=block)
-        self.slots = self.walks.tile_rows * self.walks.sub  # programs of one head
+        self.schedules = TileSchedules(plan, queries=self.queries, block=block)
+        self.slots = self.schedules.tile_rows * self.schedules.sub  # programs of one head
         self.programs = self.slots * plan.b * plan.hq
         self.length = plan.kv_len if self.queries else plan.q_len  # of a tile row
-        self.last_walk: tuple[object, bool] = None, False  # and whether it is scattered
+        self.last_schedule: tuple[object, bool] = None, False  # and whether it is scattered
         even = self.length % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
         # That rows are even helps where columns are too, and rows are wide; at width 64 it costs a
         # register, and 8 bytes are spilled for sm_100.
@@ -142,7 +142,7 @@ class Launcher:
             "BLOCK_M": tiling.m, "BLOCK_N": tiling.n, "num_warps": tiling.warps,
             "num_stages": tiling.stages, "EVEN": even, "EVEN_ROWS": even_rows,
             "BLOCK_EDGE": tiling.edge or step,
-            "SUB": self.walks.sub,
+            "SUB": self.schedules.sub,
         }  # fmt: skip
         if (
             plan.transposes
@@ -169,12 +169,12 @@ class Launcher:
             seed = (call.seed.to(plan.device),)
         while True:
             matrices = tensors(self.slots)
-            call_arguments = plan.known_arguments(self.walks) or plan.call_arguments(
-                call, self.walks, *seed
+            call_arguments = plan.known_arguments(self.schedules) or plan.call_arguments(
+                call, self.schedules, *seed
             )
-            if self.last_walk[0] is not (current := self.walks.last[1]):
-                self.last_walk = current, walk.scattered(current, self.length)
-            key = variant, self.last_walk[1]
+            if self.last_schedule[0] is not (current := self.schedules.last[1]):
+                self.last_schedule = current, main_loop.scattered(current, self.length)
+            key = variant, self.last_schedule[1]
             kernel = self.kernels.get(key)
             if kernel is None:
                 options = self.options | {"SCATTERED": key[1]}
@@ -199,7 +199,7 @@ class Launcher:
         """
         plan, grads = self.plan, ()
         layout: tuple = tuple(map(_strides, matrices[:3]))
-        coords, walk, captured, seed = plan.arranged(self.walks, tensors, floats)
+        coords, schedule, captured, seed = plan.arranged(self.schedules, tensors, floats)
         if self.name != "forward":
             q, k, v, dout, first, second, workspace, *results = matrices
             transposed = None
@@ -214,7 +214,7 @@ class Launcher:
             else:
                 matrices = q, k, v, dout, lse2, delta, *results
         dropout = tile.Dropout(seed[0], *plan.dropout) if seed else None
-        return (*matrices, *layout, *plan.static, coords, dropout, walk, *captured, *grads)
+        return (*matrices, *layout, *plan.static, coords, dropout, schedule, *captured, *grads)
 
     def use_smaller(self, error: OutOfResources) -> None:
         """Use the next candidate.

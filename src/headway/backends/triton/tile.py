@@ -172,7 +172,7 @@ def known_even(length, EVEN: tl.constexpr):
 
 
 @triton.jit
-def map_work_tile(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
+def map_work_tile(schedule, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
     """Return the `ProgramTile` of this program: ROWS rows, SUB programs per tile row.
 
     Programs of a head are neighbours, so that they share its keys in the L2 cache. They start with
@@ -180,28 +180,30 @@ def map_work_tile(walk, heads, SUB: tl.constexpr, ROWS: tl.constexpr):
     between heads or batch rows, one order holds for all of them.
     """
     pid = tl.program_id(0)
-    tile_rows = walk.tile_rows >> 2
-    if walk.full is None:
+    tile_rows = schedule.tile_rows >> 2
+    if schedule.full is None:
         slot = pid % tile_rows
         head_idx = pid // tile_rows
         first = slot * ROWS
         return ProgramTile(slot, slot, first, first + ROWS, head_idx % heads, head_idx // heads)
     else:
-        work_tiles = tile_rows * walk.b * walk.h * SUB  # of all heads and batch rows of the mask
+        work_tiles = (
+            tile_rows * schedule.b * schedule.h * SUB
+        )  # of all heads and batch rows of the mask
         tile_idx = pid % work_tiles
         head_idx = pid // work_tiles
-        tile_row = tl.load(walk.order + tile_idx // SUB)
+        tile_row = tl.load(schedule.order + tile_idx // SUB)
         mask_idx = tile_row // tile_rows
         tile = tile_row % tile_rows
-        first = tile * walk.size + (tile_idx % SUB) * ROWS
-        end = tl.minimum(first + ROWS, (tile + 1) * walk.size)
+        first = tile * schedule.size + (tile_idx % SUB) * ROWS
+        end = tl.minimum(first + ROWS, (tile + 1) * schedule.size)
         # Heads or batch rows that share the mask are numbered by the rest of the program's id.
-        if walk.h == 1:
+        if schedule.h == 1:
             h = head_idx % heads
             head_idx = head_idx // heads
         else:
-            h = mask_idx % walk.h
-        b = head_idx if walk.b == 1 else mask_idx // walk.h
+            h = mask_idx % schedule.h
+        b = head_idx if schedule.b == 1 else mask_idx // schedule.h
         return ProgramTile(tile_row, tile * SUB + tile_idx % SUB, first, end, h, b)
 
 

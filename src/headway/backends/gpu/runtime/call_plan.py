@@ -142,7 +142,7 @@ class KernelCoords(NamedTuple):
     kv_stride: Any
 
 
-class Walk(NamedTuple):
+class TileSchedule(NamedTuple):
     """The live tiles of every tile row, and the order of tile rows. For dk and dv a tile row is a
     column of the mask's tiles: keys are its rows, and queries its columns."""
 
@@ -160,8 +160,8 @@ class Walk(NamedTuple):
         """Return its tensors as a flat tuple."""
         return () if self.full is None else (*self.full, *self.partial, self.order)
 
-    def of(self, tensors: Sequence[Any]) -> tuple["Walk", list[Any]]:
-        """Return this walk with the first of `tensors` in place of its own, and the remaining
+    def of(self, tensors: Sequence[Any]) -> tuple["TileSchedule", list[Any]]:
+        """Return this schedule with the first of `tensors` in place of its own, and the remaining
         tensors."""
         if self.full is None:
             return self, list(tensors)
@@ -258,39 +258,43 @@ class BasePlan:
             self.superset_tiles[key] = tiles
         return tiles
 
-    def known_arguments(self, walks: "Walks") -> "CallArguments | None":
+    def known_arguments(self, schedules: "TileSchedules") -> "CallArguments | None":
         """Return the `call_arguments` that all calls share, or None. A captured call computes them
         again, so that they are kept alive."""
-        if walks.arguments is not None and (self.tile is None or not capturing(self.device)):
-            return walks.arguments
+        if schedules.arguments is not None and (self.tile is None or not capturing(self.device)):
+            return schedules.arguments
         return None
 
     def call_arguments(
-        self, call: Call, walks: "Walks", *more: Tensor, walk: Walk | None = None
+        self,
+        call: Call,
+        schedules: "TileSchedules",
+        *more: Tensor,
+        schedule: TileSchedule | None = None,
     ) -> "CallArguments":
         """Return the arguments of a call besides its matrices, for `arranged`. They are kept in
-        `walks.arguments` if all calls share them.
+        `schedules.arguments` if all calls share them.
 
         - `more`: other tensors that the kernel takes.
-        - `walk`: the walk to use instead of `walks(call)`.
+        - `schedule`: the schedule to use instead of `schedules(call)`.
         """
-        walk = walk or walks(call)
+        schedule = schedule or schedules(call)
         tensors = [readable(tensor, self.device) for tensor in call.captured.tensors]
         positions = call.coords.q_pos, call.coords.kv_pos
         tensors += [_contiguous_int64(pos) for pos in positions if pos is not None]
-        arguments = CallArguments.of([*walk.tensors(), *tensors, *more], call.captured.floats)
+        arguments = CallArguments.of([*schedule.tensors(), *tensors, *more], call.captured.floats)
         if self.constant_tiles and not tensors and not more and not arguments.floats:
-            walks.arguments = arguments
+            schedules.arguments = arguments
         return arguments
 
     def arranged(
-        self, walks: "Walks", tensors: Sequence[Tensor], floats: Sequence[float]
-    ) -> tuple[KernelCoords, Walk, tuple, list[Tensor]]:
-        """Return the flat `call_arguments` as kernels take them: coordinates, the walk, captured
-        values (tensors of score and mask, then their numbers), and the other tensors of the
-        kernel."""
-        walk, remaining = walks.last[1].of(tensors)
-        walk = walk._replace(tile_rows=unspecialized(walk.tile_rows))
+        self, schedules: "TileSchedules", tensors: Sequence[Tensor], floats: Sequence[float]
+    ) -> tuple[KernelCoords, TileSchedule, tuple, list[Tensor]]:
+        """Return the flat `call_arguments` as kernels take them: coordinates, the tile schedule,
+        captured values (tensors of score and mask, then their numbers), and the kernel's other
+        tensors."""
+        schedule, remaining = schedules.last[1].of(tensors)
+        schedule = schedule._replace(tile_rows=unspecialized(schedule.tile_rows))
         (score_tensors, score_ints, score_floats), (ints, count) = self.counts, self.captured
         captured = (
             _with_sizes(remaining[:score_tensors]), _with_sizes(remaining[score_tensors:count]),
@@ -302,15 +306,15 @@ class BasePlan:
         for scattered in self.scattered:
             pos = remaining.pop(0) if scattered else None
             positions += pos, _batch_stride(pos)
-        return KernelCoords(*self.offsets, *positions), walk, captured, remaining
+        return KernelCoords(*self.offsets, *positions), schedule, captured, remaining
 
 
-class Walks:
-    """The `Walk`s of a plan's calls.
+class TileSchedules:
+    """The `TileSchedule`s of a plan's calls.
 
     - `queries`: True if tile rows are rows of the mask's tiles, False if they are columns.
     - `block`: rows of one program; a tile row has `sub` programs.
-    - `swizzle`: `Walk.swizzle`.
+    - `swizzle`: `TileSchedule.swizzle`.
     """
 
     def __init__(self, plan: BasePlan, *, queries: bool, block: int, swizzle: int = 1) -> None:
@@ -321,30 +325,31 @@ class Walks:
         length = plan.q_len if queries else plan.kv_len
         self.tile_rows, self.sub = -(-length // self.size), -(-self.size // block)
         self.arguments: CallArguments | None = None  # if all calls share them
-        self.last: tuple[Tiles | None, Walk] = (
-            None, Walk(None, None, None, 1, 1, self.tile_rows, self.size, self.step, swizzle)
+        self.last: tuple[Tiles | None, TileSchedule] = (
+            None,
+            TileSchedule(None, None, None, 1, 1, self.tile_rows, self.size, self.step, swizzle),
         )  # fmt: skip
 
-    def __call__(self, call: Call) -> Walk:
-        """Return the walk of a call, made once for the tiles of a block mask."""
-        last_tiles, walk = self.last
+    def __call__(self, call: Call) -> TileSchedule:
+        """Return the schedule of a call, made once for the tiles of a block mask."""
+        last_tiles, schedule = self.last
         if last_tiles is None or not self.plan.constant_tiles:
             tiles, b, h = self.plan.tiles(call)
             if tiles is None:
-                return walk
+                return schedule
             if last_tiles is None or not _are_same(tiles, last_tiles):
-                walk = outside_capture(self.plan.device, partial(self._of, tiles, b, h))
-                self.last = tiles, walk
-        keep_alive(self.plan.device, walk.tensors())
-        return walk
+                schedule = outside_capture(self.plan.device, partial(self._of, tiles, b, h))
+                self.last = tiles, schedule
+        keep_alive(self.plan.device, schedule.tensors())
+        return schedule
 
-    def _of(self, tiles: Tiles, b: int, h: int) -> Walk:
+    def _of(self, tiles: Tiles, b: int, h: int) -> TileSchedule:
         full, partial, order = (
             (tiles.rows_full, tiles.rows_partial, tiles.row_order)
             if self.queries
             else (tiles.cols_full, tiles.cols_partial, tiles.col_order)
         )
-        return Walk(
+        return TileSchedule(
             tuple(map(_aligned, full)), tuple(map(_aligned, partial)), _aligned(order),
             b, h, self.tile_rows, self.size, self.step, self.swizzle,
         )  # fmt: skip

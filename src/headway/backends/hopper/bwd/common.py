@@ -84,7 +84,7 @@ def read_segment_visits(work_smem, cursor, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def load_work_tile(cursors, inputs, smem, rings, tile, runs, sizes, walk, CONFIG: gl.constexpr):
+def load_work_tile(cursors, inputs, smem, rings, tile, runs, sizes, schedule, CONFIG: gl.constexpr):
     """Load the blocks of queries of every head of a work tile, and its keys and values. Those come
     after the first block, which has a free stage while the work tile before still needs its own
     keys. **Returns:** the cursors."""
@@ -96,7 +96,7 @@ def load_work_tile(cursors, inputs, smem, rings, tile, runs, sizes, walk, CONFIG
         first_row = (tile.b * sizes.heads + h) * sizes.q_rows
         context = LoadContext(inputs, smem, rings, tile.b, h, first_row, keys)
         state = visit_q_blocks(
-            state, context, walk, tile.tile_col, runs, sizes.q_len, 0, _load_q_block,
+            state, context, schedule, tile.tile_col, runs, sizes.q_len, 0, _load_q_block,
             None, None, None, CONFIG,
         )  # fmt: skip
     q_at, dout_at, kv_at, _ = state

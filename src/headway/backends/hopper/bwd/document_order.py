@@ -12,27 +12,27 @@ from torch import Tensor
 
 from ....blocks import Tiles
 from ....blocks.runs import Runs, pick
-from ...gpu.runtime.call_plan import Walk, Walks
+from ...gpu.runtime.call_plan import TileSchedule, TileSchedules
 
 WAVES = 8  # of CTAs, whose heads are interleaved
 
 
-class DocumentWalks(Walks):
-    """The walks of a plan whose mask has documents."""
+class DocumentSchedules(TileSchedules):
+    """The schedules of a plan whose mask has documents."""
 
-    def _of(self, tiles: Tiles, b: int, h: int) -> Walk:
-        walk = super()._of(tiles, b, h)
-        return walk._replace(order=by_documents(walk, self.plan.q_len))
+    def _of(self, tiles: Tiles, b: int, h: int) -> TileSchedule:
+        schedule = super()._of(tiles, b, h)
+        return schedule._replace(order=by_documents(schedule, self.plan.q_len))
 
 
-def by_documents(walk: Walk, q_len: int) -> Tensor:
-    """Return the tile columns of a walk, document after document, int32."""
-    full, partial = Runs(*walk.full), Runs(*walk.partial)
-    width = -(-q_len // walk.step) + 1
+def by_documents(schedule: TileSchedule, q_len: int) -> Tensor:
+    """Return the tile columns of a schedule, document after document, int32."""
+    full, partial = Runs(*schedule.full), Runs(*schedule.partial)
+    width = -(-q_len // schedule.step) + 1
     work = full.per_row() + partial.per_row()
     end = torch.maximum(full.ends(), partial.ends())
-    groups = full.rows // walk.tile_rows * width
-    group = torch.arange(full.rows, device=end.device) // walk.tile_rows * width + end
+    groups = full.rows // schedule.tile_rows * width
+    group = torch.arange(full.rows, device=end.device) // schedule.tile_rows * width + end
     longest = work.new_zeros(groups).scatter_reduce(0, group, work, "amax")
     key = (pick(longest, group) * groups + groups - 1 - group) * width + work
     return key.argsort(descending=True, stable=True).to(torch.int32)

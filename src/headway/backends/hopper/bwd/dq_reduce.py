@@ -18,7 +18,9 @@ from .epilogue import copy_dkdv_out
 
 
 @gluon.jit
-def reduce_dq(outputs, smem, rings, sizes, walk, semaphore, W: gl.constexpr, CONFIG: gl.constexpr):
+def reduce_dq(
+    outputs, smem, rings, sizes, schedule, semaphore, W: gl.constexpr, CONFIG: gl.constexpr
+):
     """Add the dQ tiles of consumer W.
 
     Where the main loop is not software-pipelined, the last piece comes one block late, across work
@@ -31,17 +33,17 @@ def reduce_dq(outputs, smem, rings, sizes, walk, semaphore, W: gl.constexpr, CON
     dq_at, ticket = first_stage(), gl.to_tensor(-1)
     row = (tile.b * sizes.heads + tile.h) * sizes.q_rows
     while tile.tile_col >= 0:
-        runs = read_q_runs(smem.work, work_at, walk, ONE_WARP, CONFIG)
+        runs = read_q_runs(smem.work, work_at, schedule, ONE_WARP, CONFIG)
         for n in range(sizes.share):
             head = tile.b * sizes.heads + tile.h + n
             wait_for_zeros(outputs.zero_rows, outputs.zeroed, head, sizes.q_rows)
             context = ReduceContext(
                 outputs.dq_accum, dq_smem, rings.dq[W], W, head * sizes.q_rows, semaphore, tile,
-                walk.step,
+                schedule.step,
             )  # fmt: skip
             state = (dq_at, row, ticket, gl.to_tensor(0))
             state = visit_q_blocks(
-                state, context, walk, tile.tile_col, runs, sizes.q_len, 0, reduce_q_block,
+                state, context, schedule, tile.tile_col, runs, sizes.q_len, 0, reduce_q_block,
                 None, None, None, CONFIG,
             )  # fmt: skip
             dq_at, row, ticket, _visited = state
@@ -53,7 +55,7 @@ def reduce_dq(outputs, smem, rings, sizes, walk, semaphore, W: gl.constexpr, CON
         tile = read_key_tile(smem.work, work_at, ONE_WARP)
     if not CONFIG.pipelined:
         context = ReduceContext(
-            outputs.dq_accum, dq_smem, rings.dq[W], W, row, semaphore, tile, walk.step
+            outputs.dq_accum, dq_smem, rings.dq[W], W, row, semaphore, tile, schedule.step
         )
         reduce_piece(context, row, ticket, dq_at, len(outputs.dq_accum) - 1, CONFIG)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ....blocks.runs import Runs
 from ...base import Call
-from ...gpu.runtime.call_plan import Walk, Walks
+from ...gpu.runtime.call_plan import TileSchedule, TileSchedules
 from ...gpu.runtime.device_guard import keep_alive, outside_capture
 
 
@@ -42,40 +42,43 @@ class MaskedDqSemaphore(NamedTuple):
     tickets: Any  # int32: of every tile of a column, in the order in which they are visited
 
 
-class OrderedWalks:
-    """The walks of a plan, whose tile columns visit their blocks in ascending order.
+class OrderedSchedules:
+    """The schedules of a plan, whose tile columns visit their blocks in ascending order.
 
     - `length`: queries, whose blocks tile columns visit.
     """
 
-    def __init__(self, walks: Walks, length: int) -> None:
-        self.walks, self.width = walks, -(-length // walks.step)
-        self.cached: tuple[Walk, tuple[Walk, Tensor, Tensor]] | None = None
+    def __init__(self, schedules: TileSchedules, length: int) -> None:
+        self.schedules, self.width = schedules, -(-length // schedules.step)
+        self.cached: tuple[TileSchedule, tuple[TileSchedule, Tensor, Tensor]] | None = None
 
     def __call__(
         self, call: Call, counters: Tensor
-    ) -> tuple[Walk, DqSemaphore | MaskedDqSemaphore]:
-        """Return the walk for a call, and its semaphore, with counters that are 0."""
-        walk = self.walks(call)
-        if walk.full is None:
-            return walk, DqSemaphore(counters)
-        device = self.walks.plan.device
-        if self.cached is None or self.cached[0] is not walk:
-            self.cached = walk, outside_capture(device, lambda: order_walk(walk, self.width))
+    ) -> tuple[TileSchedule, DqSemaphore | MaskedDqSemaphore]:
+        """Return the schedule for a call, and its semaphore, with counters that are 0."""
+        schedule = self.schedules(call)
+        if schedule.full is None:
+            return schedule, DqSemaphore(counters)
+        device = self.schedules.plan.device
+        if self.cached is None or self.cached[0] is not schedule:
+            self.cached = (
+                schedule,
+                outside_capture(device, lambda: ordered_schedule(schedule, self.width)),
+            )
         in_order, first, tickets = self.cached[1]
         keep_alive(device, [*in_order.tensors(), first, tickets])
         return in_order, MaskedDqSemaphore(counters, first, tickets)
 
 
-def order_walk(walk: Walk, width: int) -> tuple[Walk, Tensor, Tensor]:
-    """Return a walk whose n-th runs of partial and of full tiles come one after the other, in
+def ordered_schedule(schedule: TileSchedule, width: int) -> tuple[TileSchedule, Tensor, Tensor]:
+    """Return a schedule whose n-th runs of partial and of full tiles come one after the other, in
     ascending order; where the tickets of a column begin; and the tickets (`MaskedDqSemaphore`): 4
     bytes for each live tile. Every column has a tile: one with no live tile its first, which the
     mask empties.
 
     - `width`: tiles of a column.
     """
-    full, partial = Runs(*walk.full), Runs(*walk.partial)
+    full, partial = Runs(*schedule.full), Runs(*schedule.partial)
     columns, device = full.rows, full.start.device
     (empty,) = (full.per_row() + partial.per_row() == 0).nonzero(as_tuple=True)
     key = torch.cat([full.keys(width), partial.keys(width), empty * (width + 1)])
@@ -97,24 +100,24 @@ def order_walk(walk: Walk, width: int) -> tuple[Walk, Tensor, Tensor]:
             offsets, zeros.index_put(index, start[kind]), zeros.index_put(index, count[kind])
         )
 
-    launch_order = walk.order.flip(0)
+    launch_order = schedule.order.flip(0)
     # All tiles, column after column: which row of tiles, and when the column is launched.
     tiles = Runs(_offsets(column, columns), start, count)
     per_column = tiles.per_row()
     column = torch.repeat_interleave(torch.arange(columns, device=device), per_column)
     when = torch.empty_like(launch_order, dtype=torch.int64)
     when[launch_order.long()] = torch.arange(columns, device=device)
-    tile_row = column // walk.tile_rows * width + tiles.tiles()
+    tile_row = column // schedule.tile_rows * width + tiles.tiles()
     tile_row, order = (tile_row * columns + when[column]).sort()
     tile_row //= columns
     nth = torch.arange(len(order), device=device)
     begins = torch.cat([tile_row.new_ones(1, dtype=torch.bool), tile_row[1:] != tile_row[:-1]])
     tickets = torch.empty(len(order), dtype=torch.int32, device=device)
     tickets[order] = (nth - torch.where(begins, nth, 0).cummax(0).values).to(torch.int32)
-    walk = walk._replace(
+    schedule = schedule._replace(
         full=tuple(runs_of(is_full)), partial=tuple(runs_of(~is_full)), order=launch_order
     )
-    return walk, per_column.cumsum(0) - per_column, tickets
+    return schedule, per_column.cumsum(0) - per_column, tickets
 
 
 def _offsets(column: Tensor, columns: int) -> Tensor:

@@ -49,7 +49,7 @@ def work_ring(zero_rows):
 
 @gluon.jit
 def write_zeros(
-    zero_rows, zeroed, zeros, work_smem, ring, sizes, total, walk, COLUMNS: gl.constexpr,
+    zero_rows, zeroed, zeros, work_smem, ring, sizes, total, schedule, COLUMNS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Zero dQ-accum of all heads, together with the other CTAs.
@@ -59,8 +59,8 @@ def write_zeros(
       how many blocks are taken.
     """
     if zero_rows is not None:
-        tiles_per_head = (walk.tile_rows >> 2) * CONFIG.subtiles
-        mask_batch = walk.b  # batch rows of the mask: their work tiles go through these first
+        tiles_per_head = (schedule.tile_rows >> 2) * CONFIG.subtiles
+        mask_batch = schedule.b  # batch rows of the mask: their work tiles go through these first
         all_heads = total // tiles_per_head * sizes.share
         ahead = (AHEAD * gl.num_programs(0) // tiles_per_head + 1) * sizes.share
         blocks = sizes.q_rows // ROWS

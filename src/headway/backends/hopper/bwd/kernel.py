@@ -148,7 +148,7 @@ def backward(
     last_columns,  # tile columns, times CONFIG.subtiles, whose work tiles come last
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width,
     scale, rate,  # see `BwdModArgs`
-    coords, walk, semaphore,
+    coords, schedule, semaphore,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -196,18 +196,18 @@ def backward(
     reduce_outputs = ReduceOutputs(dq_accum, dk, dv, segment_dq, segments, zero_rows, zeroed)
     gl.warp_specialize(
         [
-            (consumer, (outputs, smem, rings, sizes, mods, walk, gl.constexpr(0),
+            (consumer, (outputs, smem, rings, sizes, mods, schedule, gl.constexpr(0),
                         DERIVATIVE, SCATTER, MASK, CONFIG)),
-            (consumer, (outputs, smem, rings, sizes, mods, walk, gl.constexpr(1),
+            (consumer, (outputs, smem, rings, sizes, mods, schedule, gl.constexpr(1),
                         DERIVATIVE, SCATTER, MASK, CONFIG)),
             (produce, (inputs, smem, rings, counter, total, last_columns, visit_bits, segments,
-                       sizes, walk, CONFIG)),
+                       sizes, schedule, CONFIG)),
             (reduce_segments if CONFIG.owns_segment else reduce_dq,
-             (reduce_outputs, smem, rings, sizes, walk, semaphore, gl.constexpr(0), CONFIG)),
+             (reduce_outputs, smem, rings, sizes, schedule, semaphore, gl.constexpr(0), CONFIG)),
             (reduce_segments if CONFIG.owns_segment else reduce_dq,
-             (reduce_outputs, smem, rings, sizes, walk, semaphore, gl.constexpr(1), CONFIG)),
-            (write_zeros, (zero_rows, zeroed, zeros_smem, work_smem, rings.work, sizes, total, walk,
-                           COLUMNS, CONFIG)),
+             (reduce_outputs, smem, rings, sizes, schedule, semaphore, gl.constexpr(1), CONFIG)),
+            (write_zeros, (zero_rows, zeroed, zeros_smem, work_smem, rings.work, sizes, total,
+                           schedule, COLUMNS, CONFIG)),
         ],
         # Warps of the partitions after the first, and registers of their threads.
         [WARPGROUP, ONE_WARP, ONE_WARP, ONE_WARP, ONE_WARP],
@@ -242,7 +242,7 @@ def ds_stages(k):
 
 @gluon.jit
 def consumer(
-    outputs, smem, rings, sizes, mods, walk, W: gl.constexpr,
+    outputs, smem, rings, sizes, mods, schedule, W: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of keys 64 W to 64 W + 63 of every work tile, and this consumer's tiles of
@@ -264,7 +264,7 @@ def consumer(
             rings,
             sizes,
             mods,
-            walk,
+            schedule,
             W,
             DERIVATIVE,
             SCATTER,
@@ -284,7 +284,7 @@ def consumer(
 
 @gluon.jit
 def consume_tile(
-    dq, cursors, tiles_done, outputs, smem, rings, sizes, mods, walk, W: gl.constexpr,
+    dq, cursors, tiles_done, outputs, smem, rings, sizes, mods, schedule, W: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute a work tile, after `tiles_done` others. `dq` is the last piece of dQ before it, still
@@ -313,7 +313,7 @@ def consume_tile(
     else:
         segment = SegmentContext(outputs.segment_dq, (), mods.rate)
     consumer_wait(input_rings.v, stage_of(tiles_done, 1))
-    runs = read_q_runs(smem.work, stage_of(tiles_done, WORK_STAGES), walk, WARPGROUP, CONFIG)
+    runs = read_q_runs(smem.work, stage_of(tiles_done, WORK_STAGES), schedule, WARPGROUP, CONFIG)
     # The number of the consumer goes with its configuration: in a tuple it would be no constexpr.
     CONFIG_W: gl.constexpr = config_of(CONFIG, W)
     for n in range(sizes.share):
@@ -325,7 +325,7 @@ def consume_tile(
             smem, rings, rings.dq[W], pairs, outputs.captured_grads, bias_sums, sizes.share, segment
         )
         state = visit_q_blocks(
-            state, context, walk, tile.tile_col, runs, sizes.q_len, sizes.share - 1 - n,
+            state, context, schedule, tile.tile_col, runs, sizes.q_len, sizes.share - 1 - n,
             mma_q_block_pipelined if CONFIG.pipelined else mma_q_block,
             DERIVATIVE, SCATTER, MASK, CONFIG_W,
         )  # fmt: skip

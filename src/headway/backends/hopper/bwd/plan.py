@@ -12,7 +12,7 @@ from ...base import Call, graphs
 from ...gpu.codegen.dependence import finite_past_the_end
 from ...gpu.outputs import memory_for
 from ...gpu.preprocess import BackwardWorkspace
-from ...gpu.runtime.call_plan import Walks
+from ...gpu.runtime.call_plan import TileSchedules
 from ...gpu.runtime.launcher import KernelLauncher
 from ...gpu.runtime.tile_counter import zeroed_counter
 from ..bias_tables import BiasTables
@@ -41,11 +41,11 @@ from . import (
     wide_dq,
 )  # fmt: skip
 from .common import CHUNK, CHUNK_SIZE, COUNTERS, postprocess_dq
-from .document_order import WAVES, DocumentWalks
-from .dq_semaphore import DqSemaphore, MaskedDqSemaphore, OrderedWalks
+from .document_order import WAVES, DocumentSchedules
+from .dq_semaphore import DqSemaphore, MaskedDqSemaphore, OrderedSchedules
 from .dq_zero import ZERO_ROWS
 from .kernel import backward as backward_kernel
-from .segment_table import MAX_BLOCKS, ROWS, Segments, SegmentWalk
+from .segment_table import MAX_BLOCKS, ROWS, Segments, SegmentSchedule
 from .wide import backward_wide
 
 # Bytes of dQ-accum of all CTAs that own segments; with what else is read, the L2 has 50 MB. (Timed
@@ -64,7 +64,7 @@ class BackwardPlan(HopperPlan):
         *DEVICE, common, dq, mainloop, dq_zero, dq_reduce, epilogue, segments, producer, kernel,
         wide_dq, wide,
     )  # fmt: skip
-    owned_segments: SegmentWalk | None = None  # where CTAs own segments
+    owned_segments: SegmentSchedule | None = None  # where CTAs own segments
     segment_plan: "SegmentPlan"  # where some calls of the kind have segments that suit
 
     def __init__(
@@ -74,7 +74,7 @@ class BackwardPlan(HopperPlan):
         shape = self._tile_shape(spec)
         self.is_wide = shape.keys == 64  # bwd/wide.py
         self._plan_heads(spec)
-        self._plan_walks(spec, shape, wanted)
+        self._plan_schedules(spec, shape, wanted)
         self._plan_segments(spec, shape)
         self._plan_grid(spec)
         self._plan_arguments(spec, shape)
@@ -100,21 +100,21 @@ class BackwardPlan(HopperPlan):
         # Whether they are the results as they are.
         self.exact = not self.float32_out and widths == [self.d, self.dv]
 
-    def _plan_walks(self, spec: Spec, shape: BwdTileShape, wanted: tuple[int, ...]) -> None:
+    def _plan_schedules(self, spec: Spec, shape: BwdTileShape, wanted: tuple[int, ...]) -> None:
         """Choose the tile columns, and what they visit."""
-        waves, walks_class = 1, Walks
+        waves, schedules_class = 1, TileSchedules
         if self.tile is not None and self.compares_captures():
-            waves, walks_class = WAVES, DocumentWalks
+            waves, schedules_class = WAVES, DocumentSchedules
             if spec.tiles is None:
                 # Where documents begin anywhere, finer tiles leave out more.
                 self.tile = shape.block, self.tile[1]
         swizzle = self.head_swizzle(self.heads, -(-self.kv_len // shape.keys), waves)
-        self.walks = (
-            walks_class(self, queries=False, block=shape.keys, swizzle=swizzle)
+        self.schedules = (
+            schedules_class(self, queries=False, block=shape.keys, swizzle=swizzle)
             if self.owned_segments is None
-            else self.owned_segments.walks
+            else self.owned_segments.schedules
         )
-        self.bias_tables = BiasTables(self, self.walks, wanted, queries=False)
+        self.bias_tables = BiasTables(self, self.schedules, wanted, queries=False)
         self.q_rows = -(-self.q_len // shape.block) * shape.block
         self.columns = sum(shape.d)
 
@@ -127,13 +127,15 @@ class BackwardPlan(HopperPlan):
         self.max_blocks = min(budget // block_bytes, MAX_BLOCKS)
         able = not (owns or self.is_wide or shape.pipelined or spec.partial) and len(shape.d) == 1
         heads = self.b * self.heads
-        self.segments = SegmentWalk(self.walks, heads, self.q_len, self.suits) if able else None
+        self.segments = (
+            SegmentSchedule(self.schedules, heads, self.q_len, self.suits) if able else None
+        )
 
     def _plan_grid(self, spec: Spec) -> None:
         """Count the work tiles, and choose in which order CTAs take them and add to dQ."""
         ordered = spec.deterministic and self.owned_segments is None
-        self.ordered = OrderedWalks(self.walks, self.q_len) if ordered else None
-        tiles_per_head = self.walks.tile_rows * self.walks.sub
+        self.ordered = OrderedSchedules(self.schedules, self.q_len) if ordered else None
+        tiles_per_head = self.schedules.tile_rows * self.schedules.sub
         work_tiles = self.b * self.heads * tiles_per_head
         self.ctas = work_tiles if self.is_wide else min(work_tiles, self.processors)
         # Those that CTAs take from a counter.
@@ -199,9 +201,9 @@ class BackwardPlan(HopperPlan):
     def _config(self, spec: Spec, shape: BwdTileShape, wanted: tuple[int, ...]) -> BwdKernelConfig:
         """Return the configuration that the kernel is compiled for."""
         return BwdKernelConfig(
-            block=shape.block, stages=shape.stages, subtiles=self.walks.sub,
+            block=shape.block, stages=shape.stages, subtiles=self.schedules.sub,
             index_type=self.index_type, straight=self.straight,
-            even_kv=self.kv_len % (shape.keys * self.walks.sub) == 0,
+            even_kv=self.kv_len % (shape.keys * self.schedules.sub) == 0,
             dp_after_p=self.gathers_per_pair,
             scarce_smem=len(shape.d) == 2, deterministic=self.ordered is not None,
             pipelined=shape.pipelined, owns_segment=self.owned_segments is not None,
@@ -246,7 +248,7 @@ class BackwardPlan(HopperPlan):
             work = self.owned_segments(call)
             assert work is not None
             call_args = self.call_arguments(
-                call, self.walks, work.visit_bits, work.items, walk=work.walk
+                call, self.schedules, work.visit_bits, work.items, schedule=work.schedule
             )
             shape = *q.shape[:3], -(-self.d // 8) * 8
             dq = memory_for(call, 0, shape, self.dtype)
@@ -254,12 +256,14 @@ class BackwardPlan(HopperPlan):
                 dq.zero_()
             segment = torch.empty(self.segment_accum, dtype=torch.float32, device=self.device), dq
         elif self.ordered is None:
-            call_args = self.known_arguments(self.walks) or self.call_arguments(call, self.walks)
+            call_args = self.known_arguments(self.schedules) or self.call_arguments(
+                call, self.schedules
+            )
         else:
             chunks = self.b * self.hq * self.q_rows // CHUNK.value
             counters = workspace.new_zeros(chunks * COUNTERS.value, dtype=torch.int32)
-            walk, semaphore = self.ordered(call, counters)
-            call_args = self.call_arguments(call, self.walks, *semaphore, walk=walk)
+            schedule, semaphore = self.ordered(call, counters)
+            call_args = self.call_arguments(call, self.schedules, *semaphore, schedule=schedule)
         counter = () if self.work_tiles is None else (zeroed_counter(self.device),)
         bands, sums = self.bias_tables.fill(call_args), self.bias_tables.new_sums()
         operands = q, k, v, dout, workspace, dk, dv, *counter, *segment, *bands, *sums, *grads
@@ -277,7 +281,7 @@ class BackwardPlan(HopperPlan):
     ) -> tuple:
         """Return the arguments of the kernel."""
         q, k, v, dout, workspace, dk, dv, *others = operands
-        coords, walk, captured, order_tensors = self.arranged(self.walks, tensors, floats)
+        coords, schedule, captured, order_tensors = self.arranged(self.schedules, tensors, floats)
         neg_delta, lse2, dq_accum, zeroed = self.workspace.split(workspace)
         # The wide kernel has no parameters for segments, zeros and work tiles.
         counter: tuple[Any, ...] = ()
@@ -306,7 +310,7 @@ class BackwardPlan(HopperPlan):
             *self.q(q), *self.k(k), self.v(v)[0], self.dout(dout)[0], *self.lse(lse2),
             *self.neg_delta(neg_delta), *self.dq_accum(dq_accum), *segment, *zeros, *key_grads,
             grads,
-            bands, sums, *counter, *self.scalars, coords, walk, semaphore, *captured,
+            bands, sums, *counter, *self.scalars, coords, schedule, semaphore, *captured,
         )  # fmt: skip
 
     def arrange_postprocess(self, operands: Sequence[Any], *_: object) -> tuple:
@@ -319,6 +323,6 @@ class BackwardPlan(HopperPlan):
 class SegmentPlan(BackwardPlan):
     """The plan of the backward by CTAs that own segments."""
 
-    def __init__(self, segments: SegmentWalk, *arguments: Any) -> None:
+    def __init__(self, segments: SegmentSchedule, *arguments: Any) -> None:
         self.owned_segments = segments
         super().__init__(*arguments)

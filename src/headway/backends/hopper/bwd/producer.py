@@ -20,7 +20,7 @@ def produce(
     visit_bits,
     segments,
     sizes,
-    walk,
+    schedule,
     CONFIG: gl.constexpr,
 ):
     """Take work tiles, or segments, from the counter until there are no more. Write down each work
@@ -34,20 +34,20 @@ def produce(
         if CONFIG.owns_segment:
             segment = load_segment(segments, ticket)
             for n in range(0, segment.item.tiles):
-                tile = locate_in_segment(segment, n, walk, sizes, CONFIG.subtiles)
-                cursors = _produce_tile(cursors, tile.tile, tile, context, walk, CONFIG)
+                tile = locate_in_segment(segment, n, schedule, sizes, CONFIG.subtiles)
+                cursors = _produce_tile(cursors, tile.tile, tile, context, schedule, CONFIG)
         else:
             tile = locate_tile(
                 ticket,
                 total,
                 last_columns,
-                walk,
+                schedule,
                 sizes.heads // sizes.share,
                 CONFIG.subtiles,
                 2 * ROWS,
             )
             tile = KeyTile(*tile)
-            cursors = _produce_tile(cursors, tile, None, context, walk, CONFIG)
+            cursors = _produce_tile(cursors, tile, None, context, schedule, CONFIG)
         ticket = gl.atomic_add(counter, 1, sem="relaxed")
     # Every CTA takes one too many. The one that takes the last resets the counter for the next
     # launch.
@@ -56,18 +56,18 @@ def produce(
 
 
 @gluon.jit
-def _produce_tile(cursors, tile, segment_tile, context, walk, CONFIG: gl.constexpr):
+def _produce_tile(cursors, tile, segment_tile, context, schedule, CONFIG: gl.constexpr):
     """Write down and load one work tile, whose `h` is the head of dK and dV. `segment_tile`: from
     `locate_in_segment`, or None. **Returns:** the cursors of the work tiles and of the
     loads."""
     work_at, load_at = cursors
     inputs, smem, rings, sizes, visit_bits = context
     tile = KeyTile(tile.tile_col, tile.tile_in_head, tile.first_key, tile.h * sizes.share, tile.b)
-    runs = runs_to_write(walk, tile.tile_col, CONFIG)
+    runs = runs_to_write(schedule, tile.tile_col, CONFIG)
     visits = visits_to_write(visit_bits, segment_tile, CONFIG)
     work = BwdTile(*tile, *visits) + runs
     work_at = write_work(work_at, smem.work, rings.work, work)
     load_at = load_work_tile(
-        load_at, inputs, smem.inputs, rings.inputs, tile, runs, sizes, walk, CONFIG
+        load_at, inputs, smem.inputs, rings.inputs, tile, runs, sizes, schedule, CONFIG
     )
     return work_at, load_at

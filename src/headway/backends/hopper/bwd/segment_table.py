@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ....blocks.runs import cover
 from ...base import Call
-from ...gpu.runtime.call_plan import Walk, Walks
+from ...gpu.runtime.call_plan import TileSchedule, TileSchedules
 from ...gpu.runtime.device_guard import keep_alive, outside_capture
 from ..device import mma
 from . import segments as kernel
@@ -28,25 +28,25 @@ VISIT, FIRST, LAST = kernel.VISIT.value, kernel.FIRST.value, kernel.LAST.value
 class SegmentWork(NamedTuple):
     """The tensors of some segments that a kernel reads."""
 
-    walk: Walk
+    schedule: TileSchedule
     items: Tensor  # `Segments.items`
     visit_bits: Tensor  # `Segments.visit_bits`
     everywhere: bool  # every block of queries is visited
 
 
 class Segments:
-    """The segments of a walk.
+    """The segments of a schedule.
 
     - `sub`: work tiles of a tile column.
     - `heads`: heads of dK and dV, times batch rows; `length`: queries.
     """
 
-    def __init__(self, walk: Walk, sub: int, heads: int, length: int) -> None:
-        self.walk, self.sub, self.blocks = walk, sub, -(-length // ROWS)
-        self.columns = walk.tile_rows * walk.b * walk.h
-        self.equal_heads = heads // (walk.b * walk.h)  # that have the same mask
-        tiles, per_tile = -(-length // walk.step), walk.step // ROWS
-        column, start, count = _runs(walk, tiles)
+    def __init__(self, schedule: TileSchedule, sub: int, heads: int, length: int) -> None:
+        self.schedule, self.sub, self.blocks = schedule, sub, -(-length // ROWS)
+        self.columns = schedule.tile_rows * schedule.b * schedule.h
+        self.equal_heads = heads // (schedule.b * schedule.h)  # that have the same mask
+        tiles, per_tile = -(-length // schedule.step), schedule.step // ROWS
+        column, start, count = _runs(schedule, tiles)
         low, high = np.full(self.columns, tiles), np.zeros(self.columns, int)
         np.minimum.at(low, column, start)
         np.maximum.at(high, column, start + count)
@@ -57,7 +57,7 @@ class Segments:
         start = np.concatenate([start, np.zeros_like(empty)])
         count = np.concatenate([count, np.ones_like(empty)])
         # A segment begins where all columns before have ended, and none after comes back.
-        by_head = -1, walk.tile_rows
+        by_head = -1, schedule.tile_rows
         end_so_far = np.maximum.accumulate(high.reshape(by_head), 1)
         start_from_here = np.minimum.accumulate(low.reshape(by_head)[:, ::-1], 1)[:, ::-1]
         opens = np.ones(end_so_far.shape, bool)
@@ -127,20 +127,20 @@ class Segments:
 
     def work(self, device: torch.device) -> SegmentWork:
         """Return the tensors that a kernel reads."""
-        everywhere = (self.kinds >= LAST).sum() == self.walk.b * self.walk.h * self.blocks
+        everywhere = (self.kinds >= LAST).sum() == self.schedule.b * self.schedule.h * self.blocks
         items, bits = (torch.from_numpy(x).to(device) for x in (self.items(), self.visit_bits()))
-        return SegmentWork(self.walk, items, bits, bool(everywhere))
+        return SegmentWork(self.schedule, items, bits, bool(everywhere))
 
 
-def _runs(walk: Walk, tiles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _runs(schedule: TileSchedule, tiles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return all runs of live tiles: column, start, count."""
-    if walk.full is None:
+    if schedule.full is None:
         return (
-            np.arange(walk.tile_rows),
-            np.zeros(walk.tile_rows, int),
-            np.full(walk.tile_rows, tiles),
+            np.arange(schedule.tile_rows),
+            np.zeros(schedule.tile_rows, int),
+            np.full(schedule.tile_rows, tiles),
         )
-    parts = [*walk.full, *walk.partial]
+    parts = [*schedule.full, *schedule.partial]
     ends = np.cumsum([len(x) for x in parts])[:-1]
     arrays = np.split(torch.cat(parts).cpu().numpy().astype(int), ends)  # the host waits once
     columns = [np.arange(len(x) - 1).repeat(np.diff(x)) for x in arrays[::3]]
@@ -149,8 +149,8 @@ def _runs(walk: Walk, tiles: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     )  # fmt: skip
 
 
-class SegmentWalk:
-    """The segments of a plan's walks as kernels read them, found once for the tiles of a block
+class SegmentSchedule:
+    """The segments of a plan's schedules as kernels read them, found once for the tiles of a block
     mask.
 
     - `heads`: heads of dK and dV, times batch rows; `length`: queries.
@@ -158,21 +158,21 @@ class SegmentWalk:
     """
 
     def __init__(
-        self, walks: Walks, heads: int, length: int, suits: Callable[[Segments], bool]
+        self, schedules: TileSchedules, heads: int, length: int, suits: Callable[[Segments], bool]
     ) -> None:
-        self.walks, self.heads, self.length, self.suits = walks, heads, length, suits
-        self.cached: tuple[Walk, SegmentWork | None] | None = None
+        self.schedules, self.heads, self.length, self.suits = schedules, heads, length, suits
+        self.cached: tuple[TileSchedule, SegmentWork | None] | None = None
 
     def __call__(self, call: Call) -> SegmentWork | None:
         """Return the segments of a call; None where the plan shall not use them."""
-        walk, device = self.walks(call), self.walks.plan.device
-        if self.cached is None or self.cached[0] is not walk:
-            self.cached = walk, outside_capture(device, lambda: self._work(walk, device))
+        schedule, device = self.schedules(call), self.schedules.plan.device
+        if self.cached is None or self.cached[0] is not schedule:
+            self.cached = schedule, outside_capture(device, lambda: self._work(schedule, device))
         work = self.cached[1]
         if work is not None:
             keep_alive(device, [work.items, work.visit_bits])
         return work
 
-    def _work(self, walk: Walk, device: torch.device) -> SegmentWork | None:
-        segments = Segments(walk, self.walks.sub, self.heads, self.length)
+    def _work(self, schedule: TileSchedule, device: torch.device) -> SegmentWork | None:
+        segments = Segments(schedule, self.schedules.sub, self.heads, self.length)
         return segments.work(device) if self.suits(segments) else None

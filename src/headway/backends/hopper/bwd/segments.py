@@ -83,17 +83,17 @@ def load_segment(segments, ticket):
 
 
 @gluon.jit
-def locate_in_segment(segment, n, walk, sizes, SUB: gl.constexpr):
+def locate_in_segment(segment, n, schedule, sizes, SUB: gl.constexpr):
     """Return the n-th work tile of a segment, whose `h` is the head of dK and dV."""
     heads = sizes.heads // sizes.share
-    tiles_per_head = (walk.tile_rows >> 2) * SUB
+    tiles_per_head = (schedule.tile_rows >> 2) * SUB
     index = segment.item.first_tile + n
     mask_head, tile_in_head = index // tiles_per_head, index % tiles_per_head
-    any_head = walk.h == 1  # the mask is one for all heads
+    any_head = schedule.h == 1  # the mask is one for all heads
     nth = segment.nth_head
-    h = gl.where(any_head, nth % heads, mask_head % walk.h)
+    h = gl.where(any_head, nth % heads, mask_head % schedule.h)
     nth = gl.where(any_head, nth // heads, nth)
-    b = gl.where(walk.b == 1, nth, mask_head // walk.h)
+    b = gl.where(schedule.b == 1, nth, mask_head // schedule.h)
     tile = KeyTile(index // SUB, tile_in_head, tile_in_head * (2 * ROWS), h, b)
     return SegmentTile(tile, index, segment.item.first_block)
 
@@ -172,7 +172,7 @@ def store_gradient(x, k, dq_smem, ring, dq_at):
 
 @gluon.jit
 def reduce_segments(
-    outputs, smem, rings, sizes, walk, semaphore, W: gl.constexpr, CONFIG: gl.constexpr
+    outputs, smem, rings, sizes, schedule, semaphore, W: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Write and add the parts of dQ of consumer W, and then dQ, dV and dK."""
     inputs, dq_smem, ring = smem.inputs, smem.dq[0].index(W), rings.dq[W][0]
@@ -182,7 +182,7 @@ def reduce_segments(
     tile = read_key_tile(smem.work, work_at, ONE_WARP)
     visits = read_segment_visits(smem.work, work_at, ONE_WARP)
     while tile.tile_col >= 0:
-        runs = read_q_runs(smem.work, work_at, walk, ONE_WARP, CONFIG)
+        runs = read_q_runs(smem.work, work_at, schedule, ONE_WARP, CONFIG)
         # What earlier work tiles wrote has landed; within one, no block is visited twice.
         tma_store_wait_visible()
         for n in range(sizes.share):
@@ -193,7 +193,7 @@ def reduce_segments(
                 outputs.dq_accum[0], outputs.segment_dq, dq_smem, ring, W, first_row, visits, head
             )
             dq_at = visit_q_blocks(
-                dq_at, context, walk, tile.tile_col, runs, sizes.q_len, 0, _reduce_visit,
+                dq_at, context, schedule, tile.tile_col, runs, sizes.q_len, 0, _reduce_visit,
                 None, None, None, CONFIG,
             )  # fmt: skip
         if outputs.dv is not None:

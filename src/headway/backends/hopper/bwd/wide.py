@@ -101,7 +101,7 @@ def backward_wide(
     bias_tables, bias_sums,  # read and summed along diagonals (device/relative_bias.py)
     heads, group, share, q_len, q_rows, kv_len, d_width, dv_width,
     scale, rate,  # see `BwdModArgs`
-    coords, walk, semaphore,
+    coords, schedule, semaphore,
     score_tensors, mask_tensors, score_numbers, mask_numbers,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -135,7 +135,7 @@ def backward_wide(
     smem = WideSmem(inputs=input_smem, p=p_smem)
     tile = KeyTile(
         *locate_tile(
-            gl.program_id(0), gl.num_programs(0), 0, walk, heads // share, CONFIG.subtiles, ROWS
+            gl.program_id(0), gl.num_programs(0), 0, schedule, heads // share, CONFIG.subtiles, ROWS
         )
     )
     tile = KeyTile(tile.tile_col, tile.tile_in_head, tile.first_key, tile.h * share, tile.b)
@@ -145,12 +145,12 @@ def backward_wide(
     inputs = InputDescriptors(q=(q,), k=(k,), v=v, dout=dout, lse=lse, neg_delta=neg_delta)
     gl.warp_specialize(
         [
-            (consume_dv, ((dv, dv_float32, dv_width), smem, rings, tile, sizes, mods, walk,
+            (consume_dv, ((dv, dv_float32, dv_width), smem, rings, tile, sizes, mods, schedule,
                           DERIVATIVE, SCATTER, MASK, CONFIG)),
             (consume_dk, ((dk, dk_float32, d_width), captured_grads, bias_sums, smem, rings, tile,
-                          sizes, mods, walk, DERIVATIVE, SCATTER, MASK, CONFIG)),
-            (consume_dq, (dq_accum, smem, rings, tile, sizes, walk, semaphore, CONFIG)),
-            (produce, (inputs, input_smem, input_rings, tile, sizes, walk, CONFIG)),
+                          sizes, mods, schedule, DERIVATIVE, SCATTER, MASK, CONFIG)),
+            (consume_dq, (dq_accum, smem, rings, tile, sizes, schedule, semaphore, CONFIG)),
+            (produce, (inputs, input_smem, input_rings, tile, sizes, schedule, CONFIG)),
         ],
         [WARPGROUP, WARPGROUP, ONE_WARP],  # warps of the partitions after the first
         [DK_REGISTERS, DQ_REGISTERS, MIN_REGISTERS],  # registers of their threads
@@ -158,10 +158,10 @@ def backward_wide(
 
 
 @gluon.jit
-def produce(inputs, smem, rings, tile, sizes, walk, CONFIG: gl.constexpr):
+def produce(inputs, smem, rings, tile, sizes, schedule, CONFIG: gl.constexpr):
     """Load what the CTA's one work tile needs."""
     cursors = LoadCursors(first_stage(), first_stage(), first_stage())
-    load_work_tile(cursors, inputs, smem, rings, tile, (), sizes, walk, CONFIG)
+    load_work_tile(cursors, inputs, smem, rings, tile, (), sizes, schedule, CONFIG)
 
 
 # -- dV -------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def produce(inputs, smem, rings, tile, sizes, walk, CONFIG: gl.constexpr):
 
 @gluon.jit
 def consume_dv(
-    output, smem, rings, tile, sizes, mods, walk,
+    output, smem, rings, tile, sizes, mods, schedule,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute P and dV of the CTA's work tile."""
@@ -184,7 +184,7 @@ def consume_dv(
     s = warpgroup_mma_wait(0, deps=[s])
     state = WideState(s, (half, half), q_at, dout_at, p_at)
     state = visit_heads(
-        state, keys, None, (), smem, rings, tile, sizes, mods, walk, dv_q_block, True,
+        state, keys, None, (), smem, rings, tile, sizes, mods, schedule, dv_q_block, True,
         DERIVATIVE, SCATTER, MASK, CONFIG,
     )  # fmt: skip
     # In the place of the last block of dout, when both consumers have released it.
@@ -237,7 +237,7 @@ def dv_q_block(
 
 @gluon.jit
 def consume_dk(
-    output, captured_grads, bias_sums, smem, rings, tile, sizes, mods, walk,
+    output, captured_grads, bias_sums, smem, rings, tile, sizes, mods, schedule,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute dS and dK of the CTA's work tile."""
@@ -254,8 +254,8 @@ def consume_dk(
     dp = warpgroup_mma_wait(0, deps=[dp])
     state = WideState(dp, (half, half), q_at, dout_at, p_at)
     state = visit_heads(
-        state, keys, captured_grads, bias_sums, smem, rings, tile, sizes, mods, walk, dk_q_block,
-        SCATTER is not None, DERIVATIVE, SCATTER, MASK, CONFIG,
+        state, keys, captured_grads, bias_sums, smem, rings, tile, sizes, mods, schedule,
+        dk_q_block, SCATTER is not None, DERIVATIVE, SCATTER, MASK, CONFIG,
     )  # fmt: skip
     # In the place of the last block of queries, when both consumers have released it.
     q_at = advance(state.q_at, CONFIG.stages)
@@ -313,7 +313,7 @@ def dk_q_block(
 
 @gluon.jit
 def visit_heads(
-    state, keys, captured_grads, bias_sums, smem, rings, tile, sizes, mods, walk,
+    state, keys, captured_grads, bias_sums, smem, rings, tile, sizes, mods, schedule,
     BODY: gl.constexpr, NEEDS_P: gl.constexpr,
     DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -330,7 +330,7 @@ def visit_heads(
         sums = locate_bias(bias_sums, head.b, head.h, tile.first_key)
         context = WideContext(smem, rings, pairs, sizes.share, captured_grads, sums)
         state = visit_q_blocks(
-            state, context, walk, tile.tile_col, (), sizes.q_len, sizes.share - 1 - n, BODY,
+            state, context, schedule, tile.tile_col, (), sizes.q_len, sizes.share - 1 - n, BODY,
             DERIVATIVE, SCATTER, MASK, CONFIG,
         )  # fmt: skip
     return state

@@ -29,18 +29,18 @@ P_STAGES = gl.constexpr(3)  # of P, which becomes dS
 
 
 @gluon.jit
-def consume_dq(dq_accum, smem, rings, tile, sizes, walk, semaphore, CONFIG: gl.constexpr):
+def consume_dq(dq_accum, smem, rings, tile, sizes, schedule, semaphore, CONFIG: gl.constexpr):
     """Compute dQ of the CTA's work tile, and add it to dQ-accum."""
     consumer_wait(rings.inputs.k, RingCursor(0, 0))
     ds_at = first_stage()
     for n in range(sizes.share):
         first_row = (tile.b * sizes.heads + tile.h + n) * sizes.q_rows
         context = WideReduceContext(
-            dq_accum, smem, rings, first_row, sizes.share, semaphore, tile, walk.step
+            dq_accum, smem, rings, first_row, sizes.share, semaphore, tile, schedule.step
         )
         state = (ds_at, gl.to_tensor(0))
         state = visit_q_blocks(
-            state, context, walk, tile.tile_col, (), sizes.q_len, 0, dq_q_block,
+            state, context, schedule, tile.tile_col, (), sizes.q_len, 0, dq_q_block,
             None, None, None, CONFIG,
         )  # fmt: skip
         ds_at = state[0]

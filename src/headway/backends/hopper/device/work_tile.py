@@ -7,7 +7,7 @@ partitions iterate over the live blocks of the tile by the same function (`visit
 
 A **tile row** is a row of tiles of the block mask: of the queries of one work tile in the forward.
 In the backward it is an n_block column, of the keys. Live tiles of a row are stored as **runs** of
-consecutive tiles, those of full and of partial tiles apart (`Walk`).
+consecutive tiles, those of full and of partial tiles apart (`TileSchedule`).
 """
 
 from typing import Any, NamedTuple
@@ -119,20 +119,20 @@ def fetched_early(packed_blocks):
 
 
 @gluon.jit
-def map_work_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr):
+def map_work_tile(ticket, total, last_rows, schedule, heads, SUBTILES: gl.constexpr):
     """Return the tile row of a ticket, in the order of the mask; and its head and batch row, if one
     mask serves all of them.
 
-    Head swizzle for L2: the tiles of `walk.swizzle` heads follow one another, longest tile row
+    Head swizzle for L2: the tiles of `schedule.swizzle` heads follow one another, longest tile row
     first (LPT), then those of the next section of heads: what runs at a time shares keys in the L2
     cache. Under a mask the tiles of the `last_rows` shortest rows come after those of all heads:
     with long tiles at the end some CTAs would be busy while others have nothing to do.
     """
-    swizzle = walk.swizzle
-    if walk.full is None:
-        n, section, section_head = _swizzle(ticket, walk.tile_rows >> 2, swizzle)
+    swizzle = schedule.swizzle
+    if schedule.full is None:
+        n, section, section_head = _swizzle(ticket, schedule.tile_rows >> 2, swizzle)
     else:
-        rows = (walk.tile_rows >> 2) * walk.b * walk.h * SUBTILES
+        rows = (schedule.tile_rows >> 2) * schedule.b * schedule.h * SUBTILES
         tiles_of_row = total // rows
         first_rows = rows - last_rows
         ticket_of_last = ticket - first_rows * tiles_of_row
@@ -145,7 +145,7 @@ def map_work_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr)
     sections = heads // swizzle  # of a batch row
     b = section // sections
     h = (section - b * sections) * swizzle + section_head
-    return n, h, gl.where(walk.h == 1, b, section)
+    return n, h, gl.where(schedule.h == 1, b, section)
 
 
 @gluon.jit
@@ -160,20 +160,22 @@ def _swizzle(ticket, rows, swizzle):
 
 
 @gluon.jit
-def locate_tile(ticket, total, last_rows, walk, heads, SUBTILES: gl.constexpr, ROWS: gl.constexpr):
+def locate_tile(
+    ticket, total, last_rows, schedule, heads, SUBTILES: gl.constexpr, ROWS: gl.constexpr
+):
     """Return the work tile of a ticket in the backward: its n_block column of the block mask, its
     number among the tiles of its head, first row, head, batch row."""
-    n, h, b = map_work_tile(ticket, total, last_rows, walk, heads, SUBTILES)
-    if walk.full is None:
+    n, h, b = map_work_tile(ticket, total, last_rows, schedule, heads, SUBTILES)
+    if schedule.full is None:
         return n, n, n * ROWS, h, b
     else:
-        column = gl.load(walk.order + n // SUBTILES)
-        tile = column % (walk.tile_rows >> 2)
+        column = gl.load(schedule.order + n // SUBTILES)
+        tile = column % (schedule.tile_rows >> 2)
         tile_in_head = tile * SUBTILES + n % SUBTILES
-        first_row = tile * walk.size + n % SUBTILES * ROWS
-        mask_head = column // (walk.tile_rows >> 2)
-        h = gl.where(walk.h == 1, h, mask_head % walk.h)
-        b = gl.where(walk.b == 1, b, mask_head // walk.h)
+        first_row = tile * schedule.size + n % SUBTILES * ROWS
+        mask_head = column // (schedule.tile_rows >> 2)
+        h = gl.where(schedule.h == 1, h, mask_head % schedule.h)
+        b = gl.where(schedule.b == 1, b, mask_head // schedule.h)
         return column, tile_in_head, first_row, h, b
 
 
@@ -231,9 +233,9 @@ def read_part(work_smem, cursor, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def read_kv_runs(work_smem, cursor, walk, WARPS: gl.constexpr):
+def read_kv_runs(work_smem, cursor, schedule, WARPS: gl.constexpr):
     """Return the runs of the published `FwdTile`; without a block mask, the number of KV blocks."""
-    if walk.full is None:
+    if schedule.full is None:
         return read_work(work_smem, cursor, FWD_RUNS, FWD_RUNS + 1, WARPS)
     else:
         return KVRuns(*read_work(work_smem, cursor, FWD_RUNS, FWD_FIELDS, WARPS))
@@ -244,7 +246,7 @@ def read_kv_runs(work_smem, cursor, walk, WARPS: gl.constexpr):
 
 @gluon.jit
 def visit_kv_blocks(
-    state, context, walk, first_block, runs, kv_len, FIRST: gl.constexpr,
+    state, context, schedule, first_block, runs, kv_len, FIRST: gl.constexpr,
     BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Call `BODY(state, context, row, PARTIAL, SCORE, MASK, CONFIG)` for every live KV block of a
@@ -256,7 +258,7 @@ def visit_kv_blocks(
     - `runs`: from `read_kv_runs`.
     """
     BLOCK: gl.constexpr = CONFIG.block
-    if walk.full is None:
+    if schedule.full is None:
         if FIRST:
             state = BODY(state, context, first_block, True, SCORE, MASK, CONFIG)
         for i in range(1, runs[0]):
@@ -268,12 +270,12 @@ def visit_kv_blocks(
         else:
             extra_visit, skip = 0, 1 - first_is_full
         state = _visit_runs(
-            state, context, walk, walk.partial, first_block, runs.partial_end, runs.partial_runs,
-            runs.partial_start, runs.partial_count, extra_visit, skip, kv_len, True,
-            BODY, SCORE, MASK, CONFIG,
+            state, context, schedule, schedule.partial, first_block, runs.partial_end,
+            runs.partial_runs, runs.partial_start, runs.partial_count, extra_visit, skip, kv_len,
+            True, BODY, SCORE, MASK, CONFIG,
         )  # fmt: skip
         state = _visit_runs(
-            state, context, walk, walk.full, first_block, runs.full_end, runs.full_runs,
+            state, context, schedule, schedule.full, first_block, runs.full_end, runs.full_runs,
             runs.full_start, runs.full_count, 0, first_is_full, kv_len, False,
             BODY, SCORE, MASK, CONFIG,
         )  # fmt: skip
@@ -291,19 +293,19 @@ def _first_is_full(runs, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _visit_runs(
-    state, context, walk, tiles, first_block, end, runs, start, count, extra_visit, skip, kv_len,
-    PARTIAL: gl.constexpr, BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr,
+    state, context, schedule, tiles, first_block, end, runs, start, count, extra_visit, skip,
+    kv_len, PARTIAL: gl.constexpr, BODY: gl.constexpr, SCORE: gl.constexpr, MASK: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Visit the blocks of one kind of tiles, for `visit_kv_blocks`.
 
-    - `tiles`: `walk.full` or `walk.partial`.
+    - `tiles`: `schedule.full` or `schedule.partial`.
     - `extra_visit`: 1 to visit `first_block` before them.
     - `skip`: 1 to leave out the last block of the run that comes first, which was visited already.
     """
     for r in range(0 - extra_visit, runs):
         first, blocks = _rows_of_run(
-            tiles, end - 1 - r, r, start, count, walk, kv_len, CONFIG.block
+            tiles, end - 1 - r, r, start, count, schedule, kv_len, CONFIG.block
         )
         first, blocks = gl.where(r >= 0, first, first_block), gl.where(r >= 0, blocks, 1)
         for i in range(gl.where(r == 0, skip, 0), blocks):
@@ -317,7 +319,7 @@ def _visit_runs(
 
 @gluon.jit
 def visit_q_blocks(
-    state, context, walk, column, runs, q_len, calls_after,
+    state, context, schedule, column, runs, q_len, calls_after,
     BODY: gl.constexpr, DERIVATIVE: gl.constexpr, SCATTER: gl.constexpr, MASK: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
@@ -330,7 +332,7 @@ def visit_q_blocks(
     - `runs`: from `load_runs`, or () to load them here.
     """
     BLOCK: gl.constexpr = CONFIG.block
-    if walk.full is None:
+    if schedule.full is None:
         blocks = (q_len + BLOCK - 1) // BLOCK
         for i in range(0, blocks):
             has_next = (i + 1 < blocks) | (calls_after > 0)
@@ -338,12 +340,14 @@ def visit_q_blocks(
                 state, context, i * BLOCK, has_next, False, DERIVATIVE, SCATTER, MASK, CONFIG
             )  # fmt: skip
     elif CONFIG.deterministic:
-        begin = gl.load(walk.full[0] + column)
-        end = gl.load(walk.full[0] + column + 1)
+        begin = gl.load(schedule.full[0] + column)
+        end = gl.load(schedule.full[0] + column + 1)
         for r in range(begin, end):
             next_after_run = (r + 1 < end) | (calls_after > 0)
-            first, blocks = _rows(*_load_run(walk.partial, r, True), walk, q_len, BLOCK)
-            first_full, full_blocks = _rows(*_load_run(walk.full, r, True), walk, q_len, BLOCK)
+            first, blocks = _rows(*_load_run(schedule.partial, r, True), schedule, q_len, BLOCK)
+            first_full, full_blocks = _rows(
+                *_load_run(schedule.full, r, True), schedule, q_len, BLOCK
+            )
             for i in range(0, blocks):
                 has_next = (i + 1 < blocks) | (full_blocks > 0) | next_after_run
                 state = BODY(
@@ -358,13 +362,13 @@ def visit_q_blocks(
                 )  # fmt: skip
     else:
         if len(runs) == 0:
-            runs = load_runs(walk, column)
+            runs = load_runs(schedule, column)
         full_runs = runs.full_runs
         partial_runs = gl.where(runs.partial_runs + full_runs == 0, 1, runs.partial_runs)
         for r in range(0, partial_runs):
             first, blocks = _rows_of_run(
-                walk.partial, runs.partial_first + r, r, runs.partial_start, runs.partial_count,
-                walk, q_len, BLOCK,
+                schedule.partial, runs.partial_first + r, r, runs.partial_start, runs.partial_count,
+                schedule, q_len, BLOCK,
             )  # fmt: skip
             for i in range(0, blocks):
                 in_run, in_partial = i + 1 < blocks, r + 1 < partial_runs
@@ -375,8 +379,8 @@ def visit_q_blocks(
                 )  # fmt: skip
         for r in range(0, full_runs):
             first, blocks = _rows_of_run(
-                walk.full, runs.full_first + r, r, runs.full_start, runs.full_count, walk, q_len,
-                BLOCK,
+                schedule.full, runs.full_first + r, r, runs.full_start, runs.full_count, schedule,
+                q_len, BLOCK,
             )  # fmt: skip
             for i in range(0, blocks):
                 has_next = (i + 1 < blocks) | (r + 1 < full_runs) | (calls_after > 0)
@@ -391,23 +395,23 @@ def visit_q_blocks(
 def broadcasts_runs(full, CONFIG):
     """Return whether the backward's producer publishes the runs of a column. It loads them ahead of
     the TMA loads, which every other partition's load would queue behind. If not, `visit_q_blocks`
-    loads them itself. `full`: of the walk."""
+    loads them itself. `full`: of the schedule."""
     return full is not None and not CONFIG.deterministic
 
 
 @gluon.jit
-def runs_to_write(walk, column, CONFIG: gl.constexpr):
+def runs_to_write(schedule, column, CONFIG: gl.constexpr):
     """Return the runs of a column that the producer publishes; () where it publishes none."""
-    if broadcasts_runs(walk.full, CONFIG):
-        return load_runs(walk, column)
+    if broadcasts_runs(schedule.full, CONFIG):
+        return load_runs(schedule, column)
     else:
         return ()
 
 
 @gluon.jit
-def read_q_runs(work_smem, cursor, walk, WARPS: gl.constexpr, CONFIG: gl.constexpr):
+def read_q_runs(work_smem, cursor, schedule, WARPS: gl.constexpr, CONFIG: gl.constexpr):
     """Return the published `QRuns` of a column; () where the producer publishes none."""
-    if broadcasts_runs(walk.full, CONFIG):
+    if broadcasts_runs(schedule.full, CONFIG):
         return QRuns(*read_work(work_smem, cursor, BWD_RUNS, BWD_FIELDS, WARPS))
     else:
         return ()
@@ -417,14 +421,14 @@ def read_q_runs(work_smem, cursor, walk, WARPS: gl.constexpr, CONFIG: gl.constex
 
 
 @gluon.jit
-def load_runs(walk, column):
+def load_runs(schedule, column):
     """Load the `QRuns` of a column from global memory."""
-    partial_first = gl.load(walk.partial[0] + column)
-    full_first = gl.load(walk.full[0] + column)
-    partial_runs = gl.load(walk.partial[0] + column + 1) - partial_first
-    full_runs = gl.load(walk.full[0] + column + 1) - full_first
-    partial_start, partial_count = _load_run(walk.partial, partial_first, partial_runs > 0)
-    full_start, full_count = _load_run(walk.full, full_first, full_runs > 0)
+    partial_first = gl.load(schedule.partial[0] + column)
+    full_first = gl.load(schedule.full[0] + column)
+    partial_runs = gl.load(schedule.partial[0] + column + 1) - partial_first
+    full_runs = gl.load(schedule.full[0] + column + 1) - full_first
+    partial_start, partial_count = _load_run(schedule.partial, partial_first, partial_runs > 0)
+    full_start, full_count = _load_run(schedule.full, full_first, full_runs > 0)
     return QRuns(
         partial_first, partial_runs, partial_start, partial_count,
         full_first, full_runs, full_start, full_count,
@@ -439,22 +443,22 @@ def _load_run(tiles, n, exists):
 
 
 @gluon.jit
-def _rows(start, count, walk, length, BLOCK: gl.constexpr):
+def _rows(start, count, schedule, length, BLOCK: gl.constexpr):
     """Return the first row and the number of blocks of some tiles."""
-    first = start * walk.step
-    end = gl.minimum(first + count * walk.step, length)
+    first = start * schedule.step
+    end = gl.minimum(first + count * schedule.step, length)
     return first, (end - first + BLOCK - 1) // BLOCK
 
 
 @gluon.jit
-def _rows_of_run(tiles, n, r, start, count, walk, length, BLOCK: gl.constexpr):
+def _rows_of_run(tiles, n, r, start, count, schedule, length, BLOCK: gl.constexpr):
     """Return the first row and the number of blocks of run n, which is visited as the r-th. `start`
     and `count` are those of the run that is visited first.
 
     (Any other run is loaded when it begins. Loaded one ahead, the loop over runs would carry its
     count, and nothing but the loop's end would use it: see `rows_of` in the Triton backend's
-    walk.py.)
+    schedule.py.)
     """
     next_start, next_count = _load_run(tiles, n, r > 0)
     start, count = gl.where(r > 0, next_start, start), gl.where(r > 0, next_count, count)
-    return _rows(start, count, walk, length, BLOCK)
+    return _rows(start, count, schedule, length, BLOCK)

@@ -123,7 +123,7 @@ class PreviousTile(NamedTuple):
     rings: Any
     outputs: Any
     sizes: Any
-    walk: Any
+    schedule: Any
 
 
 # -- the work-tile table --------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def epilogue(acc, m, l, max_s, previous, SCORE: gl.constexpr, CONFIG: gl.constex
     - `acc`, `m`, `l`, `max_s`: as of `SoftmaxState`.
     """
     rows, smem, rings, outputs = previous.rows, previous.smem, previous.rings, previous.outputs
-    sizes, walk = previous.sizes, previous.walk
+    sizes, schedule = previous.sizes, previous.schedule
     W: gl.constexpr = CONFIG.consumer
     q_len = sizes.q_len
     tile = read_fwd_tile(smem.work, previous.work_at, WARPGROUP)
@@ -54,7 +54,7 @@ def epilogue(acc, m, l, max_s, previous, SCORE: gl.constexpr, CONFIG: gl.constex
         max_s = gl.where(live, propagate_nan(max_s, l), float("-inf"))
         has_nan = gl.max((max_s != max_s).to(gl.int32), 0)
         largest = gl.where(has_nan > 0, float("nan"), gl.max(max_s, 0))
-        tiles = (walk.tile_rows >> 2) * CONFIG.subtiles  # of a head
+        tiles = (schedule.tile_rows >> 2) * CONFIG.subtiles  # of a head
         part_idx = head * (CONFIG.consumers * tiles) + CONFIG.consumers * tile_in_head + W
         gl.store(outputs.max_logit + part_idx, largest, mask=tile_in_head >= 0)
     scale = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, acc_layout(CONFIG.block)))

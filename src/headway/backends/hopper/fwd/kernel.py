@@ -117,7 +117,7 @@ def forward(
     counter, tickets,  # the next ticket (0, before and after), and how many there are
     last_rows,  # the shortest tile rows, whose tiles come after those of all heads
     whole_tiles, share_blocks, shared_blocks, partials,  # `StreamKArgs`, and memory for parts
-    heads, group, q_len, kv_len, dv, scale, coords, walk, bias_tables,
+    heads, group, q_len, kv_len, dv, scale, coords, schedule, bias_tables,
     score_tensors, mask_tensors, score_numbers, mask_numbers,  # what score and mask capture
     SCORE: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,  # `config.FwdKernelConfig`
 ):  # fmt: skip
@@ -157,10 +157,10 @@ def forward(
     if CONFIG.consumers == 1:
         gl.warp_specialize(
             [
-                (consumer, (outputs, smem, rings, sizes, mods, walk, SCORE, MASK, CONFIG_0)),
-                (produce, (q, k, v, smem, rings, sizes, walk, CONFIG)),
-                (schedule_tiles, (smem, rings, counter, tickets, last_rows, stream_k, sizes, walk,
-                                  CONFIG)),
+                (consumer, (outputs, smem, rings, sizes, mods, schedule, SCORE, MASK, CONFIG_0)),
+                (produce, (q, k, v, smem, rings, sizes, schedule, CONFIG)),
+                (schedule_tiles, (smem, rings, counter, tickets, last_rows, stream_k, sizes,
+                                  schedule, CONFIG)),
             ],
             [ONE_WARP, ONE_WARP],  # warps of the partitions after the first
             [MIN_REGISTERS, MIN_REGISTERS],  # registers of their threads
@@ -168,11 +168,11 @@ def forward(
     elif CONFIG.consumers == 2:
         gl.warp_specialize(
             [
-                (consumer, (outputs, smem, rings, sizes, mods, walk, SCORE, MASK, CONFIG_0)),
-                (consumer, (outputs, smem, rings, sizes, mods, walk, SCORE, MASK, CONFIG_1)),
-                (produce, (q, k, v, smem, rings, sizes, walk, CONFIG)),
-                (schedule_tiles, (smem, rings, counter, tickets, last_rows, stream_k, sizes, walk,
-                                  CONFIG)),
+                (consumer, (outputs, smem, rings, sizes, mods, schedule, SCORE, MASK, CONFIG_0)),
+                (consumer, (outputs, smem, rings, sizes, mods, schedule, SCORE, MASK, CONFIG_1)),
+                (produce, (q, k, v, smem, rings, sizes, schedule, CONFIG)),
+                (schedule_tiles, (smem, rings, counter, tickets, last_rows, stream_k, sizes,
+                                  schedule, CONFIG)),
             ],
             [WARPGROUP, ONE_WARP, ONE_WARP],
             [CONFIG.registers, MIN_REGISTERS, MIN_REGISTERS],
@@ -180,12 +180,12 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consumer, (outputs, smem, rings, sizes, mods, walk, SCORE, MASK, CONFIG_0)),
-                (consumer, (outputs, smem, rings, sizes, mods, walk, SCORE, MASK, CONFIG_1)),
-                (consumer, (outputs, smem, rings, sizes, mods, walk, SCORE, MASK, CONFIG_2)),
-                (produce, (q, k, v, smem, rings, sizes, walk, CONFIG)),
-                (schedule_tiles, (smem, rings, counter, tickets, last_rows, stream_k, sizes, walk,
-                                  CONFIG)),
+                (consumer, (outputs, smem, rings, sizes, mods, schedule, SCORE, MASK, CONFIG_0)),
+                (consumer, (outputs, smem, rings, sizes, mods, schedule, SCORE, MASK, CONFIG_1)),
+                (consumer, (outputs, smem, rings, sizes, mods, schedule, SCORE, MASK, CONFIG_2)),
+                (produce, (q, k, v, smem, rings, sizes, schedule, CONFIG)),
+                (schedule_tiles, (smem, rings, counter, tickets, last_rows, stream_k, sizes,
+                                  schedule, CONFIG)),
             ],
             [WARPGROUP, WARPGROUP, ONE_WARP, ONE_WARP],
             [CONFIG.registers, CONFIG.registers, MIN_REGISTERS, MIN_REGISTERS],
@@ -207,7 +207,7 @@ def q_rings(CONFIG: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    outputs, smem, rings, sizes, mods, walk,
+    outputs, smem, rings, sizes, mods, schedule,
     SCORE: gl.constexpr, MASK: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Attend from rows 64 W to 64 W + 63 of every work tile, W the number of the consumer."""
@@ -264,7 +264,7 @@ def consumer(
         if CONFIG.early_q_release:
             blocks_left = count_blocks(work.packed_blocks)
         tile = TileContext(kv_len, mods, *locate_queries(work, rows, mods, q_len, CONFIG))
-        previous = PreviousTile(previous_at, rows, row_log2, smem, rings, outputs, sizes, walk)
+        previous = PreviousTile(previous_at, rows, row_log2, smem, rings, outputs, sizes, schedule)
 
         # The first block, with which the previous tile ends; then the others.
         state = SoftmaxState(
@@ -281,9 +281,9 @@ def consumer(
                 q=q, k=smem.k, v=smem.v, k_ring=rings.k, v_ring=rings.v, q_ring=q_ring, q_at=q_at,
                 slope=(a, smem.slope[0]),
             )  # fmt: skip
-        runs = read_kv_runs(smem.work, work_at, walk, WARPGROUP)
+        runs = read_kv_runs(smem.work, work_at, schedule, WARPGROUP)
         state = visit_kv_blocks(
-            state, (ops, tile, previous), walk, work.first_block, runs, kv_len,
+            state, (ops, tile, previous), schedule, work.first_block, runs, kv_len,
             CONFIG.first_block_in_loop, attend_block, SCORE, MASK, CONFIG,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ....blocks import TILE
 from ....types import Spec
 from ...base import Call, split
-from ...gpu.runtime.call_plan import Walks, consecutive
+from ...gpu.runtime.call_plan import TileSchedules, consecutive
 from ...gpu.runtime.launcher import KernelLauncher
 from ...gpu.runtime.tile_counter import zeroed_counter
 from ..bias_tables import BiasTables
@@ -66,10 +66,10 @@ class ForwardPlan(HopperPlan):
         swizzle = self.hq // self.hk
         if self.mask is not None:
             swizzle = self.head_swizzle(self.hq, -(-self.q_len // self.tile_rows), waves)
-        self.walks = Walks(self, queries=True, block=self.tile_rows, swizzle=swizzle)
-        self.tile_table = TileTable(self.walks, self.kv_len, self.block, self.tile_rows)
-        self.bias_tables = BiasTables(self, self.walks, queries=True)
-        self.tiles_per_head = self.walks.tile_rows * self.walks.sub
+        self.schedules = TileSchedules(self, queries=True, block=self.tile_rows, swizzle=swizzle)
+        self.tile_table = TileTable(self.schedules, self.kv_len, self.block, self.tile_rows)
+        self.bias_tables = BiasTables(self, self.schedules, queries=True)
+        self.tiles_per_head = self.schedules.tile_rows * self.schedules.sub
         self.max_logit_parts = shape.consumers * self.tiles_per_head  # of one head
 
     def _share_work(self) -> None:
@@ -106,7 +106,7 @@ class ForwardPlan(HopperPlan):
         """Return the configuration that the kernel is compiled for."""
         shape, spec = self.tile_shape, self.spec
         return FwdKernelConfig(
-            block=self.block, stages=shape.stages, subtiles=self.walks.sub,
+            block=self.block, stages=shape.stages, subtiles=self.schedules.sub,
             index_type=self.index_type, straight=self.straight, positive_scale=spec.scale > 0,
             even_kv=self.kv_len % self.block == 0,
             v_stages=shape.v_stages, q_stages=shape.q_stages,
@@ -189,8 +189,8 @@ class ForwardPlan(HopperPlan):
         padded = out
         if self.padding_columns:
             padded = out.new_empty((*out.shape[:3], self.dv + self.padding_columns))[..., : self.dv]
-        call_args = self.known_arguments(self.walks) or self.call_arguments(
-            call, self.walks, walk=self.tile_table(call)
+        call_args = self.known_arguments(self.schedules) or self.call_arguments(
+            call, self.schedules, schedule=self.tile_table(call)
         )
         tables = self.bias_tables.fill(call_args)
         counter, partials = zeroed_counter(self.device), self.new_partials()
@@ -211,9 +211,9 @@ class ForwardPlan(HopperPlan):
         """Return the arguments of the kernel."""
         q, k, v, out, lse, row_max, max_logit, sink, counter, partials, *bias_tables = operands
         tables, *_ = self.bias_tables.kernel_args(bias_tables)
-        coords, walk, captured, _ = self.arranged(self.walks, tensors, floats)
+        coords, schedule, captured, _ = self.arranged(self.schedules, tensors, floats)
         outputs = (None, None, out) if self.wide else (*self.out(out), None)
         return (
             *self.q(q), *self.k(k), *self.v(v), *outputs, lse, row_max, max_logit, sink, counter,
-            *self.scheduler_args, partials, *self.sizes, coords, walk, tables, *captured,
+            *self.scheduler_args, partials, *self.sizes, coords, schedule, tables, *captured,
         )  # fmt: skip

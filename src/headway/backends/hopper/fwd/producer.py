@@ -42,7 +42,7 @@ class LoadState(NamedTuple):
 
 
 @gluon.jit
-def produce(q, k, v, smem, rings, sizes, walk, CONFIG: gl.constexpr):
+def produce(q, k, v, smem, rings, sizes, schedule, CONFIG: gl.constexpr):
     """Load what each work tile needs; `q`, `k`, `v`: descriptors of pieces."""
     consumer_release(rings.work, first_stage())  # the first sentinel tile
     work_at = advance(first_stage(), WORK_STAGES)
@@ -59,7 +59,7 @@ def produce(q, k, v, smem, rings, sizes, walk, CONFIG: gl.constexpr):
         tile = read_fwd_tile(smem.work, work_at, ONE_WARP)
         early = fetched_early(tile.packed_blocks)
         countdown = gl.where(early, 0, gl.maximum(count_blocks(tile.packed_blocks) - 1, 1))
-        runs = read_kv_runs(smem.work, work_at, walk, ONE_WARP)
+        runs = read_kv_runs(smem.work, work_at, schedule, ONE_WARP)
         consumer_release(rings.work, work_at)
         work_at = advance(work_at, WORK_STAGES)
         if not CONFIG.early_q_release:
@@ -76,7 +76,7 @@ def produce(q, k, v, smem, rings, sizes, walk, CONFIG: gl.constexpr):
         )
         state = LoadState(kv_at[0], kv_at[1], countdown, q_at, gl.to_tensor(True))
         state = visit_kv_blocks(
-            state, loads, walk, tile.first_block, runs, sizes.kv_len, True,
+            state, loads, schedule, tile.first_block, runs, sizes.kv_len, True,
             load_block, None, None, CONFIG,
         )  # fmt: skip
         kv_at = (state.k_at, state.v_at)

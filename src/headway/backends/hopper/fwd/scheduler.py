@@ -22,11 +22,11 @@ LAST_WAVES = gl.constexpr(4)  # tickets of each CTA, at the end, that are never 
 
 @gluon.jit
 def schedule_tiles(
-    smem, rings, counter, tickets, last_rows, stream_k, sizes, walk, CONFIG: gl.constexpr
+    smem, rings, counter, tickets, last_rows, stream_k, sizes, schedule, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Fetch tickets and publish their work tiles, between two sentinel tiles."""
     work_at = write_work(
-        first_stage(), smem.work, rings.work, _sentinel_tile(walk, sizes.q_len, CONFIG)
+        first_stage(), smem.work, rings.work, _sentinel_tile(schedule, sizes.q_len, CONFIG)
     )
     next_at = first_stage()
     # Relaxed: the counter guards no data, and a fence for the whole GPU takes as long as the add.
@@ -35,16 +35,16 @@ def schedule_tiles(
         if CONFIG.stream_k:
             tile_idx, low, high, share = _share_of_ticket(ticket, stream_k, sizes, CONFIG)
             if low < 0:  # a part of two tiles: of the later one first (stream_k.py)
-                tile, part = _part(tile_idx, 0, high, share, stream_k, sizes, walk, CONFIG)
+                tile, part = _part(tile_idx, 0, high, share, stream_k, sizes, schedule, CONFIG)
                 fields = tile + (pack_blocks(high, True),) + part  # noqa: RUF005
                 work_at = write_work(work_at, smem.work, rings.work, fields)
                 tile_idx -= 1
                 high = _kv_blocks(sizes, CONFIG)
                 low += high
             blocks = high - low
-            tile, runs = _part(tile_idx, low, high, share, stream_k, sizes, walk, CONFIG)
+            tile, runs = _part(tile_idx, low, high, share, stream_k, sizes, schedule, CONFIG)
         else:
-            blocks, tile, runs = _describe_tile(ticket, tickets, last_rows, walk, sizes, CONFIG)
+            blocks, tile, runs = _describe_tile(ticket, tickets, last_rows, schedule, sizes, CONFIG)
         # Behind a short tile fetch the next one now; not behind the last ones.
         early = (blocks <= SHORT_TILE) & (ticket + LAST_WAVES * gl.num_programs(0) < tickets)
         packed_blocks = pack_blocks(blocks, early)
@@ -56,24 +56,24 @@ def schedule_tiles(
         ticket = gl.atomic_add(counter, 1, sem="relaxed")
     # Each CTA fetches one ticket too many. The last to do so resets the counter.
     gl.store(counter, 0, mask=ticket == tickets + gl.num_programs(0) - 1)
-    write_work(work_at, smem.work, rings.work, _sentinel_tile(walk, sizes.q_len, CONFIG))
+    write_work(work_at, smem.work, rings.work, _sentinel_tile(schedule, sizes.q_len, CONFIG))
 
 
 @gluon.jit
-def _describe_tile(ticket, tickets, last_rows, walk, sizes, CONFIG: gl.constexpr):
+def _describe_tile(ticket, tickets, last_rows, schedule, sizes, CONFIG: gl.constexpr):
     """Return the number of KV blocks that the work tile of a ticket visits, the fields of `FwdTile`
     but the last, and the fields behind them."""
-    n, h, b = map_work_tile(ticket, tickets, last_rows, walk, sizes.heads, CONFIG.subtiles)
-    if walk.full is None:
+    n, h, b = map_work_tile(ticket, tickets, last_rows, schedule, sizes.heads, CONFIG.subtiles)
+    if schedule.full is None:
         blocks = _kv_blocks(sizes, CONFIG)
         first_block = (blocks - 1) * CONFIG.block
         tile = (n, n * (CONFIG.consumers * ROWS), h, b, first_block, h // sizes.group)
         return blocks, tile, (blocks,)
     else:
-        entry = TableEntry(*_read_table(walk.order, n, 0, TABLE_FIELDS))
-        runs = KVRuns(*_read_table(walk.order, n, TABLE_RUNS, TABLE_COLUMNS))
-        h = gl.where(walk.h == 1, h, entry.head)
-        b = gl.where(walk.b == 1, b, entry.batch)
+        entry = TableEntry(*_read_table(schedule.order, n, 0, TABLE_FIELDS))
+        runs = KVRuns(*_read_table(schedule.order, n, TABLE_RUNS, TABLE_COLUMNS))
+        h = gl.where(schedule.h == 1, h, entry.head)
+        b = gl.where(schedule.b == 1, b, entry.batch)
         tile = (entry.tile_in_head, entry.first_row, h, b, entry.first_block, h // sizes.group)
         return entry.blocks, tile, runs
 
@@ -110,10 +110,10 @@ def _share_of_ticket(ticket, stream_k, sizes, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _part(tile_idx, low, high, share, stream_k, sizes, walk, CONFIG: gl.constexpr):
+def _part(tile_idx, low, high, share, stream_k, sizes, schedule, CONFIG: gl.constexpr):
     """Describe the part of a work tile from KV block low to high: the fields of `FwdTile` but the
     last, and its `StreamKPart`. The CTA with the last block combines all parts of a tile."""
-    _, tile, _ = _describe_tile(tile_idx, 0, 0, walk, sizes, CONFIG)
+    _, tile, _ = _describe_tile(tile_idx, 0, 0, schedule, sizes, CONFIG)
     tile_in_head, first_row, h, b, _, kv_head = tile
     blocks = _kv_blocks(sizes, CONFIG)
     before = share - (tile_idx - stream_k.whole_tiles) * blocks // stream_k.share_blocks
@@ -123,7 +123,7 @@ def _part(tile_idx, low, high, share, stream_k, sizes, walk, CONFIG: gl.constexp
 
 
 @gluon.jit
-def _sentinel_tile(walk, q_len, CONFIG: gl.constexpr):
+def _sentinel_tile(schedule, q_len, CONFIG: gl.constexpr):
     """Return a work tile of one KV block, whose rows lie past the end: nothing of it is stored."""
     tile = FwdTile(
         tile_in_head=-1, first_row=q_len, head=0, batch=0, first_block=0, kv_head=0,
@@ -131,7 +131,7 @@ def _sentinel_tile(walk, q_len, CONFIG: gl.constexpr):
     )  # fmt: skip
     if CONFIG.stream_k:
         return tile + StreamKPart(0, 0, 0)
-    elif walk.full is None:
+    elif schedule.full is None:
         return tile + (0,)  # noqa: RUF005
     else:
         return tile + KVRuns(0, 0, 0, 0, 0, 0, 0, 0)

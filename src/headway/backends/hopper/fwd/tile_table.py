@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...base import Call
-from ...gpu.runtime.call_plan import Walk, Walks
+from ...gpu.runtime.call_plan import TileSchedule, TileSchedules
 from ...gpu.runtime.device_guard import keep_alive, outside_capture
 from . import context
 
@@ -14,30 +14,34 @@ COLUMNS, RUNS = context.TABLE_COLUMNS.value, context.TABLE_RUNS.value
 
 
 class TileTable:
-    """The walks of a plan, with a work-tile table in the place of their `order`.
+    """The schedules of a plan, with a work-tile table in the place of their `order`.
 
     - `kv_len`, `block`, `rows`: as for `tile_table`.
     """
 
-    def __init__(self, walks: Walks, kv_len: int, block: int, rows: int) -> None:
-        self.walks, self.sizes = walks, (kv_len, block, rows)
-        self.cached: tuple[Walk, Walk] | None = None  # a walk, without and with its table
+    def __init__(self, schedules: TileSchedules, kv_len: int, block: int, rows: int) -> None:
+        self.schedules, self.sizes = schedules, (kv_len, block, rows)
+        self.cached: tuple[TileSchedule, TileSchedule] | None = (
+            None  # a schedule, without and with its table
+        )
 
-    def __call__(self, call: Call) -> Walk:
-        """Return the walk for a call."""
-        walk = self.walks(call)
-        if walk.full is None:
-            return walk
-        device = self.walks.plan.device
-        if self.cached is None or self.cached[0] is not walk:
-            table = outside_capture(device, lambda: tile_table(walk, self.walks.sub, *self.sizes))
-            self.cached = walk, walk._replace(order=table)
-        walk_with_table = self.cached[1]
-        keep_alive(device, [walk_with_table.order])
-        return walk_with_table
+    def __call__(self, call: Call) -> TileSchedule:
+        """Return the schedule for a call."""
+        schedule = self.schedules(call)
+        if schedule.full is None:
+            return schedule
+        device = self.schedules.plan.device
+        if self.cached is None or self.cached[0] is not schedule:
+            table = outside_capture(
+                device, lambda: tile_table(schedule, self.schedules.sub, *self.sizes)
+            )
+            self.cached = schedule, schedule._replace(order=table)
+        schedule_with_table = self.cached[1]
+        keep_alive(device, [schedule_with_table.order])
+        return schedule_with_table
 
 
-def tile_table(walk: Walk, sub: int, kv_len: int, block: int, rows: int) -> Tensor:
+def tile_table(schedule: TileSchedule, sub: int, kv_len: int, block: int, rows: int) -> Tensor:
     """Return all work tiles in the order of work, int32 `(tiles, COLUMNS)`: `context.TableEntry`,
     and from column RUNS on `KVRuns` (device/work_tile.py).
 
@@ -48,15 +52,15 @@ def tile_table(walk: Walk, sub: int, kv_len: int, block: int, rows: int) -> Tens
     - `sub`: work tiles of one tile of the mask; `rows`: queries of a work tile.
     - `block`: keys of a KV block.
     """
-    (full_offsets, *full), (partial_offsets, *partial) = walk.full, walk.partial
+    (full_offsets, *full), (partial_offsets, *partial) = schedule.full, schedule.partial
     # All runs, and one more for rows that have none.
     start = torch.cat([full[0], partial[0], full[0].new_zeros(1)])
     count = torch.cat([full[1], partial[1], full[1].new_ones(1)])
-    first = start * walk.step
-    blocks = ((first + count * walk.step).clamp_max(kv_len) - first + block - 1) // block
+    first = start * schedule.step
+    blocks = ((first + count * schedule.step).clamp_max(kv_len) - first + block - 1) // block
     blocks[-1] = 1
     blocks_before = blocks.cumsum(0) - blocks
-    tile_row = walk.order.long()
+    tile_row = schedule.order.long()
     offsets = torch.stack([full_offsets, partial_offsets + len(full[0])])
     begin, end = offsets[:, tile_row], offsets[:, tile_row + 1]
     runs = end - begin
@@ -66,10 +70,10 @@ def tile_table(walk: Walk, sub: int, kv_len: int, block: int, rows: int) -> Tens
     last_full, last_partial = (first + (blocks - 1) * block)[last_run]
     first_block = torch.where(from_full, last_full, last_partial)
     end[1] -= len(full[0])
-    tile, mask_head = tile_row % walk.tile_rows, tile_row // walk.tile_rows
-    head, batch = mask_head % walk.h, mask_head // walk.h
+    tile, mask_head = tile_row % schedule.tile_rows, tile_row // schedule.tile_rows
+    head, batch = mask_head % schedule.h, mask_head // schedule.h
     entry = context.TableEntry(
-        tile * sub, tile * walk.size, head, batch, first_block, visited
+        tile * sub, tile * schedule.size, head, batch, first_block, visited
     )  # fmt: skip
     columns = [*entry, *[torch.zeros_like(tile_row)] * (RUNS - len(entry))]
     runs_of_rows = end, runs, start[last_run], count[last_run]

@@ -41,7 +41,7 @@ class BlockCursor(NamedTuple):
     last: Any  # index of the last run plus 1
 
 
-def scattered(walk: Any, length: int) -> bool:
+def scattered(schedule: Any, length: int) -> bool:
     """Check whether full tiles come in many short runs: on average more than two per tile row, and
     more than one per eight tiles of `length`.
 
@@ -49,9 +49,13 @@ def scattered(walk: Any, length: int) -> bool:
     and 1.04 times as long as one loop in the forward, with runs of 1, 2, 4 and 8 tiles, and 1.14,
     1.00, 0.95 and 0.91 times in the backward.
     """
-    if walk.full is None:
+    if schedule.full is None:
         return False
-    tile_rows, runs, tiles = len(walk.full[0]) - 1, len(walk.full[1]), -(-length // walk.step)
+    tile_rows, runs, tiles = (
+        len(schedule.full[0]) - 1,
+        len(schedule.full[1]),
+        -(-length // schedule.step),
+    )
     return runs > 2 * tile_rows and 8 * runs > tiles * tile_rows
 
 
@@ -73,12 +77,12 @@ class Program(NamedTuple):
 
 @triton.jit
 def begin_program(
-    walk, heads, length, other_length, SUB: tl.constexpr, ROWS: tl.constexpr, EDGE: tl.constexpr,
-    BLOCK: tl.constexpr, SCATTERED: tl.constexpr,
+    schedule, heads, length, other_length, SUB: tl.constexpr, ROWS: tl.constexpr,
+    EDGE: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr,
 ):  # fmt: skip
     """Return the `Program` that computes ROWS rows of `length`, from blocks of `other_length`."""
-    work = tile.map_work_tile(walk, heads, SUB, ROWS)
-    partial, full = begin(walk, work.tile_row, other_length, EDGE, BLOCK, SCATTERED)
+    work = tile.map_work_tile(schedule, heads, SUB, ROWS)
+    partial, full = begin(schedule, work.tile_row, other_length, EDGE, BLOCK, SCATTERED)
     b64, h64 = tl.cast(work.b, tl.int64), tl.cast(work.h, tl.int64)
     index = tl.arange(0, ROWS)
     live = work.first + index < tl.minimum(work.end, length)
@@ -89,7 +93,7 @@ def begin_program(
 
 @triton.jit
 def visit(
-    state, stationary, streamed, rows, mods, walk, program, length, STEP: tl.constexpr,
+    state, stationary, streamed, rows, mods, schedule, program, length, STEP: tl.constexpr,
     MASK: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr, SCATTERED: tl.constexpr,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -100,30 +104,30 @@ def visit(
     - `length`: the number of rows that the blocks are cut from.
     """
     # How many kinds of tiles, of partial and full ones, have one loop over all blocks.
-    BLOCK_LOOPS: tl.constexpr = 0 if walk.full is None else (2 if SCATTERED else 1)
+    BLOCK_LOOPS: tl.constexpr = 0 if schedule.full is None else (2 if SCATTERED else 1)
     for FULL in tl.static_range(BLOCK_LOOPS):
-        runs = walk.full if FULL else walk.partial
+        runs = schedule.full if FULL else schedule.partial
         blocks, cursor = program.full if FULL else program.partial
         for _ in tl.range(0, blocks):
             state = STEP(
                 state, stationary, streamed, cursor.row, cursor.stop, rows, mods,
                 None if FULL else MASK, BLOCK if FULL else EDGE, CONFIG,
             )  # fmt: skip
-            cursor = advance(runs, cursor, walk.step, length, BLOCK if FULL else EDGE)
+            cursor = advance(runs, cursor, schedule.step, length, BLOCK if FULL else EDGE)
     if BLOCK_LOOPS < 2:
         for run in tl.range(program.full.first, program.full.last):
-            start, stop = rows_of(walk, program.full, run, length)
+            start, stop = rows_of(schedule, program.full, run, length)
             for n in tl.range(start, stop, BLOCK):
                 state = STEP(
                     state, stationary, streamed, n, stop, rows, mods,
-                    MASK if walk.full is None else None, BLOCK, CONFIG,
+                    MASK if schedule.full is None else None, BLOCK, CONFIG,
                 )  # fmt: skip
     return state
 
 
 @triton.jit
 def begin(
-    walk, tile_row, length, EDGE: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr
+    schedule, tile_row, length, EDGE: tl.constexpr, BLOCK: tl.constexpr, SCATTERED: tl.constexpr
 ):  # fmt: skip
     """Return the live tiles of a tile row, partial and full.
 
@@ -136,21 +140,24 @@ def begin(
 
     - `length`: the number of rows.
     """
-    if walk.full is None:
+    if schedule.full is None:
         return (0, ()), FullRuns(0, 0, 0, 1)
     else:
-        first, last = tl.load(walk.partial[0] + tile_row), tl.load(walk.partial[0] + tile_row + 1)
-        first_full = tl.load(walk.full[0] + tile_row)
-        last_full = tl.load(walk.full[0] + tile_row + 1)
-        first_run = _read(walk.partial, first, last)
-        first_full_run = _read(walk.full, first_full, last_full)
+        first, last = (
+            tl.load(schedule.partial[0] + tile_row),
+            tl.load(schedule.partial[0] + tile_row + 1),
+        )
+        first_full = tl.load(schedule.full[0] + tile_row)
+        last_full = tl.load(schedule.full[0] + tile_row + 1)
+        first_run = _read(schedule.partial, first, last)
+        first_full_run = _read(schedule.full, first_full, last_full)
         if SCATTERED:
             full = _blocks(
-                walk.full, first_full_run, first_full, last_full, walk.step, length, BLOCK
+                schedule.full, first_full_run, first_full, last_full, schedule.step, length, BLOCK
             )
         else:
             full = FullRuns(first_full_run[0], first_full_run[1], first_full, last_full)
-        return _blocks(walk.partial, first_run, first, last, walk.step, length, EDGE), full
+        return _blocks(schedule.partial, first_run, first, last, schedule.step, length, EDGE), full
 
 
 @triton.jit
@@ -177,22 +184,22 @@ def advance(runs, cursor, step, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rows_of(walk, full, run, length):
+def rows_of(schedule, full, run, length):
     """Return the first row and the end of rows of a run of full tiles, by its index.
 
     The first run is loaded already; the others when their loop begins. The bounds of an
     inner loop must not be carried by the loop over runs: Triton 3.6 takes them for dead, and every
     run gets the bounds of the first (triton-lang/triton#9036).
     """
-    if walk.full is None:
+    if schedule.full is None:
         # Kernels do not specialise `length`: no load would be pipelined in a loop that is known to
         # have one iteration, and ptxas miscompiles such a kernel (`launch._aligned_rows`).
         return 0, length
     else:
         later = run > full.first
-        start = tl.load(walk.full[1] + run, mask=later, other=full.start)
-        count = tl.load(walk.full[2] + run, mask=later, other=full.count)
-        return _rows((start, count), walk.step, length)
+        start = tl.load(schedule.full[1] + run, mask=later, other=full.start)
+        count = tl.load(schedule.full[2] + run, mask=later, other=full.count)
+        return _rows((start, count), schedule.step, length)
 
 
 @triton.jit
