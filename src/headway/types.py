@@ -32,7 +32,7 @@ REPLICATED_KV = "replicated_kv"  # the plan of a call whose keys every rank has
 
 
 class ExchangeSpec(NamedTuple):
-    """How the ranks of a call exchange keys and values: a part of its `Spec`, of plain constants.
+    """The exchange of keys and values between ranks: a part of a `Spec`, of plain constants.
 
     - `plan`, `transport`: as `Layout.using` names them; "replicated_kv" where every rank has all
       keys and values, and nothing is exchanged.

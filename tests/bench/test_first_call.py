@@ -6,7 +6,7 @@ import pytest
 
 from headway_lab.bench import first_call
 from headway_lab.bench.case import Case
-from headway_lab.bench.gpu_cases import GPU_CASES
+from headway_lab.bench.cases import GPU_CASES
 from headway_lab.bench.results import FAIL, NOT_RUN, PASS
 
 TINY = Case("first-call-16-bias", 1, 2, 2, 64, 16, dtype="bfloat16", measure="first call")

@@ -10,8 +10,7 @@ import torch
 import headway
 from headway_lab.bench import measure, peers, timing
 from headway_lab.bench.case import BACKWARD, FORWARD, Case, Target, Unavailable, make_inputs
-from headway_lab.bench.cases import select
-from headway_lab.bench.gpu_cases import GPU_CASES
+from headway_lab.bench.cases import GPU_CASES, select
 from headway_lab.bench.peers import PEERS
 from headway_lab.cli import bench as terminal
 

@@ -6,8 +6,7 @@ import torch
 from headway.resolve import prepare
 from headway_lab.bench import Options
 from headway_lab.bench.case import BACKWARD, FORWARD
-from headway_lab.bench.cases import every, select
-from headway_lab.bench.gpu_cases import RANK_CASES, uneven_documents
+from headway_lab.bench.cases import RANK_CASES, every, select, uneven_documents
 from headway_lab.bench.ranks import ONE_CARD, RankProcesses, measure
 from headway_lab.bench.ranks_process import PLANS, idle, shortened
 from headway_lab.bench.results import WRONG

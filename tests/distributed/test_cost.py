@@ -17,7 +17,7 @@ from headway.distributed.exchange.nodes import LocalNode, NodeGroups, local_node
 from headway.distributed.exchange.plan_inputs import PlanInputs, plan_inputs
 from headway.distributed.exchange.plans import plan_name
 from headway.resolve import prepare
-from headway_lab.bench.gpu_cases import RANK_CASES
+from headway_lab.bench.cases import RANK_CASES
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 CASES = {case.name: case for case in RANK_CASES}

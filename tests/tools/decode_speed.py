@@ -28,8 +28,7 @@ import headway as hw
 from headway import inference
 from headway.backends.gpu.inference import plan
 from headway.backends.gpu.inference.config import LaunchConfig
-from headway_lab.bench import decode
-from headway_lab.bench.timing import compare
+from headway_lab.bench.timing import captured, compare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools import compile_triton
@@ -172,6 +171,7 @@ def compile_all(names: list[str]) -> dict[tuple[str, str], str]:
     return {which: said[kind] for which, kind in kinds.items()}
 
 
+@torch.inference_mode()
 def measure(name: str, failed: dict[tuple[str, str], str]) -> None:
     calls = Calls(ROWS[name], "cuda")
     graphs, first = {}, None
@@ -180,7 +180,7 @@ def measure(name: str, failed: dict[tuple[str, str], str]) -> None:
         try:
             if note:
                 raise RuntimeError(note)
-            graph, out = decode._captured(partial(calls.call, variant))
+            graph, out = captured(partial(calls.call, variant))
         except Exception as error:  # noqa: BLE001  (a result)
             print(f"{name:18} {what:12} {str(error)[:100]}", flush=True)
             continue
@@ -193,7 +193,7 @@ def measure(name: str, failed: dict[tuple[str, str], str]) -> None:
             print(f"{name:18} {what:12} WRONG: off by {error:.1e}, or other bits", flush=True)
         graphs[what] = graph
     if not (calls.row.dv or calls.row.window):
-        graphs["sdpa"] = decode._captured(calls.sdpa)[0]
+        graphs["sdpa"] = captured(calls.sdpa)[0]
     times = compare({what: g.replay for what, g in graphs.items()}, ROUNDS, "cuda")
     base = times["as it is"].median if "as it is" in times else float("nan")
     for what, t in times.items():

@@ -59,9 +59,7 @@ class Axis:
         """Return the positions at some indices of some batch rows, int64; the two broadcast."""
         if self.positions is None:
             return index + self.start
-        if self.positions.dim() == 1:
-            return self.positions[index].long()
-        return self.positions[b, index].long()
+        return self.positions[index if self.positions.dim() == 1 else (b, index)].long()
 
 
 @dataclass(frozen=True)
@@ -111,17 +109,13 @@ class LevelBounds(NamedTuple):
             return parts[0]
         lo, hi, ends = zip(*parts, strict=True)
         first_values, last_values = zip(*ends, strict=True)
-        return LevelBounds(
-            torch.cat(lo, -1),
-            torch.cat(hi, -1),
-            (torch.cat(first_values, -1), torch.cat(last_values, -1)),
-        )
+        lo, hi, first, last = (torch.cat(x, -1) for x in (lo, hi, first_values, last_values))
+        return LevelBounds(lo, hi, (first, last))
 
     def up(self) -> "LevelBounds":
         """Return the bounds of the next coarser level."""
-        return LevelBounds(
-            _split_padded(self.lo, SPLIT).amin(-1), _split_padded(self.hi, SPLIT).amax(-1)
-        )
+        lo, hi = (_split_padded(x, SPLIT) for x in (self.lo, self.hi))
+        return LevelBounds(lo.amin(-1), hi.amax(-1))
 
     def at(self, b: Tensor, h: Tensor, box: Tensor) -> Bounds:
         """Return the bounds of some boxes."""
@@ -212,32 +206,21 @@ def bounds_along(
         if consecutive_axis is not None:
             index_ranges[POSITION] = consecutive_axis.start + start, stop - start, 2
         indices = {
-            name: torch.arange(range_start, range_start + range_length, device=device).view(
-                -1, *[1] * (2 - dim)
-            )
-            for name, (range_start, range_length, dim) in index_ranges.items()
-            if part.uses(name)
-        }
-        gathers = _SlicedGathers(
-            part, {id(index): index_ranges[name] for name, index in indices.items()}
-        )
+            name: torch.arange(first, first + n, device=device).view(-1, *[1] * (2 - dim))
+            for name, (first, n, dim) in index_ranges.items() if part.uses(name)
+        }  # fmt: skip
+        gathers = _SlicedGathers(part, {id(x): index_ranges[name] for name, x in indices.items()})
         if axis is not None and axis.positions is not None:
-            chunk_positions = axis.positions[..., start:stop].long()
-            indices[POSITION] = (
-                chunk_positions if chunk_positions.dim() == 1 else chunk_positions[:, None]
-            )
+            positions = axis.positions[..., start:stop].long()
+            indices[POSITION] = positions if positions.dim() == 1 else positions[:, None]
         results = zip(part.outputs, evaluate(part, {**values, **indices}, gathers), strict=True)
-        chunk_levels.append(
-            [_level(value, tile, device) for name, value in results if name in computed]
-        )
+        chunk_levels.append([_level(x, tile, device) for name, x in results if name in computed])
         for reads_outside, *_ in gathers.outside:
             if outside is None:
                 outside = reads_outside.new_zeros(groups.b, groups.h, length)
             outside[:, :, start:stop] |= reads_outside
-    levels = {
-        name: LevelBounds.cat(list(value))
-        for name, *value in zip(computed, *chunk_levels, strict=True)
-    }
+    by_name = zip(computed, *chunk_levels, strict=True)
+    levels = {name: LevelBounds.cat(list(chunks)) for name, *chunks in by_name}
     if consecutive_axis is not None and POSITION in part.outputs:
         levels[POSITION] = consecutive_axis.tiles(device)
     at_tiles = [levels[name] for name in part.outputs]

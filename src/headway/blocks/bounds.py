@@ -5,7 +5,9 @@ Values that depend on one position alone have exact bounds (`axis_bounds.py`); i
 at their four corners.
 """
 
+import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -48,31 +50,22 @@ class BoxBounds:
         bounds_args = self._values, groups, device
         along_q = bounds_along(q, rows, *bounds_args)
         # Most masks read the same values of keys and queries: `ids[q_idx] == ids[kv_idx]`.
-        along_kv = (
-            along_q
-            if rows == cols and q.same_positions(kv)
-            else bounds_along(kv, cols, *bounds_args)
-        )
+        same = rows == cols and q.same_positions(kv)
+        along_kv = along_q if same else bounds_along(kv, cols, *bounds_args)
         fixed = bounds_along(None, interval.subgraph(graph, parts.head_values), *bounds_args)
         self._axes = (parts.head_values, fixed), (parts.rows, along_q), (parts.cols, along_kv)
 
     def __call__(
         self, level: int, g: Tensor, r: Tensor, c: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return whether all pairs are kept, whether some may be, and whether a gather may read
-        outside of its tensor (None: none does). Where one may, the first is false."""
+        """Return if all pairs are kept, if some may be, if a gather may leave its table."""
         b, h, *boxes = self._places(g, r, c)
         mask_bounds = self._mask_bounds(level, lambda axis, bound: bound.at(b, h, boxes[axis]))
-        all_kept, maybe_live, outside = (
-            bound if bound is None else bound.expand(len(g)) for bound in mask_bounds
-        )
-        return all_kept, maybe_live, outside  # type: ignore[return-value]
+        return tuple(x if x is None else x.expand(len(g)) for x in mask_bounds)  # type: ignore[return-value]
 
     def of_all_tiles(self) -> tuple[Tensor, Tensor | None]:
-        """Return the state of all single tiles, uint8 `(b, h, rows, columns)`: 0 if no pair is
-        kept, 2 if all are, 1 if unresolved; and whether a gather may read outside of its tensor,
-        bool of the same shape (None: none does).
-        """
+        """Return the states, uint8 `(b, h, rows, columns)`: 0 empty, 2 full, 1 unresolved; and
+        whether a gather may read outside of its tensor (None: none does)."""
         dims = 3, 3, 2
 
         def place(axis: int, x: LevelBounds) -> Bounds:
@@ -84,8 +77,7 @@ class BoxBounds:
         return state, outside if outside is None else outside.expand(self.shape)
 
     def corners(self, g: Tensor, r: Tensor, c: Tensor) -> Tensor:
-        """Return the mask at the corners of single tiles, bool `(2, 2, boxes)`; invalid where a
-        gather reads outside of its tensor."""
+        """Return the mask at corners, bool `(2, 2, boxes)`; invalid where a gather leaves."""
         b, h, *boxes = self._places(g, r, c)
         values, dims = dict(self._values), (1, 1, 0)
         for axis, (names, axis_bounds) in enumerate(self._axes):
@@ -105,11 +97,8 @@ class BoxBounds:
         bounds, outside = dict(self._numbers), []
         for axis, (names, axis_bounds) in enumerate(self._axes):
             values, reads_outside = axis_bounds.at(level if axis else 0)
-            bounds.update(
-                (name, place(axis, level_bounds))
-                for name, level_bounds in zip(names, values, strict=True)
-            )
-            outside += [place(axis, level_bounds).hi for level_bounds in reads_outside]
+            bounds |= {name: place(axis, x) for name, x in zip(names, values, strict=True)}
+            outside += [place(axis, x).hi for x in reads_outside]
 
         def gather(n: int, indices: list[Bounds]) -> Bounds:
             mask_bounds, leaves = self._tables[n](indices)
@@ -117,14 +106,10 @@ class BoxBounds:
             return mask_bounds
 
         mask_bounds = interval.evaluate(self.graph, bounds, gather, self._fits)
-        all_kept, maybe_live = (
-            torch.as_tensor(level_bounds, device=self.device) for level_bounds in mask_bounds
-        )
+        all_kept, maybe_live = (torch.as_tensor(x, device=self.device) for x in mask_bounds)
         if not outside:
             return all_kept, maybe_live, None
-        reads_outside = outside[0]
-        for other_outside in outside[1:]:
-            reads_outside = reads_outside | other_outside
+        reads_outside = reduce(operator.or_, outside)
         return all_kept & ~reads_outside, maybe_live, reads_outside
 
     def _sizes(self, values: dict, *axes: Axis) -> tuple[tuple[str, int], ...]:

@@ -22,11 +22,7 @@ Shape = tuple[int, int, int, int]
 
 
 def save(
-    path: str | PathLike,
-    mask: MaskFn,
-    shape: Shape,
-    tile: tuple[int, int],
-    tiles: Tiles,
+    path: str | PathLike, mask: MaskFn, shape: Shape, tile: tuple[int, int], tiles: Tiles
 ) -> None:
     """Write beside the file and rename it, so that no reader sees an incomplete file.
 
@@ -45,14 +41,10 @@ def save(
     distinct = list({id(t): t for t in parts.tensors}.values())
     number_of = {id(t): n for n, t in enumerate(distinct)}
     head = {
-        "format": _FORMAT,
-        "shape": shape,
-        "tile": tile,
-        "structure": parts.structure,
-        "tensors": [number_of[id(t)] for t in parts.tensors],
-        "ints": list(map(int, parts.ints)),
+        "format": _FORMAT, "shape": shape, "tile": tile, "structure": parts.structure,
+        "tensors": [number_of[id(t)] for t in parts.tensors], "ints": list(map(int, parts.ints)),
         "floats": [x.hex() for x in map(float, parts.floats)],
-    }
+    }  # fmt: skip
     tensors = {f"tiles.{n}": t for n, t in enumerate(tiles.flatten())}
     tensors |= {f"mask.{n}": t.detach() for n, t in enumerate(distinct)}
     # Safetensors refuses views and shared storage; copies are small.
@@ -112,16 +104,11 @@ def _safetensors() -> tuple[Any, Any, Any]:
 
 
 def _fit(t: Tiles, groups: int, rows: int, cols: int) -> bool:
-    """Return whether tiles fit a grid. Kernels trust the runs of a block mask, so those of a file
-    are checked."""
-    return (
-        _are_valid_runs(t.rows_full, groups * rows, cols)
-        and _are_valid_runs(t.rows_partial, groups * rows, cols)
-        and _are_valid_runs(t.cols_full, groups * cols, rows)
-        and _are_valid_runs(t.cols_partial, groups * cols, rows)
-        and _is_order(t.row_order, groups * rows)
-        and _is_order(t.col_order, groups * cols)
-    )
+    """Return whether tiles fit a grid: kernels trust the runs of a block mask."""
+    by_row = all(_are_valid_runs(x, groups * rows, cols) for x in (t.rows_full, t.rows_partial))
+    by_col = all(_are_valid_runs(x, groups * cols, rows) for x in (t.cols_full, t.cols_partial))
+    ordered = _is_order(t.row_order, groups * rows) and _is_order(t.col_order, groups * cols)
+    return by_row and by_col and ordered
 
 
 def _are_valid_runs(runs: Runs, rows: int, width: int) -> bool:
@@ -129,16 +116,11 @@ def _are_valid_runs(runs: Runs, rows: int, width: int) -> bool:
     if any(x.dtype != torch.int32 or x.dim() != 1 for x in runs):
         return False
     offsets, start, count = (x.long() for x in runs)
-    if (
-        runs.rows != rows
-        or len(start) != len(count)
-        or int(offsets[0])
-        or (torch.diff(offsets) < 0).any()
-    ):
+    if runs.rows != rows or len(start) != len(count) or int(offsets[0]):
         return False
-    return int(offsets[-1]) == len(start) and bool(
-        ((start >= 0) & (count > 0) & (start + count <= width)).all()
-    )
+    within = (start >= 0) & (count > 0) & (start + count <= width)
+    rising = not bool((torch.diff(offsets) < 0).any())
+    return rising and int(offsets[-1]) == len(start) and bool(within.all())
 
 
 def _is_order(order: Tensor, n: int) -> bool:

@@ -1,6 +1,7 @@
 """Define block masks: a mask together with its full, partial and empty tiles (`tiles.py`)."""
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -184,13 +185,9 @@ class BlockMask:
                 f"{len(index)} indices"
             )
         sizes = (*self.shape[:2], *self.grid)
-        (b0, b1), (h0, h1), (r0, r1), (c0, c1) = (
-            _limits(part, size, name)
-            for part, size, name in zip(
-                (*index, *[slice(None)] * (4 - len(index))), sizes,
-                ("batch", "head", "query tile", "key tile"), strict=True,
-            )
-        )  # fmt: skip
+        index = (*index, *[slice(None)] * (4 - len(index)))
+        names = "batch", "head", "query tile", "key tile"
+        (b0, b1), (h0, h1), (r0, r1), (c0, c1) = map(_limits, index, sizes, names)
         t = self.tiles
         rows = self._tile_rows(range(b0, b1), range(h0, h1), range(r0, r1), self.grid[0])
         cols = self._tile_rows(range(b0, b1), range(h0, h1), range(c0, c1), self.grid[1])
@@ -198,13 +195,8 @@ class BlockMask:
             t.rows_full.take(rows).cut(c0, c1), t.rows_partial.take(rows).cut(c0, c1),
             t.cols_full.take(cols).cut(r0, r1), t.cols_partial.take(cols).cut(r0, r1),
         )  # fmt: skip
-        q0, q1, kv0, kv1 = (
-            min(n * tile, length)
-            for n, tile, length in zip(
-                (r0, r1, c0, c1), (*self.tile[:1] * 2, *self.tile[1:] * 2),
-                (*self.shape[2:3] * 2, *self.shape[3:] * 2), strict=True,
-            )
-        )  # fmt: skip
+        q0, q1 = (min(n * self.tile[0], self.shape[2]) for n in (r0, r1))
+        kv0, kv1 = (min(n * self.tile[1], self.shape[3]) for n in (c0, c1))
         offsets = (b0, h0, q0, kv0)
         mask = Shifted(self.mask, *offsets) if any(offsets) else self.mask
         shape = b1 - b0, h1 - h0, q1 - q0, kv1 - kv0
@@ -215,37 +207,23 @@ class BlockMask:
 
         Tiles partial in both stay partial, even where together they keep nothing.
         """
-        _check_pair(self, other, "&")
-        return self._combine(
-            other,
-            Both(self.mask, other.mask),
-            full=lambda a, a_part, b, b_part: a & b,
-            live=lambda a, a_part, b, b_part: (a | a_part) & (b | b_part),
-        )
+        return self._combine(other, "&", Both)
 
     def __or__(self, other: "BlockMask") -> "BlockMask":
         """Return the pairs kept by either; lengths and tiles must be equal, b and h equal or 1.
 
         Tiles partial in both stay partial, even where together they keep every pair.
         """
-        _check_pair(self, other, "|")
-        return self._combine(
-            other,
-            Either(self.mask, other.mask),
-            full=lambda a, a_part, b, b_part: a | b,
-            live=lambda a, a_part, b, b_part: a | a_part | b | b_part,
-        )
+        return self._combine(other, "|", Either)
 
-    def _combine(
-        self,
-        other: "BlockMask",
-        mask: MaskFn,
-        full: Callable[..., Tensor],
-        live: Callable[..., Tensor],
-    ) -> "BlockMask":
+    def _combine(self, other: "BlockMask", sign: str, kind: type[Both | Either]) -> "BlockMask":
+        _check_pair(self, other, sign)
+        mask, join = kind(self.mask, other.mask), operator.and_ if sign == "&" else operator.or_
         pairs = zip(self.shape[:2], other.shape[:2], strict=True)
         b, h = (a if c == 1 else c for a, c in pairs)
         self_runs, other_runs = self._expanded(b, h), other._expanded(b, h)
+        full = lambda a, a_part, b, b_part: join(a, b)
+        live = lambda a, a_part, b, b_part: join(a | a_part, b | b_part)
         runs = []
         for n, width in ((0, self.grid[1]), (2, self.grid[0])):
             select_runs = combine([*self_runs[n : n + 2], *other_runs[n : n + 2]], width)
@@ -259,9 +237,8 @@ class BlockMask:
         b_idx, h_idx, row_idx = (
             torch.arange(r.start, r.stop, device=self.device) for r in (b, h, tile_rows)
         )
-        return (
-            (b_idx[:, None, None] * self.shape[1] + h_idx[:, None]) * row_count + row_idx
-        ).flatten()
+        group = b_idx[:, None, None] * self.shape[1] + h_idx[:, None]
+        return (group * row_count + row_idx).flatten()
 
     def _expanded(self, b: int, h: int) -> tuple[Runs, ...]:
         """Return the four runs for b batches and h heads, where this mask may have one."""
@@ -347,9 +324,8 @@ def _check_pair(mask: BlockMask, other: object, sign: str) -> None:
         raise ArgumentError(
             f"block masks on {mask.device} and {other.device} do not combine; move one with .to()"
         )
-    if any(
-        a != b and 1 not in (a, b) for a, b in zip(mask.shape[:2], other.shape[:2], strict=True)
-    ):
+    pairs = zip(mask.shape[:2], other.shape[:2], strict=True)
+    if any(a != b and 1 not in (a, b) for a, b in pairs):
         raise ArgumentError(
             f"block masks combine only where batch and heads are equal or 1: {mask.shape[:2]} and "
             f"{other.shape[:2]}"

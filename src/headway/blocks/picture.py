@@ -34,8 +34,7 @@ _SHADES = ("  ", "░░", "▒▒", "▓▓", "██")
 
 @dataclass(frozen=True)
 class Panel:
-    """One batch and head: uint8 cells `(rows, columns)`, numbers of colours; `side` is the
-    size of a cell, in positions along queries and keys."""
+    """A batch and head: uint8 colours `(rows, columns)`, and a cell's size in positions."""
 
     label: str
     cells: Tensor
@@ -131,7 +130,8 @@ class Picture:
             f'{height / max(q_len, 1):.6g})" shape-rendering="crispEdges">',
         ]
         paths: dict[int, list[str]] = {}
-        for row, (top, bottom) in enumerate(_spans(panel.cells.shape[0], panel.side[0], q_len)):
+        for row in range(panel.cells.shape[0]):
+            top, bottom = row * panel.side[0], min((row + 1) * panel.side[0], q_len)
             for colour, start, stop in _colour_stretches(panel.cells[row].tolist()):
                 if colour:
                     left, right = (min(cell * panel.side[1], kv_len) for cell in (start, stop))
@@ -179,7 +179,9 @@ class Picture:
             else:
                 axes.set_title(panel.label, fontsize=8)
             if single_panel and max(rows, columns) <= _GRID and len(self.colours) == len(COLOURS):
-                _grid_lines(axes, (rows, columns), side)
+                style = {"color": "white", "linewidth": min(0.5, 40 / max(rows, columns))}
+                axes.hlines([n * side[0] for n in range(rows)], 0, columns * side[1], **style)
+                axes.vlines([n * side[1] for n in range(columns)], 0, rows * side[0], **style)
             axes.tick_params(labelsize=8 if single_panel else 6)
         figure.legend(
             handles=[Patch(facecolor=colour, edgecolor="#888888", linewidth=0.5, label=meaning)
@@ -193,22 +195,10 @@ class Picture:
         return -(-len(self.panels) // self._panel_columns())
 
 
-def _spans(rows: int, side: float, length: int) -> list[tuple[float, float]]:
-    """Return the first and last position of each row of cells."""
-    return [(row * side, min((row + 1) * side, length)) for row in range(rows)]
-
-
 def _colour_stretches(cells: list[int]) -> list[tuple[int, int, int]]:
     """Return the stretches of one colour: colour, first cell, end."""
     edges = [0, *(n for n in range(1, len(cells)) if cells[n] != cells[n - 1]), len(cells)]
     return [(cells[start], start, end) for start, end in pairwise(edges) if start < end]
-
-
-def _grid_lines(axes: Any, shape: tuple[int, int], side: tuple[float, float]) -> None:
-    width = min(0.5, 40 / max(shape))
-    style = {"color": "white", "linewidth": width}
-    axes.hlines([n * side[0] for n in range(shape[0])], 0, shape[1] * side[1], **style)
-    axes.vlines([n * side[1] for n in range(shape[1])], 0, shape[0] * side[0], **style)
 
 
 # -- block masks ----------------------------------------------------------------------------------
@@ -241,11 +231,8 @@ class DrawableMask(Protocol):
 
 
 def cells(mask: DrawableMask, max_cells: int, b: int = 0, h: int = 0) -> tuple[Tensor, int]:
-    """Return a batch and head as uint8 `(rows, columns)` with at most `max_cells` along each side,
-    and how many tiles a cell stands for along each side.
-
-    0 empty, 1 partial, 2 full, where a cell is full if all its tiles are.
-    """
+    """Return a batch and head as uint8 `(rows, columns)`, at most `max_cells` a side, and how many
+    tiles a cell is wide: 0 empty, 1 partial, 2 full (if all its tiles are)."""
     if 0 in mask.shape[:2]:
         raise ArgumentError(f"a block mask of shape {mask.shape} has no batch or no head to draw")
     tiles_per_cell = max(1, -(-max(mask.grid) // max_cells))
@@ -297,12 +284,8 @@ def inline(mask: DrawableMask) -> str:
 
 def group_labels(b: int, h: int) -> list[tuple[str, int, int]]:
     """Return a label for every batch and head that the mask distinguishes."""
-    labels = []
-    for batch in range(b):
-        for head in range(h):
-            words = [f"batch {batch}"] * (b > 1) + [f"head {head}"] * (h > 1)
-            labels.append((", ".join(words), batch, head))
-    return labels
+    words = lambda n, m: [f"batch {n}"] * (b > 1) + [f"head {m}"] * (h > 1)
+    return [(", ".join(words(n, m)), n, m) for n in range(b) for m in range(h)]
 
 
 # -- scores ---------------------------------------------------------------------------------------
@@ -312,9 +295,8 @@ def of_score(
     score: ScoreFn, mask: MaskFn | None, sizes: tuple[int, int, int, int], max_cells: int,
     panels: int = PANELS,
 ) -> Picture:  # fmt: skip
-    """Return a picture of a score of logits of 0, where a mask keeps the pair. It samples the
-    middle of each cell, with at most `max_cells` cells along each side. A score of -inf counts as
-    masked."""
+    """Return a picture of a score of logits of 0, where a mask keeps the pair: of the middle of at
+    most `max_cells` cells along each side. A score of -inf counts as masked."""
     b, h, q_len, kv_len = sizes
     if not all(sizes):
         raise ArgumentError(f"(b, h, q_len, kv_len) = {sizes} has no pair to draw")
@@ -354,11 +336,10 @@ def of_score(
     legend = [(_between(n / 4), name) for n, name in zip(steps, named, strict=True)]
     key = [(_SHADES[n], name) for n, name in zip(steps, named, strict=True)]
     if bool((colour_index == 0).any()):
-        hidden_meaning = (
-            "not finite" if bool(((colour_index == 0) & (t != -torch.inf)).any()) else "not kept"
-        )
-        legend.insert(0, (COLOURS[0], hidden_meaning))
-        key.insert(0, (texts[0], hidden_meaning))
+        other_values = bool(((colour_index == 0) & (t != -torch.inf)).any())
+        meaning = "not finite" if other_values else "not kept"
+        legend.insert(0, (COLOURS[0], meaning))
+        key.insert(0, (texts[0], meaning))
     title = f"{_name(score)}{'' if mask is None else f', where {_name(mask)}'}\nof logits of 0"
     if len(groups) > len(panel_list):
         title += f"; {len(panel_list)} of {len(groups)} batches and heads"

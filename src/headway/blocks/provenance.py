@@ -103,8 +103,7 @@ def record_provenance(tiles: Any, provenance: Provenance) -> None:
 
 
 def check_tiles(tiles: Any) -> None:
-    """Check the provenance of tiles that a compiled program takes. (A CUDA graph holds copies of
-    the tensors, and its replays check nothing.)"""
+    """Check the tiles that a compiled program takes; replays of a CUDA graph check nothing."""
     provenance = _by_row_order.get(tiles.row_order)
     if provenance is not None:
         provenance.check()

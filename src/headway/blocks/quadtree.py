@@ -66,10 +66,8 @@ class BoxCollector:
     def runs(self, groups: int) -> tuple[Runs, Runs]:
         """Return the runs along rows, and along columns."""
         rows, cols = self._keys()
-        return (
-            Runs.of_keys(rows[0], rows[1], groups * self.q, self.kv),
-            Runs.of_keys(cols[0], cols[1], groups * self.kv, self.q),
-        )
+        by_row = Runs.of_keys(*rows, groups * self.q, self.kv)
+        return by_row, Runs.of_keys(*cols, groups * self.kv, self.q)
 
 
 def _concat_runs(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -94,9 +92,8 @@ class Search:
             small = tiles <= _SMALL_GRID
             on_cpu = small and not self._reads_tensors()
             bounds_device = torch.device("cpu") if on_cpu else self.device
-            self.bounds = BoxBounds(
-                self.graph, self.values, self.groups, self.q, self.kv, bounds_device
-            )
+            axes = self.q, self.kv
+            self.bounds = BoxBounds(self.graph, self.values, self.groups, *axes, bounds_device)
             if small:
                 return self._all_tiles()
         self.full, self.partial = (BoxCollector(self.q, self.kv, self.device) for _ in range(2))
@@ -127,9 +124,8 @@ class Search:
             row, column = np.divmod(unresolved, dense.shape[2])
             places = (unresolved, *np.divmod(row, dense.shape[1]), column)
             tiles, g, r, c = (torch.from_numpy(x).to(state.device) for x in places)
-            exact = self._classify_tiles(
-                g, r, c, outside if outside is None else outside.take(tiles)
-            )
+            outside = outside if outside is None else outside.take(tiles)
+            exact = self._classify_tiles(g, r, c, outside)
             dense.reshape(-1)[unresolved] = exact.cpu().numpy()
         return Tiles.of_dense(dense, self.device)
 
@@ -157,10 +153,9 @@ class Search:
                 if chunk.shape[1]:
                     self._search(level - 1, self._cut(level, chunk))
         elif boxes.shape[1]:
+            outside = outside if outside is None else pick(outside, unresolved)
             g, r, c = boxes
-            state = self._classify_tiles(
-                g, r, c, outside if outside is None else pick(outside, unresolved)
-            )
+            state = self._classify_tiles(g, r, c, outside)
             self.full.add(0, _where(boxes, state == 2))
             self.partial.add(0, _where(boxes, state == 1))
 
@@ -240,8 +235,6 @@ def _spread(axis: Axis, box: Tensor, n: int) -> Tensor:
 
     If n is at least the tile's size, these are all its indices, some of them twice.
     """
-    first_index = box[:, None] * axis.tile
-    last_index = (first_index + axis.tile).clamp_max(axis.length) - 1
-    return first_index + (last_index - first_index) * torch.arange(n, device=box.device) // max(
-        n - 1, 1
-    )
+    first = box[:, None] * axis.tile
+    last = (first + axis.tile).clamp_max(axis.length) - 1
+    return first + (last - first) * torch.arange(n, device=box.device) // max(n - 1, 1)

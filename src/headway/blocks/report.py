@@ -17,7 +17,6 @@ import torch
 
 from ..errors import ArgumentError
 from .picture import COLOURS, DrawableMask, group_labels
-from .runs import Runs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,10 +46,8 @@ def page(mask: DrawableMask, title: str | None = None) -> str:
         raise ArgumentError(f"a block mask of shape {mask.shape} has no pair to draw")
     title = title or mask.name()
     data = json.dumps(contents(mask, title), separators=(",", ":"))
-    colours = "".join(
-        f"--{name}:{colour};"
-        for name, colour in zip(("empty", "partial", "full"), COLOURS, strict=True)
-    )
+    names = zip(("empty", "partial", "full"), COLOURS, strict=True)
+    colours = "".join(f"--{name}:{colour};" for name, colour in names)
     return (
         _PAGE.read_text(encoding="utf-8")
         .replace("/*COLOURS*/", colours)
@@ -64,13 +61,10 @@ def contents(mask: DrawableMask, title: str) -> dict[str, Any]:
     labels = group_labels(*mask.shape[:2])
     grids, factor = [], 1
     while True:
-        coarse_mask = (
-            mask if factor == 1 else mask.retile((mask.tile[0] * factor, mask.tile[1] * factor))
-        )
-        if (
-            len(coarse_mask.tiles.rows_full.start) + len(coarse_mask.tiles.rows_partial.start)
-            <= _MAX_RUNS
-        ):
+        tile = mask.tile[0] * factor, mask.tile[1] * factor
+        coarse_mask = mask if factor == 1 else mask.retile(tile)
+        tiles = coarse_mask.tiles
+        if len(tiles.rows_full.start) + len(tiles.rows_partial.start) <= _MAX_RUNS:
             parts = [coarse_mask[b, h] for _, b, h in labels[:MAX_GROUPS]]
             grids.append((factor, coarse_mask.grid, [_pack_runs(part) for part in parts]))
         if max(coarse_mask.grid) <= _COARSEST:
@@ -111,26 +105,21 @@ def _pack_runs(mask: DrawableMask) -> bytes:
     runs_per_row = np.bincount(row, minlength=mask.grid[0])
     first_run = runs_per_row.cumsum() - runs_per_row  # of each row
     run_in_row = np.arange(len(row)) - first_run[row]
-    run_above = np.where(
-        (row > 0) & (run_in_row < runs_per_row[row - 1]), first_run[row - 1] + run_in_row, len(row)
-    )
+    exists = (row > 0) & (run_in_row < runs_per_row[row - 1])
+    run_above = np.where(exists, first_run[row - 1] + run_in_row, len(row))
     parts = [runs_per_row, *(x - np.append(x, 0)[run_above] for x in (start, count)), kind]
     return zlib.compress(b"".join(map(_byte_planes, parts)), 9)
 
 
 def _all_runs(mask: DrawableMask) -> list[torch.Tensor]:
     """Return row, start, count and kind of all runs, in their order."""
-    runs_and_kinds: list[tuple[Runs, int]] = [
-        (mask.tiles.rows_full, 2),
-        (mask.tiles.rows_partial, 1),
+    kinds = (mask.tiles.rows_full, 2), (mask.tiles.rows_partial, 1)
+    order = torch.cat([runs.keys(mask.grid[1]) for runs, _ in kinds]).argsort()
+    values = [
+        (runs.row(), runs.start, runs.count, torch.full_like(runs.start, kind))
+        for runs, kind in kinds
     ]
-    keys = torch.cat([runs.keys(mask.grid[1]) for runs, _ in runs_and_kinds])
-    order = keys.argsort()
-    row = torch.cat([runs.row() for runs, _ in runs_and_kinds])
-    start = torch.cat([runs.start for runs, _ in runs_and_kinds])
-    count = torch.cat([runs.count for runs, _ in runs_and_kinds])
-    kind = torch.cat([torch.full_like(runs.start, n) for runs, n in runs_and_kinds])
-    return [x[order] for x in (row, start, count, kind)]
+    return [torch.cat(x)[order] for x in zip(*values, strict=True)]
 
 
 def _byte_planes(x: "np.ndarray") -> bytes:

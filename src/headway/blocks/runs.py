@@ -59,9 +59,7 @@ class Runs(NamedTuple):
     def dense(self, width: int) -> Tensor:
         """Return which tiles are covered, bool `(rows, width)`, without waiting for the device."""
         run_idx = torch.arange(len(self.start), device=self.start.device)
-        row = torch.searchsorted(
-            self.offsets[1:].contiguous(), run_idx, right=True, out_int32=False
-        )
+        row = torch.searchsorted(self.offsets[1:].contiguous(), run_idx, right=True)
         first_tile, ones = row * (width + 1) + self.start, torch.ones_like(self.start)
         change = torch.zeros(self.rows * (width + 1), dtype=torch.int32, device=run_idx.device)
         change.index_add_(0, first_tile, ones).index_add_(0, first_tile + self.count, -ones)
@@ -117,11 +115,8 @@ def of_dense(state: "np.ndarray", device: torch.device) -> tuple[Runs, Runs, Ten
     arrays = []
     for state_value in (2, 1):
         (selected,) = (states == state_value).nonzero()
-        arrays += [
-            row[selected].searchsorted(np.arange(rows + 1)),
-            start[selected],
-            count[selected],
-        ]
+        offsets = row[selected].searchsorted(np.arange(rows + 1))
+        arrays += [offsets, start[selected], count[selected]]
     work = np.bincount(row, count * (states > 0), minlength=rows)
     arrays.append((-work).argsort(kind="stable"))
     tensors = [torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays]
@@ -131,8 +126,7 @@ def of_dense(state: "np.ndarray", device: torch.device) -> tuple[Runs, Runs, Ten
 def cover(
     tile_row: "np.ndarray", start: "np.ndarray", stop: "np.ndarray", row_count: int, width: int
 ) -> "np.ndarray":
-    """Return how many runs `start` up to `stop` cover each tile of each tile row, int32
-    `(row_count, width)`, on the host as `of_dense`."""
+    """Return how many runs cover each tile of each row, int32 `(row_count, width)`, on the host."""
     import numpy as np
 
     change = np.zeros(row_count * (width + 1), np.int32)
@@ -247,17 +241,12 @@ def coarser(
     key, count, cover = coarse_cover(full, inner=True)
     coarse_row = key // (coarse_cols + 1) % coarse_rows if coarse_rows else key
     all_rows = cover == (rows - coarse_row * by_row).clamp_max(by_row)
-    all_full = Runs.of_keys(
-        pick(key, all_rows), pick(count, all_rows), groups * coarse_rows, coarse_cols
-    )
+    sizes = groups * coarse_rows, coarse_cols
+    all_full = Runs.of_keys(pick(key, all_rows), pick(count, all_rows), *sizes)
     live = []
     for runs in (full, partial):
         key, count, cover = coarse_cover(runs, inner=False)
         nonempty = cover > 0
-        live.append(
-            Runs.of_keys(
-                pick(key, nonempty), pick(count, nonempty), groups * coarse_rows, coarse_cols
-            )
-        )
+        live.append(Runs.of_keys(pick(key, nonempty), pick(count, nonempty), *sizes))
     select_runs = combine([all_full, *live], coarse_cols)
     return all_full, select_runs(lambda c: ~c[0] & (c[1] | c[2]))

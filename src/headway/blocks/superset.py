@@ -19,8 +19,7 @@ BoolBounds = tuple[Arg, Arg]
 
 @lru_cache(maxsize=1024)
 def superset_mask(graph: Graph, unknown: frozenset[str] = frozenset()) -> Graph:
-    """Return a mask that reads no tensor and keeps every pair that this one may keep, whatever its
-    tensors hold.
+    """Return a mask that reads no tensor and keeps every pair that this one may keep.
 
     - `unknown`: further inputs that it does not read, such as positions that the caller gives.
     """
@@ -73,8 +72,7 @@ def superset_tiles(
     graph: Graph, captured: Captured, shape: tuple[int, int, int, int], tile: tuple[int, int],
     device: torch.device, coords: Coords = Coords(),
 ) -> tuple[Tiles, int, int]:  # fmt: skip
-    """Return what `build` does, for any content of captured tensors and given positions: all tiles
-    in which a pair may be kept, as partial ones. They are derived on the host."""
+    """Return what `build` does for any content of tensors: live tiles are partial. On the host."""
     given_positions = {"q_idx": coords.q_pos, "kv_idx": coords.kv_pos}
     unknown = frozenset(name for name, pos in given_positions.items() if pos is not None)
     superset, numbers = superset_mask(graph, unknown), captured._replace(tensors=[])

@@ -47,17 +47,11 @@ def main(arguments: list[str]) -> int:
 
 def examine() -> dict[str, Any]:
     """Return every section of the report. A probe that fails leaves its error as the answer."""
-    return {
-        section: _guard(probe)
-        for section, probe in (
-            ("versions", _versions),
-            ("machine", _machine),
-            ("devices", _devices),
-            ("backends", _backends),
-            ("tuned tiles", _tuned),
-            ("environment", _environment),
-        )
-    }
+    probes = {
+        "versions": _versions, "machine": _machine, "devices": _devices, "backends": _backends,
+        "tuned tiles": _tuned, "environment": _environment,
+    }  # fmt: skip
+    return {section: _guard(probe) for section, probe in probes.items()}
 
 
 def _guard(probe: Callable[[], Any]) -> Any:
@@ -152,21 +146,15 @@ def _memory() -> str:
 def _devices() -> dict[str, str]:
     import torch
 
-    devices = {
-        "cpu": _guard(
-            lambda: f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-        )
-    }
+    capability = torch.backends.cpu.get_cpu_capability
+    devices = {"cpu": _guard(lambda: f"{capability()}, {torch.get_num_threads()} threads")}
     count = _guard(torch.cuda.device_count)
     if not isinstance(count, int):
         devices["cuda"] = count
     elif count == 0:
         build = torch.version.cuda or torch.version.hip
-        devices["cuda"] = (
-            f"none seen (PyTorch is built for {build}: look at the driver)"
-            if build
-            else "none: this PyTorch is built for the CPU only"
-        )
+        look = f"none seen (PyTorch is built for {build}: look at the driver)"
+        devices["cuda"] = look if build else "none: this PyTorch is built for the CPU only"
     else:
         devices["cuda"] = f"{torch.version.cuda or torch.version.hip}, which PyTorch is built for"
         for n in range(count):

@@ -1,7 +1,7 @@
 """`headway explain`."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ from ..errors import ArgumentError
 from ..mods.suggest import SIGNATURES
 from .files import from_file
 from .mask import parse
+from .options import check_positive
 
 _OF_COUNT = {len(takes.split(",")): kind for kind, takes in SIGNATURES.items()}  # of parameters
 
@@ -66,18 +67,9 @@ class Arguments:
 def main(arguments: list[str]) -> int:
     """Run `headway explain`; return 1 if no backend can run the call, else 0."""
     options = tyro.cli(Arguments, args=arguments, prog="headway explain")
-    for name in ("batch", "heads", "kv_heads", "length", "kv_length", "width", "value_width"):
-        number = getattr(options, name)
-        if number is not None and number < 1:
-            option = name.replace("_", "-")
-            raise ArgumentError(f"--{option} {number} must be an integer, 1 or more")
-    mods: dict[str, Any] = {}
-    for text in options.mods:
-        mod = find(text)
-        kind = kind_of(text, mod)
-        if kind in mods:
-            raise ArgumentError(f"{text!r} is a second {kind}; there is one at most")
-        mods[kind] = mod
+    sizes = "batch", "heads", "kv_heads", "length", "kv_length", "width", "value_width"
+    check_positive(options, *sizes)
+    mods = mods_by_kind((text, find(text)) for text in options.mods)
     explanation = headway.explain(*_inputs(options), **mods, backend=options.backend)
     print(explanation)
     return 0 if explanation.backend is not None else 1
@@ -92,13 +84,11 @@ def _inputs(options: Arguments) -> list[torch.Tensor]:
         (options.batch, kv_heads, kv_length, options.width),
         (options.batch, kv_heads, kv_length, options.value_width or options.width),
     )
+    how: Any = {
+        "dtype": getattr(torch, options.dtype), "device": device, "requires_grad": options.train,
+    }  # fmt: skip
     try:
-        return [
-            torch.empty(
-                s, dtype=getattr(torch, options.dtype), device=device, requires_grad=options.train
-            )
-            for s in shapes
-        ]
+        return [torch.empty(shape, **how) for shape in shapes]
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(f"no inputs of this size on --device {device}: {error}") from error
 
@@ -110,7 +100,18 @@ def find(text: str) -> Any:
     return from_file(text)
 
 
-def kind_of(text: str, mod: Callable[..., Any]) -> str:
+def mods_by_kind(mods: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return at most one score and one mask by "score" and "mask", from their texts and values."""
+    by_kind: dict[str, Any] = {}
+    for text, mod in mods:
+        kind = _kind_of(text, mod)
+        if kind in by_kind:
+            raise ArgumentError(f"{text!r} is a second {kind}; there is one at most")
+        by_kind[kind] = mod
+    return by_kind
+
+
+def _kind_of(text: str, mod: Callable[..., Any]) -> str:
     """Return "score" or "mask", by the type of a mod or its number of arguments."""
     if isinstance(mod, headway.Score):
         return "score"

@@ -17,6 +17,7 @@ import headway
 from ..blocks.picture import PANELS, of_block_mask, of_score
 from ..errors import ArgumentError
 from ..mods.base import Mod
+from .options import check_positive
 
 
 def _block_table(table: torch.Tensor, block: Any) -> headway.Mask:
@@ -26,53 +27,25 @@ def _block_table(table: torch.Tensor, block: Any) -> headway.Mask:
     return headway.block_table(table, block)
 
 
-MASKS: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (
-        headway.causal,
-        headway.sliding_window,
-        headway.dilated,
-        headway.strided,
-        headway.chunked,
-        headway.block_causal,
-        headway.prefix,
-        headway.document,
-        headway.spans,
-        headway.padding,
-        headway.global_tokens,
-        headway.neighborhood,
-        headway.tiled,
-        headway.tree,
-    )
-} | {"block_table": _block_table}
-SCORES: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (
-        headway.alibi,
-        headway.softcap,
-        headway.relative_bias,
-        headway.t5_bias,
-        headway.window_bias,
-        headway.bias,
-        headway.log_sigmoid,
-    )
-}
-# Also those that a mask is made by.
-MASKS |= {
-    f"document.{f.__name__}": f
-    for f in (headway.document.from_lengths, headway.document.from_cu_seqlens)
-}
+MASKS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (
+    headway.causal, headway.sliding_window, headway.dilated, headway.strided, headway.chunked,
+    headway.block_causal, headway.prefix, headway.document, headway.spans, headway.padding,
+    headway.global_tokens, headway.neighborhood, headway.tiled, headway.tree,
+)} | {"block_table": _block_table}  # fmt: skip
+SCORES: dict[str, Callable[..., Any]] = {f.__name__: f for f in (
+    headway.alibi, headway.softcap, headway.relative_bias, headway.t5_bias, headway.window_bias,
+    headway.bias, headway.log_sigmoid,
+)}  # fmt: skip
+for _function in (headway.document.from_lengths, headway.document.from_cu_seqlens):
+    MASKS[f"document.{_function.__name__}"] = _function
 Operator = Callable[[Any, Any], Any]
 JOINTS: dict[type[ast.operator], Operator] = {
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.RShift: operator.rshift,
-}
+    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.RShift: operator.rshift,
+}  # fmt: skip
 OPERATORS: dict[type[ast.operator], Operator] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+}  # fmt: skip
+_EXAMPLE = 'for example "causal() & sliding_window(64) | prefix(16)"'
 LONGEST_LIST = 1 << 24
 FEW = 4  # batches and heads drawn in the terminal
 MOST_CELLS, MOST_SHAPES = 1024, 128  # along a side of an image, and of one made of shapes
@@ -120,9 +93,7 @@ class Arguments:
 def main(arguments: list[str]) -> int:
     """Run `headway mask`; return exit status 0."""
     options = tyro.cli(Arguments, args=arguments, prog="headway mask")
-    for name, number in (("--length", options.length), ("--tile", options.tile)):
-        if number < 1:
-            raise ArgumentError(f"{name} {number} must be an integer, 1 or more")
+    check_positive(options, "length", "tile")
     mod = parse(options.expression)
     mask: Any = mod if isinstance(mod, headway.Mask) else None
     score = None if mask is not None else mod
@@ -159,12 +130,10 @@ def _draw_mask(console: Console, mask: Any, blocks: headway.BlockMask) -> Callab
     console.print(Text(str(mask)))
     console.print(Text(of_block_mask(blocks, 32, FEW).text()), no_wrap=True, crop=False)
     _more(console, blocks.shape[0] * blocks.shape[1])
-    console.print(
-        f"██ full {full}  ▒▒ partial {partial}  ·· empty {empty}   of "
-        f"{blocks.tile[0]} x {blocks.tile[1]} pairs; {blocks.sparsity():.1%} of the tiles are "
-        "skipped",
-        soft_wrap=True,
-    )
+    counts = f"██ full {full}  ▒▒ partial {partial}  ·· empty {empty}"
+    pairs = f"{blocks.tile[0]} x {blocks.tile[1]} pairs"
+    skipped = f"{blocks.sparsity():.1%} of the tiles are skipped"
+    console.print(f"{counts}   of {pairs}; {skipped}", soft_wrap=True)
     return lambda most, panels: of_block_mask(blocks, most, panels)
 
 
@@ -208,11 +177,9 @@ def _of_tensors(mod: Mod) -> tuple[int, int]:
             return len(mod.length), 1
         case headway.tree():
             return (len(mod._ancestors) if mod._ancestors.dim() == 3 else 1), 1
-        case headway.block_table():
-            b, h, *_ = (1,) * (4 - mod.table.dim()) + tuple(mod.table.shape)
-            return b, h
-        case headway.bias():
-            b, h, *_ = (1,) * (4 - mod.tensor.dim()) + tuple(mod.tensor.shape)
+        case headway.block_table() | headway.bias():
+            table = mod.tensor if isinstance(mod, headway.bias) else mod.table
+            b, h, *_ = (1,) * (4 - table.dim()) + tuple(table.shape)
             return b, h
         case headway.alibi():
             return 1, len(mod.slopes)
@@ -226,15 +193,12 @@ def _of_tensors(mod: Mod) -> tuple[int, int]:
 
 
 def parse(expression: str) -> Any:
-    """Return the mask or score of an expression. It is read, never run: only the library's masks
-    and scores, & | ~ >>, numbers and lists of numbers have a meaning here. Raises ArgumentError."""
+    """Return the mask or score of an expression: read, never run. Raises ArgumentError."""
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError) as error:
-        reason = getattr(error, "msg", error)
-        raise ArgumentError(
-            f"{expression!r} is not an expression: {reason}; {_example()}"
-        ) from error
+        reason = f"is not an expression: {getattr(error, 'msg', error)}"
+        raise ArgumentError(f"{expression!r} {reason}; {_EXAMPLE}") from error
     return _mod(tree.body)
 
 
@@ -263,7 +227,7 @@ def _mod(node: ast.expr) -> Any:
             raise ArgumentError(f"{name} is a function: write {name}()")
     raise ArgumentError(
         f"{ast.unparse(node)!r} is neither a mask nor a score; there are "
-        f"{', '.join(MASKS)}, joined by & | ~; and {', '.join(SCORES)}, joined by >>; {_example()}"
+        f"{', '.join(MASKS)}, joined by & | ~; and {', '.join(SCORES)}, joined by >>; {_EXAMPLE}"
     )
 
 
@@ -315,7 +279,3 @@ def _apply(operation: Operator, a: Any, b: Any, node: ast.expr) -> Any:
         return operation(a, b)
     except TypeError as error:
         raise ArgumentError(f"{ast.unparse(node)} mixes lists and numbers") from error
-
-
-def _example() -> str:
-    return 'for example "causal() & sliding_window(64) | prefix(16)"'

@@ -15,22 +15,18 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ..errors import ArgumentError, HeadwayError
 from ..types import NAMESPACE
 from .files import from_file
+from .options import check_positive
 
 # What a time is spent on. The operators are ours, and PyTorch's where a compiler has those in their
 # place; the ranges and the nodes of autograd are around them.
 FORWARD, BACKWARD, MASKS, HOST = PARTS = "forward", "backward", "block masks", "host"
 _NATIVE = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _PARTS = {
-    f"{NAMESPACE}::forward": FORWARD,
-    f"{NAMESPACE}::infer": FORWARD,
-    f"{NAMESPACE}::cp_forward": FORWARD,
-    f"{NAMESPACE}::backward": BACKWARD,
-    f"{NAMESPACE}::cp_backward": BACKWARD,
-    f"{NAMESPACE}::block_mask": MASKS,
-    f"{NAMESPACE}::attention": HOST,
-    _NATIVE: FORWARD,
-    f"{_NATIVE}_backward": BACKWARD,
-}
+    f"{NAMESPACE}::forward": FORWARD, f"{NAMESPACE}::infer": FORWARD,
+    f"{NAMESPACE}::cp_forward": FORWARD, f"{NAMESPACE}::backward": BACKWARD,
+    f"{NAMESPACE}::cp_backward": BACKWARD, f"{NAMESPACE}::block_mask": MASKS,
+    f"{NAMESPACE}::attention": HOST, _NATIVE: FORWARD, f"{_NATIVE}_backward": BACKWARD,
+}  # fmt: skip
 _NODES = ("_Attention", "_Dual")  # `autograd`
 _PARTS |= {name: HOST for node in _NODES for name in (node, f"{node}Backward")}
 _PARTS |= {f"autograd::engine::evaluate_function: {node}Backward": HOST for node in _NODES}
@@ -61,8 +57,7 @@ class Arguments:
 
 @dataclass
 class Times:
-    """The time of steps in ms: on the host, which waits for the device after each, and on the
-    device."""
+    """The ms of steps: on the host, which waits for the device after each, and on the device."""
 
     whole: float  # from the start of each step to its end
     host: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -83,8 +78,7 @@ class Times:
 def main(arguments: list[str]) -> int:
     """Run `headway profile`; return exit status 0."""
     options = tyro.cli(Arguments, args=arguments, prog="headway profile")
-    if options.steps < 1:
-        raise ArgumentError(f"--steps {options.steps} must be an integer, 1 or more")
+    check_positive(options, "steps")
     if options.trace is not None and not options.trace.name.endswith((".json", ".json.gz")):
         raise ArgumentError(f"--trace {options.trace} must end in .json or .json.gz")
     step = _step(options.function)
@@ -182,8 +176,7 @@ def times_of(profiler: Any) -> Times:
 
 
 def _in_parts(events: Iterable[Any]) -> Iterator[tuple[Any, str | None, str | None]]:
-    """Yield events and all below them, each with its part (or the nearest above it) and the part
-    above that."""
+    """Yield events and all below them, each with its part and the part above that."""
     todo: list[tuple[Any, str | None]] = [(event, None) for event in events]
     while todo:
         event, above = todo.pop()
@@ -223,12 +216,9 @@ def table(first_step: Times, later_steps: Times, steps: int) -> str:
 
 
 def _table(
-    title: str,
-    first_step: dict[str, float],
-    later_steps: dict[str, float],
-    times: Times,
+    title: str, first_step: dict[str, float], later_steps: dict[str, float], times: Times,
     steps: int,
-) -> str:
+) -> str:  # fmt: skip
     head = f"{title:22}{'first step':>18}{f'mean of {steps} more':>20}{'calls':>8}"
     lines = [head, f"{'':22}{'ms':>10}{'share':>8}{'ms':>12}{'share':>8}"]
     for name in [*first_step, "all"]:

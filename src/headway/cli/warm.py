@@ -12,7 +12,8 @@ import tyro
 import headway
 
 from ..errors import ArgumentError
-from .explain import find, kind_of
+from .explain import find, mods_by_kind
+from .options import check_positive
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,7 @@ class Arguments:
 def main(arguments: list[str]) -> int:
     """Run `headway warm`; return exit status 0."""
     options = tyro.cli(Arguments, args=arguments, prog="headway warm")
-    for name in ("batch", "heads", "kv_heads", "length", "width", "value_width"):
-        number = getattr(options, name)
-        if number is not None and number < 1:
-            option = name.replace("_", "-")
-            raise ArgumentError(f"--{option} {number} must be an integer, 1 or more")
+    check_positive(options, "batch", "heads", "kv_heads", "length", "width", "value_width")
     kernels = headway.warm(
         _calls(options), device=options.device, out=options.output, jobs=options.jobs
     )
@@ -89,25 +86,18 @@ def main(arguments: list[str]) -> int:
 
 
 def _calls(options: Arguments) -> list[Any]:
-    calls, mods = [], {}
-    for text in options.calls:
-        thing = find(text)
-        if _makes_calls(thing):
-            calls.append(thing)
-            continue
-        kind = kind_of(text, thing)
-        if kind in mods:
-            raise ArgumentError(f"{text!r} is a second {kind}; there is one at most")
-        mods[kind] = thing
+    values = [(text, find(text)) for text in options.calls]
+    calls = [value for _, value in values if _makes_calls(value)]
+    mods = mods_by_kind((text, value) for text, value in values if not _makes_calls(value))
     if calls and mods:
         raise ArgumentError("calls bring their own score and mask: give one or the other")
     return calls or [_of_sizes(options) | mods]
 
 
-def _makes_calls(thing: Any) -> bool:
-    if isinstance(thing, Mapping | list | tuple):
+def _makes_calls(value: Any) -> bool:
+    if isinstance(value, Mapping | list | tuple):
         return True
-    return inspect.isfunction(thing) and not inspect.signature(thing).parameters
+    return inspect.isfunction(value) and not inspect.signature(value).parameters
 
 
 def _of_sizes(options: Arguments) -> dict[str, Any]:

@@ -73,10 +73,7 @@ def flash_attn_func(
     offset = k.shape[1] - q.shape[1]
     mask = _mask(limits_of(words.causal, window_size), offset)
     score = score_of(words.softcap, alibi_slopes, offset, q.shape[0], q.shape[2])
-    out, lse = _attend(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score, mask, learnable_sink, words
-    )
-    out = out.transpose(1, 2)
+    out, lse = _attend(q, k, v, score, mask, learnable_sink, words)
     return out if lse is None else (out, lse, None)
 
 
@@ -172,25 +169,23 @@ def flash_attn_varlen_func(
     sizes = (q.shape[0], k.shape[0]), (max_seqlen_q, max_seqlen_k)
     mask, diagonal = _spans(cu_seqlens_q, cu_seqlens_k, *sizes, limits)
     score = score_of(words.softcap, alibi_slopes, diagonal, 1, q.shape[1])
-    out, lse = _attend(
-        q[None].transpose(1, 2), k[None].transpose(1, 2), v[None].transpose(1, 2), score, mask,
-        learnable_sink, words,
-    )  # fmt: skip
-    out = out[0].transpose(0, 1)
-    return out if lse is None else (out, lse[0], None)
+    out, lse = _attend(q[None], k[None], v[None], score, mask, learnable_sink, words)
+    return out[0] if lse is None else (out[0], lse[0], None)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, sink: Tensor | None, words: "Words"
+    q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any, sink: Tensor | None, words: Words
 ) -> tuple[Tensor, Tensor | None]:
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     request = Request(
         q, k, v, score, mask, scale=words.scale, sink=sink, dropout=words.dropout,
         deterministic=words.deterministic,
     )  # fmt: skip
     try:
-        return run(request)[:2] if words.want_lse else (run_out(request), None)
+        out, lse = run(request)[:2] if words.want_lse else (run_out(request), None)
     except ArgumentError as error:
         raise CallError(f"{error}{heads_swapped(q, k, sink)}") from error
+    return out.transpose(1, 2), lse
 
 
 # -- masks and scores -----------------------------------------------------------------------------
@@ -206,8 +201,7 @@ def _mask(limits: tuple[int | None, int | None], offset: int) -> MaskFn | None:
 
 
 def _stamp(offsets: Tensor) -> Any:
-    """The offsets themselves where reading them waits for nothing, or where nobody counts writes:
-    they are few."""
+    """Return the offsets, where reading them waits for nothing or no writes are counted."""
     if offsets.is_cpu or offsets.is_inference():
         return offsets.tolist()
     return offsets._version
@@ -220,20 +214,19 @@ def _spans(
     cu_q: Tensor, cu_k: Tensor, totals: tuple[int, int], longest: tuple[int, int],
     limits: tuple[int | None, int | None],
 ) -> tuple[Mask, Tensor]:  # fmt: skip
-    """The keys that every packed query sees, and the key on its diagonal. Cached while the offsets
-    live and stay the same: every layer of a model asks for them."""
+    """Return the keys that each packed query sees, and the one on its diagonal, from a cache."""
     if torch.compiler.is_compiling():
         return _new_spans(cu_q, cu_k, totals[0], limits)
 
-    def make() -> tuple[Mask, Tensor]:
+    def checked_spans() -> tuple[Mask, Tensor]:
         for name, offsets, total, most in zip("qk", (cu_q, cu_k), totals, longest, strict=True):
             if offsets.is_cpu:
                 _check_lengths(name, offsets, total, most)
-        with torch.inference_mode(False):  # fit to be saved for a backward, and to be known
+        with torch.inference_mode(False):  # fit to be saved for a backward, and to be cached
             return _new_spans(cu_q, cu_k, totals[0], limits)
 
-    checked = tuple(map(int, longest)) if cu_q.is_cpu else None
-    return _known.of((cu_q, cu_k), (totals, checked, limits), make)
+    limits_checked = tuple(map(int, longest)) if cu_q.is_cpu else None
+    return _known.of((cu_q, cu_k), (totals, limits_checked, limits), checked_spans)
 
 
 def _new_spans(

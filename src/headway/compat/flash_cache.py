@@ -30,12 +30,10 @@ class within(Mask):
             object.__setattr__(self, name, item)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        kept = []
-        if self._limits[0]:
-            kept.append(q_idx - kv_idx <= self.left)
-        if self._limits[1]:
-            kept.append(kv_idx - q_idx <= self.right)
-        return kept[0] if len(kept) == 1 else kept[0] & kept[1]
+        if not self._limits[0]:
+            return kv_idx - q_idx <= self.right
+        near = q_idx - kv_idx <= self.left
+        return near & (kv_idx - q_idx <= self.right) if self._limits[1] else near
 
 
 @value
@@ -132,10 +130,10 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None and rotary_sin is not None:
         capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
         if rotary_cos.shape[0] < capacity or rotary_sin.shape != rotary_cos.shape:
+            sizes = f"{_shown(rotary_cos)} and {_shown(rotary_sin)}"
             raise CallError(
                 "rotary_cos and rotary_sin must be (positions, rotary / 2) with at least the "
-                f"{capacity} positions of the cache, got {_shown(rotary_cos)} and "
-                f"{_shown(rotary_sin)}"
+                f"{capacity} positions of the cache, got {sizes}"
             )
         base = lengths if rotary_seqlens is None else rotary_seqlens
         turn = _Turn(rotary_cos, rotary_sin, flag("rotary_interleaved", rotary_interleaved))
@@ -232,7 +230,7 @@ class _Turn:
 
 
 def _row_of(cu: Tensor, token: Tensor) -> Tensor:
-    """The row of every packed token; those after the last row count as the last one's."""
+    """Return the row of every packed token; those after the last row count as the last one's."""
     row = torch.searchsorted(cu, token.to(cu.dtype), right=True) - 1
     return row.clamp(0, cu.shape[0] - 2)
 
@@ -242,7 +240,7 @@ def _append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor,
     pages: Tensor | None, cu: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Write new keys and values after those that are there; the lengths with them."""
+    """Write new keys and values after those that are there; return the lengths with them."""
     if cu is None:
         b, new = k.shape[:2]
         row = torch.arange(b, device=k.device).repeat_interleave(new)
@@ -254,40 +252,31 @@ def _append(
         at = (token - cu[row] + lengths[row]).long()
         count = cu.diff()
     size = k_cache.shape[1]
-    if at.is_cpu:
-        _check_written(at, row, size * (1 if pages is None else pages.shape[1]))
+    capacity = size * (1 if pages is None else pages.shape[1])
+    would = f"would be its number {{}}, but the cache has room for {capacity} keys a row"
+    _check_room(at, row, capacity, would)
     if pages is not None:
         owner, row, at = row, pages[row, at // size].long(), at % size
-        if at.is_cpu:
-            _check_pages(row, owner, len(k_cache))
+        count_pages = len(k_cache)
+        belongs = f"belongs to page (or row of the cache) {{}}, which is none of the {count_pages}"
+        _check_room(row, owner, count_pages, belongs)
     k_cache[row, at], v_cache[row, at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
     return (lengths + count).to(torch.int32)
 
 
-def _check_written(at: Tensor, row: Tensor, capacity: int) -> None:
-    """Check, where the host can read positions, that new keys have room."""
-    wrong = (at < 0) | (at >= capacity)
+def _check_room(places: Tensor, row: Tensor, room: int, fault: str) -> None:
+    """Check, where the host can read them, that new keys have a place below `room`."""
+    if not places.is_cpu:
+        return
+    wrong = (places < 0) | (places >= room)
     if bool(wrong.any()):
         n = int(wrong.nonzero()[0, 0])
-        raise CallError(
-            f"a new key of row {int(row[n])} would be its number {int(at[n])}, but the cache has "
-            f"room for {capacity} keys a row; nothing was written"
-        )
-
-
-def _check_pages(page: Tensor, row: Tensor, pages: int) -> None:
-    wrong = (page < 0) | (page >= pages)
-    if bool(wrong.any()):
-        n = int(wrong.nonzero()[0, 0])
-        raise CallError(
-            f"a new key of row {int(row[n])} belongs to page (or row of the cache) {int(page[n])}, "
-            f"which is none of the {pages}; nothing was written"
-        )
+        fault = fault.format(int(places[n]))
+        raise CallError(f"a new key of row {int(row[n])} {fault}; nothing was written")
 
 
 def _table(block_table: Any, page_table: Any, rows: Tensor | None, b: int) -> Any:
-    """The pages of every row of q. Without pages, a row of the cache is one, as long as the
-    capacity."""
+    """Return the pages of every row of q. Without pages, a row of the cache is one."""
     if block_table is not None and page_table is not None:
         raise CallError("block_table and page_table are two names of one argument; give one")
     if rows is None:
@@ -304,27 +293,26 @@ def _table(block_table: Any, page_table: Any, rows: Tensor | None, b: int) -> An
     if not isinstance(page_table, Tensor) or page_table.dim() != 2:
         raise CallError(f"page_table must be (rows, max_pages), got {_shown(page_table)}")
     last = page_table.shape[0] - 1
-    there = (rows >= 0) & (rows <= last)
-    if rows.is_cpu and not torch.compiler.is_compiling() and not bool(there.all()):
-        n = int((~there).nonzero()[0, 0])
+    exists = (rows >= 0) & (rows <= last)
+    if rows.is_cpu and not torch.compiler.is_compiling() and not bool(exists.all()):
+        n = int((~exists).nonzero()[0, 0])
         raise CallError(
             f"cache_batch_idx[{n}] = {int(rows[n])} is no row of page_table, which has {last + 1}"
         )
-    return torch.where(there[:, None], page_table[rows.clamp(0, last)], -1)
+    return torch.where(exists[:, None], page_table[rows.clamp(0, last)], -1)
 
 
-def _lengths(given: Any, b: int, k_cache: Tensor, pages: Tensor | None) -> Tensor:
-    if isinstance(given, Tensor):
-        return given if given.dtype == torch.int32 else given.to(torch.int32)
-    if given is None:
-        given = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
-    return torch.full(
-        (b,), int(number("cache_seqlens", given)), dtype=torch.int32, device=k_cache.device
-    )
+def _lengths(lengths: Any, b: int, k_cache: Tensor, pages: Tensor | None) -> Tensor:
+    if isinstance(lengths, Tensor):
+        return lengths.to(torch.int32)
+    if lengths is None:
+        lengths = k_cache.shape[1] * (1 if pages is None else pages.shape[1])
+    length = int(number("cache_seqlens", lengths))
+    return torch.full((b,), length, dtype=torch.int32, device=k_cache.device)
 
 
 def _descaled(q: Tensor, scale: Tensor, cu: Tensor | None) -> Tensor:
-    """q times `(b, hk)` scales."""
+    """Return q times `(b, hk)` scales."""
     of_heads = scale.repeat_interleave(q.shape[-2] // scale.shape[1], 1)  # (b, hq)
     if cu is None:
         return (q * of_heads[:, None, :, None]).to(q.dtype)
@@ -346,7 +334,7 @@ def _refuse(qv: Any, chunk: Any) -> None:
 
 
 def _check_places(cos: Any, sin: Any, idx: Any) -> None:
-    """flash-attn 3 has other things in these places."""
+    """Refuse what flash-attn 3 has in these places."""
     for name, x, dims in (("rotary_cos", cos, 2), ("rotary_sin", sin, 2),
                           ("cache_batch_idx", idx, 1)):  # fmt: skip
         if x is not None and (not isinstance(x, Tensor) or x.dim() != dims):

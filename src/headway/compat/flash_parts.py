@@ -42,7 +42,7 @@ class distance_bias(Score):
 
 
 def limits_of(is_causal: bool, window: Window) -> tuple[int | None, int | None]:
-    """Keys to the left and right of the diagonal; None for no limit."""
+    """Return how many keys to the left and right of the diagonal are seen; None for no limit."""
     try:
         left, right = (_limit(n) for n in window)
     except (TypeError, ValueError) as error:
@@ -53,7 +53,7 @@ def limits_of(is_causal: bool, window: Window) -> tuple[int | None, int | None]:
 
 
 def _limit(n: Any) -> int | None:
-    """A number of Python's, from one of anybody's."""
+    """Return a number of Python's, from one of anybody's."""
     if n is None:
         return None
     if isinstance(n, bool) or (n := operator.index(n)) < -1:
@@ -70,8 +70,7 @@ def check_dense(**tensors: Any) -> None:
 
 
 def heads_swapped(q: Tensor, k: Tensor, sink: Tensor | None) -> str:
-    """Return a hint where shapes `(b, heads, length, width)` show that heads and lengths are
-    swapped: the heads do not fit, but the lengths would. "" elsewhere."""
+    """Return a hint where the heads do not fit but the lengths would, as if swapped, else ""."""
     of_sink = (q.shape[1], q.shape[2]) if sink is None else (sink.numel(),) * 2
     fits = [
         k.shape[n] > 0 and q.shape[n] % k.shape[n] == 0 and q.shape[n] == of_sink[n - 1]
@@ -88,7 +87,7 @@ def heads_swapped(q: Tensor, k: Tensor, sink: Tensor | None) -> str:
 def score_of(
     cap: float, slopes: Tensor | None, offset: int | Tensor, batch: int, heads: int
 ) -> Score | None:
-    """Softcap and ALiBi, its slopes `(heads,)` or `(batch, heads)`."""
+    """Return softcap and ALiBi, its slopes `(heads,)` or `(batch, heads)`."""
     score: Score | None = capped(float(cap)) if cap else None
     if slopes is None:
         return score
@@ -117,7 +116,7 @@ class Words(NamedTuple):
 def words_of(
     dropout: Any, scale: Any, is_causal: Any, cap: Any, deterministic: Any, probabilities: Any
 ) -> Words:
-    """Checked by kind: what stands in one place in flash-attn 2 stands in another in 3 and 4."""
+    """Check by kind: what stands in one place in flash-attn 2 stands in another in 3 and 4."""
     words = Words(
         number("dropout_p", dropout),
         scale if scale is None or isinstance(scale, Tensor) else number("softmax_scale", scale),
@@ -139,7 +138,7 @@ def words_of(
 
 
 def number(name: str, x: Any) -> Any:
-    """A real number; no tensor, no boolean."""
+    """Check a real number; no tensor, no boolean."""
     if not isinstance(x, bool):
         if isinstance(x, int | float | torch.SymInt | torch.SymFloat):
             return x
@@ -149,11 +148,11 @@ def number(name: str, x: Any) -> Any:
 
 
 def flag(name: str, x: Any) -> bool:
-    """True or False, or 1 or 0."""
-    found = as_bool(x)
-    if found is None:
+    """Check True or False, or 1 or 0."""
+    truth = as_bool(x)
+    if truth is None:
         raise _misplaced(name, x, "True or False")
-    return found
+    return truth
 
 
 def _misplaced(name: str, x: Any, wanted: str) -> CallError:

@@ -182,8 +182,8 @@ def create_block_mask(
         raise CallError(str(error)) from error
     except ModError as error:
         raise CallModError(str(error)) from error
-    made = BlockMask.of_tiles(tiles, (b, h))
-    return made if separate_full_blocks else made.partial_only()
+    blocks = BlockMask.of_tiles(tiles, (b, h))
+    return blocks if separate_full_blocks else blocks.partial_only()
 
 
 def create_mask(
@@ -194,7 +194,7 @@ def create_mask(
     KV_LEN: int,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The whole square of a mask, or of where a score is not -inf: bool `(B, H, Q_LEN, KV_LEN)`."""
+    """Return the square of a mask, or where a score is not -inf: bool `(B, H, Q_LEN, KV_LEN)`."""
     b, h = 1 if B is None else B, 1 if H is None else H
     kind = {4: "mask", 5: "score"}.get(_positional(mod_fn))
     if kind is None:
@@ -209,20 +209,18 @@ def create_mask(
     if kind == "mask":
         return mask_at(graph, captured, at).expand(shape).clone()
     every = torch.ones(shape, dtype=torch.bool, device=on)
-    (score,), _ = score_at(
-        graph, captured, at, torch.zeros(shape, dtype=torch.float32, device=on), every
-    )
-    score = torch.as_tensor(score, device=on)
-    return (~torch.isneginf(score)).expand(shape).clone()
+    zeros = torch.zeros(shape, device=on, dtype=torch.float32)
+    (score,), _ = score_at(graph, captured, at, zeros, every)
+    return (~torch.isneginf(torch.as_tensor(score, device=on))).expand(shape).clone()
 
 
 def and_masks(*mask_mods: MaskFn) -> MaskFn:
-    """Pairs that every mask keeps."""
+    """Return a mask of the pairs that every mask keeps."""
     return _combined(Both, mask_mods)
 
 
 def or_masks(*mask_mods: MaskFn) -> MaskFn:
-    """Pairs that any mask keeps."""
+    """Return a mask of the pairs that any mask keeps."""
     return _combined(Either, mask_mods)
 
 
@@ -246,7 +244,7 @@ def _device(device: torch.device | str | None) -> torch.device | str:
 
 
 def _positional(fn: Callable) -> int:
-    """Arguments without a default, by which FlexAttention tells scores from masks."""
+    """Count arguments without a default, by which FlexAttention tells scores from masks."""
     parameters = inspect.signature(fn).parameters.values()
     return sum(p.default is inspect.Parameter.empty for p in parameters)
 

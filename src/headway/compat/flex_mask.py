@@ -25,7 +25,7 @@ _Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 
 
 def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
-    """Keeps every pair: the mask function `(batch, head, token_q, token_kv) -> True`."""
+    """Keep every pair: the mask function `(batch, head, token_q, token_kv) -> True`."""
     return batch.new_ones((), dtype=torch.bool)
 
 
@@ -51,10 +51,8 @@ class in_blocks(Mask):
     _varies: str
 
     def __init__(self, mask: MaskFn, state: Tensor, block: tuple[int, int]) -> None:
-        varies = "".join(
-            [n if size > 1 else "1" for n, size in zip("bh", state.shape, strict=False)]
-        )
-        fields = (mask, state, *block, varies)
+        sizes = zip("bh", state.shape, strict=False)
+        fields = (mask, state, *block, "".join([n if size > 1 else "1" for n, size in sizes]))
         for name, item in zip(self.fields, fields, strict=True):
             object.__setattr__(self, name, item)
 
@@ -107,16 +105,13 @@ class BlockMask:
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         state = _state(lists, count_columns(kv_indices, seq_lengths, block))
         self._set(state, tuple(seq_lengths), block, mask_mod, None)
-        for name, given in zip(_KV_LISTS, lists, strict=True):
-            self._out[name] = given, _version(given)
-        for name, given in zip(
-            _Q_LISTS, (q_num_blocks, q_indices, full_q_num_blocks, full_q_indices), strict=True
-        ):
-            if given is not None:
-                self._out[name] = given, None
+        self._out |= {name: (x, _version(x)) for name, x in zip(_KV_LISTS, lists, strict=True)}
+        of_queries = q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
+        for name, tensor in zip(_Q_LISTS, of_queries, strict=True):
+            if tensor is not None:
+                self._out[name] = tensor, None
 
-    # What its lists were decided by; None where they are the caller's own, as they are where the
-    # caller sets the mask.
+    # None where the lists are the caller's own, as they are where the caller sets the mask.
     _decided: Provenance | None = None
 
     def _set(self, state, seq_lengths, block, mask_mod, tiles) -> "BlockMask":
@@ -133,26 +128,28 @@ class BlockMask:
 
     @classmethod
     def of_tiles(cls, tiles: TileMask, batch: tuple[int, ...]) -> "BlockMask":
-        """Headway's block mask as FlexAttention's, for this number of batch rows and heads."""
+        """Return Headway's block mask as FlexAttention's, for this many batch rows and heads."""
         new = cls.__new__(cls)._set(None, tiles.shape[2:], tiles.tile, tiles.mask, tiles)
         new._batch, new._decided = batch, tiles.decided
         return new
 
-    def _still(self) -> Provenance | None:
-        """What its lists were decided by, which is still so."""
+    def _checked(self) -> Provenance | None:
+        """Return the provenance of the lists; raise where it no longer holds."""
         if self._decided is not None:
             self._decided.check()
         return self._decided
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies are apart from the lists that are out. They know what decided them; what counters
-        say is said of one process."""
+        """Return the state of a copy, apart from the lists that are out and from counters."""
         self._look_at_lists()
-        return vars(self) | {
-            "_out": {},
-            "_former": [],
-            "_decided": self._still() is not None,
-        }
+        return vars(self) | {"_out": {}, "_former": [], "_decided": self._checked() is not None}
+
+    def _with(self, state: Tensor, lengths: tuple[int, int], mask_mod: MaskFn) -> "BlockMask":
+        """Return a block mask of other blocks; with the same mask, of the same provenance."""
+        new = BlockMask.__new__(BlockMask)._set(state, lengths, self._block, mask_mod, None)
+        decided = self._checked()
+        new._decided = decided if mask_mod is self._mask_mod else None
+        return new
 
     def __setstate__(self, state: dict) -> None:
         decided = Provenance.of(state["_mask_mod"]) if state.pop("_decided", False) else None
@@ -207,17 +204,17 @@ class BlockMask:
             mask = in_blocks(self._mask_mod, state, block)
             used = state[:, :, : -(-lengths[0] // block[0]), : -(-lengths[1] // block[1])]
             self._tiles = from_dense(used, mask, lengths, block)
-            if self._still() is not None and not torch.compiler.is_compiling():
+            if self._checked() is not None and not torch.compiler.is_compiling():
                 self._tiles = replace(self._tiles, decided=Provenance.of(mask))
         return self._tiles
 
     def _square(self) -> Tensor:
-        """The state of every block, uint8 (b, h, rows, columns)."""
+        """Return the state of every block, uint8 (b, h, rows, columns)."""
         self._look_at_lists()
-        return self._known()
+        return self._blocks()
 
-    def _known(self) -> Tensor:
-        """The state of every block at the last look."""
+    def _blocks(self) -> Tensor:
+        """Return the state of every block at the last look."""
         if self._state is None:
             assert self._tiles is not None
             self._state = self._tiles.to_dense().expand(*self._batch, -1, -1)
@@ -232,7 +229,7 @@ class BlockMask:
     @mask_mod.setter
     def mask_mod(self, mask_mod: MaskFn) -> None:
         self._square()
-        self._still()
+        self._checked()
         self._mask_mod, self._tiles, self._decided = mask_mod, None, None
 
     @property
@@ -251,23 +248,23 @@ class BlockMask:
         return self._block
 
     def _list(self, name: str) -> Tensor | None:
-        """One of the eight lists: that which is out, or one made of the state, which then is."""
+        """Return one of the eight lists: the one that is out, or a new one, which then is out."""
         if name in self._out:
             return self._out[name][0]
-        state = self._known().eq(2 if name.startswith("full") else 1)
+        state = self._blocks().eq(2 if name.startswith("full") else 1)
         state = state.reshape(*self._batch, *state.shape[-2:])
         if name in _Q_LISTS:
             state = state.transpose(-1, -2)
         with torch.inference_mode(False):  # whose tensors do not tell that they were written to
             if name.endswith("num_blocks"):
-                made = state.clone().sum(-1, dtype=torch.int32)
+                tensor = state.clone().sum(-1, dtype=torch.int32)
             else:
-                made = state.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int()
+                tensor = state.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int()
         if not torch.compiler.is_compiling():
-            self._out[name] = made, made._version
+            self._out[name] = tensor, tensor._version
             for other in _KV_LISTS:
                 self._list(other)
-        return made
+        return tensor
 
     def _look_at_lists(self) -> None:
         """Update the state from lists that were set or written to since the last look."""
@@ -279,11 +276,9 @@ class BlockMask:
                     "and no longer belongs to this BlockMask: read it again"
                 )
         out = self._out
-        new = {
-            name for name, (tensor, seen) in out.items() if seen is None or _version(tensor) != seen
-        }
+        new = {name for name, (tensor, at) in out.items() if at is None or _version(tensor) != at}
         if out and self._clears != TensorCache.clears:  # after writes that no version tells of
-            self._clears, before = TensorCache.clears, self._known()
+            self._clears, before = TensorCache.clears, self._blocks()
             same = torch.equal(self._listed().view_as(before), before)
             new |= (set(_Q_LISTS) if same else set(_KV_LISTS)) & out.keys()
         if new.intersection(_KV_LISTS):
@@ -295,7 +290,7 @@ class BlockMask:
                 self._former.append((name, weakref.ref(tensor), version))
         if named := new.intersection(_Q_LISTS):
             lists = [self._list(name) for name in _Q_LISTS]
-            state = self._known()
+            state = self._blocks()
             theirs = _state(lists, state.shape[-2]).transpose(-1, -2)
             if theirs.shape[-2:] != state.shape[-2:] or not bool((theirs == state).all()):
                 raise CallError(
@@ -307,7 +302,7 @@ class BlockMask:
             out[name] = out[name][0], _version(out[name][0])
 
     def _listed(self) -> Tensor:
-        """The state of every block as the lists of keys have it."""
+        """Return the state of every block as the lists of keys have it."""
         lists = [self._list(name) for name in _KV_LISTS]
         indices = lists[1]
         assert indices is not None
@@ -316,18 +311,10 @@ class BlockMask:
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """Lengths, the eight lists, block sizes and mask, in the original's order."""
         lists = [getattr(self, name) for name in _KV_LISTS + _Q_LISTS]
+        lengths, block = (self._seq_lengths,), (self._block,)
         if flatten:
-            return (
-                *self._seq_lengths,
-                *lists,
-                None,
-                None,
-                None,
-                None,
-                *self._block,
-                self._mask_mod,
-            )
-        return (self._seq_lengths, *lists, None, None, None, None, self._block, self._mask_mod)
+            (lengths,), (block,) = lengths, block
+        return (*lengths, *lists, None, None, None, None, *block, self._mask_mod)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -360,9 +347,8 @@ class BlockMask:
         shown = []
         for b in range(min(state.shape[0], limit)):
             for h in range(min(state.shape[1], limit)):
-                one = from_dense(
-                    state[b : b + 1, h : h + 1], noop_mask, self._seq_lengths, self._block
-                )
+                part = state[b : b + 1, h : h + 1]
+                one = from_dense(part, noop_mask, self._seq_lengths, self._block)
                 title = f"\n{(b, h)}\n" if state.shape[0] * state.shape[1] > 1 else "\n"
                 shown.append(title + one.picture(rows if rows > 0 else max(state.shape[2:])))
         return "".join(shown)
@@ -385,16 +371,14 @@ class BlockMask:
         if len(index) > 3:
             raise IndexError("too many indices for a BlockMask: batch, head, query block")
         keep = lambda i, n: slice(i % n, i % n + 1) if isinstance(i, int) and -n <= i < n else i
-        self._still()
         self._square()
         state = self._state
         assert state is not None
         at = tuple(keep(i, n) for i, n in zip(index, state.shape, strict=False))
-        block, lengths = self._block, self._seq_lengths
-        return BlockMask.__new__(BlockMask)._set(state[at], lengths, block, sliced_mask, None)
+        return self._with(state[at], self._seq_lengths, sliced_mask)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> "BlockMask":
-        """The upper left corner of these lengths, with the same mask."""
+        """Return the upper left corner of these lengths, with the same mask."""
         state = self._square()
         rows, cols = -(-new_q_len // self._block[0]), -(-new_kv_len // self._block[1])
         if rows > state.shape[2] or cols > state.shape[3]:
@@ -408,9 +392,7 @@ class BlockMask:
             state[:, :, -1].clamp_(max=1)
         if new_kv_len > self._seq_lengths[1]:
             state[..., -1].clamp_(max=1)
-        new = BlockMask.__new__(BlockMask)
-        new._decided = self._still()
-        return new._set(state, (new_q_len, new_kv_len), self._block, self._mask_mod, None)
+        return self._with(state, (new_q_len, new_kv_len), self._mask_mod)
 
     def partial_only(self) -> "BlockMask":
         """The same with full blocks called partial."""
@@ -421,10 +403,7 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> "BlockMask":
         """Return the block mask on another device; captured tensors are not moved."""
-        state = self._square().to(device)
-        new = BlockMask.__new__(BlockMask)
-        new._decided = self._still()
-        return new._set(state, self._seq_lengths, self._block, self._mask_mod, None)
+        return self._with(self._square().to(device), self._seq_lengths, self._mask_mod)
 
 
 def _list_of(name: str) -> property:
@@ -458,38 +437,34 @@ def as_tiles(mask: Any) -> TileMask | Mask:
     if ours and not mask._out:  # no one else can write to its blocks
         return mask.tiles
     lists: list[Any] = [mask._list(x) if ours else getattr(mask, x) for x in _KV_LISTS]
-    how = mask.seq_lengths, mask.BLOCK_SIZE, mask.mask_mod
+    lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     if _recorded(lists[0]):
         if ours and not torch.compiler.is_compiling():
-            mask._still()
-        return _at_run_time(lists, *how)
+            mask._checked()
+        state = _state(lists, count_columns(lists[1], lengths, block))
+        return in_blocks(mask.mask_mod, state, block)
     if ours:
         return mask.tiles
-    given = [x for x in lists if x is not None]
+    tensors = [x for x in lists if x is not None]
     # What is cached holds the mask function, so that no other one has its address.
-    key = id(mask.mask_mod), tuple(mask.seq_lengths), tuple(mask.BLOCK_SIZE), len(given)
-    make = lambda: BlockMask(how[0], *lists, BLOCK_SIZE=how[1], mask_mod=how[2]).tiles
-    return _converted.of(given, key, make)
+    key = id(mask.mask_mod), tuple(lengths), tuple(block), len(tensors)
+    make = lambda: BlockMask(lengths, *lists, BLOCK_SIZE=block, mask_mod=mask.mask_mod).tiles
+    return _converted.of(tensors, key, make)
 
 
 _converted: TensorCache[TileMask] = TensorCache(64)
 
 
 def _recorded(lists: Tensor) -> bool:
-    """Return whether a compiled program reads the lists, which may hold other blocks when it
-    runs."""
+    """Return whether a program reads the lists, which may hold other blocks when it runs."""
     return torch.compiler.is_compiling() or capturing(lists.device)
 
 
 def is_block_mask(mask: Any) -> bool:
-    """Ours, Headway's, or PyTorch's (without importing PyTorch's, which loads the compiler)."""
+    """Return whether a mask is ours, Headway's or PyTorch's, without loading PyTorch's compiler."""
     return isinstance(mask, BlockMask | TileMask) or (
         type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_indices")
     )
-
-
-def _at_run_time(lists: list, lengths: Any, block: tuple[int, int], mask_mod: MaskFn) -> Mask:
-    return in_blocks(mask_mod, _state(lists, count_columns(lists[1], lengths, block)), block)
 
 
 def _version(tensor: Tensor | None) -> float:
@@ -499,7 +474,7 @@ def _version(tensor: Tensor | None) -> float:
 
 
 def _state(lists: Any, columns: int) -> Tensor:
-    """uint8 (..., rows, columns): 0 empty, 1 partial, 2 full."""
+    """Return the state of lists, uint8 (..., rows, columns): 0 empty, 1 partial, 2 full."""
     num_blocks, indices, full_num, full_indices = lists
     with torch.inference_mode(False):  # fit to be captured
         state = _dense(num_blocks, indices, columns)
@@ -509,7 +484,7 @@ def _state(lists: Any, columns: int) -> Tensor:
 
 
 def _dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """uint8 (..., rows, columns), 1 for the blocks that the lists name."""
+    """Return uint8 (..., rows, columns), 1 for the blocks that the lists name."""
     named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     # What comes after a row's blocks is undefined: send it to one column too many.
     at = torch.where(named, indices.long(), columns)

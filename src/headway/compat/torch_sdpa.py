@@ -110,7 +110,7 @@ def use_for_sdpa() -> Iterator[None]:
 
 
 def _holders(function: Any) -> list[tuple[dict[str, Any], str]]:
-    """The dictionaries of modules, and the names in them, that hold a function."""
+    """Return the dictionaries of modules, and the names in them, that hold a function."""
     every = [vars(m) for m in list(sys.modules.values()) if hasattr(m, "__dict__")]
     return [(names, name) for names in every for name, x in list(names.items()) if x is function]
 
@@ -121,8 +121,8 @@ def _holders(function: Any) -> list[tuple[dict[str, Any], str]]:
 def _four_dimensional(
     q: Tensor, k: Tensor, v: Tensor, gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...] | None]:
-    """The tensors as (b, heads, length, width), and the result's dimensions before its length; None
-    where they were like that to begin with."""
+    """Return the tensors as (b, heads, length, width), and what precedes the result's length if
+    they were not."""
     dims = max(q.dim(), k.dim(), v.dim())
     hq, hk, hv = (x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v))
     h = hq if gqa else max(hq, hk, hv)
@@ -158,7 +158,7 @@ def _four_dimensional(
 
 
 def _aligned(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
-    """A mask that broadcasts to (..., h, l, s), as one of at most 4 dimensions."""
+    """Return a mask that broadcasts to (..., h, l, s) as one of at most 4 dimensions."""
     extra = max(mask.dim() - len(whole), 0)
     sizes = zip(reversed(mask.shape), reversed(whole), strict=False)
     if any(n not in (1, size) for n, size in sizes) or any(n != 1 for n in mask.shape[:extra]):
@@ -174,7 +174,7 @@ def _aligned(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
 
 
 def _corner(mask: Any, is_causal: bool, lengths: tuple[int, int]) -> Mask:
-    """The mask that a `torch.nn.attention.bias.CausalBias` stands for."""
+    """Return the mask that a `torch.nn.attention.bias.CausalBias` stands for."""
     if is_causal:
         raise ArgumentError(
             "CausalBias should not be used with causal=True: attn_mask says it, drop is_causal"

@@ -27,7 +27,7 @@ class ModelCall:
         self, model: torch.nn.Module, args: tuple, kwargs: dict, outer: "ModelCall | None"
     ):
         self.model = model
-        mask = given(model, args, kwargs, "attention_mask")
+        mask = argument_of(model, args, kwargs, "attention_mask")
         masks = [*mask.values()] if isinstance(mask, dict) else [mask]
         ours = [m for m in masks if isinstance(m, AttentionMask)]
         squares = [m for m in masks if isinstance(m, Tensor) and m.dim() == 4]
@@ -35,40 +35,38 @@ class ModelCall:
         self.own_mask = len(squares) > len(ours) if outer is None else outer.own_mask
         self.mask = ours[0] if ours else mask
         self.made: list[AttentionMask] = []  # masks that were made in this call
-        positions = given(model, args, kwargs, "position_ids")
+        positions = argument_of(model, args, kwargs, "position_ids")
         plain = isinstance(positions, Tensor) and positions.dim() in (1, 2, 3)
         self.positions: Tensor | None = positions if plain and positions.shape[-1] > 1 else None
         self.judged = self.positions is None or self.own_mask
-        self.bare = mask is None and given(model, args, kwargs, "use_cache") is False
-        self.told = [name for name in _DOCUMENTS if kwargs.get(name) is not None]
+        self.bare = mask is None and argument_of(model, args, kwargs, "use_cache") is False
+        self.documents = [name for name in _DOCUMENTS if kwargs.get(name) is not None]
 
     @cached_property
     def packed(self) -> bool:
-        """Return whether positions restart within a row, between two tokens that are not
-        padding."""
+        """True if positions restart within a row, between two tokens that are not padding."""
         positions = self.positions
         assert positions is not None
         # Of time, height and width, tokens of an image share the first.
         restarts = positions[0].diff() < 0 if positions.dim() == 3 else positions.diff() <= 0
-        kept: Any = self.mask
-        if isinstance(kept, AttentionMask):
-            kept = None if kept.kept is None else kept.kept()
+        unpadded: Any = self.mask
+        if isinstance(unpadded, AttentionMask):
+            unpadded = None if unpadded.kept is None else unpadded.kept()
         length = positions.shape[-1]
-        if isinstance(kept, Tensor) and kept.dim() == 2 and kept.shape[1] >= length:
-            kept = kept[:, -length:].to(restarts.device, torch.bool)
-            restarts = restarts & kept[:, 1:] & kept[:, :-1]
+        if isinstance(unpadded, Tensor) and unpadded.dim() == 2 and unpadded.shape[1] >= length:
+            unpadded = unpadded[:, -length:].to(restarts.device, torch.bool)
+            restarts = restarts & unpadded[:, 1:] & unpadded[:, :-1]
         return bool(restarts.any())
 
-    def look(self, mask: Any, queries: int, keys: int, told: bool) -> None:
-        """Warn once if attention under this mask lets packed documents see each other; `told` says
-        that the attention is given the documents."""
+    def look(self, mask: Any, queries: int, keys: int, has_documents: bool) -> None:
+        """Warn once if packed documents see each other, under this mask and without documents."""
         positions = self.positions
         if positions is None or positions.shape[-1] != queries:
             return
         plain = isinstance(mask, Tensor) and not isinstance(mask, AttentionMask)
         longer = plain and any(m.is_looked_at and keys > m.sizes[3] for m in self.made)
-        given = [mask] if isinstance(mask, AttentionMask) else []
-        apart = told or any(m.documents for m in (*given, *self.made))
+        masks = [mask, *self.made] if isinstance(mask, AttentionMask) else self.made
+        apart = has_documents or any(m.documents for m in masks)
         if apart and not longer:
             return
         self.judged = True
@@ -83,20 +81,17 @@ class ModelCall:
         name = type(self.model).__name__
         if longer:
             return f"{name} adds keys that belong to no document; give it one document a row"
-        if self.told:
-            return (
-                f"{name} does not hand {', '.join(self.told)} to its attention; "
-                "give it one document a row"
-            )
-        told = (
+        if names := ", ".join(self.documents):
+            return f"{name} does not hand {names} to its attention; give it one document a row"
+        arguments = (
             "seq_idx, the number of each token's document (batch, keys), or with cu_seq_lens_q "
             "and cu_seq_lens_k"
         )
         if self.bare:
-            return f"transformers reads no position_ids for {name}; call it with {told}"
+            return f"transformers reads no position_ids for {name}; call it with {arguments}"
         return (
             "transformers reads position_ids only with use_cache=False and no attention_mask, and "
-            f"not for every model; call {name} in this way, or with {told}"
+            f"not for every model; call {name} in this way, or with {arguments}"
         )
 
     @property
@@ -110,7 +105,7 @@ class ModelCall:
 
 
 def current() -> ModelCall | None:
-    """The innermost call that is running in this thread."""
+    """Return the innermost call that is running in this thread."""
     calls = getattr(_running, "calls", None)
     return calls[-1] if calls else None
 
@@ -133,7 +128,7 @@ def end(model: torch.nn.Module) -> None:
         calls.pop()
 
 
-def given(model: torch.nn.Module, args: tuple, kwargs: dict, name: str) -> Any:
+def argument_of(model: torch.nn.Module, args: tuple, kwargs: dict, name: str) -> Any:
     """Return the argument of a model's call, by name or position; None where it is missing."""
     if name in kwargs or not args:
         return kwargs.get(name)

@@ -35,9 +35,8 @@ class AttentionMask(Tensor):
     """A mask of Headway's, and the tensor that a model finds when it looks at it.
 
     As a tensor it is transformers' mask for "eager": `(batch, 1, queries, keys)`, 0 where a pair is
-    kept and the lowest number elsewhere. That square is made when something asks for its numbers,
-    and what comes of it is a plain tensor. From when a view of it is out or it was written to, the
-    square is the mask. (In its own memory is one NaN: what gets there by another way shows.)
+    kept and the lowest number elsewhere. That square is made when something asks for its numbers.
+    Once a view of it is out or it was written to, the square is the mask. (Its own memory is NaN.)
     """
 
     _step: Callable[[], tuple[MaskFn | None, Tensor]] | None
@@ -71,8 +70,7 @@ class AttentionMask(Tensor):
         near: tuple[int, Tensor | None] | None = None,
         kept: Callable[[], Tensor] | None = None,
     ) -> "AttentionMask":
-        """A mask of these sizes; `make` makes the square, and `later` the mask, where making it
-        waits for the device."""
+        """Return a mask; `make` makes its square, `later` the mask, if that waits for a device."""
         nothing = torch.full((), math.nan, dtype=dtype, device=device).expand(sizes)
         new = nothing.as_subclass(AttentionMask)
         new._mask, new._later, new._step, new.near = mask, later, step, near
@@ -95,8 +93,7 @@ class AttentionMask(Tensor):
 
     @property
     def step(self) -> tuple[MaskFn | None, Tensor]:
-        """Return, for a few new tokens after those of a cache, the mask of positions (or None) and
-        the positions of the queries, `(b,)` int32, without reading the device."""
+        """Return, for new tokens after a cache, the mask (or None) and int32 lengths, `(b,)`."""
         if self._stepped is None:
             assert self._step is not None
             self._stepped = self._step()
@@ -108,7 +105,7 @@ class AttentionMask(Tensor):
         return self._made is not None
 
     def square(self) -> Tensor:
-        """The mask as a plain tensor."""
+        """Return the mask as a plain tensor."""
         if self._made is None:
             self._made = self._make()
         return self._made
@@ -140,9 +137,7 @@ class AttentionMask(Tensor):
         plain = [x.square() if isinstance(x, AttentionMask) else x for x in leaves]
         args, kwargs = pytree.tree_unflatten(plain, tree)
         if torch.compiler.is_compiling() or any(mask.square().is_inference() for mask in masks):
-            for (
-                mask
-            ) in masks:  # writes are not seen: before the graph runs, or as no one counts them
+            for mask in masks:  # writes are not seen: the graph has not run, or none are counted
                 mask.taken = True
             return func(*args, **kwargs)
         versions = [mask.square()._version for mask in masks]
@@ -153,7 +148,7 @@ class AttentionMask(Tensor):
         return out
 
     def _to(self, *args: Any, **kwargs: Any) -> "AttentionMask | None":
-        """Elsewhere, or of another floating dtype; None for what is a plain tensor."""
+        """Return the mask elsewhere or of another dtype; None for what is a plain tensor."""
         if kwargs.get("copy") or kwargs.get("memory_format"):
             return None
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
@@ -169,16 +164,7 @@ class AttentionMask(Tensor):
             step = (lambda: self.step) if here and self.is_step else None
             near = self.near if here else None
             new = AttentionMask.of(
-                None,
-                self.sizes,
-                self.documents,
-                make,
-                dtype,
-                device,
-                later,
-                step,
-                near,
-                self.kept,
+                None, self.sizes, self.documents, make, dtype, device, later, step, near, self.kept
             )
             new.over_ranks = self.over_ranks
             self._moved[dtype, device] = new
@@ -239,7 +225,7 @@ _LOOKS_INSIDE = (
 
 
 def kept(square: Tensor) -> Tensor:
-    """bool: where an additive mask lets a pair through. The lowest number means "not at all"."""
+    """Return where an additive mask keeps a pair. The lowest number means "not at all"."""
     return square > torch.finfo(square.dtype).min / 2
 
 
@@ -254,15 +240,15 @@ def _shares(out: Any, square: Tensor) -> bool:
     return any(isinstance(x, Tensor) and x.untyped_storage()._cdata == memory for x in leaves)
 
 
-class _Function(Exception):
-    """A function of someone else: where its tensors are is not known."""
+class _UserFunction(Exception):
+    """Raised where a mask is a function of the user, whose tensors may be anywhere."""
 
 
 def _carried(mask: AttentionMask, device: torch.device) -> MaskFn | None:
-    """The mask on another device: a value with its tensors there, else its square."""
+    """Return the mask on another device: a value with its tensors there, else its square."""
     try:
         return _elsewhere(mask.mask, device)
-    except _Function:
+    except _UserFunction:
         return dense(kept(mask.square()).to(device))
 
 
@@ -275,5 +261,5 @@ def _elsewhere(part: Any, device: torch.device) -> Any:
             object.__setattr__(new, name, _elsewhere(getattr(part, name), device))
         return new
     if callable(part):
-        raise _Function
+        raise _UserFunction
     return part

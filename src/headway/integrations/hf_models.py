@@ -88,12 +88,12 @@ def _implementation(model: Any) -> str:
 def _refuse_weights(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """A model may collect weights from its layers and say nothing of it to its attention."""
     name = "output_attentions"
-    asked = hf_calls.given(model, args, kwargs, name)
-    if asked is None:
-        asked = getattr(model.config, name, None)
-    if asked and any(asks(type(part)) for part in model.modules()):
+    wanted = hf_calls.argument_of(model, args, kwargs, name)
+    if wanted is None:
+        wanted = getattr(model.config, name, None)
+    if wanted and any(asks(type(part)) for part in model.modules()):
         raise BackendRefused(
-            f"output_attentions={asked} of {type(model).__name__}: the weights are never made; "
+            f"output_attentions={wanted} of {type(model).__name__}: the weights are never made; "
             'set attn_implementation="eager" for a model whose weights you need'
         )
 
@@ -121,9 +121,9 @@ def _first_use(model: torch.nn.Module, args: Any) -> None:
 
 
 def _own_attention(model: torch.nn.Module) -> set[str]:
-    """Names of the classes that run attention in a model, short of models inside of it, and do not
-    ask for another one. Where others ask, a class counts if it computes a softmax: a linear
-    attention is no one else's to run."""
+    """Return the names of a model's classes that run attention and do not ask for another one.
+
+    Where others ask, a class counts if it computes a softmax. Models inside are left out."""
     from transformers import PreTrainedModel
 
     found: set[type] = set()
@@ -179,8 +179,8 @@ def _refuse_unknown(cls: type, implementation: str) -> None:
 
 
 def _named(waiting: list[FunctionType], classes: bool) -> Iterator[tuple[str, ...]]:
-    """The names in functions and in those that they name, of the same file; with `classes`, in what
-    makes the modules that they name as well, short of models, which are looked at by themselves."""
+    """Yield the names in functions and in those that they name, of the same file; with `classes`,
+    also in what makes the modules that they name, except for models."""
     from transformers import PreTrainedModel
 
     seen = set()

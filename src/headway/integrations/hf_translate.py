@@ -14,9 +14,8 @@ from .hf_mask import GraphMask
 
 
 def translate(fn: Callable | None) -> tuple[MaskFn | None, bool]:
-    """transformers' own mask functions as values of the library, whose numbers are run-time
-    arguments and which backends know; a function of anyone else as it is. And whether it keeps
-    packed documents apart."""
+    """Return transformers' own mask functions as values of the library, and those of others as they
+    are; and whether packed documents are kept apart."""
     from transformers import masking_utils as hf
 
     if fn is None or fn is hf.bidirectional_mask_function:
@@ -55,8 +54,7 @@ def _maker(fn: Callable) -> str:
 
 
 def _without_remapping(fn: Callable) -> Callable:
-    """The mask over indices for one over positions that restart with every document, if it only
-    looks at how far apart they are."""
+    """Return the mask over indices for one over restarting positions, if only distances count."""
     if _maker(fn) != "remap_positions_for_packed_sequence":
         return fn
     at = fn.__code__.co_freevars.index("mask_function")
@@ -75,7 +73,7 @@ def _relative(mask: Any) -> bool:
 
 
 def shift(mask: MaskFn | None, q_offset: int, kv_offset: int) -> MaskFn | None:
-    """The mask of local indices 0, 1, ... from one of positions."""
+    """Return the mask of local indices 0, 1, ... from one of positions."""
     if mask is None or not (q_offset or kv_offset):
         return mask
     if isinstance(mask, causal):
@@ -102,8 +100,7 @@ def sees_all(mask: Any, before: int) -> bool:
 
 
 def of_padding(padding: Tensor) -> MaskFn:
-    """The mask of a padding. On the CPU, where it can be seen that the keys of every row are one
-    run, it is a range of keys, as it is for a backend that gets it."""
+    """Return the mask of a padding: a range of keys, where the CPU can see one run in every row."""
     if padding.is_cpu and not torch.compiler.is_compiling():
         at = torch.arange(padding.shape[1], device="cpu")
         stops = (padding * (at + 1)).amax(1)
@@ -117,7 +114,7 @@ def of_padding(padding: Tensor) -> MaskFn:
 
 
 def joined(first: MaskFn | None, second: MaskFn | None) -> MaskFn | None:
-    """Both masks; None keeps every pair."""
+    """Return a mask of both; None keeps every pair."""
     if first is None or second is None:
         return second if first is None else first
     return Both(first, second)

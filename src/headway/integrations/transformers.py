@@ -14,14 +14,14 @@ With this attention, `headway.stability.QKClip(model)` works on Llama-like and D
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import inference
-from ..api import attention, attention_with_stats
+from .. import api, inference
 from ..arguments import scale_of
 from ..autograd import cpu_native_step
 from ..distributed.layout import Layout
@@ -107,9 +107,9 @@ def mask_over_ranks(
 
     sizes = batch, 1, layout.local, layout.local
     where = layout.positions.device if device is None else device
-    made = AttentionMask.of(mask, sizes, True, square, dtype, where)
-    made.over_ranks = layout
-    return made
+    new_mask = AttentionMask.of(mask, sizes, True, square, dtype, where)
+    new_mask.over_ranks = layout
+    return new_mask
 
 
 # -- the mask function ----------------------------------------------------------------------------
@@ -154,27 +154,6 @@ def attention_mask(
     ):
         return None  # as "eager" has it: models compare a mask's sizes with their own
 
-    @cache
-    def kept() -> MaskFn | None:
-        return None if padding is None else of_padding(padding)
-
-    def step() -> tuple[MaskFn | None, Tensor]:
-        lengths = torch.full((batch_size,), q_length - kv_offset, dtype=torch.int32, device=device)
-        # The last keys of a row are its queries': what lies behind them does not exist.
-        return joined(shift(whole, kv_offset, kv_offset), kept()), lengths.add_(q_offset)
-
-    def later() -> MaskFn | None:
-        return joined(shift(whole, int(q_offset), kv_offset), kept())
-
-    near = None
-    on_cpu = device is not None and torch.device(device).type == "cpu"
-    if seen is not None and on_cpu and q_length == 1:
-        keys = min(kv_length, seen - kv_offset)
-        if not sees_all(whole, keys - 1):
-            near = keys, _near(*step(), keys)
-        else:
-            near = keys, None if padding is None else padding[:, None, None, :keys]
-
     def square() -> Tensor:
         from transformers.masking_utils import bidirectional_mask_function, eager_mask
 
@@ -184,27 +163,78 @@ def attention_mask(
             device=device, **hints | {"allow_is_bidirectional_skip": False},
         )  # fmt: skip
 
-    dtype = hints.get("dtype") or torch.float32
-    of_step = step if few else None
-
-    def of_queries() -> Tensor:
-        assert padding is not None
-        return padding[:, int(q_offset) - kv_offset :][:, :q_length]
-
+    parts = _MaskParts(whole, padding, shape, q_offset, kv_offset, device)
     mask = AttentionMask.of(
-        None, shape, packed, square, dtype, device, later, of_step, near,
-        None if padding is None else of_queries,
+        None, shape, packed, square, hints.get("dtype") or torch.float32, device, parts.later,
+        parts.step if few else None, None if seen is None else parts.near(seen),
+        None if padding is None else parts.unpadded_queries,
     )  # fmt: skip
     if call is not None:
         call.made.append(mask)
     return mask
 
 
+@dataclass(frozen=True)
+class _MaskParts:
+    """The parts of an `AttentionMask`: a mask of positions, the padding, where each begins."""
+
+    mask: MaskFn | None
+    padding: Tensor | None
+    sizes: tuple[int, ...]
+    q_offset: int | Tensor
+    kv_offset: int
+    device: Any
+
+    @cached_property
+    def unpadded(self) -> MaskFn | None:
+        """The mask that leaves out padding, if there is any."""
+        return None if self.padding is None else of_padding(self.padding)
+
+    def later(self) -> MaskFn | None:
+        """Return the mask of queries and keys that begin at 0."""
+        return joined(shift(self.mask, int(self.q_offset), self.kv_offset), self.unpadded)
+
+    def step(self) -> tuple[MaskFn | None, Tensor]:
+        """Return the mask for a step over a cache, and how many keys each row has."""
+        # The last keys of a row are its queries': what lies behind them does not exist.
+        lengths = torch.full(
+            self.sizes[:1], self.sizes[2] - self.kv_offset, dtype=torch.int32, device=self.device
+        )
+        mask = joined(shift(self.mask, self.kv_offset, self.kv_offset), self.unpadded)
+        return mask, lengths.add_(self.q_offset)
+
+    def near(self, tokens: int) -> tuple[int, Tensor | None] | None:
+        """Return, for one query per row on the CPU, how many keys there are up to the last of
+        `tokens`, and which of them are seen, bool `(b, 1, 1, keys)` or None for all."""
+        on_cpu = self.device is not None and torch.device(self.device).type == "cpu"
+        if not on_cpu or self.sizes[2] != 1:
+            return None
+        keys = min(self.sizes[3], tokens - self.kv_offset)
+        if sees_all(self.mask, keys - 1):
+            return keys, None if self.padding is None else self.padding[:, None, None, :keys]
+        mask, lengths = self.step()
+        if mask is None:
+            return keys, None
+        graph, captured = lower_mod("mask", mask, torch.float32)
+        by_row = lambda x: x.view(-1, 1, 1, 1)
+        at = Positions(
+            by_row(torch.arange(len(lengths), device="cpu")),
+            torch.zeros((), dtype=torch.int64, device="cpu"),
+            by_row(lengths.long() - 1), torch.arange(keys, device="cpu"),
+        )  # fmt: skip
+        seen = mask_at(graph, captured, at).expand(len(lengths), 1, 1, keys)
+        return keys, None if bool(seen.all()) else seen
+
+    def unpadded_queries(self) -> Tensor:
+        """Return which queries are no padding, bool `(b, queries)`."""
+        assert self.padding is not None
+        return self.padding[:, int(self.q_offset) - self.kv_offset :][:, : self.sizes[2]]
+
+
 def _padding(
     padding: Tensor | None, kv_length: int, kv_offset: int, seen: int | None = None
 ) -> Tensor | None:
-    """bool (batch, kv_length), or None where nothing is padded: of the first `seen` tokens, where
-    the queries see no others."""
+    """Return bool (batch, kv_length), or None where no token (of the first `seen`) is padding."""
     if padding is None:
         return None
     padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
@@ -216,22 +246,6 @@ def _padding(
     if padding.shape[1] < kv_length:  # a static cache is longer than what it holds
         padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
     return padding
-
-
-def _near(mask: MaskFn | None, lengths: Tensor, keys: int) -> Tensor | None:
-    """Return which of the first keys one query per row sees, bool `(b, 1, 1, keys)`; None for
-    all."""
-    if mask is None:
-        return None
-    graph, captured = lower_mod("mask", mask, torch.float32)
-    by_row = lambda x: x.view(-1, 1, 1, 1)
-    at = Positions(
-        by_row(torch.arange(len(lengths), device="cpu")),
-        torch.zeros((), dtype=torch.int64, device="cpu"),
-        by_row(lengths.long() - 1), torch.arange(keys, device="cpu"),
-    )  # fmt: skip
-    seen = mask_at(graph, captured, at).expand(len(lengths), 1, 1, keys)
-    return None if bool(seen.all()) else seen
 
 
 # -- the attention function -----------------------------------------------------------------------
@@ -269,146 +283,153 @@ def attention_forward(
     **Raises:** `BackendRefused` (a `NotImplementedError`) for arguments that would change attention
     and are not honoured, `ArgumentError` for a mask of other sizes than the call's.
     """
+    softmax = _Softmax(module, scaling, softcap, s_aux if sinks is None else sinks)
     cache = kwargs.pop("cache", None)  # of continuous batching
     updated = kwargs.get("read_index") is not None and isinstance(cu_seq_lens_k, Tensor)
     if cache is not None or updated:
         others = {n: x for n, x in kwargs.items() if n not in _OF_CACHE}
         _refuse(output_attentions, {**others, "position_bias": position_bias, "seq_idx": seq_idx})
+        arguments = {**kwargs, "cu_seq_lens_k": cu_seq_lens_k}
         return _continuous(
-            query, key, value, cache, {**kwargs, "cu_seq_lens_k": cu_seq_lens_k}, cu_seq_lens_q,
-            module, scaling, sliding_window, softcap, s_aux if sinks is None else sinks,
+            query, key, value, cache, arguments, cu_seq_lens_q, sliding_window, softmax
         ), None  # fmt: skip
     _refuse(output_attentions, kwargs)
     q_len, kv_len = query.shape[2], key.shape[2]
+    packed = not (seq_idx is None and cu_seq_lens_q is None is cu_seq_lens_k)
     if not torch.compiler.is_compiling():
         call = hf_calls.current()
         if call is not None and not call.judged:
-            told = not (seq_idx is None and cu_seq_lens_q is None is cu_seq_lens_k)
-            call.look(attention_mask, q_len, kv_len, told)
+            call.look(attention_mask, q_len, kv_len, packed)
     if (
         isinstance(attention_mask, AttentionMask | GraphMask) and attention_mask.is_step
-        and not (dropout or torch.is_grad_enabled() or attention_mask.taken)
-        and position_bias is None is seq_idx and cu_seq_lens_q is None is cu_seq_lens_k
+        and not (dropout or torch.is_grad_enabled() or attention_mask.taken or packed)
+        and position_bias is None
         and attention_mask.sizes == (query.shape[0], 1, q_len, kv_len)
     ):  # fmt: skip
-        sink = s_aux if sinks is None else sinks
-        out = None
-        if attention_mask.near is not None:
-            out = _cpu_native_step(
-                query, key, value, attention_mask, module, scaling, softcap, sink
-            )
-        if out is None:
-            step = attention_mask.step
-            assert step is not None
-            out = _decode(query, key, value, step, module, scaling, softcap, sink)
-        return out, None
+        return _step(query, key, value, attention_mask, softmax), None
     mask, score = _as_mask_and_score(attention_mask, (*query.shape[:3], kv_len))
     layout = attention_mask.over_ranks if isinstance(attention_mask, AttentionMask) else None
     if layout is not None:
         _check_over_ranks(layout, attention_mask, kwargs.get("position_ids"))
-        if sliding_window is not None:  # of this layer: one mask may be given to all of them
-            mask = joined(mask, _window(sliding_window, 0))
+    offset = kv_len - q_len if layout is None else 0
     if attention_mask is None:  # a mask that is given says it all
         causal_too = getattr(module, "is_causal", False) if is_causal is None else is_causal
         if causal_too and q_len > 1:
-            mask = causal(kv_len - q_len)
-        if sliding_window is not None:
-            mask = joined(mask, _window(sliding_window, kv_len - q_len))
+            mask = causal(offset)
+    # Over ranks the window is this layer's: one mask may be given to all layers.
+    if sliding_window is not None and (attention_mask is None or layout is not None):
+        mask = joined(mask, Not(causal(offset - sliding_window)))
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         mask = joined(mask, _documents(cu_seq_lens_q, cu_seq_lens_k, q_len, kv_len))
     if seq_idx is not None:
         mask = joined(mask, _sequences(seq_idx, query.shape[0], q_len, kv_len))
-    if softcap is not None:
-        score = capped(softcap) if score is None else Then(capped(softcap), score)
-    if position_bias is not None:
-        score = bias(position_bias) if score is None else Then(score, bias(position_bias))
-    if (
-        type(mask) is causal
-        and position_bias is None is layout
-        and not torch.compiler.is_compiling()
-    ):
-        seen = q_len + mask.offset
-        if 0 < seen < kv_len:  # a static cache is longer than what it holds
-            key, value = key[:, :, :seen], value[:, :, :seen]
-    options: dict[str, Any] = {
-        "scale": scaling, "dropout": dropout, "sink": s_aux if sinks is None else sinks,
-        "deterministic": bool(deterministic), "layout": layout,
-    }  # fmt: skip
-    record = getattr(module, "max_logit", None)  # `QKClip` gives one to every attention it finds
-    if isinstance(record, MaxLogit) and record.recording:
-        out, _, max_logit = attention_with_stats(query, key, value, score, mask, **options)
-        record(max_logit)
-    else:
-        out = attention(query, key, value, score, mask, **options)
-    return out.transpose(1, 2).contiguous(), None
+    score = _then(softmax.score, score)
+    score = _then(score, None if position_bias is None else bias(position_bias))
+    if type(mask) is causal and position_bias is None is layout:
+        last = q_len + mask.offset
+        if 0 < last < kv_len and not torch.compiler.is_compiling():
+            key, value = key[:, :, :last], value[:, :, :last]  # a static cache is longer
+    return softmax.run(
+        api, query, key, value, score, mask, dropout=dropout, deterministic=bool(deterministic),
+        layout=layout,
+    ), None  # fmt: skip
+
+
+class _Softmax(NamedTuple):
+    """The softmax of a layer: scale, softcap and sink; and its record of logits."""
+
+    module: torch.nn.Module
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
+
+    @property
+    def score(self) -> Score | None:
+        """The softcap as a score."""
+        return None if self.softcap is None else capped(self.softcap)
+
+    @property
+    def record(self) -> MaxLogit | None:
+        """The record that `QKClip` gave the attention, where it is recording."""
+        record = getattr(self.module, "max_logit", None)
+        return record if isinstance(record, MaxLogit) and record.recording else None
+
+    def run(
+        self, functions: Any, q: Tensor, k: Tensor, v: Tensor, score: Score | None,
+        mask: MaskFn | None, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return attention by `headway.api` or `headway.inference`, `(b, l, hq, dv)`; record."""
+        options |= {"scale": self.scale, "sink": self.sink}
+        record = self.record
+        if record is None:
+            out = functions.attention(q, k, v, score, mask, **options)
+        else:
+            out, _, max_logit = functions.attention_with_stats(q, k, v, score, mask, **options)
+            record(max_logit)
+        return out.transpose(1, 2).contiguous()
+
+
+def _then(first: Score | None, second: Score | None) -> Score | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return Then(first, second)
+
+
+def _step(
+    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask | GraphMask, softmax: _Softmax
+) -> Tensor:
+    """Few new tokens over a cache: nothing depends on its length, and the device is not read."""
+    if isinstance(mask, AttentionMask) and mask.near is not None:
+        out = _cpu_native_step(query, key, value, mask, softmax)
+        if out is not None:
+            return out.transpose(1, 2).contiguous()
+    assert mask.step is not None
+    keeps, lengths = mask.step
+    return softmax.run(inference, query, key, value, softmax.score, keeps, lengths=lengths)
 
 
 def _cpu_native_step(
-    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, module: torch.nn.Module,
-    scaling: float | None, softcap: float | None, sink: Tensor | None,
-) -> Tensor | None:  # fmt: skip
-    """One new token a row on the CPU, with nothing but a softmax: what takes the longest about it
-    is Python. None for another call."""
-    if mask.near is None or softcap is not None or sink is not None or not query.is_cpu:
+    query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, softmax: _Softmax
+) -> Tensor | None:
+    """Compute one new token a row on the CPU by PyTorch alone: Python takes the longest about it.
+    None for a call that is more than a softmax."""
+    plain = softmax.softcap is None and softmax.sink is None and softmax.record is None
+    if mask.near is None or not plain or not query.is_cpu or torch.is_autocast_enabled("cpu"):
         return None
-    record = getattr(module, "max_logit", None)
-    recording = isinstance(record, MaxLogit) and record.recording
-    if recording or torch.is_autocast_enabled("cpu"):
-        return None
-    scaling = None if scaling is None else scale_of(scaling)
+    scale = None if softmax.scale is None else scale_of(softmax.scale)
     keys, added = mask.near[0], mask.bias(query.dtype)
     if keys < key.shape[2]:
         key, value = key[:, :, :keys], value[:, :, :keys]
-    out = cpu_native_step(query, key, value, scaling, added)
-    return None if out is None else out.transpose(1, 2).contiguous()
-
-
-def _decode(
-    query: Tensor, key: Tensor, value: Tensor, step: tuple, module: torch.nn.Module,
-    scaling: float | None, softcap: float | None, sink: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Few new tokens over a cache: nothing depends on its length, and the device is not waited
-    for."""
-    mask, lengths = step
-    score = None if softcap is None else capped(softcap)
-    options: dict[str, Any] = {"lengths": lengths, "scale": scaling, "sink": sink}
-    record = getattr(module, "max_logit", None)
-    if isinstance(record, MaxLogit) and record.recording:
-        out, _, max_logit = inference.attention_with_stats(
-            query, key, value, score, mask, **options
-        )
-        record(max_logit)
-    else:
-        out = inference.attention(query, key, value, score, mask, **options)
-    return out.transpose(1, 2).contiguous()
+    return cpu_native_step(query, key, value, scale, added)
 
 
 def _continuous(
-    query: Tensor, key: Tensor, value: Tensor, cache: Any, words: dict[str, Any],
-    cu_q: Tensor | None, module: torch.nn.Module, scaling: float | None, window: int | None,
-    softcap: float | None, sink: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, cache: Any, arguments: dict[str, Any],
+    cu_q: Tensor | None, window: int | None, softmax: _Softmax,
 ) -> Tensor:  # fmt: skip
-    """transformers' continuous batching: requests of different lengths, packed, each causal in
-    itself. The cache gives all their keys, packed too: a key is a page of one. Since transformers
-    5.24 the model has asked it for them, and `cache` is None."""
-    if words.get("block_table") is not None or cu_q is None:
+    """Compute transformers' continuous batching: packed requests of different lengths, each causal.
+
+    The cache gives all their keys, packed too: a key is a page of one. Since transformers 5.24 the
+    model has asked it for them, and `cache` is None."""
+    if arguments.get("block_table") is not None or cu_q is None:
         raise BackendRefused(
             "a cache of continuous batching that comes with a block_table, which is for flash-attn "
             "alone; set max_blocks_per_request=0 in its ContinuousBatchingConfig"
         )
     if cache is not None:
+        layer = softmax.module.layer_idx
         key, value = cache.update(
-            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=words
+            key_states=key, value_states=value, layer_idx=layer, kwargs=arguments
         )
-    cu_k = words["cu_seq_lens_k"]
-    at = torch.arange(int(words["max_length_k"]), device=key.device)
+    cu_k = arguments["cu_seq_lens_k"]
+    at = torch.arange(int(arguments["max_length_k"]), device=key.device)
     table = (cu_k[:-1, None] + at).clamp(max=key.shape[2] - 1).to(torch.int32)
     k, v = (x[0].transpose(0, 1)[:, :, None] for x in (key, value))
     out = inference.attention(
-        query, k, v, None if softcap is None else capped(softcap),
+        query, k, v, softmax.score,
         causal() if window is None else Both(causal(), Not(causal(-window))),
         lengths=cu_k.diff().to(torch.int32), page_table=table, cu_q=cu_q.to(torch.int32),
-        max_q=int(words["max_length_q"]), scale=scaling, sink=sink,
+        max_q=int(arguments["max_length_q"]), scale=softmax.scale, sink=softmax.sink,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous()
 
@@ -452,13 +473,8 @@ def _does_not_fit(own: Any, sizes: tuple[int, ...]) -> ArgumentError:
     )
 
 
-def _window(window: int, offset: int) -> MaskFn:
-    """The last `window` keys up to each query's own, and what comes after it."""
-    return Not(causal(offset - window))
-
-
 def _documents(q: Tensor | None, k: Tensor | None, q_len: int, kv_len: int) -> MaskFn:
-    """Packed documents from the offsets of their starts, `(documents + 1,)`."""
+    """Return packed documents from the offsets of their starts, `(documents + 1,)`."""
     q, k = (k if q is None else q), (q if k is None else k)
     assert q is not None
     assert k is not None
@@ -470,7 +486,7 @@ def _documents(q: Tensor | None, k: Tensor | None, q_len: int, kv_len: int) -> M
 
 
 def _sequences(ids: Tensor, batch: int, q_len: int, kv_len: int) -> MaskFn:
-    """Packed documents from the number of each token's own; queries are the last of the keys."""
+    """Return packed documents from each token's number; queries are the last of the keys."""
     if ids.dim() != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != kv_len or q_len > kv_len:
         raise ArgumentError(
             f"seq_idx must be (batch, keys), the document of every key, here {(batch, kv_len)} for "
@@ -483,9 +499,7 @@ def _sequences(ids: Tensor, batch: int, q_len: int, kv_len: int) -> MaskFn:
 
 
 def _check_over_ranks(layout: Layout, mask: AttentionMask, position_ids: Tensor | None) -> None:
-    """Positions of a rank's tokens are those of the whole: a model that counts them from 0 on every
-    rank turns queries and keys by wrong angles, in silence. A compiled program asks when it is
-    run."""
+    """Raise where a model counts its positions from 0 on every rank: its angles would be wrong."""
     if position_ids is None:
         raise BackendRefused(
             "the model does not tell its attention the position_ids of its tokens, so that headway "

@@ -109,10 +109,8 @@ class MuonClip(torch.optim.Optimizer):
         return loss
 
     def _only_makes_state(self) -> bool:
-        """Return whether this step only creates the optimizer's state, as before
-        `torch.distributed.checkpoint` loads: learning rates and gradients are 0. No forward
-        precedes such a step, so there is nothing to clip. (A warm-up may begin with a rate of 0,
-        but it has gradients. The host waits for them at no other step.)"""
+        """Return whether this step only creates state, as `torch.distributed.checkpoint` does:
+        learning rates and gradients are 0, and no forward precedes it."""
         if self.state or any(group["lr"] != 0 for group in self.param_groups):
             return False
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -218,8 +216,7 @@ def _heads(projection: Projection) -> Iterator[int]:
 
 
 def _parts(projection: Projection) -> list[int]:
-    """Rows of q, k and v where they lie one after the other; all rows together where they take
-    turns (MLA's key and value of each head, as Kimi K2 trains them)."""
+    """Return rows of q, k and v one after the other; all together where they take turns (MLA)."""
     parts: dict[str, int] = {}
     last = None
     for rows, role, _ in matrices(projection):

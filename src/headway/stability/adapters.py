@@ -28,8 +28,7 @@ class Block(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer (`weight` `(rows, inputs)`, perhaps `bias` `(rows,)`), and what its rows make,
-    from the first to the last."""
+    """A linear layer, and what its rows make, from the first to the last."""
 
     linear: nn.Module
     blocks: tuple[Block, ...]
@@ -46,7 +45,7 @@ class Layout(NamedTuple):
 Adapter = Callable[[Any], Layout]
 
 
-class Layer(NamedTuple):
+class AttentionLayer(NamedTuple):
     """An attention found in a model."""
 
     name: str
@@ -56,7 +55,7 @@ class Layer(NamedTuple):
 
 
 def heads_of(role: Role, heads: int, width: int) -> tuple[Block, ...]:
-    """One block of `width` rows per head."""
+    """Return one block of `width` rows per head."""
     return tuple(Block(role, head, width) for head in range(heads))
 
 
@@ -83,35 +82,26 @@ def huggingface_mla_layout(module: Any) -> Layout:
 
 
 def _gqa(module: Any, heads: int, kv_heads: int, width: int) -> Layout:
-    q, k, v = (
-        heads_of("query", heads, width),
-        heads_of("key", kv_heads, width),
-        heads_of("value", kv_heads, width),
-    )
+    roles = ("query", heads), ("key", kv_heads), ("value", kv_heads)
+    q, k, v = (heads_of(role, count, width) for role, count in roles)
     fused = getattr(module, "qkv_proj", None)
     if fused is not None:
         return Layout(heads, kv_heads, (Projection(fused, q + k + v),))
     linears = module.q_proj, module.k_proj, module.v_proj
-    projections = tuple(map(Projection, linears, (q, k, v)))
-    return Layout(heads, kv_heads, projections)
+    return Layout(heads, kv_heads, tuple(map(Projection, linears, (q, k, v))))
 
 
 def _mla(module: Any, heads: int, nope: int, rope: int, value: int) -> Layout:
-    q = tuple(
-        block
-        for h in range(heads)
-        for block in (Block("query", h, nope), Block("query_rope", h, rope))
-    )
-    kv = tuple(
-        block for h in range(heads) for block in (Block("key", h, nope), Block("value", h, value))
-    )
+    in_turns = lambda *roles: tuple(Block(x, h, rows) for h in range(heads) for x, rows in roles)
+    q = in_turns(("query", nope), ("query_rope", rope))
+    kv = in_turns(("key", nope), ("value", value))
     query = module.q_proj if module.q_lora_rank is None else module.q_b_proj
     return Layout(heads, heads, (Projection(query, q), Projection(module.kv_b_proj, kv)))
 
 
 def find_layers(
     model: nn.Module, adapters: dict[type, Adapter | None] | None = None
-) -> list[Layer]:
+) -> list[AttentionLayer]:
     """Every attention of `model`, in order, with its `MaxLogit`, which one of Hugging Face's is
     given here if it has none.
 
@@ -126,36 +116,34 @@ def find_layers(
         name = clean_name(path) or type(module).__name__
         layout = adapter(module)
         _check(name, layout)
-        layers.append(Layer(name, module, layout, recorder(module, layout.heads)))
+        layers.append(AttentionLayer(name, module, layout, recorder(module, layout.heads)))
     return layers
 
 
 def recorder(module: nn.Module, heads: int) -> MaxLogit:
-    """The `MaxLogit` of a module; a new one where it has none. What computes the module's attention
-    has to call it: `module.max_logit(attention_with_stats(...).max_logit)`."""
-    there = getattr(module, "max_logit", None)
-    if isinstance(there, MaxLogit):
-        return there
-    if there is not None:
+    """Return the `MaxLogit` of a module, a new one if needed. What computes its attention calls it:
+    `module.max_logit(attention_with_stats(...).max_logit)`."""
+    record = getattr(module, "max_logit", None)
+    if isinstance(record, MaxLogit):
+        return record
+    if record is not None:
         raise ArgumentError(
-            f"{type(module).__name__}.max_logit is {there!r}, where its MaxLogit should be: "
+            f"{type(module).__name__}.max_logit is {record!r}, where its MaxLogit should be: "
             "rename it"
         )
     device = next(module.parameters()).device
-    record = MaxLogit(heads, device).train(module.training)
-    module.max_logit = record
+    record = module.max_logit = MaxLogit(heads, device).train(module.training)
     return record
 
 
 def clean_name(path: str) -> str:
-    """A module's name, as before compilation and activation checkpointing wrapped it."""
+    """Return a module's name without the wrappers of compilation and activation checkpointing."""
     wrappers = ("_orig_mod", "_checkpoint_wrapped_module")
     return ".".join(part for part in path.split(".") if part not in wrappers)
 
 
 def matrices(projection: Projection) -> Iterator[tuple[int, Role, int]]:
-    """The blocks of one head and kind joined: (rows, role, head), with a query's rope part counted
-    to it."""
+    """Join the blocks of a head and kind: (rows, role, head), a query's rope part with it."""
     size, last = 0, None
     for role, head, rows in projection.blocks:
         kind: tuple[Role, int] = ("query" if role == "query_rope" else role, head)
@@ -202,15 +190,14 @@ def _adapter(module: nn.Module, adapters: dict[type, Adapter | None]) -> Adapter
 
 
 def _own(module: nn.Module, name: str) -> Any:
-    """An attribute of the module itself. Wrappers (`torch.compile`'s, those that recompute
-    activations) show the attributes of what they wrap, which is found beneath them."""
+    """Return a module's own attribute: wrappers (`torch.compile`'s) show those that they wrap."""
     return module.__dict__.get(name, module._modules.get(name, getattr(type(module), name, None)))
 
 
 _QK_NORMS = "q_norm k_norm query_norm key_norm q_layernorm k_layernorm qk_norm".split()
 
 
-def check_clippable(layer: Layer) -> None:
+def check_clippable(layer: AttentionLayer) -> None:
     """Refuse an attention whose logits do not follow its query and key weights."""
     norms = [name for name in _QK_NORMS if isinstance(getattr(layer.module, name, None), nn.Module)]
     if norms:
@@ -218,8 +205,7 @@ def check_clippable(layer: Layer) -> None:
             f"{layer.name} normalises queries and keys after their projections "
             f"({', '.join(norms)}): scaling those weights changes no logit, so QK-Clip "
             "would do nothing. QK-norm bounds logits by itself; train without QK-Clip, or leave "
-            "the class out with "
-            f"adapters={{{type(layer.module).__name__}: None}}"
+            f"the class out with adapters={{{type(layer.module).__name__}: None}}"
         )
 
 

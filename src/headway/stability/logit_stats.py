@@ -63,8 +63,7 @@ def pack(records: list[MaxLogit], process_group: Any) -> tuple[Tensor, list[int]
 
 
 def check_group(group: Group) -> Any:
-    """The process group to reduce over, or None for no reduction. Never guessed: replicas that
-    clip by their own statistics would drift apart in silence."""
+    """Return the process group to reduce over, or None for no reduction; it is never guessed."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if isinstance(group, str):
         if group != "local":

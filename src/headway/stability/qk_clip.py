@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, HeadwayError
-from .adapters import Adapter, Layer, check_clippable, find_layers
+from .adapters import Adapter, AttentionLayer, check_clippable, find_layers
 from .logit_stats import Group, check_group, pack
 from .record import reset
 from .rows import is_strided, local_part, local_rows
@@ -147,18 +147,13 @@ class QKClip:
         gamma = torch.where(over, self.tau / packed, 1.0)
         factors = self._factors(plan, gamma).split(plan.sizes)
         targets = [local_part(target) for target in plan.targets]
-        torch._foreach_mul_(
-            targets,
-            [f if t.dim() == 1 else f[:, None] for t, f in zip(targets, factors, strict=True)],
-        )
-        self._remember(packed)
+        pairs = zip(targets, factors, strict=True)
+        torch._foreach_mul_(targets, [f if t.dim() == 1 else f[:, None] for t, f in pairs])
+        self._copy_for_check(packed)
         reset(records)
         names = [layer.name for layer in self.layers]
-        return Clipped(
-            dict(zip(names, packed.split(heads), strict=True)),
-            dict(zip(names, gamma.split(heads), strict=True)),
-            over.sum(),
-        )
+        by_layer = lambda x: dict(zip(names, x.split(heads), strict=True))
+        return Clipped(by_layer(packed), by_layer(gamma), over.sum())
 
     def check(self) -> None:
         """Raise `LogitError` if the last step met NaN or infinite logits. `step` begins with it;
@@ -168,28 +163,22 @@ class QKClip:
         (packed, event), self._suspect = self._suspect, None
         if event is not None:
             event.synchronize()  # of a copy that was queued one whole step ago
-        bad = (packed == math.inf).nonzero().flatten().tolist()
-        if not bad:
+        infinite = (packed == math.inf).nonzero().flatten().tolist()
+        if not infinite:
             return
         assert self._plan is not None
-        names = [
-            f"{layer.name} head {first_head + head}"
-            for layer, local_heads, first_head in zip(
-                self.layers, self._plan.heads, self._plan.first, strict=True
-            )
-            for head in range(local_heads)
-        ]
-        where = [names[n] for n in bad]
-        heads_text = ", ".join(where[:8]) + (
-            f" and {len(where) - 8} more" if len(where) > 8 else ""
-        )
+        per_layer = zip(self.layers, self._plan.heads, self._plan.first, strict=True)
+        names = [f"{layer.name} head {first + n}" for layer, count, first in per_layer
+                 for n in range(count)]  # fmt: skip
+        heads = ", ".join(names[n] for n in infinite[:8])
+        more = f" and {len(infinite) - 8} more" if len(infinite) > 8 else ""
         raise LogitError(
-            f"NaN or infinite logits in the last step: {heads_text}. Their weights were left as "
+            f"NaN or infinite logits in the last step: {heads}{more}. Their weights were left as "
             "they were; NaN in activations or weights, or an overflow in half precision, came "
             "before"
         )
 
-    def _remember(self, packed: Tensor) -> None:
+    def _copy_for_check(self, packed: Tensor) -> None:
         """Start the copy that the next `check` looks at."""
         if packed.device.type != "cuda":
             self._suspect = packed.to("cpu", copy=True), None
@@ -201,7 +190,7 @@ class QKClip:
         self._suspect = host, event
 
     def _factors(self, plan: _Plan, gamma: Tensor) -> Tensor:
-        """The factor of every row of every target; each computed as 1 where γ is 1."""
+        """Return the factor of every row of every target; each is computed as 1 where γ is 1."""
         of_group = torch.ones_like(plan.key_power)
         of_group.scatter_reduce_(0, plan.groups, gamma, "amin")
         key = of_group**plan.key_power
@@ -218,9 +207,8 @@ class QKClip:
         groups, query_power, key_power, first_heads = [], [], [], []
         index, sizes, targets = [], [], []
         start = 0
-        for layer, parameters, local_heads in zip(
-            self.layers, self._parameters, heads, strict=True
-        ):
+        per_layer = zip(self.layers, self._parameters, heads, strict=True)
+        for layer, parameters, local_heads in per_layer:
             layout = layer.layout
             per_key = layout.heads // layout.kv_heads
             if local_heads % per_key:
@@ -228,9 +216,8 @@ class QKClip:
                     f"{layer.name}: this rank has {local_heads} of {layout.heads} query heads, not "
                     f"a multiple of the {per_key} that share a key head"
                 )
-            first_head = (
-                0 if local_heads == layout.heads else _first_head(layer, parameters, local_heads)
-            )
+            is_whole = local_heads == layout.heads
+            first_head = 0 if is_whole else _first_head(layer, parameters, local_heads)
             kv_start = len(key_power)
             groups += [kv_start + h // per_key for h in range(local_heads)]
             alone = per_key > 1 and self.gqa == "query"
@@ -255,7 +242,9 @@ class QKClip:
             first_heads,
         )  # fmt: skip
 
-    def _targets(self, layer: Layer, parameter: nn.Parameter) -> list[tuple[Tensor, Tensor]]:
+    def _targets(
+        self, layer: AttentionLayer, parameter: nn.Parameter
+    ) -> list[tuple[Tensor, Tensor]]:
         rows = local_rows(parameter)
         master = None if self.masters is None else self.masters(parameter)
         if master is None:
@@ -278,8 +267,8 @@ class QKClip:
                 )
 
 
-def _parameters(layer: Layer) -> list[nn.Parameter]:
-    """Weights and biases that enter the logits."""
+def _parameters(layer: AttentionLayer) -> list[nn.Parameter]:
+    """Return the weights and biases that enter the logits."""
     return [
         parameter
         for linear, blocks in layer.layout.projections
@@ -289,9 +278,8 @@ def _parameters(layer: Layer) -> list[nn.Parameter]:
     ]
 
 
-def _rows(layer: Layer, offsets: dict[str, tuple[int, int, int]]) -> list[Tensor]:
-    """Return the index of each row's factor, for every parameter of `_parameters`. `offsets` gives
-    a role's start in the table, its first head on this rank and its number of heads."""
+def _rows(layer: AttentionLayer, offsets: dict[str, tuple[int, int, int]]) -> list[Tensor]:
+    """Return each row's factor index, by parameter; `offsets`: a role's start, head and count."""
     row_tensors = []
     for linear, blocks in layer.layout.projections:
         rows = []
@@ -305,18 +293,13 @@ def _rows(layer: Layer, offsets: dict[str, tuple[int, int, int]]) -> list[Tensor
     return row_tensors
 
 
-def _first_head(layer: Layer, parameters: Sequence[nn.Parameter], local_heads: int) -> int:
-    """The global number of the first head on this rank of a tensor-parallel group: the weights say
-    where the heads are cut, by a `Shard(0)` that is not FSDP's."""
+def _first_head(layer: AttentionLayer, parameters: Sequence[nn.Parameter], local_heads: int) -> int:
+    """Return the number of this rank's first head: a `Shard(0)` that is not FSDP's cuts them."""
     for parameter in parameters:
         placements = getattr(parameter, "placements", ())
         cuts = [n for n, p in enumerate(placements) if p.is_shard(0) and not is_strided(p)]
-        mesh = getattr(parameter, "device_mesh", None)
-        if (
-            mesh is not None
-            and len(cuts) == 1
-            and mesh.size(cuts[0]) * local_heads == layer.layout.heads
-        ):
+        mesh = parameter.device_mesh if len(cuts) == 1 else None  # type: ignore[attr-defined]
+        if mesh is not None and mesh.size(cuts[0]) * local_heads == layer.layout.heads:
             return mesh.get_local_rank(cuts[0]) * local_heads
     raise ArgumentError(
         f"{layer.name}: {local_heads} of {layer.layout.heads} heads were recorded, but its weights "
@@ -324,8 +307,8 @@ def _first_head(layer: Layer, parameters: Sequence[nn.Parameter], local_heads: i
     )
 
 
-def _check_unshared(layers: list[Layer], parameters: list[list[nn.Parameter]]) -> None:
-    owners: dict[int, Layer] = {}
+def _check_unshared(layers: list[AttentionLayer], parameters: list[list[nn.Parameter]]) -> None:
+    owners: dict[int, AttentionLayer] = {}
     for layer, layer_parameters in zip(layers, parameters, strict=True):
         for parameter in layer_parameters:
             if (owner := owners.setdefault(id(parameter), layer)) is not layer:

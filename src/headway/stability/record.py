@@ -59,8 +59,7 @@ class MaxLogit(nn.Module):
 
     @inlined_or_eager
     def _record_beneath(self, max_logit: Tensor) -> None:
-        """`_record`, of what `torch.func` has wrapped: transforms let nothing be written to from
-        inside of them. Their batches count as rows of the batch."""
+        """Record what `torch.func` has wrapped: its transforms let nothing be written inside."""
         functorch = torch._C._functorch
         heads = 1  # the dimension
         while functorch.is_functorch_wrapped_tensor(max_logit):
@@ -91,8 +90,7 @@ class MaxLogit(nn.Module):
         reset([self])
 
     def heads_here(self) -> int:
-        """Return how many heads this rank has, once something was recorded: its share under tensor
-        parallelism, else all. The first call waits for the device."""
+        """Return how many heads this rank has, once something was recorded; waits once."""
         if self._heads_here is None:
             self._heads_here = int((~self.value.isnan()).sum())
         return self._heads_here

@@ -7,8 +7,7 @@ from torch import Tensor
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """The tensor that holds this rank's part of a parameter, to be changed in place. (An index
-    over DTensors would be a copy.)"""
+    """Return the tensor that holds this rank's part of a parameter, to be changed in place."""
     if hasattr(parameter, "to_local"):
         return parameter.to_local().detach()
     return parameter.detach()
@@ -37,8 +36,7 @@ def local_rows(parameter: Tensor) -> Tensor:
 
 
 def _nesting(placements: tuple[Any, ...]) -> list[int]:
-    """Mesh dimensions that cut the rows, outermost cut first. Cuts nest from left to right, but
-    a strided one (FSDP over tensor parallel) comes after those to its right."""
+    """Return the mesh dimensions that cut rows, outermost first; strided ones come after."""
     cuts = [n for n, p in enumerate(placements) if getattr(p, "dim", None) == 0]
     strided = [n for n in cuts if is_strided(placements[n])]
     return [n for n in cuts if n not in strided] + strided[::-1]

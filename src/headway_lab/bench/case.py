@@ -12,7 +12,8 @@ from headway.api import attention, attention_with_stats, block_mask
 from headway.mods import Score, relative_bias
 from headway.mods.base import MaskFn, ScoreFn
 
-FORWARD, BACKWARD, BUILD = "forward", "backward", "build"  # of a block mask
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward + backward"
+BUILD = "build"  # of a block mask
 
 
 class Unavailable(Exception):
@@ -21,14 +22,13 @@ class Unavailable(Exception):
     @staticmethod
     def because(error: Exception) -> "Unavailable":
         """Return the reason, from the first line of what a peer raised."""
-        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+        first_line = next(filter(str.strip, str(error).splitlines()), "")
         return Unavailable(f"could not run: {type(error).__name__}: {first_line[:200]}")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A target: at least `times` the speed of a peer (a name in `peers.PEERS`) in one direction,
-    for Headway or another contestant."""
+    """A target: at least `times` the speed of a peer in one direction, for Headway or another."""
 
     direction: str
     peer: str
@@ -82,8 +82,8 @@ class Case:
 
     def target(self, direction: str, peer: str) -> float | None:
         """Return how many times the peer's speed Headway must reach, or None."""
-        wanted_key = (direction, peer, "headway")
-        factors = (t.times for t in self.targets if (t.direction, t.peer, t.of) == wanted_key)
+        target_key = (direction, peer, "headway")
+        factors = (t.times for t in self.targets if (t.direction, t.peer, t.of) == target_key)
         return next(factors, None)
 
 
@@ -110,15 +110,16 @@ class CaseInputs(NamedTuple):
         return self.q, self.k, self.v, *self.learned
 
     def by_rows(self) -> "CaseInputs":
-        """Return the same numbers and shapes in the memory order of FlashAttention's users:
-        (b, length, heads, width)."""
+        """Return the same numbers in FlashAttention's memory order, (b, length, heads, width)."""
+        by_rows = lambda x: x.detach().transpose(1, 2).contiguous().transpose(1, 2)
+        tensors = self.q, self.k, self.v, self.dout
+        q, k, v, dout = (by_rows(x).requires_grad_(x.requires_grad) for x in tensors)
+        return self._replace(q=q, k=k, v=v, dout=dout)
 
-        def turned(x: Tensor) -> Tensor:
-            rows = x.detach().transpose(1, 2).contiguous().transpose(1, 2)
-            return rows.requires_grad_(x.requires_grad)
-
-        return self._replace(
-            q=turned(self.q), k=turned(self.k), v=turned(self.v), dout=turned(self.dout)
+    def grads(self, out: Tensor, again: bool = False) -> tuple[Tensor, ...]:
+        """Return the gradients of the leaves; with `again` they can be taken another time."""
+        return torch.autograd.grad(
+            out, self.leaves, self.dout, retain_graph=again, allow_unused=again
         )
 
     def headway(self, **changes: MaskFn | None) -> Tensor:
@@ -133,13 +134,10 @@ def make_inputs(case: Case, device: str = "cpu") -> CaseInputs:
     """Draw the inputs of a case: normal numbers, seeded by its name."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(case.name.encode()))
     dtype, (d, dv) = getattr(torch, case.dtype), case.widths
-    shapes = [
-        (case.b, h, case.length, width)
-        for h, width in ((case.hq, d), (case.hk, d), (case.hk, dv), (case.hq, dv))
-    ]
     q, k, v, dout = (
-        torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes
-    )  # fmt: skip
+        torch.randn(case.b, h, case.length, width, generator=generator, device=device).to(dtype)
+        for h, width in ((case.hq, d), (case.hk, d), (case.hk, dv), (case.hq, dv))
+    )
     q, k = case.std * q, case.std * k
     with torch.device(device):
         mask = None if case.mask is None else case.mask()
@@ -181,9 +179,8 @@ def size(case: Case, mask: MaskFn | None) -> Size:
     for chunk in (state == 1).nonzero().split(256):
         b, h, row, col = (x[:, None, None].to(blocks.device) for x in chunk.T)
         i, j = row * tile + offsets[:, None].to(row.device), col * tile + offsets.to(row.device)
-        attended = mask(
-            b, h, i.clamp(max=n - 1), j.clamp(max=n - 1)
-        )  # ids end where the lengths end
+        # Ids end where the lengths end.
+        attended = mask(b, h, i.clamp(max=n - 1), j.clamp(max=n - 1))
         pairs += int((attended & (i < n) & (j < n)).sum())
     shared = heads // (state.shape[0] * state.shape[1])
     return Size(shared * pairs, shared * int((state > 0).sum()))

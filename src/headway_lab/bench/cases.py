@@ -1,14 +1,21 @@
-"""The shared table of named bench cases: those for the CPU, the choice among all of them."""
+"""The shared table of named bench cases: for the CPU, for a GPU, for several; and the choice.
+
+On GPUs it times what FlexAttention, cuDNN, FlashAttention-4 (where it is installed) and Headway
+take, in bfloat16; the expensive ones last. Lengths of context parallel are of all ranks: on two,
+four and eight cards 16k, 32k and 64k tokens are 8k a card, 128k, 256k and 512k are 64k a card.
+"""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headway.errors import ArgumentError
 from headway.mods import (
     Mask,
+    Score,
     alibi,
     causal,
     document,
@@ -17,10 +24,10 @@ from headway.mods import (
     softcap,
     strided,
 )
-from headway.mods.base import ScoreFn
+from headway.mods.base import ScoreFn, value
+from headway.mods.library.scores import alibi_slopes
 
 from .case import BACKWARD, BUILD, FORWARD, Case, Target, learned_bias
-from .gpu_cases import GPU_CASES, RANK_CASES
 
 
 def every() -> tuple[Case, ...]:
@@ -47,6 +54,13 @@ def select(words: tuple[str, ...], device: str, ranks: bool = False) -> list[Cas
                 f"{', '.join(tags)} and the names {', '.join(case.name for case in cases)}"
             )
     return [c for c in cases if any(word in c.name or word in c.tags for word in words)]
+
+
+def _than(peer: str, forward: float, backward: float, of: str = "headway") -> tuple[Target, ...]:
+    return Target(FORWARD, peer, forward, of), Target(BACKWARD, peer, backward, of)
+
+
+# -- for the CPU ----------------------------------------------------------------------------------
 
 
 def _packed(n: int) -> Mask:
@@ -102,20 +116,12 @@ class _Near(torch.nn.Module):
         return (q_idx >= kv_idx) & (q_idx - kv_idx < self.window)
 
 
-def _overhead(what: str = "", measure: str = "overhead", most: float = 40.0, **mods: Any) -> Case:
+def _overhead(what: str = "", measure: str = "overhead", most: float = 20.0, **mods: Any) -> Case:
     """Return a call so small that Python takes all of its time."""
-    name = "overhead-16-32" + (f"-{what}" if what else "")
     return Case(
-        name,
-        hq=4,
-        hk=4,
-        length=16,
-        d=32,
-        measure=measure,
-        most=most,
-        tags=("overhead",),
-        **mods,
-    )
+        f"overhead-16-32{what}", hq=4, hk=4, length=16, d=32, measure=measure, most=most,
+        tags=("overhead",), **mods,
+    )  # fmt: skip
 
 
 def _half(dtype: str, isa: str = "") -> Case:
@@ -126,12 +132,14 @@ def _half(dtype: str, isa: str = "") -> Case:
     )  # fmt: skip
 
 
-_PARITY = (Target(FORWARD, "sdpa", 0.9), Target(BACKWARD, "sdpa", 0.9))
+_PARITY = _than("sdpa", 0.9, 0.9)
 _FLEX = (Target(FORWARD, "flex", 1.0),)
 _BOTH = ("sdpa", "flex")
-_HALF_OF_CAUSAL = (Target(FORWARD, "sdpa causal", 0.5), Target(BACKWARD, "sdpa causal", 0.5))
-_PER_TILE = tuple(Target(x, "causal, per tile", 0.5) for x in (FORWARD, BACKWARD))
+_PER_TILE = _than("causal, per tile", 0.5, 0.5)
 _NO_AMX = "AVX512_CORE_VNNI"
+_MODELS: dict[str, Any] = {
+    "measure": "training", "tags": ("models",), "devices": ("cpu", "cuda"),
+}  # fmt: skip
 
 # fmt: off
 CASES: tuple[Case, ...] = (
@@ -150,7 +158,7 @@ CASES: tuple[Case, ...] = (
     Case("batch-8x256-64", b=8, length=256, mask=causal, peers=("sdpa",), tags=("shapes",)),
     Case("prime-1021-80", length=1021, d=80, mask=causal, peers=("sdpa",), tags=("shapes",)),
     Case("softcap-4k-64", mask=causal, score=lambda: softcap(30.0), peers=("sdpa causal", "flex"),
-         targets=_HALF_OF_CAUSAL + _FLEX, tags=("scores",)),
+         targets=_than("sdpa causal", 0.5, 0.5) + _FLEX, tags=("scores",)),
     Case("softcap-peaked-4k-64", std=5.0, mask=causal, score=lambda: softcap(30.0),
          peers=("sdpa causal", "flex"), tags=("scores",)),
     Case("alibi-4k-64", mask=causal, score=lambda: alibi(8), peers=("sdpa causal", *_BOTH),
@@ -159,37 +167,254 @@ CASES: tuple[Case, ...] = (
          score=lambda: learned_bias(8, 4096)),
     Case("prefix-4k-64", mask=lambda: causal() | prefix(1024), peers=_BOTH, targets=_FLEX,
          tags=("masks",)),
-    Case("packed-256-4k-64", mask=lambda: _packed(256), peers=("causal, per tile", *_BOTH),
-         targets=_PER_TILE + _FLEX, tags=("masks",)),
-    Case("packed-1024-4k-64", mask=lambda: _packed(1024), peers=("causal, per tile", *_BOTH),
-         targets=_PER_TILE + _FLEX, tags=("masks",)),
+    *(Case(f"packed-{n}-4k-64", mask=partial(_packed, n), peers=("causal, per tile", *_BOTH),
+           targets=_PER_TILE + _FLEX, tags=("masks",)) for n in (256, 1024)),
     Case("window-512-4k-64", mask=lambda: causal() & sliding_window(512), peers=_BOTH,
          targets=_FLEX, tags=("masks",)),
     Case("window-512-32k-64", length=32768, mask=lambda: causal() & sliding_window(512),
          peers=("sdpa causal", "flex"), tags=("masks", "long"),
-         targets=(Target(FORWARD, "sdpa causal", 10.0), Target(BACKWARD, "sdpa causal", 10.0),
-                  *_FLEX)),
+         targets=_than("sdpa causal", 10.0, 10.0) + _FLEX),
     Case("recording-8-layers-512-64", b=1, hq=12, hk=12, length=512, mask=causal,
          measure="recording", most=3.0, tags=("recording",)),
     Case("recording-8-layers-512-128", b=64, length=512, d=128, dtype="bfloat16", mask=causal,
          measure="recording", most=1.0, tags=("recording",), devices=("cuda",)),
     Case("memory-window-1024-64k-64", hq=1, hk=1, length=65536, measure="memory", most=1000.0,
          mask=lambda: causal() & sliding_window(1024), tags=("memory", "long")),
-    _overhead(mask=causal),
-    _overhead("compiled", "overhead, compiled", 15.0, mask=causal),
-    _overhead("window", most=20.0, mask=lambda: causal() & sliding_window(8)),
-    _overhead("document", most=20.0, mask=lambda: causal() & document(torch.arange(16) // 5)),
-    _overhead("closure-score", most=20.0, score=_halved),
-    _overhead("method-mask", most=20.0, mask=lambda: _Near().keeps),
+    _overhead(most=40.0, mask=causal),
+    _overhead("-compiled", "overhead, compiled", 15.0, mask=causal),
+    _overhead("-window", mask=lambda: causal() & sliding_window(8)),
+    _overhead("-document", mask=lambda: causal() & document(torch.arange(16) // 5)),
+    _overhead("-closure-score", score=_halved),
+    _overhead("-method-mask", mask=lambda: _Near().keeps),
     *(_block_mask(name, 1 << 14, peers=("create_block_mask",),
                   targets=(Target(BUILD, "create_block_mask", 500.0),)) for name in _BLOCK_MASKS),
     *(_block_mask(name, 1 << 17, most=50.0) for name in _BLOCK_MASKS),
     *(_block_mask(name, 1 << 20, most=1000.0) for name in _BLOCK_MASKS),
     *(_block_mask(name, 1 << 20, "block mask, memory", most=1000.0) for name in _BLOCK_MASKS),
     *(_block_mask(name, 1 << 17, "block mask, memory", most=1000.0) for name in _UNKNOWN),
-    Case("hf-llama-100m", hq=12, hk=12, length=512, measure="training", tags=("models",),
-         devices=("cpu", "cuda")),
-    Case("hf-gemma2-2k", hq=8, hk=4, length=2048, d=96, measure="training", tags=("models",),
-         devices=("cpu", "cuda")),
+    Case("hf-llama-100m", hq=12, hk=12, length=512, **_MODELS),
+    Case("hf-gemma2-2k", hq=8, hk=4, length=2048, d=96, **_MODELS),
 )
 # fmt: on
+
+# -- for a GPU ------------------------------------------------------------------------------------
+
+_TRITON = "headway triton"
+_FLASH4 = "flash-attention-4"
+_MASKS = ("flex", _FLASH4, _TRITON)
+_CAPPED = ("flex", "headway plain", _FLASH4, _TRITON)
+_LEARNED = ("headway plain", _TRITON)
+
+
+def _flex(
+    forward: float = 1.0, backward: float = 1.0, ours: tuple[float, float] = (1.3, 1.4)
+) -> tuple[Target, ...]:
+    """Return targets next to FlexAttention, for Triton and for the default (`ours`)."""
+    return *_than("flex", forward, backward, _TRITON), *_than("flex", *ours)
+
+
+def _fixed(forward: float = 1.0, backward: float = 1.0) -> tuple[Target, ...]:
+    """Return targets next to cuDNN and FlashAttention-4, which are made for one mask."""
+    return *_than("cudnn", forward, backward), *_than(_FLASH4, forward, backward)
+
+
+_RELATIVE = _than("headway plain", 0.7, 0.7)
+_PLAIN = _flex() + _than("headway plain", 0.95, 0.95)
+_SOFTCAP = _flex(1.5, 1.5, (2, 2)) + _than(_FLASH4, 1.5, 1.3)
+
+
+def _gpu(name: str, shape: tuple[int, ...], *tags: str, **more: Any) -> Case:
+    """Return a case of a `shape`: b, hq, hk, length, d and, where it differs, dv."""
+    b, hq, hk, length, d, *dv = shape
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "devices": ("cuda",),
+        "tags": ("gpu", *tags),
+    } | more
+    return Case(name, b, hq, hk, length, d, dv=dv[0] if dv else None, **options)
+
+
+def _plain(name: str, shape: tuple[int, ...], *tags: str, **more: Any) -> Case:
+    """Return a case next to all peers, with a causal mask unless it is named full."""
+    options: dict[str, Any] = {
+        "mask": None if name.endswith("full") else causal,
+        "peers": ("flex", "cudnn", _FLASH4, _TRITON), "targets": _flex() + _fixed(),
+    }  # fmt: skip
+    return _gpu(name, shape, *tags, **options | more)
+
+
+def _pair(name: str, shape: tuple[int, ...], *tags: str, **more: Any) -> tuple[Case, ...]:
+    """Return a shape with a causal mask, and without."""
+    return tuple(_plain(f"{name}-{mask}", shape, *tags, **more) for mask in ("causal", "full"))
+
+
+def _scored(
+    name: str, score: Callable[[], Score] | None, mask: Callable[[], Mask] | None,
+    targets: tuple[Target, ...], peers: tuple[str, ...] = ("flex", "headway plain", _TRITON),
+) -> Case:  # fmt: skip
+    tag = "scores" if score is not None else "masks"
+    shape = (2, 16, 16, 8192, 128)
+    return _gpu(name, shape, tag, score=score, mask=mask, peers=peers, targets=targets)
+
+
+def _short_documents(name: str, count: int, length: int, d: int) -> Case:
+    """Return a case of documents of one length, in one row."""
+    return _gpu(
+        name, (1, 16, 16, count * length, d), "short", peers=_MASKS,
+        mask=lambda: causal() & document.from_lengths([length] * count),
+        targets=_flex() + _than(_FLASH4, 1, 1),
+    )  # fmt: skip
+
+
+def _decode(*shape: int) -> Case:
+    """Return a case of one query per row over a cache of `length` keys."""
+    b, hq, hk, length, d = shape[:5]
+    name = f"decode-{b}-{hq}-{hk}-{length >> 10}k-{d}"
+    return _gpu(name, shape, "decode", measure="decode")
+
+
+def _documents() -> Mask:
+    """Return twelve documents of uneven lengths in 8192 positions."""
+    lengths = [97 + (911 * k) % 1171 for k in range(1, 13)]
+    lengths[-1] = 8192 - sum(lengths[:-1])
+    return causal() & document.from_lengths(lengths)
+
+
+def _slopes() -> Tensor:
+    return torch.exp2(-torch.arange(1, 17) * 0.5)
+
+
+@value
+class tilted(Score):
+    """A score as users write them, of four float operations."""
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return 1.1 * score + 0.01 * (kv_idx - q_idx) + 0.5
+
+
+@value
+class heated(Score):
+    """A temperature that learns: `t` of shape (1,)."""
+
+    t: Tensor
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score * self.t[0].exp()
+
+
+def _heated() -> Score:
+    return heated(torch.tensor([0.5], requires_grad=True))
+
+
+# b, hq, hk, keys, d: from one long row to many, with groups of 8, of 4 and of 1; and MLA's.
+_CACHES = (
+    (1, 32, 8, 8 << 10, 128), (8, 32, 8, 8 << 10, 128), (64, 32, 8, 4 << 10, 128),
+    (1, 32, 8, 128 << 10, 128), (16, 64, 8, 16 << 10, 128), (32, 16, 16, 4 << 10, 64),
+    (128, 16, 1, 4096, 576, 512), (128, 128, 1, 4096, 576, 512),
+)  # fmt: skip
+
+# fmt: off
+GPU_CASES: tuple[Case, ...] = (
+    *_pair("8k-128", (2, 16, 16, 8192, 128), "main"),
+    *_pair("8k-64", (2, 32, 32, 8192, 64), "main"),
+    _scored("softcap-causal", lambda: softcap(20.0), causal, _SOFTCAP, _CAPPED),
+    _scored("softcap-full", lambda: softcap(20.0), None, _SOFTCAP, _CAPPED),
+    _scored("alibi-causal", lambda: alibi(_slopes()), causal, _PLAIN),
+    _scored("user-causal", tilted, causal, _PLAIN),
+    _scored("user-full", tilted, None, _PLAIN),
+    _scored("window-1024", None, lambda: causal() & sliding_window(1024), _flex(1.15, 1.15),
+            _MASKS),
+    _scored("documents-causal", None, _documents, _flex(1.15, 1.15), _MASKS),
+    _scored("prefix-2048", None, lambda: causal() | prefix(2048), _flex(), ("flex", _TRITON)),
+    _scored("relative-bias-learned-full", lambda: learned_bias(16, 8192), None, _RELATIVE,
+            _LEARNED),
+    _scored("relative-bias-learned-causal", lambda: learned_bias(16, 8192), causal, _RELATIVE,
+            _LEARNED),
+    _scored("alibi-learned-causal", lambda: alibi(_slopes().requires_grad_()), causal, (),
+            _LEARNED),
+    _scored("temperature-learned-full", _heated, None, (), _LEARNED),
+    _scored("temperature-learned-causal", _heated, causal, (), _LEARNED),
+    *_pair("16k-256", (1, 8, 8, 16384, 256), "main",
+           targets=_flex(1.0, 2.0) + _fixed(0.95, 1.2)),
+    *_pair("8k-192-128", (2, 16, 16, 8192, 192, 128), "main",
+           targets=_flex(1.0, 1.5) + _fixed()),
+    _plain("gqa-8k-128-causal", (2, 32, 8, 8192, 128), "main"),
+    *_pair("short-512-128", (64, 16, 16, 512, 128), "short"),
+    _plain("short-256-64-causal", (128, 16, 16, 256, 64), "short"),
+    _short_documents("packed-512-128-causal", 64, 512, 128),
+    _short_documents("packed-256-64-causal", 128, 256, 64),
+    *_pair("1k-128", (16, 16, 16, 1024, 128), "short"),
+    *_pair("4k-128", (4, 16, 16, 4096, 128), "long"),
+    *_pair("16k-128", (1, 16, 16, 16384, 128), "long"),
+    *(_plain(name, (2, 16, 16, 2048, d), "float32", dtype="float32", peers=("flex",),
+             targets=_than("flex", 2, 2))
+      for name, d in (("float32-2k-64-causal", 64), ("float32-2k-128-full", 128))),
+    _plain("stats-8k-128-causal", (2, 16, 16, 8192, 128), "stats", stats=True, peers=("cudnn",),
+           targets=()),
+    _gpu("host", (1, 2, 2, 128, 64), "host", mask=causal, measure="host", most=72.0),
+    _gpu("graph", (1, 2, 2, 128, 64), "host", mask=causal, measure="graph"),
+    *(_gpu(f"first-call-{d}{kind}", (2, 2048 // d, 2048 // d, 8192, d), "first", mask=causal,
+           measure="first call")
+      for d in (128, 64) for kind in ("", "-score", "-bias")),
+    _gpu("million-window-4096", (1, 8, 8, 1 << 20, 128), "million", measure="long",
+         mask=lambda: causal() & sliding_window(4096)),
+    *(_decode(*shape) for shape in _CACHES),
+    _gpu("decode-grows", (8, 32, 8, 1400, 128), "decode", measure="decode, host"),
+    _gpu("train", (8, 12, 12, 4096, 128), "train", mask=causal, measure="train"),
+)
+# fmt: on
+
+# -- for several GPUs -----------------------------------------------------------------------------
+
+
+def uneven_documents(length: int) -> Mask:
+    """Return packed documents, an eighth of the sequence on average and a quarter at most."""
+    draw = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while sum(lengths) < length:
+        share = 0.005 + 0.245 * float(torch.rand((), generator=draw, device="cpu"))
+        lengths.append(max(1, int(share * length)))
+    lengths[-1] -= sum(lengths) - length
+    return causal() & document.from_lengths(lengths)
+
+
+def _prefix(length: int) -> Mask:
+    return causal() | prefix(length // 8)
+
+
+def _alibi(heads: int) -> Score:
+    """Return ALiBi with slopes on the default device, for the definition too."""
+    return alibi(alibi_slopes(heads).to(torch.get_default_device()))
+
+
+def _rank_case(name: str, hq: int, hk: int, thousands: int, **more: Any) -> Case:
+    """Return a case of `thousands` of 1024 tokens; `name` is its mask or, with causal, its score.
+
+    What depends on the length is a `partial` of it, which `ranks.shortened` makes anew."""
+    length = thousands << 10
+    masks: dict[str, Callable[[], Mask]] = {
+        "documents": partial(uneven_documents, length), "prefix": partial(_prefix, length),
+        "window": lambda: causal() & sliding_window(4096),
+    }  # fmt: skip
+    scores = {"alibi": partial(_alibi, hq), "bias": partial(learned_bias, hq, length)}
+    return _gpu(
+        f"ranks-{name}-{hq}-{hk}-{thousands}k", (1, hq, hk, length, 128), measure="ranks",
+        mask=masks.get(name, causal), score=scores.get(name), **{"tags": ("ranks", name)} | more,
+    )  # fmt: skip
+
+
+def _grid(thousands: int) -> list[Case]:
+    """Return the cases for more than two GPUs, at one length."""
+    names = "causal", "documents", "window", "prefix", "alibi", "bias"
+    return [_rank_case(name, heads, 8, thousands) for name in names for heads in (64, 32)]
+
+
+_RANK_TABLE = (
+    _rank_case("causal", 32, 8, 16), _rank_case("causal", 32, 8, 64),
+    _rank_case("documents", 32, 8, 64), _rank_case("causal", 64, 8, 16),
+    _rank_case("causal", 32, 32, 16), _rank_case("causal", 64, 64, 16),
+    _rank_case("causal", 32, 8, 512),
+    *(case for thousands in (32, 256, 16, 128, 64, 512) for case in _grid(thousands)),
+    _rank_case("causal", 4, 2, 2, dtype="float32", devices=("cpu",)),
+)  # fmt: skip
+RANK_CASES = tuple({case.name: case for case in _RANK_TABLE}.values())

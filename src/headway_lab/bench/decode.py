@@ -7,8 +7,7 @@ read is measured beside them, by a copy.
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,8 +22,8 @@ from headway.inference import attention as over_cache
 from headway.mods import alibi, causal, padding, sliding_window, softcap
 
 from .case import FORWARD, Case, Unavailable
-from .results import NOT_RUN, WRONG, Result
-from .timing import Tick, Timing, compare
+from .results import Error, Result
+from .timing import Tick, Timing, captured, compare
 
 Call = Callable[[], Tensor]
 OURS, COPY = "headway", "copy"
@@ -41,10 +40,9 @@ def decode(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
     calls: dict[str, Call] = {OURS: lambda: over_cache(q, k, v, lengths=n)}
     plain = [OURS]
     if case.dv is None:
-        calls |= _mods(case, q, k, v, n) | _paged(q, k, v, n)
-        plain += [*(peers := _peers(q, k, v))]
-        calls |= peers
-        plain += [f"{OURS}, pages of {page}" for page in PAGES]
+        peers, paged = _peers(q, k, v), _paged(q, k, v, n)
+        calls |= _mods(case, q, k, v, n) | paged | peers
+        plain += [*peers, *paged]
     source = torch.empty(COPIED // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     calls[COPY] = lambda: target.copy_(source)
@@ -53,22 +51,22 @@ def decode(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
     for name, call in calls.items():
         result = Result(case.name, FORWARD, name)
         try:
-            graph, out = _captured(call)
+            with torch.inference_mode():
+                graph, out = captured(call)
         except Exception as error:  # noqa: BLE001  (the table says it)
-            why = str(Unavailable.because(error))
-            results.append(replace(result, verdict=NOT_RUN, note=why))
+            results.append(result.not_run(Unavailable.because(error)))
             continue
         if name in plain:
             graph.replay()
             error = (out[0].double() - right).abs().max().item()
-            if not error <= LIMIT:
-                note = f"out is off by {error:.1e}, {LIMIT:.1e} are allowed"
-                results.append(replace(result, error=error, limit=LIMIT, verdict=WRONG, note=note))
+            result = result.checked([Error("out", error, LIMIT)])
+            if result.verdict:
+                results.append(result)
                 continue
         graphs[name] = graph
     times = compare({name: graph.replay for name, graph in graphs.items()}, repeats, device, tick)
     copied = COPIED / times[COPY].median
-    return results + [_judged(case, name, times, copied, _bytes(case)) for name in times]
+    return results + [_judged(case, name, times, copied) for name in times]
 
 
 def grows(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
@@ -94,12 +92,9 @@ def grows(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
                 samples.append(time.perf_counter() - start)
             torch.cuda.synchronize()
             results.append(Result(case.name, FORWARD, name).timed(Timing.of(samples), "µs"))
-    fixed_length_us, ours = (next(r.median for r in results if r.contestant == x)
-                  for x in ("headway, one length", OURS))  # fmt: skip
-    assert fixed_length_us is not None
-    assert ours is not None
-    judge = lambda r: r.asked("<= 1.2 of one length", ours <= 1.2 * fixed_length_us)
-    return [judge(r) if r.contestant == OURS else r for r in results]
+    fixed, ours, other = results
+    limit = 1.2 * (fixed.median or 0.0)
+    return [fixed, ours.asked("<= 1.2 of one length", (ours.median or 0.0) <= limit), other]
 
 
 def _tensors(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,15 +114,13 @@ def _mods(case: Case, q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> dict[str, C
     def user(score, b, h, q_idx, kv_idx):
         return 1.1 * score + slopes[h] * (kv_idx - q_idx)
 
-    of: dict[str, dict[str, Any]] = {
+    mods: dict[str, dict[str, Any]] = {
         "softcap": {"score": softcap(20.0)}, "alibi": {"score": alibi(slopes)},
         "user": {"score": user}, "causal": {"mask": causal()}, "padding": {"mask": padding(n)},
         "window": {"mask": causal() & sliding_window(WINDOW)},
     }  # fmt: skip
-    return {
-        f"{OURS}, {name}": partial(over_cache, q, k, v, lengths=n, **mods)
-        for name, mods in of.items()
-    }
+    call = partial(over_cache, q, k, v, lengths=n)
+    return {f"{OURS}, {name}": partial(call, **mod) for name, mod in mods.items()}
 
 
 def _paged(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> dict[str, Call]:
@@ -165,38 +158,12 @@ def _definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT) / math.sqrt(q.shape[-1])).softmax(-1) @ v
 
 
-def _captured(call: Call) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Capture the call in a CUDA graph; return the graph and its output."""
-    with torch.inference_mode(), _aside():
-        for _ in range(3):
-            call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.graph(graph):
-        out = call()
-    return graph, out
-
-
-@contextmanager
-def _aside() -> Iterator[None]:
-    """Run the body on a side stream."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        yield
-    torch.cuda.current_stream().wait_stream(side)
-
-
-def _bytes(case: Case) -> int:
-    """Return the bytes of all keys and values; an MLA latent is both."""
-    widths = case.d if case.dv is not None else 2 * case.d
-    return case.b * case.hk * case.length * widths * getattr(torch, case.dtype).itemsize
-
-
-def _judged(
-    case: Case, name: str, times: dict[str, Timing], copied: float, size: int
-) -> Result:  # fmt: skip
+def _judged(case: Case, name: str, times: dict[str, Timing], copied: float) -> Result:
     """Return one line, with terabytes of the cache read per second and, for MLA, TFLOP/s."""
     timing, ours = times[name], times[OURS].median
+    # Bytes of all keys and values; an MLA latent is both.
+    widths = case.d if case.dv is not None else 2 * case.d
+    size = case.b * case.hk * case.length * widths * getattr(torch, case.dtype).itemsize
     result = Result(case.name, FORWARD, name).timed(timing, "µs")
     if name == COPY:
         return replace(result, note=f"{copied / 1e12:.2f} TB/s read and written")

@@ -76,15 +76,13 @@ def draw(results: Path, picture: Path) -> None:
 def _bars(axis, direction: str, cases: list[str], speeds: Speeds) -> None:
     height = 0.8 / len(COLOURS)
     for n, (contestant, (name, colour)) in enumerate(COLOURS.items()):
-        bars_here = [
-            (heights + (n - 1) * height, speeds[case, direction, contestant])
-            for heights, case in enumerate(cases)
-            if (case, direction, contestant) in speeds
-        ]
-        if not bars_here:
+        keys = {(case, direction, contestant): row for row, case in enumerate(cases)}
+        timed = {row + (n - 1) * height: speeds[key] for key, row in keys.items() if key in speeds}
+        if not timed:
             continue
-        heights, speed = zip(*bars_here, strict=True)
-        bars = axis.barh(heights, speed, height * 0.92, color=colour, label=name)
+        bars = axis.barh(
+            list(timed), list(timed.values()), height * 0.92, color=colour, label=name
+        )  # fmt: skip
         axis.bar_label(bars, fmt="%.0f", fontsize=7, padding=2, color="#475569")
     axis.set_title(direction, fontsize=10, loc="left")
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -115,11 +113,9 @@ ROWS = {
     "float32-2k-128-full": "2k, 128 wide, float32",
 }
 COLUMNS = {
-    "headway": "Headway",
-    "flex": "FlexAttention",
-    "cudnn": "cuDNN",
+    "headway": "Headway", "flex": "FlexAttention", "cudnn": "cuDNN",
     "flash-attention-4": "FlashAttention-4",
-}
+}  # fmt: skip
 FASTER = 1.02  # bold where another has this many times the speed: less may be noise
 
 ByCase = dict[str, dict[tuple[str, str], float]]  # by case, contestant and direction
@@ -144,9 +140,8 @@ def table(paths: Iterable[Path]) -> str:
         raise ArgumentError(f"no speed of a case that the table shows: {', '.join(ROWS)}")
     rows = [["", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS))]
     rows += [[ROWS[name], *(_cell(by_case[name], who) for who in COLUMNS)] for name in cases]
-    return "\n".join(
-        "|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in rows
-    )
+    padded = ([f" {cell} " if cell else " " for cell in row] for row in rows)
+    return "\n".join(f"|{'|'.join(row)}|" for row in padded)
 
 
 def _cell(case: dict[tuple[str, str], float], who: str) -> str:

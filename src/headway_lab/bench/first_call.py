@@ -5,19 +5,15 @@ empty caches, which afterwards makes a first call of another kind; one with the 
 left. Headway's default has one more, in which its parts are timed.
 """
 
-import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .case import FORWARD, Case
-from .results import NOT_RUN, Result, environment
+from .case import BOTH, FORWARD, Case
+from .results import ChildFailed, Result, ask_process
 from .timing import Tick, Timing
 
-BOTH = "forward + backward"
 COLD, WARM, SECOND = "cold", "warm", "second kind"
 PROCESS = Path(__file__).with_name("first_call_process.py")
 NAMES = {"auto": "headway", "triton": "headway triton", "flex": "flex"}
@@ -58,21 +54,16 @@ def ask(
     folders = {
         name: str(Path(caches) / name) for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     }
-    process = subprocess.run(
-        [sys.executable, "-P", PROCESS], input=json.dumps(question), capture_output=True, text=True,
-        env=environment(**folders),
-    )  # fmt: skip
-    if process.returncode:
-        last_line = process.stderr.strip().splitlines()[-1:] or ["nothing on standard error"]
-        return {"error": last_line[0]}
-    return json.loads(process.stdout.splitlines()[-1])
+    try:
+        return ask_process(["-P", str(PROCESS)], question, **folders)
+    except ChildFailed as error:
+        return {"error": str(error)}
 
 
 def rows(case: Case, what: str, name: str, seconds: dict[str, Any]) -> list[Result]:
     """Return the rows of one process."""
     if "error" in seconds:
-        note = seconds["error"][:200]
-        return [Result(case.name, f"{what}, {BOTH}", name, verdict=NOT_RUN, note=note)]
+        return [Result(case.name, f"{what}, {BOTH}", name).not_run(seconds["error"][:200])]
     timed = [(f"{what}, {FORWARD}", "forward"), (f"{what}, {BOTH}", "both")]
     timed += [(f"{SECOND}, {BOTH}", "second")] if what == COLD else []
     return [

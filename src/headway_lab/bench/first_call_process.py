@@ -80,8 +80,7 @@ def main(question: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def parts_in(seconds: dict[str, Any]) -> Iterator[None]:
-    """Time parts of Headway's first call. Triton is imported before it, so its whole is not that
-    of others. Parts overlap: kernels are compiled beside the rest, and beside each other."""
+    """Time parts of Headway's first call, which overlap; Triton is imported before it."""
     from headway import resolve
     from headway.backends import first_use
     from headway.backends.gpu.runtime import cuda_launch, kernel_cache, parallel_compile

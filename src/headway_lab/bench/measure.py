@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,27 +18,25 @@ from headway.api import block_mask
 from headway.blocks import BlockMask, clear_block_cache
 from headway.mods import causal
 
-from .case import BACKWARD, BUILD, FORWARD, Case, CaseInputs, Size, Unavailable, make_inputs, size
+from .case import (
+    BACKWARD,
+    BOTH,
+    BUILD,
+    FORWARD,
+    Case,
+    CaseInputs,
+    Size,
+    Unavailable,
+    make_inputs,
+    size,
+)
 from .peers import PEERS, Peer
-from .results import FAIL, NOT_RUN, PASS, WRONG, Result
-from .timing import Tick, Timing, compare, peak, roof, seconds
+from .results import PASS, WRONG, Error, Result
+from .timing import Tick, Timing, compare, peak, repeat, roof
 
 PAIRS = 1 << 23  # pairs looked at in one case, over all heads: 64 MB of float64 a matrix
 FACTOR = 3.0  # times the error of plain PyTorch in the same dtype that are allowed ...
 FLOOR = 5e-6  # ... or up to this: PyTorch's flash kernels take a faster, rougher exp
-
-
-class Error(NamedTuple):
-    """The error of a result, |x - truth| / |truth| of the worst head, and its limit."""
-
-    what: str
-    error: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        """True within the limit; NaN does not pass."""
-        return self.error <= self.limit
 
 
 def definition(
@@ -96,7 +93,11 @@ class Truth:
         results = [out.detach()[:, :, self.rows]]
         if backward:
             results += torch.autograd.grad(out, leaves, self.dout)
-        learned_names = (f"d(learned {n})" for n in range(len(leaves) - 3))
+        return self.compare(results)
+
+    def compare(self, results: list[Tensor]) -> list[Error]:
+        """Return the errors of out on the rows, and of gradients that follow it."""
+        learned_names = (f"d(learned {n})" for n in range(len(results) - 4))
         names = ("out", "dq", "dk", "dv", *learned_names)
         return [
             Error(name, distance(a, b), limit)
@@ -126,13 +127,6 @@ class Contestant:
         """The package of the peer and its version, or ""."""
         return (self.peer.installed or "") if self.peer else ""
 
-    def grads(self) -> Callable[[], object]:
-        """Run a forward, and return the backward to time."""
-        return partial(
-            torch.autograd.grad, self.forward(), self.inputs.leaves, self.inputs.dout,
-            retain_graph=True, allow_unused=True,
-        )  # fmt: skip
-
 
 # A compiled peer's backward is timed many times on one forward, whose buffers must last.
 @functorch.patch(donated_buffer=False)
@@ -143,23 +137,17 @@ def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: Non
     truth = Truth(case, inputs)
     checked: dict[str, Result] = {}
     for name, one in list(contestants.items()):
-        checked[name] = Result(case.name, "", name, note=one.package)
-        if one.peer is not None and not one.peer.same:
-            continue
-        try:
-            errors = truth.errors(one.forward, one.backward, one.inputs)
-        except Exception as error:
-            if one.peer is None:
-                raise
-            why = str(Unavailable.because(error))
-            notes.append(replace(checked[name], verdict=NOT_RUN, note=why))
-            del contestants[name]
-            continue
-        worst = max(errors, key=lambda e: e.error / e.limit if e.passed else float("inf"))
-        checked[name] = replace(checked[name], error=worst.error, limit=worst.limit)
-        if not worst.passed:
-            note = f"{worst.what} is off by {worst.error:.1e}, {worst.limit:.1e} are allowed"
-            notes.append(replace(checked[name], verdict=WRONG, note=note))
+        result = Result(case.name, "", name, note=one.package)
+        if one.peer is None or one.peer.same:
+            try:
+                result = result.checked(truth.errors(one.forward, one.backward, one.inputs))
+            except Exception as error:
+                if one.peer is None:
+                    raise
+                result = result.not_run(Unavailable.because(error))
+        checked[name] = result
+        if result.verdict:
+            notes.append(result)
             del contestants[name]
     del truth
     if "headway" not in contestants:
@@ -171,14 +159,13 @@ def measure_time(case: Case, device: str, repeats: int, tick: Tick = lambda: Non
         with torch.set_grad_enabled(direction == BACKWARD):
             times = compare(calls, repeats, device, tick)
         results += [
-            _judge(case, direction, checked[name], times, measured, device) for name in times
+            judge(case, direction, checked[name], times, measured, device) for name in times
         ]
     return results + notes
 
 
 def _contestants(case: Case, inputs: CaseInputs) -> tuple[dict[str, Contestant], list[Result]]:
-    """Return the contestants, Headway first, and a line for every peer that cannot take part.
-    Peers that are not installed are skipped."""
+    """Return the contestants, Headway first, and a line for every peer that refuses the case."""
     contestants = {"headway": Contestant(inputs.headway, inputs, backward=True)}
     notes = []
     for name in case.peers:
@@ -192,17 +179,20 @@ def _contestants(case: Case, inputs: CaseInputs) -> tuple[dict[str, Contestant],
                 peer.prepare(case, peer_inputs), peer_inputs, backward, peer
             )
         except Unavailable as why:
-            notes.append(Result(case.name, "", name, verdict=NOT_RUN, note=str(why)))
+            notes.append(Result(case.name, "", name).not_run(why))
     return contestants, notes
 
 
 def _calls(contestants: dict[str, Contestant], direction: str) -> dict[str, Callable[[], object]]:
     if direction == FORWARD:
         return {name: one.forward for name, one in contestants.items()}
-    return {name: one.grads() for name, one in contestants.items() if one.backward}
+    return {
+        name: partial(one.inputs.grads, one.forward(), again=True)
+        for name, one in contestants.items() if one.backward
+    }  # fmt: skip
 
 
-def _judge(
+def judge(
     case: Case, direction: str, checked: Result, times: dict[str, Timing], measured: Size,
     device: str,
 ) -> Result:  # fmt: skip
@@ -244,40 +234,25 @@ def measure_long(case: Case, device: str, repeats: int, tick: Tick) -> list[Resu
         torch.cuda.reset_peak_memory_stats()
         part = replace(case, length=length)
         inputs = make_inputs(part, device)
-        step = lambda inputs=inputs: torch.autograd.grad(
-            inputs.headway(), (inputs.q, inputs.k, inputs.v), inputs.dout
-        )
+        step = lambda inputs=inputs: inputs.grads(inputs.headway())
         step()  # compiles, and builds the block mask
         used_mb[length] = torch.cuda.max_memory_allocated() / 1e6
-        timing = Timing.of([seconds(step, device) for _ in range(3)])
-        result = Result(case.name, "forward + backward", f"headway, {length} tokens").timed(timing)
-        result = replace(result, note=f"{used_mb[length]:.0f} MB at most")
-        worst = max(
-            Truth(part, inputs).errors(inputs.headway, True), key=lambda e: e.error / e.limit
-        )
-        verdict = PASS if worst.passed else WRONG
-        results.append(replace(result, error=worst.error, limit=worst.limit, verdict=verdict))
+        note = f"{used_mb[length]:.0f} MB at most"
+        result = Result(case.name, BOTH, f"headway, {length} tokens", verdict=PASS, note=note)
+        result = result.timed(repeat(step, device, runs=3))
+        results.append(result.checked(Truth(part, inputs).errors(inputs.headway, backward=True)))
         del inputs, step
     ratio = used_mb[case.length] / used_mb[case.length // 2]
-    results.append(
-        Result(
-            case.name, "memory", "headway", "ratio", round(ratio, 3), target="<= 2.1",
-            verdict=PASS if ratio <= 2.1 else FAIL,
-        )
-    )  # fmt: skip
-    return results
-
-
-TILE = (128, 128)
+    growth = Result(case.name, "memory", "headway", "ratio", round(ratio, 3))
+    return [*results, growth.asked("<= 2.1", ratio <= 2.1)]
 
 
 def build(case: Case, inputs: CaseInputs) -> BlockMask:
     """Build the block mask of a case, with an empty cache."""
     assert inputs.mask is not None
     clear_block_cache()
-    return block_mask(
-        inputs.mask, case.b, case.hq, case.length, case.length, device=inputs.q.device, tile=TILE
-    )
+    n, device = case.length, inputs.q.device
+    return block_mask(inputs.mask, case.b, case.hq, n, n, device=device, tile=(128, 128))
 
 
 def measure_build(case: Case, device: str, repeats: int, tick: Tick = lambda: None) -> list[Result]:
@@ -297,28 +272,21 @@ def measure_build(case: Case, device: str, repeats: int, tick: Tick = lambda: No
     size = sum(t.numel() * t.element_size() for t in ours.tiles.flatten())
     note = f"{full:,} full, {partial:,} partial, {empty:,} empty; {size / 1e6:.3g} MB"
     ours_line = Result(case.name, BUILD, "headway", tiles=full + partial, note=note)
-    ours_line = ours_line.timed(times["headway"])
-    if case.most is not None:
-        limit = case.most
-        ours_line = ours_line.asked(f"<= {limit:g} ms", times["headway"].median * 1e3 <= limit)
-    lines = [ours_line]
+    lines = [ours_line := ours_line.timed(times["headway"]).at_most(case.most)]
     for name, theirs in results.items():
-        line = Result(case.name, BUILD, name)
+        line = Result(case.name, BUILD, name, note="equal tiles")
         if not torch.equal(state(theirs, ours.grid), ours.to_dense()[0, 0].cpu()):
-            lines.append(Result(case.name, BUILD, name, verdict=WRONG, note="other tiles are live"))
+            lines.append(replace(line, verdict=WRONG, note="other tiles are live"))
             continue
         ratio = times[name].median / times["headway"].median
-        line = Result(
-            case.name, BUILD, name, tiles=ours_line.tiles, ratio=round(ratio, 1), note="equal tiles"
-        ).timed(times[name])
+        line = replace(line, tiles=ours_line.tiles, ratio=round(ratio, 1)).timed(times[name])
         target = case.target(BUILD, name)
         lines.append(line if target is None else line.asked(f">= {target:g}x", ratio >= target))
     return lines
 
 
 def state(theirs: object, grid: tuple[int, int]) -> Tensor:
-    """Return FlexAttention's block mask, uint8 `(tile_rows, tile_cols)`: 0 empty, 1 partial,
-    2 full."""
+    """Return FlexAttention's tiles, uint8 `(tile_rows, tile_cols)`: 0 empty, 1 partial, 2 full."""
     states = torch.zeros(grid, dtype=torch.uint8)
     for value, prefix in ((1, ""), (2, "full_")):
         counts, indices = (
@@ -335,11 +303,6 @@ def build_memory(case: Case, device: str) -> Result:
     block_mask(causal(), 1, 1, 256, 256, device=device)  # what a first call loads
     before = peak(device)
     full, partial, _ = build(case, inputs).counts()
-    used_mb = (peak(device) - before) / 1e6
-    result = Result(
-        case.name, BUILD, "headway", unit="MB", median=round(used_mb, 1), runs=1,
-        tiles=full + partial, note=f"{before / 1e6:.0f} MB before",
-    )  # fmt: skip
-    if case.most is None:
-        return result
-    return result.asked(f"<= {case.most:g} MB", used_mb <= case.most)
+    note = f"{before / 1e6:.0f} MB before"
+    result = Result(case.name, BUILD, "headway", tiles=full + partial, note=note)
+    return result.used(peak(device) - before).at_most(case.most)

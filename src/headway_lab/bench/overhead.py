@@ -8,7 +8,8 @@ and `graph` replays a step from a CUDA graph.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,10 @@ from headway.mods import causal
 from headway.resolve import resolve
 from headway.types import Request
 
-from .case import FORWARD, Case, CaseInputs, make_inputs
+from .case import BOTH, FORWARD, Case, CaseInputs, make_inputs
 from .results import Result
-from .timing import Timing, compare, seconds
+from .timing import Timing, captured, compare, repeat
 
-BOTH = "forward + backward"
 NOTHING = "an operator that does nothing"
 RESOLVE = "headway, resolve alone"
 Call = Callable[[], object]
@@ -39,19 +39,15 @@ def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) 
     no kernel for.
     """
     inputs = make_inputs(case, device)
-
-    def headway(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, inputs.score, inputs.mask)
-
-    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=inputs.mask is not None)
-
-    def resolved(q: Tensor, k: Tensor, v: Tensor) -> object:
-        return resolve(Request(q, k, v, inputs.score, inputs.mask))
-
+    score, mask = inputs.score, inputs.mask
     native = _is_native(inputs)
-    functions: dict[str, Callable] = {"headway": headway}
-    functions |= {"sdpa": sdpa} if native else {RESOLVE: resolved}
+    functions: dict[str, Callable] = {"headway": lambda q, k, v: attention(q, k, v, score, mask)}
+    if native:
+        functions["sdpa"] = partial(
+            F.scaled_dot_product_attention, is_causal=mask is not None
+        )  # fmt: skip
+    else:
+        functions[RESOLVE] = lambda q, k, v: resolve(Request(q, k, v, score, mask))
     if compiled:
         torch.compiler.reset()
         functions[NOTHING] = _nothing  # below this nobody gets
@@ -60,12 +56,10 @@ def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) 
     what, judged = ("kernel", "headway") if native else ("the pair", RESOLVE)
     for direction in (FORWARD, BOTH):
         training = direction == BOTH
-        if training:
-            for name in (NOTHING, RESOLVE):  # which have no gradient
-                functions.pop(name, None)
         calls: dict[str, Call] = {"kernel": kernel(inputs, training)}
         for name, function in functions.items():
-            calls[name] = _call(function, inputs, training)
+            if not training or name not in (NOTHING, RESOLVE):  # which have no gradient
+                calls[name] = _call(function, inputs, training)
         with torch.set_grad_enabled(training):
             for call in calls.values():  # what compiles does so now
                 call()
@@ -75,12 +69,11 @@ def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) 
         for name, timing in times.items():
             alone = name in (NOTHING, RESOLVE)
             less, note = (0.0, "") if alone else (base, f"{what} {base * 1e6:.1f} µs")
-            above = timing._replace(
-                median=timing.median - less, low=timing.low - less, high=timing.high - less
-            )
+            median, low, high = (seconds - less for seconds in timing[:3])
+            above = Timing(median, low, high, timing.runs)
             result = Result(case.name, direction, name, note=note).timed(above, "µs")
-            if name == judged and not training and case.most is not None:
-                result = result.asked(f"<= {case.most:g} µs", above.median * 1e6 <= case.most)
+            if name == judged and not training:
+                result = result.at_most(case.most)
             results.append(result)
     return results
 
@@ -95,7 +88,7 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _call(function: Callable[..., Tensor], inputs: CaseInputs, training: bool) -> Call:
-    tensors: Sequence[Tensor] = (inputs.q, inputs.k, inputs.v)
+    tensors = inputs.q, inputs.k, inputs.v
     if not training:
         return lambda: function(*tensors)
     return lambda: torch.autograd.grad(function(*tensors), tensors, inputs.dout)
@@ -126,41 +119,17 @@ def _pair(inputs: CaseInputs, training: bool) -> Call:
 def _of_pytorch(inputs: CaseInputs, training: bool) -> Call:
     q, k, v = (t.detach() for t in (inputs.q, inputs.k, inputs.v))
     is_causal = inputs.mask is not None
-    if q.device.type == "cuda":
-        forward = torch.ops.aten._scaled_dot_product_flash_attention
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    name = "_scaled_dot_product_flash_attention" + ("" if q.is_cuda else "_for_cpu")
+    forward, backward = (getattr(torch.ops.aten, name + end) for end in ("", "_backward"))
 
-        def on_gpu() -> object:
-            out, lse, *rest = forward(q, k, v, 0.0, is_causal)
-            if not training:
-                return out
-            cu_q, cu_k, max_q, max_k, seed, unused, _ = rest
-            return backward(
-                inputs.dout,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                cu_q,
-                cu_k,
-                max_q,
-                max_k,
-                0.0,
-                is_causal,
-                seed,
-                unused,
-            )
+    def run() -> object:
+        out, lse, *rest = forward(q, k, v, 0.0, is_causal)
+        if not training:
+            return out
+        lengths, seeds = rest[:4], rest[4:6]  # a GPU's
+        return backward(inputs.dout, q, k, v, out, lse, *lengths, 0.0, is_causal, *seeds)
 
-        return on_gpu
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-    def on_cpu() -> object:
-        out, lse = forward(q, k, v, 0.0, is_causal)
-        return backward(inputs.dout, q, k, v, out, lse, 0.0, is_causal) if training else out
-
-    return on_cpu
+    return run
 
 
 def host(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:
@@ -168,15 +137,11 @@ def host(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:
     inputs = make_inputs(case, device)
     results = []
     for name, function in causal_functions(inputs).items():
-        forward = lambda function=function: function(inputs.q, inputs.k, inputs.v)
-        step = lambda forward=forward: torch.autograd.grad(
-            forward(), (inputs.q, inputs.k, inputs.v), inputs.dout
-        )
-        for direction, call in ((FORWARD, forward), (BOTH, step)):
+        for direction in (FORWARD, BOTH):
+            call = _call(function, inputs, direction == BOTH)
             result = Result(case.name, direction, name).timed(_host_time(call, repeats), "µs")
-            if name == "headway" and direction == FORWARD and case.most is not None:
-                assert result.median is not None
-                result = result.asked(f"<= {case.most:g} µs", result.median <= case.most)
+            if name == "headway" and direction == FORWARD:
+                result = result.at_most(case.most)
             results.append(result)
     return results
 
@@ -213,25 +178,16 @@ def causal_functions(inputs: CaseInputs) -> dict[str, Callable[[Tensor, Tensor, 
 def graph(case: Case, device: str, repeats: int, tick: Call) -> list[Result]:
     """Capture forward and backward in a CUDA graph, replay it on new numbers, and compare."""
     inputs = make_inputs(case, device)
-    leaves = (inputs.q, inputs.k, inputs.v)
 
     def step() -> tuple[Tensor, ...]:
         out = inputs.headway()
-        return out, *torch.autograd.grad(out, leaves, inputs.dout)
+        return out, *inputs.grads(out)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        results = step()
+    replayed, results = captured(step)
     with torch.no_grad():
         inputs.q.copy_(torch.randn_like(inputs.q))
-    captured.replay()
+    replayed.replay()
     same = all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
-    samples = [seconds(captured.replay, device, 20) for _ in range(3 * repeats)]
-    result = Result(case.name, BOTH, "headway, replayed").timed(Timing.of(samples), "µs")
+    timing = repeat(replayed.replay, device, 3 * repeats, number=20)
+    result = Result(case.name, BOTH, "headway, replayed").timed(timing, "µs")
     return [result.asked("the same bits as without a graph", same)]

@@ -30,35 +30,23 @@ from .case import Case, CaseInputs, Unavailable
 def _flash4(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     """Return the call, compiled; `x` should lie in memory as `CaseInputs.by_rows` returns it."""
     options = flash4_options(inputs)
-    try:
-        flash = importlib.import_module("flash_attn.cute.interface")
-        call = (
-            _flash4_varlen(flash, inputs, options)
-            if "cu_seqlens_q" in options
-            else _flash4_dense(flash, inputs, options)
-        )
-        call()
-    except Exception as error:  # of its compiler too
-        raise Unavailable.because(error) from error
-    return call
+    tensors = inputs.q, inputs.k, inputs.v
 
-
-def _flash4_dense(flash: Any, inputs: CaseInputs, options: dict[str, Any]) -> Callable[[], Tensor]:
-    def call() -> Tensor:
-        out, _ = flash.flash_attn_func(
-            *(t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)), **options
-        )
+    def dense() -> Tensor:
+        out, _ = flash.flash_attn_func(*(t.transpose(1, 2) for t in tensors), **options)
         return out.transpose(1, 2)
 
-    return call
-
-
-def _flash4_varlen(flash: Any, inputs: CaseInputs, options: dict[str, Any]) -> Callable[[], Tensor]:
-    def call() -> Tensor:
-        tokens = (t.transpose(1, 2).flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
+    def varlen() -> Tensor:
+        tokens = (t.transpose(1, 2).flatten(0, 1) for t in tensors)
         out, _ = flash.flash_attn_varlen_func(*tokens, **options)
         return out.unflatten(0, (inputs.q.shape[0], -1)).transpose(1, 2)
 
+    call = varlen if "cu_seqlens_q" in options else dense
+    try:
+        flash = importlib.import_module("flash_attn.cute.interface")
+        call()
+    except Exception as error:  # of its compiler too
+        raise Unavailable.because(error) from error
     return call
 
 
@@ -135,25 +123,15 @@ class Peer:
 
 
 def _sdpa(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
-    gqa = case.hk != case.hq
     if inputs.score is None and (inputs.mask is None or inputs.mask == causal()):
-        is_causal = inputs.mask is not None
-        return partial(
-            F.scaled_dot_product_attention,
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            is_causal=is_causal,
-            enable_gqa=gqa,
-        )
-    return partial(
-        F.scaled_dot_product_attention,
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        attn_mask=_bias(case, inputs),
-        enable_gqa=gqa,
-    )
+        return _sdpa_call(inputs, is_causal=inputs.mask is not None)
+    return _sdpa_call(inputs, attn_mask=_bias(case, inputs))
+
+
+def _sdpa_call(inputs: CaseInputs, **options: Any) -> Callable[[], Tensor]:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    gqa = q.shape[1] != k.shape[1]
+    return partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=gqa, **options)
 
 
 def _bias(case: Case, inputs: CaseInputs) -> Tensor:
@@ -177,13 +155,6 @@ def _bias(case: Case, inputs: CaseInputs) -> Tensor:
         if inputs.mask is not None:
             bias.masked_fill_(~inputs.mask(*index), -torch.inf)
     return bias
-
-
-def _sdpa_causal(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
-    return partial(
-        F.scaled_dot_product_attention, inputs.q, inputs.k, inputs.v, is_causal=True,
-        enable_gqa=case.hk != case.hq,
-    )  # fmt: skip
 
 
 def _flex(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
@@ -212,8 +183,7 @@ def _flex(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
 
 
 def mask_mod(mask: MaskFn) -> Callable[..., Tensor]:
-    """Return a mask as a plain function: FlexAttention inspects functions, and torch 2.11 takes
-    the truth of a value that it calls."""
+    """Return a mask as a plain function: torch 2.11 takes the truth of a value that it calls."""
     if isinstance(mask, Both | Either):
         of_parts = [mask_mod(part) for part in (mask.first, mask.second)]
         join = flex.and_masks if isinstance(mask, Both) else flex.or_masks
@@ -224,42 +194,35 @@ def mask_mod(mask: MaskFn) -> Callable[..., Tensor]:
 
 def _create_block_mask(case: Case, inputs: CaseInputs) -> Callable[[], Any]:
     assert inputs.mask is not None
-    return partial(
-        flex.create_block_mask, inputs.mask, None, None, case.length, case.length, inputs.q.device,
-        BLOCK_SIZE=128,
-    )  # fmt: skip
+    n, device = case.length, inputs.q.device
+    return partial(flex.create_block_mask, inputs.mask, None, None, n, n, device, BLOCK_SIZE=128)
 
 
 def _cudnn(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     if inputs.score is not None or inputs.mask not in (None, causal()):
         raise Unavailable("it takes a causal mask or none")
-    call = _sdpa(case, inputs)
-
-    def cudnn() -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return call()
-
+    call = _with_kernel(SDPBackend.CUDNN_ATTENTION, _sdpa(case, inputs))
     try:
-        cudnn()
+        call()
     except RuntimeError as error:
         raise Unavailable(str(error).splitlines()[0][:200]) from error
-    return cudnn
+    return call
 
 
-def _plain(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
-    return lambda: attention(inputs.q, inputs.k, inputs.v, mask=inputs.mask)
+def _with_kernel(kernel: SDPBackend, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        with sdpa_kernel(kernel):
+            return call()
+
+    return run
 
 
 def _triton(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
     if case.stats:
         raise Unavailable("without statistics only")
-    return lambda: attention(
-        inputs.q, inputs.k, inputs.v, inputs.score, inputs.mask, backend="triton"
+    return partial(
+        attention, inputs.q, inputs.k, inputs.v, inputs.score, inputs.mask, backend="triton"
     )
-
-
-def _causal_per_tile(case: Case, inputs: CaseInputs) -> Callable[[], Tensor]:
-    return partial(inputs.headway, mask=causal())
 
 
 PEERS = {
@@ -268,53 +231,43 @@ PEERS = {
         "F.scaled_dot_product_attention: is_causal where that is the mask, else a float mask",
     ),
     "sdpa causal": Peer(
-        _sdpa_causal,
+        lambda case, inputs: _sdpa_call(inputs, is_causal=True),
         "F.scaled_dot_product_attention(is_causal=True), without this case's score and window",
         same=False,
     ),
-    "cudnn": Peer(
-        _cudnn,
-        "F.scaled_dot_product_attention by cuDNN, on a GPU",
-        backward=("cuda",),
-    ),
+    "cudnn": Peer(_cudnn, "F.scaled_dot_product_attention by cuDNN, on a GPU", backward=("cuda",)),
     "flash-attention-4": Peer(
-        _flash4,
-        "flash_attn.cute, on a GPU: causal, window, documents, softcap",
-        backward=("cuda",),
-        by_rows=True,
-        package="flash-attn-4",
+        _flash4, "flash_attn.cute, on a GPU: causal, window, documents, softcap",
+        backward=("cuda",), by_rows=True, package="flash-attn-4",
     ),
     "headway plain": Peer(
-        _plain, "Headway on the same tensors and mask, without the score", same=False
+        lambda case, inputs: partial(attention, inputs.q, inputs.k, inputs.v, mask=inputs.mask),
+        "Headway on the same tensors and mask, without the score", same=False,
     ),
     "headway triton": Peer(
-        _triton,
-        "Headway's portable GPU backend, where another one is the default",
+        _triton, "Headway's portable GPU backend, where another one is the default",
         backward=("cuda",),
     ),
     "flex": Peer(
-        _flex,
-        "flex_attention under torch.compile, block mask prepared; forward only on CPU",
+        _flex, "flex_attention under torch.compile, block mask prepared; forward only on CPU",
         backward=("cuda",),
     ),
     "create_block_mask": Peer(
         _create_block_mask, "FlexAttention's block masks: create_block_mask as it is called there"
     ),
     "causal, per tile": Peer(
-        _causal_per_tile,
+        lambda case, inputs: partial(inputs.headway, mask=causal()),
         "Headway with causal() on the same tensors; times per live tile of 128 x 128",
-        same=False,
-        per_tile=True,
+        same=False, per_tile=True,
     ),
-}
+}  # fmt: skip
 
 
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 def context_parallel() -> Any:
-    """Return PyTorch's context parallel. In it `F.scaled_dot_product_attention` is over ranks, in
-    the order of its load balancing, which is that of `Layout.zigzag`."""
+    """Return PyTorch's context parallel of `F.sdpa`, whose order is that of `Layout.zigzag`."""
     from torch.distributed.tensor import experimental
 
     ranks = dist.get_world_size()
@@ -326,15 +279,7 @@ def context_parallel() -> Any:
 
 def sdpa_over_ranks(mine: CaseInputs, kernel: str) -> Callable[[], Tensor]:
     """Return a causal `F.scaled_dot_product_attention` of one kernel, in `context_parallel`."""
-    grouped = mine.q.shape[1] != mine.k.shape[1]
-
-    def run() -> Tensor:
-        with sdpa_kernel(KERNELS[kernel]):
-            return F.scaled_dot_product_attention(
-                mine.q, mine.k, mine.v, is_causal=True, enable_gqa=grouped
-            )
-
-    return run
+    return _with_kernel(KERNELS[kernel], _sdpa_call(mine, is_causal=True))
 
 
 def flex_over_ranks(mine: CaseInputs, layout: Layout) -> Callable[[], Tensor]:

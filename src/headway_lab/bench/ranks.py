@@ -21,8 +21,8 @@ from typing import IO, Any
 
 import torch
 
-from .case import BACKWARD, FORWARD, Case
-from .results import NOT_RUN, Result, environment
+from .case import FORWARD, Case
+from .results import Result, environment
 from .timing import Tick
 
 TAG = "context parallel"
@@ -38,7 +38,7 @@ def measure(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
     results = [Result(**row) for row in rows]
     judged_results = [judged(case, r, results, len(ranks.processes)) for r in results]
     if error:
-        judged_results.append(Result(case.name, "", "headway", verdict=NOT_RUN, note=error))
+        judged_results.append(Result(case.name, "", "headway").not_run(error))
     return judged_results
 
 
@@ -46,41 +46,28 @@ def judged(case: Case, result: Result, results: list[Result], ranks: int) -> Res
     """Return the result with the targets of Headway, next to the better of its peers."""
     if result.contestant != "headway" or result.gflops is None:
         return result
-    speed = {
-        r.contestant: r.gflops
-        for r in results
-        if r.direction == result.direction and r.gflops is not None
-    }
-    local = "documents" in case.name
-    few = ranks <= 2
-    required = {FORWARD: 0.97, BACKWARD: 0.95} if few else {FORWARD: 0.95, BACKWARD: 0.93}
-    if local:
-        required = dict.fromkeys(required, 0.90 if few else 0.85)
-    targets = []
-    if ONE_CARD in speed:
-        targets.append((required[result.direction], ONE_CARD, speed[ONE_CARD]))
-    peers = {
-        name: speed_of_peer for name, speed_of_peer in speed.items() if name.startswith("torch")
-    }
-    if peers:
-        best = max(peers, key=peers.__getitem__)
-        times = 1.4 if case.length // ranks <= 8192 else {FORWARD: 1.15, BACKWARD: 1.2}[
-            result.direction
-        ]  # fmt: skip
-        targets.append((times, best, peers[best]))
-    if not targets:
+    direction, few = result.direction, ranks <= 2
+    speeds = {r.contestant: r.gflops for r in results if r.direction == direction and r.gflops}
+    required: dict[str, float] = {}
+    if ONE_CARD in speeds:
+        share = (0.97 if few else 0.95) if direction == FORWARD else (0.95 if few else 0.93)
+        required[ONE_CARD] = (0.90 if few else 0.85) if "documents" in case.name else share
+    if peers := [name for name in speeds if name.startswith("torch")]:
+        long = 1.15 if direction == FORWARD else 1.2
+        required[max(peers, key=speeds.__getitem__)] = 1.4 if case.length // ranks <= 8192 else long
+    if not required:
         return result
-    words = ", ".join(f">= {times}x {name}" for times, name, _ in targets)
-    return result.asked(
-        words, all(result.gflops >= times * speed_of_peer for times, _, speed_of_peer in targets)
-    )
+    words = ", ".join(f">= {times}x {name}" for name, times in required.items())
+    reached = all(result.gflops >= times * speeds[name] for name, times in required.items())
+    return result.asked(words, reached)
 
 
 class RankProcesses:
     """The processes of a group, restarted after one fails to answer."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.processes = device, []  # type: ignore[var-annotated]
+        self.device = device
+        self.processes: list[subprocess.Popen] = []
 
     @staticmethod
     @lru_cache
@@ -112,14 +99,14 @@ class RankProcesses:
         threading.Thread(target=self.read, args=[self.processes[0].stdout], daemon=True).start()
 
     def ask(self, question: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-        """Return the rows of the first rank, and an error if a process ends or no answer comes in
-        time."""
+        """Return the first rank's rows, and an error if a process ends or no answer comes."""
         if not self.processes:
             try:
                 self.start()
             except RuntimeError as error:
                 return [], str(error)
         for process in self.processes:
+            assert process.stdin is not None
             process.stdin.write(json.dumps(question) + "\n")
             process.stdin.flush()
         rows: list[dict[str, Any]] = []

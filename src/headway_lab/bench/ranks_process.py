@@ -31,10 +31,10 @@ from headway.mods import causal
 
 from .case import BACKWARD, FORWARD, Case, CaseInputs, Size, Unavailable, make_inputs, size
 from .cases import every
-from .measure import Truth, distance
+from .measure import Truth
 from .peers import KERNELS, context_parallel, flex_over_ranks, sdpa_over_ranks
 from .ranks import ONE_CARD
-from .results import NOT_RUN, WRONG, Result
+from .results import WRONG, Result
 from .timing import Timing, between, mark, wait
 
 PLANS = "gather", "heads", "ulysses"  # beside that of "auto"
@@ -45,11 +45,7 @@ BUSY = 20e-3  # seconds of a sample
 
 
 class RankContestant(NamedTuple):
-    """A call on this rank's tensors.
-
-    - `inputs`: this rank's part of the tensors, as the call sees them.
-    - `size`: what all ranks keep together.
-    """
+    """A call on this rank's part of the tensors, and the size of what all ranks keep together."""
 
     forward: Callable[[], Tensor]
     inputs: CaseInputs
@@ -86,32 +82,27 @@ def answer(case: Case, device: str, repeats: int) -> Iterator[Result]:
     """Yield the rows of a case."""
     full_inputs = make_inputs(case, device)
     layout = layout_of(case, full_inputs)
-    measured = size(case, full_inputs.mask)
-    rows: list[Result] = []
     with ExitStack() as stack:
-        one_by_name = contestants(case, full_inputs, layout, measured, stack, rows)
+        by_name, rows = contestants(case, full_inputs, layout, stack)
         if case.length <= LONGEST:
             truth = Truth(case, full_inputs)
-            for name, one in list(one_by_name.items()):
-                if name == ONE_CARD:
-                    continue
-                failure = checked(case, name, one, full_inputs, layout, truth)
-                if failure is not None:
-                    rows.append(failure)
-                    del one_by_name[name]
+            for name in [name for name in by_name if name != ONE_CARD]:
+                row = checked(case, name, by_name[name], layout, truth)
+                if row.verdict:
+                    rows.append(row)
+                    del by_name[name]
             del truth
         del full_inputs
         yield from rows
-        explanation = (
-            explained(one_by_name["headway"].inputs, layout) if "headway" in one_by_name else ""
-        )
+        ours = by_name.get("headway")
+        explanation = explained(ours.inputs, layout) if ours else ""
         for direction in (FORWARD, BACKWARD):
-            for row in timed(case, one_by_name, direction, device, repeats):
+            for row in timed(case, by_name, direction, device, repeats):
                 yield replace(row, note=explanation) if row.contestant == "headway" else row
-        if device == "cuda" and "headway" in one_by_name:
-            yield from memory(case, one_by_name["headway"])
+        if device == "cuda" and ours:
+            yield from memory(case, ours)
             if case.length <= PEERS:
-                yield from exposed(case, one_by_name["headway"])
+                yield from exposed(case, ours)
 
 
 def layout_of(case: Case, full_inputs: CaseInputs) -> Layout:
@@ -124,14 +115,9 @@ def layout_of(case: Case, full_inputs: CaseInputs) -> Layout:
 
 def explained(inputs: CaseInputs, layout: Layout) -> str:
     """Describe the layout and the plan in one line."""
-    headings = ("layout:", "keys:", "plan:", "transport:")
-    lines = map(
-        str.strip,
-        str(
-            explain(inputs.q, inputs.k, inputs.v, inputs.score, inputs.mask, layout=layout)
-        ).splitlines(),
-    )
-    return "; ".join(line for line in lines if line.startswith(headings))
+    text = explain(inputs.q, inputs.k, inputs.v, inputs.score, inputs.mask, layout=layout)
+    lines = map(str.strip, str(text).splitlines())
+    return "; ".join(x for x in lines if x.startswith(("layout:", "keys:", "plan:", "transport:")))
 
 
 def part(full_inputs: CaseInputs, layout: Layout) -> CaseInputs:
@@ -142,73 +128,50 @@ def part(full_inputs: CaseInputs, layout: Layout) -> CaseInputs:
 
 
 def contestants(
-    case: Case,
-    full_inputs: CaseInputs,
-    layout: Layout,
-    measured: Size,
-    stack: ExitStack,
-    rows: list[Result],
-) -> dict[str, RankContestant]:
-    """Return the contestants: Headway, its plans, one GPU, and PyTorch's."""
-    mine = part(full_inputs, layout)
+    case: Case, full_inputs: CaseInputs, layout: Layout, stack: ExitStack
+) -> tuple[dict[str, RankContestant], list[Result]]:
+    """Return the contestants, and a row for each that cannot run: Headway, its plans, one GPU, and
+    PyTorch's, whose context parallel lasts as long as `stack`."""
+    mine, measured = part(full_inputs, layout), size(case, full_inputs.mask)
     ours = lambda at: lambda: attention(mine.q, mine.k, mine.v, mine.score, mine.mask, layout=at)
     by_name = {"headway": RankContestant(ours(layout), mine, measured)}
     by_name[ONE_CARD] = one_card(case, layout.ranks, full_inputs.q.device.type)
     every_plan = case.length <= PEERS and any(name in case.name for name in EVERY_PLAN)
     for plan in PLANS if every_plan else PLANS[:1]:
         by_name[f"headway, {plan}"] = RankContestant(ours(layout.using(plan)), mine, measured)
-    if not every_plan or not full_inputs.q.is_cuda:
-        return by_name
-    if case.score is None and str(full_inputs.mask) == str(causal()):
-        stack.enter_context(context_parallel())
-        for kernel in KERNELS:
-            make = partial(sdpa_over_ranks, mine, kernel)
-            _try(case, f"torch {kernel}", make, mine, measured, by_name, rows)
-    if case.score is None and case.hq > 32 and case.length <= 1 << 16:  # compiles for long
-        _try(
-            case,
-            "torch flex",
-            partial(flex_over_ranks, mine, layout),
-            mine,
-            measured,
-            by_name,
-            rows,
-        )
-    return by_name
-
-
-def _try(
-    case: Case, name: str, make: Callable[[], Callable[[], Tensor]], local_inputs: CaseInputs,
-    measured: Size, by_name: dict[str, RankContestant], rows: list[Result],
-) -> None:  # fmt: skip
-    """Add a peer that works on all ranks."""
-    try:
-        forward, why = make(), ""
-        out = forward()
-        torch.autograd.grad(out, local_inputs.leaves[:3], local_inputs.dout)
-    except Exception as error:  # noqa: BLE001 the table says it
-        why = str(Unavailable.because(error))
-    if _anywhere(bool(why)):
-        note = why or "could not run on another rank"
-        rows.append(Result(case.name, "", name, verdict=NOT_RUN, note=note))
-    else:
-        by_name[name] = RankContestant(forward, local_inputs, measured)
+    peers: dict[str, Callable[[], Callable[[], Tensor]]] = {}
+    if every_plan and full_inputs.q.is_cuda and case.score is None:
+        if str(full_inputs.mask) == str(causal()):
+            stack.enter_context(context_parallel())
+            peers = {f"torch {name}": partial(sdpa_over_ranks, mine, name) for name in KERNELS}
+        if case.hq > 32 and case.length <= 1 << 16:  # compiles for long
+            peers["torch flex"] = partial(flex_over_ranks, mine, layout)
+    rows = []
+    for name, make in peers.items():
+        try:
+            forward, why = make(), ""
+            torch.autograd.grad(forward(), mine.leaves[:3], mine.dout)
+        except Exception as error:  # noqa: BLE001 the table says it
+            why = str(Unavailable.because(error))
+        if _anywhere(bool(why)):
+            note = why or "could not run on another rank"
+            rows.append(Result(case.name, "", name).not_run(note))
+        else:
+            by_name[name] = RankContestant(forward, mine, measured)
+    return by_name, rows
 
 
 def one_card(case: Case, ranks: int, device: str) -> RankContestant:
     """Return the `shortened` case on one GPU."""
     short = shortened(case, ranks)
     inputs = make_inputs(short, device)
-    return RankContestant(
-        inputs.headway, inputs, Size(*(n * ranks for n in size(short, inputs.mask)))
-    )
+    pairs, tiles = size(short, inputs.mask)
+    return RankContestant(inputs.headway, inputs, Size(pairs * ranks, tiles * ranks))
 
 
 def shortened(case: Case, ranks: int) -> Case:
-    """Return the case with a sequence so short that one GPU has as many pairs as a rank has.
-
-    The length is divided by the root of the number of ranks, and for windows and documents by that
-    number. A window keeps its width."""
+    """Return the case so short that one GPU has as many pairs as a rank: the length over the root
+    of the ranks, or for windows and documents over the ranks. A window keeps its width."""
     local = any(word in case.name for word in ("window", "documents"))
     length = round(case.length / (ranks if local else ranks**0.5) / 128) * 128
 
@@ -233,43 +196,31 @@ def _device() -> str:
 
 
 def checked(
-    case: Case,
-    name: str,
-    one: RankContestant,
-    full_inputs: CaseInputs,
-    layout: Layout,
-    truth: Truth,
-) -> Result | None:
-    """Return a row if out or a gradient is wrong, else None."""
+    case: Case, name: str, one: RankContestant, layout: Layout, truth: Truth
+) -> Result:  # fmt: skip
+    """Return a row that is wrong if out or a gradient is, on any rank."""
     dout = layout.shard(truth.dout, 2).contiguous()
     out = one.forward()
     grads = list(torch.autograd.grad(out, one.inputs.leaves, dout, allow_unused=True))
     for g in grads[3:]:
         dist.all_reduce(g)
     full = [layout.unshard(x.detach(), 2) for x in (out, *grads[:3])]
-    full = [full[0][:, :, truth.rows], *full[1:], *grads[3:]]
-    for what, x, exact, limit in zip(
-        ("out", "dq", "dk", "dv", "d(learned)"), full, truth.exact, truth.limits, strict=False
-    ):
-        error = distance(x, exact)
-        if _anywhere(not error <= limit):
-            note = f"{what} is off by {error:.1e}, {limit:.1e} are allowed"
-            return Result(case.name, "", name, error=error, limit=limit, verdict=WRONG, note=note)
-    return None
+    errors = truth.compare([full[0][:, :, truth.rows], *full[1:], *grads[3:]])
+    result = Result(case.name, "", name).checked(errors)
+    if _anywhere(bool(result.verdict)) and not result.verdict:
+        return replace(result, verdict=WRONG, note="wrong on another rank")
+    return result
 
 
 def timed(
     case: Case, by_name: dict[str, RankContestant], direction: str, device: str, repeats: int
 ) -> list[Result]:
     """Time one direction, and return a row for every contestant."""
-    calls: dict[str, Callable[[], object]] = {}
-    for name, one in by_name.items():
-        calls[name] = one.forward
-        if direction == BACKWARD:
-            out, local_inputs = one.forward(), one.inputs
-            calls[name] = lambda out=out, x=local_inputs: torch.autograd.grad(
-                out, x.leaves, x.dout, retain_graph=True, allow_unused=True
-            )
+    calls: dict[str, Callable[[], object]] = {
+        name: one.forward if direction == FORWARD
+        else partial(one.inputs.grads, one.forward(), again=True)
+        for name, one in by_name.items()
+    }  # fmt: skip
     samples: dict[str, list[float]] = {name: [] for name in calls}
     calls_per_sample = {}
     with torch.set_grad_enabled(direction == BACKWARD):
@@ -291,8 +242,7 @@ def timed(
 
 
 def sample(call: Callable[[], object], number: int, device: str) -> float:
-    """Return seconds per call of the slowest rank, one call after the other as layers are. Several
-    calls begin with one that does not count, in which ranks wait for each other."""
+    """Return seconds per call of the slowest rank; several calls begin with one that waits."""
     dist.barrier()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -308,13 +258,9 @@ def sample(call: Callable[[], object], number: int, device: str) -> float:
 
 
 def exposed(case: Case, one: RankContestant) -> list[Result]:
-    """Measure the share of a call in which the busiest GPU runs no kernel: the time that it waits
-    for rows, and not for other GPUs."""
-    x, out = one.inputs, one.forward()
-    calls: dict[str, Callable[[], object]] = {
-        FORWARD: one.forward,
-        BACKWARD: lambda: torch.autograd.grad(out, x.leaves, x.dout, retain_graph=True),
-    }
+    """Measure the share of a call in which the busiest GPU runs no kernel: it waits for rows."""
+    backward = partial(one.inputs.grads, one.forward(), again=True)
+    calls: dict[str, Callable[[], object]] = {FORWARD: one.forward, BACKWARD: backward}
     rows = []
     for direction, call in calls.items():
         with torch.set_grad_enabled(direction == BACKWARD):
@@ -322,24 +268,16 @@ def exposed(case: Case, one: RankContestant) -> list[Result]:
         share = [mine.clone() for _ in range(dist.get_world_size())]
         dist.all_gather(share, mine)
         note = f"of the time no kernel runs; on the card that waits longest {max(share):.1f} %"
-        rows.append(
-            Result(
-                case.name,
-                f"{direction}, exposed",
-                "headway",
-                unit="%",
-                median=float(min(share)),
-                note=note,
-            )
+        row = Result(
+            case.name, f"{direction}, exposed", "headway", "%", float(min(share)), note=note
         )
+        rows.append(row)
     return rows
 
 
 def _without_kernels(call: Callable[[], object]) -> float:
-    """Trace calls, and return the share of their time in which this GPU runs no kernel.
-
-    Calls are queued while it is busy, so that it does not wait for the host, and only when all
-    ranks trace: some begin half a second late."""
+    """Return the share of calls in which this GPU runs no kernel, by a trace. Calls are queued
+    while it is busy, and only when all ranks trace: some begin half a second late."""
     from torch.profiler import ProfilerActivity, profile
 
     call()
@@ -359,10 +297,8 @@ def _without_kernels(call: Callable[[], object]) -> float:
 
 
 def idle(spans: list[tuple[float, float]]) -> float:
-    """Return the share of time in which none of the kernels (start, end) of equal calls runs.
-
-    It is taken from the end of the first longest kernel to that of the last: these are complete
-    calls, wherever the trace begins and ends."""
+    """Return the share of time in which no kernel (start, end) of equal calls runs: from the end of
+    the first longest kernel to that of the last, which are complete calls."""
     spans = sorted(spans)
     longest = max((end - start for start, end in spans), default=0.0)
     ends = [end for start, end in spans if end - start > 0.8 * longest]
@@ -377,9 +313,8 @@ def idle(spans: list[tuple[float, float]]) -> float:
 
 
 def memory(case: Case, one: RankContestant) -> list[Result]:
-    """Measure the MB beyond inputs and results, without symmetric memory, which is shared by all
-    calls and sized for the largest."""
-    x, rows = one.inputs, []
+    """Measure the MB beyond inputs and results, without symmetric memory, which all calls share."""
+    x = one.inputs
     torch.cuda.synchronize()
     keys = case.b * case.hk * case.length * sum(case.widths) * x.k.element_size()
 
@@ -391,22 +326,17 @@ def memory(case: Case, one: RankContestant) -> list[Result]:
             f"{float(largest_bytes) / keys:.2f} of the keys and values of the sequence; and "
             f"{reserved_bytes() / 1e6:,.0f} MB of symmetric memory, for all calls so far"
         )
-        return Result(
-            case.name, f"{direction}, memory", "headway", unit="MB",
-            median=float(largest_bytes) / 1e6, note=note,
-        )  # fmt: skip
+        used_mb = float(largest_bytes) / 1e6
+        return Result(case.name, f"{direction}, memory", "headway", "MB", used_mb, note=note)
 
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     out = one.forward()
-    result_bytes = torch.cuda.memory_allocated() - before
-    rows.append(row(FORWARD, before, result_bytes))
+    forward_row = row(FORWARD, before, torch.cuda.memory_allocated() - before)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    grads = torch.autograd.grad(out, x.leaves, x.dout)
-    result_bytes = sum(g.numel() * g.element_size() for g in grads)
-    rows.append(row(BACKWARD, before, result_bytes))
-    return rows
+    grads = x.grads(out)
+    return [forward_row, row(BACKWARD, before, sum(g.nbytes for g in grads))]
 
 
 if __name__ == "__main__":

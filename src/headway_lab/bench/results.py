@@ -1,20 +1,23 @@
 """One measurement, the machine that it was made on, and the CSV that keeps both."""
 
 import csv
+import json
 import os
 import platform
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
 from headway.cli.doctor import commit as commit
 from headway.cli.doctor import processor as processor
-from headway.errors import ArgumentError
+from headway.errors import ArgumentError, HeadwayError
 
 from .case import Case
 from .timing import Timing
@@ -72,6 +75,27 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | more
 
 
+class ChildFailed(HeadwayError, RuntimeError):
+    """A measurement in a process of its own ended without an answer."""
+
+
+def ask_process(command: list[str], question: object, **more: str) -> Any:
+    """Return the answer of a fresh Python: a question on its input, the answer its last line.
+
+    **Raises:** `ChildFailed` with its last words. `more`: of its environment.
+    """
+    process = subprocess.run(
+        [sys.executable, *command], input=json.dumps(question), capture_output=True, text=True,
+        env=environment(**more),
+    )  # fmt: skip
+    if process.returncode:
+        last_line = process.stderr.strip().splitlines()[-1:] or ["nothing on standard error"]
+        raise ChildFailed(
+            f"the process that measured it ended with {process.returncode}: {last_line[0]}"
+        )
+    return json.loads(process.stdout.splitlines()[-1])
+
+
 def has_amx() -> bool:
     """Return True if this CPU has AMX, which multiplies bfloat16 in tiles."""
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
@@ -83,6 +107,19 @@ def load() -> float:
 
 
 PASS, FAIL, WRONG, NOT_RUN = "pass", "fail", "wrong", "not run"
+
+
+class Error(NamedTuple):
+    """The error of a result, |x - truth| / |truth| of the worst head, and its limit."""
+
+    what: str
+    error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """True within the limit; NaN does not pass."""
+        return self.error <= self.limit
 
 
 @dataclass(frozen=True)
@@ -114,6 +151,29 @@ class Result:
         median, low, high = (round(factor * t, 5) for t in timing[:3])
         return replace(self, unit=unit, median=median, low=low, high=high, runs=timing.runs)
 
+    def used(self, size: int) -> "Result":
+        """Return the result with the bytes that one run took."""
+        return replace(self, unit="MB", median=round(size / 1e6, 1), runs=1)
+
+    def checked(self, errors: Iterable[Error]) -> "Result":
+        """Return the result with the worst of its errors; beyond its limit the verdict is wrong."""
+        worst = max(errors, key=lambda e: e.error / e.limit if e.passed else float("inf"))
+        result = replace(self, error=worst.error, limit=worst.limit)
+        if worst.passed:
+            return result
+        note = f"{worst.what} is off by {worst.error:.1e}, {worst.limit:.1e} are allowed"
+        return replace(result, verdict=WRONG, note=note)
+
+    def not_run(self, why: object) -> "Result":
+        """Return the result of what could not run: a reason, or the first line of an error."""
+        return replace(self, verdict=NOT_RUN, note=str(why))
+
+    def at_most(self, limit: float | None) -> "Result":
+        """Return the result with a target for its median, in its unit, if there is one."""
+        if limit is None:
+            return self
+        return self.asked(f"<= {limit:g} {self.unit}", (self.median or 0.0) <= limit)
+
     def asked(self, target: str, passed: bool) -> "Result":
         """Return the result with a target and its verdict."""
         return replace(self, target=target, verdict=PASS if passed else FAIL)
@@ -138,11 +198,15 @@ def _name(mod: Callable) -> str:
 Speeds = dict[tuple[str, str, str], float]
 
 
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def speeds_in(path: Path) -> tuple[str, Speeds]:
     """Return the device and all speeds of a file of results. Raises ArgumentError."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        rows = _rows(path)
         return rows[0].get("device", ""), {
             (row["case"], row["direction"], row["contestant"]): float(row["gflops"]) / 1e3
             for row in rows
@@ -155,10 +219,7 @@ def speeds_in(path: Path) -> tuple[str, Speeds]:
 
 
 class ResultsFile:
-    """A CSV file that gets every line as soon as it is known: what was measured is never lost.
-
-    With None for a path nothing is kept.
-    """
+    """A CSV file that gets every line as soon as it is known; with None for a path, nothing."""
 
     def __init__(self, path: Path | None, resume: bool = False) -> None:
         self.path, self.resume = path, resume
@@ -172,8 +233,7 @@ class ResultsFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             resumed = self.resume and self.path.exists()
             if resumed:
-                with open(self.path, newline="", encoding="utf-8") as file:
-                    self.done = frozenset(row["case"] for row in csv.DictReader(file))
+                self.done = frozenset(row["case"] for row in _rows(self.path))
             mode = "a" if resumed else "x"
             self.file = open(self.path, mode, newline="", encoding="utf-8")
         except FileExistsError:

@@ -15,7 +15,7 @@ from .case import Case
 from .cases import select
 from .measure import measure_build, measure_long, measure_time
 from .overhead import graph, host, overhead
-from .results import NOT_RUN, Machine, Result, ResultsFile, has_amx, here, load
+from .results import Machine, Result, ResultsFile, has_amx, here, load
 from .timing import Tick
 from .training import recording, train, training
 
@@ -111,27 +111,16 @@ def measure(
     """Measure one case, here or in another process; return the machine and the results."""
     device, repeats = options.device, options.repeats
     if case.isa and not has_amx():
-        return machine, [
-            Result(case.name, "", "headway", verdict=NOT_RUN, note="this CPU has no AMX to hide")
-        ]
+        return machine, [Result(case.name, "", "headway").not_run("this CPU has no AMX to hide")]
     if case.isa or case.measure in child.MEMORY:
         return child.ask(case, device, repeats, case.isa)
     return machine, MEASURES[case.measure](case, device, repeats, tick)
 
 
 MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
-    "time": measure_time,
-    "recording": recording,
-    "overhead": partial(overhead, compiled=False),
-    "overhead, compiled": partial(overhead, compiled=True),
-    "host": host,
-    "graph": graph,
-    "first call": first_call.measure,
-    "long": measure_long,
-    "train": train,
-    "decode": decode.decode,
-    "decode, host": decode.grows,
-    "block mask": measure_build,
-    "training": training,
+    "time": measure_time, "recording": recording, "overhead": partial(overhead, compiled=False),
+    "overhead, compiled": partial(overhead, compiled=True), "host": host, "graph": graph,
+    "first call": first_call.measure, "long": measure_long, "train": train, "decode": decode.decode,
+    "decode, host": decode.grows, "block mask": measure_build, "training": training,
     "ranks": ranks.measure,
-}
+}  # fmt: skip

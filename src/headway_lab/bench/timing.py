@@ -8,16 +8,15 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 SHORTEST = 2e-3  # seconds: shorter calls are timed many at once
-PATIENCE = (
-    8.0  # seconds of measured time after which a contestant sits out the rounds that are left
-)
+PATIENCE = 8.0  # seconds of measured time after which a contestant sits out further rounds
 HEAD_START = 10_000_000  # cycles that a GPU waits before a sample, some 6 ms
 
+Captured = TypeVar("Captured")
 Tick = Callable[[], object]  # called after every round of timings
 
 
@@ -41,9 +40,8 @@ Mark = float | torch.cuda.Event
 
 
 def mark(device: str) -> Mark:
-    """Return the present: an event on a GPU's stream, or on the CPU a time in seconds.
-
-    With one thread it is processor time, which other programs disturb less."""
+    """Return the present: an event on a GPU's stream, or seconds on the CPU; with one thread of
+    processor time, which other programs disturb less."""
     if torch.device(device).type != "cuda":
         return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -73,17 +71,33 @@ def seconds(call: Callable[[], object], device: str, number: int = 1) -> float:
     return between(start, mark(device)) / number
 
 
+def repeat(call: Callable[[], object], device: str, runs: int, number: int = 1) -> Timing:
+    """Time `runs` samples of a call, which has been warmed up."""
+    return Timing.of([seconds(call, device, number) for _ in range(runs)])
+
+
+def captured(call: Callable[[], Captured]) -> tuple[torch.cuda.CUDAGraph, Captured]:
+    """Capture a call in a CUDA graph, after three calls on a side stream; return both results."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
 def compare(
-    contestants: Mapping[str, Callable[[], object]],
-    repeats: int,
-    device: str = "cpu",
-    tick: Tick = lambda: None,
-) -> dict[str, Timing]:
+    contestants: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu",
+    tick: Tick = lambda: None, patience: float = PATIENCE,
+) -> dict[str, Timing]:  # fmt: skip
     """Time every contestant `repeats` times, in turns, in an order that is reversed every round.
 
-    The first call of each is not counted, but what compiles then should have been called before:
-    it says how many calls make a sample. One that has used up `PATIENCE` is timed no more. `tick`
-    is called after every round.
+    The first call of each is not counted: it says how many calls make a sample, so compile before.
+    One that has used up `patience` is timed no more. `tick` is called after every round.
 
     On a GPU the calls of a sample are issued while it waits, as they are in training, where Python
     is ahead of it: what counts is the GPU's time. (`overhead.host` measures Python's.)
@@ -97,7 +111,7 @@ def compare(
     order = list(contestants)
     for _ in range(repeats):
         for name in order:
-            if sum(samples[name]) < PATIENCE:
+            if sum(samples[name]) < patience:
                 wait(device)
                 samples[name].append(seconds(contestants[name], device, calls_per_sample[name]))
         order.reverse()

@@ -13,7 +13,7 @@ step in turns. Before that the two must agree in loss and gradients.
 `train`: one compiled transformer with each attention.
 """
 
-import statistics
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,8 +30,8 @@ from headway.stability import QKClip
 
 from .case import Case, make_inputs
 from .overhead import causal_functions
-from .results import NOT_RUN, WRONG, Result
-from .timing import Mark, Tick, Timing, between, mark, seconds
+from .results import WRONG, Result
+from .timing import Mark, Tick, Timing, between, compare, mark, repeat
 
 LAYERS = 8
 STEP, RECORDING, CLIPPING = "training step", "recording", "recording + clipping"
@@ -61,8 +61,7 @@ class AttentionStack(nn.Module):
 
 
 def recording(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
-    """Time a step without recording, and the percentages that recording in all layers, and
-    recording with clipping, add to it."""
+    """Time a step, and the percentages that recording, and recording with clipping, add to it."""
     steps = Steps(case, device)
     for n in range(2):
         steps.step(n, clip=n == 1)
@@ -81,10 +80,7 @@ def recording(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]
     for name, samples in ((RECORDING, added), (CLIPPING, both)):
         share = Timing.of([extra / base for extra in samples])
         results.append(Result(case.name, name, "headway").timed(share, "%"))
-    limit = case.most
-    if limit is not None:
-        results[-1] = results[-1].asked(f"<= {limit:g} %", (results[-1].median or 0) <= limit)
-    return results
+    return [*results[:-1], results[-1].at_most(case.most)]
 
 
 class StepTimes(NamedTuple):
@@ -111,11 +107,9 @@ class Steps:
             case.b, case.length, case.hq * case.d, device=device, requires_grad=True
         )
         self.marks: dict[nn.Module, list[Mark]] = {}
-        for attention in self.model.attentions:
-            attention.register_forward_pre_hook(self._mark)
-            attention.register_forward_hook(self._mark)
-            attention.register_full_backward_pre_hook(self._mark)
-            attention.register_full_backward_hook(self._mark)
+        for layer in self.model.attentions:
+            for where in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+                getattr(layer, f"register_{where}_hook")(self._mark)
 
     def _mark(self, attention: nn.Module, *_: object) -> None:
         self.marks.setdefault(attention, []).append(mark(self.device))
@@ -157,27 +151,27 @@ class PeerModel(NamedTuple):
     times: float  # at least so much of its speed
 
 
+def _config(case: Case) -> dict[str, Any]:
+    return {
+        "hidden_size": case.hq * case.d, "max_position_embeddings": case.length,
+        "num_attention_heads": case.hq, "num_key_value_heads": case.hk,
+    }  # fmt: skip
+
+
 def _llama(hf: Any, case: Case) -> nn.Module:
     """Return 12 layers of width 768: 101 million parameters."""
-    return hf.LlamaForCausalLM(
-        hf.LlamaConfig(
-            vocab_size=32000, hidden_size=case.hq * case.d, intermediate_size=2048,
-            num_hidden_layers=12, num_attention_heads=case.hq, num_key_value_heads=case.hk,
-            max_position_embeddings=case.length, tie_word_embeddings=True,
-        )
-    )  # fmt: skip
+    return hf.LlamaForCausalLM(hf.LlamaConfig(
+        vocab_size=32000, intermediate_size=2048, num_hidden_layers=12, tie_word_embeddings=True,
+        **_config(case),
+    ))  # fmt: skip
 
 
 def _gemma2(hf: Any, case: Case) -> nn.Module:
     """Return 2 layers of width 768, one with a window of 1024; softcap 50 as in Gemma 2."""
-    return hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(
-            vocab_size=8192, hidden_size=case.hq * case.d, intermediate_size=3072,
-            num_hidden_layers=2, num_attention_heads=case.hq, num_key_value_heads=case.hk,
-            head_dim=case.d, query_pre_attn_scalar=case.d, sliding_window=1024,
-            max_position_embeddings=case.length,
-        )
-    )  # fmt: skip
+    return hf.Gemma2ForCausalLM(hf.Gemma2Config(
+        vocab_size=8192, intermediate_size=3072, num_hidden_layers=2, head_dim=case.d,
+        query_pre_attn_scalar=case.d, sliding_window=1024, **_config(case),
+    ))  # fmt: skip
 
 
 MODELS = {
@@ -195,7 +189,7 @@ def training(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
 
         register()
     except ImportError as error:
-        return [Result(case.name, STEP, "headway", verdict=NOT_RUN, note=str(error))]
+        return [Result(case.name, STEP, "headway").not_run(error)]
     model = MODELS[case.name]
     hf.logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -207,14 +201,8 @@ def training(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
     if not error <= LIMIT:
         return [replace(ours, verdict=WRONG, note=f"gradients differ from {model.other}'s")]
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(STEPS):
-        for name in names:
-            step = partial(_step, net, name, tokens, optimizer)
-            samples[name].append(seconds(step, device))
-        names = names[::-1]
-        tick()
-    times = {name: Timing.of(seconds_per_step) for name, seconds_per_step in samples.items()}
+    steps = {name: partial(_step, net, name, tokens, optimizer) for name in names}
+    times = compare(steps, STEPS, device, tick, patience=math.inf)
     ratio = times[model.other].median / times["headway"].median
     note = f"{sum(p.numel() for p in net.parameters()) / 1e6:.0f}M parameters"
     peer_result = Result(case.name, STEP, model.other, ratio=round(ratio, 4), note=note)
@@ -262,9 +250,9 @@ def train(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
 
         for _ in range(3):
             step()
-        samples = [seconds(step, device) for _ in range(max(3, repeats))]
-        speeds[name] = case.b * case.length / statistics.median(samples)
-        result = Result(case.name, "step", name).timed(Timing.of(samples))
+        timing = repeat(step, device, max(3, repeats))
+        speeds[name] = case.b * case.length / timing.median
+        result = Result(case.name, "step", name).timed(timing)
         results.append(replace(result, note=f"{speeds[name]:,.0f} tokens/s"))
         del model, optimizer, tokens
     return [replace(r, ratio=round(speeds["headway"] / speeds[r.contestant], 4)) for r in results]

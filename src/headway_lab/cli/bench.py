@@ -83,8 +83,7 @@ def run_in_terminal(options: Options, console: Console) -> int:
 def title(case: Case) -> Text:
     """Return the heading of a case: its name and shape."""
     about = describe(case)
-    extra = " with statistics" if case.stats else ""
-    extra += f" std {case.std:g}" if case.std != 1 else ""
+    extra = " with statistics" * case.stats + (f" std {case.std:g}" if case.std != 1 else "")
     heads = f"{case.hq}" if case.hk == case.hq else f"{case.hq}/{case.hk}"
     mods = " ".join(str(about[mod]) for mod in ("score", "mask") if about[mod])
     width = f"{case.d}" if case.dv is None else f"{case.d}/{case.dv}"
@@ -101,7 +100,7 @@ def lines(results: Iterable[Result]) -> Table:
     for name in ("direction", "who", "median", "spread", "speed", "roof", "ratio", "rest"):
         left_aligned = name in ("direction", "who", "rest")
         table.add_column(justify="left" if left_aligned else "right", no_wrap=name != "rest")
-    before = None
+    direction = None  # of the row above
     for r in results:
         rest = Text(r.note, "dim")
         if r.verdict:
@@ -109,16 +108,13 @@ def lines(results: Iterable[Result]) -> Table:
                 f"{r.target} " if r.target else "", (r.verdict, STYLES[r.verdict]), "  ", rest
             )
         table.add_row(
-            f"  {r.direction}" if r.direction != before else "",
-            r.contestant,
-            "" if r.median is None else f"{number(r.median)} {r.unit}",
-            spread(r),
+            f"  {r.direction}" if r.direction != direction else "", r.contestant,
+            "" if r.median is None else f"{number(r.median)} {r.unit}", spread(r),
             "" if r.gflops is None else f"{number(r.gflops)} GFLOP/s",
             "" if r.gflops is None or not r.roof else f"{r.gflops / r.roof:.0%}",
-            "" if r.ratio is None else f"{r.ratio:.2f}x",
-            rest,
-        )
-        before = r.direction
+            "" if r.ratio is None else f"{r.ratio:.2f}x", rest,
+        )  # fmt: skip
+        direction = r.direction
     return table
 
 

@@ -100,14 +100,10 @@ def run(steps: int = 200, log: Callable[[str], None] = lambda text: None) -> Exp
         )
     )
     return Experiment(
-        "QK-Clip",
-        ("run", "loss", "peak max logit", "last max logit"),
-        rows,
-        exploding,
-        checks,
+        "QK-Clip", ("run", "loss", "peak max logit", "last max logit"), rows, exploding, checks,
         _reading(exploding["MHA, Muon"], exploding["MHA, AdamW"], quiet, checks),
         (f"tau {TAU:g}", TAU),
-    )
+    )  # fmt: skip
 
 
 def _reading(

@@ -28,8 +28,7 @@ def adafactor(floor: float = 1e-3) -> Optimizer:
 
 
 def adamw(query: float = 1.0) -> Optimizer:
-    """Return AdamW, with the queries at `query` times the learning rate, epsilon and decay
-    divided."""
+    """Return AdamW, with the queries at `query` times the learning rate, epsilon, decay divided."""
 
     def make(model: Model) -> torch.optim.Optimizer:
         queries = [a.q_proj.weight for a in model.attentions]  # type: ignore[union-attr]

@@ -83,13 +83,9 @@ class TrainingCurves:
 
 
 def train(
-    make: Callable[[], Model],
-    optimizer: Callable[[Model], torch.optim.Optimizer],
-    steps: int,
-    seed: int = 0,
-    warmup: int = 0,
-    clip_norm: float | None = None,
-) -> TrainingCurves:
+    make: Callable[[], Model], optimizer: Callable[[Model], torch.optim.Optimizer], steps: int,
+    seed: int = 0, warmup: int = 0, clip_norm: float | None = None,
+) -> TrainingCurves:  # fmt: skip
     """Train one model. `warmup`: steps over which the learning rates rise; `clip_norm`: bound on
     the norm of all gradients together."""
     torch.manual_seed(seed)

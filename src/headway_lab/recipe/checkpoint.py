@@ -68,8 +68,7 @@ def save_checkpoint(folder: Path, state: TrainingState) -> Path:
     Raises CheckpointError if a tensor is not finite or the file cannot be written; the checkpoints
     that are there stay.
     """
-    tensors = {f"model/{name}": t for name, t in state.model.items()}
-    tensors |= {f"optimizer/{name}": t for name, t in state.optimizer.items()}
+    tensors = flat(state)
     for name, t in tensors.items():
         if not t.isfinite().all():
             raise CheckpointError(
@@ -80,9 +79,29 @@ def save_checkpoint(folder: Path, state: TrainingState) -> Path:
     metadata = {"step": str(state.step), "sha256": _digest(tensors)}
     path = folder / f"step-{state.step:06d}.safetensors"
     _write_tensors(path, tensors, metadata)
+    drop_outdated(folder)
+    return path
+
+
+def flat(state: TrainingState) -> dict[str, Tensor]:
+    """Return all tensors of a state by name: "model/..." and "optimizer/..."."""
+    tensors = {f"model/{name}": t for name, t in state.model.items()}
+    return tensors | {f"optimizer/{name}": t for name, t in state.optimizer.items()}
+
+
+def unflat(step: int, tensors: dict[str, Tensor]) -> TrainingState:
+    """Return the state whose tensors `flat` has named."""
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    for key, tensor in tensors.items():
+        part, name = key.split("/", 1)
+        parts[part][name] = tensor
+    return TrainingState(step, **parts)
+
+
+def drop_outdated(folder: Path) -> None:
+    """Delete all checkpoints but the newest `KEEP`."""
     for outdated in list_checkpoints(folder)[:-KEEP]:
         shutil.rmtree(outdated) if outdated.is_dir() else outdated.unlink()
-    return path
 
 
 def load_checkpoint(path: Path) -> TrainingState:
@@ -100,11 +119,7 @@ def load_checkpoint(path: Path) -> TrainingState:
             else "there is no other checkpoint: start a new run under another --name"
         )
         raise CheckpointError(f"checkpoint {path} is damaged ({error}); {way_out}") from error
-    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
-    for key, tensor in tensors.items():
-        part, name = key.split("/", 1)
-        parts[part][name] = tensor
-    return TrainingState(step, parts["model"], parts["optimizer"])
+    return unflat(step, tensors)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -114,8 +129,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def save_model(path: Path, config: ModelConfig, weights: dict[str, Tensor], step: int) -> None:
-    """Save the weights alone, with the sizes of the network as metadata: all that sampling
-    needs."""
+    """Save the weights, with the sizes of the network as metadata: all that sampling needs."""
     metadata = {"step": str(step), "model": json.dumps(asdict(config))}
     tensors = {name: t.contiguous().cpu() for name, t in weights.items()}
     _write_tensors(path, tensors, metadata)
@@ -141,8 +155,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
 
 
 def _in_order(data: bytes) -> bytes:
-    """Sort the entries of a file's header, so that equal runs have equal files: safetensors writes
-    metadata in an order that differs from process to process."""
+    """Sort a file's header, whose order differs by process, so that equal runs have equal files."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.dumps(json.loads(data[8:start]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -164,11 +177,9 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 
 
 def _failure(path: Path, error: OSError) -> str:
-    way_out = (
-        "free some space"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        else "check that the folder is there and may be written to"
-    )
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    check = "check that the folder is there and may be written to"
+    way_out = "free some space" if full else check
     return (
         f"could not write {path} ({error.strerror}): {way_out}. What was saved before is whole; "
         "continue with --resume"

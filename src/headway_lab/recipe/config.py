@@ -129,20 +129,14 @@ class TrainConfig:
         heads = max(1, width // HEAD_WIDTH) if self.heads is None else self.heads
         _at_least("heads", heads, 1)
         default_kv_heads = heads if self.attention == "mla" else _kv_heads(heads)
-        settings = Settings(
-            **vars(self)
-            | {
-                "width": width,
-                "heads": heads,
-                "kv_heads": default_kv_heads if self.kv_heads is None else self.kv_heads,
-                "steps": 18 * self.depth**2 if self.steps is None else self.steps,
-                "lr": RATES[self.optimizer](self.depth) if self.lr is None else self.lr,
-                "qk_clip_tau": 100.0
-                if self.qk_clip_tau is None and self.optimizer == "muonclip"
-                else self.qk_clip_tau,
-                "threads": torch.get_num_threads() if self.threads is None else self.threads,
-            }
-        )
+        defaults: dict[str, Any] = {
+            "width": width, "heads": heads, "kv_heads": default_kv_heads,
+            "steps": 18 * self.depth**2, "lr": RATES[self.optimizer](self.depth),
+            "qk_clip_tau": 100.0 if self.optimizer == "muonclip" else None,
+            "threads": torch.get_num_threads(),
+        }  # fmt: skip
+        open_settings = {n: x for n, x in defaults.items() if getattr(self, n) is None}
+        settings = Settings(**vars(self) | open_settings)
         settings.check()
         return settings
 
@@ -168,15 +162,7 @@ class Settings(TrainConfig):
 
     def check(self) -> None:
         """Raise ArgumentError for the first invalid setting."""
-        for name in (
-            "kv_heads",
-            "steps",
-            "batch",
-            "eval_every",
-            "save_every",
-            "threads",
-            "devices",
-        ):
+        for name in "kv_heads steps batch eval_every save_every threads devices".split():
             _at_least(name, getattr(self, name), 1)
         _at_least("context", self.context, SHORTEST)
         _at_least("sample_bytes", self.sample_bytes, 0)
@@ -269,14 +255,8 @@ def from_json(values: dict[str, Any]) -> Settings:
     """Read settings, or raise TypeError if one is unknown or missing."""
     # Runs from before there were these have none: they had what is the default now.
     later = (
-        "devices",
-        "context_parallel",
-        "softcap",
-        "mask",
-        "implementation",
-        "text",
-        "sample_bytes",
-    )
+        "devices", "context_parallel", "softcap", "mask", "implementation", "text", "sample_bytes",
+    )  # fmt: skip
     values = {name: getattr(TrainConfig, name) for name in later} | values
     if absent := {field.name for field in fields(Settings)} - set(values):
         raise TypeError(f"settings missing: {', '.join(sorted(absent))}")

@@ -31,18 +31,9 @@ VOCAB = 257
 
 # Folders that are large and unlike the rest, absent from some distributions, or not the library.
 EXCLUDED_FOLDERS = {
-    "test",
-    "tests",
-    "idlelib",
-    "idle_test",
-    "lib2to3",
-    "tkinter",
-    "encodings",
-    "pydoc_data",
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-}
+    "test", "tests", "idlelib", "idle_test", "lib2to3", "tkinter", "encodings", "pydoc_data",
+    "site-packages", "dist-packages", "__pycache__",
+}  # fmt: skip
 HELD_OUT_ONE_IN = 32
 
 Text = Literal["library", "packages"]
@@ -125,7 +116,8 @@ def library_corpus(root: Path | None = None) -> Corpus:
         if not EXCLUDED_FOLDERS.intersection(path.relative_to(root).parts)
         and not path.name.startswith("_sysconfigdata")
     )
-    return _corpus(root, _read(root, paths), _is_held_out, ".py files")
+    is_held_out = lambda name: _one_in(HELD_OUT_ONE_IN, name)
+    return _corpus(root, _read(root, paths), is_held_out, ".py files")
 
 
 def _check_folder(root: Path, kind: str) -> None:
@@ -162,12 +154,9 @@ def _corpus(
             " (some Python distributions ship the standard library without its source)."
         )
     return Corpus(
-        train,
-        tuple(texts[name] for name in train),
-        held_out,
-        tuple(texts[name] for name in held_out),
-        digest.hexdigest(),
-    )
+        train, tuple(texts[name] for name in train), held_out,
+        tuple(texts[name] for name in held_out), digest.hexdigest(),
+    )  # fmt: skip
 
 
 def listing(corpus: Corpus) -> str:
@@ -190,10 +179,6 @@ def listing(corpus: Corpus) -> str:
         size = sum(len(text) for _, text in files)
         table.writerow((top, part, len(files), size, digest.hexdigest()))
     return out.getvalue()
-
-
-def _is_held_out(name: str) -> bool:
-    return _one_in(HELD_OUT_ONE_IN, name)
 
 
 def _family_is_held_out(name: str) -> bool:
@@ -252,8 +237,7 @@ class Packed:
         self.sequences = math.ceil(len(self.ids) / context)
 
     def batch(self, step: int, batch_size: int) -> Batch:
-        """Return the batch of one training step: sequences in an order drawn anew for every
-        epoch."""
+        """Return a training step's batch: sequences in an order drawn anew for every epoch."""
         numbers = torch.arange(step * batch_size, (step + 1) * batch_size)
         rows = torch.empty_like(numbers)
         for epoch in (numbers // self.sequences).unique().tolist():

@@ -46,8 +46,7 @@ class ModelConfig:
 
 
 class PlainAttention(Attention):
-    """The baseline: the same module, and PyTorch's kernel of causal attention. It knows no
-    maximum of the logits."""
+    """The baseline: the same module with PyTorch's causal kernel, which knows no largest logit."""
 
     def trained(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, score: Any, start: int = 0,
@@ -110,13 +109,9 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Mask,
-        angles: Angles,
-        past: Past | Layer | None,
+        self, x: Tensor, mask: Mask, angles: Angles, past: Past | Layer | None,
         layout: Layout | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Apply the block, x (B, L, C) -> (B, L, C)"""
         x = x + self.attention(norm(x), mask, self.score, angles=angles, past=past, layout=layout)
         return x + self.mlp(norm(x))
@@ -177,13 +172,9 @@ class Transformer(nn.Module):
         )  # fmt: skip
 
     def _run(
-        self,
-        tokens: Tensor,
-        mask: Mask,
-        positions: Tensor,
-        pasts: Sequence[Past | Layer | None],
+        self, tokens: Tensor, mask: Mask, positions: Tensor, pasts: Sequence[Past | Layer | None],
         layout: Layout | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         # Rotary positions run through the sequence, whatever files it holds: only differences of
         # positions enter a logit, and within a file they are the same wherever the file begins.
         angles = self.rotary.angles(positions)

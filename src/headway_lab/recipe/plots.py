@@ -14,8 +14,7 @@ INK, PALE, ACCENT = "#1f2937", "#b6c2d2", "#c2410c"
 
 
 def draw(records: list[dict[str, Any]], folder: Path, tau: float | None = None) -> None:
-    """Write loss.png and max_logit.png; `tau` is QK-Clip's. Raises ModuleNotFoundError without
-    matplotlib."""
+    """Write loss.png and max_logit.png; `tau` is QK-Clip's. Needs matplotlib."""
     if not records:
         return
     figures = {"loss": loss_figure(records)}
@@ -42,15 +41,13 @@ def loss_figure(records: list[dict[str, Any]]) -> "Figure":
             color=ACCENT, weight="bold", va="center", annotation_clip=False,
         )  # fmt: skip
     axis.set(xlabel="step", ylabel="bits per byte", ylim=(0, min(8.6, max(bits) * 1.07)))
-    axis.margins(x=0.02)
-    _whole_steps(axis)
+    _along_steps(axis)
     axis.legend(frameon=False, loc="upper right")
     return figure
 
 
 def max_logit_figure(records: list[dict[str, Any]], tau: float | None = None) -> "Figure":
-    """Draw the largest logit of every layer over the steps, and of every head over the last
-    tenth."""
+    """Draw the largest logit of each layer over the steps, of each head over the last tenth."""
     import matplotlib
 
     figure, (lines, heat) = _figure(2)
@@ -67,8 +64,7 @@ def max_logit_figure(records: list[dict[str, Any]], tau: float | None = None) ->
     lines.legend(frameon=False, loc="best", ncols=1 + depth // 8, fontsize=8)
     lines.set(xlabel="step", ylabel="largest logit")
     lines.set_title("every layer", fontsize=10, loc="left")
-    lines.margins(x=0.02)
-    _whole_steps(lines)
+    _along_steps(lines)
     tail = records[-max(1, len(records) // 10) :]
     grid = [[max(r["max_logit"][l][h] for r in tail) for h in range(heads)] for l in range(depth)]
     image = heat.imshow(grid, cmap="viridis", aspect="auto")
@@ -99,9 +95,10 @@ def _figure(panels: int) -> tuple["Figure", list["Axes"]]:
     return figure, axes
 
 
-def _whole_steps(axis: "Axes") -> None:
+def _along_steps(axis: "Axes") -> None:
     from matplotlib.ticker import MaxNLocator
 
+    axis.margins(x=0.02)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -110,8 +107,6 @@ def _smooth(values: list[float]) -> list[float]:
     where values fall fast, so that it lags nowhere."""
     sums = [0.0, *accumulate(values)]
     reach = len(values) // 60
-    out = []
-    for n in range(len(values)):
-        low, high = n - min(n, reach), min(len(values), n + 1 + min(n, reach))
-        out.append((sums[high] - sums[low]) / (high - low))
-    return out
+    ends = [(n - min(n, reach), n + 1 + min(n, reach)) for n in range(len(values))]
+    ends = [(low, min(len(values), high)) for low, high in ends]
+    return [(sums[high] - sums[low]) / (high - low) for low, high in ends]

@@ -20,15 +20,9 @@ _ON_A_GPU: dict[str, Any] = {
     "sample_bytes": 0,
 }
 _LARGE: dict[str, Any] = _ON_A_GPU | {
-    "depth": 8,
-    "width": 768,
-    "heads": 6,
-    "context": 4096,
-    "batch": 16,
-    "steps": 1526,
-    "embedding_lr": 0.02,
-    "head_lr": 0.003,
-}
+    "depth": 8, "width": 768, "heads": 6, "context": 4096, "batch": 16, "steps": 1526,
+    "embedding_lr": 0.02, "head_lr": 0.003,
+}  # fmt: skip
 
 PRESETS = {
     # 57 million weights, heads of 128.

@@ -36,8 +36,7 @@ def is_first() -> bool:
 
 
 class Ranks:
-    """The processes of a run; one, unless `devices` is more. What they do together is the same for
-    one: nothing."""
+    """The processes of a run, one unless `devices` is more; together, one does nothing."""
 
     def __init__(self, settings: Settings):
         self.count = dist.get_world_size() if dist.is_initialized() else 1
@@ -87,8 +86,7 @@ class Ranks:
         return Batch(layout.shard(tokens), layout.shard(targets), ids), layout
 
     def total(self, x: Tensor, all_rows: bool = False) -> Tensor:
-        """Return the sum over ranks; over those of one sequence if `all_rows`, which all groups
-        have."""
+        """Return the sum over ranks; over those of one sequence if `all_rows`."""
         if self.count > 1:
             x = x.clone()
             dist.all_reduce(x, group=self.cp.get_group() if all_rows else self.group)

@@ -37,15 +37,10 @@ class Report:
         self.every = max(1, total // LINES)
         self.held_out = ""  # the last look at the held-out files, and when it was
         self.bar = _TwoLines(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=console,
-            disable=not console.is_terminal,
-            expand=True,
-        )
+            TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None),
+            TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(elapsed_when_finished=True),
+            console=console, disable=not console.is_terminal, expand=True,
+        )  # fmt: skip
         self.task = self.bar.add_task("", total=total, completed=start)
 
     def __enter__(self) -> "Report":
@@ -61,16 +56,13 @@ class Report:
         if "held_out_bits_per_byte" in record:
             self.held_out = f"held out {record['held_out_bits_per_byte']:.3f} at step {step}  "
         text = (
-            f"loss {record['loss']:.3f}  {record['bits_per_byte']:.3f} bits/byte  "
-            f"{self.held_out}"
+            f"loss {record['loss']:.3f}  {record['bits_per_byte']:.3f} bits/byte  {self.held_out}"
             f"{record['tokens_per_second']:,.0f} tokens/s"
-            + (
-                f"  max logit {max(map(max, record['max_logit'])):.1f}"
-                if record["max_logit"]
-                else ""
-            )
-            + (f", {record['clipped_heads']} clipped" if record.get("clipped_heads") else "")
         )
+        if record["max_logit"]:
+            text += f"  max logit {max(map(max, record['max_logit'])):.1f}"
+        if record.get("clipped_heads"):
+            text += f", {record['clipped_heads']} clipped"
         self.bar.update(self.task, completed=step, description=text)
         if not self.console.is_terminal and (step % self.every == 0 or step == self.total):
             seconds_left = (self.total - step) * record["tokens"] / record["tokens_per_second"]
@@ -83,17 +75,15 @@ def print_start(
     """Print what will be trained on what, in four lines."""
     weights = sum(p.numel() for p in model.parameters())
     files, held_out = len(corpus.train_names), len(corpus.held_out_names)
+    heads = f"{s.heads} query and {s.kv_heads} key heads"
+    if s.attention == "mla":
+        heads = f"{s.heads} heads of latent attention"
     for line in (
         f"resuming {run.folder} after step {start}" if start else f"training {run.folder}",
         f"  text   {files} files, {corpus.train_bytes / 1e6:.2f} MB; held out {held_out} files, "
         f"{corpus.held_out_bytes / 1e6:.2f} MB; SHA-256 {corpus.sha256[:16]}",
-        f"  model  {weights / 1e6:.2f} M weights: {s.depth} layers of width {s.width}, {s.heads} "
-        + (
-            "heads of latent attention"
-            if s.attention == "mla"
-            else f"query and {s.kv_heads} key heads"
-        )
-        + f", {s.context} bytes of context",
+        f"  model  {weights / 1e6:.2f} M weights: {s.depth} layers of width {s.width}, {heads}, "
+        f"{s.context} bytes of context",
         f"  steps  {s.steps} of {s.batch} sequences ({s.steps * s.batch * s.context / 1e6:.2f} MB),"
         f" {s.dtype} on {s.device}, {s.threads} threads",
     ):

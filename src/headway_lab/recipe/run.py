@@ -76,8 +76,7 @@ class Run:
 
     @staticmethod
     def find(runs: Path, name: str | None) -> "Run":
-        """Return the run of that name, or the one saved last. Raises RunError with the names there
-        are."""
+        """Return the run of that name, or the one saved last. Raises RunError with the names."""
         folders = sorted(
             (path.parent for path in runs.glob("*/config.json")),
             key=lambda folder: (

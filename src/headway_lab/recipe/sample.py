@@ -25,12 +25,9 @@ def generate(
 
 @torch.no_grad()
 def generate_many(
-    model: Transformer,
-    prompts: Sequence[bytes],
-    length: int,
-    temperature: float = 0.8,
+    model: Transformer, prompts: Sequence[bytes], length: int, temperature: float = 0.8,
     seed: int = 0,
-) -> Iterator[list[int | None]]:
+) -> Iterator[list[int | None]]:  # fmt: skip
     """Yield up to `length` bytes that follow each prompt; fewer where the model ends the file.
     Every item has a byte for each prompt, None where it has ended.
 
@@ -52,14 +49,13 @@ def generate_many(
     read_bytes = [[BOUNDARY, *prompt] for prompt in prompts]
     written = {row: text[-context:] for row, text in enumerate(read_bytes)}  # of those that go on
     for _ in range(length):
-        for row, tokens in written.items():
-            if cache.row_lengths[row] + len(tokens) > context:
+        for row, text in written.items():
+            if cache.row_lengths[row] + len(text) > context:
                 cache.free(row)
                 written[row] = read_bytes[row][-max(1, context // 2) :]
-        cache.reserve(list(written), [len(tokens) for tokens in written.values()])
-        logits = (
-            model.decode(_aligned(written, len(prompts)).to(device), layers)[:, -1].float().cpu()
-        )
+        cache.reserve(list(written), [len(text) for text in written.values()])
+        tokens = _aligned(written, len(prompts)).to(device)
+        logits = model.decode(tokens, layers)[:, -1].float().cpu()
         step: list[int | None] = [None] * len(prompts)
         for row in list(written):
             token = _draw(logits[row], temperature, draws[row])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.errors import CheckpointError
 
-from .checkpoint import KEEP, TrainingState, list_checkpoints
+from .checkpoint import TrainingState, drop_outdated, flat, unflat
 
 
 def save_shards(folder: Path, state: TrainingState, first: bool) -> Path:
@@ -26,8 +26,9 @@ def save_shards(folder: Path, state: TrainingState, first: bool) -> Path:
     """
     path = folder / f"step-{state.step:06d}"
     beside = folder / f".step-{state.step:06d}.partial"
-    tensors = _flat(state)
-    finite = all(bool(_local(t).isfinite().all()) for t in tensors.values())
+    tensors = flat(state) | {"step": torch.tensor(state.step)}
+    parts = (t.to_local() if hasattr(t, "to_local") else t for t in tensors.values())  # type: ignore[attr-defined]
+    finite = all(bool(part.isfinite().all()) for part in parts)
     if not _all(finite):
         raise CheckpointError(
             f"a tensor holds NaN or infinity after step {state.step}: not saved. The last good "
@@ -41,8 +42,7 @@ def save_shards(folder: Path, state: TrainingState, first: bool) -> Path:
         if path.exists():
             shutil.rmtree(path)
         os.replace(beside, path)
-        for outdated in list_checkpoints(folder)[:-KEEP]:
-            shutil.rmtree(outdated) if outdated.is_dir() else outdated.unlink()
+        drop_outdated(folder)
     _all(True)  # the others go on when it is there
     return path
 
@@ -74,12 +74,7 @@ def load_shards(path: Path, model: torch.nn.Module) -> TrainingState:
         raise CheckpointError(
             f"checkpoint {path} is damaged ({error}): delete or move it"
         ) from error
-    step = int(tensors.pop("step"))
-    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
-    for key, tensor in tensors.items():
-        part, name = key.split("/", 1)
-        parts[part][name] = tensor
-    return TrainingState(step, parts["model"], parts["optimizer"])
+    return unflat(int(tensors.pop("step")), tensors)
 
 
 def whole(t: Tensor) -> Tensor:
@@ -96,20 +91,10 @@ def placed(tensor: Tensor, template: Any) -> Tensor:
     return distribute_tensor(tensor.to(template.device), template.device_mesh, template.placements)
 
 
-def _flat(state: TrainingState) -> dict[str, Tensor]:
-    tensors = {f"model/{name}": t for name, t in state.model.items()}
-    tensors |= {f"optimizer/{name}": t for name, t in state.optimizer.items()}
-    return tensors | {"step": torch.tensor(state.step)}
-
-
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t  # type: ignore[attr-defined]
-
-
 def _all(mine: bool) -> bool:
     """Return True if the flag is set on every rank."""
     if not dist.is_initialized():
         return mine
-    flag = [mine] * dist.get_world_size()
-    dist.all_gather_object(flag, mine)
-    return all(flag)
+    flags = [mine] * dist.get_world_size()
+    dist.all_gather_object(flags, mine)
+    return all(flags)

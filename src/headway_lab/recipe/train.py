@@ -110,15 +110,9 @@ def _train(
 
 
 def _loop(
-    run: Run,
-    settings: Settings,
-    model: Transformer,
-    optimizers: Optimizers,
-    corpus: Corpus,
-    start: int,
-    console: Console,
-    ranks: Ranks,
-) -> tuple[int, signal.Signals | None]:
+    run: Run, settings: Settings, model: Transformer, optimizers: Optimizers, corpus: Corpus,
+    start: int, console: Console, ranks: Ranks,
+) -> tuple[int, signal.Signals | None]:  # fmt: skip
     data = Packed(corpus.train_texts, settings.context, settings.seed)
     held_out = Packed(corpus.held_out_texts, settings.context)
     log = MetricsLog(run.metrics) if ranks.first else None
@@ -168,13 +162,9 @@ def _loop(
 
 
 def _train_step(
-    model: Transformer,
-    optimizers: Optimizers,
-    batch: Batch,
-    step: int,
-    settings: Settings,
+    model: Transformer, optimizers: Optimizers, batch: Batch, step: int, settings: Settings,
     ranks: Ranks,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Update the weights once, and return what the step records."""
     # Counted on the host, so that nothing waits for the device before the step's end.
     predictions, text_bytes = int((batch.targets >= 0).sum()), _count_bytes(batch.targets)
@@ -204,8 +194,7 @@ def _train_step(
 def evaluate(
     model: Transformer, held_out: Packed, rows: Tensor, settings: Settings, ranks: Ranks
 ) -> dict[str, float]:
-    """Measure bits per byte on these sequences of the held-out files, and how many bytes they
-    hold."""
+    """Measure bits per byte on these held-out sequences, and how many bytes they hold."""
     nats, size = 0.0, 0
     with torch.no_grad():
         for part in rows.split(settings.batch):
@@ -226,8 +215,7 @@ def _forward(model: Transformer, batch: Batch, settings: Settings, layout: Layou
 
 
 def _count_bytes(targets: Tensor) -> int:
-    """Count predictions of a byte. Those of a file's end cost bits too, but are no bytes of the
-    text."""
+    """Count predictions of a byte: those of a file's end cost bits, but are no bytes."""
     return int(((targets >= 0) & (targets != BOUNDARY)).sum())
 
 
@@ -302,13 +290,13 @@ def _stop_signals() -> Iterator[list[signal.Signals]]:
         for number, handler in usual.items():
             signal.signal(number, handler)
 
-    def remember(number: int, _: object) -> None:
+    def record(number: int, _: object) -> None:
         received.append(signal.Signals(number))
         restore()
 
     if threading.current_thread() is threading.main_thread():  # others may not set handlers
         for number in (signal.SIGINT, signal.SIGTERM):
-            usual[number] = signal.signal(number, remember)
+            usual[number] = signal.signal(number, record)
     try:
         yield received
     finally:
