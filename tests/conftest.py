@@ -4,6 +4,7 @@ import difflib
 import os
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     none_ran = exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
     if none_ran and session.config.getoption("--accept-golden"):
         session.exitstatus = pytest.ExitCode.OK  # there are no golden files to write
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Calls and models are small: threads would wait for each other, and on a busy machine for a core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -186,6 +186,17 @@ def test_the_core_alone_attends_and_trains(built: dict[str, Path], tmp_path: Pat
     assert f"({tmp_path}" in run(scripts, "headway", "doctor")  # the package that was installed
 
 
+HELP = """
+import sys
+from headway.cli import main
+for name in sys.argv[1:]:
+    try:
+        main([name, "--help"])
+    except SystemExit as end:
+        assert not end.code, name
+"""
+
+
 @pytest.mark.skipif(os.name != "posix", reason="packages are lent by symbolic links")
 def test_the_command_line_needs_its_extra_alone(built: dict[str, Path], tmp_path: Path) -> None:
     scripts = environment(tmp_path, built["wheel"], "cli")
@@ -193,8 +204,12 @@ def test_the_command_line_needs_its_extra_alone(built: dict[str, Path], tmp_path
     imports = "".join(f"import {file.parts[-3]}.cli.{file.stem}\n" for file in files)
     code = f"{imports}headway.cli.main(['mask', 'causal()', '--length', '64'])"
     assert "▒▒··" in run(scripts, "python", "-c", code)
-    for name in ("train", "sample", "bench", "experiment"):  # of headway_lab, by its entry point
-        assert f"headway {name}" in run(scripts, "headway", name, "--help")
+    # Of headway_lab, by their entry point; one as a command, the others in one process.
+    assert "headway train" in run(scripts, "headway", "train", "--help")
+    others = ("sample", "bench", "experiment")
+    helped = run(scripts, "python", "-c", HELP, *others)
+    for name in others:
+        assert f"headway {name}" in helped
 
 
 # -- what is written in more than one place -----------------------------------------------------

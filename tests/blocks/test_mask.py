@@ -69,15 +69,6 @@ def test_keys_pass_the_range_of_int32():
     assert runs.keys(70_000).tolist() == key.tolist()
 
 
-@pytest.fixture
-def one_thread():
-    """For many short steps: on a busy machine each would wait for two cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_more_tiles_than_an_int32_counts(one_thread):
     """8 million tokens: 4.3e9 tiles, and 2,147,450,880 of them full."""
     length, rows = 1 << 23, 1 << 16

@@ -10,17 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models this small are slower on two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def load(name: str) -> ModuleType:

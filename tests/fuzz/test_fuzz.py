@@ -1,21 +1,12 @@
 """A share of `make fuzz` in every run of the tests."""
 
 import pytest
-import torch
 
 from .calls import fuzz
 from .workers import case
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = 300  # about 15 s
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Calls are small: threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("part", range(6))

@@ -299,8 +299,12 @@ OF_CLASSES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["fullgraph", "breaks"])
-@pytest.mark.parametrize("name", [n for n, c in CHANGES.items() if c.guarded])
+# Where nothing breaks, a graph is the same one with `fullgraph=True` and without.
+UNDER_COMPILE = [(n, True) for n, c in CHANGES.items() if c.guarded]
+UNDER_COMPILE += [(n, False) for n in OF_CLASSES]
+
+
+@pytest.mark.parametrize(("name", "whole"), UNDER_COMPILE)
 def test_a_change_is_seen_under_compile(name, whole):
     change = CHANGES[name]
     torch.compiler.reset()

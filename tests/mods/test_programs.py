@@ -33,6 +33,7 @@ from headway.mods.tracing import capture
 
 from .programs import KV_LEN, NUMBERS, Q_LEN, B, H, Program, program
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 D = 4
 
 
@@ -323,15 +324,6 @@ def many(seeds: range, compiled: str | None = None, show: int = 3) -> Report:
 def _told(report: Report) -> str:
     worst = "\n".join(f"{n:5} {kind}: {what}" for (kind, what), n in report.faults.most_common(40))
     return "\n\n".join([f"{dict(report.counts)}\n{worst}", *report.shown])
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Calls are small: threads would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check_programs(seeds: range) -> None:

@@ -24,8 +24,7 @@ from tools.guard_bands import guarded
 # first nor the last. `long/emulated.py` runs the whole table.
 CASES = {
     "sm_80": ("length_1", "long_checker_even", "width_100_100"),
-    "sm_90": ("long_checker_even", "long_causal_window", "width_192_128", "score_relative",
-              "score_twice", "mask_dense"),
+    "sm_90": ("long_causal_window", "width_192_128", "score_relative", "score_twice", "mask_dense"),
     "sm_100": ("length_1", "long_checker_even", "captured_twice"),
 }  # fmt: skip
 THREE = "backward_q", "backward_k", "backward_v"

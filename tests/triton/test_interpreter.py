@@ -18,11 +18,6 @@ TOOLS = Path(__file__).parents[1] / "tools"
 PARTS = 2  # the suite runs them side by side
 
 
-def run(part: int, dtype: str) -> dict[str, str]:
-    """The wrong cases of a part, each with what is wrong."""
-    return interpreted("interpret_cases.py", part, PARTS, dtype)
-
-
 def interpreted(script: str, *arguments: object) -> dict[str, str]:
     """What a script prints last."""
     done = subprocess.run(
@@ -35,17 +30,12 @@ def interpreted(script: str, *arguments: object) -> dict[str, str]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_table(part):
-    assert run(part, "float32") == {}
+    assert interpreted("interpret_cases.py", part, PARTS) == {}
 
 
-def test_half_precision():
-    # The interpreter, which is NumPy, has no bfloat16.
-    assert run(0, "float16") == {}
-
-
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_what_is_written_after_a_capture_counts(part):
-    assert interpreted("interpret_graphs.py", part, 3) == {}
+    assert interpreted("interpret_graphs.py", part, PARTS) == {}
 
 
 def test_rows_of_ranks():
