@@ -104,8 +104,7 @@ class _Attention(torch.autograd.Function):
         ctx.runner, *tensors = inputs
         out, lse, *others = output  # the largest logits and scores, a call's number, the exact out
         exact_out = others[-1]
-        # The backward takes the exact out where a captured tensor is trained: its gradient adds up
-        # delta's error in all rows, and rounding out is that error.
+        # The backward takes the exact out where the backend returns one (`resolve`).
         exact_out = exact_out if exact_out.dtype != out.dtype else out
         ctx.save_for_backward(*tensors, exact_out, lse, *others[2:-1])
         ctx.mark_non_differentiable(*others)

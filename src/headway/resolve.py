@@ -44,6 +44,7 @@ from .mods.base import Mod
 from .mods.graph import parse
 from .mods.library.constants import to_device_cached
 from .mods.lowering import Lowered
+from .surroundings import requires_grad
 from .types import (
     KV,
     WHOLE,
@@ -270,8 +271,19 @@ def _spec_inputs(
         request.scale, lowered.score and lowered.score.text, lowered.mask and lowered.mask.text,
         request.dropout, request.sink is not None, request.max_logit, request.row_max,
         request.partial, request.deterministic, tiles, request.backend, *counts,
-        capability.learned and call.q.dtype.itemsize == 2 and torch.is_grad_enabled(),
+        _needs_exact_out(request, capability),
     )  # fmt: skip
+
+
+def _needs_exact_out(request: Request, capability: CapabilityKey) -> bool:
+    """Return whether the backward's delta needs an out that is not rounded to 16 bits. A sink and
+    the tensors of a score add up delta's error in all rows. On the CPU dq and dk need it as well:
+    everything else there is exact."""
+    if request.partial or capability.dtype.itemsize != 2 or not torch.is_grad_enabled():
+        return False
+    sink_trained = request.sink is not None and requires_grad(request.sink)
+    on_cpu = capability.device.type == "cpu"
+    return capability.learned or sink_trained or (on_cpu and capability.trained)
 
 
 def _cached_spec(*inputs: Any) -> Spec | None:

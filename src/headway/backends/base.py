@@ -210,7 +210,12 @@ def split(spec: Spec, captured: Captured) -> tuple[Captured, Captured]:
 # Rounding a larger |lse| changes P by more than 128 of P's own roundings. In a row where every
 # score is a large finite minimum, log n is lost beside it. A backward that has all keys of such a
 # row (no `partial`) computes its largest score and its sum of exponentials again.
-LARGE_LSE = 256
+_LARGE_LSE = 256
+
+
+def large_lse(lse: Tensor) -> Tensor:
+    """Return in which rows the backward must not compute P from lse."""
+    return (lse.abs() > _LARGE_LSE) & lse.isfinite()
 
 
 def plainly_masked(spec: Spec) -> bool:

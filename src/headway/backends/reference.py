@@ -10,12 +10,12 @@ from ..mods.evaluation.derivative import differentiable_gathers, joint
 from ..mods.evaluation.pointwise import Positions, mask_at, score_at
 from ..types import KV, Coords, Forward, Grads, Spec, acc_dtype
 from .base import (
-    LARGE_LSE,
     Call,
     CapabilityKey,
     delta_of,
     graph_text,
     graphs,
+    large_lse,
     no_limits,
     no_operator,
     nothing_prepared,
@@ -129,10 +129,10 @@ def backward(
     s, t, keep_mask, dropout_factor = scores(spec, call)
     p, sink_p = _softmax_by_lse(t, call.sink, lse)
     if not spec.partial:  # a merged lse includes keys that are not here
-        large_lse = (lse.abs() > LARGE_LSE) & (lse.abs() != math.inf)
+        large = large_lse(lse)
         exact_shares = softmax(t, call.sink)
-        p = torch.where(large_lse[..., None], exact_shares[0], p)
-        sink_p = torch.where(large_lse, exact_shares[1], sink_p)
+        p = torch.where(large[..., None], exact_shares[0], p)
+        sink_p = torch.where(large, exact_shares[1], sink_p)
     dt = p * ((dout @ v.mT) * dropout_factor - delta[..., None])
     ds: Tensor = dt
     captured_grads: list[Tensor | None] = [None] * spec.score_tensors

@@ -10,6 +10,7 @@ exact gradients. This module works around their weaknesses, or refuses such call
 - causal, -inf is set before the scale: times 0 that is NaN, times a negative number inf;
 - half precision is accumulated as such in the backward, and P is rounded to it in both directions;
   so inputs are widened to float32, which loses nothing;
+- the backward's P is exp(S - lse): it has no more digits than a large lse leaves;
 - the backward is parallel over heads only, and computes delta itself.
 """
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from ...mods.evaluation.pointwise import Positions, mask_at
 from ...types import Forward, Grads, Spec, acc_dtype, constant_under_compile, in_dtype
-from ..base import Call, Hook, causal_text, delta_of, graphs, split
+from ..base import Call, Hook, causal_text, delta_of, graphs, large_lse, split
 from .tile_plan import KeySegment, index_tensors, work_items
 
 MAX_DECODE_QUERIES = 16  # for more queries, blocks of queries are faster
@@ -102,14 +103,11 @@ def plain(
         return None
     if causal and (q.shape[2] != k.shape[2] or (scale is not None and scale < _MIN_CAUSAL_SCALE)):
         return None
-    if torch.is_grad_enabled():
-        if _leaves_threads_idle(q):
-            return None
-        fold_group = not (q.requires_grad or k.requires_grad or v.requires_grad)
-    else:
-        fold_group = True
+    trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if trained and _leaves_threads_idle(q):
+        return None
     caller_q, in_16_bit = q, False
-    if fold_group and not causal and q.shape[2] <= MAX_DECODE_QUERIES:
+    if not trained and not causal and q.shape[2] <= MAX_DECODE_QUERIES:
         in_16_bit = hook is not None and q.dtype.itemsize == 2
         if in_16_bit and not in_half(q.dtype):
             return None  # `decode` widens keys a block at a time
@@ -120,7 +118,9 @@ def plain(
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     if bias is not None and not math.isfinite(out.sum(dtype=lse.dtype)):
         return None  # a mask that is added lets NaN and inf through
-    if hook is not None and out.requires_grad:
+    if trained and hook is not None:  # a compiler cannot branch on lse
+        if bool(large_lse(lse).any()):
+            return None
         out.grad_fn.register_hook(hook)  # type: ignore[union-attr]
     # For a row of NaN logits the kernel returns 0, with lse 0, as for one that sees nothing. (For a
     # row of -inf alone it does so, too, and that is right.)
@@ -183,7 +183,7 @@ def forward(spec: Spec, call: Call) -> Forward | None:
         out, lse = out.reshape(b, hq, q_len, d), lse.reshape(b, hq, q_len)
     if call.sink is not None:
         out, lse = add_sink(out, lse, call.sink)
-    out = in_dtype(out, acc if spec.partial else call.q.dtype)
+    out = in_dtype(out, spec.out_dtype(call.q.dtype))
     return Forward(out, lse, lse.new_empty(0), lse.new_empty(0))
 
 
@@ -198,10 +198,10 @@ def backward(
     spec: Spec, call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
 ) -> Grads | None:  # fmt: skip
     """Return the sum of the backwards over key ranges; None where the kernels would compute another
-    delta, or leave most threads idle."""
+    delta or a rough P, or leave most threads idle."""
     (b, hq, q_len, d), hk, kv_len = call.q.shape, *call.k.shape[1:3]
     acc = acc_dtype(call.q.dtype)
-    if _leaves_threads_idle(call.q):
+    if _leaves_threads_idle(call.q) or bool(large_lse(lse).any()):
         return None
     delta, delta_out = None, out
     if dlse is not None or call.sink is not None:  # else the kernels' own delta is right

@@ -16,7 +16,7 @@ from ...mods.evaluation.derivative import differentiable_gathers, joint
 from ...mods.evaluation.pointwise import Gathers, Positions, bind, mask_at, score_at
 from ...mods.graph import Graph
 from ...types import Forward, Grads, Spec, acc_dtype
-from ..base import LARGE_LSE, Call, delta_of, graphs, scatter, split
+from ..base import Call, delta_of, graphs, large_lse, scatter, split
 from .tile_plan import KeySegment, WorkItem, index_tensors, work_items
 
 
@@ -230,7 +230,7 @@ def _split_large_lse(
     **Returns:** the shares; None if there are no such rows, or if lse may be a merged one, whose
     parts cannot be computed from the keys of this call.
     """
-    large = (lse.abs() > LARGE_LSE) & lse.isfinite()
+    large = large_lse(lse)
     if spec.partial or not bool(large.any()):
         return None
     share = torch.ones_like(lse)
