@@ -195,8 +195,8 @@ def _mask(limits: tuple[int | None, int | None], offset: int) -> MaskFn | None:
     left, right = limits
     mask: MaskFn | None = None if right is None else lower_right(offset + right)
     if left is not None:
-        near = Not(lower_right(offset - left - 1))
-        mask = near if mask is None else Both(mask, near)
+        in_window = Not(lower_right(offset - left - 1))
+        mask = in_window if mask is None else Both(mask, in_window)
     return mask
 
 
@@ -233,17 +233,18 @@ def _new_spans(
     cu_q: Tensor, cu_k: Tensor, total_q: int, limits: tuple[int | None, int | None]
 ) -> tuple[Mask, Tensor]:
     cu_q, cu_k = cu_q.long(), cu_k.long()
-    at = torch.arange(total_q, device=cu_q.device)
-    n = torch.searchsorted(cu_q[1:].contiguous(), at, right=True).clamp(max=cu_q.shape[0] - 2)
-    first, last = cu_k[n], cu_k[n + 1] - 1
-    diagonal = at - cu_q[n + 1] + cu_k[n + 1]  # the last query of a sequence meets its last key
+    token = torch.arange(total_q, device=cu_q.device)
+    n = torch.searchsorted(cu_q[1:].contiguous(), token, right=True).clamp(max=cu_q.shape[0] - 2)
+    first_key, last_key = cu_k[n], cu_k[n + 1] - 1
+    diagonal = token - cu_q[n + 1] + cu_k[n + 1]  # the last query of a sequence meets its last key
     left, right = limits
     if left is not None:
-        first = torch.maximum(first, diagonal - left)
+        first_key = torch.maximum(first_key, diagonal - left)
     if right is not None:
-        last = torch.minimum(last, diagonal + right)
-    last = torch.where(at < cu_q[-1], last, -1)  # queries after the last sequence see nothing
-    return span(first, last), diagonal
+        last_key = torch.minimum(last_key, diagonal + right)
+    # Queries after the last sequence see nothing.
+    last_key = torch.where(token < cu_q[-1], last_key, -1)
+    return span(first_key, last_key), diagonal
 
 
 # -- checks ---------------------------------------------------------------------------------------

@@ -189,11 +189,11 @@ def flash_attn_combine(
         )
     lse = torch.logsumexp(lse_partial.float(), 0)
     weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp()
-    whole = (weights[..., None] * out_partial.float()).sum(0)
+    merged = (weights[..., None] * out_partial.float()).sum(0)
     dtype = out_dtype or (out_partial.dtype if out is None else out.dtype)
     if out is None:
-        return whole.to(dtype), lse
-    return out.copy_(whole), lse
+        return merged.to(dtype), lse
+    return out.copy_(merged), lse
 
 
 class _Turn:
@@ -242,25 +242,25 @@ def _append(
 ) -> Tensor:  # fmt: skip
     """Write new keys and values after those that are there; return the lengths with them."""
     if cu is None:
-        b, new = k.shape[:2]
-        row = torch.arange(b, device=k.device).repeat_interleave(new)
-        at = (torch.arange(new, device=k.device) + lengths[:, None]).flatten().long()
-        k, v, count = k.flatten(0, 1), v.flatten(0, 1), new
+        b, new_keys = k.shape[:2]
+        row = torch.arange(b, device=k.device).repeat_interleave(new_keys)
+        positions = (torch.arange(new_keys, device=k.device) + lengths[:, None]).flatten().long()
+        k, v, count = k.flatten(0, 1), v.flatten(0, 1), new_keys
     else:
         token = torch.arange(k.shape[0], device=k.device)
         row = _row_of(cu, token)
-        at = (token - cu[row] + lengths[row]).long()
+        positions = (token - cu[row] + lengths[row]).long()
         count = cu.diff()
     size = k_cache.shape[1]
     capacity = size * (1 if pages is None else pages.shape[1])
     would = f"would be its number {{}}, but the cache has room for {capacity} keys a row"
-    _check_room(at, row, capacity, would)
+    _check_room(positions, row, capacity, would)
     if pages is not None:
-        owner, row, at = row, pages[row, at // size].long(), at % size
+        owner, row, positions = row, pages[row, positions // size].long(), positions % size
         count_pages = len(k_cache)
         belongs = f"belongs to page (or row of the cache) {{}}, which is none of the {count_pages}"
         _check_room(row, owner, count_pages, belongs)
-    k_cache[row, at], v_cache[row, at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
+    k_cache[row, positions], v_cache[row, positions] = k.to(k_cache.dtype), v.to(v_cache.dtype)
     return (lengths + count).to(torch.int32)
 
 
@@ -292,14 +292,14 @@ def _table(block_table: Any, page_table: Any, rows: Tensor | None, b: int) -> An
         return rows.to(torch.int32)[:, None]
     if not isinstance(page_table, Tensor) or page_table.dim() != 2:
         raise CallError(f"page_table must be (rows, max_pages), got {_shown(page_table)}")
-    last = page_table.shape[0] - 1
-    exists = (rows >= 0) & (rows <= last)
+    row_count = page_table.shape[0]
+    exists = (rows >= 0) & (rows < row_count)
     if rows.is_cpu and not torch.compiler.is_compiling() and not bool(exists.all()):
         n = int((~exists).nonzero()[0, 0])
         raise CallError(
-            f"cache_batch_idx[{n}] = {int(rows[n])} is no row of page_table, which has {last + 1}"
+            f"cache_batch_idx[{n}] = {int(rows[n])} is no row of page_table, which has {row_count}"
         )
-    return torch.where(exists[:, None], page_table[rows.clamp(0, last)], -1)
+    return torch.where(exists[:, None], page_table[rows.clamp(0, row_count - 1)], -1)
 
 
 def _lengths(lengths: Any, b: int, k_cache: Tensor, pages: Tensor | None) -> Tensor:

@@ -98,8 +98,8 @@ def score_of(
             f"alibi_slopes must be a tensor (heads,) or (batch, heads), here ({heads},) or "
             f"({batch}, {heads}), got {got}; q is (batch, length, heads, width)"
         )
-    further = distance_bias(slopes, offset)
-    return further if score is None else Then(score, further)
+    alibi = distance_bias(slopes, offset)
+    return alibi if score is None else Then(score, alibi)
 
 
 class Words(NamedTuple):

@@ -202,15 +202,15 @@ def create_mask(
     graph, captured = lower_mod(kind, mod_fn, torch.float32)
     shape = (b, h, Q_LEN, KV_LEN)
     on = _device(device)
-    at = Positions(*[
+    positions = Positions(*[
         torch.arange(n, device=on).view([-1 if dim == d else 1 for d in range(4)])
         for dim, n in enumerate(shape)
     ])  # fmt: skip
     if kind == "mask":
-        return mask_at(graph, captured, at).expand(shape).clone()
+        return mask_at(graph, captured, positions).expand(shape).clone()
     every = torch.ones(shape, dtype=torch.bool, device=on)
     zeros = torch.zeros(shape, device=on, dtype=torch.float32)
-    (score,), _ = score_at(graph, captured, at, zeros, every)
+    (score,), _ = score_at(graph, captured, positions, zeros, every)
     return (~torch.isneginf(torch.as_tensor(score, device=on))).expand(shape).clone()
 
 
@@ -320,10 +320,10 @@ def _check_options(options: Any) -> None:
         raise ArgumentError(
             f"kernel_options {unknown} are not known; PyTorch's are {', '.join(sorted(_OPTIONS))}"
         )
-    new = [key for key in options if key not in _warned]
-    if new and not torch.compiler.is_compiling():
-        _warned.update(new)
+    fresh = [key for key in options if key not in _warned]
+    if fresh and not torch.compiler.is_compiling():
+        _warned.update(fresh)
         warnings.warn(
-            f"kernel_options {', '.join(new)} tune PyTorch's kernels and change nothing here",
+            f"kernel_options {', '.join(fresh)} tune PyTorch's kernels and change nothing here",
             stacklevel=3,
         )

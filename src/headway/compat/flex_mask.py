@@ -129,9 +129,9 @@ class BlockMask:
     @classmethod
     def of_tiles(cls, tiles: TileMask, batch: tuple[int, ...]) -> "BlockMask":
         """Return Headway's block mask as FlexAttention's, for this many batch rows and heads."""
-        new = cls.__new__(cls)._set(None, tiles.shape[2:], tiles.tile, tiles.mask, tiles)
-        new._batch, new._decided = batch, tiles.decided
-        return new
+        block_mask = cls.__new__(cls)._set(None, tiles.shape[2:], tiles.tile, tiles.mask, tiles)
+        block_mask._batch, block_mask._decided = batch, tiles.decided
+        return block_mask
 
     def _checked(self) -> Provenance | None:
         """Return the provenance of the lists; raise where it no longer holds."""
@@ -146,10 +146,10 @@ class BlockMask:
 
     def _with(self, state: Tensor, lengths: tuple[int, int], mask_mod: MaskFn) -> "BlockMask":
         """Return a block mask of other blocks; with the same mask, of the same provenance."""
-        new = BlockMask.__new__(BlockMask)._set(state, lengths, self._block, mask_mod, None)
+        block_mask = BlockMask.__new__(BlockMask)._set(state, lengths, self._block, mask_mod, None)
         decided = self._checked()
-        new._decided = decided if mask_mod is self._mask_mod else None
-        return new
+        block_mask._decided = decided if mask_mod is self._mask_mod else None
+        return block_mask
 
     def __setstate__(self, state: dict) -> None:
         decided = Provenance.of(state["_mask_mod"]) if state.pop("_decided", False) else None
@@ -276,19 +276,19 @@ class BlockMask:
                     "and no longer belongs to this BlockMask: read it again"
                 )
         out = self._out
-        new = {name for name, (tensor, at) in out.items() if at is None or _version(tensor) != at}
+        changed = {n for n, (x, stamp) in out.items() if stamp is None or _version(x) != stamp}
         if out and self._clears != TensorCache.clears:  # after writes that no version tells of
             self._clears, before = TensorCache.clears, self._blocks()
             same = torch.equal(self._listed().view_as(before), before)
-            new |= (set(_Q_LISTS) if same else set(_KV_LISTS)) & out.keys()
-        if new.intersection(_KV_LISTS):
+            changed |= (set(_Q_LISTS) if same else set(_KV_LISTS)) & out.keys()
+        if changed.intersection(_KV_LISTS):
             state = self._listed()
             self._state, self._tiles, self._batch = state, None, tuple(state.shape[:-2])
             self._decided = None  # but by the caller
-            for name in [name for name in _Q_LISTS if name in out and name not in new]:
+            for name in [name for name in _Q_LISTS if name in out and name not in changed]:
                 tensor, version = out.pop(name)
                 self._former.append((name, weakref.ref(tensor), version))
-        if named := new.intersection(_Q_LISTS):
+        if named := changed.intersection(_Q_LISTS):
             lists = [self._list(name) for name in _Q_LISTS]
             state = self._blocks()
             theirs = _state(lists, state.shape[-2]).transpose(-1, -2)
@@ -298,7 +298,7 @@ class BlockMask:
                     "those of keys, which say what is visited; leave them out, or read them off "
                     "the mask: they are worked out"
                 )
-        for name in new:
+        for name in changed:
             out[name] = out[name][0], _version(out[name][0])
 
     def _listed(self) -> Tensor:
@@ -344,14 +344,14 @@ class BlockMask:
         """The blocks of at most `limit` batches and heads as text of a limited number of lines."""
         rows = grid_size if isinstance(grid_size, int) else grid_size[0]
         state = self._square()
-        shown = []
+        texts = []
         for b in range(min(state.shape[0], limit)):
             for h in range(min(state.shape[1], limit)):
                 part = state[b : b + 1, h : h + 1]
                 one = from_dense(part, noop_mask, self._seq_lengths, self._block)
                 title = f"\n{(b, h)}\n" if state.shape[0] * state.shape[1] > 1 else "\n"
-                shown.append(title + one.picture(rows if rows > 0 else max(state.shape[2:])))
-        return "".join(shown)
+                texts.append(title + one.picture(rows if rows > 0 else max(state.shape[2:])))
+        return "".join(texts)
 
     def __repr__(self) -> str:
         return (
@@ -487,16 +487,16 @@ def _dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
     """Return uint8 (..., rows, columns), 1 for the blocks that the lists name."""
     named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     # What comes after a row's blocks is undefined: send it to one column too many.
-    at = torch.where(named, indices.long(), columns)
-    if not _recorded(at) and at.numel() and at.device.type != "meta":
-        least, most = (int(n) for n in torch.where(named, at, 0).aminmax())
-        if least < 0 or most >= columns:
+    column = torch.where(named, indices.long(), columns)
+    if not _recorded(column) and column.numel() and column.device.type != "meta":
+        low, high = (int(n) for n in torch.where(named, column, 0).aminmax())
+        if low < 0 or high >= columns:
             raise CallError(
-                f"a list of blocks names {most if most >= columns else least}, but there are "
+                f"a list of blocks names {high if high >= columns else low}, but there are "
                 f"{columns}, counted from 0"
             )
-    out = torch.zeros(*at.shape[:-1], columns + 1, dtype=torch.uint8, device=at.device)
-    return out.scatter(-1, at, 1)[..., :columns]
+    out = torch.zeros(*column.shape[:-1], columns + 1, dtype=torch.uint8, device=column.device)
+    return out.scatter(-1, column, 1)[..., :columns]
 
 
 pytree.register_pytree_node(

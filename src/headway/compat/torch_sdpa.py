@@ -71,8 +71,8 @@ def scaled_dot_product_attention(
     if corner:
         mask = _corner(attn_mask, is_causal, (q.shape[2], k.shape[2]))
     elif attn_mask is not None:
-        whole = (*(q.shape[:2] if leading is None else leading), q.shape[2], k.shape[2])
-        attn_mask = _aligned(attn_mask, whole)
+        score_shape = (*(q.shape[:2] if leading is None else leading), q.shape[2], k.shape[2])
+        attn_mask = _aligned(attn_mask, score_shape)
         if attn_mask.dtype != torch.bool:
             score = bias(attn_mask)
         else:
@@ -98,14 +98,14 @@ def use_for_sdpa() -> Iterator[None]:
         yield
         return
     held = _holders(original)
-    own = {(id(names), name) for names, name in _holders(scaled_dot_product_attention)}
+    already_ours = {(id(names), name) for names, name in _holders(scaled_dot_product_attention)}
     for names, name in held:
         names[name] = scaled_dot_product_attention
     try:
         yield
     finally:
         for names, name in held + _holders(scaled_dot_product_attention):
-            if (id(names), name) not in own:
+            if (id(names), name) not in already_ours:
                 names[name] = original
 
 
@@ -139,8 +139,8 @@ def _four_dimensional(
     if h == 0:  # nothing to compute, but a head of keys there has to be
         k, v = (torch.cat([x, x.new_zeros(*x.shape[:-3], 1, *x.shape[-2:])], -3) for x in (k, v))
         hk = hv = 1
-    whole = q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]
-    if whole and hq == h and hk == hv:
+    matching = q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]
+    if matching and hq == h and hk == hv:
         return q, k, v, None
     try:
         batch = tuple(torch.broadcast_shapes(*[x.shape[:-3] for x in (q, k, v)]))
@@ -157,19 +157,19 @@ def _four_dimensional(
     return q, k, v, ((*batch, h) if dims > 3 else (h,) if dims == 3 else ())
 
 
-def _aligned(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
+def _aligned(mask: Tensor, scores: tuple[int, ...]) -> Tensor:
     """Return a mask that broadcasts to (..., h, l, s) as one of at most 4 dimensions."""
-    extra = max(mask.dim() - len(whole), 0)
-    sizes = zip(reversed(mask.shape), reversed(whole), strict=False)
+    extra = max(mask.dim() - len(scores), 0)
+    sizes = zip(reversed(mask.shape), reversed(scores), strict=False)
     if any(n not in (1, size) for n, size in sizes) or any(n != 1 for n in mask.shape[:extra]):
         raise CallError(
-            f"attn_mask {tuple(mask.shape)} does not broadcast to {whole}, the dimensions before "
+            f"attn_mask {tuple(mask.shape)} does not broadcast to {scores}, the dimensions before "
             "the lengths of query and key"
         )
-    if mask.dim() <= 4 and len(whole) <= 4:
+    if mask.dim() <= 4 and len(scores) <= 4:
         return mask
     inner = mask.shape[max(mask.dim() - 3, 0) :]
-    batch = whole[:-3] if math.prod(mask.shape[:-3]) > 1 else [1] * len(whole[:-3])
+    batch = scores[:-3] if math.prod(mask.shape[:-3]) > 1 else [1] * len(scores[:-3])
     return mask.reshape(mask.shape[extra:]).expand(*batch, *inner).reshape(-1, *inner)
 
 

@@ -66,8 +66,8 @@ class ModelCall:
         plain = isinstance(mask, Tensor) and not isinstance(mask, AttentionMask)
         longer = plain and any(m.is_looked_at and keys > m.sizes[3] for m in self.made)
         masks = [mask, *self.made] if isinstance(mask, AttentionMask) else self.made
-        apart = has_documents or any(m.documents for m in masks)
-        if apart and not longer:
+        separated = has_documents or any(m.documents for m in masks)
+        if separated and not longer:
             return
         self.judged = True
         if self.packed:
@@ -114,9 +114,9 @@ def begin(model: torch.nn.Module, args: tuple, kwargs: dict) -> None:
     """Record a call, before the model's forward."""
     calls = _running.__dict__.setdefault("calls", [])
     # What was interrupted and never ended is no longer running.
-    for at, call in enumerate(calls):
+    for number, call in enumerate(calls):
         if call.model is model:
-            del calls[at:]
+            del calls[number:]
             break
     calls.append(ModelCall(model, args, kwargs, calls[-1] if calls else None))
 

@@ -112,10 +112,10 @@ class AttentionMask(Tensor):
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return what `near` adds to scores, 0 and -inf; None for nothing."""
-        seen = None if self.near is None else self.near[1]
-        if seen is not None and (self._bias is None or self._bias.dtype != dtype):
-            zeros = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            self._bias = zeros.masked_fill_(~seen, -math.inf)
+        attended = None if self.near is None else self.near[1]
+        if attended is not None and (self._bias is None or self._bias.dtype != dtype):
+            zeros = torch.zeros(attended.shape, dtype=dtype, device=attended.device)
+            self._bias = zeros.masked_fill_(~attended, -math.inf)
         return self._bias
 
     @classmethod
@@ -143,8 +143,8 @@ class AttentionMask(Tensor):
         versions = [mask.square()._version for mask in masks]
         out = func(*args, **kwargs)
         for mask, version in zip(masks, versions, strict=True):
-            written = mask.square()._version != version or func.__name__ == "__set__"
-            mask.taken = mask.taken or written or _shares(out, mask.square())
+            was_written = mask.square()._version != version or func.__name__ == "__set__"
+            mask.taken = mask.taken or was_written or _shares(out, mask.square())
         return out
 
     def _to(self, *args: Any, **kwargs: Any) -> "AttentionMask | None":
@@ -158,11 +158,11 @@ class AttentionMask(Tensor):
         if (dtype, device) == (self.dtype, self.device):
             return self
         if (dtype, device) not in self._moved:  # every layer asks for the same
-            here = device == self.device
-            later = lambda: self.mask if here else _carried(self, device)
+            same_device = device == self.device
+            later = lambda: self.mask if same_device else _carried(self, device)
             make = lambda: self.square().to(device, dtype)
-            step = (lambda: self.step) if here and self.is_step else None
-            near = self.near if here else None
+            step = (lambda: self.step) if same_device and self.is_step else None
+            near = self.near if same_device else None
             new = AttentionMask.of(
                 None, self.sizes, self.documents, make, dtype, device, later, step, near, self.kept
             )
@@ -256,10 +256,10 @@ def _elsewhere(part: Any, device: torch.device) -> Any:
     if isinstance(part, Tensor):
         return part.to(device)
     if isinstance(part, Mod):
-        new = object.__new__(type(part))
+        moved = object.__new__(type(part))
         for name in part.fields:
-            object.__setattr__(new, name, _elsewhere(getattr(part, name), device))
-        return new
+            object.__setattr__(moved, name, _elsewhere(getattr(part, name), device))
+        return moved
     if callable(part):
         raise _UserFunction
     return part

@@ -88,12 +88,12 @@ def _implementation(model: Any) -> str:
 def _refuse_weights(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """A model may collect weights from its layers and say nothing of it to its attention."""
     name = "output_attentions"
-    wanted = hf_calls.argument_of(model, args, kwargs, name)
-    if wanted is None:
-        wanted = getattr(model.config, name, None)
-    if wanted and any(asks(type(part)) for part in model.modules()):
+    weights = hf_calls.argument_of(model, args, kwargs, name)
+    if weights is None:
+        weights = getattr(model.config, name, None)
+    if weights and any(asks(type(part)) for part in model.modules()):
         raise BackendRefused(
-            f"output_attentions={wanted} of {type(model).__name__}: the weights are never made; "
+            f"output_attentions={weights} of {type(model).__name__}: the weights are never made; "
             'set attn_implementation="eager" for a model whose weights you need'
         )
 
@@ -106,15 +106,15 @@ def _first_use(model: torch.nn.Module, args: Any) -> None:
 
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     models = [m for m in models if _implementation(m) in _names]
-    own = {name for part in models for name in _own_attention(part)}
-    others_ask = own and any(asks(type(part)) for part in model.modules())
+    own_classes = {name for part in models for name in _own_attention(part)}
+    others_ask = own_classes and any(asks(type(part)) for part in model.modules())
     for part in models:  # what is true of all is said once
         _forget(part)
-    if own and type(model) not in _warned:
+    if own_classes and type(model) not in _warned:
         _warned.add(type(model))
         warnings.warn(
             f"{type(model).__name__} is set to attn_implementation={implementation!r}, but runs "
-            f"attention of its own ({', '.join(sorted(own)[:3])}) that asks for no other: "
+            f"attention of its own ({', '.join(sorted(own_classes)[:3])}) that asks for no other: "
             f"headway is not used in it{', but in the rest of the model' if others_ask else ''}",
             stacklevel=3,
         )
@@ -126,26 +126,26 @@ def _own_attention(model: torch.nn.Module) -> set[str]:
     Where others ask, a class counts if it computes a softmax. Models inside are left out."""
     from transformers import PreTrainedModel
 
-    found: set[type] = set()
+    classes: set[type] = set()
 
-    def look(part: torch.nn.Module, asked: bool) -> tuple[bool, bool]:
+    def look(part: torch.nn.Module, outer_asks: bool) -> tuple[bool, bool]:
         """Return whether a part or one inside of it asks, and whether one was found."""
         cls = type(part)
         asking = asks(cls)
-        below = [
-            look(child, asked or asking)
+        children = [
+            look(child, outer_asks or asking)
             for child in part.children()
             if not isinstance(child, PreTrainedModel)
         ]
-        asking = asking or any(a for a, _ in below)
-        if "Attention" not in cls.__name__ or asked or asking:
-            return asking, any(f for _, f in below)
-        if not any(f for _, f in below):
-            found.add(cls)
+        asking = asking or any(a for a, _ in children)
+        if "Attention" not in cls.__name__ or outer_asks or asking:
+            return asking, any(f for _, f in children)
+        if not any(f for _, f in children):
+            classes.add(cls)
         return asking, True
 
     others_ask, _ = look(model, False)
-    return {cls.__name__ for cls in found if not others_ask or _computes_softmax(cls)}
+    return {cls.__name__ for cls in classes if not others_ask or _computes_softmax(cls)}
 
 
 def _forget(module: torch.nn.Module) -> None:
@@ -167,13 +167,13 @@ def _computes_softmax(cls: type) -> bool:
 
 def _refuse_unknown(cls: type, implementation: str) -> None:
     """Some models choose a class by the name of the attention, and know no further names."""
-    there = vars(sys.modules[cls.__module__])
+    module_values = vars(sys.modules[cls.__module__])
     named = {name for names in _named([*_methods(cls, "__init__")], classes=True) for name in names}
     for name in sorted(named):
-        known = there.get(name) if name.endswith("ATTENTION_CLASSES") else None
-        if isinstance(known, dict) and implementation not in known:
+        table = module_values.get(name) if name.endswith("ATTENTION_CLASSES") else None
+        if isinstance(table, dict) and implementation not in table:
             raise BackendRefused(
-                f"{cls.__name__} has attentions of its own, {', '.join(known)} ({name}), and takes "
+                f"{cls.__name__} has attentions of its own, {', '.join(table)} ({name}), and takes "
                 f"no other: attn_implementation={implementation!r} cannot run it; use one of those"
             )
 
@@ -183,22 +183,22 @@ def _named(waiting: list[FunctionType], classes: bool) -> Iterator[tuple[str, ..
     also in what makes the modules that they name, except for models."""
     from transformers import PreTrainedModel
 
-    seen = set()
+    visited = set()
     while waiting:
         function = waiting.pop()
-        if function in seen:
+        if function in visited:
             continue
-        seen.add(function)
+        visited.add(function)
         for code in _with_inner(function.__code__):
             yield code.co_names
             for name in code.co_names:
-                found = function.__globals__.get(name)
-                if getattr(found, "__module__", None) != function.__module__:
+                item = function.__globals__.get(name)
+                if getattr(item, "__module__", None) != function.__module__:
                     continue
-                if isinstance(found, FunctionType):
-                    waiting.append(found)
-                elif classes and isinstance(found, type) and not issubclass(found, PreTrainedModel):
-                    waiting.extend(_methods(found, "__init__"))
+                if isinstance(item, FunctionType):
+                    waiting.append(item)
+                elif classes and isinstance(item, type) and not issubclass(item, PreTrainedModel):
+                    waiting.extend(_methods(item, "__init__"))
 
 
 def _methods(cls: type, name: str | None = None) -> Iterator[FunctionType]:
@@ -206,9 +206,9 @@ def _methods(cls: type, name: str | None = None) -> Iterator[FunctionType]:
     for base in cls.__mro__:
         if _NOT_A_MODEL.match(base.__module__):
             continue
-        for own, attribute in vars(base).items():
+        for attribute_name, attribute in vars(base).items():
             function = unwrap(attribute) if callable(attribute) else None
-            if isinstance(function, FunctionType) and name in (None, own):
+            if isinstance(function, FunctionType) and name in (None, attribute_name):
                 yield function
 
 

@@ -127,14 +127,14 @@ def graph_mask(
     """Return a mask under `torch.compile`, where transformers' own functions cannot be traced."""
     from transformers import masking_utils as hf
 
-    kept = None if padding is None else of_padding(padding)
+    unpadded = None if padding is None else of_padding(padding)
     # A static cache's counter counts on in place, and masks are made where a layer asks for them.
     at = q_offset.clone() if isinstance(q_offset, Tensor) else q_offset
-    later = lambda: joined(_in_graph(fn, shape, at, kv_offset, use_vmap, device), kept)
+    later = lambda: joined(_in_graph(fn, shape, at, kv_offset, use_vmap, device), unpadded)
     if fn is not hf.causal_mask_function or not isinstance(at, Tensor):
         return GraphMask(later, shape)
     lengths = (at + (shape[2] - kv_offset)).to(torch.int32).expand(shape[0]).contiguous()
-    return GraphMask(later, shape, (joined(causal(), kept), lengths))
+    return GraphMask(later, shape, (joined(causal(), unpadded), lengths))
 
 
 def _in_graph(

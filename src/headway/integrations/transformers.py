@@ -140,13 +140,13 @@ def attention_mask(
         return graph_mask(mask_function, shape, q_offset, kv_offset, use_vmap, device, padding)
     if isinstance(q_offset, Tensor):  # the counter of a static cache, which counts on in place
         q_offset = int(q_offset) if q_offset.is_cpu else q_offset.clone()
-    whole, packed = translate(mask_function)
+    pattern, packed = translate(mask_function)
     call = hf_calls.current()
-    few = q_length <= _FEW and not packed and not torch.is_grad_enabled() and only_past(whole)
-    seen = q_offset + q_length if few and isinstance(q_offset, int) else None
-    padding = _padding(attention_mask, kv_length, kv_offset, seen)
+    few = q_length <= _FEW and not packed and not torch.is_grad_enabled() and only_past(pattern)
+    token_count = q_offset + q_length if few and isinstance(q_offset, int) else None
+    padding = _padding(attention_mask, kv_length, kv_offset, token_count)
     if (
-        whole is None is padding
+        pattern is None is padding
         and hints.get("allow_is_bidirectional_skip")
         and not getattr(hints.get("config"), "is_causal", False)
         and call is not None
@@ -163,10 +163,10 @@ def attention_mask(
             device=device, **hints | {"allow_is_bidirectional_skip": False},
         )  # fmt: skip
 
-    parts = _MaskParts(whole, padding, shape, q_offset, kv_offset, device)
+    parts = _MaskParts(pattern, padding, shape, q_offset, kv_offset, device)
     mask = AttentionMask.of(
         None, shape, packed, square, hints.get("dtype") or torch.float32, device, parts.later,
-        parts.step if few else None, None if seen is None else parts.near(seen),
+        parts.step if few else None, None if token_count is None else parts.near(token_count),
         None if padding is None else parts.unpadded_queries,
     )  # fmt: skip
     if call is not None:
@@ -217,13 +217,13 @@ class _MaskParts:
             return keys, None
         graph, captured = lower_mod("mask", mask, torch.float32)
         by_row = lambda x: x.view(-1, 1, 1, 1)
-        at = Positions(
+        positions = Positions(
             by_row(torch.arange(len(lengths), device="cpu")),
             torch.zeros((), dtype=torch.int64, device="cpu"),
             by_row(lengths.long() - 1), torch.arange(keys, device="cpu"),
         )  # fmt: skip
-        seen = mask_at(graph, captured, at).expand(len(lengths), 1, 1, keys)
-        return keys, None if bool(seen.all()) else seen
+        attended = mask_at(graph, captured, positions).expand(len(lengths), 1, 1, keys)
+        return keys, None if bool(attended.all()) else attended
 
     def unpadded_queries(self) -> Tensor:
         """Return which queries are no padding, bool `(b, queries)`."""
@@ -240,8 +240,8 @@ def _padding(
     padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
     # (On a GPU, the look would wait for it at every step.)
     look = padding.is_cpu and not torch.compiler.is_compiling()
-    needed = kv_length if seen is None else min(kv_length, seen - kv_offset)
-    if look and padding.shape[1] >= needed and bool(padding.all()):
+    needed_keys = kv_length if seen is None else min(kv_length, seen - kv_offset)
+    if look and padding.shape[1] >= needed_keys and bool(padding.all()):
         return None
     if padding.shape[1] < kv_length:  # a static cache is longer than what it holds
         padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
@@ -326,9 +326,9 @@ def attention_forward(
     score = _then(softmax.score, score)
     score = _then(score, None if position_bias is None else bias(position_bias))
     if type(mask) is causal and position_bias is None is layout:
-        last = q_len + mask.offset
-        if 0 < last < kv_len and not torch.compiler.is_compiling():
-            key, value = key[:, :, :last], value[:, :, :last]  # a static cache is longer
+        key_count = q_len + mask.offset
+        if 0 < key_count < kv_len and not torch.compiler.is_compiling():
+            key, value = key[:, :, :key_count], value[:, :, :key_count]  # a static cache is longer
     return softmax.run(
         api, query, key, value, score, mask, dropout=dropout, deterministic=bool(deterministic),
         layout=layout,
@@ -422,8 +422,8 @@ def _continuous(
             key_states=key, value_states=value, layer_idx=layer, kwargs=arguments
         )
     cu_k = arguments["cu_seq_lens_k"]
-    at = torch.arange(int(arguments["max_length_k"]), device=key.device)
-    table = (cu_k[:-1, None] + at).clamp(max=key.shape[2] - 1).to(torch.int32)
+    key_idx = torch.arange(int(arguments["max_length_k"]), device=key.device)
+    table = (cu_k[:-1, None] + key_idx).clamp(max=key.shape[2] - 1).to(torch.int32)
     k, v = (x[0].transpose(0, 1)[:, :, None] for x in (key, value))
     out = inference.attention(
         query, k, v, softmax.score,
@@ -450,7 +450,7 @@ def _as_mask_and_score(mask: Any, sizes: tuple[int, ...]) -> tuple[MaskFn | None
             "attention_mask must be 2-D padding given to the model, or 4-D (batch, heads, queries, "
             f"keys), bool or additive; got {shown}"
         )
-    if any(own not in (1, size) for own, size in zip(mask.shape, sizes, strict=True)):
+    if any(mask_size not in (1, size) for mask_size, size in zip(mask.shape, sizes, strict=True)):
         raise _does_not_fit(mask.shape, sizes)
     if mask.dtype == torch.bool:
         return dense(mask), None
@@ -509,11 +509,11 @@ def _check_over_ranks(layout: Layout, mask: AttentionMask, position_ids: Tensor 
     compiling = torch.compiler.is_compiling()
     if not compiling and mask.looked_at is position_ids:
         return
-    here = layout.positions.to(position_ids.device)
+    positions = layout.positions.to(position_ids.device)
     fits = position_ids.shape[-1] == layout.local
     if fits and compiling:
-        torch._assert_async((position_ids == here).all(), _OTHER_POSITIONS)
-    elif not fits or not bool((position_ids == here).all()):
+        torch._assert_async((position_ids == positions).all(), _OTHER_POSITIONS)
+    elif not fits or not bool((position_ids == positions).all()):
         raise ArgumentError(_OTHER_POSITIONS)
     if not compiling:
         mask.looked_at = position_ids  # once, not in every layer
