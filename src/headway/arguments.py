@@ -417,7 +417,7 @@ def check_cache_block_mask(
 ) -> None:
     """Check that a block mask covers the positions of a cache; `uses_query`: it depends on
     q_idx."""
-    b, h, q_len, kv_len = mask.shape
+    q_len, kv_len = mask.shape[2:]
     if kv_len != capacity:
         raise ArgumentError(
             f"the block mask is for {kv_len} keys, the cache has room for {capacity}: build it for "
@@ -428,6 +428,11 @@ def check_cache_block_mask(
             f"the block mask is for q_len={q_len}. Over a cache q_idx is a position: build it with "
             f"q_len={capacity}, or with one row of tiles and a mask that ignores q_idx"
         )
+    _check_batch_and_heads(mask, rows, hq)
+
+
+def _check_batch_and_heads(mask: BlockMask, rows: int, hq: int) -> None:
+    b, h = mask.shape[:2]
     if b not in (1, rows) or h not in (1, hq):
         raise ArgumentError(
             f"the block mask is for batch {b} and heads {h}, but the call has {(rows, hq)}; each "
@@ -438,18 +443,12 @@ def check_cache_block_mask(
 
 def check_block_mask(mask: BlockMask, q: Tensor, lengths: tuple[int, int]) -> None:
     """Check that a block mask has the call's sizes and device; `lengths` of queries and keys."""
-    b, h, q_len, kv_len = mask.shape
-    if (q_len, kv_len) != lengths:
+    if mask.shape[2:] != lengths:
         raise ArgumentError(
-            f"the block mask is for lengths {(q_len, kv_len)}, but q and k have {lengths}; "
+            f"the block mask is for lengths {tuple(mask.shape[2:])}, but q and k have {lengths}; "
             "build one with block_mask(mask, b, h, q_len, kv_len)"
         )
-    if b not in (1, q.shape[0]) or h not in (1, q.shape[1]):
-        raise ArgumentError(
-            f"the block mask is for batch {b} and heads {h}, but q has {tuple(q.shape[:2])}; "
-            "each must be equal or 1"
-        )
-    mask.check_rows(*q.shape[:2])
+    _check_batch_and_heads(mask, *q.shape[:2])
     if mask.device != q.device:
         raise ArgumentError(
             f"the block mask is on {mask.device}, q on {q.device}; move it with .to()"

@@ -94,17 +94,20 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(*inputs):
         runner, *tensors = inputs
-        exact_out, *others = runner.forward(*tensors)
+        exact_out, lse, *others = runner.forward(*tensors)
         same = exact_out.dtype == runner.out_dtype
         out = exact_out if same else exact_out.to(runner.out_dtype)
-        return out, *others, out.new_empty(0) if same else exact_out
+        if type(runner) is _Direct:  # what passes through autograd costs time
+            runner.others[:] = exact_out, *others
+            return out, lse
+        return out, lse, *others, out.new_empty(0) if same else exact_out
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.runner, *tensors = inputs
         out, lse, *others = output  # the largest logits and scores, a call's number, the exact out
-        exact_out = others[-1]
         # The backward takes the exact out where the backend returns one (`resolve`).
+        exact_out = others[-1] if others else ctx.runner.others[0]
         exact_out = exact_out if exact_out.dtype != out.dtype else out
         ctx.save_for_backward(*tensors, exact_out, lse, *others[2:-1])
         ctx.mark_non_differentiable(*others)
@@ -134,17 +137,6 @@ class _Attention(torch.autograd.Function):
 
 
 _SEED, _CAPTURED = 4, 7  # where tensors without a gradient begin, and the captured ones
-
-
-class _Dual(_Attention):
-    """`_Attention` under forward-mode AD, which refuses inputs that have a tangent. (It is a class
-    of its own because Dynamo refuses functions that have a `jvp`.)"""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        _refuse_forward_mode("an input of the call")
 
 
 def _refuse_forward_mode(what: str) -> None:
@@ -217,6 +209,7 @@ class _Direct(NamedTuple):
     tiles: Tiles | None
     coords: Coords  # without positions, which autograd saves
     signature: CallSignature | None
+    others: list[Tensor]  # the exact out and the results without a gradient, for a moment
 
     def forward(self, *tensors):
         return get(self.spec.backend).forward(self.spec, self._call(*tensors))
@@ -420,10 +413,12 @@ def _attention_direct(spec: Spec, call: Call) -> Forward:
         coords = coords._replace(q_pos=None, kv_pos=None)
     runner = _Direct(
         spec, acc_dtype(q.dtype) if spec.partial else q.dtype, len(score_tensors), captured.ints,
-        captured.floats, call.tiles, coords, signature,
+        captured.floats, call.tiles, coords, signature, [],
     )  # fmt: skip
-    *results, _ = _apply_direct(runner, *inputs)
-    return Forward(*results)
+    out, lse = _apply_direct(runner, *inputs)
+    _, *stats = runner.others
+    runner.others.clear()
+    return Forward(out, lse, *stats)
 
 
 def _attention_by_operators(spec: Spec, call: Call) -> Forward:
@@ -442,6 +437,8 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
     if not compiling:
         _refuse_tangents("an input of the call", *inputs)
         register_flops()
+    elif forward_ad._current_level >= 0:  # a graph break: then the tangents themselves are asked
+        _refuse_forward_mode("an input of the call")
     elif _differentiated_in_compile():
         raise BackendRefused(
             "torch.compile would lose the gradients of this call, which torch.func takes inside of "
@@ -451,15 +448,14 @@ def run_operators(pair: Pair, spec: Spec, *operands: Any) -> Forward:
     runner = _Operators(
         pair, spec.text, out_dtype, spec.score_tensors, len(captured), ints, floats, offsets
     )
-    dual = compiling and forward_ad._current_level >= 0
-    if not trained and not dual:
+    if not trained:
         out, *stats = runner.forward(*inputs)
         return Forward(in_dtype(out, out_dtype), *stats[:3])
     if compiling:
         inputs = _without_repeats(inputs)
     else:
         _copy_unsavable(inputs)
-    out, *stats = (_Dual if dual else _Attention).apply(runner, *inputs)
+    out, *stats = _Attention.apply(runner, *inputs)
     return Forward(out, *stats[:3])
 
 

@@ -27,9 +27,9 @@ _PARTS = {
     f"{NAMESPACE}::cp_backward": BACKWARD, f"{NAMESPACE}::block_mask": MASKS,
     f"{NAMESPACE}::attention": HOST, _NATIVE: FORWARD, f"{_NATIVE}_backward": BACKWARD,
 }  # fmt: skip
-_NODES = ("_Attention", "_Dual")  # `autograd`
-_PARTS |= {name: HOST for node in _NODES for name in (node, f"{node}Backward")}
-_PARTS |= {f"autograd::engine::evaluate_function: {node}Backward": HOST for node in _NODES}
+_NODE = "_Attention"  # `autograd`
+_PARTS |= dict.fromkeys((_NODE, f"{_NODE}Backward"), HOST)
+_PARTS[f"autograd::engine::evaluate_function: {_NODE}Backward"] = HOST
 _STEP = "headway profile: step"
 
 

@@ -83,10 +83,6 @@ class LogitWhereKept(Score):
 
     score: ScoreFn
 
-    def check_sizes(self, b, h, q_len, kv_len):
-        if isinstance(self.score, Score):
-            self.score.check_sizes(b, h, q_len, kv_len)
-
     def __call__(self, score, b, h, q_idx, kv_idx):
         return torch.where(self.score(score, b, h, q_idx, kv_idx) == -math.inf, -math.inf, score)
 
