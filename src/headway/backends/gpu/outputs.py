@@ -25,6 +25,11 @@ def memory_for(
     return torch.empty(shape, dtype=dtype, device=call.q.device)
 
 
+def first_columns(x: Tensor, columns: int) -> Tensor:
+    """Return the first columns of a matrix, contiguous."""
+    return x if x.shape[3] == columns else x[..., :columns].contiguous()
+
+
 def of_forward(
     spec: Spec, out: Tensor, lse: Tensor, row_max: Tensor | None, program_logits: Tensor | None
 ) -> Forward:

@@ -71,9 +71,9 @@ def backward(
     if plan.heads > plan.hk:
         dk, dv = (x.unflatten(1, (plan.hk, -1)).sum(2) for x in (dk, dv))
     if not plan.exact:
-        dk = _first_columns(in_dtype(dk, dtype), plan.d)
-        dv = _first_columns(in_dtype(dv, dtype), plan.dv)
-        dq = _first_columns(dq, plan.d)
+        dk = outputs.first_columns(in_dtype(dk, dtype), plan.d)
+        dv = outputs.first_columns(in_dtype(dv, dtype), plan.dv)
+        dq = outputs.first_columns(dq, plan.d)
     dsink = None
     if call.sink is not None:
         neg_delta = plan.workspace.split(workspace)[0][..., : plan.q_len]
@@ -102,7 +102,3 @@ def _backward_plan(
 ) -> BackwardPlan:  # fmt: skip
     plan = plan_for(BackwardPlan, spec, call, wanted, *matrices)
     return plan.with_segments(spec, call, wanted, matrices)
-
-
-def _first_columns(x: Tensor, columns: int) -> Tensor:
-    return x if x.shape[3] == columns else x[..., :columns].contiguous()

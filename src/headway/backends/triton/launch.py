@@ -43,7 +43,7 @@ def forward(spec: Spec, call: Call) -> Forward:
             return q, k, v, out, lse, row_max, max_logits, sink
 
         *_, max_logits, _ = launcher(call, arguments)
-    return outputs.of_forward(spec, _first_columns(out, dv), lse, row_max, max_logits)
+    return outputs.of_forward(spec, outputs.first_columns(out, dv), lse, row_max, max_logits)
 
 
 def backward(
@@ -87,8 +87,8 @@ def backward(
         dsink = captured_grads.of_sink(call.sink, lse, delta)
     if grouped:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(dkv_dtype) for x in (dk, dv))
-    dq, dk, dv = _first_columns(dq, d), _first_columns(dk, d), _first_columns(dv, dv_width)
-    return Grads(dq, dk, dv, dsink, captured)
+    widths = (dq, d), (dk, d), (dv, dv_width)
+    return Grads(*[outputs.first_columns(*pair) for pair in widths], dsink, captured)
 
 
 def _forward_launcher(plan: Plan) -> Launcher:
@@ -159,11 +159,6 @@ def _transpose(x: Tensor) -> Tensor:
     b, h, length, width = x.shape
     columns = x.new_empty(b, h, width, -(-length // 16) * 16)
     return columns[..., :length].mT.copy_(x)
-
-
-def _first_columns(x: Tensor, width: int) -> Tensor:
-    """Return the first `width` columns."""
-    return x if x.shape[3] == width else x[..., :width].contiguous()
 
 
 def _contiguous(x: Tensor | None) -> Tensor | None:
