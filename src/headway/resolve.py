@@ -282,7 +282,8 @@ def _needs_exact_out(request: Request, capability: CapabilityKey) -> bool:
     if request.partial or capability.dtype.itemsize != 2 or not torch.is_grad_enabled():
         return False
     sink_trained = request.sink is not None and requires_grad(request.sink)
-    on_cpu = capability.device.type == "cpu"
+    # (A GPU's kernels that tests run on the CPU do what they do on a GPU.)
+    on_cpu = capability.device.type == "cpu" and request.backend not in ("triton", "hopper")
     return capability.learned or sink_trained or (on_cpu and capability.trained)
 
 
