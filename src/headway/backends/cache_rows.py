@@ -20,9 +20,14 @@ class CacheRow(NamedTuple):
     length: int  # number of its keys, with those of its queries
 
     @property
+    def query_count(self) -> int:
+        """Return the number of its queries."""
+        return self.queries.stop - self.queries.start
+
+    @property
     def first_position(self) -> int:
         """Return the position of its first query."""
-        return self.length - (self.queries.stop - self.queries.start)
+        return self.length - self.query_count
 
 
 def rows_of(call: Call) -> list[CacheRow]:

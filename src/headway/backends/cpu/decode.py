@@ -2,35 +2,36 @@
 
 Decoding is bound by reading keys and values, so each is read once, and only where the mask's
 formula allows it (`key_ranges`). The queries of all heads of a group are the rows of one product.
-Keys are visited in blocks that fit the caches: pages are gathered, and 8 or 16-bit numbers
-widened, one block at a time. Where a row needs only a softmax, PyTorch's flash kernel computes it
-in one pass, and a mask that is no range of keys is added to the logits. Small calls are bound by
-launches, so their rows are computed together (`decode_batches`).
+Keys are visited in blocks that fit the caches: pages are gathered, and 8 or 16-bit numbers widened,
+one block at a time (`decode_keys`). PyTorch's flash kernel attends to a block in one pass, with a
+mask added to its logits; a score, and what the kernel may get wrong, take some torch ops more.
+Small calls are bound by launches, so rows that see nearly the same keys are computed together.
 
 It buys 1.0 to 3.1 times the speed of F.sdpa over contiguous keys, 0.3 to 1.2 times over pages,
 whose gathering alone would cost F.sdpa 1.4 to 7 times as much (docs/lab/cpu.md, 2026-11-26).
 """
 
 import math
-from functools import cached_property
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import CapturedIndexError
-from ...mods.evaluation.pointwise import score_at
-from ...types import Forward, Spec, in_dtype
-from ..base import Call
+from ...mods.evaluation.pointwise import Positions, mask_at
+from ...types import Forward, Spec, acc_dtype, in_dtype
+from ..base import Call, graphs, split
 from ..cache_rows import CacheRow, rows_of
-from .decode_batches import RowBatch, batch_rows, one_batch_per_row
-from .decode_inputs import COPIED_NUMBERS, DecodeInputs, KeyBlock
-from .decode_pages import attend_by_page
-from .flash import MAX_DECODE_QUERIES, _finite, _forward, _some_zero, add_sink, in_half
-from .key_ranges import KeyRange
-from .tiled import _exp
+from .decode_block import BlockAttention, KeyBlock, PartialSoftmax
+from .decode_keys import KeyReader, attend_by_page
+from .flash import MAX_DECODE_QUERIES, _finite, add_sink
+from .key_ranges import KeyRange, key_ranges
+from .tile_plan import segments_of_row
 
-_BIAS_NUMBERS = 1 << 22  # of a mask that is added
+_BLOCK_PAIRS = 1 << 20  # 4 MB of float32, the caches of two cores
+_COPIED_NUMBERS = 1 << 19  # of a block of keys that is copied
+_UNSEEN_NUMBERS = 1 << 16  # numbers that are read in the time of a row's launches
 
 
 def suits(spec: Spec, call: Call) -> bool:
@@ -48,16 +49,14 @@ def suits(spec: Spec, call: Call) -> bool:
 
 def forward(spec: Spec, call: Call) -> Forward:
     """Return the results of a call without a cache."""
-    b, _, q_len, _ = call.q.shape
-    kv_len = call.k.shape[2]
+    (b, _, q_len, _), kv_len = call.q.shape, call.k.shape[2]
     rows = [CacheRow(n, n, slice(0, q_len), kv_len) for n in range(b)]
-    return _DecodeCall(spec, call, rows, [call.coords.q] * b, call.coords.kv).run()
+    return _DecodeCall(spec, call, rows).run()
 
 
 def infer(spec: Spec, call: Call) -> Forward:
     """Return the results of a call over a cache. A row of many queries becomes its own call."""
-    rows = rows_of(call)
-    return _DecodeCall(spec, call, rows, [row.first_position for row in rows], 0).run()
+    return _DecodeCall(spec, call, rows_of(call)).run()
 
 
 class _Results(NamedTuple):
@@ -69,32 +68,75 @@ class _Results(NamedTuple):
     row_max: Tensor | None = None
 
 
-class _PartialSoftmax(NamedTuple):
-    """Attention over a block of keys, before its division."""
+class RowBatch:
+    """Rows that are computed together: neighbours in q and in the cache."""
 
-    row_max: Tensor  # the largest score of every query
-    total: Tensor  # the sum of exponentials, relative to row_max
-    out: Tensor  # the values times those exponentials
-    max_logit: Tensor | None  # of every head, where the spec asks for it
+    def __init__(self, rows: list[CacheRow], row_ranges: list[list[KeyRange]]) -> None:
+        self.rows, self.row_ranges = rows, row_ranges
+        self.q_len = rows[0].query_count
+        self.cache_rows = slice(rows[0].index, rows[-1].index + 1)
+        # The queries in q.
+        self.q_index = slice(rows[0].q_row, rows[0].q_row + len(rows)), slice(None), rows[0].queries
+        same = all(ranges == row_ranges[0] for ranges in row_ranges)
+        # The ranges to visit: a row's own, or one that spans those of all rows.
+        self.ranges = row_ranges[0]
+        if not same:
+            start = min(ranges[0].start for ranges in row_ranges if ranges)
+            stop = max(ranges[-1].stop for ranges in row_ranges if ranges)
+            self.ranges = [KeyRange(start, stop, False)]
+        # Keys that are read, and those that rows see.
+        self.read_keys = len(rows) * sum(stop - start for start, stop, _ in self.ranges)
+        self.seen_keys = self.read_keys
+        if not same:
+            self.seen_keys = sum(r.stop - r.start for ranges in row_ranges for r in ranges)
+
+    @property
+    def ragged(self) -> bool:
+        """Return whether rows have different numbers of keys."""
+        return any(row.length != self.rows[0].length for row in self.rows)
+
+    def halves(self) -> "list[RowBatch]":
+        """Return the two halves of its rows as batches."""
+        half = len(self.rows) // 2
+        return [
+            RowBatch(self.rows[part], self.row_ranges[part])
+            for part in (slice(0, half), slice(half, None))
+        ]
 
 
-class _DecodeCall(DecodeInputs):
+class _DecodeCall:
     """A call with few queries, computed a batch of rows at a time."""
+
+    def __init__(self, spec: Spec, call: Call, rows: list[CacheRow]) -> None:
+        self.hk, self.g = call.k.shape[1], call.q.shape[1] // call.k.shape[1]
+        self.spec, self.call, self.kv = spec, call, call.kv
+        self.rows = rows if self.g else []  # without heads there is nothing to compute
+        self.score, self.mask = graphs(spec)
+        _, self.mask_captured = split(spec, call.captured)
+        self.acc = acc_dtype(call.q.dtype)
+        self.keys = KeyReader(call)
+        self.attention = BlockAttention(spec, call, self.keys)
 
     def run(self) -> Forward:
         """Return the results of all rows."""
         call, kv = self.call, self.kv
-        decode_rows = [
-            row for row in self.rows
-            if row.queries.stop - row.queries.start <= MAX_DECODE_QUERIES
-        ]  # fmt: skip
-        row_ranges = self.row_ranges(decode_rows)
-        results, batches = self._attend_by_page(decode_rows, row_ranges), []
+        packed = kv is not None and kv.cu_q is not None
+        rows = [row for row in self.rows if row.query_count <= MAX_DECODE_QUERIES]
+        row_ranges = self._row_ranges(rows)
+        all_rows = len(rows) == call.q.shape[0] and not packed
+        results, batches = None, []
+        if (
+            all_rows
+            and kv is not None
+            and kv.page_table is not None
+            and self.attention.by_kernel_alone
+        ):
+            results = self._attend_by_page(kv.page_table, row_ranges)
         if results is None:
-            batches = self._batches(decode_rows, row_ranges)
-            all_rows = len(batches) == 1 and len(decode_rows) == call.q.shape[0]
-            if all_rows and (kv is None or kv.cu_q is None):
+            batches = self._batches(RowBatch(rows, row_ranges), packed) if rows else []
+            if all_rows and len(batches) == 1:
                 results = self._attend(batches[0])
+                batches = batches if results is not None else batches[0].halves()
         if results is None:
             return self._run_in_batches(batches)
         out, lse, *maxima = results
@@ -116,11 +158,11 @@ class _DecodeCall(DecodeInputs):
         for batch in batches:
             results = self._attend(batch)
             if results is None:
-                batches.extend(one_batch_per_row(batch.rows, batch.row_ranges))
+                batches.extend(batch.halves())
             else:
                 store(batch.q_index, batch.cache_rows, results)
         for row in self.rows:
-            if row.queries.stop - row.queries.start > MAX_DECODE_QUERIES:
+            if row.query_count > MAX_DECODE_QUERIES:
                 index = row.q_row, slice(None), row.queries
                 store(index, row.index, self._prefill_row(row))
         return result
@@ -145,166 +187,205 @@ class _DecodeCall(DecodeInputs):
 
     # -- which rows and keys -----------------------------------------------------------------------
 
-    def _batches(self, rows: list[CacheRow], row_ranges: list[list[KeyRange]]) -> list[RowBatch]:
-        """Return the rows in batches, where that is possible and faster."""
-        call, kv = self.call, self.kv
-        packed = kv is not None and kv.cu_q is not None
-        if packed or self.spec.tiles is not None:
-            return one_batch_per_row(rows, row_ranges)
-        if not (self.fits_flash or self.keys.copied or _rows_and_heads_join(call.k, call.v)):
-            return one_batch_per_row(rows, row_ranges)
-        key_width = self.hk * (call.k.shape[3] + call.v.shape[3])
-        max_numbers = None if self.fits_flash else 2 * COPIED_NUMBERS
-        return batch_rows(rows, row_ranges, key_width, max_numbers)
+    def _first_position(self, row: CacheRow) -> int:
+        return self.call.coords.q if self.kv is None else row.first_position
+
+    def _row_ranges(self, rows: list[CacheRow]) -> list[list[KeyRange]]:
+        """Return the ranges of keys that each row may see."""
+        if self.mask is None or not rows or self.spec.tiles is not None:
+            exact = self.mask is None
+            return [[KeyRange(0, row.length, exact)] if row.length else [] for row in rows]
+        queries = [
+            [(row.index + self.call.coords.b, self._first_position(row) + i)
+             for i in range(row.query_count)] for row in rows
+        ]  # fmt: skip
+        first_key = self.call.coords.kv if self.kv is None else 0
+        lengths = [first_key + row.length for row in rows]
+        row_ranges = key_ranges(self.mask, self.mask_captured, queries, lengths)
+        if not first_key:
+            return row_ranges
+        return [
+            [KeyRange(max(0, start - first_key), stop - first_key, exact)
+             for start, stop, exact in ranges if stop > first_key]
+            for ranges in row_ranges
+        ]  # fmt: skip
+
+    def _batches(self, batch: RowBatch, one_by_one: bool) -> list[RowBatch]:
+        """Return a batch in parts of neighbours that see nearly the same keys: reading a few that a
+        row does not see costs less than the launches of another batch."""
+        if len(batch.rows) == 1:
+            return [batch]
+        call = self.call
+        width = self.hk * (call.k.shape[3] + call.v.shape[3])
+        lies_ready = self.attention.by_kernel_alone and not self.keys.copied
+        joins = lies_ready or self.keys.copied or _rows_and_heads_join(call.k, call.v)
+        fits = joins and (lies_ready or batch.read_keys * width <= 2 * _COPIED_NUMBERS)
+        unseen = (batch.read_keys - batch.seen_keys) * width
+        one_by_one = one_by_one or self.spec.tiles is not None
+        if fits and not one_by_one and unseen <= _UNSEEN_NUMBERS * len(batch.rows):
+            return [batch]
+        return [part for half in batch.halves() for part in self._batches(half, one_by_one)]
+
+    def _key_blocks(self, batch: RowBatch) -> Iterator[KeyBlock]:
+        """Yield the blocks to visit; those of the same heads follow each other."""
+        row_count, copied = len(batch.rows), self.keys.copied
+        as_it_lies = self.attention.by_kernel_alone and not copied and self.spec.tiles is None
+        if as_it_lies and len(batch.ranges) == 1 and batch.ranges[0].exact:
+            keys = slice(*batch.ranges[0][:2])  # the kernel has blocks of its own
+            yield KeyBlock(slice(0, self.hk), slice(0, self.g), keys, True)
+            return
+        row_width = row_count * max(self.call.k.shape[3], self.call.v.shape[3], 1)
+        page_len = self.call.k.shape[2] if self.keys.paged else 1
+        for kv_heads, group_heads, ranges in self._ranges_by_head(batch):
+            longest = max((key_range.stop - key_range.start for key_range in ranges), default=0)
+            heads_per_block = kv_heads.stop - kv_heads.start
+            if copied and longest:  # as few heads at a time as give long stretches of keys
+                fitting_heads = max(1, _COPIED_NUMBERS // (row_width * longest))
+                heads_per_block = min(heads_per_block, fitting_heads)
+            group_size = group_heads.stop - group_heads.start
+            queries = row_count * heads_per_block * group_size * batch.q_len
+            keys_per_block = max(128, _BLOCK_PAIRS // queries)
+            if copied:
+                fitting_keys = max(128, _COPIED_NUMBERS // (row_width * heads_per_block))
+                keys_per_block = min(keys_per_block, fitting_keys)
+            keys_per_block = max(page_len, keys_per_block - keys_per_block % page_len)
+            for h in range(kv_heads.start, kv_heads.stop, heads_per_block):
+                block_heads = slice(h, min(h + heads_per_block, kv_heads.stop))
+                for start, range_stop, exact in ranges:
+                    while start < range_stop:
+                        page_start = (start // page_len) * page_len
+                        stop = min(page_start + keys_per_block, range_stop)
+                        yield KeyBlock(block_heads, group_heads, slice(start, stop), exact)
+                        start = stop
+
+    def _ranges_by_head(self, batch: RowBatch) -> Iterator[tuple[slice, slice, list[KeyRange]]]:
+        """Yield key heads and heads of their groups that see the same keys, and those keys."""
+        hk, g, spec, tiles = self.hk, self.g, self.spec, self.call.tiles
+        if spec.tiles is None or tiles is None or self.kv is None:
+            yield slice(0, hk), slice(0, g), batch.ranges
+            return
+        mask_b, mask_h, *tile = spec.tiles
+        row, first_position = batch.rows[0], self._first_position(batch.rows[0])
+        positions = slice(max(first_position, 0), first_position + batch.q_len)
+        capacity = self.kv.capacity(self.call.k)
+        for h in range(mask_h):
+            mask_row = (row.index if mask_b > 1 else 0) * mask_h + h
+            segments = segments_of_row(
+                spec, tiles, tuple(tile), mask_row, mask_b * mask_h, positions, capacity  # type: ignore[arg-type]
+            )  # fmt: skip
+            ranges = [
+                KeyRange(segment.start, min(segment.stop, row.length), segment.full)
+                for segment in segments if segment.start < row.length
+            ]  # fmt: skip
+            if mask_h == 1:
+                yield slice(0, hk), slice(0, g), ranges
+            else:
+                yield slice(h // g, h // g + 1), slice(h % g, h % g + 1), ranges
+
+    # -- pairs -------------------------------------------------------------------------------------
+
+    def _positions(self, batch: RowBatch, block: KeyBlock) -> Positions:
+        """Return the positions of (rows, key heads, heads of a group, queries, keys)."""
+        coords, arange = self.call.coords, lambda *limits: torch.arange(*limits, device="cpu")
+        b = arange(batch.cache_rows.start + coords.b, batch.cache_rows.stop + coords.b)
+        starts = [self._first_position(row) for row in batch.rows]
+        if len(set(starts)) == 1:
+            q_idx = arange(starts[0], starts[0] + batch.q_len)[:, None]
+        else:
+            q_idx = torch.tensor(starts, device="cpu").view(-1, 1, 1, 1, 1)
+            q_idx = q_idx + arange(batch.q_len)[:, None]
+        heads = arange(coords.h, coords.h + self.hk * self.g).view(self.hk, self.g, 1, 1)
+        first_key = coords.kv if self.kv is None else 0
+        kv_idx = arange(block.keys.start + first_key, block.keys.stop + first_key)
+        b = b[0] if len(b) == 1 else b.view(-1, 1, 1, 1, 1)
+        return Positions(b, heads[block.kv_heads, block.group_heads], q_idx, kv_idx)
+
+    def _keep_mask(
+        self, batch: RowBatch, block: KeyBlock, positions: Positions | None
+    ) -> Tensor | None:
+        """Return which pairs are kept: bool, broadcasting to (rows, key heads, heads of a group,
+        queries, keys); None for all."""
+        if block.full:
+            return None
+        per_row = lambda numbers: torch.tensor(numbers, device="cpu").view(-1, 1, 1, 1, 1)
+        keys = torch.arange(block.keys.start, block.keys.stop, device="cpu")
+        row_ranges = batch.row_ranges
+        if all(len(ranges) <= 1 and (not ranges or ranges[0].exact) for ranges in row_ranges):
+            limits = [ranges[0][:2] if ranges else (0, 0) for ranges in row_ranges]
+            starts, stops = zip(*limits, strict=True)
+            keep_mask = keys < per_row(stops)
+            if max(starts) > block.keys.start:
+                keep_mask &= keys >= per_row(starts)
+            return keep_mask
+        assert self.mask is not None
+        positions = positions or self._positions(batch, block)
+        keep_mask = mask_at(self.mask, self.mask_captured, positions)
+        if batch.ragged:
+            keep_mask = keep_mask & (keys < per_row([row.length for row in batch.rows]))
+        return keep_mask
 
     # -- the ways to compute a batch ---------------------------------------------------------------
 
-    def _attend(self, batch: RowBatch) -> _Results | None:
-        """Return the results of a batch; None where its rows, several, must be computed one by
-        one."""
-        results = None
-        several = len(batch.rows) > 1
-        if self.softmax_only:
-            key_count = len(batch.rows) * (batch.stop - batch.start)
-            if not self.keys.paged or self._fits_caches(key_count):
-                results = self._attend_by_flash(batch)
-        if results is None and several and self.fits_flash:
-            return None
-        if results is None:
-            try:
-                results = self._attend_by_blocks(batch)
-            except CapturedIndexError:  # maybe where a row has no keys any more
-                if several:
-                    return None
-                raise
-            if several and batch.ragged and not _finite(results.out):
-                return None  # a NaN behind the end of a row may show
-        return results
-
-    @cached_property
-    def softmax_only(self) -> bool:
-        """Return whether there is only a softmax between the products, in a dtype of PyTorch's
-        flash kernel."""
-        spec, call = self.spec, self.call
-        dtype = call.q.dtype
-        in_half_dtype = in_half(dtype) and spec.out_dtype(dtype) == dtype
-        return (
-            self.score is None
-            and spec.tiles is None
-            and not (spec.max_logit or spec.row_max)
-            and (dtype == self.acc or in_half_dtype)
-            and call.k.dtype == dtype
-            and call.q.shape[3] == call.v.shape[3] > 0
-            and call.k.stride(3) == call.v.stride(3) == call.q.stride(3) == 1
-            and (self.kv is None or (self.kv.k_scale is None and self.kv.v_scale is None))
-        )
-
-    def _fits_caches(self, key_count: int) -> bool:
-        """Return whether so many keys of all heads, with their values, fit into the caches."""
-        numbers = key_count * self.hk * (self.call.k.shape[3] + self.call.v.shape[3])
-        return numbers <= 2 * COPIED_NUMBERS
-
-    @cached_property
-    def fits_flash(self) -> bool:
-        """Return whether the flash kernel takes keys and values as they lie, row by row."""
-        return self.softmax_only and not self.keys.paged
-
     def _attend_by_page(
-        self, rows: list[CacheRow], row_ranges: list[list[KeyRange]]
+        self, page_table: Tensor, row_ranges: list[list[KeyRange]]
     ) -> _Results | None:
         """Return the results of all rows by pages; None where that is impossible or slower."""
         call, kv = self.call, self.kv
-        if kv is None or kv.page_table is None or kv.cu_q is not None or not self.softmax_only:
+        if call.k.dtype != self.acc or not call.k.stride(3) == call.v.stride(3) == 1:
+            return None
+        if kv is None or kv.k_scale is not None or kv.v_scale is not None:
             return None
         if any(len(ranges) > 1 or (ranges and not ranges[0].exact) for ranges in row_ranges):
             return None
-        if self._fits_caches(sum(rs[0].stop - rs[0].start for rs in row_ranges if rs)):
+        limits = [(ranges[0].start, ranges[0].stop) if ranges else (0, 0) for ranges in row_ranges]
+        key_count = sum(stop - start for start, stop in limits)
+        if key_count * self.hk * (call.k.shape[3] + call.v.shape[3]) <= 2 * _COPIED_NUMBERS:
             return None
         q = call.q.unflatten(1, (self.hk, self.g)).flatten(2, 3)
-        ranges = [ranges[0] if ranges else None for ranges in row_ranges]
-        results = attend_by_page(q, call.k, call.v, kv.page_table, ranges, self.spec.scale)
+        results = attend_by_page(q, call.k, call.v, page_table, limits, self.spec.scale)
         if results is None:
             return None
         out, lse = results[0].reshape(call.q.shape), results[1].reshape(call.q.shape[:3])
-        if call.sink is not None:
-            out, lse = add_sink(out, lse, call.sink)
-        return _Results(out, lse)
+        return _Results(*((out, lse) if call.sink is None else add_sink(out, lse, call.sink)))
 
-    def _attend_by_flash(self, batch: RowBatch) -> _Results | None:
-        """Return the results by PyTorch's flash kernel; None where it cannot compute them, or a row
-        may be NaN."""
-        call, row_count, start, stop = self.call, len(batch.rows), batch.start, batch.stop
-        if start == stop:
-            return None
-        keep_mask = None
-        if len(batch.ranges) != 1 or not batch.ranges[0].exact:
-            keep_mask = self._dense_mask(batch)
-            if keep_mask is None:
-                return None
-        q_rows, keys = call.q[batch.q_index], slice(start, stop)
-        q = q_rows.reshape(row_count, self.hk, self.g * batch.q_len, q_rows.shape[3])
-        all_heads = slice(0, self.hk)
-        k, v = (self.keys.stored(x, batch.cache_rows, all_heads, keys) for x in (call.k, call.v))
-        bias = None
-        if keep_mask is not None:
-            bias = torch.zeros(keep_mask.shape, dtype=q.dtype, device="cpu")
-            bias.masked_fill_(~keep_mask, -math.inf)
-        out, lse = _forward(q, k, v, 0.0, False, attn_mask=bias, scale=self.spec.scale)
-        if keep_mask is not None and not math.isfinite(out.sum(dtype=self.acc) + lse.sum()):
-            return None  # a mask that is added lets NaN and inf through
-        if _some_zero(lse):
-            if keep_mask is not None:  # of a row that sees nothing
-                lse = lse.masked_fill(~keep_mask.any(-1), -math.inf)
-            if _some_zero(lse) and not (_finite(q) and _finite(k)):
-                return None
-        out, lse = out.reshape(q_rows.shape), lse.reshape(q_rows.shape[:3])
-        if call.sink is not None:
-            out, lse = add_sink(out, lse, call.sink)
-        return _Results(out, lse)
-
-    def _dense_mask(self, batch: RowBatch) -> Tensor | None:
-        """Return which pairs are kept, broadcasting to (rows, key heads, queries of a group, keys);
-        None where that is large, or costs more than it saves."""
-        start, stop = batch.start, batch.stop
-        size = (stop - start) * len(batch.rows) * batch.q_len
-        if self.mask is not None and self.mask.uses("h"):
-            size *= self.hk * self.g
-        live_keys = sum(key_range.stop - key_range.start for key_range in batch.ranges)
-        if size > _BIAS_NUMBERS or 2 * live_keys < stop - start:
-            return None
+    def _attend(self, batch: RowBatch) -> _Results | None:
+        """Return the results of a batch; None where its rows, several, must be computed by fewer at
+        a time: a row may read what another has no keys for."""
+        several = len(batch.rows) > 1
         try:
-            keep_mask = self.mask_block(batch, None, slice(start, stop))
+            results = self._attend_to_blocks(batch)
         except CapturedIndexError:
-            return None
-        keep_mask = keep_mask.view((1,) * (5 - keep_mask.dim()) + keep_mask.shape)
-        if keep_mask.shape[1:4] == (1, 1, 1):
-            return keep_mask[:, :, 0]
-        rows, heads = keep_mask.shape[:2]
-        return keep_mask.expand(rows, heads, self.g, batch.q_len, stop - start).flatten(2, 3)
+            if several:
+                return None
+            raise
+        return None if several and batch.ragged and not _finite(results.out) else results
 
-    def _attend_by_blocks(self, batch: RowBatch) -> _Results:
-        """Return the results by blocks of torch ops, and merge the softmaxes of the blocks."""
+    def _attend_to_blocks(self, batch: RowBatch) -> _Results:
+        """Attend to each block, and merge the softmaxes of the blocks."""
         call, acc, hk, g = self.call, self.acc, self.hk, self.g
-        heads_shape, q_len, dv = (len(batch.rows), hk, g), batch.q_len, call.v.shape[3]
-        q = call.q[batch.q_index].to(acc).reshape(*heads_shape, q_len, call.q.shape[3])
-        blocks = [b for b in self.key_blocks(batch) if b.keys.start < b.keys.stop]
+        heads_shape, q_len = (len(batch.rows), hk, g), batch.q_len
+        q = in_dtype(call.q[batch.q_index], acc).reshape(*heads_shape, q_len, call.q.shape[3])
+        blocks = list(self._key_blocks(batch))
         all_heads = slice(0, hk), slice(0, g)
-        if len(blocks) == 1 and (blocks[0].kv_heads, blocks[0].group_heads) == all_heads:
-            m, total, out, max_logit = self._attend_block(batch, q, blocks[0])
+        if len(blocks) == 1 and blocks[0][:2] == all_heads:
+            m, total, out, max_logit = self._attend_to_block(batch, q, blocks[0], single=True)
         else:
             filled = lambda value, *shape: torch.full(
                 (*heads_shape, *shape), value, dtype=acc, device="cpu"
             )
-            out, total = filled(0.0, q_len, dv), filled(0.0, q_len, 1)
+            out, total = filled(0.0, q_len, call.v.shape[3]), filled(0.0, q_len, 1)
             m, max_logit = filled(-math.inf, q_len, 1), filled(-math.inf)
             for block in blocks:
                 heads = slice(None), block.kv_heads, block.group_heads
-                update = self._attend_block(batch, q[heads], block)
+                update = self._attend_to_block(batch, q[heads], block, single=False)
                 m_before, m_after = m[heads], torch.maximum(m[heads], update.row_max)
                 base = m_after.masked_fill(m_after == -math.inf, 0)
                 rescale, rescale_update = (m_before - base).exp_(), (update.row_max - base).exp_()
                 m[heads] = m_after
-                total[heads] = total[heads] * rescale + update.total * rescale_update
+                block_total = rescale_update if update.total is None else (
+                    update.total * rescale_update
+                )  # fmt: skip
+                total[heads] = total[heads] * rescale + block_total
                 out[heads] = (out[heads] * rescale).addcmul_(update.out, rescale_update)
                 if update.max_logit is not None:
                     max_logit[heads] = torch.maximum(max_logit[heads], update.max_logit)
@@ -314,45 +395,24 @@ class _DecodeCall(DecodeInputs):
             m_after = torch.maximum(m, sink)
             base = m_after.masked_fill(m_after == -math.inf, 0)
             rescale = (m - base).exp_()
-            total, out, m = total * rescale + (sink - base).exp_(), out * rescale, m_after
-        lse = (m + total.log())[..., 0].flatten(1, 2)
-        out = (out / total.masked_fill(total == 0, 1)).flatten(1, 2)
+            total = (rescale if total is None else total * rescale) + (sink - base).exp_()
+            out, m = out * rescale, m_after
+        if total is not None:
+            m = m + total.log()
+            out = out / total.masked_fill(total == 0, 1)
         return _Results(
-            out, lse, max_logit.flatten(1, 2) if self.spec.max_logit else None,  # type: ignore[union-attr]
+            out.flatten(1, 2), m[..., 0].flatten(1, 2),
+            max_logit.flatten(1, 2) if self.spec.max_logit else None,  # type: ignore[union-attr]
             row_max[..., 0].flatten(1, 2) if self.spec.row_max else None,
         )  # fmt: skip
 
-    def _attend_block(self, batch: RowBatch, q: Tensor, block: KeyBlock) -> _PartialSoftmax:
-        """Return attention of q `(rows, key heads, heads of a group, queries, d)` over a block."""
-        spec, acc = self.spec, self.acc
-        shape = *q.shape[:4], block.keys.stop - block.keys.start
-        k = self.keys.k(batch.cache_rows, block.kv_heads, block.keys)
-        s = self.keys.scratch("s", shape, acc)
-        group_q = q.flatten(2, 3).flatten(0, 1)
-        flat_s = s.view(*group_q.shape[:2], shape[4])
-        torch.baddbmm(flat_s, group_q, k.mT, beta=0, alpha=spec.scale, out=flat_s)
-        positions, keep_mask, t, max_logit = None, None, s, None
-        if self.score is not None or (self.mask is not None and not block.full):
-            heads = self.heads[block.kv_heads, block.group_heads]
-            positions = self.positions_of(batch, heads, block.keys)
-        if not block.full:
-            keep_mask = self.mask_block(batch, positions, block.keys)
-        if self.score is not None:
-            logits = s.clone() if spec.max_logit else s
-            (t,), _ = score_at(self.score, self.bound_score, positions, logits, keep_mask)  # type: ignore[arg-type]
-            t = torch.as_tensor(t, dtype=acc, device="cpu").expand(shape)
-        if keep_mask is not None:
-            t = t.masked_fill(~keep_mask, -math.inf)
-        if spec.max_logit:
-            logits = t if self.score is None else s.masked_fill(t == -math.inf, -math.inf)
-            max_logit = logits.amax((3, 4))
-        m = t.amax(-1, keepdim=True)
-        base = m.masked_fill(m == -math.inf, 0)
-        p = _exp(torch.sub(t, base, out=self.keys.scratch("p", shape, acc)))
-        total = p.sum(-1, keepdim=True)
-        v = self.keys.v(batch.cache_rows, block.kv_heads, block.keys)
-        out = torch.bmm(p.view(flat_s.shape), v).view(*q.shape[:4], v.shape[2])
-        return _PartialSoftmax(m, total, out, max_logit)
+    def _attend_to_block(
+        self, batch: RowBatch, q: Tensor, block: KeyBlock, *, single: bool
+    ) -> PartialSoftmax:
+        """Return attention of q over a block, `single` if it holds all keys."""
+        positions = None if self.score is None else self._positions(batch, block)
+        keep_mask = self._keep_mask(batch, block, positions)
+        return self.attention(q, batch.cache_rows, block, positions, keep_mask, single)
 
     def _prefill_row(self, row: CacheRow) -> _Results:
         """Return the results of a row of many queries, by the forward of training."""
@@ -361,17 +421,11 @@ class _DecodeCall(DecodeInputs):
         call, kv = self.call, self.kv
         assert kv is not None
         index = slice(row.index, row.index + 1), slice(0, self.hk), slice(0, row.length)
-        plain_cache = kv.page_table is None and call.k.dtype == call.q.dtype
-        k = (
-            call.k[index]
-            if plain_cache and kv.k_scale is None
-            else self.keys.k(*index)[None].clone()
-        )
-        v = (
-            call.v[index]
-            if plain_cache and kv.v_scale is None
-            else self.keys.v(*index)[None].clone()
-        )
+        k, v = call.k[index], call.v[index]
+        if kv.page_table is not None or k.dtype != call.q.dtype or kv.k_scale is not None:
+            k = self.keys.k(*index).clone()
+        if kv.page_table is not None or v.dtype != call.q.dtype or kv.v_scale is not None:
+            v = self.keys.v(*index).clone()
         q = in_dtype(call.q[row.q_row : row.q_row + 1, :, row.queries], k.dtype)
         b = call.coords.b + row.index
         row_call = call.replace(

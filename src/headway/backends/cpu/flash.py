@@ -15,7 +15,6 @@ exact gradients. This module works around their weaknesses, or refuses such call
 """
 
 import math
-from functools import cache
 from itertools import groupby
 
 import torch
@@ -60,18 +59,6 @@ def _fits_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.shape[3] == v.shape[3] and q.numel() > 0 < k.numel()
 
 
-@cache
-def in_half(dtype: torch.dtype) -> bool:
-    """Return whether decoding without a gradient computes in this 16-bit dtype, where the CPU
-    multiplies such numbers in vectors. Elsewhere widening costs less, and also on matrix units,
-    which are slow at products of few rows. Products add up in float32; P is rounded, as on GPUs."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
-    return bool(capabilities.get(f"avx512_{name}")) and not (
-        capabilities.get("amx_tile") or capabilities.get("amx_bf16")
-    )
-
-
 def native(spec: Spec, call: Call, hook: Hook) -> Tensor | None:
     """Return the output if one call of the kernel computes it; None where more is needed, or where
     the backward has a faster way."""
@@ -106,15 +93,13 @@ def plain(
     trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if trained and _leaves_threads_idle(q):
         return None
-    caller_q, in_16_bit = q, False
+    caller_q = q
     if not trained and not causal and q.shape[2] <= MAX_DECODE_QUERIES:
-        in_16_bit = hook is not None and q.dtype.itemsize == 2
-        if in_16_bit and not in_half(q.dtype):
+        if hook is not None and q.dtype.itemsize == 2:
             return None  # `decode` widens keys a block at a time
         if q.shape[1] != k.shape[1]:  # the queries of a group are the rows of one product
             q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    if not in_16_bit or not q.stride()[3] == k.stride()[3] == v.stride()[3] == 1:
-        q, k, v = _kernel_inputs(q, k, v, fold_heads=False)
+    q, k, v = _kernel_inputs(q, k, v, fold_heads=False)
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     if bias is not None and not math.isfinite(out.sum(dtype=lse.dtype)):
         return None  # a mask that is added lets NaN and inf through

@@ -129,130 +129,93 @@ class KeyRange(NamedTuple):
 
 
 def key_ranges(
-    graph: Graph, captured: Captured, b: list[int], q_idx: list[int], counts: list[int],
-    lengths: list[int],
-) -> list[list[KeyRange]]:  # fmt: skip
+    graph: Graph, captured: Captured, queries: list[list[tuple[int, int]]], lengths: list[int]
+) -> list[list[KeyRange]]:
     """Return, for every row, the keys that any of its queries may see, in disjoint ascending
     ranges.
 
-    **Arguments:** the mask with what it captures, global batch index and position of all queries,
-    the number of queries of every row, and of its keys. Where the formula reads a captured tensor
-    out of range, the range is all keys: evaluated pair by pair, a kept one raises the error.
+    **Arguments:** the mask with what it captures, (global batch index, position) of the queries of
+    every row, and the number of its keys. Where the formula reads a captured tensor out of range,
+    the range is all keys: evaluated pair by pair, a kept one raises the error.
     """
     try:
-        return _key_ranges(graph, captured, b, q_idx, counts, lengths)
+        return _key_ranges(graph, captured, queries, lengths)
     except IndexError:
         return [[KeyRange(0, n, False)] if n else [] for n in lengths]
 
 
 def _key_ranges(
-    graph: Graph, captured: Captured, b: list[int], q_idx: list[int], counts: list[int],
-    lengths: list[int],
-) -> list[list[KeyRange]]:  # fmt: skip
-    row_ranges: list[list[KeyRange]] = [[] for _ in counts]
+    graph: Graph, captured: Captured, queries: list[list[tuple[int, int]]], lengths: list[int]
+) -> list[list[KeyRange]]:
+    row_ranges: list[list[KeyRange]] = [[] for _ in lengths]
+    tables: dict[str, Any] = {}  # lists of numbers, where that is faster
     for limits, exact in alternatives(graph):
-        starts, stops = [0] * len(counts), list(lengths)
+        starts, stops = [0] * len(lengths), list(lengths)
         for limit in limits:
-            first_query = 0
-            rest = _limit_rests(graph, captured, b, q_idx, limit)
-            for n, count in enumerate(counts):
-                row_rests = rest[first_query : first_query + count]
-                first_query += count
+            rest, names = _rest(graph, limit)
+            for name in names - tables.keys():
+                table = captured.tensors[int(name[1:])]
+                tables[name] = table.tolist() if table.numel() <= 4 * len(lengths) else table
+            cached: dict[tuple[int, int], int] = {}  # rows often stand at the same place
+            for n, row_queries in enumerate(queries):
+                for query in row_queries:
+                    if query not in cached:
+                        cached[query] = rest(*query, captured.ints, tables)
                 # sign * (factor * kv_idx + rest) <= 0, or < 0: each edge limits kv_idx.
-                edges = [-rest_of_query * limit.factor for rest_of_query in row_rests]
+                edges = [-cached[query] * limit.factor for query in row_queries]
                 if limit.sign * limit.factor > 0:
                     stops[n] = min(stops[n], max(edges) + (0 if limit.strict else 1))
                 else:
                     starts[n] = max(starts[n], min(edges) + (1 if limit.strict else 0))
-        for ranges, start, stop, count in zip(row_ranges, starts, stops, counts, strict=True):
+        for ranges, start, stop, count in zip(
+            row_ranges, starts, stops, map(len, queries), strict=True
+        ):
             if start < stop:
                 ranges.append(KeyRange(start, stop, exact and count == 1))
     return [_join_ranges(ranges) for ranges in row_ranges]
 
 
-class _Program(NamedTuple):
-    """A program for a limit's `left - right` at kv_idx = 0. Each step appends a number to a list
-    that begins with `b`, `q_idx` and `inputs`; `left` and `right` are places in that list."""
-
-    inputs: tuple[int | str, ...]  # constants, and names of captured numbers
-    steps: tuple["_Step", ...]
-    left: int
-    right: int
-    uses_b: bool
-
-
-class _Step(NamedTuple):
-    """A step that appends a number."""
-
-    compute: Callable[..., int] | str  # or the name of a table
-    places: tuple[int, ...]  # of the operands
-    lowest: int  # number of the dtype
-    span: int  # how many numbers the dtype has
+# Of few numbers Python computes faster than tensors do. A function of b, q_idx, the captured ints
+# and the tables by name.
+_Function = Callable[[int, int, list[int], dict[str, Any]], int]
 
 
 @lru_cache(maxsize=1024)
-def _program(graph: Graph, limit: Limit) -> _Program:
-    """Compile the program of a limit."""
-    ends = limit.left, limit.right
-    limit_graph = subgraph(graph, tuple([x for x in ends if isinstance(x, str)]))
-    outputs = iter(limit_graph.outputs)
-    left, right = (next(outputs) if isinstance(x, str) else x for x in ends)
-    operands = [node.args[1:] if node.op == "gather" else node.args for node in limit_graph.nodes]
-    is_computed = lambda x: isinstance(x, str) and (x[0] == "%" or x in ("b", "q_idx"))
-    leaf_names = [x for args in (*operands, (left, right)) for x in args if not is_computed(x)]
-    leaves = tuple(dict.fromkeys(leaf_names))
-    places: dict[Any, int] = {x: n for n, x in enumerate(("b", "q_idx", *leaves))}
-    for n in range(len(operands)):
-        places[f"%{n}"] = 2 + len(leaves) + n
-    steps = tuple([
-        _Step(
-            node.args[0] if node.op == "gather" else _OPS[node.op],  # type: ignore[arg-type]
-            tuple([places[x] for x in args]), *_DTYPE_SPANS[node.dtype],
-        )
-        for node, args in zip(limit_graph.nodes, operands, strict=True)
-    ])  # fmt: skip
-    leaf_values = tuple([0 if x == "kv_idx" else x for x in leaves])
-    return _Program(leaf_values, steps, places[left], places[right], limit_graph.uses("b"))  # type: ignore[arg-type]
+def _rest(graph: Graph, limit: Limit) -> tuple[_Function, frozenset[str]]:
+    """Return the function of a limit's `left - right` at kv_idx = 0, and the tables it reads."""
+    left, right = _function(graph, limit.left), _function(graph, limit.right)
+    ends = tuple([x for x in (limit.left, limit.right) if isinstance(x, str)])
+    nodes = subgraph(graph, ends).nodes
+    tables = frozenset(str(node.args[0]) for node in nodes if node.op == "gather")
+    return lambda *inputs: left(*inputs) - right(*inputs), tables  # type: ignore[arg-type]
 
 
-def _limit_rests(
-    graph: Graph, captured: Captured, b: list[int], q_idx: list[int], limit: Limit
-) -> list[int]:
-    """Return `left - right` of every query, at kv_idx = 0."""
-    # These are few numbers, for which Python is faster than tensors.
-    program = _program(graph, limit)
-    inputs = [captured.ints[int(x[1:])] if isinstance(x, str) else x for x in program.inputs]
-    tables: dict[Any, Any] = {}
-    for step in program.steps:
-        if isinstance(step.compute, str):
-            table = captured.tensors[int(step.compute[1:])]
-            tables[step.compute] = table.tolist() if table.numel() <= 4 * len(b) else table
-    rest_by_position: dict[tuple[int, int], int] = {}
-    rests = []
-    for batch_index, position in zip(b, q_idx, strict=True):
-        key = batch_index if program.uses_b else 0, position
-        if key not in rest_by_position:
-            rest_by_position[key] = _run_program(program, tables, [batch_index, position, *inputs])
-        rests.append(rest_by_position[key])
-    return rests
+def _function(graph: Graph, name: str | int | float) -> _Function:
+    """Return the function of one of the graph's values, at kv_idx = 0."""
+    if not isinstance(name, str) or name == "kv_idx":
+        number: Any = 0 if isinstance(name, str) else name
+        return lambda b, q_idx, ints, tables: number
+    if name[0] != "%":
+        if name in ("b", "q_idx"):
+            return (lambda b, *_: b) if name == "b" else (lambda b, q_idx, *_: q_idx)
+        place = int(name[1:])
+        return lambda b, q_idx, ints, tables: ints[place]
+    node = graph.nodes[int(name[1:])]
+    operands = [_function(graph, x) for x in (node.args[node.op == "gather" :])]  # type: ignore[arg-type]
+    lowest, span = _DTYPE_SPANS[node.dtype]
 
+    def read(*inputs: Any) -> int:
+        value = inputs[3][node.args[0]]
+        for operand in operands:
+            value = value[operand(*inputs)]  # IndexError where it is out of range
+        return int(value)
 
-def _run_program(program: _Program, tables: dict[Any, Any], values: list[int]) -> int:
-    """Run the steps on `values`, which begin with the inputs, and return `left - right`."""
-    for compute, places, lowest, span in program.steps:
-        operands = [values[place] for place in places]
-        if isinstance(compute, str):
-            value = tables[compute]
-            for place in operands:
-                value = value[place]  # IndexError where it is out of range
-            value = int(value)
-        else:
-            value = compute(*operands)
+    def compute(*inputs: Any) -> int:
+        value = _OPS[node.op](*[operand(*inputs) for operand in operands])
         # Python's integers do not wrap around, those of tensors do.
-        values.append(
-            value if lowest <= value < lowest + span else (value - lowest) % span + lowest
-        )
-    return values[program.left] - values[program.right]
+        return value if lowest <= value < lowest + span else (value - lowest) % span + lowest
+
+    return read if node.op == "gather" else compute
 
 
 def _join_ranges(ranges: list[KeyRange]) -> list[KeyRange]:

@@ -1,0 +1,130 @@
+"""Attention of few queries over one block of keys: by PyTorch's flash kernel, else by torch ops."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...mods.evaluation.pointwise import Positions, score_at
+from ...types import Spec, acc_dtype
+from ..base import Call, graphs, split
+from .decode_keys import CACHED_NUMBERS, KeyReader
+from .flash import _finite, _forward, _some_zero
+from .tiled import Buffers, _exp
+
+
+class PartialSoftmax(NamedTuple):
+    """Attention over a block of keys, (rows, key heads, heads of a group, queries, ...)."""
+
+    row_max: Tensor  # what exponentials are relative to: the largest score of every query, or lse
+    total: Tensor | None  # the sum of exponentials, by which out is to be divided; None: it was
+    out: Tensor
+    max_logit: Tensor | None  # of every head, where the spec asks for it
+
+
+class KeyBlock(NamedTuple):
+    """Some keys of a batch of rows, and the heads that see them."""
+
+    kv_heads: slice
+    group_heads: slice  # query heads of each key head
+    keys: slice
+    full: bool  # every pair is kept
+
+
+class BlockAttention:
+    """Attention over a block of keys at a time."""
+
+    def __init__(self, spec: Spec, call: Call, keys: KeyReader) -> None:
+        self.spec, self.call, self.keys = spec, call, keys
+        self.score, _ = graphs(spec)
+        self.score_captured, _ = split(spec, call.captured)
+        self.acc, self.buffers = acc_dtype(call.q.dtype), Buffers()
+        self.kernel_takes = call.q.shape[3] == call.v.shape[3] > 0 and (
+            keys.copied or call.k.stride(3) == call.v.stride(3) == 1
+        )
+        # Nothing but a mask lies between the kernel's products.
+        plain = self.score is None and not (spec.max_logit or spec.row_max)
+        self.by_kernel_alone = keys.apart = self.kernel_takes and plain
+
+    def __call__(
+        self, q: Tensor, rows: slice, block: KeyBlock, positions: Positions | None,
+        keep_mask: Tensor | None, single: bool,
+    ) -> PartialSoftmax:  # fmt: skip
+        """Return attention of q `(rows, key heads, heads of a group, queries, d)` over a block,
+        `single` if it holds all keys. `positions` are there for a score; a keep mask of None keeps
+        all pairs."""
+        heads, keys = block.kv_heads, block.keys
+        k = self.keys.k(rows, heads, keys)
+        if self.by_kernel_alone:
+            bias = None if keep_mask is None else _bias(keep_mask, q.shape, self.acc)
+            update = self._by_kernel(q, k, self.keys.v(rows, heads, keys), bias, self.spec.scale)
+            if update is not None:
+                return update
+        t, max_logit = self._scores(q, k, positions, keep_mask)
+        # A score of a single block is what the kernel adds to 0 times its logits, where reading the
+        # keys again costs less than launches. (lse has no room for a sum beside a large score.)
+        cached = single and k.numel() <= CACHED_NUMBERS
+        if cached and self.kernel_takes and not self.spec.row_max and self.call.sink is None:
+            v = self.keys.v(rows, heads, keys)
+            update = self._by_kernel(q, k, v, t.flatten(2, 3), 0.0)
+            if update is not None:
+                return update._replace(max_logit=max_logit)
+        m = t.amax(-1, keepdim=True)
+        base = m.masked_fill(m == -math.inf, 0)
+        p = _exp(torch.sub(t, base, out=self.buffers(self.acc)))
+        v = self.keys.v(rows, heads, keys).flatten(0, 1)
+        out = torch.bmm(p.view(len(v), -1, p.shape[-1]), v).view(*q.shape[:4], v.shape[2])
+        return PartialSoftmax(m, p.sum(-1, keepdim=True), out, max_logit)
+
+    def _by_kernel(
+        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+    ) -> PartialSoftmax | None:
+        """Return the results by PyTorch's flash kernel; None where they may be wrong."""
+        group_q = q.flatten(2, 3)
+        out, lse = _forward(group_q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+        if bias is not None and not math.isfinite(out.sum(dtype=self.acc) + lse.sum()):
+            return None  # a mask that is added lets NaN and inf through
+        if _some_zero(lse):
+            if bias is not None:  # of a row that sees nothing
+                lse = lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
+            if _some_zero(lse) and not (_finite(q) and _finite(k)):
+                return None
+        return PartialSoftmax(lse.view(*q.shape[:4], 1), None, out.view(q.shape), None)
+
+    def _scores(
+        self, q: Tensor, k: Tensor, positions: Positions | None, keep_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return T of a block, -inf where a pair is not kept, and the largest S of every head where
+        the spec asks for it."""
+        spec, shape = self.spec, (*q.shape[:4], k.shape[2])
+        self.buffers.start(shape)
+        s = self.buffers(self.acc)
+        flat_s = s.view(-1, q.shape[2] * q.shape[3], k.shape[2])
+        flat_q, flat_k = q.flatten(2, 3).flatten(0, 1), k.flatten(0, 1)
+        torch.baddbmm(flat_s, flat_q, flat_k.mT, beta=0, alpha=spec.scale, out=flat_s)
+        t = s
+        if self.score is not None:
+            assert positions is not None
+            (t,), _ = score_at(
+                self.score, self.score_captured, positions, s, keep_mask, self.buffers,
+                overwrite=not spec.max_logit,
+            )  # fmt: skip
+            t = torch.as_tensor(t, dtype=self.acc, device="cpu").expand(shape)
+        if keep_mask is not None:
+            t = t.masked_fill(~keep_mask, -math.inf)
+        if not spec.max_logit:
+            return t, None
+        logits = t if self.score is None else s.masked_fill(t == -math.inf, -math.inf)
+        return t, logits.amax((3, 4))
+
+
+def _bias(keep_mask: Tensor, q_shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return 0 where a pair is kept and -inf elsewhere, (rows, key heads, queries of a group, keys)
+    or broadcasting to it."""
+    keep_mask = keep_mask.view((1,) * (5 - keep_mask.dim()) + keep_mask.shape)
+    if keep_mask.shape[2:4] != (1, 1):
+        keep_mask = keep_mask.expand(-1, -1, *q_shape[2:4], -1)
+    keep_mask = keep_mask.flatten(2, 3)
+    bias = torch.zeros(keep_mask.shape, dtype=dtype, device="cpu")
+    return bias.masked_fill_(~keep_mask, -math.inf)
