@@ -12,7 +12,7 @@ from . import autograd
 from .arguments import DTYPES, check_no_gradient, check_tensors, scale_of
 from .backends.base import Call
 from .blocks import BlockMask
-from .distributed.context import Layouts
+from .distributed.context import Layouts, tell_ranks
 from .distributed.context import attention as attention_over_ranks
 from .errors import CapturedIndexError
 from .mods import causal, describe
@@ -74,18 +74,22 @@ def _profile(request: Request, compute: Callable[[Request, Spec, Call], _Result]
 @inlined_or_eager
 def _run(request: Request, compute: Callable[[Request, Spec, Call], _Result]) -> _Result:
     shards = None
-    if not type(request.q) is type(request.k) is type(request.v) is Tensor and any_sharded(
-        request.q, request.k, request.v
-    ):
-        shards = Sharded(request)
-        request = shards.local_request(request)
-    spec, call = resolve(request)
     try:
+        if not type(request.q) is type(request.k) is type(request.v) is Tensor and any_sharded(
+            request.q, request.k, request.v
+        ):
+            shards = Sharded(request)
+            request = shards.local_request(request)
+        spec, call = resolve(request)
         if shards is None:
             return compute(request, spec, call)
         return shards.as_dtensors(compute(request, spec, shards.local_call(call)))
-    except CapturedIndexError as error:
-        raise with_place(error, request.score, request.mask) from None
+    except Exception as error:
+        if type(request.keys) is Layouts and not is_compiling():
+            tell_ranks(request.keys, error)
+        if isinstance(error, CapturedIndexError):
+            raise with_place(error, request.score, request.mask) from None
+        raise
 
 
 def _out(request: Request, spec: Spec, call: Call) -> Tensor:

@@ -39,8 +39,8 @@ class ExchangeSpec(NamedTuple):
     - `own_tiles`: the tiles of the block mask are the caller's lists of blocks.
     - `trains`: whether a gradient is asked for.
     - `draws_seed`: every rank drew a seed of dropout; the first rank's is used.
-    - `constants`: for each captured tensor, whether it is not trained. Ranks compare the contents
-      of these.
+    - `constants`, `constant_sink`: for each captured tensor and the sink, whether it is not
+      trained. Ranks compare the contents of these.
     - `rank`, `ranks`: of the layout.
     - `group`: name of the process group of all ranks.
     - `node_size`: ranks of a node on a mesh of two dimensions; 0 on a mesh of one.
@@ -54,6 +54,7 @@ class ExchangeSpec(NamedTuple):
     trains: bool
     draws_seed: bool
     constants: tuple[bool, ...]
+    constant_sink: bool
     rank: int
     ranks: int
     group: str

@@ -8,6 +8,7 @@ other program. The forward's last result is the call's number, by which ranks se
 the backward of the same call.
 """
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -92,25 +93,51 @@ def attention(
     *operands, _, _ = flat(call)
     trainable = [call.q, call.k, call.v, call.sink, *call.captured.tensors[: spec.score_tensors]]
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trainable)
-    exchange = _exchange_of(layouts, own_tiles, trains, draws_seed, call.captured.tensors)
+    if not is_compiling() and any(map(_batched, trainable)):
+        raise ArgumentError(
+            "vmap over a call with layout= is not possible: ranks exchange whole batches; pass the "
+            "batch as the first dimension of q, k and v"
+        )
+    exchange = _exchange_of(layouts, own_tiles, trains, draws_seed, call)
     tables = layouts.q.table, (layouts.kv or layouts.q).table
     return run_operators(_OVER_RANKS, spec.over_ranks(exchange), *operands, *tables)
 
 
+def _batched(x: Tensor | None) -> bool:
+    """Return whether vmap has taken a dimension of x."""
+    functorch = torch._C._functorch
+    while x is not None and functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def tell_ranks(layouts: Layouts, error: Exception) -> None:
+    """Tell the other ranks of a call, unless they know, that this one raises before its exchange:
+    they raise too."""
+    if layouts.q.group_name and not getattr(error, "ranks_told", False):
+        from .exchange import run
+
+        with suppress(Exception):
+            run.tell_refusal(layouts.q.group_name, layouts.q.positions.device)
+
+
 def _exchange_of(
-    layouts: Layouts, own_tiles: bool, trains: bool, draws_seed: bool, captured: list[Tensor]
+    layouts: Layouts, own_tiles: bool, trains: bool, draws_seed: bool, call: Call
 ) -> ExchangeSpec:
     """Return the part of the spec that says how keys and values are exchanged."""
     q = layouts.q
     plan, transport = q.plan, q.transport
     if layouts.kv is None:
         plan, transport = REPLICATED_KV, "collective"
-    constants = tuple([not tensor.requires_grad for tensor in captured])
+    constants = tuple([not tensor.requires_grad for tensor in call.captured.tensors])
     # Dynamo may make symbols of a layout's integers; their text is a constant again.
     rank, ranks, node_size = int(str(q.rank)), int(str(q.ranks)), int(str(q.node))
     return ExchangeSpec(
-        plan, transport, own_tiles, trains, draws_seed, constants, rank, ranks, q.group_name,
-        node_size, q.inside_name, q.between_name,
+        plan, transport, own_tiles, trains, draws_seed, constants,
+        call.sink is not None and not call.sink.requires_grad, rank, ranks, q.group_name, node_size,
+        q.inside_name, q.between_name,
     )  # fmt: skip
 
 

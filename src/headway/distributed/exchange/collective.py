@@ -22,6 +22,7 @@ from .comm_plan import (
     select_rows,
     unstack,
 )
+from .in_progress import wait_for
 
 
 class Collective(Transport):
@@ -50,14 +51,12 @@ def _exchange(
     comm: CommPlan, received: Tensor, to_receive: list[RowRange], sent: Tensor,
     to_send: list[RowRange],
 ) -> Callable[[], Any]:  # fmt: skip
-    """Begin to send and receive messages; return a function that waits for it. The function keeps
-    `sent` alive until then."""
+    """Begin to send and receive messages; return a function that waits for it."""
     receive_sizes, send_sizes = (
         _elements_per_rank(comm, message, row_ranges)
         for message, row_ranges in ((received, to_receive), (sent, to_send))
     )
-    work = all_to_all(received, sent, receive_sizes, send_sizes, comm.group)
-    return lambda sent=sent: work.wait()
+    return all_to_all(received, sent, receive_sizes, send_sizes, comm.group)
 
 
 def _elements_per_rank(comm: CommPlan, message: Tensor, row_ranges: list[RowRange]) -> list[int]:
@@ -75,8 +74,10 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 def all_to_all(
     received: Tensor, sent: Tensor, receive_sizes: list, send_sizes: list, group: Any
-) -> Any:
-    """Begin an all-to-all of which every rank knows the sizes; return its handle."""
-    return dist.all_to_all_single(
+) -> Callable[[], None]:
+    """Begin an all-to-all of which every rank knows the sizes; return a function that waits for it,
+    and keeps `sent` alive until then."""
+    work = dist.all_to_all_single(
         received, sent, receive_sizes, send_sizes, group=group, async_op=True
     )
+    return lambda sent=sent: wait_for(work, sent.is_cpu)

@@ -1,200 +1,370 @@
-"""The consistency check: ranks compare what they are about to do before they exchange anything.
+"""The consistency check: ranks agree on what they are about to do before they exchange anything.
 
 A call of which one rank has another mask, length, dtype or seed would give wrong numbers or wait
-forever; so would the backwards of two calls in another order. So every call, and every backward,
-compares a few numbers, one for each field. Where they differ, every rank raises and says which rank
-differs in which field. A check takes the host some microseconds through shared memory; by messages
-as long as some kernels take.
+forever; so would the backwards of two calls in another order, and a call that one rank refuses. So
+every call, and every backward, compares a few numbers, one for each field. Where they differ, every
+rank raises and says which rank differs in which field. A check takes the host some microseconds
+through shared memory; by messages as long as some kernels take.
+
+A rank that raises later, in a kernel, still sends what the others wait for, filled with NaN. Then
+it begins one more check, which it refuses: the others come to it at the end of the same call, or
+with their next one, and raise too. A rank that is late is waited for, and standard error says for
+whom.
 """
 
-import hashlib
-import zlib
+import math
+import sys
+import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ...backends.base import Call
-from ...caches import LRUCache, TensorCache
+from ...caches import LRUCache
 from ...errors import ArgumentError
-from ...types import Spec
-from .shared_memory import SharedMemoryCompare, shared_memory_compare
+from .fields import FIELDS
+from .in_progress import set_check
+from .pull import abort_transfers
+from .shared_memory import RankLeft, SharedMemoryCompare, rank_names, shared_memory_compare
 
-# Operations, and the fields of each that ranks compare.
-ATTENTION, SHARD, UNSHARD, SHIFT = "attention", "layout.shard", "layout.unshard", "layout.shift"
-_CALL_FIELDS = (
-    "the layout", "the layout of its keys", "the sizes (b, heads, widths)", "dtype or device",
-    "the score", "the mask", "scale, dropout, sink or what is asked for",
-    "numbers that score and mask capture", "tensors that score and mask capture", "the seed",
-    "the plan", "whether it trains",
-)  # fmt: skip
-_MOVE_FIELDS = (
-    "the layout", "the sizes beside the sequence", "dtype or device", "dim", "by or fill",
-    "whether it trains",
-)  # fmt: skip
-_FIELDS = {
-    ATTENTION: _CALL_FIELDS, SHARD: _MOVE_FIELDS, UNSHARD: _MOVE_FIELDS, SHIFT: _MOVE_FIELDS
-}  # fmt: skip
+# Seconds until a rank says for whom it waits, and from then on between two such lines. A rank that
+# has failed waits for the others as long as the first before it raises.
+LATE_SECONDS = [10.0, 60.0]
+
 # A call, its backward, or the call repeated in a backward, as activation checkpointing does.
 _DESCRIPTIONS = (
     "{}", "the backward of {}, call {} over these ranks",
     "{}, again for a backward behind call {} over these ranks",
 )  # fmt: skip
 _FORWARD, _BACKWARD, _RECOMPUTE = range(3)
-_ACTIONS = [(name, phase) for name in _FIELDS for phase in range(len(_DESCRIPTIONS))]
-_HEADER = 3  # numbers before the fields: whether the call was accepted, the action, its call
-_NUMBERS = _HEADER + max(map(len, _FIELDS.values()))  # that every rank sends for any operation
-
-# Indices of the fields that a plan depends on.
-PLAN_FIELDS = [
-    n for n, name in enumerate(_CALL_FIELDS) if name not in ("the seed", "whether it trains")
-]
-_DRAWN_SEED = 1 << 62  # stands for a seed that the first rank draws
-
-
-def fields_of(
-    spec: Spec,
-    call: Call,
-    digests: tuple[int, int],
-    plan: tuple,
-    trains: bool,
-    own_tiles: bool,
-    constants: tuple[bool, ...],
-) -> list[int | Tensor]:
-    """Return a number for every field of a call. Where a mask's tiles are the caller's own, they
-    count as a part of the mask.
-
-    - `digests`: of the layouts of queries and keys.
-    - `constants`: for each captured tensor, whether it is not trained.
-    """
-    (b, hq, _, d), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
-    sizes, dtype, score, mask, options, plan_hash = _spec_hashes(
-        spec, (b, hq, hk, d, dv), call.q.dtype, call.q.device, plan
-    )
-    seed = (_DRAWN_SEED if spec.dropout else 0) if call.seed is None else call.seed
-    if own_tiles and call.tiles is not None:
-        mask = hash_of([mask, *[_content(t) for t in call.tiles.flatten()]])
-    tensors, ints, floats = call.captured
-    return [
-        *digests, sizes, dtype, score, mask, options,
-        hash_of((ints, floats)) if ints or floats else 0,
-        _hash_of_tensors(tensors, constants) if tensors else 0, seed, plan_hash, int(trains),
-    ]  # fmt: skip
+_ACTIONS = [(name, phase) for name in FIELDS for phase in range(len(_DESCRIPTIONS))]
+# What a rank's check says: that it makes the call, refuses it, or has failed in the call before.
+# Flags in shared memory are the latter, or that a rank has left an exchange undone.
+_ACCEPTED, _REFUSED, _FAILED, _GAVE_UP = range(4)
+_GAVE_UP_KEY = "headway-gave-up"  # in the store of ranks that share no memory
+_HEADER = 3  # numbers before the fields: one of these, the action, its call
+_NUMBERS = _HEADER + max(map(len, FIELDS.values()))  # that every rank sends for any operation
+_POLL = timedelta(milliseconds=100)
+_LEAVING_SECONDS = 1.0  # between the end of a rank's connections and that of its process
+_GAVE_UP_WORDS = (
+    " left a call in the middle of an exchange, or called from two threads; see the error there. "
+    "Nothing can be exchanged over this process group any more: make it and its layouts anew"
+)
+_TWO_THREADS = (
+    "two threads call over one process group at once, and ranks cannot tell their calls apart; "
+    "give every thread a group of its own, dist.new_group(), and a layout on it"
+)
 
 
-@lru_cache(256)
-def _spec_hashes(
-    spec: Spec, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, plan: tuple
-) -> tuple[int, ...]:
-    """Return the fields that do not depend on data: sizes, dtype and device, score, mask, options,
-    and the plan."""
-    options = [
-        spec.scale, spec.dropout, spec.sink, spec.max_logit, spec.row_max, spec.partial,
-        spec.deterministic, spec.tiles,
-    ]  # fmt: skip
-    values = sizes, (str(dtype), device.type), spec.score, spec.mask, options, plan
-    return tuple(map(hash_of, values))
+class _GroupBroken(RuntimeError):
+    """A rank has left an exchange undone, so nothing can be exchanged over the group any more."""
 
 
-def fields_of_move(
-    digest: int, x: Tensor, dim: int, options: tuple[float, ...], trains: bool
-) -> list[int]:
-    """Return a number for every field of a layout's operation on a tensor, along `dim` (0 or
-    more)."""
-    other_sizes = (*x.shape[:dim], *x.shape[dim + 1 :])
-    sizes, dtype, numbers = _tensor_hashes(other_sizes, x.dtype, x.device.type, options)
-    return [digest, sizes, dtype, dim, numbers, int(trains)]
-
-
-@lru_cache(256)
-def _tensor_hashes(
-    sizes: tuple[int, ...], dtype: torch.dtype, device: str, options: tuple[float, ...]
-) -> tuple[int, ...]:
-    return hash_of(sizes), hash_of((str(dtype), device)), hash_of(options)
+class _NotYet(Exception):
+    """A check that is waited for at most for some seconds, which have passed."""
 
 
 class ConsistencyCheck:
-    """A comparison of what this rank is about to do with what the other ranks are. It begins when
-    it is made: at every call, since a rank cannot know that another one makes a new kind of call.
+    """One call as all ranks of a group make it: a context manager around all that may fail on one.
+
+        with ConsistencyCheck(ATTENTION, group, device) as check:
+            fields = ...            # where this raises, every rank does
+            check.begin(fields)
+            check.wait()            # where ranks differ, every rank raises
+            ...                     # exchanges, and kernels by `in_progress.guarded`
 
     The comparison runs on the CPU, so that no device is waited for. Ranks of one host compare in
     shared memory. Ranks of several hosts, and ranks that differ, send each other their numbers.
 
-    - `operation`: one of the names above.
-    - `fields`: of the call; None where this rank refuses it.
-    - `group`: the ranks that compare.
+    - `operation`: one of the names in `fields.py`.
     - `forward_number`: in a backward, the `number` of its forward; else 0.
-    - `number`: of this check among the group's checks, the same on all ranks.
+    - `number`: of this check among the group's checks, the same on all ranks; 0 before it begins.
+    - `error`: what this rank raised between exchanges.
+
+    **Raises:** `ArgumentError`, on every rank, naming the ranks and the fields that differ, or the
+    rank that refuses the call; `RuntimeError` where a rank raised later or has left. An error that
+    this rank raised is raised here, after the others were told.
     """
 
     def __init__(
-        self, operation: str, fields: Sequence[int | Tensor] | None, group: Any,
-        device: torch.device, forward_number: int = 0,
-    ) -> None:  # fmt: skip
-        channel = _channel(group, device)
-        self.group, self.device = channel.group, channel.device
-        self.shared_memory = channel.shared_memory
-        self.number, call_before = channel.counter.next_number()
+        self, operation: str, group: Any, device: torch.device, forward_number: int = 0
+    ) -> None:
+        self.channel = channel = _channel(group, device)
+        self.group, self.shared_memory = channel.group, channel.shared_memory
+        self.operation, self.forward_number, self.number = operation, forward_number, 0
+        self.pending, self.work = False, None
+        self.disagreement: Exception | None = None
+        self.error: Exception | None = None
+        self.waits_since: float | None = None
+
+    # -- the call ----------------------------------------------------------------------------------
+
+    def __enter__(self) -> "ConsistencyCheck":
+        channel = self.channel
+        if not channel.lock.acquire(blocking=False):
+            self._give_up(_TWO_THREADS)
+            raise mark_told(ArgumentError(_TWO_THREADS))
+        if channel.unfinished is not None:
+            check, channel.unfinished = channel.unfinished, None
+            with suppress(Exception):
+                check.wait()
+        set_check(self)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            self._end(error)
+        except BaseException as raised:
+            mark_told(raised)
+            raise
+        finally:
+            set_check(None)
+            self.channel.lock.release()
+
+    def _end(self, error: BaseException | None) -> None:
+        """Agree with the other ranks on how the call ended."""
+        if error is not None:
+            mark_told(error)
+        if not self.number:
+            self._tell(_REFUSED, error)
+            return
+        if self.disagreement is not None or isinstance(error, RankLeft | _GroupBroken):
+            return
+        self.wait()
+        if error is not None:
+            self._give_up("this rank" + _GAVE_UP_WORDS)
+        elif self.error is not None:
+            self._tell(_FAILED, self.error)
+            raise self.error
+        elif failed := self._failed_ranks():
+            failure = RuntimeError(_failure(rank_names(failed), str(self)))
+            self._tell(_ACCEPTED, failure)
+            raise failure
+
+    def begin(self, fields: Sequence[Any], state: int = _ACCEPTED) -> None:
+        """Begin to compare this rank's fields with those of the others."""
+        self.number, call_before = self.channel.counter.next_number()
         phase = _RECOMPUTE if call_before is not None else _FORWARD
-        if forward_number:
+        if self.forward_number:
             phase = _BACKWARD
-        action = _ACTIONS.index((operation, phase))
-        header = int(fields is not None), action, forward_number or call_before or 0
-        self.numbers = [*header, *map(int, fields or ())]
+        action = _ACTIONS.index((self.operation, phase))
+        self.numbers = [state, action, self.forward_number or call_before or 0, *map(int, fields)]
         self.pending = True
-        self.failure: Exception | None = None
         if self.shared_memory is None:
             self._send()
         else:
             # The hash of a tuple of integers is the same in every process.
             self.shared_memory.write(hash(tuple(self.numbers)))
 
-    def wait(self) -> None:
-        """Wait until all ranks have reported.
+    def wait(self, seconds: float = math.inf) -> None:
+        """Wait until all ranks have reported; see **Raises** above. Where it fails, the transfers
+        that have begun are aborted, by all ranks together.
 
-        **Raises:** `ArgumentError`, on every rank, naming the ranks and the fields that differ.
+        - `seconds`: to wait at most. `_NotYet` is raised then.
         """
         if self.pending:
-            self.pending = False
+            self.limit, self.waits_since = seconds, None
             try:
                 self._compare()
+            except _NotYet:
+                raise
             except Exception as error:  # noqa: BLE001 raised below, at every wait
-                self.failure = error
-        if self.failure is not None:
-            raise self.failure
+                self.disagreement = error
+                abort_transfers(self.group, not isinstance(error, RankLeft | _GroupBroken))
+            self.pending = False
+        if self.disagreement is not None:
+            raise self.disagreement
+
+    def fail(self, error: Exception) -> None:
+        """Note an error of this rank, before the exchanges go on without results."""
+        self.error = self.error or error
+        self._flag(_FAILED)
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for a collective on the CPU; see `in_progress.wait_for`."""
+        self.limit, self.waits_since = math.inf, None
+        while True:
+            try:
+                work.wait(_POLL)
+                return
+            except RuntimeError:
+                over = work.is_completed()
+                self._raise_left(_LEAVING_SECONDS if over else 0)
+                if over:
+                    raise
+            self._report_late(lambda: "the rows of another rank")
+
+    # -- what ranks compare ------------------------------------------------------------------------
 
     def _compare(self) -> None:
-        if self.shared_memory is not None:
-            if self.shared_memory.all_equal() and self.numbers[0]:
+        if self.work is None:
+            assert self.shared_memory is not None
+            equal = self.shared_memory.all_equal(self._report_late)
+            if equal and self.numbers[0] == _ACCEPTED:
                 return
             self._send()  # all ranks come here, to find out what differs
-        self.work.wait()
-        _raise_differences(self.gathered.tolist())
+        self._wait_for_messages()
+        self._raise_differences(self.gathered.tolist())
 
     def _send(self) -> None:
         padded = self.numbers + [0] * (_NUMBERS - len(self.numbers))
-        local = torch.tensor(padded, dtype=torch.int64, device=self.device)
+        local = torch.tensor(padded, dtype=torch.int64, device=self.channel.device)
         self.gathered = local.new_empty((self.group.size(), len(local)))
         # The group's own method: `dist.all_gather` takes the host three times as long.
         self.work = self.group.allgather([list(self.gathered.unbind())], [local])
         self.sent = local  # kept alive until it has been sent
 
+    def _wait_for_messages(self) -> None:
+        assert self.work is not None
+        if self.channel.device.type != "cpu":
+            self.work.wait()
+            return
+        while True:
+            try:
+                self.work.wait(_POLL)
+                return
+            except RuntimeError:
+                if self.work.is_completed():
+                    self._raise_left(_LEAVING_SECONDS)
+                    raise
+            self._store().set(self._waiting_key(self.group.rank()), "")
+            self._raise_left()
+            self._report_late(self._absent)
 
-def _raise_differences(per_rank: list[list[int]]) -> None:
-    """Raise where the numbers of ranks differ."""
-    first = per_rank[0]
-    if first[0] and all(numbers == first for numbers in per_rank):
-        return
-    refused = [rank for rank, numbers in enumerate(per_rank) if not numbers[0]]
-    if refused:
-        raise ArgumentError(
-            f"{_ranks(refused)}: the local length does not fit the layout, or the call was refused "
-            "there; see the error on that rank. Cut every tensor with layout.shard()"
-        )
+    def _raise_differences(self, per_rank: list[list[int]]) -> None:
+        """Raise where the numbers of ranks differ."""
+        first = per_rank[0]
+        if first[0] == _ACCEPTED and all(numbers == first for numbers in per_rank):
+            return
+        states = [numbers[0] for numbers in per_rank]
+        if _FAILED in states:
+            failed = per_rank[states.index(_FAILED)]
+            call = _described(failed[1], failed[2], self.number - 1)
+            raise RuntimeError(_failure(_ranks(states, _FAILED), call))
+        if _REFUSED in states:
+            raise ArgumentError(
+                f"{_ranks(states, _REFUSED)}: the local length does not fit the layout, or the "
+                "call was refused there; see the error on that rank. Cut every tensor with "
+                "layout.shard()"
+            )
+        _raise_other_calls(per_rank)
+
+    # -- ranks that fail, leave, or are late -------------------------------------------------------
+
+    def _next(self) -> "ConsistencyCheck":
+        """Return another check of this call."""
+        check = ConsistencyCheck.__new__(ConsistencyCheck)
+        check.__dict__.update(self.__dict__, number=0, disagreement=None, error=None, work=None)
+        return check
+
+    def _tell(self, state: int, error: BaseException | None) -> None:
+        """Agree that this call has failed. This rank waits for the others for some seconds: one
+        that is elsewhere learns of it with its next call over this group."""
+        check = self._next()
+        try:
+            check.begin((), state)
+            check.wait(LATE_SECONDS[0] if isinstance(error, Exception) else 0)
+        except _NotYet:
+            self.channel.unfinished = check
+        except Exception:  # noqa: BLE001 this rank's own error is raised
+            return
+
+    def _flag(self, state: int) -> None:
+        """Show the others of this host that this rank fails in this call."""
+        if self.shared_memory is not None:
+            self.shared_memory.failures[self.shared_memory.rank] = self.number << 2 | state
+
+    def _failed_ranks(self) -> list[int]:
+        """Return which ranks of this host have failed in this call.
+
+        **Raises:** `RuntimeError` where a rank has given up.
+        """
+        if self.channel.broken:
+            raise _GroupBroken(self.channel.broken)
+        if self.shared_memory is None:
+            return []
+        flags = self.shared_memory.failures.tolist()
+        if any(flag & 3 == _GAVE_UP for flag in flags):
+            self._break(_ranks([flag & 3 for flag in flags], _GAVE_UP) + _GAVE_UP_WORDS)
+        return [rank for rank, flag in enumerate(flags) if flag >> 2 == self.number]
+
+    def _give_up(self, why: str) -> None:
+        """Tell the others that this rank leaves an exchange undone, or makes no sense of it."""
+        self.channel.broken = why
+        self._flag(_GAVE_UP)
+        if self.shared_memory is None:
+            self._store().set(_GAVE_UP_KEY, f"rank {self.group.rank()}")
+
+    def _break(self, why: str) -> None:
+        self.channel.broken = why
+        raise _GroupBroken(why)
+
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_process_group_store(self.group)
+
+    def _raise_left(self, seconds: float = 0) -> None:
+        """Raise where a rank has left, or does in the next seconds."""
+        until = time.monotonic() + seconds
+        while self.shared_memory is not None:
+            left = self.shared_memory.left()
+            if left:
+                raise RankLeft(f"{rank_names(left)} has left, and this rank is in {self}")
+            if time.monotonic() >= until:
+                return
+            time.sleep(1e-2)
+
+    def _report_late(self, whom: Callable[[], str]) -> None:
+        """Say on standard error for whom this rank waits, from time to time."""
+        now = time.monotonic()
+        if self.waits_since is None:
+            self.waits_since, self.next_line = now, LATE_SECONDS[0]
+        waited = now - self.waits_since
+        if waited >= self.limit:
+            raise _NotYet
+        self._failed_ranks()
+        if waited >= self.next_line:
+            if self.shared_memory is None and self._store().check([_GAVE_UP_KEY]):
+                self._break(self._store().get(_GAVE_UP_KEY).decode() + _GAVE_UP_WORDS)
+            self.next_line += LATE_SECONDS[1]
+            text = f"headway: rank {self.group.rank()} has waited {waited:.0f} s for {whom()}"
+            print(f"{text}, in {self}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def _absent(self) -> str:
+        """Return the words for the ranks that do not wait in this check."""
+        ranks, store = range(self.group.size()), self._store()
+        return rank_names(r for r in ranks if not store.check([self._waiting_key(r)]))
+
+    def _waiting_key(self, rank: int) -> str:
+        """Return the key in the store of a rank that waits in this check."""
+        return f"headway-waits-{self.number}-{rank}"
+
+    def __str__(self) -> str:
+        return _described(self.numbers[1], self.numbers[2], self.number)
+
+
+def _described(action: int, call: int, number: int) -> str:
+    """Return the words for a call."""
+    operation, phase = _ACTIONS[action]
+    if phase == _FORWARD:
+        return f"{operation}, call {number} over these ranks"
+    return _DESCRIPTIONS[phase].format(operation, call)
+
+
+def _failure(ranks: str, call: str) -> str:
+    """Return the words for ranks that raised between exchanges."""
+    return (
+        f"{ranks} raised in {call}; see the error there. Every rank of the layout raises, since "
+        "results depend on those of all"
+    )
+
+
+def _raise_other_calls(per_rank: list[list[int]]) -> None:
+    """Raise where ranks make other calls, or the same with other fields."""
     actions = [(_ACTIONS[numbers[1]], numbers[2]) for numbers in per_rank]
     if any(action != actions[0] for action in actions):
         described = [
@@ -206,18 +376,24 @@ def _raise_differences(per_rank: list[list[int]]) -> None:
             "the same calls in the same order, and call backward in the same order"
         )
     (operation, _), _ = actions[0]
-    for n, name in enumerate(_FIELDS[operation], _HEADER):
+    for n, name in enumerate(FIELDS[operation], _HEADER):
         column = [numbers[n] for numbers in per_rank]
         majority = max(column, key=column.count)
-        outliers = [rank for rank, number in enumerate(column) if number != majority]
-        if outliers:
-            differ = f"{_ranks(outliers)} differ{'s' * (len(outliers) == 1)} from the others"
+        outliers = [number != majority for number in column]
+        if any(outliers):
+            differ = f"{_ranks(outliers, True)} differ{'s' * (sum(outliers) == 1)} from the others"
             if len(per_rank) == 2:  # neither is a majority
                 differ = "ranks 0 and 1 differ"
             raise ArgumentError(
                 f"ranks do not make the same call: {differ} in {name}; all ranks of a layout pass "
                 "the same mask, score and options, with tensors that are the same everywhere"
             )
+
+
+def mark_told(error: BaseException) -> BaseException:
+    """Mark an error that the other ranks know of, and return it."""
+    error.ranks_told = True  # type: ignore[attr-defined]
+    return error
 
 
 class _CallCounter:
@@ -252,17 +428,23 @@ class _CallCounter:
         return self.count, number if number > self.count - self.history else 0
 
 
-class _CheckChannel(NamedTuple):
+class _CheckChannel:
     """The means by which the ranks of a group compare.
 
     - `group`: whose collectives are used, on tensors on `device`.
     - `shared_memory`: of ranks of one host; else None.
+    - `lock`: of the thread whose call runs.
+    - `unfinished`: a check in which this rank did not wait for all of the others.
+    - `broken`: why nothing can be exchanged any more.
     """
 
-    group: Any
-    device: torch.device
-    shared_memory: SharedMemoryCompare | None
-    counter: _CallCounter
+    def __init__(
+        self, group: Any, device: torch.device, shared_memory: SharedMemoryCompare | None
+    ) -> None:
+        self.group, self.device, self.shared_memory = group, device, shared_memory
+        self.counter, self.lock = _CallCounter(), threading.Lock()
+        self.unfinished: ConsistencyCheck | None = None
+        self.broken = ""
 
 
 # The key is the group itself: a new group of the same name gets a channel of its own.
@@ -276,10 +458,12 @@ def _channel(group: Any, device: torch.device) -> _CheckChannel:
     its device, and then the host waits for the device at every call."""
     channel = _channels.get(group)
     if channel is not None:
+        if channel.broken:
+            raise mark_told(RuntimeError(channel.broken))
         return channel
     check_group, on_cpu = group, _has_cpu(group)
     if not on_cpu and not dist.is_gloo_available():
-        return _channels.put(group, _CheckChannel(group, device, None, _CallCounter()))
+        return _channels.put(group, _CheckChannel(group, device, None))
     options = getattr(group._get_backend(_CPU if on_cpu else device), "options", None)
     timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
     if not on_cpu:
@@ -287,7 +471,7 @@ def _channel(group: Any, device: torch.device) -> _CheckChannel:
             dist.get_process_group_ranks(group), timeout, "gloo", use_local_synchronization=True
         )
     shared_memory = shared_memory_compare(check_group, timeout.total_seconds())
-    channel = _CheckChannel(check_group, _CPU, shared_memory, _CallCounter())
+    channel = _CheckChannel(check_group, _CPU, shared_memory)
     return _channels.put(group, channel)
 
 
@@ -295,49 +479,6 @@ def _has_cpu(group: Any) -> bool:
     return _CPU in getattr(group, "_device_types", ())
 
 
-def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-
-
-def hash_of(value: Any) -> int:
-    """Return a hash of 63 bits that is the same in every process."""
-    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def _hash_of_tensors(tensors: Sequence[Tensor], constants: tuple[bool, ...]) -> int:
-    """Hash shapes and dtypes, and the contents of tensors that are not trained. The others change
-    with every optimizer step, and to read them would be to wait for the device."""
-    parts: list[Any] = [(tuple(t.shape), str(t.dtype)) for t in tensors]
-    pairs = zip(tensors, constants, strict=True)
-    parts += [_content(tensor) for tensor, constant in pairs if constant]
-    return hash_of(parts)
-
-
-# Checksums of tensors. (During a capture no tensor can be read: then cached ones count.)
-_contents: TensorCache[int] = TensorCache(256, in_captures=True)
-
-
-def _content(t: Tensor) -> int:
-    return read_once(t, None, _checksum)
-
-
-def read_once(t: Tensor, key: Any, read: Callable[[Tensor], int]) -> int:
-    """Return `read(t)`, cached until somebody writes into the tensor.
-
-    - `key`: of the reader.
-    """
-    return _contents.of([t], key, lambda: read(t))
-
-
-def _checksum(t: Tensor) -> int:
-    flat = t.detach().contiguous().flatten()
-    flat = flat.as_strided(flat.shape, (1,))  # a tensor of one element may have any stride
-    if t.dtype == torch.bool:
-        flat = flat.view(torch.uint8)
-    if t.device.type == "cpu":
-        return zlib.crc32(flat.view(torch.uint8).numpy().data)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize]
-    words = flat.view(integer)
-    weights = torch.arange(len(words), device=t.device) * 0x9E3779B97F4A7C1 + 1
-    return int((words.to(torch.int64) * weights).sum()) & (2**63 - 1)
+def _ranks(values: Sequence[Any], chosen: Any) -> str:
+    """Return the words for the ranks that have a value."""
+    return rank_names(rank for rank, value in enumerate(values) if value == chosen)

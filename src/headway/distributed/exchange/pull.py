@@ -42,7 +42,6 @@ from .comm_plan import (
     unstack,
     view_at,
 )
-from .consistency import ConsistencyCheck
 from .symmetric_memory import REGIONS, StridedCopy, SymmetricMemory, driver, on_all_ranks
 
 
@@ -81,10 +80,10 @@ class Pull(Transport):
 
     overlaps_kernels = True
 
-    def __init__(self, memory: Any, check: ConsistencyCheck | None = None) -> None:
+    def __init__(self, memory: Any, check: Any = None) -> None:
         self.memory, self.check = memory, check
 
-    def ahead_of(self, check: ConsistencyCheck) -> Transport:
+    def ahead_of(self, check: Any) -> Transport:
         """See `Transport`. Copies stay inside of the memory, whatever other ranks do."""
         return Pull(self.memory, check)
 
@@ -209,13 +208,13 @@ _transports: LRUCache[Transport | str] = LRUCache(64)
 
 
 def transport_of(
-    name: str, group: Any, device: torch.device, check: ConsistencyCheck | None
-) -> Transport:
+    name: str, group: Any, device: torch.device, check: Any
+) -> Transport:  # fmt: skip
     """Return the transport of that name. "auto" pulls where all GPUs of the group are of one host
     and can read each other's memory; all ranks choose the same. While a CUDA graph is captured it
     is collectives, since the host counts the turns of pulls.
 
-    - `check`: the call's consistency check; None where it has passed.
+    - `check`: the call's `consistency.ConsistencyCheck`; None where it has passed.
 
     **Raises:** `ArgumentError` for "pull" where that is impossible.
     """
@@ -240,13 +239,15 @@ def transport_of(
     return transport if check is None else transport.ahead_of(check)
 
 
-def abort_transfers(check: ConsistencyCheck, all_present: bool) -> None:
+def abort_transfers(group: Any, all_present: bool) -> None:
     """Abort the transfers of a call that some ranks have begun and others have not, whatever
     transport each of them would use, and among whichever ranks of the group.
 
+    - `group`: of a consistency check, with collectives on the CPU.
+
     - `all_present`: all ranks call this, and will make other calls.
     """
-    ranks = set(dist.get_process_group_ranks(check.group))
+    ranks = set(dist.get_process_group_ranks(group))
     memories = [
         transport.memory
         for transport in _transports.values()
@@ -255,10 +256,10 @@ def abort_transfers(check: ConsistencyCheck, all_present: bool) -> None:
     for memory in memories:
         memory.release()
     if all_present:
-        dist.barrier(check.group)  # nobody writes flags any more
+        dist.barrier(group)  # nobody writes flags any more
         for memory in memories:
             memory.restart()
-        dist.barrier(check.group)
+        dist.barrier(group)
 
 
 def describe_transport(name: str, group: Any, device: torch.device) -> str:

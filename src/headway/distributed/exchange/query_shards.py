@@ -10,9 +10,11 @@ from torch import Tensor
 from ...backends import get
 from ...backends.base import Call
 from ...blocks import Tiles
-from ...types import REPLICATED_KV, Coords, Forward, Grads, Spec
+from ...operators import results_like
+from ...types import REPLICATED_KV, Coords, Forward, Grads, Spec, acc_dtype
 from .comm_plan import Transport
 from .global_mask import are_contiguous, contiguous_in_tiles, coords_of
+from .in_progress import guarded
 from .plan_inputs import Plan, PlanInputs, sum_captured_grads
 
 _MIN_SHARD_ROWS = 1024  # rows of a shard that is worth a kernel of its own
@@ -117,34 +119,61 @@ def splits_queries(inputs: PlanInputs, kv_ranges: np.ndarray) -> bool:
 
 
 def forward_shards(spec: Spec, call: Call, shards: list[QueryShard]) -> Forward:
-    """Run a backend's forward on every shard."""
-    backend = get(spec.backend)
-    return _concatenate([backend.forward(*shard.call(spec, call)) for shard in shards])
+    """Run a backend's forward on every shard. Where it fails, the results are NaN (`guarded`)."""
+
+    def compute() -> Forward:
+        backend = get(spec.backend)
+        return _concatenate([backend.forward(*shard.call(spec, call)) for shard in shards])
+
+    def instead() -> Forward:
+        results = results_like(spec.text, call.q, call.v, call.q.shape[0])
+        return Forward(*[x.fill_(torch.nan) for x in results])
+
+    return guarded(compute, instead)
 
 
 def prepare_shards(
     spec: Spec, call: Call, shards: list[QueryShard], inputs: BackwardInputs
 ) -> list[Any]:
     """Run a backend's `prepare`, the preprocess of a backward, on every shard."""
-    prepare = get(spec.backend).prepare
-    return [prepare(*shard.call(spec, call), *inputs.select_rows(shard)) for shard in shards]
+
+    def compute() -> list[Any]:
+        prepare = get(spec.backend).prepare
+        return [prepare(*shard.call(spec, call), *inputs.select_rows(shard)) for shard in shards]
+
+    return guarded(compute, lambda: [None] * len(shards))
 
 
 def backward_shards(
     spec: Spec, call: Call, shards: list[QueryShard], inputs: BackwardInputs,
     prepared: list[Any] | None = None,
 ) -> Grads:  # fmt: skip
-    """Run a backend's backward on every shard.
+    """Run a backend's backward on every shard. Where it fails, the gradients are NaN (`guarded`).
 
     - `prepared`: the results of `prepare_shards`.
     """
-    backend = get(spec.backend)
-    per_shard = []
-    for shard, shard_prepared in zip(shards, prepared or [None] * len(shards), strict=True):
-        shard_spec, shard_call = shard.call(spec, call)
-        shard_call = shard_call._replace(prepared=shard_prepared)
-        per_shard.append(backend.backward(shard_spec, shard_call, *inputs.select_rows(shard)))
-    return _sum_grads(per_shard)
+
+    def compute() -> Grads:
+        backend = get(spec.backend)
+        per_shard = []
+        for shard, shard_prepared in zip(shards, prepared or [None] * len(shards), strict=True):
+            shard_spec, shard_call = shard.call(spec, call)
+            shard_call = shard_call._replace(prepared=shard_prepared)
+            per_shard.append(backend.backward(shard_spec, shard_call, *inputs.select_rows(shard)))
+        return _sum_grads(per_shard)
+
+    def instead() -> Grads:
+        dq_dtype, kv_dtype = spec.grad_dtypes(call.q.dtype)
+        dtypes = (call.q, dq_dtype), (call.k, kv_dtype), (call.v, kv_dtype)
+        dq, dk, dv = (torch.full_like(x, torch.nan, dtype=dtype) for x, dtype in dtypes)
+        pairs = zip(call.captured.tensors, inputs.needs, strict=False)
+        captured = [
+            torch.full_like(t, torch.nan, dtype=acc_dtype(call.q.dtype)) if need else None
+            for t, need in pairs
+        ]
+        return Grads(dq, dk, dv, None, captured)
+
+    return guarded(compute, instead)
 
 
 def _concatenate(per_shard: list[Forward]) -> Forward:

@@ -1,7 +1,6 @@
 """The pair of functions over ranks, as `headway::cp_forward` and `headway::cp_backward` run it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,9 @@ from ...caches import LRUCache
 from ...errors import ArgumentError
 from ...operators import call_of
 from ...types import REPLICATED_KV, ExchangeSpec, Spec, acc_dtype, in_dtype
-from .abort import wait_or_abort
 from .comm_plan import SequenceShards, Transport, sequence_shards
-from .consistency import ATTENTION, PLAN_FIELDS, ConsistencyCheck, fields_of
+from .consistency import ConsistencyCheck
+from .fields import ATTENTION, PLAN_FIELDS, fields_of
 from .nodes import NodeGroups, local_node
 from .plan_inputs import Plan, plan_inputs
 from .plans import make_plan
@@ -81,10 +80,7 @@ class RankCall(NamedTuple):
         exchange, call = self.exchange, self.call
         if exchange.draws_seed:
             call = call.replace(seed=None)
-        return fields_of(
-            self.spec, call, (q_digest, kv_digest), self.plan_request, exchange.trains,
-            exchange.own_tiles, exchange.constants,
-        )  # fmt: skip
+        return fields_of(self.spec, call, (q_digest, kv_digest), self.plan_request, exchange)
 
     def plan(self, fields: list) -> Plan:
         """Return the plan of this call. Layers and steps with equal fields share one plan."""
@@ -133,67 +129,55 @@ def _check_local_lengths(
             )
 
 
-def _plan_and_check(rank_call: RankCall, forward_number: int) -> tuple[Plan, ConsistencyCheck]:
-    """Return the plan of a call and the consistency check of all ranks, which has begun. If either
-    fails on this rank, it tells the others before it raises."""
-    call, group = rank_call.call, rank_call.group
-    try:
-        if call.tiles is not None and not forward_number:
-            check_tiles(call.tiles)
-        fields = rank_call.fields()
-        plan = rank_call.plan(fields)
-    except Exception:
-        with suppress(ArgumentError):
-            wait_or_abort(ConsistencyCheck(ATTENTION, None, group, call.q.device, forward_number))
-        raise
-    return plan, ConsistencyCheck(ATTENTION, fields, group, call.q.device, forward_number)
+def _agree(rank_call: RankCall, check: ConsistencyCheck) -> tuple[Plan, Transport]:
+    """Return the plan of a call and its transport. The check has begun, and may still be in flight:
+    the transport waits for it where it has to."""
+    call, exchange = rank_call.call, rank_call.exchange
+    if call.tiles is not None and not check.forward_number:
+        check_tiles(call.tiles)
+    fields = rank_call.fields()
+    plan = rank_call.plan(fields)
+    check.begin(fields)
+    if exchange.draws_seed or not plan.runs_ahead:
+        check.wait()
+    return plan, transport_of(exchange.transport, plan.group, call.q.device, check)
 
 
-@contextmanager
-def _consistent(
-    rank_call: RankCall, forward_number: int = 0
-) -> Iterator[tuple[Plan, Transport, int]]:
-    """Yield the plan of a call, its transport and its number, and check on exit that all ranks made
-    the same call. A backward that exchanges nothing waits for nobody.
-
-    - `forward_number`: in a backward, the number of its forward; else 0.
-    """
-    exchange = rank_call.exchange
-    if forward_number and rank_call.replicates_kv and not exchange.draws_seed:
-        yield rank_call.plan(rank_call.fields()), Transport(), forward_number
-        return
-    plan, check = _plan_and_check(rank_call, forward_number)
-    try:
-        if exchange.draws_seed or not plan.runs_ahead:
-            check.wait()
-        device = rank_call.call.q.device
-        transport = transport_of(exchange.transport, plan.group, device, check)
-        yield plan, transport, check.number
-    finally:
-        wait_or_abort(check)
+def tell_refusal(group_name: str, device: torch.device) -> None:
+    """Tell the other ranks that this one refuses a call."""
+    refusal = ArgumentError("the call was refused before its check")
+    with suppress(ArgumentError), ConsistencyCheck(ATTENTION, resolve_group(group_name), device):
+        raise refusal
 
 
 def forward(spec_text: str, *inputs: Any) -> tuple[Tensor, ...]:
     """Run `headway::cp_forward`."""
     rank_call = RankCall.parse(spec_text, inputs)
-    spec = rank_call.spec
-    with _consistent(rank_call) as (plan, transport, number):
+    spec, call, group = rank_call.spec, rank_call.call, rank_call.group
+    with ConsistencyCheck(ATTENTION, group, call.q.device) as check:
+        plan, transport = _agree(rank_call, check)
         results = plan.forward(spec, rank_call.with_shared_seed(), transport)
-    out = in_dtype(results.out, spec.out_dtype(rank_call.call.q.dtype))
-    if spec.max_logit:
-        dist.all_reduce(results.max_logit, dist.ReduceOp.MAX, group=rank_call.group)
+        if spec.max_logit:
+            dist.all_reduce(results.max_logit, dist.ReduceOp.MAX, group=group)
+    out = in_dtype(results.out, spec.out_dtype(call.q.dtype))
     tensors = [x.contiguous() for x in (out, *results[1:])]
-    return *tensors, torch.tensor(number, dtype=torch.int64, device="cpu")
+    return *tensors, torch.tensor(check.number, dtype=torch.int64, device="cpu")
 
 
 def backward(spec_text: str, *inputs: Any) -> list[Tensor]:
-    """Run `headway::cp_backward`."""
+    """Run `headway::cp_backward`. One that exchanges nothing waits for nobody."""
     rank_call = RankCall.parse(spec_text, inputs)
-    spec = rank_call.spec
+    spec, call = rank_call.spec, rank_call.call
     number, out, lse, dout, dlse, needs = inputs[12:]
-    with _consistent(rank_call, int(number)) as (plan, transport, _):
-        call = rank_call.with_shared_seed()
-        grads = plan.backward(spec, call, transport, out, lse, dout, dlse, tuple(needs))
+    results = out, lse, dout, dlse, tuple(needs)
+    if rank_call.replicates_kv and not rank_call.exchange.draws_seed:
+        plan = rank_call.plan(rank_call.fields())
+        grads = plan.backward(spec, call, Transport(), *results)
+    else:
+        with ConsistencyCheck(ATTENTION, rank_call.group, call.q.device, int(number)) as check:
+            plan, transport = _agree(rank_call, check)
+            call = rank_call.with_shared_seed()
+            grads = plan.backward(spec, call, transport, *results)
     dtype = acc_dtype(call.q.dtype) if spec.partial else call.q.dtype
     tensors = [in_dtype(grad, dtype) for grad in grads[:3]]
     tensors += [grad for grad in (grads.sink, *grads.captured) if grad is not None]

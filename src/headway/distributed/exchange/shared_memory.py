@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 import weakref
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ _NUMBER_BITS = 40  # the other bits of a slot are the turn's
 _NUMBER_MASK, _TURN_MASK = (1 << _NUMBER_BITS) - 1, (1 << 24) - 1
 _SPIN_SECONDS = 1e-3  # before a rank sleeps, which takes 50 us and more
 _CHECK_SECONDS = 0.1  # between checks that the others are still there
+Report = Callable[[Callable[[], str]], None]
 _yield_processor = getattr(os, "sched_yield", lambda: None)
+
+
+class RankLeft(RuntimeError):
+    """A rank has ended, or has made no call in the group's time."""
 
 
 class SharedMemoryCompare:
@@ -33,6 +39,7 @@ class SharedMemoryCompare:
 
     - `path`: a file of `size(ranks)` bytes, all 0, the same on all ranks.
     - `timeout`: seconds to wait for others.
+    - `failures`: a number of every rank, for calls that it fails in.
     """
 
     def __init__(self, path: str, rank: int, ranks: int, timeout: float) -> None:
@@ -42,14 +49,15 @@ class SharedMemoryCompare:
         self.file = os.open(path, os.O_RDWR)
         weakref.finalize(self, os.close, self.file)
         memory = memoryview(mmap.mmap(self.file, SharedMemoryCompare.size(ranks))).cast("Q")
-        self.processes, self.slots = memory[:ranks], memory[ranks:]
+        self.processes, self.failures = memory[:ranks], memory[ranks : 2 * ranks]
+        self.slots = memory[2 * ranks :]
         self.processes[rank] = os.getpid()
         fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     @staticmethod
     def size(ranks: int) -> int:
         """Return the bytes of the file."""
-        return 8 * (_SLOTS + 1) * ranks
+        return 8 * (_SLOTS + 2) * ranks
 
     def write(self, number: int) -> None:
         """Write this rank's number for the next turn; its low bits count."""
@@ -62,17 +70,19 @@ class SharedMemoryCompare:
         turn = self.turn & _TURN_MASK
         return all(slot >> _NUMBER_BITS == turn for slot in self._turn_slots())
 
-    def all_equal(self) -> bool:
+    def all_equal(self, report: Report = lambda whom: None) -> bool:
         """Wait until all ranks have written for this turn; return whether their numbers are equal.
 
-        **Raises:** `RuntimeError` where one has left or does not write in time.
+        - `report`: is called now and then meanwhile, with a function that names the late ranks.
+
+        **Raises:** `RankLeft` where one has left or does not write in time; as `report`.
         """
         slots = self._turn_slots()
         local_slot, turn = slots[self.rank], self.turn & _TURN_MASK
         equal = True
         for rank in range(self.ranks):
             if slots[rank] >> _NUMBER_BITS != turn:
-                self._wait_for(slots, rank, turn)
+                self._wait_for(slots, rank, turn, report)
             equal = equal and slots[rank] == local_slot
         return equal
 
@@ -80,23 +90,29 @@ class SharedMemoryCompare:
         first = self.turn % _SLOTS * self.ranks
         return self.slots[first : first + self.ranks]
 
-    def _wait_for(self, slots: memoryview, rank: int, turn: int) -> None:
+    def _wait_for(self, slots: memoryview, rank: int, turn: int, report: Report) -> None:
         """Wait until a rank has written. Spin at first: it is about to, and a rank that sleeps
         wakes up late."""
         start = last_check = time.monotonic()
-        while slots[rank] >> _NUMBER_BITS != turn:
+        is_late = lambda rank: slots[rank] >> _NUMBER_BITS != turn
+        while is_late(rank):
             now = time.monotonic()
             if now - start < _SPIN_SECONDS:
                 _yield_processor()
                 continue
+            report(lambda: rank_names(filter(is_late, range(self.ranks))))
             time.sleep(0 if now - start < _CHECK_SECONDS else 1e-3)
             if now - last_check > _CHECK_SECONDS:
                 last_check = now
                 # Read the slot once more: the rank may have written before it left.
-                if self._has_left(rank) and slots[rank] >> _NUMBER_BITS != turn:
-                    raise RuntimeError(f"rank {rank} has left, and this rank waits for its call")
+                if self._has_left(rank) and is_late(rank):
+                    raise RankLeft(f"rank {rank} has left, and this rank waits for its call")
                 if now - start > self.timeout:
-                    raise RuntimeError(f"rank {rank} made no call in {self.timeout:.0f} s")
+                    raise RankLeft(f"rank {rank} made no call in {self.timeout:.0f} s")
+
+    def left(self) -> list[int]:
+        """Return the ranks whose processes have ended."""
+        return [rank for rank in range(self.ranks) if self._has_left(rank)]
 
     def _has_left(self, rank: int) -> bool:
         """Return whether a rank's process has ended, which releases its lock. A rank that is a
@@ -111,6 +127,12 @@ class SharedMemoryCompare:
             return False
         fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
         return True
+
+
+def rank_names(ranks: Iterable[int]) -> str:
+    """Return the words for some ranks."""
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
 def shared_memory_compare(group: Any, timeout: float) -> SharedMemoryCompare | None:

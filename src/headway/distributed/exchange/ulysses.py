@@ -181,7 +181,7 @@ class Ulysses(Plan):
         receive_sizes = [int(np.prod(shape)) for shape in shapes]
         send_sizes = [x.numel() for x in sent]
         received = like.new_empty(sum(receive_sizes))
-        collective.all_to_all(received, flat, receive_sizes, send_sizes, self.node_group).wait()
+        collective.all_to_all(received, flat, receive_sizes, send_sizes, self.node_group)()
         pairs = zip(received.split(receive_sizes), shapes, strict=True)
         return [x.view(shape) for x, shape in pairs]
 

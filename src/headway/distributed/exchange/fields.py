@@ -1,0 +1,145 @@
+"""The numbers by which ranks compare a call: one for each field, the same in every process."""
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...backends.base import Call
+from ...caches import TensorCache
+from ...errors import ArgumentError
+from ...surroundings import capturing
+from ...types import ExchangeSpec, Spec
+
+# Operations, and the fields of each that ranks compare.
+ATTENTION, SHARD, UNSHARD, SHIFT = "attention", "layout.shard", "layout.unshard", "layout.shift"
+_CALL_FIELDS = (
+    "the layout", "the layout of its keys", "the sizes (b, heads, widths)", "dtype or device",
+    "the score", "the mask", "scale, dropout, sink or what is asked for",
+    "numbers that score and mask capture", "tensors that score and mask capture", "the sink",
+    "the seed", "the plan", "whether it trains",
+)  # fmt: skip
+_MOVE_FIELDS = (
+    "the layout", "the sizes beside the sequence", "dtype or device", "dim", "by or fill",
+    "whether it trains",
+)  # fmt: skip
+FIELDS = {ATTENTION: _CALL_FIELDS, SHARD: _MOVE_FIELDS, UNSHARD: _MOVE_FIELDS, SHIFT: _MOVE_FIELDS}
+# Indices of the fields that a plan depends on.
+PLAN_FIELDS = [
+    n
+    for n, name in enumerate(_CALL_FIELDS)
+    if name not in ("the sink", "the seed", "whether it trains")
+]
+_DRAWN_SEED = 1 << 62  # stands for a seed that the first rank draws
+
+
+def fields_of(
+    spec: Spec, call: Call, digests: tuple[int, int], plan: tuple, exchange: ExchangeSpec
+) -> list[int | Tensor]:
+    """Return a number for every field of a call. Where a mask's tiles are the caller's own, they
+    count as a part of the mask.
+
+    - `digests`: of the layouts of queries and keys.
+
+    **Raises:** `ArgumentError` while a CUDA graph is captured, for a mask that captures tensors.
+    """
+    (b, hq, _, d), hk, dv = call.q.shape, call.k.shape[1], call.v.shape[3]
+    sizes, dtype, score, mask, options, plan_hash = _spec_hashes(
+        spec, (b, hq, hk, d, dv), call.q.dtype, call.q.device, plan
+    )
+    tensors, ints, floats = call.captured
+    if len(tensors) > spec.score_tensors and capturing(call.q.device):
+        raise ArgumentError(
+            "the mask of a call over ranks captures tensors, and a CUDA graph is being captured: "
+            "every replay would exchange the keys that their contents of now ask for. Use a mask "
+            "that captures none, such as causal() & sliding_window(n), or call outside of the graph"
+        )
+    seed = (_DRAWN_SEED if spec.dropout else 0) if call.seed is None else call.seed
+    if exchange.own_tiles and call.tiles is not None:
+        mask = hash_of([mask, *[_content(t) for t in call.tiles.flatten()]])
+    return [
+        *digests, sizes, dtype, score, mask, options,
+        hash_of((ints, floats)) if ints or floats else 0,
+        _hash_of_tensors(tensors, exchange.constants) if tensors else 0,
+        0 if call.sink is None else _hash_of_tensors([call.sink], (exchange.constant_sink,)),
+        seed, plan_hash, int(exchange.trains),
+    ]  # fmt: skip
+
+
+@lru_cache(256)
+def _spec_hashes(
+    spec: Spec, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, plan: tuple
+) -> tuple[int, ...]:
+    """Return the fields that do not depend on data: sizes, dtype and device, score, mask, options,
+    and the plan."""
+    options = [
+        spec.scale, spec.dropout, spec.sink, spec.max_logit, spec.row_max, spec.partial,
+        spec.deterministic, spec.tiles,
+    ]  # fmt: skip
+    values = sizes, (str(dtype), device.type), spec.score, spec.mask, options, plan
+    return tuple(map(hash_of, values))
+
+
+def fields_of_move(
+    digest: int, x: Tensor, dim: int, options: tuple[float, ...], trains: bool
+) -> list[int]:
+    """Return a number for every field of a layout's operation on a tensor, along `dim` (0 or
+    more)."""
+    other_sizes = (*x.shape[:dim], *x.shape[dim + 1 :])
+    sizes, dtype, numbers = _tensor_hashes(other_sizes, x.dtype, x.device.type, options)
+    return [digest, sizes, dtype, dim, numbers, int(trains)]
+
+
+@lru_cache(256)
+def _tensor_hashes(
+    sizes: tuple[int, ...], dtype: torch.dtype, device: str, options: tuple[float, ...]
+) -> tuple[int, ...]:
+    return hash_of(sizes), hash_of((str(dtype), device)), hash_of(options)
+
+
+def hash_of(value: Any) -> int:
+    """Return a hash of 63 bits that is the same in every process."""
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _hash_of_tensors(tensors: Sequence[Tensor], constants: tuple[bool, ...]) -> int:
+    """Hash shapes and dtypes, and the contents of tensors that are not trained. The others change
+    with every optimizer step, and to read them would be to wait for the device."""
+    parts: list[Any] = [(tuple(t.shape), str(t.dtype)) for t in tensors]
+    pairs = zip(tensors, constants, strict=True)
+    parts += [_content(tensor) for tensor, constant in pairs if constant]
+    return hash_of(parts)
+
+
+# Checksums of tensors. (During a capture no tensor can be read: then cached ones count.)
+_contents: TensorCache[int] = TensorCache(256, in_captures=True)
+
+
+def _content(t: Tensor) -> int:
+    return read_once(t, None, _checksum)
+
+
+def read_once(t: Tensor, key: Any, read: Callable[[Tensor], int]) -> int:
+    """Return `read(t)`, cached until somebody writes into the tensor.
+
+    - `key`: of the reader.
+    """
+    return _contents.of([t], key, lambda: read(t))
+
+
+def _checksum(t: Tensor) -> int:
+    flat = t.detach().contiguous().flatten()
+    flat = flat.as_strided(flat.shape, (1,))  # a tensor of one element may have any stride
+    if t.dtype == torch.bool:
+        flat = flat.view(torch.uint8)
+    if t.device.type == "cpu":
+        return zlib.crc32(flat.view(torch.uint8).numpy().data)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize]
+    words = flat.view(integer)
+    weights = torch.arange(len(words), device=t.device) * 0x9E3779B97F4A7C1 + 1
+    return int((words.to(torch.int64) * weights).sum()) & (2**63 - 1)

@@ -1,0 +1,288 @@
+"""One of several ranks misbehaves, anywhere: every rank raises or goes on with right numbers, none
+waits without a word, and all go on with their next call."""
+
+import contextlib
+import io
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import headway as hw
+from headway.backends import get
+from headway.distributed import Layout
+from headway.distributed.exchange import consistency
+from headway.distributed.exchange.collective import Collective
+from headway.errors import ArgumentError, HeadwayError
+from processes import run_ranks
+
+LENGTH, HEADS, WIDTH = 48, 4, 4
+PLANS = "heads", "gather", "ulysses"
+STEPS = 40  # for a longer search, more
+
+
+class Boom(Exception):
+    """What a kernel or a hook raises here."""
+
+
+@contextlib.contextmanager
+def failing(owner: Any, name: str, turn: int):
+    """Calls of a function raise, from call number `turn` on; they may never come to that."""
+    real, calls = getattr(owner, name), iter(range(10**6))
+
+    def fake(*args, **kwargs):
+        if next(calls) >= turn:
+            raise Boom
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, name, fake)
+        yield
+
+
+def refused(layout: Layout, x: Tensor) -> list[Callable[[], Any]]:
+    """Calls that one rank refuses before it compares anything."""
+    call = partial(hw.attention, layout=layout)
+    stale = torch.arange(LENGTH) // 9
+    blocks = hw.block_mask(hw.document(stale), 1, 1, LENGTH, LENGTH)
+    stale[3:] += 1
+    unclear = lambda s, b, h, i, j: s if s > 0 else -s
+    return [
+        lambda: call(x, x, x[:, :, :-1]), lambda: call(x, x.half(), x), lambda: call(x[..., 1:], x, x),
+        lambda: call(x, x, x, unclear), lambda: call(x, x, x, backend="hopper"),
+        lambda: call(x, x, x, sink=torch.zeros(HEADS + 1)),
+        lambda: call(x, x, x, mask=hw.dense(torch.ones(1, 1, 5, 5, dtype=torch.bool))),
+        lambda: call(x, x, x, mask=hw.document(torch.zeros(layout.local, dtype=torch.int64))),
+        lambda: call(x, x, x, mask=blocks),
+        lambda: torch.func.vmap(lambda x: call(x, x, x))(torch.stack([x, x])),
+    ]  # fmt: skip
+
+
+class Ranks:
+    """The calls of one rank, which know what is right."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.numbers = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.new_group()
+
+    def new_group(self) -> None:
+        self.group = dist.new_group(timeout=timedelta(seconds=60))
+        self.rank, self.ranks = self.group.rank(), self.group.size()
+
+    def step(self, odd: int, fault: str, turn: int, choice: int) -> None:
+        """One call and its backward, in which rank `odd` has a fault."""
+        layout = Layout.zigzag(LENGTH, self.group).using(self.draw.choice(PLANS))
+        whole, w = (torch.randn(1, HEADS, LENGTH, WIDTH, generator=self.numbers) for _ in range(2))
+        whole.requires_grad_()
+        right = F.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+        (grad,) = torch.autograd.grad((right * w).sum(), whole)
+        at, mine = layout.positions, fault if self.rank == odd else ""
+        x = whole.detach()[:, :, at].requires_grad_()
+        call = lambda: hw.attention(x, x, x, mask=hw.causal(), layout=layout)
+        if fault == "refuse":
+            if mine:
+                with pytest.raises((HeadwayError, ValueError, RuntimeError)):
+                    (calls := refused(layout, x))[choice % len(calls)]()
+            else:
+                with pytest.raises(ArgumentError, match=f"rank {odd}: .* there"):
+                    call()
+            return
+        if mine == "late":
+            time.sleep(0.3)
+        owner = Collective if mine.startswith("give up") else get("cpu")
+        name = {"forward": "forward", "give up forward": "gather"}.get(mine)
+        with failing(owner, name, turn) if name else contextlib.nullcontext():
+            out = self.outcome(call, odd, fault if "forward" in fault else "", bool(mine))
+        if out is None or out.isnan().any():
+            assert out is None or "forward" in fault
+            return
+        torch.testing.assert_close(out, right[:, :, at].detach())
+        loss = (out * w[:, :, at]).sum()
+        if fault in ("hook", "left out"):
+            if fault == "hook" and mine:
+                out.register_hook(raises)
+                with pytest.raises(Boom):
+                    loss.backward()
+            with pytest.raises(ArgumentError, match="ranks do not make the same call"):
+                call() if mine else loss.backward()
+            return
+        name = {"backward": "backward", "give up backward": "reduce_scatter"}.get(mine)
+        backward = lambda: torch.autograd.grad(loss, x)[0]
+        with failing(owner, name, turn) if name else contextlib.nullcontext():
+            dx = self.outcome(backward, odd, fault if "backward" in fault else "", bool(mine))
+        if dx is not None and not (dx.isnan().any() and "backward" in fault):
+            torch.testing.assert_close(dx, grad[:, :, at])
+
+    def outcome(
+        self, call: Callable[[], Tensor], odd: int, fault: str, mine: bool
+    ) -> Tensor | None:
+        """What a call returns; None where it raises, as it has to where a rank has the fault."""
+        if not fault:
+            return call()
+        gave_up = fault.startswith("give up")
+        words = "over this process group any more" if gave_up else f"rank {odd} raised in "
+        result = None
+        try:
+            result = call()
+        except Boom:
+            assert mine
+        except RuntimeError as error:
+            if mine or words not in str(error):
+                raise
+        # Of the others each may have had its results before the fault: then its next call raises.
+        raised = torch.tensor(int(result is None))
+        dist.all_reduce(raised.clone(), group=dist.group.WORLD)
+        everyone = [torch.zeros_like(raised) for _ in range(self.ranks)]
+        dist.all_gather(everyone, raised)
+        if not int(everyone[odd]):  # its turn never came
+            assert not sum(map(int, everyone))
+            return result
+        if result is not None or gave_up:
+            with pytest.raises(RuntimeError, match=words):
+                Layout.zigzag(LENGTH, self.group).shard(torch.zeros(LENGTH), 0)
+        if gave_up:
+            self.new_group()
+        return None
+
+
+def raises(grad: Tensor) -> None:
+    raise Boom
+
+
+FAULTS = (
+    "refuse", "refuse", "late", "forward", "backward", "hook", "left out", "give up forward",
+    "give up backward", "",
+)  # fmt: skip
+
+
+def faults(seed: int, world: int, rank: int) -> None:
+    """Random calls, in most of which one rank has a fault."""
+    consistency.LATE_SECONDS[:] = 2.0, 2.0
+    ranks = Ranks(seed)
+    for n in range(STEPS):
+        draw = ranks.draw
+        step = (
+            draw.randrange(world), draw.choice(FAULTS), draw.choice((0, 0, 1, 2, 5)),
+            draw.randrange(100),
+        )  # fmt: skip
+        try:
+            ranks.step(*step)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}, step {n}, rank {rank}: {step}: {error}") from error
+
+
+def by_messages(seed: int, world: int, rank: int) -> None:
+    """The same for ranks that share no memory. What they were sent by a rank that failed is NaN."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(consistency, "shared_memory_compare", lambda group, timeout: None)
+        faults(seed, world, rank)
+
+
+def late(world: int, rank: int) -> None:
+    """A rank that is late, and one that a loss leaves out of a backward: standard error says for
+    whom the others wait and in what call."""
+    consistency.LATE_SECONDS[:] = 0.3, 0.4
+    for shared in (True, False):
+        with pytest.MonkeyPatch.context() as patched:
+            if not shared:
+                patched.setattr(consistency, "shared_memory_compare", lambda *_: None)
+            layout = Layout.zigzag(LENGTH, dist.new_group(timeout=timedelta(seconds=60)))
+            x = torch.randn(1, 2, layout.local, 4).requires_grad_()
+            call = partial(hw.attention, x, x, x, layout=layout)
+            loss = call().sum()
+            waits(rank, call, "attention, call 2 over")
+            waits(rank, loss.backward, "the backward of attention, call 1 over")
+
+
+def waits(rank: int, call: Callable[[], Any], words: str) -> None:
+    """Ranks wait for rank 1, and say so once or twice."""
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1.0)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        call()
+    lines = said.getvalue().splitlines()
+    assert len(lines) in ((0,) if rank == 1 else (1, 2)), lines
+    for line in lines:
+        assert f"headway: rank {rank} has waited" in line
+        assert f"for rank 1, in {words}" in line
+
+
+def leaves(name: str, world: int, rank: int) -> None:
+    """A rank that leaves, before a call or in it: the others raise, and name it."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    layout = Layout.zigzag(LENGTH, group)
+    x = torch.randn(1, 2, layout.local, 4).requires_grad_()
+    out = hw.attention(x, x, x, mask=hw.causal(), layout=layout)
+    if rank == 1 and not name:
+        os._exit(0)
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            owner = Collective if name == "gather" else get("cpu")
+            patched.setattr(owner, name, lambda *args, **kwargs: os._exit(0))
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1 has left"):
+            out.sum().backward()
+    assert time.monotonic() - began < 30
+
+
+def threads(world: int, rank: int) -> None:
+    """Two threads over one group: each call raises or is right, and a thread is told."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    layout = Layout.zigzag(LENGTH, group)
+    whole = torch.randn(2, 1, 2, LENGTH, 4, generator=torch.Generator().manual_seed(0))
+    right = F.scaled_dot_product_attention(whole, whole, whole)[..., layout.positions, :]
+    consistency.LATE_SECONDS[:] = 0.2, 10.0
+    errors: list[str] = []
+
+    def call(n: int) -> None:
+        x = whole[n][:, :, layout.positions]
+        for _ in range(50):
+            try:
+                out = hw.attention(x, x, x, layout=layout)
+            except (ArgumentError, RuntimeError) as error:
+                errors.append(str(error))
+                return
+            torch.testing.assert_close(out, right[n])
+
+    running = [threading.Thread(target=call, args=(n,), daemon=True) for n in range(2)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in running)
+    assert errors
+    told = torch.tensor(int(any("two threads" in text for text in errors)))
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    assert told, errors
+
+
+def test_faults(tmp_path):
+    run_ranks(3, (partial(faults, 5),), tmp_path)
+
+
+def test_faults_by_messages(tmp_path):
+    run_ranks(3, (partial(by_messages, 6),), tmp_path)
+
+
+def test_late(tmp_path):
+    run_ranks(3, (late,), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "backward", "gather"])
+def test_leaves(name, tmp_path):
+    run_ranks(3, (partial(leaves, name),), tmp_path)
+
+
+def test_threads(tmp_path):
+    run_ranks(2, (threads,), tmp_path)
