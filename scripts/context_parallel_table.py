@@ -47,7 +47,7 @@ def main() -> None:
     print("| mask | ranks | contiguous | zigzag | balanced | of_lengths |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, mask, lengths in cases:
-        runs = row_runs([mask], (1, 1, LENGTH, LENGTH), TILE)
+        runs = row_runs([mask], (1, 1, LENGTH, LENGTH), TILE, is_coarse=False)
         for ranks in (8, 64, 1024):
             began = time.perf_counter()
             balanced = balance_masks([mask], (1, 1, LENGTH, LENGTH), ranks, TILE, 0.03)

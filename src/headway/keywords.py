@@ -29,6 +29,9 @@ _WAYS: dict[str, tuple[str, str]] = {
     "key_padding_mask": (
         "mask", "m of (batch, kv_len), True at padding, is mask=headway.dense(~m[:, None, None])"
     ),
+    "layout": (
+        "mask", "a sequence is cut over ranks in headway.attention and attention_with_stats alone"
+    ),
     "mask_mod": ("mask", "write mask="),
     "block_mask": ("mask", "write mask="),
     "window_size": (

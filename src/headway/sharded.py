@@ -28,8 +28,9 @@ class Sharded:
     """A call of DTensors as its rank computes it.
 
     q, k and v have one mesh and the same placements: `Shard(0)` (batch), `Shard(1)` (heads, which
-    must divide evenly), `Replicate()`, and at most once `Shard(2)` (sequence). The sequence is cut
-    as DTensors are, or as the call's layout says for that dimension of the mesh. Trained tensors
+    must divide evenly), `Replicate()`, and at most once `Shard(2)` (sequence), where k and v may
+    also be `Replicate()`. The sequence is cut as DTensors are, or as the call's layout says for
+    that dimension of the mesh. Trained tensors
     that the score captures are DTensors replicated on the mesh. A sink may have any placement. With
     dropout, all ranks need one seed.
 
@@ -47,12 +48,16 @@ class Sharded:
                     f"{name} is not a DTensor, but another of q, k and v is; convert it with "
                     "distribute_tensor() or DTensor.from_local()"
                 )
-            if x.device_mesh != q.device_mesh or x.placements != q.placements:
+        all_keys = tuple(Replicate() if p == Shard(2) else p for p in q.placements)
+        for name, x in (("k", k), ("v", v)):
+            whole_kv = k.placements == v.placements == all_keys
+            if x.device_mesh != q.device_mesh or not (x.placements == q.placements or whole_kv):
                 raise ArgumentError(
                     f"q, k and v must have one mesh and the same placements: q {q.placements}, "
                     f"{name} {x.placements}; move with .redistribute()"
                 )
         self.mesh, self.placements = q.device_mesh, q.placements
+        self.replicates_kv = k.placements != q.placements
         for n, place in enumerate(self.placements):
             if place not in (Shard(0), Shard(1), Shard(2), Replicate()):
                 raise ArgumentError(
@@ -104,11 +109,14 @@ class Sharded:
         if type(request.keys) is not Layouts:
             q_len, kv_len = request.q.shape[2], request.k.shape[2]
             q_layout = _chunk_layout(q_len, group)
+            if self.replicates_kv:
+                return Layouts(q_layout, None)
             return Layouts(q_layout, q_layout if q_len == kv_len else _chunk_layout(kv_len, group))
         layouts = request.keys
-        if layouts.kv is None:
+        if (layouts.kv is None) != self.replicates_kv:
             raise ArgumentError(
-                "layout=(layout, None) takes plain tensors: q.to_local(), and all of k and v"
+                f"k and v have placements {request.k.placements}: where all ranks have all keys "
+                "they are Replicate(), with layout=(layout, None); else Shard(2), with a layout"
             )
         if layouts.q.group_name != group.group_name:
             raise ArgumentError(
@@ -119,11 +127,19 @@ class Sharded:
 
     def local_request(self, request: Request) -> Request:
         """Return the request for this rank's shards; `local_call` converts the captured tensors."""
+        from torch.distributed.tensor import Partial
+
         keys = request.keys if self.layouts is None else self.layouts
         if type(keys) is KV:
             keys = self._local_cache(keys, request.k)
+        # Of keys that all ranks have, each rank computes a share of the gradient.
+        grads = [
+            Partial() if p != of_k else p
+            for p, of_k in zip(self.placements, request.k.placements, strict=True)
+        ]
+        k, v = (x.to_local(grad_placements=grads) for x in (request.k, request.v))
         return request._replace(
-            q=request.q.to_local(), k=request.k.to_local(), v=request.v.to_local(),
+            q=request.q.to_local(), k=k, v=v,
             sink=self._local_sink(request.sink), keys=keys, offsets=self.offsets,
         )  # fmt: skip
 

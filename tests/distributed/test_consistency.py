@@ -11,8 +11,8 @@ import torch.distributed as dist
 import headway as hw
 from headway.blocks import from_dense
 from headway.distributed import Layout
-from headway.distributed.exchange import consistency
-from headway.errors import ArgumentError, CapturedIndexError
+from headway.distributed.exchange import consistency, fields
+from headway.errors import ArgumentError, CapturedIndexError, UnknownKeyword
 from processes import run_ranks
 
 LENGTH = 96
@@ -42,6 +42,7 @@ def every_field(world: int, rank: int) -> None:
         "tensors that score": {
             "score": hw.relative_bias(torch.full((2, 2 * LENGTH - 1), 0.5 * other))
         },
+        "the sink": {"sink": torch.full((2,), float(other))},
         "the seed": {"dropout": 0.1, "seed": 3 + rank},
         "scale": {"scale": 0.5 + other},
         "the plan": {
@@ -130,6 +131,39 @@ def stale(world: int, rank: int) -> None:
         hw.attention(q, q, q, layout=layout)
 
 
+def refused(world: int, rank: int) -> None:
+    """What is refused by name, on every rank; a batch of no rows is not."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    layout = Layout.zigzag(LENGTH, group)
+    x = torch.randn(2, 1, 2, layout.local, 8)
+    with pytest.raises(ArgumentError, match="vmap over a call with layout="):
+        torch.func.vmap(lambda x: hw.attention(x, x, x, layout=layout))(x)
+    ids = torch.arange(LENGTH) // 40
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fields, "capturing", lambda device: True)
+        with pytest.raises(ArgumentError, match="a CUDA graph is being captured"):
+            hw.attention(*[x[0]] * 3, mask=hw.document(ids), layout=layout)
+        hw.attention(*[x[0]] * 3, mask=hw.causal(), layout=layout)
+    for plan in ("heads", "gather", "ulysses"):
+        q, k = (torch.zeros(0, h, layout.local, 8, requires_grad=True) for h in (4, 2))
+        sink = torch.zeros(4, requires_grad=True)
+        found = hw.attention_with_stats(
+            q, k, k, mask=hw.document(ids), sink=sink, layout=layout.using(plan)
+        )
+        assert (found.out.shape, found.max_logit.shape) == (q.shape, (0, 4))
+        grads = torch.autograd.grad(found.out.sum() + found.lse.sum(), (q, k, sink))
+        assert [g.shape for g in grads] == [q.shape, k.shape, sink.shape]
+        assert not grads[2].any()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    for call in (
+        lambda: hw.attention(*[x[0]] * 3, layout=layout),
+        lambda: layout.unshard(x[0], 2),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=r"process group .* was destroyed"):
+            call()
+
+
 def one_fails(world: int, rank: int) -> None:
     """A rank that leaves: the others' exchange fails, long before the group's time is up."""
     group = dist.new_group(timeout=timedelta(seconds=25))
@@ -146,7 +180,18 @@ def one_fails(world: int, rank: int) -> None:
 
 
 def test_every_field(tmp_path):
-    run_ranks(2, (every_field, device_group, stale, made_anew), tmp_path)
+    run_ranks(2, (every_field, device_group, stale, refused, made_anew), tmp_path)
+
+
+def test_no_layout():
+    q = torch.zeros(1, 2, 8, 4)
+    layout = Layout.zigzag(8, (0, 2))
+    for call in (
+        lambda: hw.sigmoid_attention(q, q, q, bias=0.0, layout=layout),
+        lambda: hw.attention_weights(q, q, layout=layout),
+    ):
+        with pytest.raises(UnknownKeyword, match=r"over ranks in headway\.attention and"):
+            call()
 
 
 def test_one_fails(tmp_path):

@@ -110,9 +110,7 @@ def in_pieces(world: int, rank: int) -> None:
 
     def everywhere(inputs, kv_ranges):
         mask = inputs.mask
-        split = len(inputs.q.ranges_of(inputs.rank)) > 1 and (
-            mask is None or mask.in_sequence_order
-        )
+        split = len(inputs.q.ranges_of(inputs.rank)) > 1 and (mask is None or mask.has_whole_tiles)
         seen.append(split and are_contiguous(kv_ranges))
         return split
 

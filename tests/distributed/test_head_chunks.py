@@ -8,7 +8,7 @@ import torch
 
 import headway as hw
 from headway.distributed import Layout
-from headway.distributed.exchange import head_chunks
+from headway.distributed.exchange import cost
 from headway.distributed.exchange.comm_plan import SequenceShards
 from headway.distributed.exchange.plan_inputs import MAX_CHUNK_BYTES, CallSizes, plan_inputs
 from headway.resolve import prepare
@@ -36,7 +36,7 @@ def setting(hq: int, hk: int, length: int, share: float, longest: float, needed:
 def test_all_heads_once(heads, length, backward):
     """And no step has more keys and values than it may, where one head has not."""
     s = setting(*heads, length, 0.5, 1.0)
-    found = head_chunks.chunk_heads(s, backward, LINK)
+    found = cost.chunk_heads(s, backward, LINK)
     assert sum(found) == heads[1]
     assert min(found) > 0
     assert max(found) == 1 or max(found) * length * 256 * 2 <= MAX_CHUNK_BYTES
@@ -46,9 +46,9 @@ def test_ends_are_small():
     """Behind a causal mask: what nothing hides is the way of the first keys, and of the last
     gradients."""
     s = setting(32, 8, 32768, 0.5, 1.0)
-    first, *_ = head_chunks.chunk_heads(s, False, LINK)
+    first, *_ = cost.chunk_heads(s, False, LINK)
     assert first < 4
-    *_, last = head_chunks.chunk_heads(s, True, LINK)
+    *_, last = cost.chunk_heads(s, True, LINK)
     assert last < 4
 
 
@@ -57,17 +57,17 @@ def test_long_documents_are_few_chunks():
     of all; in streams only the last one has nothing beside it."""
     s = setting(64, 8, 1 << 17, 0.07, 0.8)
     assert not s.all_kv_fits
-    assert min(head_chunks.chunk_heads(s, True, LINK)) > 1
+    assert min(cost.chunk_heads(s, True, LINK)) > 1
     s = setting(64, 8, 32768, 0.07, 0.8, needed=0.6)
     assert s.all_kv_fits
-    *_, last = head_chunks.chunk_heads(s, True, LINK)
+    *_, last = cost.chunk_heads(s, True, LINK)
     assert last > 4
 
 
 def test_host_keeps_up():
     """Kernels that take less than the host are not divided."""
     for backward in (False, True):
-        assert head_chunks.chunk_heads(setting(8, 8, 2048, 0.5, 1.0), backward, LINK) == [8]
+        assert cost.chunk_heads(setting(8, 8, 2048, 0.5, 1.0), backward, LINK) == [8]
 
 
 def test_longest_work_tile():

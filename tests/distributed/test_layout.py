@@ -1,6 +1,7 @@
 """Layouts as values: what they hold, how even they are, how they travel."""
 
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -95,6 +96,14 @@ def test_balance():
     assert Layout.balanced(length, (0, ranks), block, tile=32) == Layout.balanced(
         length, (0, ranks), mask, tile=32
     )
+    # Documents that end inside of tiles are cut at tiles, where the sequence is long.
+    draw = random.Random(0)
+    for _ in range(20):
+        documents = [draw.randrange(1, 9000) for _ in range(draw.choice((30, 200)))]
+        many = draw.choice((2, 4, 8))
+        packed = Layout.of_lengths(documents, (0, many))
+        assert not any(start % 128 for _, start, _ in packed.pieces)
+        assert max(packed.sizes) <= 1.06 * sum(documents) / many
     # Whole documents where they fit: nothing is cut, so nothing has to be sent.
     even = Layout.of_lengths([1024] * 4, (0, ranks))
     assert even == Layout.contiguous(length, (0, ranks))

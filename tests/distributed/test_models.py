@@ -155,7 +155,12 @@ def sharded(world: int, rank: int) -> None:
             placed = [place, Shard(2)]
             given = [distribute_tensor(x, mesh, placed).requires_grad_() for x in (q, k, v)]
             learned = distribute_tensor(table, mesh, [Replicate()] * 2).requires_grad_()
-            for chosen in (layout, None):
+            whole = [place, Replicate()]  # keys that every rank has
+            own_kv = [distribute_tensor(x, mesh, whole).requires_grad_() for x in (k, v)]
+            for chosen, kv in (
+                (layout, given[1:]), (None, given[1:]), ((layout, None), own_kv), (None, own_kv),
+            ):  # fmt: skip
+                given[1:] = kv
                 more = {} if chosen is None else {"layout": chosen}
                 out = hw.attention(*given, hw.relative_bias(learned), mask, **more)
                 assert out.placements == tuple(placed)

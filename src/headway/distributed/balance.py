@@ -24,6 +24,11 @@ from ..mods import lower_mod
 
 PieceList = list[tuple[int, int, int]]
 _CHUNKS = (4, 8, 16, 32)  # of a rank
+# In long sequences the search looks at tiles that are so many times as long. Of a partial one this
+# share is live: on a diagonal 10 of its 16 tiles are.
+_COARSE, _LIVE_SHARE = 4, 0.625
+_PARTNERS = 4  # ranks with the least work, which a rank may swap chunks with
+_TILES_OF_CHUNK = 4  # of chunks that begin and end at tiles, where they are as long or longer
 
 
 @dataclass(frozen=True)
@@ -115,11 +120,12 @@ class RowRuns:
     row: np.ndarray
     start: np.ndarray
     count: np.ndarray
+    weight: np.ndarray  # the work of a tile
 
     @property
     def work(self) -> np.ndarray:
-        """Count the live tiles of every row."""
-        return np.bincount(self.row, self.count, self.width)
+        """Return the work of every row."""
+        return np.bincount(self.row, self.count * self.weight, self.width)
 
 
 # -- assignments -----------------------------------------------------------------------------------
@@ -129,7 +135,8 @@ def balance_masks(
     masks: list[Any], sizes: tuple[int, int, int, int], ranks: int, tile: int, slack: float
 ) -> PieceList:
     """Return the pieces of a layout for these masks."""
-    runs = row_runs(masks, sizes, tile)
+    is_long = sizes[2] >= ranks * _CHUNKS[-1] * _COARSE**2 * tile
+    runs = row_runs(masks, sizes, tile * (_COARSE if is_long else 1), is_long)
     candidates = []
     for rows in _row_cuts(runs, ranks):
         chunks = RunChunks(rows, runs)
@@ -148,7 +155,11 @@ def balance_documents(rows: list[list[int]], ranks: int, tile: int, slack: float
     if all(np.array_equal(starts[0], row_starts) for row_starts in starts):
         for chunks_per_rank in _CHUNKS[1:3]:
             longest = max(tile, length // (ranks * chunks_per_rank))
-            chunks = _document_chunks(_document_cuts(starts[0], longest, tile), starts)
+            boundaries = starts[0]
+            if longest >= _TILES_OF_CHUNK * tile:  # where documents end inside of tiles
+                rounded = (boundaries + tile // 2) // tile * tile
+                boundaries = np.unique([*rounded[rounded < length], length])
+            chunks = _document_chunks(_document_cuts(boundaries, longest, tile), starts)
             candidates.append((chunks, _greedy(chunks, ranks)))
     return _best(candidates, length, ranks, slack)
 
@@ -188,7 +199,7 @@ def balance_by_swaps(
         return owner
     load = np.bincount(owner, work, ranks)
     mean, index = load.mean(), np.arange(len(work))
-    partners = min(ranks, 24)
+    partners = min(ranks, _PARTNERS)
     for _ in range(8 * len(work)):
         busiest = int(load.argmax())
         if load[busiest] <= mean * (1 + slack):
@@ -233,17 +244,21 @@ def _greedy(chunks: Chunks, ranks: int) -> np.ndarray:
 # -- chunks ---------------------------------------------------------------------------------------
 
 
-def row_runs(masks: list[Any], sizes: tuple[int, int, int, int], tile: int) -> RowRuns:
+def row_runs(
+    masks: list[Any], sizes: tuple[int, int, int, int], tile: int, is_coarse: bool
+) -> RowRuns:
     """Return the live tiles of masks for self-attention of sizes (b, h, length, length)."""
     length = sizes[2]
     width = -(-length // tile)
-    row, start, count = [], [], []
+    columns: list[list[np.ndarray]] = []
     for mask in masks:
-        for runs in _tiles_of(mask, sizes, tile):
-            row.append((runs.row() % max(1, width)).cpu().numpy())
-            start.append(runs.start.cpu().numpy())
-            count.append(runs.count.cpu().numpy())
-    return RowRuns(length, tile, width, *(np.concatenate(x) for x in (row, start, count)))
+        for n, runs in enumerate(_tiles_of(mask, sizes, tile)):
+            row, start, count = (
+                x.cpu().numpy() for x in (runs.row() % max(1, width), runs.start, runs.count)
+            )
+            weight = np.full(len(row), _LIVE_SHARE if n and is_coarse else 1.0)
+            columns.append([row, start, count, weight])
+    return RowRuns(length, tile, width, *map(np.concatenate, zip(*columns, strict=True)))
 
 
 def _tiles_of(mask: Any, sizes: tuple[int, int, int, int], tile: int) -> list[Runs]:

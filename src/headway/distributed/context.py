@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..autograd import Pair, run_operators
 from ..backends.base import Call
 from ..errors import ArgumentError
 from ..operators import flat, grads_like, library, results_like
+from ..surroundings import transforms
 from ..types import NAMESPACE, REPLICATED_KV, ExchangeSpec, Forward, Spec
 from .layout import Layout
 from .shard_table import NO_MESH
@@ -93,7 +95,7 @@ def attention(
     *operands, _, _ = flat(call)
     trainable = [call.q, call.k, call.v, call.sink, *call.captured.tensors[: spec.score_tensors]]
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in trainable)
-    if not is_compiling() and any(map(_batched, trainable)):
+    if not is_compiling() and transforms() and any(map(_batched, trainable)):
         raise ArgumentError(
             "vmap over a call with layout= is not possible: ranks exchange whole batches; pass the "
             "batch as the first dimension of q, k and v"

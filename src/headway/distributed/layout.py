@@ -109,7 +109,8 @@ class Layout(ShardTable):
 
         - `documents`: the lengths of the documents, integers or a tensor `(documents,)`; or of
           every row of the batch, whose sums are equal.
-        - `tile`: documents are cut at multiples of it.
+        - `tile`: pieces begin at multiples of it, in long sequences also where a document ends
+          inside of a tile: up to `tile` of its tokens are then with the next document.
         - `slack`: of tokens and of kept pairs no rank has more than this above the mean, where that
           can be reached.
         """

@@ -5,8 +5,7 @@ import numpy as np
 from ..backends.base import Call
 from ..types import Spec
 from .exchange.comm_plan import sequence_shards
-from .exchange.cost import costs
-from .exchange.head_chunks import most_received
+from .exchange.cost import costs, most_received
 from .exchange.nodes import LocalNode, NodeGroups, local_node
 from .exchange.plan_inputs import plan_inputs
 from .exchange.plans import plan_name

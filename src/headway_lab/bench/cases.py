@@ -387,6 +387,14 @@ def _alibi(heads: int) -> Score:
     return alibi(alibi_slopes(heads).to(torch.get_default_device()))
 
 
+# The cases of one table (`--cases table`), which four GPUs run in ten minutes.
+_TABLE_OF_RANKS = (
+    "causal-32-32-16k", "causal-64-64-16k", "causal-32-32-32k", "causal-64-64-32k",
+    "causal-32-8-32k", "causal-64-8-32k", "documents-64-8-32k", "window-64-8-32k",
+    "alibi-64-8-32k", "causal-32-8-256k", "causal-64-8-256k",
+)  # fmt: skip
+
+
 def _rank_case(name: str, hq: int, hk: int, thousands: int, **more: Any) -> Case:
     """Return a case of `thousands` of 1024 tokens; `name` is its mask or, with causal, its score.
 
@@ -397,9 +405,11 @@ def _rank_case(name: str, hq: int, hk: int, thousands: int, **more: Any) -> Case
         "window": lambda: causal() & sliding_window(4096),
     }  # fmt: skip
     scores = {"alibi": partial(_alibi, hq), "bias": partial(learned_bias, hq, length)}
+    kind = f"{name}-{hq}-{hk}-{thousands}k"
+    tags = ("ranks", name, "table") if kind in _TABLE_OF_RANKS else ("ranks", name)
     return _gpu(
-        f"ranks-{name}-{hq}-{hk}-{thousands}k", (1, hq, hk, length, 128), measure="ranks",
-        mask=masks.get(name, causal), score=scores.get(name), **{"tags": ("ranks", name)} | more,
+        f"ranks-{kind}", (1, hq, hk, length, 128), measure="ranks",
+        mask=masks.get(name, causal), score=scores.get(name), **{"tags": tags} | more,
     )  # fmt: skip
 
 
@@ -413,6 +423,7 @@ _RANK_TABLE = (
     _rank_case("causal", 32, 8, 16), _rank_case("causal", 32, 8, 64),
     _rank_case("documents", 32, 8, 64), _rank_case("causal", 64, 8, 16),
     _rank_case("causal", 32, 32, 16), _rank_case("causal", 64, 64, 16),
+    _rank_case("causal", 32, 32, 32), _rank_case("causal", 64, 64, 32),
     _rank_case("causal", 32, 8, 512),
     *(case for thousands in (32, 256, 16, 128, 64, 512) for case in _grid(thousands)),
     _rank_case("causal", 4, 2, 2, dtype="float32", devices=("cpu",)),

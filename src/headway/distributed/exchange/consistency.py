@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ...caches import LRUCache
 from ...errors import ArgumentError
 from .fields import FIELDS
-from .in_progress import set_check
+from .in_progress import this_thread
 from .pull import abort_transfers
 from .shared_memory import RankLeft, SharedMemoryCompare, rank_names, shared_memory_compare
 
@@ -107,13 +107,13 @@ class ConsistencyCheck:
     def __enter__(self) -> "ConsistencyCheck":
         channel = self.channel
         if not channel.lock.acquire(blocking=False):
-            self._give_up(_TWO_THREADS)
+            channel.give_up(_TWO_THREADS)
             raise mark_told(ArgumentError(_TWO_THREADS))
         if channel.unfinished is not None:
             check, channel.unfinished = channel.unfinished, None
             with suppress(Exception):
                 check.wait()
-        set_check(self)
+        this_thread.check = self
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -123,7 +123,7 @@ class ConsistencyCheck:
             mark_told(raised)
             raise
         finally:
-            set_check(None)
+            this_thread.check = None
             self.channel.lock.release()
 
     def _end(self, error: BaseException | None) -> None:
@@ -137,7 +137,7 @@ class ConsistencyCheck:
             return
         self.wait()
         if error is not None:
-            self._give_up("this rank" + _GAVE_UP_WORDS)
+            self.channel.give_up("this rank" + _GAVE_UP_WORDS)
         elif self.error is not None:
             self._tell(_FAILED, self.error)
             raise self.error
@@ -183,7 +183,8 @@ class ConsistencyCheck:
     def fail(self, error: Exception) -> None:
         """Note an error of this rank, before the exchanges go on without results."""
         self.error = self.error or error
-        self._flag(_FAILED)
+        if self.shared_memory is not None:
+            self.shared_memory.failures[self.shared_memory.rank] = self.number << 2 | _FAILED
 
     def wait_for(self, work: Any) -> None:
         """Wait for a collective on the CPU; see `in_progress.wait_for`."""
@@ -232,7 +233,7 @@ class ConsistencyCheck:
                 if self.work.is_completed():
                     self._raise_left(_LEAVING_SECONDS)
                     raise
-            self._store().set(self._waiting_key(self.group.rank()), "")
+            self.channel.store().set(self._waiting_key(self.group.rank()), "")
             self._raise_left()
             self._report_late(self._absent)
 
@@ -274,11 +275,6 @@ class ConsistencyCheck:
         except Exception:  # noqa: BLE001 this rank's own error is raised
             return
 
-    def _flag(self, state: int) -> None:
-        """Show the others of this host that this rank fails in this call."""
-        if self.shared_memory is not None:
-            self.shared_memory.failures[self.shared_memory.rank] = self.number << 2 | state
-
     def _failed_ranks(self) -> list[int]:
         """Return which ranks of this host have failed in this call.
 
@@ -293,19 +289,9 @@ class ConsistencyCheck:
             self._break(_ranks([flag & 3 for flag in flags], _GAVE_UP) + _GAVE_UP_WORDS)
         return [rank for rank, flag in enumerate(flags) if flag >> 2 == self.number]
 
-    def _give_up(self, why: str) -> None:
-        """Tell the others that this rank leaves an exchange undone, or makes no sense of it."""
-        self.channel.broken = why
-        self._flag(_GAVE_UP)
-        if self.shared_memory is None:
-            self._store().set(_GAVE_UP_KEY, f"rank {self.group.rank()}")
-
     def _break(self, why: str) -> None:
         self.channel.broken = why
         raise _GroupBroken(why)
-
-    def _store(self) -> Any:
-        return dist.distributed_c10d._get_process_group_store(self.group)
 
     def _raise_left(self, seconds: float = 0) -> None:
         """Raise where a rank has left, or does in the next seconds."""
@@ -328,15 +314,15 @@ class ConsistencyCheck:
             raise _NotYet
         self._failed_ranks()
         if waited >= self.next_line:
-            if self.shared_memory is None and self._store().check([_GAVE_UP_KEY]):
-                self._break(self._store().get(_GAVE_UP_KEY).decode() + _GAVE_UP_WORDS)
+            if self.shared_memory is None and self.channel.store().check([_GAVE_UP_KEY]):
+                self._break(self.channel.store().get(_GAVE_UP_KEY).decode() + _GAVE_UP_WORDS)
             self.next_line += LATE_SECONDS[1]
             text = f"headway: rank {self.group.rank()} has waited {waited:.0f} s for {whom()}"
             print(f"{text}, in {self}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _absent(self) -> str:
         """Return the words for the ranks that do not wait in this check."""
-        ranks, store = range(self.group.size()), self._store()
+        ranks, store = range(self.group.size()), self.channel.store()
         return rank_names(r for r in ranks if not store.check([self._waiting_key(r)]))
 
     def _waiting_key(self, rank: int) -> str:
@@ -446,24 +432,55 @@ class _CheckChannel:
         self.unfinished: ConsistencyCheck | None = None
         self.broken = ""
 
+    def give_up(self, why: str) -> None:
+        """Tell the other ranks that this one leaves an exchange undone, or makes no sense of it."""
+        self.broken = why
+        if self.shared_memory is not None:
+            self.shared_memory.failures[self.shared_memory.rank] = _GAVE_UP
+        else:
+            self.store().set(_GAVE_UP_KEY, f"rank {self.group.rank()}")
+
+    def store(self) -> Any:
+        """Return the store of the group."""
+        return dist.distributed_c10d._get_process_group_store(self.group)
+
 
 # The key is the group itself: a new group of the same name gets a channel of its own.
 _channels: LRUCache[_CheckChannel] = LRUCache(64)
+# Groups whose channels are being made, and whether another thread has asked for one meanwhile.
+_groups_in_creation: dict[Any, bool] = {}
+_creation = threading.Lock()
 _CPU = torch.device("cpu")
 
 
 def _channel(group: Any, device: torch.device) -> _CheckChannel:
-    """Return the channel of a group: the group itself where it has collectives on the CPU
-    ("cpu:gloo,cuda:nccl"), else a new gloo group of the same ranks. Without gloo it is the group on
-    its device, and then the host waits for the device at every call."""
+    """Return the channel of a group, which all ranks make together at its first use."""
     channel = _channels.get(group)
-    if channel is not None:
-        if channel.broken:
-            raise mark_told(RuntimeError(channel.broken))
-        return channel
+    if channel is None:
+        with _creation:
+            crossed = group in _groups_in_creation
+            _groups_in_creation[group] = crossed
+        if crossed:
+            raise mark_told(ArgumentError(_TWO_THREADS))
+        try:
+            channel = _channels.put(group, _new_channel(group, device))
+        finally:
+            with _creation:
+                crossed = _groups_in_creation.pop(group)
+        if crossed:
+            channel.give_up(_TWO_THREADS)
+    if channel.broken:
+        raise mark_told(RuntimeError(channel.broken))
+    return channel
+
+
+def _new_channel(group: Any, device: torch.device) -> _CheckChannel:
+    """Return a channel over the group itself where it has collectives on the CPU
+    ("cpu:gloo,cuda:nccl"), else over a new gloo group of the same ranks. Without gloo it is the
+    group on its device, and then the host waits for the device at every call."""
     check_group, on_cpu = group, _has_cpu(group)
     if not on_cpu and not dist.is_gloo_available():
-        return _channels.put(group, _CheckChannel(group, device, None))
+        return _CheckChannel(group, device, None)
     options = getattr(group._get_backend(_CPU if on_cpu else device), "options", None)
     timeout = getattr(options, "_timeout", None) or dist.constants.default_pg_timeout
     if not on_cpu:
@@ -471,8 +488,7 @@ def _channel(group: Any, device: torch.device) -> _CheckChannel:
             dist.get_process_group_ranks(group), timeout, "gloo", use_local_synchronization=True
         )
     shared_memory = shared_memory_compare(check_group, timeout.total_seconds())
-    channel = _CheckChannel(check_group, _CPU, shared_memory)
-    return _channels.put(group, channel)
+    return _CheckChannel(check_group, _CPU, shared_memory)
 
 
 def _has_cpu(group: Any) -> bool:

@@ -1,8 +1,9 @@
 """The block mask of all ranks' queries: which key tiles each rank needs, and a rank's own tiles.
 
 Both follow from the runs of the global block mask, in time proportional to the number of runs: no
-dense square is built. Where a layout cuts inside of tiles, the global mask is built with the
-queries in the order of ranks, every rank's padded to whole tiles.
+dense square is built. A rank's tile of queries that consists of several pieces of the sequence is
+several rows of the global mask, one for each piece: the positions of a row follow one another, so
+that intervals decide its tiles. The rows of a tile are joined when a rank's tiles are selected.
 """
 
 from typing import NamedTuple
@@ -12,20 +13,23 @@ import torch
 from torch import Tensor
 
 from ...blocks import TILE, Runs, Tiles, cached_build
-from ...blocks.runs import cover
+from ...blocks.runs import cover, sweep
 from ...mods.graph import Graph
 from ...types import Captured, Coords
 from .comm_plan import SequenceShards
+
+_FULL = 1 << 40  # the weight of a full tile among partial ones
 
 
 class GlobalBlockMask(NamedTuple):
     """The block mask of all ranks' queries and all keys.
 
     - `tiles`, `b`, `h`, `tile`: as in a block mask.
-    - `q_tiles`, `kv_tiles`: how many tiles of queries and of keys there are.
-    - `owner`: the rank of every tile of queries, `(q_tiles,)`.
+    - `q_tiles`, `kv_tiles`: how many rows of tiles and how many tiles of keys there are.
+    - `owner`: the rank of every row, `(q_tiles,)`; rows are in the order of the sequence.
     - `kv_length`: the number of keys.
-    - `in_sequence_order`: queries are in the order of the sequence, not in that of ranks.
+    - `tile_of_row`: of every row, the tile of its rank's queries that it is a piece of; None where
+      every row is a whole tile.
     """
 
     tiles: Tiles
@@ -36,7 +40,12 @@ class GlobalBlockMask(NamedTuple):
     kv_tiles: int
     owner: np.ndarray
     kv_length: int
-    in_sequence_order: bool
+    tile_of_row: np.ndarray | None = None
+
+    @property
+    def has_whole_tiles(self) -> bool:
+        """Return whether every row is a whole tile of the sequence."""
+        return self.tile_of_row is None
 
     def tile_visits(self, q_heads: range, ranks: int) -> np.ndarray:
         """Count how many query tiles of every rank read each key tile, over all batch rows and
@@ -62,14 +71,14 @@ class GlobalBlockMask(NamedTuple):
 
         - `rank`: None for the queries of all ranks.
         - `needed_tiles`: bool `(kv_tiles,)`; None for all.
-        - `q_ranges`: (start, stop) of those of the rank's queries to select, where queries are in
-          the order of the sequence; None for all.
+        - `q_ranges`: (start, stop) of those of the rank's queries to select, where rows are whole
+          tiles; None for all.
         """
         device = self.tiles.row_order.device
         groups = torch.arange(self.b, device=device)[:, None] * self.h
         groups = groups + torch.arange(self.h, device=device)[_head_slice(q_heads, self.h)]
         row_ranges = _true_ranges(self.owner == rank) if rank is not None else [(0, self.q_tiles)]
-        if q_ranges is not None and self.in_sequence_order:
+        if q_ranges is not None and self.has_whole_tiles:
             tile_q = self.tile[0]
             row_ranges = [(int(a) // tile_q, -(-int(b) // tile_q)) for a, b in q_ranges]
         columns = np.ones(self.kv_tiles, bool) if needed_tiles is None else needed_tiles
@@ -86,6 +95,10 @@ class GlobalBlockMask(NamedTuple):
             _cut_and_join(runs.take(column_numbers), row_ranges, len(rows))
             for runs in (tiles.cols_full, tiles.cols_partial)
         ]
+        if rank is not None and self.tile_of_row is not None and len(rows):
+            row_tile = torch.from_numpy(self.tile_of_row[self.owner == rank]).to(device)
+            by_row = _join_rows(by_row, row_tile, width)
+            by_column = _join_columns(by_column, row_tile)
         return Tiles.of_runs(*by_row, *by_column)
 
 
@@ -111,14 +124,15 @@ def global_mask(
             tiles, b, h = cached_build(graph, captured, shape, tile, device, Coords(*offsets))
         else:
             b, h = tile_info[:2]  # type: ignore[index]
-        return GlobalBlockMask(tiles, b, h, tile, q_tiles, kv_tiles, owner, kv.length, True)
+        return GlobalBlockMask(tiles, b, h, tile, q_tiles, kv_tiles, owner, kv.length)
     if tiles is not None:
         return None
-    positions, owner = _positions_by_rank(q, tile_q)
+    positions, owner, tile_of_row = _rows_of_pieces(q, tile_q)
     coords = Coords(*offsets, q_pos=torch.from_numpy(positions).to(device))
     shape = (*sizes, len(positions), kv.length)
     tiles, b, h = cached_build(graph, captured, shape, tile, device, coords)
-    return GlobalBlockMask(tiles, b, h, tile, len(owner), kv_tiles, owner, kv.length, False)
+    rows = len(owner)
+    return GlobalBlockMask(tiles, b, h, tile, rows, kv_tiles, owner, kv.length, tile_of_row)
 
 
 def ranges_of_tiles(needed_tiles: np.ndarray, tile: int, length: int) -> np.ndarray:
@@ -165,20 +179,26 @@ def _positions(ranges: np.ndarray, device: torch.device) -> tuple[int, Tensor | 
     return 0, torch.from_numpy(positions).to(device)
 
 
-def _positions_by_rank(q: SequenceShards, tile: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of all queries, rank after rank, and the rank of every tile. Each rank's
-    positions are padded to whole tiles with its last one."""
-    per_rank, owner = [], []
-    for rank in range(q.ranks):
-        ranges = [np.arange(a, b) for a, b in q.ranges_of(rank).tolist()]
-        if not ranges:
-            continue
-        positions = np.concatenate(ranges)
-        tiles = -(-len(positions) // tile)
-        padding = np.full(tiles * tile - len(positions), positions[-1])
-        per_rank += [positions, padding]
-        owner += [rank] * tiles
-    return np.concatenate(per_rank), np.array(owner, np.int64)
+def _rows_of_pieces(q: SequenceShards, tile: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut all pieces where their ranks' tiles of queries end. Return the positions of these rows,
+    each padded to a whole tile with its last one; and every row's rank, and its tile there."""
+    local_stop = q.local_start + q.stop - q.start
+    first_tile, count = q.local_start // tile, -(-local_stop // tile) - q.local_start // tile
+    piece = np.repeat(np.arange(len(count)), count)
+    tile_of_row = join_ranges(first_tile, count)
+    local = np.maximum(q.local_start[piece], tile_of_row * tile)
+    size = np.minimum(local_stop[piece], (tile_of_row + 1) * tile) - local
+    start = q.start[piece] + local - q.local_start[piece]
+    positions = start[:, None] + np.minimum(np.arange(tile), size[:, None] - 1)
+    return positions.flatten(), q.rank[piece], tile_of_row
+
+
+def join_ranges(start: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Return the integers of ranges, `start[n]` up to `start[n] + size[n]`, one range after the
+    other."""
+    total = int(size.sum())
+    size_before = size.cumsum() - size
+    return np.arange(total) + np.repeat(start - size_before, size)
 
 
 def _true_ranges(flags: np.ndarray) -> list[tuple[int, int]]:
@@ -214,3 +234,47 @@ def _cut_and_join(runs: Runs, row_ranges: list[tuple[int, int]], width: int) -> 
         counts.append(part.count.long())
         rows_before += high - low
     return Runs.of_keys(torch.cat(keys), torch.cat(counts), runs.rows, width)
+
+
+def _join_rows(by_row: list[Runs], row_tile: Tensor, width: int) -> list[Runs]:
+    """Return the runs of tiles from those of their rows, of which `row_tile` has the tile: a tile
+    is full where all of its rows are."""
+    full, partial = by_row
+    tiles, groups = int(row_tile[-1:].sum()) + 1, full.rows // len(row_tile)
+    tile_of = (torch.arange(groups, device=row_tile.device)[:, None] * tiles + row_tile).flatten()
+    rows_of_tile = row_tile.bincount(minlength=tiles)
+    keys = [tile_of[runs.row()] * (width + 1) + runs.start for runs in (full, partial)]
+    stops = [key + runs.count for key, runs in zip(keys, (full, partial), strict=True)]
+    weights = torch.cat([torch.full_like(keys[0], _FULL), torch.ones_like(keys[1])])
+    key, count, cover = sweep(torch.cat(keys), torch.cat(stops), weights)
+    is_full = cover == _FULL * rows_of_tile[key // (width + 1) % tiles]
+    return _full_and_partial(key, count, cover, is_full, groups * tiles, width)
+
+
+def _join_columns(by_column: list[Runs], row_tile: Tensor) -> list[Runs]:
+    """Return, for every tile of keys, the runs of tiles of queries from the runs of their rows."""
+    full, partial = by_column
+    height = int(row_tile[-1:].sum()) + 1
+    true = row_tile.new_ones(1, dtype=torch.bool)
+    changes = row_tile[1:] != row_tile[:-1]
+    begins, ends = torch.cat([true, changes]), torch.cat([changes, true])
+    keys, stops = [], []
+    for runs, whole in ((full, True), (full, False), (partial, False)):
+        first, last = runs.start.long(), (runs.start + runs.count - 1).long()
+        start, stop = row_tile[first], row_tile[last] + 1
+        if whole:
+            start, stop = start + ~begins[first], stop - (~ends[last]).long()
+        base = runs.row() * (height + 1)
+        keys.append(base + start)
+        stops.append(base + torch.maximum(stop, start))
+    weights = torch.cat([torch.full_like(keys[0], _FULL), *map(torch.ones_like, keys[1:])])
+    key, count, cover = sweep(torch.cat(keys), torch.cat(stops), weights)
+    return _full_and_partial(key, count, cover, cover >= _FULL, full.rows, height)
+
+
+def _full_and_partial(
+    key: Tensor, count: Tensor, cover: Tensor, is_full: Tensor, rows: int, width: int
+) -> list[Runs]:
+    """Return the runs of full and of partial tiles, of pieces that are live where `cover` > 0."""
+    is_partial = (cover > 0) & ~is_full
+    return [Runs.of_keys(key[kept], count[kept], rows, width) for kept in (is_full, is_partial)]

@@ -1,6 +1,6 @@
 """The plan "heads": all-gather of keys and values, one chunk of heads at a time, with prefetch.
 
-The key/value heads of a call are cut into chunks (`head_chunks.py`). For each chunk, a rank
+The key/value heads of a call are cut into chunks (`cost.py`). For each chunk, a rank
 all-gathers the keys that its queries need, and runs the backend's kernels on them; the keys of the
 next chunk are prefetched meanwhile. Every query sees all of its keys at once, so no partial results
 are merged. The backward gathers again and sends dK and dV back to the ranks that hold the keys (a

@@ -6,18 +6,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_thread = threading.local()
-
-
-def set_check(check: Any) -> None:
-    """Set this thread's `consistency.ConsistencyCheck`; None where no call runs."""
-    _thread.check = check
+# Its `check` is the `consistency.ConsistencyCheck` of this thread; None where no call runs.
+this_thread = threading.local()
 
 
 def guarded(compute: Callable[[], T], instead: Callable[[], T]) -> T:
     """Return `compute()`. Where it raises, or something has before, the ranks of the call are told,
     and the result is `instead()`: the call raises when its exchanges have ended."""
-    check = getattr(_thread, "check", None)
+    check = getattr(this_thread, "check", None)
     if check is None:
         return compute()
     if check.error is None:
@@ -33,7 +29,7 @@ def wait_for(work: Any, on_cpu: bool) -> None:
 
     **Raises:** `RuntimeError` where a rank has left, or has given the call up.
     """
-    check = getattr(_thread, "check", None)
+    check = getattr(this_thread, "check", None)
     if check is None or not on_cpu:
         work.wait()
     else:

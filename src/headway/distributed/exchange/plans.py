@@ -22,8 +22,7 @@ causal over four H100s with 64/8 heads 15.9 ms forward, and 6.85 ms by "heads" (
 
 from ...errors import ArgumentError
 from ...types import REPLICATED_KV
-from .cost import cheapest
-from .head_chunks import INTER_NODE_BANDWIDTH, LINK_BANDWIDTH, chunk_heads
+from .cost import INTER_NODE_BANDWIDTH, LINK_BANDWIDTH, cheapest, chunk_heads
 from .headwise import HeadwiseAllGather
 from .nodes import LocalNode
 from .plan_inputs import Plan, PlanInputs

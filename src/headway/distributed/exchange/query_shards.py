@@ -112,7 +112,7 @@ def splits_queries(inputs: PlanInputs, kv_ranges: np.ndarray) -> bool:
         gains
         and inputs.device.type == "cuda"
         and are_contiguous(kv_ranges)
-        and (inputs.mask is None or inputs.mask.in_sequence_order)
+        and (inputs.mask is None or inputs.mask.has_whole_tiles)
         and 1 < len(q_ranges) <= 4
         and int((q_ranges[:, 1] - q_ranges[:, 0]).min()) >= _MIN_SHARD_ROWS
     )
@@ -234,7 +234,7 @@ def all_tokens_plan(inputs: PlanInputs) -> LocalKV:
     """Return the plan of queries and keys of all tokens, in the order of the sequence."""
     tiles = tile_info = None
     mask = inputs.mask
-    if mask is not None and mask.in_sequence_order:
+    if mask is not None and mask.has_whole_tiles:
         tiles, tile_info = mask.tiles, (mask.b, mask.h, *mask.tile)
     shard = QueryShard(slice(0, inputs.q.length), Coords(*inputs.offsets), tiles, tile_info)
     return LocalKV("all tokens", inputs, [shard])

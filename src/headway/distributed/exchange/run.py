@@ -11,7 +11,7 @@ from ...backends.base import Call
 from ...blocks import check_tiles
 from ...caches import LRUCache
 from ...errors import ArgumentError
-from ...operators import call_of
+from ...operators import call_of, grads_like, results_like
 from ...types import REPLICATED_KV, ExchangeSpec, Spec, acc_dtype, in_dtype
 from .comm_plan import SequenceShards, Transport, sequence_shards
 from .consistency import ConsistencyCheck
@@ -156,7 +156,10 @@ def forward(spec_text: str, *inputs: Any) -> tuple[Tensor, ...]:
     spec, call, group = rank_call.spec, rank_call.call, rank_call.group
     with ConsistencyCheck(ATTENTION, group, call.q.device) as check:
         plan, transport = _agree(rank_call, check)
-        results = plan.forward(spec, rank_call.with_shared_seed(), transport)
+        if not call.q.shape[0]:  # no rows: nothing to exchange
+            results = results_like(spec.text, call.q, call.v, 0)
+        else:
+            results = plan.forward(spec, rank_call.with_shared_seed(), transport)
         if spec.max_logit:
             dist.all_reduce(results.max_logit, dist.ReduceOp.MAX, group=group)
     out = in_dtype(results.out, spec.out_dtype(call.q.dtype))
@@ -168,6 +171,7 @@ def backward(spec_text: str, *inputs: Any) -> list[Tensor]:
     """Run `headway::cp_backward`. One that exchanges nothing waits for nobody."""
     rank_call = RankCall.parse(spec_text, inputs)
     spec, call = rank_call.spec, rank_call.call
+    q, k, v, sink, _, tensors = inputs[:6]
     number, out, lse, dout, dlse, needs = inputs[12:]
     results = out, lse, dout, dlse, tuple(needs)
     if rank_call.replicates_kv and not rank_call.exchange.draws_seed:
@@ -176,6 +180,8 @@ def backward(spec_text: str, *inputs: Any) -> list[Tensor]:
     else:
         with ConsistencyCheck(ATTENTION, rank_call.group, call.q.device, int(number)) as check:
             plan, transport = _agree(rank_call, check)
+            if not call.q.shape[0]:
+                return [x.zero_() for x in grads_like(spec_text, q, k, v, sink, tensors, needs)]
             call = rank_call.with_shared_seed()
             grads = plan.backward(spec, call, transport, *results)
     dtype = acc_dtype(call.q.dtype) if spec.partial else call.q.dtype

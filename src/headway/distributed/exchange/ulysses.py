@@ -16,6 +16,7 @@ from ...backends.base import Call, delta_of
 from ...types import Forward, Grads, Spec, acc_dtype
 from . import collective
 from .comm_plan import SequenceShards, Transport
+from .global_mask import join_ranges
 from .nodes import LocalNode, select_heads
 from .plan_inputs import Plan, PlanInputs, sum_captured_grads
 
@@ -213,11 +214,3 @@ def _whole_groups(heads: range, group_size: int) -> list[range]:
 
 def _relative(heads: range, first: int) -> slice:
     return slice(heads.start - first, heads.stop - first)
-
-
-def join_ranges(start: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Return the integers of ranges, `start[n]` up to `start[n] + size[n]`, one range after the
-    other."""
-    total = int(size.sum())
-    size_before = size.cumsum() - size
-    return np.arange(total) + np.repeat(start - size_before, size)
