@@ -27,7 +27,8 @@ _CHUNKS = (4, 8, 16, 32)  # of a rank
 # In long sequences the search looks at tiles that are so many times as long. Of a partial one this
 # share is live: on a diagonal 10 of its 16 tiles are.
 _COARSE, _LIVE_SHARE = 4, 0.625
-_PARTNERS = 4  # ranks with the least work, which a rank may swap chunks with
+# Ranks with the least work, which a rank may swap chunks with: among few ranks, and among many.
+_PARTNERS = 4, 24
 _TILES_OF_CHUNK = 4  # of chunks that begin and end at tiles, where they are as long or longer
 
 
@@ -199,7 +200,7 @@ def balance_by_swaps(
         return owner
     load = np.bincount(owner, work, ranks)
     mean, index = load.mean(), np.arange(len(work))
-    partners = min(ranks, _PARTNERS)
+    partners = min(ranks, _PARTNERS[ranks > 16])
     for _ in range(8 * len(work)):
         busiest = int(load.argmax())
         if load[busiest] <= mean * (1 + slack):

@@ -158,8 +158,9 @@ class ConsistencyCheck:
         if self.shared_memory is None:
             self._send()
         else:
-            # The hash of a tuple of integers is the same in every process.
-            self.shared_memory.write(hash(tuple(self.numbers)))
+            # The hash of a tuple of integers is the same in every process; small ones are states.
+            number = hash(tuple(self.numbers)) | (_GAVE_UP + 1) if state == _ACCEPTED else state
+            self.shared_memory.write(number)
 
     def wait(self, seconds: float = math.inf) -> None:
         """Wait until all ranks have reported; see **Raises** above. Where it fails, the transfers
@@ -208,6 +209,7 @@ class ConsistencyCheck:
             equal = self.shared_memory.all_equal(self._report_late)
             if equal and self.numbers[0] == _ACCEPTED:
                 return
+            self._raise_states(self.shared_memory.numbers())
             self._send()  # all ranks come here, to find out what differs
         self._wait_for_messages()
         self._raise_differences(self.gathered.tolist())
@@ -242,10 +244,13 @@ class ConsistencyCheck:
         first = per_rank[0]
         if first[0] == _ACCEPTED and all(numbers == first for numbers in per_rank):
             return
-        states = [numbers[0] for numbers in per_rank]
+        self._raise_states([numbers[0] for numbers in per_rank])
+        _raise_other_calls(per_rank)
+
+    def _raise_states(self, states: list[int]) -> None:
+        """Raise where a rank does not accept its call."""
         if _FAILED in states:
-            failed = per_rank[states.index(_FAILED)]
-            call = _described(failed[1], failed[2], self.number - 1)
+            call = f"call {self.number - 1} over these ranks"
             raise RuntimeError(_failure(_ranks(states, _FAILED), call))
         if _REFUSED in states:
             raise ArgumentError(
@@ -253,7 +258,6 @@ class ConsistencyCheck:
                 "call was refused there; see the error on that rank. Cut every tensor with "
                 "layout.shard()"
             )
-        _raise_other_calls(per_rank)
 
     # -- ranks that fail, leave, or are late -------------------------------------------------------
 

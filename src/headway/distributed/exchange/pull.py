@@ -244,7 +244,6 @@ def abort_transfers(group: Any, all_present: bool) -> None:
     transport each of them would use, and among whichever ranks of the group.
 
     - `group`: of a consistency check, with collectives on the CPU.
-
     - `all_present`: all ranks call this, and will make other calls.
     """
     ranks = set(dist.get_process_group_ranks(group))
@@ -255,7 +254,7 @@ def abort_transfers(group: Any, all_present: bool) -> None:
     ]
     for memory in memories:
         memory.release()
-    if all_present:
+    if all_present and torch.cuda.is_initialized():
         dist.barrier(group)  # nobody writes flags any more
         for memory in memories:
             memory.restart()

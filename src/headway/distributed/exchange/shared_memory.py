@@ -86,6 +86,10 @@ class SharedMemoryCompare:
             equal = equal and slots[rank] == local_slot
         return equal
 
+    def numbers(self) -> list[int]:
+        """Return the numbers of all ranks for this turn."""
+        return [slot & _NUMBER_MASK for slot in self._turn_slots()]
+
     def _turn_slots(self) -> memoryview:
         first = self.turn % _SLOTS * self.ranks
         return self.slots[first : first + self.ranks]
