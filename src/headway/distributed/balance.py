@@ -207,7 +207,10 @@ def balance_by_swaps(
             break
         candidates = np.flatnonzero(owner == busiest)
         lightest = np.argpartition(load, partners - 1)[:partners]
-        offers = index[np.isin(owner, lightest)] if partners < ranks else index[owner != busiest]
+        is_partner = np.zeros(ranks, bool)
+        is_partner[lightest] = True
+        is_partner[busiest] = False
+        offers = index[is_partner[owner]]
         if not len(candidates) or not len(offers):
             break
         # After a swap of chunks i and j the larger of both loads is this.
