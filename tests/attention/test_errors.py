@@ -194,7 +194,7 @@ FUNCTIONS = {
     _fresh_random: ("score", "rand"),
     _reduction: ("score", "sum", "outside the function"),
     _row: ("score", "shape (33,)", "table[h, q_idx - kv_idx]"),
-    _slice: ("score", "slice", "every dimension"),
+    _slice: ("score", "shape (3,)", "reduce it, such as x.any(-1)"),
     _three: ("score", "2-d tensor of shape (4, 33)", "3 indices"),
     _fraction: ("score", "torch.float32", ".long()"),
     _complex: ("score", "torch.complex64"),

@@ -495,21 +495,6 @@ def test_what_is_detached_has_no_gradient(name):
         torch.testing.assert_close(a, b.expand_as(a), rtol=1e-9, atol=1e-9)
 
 
-def test_a_function_of_autograd_is_refused():
-    class Rounds(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.round()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
-
-    with pytest.raises(ModError, match=r"autograd\.Function.*detach") as raised:
-        call(lambda s, b, h, i, j: Rounds.apply(s), "score")
-    assert __file__ in str(raised.value)
-
-
 def test_writing_in_place_under_no_grad_is_refused():
     def fn(s, b, h, i, j):
         with torch.no_grad():

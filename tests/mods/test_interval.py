@@ -6,17 +6,18 @@ from torch import Tensor
 
 from headway.mods.bounds import rules
 from headway.mods.bounds.rules import Bounds
-from headway.mods.graph import BINARY, COMPARISONS, DTYPES, FLOATS, UNARY, Graph, Input, Node, apply
+from headway.mods.graph import DTYPES, FLOATS, Graph, Input, Node
+from headway.mods.ops import COMPARISONS, OPS, apply
 
 BOXES, POINTS = 400, 40
 ON_BOOL = {"and", "or", "xor", "not", "eq", "ne"}
 INTS_ONLY = {"invert", "shl", "shr", "and", "or", "xor"}
-FLOATS_ONLY = {"exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "reciprocal", "sin",
-               "cos", "tanh", "sigmoid", "erf", "isnan", "isinf", "div"}  # fmt: skip
+FLOATS_ONLY = {op for op, of in OPS.items() if of.ints is None} - {*INTS_ONLY, "detach", "pow"}
+OPERANDS = {"where": "bxx", "to": "x"} | {op: "x" * len(of.operands) for op, of in OPS.items()}
 
 
 def cases():
-    for op in [*UNARY, *BINARY, "where", "to"]:
+    for op in [*OPS, "where", "to"]:
         for dtype in ("i64", "i32", "u8", "f32", "f16", "bf16", "f64", "bool"):
             if dtype == "bool" and op not in (*ON_BOOL, "where", "to"):
                 continue
@@ -25,7 +26,7 @@ def cases():
             if dtype == "u8" and op in ("neg", "abs", "sign"):
                 continue
             results = [dtype]
-            if op in COMPARISONS or op in ("isnan", "isinf", "not"):
+            if op in COMPARISONS or op in ("isnan", "isinf", "signbit", "not"):
                 results = ["bool"]
             elif op == "to":
                 results = ["i64", "u8", "f32", "f16", "bool"]
@@ -70,7 +71,7 @@ def boxes(dtype: str) -> tuple[Bounds, Tensor]:
 
 @pytest.mark.parametrize(("op", "dtype", "result"), list(cases()))
 def test_no_value_leaves_its_bounds(op, dtype, result):
-    operands = {"where": ["bool", dtype, dtype]}.get(op, [dtype] * (2 if op in BINARY else 1))
+    operands = ["bool" if x == "b" else dtype for x in OPERANDS[op]]
     drawn = [boxes(d) for d in operands]
     if op in ("floordiv", "truncdiv", "mod", "fmod") and dtype not in FLOATS:
         # The processor faults on a division by 0, and of the least number by -1.

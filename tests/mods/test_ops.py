@@ -23,7 +23,6 @@ WORDS = {"approximate": ["none", "tanh"], "rounding_mode": ["floor", "trunc"]}
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.bool]
 FORMATS = [torch.preserve_format, torch.contiguous_format]
 CRASHES = {"linalg_vander"}  # in PyTorch, on a 0-d tensor
-UNSEEN = {"detach_"}  # autograd does not pass it on; `Tensor.detach_` is refused
 
 
 def overloads() -> list[Any]:
@@ -34,7 +33,7 @@ def overloads() -> list[Any]:
         packet, _, overload = rest.partition(".")
         if space != "aten" or packet[0] == "_" or packet.endswith("_backward"):
             continue
-        if packet in CRASHES or packet in UNSEEN:
+        if packet in CRASHES:
             continue
         try:
             op = getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
@@ -217,8 +216,11 @@ ACCEPTED = {  # with arguments that an op of one operand might lose
 
 REFUSED = {
     "bits": ("s.view(torch.int64) * 1.0", "view.dtype with dtype=torch.int64"),
-    "two of one": ("s.expand(2).sum()", "makes \\(2,\\) numbers of one with expand"),
-    "two new ones": ("s + s.new_ones(2).sum()", "numbers of one with new_ones"),
+    "rows": ("s.softmax(-1)", "calls softmax on one number; a score or mask sees one pair"),
+    "rows, by function": ("F.log_softmax(s, -1)", "calls log_softmax on one number"),
+    "along keys": ("s.cumsum(0)", "calls cumsum on one number"),
+    "a vector": ("s.expand(2)", "shape \\(2,\\) as one number; index it down to one number"),
+    "a long vector": ("s.expand(129).sum()", "reduces 129 numbers per pair with sum; at most 128"),
     "out": ("torch.round(s, out=T(0.0))", "calls round.out with out="),
     "out, decimals": ("torch.round(s, decimals=1, out=T(0.0))", "with out="),
     "drawn": ("torch.bernoulli(s.sigmoid())", "drawn once and kept"),
@@ -226,6 +228,10 @@ REFUSED = {
     "noise": ("F.rrelu(s, training=True)", "drawn once and kept"),
     "a pair": ("torch.max(s, 0)[0]", "max.dim"),
     "in place": ("s.detach_()", "changes an attribute"),
+    "in place, by its full name": ("aten.detach_(s)", "changes an attribute"),
+    "in place, by its overload": ("aten.detach_.default(s)", "changes an attribute"),
+    "a view": ("s.view(1).add_(1).sum()", "shares its memory with a view"),
+    "an element": ("setattr(s, 'grad', s)", "changes an attribute"),
     "data": ("setattr(s, 'data', s + 1) or s", "changes an attribute"),
 }
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import headway as hw
+from headway.errors import ModError
 from headway.mods import lower_mod
 from headway.mods.evaluation.derivative import differentiable_gathers
 from headway.mods.graph import parse
@@ -36,12 +37,31 @@ def far_product(b, h, q_idx, kv_idx):
     return (q_idx * kv_idx) % 1000 < 500
 
 
+CHOSEN = torch.zeros(8, 3, dtype=torch.int64)
+
+
+def special(s, b, h, q_idx, kv_idx):
+    angle = torch.atan2(s, TABLE[h, 0]) + torch.asinh(s) - torch.hypot(s, TABLE[h, 1])
+    return angle * torch.copysign(torch.erfc(s), q_idx - kv_idx) + torch.lgamma(s.abs() + 1)
+
+
+def short_vectors(s, b, h, q_idx, kv_idx):
+    nearest = TABLE.mT[:3, h].amax()
+    return s + nearest + torch.stack([s, TABLE[h, q_idx % 9]]).sum()
+
+
+def chosen(b, h, q_idx, kv_idx):
+    return (CHOSEN[q_idx // 64] == (kv_idx // 64).unsqueeze(-1)).any(-1)
+
+
 GOLDEN = {
     "alibi_softcap": (hw.alibi(SLOPES) >> hw.softcap(30.0), hw.causal()),
     "relative_bias": (hw.relative_bias(TABLE), hw.causal() & hw.sliding_window(1024)),
     "buckets": (buckets, hw.causal() & hw.document(IDS)),
     "far_product": (None, far_product),
     "steps": (None, steps),
+    "special": (special, hw.causal()),
+    "short_vectors": (short_vectors, chosen),
 }
 
 
@@ -76,6 +96,15 @@ def test_functions_are_found_by_name(name):
     assert emit.load_module(codegen_spec) is module
     assert hasattr(module, "score") == (GOLDEN[name][0] is not None)
     assert hasattr(module, "mask")
+
+
+def test_longer_vectors_are_refused_by_name():
+    few, many = (lambda s, b, h, *_, n=n: s + TABLE.flatten()[:n].sum() for n in (16, 17))
+    assert emit.source(codegen_spec_of(few, None, False)).count("tl.load") == 16 * 2
+    with pytest.raises(
+        ModError, match="reduces 17 numbers per pair; GPU kernels unroll at most 16"
+    ):
+        emit.source(codegen_spec_of(many, None, False))
 
 
 def test_products_of_positions_are_wide():

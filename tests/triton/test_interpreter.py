@@ -40,3 +40,8 @@ def test_what_is_written_after_a_capture_counts(part):
 
 def test_rows_of_ranks():
     assert interpreted("interpret_ranks.py") == {}
+
+
+def test_ops_by_series():
+    """Values and derivatives of the ops that kernels have no instruction for."""
+    assert interpreted("interpret_ops.py") == {}

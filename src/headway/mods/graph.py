@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-from torch import Tensor
+
+from .ops import apply, has_trait
 
 DTYPES = {
     "f64": torch.float64,
@@ -49,63 +50,7 @@ Arg = str | Number  # a str names an input or a node ("%3"); a number is a const
 # In every graph's inputs the positions come first, after the score if there is one.
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
 
-UNARY: dict[str, Callable[..., Tensor]] = {
-    "neg": torch.neg,
-    "abs": torch.abs,
-    "sign": torch.sign,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "expm1": torch.expm1,
-    "log": torch.log,
-    "log2": torch.log2,
-    "log1p": torch.log1p,
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "reciprocal": torch.reciprocal,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "erf": torch.erf,
-    "floor": torch.floor,
-    "ceil": torch.ceil,
-    "round": torch.round,
-    "trunc": torch.trunc,
-    "isnan": torch.isnan,
-    "isinf": torch.isinf,
-    "not": torch.logical_not,
-    "invert": torch.bitwise_not,
-    "detach": lambda a, out=None: a.detach() if out is None else out.copy_(a),
-}
-BINARY: dict[str, Callable[..., Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "floordiv": lambda a, b, **kw: torch.div(a, b, rounding_mode="floor", **kw),
-    "truncdiv": lambda a, b, **kw: torch.div(a, b, rounding_mode="trunc", **kw),
-    "mod": torch.remainder,
-    "fmod": torch.fmod,
-    "pow": torch.pow,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "eq": torch.eq,
-    "ne": torch.ne,
-    "lt": torch.lt,
-    "le": torch.le,
-    "gt": torch.gt,
-    "ge": torch.ge,
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-    "xor": torch.bitwise_xor,
-    "shl": torch.bitwise_left_shift,
-    "shr": torch.bitwise_right_shift,
-}
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_KEEPS_MAGNITUDE = frozenset("neg abs floor ceil round trunc to".split())
-_WITHIN_ONE = frozenset("tanh sigmoid erf sign".split())
 _QUOTIENTS = frozenset("div floordiv truncdiv".split())
-OTHER = frozenset({"to", "where", "gather"})
 
 
 @dataclass(frozen=True)
@@ -217,9 +162,9 @@ def _magnitude_of(node: Node, magnitudes: dict[str, float]) -> float:
     operands = [_magnitude(a, magnitudes) for a in args]
     if any(map(math.isnan, operands)):
         return math.nan
-    if op in _WITHIN_ONE:
+    if has_trait(op, "unit"):
         return 1.0
-    if op in _KEEPS_MAGNITUDE or op in ("where", "max", "min"):
+    if has_trait(op, "keeps") or op in ("where", "to"):
         return max(operands)
     if op in ("sin", "cos"):
         return 1.0 if math.isfinite(operands[0]) else math.nan
@@ -301,6 +246,8 @@ class Builder:
         simplified = _simplify(op, args, dtype, self.product)
         if simplified is not None:
             return simplified
+        if op == "detach" and self._op(args[0]) == "detach":
+            return args[0]
         if op == "pow" and not isinstance(args[1], str) and args[1] == 2:
             op, args = "mul", (args[0], args[0])
         # repr tells 1 from 1.0 and True, and -0.0 from 0.0, which compare equal.
@@ -313,10 +260,12 @@ class Builder:
     def dtype(self, arg: Arg) -> str | None:
         return self.nodes[int(arg[1:])].dtype if isinstance(arg, str) and arg[0] == "%" else None
 
+    def _op(self, arg: Arg) -> str:
+        return self.nodes[int(arg[1:])].op if isinstance(arg, str) and arg[0] == "%" else ""
+
     def product(self, arg: Arg) -> tuple[Arg, ...]:
         """Return the factors of a product; an empty tuple for anything else."""
-        node = self.nodes[int(arg[1:])] if isinstance(arg, str) and arg[0] == "%" else None
-        return node.args if node is not None and node.op == "mul" else ()
+        return self.nodes[int(str(arg)[1:])].args if self._op(arg) == "mul" else ()
 
     def finish(self, kind: str, inputs: tuple[Input, ...], outputs: tuple[Arg, ...]) -> Graph:
         """Drop nodes that no output needs and number the rest."""
@@ -347,6 +296,8 @@ def _simplify(
         ]
         value = apply(op, tuple(operands), DTYPES[dtype])
         return value.to(DTYPES[dtype]).item()
+    if op == "tangent" and (is_number[1] or (is_number[2] and args[2] == 0)):
+        return args[0]
     if op == "where" and is_number[0]:
         return args[1] if args[0] else args[2]
     if len(args) == 2:
@@ -375,32 +326,3 @@ def _simplify(
         if op == "or" and dtype == "bool" and False in (a, b):
             return b if a is False else a
     return None
-
-
-def apply(op: str, args: tuple, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Run one op (not a gather) with torch; numbers in `args` are constants of the op's dtype."""
-    out_kwargs = {} if out is None else {"out": out}
-    if op == "to":
-        value = args[0]
-        if dtype == torch.bool:
-            return value != 0
-        return value.to(dtype)
-    if op in UNARY:
-        return UNARY[op](args[0], **out_kwargs)
-    if op == "where":
-        cond, a, b = args
-        return torch.where(
-            cond, _as_tensor(a, args, dtype), _as_tensor(b, args, dtype), **out_kwargs
-        )
-    a, b = args
-    if op in ("max", "min", "pow", "shl", "shr") or not isinstance(a, Tensor):
-        a, b = _as_tensor(a, args), _as_tensor(b, args)
-    return BINARY[op](a, b, **out_kwargs)
-
-
-def _as_tensor(value: "Tensor | Number", args: tuple, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a number as a 0-d tensor like the last tensor in `args`; a tensor unchanged."""
-    if isinstance(value, Tensor):
-        return value
-    tensor = next(a for a in args[::-1] if isinstance(a, Tensor))
-    return tensor.new_full((), value, dtype=dtype)

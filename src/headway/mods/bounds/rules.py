@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..graph import DTYPES, FLOATS, Graph, Node, Number, apply
+from ..graph import DTYPES, FLOATS, Graph, Node, Number
+from ..ops import OPS, apply
 
 
 class Bounds(NamedTuple):
@@ -77,8 +78,11 @@ def _by_points(node: Node, args: list[Bounds]) -> Bounds:
     value = apply(node.op, tuple(a.lo for a in args), DTYPES[node.dtype])
     if node.dtype not in FLOATS and node.dtype != "bool":
         value = value.long()
+    bounds = Bounds(value, value)
+    if node.dtype in FLOATS and node.op not in _EXACT:
+        bounds = _widened(bounds)  # PyTorch computes a number in several ways
     low, high = anything(node.dtype)
-    return Bounds(_where(exact, value, low), _where(exact, value, high))
+    return Bounds(_where(exact, bounds.lo, low), _where(exact, bounds.hi, high))
 
 
 # -- rules ----------------------------------------------------------------------------------------
@@ -86,6 +90,7 @@ def _by_points(node: Node, args: list[Bounds]) -> Bounds:
 Rule = Callable[..., Bounds]
 
 HUGE = 1 << 62  # larger integers may leave int64 in the next op
+_EXACT = frozenset("floordiv truncdiv mod fmod fmax fmin copysign nextafter detach".split())
 _GROWING = frozenset("add sub mul neg abs floordiv truncdiv mod fmod".split())  # these, of ints
 
 
@@ -385,10 +390,8 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("neg", "float"): _neg,
     ("abs", "int"): _abs,
     ("abs", "float"): _abs,
-    ("max", "int"): _rising,
-    ("max", "float"): _rising,
-    ("min", "int"): _rising,
-    ("min", "float"): _rising,
+    ("unrolled", "any"): lambda node, a, *rest: a,
+    ("tangent", "any"): lambda node, a, *rest: a,
     ("eq", "any"): _equal,
     ("ne", "any"): _equal,
     ("not", "any"): _not,
@@ -398,7 +401,6 @@ _RULES: dict[tuple[str, str], Rule] = {
 _RULES |= {(op, "any"): _less for op in ("lt", "le", "gt", "ge")}
 _RULES |= {(op, "float"): _float for op in ("add", "sub", "mul", "div")}
 _RULES |= {(op, "float"): _wave for op in ("sin", "cos")}
-_RULES |= {(op, kind): _rising for op in ("floor", "ceil", "round", "trunc")
+_RULES |= {(name, kind): _rising for name, op in OPS.items() if "rising" in op.traits
            for kind in ("int", "float")}  # fmt: skip
-_RULES |= {(op, "float"): _rising_about
-           for op in "exp exp2 expm1 log log2 log1p sqrt tanh sigmoid erf".split()}  # fmt: skip
+_RULES |= {(name, "float"): _rising_about for name, op in OPS.items() if "rising~" in op.traits}

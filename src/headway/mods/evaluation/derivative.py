@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...surroundings import isolated
-from ..graph import DTYPES, FLOATS, Graph, apply, parse
+from ..graph import DTYPES, FLOATS, Graph, parse
+from ..ops import apply
 from ..tracing.tracer import Tracer
 from .evaluate import evaluate
 
@@ -94,8 +95,8 @@ def joint(text: str, gathers: tuple[int, ...] = ()) -> Graph:
             else:
                 # With `grad_outputs`, PyTorch would import sympy: seconds in a fresh process.
                 grads = torch.autograd.grad(t, variables, allow_unused=True)
-        outputs = [tracer._cast(t, DTYPES[dtype])]
-        outputs += [0 if g is None else tracer._cast(g, DTYPES[dtype]) for g in grads]
+        outputs: list[Any] = [tracer.cast(t, DTYPES[dtype])]
+        outputs += [0 if g is None else tracer.cast(g, DTYPES[dtype]) for g in grads]
     tensors = tuple(i for i in graph.inputs if i.ndim is not None)
     return tracer.builder.finish("joint", (*tracer.inputs, *tensors), tuple(outputs))
 

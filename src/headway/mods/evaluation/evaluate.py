@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..graph import DTYPES, Graph, Node, Number, apply
+from ..graph import DTYPES, Graph, Node, Number
+from ..ops import apply
 
 Gather = Callable[[int, Tensor, tuple[Tensor | int, ...]], Tensor]
 

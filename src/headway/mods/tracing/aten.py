@@ -1,73 +1,39 @@
-"""Map ops of PyTorch to ops of a graph, by full name and by all of their arguments.
+"""The calls of PyTorch's ops: their full names, and their arguments by name.
 
-An op whose name is in `OPS` is an op of a graph if every argument of the call is an operand, or has
-the default of its schema, or only says where a number is stored. Unknown overloads and unknown
-arguments are refused. An op of another library never counts as PyTorch's.
+An op counts if every argument of the call is an operand, or has the default of its schema, or only
+says where a number is stored. Unknown overloads and unknown arguments are refused. An op of another
+library never counts as PyTorch's.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..graph import BINARY, UNARY
+from ..ops import COMPARISONS, OPS
+from .values import describe_value
 
-# aten's names where they differ from the graph's.
-_RENAMED = {
-    "not": ("logical_not",),
-    "invert": ("bitwise_not",),
-    "sign": ("sign", "sgn"),
-    "mod": ("remainder",),
-    "floordiv": ("floor_divide",),
-    "truncdiv": (),
-    "max": ("maximum", "clamp_min"),
-    "min": ("minimum", "clamp_max"),
-    "and": ("bitwise_and",),
-    "or": ("bitwise_or",),
-    "xor": ("bitwise_xor",),
-    "shl": ("bitwise_left_shift", "__lshift__"),
-    "shr": ("bitwise_right_shift", "__rshift__"),
-    "detach": (),
-}
-_OPERANDS = {
-    "pow": ("self", "exponent"),
-    "clamp_min": ("self", "min"),
-    "clamp_max": ("self", "max"),
-}
+if TYPE_CHECKING:
+    from .tracer import Tracer
 
-# aten's name -> the graph's op, and the arguments that are its operands.
-OPS = {
-    name: (op, _OPERANDS.get(name, ("self", "other") if op in BINARY else ("self",)))
-    for op in (*UNARY, *BINARY)
-    for name in _RENAMED.get(op, (op,))
-}
-# On one number these return it unchanged, whatever shape they are asked for, if it has one number.
-IDENTITY = frozenset(
-    "alias clone lift_fresh lift_fresh_copy view reshape _unsafe_view expand expand_as "
-    "squeeze unsqueeze contiguous positive".split()
-)
-_SHAPE_ARGUMENTS = frozenset({"size", "shape", "dim", "implicit", "other"})
+# PyTorch's name -> the graph's op, and the arguments that are its operands.
+NAMES = {name: (graph_op, op.operands) for graph_op, op in OPS.items() for name in op.aten}
 # Arguments that say where a number is stored, and do not change it.
 _STORAGE_ARGUMENTS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
-CREATION = {
-    "zeros_like": 0,
-    "ones_like": 1,
-    "zeros": 0,
-    "ones": 1,
-    "new_zeros": 0,
-    "new_ones": 1,
-    "_efficientzerotensor": 0,
-}
-FILLED = ("full_like", "new_full", "full")
 
 
-class Arguments:
-    """The arguments of one call of an op, by their names in its schema.
+class OpCall:
+    """A call of an op, with its arguments by their names in its schema.
 
-    `pending` are those that the translation has not taken into account yet.
+    - `name`: the op's, without the underscore of in-place ops.
+    - `pending`: the arguments that the translation has not taken into account yet.
     """
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, tracer: "Tracer", func: Any, name: str, args: tuple, kwargs: dict[str, Any]
+    ) -> None:
+        self.tracer, self.func, self.name = tracer, func, name
+        self.args, self.kwargs = args, kwargs
         schema = func._schema.arguments
         self.pending = dict(zip([a.name for a in schema], args, strict=False)) | kwargs
         self.defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
@@ -80,11 +46,6 @@ class Arguments:
         """Return the value of an argument, and take it into account."""
         return self.pending.pop(name, self.defaults.get(name))
 
-    def take_shape(self) -> None:
-        """Take the arguments that shape a result of one number into account."""
-        for name in _SHAPE_ARGUMENTS & self.pending.keys():
-            del self.pending[name]
-
     def unused(self) -> tuple[str, Any] | None:
         """Return a pending argument that may change the result, with its value; None if none."""
         for name, value in self.pending.items():
@@ -92,6 +53,41 @@ class Arguments:
             if name not in _STORAGE_ARGUMENTS and value is not None and not _same(value, default):
                 return name, value
         return None
+
+    def on_samples(self) -> Tensor:
+        """Return what the op makes of numbers; refuse an argument that was not accounted for."""
+        self.refuse_unused()
+        return self.func(
+            *map(sample, self.args), **{n: sample(value) for n, value in self.kwargs.items()}
+        )
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the result of an op that computes number by number."""
+        result = self.on_samples()
+        if result.numel() != 1:
+            self.tracer.refuse(
+                f"makes {tuple(result.shape)} numbers of one with {full_name(self.func)}",
+                "compute one number per pair",
+            )
+        return result.dtype
+
+    def refuse_unused(self) -> None:
+        """Refuse a call with an argument that was not taken into account."""
+        unused = self.unused()
+        if unused is not None:
+            name, value = unused
+            value = describe_value(value) if isinstance(value, Tensor) else repr(value)
+            self.tracer.refuse(
+                f"calls {full_name(self.func)} with {name}={value}",
+                "leave the argument out, or write what it does with arithmetic and torch.where",
+            )
+
+    def binary(self, op: str, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
+        common = dtype
+        if op in COMPARISONS:
+            common = torch.result_type(*map(sample, (a, b)))
+        tracer = self.tracer
+        return tracer.emit(op, (tracer.cast(a, common), tracer.cast(b, common)), dtype)
 
 
 def _same(value: Any, default: Any) -> bool:
@@ -104,10 +100,11 @@ def full_name(func: Any) -> str:
 
 
 def sample(value: Any) -> Any:
-    """Return a 0-d tensor with data in place of a symbol, to compute a result's dtype and shape.
+    """Return a tensor of one number in place of a symbol, to compute a result's dtype.
 
-    Meta tensors would do, but some ops on them load torch's compiler.
+    It has as many dimensions, on which dtypes depend. Meta tensors would do, but some ops on them
+    load torch's compiler.
     """
     if isinstance(value, Tensor):
-        return torch.ones((), dtype=value.dtype, device="cpu")
+        return torch.ones((1,) * value.dim(), dtype=value.dtype, device="cpu")
     return type(value)(map(sample, value)) if isinstance(value, list | tuple) else value

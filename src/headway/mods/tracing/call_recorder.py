@@ -31,8 +31,7 @@ class CallRecorder:
     - `opaque_call`: a call of a function that is not pure, for messages; None if there was none.
     - `queried_torch`: a function was called that queries torch's state, such as autocast: its
       answer depends on the surroundings of the call.
-    - `autograd_function`: the line that calls a `torch.autograd.Function`, whose backward a trace
-      loses.
+    - `autograd_function`: a `torch.autograd.Function` was called, whose backward a trace loses.
     - `hooked_module`: the line that calls a module with backward hooks, which a trace loses too.
     - `profiler_active`: another profiler is running, so nothing can be recorded.
     """
@@ -41,7 +40,7 @@ class CallRecorder:
         self.called: dict[types.CodeType, Location] = {}
         self.opaque_call: str | None = None
         self.queried_torch = False
-        self.autograd_function: str | None = None
+        self.autograd_function = False
         self.hooked_module: str | None = None
         self.profiler_active = False
 
@@ -69,7 +68,7 @@ class CallRecorder:
         if event == "call":
             code = frame.f_code
             if code is _APPLY_CODE:
-                self._note_autograd_function(frame.f_back)
+                self.autograd_function = True
             if code is _MODULE_CALL_CODE and has_backward_hooks(frame.f_locals["self"]):
                 self._note_hooked_module(frame)
             if code not in self.called and not self._is_internal(frame):
@@ -82,7 +81,7 @@ class CallRecorder:
         elif event != "c_call":
             return
         elif getattr(arg, "__name__", "") == "apply" and _is_autograd_function(arg.__self__):
-            self._note_autograd_function(frame)
+            self.autograd_function = True
         elif queries_torch_state(arg):
             self._note_query(frame, display_name(arg))
         elif self.opaque_call is None and not is_pure_builtin(arg) and not self._is_internal(frame):
@@ -101,10 +100,6 @@ class CallRecorder:
             frame = frame.f_back
         if frame is not None and self.hooked_module is None:
             self.hooked_module = quote((frame.f_code.co_filename, frame.f_lineno))
-
-    def _note_autograd_function(self, frame: types.FrameType | None) -> None:
-        if frame is not None and self.autograd_function is None and not self._is_internal(frame):
-            self.autograd_function = quote((frame.f_code.co_filename, frame.f_lineno))
 
     def _is_internal(self, frame: types.FrameType | None) -> bool:
         """Return whether a frame reads nothing of the user's except its arguments.

@@ -18,9 +18,10 @@ from ...errors import ModError
 from ...surroundings import isolated
 from ..graph import DTYPE_NAMES, POSITIONS, Arg, Graph, Input
 from .call_recorder import CallRecorder
+from .functions import is_unlinked, link
 from .locations import location_in_traceback, quote
 from .tracer import Tracer
-from .values import describe_value
+from .values import describe_value, flatten_arguments
 
 # Queries that a captured tensor answers by its sizes, and by its type.
 _SIZE_QUERIES = {
@@ -37,6 +38,8 @@ _MEMORY_READS = {
     Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage,
     Tensor.__dlpack__, Tensor.__repr__, Tensor.__format__,
 }  # fmt: skip
+# These change what autograd does with a tensor, below the modes or without an op.
+_CHANGES = {"__set__", "detach_", "requires_grad_", "register_hook", "retain_grad", "backward"}
 
 
 class _Indexing(TorchFunctionMode):
@@ -51,19 +54,25 @@ class _Indexing(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         kwargs = kwargs or {}
+        if self.tracer.translating:
+            return func(*args, **kwargs)
+        if self.tracer.gradients:
+            for value in flatten_arguments(args, kwargs):
+                if is_unlinked(self.tracer, value):
+                    link(self.tracer, value)
         if func is Tensor.__getitem__:
             table, index = args[0], args[1]
             items = index if isinstance(index, tuple) else (index,)
-            captured = self.tracer.is_symbol(table) or self.tracer.is_captured(table)
-            if captured or any(map(self.tracer.is_symbol, items)):
-                if id(table) in self.tracer._args:
-                    self.tracer.refuse(
-                        "indexes a value that is one number", "index captured tensors only"
-                    )
-                return self.tracer.gather(table, index)
-        if getattr(func, "__name__", "") in ("__set__", "detach_") and self.tracer.is_symbol(
-            args[0]
+            tensors = table, *flatten_arguments(items, {})
+            if any(self.tracer.is_symbol(x) or self.tracer.is_captured(x) for x in tensors):
+                return self.tracer.index(table, index)
+        name = getattr(func, "__name__", "")
+        if func is Tensor.__setitem__ and any(
+            self.tracer.is_symbol(x) or self.tracer.is_captured(x) for x in args
         ):
+            whose = "a captured tensor" if self.tracer.is_captured(args[0]) else "a tensor"
+            self.tracer.refuse(f"assigns to elements of {whose}", "use torch.stack or torch.where")
+        if name.partition(".")[0] in _CHANGES and self.tracer.is_symbol(args[0]):
             self.tracer.refuse("changes an attribute of a value in place", "use x = x.detach()")
         if func is torch.nn.functional.embedding:
             self.tracer.refuse("calls embedding", "index the table: table[idx, h]")
@@ -72,7 +81,12 @@ class _Indexing(TorchFunctionMode):
                 self.tracer.refuse_decision()
             with _disable_current_modes():
                 result = func(*args, **kwargs)
+        elif func is Tensor.new_tensor:
+            with _disable_current_modes():
+                kwargs = {"dtype": args[0].dtype, "device": "cpu"} | kwargs
+                result = self.tracer.note_own(torch.tensor(*args[1:], **kwargs))
         else:
+            self.tracer.written = name
             result = self.tracer.call(func, args, kwargs)
         if not isinstance(result, Tensor):
             self.note_query(func, args)
@@ -81,6 +95,8 @@ class _Indexing(TorchFunctionMode):
     def note_query(self, func: Any, args: tuple[Any, ...]) -> None:
         """Note that Python read a property of a captured tensor that is not a tensor itself."""
         captured = [x for x in args if self.tracer.is_captured(x)]
+        symbols = [x for x in args if self.tracer.is_symbol(x)]
+        self.tracer.note_shape(*(self.tracer.values[id(x)] for x in symbols))
         if not captured:
             return
         if getattr(func, "__name__", "") == "__get__":
@@ -113,6 +129,7 @@ def trace(
     numbers: Callable[[Tracer], Callable[..., Tensor]] | None = None,
     recorder: CallRecorder | None = None,
     as_called: bool = False,
+    gradients: bool = False,
 ) -> Trace:
     """Trace `fn` as a score or a mask.
 
@@ -124,37 +141,43 @@ def trace(
     - `recorder`: records the calls while the function runs.
     - `as_called`: keep the caller's grad mode, autocast, inference mode and default device, since
       the function queries them. The graph is then valid for this call isolated.
+    - `gradients`: keep the backward of autograd Functions that it calls (`functions.py`).
 
     **Raises:** `ModError`, naming the user's file, line and op.
     """
     grad_enabled = torch.is_grad_enabled()
     grad = grad_enabled or not as_called
-    tracer = Tracer(f"{kind} function {_name(fn)}", record_detach=kind == "score" and grad)
+    tracer = Tracer(f"{kind} function {_name(fn)}", kind == "score" and grad, gradients)
     code = getattr(fn, "__code__", None)
     tracer.location = (code.co_filename, code.co_firstlineno) if code else None
     with isolated(as_called), torch.set_grad_enabled(grad):
         values = [tracer.add_input("score", DTYPE_NAMES[dtype])] if kind == "score" else []
         values += [tracer.add_input(name, "i64") for name in POSITIONS]
+        if gradients:
+            values[0].requires_grad_()
+            with tracer:
+                values[0] = values[0].clone()  # no leaf, which may not be changed in place
         run = fn if numbers is None else numbers(tracer)
         tracer.outer = trace.__code__
         try:
             with tracer, _Indexing(tracer), recorder or nullcontext():
                 result = run(*values)
+            if gradients and is_unlinked(tracer, result):
+                with tracer:
+                    link(tracer, result)
         except ModError:
             raise
         except Exception as error:
             raise ModError(_error_message(kind, tracer, error)) from error
         finally:
             tracer.outer = None
-        if recorder is not None and (
-            recorder.autograd_function or (recorder.profiler_active and tracer.no_grad_used)
-        ):
-            raise ModError(
-                f"the {tracer.subject} calls a torch.autograd.Function, whose backward would be "
-                "lost (or uses torch.no_grad while a profiler runs, when it cannot be told from "
-                "one); write the derivative with detach: x + (f(x) - x).detach() has the value of "
-                f"f and the derivative of x{recorder.autograd_function or quote(tracer.location)}"
+        if kind == "score" and grad and not gradients:
+            calls = recorder is not None and (
+                recorder.autograd_function
+                or (recorder.profiler_active and tracer.no_grad_used)  # no calls were seen
             )
+            if calls or tracer.needs_gradients:
+                return trace(kind, fn, dtype, numbers, recorder, as_called, gradients=True)
         if recorder is not None and recorder.hooked_module and kind == "score" and grad_enabled:
             raise ModError(
                 f"the {tracer.subject} calls a module with a backward hook, which would be lost; "
@@ -201,7 +224,8 @@ def _output(tracer: Tracer, kind: str, result: Any, dtype: torch.dtype) -> Arg:
         tracer.refuse(f"returned {describe_value(result)}", "return the new score")
     if isinstance(result, Tensor) and result.dtype == torch.bool:
         tracer.refuse("returned a boolean", "return the new score; pass a mask as mask=")
-    return tracer._cast(result, dtype)
+    tracer.arg(result)  # one number
+    return tracer.cast(result, dtype)  # type: ignore[return-value]
 
 
 def _name(fn: Any) -> str:

@@ -12,13 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 
 from ....mods.graph import FLOATS, Arg, Graph
-
-# These ops map finite numbers to finite numbers; but those in `_OVERFLOWS` soon overflow.
-_FINITE = frozenset(
-    "add sub mul neg abs sign max min where to floor ceil round trunc tanh sigmoid erf sin cos "
-    "exp exp2 expm1 detach".split()
-)
-_OVERFLOWS = frozenset(("exp", "exp2", "expm1"))
+from ....mods.ops import has_trait
 
 
 def dependence_of(graph: Graph, indices: Sequence[Arg]) -> str:
@@ -103,10 +97,11 @@ def finite_past_the_end(graph: Graph) -> bool:
             position_values.add(f"%{n}")
         if node.dtype not in FLOATS:
             continue
-        overflows = op in _OVERFLOWS and not position_values.isdisjoint(args)
+        overflows = has_trait(op, "overflows") and not position_values.isdisjoint(args)
         finite_quotient = op == "div" and args[1] not in query_values and args[1] != 0
         infinite_constant = any(isinstance(a, float) and not isfinite(a) for a in args)
-        if overflows or infinite_constant or not (op in _FINITE or finite_quotient):
+        finite = has_trait(op, "finite") or op in ("to", "where") or finite_quotient
+        if overflows or infinite_constant or not finite:
             return False
     return True
 

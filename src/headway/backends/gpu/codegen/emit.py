@@ -57,8 +57,10 @@ def source(codegen_spec: CodegenSpec) -> str:
             limits = KeyLimitsEmitter(graph, codegen_spec, emitters.wide_offsets).emit_limits()
             functions += [] if limits is None else [limits]
     imports = "import triton\nimport triton.language as tl\n\n"
-    imports += f"from {PACKAGE}.backends.gpu.device import diagonals, gradients, maths\n"
-    return imports + "".join(f"\n\n{function}" for function in functions)
+    code = "".join(f"\n\n{function}" for function in functions)
+    modules = "diagonals, gradients, maths" + (", special" if "special." in code else "")
+    imports += f"from {PACKAGE}.backends.gpu.device import {modules}\n"
+    return imports + code
 
 
 @lru_cache(maxsize=1024)

@@ -10,12 +10,18 @@ from functools import reduce
 
 from ....errors import ModError
 from ....mods.graph import FLOATS, POSITIONS, Arg, Graph, Node
+from ....mods.ops import OPS, UNROLLED_IN_KERNELS
 from .affine import AffineScore, Distance, Term
 from .dependence import dependences, diagonal_gathers, has_reciprocal
-from .formulas import FLOAT_FORMULAS, INFIX, INT_FORMULAS, TYPES
 from .hoist import Comparison, HoistedNames
 from .int_ranges import IntRanges, as_floats
 from .spec import CodegenSpec
+
+TYPES = {
+    "f64": "tl.float64", "f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16",
+    "i64": "tl.int64", "i32": "tl.int32", "i16": "tl.int16", "i8": "tl.int8", "u8": "tl.uint8",
+    "bool": "tl.int1",
+}  # fmt: skip
 
 
 class FunctionEmitter:
@@ -259,12 +265,10 @@ class FunctionEmitter:
             return f"maths.approx_tanh({operands[0]})"
         if op == "pow" and (product := _power_as_product(operands[0], node.args[1], dtype)):
             return product
-        if op in INFIX:
-            return f"{operands[0]} {INFIX[op]} {operands[1]}"
-        formulas = FLOAT_FORMULAS if dtype in FLOATS else INT_FORMULAS
-        if op not in formulas:
-            raise ModError(f"a score or mask uses {op} on {dtype}, which kernels cannot compute")
-        return formulas[op].format(*operands)
+        text = OPS[op].floats if dtype in FLOATS else OPS[op].ints
+        if text is None:
+            raise ModError(_refusal(node, dtype))
+        return text.format(*operands)
 
     def _lower_gather(self, n: int, node: Node) -> str:
         """Return a load of a captured tensor, or the value that the kernel read by diagonals."""
@@ -311,9 +315,8 @@ class FunctionEmitter:
             return f"tl.cast({arg}, tl.float32)"
         node = self.graph.nodes[int(arg[1:])]
         operands = [self._float32_operand(a) for a in node.args]
-        if node.op in INFIX:
-            return f"({operands[0]} {INFIX[node.op]} {operands[1]})"
-        return FLOAT_FORMULAS[node.op].format(*operands)
+        text = str(OPS[node.op].floats).format(*operands)
+        return f"({text})" if node.op in ("add", "sub", "mul") else text
 
     def _operand_dtype(self, node: Node) -> str:
         """Return the dtype that an op's operands share; of a `where`, its branches."""
@@ -359,3 +362,19 @@ def _power_as_product(base: str, exponent: Arg, dtype: str) -> str | None:
     if isinstance(exponent, str) or exponent != int(exponent) or not 0 <= exponent <= 8:
         return f"tl.sqrt({base})" if exponent == 0.5 and dtype in FLOATS else None
     return " * ".join([base] * int(exponent)) if exponent else f"{base} * 0 + 1"
+
+
+def _refusal(node: Node, dtype: str) -> str:
+    """Return the message for an op that kernels do not have."""
+    place = f"\n    {node.line}" if node.line else ""
+    if node.op == "unrolled":
+        return (
+            f"a score or mask reduces {node.args[1]} numbers per pair; GPU kernels unroll at most "
+            f"{UNROLLED_IN_KERNELS}; reduce them once, outside the function, and capture the "
+            f'result, or pass backend="cpu" or "reference"{place}'
+        )
+    return (
+        f"a score or mask computes {node.op} of {dtype}, which GPU kernels do not have; convert "
+        f"the number with .float(), compute it outside the function and capture the result, or "
+        f'pass backend="reference"{place}'
+    )

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ....mods.graph import COMPARISONS, Graph
+from ....mods.graph import Graph
+from ....mods.ops import COMPARISONS
 from .dependence import slopes
 from .int_ranges import IntRanges
 

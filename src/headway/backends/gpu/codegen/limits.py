@@ -10,7 +10,8 @@ visits only the keys between them.
 from functools import lru_cache
 from typing import NamedTuple
 
-from ....mods.graph import COMPARISONS, Arg, Graph, Node, parse
+from ....mods.graph import Arg, Graph, Node, parse
+from ....mods.ops import COMPARISONS
 from .function import FunctionEmitter
 from .spec import CodegenSpec
 
