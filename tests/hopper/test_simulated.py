@@ -644,7 +644,8 @@ def test_a_broken_kernel_is_found():
         "consumer_release": (forward, lambda ring, at, *others: None),
         "advance": (forward, lambda at, stages: at),
     }
-    case = BY_NAME["long_700_half"]
+    # A trained sink asks for an out in float32, which no fence guards.
+    case = replace(BY_NAME["long_700_half"], sink=False)
     for name, (where, by) in broken.items():
         with (
             mock.patch.object(where, name, by),
