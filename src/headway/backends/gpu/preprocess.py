@@ -73,6 +73,9 @@ class BackwardWorkspace:
         width = triton.next_power_of_2(max(self.width, 1))
         options = {
             "BLOCK": _BLOCK, "WIDTH": width, "COLUMNS": self.columns, "NEGATIVE": self.negative,
+            # Fused, a product with a float32 out is rounded in one lane of a sum and not in its
+            # neighbour: the two would write sums that differ in the last bit to one place.
+            "enable_fp_fusion": False,
         }  # fmt: skip
         programs = self.b * self.heads * -(-self.rows // _BLOCK)
         return KernelLauncher(preprocess_kernel, self.device, options, programs, self.arrange)
