@@ -3,6 +3,7 @@
 Everything here runs at every call, before any work; `torch.compile` traces it.
 """
 
+import functools
 import math
 import sys
 import types
@@ -210,6 +211,14 @@ def check_made_outside(kind: str, functions: list[Callable]) -> None:
                 f"the {kind} is a method, which torch.compile before PyTorch 2.13 does not "
                 "take for a constant; pass a function, or compile without fullgraph=True"
             )
+        if type(fn) is functools.partial:
+            for arg in (*fn.args, *fn.keywords.values()):
+                if getattr(getattr(type(arg), "__dataclass_params__", None), "frozen", False):
+                    raise ModError(
+                        f"the {kind} is a partial over {type(arg).__name__}, a frozen dataclass, "
+                        "which torch.compile does not take; let the function read it from a "
+                        "global or a closure, or compile without fullgraph=True"
+                    )
         if not isinstance(fn, types.FunctionType):
             continue
         try:

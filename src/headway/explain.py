@@ -29,7 +29,7 @@ class Explanation:
     - `reasons`: for every backend, why it does not run (empty: it could, at a lower priority).
     - `tiles`: numbers of full, partial and empty tiles of 128 x 128 pairs, over the batches and
       heads that the mask distinguishes; None without a mask.
-    - `retraced`: why score or mask is traced at every call (some 0.4 ms), with the line whose reads
+    - `retraced`: why score or mask is traced at every call (1 to 3 ms), with the line whose reads
       cannot be proved unchanged; usually empty.
     - `elements`: the mask's ops, with their lines, that have no rule for a whole tile. Their tiles
       are evaluated pair by pair, which is right and slower; usually empty.

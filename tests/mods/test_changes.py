@@ -2,9 +2,12 @@
 `torch.compile`, and where nothing can be seen, by tracing anew. (`test_programs` does so with random
 programs; these are the ones that were once wrong.)"""
 
+import dataclasses
+import enum
 import functools
 import math
 import random
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -517,3 +520,70 @@ def test_a_trace_under_a_profiler_is_right():
     _set_window(None)
     check(fn, "mask")
     profiler.disable()
+
+
+# -- kinds that a walk by hand forgets ------------------------------------------------------------
+
+_BODIES = {
+    "a key": ("class L:\n    window = 3\nx = {L: 0}", "max(c.window for c in x)", "L.window = 8"),
+    "a class in a set": ("class L:\n    window = 3\nx = {L}", "max(c.window for c in x)",
+                         "L.window = 8"),
+    "a member by name": ("class E(enum.Enum):\n    A = 1\nE.A.w = 3\nN = 'A'", "E[N].w", "E.A.w = 8"),
+    "a member by value": ("class E(enum.Enum):\n    A = 1\nE.A.w = 3", "E(1).w", "E.A.w = 8"),
+    "attrgetter": ("from operator import attrgetter as g\nclass C:\n    w = 3", "g('w')(C)", "C.w = 8"),
+    "a range": ("r = range(0, 3, 2)", "r.stop", "r = range(0, 4, 2)"),
+    "a partial's attribute": ("p = functools.partial(max, 1)\np.w = 3", "p.w", "p.w = 8"),
+    "a metaclass": ("class M(type):\n    w = 3\nclass C(metaclass=M):\n    pass\nx = C()",
+                    "type(x).w", "M.w = 8"),
+    "a module's class": ("class M(types.ModuleType):\n    w = 3\nx = M('x')", "x.w", "M.w = 8"),
+    "a row of sqlite": ("import sqlite3\nc = sqlite3.connect(':memory:')\n"
+                        "c.row_factory = sqlite3.Row\nget = lambda n: c.execute(f'select {n} as w')"
+                        ".fetchone()\nx = get(3)", "x['w']", "x = get(8)"),
+    "math": ("import math", "math.tau", "math.tau = 3.0"),
+    "an attribute over the class's": ("class C:\n    w = 3\nx = C()", "x.w", "x.w = 8"),
+    "the order of a dict": ("x = {'a': 3, 'b': 8}", "next(iter(x.values()))", "x['a'] = x.pop('a')"),
+    "a NumPy number": ("x = np.int64(3)", "x", "x = np.int64(8)"),
+    "a forward": ("class A(nn.Module):\n    def forward(self):\n        return 3\nx = A()", "x()",
+                  "x.forward = lambda: 8"),
+    "a grown ModuleDict": ("x = nn.ModuleDict({'a': nn.Linear(3, 1)})",
+                           "sum(m.in_features for m in x.values())", "x['b'] = nn.Linear(5, 1)"),
+    "a dict by functions": ("def f():\n    pass\nx = {f: 3}", "x[f]", "x[f] = 8"),
+    "a partial over a frozen dataclass": (
+        "@dataclasses.dataclass(frozen=True)\nclass C:\n    w: int = 3\n"
+        "m = functools.partial(lambda c, b, h, i, j: (i - j).abs() < c.w, C())", "",
+        "m = functools.partial(m.func, C(8))"),
+}  # fmt: skip
+# Each compiled program takes a second.
+_COMPILED = (
+    "an attribute over the class's", "the order of a dict", "a NumPy number", "a forward",
+    "a grown ModuleDict", "a range", "a dict by functions", "a partial over a frozen dataclass",
+)  # fmt: skip
+
+
+def _changed_body(name: str, attention: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math, "tau", math.tau)  # put back afterwards
+    setup, read, change = _BODIES[name]
+    module = types.ModuleType(f"changed_{name.replace(' ', '_')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.__dict__.update(
+        enum=enum, functools=functools, types=types, np=np, nn=nn, dataclasses=dataclasses
+    )
+    exec(setup, module.__dict__)
+    if read:
+        exec(f"m = lambda b, h, i, j: (i - j).abs() < {read}", module.__dict__)
+    check(module.m, "mask", attention)
+    before = call(module.m, "mask", attention)
+    exec(change, module.__dict__)
+    check(module.m, "mask", attention)
+    assert not torch.equal(before, call(module.m, "mask", attention))
+
+
+@pytest.mark.parametrize("name", _BODIES)
+def test_kinds_that_change(name, monkeypatch):
+    _changed_body(name, hw.attention, monkeypatch)
+
+
+@pytest.mark.parametrize("name", _COMPILED)
+def test_kinds_that_change_under_compile(name, monkeypatch):
+    torch.compiler.reset()
+    _changed_body(name, torch.compile(hw.attention, backend="eager"), monkeypatch)

@@ -72,6 +72,8 @@ def _scan(code: types.CodeType) -> CodeNames:
             by_dunder = access == "attr" and op.argval[:2] == "__" and op.argval not in _DUNDERS
             if by_dunder or (access == "import" and not is_constant_module(op.argval)):
                 opaque_read = opaque_read or (f"reads {op.argval}", location)
+            elif op.opname == "BEFORE_WITH":
+                names["attr"].update({"__enter__": location, "__exit__": location})
             elif op.opname in _OPAQUE_OPCODES:
                 opaque_read = opaque_read or (f"has the instruction {op.opname}", location)
     location = code.co_filename, code.co_firstlineno

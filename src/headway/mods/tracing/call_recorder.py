@@ -158,7 +158,7 @@ def _file_owner(file: str) -> str:
         return "import"
     if file.startswith((PACKAGE, TORCH)):
         return "internal"
-    if file in (_STDLIB + "contextlib.py", _STDLIB + "enum.py"):
+    if file == _STDLIB + "enum.py":  # the walk follows every member of an enum
         return "internal"
     packages = os.sep + "site-packages" + os.sep
     of_python = file.startswith((_STDLIB, "<frozen ")) and packages not in file

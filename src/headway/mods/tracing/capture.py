@@ -37,12 +37,13 @@ from .purity import (
     BY_TEXT,
     BY_VALUE,
     CONTAINERS,
-    STATEFUL_NAMES,
     builtin_base,
+    data_names,
     display_name,
     has_dynamic_attributes,
     is_constant_class,
     is_constant_module,
+    is_known_class,
     is_numpy_scalar,
     is_pure_builtin,
     is_pure_function,
@@ -50,7 +51,8 @@ from .purity import (
 )
 
 # One of: ("cell", n), ("default", n), ("kwdefault", name), ("global", name), ("attr", name),
-# ("item", key), or an attribute of the n-th class in the MRO of a class, or of an object's class:
+# ("item", key), ("nth", n) for a key or item of a set, ("value", n) for what a dict has under its
+# n-th key, or an attribute of the n-th class in the MRO of a class, or of an object's class:
 # ("class", (n, name)), ("type", (n, name)).
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
@@ -137,7 +139,6 @@ class _ReadWalker:
         self.numbers: dict[int, tuple[int, Any]] = {}
         self.attribute_names: dict[str, None] = {}  # in the order of their discovery
         self.deferred: list[_DeferredLookup] = []
-        self.constant_modules: list[types.ModuleType] = []
 
     def finish(self) -> None:
         """Look up every attribute name in every deferred object, until neither grows."""
@@ -152,14 +153,16 @@ class _ReadWalker:
                     progress = True
         if _has_any_global_hook():
             self.mark_opaque("may call a module, and global hooks of modules are registered")
-        for module in self.constant_modules:
-            for name in STATEFUL_NAMES & self.attribute_names.keys() & vars(module).keys():
-                self.mark_opaque(f"reads {module.__name__}.{name}")
 
     def mark_opaque(self, reason: str, location: Location | None = None) -> None:
         """Note that the function reads something that cannot be followed."""
         if self.reads.opaque_read is None:
             self.reads.opaque_read = reason + quote(location or self.location)
+
+    def refuse_guarding(self, kind: str) -> None:
+        """Note that Dynamo does not guard what is being followed, which is of some kind."""
+        if self.guarding:
+            self.mark_opaque(f"reads {self.label}, {kind}, which is not guarded")
 
     def guard(self, path: Path, test: str, expected: Any = None) -> None:
         """Add a check for `torch.compile`. Frequent callers test `guarding` themselves first."""
@@ -173,7 +176,10 @@ class _ReadWalker:
         kind, key = type(value), self.reads.key
         if kind in BY_VALUE or kind in BY_TEXT:
             key.append((kind, value if kind in BY_VALUE else repr(value)))
-            if self.guarding:
+            if self.guarding and kind is range:  # its numbers may be symbols
+                for name in ("start", "stop", "step"):
+                    self.guard((*path, ("attr", name)), "value", getattr(value, name))
+            elif self.guarding:
                 self.guard(path, "value", value)
             return
         numbered = self.numbers.get(id(value))
@@ -214,17 +220,23 @@ class _ReadWalker:
         if issubclass(kind, types.ModuleType):
             key.append(value)
             self.guard(path, "exists")
-            if is_constant_module(value.__name__):
-                self.constant_modules.append(value)
+            if not is_constant_module(value.__name__) and (
+                not is_known_class(kind) or has_dynamic_attributes(kind)
+            ):
+                self.mark_opaque(f"reads {self.label}, a module of the type {kind.__name__}")
             else:
                 self.defer_attributes(value, path, ancestors)
         elif issubclass(kind, type):
             key.append(value)
             self.guard(path, "exists")
-            if not is_constant_class(value):
-                if type(value) not in _METACLASSES:
-                    self.mark_opaque(f"reads {self.label}, a class with a metaclass of its own")
+            if not is_known_class(value) or not is_known_class(kind):
+                self.mark_opaque(f"reads {self.label}, the class {value.__name__} written in C")
+            elif not is_constant_class(value):
+                if kind not in _METACLASSES and has_dynamic_attributes(kind):
+                    self.mark_opaque(f"reads {self.label}, whose metaclass has a __getattr__")
                 self.defer_attributes(value, path, ancestors)
+                if issubclass(kind, enum.EnumMeta):
+                    self.follow_members(value, path, ancestors)
         elif kind is types.MethodType:
             key.append(kind)
             self.follow(value.__func__, (*path, ("attr", "__func__")), ancestors)
@@ -233,8 +245,18 @@ class _ReadWalker:
             key.append(kind)
             for name in ("func", "args", "keywords"):
                 self.follow(getattr(value, name), (*path, ("attr", name)), ancestors)
+            if not is_known_class(kind) or has_dynamic_attributes(kind):
+                self.mark_opaque(f"reads {self.label}, a partial of the type {kind.__name__}")
+            elif kind is not functools.partial or value.__dict__:
+                self.refuse_guarding("a partial with attributes")
+                lookup = self.defer_attributes(value, path, ancestors)
+                self.lookup_attribute(lookup, "__call__")
         elif kind in CONTAINERS:
             self.follow_container(value, kind, path, ancestors)
+        elif kind is slice:
+            key.append(kind)
+            for name in ("start", "stop", "step"):
+                self.follow(getattr(value, name), (*path, ("attr", name)), ancestors)
         elif kind in _BUILTIN_TYPES:
             self.follow_builtin(value, kind, path, ancestors)
         elif issubclass(kind, Mod) and kind.of_library:
@@ -244,7 +266,7 @@ class _ReadWalker:
                 self.follow(getattr(value, name), (*path, ("attr", name)), ancestors)
         elif is_numpy_scalar(kind):
             key.append((kind, repr(value)))
-            self.guard(path, "value", value)
+            self.refuse_guarding("a number of NumPy's")
         elif kind.__module__.startswith("torch._ops"):
             key.append(value)
             self.guard(path, "exists")
@@ -261,26 +283,45 @@ class _ReadWalker:
             self.reads.key.append(value)
             return
         self.reads.key.append((kind, value.__name__))
-        if self.guarding:  # Dynamo does not guard what such an object holds
-            self.mark_opaque(f"reads {self.label}, the built-in {display_name(value)} of an object")
+        self.refuse_guarding(f"the built-in {display_name(value)} of an object")
         self.follow(owner, (*path, ("attr", "__self__")), ancestors)
 
     def follow_container(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
         key = self.reads.key
-        self.guard(path, "size", len(value))
-        if isinstance(value, set | frozenset | dict):
-            item_keys = tuple(map(key_by_value, value))
-            key.append((kind, item_keys))
-            if None in item_keys:
-                self.mark_opaque(f"reads {self.label}, a {kind.__name__} of objects")
-        else:
+        if not isinstance(value, set | frozenset | dict):
             key.append((kind, len(value)))
-        if isinstance(value, dict):
-            for name, item in value.items():
-                self.follow(item, (*path, ("item", name)), ancestors)
-        elif not isinstance(value, set | frozenset):
-            for n, item in enumerate(value):
-                self.follow(item, (*path, ("item", n)), ancestors)
+            self.guard(path, "size", len(value))
+            self.follow_items(value, range(len(value)), "item", path, ancestors)
+            return
+        item_keys = tuple(map(key_by_value, value))
+        key.append((kind, item_keys))
+        has_plain_keys = BY_VALUE.issuperset(map(type, value))
+        if None in item_keys:
+            self.mark_opaque(f"reads {self.label}, a {kind.__name__} of objects")
+        elif not has_plain_keys:
+            self.guard(path, "size", len(value))
+            self.follow_items(value, range(len(value)), "nth", path, ancestors)
+        elif isinstance(value, dict):
+            self.guard(path, "keys", list(value))
+        else:
+            self.guard(path, "items", set(value))
+        if isinstance(value, dict) and has_plain_keys:
+            self.follow_items(value.values(), value, "item", path, ancestors)
+        elif isinstance(value, dict):
+            self.follow_items(value.values(), range(len(value)), "value", path, ancestors)
+
+    def follow_items(self, items: Any, keys: Any, step: str, path: Path, ancestors: tuple) -> None:
+        """Follow the items of a container; `step` with a key leads to each."""
+        if not self.guarding and BY_VALUE.issuperset(map(type, items)):
+            self.reads.key += *map(type, items), *items
+            return
+        for name, item in zip(keys, items, strict=True):
+            self.follow(item, (*path, (step, name)), ancestors)
+
+    def follow_members(self, value: enum.EnumMeta, path: Path, ancestors: tuple) -> None:
+        """Follow all members of an enum, which its own code reaches in many ways."""
+        for member in (*value._member_map_.values(), *value._value2member_map_.values()):
+            self.follow(member, (*path, ("attr", member.name)), ancestors)
 
     def follow_instance(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
         """Follow an object of a class that is written in Python."""
@@ -297,13 +338,17 @@ class _ReadWalker:
         if of_torch and is_constant_class(kind):
             self.follow_torch_module(value, path, ancestors)
             return
-        if isinstance(value, enum.Enum):
-            self.follow(value._value_, (*path, ("attr", "value")), ancestors)
-        elif base is None or (is_constant_class(kind) and kind is not types.SimpleNamespace):
+        if base is None or (is_constant_class(kind) and kind is not types.SimpleNamespace):
             self.mark_opaque(f"reads {self.label}, an object of the type {kind.__name__}")
             return
-        elif base is not object:
+        if isinstance(value, enum.Enum):
+            self.follow(value._value_, (*path, ("attr", "value")), ancestors)
+            self.follow(kind, (*path, ("attr", "__class__")), ancestors)
+        elif base in CONTAINERS:
             self.follow_container(value, base, path, ancestors)
+        elif base is not object:
+            self.reads.key.append(base.__repr__(value))  # pyrefly: ignore[bad-argument-count]
+            self.refuse_guarding(f"a {base.__name__} with a class of its own")
         lookup = self.defer_attributes(value, path, ancestors)
         self.lookup_attribute(lookup, "forward" if of_torch else "__call__")
 
@@ -317,6 +362,7 @@ class _ReadWalker:
             for name, item in tensors.items():
                 self.follow(item, (*path, ("attr", name)), ancestors)
         step = "item" if isinstance(value, _MODULE_CONTAINERS) else "attr"
+        self.guard(path, "modules", list(value._modules))
         by_number = isinstance(value, torch.nn.ModuleList | torch.nn.Sequential)
         for name, item in value._modules.items():
             self.reads.key.append(name)
@@ -406,6 +452,11 @@ class _ReadWalker:
         """Follow an attribute in the object itself and in every class of it."""
         value = lookup.object
         self.label = name
+        kind = type(value)
+        if issubclass(kind, types.ModuleType) and is_constant_module(value.__name__):
+            if name in data_names(value, len(vars(value))):
+                self.follow_attribute(lookup, name, "", vars(value)[name], ("attr", name))
+            return
         instance_dict = getattr(value, "__dict__", {}) if not isinstance(value, type) else {}
         if name in instance_dict:
             self.follow_attribute(lookup, name, "", instance_dict[name], ("attr", name))
@@ -415,30 +466,44 @@ class _ReadWalker:
             for members in (value._parameters, value._buffers, value._modules):
                 if name in members:
                     self.follow_attribute(lookup, name, "", members[name], ("attr", name))
-        if isinstance(value, enum.EnumMeta) and name in value._member_map_:
-            self.follow_attribute(lookup, name, "", value._member_map_[name], ("attr", name))
-            return
-        if isinstance(value, types.ModuleType | types.FunctionType):
-            return
-        step, classes = ("class", value) if isinstance(value, type) else ("type", type(value))
-        for n, cls in enumerate(classes.__mro__):
+        if isinstance(value, type):
+            self.lookup_in_classes(lookup, name, value.__mro__, "class", ())
+            if kind not in _METACLASSES:
+                self.lookup_in_classes(lookup, name, kind.__mro__, "type", ())
+        elif kind is not types.ModuleType and kind is not types.FunctionType:
+            self.lookup_in_classes(lookup, name, kind.__mro__, "type", ())
+            if (metaclass := type(kind)) not in _METACLASSES:
+                steps = (("attr", "__class__"),)
+                self.lookup_in_classes(lookup, name, metaclass.__mro__, "type", steps)
+
+    def lookup_in_classes(
+        self, lookup: _DeferredLookup, name: str, mro: Any, step: str, steps: tuple[Step, ...]
+    ) -> None:
+        """Follow an attribute in classes, which `steps` lead to from the object."""
+        for n, cls in enumerate(mro):
             if name not in cls.__dict__ or is_constant_class(cls):
                 continue
-            descriptor, class_step = cls.__dict__[name], (step, (n, name))
+            descriptor, class_steps = cls.__dict__[name], (*steps, (step, (n, name)))
             kind = type(descriptor)
+            if self.guarding and step == "type" and not steps:
+                if issubclass(type(lookup.object), types.ModuleType):
+                    self.refuse_guarding("an attribute of a module's class")
+                if kind is types.FunctionType or not hasattr(kind, "__get__"):
+                    self.guard(lookup.path, "of class", name)  # the object may get its own
             if issubclass(kind, staticmethod | classmethod):
-                function_steps = class_step, ("attr", "__func__")
+                function_steps = *class_steps, ("attr", "__func__")
                 self.follow_attribute(lookup, name, n, descriptor.__func__, *function_steps)
             elif issubclass(kind, property):
                 self.follow_attribute(
-                    lookup, name, n, descriptor.fget, class_step, ("attr", "fget")
+                    lookup, name, n, descriptor.fget, *class_steps, ("attr", "fget")
                 )
             elif kind is types.MemberDescriptorType:
                 # A slot: its value is the object's. The class itself has none to read.
-                if step == "type" and hasattr(value, name):
-                    self.follow_attribute(lookup, name, n, getattr(value, name), ("attr", name))
+                if step == "type" and not steps and hasattr(lookup.object, name):
+                    slot = getattr(lookup.object, name)
+                    self.follow_attribute(lookup, name, n, slot, ("attr", name))
             elif kind not in (_NAMED_TUPLE_FIELD, types.GetSetDescriptorType):
-                self.follow_attribute(lookup, name, n, descriptor, class_step)
+                self.follow_attribute(lookup, name, n, descriptor, *class_steps)
 
     def follow_attribute(
         self, lookup: _DeferredLookup, name: str, class_index: Any, value: Any, *steps: Step
@@ -473,6 +538,10 @@ def resolve_path(fn: Any, path: Path) -> Any:
             value = value.__globals__[key]
         elif step == "item":
             value = value[key]
+        elif step == "nth":
+            value = list(value)[key]
+        elif step == "value":
+            value = list(value.values())[key]
         elif step == "type":
             value = type(value).__mro__[key[0]].__dict__[key[1]]
         elif step == "class":
@@ -494,6 +563,15 @@ def guard_holds(fn: Any, guard: Guard) -> bool:
         return current is expected or current == expected or current != current  # the last: NaN
     if test == "size":
         return len(current) == expected
+    if test == "keys":
+        return list(current) == expected
+    if test == "items":
+        return len(current) == len(expected) and current == expected
+    if test == "modules":
+        return list(current._modules) == expected
+    if test == "of class":
+        getattr(current, expected, None)
+        return True
     if test == "touch_code":
         return current.__code__ is not None
     if test == "shape":

@@ -6,6 +6,7 @@ reads nothing but its arguments. The walk over a function's reads stops at both.
 
 import enum
 import functools
+import operator
 import sys
 import types
 from collections import OrderedDict
@@ -19,23 +20,23 @@ _MODS = _ROOT + ".mods"
 
 # Compared by value; floats by their text, which tells -0.0 from 0.0 and NaN from nothing.
 BY_VALUE = {
-    bool, int, str, bytes, range, type(None), type(Ellipsis), type(NotImplemented), torch.dtype,
+    bool, int, str, bytes, type(None), type(Ellipsis), type(NotImplemented), torch.dtype,
     torch.device, torch.layout, torch.memory_format,
 }  # fmt: skip
-BY_TEXT = {float, complex, slice, torch.finfo, torch.iinfo}
+BY_TEXT = {float, complex, range, torch.finfo, torch.iinfo}
 CONTAINERS = {list, tuple, dict, set, frozenset, OrderedDict, torch.Size}
-# Modules that do not change and whose functions are pure, ...
+_VALUE_TYPES = BY_VALUE | BY_TEXT | CONTAINERS
+_KNOWN_TYPES = _VALUE_TYPES | {types.FunctionType, types.MethodType, types.ModuleType}
+# Modules whose functions are pure. (What else they have is followed, if a name leads to it.)
 _CONSTANT_MODULES = frozenset(
     "math cmath operator _operator builtins functools _functools itertools typing enum torch "
+    "torch.ops "
     "torch._C torch._C._nn torch._C._special torch.functional torch.special torch._tensor "
     "torch.nn.functional torch.nn.parameter torch.autograd.grad_mode numpy".split()
 ) | {_ROOT}
 _CONSTANT_PREFIXES = (_MODS + ".", "torch.nn.modules.", "torch._ops.", "torch.ops.")
-# ... except for these names: they stand for a state, or read by names that are not in the code.
-STATEFUL_NAMES = frozenset(
-    "random cuda distributed backends utils compiler accelerator mps xpu attrgetter methodcaller "
-    "lru_cache cache singledispatch".split()
-)
+# Classes in C of such modules whose objects read by names that are not in the code.
+_READ_BY_NAME = {operator.attrgetter, operator.methodcaller}
 # Modules whose functions wrap those of torch, and read nothing for them.
 _WRAPPER_MODULES = frozenset(
     "torch._ops torch._jit_internal torch._library.custom_ops torch.utils._contextlib "
@@ -45,7 +46,7 @@ _WRAPPER_MODULES = frozenset(
 
 @functools.lru_cache(maxsize=1024)
 def is_constant_module(name: str) -> bool:
-    """Return whether the attributes of a module stay the same, except for `STATEFUL_NAMES`."""
+    """Return whether the functions of a module are pure, and stay the same."""
     return name in _CONSTANT_MODULES or name.startswith(_CONSTANT_PREFIXES)
 
 
@@ -74,7 +75,22 @@ def is_pure_function(fn: types.FunctionType) -> bool:
     return getattr(sys.modules.get(name), "__dict__", None) is fn.__globals__
 
 
+@functools.lru_cache(maxsize=1024)
+def data_names(module: types.ModuleType, count: int) -> frozenset[str]:
+    """Return which of a module's `count` attributes are not functions: modules, classes, values."""
+    return frozenset(
+        name
+        for name, item in vars(module).items()
+        if isinstance(item, type | types.ModuleType) or not callable(item)
+    )
+
+
 _HEAP_TYPE = 1 << 9
+# How methods and fields in C stand in the namespace of their class.
+_DESCRIPTORS = {
+    types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
+    types.MethodDescriptorType, types.ClassMethodDescriptorType,
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -82,30 +98,65 @@ def is_constant_class(cls: type) -> bool:
     """Return whether a class is written in C, or belongs to a module that does not change."""
     if not cls.__flags__ & _HEAP_TYPE:
         return True
+    return _is_of_constant_module(cls)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_class_statement(cls: type) -> bool:
+    """Return whether a class came from a class statement, so that it has no parts in C: whatever
+    is in its namespace and was made for it is a slot, `__dict__` or `__weakref__`."""
+    if not cls.__flags__ & _HEAP_TYPE:
+        return False
+    for name, item in cls.__dict__.items():
+        kind = type(item)
+        if kind is types.BuiltinFunctionType:
+            made_for_it = item.__self__ is cls  # its own `__new__`
+        else:
+            made_for_it = kind in _DESCRIPTORS and item.__objclass__ is cls
+        is_slot = kind is types.MemberDescriptorType and "__slots__" in cls.__dict__
+        if made_for_it and not is_slot and name not in ("__dict__", "__weakref__"):
+            return False
+    return True
+
+
+@functools.lru_cache(maxsize=1024)
+def builtin_base(kind: type) -> type | None:
+    """Return the container, number or string that a class statement derives a class from; `object`
+    if none, None if any class in its MRO has parts in C."""
+    if kind is types.SimpleNamespace:  # a type in C whose objects have free attributes
+        return object
+    bases = [cls for cls in kind.__mro__ if cls in _VALUE_TYPES]
+    others = [cls for cls in kind.__mro__ if cls not in bases and cls is not object]
+    if not all(map(is_class_statement, others)):
+        return None
+    return bases[0] if bases else object
+
+
+@functools.lru_cache(maxsize=1024)
+def is_known_class(cls: type) -> bool:
+    """Return whether calling a class, which a trace does not see, reads nothing but arguments and
+    what a walk over its Python code reaches."""
+    return all(
+        base in _KNOWN_TYPES
+        or is_class_statement(base)
+        or (base not in _READ_BY_NAME and _is_of_constant_module(base))
+        for base in cls.__mro__
+    )
+
+
+def _is_of_constant_module(cls: type) -> bool:
+    """Return whether a class is where it says it is: types in C may name any module."""
     name = getattr(cls, "__module__", None)
     is_constant = isinstance(name, str) and is_constant_module(name)
     return is_constant and getattr(sys.modules.get(name), cls.__name__, None) is cls
 
 
-@functools.lru_cache(maxsize=1024)
-def builtin_base(kind: type) -> type | None:
-    """Return the type in C that a class derives from, if `object` or a container; else None."""
-    if kind is types.SimpleNamespace:  # a type in C whose objects have free attributes
-        return object
-    for cls in kind.__mro__:
-        if not cls.__flags__ & _HEAP_TYPE:
-            if cls is kind:
-                return None
-            return cls if cls is object or cls in CONTAINERS else None
-    return None
-
-
 def has_dynamic_attributes(kind: type) -> bool:
-    """Return whether attributes of its objects may be computed by `__getattr__`.
+    """Return whether attributes of its objects, or its own, may be computed by `__getattr__`.
 
     The result is not cached: a class may get such a method later.
     """
-    for cls in kind.__mro__:
+    for cls in kind.__mro__ if type(kind) is type else (*kind.__mro__, *type(kind).__mro__):
         if is_constant_class(cls):
             continue
         if "__getattr__" in cls.__dict__ or "__getattribute__" in cls.__dict__:
@@ -118,7 +169,6 @@ _IMPURE_BUILTINS = frozenset(
     "__build_class__ __import__ ascii breakpoint compile delattr dir eval exec format getattr "
     "globals hasattr hash id input locals open print repr setattr vars".split()
 )
-_VALUE_TYPES = (*BY_VALUE, *BY_TEXT, *CONTAINERS)
 
 
 def queries_torch_state(fn: Any) -> bool:
@@ -160,7 +210,7 @@ def is_numpy_scalar(kind: type) -> bool:
 def key_by_value(value: Any) -> Any:
     """Return a dict's key or a set's item in a form that compares by value.
 
-    None if the type is unknown: its objects may change.
+    None if the type is unknown: its objects may change. Attributes of the others are followed.
     """
     kind = type(value)
     if kind in BY_VALUE:
@@ -170,7 +220,7 @@ def key_by_value(value: Any) -> Any:
     if kind is tuple:
         items = tuple(map(key_by_value, value))
         return None if None in items else items
-    return value if issubclass(kind, enum.Enum | type | types.FunctionType) else None
+    return (kind, value) if issubclass(kind, enum.Enum | type | types.FunctionType) else None
 
 
 def display_name(value: Any) -> str:
