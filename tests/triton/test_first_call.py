@@ -27,7 +27,7 @@ import triton
 from headway.backends import get
 from headway.backends.gpu.device import maths
 from headway.backends.gpu.runtime import call_plan, parallel_compile
-from headway.backends.triton import kernel_backward, kernel_forward, tile
+from headway.backends.triton import kernel_backward, kernel_forward, main_loop, tile
 from tools.compile_triton import launching
 
 ALL = ["forward", "backward_q", "backward_kv"]
@@ -244,7 +244,7 @@ def test_a_tile_that_does_not_fit_is_found_out_at_the_launch(device, compiled, m
 
 def test_keys_of_kernels_do_not_depend_on_what_a_process_calls_first():
     """Else what one process compiled another would not find in Triton's cache."""
-    modules = maths, tile, schedule, kernel_forward, kernel_backward
+    modules = maths, tile, main_loop, kernel_forward, kernel_backward
     functions = [fn for m in modules for fn in vars(m).values() if isinstance(fn, JITFunction)]
 
     def keys(kernels):
