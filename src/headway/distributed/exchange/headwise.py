@@ -10,11 +10,11 @@ Where the keys of all chunks fit into memory at once, all of them are fetched at
 kernels of consecutive chunks run in two streams (`streams.py`).
 
 On two H200s, causal 16k with 32/8 heads ran at 1.40 times (forward) and 1.32 times (backward) the
-speed of PyTorch's context parallel with cuDNN, and at 0.94 and 0.99 of one GPU's
-(docs/lab/ranks.md).
+speed of PyTorch's context parallel with cuDNN. Each GPU reached 0.94 and 0.99 of the speed of one
+GPU that exchanges nothing (docs/lab/ranks.md).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,17 +78,18 @@ class HeadChunk:
 class HeadwiseAllGather(Plan):
     """All-gather of K and V by chunks of heads; see this file's docstring.
 
-    - `chunks`, `backward_chunks`: heads of every chunk of the forward and of the backward.
+    - `chunk_heads`, `backward_chunk_heads`: how many key/value heads each chunk of the forward and
+      of the backward has; together all of them.
     """
 
     def __init__(
-        self, name: str, inputs: PlanInputs, chunks: list[int], backward_chunks: list[int]
+        self, name: str, inputs: PlanInputs, chunk_heads: list[int], backward_chunk_heads: list[int]
     ) -> None:
         self.name, self.group = name, inputs.group
-        self.chunks = list(_cut_into_chunks(inputs, chunks))
+        self.chunks = list(_cut_into_chunks(inputs, chunk_heads))
         self.backward_chunks = self.chunks
-        if chunks != backward_chunks:
-            self.backward_chunks = list(_cut_into_chunks(inputs, backward_chunks))
+        if chunk_heads != backward_chunk_heads:
+            self.backward_chunks = list(_cut_into_chunks(inputs, backward_chunk_heads))
         sizes = inputs.sizes
         self.received = sum(
             chunk.comm.received * len(chunk.kv_heads) * sizes.b * (sizes.d + sizes.dv)
@@ -103,12 +104,12 @@ class HeadwiseAllGather(Plan):
             for chunk, pending in self._prefetch(self.chunks, call, transport, pool):
                 with pool.stream(chunk.number):
                     kv = pending.wait()
-                    buffers = tuple([_select_heads(x, chunk.q_slice) for x in results[:2]])
-                    chunk_call = chunk.call(call, kv, buffers)
+                    out_and_lse = tuple([_select_heads(x, chunk.q_slice) for x in results[:2]])
+                    chunk_call = chunk.call(call, kv, out_and_lse)
                     chunk_results = forward_shards(spec, chunk_call, chunk.shards)
                     _store_heads(results, chunk_results, chunk.q_slice)
                 pool.keep(kv)
-                # Without streams: free these keys before those of the next chunk but one arrive.
+                # The next step allocates another chunk's keys: free these (or `pool` keeps them).
                 del pending, kv, chunk_call, chunk_results
         return Forward(*results)
 
@@ -134,22 +135,25 @@ class HeadwiseAllGather(Plan):
         return backward.finish()
 
     def _stream_pool(self, chunks: list[HeadChunk], call: Call, transport: Transport) -> StreamPool:
-        """Return two streams where all keys fit and every chunk's gradients have a region of
-        symmetric memory; else none, and all kernels run in the caller's stream."""
+        """Return two streams where all keys fit into memory, and every chunk's gradients have a
+        region of symmetric memory, since all of them are in flight at once. Else there are none,
+        and all kernels run in the caller's stream."""
         overlaps = self.all_kv_fits and 1 < len(chunks) <= REGIONS
         return StreamPool(call.q.device, overlaps and transport.overlaps_kernels and call.q.is_cuda)
 
     def _prefetch(
         self, chunks: list[HeadChunk], call: Call, transport: Transport, pool: StreamPool
     ) -> Iterator[tuple[HeadChunk, PendingGather]]:
-        """Yield every chunk with its keys and values, which may still be in flight. The next chunk
-        is fetched before this one is yielded; with streams, all of them are."""
-
-        def fetch(chunk: HeadChunk) -> PendingGather:
-            local_kv = tuple([_select_heads(x, chunk.kv_slice) for x in (call.k, call.v)])
-            return transport.gather(chunk.comm, local_kv)
-
-        return _prefetched(chunks, fetch, len(chunks) if pool.streams else 1)
+        """Yield every chunk with its keys and values, which may still be in flight. The gather of
+        the next chunk (with streams: of all chunks) begins first, so that this rank lays out its
+        rows for the others before it waits for theirs."""
+        ahead = len(chunks) if pool.streams else 1
+        gathers: list[PendingGather] = []
+        for n, chunk in enumerate(chunks):
+            for later in chunks[n + len(gathers) : n + 1 + ahead]:
+                local_kv = tuple([_select_heads(x, later.kv_slice) for x in (call.k, call.v)])
+                gathers.append(transport.gather(later.comm, local_kv))
+            yield chunk, gathers.pop(0)  # no reference to earlier chunks' keys is kept here
 
 
 class _BackwardPass:
@@ -161,7 +165,7 @@ class _BackwardPass:
         self.call, self.transport, self.inputs = call, transport, inputs
         self.spec = spec.replace(exact_kv=True)  # dK, dV unrounded: they are summed over ranks
         self.dq_dtype, kv_dtype = spec.grad_dtypes(call.q.dtype)
-        # In a list: a result of all heads takes its place (`_store_heads`).
+        # In a list, where `_store_heads` may put the result of a chunk of all heads.
         self.dq = [call.q.new_empty(call.q.shape, dtype=self.dq_dtype)]
         self.dk, self.dv = (x.new_empty(x.shape, dtype=kv_dtype) for x in (call.k, call.v))
         self.dsinks: list[Tensor] = []
@@ -181,12 +185,12 @@ class _BackwardPass:
     def run(
         self, chunk: HeadChunk, pending: PendingGather, preprocessed: tuple, pool: StreamPool
     ) -> None:
-        """Launch a chunk's kernels, and begin to send its dK and dV to the ranks of the keys."""
+        """Launch a chunk's kernels, and begin to send its dK and dV to the holders of the keys."""
         chunk_inputs, shard_states = preprocessed
         acc = acc_dtype(self.call.q.dtype)
         with pool.stream(chunk.number):
             kv = pending.wait()
-            # Batch, heads, width and dtype of the gradients; `chunk.comm` knows how many rows.
+            # Tensors of no rows that say the batch, heads, width and dtype of the gradients.
             templates = tuple([x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=acc) for x in kv])
             sender = self.transport.reduce_sender(chunk.comm, templates)
             # Kernels write dK and dV straight into symmetric memory, where there is some.
@@ -197,8 +201,10 @@ class _BackwardPass:
             self.in_flight.append((sender.send((grads.k.to(acc), grads.v.to(acc))), targets))
             _store_heads(self.dq, [in_dtype(grads.q, self.dq_dtype)], chunk.q_slice)
         pool.keep(kv, shard_states)
+        # Receive the previous chunk's while this chunk's are sent. With streams, `finish` receives
+        # all: until the pool's exit, the caller's stream does not wait for the pool's kernels.
         if not pool.streams and len(self.in_flight) > 1:
-            self._receive()  # the previous chunk's, while this chunk's are sent
+            self._receive()
         if grads.sink is not None:
             self.dsinks.append(grads.sink)
         self.dcaptured.append(grads.captured)
@@ -216,15 +222,15 @@ class _BackwardPass:
         pending.write(targets)
 
 
-def _cut_into_chunks(inputs: PlanInputs, sizes: list[int]) -> Iterator[HeadChunk]:
-    """Yield chunks of `sizes` key/value heads. Where one mask serves all heads, chunks share their
-    communication plan."""
+def _cut_into_chunks(inputs: PlanInputs, chunk_heads: list[int]) -> Iterator[HeadChunk]:
+    """Yield chunks of `chunk_heads` key/value heads. Where one mask serves all heads, chunks share
+    their communication plan."""
     group_size = inputs.sizes.hq // inputs.sizes.hk
     heads_differ = inputs.mask is not None and inputs.mask.h > 1
     shared: tuple[CommPlan, list[QueryShard]] | None = None
     stop = 0
-    for number, size in enumerate(sizes):
-        kv_heads = range(stop, stop := stop + size)
+    for number, heads in enumerate(chunk_heads):
+        kv_heads = range(stop, stop := stop + heads)
         q_heads = range(kv_heads.start * group_size, kv_heads.stop * group_size)
         if shared is None or heads_differ:
             requirements, needed_tiles = inputs.kv_requirements(q_heads)
@@ -235,19 +241,8 @@ def _cut_into_chunks(inputs: PlanInputs, sizes: list[int]) -> Iterator[HeadChunk
             )
         comm, shards = shared
         h = inputs.offsets[1] + q_heads.start
-        placed = [replace(shard, coords=shard.coords._replace(h=h)) for shard in shards]
-        yield HeadChunk(number, kv_heads, q_heads, comm, placed)
-
-
-def _prefetched(
-    chunks: list[HeadChunk], fetch: Callable[[HeadChunk], PendingGather], ahead: int
-) -> Iterator[tuple[HeadChunk, PendingGather]]:
-    """Yield chunks with their fetches, of which `ahead` more have begun: rows are laid out for the
-    others before anything waits."""
-    pending: list[PendingGather] = []
-    for n, chunk in enumerate(chunks):
-        pending += map(fetch, chunks[n + len(pending) : n + 1 + ahead])
-        yield chunk, pending.pop(0)  # no reference to earlier chunks is kept here
+        chunk_shards = [replace(shard, coords=shard.coords._replace(h=h)) for shard in shards]
+        yield HeadChunk(number, kv_heads, q_heads, comm, chunk_shards)
 
 
 def _store_heads(results: list[Tensor], chunk_results: Iterable[Tensor], heads: slice) -> None:
