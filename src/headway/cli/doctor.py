@@ -1,4 +1,4 @@
-"""`headway doctor`."""
+"""`headway doctor`: a report on this machine, in which no failed probe hides the others."""
 
 import argparse
 import importlib.metadata
@@ -21,7 +21,7 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-# This command alone is written without tyro and rich: it has to run on the barest installation.
+# Unlike other commands it uses no tyro and rich: it has to run where only PyTorch is installed.
 def main(arguments: list[str]) -> int:
     """Run `headway doctor`; return exit status 0, whatever the report says."""
     parser = argparse.ArgumentParser(
@@ -149,16 +149,17 @@ def _devices() -> dict[str, str]:
     capability = torch.backends.cpu.get_cpu_capability
     devices = {"cpu": _guard(lambda: f"{capability()}, {torch.get_num_threads()} threads")}
     count = _guard(torch.cuda.device_count)
+    build = torch.version.cuda or torch.version.hip
     if not isinstance(count, int):
         devices["cuda"] = count
-    elif count == 0:
-        build = torch.version.cuda or torch.version.hip
-        look = f"none seen (PyTorch is built for {build}: look at the driver)"
-        devices["cuda"] = look if build else "none: this PyTorch is built for the CPU only"
-    else:
-        devices["cuda"] = f"{torch.version.cuda or torch.version.hip}, which PyTorch is built for"
+    elif count:
+        devices["cuda"] = f"{build}, which PyTorch is built for"
         for n in range(count):
             devices[f"cuda:{n}"] = _guard(lambda n=n: _gpu(n))
+    elif build:
+        devices["cuda"] = f"none seen (PyTorch is built for {build}: look at the driver)"
+    else:
+        devices["cuda"] = "none: this PyTorch is built for the CPU only"
     devices["driver"] = _guard(_driver)
     return devices
 
@@ -181,8 +182,8 @@ def _driver() -> str:
 def _gpu(n: int) -> str:
     import torch
 
-    facts = torch.cuda.get_device_properties(n)
-    return f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
+    gpu = torch.cuda.get_device_properties(n)
+    return f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
 
 
 def _backends() -> dict[str, str]:
