@@ -1,10 +1,10 @@
-"""The precision of the kernels' products. Tile sizes follow from the bits of the factors."""
+"""The precision of the kernels' products. Tile sizes follow from the bits of the operands."""
 
 import torch
 
 
 def bits_of(dtype: torch.dtype) -> int:
-    """Return the bits of a product's factors: 16, 19 (tf32) or 32 (IEEE, without tensor cores)."""
+    """Return the bits of a product's operands: 16, 19 (tf32) or 32 (IEEE, without tensor cores)."""
     return 19 if product_precision(dtype) == "tf32" else 8 * dtype.itemsize
 
 

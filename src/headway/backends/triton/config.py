@@ -25,7 +25,7 @@ class Tiling:
     edge: int = 0  # block for partial tiles, where a mask takes registers; 0: as m, n
 
 
-# Rows by (kernel, bits of the factors, largest width). 19 bits are tf32, 32 are without tensor
+# Rows by (kernel, bits of the operands, largest width). 19 bits are tf32, 32 are without tensor
 # cores.
 _TABLE: dict[tuple[str, int, int], tuple[Tiling, ...]] = {
     ("forward", 16, 64): (Tiling(128, 64, 4, 3), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2),
@@ -148,7 +148,7 @@ def tilings(
 ) -> tuple[Tiling, ...]:
     """Return the tile sizes for a kernel ("forward", or one of `passes`), best first.
 
-    - `bits`: of the factors: 16, 32, or 19 (tf32).
+    - `bits`: of the operands: 16, 32, or 19 (tf32).
     - `d`, `dv`: widths; between two of the table, the larger row holds.
     - `kind`: from `call_kind`, or `LEARNED`.
     - `saved`: the sizes that `headway tune` found on this GPU; they go first.

@@ -15,13 +15,13 @@ class LaunchConfig(NamedTuple):
     ctas_per_processor: int
 
 
-# Rows of a tile, by the bits of a factor and the largest width. More than 16 rows only where
+# Rows of a tile, by the bits of an operand and the largest width. More than 16 rows only where
 # queries fill them: keys are read once for all rows, and tensor cores wait for memory.
 _TILE_ROWS = {(16, 128): (16, 32, 64, 128), (16, 256): (16, 32, 64), (16, 576): (16, 32, 64),
          (19, 128): (16, 32, 64), (19, 256): (16, 32), (19, 576): (16,),
          (32, 128): (16, 32), (32, 256): (16,), (32, 576): (16,)}  # fmt: skip
 
-# By (bits of a factor, largest width, most rows of a tile), best first: a GPU with less shared
+# By (bits of an operand, largest width, most rows of a tile), best first: a GPU with less shared
 # memory takes the first that fits. 19 bits are tf32, 32 are without tensor cores. Some 64 KB of
 # keys and values in flight on every multiprocessor keep the memory of an H100 busy.
 _CONFIGS: dict[tuple[int, int, int], tuple[LaunchConfig, ...]] = {
@@ -50,16 +50,16 @@ MIN_KEYS = 256
 
 
 @lru_cache(maxsize=1024)
-def tile_rows_for(factor_bits: int, width: int, queries: int) -> int:
+def tile_rows_for(operand_bits: int, width: int, queries: int) -> int:
     """Return the rows of a tile: the fewest that hold the queries of a group, or the most."""
-    key = min(key for key in _TILE_ROWS if key[0] == factor_bits and key[1] >= width)
+    key = min(key for key in _TILE_ROWS if key[0] == operand_bits and key[1] >= width)
     return next((rows for rows in _TILE_ROWS[key] if rows >= queries), _TILE_ROWS[key][-1])
 
 
-def launch_configs(factor_bits: int, width: int, tile_rows: int) -> tuple[LaunchConfig, ...]:
+def launch_configs(operand_bits: int, width: int, tile_rows: int) -> tuple[LaunchConfig, ...]:
     """Return the configs for tiles of some rows, best first.
 
-    - `factor_bits`: of the factors of a product: 16, 19 (tf32) or 32.
+    - `operand_bits`: of the operands of a product: 16, 19 (tf32) or 32.
     """
-    fits = lambda key: key[0] == factor_bits and key[1] >= width and key[2] >= tile_rows
+    fits = lambda key: key[0] == operand_bits and key[1] >= width and key[2] >= tile_rows
     return _CONFIGS[min(filter(fits, _CONFIGS))]

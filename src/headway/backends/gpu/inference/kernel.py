@@ -46,7 +46,7 @@ class DecodeConfig:
 
     score: Any  # the generated function; None: T is S
     mask: Any  # None: no pair is masked out
-    limits: Any  # None: the mask limits no keys
+    limits: Any  # of keys, by the mask; None: it limits none, or block lists do
     index: Any  # the type of positions
     precision: Any  # of products of float32
     positive_scale: Any  # scale > 0
@@ -58,8 +58,8 @@ class DecodeConfig:
     d: Any  # `tiles.Width`
     dv: Any
     page_keys: Any  # 0: there are no pages
-    q_unit: Any  # numbers that divide q's strides
-    kv_unit: Any  # numbers that divide the strides of k and v
+    q_unit: Any  # elements of a vector load of q; divides its strides
+    kv_unit: Any  # the same for k and v
     k_row_stride: Any
     v_row_stride: Any
     v_in_k: Any  # whether v is the first piece of k

@@ -1,4 +1,4 @@
-"""The plan of calls of a kind: generated code, tile sizes and the launch.
+"""The plan of inference: generated code, tile sizes and the launch, for all calls of one kind.
 
 A kind is all calls that have one plan key, and so one compiled kernel. It has no lengths: lengths,
 strides, offsets and the integers that scores and masks capture are arguments whose values Triton
@@ -39,7 +39,7 @@ from .work import CachePointers, DecodeSizes, Offsets
 
 _SOURCES = maths, tiles, softmax, work, merge, kernel
 _E4M3 = torch.float8_e4m3fn
-_INT32_LIMIT = 1 << 29  # `unspecialized` encodes n as about 4 n, which then fits 32 bits
+_INT32_LIMIT = 1 << 29  # of n: a kernel gets 4 n + 2 (`call_plan.unspecialized`) in 32 bits
 _LISTS_AT = DecodeSizes._fields.index("list_tiles")
 _NO_CACHE = KV(None)  # type: ignore[arg-type]  # of a call whose k and v are plain tensors
 
@@ -48,9 +48,9 @@ class TileLayout(NamedTuple):
     """The shape of a kind's tiles, and how wide its loads are."""
 
     tile_rows: int
-    factor_bits: int  # of the operands of a product: 16, 19 (tf32) or 32
+    operand_bits: int  # of the operands of a product: 16, 19 (tf32) or 32
     q_unit: int  # elements of a vector load of q: all of q's strides are multiples of it
-    kv_unit: int
+    kv_unit: int  # the same for k and v
     v_in_k: bool  # v is the first columns of k (MLA), and is not loaded again
     page_keys: int  # 0: there are no pages
     narrow: bool  # positions and captured integers are small enough for 32-bit arithmetic
@@ -76,20 +76,20 @@ def plan_and_integers(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
         capacity *= kv.page_table.shape[1]
     max_q = kv.max_q if kv.cu_q is not None else q_len
 
-    # A load reads a unit at once: 8 numbers, or 16 of one byte, if that divides all strides and
-    # addresses are multiples of 16 bytes. Otherwise it reads number by number.
+    # A load reads a unit at once: 8 elements, or 16 of one byte, if that divides all strides and
+    # addresses are multiples of 16 bytes. Otherwise it reads element by element.
     q_unit = 8 if not (q_b | q_h | q_row) & 7 and not q.data_ptr() & 15 else 1
     kv_unit, k_address, v_address = 16 if k.dtype.itemsize == 1 else 8, k.data_ptr(), v.data_ptr()
     if (k_b | k_h | k_row | v_b | v_h | v_row) & (kv_unit - 1) or (k_address | v_address) & 15:
         kv_unit = 1
-    factor_bits = bits_of(q.dtype)
-    tile_rows = tile_rows_for(factor_bits, max(d, dv), max_q * (hq // hk))
+    operand_bits = bits_of(q.dtype)
+    tile_rows = tile_rows_for(operand_bits, max(d, dv), max_q * (hq // hk))
     if kv_unit == 1 or k.dtype != q.dtype:
-        # Such loads do not run ahead, or keys are converted. For products of 64 rows with these
-        # factors the ptxas of CUDA 12.8 generates wrong code on Hopper.
+        # From 64 rows on, Hopper's products (WGMMA) read keys from shared memory. If asynchronous
+        # copies do not put them there, ptxas 12.8 generates wrong code (docs/lab/compilers.md).
         tile_rows = min(tile_rows, 32)
     v_in_k = k_address == v_address and (k_b, k_h, k_row) == (v_b, v_h, v_row)
-    v_in_k = v_in_k and dv == pieces(dv)[0] == pieces(d)[0]
+    v_in_k = v_in_k and dv == pieces(dv)[0] == pieces(d)[0]  # v is the first piece of k's columns
 
     offsets = Offsets(*offsets_of(call.coords))
     ends = offsets.b + b, offsets.h + hq, offsets.q + q_len, offsets.kv + capacity
@@ -101,7 +101,7 @@ def plan_and_integers(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
         q_b=q_b // q_unit, q_h=q_h // q_unit, q_row=q_row // q_unit,
         k_b=k_b // kv_unit, k_h=k_h // kv_unit, v_b=v_b // kv_unit, v_h=v_h // kv_unit,
         k_scale_b=k_scale_b, k_scale_h=k_scale_h, v_scale_b=v_scale_b, v_scale_h=v_scale_h,
-        list_tiles=0, list_width=0,
+        list_tiles=0, list_width=0,  # `launch` sets them: they depend on the config's blocks
     )  # fmt: skip
     captured_sizes: list[int] = []
     for tensor in tensors:
@@ -110,7 +110,7 @@ def plan_and_integers(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
             captured_sizes += (size, stride) if tensor.numel() else (1, 1)
     integers = [*sizes, *offsets, *captured_sizes, *captured_ints]
     all_int32 = max(integers) < _INT32_LIMIT and min(integers) > -_INT32_LIMIT
-    layout = TileLayout(tile_rows, factor_bits, q_unit, kv_unit, v_in_k, page_keys, narrow)
+    layout = TileLayout(tile_rows, operand_bits, q_unit, kv_unit, v_in_k, page_keys, narrow)
     key = (
         Plan, spec, layout, q.dtype, k.dtype, q.device, hq, hk, d, dv, k_row, v_row,
         kv.lengths is None, kv.cu_q is None, kv.k_scale is None, kv.v_scale is None,
@@ -135,7 +135,7 @@ class Plan:
                 consecutive=False,
                 wide_offsets=tuple(map(needs_wide_offsets, call.captured.tensors)),
                 approx_tanh=q.dtype == torch.bfloat16 and _cuda_target() is not None,
-                limits=spec.tiles is None,
+                limits=spec.tiles is None,  # else `key_block_lists` say which keys to visit
             )
         )  # fmt: skip
         fix_cache_keys(self.generated)
@@ -143,7 +143,7 @@ class Plan:
         self.constants: dict[str, Any] = {
             "score": self.function("score"), "mask": self.function("mask"),
             "limits": self.function("limits"), "index": tl.int32 if layout.narrow else tl.int64,
-            "precision": "tf32" if layout.factor_bits == 19 else "ieee",
+            "precision": "tf32" if layout.operand_bits == 19 else "ieee",
             "positive_scale": spec.scale > 0,
             "track_max": spec.max_logit and spec.score is not None, "tile_rows": self.tile_rows,
             "group": q.shape[1] // k.shape[1], "kv_heads": k.shape[1],
@@ -154,8 +154,8 @@ class Plan:
             "merged_at_once": max(1, min(8, 8192 // (self.tile_rows * sum(dv_pieces)))),
         }  # fmt: skip
         self.mask_ints = len(call.captured.ints) - spec.score_ints
-        self.partial_size = self.tile_rows * (sum(dv_pieces) + 4)  # `merge.partial_size`
-        self.configs = launch_configs(layout.factor_bits, max(self.d, self.dv), self.tile_rows)
+        self.partial_size = self.tile_rows * (sum(dv_pieces) + 4)  # as `merge.partial_size`
+        self.configs = launch_configs(layout.operand_bits, max(self.d, self.dv), self.tile_rows)
         if triton.knobs.runtime.interpret:  # on the CPU, for tests
             self.configs = (LaunchConfig(32, 4, 1, 1),)
         self.use_config(0)
@@ -168,7 +168,8 @@ class Plan:
         """Launch with a config of the list from now on."""
         self.number, self.config = number, self.configs[number]
         block_keys, stages = self.config.block_keys, self.config.stages
-        if self.page_keys % block_keys:  # page numbers take as many stages as the keys on them
+        if self.page_keys % block_keys:
+            # A key's page number is loaded before the key. Triton shares the stages between both.
             stages = 2 * stages - 1
         self.ctas = min(processors(self.device) * self.config.ctas_per_processor, FLAGS)
         min_blocks = -(-MIN_KEYS // block_keys)
@@ -183,7 +184,8 @@ class Plan:
         self, call: Call, integers: list[int], out: Tensor, lse: Tensor,
         row_max: Tensor | None, max_logit: Tensor | None,
     ) -> None:  # fmt: skip
-        """Write out and lse; and the largest score and logit of every query, if asked for.
+        """Launch the kernel, which writes out and lse, and the largest score and logit of every
+        query if they are asked for.
 
         A GPU with too little shared memory for a config gets the next one.
         """
@@ -197,10 +199,10 @@ class Plan:
             if self.spec.tiles is not None:
                 lists = key_block_lists(self.spec, call, self.tile_rows, self.config.block_keys)
                 integers[_LISTS_AT : _LISTS_AT + 2] = lists.blocks.shape[2:]
-            # (`unspecialized`, without a call for each.)
+            # `unspecialized` of each integer, inlined because every launch comes here.
             numbers = *[4 * n + 2 for n in integers], *call.captured.floats
             arguments = CallArguments.of(captured, numbers)
-            size = 2 * self.ctas * self.partial_size
+            size = 2 * self.ctas * self.partial_size  # a CTA shares at most two units (`merge.py`)
             partials = torch.empty(size, dtype=torch.float32, device=self.device)
             tensors = (
                 *Pointers(call.q, k, v, out, lse, row_max, max_logit, call.sink),
@@ -233,8 +235,8 @@ class Plan:
         score_tensors: list[Any] = []
         mask_tensors: list[Any] = []
         for n, tensor in enumerate(captured):
-            of_mod = score_tensors if n < self.spec.score_tensors else mask_tensors
-            of_mod.extend((tensor, *take(2 * tensor.dim())))
+            arguments = score_tensors if n < self.spec.score_tensors else mask_tensors
+            arguments.extend((tensor, *take(2 * tensor.dim())))  # sizes and strides
         score_ints, mask_ints = take(self.spec.score_ints), take(self.mask_ints)
         score_floats, mask_floats = take(self.spec.score_floats), tuple(remaining)
         return (

@@ -23,8 +23,8 @@ ROWS_AT_ONCE = tl.constexpr(128)  # of the batch, whose blocks are counted toget
 class DecodeSizes(NamedTuple):
     """Lengths and strides of a decode call, `unspecialized` on their way to the kernel.
 
-    Strides of q are in units of `DecodeConfig.q_unit` numbers, those of k and v in units of
-    `DecodeConfig.kv_unit` numbers.
+    Strides of q are in units of `DecodeConfig.q_unit` elements, those of k and v in units of
+    `DecodeConfig.kv_unit` elements.
     """
 
     b: Any  # rows of the batch
