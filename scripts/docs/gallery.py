@@ -82,7 +82,7 @@ def above(m: Tensor, n: Tensor) -> Tensor:
 MASKS = [
     Entry(
         "causal", "Causal",
-        "A query sees itself and what came before: language models.",
+        "Each query attends to itself and to earlier keys, as in language models.",
         "mask = hw.causal()\nout = hw.attention(q, k, v, mask=mask)",
         "Vaswani et al. 2017, arXiv 1706.03762, section 3.2.3",
         kept="j <= i", case="8k-128-causal",
@@ -96,14 +96,14 @@ MASKS = [
     ),
     Entry(
         "sliding-window", "Sliding window",
-        "The last 16 keys. Work grows with length × window: everything outside is never visited.",
+        "The last 16 keys. Work grows with length × window: keys outside are never read.",
         "mask = hw.causal() & hw.sliding_window(16)\nout = hw.attention(q, k, v, mask=mask)",
         "Beltagy et al. 2020, arXiv 2004.05150; Jiang et al. 2023, arXiv 2310.06825",
         kept="(j <= i) & (i - j < 16)", case="window-1024",
     ),
     Entry(
         "streaming", "Window with sink tokens",
-        "A window, and the first 4 keys for ever: models that run without end.",
+        "A window, and always the first 4 keys, for models that generate without end.",
         "mask = hw.causal() & (hw.sliding_window(16) | hw.prefix(4))\n"
         "out = hw.attention(q, k, v, mask=mask)",
         "Xiao et al. 2023, StreamingLLM, arXiv 2309.17453",
@@ -111,7 +111,7 @@ MASKS = [
     ),
     Entry(
         "prefix", "Prefix",
-        "All see the prompt, which sees all of itself; the rest is causal.",
+        "Every query attends to the whole prompt. The rest is causal.",
         "mask = hw.causal() | hw.prefix(20)  # or a tensor (batch,): a length for each row\n"
         "out = hw.attention(q, k, v, mask=mask)",
         "Raffel et al. 2020, T5, arXiv 1910.10683, figure 4",
@@ -119,7 +119,7 @@ MASKS = [
     ),
     Entry(
         "document", "Packed documents",
-        "Several documents in one row that do not see each other. Tiles across documents cost nothing.",
+        "Several documents in one row that do not attend to each other. Tiles between documents cost nothing.",
         "mask = hw.causal() & hw.document.from_lengths([20, 13, 31])\n"
         "out = hw.attention(q, k, v, mask=mask)",
         "Krell et al. 2021, arXiv 2107.02027",
@@ -127,21 +127,21 @@ MASKS = [
     ),
     Entry(
         "padding", "Padding",
-        "Keys past the end of a row's sequence are not seen.",
+        "Keys after the end of a row's sequence are masked out.",
         "lengths = torch.tensor([45])  # one number for each row of the batch\n"
         "mask = hw.padding(lengths)\nout = hw.attention(q, k, v, mask=mask)",
         kept="j < lengths[b]",
     ),
     Entry(
         "global-tokens", "Window and global tokens",
-        "The first 4 positions see all and are seen by all.",
+        "The first 4 positions attend to all keys, and all queries attend to them.",
         "mask = hw.sliding_window(8) | hw.global_tokens(4)\nout = hw.attention(q, k, v, mask=mask)",
         "Beltagy et al. 2020, Longformer, arXiv 2004.05150, section 3.1",
         kept="(abs(i - j) < 8) | (i < 4) | (j < 4)",
     ),
     Entry(
         "big-bird", "Window, global and random blocks",
-        "Big Bird: what is random is a table of blocks of 8 × 8.",
+        "Big Bird: a table says which blocks of 8 × 8 are picked at random.",
         "picked = torch.rand(8, 8) < 0.2\n"
         "mask = hw.sliding_window(8) | hw.global_tokens(4) | hw.block_table(picked, 8)\n"
         "out = hw.attention(q, k, v, mask=mask)",
@@ -150,21 +150,21 @@ MASKS = [
     ),
     Entry(
         "dilated", "Dilated window",
-        "A window with gaps: every third position, so that 8 keys reach over 24.",
+        "A window with gaps: every third position, so 8 keys cover 24 positions.",
         "mask = hw.causal() & hw.dilated(8, 3)\nout = hw.attention(q, k, v, mask=mask)",
         "Beltagy et al. 2020, arXiv 2004.05150, section 3.1",
         kept="(j <= i) & (i - j < 24) & ((i - j) % 3 == 0)",
     ),
     Entry(
         "strided", "Strided",
-        "The near ones, and every 8th far one.",
+        "All near keys, and every 8th of the others.",
         "mask = hw.causal() & hw.strided(8)\nout = hw.attention(q, k, v, mask=mask)",
         "Child et al. 2019, Sparse Transformer, arXiv 1904.10509, section 4.3",
         kept="(j <= i) & ((i - j < 8) | ((i - j) % 8 == 0))",
     ),
     Entry(
         "widths", "A window for each head",
-        "What a function captures is a tensor like any other: here a width for each head.",
+        "A mask function can capture any tensor, here a width for each head.",
         "width = torch.tensor([4, 8, 16, 64])\n"
         "mask = hw.causal() & (lambda b, h, i, j: i - j < width[h])\n"
         "out = hw.attention(q, k, v, mask=mask)",
@@ -172,7 +172,7 @@ MASKS = [
     ),
     Entry(
         "images", "Causal text with images",
-        "Text is causal; the tokens of one image see each other in both directions.",
+        "Text is causal. The tokens of one image attend to each other in both directions.",
         "image = torch.tensor([-1] * 10 + [0] * 16 + [-1] * 8 + [1] * 16 + [-1] * 14)\n"
         "mask = hw.causal() | hw.spans(image)\n"
         "out = hw.attention(q, k, v, mask=mask)",
@@ -181,7 +181,7 @@ MASKS = [
     ),
     Entry(
         "answers", "Many answers to one prompt",
-        "The prompt, 24 tokens, is computed once; the answers that follow it do not see each other.",
+        "A prompt of 24 tokens is computed once. The answers after it do not attend to each other.",
         "answer = torch.tensor([0] * 24 + [1] * 12 + [2] * 14 + [3] * 14)\n"
         "mask = hw.causal() & (lambda b, h, i, j: (j < 24) | (answer[i] == answer[j]))\n"
         "out = hw.attention(q, k, v, mask=mask)",
@@ -189,7 +189,7 @@ MASKS = [
     ),
     Entry(
         "tree", "A tree of drafts",
-        "Speculative decoding: 16 drafted tokens after 48 keys; a token sees its ancestors, and its "
+        "Speculative decoding: 16 draft tokens after 48 keys. A token attends to its ancestors. Its "
         "parent is token (i − 1) // 2.",
         "parents = (torch.arange(16) - 1) // 2  # -1: the first has none\n"
         "mask = hw.tree(parents, start=48)\n"
@@ -201,8 +201,9 @@ MASKS = [
     ),
     Entry(
         "block-diffusion", "Block diffusion",
-        "A row holds a noised text and the clean one, 32 tokens each, in blocks of 8. A noised block "
-        "sees itself and the clean blocks before it; clean blocks see clean ones up to themselves.",
+        "A row holds a noised text and the clean text, 32 tokens each, in blocks of 8. A noised block "
+        "attends to itself and to the clean blocks before it. A clean block attends to itself and to "
+        "earlier clean blocks.",
         "def mask(b, h, i, j):\n"
         "    of_i, of_j = i % 32 // 8, j % 32 // 8\n"
         "    clean_i, clean_j = i >= 32, j >= 32\n"
@@ -214,8 +215,8 @@ MASKS = [
     ),
     Entry(
         "top-k", "The best blocks of each head",
-        "Blocks of 8 × 8 that a model chose for each head, at run time: the table changes, the kernel "
-        "does not.",
+        "Blocks of 8 × 8 that a model selects for each head at run time. The table changes, the kernel "
+        "stays the same.",
         "best = torch.randn(1, 4, 8, 8).topk(3).indices  # of each row of blocks, three\n"
         "mask = hw.top_k_blocks(best, 8, mask=hw.causal())\n"
         "out = hw.attention(q, k, v, mask=mask)",
@@ -224,7 +225,7 @@ MASKS = [
     ),
     Entry(
         "neighborhood", "Neighbourhood of a point",
-        "The 3 × 3 points around a point of an image, moved inwards at the border.",
+        "The 3 × 3 points around each point of an image, shifted inwards at the border.",
         "mask = hw.neighborhood((8, 8), (3, 3))\nout = hw.attention(q, k, v, mask=mask)",
         "Hassani et al. 2023, arXiv 2204.07143, equations 1 and 2",
         kept="near(i // 8, j // 8) & near(i % 8, j % 8)",
@@ -233,8 +234,8 @@ MASKS = [
     ),
     Entry(
         "tiled", "Neighbourhood, in tiles",
-        "The same, for an image whose points are ordered tile by tile: live pairs lie together, and "
-        "fewer tiles are visited.",
+        "The same, for an image whose points are ordered tile by tile. Kept pairs lie together, so fewer "
+        "tiles are visited.",
         "mask = hw.tiled(hw.neighborhood((8, 8), (3, 3)), (8, 8), (4, 4))\n"
         "order = mask.order()\n"
         "out = hw.attention(*(x[:, :, order] for x in (q, k, v)), mask=mask)[:, :, order.argsort()]",
@@ -245,7 +246,7 @@ MASKS = [
     ),
     Entry(
         "windows", "Windows of an image",
-        "Swin: an image is cut into windows of 4 × 4. No window is copied together, no image rolled.",
+        "Swin: an image is divided into windows of 4 × 4. You copy no window and roll no image.",
         "window = lambda n: n // 8 // 4 * 2 + n % 8 // 4\n"
         "mask = lambda b, h, i, j: window(i) == window(j)\n"
         "out = hw.attention(q, k, v, mask=mask)",
@@ -254,7 +255,7 @@ MASKS = [
     ),
     Entry(
         "axial", "Rows and columns",
-        "A point of an image sees its row and its column.",
+        "A point of an image attends to its row and its column.",
         "mask = lambda b, h, i, j: (i // 8 == j // 8) | (i % 8 == j % 8)\n"
         "out = hw.attention(q, k, v, mask=mask)",
         "Huang et al. 2019, CCNet, arXiv 1811.11721",
@@ -269,13 +270,13 @@ MASKS = [
     ),
     Entry(
         "frames", "Causal frames",
-        "A video of 4 frames: a frame sees all of itself and of those before it.",
+        "A video of 4 frames: a frame attends to itself and to earlier frames.",
         "mask = hw.block_causal(16)\nout = hw.attention(q, k, v, mask=mask)",
         kept="j // 16 <= i // 16",
     ),
     Entry(
         "dense", "A mask that is a tensor",
-        "For masks that have no formula. A formula costs less, in memory and in time.",
+        "For masks without a formula. A formula needs less memory and time.",
         "tensor = torch.rand(64, 64) < 0.3  # broadcasts to (batch, heads, q_len, kv_len)\n"
         "mask = hw.dense(tensor)\nout = hw.attention(q, k, v, mask=mask)",
         kept="tensor[i, j]",
@@ -285,14 +286,14 @@ MASKS = [
 SCORES = [
     Entry(
         "softcap", "Softcap",
-        "No logit leaves (−cap, cap). Gemma 2 has a cap of 50.",
+        "Keep every logit inside (−cap, cap). Gemma 2 has a cap of 50.",
         "score = hw.softcap(5.0)\nout = hw.attention(q, k, v, score, hw.causal())",
         "Bello et al. 2017, arXiv 1611.09940; Gemma Team 2024, arXiv 2408.00118, section 2",
         kept="j <= i", score="5 * torch.tanh(s / 5)", case="softcap-causal",
     ),
     Entry(
         "alibi", "ALiBi",
-        "A penalty that grows with distance, steeper or flatter by head. Slopes learn if they are a "
+        "A penalty that grows with distance, with a slope for each head. Slopes are trained if they are a "
         "tensor that requires grad.",
         "score = hw.alibi(4)\nout = hw.attention(q, k, v, score, hw.causal())",
         "Press et al. 2022, arXiv 2108.12409, section 3",
@@ -319,7 +320,7 @@ SCORES = [
     ),
     Entry(
         "bias", "A bias that is a tensor",
-        "An additive bias that broadcasts to (batch, heads, q_len, kv_len) and may learn, as in "
+        "An additive bias that broadcasts to (batch, heads, q_len, kv_len) and can be trained, as in "
         "Evoformer's pair bias.",
         "tensor = torch.randn(4, 64, 64, requires_grad=True)\n"
         "score = hw.bias(tensor)\nout = hw.attention(q, k, v, score)",
@@ -328,7 +329,7 @@ SCORES = [
     ),
     Entry(
         "temperature", "A temperature for each head",
-        "A learned factor: captured numbers learn wherever they stand in a formula.",
+        "A learned factor: captured numbers can be trained wherever they are in a formula.",
         "log_t = torch.zeros(4, requires_grad=True)\n"
         "score = lambda s, b, h, i, j: s * log_t[h].exp()\n"
         "out = hw.attention(q, k, v, score, hw.causal())",
@@ -483,17 +484,19 @@ INTRO = textwrap.dedent("""\
 
     # Gallery
 
-    Masks and scores, each with its formula, where it comes from, and code that runs as it stands. A mask says
-    which pairs of query i and key j are kept; a score says what becomes of a logit s, which has the scale in it.
-    Formulas are the ones that the tests evaluate over all pairs, in float64, against outputs and gradients; pictures
-    are drawn from the library's own values: blue pairs are kept, and of a score blue is added, orange taken away.
+    Each entry shows a mask or a score: its picture, its formula, its source, and code that you can run. A mask says
+    which pairs of query i and key j stay in the softmax ("kept"). A score changes a logit s, which is already scaled.
+    The tests evaluate the same formulas over all pairs, in float64, and compare outputs and gradients.
 
-    All of it trains, on CPU and GPU, and all of it combines: `&`, `|`, `~` for masks, `>>` for scores, any mask with
-    any score. The code stands on this:
+    In pictures of masks, kept pairs are blue. In pictures of scores, blue is added and orange is subtracted. The
+    pictures are drawn from the library's own values.
+
+    You can train with all of them, on CPU and GPU. Combine masks with `&`, `|` and `~`, scores with `>>`, and any mask
+    with any score. Every entry continues this code:
 
     ```python
     {setup}```
 
-    Times are quoted where they are in the committed results: all contestants in one run, in turns, checked against
-    float64 before ([performance](performance.md)).
+    Times come from committed results. All libraries of an entry took turns in one run, after each result was checked
+    against float64 ([performance](performance.md)).
     """).replace("{setup}", SETUP)  # fmt: skip

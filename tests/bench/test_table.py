@@ -1,4 +1,4 @@
-"""The table of speeds: that of docs/guide-speed.md is what the command in its comment writes."""
+"""The table of speeds: that of docs/performance.md is what the command in its comment writes."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from headway_lab.bench.figures import ROWS, main, table
 from headway_lab.bench.figures import __name__ as module
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "guide-speed.md"
+PAGE = ROOT / "docs" / "performance.md"
 SPEEDS = re.compile(r"<!-- speeds: (.*?) -->\n(.*?)\n<!-- end of speeds -->", re.DOTALL)
 
 

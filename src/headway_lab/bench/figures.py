@@ -99,7 +99,7 @@ ROWS = {
     "8k-64-full": "8k, 64 wide, full",
     "softcap-causal": "8k, causal with a softcap",
     "alibi-causal": "8k, causal with ALiBi",
-    "user-causal": "8k, causal with `1.1 * score + 0.01 * (kv_idx - q_idx) + 0.5`",
+    "user-causal": "8k, causal with a user's function",
     "window-1024": "8k, sliding window of 1024",
     "documents-causal": "8k, twelve documents, causal",
     "packed-512-128-causal": "64 documents of 512, causal",
