@@ -103,17 +103,18 @@ class Entry(cache.CacheManager):
     """The files of one kernel, as Triton's compiler asks for them.
 
     - `key`: a SHA-256 in hexadecimal of everything that decides the kernel.
-    - `compile_apart`: compile the entry into a folder in another process; False if that fails.
+    - `compile_in_process`: compiles the entry into a folder, in another process; False if that
+      fails.
     - `on_miss`: called under the lock, before the kernel is compiled.
-    - `locked`: False if another process holds the lock for this one.
+    - `takes_lock`: False if the kernel is only looked up, or the parent process holds the lock.
     """
 
     def __init__(
-        self, root: Path, key: str, compile_apart: Callable[[Path], bool] | None = None,
-        on_miss: Callable[[], None] | None = None, locked: bool = True,
+        self, root: Path, key: str, compile_in_process: Callable[[Path], bool] | None = None,
+        on_miss: Callable[[], None] | None = None, takes_lock: bool = True,
     ) -> None:  # fmt: skip
-        self.root, self.key, self.locked = root, key, locked
-        self.compile_apart, self.on_miss = compile_apart, on_miss
+        self.root, self.key, self.takes_lock = root, key, takes_lock
+        self.compile_in_process, self.on_miss = compile_in_process, on_miss
         self.hashes: dict[str, str] = {}
         self.lock: Any = None
 
@@ -126,13 +127,13 @@ class Entry(cache.CacheManager):
         """Return the paths of all files, or None if the caller has to compile the kernel. It then
         holds the lock until `close`."""
         paths = self.files(filename)
-        if paths is None and self.locked:
+        if paths is None and self.takes_lock:
             self._acquire_lock()
             paths = self.files(filename)  # another process may have compiled it meanwhile
             if paths is None:
                 if self.on_miss is not None:
                     self.on_miss()
-                if self.compile_apart is not None and self.compile_apart(self.root):
+                if self.compile_in_process is not None and self.compile_in_process(self.root):
                     paths = self.files(filename)
             if paths is not None:
                 self.close()
@@ -257,11 +258,11 @@ def compile_kernel(src: Any, target: Any = None, options: Any = None, **more: An
 
     def entry_of(key: str) -> Entry:
         if getattr(_thread, "lookup_only", False):
-            raise _LookupOnly(Entry(folder(), key, locked=False), f"{src.name[:150]}.json")
-        compile_apart = None
+            raise _LookupOnly(Entry(folder(), key, takes_lock=False), f"{src.name[:150]}.json")
+        compile_in_process = None
         if getattr(_thread, "in_processes", False) and src.fn.is_gluon():
-            compile_apart = partial(_compile_apart, src, target, options, key, stages)
-        entries.append(Entry(folder(), key, compile_apart, announcement.start))
+            compile_in_process = partial(_compile_in_process, src, target, options, key, stages)
+        entries.append(Entry(folder(), key, compile_in_process, announcement.start))
         return entries[-1]
 
     try:
@@ -336,7 +337,7 @@ def state_of(fn: Any, args: tuple, options: dict[str, Any]) -> str:
     return "loaded"
 
 
-def _compile_apart(
+def _compile_in_process(
     src: Any, target: Any, options: Any, key: str, stages: dict[str, float], root: Path
 ) -> bool:  # fmt: skip
     stage_seconds = compile_apart.run(src, target, dict(options or {}), key, str(root))
@@ -356,6 +357,6 @@ def compile_into(src: Any, target: Any, options: Any, key: str, root: str) -> di
         stages.update((stage, micros / 1e6) for stage, micros in times.lowering_stages)
 
     knobs.compilation.listener = listen
-    entry = Entry(Path(root), key, locked=False)
+    entry = Entry(Path(root), key, takes_lock=False)
     _patched(lambda *args, **more: "", lambda key: entry)(src, target=target, options=options)
     return stages
