@@ -1,4 +1,4 @@
-"""FlexAttention's `BlockMask`: lists of full and partial blocks, over Headway's runs of tiles."""
+"""FlexAttention's `BlockMask`: lists of full and partial blocks, converted to Headway's tiles."""
 
 import math
 import weakref
@@ -41,7 +41,8 @@ def sliced_mask(*_: Tensor) -> Tensor:
 class in_blocks(Mask):
     """True in full blocks, `mask` in partial ones, False in the rest.
 
-    `state` is uint8 `(b or 1, h or 1, block rows, block columns)`: 0 empty, 1 partial, 2 full.
+    - `state`: uint8 `(b or 1, h or 1, block rows, block columns)`: 0 empty, 1 partial, 2 full.
+    - `_varies`: "bh", with "1" for a dimension of `state` that has size 1.
     """
 
     mask: MaskFn
@@ -57,8 +58,9 @@ class in_blocks(Mask):
             object.__setattr__(self, name, item)
 
     def __call__(self, b, h, q_idx, kv_idx):
-        lead = [at if on != "1" else 0 for at, on in zip((b, h), self._varies, strict=True)]
-        state = self.state[(*lead, q_idx // self.block_q, kv_idx // self.block_kv)]
+        at = {"b": b, "h": h, "1": 0}
+        leading = [at[name] for name in self._varies]
+        state = self.state[(*leading, q_idx // self.block_q, kv_idx // self.block_kv)]
         return (state == 2) | ((state == 1) & self.mask(b, h, q_idx, kv_idx))
 
 
@@ -103,25 +105,28 @@ class BlockMask:
         refuse_write_order(dq_write_order, dq_write_order_full, dq_kv_order)
         block = block_pair(BLOCK_SIZE)
         lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
-        state = _state(lists, count_columns(kv_indices, seq_lengths, block))
+        state = _state_of_lists(lists, count_columns(kv_indices, seq_lengths, block))
         self._set(state, tuple(seq_lengths), block, mask_mod, None)
-        self._out |= {name: (x, _version(x)) for name, x in zip(_KV_LISTS, lists, strict=True)}
+        for name, tensor in zip(_KV_LISTS, lists, strict=True):
+            self._shared_lists[name] = tensor, _version(tensor)
         of_queries = q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
         for name, tensor in zip(_Q_LISTS, of_queries, strict=True):
             if tensor is not None:
-                self._out[name] = tensor, None
+                self._shared_lists[name] = tensor, None
 
-    # None where the lists are the caller's own, as they are where the caller sets the mask.
-    _decided: Provenance | None = None
+    # The mask and the versions of its tensors that the blocks were derived from. None where the
+    # caller vouches for the blocks: by passing or writing lists, or by setting the mask.
+    _provenance: Provenance | None = None
 
     def _set(self, state, seq_lengths, block, mask_mod, tiles) -> "BlockMask":
         self._state: Tensor | None = state  # uint8 (..., rows, columns): 0 empty, 1 partial, 2 full
         self._tiles: TileMask | None = tiles
-        # Lists in the hands of others, and their versions (None: not looked at yet). Where there is
-        # one, there are all four of keys, which then say what the state is.
-        self._out: dict[str, tuple[Tensor | None, float | None]] = {}
-        self._former: list[tuple[str, Any, float | None]] = []  # references to what counts no more
-        self._clears = TensorCache.clears  # how often caches had been cleared at the last look
+        # Lists that others hold and may write to, with the versions that the state agrees with
+        # (None: not compared yet). If there is one, there are all four of keys, which determine it.
+        self._shared_lists: dict[str, tuple[Tensor | None, float | None]] = {}
+        # References to lists of queries read before the keys' lists changed: refused if written to.
+        self._outdated_lists: list[tuple[str, Any, float | None]] = []
+        self._cache_clears = TensorCache.clears  # at the last comparison with the lists
         self._batch: tuple[int, ...] = tuple(state.shape[:-2]) if state is not None else ()
         self._seq_lengths, self._block, self._mask_mod = seq_lengths, block, mask_mod
         return self
@@ -130,30 +135,31 @@ class BlockMask:
     def of_tiles(cls, tiles: TileMask, batch: tuple[int, ...]) -> "BlockMask":
         """Return Headway's block mask as FlexAttention's, for this many batch rows and heads."""
         block_mask = cls.__new__(cls)._set(None, tiles.shape[2:], tiles.tile, tiles.mask, tiles)
-        block_mask._batch, block_mask._decided = batch, tiles.decided
+        block_mask._batch, block_mask._provenance = batch, tiles.decided
         return block_mask
 
-    def _checked(self) -> Provenance | None:
-        """Return the provenance of the lists; raise where it no longer holds."""
-        if self._decided is not None:
-            self._decided.check()
-        return self._decided
+    def _checked_provenance(self) -> Provenance | None:
+        """Return the provenance; raise if a tensor of the mask was written to since."""
+        if self._provenance is not None:
+            self._provenance.check()
+        return self._provenance
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, apart from the lists that are out and from counters."""
-        self._look_at_lists()
-        return vars(self) | {"_out": {}, "_former": [], "_decided": self._checked() is not None}
+        """Return the state of a copy: it shares no lists, and derives its provenance anew."""
+        self._apply_list_writes()
+        derived = self._checked_provenance() is not None
+        return vars(self) | {"_shared_lists": {}, "_outdated_lists": [], "_provenance": derived}
+
+    def __setstate__(self, state: dict) -> None:
+        provenance = Provenance.of(state["_mask_mod"]) if state.pop("_provenance") else None
+        self.__dict__.update(state, _provenance=provenance)
 
     def _with(self, state: Tensor, lengths: tuple[int, int], mask_mod: MaskFn) -> "BlockMask":
         """Return a block mask of other blocks; with the same mask, of the same provenance."""
         block_mask = BlockMask.__new__(BlockMask)._set(state, lengths, self._block, mask_mod, None)
-        decided = self._checked()
-        block_mask._decided = decided if mask_mod is self._mask_mod else None
+        provenance = self._checked_provenance()
+        block_mask._provenance = provenance if mask_mod is self._mask_mod else None
         return block_mask
-
-    def __setstate__(self, state: dict) -> None:
-        decided = Provenance.of(state["_mask_mod"]) if state.pop("_decided", False) else None
-        self.__dict__.update(state, _decided=decided)
 
     @classmethod
     def from_kv_blocks(
@@ -192,9 +198,9 @@ class BlockMask:
     @property
     def tiles(self) -> TileMask:
         """Headway's block mask: pass it to `headway.attention` as `mask`."""
-        self._look_at_lists()
+        self._apply_list_writes()
         if self._tiles is None:
-            state = self._square()
+            state = self._current_state()
             rows, cols = state.shape[2:]
             lengths, block = self._seq_lengths, self._block
             if lengths[0] > rows * block[0] or lengths[1] > cols * block[1]:
@@ -204,17 +210,17 @@ class BlockMask:
             mask = in_blocks(self._mask_mod, state, block)
             used = state[:, :, : -(-lengths[0] // block[0]), : -(-lengths[1] // block[1])]
             self._tiles = from_dense(used, mask, lengths, block)
-            if self._checked() is not None and not torch.compiler.is_compiling():
+            if self._checked_provenance() is not None and not torch.compiler.is_compiling():
                 self._tiles = replace(self._tiles, decided=Provenance.of(mask))
         return self._tiles
 
-    def _square(self) -> Tensor:
-        """Return the state of every block, uint8 (b, h, rows, columns)."""
-        self._look_at_lists()
-        return self._blocks()
+    def _current_state(self) -> Tensor:
+        """Apply writes to lists; return the state of every block, uint8 (b, h, rows, columns)."""
+        self._apply_list_writes()
+        return self._known_state()
 
-    def _blocks(self) -> Tensor:
-        """Return the state of every block at the last look."""
+    def _known_state(self) -> Tensor:
+        """Return the state of every block without writes that are not applied yet."""
         if self._state is None:
             assert self._tiles is not None
             self._state = self._tiles.to_dense().expand(*self._batch, -1, -1)
@@ -228,9 +234,9 @@ class BlockMask:
 
     @mask_mod.setter
     def mask_mod(self, mask_mod: MaskFn) -> None:
-        self._square()
-        self._checked()
-        self._mask_mod, self._tiles, self._decided = mask_mod, None, None
+        self._current_state()  # the tiles, which are dropped, may be all there is
+        self._checked_provenance()
+        self._mask_mod, self._tiles, self._provenance = mask_mod, None, None
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
@@ -239,7 +245,7 @@ class BlockMask:
 
     @seq_lengths.setter
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
-        self._square()
+        self._current_state()  # the tiles, which are dropped, may be all there is
         self._seq_lengths, self._tiles = tuple(lengths), None
 
     @property
@@ -248,65 +254,64 @@ class BlockMask:
         return self._block
 
     def _list(self, name: str) -> Tensor | None:
-        """Return one of the eight lists: the one that is out, or a new one, which then is out."""
-        if name in self._out:
-            return self._out[name][0]
-        state = self._blocks().eq(2 if name.startswith("full") else 1)
+        """Return one of the eight lists: the shared one, or a new one, which is then shared."""
+        if name in self._shared_lists:
+            return self._shared_lists[name][0]
+        state = self._known_state().eq(2 if name.startswith("full") else 1)
         state = state.reshape(*self._batch, *state.shape[-2:])
         if name in _Q_LISTS:
             state = state.transpose(-1, -2)
-        with torch.inference_mode(False):  # whose tensors do not tell that they were written to
+        with torch.inference_mode(False):  # tensors made in inference mode count no writes
             if name.endswith("num_blocks"):
                 tensor = state.clone().sum(-1, dtype=torch.int32)
             else:
                 tensor = state.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int()
         if not torch.compiler.is_compiling():
-            self._out[name] = tensor, tensor._version
+            self._shared_lists[name] = tensor, tensor._version
             for other in _KV_LISTS:
                 self._list(other)
         return tensor
 
-    def _look_at_lists(self) -> None:
-        """Update the state from lists that were set or written to since the last look."""
-        self._former = [entry for entry in self._former if entry[1]() is not None]
-        for name, former, version in self._former:
+    def _apply_list_writes(self) -> None:
+        """Update the state from lists that were set or written to; refuse lists that disagree."""
+        self._outdated_lists = [entry for entry in self._outdated_lists if entry[1]() is not None]
+        for name, former, version in self._outdated_lists:
             if _version(former()) != version:
                 raise CallError(
                     f"{name} was written to, but it had been read before a list of keys changed "
                     "and no longer belongs to this BlockMask: read it again"
                 )
-        out = self._out
-        changed = {n for n, (x, stamp) in out.items() if stamp is None or _version(x) != stamp}
-        if out and self._clears != TensorCache.clears:  # after writes that no version tells of
-            self._clears, before = TensorCache.clears, self._blocks()
-            same = torch.equal(self._listed().view_as(before), before)
-            changed |= (set(_Q_LISTS) if same else set(_KV_LISTS)) & out.keys()
+        shared = self._shared_lists
+        changed = {name for name, (x, v) in shared.items() if v is None or _version(x) != v}
+        # You clear caches after writes that change no version (`x.data`): compare the contents.
+        if shared and self._cache_clears != TensorCache.clears:
+            self._cache_clears, before = TensorCache.clears, self._known_state()
+            same = torch.equal(self._state_of_key_lists().view_as(before), before)
+            changed |= (set(_Q_LISTS) if same else set(_KV_LISTS)) & shared.keys()
         if changed.intersection(_KV_LISTS):
-            state = self._listed()
+            state = self._state_of_key_lists()
             self._state, self._tiles, self._batch = state, None, tuple(state.shape[:-2])
-            self._decided = None  # but by the caller
-            for name in [name for name in _Q_LISTS if name in out and name not in changed]:
-                tensor, version = out.pop(name)
-                self._former.append((name, weakref.ref(tensor), version))
+            self._provenance = None
+            for name in [name for name in _Q_LISTS if name in shared and name not in changed]:
+                tensor, version = shared.pop(name)
+                self._outdated_lists.append((name, weakref.ref(tensor), version))
         if named := changed.intersection(_Q_LISTS):
             lists = [self._list(name) for name in _Q_LISTS]
-            state = self._blocks()
-            theirs = _state(lists, state.shape[-2]).transpose(-1, -2)
-            if theirs.shape[-2:] != state.shape[-2:] or not bool((theirs == state).all()):
+            state = self._known_state()
+            of_queries = _state_of_lists(lists, state.shape[-2]).transpose(-1, -2)
+            if of_queries.shape[-2:] != state.shape[-2:] or not bool((of_queries == state).all()):
                 raise CallError(
                     f"{', '.join(sorted(named))}: the lists of queries name other blocks than "
                     "those of keys, which say what is visited; leave them out, or read them off "
                     "the mask: they are worked out"
                 )
         for name in changed:
-            out[name] = out[name][0], _version(out[name][0])
+            shared[name] = shared[name][0], _version(shared[name][0])
 
-    def _listed(self) -> Tensor:
-        """Return the state of every block as the lists of keys have it."""
-        lists = [self._list(name) for name in _KV_LISTS]
-        indices = lists[1]
-        assert indices is not None
-        return _state(lists, count_columns(indices, self._seq_lengths, self._block))
+    def _state_of_key_lists(self) -> Tensor:
+        """Return the state of every block that the lists of keys name."""
+        lists: list[Any] = [self._list(name) for name in _KV_LISTS]
+        return _state_of_lists(lists, count_columns(lists[1], self._seq_lengths, self._block))
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """Lengths, the eight lists, block sizes and mask, in the original's order."""
@@ -324,7 +329,7 @@ class BlockMask:
     @property
     def device(self) -> torch.device:
         """Return the device of the blocks."""
-        return self._tiles.device if self._tiles is not None else self._square().device
+        return self._tiles.device if self._tiles is not None else self._current_state().device
 
     def numel(self) -> int:
         """The number of pairs."""
@@ -332,18 +337,18 @@ class BlockMask:
 
     def sparsity(self) -> float:
         """The share of empty blocks, in percent."""
-        state = self._square()
+        state = self._current_state()
         return 100 * (1 - float((state > 0).double().mean())) if state.numel() else 100.0
 
     def to_dense(self) -> Tensor:
         """int32 `(b, h, rows, columns)`: 1 where a block is not empty."""
-        self._square()
+        self._current_state()
         return (self._state > 0).to(torch.int32)  # type: ignore[operator]
 
     def to_string(self, grid_size: tuple[int, int] | int = (20, 20), limit: int = 4) -> str:
         """The blocks of at most `limit` batches and heads as text of a limited number of lines."""
         rows = grid_size if isinstance(grid_size, int) else grid_size[0]
-        state = self._square()
+        state = self._current_state()
         texts = []
         for b in range(min(state.shape[0], limit)):
             for h in range(min(state.shape[1], limit)):
@@ -371,7 +376,7 @@ class BlockMask:
         if len(index) > 3:
             raise IndexError("too many indices for a BlockMask: batch, head, query block")
         keep = lambda i, n: slice(i % n, i % n + 1) if isinstance(i, int) and -n <= i < n else i
-        self._square()
+        self._current_state()
         state = self._state
         assert state is not None
         at = tuple(keep(i, n) for i, n in zip(index, state.shape, strict=False))
@@ -379,7 +384,7 @@ class BlockMask:
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> "BlockMask":
         """Return the upper left corner of these lengths, with the same mask."""
-        state = self._square()
+        state = self._current_state()
         rows, cols = -(-new_q_len // self._block[0]), -(-new_kv_len // self._block[1])
         if rows > state.shape[2] or cols > state.shape[3]:
             raise ArgumentError(
@@ -403,26 +408,26 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> "BlockMask":
         """Return the block mask on another device; captured tensors are not moved."""
-        return self._with(self._square().to(device), self._seq_lengths, self._mask_mod)
+        return self._with(self._current_state().to(device), self._seq_lengths, self._mask_mod)
 
 
-def _list_of(name: str) -> property:
+def _list_property(name: str) -> property:
     def get(self: BlockMask) -> Tensor | None:
-        self._look_at_lists()
+        self._apply_list_writes()
         return self._list(name)
 
     def set_(self: BlockMask, tensor: Tensor | None) -> None:
         optional = name.startswith("full")
         if not isinstance(tensor, Tensor) and not (tensor is None and optional):
             raise CallTypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        self._list(name)  # and with it the others
-        self._out[name] = tensor, None
+        self._list(name)  # shares all lists of keys: the state is derived from all four
+        self._shared_lists[name] = tensor, None
 
     return property(get, set_, doc="A list of blocks, as the original has it.")
 
 
 for _name in _KV_LISTS + _Q_LISTS:
-    setattr(BlockMask, _name, _list_of(_name))
+    setattr(BlockMask, _name, _list_property(_name))
 
 
 def as_tiles(mask: Any) -> TileMask | Mask:
@@ -434,19 +439,19 @@ def as_tiles(mask: Any) -> TileMask | Mask:
         not ours and getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error"
     ):
         sliced_mask()
-    if ours and not mask._out:  # no one else can write to its blocks
+    if ours and not mask._shared_lists:  # no one else can write to its blocks
         return mask.tiles
     lists: list[Any] = [mask._list(x) if ours else getattr(mask, x) for x in _KV_LISTS]
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     if _recorded(lists[0]):
         if ours and not torch.compiler.is_compiling():
-            mask._checked()
-        state = _state(lists, count_columns(lists[1], lengths, block))
+            mask._checked_provenance()
+        state = _state_of_lists(lists, count_columns(lists[1], lengths, block))
         return in_blocks(mask.mask_mod, state, block)
     if ours:
         return mask.tiles
     tensors = [x for x in lists if x is not None]
-    # What is cached holds the mask function, so that no other one has its address.
+    # The cached tiles hold the mask function, so its id is not used again.
     key = id(mask.mask_mod), tuple(lengths), tuple(block), len(tensors)
     make = lambda: BlockMask(lengths, *lists, BLOCK_SIZE=block, mask_mod=mask.mask_mod).tiles
     return _converted.of(tensors, key, make)
@@ -456,7 +461,7 @@ _converted: TensorCache[TileMask] = TensorCache(64)
 
 
 def _recorded(lists: Tensor) -> bool:
-    """Return whether a program reads the lists, which may hold other blocks when it runs."""
+    """Return whether a graph is recorded: the lists may name other blocks when it is replayed."""
     return torch.compiler.is_compiling() or capturing(lists.device)
 
 
@@ -473,20 +478,20 @@ def _version(tensor: Tensor | None) -> float:
     return math.nan if version is None else version
 
 
-def _state(lists: Any, columns: int) -> Tensor:
+def _state_of_lists(lists: Any, columns: int) -> Tensor:
     """Return the state of lists, uint8 (..., rows, columns): 0 empty, 1 partial, 2 full."""
     num_blocks, indices, full_num, full_indices = lists
-    with torch.inference_mode(False):  # fit to be captured
-        state = _dense(num_blocks, indices, columns)
+    with torch.inference_mode(False):  # captures of CUDA graphs need a version counter
+        state = _named_blocks(num_blocks, indices, columns)
         if full_num is None or full_indices is None:
             return state
-        return torch.maximum(state, 2 * _dense(full_num, full_indices, columns))
+        return torch.maximum(state, 2 * _named_blocks(full_num, full_indices, columns))
 
 
-def _dense(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
+def _named_blocks(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
     """Return uint8 (..., rows, columns), 1 for the blocks that the lists name."""
     named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-    # What comes after a row's blocks is undefined: send it to one column too many.
+    # Entries after a row's blocks are undefined: scatter them to an extra column, then drop it.
     column = torch.where(named, indices.long(), columns)
     if not _recorded(column) and column.numel() and column.device.type != "meta":
         low, high = (int(n) for n in torch.where(named, column, 0).aminmax())

@@ -1,4 +1,4 @@
-"""The backward's preprocess: delta and lse over log 2 of every row, and memory for dq."""
+"""The backward's preprocess: delta and lse over log 2 of every row, and the dQ accumulator."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,63 +13,61 @@ from . import precision
 from .runtime.launcher import KernelLauncher
 
 _BLOCK = 32  # rows of a program
-_ALIGNMENT = 32  # numbers; each part of the workspace begins at a multiple of 128 bytes
+_ALIGNMENT = 32  # float32 numbers: delta, lse2 and dq_accum begin at multiples of 128 bytes
 _LOG2E, _MAX_LSE = tl.constexpr(precision.LOG2E), tl.constexpr(precision.MAX_LSE)
 
 
 class BackwardWorkspace:
-    """The layout of a float32 buffer for the backwards of one kind of call: delta, then lse over
-    log 2, then an accumulator of dq.
+    """The layout of a backward plan's float32 buffer: delta, then lse over log 2 (`lse2`), then the
+    dQ accumulator, which is 0.
 
-    The accumulator is zero. With counters it is uninitialised, and one int32 counter per head and
-    one more follow, which are 0.
+    With `zeroed_by_backward`, the accumulator is uninitialised: the backward kernel zeroes it. Then
+    int32 counters follow, which are 0: the blocks it has zeroed of each head, and those taken.
 
-    Rows past the end of out have delta = 0 and lse = inf, so that their P is 0. The same holds for
+    Rows past the end of out have delta = 0 and lse2 = inf, so that their P is 0. The same holds for
     queries without any key, whose lse is -inf, and for those whose |lse| is too large (`in_log2`).
 
     - `shape`: the shape of out.
-    - `rows`: the rows of a head in the buffer.
+    - `rows`: the rows per head in the buffer: q_len, rounded up to what the kernels read at a time.
     - `columns`: those of the accumulator (b, hq, rows, columns), a multiple of 64; 0: no
       accumulator.
-    - `counted`: True for counters, and no zeros.
     - `negative`: True to store -delta, which the product dP can be initialised with.
     """
 
     def __init__(
         self, shape: Sequence[int], rows: int, columns: int, device: torch.device,
-        counted: bool = False, negative: bool = False,
+        zeroed_by_backward: bool = False, negative: bool = False,
     ) -> None:  # fmt: skip
         (self.b, self.heads, self.q_len, self.width), self.rows = shape, rows
         self.columns, self.device, self.negative = columns, device, negative
-        self.term_size = -(-self.b * self.heads * rows // _ALIGNMENT) * _ALIGNMENT
-        self.counters = self.b * self.heads + 1 if counted else 0
-        self.size = 2 * self.term_size + self.b * self.heads * rows * columns + self.counters
+        self.aligned_rows = -(-self.b * self.heads * rows // _ALIGNMENT) * _ALIGNMENT
+        self.counters = self.b * self.heads + 1 if zeroed_by_backward else 0
+        self.size = 2 * self.aligned_rows + self.b * self.heads * rows * columns + self.counters
         self.kernels: dict[tuple, KernelLauncher] = {}
 
     def split(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return delta and lse2, (b, hq, rows); the accumulator (b, hq, rows, columns), or None;
         the int32 counters (b hq + 1,), or None."""
-        shape, term_size = (self.b, self.heads, self.rows), self.term_size
-        count = self.b * self.heads * self.rows
-        delta, lse2 = (workspace[start : start + count].view(shape) for start in (0, term_size))
-        dq, counters = workspace[2 * term_size :].split((count * self.columns, self.counters))
+        shape, rows = (self.b, self.heads, self.rows), self.b * self.heads * self.rows
+        delta, lse2 = (workspace[n : n + rows].view(shape) for n in (0, self.aligned_rows))
+        rest = workspace[2 * self.aligned_rows :]
+        dq_accum, counters = rest.split((rows * self.columns, self.counters))
         return (
-            delta, lse2, dq.view(*shape, self.columns) if self.columns else None,
+            delta, lse2, dq_accum.view(*shape, self.columns) if self.columns else None,
             counters.view(torch.int32) if self.counters else None,
         )  # fmt: skip
 
     def arrange(self, tensors: Sequence[Any], *_: object) -> tuple:
         """Return the arguments of `preprocess_kernel`."""
         out, dout, dlse, workspace, lse = tensors
-        delta, lse2, zeros, counters = self.split(workspace)
-        zeros = None if counters is not None else zeros
+        delta, lse2, dq_accum, counters = self.split(workspace)
+        accum_to_zero = None if counters is not None else dq_accum
         lse2 = None if lse is None else lse2
         sizes = self.heads, self.q_len, self.rows, self.width
-        return out, dout, dlse, delta, lse, lse2, zeros, counters, dout.stride(), *sizes
+        return out, dout, dlse, delta, lse, lse2, accum_to_zero, counters, dout.stride(), *sizes
 
     def kernel(self) -> KernelLauncher:
-        """Return the launcher for tensors of the same dtypes and strides, None in the same
-        places."""
+        """Return a launcher for tensors of one `key` of `run_preprocess`."""
         width = triton.next_power_of_2(max(self.width, 1))
         options = {
             "BLOCK": _BLOCK, "WIDTH": width, "COLUMNS": self.columns, "NEGATIVE": self.negative,
@@ -84,12 +82,10 @@ class BackwardWorkspace:
 def run_preprocess(
     workspace: BackwardWorkspace, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor | None
 ) -> Tensor:
-    """Fill a workspace in one pass over out and dout. `lse` None: lse2 stays uninitialised.
-
-    **Returns:** the buffer.
-    """
+    """Return a new buffer, filled in one pass over out and dout, which may have any strides. `lse`
+    None: lse2 stays uninitialised."""
     buffer = torch.empty(workspace.size, dtype=torch.float32, device=workspace.device)
-    if not workspace.term_size:
+    if not workspace.aligned_rows:
         return buffer
     key = out.dtype, dout.dtype, dout.stride(), dlse is None, lse is None
     kernel = workspace.kernels.get(key)
@@ -111,7 +107,7 @@ def deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 @triton.jit(do_not_specialize=["heads", "q_len", "rows"])
 def preprocess_kernel(
-    out, dout, dlse, delta, lse, lse2, zeros, counters, strides, heads, q_len, rows, width,
+    out, dout, dlse, delta, lse, lse2, accum_to_zero, counters, strides, heads, q_len, rows, width,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     """Preprocess BLOCK rows of one head. `strides` are those of dout."""
@@ -135,10 +131,10 @@ def preprocess_kernel(
     if lse is not None:
         lse_rows = tl.load(lse + out_row, mask=live, other=float("inf"))
         tl.store(lse2 + row, in_log2(lse_rows), mask=i < rows)
-    if zeros is not None:
-        strip = zeros + row[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
+    if accum_to_zero is not None:
+        first_64 = accum_to_zero + row[:, None] * COLUMNS + tl.arange(0, 64)[None, :]
         for n in tl.static_range(COLUMNS // 64):
-            tl.store(strip + n * 64, tl.zeros([BLOCK, 64], tl.float32), mask=(i < rows)[:, None])
+            tl.store(first_64 + n * 64, tl.zeros([BLOCK, 64], tl.float32), mask=(i < rows)[:, None])
     if counters is not None:
         tl.store(counters + head, 0, mask=block == 0)
         tl.store(counters + tl.num_programs(0) // blocks, 0, mask=tl.program_id(0) == 0)
@@ -152,6 +148,6 @@ def sums(out, dout):
 
 @triton.jit
 def in_log2(lse):
-    """Return lse over log 2. It is inf, so P = 0, for a query without any key, and for one whose P
-    is lost to rounding: T log2(e) minus a rounded lse of -1e9 would be off by 2^64."""
+    """Return lse over log 2. It is inf, so P = exp2(T log2(e) - lse2) = 0, for a query without any
+    key, and where rounding leaves nothing of P: 64 at lse = -1e9, so P is off by 2^64."""
     return tl.where(tl.abs(lse) > _MAX_LSE, float("inf"), lse) * _LOG2E

@@ -94,7 +94,7 @@ class ReduceOutputs(NamedTuple):
     segment_dq: Any
     segments: Any  # `segment_table.Segments.items`, where a CTA owns segments; else None
     zero_rows: Any  # descriptor of dQ-accum, where this kernel zeroes it; else None
-    zeroed: Any
+    zeroed_blocks: Any  # counters, see `dq_zero.write_zeros`
 
 
 # -- shared memory and pipelines ------------------------------------------------------------------

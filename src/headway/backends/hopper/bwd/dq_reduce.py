@@ -36,7 +36,7 @@ def reduce_dq(
         runs = read_q_runs(smem.work, work_at, schedule, ONE_WARP, CONFIG)
         for n in range(sizes.share):
             head = tile.b * sizes.heads + tile.h + n
-            wait_for_zeros(outputs.zero_rows, outputs.zeroed, head, sizes.q_rows)
+            wait_for_zeros(outputs.zero_rows, outputs.zeroed_blocks, head, sizes.q_rows)
             context = ReduceContext(
                 outputs.dq_accum, dq_smem, rings.dq[W], W, head * sizes.q_rows, semaphore, tile,
                 schedule.step,

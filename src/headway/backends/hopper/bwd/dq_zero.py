@@ -49,14 +49,14 @@ def work_ring(zero_rows):
 
 @gluon.jit
 def write_zeros(
-    zero_rows, zeroed, zeros, work_smem, ring, sizes, total, schedule, COLUMNS: gl.constexpr,
+    zero_rows, zeroed_blocks, zeros, work_smem, ring, sizes, total, schedule, COLUMNS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Zero dQ-accum of all heads, together with the other CTAs.
 
     - `zero_rows`: descriptor of dQ-accum, by `ZERO_ROWS` rows; `zeros`: as many, in shared memory.
-    - `zeroed`: int32, 0 before: for each head how many blocks of `ROWS` queries are zeroed; then
-      how many blocks are taken.
+    - `zeroed_blocks`: int32, 0 before: for each head how many blocks of `ROWS` queries are zeroed;
+      then how many blocks of all heads are taken.
     """
     if zero_rows is not None:
         tiles_per_head = (schedule.tile_rows >> 2) * CONFIG.subtiles
@@ -80,9 +80,9 @@ def write_zeros(
                 tile.b // mask_batch * sizes.heads + tile.h + sizes.share - 1
             ) * mask_batch + tile.b % mask_batch
             needed_blocks = gl.minimum(last_head + 1 + ahead, all_heads) * blocks
-            taken_blocks = gl.load(zeroed + all_heads, volatile=True)
+            taken_blocks = gl.load(zeroed_blocks + all_heads, volatile=True)
             while taken_blocks < needed_blocks:
-                block = gl.atomic_add(zeroed + all_heads, 1, sem="relaxed")
+                block = gl.atomic_add(zeroed_blocks + all_heads, 1, sem="relaxed")
                 if block < all_heads * blocks:
                     n = block // blocks
                     head = n % mask_batch * sizes.heads + n // mask_batch
@@ -90,14 +90,14 @@ def write_zeros(
                     for row in range(0, block_rows, ZERO_ROWS):
                         tma_store(zero_rows, [first + row, 0], zeros)
                     tma_store_wait_visible()
-                    gl.atomic_add(zeroed + head, 1, sem="release")
+                    gl.atomic_add(zeroed_blocks + head, 1, sem="release")
                 taken_blocks = block + 1
             consumer_wait(ring, work_at)
             tile = read_key_tile(work_smem, work_at, ONE_WARP)
 
 
 @gluon.jit
-def wait_for_zeros(zero_rows, zeroed, head, q_rows):
+def wait_for_zeros(zero_rows, zeroed_blocks, head, q_rows):
     """Wait until all of a head's dQ-accum is zeros."""
     if zero_rows is not None:
-        semaphore_wait(zeroed + head, q_rows // ROWS)
+        semaphore_wait(zeroed_blocks + head, q_rows // ROWS)

@@ -140,7 +140,7 @@ def backward(
     q0, q1, k0, k1, v, dout, lse, neg_delta,  # descriptors, of pieces
     dq_accum0, dq_accum1,  # descriptors, of pieces of a consumer's tile
     segment_dq, visit_bits, segments,  # where CTAs own segments: dQ, and of `SegmentWork`; or None
-    zero_rows, zeroed,  # where dQ-accum is zeroed here: a descriptor of it, and counters; or None
+    zero_rows, zeroed_blocks,  # where dQ-accum is zeroed here: its descriptor, counters; or None
     dk0, dk1, dv,  # descriptors; None where those in float32 are given
     dk_float32, dv_float32, captured_grads,  # pointers
     bias_tables, bias_sums,  # read and summed along diagonals (device/relative_bias.py)
@@ -193,7 +193,7 @@ def backward(
     outputs = ConsumerOutputs(key_grads, captured_grads, bias_sums, segment_dq)
     score_args, mask_args = (score_tensors, score_numbers), (mask_tensors, mask_numbers)
     mods = BwdModArgs(scale, rate, coords, bias_tables, score_args, mask_args)
-    reduce_outputs = ReduceOutputs(dq_accum, dk, dv, segment_dq, segments, zero_rows, zeroed)
+    reduce_outputs = ReduceOutputs(dq_accum, dk, dv, segment_dq, segments, zero_rows, zeroed_blocks)
     gl.warp_specialize(
         [
             (consumer, (outputs, smem, rings, sizes, mods, schedule, gl.constexpr(0),
@@ -206,8 +206,8 @@ def backward(
              (reduce_outputs, smem, rings, sizes, schedule, semaphore, gl.constexpr(0), CONFIG)),
             (reduce_segments if CONFIG.owns_segment else reduce_dq,
              (reduce_outputs, smem, rings, sizes, schedule, semaphore, gl.constexpr(1), CONFIG)),
-            (write_zeros, (zero_rows, zeroed, zeros_smem, work_smem, rings.work, sizes, total,
-                           schedule, COLUMNS, CONFIG)),
+            (write_zeros, (zero_rows, zeroed_blocks, zeros_smem, work_smem, rings.work, sizes,
+                           total, schedule, COLUMNS, CONFIG)),
         ],
         # Warps of the partitions after the first, and registers of their threads.
         [WARPGROUP, ONE_WARP, ONE_WARP, ONE_WARP, ONE_WARP],

@@ -177,9 +177,8 @@ class BackwardPlan(HopperPlan):
         """Make the launchers of the three kernels: before, the backward itself, and after."""
         owns = self.owned_segments is not None
         out_shape, columns = (self.b, self.hq, self.q_len, self.dv), 0 if owns else self.columns
-        counted = self.zero_rows is not None
         self.workspace = BackwardWorkspace(
-            out_shape, self.q_rows, columns, self.device, counted, negative=True
+            out_shape, self.q_rows, columns, self.device, self.zero_rows is not None, negative=True
         )
         options = {
             "DERIVATIVE": self.function("derivative"), "SCATTER": self.function("scatter"),
@@ -282,7 +281,7 @@ class BackwardPlan(HopperPlan):
         """Return the arguments of the kernel."""
         q, k, v, dout, workspace, dk, dv, *others = operands
         coords, schedule, captured, order_tensors = self.arranged(self.schedules, tensors, floats)
-        neg_delta, lse2, dq_accum, zeroed = self.workspace.split(workspace)
+        neg_delta, lse2, dq_accum, zeroed_blocks = self.workspace.split(workspace)
         # The wide kernel has no parameters for segments, zeros and work tiles.
         counter: tuple[Any, ...] = ()
         segment: tuple[Any, ...] = ()
@@ -300,7 +299,7 @@ class BackwardPlan(HopperPlan):
             semaphore = MaskedDqSemaphore(*order_tensors)
         assert dq_accum is not None
         if self.zero_rows is not None:
-            zeros = self.zero_rows(dq_accum)[0], zeroed
+            zeros = self.zero_rows(dq_accum)[0], zeroed_blocks
         bands, sums, grads = self.bias_tables.kernel_args(others)
         if self.float32_out:
             key_grads: tuple[Any, ...] = (None, None, None, dk, dv)
