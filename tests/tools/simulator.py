@@ -633,7 +633,7 @@ class Kernel:
         self.function, self.arg_names = function, list(inspect.signature(function).parameters)
 
     def __getitem__(self, grid):
-        def run(*args, num_warps=4, maxnreg=None, ptx_options=None, **named):
+        def run(*args, num_warps=4, maxnreg=None, ptx_options=None, enable_fp_fusion=True, **named):
             def cta(x, y):
                 here.machine, here.all, here.program = Machine(), [], ((x, y), grid)
                 here.name, here.groups, here.stores = "launch", [], []
