@@ -50,17 +50,17 @@ from .purity import (
     key_by_value,
 )
 
-# One of: ("cell", n), ("default", n), ("kwdefault", name), ("global", name), ("attr", name),
-# ("item", key), ("nth", n) for a key or item of a set, ("value", n) for what a dict has under its
-# n-th key, or an attribute of the n-th class in the MRO of a class, or of an object's class:
-# ("class", (n, name)), ("type", (n, name)).
+# ("cell", n), ("default", n), ("kwdefault", name), ("global", name), ("attr", name), ("item", key);
+# ("nth", n): the n-th key of a dict or item of a set; ("value", n): the value of its n-th key;
+# ("class", (n, name)): an attribute of the n-th class in the MRO of a class; ("type", (n, name)):
+# the same for an object, in the MRO of its class.
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
-# Path to an object, how it is tested, the expected value. "exists" and "touch_code" always hold:
-# reading the object, or its code, is what makes Dynamo guard it.
+# Path to an object, how it is tested, the expected value. "exists", "touch_code" and
+# "touch_attribute" always hold: reading what they name is what makes Dynamo guard it.
 Guard = tuple[Path, str, Any]
 
-_MAX_OBJECTS = 2000  # a function that can read more is traced at every call
+_MAX_OBJECTS = 2000  # one that can read more, or with 4 guards for each, is traced at every call
 
 _METACLASSES = {type, abc.ABCMeta, enum.EnumMeta}
 _TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -159,8 +159,8 @@ class _ReadWalker:
         if self.reads.opaque_read is None:
             self.reads.opaque_read = reason + quote(location or self.location)
 
-    def refuse_guarding(self, kind: str) -> None:
-        """Note that Dynamo does not guard what is being followed, which is of some kind."""
+    def mark_unguarded(self, kind: str) -> None:
+        """Mark what is being followed opaque to compiled calls: Dynamo guards no such kind."""
         if self.guarding:
             self.mark_opaque(f"reads {self.label}, {kind}, which is not guarded")
 
@@ -248,7 +248,7 @@ class _ReadWalker:
             if not is_known_class(kind) or has_dynamic_attributes(kind):
                 self.mark_opaque(f"reads {self.label}, a partial of the type {kind.__name__}")
             elif kind is not functools.partial or value.__dict__:
-                self.refuse_guarding("a partial with attributes")
+                self.mark_unguarded("a partial with attributes")
                 lookup = self.defer_attributes(value, path, ancestors)
                 self.lookup_attribute(lookup, "__call__")
         elif kind in CONTAINERS:
@@ -266,8 +266,8 @@ class _ReadWalker:
                 self.follow(getattr(value, name), (*path, ("attr", name)), ancestors)
         elif is_numpy_scalar(kind):
             key.append((kind, repr(value)))
-            self.refuse_guarding("a number of NumPy's")
-        elif kind.__module__.startswith("torch._ops"):
+            self.mark_unguarded("a number of NumPy's")
+        elif kind.__module__.startswith("torch._ops"):  # an op, or a namespace of ops
             key.append(value)
             self.guard(path, "exists")
         else:
@@ -283,7 +283,7 @@ class _ReadWalker:
             self.reads.key.append(value)
             return
         self.reads.key.append((kind, value.__name__))
-        self.refuse_guarding(f"the built-in {display_name(value)} of an object")
+        self.mark_unguarded(f"the built-in {display_name(value)} of an object")
         self.follow(owner, (*path, ("attr", "__self__")), ancestors)
 
     def follow_container(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
@@ -298,7 +298,7 @@ class _ReadWalker:
         has_plain_keys = BY_VALUE.issuperset(map(type, value))
         if None in item_keys:
             self.mark_opaque(f"reads {self.label}, a {kind.__name__} of objects")
-        elif not has_plain_keys:
+        elif not has_plain_keys:  # they are followed too; their values are reached by place
             self.guard(path, "size", len(value))
             self.follow_items(value, range(len(value)), "nth", path, ancestors)
         elif isinstance(value, dict):
@@ -311,12 +311,12 @@ class _ReadWalker:
             self.follow_items(value.values(), range(len(value)), "value", path, ancestors)
 
     def follow_items(self, items: Any, keys: Any, step: str, path: Path, ancestors: tuple) -> None:
-        """Follow the items of a container; `step` with a key leads to each."""
+        """Follow the items of a container; the step `(step, key)` leads to each."""
         if not self.guarding and BY_VALUE.issuperset(map(type, items)):
             self.reads.key += *map(type, items), *items
             return
-        for name, item in zip(keys, items, strict=True):
-            self.follow(item, (*path, (step, name)), ancestors)
+        for key, item in zip(keys, items, strict=True):
+            self.follow(item, (*path, (step, key)), ancestors)
 
     def follow_members(self, value: enum.EnumMeta, path: Path, ancestors: tuple) -> None:
         """Follow all members of an enum, which its own code reaches in many ways."""
@@ -330,12 +330,12 @@ class _ReadWalker:
         if has_dynamic_attributes(kind):
             self.mark_opaque(f"reads {self.label}, whose class has a __getattr__ of its own")
             return
-        base, of_torch = builtin_base(kind), issubclass(kind, torch.nn.Module)
-        if of_torch and (
+        base, is_module = builtin_base(kind), issubclass(kind, torch.nn.Module)
+        if is_module and (
             value._forward_hooks or value._forward_pre_hooks or has_backward_hooks(value)
         ):
             self.mark_opaque(f"reads {self.label}, a module with hooks")
-        if of_torch and is_constant_class(kind):
+        if is_module and is_constant_class(kind):  # one of torch's own
             self.follow_torch_module(value, path, ancestors)
             return
         if base is None or (is_constant_class(kind) and kind is not types.SimpleNamespace):
@@ -348,9 +348,9 @@ class _ReadWalker:
             self.follow_container(value, base, path, ancestors)
         elif base is not object:
             self.reads.key.append(base.__repr__(value))  # pyrefly: ignore[bad-argument-count]
-            self.refuse_guarding(f"a {base.__name__} with a class of its own")
+            self.mark_unguarded(f"a {base.__name__} with a class of its own")
         lookup = self.defer_attributes(value, path, ancestors)
-        self.lookup_attribute(lookup, "forward" if of_torch else "__call__")
+        self.lookup_attribute(lookup, "forward" if is_module else "__call__")
 
     def follow_torch_module(self, value: torch.nn.Module, path: Path, ancestors: tuple) -> None:
         """Follow a module of torch's to all that it has, which its code may read."""
@@ -375,11 +375,9 @@ class _ReadWalker:
         attributes that the mask names are read.
         """
         kind = type(value)
-        follow_all = (
-            issubclass(kind, type | Tensor | types.ModuleType | Mod) or id(value) in self.numbers
-        )
         if (
-            follow_all
+            issubclass(kind, type | Tensor | types.ModuleType | Mod)
+            or id(value) in self.numbers
             or kind in BY_VALUE
             or builtin_base(kind) is not object
             or has_dynamic_attributes(kind)
@@ -395,11 +393,12 @@ class _ReadWalker:
 
     def follow_function(self, fn: types.FunctionType, path: Path, ancestors: tuple) -> None:
         """Follow its cells, defaults and globals; `finish` looks up the names of attributes."""
-        names, key = names_in_code(fn.__code__), self.reads.key
+        key = self.reads.key
         if is_pure_function(fn):
             key.append(fn)
             self.guard(path, "exists")
             return
+        names = names_in_code(fn.__code__)
         key.append(names)
         if self.guarding:
             self.guard(path, "touch_code")
@@ -472,7 +471,7 @@ class _ReadWalker:
                 self.lookup_in_classes(lookup, name, kind.__mro__, "type", ())
         elif kind is not types.ModuleType and kind is not types.FunctionType:
             self.lookup_in_classes(lookup, name, kind.__mro__, "type", ())
-            if (metaclass := type(kind)) not in _METACLASSES:
+            if (metaclass := type(kind)) not in _METACLASSES:  # `object.__class__.name` asks it
                 steps = (("attr", "__class__"),)
                 self.lookup_in_classes(lookup, name, metaclass.__mro__, "type", steps)
 
@@ -487,9 +486,10 @@ class _ReadWalker:
             kind = type(descriptor)
             if self.guarding and step == "type" and not steps:
                 if issubclass(type(lookup.object), types.ModuleType):
-                    self.refuse_guarding("an attribute of a module's class")
+                    self.mark_unguarded("an attribute of a module's class")
                 if kind is types.FunctionType or not hasattr(kind, "__get__"):
-                    self.guard(lookup.path, "of class", name)  # the object may get its own
+                    # The object may get an attribute of this name, which hides the class's.
+                    self.guard(lookup.path, "touch_attribute", name)
             if issubclass(kind, staticmethod | classmethod):
                 function_steps = *class_steps, ("attr", "__func__")
                 self.follow_attribute(lookup, name, n, descriptor.__func__, *function_steps)
@@ -502,6 +502,7 @@ class _ReadWalker:
                 if step == "type" and not steps and hasattr(lookup.object, name):
                     slot = getattr(lookup.object, name)
                     self.follow_attribute(lookup, name, n, slot, ("attr", name))
+            # The class statement makes two of the second: of `__dict__` and of `__weakref__`.
             elif kind not in (_NAMED_TUPLE_FIELD, types.GetSetDescriptorType):
                 self.follow_attribute(lookup, name, n, descriptor, *class_steps)
 
@@ -554,8 +555,8 @@ def resolve_path(fn: Any, path: Path) -> Any:
 def guard_holds(fn: Any, guard: Guard) -> bool:
     """Return whether a function still reads what it read in the trace.
 
-    Dynamo guards every object that it meets on the path. `lower_guarded` adds the tests "shape",
-    for tensors of which the function read the shape.
+    Dynamo guards every object that it meets on the path. `lowering.lower_guarded` adds the
+    tests "shape", for tensors whose shape the function read.
     """
     path, test, expected = guard
     current = resolve_path(fn, path)
@@ -569,7 +570,7 @@ def guard_holds(fn: Any, guard: Guard) -> bool:
         return len(current) == len(expected) and current == expected
     if test == "modules":
         return list(current._modules) == expected
-    if test == "of class":
+    if test == "touch_attribute":
         getattr(current, expected, None)
         return True
     if test == "touch_code":

@@ -77,7 +77,8 @@ def is_pure_function(fn: types.FunctionType) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def data_names(module: types.ModuleType, count: int) -> frozenset[str]:
-    """Return which of a module's `count` attributes are not functions: modules, classes, values."""
+    """Return which attributes of a module are not functions: modules, classes, values. `count`, how
+    many it has, makes the cache miss when it gets more."""
     return frozenset(
         name
         for name, item in vars(module).items()
