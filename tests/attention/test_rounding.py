@@ -142,8 +142,8 @@ def test_compiled_as_well():
 
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e6])
 def test_large_logits_in_float32(size):
-    """Where P comes from a rounded lse, dv is off by size / 2^24: a larger lse than 256 is not rounded, and
-    dv is as exact as plain PyTorch's."""
+    """Where P comes from a rounded lse, rounding an lse of at most 256 and S - lse changes P by 2^-17
+    each. P of a larger lse is computed anew, and dv is as exact as plain PyTorch's."""
     for seed in range(8):
         call = draw(seed, torch.float32, 1.0, score="none")
         scale = size / 3 / call.inputs["q"].shape[3]
@@ -152,5 +152,5 @@ def test_large_logits_in_float32(size):
         got = results(ours, call)
         for name in ("out", "v", "sink"):
             if name in truth:
-                limit = 4 * rms(plain[name] - truth[name]) + 2**-14 * rms(truth[name])
+                limit = 4 * rms(plain[name] - truth[name]) + 2**-15 * rms(truth[name])
                 assert rms(got[name] - truth[name]) <= limit, (seed, name, call[2:])

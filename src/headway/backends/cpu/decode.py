@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...errors import CapturedIndexError
 from ...mods.evaluation.pointwise import Positions, mask_at
+from ...mods.graph import Graph
 from ...types import Forward, Spec, acc_dtype, in_dtype
 from ..base import Call, graphs, split
 from ..cache_rows import CacheRow, rows_of
@@ -284,29 +285,35 @@ class _DecodeCall:
 
     # -- pairs -------------------------------------------------------------------------------------
 
-    def _positions(self, batch: RowBatch, block: KeyBlock) -> Positions:
-        """Return the positions of (rows, key heads, heads of a group, queries, keys)."""
-        coords, arange = self.call.coords, lambda *limits: torch.arange(*limits, device="cpu")
-        b = arange(batch.cache_rows.start + coords.b, batch.cache_rows.stop + coords.b)
+    def _positions(self, batch: RowBatch, block: KeyBlock, graph: Graph) -> Positions:
+        """Return the positions of (rows, key heads, heads of a group, queries, keys) that a graph
+        reads."""
+        coords, per_row = self.call.coords, (-1, 1, 1, 1, 1)
+        arange = lambda start, count: torch.arange(start, start + count, device="cpu")
         starts = [self._first_position(row) for row in batch.rows]
         if len(set(starts)) == 1:
-            q_idx = arange(starts[0], starts[0] + batch.q_len)[:, None]
+            q_idx = torch.full((), starts[0], device="cpu")
         else:
-            q_idx = torch.tensor(starts, device="cpu").view(-1, 1, 1, 1, 1)
-            q_idx = q_idx + arange(batch.q_len)[:, None]
-        heads = arange(coords.h, coords.h + self.hk * self.g).view(self.hk, self.g, 1, 1)
-        first_key = coords.kv if self.kv is None else 0
-        kv_idx = arange(block.keys.start + first_key, block.keys.stop + first_key)
-        b = b[0] if len(b) == 1 else b.view(-1, 1, 1, 1, 1)
-        return Positions(b, heads[block.kv_heads, block.group_heads], q_idx, kv_idx)
+            q_idx = torch.tensor(starts, device="cpu").view(per_row)
+        if batch.q_len > 1:
+            q_idx = q_idx + arange(0, batch.q_len)[:, None]
+        b = heads = kv_idx = q_idx  # not read
+        if graph.uses("b"):
+            b = arange(batch.cache_rows.start + coords.b, len(starts))
+            b = b[0] if len(b) == 1 else b.view(per_row)
+        if graph.uses("h"):
+            heads = arange(coords.h, self.hk * self.g).view(self.hk, self.g, 1, 1)
+            heads = heads[block.kv_heads, block.group_heads]
+        if graph.uses("kv_idx"):
+            first_key = coords.kv if self.kv is None else 0
+            kv_idx = arange(block.keys.start + first_key, block.keys.stop - block.keys.start)
+        return Positions(b, heads, q_idx, kv_idx)
 
-    def _keep_mask(
-        self, batch: RowBatch, block: KeyBlock, positions: Positions | None
-    ) -> Tensor | None:
-        """Return which pairs are kept: bool, broadcasting to (rows, key heads, heads of a group,
-        queries, keys); None for all."""
+    def _keep_mask(self, batch: RowBatch, block: KeyBlock) -> tuple[KeyBlock, Tensor | None]:
+        """Return the block, cut to the keys that a query sees, and which of its pairs are kept:
+        bool, broadcasting to (rows, key heads, heads of a group, queries, keys); None for all."""
         if block.full:
-            return None
+            return block, None
         per_row = lambda numbers: torch.tensor(numbers, device="cpu").view(-1, 1, 1, 1, 1)
         keys = torch.arange(block.keys.start, block.keys.stop, device="cpu")
         row_ranges = batch.row_ranges
@@ -316,13 +323,13 @@ class _DecodeCall:
             keep_mask = keys < per_row(stops)
             if max(starts) > block.keys.start:
                 keep_mask &= keys >= per_row(starts)
-            return keep_mask
+            return block, keep_mask
         assert self.mask is not None
-        positions = positions or self._positions(batch, block)
+        positions = self._positions(batch, block, self.mask)
         keep_mask = mask_at(self.mask, self.mask_captured, positions)
         if batch.ragged:
             keep_mask = keep_mask & (keys < per_row([row.length for row in batch.rows]))
-        return keep_mask
+        return _cut_to_seen(block, keep_mask)
 
     # -- the ways to compute a batch ---------------------------------------------------------------
 
@@ -410,8 +417,8 @@ class _DecodeCall:
         self, batch: RowBatch, q: Tensor, block: KeyBlock, *, single: bool
     ) -> PartialSoftmax:
         """Return attention of q over a block, `single` if it holds all keys."""
-        positions = None if self.score is None else self._positions(batch, block)
-        keep_mask = self._keep_mask(batch, block, positions)
+        block, keep_mask = self._keep_mask(batch, block)
+        positions = None if self.score is None else self._positions(batch, block, self.score)
         return self.attention(q, batch.cache_rows, block, positions, keep_mask, single)
 
     def _prefill_row(self, row: CacheRow) -> _Results:
@@ -437,6 +444,23 @@ class _DecodeCall:
             out[0], lse[0], max_logit[0] if self.spec.max_logit else None,
             row_max[0] if self.spec.row_max else None,
         )  # fmt: skip
+
+
+def _cut_to_seen(block: KeyBlock, keep_mask: Tensor) -> tuple[KeyBlock, Tensor | None]:
+    """Return the stretch of a block's keys that any query sees, and its keep mask; None if every
+    pair of it is kept."""
+    key_count = block.keys.stop - block.keys.start
+    if keep_mask.dim() == 0 or keep_mask.shape[-1] != key_count:  # it does not depend on keys
+        return block, keep_mask
+    alike = keep_mask.numel() == key_count  # all queries see the same keys
+    seen = keep_mask.view(-1) if alike else keep_mask.flatten(0, -2).any(0)
+    places = seen.nonzero()
+    if not len(places):
+        return block, keep_mask
+    first, stop = int(places[0]), int(places[-1]) + 1
+    keys = slice(block.keys.start + first, block.keys.start + stop)
+    full = alike and len(places) == stop - first
+    return block._replace(keys=keys, full=full), None if full else keep_mask[..., first:stop]
 
 
 def _rows_and_heads_join(*caches: Tensor) -> bool:

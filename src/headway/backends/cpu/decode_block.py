@@ -13,6 +13,8 @@ from .decode_keys import CACHED_NUMBERS, KeyReader
 from .flash import _finite, _forward, _some_zero
 from .tiled import Buffers, _exp
 
+_FRESH_NUMBERS = 1 << 15  # fresh memory of as few costs less than looking for used memory
+
 
 class PartialSoftmax(NamedTuple):
     """Attention over a block of keys, (rows, key heads, heads of a group, queries, ...)."""
@@ -83,7 +85,7 @@ class BlockAttention:
         """Return the results by PyTorch's flash kernel; None where they may be wrong."""
         group_q = q.flatten(2, 3)
         out, lse = _forward(group_q, k, v, 0.0, False, attn_mask=bias, scale=scale)
-        if bias is not None and not math.isfinite(out.sum(dtype=self.acc) + lse.sum()):
+        if bias is not None and not math.isfinite(out.sum().item() + lse.sum().item()):
             return None  # a mask that is added lets NaN and inf through
         if _some_zero(lse):
             if bias is not None:  # of a row that sees nothing
@@ -107,10 +109,11 @@ class BlockAttention:
         if self.score is not None:
             assert positions is not None
             (t,), _ = score_at(
-                self.score, self.score_captured, positions, s, keep_mask, self.buffers,
-                overwrite=not spec.max_logit,
+                self.score, self.score_captured, positions, s, keep_mask,
+                self.buffers if s.numel() > _FRESH_NUMBERS else None, overwrite=not spec.max_logit,
             )  # fmt: skip
-            t = torch.as_tensor(t, dtype=self.acc, device="cpu").expand(shape)
+            if not isinstance(t, Tensor) or t.shape != s.shape:
+                t = torch.as_tensor(t, dtype=self.acc, device="cpu").expand(shape)
         if keep_mask is not None:
             t = t.masked_fill(~keep_mask, -math.inf)
         if not spec.max_logit:
@@ -126,5 +129,4 @@ def _bias(keep_mask: Tensor, q_shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if keep_mask.shape[2:4] != (1, 1):
         keep_mask = keep_mask.expand(-1, -1, *q_shape[2:4], -1)
     keep_mask = keep_mask.flatten(2, 3)
-    bias = torch.zeros(keep_mask.shape, dtype=dtype, device="cpu")
-    return bias.masked_fill_(~keep_mask, -math.inf)
+    return keep_mask.to(dtype).log_()

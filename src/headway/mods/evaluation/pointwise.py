@@ -37,6 +37,13 @@ class Gathers:
     def __call__(self, n: int, table: Tensor, indices: tuple[Tensor | int, ...]) -> Tensor:
         if not indices:
             return table
+        indices = tuple([
+            int(i) if isinstance(i, Tensor) and not i.dim() else i for i in indices
+        ])  # fmt: skip
+        if self.graph.kind != "joint":  # whose gathers are scattered to
+            values = _take(table, indices)
+            if values is not None:
+                return values
         clamped: list[Tensor | int] = []
         for dim, index in enumerate(indices):
             size = table.shape[dim]
@@ -45,14 +52,15 @@ class Gathers:
                     clamped.append(index % size)
                     continue
                 index = torch.tensor(index, device=table.device)
-            low, high = index.aminmax() if index.numel() else (index.new_zeros(()),) * 2
-            if int(low) < 0:  # Python's meaning of a negative index
+            callers_index = index
+            low, high = map(int, index.aminmax()) if index.numel() else (0, 0)
+            if low < 0:  # Python's meaning of a negative index
                 index = torch.where(index < 0, index + size, index)
-                low, high = index.aminmax()
-            if int(low) < 0 or int(high) >= size:
+                low, high = map(int, index.aminmax())
+            if low < 0 or high >= size:
                 out_of_range = (index < 0) | (index >= size)
                 self.outside.append(
-                    (out_of_range, index, self.graph.nodes[n].line, dim, tuple(table.shape))
+                    (out_of_range, callers_index, self.graph.nodes[n].line, dim, tuple(table.shape))
                 )
                 index = index.clamp(0, max(size - 1, 0))
             clamped.append(index)
@@ -75,6 +83,24 @@ class Gathers:
                 )
 
 
+def _take(table: Tensor, indices: tuple[Tensor | int, ...]) -> Tensor | None:
+    """Return a few numbers along the last of some dimensions, which `torch.take` checks itself;
+    None where it cannot, or where an index is out of range."""
+    *places, last = indices
+    if table.device.type != "cpu" or not all(isinstance(place, int) for place in places):
+        return None
+    try:
+        for place in places:
+            table = table[place]
+        if isinstance(last, int):
+            return table[last]
+        if last.numel() < _SINGLE_THREAD and last.dtype == torch.int64:
+            return torch.take(table, last)
+    except IndexError:
+        pass
+    return None
+
+
 def _read(table: Tensor, indices: list[Tensor | int]) -> Tensor:
     shape = _broadcast(indices)
     if table.device.type == "cpu" and math.prod(shape) < _SINGLE_THREAD and table.is_contiguous():
@@ -86,7 +112,7 @@ def _read(table: Tensor, indices: list[Tensor | int]) -> Tensor:
                 offset = term if type(offset) is int and offset == 0 else offset + term
         if isinstance(offset, int):
             return table.view(-1)[offset]
-        return table.view(-1).index_select(0, offset.expand(shape).reshape(-1)).view(shape)
+        return torch.take(table, offset.long())
     return table[tuple(indices)]
 
 
