@@ -120,6 +120,15 @@ def plan_and_integers(spec: Spec, call: Call) -> "tuple[Plan, list[int]]":
     return cached(key, lambda: Plan(spec, call, layout)), integers
 
 
+class ConfiguredKernel(NamedTuple):
+    """The kernel with one of a plan's configs, and what a launch takes from that config."""
+
+    number: int
+    block_keys: int
+    ctas: int
+    launcher: KernelLauncher
+
+
 class Plan:
     """The kernel of calls of one kind, and the sizes it is compiled for."""
 
@@ -158,27 +167,28 @@ class Plan:
         self.configs = launch_configs(layout.operand_bits, max(self.d, self.dv), self.tile_rows)
         if triton.knobs.runtime.interpret:  # on the CPU, for tests
             self.configs = (LaunchConfig(32, 4, 1, 1),)
-        self.use_config(0)
+        self.configured = self.configure(0)
 
     def function(self, name: str) -> Any:
         """Return a generated function; None if the call has no such function."""
         return getattr(self.generated, name, None)
 
-    def use_config(self, number: int) -> None:
-        """Launch with a config of the list from now on."""
-        self.number, self.config = number, self.configs[number]
-        block_keys, stages = self.config.block_keys, self.config.stages
+    def configure(self, number: int) -> "ConfiguredKernel":
+        """Return the kernel with a config of the list."""
+        config = self.configs[number]
+        block_keys, stages = config.block_keys, config.stages
         if self.page_keys % block_keys:
             # A key's page number is loaded before the key. Triton shares the stages between both.
             stages = 2 * stages - 1
-        self.ctas = min(processors(self.device) * self.config.ctas_per_processor, FLAGS)
+        ctas = min(processors(self.device) * config.ctas_per_processor, FLAGS)
         min_blocks = -(-MIN_KEYS // block_keys)
         options = {
             "CONFIG": DecodeConfig(**self.constants, block_keys=block_keys, min_blocks=min_blocks),
             "FIRST_COUNTER": FIRST_FLAG,
-            "num_warps": self.config.warps, "num_stages": stages,
+            "num_warps": config.warps, "num_stages": stages,
         }  # fmt: skip
-        self.kernel = KernelLauncher(kernel.infer, self.device, options, self.ctas, self.arrange)
+        launcher = KernelLauncher(kernel.infer, self.device, options, ctas, self.arrange)
+        return ConfiguredKernel(number, block_keys, ctas, launcher)
 
     def launch(
         self, call: Call, integers: list[int], out: Tensor, lse: Tensor,
@@ -195,14 +205,16 @@ class Plan:
         captured = [readable(tensor, self.device) for tensor in call.captured.tensors]
         counters = zeroed_counter(self.device)
         while True:
+            configured = self.configured  # read once: another thread may go on to the next config
             lists: tuple[Tensor | None, ...] = (None,) * 3
             if self.spec.tiles is not None:
-                lists = key_block_lists(self.spec, call, self.tile_rows, self.config.block_keys)
+                lists = key_block_lists(self.spec, call, self.tile_rows, configured.block_keys)
                 integers[_LISTS_AT : _LISTS_AT + 2] = lists.blocks.shape[2:]
             # `unspecialized` of each integer, inlined because every launch comes here.
             numbers = *[4 * n + 2 for n in integers], *call.captured.floats
             arguments = CallArguments.of(captured, numbers)
-            size = 2 * self.ctas * self.partial_size  # a CTA shares at most two units (`merge.py`)
+            # A CTA shares at most two units (`merge.py`).
+            size = 2 * configured.ctas * self.partial_size
             partials = torch.empty(size, dtype=torch.float32, device=self.device)
             tensors = (
                 *Pointers(call.q, k, v, out, lse, row_max, max_logit, call.sink),
@@ -212,15 +224,15 @@ class Plan:
                 partials, counters,
             )  # fmt: skip
             try:
-                self.kernel(tensors, arguments)
+                configured.launcher(tensors, arguments)
                 return
             except OutOfResources as error:
-                if self.number + 1 == len(self.configs):
+                if configured.number + 1 == len(self.configs):
                     raise BackendRefused(
                         "inference has no tile small enough for this GPU at widths "
                         f"d = {self.d}, dv = {self.dv}: {error}; use backend='reference'"
                     ) from error
-                self.use_config(self.number + 1)
+                self.configured = self.configure(configured.number + 1)
 
     def arrange(
         self, tensors: Sequence[Any], captured: Sequence[Any], numbers: Sequence[Any]
