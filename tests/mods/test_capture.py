@@ -10,6 +10,7 @@ from torch import nn
 
 import headway as hw
 from headway.mods import lowering
+from headway.mods.tracing import capture
 
 L = 6
 QKV = [torch.zeros(1, 2, L, 4), torch.zeros(1, 2, L, 4), torch.randn(1, 2, L, 4)]
@@ -286,6 +287,15 @@ def test_a_cycle_ends():
     box = types.SimpleNamespace(n=2.0)
     box.self = box
     _expect(lambda s, b, h, i, j: s + box.self.self.n * j, 2 * J)
+
+
+@pytest.mark.parametrize("guarding", [False, True])
+def test_a_tensor_that_is_its_own_attribute_ends(guarding):
+    table = torch.randn(L)
+    table.me, table.n = table, 3
+    reads = capture.collect_reads(lambda s, b, h, i, j: s + table[j] * table.me.me.n, guarding)
+    assert reads.opaque_read is None
+    assert len(reads.guards) < 10
 
 
 def test_a_name_assigned_later():

@@ -196,11 +196,11 @@ class _ReadWalker:
         if kind is types.FunctionType:
             self.follow_function(value, path, ancestors)
         elif issubclass(kind, Tensor):
-            self.follow_tensor(value, path, numbered is None)
+            self.follow_tensor(value, path, ancestors, numbered is None)
         else:
             self.follow_object(value, kind, path, ancestors)
 
-    def follow_tensor(self, tensor: Tensor, path: Path, first_time: bool) -> None:
+    def follow_tensor(self, tensor: Tensor, path: Path, ancestors: tuple, first_time: bool) -> None:
         if first_time:
             self.reads.tensors.append((path, tensor))
         kind = type(tensor)
@@ -212,7 +212,7 @@ class _ReadWalker:
         if kind not in _TENSORS:
             self.mark_opaque(f"reads {self.label}, a {kind.__name__}, which may be anything")
         elif tensor.__dict__:
-            self.defer_attributes(tensor, path, ())
+            self.defer_attributes(tensor, path, ancestors)
 
     def follow_object(self, value: Any, kind: type, path: Path, ancestors: tuple) -> None:
         key = self.reads.key
