@@ -31,6 +31,11 @@ train: setup ## train a small language model on text that every Python brings
 test: setup ## run the tests
 	@$(PYTEST) $(ARGS)
 
+PART ?= tests $(wildcard tests/long/[a-z]*.py)
+.PHONY: test-long
+test-long: setup ## run every case, and whole tables and long sweeps: hours; PART=tests/long/hopper.py
+	@$(PYTEST) -m "" $(PART) $(ARGS)
+
 .PHONY: fuzz
 fuzz: setup ## random calls against float64; ARGS="--cases 20000", ARGS="--seed 7" for one alone
 	@PYTHONPATH=tests OMP_NUM_THREADS=1 $(PY) -m fuzz $(ARGS)
@@ -49,18 +54,6 @@ gpu-sanitize: setup ## the Triton backend's odd shapes under compute-sanitizer: 
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --report-api-errors no \
 	    --error-exitcode 1 $(PY) tests/tools/odd_shapes.py || exit 1; \
 	done
-
-.PHONY: hopper-test
-hopper-test: setup ## simulate and compile the Hopper kernels for every case: half an hour
-	@$(PYTEST) tests/long/hopper.py $(ARGS)
-
-.PHONY: sweeps
-sweeps: setup ## random programs, 20,000 where `make test` has 320: half an hour
-	@$(PYTEST) tests/long/sweeps.py $(ARGS)
-
-.PHONY: emulate
-emulate: setup ## run the whole table as compiled for each GPU, with no GPU: an hour
-	@$(PYTEST) tests/long/emulated.py $(ARGS)
 
 .PHONY: test-matrix
 test-matrix: setup ## compile and test GPU kernels with the oldest and newest PyTorch and Triton

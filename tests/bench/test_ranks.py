@@ -14,10 +14,17 @@ from headway_lab.bench.run import bench
 
 
 def test_two_ranks():
+    """Of which the next case that fails ends the processes: its error says why, and nothing is left
+    running."""
+    made = RankProcesses.of("cpu")
     try:
         path, results = bench(Options(context_parallel=True, repeats=1))
+        rows, error = made.ask({"case": "no such case", "repeats": 1})
+        assert "KeyError" in error
+        assert rows == []
+        assert made.processes == []
     finally:
-        RankProcesses.of("cpu").end()
+        made.end()
     assert path is None
     assert not [r for r in results if r.verdict == WRONG]
     found = {(r.direction, r.contestant) for r in results if r.gflops}
@@ -54,13 +61,8 @@ def test_only_when_asked():
     assert not [case for case in select((), "cuda") if case.measure == "ranks"]
 
 
-def test_a_rank_that_ends(monkeypatch):
-    """The case is not measured, the table says why, and nothing is left running."""
-    made = RankProcesses("cpu")
-    rows, error = made.ask({"case": "no such case", "repeats": 1})
-    assert "KeyError" in error
-    assert rows == []
-    assert made.processes == []
+def test_ranks_that_cannot_start(monkeypatch):
+    """The case is not measured, and the table says why."""
     case = next(case for case in every() if case.measure == "ranks")
     monkeypatch.setattr(RankProcesses, "of", lambda device: RankProcesses("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -17,6 +17,7 @@ from headway.backends import hopper
 from headway.backends.hopper import launch_plan
 from headway.backends.hopper.fwd import stream_k
 from headway.backends.hopper.fwd.plan import ForwardPlan
+from long import long
 from positions import scattered
 from tools.emulator.launch import Without, emulating
 
@@ -25,10 +26,10 @@ from .test_simulated import choose, straight_line_errors
 # Each for a part of its own: tails, several runs of tiles, masks per head, a gradient that is added
 # up, and each kernel that widths and lengths have. `long/emulated.py` runs the whole table.
 CASES = {
-    "at once": ("lengths_127_301_causal", "long_checker", "score_bias_keys_masked", "width_256_256"),
-    "pipelined": ("mask_by_batch_sink",),
+    "at once": ("lengths_127_301_causal", "score_bias_keys_masked", "width_256_256"),
     "segments": ("width_100_100",),
 }  # fmt: skip
+LONG = [("at once", "long_checker"), ("pipelined", "mask_by_batch_sink")]
 
 
 def wrong(name: str, **changes) -> list[str]:
@@ -37,14 +38,18 @@ def wrong(name: str, **changes) -> list[str]:
     return compare(case, torch.bfloat16, made, True)
 
 
-@pytest.mark.parametrize(("way", "name"), [(way, n) for way in CASES for n in CASES[way]])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [*[(way, n) for way in CASES for n in CASES[way]], *[long(*row) for row in LONG]],
+)
 def test_table(way, name, monkeypatch):
     choose(monkeypatch, way)
     with emulating("sm_90", hopper) as ran:
-        assert wrong(name) == []
+        assert wrong(name, hq=2, hk=1) == []  # time goes by CTAs
     assert {"forward", "preprocess_kernel"} < {*ran}
 
 
+@pytest.mark.long
 def test_early_queries(monkeypatch):
     choose(monkeypatch, "at once")
     with emulating("sm_90", hopper):
@@ -67,6 +72,7 @@ def test_positions_in_tiles(monkeypatch):
     assert compare(case, torch.bfloat16, made, True) == []
 
 
+@pytest.mark.long
 def test_the_shortest_tile_rows_come_last(monkeypatch):
     choose(monkeypatch, "at once")
     changes = {"b": 2, "hq": 2, "hk": 1, "q_len": 900, "kv_len": 900}
@@ -74,7 +80,7 @@ def test_the_shortest_tile_rows_come_last(monkeypatch):
         assert wrong("lengths_127_301_causal", **changes) == []
 
 
-@pytest.mark.parametrize("widths", [(128, 128), (192, 128), (64, 64)])
+@pytest.mark.parametrize("widths", [long((128, 128)), (192, 128), long((64, 64))])
 def test_stream_k(widths, monkeypatch):
     """Three work tiles for five CTAs, one share of each: of one tile, or of two."""
     choose(monkeypatch, "at once")

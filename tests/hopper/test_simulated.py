@@ -1,5 +1,6 @@
 """The kernels' logic and the host's, on the CPU: the shared table through the simulator."""
 
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -29,6 +30,7 @@ from headway.errors import BackendRefused
 from headway.resolve import prepare
 from headway.types import Coords
 from learned import SMALL, errors
+from long import long_unless
 from positions import scattered
 from tools import simulator
 
@@ -74,8 +76,20 @@ def test_table(name, way, monkeypatch):
     assert compare(case, dtype, run(problem(case, dtype), "hopper", True), True) == []
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["long_causal", "heads_6_3_score", "width_100_100"])
+PREPARED = itertools.product(["long_causal", "heads_6_3_score", "width_100_100"], WAYS)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    long_unless(
+        [
+            ("long_causal", "pipelined"),
+            ("heads_6_3_score", "segments"),
+            ("width_100_100", "at once"),
+        ],
+        PREPARED,
+    ),
+)
 def test_prepared_in_given_memory(name, way, monkeypatch):
     """What a call over ranks asks for: results in memory that the caller gives, and a backward that
     begins before anything is in its keys. The same bits."""
@@ -181,7 +195,9 @@ def test_blocks_lie_within_tiles():
     assert all(TILE[0] % row.block == 0 for row in (*FWD_TILE_SHAPES, *BWD_TILE_SHAPES))
 
 
-@pytest.mark.parametrize("what", IN_TILES)
+@pytest.mark.parametrize(
+    "what", long_unless(("causal", "prefix", "by head", "score", "pairs", "192", "256"), IN_TILES)
+)
 def test_positions_in_tiles(what, monkeypatch):
     """Tiles in any order, in which kernels count positions from the first."""
     name, way, changes = IN_TILES[what]
@@ -268,15 +284,20 @@ def test_the_counter_of_a_stream_is_left_at_zero():
             assert counter.item() == 0
 
 
-@pytest.mark.parametrize("abreast", [False, True])
+SHARED = [
+    (16, 16, 2, 1, (100, 700)),  # one rank, of which every CTA has a part
+    (16, 16, 2, 4, (128, 1100)),  # one rank of each CTA, and one for all
+    (64, 64, 3, 5, (200, 900)),
+    (192, 128, 2, 4, (256, 400)),
+]
+
+
 @pytest.mark.parametrize(
-    ("d", "dv", "consumers", "heads", "lengths"),
-    [
-        (16, 16, 2, 1, (100, 700)),  # one rank, of which every CTA has a part
-        (16, 16, 2, 4, (128, 1100)),  # one rank of each CTA, and one for all
-        (64, 64, 3, 5, (200, 900)),
-        (192, 128, 2, 4, (256, 400)),
-    ],
+    ("d", "dv", "consumers", "heads", "lengths", "abreast"),
+    long_unless(
+        [(*SHARED[n], n > 1) for n in range(4)],
+        [(*row, abreast) for row in SHARED for abreast in (False, True)],
+    ),
 )
 def test_shared_ranks(d, dv, consumers, heads, lengths, abreast, monkeypatch):
     """The last ranks in shares of a few blocks: out, lse and the largest logits, with a score that
@@ -338,8 +359,13 @@ def issued(simulated, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name", ["alibi", "steep", "window"])
-@pytest.mark.parametrize(("d", "dtype"), [(128, torch.bfloat16), (64, torch.float16)])
+LINES = [
+    (128, torch.bfloat16, "alibi"), (128, torch.bfloat16, "steep"), (128, torch.bfloat16, "window"),
+    (64, torch.float16, "alibi"), (64, torch.float16, "steep"), (64, torch.float16, "window"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("d", "dtype", "name"), long_unless(LINES[1:4], LINES))
 def test_a_product_adds_a_straight_line(d, dtype, name, issued):
     assert max(straight_line_errors(d, dtype, name)) < 8e-3
     assert issued
@@ -453,8 +479,12 @@ IN_TURN = {
 }
 
 
-@pytest.mark.parametrize("length", [512, 520])
-@pytest.mark.parametrize("name", IN_TURN)
+ONE_LENGTH = [(name, (512, 520)[n % 2]) for n, name in enumerate(IN_TURN)]
+
+
+@pytest.mark.parametrize(
+    ("name", "length"), long_unless(ONE_LENGTH, itertools.product(IN_TURN, (512, 520)))
+)
 def test_a_first_block_among_partial_ones(name, length):
     """What follows is the same, bit by bit, whether the first block of a rank has code of its own
     or not: lines of full tiles alone, of partial ones alone, and with nothing to see."""
@@ -475,8 +505,16 @@ def test_a_first_block_among_partial_ones(name, length):
     assert (made[1].out.float() - true.float()).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("way", ["at once", "pipelined"])
-@pytest.mark.parametrize("name", IN_TURN)
+ONE_WAY = {
+    "none": "at once", "document": "at once", "window": "pipelined", "by_head": "pipelined",
+    "holes": "pipelined", "tiles": "at once",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    long_unless(ONE_WAY.items(), itertools.product(IN_TURN, ("at once", "pipelined"))),
+)
 def test_in_turn(name, way, monkeypatch):
     """CTAs one after the other and all at once, the last one first, give the same bits: each adds
     when as many have as come before it, and waits for none that comes after it."""
@@ -533,7 +571,10 @@ PACKED = torch.stack([torch.arange(520) // 128, torch.arange(520) // 256 * 2])
 PADDED = torch.tensor([520, 300])
 
 
-@pytest.mark.parametrize("name", SEGMENTS)
+@pytest.mark.parametrize(
+    "name",
+    long_unless(("one_column", "window", "holes", "unseen", "tiles", "packed", "padded"), SEGMENTS),
+)
 def test_owned_segments(name, monkeypatch):
     """CTAs that own segments, one after the other and at once, make the same bits of all
     gradients; those of keys and values are what they are otherwise, and so is dq, but for the order

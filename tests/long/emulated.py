@@ -1,4 +1,4 @@
-"""The whole table, compiled for each GPU and run on the CPU: `make emulate`, which takes an hour."""
+"""The whole table, compiled for each GPU and run on the CPU: an hour of `make test-long`."""
 
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
-"""Everything that takes too long for `make test`: `make hopper-test`.
-
-The whole shared table through the simulator, and every kind of call compiled at every width.
-"""
+"""The whole shared table through the simulator, and every kind of call compiled at every width: half
+an hour of `make test-long`."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Random sweeps with many more draws than `make test` has: `make sweeps`."""
+"""Random programs, 20,000 where `make test` has 240: half an hour."""
 
 import pytest
 

@@ -110,18 +110,18 @@ def test_losses_are_those_of_one_process(texts):
 def test_resumed_on_another_number(texts):
     runs = texts.parent / "runs"
     with exactly():
-        train(config(texts, name="whole"), console=QUIET)
+        train(config(texts, name="other"), console=QUIET)
+    whole = losses(runs, "other")
     ranks(texts, 4, data_and_context)
-    close(losses(runs, "whole"), losses(runs, "dp"))
+    close(whole, losses(runs, "dp"))
     _cut(runs / "dp")  # four wrote it, one goes on
     with exactly():
         train(config(texts, name="dp"), resume=True, console=QUIET)
-        train(config(texts, name="other"), console=QUIET)
-    close(losses(runs, "whole"), losses(runs, "dp"))
+    close(whole, losses(runs, "dp"))
     _cut(runs / "other")  # one wrote it, two go on
     (texts.parent / "store").unlink()
     ranks(texts, 2, resumed)
-    close(losses(runs, "whole"), losses(runs, "other"))
+    close(whole, losses(runs, "other"))
 
 
 def _cut(run: Path) -> None:
