@@ -13,12 +13,12 @@ from importlib.metadata import EntryPoint, entry_points
 
 # A command, and its line for `headway --help`.
 COMMANDS = {
-    "mask": "draw a mask or a score in the terminal: which queries see which keys",
-    "explain": "what would run for your score or mask function, and why",
-    "profile": "where the time of your training step goes: attention, masks, host, the rest",
-    "warm": "compile kernels ahead, for any card, into a folder that may be copied",
-    "tune": "search for the fastest tiles of the GPU kernels on this card",
-    "doctor": "versions, devices, backends, and why each is or is not available",
+    "mask": "draw a mask or a score in the terminal: which queries attend to which keys",
+    "explain": "print which backend would run your score or mask function, and why",
+    "profile": "print where the time of a training step goes: attention, masks, host, the rest",
+    "warm": "compile kernels ahead of time, for any GPU, into a folder that you may copy",
+    "tune": "search for the fastest tiles of the Triton kernels on this GPU",
+    "doctor": "print versions, devices and backends, and why each is or is not available",
 }
 
 _GROUP = "headway.commands"

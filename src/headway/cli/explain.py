@@ -39,29 +39,29 @@ class Arguments:
     ] = ()
     """At most one score and one mask."""
     batch: int = 1
-    """Rows of the batch."""
+    """Batch size."""
     heads: int = 8
     """Query heads."""
     kv_heads: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: heads)")] = None
-    """Heads of keys and values."""
+    """Key/value heads."""
     length: int = 1024
-    """Queries."""
+    """Number of queries."""
     kv_length: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: length)")] = None
-    """Keys."""
+    """Number of keys."""
     width: int = 64
-    """Of a head of queries and keys."""
+    """Head dimension of q and k."""
     value_width: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: width)")] = None
-    """Of a head of values."""
+    """Head dimension of v."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Of the inputs."""
+    """Dtype of the inputs."""
     device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU, or cpu)")] = (
         None
     )
-    """Where the inputs are."""
+    """Device of the inputs."""
     train: bool = False
     """The inputs require grad."""
     backend: str = "auto"
-    """One backend alone."""
+    """The only backend to consider; "auto" considers all."""
 
 
 def main(arguments: list[str]) -> int:

@@ -77,11 +77,11 @@ class Arguments:
     expression: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPRESSION")]
     """The library's masks, joined by & | ~ and parentheses; or its scores, joined by >>."""
     score: str | None = None
-    """Draw this score where the mask keeps the pair."""
+    """Draw this score for the pairs that are not masked out."""
     length: int = 512
-    """Queries, and keys."""
+    """Number of queries and of keys."""
     tile: int = 32
-    """Queries, and keys, in a tile: one cell of the drawing."""
+    """Queries and keys per tile. A tile is one cell of the drawing."""
     out: Annotated[
         tuple[Path, ...],
         tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint="(default: none)"),

@@ -50,7 +50,7 @@ class Arguments:
     function: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE:FUNCTION")]
     """The training step."""
     steps: int = 5
-    """Steps after the first, whose mean is printed."""
+    """Number of steps after the first; their mean is printed."""
     trace: Path | None = None
     """Also write the last step to this file (.json, .json.gz) for chrome://tracing or Perfetto."""
 

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 class Arguments:
     """Search for the fastest tiles of the Triton kernels on this GPU, and save them.
 
-    They are saved in the user's cache folder for this kind of card, and used from then on. Every
-    candidate is compiled first, by several processes, and then timed by itself.
+    They are saved in your cache folder for this model of GPU, and later calls use them. Several
+    processes compile all candidates first. Then each one is timed alone.
     """
 
     widths: tuple[str, ...] = ("64", "128", "192/128", "256")
-    """Head widths; 192/128 stands for d = 192 and dv = 128."""
+    """Head dimensions; 192/128 means d = 192 and dv = 128."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of q, k and v. The two of 16 bits share their tiles."""
+    """Dtype of q, k and v. The two 16-bit dtypes share their tiles."""
     score: Literal["none", "softcap", "both"] = "both"
-    """Tune calls with no score function (causal, and with no mask), with one, or both."""
+    """Tune calls without a score function (causal, and without a mask), with one, or both."""
     length: int = 8192
-    """Of queries and keys; 32 heads of 128, or as many numbers in other widths."""
+    """Number of queries and keys, with 32 heads of 128, or as many numbers in other widths."""
     seconds: float | None = None
-    """Time no further candidate after this time, in seconds; what was found by then is saved."""
+    """Stop timing candidates after this many seconds, and save the best so far."""
     jobs: int = 8
-    """Processes that compile."""
+    """Number of processes that compile."""
 
 
 def main(arguments: list[str]) -> int:

@@ -18,17 +18,17 @@ from .options import check_positive
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compile kernels ahead of the calls that need them, into a folder that may be copied.
+    """Compile kernels ahead of the calls that need them, into a folder that you may copy.
 
-    What to compile is a score and a mask, as of headway explain, with the sizes below; or
-    FILE:NAME of a dict, a function that makes one, or a list of them, as of headway.warm. No GPU
-    is needed where --device names a card. For example:
+    Pass a score and a mask, as to headway explain, with the sizes below. Or pass FILE:NAME of what
+    headway.warm takes: a dict, a function that returns one, or a list of them. With --device you
+    need no GPU. For example:
 
       headway warm "causal()" --heads 16 --length 8192 --width 128 --device sm_90 --output kernels
       headway warm calls.py:calls --device sm_90 --output kernels
 
-    Where TRITON_CACHE_DIR names the folder, or its contents are copied into ~/.triton/cache, such
-    calls then compile nothing.
+    Then set TRITON_CACHE_DIR to the folder, or copy its contents into ~/.triton/cache: such calls
+    compile nothing.
     """
 
     calls: Annotated[
@@ -38,37 +38,37 @@ class Arguments:
             metavar="[FILE:NAME ...]", help_behavior_hint="(default: no score and no mask)"
         ),
     ] = ()
-    """Calls; or at most one score and one mask."""
+    """FILE:NAME of calls, or at most one score and one mask."""
     device: Annotated[
         str | None, tyro.conf.arg(help_behavior_hint="(default: PyTorch's current GPU)")
     ] = None
-    """The card: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120."""
+    """The GPU: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120."""
     output: Annotated[
         Path | None, tyro.conf.arg(help_behavior_hint="(default: Triton's own folder)")
     ] = None
-    """The folder."""
+    """The folder to write to."""
     jobs: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: all processors)")] = (
         None
     )
-    """Kernels that are compiled at once."""
+    """Number of kernels to compile in parallel."""
     batch: int = 1
-    """Rows of the batch."""
+    """Batch size."""
     heads: int = 8
     """Query heads."""
     kv_heads: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: heads)")] = None
-    """Heads of keys and values."""
+    """Key/value heads."""
     length: int = 4096
-    """Of queries and keys: divisors up to 128 count, and whether there are thousands."""
+    """Number of queries and keys. Divisors up to 128 count, and whether there are thousands."""
     width: int = 128
-    """Of a head of queries and keys."""
+    """Head dimension of q and k."""
     value_width: Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: width)")] = None
-    """Of a head of values."""
+    """Head dimension of v."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of the inputs."""
+    """Dtype of the inputs."""
     train: bool = True
     """The inputs require grad: the backward is compiled, too."""
     backend: str = "auto"
-    """One backend alone."""
+    """The only backend to consider; "auto" considers all."""
 
 
 def main(arguments: list[str]) -> int:

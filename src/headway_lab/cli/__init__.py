@@ -6,7 +6,7 @@ Each is a module here with a function `main(arguments) -> exit status`, imported
 # A line for `headway --help`. pyproject.toml names this table in the group "headway.commands".
 COMMANDS = {
     "train": "train a small language model on text that every Python brings",
-    "sample": "let a trained model write",
-    "bench": "time forward and backward against what else you could use",
-    "experiment": "claims about stable training that check themselves: scaling, qk-clip",
+    "sample": "generate text with a trained model",
+    "bench": "time forward and backward beside other libraries",
+    "experiment": "run experiments on stable training that check their claims: scaling, qk-clip",
 }
