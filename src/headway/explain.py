@@ -65,7 +65,7 @@ class Explanation:
             if name == self.backend:
                 continue
             lines += [
-                f"  not {name}: {reason}" for reason in reasons or ["it comes later in order"]
+                f"  not {name}: {reason}" for reason in reasons or ["it has a lower priority"]
             ]
         lines += [f"traced at every call: {why}" for why in self.retraced]
         if self.tiles is not None:
@@ -75,7 +75,7 @@ class Explanation:
                 f"tiles: {full:,} full, {partial:,} partial, {empty:,} empty ({share:.1%} skipped)"
             )
         lines += [
-            f"  decided pair by pair: {op} has no rule for a whole tile" for op in self.elements
+            f"  evaluated pair by pair: {op} has no rule for a whole tile" for op in self.elements
         ]
         lines += [f"  kernel {kernel}" for kernel in self.kernels]
         lines += [f"  a limit: {limit}" for limit in self.limits]
@@ -104,9 +104,8 @@ def explain(
     """Return the backend that `attention` would run, the reasons against the others, the mask's
     live tiles, and the code of score and mask.
 
-    Takes `attention`'s arguments, and raises as it does for wrong ones; a call that no backend can
-    run is explained, not raised. A layout is explained without anything being sent, so that it
-    needs no mesh.
+    Pass `attention`'s arguments: wrong ones raise the same errors. A call that no backend can run
+    is explained, not raised. A layout is explained without communication, so it needs no mesh.
     """
     if unknown:
         raise unknown_keywords(explain, unknown)
@@ -121,7 +120,7 @@ def explain(
         if name != chosen_backend and not reasons[name] and (why := slower(name, spec, key)):
             reasons[name] = [why]
     for name in set(NAMES) - set(allowed):
-        reasons[name] = reasons[name] or [f"backend={backend!r} was asked for"]
+        reasons[name] = reasons[name] or [f"backend={backend!r} excludes it"]
     code, limits, kernels = "", [], []
     if chosen_backend is not None:
         limits = get(chosen_backend).limits(spec)

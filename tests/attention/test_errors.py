@@ -748,7 +748,7 @@ def test_errors_are_pythons_own_kinds_too():
 
 def test_explain_says_which_backend_was_asked_for():
     given = _qkv()
-    assert "comes later" in str(hw.explain(*given))
+    assert "lower priority" in str(hw.explain(*given))
     asked = hw.explain(*given, backend="cpu")
-    assert asked.reasons["reference"] == ["backend='cpu' was asked for"]
-    assert "comes later" not in str(asked)
+    assert asked.reasons["reference"] == ["backend='cpu' excludes it"]
+    assert "lower priority" not in str(asked)
