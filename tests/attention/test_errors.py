@@ -567,7 +567,7 @@ def _far_mask(b, h, q_idx, kv_idx):
     ("kind", "fn", "words"),
     [
         ("score", _far_right, ("index 33 ", "dimension 1", "(4, 33)")),
-        ("score", _far_left, ("index -7 ", "dimension 1", "(4, 33)")),
+        ("score", _far_left, ("index -40 ", "dimension 1", "(4, 33)")),
         ("score", _far_head, ("index 4 ", "dimension 0", "(4, 33)")),
         ("mask", _far_mask, ("index 33 ", "dimension 1", "(33, 33)")),
     ],

@@ -141,7 +141,7 @@ def kernels() -> list[launcher.KernelLauncher]:
     found = [d for p in plans for d in vars(p).values() if isinstance(d, launcher.KernelLauncher)]
     found += [d for p in plans if hasattr(p, "workspace") for d in p.workspace.kernels.values()]
     launchers = [l for p in plans for l in getattr(p, "launchers", {}).values()]
-    return found + [d for l in launchers for d in l.kernels.values()]
+    return found + [d for l in launchers for d in l.tiled.kernels.values()]
 
 
 def without_a_launcher() -> None:

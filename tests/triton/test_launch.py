@@ -95,7 +95,7 @@ def test_many_short_runs_of_full_tiles_are_one_loop(device, mask, many):
     x = torch.randn(1, 1, 1024, 16, dtype=torch.bfloat16)
     hw.attention(x, x, x, mask=mask, backend="triton")
     (made,) = [p for p in call_plan._plans.values() if isinstance(p, backend_plan.Plan)][-1:]
-    (kernel,) = made.launchers["forward"].kernels.values()
+    (kernel,) = made.launchers["forward"].tiled.kernels.values()
     assert kernel.options["SCATTERED"] is many
 
 

@@ -2,6 +2,7 @@
 launchers."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,44 +117,15 @@ class Launcher:
         The block mask gets tiles that suit every kernel, so that kernels do not depend on each
         other's tiling.
         """
-        self.candidates, self.choice = (tiling,), 0
+        self.candidates = (tiling,)
         if self.plan.spec.tiles is None and self.plan.tile is not None:
             self.plan.tile = TILE
         for launcher in self.plan.launchers.values():
-            launcher.choose(launcher.choice)
+            launcher.choose(0 if launcher is self else launcher.tiled.choice)
 
     def choose(self, choice: int) -> None:
         """Use one of the candidates, by its index."""
-        plan, tiling = self.plan, self.candidates[choice]
-        self.choice = choice
-        block, step = (tiling.m, tiling.n) if self.queries else (tiling.n, tiling.m)
-        self.schedules = TileSchedules(plan, queries=self.queries, block=block)
-        self.slots = self.schedules.tile_rows * self.schedules.sub  # programs of one head
-        self.programs = self.slots * plan.b * plan.hq
-        self.length = plan.kv_len if self.queries else plan.q_len  # of a tile row
-        self.last_schedule: tuple[object, bool] = None, False  # and whether it is scattered
-        even = self.length % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
-        # That rows are even helps where columns are too, and rows are wide; at width 64 it costs a
-        # register, and 8 bytes are spilled for sm_100.
-        rows = plan.q_len if self.queries else plan.kv_len
-        wide = max(plan.d, plan.dv) > 64
-        even_rows = even and wide and rows % tile.EVEN_ROWS == 0
-        self.options = self.constants | {
-            "BLOCK_M": tiling.m, "BLOCK_N": tiling.n, "num_warps": tiling.warps,
-            "num_stages": tiling.stages, "EVEN": even, "EVEN_ROWS": even_rows,
-            "BLOCK_EDGE": tiling.edge or step,
-            "SUB": self.schedules.sub,
-        }  # fmt: skip
-        if (
-            plan.transposes
-            and tiling.m * tiling.n >= 512 * tiling.warps
-            and plan.d + plan.dv > 64
-            and on_cuda(plan.device)
-        ):
-            # A thread with 16 logits or more needs all 255 registers. Without this option ptxas has
-            # used 32 of them and spilled 58 kilobytes.
-            self.options["maxnreg"] = 255
-        self.kernels: dict[Hashable, KernelLauncher] = {}
+        self.tiled = TiledKernel(self, choice, self.candidates[choice])
 
     def __call__(
         self, call: Call, tensors: Callable[[int], tuple], variant: Hashable = None
@@ -168,29 +140,22 @@ class Launcher:
             assert call.seed is not None
             seed = (call.seed.to(plan.device),)
         while True:
-            matrices = tensors(self.slots)
-            call_arguments = plan.known_arguments(self.schedules) or plan.call_arguments(
-                call, self.schedules, *seed
+            tiled = self.tiled  # read once: another thread may go on to the next candidate
+            matrices = tensors(tiled.slots)
+            call_arguments = plan.known_arguments(tiled.schedules) or plan.call_arguments(
+                call, tiled.schedules, *seed
             )
-            if self.last_schedule[0] is not (current := self.schedules.last[1]):
-                self.last_schedule = current, main_loop.scattered(current, self.length)
-            key = variant, self.last_schedule[1]
-            kernel = self.kernels.get(key)
-            if kernel is None:
-                options = self.options | {"SCATTERED": key[1]}
-                kernel = self.kernels[key] = KernelLauncher(
-                    self.fn, plan.device, options, self.programs, self.arrange
-                )
             try:
-                kernel(matrices, call_arguments)
+                tiled.kernel(variant)(matrices, call_arguments)
             except OutOfResources as error:
-                self.use_smaller(error)
+                self.use_smaller(tiled.choice, error)
                 continue
             return matrices
 
     def arrange(
-        self, matrices: Sequence[Any], tensors: Sequence[Any], floats: Sequence[float]
-    ) -> tuple:
+        self, schedules: TileSchedules, matrices: Sequence[Any], tensors: Sequence[Any],
+        floats: Sequence[float],
+    ) -> tuple:  # fmt: skip
         """Return the arguments of the kernel.
 
         - `matrices`: for the forward, its first arguments. For a backward q, k, v, dout, two
@@ -199,7 +164,7 @@ class Launcher:
         """
         plan, grads = self.plan, ()
         layout: tuple = tuple(map(_strides, matrices[:3]))
-        coords, schedule, captured, seed = plan.arranged(self.schedules, tensors, floats)
+        coords, schedule, captured, seed = plan.arranged(schedules, tensors, floats)
         if self.name != "forward":
             q, k, v, dout, first, second, workspace, *results = matrices
             transposed = None
@@ -216,18 +181,71 @@ class Launcher:
         dropout = tile.Dropout(seed[0], *plan.dropout) if seed else None
         return (*matrices, *layout, *plan.static, coords, dropout, schedule, *captured, *grads)
 
-    def use_smaller(self, error: OutOfResources) -> None:
-        """Use the next candidate.
+    def use_smaller(self, choice: int, error: OutOfResources) -> None:
+        """Use the candidate after one.
 
         The compiler says whether a tile fits before anything runs: a score may need shared memory
         of its own.
         """
-        if self.choice + 1 == len(self.candidates):
+        if choice + 1 == len(self.candidates):
             raise BackendRefused(
                 f"backend='triton' has no tile small enough for this GPU: {error}; "
                 "use a smaller width, or backend='reference'"
             ) from error
-        self.choose(self.choice + 1)
+        self.choose(choice + 1)
+
+
+class TiledKernel:
+    """A launcher's kernel with one of its candidates."""
+
+    def __init__(self, launcher: Launcher, choice: int, tiling: Tiling) -> None:
+        plan = launcher.plan
+        self.launcher, self.choice = launcher, choice
+        block, step = (tiling.m, tiling.n) if launcher.queries else (tiling.n, tiling.m)
+        self.schedules = TileSchedules(plan, queries=launcher.queries, block=block)
+        self.slots = self.schedules.tile_rows * self.schedules.sub  # programs of one head
+        self.programs = self.slots * plan.b * plan.hq
+        self.length = plan.kv_len if launcher.queries else plan.q_len  # of a tile row
+        self.last_schedule: tuple[object, bool] = None, False  # and whether it is scattered
+        even = self.length % step == 0 and (plan.tile is None or min(plan.tile) % step == 0)
+        # That rows are even helps where columns are too, and rows are wide; at width 64 it costs a
+        # register, and 8 bytes are spilled for sm_100.
+        rows = plan.q_len if launcher.queries else plan.kv_len
+        wide = max(plan.d, plan.dv) > 64
+        even_rows = even and wide and rows % tile.EVEN_ROWS == 0
+        self.options = launcher.constants | {
+            "BLOCK_M": tiling.m, "BLOCK_N": tiling.n, "num_warps": tiling.warps,
+            "num_stages": tiling.stages, "EVEN": even, "EVEN_ROWS": even_rows,
+            "BLOCK_EDGE": tiling.edge or step,
+            "SUB": self.schedules.sub,
+        }  # fmt: skip
+        if (
+            plan.transposes
+            and tiling.m * tiling.n >= 512 * tiling.warps
+            and plan.d + plan.dv > 64
+            and on_cuda(plan.device)
+        ):
+            # A thread with 16 logits or more needs all 255 registers. Without this option ptxas has
+            # used 32 of them and spilled 58 kilobytes.
+            self.options["maxnreg"] = 255
+        self.kernels: dict[Hashable, KernelLauncher] = {}
+
+    def kernel(self, variant: Hashable) -> KernelLauncher:
+        """Return the kernel for the schedule of the last call."""
+        schedule = self.schedules.last[1]
+        known_schedule, is_scattered = self.last_schedule
+        if known_schedule is not schedule:
+            is_scattered = main_loop.scattered(schedule, self.length)
+            self.last_schedule = schedule, is_scattered
+        key = variant, is_scattered
+        kernel = self.kernels.get(key)
+        if kernel is None:
+            launcher, options = self.launcher, self.options | {"SCATTERED": is_scattered}
+            arrange = partial(launcher.arrange, self.schedules)
+            kernel = self.kernels[key] = KernelLauncher(
+                launcher.fn, launcher.plan.device, options, self.programs, arrange
+            )
+        return kernel
 
 
 def _strides(x: Tensor) -> tuple:
