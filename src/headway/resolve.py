@@ -271,11 +271,11 @@ def _spec_inputs(
         request.scale, lowered.score and lowered.score.text, lowered.mask and lowered.mask.text,
         request.dropout, request.sink is not None, request.max_logit, request.row_max,
         request.partial, request.deterministic, tiles, request.backend, *counts,
-        _needs_exact_out(request, capability),
+        needs_exact_out(request, capability),
     )  # fmt: skip
 
 
-def _needs_exact_out(request: Request, capability: CapabilityKey) -> bool:
+def needs_exact_out(request: Request, capability: CapabilityKey) -> bool:
     """Return whether the backward's delta needs an out that is not rounded to 16 bits. A sink and
     the tensors of a score add up delta's error in all rows. On the CPU dq and dk need it as well:
     everything else there is exact."""

@@ -16,7 +16,7 @@ from .backends import first_use, get, order, reference
 from .backends.base import Call, CapabilityKey, capability_key
 from .backends.gpu.named_card import Card, card_of, compiling_for
 from .errors import ArgumentError, BackendRefused
-from .resolve import resolve
+from .resolve import needs_exact_out, resolve
 from .types import Request, Spec
 
 if TYPE_CHECKING:
@@ -183,7 +183,8 @@ def _resolve_for_gpu(request: Request) -> tuple[Spec, Call]:
         for name in order(wanted, spec, key):
             refusals = ["it compiles no kernels"]
             if name in _COMPILED and not (refusals := get(name).reasons_against(spec, key)):
-                return replace(spec, backend=name), call
+                exact_out = needs_exact_out(request._replace(backend=name), key)
+                return replace(spec, backend=name, exact_out=exact_out), call
             reasons += "".join(f"\n  - {name}: {reason}" for reason in refusals)
         raise BackendRefused(f"backend={wanted!r} has no kernels for this call:{reasons}")
     if spec.backend not in _COMPILED:

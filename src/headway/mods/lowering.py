@@ -24,15 +24,8 @@ from ..types import Captured, constant_under_compile, fixed
 from .base import Mod
 from .graph import DTYPE_NAMES, DTYPES, Graph, Input, parse
 from .tracing.call_recorder import CallRecorder
-from .tracing.capture import (
-    FunctionReads,
-    Guard,
-    Path,
-    aliasing_pattern,
-    collect_reads,
-    guard_holds,
-    resolve_path,
-)
+from .tracing.capture import FunctionReads, aliasing_pattern, collect_reads
+from .tracing.guards import Guard, Path, guard_holds, resolve_path
 from .tracing.trace import trace
 from .tracing.tracer import Tracer
 

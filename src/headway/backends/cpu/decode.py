@@ -292,7 +292,7 @@ class _DecodeCall:
         arange = lambda start, count: torch.arange(start, start + count, device="cpu")
         starts = [self._first_position(row) for row in batch.rows]
         if len(set(starts)) == 1:
-            q_idx = torch.full((), starts[0], device="cpu")
+            q_idx = torch.full((), starts[0], dtype=torch.int64, device="cpu")
         else:
             q_idx = torch.tensor(starts, device="cpu").view(per_row)
         if batch.q_len > 1:
