@@ -1,9 +1,13 @@
 """On a GPU: the same tiles as on the CPU, and there."""
 
+import gc
+import time
+
 import pytest
 import torch
 
 import headway
+from headway.backends.gpu.runtime import device_guard
 from headway.blocks import BlockMask
 
 from .test_build import common_masks
@@ -56,3 +60,40 @@ def test_a_million_tokens():
         headway.block_mask(mask, 1, 1, 1 << 20, 1 << 20, device=d) for d in ("cpu", "cuda")
     )
     same(here, there)
+
+
+def test_what_a_captured_graph_reads_is_freed_with_the_graph():
+    q, k, v = (torch.randn(1, 4, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def captured(window: int):
+        mask = headway.causal() & headway.sliding_window(window)
+        mask = headway.block_mask(mask, 1, 1, 1024, 1024, device="cuda")
+        out, graph = torch.empty_like(q), torch.cuda.CUDAGraph()
+        expected = headway.attention(q, k, v, mask=mask)
+        with torch.cuda.graph(graph):
+            out.copy_(headway.attention(q, k, v, mask=mask))
+        return graph, out, expected
+
+    def replays_right(graph, out, expected) -> bool:
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        return torch.equal(out, expected)
+
+    kept = device_guard._read_by_graphs
+    before = set(kept)
+    first, second = captured(100), captured(200)
+    headway.clear_block_cache()
+    gc.collect()
+    overwriting = [torch.full((1 << 20,), 7, device="cuda") for _ in range(20)]
+    assert replays_right(*first)
+    assert replays_right(*second)
+    assert len(set(kept) - before) == 2
+    del first, overwriting
+    gc.collect()
+    torch.cuda.synchronize()
+    time.sleep(1)  # the driver calls back from a thread of its own
+    third = captured(300)
+    assert len(set(kept) - before) == 2
+    assert replays_right(*second)
+    assert replays_right(*third)
