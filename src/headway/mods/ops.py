@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 PAIR = ("self", "other")
-UNROLLED_IN_KERNELS = (
-    16  # numbers of a short vector; `unrolled` marks the reduction of a longer one
-)
+# Numbers of a short vector at most; `unrolled` marks the reduction of a longer one.
+UNROLLED_IN_KERNELS = 16
 
 
 class Op(NamedTuple):
