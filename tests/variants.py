@@ -164,6 +164,11 @@ MASKS: dict[str, Variant] = {
         lambda c, t: lambda b, h, i, j: j < t.lengths[b],
         lengths=lambda c: torch.arange(c.b) * c.kv_len // c.b,
     ),
+    "padding by key": library(
+        lambda c, t: hw.padding(t.tokens),
+        lambda c, t: lambda b, h, i, j: t.tokens[b, j],
+        tokens=lambda c: torch.rand(c.b, c.kv_len) < 0.7,
+    ),
     "global": library(
         lambda c, t: hw.sliding_window(5) | hw.global_tokens(3),
         lambda c, t: lambda b, h, i, j: ((i - j).abs() < 5) | (i < 3) | (j < 3),

@@ -445,7 +445,8 @@ def _check_batch_and_heads(mask: BlockMask, rows: int, hq: int) -> None:
     if b not in (1, rows) or h not in (1, hq):
         raise ArgumentError(
             f"the block mask is for batch {b} and heads {h}, but the call has {(rows, hq)}; each "
-            "must be equal or 1"
+            "must be equal or 1; lists of blocks of key heads are "
+            f"headway.top_k_blocks(..., heads={hq})"
         )
     mask.check_rows(rows, hq)
 

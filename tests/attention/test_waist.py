@@ -287,6 +287,15 @@ def test_training_through_merge():
         torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-11)
 
 
+def test_merge_takes_what_attention_returns():
+    q, k, v = torch.randn(3, 1, 2, 9, 4)
+    parts = [hw.attention_with_stats(q, k[:, :, at], v[:, :, at]) for at in (slice(4), slice(4, 9))]
+    pairs = [(part.out, part.lse) for part in parts]
+    assert all(map(torch.equal, hw.merge(parts[0], pairs[1]), hw.merge(*pairs)))
+    compiled = torch.compile(hw.merge, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, compiled(*parts), hw.merge(*pairs)))
+
+
 def test_merge_has_the_dtype_of_out():
     parts = [(out.detach().bfloat16(), lse.detach().float()) for out, lse in _partials()]
     out, lse = hw.merge(*parts)
@@ -299,7 +308,6 @@ def test_merge_says_what_does_not_fit():
         hw.merge((out, lse), (other[0][:, :, 1:], other[1][:, :, 1:]))
     with pytest.raises(ValueError, match=r"at least one \(out, lse\)"):
         hw.merge()
-    result = hw.attention_with_stats(out, out, out)
-    for wrong in (result, out):
-        with pytest.raises(ValueError, match=r"partial 0 is of type \w+; each must be a pair"):
+    for wrong in (out, (out, lse, lse)):
+        with pytest.raises(ValueError, match=r"partial 0 is of type \w+; each must be a result of"):
             hw.merge(wrong)

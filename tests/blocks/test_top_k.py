@@ -67,6 +67,17 @@ def test_attention_to_chosen_blocks(name, mask):
             torch.testing.assert_close(got, true)
 
 
+def test_lists_of_key_heads():
+    indices = choice(2, 2, 6, 5, 3)
+    mask = lambda b, h, i, j: (i + h) % 3 != j % 3  # of query heads
+    groups = hw.top_k_blocks(indices, 16, 96, 80, mask=mask, heads=6)
+    every = hw.top_k_blocks(indices.repeat_interleave(3, 1), 16, 96, 80, mask=mask)
+    q, (k, v) = torch.randn(2, 6, 96, 8), torch.randn(2, 2, 2, 80, 8)
+    assert torch.equal(hw.attention(q, k, v, None, groups), hw.attention(q, k, v, None, every))
+    with pytest.raises(ArgumentError, match=r"heads 2, but .* \(2, 6\).*heads=6"):
+        hw.attention(q, k, v, None, hw.top_k_blocks(indices, 16, 96, 80))
+
+
 def test_tiles_are_the_blocks():
     indices = torch.tensor([[[[0, -1], [1, 0], [0, 2], [-1, -1]]]])
     blocks = hw.top_k_blocks(indices, 32)
@@ -142,6 +153,8 @@ def test_moba_as_documented():
         (torch.zeros(1, 1, 2, 1).long(), {"block": 0}, "block=0 must be"),
         (torch.zeros(1, 1, 2, 1).long(), {"kv_len": 1.5}, "kv_len=1.5"),
         (torch.zeros(1, 1, 2, 1).long(), {"mask": hw.alibi(4)}, "pass it as score"),
+        (torch.zeros(1, 2, 2, 1).long(), {"heads": 5}, "heads=5 must be a multiple of .* 2"),
+        (torch.zeros(1, 2, 2, 1).long(), {"heads": 4.0}, "heads=4.0"),
         (torch.zeros(1, 1, 2, 1).long(), {"tile": 64}, "tile"),
     ],
 )  # fmt: skip

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..types import AttentionOutput
 
 
-def merge(*partials: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The attention over all keys from partial results `(out, lse)` over disjoint keys, of shapes
-    `(b, h, q_len, dv)` and `(b, h, q_len)`:
+def merge(*partials: AttentionOutput | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The attention over all keys from partial results over disjoint keys: what
+    `attention_with_stats` returns, or pairs `(out, lse)` of shapes `(b, h, q_len, dv)` and
+    `(b, h, q_len)`:
 
         lse = log Σ exp(lse_n),   out = Σ exp(lse_n − lse) out_n
 
@@ -21,24 +23,25 @@ def merge(*partials: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """
     if not partials:
         raise ArgumentError("merge() needs at least one (out, lse)")
-    for n, partial in enumerate(partials):
+    pairs = [x[:2] if isinstance(x, AttentionOutput) else x for x in partials]
+    for n, partial in enumerate(pairs):
         if not isinstance(partial, tuple | list) or len(partial) != 2:
             raise ArgumentError(
-                f"partial {n} is of type {type(partial).__name__}; each must be a pair (out, lse), "
-                "from attention_with_stats: merge((first.out, first.lse), (rest.out, rest.lse))"
+                f"partial {n} is of type {type(partial).__name__}; each must be a result of "
+                "attention_with_stats or a pair (out, lse)"
             )
         out, lse = partial
-        if out.shape[:-1] != lse.shape or out.shape != partials[0][0].shape:
+        if out.shape[:-1] != lse.shape or out.shape != pairs[0][0].shape:
             raise ArgumentError(
                 f"partial {n}: out {tuple(out.shape)} and lse {tuple(lse.shape)} do not fit the "
-                f"first, {tuple(partials[0][0].shape)}; out is (b, h, q_len, dv), lse (b, h, q_len)"
+                f"first, {tuple(pairs[0][0].shape)}; out is (b, h, q_len, dv), lse (b, h, q_len)"
             )
-    lses = torch.stack([lse for _, lse in partials])
+    lses = torch.stack([lse for _, lse in pairs])
     nowhere = lses.amax(0) == -math.inf
     # A row that saw nothing anywhere: keep its -inf out of the algebra, and of its gradient.
     lses = torch.where(nowhere, 0.0, lses)
     lse = torch.logsumexp(lses, 0)
     weights = (lses - lse).exp()
-    out = sum(w[..., None] * o.to(w.dtype) for w, (o, _) in zip(weights, partials, strict=True))
+    out = sum(w[..., None] * o.to(w.dtype) for w, (o, _) in zip(weights, pairs, strict=True))
     out = torch.where(nowhere[..., None], 0.0, out)  # type: ignore[arg-type]
-    return out.to(partials[0][0].dtype), torch.where(nowhere, -math.inf, lse)
+    return out.to(pairs[0][0].dtype), torch.where(nowhere, -math.inf, lse)

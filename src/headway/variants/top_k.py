@@ -23,6 +23,7 @@ def top_k_blocks(
     kv_len: int | None = None,
     *,
     mask: MaskFn | None = None,
+    heads: int | None = None,
     **unknown: Never,
 ) -> BlockMask:
     """The block mask of lists: `indices[b, h, i // block_q]` are the blocks of keys that query i
@@ -35,12 +36,13 @@ def top_k_blocks(
 
     - `indices`: int `(b, h, rows, k)`: numbers of blocks of keys, in any order. -1 names none, so
       that rows may have fewer than k; a block that is named twice counts once. b and h may be 1,
-      which broadcasts; where query heads share a choice, as a group of them does in NSA, repeat it:
-      `indices.repeat_interleave(hq // hk, 1)`.
+      which broadcasts.
     - `block`: queries and keys in a block; a number stands for both.
     - `q_len`, `kv_len`: lengths; `rows * block_q`, and q_len, if None. The last block may be short.
     - `mask`: within the blocks, keep what this keeps: a function or a value of the library, such as
       `causal()`, which cuts the diagonal ones.
+    - `heads`: query heads, where a group of them shares a choice, as in NSA: h lists then serve
+      `heads // h` query heads each. h if None.
 
     **Returns:** a `BlockMask` with tiles of `block`, for `attention(..., mask=)`. Besides its tiles
     it holds a byte for every block of the square. The Hopper kernels take tiles of (128, 128) and
@@ -68,6 +70,14 @@ def top_k_blocks(
     ):
         got = shown(indices) if isinstance(indices, Tensor) else type(indices).__name__
         raise ArgumentError(f"indices must be an int tensor (b, h, rows, k), got {got}")
+    if heads is not None:
+        h, heads = indices.shape[1], count_of("heads", heads)
+        if h == 0 or heads % h:
+            raise ArgumentError(
+                f"heads={heads} must be a multiple of the heads of indices, {h}: lists of key "
+                "heads serve the query heads of their groups"
+            )
+        indices = indices.repeat_interleave(heads // h, 1)
     b, h, rows, _ = indices.shape
     q_len = count_of("q_len", rows * block[0] if q_len is None else q_len)
     kv_len = count_of("kv_len", q_len if kv_len is None else kv_len)

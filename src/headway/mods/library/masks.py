@@ -185,14 +185,23 @@ class document(Mask):
     kv_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_ids_tensor("document", "ids", self.ids, "(q_len,) or (batch, q_len)", (1, 2))
+        expected = "(q_len,) or (batch, q_len)"
+        if not isinstance(self.ids, Tensor):
+            expected += ", the document of every token; from lengths, document.from_lengths(...)"
+        check_ids_tensor("document", "ids", self.ids, expected, (1, 2))
         if self.kv_ids is not None:
             check_ids_tensor(
                 "document", "kv_ids", self.kv_ids, "(kv_len,) or (batch, kv_len)", (1, 2)
             )
 
     def check_sizes(self, b, h, q_len, kv_len):
-        _check_ids("document", self.ids, self.kv_ids, b, q_len, kv_len)
+        try:
+            _check_ids("document", self.ids, self.kv_ids, b, q_len, kv_len)
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"{error}; ids name the document of every token: from offsets, write "
+                "document.from_cu_seqlens(cu_seqlens), from lengths document.from_lengths(lengths)"
+            ) from None
 
     def __call__(self, b, h, q_idx, kv_idx):
         mine, theirs = _pair_of_ids(self.ids, self.kv_ids, b, q_idx, kv_idx)
@@ -277,24 +286,30 @@ class spans(Mask):
 class padding(Mask):
     """`j < lengths[b]`: keys past the end of a row's sequence are not seen.
 
-    `lengths` is an int tensor `(batch,)`.
+    `lengths` is an int tensor `(batch,)`, or says of every key whether it is seen: a bool tensor
+    `(batch, kv_len)`, False at padding, which may be anywhere in a row.
     """
 
     lengths: Tensor
 
     def __post_init__(self) -> None:
         if isinstance(self.lengths, Tensor) and self.lengths.dim() == 2:
-            raise ArgumentError(
-                f"padding: lengths has shape {tuple(self.lengths.shape)}, not (batch,); a mask m "
-                "of (batch, kv_len) is dense(m[:, None, None].bool()) or, where every row keeps "
-                "its first keys, padding(m.bool().sum(-1))"
-            )
+            if self.lengths.dtype != torch.bool:
+                raise ArgumentError(
+                    f"padding: lengths is {self.lengths.dtype} of shape "
+                    f"{tuple(self.lengths.shape)}; a mask m of (batch, kv_len), 1 at tokens and 0 "
+                    "at padding, is padding(m.bool())"
+                )
+            return
         check_ids_tensor("padding", "lengths", self.lengths, "(batch,)", (1,))
 
     def check_sizes(self, b, h, q_len, kv_len):
-        check_shape("padding", "lengths", self.lengths, b=b)
+        keys = {"kv_len": kv_len} if self.lengths.dim() == 2 else {}
+        check_shape("padding", "lengths", self.lengths, b=b, **keys)
 
     def __call__(self, b, h, q_idx, kv_idx):
+        if self.lengths.dim() == 2:
+            return self.lengths[b, kv_idx]
         return kv_idx < self.lengths[b]
 
 

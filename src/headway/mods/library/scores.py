@@ -129,7 +129,7 @@ class t5_bias(Score):
         object.__setattr__(self, "_most", max_distance)
 
     def check_sizes(self, b, h, q_len, kv_len):
-        check_shape("t5_bias", "table", self.table, buckets=self.table.shape[0], h=h)
+        _check_columns("t5_bias", self.table, h)
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         distance = (kv_idx - q_idx).clamp(-self._most, self._most)
@@ -190,7 +190,6 @@ class window_bias(Score):
     _token: bool
 
     def __init__(self, table: Tensor, window: tuple[int, int]) -> None:
-        _check_floats("window_bias", "table", table, "a float tensor (offsets, heads)", (2,))
         sizes = tuple([as_int(n) for n in window]) if isinstance(window, tuple | list) else ()
         if len(sizes) != 2 or any(n is None or n < 1 for n in sizes):
             raise ArgumentError(
@@ -199,18 +198,23 @@ class window_bias(Score):
             )
         height, width = sizes
         offsets = (2 * height - 1) * (2 * width - 1)
+        expected = (
+            f"({offsets}, heads), one row per offset in a window of {sizes}, or "
+            f"({offsets + 3}, heads) with a class token"
+        )
+        _check_floats("window_bias", "table", table, f"a float tensor {expected}", (2,))
         if table.shape[0] not in (offsets, offsets + 3):
+            transposed = table.shape[1] in (offsets, offsets + 3)
             raise ArgumentError(
-                f"window_bias: the table has shape {tuple(table.shape)}, but a window of {sizes} "
-                f"needs ({offsets}, heads), one row per offset, or ({offsets + 3}, heads) with a "
-                "class token"
+                f"window_bias: the table has shape {tuple(table.shape)}, but must be {expected}"
+                f"{'; pass table.T' if transposed else ''}"
             )
         object.__setattr__(self, "table", table)
         object.__setattr__(self, "window", sizes)
         object.__setattr__(self, "_token", table.shape[0] != offsets)
 
     def check_sizes(self, b, h, q_len, kv_len):
-        check_shape("window_bias", "table", self.table, offsets=self.table.shape[0], h=h)
+        _check_columns("window_bias", self.table, h)
         points = self.window[0] * self.window[1] + self._token
         for name, length in (("q_len", q_len), ("kv_len", kv_len)):
             if length is not None and length > points and (self._token or length % points):
@@ -294,6 +298,17 @@ class bias(Score):
         if not self._varies:
             return score + self.tensor
         return score + self.tensor[tuple(at[name] for name in self._varies)]
+
+
+def _check_columns(score: str, table: Tensor, heads: int) -> None:
+    """Refuse a table that has not one column per head."""
+    rows, columns = table.shape
+    if columns != heads:
+        wanted, way = (columns, "; pass table.T") if rows == heads else (rows, "")
+        raise ArgumentError(
+            f"{score}: table has shape {(rows, columns)}, but this call has {heads} heads and "
+            f"needs ({wanted}, {heads}), one column per head{way}"
+        )
 
 
 def _check_floats(
