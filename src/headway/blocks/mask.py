@@ -15,8 +15,6 @@ from ..mods.base import Both, Either, MaskFn, Mod, Shifted
 from ..mods.lowering import describe, restore
 from ..mods.tracing.capture import collect_reads
 from ..types import PACKAGE, as_int
-from . import file, report
-from .picture import draw, inline, text
 from .provenance import Provenance, record_provenance
 from .runs import Runs, coarser, combine
 from .tiles import Tiles
@@ -140,6 +138,8 @@ class BlockMask:
         `██` is full, `▒▒` partial, `··` empty; where there are more tiles than lines, a cell stands
         for a square of them. Another head: `block_mask[b, h].picture()`.
         """
+        from .picture import text
+
         return text(self, rows)
 
     def save_picture(self, path: str | PathLike, title: str | None = None) -> None:
@@ -148,6 +148,8 @@ class BlockMask:
 
         All but SVG need matplotlib: `pip install 'headway[plot]'`.
         """
+        from .picture import draw
+
         draw(self, path, title)
 
     def save_report(self, path: str | PathLike, title: str | None = None) -> None:
@@ -157,6 +159,8 @@ class BlockMask:
         Its size follows the runs of live tiles, not `q_len * kv_len`, and stays below 4 MB: of
         tiles that need more, squares are drawn as one cell, as the page says.
         """
+        from . import report
+
         report.save(self, path, title)
 
     def __repr__(self) -> str:
@@ -167,6 +171,8 @@ class BlockMask:
 
     def _repr_html_(self) -> str:
         """Return the picture as an SVG for notebooks, which loads nothing from a network."""
+        from .picture import inline
+
         return inline(self)
 
     # -- parts and combinations --------------------------------------------------------------------
@@ -289,6 +295,8 @@ class BlockMask:
         """
         if self.decided is not None:
             self.decided.check()
+        from . import file
+
         file.save(path, self.mask, self.shape, self.tile, self.tiles)
 
     @staticmethod
@@ -297,6 +305,8 @@ class BlockMask:
 
         **Raises:** `CheckpointError` for a file that is no complete block mask.
         """
+        from . import file
+
         return BlockMask(*file.load(path, device))
 
 

@@ -1,8 +1,8 @@
 """The Hopper backend: warp-specialised kernels for compute capability 9.0, into which scores and
 masks are compiled. docs/performance.md compares it with cuDNN and FlexAttention.
 
-Importing it loads no Triton. Asking whether it can run loads Gluon only on a machine with such a
-GPU.
+Importing it loads no Triton, no tile shapes and no code generation, which `import headway` would
+wait for. Asking whether it can run loads Gluon only on a machine with such a GPU.
 
 - fwd/, bwd/: the kernels and their plans; device/: device code that they share.
 - launch.py: from a call to kernel launches; launch_plan.py: what the plans share.
@@ -22,14 +22,7 @@ from ...types import Spec, acc_dtype, constant_under_compile
 from ..base import Call, CapabilityKey, launched, no_operator, plainly_masked
 from ..gpu import inference
 from ..gpu import limits as limits
-from ..gpu.codegen.dependence import (
-    dependence_of,
-    diagonal_gathers,
-    float_gathers,
-    gathers_in_kernel,
-)
 from ..gpu.named_card import named_card
-from .config import BWD_TILE_SHAPES, FWD_TILE_SHAPES, first_fit
 
 name = "hopper"
 DTYPES = (torch.bfloat16, torch.float16)
@@ -39,6 +32,8 @@ OLDEST, NEWEST = (3, 6), (3, 9)  # Triton; Gluon is experimental, and its names 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:
     """Return the reasons why it cannot run a call. It runs on compute capability 9.0, in bfloat16
     and float16, up to a width of 256; over a cache, it runs what `gpu.inference` runs."""
+    from .config import BWD_TILE_SHAPES, FWD_TILE_SHAPES, first_fit
+
     d, dv = kind.d, kind.dv
     reasons = []
     reason = unavailable(kind.device.type, kind.device.index)
@@ -98,6 +93,8 @@ def slower(spec: Spec, kind: CapabilityKey) -> str:
 def _by_distance(score: str) -> tuple[bool, bool]:
     """Return whether a score reads floats by relative position, and whether it reads integers so
     that are not indices of the former."""
+    from ..gpu.codegen.dependence import dependence_of, diagonal_gathers, gathers_in_kernel
+
     graph = parse(score)
     others = (graph.nodes[n] for n in gathers_in_kernel(graph))
     return diagonal_gathers(graph) != [], any(
@@ -108,6 +105,8 @@ def _by_distance(score: str) -> tuple[bool, bool]:
 @lru_cache(maxsize=1024)
 def _by_query(score: str) -> bool:
     """Return whether a score reads a float for each query, which may want a gradient."""
+    from ..gpu.codegen.dependence import float_gathers
+
     return float_gathers(parse(score), "rows") != []
 
 

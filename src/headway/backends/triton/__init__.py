@@ -13,10 +13,10 @@ from ..base import CapabilityKey, launched, no_operator, nothing_prepared
 from ..gpu import inference
 from ..gpu import limits as limits
 from ..gpu.named_card import named_card
-from .config import WIDEST
 
 name = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 512  # columns of q, k and v that fit in registers
 
 
 def reasons_against(spec: Spec, kind: CapabilityKey) -> list[str]:

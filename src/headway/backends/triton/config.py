@@ -102,7 +102,6 @@ _PREFERRED: dict[tuple[str, int, int, str], Tiling] = {
 LEARNED = "learned"  # a backward whose kernel of dq makes gradients of captured tensors too
 # The kinds whose sizes a kind takes if it has none.
 _FALLBACKS = {LEARNED: ("biased", "score"), "biased": ("score",), "reading": ("masked",)}
-WIDEST = 512
 
 # Widths with separate kernels for dk and dv. Both accumulators of 64 keys, 256 wide, take the
 # registers of 8 warps; a product of 64 rows occupies 4 of them, and the others would repeat it.

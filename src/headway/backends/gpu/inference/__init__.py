@@ -1,7 +1,7 @@
 """Inference: few queries over a cache of keys and values, on every GPU that Triton knows.
 
 Both GPU backends use it, over caches (`infer`) and for plain calls with few queries and nothing to
-train (`suits`). Importing it loads no Triton.
+train (`suits`). Importing it loads no Triton and no code generation.
 
 - kernel.py: the kernel. work.py: the shares of its CTAs. merge.py: merges their partial results.
 - block_lists.py: the key blocks that a block mask chooses.
@@ -14,10 +14,9 @@ import torch
 
 from ....types import Forward, Spec
 from ...base import Call, CapabilityKey
-from ..codegen.limits import is_range
-from .config import WIDEST
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST = 576  # of q and k: MLA's latent
 MAX_PLAIN_QUERIES = 64  # of a group, in plain calls
 
 
@@ -66,7 +65,11 @@ def suits(spec: Spec, call: Call) -> bool:
         trained = any(tensor is not None and tensor.requires_grad for tensor in inputs)
     else:
         trained = call.signature.trained
-    return not trained and (spec.mask is None or is_range(spec.mask))
+    if trained or spec.mask is None:
+        return not trained
+    from ..codegen.limits import is_range
+
+    return is_range(spec.mask)
 
 
 def code(spec: Spec, call: Call, **training: Any) -> str:

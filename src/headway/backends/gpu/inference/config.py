@@ -3,8 +3,6 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-WIDEST = 576  # of q and k: MLA's latent
-
 
 class LaunchConfig(NamedTuple):
     """The sizes of a kernel and of its grid."""
