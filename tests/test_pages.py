@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@dataclass
+@dataclass(eq=False)
 class Page:
     """A Markdown file: its blocks as (line of the fence, code), and how far it has been run."""
 
@@ -25,11 +27,16 @@ class Page:
     blocks: list[tuple[int, str]] = field(init=False)
     module: ModuleType = field(init=False)
     done: int = 0
+    last: ClassVar["Page | None"] = None  # the page whose block ran last
 
     def __post_init__(self) -> None:
         text = self.path.read_text(encoding="utf-8")
         self.blocks = [(text.count("\n", 0, m.start()) + 1, m[1]) for m in FENCE.finditer(text)]
+        self.restart()
+
+    def restart(self) -> None:
         self.module = ModuleType("page_" + re.sub(r"\W", "_", self.name))
+        self.done = 0
 
     @property
     def name(self) -> str:
@@ -37,6 +44,11 @@ class Page:
 
     def run_to(self, last: int) -> None:
         """Run the blocks up to and including block `last`, those that have run already excepted."""
+        # Another process may have the rest of a page that started a process group.
+        if Page.last not in (None, self) and dist.is_initialized():
+            dist.destroy_process_group()
+            Page.last.restart()
+        Page.last = self
         sys.modules[self.module.__name__] = self.module  # where dataclass and pickle look
         while self.done <= last:
             line, code = self.blocks[self.done]
@@ -76,3 +88,14 @@ def test_readme_has_blocks():
 def test_no_block_is_missed(page: Page):
     opened = page.path.read_text(encoding="utf-8").count("```py")
     assert opened == len(page.blocks), "a Python block that is not opened by ```python alone"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/recipes").glob("[!i]*.md")), ids=lambda p: p.stem
+)
+def test_a_recipe_opens_with_code_to_paste(path: Path):
+    """At most eight lines of at most 80 columns."""
+    first = re.search(r"^```\w+\n(.*?)^```$", path.read_text(encoding="utf-8"), re.M | re.S)
+    lines = first[1].splitlines()
+    assert len(lines) <= 8
+    assert max(map(len, lines)) <= 80

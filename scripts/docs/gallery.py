@@ -89,8 +89,8 @@ MASKS = [
     ),
     Entry(
         "causal-offset", "Causal, with a past",
-        "The last 16 queries of 64 keys, as in decoding against a cache: `offset` says how many keys "
-        "came before the first query.",
+        "16 queries at the end of 64 keys, as in decoding with a cache. `offset` is the number of keys "
+        "before the first query.",
         "mask = hw.causal(48)\nout = hw.attention(q[:, :, 48:], k, v, mask=mask)",
         kept="j <= i + 48",
     ),
@@ -141,7 +141,7 @@ MASKS = [
     ),
     Entry(
         "big-bird", "Window, global and random blocks",
-        "Big Bird: a table says which blocks of 8 × 8 are picked at random.",
+        "Big Bird: a window, global tokens, and blocks of 8 × 8 that a random table selects.",
         "picked = torch.rand(8, 8) < 0.2\n"
         "mask = hw.sliding_window(8) | hw.global_tokens(4) | hw.block_table(picked, 8)\n"
         "out = hw.attention(q, k, v, mask=mask)",
@@ -196,7 +196,7 @@ MASKS = [
         "out = hw.attention(q, k, v, mask=mask)",
         "Miao et al. 2023, SpecInfer, arXiv 2305.09781; Cai et al. 2024, Medusa, arXiv 2401.10774",
         kept="(j <= i) & ((j < 48) | above(j - 48, i - 48))",
-        where="`above(m, n)`: m is n, its parent (n − 1) // 2, or the parent of one of these",
+        where="`above(m, n)`: m is n or an ancestor of n; the parent of n is (n − 1) // 2",
         names={"above": above},
     ),
     Entry(
@@ -229,19 +229,19 @@ MASKS = [
         "mask = hw.neighborhood((8, 8), (3, 3))\nout = hw.attention(q, k, v, mask=mask)",
         "Hassani et al. 2023, arXiv 2204.07143, equations 1 and 2",
         kept="near(i // 8, j // 8) & near(i % 8, j % 8)",
-        where="`near(x, y)`: y is one of the three from x − 1 on, which is clipped to 0 … 5",
+        where="`near(x, y)`: y is one of three neighbours, the first of which is x − 1, clipped to 0 … 5",
         names={"near": near},
     ),
     Entry(
         "tiled", "Neighbourhood, in tiles",
-        "The same, for an image whose points are ordered tile by tile. Kept pairs lie together, so fewer "
-        "tiles are visited.",
+        "The same, for an image whose points are ordered tile by tile. Neighbours are close in the "
+        "sequence, so the kernel visits fewer tiles.",
         "mask = hw.tiled(hw.neighborhood((8, 8), (3, 3)), (8, 8), (4, 4))\n"
         "order = mask.order()\n"
         "out = hw.attention(*(x[:, :, order] for x in (q, k, v)), mask=mask)[:, :, order.argsort()]",
         "Zhang et al. 2025, Sliding Tile Attention, arXiv 2502.04507, section 3.2",
         kept="near(i // 8, j // 8) & near(i % 8, j % 8)",
-        where="of i and j in rows, as above; the picture is in the order of tiles",
+        where="here i and j count in rows, as above; the picture is in the order of tiles",
         names={"near": near},
     ),
     Entry(
@@ -315,7 +315,7 @@ SCORES = [
         "score = hw.t5_bias(table)\nout = hw.attention(q, k, v, score, scale=1.0)",
         "Raffel et al. 2020, arXiv 1910.10683, section 2.1",
         score="4 * s + table[bucket(j - i), h]",
-        where="`bucket` as in the paper; s has the scale 1/√16 in it, of which the 4 is the opposite",
+        where="`bucket` as in the paper; the factor 4 undoes the scale 1/√16 in s",
         names={"bucket": bucket}, shown=32,
     ),
     Entry(
@@ -343,8 +343,8 @@ SCORES = [
     ),
     Entry(
         "forgetting", "Forgetting Transformer",
-        "Each query has a gate; a pair is damped by all gates between key and query. Their sums are "
-        "taken outside, once, and gradients go back through them.",
+        "Each token has a gate. All gates between a key and a query lower their logit. You compute the "
+        "cumulative sum once, outside the call, and gradients flow back through it.",
         "gates = torch.randn(1, 4, 64, requires_grad=True)\n"
         "c = F.logsigmoid(gates).cumsum(-1)\n"
         "score = lambda s, b, h, i, j: s + c[b, h, i] - c[b, h, j]\n"
@@ -354,8 +354,8 @@ SCORES = [
     ),
     Entry(
         "adaptive-span", "Adaptive span",
-        "A soft window whose width is learned by each head. Where the factor is 0 its logarithm is "
-        "−∞: such pairs are not kept.",
+        "A soft window. Each head learns its width. Where the factor is 0, its logarithm is −∞, which "
+        "masks the pair out.",
         "span = torch.tensor([4.5, 8.5, 16.5, 32.5], requires_grad=True)\n"
         "soft = lambda h, i, j: ((8 + span[h] - (i - j)) / 8).clamp(0, 1)\n"
         "score = lambda s, b, h, i, j: s + soft(h, i, j).log()\n"
@@ -374,7 +374,7 @@ SCORES = [
     ),
     Entry(
         "two-axes", "A bias for rows and one for columns",
-        "Segment Anything's relative positions: two small tensors, of which a big one would be the sum.",
+        "Segment Anything's relative positions: two small tensors instead of their large sum.",
         "down, across = (torch.randn(1, 4, 64, 8, requires_grad=True) for _ in range(2))\n"
         "score = lambda s, b, h, i, j: s + down[b, h, i, j // 8] + across[b, h, i, j % 8]\n"
         "out = hw.attention(q, k, v, score)",
@@ -383,8 +383,8 @@ SCORES = [
     ),
     Entry(
         "swin-bias", "A table by distance in a window",
-        "Swin: a learned number for each difference of rows and columns within a window of 4 × 4; four "
-        "windows follow each other.",
+        "Swin learns one number for each difference of rows and columns inside a window of 4 × 4. The "
+        "sequence holds four windows.",
         "table = torch.randn(49, 4, requires_grad=True)  # (2 · 4 − 1)² differences, 4 heads\n"
         "score, mask = hw.window_bias(table, (4, 4)), hw.chunked(16)\n"
         "out = hw.attention(q, k, v, score, mask)",
@@ -394,8 +394,8 @@ SCORES = [
     ),
     Entry(
         "sigmoid", "Sigmoid attention",
-        "Weights that do not sum to 1: the softmax of `hw.log_sigmoid(bias)`, whose division the "
-        "log-sum-exp takes back, since it is differentiable. Exact, forward and backward.",
+        "The weights do not sum to 1. Headway computes the softmax of `hw.log_sigmoid(bias)` and undoes "
+        "its division with the log-sum-exp. Output and gradients are exact.",
         "out = hw.sigmoid_attention(q, k, v, mask=hw.causal(), bias=-2.0)",
         "Ramapuram et al. 2024, arXiv 2409.04431",
         kept="j <= i", weight="torch.sigmoid(s - 2)",
@@ -465,7 +465,7 @@ def section(entry: Entry) -> str:
         alt = f"{entry.title}, as a picture of queries and keys"
         lines += [f"![{alt}](pictures/{entry.key}.svg)", ""]
     lines += [entry.about, ""]
-    formulas = (("Kept", entry.kept), ("Score", entry.score), ("Weight", entry.weight))
+    formulas = (("Mask", entry.kept), ("Score", entry.score), ("Weight", entry.weight))
     said = [f"**{name}:** `{formula}`" for name, formula in formulas if formula]
     said[-1] += f", {entry.where}" if entry.where and "near" not in entry.names else ""
     if entry.where and "near" in entry.names:
@@ -485,10 +485,10 @@ INTRO = textwrap.dedent("""\
     # Gallery
 
     Each entry shows a mask or a score: its picture, its formula, its source, and code that you can run. A mask says
-    which pairs of query i and key j stay in the softmax ("kept"). A score changes a logit s, which is already scaled.
+    which keys j a query i attends to. A score changes a logit s, which is already scaled.
     The tests evaluate the same formulas over all pairs, in float64, and compare outputs and gradients.
 
-    In pictures of masks, kept pairs are blue. In pictures of scores, blue is added and orange is subtracted. The
+    In pictures of masks, a query attends to the blue keys. In pictures of scores, blue is added and orange is subtracted. The
     pictures are drawn from the library's own values.
 
     You can train with all of them, on CPU and GPU. Combine masks with `&`, `|` and `~`, scores with `>>`, and any mask
