@@ -83,10 +83,13 @@ make_venv() {
   "$python" -m venv "$venv"
 }
 
-pip_install() {
-  local how=--quiet
-  [ ! -t 2 ] || how=--progress-bar=on # someone is watching
-  "$venv/bin/python" -m pip install "$how" --disable-pip-version-check "$@"
+pip_install() { # what pip warns of is shown if it fails
+  local how=--quiet warnings=$venv/pip-warnings.txt
+  [ ! -t 1 ] || how=--progress-bar=on # someone is watching
+  "$venv/bin/python" -m pip install "$how" --disable-pip-version-check "$@" 2>"$warnings" || {
+    cat "$warnings" >&2
+    return 1
+  }
 }
 
 has_triton() {

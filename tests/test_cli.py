@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -97,6 +98,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["mask", "causal()", "--length", "0"], "--length 0"),
         (["mask", "causal()", "--tile", "-1"], "--tile -1"),
         (["mask", "alibi(2)", "--out", "score.html"], "is of a mask alone"),
+        (["mask", "causal()", "--out", "mask.txt"], "must end in .svg, .png, .pdf or .html"),
+        (["explain", "causal()", "--backend", "cuda"], "backend='cuda' is not known"),
+        (["train", "--devices", "3", "--context-parallel", "2"], "must divide --devices 3"),
         (["mask", "causal()", "--score", "causal()"], "--score takes a score"),
         (["mask", "alibi(2)", "--score", "alibi(2)"], "goes with a mask"),
         (["mask", "window_bias([[1]], (1, 1))", "--score", "alibi(2)"], "goes with a mask"),
@@ -285,10 +289,20 @@ def test_mask_writes_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert status == 0
     assert out.splitlines()[-1].startswith("wrote ")
     assert (tmp_path / "mask.png").read_bytes()[:4] == b"\x89PNG"
-    for name in ("no/folder.png", "mask.xyz"):
-        status, _, error = run(capsys, "mask", "causal()", "--out", str(tmp_path / name))
-        assert status == 2
-        assert "cannot draw to" in error
+    status, out, error = run(capsys, "mask", "causal()", "--out", str(tmp_path / "no/folder.png"))
+    assert (status, out) == (2, "")
+    assert "cannot draw to" in error
+
+
+def test_mask_writes_its_files_for_a_reader_that_stops(tmp_path: Path) -> None:
+    """As in `headway mask ... | head -1`: the pipe is closed before anything is printed."""
+    read, write = os.pipe()
+    os.close(read)
+    path = tmp_path / "mask.svg"
+    command = [sys.executable, "-m", "headway.cli", "mask", "causal()", "--out", str(path)]
+    subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    ElementTree.parse(path)
 
 
 def test_mask_writes_a_page_and_a_picture(

@@ -252,6 +252,22 @@ def test_constraints_name_every_dependency() -> None:
     assert pinned == wanted
 
 
+@pytest.mark.parametrize("status", [0, 3])
+def test_setup_shows_what_pip_warns_of_only_if_it_fails(status: int, tmp_path: Path) -> None:
+    fake = tmp_path / "bin" / "python"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\necho WARNING: an index is gone >&2\nexit {status}\n")
+    fake.chmod(0o755)
+    text = (ROOT / "scripts" / "setup.sh").read_text()
+    function = re.search(r"^pip_install\(\) .*?^}$", text, re.MULTILINE | re.DOTALL)
+    assert function is not None
+    script = f"set -euo pipefail; venv={tmp_path}\n{function[0]}\npip_install x; echo after"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert bool(done.returncode) == bool(status)
+    assert done.stdout == ("" if status else "after\n")
+    assert done.stderr == ("WARNING: an index is gone\n" if status else "")
+
+
 def test_the_oldest_transformers_is_the_one_that_is_tested() -> None:
     """And the other one is newer."""
     pinned = [

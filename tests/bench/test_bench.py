@@ -460,12 +460,35 @@ def test_overhead_is_what_is_above_the_kernel(monkeypatch):
         return {name: timing.Timing(t, t - 1e-6, t + 1e-6, 9) for name, t in seconds.items()}
 
     monkeypatch.setattr(overhead, "compare", compare)
-    case = Case("o", hq=2, hk=2, length=8, d=8, mask=headway.causal, most=49.0)
+    case = Case("o", hq=2, hk=2, length=8, d=8, mask=headway.causal, most=47.0)
     results = overhead.overhead(case, "cpu", 1, lambda: None, compiled=False)
     assert [r.contestant for r in results] == ["headway", "sdpa"] * 2
     first = results[0]
-    assert (first.median, first.low, first.high, first.unit) == (50.0, 49.0, 51.0, "µs")
+    # Of a difference of two times: both have quartiles.
+    assert (first.median, first.low, first.high, first.unit) == (50.0, 48.0, 52.0, "µs")
     assert [r.verdict for r in results] == ["fail", "", "", ""]
+    results = overhead.overhead(replace(case, most=51.0), "cpu", 1, lambda: None, compiled=False)
+    assert [r.verdict for r in results] == ["noise", "", "", ""]
+    seconds["headway"] = 5e-6
+    results = overhead.overhead(case, "cpu", 1, lambda: None, compiled=False)
+    assert [r.verdict for r in results] == ["noise", "", "", ""]  # less than nothing
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_verdict_is_what_every_pair_of_quartiles_says(seed: int):
+    """Noise is what two of them would answer differently."""
+    draws = torch.rand(3, 3, generator=torch.Generator().manual_seed(seed)).sort(1).values.tolist()
+    ours, theirs, limits = draws
+    pair = [timing.Timing(median, low, high, 5) for low, median, high in (ours, theirs)]
+    for times in (0.1, *limits, 10.0):
+        answers = {b >= times * a for a in ours for b in theirs}
+        assert pair[1].takes(times, pair[0]) == (answers.pop() if len(answers) == 1 else None)
+    for limit in (0.01, *limits, 2.0):
+        answers = {a <= limit for a in ours}
+        expected = {True: "pass", False: "fail"}[answers.pop()] if len(answers) == 1 else "noise"
+        result = Result("x", FORWARD, "headway", unit="s")
+        low, median, high = ours
+        assert replace(result, median=median, low=low, high=high).at_most(limit).verdict == expected
 
 
 def test_memory_has_a_figure_only_if_the_result_is_right(monkeypatch):

@@ -58,9 +58,10 @@ def choose(name: str, spec: Spec, kind: CapabilityKey, call: Call | None = None)
 
 
 def order(name: str, spec: Spec, kind: CapabilityKey) -> tuple[str, ...]:
-    """Return the backends to ask, the preferred one first."""
+    """Return the backends to ask, the preferred one first. Raises ArgumentError for a name that
+    no backend has."""
     if name != "auto":
-        return (name,)
+        return (get(name).name,)
     *fast, last = NAMES
     return (*sorted(fast, key=lambda n: slower(n, spec, kind) != ""), last)
 

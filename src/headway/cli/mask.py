@@ -14,7 +14,7 @@ from rich.text import Text
 
 import headway
 
-from ..blocks.picture import PANELS, of_block_mask, of_score
+from ..blocks.picture import PANELS, Picture, of_block_mask, of_score
 from ..errors import ArgumentError
 from ..mods.base import Mod
 from .options import check_positive
@@ -102,6 +102,8 @@ def main(arguments: list[str]) -> int:
         if mask is None or not isinstance(score, headway.Score):
             raise ArgumentError("--score takes a score, and goes with a mask: causal() --score ...")
     for path in options.out:
+        if path.suffix.lower() not in (".svg", ".png", ".pdf", ".html", ".htm"):
+            raise ArgumentError(f"--out {path}: its name must end in .svg, .png, .pdf or .html")
         if score is not None and _is_page(path):
             raise ArgumentError(f"--out {path} is of a mask alone; a score has .svg, .png and .pdf")
     sizes = *_groups(mask, score), options.length, options.length
@@ -109,14 +111,23 @@ def main(arguments: list[str]) -> int:
     blocks = None
     if score is None:
         blocks = headway.block_mask(mask, *sizes, tile=options.tile)
-        draw = _draw_mask(console, mask, blocks)
+        draw = lambda most, panels: of_block_mask(blocks, most, panels)
     else:
-        draw = _draw_score(console, score, mask, sizes)
-    for path in options.out:
+        for part in (score, mask):
+            if part is not None:
+                part.check_sizes(*sizes)
+        draw = lambda most, panels: of_score(score, mask, sizes, most, panels)
+    for path in options.out:  # before anything is printed: whoever reads that may stop reading
         if blocks is not None and _is_page(path):
             blocks.save_report(path)
         else:
             draw(MOST_SHAPES if path.suffix.lower() == ".svg" else MOST_CELLS, PANELS).save(path)
+    picture = draw(32, FEW)
+    if blocks is not None:
+        _print_mask(console, mask, blocks, picture)
+    else:
+        _print_score(console, picture)
+    for path in options.out:
         console.print(f"wrote {path}", soft_wrap=True)
     return 0
 
@@ -125,28 +136,22 @@ def _is_page(path: Path) -> bool:
     return path.suffix.lower() in (".html", ".htm")
 
 
-def _draw_mask(console: Console, mask: Any, blocks: headway.BlockMask) -> Callable[..., Any]:
+def _print_mask(console: Console, mask: Any, blocks: headway.BlockMask, picture: Picture) -> None:
     full, partial, empty = blocks.counts()
     console.print(Text(str(mask)))
-    console.print(Text(of_block_mask(blocks, 32, FEW).text()), no_wrap=True, crop=False)
+    console.print(Text(picture.text()), no_wrap=True, crop=False)
     _more(console, blocks.shape[0] * blocks.shape[1])
     counts = f"██ full {full}  ▒▒ partial {partial}  ·· empty {empty}"
     pairs = f"{blocks.tile[0]} x {blocks.tile[1]} pairs"
     skipped = f"{blocks.sparsity():.1%} of the tiles are skipped"
     console.print(f"{counts}   of {pairs}; {skipped}", soft_wrap=True)
-    return lambda most, panels: of_block_mask(blocks, most, panels)
 
 
-def _draw_score(console: Console, score: Any, mask: Any, sizes: tuple) -> Callable[..., Any]:
-    for mod in (score, mask):
-        if mod is not None:
-            mod.check_sizes(*sizes)
-    picture = of_score(score, mask, sizes, 32, FEW)
+def _print_score(console: Console, picture: Picture) -> None:
     console.print(Text(picture.title))
     console.print(Text(picture.text()), no_wrap=True, crop=False)
     _more(console, picture.groups)
     console.print(Text("  ".join(f"{text} {meaning}" for text, meaning in picture.key)))
-    return lambda most, panels: of_score(score, mask, sizes, most, panels)
 
 
 def _more(console: Console, groups: int) -> None:

@@ -4,7 +4,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 import tyro
@@ -13,6 +13,7 @@ from rich.console import Console
 from ..errors import ArgumentError
 from ..mods import causal, softcap
 from ..resolve import prepare
+from .options import default_words
 
 if TYPE_CHECKING:
     from ..backends.triton.tuning import Problem, Trial
@@ -34,7 +35,7 @@ class Arguments:
     """Tune calls without a score function (causal, and without a mask), with one, or both."""
     length: int = 8192
     """Number of queries and keys, with 32 heads of 128, or as many numbers in other widths."""
-    seconds: float | None = None
+    seconds: Annotated[float | None, default_words("none", "FLOAT")] = None
     """Stop timing candidates after this many seconds, and save the best so far."""
     jobs: int = 8
     """Number of processes that compile."""

@@ -160,7 +160,7 @@ def _definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _judged(case: Case, name: str, times: dict[str, Timing], copied: float) -> Result:
     """Return one line, with terabytes of the cache read per second and, for MLA, TFLOP/s."""
-    timing, ours = times[name], times[OURS].median
+    timing, ours = times[name], times[OURS]
     # Bytes of all keys and values; an MLA latent is both.
     widths = case.d if case.dv is not None else 2 * case.d
     size = case.b * case.hk * case.length * widths * getattr(torch, case.dtype).itemsize
@@ -171,16 +171,16 @@ def _judged(case: Case, name: str, times: dict[str, Timing], copied: float) -> R
     note = f"{size / timing.median / 1e12:.2f} TB/s, {size / timing.median / copied:.0%} of a copy"
     if case.dv is not None:
         note += f", {flops / 1e12:.0f} TFLOP/s"
-    result = replace(result, note=note, ratio=round(timing.median / ours, 4))
-    peers = [times[peer].median for peer in ("sdpa", "flex") if peer in times]
+    result = replace(result, note=note, ratio=round(timing.median / ours.median, 4))
+    peers = [times[peer] for peer in ("sdpa", "flex") if peer in times]
     if name == OURS and peers:
-        return result.asked(">= 0.97x the best peer", min(peers) >= 0.97 * ours)
+        return result.asked(">= 0.97x the best peer", min(peers).takes(0.97, ours))
     if name == OURS and case.dv is not None:
         reached = flops >= 450e12 if case.hq >= 64 else size / timing.median >= 2.4e12
         return result.asked("450 TFLOP/s" if case.hq >= 64 else "2.4 TB/s", reached)
     if name.startswith(f"{OURS}, pages of"):
         required = 0.97 if name.endswith("64") else 0.9
-        return result.asked(f">= {required}x contiguous", ours >= required * timing.median)
+        return result.asked(f">= {required}x contiguous", ours.takes(required, timing))
     if name.startswith(f"{OURS}, "):
-        return result.asked("<= 1.15 of plain", timing.median <= 1.15 * ours)
+        return result.asked("<= 1.15 of plain", ours.takes(1 / 1.15, timing))
     return result

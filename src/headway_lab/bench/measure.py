@@ -210,20 +210,23 @@ def judge(
         )  # fmt: skip
     if peer is None:
         return result
-    ratio, target = timing.median / ours.median, case.target(direction, name)
+    target, share = case.target(direction, name), 1.0
     if peer.per_tile:
         causal_size = size(case, causal())
         theirs, each = timing.median / causal_size.tiles, ours.median / measured.tiles
-        ratio = theirs / each
+        share = causal_size.tiles / measured.tiles
         note = f"{theirs * 1e6:.1f} µs per live tile, here {each * 1e6:.1f} µs"
         result = replace(result, pairs=causal_size.pairs, tiles=causal_size.tiles, note=note)
-    result = replace(result, ratio=round(ratio, 4))
+    result = replace(result, ratio=round(timing.median / (share * ours.median), 4))
     for rival in case.targets:
         if (rival.of, rival.direction) == (name, direction) and rival.peer in times:
             faster = times[rival.peer].median / timing.median
             result = replace(result, note=f"{faster:.2f}x {rival.peer}")
-            return result.asked(f">= {rival.times:g}x {rival.peer}", faster >= rival.times)
-    return result if target is None else result.asked(f">= {target:g}x", ratio >= target)
+            passed = times[rival.peer].takes(rival.times, timing)
+            return result.asked(f">= {rival.times:g}x {rival.peer}", passed)
+    if target is None:
+        return result
+    return result.asked(f">= {target:g}x", timing.takes(target * share, ours))
 
 
 def measure_long(case: Case, device: str, repeats: int, tick: Tick) -> list[Result]:
@@ -281,7 +284,10 @@ def measure_build(case: Case, device: str, repeats: int, tick: Tick = lambda: No
         ratio = times[name].median / times["headway"].median
         line = replace(line, tiles=ours_line.tiles, ratio=round(ratio, 1)).timed(times[name])
         target = case.target(BUILD, name)
-        lines.append(line if target is None else line.asked(f">= {target:g}x", ratio >= target))
+        if target is not None:
+            passed = times[name].takes(target, times["headway"])
+            line = line.asked(f">= {target:g}x", passed)
+        lines.append(line)
     return lines
 
 

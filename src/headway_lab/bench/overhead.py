@@ -65,12 +65,15 @@ def overhead(case: Case, device: str, repeats: int, tick: Call, compiled: bool) 
                 call()
             # One sample is about 2 ms of calls: many samples are cheap, and the noise wants them.
             times = compare(calls, 20 * repeats, device, tick)
-        base = times.pop("kernel").median
+        base = times.pop("kernel")
         for name, timing in times.items():
             alone = name in (NOTHING, RESOLVE)
-            less, note = (0.0, "") if alone else (base, f"{what} {base * 1e6:.1f} µs")
-            median, low, high = (seconds - less for seconds in timing[:3])
-            above = Timing(median, low, high, timing.runs)
+            less = Timing(0.0, 0.0, 0.0, 0) if alone else base
+            note = "" if alone else f"{what} {base.median * 1e6:.1f} µs"
+            above = Timing(
+                timing.median - less.median, timing.low - less.high, timing.high - less.low,
+                timing.runs,
+            )  # fmt: skip
             result = Result(case.name, direction, name, note=note).timed(above, "µs")
             if name == judged and not training:
                 result = result.at_most(case.most)

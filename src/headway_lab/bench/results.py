@@ -106,7 +106,7 @@ def load() -> float:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
-PASS, FAIL, WRONG, NOT_RUN = "pass", "fail", "wrong", "not run"
+PASS, FAIL, NOISE, WRONG, NOT_RUN = "pass", "fail", "noise", "wrong", "not run"
 
 
 class Error(NamedTuple):
@@ -169,14 +169,20 @@ class Result:
         return replace(self, verdict=NOT_RUN, note=str(why))
 
     def at_most(self, limit: float | None) -> "Result":
-        """Return the result with a target for its median, in its unit, if there is one."""
+        """Return the result with a target for its median, in its unit, if there is one.
+
+        A median below 0, a difference of two times that noise hides, meets no target.
+        """
         if limit is None:
             return self
-        return self.asked(f"<= {limit:g} {self.unit}", (self.median or 0.0) <= limit)
+        median = self.median or 0.0
+        low, high = (median if x is None else x for x in (self.low, self.high))
+        passed = None if median < 0 or low <= limit < high else median <= limit
+        return self.asked(f"<= {limit:g} {self.unit}", passed)
 
-    def asked(self, target: str, passed: bool) -> "Result":
-        """Return the result with a target and its verdict."""
-        return replace(self, target=target, verdict=PASS if passed else FAIL)
+    def asked(self, target: str, passed: bool | None) -> "Result":
+        """Return the result with a target and its verdict; None: the times are too noisy to say."""
+        return replace(self, target=target, verdict={True: PASS, False: FAIL, None: NOISE}[passed])
 
 
 def describe(case: Case) -> dict[str, object]:

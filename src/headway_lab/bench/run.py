@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
+from headway.cli.options import default_words
 from headway.errors import ArgumentError
 
 from . import child, decode, first_call, ranks
@@ -27,21 +29,21 @@ class Options:
     """The options of `headway bench`."""
 
     cases: tuple[str, ...] = ()
-    """Names, parts of names, or tags; all cases if none is given."""
+    """Names of cases, parts of names, or tags. Without them all cases run."""
     device: str = "cpu"
-    """cpu, or cuda."""
+    """Device to time: cpu or cuda."""
     context_parallel: bool = False
-    """The cases of one sequence over all cards of this machine, and no others."""
+    """Run only the cases that split one sequence over all GPUs of this machine."""
     threads: int = 2
-    """Of PyTorch, on the CPU."""
+    """CPU threads of PyTorch."""
     repeats: int = 7
-    """Runs of every contestant; two, where one takes seconds."""
-    output: Path | None = None
-    """The CSV to write, or an existing folder, for FOLDER/CARD/bench-DATE.csv; else none."""
-    seconds: float | None = None
-    """Begin no case after this time; the order is that of `--list`."""
+    """Runs of every library. If a run takes seconds, there are two."""
+    output: Annotated[Path | None, default_words("none", "PATH")] = None
+    """CSV to write, or an existing folder: then FOLDER/GPU/bench-DATE.csv is written."""
+    seconds: Annotated[float | None, default_words("none", "FLOAT")] = None
+    """Start no case after this many seconds. The cases run in the order of `--list`."""
     resume: bool = False
-    """Leave out the cases that the CSV of --output has already, and add the others to it."""
+    """Skip the cases that are in the CSV of --output, and append the others to it."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "repeats"):

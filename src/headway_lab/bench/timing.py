@@ -35,6 +35,13 @@ class Timing(NamedTuple):
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
         return Timing(median, low, high, len(samples))
 
+    def takes(self, times: float, of: "Timing") -> bool | None:
+        """Return whether this takes at least `times` as long as another; None where their
+        quartiles leave it open."""
+        if self.low < times * of.high and self.high >= times * of.low and self.runs > 1:
+            return None
+        return self.median >= times * of.median
+
 
 Mark = float | torch.cuda.Event
 

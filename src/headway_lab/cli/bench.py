@@ -12,18 +12,18 @@ from rich.text import Text
 from ..bench.case import Case
 from ..bench.cases import every, select
 from ..bench.peers import PEERS, Peer
-from ..bench.results import FAIL, NOT_RUN, PASS, WRONG, Machine, Result, describe, here, load
+from ..bench.results import FAIL, NOISE, NOT_RUN, PASS, WRONG, Machine, Result, describe, here, load
 from ..bench.run import Options, bench
 
-STYLES = {PASS: "green", FAIL: "red", WRONG: "bold red", NOT_RUN: "yellow"}
+STYLES = {PASS: "green", FAIL: "red", NOISE: "yellow", WRONG: "bold red", NOT_RUN: "yellow"}
 
 
 @dataclass(frozen=True)
 class Arguments(Options):
-    """Time forward, backward and the building of block masks against what you could use instead.
+    """Time forward, backward and block masks of Headway and of other libraries.
 
-    Every result is first checked against float64, and a wrong one is never timed. All contestants
-    of a case run in one process, in turns; medians are compared. Exit status 1 if one was wrong.
+    Every result is first checked against float64. A wrong one is not timed, and the exit status is
+    then 1. All libraries of a case take turns in one process, and their medians are compared.
     """
 
     list: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -52,6 +52,8 @@ def run_in_terminal(options: Options, console: Console) -> int:
     cases = select(options.cases, options.device, options.context_parallel)
     if options.output is None:
         console.print("nothing is written: --output FILE keeps the figures", soft_wrap=True)
+    if load() > 1:
+        _warn_of_load(console)
     progress = Progress(
         BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
         console=console, transient=True,
@@ -73,11 +75,15 @@ def run_in_terminal(options: Options, console: Console) -> int:
         console.print(targets(with_target))
     console.print(summary(here(options.device), results), soft_wrap=True, highlight=False)
     if load() > options.threads + 1:
-        busy = f"other programs run here (load {load():.1f}): these figures are not to be trusted"
-        console.print(busy, style="yellow", soft_wrap=True, highlight=False)
+        _warn_of_load(console)
     if path is not None:
         console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return int(any(result.verdict == WRONG for result in results))
+
+
+def _warn_of_load(console: Console) -> None:
+    busy = f"other programs run here (load {load():.1f}): do not trust these figures"
+    console.print(busy, style="yellow", soft_wrap=True, highlight=False)
 
 
 def title(case: Case) -> Text:

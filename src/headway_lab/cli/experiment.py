@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from headway.cli.options import default_words
 from headway.errors import ArgumentError
 
 from ..experiments import Experiment
@@ -18,23 +19,22 @@ from ..experiments import Experiment
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train small models from scratch to see whether a claim holds, and say so.
+    """Train small models from scratch and check a claim.
 
-    scaling: folding 1/sqrt(d) into the initial query weights is the same as scaling logits under
-    Adafactor, and a higher learning rate for the queries under Adam.
+    scaling: with Adafactor, you can fold 1/sqrt(d) into the initial query weights instead of
+    scaling logits. With Adam this acts as a higher learning rate of the queries.
 
-    qk-clip: QK-Clip keeps attention logits from exploding, and the loss is no worse.
+    qk-clip: QK-Clip keeps attention logits from exploding, and the loss is not worse.
 
-    Prints a table, draws the curves, and exits with status 1 if the claim does not hold here.
+    The command prints a table, draws the curves, and exits with status 1 if the claim fails.
     """
 
     name: Annotated[Literal["scaling", "qk-clip"], tyro.conf.Positional]
-    """Which claim."""
-    steps: int | None = None
-    """Training steps of every run. [120 for scaling, 200 for qk-clip: minutes on two cores; the
-    checks are made for these]"""
-    threads: int | None = None
-    """CPU threads. [PyTorch's choice]"""
+    """Claim to check."""
+    steps: Annotated[int | None, default_words("120 for scaling, 200 for qk-clip")] = None
+    """Training steps of every run. The checks expect the default."""
+    threads: Annotated[int | None, default_words("PyTorch's choice")] = None
+    """CPU threads."""
     out: Path = Path("experiments")
     """Folder for the picture."""
 

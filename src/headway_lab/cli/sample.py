@@ -18,19 +18,22 @@ from ..recipe.sample import generate_many, text_of
 
 @dataclass(frozen=True)
 class Arguments:
-    """Let the model of a run write, byte by byte. One text is printed as it comes, many, which are
-    written side by side, at the end. The speed goes to standard error."""
+    """Generate text with a trained model, byte by byte.
+
+    One text is printed while it is generated. Several are generated together and printed at the
+    end. The speed is printed to standard error.
+    """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Name of the run, or the path of a model.safetensors."""
     prompt: tuple[str, ...] = ("",)
-    """What it continues, one text or several. Empty: the beginning of a file."""
+    """Text to continue, one or several. Empty: the beginning of a file."""
     length: int = 500
-    """Bytes to write for each, at most; it stops earlier where it ends the file."""
+    """Largest number of bytes to generate. The model may end the file before."""
     temperature: float = 0.8
-    """1 draws from the model's own probabilities, less is bolder, 0 always takes the likeliest."""
+    """1 samples from the model's probabilities, less sharpens them, 0 takes the likeliest byte."""
     seed: int = 0
-    """The same seed gives the same text."""
+    """Seed of the sampling. The same seed gives the same text."""
     runs: Path = Path("runs")
     """Folder that holds the runs."""
 

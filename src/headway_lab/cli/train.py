@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from headway.cli.options import default_words
 from headway.errors import ArgumentError
 
 from ..recipe import TrainConfig, train
@@ -19,19 +20,17 @@ from ..recipe.run import Run
 
 @dataclass(frozen=True)
 class Arguments(TrainConfig):
-    """Train a byte-level transformer on source code that this machine has.
+    """Train a byte-level transformer on the source code of your Python.
 
-    Whole files are packed into sequences under a document mask, whole other files are held out.
-    Weights, metrics, pictures and a sample of what it writes are put into runs/NAME. Ctrl-C saves
-    and stops; --resume continues, with the same losses as if it had never stopped.
+    Files are packed into sequences under a document mask, and other files are held out. The run
+    writes weights, metrics, pictures and generated text to runs/NAME. Ctrl-C saves and stops it.
+    --resume continues it, with the losses of a run that never stopped.
     """
 
-    preset: Annotated[
-        str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: none)")
-    ] = None
+    preset: Annotated[str | None, default_words("none", "NAME")] = None
     """Start from the settings of a long run on a GPU: 60m, 60m-explode or 19m."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Continue the run of this name from its last checkpoint, with the settings it began with."""
+    """Continue the run from its last checkpoint, with its settings."""
 
     def config(self) -> TrainConfig:
         """Return the settings alone."""
@@ -58,6 +57,7 @@ def main(arguments: list[str]) -> int:
         saved = replace(run.settings(), name=run.name, runs=options.runs)
         options = _parse(arguments, Arguments(**vars(saved)))
     if options.devices > 1 and not started():
+        options.config().resolved()  # a mistake is one message, not one of every process
         return _start(arguments, options.devices)
     if started() > 1 and options.devices == 1:  # by torchrun, which says how many
         options = replace(options, devices=started())

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
+from headway.cli.options import default_words
 from headway.errors import ArgumentError
 
 from .corpus import Text
@@ -26,11 +27,6 @@ SHORTEST = 8  # bytes of context: below, there is next to nothing to attend to, 
 HIGHEST_RATE = 1e6  # nothing learns there; float32 overflows far above
 
 
-def _or(default: str, metavar: str = "INT") -> Any:
-    """Annotate an option of the command line whose default is None, with words for it."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """Every setting of a run; `headway train --help` is made from it.
@@ -39,42 +35,46 @@ class TrainConfig:
     """
 
     depth: int = 4
-    """Layers: the one dial that sets width, heads, learning rate and steps (4: two minutes)."""
-    name: Annotated[str | None, _or("run-1, run-2, ...; with --resume, the last saved", "NAME")] = (
+    """Number of layers. It sets width, heads, learning rate and steps (4: two minutes)."""
+    name: Annotated[
+        str | None, default_words("run-1, run-2, ...; with --resume, the last saved", "NAME")
+    ] = None
+    """Folder of the run under --runs. If it exists, you must pass --resume."""
+    steps: Annotated[int | None, default_words("18 * depth²")] = None
+    """Training steps."""
+    width: Annotated[int | None, default_words("32 * depth")] = None
+    """Width of the residual stream."""
+    heads: Annotated[int | None, default_words("width / 32")] = None
+    """Query heads."""
+    kv_heads: Annotated[int | None, default_words("half of heads, or the next divisor below")] = (
         None
     )
-    """The run's folder under --runs. A name that exists is refused unless --resume is given."""
-    steps: Annotated[int | None, _or("18 * depth²")] = None
-    """Training steps."""
-    width: Annotated[int | None, _or("32 * depth")] = None
-    """Width of the residual stream."""
-    heads: Annotated[int | None, _or("width / 32")] = None
-    """Query heads."""
-    kv_heads: Annotated[int | None, _or("half of heads, or the next divisor below")] = None
-    """Key and value heads; each serves heads / kv-heads query heads (gqa alone)."""
+    """Key and value heads, for --attention gqa: each serves heads / kv-heads query heads."""
     attention: Kind = "gqa"
     """Grouped-query attention, or multi-head latent attention (DeepSeek)."""
     qk_norm: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Normalise queries and keys in every head (gqa)."""
-    softcap: Annotated[float | None, _or("none", "FLOAT")] = None
+    """Normalise queries and keys in every head, for --attention gqa."""
+    softcap: Annotated[float | None, default_words("none", "FLOAT")] = None
     """Bound on the logits: cap * tanh(logit / cap), as in Gemma 2."""
     mask: MaskKind = "documents"
     """What a byte attends to: earlier bytes of its own file, or of the whole sequence."""
     implementation: Implementation = "headway"
-    """Who computes attention; sdpa is PyTorch's F.scaled_dot_product_attention, a baseline."""
+    """Library that computes attention. sdpa is PyTorch's F.scaled_dot_product_attention."""
     scaling: Scaling = "logits"
-    """Where 1/sqrt(head width) lives: logits, queries, their initial weights, or nowhere (none)."""
+    """Where 1/sqrt(d) is applied: to the logits, the queries, their initial weights, or nowhere."""
     optimizer: Literal["muon", "adamw", "muonclip", "adafactor"] = "muon"
-    """Of the matrices inside the blocks; muonclip is Muon as Kimi K2 has it, with QK-Clip."""
-    qk_clip_tau: Annotated[float | None, _or("100 for muonclip, else no clip", "FLOAT")] = None
-    """QK-Clip: after a step, scale down the heads whose largest logit passed this."""
+    """Optimizer of the matrices inside the blocks. muonclip is Kimi K2's Muon with QK-Clip."""
+    qk_clip_tau: Annotated[
+        float | None, default_words("100 for muonclip, else no clip", "FLOAT")
+    ] = None
+    """QK-Clip: after each step, scale down the heads whose largest logit exceeds this."""
     context: int = 256
-    """Bytes in a sequence: how far back attention can look."""
+    """Bytes in a sequence."""
     batch: int = 8
     """Sequences in a step."""
     lr: Annotated[
         float | None,
-        _or(
+        default_words(
             "muon: 0.04 / sqrt(depth), muonclip: 0.03 / depth, adamw: 0.01 / sqrt(depth), "
             "adafactor: 0.06 / sqrt(depth)",
             "FLOAT",
@@ -86,33 +86,33 @@ class TrainConfig:
     head_lr: float = 0.01
     """Learning rate of the output head (AdamW)."""
     weight_decay: float = 0.1
-    """Decay of the matrices inside the blocks; a step shrinks them by this times --lr."""
+    """Weight decay of the matrices inside the blocks: a step shrinks them by this times --lr."""
     warmup: float = 0.02
-    """Share of the steps, at the start, over which learning rates rise from zero."""
+    """Part of the steps in which the learning rates rise from zero, for example 0.02."""
     cooldown: float = 0.7
-    """Share of the steps, at the end, over which they fall back to zero."""
+    """Part of the steps in which the learning rates fall to zero at the end."""
     eval_every: int = 50
-    """Steps between looks at a part of the held-out files; the last step looks at all of them."""
+    """Steps between evaluations on a part of the held-out files. The last step uses all."""
     save_every: int = 100
-    """Steps between checkpoints; one is also written at the end, on Ctrl-C and on SIGTERM."""
+    """Steps between checkpoints. The end of the run, Ctrl-C and SIGTERM also write one."""
     seed: int = 0
-    """Of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
     text: Text = "library"
-    """The .py files of Python's standard library, or sources and notes of installed packages."""
-    corpus: Annotated[Path | None, _or("where this Python has them", "FOLDER")] = None
-    """Folder to read the text from instead."""
+    """Text: the .py files of Python's standard library, or those of installed packages."""
+    corpus: Annotated[Path | None, default_words("where this Python has them", "FOLDER")] = None
+    """Folder to read the text from."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where to train."""
     devices: int = 1
-    """GPUs, or processes on the CPU, that train together; torchrun may start them, too."""
-    context_parallel: Annotated[int | None, _or("all devices")] = None
-    """Of the devices, how many hold a sequence together; groups of so many share out the batch."""
+    """GPUs, or processes on the CPU, that train together. torchrun can start them, too."""
+    context_parallel: Annotated[int | None, default_words("all devices")] = None
+    """Devices that split one sequence. The groups of this size divide the batch."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and products; bfloat16 (autocast) pays only where the hardware has it."""
-    threads: Annotated[int | None, _or("PyTorch's choice")] = None
+    """Dtype of activations and matrix products. Use bfloat16 (autocast) where it is fast."""
+    threads: Annotated[int | None, default_words("PyTorch's choice")] = None
     """CPU threads."""
     sample_bytes: int = 240
-    """Bytes that the trained model writes after each of three prompts; 0 for none."""
+    """Bytes that the trained model generates after each of three prompts. 0: none."""
     runs: Path = Path("runs")
     """Folder that holds the runs."""
 
