@@ -3,8 +3,10 @@
 import copy
 import functools
 import math
+import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
@@ -151,6 +153,9 @@ def same_lists(a, b):
         their_count, their_at = (
             getattr(b, f"{name}{part}") for part in ("_num_blocks", "_indices")
         )
+        if their_count is None:
+            assert count is at is None
+            continue
         assert torch.equal(count, their_count)
         assert count.dtype == at.dtype == torch.int32
         live = torch.arange(at.shape[-1]) < count[..., None]
@@ -452,11 +457,158 @@ def test_pytorchs_block_mask_is_read_again_when_it_changes():
 def test_full_blocks_need_not_be_separate():
     kwargs = {"BLOCK_SIZE": 16, "device": "cpu"}
     mask = flex.create_block_mask(causal, None, None, 64, 64, **kwargs, separate_full_blocks=False)
-    assert mask.full_kv_num_blocks.sum() == 0
+    same_lists(
+        mask,
+        theirs.create_block_mask(causal, None, None, 64, 64, **kwargs, separate_full_blocks=False),
+    )
+    assert mask.full_kv_num_blocks is None
     q = torch.randn(1, 2, 64, 8)
     torch.testing.assert_close(
         flex.flex_attention(q, q, q, block_mask=mask), hw.attention(q, q, q, mask=hw.causal())
     )
+
+
+@pytest.mark.parametrize("lengths", [(300, 300), (256, 300), (300, 256), (5, 257), (1, 1)], ids=str)
+@pytest.mark.parametrize("separate", [True, False])
+def test_lists_of_ragged_lengths(lengths, separate):
+    """PyTorch pads the mask: a block that a length cuts is partial, whatever the mask keeps."""
+    options = {"BLOCK_SIZE": (64, 32), "device": "cpu", "separate_full_blocks": separate}
+    for mask in (causal, flex.noop_mask, sliding_window(40), lambda b, h, i, j: h + b + j > i):
+        ours, expected = (
+            m.create_block_mask(mask, 2, 3, *map(np.int64, lengths), **options)
+            for m in (flex, theirs)
+        )
+        same_lists(ours, expected)
+        for cut in ((3, 250), (64, 32), (1, 1)):
+            if cut[0] <= lengths[0] and cut[1] <= lengths[1]:
+                try:
+                    crop = expected._adjust(*cut)
+                except IndexError:  # PyTorch reads entries past a row's blocks
+                    continue
+                same_lists(ours._adjust(*cut), crop)
+        same_lists(ours[1:, 2], expected[1:, 2])
+        q, kv = torch.randn(2, 3, lengths[0], 8), torch.randn(2, 3, lengths[1], 8)
+        out = flex.flex_attention(q, kv, kv, block_mask=ours)
+        truth = oracle.attention(q, kv, kv, mask=mask).out
+        torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
+        again = flex.BlockMask(*ours.as_tuple(False)[:9],
+                               BLOCK_SIZE=ours.BLOCK_SIZE, mask_mod=mask)  # fmt: skip
+        torch.testing.assert_close(flex.flex_attention(q, kv, kv, block_mask=again), out)
+
+
+def test_lists_that_are_none():
+    """A block mask has the lists that PyTorch's has, also of parts, and where they are set."""
+    num, at = torch.tensor([[[1, 2]]]).int(), torch.tensor([[[[0, 1], [0, 1]]]]).int()
+    for options in (
+        {},
+        {"compute_q_blocks": False},
+        {"full_kv_num_blocks": num * 0, "full_kv_indices": at},
+    ):
+        ours, expected = (
+            kind.from_kv_blocks(num, at, BLOCK_SIZE=16, **options)
+            for kind in (flex.BlockMask, TheirBlockMask)
+        )
+        for part in (
+            lambda m: m,
+            lambda m: m._adjust(20, 30),
+            lambda m: m[:, :, 1:],
+            lambda m: m.to("cpu"),
+        ):
+            a, b = part(ours), part(expected)
+            same_lists(a, b)
+            assert [x is None for x in a.as_tuple()] == [x is None for x in b.as_tuple()]
+    copy = pickle.loads(
+        pickle.dumps(
+            flex.BlockMask.from_kv_blocks(num, at, mask_mod=flex.noop_mask, compute_q_blocks=False)
+        )
+    )
+    assert copy.q_indices is None
+    assert copy.full_kv_indices is None
+    ours = flex.BlockMask.from_kv_blocks(num, at, BLOCK_SIZE=16, compute_q_blocks=False)
+    ours.full_kv_num_blocks, ours.full_kv_indices = torch.tensor([[[0, 1]]]).int(), at
+    ours.q_num_blocks = torch.tensor([[[2, 1]]]).int() - torch.tensor([[[1, 0]]]).int()
+    ours.kv_num_blocks = torch.tensor([[[1, 0]]]).int()
+    with pytest.raises(RuntimeError, match="lists of queries name other blocks"):
+        ours.tiles  # noqa: B018
+    for lists in ((num, at, num, None), (num, at, None, None, num, at, num, None)):
+        with pytest.raises(AssertionError, match="must be both provided or omitted"):
+            flex.BlockMask((32, 32), *lists, *[None] * (4 - len(lists)), BLOCK_SIZE=(16, 16))
+
+
+def test_flattened_as_pytorchs():
+    ours = flex.create_block_mask(causal, 1, 2, 100, 64, "cpu", 32)
+    expected = theirs.create_block_mask(causal, 1, 2, 100, 64, "cpu", 32)
+    assert ours._TENSOR_ATTRS == expected._TENSOR_ATTRS
+    assert ours._CONTEXT_ATTRS == expected._CONTEXT_ATTRS
+    for name in ("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt"):
+        assert getattr(ours, name) is getattr(expected, name) is None
+        setattr(ours, name, None)
+        with pytest.raises(ValueError, match="schedule FlashAttention's kernels"):
+            setattr(ours, name, torch.zeros(1))
+    assert ours._dq_kv_order() is expected._dq_kv_order() is None
+    leaves, context = ours._flatten()
+    assert len(leaves) == len(expected._flatten()[0])
+    with_keys, _ = ours._flatten_with_keys()
+    assert [key for key, _ in with_keys] == [key for key, _ in expected._flatten_with_keys()[0]]
+    again = flex.BlockMask._unflatten(leaves, context)
+    same_lists(again, expected)
+    assert again.mask_mod is causal
+    assert again.seq_lengths == (100, 64)
+
+
+def test_names_that_others_import():
+    from headway.compat.flex import FlexKernelOptions, _mask_mod_signature, _vmap_for_bhqkv
+
+    assert FlexKernelOptions is theirs.FlexKernelOptions
+    assert _mask_mod_signature is theirs._mask_mod_signature
+    assert _vmap_for_bhqkv is theirs._vmap_for_bhqkv
+    q = torch.randn(1, 2, 9, 4)
+    empty = flex._create_empty_block_mask(q, q)
+    assert torch.equal(flex.flex_attention(q, q, q, block_mask=empty), hw.attention(q, q, q))
+    for name in ("_no_such_name", "no_such_name", "__wrapped__"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(flex, name)
+
+
+def test_a_mask_of_more_rows_than_q():
+    """FlexAttention takes it, whole or adjusted, if all rows have the same blocks."""
+    q, kv = torch.randn(1, 2, 50, 8), torch.randn(1, 2, 70, 8)
+    want = hw.attention(q, kv, kv, mask=hw.causal())
+    whole = flex.create_block_mask(causal, 4, 2, 50, 70, "cpu", 16)
+    longer = flex.create_block_mask(causal, 4, 2, 90, 96, "cpu", 16)
+    lists = flex.BlockMask(*whole.as_tuple(False)[:9], BLOCK_SIZE=(16, 16), mask_mod=causal)
+    for mask in (whole, longer._adjust(50, 70), whole._adjust(50, 70), lists):
+        torch.testing.assert_close(flex.flex_attention(q, kv, kv, block_mask=mask), want)
+    each = flex.create_block_mask(lambda b, h, i, j: j <= i + b, 4, 2, 50, 70, "cpu", 16)
+    for mask in (each, each._adjust(50, 70)):
+        with pytest.raises(RuntimeError, match="batch 4"):
+            flex.flex_attention(q, kv, kv, block_mask=mask)
+    rows = flex.create_block_mask(lambda b, h, i, j: j <= i + 0 * b, 4, 2, 64, 64, "cpu", 16)
+    q, kv = torch.randn(4, 2, 60, 8), torch.randn(4, 2, 60, 8)
+    torch.testing.assert_close(
+        flex.flex_attention(q, kv, kv, block_mask=rows._adjust(60, 60)),
+        hw.attention(q, kv, kv, mask=hw.causal()),
+    )
+
+
+def test_options_that_conflict():
+    q = torch.randn(1, 1, 8, 8)
+    call = lambda options, **more: flex.flex_attention(q, q, q, kernel_options=options, **more)
+    with pytest.raises(RuntimeError, match="leave out FORCE_USE_FLEX_ATTENTION"):
+        call({"BACKEND": "FLASH", "FORCE_USE_FLEX_ATTENTION": True})
+    with pytest.raises(NotImplementedError, match="does not return max_scores"):
+        call({"BACKEND": "FLASH"}, return_aux=flex.AuxRequest(max_scores=True))
+    for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX"):
+        with pytest.raises(AssertionError, match=f"{name} follow"):
+            call({name: True})
+
+
+def test_lengths_are_integers():
+    for wrong in (8.0, True, torch.tensor(8), "8", None):
+        with pytest.raises(TypeError, match="Q_LEN must be an integer"):
+            flex.create_block_mask(causal, None, None, wrong, 8, "cpu")
+        with pytest.raises(TypeError, match="KV_LEN must be an integer"):
+            flex.create_mask(causal, None, None, 8, wrong, "cpu")
 
 
 def test_and_or_noop():
@@ -473,7 +625,7 @@ def test_and_or_noop():
     for mask in (flex.noop_mask, theirs.noop_mask, flex.and_masks(), theirs.and_masks()):
         assert flex.create_mask(mask, 1, 1, 300, 300, "cpu").all()
         blocks = flex.create_block_mask(mask, None, None, 300, 300, "cpu")
-        assert blocks.full_kv_num_blocks.sum() == 9
+        same_lists(blocks, theirs.create_block_mask(mask, None, None, 300, 300, "cpu"))
     assert not flex.create_mask(flex.or_masks(), 1, 1, 4, 4, "cpu").any()
     with pytest.raises(RuntimeError, match="callable"):
         flex.and_masks(a, 3)

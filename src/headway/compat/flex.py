@@ -31,6 +31,7 @@ from .errors import (
     CallTypeError,
     NotSupported,
 )
+from .flex_lists import block_pair, length_of
 from .flex_mask import BlockMask as BlockMask
 from .flex_mask import as_tiles, is_block_mask
 from .flex_mask import noop_mask as noop_mask
@@ -39,6 +40,16 @@ __all__ = [
     "AuxOutput", "AuxRequest", "BlockMask", "and_masks", "create_block_mask", "create_mask",
     "flex_attention", "noop_mask", "or_masks",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Return PyTorch's own type of options and its private names, where they are imported."""
+    if name == "FlexKernelOptions" or (name.startswith("_") and not name.startswith("__")):
+        from torch.nn.attention import flex_attention as original
+
+        if hasattr(original, name):
+            return getattr(original, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class AuxRequest(NamedTuple):
@@ -109,7 +120,7 @@ def flex_attention(
             "Cannot specify both return_lse and return_aux; return_aux=AuxRequest(lse=True) is the "
             "newer way"
         )
-    _check_options(kernel_options)
+    _check_options(kernel_options, return_aux is not None and return_aux.max_scores)
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     everything = block_mask is None or _holds_everywhere(block_mask)
@@ -171,18 +182,16 @@ def create_block_mask(
     if not isinstance(dq_kv_order, bool):
         raise ArgumentError("dq_kv_order must be a bool")
     separate_full_blocks = flag_of("separate_full_blocks", separate_full_blocks)
-    b, h = 1 if B is None else B, 1 if H is None else H
-    for name, n in (("B", b), ("H", h), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        if not isinstance(n, int):
-            raise CallTypeError(f"{name} must be an integer, got {type(n).__name__} {n!r}")
-    tile = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    sizes = _sizes(B, H, Q_LEN, KV_LEN)
     try:
-        tiles = _block_mask(mask_mod, b, h, Q_LEN, KV_LEN, device=_device(device), tile=tile)  # type: ignore[arg-type]
+        tiles = _block_mask(
+            mask_mod, *sizes, device=_device(device), tile=block_pair(BLOCK_SIZE)
+        )  # fmt: skip
     except ArgumentError as error:
         raise CallError(str(error)) from error
     except ModError as error:
         raise CallModError(str(error)) from error
-    blocks = BlockMask.of_tiles(tiles, (b, h))
+    blocks = BlockMask.of_tiles(tiles, sizes[:2])
     return blocks if separate_full_blocks else blocks.partial_only()
 
 
@@ -195,12 +204,11 @@ def create_mask(
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Return the square of a mask, or where a score is not -inf: bool `(B, H, Q_LEN, KV_LEN)`."""
-    b, h = 1 if B is None else B, 1 if H is None else H
+    shape = _sizes(B, H, Q_LEN, KV_LEN)
     kind = {4: "mask", 5: "score"}.get(_positional(mod_fn))
     if kind is None:
         raise CallAssertionError(f"Expected 4 or 5 positional arguments, got {mod_fn}")
     graph, captured = lower_mod(kind, mod_fn, torch.float32)
-    shape = (b, h, Q_LEN, KV_LEN)
     on = _device(device)
     positions = Positions(*[
         torch.arange(n, device=on).view([-1 if dim == d else 1 for d in range(4)])
@@ -241,6 +249,16 @@ def _combined(kind: type, mask_mods: tuple[MaskFn, ...]) -> MaskFn:
 
 def _device(device: torch.device | str | None) -> torch.device | str:
     return device or torch.accelerator.current_accelerator() or "cpu"
+
+
+def _sizes(
+    B: int | None, H: int | None, Q_LEN: int, KV_LEN: int
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Return the four sizes of a mask as ints; None is 1, which holds for all."""
+    return (
+        length_of("B", 1 if B is None else B), length_of("H", 1 if H is None else H),
+        length_of("Q_LEN", Q_LEN), length_of("KV_LEN", KV_LEN),
+    )  # fmt: skip
 
 
 def _positional(fn: Callable) -> int:
@@ -305,7 +323,7 @@ def _holds_everywhere(block_mask: Any) -> bool:
     return getattr(block_mask, "BLOCK_SIZE", None) == (1 << 30, 1 << 30)
 
 
-def _check_options(options: Any) -> None:
+def _check_options(options: Any, max_scores: bool) -> None:
     if not options:
         return
     if not isinstance(options, dict):
@@ -314,6 +332,21 @@ def _check_options(options: Any) -> None:
     if backend not in _BACKENDS:
         raise ArgumentError(
             f"kernel_options BACKEND={backend!r}; PyTorch has {', '.join(_BACKENDS)}"
+        )
+    if "BACKEND" in options and options.get("FORCE_USE_FLEX_ATTENTION"):
+        raise CallError(
+            "kernel_options BACKEND and FORCE_USE_FLEX_ATTENTION both choose a kernel; leave out "
+            "FORCE_USE_FLEX_ATTENTION, which is the older one"
+        )
+    if backend == "FLASH" and max_scores:
+        raise NotSupported(
+            "kernel_options BACKEND='FLASH' does not return max_scores in PyTorch; leave it out "
+            "here, where it chooses nothing"
+        )
+    if internal := [k for k in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX") if k in options]:
+        raise CallAssertionError(
+            f"kernel_options {', '.join(internal)} follow from return_aux=AuxRequest(lse=, "
+            "max_scores=); leave them out"
         )
     unknown = [k for k in options if k.removeprefix("fwd_").removeprefix("bwd_") not in _OPTIONS]
     if unknown:

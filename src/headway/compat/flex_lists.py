@@ -5,11 +5,54 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..types import as_int
+from .errors import CallAssertionError, CallTypeError
+
+KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+WRITE_ORDERS = ("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt")
 
 
 def block_pair(size: int | tuple[int, int]) -> tuple[int, int]:
     """Return the sizes of a block in queries and in keys; a number stands for both."""
-    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
+    sizes: Any = size
+    number = as_int(size)
+    return (number, number) if number is not None else tuple([as_int(n) for n in sizes])
+
+
+def length_of(name: str, length: Any) -> int:
+    """Return a length as an int; NumPy's integers are integers."""
+    number = as_int(length)
+    if number is None:
+        raise CallTypeError(f"{name} must be an integer, got {type(length).__name__} {length!r}")
+    return number
+
+
+def absent_lists(lists: Any, of_queries: Any) -> frozenset[str]:
+    """Return the names of lists that a `BlockMask` is created without; refuse halves of a pair."""
+    absent: set[str] = set()
+    for names, tensors in ((KV_LISTS, lists), (Q_LISTS, of_queries)):
+        if (tensors[2] is None) != (tensors[3] is None):
+            raise CallAssertionError(f"{' and '.join(names[2:])} must be both provided or omitted")
+        absent |= {name for name, x in zip(names, tensors, strict=True) if x is None}
+    return frozenset(absent)
+
+
+def mark_ragged_edges(state: Tensor, lengths: tuple[int, int], block: tuple[int, int]) -> Tensor:
+    """Call blocks partial that lengths cut, as the original does, whatever the mask keeps."""
+    for dim, length, size in zip((-2, -1), lengths, block, strict=True):
+        if length % size:
+            state.narrow(dim, -1, 1).clamp_(max=1)
+    return state
+
+
+def without_copies(state: Tensor, depends: tuple[bool, bool]) -> Tensor:
+    """Return one state for all batch rows (all heads) if they are equal and the mask ignores it."""
+    for dim, is_read in enumerate(depends):
+        first = state.narrow(dim, 0, min(1, state.shape[dim]))
+        if not is_read and state.shape[dim] > 1 and bool((state == first).all()):
+            state = first
+    return state
 
 
 def count_columns(indices: Tensor, lengths: tuple[int, int], block: tuple[int, int]) -> int:

@@ -17,11 +17,19 @@ from ..mods import Mask
 from ..mods.base import MaskFn, value
 from ..surroundings import capturing
 from ..types import PACKAGE
-from .errors import CallAssertionError, CallError, CallTypeError
-from .flex_lists import block_pair, count_columns, refuse_write_order
-
-_KV_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-_Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+from .errors import CallError, CallTypeError
+from .flex_lists import (
+    KV_LISTS,
+    Q_LISTS,
+    WRITE_ORDERS,
+    absent_lists,
+    block_pair,
+    count_columns,
+    length_of,
+    mark_ragged_edges,
+    refuse_write_order,
+    without_copies,
+)
 
 
 def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
@@ -98,19 +106,16 @@ class BlockMask:
     ) -> None:
         if kv_indices.dim() < 2:
             raise CallError("BlockMask must have at least 2 dimensions")
-        if (full_kv_num_blocks is None) != (full_kv_indices is None):
-            raise CallAssertionError(
-                "full_kv_num_blocks and full_kv_indices must be both provided or omitted"
-            )
+        lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        of_queries = q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
+        absent = absent_lists(lists, of_queries)
         refuse_write_order(dq_write_order, dq_write_order_full, dq_kv_order)
         block = block_pair(BLOCK_SIZE)
-        lists = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         state = _state_of_lists(lists, count_columns(kv_indices, seq_lengths, block))
-        self._set(state, tuple(seq_lengths), block, mask_mod, None)
-        for name, tensor in zip(_KV_LISTS, lists, strict=True):
+        self._set(state, tuple(seq_lengths), block, mask_mod, None, absent)
+        for name, tensor in zip(KV_LISTS, lists, strict=True):
             self._shared_lists[name] = tensor, _version(tensor)
-        of_queries = q_num_blocks, q_indices, full_q_num_blocks, full_q_indices
-        for name, tensor in zip(_Q_LISTS, of_queries, strict=True):
+        for name, tensor in zip(Q_LISTS, of_queries, strict=True):
             if tensor is not None:
                 self._shared_lists[name] = tensor, None
 
@@ -118,7 +123,7 @@ class BlockMask:
     # caller vouches for the blocks: by passing or writing lists, or by setting the mask.
     _provenance: Provenance | None = None
 
-    def _set(self, state, seq_lengths, block, mask_mod, tiles) -> "BlockMask":
+    def _set(self, state, lengths, block, mask_mod, tiles, absent=frozenset()) -> "BlockMask":
         self._state: Tensor | None = state  # uint8 (..., rows, columns): 0 empty, 1 partial, 2 full
         self._tiles: TileMask | None = tiles
         # Lists that others hold and may write to, with the versions that the state agrees with
@@ -128,13 +133,17 @@ class BlockMask:
         self._outdated_lists: list[tuple[str, Any, float | None]] = []
         self._cache_clears = TensorCache.clears  # at the last comparison with the lists
         self._batch: tuple[int, ...] = tuple(state.shape[:-2]) if state is not None else ()
-        self._seq_lengths, self._block, self._mask_mod = seq_lengths, block, mask_mod
+        self._seq_lengths, self._block, self._mask_mod = lengths, block, mask_mod
+        self._absent_lists: frozenset[str] = absent  # those that are None
         return self
 
     @classmethod
-    def of_tiles(cls, tiles: TileMask, batch: tuple[int, ...]) -> "BlockMask":
+    def of_tiles(
+        cls, tiles: TileMask, batch: tuple[int, ...], absent: frozenset[str] = frozenset()
+    ) -> "BlockMask":
         """Return Headway's block mask as FlexAttention's, for this many batch rows and heads."""
-        block_mask = cls.__new__(cls)._set(None, tiles.shape[2:], tiles.tile, tiles.mask, tiles)
+        lengths = tiles.shape[2:]
+        block_mask = cls.__new__(cls)._set(None, lengths, tiles.tile, tiles.mask, tiles, absent)
         block_mask._batch, block_mask._provenance = batch, tiles.decided
         return block_mask
 
@@ -156,7 +165,9 @@ class BlockMask:
 
     def _with(self, state: Tensor, lengths: tuple[int, int], mask_mod: MaskFn) -> "BlockMask":
         """Return a block mask of other blocks; with the same mask, of the same provenance."""
-        block_mask = BlockMask.__new__(BlockMask)._set(state, lengths, self._block, mask_mod, None)
+        block_mask = BlockMask.__new__(BlockMask)._set(
+            state, lengths, self._block, mask_mod, None, self._absent_lists
+        )
         provenance = self._checked_provenance()
         block_mask._provenance = provenance if mask_mod is self._mask_mod else None
         return block_mask
@@ -180,18 +191,23 @@ class BlockMask:
         """Return a block mask of the blocks of every row: `kv_num_blocks` `(b, h, rows)` and
         `kv_indices` `(b, h, rows, columns)`, of which each row's first `kv_num_blocks` are read.
 
-        `compute_q_blocks` is accepted and changes nothing: the transposed lists are always known.
+        Without `compute_q_blocks` the lists of queries are None; nothing else changes.
         """
         block = block_pair(BLOCK_SIZE)
         if seq_lengths is None:
             rows, cols = kv_indices.shape[-2:] if kv_indices.dim() > 1 else (0, 0)  # refused below
             seq_lengths = rows * block[0], cols * block[1]
-        return cls(
+        block_mask = cls(
             seq_lengths, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
             BLOCK_SIZE=block, mask_mod=noop_mask if mask_mod is None else mask_mod,
             dq_write_order=dq_write_order, dq_write_order_full=dq_write_order_full,
             dq_kv_order=dq_kv_order if isinstance(dq_kv_order, Tensor) else None,
         )  # fmt: skip
+        if compute_q_blocks:
+            absent = block_mask._absent_lists
+            full = () if "full_kv_indices" in absent else Q_LISTS[2:]
+            block_mask._absent_lists = absent.difference(Q_LISTS[:2], full)
+        return block_mask
 
     # -- what it holds -----------------------------------------------------------------------------
 
@@ -207,10 +223,13 @@ class BlockMask:
                 raise ArgumentError(
                     f"seq_lengths={lengths} do not fit {rows} x {cols} blocks of {block}"
                 )
+            provenance = self._checked_provenance()
+            depends = (False, False) if provenance is None else provenance.depends
+            state = without_copies(state, depends)
             mask = in_blocks(self._mask_mod, state, block)
             used = state[:, :, : -(-lengths[0] // block[0]), : -(-lengths[1] // block[1])]
             self._tiles = from_dense(used, mask, lengths, block)
-            if self._checked_provenance() is not None and not torch.compiler.is_compiling():
+            if provenance is not None and not torch.compiler.is_compiling():
                 self._tiles = replace(self._tiles, decided=Provenance.of(mask))
         return self._tiles
 
@@ -223,7 +242,8 @@ class BlockMask:
         """Return the state of every block without writes that are not applied yet."""
         if self._state is None:
             assert self._tiles is not None
-            self._state = self._tiles.to_dense().expand(*self._batch, -1, -1)
+            state = mark_ragged_edges(self._tiles.to_dense(), self._seq_lengths, self._block)
+            self._state = state.expand(*self._batch, -1, -1)
         state = self._state
         return state.reshape(*[1] * (4 - state.dim()), *state.shape) if state.dim() < 4 else state
 
@@ -255,11 +275,13 @@ class BlockMask:
 
     def _list(self, name: str) -> Tensor | None:
         """Return one of the eight lists: the shared one, or a new one, which is then shared."""
+        if name in self._absent_lists:
+            return None
         if name in self._shared_lists:
             return self._shared_lists[name][0]
         state = self._known_state().eq(2 if name.startswith("full") else 1)
         state = state.reshape(*self._batch, *state.shape[-2:])
-        if name in _Q_LISTS:
+        if name in Q_LISTS:
             state = state.transpose(-1, -2)
         with torch.inference_mode(False):  # tensors made in inference mode count no writes
             if name.endswith("num_blocks"):
@@ -268,7 +290,7 @@ class BlockMask:
                 tensor = state.to(torch.int8).argsort(dim=-1, descending=True, stable=True).int()
         if not torch.compiler.is_compiling():
             self._shared_lists[name] = tensor, tensor._version
-            for other in _KV_LISTS:
+            for other in KV_LISTS:
                 self._list(other)
         return tensor
 
@@ -287,16 +309,16 @@ class BlockMask:
         if shared and self._cache_clears != TensorCache.clears:
             self._cache_clears, before = TensorCache.clears, self._known_state()
             same = torch.equal(self._state_of_key_lists().view_as(before), before)
-            changed |= (set(_Q_LISTS) if same else set(_KV_LISTS)) & shared.keys()
-        if changed.intersection(_KV_LISTS):
+            changed |= (set(Q_LISTS) if same else set(KV_LISTS)) & shared.keys()
+        if changed.intersection(KV_LISTS):
             state = self._state_of_key_lists()
             self._state, self._tiles, self._batch = state, None, tuple(state.shape[:-2])
             self._provenance = None
-            for name in [name for name in _Q_LISTS if name in shared and name not in changed]:
+            for name in [name for name in Q_LISTS if name in shared and name not in changed]:
                 tensor, version = shared.pop(name)
                 self._outdated_lists.append((name, weakref.ref(tensor), version))
-        if named := changed.intersection(_Q_LISTS):
-            lists = [self._list(name) for name in _Q_LISTS]
+        if named := changed.intersection(Q_LISTS):
+            lists = [self._list(name) for name in Q_LISTS]
             state = self._known_state()
             of_queries = _state_of_lists(lists, state.shape[-2]).transpose(-1, -2)
             if of_queries.shape[-2:] != state.shape[-2:] or not bool((of_queries == state).all()):
@@ -310,16 +332,16 @@ class BlockMask:
 
     def _state_of_key_lists(self) -> Tensor:
         """Return the state of every block that the lists of keys name."""
-        lists: list[Any] = [self._list(name) for name in _KV_LISTS]
+        lists: list[Any] = [self._list(name) for name in KV_LISTS]
         return _state_of_lists(lists, count_columns(lists[1], self._seq_lengths, self._block))
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """Lengths, the eight lists, block sizes and mask, in the original's order."""
-        lists = [getattr(self, name) for name in _KV_LISTS + _Q_LISTS]
+        lists = [getattr(self, name) for name in KV_LISTS + Q_LISTS]
         lengths, block = (self._seq_lengths,), (self._block,)
         if flatten:
             (lengths,), (block,) = lengths, block
-        return (*lengths, *lists, None, None, None, None, *block, self._mask_mod)
+        return (*lengths, *lists, *[None] * len(WRITE_ORDERS), *block, self._mask_mod)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -364,6 +386,34 @@ class BlockMask:
             f"{self.to_string().strip()}\n)"
         )
 
+    # -- flat --------------------------------------------------------------------------------------
+
+    _TENSOR_ATTRS = [*KV_LISTS, *Q_LISTS, *WRITE_ORDERS[:3]]  # noqa: RUF012
+    _CONTEXT_ATTRS = ["seq_lengths", "BLOCK_SIZE", "mask_mod", WRITE_ORDERS[3]]  # noqa: RUF012
+
+    def _dq_kv_order(self) -> None:
+        """Return None: gradients are not scheduled by block masks here."""
+
+    def _flatten_with_keys(self) -> tuple[tuple, tuple]:
+        """Return the lists with their names as keys, and what `_unflatten` needs besides."""
+        lists = {name: getattr(self, name) for name in self._TENSOR_ATTRS}
+        absent = tuple(name for name, x in lists.items() if x is None)
+        leaves = tuple((pytree.GetAttrKey(n), x) for n, x in lists.items() if x is not None)
+        return leaves, (*[getattr(self, name) for name in self._CONTEXT_ATTRS], absent)
+
+    def _flatten(self) -> tuple[tuple, tuple]:
+        """Return the lists that are not None, and what `_unflatten` needs besides."""
+        leaves, context = self._flatten_with_keys()
+        return tuple(x for _, x in leaves), context
+
+    @classmethod
+    def _unflatten(cls, leaves: Any, context: tuple) -> "BlockMask":
+        """Return the block mask that was flattened."""
+        names = [name for name in cls._TENSOR_ATTRS if name not in context[-1]]
+        fields: dict[str, Any] = dict.fromkeys(cls._TENSOR_ATTRS)
+        fields |= zip(names, leaves, strict=True)
+        return cls(**fields | dict(zip(cls._CONTEXT_ATTRS, context, strict=False)))
+
     # -- parts -------------------------------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> "BlockMask":
@@ -384,6 +434,8 @@ class BlockMask:
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> "BlockMask":
         """Return the upper left corner of these lengths, with the same mask."""
+        new_q_len = length_of("new_q_len", new_q_len)
+        new_kv_len = length_of("new_kv_len", new_kv_len)
         state = self._current_state()
         rows, cols = -(-new_q_len // self._block[0]), -(-new_kv_len // self._block[1])
         if rows > state.shape[2] or cols > state.shape[3]:
@@ -392,11 +444,6 @@ class BlockMask:
                 f"{tuple(state.shape[2:])}; create a new block mask"
             )
         state = state[:, :, :rows, :cols].clone()
-        # The last block of a row may be full only as far as the old length.
-        if new_q_len > self._seq_lengths[0]:
-            state[:, :, -1].clamp_(max=1)
-        if new_kv_len > self._seq_lengths[1]:
-            state[..., -1].clamp_(max=1)
         return self._with(state, (new_q_len, new_kv_len), self._mask_mod)
 
     def partial_only(self) -> "BlockMask":
@@ -404,7 +451,8 @@ class BlockMask:
         tiles = self.tiles
         state = tiles.to_dense().clamp(max=1)
         only = from_dense(state, tiles.mask, tiles.shape[2:], tiles.tile)
-        return BlockMask.of_tiles(replace(only, decided=tiles.decided), self._batch)
+        absent = self._absent_lists.union(KV_LISTS[2:], Q_LISTS[2:])
+        return BlockMask.of_tiles(replace(only, decided=tiles.decided), self._batch, absent)
 
     def to(self, device: torch.device | str) -> "BlockMask":
         """Return the block mask on another device; captured tensors are not moved."""
@@ -420,14 +468,18 @@ def _list_property(name: str) -> property:
         optional = name.startswith("full")
         if not isinstance(tensor, Tensor) and not (tensor is None and optional):
             raise CallTypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        pair = name.removesuffix("num_blocks").removesuffix("indices")
+        self._absent_lists = frozenset(x for x in self._absent_lists if not x.startswith(pair))
         self._list(name)  # shares all lists of keys: the state is derived from all four
         self._shared_lists[name] = tensor, None
 
     return property(get, set_, doc="A list of blocks, as the original has it.")
 
 
-for _name in _KV_LISTS + _Q_LISTS:
+for _name in KV_LISTS + Q_LISTS:
     setattr(BlockMask, _name, _list_property(_name))
+for _name in WRITE_ORDERS:
+    setattr(BlockMask, _name, property(lambda _: None, lambda _, order: refuse_write_order(order)))
 
 
 def as_tiles(mask: Any) -> TileMask | Mask:
@@ -441,7 +493,7 @@ def as_tiles(mask: Any) -> TileMask | Mask:
         sliced_mask()
     if ours and not mask._shared_lists:  # no one else can write to its blocks
         return mask.tiles
-    lists: list[Any] = [mask._list(x) if ours else getattr(mask, x) for x in _KV_LISTS]
+    lists: list[Any] = [mask._list(x) if ours else getattr(mask, x) for x in KV_LISTS]
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     if _recorded(lists[0]):
         if ours and not torch.compiler.is_compiling():
@@ -506,7 +558,7 @@ def _named_blocks(num_blocks: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 pytree.register_pytree_node(
     BlockMask,
-    lambda m: ([m.tiles], m._batch),
-    lambda tiles, batch: BlockMask.of_tiles(next(iter(tiles)), batch),
+    lambda m: ([m.tiles], (m._batch, m._absent_lists)),
+    lambda tiles, context: BlockMask.of_tiles(next(iter(tiles)), *context),
     serialized_type_name=f"{PACKAGE}.compat.flex.BlockMask",
 )
