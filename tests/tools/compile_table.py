@@ -33,7 +33,7 @@ TABLES = {
     "sm_90": [(t, w, c) for t, widths in WIDTHS.items() for w in widths for c in CALLS],
     **{
         target: [("bf16", w, c) for w in ((64, 64), (128, 128)) for c in CALLS if "learned" not in c]
-        for target in ("sm_80", "sm_100", "gfx942")
+        for target in ("sm_80", "sm_89", "sm_100", "sm_120", "gfx942", "gfx950")
     },
 }  # fmt: skip
 

@@ -36,7 +36,12 @@ from tools.emulator import launch as emulated
 from tools.sass import in_flight, spilled, unwritten
 
 # Name: target, and bytes of shared memory that a program may have.
-TARGETS = emulated.TARGETS | {"gfx942": (GPUTarget("hip", "gfx942", 64), 65536)}
+TARGETS = emulated.TARGETS | {
+    "sm_89": (GPUTarget("cuda", 89, 32), 101376),
+    "sm_120": (GPUTarget("cuda", 120, 32), 101376),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 65536),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), 163840),
+}
 
 
 class Compiled(NamedTuple):

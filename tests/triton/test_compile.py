@@ -17,7 +17,9 @@ SPILLS = {
     ("sm_90", "bf16_256"): (0, 0, 0, 0),
     ("sm_90", "f32_16"): (0, 8, 0),
     ("sm_100", "bf16_64"): (0, 0, 0),
+    ("sm_120", "bf16_64"): (0, 0, 0),
     ("gfx942", "bf16_64"): (0, 2, 179),
+    ("gfx950", "bf16_64"): (0, 0, 0),
 }
 # Widths at which a forward read registers that nothing had written, when its loads were 2 bytes wide.
 ODD = {("sm_90", f"bf16_{widths}"): (0,) for widths in ("72_40", "184_136")}

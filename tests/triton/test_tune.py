@@ -1,5 +1,6 @@
 """The search for tiles: what is tried, what wins, how it is kept and used."""
 
+import json
 from importlib.util import find_spec
 
 import pytest
@@ -49,15 +50,17 @@ def search(problem, monkeypatch, times, tiles=(SMALL, LARGE)):
 
 
 def test_the_fastest_wins_is_saved_and_goes_first(cache, problem, monkeypatch):
-    # forward, dq, dk and dv: two tiles each
-    tried = search(problem, monkeypatch, [2.0, 1.0, 1.0, 2.0, 5.0, 4.0])
-    assert [t.tiling for t in tried] == [SMALL, LARGE] * 3
-    found = tuning.winners(problem, tried)
+    # forward, dq, dk and dv: the sizes in use, and two others
+    tried = search(problem, monkeypatch, [3.0, 2.0, 1.0, 3.0, 1.0, 2.0, 4.5, 5.0, 4.0])
+    assert [t.tiling for t in tried if t.tiling in (SMALL, LARGE)] == [SMALL, LARGE] * 3
+    best = tuning.winners(problem, tried)
     of = lambda kernel: saved_key(kernel, 16, 16, 16, "masked")
-    assert [found[of(k)] for k in problem.kernels] == [LARGE, SMALL, LARGE]
-    saved.store("a-card", found)
+    assert [best[of(k)].tiling for k in problem.kernels] == [LARGE, SMALL, LARGE]
+    assert [best[of(k)][1:] for k in problem.kernels] == [(1e3, 3e3), (1e3, 3e3), (4e3, 4.5e3)]
+    path = saved.store("a-card", best, {"card": "A card"})
     again = saved.load("a-card")
-    assert again == found
+    assert again == {key: winner.tiling for key, winner in best.items()}
+    assert json.loads(path.read_text())["card"] == "A card"
     first, *rest = tilings("forward", 16, 16, 16, "masked", again)
     assert first == LARGE
     assert tuple(rest) == tilings("forward", 16, 16, 16, "plain", {})
@@ -66,33 +69,82 @@ def test_the_fastest_wins_is_saved_and_goes_first(cache, problem, monkeypatch):
     )
 
 
+def test_what_gains_less_than_a_clocks_noise_does_not_win(monkeypatch):
+    x = torch.randn(1, 1, 64, 16, dtype=torch.bfloat16)
+    with launching("sm_90"):
+        call = tuning.Problem(*prepare(x, x, x, backend="triton"), x)
+        in_use = call.run_forward().tiling_in_use("forward")
+        assert in_use == tilings("forward", 16, 16, 16, "plain", {})[0]
+        monkeypatch.setattr(tuning, "candidates", lambda *a: [SMALL, in_use, LARGE])
+        clock = iter([1.0, 0.995, 0.992])
+        tried = list(tuning.trials(call, lambda run: next(clock), ("forward",)))
+    assert [t.tiling for t in tried] == [in_use, SMALL, LARGE]
+    assert {w.tiling for w in tuning.winners(call, tried).values()} == {in_use}
+    tried[1] = tried[1]._replace(seconds=0.98)
+    assert {w.tiling for w in tuning.winners(call, tried).values()} == {SMALL}
+
+
 def test_tiles_that_do_not_fit_are_no_error(problem, monkeypatch):
     wide = torch.randn(1, 1, 128, 256, dtype=torch.bfloat16)
     call = tuning.Problem(*prepare(wide, wide, wide, backend="triton"), wide)
     monkeypatch.setattr(tuning, "candidates", lambda *a: [NO_ROOM, LARGE])
     tried = list(tuning.trials(call, lambda run: 1.0, ("forward",)))
-    assert [t.seconds for t in tried] == [None, 1.0]
+    assert [t.seconds for t in tried] == [1.0, None, 1.0]
 
 
 def test_two_searches_keep_what_the_other_found(cache):
-    saved.store("a-card", {"a": SMALL})
-    saved.store("a-card", {"b": LARGE})
+    saved.store("a-card", {"a": saved.Winner(SMALL, 1.0, 2.0)}, {})
+    saved.store("a-card", {"b": saved.Winner(LARGE, 1.0, 1.0)}, {})
     assert saved.load("a-card") == {"a": SMALL, "b": LARGE}
     assert saved.load("another-card") == {}
 
 
 def test_a_file_of_an_earlier_version(cache):
-    saved.store("a-card", {})
+    saved.store("a-card", {}, {})
     (cache / "a-card.json").write_text('{"a": [16, 16, 4, 1, 0], "one pass, 16 bits": true}')
     assert saved.load("a-card") == {"a": SMALL}
 
 
-@pytest.mark.parametrize("text", ["{", '{"a": 3}', '{"a": [1, 2]}', "[]"])
+@pytest.mark.parametrize("text", ["{", '{"a": 3}', '{"a": [1, 2]}', "[]", '{"tiles": [3]}'])
 def test_a_file_that_is_not_ours(cache, text):
-    saved.store("a-card", {})
+    saved.store("a-card", {}, {})
     (cache / "a-card.json").write_text(text)
     with pytest.raises(ArgumentError, match=r"a-card\.json does not read as tiles .*delete it"):
         saved.load("a-card")
+    with pytest.raises(ArgumentError, match="delete it"):  # nor is it overwritten
+        saved.store("a-card", {"a": saved.Winner(SMALL, 1.0, 1.0)}, {})
+
+
+@pytest.fixture
+def a_card(monkeypatch):
+    """A GPU whose tile sizes nobody has measured."""
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    return torch.device("cuda", 0)
+
+
+def test_where_tile_sizes_were_measured_is_said(cache, a_card, tmp_path, monkeypatch):
+    said = lambda: saved.measured_on(a_card)
+    assert said().startswith("not measured on this card; they are those of an H200 (sm_90)")
+    assert "headway tune" in said()
+    monkeypatch.setattr(saved, "SHIPPED", tmp_path)
+    path = saved.store(
+        "nvidia-a100-sxm4-80gb", {"a": saved.Winner(SMALL, 1.0, 2.0)}, saved.about(a_card)
+    )
+    assert "on this model" in said()
+    path.rename(tmp_path / "sm_80.json")  # as an owner of the card has sent it
+    saved.load.cache_clear()
+    assert said() == "found by headway tune on NVIDIA A100-SXM4-80GB"
+    assert saved.for_device(a_card) == {"a": SMALL}
+    mine = {"a": saved.Winner(LARGE, 1.0, 2.0)}
+    saved.store("nvidia-a100-sxm4-80gb", mine, saved.about(a_card))
+    assert saved.for_device(a_card) == {"a": LARGE}  # the user's own goes first
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert "on this model" in said()
+    (cache / "nvidia-a100-sxm4-80gb.json").unlink()
+    saved.load.cache_clear()
+    assert said() == "measured on an H200"
 
 
 @pytest.mark.parametrize(

@@ -195,12 +195,20 @@ def _backends() -> dict[str, str]:
     }
 
 
-def _tuned() -> str:
-    """Describe where `headway tune` keeps its results, and for which GPUs there are some."""
+def _tuned() -> dict[str, str]:
+    """Describe where `headway tune` keeps its results, for which GPUs there are some, and where the
+    tile sizes of each GPU here were measured."""
+    import torch
+
     from headway.backends.triton import saved
 
     files = sorted(path.stem for path in saved.folder().glob("*.json"))
-    return f"{saved.folder()}: {', '.join(files) or 'nothing yet'}"
+    count = _guard(torch.cuda.device_count)
+    here = {
+        f"cuda:{n}": _guard(lambda n=n: saved.measured_on(torch.device("cuda", n)))
+        for n in range(count if isinstance(count, int) else 0)
+    }
+    return {"files": f"{saved.folder()}: {', '.join(files) or 'nothing yet'}", **here}
 
 
 def _environment() -> dict[str, str]:

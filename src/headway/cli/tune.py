@@ -4,7 +4,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import tyro
@@ -13,7 +13,6 @@ from rich.console import Console
 from ..errors import ArgumentError
 from ..mods import causal, softcap
 from ..resolve import prepare
-from .options import default_words
 
 if TYPE_CHECKING:
     from ..backends.triton.tuning import Problem, Trial
@@ -24,10 +23,12 @@ class Arguments:
     """Search for the fastest tiles of the Triton kernels on this GPU, and save them.
 
     They are saved in your cache folder for this model of GPU, and later calls use them. Several
-    processes compile all candidates first. Then each one is timed alone.
+    processes compile all candidates first. Then each one is timed alone, beside the tiles that are
+    used now. The file names the card, the versions and the times: send it to the project, and
+    others with this GPU get your tiles.
     """
 
-    widths: tuple[str, ...] = ("64", "128", "192/128", "256")
+    widths: tuple[str, ...] = ("128", "64", "192/128", "256")
     """Head dimensions; 192/128 means d = 192 and dv = 128."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of q, k and v. The two 16-bit dtypes share their tiles."""
@@ -35,7 +36,7 @@ class Arguments:
     """Tune calls without a score function (causal, and without a mask), with one, or both."""
     length: int = 8192
     """Number of queries and keys, with 32 heads of 128, or as many numbers in other widths."""
-    seconds: Annotated[float | None, default_words("none", "FLOAT")] = None
+    seconds: float = 600.0
     """Stop timing candidates after this many seconds, and save the best so far."""
     jobs: int = 8
     """Number of processes that compile."""
@@ -50,7 +51,9 @@ def main(arguments: list[str]) -> int:
     from ..backends.triton.tuning import trials, winners
 
     console, start = Console(), time.monotonic()
-    name = saved.card(torch.device("cuda"))
+    device = torch.device("cuda")
+    name, about = saved.card(device), saved.about(device)
+    console.print(f"tile sizes used now: {saved.measured_on(device)}", highlight=False)
     problems, width = _problems(options), None
     for problem in problems:
         if problem[0] != width:  # all kinds of calls of a width together
@@ -61,13 +64,15 @@ def main(arguments: list[str]) -> int:
         for trial in trials(call, _timer):
             timed_trials.append(trial)
             console.print(_line(problem, trial), highlight=False, soft_wrap=True)
-            if options.seconds is not None and time.monotonic() - start > options.seconds:
+            if time.monotonic() - start > options.seconds:
                 break
         best = winners(call, timed_trials)
-        path = saved.store(name, best)
-        for key, value in best.items():
-            console.print(f"best: {key}: {value}", style="bold", highlight=False)
-        if options.seconds is not None and time.monotonic() - start > options.seconds:
+        path = saved.store(name, best, about)
+        for key, winner in best.items():
+            times = f"{winner.ms:.3f} ms, {winner.earlier_ms:.3f} before"
+            console.print(f"best: {key}: {winner.tiling}, {times}", style="bold", highlight=False)
+        if time.monotonic() - start > options.seconds:
+            console.print(f"stopped after --seconds {options.seconds:g}", highlight=False)
             break
     console.print(f"written: {path}", soft_wrap=True, highlight=False)
     return 0

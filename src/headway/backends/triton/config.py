@@ -1,7 +1,8 @@
 """Tile sizes: the queries and keys of a program's block, its warps and its pipeline stages.
 
-Rows are in the order of speed on an H200. A GPU with less shared memory takes the first row that
-fits, and so does a score that needs shared memory itself.
+Rows are in the order of speed on `MEASURED_ON`. A GPU with less shared memory takes the first row
+that fits, and so does a score that needs shared memory itself. Sizes that `headway tune` found, on
+the user's GPU or on one of its architecture, go before them (saved.py).
 """
 
 from collections.abc import Mapping
@@ -24,6 +25,10 @@ class Tiling:
     stages: int  # of the pipeline of loads
     edge: int = 0  # block for partial tiles, where a mask takes registers; 0: as m, n
 
+
+# The cards, by architecture, that the tables below were measured on. On others they compile and are
+# right (the interpreter and the emulator of the tests); nobody has timed them.
+MEASURED_ON = {"sm_90": "an H200"}
 
 # Rows by (kernel, bits of the operands, largest width). 19 bits are tf32, 32 are without tensor
 # cores.
@@ -150,7 +155,7 @@ def tilings(
     - `bits`: of the operands: 16, 32, or 19 (tf32).
     - `d`, `dv`: widths; between two of the table, the larger row holds.
     - `kind`: from `call_kind`, or `LEARNED`.
-    - `saved`: the sizes that `headway tune` found on this GPU; they go first.
+    - `saved`: the sizes that `headway tune` found (saved.py); they go first.
     """
     width = _table_width(kernel, bits, d, dv)
     rows = _TABLE[kernel, bits, width]

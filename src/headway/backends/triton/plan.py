@@ -49,7 +49,7 @@ class Plan(BasePlan):
             spec, call, wanted, matrices, diagonals=True, approx_tanh=approximates_tanh(q)
         )
         self.launchers: dict[str, Launcher] = {}
-        self.saved = saved.load(saved.card(q.device)) if q.device.type == "cuda" else {}
+        self.saved = saved.for_device(q.device) if q.device.type == "cuda" else {}
         self.table_key, self.kind = (bits_of(q.dtype), self.d, self.dv), call_kind(spec, call)
         kinds = (self.kind, LEARNED) if spec.score_tensors else (self.kind,)
         self.passes = passes(*self.table_key)

@@ -1,4 +1,5 @@
-"""The search for tile sizes on a GPU: every candidate is timed on real calls, the fastest wins."""
+"""The search for tile sizes on a GPU: every candidate is timed on real calls, after the sizes that
+are used now. The fastest wins; what it gains has to be more than a clock's noise."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from ..gpu.products import bits_of
 from . import launch
 from .config import Tiling, call_kind, passes, pieces, saved_key
 from .plan import Plan, planned
+from .saved import Winner
 
 NO_ROOM = (BackendRefused, PTXASError)  # not enough shared memory, or registers
+NOISE = 0.01  # of a time: what gains less does not win over the sizes that are used now
 Timer = Callable[[Callable[[], object]], float]  # seconds of a call
 
 # (queries, keys, warps) by kernel; each is tried with several numbers of pipeline stages. Sizes
@@ -109,6 +112,12 @@ class ProblemWithForward(NamedTuple):
         dout = () if kernel == "forward" else (problem.dout,)
         return planned(problem.spec, call, (), call.q, call.k, call.v, *dout)
 
+    def tiling_in_use(self, kernel: str) -> Tiling:
+        """Return the sizes that a call uses now: of the first row that fits the GPU."""
+        self.run(kernel)()
+        launcher = launch.LAUNCHERS[kernel](self.plan(kernel))
+        return launcher.candidates[launcher.tiled.choice]
+
     def use_tiling(self, kernel: str, tiling: Tiling) -> None:
         """Launch a kernel with these sizes from now on."""
         launch.LAUNCHERS[kernel](self.plan(kernel)).use_tiling(tiling)
@@ -125,12 +134,15 @@ class Trial(NamedTuple):
 def trials(
     problem: Problem, timer: Timer, kernels: tuple[str, ...] | None = None
 ) -> Iterator[Trial]:
-    """Time every candidate of every kernel; each kernel keeps its best while the next is timed."""
+    """Time every candidate of every kernel, after the sizes in use; each kernel keeps its best
+    while the next is timed."""
     prepared = problem.run_forward()
     q, v = problem.call.q, problem.call.v
     for kernel in problem.kernels if kernels is None else kernels:
-        best: tuple[float, Tiling] | None = None
-        for tiling in candidates(kernel, bits_of(q.dtype), q.shape[3], v.shape[3]):
+        in_use = prepared.tiling_in_use(kernel)
+        others = candidates(kernel, bits_of(q.dtype), q.shape[3], v.shape[3])
+        tried: list[Trial] = []
+        for tiling in (in_use, *(other for other in others if other != in_use)):
             seconds = None
             try:
                 prepared.use_tiling(kernel, tiling)
@@ -139,15 +151,20 @@ def trials(
                 seconds = timer(run)
             except NO_ROOM:
                 pass
-            if seconds is not None and (best is None or seconds < best[0]):
-                best = seconds, tiling
-            yield Trial(kernel, tiling, seconds)
-        if best is not None:
-            prepared.use_tiling(kernel, best[1])
+            tried.append(Trial(kernel, tiling, seconds))
+            yield tried[-1]
+        for winner in winners(problem, tried).values():
+            prepared.use_tiling(kernel, winner.tiling)
 
 
-def winners(problem: Problem, tried: list[Trial]) -> dict[str, Tiling]:
+def winners(problem: Problem, tried: list[Trial]) -> dict[str, Winner]:
     """Return the fastest sizes of every kernel, for `saved.store`."""
-    timed = [(t.seconds, t.kernel, t.tiling) for t in tried if t.seconds is not None]
-    slowest_first = sorted(timed, key=lambda trial: trial[0])[::-1]
-    return {problem.key(kernel): tiling for _, kernel, tiling in slowest_first}
+    best: dict[str, Winner] = {}
+    for kernel, tiling, seconds in tried:
+        if seconds is None:
+            continue
+        key, ms = problem.key(kernel), seconds * 1e3
+        winner = best.setdefault(key, Winner(tiling, ms, ms))  # the first: the sizes in use
+        if ms < min(winner.ms, winner.earlier_ms * (1 - NOISE)):
+            best[key] = winner._replace(tiling=tiling, ms=ms)
+    return best
