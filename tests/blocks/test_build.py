@@ -178,6 +178,7 @@ def seen(monkeypatch):
 def test_one_kept_and_one_dropped_pair_prove_a_tile_partial(seen, monkeypatch, whole):
     """Four corners of each partial tile; no pair of a tile that bounds decide."""
     monkeypatch.setattr(quadtree, "_SMALL_GRID", whole)
+    monkeypatch.setattr(quadtree, "interval_tiles", lambda *_: None)
     corners, cornered = quadtree.BoxBounds.corners, []
     monkeypatch.setattr(
         quadtree.BoxBounds,

@@ -183,6 +183,39 @@ class _SlicedGathers(Gathers):
         return table[tuple(slices)].reshape(shape) if slices else table
 
 
+def known_sizes(values: dict, groups: Groups, *axes: Axis) -> tuple[tuple[str, int], ...]:
+    """Return the largest magnitudes of a graph's inputs that are known without a read."""
+    return (
+        ("b", groups.first_b + groups.b),
+        ("h", groups.first_h + groups.h),
+        *((axis.name, axis.furthest) for axis in axes if axis.positions is None),
+        *((name, abs(int(x))) for name, x in values.items() if name[0] == "n"),
+    )
+
+
+def values_along(
+    axis: Axis | None, part: Graph, values: dict, groups: Groups, device: torch.device,
+    start: int, stop: int,
+) -> tuple[list, list]:  # fmt: skip
+    """Evaluate a part of a mask's graph at the positions `start` up to `stop` of an axis. Return
+    its values, which broadcast to `(b, h, positions)`, and where its gathers read outside of their
+    tensors (`Gathers.outside`)."""
+    index_ranges: dict[str, IndexRange] = {
+        "b": (groups.first_b, groups.b, 0), "h": (groups.first_h, groups.h, 1)
+    }  # fmt: skip
+    if axis is not None and axis.positions is None:
+        index_ranges[POSITION] = axis.start + start, stop - start, 2
+    indices = {
+        name: torch.arange(first, first + n, device=device).view(-1, *[1] * (2 - dim))
+        for name, (first, n, dim) in index_ranges.items() if part.uses(name)
+    }  # fmt: skip
+    gathers = _SlicedGathers(part, {id(x): index_ranges[name] for name, x in indices.items()})
+    if axis is not None and axis.positions is not None:
+        positions = axis.positions[..., start:stop].long()
+        indices[POSITION] = positions if positions.dim() == 1 else positions[:, None]
+    return evaluate(part, {**values, **indices}, gathers), gathers.outside
+
+
 def bounds_along(
     axis: Axis | None, part: Graph, values: dict, groups: Groups, device: torch.device
 ) -> AxisBounds:
@@ -199,26 +232,14 @@ def bounds_along(
     outside: Tensor | None = None
     step = tile * max(1, _POSITIONS // (groups.count * tile))
     for start in range(0, length, step) if computed else ():
-        stop = min(start + step, length)
-        index_ranges: dict[str, IndexRange] = {
-            "b": (groups.first_b, groups.b, 0), "h": (groups.first_h, groups.h, 1)
-        }  # fmt: skip
-        if consecutive_axis is not None:
-            index_ranges[POSITION] = consecutive_axis.start + start, stop - start, 2
-        indices = {
-            name: torch.arange(first, first + n, device=device).view(-1, *[1] * (2 - dim))
-            for name, (first, n, dim) in index_ranges.items() if part.uses(name)
-        }  # fmt: skip
-        gathers = _SlicedGathers(part, {id(x): index_ranges[name] for name, x in indices.items()})
-        if axis is not None and axis.positions is not None:
-            positions = axis.positions[..., start:stop].long()
-            indices[POSITION] = positions if positions.dim() == 1 else positions[:, None]
-        results = zip(part.outputs, evaluate(part, {**values, **indices}, gathers), strict=True)
-        chunk_levels.append([_level(x, tile, device) for name, x in results if name in computed])
-        for reads_outside, *_ in gathers.outside:
+        at = start, min(start + step, length)
+        results, places_outside = values_along(axis, part, values, groups, device, *at)
+        named = zip(part.outputs, results, strict=True)
+        chunk_levels.append([_level(x, tile, device) for name, x in named if name in computed])
+        for reads_outside, *_ in places_outside:
             if outside is None:
                 outside = reads_outside.new_zeros(groups.b, groups.h, length)
-            outside[:, :, start:stop] |= reads_outside
+            outside[:, :, slice(*at)] |= reads_outside
     by_name = zip(computed, *chunk_levels, strict=True)
     levels = {name: LevelBounds.cat(list(chunks)) for name, *chunks in by_name}
     if consecutive_axis is not None and POSITION in part.outputs:

@@ -19,7 +19,7 @@ from ..mods.bounds.table_bounds import TableBounds
 from ..mods.evaluation.evaluate import evaluate
 from ..mods.evaluation.pointwise import Gathers
 from ..mods.graph import Graph
-from .axis_bounds import Axis, Groups, LevelBounds, bounds_along
+from .axis_bounds import Axis, Groups, LevelBounds, bounds_along, known_sizes
 
 
 class BoxBounds:
@@ -44,7 +44,7 @@ class BoxBounds:
             for n in parts.mixed
             if graph.nodes[n].op == "gather"
         }
-        self._fits = interval.nodes_in_range(graph, self._sizes(values, q, kv))
+        self._fits = interval.nodes_in_range(graph, known_sizes(values, groups, q, kv))
         rows = interval.subgraph(graph, parts.rows, q.name)
         cols = interval.subgraph(graph, parts.cols, kv.name)
         bounds_args = self._values, groups, device
@@ -111,13 +111,3 @@ class BoxBounds:
             return all_kept, maybe_live, None
         reads_outside = reduce(operator.or_, outside)
         return all_kept & ~reads_outside, maybe_live, reads_outside
-
-    def _sizes(self, values: dict, *axes: Axis) -> tuple[tuple[str, int], ...]:
-        """Return the largest magnitudes of the graph's inputs that are known without a read."""
-        groups = self.groups
-        return (
-            ("b", groups.first_b + groups.b),
-            ("h", groups.first_h + groups.h),
-            *((axis.name, axis.furthest) for axis in axes if axis.positions is None),
-            *((name, abs(int(x))) for name, x in values.items() if name[0] == "n"),
-        )

@@ -20,6 +20,7 @@ from ..mods.graph import Graph
 from ..types import Captured
 from .axis_bounds import SPLIT, Axis, Groups
 from .bounds import BoxBounds
+from .intervals import interval_tiles
 from .runs import Runs, merge, pick, rectangles
 from .tiles import Tiles
 
@@ -90,6 +91,10 @@ class Search:
         tiles = self.groups.count * self.q.boxes(0) * self.kv.boxes(0)
         if tiles:
             small = tiles <= _SMALL_GRID
+            if not small:
+                inputs = self.graph, self.values, self.groups, self.q, self.kv, self.device
+                if (result := interval_tiles(*inputs)) is not None:
+                    return result
             on_cpu = small and not self._reads_tensors()
             bounds_device = torch.device("cpu") if on_cpu else self.device
             axes = self.q, self.kv

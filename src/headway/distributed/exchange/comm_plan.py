@@ -67,13 +67,14 @@ class SequenceShards:
 def sequence_shards(
     q_table: Tensor, kv_table: Tensor | None, call: Call, rank: int, ranks: int
 ) -> tuple[SequenceShards, SequenceShards]:
-    """Return the shards of queries and of keys.
+    """Return the shards of queries and of keys: one object where they have one table.
 
     - `kv_table`: None where every rank has all keys: then all of them count as this rank's.
     """
     if kv_table is None:
         kv_table = torch.tensor([[rank, 0, call.k.shape[2]]], dtype=torch.int64, device="cpu")
-    return SequenceShards(q_table, ranks), SequenceShards(kv_table, ranks)
+    q_shards = SequenceShards(q_table, ranks)
+    return q_shards, q_shards if kv_table is q_table else SequenceShards(kv_table, ranks)
 
 
 class RowRange(NamedTuple):

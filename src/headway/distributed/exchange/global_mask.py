@@ -135,10 +135,16 @@ def global_mask(
     return GlobalBlockMask(tiles, b, h, tile, rows, kv_tiles, owner, kv.length, tile_of_row)
 
 
-def ranges_of_tiles(needed_tiles: np.ndarray, tile: int, length: int) -> np.ndarray:
-    """Return the needed tiles as ranges of positions (start, stop)."""
-    ranges = np.array(_true_ranges(needed_tiles), np.int64).reshape(-1, 2) * tile
-    return np.minimum(ranges, length)
+def ranges_of_tiles(needed_tiles: np.ndarray, tile: int, length: int) -> list[np.ndarray]:
+    """Return the tiles that every rank needs, bool `(ranks, tiles)`, as ranges of positions (start,
+    stop)."""
+    ranks, width = needed_tiles.shape
+    flags = np.zeros((ranks, width + 2), np.int8)  # with a gap at both ends
+    flags[:, 1:-1] = needed_tiles
+    edges = np.flatnonzero(flags.reshape(-1)[1:] != flags.reshape(-1)[:-1])
+    rank, column = np.divmod(edges.reshape(-1, 2), width + 2)
+    ranges = np.minimum(column * tile, length)
+    return np.split(ranges, rank[:, 0].searchsorted(np.arange(1, ranks)))
 
 
 def coords_of(
@@ -196,9 +202,9 @@ def _rows_of_pieces(q: SequenceShards, tile: int) -> tuple[np.ndarray, np.ndarra
 def join_ranges(start: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Return the integers of ranges, `start[n]` up to `start[n] + size[n]`, one range after the
     other."""
-    total = int(size.sum())
-    size_before = size.cumsum() - size
-    return np.arange(total) + np.repeat(start - size_before, size)
+    integers = np.repeat(start - (size.cumsum() - size), size)
+    integers += np.arange(len(integers))
+    return integers
 
 
 def _true_ranges(flags: np.ndarray) -> list[tuple[int, int]]:

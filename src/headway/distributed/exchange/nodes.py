@@ -6,6 +6,7 @@ the ranks of any layout do: the shards are those of nodes, the heads those of th
 that of a node's queries.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,9 +55,14 @@ def local_node(
     **Raises:** `ArgumentError` as `plan_inputs` does.
     """
     node, place = divmod(inputs.rank, groups.size)
-    q, kv = _shards_of_nodes(inputs.q, groups.size), _shards_of_nodes(inputs.kv, groups.size)
+
+    def of_both(shards_of: Callable[[SequenceShards], SequenceShards]) -> list[SequenceShards]:
+        q = shards_of(inputs.q)
+        return [q, q if inputs.kv is inputs.q else shards_of(inputs.kv)]
+
+    q, kv = of_both(lambda shards: _shards_of_nodes(shards, groups.size))
     between = plan_inputs(spec, call, q, kv, groups.inter_node, node, own_tiles)
-    q, kv = (_shards_in_node(shards, groups.size, node) for shards in (inputs.q, inputs.kv))
+    q, kv = of_both(lambda shards: _shards_in_node(shards, groups.size, node))
     return LocalNode(groups.intra_node, place, q, kv, between)
 
 

@@ -61,11 +61,11 @@ class PlanInputs:
         if self.mask is None:
             all_keys = np.array([[0, self.kv.length]])
             return [all_keys[: int(count > 0)] for count in self.q.sizes], None
-        heads_agree = self.mask.h == 1 or len(q_heads) == self.sizes.hq
-        visits = self._tile_visits if heads_agree else self.mask.tile_visits(q_heads, self.q.ranks)
-        needed_tiles = visits > 0
-        tile_kv = self.mask.tile[1]
-        ranges = [ranges_of_tiles(tiles, tile_kv, self.kv.length) for tiles in needed_tiles]
+        if self.mask.h == 1 or len(q_heads) == self.sizes.hq:
+            needed_tiles, ranges = self._needed_tiles, self._needed_ranges
+        else:
+            needed_tiles = self.mask.tile_visits(q_heads, self.q.ranks) > 0
+            ranges = ranges_of_tiles(needed_tiles, self.mask.tile[1], self.kv.length)
         return ranges, needed_tiles[self.rank]
 
     @property
@@ -116,6 +116,17 @@ class PlanInputs:
         tiles = self.mask.tiles
         total = tiles.rows_full.per_row() + tiles.rows_partial.per_row()
         return total.to(device="cpu", dtype=torch.int64).numpy()
+
+    @cached_property
+    def _needed_tiles(self) -> np.ndarray:
+        """Return which tiles of keys every rank reads, bool `(ranks, kv_tiles)`."""
+        return self._tile_visits > 0
+
+    @cached_property
+    def _needed_ranges(self) -> list[np.ndarray]:
+        """Return the ranges of keys that every rank reads."""
+        assert self.mask is not None
+        return ranges_of_tiles(self._needed_tiles, self.mask.tile[1], self.kv.length)
 
     @cached_property
     def _tile_visits(self) -> np.ndarray:

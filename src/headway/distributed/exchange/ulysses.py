@@ -62,7 +62,9 @@ class Ulysses(Plan):
             range(heads.start // group_size, -(-heads.stop // group_size)) if heads else range(0)
             for heads in self.q_heads
         ]
-        self.q, self.kv = TokenOrder(node.q, inputs.device), TokenOrder(node.kv, inputs.device)
+        self.q = self.kv = TokenOrder(node.q, inputs.device)
+        if node.kv is not node.q:
+            self.kv = TokenOrder(node.kv, inputs.device)
         q_heads, kv_heads = self.q_heads[self.rank], self.kv_heads[self.rank]
         self.shards = []
         for heads in _whole_groups(q_heads, group_size):
@@ -196,10 +198,10 @@ class TokenOrder:
     def __init__(self, shards: SequenceShards, device: torch.device) -> None:
         self.sizes, self.length = [int(size) for size in shards.sizes], shards.length
         rank_start = shards.sizes.cumsum() - shards.sizes
-        start = rank_start[shards.rank] + shards.local_start
-        order = join_ranges(start, shards.stop - shards.start)
-        self.to_sequence = torch.from_numpy(order).to(device)
-        self.to_ranks = torch.from_numpy(order.argsort()).to(device)
+        in_ranks, size = rank_start[shards.rank] + shards.local_start, shards.stop - shards.start
+        in_sequence, by_rank = size.cumsum() - size, in_ranks.argsort()
+        orders = join_ranges(in_ranks, size), join_ranges(in_sequence[by_rank], size[by_rank])
+        self.to_sequence, self.to_ranks = (torch.from_numpy(x).to(device) for x in orders)
 
 
 def _whole_groups(heads: range, group_size: int) -> list[range]:
