@@ -185,6 +185,26 @@ class Tanh(torch.autograd.Function):
         return Tanh.apply(x), 0
 
 
+LIBRARY = torch.library.Library("headway_test", "FRAGMENT")
+LIBRARY.define("halved_tanh(Tensor x) -> Tensor")
+LIBRARY.impl("halved_tanh", lambda x: (x / 2).tanh(), "CompositeExplicitAutograd")
+
+
+class HalvedTanh(Tanh):
+    @staticmethod
+    def forward(x):
+        return torch.ops.headway_test.halved_tanh(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * (1 - y * y) * 3
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return HalvedTanh.apply(x), 0
+
+
 class Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -212,6 +232,7 @@ class Product(torch.autograd.Function):
 NUMBER = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
 FUNCTIONS = {
     "as libraries do": lambda s, b, h, i, j: 2 * Tanh.apply(s / 2),
+    "an op of a library": lambda s, b, h, i, j: HalvedTanh.apply(s) + s,
     "straight through": lambda s, b, h, i, j: Straight.apply(s) * s,
     "one after the other": lambda s, b, h, i, j: Straight.apply(Tanh.apply(s * 3)) + s,
     "several": lambda s, b, h, i, j: s + sum(Product.apply(s * 0.1, T[h, j], 3)),
@@ -250,3 +271,5 @@ def test_hooks_on_a_value_are_refused():
 def test_an_op_without_a_derivative_is_refused():
     with pytest.raises(ModError, match="calls headway_test::rough_tanh, whose derivative fails"):
         hw.attention(Q, K, V, lambda s, *_: rough_tanh(s))
+    with pytest.raises(ModError, match="calls headway_test::halved_tanh"):
+        hw.attention(Q, K, V, lambda s, *_: torch.ops.headway_test.halved_tanh(s))

@@ -75,6 +75,9 @@ def _library_op(call: OpCall) -> Any:
     tracer, func = call.tracer, call.func
     definition = OPDEFS.get(func.name())
     implementations = getattr(definition, "_backend_fns", {})
+    if definition is None and _is_python(func) and not torch.is_grad_enabled():
+        with tracer:  # it has no derivative: as what an autograd Function computes
+            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *call.args)
     if definition is None or set(implementations) != {None} or func._schema.is_mutable:
         return _decompose(call)
     if tracer.record_detach and torch.is_grad_enabled():
@@ -84,6 +87,18 @@ def _library_op(call: OpCall) -> Any:
     for tensor in flatten_arguments((result,), {}):
         tracer.library_ops[id(tensor)] = full_name(func)
     return result
+
+
+def _is_python(func: Any) -> bool:
+    """Return whether one function of Python computes an op, on every device and without autograd:
+    `torch.library.impl(op, "CompositeExplicitAutograd", function)`."""
+    name, key = func.name(), "CompositeExplicitAutograd"
+    registered = f"{name.replace('::', '/')}/{key}" in torch.library._impls
+    others = [device for device in ("CPU", "CUDA", "Autograd") if _has_kernel(name, device)]
+    return registered and not others and not func._schema.is_mutable
+
+
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 def _decompose(call: OpCall) -> Any:
