@@ -1,6 +1,7 @@
 """MuonClip is torch.optim.Muon, AdamW and QK-Clip, one after the other."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -125,6 +126,30 @@ def test_state_dict_continues_to_the_same_bits():
         (-model(tokens)[:, :-1].gather(-1, tokens[:, 1:, None]).mean()).backward()
         update()
     assert all(torch.equal(p, whole[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("options", [{}, {"per_head": True}, {"tau": None}], ids=str)
+def test_a_copy_goes_on_as_the_original_does(options, copied):
+    model = Model(fused=True)
+    optimizer = MuonClip(model, lr=0.05, **{"tau": 0.3} | options)
+
+    def train(model, optimizer, steps):
+        def update():
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return run(model, steps, update)
+
+    train(model, optimizer, 2)
+    pair = copied((model, optimizer))
+    assert pair[1].param_groups[0]["params"][0] in set(pair[0].parameters())
+    original, copy_of_it = train(model, optimizer, 2), train(*pair, 2)
+    assert all(torch.equal(p, copy_of_it[name]) for name, p in original.items())
+    pair[1].param_groups[0]["lr"] = 0.0  # as a schedule does, and the two optimizers within see it
+    before = pair[0].attention.o_proj.weight.clone()
+    train(*pair, 1)
+    assert torch.equal(before, pair[0].attention.o_proj.weight)
 
 
 def test_gradient_accumulation_sees_every_micro_batch():

@@ -129,6 +129,15 @@ class MuonClip(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # An optimizer of PyTorch copies its groups and its state, and nothing else.
+        parts = ("blocks", "_muon", "_adamw", "clip", "clipped")
+        return super().__getstate__() | {part: getattr(self, part) for part in parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
     def _share(self) -> None:
         self._muon.param_groups, self._adamw.param_groups = (
             self.param_groups[:1],
@@ -143,6 +152,9 @@ class _BlockMuon(torch.optim.Muon):
     def __init__(self, params: Any, blocks: dict[Any, list[int]], **options: Any):
         self.blocks = blocks
         super().__init__(params, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"blocks": self.blocks}
 
     def _init_group(
         self, group: Any, params_with_grad: list, grads: list, muon_momentum_bufs: list
