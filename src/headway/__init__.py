@@ -36,6 +36,8 @@ from .mods import t5_bias as t5_bias
 from .mods import tiled as tiled
 from .mods import tree as tree
 from .mods import window_bias as window_bias
+from .packed import varlen_attention as varlen_attention
+from .packed import varlen_attention_with_stats as varlen_attention_with_stats
 from .types import AttentionOutput as AttentionOutput
 from .variants.sigmoid import sigmoid_attention as sigmoid_attention
 from .variants.top_k import top_k_blocks as top_k_blocks

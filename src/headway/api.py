@@ -15,6 +15,7 @@ from .errors import CapturedIndexError
 from .keywords import unknown_keywords
 from .mods import causal, lower_mod
 from .mods.base import MaskFn, ScoreFn
+from .packed import any_jagged, nested_attention, nested_attention_with_stats
 from .run import run, run_cpu_native, run_out, with_place
 from .types import AttentionOutput, Request
 
@@ -39,7 +40,9 @@ def attention(
 
     Differentiable in q, k, v, `sink`, and every tensor that `score` captures and that requires
     grad. Query head h reads key head `h // (hq // hk)`. A query that may see no key gets 0.
-    DTensors may be sharded along batch and heads (see `headway.sharded`).
+    DTensors may be sharded along batch and heads (see `headway.sharded`). Nested tensors
+    (`layout=torch.jagged`, heads before the ragged length) are not padded: b is the sequence, q_idx
+    and kv_idx count from its start, and q may be ragged otherwise than k and v.
 
     **Arguments:**
 
@@ -72,6 +75,23 @@ def attention(
     """
     if unknown:
         raise unknown_keywords(attention, unknown)
+    if type(q) is not Tensor and any_jagged(q, k, v):
+        return nested_attention(
+            Request(
+                q,
+                k,
+                v,
+                score,
+                mask,
+                scale,
+                sink,
+                dropout,
+                seed,
+                deterministic,
+                backend,
+                keys=layout,
+            )
+        )
     mask = mask if layout is not None else _or_none(mask, q, k)
     plainest = layout is None and score is None and sink is None and type(deterministic) is bool
     if plainest and (mask is None or type(mask) is causal):
@@ -100,12 +120,29 @@ def attention_with_stats(
 ) -> AttentionOutput:
     """`attention`, and what training needs besides: the differentiable log-sum-exp of every query
     and the largest logit of every head (see `AttentionOutput`); with a `layout`, of the queries of
-    all ranks.
+    all ranks. Of nested tensors out and lse are jagged as q is, and max_logit is `(sequences, hq)`.
 
     The same arguments and errors as `attention`.
     """
     if unknown:
         raise unknown_keywords(attention_with_stats, unknown)
+    if type(q) is not Tensor and any_jagged(q, k, v):
+        return nested_attention_with_stats(
+            Request(
+                q,
+                k,
+                v,
+                score,
+                mask,
+                scale,
+                sink,
+                dropout,
+                seed,
+                deterministic,
+                backend,
+                keys=layout,
+            )
+        )
     mask = mask if layout is not None else _or_none(mask, q, k)
     request = Request(
         q, k, v, score, mask, scale, sink, dropout, seed, deterministic, backend, True

@@ -83,10 +83,10 @@ def check_dense(**tensors: Any) -> None:
     for name, x in tensors.items():
         if isinstance(x, Tensor) and x.is_nested:
             raise ArgumentError(
-                f"{name} is a nested tensor, which attention does not take; pack its sequences "
-                "into one, one after the other, and pass mask=headway.document(ids), or use "
-                "headway.compat.flash.flash_attn_varlen_func; or pad them and pass "
-                "mask=headway.padding(lengths)"
+                f"{name} is a nested tensor, which is not taken here (headway.attention takes q, k "
+                "and v that all have layout=torch.jagged); pack its sequences into one, one after "
+                "the other, and call headway.varlen_attention, or pass "
+                "mask=headway.document(ids); or pad them and pass mask=headway.padding(lengths)"
             )
 
 
@@ -232,8 +232,9 @@ def check_made_outside(kind: str, functions: list[Callable]) -> None:
                 ) from None
 
 
-def check_sizes(mod: Any, b: int, h: int, q_len: int, kv_len: int) -> None:
-    """Check that a value of the library captures tensors of exactly the call's sizes."""
+def check_sizes(mod: Any, b: int, h: int, q_len: int | None, kv_len: int | None) -> None:
+    """Check that a value of the library captures tensors of exactly the call's sizes; a length of
+    None fits any."""
     if isinstance(mod, Mod):
         mod.check_sizes(b, h, q_len, kv_len)
 

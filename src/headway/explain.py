@@ -17,8 +17,10 @@ from .keywords import unknown_keywords
 from .mods import causal, retraced
 from .mods.bounds.interval import why_elements
 from .mods.graph import parse
+from .mods.library.packed import PackedMask
+from .packed import any_jagged, packed_request
 from .resolve import prepare
-from .types import Spec, acc_dtype
+from .types import Request, Spec, acc_dtype
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,13 @@ def explain(
     live tiles, and the code of score and mask.
 
     Pass `attention`'s arguments: wrong ones raise the same errors. A call that no backend can run
-    is explained, not raised. A layout is explained without communication, so it needs no mesh.
+    is explained, not raised. Nested tensors are explained as one packed row. A layout is explained
+    without communication, so it needs no mesh.
     """
     if unknown:
         raise unknown_keywords(explain, unknown)
+    if any_jagged(q, k, v):
+        q, k, v, score, mask = packed_request(Request(q, k, v, score, mask, keys=layout))[:5]
     arguments = q, k, v, score, mask, scale, sink, dropout, seed, deterministic
     layouts = None if layout is None else Layouts.of(layout)
     spec, call = prepare(*arguments, backend="reference", keys=layouts)
@@ -152,7 +157,7 @@ def explain(
 
 def _alignment(mask: Any, q_len: int, kv_len: int) -> str:
     """Return how queries align with keys, where they are fewer; "" elsewhere."""
-    if not 0 < q_len < kv_len:
+    if not 0 < q_len < kv_len or isinstance(mask, PackedMask):
         return ""
     end = causal(kv_len - q_len)
     mask = mask.mask if isinstance(mask, BlockMask) else mask

@@ -76,10 +76,15 @@ NESTED = {
 }
 
 
+TAKEN = ("attention", "masked", "stats", "explain")  # jagged ones: test_varlen.py
+
+
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.parametrize("name", NESTED)
 @pytest.mark.filterwarnings("ignore:.*nested")
 def test_nested_tensors_are_refused(name, layout):
+    if name in TAKEN and layout == torch.jagged:
+        return
     rows = [torch.randn(n, 4, 8) for n in (6, 3)]
     nested = torch.nested.nested_tensor(rows, layout=layout).transpose(1, 2)
     with pytest.raises(

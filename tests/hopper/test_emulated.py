@@ -11,6 +11,7 @@ import torch
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+import ragged
 from cases import BY_NAME, problem
 from checks import compare, run
 from headway.backends import hopper
@@ -47,6 +48,15 @@ def test_table(way, name, monkeypatch):
     with emulating("sm_90", hopper) as ran:
         assert wrong(name, hq=2, hk=1) == []  # time goes by CTAs
     assert {"forward", "preprocess_kernel"} < {*ran}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ragged.FORMS)
+def test_packed(form, monkeypatch):
+    choose(monkeypatch, "at once")
+    case = replace(BY_NAME["score_bias_rows"], b=2, hq=2, hk=1)
+    with emulating("sm_90", hopper):
+        assert ragged.wrong(case, torch.bfloat16, "hopper", form) == []
 
 
 @pytest.mark.long

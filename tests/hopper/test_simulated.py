@@ -14,6 +14,7 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import headway as hw
+import ragged
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run, yardstick
 from headway import autograd
@@ -74,6 +75,14 @@ def test_table(name, way, monkeypatch):
     dtype = torch.float16 if name == "length_1" else torch.bfloat16
     case = BY_NAME[name]
     assert compare(case, dtype, run(problem(case, dtype), "hopper", True), True) == []
+
+
+@pytest.mark.parametrize("form", ragged.FORMS)
+@pytest.mark.parametrize("name", ["lengths_1_257_causal", "score_bias_rows"])
+def test_packed(name, form, monkeypatch):
+    choose(monkeypatch, "at once")
+    case = replace(BY_NAME[name], b=2, hq=2, hk=1)
+    assert ragged.wrong(case, torch.bfloat16, "hopper", form) == []
 
 
 PREPARED = itertools.product(["long_causal", "heads_6_3_score", "width_100_100"], WAYS)

@@ -15,6 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import ragged
 import triton  # noqa: F401  (on the CPU the backend is there for whom loads Triton)
 from cases import BY_NAME, Case
 from checks import check
@@ -33,6 +34,7 @@ CASES = (
     "long_checker",
 )  # fmt: skip
 HALF = "score_relative"  # the interpreter, which is NumPy, has no bfloat16
+PACKED = {"score_bias_rows": "varlen", "mask_by_batch_sink": "jagged"}  # sequences of a row
 OTHERWISE = ("length_65_causal", "width_40_40_score", "long_checker")  # tails, groups, pieces, runs
 
 
@@ -52,6 +54,10 @@ def main(part: int, parts: int) -> None:
         except Exception as error:  # noqa: BLE001  (the parent reports it)
             wrong[case.name] = f"{type(error).__name__}: {error}"
         print(case.name, f"{time.perf_counter() - start:.1f} s", flush=True)
+    for name, form in list(PACKED.items())[part::parts]:
+        case = replace(few_heads(name), b=2)
+        if lines := ragged.wrong(case, torch.float32, "triton", form):
+            wrong[f"{case.name}, {form}"] = "\n".join(lines)
     print(json.dumps(wrong))
 
 

@@ -10,6 +10,7 @@ import torch
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+import ragged
 from cases import BY_NAME, Case, problem
 from checks import check, compare, run
 from headway.backends import triton as backend
@@ -47,6 +48,14 @@ def test_table(target, name):
     with emulating(target, backend) as ran:
         check(few_heads(name), "triton", torch.bfloat16)
     assert {"forward", "backward_q", "backward_kv"} <= {*ran}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ragged.FORMS)
+def test_packed(form):
+    case = replace(few_heads("score_bias_rows"), b=2)
+    with emulating("sm_90", backend):
+        assert ragged.wrong(case, torch.bfloat16, "triton", form) == []
 
 
 @pytest.mark.parametrize(

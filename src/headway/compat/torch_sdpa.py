@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..api import attention
 from ..errors import ArgumentError
 from ..mods import Mask, Score, bias, causal, dense
+from ..packed import any_jagged
 from ..types import as_real
 from .errors import CallError, CallTypeError
 
@@ -38,7 +39,8 @@ def scaled_dot_product_attention(
     **Arguments:**
 
     - `query` `(..., hq, l, e)`, `key` `(..., hk, s, e)`, `value` `(..., hv, s, ev)`: at least 2-D,
-      of one dtype and device; leading dimensions broadcast.
+      of one dtype and device; leading dimensions broadcast. Or nested tensors
+      (`layout=torch.jagged`), `(b, heads, ragged length, width)`, which take no `attn_mask`.
     - `attn_mask`: bool (True keeps) or float (added, and differentiable), broadcastable to
       `(..., hq, l, s)`; or `torch.nn.attention.bias.causal_upper_left` / `causal_lower_right`.
     - `dropout_p`: applied always, as the original does: pass 0.0 in evaluation.
@@ -55,16 +57,16 @@ def scaled_dot_product_attention(
     """
     corner = type(attn_mask).__name__ == "CausalBias"
     tensors = (query, key, value, None if corner else attn_mask)
+    jagged = type(query) is not Tensor and any_jagged(query, key, value)
+    if jagged and not torch._C._len_torch_function_stack():
+        return _nested(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if has_torch_function(tensors):  # a subclass of Tensor, or a mode, has its say
         return handle_torch_function(
             scaled_dot_product_attention, tensors, query, key, value, attn_mask=attn_mask,
             dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
     _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if isinstance(scale, Tensor):
-        scale = scale.item()
-    elif isinstance(scale, bool):
-        scale = float(scale)
+    scale = _number(scale)
     q, k, v, leading = _four_dimensional(query, key, value, enable_gqa)
     score: Score | None = None
     mask: Mask | None = causal() if is_causal else None
@@ -82,6 +84,37 @@ def scaled_dot_product_attention(
     except ArgumentError as error:
         raise CallError(str(error)) from error
     return out if leading is None else out.reshape(*leading, *out.shape[2:])
+
+
+def _nested(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any,
+    enable_gqa: Any,
+) -> Tensor:  # fmt: skip
+    """Return the attention of nested tensors, `(batch, heads, ragged length, width)`."""
+    _check_options(dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None:
+        raise CallError(
+            "attn_mask is not taken with nested tensors; write it as mask= or score= of "
+            "headway.attention, whose positions count from the start of each sequence"
+        )
+    heads = [x.shape[1] if isinstance(x, Tensor) and x.dim() == 4 else 0 for x in (q, k, v)]
+    if len(set(heads)) > 1 and not enable_gqa:
+        raise CallError(
+            f"the numbers of heads differ: query {heads[0]}, key {heads[1]}, value {heads[2]}; "
+            "where several query heads share one of key and value, pass enable_gqa=True"
+        )
+    mask = causal() if is_causal else None
+    try:
+        return attention(q, k, v, mask=mask, scale=_number(scale), dropout=dropout_p)
+    except ArgumentError as error:
+        raise CallError(str(error)) from error
+
+
+def _number(scale: Any) -> Any:
+    """Return a scale that is a tensor or a boolean as Python's number."""
+    if isinstance(scale, Tensor):
+        return scale.item()
+    return float(scale) if isinstance(scale, bool) else scale
 
 
 @contextmanager
@@ -203,6 +236,27 @@ def _check(
     for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if not isinstance(x, Tensor) and not (x is None and name == "attn_mask"):
             raise CallTypeError(f"argument {name!r} must be Tensor, not {type(x).__name__}")
+    _check_options(dropout_p, is_causal, scale, enable_gqa)
+    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
+        raise CallError(
+            "Expected query, key, and value to all be at least 2 dimensional, but got query.dim: "
+            f"{query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()}"
+        )
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise CallError(
+            "query, key and value must all be nested tensors of layout torch.jagged, or all dense; "
+            "for packed sequences see headway.varlen_attention or headway.document"
+        )
+    if attn_mask is None or torch.is_autocast_enabled(query.device.type):
+        return
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise CallError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+            f"attn_mask.dtype: {attn_mask.dtype} and query.dtype: {query.dtype}"
+        )
+
+
+def _check_options(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any) -> None:
     for name, x in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(x, bool):
             raise CallTypeError(f"argument {name!r} must be bool, not {type(x).__name__}")
@@ -212,20 +266,3 @@ def _check(
             raise CallTypeError(f"argument {name!r} must be a number, not {type(x).__name__}")
     if not 0 <= dropout_p <= 1:
         raise CallError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
-    if query.dim() < 2 or key.dim() < 2 or value.dim() < 2:
-        raise CallError(
-            "Expected query, key, and value to all be at least 2 dimensional, but got query.dim: "
-            f"{query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()}"
-        )
-    if query.is_nested or key.is_nested or value.is_nested:
-        raise CallError(
-            "query, key and value must be dense tensors; for packed sequences see "
-            "headway.compat.flash.flash_attn_varlen_func or headway.document"
-        )
-    if attn_mask is None or torch.is_autocast_enabled(query.device.type):
-        return
-    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise CallError(
-            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
-            f"attn_mask.dtype: {attn_mask.dtype} and query.dtype: {query.dtype}"
-        )

@@ -217,6 +217,7 @@ def _trace(
     function_tensors = [t for _, t in used if not any(t is other for other in library_tensors)]
     order = library_tensors + function_tensors
     graph = _rename(traced.graph, {f"t{n}": f"T{_index(order, t)}" for n, t in used}, order)
+    graph = mod.simplified(graph) if isinstance(mod, Mod) else graph
     if not functions:
         return Lowered(graph.text), []
     sources = [_find_source(reads, t) for t in function_tensors]

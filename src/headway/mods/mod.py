@@ -18,7 +18,7 @@ from typing import Any, ClassVar, dataclass_transform
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .graph import DTYPE_NAMES
+from .graph import DTYPE_NAMES, Graph
 
 _ROOT = __name__.rpartition(".")[0].rpartition(".")[0] + "."
 
@@ -52,6 +52,10 @@ class Mod:
         """Return whether `check_sizes` reads a tensor's values, which may change between calls."""
         items = (getattr(self, name) for name in self.fields)
         return any(item.checks_values() for item in items if isinstance(item, Mod))
+
+    def simplified(self, graph: Graph) -> Graph:
+        """Return the value's graph, or one that backends know better, equal at kept pairs."""
+        return graph
 
     def __bool__(self) -> bool:
         raise ArgumentError(

@@ -54,8 +54,8 @@ def sigmoid_attention(
     if unknown:
         raise unknown_keywords(sigmoid_attention, unknown)
     sigmoid_score = log_sigmoid(bias)
+    check_tensors(q, k, v)
     if score is not None:
-        check_tensors(q, k, v)
         check_function("score", score, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
         sigmoid_score = score >> sigmoid_score
     out, lse, _ = attention_with_stats(
