@@ -356,6 +356,10 @@ GPU_CASES: tuple[Case, ...] = (
     *(_gpu(f"first-call-{d}{kind}", (2, 2048 // d, 2048 // d, 8192, d), "first", mask=causal,
            measure="first call")
       for d in (128, 64) for kind in ("", "-score", "-bias")),
+    *(_gpu(f"first-call-no-byte-code{kind}", (2, 16, 16, 8192, 128), "first", mask=causal,
+           measure="first call, no byte code")
+      for kind in ("", "-score")),
+    _gpu("first-step-llama", (2, 16, 16, 2048, 64), "first", mask=causal, measure="first call"),
     _gpu("million-window-4096", (1, 8, 8, 1 << 20, 128), "million", measure="long",
          mask=lambda: causal() & sliding_window(4096)),
     *(_decode(*shape) for shape in _CACHES),

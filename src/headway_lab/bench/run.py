@@ -122,7 +122,8 @@ def measure(
 MEASURES: dict[str, Callable[[Case, str, int, Tick], list[Result]]] = {
     "time": measure_time, "recording": recording, "overhead": partial(overhead, compiled=False),
     "overhead, compiled": partial(overhead, compiled=True), "host": host, "graph": graph,
-    "first call": first_call.measure, "long": measure_long, "train": train, "decode": decode.decode,
-    "decode, host": decode.grows, "block mask": measure_build, "training": training,
-    "ranks": ranks.measure,
+    "first call": first_call.measure,
+    "first call, no byte code": partial(first_call.measure, byte_code=False),
+    "long": measure_long, "train": train, "decode": decode.decode, "decode, host": decode.grows,
+    "block mask": measure_build, "training": training, "ranks": ranks.measure,
 }  # fmt: skip
